@@ -1,0 +1,1 @@
+"""Megalith trains large transformers on any number of devices."""

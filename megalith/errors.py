@@ -1,0 +1,45 @@
+"""The errors a user can meet. Each message is a sentence: the values, the rule, the way out.
+
+The command line prints the message without a traceback and exits with `exit_code`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class MegalithError(Exception):
+    """Anything that went wrong for a reason that the user can read and act on."""
+
+    exit_code = 1
+
+
+class ConfigError(MegalithError):
+    """The configuration is not possible: an unknown key, a wrong type, sizes that do not fit."""
+
+    exit_code = 2
+
+
+class DataError(MegalithError):
+    """A data file or tokenizer is missing, damaged, or does not fit the model."""
+
+    exit_code = 3
+
+
+class CheckpointError(MegalithError):
+    """A checkpoint is missing, damaged, or does not fit the model."""
+
+    exit_code = 4
+
+
+class TrainingError(MegalithError):
+    """Training cannot go on: the loss is lost, or memory has run out."""
+
+    exit_code = 5
+
+
+def did_you_mean(name: str, known: Iterable[str], count: int = 3) -> str:
+    """`; did you mean 'lr_decay_style'?`, or an empty string when nothing known is near `name`."""
+    near = difflib.get_close_matches(name, list(known), n=count, cutoff=0.6)
+    return f"; did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
