@@ -1,0 +1,280 @@
+"""Megatron's indexed dataset: a `.bin` of raw tokens and an `.idx` that says where each sequence lies.
+
+Both files are memory-mapped, so opening reads only the `.idx` (laid out in idx_format.py). All of it is
+checked then, because what a map hands out later is never checked again: a token read past the end would be
+garbage, or a SIGBUS. The writer works beside its target and renames at the end, the `.idx` last, so that a
+pair of files is always whole.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from array import array
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from megalith.data.idx_format import (
+    CODES,
+    HEADER,
+    MAGIC,
+    VERSION,
+    chunks,
+    file_pair,
+    map_file,
+    read_header,
+    require_files,
+)
+from megalith.errors import DataError
+
+
+def best_dtype(vocab_size: int) -> np.dtype:
+    """uint16 where every id fits with Megatron's margin (vocab_size < 65,500), else int32."""
+    return np.dtype("<u2") if vocab_size < 65_500 else np.dtype("<i4")
+
+
+class IndexedDataset:
+    """Reads `{prefix}.bin` and `{prefix}.idx`, memory-mapped.
+
+    `sequence_lengths` int32 [S], `sequence_offsets` int64 [S] (bytes) and `document_indices` int64 [D] are
+    read-only views of the `.idx`. A file that is missing, cut short or inconsistent is a DataError at open.
+    """
+
+    def __init__(self, prefix: str | Path) -> None:
+        self.prefix = str(prefix)
+        self.bin_path, self.idx_path = require_files(self.prefix)
+        index = map_file(self.idx_path)
+        self._tokens = map_file(self.bin_path)
+        self.dtype, sequences, documents = read_header(self.idx_path, index)
+        at = HEADER.size
+        self.sequence_lengths = np.frombuffer(index, "<i4", sequences, at)
+        at += self.sequence_lengths.nbytes
+        self.sequence_offsets = np.frombuffer(index, "<i8", sequences, at)
+        at += self.sequence_offsets.nbytes
+        self.document_indices = np.frombuffer(index, "<i8", documents, at)
+        self.has_modes = len(index) > at + self.document_indices.nbytes
+        self._check_sequences()
+        self._check_documents()
+
+    def __len__(self) -> int:
+        """The number of sequences."""
+        return len(self.sequence_lengths)
+
+    def __reduce__(self) -> tuple:
+        """A process that receives the dataset maps the files itself; tokens are never pickled."""
+        return IndexedDataset, (self.prefix,)
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.document_indices) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return int(self.sequence_lengths.sum(dtype=np.int64))
+
+    def get(self, i: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """Tokens `[offset, offset + length)` of sequence i (to its end without `length`): a view, no copy."""
+        whole = int(self.sequence_lengths[i])
+        length = whole - offset if length is None else length
+        if offset < 0 or length < 0 or offset + length > whole:
+            raise IndexError(
+                f"tokens [{offset}, {offset + length}) of sequence {i} of {self.prefix}, which has {whole}"
+            )
+        start = int(self.sequence_offsets[i]) + offset * self.dtype.itemsize
+        return np.frombuffer(self._tokens, self.dtype, length, start)
+
+    def is_packed(self) -> bool:
+        """Whether the sequences fill the `.bin` in order and without gaps, as every writer leaves them."""
+        end = 0
+        for rows in chunks(len(self)):
+            offsets, end = _packed_offsets(self.sequence_lengths[rows], self.dtype, end)
+            if not np.array_equal(self.sequence_offsets[rows], offsets):
+                return False
+        return end == len(self._tokens)
+
+    def _check_sequences(self) -> None:
+        size, item = len(self._tokens), self.dtype.itemsize
+        for rows in chunks(len(self)):
+            lengths, offsets = self.sequence_lengths[rows], self.sequence_offsets[rows]
+            bad = (lengths < 0) | (offsets < 0) | (offsets > size - lengths * np.int64(item))
+            if bad.any():
+                i = rows.start + int(bad.argmax())
+                raise DataError(
+                    f"{self.idx_path} places sequence {i} at byte {self.sequence_offsets[i]} with "
+                    f"{self.sequence_lengths[i]} tokens of {item} bytes; {self.bin_path} has {size} bytes; "
+                    "the .bin is truncated or the two are not a pair: copy both again or preprocess again"
+                )
+
+    def _check_documents(self) -> None:
+        indices, path = self.document_indices, self.idx_path
+        if len(indices) == 0 or indices[0] != 0 or indices[-1] > len(self):
+            found = f"{indices[0]} to {indices[-1]}" if len(indices) else "nothing"
+            raise DataError(
+                f"{path} lists document indices from {found}, but they begin at 0 and end within its "
+                f"{len(self)} sequences; the file is damaged: copy it again or preprocess again"
+            )
+        for rows in chunks(len(indices) - 1):
+            falls = indices[rows] > indices[rows.start + 1 : rows.stop + 1]
+            if falls.any():
+                d = rows.start + int(falls.argmax())
+                raise DataError(
+                    f"{path} has document index {indices[d]} followed by {indices[d + 1]} at entry {d + 1}, "
+                    "but they never decrease; the file is damaged: copy it again or preprocess again"
+                )
+
+
+class IndexedWriter:
+    """Writes `{prefix}.bin` and `{prefix}.idx`, byte for byte as Megatron's own writer does.
+
+    A context manager. Everything goes to `.partial` names beside the target; a clean exit makes them durable
+    and renames the `.bin` and then the `.idx`. On an exception the partial files are removed; after a kill
+    they stay under a name that no reader opens.
+    """
+
+    def __init__(self, prefix: str | Path, dtype: np.dtype | type, *, overwrite: bool = False) -> None:
+        """DataError when `dtype` is not in the format, or when either file exists and `overwrite` is off."""
+        self.bin_path, self.idx_path = file_pair(prefix)
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        if self.dtype not in CODES:
+            known = ", ".join(str(d) for d in CODES)
+            raise DataError(f"token dtype {self.dtype} cannot be written; choose one of {known}")
+        for path in (self.bin_path, self.idx_path):
+            if path.exists() and not overwrite:
+                raise DataError(
+                    f"{path} exists and is not overwritten; remove it or choose another output prefix"
+                )
+        self._lengths = array("i")  # tokens of each sequence
+        self._documents = array("q", [0])  # the document indices
+        self._partial_bin = Path(f"{self.bin_path}.partial-{os.getpid()}")
+        self._partial_idx = Path(f"{self.idx_path}.partial-{os.getpid()}")
+        with _writing(self._partial_bin):
+            self.bin_path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = open(self._partial_bin, "wb", buffering=1 << 20)  # noqa: SIM115 (closed in __exit__)
+
+    def __enter__(self) -> IndexedWriter:
+        return self
+
+    def __exit__(self, kind: type | None, error: object, trace: object) -> None:
+        try:
+            if kind is None:
+                self._finish()
+        finally:
+            with contextlib.suppress(OSError):
+                self._file.close()
+            self._partial_bin.unlink(missing_ok=True)
+            self._partial_idx.unlink(missing_ok=True)
+
+    def add_document(self, tokens: np.ndarray, sequence_lengths: Sequence[int] | None = None) -> None:
+        """One document: `tokens` [n], any integer dtype, as one sequence or cut into `sequence_lengths`."""
+        tokens = np.asarray(tokens)
+        self._add(
+            tokens, np.asarray([tokens.size] if sequence_lengths is None else sequence_lengths, np.int64)
+        )
+        self._documents.append(len(self._lengths))
+
+    def add_documents(self, flat_tokens: np.ndarray, document_lengths: np.ndarray) -> None:
+        """Documents of one sequence each: `flat_tokens` [sum of lengths], `document_lengths` [documents]."""
+        first = len(self._lengths)
+        self._add(np.asarray(flat_tokens), np.asarray(document_lengths, np.int64))
+        ends = np.arange(first + 1, len(self._lengths) + 1, dtype=np.int64)
+        self._documents.frombytes(ends.tobytes())
+
+    def add_dataset(self, dataset: IndexedDataset) -> None:
+        """Every document of another indexed dataset, which must have the same token dtype."""
+        if dataset.dtype != self.dtype:
+            raise DataError(
+                f"{dataset.prefix} holds {dataset.dtype} tokens and {self.bin_path} {self.dtype}; "
+                "datasets merge only when one tokenizer, and so one dtype, made them all"
+            )
+        if dataset.has_modes:
+            raise DataError(f"{dataset.idx_path} has modes (a multimodal dataset), which a merge would lose")
+        with _writing(self._partial_bin):
+            if dataset.is_packed():
+                with open(dataset.bin_path, "rb") as source:
+                    shutil.copyfileobj(source, self._file, 1 << 24)
+            else:
+                for i in range(len(dataset)):
+                    self._file.write(dataset.get(i).data)
+        first = len(self._lengths)
+        for rows in chunks(len(dataset)):
+            self._lengths.frombytes(dataset.sequence_lengths[rows].tobytes())
+        for rows in chunks(dataset.num_documents):
+            ends = dataset.document_indices[rows.start + 1 : rows.stop + 1] + first
+            self._documents.frombytes(ends.tobytes())
+
+    def _add(self, tokens: np.ndarray, lengths: np.ndarray) -> None:
+        if lengths.size and (lengths.min() < 0 or lengths.max() > np.iinfo(np.int32).max):
+            raise DataError(f"a sequence has 0 to 2^31 - 1 tokens, not {lengths.min()} to {lengths.max()}")
+        if tokens.ndim != 1 or tokens.size != lengths.sum():
+            raise DataError(
+                f"tokens of shape {list(tokens.shape)} do not fill sequences of {lengths.sum()} tokens; "
+                "the lengths must add up to the number of tokens"
+            )
+        if tokens.size and tokens.dtype != self.dtype:
+            low, high, limits = tokens.min(), tokens.max(), np.iinfo(self.dtype)
+            if tokens.dtype.kind not in "iu" or low < limits.min or high > limits.max:
+                raise DataError(
+                    f"{tokens.dtype} token ids {low} to {high} do not fit {self.dtype} "
+                    f"({limits.min} to {limits.max}); open the writer with best_dtype(vocab_size)"
+                )
+        with _writing(self._partial_bin):
+            self._file.write(np.ascontiguousarray(tokens, self.dtype).data)
+        self._lengths.frombytes(lengths.astype(np.int32).tobytes())
+
+    def _finish(self) -> None:
+        with _writing(self._partial_bin):
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        with _writing(self._partial_idx), open(self._partial_idx, "wb") as file:
+            lengths, end = np.frombuffer(self._lengths, np.int32), 0
+            file.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(lengths), len(self._documents)))
+            file.write(lengths.data)
+            for rows in chunks(len(lengths)):
+                offsets, end = _packed_offsets(lengths[rows], self.dtype, end)
+                file.write(offsets.data)
+            file.write(self._documents)
+            file.flush()
+            os.fsync(file.fileno())
+        with _writing(self.idx_path):
+            self.idx_path.unlink(missing_ok=True)  # an old .idx must never stand beside a new .bin
+            os.replace(self._partial_bin, self.bin_path)
+            os.replace(self._partial_idx, self.idx_path)
+            _fsync_folder(self.idx_path.parent)
+
+
+def merge(prefixes: Sequence[str | Path], output_prefix: str | Path, *, overwrite: bool = False) -> None:
+    """Write the documents of `prefixes`, one dataset after another, as one dataset at `output_prefix`."""
+    if not prefixes:
+        raise DataError(f"nothing to merge into {output_prefix}; name at least one dataset prefix")
+    datasets = [IndexedDataset(prefix) for prefix in prefixes]
+    with IndexedWriter(output_prefix, datasets[0].dtype, overwrite=overwrite) as writer:
+        for dataset in datasets:
+            writer.add_dataset(dataset)
+
+
+def _packed_offsets(lengths: np.ndarray, dtype: np.dtype, start: int) -> tuple[np.ndarray, int]:
+    """The byte offset of each sequence, int64, when they follow one another from `start`; and the end."""
+    sizes = lengths * np.int64(dtype.itemsize)
+    ends = np.cumsum(sizes) + start
+    return ends - sizes, int(ends[-1])
+
+
+@contextlib.contextmanager
+def _writing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"cannot write {path}: {error.strerror}; free some space or choose another place"
+        ) from error
+
+
+def _fsync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
