@@ -1,0 +1,22 @@
+"""The configuration of a run: one tree of sections, free of torch. See `RunConfig`."""
+
+from megalith.config.data import DataConfig
+from megalith.config.model import ModelConfig, RopeScaling
+from megalith.config.optim import OptimConfig
+from megalith.config.output import CheckpointConfig, LogConfig, RuntimeConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.config.run import RunConfig
+from megalith.config.train import TrainConfig
+
+__all__ = [
+    "CheckpointConfig",
+    "DataConfig",
+    "LogConfig",
+    "ModelConfig",
+    "OptimConfig",
+    "ParallelConfig",
+    "RopeScaling",
+    "RunConfig",
+    "RuntimeConfig",
+    "TrainConfig",
+]

@@ -1,0 +1,148 @@
+"""Megatron's spellings that are not field names here, each with what it means.
+
+The table is read before validation. A `Rename` moves the value; a `Choose` translates it (None: nothing is set);
+an `Already` is accepted and changes nothing, because Megalith always does it or has no use for it: the note says
+which, and is shown when the run starts; a `Derive` computes from the rest of the tree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megalith.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Rename:
+    path: str
+
+
+@dataclass(frozen=True)
+class Choose:
+    path: str
+    values: dict[Any, Any]
+
+
+@dataclass(frozen=True)
+class Already:
+    note: str
+
+
+@dataclass(frozen=True)
+class Derive:
+    path: str
+    compute: Callable[[Any, dict[str, dict[str, Any]]], Any]
+
+
+def _virtual_stages(layers_per_stage: Any, tree: dict[str, dict[str, Any]]) -> int | None:
+    if layers_per_stage is None:
+        return None
+    layers = tree["model"].get("num_layers")
+    stages = tree["parallel"].get("pipeline_model_parallel_size", 1)
+    if not layers or layers % (stages * layers_per_stage):
+        raise ConfigError(
+            f"num_layers_per_virtual_pipeline_stage {layers_per_stage} × pipeline_model_parallel_size {stages} "
+            f"does not divide model.num_layers {layers}; choose a divisor, or set "
+            "parallel.virtual_pipeline_model_parallel_size (model chunks per pipeline rank) itself"
+        )
+    return layers // (stages * layers_per_stage)
+
+
+def _granularity(recompute: Any, tree: dict[str, dict[str, Any]]) -> str | None:
+    return (tree["parallel"].get("recompute_granularity") or "full") if recompute else None
+
+
+_FP32_SUMS = "gradients are always accumulated and reduced in fp32"
+_NO_RNG = "there is no random state to save: initial weights, dropout and data order follow from train.seed"
+_ONE_FORMAT = "there is one checkpoint format, loadable in any layout and detected by itself"
+_SAMPLES = "samples are found by binary search: there is no index to cache"
+
+# fmt: off
+ALIASES: dict[str, Rename | Choose | Already | Derive] = {
+    "parallel.use_distributed_optimizer":             Choose("parallel.data_parallel_sharding_strategy", {True: "optim", False: None}),
+    "optim.use_distributed_optimizer":                Choose("parallel.data_parallel_sharding_strategy", {True: "optim", False: None}),
+    "parallel.num_layers_per_virtual_pipeline_stage": Derive("parallel.virtual_pipeline_model_parallel_size", _virtual_stages),
+    "parallel.recompute_activations":                 Derive("parallel.recompute_granularity", _granularity),
+    "parallel.accumulate_allreduce_grads_in_fp32":    Already(_FP32_SUMS),
+    "parallel.dp_comm_overlap_bucket_size":           Already("a bucket is a transformer block"),
+
+    "model.seq_length":                               Rename("data.seq_length"),
+    "model.norm_epsilon":                             Rename("model.layernorm_epsilon"),
+    "model.disable_bias_linear":                      Choose("model.add_bias_linear", {True: False, False: None}),
+    "model.use_rotary_position_embeddings":           Choose("model.position_embedding_type", {True: "rope", False: None}),
+    "model.attention_softmax_in_fp32":                Already("attention's softmax is always computed in fp32"),
+    "model.expert_model_parallel_size":               Rename("parallel.expert_model_parallel_size"),
+
+    "train.bf16":                                     Choose("train.precision", {True: "bf16", False: None}),
+    "train.fp16":                                     Choose("train.precision", {True: "fp16", False: None}),
+    "train.attention_softmax_in_fp32":                Already("attention's softmax is always computed in fp32"),
+    "train.accumulate_allreduce_grads_in_fp32":       Already(_FP32_SUMS),
+    "train.seq_length":                               Rename("data.seq_length"),
+    "train.lr":                                       Rename("optim.lr"),
+    "train.min_lr":                                   Rename("optim.min_lr"),
+    "train.lr_decay_style":                           Rename("optim.lr_decay_style"),
+    "train.lr_warmup_iters":                          Rename("optim.lr_warmup_iters"),
+    "train.weight_decay":                             Rename("optim.weight_decay"),
+    "train.clip_grad":                                Rename("optim.clip_grad"),
+    "train.dataloader_type":                          Rename("data.dataloader_type"),
+    "train.split":                                    Rename("data.split"),
+    "train.save":                                     Rename("train.output_dir"),
+    "train.load":                                     Rename("checkpoint.load"),
+    "train.save_interval":                            Rename("checkpoint.save_interval"),
+
+    "optim.cpu_offload_optimizer":                    Rename("optim.optimizer_cpu_offload"),
+
+    "data.index_cache":                               Already(_SAMPLES),
+    "data.data_cache_path":                           Already(_SAMPLES),
+
+    "checkpoint.save":                                Rename("train.output_dir"),
+    "checkpoint.no_save_optim":                       Choose("checkpoint.save_optim", {True: False, False: None}),
+    "checkpoint.no_load_optim":                       Choose("checkpoint.load_optim", {True: False, False: None}),
+    "checkpoint.no_save_rng":                         Already(_NO_RNG),
+    "checkpoint.no_load_rng":                         Already(_NO_RNG),
+    "checkpoint.ckpt_format":                         Already(_ONE_FORMAT),
+    "checkpoint.auto_detect_ckpt_format":             Already(_ONE_FORMAT),
+
+    "runtime.enable_straggler_detection":             Already("one process has no other to be slower than"),
+    "log.enable_straggler_detection":                 Already("one process has no other to be slower than"),
+}
+# fmt: on
+
+
+def apply_aliases(tree: dict[str, dict[str, Any]], preset: dict[str, Any]) -> list[str]:
+    """Rewrites aliases in `tree` (section → key → value) in place; returns the notes to show the user.
+
+    `preset` holds the model fields that stand behind the user's own; an alias wins over them.
+    """
+    notes = []
+    for name, meaning in ALIASES.items():
+        section, key = name.split(".")
+        if key not in tree[section]:
+            continue
+        value = tree[section].pop(key)
+        match meaning:
+            case Already(note=note):
+                notes.append(f"{name} = {value}: {note}")
+            case Rename(path=path):
+                _set(tree, path, value, name)
+            case Derive(path=path, compute=compute):
+                whole = {**tree, "model": {**preset, **tree["model"]}}
+                _set(tree, path, compute(value, whole), name)
+            case Choose(path=path, values=values):
+                if not isinstance(value, bool):
+                    raise ConfigError(f"{name} is {value!r}: true or false is needed")
+                _set(tree, path, values[value], name)
+    return notes
+
+
+def _set(tree: dict[str, dict[str, Any]], path: str, value: Any, alias: str) -> None:
+    section, key = path.split(".")
+    if value is None:
+        return
+    if tree[section].get(key, value) != value:
+        raise ConfigError(
+            f"{alias} asks for {path} = {value!r}, but {path} is set to {tree[section][key]!r}; remove one of them"
+        )
+    tree[section][key] = value

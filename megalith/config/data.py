@@ -1,0 +1,73 @@
+"""The data: which tokens, in which order, cut into which sequences."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import NonNegativeInt, PositiveInt
+
+from megalith.config.base import Section
+
+DataPath = str | list[Any]
+
+
+class DataConfig(Section):
+    """Indexed datasets (`.bin` and `.idx`), their blend and split, and how documents are told apart."""
+
+    data_path: DataPath | None = None
+    """Dataset prefix (the path without .bin), or a blend: `"0.7 a 0.3 b"`, or a YAML list of the same."""
+
+    train_data_path: DataPath | None = None
+    """Datasets for training alone; with valid_data_path and test_data_path in place of data_path and split."""
+
+    valid_data_path: DataPath | None = None
+    """Datasets for validation alone."""
+
+    test_data_path: DataPath | None = None
+    """Datasets for the test after training alone."""
+
+    mock: bool = False
+    """Synthetic tokens in place of a dataset, for speed measurements and tests."""
+
+    split: str = "99,1,0"
+    """Shares of the documents for training, validation and test."""
+
+    seq_length: PositiveInt = 1024
+    """Tokens in a training sequence."""
+
+    tokenizer_type: (
+        Literal[
+            "HuggingFaceTokenizer",
+            "SentencePieceTokenizer",
+            "GPT2BPETokenizer",
+            "TikTokenizer",
+            "ByteTokenizer",
+            "NullTokenizer",
+        ]
+        | None
+    ) = None
+    """Kind of tokenizer. Absent: none; model.vocab_size is then needed."""
+
+    tokenizer_model: str | None = None
+    """The tokenizer's file or folder (tokenizer.json, .model, .tiktoken), or a name in the local hub cache."""
+
+    vocab_file: str | None = None
+    """GPT2BPETokenizer: vocab.json."""
+
+    merge_file: str | None = None
+    """GPT2BPETokenizer: merges.txt."""
+
+    dataloader_type: Literal["cyclic", "single"] = "cyclic"
+    """`single`: the dataset's order, once. `cyclic`: a new permutation each epoch, for ever."""
+
+    reset_position_ids: bool = False
+    """Positions start again at 0 after each end of document."""
+
+    reset_attention_mask: bool = False
+    """Attention stops at document ends."""
+
+    eod_mask_loss: bool = False
+    """No loss on what follows an end-of-document token."""
+
+    num_workers: NonNegativeInt = 2
+    """Processes that prepare batches ahead of training; 0: the training process does it."""

@@ -1,0 +1,155 @@
+"""The model's shape: what is computed, said once and without a word on how it is spread over devices."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from megalith.config.base import Section
+
+Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+class RopeScaling(Section):
+    """How rotary frequencies are stretched beyond the length that the model was first trained on."""
+
+    type: Literal["linear", "llama3", "yarn"] = "llama3"
+    """`linear` divides positions by factor; `llama3` and `yarn` treat high and low frequencies differently."""
+
+    factor: PositiveFloat = 8.0
+    """How many times longer than the original the context becomes."""
+
+    original_max_position_embeddings: PositiveInt = 8192
+    """The context length of the first training, in tokens."""
+
+    low_freq_factor: PositiveFloat = 1.0
+    """llama3: wavelengths longer than original / low_freq_factor are divided by factor."""
+
+    high_freq_factor: PositiveFloat = 4.0
+    """llama3: wavelengths shorter than original / high_freq_factor are kept."""
+
+    beta_fast: PositiveFloat = 32.0
+    """yarn: dimensions that turn more often than this over the original length are kept."""
+
+    beta_slow: PositiveFloat = 1.0
+    """yarn: dimensions that turn less often than this over the original length are divided by factor."""
+
+    attention_factor: PositiveFloat | None = None
+    """yarn: scale of the cosines and sines. Absent: 0.1 · ln(factor) + 1."""
+
+
+class ModelConfig(Section):
+    """A decoder-only transformer of the GPT-2 or of the Llama and Qwen family."""
+
+    preset: str | None = None
+    """A published shape by name (`megalith config presets` lists them). Fields given beside it win over it."""
+
+    num_layers: PositiveInt | None = None
+    """Transformer layers."""
+
+    hidden_size: PositiveInt | None = None
+    """Width of the residual stream."""
+
+    ffn_hidden_size: PositiveInt | None = None
+    """Width of the MLP. Absent: 4 · hidden_size, or with swiglu 8/3 · hidden_size rounded up to 64."""
+
+    num_attention_heads: PositiveInt | None = None
+    """Query heads."""
+
+    num_query_groups: NonNegativeInt = 0
+    """Key and value heads, each shared by a group of query heads. 0: as many as query heads (MHA)."""
+
+    kv_channels: PositiveInt | None = None
+    """Size of one head. Absent: hidden_size / num_attention_heads."""
+
+    vocab_size: PositiveInt | None = None
+    """Entries of the vocabulary, unpadded. Absent: the tokenizer's."""
+
+    make_vocab_size_divisible_by: PositiveInt = 128
+    """The embedding's rows are padded to a multiple of this. Never depends on the layout."""
+
+    max_position_embeddings: PositiveInt | None = None
+    """Longest sequence the model can take, in tokens. Absent: data.seq_length."""
+
+    position_embedding_type: Literal["learned_absolute", "rope"] = "learned_absolute"
+    """Learned positions added to the embedding, or rotary positions in attention."""
+
+    rotary_base: PositiveFloat = 10000.0
+    """Base of the rotary frequencies (theta)."""
+
+    rope_scaling: RopeScaling | None = None
+    """Stretches the rotary frequencies to a longer context."""
+
+    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    """The norm before attention, before the MLP and at the end."""
+
+    layernorm_epsilon: PositiveFloat = 1e-5
+    """Added to the variance in every norm."""
+
+    activation: Literal["gelu", "gelu_tanh", "relu", "silu"] = "gelu_tanh"
+    """The MLP's non-linearity without swiglu. `gelu_tanh` is GPT-2's approximation."""
+
+    swiglu: bool = False
+    """Gated MLP: silu(gate) · up."""
+
+    add_bias_linear: bool = True
+    """Biases in every linear layer."""
+
+    add_qkv_bias: bool = False
+    """Biases in the query, key and value projection alone (Qwen2)."""
+
+    qk_layernorm: bool = False
+    """Normalizes queries and keys per head before attention (Qwen3)."""
+
+    untie_embeddings_and_output_weights: bool = False
+    """A matrix of its own for the output instead of the embedding's."""
+
+    hidden_dropout: Probability = 0.1
+    """Dropout of the embedding's output and of what each sub-layer adds to the residual stream."""
+
+    attention_dropout: Probability = 0.1
+    """Dropout of the attention probabilities."""
+
+    init_method_std: PositiveFloat = 0.02
+    """Standard deviation of initial weights; attention output and MLP down projections use std / √(2 · layers)."""
+
+    num_experts: PositiveInt | None = None
+    """Experts in each mixture-of-experts layer."""
+
+    moe_router_topk: PositiveInt = 2
+    """Experts that each token goes to."""
+
+    moe_aux_loss_coeff: float = 0.0
+    """Weight of the load-balancing loss."""
+
+    moe_grouped_gemm: bool = False
+    """All local experts in one grouped matmul."""
+
+    moe_permute_fusion: bool = False
+    """One kernel for the permutation of tokens to experts."""
+
+    @property
+    def query_groups(self) -> int:
+        """Key and value heads, with 0 resolved to the number of query heads."""
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Size of one head."""
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def ffn_size(self) -> int:
+        """Width of the MLP."""
+        if self.ffn_hidden_size:
+            return self.ffn_hidden_size
+        if self.swiglu:
+            return -(-8 * self.hidden_size // (3 * 64)) * 64
+        return 4 * self.hidden_size
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding: vocab_size rounded up to a multiple of make_vocab_size_divisible_by."""
+        multiple = self.make_vocab_size_divisible_by
+        return -(-self.vocab_size // multiple) * multiple

@@ -1,0 +1,102 @@
+"""The optimizer, its learning-rate schedule and its loss scale."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+from megalith.config.base import Section
+
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+
+
+class OptimConfig(Section):
+    """AdamW, Adam or SGD; warm-up and decay; clipping; the fp16 loss scale."""
+
+    optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
+    """`adamw` decays weights apart from the gradient; `adam` adds the decay to the gradient."""
+
+    lr: NonNegativeFloat | None = None
+    """Highest learning rate. Required for training."""
+
+    min_lr: NonNegativeFloat = 0.0
+    """Learning rate at the end of the decay."""
+
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"
+    """Shape of the decay after the warm-up."""
+
+    lr_decay_iters: PositiveInt | None = None
+    """Iterations until min_lr. Absent: train_iters."""
+
+    lr_decay_samples: PositiveInt | None = None
+    """Samples until min_lr, when training is counted in samples. Absent: train_samples."""
+
+    lr_warmup_iters: NonNegativeInt = 0
+    """Iterations of linear warm-up."""
+
+    lr_warmup_samples: NonNegativeInt = 0
+    """Samples of linear warm-up, when training is counted in samples."""
+
+    lr_warmup_fraction: Fraction | None = None
+    """Warm-up as a fraction of the decay."""
+
+    lr_warmup_init: NonNegativeFloat = 0.0
+    """Learning rate at the start of the warm-up."""
+
+    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    """WSD: shape of the last decay."""
+
+    lr_wsd_decay_iters: PositiveInt | None = None
+    """WSD: iterations of the last decay."""
+
+    lr_wsd_decay_samples: PositiveInt | None = None
+    """WSD: samples of the last decay, when training is counted in samples."""
+
+    weight_decay: NonNegativeFloat = 0.01
+    """Decay of matrices; biases and other 1-D parameters have none."""
+
+    start_weight_decay: NonNegativeFloat | None = None
+    """Weight decay at the start, when it changes over the run."""
+
+    end_weight_decay: NonNegativeFloat | None = None
+    """Weight decay at the end, when it changes over the run."""
+
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
+    """How the weight decay moves from start to end."""
+
+    adam_beta1: Fraction = 0.9
+    """Decay of the first moment."""
+
+    adam_beta2: Fraction = 0.999
+    """Decay of the second moment."""
+
+    adam_eps: PositiveFloat = 1e-8
+    """Added to the square root of the second moment."""
+
+    sgd_momentum: Fraction = 0.9
+    """SGD's momentum."""
+
+    clip_grad: NonNegativeFloat = 1.0
+    """Largest norm of the whole gradient; 0: no clipping."""
+
+    loss_scale: PositiveFloat | None = None
+    """A fixed loss scale for fp16. Absent: dynamic."""
+
+    initial_loss_scale: PositiveFloat = 2.0**32
+    """The dynamic loss scale's start."""
+
+    min_loss_scale: PositiveFloat = 1.0
+    """The dynamic loss scale's floor."""
+
+    loss_scale_window: PositiveInt = 1000
+    """Good steps after which the loss scale doubles."""
+
+    hysteresis: PositiveInt = 2
+    """Overflowing steps before the loss scale halves."""
+
+    optimizer_cpu_offload: bool = False
+    """Keeps optimizer state in host memory."""
+
+    optimizer_offload_fraction: Fraction = 1.0
+    """Share of the optimizer state that is kept in host memory."""

@@ -1,0 +1,75 @@
+"""What a run leaves behind and where it runs: checkpoints, logs, device."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import PositiveInt
+
+from megalith.config.base import Section
+
+
+class CheckpointConfig(Section):
+    """Saving and loading. Checkpoints stand in `output_dir/checkpoints/step_NNNNNNNN`."""
+
+    save_interval: PositiveInt | None = None
+    """Steps between checkpoints; one is always saved at the end."""
+
+    load: str | None = None
+    """A run folder or one of its steps to go on from. It may be the folder written to, empty at first."""
+
+    save_optim: bool = True
+    """Saves the optimizer's state, without which a run cannot go on exactly."""
+
+    load_optim: bool = True
+    """Loads the optimizer's state."""
+
+    keep_last: PositiveInt | None = None
+    """Keeps only this many of the newest checkpoints. Absent: all."""
+
+    keep_every: PositiveInt | None = None
+    """Keeps also every checkpoint whose step is divisible by this."""
+
+    async_save: bool = False
+    """Writes checkpoints in the background."""
+
+    export_hf: bool = False
+    """Writes `hf_model/` at the end of the run."""
+
+
+class LogConfig(Section):
+    """What is written about a run while it goes."""
+
+    log_interval: PositiveInt = 10
+    """Steps between log lines."""
+
+    tensorboard: bool = False
+    """Writes TensorBoard events to `output_dir/tensorboard`."""
+
+    wandb: bool = False
+    """Logs to Weights & Biases."""
+
+    wandb_project: str = "megalith"
+    """Weights & Biases project."""
+
+    wandb_name: str | None = None
+    """Weights & Biases run name. Absent: the output folder's name."""
+
+    profile: bool = False
+    """Traces a window of steps with torch's profiler into `output_dir/profile`."""
+
+    profile_step_start: PositiveInt = 10
+    """First step of the profiler's window."""
+
+    profile_step_end: PositiveInt = 12
+    """First step after the profiler's window."""
+
+
+class RuntimeConfig(Section):
+    """The device and how code runs on it."""
+
+    device: str = "auto"
+    """`auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:N`."""
+
+    compile: Literal["auto"] | bool = "auto"
+    """torch.compile for each transformer block. `auto`: on GPUs."""

@@ -1,0 +1,66 @@
+"""How the run is spread over devices: sizes of the mesh, sharding, overlap, recomputation."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import PositiveInt
+
+from megalith.config.base import Section
+
+
+class ParallelConfig(Section):
+    """World size = tensor · pipeline · context · data; expert parallelism is folded out of the last three."""
+
+    tensor_model_parallel_size: PositiveInt = 1
+    """Devices that each layer is split over (TP)."""
+
+    sequence_parallel: bool = False
+    """Splits norms, dropout and the residual stream over the tensor-parallel devices along the sequence (SP)."""
+
+    pipeline_model_parallel_size: PositiveInt = 1
+    """Stages that the layers are split over (PP)."""
+
+    virtual_pipeline_model_parallel_size: PositiveInt | None = None
+    """Model chunks on each pipeline rank (interleaving)."""
+
+    pipeline_schedule: Literal["1f1b", "interleaved", "zero_bubble"] = "1f1b"
+    """Order of forward and backward passes over the stages."""
+
+    context_parallel_size: PositiveInt = 1
+    """Devices that each sequence is split over (CP)."""
+
+    cp_comm_type: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] = "p2p"
+    """How keys and values travel between context-parallel devices."""
+
+    expert_model_parallel_size: PositiveInt = 1
+    """Devices that the experts are spread over (EP)."""
+
+    expert_tensor_parallel_size: PositiveInt = 1
+    """Devices that each expert is split over (ETP)."""
+
+    data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = (
+        "no_shard"
+    )
+    """What is sharded over data-parallel devices: nothing, or in turn optimizer state, gradients, parameters."""
+
+    overlap_grad_reduce: bool = False
+    """Reduces gradients while the backward pass goes on."""
+
+    overlap_param_gather: bool = False
+    """Gathers parameters while the forward pass goes on."""
+
+    tp_comm_overlap: bool = False
+    """Overlaps tensor-parallel collectives with matmuls."""
+
+    recompute_granularity: Literal["full", "selective"] | None = None
+    """Activations recomputed in the backward pass: of whole layers, or of chosen modules."""
+
+    recompute_method: Literal["uniform", "block"] | None = None
+    """Full recomputation: `uniform` saves every recompute_num_layers-th input; `block` recomputes the first ones."""
+
+    recompute_num_layers: PositiveInt = 1
+    """Full recomputation: layers in a unit (uniform), or layers recomputed (block)."""
+
+    recompute_modules: list[Literal["core_attn", "mlp", "layernorm"]] = ["core_attn"]
+    """Selective recomputation: which modules."""

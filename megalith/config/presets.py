@@ -1,0 +1,68 @@
+"""Published model shapes by name. Each is a set of ModelConfig fields; fields given beside a preset win.
+
+Sources: GPT-2, Radford et al. 2019; GPT-3, Brown et al. 2020, table 2.1 (whose 13B width, 5140, and 1.3B head
+count, 24 × 128 in a width of 2048, are taken as the 5120 and 16 that its parameter counts imply); Llama 3,
+Grattafiori et al. 2024; Qwen3, its published configurations.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+_GPT2 = dict(vocab_size=50257, max_position_embeddings=1024)
+_GPT3 = dict(vocab_size=50257, max_position_embeddings=2048)
+_LLAMA = dict(
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    swiglu=True,
+    add_bias_linear=False,
+    untie_embeddings_and_output_weights=True,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+)
+_LLAMA3 = dict(
+    _LLAMA, num_query_groups=8, vocab_size=128256, rotary_base=500000.0, max_position_embeddings=8192
+)
+_LLAMA31 = dict(_LLAMA3, max_position_embeddings=131072, rope_scaling=dict(type="llama3", factor=8.0))
+_QWEN3 = dict(
+    _LLAMA,
+    num_query_groups=8,
+    kv_channels=128,
+    qk_layernorm=True,
+    layernorm_epsilon=1e-6,
+    rotary_base=1000000.0,
+    vocab_size=151936,
+    max_position_embeddings=40960,
+)
+
+# fmt: off
+PRESETS: dict[str, dict[str, Any]] = {
+    # for tests and first steps; the vocabulary is the tokenizer's
+    "tiny-gpt":     dict(num_layers=2, hidden_size=64, num_attention_heads=4),
+    "tiny-llama":   dict(_LLAMA, num_layers=2, hidden_size=64, num_attention_heads=4, num_query_groups=2),
+    "tiny-qwen":    dict(_LLAMA, num_layers=2, hidden_size=64, num_attention_heads=4, num_query_groups=2,
+                         kv_channels=32, qk_layernorm=True, untie_embeddings_and_output_weights=False),
+
+    "gpt2":         dict(_GPT2, num_layers=12, hidden_size=768, num_attention_heads=12),
+    "gpt2-medium":  dict(_GPT2, num_layers=24, hidden_size=1024, num_attention_heads=16),
+    "gpt2-large":   dict(_GPT2, num_layers=36, hidden_size=1280, num_attention_heads=20),
+    "gpt2-xl":      dict(_GPT2, num_layers=48, hidden_size=1600, num_attention_heads=25),
+
+    "gpt3-1.3b":    dict(_GPT3, num_layers=24, hidden_size=2048, num_attention_heads=16),
+    "gpt3-2.7b":    dict(_GPT3, num_layers=32, hidden_size=2560, num_attention_heads=32),
+    "gpt3-6.7b":    dict(_GPT3, num_layers=32, hidden_size=4096, num_attention_heads=32),
+    "gpt3-13b":     dict(_GPT3, num_layers=40, hidden_size=5120, num_attention_heads=40),
+    "gpt3-175b":    dict(_GPT3, num_layers=96, hidden_size=12288, num_attention_heads=96),
+
+    "llama3-8b":    dict(_LLAMA3, num_layers=32, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32),
+    "llama3-70b":   dict(_LLAMA3, num_layers=80, hidden_size=8192, ffn_hidden_size=28672, num_attention_heads=64),
+    "llama3.1-8b":  dict(_LLAMA31, num_layers=32, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32),
+    "llama3.1-70b": dict(_LLAMA31, num_layers=80, hidden_size=8192, ffn_hidden_size=28672, num_attention_heads=64),
+    "llama3-405b":  dict(_LLAMA31, num_layers=126, hidden_size=16384, ffn_hidden_size=53248,
+                         num_attention_heads=128),
+
+    "qwen3-0.6b":   dict(_QWEN3, num_layers=28, hidden_size=1024, ffn_hidden_size=3072, num_attention_heads=16,
+                         untie_embeddings_and_output_weights=False),
+    "qwen3-8b":     dict(_QWEN3, num_layers=36, hidden_size=4096, ffn_hidden_size=12288, num_attention_heads=32),
+}
+# fmt: on

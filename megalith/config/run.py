@@ -1,0 +1,194 @@
+"""RunConfig: the whole of a run. YAML, dotted overrides, presets and Megatron's spellings all end here."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+from pydantic import PrivateAttr, ValidationError
+
+from megalith.config.aliases import ALIASES, apply_aliases
+from megalith.config.base import Section, as_config_error
+from megalith.config.data import DataConfig
+from megalith.config.model import ModelConfig
+from megalith.config.optim import OptimConfig
+from megalith.config.output import CheckpointConfig, LogConfig, RuntimeConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.config.presets import PRESETS
+from megalith.config.train import TrainConfig
+from megalith.errors import ConfigError, did_you_mean
+
+Tree = dict[str, dict[str, Any]]
+
+
+class RunConfig(Section):
+    """One run: what is trained, on what, how, and what it leaves behind."""
+
+    model: ModelConfig = ModelConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    data: DataConfig = DataConfig()
+    optim: OptimConfig = OptimConfig()
+    train: TrainConfig = TrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    log: LogConfig = LogConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+
+    _notes: list[str] = PrivateAttr(default_factory=list)
+
+    @property
+    def notes(self) -> list[str]:
+        """What the user should know of settings that were accepted but change nothing."""
+        return self._notes
+
+    @classmethod
+    def load(cls, path: str | Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
+        """Reads a YAML file (or nothing) and applies `["--section.key", "value", …]` or `["section.key=value", …]`.
+
+        Raises ConfigError for an unreadable file, an unknown key, a wrong type or an alias that contradicts.
+        """
+        tree = read_yaml(path) if path else _empty_tree()
+        for section, key, value in parse_overrides(overrides):
+            tree[section][key] = value
+        return cls.from_tree(tree)
+
+    @classmethod
+    def from_tree(cls, tree: Tree) -> RunConfig:
+        """Builds the configuration from plain dicts: section → key → value."""
+        tree = {section: dict(tree.get(section) or {}) for section in cls.model_fields}
+        _refuse_unknown(tree)
+        preset = _preset(tree["model"].get("preset"))
+        notes = apply_aliases(tree, preset)
+        tree["model"] = {**preset, **tree["model"]}
+        try:
+            config = cls.model_validate(tree)
+        except ValidationError as error:
+            raise as_config_error(error) from None
+        config._notes = notes
+        return config
+
+    def to_tree(self) -> Tree:
+        """Every field with its value, as plain dicts."""
+        return self.model_dump(mode="json")
+
+    def to_yaml(self) -> str:
+        """The resolved configuration; loading it gives the same run."""
+        return yaml.safe_dump(self.to_tree(), sort_keys=False, allow_unicode=True)
+
+
+def read_yaml(path: str | Path) -> Tree:
+    """Reads a run file into section → key → value. YAML tags that build objects are refused (safe_load)."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ConfigError(f"there is no run file {path}; give the path of a YAML file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"the run file {path} cannot be read: {error}") from None
+    try:
+        content = yaml.safe_load(text)
+    except (yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"the run file {path} is not valid YAML: {error}") from None
+    tree = _empty_tree()
+    if content is None:
+        return tree
+    if not isinstance(content, dict):
+        raise ConfigError(
+            f"the run file {path} holds a {type(content).__name__}; it needs sections: {_sections()}"
+        )
+    for section, values in content.items():
+        if section not in tree:
+            raise ConfigError(f"{path}: there is no section {section!r}{_hint_for_section(section)}")
+        if values is not None and not isinstance(values, dict):
+            raise ConfigError(f"{path}: section {section!r} holds {values!r}; it needs keys with values")
+        tree[section] = values or {}
+    return tree
+
+
+def parse_overrides(arguments: Sequence[str]) -> list[tuple[str, str, Any]]:
+    """`--section.key value`, `--section.key=value` or `section.key=value` → (section, key, value).
+
+    A key alone means true; several values make a list. Values are read as YAML, so `null` and `[1, 2]` work.
+    """
+    result = []
+    index = 0
+    while index < len(arguments):
+        word = arguments[index]
+        index += 1
+        if not word.startswith("--") and "=" not in word:
+            raise ConfigError(f"unexpected argument {word!r}; overrides are written --section.key value")
+        path, equals, text = word.removeprefix("--").partition("=")
+        values = [text] if equals else []
+        while not equals and index < len(arguments) and not arguments[index].startswith("--"):
+            values.append(arguments[index])
+            index += 1
+        section, dot, key = path.replace("-", "_").partition(".")
+        if not dot or section not in RunConfig.model_fields:
+            raise ConfigError(f"there is no setting --{path}{_hint_for_section(section, key or section)}")
+        result.append((section, key, _parse_values(path, values)))
+    return result
+
+
+def _parse_values(path: str, values: list[str]) -> Any:
+    try:
+        parsed = [yaml.safe_load(value) for value in values]
+    except yaml.YAMLError:
+        parsed = list(values)
+    if not parsed:
+        return True
+    return parsed[0] if len(parsed) == 1 else parsed
+
+
+def known_keys(section: str) -> list[str]:
+    """The field names and accepted spellings of a section."""
+    fields = RunConfig.model_fields[section].annotation.model_fields
+    return [*fields, *(name.split(".")[1] for name in ALIASES if name.startswith(section + "."))]
+
+
+def _refuse_unknown(tree: Tree) -> None:
+    for section, values in tree.items():
+        known = known_keys(section)
+        for key in values:
+            if key not in known and key.partition(".")[0] not in known:
+                hint = (
+                    _elsewhere(key) or did_you_mean(key, known) or "; `megalith train --help` lists them all"
+                )
+                raise ConfigError(f"there is no setting {section}.{key}{hint}")
+    _unfold_nested(tree)
+
+
+def _unfold_nested(tree: Tree) -> None:
+    """`model: {"rope_scaling.factor": 8}`, as overrides give it, becomes a nested dict."""
+    for values in tree.values():
+        for key in [key for key in values if "." in key]:
+            outer, _, inner = key.partition(".")
+            values[outer] = {**(values.get(outer) or {}), inner: values.pop(key)}
+
+
+def _elsewhere(key: str) -> str:
+    homes = [f"{section}.{key}" for section in RunConfig.model_fields if key in known_keys(section)]
+    return f"; did you mean {' or '.join(homes)}?" if homes else ""
+
+
+def _preset(name: Any) -> dict[str, Any]:
+    if name is not None and name not in PRESETS:
+        near = did_you_mean(str(name), PRESETS)
+        raise ConfigError(f"there is no preset {name!r}{near}; known: {', '.join(PRESETS)}")
+    return copy.deepcopy(PRESETS[name]) if name else {}
+
+
+def _empty_tree() -> Tree:
+    return {section: {} for section in RunConfig.model_fields}
+
+
+def _sections() -> str:
+    return ", ".join(RunConfig.model_fields)
+
+
+def _hint_for_section(section: str, key: str = "") -> str:
+    return (
+        _elsewhere(key or section)
+        or did_you_mean(section, RunConfig.model_fields)
+        or f"; sections: {_sections()}"
+    )

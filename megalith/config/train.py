@@ -1,0 +1,61 @@
+"""The run itself: how long, how large a batch, in which precision, and where its results go."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from megalith.config.base import Section
+
+
+class TrainConfig(Section):
+    """Length, batch, precision, evaluation and early exit."""
+
+    train_iters: PositiveInt | None = None
+    """Optimizer steps. This or train_samples is required."""
+
+    train_samples: PositiveInt | None = None
+    """Sequences to train on, in place of train_iters."""
+
+    micro_batch_size: PositiveInt = 1
+    """Sequences in one forward pass on one device."""
+
+    global_batch_size: PositiveInt | None = None
+    """Sequences in one optimizer step: micro × data parallel × accumulation. Required for training."""
+
+    rampup_batch_size: Annotated[list[int], Field(min_length=3, max_length=3)] | None = None
+    """[start, increment, samples]: the global batch grows from start by increments over this many samples."""
+
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """Compute type. Weights, gradients and optimizer state are fp32 in each."""
+
+    fp8_format: Literal["e4m3", "hybrid"] | None = None
+    """FP8 matmuls: E4M3 throughout, or E5M2 for gradients (hybrid)."""
+
+    fp8_amax_history_len: PositiveInt = 1
+    """FP8: steps that a scale looks back on."""
+
+    fp8_amax_compute_algo: Literal["max", "most_recent"] = "most_recent"
+    """FP8: how a scale is taken from the history."""
+
+    seed: NonNegativeInt = 1234
+    """Initial weights, dropout and the data's order follow from it alone."""
+
+    deterministic: bool = False
+    """Only deterministic kernels: the same run bit for bit on the same machine."""
+
+    output_dir: str = "output"
+    """Folder of the run: metrics, checkpoints, resolved configuration."""
+
+    eval_interval: PositiveInt = 1000
+    """Steps between evaluations."""
+
+    eval_iters: NonNegativeInt = 100
+    """Global batches in an evaluation; 0: none."""
+
+    exit_interval: PositiveInt | None = None
+    """Ends the process after a step divisible by this, with a checkpoint."""
+
+    exit_duration_in_mins: PositiveFloat | None = None
+    """Ends the process after so many minutes, with a checkpoint."""
