@@ -1,0 +1,144 @@
+"""Parameters, FLOPs and throughput of a model, from the numbers of its configuration alone.
+
+A matmul of a token with an `[out, in]` weight costs 2·out·in FLOPs forward and twice that backward (one
+matmul for the input's gradient, one for the weight's), so a token costs 6 FLOPs for each weight it meets.
+Attention meets no weight: a query against S keys and the sum over S values cost 2·2·S·(heads·head_dim)
+forward, three times that with the backward. Two conventions are in use (Llama-3-8B at 8,192: 12 % apart):
+
+- **causal** (Megatron-LM): attention counted at half, for the mask hides half of the matrix;
+- **full** (PaLM, torchtitan): counted whole.
+
+Norms, activations, rotations, the softmax, the loss and the embedding lookup are left out, as everyone does.
+Recomputed activations are not counted either: these are the model's FLOPs, not the hardware's. Nothing here
+imports torch.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from megalith.config import ModelConfig
+
+FORWARD_AND_BACKWARD = 3  # the backward costs twice the forward
+MULTIPLY_ADD = 2  # FLOPs
+
+
+@dataclass(frozen=True)
+class ParameterCounts:
+    """Parameters by part, over all layers. Biases are counted with their part."""
+
+    embedding: int
+    """Token embedding, and positions where they are learned."""
+    attention: int
+    mlp: int
+    norms: int
+    head: int
+    """The output matrix; 0 when the embedding serves as it."""
+
+    @property
+    def non_embedding(self) -> int:
+        """Everything but the embedding and the head (the N of Kaplan et al., 2020)."""
+        return self.attention + self.mlp + self.norms
+
+    @property
+    def total(self) -> int:
+        return self.embedding + self.non_embedding + self.head
+
+
+@dataclass(frozen=True)
+class TokenFlops:
+    """FLOPs that one token costs forward and backward, by part."""
+
+    attention_projections: int
+    attention_matrix: int
+    """Counted whole."""
+    mlp: int
+    head: int
+
+    @property
+    def causal(self) -> int:
+        """Megatron-LM's convention: the attention matrix at half."""
+        return self.full - self.attention_matrix // 2
+
+    @property
+    def full(self) -> int:
+        """PaLM's and torchtitan's convention: the attention matrix whole."""
+        return self.attention_projections + self.attention_matrix + self.mlp + self.head
+
+
+@dataclass(frozen=True)
+class Throughput:
+    """The speed of one step, per device. FLOPs are in the causal convention."""
+
+    tokens_per_second_per_device: float
+    tflops_per_device: float
+    mfu: float | None
+    """Fraction of the device's datasheet peak, 0 to 1; None when the peak is not known."""
+
+
+def count_parameters(model: ModelConfig, padded_vocab: bool = True) -> ParameterCounts:
+    """The parameters of `model` by part.
+
+    `padded_vocab=False` counts the rows of the vocabulary as published (and as checkpoints store them):
+    124,439,808 for GPT-2, 8,030,261,248 for Llama-3-8B.
+    """
+    hidden, ffn, layers = model.hidden_size, model.ffn_size, model.num_layers
+    query = model.num_attention_heads * model.head_dim
+    key_value = 2 * model.query_groups * model.head_dim
+    rows = model.padded_vocab_size if padded_vocab else model.vocab_size
+    up = 2 * ffn if model.swiglu else ffn
+    norm = 2 if model.normalization == "LayerNorm" else 1  # weight and bias, or weight
+
+    attention = hidden * (query + key_value) + query * hidden
+    mlp = hidden * up + ffn * hidden
+    if model.add_bias_linear or model.add_qkv_bias:
+        attention += query + key_value
+    if model.add_bias_linear:
+        attention += hidden
+        mlp += up + hidden
+    norms = 2 * norm * hidden
+    if model.qk_layernorm:
+        norms += 2 * norm * model.head_dim
+    embedding = rows * hidden
+    if model.position_embedding_type == "learned_absolute":
+        embedding += model.max_position_embeddings * hidden
+    return ParameterCounts(
+        embedding=embedding,
+        attention=layers * attention,
+        mlp=layers * mlp,
+        norms=layers * norms + norm * hidden,
+        head=rows * hidden if model.untie_embeddings_and_output_weights else 0,
+    )
+
+
+def flops_per_token(model: ModelConfig, seq_length: int) -> TokenFlops:
+    """FLOPs of one token, forward and backward, in unbroken sequences of `seq_length` tokens.
+
+    The head works on the padded vocabulary. Llama-3-8B at 8,192: 51.5 GFLOP (causal), 57.9 GFLOP (full).
+    """
+    hidden, layers = model.hidden_size, model.num_layers
+    query = model.num_attention_heads * model.head_dim
+    key_value = 2 * model.query_groups * model.head_dim
+    per_weight = FORWARD_AND_BACKWARD * MULTIPLY_ADD
+    return TokenFlops(
+        attention_projections=per_weight * layers * hidden * (query + key_value + query),
+        attention_matrix=per_weight * layers * 2 * query * seq_length,  # q·kᵀ and probabilities·v
+        mlp=per_weight * layers * hidden * model.ffn_size * (3 if model.swiglu else 2),
+        head=per_weight * hidden * model.padded_vocab_size,
+    )
+
+
+def throughput(tokens: int, seconds: float, devices: int, flops: int, peak: float | None) -> Throughput:
+    """The speed of a step of `tokens` tokens in `seconds` on `devices` devices.
+
+    `flops` is a token's cost (`flops_per_token(...).causal`), `peak` the device's dense FLOP/s or None.
+    """
+    rate = tokens / seconds / devices
+    achieved = rate * flops
+    return Throughput(
+        tokens_per_second_per_device=rate,
+        tflops_per_device=achieved / 1e12,
+        mfu=achieved / peak if peak is not None else None,
+    )
