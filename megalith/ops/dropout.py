@@ -1,0 +1,97 @@
+"""Dropout whose mask is a function of where an element stands, not of a random state.
+
+Each element's 32 random bits are a hash of (seed, sample, position in the sample, layer, site, column). So a mask is
+the same however the tensor is cut over devices or micro-batches, recomputation sees it again, a resumed run goes on
+with it, and nothing is saved for the backward pass but the row keys.
+
+The hash is murmur3's 32-bit finalizer (Appleby 2011), applied to the row key xor the mixed column.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+# Sites of dropout inside a layer; the embedding's output is a layer of its own, numbered -1.
+ATTENTION_PROBABILITIES, ATTENTION_OUTPUT, MLP_OUTPUT, EMBEDDING_OUTPUT = 0, 1, 2, 3
+
+
+@dataclass
+class DropoutKeys:
+    """What masks depend on besides the site: `tokens` int32 [batch, seq] and `layer`, an int32 scalar tensor."""
+
+    tokens: Tensor
+    layer: Tensor
+
+    def rows(self, site: int) -> Tensor:
+        """One key for each token at this layer and site: int32 [batch, seq]."""
+        return mix(self.tokens ^ mix(self.layer * 8 + (site + 1)))
+
+
+def token_keys(seed: int, sample_numbers: Tensor, positions: Tensor) -> Tensor:
+    """Keys of tokens: int32 [batch, seq], from sample_numbers int64 [batch] and positions int64 [seq].
+
+    A sample's number is its place in the run's stream, so the step needs no key of its own.
+    """
+    low, high = _low_half(sample_numbers), _low_half(sample_numbers >> 32)
+    sample = mix(low ^ mix(high ^ _signed(seed * 0x9E3779B1 & 0xFFFFFFFF)))  # [batch]
+    return mix(sample[:, None] ^ mix(positions.to(torch.int32) + 0x632BE5AB))  # [batch, seq]
+
+
+def counter_dropout(x: Tensor, probability: float, rows: Tensor) -> Tensor:
+    """Drops elements of x [batch, seq, width] and scales the others by 1 / (1 - probability).
+
+    `rows` int32 [batch, seq] are the keys of the tokens (`DropoutKeys.rows`).
+    """
+    return _CounterDropout.apply(x, probability, rows)
+
+
+class _CounterDropout(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, probability: float, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.probability = probability
+        return _drop(x, probability, rows)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+        (rows,) = ctx.saved_tensors
+        return _drop(grad, ctx.probability, rows), None, None
+
+
+def _drop(x: Tensor, probability: float, rows: Tensor) -> Tensor:
+    columns = mix(torch.arange(x.shape[-1], dtype=torch.int32, device=x.device))  # [width]
+    kept = keep(rows[..., None] ^ columns, probability)  # [batch, seq, width]
+    return torch.where(kept, x * (1.0 / (1.0 - probability)), 0.0)
+
+
+def attention_keep_mask(rows: Tensor, heads: int, keys: int, probability: float) -> Tensor:
+    """Which attention probabilities stay: bool [batch, heads, queries, keys], from rows int32 [batch, queries]."""
+    head = torch.arange(heads, dtype=torch.int32, device=rows.device)
+    key = torch.arange(keys, dtype=torch.int32, device=rows.device)
+    columns = mix(mix(head + 0x2545F491)[:, None] ^ key)  # [heads, keys]
+    return keep(rows[:, None, :, None] ^ columns[None, :, None, :], probability)
+
+
+def keep(keys: Tensor, probability: float) -> Tensor:
+    """True where an element with this key stays."""
+    return (mix(keys) & 0x7FFFFFFF) >= int(probability * 0x80000000)
+
+
+def mix(h: Tensor) -> Tensor:
+    """Murmur3's finalizer on int32: every input bit moves every output bit."""
+    h = (h ^ ((h >> 16) & 0xFFFF)) * -2048144789  # 0x85EBCA6B
+    h = (h ^ ((h >> 13) & 0x7FFFF)) * -1028477387  # 0xC2B2AE35
+    return h ^ ((h >> 16) & 0xFFFF)
+
+
+def _low_half(x: Tensor) -> Tensor:
+    """The low 32 bits of int64, as int32."""
+    x = x & 0xFFFFFFFF
+    return torch.where(x >= 0x80000000, x - 0x100000000, x).to(torch.int32)
+
+
+def _signed(x: int) -> int:
+    return x - 0x100000000 if x >= 0x80000000 else x
