@@ -1,0 +1,174 @@
+"""What a run writes down of itself: `metrics.jsonl`, one line a step, and `evaluations.jsonl`.
+
+Every line of `metrics.jsonl` is a JSON object with the fields of `StepMetrics`, in that order; every line of
+`evaluations.jsonl` has `step`, `validation_loss` and `validation_perplexity`. A figure that is not known is null.
+So is one that is NaN or infinite, for JSON has neither: a loss that was lost shows as `"loss": null` with
+`"nan_iterations": 1`. A run that goes on from step k first cuts off what an earlier process wrote beyond k, so
+that no step stands twice.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from megalith.errors import DataError
+from megalith.runtime.sinks import Sink
+
+METRICS_FILE = "metrics.jsonl"
+EVALUATIONS_FILE = "evaluations.jsonl"
+MAX_PERPLEXITY_EXPONENT = 20  # Megatron's: a perplexity beyond e^20 says no more
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One optimizer step. Field names are the keys of `metrics.jsonl`."""
+
+    step: int
+    """Counted from 1."""
+    loss: float | None
+    """Mean over the step's tokens; NaN or infinite when it was lost."""
+    grad_norm: float | None
+    """Before clipping."""
+    lr: float
+    global_batch_size: int
+    """Sequences in this step."""
+    consumed_samples: int
+    """Sequences since the start of the run, this step's included."""
+    step_time_ms: float
+    tokens_per_second_per_device: float | None
+    tflops_per_device: float | None
+    """In the causal convention (see models/flops.py)."""
+    mfu: float | None
+    """0 to 1; None on a device without a known peak."""
+    max_memory_gb: float | None
+    """Most memory allocated on the device so far, in 10^9 bytes."""
+    skipped: int = 0
+    """1 when the update was skipped (a gradient overflowed), else 0."""
+    nan_iterations: int = 0
+    """1 when the loss was NaN or infinite, else 0: a sum over lines counts them."""
+    loss_scale: float | None = None
+    """fp16 only."""
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), at most e^20; NaN for NaN."""
+    return loss if math.isnan(loss) else math.exp(min(loss, MAX_PERPLEXITY_EXPONENT))
+
+
+def finite(value: Any) -> Any:
+    """`value`, or None when it is a NaN or infinite float."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class MetricsWriter:
+    """Appends to the two files of `output_dir` and passes the same figures on to `sinks`.
+
+    start_step: the last step that this process will not repeat; lines beyond it are cut off. One process of
+    a run has a writer. Each line is handed to the system at once, so that a killed process loses none.
+    """
+
+    def __init__(self, output_dir: str | Path, start_step: int = 0, sinks: Sequence[Sink] = ()):
+        folder = Path(output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        self._sinks = list(sinks)
+        for name in (METRICS_FILE, EVALUATIONS_FILE):
+            cut_after_step(folder / name, start_step)
+        self._metrics = open(folder / METRICS_FILE, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        self._evaluations = open(folder / EVALUATIONS_FILE, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+
+    def log_step(self, metrics: StepMetrics) -> None:
+        record = {key: finite(value) for key, value in asdict(metrics).items()}
+        self._metrics.write(json.dumps(record, allow_nan=False) + "\n")
+        self._send("train", record)
+
+    def log_evaluation(self, step: int, validation_loss: float) -> None:
+        """`validation_loss`: mean over tokens, in nats."""
+        record = {
+            "step": step,
+            "validation_loss": finite(validation_loss),
+            "validation_perplexity": finite(perplexity(validation_loss)),
+        }
+        self._evaluations.write(json.dumps(record, allow_nan=False) + "\n")
+        self._send("validation", record)
+
+    def close(self) -> None:
+        self._metrics.close()
+        self._evaluations.close()
+        for sink in self._sinks:
+            sink.close()
+
+    def _send(self, group: str, record: dict[str, Any]) -> None:
+        figures = {
+            f"{group}/{key.removeprefix('validation_')}": value
+            for key, value in record.items()
+            if key != "step" and value is not None
+        }
+        for sink in self._sinks:
+            sink.write(record["step"], figures)
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_records(path: str | Path) -> list[dict[str, Any]]:
+    """The objects of a metrics or evaluations file; none when there is no file.
+
+    A last line that a crash tore is left out; any other line that is not one is a DataError naming it.
+    """
+    path = Path(path)
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    torn = lines.pop()  # what follows the last newline: nothing, or the line that a crash cut short
+    records = [_parse(line) for line in lines]
+    for number, record in enumerate(records, start=1):
+        if record is None:
+            raise DataError(
+                f"{path}, line {number} is not a JSON object with a step; mend or remove that line"
+            )
+    if torn and (record := _parse(torn)) is not None:
+        records.append(record)
+    return [record for record in records if record is not None]
+
+
+def cut_after_step(path: str | Path, step: int) -> None:
+    """Keeps the lines of `path` up to `step`, and drops the later ones and any torn one. Atomic; a file that
+    needs no cut is not touched."""
+    path = Path(path)
+    if not path.is_file():
+        return
+    draft = path.with_name(f".{path.name}.tmp")
+    cut = False
+    with open(path, encoding="utf-8", errors="replace") as source, open(draft, "w", encoding="utf-8") as kept:
+        for line in source:
+            record = _parse(line)
+            if record is not None and record["step"] <= step and line.endswith("\n"):
+                kept.write(line)
+            else:
+                cut = True
+        kept.flush()
+        os.fsync(kept.fileno())
+    if cut:
+        os.replace(draft, path)
+    else:
+        draft.unlink()
+
+
+def _parse(line: str) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None

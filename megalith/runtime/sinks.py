@@ -1,0 +1,85 @@
+"""Other places that a run's figures go to, when asked: TensorBoard and Weights & Biases.
+
+A sink takes plain numbers under names such as `train/loss` and `validation/perplexity`. Another tracker needs
+a class with these two methods.
+"""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from megalith.errors import ConfigError
+
+
+class Sink(Protocol):
+    """Where figures go."""
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        """Takes the known, finite figures of `step`."""
+
+    def close(self) -> None:
+        """Writes out what is still held. The run is over."""
+
+
+class TensorBoardSink:
+    """Event files in `OUTPUT/tensorboard`. Events beyond `start_step`, of a process that crashed, are hidden."""
+
+    def __init__(self, output_dir: str | Path, start_step: int = 0):
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigError(
+                f"log.tensorboard is true, but TensorBoard cannot be imported ({error}); "
+                'install it with: pip install "megalith[log]", or set log.tensorboard to false'
+            ) from None
+        self._writer = SummaryWriter(
+            str(Path(output_dir) / "tensorboard"), purge_step=start_step + 1 if start_step else None
+        )
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, global_step=step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbSink:
+    """A Weights & Biases run. Its id is kept in `OUTPUT/wandb_id`, so that a resumed job goes on with it.
+
+    Mode and account are W&B's own settings: `WANDB_MODE=offline` writes into `OUTPUT/wandb` without a network.
+    config: the run's settings as plain values, shown beside the curves.
+    """
+
+    def __init__(self, output_dir: str | Path, project: str, name: str | None, config: Mapping[str, Any]):
+        try:
+            import wandb
+        except ImportError as error:
+            raise ConfigError(
+                f"log.wandb is true, but Weights & Biases cannot be imported ({error}); "
+                'install it with: pip install "megalith[log]", or set log.wandb to false'
+            ) from None
+        folder = Path(output_dir)
+        folder.mkdir(parents=True, exist_ok=True)
+        identity = folder / "wandb_id"
+        if not identity.is_file():
+            identity.write_text(uuid.uuid4().hex[:12] + "\n")
+        self._run = wandb.init(
+            dir=str(folder),
+            project=project,
+            name=name or folder.resolve().name,
+            id=identity.read_text().strip(),
+            resume="allow",
+            config=dict(config),
+        )
+        self._run.define_metric("step")
+        self._run.define_metric("*", step_metric="step")  # W&B's own counter refuses to go back on a resume
+
+    def write(self, step: int, figures: Mapping[str, float]) -> None:
+        self._run.log({"step": step, **figures})
+
+    def close(self) -> None:
+        self._run.finish()
