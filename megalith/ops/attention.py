@@ -30,7 +30,8 @@ def attention(
     value: Tensor,  # [batch, keys, groups, head_dim]
     *,
     causal: bool = True,
-    mask: Tensor | None = None,  # bool [batch, 1, queries, keys], True where a query may look; replaces causal
+    mask: Tensor
+    | None = None,  # bool [batch, 1, queries, keys], True where a query may look; replaces causal
     dropout: float = 0.0,
     dropout_rows: Tensor | None = None,  # int32 [batch, queries]
 ) -> Tensor:
@@ -47,7 +48,9 @@ def attention(
     return out.transpose(1, 2)
 
 
-def _fused(query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None, dropout: float) -> Tensor:
+def _fused(
+    query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None, dropout: float
+) -> Tensor:
     return scaled_dot_product_attention(
         query, key, value, mask, dropout, causal, enable_gqa=query.shape[1] != key.shape[1]
     )

@@ -1,0 +1,59 @@
+"""Self-attention with grouped queries (Ainslie et al. 2023): each key and value head serves a group of query heads.
+
+`groups` equal to the number of query heads is multi-head attention. Rows of linear_qkv stand by group: its query
+heads, then its key head, then its value head, so that a slice of rows is a slice of whole groups.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megalith.config import ModelConfig
+from megalith.models.context import Context
+from megalith.models.linear import Linear
+from megalith.models.norm import Norm
+from megalith.models.rope import rotate
+from megalith.ops.attention import attention
+from megalith.ops.dropout import ATTENTION_PROBABILITIES
+
+
+class SelfAttention(nn.Module):
+    """linear_qkv, rotary positions, attention, linear_proj. `core` is the seam of context parallelism."""
+
+    def __init__(self, config: ModelConfig, number: int, device: torch.device | None = None):
+        super().__init__()
+        self.number = number
+        self.head_dim = config.head_dim
+        self.heads_in_group = config.num_attention_heads // config.query_groups
+        self.dropout = config.attention_dropout
+        self.core = attention
+        rows = config.query_groups * (self.heads_in_group + 2) * config.head_dim
+        width = config.num_attention_heads * config.head_dim
+        bias = config.add_bias_linear
+        self.linear_qkv = Linear(config.hidden_size, rows, bias=bias or config.add_qkv_bias, device=device)
+        self.linear_proj = Linear(width, config.hidden_size, bias=bias, device=device)
+        self.q_layernorm = Norm(config, config.head_dim, device) if config.qk_layernorm else None
+        self.k_layernorm = Norm(config, config.head_dim, device) if config.qk_layernorm else None
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
+        qkv = self.linear_qkv(x).unflatten(-1, (-1, self.heads_in_group + 2, self.head_dim))
+        query, key, value = qkv.split([self.heads_in_group, 1, 1], dim=3)  # [batch, seq, groups, ·, head_dim]
+        query, key, value = query.flatten(2, 3), key.flatten(2, 3), value.flatten(2, 3)
+        if self.q_layernorm is not None:
+            query, key = self.q_layernorm(query), self.k_layernorm(key)
+        if context.rotary is not None:
+            query, key = rotate(query, context.rotary), rotate(key, context.rotary)
+        if context.cache is not None:
+            key, value = context.cache.extend(self.number, key, value)
+        drops = self.dropout > 0 and context.dropout is not None
+        out = self.core(  # [batch, seq, heads, head_dim]
+            query,
+            key,
+            value,
+            causal=query.shape[1] > 1,
+            mask=context.mask,
+            dropout=self.dropout if drops else 0.0,
+            dropout_rows=context.dropout.rows(ATTENTION_PROBABILITIES) if drops else None,
+        )
+        return self.linear_proj(out.flatten(2))

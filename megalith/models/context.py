@@ -1,0 +1,20 @@
+"""What every layer needs to know of the tokens it is given, made once for all of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megalith.models.cache import KVCache
+from megalith.ops.dropout import DropoutKeys
+
+
+@dataclass
+class Context:
+    """Positions, mask, dropout keys and cache of a forward pass."""
+
+    rotary: tuple[Tensor, Tensor] | None = None  # cosines and sines, float32 [batch, seq, 1, head_dim / 2]
+    mask: Tensor | None = None  # bool [batch, 1, queries, keys]; None: causal
+    dropout: DropoutKeys | None = None  # None: no dropout
+    cache: KVCache | None = None  # None: every token is here

@@ -1,0 +1,25 @@
+"""A linear layer whose matmul can be replaced from outside: the seam of tensor parallelism and of FP8."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from megalith.comm import local
+
+
+class Linear(nn.Module):
+    """y = x · weightᵀ + bias, with weight [out, in] kept in fp32 and cast to x's dtype where it is used."""
+
+    def __init__(
+        self, in_features: int, out_features: int, *, bias: bool, device: torch.device | None = None
+    ):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device))
+        self.bias = nn.Parameter(torch.empty(out_features, device=device)) if bias else None
+        self.matmul = nn.functional.linear
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., in] -> [..., out]
+        weight = local(self.weight).to(x.dtype)
+        bias = None if self.bias is None else local(self.bias).to(x.dtype)
+        return self.matmul(x, weight, bias)

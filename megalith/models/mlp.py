@@ -1,0 +1,41 @@
+"""The feed-forward half of a layer: GELU as in GPT-2, or gated SiLU (SwiGLU, Shazeer 2020) as in Llama."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megalith.config import ModelConfig
+from megalith.models.linear import Linear
+
+ACTIVATIONS = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+    "silu": F.silu,
+}
+
+
+class MLP(nn.Module):
+    """linear_fc1, non-linearity, linear_fc2. With swiglu, rows of fc1 alternate: gate 0, up 0, gate 1, up 1, …"""
+
+    def __init__(self, config: ModelConfig, device: torch.device | None = None):
+        super().__init__()
+        self.gated = config.swiglu
+        self.activation = ACTIVATIONS[config.activation]
+        width = config.ffn_size * (2 if self.gated else 1)
+        bias = config.add_bias_linear
+        self.linear_fc1 = Linear(config.hidden_size, width, bias=bias, device=device)
+        self.linear_fc2 = Linear(config.ffn_size, config.hidden_size, bias=bias, device=device)
+
+    def forward(self, x: Tensor) -> Tensor:  # [batch, seq, hidden]
+        x = self.linear_fc1(x)  # [batch, seq, ffn], or [batch, seq, 2 · ffn]
+        if self.gated:
+            gate, up = x.unflatten(-1, (-1, 2)).unbind(-1)  # [batch, seq, ffn] each
+            x = F.silu(gate) * up
+        else:
+            x = self.activation(x)
+        return self.linear_fc2(x)
