@@ -1,0 +1,227 @@
+"""Reads JSON Lines, plain or compressed, in blocks of whole lines, and names every bad line.
+
+Reading and parsing are apart, so that parsing can run where the encoding does, in the worker processes. A
+line that cannot be used is a `BadLine`: file, line, byte offset (in the uncompressed text) and reason.
+"""
+
+from __future__ import annotations
+
+import codecs
+import glob
+import gzip
+import json
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import BinaryIO
+
+import zstandard
+
+from megalith.errors import DataError
+
+BLOCK_BYTES = 1 << 18
+MAX_LINE_BYTES = 32 << 20
+"""Byte-pair encoding takes some 125 bytes of memory for each byte of a document: 4 GB at this length."""
+
+_ZSTD_PIECE_BYTES = 1 << 13  # zstd may unpack to 30,000 times its size, so little at a time
+
+
+@dataclass(frozen=True)
+class Block:
+    """Whole lines of a file, without the last newline; the first one's number (from 1) and byte offset.
+
+    `position`: the bytes of the (compressed) file read so far.
+    """
+
+    path: Path
+    first_line: int
+    offset: int
+    data: bytes
+    position: int
+
+
+@dataclass(frozen=True)
+class BadLine:
+    """A line that holds no usable document. `line` counts from 1, `offset` is the line's first byte."""
+
+    path: Path
+    line: int
+    offset: int
+    reason: str
+
+    def __str__(self) -> str:
+        return f"{self.path} line {self.line} (byte {self.offset}) is unusable: {self.reason}"
+
+
+@dataclass(frozen=True)
+class Record:
+    """The texts of one line, in the order of the keys asked for."""
+
+    line: int
+    offset: int
+    texts: list[str]
+
+
+def expand_inputs(inputs: Sequence[str | Path]) -> list[Path]:
+    """The files of `inputs`, in order; a glob's matches are sorted. DataError: missing, or named twice."""
+    paths: list[Path] = []
+    for given in map(str, inputs):
+        matches = [given] if Path(given).exists() else sorted(glob.glob(given, recursive=True))
+        if not matches:
+            raise DataError(f"no file matches the input {given!r}; check the path")
+        paths += map(Path, matches)
+    if not paths:
+        raise DataError("no input was given; name at least one JSONL file")
+    seen: set[Path] = set()
+    for path in paths:
+        if not path.is_file():
+            raise DataError(f"the input {str(path)!r} is not a file; name its files, e.g. '{path}/*.jsonl'")
+        if path in seen:
+            raise DataError(f"the input {str(path)!r} is named twice; its documents would be repeated")
+        seen.add(path)
+    return paths
+
+
+def read_blocks(
+    path: Path, max_line_bytes: int = MAX_LINE_BYTES, block_bytes: int = BLOCK_BYTES
+) -> Iterator[Block]:
+    """The file in blocks of whole lines, of about `block_bytes` each.
+
+    A line longer than `max_line_bytes` comes cut to one byte more, alone in its block: `parse_block` refuses
+    it, and memory never holds the rest. DataError: the file cannot be read, or is damaged or cut short.
+    """
+    line, offset, position = 1, 0, 0
+    tail = bytearray()  # the line that is not yet whole
+    dropping = False  # within the rest of a line that is too long
+    for piece, position in _pieces(path, block_bytes):
+        if dropping:
+            end = piece.find(b"\n")
+            if end < 0:
+                offset += len(piece)
+                continue
+            offset, line, piece, dropping = offset + end + 1, line + 1, piece[end + 1 :], False
+        end = piece.rfind(b"\n")
+        if end >= 0:
+            data = bytes(tail + piece[:end])
+            yield Block(path, line, offset, data, position)
+            offset, line = offset + len(data) + 1, line + data.count(b"\n") + 1
+            tail = bytearray(piece[end + 1 :])
+        else:
+            tail += piece
+        if len(tail) > max_line_bytes:
+            yield Block(path, line, offset, bytes(tail[: max_line_bytes + 1]), position)
+            offset, dropping = offset + len(tail), True
+            tail.clear()
+    if tail:
+        yield Block(path, line, offset, bytes(tail), position)
+
+
+def parse_block(
+    block: Block, json_keys: Sequence[str], max_line_bytes: int = MAX_LINE_BYTES
+) -> tuple[list[Record], list[BadLine]]:
+    """The block's documents and its unusable lines, in order. Blank lines are neither."""
+    records, bad_lines = [], []
+    offset = block.offset
+    for number, line in enumerate(block.data.split(b"\n"), block.first_line):
+        if line and not line.isspace():
+            try:
+                content = line.removeprefix(codecs.BOM_UTF8) if offset == 0 else line
+                records.append(Record(number, offset, _parse_line(content, json_keys, max_line_bytes)))
+            except (ValueError, RecursionError) as error:
+                bad_lines.append(BadLine(block.path, number, offset, _reason(error)))
+        offset += len(line) + 1
+    return records, bad_lines
+
+
+def read_texts(path: Path, json_keys: Sequence[str], max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[str]:
+    """Every text of the file, one key after another within a line. DataError at the first bad line."""
+    for block in read_blocks(path, max_line_bytes):
+        records, bad_lines = parse_block(block, json_keys, max_line_bytes)
+        if bad_lines:
+            raise DataError(f"{bad_lines[0]}; correct or remove the line")
+        for record in records:
+            yield from record.texts
+
+
+def _parse_line(line: bytes, json_keys: Sequence[str], max_line_bytes: int) -> list[str]:
+    """The strings under `json_keys`. ValueError (of which JSON and Unicode errors are kinds): the reason."""
+    if len(line) > max_line_bytes:
+        raise ValueError(
+            f"it is longer than the limit of {max_line_bytes} bytes; cut the document into parts, or raise "
+            "max_line_bytes where some 125 bytes of memory for each byte of it are free"
+        )
+    content = json.loads(line.decode("utf-8"))
+    if not isinstance(content, dict):
+        raise ValueError(f"it holds {_JSON_NAMES[type(content)]}, not a JSON object")
+    texts = []
+    for key in json_keys:
+        if key not in content:
+            raise ValueError(f"it has no key {key!r} (its keys: {', '.join(map(repr, content)) or 'none'})")
+        text = content[key]
+        if not isinstance(text, str):
+            raise ValueError(f"its {key!r} is {_JSON_NAMES[type(text)]}, not a string")
+        if b"\\u" in line:
+            text.encode("utf-8")  # an escape may spell half a surrogate pair, which no encoding accepts
+        texts.append(text)
+    return texts
+
+
+_JSON_NAMES = {
+    dict: "an object",
+    list: "an array",
+    str: "a string",
+    int: "a number",
+    float: "a number",
+    bool: "true or false",
+    type(None): "null",
+}
+
+
+def _reason(error: ValueError | RecursionError) -> str:
+    if isinstance(error, UnicodeDecodeError):
+        return (
+            f"not UTF-8: byte {error.object[error.start]:#04x} at {error.start} of the line ({error.reason})"
+        )
+    if isinstance(error, UnicodeEncodeError):
+        return "it escapes half of a surrogate pair, which is no character"
+    if isinstance(error, json.JSONDecodeError):
+        return f"not JSON: {error.msg} at character {error.pos} of the line"
+    if isinstance(error, RecursionError):
+        return "its JSON is nested too deeply"
+    return str(error)
+
+
+def _pieces(path: Path, size: int) -> Iterator[tuple[bytes, int]]:
+    """The file's uncompressed content in pieces of about `size`, each with the position in the file itself."""
+    try:
+        with open(path, "rb") as file:
+            if path.suffix == ".zst":
+                pieces = _unzstd(file)
+            elif path.suffix == ".gz":
+                pieces = iter(lambda: unzipped.read(size), b"")
+                unzipped = gzip.GzipFile(fileobj=file)
+            else:
+                pieces = iter(lambda: file.read(size), b"")
+            for piece in pieces:
+                yield piece, file.tell()
+    except (EOFError, gzip.BadGzipFile, zlib.error, zstandard.ZstdError) as error:
+        raise DataError(
+            f"{path} is not a whole {path.suffix} file ({error}); it is damaged or cut short: copy it again"
+        ) from error
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {error.strerror}; check the file") from error
+
+
+def _unzstd(file: BinaryIO) -> Iterator[bytes]:
+    """The content of all frames. The library's own stream reader would take a cut file for a whole one."""
+    library = zstandard.ZstdDecompressor(max_window_size=1 << 31)
+    frame = None
+    while piece := file.read(_ZSTD_PIECE_BYTES):
+        while piece:
+            frame = frame or library.decompressobj()
+            if content := frame.decompress(piece):
+                yield content
+            piece, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+    if frame is not None:
+        raise EOFError("it ends within a frame")

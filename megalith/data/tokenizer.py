@@ -1,0 +1,77 @@
+"""Builds a tokenizer by its kind's name, or from a folder that `Tokenizer.save` wrote (checkpoints have one).
+
+The names are Megatron's. Every kind encodes without adding special tokens; the end of document is added
+where documents are joined, in preprocessing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+from megalith.data.tokenizers.base import SPEC_FILE, Tokenizer, read_file, read_json
+from megalith.errors import ConfigError, DataError, did_you_mean
+
+__all__ = ["TOKENIZER_TYPES", "Tokenizer", "build_tokenizer", "load_tokenizer"]
+
+TOKENIZER_TYPES: dict[str, str] = {  # kind → the module that defines it, imported when it is asked for
+    "HuggingFaceTokenizer": "megalith.data.tokenizers.huggingface",
+    "SentencePieceTokenizer": "megalith.data.tokenizers.sentencepiece",
+    "GPT2BPETokenizer": "megalith.data.tokenizers.huggingface",
+    "TikTokenizer": "megalith.data.tokenizers.tiktoken",
+    "ByteTokenizer": "megalith.data.tokenizers.plain",
+    "NullTokenizer": "megalith.data.tokenizers.plain",
+}
+
+
+def build_tokenizer(
+    tokenizer_type: str,
+    tokenizer_model: str | Path | None = None,
+    *,
+    vocab_file: str | Path | None = None,
+    merge_file: str | Path | None = None,
+    vocab_size: int | None = None,
+) -> Tokenizer:
+    """The tokenizer of kind `tokenizer_type`.
+
+    `tokenizer_model`: HuggingFaceTokenizer, a tokenizer.json, a folder with one, or a hub name;
+    SentencePieceTokenizer, a .model file; TikTokenizer, a .tiktoken file or Megatron's JSON list;
+    GPT2BPETokenizer, the folder of vocab.json and merges.txt, else `vocab_file` and `merge_file` name them.
+    `vocab_size`: NullTokenizer (needed), TikTokenizer with the JSON list; the other kinds have their own.
+    ConfigError: unknown kind, a missing argument or package. DataError: a missing or damaged file.
+    """
+    vocab_file, merge_file, model = (
+        None if path is None else str(path) for path in (vocab_file, merge_file, tokenizer_model)
+    )
+    return _tokenizer_class(tokenizer_type).from_paths(model, vocab_file, merge_file, vocab_size)
+
+
+def load_tokenizer(folder: str | Path) -> Tokenizer:
+    """The tokenizer that `Tokenizer.save(folder)` wrote. DataError: missing, damaged, or changed since."""
+    folder = Path(folder)
+    spec_path = folder / SPEC_FILE
+    spec = read_json(read_file(spec_path, "tokenizer spec"), f"tokenizer spec {str(spec_path)!r}")
+    try:
+        kind = _tokenizer_class(spec["tokenizer_type"])
+        vocab_size, fingerprint = spec["requested_vocab_size"], spec["fingerprint"]
+    except (TypeError, KeyError, ConfigError) as error:
+        raise DataError(
+            f"the tokenizer spec {str(spec_path)!r} is not whole ({error}); save the tokenizer again"
+        ) from error
+    names = [*kind.required_files, *(name for name in kind.optional_files if (folder / name).is_file())]
+    tokenizer = kind({name: read_file(folder / name, "tokenizer file") for name in names}, vocab_size)
+    if tokenizer.fingerprint != fingerprint:
+        raise DataError(
+            f"the tokenizer in {str(folder)!r} has fingerprint {tokenizer.fingerprint[:12]}, but was saved "
+            f"with {str(fingerprint)[:12]}: a file was changed or damaged since; restore it or save it again"
+        )
+    return tokenizer
+
+
+def _tokenizer_class(name: str) -> type[Tokenizer]:
+    if name not in TOKENIZER_TYPES:
+        raise ConfigError(
+            f"tokenizer_type {name!r} is not known{did_you_mean(name, TOKENIZER_TYPES)}; "
+            f"choose one of {', '.join(TOKENIZER_TYPES)}"
+        )
+    return getattr(importlib.import_module(TOKENIZER_TYPES[name]), name)

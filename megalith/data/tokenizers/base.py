@@ -1,0 +1,112 @@
+"""What every tokenizer offers.
+
+A tokenizer is a pure function of its files' content and, for some kinds, a vocabulary size. It keeps that
+content in memory, so that it can be saved into a checkpoint after its source has moved, rebuilt in another
+process, and compared by fingerprint.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import ClassVar, Self
+
+from megalith.data.atomic import atomic_file
+from megalith.errors import DataError
+
+SPEC_FILE = "megalith_tokenizer.json"
+
+
+class Tokenizer(ABC):
+    """Text to token ids and back.
+
+    `vocab_size`: every id is in [0, vocab_size). `eod`: the id that ends a document, None when the
+    vocabulary has no such token. `files`: file name → content, all that a rebuild needs.
+    """
+
+    required_files: ClassVar[tuple[str, ...]] = ()
+    optional_files: ClassVar[tuple[str, ...]] = ()
+    """The names that `files` may have: nothing else is read from a saved tokenizer's folder."""
+
+    vocab_size: int
+    eod: int | None
+
+    def __init__(self, files: Mapping[str, bytes], vocab_size: int | None) -> None:
+        """`vocab_size` as the caller asked for it; the kinds that need none ignore it."""
+        self.files = dict(files)
+        self.requested_vocab_size = vocab_size
+
+    @classmethod
+    @abstractmethod
+    def from_paths(
+        cls,
+        tokenizer_model: str | None,
+        vocab_file: str | None,
+        merge_file: str | None,
+        vocab_size: int | None,
+    ) -> Self:
+        """Read the files that this kind is made of. ConfigError: a needed one is not named."""
+
+    @abstractmethod
+    def encode(self, text: str) -> list[int]:
+        """The ids of `text`, with no special tokens added. An empty text has none."""
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
+        """`encode` of each text; ids may come as lists or as numpy integer arrays."""
+        return [self.encode(text) for text in texts]
+
+    @abstractmethod
+    def decode(self, ids: Iterable[int]) -> str:
+        """The text of `ids`; bytes that are not UTF-8 become U+FFFD."""
+
+    def content(self) -> bytes:
+        """What decides which ids a text gets: the fingerprint is taken of this."""
+        return b"".join(self.files[name] for name in sorted(self.files))
+
+    @property
+    def tokenizer_type(self) -> str:
+        return type(self).__name__
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256, in hex, of kind, size and content: equal when every text gets the same ids."""
+        head = f"{self.tokenizer_type} {self.vocab_size}\n".encode()
+        return hashlib.sha256(head + self.content()).hexdigest()
+
+    def save(self, folder: str | Path) -> None:
+        """Write the tokenizer's files and its spec into `folder`; `load_tokenizer(folder)` reads them."""
+        for name, content in self.files.items():
+            with atomic_file(Path(folder) / name) as file:
+                file.write(content)
+        spec = {
+            "tokenizer_type": self.tokenizer_type,
+            "requested_vocab_size": self.requested_vocab_size,
+            "vocab_size": self.vocab_size,
+            "eod": self.eod,
+            "fingerprint": self.fingerprint,
+        }
+        with atomic_file(Path(folder) / SPEC_FILE) as file:
+            file.write(json.dumps(spec, indent=2).encode() + b"\n")
+
+    def __reduce__(self) -> tuple:
+        """Another process rebuilds the tokenizer from its content."""
+        return type(self), (self.files, self.requested_vocab_size)
+
+
+def read_file(path: str | Path, what: str) -> bytes:
+    """The content of a tokenizer file; `what` names it in the error."""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise DataError(f"cannot read the {what} {str(path)!r}: {error.strerror}; check the path") from error
+
+
+def read_json(content: bytes, what: str) -> object:
+    """`content` as JSON; `what` names it in the error."""
+    try:
+        return json.loads(content.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"the {what} is not JSON ({error}); it is damaged or another kind of file") from error

@@ -1,0 +1,44 @@
+"""A tokenizer given by its hub name: found in the local Hugging Face cache, else fetched if that is allowed."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from megalith.errors import DataError
+
+_HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+
+
+def local_folder(name: str, patterns: Sequence[str]) -> Path:
+    """The folder of the snapshot of hub repository `name` that holds the first of `patterns`.
+
+    The cache is asked first, so that a machine without a network never waits for one. Whether a download is
+    tried after that is the hub library's own setting (HF_HUB_OFFLINE). DataError: neither gave it.
+    """
+    if not _HUB_NAME.fullmatch(name):
+        raise DataError(f"there is no file or folder {name!r}; check the path of the tokenizer")
+    try:
+        import huggingface_hub
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    except ImportError as error:
+        raise DataError(
+            f"{name!r} is no local file or folder, and huggingface_hub, which could look it up as a hub name, "
+            "is not installed; give a local path, or run: pip install huggingface_hub"
+        ) from error
+    try:
+        folder = Path(huggingface_hub.snapshot_download(name, local_files_only=True))
+        if (folder / patterns[0]).is_file():
+            return folder
+    except LocalEntryNotFoundError:
+        pass
+    try:
+        return Path(huggingface_hub.snapshot_download(name, allow_patterns=list(patterns)))
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError, ValueError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise DataError(
+            f"{name!r} is no local file or folder, is not in the local Hugging Face cache, and could not be "
+            f"fetched ({reason}); download it where there is a network (hf download {name}) and give that "
+            "folder, or check the spelling"
+        ) from error

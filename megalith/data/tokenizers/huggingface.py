@@ -1,0 +1,196 @@
+"""Tokenizers of the `tokenizers` library: a tokenizer.json, or GPT-2's vocab.json and merges.txt."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Self
+
+import tokenizers
+
+from megalith.data.tokenizers.base import Tokenizer, read_file, read_json
+from megalith.data.tokenizers.hub import local_folder
+from megalith.errors import ConfigError, DataError
+
+MODEL = "tokenizer.json"
+CONFIG = "tokenizer_config.json"
+SPECIAL_TOKENS = "special_tokens_map.json"
+GENERATION = "generation_config.json"
+MODEL_CONFIG = "config.json"
+CHAT_TEMPLATE = "chat_template.jinja"
+SIDE_FILES = (CONFIG, SPECIAL_TOKENS, GENERATION, MODEL_CONFIG, CHAT_TEMPLATE)
+
+EOD_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>")
+"""Tried in turn when no file beside the tokenizer names its end of sequence."""
+
+VOCAB, MERGES = "vocab.json", "merges.txt"
+
+
+class _RustTokenizer(Tokenizer):
+    """The calls that both kinds share; `_tokenizer` is a tokenizers.Tokenizer."""
+
+    _tokenizer: tokenizers.Tokenizer
+
+    def _set_vocab_size(self) -> None:
+        """One more than the highest id: added tokens may leave holes, so a count could be too low."""
+        self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def encode(self, text: str) -> list[int]:
+        return self._tokenizer.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
+        encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+        return [encoding.ids for encoding in encodings]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._tokenizer.decode(list(ids), skip_special_tokens=False)
+
+
+class HuggingFaceTokenizer(_RustTokenizer):
+    """A `tokenizer.json`, read by the tokenizers library; neither transformers nor any code is loaded.
+
+    `eod` is the end of sequence that the files beside it name, else the first known end-of-text token.
+    """
+
+    required_files = (MODEL,)
+    optional_files = SIDE_FILES
+
+    def __init__(self, files: Mapping[str, bytes], vocab_size: int | None = None) -> None:
+        super().__init__(files, vocab_size)
+        try:
+            self._tokenizer = tokenizers.Tokenizer.from_buffer(self.files[MODEL])
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(
+                f"{MODEL} ({len(self.files[MODEL])} bytes) is not a tokenizer of the tokenizers library "
+                f"({error}); it is damaged, or was written by a newer version: pip install -U tokenizers"
+            ) from error
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._set_vocab_size()
+        self.eod = self._find_eod()
+
+    @classmethod
+    def from_paths(
+        cls,
+        tokenizer_model: str | None,
+        vocab_file: str | None,
+        merge_file: str | None,
+        vocab_size: int | None,
+    ) -> Self:
+        if tokenizer_model is None:
+            raise ConfigError(
+                f"HuggingFaceTokenizer needs tokenizer_model: a {MODEL}, a folder with one, or a hub name"
+            )
+        path = Path(tokenizer_model)
+        if path.is_file():
+            beside = path.parent if path.name == MODEL else None
+        else:
+            beside = path if path.is_dir() else local_folder(tokenizer_model, (MODEL, *SIDE_FILES))
+            path = beside / MODEL
+            if not path.is_file():
+                raise DataError(_without_tokenizer_json(beside))
+        files = {MODEL: read_file(path, "tokenizer")}
+        for name in SIDE_FILES if beside else ():
+            if (beside / name).is_file():
+                files[name] = read_file(beside / name, "tokenizer's side file")
+        return cls(files)
+
+    def content(self) -> bytes:
+        """The tokenizer.json alone, whatever its layout: side files change no id."""
+        return json.dumps(read_json(self.files[MODEL], MODEL), sort_keys=True).encode()
+
+    def _find_eod(self) -> int | None:
+        tables = {name: self._side_table(name) for name in SIDE_FILES if name.endswith(".json")}
+        for name in (CONFIG, SPECIAL_TOKENS):
+            token = tables[name].get("eos_token")
+            token = token.get("content") if isinstance(token, dict) else token
+            if isinstance(token, str) and (found := self._tokenizer.token_to_id(token)) is not None:
+                return found
+        for name in (GENERATION, MODEL_CONFIG):
+            ids = tables[name].get("eos_token_id")
+            first = ids[0] if isinstance(ids, list) and ids else ids
+            if isinstance(first, int) and 0 <= first < self.vocab_size:
+                return first
+        found = (self._tokenizer.token_to_id(token) for token in EOD_TOKENS)
+        return next((i for i in found if i is not None), None)
+
+    def _side_table(self, name: str) -> dict[str, Any]:
+        table = read_json(self.files[name], name) if name in self.files else {}
+        return table if isinstance(table, dict) else {}
+
+
+class GPT2BPETokenizer(_RustTokenizer):
+    """GPT-2's byte-level byte-pair encoding, from `vocab.json` and `merges.txt`. `eod` is `<|endoftext|>`."""
+
+    required_files = (VOCAB, MERGES)
+
+    def __init__(self, files: Mapping[str, bytes], vocab_size: int | None = None) -> None:
+        super().__init__(files, vocab_size)
+        vocab = read_json(self.files[VOCAB], "vocabulary file")
+        if not isinstance(vocab, dict) or not all(isinstance(i, int) for i in vocab.values()):
+            raise DataError(
+                "the vocabulary file is not a JSON object of token → id; give GPT-2's vocab.json as vocab_file"
+            )
+        try:
+            model = tokenizers.models.BPE(vocab, _merges(self.files[MERGES]))
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(
+                f"the merges file does not fit the vocabulary of {len(vocab)} tokens ({error}); "
+                "give the merges.txt that came with this vocab.json"
+            ) from error
+        self._tokenizer = tokenizers.Tokenizer(model)
+        self._tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self._tokenizer.decoder = tokenizers.decoders.ByteLevel()
+        self.eod = vocab.get("<|endoftext|>")
+        if self.eod is not None:
+            self._tokenizer.add_special_tokens(["<|endoftext|>"])
+        self._set_vocab_size()
+
+    @classmethod
+    def from_paths(
+        cls,
+        tokenizer_model: str | None,
+        vocab_file: str | None,
+        merge_file: str | None,
+        vocab_size: int | None,
+    ) -> Self:
+        if tokenizer_model is not None:
+            vocab_file = vocab_file or str(Path(tokenizer_model) / VOCAB)
+            merge_file = merge_file or str(Path(tokenizer_model) / MERGES)
+        if vocab_file is None or merge_file is None:
+            raise ConfigError(
+                f"GPT2BPETokenizer needs vocab_file ({VOCAB}) and merge_file ({MERGES}), "
+                "or tokenizer_model: the folder that holds both"
+            )
+        return cls({VOCAB: read_file(vocab_file, "vocabulary"), MERGES: read_file(merge_file, "merges file")})
+
+
+def _merges(content: bytes) -> list[tuple[str, str]]:
+    """The pairs of a merges.txt, best first: one a line, `a b`, after an optional `#version` line."""
+    try:
+        lines = content.decode("utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise DataError(f"the merges file is not UTF-8 ({error}); it is damaged") from error
+    first = 1 if lines[0].startswith("#version") else 0
+    pairs = []
+    for number, line in enumerate(lines[first:], first + 1):
+        words = line.rstrip("\r").split(" ")
+        if words == [""]:
+            continue
+        if len(words) != 2:
+            raise DataError(
+                f"merges file line {number} has {len(words)} words, not the two parts of a merge; "
+                "it is damaged or another kind of file"
+            )
+        pairs.append((words[0], words[1]))
+    return pairs
+
+
+def _without_tokenizer_json(folder: Path) -> str:
+    ways = {
+        VOCAB: f"it has {VOCAB}: set tokenizer_type to GPT2BPETokenizer",
+        "tokenizer.model": "it has tokenizer.model: set tokenizer_type to SentencePieceTokenizer with that file",
+    }
+    way = next((text for name, text in ways.items() if (folder / name).is_file()), "check the path")
+    return f"{str(folder)!r} has no {MODEL}; {way}"

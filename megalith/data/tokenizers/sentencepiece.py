@@ -1,0 +1,58 @@
+"""SentencePiece models (`.model` files)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Self
+
+from megalith.data.tokenizers.base import Tokenizer, read_file
+from megalith.errors import ConfigError, DataError
+
+MODEL = "tokenizer.model"
+
+
+class SentencePieceTokenizer(Tokenizer):
+    """A SentencePiece model. `eod` is its `</s>`, as in Megatron."""
+
+    required_files = (MODEL,)
+
+    def __init__(self, files: Mapping[str, bytes], vocab_size: int | None = None) -> None:
+        super().__init__(files, vocab_size)
+        try:
+            import sentencepiece
+        except ImportError as error:
+            raise ConfigError(
+                "SentencePieceTokenizer needs the sentencepiece package, which is not installed; "
+                "run: pip install 'megalith[tokenizers]'"
+            ) from error
+        try:
+            self._model = sentencepiece.SentencePieceProcessor(model_proto=self.files[MODEL])
+        except RuntimeError as error:
+            raise DataError(
+                f"the tokenizer model of {len(self.files[MODEL])} bytes is not a SentencePiece model "
+                f"({error}); it is damaged or another kind of file"
+            ) from error
+        self.vocab_size = self._model.get_piece_size()
+        eos = self._model.eos_id()
+        self.eod = eos if eos >= 0 else None
+
+    @classmethod
+    def from_paths(
+        cls,
+        tokenizer_model: str | None,
+        vocab_file: str | None,
+        merge_file: str | None,
+        vocab_size: int | None,
+    ) -> Self:
+        if tokenizer_model is None:
+            raise ConfigError("SentencePieceTokenizer needs tokenizer_model: the path of a .model file")
+        return cls({MODEL: read_file(tokenizer_model, "SentencePiece model")})
+
+    def encode(self, text: str) -> list[int]:
+        return self._model.encode(text, out_type=int)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
+        return self._model.encode(list(texts), out_type=int, num_threads=1)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._model.decode(list(ids))

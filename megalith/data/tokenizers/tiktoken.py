@@ -1,0 +1,204 @@
+"""TikTokenizer: byte-pair ranks for the tiktoken library, from a `.tiktoken` file or Megatron's JSON list.
+
+A `.tiktoken` file has a line `base64(token bytes) rank` for each token and names neither the pattern that
+cuts text into words nor the special tokens: they are known by the number of ranks. Megatron's list has an
+object `{"rank", "token_bytes" (base64), "token_str"}` for each token; a block of special tokens stands
+before them, so token ids are the rank plus 1,000.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Self
+
+from megalith.data.tokenizers.base import Tokenizer, read_file, read_json
+from megalith.errors import ConfigError, DataError
+
+RANKS = "ranks.tiktoken"
+
+GPT2_PATTERN = r"""'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"""
+CL100K_PATTERN = (
+    r"""'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+"""
+    r"""|\s++$|\s*[\r\n]|\s+(?!\S)|\s"""
+)
+O200K_PATTERN = (
+    r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"""
+    r"""|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"""
+    r"""|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
+)
+LLAMA3_PATTERN = (
+    r"""(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*"""
+    r"""|\s*[\r\n]+|\s+(?!\S)|\s+"""
+)
+MEGATRON_PATTERN = (  # its "v2", the default there
+    r"""[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"""
+    r"""|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"""
+    r"""|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"""
+)
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """How a `.tiktoken` file is used. `special_tokens[eod_token]` is the end of document."""
+
+    pattern: str
+    vocab_size: int
+    special_tokens: dict[str, int]
+    eod_token: str = "<|endoftext|>"
+
+
+KNOWN_VOCABULARIES: dict[int, Vocabulary] = {  # by the number of ranks in the file
+    50256: Vocabulary(GPT2_PATTERN, 50257, {"<|endoftext|>": 50256}),  # gpt2, r50k_base
+    50280: Vocabulary(GPT2_PATTERN, 50281, {"<|endoftext|>": 50256}),  # p50k_base
+    100256: Vocabulary(  # cl100k_base
+        CL100K_PATTERN,
+        100277,
+        {
+            "<|endoftext|>": 100257,
+            "<|fim_prefix|>": 100258,
+            "<|fim_middle|>": 100259,
+            "<|fim_suffix|>": 100260,
+            "<|endofprompt|>": 100276,
+        },
+    ),
+    199998: Vocabulary(  # o200k_base
+        O200K_PATTERN, 200019, {"<|endoftext|>": 199999, "<|endofprompt|>": 200018}
+    ),
+    128000: Vocabulary(  # Llama 3: 256 special tokens, most of them reserved
+        LLAMA3_PATTERN,
+        128256,
+        {"<|begin_of_text|>": 128000, "<|end_of_text|>": 128001},
+        eod_token="<|end_of_text|>",
+    ),
+}
+
+MEGATRON_SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
+MEGATRON_NUM_SPECIAL_TOKENS = 1000
+MEGATRON_MAX_VOCAB_SIZE = 2**17
+
+
+class TikTokenizer(Tokenizer):
+    """tiktoken's byte-pair encoding, offline. Special tokens in the text are encoded as plain text.
+
+    `vocab_size` (Megatron's JSON list only): the entries wanted in all, special tokens among them; at most,
+    and by default, the whole list plus 1,000, and no more than 131,072 by default, as in Megatron.
+    """
+
+    required_files = (RANKS,)
+
+    def __init__(self, files: Mapping[str, bytes], vocab_size: int | None = None) -> None:
+        super().__init__(files, vocab_size)
+        content = self.files[RANKS]
+        if content.lstrip()[:1] == b"[":
+            ranks, vocabulary = _megatron_vocabulary(_read_json_ranks(content), vocab_size)
+        else:
+            ranks = _read_rank_lines(content)
+            vocabulary = KNOWN_VOCABULARIES.get(len(ranks)) or Vocabulary(
+                CL100K_PATTERN, len(ranks) + 1, {"<|endoftext|>": len(ranks)}
+            )
+        try:
+            import tiktoken
+        except ImportError as error:
+            raise ConfigError(
+                "TikTokenizer needs the tiktoken package, which is not installed; "
+                "run: pip install 'megalith[tokenizers]'"
+            ) from error
+        self._encoding = tiktoken.Encoding(
+            name="megalith",
+            pat_str=vocabulary.pattern,
+            mergeable_ranks=ranks,
+            special_tokens=vocabulary.special_tokens,
+        )
+        self.vocab_size = vocabulary.vocab_size
+        self.eod = vocabulary.special_tokens[vocabulary.eod_token]
+
+    @classmethod
+    def from_paths(
+        cls,
+        tokenizer_model: str | None,
+        vocab_file: str | None,
+        merge_file: str | None,
+        vocab_size: int | None,
+    ) -> Self:
+        path = tokenizer_model or vocab_file
+        if path is None:
+            raise ConfigError(
+                "TikTokenizer needs tokenizer_model: the path of a .tiktoken rank file or of Megatron's "
+                "JSON vocabulary"
+            )
+        return cls({RANKS: read_file(path, "tiktoken vocabulary")}, vocab_size)
+
+    def encode(self, text: str) -> list[int]:
+        return self._encoding.encode_ordinary(text)
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
+        return [self._encoding.encode_ordinary(text) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._encoding.decode(list(ids), errors="replace")
+
+
+def _read_rank_lines(content: bytes) -> dict[bytes, int]:
+    """Token bytes → rank, from lines of `base64 rank`; every single byte must have a rank."""
+    ranks: dict[bytes, int] = {}
+    for number, line in enumerate(content.splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            token, rank = line.split()
+            ranks[base64.b64decode(token, validate=True)] = int(rank)
+        except (ValueError, binascii.Error) as error:
+            raise DataError(
+                f"line {number} of the tiktoken vocabulary is not `base64 rank` ({error}); "
+                "it is damaged or another kind of file"
+            ) from error
+    return _checked(ranks, ranks.values())
+
+
+def _read_json_ranks(content: bytes) -> dict[bytes, int]:
+    """Token bytes → rank, from Megatron's list."""
+    ranks: dict[bytes, int] = {}
+    entries = read_json(content, "tiktoken vocabulary")
+    for number, entry in enumerate(entries):
+        try:
+            ranks[base64.b64decode(entry["token_bytes"], validate=True)] = int(entry["rank"])
+        except (TypeError, KeyError, ValueError, binascii.Error) as error:
+            raise DataError(
+                f"entry {number} of the tiktoken vocabulary is not an object with rank and token_bytes "
+                f"in base64 ({error!r}); it is damaged or another kind of file"
+            ) from error
+    return _checked(ranks, [entry["rank"] for entry in entries])
+
+
+def _checked(ranks: dict[bytes, int], every_rank: Iterable[int]) -> dict[bytes, int]:
+    if len(set(every_rank)) != len(ranks):
+        raise DataError("the tiktoken vocabulary lists a token or a rank twice; it is damaged")
+    missing = [i for i in range(256) if bytes([i]) not in ranks]
+    if missing:
+        raise DataError(
+            f"the tiktoken vocabulary has {len(ranks)} tokens but none for byte {missing[0]:#04x} "
+            f"({len(missing)} of 256 bytes missing); it is truncated or another kind of file"
+        )
+    return ranks
+
+
+def _megatron_vocabulary(
+    ranks: dict[bytes, int], vocab_size: int | None
+) -> tuple[dict[bytes, int], Vocabulary]:
+    """Ids and special tokens as Megatron assigns them: special tokens first, then the best ranks."""
+    special, most = MEGATRON_NUM_SPECIAL_TOKENS, len(ranks) + MEGATRON_NUM_SPECIAL_TOKENS
+    vocab_size = min(most, MEGATRON_MAX_VOCAB_SIZE) if vocab_size is None else vocab_size
+    if not special + 256 <= vocab_size <= most:
+        raise ConfigError(
+            f"TikTokenizer was given vocab_size {vocab_size}; this vocabulary has {len(ranks)} tokens after "
+            f"{special} special ones, so choose from {special + 256} to {most}"
+        )
+    names = list(MEGATRON_SPECIAL_TOKENS)
+    names += [f"<SPECIAL_{i}>" for i in range(len(names), special)]
+    ids = {token: rank + special for token, rank in ranks.items() if rank < vocab_size - special}
+    return ids, Vocabulary(
+        MEGATRON_PATTERN, vocab_size, {name: i for i, name in enumerate(names)}, eod_token="</s>"
+    )
