@@ -1,0 +1,109 @@
+"""The loss scale: what the loss is multiplied by, so that small fp16 gradients do not vanish.
+
+The dynamic scale (Micikevicius et al., "Mixed precision training") starts high and halves while gradients
+overflow; after `loss_scale_window` good steps in a row it doubles. Megatron's hysteresis: `hysteresis`
+overflows are forgiven in all between two growths, the last of them and each one after halves the scale, and
+only a growth restores the allowance.
+
+The state is three scalars on the device, updated there, so a step never waits for the host.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megalith.config import OptimConfig
+from megalith.errors import ConfigError
+
+LARGEST_SCALE = 2.0**127  # the largest power of two in fp32
+
+
+class ConstantLossScale:
+    """A scale that never changes; 1 in fp32 and bf16."""
+
+    def __init__(self, scale: float, device: torch.device | str) -> None:
+        self.scale = torch.tensor(scale, dtype=torch.float32, device=device)
+
+    def update(self, found_inf: Tensor) -> None:
+        """Takes note of one step; changes nothing."""
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint stores: nothing, as the configuration says it all."""
+        return {}
+
+    def load_state(self, state: dict[str, float]) -> None:
+        """Ignores the state of whichever scale the saved run had."""
+
+
+class DynamicLossScale:
+    """Megatron's DynamicGradScaler as device tensors.
+
+    `scale` fp32 scalar; `update` takes a scalar that is 1 when the gradient was not finite, else 0.
+    """
+
+    def __init__(
+        self,
+        initial_scale: float,
+        min_scale: float,
+        growth_interval: int,
+        hysteresis: int,
+        device: torch.device | str,
+    ) -> None:
+        if min_scale > initial_scale:
+            raise ConfigError(
+                f"optim.min_loss_scale ({min_scale}) is above optim.initial_loss_scale ({initial_scale}); "
+                "lower it"
+            )
+        self.min_scale = min_scale
+        self.growth_interval = growth_interval
+        self.hysteresis = hysteresis
+        self.scale = torch.tensor(initial_scale, dtype=torch.float32, device=device)
+        self.good_steps = torch.zeros((), dtype=torch.int32, device=device)
+        self.allowance = torch.full((), hysteresis, dtype=torch.int32, device=device)
+
+    def update(self, found_inf: Tensor) -> None:
+        """Moves the scale on by one step, on the device."""
+        overflow = found_inf != 0
+        good_steps = torch.where(overflow, 0, self.good_steps + 1)
+        allowance = torch.where(overflow, self.allowance - 1, self.allowance)
+        grows = good_steps == self.growth_interval
+        halves = overflow & (allowance <= 0)
+        factor = torch.where(grows, 2.0, torch.where(halves, 0.5, 1.0))
+        # New tensors, so that the scale a step has reported stays what it was.
+        self.scale = (self.scale * factor).clamp(self.min_scale, LARGEST_SCALE)
+        self.good_steps = torch.where(grows, 0, good_steps)
+        self.allowance = torch.where(grows, self.hysteresis, allowance)
+
+    def state(self) -> dict[str, float]:
+        """What a checkpoint stores, as plain numbers. Waits for the device."""
+        return {
+            "scale": self.scale.item(),
+            "growth_tracker": self.good_steps.item(),
+            "hysteresis_tracker": self.allowance.item(),
+        }
+
+    def load_state(self, state: dict[str, float]) -> None:
+        """Takes up a stored state; an empty one (a run with a constant scale) leaves the start as it is."""
+        if state:
+            self.scale.fill_(state["scale"])
+            self.good_steps.fill_(state["growth_tracker"])
+            self.allowance.fill_(state["hysteresis_tracker"])
+
+
+LossScale = ConstantLossScale | DynamicLossScale
+
+
+def build_loss_scale(precision: str, config: OptimConfig, device: torch.device | str) -> LossScale:
+    """The fixed scale if `loss_scale` is set; else dynamic in fp16 and 1 in bf16 and fp32."""
+    if config.loss_scale is not None:
+        return ConstantLossScale(config.loss_scale, device)
+    if precision != "fp16":
+        return ConstantLossScale(1.0, device)
+    return DynamicLossScale(
+        config.initial_loss_scale,
+        config.min_loss_scale,
+        config.loss_scale_window,
+        config.hysteresis,
+        device,
+    )

@@ -1,0 +1,78 @@
+"""PyTorch's fused optimizers over fp32 parameters, with Megatron's weight-decay groups.
+
+Every parameter is fp32 and is its own master weight: the model casts to the compute type where it uses one,
+so gradients arrive in fp32 and nothing is kept twice. Parameters go in with their names, and each group
+carries them (`param_names`), so that a checkpoint can store the state of a parameter under its name.
+
+The state is created here and not at the first step, for three reasons: a checkpoint loads into it in place,
+its memory is known before training starts, and a first step that is skipped for a non-finite gradient leaves
+it at zero (torch's fused SGD would leave its momentum uninitialised and use it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from megalith.config import OptimConfig
+from megalith.errors import ConfigError
+
+
+def build_optimizer(
+    named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimConfig
+) -> torch.optim.Optimizer:
+    """AdamW (decoupled decay), Adam (decay added to the gradient) or SGD with momentum, fused, state at zero.
+
+    Weight decay applies to matrices, not to biases and 1-D parameters. Frozen parameters are left out.
+    Parameters may be local shards; their names are kept in each group's `param_names`.
+    Raises ConfigError when `lr` is not set or a parameter that is to be trained is not fp32.
+    """
+    if config.lr is None:
+        raise ConfigError("optim.lr is not set; training needs the highest learning rate, for example 3e-4")
+    trained = [(name, parameter) for name, parameter in named_parameters if parameter.requires_grad]
+    for name, parameter in trained:
+        if parameter.dtype != torch.float32:
+            raise ConfigError(
+                f"parameter {name} is {parameter.dtype}; trained parameters are fp32 in every precision: "
+                "call model.float() and set train.precision for the compute type"
+            )
+    groups = [
+        {"params": [item for item in trained if _decays(*item)], "decays": True},
+        {"params": [item for item in trained if not _decays(*item)], "decays": False},
+    ]
+    groups = [group for group in groups if group["params"]]
+    adam = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
+    match config.optimizer:
+        case "adamw":
+            optimizer = torch.optim.AdamW(groups, lr=config.lr, fused=True, **adam)
+        case "adam":
+            optimizer = torch.optim.Adam(groups, lr=config.lr, fused=True, **adam)
+        case "sgd":
+            optimizer = torch.optim.SGD(groups, lr=config.lr, fused=True, momentum=config.sgd_momentum)
+    for _, parameter in trained:
+        optimizer.state[parameter] = _initial_state(parameter, config)
+    set_learning_rate(optimizer, config.lr, config.weight_decay)
+    return optimizer
+
+
+def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float, weight_decay: float) -> None:
+    """Sets this step's learning rate, and the weight decay of the groups that have one."""
+    for group in optimizer.param_groups:
+        group["lr"] = lr
+        group["weight_decay"] = weight_decay if group["decays"] else 0.0
+
+
+def _decays(name: str, parameter: Tensor) -> bool:
+    return parameter.dim() > 1 and name.rpartition(".")[2] != "bias"
+
+
+def _initial_state(parameter: Tensor, config: OptimConfig) -> dict[str, Tensor]:
+    if config.optimizer == "sgd":
+        return {"momentum_buffer": torch.zeros_like(parameter)} if config.sgd_momentum else {}
+    return {
+        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
+        "exp_avg": torch.zeros_like(parameter),
+        "exp_avg_sq": torch.zeros_like(parameter),
+    }
