@@ -1,0 +1,77 @@
+"""A micro-batch, and what the end of a document does to it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megalith.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class BoundaryRules:
+    """What happens at the end-of-document token `eod`. The token itself belongs to the document that it ends."""
+
+    eod: int | None = None
+    reset_position_ids: bool = False  # positions begin again at 0 after it
+    reset_attention_mask: bool = False  # attention does not reach across it (`document_ids`)
+    eod_mask_loss: bool = False  # what follows it, the first token of an unknown document, is not learnt
+
+    def __post_init__(self) -> None:
+        asked = [f.name for f in fields(self) if f.name != "eod" and getattr(self, f.name)]
+        if asked and self.eod is None:
+            raise ConfigError(
+                f"{' and '.join(asked)} ask where documents end, but the tokenizer has no end-of-document "
+                "token; use a tokenizer that has one, or turn them off"
+            )
+
+
+@dataclass
+class Batch:
+    """One micro-batch of a data-parallel rank."""
+
+    tokens: Tensor  # int64 [batch, seq]
+    labels: Tensor  # int64 [batch, seq], the token after each token
+    loss_mask: Tensor  # float32 [batch, seq], 0 where the label does not count
+    position_ids: Tensor  # int64 [batch, seq]
+    document_ids: Tensor | None  # int32 [batch, seq], the number of the document within the sample, or None
+    sample_numbers: Tensor  # int64 [batch], the position of each sample in the run's stream
+
+    def to(self, device: torch.device | str) -> Batch:
+        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def pin_memory(self) -> Batch:
+        return self._each(lambda tensor: tensor.pin_memory())
+
+    def _each(self, change) -> Batch:
+        values = (getattr(self, field.name) for field in fields(self))
+        return Batch(*(None if value is None else change(value) for value in values))
+
+
+def make_batch(samples: np.ndarray, sample_numbers: np.ndarray, rules: BoundaryRules) -> Batch:
+    """A Batch from int64 samples [batch, seq + 1] and their places in the stream, int64 [batch]."""
+    tokens = samples[:, :-1]  # [batch, seq]
+    position_ids = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
+    loss_mask = np.ones(tokens.shape, dtype=np.float32)
+    document_ids = None
+    if rules.eod is not None:
+        ends = tokens == rules.eod  # [batch, seq]
+        begins = np.zeros_like(ends)
+        begins[:, 1:] = ends[:, :-1]
+        if rules.eod_mask_loss:
+            loss_mask[ends] = 0.0
+        if rules.reset_position_ids:
+            position_ids = position_ids - np.maximum.accumulate(np.where(begins, position_ids, 0), axis=1)
+        if rules.reset_attention_mask:
+            document_ids = torch.from_numpy(np.cumsum(begins, axis=1, dtype=np.int32))
+    return Batch(
+        tokens=torch.from_numpy(np.ascontiguousarray(tokens)),
+        labels=torch.from_numpy(np.ascontiguousarray(samples[:, 1:])),
+        loss_mask=torch.from_numpy(loss_mask),
+        position_ids=torch.from_numpy(np.array(position_ids, dtype=np.int64)),
+        document_ids=document_ids,
+        sample_numbers=torch.from_numpy(sample_numbers),
+    )

@@ -1,0 +1,177 @@
+"""From `data_path` and `split` to the three datasets of a run.
+
+`data_path` names one dataset or a blend, as a string (`"a"`, `"a b"`, `"0.7 a 0.3 b"`) or as a list (`["a"]`,
+`[0.7, "a", 0.3, "b"]`, `[{path: a, weight: 0.7}, {path: b, weight: 0.3}]`). Each dataset of a blend is built for
+its share of the samples and half a per cent more, and greedy.py says which of them gives the next sample.
+Datasets named without weights count by their tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from megalith.data.dataset import SPLITS, GPTDataset, SampleDataset, split_ranges
+from megalith.data.greedy import BLOCK, greedy_order
+from megalith.data.indexed import IndexedDataset
+from megalith.errors import ConfigError, DataError
+
+DataPath = str | Sequence[str | float | Mapping[str, object]]
+
+
+class BlendedDataset:
+    """`num_samples` samples out of several datasets, by their weights (any positive numbers).
+
+    Memory is one byte a sample (two from 257 datasets on).
+    """
+
+    def __init__(self, datasets: Sequence[SampleDataset], weights: Sequence[float], num_samples: int) -> None:
+        self.datasets = list(datasets)
+        self._choices, self._counts = greedy_order(normalize(weights), num_samples)
+
+    def __len__(self) -> int:
+        return len(self._choices)
+
+    def __getitem__(self, i: int) -> np.ndarray:
+        dataset, sample = self.locate(i)
+        return self.datasets[dataset][sample]
+
+    def locate(self, i: int) -> tuple[int, int]:
+        """Which dataset gives sample i, and which of its samples."""
+        if not 0 <= i < len(self):
+            raise IndexError(f"sample {i} of a blend that has {len(self)}")
+        dataset, block = int(self._choices[i]), i // BLOCK
+        in_block = np.count_nonzero(self._choices[block * BLOCK : i] == dataset)
+        return dataset, int(self._counts[block, dataset]) + in_block
+
+    def describe(self, i: int) -> str:
+        dataset, sample = self.locate(i)
+        return self.datasets[dataset].describe(sample)
+
+
+def normalize(weights: Sequence[float]) -> np.ndarray:
+    """The weights as float64 with a sum of 1."""
+    array = np.asarray(weights, dtype=np.float64)
+    return array / np.sum(array)
+
+
+def samples_of_share(weight: float, num_samples: int) -> int:
+    """The samples that a dataset of normalised `weight` is built for: ceil(ceil(N * w) * 1.005)."""
+    return math.ceil(math.ceil(num_samples * weight) * 1.005)
+
+
+def parse_data_path(data_path: DataPath) -> tuple[list[str], list[float] | None]:
+    """The dataset prefixes, and their weights or None where none are given. ConfigError on any other form."""
+    parts = data_path.split() if isinstance(data_path, str) else list(data_path)
+    if any(isinstance(part, Mapping) for part in parts):
+        return _parse_mappings(parts)
+    numeric = [_number(part) is not None for part in parts]
+    if parts and not any(numeric):
+        return [str(part) for part in parts], None
+    if not parts or numeric != [True, False] * (len(parts) // 2):
+        raise ConfigError(
+            f"data_path {data_path!r} is neither a list of paths nor pairs of weight and path; "
+            'write it as "a b" or as "0.7 a 0.3 b"'
+        )
+    return [str(part) for part in parts[1::2]], [_weight(part) for part in parts[::2]]
+
+
+def build_datasets(
+    data_path: DataPath | None,
+    split: str,
+    seq_length: int,
+    num_samples: tuple[int, int, int],
+    seed: int,
+    *,
+    train_data_path: DataPath | None = None,
+    valid_data_path: DataPath | None = None,
+    test_data_path: DataPath | None = None,
+) -> tuple[SampleDataset | None, SampleDataset | None, SampleDataset | None]:
+    """The train, valid and test datasets for `num_samples` samples each; None where that is 0.
+
+    Either `data_path` is divided by `split`, or each split has a data path of its own, used whole. DataError
+    when a split that is asked for has no documents or too few tokens.
+    """
+    own_paths = (train_data_path, valid_data_path, test_data_path)
+    if data_path is None and not any(own_paths):
+        raise ConfigError("no data is named; set data_path, or train_data_path and its kin, or mock")
+    if data_path is not None and any(own_paths):
+        raise ConfigError(
+            f"data_path {data_path!r} and a data path of one split are both set; use data_path with split, "
+            "or train_data_path, valid_data_path and test_data_path without it"
+        )
+    opened: dict[str, IndexedDataset] = {}
+    built: list[SampleDataset | None] = []
+    for number, (name, own_path, wanted) in enumerate(zip(SPLITS, own_paths, num_samples)):
+        if wanted == 0:
+            built.append(None)
+            continue
+        path = own_path if data_path is None else data_path
+        if path is None:
+            raise ConfigError(f"{wanted} {name} samples are asked for; set {name}_data_path, or ask for none")
+        shares, share = (split, number) if data_path is not None else ("1", 0)
+        try:
+            built.append(_build(path, opened, shares, share, seq_length, wanted, seed))
+        except DataError as error:
+            raise DataError(f"{name} data (split {shares}): {error}") from error
+    return built[0], built[1], built[2]
+
+
+def _build(
+    data_path: DataPath,
+    opened: dict[str, IndexedDataset],
+    split: str,
+    number: int,
+    seq_length: int,
+    num_samples: int,
+    seed: int,
+) -> SampleDataset:
+    """Part `number` of `split` of a data path. `opened` keeps the files that an earlier split has opened."""
+    prefixes, weights = parse_data_path(data_path)
+    for prefix in prefixes:
+        if prefix not in opened:
+            opened[prefix] = IndexedDataset(prefix)
+
+    def part(prefix: str, samples: int) -> GPTDataset:
+        first, last = split_ranges(split, len(opened[prefix]))[number]
+        return GPTDataset(opened[prefix], first, last, seq_length, samples, seed)
+
+    if weights is None and len(prefixes) == 1:
+        return part(prefixes[0], num_samples)
+    if weights is None:
+        weights = [float(opened[prefix].num_tokens) for prefix in prefixes]
+    sizes = [samples_of_share(weight, num_samples) for weight in normalize(weights).tolist()]
+    return BlendedDataset([part(p, n) for p, n in zip(prefixes, sizes)], weights, num_samples)
+
+
+def _parse_mappings(parts: Sequence[object]) -> tuple[list[str], list[float] | None]:
+    prefixes, weights = [], []
+    for part in parts:
+        if not isinstance(part, Mapping) or not {"path"} <= set(part) <= {"path", "weight"}:
+            raise ConfigError(f"data_path entry {part!r} does not have the form {{path: …, weight: …}}")
+        prefixes.append(str(part["path"]))
+        if "weight" in part:
+            weights.append(_weight(part["weight"]))
+    if weights and len(weights) < len(prefixes):
+        raise ConfigError(
+            f"{len(weights)} of the {len(prefixes)} data_path entries have a weight; give one to all or to none"
+        )
+    return prefixes, weights or None
+
+
+def _number(part: object) -> float | None:
+    try:
+        return float(part)  # type: ignore[arg-type]
+    except (TypeError, ValueError):
+        return None
+
+
+def _weight(part: object) -> float:
+    weight = _number(part)
+    if weight is None or not 0 < weight < math.inf:
+        raise ConfigError(
+            f"data_path weight {part!r} is not a number above 0; leave out a dataset without weight"
+        )
+    return weight
