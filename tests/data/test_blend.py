@@ -1,0 +1,185 @@
+"""Blends: the order is the greedy rule's, choice by choice, and every way of writing data_path means one thing."""
+
+import math
+import random
+
+import numpy as np
+import pytest
+
+from megalith.data import greedy
+from megalith.data.blend import BlendedDataset, build_datasets, normalize, parse_data_path, samples_of_share
+from megalith.data.dataset import GPTDataset
+from megalith.data.indexed import IndexedDataset, IndexedWriter
+from megalith.errors import ConfigError, DataError
+
+
+def greedy_loop(weights, num_samples):
+    counts, choices = [0] * len(weights), []
+    for n in range(num_samples):
+        behind = [w * max(float(n), 1.0) - c for w, c in zip(weights, counts)]
+        choices.append(behind.index(max(behind)))
+        counts[choices[-1]] += 1
+    return choices
+
+
+class Numbered:
+    """Sample i of dataset `name` is [name, i]."""
+
+    def __init__(self, name, num_samples=10**9):
+        self.name, self.num_samples = name, num_samples
+
+    def __len__(self):
+        return self.num_samples
+
+    def __getitem__(self, i):
+        assert 0 <= i < self.num_samples
+        return np.array([self.name, i])
+
+    def describe(self, i):
+        return f"sample {i} of dataset {self.name}"
+
+
+def write(folder, name, documents, length=20):
+    with IndexedWriter(folder / name, np.uint16) as writer:
+        for d in range(documents):
+            writer.add_document(np.arange(length) + 1000 * ord(name[0]) % 60_000 + d)
+    return str(folder / name)
+
+
+@pytest.mark.parametrize("block, warm_up", [(4096, 8), (64, 0), (64, 1), (64, 8), (50, 100)])
+def test_order_equals_the_plain_loop_for_any_block_and_guess(monkeypatch, block, warm_up):
+    monkeypatch.setattr(greedy, "BLOCK", block)
+    monkeypatch.setattr(greedy, "WARM_UP", warm_up)
+    rng = random.Random(0)
+    for datasets in (1, 2, 2, 3, 3, 5, 5, 12, 40):
+        kind = rng.choice([lambda: rng.random(), lambda: rng.randint(1, 5), lambda: rng.random() ** 6 + 1e-9])
+        weights = normalize([kind() for _ in range(datasets)])
+        for num_samples in (1, 63, 64, 65, 3000):
+            choices, counts = greedy.greedy_order(weights, num_samples)
+            expected = greedy_loop(weights.tolist(), num_samples)
+            assert choices.tolist() == expected
+            for k, start in enumerate(range(0, num_samples, block)):
+                assert counts[k].tolist() == [expected[:start].count(i) for i in range(datasets)]
+
+
+def test_more_than_256_datasets_keep_their_numbers():
+    choices, _ = greedy.greedy_order(normalize([1.0] * 300), 600)
+    assert sorted(choices.tolist()) == sorted([*range(300)] * 2)
+
+
+def test_a_blend_takes_each_datasets_samples_once_and_in_order(monkeypatch):
+    monkeypatch.setattr(greedy, "BLOCK", 64)
+    monkeypatch.setattr("megalith.data.blend.BLOCK", 64)
+    blend = BlendedDataset([Numbered(k) for k in range(3)], [5, 3, 2], 1000)
+    taken = [blend[i].tolist() for i in range(len(blend))]
+    for k, share in enumerate((500, 300, 200)):
+        assert [i for name, i in taken if name == k] == list(range(share))
+    assert blend.describe(0) == "sample 0 of dataset 0"
+    for i in (-1, 1000):
+        with pytest.raises(IndexError):
+            blend[i]
+
+
+def test_no_blend_asks_a_dataset_for_more_than_it_is_built_for():
+    rng = random.Random(0)
+    for _ in range(200):
+        weights = normalize([rng.random() ** 3 + 1e-6 for _ in range(rng.randint(1, 6))])
+        num_samples = rng.randint(1, 400)
+        choices, _ = greedy.greedy_order(weights, num_samples)
+        for k, weight in enumerate(weights.tolist()):
+            asked = math.ceil(math.ceil(num_samples * weight) * 1.005)
+            assert np.count_nonzero(choices == k) <= asked == samples_of_share(weight, num_samples)
+
+
+@pytest.mark.parametrize(
+    "data_path, expected",
+    [
+        ("a", (["a"], None)),
+        (["a"], (["a"], None)),
+        ("a b  c", (["a", "b", "c"], None)),
+        ("a b", (["a", "b"], None)),
+        ("0.7 a 0.3 b", (["a", "b"], [0.7, 0.3])),
+        ([0.7, "a", 0.3, "b"], (["a", "b"], [0.7, 0.3])),
+        (["7", "a", 3, "b c"], (["a", "b c"], [7.0, 3.0])),
+        ([{"path": "a", "weight": 0.7}, {"path": "b", "weight": 1}], (["a", "b"], [0.7, 1.0])),
+        ([{"path": "a"}, {"path": "b"}], (["a", "b"], None)),
+    ],
+)
+def test_data_path_forms(data_path, expected):
+    assert parse_data_path(data_path) == expected
+
+
+@pytest.mark.parametrize(
+    "data_path",
+    [
+        "",
+        [],
+        "0.7",
+        "0.7 a b",
+        "0.7 a 0.3",
+        "a 0.7",
+        "0.7 a b 0.3",
+        "0 a 1 b",
+        "-1 a 1 b",
+        "nan a 1 b",
+        "inf a 1 b",
+        [{"path": "a", "weight": 1}, {"path": "b"}],
+        [{"path": "a", "wieght": 1}],
+        [{"path": "a"}, "b"],
+        [{"path": "a", "weight": "much"}],
+    ],
+)
+def test_malformed_data_paths_are_refused(data_path):
+    with pytest.raises(ConfigError, match="data_path"):
+        parse_data_path(data_path)
+
+
+def test_three_splits_of_one_path_are_the_three_datasets(tmp_path):
+    path = write(tmp_path, "a", 100)
+    train, valid, test = build_datasets(path, "80,20,0", 16, (30, 5, 0), seed=4)
+    indexed = IndexedDataset(path)
+    assert test is None
+    for dataset, (first, last), n in ((train, (0, 80), 30), (valid, (80, 100), 5)):
+        alone = GPTDataset(indexed, first, last, 16, n, seed=4)
+        assert [s.tolist() for s in (dataset[i] for i in range(n))] == [alone[i].tolist() for i in range(n)]
+
+
+def test_a_weighted_path_is_a_blend_of_the_datasets_built_for_their_shares(tmp_path):
+    a, b = write(tmp_path, "a", 50), write(tmp_path, "b", 50)
+    train, _, _ = build_datasets(f"3 {a} 1 {b}", "1", 16, (40, 0, 0), seed=1)
+    alone = [
+        GPTDataset(IndexedDataset(a), 0, 50, 16, math.ceil(30 * 1.005), seed=1),
+        GPTDataset(IndexedDataset(b), 0, 50, 16, math.ceil(10 * 1.005), seed=1),
+    ]
+    taken = [0, 0]
+    for i, choice in enumerate(greedy_loop([0.75, 0.25], 40)):
+        assert train[i].tolist() == alone[choice][taken[choice]].tolist()
+        taken[choice] += 1
+
+
+def test_paths_without_weights_count_by_their_tokens(tmp_path):
+    a, b = write(tmp_path, "a", 30), write(tmp_path, "b", 10)
+    by_tokens, _, _ = build_datasets(f"{a} {b}", "1", 8, (40, 0, 0), seed=1)
+    by_weight, _, _ = build_datasets(f"600 {a} 200 {b}", "1", 8, (40, 0, 0), seed=1)
+    assert [by_tokens[i].tolist() for i in range(40)] == [by_weight[i].tolist() for i in range(40)]
+
+
+def test_each_split_may_have_a_path_of_its_own(tmp_path):
+    a, b = write(tmp_path, "a", 30), write(tmp_path, "b", 10)
+    train, valid, test = build_datasets(
+        None, "99,1,0", 8, (10, 3, 0), 1, train_data_path=a, valid_data_path=[b]
+    )
+    assert train.indexed.prefix == a and valid.indexed.prefix == b and test is None
+    with pytest.raises(ConfigError, match="test_data_path"):
+        build_datasets(None, "1", 8, (1, 0, 1), 1, train_data_path=a)
+    with pytest.raises(ConfigError, match="both set"):
+        build_datasets(a, "1", 8, (1, 0, 0), 1, train_data_path=a)
+    with pytest.raises(ConfigError, match="no data"):
+        build_datasets(None, "1", 8, (1, 0, 0), 1)
+
+
+def test_a_split_that_is_needed_but_empty_is_named(tmp_path):
+    path = write(tmp_path, "a", 10)
+    assert build_datasets(path, "99,1,0", 8, (5, 0, 0), 1)[1] is None
+    with pytest.raises(DataError, match=r"valid data \(split 99,1,0\): .* 0 documents"):
+        build_datasets(path, "99,1,0", 8, (5, 1, 0), 1)
