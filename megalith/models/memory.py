@@ -6,7 +6,7 @@ tensors that the backward pass must find again (after Korthikanti et al., 2022, 
 - nothing is recomputed and nothing is offloaded;
 - attention runs in a fused kernel, so the matrix of probabilities is never whole;
 - dropout masks are computed again rather than kept;
-- the logits of `logit_tokens` tokens stand in memory at a time;
+- the loss takes the logits a chunk at a time (ops/cross_entropy.py), at most 2^26 of them;
 - the allocator's fragments, the libraries' workspaces and the CUDA context (about 1 GB) come on top.
 
 Nothing here imports torch.
@@ -26,6 +26,7 @@ MASTER_BYTES = 4  # fp32 weights
 GRADIENT_BYTES = 4  # fp32 gradients
 OPTIMIZER_BYTES = {"adamw": 8, "adam": 8, "sgd": 4}  # fp32 moments, or momentum
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
+LOGITS_AT_ONCE = 2**26
 
 
 @dataclass(frozen=True)
@@ -52,23 +53,21 @@ def expected_memory(
     seq_length: int,
     precision: str = "bf16",
     optimizer: str = "adamw",
-    logit_tokens: int | None = None,
 ) -> MemoryEstimate:
     """Peak memory of a training step on one device, in bytes.
 
-    `precision` is fp32, bf16 or fp16, `optimizer` adamw, adam or sgd. `logit_tokens` is how many tokens the
-    loss takes at a time (None: the whole micro-batch).
+    `precision` is fp32, bf16 or fp16, `optimizer` adamw, adam or sgd.
     """
     parameters = count_parameters(model).total
     tokens = micro_batch_size * seq_length
     width = COMPUTE_BYTES[precision]
-    logits = min(tokens, logit_tokens or tokens) * model.padded_vocab_size
+    logits = min(tokens * model.padded_vocab_size, LOGITS_AT_ONCE)
     return MemoryEstimate(
         weights=MASTER_BYTES * parameters,
         compute_copy=0 if precision == "fp32" else width * parameters,
         gradients=GRADIENT_BYTES * parameters,
         optimizer=OPTIMIZER_BYTES[optimizer] * parameters,
-        activations=width * tokens * activations_per_token(model) + (4 + width) * logits,
+        activations=width * tokens * activations_per_token(model) + (4 + 2 * width) * logits,
     )
 
 
@@ -83,4 +82,4 @@ def activations_per_token(model: ModelConfig) -> int:
     mlp = (
         2 * hidden + (3 if model.swiglu else 2) * model.ffn_size
     )  # norm's input and output; up, its activation
-    return model.num_layers * (attention + mlp) + 2 * hidden  # the last norm's input and output
+    return model.num_layers * (attention + mlp) + 3 * hidden  # last norm's input and output; its gradient
