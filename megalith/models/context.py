@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor
 
@@ -17,4 +17,11 @@ class Context:
     rotary: tuple[Tensor, Tensor] | None = None  # cosines and sines, float32 [batch, seq, 1, head_dim / 2]
     mask: Tensor | None = None  # bool [batch, 1, queries, keys]; None: causal
     dropout: DropoutKeys | None = None  # None: no dropout
+    layers: Tensor | None = None  # the numbers of the layers, int32 [num_layers], where there is dropout
     cache: KVCache | None = None  # None: every token is here
+
+    def at_layer(self, number: int) -> Context:
+        """This context with a layer's number in its dropout keys: a tensor, so that layers share compiled code."""
+        if self.dropout is None:
+            return self
+        return replace(self, layers=None, dropout=DropoutKeys(self.dropout.tokens, self.layers[number]))

@@ -6,7 +6,7 @@ output is cast to the compute dtype, and every layer computes in the dtype it is
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
@@ -118,9 +118,7 @@ class Transformer(nn.Module):
         """Logits [batch, seq, vocab] in the compute dtype, or with labels the float32 sum of the tokens' losses."""
         context, position_ids = self._context(input_ids, position_ids, document_ids, sample_numbers, cache)
         x = self._embed(input_ids, position_ids, context)  # [batch, seq, hidden]
-        layer_keys = torch.arange(self.config.num_layers, dtype=torch.int32, device=x.device)
-        for number, layer in self.layers.items():
-            x = layer(x, self._at_layer(context, layer_keys[int(number)]))
+        x = self.run_layers(list(self.layers), x, context)
         if cache is not None:
             cache.length += input_ids.shape[1]
         x = self.final_layernorm(x)
@@ -129,6 +127,12 @@ class Transformer(nn.Module):
         if loss_mask is None:
             loss_mask = torch.ones_like(labels, dtype=torch.float32)
         return self.loss(x, self.output_weight, labels, loss_mask, self.config.vocab_size)
+
+    def run_layers(self, numbers: Sequence[str], x: Tensor, context: Context) -> Tensor:
+        """x [batch, seq, hidden] through the layers with these numbers; recomputation wraps this."""
+        for number in numbers:
+            x = self.layers[number](x, context.at_layer(int(number)))
+        return x
 
     @property
     def output_weight(self) -> Tensor:
@@ -165,12 +169,6 @@ class Transformer(nn.Module):
             if sample_numbers is None:
                 sample_numbers = torch.arange(batch, device=input_ids.device)
             keys = token_keys(self.seed, sample_numbers, places)
-            context.dropout = DropoutKeys(keys, layer=keys.new_full((), -1))
+            layers = torch.arange(-1, self.config.num_layers, dtype=torch.int32, device=keys.device)
+            context.layers, context.dropout = layers[1:], DropoutKeys(keys, layers[0])
         return context, position_ids
-
-    @staticmethod
-    def _at_layer(context: Context, layer: Tensor) -> Context:
-        """The context with the layer's number in its dropout keys, a tensor so that layers share compiled code."""
-        if context.dropout is None:
-            return context
-        return replace(context, dropout=DropoutKeys(context.dropout.tokens, layer))

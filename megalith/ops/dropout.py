@@ -37,7 +37,7 @@ def token_keys(seed: int, sample_numbers: Tensor, positions: Tensor) -> Tensor:
     """
     low, high = _low_half(sample_numbers), _low_half(sample_numbers >> 32)
     sample = mix(low ^ mix(high ^ _signed(seed * 0x9E3779B1 & 0xFFFFFFFF)))  # [batch]
-    return mix(sample[:, None] ^ mix(positions.to(torch.int32) + 0x632BE5AB))  # [batch, seq]
+    return mix(sample[:, None] ^ _mixed_indices(positions + 0x632BE5AB))  # [batch, seq]
 
 
 def counter_dropout(x: Tensor, probability: float, rows: Tensor) -> Tensor:
@@ -62,16 +62,15 @@ class _CounterDropout(torch.autograd.Function):
 
 
 def _drop(x: Tensor, probability: float, rows: Tensor) -> Tensor:
-    columns = mix(torch.arange(x.shape[-1], dtype=torch.int32, device=x.device))  # [width]
+    columns = _mixed_indices(torch.arange(x.shape[-1], device=x.device))  # [width]
     kept = keep(rows[..., None] ^ columns, probability)  # [batch, seq, width]
     return torch.where(kept, x * (1.0 / (1.0 - probability)), 0.0)
 
 
 def attention_keep_mask(rows: Tensor, heads: int, keys: int, probability: float) -> Tensor:
     """Which attention probabilities stay: bool [batch, heads, queries, keys], from rows int32 [batch, queries]."""
-    head = torch.arange(heads, dtype=torch.int32, device=rows.device)
-    key = torch.arange(keys, dtype=torch.int32, device=rows.device)
-    columns = mix(mix(head + 0x2545F491)[:, None] ^ key)  # [heads, keys]
+    head = torch.arange(heads, device=rows.device)[:, None]
+    columns = _mixed_indices((head + 1) * 0x1000000 ^ torch.arange(keys, device=rows.device))  # [heads, keys]
     return keep(rows[:, None, :, None] ^ columns[None, :, None, :], probability)
 
 
@@ -85,6 +84,18 @@ def mix(h: Tensor) -> Tensor:
     h = (h ^ ((h >> 16) & 0xFFFF)) * -2048144789  # 0x85EBCA6B
     h = (h ^ ((h >> 13) & 0x7FFFF)) * -1028477387  # 0xC2B2AE35
     return h ^ ((h >> 16) & 0xFFFF)
+
+
+def _mixed_indices(indices: Tensor) -> Tensor:
+    """`mix` of int64 indices below 2^32, as int32.
+
+    In int64 with masks, and not by `mix`: a compiler that computes an index on the fly does so in wider integers
+    than the tensor's, where an int32 product does not wrap. (Seen with torch 2.13 on CPU.)
+    """
+    h = indices
+    h = (h ^ (h >> 16)) * 0x85EBCA6B & 0xFFFFFFFF
+    h = (h ^ (h >> 13)) * 0xC2B2AE35 & 0xFFFFFFFF
+    return _low_half(h ^ (h >> 16))
 
 
 def _low_half(x: Tensor) -> Tensor:

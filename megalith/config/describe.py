@@ -1,0 +1,157 @@
+"""The configuration told in words, from the fields' own documentation: help, reference page, JSON Schema."""
+
+from __future__ import annotations
+
+import textwrap
+import types
+import typing
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import BaseModel
+from pydantic.fields import FieldInfo
+
+from megalith.config.aliases import ALIASES, Already, Choose, Derive, Rename
+from megalith.config.run import RunConfig
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One field: its dotted path, its type and default in words, what it does."""
+
+    path: str
+    type: str
+    default: str
+    text: str
+
+
+def settings(model: type[BaseModel], prefix: str = "") -> Iterator[Setting]:
+    """Every field below `model`, nested sections included."""
+    for name, field in model.model_fields.items():
+        path = f"{prefix}{name}"
+        inner = _section(field.annotation)
+        if inner is None or field.default is None:
+            yield Setting(path, _type_words(field.annotation), _default_words(field), field.description or "")
+        if inner is not None:
+            yield from settings(inner, path + ".")
+
+
+def section_text(section: type[BaseModel]) -> str:
+    """The first line of a section's documentation."""
+    return (section.__doc__ or "").strip().splitlines()[0]
+
+
+def help_text(width: int = 100) -> str:
+    """Every setting as the command line takes it, by section."""
+    lines = []
+    for name, field in RunConfig.model_fields.items():
+        lines += ["", f"{name}: {section_text(field.annotation)}"]
+        for setting in settings(field.annotation, name + "."):
+            lines.append(f"  --{setting.path} {setting.type}{_shown(setting.default)}")
+            lines += textwrap.wrap(setting.text, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
+    lines += ["", "Megatron's spellings, accepted as well:"]
+    lines += [f"  --{name}: {meaning}" for name, meaning in alias_words()]
+    return "\n".join(lines[1:])
+
+
+def reference_page() -> str:
+    """docs/configuration.md: one table a section."""
+    out = [
+        "# Configuration reference",
+        "",
+        "Made from the fields by `megalith config reference`; do not edit. In YAML a setting stands under its",
+        "section; on the command line it is `--section.name value`. `-` means absent.",
+    ]
+    for name, field in RunConfig.model_fields.items():
+        out += ["", f"## {name}", "", section_text(field.annotation), ""]
+        out += ["| setting | type | default | what it does |", "|---|---|---|---|"]
+        for s in settings(field.annotation):
+            cells = (f"`{s.path}`", _cell(s.type), f"`{s.default}`" if s.default else "-", _cell(s.text))
+            out.append("| " + " | ".join(cells) + " |")
+    out += ["", "## Megatron's spellings", "", "| spelling | meaning |", "|---|---|"]
+    out += [f"| `{name}` | {_cell(meaning)} |" for name, meaning in alias_words()]
+    return "\n".join(out) + "\n"
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of a run file, Megatron's spellings included."""
+    schema = RunConfig.model_json_schema()
+    for name, meaning in ALIASES.items():
+        section, key = name.split(".")
+        definition = schema["$defs"][RunConfig.model_fields[section].annotation.__name__]
+        definition["properties"][key] = _alias_schema(meaning, schema)
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
+
+
+def _alias_schema(meaning: Rename | Choose | Already | Derive, schema: dict[str, Any]) -> dict[str, Any]:
+    words = {"description": _meaning(meaning)}
+    match meaning:
+        case Rename(path=path):
+            section, key = path.split(".")
+            definition = schema["$defs"][RunConfig.model_fields[section].annotation.__name__]
+            return {**definition["properties"][key], **words}
+        case Choose():
+            return {"type": "boolean", **words}
+        case _:
+            return words
+
+
+def alias_words() -> Iterator[tuple[str, str]]:
+    """Each accepted spelling and what it means."""
+    for name, meaning in ALIASES.items():
+        yield name, _meaning(meaning)
+
+
+def _meaning(meaning: Rename | Choose | Already | Derive) -> str:
+    match meaning:
+        case Rename(path=path):
+            return f"{path}"
+        case Choose(path=path, values=values):
+            return f"true: {path} = {values[True]}"
+        case Derive(path=path):
+            return f"sets {path}"
+        case Already(note=note):
+            return f"accepted; {note}"
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    for option in typing.get_args(annotation) or (annotation,):
+        if isinstance(option, type) and issubclass(option, BaseModel):
+            return option
+    return None
+
+
+def _default_words(field: FieldInfo) -> str:
+    default = field.default
+    if default is None:
+        return ""
+    if isinstance(default, bool):
+        return str(default).lower()
+    return f"{default:g}" if isinstance(default, float) else str(default)
+
+
+def _shown(default: str) -> str:
+    return f"  (default {default})" if default else ""
+
+
+def _type_words(annotation: Any) -> str:
+    origin = typing.get_origin(annotation)
+    arguments = typing.get_args(annotation)
+    if origin is typing.Annotated:
+        return _type_words(arguments[0])
+    if origin is typing.Literal:
+        return "|".join(str(a) for a in arguments)
+    if origin in (typing.Union, types.UnionType):
+        return "|".join(_type_words(a) for a in arguments if a is not type(None))
+    if origin is list:
+        return f"list of {_type_words(arguments[0])}"
+    if annotation is Any:
+        return "values"
+    return {"int": "int", "float": "float", "str": "text", "bool": "true|false"}.get(
+        annotation.__name__, annotation.__name__
+    )
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
