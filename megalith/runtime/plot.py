@@ -1,0 +1,156 @@
+"""A run's curves in a PNG: loss, validation, learning rate, gradient norm and speed, of one run or of several.
+
+They come from what a run wrote (`metrics.jsonl`, `evaluations.jsonl`), so they can be drawn while it trains,
+after it has ended, and on another machine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megalith.errors import DataError
+from megalith.runtime.console import si
+from megalith.runtime.metrics import EVALUATIONS_FILE, METRICS_FILE, read_records
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Points = list[tuple[int, float]]
+
+COLOURS = ("#1f6feb", "#d9480f", "#2b8a3e", "#862e9c", "#b08900", "#0b7285", "#c2255c", "#495057")
+SMOOTHED_PART = 30  # the smoothed curve is a mean over 1/30 of the run
+
+
+def plot_run(runs: str | Path | Sequence[str | Path], output_png: str | Path) -> Path:
+    """Draws loss, learning rate, gradient norm and tokens/s of one run folder, or of several over each other.
+
+    Returns the path written. A DataError names a folder without metrics.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    folders = [Path(runs)] if isinstance(runs, str | Path) else [Path(run) for run in runs]
+    histories = [(folder, _steps(folder), read_records(folder / EVALUATIONS_FILE)) for folder in folders]
+
+    figure = Figure(figsize=(11, 7.5), dpi=130, layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
+    grid = figure.add_gridspec(2, 3, height_ratios=(2.1, 1))
+    loss, rate, norm, speed = (
+        figure.add_subplot(cell) for cell in (grid[0, :], grid[1, 0], grid[1, 1], grid[1, 2])
+    )
+    for (folder, steps, evaluations), colour in zip(histories, _cycle(COLOURS, len(histories))):
+        name = folder.resolve().name
+        _draw_loss(loss, name, steps, evaluations, colour)
+        rate.plot(*_xy(_points(steps, "lr")), color=colour, linewidth=1.4)
+        norm.plot(*_xy(_points(steps, "grad_norm")), color=colour, linewidth=0.8)
+        speed.plot(*_xy(_points(steps, "tokens_per_second_per_device")), color=colour, linewidth=0.8)
+
+    rate.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
+    speed.yaxis.set_major_formatter(lambda value, _: si(value))
+    trained = [_points(steps, "loss") for _, steps, _ in histories]
+    validated = [_points(evaluations, "validation_loss") for _, _, evaluations in histories]
+    loss.set_ylim(*_loss_limits(trained, validated))
+    loss.legend(frameon=False, fontsize=9)
+    speed.set_ylim(bottom=0)
+    for axes, title in (
+        (loss, "loss (nats a token)"),
+        (rate, "learning rate"),
+        (norm, "gradient norm, before clipping"),
+        (speed, "tokens/s/device"),
+    ):
+        _style(axes, title)
+    output = Path(output_png)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    FigureCanvasAgg(figure).print_png(str(output))
+    return output
+
+
+def loss_points(run_dir: str | Path) -> Points:
+    """(step, loss) of a run folder, without lost losses, for `text_curve.text_curve`."""
+    return _points(_steps(Path(run_dir)), "loss")
+
+
+def smooth(points: Points, window: int) -> Points:
+    """The mean of `window` points around each, of fewer towards the ends, so that a slope is not shifted."""
+    sums = [0.0]
+    for _, value in points:
+        sums.append(sums[-1] + value)
+    result = []
+    for i, (step, _) in enumerate(points):
+        reach = min(window // 2, i, len(points) - 1 - i)
+        result.append((step, (sums[i + reach + 1] - sums[i - reach]) / (2 * reach + 1)))
+    return result
+
+
+def _steps(folder: Path) -> list[dict[str, Any]]:
+    steps = read_records(folder / METRICS_FILE)
+    if not steps:
+        raise DataError(
+            f"there is nothing to plot in {folder}: {METRICS_FILE} is missing or empty; "
+            "name the output folder of a run that has made a step"
+        )
+    return steps
+
+
+def _points(records: list[dict[str, Any]], key: str) -> Points:
+    return [(record["step"], record[key]) for record in records if record.get(key) is not None]
+
+
+def _draw_loss(
+    axes: Axes, name: str, steps: list[dict[str, Any]], evaluations: list[dict[str, Any]], colour: str
+) -> None:
+    points = _points(steps, "loss")
+    window = len(points) // SMOOTHED_PART
+    axes.plot(*_xy(points), color=colour, linewidth=0.7, alpha=0.3)
+    axes.plot(*_xy(smooth(points, window)), color=colour, linewidth=1.8, label=name)
+    checks = _points(evaluations, "validation_loss")
+    if checks:
+        axes.plot(
+            *_xy(checks),
+            color=colour,
+            linestyle="none",
+            marker="o",
+            markersize=6,
+            markerfacecolor="white",
+            markeredgewidth=1.6,
+            label=f"{name}, validation (last {checks[-1][1]:.3f})",
+        )
+    lost = [record["step"] for record in steps if record.get("nan_iterations")]
+    for step in lost:
+        label = f"{name}, lost losses (NaN): {len(lost)}" if step == lost[0] else None
+        axes.axvline(step, color=colour, linewidth=1, linestyle=":", label=label)
+
+
+def _loss_limits(trained: list[Points], validated: list[Points]) -> tuple[float | None, float | None]:
+    """Limits that a single spike cannot stretch: all points below, smoothed and validation curves above."""
+    smoothed = [smooth(points, len(points) // SMOOTHED_PART) for points in trained]
+    tops = [y for points in smoothed + validated for _, y in points]
+    if not tops:
+        return None, None
+    low, high = min(y for points in trained + validated for _, y in points), max(tops)
+    margin = 0.05 * (high - low) or 0.5
+    return low - margin, high + margin
+
+
+def _style(axes: Axes, title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=10, color="#343a40")
+    axes.grid(True, color="#e9ecef", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(labelsize=8, colors="#495057", length=0)
+    axes.margins(x=0.01)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color("#ced4da")
+    axes.xaxis.set_major_formatter(lambda value, _: si(value))
+    axes.xaxis.get_major_locator().set_params(integer=True, nbins=6)
+    axes.set_xlabel("step", fontsize=8, color="#495057")
+
+
+def _xy(points: Points) -> tuple[list[int], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def _cycle(values: Sequence[str], count: int) -> list[str]:
+    return [values[i % len(values)] for i in range(count)]

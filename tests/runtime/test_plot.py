@@ -1,0 +1,105 @@
+"""The plots show what the run wrote: a PNG from one or several folders, and a curve drawn with text."""
+
+import math
+
+import matplotlib
+import numpy as np
+import pytest
+
+from megalith.errors import DataError
+from megalith.runtime.metrics import MetricsWriter, StepMetrics
+from megalith.runtime.plot import loss_points, plot_run, smooth
+from megalith.runtime.text_curve import text_curve
+
+
+def _run(folder, steps=60, start=8.0):
+    with MetricsWriter(folder) as writer:
+        for step in range(1, steps + 1):
+            loss = math.nan if step == 40 else start * math.exp(-step / 20) + 2
+            writer.log_step(
+                StepMetrics(
+                    step=step,
+                    loss=loss,
+                    grad_norm=1.0 + 1 / step,
+                    lr=1e-3 * step / steps,
+                    global_batch_size=8,
+                    consumed_samples=8 * step,
+                    step_time_ms=10.0,
+                    tokens_per_second_per_device=5000.0,
+                    tflops_per_device=None,
+                    mfu=None,
+                    max_memory_gb=None,
+                    nan_iterations=int(step == 40),
+                )
+            )
+            if step % 20 == 0:
+                writer.log_evaluation(step, loss if math.isfinite(loss) else 3.1)
+    return folder
+
+
+def _colours(png):
+    pixels = matplotlib.image.imread(png)  # [height, width, RGBA]
+    return {tuple(pixel) for pixel in (pixels[..., :3] * 255).astype(np.uint8).reshape(-1, 3)}
+
+
+def test_one_run_gives_a_png_with_its_curve(tmp_path):
+    png = plot_run(_run(tmp_path / "run"), tmp_path / "plots" / "run.png")
+    assert png.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
+    assert (0x1F, 0x6F, 0xEB) in _colours(png)
+
+
+def test_several_runs_are_drawn_over_each_other_in_their_own_colours(tmp_path):
+    runs = [_run(tmp_path / "a"), _run(tmp_path / "b", start=7.0)]
+    colours = _colours(plot_run(runs, tmp_path / "both.png"))
+    assert (0x1F, 0x6F, 0xEB) in colours and (0xD9, 0x48, 0x0F) in colours
+
+
+def test_run_of_one_step_is_plotted(tmp_path):
+    assert plot_run(_run(tmp_path / "run", steps=1), tmp_path / "run.png").stat().st_size > 0
+
+
+def test_folder_without_metrics_is_a_sentence(tmp_path):
+    with pytest.raises(DataError, match=r"nothing to plot in .*nowhere.*metrics\.jsonl is missing or empty"):
+        plot_run(tmp_path / "nowhere", tmp_path / "out.png")
+    assert not (tmp_path / "out.png").exists()
+
+
+def test_lost_losses_are_left_out_of_the_points(tmp_path):
+    points = loss_points(_run(tmp_path / "run"))
+    assert len(points) == 59 and 40 not in dict(points)
+
+
+def test_smoothing_keeps_a_slope_where_it_is_and_flattens_noise():
+    line = [(step, 10.0 - step / 2) for step in range(20)]
+    assert [y for _, y in smooth(line, 5)] == pytest.approx([y for _, y in line])
+    noise = smooth([(step, float(step % 2)) for step in range(100)], 10)
+    assert all(abs(y - 0.5) < 0.06 for _, y in noise[10:-10])
+    assert smooth([], 5) == []
+
+
+def test_text_curve_is_this_drawing():
+    assert text_curve([(1, 3.0), (2, 2.0), (3, 2.5)], width=30, height=5).splitlines() == [
+        "3.00 ┤⠑⠤⡀",
+        "2.75 ┤  ⠈⠢⢄",
+        "2.50 ┤     ⠑⠤⡀              ⣀⠤",
+        "2.25 ┤       ⠈⠒⢄      ⢀⣀⠤⠔⠊⠉",
+        "2.00 ┤          ⠑⠢⣀⠤⠒⠊⠁",
+        "     └────────────────────────",
+        "      step 1                 3",
+    ]
+
+
+@pytest.mark.parametrize(("width", "height"), [(40, 5), (80, 13), (120, 30)])
+def test_text_curve_fits_its_size_and_labels_both_ends(width, height):
+    points = [(step, 2 + 8 * math.exp(-step / 50)) for step in range(1, 501)]
+    lines = text_curve(points, width, height).splitlines()
+    assert len(lines) == height + 2
+    assert max(map(len, lines)) <= width
+    assert lines[0].startswith(f"{points[0][1]:.2f} ┤") and lines[height - 1].startswith("2.00 ┤")
+    assert lines[-1].endswith(" 500") and "step 1 " in lines[-1]
+
+
+def test_text_curve_of_a_constant_one_point_or_none():
+    assert "3.00" in text_curve([(1, 3.0), (2, 3.0)], 40, 5)
+    assert "step 5" in text_curve([(5, 3.0)], 40, 5)
+    assert text_curve([(1, math.nan)]) == text_curve([]) == "(no points to draw)"
