@@ -9,6 +9,7 @@ pair of files is always whole.
 from __future__ import annotations
 
 import contextlib
+import mmap
 import os
 import shutil
 from array import array
@@ -48,6 +49,10 @@ class IndexedDataset:
         self.bin_path, self.idx_path = require_files(self.prefix)
         index = map_file(self.idx_path)
         self._tokens = map_file(self.bin_path)
+        if self._tokens:
+            self._tokens.madvise(
+                mmap.MADV_RANDOM
+            )  # samples lie anywhere: reading ahead fetches megabytes each
         self.dtype, sequences, documents = read_header(self.idx_path, index)
         at = HEADER.size
         self.sequence_lengths = np.frombuffer(index, "<i4", sequences, at)
