@@ -8,6 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megalith.config.model import ModelConfig
 from megalith.config.presets import PRESETS
 from megalith.models.flops import count_parameters, flops_per_token, throughput
+from megalith.models.transformer import Transformer
 
 
 def _preset(name, **fields):
@@ -160,3 +161,11 @@ def test_counts_agree_with_a_plain_model_and_pytorchs_flop_counter(family):
     with FlopCounterMode(display=False) as counter:
         model(torch.zeros(batch, seq, dtype=torch.long)).sum().backward()
     assert counter.get_total_flops() == batch * seq * flops_per_token(config, seq).full
+
+
+@pytest.mark.parametrize("name", [*PRESETS, "qwen2"])
+def test_parameter_count_is_the_models_own(name):
+    shape = PRESETS.get(name, QWEN2_HALF_BILLION)
+    config = ModelConfig(**{"vocab_size": 1000, "max_position_embeddings": 64, **shape, "num_layers": 2})
+    model = Transformer(config, device="meta")
+    assert count_parameters(config).total == sum(p.numel() for p in model.parameters())
