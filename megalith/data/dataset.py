@@ -64,7 +64,7 @@ class GPTDataset:
         epochs, samples_before_last = epoch_plan(tokens, seq_length, num_samples)
         samples = (epochs * tokens - 1) // seq_length
         rng = np.random.RandomState(seed)
-        self._documents = np.tile(documents, epochs)  # [epochs * documents]
+        self._documents = documents if epochs == 1 else np.tile(documents, epochs)  # [epochs * documents]
         self._order = np.arange(samples, dtype=np.uint32 if samples < 2**32 - 2 else np.int64)
         if samples_before_last is None:
             document_cut, sample_cut = len(self._documents), samples
