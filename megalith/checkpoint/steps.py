@@ -1,0 +1,47 @@
+"""The names of step folders, and the order in which they were saved.
+
+    checkpoints/
+      step_00000100/   model.safetensors  optimizer.safetensors  tokenizer/…  manifest.json
+      latest           the name of the step saved last, for people and scripts
+
+Loading does not trust `latest`: it goes by the order of saving that the manifests state.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from megalith.checkpoint.manifest import MANIFEST
+
+CHECKPOINTS = "checkpoints"
+LATEST = "latest"
+TOKENIZER = "tokenizer"
+STEP = re.compile(r"step_(\d{8,})")
+REPLACED = re.compile(r"step_(\d{8,})\.replaced")
+
+
+def filename(part: str) -> str:
+    """The file of a part (`model`, `optimizer`) in a step folder."""
+    return f"{part}.safetensors"
+
+
+def list_steps(checkpoints: Path) -> dict[int, Path]:
+    """The steps in a checkpoints folder with their folders, in order of the step. They are not checked."""
+    steps: dict[int, Path] = {}
+    for pattern in (REPLACED, STEP):  # a step that has its name goes before one that was set aside
+        for folder in checkpoints.iterdir():
+            match = pattern.fullmatch(folder.name)
+            if match and folder.is_dir():
+                steps[int(match[1])] = folder
+    return dict(sorted(steps.items()))
+
+
+def save_order(folder: Path, unreadable: int) -> tuple[int, int, str]:
+    """Sorts steps by when they were saved; those with an unreadable manifest go last (1) or first (-1)."""
+    try:
+        number = json.loads((folder / MANIFEST).read_bytes())["save_number"]
+        return (0, int(number), folder.name)
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        return (unreadable, 0, folder.name)

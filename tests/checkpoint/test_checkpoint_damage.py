@@ -1,0 +1,195 @@
+"""Every damage is found and named before a tensor is touched, and the step before is used."""
+
+import json
+import shutil
+import struct
+
+import pytest
+import torch
+
+from megalith.checkpoint import open_checkpoint
+from megalith.checkpoint.files import file_record, write_safetensors
+from megalith.checkpoint.manifest import content_checksum
+from megalith.errors import CheckpointError
+
+FILES = ["model.safetensors", "optimizer.safetensors", "manifest.json"]
+
+
+def flip_first_bit(path):
+    content = bytearray(path.read_bytes())
+    content[0] ^= 1
+    path.write_bytes(content)
+
+
+def flip_last_bit(path):
+    content = bytearray(path.read_bytes())
+    content[-2] ^= 64
+    path.write_bytes(content)
+
+
+def flip_middle_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 2
+    path.write_bytes(content)
+
+
+def truncate(path):
+    path.write_bytes(path.read_bytes()[:-1])
+
+
+def empty(path):
+    path.write_bytes(b"")
+
+
+def append(path):
+    path.write_bytes(path.read_bytes() + b"x")
+
+
+def delete(path):
+    path.unlink()
+
+
+DAMAGES = [flip_first_bit, flip_middle_bit, flip_last_bit, truncate, empty, append, delete]
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damage_is_named_and_the_step_before_is_used(tiny_run, tmp_path, name, damage):
+    run = tiny_run()
+    older, newer = (run.train(1).save(tmp_path) for _ in range(2))
+    damage(newer / name)
+    with pytest.raises(CheckpointError, match=name.replace(".", r"\.")):
+        open_checkpoint(newer)
+    with pytest.warns(UserWarning, match=rf"going back to .*step_00000001.*skipped.*step_00000002.*{name}"):
+        checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.folder == older
+    assert tiny_run(seed=3).load(checkpoint).equals(tiny_run().train(1))
+
+
+def test_a_file_of_another_step_is_found(tiny_run, tmp_path):
+    run = tiny_run()
+    older, newer = (run.train(1).save(tmp_path) for _ in range(2))
+    shutil.copy(older / "model.safetensors", newer / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"step_00000002/model\.safetensors is damaged"):
+        open_checkpoint(newer)
+
+
+def test_when_no_step_is_whole_nothing_is_started_afresh(tiny_run, tmp_path):
+    run = tiny_run()
+    for _ in range(2):
+        truncate(run.train(1).save(tmp_path) / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"no checkpoint .* is whole: .*step_00000002.*step_00000001"):
+        open_checkpoint(tmp_path)
+
+
+def test_damage_to_what_is_not_asked_for_does_not_matter(tiny_run, tmp_path):
+    folder = tiny_run().train(1).save(tmp_path)
+    delete(folder / "optimizer.safetensors")
+    assert open_checkpoint(tmp_path, what=["model"]).folder == folder
+
+
+def rewrite_manifest(folder, change):
+    """Changes the manifest as someone would who knows how its checksum is made."""
+    content = json.loads((folder / "manifest.json").read_text())
+    del content["checksum"]
+    change(content)
+    (folder / "manifest.json").write_text(json.dumps({"checksum": content_checksum(content), **content}))
+
+
+@pytest.mark.parametrize(
+    "name", ["../secret", "/etc/passwd", "a/../../secret", "..\\secret", "a//b", ".", ""]
+)
+def test_names_that_leave_the_folder_are_refused(tiny_run, tmp_path, name):
+    folder = tiny_run().save(tmp_path)
+    rewrite_manifest(folder, lambda content: content["files"].update({name: {"bytes": 1, "sha256": "0"}}))
+    with pytest.raises(CheckpointError, match="not a plain path inside the checkpoint"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("link", ["model.safetensors", "tokenizer"])
+def test_symbolic_links_are_refused(tiny_run, tmp_path, link):
+    folder = tiny_run().save(tmp_path, write_tokenizer=lambda path: (path / "a.json").write_text("{}"))
+    (folder / link).rename(tmp_path / "elsewhere")
+    (folder / link).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=f"{link}.* is a symbolic link"):
+        open_checkpoint(folder)
+
+
+def test_a_newer_format_is_refused_and_not_passed_over(tiny_run, tmp_path):
+    run = tiny_run()
+    run.train(1).save(tmp_path)
+    rewrite_manifest(run.train(1).save(tmp_path), lambda content: content.update(format_version=2))
+    with pytest.raises(CheckpointError, match="format version 2, this Megalith reads version 1"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda content: content.pop("step"),
+        lambda content: content.update(step=-1),
+        lambda content: content.update(step="2"),
+        lambda content: content.update(surprise=1),
+        lambda content: content["files"].pop("model.safetensors"),
+        lambda content: content["tensors"]["model.safetensors"].update(x={"dtype": "F32", "shape": [-1]}),
+    ],
+)
+def test_manifests_with_other_content_are_refused(tiny_run, tmp_path, change):
+    folder = tiny_run().save(tmp_path)
+    rewrite_manifest(folder, change)
+    with pytest.raises(CheckpointError, match=r"manifest\.json is not a checkpoint's manifest"):
+        open_checkpoint(folder)
+
+
+@pytest.mark.parametrize("text", ["[]", "null", "{}", "[" * 100_000, '{"checksum": 1}', "\xff"])
+def test_manifests_that_are_no_manifests_are_refused(tiny_run, tmp_path, text):
+    folder = tiny_run().save(tmp_path)
+    (folder / "manifest.json").write_text(text, encoding="latin-1")
+    with pytest.raises(CheckpointError, match=r"manifest\.json"):
+        open_checkpoint(folder)
+
+
+def replace_weights(folder, content):
+    """Puts in a model file that the manifest's checksum agrees with."""
+    path = folder / "model.safetensors"
+    path.write_bytes(content) if isinstance(content, bytes) else write_safetensors(path, content)
+    record = file_record(path).model_dump()
+    rewrite_manifest(folder, lambda manifest: manifest["files"].update({"model.safetensors": record}))
+
+
+def header(text):
+    return struct.pack("<Q", len(text)) + text
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        struct.pack("<Q", 2**62),
+        header(b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,999]}}') + bytes(8),
+        header(
+            b'{"a":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},"b":{"dtype":"F32","shape":[2],"data_offsets":[4,12]}}'
+        )
+        + bytes(12),
+        b"PK\x03\x04 not safetensors at all",
+        {"a": torch.zeros(3)},
+        {
+            "embedding.weight": torch.zeros(12, 4),
+            "expert_bias": torch.zeros(3),
+            "norm.weight": torch.zeros(4),
+            "norm.bias": torch.zeros(4),
+        },
+        {
+            "embedding.weight": torch.zeros(13, 4).half(),
+            "expert_bias": torch.zeros(3),
+            "norm.weight": torch.zeros(4),
+            "norm.bias": torch.zeros(4),
+        },
+    ],
+    ids=["huge header", "past the end", "overlap", "no header", "other names", "other shape", "other type"],
+)
+def test_safetensors_that_contradict_the_manifest_are_refused(tiny_run, tmp_path, content):
+    run = tiny_run()
+    folder = run.save(tmp_path)
+    replace_weights(folder, content)
+    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+        run.load(open_checkpoint(folder))
