@@ -25,12 +25,15 @@ class SentencePieceTokenizer(Tokenizer):
                 "SentencePieceTokenizer needs the sentencepiece package, which is not installed; "
                 "run: pip install 'megalith[tokenizers]'"
             ) from error
+        model = self.files[MODEL]
         try:
-            self._model = sentencepiece.SentencePieceProcessor(model_proto=self.files[MODEL])
+            if not model:
+                raise RuntimeError("it is empty")
+            self._model = sentencepiece.SentencePieceProcessor(model_proto=model)
         except RuntimeError as error:
             raise DataError(
-                f"the tokenizer model of {len(self.files[MODEL])} bytes is not a SentencePiece model "
-                f"({error}); it is damaged or another kind of file"
+                f"the tokenizer model of {len(model)} bytes is not a SentencePiece model ({error}); "
+                "it is damaged or another kind of file"
             ) from error
         self.vocab_size = self._model.get_piece_size()
         eos = self._model.eos_id()
