@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from megalith.config import RunConfig
 from megalith.errors import ConfigError
 
 
@@ -22,6 +23,17 @@ class Sink(Protocol):
 
     def close(self) -> None:
         """Writes out what is still held. The run is over."""
+
+
+def open_sinks(config: RunConfig, start_step: int) -> list[Sink]:
+    """The sinks that `log` asks for. Raises ConfigError for one that is not installed."""
+    output = config.train.output_dir
+    sinks: list[Sink] = []
+    if config.log.tensorboard:
+        sinks.append(TensorBoardSink(output, start_step))
+    if config.log.wandb:
+        sinks.append(WandbSink(output, config.log.wandb_project, config.log.wandb_name, config.to_tree()))
+    return sinks
 
 
 class TensorBoardSink:

@@ -1,0 +1,166 @@
+"""What a run is made of, from its configuration: tokenizer, model, data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+from megalith.config import RunConfig
+from megalith.config.batch import BatchSizeSchedule
+from megalith.data.batch import BoundaryRules
+from megalith.data.blend import build_datasets
+from megalith.data.dataset import SampleDataset
+from megalith.data.loader import Loader
+from megalith.data.mock import MockDataset
+from megalith.data.order import SampleOrder, SingleOrder, sample_order
+from megalith.data.tokenizer import Tokenizer, build_tokenizer
+from megalith.errors import ConfigError
+from megalith.models.transformer import Transformer
+from megalith.parallel.apply import apply
+
+COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def build_run_tokenizer(config: RunConfig) -> Tokenizer | None:
+    """The tokenizer that `data` names, or None when it names none."""
+    data = config.data
+    if data.tokenizer_type is None:
+        if data.tokenizer_model is not None:
+            raise ConfigError(
+                f"data.tokenizer_model is {data.tokenizer_model!r} but data.tokenizer_type is not set; set it, "
+                "for example to HuggingFaceTokenizer"
+            )
+        return None
+    return build_tokenizer(
+        data.tokenizer_type,
+        data.tokenizer_model,
+        vocab_file=data.vocab_file,
+        merge_file=data.merge_file,
+        vocab_size=config.model.vocab_size if data.tokenizer_type == "NullTokenizer" else None,
+    )
+
+
+def complete(config: RunConfig, tokenizer: Tokenizer | None) -> RunConfig:
+    """`config` with what it left to the tokenizer and the data: the vocabulary and the longest sequence.
+
+    Raises ConfigError for a tokenizer with more entries than the model has.
+    """
+    config = config.model_copy(deep=True)
+    model = config.model
+    if tokenizer is not None:
+        if model.vocab_size is None or config.data.tokenizer_type == "NullTokenizer":
+            model.vocab_size = tokenizer.vocab_size
+        if tokenizer.vocab_size > model.vocab_size:
+            raise ConfigError(
+                f"the tokenizer has {tokenizer.vocab_size} entries but model.vocab_size is {model.vocab_size}; "
+                "raise it, or leave it out to take the tokenizer's"
+            )
+    if model.max_position_embeddings is None:
+        model.max_position_embeddings = config.data.seq_length
+    return config
+
+
+def build_model(config: RunConfig, device: torch.device) -> Transformer:
+    """The model on `device` with its initial weights, ready to train."""
+    model = Transformer(
+        config.model,
+        compute_dtype=COMPUTE_DTYPES[config.train.precision],
+        seed=config.train.seed,
+        device="meta",
+    )
+    apply(model, config, device)
+    return model
+
+
+def vocabulary_rows(config: RunConfig) -> dict[str, int]:
+    """The parameters with a row a vocabulary entry, and how many of their rows are not padding."""
+    rows = {"embedding.word_embeddings.weight": config.model.vocab_size}
+    if config.model.untie_embeddings_and_output_weights:
+        rows["output_layer.weight"] = config.model.vocab_size
+    return rows
+
+
+class Data:
+    """The datasets of a run and the loaders over them."""
+
+    def __init__(
+        self, config: RunConfig, batch_sizes: BatchSizeSchedule, total_steps: int, tokenizer: Tokenizer | None
+    ):
+        self._config = config
+        self._batch_sizes = batch_sizes
+        self._total_steps = total_steps
+        data = config.data
+        eod = tokenizer.eod if tokenizer is not None else None
+        self._rules = BoundaryRules(
+            eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss
+        )
+        evaluated = config.train.eval_iters * batch_sizes.global_batch_size
+        samples = (batch_sizes.samples_for_iterations(total_steps), evaluated, evaluated)
+        self.train, self.valid, self.test = self._datasets(samples, eod)
+
+    def train_loader(self, step: int, consumed_samples: int, device: torch.device) -> Loader:
+        """Micro-batches from after `consumed_samples` to the end of the run."""
+
+        def sizes() -> Iterable[int]:
+            consumed = consumed_samples
+            for _ in range(step, self._total_steps):
+                size = self._batch_sizes.size(consumed)
+                yield size
+                consumed += size
+
+        data, seed = self._config.data, self._config.train.seed
+        order = sample_order(data.dataloader_type, len(self.train), seed)
+        return self._loader(self.train, order, sizes(), device, consumed_samples)
+
+    def evaluation_loader(self, dataset: SampleDataset, device: torch.device) -> Loader:
+        """The same eval_iters global batches at every evaluation, from the dataset's beginning."""
+        sizes = [self._batch_sizes.global_batch_size] * self._config.train.eval_iters
+        return self._loader(dataset, SingleOrder(len(dataset), wrap=True), sizes, device)
+
+    def _loader(
+        self,
+        dataset: SampleDataset,
+        order: SampleOrder,
+        batch_sizes: Iterable[int],
+        device: torch.device,
+        consumed_samples: int = 0,
+    ) -> Loader:
+        return Loader(
+            dataset,
+            order,
+            micro_batch_size=self._config.train.micro_batch_size,
+            batch_sizes=batch_sizes,
+            vocab_size=self._config.model.vocab_size,
+            consumed_samples=consumed_samples,
+            num_workers=self._config.data.num_workers,
+            pin_memory=device.type == "cuda",
+            rules=self._rules,
+        )
+
+    def _datasets(
+        self, samples: tuple[int, int, int], eod: int | None
+    ) -> tuple[SampleDataset, SampleDataset | None, SampleDataset | None]:
+        data, model, seed = self._config.data, self._config.model, self._config.train.seed
+        if data.mock:
+            train, valid, test = (
+                MockDataset(model.vocab_size, data.seq_length, count, seed + part, eod) if count else None
+                for part, count in enumerate(samples)
+            )
+            return train, valid, test
+        if data.data_path is not None:
+            shares = [float(share) for share in data.split.split(",")] + [0.0, 0.0]
+            wanted = [count if share else 0 for count, share in zip(samples[1:], shares[1:])]
+        else:
+            own = (data.valid_data_path, data.test_data_path)
+            wanted = [count if path is not None else 0 for count, path in zip(samples[1:], own)]
+        return build_datasets(
+            data.data_path,
+            data.split,
+            data.seq_length,
+            (samples[0], *wanted),
+            seed,
+            train_data_path=data.train_data_path,
+            valid_data_path=data.valid_data_path,
+            test_data_path=data.test_data_path,
+        )
