@@ -197,7 +197,7 @@ def _pieces(path: Path, size: int) -> Iterator[tuple[bytes, int]]:
     try:
         with open(path, "rb") as file:
             if path.suffix == ".zst":
-                pieces = _unzstd(file)
+                pieces = _unzstd(file, size)
             elif path.suffix == ".gz":
                 pieces = iter(lambda: unzipped.read(size), b"")
                 unzipped = gzip.GzipFile(fileobj=file)
@@ -213,15 +213,20 @@ def _pieces(path: Path, size: int) -> Iterator[tuple[bytes, int]]:
         raise DataError(f"cannot read {path}: {error.strerror}; check the file") from error
 
 
-def _unzstd(file: BinaryIO) -> Iterator[bytes]:
+def _unzstd(file: BinaryIO, size: int) -> Iterator[bytes]:
     """The content of all frames. The library's own stream reader would take a cut file for a whole one."""
     library = zstandard.ZstdDecompressor(max_window_size=1 << 31)
     frame = None
+    content = bytearray()
     while piece := file.read(_ZSTD_PIECE_BYTES):
         while piece:
             frame = frame or library.decompressobj()
-            if content := frame.decompress(piece):
-                yield content
+            content += frame.decompress(piece)
             piece, frame = (frame.unused_data, None) if frame.eof else (b"", frame)
+        while len(content) >= size:
+            yield bytes(content[:size])
+            del content[:size]
     if frame is not None:
         raise EOFError("it ends within a frame")
+    if content:
+        yield bytes(content)
