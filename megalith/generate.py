@@ -45,7 +45,7 @@ def generate(
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = torch.tensor(prompt)
     generators = [torch.Generator().manual_seed(seed * 2**20 + row) for row in range(len(prompts))]
-    cache = KVCache(model.config, len(prompts), max(ends), model.compute_dtype, device) if use_cache else None
+    cache = KVCache(max(ends)) if use_cache else None
     finished = [False] * len(prompts)
     seen = 0
     for length in range(min(map(len, prompts)), max(ends)):

@@ -15,7 +15,6 @@ from megalith.models.linear import Linear
 from megalith.models.norm import Norm
 from megalith.models.rope import rotate
 from megalith.ops.attention import attention
-from megalith.ops.dropout import ATTENTION_PROBABILITIES
 
 
 class SelfAttention(nn.Module):
@@ -37,7 +36,12 @@ class SelfAttention(nn.Module):
         self.k_layernorm = Norm(config, config.head_dim, device) if config.qk_layernorm else None
 
     def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
-        qkv = self.linear_qkv(x).unflatten(-1, (-1, self.heads_in_group + 2, self.head_dim))
+        qkv = self.linear_qkv(
+            x
+        )  # [batch, seq, groups · (heads_in_group + 2) · head_dim], or all tokens in one row
+        qkv = qkv.view(context.batch, -1, qkv.shape[-1]).unflatten(
+            -1, (-1, self.heads_in_group + 2, self.head_dim)
+        )
         query, key, value = qkv.split([self.heads_in_group, 1, 1], dim=3)  # [batch, seq, groups, ·, head_dim]
         query, key, value = query.flatten(2, 3), key.flatten(2, 3), value.flatten(2, 3)
         if self.q_layernorm is not None:
@@ -54,6 +58,6 @@ class SelfAttention(nn.Module):
             causal=query.shape[1] > 1,
             mask=context.mask,
             dropout=self.dropout if drops else 0.0,
-            dropout_rows=context.dropout.rows(ATTENTION_PROBABILITIES) if drops else None,
+            dropout_rows=context.dropout.query_rows() if drops else None,
         )
         return self.linear_proj(out.flatten(2))

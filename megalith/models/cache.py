@@ -5,23 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megalith.config import ModelConfig
-
 
 class KVCache:
-    """Room for `max_length` tokens of `batch` sequences in every layer: [batch, max_length, groups, head_dim]."""
+    """Room for `max_length` tokens in every layer that uses it; made when a layer first does."""
 
-    def __init__(
-        self, config: ModelConfig, batch: int, max_length: int, dtype: torch.dtype, device: torch.device
-    ):
-        shape = (batch, max_length, config.query_groups, config.head_dim)
-        self.keys = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
-        self.values = [torch.empty(shape, dtype=dtype, device=device) for _ in range(config.num_layers)]
+    def __init__(self, max_length: int):
+        self.max_length = max_length
         self.length = 0  # tokens seen by every layer
+        self._layers: dict[int, Tensor] = {}  # [2, batch, max_length, groups, head_dim]
 
     def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Writes key and value [batch, new, groups, head_dim] behind what is there; returns all of them."""
+        if layer not in self._layers:
+            batch, _, groups, head_dim = key.shape
+            self._layers[layer] = key.new_empty(2, batch, self.max_length, groups, head_dim)
         end = self.length + key.shape[1]
-        self.keys[layer][:, self.length : end] = key
-        self.values[layer][:, self.length : end] = value
-        return self.keys[layer][:, :end], self.values[layer][:, :end]
+        both = self._layers[layer]
+        both[:, :, self.length : end] = torch.stack([key, value])
+        return both[0, :, :end], both[1, :, :end]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import Tensor
 
@@ -14,8 +15,11 @@ from megalith.ops.dropout import DropoutKeys
 class Context:
     """Positions, mask, dropout keys and cache of a forward pass."""
 
+    batch: int  # sequences; the residual stream may hold their tokens in one row, or a part of them
     rotary: tuple[Tensor, Tensor] | None = None  # cosines and sines, float32 [batch, seq, 1, head_dim / 2]
-    mask: Tensor | None = None  # bool [batch, 1, queries, keys]; None: causal
+    mask: Any = (
+        None  # what the attention core understands, by default bool [batch, 1, queries, keys]; None: causal
+    )
     dropout: DropoutKeys | None = None  # None: no dropout
     layers: Tensor | None = None  # the numbers of the layers, int32 [num_layers], where there is dropout
     cache: KVCache | None = None  # None: every token is here
@@ -24,4 +28,4 @@ class Context:
         """This context with a layer's number in its dropout keys: a tensor, so that layers share compiled code."""
         if self.dropout is None:
             return self
-        return replace(self, layers=None, dropout=DropoutKeys(self.dropout.tokens, self.layers[number]))
+        return replace(self, layers=None, dropout=replace(self.dropout, layer=self.layers[number]))

@@ -33,11 +33,16 @@ from megalith.ops.dropout import (
 
 
 class Embedding(nn.Module):
-    """Rows of word_embeddings, plus those of position_embeddings where positions are learned."""
+    """Rows of word_embeddings, plus those of position_embeddings where positions are learned.
+
+    `lookup` and `shard_tokens` are seams of tensor and sequence parallelism.
+    """
 
     def __init__(self, config: ModelConfig, device: torch.device | None = None):
         super().__init__()
         width = config.hidden_size
+        self.lookup = nn.functional.embedding
+        self.shard_tokens = whole
         self.word_embeddings = nn.Embedding(config.padded_vocab_size, width, device=device)
         self.position_embeddings = None
         if config.position_embedding_type == "learned_absolute":
@@ -46,8 +51,9 @@ class Embedding(nn.Module):
     def forward(
         self, input_ids: Tensor, position_ids: Tensor
     ) -> Tensor:  # [batch, seq] -> [batch, seq, hidden]
-        x = nn.functional.embedding(input_ids, local(self.word_embeddings.weight))
+        x = self.lookup(input_ids, local(self.word_embeddings.weight))
         if self.position_embeddings is not None:
+            position_ids = self.shard_tokens(position_ids)
             x = x + nn.functional.embedding(position_ids, local(self.position_embeddings.weight))
         return x
 
@@ -70,14 +76,20 @@ class TransformerLayer(nn.Module):
     def _drop(self, x: Tensor, context: Context, site: int) -> Tensor:
         if context.dropout is None or self.dropout == 0:
             return x
-        return counter_dropout(x, self.dropout, context.dropout.rows(site))
+        return counter_dropout(x, self.dropout, context.dropout.stream_rows(site))
+
+
+def whole(x: Tensor) -> Tensor:
+    """Every token: what sequence parallelism replaces by its share."""
+    return x
 
 
 class Transformer(nn.Module):
     """A decoder-only language model of the shape that `config` gives.
 
     `compute_dtype` is that of the layers' arithmetic; `seed` keys dropout. Parameters are made on `device` without
-    values: `megalith.models.init.initialize` gives them, or a checkpoint does.
+    values: `megalith.models.init.initialize` gives them, or a checkpoint does. A pipeline stage is a Transformer
+    whose embedding, final_layernorm or some layers have been taken away.
     """
 
     def __init__(
@@ -102,31 +114,56 @@ class Transformer(nn.Module):
             self.output_layer = Linear(
                 config.hidden_size, config.padded_vocab_size, bias=False, device=device
             )
+        # Seams, each replaced from outside by the axis that needs it.
         self.loss = linear_cross_entropy
+        self.logits = linear_logits
+        self.attention_mask = document_mask
+        self.shard_tokens = whole
 
     def forward(
         self,
         input_ids: Tensor,  # int64 [batch, seq]
         *,
+        hidden: Tensor
+        | None = None,  # [batch, seq, hidden]: the stage before, where this one has no embedding
         labels: Tensor | None = None,  # int64 [batch, seq]
         loss_mask: Tensor | None = None,  # float32 [batch, seq]; None: every token counts
-        position_ids: Tensor | None = None,  # int64 [batch, seq]; None: 0, 1, 2, …
+        position_ids: Tensor | None = None,  # int64 [batch, seq]; None: the places
+        places: Tensor
+        | None = None,  # int64 [seq]: where each token stands in the whole sequence; None: 0, 1, …
         document_ids: Tensor | None = None,  # int [batch, seq]: attention stays inside a document
         sample_numbers: Tensor | None = None,  # int64 [batch]: places in the run's stream, the key of dropout
         cache: KVCache | None = None,
     ) -> Tensor:
-        """Logits [batch, seq, vocab] in the compute dtype, or with labels the float32 sum of the tokens' losses."""
-        context, position_ids = self._context(input_ids, position_ids, document_ids, sample_numbers, cache)
-        x = self._embed(input_ids, position_ids, context)  # [batch, seq, hidden]
+        """Logits [batch, seq, vocab] in the compute dtype, or with labels the float32 sum of the tokens' losses.
+
+        A pipeline stage that is not the last gives its hidden states.
+        """
+        if places is None:
+            past = cache.length if cache is not None else 0
+            places = torch.arange(past, past + input_ids.shape[1], device=input_ids.device)
+        if position_ids is None:
+            position_ids = places.expand(input_ids.shape)
+        context = self.context(position_ids, places, document_ids, sample_numbers, cache)
+        x = hidden if self.embedding is None else self.embed(input_ids, position_ids, context)
         x = self.run_layers(list(self.layers), x, context)
         if cache is not None:
             cache.length += input_ids.shape[1]
+        if self.final_layernorm is None:
+            return x
         x = self.final_layernorm(x)
         if labels is None:
-            return nn.functional.linear(x, self.output_weight.to(x.dtype)[: self.config.vocab_size])
+            return self.logits(x, self.output_weight, context.batch, self.config.vocab_size)
         if loss_mask is None:
             loss_mask = torch.ones_like(labels, dtype=torch.float32)
         return self.loss(x, self.output_weight, labels, loss_mask, self.config.vocab_size)
+
+    def embed(self, input_ids: Tensor, position_ids: Tensor, context: Context) -> Tensor:
+        """The tokens' rows, in the compute dtype, after dropout: [batch, seq, hidden]."""
+        x = self.embedding(input_ids, position_ids).to(self.compute_dtype)
+        if context.dropout is None or self.config.hidden_dropout == 0:
+            return x
+        return counter_dropout(x, self.config.hidden_dropout, context.dropout.stream_rows(EMBEDDING_OUTPUT))
 
     def run_layers(self, numbers: Sequence[str], x: Tensor, context: Context) -> Tensor:
         """x [batch, seq, hidden] through the layers with these numbers; recomputation wraps this."""
@@ -139,36 +176,34 @@ class Transformer(nn.Module):
         """The output matrix [padded vocab, hidden]: the embedding's own where they are tied."""
         return local(self.output_layer.weight if self.output_layer else self.embedding.word_embeddings.weight)
 
-    def _embed(self, input_ids: Tensor, position_ids: Tensor, context: Context) -> Tensor:
-        x = self.embedding(input_ids, position_ids).to(self.compute_dtype)
-        if context.dropout is None or self.config.hidden_dropout == 0:
-            return x
-        return counter_dropout(x, self.config.hidden_dropout, context.dropout.rows(EMBEDDING_OUTPUT))
-
-    def _context(
+    def context(
         self,
-        input_ids: Tensor,
-        position_ids: Tensor | None,
+        position_ids: Tensor,
+        places: Tensor,
         document_ids: Tensor | None,
         sample_numbers: Tensor | None,
         cache: KVCache | None,
-    ) -> tuple[Context, Tensor]:
-        batch, seq = input_ids.shape
-        past = cache.length if cache is not None else 0
-        places = torch.arange(past, past + seq, device=input_ids.device)  # [seq]
-        if position_ids is None:
-            position_ids = places.expand(batch, seq)
-        context = Context(cache=cache)
+    ) -> Context:
+        """What the layers need to know of these tokens."""
+        batch, seq = position_ids.shape
+        context = Context(batch, cache=cache)
         if self.config.position_embedding_type == "rope":
             context.rotary = rotary_tables(self.config, position_ids)
         if document_ids is not None:
-            context.mask = document_mask(document_ids)
-        elif past and seq > 1:
-            context.mask = (torch.arange(past + seq, device=places.device) <= places[:, None])[None, None]
+            context.mask = self.attention_mask(document_ids)
+        elif cache is not None and cache.length and seq > 1:
+            keys = torch.arange(cache.length + seq, device=places.device)
+            context.mask = (keys <= places[:, None])[None, None]
         if self.training and (self.config.hidden_dropout or self.config.attention_dropout):
             if sample_numbers is None:
-                sample_numbers = torch.arange(batch, device=input_ids.device)
+                sample_numbers = torch.arange(batch, device=places.device)
             keys = token_keys(self.seed, sample_numbers, places)
             layers = torch.arange(-1, self.config.num_layers, dtype=torch.int32, device=keys.device)
-            context.layers, context.dropout = layers[1:], DropoutKeys(keys, layers[0])
-        return context, position_ids
+            context.layers = layers[1:]
+            context.dropout = DropoutKeys(keys, self.shard_tokens(keys), layers[0])
+        return context
+
+
+def linear_logits(x: Tensor, weight: Tensor, batch: int, vocab_size: int) -> Tensor:
+    """Logits [batch, seq, vocab] from x [batch, seq, hidden] and the output matrix, its padding left out."""
+    return nn.functional.linear(x, weight.to(x.dtype)[:vocab_size])

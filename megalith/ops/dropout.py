@@ -20,14 +20,22 @@ ATTENTION_PROBABILITIES, ATTENTION_OUTPUT, MLP_OUTPUT, EMBEDDING_OUTPUT = 0, 1, 
 
 @dataclass
 class DropoutKeys:
-    """What masks depend on besides the site: `tokens` int32 [batch, seq] and `layer`, an int32 scalar tensor."""
+    """What masks depend on besides the site."""
 
-    tokens: Tensor
-    layer: Tensor
+    queries: Tensor  # int32 [batch, seq]: a key for each token that attends
+    stream: Tensor  # int32: a key for each token of the residual stream, in its shape
+    layer: Tensor  # int32 scalar
 
-    def rows(self, site: int) -> Tensor:
-        """One key for each token at this layer and site: int32 [batch, seq]."""
-        return mix(self.tokens ^ mix(self.layer * 8 + (site + 1)))
+    def query_rows(self) -> Tensor:
+        """Keys of the attention probabilities' rows at this layer: int32 [batch, seq]."""
+        return mix(self.queries ^ self._place(ATTENTION_PROBABILITIES))
+
+    def stream_rows(self, site: int) -> Tensor:
+        """Keys of the residual stream's tokens at this layer and site: int32, in the stream's shape."""
+        return mix(self.stream ^ self._place(site))
+
+    def _place(self, site: int) -> Tensor:
+        return mix(self.layer * 8 + (site + 1))
 
 
 def token_keys(seed: int, sample_numbers: Tensor, positions: Tensor) -> Tensor:
@@ -43,7 +51,7 @@ def token_keys(seed: int, sample_numbers: Tensor, positions: Tensor) -> Tensor:
 def counter_dropout(x: Tensor, probability: float, rows: Tensor) -> Tensor:
     """Drops elements of x [batch, seq, width] and scales the others by 1 / (1 - probability).
 
-    `rows` int32 [batch, seq] are the keys of the tokens (`DropoutKeys.rows`).
+    `rows` int32 [batch, seq] are the keys of the tokens (`DropoutKeys.stream_rows`).
     """
     return _CounterDropout.apply(x, probability, rows)
 
