@@ -1,0 +1,94 @@
+"""The command line from corpus to dataset, and the progress display."""
+
+import argparse
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+
+from megalith.data import commands, progress
+from megalith.data.indexed import IndexedDataset
+from megalith.data.tokenizer import build_tokenizer
+
+
+def run(name, *arguments):
+    add_arguments, run_command = {
+        "corpus": (commands.add_corpus_arguments, commands.run_corpus),
+        "tokenizer train": (commands.add_tokenizer_train_arguments, commands.run_tokenizer_train),
+        "preprocess": (commands.add_preprocess_arguments, commands.run_preprocess),
+    }[name]
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    return run_command(parser.parse_args([str(argument) for argument in arguments]))
+
+
+def test_from_corpus_to_dataset(tmp_path, capsys):
+    assert run("corpus", "--output", tmp_path / "corpus.jsonl") == 0
+    lines = (tmp_path / "corpus.jsonl").read_text(encoding="utf-8").splitlines()[:40]
+    (tmp_path / "few.jsonl").write_text("\n".join(lines), encoding="utf-8")
+    few = tmp_path / "few.jsonl"
+    assert run("tokenizer train", "--input", few, "--vocab-size", "500", "--output", tmp_path / "tok") == 0
+    kind = ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", tmp_path / "tok"]
+    out = tmp_path / "data" / "few"
+    assert (
+        run("preprocess", "--input", few, "--output-prefix", out, *kind, "--append-eod", "--workers", 1) == 0
+    )
+    dataset = IndexedDataset(f"{out}_text_document")
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", tmp_path / "tok")
+    first = json.loads(lines[0])["text"]
+    assert tokenizer.decode(dataset.get(0).tolist()) == first + "<|endoftext|>"
+    output = capsys.readouterr().out
+    assert "trained 500 entries on 40 documents" in output
+    assert "40 documents | " in output
+    assert f"wrote {out}_text_document.bin and .idx" in output
+
+
+def test_skipped_lines_and_empty_documents_are_reported(tmp_path, capsys):
+    source = tmp_path / "a.jsonl"
+    source.write_text('{"text": "a"}\n' + "{\n" * 25 + '{"text": ""}\n')
+    kind = ["--tokenizer-type", "ByteTokenizer", "--workers", 0, "--on-error", "skip"]
+    assert run("preprocess", "--input", source, "--output-prefix", tmp_path / "out", *kind) == 0
+    output = capsys.readouterr().out
+    assert f"skipped {source} line 2 (byte 14) is unusable: not JSON" in output
+    assert "skipped 5 more unusable lines" in output
+    assert "left out 25 unusable lines and 1 empty documents" in output
+
+
+def test_a_vocabulary_that_could_not_be_filled_is_reported(tmp_path, capsys):
+    source = tmp_path / "a.jsonl"
+    source.write_text('{"text": "abcabc"}\n')
+    arguments = ["--input", source, "--vocab-size", 1000, "--output", tmp_path / "tok.json"]
+    assert run("tokenizer train", *arguments) == 0
+    assert "fewer than the 1,000 asked for" in capsys.readouterr().out
+
+
+def test_importing_the_commands_is_cheap():
+    code = "import sys, megalith.data.commands; print(*sys.modules)"
+    output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
+    assert not {"torch", "numpy", "tokenizers"} & set(output.split())
+
+
+def test_progress_off_a_terminal_is_a_plain_line_an_interval(monkeypatch):
+    clock = iter([0.0, 5.0, 10.0, 12.0, 20.0])
+    monkeypatch.setattr(progress.time, "monotonic", lambda: next(clock))
+    stream = io.StringIO()
+    with progress.Progress("preprocess", 1000, stream) as display:
+        for position in (100, 250, 300, 500):
+            display.update(position, position, 1_000_000 * position, 40_000 * position)
+    assert stream.getvalue().splitlines() == [
+        "preprocess: 25.0 % | 250 documents | 250,000,000 tokens | 25.00 M tokens/s | 1.0 MB/s | ETA 0:00:30",
+        "preprocess: 50.0 % | 500 documents | 500,000,000 tokens | 25.00 M tokens/s | 1.0 MB/s | ETA 0:00:20",
+    ]
+
+
+@pytest.mark.parametrize("total", [0, 1000])
+def test_progress_on_a_terminal_is_a_bar(total):
+    stream = io.StringIO()
+    stream.isatty = lambda: True
+    with progress.Progress("preprocess", total, stream) as display:
+        display.update(total, 12, 3_000_000, 4_000_000)
+    assert "preprocess" in stream.getvalue()
+    assert "12 documents" in stream.getvalue()
+    assert "ETA" in stream.getvalue()
