@@ -1,11 +1,178 @@
-"""The one door from a parameter, as state, to the plain tensor that is computed with."""
+"""Collectives that return new tensors and have gradients, and the one door from a parameter to its shard.
+
+A collective takes the axis of the mesh that it runs over, so a reader sees every transfer and who takes part. Each is
+the gradient of another: the gradient of an all-gather is a reduce-scatter, and that of a sum which every rank then
+uses alike is nothing at all. They are made of torch's functional collectives: nothing returned was written in place,
+so torch.compile traces them whole and orders them by their data.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor
+from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+_ops = torch.ops._c10d_functional
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A dimension of the mesh as one rank sees it: how many ranks stand along it, and which one this is."""
+
+    size: int = 1
+    rank: int = 0
+    group: ProcessGroup | None = None
+    """The ranks along the axis; None when it is this rank alone."""
+    name: str = ""
+    """The group's name, which functional collectives take."""
+    mesh: DeviceMesh | None = None
+    """The same ranks as a one-dimensional DeviceMesh, for DTensors; None when the size is 1."""
 
 
 def local(parameter: Tensor) -> Tensor:
-    """The shard of a DTensor that this process holds; a plain tensor is returned as it is."""
+    """The shard of a DTensor that this process holds; a plain tensor is returned as it is.
+
+    The gradient that comes back is taken to be placed as the parameter is. For a parameter that is replicated but
+    used on a part of the tokens or heads, each rank's gradient is a part of the sum: after the backward pass
+    `megalith.parallel.tensor.reduce_partial_gradients` makes it whole.
+    """
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def local_place(parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape of the local shard and where it starts in the global tensor, dimension by dimension."""
+    if not isinstance(parameter, DTensor):
+        return tuple(parameter.shape), (0,) * parameter.ndim
+    shape, offset = compute_local_shape_and_global_offset(
+        parameter.shape, parameter.device_mesh, parameter.placements
+    )
+    return tuple(shape), tuple(offset)
+
+
+def all_reduce(x: Tensor, axis: Axis) -> Tensor:
+    """The sum of x over the axis. Its gradient passes as it is: every rank goes on with the same sum."""
+    return x if axis.size == 1 else _AllReduce.apply(x, axis)
+
+
+def all_reduce_gradient(x: Tensor, axis: Axis) -> Tensor:
+    """x itself, the same on every rank of the axis; its gradient is the sum of theirs. The conjugate of all_reduce."""
+    return x if axis.size == 1 else _AllReduceGradient.apply(x, axis)
+
+
+def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """The ranks' x one behind the other along `dim`; the gradient is reduce-scattered.
+
+    Every rank's x has the same shape. Free of copies when the dimensions before `dim` have size 1.
+    """
+    return x if axis.size == 1 else _AllGather.apply(x, axis, dim)
+
+
+def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """This rank's part along `dim` of the sum of x over the axis; the gradient is all-gathered.
+
+    `dim` is a multiple of the axis's size long. The conjugate of all_gather.
+    """
+    return x if axis.size == 1 else _ReduceScatter.apply(x, axis, dim)
+
+
+def all_gather_alike(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """As all_gather, where every rank goes on to compute the same: the gradient is this rank's part of its own."""
+    return x if axis.size == 1 else _AllGatherAlike.apply(x, axis, dim)
+
+
+def all_to_all(x: Tensor, axis: Axis) -> Tensor:
+    """Part j of x along dimension 0 goes to rank j; returns what came, in the ranks' order. Its own conjugate."""
+    return x if axis.size == 1 else _AllToAll.apply(x, axis)
+
+
+def summed(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
+    """The sum (or op "max", "min") of x over the axis, for values that need no gradient."""
+    return x if axis.size == 1 else _all_reduce(x, axis, op)
+
+
+def _all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
+    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), op, axis.name))
+
+
+def _all_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    x = x.movedim(dim, 0).contiguous()
+    return _ops.wait_tensor(_ops.all_gather_into_tensor(x, axis.size, axis.name)).movedim(0, dim)
+
+
+def _reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    x = x.movedim(dim, 0).contiguous()
+    return _ops.wait_tensor(_ops.reduce_scatter_tensor(x, "sum", axis.size, axis.name)).movedim(0, dim)
+
+
+def _all_to_all(x: Tensor, axis: Axis) -> Tensor:
+    sizes = [x.shape[0] // axis.size] * axis.size
+    return _ops.wait_tensor(_ops.all_to_all_single(x.contiguous(), sizes, sizes, axis.name))
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, axis: Axis) -> Tensor:
+        return _all_reduce(x, axis)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad, None
+
+
+class _AllReduceGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _all_reduce(grad, ctx.axis), None
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return _all_gather(x, axis, dim)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _reduce_scatter(grad, ctx.axis, ctx.dim), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return _reduce_scatter(x, axis, dim)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _all_gather(grad, ctx.axis, ctx.dim), None, None
+
+
+class _AllGatherAlike(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return _all_gather(x, axis, dim)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad.chunk(ctx.axis.size, ctx.dim)[ctx.axis.rank].contiguous(), None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return _all_to_all(x, axis)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _all_to_all(grad, ctx.axis), None

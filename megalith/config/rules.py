@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+
 from megalith.config.batch import BatchSizeSchedule
 from megalith.config.model import ModelConfig
+from megalith.config.parallel import ParallelConfig
 from megalith.config.presets import PRESETS
 from megalith.config.run import RunConfig
 from megalith.errors import ConfigError
@@ -40,14 +43,83 @@ def check_model(model: ModelConfig) -> None:
         )
 
 
+def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
+    """What tensor, pipeline and context parallelism leave of the world: world / (tensor · pipeline · context).
+
+    Raises ConfigError where that is not a whole number.
+    """
+    sizes = {
+        "pipeline": parallel.pipeline_model_parallel_size,
+        "context": parallel.context_parallel_size,
+        "tensor": parallel.tensor_model_parallel_size,
+    }
+    product = math.prod(sizes.values())
+    if world_size % product == 0:
+        return world_size // product
+    ways_out = [
+        f"lower {name}{'_model' if name != 'context' else ''}_parallel_size to {lower}, or "
+        for name, size in sizes.items()
+        for lower in range(size - 1, 0, -1)
+        if world_size % (product // size * lower) == 0
+    ]
+    raise ConfigError(
+        f"world size {world_size} is not divisible by tensor ({sizes['tensor']}) × pipeline ({sizes['pipeline']}) × "
+        f"context ({sizes['context']}) = {product}; {ways_out[0] if ways_out else ''}start "
+        f"{-(-world_size // product) * product} processes"
+    )
+
+
+def check_tensor(model: ModelConfig, parallel: ParallelConfig, seq_length: int) -> None:
+    """Raises ConfigError unless the model's matrices, and with sequence_parallel its tokens, can be cut by TP."""
+    size = parallel.tensor_model_parallel_size
+    if parallel.sequence_parallel and size == 1:
+        raise ConfigError(
+            "parallel.sequence_parallel splits the tokens over the tensor-parallel ranks, but "
+            "parallel.tensor_model_parallel_size is 1; raise it, or leave sequence_parallel out"
+        )
+    for name, value in (
+        ("num_attention_heads", model.num_attention_heads),
+        ("ffn_hidden_size", model.ffn_size),
+    ):
+        if value % size:
+            raise ConfigError(
+                f"model.{name} {value} is not divisible by parallel.tensor_model_parallel_size {size}; each rank "
+                f"takes as many; choose a tensor size among {_divisors(value)}"
+            )
+    if model.query_groups % size and size % model.query_groups:
+        raise ConfigError(
+            f"model.num_query_groups {model.query_groups} and parallel.tensor_model_parallel_size {size}: one has to "
+            "divide the other, so that a rank has whole key and value heads or shares one; change either"
+        )
+    rows = -(-model.padded_vocab_size // size)
+    if rows * (size - 1) >= model.padded_vocab_size:
+        raise ConfigError(
+            f"a padded vocabulary of {model.padded_vocab_size} rows leaves nothing to the last of "
+            f"{size} tensor-parallel ranks at {rows} rows each; raise model.make_vocab_size_divisible_by"
+        )
+    tokens = seq_length // parallel.context_parallel_size
+    if parallel.sequence_parallel and tokens % size:
+        raise ConfigError(
+            f"parallel.sequence_parallel cuts the {tokens} tokens of a sequence (data.seq_length {seq_length} / "
+            f"context_parallel_size {parallel.context_parallel_size}) over tensor_model_parallel_size {size} ranks, "
+            "which does not divide them; change one, or leave sequence_parallel out"
+        )
+
+
+def _divisors(value: int) -> str:
+    return ", ".join(str(d) for d in range(1, min(value, 64) + 1) if value % d == 0)
+
+
 def check_training(config: RunConfig, world_size: int = 1) -> None:
     """Raises ConfigError unless this run can be trained on `world_size` processes."""
     check_model(config.model)
     _check_available(config)
+    data_parallel = data_parallel_size(config.parallel, world_size)
+    check_tensor(config.model, config.parallel, config.data.seq_length)
     _check_lengths(config)
     _check_data(config)
     _check_duration(config)
-    BatchSizeSchedule.from_config(config.train, data_parallel_size=world_size)
+    BatchSizeSchedule.from_config(config.train, data_parallel_size=data_parallel)
 
 
 # What this version does not do yet: the field, the one value that it takes, and the field's meaning in words.

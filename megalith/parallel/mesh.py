@@ -1,0 +1,122 @@
+"""The mesh: which rank stands where along the pipeline, data, context and tensor axes.
+
+Ranks are counted with tensor fastest, then context, data and pipeline, so that the axis that talks most has its ranks
+next to each other, on one machine. With 16 processes, tensor 2, context 2, pipeline 2 and so data 2:
+
+    rank = ((pp · 2 + dp) · 2 + cp) · 2 + tp
+
+Gradients are summed over data and context together, so that is the axis that FSDP2 shards over.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch.distributed as dist
+from torch.distributed import DeviceMesh, init_device_mesh
+
+from megalith.comm import Axis
+from megalith.config import ParallelConfig
+from megalith.config.rules import data_parallel_size
+from megalith.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Coordinates:
+    """Where a rank stands along each axis."""
+
+    pp: int
+    dp: int
+    cp: int
+    tp: int
+
+
+@dataclass(frozen=True)
+class Mesh:
+    """The axes as this rank sees them."""
+
+    pp: Axis
+    dp: Axis
+    cp: Axis
+    tp: Axis
+    dp_cp: Axis
+    """Data and context flattened: the ranks whose gradients and token counts are summed."""
+    replicate: Axis
+    """The ranks of dp_cp that hold the same shard of each parameter."""
+    shard: Axis
+    """The ranks of dp_cp that hold different shards of each parameter."""
+    tied: Axis
+    """The first and the last pipeline stage, which share a tied embedding; size 1 on the stages between."""
+    world: Axis
+    fsdp: DeviceMesh | None
+    """For fully_shard: dp_cp, or (replicate, shard) where a parameter stands on several ranks. None: no processes."""
+
+    def describe(self, rank: int) -> Coordinates:
+        """The coordinates of any rank of the world."""
+        rest, tp = divmod(rank, self.tp.size)
+        rest, cp = divmod(rest, self.cp.size)
+        pp, dp = divmod(rest, self.dp.size)
+        return Coordinates(pp, dp, cp, tp)
+
+
+def build_mesh(
+    parallel: ParallelConfig, world_size: int, device_type: str, shard_size: int | None = None
+) -> Mesh:
+    """The mesh over `world_size` processes; makes its process groups, so every process calls it.
+
+    `shard_size` is over how many ranks of data × context a parameter is sharded, the others holding copies; by
+    default 1 for no_shard, else all. One process needs no process group: without one, every axis has size 1 and
+    `fsdp` is None. Raises ConfigError for sizes that do not divide.
+    """
+    dp = data_parallel_size(parallel, world_size)
+    if world_size == 1 and not dist.is_initialized():
+        return Mesh(*[Axis()] * 9, fsdp=None)
+    pp, cp, tp = (
+        parallel.pipeline_model_parallel_size,
+        parallel.context_parallel_size,
+        parallel.tensor_model_parallel_size,
+    )
+    if shard_size is None:
+        shard_size = 1 if parallel.data_parallel_sharding_strategy == "no_shard" else dp * cp
+    if dp * cp % shard_size:
+        raise ConfigError(
+            f"data ({dp}) × context ({cp}) = {dp * cp} ranks are not divisible into shards of {shard_size}; choose "
+            f"a divisor of {dp * cp}"
+        )
+    root = init_device_mesh(device_type, (pp, dp, cp, tp), mesh_dim_names=("pp", "dp", "cp", "tp"))
+    dp_cp = root["dp", "cp"]._flatten("dp_cp")
+    fsdp, replicate, shard = dp_cp, Axis(), _axis(dp_cp)
+    if shard_size < dp * cp:
+        fsdp = dp_cp._unflatten(0, (dp * cp // shard_size, shard_size), ("replicate", "shard"))
+        replicate, shard = _axis(fsdp["replicate"]), _axis(fsdp["shard"])
+    axes = {name: _axis(root[name]) for name in ("pp", "dp", "cp", "tp")}
+    return Mesh(
+        **axes,
+        dp_cp=_axis(dp_cp),
+        replicate=replicate,
+        shard=shard,
+        tied=_tied(axes["pp"]),
+        world=Axis(world_size, dist.get_rank(), dist.group.WORLD, dist.group.WORLD.group_name),
+        fsdp=fsdp,
+    )
+
+
+def _axis(mesh: DeviceMesh) -> Axis:
+    if mesh.size() == 1:
+        return Axis()
+    group = mesh.get_group()
+    return Axis(mesh.size(), mesh.get_local_rank(), group, group.group_name, mesh)
+
+
+def _tied(pp: Axis) -> Axis:
+    if pp.size <= 2:
+        return pp
+    ranks = dist.get_process_group_ranks(pp.group)
+    stage_size = ranks[1] - ranks[0]
+    groups = [  # every process takes part in making every group, its own or not
+        dist.new_group([first, first + stage_size * (pp.size - 1)]) for first in range(stage_size)
+    ]
+    if 0 < pp.rank < pp.size - 1:
+        return Axis()
+    group = groups[ranks[0]]
+    return Axis(2, min(pp.rank, 1), group, group.group_name)

@@ -1,0 +1,103 @@
+"""Every collective gives the values and the gradients that its formula says, eagerly and compiled in one graph."""
+
+import pytest
+import torch
+
+from megalith import comm
+from megalith.config import ParallelConfig
+from megalith.parallel.mesh import build_mesh
+
+
+def tensor_axis(size: int) -> comm.Axis:
+    return build_mesh(ParallelConfig(tensor_model_parallel_size=size), size, "cpu").tp
+
+
+def inputs(size: int) -> torch.Tensor:
+    """[rank, 4, 6, 2]: what each rank starts from."""
+    return torch.randn(size, 4, 6, 2, generator=torch.Generator().manual_seed(1))
+
+
+def run_collective(size: int, name: str, dim: int | None, compiled: bool):
+    axis = tensor_axis(size)
+    arguments = () if dim is None else (dim,)
+
+    def forward(x: torch.Tensor) -> torch.Tensor:
+        return getattr(comm, name)(x * 2, axis, *arguments).sin()
+
+    if compiled:
+        torch._dynamo.reset()
+        forward = torch.compile(forward, fullgraph=True)
+    x = inputs(size)[axis.rank].requires_grad_()
+    y = forward(x)
+    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(7 + axis.rank))
+    (y * weights).sum().backward()
+    return y.detach(), x.grad, weights
+
+
+# name: (what the ranks' inputs [rank, ...] become, whether every rank goes on alike)
+FORMULAS = {
+    "all_reduce": (lambda x, dim: x.sum(0, keepdim=True).expand_as(x), "alike"),
+    "all_reduce_gradient": (lambda x, dim: x, "apart"),
+    "all_gather": (lambda x, dim: torch.cat(x.unbind(), dim).expand(len(x), *[-1] * (x.ndim - 1)), "apart"),
+    "all_gather_alike": (
+        lambda x, dim: torch.cat(x.unbind(), dim).expand(len(x), *[-1] * (x.ndim - 1)),
+        "alike",
+    ),
+    "reduce_scatter": (lambda x, dim: torch.stack(x.sum(0).chunk(len(x), dim)), "apart"),
+    "all_to_all": (
+        lambda x, dim: x.unflatten(1, (len(x), -1)).transpose(0, 1).flatten(1, 2),
+        "apart",
+    ),
+}
+CASES = [
+    ("all_reduce", None),
+    ("all_reduce_gradient", None),
+    ("all_gather", 0),
+    ("all_gather", 1),
+    ("all_gather_alike", 2),
+    ("reduce_scatter", 0),
+    ("reduce_scatter", 1),
+    ("all_to_all", None),
+]
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("name, dim", CASES)
+def test_values_and_gradients_equal_the_formula(pool, name, dim, compiled):
+    size = 2
+    results = pool.run(run_collective, size, name, dim, compiled, size=size)
+    formula, going_on = FORMULAS[name]
+    x = inputs(size).requires_grad_()
+    expected = formula(x * 2, dim).sin()
+    for rank, (y, _, _) in enumerate(results):
+        torch.testing.assert_close(y, expected[rank])
+    weights = torch.stack([weights for _, _, weights in results])
+    if name == "all_reduce_gradient":  # one x, used on every rank
+        (gradient,) = torch.autograd.grad((expected * weights).sum(), x)
+        grads = [gradient.sum(0)] * size
+    elif going_on == "alike":  # each rank's gradient is of its own result alone
+        grads = []
+        for rank in range(size):
+            (gradient,) = torch.autograd.grad((expected[rank] * weights[rank]).sum(), x, retain_graph=True)
+            grads.append(gradient[rank])
+    else:
+        (gradient,) = torch.autograd.grad((expected * weights).sum(), x)
+        grads = list(gradient)
+    for (_, gradient, _), wanted in zip(results, grads):
+        torch.testing.assert_close(gradient, wanted)
+
+
+def test_an_axis_of_one_passes_tensors_through():
+    x = torch.ones(3)
+    for name in FORMULAS:
+        assert getattr(comm, name)(x, comm.Axis()) is x
+    assert comm.summed(x, comm.Axis()) is x
+
+
+def largest(size: int) -> torch.Tensor:
+    return comm.summed(inputs(size)[tensor_axis(size).rank], tensor_axis(size), "max")
+
+
+def test_the_maximum_over_the_axis(pool):
+    for result in pool.run(largest, 2, size=2):
+        torch.testing.assert_close(result, inputs(2).amax(0))

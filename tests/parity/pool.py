@@ -1,0 +1,143 @@
+"""A pool of processes that stays up between tests: each job runs one function on every rank with fresh gloo groups.
+
+    pool = Pool(4)
+    values = pool.run(function, *args)      # function(*args) on ranks 0 to 3; their return values in order
+
+The function stands at the top level of a module, and what goes in and out can be pickled. Starting workers costs
+seconds, a job about 50 ms. A process group leaks descriptors and threads, so workers are replaced after some jobs, and
+after a failure, since the others may hang in a collective.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import resource
+import sys
+import traceback
+from collections.abc import Callable
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+JOBS_PER_WORKER = 50
+_processes = multiprocessing.get_context("forkserver")
+_processes.set_forkserver_preload(["torch.distributed.tensor", "megalith.models.transformer"])
+
+
+class RankFailed(Exception):
+    """A rank raised: the message is its traceback. The error itself, where it can be pickled, is the cause."""
+
+
+class Pool:
+    """`size` worker processes, started at the first job."""
+
+    def __init__(self, size: int, timeout: float = 120.0):
+        self.size = size
+        self.timeout = timeout  # seconds a job may take
+        self._workers: list[tuple[Any, Connection]] = []
+        self._jobs = 0
+        self._store = None
+
+    def run(self, function: Callable, *args: Any, size: int | None = None) -> list[Any]:
+        """`function(*args)` on ranks 0 to size - 1 (default: all), each in a process group of that size.
+
+        Returns their values in order. Raises RankFailed with the traceback of the rank that failed first.
+        """
+        size = size or self.size
+        assert size <= self.size, f"a pool of {self.size} cannot run a job of {size}"
+        if self._jobs == JOBS_PER_WORKER:
+            self.close()
+        self._start()
+        self._jobs += 1
+        job = pickle.dumps((function, args))
+        for rank, (_, pipe) in enumerate(self._workers[:size]):
+            pipe.send((self._jobs, rank, size, self._store.port, self.timeout, sys.path, job))
+        waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._workers[:size])}
+        results: list[Any] = [None] * size
+        while waiting:
+            ready = wait(list(waiting), self.timeout + 10)
+            if not ready:
+                self.close()
+                raise RankFailed(f"ranks {sorted(waiting.values())} gave no answer within {self.timeout} s")
+            for pipe in ready:
+                rank = waiting.pop(pipe)
+                results[rank] = self._receive(rank, pipe)
+        return results
+
+    def close(self) -> None:
+        """Ends the workers; the next job starts new ones."""
+        for process, pipe in self._workers:
+            pipe.close()
+            process.kill()
+            process.join()
+        self._workers, self._jobs, self._store = [], 0, None
+
+    def _receive(self, rank: int, pipe: Connection) -> Any:
+        try:
+            succeeded, content = pipe.recv()
+        except EOFError:
+            self.close()
+            raise RankFailed(f"rank {rank}'s process ended without a word") from None
+        if succeeded:
+            return pickle.loads(content)
+        self.close()
+        text, error = content
+        raise RankFailed(f"rank {rank}:\n{text}") from (pickle.loads(error) if error else None)
+
+    def _start(self) -> None:
+        if self._workers:
+            return
+        from torch.distributed import TCPStore
+
+        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        for _ in range(self.size):
+            ours, theirs = _processes.Pipe()
+            process = _processes.Process(target=_work, args=(theirs,), daemon=True)
+            process.start()
+            theirs.close()
+            self._workers.append((process, ours))
+
+
+def _work(pipe: Connection) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    while True:
+        try:
+            number, rank, size, port, timeout, path, job = pipe.recv()
+        except EOFError:
+            return
+        sys.path[:] = path
+        pipe.send(_run_job(number, rank, size, port, timeout, job))
+
+
+def _run_job(number: int, rank: int, size: int, port: int, timeout: float, job: bytes) -> tuple[bool, Any]:
+    """(True, pickled value) or (False, (traceback, pickled error or None))."""
+    import torch.distributed as dist
+
+    faulthandler.dump_traceback_later(timeout)
+    try:
+        function, args = pickle.loads(job)
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
+        store = dist.PrefixStore(f"job {number}", dist.TCPStore("127.0.0.1", port))
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
+        )
+        value = pickle.dumps(function(*args))
+        dist.destroy_process_group()
+        return True, value
+    except BaseException as error:
+        text = traceback.format_exc()
+        try:
+            pickled = pickle.dumps(error)
+            pickle.loads(pickled)
+        except Exception:
+            pickled = None
+        return False, (text, pickled)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
