@@ -27,6 +27,7 @@ class SelfAttention(nn.Module):
         self.heads_in_group = config.num_attention_heads // config.query_groups
         self.dropout = config.attention_dropout
         self.core = attention
+        self.first_head = 0  # the number of the first head here among all, where tensor parallelism cuts them
         rows = config.query_groups * (self.heads_in_group + 2) * config.head_dim
         width = config.num_attention_heads * config.head_dim
         bias = config.add_bias_linear
@@ -59,5 +60,6 @@ class SelfAttention(nn.Module):
             mask=context.mask,
             dropout=self.dropout if drops else 0.0,
             dropout_rows=context.dropout.query_rows() if drops else None,
+            first_head=self.first_head,
         )
         return self.linear_proj(out.flatten(2))

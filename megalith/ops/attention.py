@@ -34,6 +34,7 @@ def attention(
     | None = None,  # bool [batch, 1, queries, keys], True where a query may look; replaces causal
     dropout: float = 0.0,
     dropout_rows: Tensor | None = None,  # int32 [batch, queries]
+    first_head: int = 0,  # the number of the first of these heads among all of the layer's: a key of dropout
 ) -> Tensor:
     """softmax(query · keyᵀ / √head_dim) · value → [batch, queries, heads, head_dim], softmax in fp32."""
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [batch, heads, seq, head_dim]
@@ -42,7 +43,7 @@ def attention(
         with sdpa_kernel(_CAUSAL if mask is None else _MASKED, set_priority=True):
             out = _fused(query, key, value, causal, mask, dropout)
     elif dropout:
-        out = _plain(query, key, value, causal, mask, dropout, dropout_rows)
+        out = _plain(query, key, value, causal, mask, dropout, dropout_rows, first_head)
     else:
         out = _fused(query, key, value, causal, mask, 0.0)
     return out.transpose(1, 2)
@@ -64,6 +65,7 @@ def _plain(
     mask: Tensor | None,
     dropout: float,
     dropout_rows: Tensor,
+    first_head: int,
 ) -> Tensor:
     """The formula, with dropout of the probabilities keyed by position."""
     shared = query.shape[1] // key.shape[1]
@@ -74,7 +76,7 @@ def _plain(
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     probabilities = scores.softmax(-1)
-    kept = attention_keep_mask(dropout_rows, scores.shape[1], scores.shape[3], dropout)
+    kept = attention_keep_mask(dropout_rows, scores.shape[1], scores.shape[3], dropout, first_head)
     probabilities = torch.where(kept, probabilities / (1.0 - dropout), 0.0)
     return probabilities.to(value.dtype) @ value
 

@@ -75,9 +75,14 @@ def _drop(x: Tensor, probability: float, rows: Tensor) -> Tensor:
     return torch.where(kept, x * (1.0 / (1.0 - probability)), 0.0)
 
 
-def attention_keep_mask(rows: Tensor, heads: int, keys: int, probability: float) -> Tensor:
-    """Which attention probabilities stay: bool [batch, heads, queries, keys], from rows int32 [batch, queries]."""
-    head = torch.arange(heads, device=rows.device)[:, None]
+def attention_keep_mask(
+    rows: Tensor, heads: int, keys: int, probability: float, first_head: int = 0
+) -> Tensor:
+    """Which attention probabilities stay: bool [batch, heads, queries, keys], from rows int32 [batch, queries].
+
+    `first_head` is the number of the first of these heads among all of the layer's.
+    """
+    head = torch.arange(first_head, first_head + heads, device=rows.device)[:, None]
     columns = _mixed_indices((head + 1) * 0x1000000 ^ torch.arange(keys, device=rows.device))  # [heads, keys]
     return keep(rows[:, None, :, None] ^ columns[None, :, None, :], probability)
 
