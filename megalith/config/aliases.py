@@ -41,16 +41,19 @@ def _virtual_stages(layers_per_stage: Any, tree: dict[str, dict[str, Any]]) -> i
         return None
     layers = tree["model"].get("num_layers")
     stages = tree["parallel"].get("pipeline_model_parallel_size", 1)
-    if not layers or layers % (stages * layers_per_stage):
+    counts = (layers, stages, layers_per_stage)
+    if any(type(count) is not int or count < 1 for count in counts) or layers % (stages * layers_per_stage):
         raise ConfigError(
-            f"num_layers_per_virtual_pipeline_stage {layers_per_stage} × pipeline_model_parallel_size {stages} "
-            f"does not divide model.num_layers {layers}; choose a divisor, or set "
+            f"num_layers_per_virtual_pipeline_stage {layers_per_stage!r} × pipeline_model_parallel_size {stages!r} "
+            f"does not divide model.num_layers {layers!r}; choose whole numbers that do, or set "
             "parallel.virtual_pipeline_model_parallel_size (model chunks per pipeline rank) itself"
         )
     return layers // (stages * layers_per_stage)
 
 
 def _granularity(recompute: Any, tree: dict[str, dict[str, Any]]) -> str | None:
+    if not isinstance(recompute, bool):
+        raise ConfigError(f"parallel.recompute_activations is {recompute!r}: true or false is needed")
     return (tree["parallel"].get("recompute_granularity") or "full") if recompute else None
 
 
@@ -66,6 +69,8 @@ ALIASES: dict[str, Rename | Choose | Already | Derive] = {
     "parallel.num_layers_per_virtual_pipeline_stage": Derive("parallel.virtual_pipeline_model_parallel_size", _virtual_stages),
     "parallel.recompute_activations":                 Derive("parallel.recompute_granularity", _granularity),
     "parallel.accumulate_allreduce_grads_in_fp32":    Already(_FP32_SUMS),
+    "parallel.overlap_grad_reduce":                   Already("gradients are always reduced while the backward pass goes on"),
+    "parallel.overlap_param_gather":                  Already("parameters are always gathered while the forward pass goes on"),
     "parallel.dp_comm_overlap_bucket_size":           Already("a bucket is a transformer block"),
 
     "model.seq_length":                               Rename("data.seq_length"),

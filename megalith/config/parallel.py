@@ -44,11 +44,8 @@ class ParallelConfig(Section):
     )
     """What is sharded over data-parallel devices: nothing, or in turn optimizer state, gradients, parameters."""
 
-    overlap_grad_reduce: bool = False
-    """Reduces gradients while the backward pass goes on."""
-
-    overlap_param_gather: bool = False
-    """Gathers parameters while the forward pass goes on."""
+    num_distributed_optimizer_instances: PositiveInt = 1
+    """Copies of the sharded state (hybrid sharding): each is spread over data · context / copies devices."""
 
     tp_comm_overlap: bool = False
     """Overlaps tensor-parallel collectives with matmuls."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from megalith.config.batch import BatchSizeSchedule
-from megalith.config.model import ModelConfig
+from megalith.config.model import ModelConfig, RopeScaling
 from megalith.config.parallel import ParallelConfig
 from megalith.config.presets import PRESETS
 from megalith.config.run import RunConfig
@@ -41,6 +41,27 @@ def check_model(model: ModelConfig) -> None:
             "model.rope_scaling needs model.position_embedding_type rope, which is "
             f"{model.position_embedding_type}; set it, or remove the scaling"
         )
+    _check_rope_scaling(model.rope_scaling)
+
+
+def _check_rope_scaling(scaling: RopeScaling | None) -> None:
+    if scaling is None:
+        return
+    bounds = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
+    for low, high in [bounds[scaling.type]] if scaling.type in bounds else []:
+        if getattr(scaling, low) >= getattr(scaling, high):
+            raise ConfigError(
+                f"model.rope_scaling.{low} {getattr(scaling, low)} is not below {high} {getattr(scaling, high)}; "
+                "frequencies between the two are blended: raise one or lower the other"
+            )
+
+
+def _check_recompute(parallel: ParallelConfig) -> None:
+    if parallel.recompute_method is not None and parallel.recompute_granularity != "full":
+        raise ConfigError(
+            f"parallel.recompute_method {parallel.recompute_method} chooses among whole layers, but "
+            f"parallel.recompute_granularity is {parallel.recompute_granularity}; set it to full, or remove the method"
+        )
 
 
 def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
@@ -67,6 +88,30 @@ def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
         f"context ({sizes['context']}) = {product}; {ways_out[0] if ways_out else ''}start "
         f"{-(-world_size // product) * product} processes"
     )
+
+
+def shard_size(parallel: ParallelConfig, world_size: int) -> int:
+    """Over how many ranks of data × context a parameter's optimizer state is sharded; 1 with no_shard.
+
+    Raises ConfigError where num_distributed_optimizer_instances does not divide them.
+    """
+    ranks = data_parallel_size(parallel, world_size) * parallel.context_parallel_size
+    copies, strategy = parallel.num_distributed_optimizer_instances, parallel.data_parallel_sharding_strategy
+    if strategy == "no_shard":
+        if copies > 1:
+            raise ConfigError(
+                f"parallel.num_distributed_optimizer_instances is {copies}, but data_parallel_sharding_strategy "
+                "no_shard keeps a whole copy on every rank; leave it at 1, or choose optim, optim_grads or "
+                "optim_grads_params"
+            )
+        return 1
+    if ranks % copies:
+        raise ConfigError(
+            f"parallel.num_distributed_optimizer_instances {copies} does not divide the {ranks} ranks of data "
+            f"({ranks // parallel.context_parallel_size}) × context ({parallel.context_parallel_size}), over which "
+            f"the state is sharded; choose among {_divisors(ranks)}"
+        )
+    return ranks // copies
 
 
 def check_tensor(model: ModelConfig, parallel: ParallelConfig, seq_length: int) -> None:
@@ -115,7 +160,9 @@ def check_training(config: RunConfig, world_size: int = 1) -> None:
     check_model(config.model)
     _check_available(config)
     data_parallel = data_parallel_size(config.parallel, world_size)
+    shard_size(config.parallel, world_size)
     check_tensor(config.model, config.parallel, config.data.seq_length)
+    _check_recompute(config.parallel)
     _check_lengths(config)
     _check_data(config)
     _check_duration(config)
