@@ -6,9 +6,11 @@ That one text is the help of the command line, the JSON Schema for editors and t
 
 from __future__ import annotations
 
+import typing
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
+from pydantic_core import PydanticCustomError
 
 from megalith.errors import ConfigError
 
@@ -24,6 +26,15 @@ class Section(BaseModel):
         protected_namespaces=(),
     )
 
+    @field_validator("*", mode="before")
+    @classmethod
+    def _refuse_truth_as_number(cls, value: Any, info: ValidationInfo) -> Any:
+        """True is no number here: `--train.train_iters` with its value forgotten would be one iteration."""
+        annotation = cls.model_fields[info.field_name].annotation
+        if isinstance(value, bool) and bool not in (annotation, *typing.get_args(annotation)):
+            raise PydanticCustomError("no_truth", "a value is needed, not true or false")
+        return value
+
 
 _PLAIN_WORDS = {
     "extra_forbidden": "there is no such setting",
@@ -35,7 +46,10 @@ _PLAIN_WORDS = {
     "bool_parsing": "true or false is needed",
     "bool_type": "true or false is needed",
     "string_type": "text is needed (quote it)",
+    "list_type": "a list is needed",
+    "model_type": "keys with values are needed",
 }
+LONGEST_SHOWN = 200
 
 
 def as_config_error(error: ValidationError) -> ConfigError:
@@ -47,7 +61,10 @@ def as_config_error(error: ValidationError) -> ConfigError:
 def _sentence(item: Any) -> str:
     path = ".".join(str(part) for part in item["loc"] if not _is_union_branch(part))
     rule = _PLAIN_WORDS.get(item["type"]) or item["msg"][0].lower() + item["msg"][1:]
-    return f"{path} is {item['input']!r}: {rule}"
+    value = repr(item["input"])
+    if len(value) > LONGEST_SHOWN:
+        value = value[: LONGEST_SHOWN - 1] + "…"
+    return f"{path} is {value}: {rule}"
 
 
 def _is_union_branch(part: str | int) -> bool:

@@ -128,7 +128,7 @@ def _default_words(field: FieldInfo) -> str:
         return ""
     if isinstance(default, bool):
         return str(default).lower()
-    return f"{default:g}" if isinstance(default, float) else str(default)
+    return f"{default:.12g}" if isinstance(default, float) else str(default)
 
 
 def _shown(default: str) -> str:

@@ -64,7 +64,7 @@ class ModelConfig(Section):
     """Size of one head. Absent: hidden_size / num_attention_heads."""
 
     vocab_size: PositiveInt | None = None
-    """Entries of the vocabulary, unpadded. Absent: the tokenizer's."""
+    """Entries of the vocabulary, unpadded. Absent: the tokenizer's. With NullTokenizer the last is its end."""
 
     make_vocab_size_divisible_by: PositiveInt = 128
     """The embedding's rows are padded to a multiple of this. Never depends on the layout."""
@@ -75,7 +75,7 @@ class ModelConfig(Section):
     position_embedding_type: Literal["learned_absolute", "rope"] = "learned_absolute"
     """Learned positions added to the embedding, or rotary positions in attention."""
 
-    rotary_base: PositiveFloat = 10000.0
+    rotary_base: Annotated[float, Field(gt=1.0)] = 10000.0
     """Base of the rotary frequencies (theta)."""
 
     rope_scaling: RopeScaling | None = None

@@ -9,6 +9,7 @@ from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, Pos
 from megalith.config.base import Section
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class OptimConfig(Section):
@@ -65,16 +66,16 @@ class OptimConfig(Section):
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
     """How the weight decay moves from start to end."""
 
-    adam_beta1: Fraction = 0.9
+    adam_beta1: Decay = 0.9
     """Decay of the first moment."""
 
-    adam_beta2: Fraction = 0.999
+    adam_beta2: Decay = 0.999
     """Decay of the second moment."""
 
     adam_eps: PositiveFloat = 1e-8
     """Added to the square root of the second moment."""
 
-    sgd_momentum: Fraction = 0.9
+    sgd_momentum: Decay = 0.9
     """SGD's momentum."""
 
     clip_grad: NonNegativeFloat = 1.0

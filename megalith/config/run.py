@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import typing
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import yaml
 from pydantic import PrivateAttr, ValidationError
 
-from megalith.config.aliases import ALIASES, apply_aliases
+from megalith.config.aliases import ALIASES, Rename, apply_aliases
 from megalith.config.base import Section, as_config_error
 from megalith.config.data import DataConfig
 from megalith.config.model import ModelConfig
@@ -19,6 +20,7 @@ from megalith.config.output import CheckpointConfig, LogConfig, RuntimeConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.presets import PRESETS
 from megalith.config.train import TrainConfig
+from megalith.config.yaml_text import parse_yaml
 from megalith.errors import ConfigError, did_you_mean
 
 Tree = dict[str, dict[str, Any]]
@@ -56,8 +58,8 @@ class RunConfig(Section):
 
     @classmethod
     def from_tree(cls, tree: Tree) -> RunConfig:
-        """Builds the configuration from plain dicts: section → key → value."""
-        tree = {section: dict(tree.get(section) or {}) for section in cls.model_fields}
+        """Builds the configuration from plain dicts: section → key → value. Raises ConfigError."""
+        tree = _sections_of(tree)
         _refuse_unknown(tree)
         preset = _preset(tree["model"].get("preset"))
         notes = apply_aliases(tree, preset)
@@ -87,29 +89,39 @@ def read_yaml(path: str | Path) -> Tree:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"the run file {path} cannot be read: {error}") from None
     try:
-        content = yaml.safe_load(text)
+        content = parse_yaml(text)
     except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"the run file {path} is not valid YAML: {error}") from None
-    tree = _empty_tree()
-    if content is None:
-        return tree
-    if not isinstance(content, dict):
+        raise ConfigError(f"the run file {path} is not valid YAML: {' '.join(str(error).split())}") from None
+    if content is not None and not isinstance(content, dict):
         raise ConfigError(
             f"the run file {path} holds a {type(content).__name__}; it needs sections: {_sections()}"
         )
+    try:
+        return _sections_of(content or {})
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _sections_of(content: dict[Any, Any]) -> Tree:
+    """`content` with every section there, each a dict of its own. Raises ConfigError for any other form."""
+    tree = _empty_tree()
     for section, values in content.items():
         if section not in tree:
-            raise ConfigError(f"{path}: there is no section {section!r}{_hint_for_section(section)}")
+            raise ConfigError(f"there is no section {section!r}{_hint_for_section(str(section))}")
         if values is not None and not isinstance(values, dict):
-            raise ConfigError(f"{path}: section {section!r} holds {values!r}; it needs keys with values")
-        tree[section] = values or {}
+            raise ConfigError(f"section {section!r} holds {values!r}; it needs keys with values")
+        tree[section] = dict(values or {})
+        for key in tree[section]:
+            if not isinstance(key, str):
+                raise ConfigError(f"{section} has the key {key!r}; a setting's name is text")
     return tree
 
 
 def parse_overrides(arguments: Sequence[str]) -> list[tuple[str, str, Any]]:
     """`--section.key value`, `--section.key=value` or `section.key=value` → (section, key, value).
 
-    A key alone means true; several values make a list. Values are read as YAML, so `null` and `[1, 2]` work.
+    A key alone means true; several values make a list. Values are read as YAML, so `null` and `[1, 2]` work; where a
+    setting takes text, `100` is text.
     """
     result = []
     index = 0
@@ -126,18 +138,30 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[str, str, Any]]:
         section, dot, key = path.replace("-", "_").partition(".")
         if not dot or section not in RunConfig.model_fields:
             raise ConfigError(f"there is no setting --{path}{_hint_for_section(section, key or section)}")
-        result.append((section, key, _parse_values(path, values)))
+        result.append((section, key, _parse_values(section, key, values)))
     return result
 
 
-def _parse_values(path: str, values: list[str]) -> Any:
+def _parse_values(section: str, key: str, values: list[str]) -> Any:
     try:
-        parsed = [yaml.safe_load(value) for value in values]
-    except yaml.YAMLError:
+        parsed = [parse_yaml(value) for value in values]
+    except (yaml.YAMLError, RecursionError):
         parsed = list(values)
     if not parsed:
         return True
-    return parsed[0] if len(parsed) == 1 else parsed
+    if len(parsed) > 1:
+        return parsed
+    if _takes_text(section, key) and not isinstance(parsed[0], str | list | None):
+        return values[0]
+    return parsed[0]
+
+
+def _takes_text(section: str, key: str) -> bool:
+    alias = ALIASES.get(f"{section}.{key}")
+    if isinstance(alias, Rename):
+        section, key = alias.path.split(".")
+    field = RunConfig.model_fields[section].annotation.model_fields.get(key)
+    return field is not None and str in (field.annotation, *typing.get_args(field.annotation))
 
 
 def known_keys(section: str) -> list[str]:
@@ -160,10 +184,15 @@ def _refuse_unknown(tree: Tree) -> None:
 
 def _unfold_nested(tree: Tree) -> None:
     """`model: {"rope_scaling.factor": 8}`, as overrides give it, becomes a nested dict."""
-    for values in tree.values():
+    for section, values in tree.items():
         for key in [key for key in values if "." in key]:
             outer, _, inner = key.partition(".")
-            values[outer] = {**(values.get(outer) or {}), inner: values.pop(key)}
+            whole = values.get(outer) or {}
+            if not isinstance(whole, dict):
+                raise ConfigError(
+                    f"{section}.{key} is set, but {section}.{outer} is {whole!r}, which has no parts; remove one"
+                )
+            values[outer] = {**whole, inner: values.pop(key)}
 
 
 def _elsewhere(key: str) -> str:
@@ -172,7 +201,7 @@ def _elsewhere(key: str) -> str:
 
 
 def _preset(name: Any) -> dict[str, Any]:
-    if name is not None and name not in PRESETS:
+    if name is not None and (not isinstance(name, str) or name not in PRESETS):
         near = did_you_mean(str(name), PRESETS)
         raise ConfigError(f"there is no preset {name!r}{near}; known: {', '.join(PRESETS)}")
     return copy.deepcopy(PRESETS[name]) if name else {}

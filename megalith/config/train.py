@@ -39,7 +39,7 @@ class TrainConfig(Section):
     fp8_amax_compute_algo: Literal["max", "most_recent"] = "most_recent"
     """FP8: how a scale is taken from the history."""
 
-    seed: NonNegativeInt = 1234
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 1234
     """Initial weights, dropout and the data's order follow from it alone."""
 
     deterministic: bool = False
