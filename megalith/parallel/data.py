@@ -1,0 +1,105 @@
+"""Data parallelism: FSDP2 (`fully_shard`), in Megatron's words and with Megatron's sums.
+
+Every rank of data × context runs the model on tokens of its own, and the gradients are summed over them. What differs
+between the strategies is what a rank keeps of the state in the meantime (ZeRO, Rajbhandari et al. 2020):
+
+    strategy              optimizer state   gradients        parameters         moved on each micro-batch
+    no_shard              whole             whole            whole              nothing; the last: all-reduce
+    optim (ZeRO-1)        a shard           whole            whole in a step    nothing; once a step gather and reduce
+    optim_grads (ZeRO-2)  a shard           a shard          whole in a step    reduce-scatter
+    optim_grads_params    a shard           a shard          a layer at a time  two gathers, reduce-scatter
+      (ZeRO-3)
+
+A layer is the unit that is gathered and reduced, and embedding, final norm and head are one together, so that a tied
+weight has one gradient. FSDP2 gathers the next layer while one computes, and reduces the last one's gradients while
+backward goes on; in hybrid sharding the shards' sums are then all-reduced over the copies.
+
+Gradients are summed, never averaged: the loss is divided by the count of valid tokens everywhere. Layers compute in
+the compute dtype; what they give for a micro-batch is added up and reduced in fp32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from megalith.config import ParallelConfig
+from megalith.models.transformer import Transformer
+from megalith.parallel.mesh import Mesh
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """When parameters are freed, and when gradients are reduced."""
+
+    frees_after_forward: bool
+    """A layer's parameters are freed after its forward and gathered again for its backward."""
+
+    reduces_each: bool
+    """Gradients are reduced after each micro-batch, not only after the last."""
+
+
+STRATEGIES = {
+    "no_shard": Strategy(frees_after_forward=False, reduces_each=False),
+    "optim": Strategy(frees_after_forward=False, reduces_each=False),
+    "optim_grads": Strategy(frees_after_forward=False, reduces_each=True),
+    "optim_grads_params": Strategy(frees_after_forward=True, reduces_each=True),
+}
+
+
+def apply_data(chunks: Iterable[Transformer], mesh: Mesh, parallel: ParallelConfig) -> None:
+    """Shards the parameters of this rank's model chunks over mesh.fsdp, in place; nothing where data × context is 1.
+
+    It comes after everything that changes layers or their parameters (stages, tensor parallelism), while these may
+    still be on the meta device. Dimension 0 is what is sharded: the model keeps it long in every weight.
+    """
+    if mesh.dp_cp.size == 1:
+        return
+    strategy = STRATEGIES[parallel.data_parallel_sharding_strategy]
+    for chunk in chunks:
+        precision = MixedPrecisionPolicy(
+            param_dtype=chunk.compute_dtype,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,  # it would cast masks and rotary tables too
+        )
+        frees = (
+            None if strategy.frees_after_forward else False
+        )  # None: all but the root, whose backward is next
+        for module in (*chunk.layers.values(), chunk):
+            fully_shard(module, mesh=mesh.fsdp, reshard_after_forward=frees, mp_policy=precision)
+        for module in _sharded_modules(chunk):  # neither setting passes to the modules inside
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+
+
+def micro_batch_begins(chunks: Iterable[nn.Module], parallel: ParallelConfig, is_last: bool) -> None:
+    """To be called before a micro-batch's backward: `is_last` when no other of the step follows on these chunks.
+
+    The last one reduces the gradients, over the copies too, and frees the gathered parameters, so that the next step
+    gathers what the optimizer has made of them.
+    """
+    strategy = STRATEGIES[parallel.data_parallel_sharding_strategy]
+    for chunk in chunks:
+        if isinstance(chunk, FSDPModule):
+            chunk.set_requires_gradient_sync(is_last or strategy.reduces_each)
+            chunk.set_requires_all_reduce(is_last)
+            chunk.set_reshard_after_backward(is_last or strategy.frees_after_forward)
+
+
+def free_gathered(chunks: Iterable[nn.Module]) -> None:
+    """Frees what forward passes without a backward (evaluation, generation) have left gathered.
+
+    Whoever changes weights after such a pass other than by the step's own optimizer calls this first: a parameter
+    that stays gathered would be used as it was.
+    """
+    for chunk in chunks:
+        for module in _sharded_modules(chunk):
+            module.reshard()
+
+
+def _sharded_modules(chunk: nn.Module) -> Iterator[FSDPModule]:
+    return (module for module in chunk.modules() if isinstance(module, FSDPModule))
