@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
