@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import hashlib
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 
+from megalith.comm import local, local_place
 from megalith.config import ModelConfig
 
 BLOCK = 2**20  # elements that one generator fills
@@ -20,32 +22,59 @@ BLOCK = 2**20  # elements that one generator fills
 
 def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
     """Fills every parameter: N(0, init_method_std), scaled by 1/√(2 · layers) where a layer adds to the residual
-    stream; norms 1, biases 0; rows of the padded vocabulary 0."""
+    stream; norms 1, biases 0; rows of the padded vocabulary 0.
+
+    A parameter may be plain or a DTensor of any placement: its local shard gets its slice of the global tensor.
+    """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            parameter.copy_(initial_value(name, parameter.shape, config, seed))
+            shape, first = local_place(parameter)
+            local(parameter).copy_(initial_value(name, parameter.shape, config, seed, shape, first))
 
 
-def initial_value(name: str, shape: torch.Size, config: ModelConfig, seed: int) -> Tensor:
-    """The float32 CPU tensor that parameter `name` starts from."""
+def initial_value(
+    name: str,
+    shape: torch.Size,
+    config: ModelConfig,
+    seed: int,
+    slice_shape: Sequence[int] | None = None,
+    slice_first: Sequence[int] | None = None,
+) -> Tensor:
+    """The float32 CPU tensor that parameter `name`, of this global shape, starts from.
+
+    Or a slice of it: of `slice_shape`, from the indices `slice_first` on.
+    """
+    slice_shape = torch.Size(shape if slice_shape is None else slice_shape)
+    slice_first = [0] * len(shape) if slice_first is None else slice_first
     if name.endswith(".bias"):
-        return torch.zeros(shape)
+        return torch.zeros(slice_shape)
     if "layernorm" in name:
-        return torch.ones(shape)
+        return torch.ones(slice_shape)
     std = config.init_method_std
     if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
         std /= math.sqrt(2 * config.num_layers)
-    value = normal(name, shape, std, seed)
+    value = normal_rows(name, shape, std, seed, slice_first[0], slice_shape[0])
+    for dim in range(1, len(shape)):
+        value = value.narrow(dim, slice_first[dim], slice_shape[dim])
     if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
-        value[config.vocab_size :] = 0.0
+        value[max(0, config.vocab_size - slice_first[0]) :] = 0.0
     return value
 
 
-def normal(name: str, shape: torch.Size, std: float, seed: int) -> Tensor:
-    """N(0, std) in float32, keyed by seed and name."""
-    flat = torch.empty(shape.numel())
-    for block, values in enumerate(flat.split(BLOCK)):
+def normal_rows(name: str, shape: torch.Size, std: float, seed: int, first: int, rows: int) -> Tensor:
+    """Rows of a tensor of this shape that is N(0, std) in float32, keyed by seed and name.
+
+    Only the blocks that these rows touch are made, each whole, since a generator's values depend on their count.
+    """
+    total = shape.numel()
+    width = shape[1:].numel()
+    start, stop = first * width, (first + rows) * width
+    flat = torch.empty(stop - start)
+    for block in range(start // BLOCK, -(-stop // BLOCK)):
+        origin = block * BLOCK
         digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        values.normal_(0.0, std, generator=generator)
-    return flat.view(shape)
+        values = torch.empty(min(BLOCK, total - origin)).normal_(0.0, std, generator=generator)
+        low, high = max(start, origin), min(stop, origin + BLOCK)
+        flat[low - start : high - start] = values[low - origin : high - origin]
+    return flat.view(rows, *shape[1:])

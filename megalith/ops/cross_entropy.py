@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-_CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**26}  # logits that exist at once
+CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**26}  # logits that exist at once
 
 
 def linear_cross_entropy(
@@ -39,7 +39,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss = hidden.new_zeros((), dtype=torch.float32)
         grad_hidden = torch.empty_like(hidden) if hidden.requires_grad else None
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if weight.requires_grad else None
-        rows = max(1, _CHUNK_ELEMENTS[hidden.device.type] // weight.shape[0])
+        rows = max(1, CHUNK_ELEMENTS[hidden.device.type] // weight.shape[0])
         for chunk, label, mask, start in zip(
             hidden.split(rows), labels.split(rows), loss_mask.split(rows), range(0, len(hidden), rows)
         ):

@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch.distributed import DeviceMesh, init_device_mesh
 
 from megalith.comm import Axis
-from megalith.config import ParallelConfig
-from megalith.config.rules import data_parallel_size
+from megalith.config import ParallelConfig, rules
 from megalith.errors import ConfigError
 
 
@@ -65,10 +64,10 @@ def build_mesh(
     """The mesh over `world_size` processes; makes its process groups, so every process calls it.
 
     `shard_size` is over how many ranks of data × context a parameter is sharded, the others holding copies; by
-    default 1 for no_shard, else all. One process needs no process group: without one, every axis has size 1 and
-    `fsdp` is None. Raises ConfigError for sizes that do not divide.
+    default what the configuration says (`rules.shard_size`). One process needs no process group: without one, every
+    axis has size 1 and `fsdp` is None. Raises ConfigError for sizes that do not divide.
     """
-    dp = data_parallel_size(parallel, world_size)
+    dp = rules.data_parallel_size(parallel, world_size)
     if world_size == 1 and not dist.is_initialized():
         return Mesh(*[Axis()] * 9, fsdp=None)
     pp, cp, tp = (
@@ -77,7 +76,7 @@ def build_mesh(
         parallel.tensor_model_parallel_size,
     )
     if shard_size is None:
-        shard_size = 1 if parallel.data_parallel_sharding_strategy == "no_shard" else dp * cp
+        shard_size = rules.shard_size(parallel, world_size)
     if dp * cp % shard_size:
         raise ConfigError(
             f"data ({dp}) × context ({cp}) = {dp * cp} ranks are not divisible into shards of {shard_size}; choose "
