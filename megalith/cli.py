@@ -149,7 +149,7 @@ def config_presets(args: Arguments) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Every subcommand with its options; `train` is listed here and parsed by itself."""
-    from megalith.data.commands import add_corpus, add_preprocess, add_tokenizer_train
+    from megalith.data import commands as prepare
 
     parser = argparse.ArgumentParser(
         prog="megalith",
@@ -159,13 +159,18 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(required=True, metavar="command")
     commands.add_parser("train", help="train as a run file says; `megalith train --help` lists every setting")
-    add_corpus(
-        commands.add_parser("corpus", help="write the built-in corpus, Python's standard library, as JSONL")
+    prepare.add_corpus_arguments(
+        _leaf(
+            commands, "corpus", "write Python's standard library as JSONL, a first corpus", prepare.run_corpus
+        )
     )
-    add_preprocess(commands.add_parser("preprocess", help="tokenize JSONL files into an indexed dataset"))
-
     tokenizer = _group(commands, "tokenizer", "make a tokenizer")
-    add_tokenizer_train(tokenizer.add_parser("train", help="train a byte-pair encoding of one's own"))
+    prepare.add_tokenizer_train_arguments(
+        _leaf(tokenizer, "train", "train a byte-pair encoding of one's own", prepare.run_tokenizer_train)
+    )
+    prepare.add_preprocess_arguments(
+        _leaf(commands, "preprocess", "tokenize JSONL into an indexed dataset", prepare.run_preprocess)
+    )
 
     data = _group(commands, "data", "look at data")
     _add_data_show(_leaf(data, "show", "print samples as training would read them", data_show))

@@ -34,7 +34,7 @@ class MLP(nn.Module):
     def forward(self, x: Tensor) -> Tensor:  # [batch, seq, hidden]
         x = self.linear_fc1(x)  # [batch, seq, ffn], or [batch, seq, 2 · ffn]
         if self.gated:
-            gate, up = x.unflatten(-1, (-1, 2)).unbind(-1)  # [batch, seq, ffn] each
+            gate, up = x.unflatten(-1, (-1, 2)).movedim(-1, 0).contiguous()  # [batch, seq, ffn] each
             x = F.silu(gate) * up
         else:
             x = self.activation(x)

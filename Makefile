@@ -1,0 +1,45 @@
+# Two commands on a fresh machine with Python 3.11 and make:
+#   make train   creates .venv, prepares Python's standard library as a corpus, trains on it, shows the result
+#   make test    creates .venv, runs every test
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/ready
+RUN := runs/quickstart
+
+.PHONY: setup train test lint clean
+
+setup: $(READY)
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --constraint constraints.txt torch
+	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test]'
+	touch $@
+
+data/stdlib.jsonl: | $(READY)
+	$(BIN)/megalith corpus --output $@
+
+data/tokenizer.json: data/stdlib.jsonl
+	$(BIN)/megalith tokenizer train --input $< --vocab-size 4096 --output $@ --overwrite
+
+data/stdlib_text_document.idx: data/stdlib.jsonl data/tokenizer.json
+	$(BIN)/megalith preprocess --input $< --output-prefix data/stdlib --tokenizer-type HuggingFaceTokenizer \
+	    --tokenizer-model data/tokenizer.json --append-eod --overwrite
+
+train: $(READY) data/stdlib_text_document.idx
+	rm -rf $(RUN)
+	$(BIN)/megalith train examples/quickstart.yaml
+	$(BIN)/megalith plot $(RUN) --text
+	$(BIN)/megalith plot $(RUN)
+	$(BIN)/megalith generate $(RUN) --prompt 'def main():' --max-new-tokens 120 --temperature 0.7 --top-k 40
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+test: $(READY) lint
+	$(BIN)/python -m pytest tests
+
+clean:
+	rm -rf $(VENV) data runs

@@ -1,0 +1,11 @@
+import pytest
+import torch
+
+
+def pytest_collection_modifyitems(items):
+    """Every test of this folder needs a CUDA device."""
+    for item in items:
+        if "tests/gpu" in item.nodeid or "gpu" in item.path.parts:
+            item.add_marker(pytest.mark.gpu)
+            if not torch.cuda.is_available():
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
