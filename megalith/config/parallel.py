@@ -25,7 +25,22 @@ class ParallelConfig(Section):
     """Model chunks on each pipeline rank (interleaving)."""
 
     pipeline_schedule: Literal["1f1b", "interleaved", "zero_bubble"] = "1f1b"
-    """Order of forward and backward passes over the stages."""
+    """Order of forward and backward passes over the stages; 1f1b with several chunks a rank is interleaved."""
+
+    decoder_first_pipeline_num_layers: PositiveInt | None = None
+    """Layers on the first pipeline rank, where it should hold fewer or more than the others."""
+
+    decoder_last_pipeline_num_layers: PositiveInt | None = None
+    """Layers on the last pipeline rank, where it should hold fewer or more than the others."""
+
+    account_for_embedding_in_pipeline_split: bool = False
+    """Counts the embedding as a layer when layers are split evenly, so the first stage holds one layer less."""
+
+    account_for_loss_in_pipeline_split: bool = False
+    """Counts head and loss as a layer when layers are split evenly, so the last stage holds one layer less."""
+
+    pipeline_model_parallel_layout: str | None = None
+    """Every stage in order, `|` between them: E embedding, t layer, L head and loss, as in `Et*3|(tt|)*6,t*2|L`."""
 
     context_parallel_size: PositiveInt = 1
     """Devices that each sequence is split over (CP)."""

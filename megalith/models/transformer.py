@@ -89,7 +89,8 @@ class Transformer(nn.Module):
 
     `compute_dtype` is that of the layers' arithmetic; `seed` keys dropout. Parameters are made on `device` without
     values: `megalith.models.init.initialize` gives them, or a checkpoint does. A pipeline stage is a Transformer
-    whose embedding, final_layernorm or some layers have been taken away.
+    whose embedding, final_layernorm or some layers have been taken away; the last one keeps the word embedding where
+    it is the output matrix too.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class Transformer(nn.Module):
         input_ids: Tensor,  # int64 [batch, seq]
         *,
         hidden: Tensor
-        | None = None,  # [batch, seq, hidden]: the stage before, where this one has no embedding
+        | None = None,  # [batch, seq, hidden]: the output of the stage before; None: this is the first
         labels: Tensor | None = None,  # int64 [batch, seq]
         loss_mask: Tensor | None = None,  # float32 [batch, seq]; None: every token counts
         position_ids: Tensor | None = None,  # int64 [batch, seq]; None: the places
@@ -145,7 +146,7 @@ class Transformer(nn.Module):
         if position_ids is None:
             position_ids = places.expand(input_ids.shape)
         context = self.context(position_ids, places, document_ids, sample_numbers, cache)
-        x = hidden if self.embedding is None else self.embed(input_ids, position_ids, context)
+        x = self.embed(input_ids, position_ids, context) if hidden is None else hidden
         x = self.run_layers(list(self.layers), x, context)
         if cache is not None:
             cache.length += input_ids.shape[1]

@@ -1,0 +1,88 @@
+"""When the actions of a step ran: the form that simulated and measured pipelines share, and its file."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from megalith.errors import DataError
+from megalith.parallel.schedule import Action, Kind
+
+TIMELINE_FILE = "pipeline.json"
+
+
+@dataclass(frozen=True)
+class Span:
+    """An action of a rank and when it ran."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When every action of a step ran, in any one unit of time (measured: milliseconds)."""
+
+    spans: list[list[Span]]
+    """By rank, in order."""
+
+    @property
+    def start(self) -> float:
+        return min(spans[0].start for spans in self.spans)
+
+    @property
+    def total(self) -> float:
+        """From the first action's start to the last one's end."""
+        return max(span.end for spans in self.spans for span in spans) - self.start
+
+    def busy(self, rank: int) -> float:
+        """What the actions of `rank` take together."""
+        return sum(span.end - span.start for span in self.spans[rank])
+
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time in which they wait, 0 to 1."""
+        busy = sum(self.busy(rank) for rank in range(len(self.spans)))
+        return 1.0 - busy / (len(self.spans) * self.total)
+
+
+def write_timeline(run: str | Path, timeline: Timeline) -> Path:
+    """Writes a measured timeline (milliseconds) into a run's output folder; returns the file."""
+    path = Path(run) / TIMELINE_FILE
+    ranks = [
+        [[s.action.kind.value, s.action.micro_batch, s.action.chunk, s.start, s.end] for s in spans]
+        for spans in timeline.spans
+    ]
+    path.write_text(json.dumps({"unit": "ms", "ranks": ranks}), encoding="utf-8")
+    return path
+
+
+def read_timeline(run: str | Path) -> Timeline:
+    """The timeline that a run left in its output folder. Raises DataError where there is none, or no whole one."""
+    path = Path(run) / TIMELINE_FILE
+    try:
+        ranks = json.loads(path.read_text(encoding="utf-8"))["ranks"]
+        spans = [
+            [_span(rank, *values) for values in values_of_rank] for rank, values_of_rank in enumerate(ranks)
+        ]
+    except FileNotFoundError:
+        raise DataError(
+            f"there is no {path}; a run with a pipeline writes it when log.profile is true: name such a run's folder"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is not a timeline that a run wrote: {error}") from None
+    if not spans or not all(spans):
+        raise DataError(f"{path} has a rank without actions; measure the run again")
+    return Timeline(spans)
+
+
+def _span(rank: int, kind: str, micro_batch: int, chunk: int, start: float, end: float) -> Span:
+    if not (
+        isinstance(micro_batch, int) and isinstance(chunk, int) and math.isfinite(start) and start <= end
+    ):
+        raise ValueError(f"rank {rank} has an action {[kind, micro_batch, chunk, start, end]}")
+    return Span(rank, Action(Kind(kind), micro_batch, chunk), start, end)
