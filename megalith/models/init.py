@@ -18,6 +18,9 @@ from megalith.comm import local, local_place
 from megalith.config import ModelConfig
 
 BLOCK = 2**20  # elements that one generator fills
+DRAWN_TOGETHER = (
+    16  # torch's CPU generator draws normal values so; a count that is a multiple depends on no later one
+)
 
 
 def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
@@ -64,7 +67,7 @@ def initial_value(
 def normal_rows(name: str, shape: torch.Size, std: float, seed: int, first: int, rows: int) -> Tensor:
     """Rows of a tensor of this shape that is N(0, std) in float32, keyed by seed and name.
 
-    Only the blocks that these rows touch are made, each whole, since a generator's values depend on their count.
+    Only the blocks that these rows touch are made, each from its start, as a generator gives its values in order.
     """
     total = shape.numel()
     width = shape[1:].numel()
@@ -74,7 +77,8 @@ def normal_rows(name: str, shape: torch.Size, std: float, seed: int, first: int,
         origin = block * BLOCK
         digest = hashlib.blake2b(f"{seed}/{name}/{block}".encode(), digest_size=8).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
-        values = torch.empty(min(BLOCK, total - origin)).normal_(0.0, std, generator=generator)
+        count = -(-min(BLOCK, total - origin) // DRAWN_TOGETHER) * DRAWN_TOGETHER
+        values = torch.empty(count).normal_(0.0, std, generator=generator)
         low, high = max(start, origin), min(stop, origin + BLOCK)
         flat[low - start : high - start] = values[low - origin : high - origin]
     return flat.view(rows, *shape[1:])

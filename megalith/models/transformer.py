@@ -43,10 +43,10 @@ class Embedding(nn.Module):
         width = config.hidden_size
         self.lookup = nn.functional.embedding
         self.shard_tokens = whole
-        self.word_embeddings = nn.Embedding(config.padded_vocab_size, width, device=device)
+        self.word_embeddings = _table(config.padded_vocab_size, width, device)
         self.position_embeddings = None
         if config.position_embedding_type == "learned_absolute":
-            self.position_embeddings = nn.Embedding(config.max_position_embeddings, width, device=device)
+            self.position_embeddings = _table(config.max_position_embeddings, width, device)
 
     def forward(
         self, input_ids: Tensor, position_ids: Tensor
@@ -56,6 +56,11 @@ class Embedding(nn.Module):
             position_ids = self.shard_tokens(position_ids)
             x = x + nn.functional.embedding(position_ids, local(self.position_embeddings.weight))
         return x
+
+
+def _table(rows: int, width: int, device: torch.device | str | None) -> nn.Embedding:
+    """An embedding without values: torch's own would draw some, from the global random state."""
+    return nn.utils.skip_init(nn.Embedding, rows, width, device=device or torch.get_default_device())
 
 
 class TransformerLayer(nn.Module):
