@@ -9,8 +9,11 @@ import torch
 from megalith.config import RunConfig
 
 
+RECOMPILE_LIMIT = 64  # shapes and modes (training, evaluation) of one layer's code
+
+
 def prepare_process(config: RunConfig, device: torch.device) -> None:
-    """Deterministic kernels where asked for, and no TF32 in a run that is fp32."""
+    """Deterministic kernels where asked for, no TF32 in a run that is fp32, room to compile several models."""
     if device.type == "cuda":
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.fp32_precision = "ieee"
@@ -18,3 +21,5 @@ def prepare_process(config: RunConfig, device: torch.device) -> None:
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS first starts
     torch.use_deterministic_algorithms(config.train.deterministic)
+    # Every model of this process counts against one limit per function; past it torch refuses to go on.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)

@@ -9,3 +9,9 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.gpu)
             if not torch.cuda.is_available():
                 item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    """Compiled code of one test does not count against the next one's limit."""
+    torch._dynamo.reset()
