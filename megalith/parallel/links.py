@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import deque
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
