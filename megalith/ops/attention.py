@@ -76,7 +76,8 @@ def _plain(
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf"))
     probabilities = scores.softmax(-1)
-    kept = attention_keep_mask(dropout_rows, scores.shape[1], scores.shape[3], dropout, first_head)
+    places = torch.arange(scores.shape[3], device=scores.device)
+    kept = attention_keep_mask(dropout_rows, scores.shape[1], places, dropout, first_head)
     probabilities = torch.where(kept, probabilities / (1.0 - dropout), 0.0)
     return probabilities.to(value.dtype) @ value
 

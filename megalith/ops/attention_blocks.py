@@ -1,0 +1,279 @@
+"""Attention in blocks: some queries against some keys, with the log-sum-exp that puts the blocks together.
+
+A query's softmax over many keys can be taken a block of keys at a time (Dao et al. 2022; Liu et al. 2023). A block
+gives its own result o and, for each query, the log l of the sum of its exponentials. Two blocks merge into
+
+    l = log(exp(l₁) + exp(l₂))        o = o₁ · exp(l₁ − l) + o₂ · exp(l₂ − l)
+
+Backward, the gradient through a block needs nothing of the others but the merged o and l: the probabilities are
+exp(scores − l), and the softmax's own term is the sum of o · grad over head_dim. So every kernel here that PyTorch has
+for whole attention serves for blocks, when its backward is fed the merged o and l.
+
+Kernels stand in a literal table, the fastest first. Each takes query [batch, heads, queries, head_dim] and key and
+value [batch, groups, keys, head_dim], and l is float32 [batch, heads, queries], -inf for a query that sees no key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+from torch import Tensor
+from torch.backends.cuda import (
+    SDPAParams,
+    can_use_cudnn_attention,
+    can_use_efficient_attention,
+    can_use_flash_attention,
+)
+from torch.nn.functional import pad
+
+from megalith.ops.dropout import attention_keep_mask
+
+_aten = torch.ops.aten
+
+
+@dataclass(frozen=True)
+class Block:
+    """What the queries of a block may see, and what is dropped of it."""
+
+    causal: bool = False  # the keys are the queries' own tokens: each sees those up to itself
+    mask: Tensor | None = None  # bool [batch, 1, queries, keys], True where a query may look; replaces causal
+    dropout: float = 0.0
+    dropout_rows: Tensor | None = None  # int32 [batch, queries]: what the mask of dropout depends on,
+    key_places: Tensor | None = None  # int64 [keys]: the keys' places in the whole sequence,
+    first_head: int = 0  # and the number of the first head among all
+
+
+def block_forward(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+    """(o, l, the state of the kernel's random numbers, int64 [2], zeros where it draws none)."""
+    return _kernel_for(query, key, value, block).forward(query, key, value, block)
+
+
+def block_backward(
+    grad: Tensor,  # of the merged o
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,  # merged o, in the dtype of query
+    lse: Tensor,  # merged l
+    random: Tensor,  # as block_forward gave it
+    block: Block,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value through this block."""
+    lse = lse.contiguous()
+    return _kernel_for(query, key, value, block).backward(grad, query, key, value, out, lse, random, block)
+
+
+def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
+    """Merges a block into the running float32 `out` and `lse`, in place. Every query has seen a key before."""
+    out.lerp_(block_out.to(out.dtype), torch.sigmoid(block_lse - lse)[..., None])
+    torch.logaddexp(lse, block_lse, out=lse)
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    suits: Callable[[Tensor, Tensor, Tensor, Block], bool]
+    forward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+def _kernel_for(query: Tensor, key: Tensor, value: Tensor, block: Block) -> _Kernel:
+    return next(kernel for kernel in KERNELS.values() if kernel.suits(query, key, value, block))
+
+
+def _no_random(query: Tensor) -> Tensor:
+    return torch.zeros(2, dtype=torch.int64, device=query.device)
+
+
+def _parameters(query: Tensor, key: Tensor, value: Tensor, block: Block) -> SDPAParams:
+    return SDPAParams(
+        query, key, value, block.mask, block.dropout, block.causal, query.shape[1] != key.shape[1]
+    )
+
+
+# cuDNN: GPU, fp16 and bf16, no mask; about twice as fast as flash on Hopper.
+
+
+def _cudnn_suits(query: Tensor, key: Tensor, value: Tensor, block: Block) -> bool:
+    plain = query.is_cuda and block.mask is None and block.dropout == 0.0
+    return plain and can_use_cudnn_attention(_parameters(query, key, value, block))
+
+
+def _cudnn_forward(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
+        query, key, value, None, True, 0.0, block.causal, False
+    )
+    return out, lse.view(out.shape[:3]), _no_random(query)
+
+
+def _cudnn_backward(grad, query, key, value, out, lse, random, block):
+    if _cudnn_keeps_last_dimension(query.device):
+        lse = lse[..., None]
+    seed, offset = random
+    sizes = query.shape[2], key.shape[2]
+    return _aten._scaled_dot_product_cudnn_attention_backward(
+        grad, query, key, value, out, lse, seed, offset, None, None, None, *sizes, 0.0, block.causal
+    )
+
+
+@cache
+def _cudnn_keeps_last_dimension(device: torch.device) -> bool:
+    """Whether l is [batch, heads, queries, 1], which depends on torch's version."""
+    x = torch.zeros(1, 1, 64, 64, dtype=torch.bfloat16, device=device)
+    return _aten._scaled_dot_product_cudnn_attention(x, x, x, None, True)[1].dim() == 4
+
+
+# Flash: GPU, fp16 and bf16, no mask; draws its own dropout.
+
+
+def _flash_suits(query: Tensor, key: Tensor, value: Tensor, block: Block) -> bool:
+    plain = query.is_cuda and block.mask is None and query.shape[3] % 8 == 0
+    return plain and can_use_flash_attention(_parameters(query, key, value, block))
+
+
+def _flash_forward(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse, _, _, _, _, random, *_ = _aten._scaled_dot_product_flash_attention(
+        query, key, value, block.dropout, block.causal
+    )
+    return out, lse, random.view(torch.int64) if block.dropout else _no_random(query)
+
+
+def _flash_backward(grad, query, key, value, out, lse, random, block):
+    random, sizes = random.view(torch.uint64), (query.shape[2], key.shape[2])
+    return _aten._scaled_dot_product_flash_attention_backward(
+        grad, query, key, value, out, lse, None, None, *sizes, block.dropout, block.causal, random, random
+    )
+
+
+# Memory-efficient: GPU, any dtype, masks. It wants a head of keys for each head of queries, rows of the bias at
+# multiples of 16 elements, and l padded to a multiple of 32 queries.
+
+
+def _efficient_suits(query: Tensor, key: Tensor, value: Tensor, block: Block) -> bool:
+    if not query.is_cuda or block.dropout:
+        return False
+    key, value = (_for_each_head(x, query) for x in (key, value))
+    return can_use_efficient_attention(_parameters(query, key, value, block))
+
+
+def _efficient_forward(query: Tensor, key: Tensor, value: Tensor, block: Block):
+    key, value = (_for_each_head(x, query) for x in (key, value))
+    out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
+        query, key, value, _bias(query, block.mask), True, 0.0, block.causal
+    )
+    lse = lse[..., : query.shape[2]]
+    if block.mask is not None:
+        out, lse = _blank_unseeing(out, lse, block.mask)
+    return out, lse, _no_random(query)
+
+
+def _efficient_backward(grad, query, key, value, out, lse, random, block):
+    groups = key.shape[1]
+    key, value = (_for_each_head(x, query) for x in (key, value))
+    lse = pad(lse, (0, -lse.shape[-1] % 32), value=float("inf"))
+    bias, (seed, offset) = _bias(query, block.mask), random
+    wanted = [True, True, True, False]
+    d_query, d_key, d_value, _ = _aten._scaled_dot_product_efficient_attention_backward(
+        grad, query, key, value, bias, out, lse, seed, offset, 0.0, wanted, block.causal
+    )
+    return d_query, _of_groups(d_key, groups), _of_groups(d_value, groups)
+
+
+def _bias(query: Tensor, mask: Tensor | None) -> Tensor | None:
+    if mask is None:
+        return None
+    batch, _, queries, keys = mask.shape
+    bias = query.new_zeros(batch, 1, queries, keys + -keys % 16)[..., :keys]
+    return bias.masked_fill_(~mask, float("-inf")).expand(-1, query.shape[1], -1, -1)
+
+
+def _blank_unseeing(out: Tensor, lse: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """o = 0 and l = -inf where a query sees no key of the block, whatever the kernel gave."""
+    seeing = mask.any(-1)  # [batch, 1, queries]
+    return torch.where(seeing[..., None], out, 0.0), torch.where(seeing, lse, float("-inf"))
+
+
+# PyTorch's flash kernel for the CPU: no mask, no dropout.
+
+
+def _cpu_suits(query: Tensor, key: Tensor, value: Tensor, block: Block) -> bool:
+    return query.device.type == "cpu" and block.mask is None and block.dropout == 0.0
+
+
+def _cpu_forward(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, block.causal)
+    return out, lse, _no_random(query)
+
+
+def _cpu_backward(grad, query, key, value, out, lse, random, block):
+    return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
+        grad, query, key, value, out, lse, 0.0, block.causal
+    )
+
+
+# The formula, for whatever the others leave. Its dropout is keyed by place, as a single process's is.
+
+
+def _plain_forward(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+    scores = _scores(query, key, block)
+    lse = scores.logsumexp(-1)
+    probabilities = _probabilities(scores, lse)
+    if block.dropout:
+        probabilities = _drop(probabilities, block)
+    return probabilities.to(value.dtype) @ _for_each_head(value, query), lse, _no_random(query)
+
+
+def _plain_backward(grad, query, key, value, out, lse, random, block):
+    groups, dtype = key.shape[1], query.dtype
+    probabilities = _probabilities(_scores(query, key, block), lse)  # [batch, heads, queries, keys]
+    d_probabilities = (grad @ _for_each_head(value, query).mT).float()
+    kept = probabilities
+    if block.dropout:
+        d_probabilities, kept = _drop(d_probabilities, block), _drop(probabilities, block)
+    softmax_term = (grad.float() * out.float()).sum(-1, keepdim=True)  # [batch, heads, queries, 1]
+    d_scores = probabilities * (d_probabilities - softmax_term) * query.shape[-1] ** -0.5
+    d_query = d_scores.to(dtype) @ _for_each_head(key, query)
+    d_key = d_scores.mT.to(dtype) @ query
+    d_value = kept.mT.to(dtype) @ grad
+    return d_query, _of_groups(d_key, groups), _of_groups(d_value, groups)
+
+
+def _scores(query: Tensor, key: Tensor, block: Block) -> Tensor:
+    """float32 [batch, heads, queries, keys], -inf where a query may not look."""
+    scores = (query @ _for_each_head(key, query).mT).float() * query.shape[-1] ** -0.5
+    mask = block.mask
+    if mask is None and block.causal:
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
+    return scores if mask is None else scores.masked_fill_(~mask, float("-inf"))
+
+
+def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
+    return (scores - torch.where(lse.isinf(), 0.0, lse)[..., None]).exp()
+
+
+def _drop(x: Tensor, block: Block) -> Tensor:
+    kept = attention_keep_mask(
+        block.dropout_rows, x.shape[1], block.key_places, block.dropout, block.first_head
+    )
+    return torch.where(kept, x / (1.0 - block.dropout), 0.0)
+
+
+def _for_each_head(x: Tensor, query: Tensor) -> Tensor:
+    """Keys or values [batch, groups, keys, head_dim] repeated for each head of queries."""
+    return x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) if query.shape[1] != x.shape[1] else x
+
+
+def _of_groups(grad: Tensor, groups: int) -> Tensor:
+    """The gradient of what _for_each_head repeated."""
+    return grad.unflatten(1, (groups, -1)).sum(2) if grad.shape[1] != groups else grad
+
+
+KERNELS = {
+    "cudnn": _Kernel(_cudnn_suits, _cudnn_forward, _cudnn_backward),
+    "flash": _Kernel(_flash_suits, _flash_forward, _flash_backward),
+    "efficient": _Kernel(_efficient_suits, _efficient_forward, _efficient_backward),
+    "cpu": _Kernel(_cpu_suits, _cpu_forward, _cpu_backward),
+    "plain": _Kernel(lambda *_: True, _plain_forward, _plain_backward),
+}

@@ -1,0 +1,124 @@
+"""Attention over a sequence that is cut over ranks equals one process's: result and gradients, every way of talking."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megalith.config import ParallelConfig
+from megalith.ops.attention import attention, document_mask
+from megalith.ops.dropout import token_keys
+from megalith.parallel.context import apply_context, unshard
+from megalith.parallel.mesh import build_mesh
+from megalith.parallel.zigzag import spans
+
+BATCH, SEQ = 2, 24
+
+# ways of talking: (ranks, cp_comm_type, hierarchical sizes)
+WAYS = {
+    "p2p of 2": (2, "p2p", None),
+    "p2p of 4": (4, "p2p", None),
+    "all_gather of 2": (2, "all_gather", None),
+    "all_gather of 4": (4, "all_gather", None),
+    "a2a of 2": (2, "a2a", None),
+    "a2a of 4": (4, "a2a", None),
+    "a2a of 2, p2p of 2": (4, "a2a+p2p", [2, 2]),
+    "a2a of 4, p2p of 1": (4, "a2a+p2p", [4, 1]),
+    "a2a of 1, p2p of 4": (4, "a2a+p2p", [1, 4]),
+}
+
+# (heads, groups, head_dim, documents, dropout)
+SHAPES = {
+    "multi-head": (4, 4, 8, False, 0.0),
+    "grouped": (8, 4, 8, False, 0.0),
+    "fewer groups than ranks": (4, 2, 8, False, 0.0),
+    "groups that ranks do not divide": (12, 6, 8, False, 0.0),
+    "one group, head dim 80": (4, 1, 80, False, 0.0),
+    "documents": (4, 2, 8, True, 0.0),
+    "dropout": (4, 2, 8, False, 0.3),
+    "documents and dropout": (4, 4, 8, True, 0.3),
+}
+
+
+def whole_problem(heads: int, groups: int, head_dim: int, documents: bool, dropout: float):
+    """Query, key, value and the weights of the result, over the whole sequence; document ids and rows of dropout."""
+    random = torch.Generator().manual_seed(3)
+    counts = (heads, groups, groups, heads)
+    tensors = [torch.randn(BATCH, SEQ, count, head_dim, generator=random) for count in counts]
+    ids = None
+    if documents:  # long and short ones, and ends inside chunks, at their edges and alone in a chunk
+        ends = torch.zeros(BATCH, SEQ, dtype=torch.int32)
+        ends[0, [3, 9, 10, 18]] = 1
+        ends[1, [12]] = 1
+        ids = ends.cumsum(1, dtype=torch.int32)
+    rows = token_keys(7, torch.arange(BATCH), torch.arange(SEQ)) if dropout else None
+    return tensors, ids, rows
+
+
+def by_one_process(shape: tuple) -> list[torch.Tensor]:
+    """Result and gradients of query, key and value: [batch, seq, ·, head_dim] each."""
+    (query, key, value, weights), ids, rows = whole_problem(*shape)
+    inputs = [x.requires_grad_() for x in (query, key, value)]
+    mask = None if ids is None else document_mask(ids)
+    out = attention(*inputs, mask=mask, dropout=shape[-1], dropout_rows=rows, first_head=5).sin()
+    (out * weights).sum().backward()
+    return [out.detach(), *(x.grad for x in inputs)]
+
+
+def by_ranks(way: tuple, shapes: list[tuple], backend: str | None = None) -> list[list[torch.Tensor]]:
+    """The same for each shape, gathered to the whole sequence; compiled if a `backend` is given."""
+    size, cp_comm_type, sizes = way
+    axis = build_mesh(ParallelConfig(context_parallel_size=size), size, "cpu").cp
+    attends = SimpleNamespace(core=attention)
+    model = SimpleNamespace(
+        layers={"0": SimpleNamespace(self_attention=attends)}, attention_mask=document_mask
+    )
+    apply_context(model, axis, cp_comm_type, sizes)
+    places = torch.cat([torch.tensor(span) for span in spans(axis.rank, size, SEQ // size)])
+    answers = []
+    for shape in shapes:
+        (query, key, value, weights), ids, rows = whole_problem(*shape)
+        inputs = [x[:, places].requires_grad_() for x in (query, key, value)]
+        mask = None if ids is None else model.attention_mask(ids[:, places])
+        rows = None if rows is None else rows[:, places]
+
+        def attend(query, key, value, mask, rows, dropout=shape[-1]):
+            arguments = dict(mask=mask, dropout=dropout, dropout_rows=rows, first_head=5)
+            return attends.core(query * 1.0, key * 1.0, value * 1.0, **arguments).sin()
+
+        if backend is not None:
+            torch._dynamo.reset()
+            attend = torch.compile(attend, fullgraph=True, backend=backend)
+        out = attend(*inputs, mask, rows)
+        (out * weights[:, places]).sum().backward()
+        answers.append([unshard(x, axis) for x in (out.detach(), *(x.grad for x in inputs))])
+    return answers
+
+
+def assert_same(answers: list[list[torch.Tensor]], shapes: list[tuple]) -> None:
+    for shape, answer in zip(shapes, answers):
+        for name, ours, theirs in zip(("result", "query", "key", "value"), answer, by_one_process(shape)):
+            error = (ours - theirs).norm() / theirs.norm()
+            assert error < 2e-6, f"{name} of {shape}: relative error {error:.1e}"
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_result_and_gradients_equal_one_process(pool, way):
+    size, cp_comm_type, sizes = way
+    by_heads = {"a2a": size, "a2a+p2p": (sizes or [1])[0]}.get(cp_comm_type, 1)
+    shapes = [shape for shape in SHAPES.values() if shape[0] % by_heads == 0]
+    for answers in pool.run(by_ranks, way, shapes, size=size):
+        assert_same(answers, shapes)
+
+
+@pytest.mark.parametrize("way", ["p2p of 2", "all_gather of 2", "a2a of 2", "a2a of 2, p2p of 2"])
+def test_traced_in_one_graph_equals_one_process(pool, way):
+    shapes = [SHAPES["grouped"], SHAPES["documents and dropout"]]
+    for answers in pool.run(by_ranks, WAYS[way], shapes, "aot_eager", size=WAYS[way][0]):
+        assert_same(answers, shapes)
+
+
+def test_compiled_code_finds_the_ring_laid_out_as_it_was_told(pool):
+    shapes = [SHAPES["grouped"]]
+    for answers in pool.run(by_ranks, WAYS["p2p of 2"], shapes, "inductor", size=2):
+        assert_same(answers, shapes)

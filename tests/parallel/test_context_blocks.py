@@ -1,0 +1,92 @@
+"""Attention taken in blocks and merged equals attention taken whole, on every kernel that the machine has."""
+
+import pytest
+import torch
+
+from megalith.ops.attention_blocks import KERNELS, Block, block_backward, block_forward, merge
+
+BATCH, HEADS, SEQ = 2, 4, 96
+WITHOUT_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, WITHOUT_GPU])]
+TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
+
+
+def inputs(groups: int, head_dim: int, dtype: torch.dtype, device: str) -> list[torch.Tensor]:
+    """Query, key, value and the gradient of the result: [batch, ·, seq, head_dim]."""
+    random = torch.Generator().manual_seed(5)
+    counts = (HEADS, groups, groups, HEADS)
+    tensors = [torch.randn(BATCH, SEQ, count, head_dim, generator=random) for count in counts]
+    return [x.to(device, dtype).transpose(1, 2) for x in tensors]
+
+
+def formula(query, key, value, grad, mask):
+    """Result and gradients in float64, from the definition."""
+    tensors = [x.double().requires_grad_() for x in (query, key, value)]
+    query, key, value = tensors
+    shared = query.shape[1] // key.shape[1]
+    scores = query @ key.repeat_interleave(shared, dim=1).mT * query.shape[-1] ** -0.5
+    out = scores.masked_fill(~mask, -torch.inf).softmax(-1) @ value.repeat_interleave(shared, dim=1)
+    return out.detach(), *torch.autograd.grad(out, tensors, grad.double())
+
+
+def in_blocks(query, key, value, grad, mask):
+    """The causal square of the first half, then the second half's queries on the first half's keys and on their own."""
+    half, square = SEQ // 2, slice(0, SEQ // 2)
+    late = slice(half, None)
+    parts = [(square, square, True), (late, late, True), (late, square, False)]
+    blocks = [Block(c, None if mask is None else mask[:, :, q, k].contiguous()) for q, k, c in parts]
+    out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
+    lse, states = torch.zeros_like(out[..., 0]), []
+    for (q, k, _), block in zip(parts, blocks):
+        part, part_lse, state = block_forward(query[:, :, q], key[:, :, k], value[:, :, k], block)
+        if q is late and k is square:
+            merge(out[:, :, q], lse[:, :, q], part, part_lse)
+        else:
+            out[:, :, q], lse[:, :, q] = part.float(), part_lse
+        states.append(state)
+    out = out.to(query.dtype)
+    d_query, d_key, d_value = (torch.zeros_like(x, dtype=torch.float32) for x in (query, key, value))
+    for (q, k, _), block, state in zip(parts, blocks, states):
+        tensors = query[:, :, q], key[:, :, k], value[:, :, k], out[:, :, q], lse[:, :, q]
+        gradients = block_backward(grad[:, :, q], *tensors, state, block)
+        d_query[:, :, q] += gradients[0]
+        d_key[:, :, k] += gradients[1]
+        d_value[:, :, k] += gradients[2]
+    return out, d_query, d_key, d_value
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("documents", [False, True], ids=["one document", "documents"])
+@pytest.mark.parametrize("groups, head_dim", [(4, 64), (2, 80)], ids=["multi-head", "grouped, head dim 80"])
+@pytest.mark.parametrize("dtype", TOLERANCES, ids=["fp32", "bf16"])
+@pytest.mark.parametrize("kernel", [*KERNELS, "chosen"])
+def test_merged_blocks_equal_the_whole(monkeypatch, kernel, dtype, groups, head_dim, documents, device):
+    query, key, value, grad = inputs(groups, head_dim, dtype, device)
+    visible = torch.ones(SEQ, SEQ, dtype=torch.bool, device=device).tril().expand(BATCH, 1, SEQ, SEQ)
+    if documents:  # the second begins inside the late half, so some late queries see no early key
+        ids = torch.arange(SEQ, device=device).gt(SEQ * 2 // 3)
+        visible = visible & (ids[:, None] == ids)
+    mask = visible if documents else None
+    if kernel != "chosen":
+        half = SEQ // 2
+        first = None if mask is None else mask[..., :half, :half].contiguous()
+        if not KERNELS[kernel].suits(*(x[:, :, :half] for x in (query, key, value)), Block(True, first)):
+            pytest.skip(f"{kernel} is not for {dtype} on {device} here")
+        monkeypatch.setattr("megalith.ops.attention_blocks._kernel_for", lambda *_: KERNELS[kernel])
+    ours = in_blocks(query, key, value, grad, mask)
+    for name, mine, exact in zip(("o", "dq", "dk", "dv"), ours, formula(query, key, value, grad, visible)):
+        error = (mine.double() - exact).norm() / exact.norm()
+        assert error < TOLERANCES[dtype], f"{name}: relative error {error:.1e}"
+
+
+@pytest.mark.gpu
+@WITHOUT_GPU
+def test_dropout_of_the_gpu_kernel_is_the_same_in_backward():
+    """Linear in the values: what the values' gradient gives back is what the result took from them."""
+    query, key, value, grad = inputs(4, 64, torch.bfloat16, "cuda")
+    block = Block(causal=True, dropout=0.25)
+    out, lse, state = block_forward(query, key, value, block)
+    _, _, d_value = block_backward(grad, query, key, value, out, lse, state, block)
+    torch.testing.assert_close(
+        (d_value.float() * value.float()).sum(), (grad.float() * out.float()).sum(), rtol=5e-2, atol=2.0
+    )

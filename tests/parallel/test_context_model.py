@@ -1,0 +1,176 @@
+"""A whole model on cut sequences gives one process's loss and gradients, and its logits when generating."""
+
+import pytest
+import torch
+
+from megalith.comm import Axis, summed
+from megalith.config import ModelConfig, ParallelConfig
+from megalith.data.batch import Batch, BoundaryRules, make_batch
+from megalith.models.cache import KVCache
+from megalith.models.init import initialize
+from megalith.models.transformer import Transformer
+from megalith.parallel.context import apply_context, shard_batch, unshard, whole_sequences
+from megalith.parallel.mesh import build_mesh
+
+VOCAB, SEQ, END = 61, 32, 5
+
+GPT2 = ModelConfig(
+    num_layers=2,
+    hidden_size=32,
+    num_attention_heads=4,
+    vocab_size=VOCAB,
+    max_position_embeddings=SEQ,
+    hidden_dropout=0.1,
+    attention_dropout=0.1,
+)
+LLAMA = ModelConfig(
+    num_layers=2,
+    hidden_size=32,
+    ffn_hidden_size=48,
+    num_attention_heads=4,
+    num_query_groups=2,
+    vocab_size=VOCAB,
+    max_position_embeddings=SEQ,
+    position_embedding_type="rope",
+    normalization="RMSNorm",
+    swiglu=True,
+    add_bias_linear=False,
+    qk_layernorm=True,
+    untie_embeddings_and_output_weights=True,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+)
+FAMILIES = {"gpt2": GPT2, "llama": LLAMA}
+RULES = {
+    "one document": BoundaryRules(),
+    "documents": BoundaryRules(END, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True),
+}
+WAYS = [
+    (2, "p2p", None),
+    (4, "p2p", None),
+    (4, "all_gather", None),
+    (4, "a2a", None),
+    (4, "a2a+p2p", [2, 2]),
+]
+
+
+def a_model(family: str) -> Transformer:
+    model = Transformer(FAMILIES[family], seed=11)
+    initialize(model, FAMILIES[family], seed=11)
+    return model
+
+
+def a_batch(rules: str) -> Batch:
+    random = torch.Generator().manual_seed(2)
+    samples = torch.randint(0, VOCAB, (2, SEQ + 1), generator=random)
+    samples[0, [4, 13, 14, 27]] = END
+    return make_batch(samples.numpy(), torch.tensor([40, 41]).numpy(), RULES[rules])
+
+
+def loss_and_gradients(model: Transformer, batch: Batch, places: torch.Tensor, axis: Axis):
+    """Sums over the axis: the loss, and the gradient of every parameter by its name."""
+    loss = model(
+        batch.tokens,
+        labels=batch.labels,
+        loss_mask=batch.loss_mask,
+        position_ids=batch.position_ids,
+        places=places,
+        document_ids=batch.document_ids,
+        sample_numbers=batch.sample_numbers,
+    )
+    loss.backward()
+    gradients = {name: summed(p.grad, axis) for name, p in model.named_parameters()}
+    return summed(loss.detach(), axis), gradients
+
+
+def train(way: tuple, family: str, rules: str):
+    size, cp_comm_type, sizes = way
+    axis = build_mesh(ParallelConfig(context_parallel_size=size), size, "cpu").cp
+    model = a_model(family)
+    apply_context(model, axis, cp_comm_type, sizes)
+    return loss_and_gradients(model, *shard_batch(a_batch(rules), axis), axis)
+
+
+@pytest.fixture(scope="module")
+def one_process() -> dict:
+    runs = {}
+    for family in FAMILIES:
+        for rules in RULES:
+            batch, places = shard_batch(a_batch(rules), Axis())
+            runs[family, rules] = loss_and_gradients(a_model(family), batch, places, Axis())
+    return runs
+
+
+@pytest.mark.parametrize("rules", RULES)
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way[1]} of {way[0]}")
+def test_loss_and_every_gradient_equal_one_process(pool, one_process, way, family, rules):
+    expected_loss, expected = one_process[family, rules]
+    everything = torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    for loss, gradients in pool.run(train, way, family, rules, size=way[0]):
+        torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=0)
+        assert gradients.keys() == expected.keys()
+        for name, gradient in gradients.items():
+            error = (gradient - expected[name]).norm() / max(expected[name].norm(), 1e-6 * everything)
+            assert error < 1e-5, f"{name}: relative error {error:.1e}"
+
+
+def logits_in_parts_and_generating(way: tuple) -> tuple[torch.Tensor, torch.Tensor]:
+    size, cp_comm_type, sizes = way
+    axis = build_mesh(ParallelConfig(context_parallel_size=size), size, "cpu").cp
+    model = a_model("llama").eval()
+    apply_context(model, axis, cp_comm_type, sizes)
+    whole = a_batch("one document")
+    with torch.no_grad():
+        part, places = shard_batch(whole, axis)
+        in_parts = unshard(model(part.tokens, position_ids=part.position_ids, places=places), axis)
+        with whole_sequences(model):
+            cache = KVCache(SEQ)
+            one_by_one = [model(whole.tokens[:, :9], cache=cache)]
+            one_by_one += [model(whole.tokens[:, n : n + 1], cache=cache) for n in range(9, SEQ)]
+        again = unshard(model(part.tokens, position_ids=part.position_ids, places=places), axis)
+        assert torch.equal(in_parts, again)
+    return in_parts, torch.cat(one_by_one, dim=1)
+
+
+@pytest.mark.parametrize("way", [(2, "p2p", None), (4, "a2a+p2p", [2, 2])], ids=lambda way: way[1])
+def test_evaluating_in_parts_and_generating_whole_give_one_process_logits(pool, way):
+    with torch.no_grad():
+        expected = a_model("llama").eval()(a_batch("one document").tokens)
+    for in_parts, one_by_one in pool.run(logits_in_parts_and_generating, way, size=way[0]):
+        torch.testing.assert_close(in_parts, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(one_by_one, expected, rtol=1e-5, atol=1e-5)
+
+
+def one_step_compiled_and_eager(way: tuple, family: str):
+    size, cp_comm_type, sizes = way
+    axis = build_mesh(ParallelConfig(context_parallel_size=size), size, "cpu").cp
+    answers = []
+    for compiled in (False, True):
+        model = a_model(family)
+        apply_context(model, axis, cp_comm_type, sizes)
+        if compiled:
+            torch._dynamo.reset()
+            for layer in model.layers.values():
+                layer.compile(fullgraph=True, backend="aot_eager")
+        answers.append(loss_and_gradients(model, *shard_batch(a_batch("documents"), axis), axis))
+    return answers
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("cp_comm_type", ["p2p", "a2a"])
+def test_layers_compiled_in_one_graph_equal_eager_ones(pool, family, cp_comm_type):
+    for eager, compiled in pool.run(one_step_compiled_and_eager, (2, cp_comm_type, None), family, size=2):
+        torch.testing.assert_close(compiled, eager, rtol=1e-5, atol=1e-6)
+
+
+def test_chunks_of_a_batch_pair_early_with_late_tokens():
+    batch = a_batch("documents")
+    axes = [Axis(size=4, rank=rank) for rank in range(4)]
+    shards = [shard_batch(batch, axis) for axis in axes]
+    assert [places.tolist() for _, places in shards][1] == [*range(4, 8), *range(24, 28)]
+    for part, places in shards:
+        for name in ("tokens", "labels", "loss_mask", "position_ids", "document_ids"):
+            assert torch.equal(getattr(part, name), getattr(batch, name)[:, places])
+        assert part.sample_numbers is batch.sample_numbers
+    assert sorted(torch.cat([places for _, places in shards]).tolist()) == list(range(SEQ))
