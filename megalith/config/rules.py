@@ -105,6 +105,11 @@ def shard_size(parallel: ParallelConfig, world_size: int) -> int:
                 "optim_grads_params"
             )
         return 1
+    if parallel.pipeline_schedule == "zero_bubble" and strategy != "optim":
+        raise ConfigError(
+            f"parallel.data_parallel_sharding_strategy {strategy} reduces gradients after each micro-batch, but "
+            "pipeline_schedule zero_bubble puts those of weights off; choose optim or no_shard, or another schedule"
+        )
     if ranks % copies:
         raise ConfigError(
             f"parallel.num_distributed_optimizer_instances {copies} does not divide the {ranks} ranks of data "

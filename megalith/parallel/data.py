@@ -14,8 +14,10 @@ A layer is the unit that is gathered and reduced, and embedding, final norm and 
 weight has one gradient. FSDP2 gathers the next layer while one computes, and reduces the last one's gradients while
 backward goes on; in hybrid sharding the shards' sums are then all-reduced over the copies.
 
-Gradients are summed, never averaged: the loss is divided by the count of valid tokens everywhere. Layers compute in
-the compute dtype; what they give for a micro-batch is added up and reduced in fp32.
+Gradients are summed, never averaged: the loss is divided by the count of valid tokens everywhere. A layer is gathered
+in the compute dtype, and what it gives for a micro-batch is added up and reduced in fp32. Embedding and head are
+gathered in fp32, as one process has them: a common token's row is the sum of thousands of gradients. So a run in bf16,
+too, is one process's run, up to the order of its sums.
 """
 
 from __future__ import annotations
@@ -60,17 +62,15 @@ def apply_data(chunks: Iterable[Transformer], mesh: Mesh, parallel: ParallelConf
     if mesh.dp_cp.size == 1:
         return
     strategy = STRATEGIES[parallel.data_parallel_sharding_strategy]
+    frees = (
+        None if strategy.frees_after_forward else False
+    )  # None: all but the root, whose backward comes next
     for chunk in chunks:
-        precision = MixedPrecisionPolicy(
-            param_dtype=chunk.compute_dtype,
-            reduce_dtype=torch.float32,
-            cast_forward_inputs=False,  # it would cast masks and rotary tables too
-        )
-        frees = (
-            None if strategy.frees_after_forward else False
-        )  # None: all but the root, whose backward is next
-        for module in (*chunk.layers.values(), chunk):
-            fully_shard(module, mesh=mesh.fsdp, reshard_after_forward=frees, mp_policy=precision)
+        for layer in chunk.layers.values():
+            fully_shard(
+                layer, mesh=mesh.fsdp, reshard_after_forward=frees, mp_policy=_precision(chunk.compute_dtype)
+            )
+        fully_shard(chunk, mesh=mesh.fsdp, reshard_after_forward=frees, mp_policy=_precision(torch.float32))
         for module in _sharded_modules(chunk):  # neither setting passes to the modules inside
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -90,6 +90,17 @@ def micro_batch_begins(chunks: Iterable[nn.Module], parallel: ParallelConfig, is
             chunk.set_reshard_after_backward(is_last or strategy.frees_after_forward)
 
 
+def weight_gradients_added(chunks: Iterable[nn.Module], parallel: ParallelConfig, is_last: bool) -> None:
+    """To be called after weights' gradients were added apart from the backward pass, as a zero-bubble schedule does.
+
+    What has come in the compute dtype is added to the fp32 sums; the `is_last` call of the step reduces them.
+    """
+    chunks = [chunk for chunk in chunks if isinstance(chunk, FSDPModule)]
+    micro_batch_begins(chunks, parallel, is_last)
+    for chunk in chunks:
+        chunk._get_fsdp_state()._root_post_backward_final_callback()  # what a backward pass ends with
+
+
 def free_gathered(chunks: Iterable[nn.Module]) -> None:
     """Frees what forward passes without a backward (evaluation, generation) have left gathered.
 
@@ -99,6 +110,11 @@ def free_gathered(chunks: Iterable[nn.Module]) -> None:
     for chunk in chunks:
         for module in _sharded_modules(chunk):
             module.reshard()
+
+
+def _precision(gathered: torch.dtype) -> MixedPrecisionPolicy:
+    # cast_forward_inputs would cast masks and rotary tables too
+    return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32, cast_forward_inputs=False)
 
 
 def _sharded_modules(chunk: nn.Module) -> Iterator[FSDPModule]:

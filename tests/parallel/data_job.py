@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -10,14 +11,16 @@ import torch.distributed as dist
 from megalith.comm import summed
 from megalith.config import ModelConfig, OptimConfig, ParallelConfig
 from megalith.config.rules import shard_size
-from megalith.models.init import initial_value
+from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
 from megalith.optim import build_loss_scale, build_optimizer, optimizer_step, sum_of_squares
-from megalith.parallel.data import apply_data, free_gathered, micro_batch_begins
+from megalith.parallel.data import apply_data, free_gathered, micro_batch_begins, weight_gradients_added
+from megalith.parallel.deferred import WeightGradients, compute
 from megalith.parallel.gradients import GradientSquares, valid_tokens
 from megalith.parallel.mesh import build_mesh
 from megalith.parallel.recompute import apply_recompute
 from megalith.parallel.shards import LocalParameters
+from megalith.parallel.tensor import apply_tensor, reduce_partial_gradients
 
 CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -66,6 +69,8 @@ class Job:
     samples: int = 8  # in a global batch
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-2, clip_grad=1.0))
     compile: bool = False
+    puts_off_weights: bool = False  # as a zero-bubble schedule does
+    poisoned_step: int | None = None  # the step in which the last rank's gradient is not a number
     evaluate_after: int | None = None  # a forward without a backward after this step
 
     def with_parallel(self, **fields) -> Job:
@@ -89,15 +94,16 @@ class Trained:
         world = dist.get_world_size() if dist.is_initialized() else 1
         self.mesh = build_mesh(job.parallel, world, "cpu", shard_size(job.parallel, world))
         self.model = Transformer(job.model, compute_dtype=DTYPES[job.precision], seed=5, device="meta")
+        apply_tensor(self.model, self.mesh.tp, job.parallel.sequence_parallel)
         apply_recompute(self.model, job.parallel)
+        self.put_off = WeightGradients([self.model]) if job.puts_off_weights else None
         if job.compile:
             for layer in self.model.layers.values():
-                layer.compile(fullgraph=True)
+                layer.compile(fullgraph=True, backend="aot_eager")
         apply_data([self.model], self.mesh, job.parallel)
         self.model.to_empty(device=CPU)
+        initialize(self.model, job.model, seed=5)
         self.local = LocalParameters([self.model])
-        for name, box in self.local.boxes.items():
-            box.values.copy_(box.cut_from(initial_value(name, torch.Size(box.shape), job.model, 5)))
         self.optimizer = build_optimizer(self.local.named, job.optim)
         self.loss_scale = build_loss_scale(job.precision, job.optim, CPU)
         self.squares = GradientSquares(self.local, self.mesh.world, sum_of_squares)
@@ -128,12 +134,21 @@ class Trained:
         tokens = valid_tokens([batch["loss_mask"] for batch in batches], self.mesh.dp_cp, CPU)
         loss = torch.zeros(())
         for number, batch in enumerate(batches):
-            micro_batch_begins([self.model], self.job.parallel, is_last=number == len(batches) - 1)
+            is_last = number == len(batches) - 1
+            micro_batch_begins([self.model], self.job.parallel, is_last and not self.put_off)
             loss_sum = self.model(**batch)
-            (loss_sum * (self.loss_scale.scale / tokens)).backward()
+            (loss_sum * (self.loss_scale.scale / tokens * self.poison())).backward()
             loss += loss_sum.detach()
+            if self.put_off:
+                compute(self.put_off.take())
+                weight_gradients_added([self.model], self.job.parallel, is_last)
+        reduce_partial_gradients(self.model, self.mesh.tp)
         self.local.attach_gradients()
         return summed(loss, self.mesh.dp_cp) / tokens
+
+    def poison(self) -> float:
+        on_this_rank = self.mesh.world.rank == self.mesh.world.size - 1
+        return math.nan if on_this_rank and self.step == self.job.poisoned_step else 1.0
 
     def train_step(self) -> tuple[float, float, float]:
         """Loss, gradient norm and whether the step was skipped."""

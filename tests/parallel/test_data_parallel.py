@@ -60,6 +60,26 @@ def test_context_ranks_take_part_in_sharding(pool):
     assert_equal(pool.run(train, job), one_process("llama"))
 
 
+@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp+sp"])
+def test_over_tensor_parallel_shards(pool, strategy, sequence_parallel):
+    layout = {"tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel}
+    job = Job(LLAMA).with_parallel(data_parallel_sharding_strategy=strategy, **layout)
+    assert_equal(pool.run(train, job), one_process("llama"))
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim"])
+def test_weight_gradients_that_come_later_are_reduced_at_the_end(pool, strategy):
+    job = Job(GPT2, puts_off_weights=True).with_parallel(data_parallel_sharding_strategy=strategy)
+    assert_equal(pool.run(train, job, size=2), one_process("gpt2"))
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_compiled_layers_trace_whole(pool, strategy):
+    job = Job(GPT2, steps=3, compile=True).with_parallel(data_parallel_sharding_strategy=strategy)
+    assert_equal(pool.run(train, job, size=2), train(Job(GPT2, steps=3)))
+
+
 def test_one_process_has_plain_parameters_and_needs_no_process_group():
     run = Trained(Job(GPT2))
     assert all(plain is run.model.get_parameter(name) for name, plain in run.local.named)
