@@ -93,21 +93,21 @@ def batch(vocab_size: int) -> dict[str, Tensor]:
 
 
 def outcome(
-    model: ModelConfig, size: int = 1, sequence_parallel: bool = False, compiled: bool = False
+    model: ModelConfig, size: int = 1, sequence_parallel: bool = False, compiler: str | None = None
 ) -> Outcome:
-    """Of one pass, the model in training mode; logits in evaluation, of a single odd token."""
+    """Of one pass in training mode, and logits in evaluation of a number of tokens that `size` does not divide."""
     transformer, axis = tensor_parallel_model(model, size, sequence_parallel)
-    if compiled:
+    if compiler:
         torch._dynamo.reset()
         for layer in transformer.layers.values():
-            layer.compile(fullgraph=True)
+            layer.compile(fullgraph=True, backend=compiler)
     loss = transformer(**batch(model.vocab_size))
     (loss / 19).backward()
     reduce_partial_gradients(transformer, axis)
     gradients = {name: full(parameter.grad) for name, parameter in transformer.named_parameters()}
     transformer.eval()
     with torch.no_grad():
-        logits = transformer(batch(model.vocab_size)["input_ids"][:, :-1])
+        logits = transformer(batch(model.vocab_size)["input_ids"][:1, :-1])
     return Outcome(loss.detach(), logits, gradients)
 
 

@@ -42,6 +42,12 @@ def test_one_pass_equals_one_process(pool, name, size, sequence_parallel):
 
 @pytest.mark.parametrize("name", ["gpt2 dropout", "llama one group, dropout"])
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp+sp"])
-def test_compiled_layers_equal_one_process(pool, name, sequence_parallel):
-    for result in pool.run(outcome, MODELS[name], 2, sequence_parallel, True, size=2):
+def test_layers_traced_in_one_graph_equal_one_process(pool, name, sequence_parallel):
+    for result in pool.run(outcome, MODELS[name], 2, sequence_parallel, "aot_eager", size=2):
         assert_equal(result, alone(name))
+
+
+def test_a_layer_compiled_to_machine_code_equals_one_process(pool):
+    model = change(LLAMA, num_layers=1)
+    for result in pool.run(outcome, model, 2, True, "inductor", size=2):
+        assert_equal(result, outcome(model))
