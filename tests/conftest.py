@@ -1,9 +1,17 @@
 """Fixtures of the whole suite."""
 
+import json
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch
 from parity.pool import Pool
+
+from megalith.data.preprocess import preprocess
+from megalith.data.tokenizer import build_tokenizer
+
+torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
 
 
 @pytest.fixture(scope="session")
@@ -12,3 +20,26 @@ def pool() -> Iterator[Pool]:
     pool = Pool(4)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Prefix of an indexed dataset of 60 short documents, bytes with an end after each."""
+    folder = tmp_path_factory.mktemp("corpus")
+    words = ["the", "cat", "sat", "on", "a", "mat", "and", "saw", "one", "dog"]
+    texts = [" ".join(words[(i * j + j) % len(words)] for j in range(1, 12 + i % 9)) for i in range(60)]
+    source = folder / "corpus.jsonl"
+    source.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    tokenizer = build_tokenizer("ByteTokenizer")
+    summary = preprocess(
+        [source], folder / "corpus", tokenizer, append_eod=True, workers=0, show_progress=False
+    )
+    return str(Path(summary.prefixes[0]))
+
+
+@pytest.fixture
+def quick_compile() -> Iterator[None]:
+    """torch.compile with the C++ compiler's optimization off: the same code, in a fraction of the time."""
+    with torch._inductor.config.patch({"aot_inductor.debug_compile": True}):
+        yield
+    torch._dynamo.reset()

@@ -25,6 +25,10 @@ def linear_cross_entropy(
 
     Rows of `weight` from vocab_size on are padding and take no part. Softmax and sums are in fp32.
     """
+    if (
+        not torch.is_grad_enabled()
+    ):  # an autograd function still sees a parameter as one that needs a gradient
+        hidden, weight = hidden.detach(), weight.detach()
     return _LinearCrossEntropy.apply(
         hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), loss_mask.reshape(-1), vocab_size
     )

@@ -1,0 +1,106 @@
+"""The chunked loss equals torch's cross-entropy on whole logits, in value and in every gradient."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+from torch.utils.flop_counter import FlopCounterMode
+
+from megalith.ops import cross_entropy
+from megalith.ops.cross_entropy import linear_cross_entropy
+
+VOCAB, PADDED, HIDDEN = 61, 64, 24
+
+
+def inputs(dtype=torch.float32, scale=1.0):
+    generator = torch.Generator().manual_seed(3)
+    hidden = (scale * torch.randn(3, 10, HIDDEN, generator=generator)).to(dtype).requires_grad_()
+    weight = torch.randn(PADDED, HIDDEN, generator=generator).requires_grad_()
+    labels = torch.randint(0, VOCAB, (3, 10), generator=generator)
+    mask = torch.rand(3, 10, generator=generator) * (torch.rand(3, 10, generator=generator) > 0.3)
+    return hidden, weight, labels, mask
+
+
+def on_whole_logits(hidden, weight, labels, mask):
+    logits = (hidden @ weight.to(hidden.dtype)[:VOCAB].T).float()
+    losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    return (losses * mask.flatten()).sum()
+
+
+def loss_and_gradients(function, arguments, factor=1.0):
+    hidden, weight = (x.detach().clone().requires_grad_() for x in arguments[:2])
+    loss = function(hidden, weight, *arguments[2:])
+    (loss * factor).backward()
+    return loss.detach(), hidden.grad, weight.grad
+
+
+def ours(hidden, weight, labels, mask):
+    return linear_cross_entropy(hidden, weight, labels, mask, VOCAB)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 7, 30, 1000])
+def test_equals_torch_for_every_chunk_size_with_masks_and_padding(rows, monkeypatch):
+    monkeypatch.setitem(cross_entropy.CHUNK_ELEMENTS, "cpu", rows * PADDED)
+    found = loss_and_gradients(ours, inputs(), factor=0.37)
+    expected = loss_and_gradients(on_whole_logits, inputs(), factor=0.37)
+    for a, b in zip(found, expected):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+    assert found[0].dtype == torch.float32
+
+
+def test_padding_has_no_part_in_the_loss_and_no_gradient():
+    hidden, weight, labels, mask = inputs()
+    with torch.no_grad():
+        weight[VOCAB:] = 1e4
+    loss, _, grad = loss_and_gradients(ours, (hidden, weight, labels, mask))
+    assert torch.isfinite(loss) and not grad[VOCAB:].any()
+    torch.testing.assert_close(loss, on_whole_logits(hidden, weight, labels, mask).detach())
+
+
+def test_masked_tokens_have_no_part_in_the_loss_and_no_gradient():
+    hidden, weight, labels, mask = inputs()
+    _, grad_hidden, _ = loss_and_gradients(ours, (hidden, weight, labels, mask))
+    assert not grad_hidden[mask == 0].any() and grad_hidden[mask > 0].any()
+    nothing = loss_and_gradients(ours, (hidden, weight, labels, torch.zeros_like(mask)))
+    assert not any(x.any() for x in nothing)
+
+
+def test_large_logits_do_not_overflow():
+    arguments = inputs(scale=1000.0)
+    for a, b in zip(loss_and_gradients(ours, arguments), loss_and_gradients(on_whole_logits, arguments)):
+        assert torch.isfinite(a).all()
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_half_precision_the_softmax_is_fp32_and_weight_gradients_stay_fp32(dtype, monkeypatch):
+    monkeypatch.setitem(cross_entropy.CHUNK_ELEMENTS, "cpu", 7 * PADDED)
+    loss, grad_hidden, grad_weight = loss_and_gradients(ours, inputs(dtype))
+    same_logits = loss_and_gradients(on_whole_logits, inputs(dtype))
+    torch.testing.assert_close(loss, same_logits[0], rtol=1e-4, atol=0)
+    assert grad_hidden.dtype == dtype and grad_weight.dtype == torch.float32
+    exact = loss_and_gradients(on_whole_logits, inputs(torch.float32))
+    for found, expected in ((grad_hidden, exact[1]), (grad_weight, exact[2])):
+        assert (found.float() - expected).norm() < 0.02 * expected.norm()
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight"])
+def test_a_frozen_input_gets_no_gradient_and_the_other_its_own(frozen):
+    hidden, weight, labels, mask = inputs()
+    expected = loss_and_gradients(ours, (hidden, weight, labels, mask))
+    {"hidden": hidden, "weight": weight}[frozen].requires_grad_(False)
+    ours(hidden, weight, labels, mask).backward()
+    if frozen == "hidden":
+        assert hidden.grad is None and torch.equal(weight.grad, expected[2])
+    else:
+        assert weight.grad is None and torch.equal(hidden.grad, expected[1])
+
+
+def test_evaluation_costs_one_matmul_and_training_three():
+    hidden, weight, labels, mask = inputs()
+    with FlopCounterMode(display=False) as training:
+        expected = ours(hidden, weight, labels, mask)
+    with torch.no_grad(), FlopCounterMode(display=False) as evaluation:
+        loss = ours(hidden, weight, labels, mask)
+    assert not loss.requires_grad and torch.equal(loss, expected)
+    matmul = 2 * hidden.numel() * PADDED
+    assert (training.get_total_flops(), evaluation.get_total_flops()) == (3 * matmul, matmul)
