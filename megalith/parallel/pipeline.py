@@ -41,6 +41,20 @@ Forward = Callable[[Transformer, Any, Tensor | None], Tensor]
 HiddenShape = Callable[[int, int], tuple[int, ...]]
 
 
+def residual_shape(hidden_size: int, tensor_size: int, sequence_parallel: bool) -> HiddenShape:
+    """The shape of the residual stream: [batch, seq, hidden], or under sequence parallelism [1, tokens / tp, hidden].
+
+    Sequence parallelism leaves tokens whole that it cannot cut, as generation's.
+    """
+
+    def shape(batch: int, seq: int) -> tuple[int, ...]:
+        if sequence_parallel and batch * seq % tensor_size == 0:
+            return 1, batch * seq // tensor_size, hidden_size
+        return batch, seq, hidden_size
+
+    return shape
+
+
 class Pipeline:
     """This rank's chunks of the model, and the steps that go through all of them.
 
@@ -57,17 +71,16 @@ class Pipeline:
         kind: str,
         forward: Forward,
         *,
-        hidden_shape: HiddenShape | None = None,  # None: [batch, seq, hidden]
+        hidden_shape: HiddenShape,
         before_backward: Callable[[Transformer, bool], None] = lambda chunk, last: None,
         after_backward: Callable[[Transformer], None] = lambda chunk: None,
     ):
         """Makes the communicators, so every process of the world calls it; after the chunks have been prepared."""
-        width = chunks[0].config.hidden_size
         self.chunks, self.axis = list(chunks), axis
         self.is_last = axis.rank == axis.size - 1
         self.timeline: list[Span] = []  # of the last recorded step, milliseconds
         self._forward = forward
-        self._hidden_shape = hidden_shape or (lambda batch, seq: (batch, seq, width))
+        self._hidden_shape = hidden_shape
         self._before_backward, self._after_backward = before_backward, after_backward
         self._links = Links(axis, len(chunks))
         self._weights = deferred.WeightGradients(chunks) if kind == "zero_bubble" else None

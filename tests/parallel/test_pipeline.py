@@ -1,0 +1,117 @@
+"""A model in pipeline stages against one process: loss, every parameter's gradient, evaluation and generation."""
+
+import functools
+
+import pytest
+import torch
+from parity.pool import RankFailed
+from pipeline_job import GPT2, LLAMA, assert_equal, run, run_alone, step_of
+
+from megalith.config import ParallelConfig
+from megalith.errors import ConfigError
+from megalith.parallel.schedule import build_schedule
+from megalith.parallel.stages import assign_layers, schedule_kind, virtual_size
+
+FAMILIES = {"gpt2, tied": GPT2, "llama, untied": LLAMA}
+ZERO_BUBBLE = {"pipeline_schedule": "zero_bubble"}
+
+# On two ranks and on four: settings besides the pipeline's size, and micro-batches.
+TWO = {
+    "1f1b": ({}, 5),
+    "1f1b, one micro-batch": ({}, 1),
+    "1f1b, three layers and one": ({"decoder_first_pipeline_num_layers": 3}, 3),
+    "interleaved": ({"virtual_pipeline_model_parallel_size": 2}, 6),
+    "zero_bubble": (ZERO_BUBBLE, 5),
+}
+FOUR = {
+    "1f1b": ({}, 6),
+    "1f1b, a stage without layers": ({"pipeline_model_parallel_layout": "Ett||t|tL"}, 3),
+    "interleaved, embedding and loss alone": ({"pipeline_model_parallel_layout": "E|t|t||t||t|L"}, 8),
+    "zero_bubble": (ZERO_BUBBLE, 6),
+    "zero_bubble, two micro-batches": (ZERO_BUBBLE, 2),
+}
+# With other axes beside two stages, on four ranks.
+COMBINED = {
+    "tensor, zero_bubble": {"tensor_model_parallel_size": 2, **ZERO_BUBBLE},
+    "tensor, sequence": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "tensor, sequence, zero_bubble": {
+        "tensor_model_parallel_size": 2,
+        "sequence_parallel": True,
+        **ZERO_BUBBLE,
+    },
+    "data": {},
+    "data, interleaved": {"virtual_pipeline_model_parallel_size": 2},
+    "data, ZeRO-1": {"data_parallel_sharding_strategy": "optim"},
+    "data, ZeRO-2": {"data_parallel_sharding_strategy": "optim_grads"},
+    "data, ZeRO-3": {"data_parallel_sharding_strategy": "optim_grads_params"},
+    "data, ZeRO-3, interleaved": {
+        "data_parallel_sharding_strategy": "optim_grads_params",
+        "virtual_pipeline_model_parallel_size": 2,
+    },
+}
+
+
+@functools.cache
+def alone(family: str, micro_batches: int):
+    return run_alone(FAMILIES[family], micro_batches)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("size", "layout"), [(2, name) for name in TWO] + [(4, name) for name in FOUR], ids=lambda x: str(x)
+)
+def test_every_schedule_equals_one_process(pool, family, size, layout):
+    settings, micro_batches = (TWO if size == 2 else FOUR)[layout]
+    parallel = ParallelConfig(pipeline_model_parallel_size=size, **settings)
+    results = pool.run(run, FAMILIES[family], parallel, micro_batches, size=size)
+    expected = alone(family, micro_batches)
+    for result in results:
+        assert_equal(result, expected)
+    assert set().union(*(result.gradients for result in results)) == set(expected.gradients)
+    schedule = build_schedule(schedule_kind(parallel), size, micro_batches, virtual_size(parallel))
+    measured = results[0].timeline.spans
+    assert [[span.action for span in spans] for spans in measured] == schedule.actions
+    assert all(first.end <= second.start for spans in measured for first, second in zip(spans, spans[1:]))
+
+
+@pytest.mark.parametrize("layout", COMBINED)
+def test_two_stages_beside_another_axis_equal_one_process(pool, layout):
+    parallel = ParallelConfig(pipeline_model_parallel_size=2, **COMBINED[layout])
+    for result in pool.run(run, GPT2, parallel, 8):
+        assert_equal(result, alone("gpt2, tied", 8))
+
+
+def test_both_stages_have_the_tied_gradient_to_the_bit(pool):
+    first, last = pool.run(run, GPT2, ParallelConfig(pipeline_model_parallel_size=2), 2, size=2)
+    name = "embedding.word_embeddings.weight"
+    assert torch.equal(first.gradients[name], last.gradients[name])
+    assert "embedding.position_embeddings.weight" not in last.gradients
+
+
+@pytest.mark.parametrize("settings", [{}, ZERO_BUBBLE], ids=["1f1b", "zero_bubble"])
+def test_bf16_hidden_states_travel_in_bf16(pool, settings):
+    parallel = ParallelConfig(pipeline_model_parallel_size=2, **settings)
+    expected = run_alone(GPT2, 3, torch.bfloat16)
+    for result in pool.run(run, GPT2, parallel, 3, torch.bfloat16, size=2):
+        assert_equal(result, expected, bound=1e-2)
+
+
+def test_micro_batches_that_do_not_divide_are_refused_by_every_rank(pool):
+    layout = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    with pytest.raises(RankFailed) as failure:
+        pool.run(functools.partial(step_of, 5, **layout), size=2)
+    assert isinstance(failure.value.__cause__, ConfigError)
+    assert "5 micro-batches a step are not divisible" in str(failure.value.__cause__)
+
+
+def test_stages_of_the_combined_layouts_are_as_the_assignment_says():
+    parallel = ParallelConfig(
+        pipeline_model_parallel_size=4, pipeline_model_parallel_layout="E|t|t||t||t|L"
+    )
+    stages = assign_layers(GPT2, parallel)
+    assert [[stage.layers for stage in chunks] for chunks in stages] == [
+        [(), (2,)],
+        [(0,), ()],
+        [(1,), (3,)],
+        [(), ()],
+    ]
