@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import PositiveInt
+from pydantic import Field, PositiveInt
 
 from megalith.config.base import Section
 
@@ -47,6 +47,11 @@ class ParallelConfig(Section):
 
     cp_comm_type: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] = "p2p"
     """How keys and values travel between context-parallel devices."""
+
+    hierarchical_context_parallel_sizes: (
+        Annotated[list[PositiveInt], Field(min_length=2, max_length=2)] | None
+    ) = None
+    """a2a+p2p: the sizes of its a2a, among neighbouring devices, and of its p2p; their product is the context size."""
 
     expert_model_parallel_size: PositiveInt = 1
     """Devices that the experts are spread over (EP)."""

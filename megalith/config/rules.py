@@ -156,6 +156,44 @@ def check_tensor(model: ModelConfig, parallel: ParallelConfig, seq_length: int) 
         )
 
 
+def check_context(model: ModelConfig, parallel: ParallelConfig, seq_length: int) -> None:
+    """Raises ConfigError unless sequences, and where heads are exchanged the heads, can be cut over CP."""
+    size, kind = parallel.context_parallel_size, parallel.cp_comm_type
+    sizes = parallel.hierarchical_context_parallel_sizes
+    if sizes is not None and kind != "a2a+p2p":
+        raise ConfigError(
+            f"parallel.hierarchical_context_parallel_sizes is {sizes}, but parallel.cp_comm_type {kind} has one level; "
+            "set it to a2a+p2p, or leave the sizes out"
+        )
+    if size == 1:
+        return
+    if seq_length % (2 * size):
+        lower = max(s for s in range(1, size) if s == 1 or seq_length % (2 * s) == 0)
+        shorter, longer = seq_length // (2 * size) * 2 * size, -(-seq_length // (2 * size)) * 2 * size
+        lengths = f"{shorter} or {longer}" if shorter else str(longer)
+        raise ConfigError(
+            f"data.seq_length {seq_length} cannot be cut into 2 · parallel.context_parallel_size = {2 * size} equal "
+            "chunks, an early and a late one for each rank; choose a length of "
+            f"{lengths}, or a context size of {lower}"
+        )
+    if kind == "a2a+p2p" and (sizes is None or math.prod(sizes) != size):
+        inner = max(s for s in range(1, size + 1) if size % s == 0 and (s == 1 or s * s <= size))
+        raise ConfigError(
+            f"parallel.cp_comm_type a2a+p2p needs parallel.hierarchical_context_parallel_sizes, the sizes of its a2a "
+            f"and p2p, whose product is context_parallel_size {size}, but they are {sizes}; for example "
+            f"[{inner}, {size // inner}]"
+        )
+    heads = model.num_attention_heads // parallel.tensor_model_parallel_size
+    exchange = {"a2a": size, "a2a+p2p": sizes[0] if sizes else 1}.get(kind, 1)
+    if heads % exchange:
+        raise ConfigError(
+            f"parallel.cp_comm_type {kind} exchanges heads among {exchange} ranks, which do not divide the {heads} of "
+            f"a tensor-parallel rank (model.num_attention_heads {model.num_attention_heads} / "
+            f"tensor_model_parallel_size {parallel.tensor_model_parallel_size}); choose among {_divisors(heads)}, or "
+            "cp_comm_type p2p, which cuts no heads"
+        )
+
+
 def _divisors(value: int) -> str:
     return ", ".join(str(d) for d in range(1, min(value, 64) + 1) if value % d == 0)
 
@@ -167,6 +205,7 @@ def check_training(config: RunConfig, world_size: int = 1) -> None:
     data_parallel = data_parallel_size(config.parallel, world_size)
     shard_size(config.parallel, world_size)
     check_tensor(config.model, config.parallel, config.data.seq_length)
+    check_context(config.model, config.parallel, config.data.seq_length)
     _check_recompute(config.parallel)
     _check_lengths(config)
     _check_data(config)
@@ -176,8 +215,6 @@ def check_training(config: RunConfig, world_size: int = 1) -> None:
 
 # What this version does not do yet: the field, the one value that it takes, and the field's meaning in words.
 _ONLY = [
-    ("parallel.tensor_model_parallel_size", 1, "tensor parallelism"),
-    ("parallel.sequence_parallel", False, "sequence parallelism"),
     ("parallel.pipeline_model_parallel_size", 1, "pipeline parallelism"),
     ("parallel.virtual_pipeline_model_parallel_size", None, "an interleaved pipeline"),
     ("parallel.context_parallel_size", 1, "context parallelism"),

@@ -7,7 +7,12 @@ from megalith.ops.attention_blocks import KERNELS, Block, block_backward, block_
 
 BATCH, HEADS, SEQ = 2, 4, 96
 WITHOUT_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, WITHOUT_GPU])]
+PLACES = [("cpu", name) for name in ("cpu", "plain", "chosen")]
+PLACES += [
+    pytest.param("cuda", name, marks=[pytest.mark.gpu, WITHOUT_GPU])
+    for name in (*KERNELS, "chosen")
+    if name != "cpu"
+]
 TOLERANCES = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
@@ -55,12 +60,11 @@ def in_blocks(query, key, value, grad, mask):
     return out, d_query, d_key, d_value
 
 
-@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("documents", [False, True], ids=["one document", "documents"])
 @pytest.mark.parametrize("groups, head_dim", [(4, 64), (2, 80)], ids=["multi-head", "grouped, head dim 80"])
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=["fp32", "bf16"])
-@pytest.mark.parametrize("kernel", [*KERNELS, "chosen"])
-def test_merged_blocks_equal_the_whole(monkeypatch, kernel, dtype, groups, head_dim, documents, device):
+@pytest.mark.parametrize("device, kernel", PLACES)
+def test_merged_blocks_equal_the_whole(monkeypatch, device, kernel, dtype, groups, head_dim, documents):
     query, key, value, grad = inputs(groups, head_dim, dtype, device)
     visible = torch.ones(SEQ, SEQ, dtype=torch.bool, device=device).tril().expand(BATCH, 1, SEQ, SEQ)
     if documents:  # the second begins inside the late half, so some late queries see no early key

@@ -1,0 +1,58 @@
+"""What context parallelism cannot cut is refused with the values, the rule and a way out that works."""
+
+import re
+
+import pytest
+
+from megalith.config import ModelConfig, ParallelConfig
+from megalith.config.rules import check_context
+from megalith.errors import ConfigError
+
+MODEL = ModelConfig(num_layers=1, hidden_size=48, num_attention_heads=12, num_query_groups=2)
+
+
+def refusal(seq_length: int = 64, **parallel) -> str:
+    with pytest.raises(ConfigError) as refused:
+        check_context(MODEL, ParallelConfig(**parallel), seq_length)
+    return str(refused.value)
+
+
+@pytest.mark.parametrize("kind", ["p2p", "all_gather", "a2a"])
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_what_divides_is_taken(kind, size):
+    check_context(MODEL, ParallelConfig(context_parallel_size=size, cp_comm_type=kind), 64)
+
+
+@pytest.mark.parametrize("kind", ["p2p", "a2a", "a2a+p2p"])
+def test_one_rank_takes_any_length(kind):
+    check_context(MODEL, ParallelConfig(cp_comm_type=kind), 37)
+
+
+@pytest.mark.parametrize("seq_length, size", [(1000, 8), (100, 6), (6, 8), (37, 2)])
+def test_every_way_out_of_a_length_that_cannot_be_cut_works(seq_length, size):
+    message = refusal(seq_length, context_parallel_size=size)
+    assert f"seq_length {seq_length}" in message and f"= {2 * size} equal" in message
+    lengths, lower = re.search(r"a length of ([\d or]+), or a context size of (\d+)", message).groups()
+    for length in lengths.split(" or "):
+        check_context(MODEL, ParallelConfig(context_parallel_size=size), int(length))
+    check_context(MODEL, ParallelConfig(context_parallel_size=int(lower)), seq_length)
+
+
+def test_heads_that_cannot_be_exchanged():
+    message = refusal(context_parallel_size=8, cp_comm_type="a2a")
+    assert "among 8 ranks" in message and "1, 2, 3, 4, 6, 12" in message
+    message = refusal(context_parallel_size=4, cp_comm_type="a2a", tensor_model_parallel_size=2)
+    assert "do not divide the 6" in message and "tensor_model_parallel_size 2" in message
+
+
+@pytest.mark.parametrize("sizes", [None, [2, 2], [8, 2]])
+def test_the_sizes_of_both_levels_have_to_multiply_to_the_context_size(sizes):
+    arguments = dict(context_parallel_size=8, cp_comm_type="a2a+p2p")
+    message = refusal(**arguments, hierarchical_context_parallel_sizes=sizes)
+    assert str(sizes) in message
+    example = [int(size) for size in re.search(r"example \[(\d+), (\d+)\]", message).groups()]
+    check_context(MODEL, ParallelConfig(**arguments, hierarchical_context_parallel_sizes=example), 64)
+
+
+def test_sizes_without_two_levels():
+    assert "has one level" in refusal(context_parallel_size=4, hierarchical_context_parallel_sizes=[2, 2])
