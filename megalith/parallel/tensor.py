@@ -132,6 +132,7 @@ def apply_tensor(model: Transformer, axis: Axis, sequence_parallel: bool) -> Non
     The sizes divide as `megalith.config.rules.check_tensor` demands. `model.partial_gradients` gets the names of the
     parameters for `reduce_partial_gradients`. An axis of one changes nothing.
     """
+    model.partial_gradients = frozenset()
     if axis.size == 1:
         return
     tensor = TensorParallel(axis, sequence_parallel)

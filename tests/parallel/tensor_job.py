@@ -10,13 +10,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megalith.comm import local, local_place
+from megalith.comm import local, local_place, summed
 from megalith.config import ModelConfig, ParallelConfig
+from megalith.generate import generate
 from megalith.models.transformer import Transformer
-from megalith.parallel.mesh import build_mesh
+from megalith.parallel.data import apply_data
+from megalith.parallel.mesh import Mesh, build_mesh
 from megalith.parallel.tensor import apply_tensor, reduce_partial_gradients
 
 BATCH, SEQ = 2, 16
+ALONE = ParallelConfig()
 
 GPT2 = ModelConfig(
     num_layers=2,
@@ -54,14 +57,12 @@ class Outcome:
     gradients: dict[str, Tensor]  # whole, by global name
 
 
-def tensor_parallel_model(
-    model: ModelConfig, size: int, sequence_parallel: bool
-) -> tuple[Transformer, object]:
-    """The model cut over all processes, on the CPU, and the tensor axis; every value is random, none is 0 or 1."""
-    parallel = ParallelConfig(tensor_model_parallel_size=size, sequence_parallel=sequence_parallel)
-    axis = build_mesh(parallel, size, "cpu").tp
+def tensor_parallel_model(model: ModelConfig, parallel: ParallelConfig) -> tuple[Transformer, Mesh]:
+    """The model cut over all processes, on the CPU; every value is random, none is 0 or 1."""
+    mesh = build_mesh(parallel, dist.get_world_size() if dist.is_initialized() else 1, "cpu")
     transformer = Transformer(model, seed=3, device="meta")
-    apply_tensor(transformer, axis, sequence_parallel)
+    apply_tensor(transformer, mesh.tp, parallel.sequence_parallel)
+    apply_data([transformer], mesh, parallel)
     transformer.to_empty(device="cpu")
     with torch.no_grad():
         for name, parameter in transformer.named_parameters():
@@ -69,7 +70,15 @@ def tensor_parallel_model(
             for dim, (length, first) in enumerate(zip(*local_place(parameter))):
                 value = value.narrow(dim, first, length)
             local(parameter).copy_(value)
-    return transformer, axis
+    return transformer, mesh
+
+
+def layout(size: int, sequence_parallel: bool, strategy: str = "no_shard") -> ParallelConfig:
+    return ParallelConfig(
+        tensor_model_parallel_size=size,
+        sequence_parallel=sequence_parallel,
+        data_parallel_sharding_strategy=strategy,
+    )
 
 
 def random_like(name: str, shape: torch.Size) -> Tensor:
@@ -92,30 +101,52 @@ def batch(vocab_size: int) -> dict[str, Tensor]:
     }
 
 
-def outcome(
-    model: ModelConfig, size: int = 1, sequence_parallel: bool = False, compiler: str | None = None
-) -> Outcome:
-    """Of one pass in training mode, and logits in evaluation of a number of tokens that `size` does not divide."""
-    transformer, axis = tensor_parallel_model(model, size, sequence_parallel)
+def outcome(model: ModelConfig, parallel: ParallelConfig = ALONE, compiler: str | None = None) -> Outcome:
+    """Of one pass in training mode, and logits in evaluation of a number of tokens that no axis divides.
+
+    Data-parallel ranks take a sequence each.
+    """
+    transformer, mesh = tensor_parallel_model(model, parallel)
     if compiler:
         torch._dynamo.reset()
         for layer in transformer.layers.values():
             layer.compile(fullgraph=True, backend=compiler)
-    loss = transformer(**batch(model.vocab_size))
+    own = {name: value.chunk(mesh.dp.size)[mesh.dp.rank] for name, value in batch(model.vocab_size).items()}
+    loss = transformer(**own)
     (loss / 19).backward()
-    reduce_partial_gradients(transformer, axis)
-    gradients = {name: full(parameter.grad) for name, parameter in transformer.named_parameters()}
+    gradients = whole_gradients(transformer, mesh)
     transformer.eval()
     with torch.no_grad():
         logits = transformer(batch(model.vocab_size)["input_ids"][:1, :-1])
-    return Outcome(loss.detach(), logits, gradients)
+    return Outcome(summed(loss.detach(), mesh.dp), logits, gradients)
+
+
+def outcome_of_logits(model: ModelConfig, parallel: ParallelConfig = ALONE) -> Outcome:
+    """As `outcome`, the loss a function of the logits and in evaluation."""
+    transformer, mesh = tensor_parallel_model(model, parallel)
+    transformer.eval()
+    logits = transformer(batch(model.vocab_size)["input_ids"])
+    weights = torch.randn(logits.shape, generator=torch.Generator().manual_seed(2))
+    loss = (logits.log_softmax(-1) * weights).sum()
+    loss.backward()
+    return Outcome(loss.detach(), logits.detach(), whole_gradients(transformer, mesh))
+
+
+def generated(model: ModelConfig, parallel: ParallelConfig = ALONE) -> list[list[int]]:
+    transformer, _ = tensor_parallel_model(model, parallel)
+    return generate(transformer, [[5, 9, 2], [7, 1, 4, 4]], max_new_tokens=8, temperature=0.7, seed=1)
+
+
+def whole_gradients(transformer: Transformer, mesh: Mesh) -> dict[str, Tensor]:
+    reduce_partial_gradients(transformer, mesh.tp)
+    return {name: full(parameter.grad) for name, parameter in transformer.named_parameters()}
 
 
 def full(gradient: Tensor) -> Tensor:
-    """The global tensor; the copies of a replicated one have to agree on every rank."""
+    """The global tensor; the copies of one that all ranks hold whole have to agree."""
     if not isinstance(gradient, DTensor):
         return gradient
-    if gradient.placements[0].is_replicate():
+    if all(place.is_replicate() for place in gradient.placements):
         mine = gradient.to_local()
         copies = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
         dist.all_gather(copies, mine.contiguous())

@@ -3,9 +3,21 @@
 import functools
 
 import pytest
-from tensor_job import GPT2, LLAMA, assert_equal, outcome
+import torch
+from parity.pool import RankFailed
+from tensor_job import (
+    GPT2,
+    LLAMA,
+    assert_equal,
+    generated,
+    layout,
+    outcome,
+    outcome_of_logits,
+    tensor_parallel_model,
+)
 
 from megalith.config import ModelConfig
+from megalith.errors import ConfigError
 
 
 def change(model: ModelConfig, **fields) -> ModelConfig:
@@ -32,22 +44,61 @@ def alone(name: str):
     return outcome(MODELS[name])
 
 
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp+sp"])
+WITH_AND_WITHOUT_SP = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp+sp"])
+
+
+@WITH_AND_WITHOUT_SP
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_one_pass_equals_one_process(pool, name, size, sequence_parallel):
-    for result in pool.run(outcome, MODELS[name], size, sequence_parallel, size=size):
+    for result in pool.run(outcome, MODELS[name], layout(size, sequence_parallel), size=size):
         assert_equal(result, alone(name))
 
 
-@pytest.mark.parametrize("name", ["gpt2 dropout", "llama one group, dropout"])
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp+sp"])
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads", "optim_grads_params"])
+@pytest.mark.parametrize("name", ["gpt2 uneven vocabulary", "llama one group, dropout"])
+def test_partial_gradients_are_summed_where_data_parallelism_shards_them(pool, name, strategy):
+    for result in pool.run(outcome, MODELS[name], layout(2, True, strategy)):
+        assert_equal(result, alone(name))
+
+
+@WITH_AND_WITHOUT_SP
+@pytest.mark.parametrize("name", ["gpt2", "llama uneven vocabulary"])
+def test_gradients_through_the_gathered_logits_equal_one_process(pool, name, sequence_parallel):
+    whole = outcome_of_logits(MODELS[name])
+    for result in pool.run(outcome_of_logits, MODELS[name], layout(2, sequence_parallel), size=2):
+        assert_equal(result, whole)
+
+
+@WITH_AND_WITHOUT_SP
+@pytest.mark.parametrize("name", ["gpt2", "llama one group, dropout"])
+def test_generated_tokens_equal_one_process(pool, name, sequence_parallel):
+    expected = generated(MODELS[name])
+    for tokens in pool.run(generated, MODELS[name], layout(4, sequence_parallel)):
+        assert tokens == expected
+
+
+@pytest.mark.parametrize(
+    "name, sequence_parallel", [("gpt2 dropout", True), ("llama one group, dropout", False)]
+)
 def test_layers_traced_in_one_graph_equal_one_process(pool, name, sequence_parallel):
-    for result in pool.run(outcome, MODELS[name], 2, sequence_parallel, "aot_eager", size=2):
+    for result in pool.run(outcome, MODELS[name], layout(2, sequence_parallel), "aot_eager", size=2):
         assert_equal(result, alone(name))
 
 
 def test_a_layer_compiled_to_machine_code_equals_one_process(pool):
     model = change(LLAMA, num_layers=1)
-    for result in pool.run(outcome, model, 2, True, "inductor", size=2):
+    for result in pool.run(outcome, model, layout(2, True), "inductor", size=2):
         assert_equal(result, outcome(model))
+
+
+def train_on_tokens_that_cannot_be_cut():
+    model, _ = tensor_parallel_model(GPT2, layout(2, True))
+    model(torch.zeros(1, 15, dtype=torch.int64))
+
+
+def test_training_on_tokens_that_sequence_parallelism_cannot_cut_is_refused(pool):
+    with pytest.raises(RankFailed) as failure:
+        pool.run(train_on_tokens_that_cannot_be_cut, size=2)
+    assert isinstance(failure.value.__cause__, ConfigError)
+    assert "cannot cut 15 tokens over 2" in str(failure.value.__cause__)
