@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import struct
 from collections.abc import Iterator, Mapping
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from megalith.checkpoint.manifest import FileRecord, TensorRecord
 from megalith.errors import CheckpointError
+from megalith.parallel.gather import GlobalTensor
 
 DTYPE_CODES = {
     torch.float64: "F64",
@@ -54,19 +56,26 @@ class _HashedFile:
         return FileRecord(bytes=self._bytes, sha256=self._hash.hexdigest())
 
 
-def tensor_record(tensor: Tensor) -> TensorRecord:
+def tensor_record(tensor: Tensor | GlobalTensor) -> TensorRecord:
     """Type and shape, as the manifest and the safetensors header write them."""
     return TensorRecord(dtype=DTYPE_CODES[tensor.dtype], shape=list(tensor.shape))
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
-    """Writes named tensors of any device, and syncs the file. Raises OSError."""
-    # Wide types first, then by name, as the library itself orders them: every tensor is aligned.
-    names = sorted(tensors, key=lambda name: (-tensors[name].element_size(), name))
+def write_order(tensors: Mapping[str, Tensor | GlobalTensor]) -> list[str]:
+    """Wide types first, then by name, as the safetensors library orders them: every tensor is aligned."""
+    return sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
+
+
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor | GlobalTensor]) -> FileRecord:
+    """Writes named tensors of any device, and syncs the file. Raises OSError.
+
+    Tensors that are spread over ranks are put together one at a time, in `write_order`.
+    """
+    names = write_order(tensors)
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in names:
-        start, end = end, end + tensors[name].numel() * tensors[name].element_size()
+        start, end = end, end + math.prod(tensors[name].shape) * tensors[name].dtype.itemsize
         header[name] = {**tensor_record(tensors[name]).model_dump(), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -75,10 +84,14 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor]) -> FileRecord:
         hashed.write(struct.pack("<Q", len(text)))
         hashed.write(text)
         for name in names:
-            flat = tensors[name].detach().cpu().contiguous().flatten()
-            hashed.write(memoryview(flat.view(torch.uint8).numpy()))
+            hashed.write(_bytes(tensors[name]))
         _sync(file)
     return hashed.record()
+
+
+def _bytes(tensor: Tensor | GlobalTensor) -> memoryview:
+    whole = tensor.whole() if isinstance(tensor, GlobalTensor) else tensor
+    return memoryview(whole.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
 
 
 def read_safetensors(path: Path, table: Mapping[str, TensorRecord]) -> Iterator[tuple[str, Tensor]]:

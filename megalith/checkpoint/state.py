@@ -3,54 +3,73 @@
 Tensors are global and as small as their meaning: rows that only pad the vocabulary are not stored, so that a
 checkpoint does not depend on the padding. They are zero after loading. Everything else of a run stands in
 its record (step, consumed samples, configuration, loss scale).
+
+A rank may hold the whole tensors or boxes of them, in any layout; what is stored is the same, so a run saved in one
+layout goes on in any other.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from megalith.checkpoint.files import tensor_record
-from megalith.checkpoint.manifest import RunRecord
+from megalith.checkpoint.files import tensor_record, write_order
+from megalith.checkpoint.manifest import RunRecord, TensorRecord
 from megalith.checkpoint.open import Checkpoint
-from megalith.checkpoint.store import save_step
+from megalith.checkpoint.store import save_step, step_folder
+from megalith.comm import Axis, summed
 from megalith.errors import CheckpointError
+from megalith.parallel.gather import ALONE, global_tensors
+from megalith.parallel.shards import Box, box_of
 
 MODEL, OPTIMIZER = "model", "optimizer"
 STATE_WITH_ROWS = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # shaped like their parameter
 NAMES_IN_ERROR = 10
 
 
-def model_tensors(model: nn.Module) -> dict[str, Tensor]:
+Model = nn.Module | Sequence[nn.Module]  # one, or the chunks of a pipeline rank
+
+
+def model_boxes(model: Model) -> dict[str, Box]:
     """Parameters and persistent buffers by name; a tensor that has two names (tied) under its first."""
-    named: dict[str, Tensor] = {}
+    named: dict[str, Box] = {}
     seen: set[int] = set()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        if id(tensor) not in seen:
-            seen.add(id(tensor))
-            named[name] = tensor
+    for chunk in [model] if isinstance(model, nn.Module) else model:
+        for name, tensor in chunk.state_dict(keep_vars=True).items():
+            if id(tensor) not in seen:
+                seen.add(id(tensor))
+                named[name] = box_of(tensor)
     return named
 
 
-def optimizer_tensors(optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """The state of each parameter: `optim.{name}.exp_avg` and so on. The groups must have `param_names`."""
-    return {
-        f"optim.{name}.{key}": value
-        for group in optimizer.param_groups
-        for name, parameter in zip(group["param_names"], group["params"])
-        for key, value in optimizer.state[parameter].items()
-    }
+def optimizer_boxes(optimizer: torch.optim.Optimizer, model: Model | None) -> dict[str, Box]:
+    """The state of each parameter: `optim.{name}.exp_avg` and so on. The groups must have `param_names`.
+
+    The optimizer steps the local shards of `model`'s parameters; None: they are whole.
+    """
+    parameters = {} if model is None else model_boxes(model)
+    boxes = {}
+    for group in optimizer.param_groups:
+        for name, parameter in zip(group["param_names"], group["params"]):
+            for key, value in optimizer.state[parameter].items():
+                box = box_of(value)
+                if name in parameters and key in STATE_WITH_ROWS:
+                    box = replace(parameters[name], values=value)
+                boxes[f"optim.{name}.{key}"] = box
+    return boxes
 
 
 def save_checkpoint(
     checkpoints: str | Path,
     record: RunRecord,
-    model: nn.Module,
+    model: Model,
     optimizer: torch.optim.Optimizer | None,
     *,
+    world: Axis = ALONE,
     unpadded_rows: Mapping[str, int] | None = None,
     write_tokenizer: Callable[[Path], None] | None = None,
     keep_last: int | None = None,
@@ -58,63 +77,91 @@ def save_checkpoint(
 ) -> Path:
     """Saves a run into `checkpoints/step_NNNNNNNN` and returns that folder; see `store.save_step`.
 
+    Every rank of `world` calls it with what it holds; rank 0 writes, and all return when the step is whole.
     `unpadded_rows` gives for each padded parameter the rows that mean something: its rest, and that of its
     optimizer state, is not stored. Without `optimizer` the weights alone are saved.
     """
     rows = unpadded_rows or {}
-    tensors = {MODEL: _cut(model_tensors(model), rows)}
+    boxes = {MODEL: _cut(model_boxes(model), rows)}
     if optimizer is not None:
-        tensors[OPTIMIZER] = _cut(optimizer_tensors(optimizer), _state_rows(rows))
-    return save_step(Path(checkpoints), record, tensors, write_tokenizer, keep_last, keep_every)
+        boxes[OPTIMIZER] = _cut(optimizer_boxes(optimizer, model), _state_rows(rows))
+    tensors = {part: global_tensors(boxes[part], world) for part in boxes}
+    if world.rank == 0:
+        save_step(Path(checkpoints), record, tensors, write_tokenizer, keep_last, keep_every)
+    else:
+        for part in tensors.values():
+            for name in write_order(part):
+                part[name].whole()
+    _wait_for_all(world, boxes[MODEL])
+    return step_folder(Path(checkpoints), record.step)
 
 
 def load_model(
-    checkpoint: Checkpoint, model: nn.Module, unpadded_rows: Mapping[str, int] | None = None
+    checkpoint: Checkpoint,
+    model: Model,
+    unpadded_rows: Mapping[str, int] | None = None,
+    world: Axis = ALONE,
 ) -> None:
     """Fills the model's parameters and buffers, in place and bitwise. All of them or, on an error, none.
 
-    Raises CheckpointError naming tensors that are missing, unexpected, or of another shape or type.
+    Every rank of `world` calls it. Raises CheckpointError naming tensors that are missing, unexpected, or of another
+    shape or type, the same on every rank.
     """
-    _fill(checkpoint, MODEL, model_tensors(model), unpadded_rows or {})
+    _fill(checkpoint, MODEL, model_boxes(model), unpadded_rows or {}, world)
 
 
 def load_optimizer(
-    checkpoint: Checkpoint, optimizer: torch.optim.Optimizer, unpadded_rows: Mapping[str, int] | None = None
+    checkpoint: Checkpoint,
+    optimizer: torch.optim.Optimizer,
+    unpadded_rows: Mapping[str, int] | None = None,
+    model: Model | None = None,
+    world: Axis = ALONE,
 ) -> None:
     """Fills the optimizer's state, in place and bitwise. All of it or, on an error, nothing.
 
-    Raises CheckpointError naming tensors that are missing, unexpected, or of another shape or type.
+    `model` is needed where the optimizer steps shards of its parameters. Every rank of `world` calls it. Raises
+    CheckpointError naming tensors that are missing, unexpected, or of another shape or type, the same on every rank.
     """
-    _fill(checkpoint, OPTIMIZER, optimizer_tensors(optimizer), _state_rows(unpadded_rows or {}))
+    _fill(checkpoint, OPTIMIZER, optimizer_boxes(optimizer, model), _state_rows(unpadded_rows or {}), world)
 
 
 def _state_rows(unpadded_rows: Mapping[str, int]) -> dict[str, int]:
     return {f"optim.{name}.{key}": rows for name, rows in unpadded_rows.items() for key in STATE_WITH_ROWS}
 
 
-def _cut(tensors: Mapping[str, Tensor], unpadded_rows: Mapping[str, int]) -> dict[str, Tensor]:
-    """Each tensor, or the view of its meaningful rows."""
+def _cut(boxes: Mapping[str, Box], unpadded_rows: Mapping[str, int]) -> dict[str, Box]:
+    """Each box, or its part in the meaningful rows."""
     return {
-        name: tensor[: unpadded_rows[name]] if name in unpadded_rows else tensor
-        for name, tensor in tensors.items()
+        name: box.first_rows(unpadded_rows[name]) if name in unpadded_rows else box
+        for name, box in boxes.items()
     }
 
 
 @torch.no_grad()
 def _fill(
-    checkpoint: Checkpoint, part: str, tensors: Mapping[str, Tensor], unpadded_rows: Mapping[str, int]
+    checkpoint: Checkpoint,
+    part: str,
+    boxes: Mapping[str, Box],
+    unpadded_rows: Mapping[str, int],
+    world: Axis,
 ) -> None:
-    stored = _cut(tensors, unpadded_rows)
-    _check_fit(checkpoint, part, stored)
+    stored = _cut(boxes, unpadded_rows)
+    _check_fit(
+        checkpoint, part, {name: tensor_record(t) for name, t in global_tensors(stored, world).items()}
+    )
     for name, value in checkpoint.tensors(part):
-        stored[name].copy_(value)
-    for name, rows in unpadded_rows.items():
-        if name in tensors:
-            tensors[name][rows:].zero_()
+        if name in stored:
+            stored[name].values.copy_(stored[name].cut_from(value))
+    for name in unpadded_rows.keys() & boxes.keys():
+        boxes[name].values[len(stored[name].values) :].zero_()
 
 
-def _check_fit(checkpoint: Checkpoint, part: str, stored: Mapping[str, Tensor]) -> None:
-    wanted = {name: tensor_record(tensor) for name, tensor in stored.items()}
+def _wait_for_all(world: Axis, boxes: Mapping[str, Box]) -> None:
+    device = next(iter(boxes.values())).values.device
+    summed(torch.zeros((), device=device), world).item()
+
+
+def _check_fit(checkpoint: Checkpoint, part: str, wanted: Mapping[str, TensorRecord]) -> None:
     found = checkpoint.table(part)
     problems = [
         ("missing", [name for name in wanted if name not in found]),

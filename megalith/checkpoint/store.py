@@ -27,12 +27,18 @@ from megalith.checkpoint.files import (
 from megalith.checkpoint.manifest import MANIFEST, Manifest, RunRecord
 from megalith.checkpoint.steps import LATEST, REPLACED, TOKENIZER, filename, list_steps, save_order
 from megalith.errors import CheckpointError
+from megalith.parallel.gather import GlobalTensor
+
+
+def step_folder(checkpoints: Path, step: int) -> Path:
+    """Where a step is saved."""
+    return checkpoints / f"step_{step:08d}"
 
 
 def save_step(
     checkpoints: Path,
     record: RunRecord,
-    tensors: Mapping[str, Mapping[str, Tensor]],
+    tensors: Mapping[str, Mapping[str, Tensor | GlobalTensor]],
     write_tokenizer: Callable[[Path], None] | None = None,
     keep_last: int | None = None,
     keep_every: int | None = None,
@@ -43,7 +49,7 @@ def save_step(
     last stay, and those divisible by `keep_every`. Raises CheckpointError when the disk refuses; the steps
     before are then as they were.
     """
-    final = checkpoints / f"step_{record.step:08d}"
+    final = step_folder(checkpoints, record.step)
     temporary = checkpoints / f"{final.name}.tmp"
     try:
         checkpoints.mkdir(parents=True, exist_ok=True)
@@ -74,7 +80,7 @@ def _write_step(
     folder: Path,
     record: RunRecord,
     save_number: int,
-    tensors: Mapping[str, Mapping[str, Tensor]],
+    tensors: Mapping[str, Mapping[str, Tensor | GlobalTensor]],
     write_tokenizer: Callable[[Path], None] | None,
 ) -> None:
     folder.mkdir()

@@ -1,0 +1,84 @@
+"""Global tensors put together on rank 0, one at a time, from the boxes that the ranks own.
+
+For checkpoints that one rank writes and for a look at a whole tensor. Rank 0 needs memory for one global tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalith.comm import Axis
+from megalith.parallel.shards import Box
+
+ALONE = Axis()  # the world of one process
+
+
+@dataclass(frozen=True)
+class Part:
+    """A box of a global tensor and the rank that gives it."""
+
+    rank: int
+    offset: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+@dataclass
+class GlobalTensor:
+    """A tensor that is spread over the world, with or without a part on this rank."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    world: Axis
+    device: torch.device
+    own: Tensor | None = None
+    parts: list[Part] = field(default_factory=list)
+
+    def whole(self) -> Tensor | None:
+        """The tensor on rank 0's CPU, None elsewhere. Every rank calls it, in the same order of tensors."""
+        whole = torch.empty(self.shape, dtype=self.dtype) if self.world.rank == 0 else None
+        for part in self.parts:
+            if whole is not None:
+                box = tuple(slice(at, at + size) for at, size in zip(part.offset, part.shape))
+                whole[box] = self.own if part.rank == 0 else self._receive(part)
+            elif part.rank == self.world.rank:
+                dist.send(self.own.contiguous(), dst=0, group=self.world.group)
+        return whole
+
+    def _receive(self, part: Part) -> Tensor:
+        tensor = torch.empty(part.shape, dtype=self.dtype, device=self.device)
+        dist.recv(tensor, src=part.rank, group=self.world.group)
+        return tensor
+
+
+def global_tensors(boxes: Mapping[str, Box], world: Axis) -> dict[str, GlobalTensor]:
+    """Every tensor that some rank of the world has a box of, the same names in the same order on every rank.
+
+    Every rank calls it. What several ranks own, such as a buffer or a tied embedding on two stages, the lowest gives.
+    """
+    own = [
+        (name, box.values.dtype, box.shape, box.offset, tuple(box.values.shape))
+        for name, box in boxes.items()
+        if box.owned
+    ]
+    tables = [own]
+    if world.size > 1:
+        tables = [None] * world.size
+        dist.all_gather_object(tables, own, group=world.group)
+    device = next((box.values.device for box in boxes.values()), torch.device("cpu"))
+    tensors: dict[str, GlobalTensor] = {}
+    seen: set[tuple] = set()
+    for rank, table in enumerate(tables):
+        for name, dtype, whole_shape, offset, shape in table:
+            tensor = tensors.setdefault(name, GlobalTensor(dtype, whole_shape, world, device))
+            if 0 in shape or (name, offset) in seen:
+                continue
+            seen.add((name, offset))
+            tensor.parts.append(Part(rank, offset, shape))
+            if rank == world.rank:
+                tensor.own = boxes[name].values
+    return tensors
