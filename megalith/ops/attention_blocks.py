@@ -33,6 +33,9 @@ from megalith.ops.dropout import attention_keep_mask
 
 _aten = torch.ops.aten
 
+Result = tuple[Tensor, Tensor, Tensor | None]
+Gradients = tuple[Tensor, Tensor, Tensor]  # of query, key and value
+
 
 @dataclass(frozen=True)
 class Block:
@@ -46,8 +49,8 @@ class Block:
     first_head: int = 0  # and the number of the first head among all
 
 
-def block_forward(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
-    """(o, l, the state of the kernel's random numbers, int64 [2], zeros where it draws none)."""
+def block_forward(query: Tensor, key: Tensor, value: Tensor, block: Block) -> Result:
+    """(o, l, the state int64 [2] of the kernel's random numbers, or None where it draws none)."""
     return _kernel_for(query, key, value, block).forward(query, key, value, block)
 
 
@@ -58,9 +61,9 @@ def block_backward(
     value: Tensor,
     out: Tensor,  # merged o, in the dtype of query
     lse: Tensor,  # merged l
-    random: Tensor,  # as block_forward gave it
+    random: Tensor,  # int64 [2], as block_forward gave it; anything where it gave None
     block: Block,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> Gradients:
     """Gradients of query, key and value through this block."""
     lse = lse.contiguous()
     return _kernel_for(query, key, value, block).backward(grad, query, key, value, out, lse, random, block)
@@ -75,16 +78,12 @@ def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> Non
 @dataclass(frozen=True)
 class _Kernel:
     suits: Callable[[Tensor, Tensor, Tensor, Block], bool]
-    forward: Callable[..., tuple[Tensor, Tensor, Tensor]]
-    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    forward: Callable[[Tensor, Tensor, Tensor, Block], Result]
+    backward: Callable[..., Gradients]
 
 
 def _kernel_for(query: Tensor, key: Tensor, value: Tensor, block: Block) -> _Kernel:
     return next(kernel for kernel in KERNELS.values() if kernel.suits(query, key, value, block))
-
-
-def _no_random(query: Tensor) -> Tensor:
-    return torch.zeros(2, dtype=torch.int64, device=query.device)
 
 
 def _parameters(query: Tensor, key: Tensor, value: Tensor, block: Block) -> SDPAParams:
@@ -101,11 +100,11 @@ def _cudnn_suits(query: Tensor, key: Tensor, value: Tensor, block: Block) -> boo
     return plain and can_use_cudnn_attention(_parameters(query, key, value, block))
 
 
-def _cudnn_forward(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+def _cudnn_forward(query: Tensor, key: Tensor, value: Tensor, block: Block) -> Result:
     out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
         query, key, value, None, True, 0.0, block.causal, False
     )
-    return out, lse.view(out.shape[:3]), _no_random(query)
+    return out, lse.view(out.shape[:3]), None
 
 
 def _cudnn_backward(grad, query, key, value, out, lse, random, block):
@@ -133,11 +132,11 @@ def _flash_suits(query: Tensor, key: Tensor, value: Tensor, block: Block) -> boo
     return plain and can_use_flash_attention(_parameters(query, key, value, block))
 
 
-def _flash_forward(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+def _flash_forward(query: Tensor, key: Tensor, value: Tensor, block: Block) -> Result:
     out, lse, _, _, _, _, random, *_ = _aten._scaled_dot_product_flash_attention(
         query, key, value, block.dropout, block.causal
     )
-    return out, lse, random.view(torch.int64) if block.dropout else _no_random(query)
+    return out, lse, random.view(torch.int64) if block.dropout else None
 
 
 def _flash_backward(grad, query, key, value, out, lse, random, block):
@@ -158,7 +157,7 @@ def _efficient_suits(query: Tensor, key: Tensor, value: Tensor, block: Block) ->
     return can_use_efficient_attention(_parameters(query, key, value, block))
 
 
-def _efficient_forward(query: Tensor, key: Tensor, value: Tensor, block: Block):
+def _efficient_forward(query: Tensor, key: Tensor, value: Tensor, block: Block) -> Result:
     key, value = (_for_each_head(x, query) for x in (key, value))
     out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
         query, key, value, _bias(query, block.mask), True, 0.0, block.causal
@@ -166,7 +165,7 @@ def _efficient_forward(query: Tensor, key: Tensor, value: Tensor, block: Block):
     lse = lse[..., : query.shape[2]]
     if block.mask is not None:
         out, lse = _blank_unseeing(out, lse, block.mask)
-    return out, lse, _no_random(query)
+    return out, lse, None
 
 
 def _efficient_backward(grad, query, key, value, out, lse, random, block):
@@ -202,9 +201,9 @@ def _cpu_suits(query: Tensor, key: Tensor, value: Tensor, block: Block) -> bool:
     return query.device.type == "cpu" and block.mask is None and block.dropout == 0.0
 
 
-def _cpu_forward(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+def _cpu_forward(query: Tensor, key: Tensor, value: Tensor, block: Block) -> Result:
     out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, block.causal)
-    return out, lse, _no_random(query)
+    return out, lse, None
 
 
 def _cpu_backward(grad, query, key, value, out, lse, random, block):
@@ -216,13 +215,13 @@ def _cpu_backward(grad, query, key, value, out, lse, random, block):
 # The formula, for whatever the others leave. Its dropout is keyed by place, as a single process's is.
 
 
-def _plain_forward(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[Tensor, Tensor, Tensor]:
+def _plain_forward(query: Tensor, key: Tensor, value: Tensor, block: Block) -> Result:
     scores = _scores(query, key, block)
     lse = scores.logsumexp(-1)
     probabilities = _probabilities(scores, lse)
     if block.dropout:
         probabilities = _drop(probabilities, block)
-    return probabilities.to(value.dtype) @ _for_each_head(value, query), lse, _no_random(query)
+    return probabilities.to(value.dtype) @ _for_each_head(value, query), lse, None
 
 
 def _plain_backward(grad, query, key, value, out, lse, random, block):

@@ -217,7 +217,8 @@ def _forward(
             out, lse = block[0].float(), block[1].contiguous()
         else:
             merge(out[:, :, seen], lse[:, :, seen], *block[:2])
-        states[step] = block[2]
+        if block[2] is not None:
+            states[step] = block[2]
     return out.transpose(1, 2).to(query.dtype).contiguous(), lse, states
 
 

@@ -48,7 +48,7 @@ def in_blocks(query, key, value, grad, mask):
             merge(out[:, :, q], lse[:, :, q], part, part_lse)
         else:
             out[:, :, q], lse[:, :, q] = part.float(), part_lse
-        states.append(state)
+        states.append(torch.zeros(2, dtype=torch.int64, device=out.device) if state is None else state)
     out = out.to(query.dtype)
     d_query, d_key, d_value = (torch.zeros_like(x, dtype=torch.float32) for x in (query, key, value))
     for (q, k, _), block, state in zip(parts, blocks, states):
