@@ -94,23 +94,41 @@ def summed(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
     return x if axis.size == 1 else _all_reduce(x, axis, op)
 
 
+def begin_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
+    """What `wait` turns into the sum of x over the axis, while other work goes on; without gradient."""
+    return _ops.all_reduce(x.contiguous(), op, axis.name)
+
+
+def begin_all_gather(x: Tensor, axis: Axis) -> Tensor:
+    """As begin_all_reduce, for the ranks' x one behind the other along dimension 0."""
+    return _ops.all_gather_into_tensor(x.contiguous(), axis.size, axis.name)
+
+
+def begin_reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
+    """As begin_all_reduce, for this rank's part, along dimension 0, of the sum."""
+    return _ops.reduce_scatter_tensor(x.contiguous(), "sum", axis.size, axis.name)
+
+
+def wait(x: Tensor) -> Tensor:
+    """The result of a begun collective."""
+    return _ops.wait_tensor(x)
+
+
 def _all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
-    return _ops.wait_tensor(_ops.all_reduce(x.contiguous(), op, axis.name))
+    return wait(begin_all_reduce(x, axis, op))
 
 
 def _all_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    x = x.movedim(dim, 0).contiguous()
-    return _ops.wait_tensor(_ops.all_gather_into_tensor(x, axis.size, axis.name)).movedim(0, dim)
+    return wait(begin_all_gather(x.movedim(dim, 0), axis)).movedim(0, dim)
 
 
 def _reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
-    x = x.movedim(dim, 0).contiguous()
-    return _ops.wait_tensor(_ops.reduce_scatter_tensor(x, "sum", axis.size, axis.name)).movedim(0, dim)
+    return wait(begin_reduce_scatter(x.movedim(dim, 0), axis)).movedim(0, dim)
 
 
 def _all_to_all(x: Tensor, axis: Axis) -> Tensor:
     sizes = [x.shape[0] // axis.size] * axis.size
-    return _ops.wait_tensor(_ops.all_to_all_single(x.contiguous(), sizes, sizes, axis.name))
+    return wait(_ops.all_to_all_single(x.contiguous(), sizes, sizes, axis.name))
 
 
 class _AllReduce(torch.autograd.Function):

@@ -23,7 +23,19 @@ from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.nn.functional import linear
 
-from megalith.comm import Axis, all_gather, all_reduce, all_reduce_gradient, local, reduce_scatter, summed
+from megalith.comm import (
+    Axis,
+    all_gather,
+    all_reduce,
+    all_reduce_gradient,
+    begin_all_gather,
+    begin_all_reduce,
+    begin_reduce_scatter,
+    local,
+    reduce_scatter,
+    summed,
+    wait,
+)
 from megalith.errors import ConfigError
 from megalith.models.attention import SelfAttention
 from megalith.models.transformer import Transformer
@@ -72,7 +84,7 @@ class TensorParallel:
         self.tokens_are_cut = sequence_parallel  # in the forward pass under way
 
     def whole(self, x: Tensor) -> Tensor:
-        """All tokens of the residual stream, for a column parallel matmul: [1, tokens / tp, h] -> [1, tokens, h]."""
+        """All tokens of the residual stream, with SP [1, tokens / tp, h] -> [1, tokens, h]; gradients are summed."""
         return all_gather(x, self.axis, 1) if self.tokens_are_cut else all_reduce_gradient(x, self.axis)
 
     def total(self, x: Tensor) -> Tensor:
@@ -86,8 +98,9 @@ class TensorParallel:
         return x.reshape(1, -1).chunk(self.axis.size, 1)[self.axis.rank] if self.tokens_are_cut else x
 
     def column(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """weight [out / tp, h], bias [out / tp] -> [batch, seq, out / tp]"""
-        return linear(self.whole(x), weight, bias)
+        """weight [out / tp, h], bias [out / tp] -> [batch, seq, out / tp], with SP [1, tokens, out / tp]"""
+        y = _ColumnLinear.apply(x.flatten(0, -2), weight, bias, self.axis, self.tokens_are_cut)
+        return y[None] if self.tokens_are_cut else y.unflatten(0, x.shape[:-1])
 
     def row(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """x [batch, seq, in / tp], weight [h, in / tp], bias [h] -> the residual stream's tokens [..., h]"""
@@ -104,6 +117,35 @@ class TensorParallel:
                 "choose a sequence length that tensor_model_parallel_size divides"
             )
         self.tokens_are_cut = self.sequence_parallel and divides
+
+
+class _ColumnLinear(torch.autograd.Function):
+    """x · weightᵀ + bias of all tokens. Keeps only this rank's tokens for the backward pass, and gathers them again.
+
+    In the backward pass the gather runs beside the product that gives the input's gradient, and the sum of that
+    gradient beside the product that gives the weight's.
+    """
+
+    @staticmethod
+    def forward(
+        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, tokens_are_cut: bool
+    ) -> Tensor:  # x [tokens, or with SP tokens / tp, h] -> [tokens, out / tp]
+        ctx.save_for_backward(x, weight)
+        ctx.axis, ctx.tokens_are_cut, ctx.has_bias = axis, tokens_are_cut, bias is not None
+        return linear(wait(begin_all_gather(x, axis)) if tokens_are_cut else x, weight, bias)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, weight = ctx.saved_tensors
+        if ctx.tokens_are_cut:
+            gathering = begin_all_gather(x, ctx.axis)
+            summing = begin_reduce_scatter(grad @ weight, ctx.axis)
+            x = wait(gathering)
+        else:
+            summing = begin_all_reduce(grad @ weight, ctx.axis)
+        grad_weight = grad.T @ x
+        grad_bias = grad.sum(0) if ctx.has_bias else None
+        return wait(summing), grad_weight, grad_bias, None, None
 
 
 class SharedGroup:

@@ -51,7 +51,6 @@ class VocabParallel:
             max(0, vocab_size - self.first),
             max(1, CHUNK_ELEMENTS[hidden.device.type] // self.rows),  # the same on every rank
             self.axis,
-            torch.is_grad_enabled(),
         )
 
     def logits(self, x: Tensor, weight: Tensor, batch: int, vocab_size: int) -> Tensor:
@@ -86,8 +85,8 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         real: int,  # rows from here on are padding
         chunk: int,  # tokens
         axis: Axis,
-        with_gradient: bool,
     ) -> Tensor:
+        with_gradient = hidden.requires_grad or weight.requires_grad
         matrix = weight.to(hidden.dtype)
         losses, grads_hidden = [], []
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if with_gradient else None
@@ -116,4 +115,4 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx, grad_loss: Tensor):
         grad_hidden, grad_weight = ctx.saved_tensors
         grad_hidden = grad_hidden * grad_loss.to(grad_hidden.dtype)
-        return grad_hidden, grad_weight * grad_loss, *[None] * 7
+        return grad_hidden, grad_weight * grad_loss, *[None] * 6

@@ -9,6 +9,7 @@ from tensor_job import (
     GPT2,
     LLAMA,
     assert_equal,
+    batch,
     generated,
     layout,
     outcome,
@@ -90,6 +91,23 @@ def test_a_layer_compiled_to_machine_code_equals_one_process(pool):
     model = change(LLAMA, num_layers=1)
     for result in pool.run(outcome, model, layout(2, True), "inductor", size=2):
         assert_equal(result, outcome(model))
+
+
+def shapes_kept_for_backward() -> list[torch.Size]:
+    """Of the tensors that a layer keeps, of a model with 32 tokens and a hidden size of 32 on two ranks."""
+    model, _ = tensor_parallel_model(LLAMA, layout(2, True))
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape), lambda x: x):
+        model(**batch(LLAMA.vocab_size))
+    return kept
+
+
+def test_under_sequence_parallelism_no_rank_keeps_the_whole_residual_stream(pool):
+    for kept in pool.run(shapes_kept_for_backward, size=2):
+        assert torch.Size([1, 16, 32]) in kept or torch.Size([16, 32]) in kept
+        assert not [
+            shape for shape in kept[:-2] if shape[-2:] == (32, 32)
+        ]  # the last two are the loss's gradients
 
 
 def train_on_tokens_that_cannot_be_cut():
