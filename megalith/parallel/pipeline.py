@@ -60,8 +60,8 @@ class Pipeline:
 
     Every rank of `axis` calls the same methods with the same micro-batches. `before_backward(chunk, last)` is called
     before each backward pass through a chunk, `last` for the chunk's last one in the step: what data parallelism
-    switches its reduction by. With `zero_bubble` it is never the last, for weights' gradients come later;
-    `after_backward(chunk)` is called when all of the chunk's gradients of the step are there.
+    switches its reduction by. With `zero_bubble` it is never the last, for weights' gradients come later, outside of
+    a pass; `after_weights(chunk, last)` is called when those of a micro-batch have come.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class Pipeline:
         *,
         hidden_shape: HiddenShape,
         before_backward: Callable[[Transformer, bool], None] = lambda chunk, last: None,
-        after_backward: Callable[[Transformer], None] = lambda chunk: None,
+        after_weights: Callable[[Transformer, bool], None] = lambda chunk, last: None,
     ):
         """Makes the communicators, so every process of the world calls it; after the chunks have been prepared."""
         self.chunks, self.axis = list(chunks), axis
@@ -81,7 +81,7 @@ class Pipeline:
         self.timeline: list[Span] = []  # of the last recorded step, milliseconds
         self._forward = forward
         self._hidden_shape = hidden_shape
-        self._before_backward, self._after_backward = before_backward, after_backward
+        self._before_backward, self._after_weights = before_backward, after_weights
         self._links = Links(axis, len(chunks))
         self._weights = deferred.WeightGradients(chunks) if kind == "zero_bubble" else None
         self._schedule = lru_cache(lambda count: build_schedule(kind, axis.size, count, len(chunks)))
@@ -167,7 +167,7 @@ class _Pass:
         # By (micro-batch, chunk): input and graph between forward and backward, work put off between its two halves.
         self.held: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
         self.put_off: dict[tuple[int, int], list[deferred.WeightGradient]] = {}
-        self.ended: Counter[int] = Counter()  # backward passes of each chunk
+        self.ended: Counter[int] = Counter()  # backward passes of each chunk that are whole
 
     def run(self) -> Tensor:
         actions = self.schedule.actions[self.rank]
@@ -209,19 +209,16 @@ class _Pass:
         match action.kind:
             case Kind.FORWARD:
                 return self._go_forward(action, received)
-            case Kind.BACKWARD_WEIGHT:
-                deferred.compute(self.put_off.pop(action[1:]))
-                self._end_backward(action.chunk)
-                return None
             case Kind.BACKWARD_INPUT:
                 grad = self._go_backward(action, received, last=False)
                 self.put_off[action[1:]] = self.pipeline._weights.take()
                 return grad
+            case Kind.BACKWARD_WEIGHT:
+                deferred.compute(self.put_off.pop(action[1:]))
+                self.pipeline._after_weights(self.chunks[action.chunk], self._count_backward(action.chunk))
+                return None
             case Kind.BACKWARD:
-                last = self.ended[action.chunk] == self.schedule.micro_batches - 1
-                grad = self._go_backward(action, received, last)
-                self._end_backward(action.chunk)
-                return grad
+                return self._go_backward(action, received, self._count_backward(action.chunk))
 
     def _go_forward(self, action: Action, hidden: Tensor | None) -> Tensor:
         chunk = self.chunks[action.chunk]
@@ -243,7 +240,7 @@ class _Pass:
         torch.autograd.backward(edge, self.loss_factor if grad is None else grad)
         return None if hidden is None else hidden.grad
 
-    def _end_backward(self, chunk: int) -> None:
+    def _count_backward(self, chunk: int) -> bool:
+        """Counts a micro-batch's whole backward pass of the chunk; whether it is the step's last."""
         self.ended[chunk] += 1
-        if self.ended[chunk] == self.schedule.micro_batches:
-            self.pipeline._after_backward(self.chunks[chunk])
+        return self.ended[chunk] == self.schedule.micro_batches

@@ -115,11 +115,11 @@ def _evenly(model: ModelConfig, parallel: ParallelConfig, virtual: int) -> list[
     head = parallel.account_for_loss_in_pipeline_split
     places, stages = layers + embedding + head, ranks * virtual
     if places % stages or (embedding and head and stages == 1):
-        counted = [f"model.num_layers {layers}"] + ["embedding"] * embedding + ["loss"] * head
+        counted = " + ".join([f"model.num_layers {layers}"] + ["embedding"] * embedding + ["loss"] * head)
         sizes = [size for size in range(1, places + 1) if places % (size * virtual) == 0]
         raise ConfigError(
-            f"{' + '.join(counted)} = {places} are not divisible by pipeline ({ranks}) × virtual ({virtual}) = "
-            f"{stages} stages; set pipeline_model_parallel_size to one of {', '.join(map(str, sizes)) or 'none'}, or "
+            f"{counted}{'' if places == layers else f' = {places}'} is not divisible by pipeline ({ranks}) × "
+            f"virtual ({virtual}) = {stages} stages; set pipeline_model_parallel_size to one of {', '.join(map(str, sizes)) or 'none'}, or "
             f"pipeline_model_parallel_layout to '{_suggested_layout(layers, stages)}'"
         )
     sizes = [places // stages] * stages
@@ -196,7 +196,7 @@ def _suggested_layout(layers: int, stages: int) -> str:
     each, more = divmod(layers, stages)
     start = (stages - more + 1) // 2
     sizes = [each + (start <= stage < start + more) for stage in range(stages)]
-    return "E" + "|".join(f"t*{size}" if size else "" for size in sizes) + "L"
+    return "E" + "|".join(f"t*{size}" if size > 1 else "t" * size for size in sizes) + "L"
 
 
 def expand_layout(layout: str) -> str:

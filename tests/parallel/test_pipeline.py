@@ -1,6 +1,7 @@
 """A model in pipeline stages against one process: loss, every parameter's gradient, evaluation and generation."""
 
 import functools
+from itertools import pairwise
 
 import pytest
 import torch
@@ -42,6 +43,8 @@ COMBINED = {
     "data": {},
     "data, interleaved": {"virtual_pipeline_model_parallel_size": 2},
     "data, ZeRO-1": {"data_parallel_sharding_strategy": "optim"},
+    "data, zero_bubble": ZERO_BUBBLE,
+    "data, ZeRO-1, zero_bubble": {"data_parallel_sharding_strategy": "optim", **ZERO_BUBBLE},
     "data, ZeRO-2": {"data_parallel_sharding_strategy": "optim_grads"},
     "data, ZeRO-3": {"data_parallel_sharding_strategy": "optim_grads_params"},
     "data, ZeRO-3, interleaved": {
@@ -71,7 +74,7 @@ def test_every_schedule_equals_one_process(pool, family, size, layout):
     schedule = build_schedule(schedule_kind(parallel), size, micro_batches, virtual_size(parallel))
     measured = results[0].timeline.spans
     assert [[span.action for span in spans] for spans in measured] == schedule.actions
-    assert all(first.end <= second.start for spans in measured for first, second in zip(spans, spans[1:]))
+    assert all(first.end <= second.start for spans in measured for first, second in pairwise(spans))
 
 
 @pytest.mark.parametrize("layout", COMBINED)
@@ -88,11 +91,12 @@ def test_both_stages_have_the_tied_gradient_to_the_bit(pool):
     assert "embedding.position_embeddings.weight" not in last.gradients
 
 
+@pytest.mark.parametrize("size", [2, 4], ids=["two stages", "two stages beside data"])
 @pytest.mark.parametrize("settings", [{}, ZERO_BUBBLE], ids=["1f1b", "zero_bubble"])
-def test_bf16_hidden_states_travel_in_bf16(pool, settings):
+def test_bf16_hidden_states_travel_in_bf16(pool, settings, size):
     parallel = ParallelConfig(pipeline_model_parallel_size=2, **settings)
-    expected = run_alone(GPT2, 3, torch.bfloat16)
-    for result in pool.run(run, GPT2, parallel, 3, torch.bfloat16, size=2):
+    expected = run_alone(GPT2, 8, torch.bfloat16)
+    for result in pool.run(run, GPT2, parallel, 8, torch.bfloat16, size=size):
         assert_equal(result, expected, bound=1e-2)
 
 
@@ -105,9 +109,7 @@ def test_micro_batches_that_do_not_divide_are_refused_by_every_rank(pool):
 
 
 def test_stages_of_the_combined_layouts_are_as_the_assignment_says():
-    parallel = ParallelConfig(
-        pipeline_model_parallel_size=4, pipeline_model_parallel_layout="E|t|t||t||t|L"
-    )
+    parallel = ParallelConfig(pipeline_model_parallel_size=4, pipeline_model_parallel_layout="E|t|t||t||t|L")
     stages = assign_layers(GPT2, parallel)
     assert [[stage.layers for stage in chunks] for chunks in stages] == [
         [(), (2,)],
