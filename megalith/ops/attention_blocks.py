@@ -42,7 +42,7 @@ class Block:
     """What the queries of a block may see, and what is dropped of it."""
 
     causal: bool = False  # the keys are the queries' own tokens: each sees those up to itself
-    mask: Tensor | None = None  # bool [batch, 1, queries, keys], True where a query may look; replaces causal
+    mask: Tensor | None = None  # bool [batch, 1, queries, keys], True where a query may look, causal included
     dropout: float = 0.0
     dropout_rows: Tensor | None = None  # int32 [batch, queries]: what the mask of dropout depends on,
     key_places: Tensor | None = None  # int64 [keys]: the keys' places in the whole sequence,

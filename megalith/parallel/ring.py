@@ -149,9 +149,8 @@ class _Gather(_Route):
         self._grad[:, :, places.start : places.stop] = grad
 
     def arrived(self) -> Tensor:
-        shards = zigzag(self._grad, self.size, dim=2).flatten(
-            0, 1
-        )  # [size · 2, batch, seq, groups, head_dim]
+        shards = zigzag(self._grad, self.size, dim=2)  # [size, 2, batch, seq, groups, head_dim]
+        shards = shards.flatten(0, 1)
         return _ops.wait_tensor(_ops.reduce_scatter_tensor(shards, "sum", self.size, self.group))
 
 
