@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.distributed.fsdp import FSDPModule
 
 from megalith.models.linear import Linear
 
@@ -72,29 +71,6 @@ def compute(gradients: list[WeightGradient]) -> None:
         edges += gradient.outer
     if edges:
         torch.autograd.backward(edges, values)
-
-
-def add_to_sharded(chunk: nn.Module, last: bool) -> None:
-    """Takes the weights' gradients of a micro-batch, once computed, into a chunk that FSDP2 shards.
-
-    They are added up in fp32 and, behind the `last` micro-batch of the step, reduced. For strategies that reduce once
-    a step; without FSDP2 there is nothing to do. FSDP2 does this behind a backward pass, so it is asked for here by
-    its private calls.
-    """
-    if not isinstance(chunk, FSDPModule):
-        return
-    if last:
-        chunk.set_requires_gradient_sync(True)
-        chunk.set_requires_all_reduce(True)
-        chunk.set_reshard_after_backward(True)
-    for module in reversed([module for module in chunk.modules() if isinstance(module, FSDPModule)]):
-        state = module._get_fsdp_state()
-        groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.11 has one at most, under another name
-        for group in [state._fsdp_param_group] if groups is None else groups:
-            if group is not None:
-                group.post_backward()
-    if last:
-        chunk._get_fsdp_state()._root_post_backward_final_callback()
 
 
 class _Deferred(torch.autograd.Function):

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, Work
@@ -39,6 +40,20 @@ class Links:
                     if mine and axis.rank in (sender, receiver):
                         self._groups[sender, receiver, forward] = group
         self._rank = axis.rank
+        self._open(axis)
+
+    def _open(self, axis: Axis) -> None:
+        """Sends a first number over every link, in an order that all ranks share.
+
+        NCCL makes a communicator at its first use, when each end stands still until the other comes; in a step, where
+        receives are asked for ahead, they might wait for each other for ever.
+        """
+        for (sender, receiver, _), group in self._groups.items():
+            number = torch.zeros(1, device=axis.mesh.device_type)
+            if axis.rank == sender:
+                dist.send(number, self._ranks[receiver], group=group)
+            else:
+                dist.recv(number, self._ranks[sender], group=group)
 
     def send(self, tensor: Tensor, receiver: int, forward: bool) -> None:
         """Begins to send `tensor` to pipeline rank `receiver`; it must not be written to until `finish`."""

@@ -119,8 +119,9 @@ def _evenly(model: ModelConfig, parallel: ParallelConfig, virtual: int) -> list[
         sizes = [size for size in range(1, places + 1) if places % (size * virtual) == 0]
         raise ConfigError(
             f"{counted}{'' if places == layers else f' = {places}'} is not divisible by pipeline ({ranks}) × "
-            f"virtual ({virtual}) = {stages} stages; set pipeline_model_parallel_size to one of {', '.join(map(str, sizes)) or 'none'}, or "
-            f"pipeline_model_parallel_layout to '{_suggested_layout(layers, stages)}'"
+            f"virtual ({virtual}) = {stages} stages; set pipeline_model_parallel_size to one of "
+            f"{', '.join(map(str, sizes)) or 'none'}, or pipeline_model_parallel_layout to "
+            f"'{_suggested_layout(layers, stages)}'"
         )
     sizes = [places // stages] * stages
     sizes[0] -= embedding

@@ -14,8 +14,7 @@ from megalith.data.batch import Batch
 from megalith.models.cache import KVCache
 from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
-from megalith.parallel.data import apply_data, micro_batch_begins
-from megalith.parallel.deferred import add_to_sharded
+from megalith.parallel.data import apply_data, micro_batch_begins, weight_gradients_added
 from megalith.parallel.mesh import build_mesh
 from megalith.parallel.pipeline import Pipeline, residual_shape
 from megalith.parallel.stages import assign_layers, schedule_kind, split_stages
@@ -77,7 +76,7 @@ def run(model: ModelConfig, parallel: ParallelConfig, micro_batches: int, dtype=
         forward,
         hidden_shape=residual_shape(model.hidden_size, mesh.tp.size, parallel.sequence_parallel),
         before_backward=lambda chunk, last: micro_batch_begins([chunk], parallel, last),
-        after_weights=add_to_sharded,
+        after_weights=lambda chunk, last: weight_gradients_added([chunk], parallel, last),
     )
     batches = make_batches(micro_batches)
     factor = torch.tensor(1.0 / valid_tokens(batches))
