@@ -6,18 +6,20 @@ from collections.abc import Iterable
 
 import torch
 
+from megalith.comm import Axis
 from megalith.config import RunConfig
 from megalith.config.batch import BatchSizeSchedule
 from megalith.data.batch import BoundaryRules
 from megalith.data.blend import build_datasets
-from megalith.data.dataset import SampleDataset
+from megalith.data.dataset import SampleDataset, parse_split
 from megalith.data.loader import Loader
 from megalith.data.mock import MockDataset
 from megalith.data.order import SampleOrder, SingleOrder, sample_order
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import ConfigError
 from megalith.models.transformer import Transformer
-from megalith.parallel.apply import apply
+from megalith.parallel.mesh import Mesh
+from megalith.parallel.model import ParallelModel
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -61,16 +63,15 @@ def complete(config: RunConfig, tokenizer: Tokenizer | None) -> RunConfig:
     return config
 
 
-def build_model(config: RunConfig, device: torch.device) -> Transformer:
-    """The model on `device` with its initial weights, ready to train."""
+def build_model(config: RunConfig, mesh: Mesh, device: torch.device) -> ParallelModel:
+    """This rank's part of the model on `device` with its initial weights, ready to train."""
     model = Transformer(
         config.model,
         compute_dtype=COMPUTE_DTYPES[config.train.precision],
         seed=config.train.seed,
         device="meta",
     )
-    apply(model, config, device)
-    return model
+    return ParallelModel(model, config, mesh, device)
 
 
 def vocabulary_rows(config: RunConfig) -> dict[str, int]:
@@ -85,9 +86,15 @@ class Data:
     """The datasets of a run and the loaders over them."""
 
     def __init__(
-        self, config: RunConfig, batch_sizes: BatchSizeSchedule, total_steps: int, tokenizer: Tokenizer | None
+        self,
+        config: RunConfig,
+        batch_sizes: BatchSizeSchedule,
+        total_steps: int,
+        tokenizer: Tokenizer | None,
+        dp: Axis,
     ):
-        self._config = config
+        """`dp`: every rank of it gets micro-batches of its own, every other rank of the mesh the same as they."""
+        self._config, self._dp = config, dp
         self._batch_sizes = batch_sizes
         self._total_steps = total_steps
         data = config.data
@@ -132,6 +139,8 @@ class Data:
             micro_batch_size=self._config.train.micro_batch_size,
             batch_sizes=batch_sizes,
             vocab_size=self._config.model.vocab_size,
+            data_parallel_rank=self._dp.rank,
+            data_parallel_size=self._dp.size,
             consumed_samples=consumed_samples,
             num_workers=self._config.data.num_workers,
             pin_memory=device.type == "cuda",
@@ -149,8 +158,8 @@ class Data:
             )
             return train, valid, test
         if data.data_path is not None:
-            shares = [float(share) for share in data.split.split(",")] + [0.0, 0.0]
-            wanted = [count if share else 0 for count, share in zip(samples[1:], shares[1:])]
+            bounds = parse_split(data.split)
+            wanted = [count if bounds[i + 1] > bounds[i] else 0 for i, count in enumerate(samples) if i]
         else:
             own = (data.valid_data_path, data.test_data_path)
             wanted = [count if path is not None else 0 for count, path in zip(samples[1:], own)]

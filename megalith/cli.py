@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable, Sequence
 
@@ -24,8 +25,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parsed = build_parser().parse_args(arguments)
         return parsed.run(parsed)
     except MegalithError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return error.exit_code
+        from megalith.runtime.failure import report
+
+        return report(error)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         return 130
@@ -34,24 +36,49 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
 
 
+TRAIN_USAGE = """usage: megalith train [run.yaml] [--nproc N] [--section.key value …]
+
+Trains as the run file says, with the settings on the command line in place of the file's. torchrun works as well.
+
+processes:
+  --nproc N                  start N processes on this machine, one a GPU
+  --nnodes N                 of N machines, each of which runs the same command
+  --rdzv-endpoint HOST:PORT  where they meet, on one of them (default with --nnodes: MASTER_ADDR:MASTER_PORT)
+"""
+
+
 def train(arguments: list[str]) -> int:
-    """`megalith train [run.yaml] [--section.key value …]`"""
+    """`megalith train [run.yaml] [--nproc N] [--section.key value …]`"""
     if {"-h", "--help"} & set(arguments):
         from megalith.config.describe import help_text
 
-        print("usage: megalith train [run.yaml] [--section.key value …]\n")
-        print("Trains as the run file says, with the settings on the command line in place of the file's.")
-        print("`megalith config reference` writes these settings as a page.\n")
+        print(TRAIN_USAGE)
         print(help_text())
         return 0
     from megalith.config import RunConfig
 
-    path = arguments.pop(0) if arguments and not arguments[0].startswith("--") else None
-    config = RunConfig.load(path, arguments)
+    launcher, arguments = _launcher_options().parse_known_args(arguments)
+    path = arguments[0] if arguments and not arguments[0].startswith("--") else None
+    config = RunConfig.load(path, arguments[1 if path else 0 :])
+    if launcher.nproc is not None:
+        from megalith.runtime.launch import launch
+
+        command = ["-m", "megalith.cli", "train", *arguments]
+        return launch(launcher.nproc, command, nnodes=launcher.nnodes, rdzv_endpoint=launcher.rdzv_endpoint)
     from megalith.trainer import train
 
     train(config)
     return 0
+
+
+def _launcher_options() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("megalith train", add_help=False, allow_abbrev=False)
+    parser.add_argument("--nproc", type=int)
+    parser.add_argument("--nnodes", type=int, default=1)
+    address = os.environ.get("MASTER_ADDR")
+    endpoint = f"{address}:{os.environ.get('MASTER_PORT', 29500)}" if address else None
+    parser.add_argument("--rdzv-endpoint", default=endpoint)
+    return parser
 
 
 def generate(args: Arguments) -> int:
@@ -150,6 +177,7 @@ def config_presets(args: Arguments) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """Every subcommand with its options; `train` is listed here and parsed by itself."""
     from megalith.data import commands as prepare
+    from megalith.parallel.commands import add_pipeline_show
 
     parser = argparse.ArgumentParser(
         prog="megalith",
@@ -171,6 +199,9 @@ def build_parser() -> argparse.ArgumentParser:
     prepare.add_preprocess_arguments(
         _leaf(commands, "preprocess", "tokenize JSONL into an indexed dataset", prepare.run_preprocess)
     )
+
+    pipeline = _group(commands, "pipeline", "look at pipeline schedules")
+    add_pipeline_show(pipeline.add_parser("show", help="draw the timeline of a schedule, with its bubble"))
 
     data = _group(commands, "data", "look at data")
     _add_data_show(_leaf(data, "show", "print samples as training would read them", data_show))

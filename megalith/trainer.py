@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from megalith.build import Data, build_model, build_run_tokenizer, complete, vocabulary_rows
 from megalith.checkpoint import (
@@ -19,25 +20,28 @@ from megalith.checkpoint import (
     open_checkpoint,
     save_checkpoint,
 )
+from megalith.comm import summed
 from megalith.config import RunConfig
 from megalith.config.batch import BatchSizeSchedule
-from megalith.config.rules import check_training
+from megalith.config.rules import check_training, data_parallel_size
+from megalith.data.batch import Batch
 from megalith.data.dataset import SampleDataset
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import CheckpointError, TrainingError
-from megalith.hardware import device_kind, pick_device
+from megalith.hardware import pick_device
 from megalith.optim.loss_scale import build_loss_scale
 from megalith.optim.optimizer import build_optimizer, set_learning_rate
 from megalith.optim.schedule import build_schedule
-from megalith.optim.step import optimizer_step
-from megalith.runtime.console import open_console
+from megalith.optim.step import optimizer_step, sum_of_squares
+from megalith.parallel.gradients import GradientSquares
+from megalith.parallel.mesh import Mesh, build_mesh
+from megalith.parallel.pipeline_rules import check_pipeline
+from megalith.parallel.tied_embedding import copies
+from megalith.runtime.launch import end_distributed, init_distributed, this_process
 from megalith.runtime.lock import OutputLock, check_output_dir
-from megalith.runtime.metrics import MetricsWriter, perplexity
+from megalith.runtime.metrics import perplexity
 from megalith.runtime.process import prepare_process
-from megalith.runtime.profile import StepProfiler
-from megalith.runtime.report import PendingStep, Report
-from megalith.runtime.sinks import open_sinks
-from megalith.runtime.summary import print_summary
+from megalith.runtime.report import PendingStep, open_report
 
 
 @dataclass(frozen=True)
@@ -55,39 +59,58 @@ class TrainingResult:
 def train(config: RunConfig) -> TrainingResult:
     """Trains as `config` says, from its start or from the checkpoint that `checkpoint.load` names.
 
+    Every process of the run calls it; where torchrun or `launch` started several, they find each other first.
     Raises ConfigError, DataError or CheckpointError before anything is written when the run is not possible.
     """
+    process = this_process()
     tokenizer = build_run_tokenizer(config)
     config = complete(config, tokenizer)
-    check_training(config)
-    device = pick_device(config.runtime.device)
+    check_training(config, process.world_size)
+    dp = data_parallel_size(config.parallel, process.world_size)
+    warnings = check_pipeline(config, BatchSizeSchedule.from_config(config.train, dp).all_micro_batches)
+    config.notes.extend(warnings)
+    device = pick_device(config.runtime.device, process.local_rank)
     prepare_process(config, device)
-    with OutputLock(config.train.output_dir):
-        check_output_dir(config.train.output_dir, config.checkpoint.load)
+    with claimed(config) if process.is_first else nullcontext():
+        init_distributed(device)
+        mesh = build_mesh(config.parallel, process.world_size, device.type)
         try:
-            return Trainer(config, tokenizer, device).run()
+            result = Trainer(config, tokenizer, mesh, device).run()
         except torch.OutOfMemoryError as error:
             raise TrainingError(
                 f"out of memory on {device}: {str(error).splitlines()[0]}; lower train.micro_batch_size or "
                 "data.seq_length, or set parallel.recompute_granularity to full"
             ) from error
+        end_distributed()
+        return result
+
+
+@contextmanager
+def claimed(config: RunConfig) -> Iterator[None]:
+    """The output folder, for this run alone."""
+    with OutputLock(config.train.output_dir):
+        check_output_dir(config.train.output_dir, config.checkpoint.load)
+        yield
 
 
 class Trainer:
-    """A run in progress: what it is made of, and where in the run it stands."""
+    """A run in progress on this rank: what it is made of, and where in the run it stands."""
 
-    def __init__(self, config: RunConfig, tokenizer: Tokenizer | None, device: torch.device):
-        self.config, self.tokenizer, self.device = config, tokenizer, device
+    def __init__(self, config: RunConfig, tokenizer: Tokenizer | None, mesh: Mesh, device: torch.device):
+        self.config, self.tokenizer, self.mesh, self.device = config, tokenizer, mesh, device
         self.output = Path(config.train.output_dir)
-        self.batch_sizes = BatchSizeSchedule.from_config(config.train, data_parallel_size=1)
+        self.batch_sizes = BatchSizeSchedule.from_config(config.train, mesh.dp.size)
         self.total_steps = config.train.train_iters or self.batch_sizes.iterations_for_samples(
             config.train.train_samples
         )
         self.schedule = build_schedule(config.optim, config.train)
-        self.data = Data(config, self.batch_sizes, self.total_steps, tokenizer)
-        self.model = build_model(config, device)
-        self.optimizer = build_optimizer(self.model.named_parameters(), config.optim)
+        self.data = Data(config, self.batch_sizes, self.total_steps, tokenizer, mesh.dp)
+        self.model = build_model(config, mesh, device)
+        self.optimizer = build_optimizer(self.model.parameters.named, config.optim)
         self.loss_scale = build_loss_scale(config.train.precision, config.optim, device)
+        self.gradient_squares = GradientSquares(
+            self.model.parameters, mesh.world, sum_of_squares, copies(self.model.chunks, mesh.pp)
+        )
         self.step = 0  # updates made, skipped ones included
         self.consumed_samples = 0
         self.validation_loss: float | None = None
@@ -96,18 +119,19 @@ class Trainer:
     def run(self) -> TrainingResult:
         """Trains to the end of the run or to an early exit; always leaves a checkpoint."""
         config, started = self.config, time.monotonic()
-        (self.output / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
-        self._print_start()
         with (
-            MetricsWriter(self.output, self.step, open_sinks(config, self.step)) as metrics,
-            open_console(self.total_steps, config.log.log_interval) as console,
-            StepProfiler(self.output, self._profiled_steps(), console.note) as profiler,
+            open_report(
+                config, self.mesh.world, self.device, self.mesh.dp.size, self.step, self.total_steps
+            ) as self.report,
             self.data.train_loader(self.step, self.consumed_samples, self.device) as batches,
         ):
-            self.report = Report(config, self.device, metrics, console)
+            if self.loaded_from:
+                self.report.note(
+                    f"going on from {self.loaded_from}: step {self.step}, {self.consumed_samples} samples consumed"
+                )
             saved_at, ended = None, "train_iters"
             while self.step < self.total_steps:
-                profiler.before_step(self.step + 1)
+                self.report.before_step(self.step + 1)
                 self.train_step(batches)
                 if self.step % config.train.eval_interval == 0:
                     self.evaluate(self.data.valid)
@@ -120,33 +144,29 @@ class Trainer:
                 self.evaluate(self.data.valid)
             checkpoint = saved_at if saved_at and saved_at.name.endswith(f"{self.step:08d}") else self.save()
             if ended != "train_iters":
-                console.note(
+                self.report.note(
                     f"stopped after step {self.step} by {ended}; go on with checkpoint.load={self.output}"
                 )
             elif (test_loss := self._mean_loss(self.data.test)) is not None:
-                console.note(f"test loss {test_loss:.4f}, perplexity {perplexity(test_loss):.2f}")
+                self.report.note(f"test loss {test_loss:.4f}, perplexity {perplexity(test_loss):.2f}")
         return TrainingResult(
             self.step, self.consumed_samples, self.report.last_loss, self.validation_loss, checkpoint, ended
         )
 
-    def train_step(self, batches) -> None:
-        """One update: the gradient of the mean loss over the global batch, micro-batch by micro-batch."""
+    def train_step(self, batches: Iterator[Batch]) -> None:
+        """One update, by the gradient of the mean loss over the global batch."""
         self.report.clock.start()
         batch_size = self.batch_sizes.size(self.consumed_samples)
         micro_batches = [next(batches) for _ in range(self.batch_sizes.micro_batches(self.consumed_samples))]
-        tokens = max(1.0, sum(batch.loss_mask.sum().item() for batch in micro_batches))  # on the host
         self._seed_fused_dropout()
-        self.model.train()
-        loss = torch.zeros((), device=self.device)
-        for batch in micro_batches:
-            loss_sum = self._loss_sum(batch.to(self.device))
-            (loss_sum * (self.loss_scale.scale / tokens)).backward()
-            loss += loss_sum.detach()
+        loss = self.model.backward(micro_batches, self.loss_scale.scale)
         lr = self.schedule.learning_rate(self.step, self.consumed_samples)
         weight_decay = self.schedule.weight_decay(self.step, self.consumed_samples)
         set_learning_rate(self.optimizer, lr, weight_decay)
-        result = optimizer_step(self.optimizer, self.loss_scale, self.config.optim.clip_grad)
-        self.optimizer.zero_grad(set_to_none=True)
+        result = optimizer_step(
+            self.optimizer, self.loss_scale, self.config.optim.clip_grad, self.gradient_squares
+        )
+        self.model.parameters.clear_gradients()
         self.step += 1
         self.consumed_samples += batch_size
         self.report.clock.stop()
@@ -156,7 +176,7 @@ class Trainer:
                 consumed_samples=self.consumed_samples,
                 batch_size=batch_size,
                 lr=lr,
-                loss=loss / tokens,
+                loss=loss,
                 grad_norm=result.grad_norm,
                 skipped=result.skipped,
                 loss_scale=result.loss_scale,
@@ -185,47 +205,34 @@ class Trainer:
         folder = save_checkpoint(
             self.output / "checkpoints",
             record,
-            self.model,
+            self.model.chunks,
             self.optimizer if config.save_optim else None,
+            world=self.mesh.world,
             unpadded_rows=vocabulary_rows(self.config),
             write_tokenizer=tokenizer.save if tokenizer else None,
             keep_last=config.keep_last,
             keep_every=config.keep_every,
         )
-        self.report.console.note(f"saved {folder}")
+        self.report.note(f"saved {folder}")
         return folder
-
-    def _loss_sum(self, batch) -> Tensor:
-        return self.model(
-            batch.tokens,
-            labels=batch.labels,
-            loss_mask=batch.loss_mask,
-            position_ids=batch.position_ids,
-            document_ids=batch.document_ids,
-            sample_numbers=batch.sample_numbers,
-        )
 
     def _mean_loss(self, dataset: SampleDataset | None) -> float | None:
         if dataset is None or self.config.train.eval_iters == 0:
             return None
         self.report.flush()
-        self.model.eval()
-        loss, tokens = torch.zeros((), dtype=torch.float64, device=self.device), 0.0
-        with torch.no_grad(), self.data.evaluation_loader(dataset, self.device) as batches:
-            for batch in batches:
-                tokens += batch.loss_mask.sum().item()
-                loss += self._loss_sum(batch.to(self.device))
-        return loss.item() / max(1.0, tokens)
+        count = self.batch_sizes.global_batch_size // (self.config.train.micro_batch_size * self.mesh.dp.size)
+        loss, tokens = torch.zeros(2, dtype=torch.float64, device=self.device)
+        with self.data.evaluation_loader(dataset, self.device) as batches:
+            for _ in range(self.config.train.eval_iters):
+                more_loss, more_tokens = self.model.evaluate([next(batches) for _ in range(count)])
+                loss, tokens = loss + more_loss, tokens + more_tokens
+        return (loss / tokens).item()
 
     def _seed_fused_dropout(self) -> None:
         """A GPU kernel's attention dropout is the one user of a random state: it starts anew from each step."""
         if self.device.type == "cuda" and self.config.model.attention_dropout:
-            key = f"{self.config.train.seed}/attention dropout/{self.step}".encode()
+            key = f"{self.config.train.seed}/attention dropout/{self.step}/{self.mesh.world.rank}".encode()
             torch.cuda.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "little"))
-
-    def _profiled_steps(self) -> range:
-        log = self.config.log
-        return range(log.profile_step_start, log.profile_step_end) if log.profile else range(0)
 
     def _exit_reason(self, started: float) -> str | None:
         limits = self.config.train
@@ -233,12 +240,16 @@ class Trainer:
             return None
         if limits.exit_interval and self.step % limits.exit_interval == 0:
             return "exit_interval"
-        if limits.exit_duration_in_mins and time.monotonic() - started > 60 * limits.exit_duration_in_mins:
-            return "exit_duration_in_mins"
+        if limits.exit_duration_in_mins and self.step % self.config.log.log_interval == 0:
+            over = torch.tensor(
+                time.monotonic() - started > 60 * limits.exit_duration_in_mins, device=self.device
+            )
+            if summed(over.float(), self.mesh.world, "max").item():  # one rank's clock decides for all
+                return "exit_duration_in_mins"
         return None
 
     def _load(self) -> Path | None:
-        settings = self.config.checkpoint
+        settings, world = self.config.checkpoint, self.mesh.world
         if settings.load is None:
             return None
         parts = ("model", "optimizer") if settings.load_optim else ("model",)
@@ -252,18 +263,9 @@ class Trainer:
                 f"fingerprint {record.tokenizer.fingerprint[:12]}) than this run's ({self.tokenizer.vocab_size}, "
                 f"{self.tokenizer.fingerprint[:12]}); use the one in {checkpoint.tokenizer_folder}"
             )
-        load_model(checkpoint, self.model, rows)
+        load_model(checkpoint, self.model.chunks, rows, world)
         if settings.load_optim:
-            load_optimizer(checkpoint, self.optimizer, rows)
+            load_optimizer(checkpoint, self.optimizer, rows, self.model.chunks, world)
         self.loss_scale.load_state(record.loss_scale)
         self.step, self.consumed_samples = record.step, record.consumed_samples
         return checkpoint.folder
-
-    def _print_start(self) -> None:
-        print_summary(self.config, device_kind(self.device))
-        for note in self.config.notes:
-            print(f"note: {note}")
-        if self.loaded_from:
-            print(
-                f"going on from {self.loaded_from}: step {self.step}, {self.consumed_samples} samples consumed"
-            )

@@ -89,6 +89,12 @@ class BatchSizeSchedule:
         start, increment, _ = self.rampup_batch_size
         return start + increment * self._stage(consumed_samples)
 
+    @property
+    def all_micro_batches(self) -> list[int]:
+        """The numbers of micro-batches that a step of this run can have."""
+        sizes = [size for size, _ in self._stages()] + [self.global_batch_size]
+        return [size // (self.micro_batch_size * self.data_parallel_size) for size in sizes]
+
     def micro_batches(self, consumed_samples: int) -> int:
         """Accumulation of the step that begins after `consumed_samples`: micro-batches on each replica."""
         return self.size(consumed_samples) // (self.micro_batch_size * self.data_parallel_size)

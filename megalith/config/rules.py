@@ -215,9 +215,6 @@ def check_training(config: RunConfig, world_size: int = 1) -> None:
 
 # What this version does not do yet: the field, the one value that it takes, and the field's meaning in words.
 _ONLY = [
-    ("parallel.pipeline_model_parallel_size", 1, "pipeline parallelism"),
-    ("parallel.virtual_pipeline_model_parallel_size", None, "an interleaved pipeline"),
-    ("parallel.context_parallel_size", 1, "context parallelism"),
     ("parallel.expert_model_parallel_size", 1, "expert parallelism"),
     ("parallel.expert_tensor_parallel_size", 1, "tensor parallelism inside experts"),
     ("model.num_experts", None, "a mixture of experts"),

@@ -1,4 +1,4 @@
-"""The one ordered list: how a plain model becomes the one that trains."""
+"""The one ordered list: how a plain model becomes this rank's part of the one that trains."""
 
 from __future__ import annotations
 
@@ -7,19 +7,43 @@ import torch
 from megalith.config import RunConfig
 from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
+from megalith.parallel.context import apply_context
+from megalith.parallel.data import apply_data
+from megalith.parallel.mesh import Mesh
 from megalith.parallel.recompute import apply_recompute
+from megalith.parallel.stages import assign_layers, schedule_kind, split_stages
+from megalith.parallel.tensor import apply_tensor
 
 
-def apply(model: Transformer, config: RunConfig, device: torch.device) -> None:
-    """Prepares `model`, made on the meta device, in place.
+def apply(model: Transformer, config: RunConfig, mesh: Mesh, device: torch.device) -> list[Transformer]:
+    """This rank's chunks of `model`, which is on the meta device, with their initial weights on `device`.
 
-    1. Recomputation wraps the eager modules, so that what follows sees one model with or without it.
-    2. Compilation comes after everything that changes a layer's code.
-    3. Storage is made and filled last: weights depend on their names alone, not on the steps before.
+    1. Pipeline: what other stages hold goes first, so that nothing after it works on what is not here.
+    2. Tensor: parameters become shards, and a layer then has the heads of this rank.
+    3. Context: replaces the core of attention, which those heads go through.
+    4. Recompute: wraps the code as the axes have left it, their collectives included.
+    5. Compile: after everything that changes a layer's code. Zero-bubble takes backward passes apart: not compiled.
+    6. Data: shards the parameters as tensor parallelism has left them; a layer is its unit.
+    7. Storage is made last, and filled: weights depend on their names and places alone, not on the steps before.
     """
-    apply_recompute(model, config.parallel)
-    if config.runtime.compile is True or (config.runtime.compile == "auto" and device.type == "cuda"):
-        for layer in model.layers.values():
-            layer.compile(fullgraph=True)
-    model.to_empty(device=device)
-    initialize(model, config.model, config.train.seed)
+    parallel = config.parallel
+    chunks = split_stages(model, assign_layers(config.model, parallel), mesh.pp.rank)
+    for chunk in chunks:
+        apply_tensor(chunk, mesh.tp, parallel.sequence_parallel)
+        apply_context(chunk, mesh.cp, parallel.cp_comm_type, parallel.hierarchical_context_parallel_sizes)
+        apply_recompute(chunk, parallel)
+        if compiles(config, device):
+            for layer in chunk.layers.values():
+                layer.compile(fullgraph=True)
+    apply_data(chunks, mesh, parallel)
+    for chunk in chunks:
+        chunk.to_empty(device=device)
+        initialize(chunk, config.model, config.train.seed)
+    return chunks
+
+
+def compiles(config: RunConfig, device: torch.device) -> bool:
+    """Whether layers are compiled: as asked, or by default on GPUs where the schedule allows it."""
+    if config.runtime.compile == "auto":
+        return device.type == "cuda" and schedule_kind(config.parallel) != "zero_bubble"
+    return config.runtime.compile

@@ -8,7 +8,6 @@ import torch
 
 from megalith.config import RunConfig
 
-
 RECOMPILE_LIMIT = 64  # shapes and modes (training, evaluation) of one layer's code
 
 

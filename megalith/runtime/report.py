@@ -1,19 +1,26 @@
-"""From steps to figures: what a step computed on the device becomes a line in the log."""
+"""From steps to figures: what a step computed on the device becomes a line in the log, on one rank of the run."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from megalith.comm import Axis
 from megalith.config import RunConfig
 from megalith.hardware import device_kind
 from megalith.models.flops import flops_per_token, throughput
 from megalith.runtime.clock import StepClock
-from megalith.runtime.console import TrainingConsole
+from megalith.runtime.console import TrainingConsole, open_console
 from megalith.runtime.metrics import MetricsWriter, StepMetrics
+from megalith.runtime.profile import StepProfiler
+from megalith.runtime.sinks import open_sinks
+from megalith.runtime.summary import print_summary
 
 
 @dataclass(frozen=True)
@@ -30,24 +37,62 @@ class PendingStep:
     loss_scale: Tensor
 
 
+@contextmanager
+def open_report(
+    config: RunConfig, world: Axis, device: torch.device, data_parallel_size: int, step: int, total_steps: int
+) -> Iterator[Report]:
+    """The report of a run that has made `step` of `total_steps` steps. Rank 0 prints and writes, the others keep still.
+
+    At the start it prints the summary and writes the resolved configuration into the output folder.
+    """
+    if world.rank != 0:
+        yield Report(config, world, device)
+        return
+    output = Path(config.train.output_dir)
+    (output / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+    print_summary(config, device_kind(device), data_parallel_size)
+    for note in config.notes:
+        print(f"note: {note}")
+    log = config.log
+    profiled = range(log.profile_step_start, log.profile_step_end) if log.profile else range(0)
+    with (
+        MetricsWriter(output, step, open_sinks(config, step)) as metrics,
+        open_console(total_steps, log.log_interval) as console,
+        StepProfiler(output, profiled, console.note) as profiler,
+    ):
+        yield Report(config, world, device, metrics, console, profiler)
+
+
 class Report:
     """Turns steps into metrics at each log interval, so that between two the host never waits for the device."""
 
     def __init__(
-        self, config: RunConfig, device: torch.device, metrics: MetricsWriter, console: TrainingConsole
+        self,
+        config: RunConfig,
+        world: Axis,
+        device: torch.device,
+        metrics: MetricsWriter | None = None,
+        console: TrainingConsole | None = None,
+        profiler: StepProfiler | None = None,
     ):
-        self.metrics, self.console = metrics, console
         self.clock = StepClock(device)
         self.last_loss: float | None = None
+        self._metrics, self._console, self._profiler = metrics, console, profiler
+        self._world, self._device = world, device
         self._pending: list[PendingStep] = []
-        self._device = device
         self._interval = config.log.log_interval if device.type == "cuda" else 1
         self._fp16 = config.train.precision == "fp16"
         self._tokens = config.data.seq_length
         self._flops = flops_per_token(config.model, config.data.seq_length).causal
         self._peak = device_kind(device).peak(config.train.precision)
 
+    def before_step(self, step: int) -> None:
+        """To be called at the head of every step."""
+        if self._profiler is not None:
+            self._profiler.before_step(step)
+
     def add(self, step: PendingStep) -> None:
+        """Takes a step; its figures are read at the end of the log interval."""
         self._pending.append(step)
         if step.step % self._interval == 0:
             self.flush()
@@ -56,31 +101,47 @@ class Report:
         """Reads what is pending and hands it to the log."""
         times = self.clock.milliseconds()
         pending, self._pending = self._pending, []
+        if self._metrics is None:
+            if pending:
+                self.last_loss = pending[-1].loss.item()
+            return
         for step, milliseconds in zip(pending, times):
-            speed = throughput(step.batch_size * self._tokens, milliseconds / 1e3, 1, self._flops, self._peak)
-            self.last_loss = step.loss.item()
-            metrics = StepMetrics(
-                step=step.step,
-                loss=self.last_loss,
-                grad_norm=step.grad_norm.item(),
-                lr=step.lr,
-                global_batch_size=step.batch_size,
-                consumed_samples=step.consumed_samples,
-                step_time_ms=milliseconds,
-                tokens_per_second_per_device=speed.tokens_per_second_per_device,
-                tflops_per_device=speed.tflops_per_device,
-                mfu=speed.mfu,
-                max_memory_gb=self._max_memory_gb(),
-                skipped=int(step.skipped.item()),
-                nan_iterations=int(not math.isfinite(self.last_loss)),
-                loss_scale=step.loss_scale.item() if self._fp16 else None,
-            )
-            self.metrics.log_step(metrics)
-            self.console.log_step(metrics)
+            metrics = self._figures(step, milliseconds)
+            self.last_loss = metrics.loss
+            self._metrics.log_step(metrics)
+            self._console.log_step(metrics)
 
     def evaluation(self, step: int, loss: float) -> None:
-        self.metrics.log_evaluation(step, loss)
-        self.console.log_evaluation(step, loss)
+        """Logs the validation loss, the mean over tokens, after `step`."""
+        if self._metrics is not None:
+            self._metrics.log_evaluation(step, loss)
+            self._console.log_evaluation(step, loss)
+
+    def note(self, text: str) -> None:
+        """Prints a line of its own."""
+        if self._console is not None:
+            self._console.note(text)
+
+    def _figures(self, step: PendingStep, milliseconds: float) -> StepMetrics:
+        tokens, devices = step.batch_size * self._tokens, self._world.size
+        speed = throughput(tokens, milliseconds / 1e3, devices, self._flops, self._peak)
+        loss = step.loss.item()
+        return StepMetrics(
+            step=step.step,
+            loss=loss,
+            grad_norm=step.grad_norm.item(),
+            lr=step.lr,
+            global_batch_size=step.batch_size,
+            consumed_samples=step.consumed_samples,
+            step_time_ms=milliseconds,
+            tokens_per_second_per_device=speed.tokens_per_second_per_device,
+            tflops_per_device=speed.tflops_per_device,
+            mfu=speed.mfu,
+            max_memory_gb=self._max_memory_gb(),
+            skipped=int(step.skipped.item()),
+            nan_iterations=int(not math.isfinite(loss)),
+            loss_scale=step.loss_scale.item() if self._fp16 else None,
+        )
 
     def _max_memory_gb(self) -> float | None:
         return torch.cuda.max_memory_allocated(self._device) / 1e9 if self._device.type == "cuda" else None

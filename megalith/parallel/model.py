@@ -1,0 +1,131 @@
+"""The model as the loop sees it: gradients and losses of the whole, whatever part of it stands on this rank."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megalith.comm import summed
+from megalith.config import RunConfig
+from megalith.models.transformer import Transformer
+from megalith.parallel.apply import apply
+from megalith.parallel.context import shard_batch
+from megalith.parallel.data import micro_batch_begins, weight_gradients_added
+from megalith.parallel.gradients import valid_tokens
+from megalith.parallel.mesh import Mesh
+from megalith.parallel.pipeline import Pipeline, residual_shape
+from megalith.parallel.shards import LocalParameters
+from megalith.parallel.stages import schedule_kind
+from megalith.parallel.tensor import reduce_partial_gradients
+from megalith.parallel.tied_embedding import reduce_tied_embedding
+
+if TYPE_CHECKING:
+    from megalith.data.batch import Batch
+
+
+@dataclass
+class Part:
+    """What this rank gets of a micro-batch: its tokens, and their places in the whole sequence."""
+
+    batch: Batch
+    places: Tensor  # int64 [seq]
+
+    @property
+    def tokens(self) -> Tensor:
+        return self.batch.tokens
+
+
+class ParallelModel:
+    """This rank's chunks, and the passes that all ranks make together.
+
+    Every rank calls the same methods in the same order; each is given its data-parallel rank's micro-batches.
+    """
+
+    def __init__(self, model: Transformer, config: RunConfig, mesh: Mesh, device: torch.device):
+        """`model` is on the meta device; it is taken apart."""
+        self.mesh, self.device, self._parallel = mesh, device, config.parallel
+        self.chunks = apply(model, config, mesh, device)
+        self.parameters = LocalParameters(self.chunks)
+        self.pipeline = self._pipeline() if mesh.pp.size > 1 else None
+
+    def backward(self, micro_batches: Sequence[Batch], loss_scale: Tensor) -> Tensor:
+        """Leaves in `.grad` the gradient of loss_scale · the mean loss; returns that loss, float32, on every rank.
+
+        The mean is over the valid tokens of all micro-batches of all data-parallel ranks.
+        """
+        parts = self._train(True)._parts(micro_batches)
+        masks = [part.batch.loss_mask for part in parts]
+        tokens = valid_tokens(masks, self.mesh.dp_cp, self.device)
+        factor = loss_scale / tokens
+        loss = self._on_device(parts, factor)
+        for chunk in self.chunks:
+            reduce_partial_gradients(chunk, self.mesh.tp)
+        reduce_tied_embedding(self.chunks, self.mesh.tied)
+        self.parameters.attach_gradients()
+        return self._everywhere(loss) / tokens
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
+        """The sum of the losses of all valid tokens, and their number, on every rank: float32 scalars."""
+        parts = self._train(False)._parts(micro_batches)
+        tokens = valid_tokens([part.batch.loss_mask for part in parts], self.mesh.dp_cp, self.device)
+        return self._everywhere(self._on_device(parts, None)), tokens
+
+    def _train(self, mode: bool) -> ParallelModel:
+        for chunk in self.chunks:
+            chunk.train(mode)
+        return self
+
+    def _parts(self, micro_batches: Sequence[Batch]) -> list[Part]:
+        return [Part(*shard_batch(batch, self.mesh.cp)) for batch in micro_batches]
+
+    def _on_device(self, parts: list[Part], factor: Tensor | None) -> Tensor:
+        """All passes of a step on this rank; the sum of the losses that its last stage found, else zero."""
+        parts = [
+            Part(part.batch.to(self.device), part.places.to(self.device, non_blocking=True)) for part in parts
+        ]
+        if self.pipeline is not None:
+            return self.pipeline.evaluate(parts) if factor is None else self.pipeline.step(parts, factor)
+        loss = torch.zeros((), device=self.device)
+        for number, part in enumerate(parts):
+            losses = forward(self.chunks[0], part, None)
+            if factor is not None:
+                micro_batch_begins(self.chunks, self._parallel, is_last=number == len(parts) - 1)
+                (losses * factor).backward()
+            loss += losses.detach()
+        return loss
+
+    def _everywhere(self, loss: Tensor) -> Tensor:
+        """The sum over data and context, and over the stages, of which the last alone has one that is not zero."""
+        return summed(summed(loss, self.mesh.dp_cp), self.mesh.pp)
+
+    def _pipeline(self) -> Pipeline:
+        parallel, config = self._parallel, self.chunks[0].config
+        return Pipeline(
+            self.chunks,
+            self.mesh.pp,
+            schedule_kind(parallel),
+            forward,
+            hidden_shape=residual_shape(config.hidden_size, self.mesh.tp.size, parallel.sequence_parallel),
+            before_backward=lambda chunk, last: micro_batch_begins([chunk], parallel, last),
+            after_weights=lambda chunk, last: weight_gradients_added([chunk], parallel, last),
+        )
+
+
+def forward(chunk: Transformer, part: Part, hidden: Tensor | None) -> Tensor:
+    """A chunk's work on its part of a micro-batch: hidden states, or on the last stage the sum of the losses."""
+    batch = part.batch
+    return chunk(
+        batch.tokens,
+        hidden=hidden,
+        labels=batch.labels,
+        loss_mask=batch.loss_mask,
+        position_ids=batch.position_ids,
+        places=part.places,
+        document_ids=batch.document_ids,
+        sample_numbers=batch.sample_numbers,
+    )
