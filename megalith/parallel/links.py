@@ -30,7 +30,7 @@ class Links:
         self._sending: deque[tuple[Work, Tensor]] = deque()
         spacing = (
             self._ranks[1] - self._ranks[0]
-        )  # ranks of the world in a stage: as many pipelines stand side by side
+        )  # of a pipeline's ranks: as many pipelines stand side by side
         for pipeline in range(spacing):
             mine = pipeline == self._ranks[0]
             for stage in range(axis.size if laps > 1 else axis.size - 1):
