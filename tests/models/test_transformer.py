@@ -1,0 +1,161 @@
+"""The whole model: it learns, it does not see the future, documents are closed, and compiled code is the same."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from megalith.config import ModelConfig
+from megalith.config.presets import PRESETS
+from megalith.models.init import initialize
+from megalith.models.transformer import Transformer
+
+VOCAB, LONGEST = 61, 32
+FAMILIES = {"gpt": "tiny-gpt", "llama": "tiny-llama", "qwen": "tiny-qwen"}
+
+
+def build(family: str, dropout: float = 0.0, **fields) -> Transformer:
+    options = {
+        "vocab_size": VOCAB,
+        "max_position_embeddings": LONGEST,
+        "init_method_std": 0.1,  # large enough that attention matters from the start
+        "hidden_dropout": dropout,
+        "attention_dropout": dropout,
+        **fields,
+    }
+    config = ModelConfig(**{**PRESETS[FAMILIES[family]], **options})
+    model = Transformer(config, seed=3)
+    initialize(model, config, seed=5)
+    return model
+
+
+def tokens(batch: int = 2, seq: int = 16, seed: int = 0) -> Tensor:
+    return torch.randint(0, VOCAB, (batch, seq), generator=torch.Generator().manual_seed(seed))
+
+
+def loss_and_gradients(model: Transformer, **extra) -> tuple[float, dict[str, Tensor]]:
+    ids = tokens(seq=17)
+    loss = model(ids[:, :-1], labels=ids[:, 1:], sample_numbers=torch.tensor([5, 2**33]), **extra)
+    model.zero_grad()
+    loss.backward()
+    return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_model_overfits_one_batch(family):
+    model, ids = build(family, init_method_std=0.02).train(), tokens(seq=17)
+    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
+    for _ in range(60):
+        loss = model(ids[:, :-1], labels=ids[:, 1:]) / (2 * 16)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 0.02
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_token_changes_no_logits_before_its_own_and_every_one_after(family):
+    model, ids = build(family).eval(), tokens()
+    changed = ids.clone()
+    changed[:, 9] = (ids[:, 9] + 1) % VOCAB
+    difference = (model(ids) - model(changed)).abs().amax(-1)  # [batch, seq]
+    assert not difference[:, :9].any()
+    assert (difference[:, 9:] > 1e-6).all()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("training", [False, True])
+def test_a_document_does_not_see_the_one_before_it(family, training):
+    model, ids = build(family, dropout=0.1).train(training), tokens()
+    documents = torch.tensor([[0] * 7 + [1] * 9] * 2, dtype=torch.int32)
+    changed = ids.clone()
+    changed[:, :7] = (ids[:, :7] + 5) % VOCAB
+    first, second = (model(x, document_ids=documents) for x in (ids, changed))
+    assert torch.equal(first[:, 7:], second[:, 7:])
+    assert not torch.equal(first[:, :7], second[:, :7])
+    assert not torch.equal(model(ids)[:, 7:], first[:, 7:])
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_with_positions_reset_a_document_in_a_sample_is_the_document_alone(family):
+    model, ids = build(family).eval(), tokens()
+    documents = torch.tensor([[0] * 7 + [1] * 9] * 2, dtype=torch.int32)
+    positions = torch.tensor([[*range(7), *range(9)]] * 2)
+    together = model(ids, document_ids=documents, position_ids=positions)
+    torch.testing.assert_close(together[:, :7], model(ids[:, :7]), rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(together[:, 7:], model(ids[:, 7:]), rtol=1e-5, atol=1e-5)
+
+
+def test_learned_positions_that_are_not_reset_tell_the_second_document_from_one_alone():
+    model, ids = build("gpt").eval(), tokens()
+    documents = torch.tensor([[0] * 7 + [1] * 9] * 2, dtype=torch.int32)
+    assert (model(ids, document_ids=documents)[:, 7:] - model(ids[:, 7:])).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_dropout_follows_the_sample_and_not_its_place_in_the_batch(family):
+    model, ids = build(family, dropout=0.2).train(), tokens(batch=4)
+    numbers = torch.tensor([40, 41, 42, 43])
+    together = model(ids, sample_numbers=numbers)
+    apart = torch.cat([model(ids[i : i + 1], sample_numbers=numbers[i : i + 1]) for i in range(4)])
+    torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-5)
+    assert not torch.allclose(together, model(ids, sample_numbers=numbers + 4), rtol=1e-2)
+    assert not torch.allclose(together, model.eval()(ids), rtol=1e-2)
+
+
+def test_dropout_depends_on_the_seed_and_draws_from_no_random_state():
+    ids, before = tokens(), torch.random.get_rng_state()
+    model, other = build("gpt", dropout=0.2).train(), build("gpt", dropout=0.2).train()
+    other.seed = 4
+    assert torch.equal(model(ids), model(ids))
+    assert not torch.allclose(model(ids), other(ids), rtol=1e-2)
+    assert torch.equal(before, torch.random.get_rng_state())
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_loss_is_the_cross_entropy_of_the_logits_over_the_tokens_that_count(family):
+    model, ids = build(family).eval(), tokens(seq=17)
+    mask = (torch.rand(2, 16, generator=torch.Generator().manual_seed(1)) > 0.4).float()
+    labels = ids[:, 1:]
+    logits = model(ids[:, :-1])
+    assert logits.shape == (2, 16, VOCAB)
+    picked = logits.log_softmax(-1).gather(-1, labels[..., None])[..., 0]
+    expected = -(picked * mask).sum()
+    loss = model(ids[:, :-1], labels=labels, loss_mask=mask)
+    assert loss.shape == () and loss.dtype == torch.float32
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_padding_of_the_vocabulary_changes_no_logits_and_no_gradients(family):
+    narrow, wide = (build(family, make_vocab_size_divisible_by=divisor) for divisor in (1, 128))
+    (loss, gradients), (other_loss, others) = loss_and_gradients(narrow), loss_and_gradients(wide)
+    assert loss == pytest.approx(other_loss, rel=1e-6)
+    for name, gradient in gradients.items():
+        torch.testing.assert_close(others[name][: len(gradient)], gradient, rtol=1e-4, atol=1e-5)
+        assert not others[name][len(gradient) :].any()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_in_half_precision_weights_and_gradients_stay_fp32_and_the_result_is_near(dtype):
+    model = build("llama").train()
+    loss, gradients = loss_and_gradients(model)
+    model.compute_dtype = dtype
+    half_loss, half_gradients = loss_and_gradients(model)
+    assert model(tokens()).dtype == dtype
+    assert half_loss == pytest.approx(loss, rel=1e-2)
+    for name, gradient in gradients.items():
+        assert half_gradients[name].dtype == torch.float32
+        assert (half_gradients[name] - gradient).norm() < 0.05 * gradient.norm(), name
+
+
+@pytest.mark.parametrize("family", ["gpt", "qwen"])  # some 10 s each the first time: the C++ compiler
+def test_compiled_layers_give_the_loss_and_gradients_of_eager(family, quick_compile):
+    documents = torch.tensor([[0] * 7 + [1] * 9, [0] * 16], dtype=torch.int32)
+    loss, gradients = loss_and_gradients(build(family, dropout=0.1).train(), document_ids=documents)
+    compiled = build(family, dropout=0.1).train()
+    for layer in compiled.layers.values():
+        layer.compile(fullgraph=True)
+    compiled_loss, compiled_gradients = loss_and_gradients(compiled, document_ids=documents)
+    assert compiled_loss == pytest.approx(loss, rel=1e-6)
+    for name, gradient in gradients.items():
+        assert (compiled_gradients[name] - gradient).norm() <= 1e-5 * gradient.norm(), name

@@ -1,0 +1,96 @@
+"""Recomputation changes nothing but the memory: every mode gives the gradients of none, dropout on."""
+
+import itertools
+
+import pytest
+import torch
+
+from megalith.config import ModelConfig, ParallelConfig
+from megalith.config.presets import PRESETS
+from megalith.models.init import initialize
+from megalith.models.transformer import Transformer
+from megalith.parallel.recompute import apply_recompute
+
+VOCAB = 61
+MODES = {
+    "uniform, each layer": dict(recompute_granularity="full", recompute_method="uniform"),
+    "uniform, pairs, and a rest": dict(recompute_granularity="full", recompute_num_layers=2),
+    "uniform, more than there are": dict(recompute_granularity="full", recompute_num_layers=9),
+    "block, the first": dict(recompute_granularity="full", recompute_method="block"),
+    "block, all": dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=3),
+    "attention's core": dict(recompute_granularity="selective"),
+    "mlp": dict(recompute_granularity="selective", recompute_modules=["mlp"]),
+    "norms": dict(recompute_granularity="selective", recompute_modules=["layernorm"]),
+    "every module": dict(
+        recompute_granularity="selective", recompute_modules=["core_attn", "mlp", "layernorm"]
+    ),
+}
+
+
+def build(family: str, **parallel) -> Transformer:
+    options = dict(
+        num_layers=3, vocab_size=VOCAB, max_position_embeddings=32, hidden_dropout=0.1, attention_dropout=0.1
+    )
+    config = ModelConfig(**{**PRESETS[family], **options})
+    model = Transformer(config, seed=3).train()
+    initialize(model, config, seed=5)
+    apply_recompute(model, ParallelConfig(**parallel))
+    return model
+
+
+def loss_and_gradients(model: Transformer) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    ids = torch.randint(0, VOCAB, (2, 17), generator=torch.Generator().manual_seed(0))
+    documents = torch.tensor([[0] * 7 + [1] * 9, [0] * 16])
+    loss = model(ids[:, :-1], labels=ids[:, 1:], document_ids=documents)
+    loss.backward()
+    return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def kept_for_backward(model: Transformer) -> int:
+    """Elements that autograd keeps between the forward and the backward pass, parameters apart."""
+    parameters = {parameter.data_ptr() for parameter in model.parameters()}
+    kept = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.data_ptr() not in parameters:
+            kept[tensor.data_ptr()] = tensor.numel()
+        return tensor
+
+    ids = torch.zeros(2, 16, dtype=torch.int64)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(ids, labels=ids)
+    del loss
+    return sum(kept.values())
+
+
+@pytest.mark.parametrize("family", ["tiny-gpt", "tiny-qwen"])
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_are_bitwise_those_without_recomputation(family, mode):
+    loss, gradients = loss_and_gradients(build(family))
+    again, regained = loss_and_gradients(build(family, **MODES[mode]))
+    assert torch.equal(loss, again)
+    for name, gradient in gradients.items():
+        assert torch.equal(gradient, regained[name]), name
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_less_is_kept_for_the_backward_pass(mode):
+    assert kept_for_backward(build("tiny-gpt", **MODES[mode])) < kept_for_backward(build("tiny-gpt"))
+
+
+def test_recomputing_more_layers_keeps_less():
+    blocks = [
+        dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=n)
+        for n in (1, 2, 3)
+    ]
+    kept = [kept_for_backward(build("tiny-gpt", **block)) for block in blocks]
+    assert all(more > less for more, less in itertools.pairwise(kept))
+
+
+def test_parameters_keep_their_names_and_evaluation_its_values():
+    plain = build("tiny-gpt").eval()
+    ids = torch.arange(16)[None]
+    for mode in MODES.values():
+        model = build("tiny-gpt", **mode).eval()
+        assert list(model.state_dict()) == list(plain.state_dict())
+        assert torch.equal(model(ids), plain(ids))
