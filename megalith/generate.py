@@ -34,10 +34,10 @@ def generate(
 
     temperature 0 takes the likeliest token. top_k keeps the k likeliest tokens (0: all); top_p keeps the likeliest
     ones that together reach this probability (Holtzman et al. 2020). Row i draws from a generator of its own, made of
-    (seed, i). Raises ConfigError for an empty prompt, a token outside the vocabulary, more tokens than the model has
-    positions, or sampling settings out of range.
+    (seed, i). The model is left in evaluation mode. Raises ConfigError for an empty prompt, a token outside the
+    vocabulary, more tokens than the model has positions, or sampling settings out of range.
     """
-    _check(model, prompts, max_new_tokens, temperature, top_k, top_p)
+    _check(model, prompts, max_new_tokens, temperature, top_k, top_p, seed)
     model.eval()
     device = model.embedding.word_embeddings.weight.device
     ends = [len(prompt) + max_new_tokens for prompt in prompts]
@@ -68,7 +68,8 @@ def sample(logits: Tensor, temperature: float, top_k: int, top_p: float, generat
     """One token from float32 logits [vocab]."""
     if temperature == 0:
         return int(logits.argmax())
-    logits, tokens = (logits / temperature).sort(descending=True, stable=True)
+    logits, tokens = logits.double().sort(descending=True, stable=True)
+    logits = (logits - logits[0]) / temperature  # at most 0, so that no temperature is too low
     if top_k:
         logits = logits[:top_k]
     probabilities = logits.softmax(-1)
@@ -85,6 +86,7 @@ def _check(
     temperature: float,
     top_k: int,
     top_p: float,
+    seed: int,
 ) -> None:
     config = model.config
     for name, value, fits, rule in (
@@ -92,6 +94,7 @@ def _check(
         ("temperature", temperature, temperature >= 0, "0 (the likeliest token) or more"),
         ("top_k", top_k, top_k >= 0, "0 (all tokens) or more"),
         ("top_p", top_p, 0 < top_p <= 1, "above 0 and at most 1"),
+        ("seed", seed, 0 <= seed < 2**32, "from 0 to 2^32 - 1"),
         ("the number of prompts", len(prompts), len(prompts) > 0, "at least 1"),
     ):
         if not fits:
@@ -99,11 +102,12 @@ def _check(
     for number, prompt in enumerate(prompts):
         if not prompt:
             raise ConfigError(f"prompt {number} has no tokens; give it at least one")
-        if min(prompt) < 0 or max(prompt) >= config.vocab_size:
-            raise ConfigError(
-                f"prompt {number} has token {max(prompt)}, but the model's vocabulary has {config.vocab_size}; "
-                "use the tokenizer that the model was trained with"
-            )
+        for token in prompt:
+            if not 0 <= token < config.vocab_size:
+                raise ConfigError(
+                    f"prompt {number} has token {token}, but the model's vocabulary has {config.vocab_size}; "
+                    "use the tokenizer that the model was trained with"
+                )
         longest = len(prompt) + max_new_tokens
         if longest > config.max_position_embeddings:
             raise ConfigError(
