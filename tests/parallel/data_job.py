@@ -69,7 +69,7 @@ class Job:
     samples: int = 8  # in a global batch
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-2, clip_grad=1.0))
     compile: bool = False
-    puts_off_weights: bool = False  # as a zero-bubble schedule does
+    puts_off_weights: bool = False  # to the end of the step, as a zero-bubble schedule does with some
     poisoned_step: int | None = None  # the step in which the last rank's gradient is not a number
     evaluate_after: int | None = None  # a forward without a backward after this step
 
@@ -132,16 +132,17 @@ class Trained:
         """All micro-batches of a step; returns its mean loss and leaves the gradients attached."""
         batches = self.micro_batches()
         tokens = valid_tokens([batch["loss_mask"] for batch in batches], self.mesh.dp_cp, CPU)
-        loss = torch.zeros(())
+        loss, later = torch.zeros(()), []
         for number, batch in enumerate(batches):
             is_last = number == len(batches) - 1
             micro_batch_begins([self.model], self.job.parallel, is_last and not self.put_off)
             loss_sum = self.model(**batch)
             (loss_sum * (self.loss_scale.scale / tokens * self.poison())).backward()
             loss += loss_sum.detach()
-            if self.put_off:
-                compute(self.put_off.take())
-                weight_gradients_added([self.model], self.job.parallel, is_last)
+            later.append(self.put_off.take() if self.put_off else [])
+        for number, work in enumerate(later if self.put_off else []):
+            compute(work)
+            weight_gradients_added([self.model], self.job.parallel, is_last=number == len(later) - 1)
         reduce_partial_gradients(self.model, self.mesh.tp)
         self.local.attach_gradients()
         return summed(loss, self.mesh.dp_cp) / tokens
