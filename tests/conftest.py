@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from parity.pool import Pool
 
 from megalith.data.preprocess import preprocess
 from megalith.data.tokenizer import build_tokenizer
+from megalith.runtime.pool import Pool
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
 

@@ -5,13 +5,13 @@ from itertools import pairwise
 
 import pytest
 import torch
-from parity.pool import RankFailed
 from pipeline_job import GPT2, LLAMA, assert_equal, run, run_alone, step_of
 
 from megalith.config import ParallelConfig
 from megalith.errors import ConfigError
 from megalith.parallel.schedule import build_schedule
 from megalith.parallel.stages import assign_layers, schedule_kind, virtual_size
+from megalith.runtime.pool import RankFailed
 
 FAMILIES = {"gpt2, tied": GPT2, "llama, untied": LLAMA}
 ZERO_BUBBLE = {"pipeline_schedule": "zero_bubble"}

@@ -4,7 +4,6 @@ import functools
 
 import pytest
 import torch
-from parity.pool import RankFailed
 from tensor_job import (
     GPT2,
     LLAMA,
@@ -19,6 +18,7 @@ from tensor_job import (
 
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
+from megalith.runtime.pool import RankFailed
 
 
 def change(model: ModelConfig, **fields) -> ModelConfig:

@@ -1,7 +1,9 @@
-"""A pool of processes that stays up between tests: each job runs one function on every rank with fresh gloo groups.
+"""A pool of processes that stays up between jobs: each job runs one function on every rank with fresh process groups.
 
     pool = Pool(4)
     values = pool.run(function, *args)      # function(*args) on ranks 0 to 3; their return values in order
+
+It is what the tests and `megalith parity` run on, where hundreds of small jobs follow each other.
 
 The function stands at the top level of a module, and what goes in and out can be pickled. Starting workers costs
 seconds, a job about 50 ms. A process group leaks descriptors and threads, so workers are replaced after some jobs, and
@@ -15,6 +17,7 @@ import multiprocessing
 import os
 import pickle
 import resource
+import signal
 import sys
 import traceback
 from collections.abc import Callable
@@ -23,8 +26,7 @@ from multiprocessing.connection import Connection, wait
 from typing import Any
 
 JOBS_PER_WORKER = 50
-_processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["torch.distributed.tensor", "megalith.models.transformer"])
+PRELOADED = ["torch.distributed.tensor", "torch.distributed.fsdp", "megalith.models.transformer"]
 
 
 class RankFailed(Exception):
@@ -32,11 +34,12 @@ class RankFailed(Exception):
 
 
 class Pool:
-    """`size` worker processes, started at the first job."""
+    """`size` worker processes, started at the first job. On "cuda" each has a GPU of its own."""
 
-    def __init__(self, size: int, timeout: float = 120.0):
+    def __init__(self, size: int, timeout: float = 120.0, device_type: str = "cpu"):
         self.size = size
         self.timeout = timeout  # seconds a job may take
+        self.device_type = device_type
         self._workers: list[tuple[Any, Connection]] = []
         self._jobs = 0
         self._store = None
@@ -54,7 +57,9 @@ class Pool:
         self._jobs += 1
         job = pickle.dumps((function, args))
         for rank, (_, pipe) in enumerate(self._workers[:size]):
-            pipe.send((self._jobs, rank, size, self._store.port, self.timeout, sys.path, job))
+            pipe.send(
+                (sys.path, (self._jobs, rank, size, self.device_type, self._store.port, self.timeout, job))
+            )
         waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._workers[:size])}
         results: list[Any] = [None] * size
         while waiting:
@@ -92,10 +97,12 @@ class Pool:
             return
         from torch.distributed import TCPStore
 
+        processes = multiprocessing.get_context("forkserver")
+        processes.set_forkserver_preload(PRELOADED)
         self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for _ in range(self.size):
-            ours, theirs = _processes.Pipe()
-            process = _processes.Process(target=_work, args=(theirs,), daemon=True)
+            ours, theirs = processes.Pipe()
+            process = processes.Process(target=_work, args=(theirs,), daemon=True)
             process.start()
             theirs.close()
             self._workers.append((process, ours))
@@ -104,20 +111,24 @@ class Pool:
 def _work(pipe: Connection) -> None:
     import torch
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's, which ends the pool
     torch.set_num_threads(1)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     while True:
         try:
-            number, rank, size, port, timeout, path, job = pipe.recv()
+            path, job = pipe.recv()
         except EOFError:
             return
         sys.path[:] = path
-        pipe.send(_run_job(number, rank, size, port, timeout, job))
+        pipe.send(_run_job(*job))
 
 
-def _run_job(number: int, rank: int, size: int, port: int, timeout: float, job: bytes) -> tuple[bool, Any]:
+def _run_job(
+    number: int, rank: int, size: int, device_type: str, port: int, timeout: float, job: bytes
+) -> tuple[bool, Any]:
     """(True, pickled value) or (False, (traceback, pickled error or None))."""
+    import torch
     import torch.distributed as dist
 
     faulthandler.dump_traceback_later(timeout)
@@ -125,8 +136,17 @@ def _run_job(number: int, rank: int, size: int, port: int, timeout: float, job: 
         function, args = pickle.loads(job)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
         store = dist.PrefixStore(f"job {number}", dist.TCPStore("127.0.0.1", port))
+        backend, device = "gloo", None
+        if device_type == "cuda":
+            backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", rank)
+            torch.cuda.set_device(device)
         dist.init_process_group(
-            "gloo", store=store, rank=rank, world_size=size, timeout=timedelta(seconds=timeout)
+            backend,
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=timedelta(seconds=timeout),
+            device_id=device,
         )
         value = pickle.dumps(function(*args))
         dist.destroy_process_group()
