@@ -34,12 +34,17 @@ def build_run_tokenizer(config: RunConfig) -> Tokenizer | None:
                 "for example to HuggingFaceTokenizer"
             )
         return None
+    vocab_size = None
+    if data.tokenizer_type == "TikTokenizer":
+        vocab_size = config.model.vocab_size
+    if data.tokenizer_type == "NullTokenizer" and config.model.vocab_size is not None:
+        vocab_size = config.model.vocab_size - 1  # it adds the end of document, which model.vocab_size counts
     return build_tokenizer(
         data.tokenizer_type,
         data.tokenizer_model,
         vocab_file=data.vocab_file,
         merge_file=data.merge_file,
-        vocab_size=config.model.vocab_size if data.tokenizer_type == "NullTokenizer" else None,
+        vocab_size=vocab_size,
     )
 
 
@@ -51,7 +56,7 @@ def complete(config: RunConfig, tokenizer: Tokenizer | None) -> RunConfig:
     config = config.model_copy(deep=True)
     model = config.model
     if tokenizer is not None:
-        if model.vocab_size is None or config.data.tokenizer_type == "NullTokenizer":
+        if model.vocab_size is None:
             model.vocab_size = tokenizer.vocab_size
         if tokenizer.vocab_size > model.vocab_size:
             raise ConfigError(

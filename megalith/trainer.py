@@ -13,6 +13,7 @@ import torch
 
 from megalith.build import Data, build_model, build_run_tokenizer, complete, vocabulary_rows
 from megalith.checkpoint import (
+    Checkpoint,
     RunRecord,
     TokenizerRecord,
     load_model,
@@ -21,7 +22,7 @@ from megalith.checkpoint import (
     save_checkpoint,
 )
 from megalith.comm import summed
-from megalith.config import RunConfig
+from megalith.config import ModelConfig, RunConfig
 from megalith.config.batch import BatchSizeSchedule
 from megalith.config.rules import check_training, data_parallel_size
 from megalith.data.batch import Batch
@@ -255,7 +256,13 @@ class Trainer:
         parts = ("model", "optimizer") if settings.load_optim else ("model",)
         checkpoint = open_checkpoint(settings.load, parts)
         if checkpoint is None:
+            if not Path(settings.load).resolve().is_relative_to(self.output.resolve()):
+                raise CheckpointError(
+                    f"there is no checkpoint in {settings.load}, which checkpoint.load names; only the run's own "
+                    f"folder {self.output} may be empty, at the first start: correct the path, or leave it out"
+                )
             return None
+        _check_same_function(checkpoint, self.config.model)
         record, rows = checkpoint.manifest, vocabulary_rows(self.config)
         if self.tokenizer and record.tokenizer and record.tokenizer.fingerprint != self.tokenizer.fingerprint:
             raise CheckpointError(
@@ -269,3 +276,15 @@ class Trainer:
         self.loss_scale.load_state(record.loss_scale)
         self.step, self.consumed_samples = record.step, record.consumed_samples
         return checkpoint.folder
+
+
+def _check_same_function(checkpoint: Checkpoint, model: ModelConfig) -> None:
+    """Refuses weights whose tensors would fit, but which were trained to be used in another way."""
+    trained = RunConfig.from_tree(checkpoint.manifest.config).model
+    for name in ("num_attention_heads", "query_groups", "head_dim", "activation"):
+        before, now = getattr(trained, name), getattr(model, name)
+        if before != now and not (name == "activation" and model.swiglu):
+            raise CheckpointError(
+                f"{checkpoint.folder} was trained with {name} {before}, but this run's model has {now}; its weights "
+                "would mean something else: load it with the model configuration that it was saved with"
+            )

@@ -1,7 +1,8 @@
 """One job at a time in an output folder, and never over another run's results.
 
 The lock is the kernel's (`flock` on `OUTPUT/.lock`): however the holder dies, it is free again at once, and a
-file left behind locks nothing. What the file says of the holder is for the message only.
+file left behind locks nothing. What the file says of the holder is for the message only. A run that was refused
+before it wrote anything leaves no folder behind.
 """
 
 from __future__ import annotations
@@ -29,8 +30,16 @@ class OutputLock:
     """
 
     def __init__(self, output_dir: str | Path):
-        self.path = Path(output_dir) / LOCK_NAME
+        folder = Path(output_dir)
+        self.path = folder / LOCK_NAME
+        self._made = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
         self._descriptor: int | None = None
+        while self._descriptor is None:  # again where the holder before has just removed its empty folder
+            self._descriptor = self._acquire()
+        _close_in_forked_children(self)
+        _write_holder(self._descriptor)
+
+    def _acquire(self) -> int | None:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
@@ -52,18 +61,28 @@ class OutputLock:
             warnings.warn(
                 f"the filesystem of {self.path.parent} has no file locks ({error.strerror}): start one job only "
                 "in this folder, nothing guards it",
-                stacklevel=2,
+                stacklevel=3,
             )
-        self._descriptor = descriptor
-        _close_in_forked_children(self)
-        _write_holder(descriptor)
+        if os.fstat(descriptor).st_nlink:
+            return descriptor
+        os.close(descriptor)
+        return None
 
     def release(self) -> None:
-        """Frees the folder; a second call does nothing. The file stays: removing it would race with a waiter."""
+        """Frees the folder; a second call does nothing. A folder made for the lock that got nothing else goes."""
         if self._descriptor is not None:
             os.ftruncate(self._descriptor, 0)
+            self._remove_what_was_made()
             os.close(self._descriptor)
             self._descriptor = None
+
+    def _remove_what_was_made(self) -> None:
+        folder = self.path.parent
+        with contextlib.suppress(OSError):  # what is not empty stays
+            if self._made and os.listdir(folder) == [LOCK_NAME]:
+                self.path.unlink()
+                for path in self._made:
+                    path.rmdir()
 
     def forget(self) -> None:
         """In a forked child: closes its copy of the descriptor, which leaves the parent's lock as it is."""

@@ -48,7 +48,7 @@ def open_report(
     if world.rank != 0:
         yield Report(config, world, device)
         return
-    output = Path(config.train.output_dir)
+    output, sinks = Path(config.train.output_dir), open_sinks(config, step)
     (output / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
     print_summary(config, device_kind(device), data_parallel_size)
     for note in config.notes:
@@ -56,7 +56,7 @@ def open_report(
     log = config.log
     profiled = range(log.profile_step_start, log.profile_step_end) if log.profile else range(0)
     with (
-        MetricsWriter(output, step, open_sinks(config, step)) as metrics,
+        MetricsWriter(output, step, sinks) as metrics,
         open_console(total_steps, log.log_interval) as console,
         StepProfiler(output, profiled, console.note) as profiler,
     ):

@@ -69,6 +69,31 @@ def test_left_over_lock_file_of_any_content_locks_nothing(tmp_path):
     OutputLock(tmp_path).release()
 
 
+def test_folders_made_for_the_lock_go_with_it_unless_something_was_written(tmp_path):
+    with OutputLock(tmp_path / "runs" / "one"):
+        pass
+    assert list(tmp_path.iterdir()) == []
+    with OutputLock(tmp_path / "runs" / "one"):
+        (tmp_path / "runs" / "one" / "config.yaml").touch()
+    assert (tmp_path / "runs" / "one" / ".lock").exists()
+    (tmp_path / "mine").mkdir()
+    OutputLock(tmp_path / "mine").release()
+    assert (tmp_path / "mine").exists()
+
+
+def test_lock_of_a_folder_that_its_holder_removed_in_between_is_taken_in_a_new_one(tmp_path, monkeypatch):
+    holder, real_open = OutputLock(tmp_path / "run"), os.open
+
+    def release_after_open(*arguments):
+        descriptor = real_open(*arguments)
+        holder.release()
+        return descriptor
+
+    monkeypatch.setattr("megalith.runtime.lock.os.open", release_after_open)
+    with OutputLock(tmp_path / "run"):
+        assert (tmp_path / "run" / ".lock").exists()
+
+
 def test_filesystem_without_locks_is_warned_of_and_used(tmp_path, monkeypatch):
     def refuse(descriptor, operation):
         raise OSError(errno.ENOSYS, "Function not implemented")
