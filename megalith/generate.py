@@ -8,18 +8,33 @@ same for every row, and a row's result does not depend on the others.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from megalith.config import ModelConfig
 from megalith.errors import ConfigError
 from megalith.models.cache import KVCache
-from megalith.models.transformer import Transformer
+
+
+class LanguageModel(Protocol):
+    """What generation needs of a model: a Transformer has it, and so has the ParallelModel of any layout."""
+
+    config: ModelConfig
+
+    @property
+    def device(self) -> torch.device: ...
+
+    def eval(self) -> Any: ...
+
+    def __call__(self, input_ids: Tensor, *, cache: KVCache | None) -> Tensor:
+        """Logits [batch, seq, vocab] of int64 [batch, seq]."""
 
 
 @torch.no_grad()
 def generate(
-    model: Transformer,
+    model: LanguageModel,
     prompts: Sequence[Sequence[int]],
     *,
     max_new_tokens: int = 128,
@@ -34,14 +49,14 @@ def generate(
 
     temperature 0 takes the likeliest token. top_k keeps the k likeliest tokens (0: all); top_p keeps the likeliest
     ones that together reach this probability (Holtzman et al. 2020). Row i draws from a generator of its own, made of
-    (seed, i). The model is left in evaluation mode. Raises ConfigError for an empty prompt, a token outside the
-    vocabulary, more tokens than the model has positions, or sampling settings out of range.
+    (seed, i). Every rank of a parallel model calls it alike and gets every row. The model is left in evaluation mode.
+    Raises ConfigError for an empty prompt, a token outside the vocabulary, more tokens than the model has positions,
+    or sampling settings out of range.
     """
     _check(model, prompts, max_new_tokens, temperature, top_k, top_p, seed)
     model.eval()
-    device = model.embedding.word_embeddings.weight.device
     ends = [len(prompt) + max_new_tokens for prompt in prompts]
-    tokens = torch.zeros(len(prompts), max(ends), dtype=torch.int64, device=device)  # [batch, longest]
+    tokens = torch.zeros(len(prompts), max(ends), dtype=torch.int64, device=model.device)  # [batch, longest]
     for row, prompt in enumerate(prompts):
         tokens[row, : len(prompt)] = torch.tensor(prompt)
     generators = [torch.Generator().manual_seed(seed * 2**20 + row) for row in range(len(prompts))]
@@ -80,7 +95,7 @@ def sample(logits: Tensor, temperature: float, top_k: int, top_p: float, generat
 
 
 def _check(
-    model: Transformer,
+    model: LanguageModel,
     prompts: Sequence[Sequence[int]],
     max_new_tokens: int,
     temperature: float,

@@ -64,12 +64,7 @@ def train(config: RunConfig) -> TrainingResult:
     Raises ConfigError, DataError or CheckpointError before anything is written when the run is not possible.
     """
     process = this_process()
-    tokenizer = build_run_tokenizer(config)
-    config = complete(config, tokenizer)
-    check_training(config, process.world_size)
-    dp = data_parallel_size(config.parallel, process.world_size)
-    warnings = check_pipeline(config, BatchSizeSchedule.from_config(config.train, dp).all_micro_batches)
-    config.notes.extend(warnings)
+    config, tokenizer = prepare(config, process.world_size)
     device = pick_device(config.runtime.device, process.local_rank)
     prepare_process(config, device)
     with claimed(config) if process.is_first else nullcontext():
@@ -84,6 +79,20 @@ def train(config: RunConfig) -> TrainingResult:
             ) from error
         end_distributed()
         return result
+
+
+def prepare(config: RunConfig, world_size: int) -> tuple[RunConfig, Tokenizer | None]:
+    """The configuration with what it left to the tokenizer and the data, found possible; and the tokenizer.
+
+    Raises ConfigError where it cannot be trained on `world_size` processes; what is only unwise becomes a note.
+    """
+    tokenizer = build_run_tokenizer(config)
+    config = complete(config, tokenizer)
+    check_training(config, world_size)
+    dp = data_parallel_size(config.parallel, world_size)
+    warnings = check_pipeline(config, BatchSizeSchedule.from_config(config.train, dp).all_micro_batches)
+    config.notes.extend(warnings)
+    return config, tokenizer
 
 
 @contextmanager
@@ -148,7 +157,7 @@ class Trainer:
                 self.report.note(
                     f"stopped after step {self.step} by {ended}; go on with checkpoint.load={self.output}"
                 )
-            elif (test_loss := self._mean_loss(self.data.test)) is not None:
+            elif (test_loss := self.mean_loss(self.data.test)) is not None:
                 self.report.note(f"test loss {test_loss:.4f}, perplexity {perplexity(test_loss):.2f}")
         return TrainingResult(
             self.step, self.consumed_samples, self.report.last_loss, self.validation_loss, checkpoint, ended
@@ -186,10 +195,23 @@ class Trainer:
 
     def evaluate(self, dataset: SampleDataset | None) -> None:
         """The mean loss over the evaluation's tokens, reported and kept."""
-        loss = self._mean_loss(dataset)
+        self.report.flush()
+        loss = self.mean_loss(dataset)
         if loss is not None:
             self.validation_loss = loss
             self.report.evaluation(self.step, loss)
+
+    def mean_loss(self, dataset: SampleDataset | None) -> float | None:
+        """The mean loss over the evaluation's tokens of `dataset`; None where there is nothing to evaluate."""
+        if dataset is None or self.config.train.eval_iters == 0:
+            return None
+        count = self.batch_sizes.global_batch_size // (self.config.train.micro_batch_size * self.mesh.dp.size)
+        loss, tokens = torch.zeros(2, dtype=torch.float64, device=self.device)
+        with self.data.evaluation_loader(dataset, self.device) as batches:
+            for _ in range(self.config.train.eval_iters):
+                more_loss, more_tokens = self.model.evaluate([next(batches) for _ in range(count)])
+                loss, tokens = loss + more_loss, tokens + more_tokens
+        return (loss / tokens).item()
 
     def save(self) -> Path:
         """Writes a checkpoint of this moment; returns its folder."""
@@ -216,18 +238,6 @@ class Trainer:
         )
         self.report.note(f"saved {folder}")
         return folder
-
-    def _mean_loss(self, dataset: SampleDataset | None) -> float | None:
-        if dataset is None or self.config.train.eval_iters == 0:
-            return None
-        self.report.flush()
-        count = self.batch_sizes.global_batch_size // (self.config.train.micro_batch_size * self.mesh.dp.size)
-        loss, tokens = torch.zeros(2, dtype=torch.float64, device=self.device)
-        with self.data.evaluation_loader(dataset, self.device) as batches:
-            for _ in range(self.config.train.eval_iters):
-                more_loss, more_tokens = self.model.evaluate([next(batches) for _ in range(count)])
-                loss, tokens = loss + more_loss, tokens + more_tokens
-        return (loss / tokens).item()
 
     def _seed_fused_dropout(self) -> None:
         """A GPU kernel's attention dropout is the one user of a random state: it starts anew from each step."""

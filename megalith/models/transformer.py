@@ -178,6 +178,11 @@ class Transformer(nn.Module):
         return x
 
     @property
+    def device(self) -> torch.device:
+        """Where the parameters are."""
+        return next(self.parameters()).device
+
+    @property
     def output_weight(self) -> Tensor:
         """The output matrix [padded vocab, hidden]: the embedding's own where they are tied."""
         return local(self.output_layer.weight if self.output_layer else self.embedding.word_embeddings.weight)

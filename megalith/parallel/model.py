@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -11,9 +12,10 @@ from torch import Tensor
 
 from megalith.comm import summed
 from megalith.config import RunConfig
+from megalith.models.cache import KVCache
 from megalith.models.transformer import Transformer
 from megalith.parallel.apply import apply
-from megalith.parallel.context import shard_batch
+from megalith.parallel.context import shard_batch, whole_sequences
 from megalith.parallel.data import micro_batch_begins, weight_gradients_added
 from megalith.parallel.gradients import valid_tokens
 from megalith.parallel.mesh import Mesh
@@ -47,7 +49,8 @@ class ParallelModel:
 
     def __init__(self, model: Transformer, config: RunConfig, mesh: Mesh, device: torch.device):
         """`model` is on the meta device; it is taken apart."""
-        self.mesh, self.device, self._parallel = mesh, device, config.parallel
+        self.mesh, self.device, self.config = mesh, device, config.model
+        self._parallel = config.parallel
         self.chunks = apply(model, config, mesh, device)
         self.parameters = LocalParameters(self.chunks)
         self.pipeline = self._pipeline() if mesh.pp.size > 1 else None
@@ -74,6 +77,26 @@ class ParallelModel:
         parts = self._train(False)._parts(micro_batches)
         tokens = valid_tokens([part.batch.loss_mask for part in parts], self.mesh.dp_cp, self.device)
         return self._everywhere(self._on_device(parts, None)), tokens
+
+    def eval(self) -> ParallelModel:
+        """Turns dropout off, for calls; `backward` and `evaluate` turn it on and off by themselves."""
+        return self._train(False)
+
+    @torch.no_grad()
+    def __call__(self, input_ids: Tensor, *, cache: KVCache | None = None) -> Tensor:
+        """Logits [batch, seq, vocab] in the compute dtype of int64 [batch, seq], on every rank: what generation calls.
+
+        Every rank gives the same tokens; data- and context-parallel ranks all compute the whole of them.
+        """
+        input_ids = input_ids.to(self.device)
+        with ExitStack() as during:
+            during.enter_context(torch.compiler.set_stance("force_eager"))  # each call has another length
+            if self.mesh.cp.size > 1:
+                for chunk in self.chunks:
+                    during.enter_context(whole_sequences(chunk))
+            if self.pipeline is not None:
+                return self.pipeline.logits(input_ids, cache)
+            return self.chunks[0](input_ids, cache=cache)
 
     def _train(self, mode: bool) -> ParallelModel:
         for chunk in self.chunks:
@@ -104,13 +127,15 @@ class ParallelModel:
         return summed(summed(loss, self.mesh.dp_cp), self.mesh.pp)
 
     def _pipeline(self) -> Pipeline:
-        parallel, config = self._parallel, self.chunks[0].config
+        parallel = self._parallel
         return Pipeline(
             self.chunks,
             self.mesh.pp,
             schedule_kind(parallel),
             forward,
-            hidden_shape=residual_shape(config.hidden_size, self.mesh.tp.size, parallel.sequence_parallel),
+            hidden_shape=residual_shape(
+                self.config.hidden_size, self.mesh.tp.size, parallel.sequence_parallel
+            ),
             before_backward=lambda chunk, last: micro_batch_begins([chunk], parallel, last),
             after_weights=lambda chunk, last: weight_gradients_added([chunk], parallel, last),
         )

@@ -1,0 +1,153 @@
+"""The job: a training run made of the same pieces as any other, looked at from close by.
+
+A rank builds the Trainer of its configuration and drives its steps itself. The first step's gradients are taken
+before the optimizer uses them up; in the middle of the run the model is evaluated and generates, as in a real one,
+which must not disturb the steps that follow.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from itertools import chain, islice
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalith.build import vocabulary_rows
+from megalith.checkpoint.state import STATE_WITH_ROWS, model_boxes, optimizer_boxes
+from megalith.config import RunConfig
+from megalith.generate import generate
+from megalith.hardware import pick_device
+from megalith.parallel.gather import global_tensors
+from megalith.parallel.mesh import build_mesh
+from megalith.parallel.shards import Box
+from megalith.runtime.launch import this_process
+from megalith.runtime.process import prepare_process
+from megalith.runtime.report import PendingStep, Report
+from megalith.trainer import Trainer, prepare
+
+PROMPTS = [[5, 9, 2], [7, 1, 4, 4, 11]]
+NEW_TOKENS = 6
+
+
+@dataclass
+class Outcome:
+    """What came of the job. Tensors are global, by name, without the rows that pad the vocabulary; rank 0 has them."""
+
+    first_loss: float
+    gradients: dict[str, Tensor]  # of the first step, fp32, unscaled
+    losses: list[float]
+    norms: list[float]
+    skipped: list[bool]
+    loss_scales: list[float]
+    evaluation: float  # the mean loss over the validation samples, after half of the steps
+    generated: list[list[int]]  # greedily, at the same moment
+    state: dict[str, Tensor]  # parameters and the optimizer's state at the end
+    unequal_copies: list[str]  # tensors that several ranks hold, and not all alike to the bit, at the end
+
+
+class Record(Report):
+    """Keeps a run's steps, and says nothing."""
+
+    def __init__(self, trainer: Trainer):
+        super().__init__(trainer.config, trainer.mesh.world, trainer.device)
+        self.steps: list[PendingStep] = []
+
+    def add(self, step: PendingStep) -> None:
+        self.steps.append(step)
+
+
+def start(config: RunConfig) -> Trainer:
+    """This rank's Trainer, with the initial weights or those of `checkpoint.load`, and a silent report."""
+    process = this_process()
+    config, tokenizer = prepare(config, process.world_size)
+    device = pick_device(config.runtime.device, process.local_rank)
+    prepare_process(config, device)
+    mesh = build_mesh(config.parallel, process.world_size, device.type)
+    trainer = Trainer(config, tokenizer, mesh, device)
+    trainer.report = Record(trainer)
+    return trainer
+
+
+def run_job(config: RunConfig) -> Outcome:
+    """Trains to `train_iters`. Every rank of a process group calls it; a process without one is alone."""
+    trainer = start(config)
+    middle = (trainer.step + trainer.total_steps) // 2
+    with trainer.data.train_loader(trainer.step, trainer.consumed_samples, trainer.device) as batches:
+        first = list(islice(batches, trainer.batch_sizes.micro_batches(trainer.consumed_samples)))
+        first_loss = trainer.model.backward(first, trainer.loss_scale.scale)
+        gradients = gradients_by_name(trainer)
+        trainer.model.parameters.clear_gradients()
+        batches = chain(first, batches)
+        while trainer.step < trainer.total_steps:
+            trainer.train_step(batches)
+            if trainer.step == middle:
+                evaluation = trainer.mean_loss(trainer.data.valid)
+                generated = generate(trainer.model, PROMPTS, max_new_tokens=NEW_TOKENS, temperature=0)
+    steps = trainer.report.steps
+    return Outcome(
+        first_loss=first_loss.item(),
+        gradients=gradients,
+        losses=[step.loss.item() for step in steps],
+        norms=[step.grad_norm.item() for step in steps],
+        skipped=[bool(step.skipped) for step in steps],
+        loss_scales=[step.loss_scale.item() for step in steps],
+        evaluation=evaluation,
+        generated=generated,
+        state=state_by_name(trainer),
+        unequal_copies=unequal_copies(trainer),
+    )
+
+
+def gradients_by_name(trainer: Trainer) -> dict[str, Tensor]:
+    """The attached gradients, unscaled, as global tensors on rank 0."""
+    parameters = trainer.model.parameters
+    boxes = {name: replace(parameters.boxes[name], values=plain.grad) for name, plain in parameters.named}
+    scale = trainer.loss_scale.scale.cpu()
+    return {name: gradient / scale for name, gradient in _whole(trainer, boxes).items()}
+
+
+def state_by_name(trainer: Trainer) -> dict[str, Tensor]:
+    """Parameters and optimizer state as a checkpoint would hold them, on rank 0."""
+    return _whole(trainer, _state(trainer))
+
+
+def unequal_copies(trainer: Trainer) -> list[str]:
+    """Names of the state's tensors of which two ranks hold the same box with other bits; the same on every rank."""
+    world = trainer.mesh.world
+    own = {
+        (name, box.offset, tuple(box.values.shape)): hashlib.blake2b(
+            box.values.cpu().contiguous().numpy().tobytes(), digest_size=8
+        ).digest()
+        for name, box in _state(trainer).items()
+    }
+    tables = [own]
+    if world.size > 1:
+        tables = [None] * world.size
+        dist.all_gather_object(tables, own, group=world.group)
+    digests: dict[tuple, set[bytes]] = {}
+    for table in tables:
+        for place, digest in table.items():
+            digests.setdefault(place, set()).add(digest)
+    return sorted({name for (name, _, _), found in digests.items() if len(found) > 1})
+
+
+def _state(trainer: Trainer) -> dict[str, Box]:
+    return model_boxes(trainer.model.chunks) | optimizer_boxes(trainer.optimizer, trainer.model.chunks)
+
+
+def _whole(trainer: Trainer, boxes: Mapping[str, Box]) -> dict[str, Tensor]:
+    rows = vocabulary_rows(trainer.config)
+    for name, count in list(rows.items()):
+        rows |= {f"optim.{name}.{key}": count for key in STATE_WITH_ROWS}
+    boxes = {name: box.first_rows(rows[name]) if name in rows else box for name, box in boxes.items()}
+    tensors = {}
+    for name, tensor in global_tensors(boxes, trainer.mesh.world).items():
+        held = sum(math.prod(part.shape) for part in tensor.parts)
+        assert held == math.prod(tensor.shape), f"{name}: ranks own {held} elements of {tensor.shape}"
+        tensors[name] = tensor.whole()
+    return {} if trainer.mesh.world.rank else tensors

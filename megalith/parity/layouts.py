@@ -1,0 +1,119 @@
+"""The layouts that parity is shown in: each axis alone, every pair, and triples, with their variants."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a run is spread: a number of processes and the settings of the section `parallel`."""
+
+    processes: int
+    parallel: Mapping[str, Any] = field(default_factory=dict)
+
+
+TP2 = {"tensor_model_parallel_size": 2}
+TP4 = {"tensor_model_parallel_size": 4}
+SP = {"sequence_parallel": True}
+CP2 = {"context_parallel_size": 2}
+CP4 = {"context_parallel_size": 4}
+GATHER = {"cp_comm_type": "all_gather"}
+A2A = {"cp_comm_type": "a2a"}
+A2A_P2P = {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": [2, 2]}
+PP2 = {"pipeline_model_parallel_size": 2}
+PP3 = {"pipeline_model_parallel_size": 3}
+PP4 = {"pipeline_model_parallel_size": 4}
+VIRTUAL = {"virtual_pipeline_model_parallel_size": 2}
+ZERO_BUBBLE = {"pipeline_schedule": "zero_bubble"}
+ZERO1 = {"data_parallel_sharding_strategy": "optim"}
+ZERO2 = {"data_parallel_sharding_strategy": "optim_grads"}
+ZERO3 = {"data_parallel_sharding_strategy": "optim_grads_params"}
+TWO_COPIES = {"num_distributed_optimizer_instances": 2}
+UNEVEN = {"decoder_first_pipeline_num_layers": 3}
+COUNTED = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
+
+# What is left of the processes is data parallelism. Layouts with stages are for a model of 4 layers.
+LAYOUTS: dict[str, Layout] = {
+    # each axis alone
+    "tp2": Layout(2, TP2),
+    "tp4": Layout(4, TP4),
+    "tp2-sp": Layout(2, TP2 | SP),
+    "tp4-sp": Layout(4, TP4 | SP),
+    "cp2": Layout(2, CP2),
+    "cp2-all_gather": Layout(2, CP2 | GATHER),
+    "cp2-a2a": Layout(2, CP2 | A2A),
+    "cp4": Layout(4, CP4),
+    "cp4-all_gather": Layout(4, CP4 | GATHER),
+    "cp4-a2a": Layout(4, CP4 | A2A),
+    "cp4-a2a+p2p": Layout(4, CP4 | A2A_P2P),
+    "pp2": Layout(2, PP2),
+    "pp4": Layout(4, PP4),
+    "pp2-interleaved": Layout(2, PP2 | VIRTUAL),
+    "pp4-interleaved": Layout(4, PP4 | {"pipeline_model_parallel_layout": "E|t|t||t||t|L"}),
+    "pp2-zero_bubble": Layout(2, PP2 | ZERO_BUBBLE),
+    "pp4-zero_bubble": Layout(4, PP4 | ZERO_BUBBLE),
+    "pp2-uneven": Layout(2, PP2 | UNEVEN),
+    "pp3-counted": Layout(3, PP3 | COUNTED),
+    "pp4-uneven": Layout(4, PP4 | {"pipeline_model_parallel_layout": "Ett||t|tL"}),
+    "dp2": Layout(2),
+    "dp4": Layout(4),
+    "dp2-zero1": Layout(2, ZERO1),
+    "dp4-zero1": Layout(4, ZERO1),
+    "dp2-zero2": Layout(2, ZERO2),
+    "dp4-zero2": Layout(4, ZERO2),
+    "dp2-zero3": Layout(2, ZERO3),
+    "dp4-zero3": Layout(4, ZERO3),
+    "dp4-zero1-hybrid": Layout(4, ZERO1 | TWO_COPIES),
+    "dp4-zero2-hybrid": Layout(4, ZERO2 | TWO_COPIES),
+    "dp4-zero3-hybrid": Layout(4, ZERO3 | TWO_COPIES),
+    # every pair
+    "tp2-cp2": Layout(4, TP2 | CP2),
+    "tp2-sp-cp2": Layout(4, TP2 | SP | CP2),
+    "tp2-cp2-all_gather": Layout(4, TP2 | CP2 | GATHER),
+    "tp2-sp-cp2-a2a": Layout(4, TP2 | SP | CP2 | A2A),
+    "tp2-pp2": Layout(4, TP2 | PP2),
+    "tp2-sp-pp2": Layout(4, TP2 | SP | PP2),
+    "tp2-pp2-interleaved": Layout(4, TP2 | PP2 | VIRTUAL),
+    "tp2-sp-pp2-zero_bubble": Layout(4, TP2 | SP | PP2 | ZERO_BUBBLE),
+    "tp2-dp2": Layout(4, TP2),
+    "tp2-sp-dp2-zero1": Layout(4, TP2 | SP | ZERO1),
+    "tp2-dp2-zero2": Layout(4, TP2 | ZERO2),
+    "tp2-sp-dp2-zero3": Layout(4, TP2 | SP | ZERO3),
+    "cp2-pp2": Layout(4, CP2 | PP2),
+    "cp2-a2a-pp2-interleaved": Layout(4, CP2 | A2A | PP2 | VIRTUAL),
+    "cp2-all_gather-pp2-zero_bubble": Layout(4, CP2 | GATHER | PP2 | ZERO_BUBBLE),
+    "cp2-dp2": Layout(4, CP2),
+    "cp2-a2a-dp2-zero1": Layout(4, CP2 | A2A | ZERO1),
+    "cp2-dp2-zero2": Layout(4, CP2 | ZERO2),
+    "cp2-dp2-zero3": Layout(4, CP2 | ZERO3),
+    "cp2-dp2-zero3-hybrid": Layout(4, CP2 | ZERO3 | TWO_COPIES),
+    "pp2-dp2": Layout(4, PP2),
+    "pp2-dp2-zero1": Layout(4, PP2 | ZERO1),
+    "pp2-dp2-zero2": Layout(4, PP2 | ZERO2),
+    "pp2-dp2-zero3": Layout(4, PP2 | ZERO3),
+    "pp2-interleaved-dp2-zero2": Layout(4, PP2 | VIRTUAL | ZERO2),
+    "pp2-zero_bubble-dp2-zero1": Layout(4, PP2 | ZERO_BUBBLE | ZERO1),
+    # triples
+    "tp2-pp2-dp2": Layout(8, TP2 | PP2),
+    "tp2-sp-pp2-dp2-zero1": Layout(8, TP2 | SP | PP2 | ZERO1),
+    "tp2-pp2-interleaved-dp2-zero2": Layout(8, TP2 | PP2 | VIRTUAL | ZERO2),
+    "tp2-sp-pp2-dp2-zero3": Layout(8, TP2 | SP | PP2 | ZERO3),
+    "tp2-sp-pp2-zero_bubble-dp2": Layout(8, TP2 | SP | PP2 | ZERO_BUBBLE),
+    "tp2-cp2-dp2": Layout(8, TP2 | CP2),
+    "tp2-sp-cp2-a2a-dp2-zero1": Layout(8, TP2 | SP | CP2 | A2A | ZERO1),
+    "tp2-sp-cp2-dp2-zero2-hybrid": Layout(8, TP2 | SP | CP2 | ZERO2 | TWO_COPIES),
+    "tp2-sp-cp2-all_gather-dp2-zero3": Layout(8, TP2 | SP | CP2 | GATHER | ZERO3),
+    "tp2-cp2-pp2": Layout(8, TP2 | CP2 | PP2),
+    "tp2-sp-cp2-a2a-pp2-interleaved": Layout(8, TP2 | SP | CP2 | A2A | PP2 | VIRTUAL),
+    "tp2-sp-cp2-pp2-zero_bubble": Layout(8, TP2 | SP | CP2 | PP2 | ZERO_BUBBLE),
+    "cp2-pp2-dp2": Layout(8, CP2 | PP2),
+    "cp2-a2a-pp2-interleaved-dp2-zero1": Layout(8, CP2 | A2A | PP2 | VIRTUAL | ZERO1),
+    "cp2-all_gather-pp2-zero_bubble-dp2-zero1": Layout(8, CP2 | GATHER | PP2 | ZERO_BUBBLE | ZERO1),
+    "cp2-pp2-dp2-zero3": Layout(8, CP2 | PP2 | ZERO3),
+    "tp4-sp-pp2": Layout(8, TP4 | SP | PP2),
+    "cp4-a2a+p2p-dp2-zero2": Layout(8, CP4 | A2A_P2P | ZERO2),
+    "pp4-dp2-zero3": Layout(8, PP4 | ZERO3),
+}
