@@ -1,0 +1,72 @@
+"""The house stands: floors import downwards only, and what must not be known below a floor is not known there."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+from importlinter.cli import lint_imports
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "megalith"
+BELOW_RUNTIME = ["parallel", "models", "config", "ops", "comm.py", "hardware.py", "errors.py"]
+
+
+def files(*names: str) -> Iterator[Path]:
+    for name in names:
+        path = PACKAGE / name
+        yield from [path] if path.is_file() else sorted(path.rglob("*.py"))
+
+
+def imported(path: Path) -> set[str]:
+    """Every module that a file imports, anywhere in it."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {node.module or "", *(f"{node.module}.{alias.name}" for alias in node.names)}
+    return names
+
+
+def names_in(path: Path) -> set[str]:
+    """Every dotted name that a file uses, like os.environ.get."""
+    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    return {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute | ast.Name)}
+
+
+def test_every_file_imports_only_from_the_floors_below_its_own(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    code = lint_imports(cache_dir=None, no_cache=True)
+    assert code == 0, capsys.readouterr().out
+
+
+def test_the_model_knows_nothing_of_processes():
+    for path in files("models", "ops"):
+        distributed = {name for name in imported(path) if name.startswith("torch.distributed")}
+        assert not distributed and "torch.distributed" not in names_in(path), path
+
+
+def test_no_environment_variable_is_read_below_the_runtime():
+    for path in files(*BELOW_RUNTIME):
+        assert names_in(path).isdisjoint({"os.environ", "os.getenv", "os.environb"}), path
+
+
+def test_nothing_that_is_read_can_run():
+    """The pool of processes apart, which pickles what its own workers say to it."""
+    running = {
+        "pickle.load",
+        "pickle.loads",
+        "torch.load",
+        "yaml.unsafe_load",
+        "yaml.full_load",
+        "eval",
+        "exec",
+    }
+    for path in files("."):
+        assert path == PACKAGE / "runtime" / "pool.py" or names_in(path).isdisjoint(running), path
+
+
+def test_every_module_says_what_it_is():
+    for path in files("."):
+        text = path.read_text(encoding="utf-8")
+        assert not text.strip() or ast.get_docstring(ast.parse(text)), path
