@@ -172,6 +172,8 @@ def _efficient_backward(grad, query, key, value, out, lse, random, block):
     groups = key.shape[1]
     key, value = (_for_each_head(x, query) for x in (key, value))
     lse = pad(lse, (0, -lse.shape[-1] % 32), value=float("inf"))
+    # It reads o as [batch, queries, heads, head_dim] whatever its strides say: another order gives wrong gradients.
+    grad, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad, out))
     bias, (seed, offset) = _bias(query, block.mask), random
     wanted = [True, True, True, False]
     d_query, d_key, d_value, _ = _aten._scaled_dot_product_efficient_attention_backward(
