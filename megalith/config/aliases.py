@@ -28,11 +28,13 @@ class Choose:
 @dataclass(frozen=True)
 class Already:
     note: str
+    takes: type | tuple[str, ...] = bool  # the values that it has in Megatron
 
 
 @dataclass(frozen=True)
 class Derive:
     path: str
+    takes: type
     compute: Callable[[Any, dict[str, dict[str, Any]]], Any]
 
 
@@ -52,8 +54,6 @@ def _virtual_stages(layers_per_stage: Any, tree: dict[str, dict[str, Any]]) -> i
 
 
 def _granularity(recompute: Any, tree: dict[str, dict[str, Any]]) -> str | None:
-    if not isinstance(recompute, bool):
-        raise ConfigError(f"parallel.recompute_activations is {recompute!r}: true or false is needed")
     return (tree["parallel"].get("recompute_granularity") or "full") if recompute else None
 
 
@@ -66,12 +66,12 @@ _SAMPLES = "samples are found by binary search: there is no index to cache"
 ALIASES: dict[str, Rename | Choose | Already | Derive] = {
     "parallel.use_distributed_optimizer":             Choose("parallel.data_parallel_sharding_strategy", {True: "optim", False: None}),
     "optim.use_distributed_optimizer":                Choose("parallel.data_parallel_sharding_strategy", {True: "optim", False: None}),
-    "parallel.num_layers_per_virtual_pipeline_stage": Derive("parallel.virtual_pipeline_model_parallel_size", _virtual_stages),
-    "parallel.recompute_activations":                 Derive("parallel.recompute_granularity", _granularity),
+    "parallel.num_layers_per_virtual_pipeline_stage": Derive("parallel.virtual_pipeline_model_parallel_size", int, _virtual_stages),
+    "parallel.recompute_activations":                 Derive("parallel.recompute_granularity", bool, _granularity),
     "parallel.accumulate_allreduce_grads_in_fp32":    Already(_FP32_SUMS),
     "parallel.overlap_grad_reduce":                   Already("gradients are always reduced while the backward pass goes on"),
     "parallel.overlap_param_gather":                  Already("parameters are always gathered while the forward pass goes on"),
-    "parallel.dp_comm_overlap_bucket_size":           Already("a bucket is a transformer block"),
+    "parallel.dp_comm_overlap_bucket_size":           Already("a bucket is a transformer block", int),
 
     "model.seq_length":                               Rename("data.seq_length"),
     "model.norm_epsilon":                             Rename("model.layernorm_epsilon"),
@@ -99,15 +99,15 @@ ALIASES: dict[str, Rename | Choose | Already | Derive] = {
 
     "optim.cpu_offload_optimizer":                    Rename("optim.optimizer_cpu_offload"),
 
-    "data.index_cache":                               Already(_SAMPLES),
-    "data.data_cache_path":                           Already(_SAMPLES),
+    "data.index_cache":                               Already(_SAMPLES, str),
+    "data.data_cache_path":                           Already(_SAMPLES, str),
 
     "checkpoint.save":                                Rename("train.output_dir"),
     "checkpoint.no_save_optim":                       Choose("checkpoint.save_optim", {True: False, False: None}),
     "checkpoint.no_load_optim":                       Choose("checkpoint.load_optim", {True: False, False: None}),
     "checkpoint.no_save_rng":                         Already(_NO_RNG),
     "checkpoint.no_load_rng":                         Already(_NO_RNG),
-    "checkpoint.ckpt_format":                         Already(_ONE_FORMAT),
+    "checkpoint.ckpt_format":                         Already(_ONE_FORMAT, ("torch", "torch_dist", "torch_dcp", "fsdp_dtensor")),
     "checkpoint.auto_detect_ckpt_format":             Already(_ONE_FORMAT),
 
     "runtime.enable_straggler_detection":             Already("one process has no other to be slower than"),
@@ -128,11 +128,13 @@ def apply_aliases(tree: dict[str, dict[str, Any]], preset: dict[str, Any]) -> li
             continue
         value = tree[section].pop(key)
         match meaning:
-            case Already(note=note):
+            case Already(note=note, takes=takes):
+                _check_taken(name, value, takes)
                 notes.append(f"{name} = {value}: {note}")
             case Rename(path=path):
                 _set(tree, path, value, name)
-            case Derive(path=path, compute=compute):
+            case Derive(path=path, takes=takes, compute=compute):
+                _check_taken(name, value, takes)
                 whole = {**tree, "model": {**preset, **tree["model"]}}
                 _set(tree, path, compute(value, whole), name)
             case Choose(path=path, values=values):
@@ -140,6 +142,18 @@ def apply_aliases(tree: dict[str, dict[str, Any]], preset: dict[str, Any]) -> li
                     raise ConfigError(f"{name} is {value!r}: true or false is needed")
                 _set(tree, path, values[value], name)
     return notes
+
+
+def _check_taken(name: str, value: Any, takes: type | tuple[str, ...]) -> None:
+    if isinstance(takes, tuple):
+        fits, needed = value is None or value in takes, f"one of {', '.join(takes)}"
+    else:
+        fits, needed = value is None or type(value) is takes, _IN_WORDS[takes]
+    if not fits:
+        raise ConfigError(f"{name} is {value!r}: {needed} is needed")
+
+
+_IN_WORDS = {bool: "true or false", int: "a whole number", str: "text"}
 
 
 def _set(tree: dict[str, dict[str, Any]], path: str, value: Any, alias: str) -> None:

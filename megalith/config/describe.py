@@ -91,10 +91,17 @@ def _alias_schema(meaning: Rename | Choose | Already | Derive, schema: dict[str,
             section, key = path.split(".")
             definition = schema["$defs"][RunConfig.model_fields[section].annotation.__name__]
             return {**definition["properties"][key], **words}
+        case Already(takes=takes) if isinstance(takes, tuple):
+            return {"enum": list(takes), **words}
+        case Already(takes=takes):
+            return {"type": _JSON_TYPES[takes], **words}
+        case Derive(takes=takes):
+            return {"type": _JSON_TYPES[takes], **words}
         case Choose():
             return {"type": "boolean", **words}
-        case _:
-            return words
+
+
+_JSON_TYPES = {bool: "boolean", int: "integer", str: "string"}
 
 
 def alias_words() -> Iterator[tuple[str, str]]:
