@@ -108,8 +108,10 @@ class Failure:
             return f"error: rank {self.rank} ended with exit code {self.ended}{others}"
         if self.said["expected"]:
             return f"error: rank {self.rank}: {self.said['py_callstack']}"
-        lost = " by losing its connection to the others" if self.said["collective"] else ""
-        return f"error: rank {self.rank} failed{lost}{others}\n{self.said['py_callstack'].rstrip()}"
+        what = "failed"
+        if self.said["collective"]:
+            what = "lost the others (of several machines, the one where it began tells why)"
+        return f"error: rank {self.rank} {what}{others}\n{self.said['py_callstack'].rstrip()}"
 
 
 def first_failure(failures: Mapping[int, Any]) -> Failure:

@@ -60,8 +60,10 @@ def test_context_ranks_take_part_in_sharding(pool):
     assert_equal(pool.run(train, job), one_process("llama"))
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp+sp"])
+@pytest.mark.parametrize(
+    ("strategy", "sequence_parallel"),
+    [("no_shard", False), ("optim", True), ("optim_grads", False), ("optim_grads_params", True)],
+)
 def test_over_tensor_parallel_shards(pool, strategy, sequence_parallel):
     layout = {"tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel}
     job = Job(LLAMA).with_parallel(data_parallel_sharding_strategy=strategy, **layout)
