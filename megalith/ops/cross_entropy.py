@@ -3,15 +3,25 @@
 The logits of a batch are the largest tensor of training by far (32 × 1024 tokens over 50,304 entries are 6.6 GB in
 fp32). Here a chunk of tokens at a time goes through matmul, softmax and its gradient, so only a chunk's logits ever
 exist. The gradient is made in the forward pass, where the softmax is at hand; the backward pass scales it.
+
+The vocabulary may be cut over ranks. A chunk's logits are then those of a rank's own entries, and two numbers a token
+are exchanged: the log of the sum of exponentials (a MAX and a SUM all-reduce put the ranks' together) and the label's
+logit, which one rank has.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**26}  # logits that exist at once
+from megalith.comm import Axis, summed
+
+CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**27}  # logits that exist at once
+CHUNK_MULTIPLE = 256  # tokens; matmuls like round numbers
 
 
 def linear_cross_entropy(
@@ -20,55 +30,103 @@ def linear_cross_entropy(
     labels: Tensor,  # int64 [...], each < vocab_size
     loss_mask: Tensor,  # float32 [...]: the weight of each token
     vocab_size: int,
+    *,
+    axis: Axis = Axis(),  # noqa: B008 (immutable)
+    first: int = 0,
+    rows: int | None = None,
 ) -> Tensor:
     """Σ over tokens of loss_mask · −log softmax(hidden · weightᵀ)[label]: a float32 scalar.
 
-    Rows of `weight` from vocab_size on are padding and take no part. Softmax and sums are in fp32.
+    Rows of `weight` from vocab_size on are padding and take no part. Softmax and sums are in fp32. Over an `axis`,
+    `weight` is a rank's run of rows from `first` on, of `rows` on a full rank; the result is the same on every rank,
+    and the gradient of hidden a part of a sum.
     """
     if (
         not torch.is_grad_enabled()
     ):  # an autograd function still sees a parameter as one that needs a gradient
         hidden, weight = hidden.detach(), weight.detach()
+    tokens = CHUNK_ELEMENTS[hidden.device.type] // (rows or weight.shape[0])
     return _LinearCrossEntropy.apply(
-        hidden.reshape(-1, hidden.shape[-1]), weight, labels.reshape(-1), loss_mask.reshape(-1), vocab_size
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight,
+        labels.reshape(-1) - first,
+        loss_mask.reshape(-1),
+        max(0, vocab_size - first),
+        max(1, tokens - tokens % CHUNK_MULTIPLE if tokens > CHUNK_MULTIPLE else tokens),
+        axis,
     )
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx, hidden: Tensor, weight: Tensor, labels: Tensor, loss_mask: Tensor, vocab_size: int
+        ctx,
+        hidden: Tensor,  # [tokens, hidden]
+        weight: Tensor,  # [rows, hidden]
+        index: Tensor,  # int64 [tokens]: the label's row in weight; outside of it where another rank has it
+        loss_mask: Tensor,  # float32 [tokens]
+        real: int,  # rows from here on are padding
+        chunk: int,  # tokens
+        axis: Axis,
     ) -> Tensor:
         matrix = weight.to(hidden.dtype)
-        loss = hidden.new_zeros((), dtype=torch.float32)
-        grad_hidden = torch.empty_like(hidden) if hidden.requires_grad else None
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if weight.requires_grad else None
-        rows = max(1, CHUNK_ELEMENTS[hidden.device.type] // weight.shape[0])
-        for chunk, label, mask, start in zip(
-            hidden.split(rows), labels.split(rows), loss_mask.split(rows), range(0, len(hidden), rows)
-        ):
-            logits = (chunk @ matrix.T).float()  # [rows, padded vocab]
-            logits[:, vocab_size:] = float("-inf")
-            log_sum = logits.logsumexp(-1)  # [rows]
-            loss += ((log_sum - logits.gather(1, label[:, None])[:, 0]) * mask).sum()
-            if grad_hidden is None and grad_weight is None:
-                continue
-            grad = logits.sub_(log_sum[:, None]).exp_()  # softmax [rows, padded vocab]
-            grad.scatter_add_(1, label[:, None], grad.new_full((), -1.0).expand(len(label), 1))
-            grad = grad.mul_(mask[:, None]).to(hidden.dtype)
-            if grad_hidden is not None:
-                grad_hidden[start : start + rows] = grad @ matrix
-            if grad_weight is not None:
-                grad_weight += grad.T @ chunk
-        ctx.save_for_backward(grad_hidden, grad_weight)
-        return loss
+        wants_gradient = hidden.requires_grad or weight.requires_grad
+        losses, grads = [], []
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_gradient else None
+        here = (index >= 0) & (index < len(weight))
+        index = index.clamp(0, len(weight) - 1)[:, None]
+        for x, row, own, mask in zip(*(t.split(chunk) for t in (hidden, index, here, loss_mask))):
+            logits = x @ matrix.T  # [chunk, rows]
+            logits[:, real:] = float("-inf")
+            log_sum, label = _whole(*_run(_log_sum_and_label, logits, row), own, axis)
+            losses.append(((log_sum - label) * mask).sum())
+            if wants_gradient:
+                grad = _run(_weighted_softmax, logits, log_sum, mask)
+                grad.scatter_add_(1, row, -(mask * own)[:, None].to(grad.dtype))
+                grads.append(grad @ matrix)
+                grad_weight = _add_product(grad_weight, grad.T, x)
+        if wants_gradient:
+            ctx.save_for_backward(torch.cat(grads), grad_weight)
+        return torch.stack(losses).sum()
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_loss: Tensor):
         grad_hidden, grad_weight = ctx.saved_tensors
-        if grad_hidden is not None:
-            grad_hidden = grad_hidden * grad_loss.to(grad_hidden.dtype)
-        if grad_weight is not None:
-            grad_weight = grad_weight * grad_loss
-        return grad_hidden, grad_weight, None, None, None
+        return grad_hidden * grad_loss.to(grad_hidden.dtype), grad_weight * grad_loss, *[None] * 5
+
+
+def _log_sum_and_label(logits: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+    """log Σ exp of each row of logits [tokens, rows], and its entry at row [tokens, 1]: float32 [tokens]."""
+    return logits.float().logsumexp(-1), logits.gather(1, row)[:, 0].float()
+
+
+def _weighted_softmax(logits: Tensor, log_sum: Tensor, mask: Tensor) -> Tensor:
+    """mask · exp(logits − log_sum) in the type of logits [tokens, rows]."""
+    return ((logits.float() - log_sum[:, None]).exp() * mask[:, None]).to(logits.dtype)
+
+
+def _whole(log_sum: Tensor, label: Tensor, own: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
+    """Both over the whole vocabulary, from each rank's part of it; `own` where the label is this rank's."""
+    if axis.size == 1:
+        return log_sum, label
+    largest = summed(log_sum, axis, "max")
+    total, label = summed(torch.stack([(log_sum - largest).exp(), torch.where(own, label, 0.0)]), axis)
+    return largest + total.log(), label
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+    """total + a · b in float32. On a GPU the matmul itself adds, and nothing is rounded to the type of a and b."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.addmm(total, a, b, out_dtype=torch.float32)
+    return total.add_(a @ b)
+
+
+def _run(function: Callable, *tensors: Tensor):
+    """On a GPU as one kernel: these steps are bound by memory, which eager ones go through several times."""
+    return _compiled(function)(*tensors) if tensors[0].is_cuda else function(*tensors)
+
+
+@cache
+def _compiled(function: Callable) -> Callable:
+    return torch.compile(function, fullgraph=True, dynamic=False)
