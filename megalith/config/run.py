@@ -128,11 +128,11 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[str, str, Any]]:
     while index < len(arguments):
         word = arguments[index]
         index += 1
-        if not word.startswith("--") and "=" not in word:
+        if not _begins_override(word):
             raise ConfigError(f"unexpected argument {word!r}; overrides are written --section.key value")
         path, equals, text = word.removeprefix("--").partition("=")
         values = [text] if equals else []
-        while not equals and index < len(arguments) and not arguments[index].startswith("--"):
+        while not equals and index < len(arguments) and not _begins_override(arguments[index]):
             values.append(arguments[index])
             index += 1
         section, dot, key = path.replace("-", "_").partition(".")
@@ -140,6 +140,11 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[str, str, Any]]:
             raise ConfigError(f"there is no setting --{path}{_hint_for_section(section, key or section)}")
         result.append((section, key, _parse_values(section, key, values)))
     return result
+
+
+def _begins_override(word: str) -> bool:
+    path, equals, _ = word.partition("=")
+    return word.startswith("--") or (bool(equals) and path.partition(".")[0] in RunConfig.model_fields)
 
 
 def _parse_values(section: str, key: str, values: list[str]) -> Any:

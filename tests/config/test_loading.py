@@ -1,0 +1,259 @@
+"""From YAML and the command line to a configuration: what is taken, and what is refused in which words."""
+
+import pytest
+import yaml
+
+from megalith.config import ModelConfig, RunConfig
+from megalith.config.presets import PRESETS
+from megalith.errors import ConfigError
+
+
+@pytest.fixture
+def load(tmp_path):
+    def load(text, *overrides):
+        path = tmp_path / "run.yaml"
+        path.write_text(text, encoding="utf-8")
+        return RunConfig.load(path, overrides)
+
+    return load
+
+
+def test_nothing_gives_the_defaults(load):
+    assert RunConfig.load() == load("") == load("# only a comment") == load("model:\ntrain:") == RunConfig()
+
+
+def test_two_configurations_share_nothing():
+    first, second = RunConfig(), RunConfig()
+    first.train.seed = 7
+    first.parallel.recompute_modules.append("mlp")
+    assert second == RunConfig() and second.train.seed == 1234
+
+
+def test_the_command_line_wins_over_the_file_and_the_file_over_the_preset(load):
+    config = load(
+        "model: {preset: gpt2, num_layers: 3, hidden_dropout: 0.2}",
+        "--model.num_layers",
+        "5",
+        "model.vocab_size=99",
+    )
+    model = config.model
+    assert (model.num_layers, model.hidden_dropout, model.vocab_size, model.hidden_size) == (5, 0.2, 99, 768)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("reduced", [False, True])
+def test_the_resolved_configuration_loads_to_itself(load, name, reduced):
+    words = [
+        "--model.num_layers",
+        "2",
+        "--optim.lr",
+        "1e-3",
+        "--train.bf16",
+        "--train.rampup_batch_size",
+        "8",
+        "8",
+        "99",
+    ]
+    config = load(f"model: {{preset: {name}}}", *(words if reduced else []))
+    again = load(config.to_yaml())
+    assert again == config and again.to_yaml() == config.to_yaml()
+    assert yaml.safe_load(config.to_yaml()) == config.to_tree()
+
+
+@pytest.mark.parametrize(
+    ("words", "path", "value"),
+    [
+        (["--train.train_iters", "100"], "train.train_iters", 100),
+        (["--train.train_iters=100"], "train.train_iters", 100),
+        (["train.train_iters=100"], "train.train_iters", 100),
+        (["--train.train-iters", "100"], "train.train_iters", 100),
+        (["--optim.lr", "3e-4"], "optim.lr", 3e-4),
+        (["--optim.lr=.001"], "optim.lr", 1e-3),
+        (["--parallel.sequence_parallel"], "parallel.sequence_parallel", True),
+        (["--parallel.sequence_parallel", "false"], "parallel.sequence_parallel", False),
+        (["--train.rampup_batch_size", "8", "8", "1000"], "train.rampup_batch_size", [8, 8, 1000]),
+        (["--train.rampup_batch_size", "[8, 8, 1000]"], "train.rampup_batch_size", [8, 8, 1000]),
+        (["--data.data_path", "0.7", "a", "0.3", "b"], "data.data_path", [0.7, "a", 0.3, "b"]),
+        (["--data.data_path", "0.7 a 0.3 b"], "data.data_path", "0.7 a 0.3 b"),
+        (["--data.data_path", "[{path: a, weight: 2}]"], "data.data_path", [{"path": "a", "weight": 2}]),
+        (["--data.split", "100"], "data.split", "100"),
+        (["--train.split", "1"], "data.split", "1"),
+        (["--train.output_dir", "2024-01-01"], "train.output_dir", "2024-01-01"),
+        (["--log.wandb_name", "0x10"], "log.wandb_name", "0x10"),
+        (["--log.wandb_name", "on"], "log.wandb_name", "on"),
+        (["--log.wandb_name", "a: b"], "log.wandb_name", "a: b"),
+        (["--log.wandb_name", "'a"], "log.wandb_name", "'a"),
+        (["--log.wandb_name", "a=b"], "log.wandb_name", "a=b"),
+        (["--checkpoint.load", "null"], "checkpoint.load", None),
+        (["--runtime.compile", "true"], "runtime.compile", True),
+        (["--runtime.compile", "auto"], "runtime.compile", "auto"),
+        (
+            ["--model.rope_scaling.factor", "4", "--model.rope_scaling.type", "yarn"],
+            "model.rope_scaling.factor",
+            4.0,
+        ),
+        (["--model.rope_scaling", "{type: linear, factor: 2}"], "model.rope_scaling.type", "linear"),
+    ],
+)
+def test_words_of_the_command_line(words, path, value):
+    found = RunConfig.load(None, words)
+    for name in path.split("."):
+        found = getattr(found, name)
+    assert found == value and type(found) is type(value)
+
+
+REFUSED = [
+    # unknown keys, with the nearest known one
+    ("modle: {num_layers: 2}", r"there is no section 'modle'; did you mean 'model'\?"),
+    ("model: {num_layer: 2}", r"there is no setting model.num_layer; did you mean 'num_layers'"),
+    ("model: {hidden_sise: 2}", r"model.hidden_sise; did you mean 'hidden_size'"),
+    ("optim: {learning_rate: 1}", r"there is no setting optim.learning_rate"),
+    ("model: {global_batch_size: 2}", r"model.global_batch_size; did you mean train.global_batch_size\?"),
+    ("train: {tensor_model_parallel_size: 2}", r"did you mean parallel.tensor_model_parallel_size"),
+    ("train: {zzz: 2}", r"there is no setting train.zzz; `megalith train --help` lists them all"),
+    ("model: {rope_scaling: {factr: 2}}", r"model.rope_scaling.factr is 2: there is no such setting"),
+    ("model: {preset: gpt5}", r"there is no preset 'gpt5'.*known: tiny-gpt"),
+    ("model: {preset: llama3-7b}", r"there is no preset 'llama3-7b'; did you mean 'llama3-70b' or 'llama3-8b'"),
+    ("model: {preset: [gpt2]}", r"there is no preset \['gpt2'\]"),
+    # wrong types and values
+    ("train: {train_iters: many}", "train.train_iters is 'many': a whole number is needed"),
+    ("train: {train_iters: 2.5}", "train.train_iters is 2.5: a whole number is needed"),
+    ("train: {train_iters: true}", "train.train_iters is True: a value is needed, not true or false"),
+    ("train: {train_iters: 0}", "train.train_iters is 0: input should be greater than 0"),
+    ("train: {train_iters: -5}", "greater than 0"),
+    ("train: {train_iters: [5]}", "a whole number is needed"),
+    ("optim: {lr: fast}", "optim.lr is 'fast': a number is needed"),
+    ("optim: {lr: true}", "optim.lr is True"),
+    ("optim: {lr: .nan}", "optim.lr is nan: input should be a finite number"),
+    ("optim: {lr: .inf}", "finite"),
+    ("optim: {lr: -1}", "greater than or equal to 0"),
+    ("optim: {adam_beta1: 1.0}", "adam_beta1 is 1.0: input should be less than 1"),
+    ("optim: {adam_beta2: 1.0}", "less than 1"),
+    ("model: {hidden_dropout: 1.0}", "less than 1"),
+    ("model: {swiglu: 3}", "model.swiglu is 3: true or false is needed"),
+    ("model: {normalization: BatchNorm}", "'BatchNorm': input should be 'LayerNorm' or 'RMSNorm'"),
+    ("model: {rope_scaling: llama3}", "model.rope_scaling is 'llama3': keys with values are needed"),
+    ("model: {rotary_base: 1}", "greater than 1"),
+    ("train: {precision: bf32}", "train.precision is 'bf32': input should be 'fp32', 'bf16' or 'fp16'"),
+    ("train: {seed: 4294967296}", "train.seed is 4294967296: input should be less than 4294967296"),
+    ("train: {seed: -1}", "train.seed is -1"),
+    ("train: {rampup_batch_size: [8, 8]}", "at least 3 items"),
+    ("train: {rampup_batch_size: 8 8 100}", "a list is needed"),
+    ("train: {output_dir: 2024}", "train.output_dir is 2024: text is needed"),
+    ("data: {split: 100}", "data.split is 100: text is needed"),
+    ("data: {data_path: {a: 1}}", "data.data_path is {'a': 1}"),
+    ("parallel: {recompute_modules: [mpl]}", "recompute_modules.0 is 'mpl': input should be 'core_attn', 'mlp'"),
+    # shapes that are no tree of settings
+    ("- 1\n- 2", "holds a list; it needs sections: model, parallel"),
+    ("just text", "holds a str"),
+    ("model: 5", "section 'model' holds 5; it needs keys with values"),
+    ("model: [1]", "section 'model' holds"),
+    ("1: {a: 2}", "there is no section 1"),
+    ("null: {a: 2}", "there is no section None"),
+    ("model: {1: 2}", "model has the key 1; a setting's name is text"),
+    ("model: {null: 2}", "model has the key None"),
+    ("model.num_layers: 2", "there is no section 'model.num_layers'"),
+    # YAML that is broken or hostile
+    ("model: {num_layers: 2", "not valid YAML"),
+    ("model: {num_layers: 2}\nmodel: {hidden_size: 4}", "the key 'model' stands twice"),
+    ("model: {num_layers: 2, num_layers: 4}", "the key 'num_layers' stands twice"),
+    ("train: !!python/object/apply:os.system ['touch PWNED']", "not valid YAML.*python/object/apply"),
+    ("train: !!python/object/new:os.system ['touch PWNED']", "not valid YAML.*python/object"),
+    ("train: {seed: !!python/name:os.system }", "not valid YAML.*python/name"),
+    ("a: &a [*a]", "an alias stands inside what it names"),
+    ("a: " + "[" * 5000, "not valid YAML"),
+    ("\x00", "not valid YAML"),
+    ("%TAG ! tag:x,2024:\n--- !y {}", "not valid YAML"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("text", "sentence"), REFUSED, ids=[text[:40] for text, _ in REFUSED])
+def test_what_is_wrong_is_refused_in_one_sentence_a_mistake(load, tmp_path, monkeypatch, text, sentence):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=sentence) as caught:
+        load(text)
+    assert len(str(caught.value)) < 2000
+    assert [path.name for path in tmp_path.iterdir()] == ["run.yaml"]
+
+
+BOMB = "a0: &a0 [x, x, x, x, x, x, x, x, x]\n" + "".join(
+    f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 12)
+)
+MERGE_BOMB = "a0: &a0 {k: v}\n" + "".join(
+    f"a{i}: &a{i} {{<<: [{', '.join([f'*a{i - 1}'] * 9)}]}}\n" for i in range(1, 12)
+)
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("text", [BOMB, MERGE_BOMB])
+def test_a_file_that_expands_without_end_is_refused_at_once(load, text):
+    with pytest.raises(ConfigError, match="more than 100000 values, aliases written out"):
+        load(text)
+
+
+def test_anchors_and_merges_of_a_sane_size_are_taken(load):
+    config = load(
+        "optim: &o {lr: 0.5}\nmodel: {<<: {num_layers: 2}, hidden_size: 8}\ntrain: {seed: &s 3, eval_iters: *s}"
+    )
+    assert (config.optim.lr, config.model.num_layers, config.model.hidden_size) == (0.5, 2, 8)
+    assert (config.train.seed, config.train.eval_iters) == (3, 3)
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["--train.train_iters"], "train.train_iters is True: a value is needed"),
+        (["--train.train_iter", "5"], "there is no setting train.train_iter; did you mean 'train_iters'"),
+        (["--num_layers", "5"], r"there is no setting --num_layers; did you mean model.num_layers\?"),
+        (["--lr", "5"], "did you mean optim.lr or train.lr"),
+        (["--modle.num_layers", "5"], "did you mean model.num_layers"),
+        (["stray"], "unexpected argument 'stray'; overrides are written --section.key value"),
+        (["a=b"], "unexpected argument 'a=b'"),
+        (["-x"], "unexpected argument '-x'"),
+        (["--"], "there is no setting"),
+        (
+            ["--train.train_iters", "5", "--train.train_iters.x", "1"],
+            "train.train_iters is 5, which has no parts",
+        ),
+        (["--train.train_iters.x", "1"], "train.train_iters is {'x': 1}"),
+        (["--train.seed", "!!python/object/apply:os.system ['true']"], "train.seed is"),
+    ],
+)
+def test_words_that_mean_nothing_are_refused(words, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        RunConfig.load(None, words)
+
+
+def test_several_mistakes_are_told_at_once(load):
+    with pytest.raises(ConfigError) as caught:
+        load("train: {train_iters: x, precision: y}\noptim: {lr: z}")
+    assert len(str(caught.value).splitlines()) == 3
+
+
+@pytest.mark.parametrize("tree", [{"modle": {}}, {"model": 5}, {"model": {1: 2}}, {3: {}}])
+def test_a_tree_from_python_is_checked_as_a_file_is(tree):
+    with pytest.raises(ConfigError):
+        RunConfig.from_tree(tree)
+
+
+def test_a_tree_from_python_is_not_changed():
+    tree = {"model": {"preset": "llama3.1-8b", "disable_bias_linear": True}, "train": {"bf16": True}}
+    before = {section: dict(values) for section, values in tree.items()}
+    RunConfig.from_tree(tree).model.rope_scaling.factor = 3.0
+    assert tree == before
+    assert RunConfig.from_tree(tree).model.rope_scaling.factor == 8.0
+
+
+def test_assignment_is_checked_like_loading():
+    with pytest.raises(ValueError, match="greater than 0"):
+        ModelConfig().num_layers = 0
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"there is no run file .*nowhere.yaml"):
+        RunConfig.load(tmp_path / "nowhere.yaml")
+    with pytest.raises(ConfigError, match=r"cannot be read: .*directory"):
+        RunConfig.load(tmp_path)
+    (tmp_path / "latin.yaml").write_bytes(b"log: {wandb_name: caf\xe9}")
+    with pytest.raises(ConfigError, match=r"latin.yaml cannot be read: .*utf-8"):
+        RunConfig.load(tmp_path / "latin.yaml")
