@@ -178,6 +178,7 @@ def build_parser() -> argparse.ArgumentParser:
     """Every subcommand with its options; `train` is listed here and parsed by itself."""
     from megalith.data import commands as prepare
     from megalith.parallel.commands import add_pipeline_show
+    from megalith.parity.commands import add_parity_arguments
 
     parser = argparse.ArgumentParser(
         prog="megalith",
@@ -202,6 +203,10 @@ def build_parser() -> argparse.ArgumentParser:
 
     pipeline = _group(commands, "pipeline", "look at pipeline schedules")
     add_pipeline_show(pipeline.add_parser("show", help="draw the timeline of a schedule, with its bubble"))
+
+    add_parity_arguments(
+        commands.add_parser("parity", help="compare a small run in many layouts with one process")
+    )
 
     data = _group(commands, "data", "look at data")
     _add_data_show(_leaf(data, "show", "print samples as training would read them", data_show))

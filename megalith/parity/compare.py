@@ -40,8 +40,9 @@ class Errors:
         return self.largest <= bound and not self.different
 
 
-def compare(outcome: Outcome, one: Outcome) -> Errors:
-    """The errors of `outcome` against `one`, that of a single process."""
+def compare(ranks: Sequence[Outcome], one: Outcome) -> Errors:
+    """The errors of the outcomes of all ranks, the first one's having the tensors, against that of one process."""
+    outcome = ranks[0]
     gradients = gradient_errors(outcome.gradients, one.gradients)
     worst = max(gradients, key=lambda name: gradients[name])
     different = [
@@ -51,6 +52,7 @@ def compare(outcome: Outcome, one: Outcome) -> Errors:
             ("loss scales", outcome.loss_scales == one.loss_scales),
             ("generated tokens", outcome.generated == one.generated),
             ("names of the state", outcome.state.keys() == one.state.keys()),
+            ("what ranks say", all(_told(rank) == _told(outcome) for rank in ranks)),
             (f"copies of {', '.join(outcome.unequal_copies)}", not outcome.unequal_copies),
         )
         if not same
@@ -64,6 +66,11 @@ def compare(outcome: Outcome, one: Outcome) -> Errors:
         evaluation=relative_error([outcome.evaluation], [one.evaluation]),
         different=different,
     )
+
+
+def _told(outcome: Outcome) -> tuple:
+    """What every rank knows, and all the same to the bit."""
+    return outcome.first_loss, outcome.losses, outcome.norms, outcome.evaluation, outcome.generated
 
 
 def relative_error(found: Sequence[float], expected: Sequence[float]) -> float:

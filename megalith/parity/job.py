@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 

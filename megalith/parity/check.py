@@ -1,0 +1,92 @@
+"""The same job in one layout after the other, each against one process."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from megalith.config import RunConfig
+from megalith.errors import ConfigError, did_you_mean
+from megalith.parity.compare import Errors, compare
+from megalith.parity.job import run_job
+from megalith.parity.layouts import LAYOUTS, Layout
+from megalith.runtime.pool import Pool, RankFailed
+from megalith.trainer import prepare
+
+
+@dataclass(frozen=True)
+class Result:
+    """One layout's."""
+
+    name: str
+    layout: Layout
+    seconds: float
+    errors: Errors | None  # None: the job failed
+    failure: str = ""
+
+    @property
+    def equal(self) -> bool:
+        return self.errors is not None and self.errors.within()
+
+
+def in_layout(config: RunConfig, layout: Layout) -> RunConfig:
+    """`config` spread as `layout` says."""
+    tree = config.to_tree()
+    tree["parallel"] |= layout.parallel
+    return RunConfig.from_tree(tree)
+
+
+def choose(
+    config: RunConfig, names: Sequence[str], most_processes: int
+) -> tuple[dict[str, Layout], dict[str, str]]:
+    """The layouts with these names, or all that `config` can take with so many processes; why not the others.
+
+    Raises ConfigError for a named layout that there is not, or that cannot be.
+    """
+    if names:
+        chosen = {name: _named(name, most_processes) for name in names}
+        for layout in chosen.values():
+            prepare(in_layout(config, layout), layout.processes)
+        return chosen, {}
+    chosen, refused = {}, {}
+    for name, layout in LAYOUTS.items():
+        if layout.processes > most_processes:
+            continue
+        try:
+            prepare(in_layout(config, layout), layout.processes)
+            chosen[name] = layout
+        except ConfigError as error:
+            refused[name] = str(error)
+    return chosen, refused
+
+
+def check(config: RunConfig, layouts: Mapping[str, Layout], device_type: str = "cpu") -> Iterator[Result]:
+    """Runs the job of `config` in one process, then in each layout; gives each result when it is there."""
+    one = run_job(config)
+    pool = Pool(max(layout.processes for layout in layouts.values()), device_type=device_type)
+    try:
+        for name, layout in layouts.items():
+            began, errors, failure = time.monotonic(), None, ""
+            try:
+                outcomes = pool.run(run_job, in_layout(config, layout), size=layout.processes)
+                errors = compare(outcomes, one)
+            except RankFailed as error:
+                failure = str(error).strip().splitlines()[-1]
+            yield Result(name, layout, time.monotonic() - began, errors, failure)
+    finally:
+        pool.close()
+
+
+def _named(name: str, most_processes: int) -> Layout:
+    if name not in LAYOUTS:
+        raise ConfigError(
+            f"there is no layout {name!r}{did_you_mean(name, LAYOUTS)}; known: {', '.join(LAYOUTS)}"
+        )
+    layout = LAYOUTS[name]
+    if layout.processes > most_processes:
+        raise ConfigError(
+            f"layout {name} takes {layout.processes} processes, but --nproc-max is {most_processes}; raise it to "
+            f"{layout.processes}, or name a smaller layout"
+        )
+    return layout

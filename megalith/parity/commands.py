@@ -1,0 +1,131 @@
+"""The command line of parity: `megalith parity`. Importing this file is cheap."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from megalith.errors import ConfigError, TrainingError
+
+if TYPE_CHECKING:
+    from megalith.parity.check import Result
+
+PLAIN_WIDTH = 140
+
+
+def add_parity_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Train a small model with the features of CONFIG in many layouts, in fp32, and compare each with one process: "
+        "the first loss, every parameter's gradient, the norms and losses of all steps, evaluation and generation. "
+        "Exit code 5 when a layout differs."
+    )
+    parser.add_argument("config", help="run file; its sizes are cut down, its features kept")
+    parser.add_argument("settings", nargs="*", metavar="section.key=value", help="in place of the file's")
+    parser.add_argument(
+        "--layouts",
+        nargs="+",
+        default=[],
+        metavar="NAME",
+        help="which (default: all that fit), like tp2-sp cp4-a2a",
+    )
+    parser.add_argument("--nproc-max", type=int, default=4, metavar="N", help="most processes (default: 4)")
+    parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps of training (default: 10)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a GPU a process")
+    parser.set_defaults(run=run_parity)
+
+
+def run_parity(args: argparse.Namespace) -> int:
+    from rich.console import Console
+
+    from megalith.config import RunConfig
+    from megalith.config.rules import check_model
+    from megalith.parity.check import check, choose
+    from megalith.parity.shrink import VOCABULARY, shrink
+
+    if args.nproc_max < 2 or args.steps < 2:
+        raise ConfigError(
+            f"--nproc-max is {args.nproc_max} and --steps {args.steps}; each has to be at least 2"
+        )
+    given = RunConfig.load(args.config, args.settings)
+    check_model(given.model.model_copy(update={"vocab_size": given.model.vocab_size or VOCABULARY}))
+    config = shrink(given, args.steps, args.device)
+    layouts, refused = choose(config, args.layouts, _most_processes(args))
+    console = Console() if sys.stdout.isatty() else Console(width=PLAIN_WIDTH)
+    results: list[Result] = []
+    with console.status("one process") as status:
+        for number, result in enumerate(check(config, layouts, args.device), 1):
+            results.append(result)
+            status.update(f"{number} of {len(layouts)} layouts: {result.name}")
+    console.print(table(results))
+    _tell_refused(console, refused)
+    return _verdict(console, results)
+
+
+def _most_processes(args: argparse.Namespace) -> int:
+    if args.device == "cpu":
+        return args.nproc_max
+    import torch
+
+    gpus = torch.cuda.device_count()
+    if gpus < 2:
+        raise ConfigError(f"--device cuda gives each process a GPU, but there are {gpus}; use --device cpu")
+    return min(args.nproc_max, gpus)
+
+
+def table(results: Sequence[Result]):
+    """The errors, a row a layout."""
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    drawn = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
+    for heading in (
+        "layout",
+        "processes",
+        "first loss",
+        "gradients",
+        "norms",
+        "losses",
+        "evaluation",
+        "s",
+        "",
+    ):
+        drawn.add_column(
+            heading, justify="left" if heading in ("layout", "") else "right", no_wrap=heading != ""
+        )
+    for result in results:
+        errors, verdict = result.errors, Text("equal", "green")
+        figures = ["–"] * 5
+        if errors is not None:
+            values = (errors.loss, errors.gradient, errors.norm, errors.losses, errors.evaluation)
+            figures = [f"{value:.1e}" for value in values]
+        if not result.equal:
+            verdict = Text(_what_differs(result), "bold red")
+        drawn.add_row(result.name, str(result.layout.processes), *figures, f"{result.seconds:.1f}", verdict)
+    return drawn
+
+
+def _what_differs(result: Result) -> str:
+    if result.errors is None:
+        return f"failed: {result.failure}"
+    return "; ".join([f"gradient of {result.errors.worst_gradient}", *result.errors.different])
+
+
+def _tell_refused(console, refused: Mapping[str, str]) -> None:
+    for name, why in refused.items():
+        console.print(f"not run: {name}: {why}", highlight=False, markup=False)
+
+
+def _verdict(console, results: Sequence[Result]) -> int:
+    from megalith.parity.compare import BOUND
+
+    unequal = [result.name for result in results if not result.equal]
+    if unequal:
+        raise TrainingError(
+            f"{len(unequal)} of {len(results)} layouts are not one process's run to {BOUND:g}: {', '.join(unequal)}; "
+            "train in another layout, and report it with this configuration"
+        )
+    console.print(f"{len(results)} layouts equal one process to {BOUND:g}", highlight=False)
+    return 0

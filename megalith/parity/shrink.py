@@ -1,0 +1,97 @@
+"""A configuration made small: every feature kept, every size that costs time cut down.
+
+A laptop's CPU trains the result in a second, and each axis has something to cut: 4 layers, heads for 4 ranks, a
+vocabulary that is padded, sequences for 4 context ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from megalith.config import ModelConfig, RunConfig
+
+LAYERS, HEAD_DIM, SEQUENCE, VOCABULARY, PADDED_TO, BATCH = 4, 8, 32, 131, 10, 8
+MOST_HEADS = 16
+HIGHEST_RATE = 1e-3  # above it a tiny model's optimizer makes much of the last bit
+
+# What stays as it is. Everything else is set below, or left at its default.
+KEPT = {
+    "model": (
+        "position_embedding_type",
+        "rotary_base",
+        "rope_scaling",
+        "normalization",
+        "layernorm_epsilon",
+        "activation",
+        "swiglu",
+        "add_bias_linear",
+        "add_qkv_bias",
+        "qk_layernorm",
+        "untie_embeddings_and_output_weights",
+        "hidden_dropout",
+        "attention_dropout",
+        "init_method_std",
+        "num_experts",
+    ),
+    "data": ("dataloader_type", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"),
+    "optim": (
+        "optimizer",
+        "weight_decay",
+        "adam_beta1",
+        "adam_beta2",
+        "adam_eps",
+        "sgd_momentum",
+        "clip_grad",
+    ),
+    "parallel": ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
+    "train": ("seed",),
+}
+
+
+def shrink(config: RunConfig, steps: int, device: str = "cpu") -> RunConfig:
+    """The small run of `steps` steps in fp32, on made-up data and one process; `config.model` has its shape."""
+    tree: dict[str, dict[str, Any]] = {
+        section: getattr(config, section).model_dump(include=set(names)) for section, names in KEPT.items()
+    }
+    documents = any(tree["data"][name] for name in KEPT["data"][1:])
+    tree["model"] |= _sizes(config.model)
+    tree["data"] |= {
+        "mock": True,
+        "seq_length": SEQUENCE,
+        "num_workers": 0,
+        "tokenizer_type": "NullTokenizer" if documents else None,  # for its end of document
+    }
+    tree["optim"] |= {
+        "lr": min(config.optim.lr or HIGHEST_RATE, HIGHEST_RATE),
+        "lr_decay_style": "constant",
+    }
+    tree["train"] |= {
+        "train_iters": steps,
+        "micro_batch_size": 1,
+        "global_batch_size": BATCH,
+        "rampup_batch_size": config.train.rampup_batch_size and [BATCH // 2, BATCH // 2, 2 * BATCH],
+        "eval_iters": 1,
+    }
+    tree["runtime"] = {"device": device, "compile": False}
+    return RunConfig.from_tree(tree)
+
+
+def _sizes(model: ModelConfig) -> dict[str, int | None]:
+    """As many query heads to a key and value head as before (at most 16 in all), and widths in proportion."""
+    ratio = model.num_attention_heads // model.query_groups
+    groups = 4 if ratio == 1 else min(2, model.query_groups)
+    heads = min(groups * ratio, MOST_HEADS)
+    hidden = heads * HEAD_DIM
+    ffn = model.ffn_hidden_size and 8 * math.ceil(hidden * model.ffn_hidden_size / model.hidden_size / 8)
+    return {
+        "num_layers": LAYERS,
+        "hidden_size": hidden,
+        "ffn_hidden_size": ffn,
+        "num_attention_heads": heads,
+        "num_query_groups": 0 if ratio == 1 else groups,
+        "kv_channels": model.kv_channels and HEAD_DIM,
+        "vocab_size": VOCABULARY,
+        "make_vocab_size_divisible_by": min(model.make_vocab_size_divisible_by, PADDED_TO),
+        "max_position_embeddings": SEQUENCE,
+    }

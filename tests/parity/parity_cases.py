@@ -1,0 +1,197 @@
+"""What is trained: the features that a layout could get wrong, and which of them each layout shows by default."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megalith.config import RunConfig
+from megalith.parity.layouts import LAYOUTS
+
+SEQUENCE = 32
+
+GPT2 = {
+    "num_layers": 4,
+    "hidden_size": 32,
+    "num_attention_heads": 4,
+    "vocab_size": 131,
+    "make_vocab_size_divisible_by": 10,  # 140 rows, 9 of them padding
+    "max_position_embeddings": SEQUENCE,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+LLAMA = {
+    "num_layers": 4,
+    "hidden_size": 32,
+    "ffn_hidden_size": 40,
+    "num_attention_heads": 8,
+    "num_query_groups": 4,
+    "kv_channels": 6,
+    "qk_layernorm": True,
+    "vocab_size": 131,
+    "make_vocab_size_divisible_by": 1,  # 131 rows: uneven over 2 and over 4
+    "max_position_embeddings": SEQUENCE,
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "untie_embeddings_and_output_weights": True,
+    "hidden_dropout": 0.0,
+    "attention_dropout": 0.0,
+}
+DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
+TIED = {"untie_embeddings_and_output_weights": False}
+UNTIED = {"untie_embeddings_and_output_weights": True}
+# NullTokenizer's last token ends a document. The masked tokens lie unevenly over samples and over their halves.
+DOCUMENTS = {
+    "tokenizer_type": "NullTokenizer",
+    "reset_position_ids": True,
+    "reset_attention_mask": True,
+    "eod_mask_loss": True,
+}
+CORPUS = "the prefix of an indexed dataset"  # replaced by the fixture's
+
+# Sections over those of BASE. Every run clips but one, and accumulates gradients but for 4 data-parallel ranks.
+RUNS: dict[str, dict[str, dict[str, Any]]] = {
+    "gpt2": {"model": GPT2},
+    "gpt2 dropout": {"model": GPT2 | DROPOUT},
+    "gpt2 untied, documents, dropout": {"model": GPT2 | UNTIED | DROPOUT, "data": DOCUMENTS},
+    "gpt2 documents, recompute all": {
+        "model": GPT2 | DROPOUT,
+        "data": DOCUMENTS,
+        "parallel": {"recompute_granularity": "full", "recompute_method": "uniform"},
+    },
+    "gpt2 single sequences, ramp-up": {
+        "model": GPT2,
+        "train": {"micro_batch_size": 1, "rampup_batch_size": [4, 4, 16]},
+    },
+    "llama": {"model": LLAMA},
+    "llama tied, documents": {"model": LLAMA | TIED, "data": DOCUMENTS},
+    "llama dropout": {"model": LLAMA | DROPOUT},
+    "llama one group, biases, no clipping": {
+        "model": LLAMA | {"num_query_groups": 1, "add_bias_linear": True},
+        "optim": {"clip_grad": 0.0},
+    },
+    "llama recompute some": {
+        "model": LLAMA,
+        "parallel": {
+            "recompute_granularity": "selective",
+            "recompute_modules": ["core_attn", "layernorm", "mlp"],
+        },
+    },
+    "llama text": {
+        "model": LLAMA | {"vocab_size": None},
+        "data": {
+            "mock": False,
+            "data_path": CORPUS,
+            "split": "80,20,0",
+            "tokenizer_type": "ByteTokenizer",
+            "eod_mask_loss": True,
+        },
+    },
+}
+BASE: dict[str, dict[str, Any]] = {
+    "data": {"mock": True, "seq_length": SEQUENCE, "num_workers": 0},
+    "optim": {"lr": 3e-3, "clip_grad": 0.5},
+    "train": {"train_iters": 10, "micro_batch_size": 2, "global_batch_size": 8, "eval_iters": 1},
+    "runtime": {"device": "cpu", "compile": False},
+}
+
+# The run that each layout is shown with by default: all features on each axis in turn.
+SHOWN_WITH = {
+    "tp2": "gpt2 dropout",
+    "tp4": "llama one group, biases, no clipping",
+    "tp2-sp": "llama tied, documents",
+    "tp4-sp": "gpt2 untied, documents, dropout",
+    "cp2": "llama dropout",
+    "cp2-all_gather": "gpt2 documents, recompute all",
+    "cp2-a2a": "gpt2 untied, documents, dropout",
+    "cp4": "gpt2 untied, documents, dropout",
+    "cp4-all_gather": "llama tied, documents",
+    "cp4-a2a": "llama one group, biases, no clipping",
+    "cp4-a2a+p2p": "llama tied, documents",
+    "pp2": "gpt2 untied, documents, dropout",
+    "pp4": "gpt2 dropout",
+    "pp2-interleaved": "llama recompute some",
+    "pp4-interleaved": "llama tied, documents",
+    "pp2-zero_bubble": "llama dropout",
+    "pp4-zero_bubble": "gpt2 untied, documents, dropout",
+    "pp2-uneven": "gpt2 documents, recompute all",
+    "pp3-counted": "llama text",
+    "pp4-uneven": "gpt2 single sequences, ramp-up",
+    "dp2": "llama text",
+    "dp4": "gpt2 single sequences, ramp-up",
+    "dp2-zero1": "gpt2 untied, documents, dropout",
+    "dp4-zero1": "llama tied, documents",
+    "dp2-zero2": "llama recompute some",
+    "dp4-zero2": "gpt2 dropout",
+    "dp2-zero3": "gpt2 documents, recompute all",
+    "dp4-zero3": "llama one group, biases, no clipping",
+    "dp4-zero1-hybrid": "gpt2 single sequences, ramp-up",
+    "dp4-zero2-hybrid": "llama dropout",
+    "dp4-zero3-hybrid": "gpt2",
+    "tp2-cp2": "gpt2 untied, documents, dropout",
+    "tp2-sp-cp2": "llama one group, biases, no clipping",
+    "tp2-cp2-all_gather": "llama dropout",
+    "tp2-sp-cp2-a2a": "gpt2 documents, recompute all",
+    "tp2-pp2": "llama tied, documents",
+    "tp2-sp-pp2": "gpt2 dropout",
+    "tp2-pp2-interleaved": "gpt2 single sequences, ramp-up",
+    "tp2-sp-pp2-zero_bubble": "llama",
+    "tp2-dp2": "gpt2 documents, recompute all",
+    "tp2-sp-dp2-zero1": "llama text",
+    "tp2-dp2-zero2": "llama one group, biases, no clipping",
+    "tp2-sp-dp2-zero3": "gpt2 untied, documents, dropout",
+    "cp2-pp2": "llama tied, documents",
+    "cp2-a2a-pp2-interleaved": "gpt2 dropout",
+    "cp2-all_gather-pp2-zero_bubble": "gpt2 untied, documents, dropout",
+    "cp2-dp2": "gpt2 documents, recompute all",
+    "cp2-a2a-dp2-zero1": "llama text",
+    "cp2-dp2-zero2": "llama recompute some",
+    "cp2-dp2-zero3": "gpt2 untied, documents, dropout",
+    "cp2-dp2-zero3-hybrid": "llama tied, documents",
+    "pp2-dp2": "gpt2 untied, documents, dropout",
+    "pp2-dp2-zero1": "llama tied, documents",
+    "pp2-dp2-zero2": "gpt2",
+    "pp2-dp2-zero3": "gpt2 dropout",
+    "pp2-interleaved-dp2-zero2": "llama dropout",
+    "pp2-zero_bubble-dp2-zero1": "llama tied, documents",
+    "tp2-pp2-dp2": "gpt2 dropout",
+    "tp2-sp-pp2-dp2-zero1": "llama tied, documents",
+    "tp2-pp2-interleaved-dp2-zero2": "llama recompute some",
+    "tp2-sp-pp2-dp2-zero3": "gpt2 documents, recompute all",
+    "tp2-sp-pp2-zero_bubble-dp2": "gpt2 untied, documents, dropout",
+    "tp2-cp2-dp2": "llama text",
+    "tp2-sp-cp2-a2a-dp2-zero1": "gpt2 documents, recompute all",
+    "tp2-sp-cp2-dp2-zero2-hybrid": "llama tied, documents",
+    "tp2-sp-cp2-all_gather-dp2-zero3": "gpt2 dropout",
+    "tp2-cp2-pp2": "llama dropout",
+    "tp2-sp-cp2-a2a-pp2-interleaved": "llama tied, documents",
+    "tp2-sp-cp2-pp2-zero_bubble": "gpt2 untied, documents, dropout",
+    "cp2-pp2-dp2": "gpt2 documents, recompute all",
+    "cp2-a2a-pp2-interleaved-dp2-zero1": "gpt2 untied, documents, dropout",
+    "cp2-all_gather-pp2-zero_bubble-dp2-zero1": "llama tied, documents",
+    "cp2-pp2-dp2-zero3": "llama text",
+    "tp4-sp-pp2": "gpt2 single sequences, ramp-up",
+    "cp4-a2a+p2p-dp2-zero2": "llama one group, biases, no clipping",
+    "pp4-dp2-zero3": "llama tied, documents",
+}
+
+
+def run_config(run: str, layout: str | None, corpus: str, **changes: dict[str, Any]) -> RunConfig:
+    """The run in a layout, None being one process, with `changes` of single settings by section.
+
+    Without stages the model has 2 layers, to be quick.
+    """
+    parallel = LAYOUTS[layout].parallel if layout else {}
+    tree: dict[str, dict[str, Any]] = {section: {} for section in RunConfig.model_fields}
+    for part in (BASE, RUNS[run], {"parallel": parallel}, changes):
+        for section, settings in part.items():
+            tree[section] |= settings
+    if tree["data"].get("data_path") == CORPUS:
+        tree["data"]["data_path"] = corpus
+    return RunConfig.from_tree(tree)
+
+
+def layers(layout: str) -> int:
+    """How many layers the model has in this layout: 4 for stages to be made of, else 2."""
+    return 4 if "pipeline_model_parallel_size" in LAYOUTS[layout].parallel else 2

@@ -1,0 +1,69 @@
+"""The same run in every layout: first loss, every gradient, norms, losses, evaluation and generation of one process."""
+
+import functools
+
+import pytest
+from parity_cases import RUNS, SHOWN_WITH, layers, run_config
+
+from megalith.errors import ConfigError
+from megalith.parity.compare import compare
+from megalith.parity.job import Outcome, run_job
+from megalith.parity.layouts import LAYOUTS
+from megalith.trainer import prepare
+
+
+@functools.cache
+def alone(run: str, num_layers: int, corpus: str) -> Outcome:
+    return run_job(run_config(run, None, corpus, model={"num_layers": num_layers}))
+
+
+@pytest.fixture
+def assert_equal(pool, pool_of_eight, corpus):
+    def check(layout: str, run: str) -> None:
+        config = run_config(run, layout, corpus, model={"num_layers": layers(layout)})
+        processes = LAYOUTS[layout].processes
+        ranks = (pool if processes <= pool.size else pool_of_eight).run(run_job, config, size=processes)
+        errors = compare(ranks, alone(run, layers(layout), corpus))
+        assert errors.within(), errors
+
+    return check
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layout_equals_one_process(assert_equal, layout):
+    assert_equal(layout, SHOWN_WITH[layout])
+
+
+def possible(layout: str, run: str) -> bool:
+    try:
+        prepare(run_config(run, layout, "no corpus is needed"), LAYOUTS[layout].processes)
+    except ConfigError:
+        return False
+    return True
+
+
+@pytest.mark.parity_full
+@pytest.mark.parametrize(
+    "layout, run",
+    [
+        (layout, run)
+        for layout in LAYOUTS
+        for run in RUNS
+        if possible(layout, run) and SHOWN_WITH[layout] != run
+    ],
+)
+def test_every_layout_with_every_feature(assert_equal, layout, run):
+    assert_equal(layout, run)
+
+
+def test_every_feature_is_shown_by_default():
+    assert SHOWN_WITH.keys() == LAYOUTS.keys()
+    assert set(SHOWN_WITH.values()) == RUNS.keys()
+    assert all(possible(layout, run) for layout, run in SHOWN_WITH.items())
+
+
+def test_clipping_is_active_and_the_loss_falls(corpus):
+    for run in ("gpt2 dropout", "llama tied, documents"):
+        one = alone(run, 4, corpus)
+        assert min(one.norms) > 0.5
+        assert one.losses[-1] < one.losses[0] - 0.1
