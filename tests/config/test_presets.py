@@ -1,0 +1,87 @@
+"""Presets have the published shapes, written out here once more, and the parameter counts that follow."""
+
+import pytest
+
+from megalith.config import ModelConfig
+from megalith.config.presets import PRESETS
+from megalith.config.rules import check_model
+from megalith.models.flops import count_parameters
+
+# name: layers, width, heads, KV groups, head size, MLP width, vocabulary, positions, parameters (of which the GPT-3
+# ones are the paper's table 2.1, in words)
+PUBLISHED = {
+    "gpt2": (12, 768, 12, 12, 64, 3072, 50257, 1024, 124_439_808),
+    "gpt2-medium": (24, 1024, 16, 16, 64, 4096, 50257, 1024, 354_823_168),
+    "gpt2-large": (36, 1280, 20, 20, 64, 5120, 50257, 1024, 774_030_080),
+    "gpt2-xl": (48, 1600, 25, 25, 64, 6400, 50257, 1024, 1_557_611_200),
+    "gpt3-1.3b": (24, 2048, 16, 16, 128, 8192, 50257, 2048, 1.3e9),
+    "gpt3-2.7b": (32, 2560, 32, 32, 80, 10240, 50257, 2048, 2.7e9),
+    "gpt3-6.7b": (32, 4096, 32, 32, 128, 16384, 50257, 2048, 6.7e9),
+    "gpt3-13b": (40, 5120, 40, 40, 128, 20480, 50257, 2048, 13.0e9),
+    "gpt3-175b": (96, 12288, 96, 96, 128, 49152, 50257, 2048, 175.0e9),
+    "llama3-8b": (32, 4096, 32, 8, 128, 14336, 128256, 8192, 8_030_261_248),
+    "llama3-70b": (80, 8192, 64, 8, 128, 28672, 128256, 8192, 70_553_706_496),
+    "llama3.1-8b": (32, 4096, 32, 8, 128, 14336, 128256, 131072, 8_030_261_248),
+    "llama3.1-70b": (80, 8192, 64, 8, 128, 28672, 128256, 131072, 70_553_706_496),
+    "llama3-405b": (126, 16384, 128, 8, 128, 53248, 128256, 131072, 405_853_388_800),
+    "qwen3-0.6b": (28, 1024, 16, 8, 128, 3072, 151936, 40960, 596_049_920),
+    "qwen3-8b": (36, 4096, 32, 8, 128, 12288, 151936, 40960, 8_190_735_360),
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_shape_and_size_are_the_published_ones(name):
+    model = ModelConfig(**PRESETS[name])
+    check_model(model)
+    *shape, parameters = PUBLISHED[name]
+    assert shape == [
+        model.num_layers,
+        model.hidden_size,
+        model.num_attention_heads,
+        model.query_groups,
+        model.head_dim,
+        model.ffn_size,
+        model.vocab_size,
+        model.max_position_embeddings,
+    ]
+    found = count_parameters(model, padded_vocab=False).total
+    assert (
+        found == parameters if isinstance(parameters, int) else found == pytest.approx(parameters, rel=0.02)
+    )
+
+
+def test_every_preset_is_listed_here_or_a_tiny_one():
+    assert {name for name in PRESETS if not name.startswith("tiny-")} == set(PUBLISHED)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_features_are_those_of_the_family(name):
+    model = ModelConfig(**PRESETS[name])
+    gpt, llama, qwen = ("gpt" in name), ("llama" in name), ("qwen" in name)
+    assert gpt + llama + qwen == 1
+    assert (model.position_embedding_type == "learned_absolute") == gpt
+    assert (model.normalization == "LayerNorm") == gpt
+    assert model.add_bias_linear == gpt and not model.add_qkv_bias
+    assert model.swiglu == (not gpt) and model.qk_layernorm == qwen
+    assert model.hidden_dropout == model.attention_dropout == (0.1 if gpt else 0.0)
+    tied = gpt or name in ("qwen3-0.6b", "tiny-qwen")
+    assert model.untie_embeddings_and_output_weights == (not tied)
+    if "tiny" not in name:
+        assert model.rotary_base == (500000.0 if llama else 1000000.0 if qwen else 10000.0)
+        assert model.layernorm_epsilon == (1e-6 if qwen else 1e-5)
+    scaled = name.startswith("llama3.1") or name == "llama3-405b"
+    assert (model.rope_scaling is not None) == scaled
+    if scaled:
+        scaling = model.rope_scaling
+        assert (scaling.type, scaling.factor, scaling.original_max_position_embeddings) == (
+            "llama3",
+            8.0,
+            8192,
+        )
+        assert (scaling.low_freq_factor, scaling.high_freq_factor) == (1.0, 4.0)
+
+
+def test_a_tiny_preset_takes_its_vocabulary_from_elsewhere():
+    for name in ("tiny-gpt", "tiny-llama", "tiny-qwen"):
+        assert ModelConfig(**PRESETS[name]).vocab_size is None
+        check_model(ModelConfig(**PRESETS[name], vocab_size=100))
