@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from megalith.errors import ConfigError, MegalithError
+from megalith.errors import ConfigError, DataError, MegalithError
 
 Arguments = argparse.Namespace
 
@@ -56,9 +56,10 @@ def train(arguments: list[str]) -> int:
         print(help_text())
         return 0
     from megalith.config import RunConfig
+    from megalith.config.run import begins_override
 
     launcher, arguments = _launcher_options().parse_known_args(arguments)
-    path = arguments[0] if arguments and not arguments[0].startswith("--") else None
+    path = arguments[0] if arguments and not begins_override(arguments[0]) else None
     config = RunConfig.load(path, arguments[1 if path else 0 :])
     if launcher.nproc is not None:
         from megalith.runtime.launch import launch
@@ -90,7 +91,10 @@ def generate(args: Arguments) -> int:
 
     prompts = list(args.prompt or [])
     if args.prompt_file:
-        prompts += Path(args.prompt_file).read_text(encoding="utf-8").splitlines()
+        try:
+            prompts += Path(args.prompt_file).read_text(encoding="utf-8").splitlines()
+        except (OSError, UnicodeDecodeError) as error:
+            raise DataError(f"the prompts cannot be read: {error}; give a text file in UTF-8") from None
     if not prompts:
         raise ConfigError(
             "there is no prompt; give --prompt TEXT, several times for a batch, or --prompt-file"
@@ -123,6 +127,8 @@ def data_show(args: Arguments) -> int:
         indices = [int(i) for i in args.index.split(",")]
     except ValueError:
         raise ConfigError(f"--index is {args.index!r}; give whole numbers with commas, like 0,5,9") from None
+    if not 0 <= args.seed < 2**32:
+        raise ConfigError(f"--seed is {args.seed}; give one from 0 to 2^32 - 1")
     samples = show_samples(
         data_path, args.seq_length, args.seed, args.num_samples, args.split, args.which, indices
     )
@@ -148,7 +154,11 @@ def plot(args: Arguments) -> int:
         for run in args.run_dir:
             print(text_curve(loss_points(run)))
         return 0
-    print(plot_run(args.run_dir, args.output or Path(args.run_dir[0]) / "loss.png"))
+    output = args.output or Path(args.run_dir[0]) / "loss.png"
+    try:
+        print(plot_run(args.run_dir, output))
+    except OSError as error:
+        raise DataError(f"{output} cannot be written: {error.strerror}; choose another --output") from None
     return 0
 
 

@@ -128,11 +128,11 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[str, str, Any]]:
     while index < len(arguments):
         word = arguments[index]
         index += 1
-        if not _begins_override(word):
+        if not begins_override(word):
             raise ConfigError(f"unexpected argument {word!r}; overrides are written --section.key value")
         path, equals, text = word.removeprefix("--").partition("=")
         values = [text] if equals else []
-        while not equals and index < len(arguments) and not _begins_override(arguments[index]):
+        while not equals and index < len(arguments) and not begins_override(arguments[index]):
             values.append(arguments[index])
             index += 1
         section, dot, key = path.replace("-", "_").partition(".")
@@ -142,7 +142,8 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[str, str, Any]]:
     return result
 
 
-def _begins_override(word: str) -> bool:
+def begins_override(word: str) -> bool:
+    """Whether `word` of a command line begins a setting, rather than being a value or a file's name."""
     path, equals, _ = word.partition("=")
     return word.startswith("--") or (bool(equals) and path.partition(".")[0] in RunConfig.model_fields)
 
