@@ -97,7 +97,10 @@ class OptimConfig(Section):
     """Overflowing steps before the loss scale halves."""
 
     optimizer_cpu_offload: bool = False
-    """Keeps optimizer state in host memory."""
+    """Keeps optimizer state in host memory; the CPU steps the parameters that it belongs to."""
 
     optimizer_offload_fraction: Fraction = 1.0
     """Share of the optimizer state that is kept in host memory."""
+
+    overlap_cpu_optimizer_d2h_h2d: bool = True
+    """Copies to and from the host go on while the CPU steps; false: one after the other, in less pinned memory."""

@@ -6,7 +6,8 @@ carries them (`param_names`), so that a checkpoint can store the state of a para
 
 The state is created here and not at the first step, for three reasons: a checkpoint loads into it in place,
 its memory is known before training starts, and a first step that is skipped for a non-finite gradient leaves
-it at zero (torch's fused SGD would leave its momentum uninitialised and use it).
+it at zero (torch's fused SGD would leave its momentum uninitialised and use it). A share of it can be in the host's
+memory (offload.py).
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from megalith.config import OptimConfig
 from megalith.errors import ConfigError
+from megalith.optim.offload import OffloadedOptimizer, kept_on_host
 
 
 def build_optimizer(
@@ -26,7 +28,8 @@ def build_optimizer(
     """AdamW (decoupled decay), Adam (decay added to the gradient) or SGD with momentum, fused, state at zero.
 
     Weight decay applies to matrices, not to biases and 1-D parameters. Frozen parameters are left out.
-    Parameters may be local shards; their names are kept in each group's `param_names`.
+    Parameters may be local shards; their names are kept in each group's `param_names`. With `optimizer_cpu_offload`
+    the state of a share of the parameters on a GPU is made in the host's memory.
     Raises ConfigError when `lr` is not set or a parameter that is to be trained is not fp32.
     """
     if config.lr is None:
@@ -51,10 +54,17 @@ def build_optimizer(
             optimizer = torch.optim.Adam(groups, lr=config.lr, fused=True, **adam)
         case "sgd":
             optimizer = torch.optim.SGD(groups, lr=config.lr, fused=True, momentum=config.sgd_momentum)
-    for _, parameter in trained:
-        optimizer.state[parameter] = _initial_state(parameter, config)
     set_learning_rate(optimizer, config.lr, config.weight_decay)
-    return optimizer
+    on_gpu = [(name, parameter) for name, parameter in trained if parameter.device.type != "cpu"]
+    fraction = config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
+    names = kept_on_host(on_gpu, fraction)
+    on_host = [parameter for name, parameter in on_gpu if name in names]
+    for name, parameter in trained:
+        device = torch.device("cpu") if name in names else parameter.device
+        optimizer.state[parameter] = _initial_state(parameter, config, device)
+    if not on_host:
+        return optimizer
+    return OffloadedOptimizer(optimizer, on_host, config.overlap_cpu_optimizer_d2h_h2d)
 
 
 def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float, weight_decay: float) -> None:
@@ -68,11 +78,11 @@ def _decays(name: str, parameter: Tensor) -> bool:
     return parameter.dim() > 1 and name.rpartition(".")[2] != "bias"
 
 
-def _initial_state(parameter: Tensor, config: OptimConfig) -> dict[str, Tensor]:
+def _initial_state(parameter: Tensor, config: OptimConfig, device: torch.device) -> dict[str, Tensor]:
     if config.optimizer == "sgd":
-        return {"momentum_buffer": torch.zeros_like(parameter)} if config.sgd_momentum else {}
+        return {"momentum_buffer": torch.zeros_like(parameter, device=device)} if config.sgd_momentum else {}
     return {
-        "step": torch.zeros((), dtype=torch.float32, device=parameter.device),
-        "exp_avg": torch.zeros_like(parameter),
-        "exp_avg_sq": torch.zeros_like(parameter),
+        "step": torch.zeros((), dtype=torch.float32, device=device),
+        "exp_avg": torch.zeros_like(parameter, device=device),
+        "exp_avg_sq": torch.zeros_like(parameter, device=device),
     }

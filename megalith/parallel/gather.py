@@ -20,11 +20,12 @@ ALONE = Axis()  # the world of one process
 
 @dataclass(frozen=True)
 class Part:
-    """A box of a global tensor and the rank that gives it."""
+    """A box of a global tensor, the rank that gives it, and where it has it: optimizer state may be on the host."""
 
     rank: int
     offset: tuple[int, ...]
     shape: tuple[int, ...]
+    device_type: str
 
 
 @dataclass
@@ -34,7 +35,6 @@ class GlobalTensor:
     dtype: torch.dtype
     shape: tuple[int, ...]
     world: Axis
-    device: torch.device
     own: Tensor | None = None
     parts: list[Part] = field(default_factory=list)
 
@@ -50,7 +50,7 @@ class GlobalTensor:
         return whole
 
     def _receive(self, part: Part) -> Tensor:
-        tensor = torch.empty(part.shape, dtype=self.dtype, device=self.device)
+        tensor = torch.empty(part.shape, dtype=self.dtype, device=part.device_type)
         dist.recv(tensor, src=part.rank, group=self.world.group)
         return tensor
 
@@ -61,7 +61,7 @@ def global_tensors(boxes: Mapping[str, Box], world: Axis) -> dict[str, GlobalTen
     Every rank calls it. What several ranks own, such as a buffer or a tied embedding on two stages, the lowest gives.
     """
     own = [
-        (name, box.values.dtype, box.shape, box.offset, tuple(box.values.shape))
+        (name, box.values.dtype, box.shape, box.offset, tuple(box.values.shape), box.values.device.type)
         for name, box in boxes.items()
         if box.owned
     ]
@@ -69,16 +69,15 @@ def global_tensors(boxes: Mapping[str, Box], world: Axis) -> dict[str, GlobalTen
     if world.size > 1:
         tables = [None] * world.size
         dist.all_gather_object(tables, own, group=world.group)
-    device = next((box.values.device for box in boxes.values()), torch.device("cpu"))
     tensors: dict[str, GlobalTensor] = {}
     seen: set[tuple] = set()
     for rank, table in enumerate(tables):
-        for name, dtype, whole_shape, offset, shape in table:
-            tensor = tensors.setdefault(name, GlobalTensor(dtype, whole_shape, world, device))
+        for name, dtype, whole_shape, offset, shape, device_type in table:
+            tensor = tensors.setdefault(name, GlobalTensor(dtype, whole_shape, world))
             if 0 in shape or (name, offset) in seen:
                 continue
             seen.add((name, offset))
-            tensor.parts.append(Part(rank, offset, shape))
+            tensor.parts.append(Part(rank, offset, shape, device_type))
             if rank == world.rank:
                 tensor.own = boxes[name].values
     return tensors
