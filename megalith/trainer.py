@@ -119,7 +119,7 @@ class Trainer:
         self.optimizer = build_optimizer(self.model.parameters.named, config.optim)
         self.loss_scale = build_loss_scale(config.train.precision, config.optim, device)
         self.gradient_squares = GradientSquares(
-            self.model.parameters, mesh.world, sum_of_squares, copies(self.model.chunks, mesh.pp)
+            self.model.parameters, mesh.world, sum_of_squares, copies(self.model.chunks, mesh.pp), device
         )
         self.step = 0  # updates made, skipped ones included
         self.consumed_samples = 0

@@ -38,8 +38,10 @@ class GradientSquares:
             [list[Tensor]], Tensor
         ],  # of a list, perhaps empty of elements: a float32 scalar
         counted_elsewhere: Collection[str] = (),
+        device: torch.device | str = "cpu",
     ):
-        self._world = world
+        """`device` is the parameters' own; a rank may have none."""
+        self._world, self._device = world, device
         self._local_squares = local_squares
         self._counted = {
             plain
@@ -52,5 +54,5 @@ class GradientSquares:
         if counted:
             squares = self._local_squares([parameter.grad for parameter in counted])
         else:
-            squares = torch.zeros((), device=parameters[0].device)
+            squares = torch.zeros((), device=self._device)
         return summed(squares, self._world)
