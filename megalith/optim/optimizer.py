@@ -45,7 +45,8 @@ def build_optimizer(
         {"params": [item for item in trained if _decays(*item)], "decays": True},
         {"params": [item for item in trained if not _decays(*item)], "decays": False},
     ]
-    groups = [group for group in groups if group["params"]]
+    nothing = {"params": [], "param_names": [], "decays": False}  # what a pipeline rank may hold
+    groups = [group for group in groups if group["params"]] or [nothing]
     adam = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
     match config.optimizer:
         case "adamw":
