@@ -12,7 +12,7 @@ from typing import Any
 
 __all__ = ["RunConfig", "load", "train"]
 
-_HOMES = {"RunConfig": "megalith.config", "train": "megalith.trainer", "load": "megalith.load"}
+_HOMES = {"RunConfig": "megalith.config", "train": "megalith.trainer", "load": "megalith.loading"}
 
 
 def __getattr__(name: str) -> Any:

@@ -87,7 +87,7 @@ def generate(args: Arguments) -> int:
 
     from megalith.generate import generate
     from megalith.hardware import pick_device
-    from megalith.load import load_with_tokenizer
+    from megalith.loading import load_with_tokenizer
 
     prompts = list(args.prompt or [])
     if args.prompt_file:
