@@ -12,7 +12,7 @@ from megalith.errors import ConfigError, TrainingError
 if TYPE_CHECKING:
     from megalith.parity.check import Result
 
-PLAIN_WIDTH = 140
+PLAIN_WIDTH = 160
 
 
 def add_parity_arguments(parser: argparse.ArgumentParser) -> None:

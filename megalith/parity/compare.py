@@ -70,7 +70,8 @@ def compare(ranks: Sequence[Outcome], one: Outcome) -> Errors:
 
 def _told(outcome: Outcome) -> tuple:
     """What every rank knows, and all the same to the bit."""
-    return outcome.first_loss, outcome.losses, outcome.norms, outcome.evaluation, outcome.generated
+    numbers = (outcome.first_loss, outcome.losses, outcome.norms, outcome.evaluation)
+    return *numbers, outcome.skipped, outcome.generated
 
 
 def relative_error(found: Sequence[float], expected: Sequence[float]) -> float:

@@ -1,0 +1,38 @@
+"""The comparison itself: what counts as equal, and that the cases have what they are meant to have."""
+
+import math
+
+import pytest
+import torch
+from parity_cases import DOCUMENTS, RUNS, run_config
+
+from megalith.parity.compare import Errors, gradient_errors, relative_error
+from megalith.parity.job import start
+
+
+def test_a_gradient_is_measured_against_its_own_norm_and_a_floor():
+    expected = {"weight": torch.tensor([3.0, 4.0]), "key bias": torch.tensor([1e-9])}
+    found = {"weight": torch.tensor([3.0, 4.0 + 5e-5]), "key bias": torch.tensor([-1e-9])}
+    errors = gradient_errors(found, expected)
+    assert errors["weight"] == pytest.approx(1e-5, rel=0.1)
+    assert errors["key bias"] == pytest.approx(2e-9 / 5e-6, rel=0.1)
+
+
+def test_a_missing_gradient_and_one_that_is_not_a_number_are_infinitely_wrong():
+    expected = {"a": torch.ones(2), "b": torch.ones(2)}
+    assert gradient_errors({"a": torch.tensor([1.0, math.nan])}, expected) == {"a": math.inf, "b": math.inf}
+    assert relative_error([math.nan], [1.0]) == relative_error([1.0], [math.inf]) == math.inf
+    assert relative_error([math.nan, 2.0], [math.nan, 2.0]) == 0.0
+    assert not Errors(norm=math.inf).within() and not Errors(different=["skipped steps"]).within()
+
+
+@pytest.mark.parametrize("run", [run for run, tree in RUNS.items() if tree.get("data") == DOCUMENTS])
+def test_no_two_ranks_have_as_many_masked_tokens(run):
+    trainer = start(run_config(run, None, ""))
+    with trainer.data.train_loader(0, 0, trainer.device) as batches:
+        masked = 1 - torch.cat([next(batches).loss_mask for _ in range(4)])  # [8, seq]
+    for ranks in (2, 4):
+        of_data_ranks = masked.view(-1, ranks, 2, masked.shape[1]).sum((0, 2, 3))  # micro-batches of 2
+        chunks = masked.unflatten(1, (2 * ranks, -1)).sum((0, 2))
+        of_context_ranks = chunks[:ranks] + chunks.flip(0)[:ranks]
+        assert len(of_data_ranks.unique()) == len(of_context_ranks.unique()) == ranks

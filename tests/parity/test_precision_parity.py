@@ -1,0 +1,95 @@
+"""Layouts in other precisions and compiled: the same steps skipped, numbers as near as the precision allows."""
+
+import functools
+import math
+from unittest import mock
+
+import pytest
+import torch
+from parity_cases import layers, run_config
+
+from megalith.config import RunConfig
+from megalith.parallel.model import ParallelModel
+from megalith.parity.compare import compare, relative_error
+from megalith.parity.job import Outcome, run_job
+from megalith.parity.layouts import LAYOUTS
+
+RUN = "gpt2 untied, documents, dropout"
+OVERFLOWING = 4  # the pass in which the last rank finds an infinity
+
+
+def in_precision(precision: str, layout: str | None, num_layers: int) -> RunConfig:
+    return run_config(
+        RUN,
+        layout,
+        "",
+        model={"num_layers": num_layers},
+        train={"precision": precision},
+        optim={"initial_loss_scale": 2.0**14, "hysteresis": 1, "loss_scale_window": 3},
+    )
+
+
+def run_overflowing_job(config: RunConfig) -> Outcome:
+    """The job, with one gradient of one rank overflowing once."""
+    backward, passes = ParallelModel.backward, iter(range(1, 100))
+
+    def overflow(self, micro_batches, loss_scale):
+        loss = backward(self, micro_batches, loss_scale)
+        world, parameters = self.mesh.world, self.parameters
+        if next(passes) == OVERFLOWING and world.rank == world.size - 1:
+            owned = [
+                plain for name, plain in parameters.named if parameters.boxes[name].owned and plain.numel()
+            ]
+            owned[0].grad.flatten()[0] = math.inf
+        return loss
+
+    with mock.patch.object(ParallelModel, "backward", overflow):
+        return run_job(config)
+
+
+@functools.cache
+def alone(precision: str, num_layers: int) -> Outcome:
+    return (run_overflowing_job if precision == "fp16" else run_job)(
+        in_precision(precision, None, num_layers)
+    )
+
+
+@pytest.mark.parametrize("layout", ["tp2-sp-dp2-zero1", "pp2-dp2-zero3", "cp2-dp2-zero2", "tp2-pp2"])
+def test_fp16_ranks_skip_together_and_share_a_loss_scale(pool, layout):
+    one = alone("fp16", layers(layout))
+    assert sum(one.skipped) == 1 and len(set(one.loss_scales)) > 2
+    for rank in pool.run(run_overflowing_job, in_precision("fp16", layout, layers(layout))):
+        assert rank.skipped == one.skipped
+        assert rank.loss_scales == one.loss_scales
+        assert not rank.unequal_copies
+        assert relative_error(rank.losses, one.losses) < 2e-3
+
+
+@pytest.mark.parametrize("layout", ["tp2-sp-pp2", "dp4-zero2", "cp2-dp2-zero3"])
+def test_bf16_follows_one_process_in_bf16(pool, layout):
+    one = alone("bf16", layers(layout))
+    for rank in pool.run(run_job, in_precision("bf16", layout, layers(layout))):
+        assert relative_error(rank.losses, one.losses) < 1e-2
+        assert relative_error(rank.norms, one.norms) < 5e-2
+        assert not rank.unequal_copies
+
+
+def run_traced_job(config: RunConfig) -> Outcome:
+    """The job with layers that are traced and differentiated by torch.compile, but not made into machine code."""
+    compile_module = torch.nn.Module.compile
+
+    def trace(self, **options):
+        compile_module(self, backend="aot_eager", **options)
+
+    torch._dynamo.reset()
+    with mock.patch.object(torch.nn.Module, "compile", trace):
+        return run_job(config)
+
+
+@pytest.mark.parametrize("layout", ["tp2-sp", "cp2", "pp2"])
+def test_compiled_layers_equal_one_process_in_eager_mode(pool, layout):
+    small = {"model": {"num_layers": 2}, "train": {"train_iters": 4}}
+    config = run_config(RUN, layout, "", **small, runtime={"compile": True})
+    ranks = pool.run(run_traced_job, config, size=LAYOUTS[layout].processes)
+    errors = compare(ranks, run_job(run_config(RUN, None, "", **small)))
+    assert errors.within(), errors

@@ -1,0 +1,68 @@
+"""A run saved in one layout goes on in another: its tensors to the bit, its losses as if it had never stopped."""
+
+import functools
+
+import pytest
+import torch
+from parity_cases import run_config
+
+from megalith.config import RunConfig
+from megalith.parity.compare import BOUND, relative_error
+from megalith.parity.job import start, state_by_name
+from megalith.parity.layouts import LAYOUTS
+from megalith.trainer import Trainer
+
+SAVED_AFTER = 4
+
+# run, saved in, loaded in (None: one process)
+CASES = [
+    ("gpt2 untied, documents, dropout", "tp4", "pp2-zero_bubble-dp2-zero1"),
+    ("gpt2 untied, documents, dropout", None, "tp2-sp-dp2-zero3"),
+    ("llama tied, documents", "pp4-uneven", "tp2-cp2"),
+    ("llama tied, documents", "dp4-zero1-hybrid", "tp2-pp2-interleaved"),
+    ("llama tied, documents", "cp2-dp2-zero3", None),
+]
+
+
+def train(trainer: Trainer, steps: int) -> list[float]:
+    with trainer.data.train_loader(trainer.step, trainer.consumed_samples, trainer.device) as batches:
+        for _ in range(steps):
+            trainer.train_step(batches)
+    return [step.loss.item() for step in trainer.report.steps]
+
+
+def save(config: RunConfig) -> dict[str, torch.Tensor]:
+    """Trains SAVED_AFTER steps; returns what a checkpoint then holds."""
+    trainer = start(config)
+    train(trainer, SAVED_AFTER)
+    trainer.save()
+    return state_by_name(trainer)
+
+
+def go_on(config: RunConfig) -> tuple[dict[str, torch.Tensor], list[float]]:
+    """What the checkpoint gave, and the losses from there to the end."""
+    trainer = start(config)
+    assert trainer.step == SAVED_AFTER
+    return state_by_name(trainer), train(trainer, trainer.total_steps - trainer.step)
+
+
+@functools.cache
+def uninterrupted(run: str) -> list[float]:
+    trainer = start(run_config(run, None, ""))
+    return train(trainer, trainer.total_steps)
+
+
+@pytest.mark.parametrize("run, saved_in, loaded_in", CASES, ids=str)
+def test_tensors_to_the_bit_and_losses_as_if_never_stopped(pool, tmp_path, run, saved_in, loaded_in):
+    def on_rank_0(function, layout, **checkpoint):
+        config = run_config(run, layout, "", train={"output_dir": str(tmp_path)}, checkpoint=checkpoint)
+        if layout is None:
+            return function(config)
+        return pool.run(function, config, size=LAYOUTS[layout].processes)[0]
+
+    saved = on_rank_0(save, saved_in)
+    loaded, losses = on_rank_0(go_on, loaded_in, load=str(tmp_path))
+    assert saved.keys() == loaded.keys()
+    different = [name for name, tensor in saved.items() if not torch.equal(tensor, loaded[name])]
+    assert not different
+    assert relative_error(losses, uninterrupted(run)[SAVED_AFTER:]) <= BOUND
