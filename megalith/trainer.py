@@ -130,9 +130,7 @@ class Trainer:
         """Trains to the end of the run or to an early exit; always leaves a checkpoint."""
         config, started = self.config, time.monotonic()
         with (
-            open_report(
-                config, self.mesh.world, self.device, self.mesh.dp.size, self.step, self.total_steps
-            ) as self.report,
+            open_report(config, self.mesh, self.device, self.step, self.total_steps) as self.report,
             self.data.train_loader(self.step, self.consumed_samples, self.device) as batches,
         ):
             if self.loaded_from:
@@ -153,6 +151,7 @@ class Trainer:
             if self.step % config.train.eval_interval:
                 self.evaluate(self.data.valid)
             checkpoint = saved_at if saved_at and saved_at.name.endswith(f"{self.step:08d}") else self.save()
+            self.report.end()
             if ended != "train_iters":
                 self.report.note(
                     f"stopped after step {self.step} by {ended}; go on with checkpoint.load={self.output}"

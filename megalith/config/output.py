@@ -43,6 +43,9 @@ class LogConfig(Section):
     log_interval: PositiveInt = 10
     """Steps between log lines."""
 
+    layout_report: bool = True
+    """Several processes: profiles one of the first steps and prints each rank's memory and where its time went."""
+
     tensorboard: bool = False
     """Writes TensorBoard events to `output_dir/tensorboard`."""
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import Work
+from torch.profiler import record_function
 
 from megalith.comm import Axis, summed
 from megalith.models.cache import KVCache
@@ -27,6 +28,9 @@ from megalith.parallel.links import Links
 from megalith.parallel.schedule import Action, Kind, Schedule, build_forward_schedule, build_schedule
 from megalith.parallel.stopwatch import Stopwatch
 from megalith.parallel.timeline import Span, Timeline
+
+# What the profiler calls a rank's whole pass through its actions, and in it the time that it stands waiting.
+PASS, WAITS = "megalith: pipeline", "megalith: waiting for a stage"
 
 
 class MicroBatch(Protocol):
@@ -169,6 +173,7 @@ class _Pass:
         self.put_off: dict[tuple[int, int], list[deferred.WeightGradient]] = {}
         self.ended: Counter[int] = Counter()  # backward passes of each chunk that are whole
 
+    @record_function(PASS)
     def run(self) -> Tensor:
         actions = self.schedule.actions[self.rank]
         stopwatch = Stopwatch(self.device, self.pipeline.axis) if self.record else None
@@ -180,7 +185,8 @@ class _Pass:
             tensor = None
             if arriving is not None:
                 work, tensor = arriving
-                work.wait()
+                with record_function(WAITS):
+                    work.wait()
             if stopwatch:
                 stopwatch.start()
             output = self._perform(action, tensor)
@@ -188,7 +194,8 @@ class _Pass:
                 stopwatch.stop()
             if target := self.schedule.target(self.rank, action):
                 self.links.send(output, target.rank, action.kind is Kind.FORWARD)
-        self.links.finish()
+        with record_function(WAITS):
+            self.links.finish()
         if stopwatch:
             self.pipeline.timeline = [
                 Span(self.rank, action, start, end) for action, (start, end) in zip(actions, stopwatch.read())

@@ -11,16 +11,20 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megalith.comm import Axis
 from megalith.config import RunConfig
 from megalith.hardware import device_kind
 from megalith.models.flops import flops_per_token, throughput
+from megalith.parallel.mesh import Mesh
 from megalith.runtime.clock import StepClock
 from megalith.runtime.console import TrainingConsole, open_console
+from megalith.runtime.layout import Layout, build_layout
+from megalith.runtime.layout_report import LayoutReport
+from megalith.runtime.layout_text import layout_text
 from megalith.runtime.metrics import MetricsWriter, StepMetrics
 from megalith.runtime.profile import StepProfiler
 from megalith.runtime.sinks import open_sinks
 from megalith.runtime.summary import print_summary
+from megalith.runtime.topology import gather_places, topology_notes
 
 
 @dataclass(frozen=True)
@@ -39,20 +43,27 @@ class PendingStep:
 
 @contextmanager
 def open_report(
-    config: RunConfig, world: Axis, device: torch.device, data_parallel_size: int, step: int, total_steps: int
+    config: RunConfig, mesh: Mesh, device: torch.device, step: int, total_steps: int
 ) -> Iterator[Report]:
     """The report of a run that has made `step` of `total_steps` steps. Rank 0 prints and writes, the others keep still.
 
-    At the start it prints the summary and writes the resolved configuration into the output folder.
+    At the start it prints the summary, and where there are several ranks the layout, and writes the resolved
+    configuration into the output folder.
     """
-    if world.rank != 0:
-        yield Report(config, world, device)
+    layout = build_layout(config, mesh.world.size)
+    places = gather_places(mesh, device)
+    if mesh.world.rank != 0:
+        yield Report(layout, mesh, device, step)
         return
     output, sinks = Path(config.train.output_dir), open_sinks(config, step)
     (output / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
-    print_summary(config, device_kind(device), data_parallel_size)
+    print_summary(config, device_kind(device), mesh.dp.size)
+    if mesh.world.size > 1:
+        print(layout_text(layout, [place.host for place in places]))
     for note in config.notes:
         print(f"note: {note}")
+    for note in topology_notes(layout, places):
+        print(note)
     log = config.log
     profiled = range(log.profile_step_start, log.profile_step_end) if log.profile else range(0)
     with (
@@ -60,7 +71,7 @@ def open_report(
         open_console(total_steps, log.log_interval) as console,
         StepProfiler(output, profiled, console.note) as profiler,
     ):
-        yield Report(config, world, device, metrics, console, profiler)
+        yield Report(layout, mesh, device, step, metrics, console, profiler)
 
 
 class Report:
@@ -68,17 +79,21 @@ class Report:
 
     def __init__(
         self,
-        config: RunConfig,
-        world: Axis,
+        layout: Layout,
+        mesh: Mesh,
         device: torch.device,
+        step: int,
         metrics: MetricsWriter | None = None,
         console: TrainingConsole | None = None,
         profiler: StepProfiler | None = None,
     ):
+        """`step` is the last step that was made before."""
+        config = layout.config
         self.clock = StepClock(device)
         self.last_loss: float | None = None
         self._metrics, self._console, self._profiler = metrics, console, profiler
-        self._world, self._device = world, device
+        self._world, self._device = mesh.world, device
+        self._layout = LayoutReport(layout, mesh, device, step + 1, self.note)
         self._pending: list[PendingStep] = []
         self._interval = config.log.log_interval if device.type == "cuda" else 1
         self._fp16 = config.train.precision == "fp16"
@@ -90,9 +105,11 @@ class Report:
         """To be called at the head of every step."""
         if self._profiler is not None:
             self._profiler.before_step(step)
+        self._layout.before_step(step)
 
     def add(self, step: PendingStep) -> None:
         """Takes a step; its figures are read at the end of the log interval."""
+        self._layout.after_step()
         self._pending.append(step)
         if step.step % self._interval == 0:
             self.flush()
@@ -110,6 +127,10 @@ class Report:
             self.last_loss = metrics.loss
             self._metrics.log_step(metrics)
             self._console.log_step(metrics)
+
+    def end(self) -> None:
+        """To be called by every rank after the last step."""
+        self._layout.end()
 
     def evaluation(self, step: int, loss: float) -> None:
         """Logs the validation loss, the mean over tokens, after `step`."""

@@ -16,8 +16,8 @@ from megalith.config import RunConfig
 from megalith.config.batch import BatchSizeSchedule
 from megalith.hardware import DeviceInfo
 from megalith.models.flops import count_parameters, flops_per_token
-from megalith.models.memory import expected_memory
 from megalith.runtime.console import si
+from megalith.runtime.layout import build_layout
 
 PLAIN_WIDTH = 100
 
@@ -57,7 +57,7 @@ def summary_rows(config: RunConfig, device: DeviceInfo, data_parallel_size: int)
         ("FLOPs a token", _flops(config)),
         ("batch", _batch(config, data_parallel_size)),
         ("length", _length(config, data_parallel_size)),
-        ("memory", _memory(config, device)),
+        ("memory", _memory(config, device, data_parallel_size)),
         ("device", _device(config, device, data_parallel_size)),
         ("output", config.train.output_dir),
     ]
@@ -137,20 +137,21 @@ def _length(config: RunConfig, data_parallel_size: int) -> str:
     return f"{steps:,} steps, {samples:,} sequences, {si(tokens)} tokens ({si(per_parameter)} a parameter)"
 
 
-def _memory(config: RunConfig, device: DeviceInfo) -> str:
-    train = config.train
-    memory = expected_memory(
-        config.model, train.micro_batch_size, config.data.seq_length, train.precision, config.optim.optimizer
-    )
+def _memory(config: RunConfig, device: DeviceInfo, data_parallel_size: int) -> str:
+    layout = build_layout(config, _world_size(config, data_parallel_size))
+    stage = max(layout.stages, key=lambda stage: stage.memory.total)
+    memory = stage.memory
     parts = {
         "weights": memory.weights,
-        f"{train.precision} copy": memory.compute_copy,
+        f"{config.train.precision} copy": memory.compute_copy,
         "gradients": memory.gradients,
         "optimizer": memory.optimizer,
         "activations": memory.activations,
+        "loss": memory.loss,
     }
     shown = " + ".join(f"{name} {_bytes(size)}" for name, size in parts.items() if size)
-    text = f"about {_bytes(memory.total)} on each device, nothing sharded\n= {shown}"
+    where = "each device" if len(layout.stages) == 1 else f"a device of stage {stage.number}, the fullest"
+    text = f"about {_bytes(memory.total)} on {where}\n= {shown}"
     if device.memory_bytes is not None and memory.total > device.memory_bytes:
         text += f"\nmore than the device's {_bytes(device.memory_bytes)}: lower train.micro_batch_size"
     return text
@@ -158,13 +159,23 @@ def _memory(config: RunConfig, device: DeviceInfo) -> str:
 
 def _device(config: RunConfig, device: DeviceInfo, data_parallel_size: int) -> str:
     precision = config.train.precision
-    text = f"{data_parallel_size} × {device.name}"
+    text = f"{_world_size(config, data_parallel_size)} × {device.name}"
     if device.memory_bytes is not None:
         text += f", {_bytes(device.memory_bytes)}"
     peak = device.peak(precision)
     if peak is None:
         return f"{text}, {precision}; its peak is not known, so no MFU"
     return f"{text}, {precision} peak {peak / 1e12:,.0f} TFLOP/s"
+
+
+def _world_size(config: RunConfig, data_parallel_size: int) -> int:
+    parallel = config.parallel
+    return (
+        data_parallel_size
+        * parallel.context_parallel_size
+        * parallel.pipeline_model_parallel_size
+        * parallel.tensor_model_parallel_size
+    )
 
 
 def _flop(flops: int) -> str:

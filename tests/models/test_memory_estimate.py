@@ -5,7 +5,7 @@ import pytest
 from megalith.config.model import ModelConfig
 from megalith.config.presets import PRESETS
 from megalith.models.flops import count_parameters
-from megalith.models.memory import activations_per_token, expected_memory
+from megalith.models.memory import Share, expected_memory, layer_activations, layer_parameters, outside_parameters
 
 
 def _gpt2_large():

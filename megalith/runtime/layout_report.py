@@ -1,0 +1,140 @@
+"""A run over several ranks, explained as it goes: its layout at the start, one measured step, the peak at the end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from megalith.config import LogConfig
+from megalith.parallel.mesh import Mesh
+from megalith.runtime.layout import Layout
+from megalith.runtime.layout_text import (
+    amount,
+    memory_unit,
+    paragraph,
+    plain_table,
+    rank_ranges,
+    render,
+    span,
+)
+from megalith.runtime.measure import StepMeasure, StepTimes, peak_memory, with_last_wait
+from megalith.runtime.topology import gather
+
+WARM_UP = 4  # steps before the measured one: the first ones compile and fill the allocator's pools
+
+
+@dataclass(frozen=True)
+class RankFigures:
+    """What a rank has measured."""
+
+    peak: int
+    """Bytes."""
+    times: StepTimes
+
+
+class LayoutReport:
+    """Measures one step and the peak of memory, on every rank; `note` prints on the first and is silent elsewhere.
+
+    Profiling costs the step some host time and, before and after it, up to seconds to start and read the profiler.
+    """
+
+    def __init__(
+        self, layout: Layout, mesh: Mesh, device: torch.device, first_step: int, note: Callable[[str], None]
+    ):
+        """`first_step` is the number of the first step that this process makes."""
+        self.measured_step = measured_step(layout.config.log, first_step) if layout.world_size > 1 else None
+        self._layout, self._mesh, self._device, self._note = layout, mesh, device, note
+        self._measure: StepMeasure | None = None
+        self._told = 0  # the peak that was shown
+
+    def before_step(self, step: int) -> None:
+        if step == self.measured_step:
+            self._measure = StepMeasure(self._device, self._mesh.world)
+            self._measure.start()
+
+    def after_step(self) -> None:
+        if self._measure is None:
+            return
+        own = RankFigures(peak_memory(self._device), self._measure.stop())
+        self._measure = None
+        figures = gather(own, self._mesh.world)
+        self._told = max(each.peak for each in figures)
+        self._note(measured_text(self._layout, figures, self.measured_step, self._device.type))
+
+    def end(self) -> None:
+        """Tells the peak of the whole run, where it has grown since a step was measured."""
+        if not self._told:
+            return
+        peaks = gather(peak_memory(self._device), self._mesh.world)
+        most = max(peaks)
+        if most > 1.01 * self._told:
+            unit, size = memory_unit(peaks)
+            self._note(
+                f"peak memory of the run: {amount(most, size)} {unit} on rank {peaks.index(most)}, "
+                f"{amount(min(peaks), size)} {unit} on rank {peaks.index(min(peaks))}"
+            )
+
+
+def measured_step(log: LogConfig, first_step: int) -> int | None:
+    """Which step is measured: never one that torch's profiler traces for `log.profile`. None: none."""
+    if not log.layout_report:
+        return None
+    step = first_step + WARM_UP
+    traced = log.profile and log.profile_step_start <= step <= log.profile_step_end
+    return log.profile_step_end + 1 if traced else step
+
+
+def measured_text(layout: Layout, figures: Sequence[RankFigures], step: int, device_type: str) -> str:
+    """Each rank's memory and times, and what they say of the layout. `figures`: by rank."""
+    figures = _with_bubbles(layout, figures)
+    table = measured_table(layout, figures, device_type)
+    whole = sum(each.times.step for each in figures)
+    mean = {
+        name: sum(getattr(each.times, name) for each in figures) / whole
+        for name in ("compute", "communication", "bubble", "idle")
+    }
+    text = f"of the step, all ranks together: compute {mean['compute']:.1%}, exposed communication "
+    text += f"{mean['communication']:.1%}"
+    if len(layout.stages) > 1:
+        text += f", bubble {mean['bubble']:.1%} (expected {layout.bubble:.1%})"
+    if device_type == "cuda":
+        text += f", idle {mean['idle']:.1%}"
+    memory = (
+        "peak of the GPU's allocator" if device_type == "cuda" else "peak of the process, libraries and all"
+    )
+    title = f"measured in step {step} under the profiler; memory: {memory}"
+    return "\n".join([title, render(table), paragraph(text)])
+
+
+def measured_table(layout: Layout, figures: Sequence[RankFigures], device_type: str):
+    """Memory and times by rank; of a range of ranks the most memory, and the means of their times."""
+    on_gpu = device_type == "cuda"
+    unit, size = memory_unit([each.peak for each in figures])
+    headings = ["ranks", "pp", "dp", "cp", "tp", f"expected {unit}", f"measured {unit}", "step ms", "compute"]
+    headings += ["exposed comm", "bubble"] + (["idle"] if on_gpu else [])
+    table = plain_table(*headings, left=5)
+    for ranks in rank_ranges(layout):
+        places = [layout.coordinates[rank] for rank in ranks]
+        own = [figures[rank] for rank in ranks]
+        times = ["step", "compute", "communication", "bubble"] + (["idle"] if on_gpu else [])
+        table.add_row(
+            span(ranks),
+            *(span([getattr(place, axis) for place in places]) for axis in ("pp", "dp", "cp", "tp")),
+            amount(layout.stage_of(ranks[0]).memory.total, size),
+            amount(max(each.peak for each in own), size),
+            *(f"{sum(getattr(each.times, name) for each in own) / len(own):.1f}" for name in times),
+        )
+    return table
+
+
+def _with_bubbles(layout: Layout, figures: Sequence[RankFigures]) -> list[RankFigures]:
+    """The figures with `with_last_wait` of each pipeline."""
+    result = list(figures)
+    spacing = layout.world_size // layout.size.pp
+    for first in range(spacing):
+        ranks = range(first, layout.world_size, spacing)
+        for rank, times in zip(ranks, with_last_wait([figures[rank].times for rank in ranks])):
+            result[rank] = RankFigures(figures[rank].peak, times)
+    return result
