@@ -32,7 +32,12 @@ def add_parity_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--nproc-max", type=int, default=4, metavar="N", help="most processes (default: 4)")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps of training (default: 10)")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="cuda: a GPU a process")
+    parser.add_argument(
+        "--device",
+        choices=("cpu", "cuda"),
+        default="cpu",
+        help="cuda: a GPU a process, and no attention dropout",
+    )
     parser.set_defaults(run=run_parity)
 
 

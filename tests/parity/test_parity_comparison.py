@@ -1,13 +1,15 @@
 """The comparison itself: what counts as equal, and that the cases have what they are meant to have."""
 
 import math
+from unittest import mock
 
 import pytest
 import torch
 from parity_cases import DOCUMENTS, RUNS, run_config
 
-from megalith.parity.compare import Errors, gradient_errors, relative_error
-from megalith.parity.job import start
+from megalith.config import RunConfig
+from megalith.parity.compare import Errors, compare, gradient_errors, relative_error
+from megalith.parity.job import Outcome, run_job, start
 
 
 def test_a_gradient_is_measured_against_its_own_norm_and_a_floor():
@@ -36,3 +38,17 @@ def test_no_two_ranks_have_as_many_masked_tokens(run):
         chunks = masked.unflatten(1, (2 * ranks, -1)).sum((0, 2))
         of_context_ranks = chunks[:ranks] + chunks.flip(0)[:ranks]
         assert len(of_data_ranks.unique()) == len(of_context_ranks.unique()) == ranks
+
+
+def run_job_with_a_mistake(config: RunConfig) -> Outcome:
+    """Leaves out the sum over the tensor axis that sequence parallelism owes the gradients of norms and biases."""
+    with mock.patch("megalith.parallel.model.reduce_partial_gradients"):
+        return run_job(config)
+
+
+def test_a_forgotten_reduction_is_found_in_the_gradient_and_in_the_copies(pool):
+    small = {"model": {"num_layers": 1}, "train": {"train_iters": 2}}
+    ranks = pool.run(run_job_with_a_mistake, run_config("gpt2", "tp2-sp", "", **small), size=2)
+    errors = compare(ranks, run_job(run_config("gpt2", None, "", **small)))
+    assert errors.loss < 1e-6 and errors.gradient > 0.1
+    assert "copies of" in errors.different[-1] and "final_layernorm.weight" in errors.different[-1]
