@@ -229,6 +229,15 @@ def test_fp16_skips_overflowing_steps_lowers_the_scale_until_it_fits_and_raises_
     assert records[-1]["loss"] < records[0]["loss"]
 
 
+def test_a_lost_loss_is_counted_its_update_skipped_and_the_log_stays_json(run, tmp_path):
+    result = run(optim=dict(lr=1e30, clip_grad=0.0, lr_decay_style="constant"), train=dict(train_iters=5))
+    records = read_records(tmp_path / "run" / "metrics.jsonl")
+    lost = [record for record in records if record["nan_iterations"]]
+    assert len(lost) >= 3 and lost == records[-len(lost) :]
+    assert all(record["loss"] is record["grad_norm"] is None and record["skipped"] == 1 for record in lost)
+    assert result.step == 5 and not math.isfinite(result.loss)
+
+
 def test_metrics_have_the_documented_keys_and_true_values(run, tmp_path):
     run(optim=dict(lr=1e-2, lr_warmup_iters=4), train=dict(train_iters=6))
     records = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from megalith.comm import local
 from megalith.config import ModelConfig
+from megalith.errors import ConfigError
 from megalith.models.attention import SelfAttention
 from megalith.models.cache import KVCache
 from megalith.models.context import Context
@@ -143,10 +144,12 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """Logits [batch, seq, vocab] in the compute dtype, or with labels the float32 sum of the tokens' losses.
 
-        A pipeline stage that is not the last gives its hidden states.
+        A pipeline stage that is not the last gives its hidden states. Raises ConfigError for more tokens than there
+        are learned positions.
         """
         if places is None:
             past = cache.length if cache is not None else 0
+            _check_positions(self.config, past + input_ids.shape[1])
             places = torch.arange(past, past + input_ids.shape[1], device=input_ids.device)
         if position_ids is None:
             position_ids = places.expand(input_ids.shape)
@@ -213,6 +216,15 @@ class Transformer(nn.Module):
             context.layers = layers[1:]
             context.dropout = DropoutKeys(keys, self.shard_tokens(keys), layers[0])
         return context
+
+
+def _check_positions(config: ModelConfig, length: int) -> None:
+    longest = config.max_position_embeddings
+    if config.position_embedding_type == "learned_absolute" and length > longest:
+        raise ConfigError(
+            f"{length} tokens are more than the {longest} learned positions of the model "
+            "(model.max_position_embeddings); shorten the input"
+        )
 
 
 def linear_logits(x: Tensor, weight: Tensor, batch: int, vocab_size: int) -> Tensor:

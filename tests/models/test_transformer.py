@@ -6,6 +6,7 @@ from torch import Tensor
 
 from megalith.config import ModelConfig
 from megalith.config.presets import PRESETS
+from megalith.errors import ConfigError
 from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
 
@@ -133,6 +134,13 @@ def test_padding_of_the_vocabulary_changes_no_logits_and_no_gradients(family):
     for name, gradient in gradients.items():
         torch.testing.assert_close(others[name][: len(gradient)], gradient, rtol=1e-4, atol=1e-5)
         assert not others[name][len(gradient) :].any()
+
+
+def test_more_tokens_than_learned_positions_are_refused_and_rotary_ones_have_no_end():
+    longer = torch.zeros(1, LONGEST + 1, dtype=torch.int64)
+    with pytest.raises(ConfigError, match="33 tokens are more than the 32 learned positions"):
+        build("gpt")(longer)
+    assert build("llama").eval()(longer).shape == (1, LONGEST + 1, VOCAB)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
