@@ -42,7 +42,7 @@ def choose(
 ) -> tuple[dict[str, Layout], dict[str, str]]:
     """The layouts with these names, or all that `config` can take with so many processes; why not the others.
 
-    Raises ConfigError for a named layout that there is not, or that cannot be.
+    Raises ConfigError for a named layout that there is not or that cannot be, and where none can.
     """
     if names:
         chosen = {name: _named(name, most_processes) for name in names}
@@ -58,6 +58,10 @@ def choose(
             chosen[name] = layout
         except ConfigError as error:
             refused[name] = str(error)
+    if not chosen:
+        raise ConfigError(
+            "the configuration can take no layout: " + "; ".join(dict.fromkeys(refused.values()))
+        )
     return chosen, refused
 
 

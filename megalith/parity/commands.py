@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from megalith.errors import ConfigError, TrainingError
@@ -12,7 +12,7 @@ from megalith.errors import ConfigError, TrainingError
 if TYPE_CHECKING:
     from megalith.parity.check import Result
 
-PLAIN_WIDTH = 160
+PLAIN_WIDTH = 120
 
 
 def add_parity_arguments(parser: argparse.ArgumentParser) -> None:
@@ -62,10 +62,11 @@ def run_parity(args: argparse.Namespace) -> int:
     with console.status("one process") as status:
         for number, result in enumerate(check(config, layouts, args.device), 1):
             results.append(result)
-            status.update(f"{number} of {len(layouts)} layouts: {result.name}")
+            status.update(f"{number} of {len(layouts)} layouts done")
     console.print(table(results))
-    _tell_refused(console, refused)
-    return _verdict(console, results)
+    for name, why in refused.items():
+        print(f"not run: {name}: {why}")
+    return _conclude(results)
 
 
 def _most_processes(args: argparse.Namespace) -> int:
@@ -85,52 +86,42 @@ def table(results: Sequence[Result]):
     from rich.table import Table
     from rich.text import Text
 
-    drawn = Table(box=box.SIMPLE_HEAD, header_style="bold", pad_edge=False)
-    for heading in (
-        "layout",
-        "processes",
-        "first loss",
-        "gradients",
-        "norms",
-        "losses",
-        "evaluation",
-        "s",
-        "",
-    ):
-        drawn.add_column(
-            heading, justify="left" if heading in ("layout", "") else "right", no_wrap=heading != ""
-        )
+    drawn = Table(box=box.SIMPLE_HEAD, header_style="bold", padding=(0, 1, 0, 0), pad_edge=False)
+    drawn.add_column("layout", overflow="fold")
+    for heading in ("ranks", "1st loss", "gradients", "norms", "losses", "eval", "s"):
+        drawn.add_column(heading, justify="right", no_wrap=True, min_width=max(len(heading), 4))
+    drawn.add_column("", no_wrap=True, min_width=len("differs"))
     for result in results:
-        errors, verdict = result.errors, Text("equal", "green")
-        figures = ["–"] * 5
+        errors, figures = result.errors, ["–"] * 5
         if errors is not None:
             values = (errors.loss, errors.gradient, errors.norm, errors.losses, errors.evaluation)
             figures = [f"{value:.1e}" for value in values]
-        if not result.equal:
-            verdict = Text(_what_differs(result), "bold red")
+        verdict = Text("equal", "green") if result.equal else Text(_verdict(result), "bold red")
         drawn.add_row(result.name, str(result.layout.processes), *figures, f"{result.seconds:.1f}", verdict)
     return drawn
 
 
-def _what_differs(result: Result) -> str:
+def _verdict(result: Result) -> str:
+    return "failed" if result.errors is None else "differs"
+
+
+def _why(result: Result) -> str:
     if result.errors is None:
-        return f"failed: {result.failure}"
-    return "; ".join([f"gradient of {result.errors.worst_gradient}", *result.errors.different])
+        return result.failure
+    return "; ".join([f"worst gradient {result.errors.worst_gradient}", *result.errors.different])
 
 
-def _tell_refused(console, refused: Mapping[str, str]) -> None:
-    for name, why in refused.items():
-        console.print(f"not run: {name}: {why}", highlight=False, markup=False)
-
-
-def _verdict(console, results: Sequence[Result]) -> int:
+def _conclude(results: Sequence[Result]) -> int:
     from megalith.parity.compare import BOUND
 
-    unequal = [result.name for result in results if not result.equal]
+    unequal = [result for result in results if not result.equal]
+    for result in unequal:
+        print(f"{result.name} {_verdict(result)}: {_why(result)}")
     if unequal:
         raise TrainingError(
-            f"{len(unequal)} of {len(results)} layouts are not one process's run to {BOUND:g}: {', '.join(unequal)}; "
-            "train in another layout, and report it with this configuration"
+            f"{len(unequal)} of {len(results)} layouts are not one process's run to {BOUND:g}: "
+            f"{', '.join(result.name for result in unequal)}; train in another layout, and report it with this "
+            "configuration"
         )
-    console.print(f"{len(results)} layouts equal one process to {BOUND:g}", highlight=False)
+    print(f"{len(results)} layouts equal one process to {BOUND:g}")
     return 0
