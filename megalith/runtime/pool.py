@@ -25,7 +25,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-JOBS_PER_WORKER = 50
+JOBS_PER_WORKER = {"cpu": 50, "cuda": 1}  # a process that has left one NCCL job may die in the next
 PRELOADED = ["torch.distributed.tensor", "torch.distributed.fsdp", "megalith.models.transformer"]
 
 
@@ -51,7 +51,7 @@ class Pool:
         """
         size = size or self.size
         assert size <= self.size, f"a pool of {self.size} cannot run a job of {size}"
-        if self._jobs == JOBS_PER_WORKER:
+        if self._jobs == JOBS_PER_WORKER[self.device_type]:
             self.close()
         self._start()
         self._jobs += 1
