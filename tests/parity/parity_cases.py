@@ -177,17 +177,14 @@ SHOWN_WITH = {
     "cp2-a2a-pp2-interleaved-dp2-zero1": "gpt2 untied, documents, dropout",
     "cp2-all_gather-pp2-zero_bubble-dp2-zero1": "llama tied, documents",
     "cp2-pp2-dp2-zero3": "llama text",
-    "tp4-sp-pp2": "gpt2 single sequences, ramp-up",
+    "tp4-sp-pp2": "gpt2 dropout",
     "cp4-a2a+p2p-dp2-zero2": "llama one group, biases, no clipping",
     "pp4-dp2-zero3": "llama tied, documents",
 }
 
 
 def run_config(run: str, layout: str | None, corpus: str, **changes: dict[str, Any]) -> RunConfig:
-    """The run in a layout, None being one process, with `changes` of single settings by section.
-
-    Without stages the model has 2 layers, to be quick.
-    """
+    """The run in a layout, None being one process, with `changes` of single settings by section."""
     parallel = LAYOUTS[layout].parallel if layout else {}
     tree: dict[str, dict[str, Any]] = {section: {} for section in RunConfig.model_fields}
     for part in (BASE, RUNS[run], {"parallel": parallel}, changes):
@@ -199,5 +196,11 @@ def run_config(run: str, layout: str | None, corpus: str, **changes: dict[str, A
 
 
 def layers(layout: str) -> int:
-    """How many layers the model has in this layout: 4 for stages to be made of, else 2."""
-    return 4 if "pipeline_model_parallel_size" in LAYOUTS[layout].parallel else 2
+    """How many layers the model has in this layout: 2, to be quick, where its stages can be made of them, else 4."""
+    parallel = LAYOUTS[layout].parallel
+    cut_finely = {
+        "virtual_pipeline_model_parallel_size",
+        "decoder_first_pipeline_num_layers",
+        "pipeline_model_parallel_layout",
+    }
+    return 4 if parallel.get("pipeline_model_parallel_size", 1) > 2 or cut_finely & parallel.keys() else 2
