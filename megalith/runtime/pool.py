@@ -83,7 +83,7 @@ class Pool:
     def _receive(self, rank: int, pipe: Connection) -> Any:
         try:
             succeeded, content = pipe.recv()
-        except EOFError:
+        except (EOFError, OSError):
             self.close()
             raise RankFailed(f"rank {rank}'s process ended without a word") from None
         if succeeded:
@@ -118,10 +118,10 @@ def _work(pipe: Connection) -> None:
     while True:
         try:
             path, job = pipe.recv()
-        except EOFError:
+            sys.path[:] = path
+            pipe.send(_run_job(*job))
+        except (EOFError, OSError):  # the parent has gone
             return
-        sys.path[:] = path
-        pipe.send(_run_job(*job))
 
 
 def _run_job(
