@@ -21,7 +21,7 @@ data/stdlib.jsonl: | $(READY)
 	$(BIN)/megalith corpus --output $@
 
 data/tokenizer.json: data/stdlib.jsonl
-	$(BIN)/megalith tokenizer train --input $< --vocab-size 4096 --output $@ --overwrite
+	$(BIN)/megalith tokenizer train --input $< --vocab-size 2048 --output $@ --overwrite
 
 data/stdlib_text_document.idx: data/stdlib.jsonl data/tokenizer.json
 	$(BIN)/megalith preprocess --input $< --output-prefix data/stdlib --tokenizer-type HuggingFaceTokenizer \
