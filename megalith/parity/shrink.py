@@ -71,11 +71,12 @@ def shrink(config: RunConfig, steps: int, device: str = "cpu") -> RunConfig:
         "lr": min(config.optim.lr or HIGHEST_RATE, HIGHEST_RATE),
         "lr_decay_style": "constant",
     }
+    ramp = config.train.rampup_batch_size and [BATCH // 2, BATCH // 2, 2 * BATCH]
     tree["train"] |= {
         "train_iters": steps,
-        "micro_batch_size": 1,
+        "micro_batch_size": 1 if ramp else 2,  # 4 data-parallel ranks share the smallest batch
         "global_batch_size": BATCH,
-        "rampup_batch_size": config.train.rampup_batch_size and [BATCH // 2, BATCH // 2, 2 * BATCH],
+        "rampup_batch_size": ramp,
         "eval_iters": 1,
     }
     tree["runtime"] = {"device": device, "compile": False}

@@ -50,6 +50,8 @@ def test_all_layouts_that_fit_are_chosen_and_the_others_told(run_file):
     chosen, refused = choose(shrink(RunConfig.load(run_file), steps=10), [], most_processes=4)
     assert chosen.keys() | refused.keys() == {n for n, layout in LAYOUTS.items() if layout.processes <= 4}
     assert not refused
+    ramp = RunConfig.load(run_file, ["train.rampup_batch_size=[32, 32, 10000]"])
+    assert choose(shrink(ramp, steps=10), [], most_processes=4)[0] == chosen
     full = RunConfig.load(run_file, ["parallel.recompute_granularity=full"])
     _, refused = choose(shrink(full, steps=10), [], most_processes=2)
     assert list(refused) == ["pp2-zero_bubble"] and "recompute_granularity full" in refused["pp2-zero_bubble"]
