@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from megalith.config.base import Section
 
@@ -77,7 +77,10 @@ class ParallelConfig(Section):
     """Full recomputation: `uniform` saves every recompute_num_layers-th input; `block` recomputes the first ones."""
 
     recompute_num_layers: PositiveInt = 1
-    """Full recomputation: layers in a unit (uniform), or layers recomputed (block)."""
+    """Full recomputation: layers in a unit (uniform), or layers recomputed in each pipeline stage (block)."""
 
     recompute_modules: list[Literal["core_attn", "mlp", "layernorm"]] = ["core_attn"]
     """Selective recomputation: which modules."""
+
+    cpu_offloading_num_layers: NonNegativeInt = 0
+    """Layers of each pipeline stage, its first ones, whose activations wait in host memory for the backward pass."""

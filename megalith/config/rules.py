@@ -64,6 +64,36 @@ def _check_recompute(parallel: ParallelConfig) -> None:
         )
 
 
+def _check_offload(config: RunConfig) -> None:
+    layers, of = config.parallel.cpu_offloading_num_layers, config.model.num_layers
+    if layers > of:
+        raise ConfigError(
+            f"parallel.cpu_offloading_num_layers {layers} is more than model.num_layers {of}; lower it: "
+            "the last layers of a stage gain least, as their backward passes come first"
+        )
+    if layers and config.parallel.pipeline_schedule == "zero_bubble":
+        raise ConfigError(
+            f"parallel.cpu_offloading_num_layers is {layers}, but pipeline_schedule zero_bubble keeps the inputs of "
+            "all matrices on the device for the weights' gradients; set it to 0, or choose another schedule"
+        )
+
+
+def offload_notes(config: RunConfig, device_type: str) -> list[str]:
+    """What to tell of offloading where the device's memory is the host's."""
+    if device_type != "cpu":
+        return []
+    notes = []
+    if config.optim.optimizer_cpu_offload:
+        notes.append(
+            "optim.optimizer_cpu_offload changes nothing on a CPU: the state is in host memory anyway"
+        )
+    if config.parallel.cpu_offloading_num_layers:
+        notes.append(
+            "parallel.cpu_offloading_num_layers saves nothing on a CPU: activations are copied in its memory"
+        )
+    return notes
+
+
 def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
     """What tensor, pipeline and context parallelism leave of the world: world / (tensor · pipeline · context).
 
@@ -207,6 +237,7 @@ def check_training(config: RunConfig, world_size: int = 1) -> None:
     check_tensor(config.model, config.parallel, config.data.seq_length)
     check_context(config.model, config.parallel, config.data.seq_length)
     _check_recompute(config.parallel)
+    _check_offload(config)
     _check_lengths(config)
     _check_data(config)
     _check_duration(config)
@@ -219,7 +250,6 @@ _ONLY = [
     ("parallel.expert_tensor_parallel_size", 1, "tensor parallelism inside experts"),
     ("model.num_experts", None, "a mixture of experts"),
     ("train.fp8_format", None, "FP8 training"),
-    ("optim.optimizer_cpu_offload", False, "optimizer state in host memory"),
     ("checkpoint.async_save", False, "asynchronous saving"),
     ("checkpoint.export_hf", False, "a Hugging Face folder at the end"),
 ]

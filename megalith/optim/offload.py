@@ -137,7 +137,7 @@ class OffloadedOptimizer(torch.optim.Optimizer):
             self._send(part, slot)
             following = number + len(self._slots)
             if following < len(self._slices):
-                self._down.wait_event(slot.sent)
+                slot.sent.wait(self._down)
                 self._fetch(self._slices[following], slot)
         for parameter in self._on_host:
             if parameter.grad is not None and "step" in self.state[parameter]:

@@ -10,6 +10,7 @@ from megalith.models.transformer import Transformer
 from megalith.parallel.context import apply_context
 from megalith.parallel.data import apply_data
 from megalith.parallel.mesh import Mesh
+from megalith.parallel.offload import apply_activation_offload
 from megalith.parallel.recompute import apply_recompute
 from megalith.parallel.stages import assign_layers, schedule_kind, split_stages
 from megalith.parallel.tensor import apply_tensor
@@ -23,8 +24,9 @@ def apply(model: Transformer, config: RunConfig, mesh: Mesh, device: torch.devic
     3. Context: replaces the core of attention, which those heads go through.
     4. Recompute: wraps the code as the axes have left it, their collectives included.
     5. Compile: after everything that changes a layer's code. Zero-bubble takes backward passes apart: not compiled.
-    6. Data: shards the parameters as tensor parallelism has left them; a layer is its unit.
-    7. Storage is made last, and filled: weights depend on their names and places alone, not on the steps before.
+    6. Offload: outside of compiled layers, and of recomputed ones, whose inputs it can then take away.
+    7. Data: shards the parameters as tensor parallelism has left them; a layer is its unit.
+    8. Storage is made last, and filled: weights depend on their names and places alone, not on the steps before.
     """
     parallel = config.parallel
     chunks = split_stages(model, assign_layers(config.model, parallel), mesh.pp.rank)
@@ -35,6 +37,7 @@ def apply(model: Transformer, config: RunConfig, mesh: Mesh, device: torch.devic
         if compiles(config, device):
             for layer in chunk.layers.values():
                 layer.compile(fullgraph=True)
+        apply_activation_offload(chunk, parallel)
     apply_data(chunks, mesh, parallel)
     for chunk in chunks:
         chunk.to_empty(device=device)

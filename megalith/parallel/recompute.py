@@ -1,7 +1,8 @@
 """Activation recomputation: trade a second forward pass for memory (Chen et al. 2016; Korthikanti et al. 2022).
 
 `full` keeps the input of a unit of layers alone and computes the unit again in the backward pass: with `uniform`
-every unit of recompute_num_layers layers, with `block` the first recompute_num_layers layers, each by itself.
+every unit of recompute_num_layers layers, with `block` the first recompute_num_layers layers, each by itself. Of a
+pipeline each stage has units and first layers of its own.
 `selective` does so for chosen modules inside each layer. Dropout is keyed by position, so there is no random state
 to put back but that of a GPU kernel's attention dropout.
 """
@@ -9,46 +10,79 @@ to put back but that of a GPU kernel's attention dropout.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cache, partial
 
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megalith.config import ParallelConfig
 from megalith.models.context import Context
-from megalith.models.transformer import Transformer, TransformerLayer
+from megalith.models.transformer import Transformer
 
-# The modules of a layer that selective recomputation can name.
-SELECTIVE: dict[str, Callable[[TransformerLayer], list[tuple[nn.Module, str]]]] = {
-    "core_attn": lambda layer: [(layer.self_attention, "core")],
-    "mlp": lambda layer: [(layer.mlp, "forward")],
-    "layernorm": lambda layer: [(layer.input_layernorm, "forward"), (layer.pre_mlp_layernorm, "forward")],
-}
+# The parts of a layer that selective recomputation can name; core_attn, the other one, is no module.
+MODULES = {"mlp": ["mlp"], "layernorm": ["input_layernorm", "pre_mlp_layernorm"]}
 
 
 def apply_recompute(model: Transformer, parallel: ParallelConfig) -> None:
     """Wraps what is to be recomputed, in place."""
-    again = partial(checkpoint, use_reentrant=False, preserve_rng_state=model.config.attention_dropout > 0)
+    uses_random_state = model.config.attention_dropout > 0
+    again = _again(uses_random_state)
     if parallel.recompute_granularity == "full":
         _recompute_layers(model, parallel, again)
     elif parallel.recompute_granularity == "selective":
+        if "core_attn" in parallel.recompute_modules:
+            _recompute_cores(model, again)
         for layer in model.layers.values():
-            for name in parallel.recompute_modules:
-                for owner, attribute in SELECTIVE[name](layer):
-                    setattr(owner, attribute, partial(again, getattr(owner, attribute)))
+            for name, parts in MODULES.items():
+                for part in parts if name in parallel.recompute_modules else ():
+                    module = getattr(layer, part)
+                    module.__class__ = _recomputed(type(module), uses_random_state)
+
+
+def _recompute_cores(model: Transformer, again: Callable) -> None:
+    cores: dict[Callable, Callable] = {}  # layers that share a core go on to share one
+    for layer in model.layers.values():
+        core = layer.self_attention.core
+        layer.self_attention.core = cores.setdefault(core, partial(again, core))
+
+
+def _again(uses_random_state: bool) -> Callable:
+    return partial(checkpoint, use_reentrant=False, preserve_rng_state=uses_random_state)
+
+
+@cache
+def _recomputed(kind: type[nn.Module], uses_random_state: bool) -> type[nn.Module]:
+    """The same kind of module, recomputed. A class for all layers: were each given a function of its own in place of
+    its forward, torch.compile would take them for different code and compile every layer.
+    """
+    again = _again(uses_random_state)
+
+    class Recomputed(kind):
+        def forward(self, *args):
+            return again(super().forward, *args)
+
+    return Recomputed
+
+
+def unit_size(parallel: ParallelConfig) -> int:
+    """Layers that are computed again together, from the input of the first; 1 where layers stand by themselves."""
+    uniform = parallel.recompute_granularity == "full" and parallel.recompute_method != "block"
+    return parallel.recompute_num_layers if uniform else 1
 
 
 def _recompute_layers(model: Transformer, parallel: ParallelConfig, again: Callable) -> None:
-    run_layers, count = model.run_layers, parallel.recompute_num_layers
+    run_layers, size = model.run_layers, unit_size(parallel)
+    first_layers = set(list(model.layers)[: parallel.recompute_num_layers])
 
     def uniform(numbers: Sequence[str], x: Tensor, context: Context) -> Tensor:
-        for first in range(0, len(numbers), count):
-            x = again(run_layers, numbers[first : first + count], x, context)
+        for first in range(0, len(numbers), size):
+            x = again(run_layers, numbers[first : first + size], x, context)
         return x
 
     def block(numbers: Sequence[str], x: Tensor, context: Context) -> Tensor:
-        for number in numbers[:count]:
-            x = again(run_layers, [number], x, context)
-        return run_layers(numbers[count:], x, context)
+        for number in numbers:
+            run = partial(again, run_layers) if number in first_layers else run_layers
+            x = run([number], x, context)
+        return x
 
     model.run_layers = block if parallel.recompute_method == "block" else uniform

@@ -1,0 +1,53 @@
+"""What is recomputed or offloaded, in the layouts whose code it wraps, equals one process that keeps everything."""
+
+import functools
+
+import pytest
+from memory_job import run_offloading
+from parity_cases import run_config
+
+from megalith.parity.compare import compare
+from megalith.parity.job import Outcome, run_job
+from megalith.parity.layouts import LAYOUTS
+
+EACH_LAYER = {"recompute_granularity": "full"}
+PAIRS = EACH_LAYER | {"recompute_num_layers": 2}
+BLOCK = EACH_LAYER | {"recompute_method": "block", "recompute_num_layers": 1}
+CORE = {"recompute_granularity": "selective"}
+MODULES = CORE | {"recompute_modules": ["core_attn", "mlp", "layernorm"]}
+OFFLOAD = {"cpu_offloading_num_layers": 1}
+GPT2, LLAMA = "gpt2 untied, documents, dropout", "llama dropout"
+CASES = [  # layout, run, what is done for memory
+    ("tp2-sp", GPT2, PAIRS),
+    ("tp2-sp", LLAMA, MODULES),
+    ("tp2-sp", GPT2, OFFLOAD | MODULES),
+    ("cp2", GPT2, CORE),
+    ("cp2", LLAMA, OFFLOAD | EACH_LAYER),
+    ("cp2-a2a", LLAMA, OFFLOAD | CORE),
+    ("cp2-all_gather", GPT2, MODULES),
+    ("dp2-zero1", GPT2, OFFLOAD),
+    ("dp2-zero3", LLAMA, MODULES),
+    ("dp2-zero3", GPT2, PAIRS),
+    ("dp2-zero3", GPT2, BLOCK),
+    ("dp2-zero3", LLAMA, OFFLOAD | BLOCK),
+    ("dp2-zero3", GPT2, OFFLOAD),
+    ("pp2", GPT2, PAIRS),
+    ("pp2-interleaved", LLAMA, BLOCK),
+    ("pp2-uneven", LLAMA, {"cpu_offloading_num_layers": 2} | BLOCK),
+    ("pp2-interleaved", GPT2, OFFLOAD),
+    ("pp2-zero_bubble", LLAMA, CORE | {"recompute_modules": ["core_attn", "layernorm"]}),
+]
+
+
+@functools.cache
+def alone(run: str, corpus: str) -> Outcome:
+    return run_job(run_config(run, None, corpus, model={"num_layers": 4}, train={"train_iters": 4}))
+
+
+@pytest.mark.parametrize("layout, run, memory", CASES)
+def test_saving_memory_changes_nothing_else(pool, corpus, layout, run, memory):
+    changes = dict(model={"num_layers": 4}, train={"train_iters": 4}, parallel=memory)
+    config = run_config(run, layout, corpus, **changes)
+    ranks = pool.run(run_offloading, config, size=LAYOUTS[layout].processes)
+    errors = compare(ranks, alone(run, corpus))
+    assert errors.within(), errors
