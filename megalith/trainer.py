@@ -24,11 +24,11 @@ from megalith.checkpoint import (
 from megalith.comm import summed
 from megalith.config import ModelConfig, RunConfig
 from megalith.config.batch import BatchSizeSchedule
-from megalith.config.rules import check_training, data_parallel_size
+from megalith.config.rules import check_training, data_parallel_size, offload_notes
 from megalith.data.batch import Batch
 from megalith.data.dataset import SampleDataset
 from megalith.data.tokenizer import Tokenizer
-from megalith.errors import CheckpointError, TrainingError
+from megalith.errors import CheckpointError
 from megalith.hardware import pick_device
 from megalith.optim.loss_scale import build_loss_scale
 from megalith.optim.optimizer import build_optimizer, set_learning_rate
@@ -41,6 +41,7 @@ from megalith.parallel.tied_embedding import copies
 from megalith.runtime.launch import end_distributed, init_distributed, this_process
 from megalith.runtime.lock import OutputLock, check_output_dir
 from megalith.runtime.metrics import perplexity
+from megalith.runtime.out_of_memory import out_of_memory
 from megalith.runtime.process import prepare_process
 from megalith.runtime.report import PendingStep, open_report
 
@@ -66,17 +67,18 @@ def train(config: RunConfig) -> TrainingResult:
     process = this_process()
     config, tokenizer = prepare(config, process.world_size)
     device = pick_device(config.runtime.device, process.local_rank)
+    config.notes.extend(offload_notes(config, device.type))
     prepare_process(config, device)
     with claimed(config) if process.is_first else nullcontext():
         init_distributed(device)
         mesh = build_mesh(config.parallel, process.world_size, device.type)
+        trainer = None
         try:
-            result = Trainer(config, tokenizer, mesh, device).run()
+            trainer = Trainer(config, tokenizer, mesh, device)
+            result = trainer.run()
         except torch.OutOfMemoryError as error:
-            raise TrainingError(
-                f"out of memory on {device}: {str(error).splitlines()[0]}; lower train.micro_batch_size or "
-                "data.seq_length, or set parallel.recompute_granularity to full"
-            ) from error
+            made = (trainer.model.chunks, trainer.optimizer) if trainer else ()
+            raise out_of_memory(error, config, process.world_size, process.rank, device, *made) from error
         end_distributed()
         return result
 
@@ -150,8 +152,8 @@ class Trainer:
                     break
             if self.step % config.train.eval_interval:
                 self.evaluate(self.data.valid)
-            checkpoint = saved_at if saved_at and saved_at.name.endswith(f"{self.step:08d}") else self.save()
             self.report.end()
+            checkpoint = saved_at if saved_at and saved_at.name.endswith(f"{self.step:08d}") else self.save()
             if ended != "train_iters":
                 self.report.note(
                     f"stopped after step {self.step} by {ended}; go on with checkpoint.load={self.output}"

@@ -143,7 +143,9 @@ def _memory(config: RunConfig, device: DeviceInfo, data_parallel_size: int) -> s
     memory = stage.memory
     parts = {
         "weights": memory.weights,
-        f"{config.train.precision} copy": memory.compute_copy,
+        "gathered copy" if layout.size.dp * layout.size.cp > 1 else f"{config.train.precision} copy": (
+            memory.compute_copy
+        ),
         "gradients": memory.gradients,
         "optimizer": memory.optimizer,
         "activations": memory.activations,

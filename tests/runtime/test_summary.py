@@ -32,7 +32,7 @@ def test_summary_shows_parameters_flops_batch_memory_and_device():
     assert "4.92 GFLOP causal (as in the log), 5.20 GFLOP full" in text
     assert "128 = micro 32 × data parallel 2 × accumulation 2; × 1,024 = 131,072 tokens a step" in text
     assert "500 steps, 64,000 sequences, 65.5M tokens (0.0847 a parameter)" in text
-    assert "bf16 copy 1.5 GB + gradients 3.1 GB + optimizer 6.2 GB" in text
+    assert "gathered copy 1.8 GB + gradients 3.1 GB + optimizer 6.2 GB" in text
     assert "2 × NVIDIA H200, 150.8 GB, bf16 peak 989 TFLOP/s" in text
     assert "runs/large" in text
 
@@ -61,10 +61,18 @@ def test_terminal_gets_colour_and_no_lines_for_scripts():
 
 
 def test_device_without_a_known_peak_says_so():
-    text = _summary("--train.precision", "fp32", device=DeviceInfo("CPU (2 cores)", memory_bytes=8 * 10**9))
+    cpu = DeviceInfo("CPU (2 cores)", memory_bytes=8 * 10**9)
+    text = _summary("--train.precision", "fp32", device=cpu, data_parallel_size=1)
     assert "CPU (2 cores), 8.0 GB, fp32; its peak is not known, so no MFU" in text
     assert " copy" not in text
     assert "more than the device's 8.0 GB: lower train.micro_batch_size" in text
+
+
+def test_memory_is_that_of_the_fullest_stage_and_every_device_is_counted():
+    text = _summary("--parallel.pipeline_model_parallel_size", "2", data_parallel_size=1)
+    assert "on a device of stage 0, the fullest" in text
+    assert "= weights 1.7 GB + bf16 copy 1.4 GB" in text  # a copy for each micro-batch in flight
+    assert "2 × NVIDIA H200" in text
 
 
 def test_ramp_up_and_a_length_in_samples_are_counted():
