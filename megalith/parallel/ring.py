@@ -190,7 +190,9 @@ def _steps(size: int, gather: bool) -> int:
     return 3 if gather else size
 
 
-@torch.library.custom_op("megalith::ring_attention", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,))
+@torch.library.custom_op(
+    "megalith::ring_attention", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
+)
 def _forward(
     query: Tensor,
     key: Tensor,
