@@ -141,11 +141,10 @@ def _memory(config: RunConfig, device: DeviceInfo, data_parallel_size: int) -> s
     layout = build_layout(config, _world_size(config, data_parallel_size))
     stage = max(layout.stages, key=lambda stage: stage.memory.total)
     memory = stage.memory
+    copy = "gathered copy" if layout.size.dp * layout.size.cp > 1 else f"{config.train.precision} copy"
     parts = {
         "weights": memory.weights,
-        "gathered copy" if layout.size.dp * layout.size.cp > 1 else f"{config.train.precision} copy": (
-            memory.compute_copy
-        ),
+        copy: memory.compute_copy,
         "gradients": memory.gradients,
         "optimizer": memory.optimizer,
         "activations": memory.activations,
