@@ -14,6 +14,7 @@ step needs at most. Nothing here imports torch.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
 
@@ -65,6 +66,9 @@ class Share:
     embedding: bool = True
     head: bool = True
     """The final norm, and the output matrix with the loss."""
+    chunks: int = 1
+    """Pieces of the model that these layers make up: virtual pipeline stages."""
+    compiled: bool = True
     fsdp: bool = False
     """Whether there is data × context parallelism, and so a gathered copy of the parameters."""
     shards: int = 1
@@ -161,48 +165,65 @@ def outside_parameters(model: ModelConfig, embedding: bool = True, head: bool = 
     return total
 
 
-def layer_activations(model: ModelConfig, cuts: Cuts = Cuts()) -> int:
-    """Elements that the backward pass keeps of each token in a layer, in the compute dtype, on one rank."""
+def layer_activations(
+    model: ModelConfig, cuts: Cuts = Cuts(), compiled: bool = True, recomputed: Collection[str] = ()
+) -> int:
+    """Elements that the backward pass keeps of each token in a layer, in the compute dtype, on one rank.
+
+    `recomputed` are the modules of selective recomputation. The compiler can make a norm's output and attention's
+    again; without it the next matrix keeps them. With sequence parallelism the compiler keeps the gathered tokens
+    rather than gather them twice.
+    """
     groups = max(model.query_groups // cuts.tensor, 1)
     query = model.num_attention_heads // cuts.tensor * model.head_dim
     key_value = 2 * groups * model.head_dim
-    attention = query + key_value + query  # q, k, v; attention's output
-    if model.qk_layernorm:
-        attention += query + key_value // 2  # the norms' inputs
-    stream = 4 * model.hidden_size // cuts.sequence  # input and output of both norms
-    return stream + attention + _mlp_activations(model, cuts)
-
-
-def _mlp_activations(model: ModelConfig, cuts: Cuts) -> int:
-    return (3 if model.swiglu else 2) * model.ffn_size // cuts.tensor  # up (and gate), its activation
+    gathers = compiled and cuts.sequence > 1
+    norm_inputs = 2 * model.hidden_size // cuts.sequence
+    norm_outputs = 2 * model.hidden_size // (1 if gathers else cuts.sequence)
+    if compiled and not gathers and "layernorm" in recomputed:
+        norm_outputs = (
+            model.hidden_size // cuts.sequence if "mlp" in recomputed else 0
+        )  # the MLP's input is kept
+    attention = query + key_value
+    if model.qk_layernorm or model.position_embedding_type == "rope":
+        attention += query + key_value // 2  # queries and keys before it, in one piece with the values
+    if not (compiled and "core_attn" in recomputed):
+        attention += query  # the output
+    mlp = (3 if model.swiglu else 2) * model.ffn_size // cuts.tensor  # up (and gate), its activation
+    return norm_inputs + norm_outputs + attention + (0 if "mlp" in recomputed else mlp)
 
 
 def _kept(share: Share, layers: int, held: int) -> tuple[int, int]:
     """Of the layers whose activations are held: how many keep their input alone, how many everything.
 
-    What is recomputed is there whole once, while its backward pass runs.
+    What is recomputed is there whole once, while its backward pass runs; of what waits in host memory, a layer.
     """
     parallel = share.parallel
-    if parallel is None or parallel.recompute_granularity != "full" or not layers:
+    if parallel is None or not layers:
         return 0, held
-    unit = min(parallel.recompute_num_layers, layers)
-    if parallel.recompute_method == "block":  # the first `unit` layers, each by itself
-        again = held * unit // layers
+    if first := min(parallel.cpu_offloading_num_layers * share.chunks, layers):
+        held += 1 - held * first // layers
+    if parallel.recompute_granularity != "full":
+        return 0, held
+    if parallel.recompute_method == "block":  # the first layers of each chunk, each by itself
+        first = min(parallel.recompute_num_layers * share.chunks, layers)
+        again = held * first // layers
         return again, held - again + 1
+    unit = min(parallel.recompute_num_layers, layers)
     return -(-held // unit), unit
 
 
 def _kept_per_token(model: ModelConfig, share: Share, layers: int, held: int, cuts: Cuts) -> int:
     """Elements kept of each token, over the layers that are held, after what recomputation saves."""
-    stream = model.hidden_size // cuts.sequence
+    parallel, stream = share.parallel, model.hidden_size // cuts.sequence
     inputs, whole = _kept(share, layers, held)
-    kept = inputs * stream + whole * layer_activations(model, cuts)
+    everything = layer_activations(model, cuts, share.compiled)
+    kept = inputs * stream + whole * everything
+    if parallel is not None and parallel.recompute_granularity == "selective":
+        less = layer_activations(model, cuts, share.compiled, parallel.recompute_modules)
+        kept -= max(whole - 1, 0) * (everything - less)
     if share.head:
         kept += 2 * stream + model.hidden_size  # the last norm's input and output; its gradient
-    parallel = share.parallel
-    selective = parallel is not None and parallel.recompute_granularity == "selective"
-    if selective and "mlp" in parallel.recompute_modules:
-        kept -= max(held - 1, 0) * _mlp_activations(model, cuts)
     return kept
 
 

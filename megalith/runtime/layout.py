@@ -152,6 +152,8 @@ def _stage(
         layers_held=held,
         embedding=embedding,
         head=head,
+        chunks=len(chunks),
+        compiled=config.runtime.compile is not False and schedule_kind(parallel) != "zero_bubble",
         fsdp=copies > 1,
         shards=shard_size(parallel, world_size),
         accumulates=micro_batches > 1,

@@ -118,6 +118,8 @@ def _changes(config: RunConfig) -> Iterable[tuple[dict[str, Any], bool]]:
         yield {"train.micro_batch_size": config.train.micro_batch_size // 2}, False
     if parallel.recompute_granularity != "full":
         yield {"parallel.recompute_granularity": "full"}, False
+    if parallel.recompute_granularity is None:
+        yield {"parallel.recompute_granularity": "selective", "parallel.recompute_modules": ["mlp"]}, False
     if not config.optim.optimizer_cpu_offload:
         yield {"optim.optimizer_cpu_offload": True}, False
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):

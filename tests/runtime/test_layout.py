@@ -127,7 +127,7 @@ def test_alternative_that_the_trainer_refuses_is_none():
     layout = large(2, tensor_model_parallel_size=2)
     assert alternative(layout, {"parallel.tensor_model_parallel_size": 4}) is None
     cut = alternative(layout, {"parallel.sequence_parallel": True})
-    assert cut.stages[0].memory.activations < 0.8 * layout.stages[0].memory.activations
+    assert cut.stages[0].memory.activations < 0.95 * layout.stages[0].memory.activations
 
 
 def test_run_prints_its_layout_then_what_a_step_took_on_each_rank(pool, tmp_path):
