@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from rich.table import Table
 
 from megalith.config import LogConfig
 from megalith.parallel.mesh import Mesh
@@ -89,7 +90,6 @@ def measured_step(log: LogConfig, first_step: int) -> int | None:
 def measured_text(layout: Layout, figures: Sequence[RankFigures], step: int, device_type: str) -> str:
     """Each rank's memory and times, and what they say of the layout. `figures`: by rank."""
     figures = _with_bubbles(layout, figures)
-    table = measured_table(layout, figures, device_type)
     whole = sum(each.times.step for each in figures)
     mean = {
         name: sum(getattr(each.times, name) for each in figures) / whole
@@ -101,29 +101,25 @@ def measured_text(layout: Layout, figures: Sequence[RankFigures], step: int, dev
         text += f", bubble {mean['bubble']:.1%} (expected {layout.bubble:.1%})"
     if device_type == "cuda":
         text += f", idle {mean['idle']:.1%}"
-    memory = (
-        "peak of the GPU's allocator" if device_type == "cuda" else "peak of the process, libraries and all"
-    )
-    title = f"measured in step {step} under the profiler; memory: {memory}"
-    return "\n".join([title, render(table), paragraph(text)])
+    memory = "the GPU's allocator" if device_type == "cuda" else "the process, libraries and all"
+    name, unit = memory_unit([each.peak for each in figures])
+    title = f"measured in step {step}, under the profiler: peak of {memory}, {name}; times in ms"
+    return "\n".join([title, render(measured_table(layout, figures, device_type, unit)), paragraph(text)])
 
 
-def measured_table(layout: Layout, figures: Sequence[RankFigures], device_type: str):
+def measured_table(layout: Layout, figures: Sequence[RankFigures], device_type: str, unit: float) -> Table:
     """Memory and times by rank; of a range of ranks the most memory, and the means of their times."""
-    on_gpu = device_type == "cuda"
-    unit, size = memory_unit([each.peak for each in figures])
-    headings = ["ranks", "pp", "dp", "cp", "tp", f"expected {unit}", f"measured {unit}", "step ms", "compute"]
-    headings += ["exposed comm", "bubble"] + (["idle"] if on_gpu else [])
-    table = plain_table(*headings, left=5)
+    times = ["step", "compute", "communication", "bubble"] + (["idle"] if device_type == "cuda" else [])
+    headings = ["step", "compute", "exposed comm", "bubble", "idle"][: len(times)]
+    table = plain_table("ranks", "pp", "dp", "cp", "tp", "expected", "measured", *headings, left=5)
     for ranks in rank_ranges(layout):
         places = [layout.coordinates[rank] for rank in ranks]
         own = [figures[rank] for rank in ranks]
-        times = ["step", "compute", "communication", "bubble"] + (["idle"] if on_gpu else [])
         table.add_row(
             span(ranks),
             *(span([getattr(place, axis) for place in places]) for axis in ("pp", "dp", "cp", "tp")),
-            amount(layout.stage_of(ranks[0]).memory.total, size),
-            amount(max(each.peak for each in own), size),
+            amount(layout.stage_of(ranks[0]).memory.total, unit),
+            amount(max(each.peak for each in own), unit),
             *(f"{sum(getattr(each.times, name) for each in own) / len(own):.1f}" for name in times),
         )
     return table

@@ -19,7 +19,7 @@ from megalith.runtime.clock import StepClock
 from megalith.runtime.console import TrainingConsole, open_console
 from megalith.runtime.layout import Layout, build_layout
 from megalith.runtime.layout_report import LayoutReport
-from megalith.runtime.layout_text import layout_text
+from megalith.runtime.layout_text import layout_text, paragraph
 from megalith.runtime.metrics import MetricsWriter, StepMetrics
 from megalith.runtime.profile import StepProfiler
 from megalith.runtime.sinks import open_sinks
@@ -63,7 +63,7 @@ def open_report(
     for note in config.notes:
         print(f"note: {note}")
     for note in topology_notes(layout, places):
-        print(note)
+        print(paragraph(note))
     log = config.log
     profiled = range(log.profile_step_start, log.profile_step_end) if log.profile else range(0)
     with (

@@ -1,0 +1,93 @@
+"""The layout report on GPUs: memory near its estimate, times from real kernels, links, memory that is full."""
+
+import pytest
+import torch
+from runtime.layout_job import configuration, links_between, printed_by_run
+
+import megalith
+from megalith.errors import TrainingError
+from megalith.runtime.pool import Pool
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+MODEL = dict(num_layers=8, hidden_size=1024, num_attention_heads=16, vocab_size=32000)
+RANK, EXPECTED, MEASURED, STEP, COMPUTE, COMMUNICATION, BUBBLE, IDLE = 0, 5, 6, 7, 8, 9, 10, 11
+
+
+@pytest.fixture(scope="module")
+def gpus():
+    pool = Pool(2, timeout=300.0, device_type="cuda")
+    yield pool
+    pool.close()
+
+
+def large(output, **parallel):
+    return configuration(
+        output,
+        model=MODEL,
+        data=dict(seq_length=1024),
+        train=dict(micro_batch_size=8, global_batch_size=64, precision="bf16"),
+        runtime=dict(device="cuda"),
+        parallel=parallel,
+    )
+
+
+def measured_rows(text: str) -> list[list[float]]:
+    """The table of the measured step: a row a rank, its columns as numbers."""
+    _, table = text.split("measured in step 5")
+    return [[float(cell) for cell in line.split()] for line in table.splitlines()[3:5]]
+
+
+@two_gpus
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        dict(pipeline_model_parallel_size=2),
+        dict(tensor_model_parallel_size=2),
+        dict(tensor_model_parallel_size=2, sequence_parallel=True),
+        dict(context_parallel_size=2),
+        dict(data_parallel_sharding_strategy="no_shard"),
+        dict(data_parallel_sharding_strategy="optim_grads_params"),
+    ],
+    ids=lambda parallel: ", ".join(f"{name} {value}" for name, value in parallel.items()),
+)
+def test_measured_step_adds_up_and_memory_is_near_the_estimate(gpus, tmp_path, parallel):
+    text = gpus.run(printed_by_run, large(tmp_path, **parallel))[0]
+    print(text)
+    for row in measured_rows(text):
+        parts = row[COMPUTE] + row[COMMUNICATION] + row[BUBBLE] + row[IDLE]
+        assert row[STEP] == pytest.approx(parts, abs=0.3)
+        assert row[COMPUTE] > 0.3 * row[STEP]
+        assert row[MEASURED] == pytest.approx(row[EXPECTED], rel=0.25)
+        if "pipeline_model_parallel_size" in parallel:
+            assert (
+                0.05 < row[BUBBLE] / row[STEP] < 0.6
+            )  # 1/9 for equal stages; the head makes the last one longer
+        else:
+            assert row[BUBBLE] == 0
+        if "tensor_model_parallel_size" in parallel:
+            assert row[COMMUNICATION] > 0
+
+
+@two_gpus
+def test_driver_says_what_links_the_gpus(gpus):
+    for rank, links in enumerate(gpus.run(links_between, "cuda")):
+        assert set(links) <= {1 - rank}
+        assert set(links.values()) <= {"NVLink", "PCIe"}
+        assert links, "neither nvidia-ml-py nor nvidia-smi answered"
+
+
+def test_full_memory_is_told_with_what_holds_it(tmp_path):
+    total = torch.cuda.get_device_properties(0).total_memory
+    torch.cuda.empty_cache()
+    torch.cuda.set_per_process_memory_fraction(3.5e9 / total)
+    try:
+        with pytest.raises(TrainingError) as raised:
+            megalith.train(large(tmp_path / "run"))
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0)
+    text = str(raised.value)
+    assert text.startswith(
+        "rank 0 (pp 0, dp 0, cp 0, tp 0; stage 0 of 1, layers E 0–7 L) ran out of memory on cuda"
+    )
+    assert "were asked for" in text and "activations and temporary tensors" in text
+    assert "parallel.recompute_granularity full (−" in text
