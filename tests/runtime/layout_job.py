@@ -10,12 +10,14 @@ import torch
 import torch.distributed as dist
 
 from megalith.comm import Axis
-from megalith.config import RunConfig
+from megalith.config import ParallelConfig, RunConfig
+from megalith.hardware import pick_device
 from megalith.parallel.held import held_bytes
 from megalith.parallel.mesh import build_mesh
 from megalith.runtime.launch import this_process
 from megalith.runtime.layout import build_layout
 from megalith.runtime.measure import StepMeasure, StepTimes
+from megalith.runtime.topology import gather_places
 from megalith.trainer import Trainer, prepare
 
 
@@ -36,7 +38,8 @@ def configuration(output: Path | str, **sections) -> RunConfig:
 def build(config: RunConfig) -> Trainer:
     size = dist.get_world_size()
     config, tokenizer = prepare(config, size)
-    return Trainer(config, tokenizer, build_mesh(config.parallel, size, "cpu"), torch.device("cpu"))
+    device = pick_device(config.runtime.device, dist.get_rank())
+    return Trainer(config, tokenizer, build_mesh(config.parallel, size, device.type), device)
 
 
 def printed_by_run(config: RunConfig) -> str:
@@ -83,3 +86,11 @@ def step_with_a_slow_rank(seconds: float) -> StepTimes:
         x = x @ x / 64
     dist.all_reduce(x)
     return measure.stop()
+
+
+def links_between(device_type: str) -> dict[int, str]:
+    """What this rank's tensor-parallel peers are linked to it by."""
+    parallel = ParallelConfig(tensor_model_parallel_size=dist.get_world_size())
+    mesh = build_mesh(parallel, dist.get_world_size(), device_type)
+    places = gather_places(mesh, pick_device(device_type, dist.get_rank()))
+    return places[dist.get_rank()].links

@@ -136,7 +136,7 @@ def test_run_prints_its_layout_then_what_a_step_took_on_each_rank(pool, tmp_path
     assert others == ["", "", ""]
     assert "layout: 4 ranks = pipeline 2 × data 1 × context 1 × tensor 2" in text
     assert "hint: every tensor-parallel rank keeps the whole residual stream" in text
-    assert "measured in step 5 under the profiler" in text
+    assert "measured in step 5, under the profiler" in text
     _, table = text.split("measured in step 5")
     rows = [line.split() for line in table.splitlines()[3:7]]
     assert [row[0] for row in rows] == ["0", "1", "2", "3"]
