@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from textwrap import fill
 
 from rich import box
@@ -127,7 +127,7 @@ def stages_table(layout: Layout) -> Table:
     return table
 
 
-def memory_unit(totals: Iterator[int]) -> tuple[str, float]:
+def memory_unit(totals: Iterable[int]) -> tuple[str, float]:
     """GB, or MB where nothing is a GB large; in bytes."""
     return ("GB", 1e9) if max(totals) >= 1e9 else ("MB", 1e6)
 

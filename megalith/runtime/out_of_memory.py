@@ -14,7 +14,7 @@ from megalith.config import RunConfig
 from megalith.errors import TrainingError
 from megalith.parallel.held import held_bytes, total_bytes
 from megalith.runtime.layout import Layout, alternative, build_layout
-from megalith.runtime.layout_text import amount, layers_text
+from megalith.runtime.layout_text import amount, layers_text, memory_unit
 
 GB = 1e9
 MOST_REMEDIES = 5
@@ -36,18 +36,18 @@ def out_of_memory(
     """
     layout = build_layout(config, world_size)
     place, stage = layout.coordinates[rank], layout.stage_of(rank)
-    who = (
-        f"rank {rank} (pp {place.pp}, dp {place.dp}, cp {place.cp}, tp {place.tp}; stage {stage.number} of "
+    where = (
+        f"{device} of rank {rank} (pp {place.pp}, dp {place.dp}, cp {place.cp}, tp {place.tp}; stage {stage.number} of "
         f"{len(layout.stages)}, layers {layers_text(stage)})"
     )
-    holders = ", ".join(
-        f"{name} {amount(size, GB)} GB" for name, size in what_is_held(device, chunks, optimizer)
-    )
+    held = what_is_held(device, chunks, optimizer)
+    name, unit = memory_unit([size for _, size in held] or [0])
+    holders = ", ".join(f"{what} {amount(size, unit)} {name}" for what, size in held)
     remedies = ", ".join(
         f"{what} (−{amount(saved, GB)} GB)" for what, saved in find_remedies(layout, stage.number)
     )
     return TrainingError(
-        f"{who} ran out of memory on {device}: {what_was_asked(error)}. "
+        f"out of memory on {where}: {what_was_asked(error)}. "
         + (f"It holds {holders}. " if holders else "Its model had not been made yet. ")
         + (
             f"What would help, best first, with the memory that it is expected to save: {remedies}"

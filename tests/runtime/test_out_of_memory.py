@@ -28,7 +28,7 @@ def test_error_names_rank_stage_and_remedies():
     error = out_of_memory(torch.OutOfMemoryError(TORCHS), layout.config, 4, 1, torch.device("cpu"))
     text = str(error)
     assert text.startswith(
-        "rank 1 (pp 0, dp 0, cp 0, tp 1; stage 0 of 2, layers E 0–17) ran out of memory on cpu"
+        "out of memory on cpu of rank 1 (pp 0, dp 0, cp 0, tp 1; stage 0 of 2, layers E 0–17): "
     )
     assert "2.50 GiB were asked for" in text
     assert "parallel.sequence_parallel true (−" in text
@@ -54,12 +54,10 @@ def test_run_out_of_memory_says_what_its_tensors_hold(tmp_path, monkeypatch):
         return forward(self, *args, **kwargs)
 
     monkeypatch.setattr(Transformer, "forward", failing)
-    with pytest.raises(TrainingError, match=r"rank 0 .* ran out of memory on cpu") as raised:
+    with pytest.raises(TrainingError, match="out of memory on cpu of rank 0") as raised:
         megalith.train(configuration(tmp_path / "run", model=dict(hidden_size=64)))
     text = str(raised.value)
-    assert all(
-        name in text for name in ("It holds weights 0.00 GB", "gradients 0.00 GB", "optimizer 0.00 GB")
-    )
+    assert all(name in text for name in ("It holds weights 0.8", "gradients 0.8", "optimizer 1."))
     assert isinstance(raised.value.__cause__, torch.OutOfMemoryError)
 
 
