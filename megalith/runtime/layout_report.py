@@ -98,7 +98,8 @@ def measured_text(layout: Layout, figures: Sequence[RankFigures], step: int, dev
     text = f"of the step, all ranks together: compute {mean['compute']:.1%}, exposed communication "
     text += f"{mean['communication']:.1%}"
     if len(layout.stages) > 1:
-        text += f", bubble {mean['bubble']:.1%} (expected {layout.bubble:.1%})"
+        text += f", bubble {mean['bubble']:.1%} (expected {layout.bubble:.1%} for equal stages"
+        text += f", {layout.weighed_bubble:.1%} by their FLOPs)"
     if device_type == "cuda":
         text += f", idle {mean['idle']:.1%}"
     memory = "the GPU's allocator" if device_type == "cuda" else "the process, libraries and all"

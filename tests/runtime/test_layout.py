@@ -144,7 +144,7 @@ def test_run_prints_its_layout_then_what_a_step_took_on_each_rank(pool, tmp_path
         step, compute, communication, bubble = map(float, row[7:11])
         assert step == pytest.approx(compute + communication + bubble, abs=0.3)
         assert communication > 0 and bubble > 0
-    assert "(expected 11.1%)" in " ".join(table.split())
+    assert "(expected 11.1% for equal stages, " in " ".join(table.split())
 
 
 def test_layout_report_can_be_turned_off(pool, tmp_path):
