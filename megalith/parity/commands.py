@@ -63,6 +63,8 @@ def run_parity(args: argparse.Namespace) -> int:
         for number, result in enumerate(check(config, layouts, args.device), 1):
             results.append(result)
             status.update(f"{number} of {len(layouts)} layouts done")
+            if not sys.stdout.isatty():
+                print(f"{result.name}: {_verdict(result)}, {result.seconds:.1f} s", file=sys.stderr, flush=True)
     console.print(table(results))
     for name, why in refused.items():
         print(f"not run: {name}: {why}")
@@ -96,12 +98,14 @@ def table(results: Sequence[Result]):
         if errors is not None:
             values = (errors.loss, errors.gradient, errors.norm, errors.losses, errors.evaluation)
             figures = [f"{value:.1e}" for value in values]
-        verdict = Text("equal", "green") if result.equal else Text(_verdict(result), "bold red")
+        verdict = Text(_verdict(result), "green" if result.equal else "bold red")
         drawn.add_row(result.name, str(result.layout.processes), *figures, f"{result.seconds:.1f}", verdict)
     return drawn
 
 
 def _verdict(result: Result) -> str:
+    if result.equal:
+        return "equal"
     return "failed" if result.errors is None else "differs"
 
 
