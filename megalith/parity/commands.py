@@ -64,7 +64,9 @@ def run_parity(args: argparse.Namespace) -> int:
             results.append(result)
             status.update(f"{number} of {len(layouts)} layouts done")
             if not sys.stdout.isatty():
-                print(f"{result.name}: {_verdict(result)}, {result.seconds:.1f} s", file=sys.stderr, flush=True)
+                print(
+                    f"{result.name}: {_verdict(result)}, {result.seconds:.1f} s", file=sys.stderr, flush=True
+                )
     console.print(table(results))
     for name, why in refused.items():
         print(f"not run: {name}: {why}")
