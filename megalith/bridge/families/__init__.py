@@ -1,0 +1,64 @@
+"""Every family that can be read and written. To add one: its tables in a file here, and a line below.
+
+Where no family is asked for, an export takes the first that can say the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megalith.bridge.families.gpt2 import GPT2
+from megalith.bridge.families.llama import LLAMA
+from megalith.bridge.families.mistral import MISTRAL
+from megalith.bridge.families.qwen import QWEN2, QWEN3
+from megalith.bridge.family import Family
+from megalith.config import ModelConfig
+from megalith.errors import ConfigError, did_you_mean
+
+FAMILIES: dict[str, Family] = {family.architecture: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3)}
+
+# Architectures whose mixture of experts this version cannot build.
+EXPERTS = (
+    "MixtralForCausalLM", "Qwen3MoeForCausalLM", "OlmoeForCausalLM", "DeepseekV2ForCausalLM",
+    "DeepseekV3ForCausalLM",
+)  # fmt: skip
+
+
+def family_of(theirs: Mapping[str, Any], where: str) -> Family:
+    """The family of a config.json, by its `architectures`, else its `model_type`. Raises ConfigError."""
+    names = theirs.get("architectures") or [
+        family.architecture for family in FAMILIES.values() if family.model_type == theirs.get("model_type")
+    ]
+    return family_named(names[0] if names else str(theirs.get("model_type")), where)
+
+
+def family_named(name: str, where: str) -> Family:
+    """The family with this architecture or model type. `where` names, in the error, what asked for it."""
+    for family in FAMILIES.values():
+        if name in (family.architecture, family.model_type):
+            return family
+    if name in EXPERTS:
+        raise ConfigError(
+            f"{where} is of the architecture {name}, a mixture of experts, which this version does not have; "
+            f"known: {', '.join(FAMILIES)}"
+        )
+    raise ConfigError(
+        f"{where} is of the architecture {name}, which is not known{did_you_mean(name, FAMILIES)}; known: "
+        f"{', '.join(FAMILIES)}"
+    )
+
+
+def family_for(model: ModelConfig) -> Family:
+    """The first family that can say this model. Raises ConfigError with the reason of each where none can."""
+    reasons = []
+    for family in FAMILIES.values():
+        try:
+            family.write_config(model)
+        except ConfigError as error:
+            reasons.append(f"{family.architecture}: {error}")
+        else:
+            return family
+    raise ConfigError(
+        "no family of transformers can say this model, so it has no Hugging Face form: " + "; ".join(reasons)
+    )

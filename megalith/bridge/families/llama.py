@@ -1,0 +1,79 @@
+"""Llama 2 and 3.x, and what is built like them: Mistral, Qwen2 and Qwen3 change a few rows."""
+
+from __future__ import annotations
+
+from megalith.bridge.family import Family
+from megalith.bridge.rope import Rope
+from megalith.bridge.rows import gate_up, qkv, same
+from megalith.bridge.settings import Field, Ours, Theirs
+
+# fmt: off
+TENSORS = {
+    "embedding.word_embeddings.weight":
+        same("model.embed_tokens.weight"),
+    "layers.{layer}.input_layernorm.weight":
+        same("model.layers.{layer}.input_layernorm.weight"),
+    "layers.{layer}.self_attention.linear_qkv.weight":
+        qkv("model.layers.{layer}.self_attn.q_proj.weight",
+            "model.layers.{layer}.self_attn.k_proj.weight",
+            "model.layers.{layer}.self_attn.v_proj.weight"),
+    "layers.{layer}.self_attention.linear_qkv.bias":
+        qkv("model.layers.{layer}.self_attn.q_proj.bias",
+            "model.layers.{layer}.self_attn.k_proj.bias",
+            "model.layers.{layer}.self_attn.v_proj.bias"),
+    "layers.{layer}.self_attention.linear_proj.weight":
+        same("model.layers.{layer}.self_attn.o_proj.weight"),
+    "layers.{layer}.self_attention.linear_proj.bias":
+        same("model.layers.{layer}.self_attn.o_proj.bias"),
+    "layers.{layer}.pre_mlp_layernorm.weight":
+        same("model.layers.{layer}.post_attention_layernorm.weight"),
+    "layers.{layer}.mlp.linear_fc1.weight":
+        gate_up("model.layers.{layer}.mlp.gate_proj.weight",
+                "model.layers.{layer}.mlp.up_proj.weight"),
+    "layers.{layer}.mlp.linear_fc1.bias":
+        gate_up("model.layers.{layer}.mlp.gate_proj.bias",
+                "model.layers.{layer}.mlp.up_proj.bias"),
+    "layers.{layer}.mlp.linear_fc2.weight":
+        same("model.layers.{layer}.mlp.down_proj.weight"),
+    "layers.{layer}.mlp.linear_fc2.bias":
+        same("model.layers.{layer}.mlp.down_proj.bias"),
+    "final_layernorm.weight":
+        same("model.norm.weight"),
+    "output_layer.weight":
+        same("lm_head.weight"),
+}
+
+SETTINGS = (  # without what each family says of its biases
+    Field("num_layers", "num_hidden_layers"),
+    Field("hidden_size", "hidden_size"),
+    Field("ffn_hidden_size", "intermediate_size"),
+    Field("num_attention_heads", "num_attention_heads"),
+    Field("num_query_groups", "num_key_value_heads", default=None),
+    Field("kv_channels", "head_dim", default=None),
+    Field("vocab_size", "vocab_size"),
+    Field("max_position_embeddings", "max_position_embeddings"),
+    Field("layernorm_epsilon", "rms_norm_eps", default=1e-6),
+    Field("attention_dropout", "attention_dropout", default=0.0),
+    Field("init_method_std", "initializer_range", default=0.02),
+    Field("untie_embeddings_and_output_weights", "tie_word_embeddings", default=False,
+          values={True: False, False: True}),
+    Rope(),
+    Ours(normalization="RMSNorm", swiglu=True, hidden_dropout=0.0),
+    Theirs(hidden_act="silu"),
+)
+# fmt: on
+
+IGNORED = (r"rotary_emb\.inv_freq$",)
+
+LLAMA = Family(
+    architecture="LlamaForCausalLM",
+    model_type="llama",
+    tensors=TENSORS,
+    settings=(
+        *SETTINGS,
+        Field("add_bias_linear", "attention_bias", default=False),
+        Field("add_bias_linear", "mlp_bias", default=False),
+    ),
+    tied="lm_head.weight",
+    ignored=IGNORED,
+)

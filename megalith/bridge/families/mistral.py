@@ -1,0 +1,20 @@
+"""Mistral: Llama, in some releases with a sliding window."""
+
+from __future__ import annotations
+
+from megalith.bridge.families.llama import IGNORED, SETTINGS, TENSORS
+from megalith.bridge.family import Family
+from megalith.bridge.settings import Ours, Theirs
+
+MISTRAL = Family(
+    architecture="MistralForCausalLM",
+    model_type="mistral",
+    tensors=TENSORS,
+    settings=(
+        *SETTINGS,
+        Ours(add_bias_linear=False),
+        Theirs(sliding_window=None, absent={"sliding_window": 4096}),
+    ),
+    tied="lm_head.weight",
+    ignored=IGNORED,
+)

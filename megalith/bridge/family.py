@@ -1,0 +1,121 @@
+"""A family of published models: its name there, its tensors and its configuration, as two literal tables."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from pydantic import ValidationError
+
+from megalith.bridge.rows import Rule, Run
+from megalith.bridge.settings import TRAINING_ONLY, Setting, Tree, differences
+from megalith.config import ModelConfig
+from megalith.config.base import as_config_error
+from megalith.errors import ConfigError
+from megalith.models.transformer import Transformer
+
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # a row an entry, padded in memory
+LAYER = re.compile(r"^layers\.(\d+)\.")
+
+
+@dataclass(frozen=True)
+class Family:
+    """How one architecture of transformers and ours say the same."""
+
+    architecture: str
+    """The class in transformers, as config.json's `architectures` names it."""
+
+    model_type: str
+    """config.json's `model_type`."""
+
+    tensors: Mapping[str, Rule]
+    """Our names, with {layer}, and what each is made of. Rows of parameters that a model lacks do not apply."""
+
+    settings: tuple[Setting, ...]
+    """The configuration, row by row."""
+
+    tied: str
+    """Their name of the output matrix, which files may hold although it is the embedding's."""
+
+    ignored: tuple[str, ...] = ()
+    """Patterns of names whose tensors say nothing: masks and frequencies that older versions stored."""
+
+    prefix: str = "model."
+    """What stands before every name but the output matrix's; files of the bare model lack it."""
+
+    def read_config(self, theirs: Mapping[str, Any]) -> ModelConfig:
+        """The model of a config.json. Raises ConfigError where it asks for what this family does not have here."""
+        fields: Tree = {}
+        for setting in self.settings:
+            for name, value in setting.read(theirs).items():
+                if fields.setdefault(name, value) != value and name not in TRAINING_ONLY:
+                    raise ConfigError(
+                        f"config.json says of model.{name} both {fields[name]!r} and {value!r}, which cannot be here"
+                    )
+        try:
+            return ModelConfig.model_validate(fields)
+        except ValidationError as error:
+            raise as_config_error(error) from None
+
+    def write_config(self, model: ModelConfig) -> Tree:
+        """The config.json of a model. Raises ConfigError, with the fields, where this family cannot say it."""
+        theirs: Tree = {"architectures": [self.architecture], "model_type": self.model_type}
+        for setting in self.settings:
+            theirs |= setting.write(model)
+        if found := differences(model, self.read_config(theirs)):
+            raise ConfigError(f"it has {'; '.join(found)}")
+        return theirs
+
+    def groups(self, model: ModelConfig) -> list[Group]:
+        """Each tensor of the model with the tensors of theirs that it is made of, in the model's order."""
+        groups = []
+        for name, tensor in Transformer(model, device="meta").state_dict().items():
+            layer = LAYER.match(name)
+            row = LAYER.sub("layers.{layer}.", name)
+            if row not in self.tensors:
+                raise ConfigError(f"{self.architecture} has nothing for {name}")
+            shape = tuple(tensor.shape)
+            if name in VOCABULARY:
+                shape = (model.vocab_size, *shape[1:])
+            groups.append(Group(name, shape, self.tensors[row], layer and layer[1], model))
+        return groups
+
+
+@dataclass(frozen=True)
+class Group:
+    """One tensor of ours, without the vocabulary's padding, and the tensors of theirs that it is made of."""
+
+    name: str
+    shape: tuple[int, ...]
+    rule: Rule
+    layer: str | None
+    model: ModelConfig
+
+    @property
+    def experts(self) -> int | None:
+        """The size of the first dimension where it counts experts, which are tensors of their own there."""
+        return self.shape[0] if "{expert}" in self.rule.names[0] else None
+
+    @cached_property
+    def runs(self) -> list[Run]:
+        """Where the rows stand; of one expert where there are experts."""
+        rows = self.shape[0] if self.experts is None else self.shape[1]
+        return self.rule.runs(self.model, rows)
+
+    def names(self, expert: int | None = None) -> list[str]:
+        """Their names, in the rule's order; of one expert where there are experts."""
+        return [name.format(layer=self.layer, expert=expert) for name in self.rule.names]
+
+    @cached_property
+    def sources(self) -> dict[str, tuple[int, ...]]:
+        """Every tensor of theirs with its shape."""
+        columns = self.shape[1:] if self.experts is None else self.shape[2:]
+        shapes = []
+        for source in range(len(self.rule.names)):
+            rows = sum(run.count for run in self.runs if run.source == source)
+            shapes.append((*columns, rows) if self.rule.transposed else (rows, *columns))
+        experts = [None] if self.experts is None else range(self.experts)
+        return {name: shape for expert in experts for name, shape in zip(self.names(expert), shapes)}

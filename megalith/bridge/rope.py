@@ -1,0 +1,65 @@
+"""Rotary frequencies in a config.json: `rope_theta` with `rope_scaling`, or both in `rope_parameters` (transformers 5).
+
+Both spellings are read. The older one is written, which every version of transformers and other loaders understand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megalith.bridge.settings import Tree
+from megalith.config.model import ModelConfig, RopeScaling
+from megalith.errors import ConfigError
+
+# What each kind of scaling is made of, by the names that RopeScaling and config.json share.
+PARTS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
+}
+PLAIN = ("default", None)
+
+
+class Rope:
+    """The row of a family's table for rotary_base and rope_scaling."""
+
+    def read(self, theirs: Mapping[str, Any]) -> Tree:
+        given = theirs.get("rope_parameters") or theirs.get("rope_scaling") or {}
+        fields: Tree = {"position_embedding_type": "rope"}
+        fields["rotary_base"] = given.get("rope_theta") or theirs.get("rope_theta") or 10000.0
+        kind = given.get("rope_type", given.get("type"))
+        if kind not in PLAIN:
+            fields["rope_scaling"] = _scaling(kind, given, theirs)
+        return fields
+
+    def write(self, model: ModelConfig) -> Tree:
+        scaling = model.rope_scaling
+        return {
+            "rope_theta": model.rotary_base,
+            "rope_scaling": scaling and {"rope_type": scaling.type, **_parts(scaling)},
+        }
+
+
+def _scaling(kind: str, given: Mapping[str, Any], theirs: Mapping[str, Any]) -> Tree:
+    if kind not in PARTS:
+        raise ConfigError(f"config.json has rotary scaling of type {kind!r}; known here: {', '.join(PARTS)}")
+    parts = PARTS[kind]
+    strange = set(given) - {"rope_theta", "rope_type", "type", *parts}
+    strange = {key for key in strange if given[key] is not None and (key, given[key]) not in HARMLESS}
+    if strange:
+        raise ConfigError(
+            f"config.json has rotary scaling {kind} with {', '.join(sorted(strange))}, which is not known here"
+        )
+    fields = {key: given[key] for key in parts if given.get(key) is not None}
+    if "original_max_position_embeddings" in parts:
+        fields.setdefault("original_max_position_embeddings", theirs.get("max_position_embeddings"))
+    return {"type": kind, **fields}
+
+
+HARMLESS = (("truncate", True), ("partial_rotary_factor", 1.0))
+
+
+def _parts(scaling: RopeScaling) -> Tree:
+    parts = {key: getattr(scaling, key) for key in PARTS[scaling.type]}
+    return {key: value for key, value in parts.items() if value is not None}

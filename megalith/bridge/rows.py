@@ -1,0 +1,96 @@
+"""How the rows of our tensors are made of the rows of Hugging Face's, and back.
+
+Every difference between the two is an order of rows. Queries, keys and values are three matrices there and one here,
+by KV group; gate and up are two there and one here, alternating; GPT-2 keeps its matrices transposed, so its columns
+are our rows. A rule says which runs of rows go where. As the runs cover each row of both sides once, one list serves
+import (runs copied from theirs to ours), export (from ours to theirs) and a rank that wants a slice (the part of the
+runs inside it), and none of them can differ from the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from megalith.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Run:
+    """Rows `theirs`, `theirs` + 1, … of a tensor of theirs are our rows `ours`, `ours` + step, …: `count` of them."""
+
+    source: int  # which of the rule's names
+    theirs: int
+    ours: int
+    count: int
+    step: int = 1
+
+    def inside(self, first: int, rows: int) -> Run:
+        """The part of this run in our rows first … first + rows - 1, counted from `first`; its count may be 0."""
+        skipped = max(0, -(-(first - self.ours) // self.step))
+        stop = min(self.count, max(0, -(-(first + rows - self.ours) // self.step)))
+        return replace(
+            self,
+            theirs=self.theirs + skipped,
+            ours=self.ours + skipped * self.step - first,
+            count=max(0, stop - skipped),
+        )
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The tensors of theirs that one of ours is made of.
+
+    `names` may hold {layer}, and {expert} where ours has a first dimension of experts. `order` gives the runs for a
+    model and the number of our rows; the names count as one tensor of all the rows where only one is given.
+    """
+
+    names: tuple[str, ...]
+    order: Callable[[ModelConfig, int], list[Run]]
+    transposed: bool = False  # theirs are [columns, rows]
+
+    def runs(self, model: ModelConfig, rows: int) -> list[Run]:
+        """The runs that make up our `rows` rows."""
+        runs = self.order(model, rows)
+        return runs if len(self.names) > 1 else _joined(runs)
+
+
+def same(name: str) -> Rule:
+    """The same tensor under another name."""
+    return Rule((name,), lambda model, rows: [Run(0, 0, 0, rows)])
+
+
+def transposed(name: str) -> Rule:
+    """A matrix that is stored [in, out] there (GPT-2's Conv1D)."""
+    return Rule((name,), lambda model, rows: [Run(0, 0, 0, rows)], transposed=True)
+
+
+def qkv(*names: str, transposed: bool = False) -> Rule:
+    """Queries, keys and values: three tensors of theirs, or one with all queries before all keys before all values."""
+    return Rule(names, _by_group, transposed)
+
+
+def gate_up(*names: str) -> Rule:
+    """Gate and up: two tensors of theirs, or one with the whole gate before the whole up."""
+    return Rule(names, lambda model, rows: [Run(part, 0, part, rows // 2, step=2) for part in (0, 1)])
+
+
+def _by_group(model: ModelConfig, rows: int) -> list[Run]:
+    """Ours: for each KV group its queries, its key, its value."""
+    size = model.head_dim
+    heads = (model.num_attention_heads // model.query_groups, 1, 1)  # of queries, keys and values in a group
+    runs, ours = [], 0
+    for group in range(model.query_groups):
+        for source, count in enumerate(heads):
+            runs.append(Run(source, group * count * size, ours, count * size))
+            ours += count * size
+    return runs
+
+
+def _joined(runs: list[Run]) -> list[Run]:
+    """The same runs where the sources are parts of one tensor, one after the other."""
+    starts, total = {}, 0
+    for source in sorted({run.source for run in runs}):
+        starts[source] = total
+        total += sum(run.count for run in runs if run.source == source)
+    return [replace(run, source=0, theirs=run.theirs + starts[run.source]) for run in runs]

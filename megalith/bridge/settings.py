@@ -1,0 +1,151 @@
+"""A `config.json` as a ModelConfig and back: each family lists what says what, in rows that read both ways.
+
+A row's `read` takes the config.json and gives fields of ours, `write` takes a model and gives keys of theirs. Both
+raise ConfigError for a value that the other side cannot say. A family is right for a model when writing its
+configuration and reading it again gives the same model (`differences`): a field that a family knows nothing of shows
+itself there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from megalith.config import ModelConfig
+from megalith.errors import ConfigError
+
+Tree = dict[str, Any]
+REQUIRED = object()
+
+# Fields that change training or storage, not what the weights compute.
+TRAINING_ONLY = (
+    "preset", "init_from", "make_vocab_size_divisible_by", "hidden_dropout", "attention_dropout", "init_method_std",
+    "moe_aux_loss_coeff", "moe_grouped_gemm", "moe_permute_fusion",
+)  # fmt: skip
+
+# Fields that may be left to a rule: the property that has them resolved.
+RESOLVED = {"num_query_groups": "query_groups", "kv_channels": "head_dim", "ffn_hidden_size": "ffn_size"}
+
+
+class Setting(Protocol):
+    """A row of a family's table."""
+
+    def read(self, theirs: Mapping[str, Any]) -> Tree:
+        """Fields of ModelConfig from a config.json."""
+
+    def write(self, model: ModelConfig) -> Tree:
+        """Keys of a config.json for a model."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """One field of ours under its key there; `values` translates, theirs → ours, what is spelled differently."""
+
+    ours: str
+    theirs: str
+    default: Any = REQUIRED  # of theirs, where config.json leaves it out
+    values: Mapping[Any, Any] | None = None
+
+    def read(self, theirs: Mapping[str, Any]) -> Tree:
+        value = theirs.get(self.theirs, self.default)
+        if value is REQUIRED:
+            raise ConfigError(f"config.json has no {self.theirs}, which gives model.{self.ours}; add it")
+        if value is None:
+            return {}
+        if self.values is not None:
+            if value not in self.values:
+                raise ConfigError(
+                    f"config.json has {self.theirs} {value!r}, which has no equal here; known: "
+                    f"{', '.join(map(repr, self.values))}"
+                )
+            value = self.values[value]
+        return {self.ours: value}
+
+    def write(self, model: ModelConfig) -> Tree:
+        value = getattr(model, RESOLVED.get(self.ours, self.ours))
+        if self.values is not None:
+            spellings = [theirs for theirs, ours in self.values.items() if ours == value]
+            if not spellings:
+                raise ConfigError(f"{self.ours} {value!r} has no equal under {self.theirs}")
+            value = spellings[0]
+        return {self.theirs: value}
+
+
+class Ours:
+    """What every model of the family is, and its config.json need not say: Ours(swiglu=True)."""
+
+    def __init__(self, **fields: Any):
+        self._fields = fields
+
+    def read(self, theirs: Mapping[str, Any]) -> Tree:
+        return dict(self._fields)
+
+    def write(self, model: ModelConfig) -> Tree:
+        return {}
+
+
+class Theirs:
+    """Keys of theirs that have only this value here: Theirs(hidden_act="silu").
+
+    `absent` gives what a key means where config.json leaves it out and that is something else.
+    """
+
+    def __init__(self, absent: Mapping[str, Any] | None = None, **keys: Any):
+        self._keys, self._absent = keys, absent or {}
+
+    def read(self, theirs: Mapping[str, Any]) -> Tree:
+        for key, only in self._keys.items():
+            value = theirs.get(key, self._absent.get(key, only))
+            if value != only:
+                raise ConfigError(
+                    f"config.json has {key} {value!r}, but models of this family are built here with {only!r} alone"
+                )
+        return {}
+
+    def write(self, model: ModelConfig) -> Tree:
+        return dict(self._keys)
+
+
+@dataclass(frozen=True)
+class EveryLayer:
+    """A list of theirs with one value for each layer, which has to be the same for all."""
+
+    theirs: str
+    value: Any
+
+    def read(self, theirs: Mapping[str, Any]) -> Tree:
+        others = [value for value in theirs.get(self.theirs) or [] if value != self.value]
+        if others:
+            raise ConfigError(
+                f"config.json has {self.theirs} with {others[0]!r}, but models of this family are built here with "
+                f"{self.value!r} alone"
+            )
+        return {}
+
+    def write(self, model: ModelConfig) -> Tree:
+        return {self.theirs: [self.value] * model.num_layers}
+
+
+def meaning(model: ModelConfig) -> Tree:
+    """What decides which function the weights are: every field of it, resolved."""
+    tree = {
+        name: getattr(model, RESOLVED.get(name, name))
+        for name in ModelConfig.model_fields
+        if name not in TRAINING_ONLY
+    }
+    if model.swiglu:
+        del tree["activation"]
+    if model.position_embedding_type != "rope":
+        del tree["rotary_base"]
+    return tree
+
+
+def differences(model: ModelConfig, other: ModelConfig) -> list[str]:
+    """The fields in which two models compute different things, as text: `swiglu True, not False`."""
+    one, two = meaning(model), meaning(other)
+    return [
+        f"{name} {one.get(name)!r}, not {two.get(name)!r}"
+        for name in ModelConfig.model_fields
+        if one.get(name) != two.get(name)
+    ]

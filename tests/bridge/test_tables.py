@@ -1,0 +1,144 @@
+"""The families' tables: every row goes both ways, and configurations mean the same on both sides."""
+
+import json
+
+import pytest
+import torch
+from models.reference import CASES
+
+from megalith.bridge.families import FAMILIES, family_for, family_of
+from megalith.bridge.settings import differences
+from megalith.bridge.transfer import to_ours, to_theirs
+from megalith.config import ModelConfig, RunConfig
+from megalith.errors import ConfigError
+
+
+def their_tree(name: str) -> dict:
+    config = CASES[name][0]()
+    return json.loads(config.to_json_string())
+
+
+def model_of(name: str) -> ModelConfig:
+    return family_named_by(name).read_config(their_tree(name))
+
+
+def family_named_by(name: str):
+    return family_of(their_tree(name), "the test")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_config_json_is_read_as_the_model_that_computes_the_same(name: str) -> None:
+    assert differences(model_of(name), ModelConfig(**CASES[name][1])) == []
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_written_config_json_means_the_same_to_transformers(name: str) -> None:
+    kind = type(CASES[name][0]())
+    written = kind(**family_named_by(name).write_config(model_of(name)))
+    again = json.loads(written.to_json_string())
+    if again.get("n_inner") == 4 * again.get("n_embd", 0):
+        again["n_inner"] = None  # what null means
+    for key, value in their_tree(name).items():
+        if key == "rope_parameters":  # written with the defaults of its kind
+            assert again[key] | value == again[key]
+        else:
+            assert again[key] == value, key
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_runs_cover_each_row_of_both_sides_once(name: str) -> None:
+    for group in family_named_by(name).groups(model_of(name)):
+        ours = [run.ours + i * run.step for run in group.runs for i in range(run.count)]
+        assert sorted(ours) == list(range(group.shape[0])), group.name
+        for source, shape in enumerate(group.sources.values()):
+            rows = shape[-1] if group.rule.transposed else shape[0]
+            theirs = [run.theirs + i for run in group.runs if run.source == source for i in range(run.count)]
+            assert sorted(theirs) == list(range(rows)), group.name
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tensors_go_there_and_back_bitwise_and_any_box_is_a_part_of_the_whole(name: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for group in family_named_by(name).groups(model_of(name)):
+        theirs = {name: torch.randn(shape, generator=generator) for name, shape in group.sources.items()}
+        whole = to_ours(group, theirs.__getitem__)
+        assert whole.shape == group.shape
+        again = dict(to_theirs(group, whole, {name: torch.float32 for name in theirs}))
+        assert again.keys() == theirs.keys()
+        assert all(torch.equal(again[name], theirs[name]) for name in theirs)
+        offset = [size // 3 for size in group.shape]
+        shape = [max(1, size // 2) for size in group.shape]
+        box = tuple(slice(at, at + size) for at, size in zip(offset, shape))
+        assert torch.equal(to_ours(group, theirs.__getitem__, offset, shape), whole[box])
+
+
+@pytest.mark.parametrize(
+    ("preset", "model_type"),
+    [
+        ("gpt2", "gpt2"),
+        ("gpt3-13b", "gpt2"),
+        ("llama3-8b", "llama"),
+        ("llama3.1-70b", "llama"),
+        ("qwen3-0.6b", "qwen3"),
+    ],
+)
+def test_a_preset_is_written_in_the_family_that_it_was_published_in(preset: str, model_type: str) -> None:
+    model = RunConfig.from_tree({"model": {"preset": preset}}).model
+    assert family_for(model).model_type == model_type
+
+
+def test_a_model_that_no_family_can_say_is_refused_with_the_reason_of_each() -> None:
+    model = ModelConfig(
+        num_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=100, max_position_embeddings=64
+    )
+    model.position_embedding_type = "rope"
+    with pytest.raises(ConfigError) as error:
+        family_for(model)
+    assert all(name in str(error.value) for name in FAMILIES)
+    assert "GPT2LMHeadModel: it has position_embedding_type 'rope', not 'learned_absolute'" in str(
+        error.value
+    )
+
+
+@pytest.mark.parametrize(
+    ("name", "change", "told"),
+    [
+        ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
+        ("llama", {"attention_bias": True}, "add_bias_linear both True and False"),
+        ("llama", {"num_hidden_layers": "many"}, "num_layers is 'many'"),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "type 'dynamic'"),
+        ("yarn rope", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}}, "mscale"),
+        ("qwen3", {"use_sliding_window": True}, "use_sliding_window True"),
+        ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "'sliding_attention'"),
+        ("mistral", {"sliding_window": 4096}, "sliding_window 4096"),
+        ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
+        ("gpt2", {"activation_function": "swish"}, "activation_function 'swish'"),
+    ],
+)
+def test_a_config_json_that_asks_for_more_is_refused_by_its_key(name: str, change: dict, told: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        family_named_by(name).read_config(their_tree(name) | change)
+    assert told in str(error.value)
+
+
+def test_a_config_json_without_a_size_is_refused_by_its_key() -> None:
+    theirs = their_tree("llama")
+    del theirs["hidden_size"]
+    with pytest.raises(ConfigError, match=r"no hidden_size, which gives model\.hidden_size"):
+        family_named_by("llama").read_config(theirs)
+
+
+def test_an_absent_window_is_the_default_of_mistral_and_refused() -> None:
+    theirs = their_tree("mistral")
+    del theirs["sliding_window"]
+    with pytest.raises(ConfigError, match="sliding_window 4096"):
+        family_named_by("mistral").read_config(theirs)
+
+
+def test_unknown_architectures_are_refused_with_the_known_ones() -> None:
+    with pytest.raises(
+        ConfigError, match=r"BertForMaskedLM, which is not known.*known: GPT2LMHeadModel, Llama"
+    ):
+        family_of({"architectures": ["BertForMaskedLM"]}, "x")
+    with pytest.raises(ConfigError, match="MixtralForCausalLM, a mixture of experts"):
+        family_of({"architectures": ["MixtralForCausalLM"]}, "x")
