@@ -132,7 +132,9 @@ class Trainer:
         """Trains to the end of the run or to an early exit; always leaves a checkpoint."""
         config, started = self.config, time.monotonic()
         with (
-            open_report(config, self.mesh, self.device, self.step, self.total_steps) as self.report,
+            open_report(
+                config, self.mesh, self.device, self.step, self.total_steps, self.model.pipeline
+            ) as self.report,
             self.data.train_loader(self.step, self.consumed_samples, self.device) as batches,
         ):
             if self.loaded_from:

@@ -2,8 +2,12 @@
 
 What moves: the hidden states of a micro-batch, [batch, seq, hidden] in the compute dtype, from each stage to the next,
 and their gradient back. A receive is asked for one action ahead, so that the transfer goes on during the action
-before; sends wait for nothing. Of a micro-batch a stage keeps its input and the graph of its work, but not its output:
-the gradient comes back to the graph's edge.
+before; sends wait for nothing. The first pass over micro-batches of a shape asks for nothing ahead: on a GPU a kernel
+that runs for the first time is loaded, compiled or tuned, which waits for all work on the device, a receive included,
+while the sender may stand in the same way before its own receive.
+
+Of a micro-batch a stage keeps its input and the graph of its work, but not its output: the gradient comes back to the
+graph's edge.
 """
 
 from __future__ import annotations
@@ -82,25 +86,26 @@ class Pipeline:
         """Makes the communicators, so every process of the world calls it; after the chunks have been prepared."""
         self.chunks, self.axis = list(chunks), axis
         self.is_last = axis.rank == axis.size - 1
+        self.record = False  # whether a step keeps when its actions ran, for `gather_timeline`
         self.timeline: list[Span] = []  # of the last recorded step, milliseconds
         self._forward = forward
         self._hidden_shape = hidden_shape
         self._before_backward, self._after_weights = before_backward, after_weights
         self._links = Links(axis, len(chunks))
         self._weights = deferred.WeightGradients(chunks) if kind == "zero_bubble" else None
+        self._warm: set[tuple[torch.Size, bool]] = set()  # shapes of micro-batches, with gradients or without
         self._schedule = lru_cache(lambda count: build_schedule(kind, axis.size, count, len(chunks)))
         self._forward_schedule = lru_cache(
             lambda count: build_forward_schedule(axis.size, count, len(chunks))
         )
 
-    def step(self, micro_batches: Sequence[MicroBatch], loss_factor: Tensor, record: bool = False) -> Tensor:
+    def step(self, micro_batches: Sequence[MicroBatch], loss_factor: Tensor) -> Tensor:
         """Forward and backward of every micro-batch; gradients of loss · loss_factor are added to the parameters'.
 
         `loss_factor` is a float32 scalar. Returns the float32 sum of the losses on the last rank, zero elsewhere
-        (`share` tells it to all). `record` keeps when each action ran, for `gather_timeline`. Raises ConfigError
-        for a number of micro-batches that the schedule cannot take.
+        (`share` tells it to all). Raises ConfigError for a number of micro-batches that the schedule cannot take.
         """
-        return _Pass(self, self._schedule(len(micro_batches)), micro_batches, loss_factor, record).run()
+        return _Pass(self, self._schedule(len(micro_batches)), micro_batches, loss_factor, self.record).run()
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
@@ -165,6 +170,7 @@ class _Pass:
         self.rank, self.links, self.chunks = pipeline.axis.rank, pipeline._links, pipeline.chunks
         self.loss_factor = loss_factor
         self.record = record
+        self.warm = (micro_batches[0].tokens.shape, torch.is_grad_enabled())
         self.device = micro_batches[0].tokens.device
         self.loss = torch.zeros((), device=self.device)
         self.output: Tensor | None = None  # the last stage's, of the last micro-batch
@@ -177,10 +183,11 @@ class _Pass:
     def run(self) -> Tensor:
         actions = self.schedule.actions[self.rank]
         stopwatch = Stopwatch(self.device, self.pipeline.axis) if self.record else None
-        received = self._ask_for(actions[0])
+        ahead = self.warm in self.pipeline._warm and len(self.micro_batches) > 1
+        received = None
         for number, action in enumerate(actions):
-            arriving, received = received, None
-            if number + 1 < len(actions):
+            arriving, received = received or self._ask_for(action), None
+            if ahead and number + 1 < len(actions):
                 received = self._ask_for(actions[number + 1])
             tensor = None
             if arriving is not None:
@@ -196,6 +203,7 @@ class _Pass:
                 self.links.send(output, target.rank, action.kind is Kind.FORWARD)
         with record_function(WAITS):
             self.links.finish()
+        self.pipeline._warm.add(self.warm)
         if stopwatch:
             self.pipeline.timeline = [
                 Span(self.rank, action, start, end) for action, (start, end) in zip(actions, stopwatch.read())

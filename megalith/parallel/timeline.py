@@ -71,7 +71,8 @@ def read_timeline(run: str | Path) -> Timeline:
         ]
     except FileNotFoundError:
         raise DataError(
-            f"there is no {path}; a run with a pipeline writes it when log.profile is true: name such a run's folder"
+            f"there is no {path}; a run with a pipeline writes it after some steps, unless log.layout_report is false: "
+            "name such a run's folder"
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is not a timeline that a run wrote: {error}") from None

@@ -1,15 +1,22 @@
-"""A run over several ranks, explained as it goes: its layout at the start, one measured step, the peak at the end."""
+"""A run over several ranks, explained as it goes: its layout at the start, one measured step, the peak at the end.
+
+Of a pipeline the step after the measured one, which no profiler slows down, is kept as a timeline, for
+`megalith pipeline show --measured`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from rich.table import Table
 
 from megalith.config import LogConfig
 from megalith.parallel.mesh import Mesh
+from megalith.parallel.pipeline import Pipeline
+from megalith.parallel.timeline import write_timeline
 from megalith.runtime.layout import Layout
 from megalith.runtime.layout_text import (
     amount,
@@ -42,20 +49,37 @@ class LayoutReport:
     """
 
     def __init__(
-        self, layout: Layout, mesh: Mesh, device: torch.device, first_step: int, note: Callable[[str], None]
+        self,
+        layout: Layout,
+        mesh: Mesh,
+        device: torch.device,
+        first_step: int,
+        note: Callable[[str], None],
+        pipeline: Pipeline | None = None,
     ):
         """`first_step` is the number of the first step that this process makes."""
         self.measured_step = measured_step(layout.config.log, first_step) if layout.world_size > 1 else None
         self._layout, self._mesh, self._device, self._note = layout, mesh, device, note
         self._measure: StepMeasure | None = None
+        self._pipeline = pipeline
         self._told = 0  # the peak that was shown
 
     def before_step(self, step: int) -> None:
+        if self._pipeline is not None:
+            self._pipeline.record = step - 1 == self.measured_step
         if step == self.measured_step:
             self._measure = StepMeasure(self._device, self._mesh.world)
             self._measure.start()
 
     def after_step(self) -> None:
+        if self._pipeline is not None and self._pipeline.record:
+            timeline = self._pipeline.gather_timeline()
+            if self._mesh.world.rank == 0:
+                path = write_timeline(Path(self._layout.config.train.output_dir), timeline)
+                self._note(
+                    f"timeline of step {self.measured_step + 1}: {path}; bubble {timeline.bubble:.1%} from its first "
+                    "action to its last"
+                )
         if self._measure is None:
             return
         own = RankFigures(peak_memory(self._device), self._measure.stop())

@@ -15,6 +15,7 @@ from megalith.config import RunConfig
 from megalith.hardware import device_kind
 from megalith.models.flops import flops_per_token, throughput
 from megalith.parallel.mesh import Mesh
+from megalith.parallel.pipeline import Pipeline
 from megalith.runtime.clock import StepClock
 from megalith.runtime.console import TrainingConsole, open_console
 from megalith.runtime.layout import Layout, build_layout
@@ -43,7 +44,12 @@ class PendingStep:
 
 @contextmanager
 def open_report(
-    config: RunConfig, mesh: Mesh, device: torch.device, step: int, total_steps: int
+    config: RunConfig,
+    mesh: Mesh,
+    device: torch.device,
+    step: int,
+    total_steps: int,
+    pipeline: Pipeline | None = None,
 ) -> Iterator[Report]:
     """The report of a run that has made `step` of `total_steps` steps. Rank 0 prints and writes, the others keep still.
 
@@ -53,7 +59,7 @@ def open_report(
     layout = build_layout(config, mesh.world.size)
     places = gather_places(mesh, device)
     if mesh.world.rank != 0:
-        yield Report(layout, mesh, device, step)
+        yield Report(layout, mesh, device, step, pipeline)
         return
     output, sinks = Path(config.train.output_dir), open_sinks(config, step)
     (output / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
@@ -71,7 +77,7 @@ def open_report(
         open_console(total_steps, log.log_interval) as console,
         StepProfiler(output, profiled, console.note) as profiler,
     ):
-        yield Report(layout, mesh, device, step, metrics, console, profiler)
+        yield Report(layout, mesh, device, step, pipeline, metrics, console, profiler)
 
 
 class Report:
@@ -83,6 +89,7 @@ class Report:
         mesh: Mesh,
         device: torch.device,
         step: int,
+        pipeline: Pipeline | None = None,
         metrics: MetricsWriter | None = None,
         console: TrainingConsole | None = None,
         profiler: StepProfiler | None = None,
@@ -93,7 +100,7 @@ class Report:
         self.last_loss: float | None = None
         self._metrics, self._console, self._profiler = metrics, console, profiler
         self._world, self._device = mesh.world, device
-        self._layout = LayoutReport(layout, mesh, device, step + 1, self.note)
+        self._layout = LayoutReport(layout, mesh, device, step + 1, self.note, pipeline)
         self._pending: list[PendingStep] = []
         self._interval = config.log.log_interval if device.type == "cuda" else 1
         self._fp16 = config.train.precision == "fp16"

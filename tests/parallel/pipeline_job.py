@@ -81,7 +81,8 @@ def run(model: ModelConfig, parallel: ParallelConfig, micro_batches: int, dtype=
     batches = make_batches(micro_batches)
     factor = torch.tensor(1.0 / valid_tokens(batches))
     own = batches[mesh.dp.rank :: mesh.dp.size]
-    loss = pipeline.share(pipeline.step(own, factor, record=True))
+    pipeline.record = True
+    loss = pipeline.share(pipeline.step(own, factor))
     reduce_tied_embedding(chunks, mesh.tied)
     for chunk in chunks:
         reduce_partial_gradients(chunk, mesh.tp)

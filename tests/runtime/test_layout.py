@@ -7,6 +7,7 @@ from megalith.config import RunConfig
 from megalith.config.presets import PRESETS
 from megalith.parallel.mesh import Coordinates
 from megalith.parallel.schedule import build_schedule, in_flight_bound
+from megalith.parallel.timeline import read_timeline
 from megalith.runtime.layout import alternative, build_layout, most_held
 from megalith.runtime.layout_text import layout_text
 
@@ -145,6 +146,9 @@ def test_run_prints_its_layout_then_what_a_step_took_on_each_rank(pool, tmp_path
         assert step == pytest.approx(compute + communication + bubble, abs=0.3)
         assert communication > 0 and bubble > 0
     assert "(expected 11.1% for equal stages, " in " ".join(table.split())
+    timeline = read_timeline(tmp_path)  # of step 6
+    assert [len(spans) for spans in timeline.spans] == [16, 16]  # 8 micro-batches forward and back
+    assert 0 < timeline.bubble < 1 and f"bubble {timeline.bubble:.1%}" in text
 
 
 def test_layout_report_can_be_turned_off(pool, tmp_path):
