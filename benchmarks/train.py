@@ -38,8 +38,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {  # processes, micro-batch as a share of t
     "tp2":         dict(processes=2, micro=1.0, parallel=dict(tensor_model_parallel_size=2)),
     "tp2+sp":      dict(processes=2, micro=1.0, parallel=dict(tensor_model_parallel_size=2, sequence_parallel=True)),
     "cp2":         dict(processes=2, micro=1.0, parallel=dict(context_parallel_size=2)),
+    "cp2-gather":  dict(processes=2, micro=1.0, parallel=dict(context_parallel_size=2, cp_comm_type="all_gather")),
     "cp2-a2a":     dict(processes=2, micro=1.0, parallel=dict(context_parallel_size=2, cp_comm_type="a2a")),
     "pp2":         dict(processes=2, micro=0.125, parallel=dict(pipeline_model_parallel_size=2)),
+    "pp2-16":      dict(processes=2, micro=0.0625, parallel=dict(pipeline_model_parallel_size=2,
+                        decoder_first_pipeline_num_layers=19)),
+    "pp2-v2":      dict(processes=2, micro=0.0625, parallel=dict(pipeline_model_parallel_size=2,
+                        virtual_pipeline_model_parallel_size=2)),
     "tp2-pp2-dp2": dict(processes=8, micro=0.125, parallel=dict(tensor_model_parallel_size=2, sequence_parallel=True,
                         pipeline_model_parallel_size=2)),
     "tp2-cp2-dp2": dict(processes=8, micro=0.5, parallel=dict(tensor_model_parallel_size=2, sequence_parallel=True,
@@ -87,6 +92,8 @@ def measure(args: argparse.Namespace, layout: str) -> str:
     if args.losses:
         shown = steps[:: max(1, len(steps) // 6)]
         text += " | losses " + " ".join(f"{step['step']}:{step['loss']:.4f}" for step in shown)
+    if "measured in step" in done.stdout:
+        text += "\n" + done.stdout[done.stdout.index("measured in step") :].split("\n\n")[0]
     return text
 
 
