@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megalith.config.base import Section
 
@@ -117,17 +117,68 @@ class ModelConfig(Section):
     num_experts: PositiveInt | None = None
     """Experts in each mixture-of-experts layer."""
 
+    moe_layer_freq: PositiveInt | list[Literal[0, 1]] = 1
+    """Layers with experts: every n-th from layer 0 on, or a list with a 1 or 0 for each layer."""
+
+    moe_ffn_hidden_size: PositiveInt | None = None
+    """Width of an expert. Absent: ffn_hidden_size."""
+
+    moe_shared_expert_intermediate_size: PositiveInt | None = None
+    """Width of the shared expert, an MLP that every token goes through too. Absent: none."""
+
+    moe_shared_expert_gate: bool = False
+    """Weighs the shared expert's output of each token by a sigmoid gate (Qwen2-MoE)."""
+
     moe_router_topk: PositiveInt = 2
     """Experts that each token goes to."""
 
-    moe_aux_loss_coeff: float = 0.0
+    moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
+    """How the router's logits become scores; sigmoid scores of the chosen are divided by their sum (DeepSeek-V3)."""
+
+    moe_router_pre_softmax: bool = False
+    """Takes the softmax over all experts, before choosing, instead of over those chosen."""
+
+    moe_router_topk_scaling_factor: PositiveFloat | None = None
+    """Multiplies the weights of the chosen experts."""
+
+    moe_router_num_groups: PositiveInt | None = None
+    """Groups of experts for group-limited routing: a token chooses among the experts of its best groups."""
+
+    moe_router_group_topk: PositiveInt | None = None
+    """Groups that a token may choose experts from."""
+
+    moe_router_enable_expert_bias: bool = False
+    """Balances without a loss: a bias on the scores for choosing alone, moved after each step (DeepSeek-V3)."""
+
+    moe_router_bias_update_rate: PositiveFloat = 1e-3
+    """How far the expert bias moves in a step, towards experts with fewer tokens than the mean."""
+
+    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] = "aux_loss"
+    """Over which tokens moe_aux_loss_coeff balances the experts: a micro-batch, or each of its sequences."""
+
+    moe_aux_loss_coeff: NonNegativeFloat = 0.0
     """Weight of the load-balancing loss."""
 
+    moe_z_loss_coeff: NonNegativeFloat = 0.0
+    """Weight of the loss that keeps the router's logits small (1e-3 is usual)."""
+
+    moe_expert_capacity_factor: PositiveFloat | None = None
+    """In training an expert takes this times its even share of a micro-batch's tokens, drops others. Absent: all."""
+
+    moe_token_drop_policy: Literal["probs", "position"] = "probs"
+    """Tokens beyond the capacity that are dropped: those with the lowest weights, or those furthest back."""
+
+    moe_pad_expert_input_to_capacity: bool = False
+    """Fills every expert up to its capacity, so that sizes are fixed and the host never waits for them."""
+
+    moe_router_force_load_balancing: bool = False
+    """Sends tokens to the experts in turn, whatever the scores: for benchmarks."""
+
     moe_grouped_gemm: bool = False
-    """All local experts in one grouped matmul."""
+    """All local experts in one grouped matmul, on GPUs in bf16; otherwise a matmul for each expert."""
 
     moe_permute_fusion: bool = False
-    """One kernel for the permutation of tokens to experts."""
+    """Compiles the sum of a token's experts into one kernel, on GPUs."""
 
     @property
     def query_groups(self) -> int:
@@ -147,6 +198,21 @@ class ModelConfig(Section):
         if self.swiglu:
             return -(-8 * self.hidden_size // (3 * 64)) * 64
         return 4 * self.hidden_size
+
+    @property
+    def expert_size(self) -> int:
+        """Width of an expert."""
+        return self.moe_ffn_hidden_size or self.ffn_size
+
+    @property
+    def expert_layers(self) -> list[int]:
+        """The numbers of the layers with experts."""
+        if self.num_experts is None:
+            return []
+        frequency = self.moe_layer_freq
+        if isinstance(frequency, int):
+            return list(range(0, self.num_layers, frequency))
+        return [number for number, has_experts in enumerate(frequency) if has_experts]
 
     @property
     def padded_vocab_size(self) -> int:

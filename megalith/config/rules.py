@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 from megalith.config.batch import BatchSizeSchedule
+from megalith.config.expert_rules import check_experts
 from megalith.config.model import ModelConfig, RopeScaling
 from megalith.config.parallel import ParallelConfig
 from megalith.config.presets import PRESETS
@@ -42,6 +43,7 @@ def check_model(model: ModelConfig) -> None:
             f"{model.position_embedding_type}; set it, or remove the scaling"
         )
     _check_rope_scaling(model.rope_scaling)
+    check_experts(model)
 
 
 def _check_rope_scaling(scaling: RopeScaling | None) -> None:
@@ -232,6 +234,11 @@ def check_training(config: RunConfig, world_size: int = 1) -> None:
     """Raises ConfigError unless this run can be trained on `world_size` processes."""
     check_model(config.model)
     _check_available(config)
+    if config.model.num_experts and world_size > 1:
+        raise ConfigError(
+            f"model.num_experts is {config.model.num_experts} and there are {world_size} processes, but this version "
+            "trains a mixture of experts on one process; start one"
+        )
     data_parallel = data_parallel_size(config.parallel, world_size)
     shard_size(config.parallel, world_size)
     check_tensor(config.model, config.parallel, config.data.seq_length)
@@ -248,7 +255,6 @@ def check_training(config: RunConfig, world_size: int = 1) -> None:
 _ONLY = [
     ("parallel.expert_model_parallel_size", 1, "expert parallelism"),
     ("parallel.expert_tensor_parallel_size", 1, "tensor parallelism inside experts"),
-    ("model.num_experts", None, "a mixture of experts"),
     ("train.fp8_format", None, "FP8 training"),
     ("checkpoint.async_save", False, "asynchronous saving"),
     ("checkpoint.export_hf", False, "a Hugging Face folder at the end"),

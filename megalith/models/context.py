@@ -23,6 +23,12 @@ class Context:
     dropout: DropoutKeys | None = None  # None: no dropout
     layers: Tensor | None = None  # the numbers of the layers, int32 [num_layers], where there is dropout
     cache: KVCache | None = None  # None: every token is here
+    numbers: Tensor | None = (
+        None  # int64 [tokens of the stream]: place · batch + sequence, where there are experts
+    )
+    balance_scale: Tensor | None = (
+        None  # factor of the balancing losses' gradient; None: no backward pass follows
+    )
 
     def at_layer(self, number: int) -> Context:
         """This context with a layer's number in its dropout keys: a tensor, so that layers share compiled code."""

@@ -36,11 +36,18 @@ class ParameterCounts:
     norms: int
     head: int
     """The output matrix; 0 when the embedding serves as it."""
+    idle: int = 0
+    """Of the mlp's, those that a token does not meet: the experts that it is not sent to."""
 
     @property
     def non_embedding(self) -> int:
         """Everything but the embedding and the head (the N of Kaplan et al., 2020)."""
         return self.attention + self.mlp + self.norms
+
+    @property
+    def active(self) -> int:
+        """Those that a token meets."""
+        return self.total - self.idle
 
     @property
     def total(self) -> int:
@@ -90,6 +97,7 @@ def count_parameters(model: ModelConfig, padded_vocab: bool = True) -> Parameter
     rows = model.padded_vocab_size if padded_vocab else model.vocab_size
     up = 2 * ffn if model.swiglu else ffn
     norm = 2 if model.normalization == "LayerNorm" else 1  # weight and bias, or weight
+    with_experts = len(model.expert_layers)
 
     attention = hidden * (query + key_value) + query * hidden
     mlp = hidden * up + ffn * hidden
@@ -107,10 +115,24 @@ def count_parameters(model: ModelConfig, padded_vocab: bool = True) -> Parameter
     return ParameterCounts(
         embedding=embedding,
         attention=layers * attention,
-        mlp=layers * mlp,
+        mlp=(layers - with_experts) * mlp + with_experts * moe_weights(model, model.num_experts or 0),
         norms=layers * norms + norm * hidden,
         head=rows * hidden if model.untie_embeddings_and_output_weights else 0,
+        idle=with_experts * ((model.num_experts or 0) - model.moe_router_topk) * expert_weights(model),
     )
+
+
+def expert_weights(model: ModelConfig) -> int:
+    """The weights of one expert."""
+    return model.hidden_size * model.expert_size * (3 if model.swiglu else 2)
+
+
+def moe_weights(model: ModelConfig, experts: int) -> int:
+    """The weights of a layer's router, shared expert and `experts` of its experts."""
+    hidden, shared = model.hidden_size, model.moe_shared_expert_intermediate_size or 0
+    router = hidden * (model.num_experts or 0)
+    beside = hidden * shared * (3 if model.swiglu else 2) + hidden * model.moe_shared_expert_gate
+    return router + beside + experts * expert_weights(model)
 
 
 def flops_per_token(model: ModelConfig, seq_length: int) -> TokenFlops:
@@ -122,10 +144,13 @@ def flops_per_token(model: ModelConfig, seq_length: int) -> TokenFlops:
     query = model.num_attention_heads * model.head_dim
     key_value = 2 * model.query_groups * model.head_dim
     per_weight = FORWARD_AND_BACKWARD * MULTIPLY_ADD
+    with_experts = len(model.expert_layers)
+    mlp = (layers - with_experts) * hidden * model.ffn_size * (3 if model.swiglu else 2)
+    mlp += with_experts * moe_weights(model, model.moe_router_topk)
     return TokenFlops(
         attention_projections=per_weight * layers * hidden * (query + key_value + query),
         attention_matrix=per_weight * layers * 2 * query * seq_length,  # q·kᵀ and probabilities·v
-        mlp=per_weight * layers * hidden * model.ffn_size * (3 if model.swiglu else 2),
+        mlp=per_weight * mlp,
         head=per_weight * hidden * model.padded_vocab_size,
     )
 

@@ -25,7 +25,7 @@ DRAWN_TOGETHER = (
 
 def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
     """Fills every parameter: N(0, init_method_std), scaled by 1/√(2 · layers) where a layer adds to the residual
-    stream; norms 1, biases 0; rows of the padded vocabulary 0.
+    stream; norms 1, biases and buffers 0; rows of the padded vocabulary 0.
 
     A parameter may be plain or a DTensor of any placement: its local shard gets its slice of the global tensor.
     """
@@ -33,6 +33,8 @@ def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
         for name, parameter in model.named_parameters():
             shape, first = local_place(parameter)
             local(parameter).copy_(initial_value(name, parameter.shape, config, seed, shape, first))
+        for buffer in model.buffers():
+            buffer.zero_()
 
 
 def initial_value(

@@ -22,14 +22,16 @@ ACTIVATIONS = {
 class MLP(nn.Module):
     """linear_fc1, non-linearity, linear_fc2. With swiglu, rows of fc1 alternate: gate 0, up 0, gate 1, up 1, …"""
 
-    def __init__(self, config: ModelConfig, device: torch.device | None = None):
+    def __init__(self, config: ModelConfig, device: torch.device | None = None, ffn_size: int | None = None):
+        """`ffn_size`: a width other than the configuration's."""
         super().__init__()
+        ffn_size = ffn_size or config.ffn_size
         self.gated = config.swiglu
         self.activation = ACTIVATIONS[config.activation]
-        width = config.ffn_size * (2 if self.gated else 1)
+        width = ffn_size * (2 if self.gated else 1)
         bias = config.add_bias_linear
         self.linear_fc1 = Linear(config.hidden_size, width, bias=bias, device=device)
-        self.linear_fc2 = Linear(config.ffn_size, config.hidden_size, bias=bias, device=device)
+        self.linear_fc2 = Linear(ffn_size, config.hidden_size, bias=bias, device=device)
 
     def forward(self, x: Tensor) -> Tensor:  # [batch, seq, hidden]
         x = self.linear_fc1(x)  # [batch, seq, ffn], or [batch, seq, 2 · ffn]

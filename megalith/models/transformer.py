@@ -19,6 +19,7 @@ from megalith.models.cache import KVCache
 from megalith.models.context import Context
 from megalith.models.linear import Linear
 from megalith.models.mlp import MLP
+from megalith.models.moe import MoE
 from megalith.models.norm import Norm
 from megalith.models.rope import rotary_tables
 from megalith.ops.attention import document_mask
@@ -73,11 +74,14 @@ class TransformerLayer(nn.Module):
         self.input_layernorm = Norm(config, config.hidden_size, device)
         self.self_attention = SelfAttention(config, number, device)
         self.pre_mlp_layernorm = Norm(config, config.hidden_size, device)
-        self.mlp = MLP(config, device)
+        self.has_experts = number in config.expert_layers
+        self.mlp = MoE(config, device) if self.has_experts else MLP(config, device)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
         x = x + self._drop(self.self_attention(self.input_layernorm(x), context), context, ATTENTION_OUTPUT)
-        return x + self._drop(self.mlp(self.pre_mlp_layernorm(x)), context, MLP_OUTPUT)
+        normed = self.pre_mlp_layernorm(x)
+        y = self.mlp(normed, context) if self.has_experts else self.mlp(normed)
+        return x + self._drop(y, context, MLP_OUTPUT)
 
     def _drop(self, x: Tensor, context: Context, site: int) -> Tensor:
         if context.dropout is None or self.dropout == 0:
@@ -141,6 +145,8 @@ class Transformer(nn.Module):
         document_ids: Tensor | None = None,  # int [batch, seq]: attention stays inside a document
         sample_numbers: Tensor | None = None,  # int64 [batch]: places in the run's stream, the key of dropout
         cache: KVCache | None = None,
+        balance_scale: Tensor
+        | None = None,  # float32 scalar: of the gradient of the experts' balancing losses; None: none
     ) -> Tensor:
         """Logits [batch, seq, vocab] in the compute dtype, or with labels the float32 sum of the tokens' losses.
 
@@ -154,6 +160,7 @@ class Transformer(nn.Module):
         if position_ids is None:
             position_ids = places.expand(input_ids.shape)
         context = self.context(position_ids, places, document_ids, sample_numbers, cache)
+        context.balance_scale = balance_scale
         x = self.embed(input_ids, position_ids, context) if hidden is None else hidden
         x = self.run_layers(list(self.layers), x, context)
         if cache is not None:
@@ -203,6 +210,10 @@ class Transformer(nn.Module):
         context = Context(batch, cache=cache)
         if self.config.position_embedding_type == "rope":
             context.rotary = rotary_tables(self.config, position_ids)
+        if self.config.num_experts:
+            sequences = torch.arange(batch, device=places.device)
+            numbers = places[None] * batch + sequences[:, None]
+            context.numbers = self.shard_tokens(numbers).flatten()
         if document_ids is not None:
             context.mask = self.attention_mask(document_ids)
         elif cache is not None and cache.length and seq > 1:

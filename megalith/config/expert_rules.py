@@ -1,0 +1,73 @@
+"""The rules of a mixture of experts that no single field can check; rules.py calls them."""
+
+from __future__ import annotations
+
+from megalith.config.model import ModelConfig
+from megalith.errors import ConfigError
+
+
+def check_experts(model: ModelConfig) -> None:
+    """Raises ConfigError unless the layers with experts can be built; `num_layers` and the like are there."""
+    experts, topk = model.num_experts, model.moe_router_topk
+    if experts is None:
+        return
+    if topk > experts:
+        raise ConfigError(
+            f"model.moe_router_topk {topk} is more than model.num_experts {experts}; a token goes to different "
+            "experts: lower it"
+        )
+    if model.add_bias_linear:
+        raise ConfigError(
+            f"model.num_experts is {experts} and model.add_bias_linear true, but experts have no biases; set it to "
+            "false (model.add_qkv_bias gives attention its own)"
+        )
+    _check_layers(model)
+    _check_groups(model)
+    if model.moe_router_enable_expert_bias and model.moe_router_score_function != "sigmoid":
+        raise ConfigError(
+            "model.moe_router_enable_expert_bias adds to scores that are each between 0 and 1, but "
+            f"model.moe_router_score_function is {model.moe_router_score_function}; set it to sigmoid, or leave the "
+            "bias out"
+        )
+    if model.moe_pad_expert_input_to_capacity and model.moe_expert_capacity_factor is None:
+        raise ConfigError(
+            "model.moe_pad_expert_input_to_capacity needs a capacity, but model.moe_expert_capacity_factor is not "
+            "set; set it, for example to 1.25, or leave the padding out"
+        )
+    if model.moe_shared_expert_gate and model.moe_shared_expert_intermediate_size is None:
+        raise ConfigError(
+            "model.moe_shared_expert_gate weighs the shared expert, but there is none; set "
+            "model.moe_shared_expert_intermediate_size, or leave the gate out"
+        )
+
+
+def _check_layers(model: ModelConfig) -> None:
+    frequency = model.moe_layer_freq
+    if isinstance(frequency, list) and (len(frequency) != model.num_layers or not any(frequency)):
+        raise ConfigError(
+            f"model.moe_layer_freq has {len(frequency)} entries, {sum(frequency)} of them 1, and model.num_layers is "
+            f"{model.num_layers}; give a 1 (experts) or 0 (an MLP) for each layer, with at least one 1"
+        )
+
+
+def _check_groups(model: ModelConfig) -> None:
+    groups, best, topk = model.moe_router_num_groups, model.moe_router_group_topk, model.moe_router_topk
+    if groups is None and best is None:
+        return
+    if groups is None or best is None or best > groups or model.num_experts % groups:
+        raise ConfigError(
+            f"model.moe_router_num_groups is {groups} and model.moe_router_group_topk {best} with "
+            f"{model.num_experts} experts; the groups have to divide the experts, and a token chooses among some of "
+            "the groups: set both, or neither"
+        )
+    size = model.num_experts // groups
+    if best * size < topk:
+        raise ConfigError(
+            f"model.moe_router_group_topk {best} groups of {size} experts are fewer experts than "
+            f"model.moe_router_topk {topk}; raise it, or lower model.moe_router_num_groups"
+        )
+    if model.moe_router_score_function == "sigmoid" and topk % best:
+        raise ConfigError(
+            f"model.moe_router_topk {topk} is not divisible by model.moe_router_group_topk {best}: a group is as good "
+            "as the sum of its best topk / group_topk scores; choose a divisor"
+        )

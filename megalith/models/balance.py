@@ -1,0 +1,123 @@
+"""Losses that balance the experts and keep the router's logits small, and the tally of how balanced they are.
+
+With p_te the scores of token t as probabilities and n_e the number of the T tokens of a micro-batch whose scores (the
+expert bias left out) chose expert e:
+
+    aux       E / (topk · T²) · Σ_e (Σ_t p_te) · n_e       (Fedus et al. 2021); 1 when all is even
+    seq aux   the same over each sequence, averaged over the sequences
+    z         1 / T · Σ_t (log Σ_e exp logit_te)²          (Zoph et al. 2022)
+
+A step's gradient is that of the tokens' mean loss plus, for every layer, the mean over the micro-batches of the global
+batch of coefficient · loss. The losses are of whole micro-batches: ranks that share one each add their own tokens'
+part, in which the counts alone are those of all. So they depend on micro_batch_size and on nothing else of the layout.
+
+The losses join the graph where the weights of the chosen experts do: that edge passes their gradient on, and hands
+the losses theirs. Every forward pass that counts has one backward pass, even where it is computed again, so that is
+where the tally is taken.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from megalith.config import ModelConfig
+from megalith.ops.permute import counted
+
+# A tally, float32 [experts + 3]: the tokens of each expert, then these.
+DROPPED, AUX, Z = (
+    -3,
+    -2,
+    -1,
+)  # pairs of token and expert that were dropped; the two losses before their coefficients
+
+
+TINY = 1e-20  # added to the sum that sigmoid scores are divided by
+
+
+class MicroBatch:
+    """What part the tokens here are of their micro-batch: all of it, where nothing cuts them."""
+
+    shares = 1
+
+    def total(self, x: Tensor) -> Tensor:
+        """The sum of x over the parts; without gradient."""
+        return x
+
+    def whole(self, x: Tensor) -> Tensor:
+        """The x of all tokens, [tokens, …], part after part; without gradient."""
+        return x
+
+    def own(self, x: Tensor) -> Tensor:
+        """This part of what is there for all tokens."""
+        return x
+
+
+def auxiliary_losses(
+    config: ModelConfig,
+    logits: Tensor,  # float32 [tokens, experts]
+    scores: Tensor,  # float32 [tokens, experts]
+    chosen: Tensor,  # int64 [tokens, topk], by score
+    sequences: Tensor,  # int64 [tokens]: of `batch` ones
+    batch: int,
+    micro_batch: MicroBatch,
+) -> tuple[Tensor, Tensor]:
+    """The part of these tokens in the micro-batch's losses: float32 [aux, z], and the same by their coefficients."""
+    tokens, experts = len(logits) * micro_batch.shares, config.num_experts
+    kind = config.moe_router_load_balancing_type
+    aux = z = torch.zeros((), device=logits.device)
+    if config.moe_aux_loss_coeff and kind != "none":
+        if config.moe_router_score_function == "sigmoid":
+            scores = scores / (scores.sum(-1, keepdim=True) + TINY)
+        if kind == "aux_loss":
+            sequences, batch = torch.zeros_like(sequences), 1
+        cells = (sequences[:, None] * experts + chosen).flatten()
+        loads = scores.new_zeros(batch * experts).scatter_add(
+            0, cells, torch.ones_like(cells, dtype=torch.float32)
+        )
+        loads = micro_batch.total(loads).view(batch, experts)
+        aux = (scores * loads[sequences]).sum() * (experts * batch / (config.moe_router_topk * tokens**2))
+    if config.moe_z_loss_coeff:
+        z = logits.logsumexp(-1).square().sum() / tokens
+    return torch.stack([aux, z]).detach(), config.moe_aux_loss_coeff * aux + config.moe_z_loss_coeff * z
+
+
+def empty_tally(experts: int, device: torch.device | None) -> Tensor:
+    return torch.zeros(experts + 3, device=device)
+
+
+def tallied(
+    weights: Tensor,  # float32 [tokens, topk]
+    losses: tuple[Tensor, Tensor],  # of auxiliary_losses
+    scale: Tensor,
+    tally: Tensor,
+    experts: Tensor,  # int64 [tokens, topk]
+    kept: Tensor | None,  # bool [tokens, topk]
+) -> Tensor:
+    """`weights`; in the backward pass the losses get their gradient, `scale`, and the tally is added to."""
+    counts = counted(experts.flatten(), len(tally) - 3).float()
+    dropped = torch.zeros_like(counts[:1]) if kept is None else (~kept).sum().float()[None]
+    values, loss = losses
+    return _Join.apply(weights, loss, scale, torch.cat([counts, dropped, values]), tally)
+
+
+class _Join(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weights: Tensor, loss: Tensor, scale: Tensor, figures: Tensor, tally: Tensor) -> Tensor:
+        ctx.save_for_backward(scale, figures)
+        ctx.tally = tally
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        scale, figures = ctx.saved_tensors
+        ctx.tally += figures
+        return grad, scale, None, None, None
+
+
+@torch.no_grad()
+def move_bias(bias: Tensor, counts: Tensor, rate: float, skipped: Tensor) -> None:
+    """The expert bias after a step: each expert's goes up by `rate` where it had fewer tokens than the mean, down
+    where it had more (Wang et al. 2024). `counts` float32 [experts] are of the whole step; a skipped one changes none.
+    """
+    bias += rate * (1 - skipped) * (counts.mean() - counts).sign()

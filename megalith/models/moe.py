@@ -1,0 +1,153 @@
+"""A mixture of experts in the place of the MLP (Shazeer et al. 2017; Fedus et al. 2021).
+
+    x ──router──▶ experts and weights of each token
+    x ──one row for each pair of token and expert, sorted by expert──▶ experts ──sum of a token's rows──▶ y
+    x ──shared expert, if there is one──▶ added to y
+
+A row is multiplied by its weight between the two matrices of its expert, where it is narrower than at either end, so
+that the sum is a plain one and the experts' output need not be kept for the weights' gradient.
+
+The number of rows of each expert is known on the device only. It stays there: the grouped matmul reads it. Where it
+is needed on the host (matmuls one by one, rows dropped by a capacity but not filled up), the host waits once a layer.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from megalith.comm import local
+from megalith.config import ModelConfig
+from megalith.models.context import Context
+from megalith.models.linear import Linear
+from megalith.models.mlp import ACTIVATIONS, MLP
+from megalith.models.router import Router, Routing
+from megalith.ops.grouped_gemm import Groups, grouped_matmul
+from megalith.ops.permute import Order, counted, places_in_group, sum_rows, take_rows
+
+
+class GroupedLinear(nn.Module):
+    """A matrix for each expert in one weight [experts, out, in], kept in fp32 and cast to x's dtype in use."""
+
+    def __init__(self, experts: int, in_features: int, out_features: int, device: torch.device | None = None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(experts, out_features, in_features, device=device))
+
+    def forward(self, x: Tensor, groups: Groups, grouped: bool) -> Tensor:  # [rows, in] -> [rows, out]
+        return grouped_matmul(x, local(self.weight).to(x.dtype), groups, grouped)
+
+
+class Experts(nn.Module):
+    """The MLPs of all experts here, side by side; rows of fc1 alternate gate and up as in MLP."""
+
+    def __init__(self, config: ModelConfig, device: torch.device | None = None):
+        super().__init__()
+        self.gated = config.swiglu
+        self.activation = ACTIVATIONS[config.activation]
+        self.grouped = config.moe_grouped_gemm
+        width = config.expert_size * (2 if self.gated else 1)
+        self.linear_fc1 = GroupedLinear(config.num_experts, config.hidden_size, width, device)
+        self.linear_fc2 = GroupedLinear(config.num_experts, config.expert_size, config.hidden_size, device)
+
+    def forward(self, x: Tensor, weights: Tensor, groups: Groups) -> Tensor:
+        """Rows x [rows, hidden], expert after expert, and their weights float32 [rows, 1] → [rows, hidden]."""
+        x = self.linear_fc1(x, groups, self.grouped)  # [rows, expert size], or [rows, 2 · expert size]
+        if self.gated:
+            gate, up = x.unflatten(-1, (-1, 2)).unbind(-1)
+            x = F.silu(gate) * up
+        else:
+            x = self.activation(x)
+        return self.linear_fc2(x * weights.to(x.dtype), groups, self.grouped)
+
+
+class MoE(nn.Module):
+    """Router, experts, shared expert. `dispatch`, which brings tokens and experts together, is the seam of EP."""
+
+    def __init__(self, config: ModelConfig, device: torch.device | None = None):
+        super().__init__()
+        self.router = Router(config, device)
+        self.experts = Experts(config, device)
+        self.dispatch = Dispatch(config)
+        self.shared_experts = self.shared_expert_gate = None
+        if width := config.moe_shared_expert_intermediate_size:
+            self.shared_experts = MLP(config, device, width)
+            if config.moe_shared_expert_gate:
+                self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False, device=device)
+
+    @torch.compiler.disable(
+        recursive=False
+    )  # the number of an expert's rows is data, which no graph is made for
+    def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
+        tokens = x.flatten(0, -2)
+        routing = self.router(tokens, context.numbers, context.batch, context.balance_scale)
+        y = self.dispatch(tokens, routing, self.experts).view_as(x)
+        return y if self.shared_experts is None else y + self._shared(x)
+
+    def _shared(self, x: Tensor) -> Tensor:
+        y = self.shared_experts(x)
+        return y if self.shared_expert_gate is None else y * self.shared_expert_gate(x).sigmoid()
+
+
+class Dispatch:
+    """Where all experts are here: the rows are put into the experts' order, and their outputs summed by token."""
+
+    def __init__(self, config: ModelConfig):
+        self.experts = config.num_experts
+        self.fills_up = config.moe_pad_expert_input_to_capacity
+        self.fused = config.moe_permute_fusion
+
+    def __call__(self, x: Tensor, routing: Routing, experts: Experts) -> Tensor:
+        """x [tokens, hidden] through the experts of its routing: [tokens, hidden]."""
+        order, groups = self.order(routing)
+        rows, weights = self.rows(x, routing, order)
+        return self.sum(experts(rows, weights, groups), order)
+
+    def order(self, routing: Routing) -> tuple[Order, Groups]:
+        """The rows sorted by expert, and how many each has."""
+        if routing.kept is None:
+            return sorted_order(routing.experts, self.experts)
+        if self.fills_up:
+            size = min(routing.capacity, len(routing.experts))
+            return filled_order(routing.experts, routing.kept, self.experts, size)
+        return kept_order(routing.experts, routing.kept, self.experts)
+
+    def rows(self, x: Tensor, routing: Routing, order: Order) -> tuple[Tensor, Tensor]:
+        """The rows [rows, hidden] and their weights float32 [rows, 1]."""
+        weights = take_rows(routing.weights.reshape(-1, 1), order.by_pair())
+        return take_rows(x, order, self.fused and x.is_cuda), weights
+
+    def sum(self, rows: Tensor, order: Order) -> Tensor:
+        """The sum of each token's rows: [tokens, hidden]."""
+        return sum_rows(rows, order, self.fused and rows.is_cuda)
+
+
+def sorted_order(experts: Tensor, count: int) -> tuple[Order, Groups]:
+    """Every pair of experts int64 [tokens, topk] has a row."""
+    pair = experts.flatten().argsort(stable=True)
+    row = torch.empty_like(pair).scatter_(0, pair, torch.arange(len(pair), device=pair.device))
+    return Order(pair, row.view_as(experts)), Groups(counted(experts.flatten(), count))
+
+
+def kept_order(experts: Tensor, kept: Tensor, count: int) -> tuple[Order, Groups]:
+    """Only the pairs that are kept, bool [tokens, topk], have a row. Reads on the host how many that are."""
+    groups = torch.where(kept, experts, count).flatten()  # what is dropped comes last
+    pair = groups.argsort(stable=True)
+    counts = counted(groups, count + 1)[:count]
+    sizes = tuple(counts.tolist())
+    total = sum(sizes)
+    place = torch.arange(len(pair), device=pair.device).clamp(max=total)
+    row = torch.empty_like(pair).scatter_(0, pair, place)
+    return Order(pair[:total], row.view_as(experts), complete=False), Groups(counts, sizes)
+
+
+def filled_order(experts: Tensor, kept: Tensor, count: int, size: int) -> tuple[Order, Groups]:
+    """As kept_order, with `size` rows an expert, the last of them without a pair. Nothing is read on the host."""
+    groups = torch.where(kept, experts, count).flatten()
+    pair = groups.argsort(stable=True)
+    group = groups[pair]
+    slots = torch.where(group < count, group * size + places_in_group(group, count + 1), count * size)
+    row = torch.empty_like(pair).scatter_(0, pair, slots)
+    held = torch.full((count * size + 1,), len(pair), device=pair.device).scatter_(0, slots, pair)
+    counts = torch.full((count,), size, device=pair.device)
+    return Order(held[:-1], row.view_as(experts), complete=False), Groups(counts, (size,) * count)
