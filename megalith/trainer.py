@@ -179,6 +179,7 @@ class Trainer:
         result = optimizer_step(
             self.optimizer, self.loss_scale, self.config.optim.clip_grad, self.gradient_squares
         )
+        self.model.end_step(result.skipped)
         self.model.parameters.clear_gradients()
         self.step += 1
         self.consumed_samples += batch_size

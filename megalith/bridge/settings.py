@@ -21,7 +21,9 @@ REQUIRED = object()
 # Fields that change training or storage, not what the weights compute.
 TRAINING_ONLY = (
     "preset", "init_from", "make_vocab_size_divisible_by", "hidden_dropout", "attention_dropout", "init_method_std",
-    "moe_aux_loss_coeff", "moe_grouped_gemm", "moe_permute_fusion",
+    "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type", "moe_router_bias_update_rate",
+    "moe_expert_capacity_factor", "moe_token_drop_policy", "moe_pad_expert_input_to_capacity",
+    "moe_grouped_gemm", "moe_permute_fusion",
 )  # fmt: skip
 
 # Fields that may be left to a rule: the property that has them resolved.

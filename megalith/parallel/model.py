@@ -15,6 +15,7 @@ from megalith.config import RunConfig
 from megalith.models.cache import KVCache
 from megalith.models.transformer import Transformer
 from megalith.parallel.apply import apply
+from megalith.parallel.balance import gather_tallies, move_biases
 from megalith.parallel.context import shard_batch, whole_sequences
 from megalith.parallel.data import micro_batch_begins, weight_gradients_added
 from megalith.parallel.gradients import valid_tokens
@@ -35,6 +36,9 @@ class Part:
 
     batch: Batch
     places: Tensor  # int64 [seq]
+    balance_scale: Tensor | None = (
+        None  # of the gradient of the experts' balancing losses; None: no backward pass
+    )
 
     @property
     def tokens(self) -> Tensor:
@@ -54,6 +58,9 @@ class ParallelModel:
         self.chunks = apply(model, config, mesh, device)
         self.parameters = LocalParameters(self.chunks)
         self.pipeline = self._pipeline() if mesh.pp.size > 1 else None
+        self.tallies: Tensor | None = (
+            None  # what the experts got in the last backward pass: see gather_tallies
+        )
 
     def backward(self, micro_batches: Sequence[Batch], loss_scale: Tensor) -> Tensor:
         """Leaves in `.grad` the gradient of loss_scale · the mean loss; returns that loss, float32, on every rank.
@@ -64,12 +71,21 @@ class ParallelModel:
         masks = [part.batch.loss_mask for part in parts]
         tokens = valid_tokens(masks, self.mesh.dp_cp, self.device)
         factor = loss_scale / tokens
+        if self.config.num_experts:
+            for part in parts:
+                part.balance_scale = loss_scale / (len(parts) * self.mesh.dp.size)
         loss = self._on_device(parts, factor)
         for chunk in self.chunks:
             reduce_partial_gradients(chunk, self.mesh.tp)
         reduce_tied_embedding(self.chunks, self.mesh.tied)
         self.parameters.attach_gradients()
+        self.tallies = gather_tallies(self.chunks, self.mesh, self._parallel.sequence_parallel, self.device)
         return self._everywhere(loss) / tokens
+
+    def end_step(self, skipped: Tensor) -> None:
+        """After the optimizer's step, which was `skipped` (1) or not (0): balances the experts by their bias."""
+        if self.tallies is not None:
+            move_biases(self.chunks, self.tallies, skipped)
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[Batch]) -> tuple[Tensor, Tensor]:
@@ -109,7 +125,12 @@ class ParallelModel:
     def _on_device(self, parts: list[Part], factor: Tensor | None) -> Tensor:
         """All passes of a step on this rank; the sum of the losses that its last stage found, else zero."""
         parts = [
-            Part(part.batch.to(self.device), part.places.to(self.device, non_blocking=True)) for part in parts
+            Part(
+                part.batch.to(self.device),
+                part.places.to(self.device, non_blocking=True),
+                part.balance_scale,
+            )
+            for part in parts
         ]
         if self.pipeline is not None:
             return self.pipeline.evaluate(parts) if factor is None else self.pipeline.step(parts, factor)
@@ -153,4 +174,5 @@ def forward(chunk: Transformer, part: Part, hidden: Tensor | None) -> Tensor:
         places=part.places,
         document_ids=batch.document_ids,
         sample_numbers=batch.sample_numbers,
+        balance_scale=part.balance_scale,
     )

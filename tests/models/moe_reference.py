@@ -4,13 +4,27 @@ from collections.abc import Callable
 
 import torch
 import transformers
-from models.reference import LLAMA, OURS, copy_, grouped_qkv
+from models.reference import LLAMA, OURS
 from torch import nn
 
 from megalith.config import ModelConfig
 from megalith.models.mlp import MLP
 from megalith.models.moe import MoE
 from megalith.models.transformer import Transformer
+
+
+def copy_(parameter: nn.Parameter, value: torch.Tensor) -> None:
+    with torch.no_grad():
+        parameter.zero_()
+        parameter[: len(value)] = value
+
+
+def grouped_qkv(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, groups: int, head_dim: int
+) -> torch.Tensor:
+    """Rows of three projections, gathered by group: its queries, its key, its value."""
+    parts = [x.view(groups, -1, head_dim, *x.shape[1:]) for x in (q, k, v)]
+    return torch.cat(parts, dim=1).flatten(0, 2)
 
 
 def interleaved(gate_up: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,153 @@
+"""The router against transcriptions of the published formulas: choice, weights, losses, capacity, bias."""
+
+import math
+
+import pytest
+import torch
+
+from megalith.config import ModelConfig
+from megalith.models.balance import AUX, DROPPED, Z, move_bias
+from megalith.models.router import Router
+
+TOKENS, HIDDEN, BATCH = 48, 16, 3
+BASE = dict(num_layers=1, hidden_size=HIDDEN, num_attention_heads=2, num_experts=8, moe_router_topk=2)
+SIGMOID = dict(moe_router_score_function="sigmoid")
+GROUPS = dict(moe_router_num_groups=4, moe_router_group_topk=2)
+
+
+def router_of(**settings) -> Router:
+    torch.manual_seed(1)
+    router = Router(ModelConfig(**(BASE | settings)))
+    torch.nn.init.normal_(router.weight)
+    return router
+
+
+@pytest.fixture
+def x() -> torch.Tensor:
+    return torch.randn(TOKENS, HIDDEN, generator=torch.Generator().manual_seed(2))
+
+
+def numbers() -> torch.Tensor:
+    """Three sequences of 16 tokens, one behind the other."""
+    places = torch.arange(TOKENS // BATCH)
+    return (places[None] * BATCH + torch.arange(BATCH)[:, None]).flatten()
+
+
+def routed(router: Router, x: torch.Tensor, scale: float | None = 1.0):
+    return router(x, numbers(), BATCH, None if scale is None else torch.tensor(scale))
+
+
+@pytest.mark.parametrize("pre", [False, True])
+def test_softmax_weights(x, pre):
+    routing = routed(router_of(moe_router_pre_softmax=pre, moe_router_topk_scaling_factor=1.5), x)
+    for token, experts, weights in zip(x, routing.experts, routing.weights):
+        logits = (router_of().weight @ token).tolist()
+        best = sorted(range(8), key=lambda e: -logits[e])[:2]
+        assert experts.tolist() == best
+        total = sum(math.exp(z) for z in (logits if pre else [logits[e] for e in best]))
+        expected = [1.5 * math.exp(logits[e]) / total for e in best]
+        assert weights.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_sigmoid_weights_with_groups_and_bias(x):
+    router = router_of(**SIGMOID, **GROUPS, moe_router_topk=4, moe_router_enable_expert_bias=True)
+    router.expert_bias += torch.linspace(-0.4, 0.4, 8)
+    routing = routed(router, x)
+    for token, experts, weights in zip(x, routing.experts, routing.weights):
+        scores = torch.sigmoid(router.weight @ token)
+        biased = (scores + router.expert_bias).tolist()
+        value = [sum(sorted(biased[2 * g : 2 * g + 2])[-2:]) for g in range(4)]
+        groups = sorted(range(4), key=lambda g: -value[g])[:2]
+        allowed = [e for e in range(8) if e // 2 in groups]
+        best = sorted(allowed, key=lambda e: -biased[e])[:4]
+        assert experts.tolist() == best
+        chosen = [scores[e].item() for e in best]
+        assert weights.tolist() == pytest.approx([s / sum(chosen) for s in chosen], rel=1e-5)
+
+
+def test_softmax_groups_are_as_good_as_their_best_expert(x):
+    router = router_of(**GROUPS)
+    for token, experts in zip(x, routed(router, x).experts):
+        logits = (router.weight @ token).tolist()
+        groups = sorted(range(4), key=lambda g: -max(logits[2 * g : 2 * g + 2]))[:2]
+        best = sorted((e for e in range(8) if e // 2 in groups), key=lambda e: -logits[e])[:2]
+        assert experts.tolist() == best
+
+
+def auxiliary(probabilities: torch.Tensor, experts: torch.Tensor) -> torch.Tensor:
+    """E / (k · T²) · Σ_e (Σ_t p_te) · n_e, written out."""
+    tokens, count = probabilities.shape
+    loss = torch.zeros(())
+    for e in range(count):
+        loss = loss + probabilities[:, e].sum() * (experts == e).sum()
+    return loss * count / (experts.shape[1] * tokens**2)
+
+
+@pytest.mark.parametrize("score", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("kind", ["aux_loss", "seq_aux_loss"])
+def test_losses_and_their_gradient(x, score, kind):
+    settings = dict(moe_router_score_function=score, moe_router_load_balancing_type=kind)
+    router = router_of(**settings, moe_aux_loss_coeff=0.3, moe_z_loss_coeff=0.02)
+    x.requires_grad_()
+    routing = routed(router, x, scale=5.0)
+    (routing.weights.sum() * 0).backward()
+    found, found_x = router.weight.grad.clone(), x.grad.clone()
+    router.weight.grad = x.grad = None
+
+    logits = x @ router.weight.T
+    p = logits.softmax(-1) if score == "softmax" else logits.sigmoid()
+    p = p / p.sum(-1, keepdim=True)
+    parts = [slice(0, TOKENS)] if kind == "aux_loss" else [slice(i, i + 16) for i in range(0, TOKENS, 16)]
+    aux = sum(auxiliary(p[part], routing.experts[part]) for part in parts) / len(parts)
+    z = sum(torch.logsumexp(row, 0) ** 2 for row in logits) / TOKENS
+    (5.0 * (0.3 * aux + 0.02 * z)).backward()
+    torch.testing.assert_close(found, router.weight.grad, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found_x, x.grad, rtol=1e-5, atol=1e-6)
+    assert router.tally[AUX].item() == pytest.approx(aux.item(), rel=1e-5)
+    assert router.tally[Z].item() == pytest.approx(z.item(), rel=1e-5)
+    counts = [(routing.experts == e).sum().item() for e in range(8)]
+    assert router.tally[:8].tolist() == counts and router.tally[DROPPED] == 0
+
+
+def test_the_losses_count_experts_by_score_without_the_bias(x):
+    router = router_of(**SIGMOID, moe_router_enable_expert_bias=True, moe_aux_loss_coeff=1.0)
+    router.expert_bias[3] = 9.0  # everyone is sent to it
+    routing = routed(router, x)
+    routing.weights.sum().backward()
+    assert router.tally[3] == TOKENS
+    scores = torch.sigmoid(x @ router.weight.T)
+    expected = auxiliary(scores / scores.sum(-1, keepdim=True), scores.topk(2).indices)
+    assert router.tally[AUX].item() == pytest.approx(expected.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("policy", ["probs", "position"])
+def test_an_expert_keeps_its_best_or_its_first_tokens(x, policy):
+    router = router_of(moe_expert_capacity_factor=0.75, moe_token_drop_policy=policy)
+    routing = routed(router, x)
+    assert routing.capacity == math.ceil(TOKENS * 2 / 8 * 0.75)
+    for e in range(8):
+        token, choice = torch.where(routing.experts == e)
+        key = -routing.weights[token, choice] if policy == "probs" else numbers()[token]
+        best = set(token[key.argsort()][: routing.capacity].tolist())
+        assert set(token[routing.kept[token, choice]].tolist()) == best
+    routing.weights.sum().backward()
+    assert router.tally[DROPPED] == (~routing.kept).sum() > 0
+
+
+def test_nothing_is_dropped_without_a_backward_pass(x):
+    routing = routed(router_of(moe_expert_capacity_factor=0.5), x, scale=None)
+    assert routing.kept is None and routing.capacity is None
+
+
+def test_forced_balance_sends_as_many_tokens_to_each_expert(x):
+    routing = routed(router_of(moe_router_force_load_balancing=True), x)
+    assert torch.bincount(routing.experts.flatten(), minlength=8).tolist() == [12] * 8
+    assert all(len(set(row)) == 2 for row in routing.experts.tolist())
+
+
+def test_the_bias_moves_towards_experts_with_few_tokens_unless_the_step_is_skipped():
+    bias, counts = torch.zeros(4), torch.tensor([1.0, 5.0, 3.0, 3.0])
+    move_bias(bias, counts, 0.001, torch.tensor(1.0))
+    assert not bias.any()
+    move_bias(bias, counts, 0.001, torch.tensor(0.0))
+    assert bias.tolist() == pytest.approx([0.001, -0.001, 0.0, 0.0])

@@ -1,0 +1,38 @@
+"""Matmuls by groups of rows: every path gives the loop's values and gradients, empty groups included."""
+
+import pytest
+import torch
+
+from megalith.ops.grouped_gemm import GroupedMatmul, Groups, grouped_matmul
+
+
+def values_and_gradients(function, x, weight):
+    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    y = function(x, weight)
+    y.backward(torch.linspace(-1, 1, y.numel()).view_as(y).to(y.dtype))
+    return y.detach(), x.grad, weight.grad
+
+
+def one_by_one(sizes):
+    return lambda x, weight: torch.cat([rows @ w.T for rows, w in zip(x.split(sizes), weight)])
+
+
+@pytest.mark.parametrize("sizes", [(3, 0, 5, 1), (0, 0, 9, 0), (2, 2, 2, 2), (0, 0, 0, 0)])
+@pytest.mark.parametrize("known", [True, False])
+def test_fp32_equals_matmuls_one_by_one(sizes, known):
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(*shape, generator=generator) for shape in ((sum(sizes), 6), (4, 10, 6)))
+    groups = Groups(torch.tensor(sizes), sizes if known else None)
+    found = values_and_gradients(lambda x, w: grouped_matmul(x, w, groups), x, weight)
+    for ours, expected in zip(found, values_and_gradients(one_by_one(sizes), x, weight)):
+        torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_torchs_grouped_gemm_in_bf16_equals_matmuls_one_by_one_and_empty_groups_get_zeros():
+    sizes = (3, 0, 12, 1)
+    generator = torch.Generator().manual_seed(0)
+    x, weight = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((16, 16), (4, 24, 16)))
+    found = values_and_gradients(lambda x, w: GroupedMatmul.apply(x, w, torch.tensor(sizes)), x, weight)
+    for ours, expected in zip(found, values_and_gradients(one_by_one(sizes), x, weight)):
+        torch.testing.assert_close(ours, expected, rtol=1e-2, atol=1e-2)
+    assert not found[2][1].any()
