@@ -186,6 +186,7 @@ def config_presets(args: Arguments) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Every subcommand with its options; `train` is listed here and parsed by itself."""
+    from megalith.checkpoint.commands import add_checkpoint_commands
     from megalith.data import commands as prepare
     from megalith.parallel.commands import add_pipeline_show
     from megalith.parity.commands import add_parity_arguments
@@ -222,6 +223,8 @@ def build_parser() -> argparse.ArgumentParser:
     _add_data_show(_leaf(data, "show", "print samples as training would read them", data_show))
 
     _add_generate(_leaf(commands, "generate", "continue prompts with a trained model", generate))
+
+    add_checkpoint_commands(_group(commands, "checkpoint", "look at checkpoints, and rewrite them"))
 
     plotter = _leaf(commands, "plot", "draw the curves of one or several runs", plot)
     plotter.add_argument("run_dir", nargs="+", help="output folders of runs")

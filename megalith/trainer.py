@@ -15,11 +15,12 @@ from megalith.build import Data, build_model, build_run_tokenizer, complete, voc
 from megalith.checkpoint import (
     Checkpoint,
     RunRecord,
+    Saver,
     TokenizerRecord,
     load_model,
     load_optimizer,
     open_checkpoint,
-    save_checkpoint,
+    state_boxes,
 )
 from megalith.comm import summed
 from megalith.config import ModelConfig, RunConfig
@@ -123,6 +124,15 @@ class Trainer:
         self.gradient_squares = GradientSquares(
             self.model.parameters, mesh.world, sum_of_squares, copies(self.model.chunks, mesh.pp), device
         )
+        self.saver = Saver(
+            self.output / "checkpoints",
+            mesh.world,
+            unpadded_rows=vocabulary_rows(config),
+            write_tokenizer=tokenizer.save if tokenizer else None,
+            keep_last=config.checkpoint.keep_last,
+            keep_every=config.checkpoint.keep_every,
+            background=config.checkpoint.async_save,
+        )
         self.step = 0  # updates made, skipped ones included
         self.consumed_samples = 0
         self.validation_loss: float | None = None
@@ -136,26 +146,28 @@ class Trainer:
                 config, self.mesh, self.device, self.step, self.total_steps, self.model.pipeline
             ) as self.report,
             self.data.train_loader(self.step, self.consumed_samples, self.device) as batches,
+            self.saver,
         ):
             if self.loaded_from:
                 self.report.note(
                     f"going on from {self.loaded_from}: step {self.step}, {self.consumed_samples} samples consumed"
                 )
-            saved_at, ended = None, "train_iters"
+            ended = "train_iters"
             while self.step < self.total_steps:
                 self.report.before_step(self.step + 1)
                 self.train_step(batches)
                 if self.step % config.train.eval_interval == 0:
                     self.evaluate(self.data.valid)
                 if config.checkpoint.save_interval and self.step % config.checkpoint.save_interval == 0:
-                    saved_at = self.save()
+                    self.save()
+                self._tell_of_saves()
                 if reason := self._exit_reason(started):
                     ended = reason
                     break
             if self.step % config.train.eval_interval:
                 self.evaluate(self.data.valid)
             self.report.end()
-            checkpoint = saved_at if saved_at and saved_at.name.endswith(f"{self.step:08d}") else self.save()
+            checkpoint = self.save_last()
             if ended != "train_iters":
                 self.report.note(
                     f"stopped after step {self.step} by {ended}; go on with checkpoint.load={self.output}"
@@ -217,10 +229,10 @@ class Trainer:
                 loss, tokens = loss + more_loss, tokens + more_tokens
         return (loss / tokens).item()
 
-    def save(self) -> Path:
-        """Writes a checkpoint of this moment; returns its folder."""
+    def save(self) -> None:
+        """Saves this moment, or begins to with `async_save`. A save that fails is told, and training goes on."""
         self.report.flush()
-        config, tokenizer = self.config.checkpoint, self.tokenizer
+        tokenizer = self.tokenizer
         record = RunRecord(
             step=self.step,
             consumed_samples=self.consumed_samples,
@@ -229,19 +241,30 @@ class Trainer:
             tokenizer=tokenizer
             and TokenizerRecord(fingerprint=tokenizer.fingerprint, vocab_size=tokenizer.vocab_size),
         )
-        folder = save_checkpoint(
-            self.output / "checkpoints",
-            record,
-            self.model.chunks,
-            self.optimizer if config.save_optim else None,
-            world=self.mesh.world,
-            unpadded_rows=vocabulary_rows(self.config),
-            write_tokenizer=tokenizer.save if tokenizer else None,
-            keep_last=config.keep_last,
-            keep_every=config.keep_every,
-        )
-        self.report.note(f"saved {folder}")
-        return folder
+        optimizer = self.optimizer if self.config.checkpoint.save_optim else None
+        self.saver.save(record, self.model.chunks, optimizer)
+        self._tell_of_saves()
+
+    def save_last(self) -> Path:
+        """Leaves a checkpoint of this moment, which may be saved already, and returns its folder.
+
+        Raises CheckpointError when it cannot be saved.
+        """
+        self._tell_of_saves(wait=True)
+        if not self._is_saved():
+            self.save()
+            self._tell_of_saves(wait=True)
+        if self.saver.last.error is not None:
+            raise self.saver.last.error
+        return self.saver.last.folder
+
+    def _is_saved(self) -> bool:
+        last = self.saver.last
+        return last is not None and last.error is None and last.moment == (self.step, self.consumed_samples)
+
+    def _tell_of_saves(self, wait: bool = False) -> None:
+        for saved in self.saver.finished(wait):
+            self.report.note(str(saved))
 
     def _seed_fused_dropout(self) -> None:
         """A GPU kernel's attention dropout is the one user of a random state: it starts anew from each step."""
@@ -268,7 +291,8 @@ class Trainer:
         if settings.load is None:
             return None
         parts = ("model", "optimizer") if settings.load_optim else ("model",)
-        checkpoint = open_checkpoint(settings.load, parts)
+        boxes = state_boxes(self.model.chunks, self.optimizer, vocabulary_rows(self.config))
+        checkpoint = open_checkpoint(settings.load, parts, world=world, boxes=boxes)
         if checkpoint is None:
             if not Path(settings.load).resolve().is_relative_to(self.output.resolve()):
                 raise CheckpointError(

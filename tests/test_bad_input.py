@@ -228,11 +228,15 @@ def test_a_checkpoint_of_another_shape_or_tokenizer(refused, place):
 
 def test_a_damaged_checkpoint(refused, place):
     assert main(["train", "run.yaml"]) == 0
-    weights = place / "run" / "checkpoints" / "step_00000002" / "model.safetensors"
+    weights = place / "run" / "checkpoints" / "step_00000002" / "model-00000-000.safetensors"
     content = bytearray(weights.read_bytes())
     content[len(content) // 2] ^= 1
     weights.write_bytes(content)
-    damaged = ("no checkpoint in run/checkpoints is whole", "model.safetensors is damaged", "SHA-256")
+    damaged = (
+        "no checkpoint in run/checkpoints is whole",
+        "model-00000-000.safetensors is damaged",
+        "SHA-256",
+    )
     refused(
         ["train", "run.yaml", "--checkpoint.load", "run", "--train.output_dir", "other"], CHECKPOINT, *damaged
     )

@@ -1,9 +1,10 @@
 """Files that are on the disk when we say so: safetensors and text, flushed, synced and hashed.
 
 A safetensors file is the length of a JSON header (uint64, little-endian), the header with the type, shape and
-byte range of each tensor, then the bytes. It is written here one tensor at a time and hashed on the way, so
+byte range of each tensor, then the bytes. It is written here some megabytes at a time and hashed on the way, so
 saving needs no second copy of the model in memory, and the checksum is that of the bytes meant, not of what
-the disk made of them. It is read by the safetensors library, which checks the header.
+the disk made of them. It is read by the safetensors library, which checks the header and maps the file: only the
+pages that are used are read.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ import json
 import math
 import os
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -23,7 +27,6 @@ from torch import Tensor
 
 from megalith.checkpoint.manifest import FileRecord, TensorRecord
 from megalith.errors import CheckpointError
-from megalith.parallel.gather import GlobalTensor
 
 DTYPE_CODES = {
     torch.float64: "F64",
@@ -37,65 +40,76 @@ DTYPE_CODES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
+DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
+CHUNK = 2**26  # bytes that are copied from a device, hashed and written at once
 
 
-class _HashedFile:
-    """Counts and hashes what is written."""
+class Values(Protocol):
+    """What can be written as a tensor: its type and shape, and its bytes in stretches, asked for once at its turn."""
 
-    def __init__(self, file: BinaryIO) -> None:
-        self._file = file
-        self._hash = hashlib.sha256()
-        self._bytes = 0
+    dtype: torch.dtype
+    shape: tuple[int, ...]
 
-    def write(self, data: bytes | memoryview) -> None:
-        self._file.write(data)
-        self._hash.update(data)
-        self._bytes += len(data)
-
-    def record(self) -> FileRecord:
-        return FileRecord(bytes=self._bytes, sha256=self._hash.hexdigest())
+    def stretches(self) -> Iterable[Tensor]:
+        """The bytes in row-major order: uint8, one-dimensional, of any device."""
 
 
-def tensor_record(tensor: Tensor | GlobalTensor) -> TensorRecord:
+@dataclass(frozen=True)
+class HostBytes:
+    """A tensor's bytes in host memory. A Values."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    parts: list[Tensor]  # uint8, one-dimensional
+
+    def stretches(self) -> list[Tensor]:
+        return self.parts
+
+
+def byte_view(tensor: Tensor) -> Tensor:
+    """The tensor's bytes in row-major order, uint8 [bytes]; without a copy where it is contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def byte_count(shape: Sequence[int], dtype: torch.dtype) -> int:
+    """Bytes of a tensor."""
+    return math.prod(shape) * dtype.itemsize
+
+
+def tensor_record(tensor: Tensor | Values) -> TensorRecord:
     """Type and shape, as the manifest and the safetensors header write them."""
     return TensorRecord(dtype=DTYPE_CODES[tensor.dtype], shape=list(tensor.shape))
 
 
-def write_order(tensors: Mapping[str, Tensor | GlobalTensor]) -> list[str]:
-    """Wide types first, then by name, as the safetensors library orders them: every tensor is aligned."""
-    return sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
-
-
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor | GlobalTensor]) -> FileRecord:
-    """Writes named tensors of any device, and syncs the file. Raises OSError.
-
-    Tensors that are spread over ranks are put together one at a time, in `write_order`.
-    """
-    names = write_order(tensors)
+def write_safetensors(path: Path, tensors: Mapping[str, Tensor | Values]) -> FileRecord:
+    """Writes named tensors of any device, and syncs the file. Raises OSError."""
+    # Wide types first, then by name, as the safetensors library orders them: every tensor is aligned.
+    names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name in names:
-        start, end = end, end + math.prod(tensors[name].shape) * tensors[name].dtype.itemsize
+        start, end = end, end + byte_count(tensors[name].shape, tensors[name].dtype)
         header[name] = {**tensor_record(tensors[name]).model_dump(), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
+    digest = hashlib.sha256()
     with open(path, "wb") as file:
-        hashed = _HashedFile(file)
-        hashed.write(struct.pack("<Q", len(text)))
-        hashed.write(text)
-        for name in names:
-            hashed.write(_bytes(tensors[name]))
+        for data in chain([struct.pack("<Q", len(text)) + text], *(_chunks(tensors[name]) for name in names)):
+            file.write(data)
+            digest.update(data)
         _sync(file)
-    return hashed.record()
+        return FileRecord(bytes=file.tell(), sha256=digest.hexdigest())
 
 
-def _bytes(tensor: Tensor | GlobalTensor) -> memoryview:
-    whole = tensor.whole() if isinstance(tensor, GlobalTensor) else tensor
-    return memoryview(whole.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+def _chunks(values: Tensor | Values) -> Iterator[memoryview]:
+    for stretch in [byte_view(values)] if isinstance(values, Tensor) else values.stretches():
+        for part in stretch.split(CHUNK):
+            yield memoryview(part.cpu().numpy())
 
 
-def read_safetensors(path: Path, table: Mapping[str, TensorRecord]) -> Iterator[tuple[str, Tensor]]:
-    """Yields each tensor with its name, mapped from the file.
+@contextmanager
+def open_safetensors(path: Path, table: Mapping[str, TensorRecord]) -> Iterator[Callable[[str], Tensor]]:
+    """Gives a function from a name to its tensor, mapped from the file.
 
     Raises CheckpointError when the file is no safetensors file or holds other tensors than `table` says.
     """
@@ -106,12 +120,13 @@ def read_safetensors(path: Path, table: Mapping[str, TensorRecord]) -> Iterator[
                     f"{path} does not hold the tensors that its manifest lists; use another step"
                 )
             for name, wanted in table.items():
-                tensor = file.get_tensor(name)
-                if tensor_record(tensor) != wanted:
+                view = file.get_slice(name)
+                found = TensorRecord(dtype=view.get_dtype(), shape=view.get_shape())
+                if found != wanted:
                     raise CheckpointError(
-                        f"{path}: {name} is {tensor_record(tensor)}, its manifest says {wanted}; use another step"
+                        f"{path}: {name} is {found}, its manifest says {wanted}; use another step"
                     )
-                yield name, tensor
+            yield file.get_tensor
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read as safetensors: {error}; use another step") from error
 

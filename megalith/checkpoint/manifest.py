@@ -1,25 +1,40 @@
 """`manifest.json`: what a step folder holds, and everything of a run that is not a tensor.
 
-It is written last, so a folder without one is not a checkpoint. It lists each file with its size and SHA-256,
-and carries a checksum of its own content; file names stay inside the folder.
+It is written last, so a folder without one is not a checkpoint. It lists each file with its size and SHA-256, and
+each global tensor with the pieces that it is stored in: a file, and the box of the tensor that stands there under the
+key of `piece_key`. It carries a checksum of its own content; file names stay inside the folder, and pieces cover their
+tensor.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, NonNegativeInt, ValidationError, model_validator
 
+from megalith.checkpoint.extent import Extent, fills
 from megalith.errors import CheckpointError
 
 MANIFEST = "manifest.json"
+FORMAT_VERSION = 2
 
 
 class DamagedCheckpointError(CheckpointError):
     """A step is not what was saved: another step may still be whole."""
+
+
+def _inside_the_folder(name: str) -> str:
+    path = PurePosixPath(name)
+    if path.is_absolute() or ".." in path.parts or "\\" in name or str(path) != name or name == ".":
+        raise ValueError(f"{name!r} is not a plain path inside the checkpoint")
+    return name
+
+
+FileName = Annotated[str, AfterValidator(_inside_the_folder)]
 
 
 class _Record(BaseModel):
@@ -41,6 +56,31 @@ class TensorRecord(_Record):
 
     def __str__(self) -> str:
         return f"{self.dtype} {self.shape}"
+
+
+class PieceRecord(_Record):
+    """A box of a tensor, and the file that holds it."""
+
+    file: FileName
+    offset: list[NonNegativeInt]
+    shape: list[NonNegativeInt]
+
+    @property
+    def extent(self) -> Extent:
+        """The box."""
+        return Extent(tuple(self.offset), tuple(self.shape))
+
+
+class StoredTensor(TensorRecord):
+    """A global tensor and its pieces, none where it has no elements."""
+
+    pieces: list[PieceRecord]
+
+    @model_validator(mode="after")
+    def _cover_the_tensor(self) -> StoredTensor:
+        if not fills(self.shape, [piece.extent for piece in self.pieces]):
+            raise ValueError(f"its pieces do not cover {self} once")
+        return self
 
 
 class TokenizerRecord(_Record):
@@ -71,39 +111,43 @@ class RunRecord(_Record):
     tokenizer: TokenizerRecord | None = None
 
 
-def _inside_the_folder(name: str) -> str:
-    path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or "\\" in name or str(path) != name or name == ".":
-        raise ValueError(f"{name!r} is not a plain path inside the checkpoint")
-    return name
-
-
-FileName = Annotated[str, AfterValidator(_inside_the_folder)]
-
-
 class Manifest(RunRecord):
     """A run's record with the files that complete it."""
 
     format: Literal["megalith-checkpoint"] = "megalith-checkpoint"
-    format_version: Literal[1] = 1
+    format_version: Literal[2] = FORMAT_VERSION
     save_number: NonNegativeInt
     """1 for the first save into a checkpoints folder, then rising: the order of saving. A run that goes on
     from an early step saves lower steps after higher ones."""
 
     files: dict[FileName, FileRecord]
-    tensors: dict[FileName, dict[str, TensorRecord]]
-    """For each safetensors file, its tensors."""
+    tensors: dict[str, dict[str, StoredTensor]]
+    """For each part (`model`, `optimizer`) its tensors by name."""
 
     @model_validator(mode="after")
     def _list_every_file(self) -> Manifest:
-        if unlisted := set(self.tensors) - set(self.files):
+        if unlisted := {name for part in self.tensors for name in self.files_of(part)} - set(self.files):
             raise ValueError(f"files has no entry for {', '.join(sorted(unlisted))}")
         return self
+
+    def files_of(self, part: str) -> set[str]:
+        """The files with tensors of a part."""
+        return {piece.file for tensor in self.tensors[part].values() for piece in tensor.pieces}
 
     def to_json(self) -> str:
         """The manifest's text, its own checksum first."""
         content = self.model_dump(mode="json")
-        return json.dumps({"checksum": content_checksum(content), **content}, indent=1, allow_nan=False)
+        return json.dumps({"checksum": content_checksum(content), **content}, allow_nan=False)
+
+
+def piece_key(name: str, shape: Sequence[int], extent: Extent) -> str:
+    """What a piece is called in its safetensors file: the tensor's name, with the ranges where it is a part of it.
+
+    `embedding.weight[0:64,0:32]`: rows 0 to 63 and columns 0 to 31.
+    """
+    if extent == Extent.whole(shape):
+        return name
+    return f"{name}[{','.join(f'{at}:{stop}' for at, stop in zip(extent.offset, extent.end))}]"
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -125,19 +169,24 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedCheckpointError(
             f"{path} is damaged: its content does not have the checksum it states; use another step"
         )
-    if content.get("format_version") != 1:
+    if content.get("format_version") != FORMAT_VERSION:
         raise CheckpointError(
-            f"{path} has format version {content.get('format_version')!r}, this Megalith reads version 1; "
+            f"{path} has format version {content.get('format_version')!r}, this Megalith reads version "
+            f"{FORMAT_VERSION}; "
             "use the Megalith that wrote it"
         )
     try:
         return Manifest.model_validate(content)
     except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(str(part) for part in first["loc"])
         raise DamagedCheckpointError(
-            f"{path} is not a checkpoint's manifest: {where}: {first['msg']}; use another step"
+            f"{path} is not a checkpoint's manifest: {first_problem(error)}; use another step"
         ) from None
+
+
+def first_problem(error: ValidationError) -> str:
+    """Where the first mistake in a manifest's content is, and what."""
+    first = error.errors()[0]
+    return f"{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
 
 
 def content_checksum(content: dict[str, Any]) -> str:

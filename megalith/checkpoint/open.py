@@ -1,119 +1,101 @@
 """Opening a checkpoint: which step it is, and that its files are what was saved.
 
-Every file that is going to be used is checked against the manifest before a tensor is touched. A folder of
-several steps gives the one saved last that is whole.
+Every file that is going to be read is checked against the manifest before a tensor is touched. A folder of several
+steps gives the one saved last that is whole. All ranks of a job open the same one: what one finds damaged, all leave.
+
+What checking costs: the ranks of a machine share out the files that any of them reads, and hash each once. A job that
+goes on in its own layout hashes what it saved, each rank its share; one that loads in another layout may have every
+machine hash files of which it needs a part.
 """
 
 from __future__ import annotations
 
+import socket
+import stat
 import warnings
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
-from torch import Tensor
-
-from megalith.checkpoint.files import file_record, read_safetensors
+from megalith.checkpoint.agree import together
+from megalith.checkpoint.files import file_record
 from megalith.checkpoint.manifest import (
     MANIFEST,
     DamagedCheckpointError,
     FileRecord,
     Manifest,
-    TensorRecord,
     read_manifest,
 )
-from megalith.checkpoint.steps import CHECKPOINTS, STEP, TOKENIZER, filename, list_steps, save_order
+from megalith.checkpoint.read import Checkpoint, files_for
+from megalith.checkpoint.steps import CHECKPOINTS, STEP, TOKENIZER, list_steps, save_order
+from megalith.comm import Axis
 from megalith.errors import CheckpointError
+from megalith.parallel.gather import ALONE
+from megalith.parallel.shards import Box
+
+THREADS = 4  # files hashed at once
 
 
-@dataclass(frozen=True)
-class Checkpoint:
-    """A step folder whose files were found to be what its manifest says."""
-
-    folder: Path
-    manifest: Manifest
-
-    @property
-    def tokenizer_folder(self) -> Path | None:
-        """Where the run's tokenizer was saved, if it was."""
-        folder = self.folder / TOKENIZER
-        return folder if folder.is_dir() else None
-
-    def table(self, part: str) -> dict[str, TensorRecord]:
-        """Type and shape of each tensor of a part (`model`, `optimizer`)."""
-        return self.manifest.tensors[filename(part)]
-
-    def tensors(self, part: str) -> Iterator[tuple[str, Tensor]]:
-        """Each tensor of a part with its name, on the CPU."""
-        return read_safetensors(self.folder / filename(part), self.table(part))
-
-
-def open_checkpoint(path: str | Path, what: Collection[str] = ("model", "optimizer")) -> Checkpoint | None:
+def open_checkpoint(
+    path: str | Path,
+    what: Collection[str] | None = ("model", "optimizer"),
+    *,
+    world: Axis = ALONE,
+    boxes: Mapping[str, Mapping[str, Box]] | None = None,
+) -> Checkpoint | None:
     """Finds a whole checkpoint and checks its manifest and the files of `what`; its tensors are read later.
+
+    `what` names parts, None all that were saved.
 
     `path` is a run's output folder, its `checkpoints`, or one step folder. Of several steps the one saved
     last is taken; when it is damaged, a warning names it and the one before is tried. None when there is no
     such folder or no step in it yet, as at the first start of a run that loads from where it saves.
 
+    Every rank of `world` calls it and gets the same step. With `boxes`, those of this rank by part and name, only the
+    files that hold pieces of them are checked.
+
     Raises CheckpointError when a step that was named is absent or damaged, when no step is whole, or when the
-    folder holds something else.
+    folder holds something else; on every rank alike.
     """
     path = Path(path)
-    if STEP.fullmatch(path.name) or (path / MANIFEST).exists():
-        return _open_step(path, what)
-    if not path.exists():
-        return None
-    if not path.is_dir():
-        raise CheckpointError(f"{path} is a file; give a run's folder or one of its step folders")
-    folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
-    steps = list_steps(folder)
-    if not steps:
-        _refuse_other_weights(folder)
+    found = together(world, lambda: _candidates(path) if world.rank == 0 else None)[0]
+    if found is None:
         return None
     refused: list[str] = []
-    for candidate in sorted(steps.values(), key=lambda step: save_order(step, unreadable=1), reverse=True):
+    for candidate in map(Path, found):
         try:
-            checkpoint = _open_step(candidate, what)
+            checkpoint = _open_step(candidate, what, world, boxes)
         except DamagedCheckpointError as error:
+            if candidate == path:
+                raise
             refused.append(str(error))
             continue
-        if refused:
+        if refused and world.rank == 0:
             warnings.warn(
                 f"going back to {candidate}, the newest whole checkpoint; skipped: {'; '.join(refused)}",
                 stacklevel=2,
             )
         return checkpoint
-    raise CheckpointError(f"no checkpoint in {folder} is whole: {'; '.join(refused)}")
+    raise CheckpointError(f"no checkpoint in {Path(found[0]).parent} is whole: {'; '.join(refused)}")
 
 
-def _open_step(folder: Path, what: Collection[str]) -> Checkpoint:
-    if not folder.is_dir():
-        raise CheckpointError(f"there is no checkpoint {folder}; {_known_steps(folder.parent)}")
-    manifest = read_manifest(folder)
-    needed = [filename(part) for part in what]
-    for name in needed:
-        if name not in manifest.tensors:
-            raise CheckpointError(
-                f"{folder} has no {name}: it was saved without; to start the optimizer afresh, set "
-                "checkpoint.load_optim to false"
-            )
-    for name, wanted in manifest.files.items():
-        if name in needed or name.startswith(f"{TOKENIZER}/"):
-            _check_file(folder, name, wanted)
-    return Checkpoint(folder, manifest)
-
-
-def _check_file(folder: Path, name: str, wanted: FileRecord) -> None:
+def check_file(folder: Path, name: str, wanted: FileRecord) -> None:
+    """Raises DamagedCheckpointError, naming the file, unless it is what the manifest says."""
     path = folder / name
-    if any(parent.is_symlink() for parent in [path, *path.parents[: name.count("/")]]):
-        raise DamagedCheckpointError(
-            f"{path} is a symbolic link, and a checkpoint has none; use another step"
-        )
     try:
-        found_bytes = path.stat().st_size
-        if found_bytes != wanted.bytes:
+        if any(parent.is_symlink() for parent in [path, *path.parents[: name.count("/")]]):
             raise DamagedCheckpointError(
-                f"{path} is damaged: it has {found_bytes} bytes, its manifest says {wanted.bytes}; use another step"
+                f"{path} is a symbolic link, and a checkpoint has none; use another step"
+            )
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):
+            raise DamagedCheckpointError(
+                f"{path} is not a file, its manifest lists it as one; use another step"
+            )
+        if status.st_size != wanted.bytes:
+            raise DamagedCheckpointError(
+                f"{path} is damaged: it has {status.st_size} bytes, its manifest says {wanted.bytes}; use another step"
             )
         if file_record(path) != wanted:
             raise DamagedCheckpointError(
@@ -124,6 +106,118 @@ def _check_file(folder: Path, name: str, wanted: FileRecord) -> None:
         raise DamagedCheckpointError(f"{path} is missing, its manifest lists it; use another step") from None
     except OSError as error:
         raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror}; use another step") from error
+
+
+def check_files(folder: Path, manifest: Manifest, names: Collection[str]) -> list[str]:
+    """What is wrong with the named files, a sentence each; nothing when they are whole."""
+
+    def problem(name: str) -> str | None:
+        try:
+            check_file(folder, name, manifest.files[name])
+        except DamagedCheckpointError as error:
+            return str(error)
+        return None
+
+    with ThreadPoolExecutor(THREADS) as threads:
+        return [found for found in threads.map(problem, sorted(names)) if found]
+
+
+def step_problems(folder: Path) -> list[str]:
+    """What is wrong with a step: its manifest, any of its files, or the tensors in them; nothing when it is whole."""
+    try:
+        manifest = read_manifest(folder)
+        if problems := check_files(folder, manifest, manifest.files):
+            return problems
+        Checkpoint(folder, manifest).check_contents()
+    except CheckpointError as error:
+        return [str(error)]
+    return []
+
+
+def _candidates(path: Path) -> list[str] | None:
+    """The step folders to try, in that order."""
+    if STEP.fullmatch(path.name) or (path / MANIFEST).exists():
+        if not path.is_dir():
+            raise CheckpointError(f"there is no checkpoint {path}; {_known_steps(path.parent)}")
+        return [str(path)]
+    if not path.exists():
+        return None
+    if not path.is_dir():
+        raise CheckpointError(f"{path} is a file; give a run's folder or one of its step folders")
+    folder = path / CHECKPOINTS if (path / CHECKPOINTS).is_dir() else path
+    steps = list_steps(folder)
+    if not steps:
+        _refuse_other_weights(folder)
+        return None
+    newest_first = sorted(steps.values(), key=lambda step: save_order(step, unreadable=1), reverse=True)
+    return [str(step) for step in newest_first]
+
+
+def _open_step(
+    folder: Path, what: Collection[str] | None, world: Axis, boxes: Mapping[str, Mapping[str, Box]] | None
+) -> Checkpoint:
+    opened: list[Manifest] = []
+
+    def read() -> dict[str, Any]:
+        try:
+            manifest = read_manifest(folder)
+        except DamagedCheckpointError as error:
+            return {"damage": [str(error)]}
+        opened.append(manifest)
+        needed = _needed_files(folder, manifest, what, boxes)
+        return {
+            "damage": [],
+            "number": manifest.save_number,
+            "host": socket.gethostname(),
+            "needed": sorted(needed),
+        }
+
+    answers = together(world, read)
+    _refuse_damage(answers)
+    if len({answer["number"] for answer in answers}) > 1:
+        raise CheckpointError(
+            f"{folder} is not the same on all machines; checkpoint.load must name a folder that they share"
+        )
+    (manifest,) = opened
+    mine = _share_of_hashing(answers, manifest, world.rank)
+    _refuse_damage(together(world, lambda: {"damage": check_files(folder, manifest, mine)}))
+    return Checkpoint(folder, manifest)
+
+
+def _needed_files(
+    folder: Path,
+    manifest: Manifest,
+    what: Collection[str] | None,
+    boxes: Mapping[str, Mapping[str, Box]] | None,
+) -> set[str]:
+    needed = {name for name in manifest.files if name.startswith(f"{TOKENIZER}/")}
+    for part in manifest.tensors if what is None else what:
+        if part not in manifest.tensors:
+            raise CheckpointError(
+                f"{folder} has no {part}: it was saved without; to start the optimizer afresh, set "
+                "checkpoint.load_optim to false"
+            )
+        needed |= manifest.files_of(part) if boxes is None else files_for(manifest, part, boxes[part])
+    return needed
+
+
+def _share_of_hashing(answers: Sequence[Mapping[str, Any]], manifest: Manifest, rank: int) -> list[str]:
+    """The files that this rank checks, of those that its machine's ranks read: the largest first, evenly."""
+    load = {peer: 0 for peer, answer in enumerate(answers) if answer["host"] == answers[rank]["host"]}
+    files = sorted({name for peer in load for name in answers[peer]["needed"]})
+    mine = []
+    for name in sorted(files, key=lambda name: -manifest.files[name].bytes):
+        peer = min(load, key=load.get)
+        load[peer] += manifest.files[name].bytes
+        if peer == rank:
+            mine.append(name)
+    return mine
+
+
+def _refuse_damage(answers: Sequence[Mapping[str, Any]]) -> None:
+    damage = {text: None for answer in answers for text in answer["damage"]}
+    if damage:
+        raise DamagedCheckpointError("; ".join(damage))
 
 
 def _known_steps(folder: Path) -> str:

@@ -10,20 +10,19 @@ layout goes on in any other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 from torch import nn
 
-from megalith.checkpoint.files import tensor_record, write_order
-from megalith.checkpoint.manifest import RunRecord, TensorRecord
-from megalith.checkpoint.open import Checkpoint
-from megalith.checkpoint.store import save_step, step_folder
-from megalith.comm import Axis, summed
+from megalith.checkpoint.agree import exchange, together
+from megalith.checkpoint.files import DTYPE_CODES
+from megalith.checkpoint.manifest import TensorRecord
+from megalith.checkpoint.read import Checkpoint, files_for
+from megalith.comm import Axis
 from megalith.errors import CheckpointError
-from megalith.parallel.gather import ALONE, global_tensors
+from megalith.parallel.gather import ALONE
 from megalith.parallel.shards import Box, box_of
 
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -63,37 +62,15 @@ def optimizer_boxes(optimizer: torch.optim.Optimizer, model: Model | None) -> di
     return boxes
 
 
-def save_checkpoint(
-    checkpoints: str | Path,
-    record: RunRecord,
-    model: Model,
-    optimizer: torch.optim.Optimizer | None,
-    *,
-    world: Axis = ALONE,
-    unpadded_rows: Mapping[str, int] | None = None,
-    write_tokenizer: Callable[[Path], None] | None = None,
-    keep_last: int | None = None,
-    keep_every: int | None = None,
-) -> Path:
-    """Saves a run into `checkpoints/step_NNNNNNNN` and returns that folder; see `store.save_step`.
-
-    Every rank of `world` calls it with what it holds; rank 0 writes, and all return when the step is whole.
-    `unpadded_rows` gives for each padded parameter the rows that mean something: its rest, and that of its
-    optimizer state, is not stored. Without `optimizer` the weights alone are saved.
-    """
+def state_boxes(
+    model: Model, optimizer: torch.optim.Optimizer | None, unpadded_rows: Mapping[str, int] | None = None
+) -> dict[str, dict[str, Box]]:
+    """What of this rank's state is stored, by part and name; without `optimizer` the weights alone."""
     rows = unpadded_rows or {}
     boxes = {MODEL: _cut(model_boxes(model), rows)}
     if optimizer is not None:
         boxes[OPTIMIZER] = _cut(optimizer_boxes(optimizer, model), _state_rows(rows))
-    tensors = {part: global_tensors(boxes[part], world) for part in boxes}
-    if world.rank == 0:
-        save_step(Path(checkpoints), record, tensors, write_tokenizer, keep_last, keep_every)
-    else:
-        for part in tensors.values():
-            for name in write_order(part):
-                part[name].whole()
-    summed(torch.zeros(()), world)  # all have come here: the step is whole
-    return step_folder(Path(checkpoints), record.step)
+    return boxes
 
 
 def load_model(
@@ -146,29 +123,30 @@ def _fill(
     world: Axis,
 ) -> None:
     stored = _cut(boxes, unpadded_rows)
-    _check_fit(
-        checkpoint, part, {name: tensor_record(t) for name, t in global_tensors(stored, world).items()}
-    )
-    for name, value in checkpoint.tensors(part):
-        if name in stored:
-            stored[name].values.copy_(stored[name].cut_from(value))
+    _check_fit(checkpoint, part, stored, world)
+    together(world, lambda: checkpoint.check_contents(files_for(checkpoint.manifest, part, stored)))
+    together(world, lambda: checkpoint.fill(part, stored))
     for name in unpadded_rows.keys() & boxes.keys():
         boxes[name].values[len(stored[name].values) :].zero_()
 
 
-def _check_fit(checkpoint: Checkpoint, part: str, wanted: Mapping[str, TensorRecord]) -> None:
+def _check_fit(checkpoint: Checkpoint, part: str, boxes: Mapping[str, Box], world: Axis) -> None:
     found = checkpoint.table(part)
+    wanted = {
+        name: TensorRecord(dtype=DTYPE_CODES[box.values.dtype], shape=list(box.shape))
+        for name, box in boxes.items()
+    }
+    other = [
+        f"{name} (stored {found[name]}, needed {wanted[name]})"
+        for name in wanted
+        if name in found and str(found[name]) != str(wanted[name])
+    ]
+    known = {name: None for names in exchange(list(wanted), world) for name in names}
+    others = {text: None for texts in exchange(other, world) for text in texts}
     problems = [
-        ("missing", [name for name in wanted if name not in found]),
-        ("unexpected", [name for name in found if name not in wanted]),
-        (
-            "of another shape or type",
-            [
-                f"{name} (stored {found[name]}, needed {wanted[name]})"
-                for name in wanted
-                if name in found and found[name] != wanted[name]
-            ],
-        ),
+        ("missing", [name for name in known if name not in found]),
+        ("unexpected", [name for name in found if name not in known]),
+        ("of another shape or type", list(others)),
     ]
     sentences = [f"{what}: {_shorten(names)}" for what, names in problems if names]
     if not sentences:

@@ -1,8 +1,10 @@
 """The names of step folders, and the order in which they were saved.
 
     checkpoints/
-      step_00000100/   model.safetensors  optimizer.safetensors  tokenizer/…  manifest.json
+      step_00000100/   model-RRRRR-NNN.safetensors  optimizer-RRRRR-NNN.safetensors  tokenizer/…  manifest.json
       latest           the name of the step saved last, for people and scripts
+
+A rank R writes its files N of the model and of the optimizer's state; the manifest says what is where.
 
 Loading does not trust `latest`: it goes by the order of saving that the manifests state.
 """
@@ -20,11 +22,6 @@ LATEST = "latest"
 TOKENIZER = "tokenizer"
 STEP = re.compile(r"step_(\d{8,})")
 REPLACED = re.compile(r"step_(\d{8,})\.replaced")
-
-
-def filename(part: str) -> str:
-    """The file of a part (`model`, `optimizer`) in a step folder."""
-    return f"{part}.safetensors"
 
 
 def list_steps(checkpoints: Path) -> dict[int, Path]:

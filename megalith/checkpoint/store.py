@@ -1,9 +1,11 @@
-"""Saving a step: its folder is whole or not there.
+"""A step folder while it is saved: whole, or not there.
 
 A save writes into `step_00000100.tmp`, syncs every file, writes the manifest last, renames the folder, and only
 then moves `latest` and deletes steps that need not be kept. So whenever a save dies, the steps before it are
 whole; its remains are cleared by the next save. A step that is saved again stands aside as
 `step_00000100.replaced` until the new one has its name, and counts as the step if it never gets it.
+
+One process of a job does what stands here; the others only write files into the temporary folder.
 """
 
 from __future__ import annotations
@@ -11,109 +13,125 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
-from torch import Tensor
+from pydantic import ValidationError
 
-from megalith.checkpoint.files import (
-    record_and_sync,
-    replace_text,
-    sync_folder,
-    tensor_record,
-    write_safetensors,
-    write_text,
-)
-from megalith.checkpoint.manifest import MANIFEST, Manifest, RunRecord
-from megalith.checkpoint.steps import LATEST, REPLACED, TOKENIZER, filename, list_steps, save_order
+from megalith.checkpoint.files import record_and_sync, replace_text, sync_folder, write_text
+from megalith.checkpoint.manifest import MANIFEST, Manifest, RunRecord, TensorRecord, first_problem
+from megalith.checkpoint.steps import LATEST, REPLACED, TOKENIZER, list_steps, save_order
 from megalith.errors import CheckpointError
-from megalith.parallel.gather import GlobalTensor
 
 
-def step_folder(checkpoints: Path, step: int) -> Path:
-    """Where a step is saved."""
-    return checkpoints / f"step_{step:08d}"
+class StepFolder:
+    """`step_NNNNNNNN` in a run's `checkpoints`, from `begin` to `commit` or `abandon`. All raise OSError."""
 
+    def __init__(self, checkpoints: Path, step: int):
+        self.checkpoints = checkpoints
+        self.final = checkpoints / f"step_{step:08d}"
+        """Where the step stands once it is whole."""
+        self.temporary = checkpoints / f"{self.final.name}.tmp"
+        """Where its files are written until then."""
 
-def save_step(
-    checkpoints: Path,
-    record: RunRecord,
-    tensors: Mapping[str, Mapping[str, Tensor | GlobalTensor]],
-    write_tokenizer: Callable[[Path], None] | None = None,
-    keep_last: int | None = None,
-    keep_every: int | None = None,
-) -> Path:
-    """Writes `step_NNNNNNNN` with a safetensors file for each part of `tensors`; returns its folder.
+    def begin(self) -> None:
+        """Makes the temporary folder, after clearing what killed saves have left."""
+        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        _clear_remains(self.checkpoints)
+        self.temporary.mkdir()
 
-    `write_tokenizer` fills the folder that it is given. With `keep_last`, only that many of the steps saved
-    last stay, and those divisible by `keep_every`. Raises CheckpointError when the disk refuses; the steps
-    before are then as they were.
-    """
-    final = step_folder(checkpoints, record.step)
-    temporary = checkpoints / f"{final.name}.tmp"
-    try:
-        checkpoints.mkdir(parents=True, exist_ok=True)
-        _clear_remains(checkpoints)
-        _write_step(temporary, record, _next_save_number(checkpoints), tensors, write_tokenizer)
-        _move_into_place(temporary, final)
-        replace_text(checkpoints / LATEST, final.name + "\n")
-    except BaseException as error:
-        shutil.rmtree(temporary, ignore_errors=True)
-        if not isinstance(error, OSError):
-            raise
-        raise CheckpointError(
-            f"the checkpoint {final} could not be saved: {error.strerror or error}; the steps saved before are "
-            "whole: make room or mend the disk, then go on from the last of them"
-        ) from error
-    if keep_last is not None:
-        _delete_old(checkpoints, final, keep_last, keep_every)
-    return final
+    def commit(
+        self,
+        record: RunRecord,
+        table: Mapping[str, Mapping[str, TensorRecord]],
+        written: Iterable[Mapping[str, Any]],
+        write_tokenizer: Callable[[Path], None] | None,
+    ) -> None:
+        """Makes the step whole, from what each writer's `ShardWriter.finish` gave and the tensors' types and shapes.
+
+        `write_tokenizer` fills the folder that it is given. Raises CheckpointError when a written file is not here.
+        """
+        files: dict[str, Any] = {}
+        tensors: dict[str, dict[str, Any]] = {
+            part: {name: {**record.model_dump(), "pieces": []} for name, record in named.items()}
+            for part, named in table.items()
+        }
+        for share in written:
+            files |= share["files"]
+            for part, name, piece in share["pieces"]:
+                tensors[part][name]["pieces"].append(piece)
+        self._check_that_files_are_here(files)
+        files |= self._write_tokenizer(write_tokenizer)
+        number = _next_save_number(self.checkpoints)
+        content = {**record.model_dump(), "save_number": number, "files": files, "tensors": tensors}
+        try:
+            manifest = Manifest.model_validate(content)
+        except ValidationError as error:
+            raise CheckpointError(f"what was written is no checkpoint: {first_problem(error)}") from None
+        write_text(self.temporary / MANIFEST, manifest.to_json())
+        sync_folder(self.temporary)
+        self._move_into_place()
+        replace_text(self.checkpoints / LATEST, self.final.name + "\n")
+
+    def abandon(self) -> None:
+        """Removes what was written. What cannot be removed now goes with the next save."""
+        shutil.rmtree(self.temporary, ignore_errors=True)
+
+    def delete_old_steps(self, keep_last: int | None, keep_every: int | None) -> None:
+        """Deletes all but the `keep_last` steps saved last, this one, and those divisible by `keep_every`.
+
+        With None for `keep_last` all stay. What cannot be deleted now is tried again after the next save.
+        """
+        if keep_last is None:
+            return
+        with contextlib.suppress(OSError):
+            steps = list_steps(self.checkpoints)
+            in_order = sorted(steps, key=lambda step: save_order(steps[step], unreadable=-1))
+            for step in in_order[:-keep_last]:
+                if steps[step] == self.final or (keep_every and step % keep_every == 0):
+                    continue
+                doomed = steps[step].with_name(f"{steps[step].name}.tmp")
+                os.replace(steps[step], doomed)
+                shutil.rmtree(doomed)
+
+    def _check_that_files_are_here(self, files: Mapping[str, Mapping[str, Any]]) -> None:
+        for name, record in files.items():
+            path = self.temporary / name
+            if not path.is_file() or path.stat().st_size != record["bytes"]:
+                raise CheckpointError(
+                    f"{path}, which another process has written, is not here; train.output_dir must be a folder that "
+                    "all machines share"
+                )
+
+    def _write_tokenizer(self, write_tokenizer: Callable[[Path], None] | None) -> dict[str, Any]:
+        if write_tokenizer is None:
+            return {}
+        folder = self.temporary / TOKENIZER
+        folder.mkdir()
+        write_tokenizer(folder)
+        records = {}
+        for path in sorted(folder.rglob("*")):
+            if path.is_dir():
+                sync_folder(path)
+            else:
+                records[path.relative_to(self.temporary).as_posix()] = record_and_sync(path).model_dump()
+        sync_folder(folder)
+        return records
+
+    def _move_into_place(self) -> None:
+        replaced = self.final.with_name(f"{self.final.name}.replaced")
+        if self.final.exists():
+            os.replace(self.final, replaced)
+        os.replace(self.temporary, self.final)
+        sync_folder(self.checkpoints)
+        shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _next_save_number(checkpoints: Path) -> int:
     return 1 + max(
         (save_order(step, unreadable=0)[1] for step in list_steps(checkpoints).values()), default=0
     )
-
-
-def _write_step(
-    folder: Path,
-    record: RunRecord,
-    save_number: int,
-    tensors: Mapping[str, Mapping[str, Tensor | GlobalTensor]],
-    write_tokenizer: Callable[[Path], None] | None,
-) -> None:
-    folder.mkdir()
-    files = {filename(part): write_safetensors(folder / filename(part), tensors[part]) for part in tensors}
-    if write_tokenizer is not None:
-        (folder / TOKENIZER).mkdir()
-        write_tokenizer(folder / TOKENIZER)
-        for path in sorted((folder / TOKENIZER).rglob("*")):
-            if path.is_dir():
-                sync_folder(path)
-            else:
-                files[path.relative_to(folder).as_posix()] = record_and_sync(path)
-        sync_folder(folder / TOKENIZER)
-    manifest = Manifest(
-        **record.model_dump(),
-        save_number=save_number,
-        files=files,
-        tensors={
-            filename(part): {name: tensor_record(tensor) for name, tensor in named.items()}
-            for part, named in tensors.items()
-        },
-    )
-    write_text(folder / MANIFEST, manifest.to_json())
-    sync_folder(folder)
-
-
-def _move_into_place(temporary: Path, final: Path) -> None:
-    replaced = final.with_name(f"{final.name}.replaced")
-    if final.exists():
-        os.replace(final, replaced)
-    os.replace(temporary, final)
-    sync_folder(final.parent)
-    shutil.rmtree(replaced, ignore_errors=True)
 
 
 def _clear_remains(checkpoints: Path) -> None:
@@ -127,15 +145,3 @@ def _clear_remains(checkpoints: Path) -> None:
                 shutil.rmtree(folder)
             else:
                 os.replace(folder, final)
-
-
-def _delete_old(checkpoints: Path, newest: Path, keep_last: int, keep_every: int | None) -> None:
-    steps = list_steps(checkpoints)
-    in_order = sorted(steps, key=lambda step: save_order(steps[step], unreadable=-1))
-    for step in in_order[:-keep_last]:
-        if steps[step] == newest or (keep_every and step % keep_every == 0):
-            continue
-        doomed = steps[step].with_name(f"{steps[step].name}.tmp")
-        with contextlib.suppress(OSError):  # what cannot be deleted now is tried again after the next save
-            os.replace(steps[step], doomed)
-            shutil.rmtree(doomed)

@@ -1,6 +1,6 @@
 """Global tensors put together on rank 0, one at a time, from the boxes that the ranks own.
 
-For checkpoints that one rank writes and for a look at a whole tensor. Rank 0 needs memory for one global tensor.
+For a look at whole tensors. Rank 0 needs memory for one global tensor.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """State as the optimizer and a checkpoint see it: each rank's shards, and the global tensors that they are parts of.
 
 A parameter is a DTensor: a global tensor of which this rank holds a box. The optimizer steps plain parameters that
-share their storage with the boxes, which is six times quicker than stepping DTensors; a checkpoint puts the boxes
-together. Where several ranks hold the same box, one of them is its owner: it counts it in the gradient's norm and
-saves it.
+share their storage with the boxes, which is six times quicker than stepping DTensors; a checkpoint stores boxes, each
+once. Where several ranks hold the same box, one of them is its owner, which counts it in the gradient's norm.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ from megalith.checkpoint.files import file_record, write_safetensors
 from megalith.checkpoint.manifest import content_checksum
 from megalith.errors import CheckpointError
 
-FILES = ["model.safetensors", "optimizer.safetensors", "manifest.json"]
+FILES = ["model-00000-000.safetensors", "optimizer-00000-000.safetensors", "manifest.json"]
 
 
 def flip_first_bit(path):
@@ -69,22 +69,22 @@ def test_damage_is_named_and_the_step_before_is_used(tiny_run, tmp_path, name, d
 def test_a_file_of_another_step_is_found(tiny_run, tmp_path):
     run = tiny_run()
     older, newer = (run.train(1).save(tmp_path) for _ in range(2))
-    shutil.copy(older / "model.safetensors", newer / "model.safetensors")
-    with pytest.raises(CheckpointError, match=r"step_00000002/model\.safetensors is damaged"):
+    shutil.copy(older / "model-00000-000.safetensors", newer / "model-00000-000.safetensors")
+    with pytest.raises(CheckpointError, match=r"step_00000002/model-00000-000\.safetensors is damaged"):
         open_checkpoint(newer)
 
 
 def test_when_no_step_is_whole_nothing_is_started_afresh(tiny_run, tmp_path):
     run = tiny_run()
     for _ in range(2):
-        truncate(run.train(1).save(tmp_path) / "model.safetensors")
+        truncate(run.train(1).save(tmp_path) / "model-00000-000.safetensors")
     with pytest.raises(CheckpointError, match=r"no checkpoint .* is whole: .*step_00000002.*step_00000001"):
         open_checkpoint(tmp_path)
 
 
 def test_damage_to_what_is_not_asked_for_does_not_matter(tiny_run, tmp_path):
     folder = tiny_run().train(1).save(tmp_path)
-    delete(folder / "optimizer.safetensors")
+    delete(folder / "optimizer-00000-000.safetensors")
     assert open_checkpoint(tmp_path, what=["model"]).folder == folder
 
 
@@ -106,7 +106,7 @@ def test_names_that_leave_the_folder_are_refused(tiny_run, tmp_path, name):
         open_checkpoint(folder)
 
 
-@pytest.mark.parametrize("link", ["model.safetensors", "tokenizer"])
+@pytest.mark.parametrize("link", ["model-00000-000.safetensors", "tokenizer"])
 def test_symbolic_links_are_refused(tiny_run, tmp_path, link):
     folder = tiny_run().save(tmp_path, write_tokenizer=lambda path: (path / "a.json").write_text("{}"))
     (folder / link).rename(tmp_path / "elsewhere")
@@ -118,8 +118,8 @@ def test_symbolic_links_are_refused(tiny_run, tmp_path, link):
 def test_a_newer_format_is_refused_and_not_passed_over(tiny_run, tmp_path):
     run = tiny_run()
     run.train(1).save(tmp_path)
-    rewrite_manifest(run.train(1).save(tmp_path), lambda content: content.update(format_version=2))
-    with pytest.raises(CheckpointError, match="format version 2, this Megalith reads version 1"):
+    rewrite_manifest(run.train(1).save(tmp_path), lambda content: content.update(format_version=3))
+    with pytest.raises(CheckpointError, match="format version 3, this Megalith reads version 2"):
         open_checkpoint(tmp_path)
 
 
@@ -130,8 +130,14 @@ def test_a_newer_format_is_refused_and_not_passed_over(tiny_run, tmp_path):
         lambda content: content.update(step=-1),
         lambda content: content.update(step="2"),
         lambda content: content.update(surprise=1),
-        lambda content: content["files"].pop("model.safetensors"),
-        lambda content: content["tensors"]["model.safetensors"].update(x={"dtype": "F32", "shape": [-1]}),
+        lambda content: content["files"].pop("model-00000-000.safetensors"),
+        lambda content: content["tensors"]["model"].update(x={"dtype": "F32", "shape": [-1], "pieces": []}),
+        lambda content: content["tensors"]["model"].update(x={"dtype": "F32", "shape": [1], "pieces": []}),
+        lambda content: content["tensors"]["model"]["norm.weight"]["pieces"].append(
+            content["tensors"]["model"]["norm.bias"]["pieces"][0]
+        ),
+        lambda content: content["tensors"]["model"]["norm.weight"]["pieces"][0].update(offset=[1]),
+        lambda content: content["tensors"]["model"]["norm.weight"]["pieces"][0].update(file="../model"),
     ],
 )
 def test_manifests_with_other_content_are_refused(tiny_run, tmp_path, change):
@@ -151,10 +157,12 @@ def test_manifests_that_are_no_manifests_are_refused(tiny_run, tmp_path, text):
 
 def replace_weights(folder, content):
     """Puts in a model file that the manifest's checksum agrees with."""
-    path = folder / "model.safetensors"
+    path = folder / "model-00000-000.safetensors"
     path.write_bytes(content) if isinstance(content, bytes) else write_safetensors(path, content)
     record = file_record(path).model_dump()
-    rewrite_manifest(folder, lambda manifest: manifest["files"].update({"model.safetensors": record}))
+    rewrite_manifest(
+        folder, lambda manifest: manifest["files"].update({"model-00000-000.safetensors": record})
+    )
 
 
 def header(text):
@@ -191,5 +199,5 @@ def test_safetensors_that_contradict_the_manifest_are_refused(tiny_run, tmp_path
     run = tiny_run()
     folder = run.save(tmp_path)
     replace_weights(folder, content)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors"):
+    with pytest.raises(CheckpointError, match=r"model-00000-000\.safetensors"):
         run.load(open_checkpoint(folder))

@@ -3,12 +3,14 @@
 import pytest
 import torch
 from data_job import GPT2, LLAMA, Job, Trained, assemble
+from safetensors import safe_open
 
 from megalith.checkpoint import RunRecord, load_model, load_optimizer, open_checkpoint, save_checkpoint
-from megalith.checkpoint.files import read_safetensors
+from megalith.checkpoint.compare import tensor_digests
 from megalith.config import ParallelConfig
 from megalith.errors import CheckpointError
 
+PARTS = ("model", "optimizer")
 ROWS = {"embedding.word_embeddings.weight": 67, "output_layer.weight": 67}
 
 
@@ -107,16 +109,23 @@ def test_any_layout_loads_what_any_other_saved(pool, tmp_path, model, layouts):
 
 
 def test_the_stored_tensors_do_not_depend_on_the_layout(pool, tmp_path):
-    """Files of the same run before its first step: byte for byte those that one process writes."""
-    contents = []
+    """The same run before its first step has the same global tensors, each written once, whoever writes them."""
+    digests = []
     for name, size, strategy, layout in LAYOUTS:
         run_in(pool, size, save, job(LLAMA, strategy, **layout), tmp_path / name, 0)
-        folder = tmp_path / name / "checkpoints" / "step_00000000"
-        contents.append([(folder / f"{part}.safetensors").read_bytes() for part in ("model", "optimizer")])
-    assert all(content == contents[0] for content in contents)
-    table = open_checkpoint(tmp_path / "tp2 zero3").table("model")
-    stored = dict(read_safetensors(folder / "model.safetensors", table))
-    assert len(stored["embedding.word_embeddings.weight"]) == 67  # padding is not stored
+        checkpoint = open_checkpoint(tmp_path / name)
+        digests.append([list(tensor_digests(checkpoint, part)) for part in ("model", "optimizer")])
+        written = sum(tensor_bytes(checkpoint.folder / file) for file in checkpoint.manifest.files)
+        assert written == sum(tensor.nbytes for part in PARTS for _, tensor in checkpoint.tensors(part))
+        assert len(checkpoint.manifest.files_of("model")) == size  # every rank writes
+    assert all(digest == digests[0] for digest in digests)
+    stored = checkpoint.read("model", "embedding.word_embeddings.weight")
+    assert len(stored) == 67  # padding is not stored
+
+
+def tensor_bytes(path) -> int:
+    with safe_open(path, framework="pt") as file:
+        return sum(file.get_tensor(key).nbytes for key in list(file.keys()))
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])

@@ -1,0 +1,76 @@
+"""Joint decisions: what one rank finds, every rank learns, so that all go on or all stop.
+
+A save or a load that fails on one rank has failed on all of them; a rank that left on its own would leave the others
+waiting. So each phase is done on every rank, then told to every rank.
+
+What is told is JSON in CPU tensors: a rank unpickles nothing. The group is to have a backend for the CPU (gloo); a
+background save has one of its own, for the messages of two threads in one group would mix.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from megalith.comm import Axis
+from megalith.errors import CheckpointError
+
+
+def exchange(value: Any, world: Axis) -> list[Any]:
+    """Every rank's value, in the ranks' order. Values are plain JSON."""
+    if world.size == 1:
+        return [value]
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world.size)]
+    dist.all_gather(sizes, torch.tensor([len(data)]), group=world.group)
+    longest = int(max(sizes))
+    texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(world.size)]
+    padded = torch.zeros(longest, dtype=torch.uint8)
+    padded[: len(data)] = data
+    dist.all_gather(texts, padded, group=world.group)
+    return [json.loads(text[: int(size)].numpy().tobytes()) for text, size in zip(texts, sizes)]
+
+
+def together(world: Axis, work: Callable[[], Any]) -> list[Any]:
+    """Does `work` on every rank and returns what each rank's gave, plain JSON, when all are done.
+
+    When it raised anywhere, every rank raises JointError with the ranks' reasons.
+    """
+    value, error = None, None
+    try:
+        value = work()
+    except Exception as raised:
+        error = raised
+    outcomes = exchange([value, error and _sentence(error)], world)
+    reasons = {rank: reason for rank, (_, reason) in enumerate(outcomes) if reason}
+    if reasons:
+        raise JointError(reasons, world.size) from error
+    return [value for value, _ in outcomes]
+
+
+class JointError(CheckpointError):
+    """What failed on some ranks, raised on all."""
+
+    def __init__(self, reasons: Mapping[int, str], world_size: int):
+        by_reason: dict[str, list[int]] = {}
+        for rank, reason in reasons.items():
+            by_reason.setdefault(reason, []).append(rank)
+        texts = [
+            reason if world_size == 1 or len(ranks) == world_size else f"{_ranks(ranks)}: {reason}"
+            for reason, ranks in by_reason.items()
+        ]
+        super().__init__("; ".join(texts))
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def _sentence(error: Exception) -> str:
+    if isinstance(error, OSError):
+        return f"{error.strerror or error}{f' ({error.filename})' if error.filename else ''}"
+    return str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"

@@ -1,0 +1,141 @@
+"""A step in other files: cut for another number of readers, or put together in one.
+
+Tensors go from file to file some megabytes at a time, so a checkpoint of any size is rewritten in little memory.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megalith.checkpoint.extent import Extent
+from megalith.checkpoint.files import CHUNK, DTYPES, byte_count, byte_view, sync_folder, write_safetensors
+from megalith.checkpoint.manifest import RunRecord, StoredTensor, TensorRecord
+from megalith.checkpoint.read import Checkpoint
+from megalith.checkpoint.steps import CHECKPOINTS
+from megalith.checkpoint.store import StepFolder
+from megalith.checkpoint.writer import ShardWriter, saving
+from megalith.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class StoredValues:
+    """A box of a checkpoint's tensor, read when it is written. A Values."""
+
+    checkpoint: Checkpoint
+    part: str
+    name: str
+    extent: Extent
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return DTYPES[self.checkpoint.table(self.part)[self.name].dtype]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.extent.shape
+
+    def blocks(self) -> Iterator[Tensor]:
+        """The values in stretches of rows, each of a few megabytes."""
+        for block in row_blocks(self.extent, self.dtype):
+            yield self.checkpoint.read(self.part, self.name, block)
+
+    def stretches(self) -> Iterator[Tensor]:
+        return map(byte_view, self.blocks())
+
+
+def stored_values(checkpoint: Checkpoint, part: str) -> dict[str, StoredValues]:
+    """A part's whole tensors by name, each read when it is asked for its values."""
+    return {
+        name: StoredValues(checkpoint, part, name, Extent.whole(stored.shape))
+        for name, stored in checkpoint.table(part).items()
+    }
+
+
+def row_blocks(extent: Extent, dtype: torch.dtype) -> Iterator[Extent]:
+    """The box cut along its first dimension into blocks of at most CHUNK bytes, or of a row where that is longer."""
+    if not extent.shape or extent.volume == 0:
+        yield extent
+        return
+    rows = max(1, CHUNK // byte_count(extent.shape[1:], dtype))
+    for start in range(0, extent.shape[0], rows):
+        yield _rows(extent, start, min(rows, extent.shape[0] - start))
+
+
+def reshard(checkpoint: Checkpoint, output: Path, files: int) -> Path:
+    """Writes the step anew, in `files` files for each part, into `output`/checkpoints; returns its folder.
+
+    File r has the r-th part of each tensor's rows: what rank r of so many reads whose state is sharded over all.
+    Raises CheckpointError when the step is there already, or cannot be written.
+    """
+    manifest = checkpoint.manifest
+    step = StepFolder(output / CHECKPOINTS, manifest.step)
+    if step.final.exists():
+        raise CheckpointError(f"{step.final} is there already; choose another output folder")
+    with saving(step):
+        step.begin()
+        written = [_write_share(checkpoint, step, rank, files) for rank in range(files)]
+        record = RunRecord.model_validate(manifest.model_dump(include=set(RunRecord.model_fields)))
+        table = {
+            part: {
+                name: TensorRecord(dtype=stored.dtype, shape=stored.shape) for name, stored in named.items()
+            }
+            for part, named in manifest.tensors.items()
+        }
+        tokenizer = checkpoint.tokenizer_folder
+        copy = tokenizer and (lambda folder: shutil.copytree(tokenizer, folder, dirs_exist_ok=True))
+        step.commit(record, table, written, copy)
+    return step.final
+
+
+def merge(checkpoint: Checkpoint, part: str, path: Path) -> None:
+    """Writes a part's tensors into one file: `.safetensors`, or `.bin` or `.pt` as torch.save of a dict of tensors.
+
+    The latter holds the whole part in memory. Raises CheckpointError for another suffix, or when the disk refuses.
+    """
+    temporary = path.with_name(f"{path.name}.tmp")
+    tensors = stored_values(checkpoint, part)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.suffix == ".safetensors":
+            write_safetensors(temporary, tensors)
+        elif path.suffix in (".bin", ".pt"):
+            torch.save(dict(checkpoint.tensors(part)), temporary)
+        else:
+            raise CheckpointError(
+                f"the suffix of {path.name} is not known; end it in .safetensors, or in .bin or .pt for torch.save"
+            )
+        os.replace(temporary, path)
+        sync_folder(path.parent)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise CheckpointError(f"{path} could not be written: {error.strerror or error}") from error
+
+
+def _write_share(checkpoint: Checkpoint, step: StepFolder, rank: int, files: int) -> dict:
+    with ShardWriter(step.temporary, rank, shard_bytes=2**63) as shards:
+        for part, named in checkpoint.manifest.tensors.items():
+            for number, (name, stored) in enumerate(named.items()):
+                extent = _share(stored, number, rank, files)
+                values = StoredValues(checkpoint, part, name, extent)
+                shards.add(part, name, values, extent, tuple(stored.shape))
+        return shards.finish()
+
+
+def _share(stored: StoredTensor, number: int, rank: int, files: int) -> Extent:
+    whole = Extent.whole(stored.shape)
+    if not stored.shape:  # the scalars go round
+        return whole if number % files == rank else Extent((0,), (0,))
+    rows = -(-stored.shape[0] // files)
+    start = min(rank * rows, stored.shape[0])
+    return _rows(whole, start, min(rows, stored.shape[0] - start))
+
+
+def _rows(extent: Extent, start: int, count: int) -> Extent:
+    return Extent((extent.offset[0] + start, *extent.offset[1:]), (count, *extent.shape[1:]))

@@ -1,0 +1,258 @@
+"""Saving a run from all its ranks, at once or in the background.
+
+Each rank writes its share (plan.py) into files of its own; the first makes the folder before, and the step whole
+after (store.py). Between these phases all ranks tell each other how it went (agree.py): when one cannot write, all
+learn it, the folder is removed, and the steps before stay as they were.
+
+In the background, training waits for a copy in host memory only (staging.py); a thread does the rest. One save is in
+flight at a time: the next one waits for it. No step has its name, and `latest` does not point to it, before all of it
+is on the disk.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalith.checkpoint.agree import JointError, together
+from megalith.checkpoint.extent import Extent
+from megalith.checkpoint.files import Values
+from megalith.checkpoint.manifest import RunRecord
+from megalith.checkpoint.plan import Boxes, Plan, make_plan
+from megalith.checkpoint.staging import Staging
+from megalith.checkpoint.state import Model, state_boxes
+from megalith.checkpoint.store import StepFolder
+from megalith.checkpoint.writer import ShardWriter, not_saved
+from megalith.comm import Axis
+from megalith.errors import CheckpointError
+from megalith.parallel.gather import ALONE
+
+# How long the ranks that have written wait for the slowest. One that has died is noticed at once all the same.
+PATIENCE = timedelta(hours=2)
+AFTER_AN_ERROR = 300.0  # seconds that an error in training waits for a save in flight
+
+Piece = tuple[
+    str, str, Tensor | Values, Extent, tuple[int, ...]
+]  # part, name, values, their box, the tensor's shape
+Share = Callable[[], list[Piece]]  # what a rank writes; called when it does
+
+
+@dataclass(frozen=True)
+class Saved:
+    """How a save went."""
+
+    folder: Path  # where the step stands, if it was saved
+    moment: tuple[int, int]  # the run's step and consumed samples
+    stalled: float  # seconds that training waited
+    seconds: float  # from the beginning to the end
+    error: CheckpointError | None  # why it was not saved
+
+    def __str__(self) -> str:
+        if self.error is not None:
+            return str(self.error)
+        waited = f", {self.stalled:.1f} s of them in training's way" if self.stalled < self.seconds else ""
+        return f"saved {self.folder} in {self.seconds:.1f} s{waited}"
+
+
+class Saver:
+    """Saves the steps of one run. Every rank has one and calls it alike."""
+
+    def __init__(
+        self,
+        checkpoints: str | Path,
+        world: Axis = ALONE,
+        *,
+        unpadded_rows: Mapping[str, int] | None = None,
+        write_tokenizer: Callable[[Path], None] | None = None,
+        keep_last: int | None = None,
+        keep_every: int | None = None,
+        background: bool = False,
+    ):
+        """`unpadded_rows` gives for each padded parameter the rows that mean something: its rest, and that of its
+        optimizer state, is not stored. `write_tokenizer` fills the folder that it is given. With `keep_last`, only
+        that many of the steps saved last stay, and those divisible by `keep_every`.
+        """
+        self._checkpoints, self._axis, self._group = Path(checkpoints), world, None
+        self._rows, self._write_tokenizer = unpadded_rows or {}, write_tokenizer
+        self._keep_last, self._keep_every = keep_last, keep_every
+        self._staging = Staging() if background else None
+        self._plan: Plan | None = None
+        self._thread: threading.Thread | None = None
+        self._untold: list[Saved] = []
+        self._failure: BaseException | None = None
+        self.last: Saved | None = None
+        """The last save that has ended."""
+
+    def save(self, record: RunRecord, model: Model, optimizer: torch.optim.Optimizer | None) -> None:
+        """Saves a run at this moment into `step_NNNNNNNN`; how it went, `finished` tells.
+
+        In the background it returns when the state is copied, else when the step is whole or has failed. The shapes
+        and shards are those of the first save. Without `optimizer` the weights alone are saved.
+        """
+        begin = time.monotonic()
+        self._join()
+        world = self._own_world()
+        boxes = state_boxes(model, optimizer, self._rows)
+        if self._plan is None:
+            self._plan = make_plan(boxes, world)
+        share = _share(self._plan, boxes)
+        step = StepFolder(self._checkpoints, record.step)
+        if self._staging is None:
+            self._write(step, record, lambda: share, world, begin, None)
+            self._join()
+        else:
+            staged = _staged(share, self._staging)
+            work = (step, record, staged, world, begin, time.monotonic() - begin)
+            self._thread = threading.Thread(target=self._write, args=work, name="checkpoint", daemon=True)
+            self._thread.start()
+
+    def finished(self, wait: bool = False) -> list[Saved]:
+        """The saves that have ended since the last call, on this rank; with `wait`, after the one in flight has."""
+        if wait or (self._thread is not None and not self._thread.is_alive()):
+            self._join()
+        untold, self._untold = self._untold, []
+        return untold
+
+    def __enter__(self) -> Saver:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        """Lets a save in flight end. After an error no longer than a while: a rank that it needs may be lost."""
+        if kind is None:
+            self._join()
+        elif self._thread is not None:
+            self._thread.join(AFTER_AN_ERROR)
+
+    def _join(self) -> None:
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        if self._failure is not None:
+            failure, self._failure = self._failure, None
+            raise failure
+
+    def _own_world(self) -> Axis:
+        """The ranks in a group of their own: training's messages do not mix with those of a background save."""
+        if self._axis.size > 1 and self._group is None:
+            self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
+        return Axis(self._axis.size, self._axis.rank, self._group)
+
+    def _write(
+        self,
+        step: StepFolder,
+        record: RunRecord,
+        share: Share,
+        world: Axis,
+        begin: float,
+        stalled: float | None,
+    ) -> None:
+        error = None
+        try:
+            write_step(step, record, self._plan, share, world, self._write_tokenizer)
+            if world.rank == 0:
+                step.delete_old_steps(self._keep_last, self._keep_every)
+        except CheckpointError as failure:
+            error = failure
+        except (
+            BaseException
+        ) as failure:  # another rank is lost, or we are wrong: told to the thread that trains
+            self._failure = failure
+            return
+        seconds = time.monotonic() - begin
+        moment = (record.step, record.consumed_samples)
+        self.last = Saved(step.final, moment, seconds if stalled is None else stalled, seconds, error)
+        self._untold.append(self.last)
+
+
+def save_checkpoint(
+    checkpoints: str | Path,
+    record: RunRecord,
+    model: Model,
+    optimizer: torch.optim.Optimizer | None,
+    *,
+    world: Axis = ALONE,
+    unpadded_rows: Mapping[str, int] | None = None,
+    write_tokenizer: Callable[[Path], None] | None = None,
+    keep_last: int | None = None,
+    keep_every: int | None = None,
+) -> Path:
+    """Saves a run into `checkpoints/step_NNNNNNNN` and returns that folder when it is whole.
+
+    Every rank of `world` calls it with what it holds. The options are those of `Saver`, which one that saves often
+    uses. Raises CheckpointError on every rank when the disk refused one; the steps before are then as they were.
+    """
+    saver = Saver(
+        checkpoints,
+        world,
+        unpadded_rows=unpadded_rows,
+        write_tokenizer=write_tokenizer,
+        keep_last=keep_last,
+        keep_every=keep_every,
+    )
+    saver.save(record, model, optimizer)
+    (saved,) = saver.finished()
+    if saved.error is not None:
+        raise saved.error
+    return saved.folder
+
+
+def write_step(
+    step: StepFolder,
+    record: RunRecord,
+    plan: Plan,
+    share: Share,
+    world: Axis,
+    write_tokenizer: Callable[[Path], None] | None,
+) -> None:
+    """Writes and completes a step; every rank calls it. Raises CheckpointError on all when it failed on one."""
+    is_first = world.rank == 0
+
+    def write_share() -> dict:
+        with ShardWriter(step.temporary, world.rank) as shards:
+            for piece in share():
+                shards.add(*piece)
+            return shards.finish()
+
+    try:
+        together(world, lambda: step.begin() if is_first else None)
+        written = together(world, write_share)
+        together(
+            world, lambda: step.commit(record, plan.table, written, write_tokenizer) if is_first else None
+        )
+    except BaseException as error:
+        if is_first:
+            step.abandon()
+        if isinstance(error, JointError):
+            raise not_saved(step, str(error)) from error
+        raise
+
+
+def _share(plan: Plan, boxes: Boxes) -> list[Piece]:
+    return [
+        (part, name, box.values, Extent(box.offset, tuple(box.values.shape)), box.shape)
+        for part, name in plan.share
+        for box in [boxes[part][name]]
+    ]
+
+
+def _staged(share: list[Piece], staging: Staging) -> Share:
+    """The share's values as they are now; where there is no memory for it, that error when they are asked for."""
+    try:
+        copies = staging.copy(values for _, _, values, _, _ in share)
+    except (RuntimeError, MemoryError) as error:
+        refused = error
+
+        def refuse() -> list[Piece]:
+            raise refused
+
+        return refuse
+    staged = [(*piece[:2], copy, *piece[3:]) for piece, copy in zip(share, copies)]
+    return lambda: staged
