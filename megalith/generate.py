@@ -16,6 +16,7 @@ from torch import Tensor
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
 from megalith.models.cache import KVCache
+from megalith.models.rope import changes_frequencies
 
 
 class LanguageModel(Protocol):
@@ -64,6 +65,8 @@ def generate(
     finished = [False] * len(prompts)
     seen = 0
     for length in range(min(map(len, prompts)), max(ends)):
+        if cache is not None and changes_frequencies(model.config, seen, length):
+            seen = cache.length = 0  # the keys that are there were turned by other angles
         logits = model(tokens[:, seen:length], cache=cache)[:, -1].float().cpu()  # [batch, vocab]
         seen = length if use_cache else 0
         for row, prompt in enumerate(prompts):

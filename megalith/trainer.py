@@ -46,6 +46,20 @@ from megalith.runtime.out_of_memory import out_of_memory
 from megalith.runtime.process import prepare_process
 from megalith.runtime.report import PendingStep, open_report
 
+# Settings of the model that give weights another meaning, while the tensors would fit.
+SAME_FUNCTION = (
+    "num_attention_heads",
+    "query_groups",
+    "head_dim",
+    "mlp_activation",
+    "layernorm_zero_centered_gamma",
+    "scale_embeddings",
+    "rotary_percent",
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+)
+
 
 @dataclass(frozen=True)
 class TrainingResult:
@@ -319,9 +333,9 @@ class Trainer:
 def _check_same_function(checkpoint: Checkpoint, model: ModelConfig) -> None:
     """Refuses weights whose tensors would fit, but which were trained to be used in another way."""
     trained = RunConfig.from_tree(checkpoint.manifest.config).model
-    for name in ("num_attention_heads", "query_groups", "head_dim", "activation"):
+    for name in SAME_FUNCTION:
         before, now = getattr(trained, name), getattr(model, name)
-        if before != now and not (name == "activation" and model.swiglu):
+        if before != now:
             raise CheckpointError(
                 f"{checkpoint.folder} was trained with {name} {before}, but this run's model has {now}; its weights "
                 "would mean something else: load it with the model configuration that it was saved with"

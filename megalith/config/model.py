@@ -14,8 +14,8 @@ Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
 class RopeScaling(Section):
     """How rotary frequencies are stretched beyond the length that the model was first trained on."""
 
-    type: Literal["linear", "llama3", "yarn"] = "llama3"
-    """`linear` divides positions by factor; `llama3` and `yarn` treat high and low frequencies differently."""
+    type: Literal["linear", "llama3", "yarn", "longrope"] = "llama3"
+    """`linear` divides all frequencies by factor, `longrope` each by its own; `llama3` and `yarn` by its height."""
 
     factor: PositiveFloat = 8.0
     """How many times longer than the original the context becomes."""
@@ -36,11 +36,17 @@ class RopeScaling(Section):
     """yarn: dimensions that turn less often than this over the original length are divided by factor."""
 
     attention_factor: PositiveFloat | None = None
-    """yarn: scale of the cosines and sines. Absent: 0.1 · ln(factor) + 1."""
+    """Scale of the cosines and sines. Absent: yarn 0.1 · ln(factor) + 1, longrope √(1 + ln(factor) / ln(original))."""
+
+    short_factor: list[PositiveFloat] | None = None
+    """longrope: what each frequency is divided by, in sequences not longer than the original."""
+
+    long_factor: list[PositiveFloat] | None = None
+    """longrope: what each frequency is divided by, in longer sequences."""
 
 
 class ModelConfig(Section):
-    """A decoder-only transformer of the GPT-2 or of the Llama and Qwen family."""
+    """A decoder-only transformer: GPT-2, Llama, Mistral, Qwen, Gemma, OLMo, Phi and what lies between them."""
 
     preset: str | None = None
     """A published shape by name (`megalith config presets` lists them). Fields given beside it win over it."""
@@ -52,7 +58,7 @@ class ModelConfig(Section):
     """Width of the residual stream."""
 
     ffn_hidden_size: PositiveInt | None = None
-    """Width of the MLP. Absent: 4 · hidden_size, or with swiglu 8/3 · hidden_size rounded up to 64."""
+    """Width of the MLP. Absent: 4 · hidden_size, or of a gated MLP 8/3 · hidden_size rounded up to 64."""
 
     num_attention_heads: PositiveInt | None = None
     """Query heads."""
@@ -78,8 +84,23 @@ class ModelConfig(Section):
     rotary_base: Annotated[float, Field(gt=1.0)] = 10000.0
     """Base of the rotary frequencies (theta)."""
 
+    rotary_base_local: Annotated[float, Field(gt=1.0)] | None = None
+    """Base of the rotary frequencies in layers with a window, which are then never scaled (Gemma 3)."""
+
+    rotary_percent: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Share of a head's dimensions that turn with the position; the others stay as they are."""
+
     rope_scaling: RopeScaling | None = None
     """Stretches the rotary frequencies to a longer context."""
+
+    window_size: Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)] | None = None
+    """Sliding window: tokens before and after itself that a query sees, like [4095, 0]. Absent: all before it."""
+
+    window_attn_skip_freq: PositiveInt | list[Literal[0, 1]] | None = None
+    """Layers without the window: every N-th, or where a list with a number a layer has a 0. Absent: none."""
+
+    scale_embeddings: bool = False
+    """Multiplies the embedding's output by √hidden_size (Gemma)."""
 
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """The norm before attention, before the MLP and at the end."""
@@ -87,20 +108,47 @@ class ModelConfig(Section):
     layernorm_epsilon: PositiveFloat = 1e-5
     """Added to the variance in every norm."""
 
+    layernorm_zero_centered_gamma: bool = False
+    """Norms multiply by 1 + weight, so that weights are small and begin at 0 (Gemma)."""
+
+    norm_placement: Literal["pre", "post", "sandwich"] = "pre"
+    """A norm before each attention and MLP, on what they add to the residual stream (OLMo 2), or both (Gemma 2)."""
+
     activation: Literal["gelu", "gelu_tanh", "relu", "silu"] = "gelu_tanh"
     """The MLP's non-linearity without swiglu. `gelu_tanh` is GPT-2's approximation."""
 
+    gated_linear_unit: bool = False
+    """Gated MLP: activation(gate) · up."""
+
     swiglu: bool = False
-    """Gated MLP: silu(gate) · up."""
+    """Gated MLP with silu for its activation: silu(gate) · up."""
 
     add_bias_linear: bool = True
     """Biases in every linear layer."""
 
     add_qkv_bias: bool = False
-    """Biases in the query, key and value projection alone (Qwen2)."""
+    """Biases in the query, key and value projection (Qwen2)."""
+
+    add_proj_bias: bool = False
+    """Biases in attention's output projection."""
+
+    add_mlp_bias: bool = False
+    """Biases in the MLP."""
 
     qk_layernorm: bool = False
     """Normalizes queries and keys per head before attention (Qwen3)."""
+
+    qk_layernorm_full_width: bool = False
+    """qk_layernorm goes over all heads together instead (OLMo 2)."""
+
+    query_pre_attn_scalar: PositiveInt | None = None
+    """Attention scores are divided by its root. Absent: the size of a head."""
+
+    attn_logit_softcapping: PositiveFloat | None = None
+    """Bounds attention scores smoothly: c · tanh(score / c) (Gemma 2)."""
+
+    final_logit_softcapping: PositiveFloat | None = None
+    """Bounds the logits smoothly: c · tanh(logit / c) (Gemma 2)."""
 
     untie_embeddings_and_output_weights: bool = False
     """A matrix of its own for the output instead of the embedding's."""
@@ -195,7 +243,7 @@ class ModelConfig(Section):
         """Width of the MLP."""
         if self.ffn_hidden_size:
             return self.ffn_hidden_size
-        if self.swiglu:
+        if self.gated:
             return -(-8 * self.hidden_size // (3 * 64)) * 64
         return 4 * self.hidden_size
 
@@ -213,6 +261,49 @@ class ModelConfig(Section):
         if isinstance(frequency, int):
             return list(range(0, self.num_layers, frequency))
         return [number for number, has_experts in enumerate(frequency) if has_experts]
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate."""
+        return self.swiglu or self.gated_linear_unit
+
+    @property
+    def mlp_activation(self) -> str:
+        """The MLP's non-linearity, with or without a gate."""
+        return "silu" if self.swiglu else self.activation
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether the query, key and value projection has a bias."""
+        return self.add_bias_linear or self.add_qkv_bias
+
+    @property
+    def proj_bias(self) -> bool:
+        """Whether attention's output projection has a bias."""
+        return self.add_bias_linear or self.add_proj_bias
+
+    @property
+    def mlp_bias(self) -> bool:
+        """Whether the MLP's matrices have biases."""
+        return self.add_bias_linear or self.add_mlp_bias
+
+    @property
+    def norms_in_layer(self) -> int:
+        """Norms of the residual stream's width in a layer."""
+        return 4 if self.norm_placement == "sandwich" else 2
+
+    @property
+    def rotary_size(self) -> int:
+        """Dimensions of a head that turn with the position."""
+        return int(self.head_dim * self.rotary_percent)
+
+    def window(self, layer: int) -> int | None:
+        """Keys that a query of layer number `layer` (from 0) sees at most, its own included; None: no limit."""
+        if self.window_size is None:
+            return None
+        every = self.window_attn_skip_freq
+        windowed = every[layer] == 1 if isinstance(every, list) else every is None or (layer + 1) % every != 0
+        return self.window_size[0] + 1 if windowed else None
 
     @property
     def padded_vocab_size(self) -> int:

@@ -2,7 +2,7 @@
 
 Sources: GPT-2, Radford et al. 2019; GPT-3, Brown et al. 2020, table 2.1 (whose 13B width, 5140, and 1.3B head
 count, 24 × 128 in a width of 2048, are taken as the 5120 and 16 that its parameter counts imply); Llama 3,
-Grattafiori et al. 2024; Qwen3, its published configurations.
+Grattafiori et al. 2024; Mistral, Qwen3, Gemma 2 and 3, OLMo 2, Phi-3, their published configurations.
 """
 
 from __future__ import annotations
@@ -34,6 +34,48 @@ _QWEN3 = dict(
     vocab_size=151936,
     max_position_embeddings=40960,
 )
+_GEMMA = dict(
+    _LLAMA,
+    kv_channels=256,
+    query_pre_attn_scalar=256,
+    layernorm_epsilon=1e-6,
+    layernorm_zero_centered_gamma=True,
+    norm_placement="sandwich",
+    scale_embeddings=True,
+    activation="gelu_tanh",
+    gated_linear_unit=True,
+    swiglu=False,
+    untie_embeddings_and_output_weights=False,
+)
+_GEMMA2 = dict(
+    _GEMMA,
+    vocab_size=256000,
+    max_position_embeddings=8192,
+    window_size=[4095, 0],
+    window_attn_skip_freq=2,
+    attn_logit_softcapping=50.0,
+    final_logit_softcapping=30.0,
+)
+_GEMMA3 = dict(
+    _GEMMA,
+    vocab_size=262144,
+    max_position_embeddings=32768,
+    qk_layernorm=True,
+    rotary_base=1000000.0,
+    rotary_base_local=10000.0,
+    window_size=[511, 0],
+    window_attn_skip_freq=6,
+)
+_OLMO2 = dict(
+    _LLAMA,
+    layernorm_epsilon=1e-6,
+    norm_placement="post",
+    qk_layernorm=True,
+    qk_layernorm_full_width=True,
+    rotary_base=500000.0,
+    vocab_size=100352,
+    max_position_embeddings=4096,
+)
 
 # fmt: off
 PRESETS: dict[str, dict[str, Any]] = {
@@ -60,9 +102,21 @@ PRESETS: dict[str, dict[str, Any]] = {
     "llama3.1-70b": dict(_LLAMA31, num_layers=80, hidden_size=8192, ffn_hidden_size=28672, num_attention_heads=64),
     "llama3-405b":  dict(_LLAMA31, num_layers=126, hidden_size=16384, ffn_hidden_size=53248,
                          num_attention_heads=128),
+    "mistral-7b":   dict(_LLAMA, num_layers=32, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32,
+                         num_query_groups=8, vocab_size=32000, max_position_embeddings=32768, window_size=[4095, 0]),
 
     "qwen3-0.6b":   dict(_QWEN3, num_layers=28, hidden_size=1024, ffn_hidden_size=3072, num_attention_heads=16,
                          untie_embeddings_and_output_weights=False),
     "qwen3-8b":     dict(_QWEN3, num_layers=36, hidden_size=4096, ffn_hidden_size=12288, num_attention_heads=32),
+
+    "gemma2-2b":    dict(_GEMMA2, num_layers=26, hidden_size=2304, ffn_hidden_size=9216, num_attention_heads=8,
+                         num_query_groups=4),
+    "gemma2-9b":    dict(_GEMMA2, num_layers=42, hidden_size=3584, ffn_hidden_size=14336, num_attention_heads=16,
+                         num_query_groups=8),
+    "gemma3-1b":    dict(_GEMMA3, num_layers=26, hidden_size=1152, ffn_hidden_size=6912, num_attention_heads=4,
+                         num_query_groups=1),
+    "olmo2-7b":     dict(_OLMO2, num_layers=32, hidden_size=4096, ffn_hidden_size=11008, num_attention_heads=32),
+    "phi3-mini":    dict(_LLAMA, num_layers=32, hidden_size=3072, ffn_hidden_size=8192, num_attention_heads=32,
+                         vocab_size=32064, max_position_embeddings=4096, window_size=[2046, 0]),
 }
 # fmt: on

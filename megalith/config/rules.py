@@ -1,61 +1,18 @@
-"""The rules that no single field can check. Every one stands here; whoever refuses a run, refuses it by these."""
+"""The rules that no single field can check. Whoever refuses a run, refuses it by these.
+
+Those of the model alone stand in model_rules.py.
+"""
 
 from __future__ import annotations
 
 import math
 
 from megalith.config.batch import BatchSizeSchedule
-from megalith.config.expert_rules import check_experts
-from megalith.config.model import ModelConfig, RopeScaling
+from megalith.config.model import ModelConfig
+from megalith.config.model_rules import check_model
 from megalith.config.parallel import ParallelConfig
-from megalith.config.presets import PRESETS
 from megalith.config.run import RunConfig
 from megalith.errors import ConfigError
-
-
-def check_model(model: ModelConfig) -> None:
-    """Raises ConfigError unless a model of this shape can be built."""
-    for name in ("num_layers", "hidden_size", "num_attention_heads"):
-        if getattr(model, name) is None:
-            raise ConfigError(
-                f"model.{name} is not set; set it, or choose a model.preset: {', '.join(PRESETS)}"
-            )
-    if model.vocab_size is None:
-        raise ConfigError("model.vocab_size is not set and there is no tokenizer to take it from; set either")
-    if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
-        raise ConfigError(
-            f"model.hidden_size {model.hidden_size} is not divisible by model.num_attention_heads "
-            f"{model.num_attention_heads}; change one, or set model.kv_channels (the size of a head)"
-        )
-    if model.num_attention_heads % model.query_groups:
-        raise ConfigError(
-            f"model.num_attention_heads {model.num_attention_heads} is not divisible by model.num_query_groups "
-            f"{model.query_groups}: each key and value head serves as many query heads; choose a divisor, or 0"
-        )
-    if model.position_embedding_type == "rope" and model.head_dim % 2:
-        raise ConfigError(
-            f"rotary positions turn pairs of dimensions, but a head has {model.head_dim}; choose an even "
-            "model.kv_channels"
-        )
-    if model.rope_scaling is not None and model.position_embedding_type != "rope":
-        raise ConfigError(
-            "model.rope_scaling needs model.position_embedding_type rope, which is "
-            f"{model.position_embedding_type}; set it, or remove the scaling"
-        )
-    _check_rope_scaling(model.rope_scaling)
-    check_experts(model)
-
-
-def _check_rope_scaling(scaling: RopeScaling | None) -> None:
-    if scaling is None:
-        return
-    bounds = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
-    for low, high in [bounds[scaling.type]] if scaling.type in bounds else []:
-        if getattr(scaling, low) >= getattr(scaling, high):
-            raise ConfigError(
-                f"model.rope_scaling.{low} {getattr(scaling, low)} is not below {high} {getattr(scaling, high)}; "
-                "frequencies between the two are blended: raise one or lower the other"
-            )
 
 
 def _check_recompute(parallel: ParallelConfig) -> None:
@@ -172,6 +129,12 @@ def check_tensor(model: ModelConfig, parallel: ParallelConfig, seq_length: int) 
         raise ConfigError(
             f"model.num_query_groups {model.query_groups} and parallel.tensor_model_parallel_size {size}: one has to "
             "divide the other, so that a rank has whole key and value heads or shares one; change either"
+        )
+    if model.qk_layernorm_full_width and model.query_groups % size:
+        raise ConfigError(
+            f"model.qk_layernorm_full_width goes over all {model.query_groups} key heads, which "
+            f"parallel.tensor_model_parallel_size {size} does not divide; choose a tensor size among "
+            f"{_divisors(model.query_groups)}"
         )
     rows = -(-model.padded_vocab_size // size)
     if rows * (size - 1) >= model.padded_vocab_size:

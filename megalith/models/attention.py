@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from megalith.config import ModelConfig
 from megalith.models.context import Context
 from megalith.models.linear import Linear
-from megalith.models.norm import Norm
+from megalith.models.norm import HeadsNorm, Norm
 from megalith.models.rope import rotate
 from megalith.ops.attention import attention
 
@@ -26,15 +26,22 @@ class SelfAttention(nn.Module):
         self.head_dim = config.head_dim
         self.heads_in_group = config.num_attention_heads // config.query_groups
         self.dropout = config.attention_dropout
+        self.window = config.window(number)
+        self.softcap = config.attn_logit_softcapping
+        self.scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
         self.core = attention
         self.first_head = 0  # the number of the first head here among all, where tensor parallelism cuts them
         rows = config.query_groups * (self.heads_in_group + 2) * config.head_dim
         width = config.num_attention_heads * config.head_dim
-        bias = config.add_bias_linear
-        self.linear_qkv = Linear(config.hidden_size, rows, bias=bias or config.add_qkv_bias, device=device)
-        self.linear_proj = Linear(width, config.hidden_size, bias=bias, device=device)
-        self.q_layernorm = Norm(config, config.head_dim, device) if config.qk_layernorm else None
-        self.k_layernorm = Norm(config, config.head_dim, device) if config.qk_layernorm else None
+        self.linear_qkv = Linear(config.hidden_size, rows, bias=config.qkv_bias, device=device)
+        self.linear_proj = Linear(width, config.hidden_size, bias=config.proj_bias, device=device)
+        self.q_layernorm = self.k_layernorm = None
+        if config.qk_layernorm_full_width:
+            self.q_layernorm = HeadsNorm(config, config.num_attention_heads, device)
+            self.k_layernorm = HeadsNorm(config, config.query_groups, device)
+        elif config.qk_layernorm:
+            self.q_layernorm = Norm(config, config.head_dim, device)
+            self.k_layernorm = Norm(config, config.head_dim, device)
 
     def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
         qkv = self.linear_qkv(
@@ -48,7 +55,10 @@ class SelfAttention(nn.Module):
         if self.q_layernorm is not None:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         if context.rotary is not None:
-            query, key = rotate(query, context.rotary), rotate(key, context.rotary)
+            tables = context.rotary
+            if self.window is not None and context.rotary_local is not None:
+                tables = context.rotary_local
+            query, key = rotate(query, tables), rotate(key, tables)
         if context.cache is not None:
             key, value = context.cache.extend(self.number, key, value)
         drops = self.dropout > 0 and context.dropout is not None
@@ -58,6 +68,9 @@ class SelfAttention(nn.Module):
             value,
             causal=query.shape[1] > 1,
             mask=context.mask,
+            window=self.window,
+            softcap=self.softcap,
+            scale=self.scale,
             dropout=self.dropout if drops else 0.0,
             dropout_rows=context.dropout.query_rows() if drops else None,
             first_head=self.first_head,

@@ -8,6 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from megalith.models.cache import KVCache
+from megalith.models.rope import Tables
 from megalith.ops.dropout import DropoutKeys
 
 
@@ -16,7 +17,8 @@ class Context:
     """Positions, mask, dropout keys and cache of a forward pass."""
 
     batch: int  # sequences; the residual stream may hold their tokens in one row, or a part of them
-    rotary: tuple[Tensor, Tensor] | None = None  # cosines and sines, float32 [batch, seq, 1, head_dim / 2]
+    rotary: Tables | None = None
+    rotary_local: Tables | None = None  # of layers with a window, where they have a base of their own
     mask: Any = (
         None  # what the attention core understands, by default bool [batch, 1, queries, keys]; None: causal
     )

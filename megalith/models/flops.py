@@ -8,6 +8,8 @@ forward, three times that with the backward. Two conventions are in use (Llama-3
 - **causal** (Megatron-LM): attention counted at half, for the mask hides half of the matrix;
 - **full** (PaLM, torchtitan): counted whole.
 
+A sliding window counts with the keys that it leaves, in either.
+
 Norms, activations, rotations, the softmax, the loss and the embedding lookup are left out, as everyone does.
 Recomputed activations are not counted either: these are the model's FLOPs, not the hardware's. Nothing here
 imports torch.
@@ -95,19 +97,22 @@ def count_parameters(model: ModelConfig, padded_vocab: bool = True) -> Parameter
     query = model.num_attention_heads * model.head_dim
     key_value = 2 * model.query_groups * model.head_dim
     rows = model.padded_vocab_size if padded_vocab else model.vocab_size
-    up = 2 * ffn if model.swiglu else ffn
+    up = 2 * ffn if model.gated else ffn
     norm = 2 if model.normalization == "LayerNorm" else 1  # weight and bias, or weight
     with_experts = len(model.expert_layers)
 
     attention = hidden * (query + key_value) + query * hidden
     mlp = hidden * up + ffn * hidden
-    if model.add_bias_linear or model.add_qkv_bias:
+    if model.qkv_bias:
         attention += query + key_value
-    if model.add_bias_linear:
+    if model.proj_bias:
         attention += hidden
+    if model.mlp_bias:
         mlp += up + hidden
-    norms = 2 * norm * hidden
-    if model.qk_layernorm:
+    norms = model.norms_in_layer * norm * hidden
+    if model.qk_layernorm_full_width:
+        norms += norm * (query + key_value // 2)
+    elif model.qk_layernorm:
         norms += 2 * norm * model.head_dim
     embedding = rows * hidden
     if model.position_embedding_type == "learned_absolute":
@@ -124,14 +129,14 @@ def count_parameters(model: ModelConfig, padded_vocab: bool = True) -> Parameter
 
 def expert_weights(model: ModelConfig) -> int:
     """The weights of one expert."""
-    return model.hidden_size * model.expert_size * (3 if model.swiglu else 2)
+    return model.hidden_size * model.expert_size * (3 if model.gated else 2)
 
 
 def moe_weights(model: ModelConfig, experts: int) -> int:
     """The weights of a layer's router, shared expert and `experts` of its experts."""
     hidden, shared = model.hidden_size, model.moe_shared_expert_intermediate_size or 0
     router = hidden * (model.num_experts or 0)
-    beside = hidden * shared * (3 if model.swiglu else 2) + hidden * model.moe_shared_expert_gate
+    beside = hidden * shared * (3 if model.gated else 2) + hidden * model.moe_shared_expert_gate
     return router + beside + experts * expert_weights(model)
 
 
@@ -145,14 +150,26 @@ def flops_per_token(model: ModelConfig, seq_length: int) -> TokenFlops:
     key_value = 2 * model.query_groups * model.head_dim
     per_weight = FORWARD_AND_BACKWARD * MULTIPLY_ADD
     with_experts = len(model.expert_layers)
-    mlp = (layers - with_experts) * hidden * model.ffn_size * (3 if model.swiglu else 2)
+    mlp = (layers - with_experts) * hidden * model.ffn_size * (3 if model.gated else 2)
     mlp += with_experts * moe_weights(model, model.moe_router_topk)
     return TokenFlops(
         attention_projections=per_weight * layers * hidden * (query + key_value + query),
-        attention_matrix=per_weight * layers * 2 * query * seq_length,  # q·kᵀ and probabilities·v
+        attention_matrix=per_weight * 2 * query * _keys(model, seq_length),  # q·kᵀ and probabilities·v
         mlp=per_weight * mlp,
         head=per_weight * hidden * model.padded_vocab_size,
     )
+
+
+def _keys(model: ModelConfig, seq_length: int) -> int:
+    """Keys that a query meets, over all layers, before the causal mask hides half of them.
+
+    A window of w < S keys leaves w·S − w²/2 of the S²/2 that a causal mask does: twice that over S counts here.
+    """
+    total = 0
+    for layer in range(model.num_layers):
+        seen = min(model.window(layer) or seq_length, seq_length)
+        total += 2 * seen - seen**2 // seq_length
+    return total
 
 
 def throughput(tokens: int, seconds: float, devices: int, flops: int, peak: float | None) -> Throughput:

@@ -134,19 +134,23 @@ def layer_parameters(model: ModelConfig, tensor: int = 1) -> int:
     hidden, ffn = model.hidden_size, model.ffn_size
     query = model.num_attention_heads * model.head_dim
     qkv = query + 2 * model.query_groups * model.head_dim
-    up = 2 * ffn if model.swiglu else ffn
+    up = 2 * ffn if model.gated else ffn
     norm = 2 if model.normalization == "LayerNorm" else 1  # weight and bias, or weight
     qkv_rows = (
         qkv // tensor if model.query_groups >= tensor else qkv
     )  # ranks that share a KV group hold it whole
     total = qkv_rows * hidden + query // tensor * hidden + up // tensor * hidden + ffn // tensor * hidden
-    if model.add_bias_linear or model.add_qkv_bias:
+    if model.qkv_bias:
         total += qkv_rows
-    if model.add_bias_linear:
-        total += up // tensor + 2 * hidden
-    if model.qk_layernorm:
+    if model.proj_bias:
+        total += hidden
+    if model.mlp_bias:
+        total += up // tensor + hidden
+    if model.qk_layernorm_full_width:
+        total += norm * (query + model.query_groups * model.head_dim) // tensor
+    elif model.qk_layernorm:
         total += 2 * norm * model.head_dim
-    return total + 2 * norm * hidden
+    return total + model.norms_in_layer * norm * hidden
 
 
 def outside_parameters(model: ModelConfig, embedding: bool = True, head: bool = True, tensor: int = 1) -> int:
@@ -178,8 +182,8 @@ def layer_activations(
     query = model.num_attention_heads // cuts.tensor * model.head_dim
     key_value = 2 * groups * model.head_dim
     gathers = compiled and cuts.sequence > 1
-    norm_inputs = 2 * model.hidden_size // cuts.sequence
-    norm_outputs = 2 * model.hidden_size // (1 if gathers else cuts.sequence)
+    norm_inputs = model.norms_in_layer * model.hidden_size // cuts.sequence
+    norm_outputs = 2 * model.hidden_size // (1 if gathers else cuts.sequence)  # what the matrices take
     if compiled and not gathers and "layernorm" in recomputed:
         norm_outputs = (
             model.hidden_size // cuts.sequence if "mlp" in recomputed else 0
@@ -189,7 +193,7 @@ def layer_activations(
         attention += query + key_value // 2  # queries and keys before it, in one piece with the values
     if not (compiled and "core_attn" in recomputed):
         attention += query  # the output
-    mlp = (3 if model.swiglu else 2) * model.ffn_size // cuts.tensor  # up (and gate), its activation
+    mlp = (3 if model.gated else 2) * model.ffn_size // cuts.tensor  # up (and gate), its activation
     return norm_inputs + norm_outputs + attention + (0 if "mlp" in recomputed else mlp)
 
 

@@ -1,4 +1,4 @@
-"""The feed-forward half of a layer: GELU as in GPT-2, or gated SiLU (SwiGLU, Shazeer 2020) as in Llama."""
+"""The feed-forward half of a layer: GELU as in GPT-2, or gated (Shazeer 2020): SiLU as in Llama, GELU as in Gemma."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ ACTIVATIONS = {
 
 
 class MLP(nn.Module):
-    """linear_fc1, non-linearity, linear_fc2. With swiglu, rows of fc1 alternate: gate 0, up 0, gate 1, up 1, …"""
+    """linear_fc1, non-linearity, linear_fc2. With a gate, rows of fc1 alternate: gate 0, up 0, gate 1, up 1, …"""
 
     def __init__(self, config: ModelConfig, device: torch.device | None = None, ffn_size: int | None = None):
         """`ffn_size`: a width other than the configuration's."""
         super().__init__()
         ffn_size = ffn_size or config.ffn_size
-        self.gated = config.swiglu
-        self.activation = ACTIVATIONS[config.activation]
+        self.gated = config.gated
+        self.activation = ACTIVATIONS[config.mlp_activation]
         width = ffn_size * (2 if self.gated else 1)
-        bias = config.add_bias_linear
+        bias = config.mlp_bias
         self.linear_fc1 = Linear(config.hidden_size, width, bias=bias, device=device)
         self.linear_fc2 = Linear(ffn_size, config.hidden_size, bias=bias, device=device)
 
@@ -37,7 +37,7 @@ class MLP(nn.Module):
         x = self.linear_fc1(x)  # [batch, seq, ffn], or [batch, seq, 2 · ffn]
         if self.gated:
             gate, up = x.unflatten(-1, (-1, 2)).movedim(-1, 0).contiguous()  # [batch, seq, ffn] each
-            x = F.silu(gate) * up
+            x = self.activation(gate) * up
         else:
             x = self.activation(x)
         return self.linear_fc2(x)

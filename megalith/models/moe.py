@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from megalith.comm import local
 from megalith.config import ModelConfig
@@ -43,8 +42,8 @@ class Experts(nn.Module):
 
     def __init__(self, config: ModelConfig, device: torch.device | None = None):
         super().__init__()
-        self.gated = config.swiglu
-        self.activation = ACTIVATIONS[config.activation]
+        self.gated = config.gated
+        self.activation = ACTIVATIONS[config.mlp_activation]
         self.grouped = config.moe_grouped_gemm
         width = config.expert_size * (2 if self.gated else 1)
         self.linear_fc1 = GroupedLinear(config.num_experts, config.hidden_size, width, device)
@@ -55,7 +54,7 @@ class Experts(nn.Module):
         x = self.linear_fc1(x, groups, self.grouped)  # [rows, expert size], or [rows, 2 · expert size]
         if self.gated:
             gate, up = x.unflatten(-1, (-1, 2)).unbind(-1)
-            x = F.silu(gate) * up
+            x = self.activation(gate) * up
         else:
             x = self.activation(x)
         return self.linear_fc2(x * weights.to(x.dtype), groups, self.grouped)

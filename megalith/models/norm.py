@@ -11,17 +11,45 @@ from megalith.config import ModelConfig
 
 
 class Norm(nn.Module):
-    """The norm that `normalization` names, over `width` features."""
+    """The norm that `normalization` names, over `width` features.
+
+    With `layernorm_zero_centered_gamma` it multiplies by 1 + weight, in fp32: in the compute dtype the sum would lose
+    the weight's small steps.
+    """
 
     def __init__(self, config: ModelConfig, width: int, device: torch.device | None = None):
         super().__init__()
         self.epsilon = config.layernorm_epsilon
+        self.zero_centred = config.layernorm_zero_centered_gamma
         self.weight = nn.Parameter(torch.empty(width, device=device))
         centred = config.normalization == "LayerNorm"
         self.bias = nn.Parameter(torch.empty(width, device=device)) if centred else None
 
     def forward(self, x: Tensor) -> Tensor:  # [..., width]
-        weight = local(self.weight).to(x.dtype)
+        if self.zero_centred:
+            return self._normalize(x.float(), 1 + local(self.weight).float()).to(x.dtype)
+        return self._normalize(x, local(self.weight).to(x.dtype))
+
+    def _normalize(self, x: Tensor, weight: Tensor) -> Tensor:
         if self.bias is None:
             return rms_norm(x, (x.shape[-1],), weight, self.epsilon)
         return layer_norm(x, (x.shape[-1],), weight, local(self.bias).to(x.dtype), self.epsilon)
+
+
+def _whole(x: Tensor) -> Tensor:
+    return x
+
+
+class HeadsNorm(Norm):
+    """RMSNorm over all heads together (OLMo 2). `total` is a seam: tensor parallelism sums over the ranks' heads."""
+
+    def __init__(self, config: ModelConfig, heads: int, device: torch.device | None = None):
+        super().__init__(config, heads * config.head_dim, device)
+        self.width = heads * config.head_dim
+        self.total = _whole
+
+    def forward(self, x: Tensor) -> Tensor:  # [batch, seq, heads, head_dim]
+        heads = x.flatten(2).float()
+        squares = self.total(heads.square().sum(-1, keepdim=True))  # [batch, seq, 1]
+        weight = local(self.weight).float() + self.zero_centred
+        return (heads * torch.rsqrt(squares / self.width + self.epsilon) * weight).to(x.dtype).view_as(x)

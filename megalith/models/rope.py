@@ -1,8 +1,9 @@
 """Rotary position embedding (Su et al. 2021): queries and keys turn by an angle that grows with their position.
 
-Pair j of a head's dimensions, (x_j, x_{j + head_dim/2}), turns by position · base^(−2j/head_dim). Attention then sees
-only differences of positions. Scaling stretches the slow pairs so that a model reaches beyond its training length:
-Llama 3's rule (Grattafiori et al. 2024) and YaRN (Peng et al. 2023) leave the fast pairs as they are.
+Pair j of a head's dimensions, (x_j, x_{j + size/2}), turns by position · base^(−2j/size), where size is the head's or
+with rotary_percent a part of it. Attention then sees only differences of positions. Scaling stretches the slow pairs so
+that a model reaches beyond its training length: Llama 3's rule (Grattafiori et al. 2024) and YaRN (Peng et al. 2023)
+leave the fast pairs as they are; LongRoPE (Ding et al. 2024) has a factor for each pair, found by a search.
 """
 
 from __future__ import annotations
@@ -14,27 +15,52 @@ from torch import Tensor
 
 from megalith.config import ModelConfig, RopeScaling
 
+Tables = tuple[Tensor, Tensor]  # cosines and sines, float32 [batch, seq, 1, size / 2]
 
-def rotary_tables(config: ModelConfig, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-    """Cosines and sines, float32 [batch, seq, 1, head_dim / 2], at position_ids int64 [batch, seq]."""
-    frequencies, magnitude = _frequencies(config, position_ids.device)
-    angles = position_ids[..., None, None].float() * frequencies  # [batch, seq, 1, head_dim / 2]
+
+def rotary_tables(config: ModelConfig, position_ids: Tensor, length: int) -> Tables:
+    """The tables at position_ids int64 [batch, seq], of sequences that are `length` tokens long in whole."""
+    frequencies, magnitude = _scaled(config, length, position_ids.device)
+    return _tables(position_ids, frequencies, magnitude)
+
+
+def local_rotary_tables(config: ModelConfig, position_ids: Tensor) -> Tables:
+    """Those of layers with a window, where they have a base of their own: rotary_base_local, never scaled."""
+    frequencies = _frequencies(config.rotary_size, config.rotary_base_local, position_ids.device)
+    return _tables(position_ids, frequencies, 1.0)
+
+
+def rotate(x: Tensor, tables: Tables) -> Tensor:
+    """Turns x [batch, seq, heads, head_dim] by the tables of its positions; computed in fp32."""
+    cos, sin = tables
+    size = 2 * cos.shape[-1]
+    first, second = x[..., :size].float().chunk(2, dim=-1)
+    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    return turned if size == x.shape[-1] else torch.cat([turned, x[..., size:]], dim=-1)
+
+
+def changes_frequencies(config: ModelConfig, before: int, after: int) -> bool:
+    """Whether a sequence that grows from `before` to `after` tokens turns by other angles from its first token on."""
+    scaling = config.rope_scaling
+    if scaling is None or scaling.type != "longrope":
+        return False
+    return before <= scaling.original_max_position_embeddings < after
+
+
+def _tables(position_ids: Tensor, frequencies: Tensor, magnitude: float) -> Tables:
+    angles = position_ids[..., None, None].float() * frequencies  # [batch, seq, 1, size / 2]
     return angles.cos() * magnitude, angles.sin() * magnitude
 
 
-def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Turns x [batch, seq, heads, head_dim] by the tables of its positions; computed in fp32."""
-    cos, sin = tables
-    first, second = x.float().chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+def _frequencies(size: int, base: float, device: torch.device) -> Tensor:
+    """Radians a token for each pair of dimensions: [size / 2]."""
+    return 1.0 / base ** (torch.arange(0, size, 2, dtype=torch.float32, device=device) / size)
 
 
-def _frequencies(config: ModelConfig, device: torch.device) -> tuple[Tensor, float]:
-    """Radians a token for each pair of dimensions [head_dim / 2], and the factor on cosines and sines."""
-    size = config.head_dim
-    exponents = torch.arange(0, size, 2, dtype=torch.float32, device=device) / size
-    frequencies = 1.0 / config.rotary_base**exponents
-    scaling = config.rope_scaling
+def _scaled(config: ModelConfig, length: int, device: torch.device) -> tuple[Tensor, float]:
+    """The frequencies as rope_scaling stretches them, and the factor on cosines and sines."""
+    size, scaling = config.rotary_size, config.rope_scaling
+    frequencies = _frequencies(size, config.rotary_base, device)
     match scaling.type if scaling else None:
         case None:
             return frequencies, 1.0
@@ -45,6 +71,11 @@ def _frequencies(config: ModelConfig, device: torch.device) -> tuple[Tensor, flo
         case "yarn":
             magnitude = scaling.attention_factor or _yarn_magnitude(scaling.factor)
             return _yarn(frequencies, size, config.rotary_base, scaling), magnitude
+        case "longrope":
+            magnitude = scaling.attention_factor or _longrope_magnitude(scaling)
+            long = length > scaling.original_max_position_embeddings
+            factors = scaling.long_factor if long else scaling.short_factor
+            return frequencies / torch.tensor(factors, device=device), magnitude
 
 
 def _llama3(frequencies: Tensor, scaling: RopeScaling) -> Tensor:
@@ -71,3 +102,9 @@ def _yarn(frequencies: Tensor, size: int, base: float, scaling: RopeScaling) -> 
 
 def _yarn_magnitude(factor: float) -> float:
     return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+
+def _longrope_magnitude(scaling: RopeScaling) -> float:
+    if scaling.factor <= 1:
+        return 1.0
+    return math.sqrt(1 + math.log(scaling.factor) / math.log(scaling.original_max_position_embeddings))

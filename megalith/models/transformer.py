@@ -21,9 +21,9 @@ from megalith.models.linear import Linear
 from megalith.models.mlp import MLP
 from megalith.models.moe import MoE
 from megalith.models.norm import Norm
-from megalith.models.rope import rotary_tables
+from megalith.models.rope import local_rotary_tables, rotary_tables
 from megalith.ops.attention import document_mask
-from megalith.ops.cross_entropy import linear_cross_entropy
+from megalith.ops.cross_entropy import linear_cross_entropy, softcapped
 from megalith.ops.dropout import (
     ATTENTION_OUTPUT,
     EMBEDDING_OUTPUT,
@@ -66,27 +66,39 @@ def _table(rows: int, width: int, device: torch.device | str | None) -> nn.Embed
 
 
 class TransformerLayer(nn.Module):
-    """Attention and MLP, each behind a norm and added to the residual stream (pre-norm)."""
+    """Attention and MLP, each added to the residual stream, with norms where `norm_placement` says."""
 
     def __init__(self, config: ModelConfig, number: int, device: torch.device | None = None):
         super().__init__()
         self.dropout = config.hidden_dropout
-        self.input_layernorm = Norm(config, config.hidden_size, device)
+
+        def norm(*placements: str) -> Norm | None:
+            wanted = config.norm_placement in placements
+            return Norm(config, config.hidden_size, device) if wanted else None
+
+        self.input_layernorm = norm("pre", "sandwich")
         self.self_attention = SelfAttention(config, number, device)
-        self.pre_mlp_layernorm = Norm(config, config.hidden_size, device)
+        self.post_attention_layernorm = norm("post", "sandwich")
+        self.pre_mlp_layernorm = norm("pre", "sandwich")
         self.has_experts = number in config.expert_layers
         self.mlp = MoE(config, device) if self.has_experts else MLP(config, device)
+        self.post_mlp_layernorm = norm("post", "sandwich")
 
     def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
-        x = x + self._drop(self.self_attention(self.input_layernorm(x), context), context, ATTENTION_OUTPUT)
-        normed = self.pre_mlp_layernorm(x)
+        y = self.self_attention(_normed(x, self.input_layernorm), context)
+        x = x + self._drop(_normed(y, self.post_attention_layernorm), context, ATTENTION_OUTPUT)
+        normed = _normed(x, self.pre_mlp_layernorm)
         y = self.mlp(normed, context) if self.has_experts else self.mlp(normed)
-        return x + self._drop(y, context, MLP_OUTPUT)
+        return x + self._drop(_normed(y, self.post_mlp_layernorm), context, MLP_OUTPUT)
 
     def _drop(self, x: Tensor, context: Context, site: int) -> Tensor:
         if context.dropout is None or self.dropout == 0:
             return x
         return counter_dropout(x, self.dropout, context.dropout.stream_rows(site))
+
+
+def _normed(x: Tensor, norm: Norm | None) -> Tensor:
+    return x if norm is None else norm(x)
 
 
 def whole(x: Tensor) -> Tensor:
@@ -130,6 +142,7 @@ class Transformer(nn.Module):
         self.logits = linear_logits
         self.attention_mask = document_mask
         self.shard_tokens = whole
+        self.sequence_parts = 1  # in how many parts each sequence is cut
 
     def forward(
         self,
@@ -169,14 +182,23 @@ class Transformer(nn.Module):
             return x
         x = self.final_layernorm(x)
         if labels is None:
-            return self.logits(x, self.output_weight, context.batch, self.config.vocab_size)
+            return self.logits(
+                x,
+                self.output_weight,
+                context.batch,
+                self.config.vocab_size,
+                self.config.final_logit_softcapping,
+            )
         if loss_mask is None:
             loss_mask = torch.ones_like(labels, dtype=torch.float32)
-        return self.loss(x, self.output_weight, labels, loss_mask, self.config.vocab_size)
+        vocab_size, softcap = self.config.vocab_size, self.config.final_logit_softcapping
+        return self.loss(x, self.output_weight, labels, loss_mask, vocab_size, softcap)
 
     def embed(self, input_ids: Tensor, position_ids: Tensor, context: Context) -> Tensor:
         """The tokens' rows, in the compute dtype, after dropout: [batch, seq, hidden]."""
         x = self.embedding(input_ids, position_ids).to(self.compute_dtype)
+        if self.config.scale_embeddings:  # rounded to the compute dtype, as Gemma's own code does
+            x = x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype).item()
         if context.dropout is None or self.config.hidden_dropout == 0:
             return x
         return counter_dropout(x, self.config.hidden_dropout, context.dropout.stream_rows(EMBEDDING_OUTPUT))
@@ -209,7 +231,11 @@ class Transformer(nn.Module):
         batch, seq = position_ids.shape
         context = Context(batch, cache=cache)
         if self.config.position_embedding_type == "rope":
-            context.rotary = rotary_tables(self.config, position_ids)
+            past = cache.length if cache is not None else 0
+            length = (past + seq) * self.sequence_parts
+            context.rotary = rotary_tables(self.config, position_ids, length)
+            if self.config.rotary_base_local is not None:
+                context.rotary_local = local_rotary_tables(self.config, position_ids)
         if self.config.num_experts:
             sequences = torch.arange(batch, device=places.device)
             numbers = places[None] * batch + sequences[:, None]
@@ -238,6 +264,11 @@ def _check_positions(config: ModelConfig, length: int) -> None:
         )
 
 
-def linear_logits(x: Tensor, weight: Tensor, batch: int, vocab_size: int) -> Tensor:
-    """Logits [batch, seq, vocab] from x [batch, seq, hidden] and the output matrix, its padding left out."""
-    return nn.functional.linear(x, weight.to(x.dtype)[:vocab_size])
+def linear_logits(
+    x: Tensor, weight: Tensor, batch: int, vocab_size: int, softcap: float | None = None
+) -> Tensor:
+    """Logits [batch, seq, vocab] from x [batch, seq, hidden] and the output matrix, its padding left out.
+
+    With `softcap` c they are c · tanh(logits / c).
+    """
+    return softcapped(nn.functional.linear(x, weight.to(x.dtype)[:vocab_size]), softcap)

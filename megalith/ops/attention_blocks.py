@@ -43,6 +43,8 @@ class Block:
 
     causal: bool = False  # the keys are the queries' own tokens: each sees those up to itself
     mask: Tensor | None = None  # bool [batch, 1, queries, keys], True where a query may look, causal included
+    softcap: float | None = None  # scores become softcap · tanh(score / softcap)
+    scale: float | None = None  # of query · keyᵀ; None: 1 / √head_dim
     dropout: float = 0.0
     dropout_rows: Tensor | None = None  # int32 [batch, queries]: what the mask of dropout depends on,
     key_places: Tensor | None = None  # int64 [keys]: the keys' places in the whole sequence,
@@ -83,6 +85,8 @@ class _Kernel:
 
 
 def _kernel_for(query: Tensor, key: Tensor, value: Tensor, block: Block) -> _Kernel:
+    if block.softcap is not None:
+        return KERNELS["plain"]
     return next(kernel for kernel in KERNELS.values() if kernel.suits(query, key, value, block))
 
 
@@ -102,7 +106,7 @@ def _cudnn_suits(query: Tensor, key: Tensor, value: Tensor, block: Block) -> boo
 
 def _cudnn_forward(query: Tensor, key: Tensor, value: Tensor, block: Block) -> Result:
     out, lse, *_ = _aten._scaled_dot_product_cudnn_attention(
-        query, key, value, None, True, 0.0, block.causal, False
+        query, key, value, None, True, 0.0, block.causal, False, scale=block.scale
     )
     return out, lse.view(out.shape[:3]), None
 
@@ -112,9 +116,8 @@ def _cudnn_backward(grad, query, key, value, out, lse, random, block):
         lse = lse[..., None]
     seed, offset = random
     sizes = query.shape[2], key.shape[2]
-    return _aten._scaled_dot_product_cudnn_attention_backward(
-        grad, query, key, value, out, lse, seed, offset, None, None, None, *sizes, 0.0, block.causal
-    )
+    saved = (query, key, value, out, lse, seed, offset, None, None, None, *sizes, 0.0, block.causal)
+    return _aten._scaled_dot_product_cudnn_attention_backward(grad, *saved, scale=block.scale)
 
 
 @cache
@@ -134,16 +137,15 @@ def _flash_suits(query: Tensor, key: Tensor, value: Tensor, block: Block) -> boo
 
 def _flash_forward(query: Tensor, key: Tensor, value: Tensor, block: Block) -> Result:
     out, lse, _, _, _, _, random, *_ = _aten._scaled_dot_product_flash_attention(
-        query, key, value, block.dropout, block.causal
+        query, key, value, block.dropout, block.causal, scale=block.scale
     )
     return out, lse, random.view(torch.int64) if block.dropout else None
 
 
 def _flash_backward(grad, query, key, value, out, lse, random, block):
     random, sizes = random.view(torch.uint64), (query.shape[2], key.shape[2])
-    return _aten._scaled_dot_product_flash_attention_backward(
-        grad, query, key, value, out, lse, None, None, *sizes, block.dropout, block.causal, random, random
-    )
+    saved = (query, key, value, out, lse, None, None, *sizes, block.dropout, block.causal, random, random)
+    return _aten._scaled_dot_product_flash_attention_backward(grad, *saved, scale=block.scale)
 
 
 # Memory-efficient: GPU, any dtype, masks. It wants a head of keys for each head of queries, rows of the bias at
@@ -160,7 +162,7 @@ def _efficient_suits(query: Tensor, key: Tensor, value: Tensor, block: Block) ->
 def _efficient_forward(query: Tensor, key: Tensor, value: Tensor, block: Block) -> Result:
     key, value = (_for_each_head(x, query) for x in (key, value))
     out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
-        query, key, value, _bias(query, block.mask), True, 0.0, block.causal
+        query, key, value, _bias(query, block.mask), True, 0.0, block.causal, scale=block.scale
     )
     lse = lse[..., : query.shape[2]]
     if block.mask is not None:
@@ -176,8 +178,9 @@ def _efficient_backward(grad, query, key, value, out, lse, random, block):
     grad, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad, out))
     bias, (seed, offset) = _bias(query, block.mask), random
     wanted = [True, True, True, False]
+    saved = (query, key, value, bias, out, lse, seed, offset, 0.0, wanted, block.causal)
     d_query, d_key, d_value, _ = _aten._scaled_dot_product_efficient_attention_backward(
-        grad, query, key, value, bias, out, lse, seed, offset, 0.0, wanted, block.causal
+        grad, *saved, scale=block.scale
     )
     return d_query, _of_groups(d_key, groups), _of_groups(d_value, groups)
 
@@ -204,17 +207,19 @@ def _cpu_suits(query: Tensor, key: Tensor, value: Tensor, block: Block) -> bool:
 
 
 def _cpu_forward(query: Tensor, key: Tensor, value: Tensor, block: Block) -> Result:
-    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(query, key, value, 0.0, block.causal)
+    out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
+        query, key, value, 0.0, block.causal, scale=block.scale
+    )
     return out, lse, None
 
 
 def _cpu_backward(grad, query, key, value, out, lse, random, block):
     return _aten._scaled_dot_product_flash_attention_for_cpu_backward(
-        grad, query, key, value, out, lse, 0.0, block.causal
+        grad, query, key, value, out, lse, 0.0, block.causal, scale=block.scale
     )
 
 
-# The formula, for whatever the others leave. Its dropout is keyed by place, as a single process's is.
+# The formula, for whatever the others leave, as soft-capping is. Its dropout is keyed by place, as one process's is.
 
 
 def _plain_forward(query: Tensor, key: Tensor, value: Tensor, block: Block) -> Result:
@@ -228,13 +233,16 @@ def _plain_forward(query: Tensor, key: Tensor, value: Tensor, block: Block) -> R
 
 def _plain_backward(grad, query, key, value, out, lse, random, block):
     groups, dtype = key.shape[1], query.dtype
-    probabilities = _probabilities(_scores(query, key, block), lse)  # [batch, heads, queries, keys]
+    scores = _scores(query, key, block)  # [batch, heads, queries, keys]
+    probabilities = _probabilities(scores, lse)
     d_probabilities = (grad @ _for_each_head(value, query).mT).float()
     kept = probabilities
     if block.dropout:
         d_probabilities, kept = _drop(d_probabilities, block), _drop(probabilities, block)
     softmax_term = (grad.float() * out.float()).sum(-1, keepdim=True)  # [batch, heads, queries, 1]
-    d_scores = probabilities * (d_probabilities - softmax_term) * query.shape[-1] ** -0.5
+    d_scores = probabilities * (d_probabilities - softmax_term) * _scale(query, block)
+    if block.softcap is not None:  # the slope of softcap · tanh(x / softcap); a masked score is -inf
+        d_scores = d_scores * (1 - (scores.clamp(min=-block.softcap) / block.softcap).square())
     d_query = d_scores.to(dtype) @ _for_each_head(key, query)
     d_key = d_scores.mT.to(dtype) @ query
     d_value = kept.mT.to(dtype) @ grad
@@ -243,11 +251,17 @@ def _plain_backward(grad, query, key, value, out, lse, random, block):
 
 def _scores(query: Tensor, key: Tensor, block: Block) -> Tensor:
     """float32 [batch, heads, queries, keys], -inf where a query may not look."""
-    scores = (query @ _for_each_head(key, query).mT).float() * query.shape[-1] ** -0.5
+    scores = (query @ _for_each_head(key, query).mT).float() * _scale(query, block)
+    if block.softcap is not None:
+        scores = block.softcap * torch.tanh(scores / block.softcap)
     mask = block.mask
     if mask is None and block.causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     return scores if mask is None else scores.masked_fill_(~mask, float("-inf"))
+
+
+def _scale(query: Tensor, block: Block) -> float:
+    return query.shape[-1] ** -0.5 if block.scale is None else block.scale
 
 
 def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ def linear_cross_entropy(
     labels: Tensor,  # int64 [...], each < vocab_size
     loss_mask: Tensor,  # float32 [...]: the weight of each token
     vocab_size: int,
+    softcap: float | None = None,
     *,
     axis: Axis = Axis(),  # noqa: B008 (immutable)
     first: int = 0,
@@ -37,6 +38,7 @@ def linear_cross_entropy(
 ) -> Tensor:
     """Σ over tokens of loss_mask · −log softmax(hidden · weightᵀ)[label]: a float32 scalar.
 
+    With `softcap` c the softmax is that of c · tanh(logits / c) (Gemma 2).
     Rows of `weight` from vocab_size on are padding and take no part. Softmax and sums are in fp32. Over an `axis`,
     `weight` is a rank's run of rows from `first` on, of `rows` on a full rank; the result is the same on every rank,
     and the gradient of hidden a part of a sum.
@@ -53,6 +55,7 @@ def linear_cross_entropy(
         loss_mask.reshape(-1),
         max(0, vocab_size - first),
         max(1, tokens - tokens % CHUNK_MULTIPLE if tokens > CHUNK_MULTIPLE else tokens),
+        softcap,
         axis,
     )
 
@@ -67,6 +70,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         loss_mask: Tensor,  # float32 [tokens]
         real: int,  # rows from here on are padding
         chunk: int,  # tokens
+        softcap: float | None,
         axis: Axis,
     ) -> Tensor:
         matrix = weight.to(hidden.dtype)
@@ -76,13 +80,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
         here = (index >= 0) & (index < len(weight))
         index = index.clamp(0, len(weight) - 1)[:, None]
         for x, row, own, mask in zip(*(t.split(chunk) for t in (hidden, index, here, loss_mask))):
-            logits = x @ matrix.T  # [chunk, rows]
+            logits = softcapped(x @ matrix.T, softcap)  # [chunk, rows]
             logits[:, real:] = float("-inf")
             log_sum, label = _whole(*_run(_log_sum_and_label, logits, row), own, axis)
             losses.append(((log_sum - label) * mask).sum())
             if wants_gradient:
                 grad = _run(_weighted_softmax, logits, log_sum, mask)
                 grad.scatter_add_(1, row, -(mask * own)[:, None].to(grad.dtype))
+                if softcap is not None:
+                    grad = grad * _softcap_slope(logits, softcap)
                 grads.append(grad @ matrix)
                 grad_weight = _add_product(grad_weight, grad.T, x)
         if wants_gradient:
@@ -93,7 +99,17 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_loss: Tensor):
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad_loss.to(grad_hidden.dtype), grad_weight * grad_loss, *[None] * 5
+        return grad_hidden * grad_loss.to(grad_hidden.dtype), grad_weight * grad_loss, *[None] * 6
+
+
+def softcapped(logits: Tensor, softcap: float | None) -> Tensor:
+    """softcap · tanh(logits / softcap); None: the logits as they are."""
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def _softcap_slope(logits: Tensor, softcap: float) -> Tensor:
+    """The derivative of `softcapped` where it gave these logits; 0 where they are -inf, as padding is."""
+    return 1 - (logits.clamp(min=-softcap) / softcap).square()
 
 
 def _log_sum_and_label(logits: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:

@@ -53,6 +53,7 @@ def apply_context(
     for layer in model.layers.values():
         layer.self_attention.core = core
     model.attention_mask = partial(_attention_mask, axis=axis, ring=outer.size > 1)
+    model.sequence_parts = axis.size
 
 
 def shard_batch(batch: Batch, axis: Axis) -> tuple[Batch, Tensor]:
@@ -82,14 +83,14 @@ def unshard(x: Tensor, axis: Axis, dim: int = 1) -> Tensor:
 def whole_sequences(model: Transformer) -> Iterator[None]:
     """Inside it every rank of the axis computes whole sequences, all the same: for generating a token at a time."""
     layers = [layer.self_attention for layer in model.layers.values()]
-    cores, mask = [layer.core for layer in layers], model.attention_mask
-    model.attention_mask = document_mask
+    cores, mask, parts = [layer.core for layer in layers], model.attention_mask, model.sequence_parts
+    model.attention_mask, model.sequence_parts = document_mask, 1
     for layer in layers:
         layer.core = attention
     try:
         yield
     finally:
-        model.attention_mask = mask
+        model.attention_mask, model.sequence_parts = mask, parts
         for layer, core in zip(layers, cores, strict=True):
             layer.core = core
 
@@ -104,6 +105,9 @@ def context_attention(
     gather: bool,
     causal: bool = True,
     mask: Tensor | None = None,  # as _attention_mask gave it
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
     dropout: float = 0.0,
     dropout_rows: Tensor | None = None,  # int32 [batch, seq]
     first_head: int = 0,
@@ -114,7 +118,14 @@ def context_attention(
     query, key, value = heads_from_tokens(query, key, value, inner)
     if dropout and inner.size > 1:
         dropout_rows = unshard(dropout_rows, inner)
-    settings = dict(dropout=dropout, dropout_rows=dropout_rows, first_head=first_head + inner.rank * heads)
+    settings = dict(
+        window=window,
+        softcap=softcap,
+        scale=scale,
+        dropout=dropout,
+        dropout_rows=dropout_rows,
+        first_head=first_head + inner.rank * heads,
+    )
     if outer.size == 1:
         out = attention(query, key, value, mask=mask, **settings)
     else:

@@ -20,7 +20,15 @@ from megalith.models.context import Context
 from megalith.models.transformer import Transformer
 
 # The parts of a layer that selective recomputation can name; core_attn, the other one, is no module.
-MODULES = {"mlp": ["mlp"], "layernorm": ["input_layernorm", "pre_mlp_layernorm"]}
+MODULES = {
+    "mlp": ["mlp"],
+    "layernorm": [
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_mlp_layernorm",
+        "post_mlp_layernorm",
+    ],
+}
 
 
 def apply_recompute(model: Transformer, parallel: ParallelConfig) -> None:
@@ -35,8 +43,8 @@ def apply_recompute(model: Transformer, parallel: ParallelConfig) -> None:
         for layer in model.layers.values():
             for name, parts in MODULES.items():
                 for part in parts if name in parallel.recompute_modules else ():
-                    module = getattr(layer, part)
-                    module.__class__ = _recomputed(type(module), uses_random_state)
+                    if (module := getattr(layer, part)) is not None:
+                        module.__class__ = _recomputed(type(module), uses_random_state)
 
 
 def _recompute_cores(model: Transformer, again: Callable) -> None:

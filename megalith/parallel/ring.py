@@ -45,12 +45,16 @@ def ring_attention(
     group: str,
     gather: bool,
     document_ids: Tensor | None = None,  # int32 [batch, size · seq], in the order of the whole sequence
+    window: int | None = None,  # the keys that a query sees at most, its own included
+    softcap: float | None = None,
+    scale: float | None = None,
     dropout: float = 0.0,
     dropout_rows: Tensor | None = None,  # int32 [batch, seq]
     first_head: int = 0,
 ) -> Tensor:
     """Causal attention of this rank's queries over the whole sequence: [batch, seq, heads, head_dim]."""
-    arguments = (document_ids, dropout_rows, dropout, first_head, size, rank, group, gather)
+    scores = (window, softcap, scale)
+    arguments = (document_ids, dropout_rows, *scores, dropout, first_head, size, rank, group, gather)
     return _forward(query, key, value, *arguments)[0]
 
 
@@ -161,28 +165,45 @@ class _Masks:
         self,
         document_ids: Tensor | None,
         dropout_rows: Tensor | None,
+        window: int | None,
+        softcap: float | None,
+        scale: float | None,
         dropout: float,
         first_head: int,
         own_places: list[range],
     ):
         self.document_ids, self.dropout_rows = document_ids, dropout_rows
+        self.window, self.softcap, self.scale = window, softcap, scale
         self.dropout, self.first_head = dropout, first_head
         self.own_places = own_places
 
     def block(self, piece: _Piece) -> Block:
         mask = key_places = rows = None
+        batch, device = piece.pair.shape[1], piece.pair.device
         if self.document_ids is not None:
             queries = self._documents(self.own_places)[:, piece.first_query :]
             mask = (queries[:, :, None] == self._documents(piece.places)[:, None])[:, None]
-            if piece.causal:
-                mask = mask.tril()
+        if self.window is not None:
+            queries, keys = (
+                _joined(self.own_places, device)[piece.first_query :],
+                _joined(piece.places, device),
+            )
+            near = (queries[:, None] - keys < self.window)[None, None]
+            mask = near.expand(batch, -1, -1, -1) if mask is None else mask & near
+        if mask is not None and piece.causal:
+            mask = mask.tril()
         if self.dropout:
             rows = self.dropout_rows[:, piece.first_query :]
-            key_places = torch.cat([torch.arange(p.start, p.stop, device=rows.device) for p in piece.places])
-        return Block(piece.causal, mask, self.dropout, rows, key_places, self.first_head)
+            key_places = _joined(piece.places, device)
+        scores = (mask, self.softcap, self.scale)
+        return Block(piece.causal, *scores, self.dropout, rows, key_places, self.first_head)
 
     def _documents(self, places: list[range]) -> Tensor:
         return torch.cat([self.document_ids[:, span.start : span.stop] for span in places], dim=1)
+
+
+def _joined(places: list[range], device: torch.device) -> Tensor:
+    return torch.cat([torch.arange(span.start, span.stop, device=device) for span in places])
 
 
 def _steps(size: int, gather: bool) -> int:
@@ -199,6 +220,9 @@ def _forward(
     value: Tensor,
     document_ids: Tensor | None,
     dropout_rows: Tensor | None,
+    window: int | None,
+    softcap: float | None,
+    scale: float | None,
     dropout: float,
     first_head: int,
     size: int,
@@ -208,7 +232,8 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Result, its log-sum-exp float32 [batch, heads, seq], and the kernels' random states int64 [steps, 2]."""
     route = (_Gather if gather else _Ring)(torch.stack([key, value]), size, rank, group)
-    masks = _Masks(document_ids, dropout_rows, dropout, first_head, route.own_piece.places)
+    scores = (window, softcap, scale)
+    masks = _Masks(document_ids, dropout_rows, *scores, dropout, first_head, route.own_piece.places)
     query = query.transpose(1, 2)  # [batch, heads, seq, head_dim]
     states = query.new_zeros(_steps(size, gather), 2, dtype=torch.int64)
     for step, piece in enumerate(route.pieces()):
@@ -224,7 +249,7 @@ def _forward(
 
 
 @_forward.register_fake
-def _(query, key, value, document_ids, dropout_rows, dropout, first_head, size, rank, group, gather):
+def _(query, key, value, documents, rows, window, softcap, scale, dropout, first, size, rank, group, gather):
     batch, seq, heads, _ = query.shape
     lse = query.new_empty(batch, heads, seq, dtype=torch.float32)
     states = query.new_empty(_steps(size, gather), 2, dtype=torch.int64)
@@ -242,6 +267,9 @@ def _backward(
     states: Tensor,
     document_ids: Tensor | None,
     dropout_rows: Tensor | None,
+    window: int | None,
+    softcap: float | None,
+    scale: float | None,
     dropout: float,
     first_head: int,
     size: int,
@@ -251,7 +279,8 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value."""
     route = (_Gather if gather else _Ring)(torch.stack([key, value]), size, rank, group)
-    masks = _Masks(document_ids, dropout_rows, dropout, first_head, route.own_piece.places)
+    scores = (window, softcap, scale)
+    masks = _Masks(document_ids, dropout_rows, *scores, dropout, first_head, route.own_piece.places)
     grad, query, out = (x.transpose(1, 2) for x in (grad, query, out))  # [batch, heads, seq, head_dim]
     d_query = torch.zeros_like(query, dtype=torch.float32)
     for step, piece in enumerate(route.pieces()):
@@ -279,7 +308,7 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _gradients(ctx, grad: Tensor, _lse: None, _states: None):
-    return *_backward(grad, *ctx.saved_tensors, *ctx.plain), *[None] * 8
+    return *_backward(grad, *ctx.saved_tensors, *ctx.plain), *[None] * 11
 
 
 _forward.register_autograd(_gradients, setup_context=_save)

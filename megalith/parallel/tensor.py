@@ -38,6 +38,7 @@ from megalith.comm import (
 )
 from megalith.errors import ConfigError
 from megalith.models.attention import SelfAttention
+from megalith.models.norm import HeadsNorm
 from megalith.models.transformer import Transformer
 from megalith.parallel.vocab import VocabParallel
 
@@ -64,15 +65,19 @@ ROLES = {
     "q_layernorm": Role(Replicate(), Replicate(), None, ALWAYS, ALWAYS),  # each rank sees its own heads
     "k_layernorm": Role(Replicate(), Replicate(), None, ALWAYS, ALWAYS),
     "linear_proj": Role(Shard(1), Replicate(), "row", NEVER, UNDER_SP),  # the bias is added after the sum
+    "post_attention_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
     "pre_mlp_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
     "linear_fc1": Role(Shard(0), Shard(0), "column"),
     "linear_fc2": Role(Shard(1), Replicate(), "row", NEVER, UNDER_SP),
+    "post_mlp_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
     "final_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
     "output_layer": Role(Shard(0)),  # logits of a rank's rows: the loss and the gathering are in vocab.py
 }
 # Fewer KV groups than ranks: several ranks share a group, each with some of its query heads and all of its key and
 # value head. No cut of the rows gives that, so every rank holds the matrix and reads its own rows of it.
 SHARED_QKV = Role(Replicate(), Replicate(), "shared_group", ALWAYS, ALWAYS)
+# A norm over all heads together: each rank has the weights of its own, and the sum of squares is made whole.
+HEADS_NORM = Role(Shard(0))
 
 
 class TensorParallel:
@@ -92,6 +97,10 @@ class TensorParallel:
         if not self.tokens_are_cut:
             return all_reduce(x, self.axis)
         return reduce_scatter(x.reshape(1, -1, x.shape[-1]), self.axis, 1)
+
+    def sum_of_all(self, x: Tensor) -> Tensor:
+        """The sum of the ranks' x, which each goes on to use for its own heads: gradients are summed as well."""
+        return all_reduce_gradient(all_reduce(x, self.axis), self.axis)
 
     def shard_tokens(self, x: Tensor) -> Tensor:
         """This rank's share of something that every token has: [batch, seq] -> with SP [1, tokens / tp]."""
@@ -188,6 +197,8 @@ def apply_tensor(model: Transformer, axis: Axis, sequence_parallel: bool) -> Non
         role = ROLES[name.rpartition(".")[2]]
         if groups < axis.size and name.endswith("linear_qkv"):
             role = SHARED_QKV
+        if isinstance(module, HeadsNorm):
+            role, module.total = HEADS_NORM, tensor.sum_of_all
         _place(module, role, axis)
         if role.matmul in ("column", "row"):
             module.matmul = getattr(tensor, role.matmul)

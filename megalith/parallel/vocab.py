@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from megalith.comm import Axis, all_gather_alike
-from megalith.ops.cross_entropy import linear_cross_entropy
+from megalith.ops.cross_entropy import linear_cross_entropy, softcapped
 
 
 class VocabParallel:
@@ -35,19 +35,29 @@ class VocabParallel:
         return F.embedding(index, weight) * here[..., None]
 
     def loss(
-        self, hidden: Tensor, weight: Tensor, labels: Tensor, loss_mask: Tensor, vocab_size: int
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        loss_mask: Tensor,
+        vocab_size: int,
+        softcap: float | None = None,
     ) -> Tensor:
         """As `megalith.ops.cross_entropy.linear_cross_entropy`, the same on every rank; weight [rows here, hidden]."""
         shard = dict(axis=self.axis, first=self.first, rows=self.rows)
-        return linear_cross_entropy(self.whole(hidden), weight, labels, loss_mask, vocab_size, **shard)
+        return linear_cross_entropy(
+            self.whole(hidden), weight, labels, loss_mask, vocab_size, softcap, **shard
+        )
 
-    def logits(self, x: Tensor, weight: Tensor, batch: int, vocab_size: int) -> Tensor:
+    def logits(
+        self, x: Tensor, weight: Tensor, batch: int, vocab_size: int, softcap: float | None = None
+    ) -> Tensor:
         """Logits [batch, seq, vocab] of every entry, on every rank, their padding left out."""
         x = self.whole(x)
         part = F.linear(x, weight.to(x.dtype))  # [..., rows here]
         part = F.pad(part, (0, self.rows - part.shape[-1]))
         logits = all_gather_alike(part, self.axis, -1)[..., :vocab_size]
-        return logits.reshape(batch, -1, vocab_size)
+        return softcapped(logits.reshape(batch, -1, vocab_size), softcap)
 
     def _own(self, tokens: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Rows of the tokens in this rank's shard, 0 for those held elsewhere, and which ones are here."""

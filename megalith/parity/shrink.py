@@ -11,6 +11,7 @@ from typing import Any
 
 from megalith.config import ModelConfig, RunConfig
 
+WINDOW = 11  # tokens before a query's own
 LAYERS, HEAD_DIM, SEQUENCE, VOCABULARY, PADDED_TO, BATCH = 4, 8, 32, 131, 10, 8
 MOST_HEADS = 16
 HIGHEST_RATE = 1e-3  # above it a tiny model's optimizer makes much of the last bit
@@ -20,14 +21,26 @@ KEPT = {
     "model": (
         "position_embedding_type",
         "rotary_base",
+        "rotary_base_local",
+        "rotary_percent",
         "rope_scaling",
+        "scale_embeddings",
         "normalization",
         "layernorm_epsilon",
+        "layernorm_zero_centered_gamma",
+        "norm_placement",
         "activation",
+        "gated_linear_unit",
         "swiglu",
         "add_bias_linear",
         "add_qkv_bias",
+        "add_proj_bias",
+        "add_mlp_bias",
         "qk_layernorm",
+        "qk_layernorm_full_width",
+        "query_pre_attn_scalar",
+        "attn_logit_softcapping",
+        "final_logit_softcapping",
         "untie_embeddings_and_output_weights",
         "hidden_dropout",
         "attention_dropout",
@@ -58,7 +71,7 @@ def shrink(config: RunConfig, steps: int, device: str = "cpu") -> RunConfig:
         section: getattr(config, section).model_dump(include=set(names)) for section, names in KEPT.items()
     }
     documents = any(tree["data"][name] for name in KEPT["data"][1:])
-    tree["model"] |= _sizes(config.model)
+    tree["model"] |= _sizes(config.model) | _window(config.model) | _scaling(config.model)
     if device != "cpu":
         tree["model"]["attention_dropout"] = 0.0
     tree["data"] |= {
@@ -100,4 +113,27 @@ def _sizes(model: ModelConfig) -> dict[str, int | None]:
         "vocab_size": VOCABULARY,
         "make_vocab_size_divisible_by": min(model.make_vocab_size_divisible_by, PADDED_TO),
         "max_position_embeddings": SEQUENCE,
+    }
+
+
+def _window(model: ModelConfig) -> dict[str, Any]:
+    """A window that the short sequences are longer than, in the layers of the same places, or of the first 4."""
+    skip = model.window_attn_skip_freq
+    return {
+        "window_size": model.window_size and [min(model.window_size[0], WINDOW), 0],
+        "window_attn_skip_freq": (skip * LAYERS)[:LAYERS]
+        if isinstance(skip, list)
+        else skip and min(skip, LAYERS),
+    }
+
+
+def _scaling(model: ModelConfig) -> dict[str, Any]:
+    """LongRoPE's factors for the pairs that are left, and an original length that the sequences are longer than."""
+    scaling = model.rope_scaling
+    if scaling is None or scaling.type != "longrope":
+        return {}
+    pairs = int(HEAD_DIM * model.rotary_percent) // 2
+    shorter = {name: getattr(scaling, name)[:pairs] for name in ("short_factor", "long_factor")}
+    return {
+        "rope_scaling": {**scaling.model_dump(), **shorter, "original_max_position_embeddings": SEQUENCE // 2}
     }

@@ -81,7 +81,7 @@ def _model(config: RunConfig) -> str:
     heads = f"{model.num_attention_heads} heads of {model.head_dim}"
     if model.query_groups != model.num_attention_heads:
         heads += f" in {model.query_groups} KV groups"
-    mlp = "SwiGLU" if model.swiglu else model.activation
+    mlp = "SwiGLU" if model.swiglu else f"{'gated ' * model.gated}{model.activation}"
     positions = "RoPE" if model.position_embedding_type == "rope" else "learned positions"
     vocabulary = f"vocabulary {model.vocab_size:,}"
     if model.padded_vocab_size != model.vocab_size:

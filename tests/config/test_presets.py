@@ -26,6 +26,12 @@ PUBLISHED = {
     "llama3-405b": (126, 16384, 128, 8, 128, 53248, 128256, 131072, 405_853_388_800),
     "qwen3-0.6b": (28, 1024, 16, 8, 128, 3072, 151936, 40960, 596_049_920),
     "qwen3-8b": (36, 4096, 32, 8, 128, 12288, 151936, 40960, 8_190_735_360),
+    "mistral-7b": (32, 4096, 32, 8, 128, 14336, 32000, 32768, 7_241_732_096),
+    "gemma2-2b": (26, 2304, 8, 4, 256, 9216, 256000, 8192, 2_614_341_888),
+    "gemma2-9b": (42, 3584, 16, 8, 256, 14336, 256000, 8192, 9_241_705_984),
+    "gemma3-1b": (26, 1152, 4, 1, 256, 6912, 262144, 32768, 999_885_952),
+    "olmo2-7b": (32, 4096, 32, 32, 128, 11008, 100352, 4096, 7_298_617_344),
+    "phi3-mini": (32, 3072, 32, 32, 96, 8192, 32064, 4096, 3_821_079_552),
 }
 
 
@@ -54,7 +60,9 @@ def test_every_preset_is_listed_here_or_a_tiny_one():
     assert {name for name in PRESETS if not name.startswith("tiny-")} == set(PUBLISHED)
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize(
+    "name", [name for name in PRESETS if any(f in name for f in ("gpt", "llama", "qwen"))]
+)
 def test_features_are_those_of_the_family(name):
     model = ModelConfig(**PRESETS[name])
     gpt, llama, qwen = ("gpt" in name), ("llama" in name), ("qwen" in name)
@@ -79,6 +87,38 @@ def test_features_are_those_of_the_family(name):
             8192,
         )
         assert (scaling.low_freq_factor, scaling.high_freq_factor) == (1.0, 4.0)
+
+
+# name: window, layers with it of the first six, bases of rotary positions, caps, norms, epsilon
+WINDOWS = {
+    "mistral-7b": (4096, 6, (1e4, None), (None, None), "pre", 1e-5),
+    "gemma2-2b": (4096, 3, (1e4, None), (50.0, 30.0), "sandwich", 1e-6),
+    "gemma2-9b": (4096, 3, (1e4, None), (50.0, 30.0), "sandwich", 1e-6),
+    "gemma3-1b": (512, 5, (1e6, 1e4), (None, None), "sandwich", 1e-6),
+    "olmo2-7b": (None, 0, (5e5, None), (None, None), "post", 1e-6),
+    "phi3-mini": (2047, 6, (1e4, None), (None, None), "pre", 1e-5),
+}
+
+
+@pytest.mark.parametrize("name", WINDOWS)
+def test_windows_caps_and_norms_are_those_of_the_family(name):
+    model = ModelConfig(**PRESETS[name])
+    windows = [model.window(layer) for layer in range(6)]
+    caps = (model.attn_logit_softcapping, model.final_logit_softcapping)
+    assert WINDOWS[name] == (
+        windows[0],
+        sum(window is not None for window in windows),
+        (model.rotary_base, model.rotary_base_local),
+        caps,
+        model.norm_placement,
+        model.layernorm_epsilon,
+    )
+    assert model.window(5) is None or "gemma" not in name
+    gemma = "gemma" in name
+    assert model.scale_embeddings == model.layernorm_zero_centered_gamma == gemma
+    assert model.mlp_activation == ("gelu_tanh" if gemma else "silu") and model.gated
+    assert model.untie_embeddings_and_output_weights != gemma
+    assert model.qk_layernorm == (name in ("gemma3-1b", "olmo2-7b"))
 
 
 def test_a_tiny_preset_takes_its_vocabulary_from_elsewhere():

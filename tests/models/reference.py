@@ -24,6 +24,14 @@ LLAMA3_ROPE = dict(rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_fre
                    original_max_position_embeddings=32, rope_theta=500000.0)  # fmt: skip
 YARN_ROPE = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, rope_theta=10000.0)
 LINEAR_ROPE = dict(rope_type="linear", factor=2.0, rope_theta=10000.0)
+GEMMA = dict(LLAMA, head_dim=24, query_pre_attn_scalar=20, sliding_window=11, pad_token_id=0,
+             tie_word_embeddings=True)  # fmt: skip
+OUR_GEMMA = dict(OURS, kv_channels=24, query_pre_attn_scalar=20, window_size=[10, 0], gated_linear_unit=True,
+                 swiglu=False, norm_placement="sandwich", layernorm_zero_centered_gamma=True, scale_embeddings=True,
+                 untie_embeddings_and_output_weights=False)  # fmt: skip
+PHI3 = dict(LLAMA, pad_token_id=0, rms_norm_eps=1e-6)
+LONG_FACTORS = dict(short_factor=[1.0, 1.1, 1.3, 1.7, 2.0, 2.5], long_factor=[1.5, 2.0, 3.0, 5.0, 8.0, 9.0])
+LONG_ROPE = dict(rope_type="longrope", partial_rotary_factor=0.75, rope_theta=10000.0, **LONG_FACTORS)
 
 CASES: dict[str, tuple[Callable, dict]] = {
     "gpt2": (
@@ -68,6 +76,48 @@ CASES: dict[str, tuple[Callable, dict]] = {
     "qwen3": (
         lambda: transformers.Qwen3Config(**LLAMA, head_dim=32, tie_word_embeddings=False),
         dict(OURS, kv_channels=32, qk_layernorm=True),
+    ),
+    "llama, biases in attention": (
+        lambda: transformers.LlamaConfig(**LLAMA, attention_bias=True),
+        dict(OURS, add_qkv_bias=True, add_proj_bias=True),
+    ),
+    "mistral, window": (
+        lambda: transformers.MistralConfig(**LLAMA, sliding_window=11),
+        dict(OURS, window_size=[10, 0]),
+    ),
+    "gemma2": (
+        lambda: transformers.Gemma2Config(**GEMMA, attn_logit_softcapping=5.0, final_logit_softcapping=3.0),
+        dict(OUR_GEMMA, window_attn_skip_freq=2, attn_logit_softcapping=5.0, final_logit_softcapping=3.0),
+    ),
+    "gemma3": (
+        lambda: transformers.Gemma3TextConfig(
+            **GEMMA,
+            layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+            rope_parameters=dict(
+                full_attention=dict(rope_type="linear", factor=8.0, rope_theta=1e6),
+                sliding_attention=dict(rope_type="default", rope_theta=1e4),
+            ),
+        ),
+        dict(OUR_GEMMA, window_attn_skip_freq=[1, 1, 0], rotary_base=1e6, rotary_base_local=1e4,
+             rope_scaling=dict(type="linear", factor=8.0), qk_layernorm=True),
+    ),
+    "olmo2": (
+        lambda: transformers.Olmo2Config(**LLAMA, pad_token_id=0, rms_norm_eps=1e-6),
+        dict(OURS, norm_placement="post", qk_layernorm=True, qk_layernorm_full_width=True),
+    ),
+    "phi3, window": (
+        lambda: transformers.Phi3Config(**PHI3, sliding_window=11),
+        dict(OURS, window_size=[10, 0]),
+    ),
+    "phi3, short of longrope": (
+        lambda: transformers.Phi3Config(**PHI3, original_max_position_embeddings=64, rope_parameters=LONG_ROPE),
+        dict(OURS, rotary_percent=0.75, rope_scaling=dict(
+            type="longrope", factor=4.0, original_max_position_embeddings=64, **LONG_FACTORS)),
+    ),
+    "phi3, long of longrope": (
+        lambda: transformers.Phi3Config(**PHI3, original_max_position_embeddings=32, rope_parameters=LONG_ROPE),
+        dict(OURS, rotary_percent=0.75, rope_scaling=dict(
+            type="longrope", factor=8.0, original_max_position_embeddings=32, **LONG_FACTORS)),
     ),
 }  # fmt: skip
 

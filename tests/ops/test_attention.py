@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megalith.ops.attention import _plain, attention, document_mask
+from megalith.ops.attention import _flex, _plain, attention, document_mask
 from megalith.ops.dropout import DropoutKeys, attention_keep_mask, token_keys
 
 BATCH, SEQ, HEADS, HEAD_DIM = 2, 24, 4, 16
@@ -23,12 +23,14 @@ def dropout_rows(samples=(0, 1), positions=range(SEQ)):
     return DropoutKeys(queries=keys, stream=keys, layer=torch.tensor(1, dtype=torch.int32)).query_rows()
 
 
-def formula(query, key, value, allowed, kept=None, p=0.0):
+def formula(query, key, value, allowed, kept=None, p=0.0, softcap=None, scale=HEAD_DIM**-0.5):
     """Softmax attention written out in float64; allowed and kept bool [batch or 1, heads or 1, queries, keys]."""
     shared = query.shape[2] // key.shape[2]
-    query, key, value = (x.detach().double().transpose(1, 2) for x in (query, key, value))
+    query, key, value = (x.double().transpose(1, 2) for x in (query, key, value))
     key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
-    scores = query @ key.mT / HEAD_DIM**0.5
+    scores = query @ key.mT * scale
+    if softcap is not None:
+        scores = softcap * torch.tanh(scores / softcap)
     probabilities = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
     if kept is not None:
         probabilities = probabilities * kept / (1 - p)
@@ -46,7 +48,7 @@ def test_fused_and_plain_path_are_the_formula_in_value_and_gradient(groups, mask
     inputs, other = qkv(groups), qkv(groups)
     fused = attention(*inputs, causal=True, mask=mask)
     swapped = [x.transpose(1, 2) for x in other]
-    plain = _plain(*swapped, mask is None, mask, 0.0, dropout_rows(), 0).transpose(1, 2)
+    plain = _plain(*swapped, mask is None, mask, None, HEAD_DIM**-0.5, 0.0, None, 0).transpose(1, 2)
     expected = formula(*inputs, mask if masked else CAUSAL)
     torch.testing.assert_close(fused.double(), expected, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(plain.double(), expected, rtol=1e-5, atol=1e-6)
@@ -55,6 +57,57 @@ def test_fused_and_plain_path_are_the_formula_in_value_and_gradient(groups, mask
     plain.backward(weight)
     for a, b in zip(inputs, other):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize(
+    "window, softcap, scale", [(7, None, 0.3), (None, 0.8, None), (7, 0.8, 0.3), (99, None, 0.3)]
+)
+def test_window_softcap_and_scale_are_the_formula_in_value_and_gradient(
+    window, softcap, scale, dropout, masked
+):
+    inputs, other = qkv(groups=2), qkv(groups=2)
+    documents = document_mask(DOCUMENTS) if masked else None
+    rows = dropout_rows() if dropout else None
+    out = attention(
+        *inputs,
+        mask=documents,
+        window=window,
+        softcap=softcap,
+        scale=scale,
+        dropout=dropout,
+        dropout_rows=rows,
+    )
+    distance = torch.arange(SEQ)[:, None] - torch.arange(SEQ)
+    allowed = (documents if masked else CAUSAL) & (distance < (window or SEQ))
+    kept = attention_keep_mask(rows, HEADS, torch.arange(SEQ), dropout) if dropout else None
+    expected = formula(*other, allowed, kept, dropout, softcap, scale or HEAD_DIM**-0.5)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    out.backward(weight)
+    expected.backward(weight.double())
+    for a, b in zip(inputs, other):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("queries", [1, 3, 12])
+def test_the_window_of_the_last_tokens_is_that_of_the_whole_sequence(queries):
+    query, key, value = qkv(groups=2)
+    whole = attention(query, key, value, window=5)
+    distance = torch.arange(SEQ)[-queries:, None] - torch.arange(SEQ)
+    mask = (distance >= 0)[None, None] if queries > 1 else None  # as the model makes it for a cache
+    last = attention(query[:, -queries:], key, value, causal=queries > 1, mask=mask, window=5)
+    torch.testing.assert_close(last, whole[:, -queries:])
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("masked", [False, True])
+def test_the_kernel_made_of_the_capped_formula_is_the_plain_path(masked):
+    inputs = [x.detach().transpose(1, 2) for x in qkv(groups=2)]
+    mask = document_mask(DOCUMENTS) if masked else None
+    arguments = (not masked, mask, 0.8, 0.3)
+    torch.testing.assert_close(_flex(*inputs, *arguments), _plain(*inputs, *arguments, 0.0, None, 0))
 
 
 @pytest.mark.parametrize("masked", [False, True])

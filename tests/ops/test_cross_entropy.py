@@ -20,8 +20,10 @@ def inputs(dtype=torch.float32, scale=1.0):
     return hidden, weight, labels, mask
 
 
-def on_whole_logits(hidden, weight, labels, mask):
+def on_whole_logits(hidden, weight, labels, mask, softcap=None):
     logits = (hidden @ weight.to(hidden.dtype)[:VOCAB].T).float()
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
     losses = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
     return (losses * mask.flatten()).sum()
 
@@ -45,6 +47,17 @@ def test_equals_torch_for_every_chunk_size_with_masks_and_padding(rows, monkeypa
     for a, b in zip(found, expected):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     assert found[0].dtype == torch.float32
+
+
+@pytest.mark.parametrize("softcap", [0.5, 5.0])
+def test_of_capped_logits_equals_torch_with_padding(softcap, monkeypatch):
+    monkeypatch.setitem(cross_entropy.CHUNK_ELEMENTS, "cpu", 7 * PADDED)
+    capped = loss_and_gradients(
+        lambda *args: linear_cross_entropy(*args, VOCAB, softcap), inputs(), factor=0.37
+    )
+    expected = loss_and_gradients(lambda *args: on_whole_logits(*args, softcap), inputs(), factor=0.37)
+    for a, b in zip(capped, expected):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
 def test_padding_has_no_part_in_the_loss_and_no_gradient():

@@ -27,7 +27,7 @@ WAYS = {
     "a2a of 1, p2p of 4": (4, "a2a+p2p", [1, 4]),
 }
 
-# (heads, groups, head_dim, documents, dropout)
+# (heads, groups, head_dim, documents, dropout, how scores are bounded)
 SHAPES = {
     "multi-head": (4, 4, 8, False, 0.0),
     "grouped": (8, 4, 8, False, 0.0),
@@ -37,10 +37,14 @@ SHAPES = {
     "documents": (4, 2, 8, True, 0.0),
     "dropout": (4, 2, 8, False, 0.3),
     "documents and dropout": (4, 4, 8, True, 0.3),
+    "window": (4, 2, 8, False, 0.0, {"window": 5, "scale": 0.3}),
+    "window, documents, dropout": (4, 4, 8, True, 0.3, {"window": 7}),
+    "soft-capped": (4, 2, 8, False, 0.0, {"softcap": 0.9}),
+    "all of them": (8, 4, 8, True, 0.3, {"window": 9, "softcap": 0.9, "scale": 0.3}),
 }
 
 
-def whole_problem(heads: int, groups: int, head_dim: int, documents: bool, dropout: float):
+def whole_problem(heads: int, groups: int, head_dim: int, documents: bool, dropout: float, *_: dict):
     """Query, key, value and the weights of the result, over the whole sequence; document ids and rows of dropout."""
     random = torch.Generator().manual_seed(3)
     counts = (heads, groups, groups, heads)
@@ -60,7 +64,8 @@ def by_one_process(shape: tuple) -> list[torch.Tensor]:
     (query, key, value, weights), ids, rows = whole_problem(*shape)
     inputs = [x.requires_grad_() for x in (query, key, value)]
     mask = None if ids is None else document_mask(ids)
-    out = attention(*inputs, mask=mask, dropout=shape[-1], dropout_rows=rows, first_head=5).sin()
+    scores = shape[5] if len(shape) > 5 else {}
+    out = attention(*inputs, mask=mask, dropout=shape[4], dropout_rows=rows, first_head=5, **scores).sin()
     (out * weights).sum().backward()
     return [out.detach(), *(x.grad for x in inputs)]
 
@@ -71,7 +76,7 @@ def by_ranks(way: tuple, shapes: list[tuple], backend: str | None = None) -> lis
     axis = build_mesh(ParallelConfig(context_parallel_size=size), size, "cpu").cp
     attends = SimpleNamespace(core=attention)
     model = SimpleNamespace(
-        layers={"0": SimpleNamespace(self_attention=attends)}, attention_mask=document_mask
+        layers={"0": SimpleNamespace(self_attention=attends)}, attention_mask=document_mask, sequence_parts=1
     )
     apply_context(model, axis, cp_comm_type, sizes)
     places = torch.cat([torch.tensor(span) for span in spans(axis.rank, size, SEQ // size)])
@@ -82,8 +87,10 @@ def by_ranks(way: tuple, shapes: list[tuple], backend: str | None = None) -> lis
         mask = None if ids is None else model.attention_mask(ids[:, places])
         rows = None if rows is None else rows[:, places]
 
-        def attend(query, key, value, mask, rows, dropout=shape[-1]):
-            arguments = dict(mask=mask, dropout=dropout, dropout_rows=rows, first_head=5)
+        scores = shape[5] if len(shape) > 5 else {}
+
+        def attend(query, key, value, mask, rows, dropout=shape[4], scores=scores):
+            arguments = dict(mask=mask, dropout=dropout, dropout_rows=rows, first_head=5, **scores)
             return attends.core(query * 1.0, key * 1.0, value * 1.0, **arguments).sin()
 
         if backend is not None:
@@ -113,7 +120,7 @@ def test_result_and_gradients_equal_one_process(pool, way):
 
 @pytest.mark.parametrize("way", ["p2p of 2", "all_gather of 2", "a2a of 2", "a2a of 2, p2p of 2"])
 def test_traced_in_one_graph_equals_one_process(pool, way):
-    shapes = [SHAPES["grouped"], SHAPES["documents and dropout"]]
+    shapes = [SHAPES["grouped"], SHAPES["documents and dropout"], SHAPES["all of them"]]
     for answers in pool.run(by_ranks, WAYS[way], shapes, "aot_eager", size=WAYS[way][0]):
         assert_same(answers, shapes)
 

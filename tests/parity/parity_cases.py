@@ -38,6 +38,34 @@ LLAMA = {
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
 }
+GEMMA = LLAMA | {
+    "untie_embeddings_and_output_weights": False,
+    "window_size": [10, 0],
+    "window_attn_skip_freq": 2,
+    "rotary_base_local": 500.0,
+    "query_pre_attn_scalar": 5,
+    "attn_logit_softcapping": 2.0,
+    "final_logit_softcapping": 3.0,
+    "norm_placement": "sandwich",
+    "layernorm_zero_centered_gamma": True,
+    "scale_embeddings": True,
+    "swiglu": False,
+    "gated_linear_unit": True,
+}
+OLMO = LLAMA | {
+    "norm_placement": "post",
+    "qk_layernorm_full_width": True,
+    "add_proj_bias": True,
+    "add_mlp_bias": True,
+    "rotary_percent": 0.7,  # 4 of 6 dimensions
+    "rope_scaling": {
+        "type": "longrope",
+        "original_max_position_embeddings": SEQUENCE // 2
+        + 1,  # longer than a rank's part, shorter than the whole
+        "short_factor": [1.0, 2.0],
+        "long_factor": [1.5, 4.0],
+    },
+}
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 TIED = {"untie_embeddings_and_output_weights": False}
 UNTIED = {"untie_embeddings_and_output_weights": True}
@@ -78,6 +106,14 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
             "recompute_modules": ["core_attn", "layernorm", "mlp"],
         },
     },
+    "gemma documents, dropout": {"model": GEMMA | DROPOUT, "data": DOCUMENTS},
+    "olmo recompute some": {
+        "model": OLMO,
+        "parallel": {
+            "recompute_granularity": "selective",
+            "recompute_modules": ["core_attn", "layernorm", "mlp"],
+        },
+    },
     "llama text": {
         "model": LLAMA | {"vocab_size": None},
         "data": {
@@ -104,17 +140,17 @@ BASE: dict[str, dict[str, Any]] = {
 
 # The run that each layout is shown with by default: all features on each axis in turn.
 SHOWN_WITH = {
-    "tp2": "gpt2 dropout",
+    "tp2": "olmo recompute some",
     "tp4": "llama one group, biases, no clipping",
-    "tp2-sp": "llama tied, documents",
+    "tp2-sp": "gemma documents, dropout",
     "tp4-sp": "gpt2 untied, documents, dropout",
-    "cp2": "llama dropout",
+    "cp2": "gemma documents, dropout",
     "cp2-all_gather": "gpt2 documents, recompute all",
     "cp2-a2a": "gpt2 untied, documents, dropout",
     "cp4": "gpt2 untied, documents, dropout",
     "cp4-all_gather": "llama tied, documents",
     "cp4-a2a": "llama one group, biases, no clipping",
-    "cp4-a2a+p2p": "llama tied, documents",
+    "cp4-a2a+p2p": "gemma documents, dropout",
     "pp2": "gpt2 untied, documents, dropout",
     "pp4": "gpt2 dropout",
     "pp2-interleaved": "llama recompute some",
@@ -140,7 +176,7 @@ SHOWN_WITH = {
     "tp2-cp2-all_gather": "llama dropout",
     "tp2-sp-cp2-a2a": "gpt2 documents, recompute all",
     "tp2-pp2": "llama tied, documents",
-    "tp2-sp-pp2": "gpt2 dropout",
+    "tp2-sp-pp2": "olmo recompute some",
     "tp2-pp2-interleaved": "gpt2 single sequences, ramp-up",
     "tp2-sp-pp2-zero_bubble": "llama",
     "tp2-dp2": "gpt2 documents, recompute all",
@@ -149,16 +185,16 @@ SHOWN_WITH = {
     "tp2-sp-dp2-zero3": "gpt2 untied, documents, dropout",
     "cp2-pp2": "llama tied, documents",
     "cp2-a2a-pp2-interleaved": "gpt2 dropout",
-    "cp2-all_gather-pp2-zero_bubble": "gpt2 untied, documents, dropout",
+    "cp2-all_gather-pp2-zero_bubble": "gemma documents, dropout",
     "cp2-dp2": "gpt2 documents, recompute all",
     "cp2-a2a-dp2-zero1": "llama text",
     "cp2-dp2-zero2": "llama recompute some",
-    "cp2-dp2-zero3": "gpt2 untied, documents, dropout",
+    "cp2-dp2-zero3": "olmo recompute some",
     "cp2-dp2-zero3-hybrid": "llama tied, documents",
     "pp2-dp2": "gpt2 untied, documents, dropout",
     "pp2-dp2-zero1": "llama tied, documents",
     "pp2-dp2-zero2": "gpt2",
-    "pp2-dp2-zero3": "gpt2 dropout",
+    "pp2-dp2-zero3": "gemma documents, dropout",
     "pp2-interleaved-dp2-zero2": "llama dropout",
     "pp2-zero_bubble-dp2-zero1": "llama tied, documents",
     "tp2-pp2-dp2": "gpt2 dropout",
