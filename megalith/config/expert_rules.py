@@ -17,9 +17,10 @@ def check_experts(model: ModelConfig) -> None:
             "experts: lower it"
         )
     if model.mlp_bias:
+        given = "add_bias_linear" if model.add_bias_linear else "add_mlp_bias"
         raise ConfigError(
-            f"model.num_experts is {experts} and model.{'add_bias_linear' if model.add_bias_linear else 'add_mlp_bias'} "
-            "true, but experts have no biases; set it to false (model.add_qkv_bias gives attention its own)"
+            f"model.num_experts is {experts} and model.{given} true, but experts have no biases; set it to "
+            "false (model.add_qkv_bias gives attention its own)"
         )
     _check_layers(model)
     _check_groups(model)

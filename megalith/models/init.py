@@ -25,7 +25,7 @@ DRAWN_TOGETHER = (
 
 def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
     """Fills every parameter: N(0, init_method_std), scaled by 1/√(2 · layers) where a layer adds to the residual
-    stream; norms 1, biases and buffers 0; rows of the padded vocabulary 0.
+    stream; norms 1 or, where they are zero-centred, 0; biases and buffers 0; rows of the padded vocabulary 0.
 
     A parameter may be plain or a DTensor of any placement: its local shard gets its slice of the global tensor.
     """
@@ -54,7 +54,7 @@ def initial_value(
     if name.endswith(".bias"):
         return torch.zeros(slice_shape)
     if "layernorm" in name:
-        return torch.ones(slice_shape)
+        return torch.full(slice_shape, 0.0 if config.layernorm_zero_centered_gamma else 1.0)
     std = config.init_method_std
     if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
         std /= math.sqrt(2 * config.num_layers)

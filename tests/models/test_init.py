@@ -22,14 +22,17 @@ def weights(config: ModelConfig, seed: int = 0) -> dict[str, torch.Tensor]:
     return {name: parameter.detach() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
+ZERO_CENTRED = LLAMA.model_copy(update={"layernorm_zero_centered_gamma": True, "norm_placement": "sandwich"})
+
+
+@pytest.mark.parametrize("config", [GPT, LLAMA, ZERO_CENTRED], ids=["gpt", "llama", "zero-centred"])
 def test_weights_are_normal_with_the_promised_deviation_and_norms_and_biases_are_constant(config):
     residual = config.init_method_std / math.sqrt(2 * config.num_layers)
     for name, value in weights(config).items():
         if name.endswith(".bias"):
             assert not value.any(), name
         elif "layernorm" in name:
-            assert (value == 1).all(), name
+            assert (value == 1 - config.layernorm_zero_centered_gamma).all(), name
         else:
             value = value[: config.vocab_size] if "word_embeddings" in name or "output" in name else value
             adds_to_the_residual = name.endswith(("linear_proj.weight", "linear_fc2.weight"))
