@@ -16,6 +16,13 @@ from megalith.errors import ConfigError
 PARTS = {
     "linear": ("factor",),
     "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
+    "longrope": (
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "short_factor",
+        "long_factor",
+    ),
     "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
 }
 PLAIN = ("default", None)
@@ -39,6 +46,60 @@ class Rope:
             "rope_theta": model.rotary_base,
             "rope_scaling": scaling and {"rope_type": scaling.type, **_parts(scaling)},
         }
+
+
+class RopeByLayer:
+    """As Rope, with a base of its own, never scaled, for layers with a window (Gemma 3)."""
+
+    def read(self, theirs: Mapping[str, Any]) -> Tree:
+        given = theirs.get("rope_parameters") or {}
+        whole = given.get("full_attention") or theirs.get("rope_scaling") or {}
+        local = given.get("sliding_attention") or {}
+        if local.get("rope_type") not in PLAIN:
+            raise ConfigError(
+                f"config.json scales the rotary positions of layers with a window ({local['rope_type']}), which "
+                "cannot be here"
+            )
+        base = whole.get("rope_theta") or theirs.get("rope_theta") or 1e6
+        fields = Rope().read({**theirs, "rope_parameters": {**whole, "rope_theta": base}})
+        if theirs.get("sliding_window") and "sliding_attention" in theirs.get(
+            "layer_types", ["sliding_attention"]
+        ):
+            fields["rotary_base_local"] = (
+                local.get("rope_theta") or theirs.get("rope_local_base_freq") or 10000.0
+            )
+        return fields
+
+    def write(self, model: ModelConfig) -> Tree:
+        return Rope().write(model) | {"rope_local_base_freq": model.rotary_base_local or model.rotary_base}
+
+
+class LongRope:
+    """As Rope, with LongRoPE as Phi-3 spells it, and heads that turn in part."""
+
+    def read(self, theirs: Mapping[str, Any]) -> Tree:
+        given = dict(theirs.get("rope_parameters") or theirs.get("rope_scaling") or {})
+        percent = given.pop("partial_rotary_factor", None) or theirs.get("partial_rotary_factor") or 1.0
+        if given.pop("type", given.get("rope_type")) not in PLAIN:  # longrope, or one of its older names
+            longest = theirs["max_position_embeddings"]
+            original = given.get("original_max_position_embeddings")
+            original = original or theirs.get("original_max_position_embeddings") or longest
+            given |= {"rope_type": "longrope", "original_max_position_embeddings": original}
+            given["factor"] = given.get("factor") or longest / original
+        return Rope().read({**theirs, "rope_parameters": given}) | {"rotary_percent": percent}
+
+    def write(self, model: ModelConfig) -> Tree:
+        scaling = model.rope_scaling
+        tree = Rope().write(model) | {"partial_rotary_factor": model.rotary_percent}
+        if scaling is not None and scaling.type == "longrope":
+            parts = _parts(scaling)
+            tree["original_max_position_embeddings"] = original = parts.pop(
+                "original_max_position_embeddings"
+            )
+            if scaling.factor == model.max_position_embeddings / original:
+                del parts["factor"]  # what it is by itself
+            tree["rope_scaling"] = {"type": "longrope", **parts}
+        return tree
 
 
 def _scaling(kind: str, given: Mapping[str, Any], theirs: Mapping[str, Any]) -> Tree:

@@ -26,8 +26,14 @@ TRAINING_ONLY = (
     "moe_grouped_gemm", "moe_permute_fusion",
 )  # fmt: skip
 
-# Fields that may be left to a rule: the property that has them resolved.
-RESOLVED = {"num_query_groups": "query_groups", "kv_channels": "head_dim", "ffn_hidden_size": "ffn_size"}
+# Fields that may be left to a rule or said by another field: the property that has them resolved.
+RESOLVED = {
+    "num_query_groups": "query_groups", "kv_channels": "head_dim", "ffn_hidden_size": "ffn_size",
+    "activation": "mlp_activation", "gated_linear_unit": "gated",
+    "add_qkv_bias": "qkv_bias", "add_proj_bias": "proj_bias", "add_mlp_bias": "mlp_bias",
+    "query_pre_attn_scalar": "attention_divisor", "window_size": "windows",
+}  # fmt: skip
+SAID_BY_OTHERS = ("add_bias_linear", "swiglu", "window_attn_skip_freq")  # once these are resolved
 
 
 class Setting(Protocol):
@@ -109,6 +115,19 @@ class Theirs:
         return dict(self._keys)
 
 
+class Writes:
+    """Keys of theirs that say nothing of the model, written because their default is that of a published one."""
+
+    def __init__(self, **keys: Any):
+        self._keys = keys
+
+    def read(self, theirs: Mapping[str, Any]) -> Tree:
+        return {}
+
+    def write(self, model: ModelConfig) -> Tree:
+        return dict(self._keys)
+
+
 @dataclass(frozen=True)
 class EveryLayer:
     """A list of theirs with one value for each layer, which has to be the same for all."""
@@ -129,15 +148,48 @@ class EveryLayer:
         return {self.theirs: [self.value] * model.num_layers}
 
 
+@dataclass(frozen=True)
+class Window:
+    """`sliding_window`, the keys that a query sees with its own: `window_size` for every layer."""
+
+    default: int | None  # where config.json leaves it out
+
+    def read(self, theirs: Mapping[str, Any]) -> Tree:
+        window = theirs.get("sliding_window", self.default)
+        return {} if window is None else {"window_size": [window - 1, 0]}
+
+    def write(self, model: ModelConfig) -> Tree:
+        return {"sliding_window": model.windows[0]}
+
+
+@dataclass(frozen=True)
+class WindowsByLayer:
+    """As Window, for the layers that `layer_types` calls sliding_attention; or for all but every N-th."""
+
+    every: int  # N, where config.json says neither
+    default: int = 4096
+
+    def read(self, theirs: Mapping[str, Any]) -> Tree:
+        window = theirs.get("sliding_window", self.default)
+        kinds = theirs.get("layer_types")
+        if window is None or (kinds and "sliding_attention" not in kinds):
+            return {}
+        every = theirs.get("sliding_window_pattern", self.every)
+        skip = [int(kind == "sliding_attention") for kind in kinds] if kinds else every
+        return {"window_size": [window - 1, 0], "window_attn_skip_freq": skip}
+
+    def write(self, model: ModelConfig) -> Tree:
+        kinds = ["full_attention" if window is None else "sliding_attention" for window in model.windows]
+        return {"sliding_window": max(filter(None, model.windows), default=None), "layer_types": kinds}
+
+
 def meaning(model: ModelConfig) -> Tree:
     """What decides which function the weights are: every field of it, resolved."""
     tree = {
         name: getattr(model, RESOLVED.get(name, name))
         for name in ModelConfig.model_fields
-        if name not in TRAINING_ONLY
+        if name not in TRAINING_ONLY + SAID_BY_OTHERS
     }
-    if model.swiglu:
-        del tree["activation"]
     if model.position_embedding_type != "rope":
         del tree["rotary_base"]
     return tree

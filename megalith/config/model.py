@@ -297,6 +297,16 @@ class ModelConfig(Section):
         """Dimensions of a head that turn with the position."""
         return int(self.head_dim * self.rotary_percent)
 
+    @property
+    def attention_divisor(self) -> int:
+        """Attention scores are divided by its root."""
+        return self.query_pre_attn_scalar or self.head_dim
+
+    @property
+    def windows(self) -> list[int | None]:
+        """`window` of every layer."""
+        return [self.window(layer) for layer in range(self.num_layers)]
+
     def window(self, layer: int) -> int | None:
         """Keys that a query of layer number `layer` (from 0) sees at most, its own included; None: no limit."""
         if self.window_size is None:

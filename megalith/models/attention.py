@@ -28,7 +28,7 @@ class SelfAttention(nn.Module):
         self.dropout = config.attention_dropout
         self.window = config.window(number)
         self.softcap = config.attn_logit_softcapping
-        self.scale = (config.query_pre_attn_scalar or config.head_dim) ** -0.5
+        self.scale = config.attention_divisor**-0.5
         self.core = attention
         self.first_head = 0  # the number of the first head here among all, where tensor parallelism cuts them
         rows = config.query_groups * (self.heads_in_group + 2) * config.head_dim

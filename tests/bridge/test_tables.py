@@ -80,6 +80,10 @@ def test_tensors_go_there_and_back_bitwise_and_any_box_is_a_part_of_the_whole(na
         ("llama3-8b", "llama"),
         ("llama3.1-70b", "llama"),
         ("qwen3-0.6b", "qwen3"),
+        ("mistral-7b", "mistral"),
+        ("gemma2-9b", "gemma2"),
+        ("gemma3-1b", "gemma3_text"),
+        ("olmo2-7b", "olmo2"),
     ],
 )
 def test_a_preset_is_written_in_the_family_that_it_was_published_in(preset: str, model_type: str) -> None:
@@ -104,13 +108,13 @@ def test_a_model_that_no_family_can_say_is_refused_with_the_reason_of_each() -> 
     ("name", "change", "told"),
     [
         ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
-        ("llama", {"attention_bias": True}, "add_bias_linear both True and False"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
+        ("gemma2", {"hidden_activation": "swish"}, "hidden_activation 'swish'"),
         ("llama", {"num_hidden_layers": "many"}, "num_layers is 'many'"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "type 'dynamic'"),
         ("yarn rope", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}}, "mscale"),
         ("qwen3", {"use_sliding_window": True}, "use_sliding_window True"),
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "'sliding_attention'"),
-        ("mistral", {"sliding_window": 4096}, "sliding_window 4096"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
         ("gpt2", {"activation_function": "swish"}, "activation_function 'swish'"),
     ],
@@ -128,11 +132,28 @@ def test_a_config_json_without_a_size_is_refused_by_its_key() -> None:
         family_named_by("llama").read_config(theirs)
 
 
-def test_an_absent_window_is_the_default_of_mistral_and_refused() -> None:
+def test_an_absent_window_is_the_default_of_mistral() -> None:
     theirs = their_tree("mistral")
     del theirs["sliding_window"]
-    with pytest.raises(ConfigError, match="sliding_window 4096"):
-        family_named_by("mistral").read_config(theirs)
+    assert family_named_by("mistral").read_config(theirs).window_size == [4095, 0]
+
+
+def test_gemma_3_as_older_versions_wrote_it_is_the_same_model() -> None:
+    theirs = their_tree("gemma3")
+    del theirs["rope_parameters"], theirs["layer_types"]
+    theirs |= {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 3}
+    theirs["rope_scaling"] = {"rope_type": "linear", "factor": 8.0}
+    read = family_named_by("gemma3").read_config(theirs)
+    assert differences(read, model_of("gemma3")) == []
+
+
+def test_phi_3_as_older_versions_wrote_it_is_the_same_model() -> None:
+    theirs = their_tree("phi3, long of longrope")
+    scaling = theirs.pop("rope_parameters")
+    theirs["rope_scaling"] = {"type": "su"} | {k: scaling[k] for k in ("short_factor", "long_factor")}
+    theirs |= {"rope_theta": 10000.0, "partial_rotary_factor": 0.75}
+    read = family_named_by("phi3, long of longrope").read_config(theirs)
+    assert differences(read, model_of("phi3, long of longrope")) == []
 
 
 def test_unknown_architectures_are_refused_with_the_known_ones() -> None:

@@ -29,7 +29,7 @@ GEMMA = dict(LLAMA, head_dim=24, query_pre_attn_scalar=20, sliding_window=11, pa
 OUR_GEMMA = dict(OURS, kv_channels=24, query_pre_attn_scalar=20, window_size=[10, 0], gated_linear_unit=True,
                  swiglu=False, norm_placement="sandwich", layernorm_zero_centered_gamma=True, scale_embeddings=True,
                  untie_embeddings_and_output_weights=False)  # fmt: skip
-PHI3 = dict(LLAMA, pad_token_id=0, rms_norm_eps=1e-6)
+PHI3 = dict(LLAMA, pad_token_id=None, rms_norm_eps=1e-6)
 LONG_FACTORS = dict(short_factor=[1.0, 1.1, 1.3, 1.7, 2.0, 2.5], long_factor=[1.5, 2.0, 3.0, 5.0, 8.0, 9.0])
 LONG_ROPE = dict(rope_type="longrope", partial_rotary_factor=0.75, rope_theta=10000.0, **LONG_FACTORS)
 
@@ -102,7 +102,7 @@ CASES: dict[str, tuple[Callable, dict]] = {
              rope_scaling=dict(type="linear", factor=8.0), qk_layernorm=True),
     ),
     "olmo2": (
-        lambda: transformers.Olmo2Config(**LLAMA, pad_token_id=0, rms_norm_eps=1e-6),
+        lambda: transformers.Olmo2Config(**LLAMA, pad_token_id=None, rms_norm_eps=1e-6),
         dict(OURS, norm_placement="post", qk_layernorm=True, qk_layernorm_full_width=True),
     ),
     "phi3, window": (

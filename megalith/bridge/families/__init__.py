@@ -8,15 +8,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megalith.bridge.families.gemma import GEMMA2, GEMMA3
 from megalith.bridge.families.gpt2 import GPT2
 from megalith.bridge.families.llama import LLAMA
 from megalith.bridge.families.mistral import MISTRAL
+from megalith.bridge.families.olmo import OLMO2
+from megalith.bridge.families.phi import PHI3
 from megalith.bridge.families.qwen import QWEN2, QWEN3
 from megalith.bridge.family import Family
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError, did_you_mean
 
-FAMILIES: dict[str, Family] = {family.architecture: family for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3)}
+FAMILIES: dict[str, Family] = {
+    family.architecture: family
+    for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, OLMO2, PHI3)
+}
 
 # Architectures whose mixture of experts this version cannot build.
 EXPERTS = (

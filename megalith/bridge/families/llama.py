@@ -43,7 +43,7 @@ TENSORS = {
         same("lm_head.weight"),
 }
 
-SETTINGS = (  # without what each family says of its biases
+SIZES = (
     Field("num_layers", "num_hidden_layers"),
     Field("hidden_size", "hidden_size"),
     Field("ffn_hidden_size", "intermediate_size"),
@@ -55,10 +55,18 @@ SETTINGS = (  # without what each family says of its biases
     Field("layernorm_epsilon", "rms_norm_eps", default=1e-6),
     Field("attention_dropout", "attention_dropout", default=0.0),
     Field("init_method_std", "initializer_range", default=0.02),
-    Field("untie_embeddings_and_output_weights", "tie_word_embeddings", default=False,
-          values={True: False, False: True}),
+)
+UNTIED = Field("untie_embeddings_and_output_weights", "tie_word_embeddings", default=False,
+               values={True: False, False: True})
+ATTENTION_BIAS = (
+    Field("add_qkv_bias", "attention_bias", default=False),
+    Field("add_proj_bias", "attention_bias", default=False),
+)
+SETTINGS = (  # without what each family says of its biases
+    *SIZES,
+    UNTIED,
     Rope(),
-    Ours(normalization="RMSNorm", swiglu=True, hidden_dropout=0.0),
+    Ours(normalization="RMSNorm", swiglu=True, add_bias_linear=False, hidden_dropout=0.0),
     Theirs(hidden_act="silu"),
 )
 # fmt: on
@@ -71,8 +79,8 @@ LLAMA = Family(
     tensors=TENSORS,
     settings=(
         *SETTINGS,
-        Field("add_bias_linear", "attention_bias", default=False),
-        Field("add_bias_linear", "mlp_bias", default=False),
+        *ATTENTION_BIAS,
+        Field("add_mlp_bias", "mlp_bias", default=False),
     ),
     tied="lm_head.weight",
     ignored=IGNORED,

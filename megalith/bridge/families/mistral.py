@@ -4,17 +4,13 @@ from __future__ import annotations
 
 from megalith.bridge.families.llama import IGNORED, SETTINGS, TENSORS
 from megalith.bridge.family import Family
-from megalith.bridge.settings import Ours, Theirs
+from megalith.bridge.settings import Window
 
 MISTRAL = Family(
     architecture="MistralForCausalLM",
     model_type="mistral",
     tensors=TENSORS,
-    settings=(
-        *SETTINGS,
-        Ours(add_bias_linear=False),
-        Theirs(sliding_window=None, absent={"sliding_window": 4096}),
-    ),
+    settings=(*SETTINGS, Window(default=4096)),
     tied="lm_head.weight",
     ignored=IGNORED,
 )

@@ -13,7 +13,7 @@ QWEN2 = Family(
     tensors=TENSORS,
     settings=(
         *SETTINGS,
-        Ours(add_bias_linear=False, add_qkv_bias=True),
+        Ours(add_qkv_bias=True),
         Theirs(use_sliding_window=False),
         EveryLayer("layer_types", "full_attention"),
     ),
@@ -35,7 +35,7 @@ QWEN3 = Family(
     },
     settings=(
         *SETTINGS,
-        Ours(add_bias_linear=False, qk_layernorm=True),
+        Ours(qk_layernorm=True),
         Theirs(attention_bias=False, use_sliding_window=False),
         EveryLayer("layer_types", "full_attention"),
     ),
