@@ -186,6 +186,7 @@ def config_presets(args: Arguments) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Every subcommand with its options; `train` is listed here and parsed by itself."""
+    from megalith.bridge import commands as bridge
     from megalith.checkpoint.commands import add_checkpoint_commands
     from megalith.data import commands as prepare
     from megalith.parallel.commands import add_pipeline_show
@@ -210,6 +211,13 @@ def build_parser() -> argparse.ArgumentParser:
     )
     prepare.add_preprocess_arguments(
         _leaf(commands, "preprocess", "tokenize JSONL into an indexed dataset", prepare.run_preprocess)
+    )
+
+    bridge.add_import_arguments(
+        _leaf(commands, "import-hf", "write a Hugging Face model as a checkpoint", bridge.run_import)
+    )
+    bridge.add_export_arguments(
+        _leaf(commands, "export-hf", "write a checkpoint as a Hugging Face model", bridge.run_export)
     )
 
     pipeline = _group(commands, "pipeline", "look at pipeline schedules")

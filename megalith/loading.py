@@ -6,19 +6,24 @@ from pathlib import Path
 
 import torch
 
+from megalith.bridge.folder import is_model_folder
+from megalith.bridge.importer import SEED, common_dtype, open_source
+from megalith.bridge.load import load_source
+from megalith.bridge.origin import check_vocabulary, saved_tokenizer, tokenizer_of
 from megalith.build import COMPUTE_DTYPES, vocabulary_rows
 from megalith.checkpoint import load_model, open_checkpoint
 from megalith.config import RunConfig
-from megalith.data.tokenizer import Tokenizer, load_tokenizer
+from megalith.data.tokenizer import Tokenizer
 from megalith.errors import CheckpointError
 from megalith.models.transformer import Transformer
 
 
 def load(path: str | Path, device: str | torch.device = "cpu") -> Transformer:
-    """The model of a run folder, its `checkpoints`, or one step folder, in evaluation mode on `device`.
+    """The model of a run folder, one of its steps, or a Hugging Face folder, in evaluation mode on `device`.
 
-    `model(input_ids)`, with int64 [batch, seq], gives logits [batch, seq, vocab] in the run's precision.
-    Raises CheckpointError when there is no whole checkpoint.
+    `model(input_ids)`, with int64 [batch, seq], gives logits [batch, seq, vocab] in the run's precision, or in the
+    type of the folder's weights. Raises CheckpointError when there is no whole checkpoint, ConfigError for a Hugging
+    Face model that cannot be built here.
     """
     return load_with_tokenizer(path, device)[0]
 
@@ -27,6 +32,8 @@ def load_with_tokenizer(
     path: str | Path, device: str | torch.device = "cpu"
 ) -> tuple[Transformer, Tokenizer | None]:
     """As `load`, with the tokenizer that the checkpoint carries, or None where the run had none."""
+    if is_model_folder(path):
+        return _load_hugging_face(path, device)
     checkpoint = open_checkpoint(path, what=("model",))
     if checkpoint is None:
         raise CheckpointError(
@@ -40,5 +47,13 @@ def load_with_tokenizer(
         device=device,
     )
     load_model(checkpoint, model, vocabulary_rows(config))
-    folder = checkpoint.tokenizer_folder
-    return model.eval(), load_tokenizer(folder) if folder else None
+    return model.eval(), saved_tokenizer(checkpoint.tokenizer_folder)
+
+
+def _load_hugging_face(path: str | Path, device: str | torch.device) -> tuple[Transformer, Tokenizer | None]:
+    fit = open_source(path)
+    shape, tokenizer = fit.groups[0].model, tokenizer_of(fit.source.path)
+    check_vocabulary(fit.source, tokenizer, shape.vocab_size)
+    model = Transformer(shape, compute_dtype=common_dtype(fit), device=device)
+    load_source(fit, model, SEED)
+    return model.eval(), tokenizer

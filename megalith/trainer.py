@@ -11,6 +11,9 @@ from pathlib import Path
 
 import torch
 
+from megalith.bridge.exporter import export_hf
+from megalith.bridge.families import family_for
+from megalith.bridge.load import begin_from, with_init_from
 from megalith.build import Data, build_model, build_run_tokenizer, complete, vocabulary_rows
 from megalith.checkpoint import (
     Checkpoint,
@@ -95,6 +98,8 @@ def train(config: RunConfig) -> TrainingResult:
             made = (trainer.model.chunks, trainer.optimizer) if trainer else ()
             raise out_of_memory(error, config, process.world_size, process.rank, device, *made) from error
         end_distributed()
+        if process.is_first and config.checkpoint.export_hf:
+            export_hf(result.checkpoint, Path(config.train.output_dir) / "hf_model", replace=True)
         return result
 
 
@@ -103,9 +108,12 @@ def prepare(config: RunConfig, world_size: int) -> tuple[RunConfig, Tokenizer | 
 
     Raises ConfigError where it cannot be trained on `world_size` processes; what is only unwise becomes a note.
     """
+    config = with_init_from(config)
     tokenizer = build_run_tokenizer(config)
     config = complete(config, tokenizer)
     check_training(config, world_size)
+    if config.checkpoint.export_hf:
+        family_for(config.model)  # there has to be one
     dp = data_parallel_size(config.parallel, world_size)
     warnings = check_pipeline(config, BatchSizeSchedule.from_config(config.train, dp).all_micro_batches)
     config.notes.extend(warnings)
@@ -151,6 +159,9 @@ class Trainer:
         self.consumed_samples = 0
         self.validation_loss: float | None = None
         self.loaded_from = self._load()
+        if self.loaded_from is None and config.model.init_from is not None:
+            rows = vocabulary_rows(config)
+            begin_from(config.model.init_from, self.model.chunks, rows, config.train.seed, mesh.world)
 
     def run(self) -> TrainingResult:
         """Trains to the end of the run or to an early exit; always leaves a checkpoint."""

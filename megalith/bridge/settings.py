@@ -199,7 +199,7 @@ def differences(model: ModelConfig, other: ModelConfig) -> list[str]:
     """The fields in which two models compute different things, as text: `swiglu True, not False`."""
     one, two = meaning(model), meaning(other)
     return [
-        f"{name} {one.get(name)!r}, not {two.get(name)!r}"
+        f"{name} {one[name]!r}, not {two[name]!r}"
         for name in ModelConfig.model_fields
-        if one.get(name) != two.get(name)
+        if name in one and name in two and one[name] != two[name]
     ]

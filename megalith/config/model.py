@@ -51,6 +51,9 @@ class ModelConfig(Section):
     preset: str | None = None
     """A published shape by name (`megalith config presets` lists them). Fields given beside it win over it."""
 
+    init_from: str | None = None
+    """Weights and shape to begin from: a Hugging Face folder or hub name, or a run folder. A loaded run goes before."""
+
     num_layers: PositiveInt | None = None
     """Transformer layers."""
 

@@ -219,7 +219,6 @@ _ONLY = [
     ("parallel.expert_model_parallel_size", 1, "expert parallelism"),
     ("parallel.expert_tensor_parallel_size", 1, "tensor parallelism inside experts"),
     ("train.fp8_format", None, "FP8 training"),
-    ("checkpoint.export_hf", False, "a Hugging Face folder at the end"),
 ]
 
 

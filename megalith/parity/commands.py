@@ -44,6 +44,7 @@ def add_parity_arguments(parser: argparse.ArgumentParser) -> None:
 def run_parity(args: argparse.Namespace) -> int:
     from rich.console import Console
 
+    from megalith.bridge.load import with_init_from
     from megalith.config import RunConfig
     from megalith.config.rules import check_model
     from megalith.parity.check import check, choose
@@ -53,7 +54,7 @@ def run_parity(args: argparse.Namespace) -> int:
         raise ConfigError(
             f"--nproc-max is {args.nproc_max} and --steps {args.steps}; each has to be at least 2"
         )
-    given = RunConfig.load(args.config, args.settings)
+    given = with_init_from(RunConfig.load(args.config, args.settings))
     check_model(given.model.model_copy(update={"vocab_size": given.model.vocab_size or VOCABULARY}))
     config = shrink(given, args.steps, args.device)
     layouts, refused = choose(config, args.layouts, _most_processes(args))

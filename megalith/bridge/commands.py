@@ -1,0 +1,68 @@
+"""The command line of conversion: `import-hf` and `export-hf`. What they need is imported when they run."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+
+
+def add_import_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Write a Hugging Face model as a checkpoint to train or generate from."
+    parser.add_argument("source", metavar="HF_DIR", help="folder with config.json and weights, or a hub name")
+    parser.add_argument("out", metavar="OUT", help="run folder to write")
+    parser.add_argument(
+        "--allow", action="store_true", help="take a folder with missing, extra or differently typed tensors"
+    )
+    _add_verify(parser)
+
+
+def run_import(args: argparse.Namespace) -> int:
+    from megalith.bridge.importer import import_hf
+
+    step = import_hf(args.source, args.out, allow=args.allow)
+    print(f"wrote {step}")
+    if args.verify:
+        from megalith.bridge.verify import certify
+
+        print(f"verified: {certify(step, args.source, args.out)}")
+    return 0
+
+
+def add_export_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Write a checkpoint as a folder that transformers loads."
+    parser.add_argument("checkpoint", metavar="CKPT", help="run folder or one of its step folders")
+    parser.add_argument("out", metavar="HF_DIR", help="folder to write")
+    parser.add_argument("--family", metavar="NAME", help="architecture or model type (default: what fits)")
+    parser.add_argument(
+        "--dtype",
+        choices=("float32", "bfloat16", "float16"),
+        help="type of the weights (default: the run's precision)",
+    )
+    parser.add_argument(
+        "--shard-gb", type=float, default=5.0, metavar="GB", help="largest file, in 10⁹ bytes"
+    )
+    _add_verify(parser)
+
+
+def run_export(args: argparse.Namespace) -> int:
+    from megalith.bridge.exporter import export_hf
+
+    result = export_hf(
+        args.checkpoint, args.out, family=args.family, dtype=args.dtype, shard_bytes=int(args.shard_gb * 1e9)
+    )
+    for note in result.notes:
+        print(note, file=sys.stderr)
+    print(f"wrote {result.path} ({result.family.architecture})")
+    if args.verify:
+        from megalith.bridge.verify import certify
+
+        print(f"verified: {certify(result.checkpoint.folder, result.path, args.out)}")
+    return 0
+
+
+def _add_verify(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--verify",
+        action="store_true",
+        help="compare every tensor and a batch's logits, and write a certificate beside the output",
+    )

@@ -1,0 +1,178 @@
+"""`megalith export-hf`: a checkpoint as a folder that transformers loads as it is, one tensor of ours at a time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megalith.bridge.families import family_for, family_named, family_of
+from megalith.bridge.family import Family, Group
+from megalith.bridge.folder import CONFIG, DTYPE_NAMES, GENERATION, is_model_folder
+from megalith.bridge.importer import PRECISIONS
+from megalith.bridge.origin import Origin, read_origin, saved_tokenizer
+from megalith.bridge.progress import ByteProgress
+from megalith.bridge.settings import Tree, differences
+from megalith.bridge.transfer import to_theirs
+from megalith.bridge.writer import SHARD_BYTES, FolderWriter
+from megalith.checkpoint import Checkpoint, open_checkpoint
+from megalith.config import ModelConfig, RunConfig
+from megalith.data.tokenizer import Tokenizer
+from megalith.errors import CheckpointError, ConfigError
+
+
+@dataclass(frozen=True)
+class Export:
+    """What an export has written."""
+
+    path: Path
+    family: Family
+    checkpoint: Checkpoint
+    groups: list[Group]
+    dtypes: dict[str, torch.dtype]
+    """Of each tensor of theirs."""
+    notes: list[str]
+    """What the user should know."""
+
+
+def export_hf(
+    checkpoint: str | Path,
+    out: str | Path,
+    *,
+    family: str | None = None,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+    replace: bool = False,
+    show_progress: bool = True,
+) -> Export:
+    """Writes a run's newest checkpoint, or one step of it, as the Hugging Face folder `out`.
+
+    `family` is an architecture or model type; by default that of the folder that the model came from, else the first
+    that can say it. `dtype` (float32, bfloat16, float16) is by default what the run computes in. With `replace`, what
+    is at `out` goes once the new folder is whole. Raises ConfigError
+    where no family can say the model, CheckpointError where the checkpoint is not whole or `out` cannot be written:
+    nothing is left then.
+    """
+    opened = open_checkpoint(checkpoint, what=("model",))
+    if opened is None:
+        raise CheckpointError(
+            f"there is no checkpoint in {checkpoint}; give a run folder or one of its steps"
+        )
+    config = RunConfig.from_tree(opened.manifest.config)
+    origin = read_origin(_origin_folder(opened, config))
+    chosen, notes = _family(config.model, origin, family)
+    groups = chosen.groups(config.model)
+    dtypes = _dtypes(groups, config, origin, dtype)
+    tokenizer = saved_tokenizer(opened.tokenizer_folder)
+    tensors = {name: (dtypes[name], shape) for group in groups for name, shape in group.sources.items()}
+    total = sum(torch.Size(shape).numel() * kind.itemsize for kind, shape in tensors.values())
+    by_name = {group.name: group for group in groups}
+    with (
+        ByteProgress("export", total, show_progress) as progress,
+        FolderWriter(out, tensors, shard_bytes, replace) as writer,
+    ):
+        for name, tensor in opened.tensors("model"):
+            for theirs, value in to_theirs(by_name[name], tensor, dtypes):
+                writer.write(theirs, value)
+                progress.add(value.nbytes)
+        model_dtype = DTYPE_NAMES[dtype] if dtype else _precision(config)
+        writer.write_json(CONFIG, _config_json(chosen, config.model, origin, model_dtype, tokenizer))
+        writer.write_json(GENERATION, origin.generation or _generation(tokenizer))
+        notes += _write_tokenizer(writer, origin, tokenizer)
+    return Export(Path(out), chosen, opened, groups, dtypes, notes)
+
+
+def _origin_folder(checkpoint: Checkpoint, config: RunConfig) -> Path | None:
+    """Where the small files stand: in the checkpoint, else in the Hugging Face folder that training began from."""
+    kept = checkpoint.tokenizer_folder
+    began = config.model.init_from
+    if (kept is None or not (kept / CONFIG).is_file()) and began and is_model_folder(began):
+        return Path(began)
+    return kept
+
+
+def _family(model: ModelConfig, origin: Origin, asked: str | None) -> tuple[Family, list[str]]:
+    if asked is not None:
+        chosen = family_named(asked, "--family")
+        try:
+            chosen.write_config(model)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{chosen.architecture} cannot say this model: {error}; leave --family out"
+            ) from None
+        return chosen, []
+    if origin.config is not None:
+        try:
+            chosen = family_of(origin.config, "the model's origin")
+            chosen.write_config(model)
+            return chosen, []
+        except ConfigError:  # trained from another model's tokenizer, or changed since
+            pass
+    chosen = family_for(model)
+    return chosen, [f"written as {chosen.architecture}, the first family that can say this model"]
+
+
+def _precision(config: RunConfig) -> torch.dtype:
+    return next(dtype for dtype, name in PRECISIONS.items() if name == config.train.precision)
+
+
+def _dtypes(
+    groups: list[Group], config: RunConfig, origin: Origin, asked: str | None
+) -> dict[str, torch.dtype]:
+    names = [name for group in groups for name in group.sources]
+    if asked is not None:
+        return dict.fromkeys(names, DTYPE_NAMES[asked])
+    return {name: origin.dtypes.get(name, _precision(config)) for name in names}
+
+
+def _config_json(
+    family: Family, model: ModelConfig, origin: Origin, dtype: torch.dtype, tokenizer: Tokenizer | None
+) -> Tree:
+    """The origin's, where it says the same model; else the family's, over what the origin has besides."""
+    spelled = str(dtype).removeprefix("torch.")
+    if origin.config is None:
+        end = tokenizer.eod if tokenizer else None
+        return {
+            **family.write_config(model),
+            "bos_token_id": end,
+            "eos_token_id": end,
+            "torch_dtype": spelled,
+        }
+    tree = dict(origin.config)
+    key = "dtype" if "dtype" in tree else "torch_dtype"
+    if not _says_the_same(family, tree, model):
+        tree.pop("rope_parameters", None)
+        tree |= family.write_config(model)
+    return {**tree, key: spelled}
+
+
+def _says_the_same(family: Family, tree: Tree, model: ModelConfig) -> bool:
+    try:
+        return family_of(tree, "") is family and not differences(family.read_config(tree), model)
+    except ConfigError:
+        return False
+
+
+def _generation(tokenizer: Tokenizer | None) -> dict[str, Any]:
+    end = tokenizer.eod if tokenizer else None
+    return {"_from_model_config": True} | (
+        {"bos_token_id": end, "eos_token_id": end} if end is not None else {}
+    )
+
+
+def _write_tokenizer(writer: FolderWriter, origin: Origin, tokenizer: Tokenizer | None) -> list[str]:
+    """Copies the tokenizer's files; returns notes on what transformers will not find."""
+    for file in origin.files:
+        writer.copy(file)
+    if tokenizer is None and not origin.files:
+        return ["no tokenizer was written: the checkpoint has none"]
+    if not origin.files:
+        return [f"no tokenizer was written: transformers has nothing like {tokenizer.tokenizer_type}"]
+    names = [file.name for file in origin.files]
+    if "tokenizer_config.json" not in names and tokenizer is not None:
+        kind = "PreTrainedTokenizerFast" if "tokenizer.json" in names else "GPT2Tokenizer"
+        end = tokenizer.decode([tokenizer.eod]) if tokenizer.eod is not None else None
+        writer.write_json("tokenizer_config.json", {"tokenizer_class": kind, "eos_token": end})
+    return []

@@ -1,0 +1,118 @@
+"""A Hugging Face folder to read: its config.json, and every tensor of its shards by name."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megalith.bridge.family import Family
+from megalith.bridge.stored import Pickled, Stored, list_tensors
+from megalith.data.tokenizers.hub import local_folder
+from megalith.errors import CheckpointError
+
+CONFIG = "config.json"
+GENERATION = "generation_config.json"
+INDEX_SUFFIX = ".index.json"
+WEIGHTS = (  # an index, or the one file: the first that is there
+    "model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json", "pytorch_model.bin",
+)  # fmt: skip
+TOKENIZER_FILES = (
+    "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
+    "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+DTYPE_NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+NAMES_IN_ERROR = 10
+
+
+class SourceFolder:
+    """The folder at `path`, or of a hub name. Its tensors are listed; each is read when it is asked for."""
+
+    def __init__(self, path: str | Path):
+        """Raises CheckpointError for missing or damaged files, DataError for a hub name that is not to be had."""
+        self.path = find_folder(path)
+        self.config = read_json(self.path / CONFIG)
+        self.tensors = _list_weights(self.path)
+
+    @property
+    def dtype(self) -> torch.dtype | None:
+        """What config.json says that the weights are; None where it says nothing."""
+        name = str(self.config.get("dtype") or self.config.get("torch_dtype") or "")
+        return DTYPE_NAMES.get(name.removeprefix("torch."))
+
+    def complete_names(self, family: Family) -> None:
+        """Gives the tensors of a bare model (as GPT-2 was published) the names that they have in the whole one."""
+        if not any(name.startswith(family.prefix) for name in self.tensors):
+            self.tensors = {
+                name if name == family.tied else family.prefix + name: stored
+                for name, stored in self.tensors.items()
+            }
+
+    def read(self, name: str) -> torch.Tensor:
+        """A tensor by its name."""
+        return self.tensors[name].read()
+
+
+def is_model_folder(path: str | Path) -> bool:
+    """Whether a folder is Hugging Face's rather than one of ours."""
+    return (Path(path) / CONFIG).is_file()
+
+
+def find_folder(path: str | Path) -> Path:
+    """The folder itself, or that of a hub name: from the local cache, else fetched if the hub's settings allow it."""
+    folder = Path(path)
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise CheckpointError(f"{folder} is a file; give the folder that holds {CONFIG} and the weights")
+    return local_folder(
+        str(path), (CONFIG, GENERATION, *TOKENIZER_FILES, "*.safetensors", "*" + INDEX_SUFFIX)
+    )
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises CheckpointError when there is none."""
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{path} is missing; give a folder of a Hugging Face model") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}); fetch it again") from None
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} holds no JSON object; fetch it again")
+    return content
+
+
+def shorten(names: list[str]) -> str:
+    """The first names of a list, and how many more there are."""
+    more = len(names) - NAMES_IN_ERROR
+    return ", ".join(names[:NAMES_IN_ERROR]) + (f" and {more} more" if more > 0 else "")
+
+
+def _list_weights(folder: Path) -> dict[str, Stored | Pickled]:
+    found = next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
+    if found is None:
+        raise CheckpointError(f"{folder} has no weights; it needs one of {', '.join(WEIGHTS)}")
+    return _list_shards(found) if found.name.endswith(INDEX_SUFFIX) else list_tensors(found)
+
+
+def _list_shards(index: Path) -> dict[str, Stored | Pickled]:
+    where = read_json(index).get("weight_map")
+    if not isinstance(where, dict) or not all(isinstance(file, str) for file in where.values()):
+        raise CheckpointError(f"{index} has no weight_map of tensors to files; fetch it again")
+    tensors: dict[str, Stored | Pickled] = {}
+    for file in sorted(set(where.values())):
+        if Path(file).name != file or file in ("", ".", ".."):
+            raise CheckpointError(
+                f"{index} names the file {file!r}, which is outside its folder; the index is not to be trusted"
+            )
+        held = list_tensors(index.parent / file)
+        absent = [name for name, at in where.items() if at == file and name not in held]
+        if absent:
+            raise CheckpointError(
+                f"{index.parent / file} lacks tensors of its index: {shorten(absent)}; fetch it again"
+            )
+        tensors |= held
+    return tensors

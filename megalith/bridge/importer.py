@@ -1,0 +1,87 @@
+"""`megalith import-hf`: a Hugging Face folder as a checkpoint, one tensor of ours at a time.
+
+The weights are stored in float32, as training keeps them, and `train.precision` of the checkpoint's configuration is
+the type that they came in: what `megalith.load` computes in, and what an export writes again.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from functools import partial
+from pathlib import Path
+
+import torch
+
+from megalith.bridge.families import family_of
+from megalith.bridge.folder import SourceFolder
+from megalith.bridge.match import Match, match
+from megalith.bridge.origin import check_vocabulary, keep_origin, tokenizer_of
+from megalith.bridge.progress import ByteProgress
+from megalith.checkpoint import RunRecord, StepWriter, TokenizerRecord
+from megalith.config import RunConfig
+from megalith.config.rules import check_model
+from megalith.errors import CheckpointError, ConfigError
+
+PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+SEED = 1234  # of the initial values of tensors that are missing and were allowed to be
+
+
+def import_hf(
+    source: str | Path, out: str | Path, *, allow: bool = False, show_progress: bool = True
+) -> Path:
+    """Writes the model in the folder or of the hub name `source` as step 0 of a run at `out`; returns the step.
+
+    Holds about one tensor, and the files being written, in memory. With `allow`, tensors that are missing begin with
+    initial values, those that are not of the model are left out, and types need not be config.json's. Raises
+    ConfigError for a model that cannot be built here, CheckpointError for a damaged folder or when `out` is there
+    already or cannot be written: nothing is left then.
+    """
+    out = Path(out)
+    if out.exists():
+        raise CheckpointError(f"{out} is already there; remove it, or choose another place")
+    fit = open_source(source, allow)
+    model = fit.groups[0].model
+    tokenizer = tokenizer_of(fit.source.path)
+    check_vocabulary(fit.source, tokenizer, model.vocab_size)
+    dtype = common_dtype(fit)
+    config = RunConfig()
+    config.model, config.train.precision = model, PRECISIONS[dtype]
+    record = RunRecord(
+        step=0,
+        consumed_samples=0,
+        config=config.to_tree(),
+        tokenizer=tokenizer
+        and TokenizerRecord(fingerprint=tokenizer.fingerprint, vocab_size=tokenizer.vocab_size),
+    )
+    exceptions = {name: other for name, other in fit.dtypes.items() if other != dtype}
+    keep = partial(keep_origin, fit.source, tokenizer, exceptions)
+    try:
+        with (
+            ByteProgress("import", sum(map(fit.bytes, fit.groups)), show_progress) as progress,
+            StepWriter(out / "checkpoints", record, write_tokenizer=keep) as writer,
+        ):
+            for group in fit.groups:
+                writer.add("model", group.name, fit.ours(group, SEED))
+                progress.add(fit.bytes(group))
+    except BaseException:
+        shutil.rmtree(out, ignore_errors=True)
+        raise
+    return writer.folder
+
+
+def open_source(source: str | Path, allow: bool = False) -> Match:
+    """A Hugging Face folder, its family found and its tensors matched. Raises as `import_hf`."""
+    folder = SourceFolder(source)
+    family = family_of(folder.config, str(folder.path))
+    try:
+        model = family.read_config(folder.config)
+        check_model(model)
+    except ConfigError as error:
+        raise ConfigError(f"{folder.path}: {error}") from None
+    return match(folder, family, model, allow)
+
+
+def common_dtype(fit: Match) -> torch.dtype:
+    """What config.json says, else the type of most tensors."""
+    return fit.source.dtype or Counter(fit.dtypes.values()).most_common(1)[0][0]

@@ -1,0 +1,97 @@
+"""Weights of a Hugging Face folder straight into a model, whole or in any layout, and the model that they are of."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from megalith.bridge.families import family_of
+from megalith.bridge.folder import CONFIG, find_folder, is_model_folder, read_json
+from megalith.bridge.importer import open_source
+from megalith.bridge.match import Match
+from megalith.bridge.settings import RESOLVED, TRAINING_ONLY
+from megalith.checkpoint import Checkpoint, load_model, open_checkpoint
+from megalith.checkpoint.state import Model, model_boxes
+from megalith.comm import Axis
+from megalith.config import ModelConfig, RunConfig
+from megalith.errors import CheckpointError, ConfigError
+
+# Fields that a run which begins from other weights may set: they change no tensor's shape or meaning.
+FREE = (*TRAINING_ONLY, "rotary_base", "rope_scaling")
+
+
+@torch.no_grad()
+def load_source(fit: Match, model: Model, seed: int) -> None:
+    """Fills the parameters and buffers of a model, or of a rank's chunks of it, each rank reading its boxes alone.
+
+    Rows that pad the vocabulary become zero. Tensors that are missing and allowed to be get `seed`'s initial values.
+    """
+    groups = {group.name: group for group in fit.groups}
+    for name, box in model_boxes(model).items():
+        group = groups[name]
+        held = box.first_rows(group.shape[0]) if group.shape else box
+        if held.values.numel():
+            held.values.copy_(fit.ours(group, seed, held.offset, tuple(held.values.shape)))
+        if len(held.values) < len(box.values):
+            box.values[len(held.values) :].zero_()
+
+
+def begin_from(
+    path: str, model: Model, config: ModelConfig, rows: dict[str, int], seed: int, world: Axis
+) -> None:
+    """Fills the chunks of this rank with the weights that `model.init_from` names: of either kind.
+
+    `rows` are those of `build.vocabulary_rows`. Every rank of `world` calls it.
+    """
+    if is_source(path):
+        load_source(open_source(path), model, seed)
+    else:
+        load_model(_checkpoint(path), model, rows, world)
+
+
+def is_source(path: str | Path) -> bool:
+    """Whether weights are in Hugging Face's form: a folder with a config.json, or a hub name."""
+    return is_model_folder(path) or not Path(path).exists()
+
+
+def with_init_from(config: RunConfig) -> RunConfig:
+    """`config` with the model's shape taken from the weights that `model.init_from` names, if it names any.
+
+    Raises ConfigError for a field that is set to something else than they have.
+    """
+    path = config.model.init_from
+    if path is None:
+        return config
+    found = _model_of(path)
+    given = {name: getattr(config.model, name) for name in config.model.model_fields_set}
+    for name, value in given.items():
+        theirs = getattr(found, RESOLVED.get(name, name))
+        ours = getattr(config.model, RESOLVED[name]) if name in RESOLVED and value else value
+        free = name in FREE or (name == "max_position_embeddings" and found.position_embedding_type == "rope")
+        if not free and value is not None and ours != theirs:
+            raise ConfigError(
+                f"model.{name} is {value}, but the weights in {path}, which model.init_from names, have {theirs}; "
+                f"leave {name} out"
+            )
+    kept = {name: value for name, value in given.items() if value is not None}
+    config = config.model_copy(deep=True)
+    config.model = ModelConfig.model_validate({**found.model_dump(), "preset": None, **kept})
+    return config
+
+
+def _model_of(path: str) -> ModelConfig:
+    if is_source(path):
+        folder = find_folder(path)
+        theirs = read_json(folder / CONFIG)
+        return family_of(theirs, str(folder)).read_config(theirs)
+    return RunConfig.from_tree(_checkpoint(path).manifest.config).model
+
+
+def _checkpoint(path: str) -> Checkpoint:
+    checkpoint = open_checkpoint(path, what=("model",))
+    if checkpoint is None:
+        raise CheckpointError(
+            f"there is no checkpoint in {path}, which model.init_from names; correct the path"
+        )
+    return checkpoint

@@ -1,0 +1,134 @@
+"""Whether a folder's tensors are those of its config.json: all that the model needs, in their shapes, and no others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megalith.bridge.family import VOCABULARY, Family, Group
+from megalith.bridge.folder import SourceFolder, shorten
+from megalith.bridge.stored import DTYPES
+from megalith.bridge.transfer import to_ours
+from megalith.checkpoint.files import DTYPE_CODES
+from megalith.config import ModelConfig
+from megalith.errors import CheckpointError
+from megalith.models.init import initial_value
+
+WEIGHT_CODES = ("F32", "BF16", "F16")
+
+
+@dataclass(frozen=True)
+class Match:
+    """A folder's tensors as the groups of a model, and what did not fit and was allowed."""
+
+    source: SourceFolder
+    groups: list[Group]
+    missing: list[str]
+    """Theirs: the tensors of ours that need one of them keep their initial values."""
+    extra: list[str]
+    """Theirs, that nothing here has a use for."""
+
+    @property
+    def dtypes(self) -> dict[str, torch.dtype]:
+        """The type of each tensor that is used."""
+        return {
+            name: DTYPES[self.source.tensors[name].dtype]
+            for group in self.groups
+            for name in group.sources
+            if name not in self.missing
+        }
+
+    def bytes(self, group: Group) -> int:
+        """What a group takes in the folder's files."""
+        return sum(
+            torch.Size(shape).numel() * self.dtypes[name].itemsize
+            for name, shape in group.sources.items()
+            if name not in self.missing
+        )
+
+    def ours(
+        self, group: Group, seed: int, offset: tuple | None = None, shape: tuple | None = None
+    ) -> Tensor:
+        """Our tensor of a group in float32, or a box of it; the initial one of `seed` where theirs are missing."""
+        if not set(self.missing) & set(group.sources):
+            return to_ours(group, self.source.read, offset, shape)
+        return initial_value(group.name, torch.Size(group.shape), group.model, seed, shape, offset)
+
+
+def match(source: SourceFolder, family: Family, model: ModelConfig, allow: bool = False) -> Match:
+    """The folder's tensors as the groups of `model`.
+
+    Raises CheckpointError naming tensors of another shape or type than config.json says; and those that are missing
+    or extra, unless `allow`.
+    """
+    source.complete_names(family)
+    groups = family.groups(model)
+    wanted = {name: shape for group in groups for name, shape in group.sources.items()}
+    found = {
+        name: stored
+        for name, stored in source.tensors.items()
+        if name in wanted or not any(re.search(pattern, name) for pattern in family.ignored)
+    }
+    if not model.untie_embeddings_and_output_weights and found.pop(family.tied, None):
+        _check_tied(source, family, groups)
+    missing = [name for name in wanted if name not in found]
+    extra = [name for name in found if name not in wanted]
+    problems = {
+        "missing": missing,
+        "not of this model": extra,
+        "of another type than config.json says": _wrong_types(source, wanted),
+    }
+    told = [f"{what}: {shorten(names)}" for what, names in problems.items() if names]
+    if told and not allow:
+        raise CheckpointError(
+            f"{source.path} is not what its config.json says; {'; '.join(told)}; fetch it again, or allow it with "
+            "--allow: missing tensors then begin with initial values, others are left out, types are kept"
+        )
+    _check_shapes(source, wanted)
+    return Match(source, groups, missing, extra)
+
+
+def _wrong_types(source: SourceFolder, wanted: Mapping[str, tuple[int, ...]]) -> list[str]:
+    if source.dtype is None:
+        return []
+    code = DTYPE_CODES[source.dtype]
+    return [
+        f"{name} ({source.tensors[name].dtype}, not {code})"
+        for name in wanted
+        if name in source.tensors and source.tensors[name].dtype != code
+    ]
+
+
+def _check_shapes(source: SourceFolder, wanted: Mapping[str, tuple[int, ...]]) -> None:
+    held = {name: source.tensors[name] for name in wanted if name in source.tensors}
+    shapes = [
+        f"{name} (stored {list(stored.shape)}, config.json gives {list(wanted[name])})"
+        for name, stored in held.items()
+        if stored.shape != wanted[name]
+    ]
+    if shapes:
+        raise CheckpointError(
+            f"{source.path} has tensors of another shape than its config.json says: {shorten(shapes)}; correct "
+            "config.json, or fetch it again"
+        )
+    types = [f"{name} ({stored.dtype})" for name, stored in held.items() if stored.dtype not in WEIGHT_CODES]
+    if types:
+        raise CheckpointError(
+            f"{source.path} has weights of a type that is not one of {', '.join(WEIGHT_CODES)}: {shorten(types)}; "
+            "quantized models cannot be read: take the original"
+        )
+
+
+def _check_tied(source: SourceFolder, family: Family, groups: list[Group]) -> None:
+    embedding = next(group for group in groups if group.name == VOCABULARY[0]).names()[0]
+    if embedding not in source.tensors:
+        return
+    if not torch.equal(source.read(family.tied), source.read(embedding)):
+        raise CheckpointError(
+            f"{source.path}: config.json has tie_word_embeddings, but {family.tied} is not {embedding}; if it is to "
+            "have a matrix of its own, set tie_word_embeddings to false"
+        )

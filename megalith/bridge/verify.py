@@ -1,0 +1,137 @@
+"""The certificate of a conversion: every tensor both ways, bit by bit, and the logits of a probe batch.
+
+Tensors: what the checkpoint holds, turned into theirs, has the bits of the folder's; and the folder's, turned into
+ours, have the bits of the checkpoint's in the folder's types. Logits: ours from the checkpoint against transformers'
+from the folder, both in float32, or, where transformers is not installed, against ours from the folder. The logits
+need both models in memory; the tensors one at a time.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.bridge.family import VOCABULARY
+from megalith.bridge.importer import SEED, open_source
+from megalith.bridge.load import load_source
+from megalith.bridge.match import Match
+from megalith.bridge.transfer import to_theirs
+from megalith.checkpoint import Checkpoint, load_model, open_checkpoint
+from megalith.errors import CheckpointError
+from megalith.models.transformer import Transformer
+
+BOUND = 1e-5  # of the largest logit
+PROBE = (2, 64)  # sequences and tokens
+
+
+def certify(checkpoint: str | Path, folder: str | Path, beside: str | Path) -> Path:
+    """Compares a checkpoint with a Hugging Face folder and writes `BESIDE.certificate.json`; returns its path.
+
+    Raises CheckpointError when they are not the same model; the certificate then says in what they differ.
+    """
+    opened = open_checkpoint(checkpoint, what=("model",))
+    fit = open_source(folder, allow=True)
+    certificate = {
+        "checkpoint": str(opened.folder),
+        "folder": str(fit.source.path),
+        "architecture": fit.source.config.get("architectures"),
+        "date": datetime.now(UTC).isoformat(timespec="seconds"),
+        "versions": {name: _version(name) for name in ("megalith", "torch", "transformers")},
+        "allowed": {"missing": fit.missing, "extra": fit.extra},
+        "tensors": compare_tensors(opened, fit),
+        "logits": compare_logits(opened, fit),
+    }
+    passed = not certificate["tensors"]["different"] and certificate["logits"]["within_bound"]
+    path = Path(f"{beside}.certificate.json")
+    path.write_text(json.dumps({"passed": passed, **certificate}, indent=2) + "\n", encoding="utf-8")
+    if not passed:
+        raise CheckpointError(
+            f"{opened.folder} and {fit.source.path} are not the same model; {path} says in what"
+        )
+    return path
+
+
+def compare_tensors(checkpoint: Checkpoint, fit: Match) -> dict[str, Any]:
+    """How many tensors of theirs were compared, of how many bytes, and the names of those that differ."""
+    dtypes, different, count, size = fit.dtypes, [], 0, 0
+    for group in fit.groups:
+        if set(group.sources) & set(fit.missing):
+            continue
+        ours = checkpoint.read("model", group.name)
+        for name, value in to_theirs(group, ours, dtypes):
+            count, size = count + 1, size + value.nbytes
+            if not same_bits(value, fit.source.read(name)):
+                different.append(name)
+        kinds = {dtypes[name] for name in group.sources}
+        if len(kinds) == 1 and not same_bits(fit.ours(group, SEED), ours.to(kinds.pop()).float()):
+            different.append(group.name)
+    return {"compared": count, "bytes": size, "different": different}
+
+
+@torch.no_grad()
+def compare_logits(checkpoint: Checkpoint, fit: Match) -> dict[str, Any]:
+    """The largest difference between the logits of a probe batch, with what it was taken against."""
+    model = fit.groups[0].model
+    ours = Transformer(model, device="cpu").eval()
+    rows = {name: model.vocab_size for name in VOCABULARY if name in checkpoint.table("model")}
+    load_model(checkpoint, ours, rows)
+    _round(ours, fit)
+    generator = torch.Generator().manual_seed(SEED)
+    shape = (PROBE[0], min(PROBE[1], model.max_position_embeddings))
+    ids = torch.randint(0, model.vocab_size, shape, generator=generator)
+    against = "transformers" if importlib.util.find_spec("transformers") else "megalith"
+    theirs = _their_logits(fit, ids) if against == "transformers" else _own_logits(fit, ids)
+    difference, largest = (ours(ids) - theirs).abs().max().item(), theirs.abs().max().item()
+    return {
+        "against": against,
+        "batch": list(shape),
+        "largest_difference": difference,
+        "largest_logit": largest,
+        "bound": BOUND * largest,
+        "within_bound": difference <= BOUND * largest,
+    }
+
+
+def same_bits(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors have the same type, shape and bits."""
+    if (a.dtype, a.shape) != (b.dtype, b.shape):
+        return False
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def _round(model: Transformer, fit: Match) -> None:
+    """Gives our weights the precision that they have in the folder."""
+    state = model.state_dict()
+    for group in fit.groups:
+        kinds = {fit.dtypes[name] for name in group.sources if name in fit.dtypes}
+        if len(kinds) == 1:
+            state[group.name].copy_(state[group.name].to(kinds.pop()))
+
+
+def _their_logits(fit: Match, ids: Tensor) -> Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(
+        fit.source.path, torch_dtype=torch.float32, attn_implementation="eager"
+    )
+    return model.eval()(ids).logits
+
+
+def _own_logits(fit: Match, ids: Tensor) -> Tensor:
+    model = Transformer(fit.groups[0].model, device="cpu").eval()
+    load_source(fit, model, SEED)
+    return model(ids)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,170 @@
+"""A Hugging Face folder, written a tensor at a time: whole, or not there.
+
+The names, types and shapes are known before the first tensor, so each shard's header is written first and tensors go
+to their places in any order. Everything is written into `NAME.partial` beside the output, synced, and renamed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.checkpoint.files import DTYPE_CODES, sync_folder
+from megalith.errors import CheckpointError
+
+SHARD_BYTES = 5 * 10**9  # as transformers cuts them
+
+
+class FolderWriter:
+    """The folder at `path`, as a context manager: it takes its name at the end of the block, and only without an error.
+
+    `tensors` gives each tensor's type and shape, in the order in which they are spread over shards.
+    """
+
+    def __init__(
+        self,
+        path: str | Path,
+        tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+        shard_bytes: int = SHARD_BYTES,
+        replace: bool = False,
+    ):
+        """Raises CheckpointError when something is at `path`, unless it is to be replaced."""
+        self.path = Path(path)
+        self.partial = self.path.with_name(self.path.name + ".partial")
+        self._tensors = dict(tensors)
+        self._shards = _cut(self._tensors, shard_bytes)
+        self._files: dict[str, int] = {}  # open, by name
+        self._places: dict[str, tuple[str, int]] = {}
+        if self.path.exists() and not replace:
+            raise CheckpointError(f"{self.path} is already there; remove it, or choose another place")
+
+    def __enter__(self) -> FolderWriter:
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            shutil.rmtree(self.partial, ignore_errors=True)  # of a conversion that was killed
+            self.partial.mkdir()
+            for file, names in self._shards.items():
+                self._begin(file, names)
+        except OSError as error:
+            self._abandon()
+            raise self._refused(error) from error
+        return self
+
+    def write(self, name: str, tensor: Tensor) -> None:
+        """Puts a tensor into its place."""
+        dtype, shape = self._tensors[name]
+        assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape), name
+        file, start = self._places.pop(name)
+        data = memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())
+        try:
+            while data:
+                written = os.pwrite(self._files[file], data, start)
+                data, start = data[written:], start + written
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def write_json(self, name: str, content: Mapping[str, Any]) -> None:
+        """Writes a JSON file."""
+        self._small(name, (json.dumps(content, indent=2, ensure_ascii=False) + "\n").encode())
+
+    def copy(self, file: Path) -> None:
+        """Copies a small file."""
+        self._small(file.name, file.read_bytes())
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            assert not self._places, f"not written: {list(self._places)}"
+            try:
+                self._finish()
+                return
+            except OSError as refused:
+                self._abandon()
+                raise self._refused(refused) from refused
+        self._abandon()
+
+    def _begin(self, file: str, names: list[str]) -> None:
+        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+        end = 0
+        for name in names:
+            dtype, shape = self._tensors[name]
+            start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
+            header[name] = {"dtype": DTYPE_CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+        text = json.dumps(header, separators=(",", ":")).encode()
+        text += b" " * (-len(text) % 8)
+        for name in names:
+            self._places[name] = (file, 8 + len(text) + header[name]["data_offsets"][0])
+        with open(self.partial / file, "wb") as begun:
+            begun.write(struct.pack("<Q", len(text)) + text)
+        self._files[file] = os.open(self.partial / file, os.O_WRONLY)
+
+    def _finish(self) -> None:
+        if len(self._shards) > 1:
+            total = sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in self._tensors.values())
+            where = {name: file for file, names in self._shards.items() for name in names}
+            self.write_json(
+                "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": where}
+            )
+        for descriptor in self._files.values():
+            os.fsync(descriptor)
+        self._close()
+        sync_folder(self.partial)
+        replaced = self.path.with_name(self.path.name + ".replaced")
+        shutil.rmtree(replaced, ignore_errors=True)
+        if self.path.exists():
+            os.rename(self.path, replaced)
+        os.rename(self.partial, self.path)
+        sync_folder(self.path.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+
+    def _small(self, name: str, content: bytes) -> None:
+        try:
+            with open(self.partial / name, "wb") as file:
+                file.write(content)
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise self._refused(error) from error
+
+    def _abandon(self) -> None:
+        self._close()
+        shutil.rmtree(self.partial, ignore_errors=True)
+
+    def _close(self) -> None:
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def _refused(self, error: OSError) -> CheckpointError:
+        return CheckpointError(
+            f"{self.path} could not be written: {error.strerror or error}; nothing of it is left: make room, or choose "
+            "another place"
+        )
+
+
+def _cut(
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], shard_bytes: int
+) -> dict[str, list[str]]:
+    """File names with the tensors in them: one file, or several of at most `shard_bytes` (but for one large tensor)."""
+    shards: list[list[str]] = [[]]
+    held = 0
+    for name, (dtype, shape) in tensors.items():
+        size = torch.Size(shape).numel() * dtype.itemsize
+        if held and held + size > shard_bytes:
+            shards.append([])
+            held = 0
+        shards[-1].append(name)
+        held += size
+    if len(shards) == 1:
+        return {"model.safetensors": shards[0]}
+    count = len(shards)
+    return {f"model-{i:05d}-of-{count:05d}.safetensors": names for i, names in enumerate(shards, 1)}

@@ -1,0 +1,142 @@
+"""Training begins from a Hugging Face folder in any layout, and ends with one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from bridge.layout_job import begin, export_from, reads
+from models.reference import CASES, VOCAB, random_reference
+from safetensors.torch import load_file
+
+import megalith
+from megalith.bridge.importer import import_hf
+from megalith.bridge.load import with_init_from
+from megalith.bridge.verify import same_bits
+from megalith.config import RunConfig
+from megalith.errors import CheckpointError, ConfigError
+from megalith.trainer import prepare
+
+LAYOUTS = {
+    "tp2-pp2": dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
+    "tp2-sp-dp2-zero3": dict(
+        tensor_model_parallel_size=2, sequence_parallel=True, data_parallel_sharding_strategy="optim_grads_params"
+    ),
+}  # fmt: skip
+
+
+def run_config(source: Path, output: Path, parallel: dict | None = None, **sections: dict) -> RunConfig:
+    tree = {
+        "model": {"init_from": str(source)} | sections.pop("model", {}),
+        "parallel": parallel or {},
+        "data": {"mock": True, "seq_length": 16},
+        "optim": {"lr": 1e-3},
+        "train": {"train_iters": 2, "micro_batch_size": 1, "global_batch_size": 4, "output_dir": str(output)}
+        | {"eval_iters": 0},
+        "log": {"layout_report": False},
+        **sections,
+    }
+    return RunConfig.from_tree(tree)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", CASES)
+def test_any_layout_reads_its_slices_and_writes_the_same_bits_back(
+    pool, hf_folder, tmp_path: Path, name: str, layout: str
+) -> None:
+    """Loaded from the folder, saved as a checkpoint by all ranks, exported: the folder that came in."""
+    config = run_config(hf_folder(name), tmp_path / "run", LAYOUTS[layout])
+    pool.run(export_from, config, tmp_path / "out")
+    before, after = (load_file(path / "model.safetensors") for path in (hf_folder(name), tmp_path / "out"))
+    assert before.keys() == after.keys()
+    assert [key for key in before if not same_bits(before[key], after[key])] == []
+
+
+def test_a_checkpoint_is_begun_from_as_a_folder_is(pool, hf_folder, tmp_path: Path) -> None:
+    import_hf(hf_folder("qwen3"), tmp_path / "imported", show_progress=False)
+    states = [
+        pool.run(begin, run_config(source, tmp_path / "run", LAYOUTS["tp2-pp2"]))[0]
+        for source in (hf_folder("qwen3"), tmp_path / "imported")
+    ]
+    assert states[0].keys() == states[1].keys()
+    assert all(same_bits(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_each_rank_reads_about_its_share_of_the_bytes(pool, tmp_path: Path) -> None:
+    config = CASES["llama"][0]()
+    config.hidden_size, config.intermediate_size = 256, 1024
+    random_reference(config).save_pretrained(tmp_path / "hf")
+    whole = (tmp_path / "hf/model.safetensors").stat().st_size
+    shares = pool.run(reads, run_config(tmp_path / "hf", tmp_path / "run", LAYOUTS["tp2-pp2"]))
+    assert sum(shares) < 1.1 * whole
+    assert max(shares) < 0.4 * whole
+
+
+def test_a_run_begins_there_trains_and_ends_with_a_folder_that_transformers_loads(
+    hf_folder, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    config = run_config(hf_folder("llama"), tmp_path / "run", checkpoint={"export_hf": True})
+    result = megalith.train(config)
+    ids = torch.randint(0, VOCAB, (1, 16), generator=torch.Generator().manual_seed(0))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run/hf_model").eval()
+    before = transformers.AutoModelForCausalLM.from_pretrained(hf_folder("llama")).eval()
+    with torch.no_grad():
+        ours, theirs = megalith.load(result.checkpoint)(ids), model(ids).logits
+        assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+        assert (theirs - before(ids).logits).abs().max() > 1e-3
+    resumed = run_config(
+        hf_folder("llama"), tmp_path / "run", checkpoint={"export_hf": True, "load": str(tmp_path / "run")}
+    )
+    resumed.train.train_iters = 3
+    assert megalith.train(resumed).step == 3  # what was trained goes before the folder
+
+
+def test_the_shape_comes_from_the_folder_and_what_training_may_choose_from_the_run(
+    hf_folder, tmp_path: Path
+) -> None:
+    choices = {"hidden_dropout": 0.1, "rotary_base": 500000.0, "make_vocab_size_divisible_by": 8}
+    model = with_init_from(run_config(hf_folder("qwen3"), tmp_path, model=choices)).model
+    assert (model.num_layers, model.head_dim, model.qk_layernorm, model.padded_vocab_size) == (
+        3,
+        32,
+        True,
+        152,
+    )
+    assert (model.hidden_dropout, model.rotary_base) == (0.1, 500000.0)
+    again = with_init_from(RunConfig.from_tree({"model": model.model_dump()}))
+    assert again.model == model
+
+
+def test_a_field_that_contradicts_the_weights_is_refused(hf_folder, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"model.hidden_size is 128, but the weights in .*, have 64; leave"):
+        with_init_from(run_config(hf_folder("llama"), tmp_path, model={"hidden_size": 128}))
+    with pytest.raises(ConfigError, match=r"model.swiglu is False, but"):
+        with_init_from(run_config(hf_folder("llama"), tmp_path, model={"swiglu": False}))
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_and_an_empty_place_are_refused(
+    hf_folder, tmp_path: Path
+) -> None:
+    config = run_config(hf_folder("llama"), tmp_path / "run")
+    config.data.tokenizer_type = "ByteTokenizer"
+    with pytest.raises(ConfigError, match="the tokenizer has 257 entries but model.vocab_size is 151"):
+        prepare(config, 1)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(
+        CheckpointError, match=r"there is no checkpoint in .*empty, which model.init_from names"
+    ):
+        prepare(run_config(tmp_path / "empty", tmp_path / "run"), 1)
+
+
+def test_a_model_without_a_family_is_refused_before_training_when_a_folder_is_asked_for(
+    tmp_path: Path,
+) -> None:
+    tree = {
+        "model": {"preset": "tiny-gpt", "position_embedding_type": "rope", "vocab_size": 100},
+        "data": {"mock": True, "seq_length": 16},
+        "optim": {"lr": 1e-3},
+        "train": {"train_iters": 2, "output_dir": str(tmp_path)},
+        "checkpoint": {"export_hf": True},
+    }
+    with pytest.raises(ConfigError, match="no family of transformers can say this model"):
+        prepare(RunConfig.from_tree(tree), 1)
