@@ -38,7 +38,7 @@ def load_source(fit: Match, model: Model, seed: int) -> None:
 
 
 def begin_from(
-    path: str, model: Model, config: ModelConfig, rows: dict[str, int], seed: int, world: Axis
+    path: str, model: Model, rows: dict[str, int], seed: int, world: Axis
 ) -> None:
     """Fills the chunks of this rank with the weights that `model.init_from` names: of either kind.
 

@@ -1,11 +1,12 @@
 """What the ranks of a layout do with a Hugging Face folder."""
 
 from pathlib import Path
+from unittest.mock import patch
 
 from torch import Tensor
 
-from megalith.bridge import stored
 from megalith.bridge.exporter import export_hf
+from megalith.bridge.folder import SourceFolder
 from megalith.config import RunConfig
 from megalith.parity.job import start, state_by_name
 
@@ -20,12 +21,31 @@ def begin(config: RunConfig) -> dict[str, Tensor]:
 def export_from(config: RunConfig, out: Path) -> None:
     """Saves the weights that training begins with, from all ranks, and exports them on the first."""
     trainer = start(config)
-    folder = trainer.save()
+    trainer.save()
     if trainer.mesh.world.rank == 0:
-        export_hf(folder, out, show_progress=False)
+        export_hf(trainer.output, out, show_progress=False)
+
+
+class Counted:
+    """A tensor of a folder that counts the bytes taken from it."""
+
+    def __init__(self, tensor: Tensor, taken: list[int]):
+        self._tensor, self._taken = tensor, taken
+
+    @property
+    def T(self) -> "Counted":
+        return Counted(self._tensor.T, self._taken)
+
+    def __getitem__(self, index: object) -> Tensor:
+        part = self._tensor[index]
+        self._taken.append(part.nbytes)
+        return part
 
 
 def reads(config: RunConfig) -> int:
     """How many bytes of the folder's weights this rank uses while it begins."""
-    used = 0
-    read = stored.Stored.read
+    taken: list[int] = []
+    read = SourceFolder.read
+    with patch.object(SourceFolder, "read", lambda folder, name: Counted(read(folder, name), taken)):
+        start(config)
+    return sum(taken)
