@@ -37,9 +37,7 @@ def load_source(fit: Match, model: Model, seed: int) -> None:
             box.values[len(held.values) :].zero_()
 
 
-def begin_from(
-    path: str, model: Model, rows: dict[str, int], seed: int, world: Axis
-) -> None:
+def begin_from(path: str, model: Model, rows: dict[str, int], seed: int, world: Axis) -> None:
     """Fills the chunks of this rank with the weights that `model.init_from` names: of either kind.
 
     `rows` are those of `build.vocabulary_rows`. Every rank of `world` calls it.
