@@ -185,7 +185,7 @@ def saved(content: object, zipped: bool) -> bytes:
     [
         saved({"a": Bomb()}, zipped=True),
         saved({"a": Bomb()}, zipped=False),
-        pickle.dumps(Bomb()),
+        pickle.dumps(Bomb(), protocol=2),
         saved([1, 2], zipped=True),
         saved({"a": 1}, zipped=True),
         b"text",
