@@ -12,8 +12,9 @@ gives, this file has in full.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from megalith.checkpoint.agree import exchange
 from megalith.checkpoint.extent import Extent
@@ -37,30 +38,36 @@ class Plan:
 
 
 def make_plan(boxes: Boxes, world: Axis) -> Plan:
-    """The plan for `boxes`, of which each rank of the world gives its own; every rank calls it.
+    """The plan for `boxes`, of which each rank of the world gives its own; every rank calls it."""
+    return divide(exchange(entries(boxes), world), world.rank)
 
-    Boxes of a tensor are alike or apart: axes cut a tensor into shards, or copy them.
-    """
-    own = [
-        [part, name, DTYPE_CODES[box.values.dtype], box.shape, box.offset, tuple(box.values.shape)]
+
+def entries(boxes: Boxes) -> list[list[Any]]:
+    """What a rank tells of its boxes, plain JSON: part, name, type, global shape, offset and shape of the box."""
+    return [
+        [part, name, DTYPE_CODES[box.values.dtype], list(box.shape), list(box.offset), list(box.values.shape)]
         for part, named in boxes.items()
         for name, box in named.items()
     ]
+
+
+def divide(told: Sequence[list[list[Any]]], own_rank: int) -> Plan:
+    """A rank's plan from every rank's entries. Boxes of a tensor are alike or apart, as axes copy it or cut it."""
     table: dict[str, dict[str, TensorRecord]] = {}
     holders: dict[tuple[str, str, Extent], list[int]] = {}
     sizes: dict[tuple[str, str, Extent], int] = {}
-    for rank, entries in enumerate(exchange(own, world)):
-        for part, name, code, whole, offset, shape in entries:
-            table.setdefault(part, {})[name] = TensorRecord(dtype=code, shape=list(whole))
+    for rank, boxes in enumerate(told):
+        for part, name, code, whole, offset, shape in boxes:
+            table.setdefault(part, {})[name] = TensorRecord(dtype=code, shape=whole)
             if 0 not in shape:
                 key = (part, name, Extent(tuple(offset), tuple(shape)))
                 holders.setdefault(key, []).append(rank)
                 sizes[key] = byte_count(shape, DTYPES[code])
-    load = [0] * world.size
+    load = [0] * len(told)
     share = []
     for key in sorted(holders, key=lambda key: -sizes[key]):  # stable, so the same on every rank
         rank = min(holders[key], key=lambda rank: load[rank])
         load[rank] += sizes[key]
-        if rank == world.rank:
+        if rank == own_rank:
             share.append(key[:2])
     return Plan(table, share)

@@ -5,6 +5,7 @@ Tensors go from file to file some megabytes at a time, so a checkpoint of any si
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -113,9 +114,11 @@ def merge(checkpoint: Checkpoint, part: str, path: Path) -> None:
             )
         os.replace(temporary, path)
         sync_folder(path.parent)
-    except OSError as error:
-        temporary.unlink(missing_ok=True)
-        raise CheckpointError(f"{path} could not be written: {error.strerror or error}") from error
+    except (OSError, RuntimeError) as error:  # torch.save tells of a full disk by the latter
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        reason = getattr(error, "strerror", None) or error
+        raise CheckpointError(f"{path} could not be written: {reason}") from error
 
 
 def _write_share(checkpoint: Checkpoint, step: StepFolder, rank: int, files: int) -> dict:

@@ -58,7 +58,7 @@ class Saved:
     def __str__(self) -> str:
         if self.error is not None:
             return str(self.error)
-        waited = f", {self.stalled:.1f} s of them in training's way" if self.stalled < self.seconds else ""
+        waited = f"; training waited {self.stalled:.1f} s" if self.stalled < self.seconds else ""
         return f"saved {self.folder} in {self.seconds:.1f} s{waited}"
 
 

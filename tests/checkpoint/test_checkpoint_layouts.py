@@ -1,0 +1,111 @@
+"""A run goes through 8, 4, 6, 1 and 8 processes, cut along every axis, and stays the same to the bit."""
+
+import pytest
+import torch
+
+from megalith.build import vocabulary_rows
+from megalith.checkpoint import open_checkpoint
+from megalith.checkpoint.compare import differences, tensor_digests
+from megalith.config import RunConfig
+from megalith.parity.job import start, state_by_name
+from megalith.runtime.pool import Pool
+
+ZERO1 = {"data_parallel_sharding_strategy": "optim"}
+ZERO3 = {"data_parallel_sharding_strategy": "optim_grads_params"}
+TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
+
+# fmt: off
+JOURNEY = [  # processes, settings of the section parallel; what is left is data parallelism
+    (8, {TP: 2, PP: 2, **ZERO1}),
+    (4, {TP: 2, CP: 2, "sequence_parallel": True}),
+    (6, {PP: 3, **ZERO1}),
+    (1, {}),
+    (8, {TP: 4, **ZERO3}),
+]
+# fmt: on
+
+
+def config(output, parallel: dict, load) -> RunConfig:
+    return RunConfig.from_tree(
+        {
+            "model": {
+                "num_layers": 6, "hidden_size": 32, "ffn_hidden_size": 40, "num_attention_heads": 8,
+                "num_query_groups": 4, "kv_channels": 6, "qk_layernorm": True, "vocab_size": 131,
+                "make_vocab_size_divisible_by": 10, "max_position_embeddings": 16,
+                "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
+                "add_bias_linear": False, "untie_embeddings_and_output_weights": False,
+            },
+            "parallel": parallel,
+            "data": {"mock": True, "seq_length": 16, "num_workers": 0},
+            "optim": {"lr": 1e-2},
+            "train": {"train_iters": 2, "micro_batch_size": 1, "global_batch_size": 8, "eval_iters": 0,
+                      "output_dir": str(output)},
+            "checkpoint": {"load": load and str(load)},
+            "runtime": {"device": "cpu"},
+        }
+    )  # fmt: skip
+
+
+def train_and_save(config: RunConfig) -> dict[str, torch.Tensor]:
+    """Two steps from the beginning; returns the state as rank 0 gathered it, without the checkpoint."""
+    trainer = start(config)
+    with trainer.data.train_loader(0, 0, trainer.device) as batches:
+        for _ in range(2):
+            trainer.train_step(batches)
+    trainer.save_last()
+    return state_by_name(trainer)
+
+
+def load_and_save(config: RunConfig) -> dict[str, torch.Tensor]:
+    """What was loaded, its padding rows included, is saved again."""
+    trainer = start(config)
+    assert trainer.step == 2 and trainer.consumed_samples == 16
+    for chunk in trainer.model.chunks:
+        for name, parameter in chunk.named_parameters():
+            if name in vocabulary_rows(trainer.config) and parameter.shape == (140, 32):
+                whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+                assert not whole[131:].any()
+    trainer.save_last()
+    return state_by_name(trainer)
+
+
+@pytest.fixture(scope="module")
+def eight():
+    pool = Pool(8)
+    yield pool
+    pool.close()
+
+
+def on_rank_0(pool: Pool, processes: int, function, config: RunConfig):
+    return function(config) if processes == 1 else pool.run(function, config, size=processes)[0]
+
+
+def digests(folder) -> dict[str, str]:
+    checkpoint = open_checkpoint(folder)
+    return {
+        name: digest for part in ("model", "optimizer") for name, digest in tensor_digests(checkpoint, part)
+    }
+
+
+def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_from_8_processes_to_4_to_6_to_1_to_8_weights_and_moments_stay_the_same_to_the_bit(eight, tmp_path):
+    processes, parallel = JOURNEY[0]
+    before = tmp_path / "0"
+    gathered = on_rank_0(eight, processes, train_and_save, config(before, parallel, None))
+    first = open_checkpoint(before)
+    stored = {**dict(first.tensors("model")), **dict(first.tensors("optimizer"))}
+    assert equal(stored, gathered)
+    assert any(stored[name].any() for name in stored if name.endswith("exp_avg_sq"))
+    expected = digests(before)
+    for number, (processes, parallel) in enumerate(JOURNEY[1:], start=1):
+        after = tmp_path / str(number)
+        loaded = on_rank_0(eight, processes, load_and_save, config(after, parallel, before))
+        assert equal(loaded, gathered), (processes, parallel)
+        assert digests(after) == expected
+        checkpoint = open_checkpoint(after)
+        assert list(differences(first, checkpoint, "optimizer")) == []
+        assert len(checkpoint.manifest.files_of("model")) == processes
+        before = after
