@@ -1,0 +1,150 @@
+"""Damage made byte by byte: it is named with its file, and all ranks use the newest whole step instead."""
+
+import json
+import os
+import pickle
+import re
+import shutil
+import sys
+import warnings
+from pathlib import Path
+
+import pytest
+from storage_job import ZERO1, run_config, save_steps, started
+
+from megalith.checkpoint.files import file_record
+from megalith.checkpoint.manifest import content_checksum
+from megalith.errors import CheckpointError
+
+
+@pytest.fixture(scope="module")
+def saved(pool, tmp_path_factory) -> Path:
+    """A run of two ranks with the steps 1 and 2."""
+    folder = tmp_path_factory.mktemp("saved")
+    pool.run(save_steps, run_config(folder, ZERO1), 2, size=2)
+    return folder
+
+
+def load(config) -> tuple[int, list[str]]:
+    """The step that was loaded, and the warnings."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer, _ = started(config)
+    return trainer.step, [str(warning.message) for warning in caught if "going back" in str(warning.message)]
+
+
+def refused(config) -> str:
+    """Why nothing could be loaded."""
+    with pytest.raises(CheckpointError) as error:
+        started(config)
+    return str(error.value)
+
+
+def damaged(saved: Path, tmp_path: Path, damage) -> Path:
+    folder = tmp_path / "run"
+    shutil.copytree(saved, folder)
+    damage(folder / "checkpoints" / "step_00000002")
+    return folder
+
+
+def flip(name: str, at: float):
+    def damage(step: Path) -> None:
+        content = bytearray((step / name).read_bytes())
+        content[int(at * (len(content) - 1))] ^= 4
+        (step / name).write_bytes(content)
+
+    return damage
+
+
+def truncate(step: Path) -> None:
+    os.truncate(step / "optimizer-00000-000.safetensors", 5000)
+
+
+def swap(step: Path) -> None:
+    ours, theirs = (step / f"model-0000{rank}-000.safetensors" for rank in (0, 1))
+    ours.rename(step / "between")
+    theirs.rename(ours)
+    (step / "between").rename(theirs)
+
+
+def of_another_step(step: Path) -> None:
+    name = "model-00001-000.safetensors"
+    shutil.copy(step.with_name("step_00000001") / name, step / name)
+
+
+DAMAGES = {
+    "a bit of a header": (flip("model-00001-000.safetensors", 0.0), "model-00001-000"),
+    "a bit in the middle": (flip("optimizer-00001-000.safetensors", 0.5), "optimizer-00001-000"),
+    "the last bit": (flip("optimizer-00000-000.safetensors", 1.0), "optimizer-00000-000"),
+    "truncated": (truncate, "optimizer-00000-000"),
+    "deleted": (lambda step: (step / "model-00000-000.safetensors").unlink(), "model-00000-000"),
+    "two ranks' files swapped": (swap, "model-0000"),
+    "a file of the step before": (of_another_step, "model-00001-000"),
+    "the manifest": (flip("manifest.json", 0.7), "manifest.json"),
+    "no manifest": (lambda step: (step / "manifest.json").unlink(), "manifest.json"),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_all_ranks_leave_a_damaged_step_for_the_one_before_and_name_the_file(pool, saved, tmp_path, name):
+    damage, file = DAMAGES[name]
+    folder = damaged(saved, tmp_path, damage)
+    outcomes = pool.run(load, run_config(tmp_path / "out", ZERO1, load=folder), size=2)
+    assert [step for step, _ in outcomes] == [1, 1]
+    (told,), none = (warned for _, warned in outcomes)
+    assert none == [] and re.search(rf"going back to .*step_00000001.*skipped.*step_00000002.*{file}", told)
+    step = folder / "checkpoints" / "step_00000002"
+    sentences = pool.run(refused, run_config(tmp_path / "out", ZERO1, load=step), size=2)
+    assert sentences[0] == sentences[1] and file in sentences[0]
+
+
+class Bomb:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def __reduce__(self):
+        return (os.system, (f"touch {self.path}",))
+
+
+@pytest.mark.parametrize(
+    "name", ["manifest.json", "model-00000-000.safetensors", "optimizer-00001-000.safetensors"]
+)
+def test_a_pickle_in_the_place_of_a_file_is_refused_and_does_not_run(saved, tmp_path, name):
+    def plant(step: Path) -> None:
+        (step / name).write_bytes(pickle.dumps(Bomb(tmp_path / "it ran")))
+        if name != "manifest.json":  # with the checksums that belong to it
+            content = json.loads((step / "manifest.json").read_text())
+            del content["checksum"]
+            content["files"][name] = file_record(step / name).model_dump()
+            text = json.dumps({"checksum": content_checksum(content), **content})
+            (step / "manifest.json").write_text(text)
+
+    step = damaged(saved, tmp_path, plant) / "checkpoints" / "step_00000002"
+    assert name in refused(run_config(tmp_path / "out", load=step))
+    assert not (tmp_path / "it ran").exists()
+
+
+LOOKED_UP: list[str] = []
+WATCHED: list[bool] = []
+
+
+def load_watched(config) -> list[str]:
+    """What pickles looked up while a checkpoint was loaded."""
+    if not WATCHED:  # a hook stays to the end of the process
+        sys.addaudithook(
+            lambda event, found: (
+                LOOKED_UP.append(str(found)) if event == "pickle.find_class" and WATCHED[-1] else None
+            )
+        )
+    trainer, _ = started(config)  # what torch unpickles at its first start is not ours
+    WATCHED.append(True)
+    trainer.loaded_from = trainer._load()
+    WATCHED.append(False)
+    assert trainer.step == 2
+    return LOOKED_UP
+
+
+def test_loading_unpickles_nothing_on_any_rank(pool, saved, tmp_path):
+    assert pool.run(load_watched, run_config(tmp_path, ZERO1, load=saved), size=2) == [[], []]
