@@ -8,6 +8,7 @@ so torch.compile traces them whole and orders them by their data.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -89,6 +90,19 @@ def all_to_all(x: Tensor, axis: Axis) -> Tensor:
     return x if axis.size == 1 else _AllToAll.apply(x, axis)
 
 
+def all_to_all_uneven(x: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    """As all_to_all, with sent[j] rows of x for rank j and received[j] from it. Its conjugate has the two exchanged."""
+    return x if axis.size == 1 else _AllToAllUneven.apply(x, axis, list(sent), list(received))
+
+
+def own_part(x: Tensor, axis: Axis) -> Tensor:
+    """This rank's part, along dimension 0, of an x that is the same on every rank; the gradient is all-gathered.
+
+    The conjugate of all_gather_alike. Dimension 0 is a multiple of the axis's size long.
+    """
+    return x if axis.size == 1 else _OwnPart.apply(x, axis)
+
+
 def summed(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
     """The sum (or op "max", "min") of x over the axis, for values that need no gradient."""
     return x if axis.size == 1 else _all_reduce(x, axis, op)
@@ -128,7 +142,11 @@ def _reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 def _all_to_all(x: Tensor, axis: Axis) -> Tensor:
     sizes = [x.shape[0] // axis.size] * axis.size
-    return wait(_ops.all_to_all_single(x.contiguous(), sizes, sizes, axis.name))
+    return _all_to_all_uneven(x, axis, sizes, sizes)
+
+
+def _all_to_all_uneven(x: Tensor, axis: Axis, sent: list[int], received: list[int]) -> Tensor:
+    return wait(_ops.all_to_all_single(x.contiguous(), received, sent, axis.name))
 
 
 class _AllReduce(torch.autograd.Function):
@@ -194,3 +212,25 @@ class _AllToAll(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         return _all_to_all(grad, ctx.axis), None
+
+
+class _AllToAllUneven(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, axis: Axis, sent: list[int], received: list[int]) -> Tensor:
+        ctx.axis, ctx.sent, ctx.received = axis, sent, received
+        return _all_to_all_uneven(x, axis, sent, received)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _all_to_all_uneven(grad, ctx.axis, ctx.received, ctx.sent), None, None, None
+
+
+class _OwnPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.chunk(axis.size)[axis.rank].clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _all_gather(grad, ctx.axis, 0), None

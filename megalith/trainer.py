@@ -89,7 +89,9 @@ def train(config: RunConfig) -> TrainingResult:
     prepare_process(config, device)
     with claimed(config) if process.is_first else nullcontext():
         init_distributed(device)
-        mesh = build_mesh(config.parallel, process.world_size, device.type)
+        mesh = build_mesh(
+            config.parallel, process.world_size, device.type, has_experts=config.model.num_experts is not None
+        )
         trainer = None
         try:
             trainer = Trainer(config, tokenizer, mesh, device)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
 from megalith.config.model import ModelConfig
+from megalith.config.parallel import ParallelConfig
 from megalith.errors import ConfigError
 
 
@@ -72,3 +75,57 @@ def _check_groups(model: ModelConfig) -> None:
             f"model.moe_router_topk {topk} is not divisible by model.moe_router_group_topk {best}: a group is as good "
             "as the sum of its best topk / group_topk scores; choose a divisor"
         )
+
+
+def check_expert_parallel(model: ModelConfig, parallel: ParallelConfig, world_size: int) -> None:
+    """Raises ConfigError unless the experts can be spread over the ranks as asked."""
+    ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
+    if model.num_experts is None:
+        if ep > 1 or etp > 1:
+            raise ConfigError(
+                f"parallel.expert_model_parallel_size is {ep} and parallel.expert_tensor_parallel_size {etp}, but the "
+                "model has no experts; leave them out, or set model.num_experts"
+            )
+        return
+    expert_data_parallel_size(parallel, world_size)
+    if model.num_experts % ep:
+        raise ConfigError(
+            f"model.num_experts {model.num_experts} is not divisible by parallel.expert_model_parallel_size {ep}; "
+            f"each rank holds as many: choose among {_divisors(model.num_experts)}"
+        )
+    if model.expert_size % etp:
+        raise ConfigError(
+            f"model.moe_ffn_hidden_size {model.expert_size} is not divisible by parallel.expert_tensor_parallel_size "
+            f"{etp}; choose among {_divisors(model.expert_size)}"
+        )
+    shared, tp = model.moe_shared_expert_intermediate_size, parallel.tensor_model_parallel_size
+    if shared and shared % tp:
+        raise ConfigError(
+            f"model.moe_shared_expert_intermediate_size {shared} is not divisible by "
+            f"parallel.tensor_model_parallel_size {tp}; choose a tensor size among {_divisors(shared)}"
+        )
+
+
+def expert_data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
+    """Copies of the experts: the ranks of a pipeline stage / (expert · expert tensor). Raises ConfigError."""
+    ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
+    ranks = world_size // parallel.pipeline_model_parallel_size
+    if ranks % (ep * etp):
+        raise ConfigError(
+            f"a pipeline stage has {ranks} ranks (data × context × tensor), which are not divisible by expert ({ep}) "
+            f"× expert tensor ({etp}) = {ep * etp}; choose expert_model_parallel_size among "
+            f"{_divisors(ranks // math.gcd(ranks, etp))}, or another number of processes"
+        )
+    return ranks // (ep * etp)
+
+
+def expert_shard_size(parallel: ParallelConfig, world_size: int) -> int:
+    """Over how many of the copies of an expert its state is sharded; the groups of them hold copies."""
+    if parallel.data_parallel_sharding_strategy == "no_shard":
+        return 1
+    copies = expert_data_parallel_size(parallel, world_size)
+    return copies // math.gcd(copies, parallel.num_distributed_optimizer_instances)
+
+
+def _divisors(value: int) -> str:
+    return ", ".join(str(d) for d in range(1, min(value, 64) + 1) if value % d == 0)

@@ -59,6 +59,9 @@ class ParallelConfig(Section):
     expert_tensor_parallel_size: PositiveInt = 1
     """Devices that each expert is split over (ETP)."""
 
+    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
+    """How tokens come to their experts: each is sent to those it chose, or all are gathered everywhere."""
+
     data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = (
         "no_shard"
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 
 from megalith.config.batch import BatchSizeSchedule
+from megalith.config.expert_rules import check_expert_parallel
 from megalith.config.model import ModelConfig
 from megalith.config.model_rules import check_model
 from megalith.config.parallel import ParallelConfig
@@ -197,15 +198,11 @@ def check_training(config: RunConfig, world_size: int = 1) -> None:
     """Raises ConfigError unless this run can be trained on `world_size` processes."""
     check_model(config.model)
     _check_available(config)
-    if config.model.num_experts and world_size > 1:
-        raise ConfigError(
-            f"model.num_experts is {config.model.num_experts} and there are {world_size} processes, but this version "
-            "trains a mixture of experts on one process; start one"
-        )
     data_parallel = data_parallel_size(config.parallel, world_size)
     shard_size(config.parallel, world_size)
     check_tensor(config.model, config.parallel, config.data.seq_length)
     check_context(config.model, config.parallel, config.data.seq_length)
+    check_expert_parallel(config.model, config.parallel, world_size)
     _check_recompute(config.parallel)
     _check_offload(config)
     _check_lengths(config)
@@ -216,8 +213,6 @@ def check_training(config: RunConfig, world_size: int = 1) -> None:
 
 # What this version does not do yet: the field, the one value that it takes, and the field's meaning in words.
 _ONLY = [
-    ("parallel.expert_model_parallel_size", 1, "expert parallelism"),
-    ("parallel.expert_tensor_parallel_size", 1, "tensor parallelism inside experts"),
     ("train.fp8_format", None, "FP8 training"),
 ]
 

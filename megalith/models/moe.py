@@ -8,7 +8,8 @@ A row is multiplied by its weight between the two matrices of its expert, where 
 that the sum is a plain one and the experts' output need not be kept for the weights' gradient.
 
 The number of rows of each expert is known on the device only. It stays there: the grouped matmul reads it. Where it
-is needed on the host (matmuls one by one, rows dropped by a capacity but not filled up), the host waits once a layer.
+is needed on the host (matmuls one by one, or pairs dropped by a capacity and experts not filled up to it), the host
+waits for it, once a layer.
 """
 
 from __future__ import annotations
@@ -92,61 +93,67 @@ class Dispatch:
     """Where all experts are here: the rows are put into the experts' order, and their outputs summed by token."""
 
     def __init__(self, config: ModelConfig):
-        self.experts = config.num_experts
+        self.experts = self.local_experts = config.num_experts
         self.fills_up = config.moe_pad_expert_input_to_capacity
         self.fused = config.moe_permute_fusion
 
     def __call__(self, x: Tensor, routing: Routing, experts: Experts) -> Tensor:
         """x [tokens, hidden] through the experts of its routing: [tokens, hidden]."""
-        order, groups = self.order(routing)
-        rows, weights = self.rows(x, routing, order)
-        return self.sum(experts(rows, weights, groups), order)
+        return self.compute(x, routing.weights, routing.destinations(self.experts), routing.capacity, experts)
 
-    def order(self, routing: Routing) -> tuple[Order, Groups]:
-        """The rows sorted by expert, and how many each has."""
-        if routing.kept is None:
-            return sorted_order(routing.experts, self.experts)
-        if self.fills_up:
-            size = min(routing.capacity, len(routing.experts))
-            return filled_order(routing.experts, routing.kept, self.experts, size)
-        return kept_order(routing.experts, routing.kept, self.experts)
+    def compute(
+        self, x: Tensor, weights: Tensor, destinations: Tensor, capacity: int | None, experts: Experts
+    ) -> Tensor:
+        """x through the `experts` that are here, of which `destinations` int64 [tokens, topk] has numbers.
 
-    def rows(self, x: Tensor, routing: Routing, order: Order) -> tuple[Tensor, Tensor]:
-        """The rows [rows, hidden] and their weights float32 [rows, 1]."""
-        weights = take_rows(routing.weights.reshape(-1, 1), order.by_pair())
-        return take_rows(x, order, self.fused and x.is_cuda), weights
+        The number behind the last one is nowhere: such a pair adds nothing to its token.
+        """
+        count = self.local_experts
+        if capacity is not None and self.fills_up:
+            order, groups = filled_order(destinations, count, min(capacity, len(x)))
+        else:
+            pair, counts = sort_pairs(destinations, count)
+            all_kept = capacity is None and count == self.experts
+            sizes = None if all_kept else tuple(counts.tolist())
+            order = order_of(pair, destinations, len(pair) if sizes is None else sum(sizes))
+            groups = Groups(counts, sizes)
+        rows, row_weights = self.rows(x, weights, order)
+        return self.sum(experts(rows, row_weights, groups), order)
+
+    def rows(self, x: Tensor, weights: Tensor, order: Order) -> tuple[Tensor, Tensor]:
+        """The rows [rows, hidden] of x [tokens, hidden], and of the weights [tokens, topk]: [rows, 1]."""
+        row_weights = take_rows(weights.reshape(-1, 1), order.by_pair())
+        return take_rows(x, order, self.fused and x.is_cuda), row_weights
 
     def sum(self, rows: Tensor, order: Order) -> Tensor:
         """The sum of each token's rows: [tokens, hidden]."""
         return sum_rows(rows, order, self.fused and rows.is_cuda)
 
 
-def sorted_order(experts: Tensor, count: int) -> tuple[Order, Groups]:
-    """Every pair of experts int64 [tokens, topk] has a row."""
-    pair = experts.flatten().argsort(stable=True)
-    row = torch.empty_like(pair).scatter_(0, pair, torch.arange(len(pair), device=pair.device))
-    return Order(pair, row.view_as(experts)), Groups(counted(experts.flatten(), count))
+def sort_pairs(destinations: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """The pairs of destinations int64 [tokens, topk] by destination, and how many go to each of `count`.
+
+    Pairs whose destination is `count`, nowhere, stand last and are not counted.
+    """
+    pair = destinations.flatten().argsort(stable=True)
+    return pair, counted(destinations.flatten(), count + 1)[:count]
 
 
-def kept_order(experts: Tensor, kept: Tensor, count: int) -> tuple[Order, Groups]:
-    """Only the pairs that are kept, bool [tokens, topk], have a row. Reads on the host how many that are."""
-    groups = torch.where(kept, experts, count).flatten()  # what is dropped comes last
-    pair = groups.argsort(stable=True)
-    counts = counted(groups, count + 1)[:count]
-    sizes = tuple(counts.tolist())
-    total = sum(sizes)
-    place = torch.arange(len(pair), device=pair.device).clamp(max=total)
-    row = torch.empty_like(pair).scatter_(0, pair, place)
-    return Order(pair[:total], row.view_as(experts), complete=False), Groups(counts, sizes)
+def order_of(pair: Tensor, destinations: Tensor, rows: int) -> Order:
+    """The first `rows` of the sorted pairs as rows."""
+    place = torch.arange(len(pair), device=pair.device)
+    complete = rows == len(pair)
+    row = torch.empty_like(pair).scatter_(0, pair, place if complete else place.clamp(max=rows))
+    return Order(pair[:rows], row.view_as(destinations), complete)
 
 
-def filled_order(experts: Tensor, kept: Tensor, count: int, size: int) -> tuple[Order, Groups]:
-    """As kept_order, with `size` rows an expert, the last of them without a pair. Nothing is read on the host."""
-    groups = torch.where(kept, experts, count).flatten()
-    pair = groups.argsort(stable=True)
-    group = groups[pair]
+def filled_order(destinations: Tensor, count: int, size: int) -> tuple[Order, Groups]:
+    """Rows for `size` pairs for each of `count` destinations, the last of them without one. Nothing is read on the
+    host; no destination has more pairs."""
+    pair, _ = sort_pairs(destinations, count)
+    group = destinations.flatten()[pair]
     slots = torch.where(group < count, group * size + places_in_group(group, count + 1), count * size)
     row = torch.empty_like(pair).scatter_(0, pair, slots)
     held = torch.full((count * size + 1,), len(pair), device=pair.device).scatter_(0, slots, pair)
     counts = torch.full((count,), size, device=pair.device)
-    return Order(held[:-1], row.view_as(experts), complete=False), Groups(counts, (size,) * count)
+    return Order(held[:-1], row.view_as(destinations), complete=False), Groups(counts, (size,) * count)

@@ -39,6 +39,10 @@ class Routing:
     kept: Tensor | None = None  # bool [tokens, topk], false for what is dropped; None: all are kept
     capacity: int | None = None  # the most tokens of the micro-batch that an expert takes; None: any number
 
+    def destinations(self, count: int) -> Tensor:
+        """`experts`, with their number `count` for what is dropped."""
+        return self.experts if self.kept is None else torch.where(self.kept, self.experts, count)
+
 
 class Router(nn.Module):
     """The matrix [experts, hidden], and the choice. `micro_batch` is the seam of whatever cuts the tokens."""

@@ -41,7 +41,8 @@ def grouped_matmul(x: Tensor, weight: Tensor, groups: Groups, grouped: bool = Tr
     """
     if groups.even and len(x):
         rows = x.view(len(weight), -1, x.shape[1])  # [groups, size, in]
-        return torch.bmm(rows, weight.mT).flatten(0, 1)
+        # FSDP2 warns of a module's output that is a view, which a plain one would be.
+        return torch.ops.aten._unsafe_view(torch.bmm(rows, weight.mT), (len(x), weight.shape[1]))
     if grouped and len(x) and has_kernel(x, weight):
         return GroupedMatmul.apply(x, weight, groups.counts)
     return LoopedMatmul.apply(x, weight, groups.on_host())

@@ -36,8 +36,8 @@ class Order:
         return Order(self.pair, self.row.reshape(-1, 1), self.complete)
 
 
-def order_of(rows: Tensor) -> Order:
-    """The order that takes row rows[i] to place i, where `rows` int64 [n] is a permutation."""
+def permutation(rows: Tensor) -> Order:
+    """The order that takes row rows[i] to place i, where `rows` int64 [n] has each of n numbers."""
     place = torch.empty_like(rows).scatter_(0, rows, torch.arange(len(rows), device=rows.device))
     return Order(rows, place[:, None])
 

@@ -9,6 +9,7 @@ from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
 from megalith.parallel.context import apply_context
 from megalith.parallel.data import apply_data
+from megalith.parallel.expert import apply_expert
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.offload import apply_activation_offload
 from megalith.parallel.recompute import apply_recompute
@@ -22,21 +23,25 @@ def apply(model: Transformer, config: RunConfig, mesh: Mesh, device: torch.devic
     1. Pipeline: what other stages hold goes first, so that nothing after it works on what is not here.
     2. Tensor: parameters become shards, and a layer then has the heads of this rank.
     3. Context: replaces the core of attention, which those heads go through.
-    4. Recompute: wraps the code as the axes have left it, their collectives included.
-    5. Compile: after everything that changes a layer's code. Zero-bubble takes backward passes apart: not compiled.
-    6. Offload: outside of compiled layers, and of recomputed ones, whose inputs it can then take away.
-    7. Data: shards the parameters as tensor parallelism has left them; a layer is its unit.
-    8. Storage is made last, and filled: weights depend on their names and places alone, not on the steps before.
+    4. Experts: their own mesh over the same ranks. What they dispatch is what sequence parallelism has left here.
+    5. Recompute: wraps the code as the axes have left it, their collectives included.
+    6. Compile: after everything that changes a layer's code. Zero-bubble takes backward passes apart: not compiled.
+    7. Offload: outside of compiled layers, and of recomputed ones, whose inputs it can then take away.
+    8. Data: shards the parameters as tensor parallelism has left them; a layer is its unit.
+    9. Storage is made last, and filled: weights depend on their names and places alone, not on the steps before.
     """
     parallel = config.parallel
     chunks = split_stages(model, assign_layers(config.model, parallel), mesh.pp.rank)
     for chunk in chunks:
-        apply_tensor(chunk, mesh.tp, parallel.sequence_parallel)
+        tensor = apply_tensor(chunk, mesh.tp, parallel.sequence_parallel)
         apply_context(chunk, mesh.cp, parallel.cp_comm_type, parallel.hierarchical_context_parallel_sizes)
+        apply_expert(chunk, mesh, tensor, parallel.moe_token_dispatcher_type)
         apply_recompute(chunk, parallel)
         if compiles(config, device):
             for layer in chunk.layers.values():
-                layer.compile(fullgraph=True)
+                layer.compile(
+                    fullgraph=not layer.has_experts
+                )  # the experts' dispatch is code between two graphs
         apply_activation_offload(chunk, parallel)
     apply_data(chunks, mesh, parallel)
     for chunk in chunks:

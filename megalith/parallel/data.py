@@ -22,13 +22,15 @@ too, is one process's run, up to the order of its sums.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
 
+from megalith.comm import local
 from megalith.config import ParallelConfig
 from megalith.models.transformer import Transformer
 from megalith.parallel.mesh import Mesh
@@ -54,23 +56,34 @@ STRATEGIES = {
 
 
 def apply_data(chunks: Iterable[Transformer], mesh: Mesh, parallel: ParallelConfig) -> None:
-    """Shards the parameters of this rank's model chunks over mesh.fsdp, in place; nothing where data × context is 1.
+    """Shards the parameters of this rank's model chunks over mesh.fsdp, in place, and experts over mesh.expert_fsdp;
+    nothing over an axis of size 1.
 
     It comes after everything that changes layers or their parameters (stages, tensor parallelism), while these may
     still be on the meta device. Dimension 0 is what is sharded: the model keeps it long in every weight.
     """
-    if mesh.dp_cp.size == 1:
-        return
     strategy = STRATEGIES[parallel.data_parallel_sharding_strategy]
     frees = (
         None if strategy.frees_after_forward else False
     )  # None: all but the root, whose backward comes next
     for chunk in chunks:
-        for layer in chunk.layers.values():
+        layers = dict(reshard_after_forward=frees, mp_policy=_precision(chunk.compute_dtype))
+        ignored = set()
+        for experts in _experts(chunk):
+            if mesh.expert_fsdp is not None:
+                fully_shard(experts, mesh=mesh.expert_fsdp, shard_placement_fn=_placement(mesh), **layers)
+            else:
+                ignored |= set(experts.parameters())
+        if mesh.dp_cp.size > 1:
+            for layer in chunk.layers.values():
+                fully_shard(layer, mesh=mesh.fsdp, ignored_params=ignored, **layers)
             fully_shard(
-                layer, mesh=mesh.fsdp, reshard_after_forward=frees, mp_policy=_precision(chunk.compute_dtype)
+                chunk,
+                mesh=mesh.fsdp,
+                ignored_params=ignored,
+                reshard_after_forward=frees,
+                mp_policy=_precision(torch.float32),
             )
-        fully_shard(chunk, mesh=mesh.fsdp, reshard_after_forward=frees, mp_policy=_precision(torch.float32))
         for module in _sharded_modules(chunk):  # neither setting passes to the modules inside
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
@@ -83,11 +96,10 @@ def micro_batch_begins(chunks: Iterable[nn.Module], parallel: ParallelConfig, is
     gathers what the optimizer has made of them.
     """
     strategy = STRATEGIES[parallel.data_parallel_sharding_strategy]
-    for chunk in chunks:
-        if isinstance(chunk, FSDPModule):
-            chunk.set_requires_gradient_sync(is_last or strategy.reduces_each)
-            chunk.set_requires_all_reduce(is_last)
-            chunk.set_reshard_after_backward(is_last or strategy.frees_after_forward)
+    for root in _roots(chunks):
+        root.set_requires_gradient_sync(is_last or strategy.reduces_each)
+        root.set_requires_all_reduce(is_last)
+        root.set_reshard_after_backward(is_last or strategy.frees_after_forward)
 
 
 def weight_gradients_added(chunks: Iterable[nn.Module], parallel: ParallelConfig, is_last: bool) -> None:
@@ -95,10 +107,10 @@ def weight_gradients_added(chunks: Iterable[nn.Module], parallel: ParallelConfig
 
     What has come in the compute dtype is added to the fp32 sums; the `is_last` call of the step reduces them.
     """
-    chunks = [chunk for chunk in chunks if isinstance(chunk, FSDPModule)]
-    micro_batch_begins(chunks, parallel, is_last)
-    for chunk in chunks:
-        chunk._get_fsdp_state()._root_post_backward_final_callback()  # what a backward pass ends with
+    roots = _roots(chunks)
+    micro_batch_begins(roots, parallel, is_last)
+    for root in roots:
+        root._get_fsdp_state()._root_post_backward_final_callback()  # what a backward pass ends with
 
 
 def free_gathered(chunks: Iterable[nn.Module]) -> None:
@@ -119,3 +131,27 @@ def _precision(gathered: torch.dtype) -> MixedPrecisionPolicy:
 
 def _sharded_modules(chunk: nn.Module) -> Iterator[FSDPModule]:
     return (module for module in chunk.modules() if isinstance(module, FSDPModule))
+
+
+def _roots(chunks: Iterable[nn.Module]) -> list[FSDPModule]:
+    """The sharded modules that stand in no other: the chunks, or where data × context is 1 each layer's experts."""
+    return [
+        root
+        for chunk in chunks
+        for root in ([chunk] if isinstance(chunk, FSDPModule) else _sharded_modules(chunk))
+    ]
+
+
+def _experts(chunk: Transformer) -> Iterator[nn.Module]:
+    return (layer.mlp.experts for layer in chunk.layers.values() if layer.has_experts)
+
+
+def _placement(mesh: Mesh) -> Callable[[nn.Parameter], Shard]:
+    """The dimension of an expert weight's local shard that comes out even over the ranks; the experts', at best."""
+    size = mesh.expert_fsdp.size(-1)
+
+    def place(parameter: nn.Parameter) -> Shard:
+        shape = local(parameter).shape
+        return Shard(next((dim for dim, length in enumerate(shape) if length % size == 0), 0))
+
+    return place

@@ -6,17 +6,25 @@ next to each other, on one machine. With 16 processes, tensor 2, context 2, pipe
     rank = ((pp · 2 + dp) · 2 + cp) · 2 + tp
 
 Gradients are summed over data and context together, so that is the axis that FSDP2 shards over.
+
+The experts of a model see the ranks of a pipeline stage in another order: dp · cp · tp ranks are divided into edp
+copies of all experts, each copy spread over ep ranks, each expert cut over etp. With 8 ranks a stage, ep 2 and etp 2:
+
+    rank in the stage = (edp · 2 + ep) · 2 + etp
+
+The gradients of experts are summed over edp: every token's rows come to one copy.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch.distributed as dist
 from torch.distributed import DeviceMesh, init_device_mesh
 
 from megalith.comm import Axis
-from megalith.config import ParallelConfig, rules
+from megalith.config import ParallelConfig, expert_rules, rules
 from megalith.errors import ConfigError
 
 
@@ -47,6 +55,18 @@ class Mesh:
     tied: Axis
     """The first and the last pipeline stage, which share a tied embedding; size 1 on the stages between."""
     world: Axis
+    ep: Axis
+    """The ranks that share out a copy of the experts, and exchange tokens."""
+    etp: Axis
+    """The ranks that an expert is cut over."""
+    ep_etp: Axis
+    """Both flattened: the ranks of a copy of the experts."""
+    cp_tp: Axis
+    """Context and tensor flattened: the ranks that share a micro-batch, where sequence parallelism cuts its tokens."""
+    experts: DeviceMesh | None
+    """For the experts' parameters as DTensors: those of ("ep", "etp") that are larger than 1; None: neither is."""
+    expert_fsdp: DeviceMesh | None
+    """As fsdp, for the experts: over edp. None: there are no copies."""
     fsdp: DeviceMesh | None
     """For fully_shard: dp_cp, or (replicate, shard) where a parameter stands on several ranks. None: no processes."""
 
@@ -59,7 +79,11 @@ class Mesh:
 
 
 def build_mesh(
-    parallel: ParallelConfig, world_size: int, device_type: str, shard_size: int | None = None
+    parallel: ParallelConfig,
+    world_size: int,
+    device_type: str,
+    shard_size: int | None = None,
+    has_experts: bool = False,
 ) -> Mesh:
     """The mesh over `world_size` processes; makes its process groups, so every process calls it.
 
@@ -69,7 +93,7 @@ def build_mesh(
     """
     dp = rules.data_parallel_size(parallel, world_size)
     if world_size == 1 and not dist.is_initialized():
-        return Mesh(*[Axis()] * 9, fsdp=None)
+        return Mesh(*[Axis()] * 13, experts=None, expert_fsdp=None, fsdp=None)
     pp, cp, tp = (
         parallel.pipeline_model_parallel_size,
         parallel.context_parallel_size,
@@ -89,6 +113,10 @@ def build_mesh(
         fsdp = dp_cp._unflatten(0, (dp * cp // shard_size, shard_size), ("replicate", "shard"))
         replicate, shard = _axis(fsdp["replicate"]), _axis(fsdp["shard"])
     axes = {name: _axis(root[name]) for name in ("pp", "dp", "cp", "tp")}
+    experts = dict(ep=Axis(), etp=Axis(), ep_etp=Axis(), cp_tp=Axis(), experts=None, expert_fsdp=None)
+    if has_experts:
+        experts = _expert_axes(parallel, world_size, device_type)
+        experts["cp_tp"] = _axis(root["cp", "tp"]._flatten("cp_tp"))
     return Mesh(
         **axes,
         dp_cp=_axis(dp_cp),
@@ -96,7 +124,29 @@ def build_mesh(
         shard=shard,
         tied=_tied(axes["pp"]),
         world=Axis(world_size, dist.get_rank(), dist.group.WORLD, dist.group.WORLD.group_name),
+        **experts,
         fsdp=fsdp,
+    )
+
+
+def _expert_axes(parallel: ParallelConfig, world_size: int, device_type: str) -> dict[str, Any]:
+    """The part of the mesh that experts have to themselves."""
+    pp, ep = parallel.pipeline_model_parallel_size, parallel.expert_model_parallel_size
+    etp, edp = (
+        parallel.expert_tensor_parallel_size,
+        expert_rules.expert_data_parallel_size(parallel, world_size),
+    )
+    root = init_device_mesh(device_type, (pp, edp, ep, etp), mesh_dim_names=("pp", "edp", "ep", "etp"))
+    cut = tuple(name for name, size in (("ep", ep), ("etp", etp)) if size > 1)
+    fsdp, shards = root["edp"], expert_rules.expert_shard_size(parallel, world_size)
+    if shards < edp:
+        fsdp = fsdp._unflatten(0, (edp // shards, shards), ("expert_replicate", "expert_shard"))
+    return dict(
+        ep=_axis(root["ep"]),
+        etp=_axis(root["etp"]),
+        ep_etp=_axis(root["ep", "etp"]._flatten("ep_etp")),
+        experts=root[cut] if cut else None,
+        expert_fsdp=fsdp if edp > 1 else None,
     )
 
 

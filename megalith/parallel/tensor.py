@@ -38,6 +38,7 @@ from megalith.comm import (
 )
 from megalith.errors import ConfigError
 from megalith.models.attention import SelfAttention
+from megalith.models.moe import GroupedLinear
 from megalith.models.norm import HeadsNorm
 from megalith.models.transformer import Transformer
 from megalith.parallel.vocab import VocabParallel
@@ -70,6 +71,8 @@ ROLES = {
     "linear_fc1": Role(Shard(0), Shard(0), "column"),
     "linear_fc2": Role(Shard(1), Replicate(), "row", NEVER, UNDER_SP),
     "post_mlp_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
+    "router": Role(Replicate(), None, None, UNDER_SP),  # experts themselves are cut in expert.py
+    "shared_expert_gate": Role(Replicate(), None, None, UNDER_SP),
     "final_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
     "output_layer": Role(Shard(0)),  # logits of a rank's rows: the loss and the gathering are in vocab.py
 }
@@ -177,22 +180,22 @@ class SharedGroup:
         return torch.cat([x.narrow(0, *self.queries), x.narrow(0, *self.key_value)])
 
 
-def apply_tensor(model: Transformer, axis: Axis, sequence_parallel: bool) -> None:
+def apply_tensor(model: Transformer, axis: Axis, sequence_parallel: bool) -> TensorParallel | None:
     """Cuts `model`, or a stage of it, on the meta device, over the axis, in place: parameters, matmuls, vocabulary.
 
     The sizes divide as `megalith.config.rules.check_tensor` demands. `model.partial_gradients` gets the names of the
-    parameters for `reduce_partial_gradients`. An axis of one changes nothing.
+    parameters for `reduce_partial_gradients`. Returns the collectives; an axis of one changes nothing and has none.
     """
     model.partial_gradients = frozenset()
     if axis.size == 1:
-        return
+        return None
     tensor = TensorParallel(axis, sequence_parallel)
     model.register_forward_pre_hook(tensor.choose_token_sharding, with_kwargs=True)
     model.shard_tokens = tensor.shard_tokens
     groups = model.config.query_groups
     partial = []
     for name, module in list(model.named_modules()):
-        if not any(True for _ in module.parameters(recurse=False)):
+        if isinstance(module, GroupedLinear) or not any(True for _ in module.parameters(recurse=False)):
             continue
         role = ROLES[name.rpartition(".")[2]]
         if groups < axis.size and name.endswith("linear_qkv"):
@@ -213,6 +216,7 @@ def apply_tensor(model: Transformer, axis: Axis, sequence_parallel: bool) -> Non
         model.embedding.lookup = lambda input_ids, weight: tensor.total(vocabulary.lookup(input_ids, weight))
         model.embedding.shard_tokens = tensor.shard_tokens
     model.partial_gradients = frozenset(partial)
+    return tensor
 
 
 def partial_parameters(model: Transformer) -> list[nn.Parameter]:

@@ -51,7 +51,7 @@ def choose(
         return chosen, {}
     chosen, refused = {}, {}
     for name, layout in LAYOUTS.items():
-        if layout.processes > most_processes:
+        if layout.processes > most_processes or (layout.has_experts and config.model.num_experts is None):
             continue
         try:
             prepare(in_layout(config, layout), layout.processes)

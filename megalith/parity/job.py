@@ -72,7 +72,9 @@ def start(config: RunConfig) -> Trainer:
     config, tokenizer = prepare(config, process.world_size)
     device = pick_device(config.runtime.device, process.local_rank)
     prepare_process(config, device)
-    mesh = build_mesh(config.parallel, process.world_size, device.type)
+    mesh = build_mesh(
+        config.parallel, process.world_size, device.type, has_experts=config.model.num_experts is not None
+    )
     trainer = Trainer(config, tokenizer, mesh, device)
     trainer.report = Record(device)
     return trainer

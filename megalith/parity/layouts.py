@@ -14,6 +14,11 @@ class Layout:
     processes: int
     parallel: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether it is for models with experts alone."""
+        return any("expert" in setting for setting in self.parallel)
+
 
 TP2 = {"tensor_model_parallel_size": 2}
 TP4 = {"tensor_model_parallel_size": 4}
@@ -33,6 +38,11 @@ ZERO2 = {"data_parallel_sharding_strategy": "optim_grads"}
 ZERO3 = {"data_parallel_sharding_strategy": "optim_grads_params"}
 TWO_COPIES = {"num_distributed_optimizer_instances": 2}
 UNEVEN = {"decoder_first_pipeline_num_layers": 3}
+EP2 = {"expert_model_parallel_size": 2}
+EP4 = {"expert_model_parallel_size": 4}
+EP8 = {"expert_model_parallel_size": 8}
+ETP2 = {"expert_tensor_parallel_size": 2}
+TOKENS_GATHERED = {"moe_token_dispatcher_type": "allgather"}
 COUNTED = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
 
 # What is left of the processes is data parallelism. Layouts with stages are for a model of 4 layers.
@@ -116,4 +126,27 @@ LAYOUTS: dict[str, Layout] = {
     "tp4-sp-pp2": Layout(8, TP4 | SP | PP2),
     "cp4-a2a+p2p-dp2-zero2": Layout(8, CP4 | A2A_P2P | ZERO2),
     "pp4-dp2-zero3": Layout(8, PP4 | ZERO3),
+    # experts; the axes besides are those that everything else is cut over
+    "ep2": Layout(2, EP2),
+    "ep4": Layout(4, EP4),
+    "ep2-allgather": Layout(2, EP2 | TOKENS_GATHERED),
+    "ep2-dp4": Layout(4, EP2),
+    "ep2-dp4-zero1": Layout(4, EP2 | ZERO1),
+    "ep2-dp4-zero2-hybrid": Layout(4, EP2 | ZERO2 | TWO_COPIES),
+    "ep2-dp4-zero3": Layout(4, EP2 | ZERO3),
+    "ep4-zero3": Layout(4, EP4 | ZERO3),
+    "tp2-ep2": Layout(2, TP2 | EP2),
+    "tp2-sp-ep2": Layout(2, TP2 | SP | EP2),
+    "tp2-etp2": Layout(2, TP2 | ETP2),
+    "tp2-sp-etp2-ep2": Layout(4, TP2 | SP | ETP2 | EP2),
+    "tp2-sp-etp2-ep2-allgather": Layout(4, TP2 | SP | ETP2 | EP2 | TOKENS_GATHERED),
+    "cp2-ep2": Layout(2, CP2 | EP2),
+    "tp2-sp-cp2-a2a-ep4": Layout(4, TP2 | SP | CP2 | A2A | EP4),
+    "pp2-ep2": Layout(4, PP2 | EP2),
+    "pp2-interleaved-ep2-zero2": Layout(4, PP2 | VIRTUAL | EP2 | ZERO2),
+    "pp2-zero_bubble-tp2-sp-ep2": Layout(4, PP2 | ZERO_BUBBLE | TP2 | SP | EP2),
+    "tp2-sp-ep8-zero1": Layout(8, TP2 | SP | EP8 | ZERO1),
+    "tp2-sp-pp2-dp2-ep4-zero1": Layout(8, TP2 | SP | PP2 | EP4 | ZERO1),
+    "tp2-cp2-dp2-ep2-etp2-zero3": Layout(8, TP2 | CP2 | EP2 | ETP2 | ZERO3),
+    "tp2-sp-cp2-pp2-ep2-etp2": Layout(8, TP2 | SP | CP2 | PP2 | EP2 | ETP2),
 }

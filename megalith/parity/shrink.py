@@ -14,6 +14,7 @@ from megalith.config import ModelConfig, RunConfig
 WINDOW = 11  # tokens before a query's own
 LAYERS, HEAD_DIM, SEQUENCE, VOCABULARY, PADDED_TO, BATCH = 4, 8, 32, 131, 10, 8
 MOST_HEADS = 16
+EXPERTS, EXPERT_GROUPS = 8, 4
 HIGHEST_RATE = 1e-3  # above it a tiny model's optimizer makes much of the last bit
 
 # What stays as it is. Everything else is set below, or left at its default.
@@ -45,7 +46,19 @@ KEPT = {
         "hidden_dropout",
         "attention_dropout",
         "init_method_std",
-        "num_experts",
+        "moe_shared_expert_gate",
+        "moe_router_score_function",
+        "moe_router_pre_softmax",
+        "moe_router_topk_scaling_factor",
+        "moe_router_enable_expert_bias",
+        "moe_router_bias_update_rate",
+        "moe_router_load_balancing_type",
+        "moe_aux_loss_coeff",
+        "moe_z_loss_coeff",
+        "moe_expert_capacity_factor",
+        "moe_token_drop_policy",
+        "moe_pad_expert_input_to_capacity",
+        "moe_router_force_load_balancing",
     ),
     "data": ("dataloader_type", "reset_position_ids", "reset_attention_mask", "eod_mask_loss"),
     "optim": (
@@ -71,7 +84,8 @@ def shrink(config: RunConfig, steps: int, device: str = "cpu") -> RunConfig:
         section: getattr(config, section).model_dump(include=set(names)) for section, names in KEPT.items()
     }
     documents = any(tree["data"][name] for name in KEPT["data"][1:])
-    tree["model"] |= _sizes(config.model) | _window(config.model) | _scaling(config.model)
+    for part in (_sizes, _window, _scaling, _experts):
+        tree["model"] |= part(config.model)
     if device != "cpu":
         tree["model"]["attention_dropout"] = 0.0
     tree["data"] |= {
@@ -136,4 +150,22 @@ def _scaling(model: ModelConfig) -> dict[str, Any]:
     shorter = {name: getattr(scaling, name)[:pairs] for name in ("short_factor", "long_factor")}
     return {
         "rope_scaling": {**scaling.model_dump(), **shorter, "original_max_position_embeddings": SEQUENCE // 2}
+    }
+
+
+def _experts(model: ModelConfig) -> dict[str, Any]:
+    """At most 8 experts, in at most 4 groups, of a width in proportion; a dense first layer stays one."""
+    if model.num_experts is None:
+        return {}
+    groups = model.moe_router_num_groups and EXPERT_GROUPS
+    best = groups and min(model.moe_router_group_topk, EXPERT_GROUPS // 2)
+    frequency = model.moe_layer_freq
+    return {
+        "num_experts": min(model.num_experts, EXPERTS),
+        "moe_router_topk": best * 2 if best else min(model.moe_router_topk, EXPERTS // 2),
+        "moe_router_num_groups": groups,
+        "moe_router_group_topk": best,
+        "moe_layer_freq": [frequency[0], *[1] * (LAYERS - 1)] if isinstance(frequency, list) else frequency,
+        "moe_ffn_hidden_size": model.moe_ffn_hidden_size and 3 * HEAD_DIM,
+        "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size and 2 * HEAD_DIM,
     }

@@ -66,6 +66,14 @@ OLMO = LLAMA | {
         "long_factor": [1.5, 4.0],
     },
 }
+MOE = LLAMA | {
+    "num_experts": 8,
+    "moe_ffn_hidden_size": 24,
+    "moe_aux_loss_coeff": 0.1,
+    "moe_z_loss_coeff": 0.01,
+    "init_method_std": 0.06,  # so that no token's choice hangs on the last bit
+}
+DROPPING = {"moe_expert_capacity_factor": 0.75}
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 TIED = {"untie_embeddings_and_output_weights": False}
 UNTIED = {"untie_embeddings_and_output_weights": True}
@@ -113,6 +121,35 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
             "recompute_granularity": "selective",
             "recompute_modules": ["core_attn", "layernorm", "mlp"],
         },
+    },
+    "moe": {"model": MOE},
+    "moe every other layer, sigmoid, groups, bias, shared expert": {
+        "model": MOE
+        | {
+            "moe_layer_freq": 2,
+            "moe_router_topk": 4,
+            "moe_router_score_function": "sigmoid",
+            "moe_router_num_groups": 4,
+            "moe_router_group_topk": 2,
+            "moe_router_enable_expert_bias": True,
+            "moe_router_bias_update_rate": 0.01,
+            "moe_router_topk_scaling_factor": 2.0,
+            "moe_router_load_balancing_type": "seq_aux_loss",
+            "moe_shared_expert_intermediate_size": 16,
+            "moe_shared_expert_gate": True,
+        },
+        "data": DOCUMENTS,
+    },
+    "moe dropping, dropout": {"model": MOE | DROPPING | DROPOUT},
+    "moe dropping by position, filled up": {
+        "model": MOE
+        | DROPPING
+        | {"moe_token_drop_policy": "position", "moe_pad_expert_input_to_capacity": True}
+    },
+    "moe recompute all": {
+        "model": MOE
+        | {"moe_router_pre_softmax": True, "swiglu": False, "untie_embeddings_and_output_weights": False},
+        "parallel": {"recompute_granularity": "full", "recompute_method": "uniform"},
     },
     "llama text": {
         "model": LLAMA | {"vocab_size": None},
@@ -216,6 +253,28 @@ SHOWN_WITH = {
     "tp4-sp-pp2": "gpt2 dropout",
     "cp4-a2a+p2p-dp2-zero2": "llama one group, biases, no clipping",
     "pp4-dp2-zero3": "llama tied, documents",
+    "ep2": "moe",
+    "ep4": "moe every other layer, sigmoid, groups, bias, shared expert",
+    "ep2-allgather": "moe dropping, dropout",
+    "ep2-dp4": "moe dropping, dropout",
+    "ep2-dp4-zero1": "moe recompute all",
+    "ep2-dp4-zero2-hybrid": "moe every other layer, sigmoid, groups, bias, shared expert",
+    "ep2-dp4-zero3": "moe dropping by position, filled up",
+    "ep4-zero3": "moe",
+    "tp2-ep2": "moe every other layer, sigmoid, groups, bias, shared expert",
+    "tp2-sp-ep2": "moe dropping, dropout",
+    "tp2-etp2": "moe dropping by position, filled up",
+    "tp2-sp-etp2-ep2": "moe",
+    "tp2-sp-etp2-ep2-allgather": "moe every other layer, sigmoid, groups, bias, shared expert",
+    "cp2-ep2": "moe dropping by position, filled up",
+    "tp2-sp-cp2-a2a-ep4": "moe every other layer, sigmoid, groups, bias, shared expert",
+    "pp2-ep2": "moe every other layer, sigmoid, groups, bias, shared expert",
+    "pp2-interleaved-ep2-zero2": "moe recompute all",
+    "pp2-zero_bubble-tp2-sp-ep2": "moe dropping, dropout",
+    "tp2-sp-ep8-zero1": "moe dropping by position, filled up",
+    "tp2-sp-pp2-dp2-ep4-zero1": "moe every other layer, sigmoid, groups, bias, shared expert",
+    "tp2-cp2-dp2-ep2-etp2-zero3": "moe dropping, dropout",
+    "tp2-sp-cp2-pp2-ep2-etp2": "moe every other layer, sigmoid, groups, bias, shared expert",
 }
 
 

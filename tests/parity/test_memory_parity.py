@@ -16,7 +16,7 @@ BLOCK = EACH_LAYER | {"recompute_method": "block", "recompute_num_layers": 1}
 CORE = {"recompute_granularity": "selective"}
 MODULES = CORE | {"recompute_modules": ["core_attn", "mlp", "layernorm"]}
 OFFLOAD = {"cpu_offloading_num_layers": 1}
-GPT2, LLAMA = "gpt2 untied, documents, dropout", "llama dropout"
+GPT2, LLAMA, MOE = "gpt2 untied, documents, dropout", "llama dropout", "moe dropping, dropout"
 CASES = [  # layout, run, what is done for memory
     ("tp2-sp", GPT2, PAIRS),
     ("tp2-sp", LLAMA, MODULES),
@@ -35,6 +35,8 @@ CASES = [  # layout, run, what is done for memory
     ("pp2-interleaved", LLAMA, BLOCK),
     ("pp2-uneven", LLAMA, {"cpu_offloading_num_layers": 2} | BLOCK),
     ("pp2-interleaved", GPT2, OFFLOAD),
+    ("ep2", MOE, MODULES),
+    ("ep4-zero3", MOE, OFFLOAD | BLOCK),
     ("pp2-zero_bubble", LLAMA, CORE | {"recompute_modules": ["core_attn", "layernorm"]}),
 ]
 

@@ -13,6 +13,7 @@ from megalith.parity.layouts import LAYOUTS
 from megalith.trainer import Trainer
 
 SAVED_AFTER = 4
+BIASED = "moe every other layer, sigmoid, groups, bias, shared expert"
 
 # run, saved in, loaded in (None: one process)
 CASES = [
@@ -21,6 +22,8 @@ CASES = [
     ("llama tied, documents", "pp4-uneven", "tp2-cp2"),
     ("llama tied, documents", "dp4-zero1-hybrid", "tp2-pp2-interleaved"),
     ("llama tied, documents", "cp2-dp2-zero3", None),
+    (BIASED, "tp2-sp-etp2-ep2", "ep4-zero3"),
+    (BIASED, "ep2-dp4-zero1", None),
 ]
 
 
