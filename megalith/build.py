@@ -148,6 +148,7 @@ class Data:
             data_parallel_size=self._dp.size,
             consumed_samples=consumed_samples,
             num_workers=self._config.data.num_workers,
+            ahead=2 * max(self._batch_sizes.all_micro_batches),  # two steps
             pin_memory=device.type == "cuda",
             rules=self._rules,
         )

@@ -70,4 +70,4 @@ class DataConfig(Section):
     """No loss on what follows an end-of-document token."""
 
     num_workers: NonNegativeInt = 2
-    """Processes that prepare batches ahead of training; 0: the training process does it."""
+    """Threads that prepare batches ahead of training; 0: the training thread does it between steps."""

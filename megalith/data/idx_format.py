@@ -20,6 +20,7 @@ import mmap
 import os
 import struct
 from collections.abc import Iterator
+from io import FileIO
 from pathlib import Path
 
 import numpy as np
@@ -104,12 +105,22 @@ def require_files(prefix: str) -> tuple[Path, Path]:
 
 def map_file(path: Path) -> mmap.mmap | bytes:
     """The file's bytes, memory-mapped. An empty file, which cannot be mapped, is b""."""
-    try:
-        with open(path, "rb") as file:
-            if os.fstat(file.fileno()).st_size == 0:
-                return b""
+    with open_file(path) as file:
+        if os.fstat(file.fileno()).st_size == 0:
+            return b""
+        try:
             return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        except OSError as error:
+            raise _cannot_read(path, error) from error
+
+
+def open_file(path: Path) -> FileIO:
+    """The file, to be read without a buffer. DataError where it cannot be."""
+    try:
+        return FileIO(path)
     except OSError as error:
-        raise DataError(
-            f"cannot read {path}: {error.strerror}; check its permissions and its disk"
-        ) from error
+        raise _cannot_read(path, error) from error
+
+
+def _cannot_read(path: Path, error: OSError) -> DataError:
+    return DataError(f"cannot read {path}: {error.strerror}; check its permissions and its disk")

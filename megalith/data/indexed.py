@@ -1,15 +1,14 @@
 """Megatron's indexed dataset: a `.bin` of raw tokens and an `.idx` that says where each sequence lies.
 
-Both files are memory-mapped, so opening reads only the `.idx` (laid out in idx_format.py). All of it is
-checked then, because what a map hands out later is never checked again: a token read past the end would be
-garbage, or a SIGBUS. The writer works beside its target and renames at the end, the `.idx` last, so that a
-pair of files is always whole.
+Opening reads only the `.idx` (laid out in idx_format.py), memory-mapped, and checks all of it. Tokens are read from the
+`.bin` where they are asked for: a read lets other threads go on while the disk is slow, and one that ends early is an
+error, where a map of a file that has been cut short since would be a SIGBUS. The writer works beside its target and
+renames at the end, the `.idx` last, so that a pair of files is always whole.
 """
 
 from __future__ import annotations
 
 import contextlib
-import mmap
 import os
 import shutil
 from array import array
@@ -26,6 +25,7 @@ from megalith.data.idx_format import (
     chunks,
     file_pair,
     map_file,
+    open_file,
     read_header,
     require_files,
 )
@@ -38,7 +38,7 @@ def best_dtype(vocab_size: int) -> np.dtype:
 
 
 class IndexedDataset:
-    """Reads `{prefix}.bin` and `{prefix}.idx`, memory-mapped.
+    """Reads `{prefix}.bin` and `{prefix}.idx`.
 
     `sequence_lengths` int32 [S], `sequence_offsets` int64 [S] (bytes) and `document_indices` int64 [D] are
     read-only views of the `.idx`. A file that is missing, cut short or inconsistent is a DataError at open.
@@ -48,11 +48,11 @@ class IndexedDataset:
         self.prefix = str(prefix)
         self.bin_path, self.idx_path = require_files(self.prefix)
         index = map_file(self.idx_path)
-        self._tokens = map_file(self.bin_path)
-        if self._tokens:
-            self._tokens.madvise(
-                mmap.MADV_RANDOM
-            )  # samples lie anywhere: reading ahead fetches megabytes each
+        self._tokens = open_file(self.bin_path)
+        self._size = os.fstat(self._tokens.fileno()).st_size
+        # Samples lie anywhere: for each the system would read megabytes ahead.
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._tokens.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
         self.dtype, sequences, documents = read_header(self.idx_path, index)
         at = HEADER.size
         self.sequence_lengths = np.frombuffer(index, "<i4", sequences, at)
@@ -69,7 +69,7 @@ class IndexedDataset:
         return len(self.sequence_lengths)
 
     def __reduce__(self) -> tuple:
-        """A process that receives the dataset maps the files itself; tokens are never pickled."""
+        """A process that receives the dataset opens the files itself; tokens are never pickled."""
         return IndexedDataset, (self.prefix,)
 
     @property
@@ -81,7 +81,7 @@ class IndexedDataset:
         return int(self.sequence_lengths.sum(dtype=np.int64))
 
     def get(self, i: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """Tokens `[offset, offset + length)` of sequence i (to its end without `length`): a view, no copy."""
+        """Tokens `[offset, offset + length)` of sequence i (to its end without `length`), read-only."""
         whole = int(self.sequence_lengths[i])
         length = whole - offset if length is None else length
         if offset < 0 or length < 0 or offset + length > whole:
@@ -89,7 +89,25 @@ class IndexedDataset:
                 f"tokens [{offset}, {offset + length}) of sequence {i} of {self.prefix}, which has {whole}"
             )
         start = int(self.sequence_offsets[i]) + offset * self.dtype.itemsize
-        return np.frombuffer(self._tokens, self.dtype, length, start)
+        return np.frombuffer(self._read(start, length * self.dtype.itemsize), self.dtype)
+
+    def _read(self, start: int, count: int) -> bytes:
+        parts = []
+        while count:
+            try:
+                part = os.pread(self._tokens.fileno(), count, start)
+            except OSError as error:
+                raise DataError(
+                    f"cannot read {self.bin_path} at byte {start}: {error.strerror}; check its disk"
+                ) from error
+            if not part:
+                raise DataError(
+                    f"{self.bin_path} ends before byte {start + count}, but had {self._size} bytes when it was opened; "
+                    "it has been cut short since: copy it again or preprocess again"
+                )
+            parts.append(part)
+            start, count = start + len(part), count - len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def is_packed(self) -> bool:
         """Whether the sequences fill the `.bin` in order and without gaps, as every writer leaves them."""
@@ -98,10 +116,10 @@ class IndexedDataset:
             offsets, end = _packed_offsets(self.sequence_lengths[rows], self.dtype, end)
             if not np.array_equal(self.sequence_offsets[rows], offsets):
                 return False
-        return end == len(self._tokens)
+        return end == self._size
 
     def _check_sequences(self) -> None:
-        size, item = len(self._tokens), self.dtype.itemsize
+        size, item = self._size, self.dtype.itemsize
         for rows in chunks(len(self)):
             lengths, offsets = self.sequence_lengths[rows], self.sequence_offsets[rows]
             bad = (lengths < 0) | (offsets < 0) | (offsets > size - lengths * np.int64(item))

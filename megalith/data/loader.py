@@ -1,32 +1,38 @@
-"""Micro-batches out of a dataset, for one data-parallel rank, read ahead by worker processes.
+"""Micro-batches out of a dataset, for one data-parallel rank, read ahead by threads.
 
 A run is one stream of samples. Step by step it takes the next `global_batch_size` positions, in sub-blocks of
 micro_batch_size * data_parallel_size, of which rank r has `[r * micro_batch_size, (r + 1) * micro_batch_size)`.
 So the samples of a step never depend on how many ranks share them, and the only state is the number of samples
 consumed: a loader begun there goes on as if it had never stopped.
+
+A micro-batch takes a tenth of a millisecond to make; to fetch it from another process takes two. So threads make them:
+what may be slow, reading the file and pinning the memory, leaves the interpreter to the thread that trains.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader
 
 from megalith.data.batch import Batch, BoundaryRules, make_batch
 from megalith.data.dataset import SampleDataset
 from megalith.data.order import SampleOrder
 from megalith.errors import ConfigError, DataError, MegalithError
 
+Request = tuple[range, list[int]]  # positions in the stream, and the dataset's samples that stand there
+
 
 class Loader:
-    """An iterator of Batch, one micro-batch each. Close it, or use it in a `with`, to stop its workers.
+    """An iterator of Batch, one micro-batch each. Close it, or use it in a `with`, to stop its threads.
 
     `batch_sizes` gives the global batch size of each coming step; the loader ends with it. `consumed_samples` is
-    where in the stream it begins. Iterating draws from no global random state, and the number of workers changes
-    nothing but the speed. A bad token or the end of the data is a DataError from `next`, at the micro-batch that
-    it belongs to.
+    where in the stream it begins. Iterating draws from no global random state, and the number of threads changes
+    nothing but the speed; together they are at most `ahead` micro-batches ahead. A bad token or the end of the data
+    is a DataError from `next`, at the micro-batch that it belongs to.
     """
 
     def __init__(
@@ -41,39 +47,43 @@ class Loader:
         data_parallel_size: int = 1,
         consumed_samples: int = 0,
         num_workers: int = 0,
+        ahead: int = 4,
         pin_memory: bool = False,
         rules: BoundaryRules | None = None,
     ) -> None:
         positions = micro_batch_positions(
             batch_sizes, micro_batch_size, data_parallel_rank, data_parallel_size, consumed_samples
         )
-        loader = DataLoader(
-            _MicroBatches(dataset, vocab_size, rules or BoundaryRules()),  # type: ignore[arg-type]
-            batch_size=None,
-            sampler=_requests(positions, order),  # type: ignore[arg-type]
-            collate_fn=_as_it_is,
-            num_workers=num_workers,
-            pin_memory=pin_memory,
-            generator=torch.Generator(),  # without its own, an iterator draws a seed from the global one
+        self._make = _MicroBatches(dataset, vocab_size, rules or BoundaryRules(), pin_memory)
+        self._requests: Iterator[Request] | None = (
+            (span, [order(position) for position in span]) for span in positions
         )
-        self._batches: Iterator[Batch | MegalithError] | None = iter(loader)
+        self._coming: deque[Future[Batch]] = deque()
+        self._ahead = ahead
+        self._failure: MegalithError | None = (
+            None  # of a request, once the good ones before it have been given
+        )
+        self._threads = None
+        if num_workers:
+            device = (torch.cuda.set_device, (torch.cuda.current_device(),)) if pin_memory else (None, ())
+            self._threads = ThreadPoolExecutor(num_workers, "data", *device)
 
     def __iter__(self) -> Loader:
         return self
 
     def __next__(self) -> Batch:
-        if self._batches is None:
+        if self._requests is None:
             raise StopIteration
         try:
-            batch = next(self._batches)
-        except RuntimeError as error:
-            if "DataLoader worker" not in str(error):
-                raise
-            batch = DataError(f"a data worker process died ({error}); set data.num_workers to 0 to see why")
-        if isinstance(batch, MegalithError):
+            if self._threads is None:
+                return self._make(next(self._requests))
+            self._read_ahead(self._threads)
+            if not self._coming:
+                raise self._failure or StopIteration
+            return self._coming.popleft().result()
+        except (MegalithError, StopIteration):
             self.close()
-            raise batch
-        return batch
+            raise
 
     def __enter__(self) -> Loader:
         return self
@@ -82,8 +92,22 @@ class Loader:
         self.close()
 
     def close(self) -> None:
-        """Stop the worker processes. The loader is then at its end."""
-        self._batches = None  # the iterator stops its workers when it is dropped
+        """Stops the threads. The loader is then at its end."""
+        self._requests = None
+        if self._threads is not None:
+            self._threads.shutdown(cancel_futures=True)
+
+    def _read_ahead(self, threads: ThreadPoolExecutor) -> None:
+        """Has the next micro-batches made, until `ahead` are under way or a request fails."""
+        while len(self._coming) < self._ahead and self._failure is None:
+            try:
+                request = next(self._requests, None)
+            except MegalithError as error:
+                self._failure = error
+                return
+            if request is None:
+                return
+            self._coming.append(threads.submit(self._make, request))
 
 
 def micro_batch_positions(
@@ -105,27 +129,22 @@ def micro_batch_positions(
 
 
 class _MicroBatches:
-    """The map-style dataset of the DataLoader: a request gives a Batch, or the error that it met.
+    """Makes the micro-batch that a request asks for."""
 
-    An error is returned, not raised, because the DataLoader would bring it back from a worker with its
-    traceback for a message.
-    """
-
-    def __init__(self, dataset: SampleDataset, vocab_size: int, rules: BoundaryRules) -> None:
+    def __init__(
+        self, dataset: SampleDataset, vocab_size: int, rules: BoundaryRules, pin_memory: bool
+    ) -> None:
         self.dataset = dataset
         self.vocab_size = vocab_size
         self.rules = rules
+        self.pin_memory = pin_memory
 
-    def __getitem__(self, request: tuple[range, list[int]] | MegalithError) -> Batch | MegalithError:
-        if isinstance(request, MegalithError):
-            return request
+    def __call__(self, request: Request) -> Batch:
         positions, indices = request
-        try:
-            samples = np.stack([self.dataset[i] for i in indices])  # [batch, seq + 1]
-            self._check_tokens(samples, indices)
-        except MegalithError as error:
-            return error
-        return make_batch(samples, np.array(positions, dtype=np.int64), self.rules)
+        samples = np.stack([self.dataset[i] for i in indices])  # [batch, seq + 1]
+        self._check_tokens(samples, indices)
+        batch = make_batch(samples, np.array(positions, dtype=np.int64), self.rules)
+        return batch.pin_memory() if self.pin_memory else batch
 
     def _check_tokens(self, samples: np.ndarray, indices: list[int]) -> None:
         if samples.min() >= 0 and samples.max() < self.vocab_size:
@@ -135,20 +154,3 @@ class _MicroBatches:
             f"{self.dataset.describe(indices[row])} has token id {samples[row, at]} at position {at}, but the "
             f"vocabulary has {self.vocab_size}; preprocess the data with this run's tokenizer, or raise vocab_size"
         )
-
-
-def _requests(
-    positions: Iterator[range], order: SampleOrder
-) -> Iterator[tuple[range, list[int]] | MegalithError]:
-    """Each micro-batch's positions and dataset indices. An error takes the place of the micro-batch it stops,
-    and is not raised: requests are made ahead of time, while good micro-batches are still under way.
-    """
-    try:
-        for span in positions:
-            yield span, [order(position) for position in span]
-    except MegalithError as error:
-        yield error
-
-
-def _as_it_is(batch: object) -> object:
-    return batch
