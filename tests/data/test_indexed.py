@@ -161,6 +161,16 @@ def test_lengths_that_do_not_add_up_are_refused(tmp_path):
         writer.add_documents(np.array([1]), np.array([2, -1]))
 
 
+def test_a_file_cut_short_while_it_is_open_is_an_error_and_not_a_crash(tmp_path):
+    dataset = IndexedDataset(write_golden(tmp_path))
+    with open(tmp_path / "golden.bin", "r+b") as file:
+        file.truncate(5)
+    with pytest.raises(
+        DataError, match=r"golden\.bin ends before byte 6, but had 8 bytes .* cut short since"
+    ):
+        dataset.get(0)
+
+
 def test_reading_past_a_sequence_is_an_index_error(tmp_path):
     dataset = IndexedDataset(write_golden(tmp_path))
     for arguments in ((0, 2, 2), (0, -1, 1), (1, 0, 1), (0, 4), (3,)):
@@ -213,16 +223,6 @@ def test_every_truncation_of_either_file_is_refused(tmp_path):
         (86, b"\4", "end within its 3 sequences"),
     ],
 )
-def test_a_file_cut_short_while_it_is_open_is_an_error_and_not_a_crash(tmp_path):
-    dataset = IndexedDataset(write_golden(tmp_path))
-    with open(tmp_path / "golden.bin", "r+b") as file:
-        file.truncate(5)
-    with pytest.raises(
-        DataError, match=r"golden\.bin ends before byte 6, but had 8 bytes .* cut short since"
-    ):
-        dataset.get(0)
-
-
 def test_damage_is_named_with_its_place_and_value(tmp_path, at, value, message):
     prefix = write_golden(tmp_path)
     (tmp_path / "golden.idx").write_bytes(GOLDEN_IDX[:at] + value + GOLDEN_IDX[at + len(value) :])
