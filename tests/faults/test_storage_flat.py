@@ -1,0 +1,48 @@
+"""Many saves cost no more disk, descriptors, threads or memory than a few."""
+
+import gc
+import os
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from storage_job import ZERO1, run_config, started, train
+
+SAVES = int(os.environ.get("MEGALITH_SAVES", 60))
+COME_AND_GO = {"descriptors": 3, "threads": 0, "entries": 0, "memory": 4_000_000}
+
+
+def use(folder: Path) -> dict[str, int]:
+    gc.collect()
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": threading.active_count(),
+        "entries": sum(1 for _ in (folder / "checkpoints").rglob("*")),
+        "memory": pages * os.sysconf("SC_PAGE_SIZE"),
+    }
+
+
+def save_often(config, saves: int) -> list[dict[str, int]]:
+    """What is in use after a few saves, and after `saves` more."""
+    torch.set_num_threads(1)
+    trainer, _ = started(config)
+    measured = []
+    train(trainer, 1, save_each=False)
+    for count in (saves // 4, saves):
+        for _ in range(count):
+            trainer.step += 1
+            trainer.save()
+        trainer.save_last()
+        measured.append(use(Path(config.train.output_dir)))
+    return measured
+
+
+@pytest.mark.parametrize("async_save", [False, True], ids=["at once", "in the background"])
+def test_disk_descriptors_threads_and_memory_stay_flat_over_many_saves(pool, tmp_path, async_save):
+    config = run_config(tmp_path, ZERO1, async_save=async_save, keep_last=2)
+    for before, after in pool.run(save_often, config, SAVES, size=2):
+        grown = {name: after[name] - before[name] for name in after}
+        print(f"{SAVES} saves: {before} -> {after}")
+        assert all(grown[name] <= most for name, most in COME_AND_GO.items()), grown

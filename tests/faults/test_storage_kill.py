@@ -1,0 +1,30 @@
+"""A rank killed in any phase of a save of several ranks: a whole step is left, and no rank waits for the dead one."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def test_a_rank_killed_in_any_phase_of_a_save_leaves_the_newest_whole_step(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(HERE / "storage_kill_job.py"), str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(HERE.parents[1])},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    trials = [json.loads(line) for line in done.stdout.splitlines()]
+    killed = [trial for trial in trials if trial["codes"][trial["victim"]] != 0]
+    assert len(killed) > 20 and {trial["victim"] for trial in killed} == {0, 1}
+    for trial in killed:
+        victim = trial["victim"]
+        assert trial["codes"][victim] in (-signal.SIGKILL, -signal.SIGXFSZ), trial
+        assert trial["codes"][1 - victim] in (0, 3), trial  # it ended by itself, done or with an error
+        assert trial["found"] == (2 if "step_00000002" in trial["remains"] else 1), trial
+    assert {trial["found"] for trial in killed} == {1, 2}
