@@ -13,7 +13,9 @@ from megalith.errors import ConfigError, DataError, MegalithError
 Arguments = argparse.Namespace
 
 EXIT_CODES = """exit codes:
-  0 done   1 unexpected error   2 configuration   3 data   4 checkpoint   5 training   130 interrupted"""
+  0 done   1 unexpected error   2 configuration   3 data   4 checkpoint   5 training   6 a rank stands still
+  with a checkpoint: 20 exit_interval   21 exit_duration_in_mins   22 SIGTERM   23 SIGUSR1   24 SIGINT
+  without one: 143 SIGTERM, 130 SIGINT, where a second one came"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -42,7 +44,8 @@ Trains as the run file says, with the settings on the command line in place of t
 
 processes:
   --nproc N                  start N processes on this machine, one a GPU
-  --nnodes N                 of N machines, each of which runs the same command
+  --nnodes N                 of N machines, each of which runs the same command; MIN:MAX for as many as there are
+  --max-restarts N           start again after a failure, up to N times, from the newest whole checkpoint
   --rdzv-endpoint HOST:PORT  where they meet, on one of them (default with --nnodes: MASTER_ADDR:MASTER_PORT)
 """
 
@@ -65,17 +68,24 @@ def train(arguments: list[str]) -> int:
         from megalith.runtime.launch import launch
 
         command = ["-m", "megalith.cli", "train", *arguments]
-        return launch(launcher.nproc, command, nnodes=launcher.nnodes, rdzv_endpoint=launcher.rdzv_endpoint)
+        return launch(
+            launcher.nproc,
+            command,
+            nnodes=launcher.nnodes,
+            max_restarts=launcher.max_restarts,
+            rdzv_endpoint=launcher.rdzv_endpoint,
+        )
+    from megalith.runtime.stops import exit_code
     from megalith.trainer import train
 
-    train(config)
-    return 0
+    return exit_code(train(config).ended)
 
 
 def _launcher_options() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser("megalith train", add_help=False, allow_abbrev=False)
     parser.add_argument("--nproc", type=int)
-    parser.add_argument("--nnodes", type=int, default=1)
+    parser.add_argument("--nnodes", default="1")
+    parser.add_argument("--max-restarts", type=int, default=0)
     address = os.environ.get("MASTER_ADDR")
     endpoint = f"{address}:{os.environ.get('MASTER_PORT', 29500)}" if address else None
     parser.add_argument("--rdzv-endpoint", default=endpoint)

@@ -39,6 +39,16 @@ class TrainingError(MegalithError):
     exit_code = 5
 
 
+class HangError(MegalithError):
+    """A rank stands still and the others wait for it."""
+
+    exit_code = 6
+
+
+REFUSALS = (ConfigError.exit_code, DataError.exit_code, CheckpointError.exit_code)
+"""Exit codes of a run that another start would refuse again."""
+
+
 def did_you_mean(name: str, known: Iterable[str], count: int = 3) -> str:
     """`; did you mean 'lr_decay_style'?`, or an empty string when nothing known is near `name`."""
     near = difflib.get_close_matches(name, list(known), n=count, cutoff=0.6)

@@ -110,8 +110,9 @@ ALIASES: dict[str, Rename | Choose | Already | Derive] = {
     "checkpoint.ckpt_format":                         Already(_ONE_FORMAT, ("torch", "torch_dist", "torch_dcp", "fsdp_dtensor")),
     "checkpoint.auto_detect_ckpt_format":             Already(_ONE_FORMAT),
 
-    "runtime.enable_straggler_detection":             Already("one process has no other to be slower than"),
-    "log.enable_straggler_detection":                 Already("one process has no other to be slower than"),
+    "log.enable_straggler_detection":                 Rename("runtime.enable_straggler_detection"),
+    "train.exit_signal_handler":                      Already("SIGTERM, SIGUSR1 and SIGINT always end a run with a checkpoint"),
+    "train.distributed_timeout_minutes":              Rename("runtime.distributed_timeout_minutes"),
 }
 # fmt: on
 

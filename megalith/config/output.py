@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from megalith.config.base import Section
 
@@ -69,10 +69,37 @@ class LogConfig(Section):
 
 
 class RuntimeConfig(Section):
-    """The device and how code runs on it."""
+    """The device, how code runs on it, and how a run's health is watched."""
 
     device: str = "auto"
     """`auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:N`."""
 
     compile: Literal["auto"] | bool = "auto"
     """torch.compile for each transformer block. `auto`: on GPUs."""
+
+    distributed_timeout_minutes: PositiveFloat = 10
+    """A run whose ranks wait for each other for so long in a step is ended, the rank that stands still named."""
+
+    max_bad_steps: PositiveInt = 20
+    """Steps in a row with NaN or Inf in loss or gradients, all of them skipped, after which the run ends."""
+
+    rerun_bad_steps: bool = False
+    """Repeats a step that gave NaN, Inf or a loss spike before its update. Waits for the device in every step."""
+
+    loss_spike_threshold: Annotated[float, Field(gt=1)] | None = None
+    """A loss so many times the mean before it is a spike: the run goes back and leaves out its data. Absent: never."""
+
+    loss_spike_window: PositiveInt = 100
+    """Steps that the mean before a spike is taken over."""
+
+    check_weight_hash_across_dp_replicas_interval: PositiveInt | None = None
+    """Steps between comparisons of the weights that several ranks hold, also made before each save. Absent: never."""
+
+    enable_straggler_detection: bool = False
+    """Measures how long each rank computes, and names those that are slower than the others."""
+
+    straggler_interval: PositiveInt = 100
+    """Steps between these measurements; the measured step runs under the profiler."""
+
+    straggler_threshold: Annotated[float, Field(gt=1)] = 1.25
+    """A rank is slow when it computes so many times as long as the median of the ranks with the same work."""

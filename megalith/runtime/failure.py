@@ -97,8 +97,8 @@ class Failure:
             return (2 if self.said["collective"] else 0), self.said["nanoseconds"]
         return (3 if -self.ended in (signal.SIGTERM, signal.SIGINT) else 1), 0
 
-    def tell(self, world_size: int) -> str:
-        """What the launcher prints."""
+    def tell(self, world_size: int = 1) -> str:
+        """What the launcher prints; with a `world_size` above 1 also of the others."""
         others = f"; the other {world_size - 1} were stopped" if world_size > 1 else ""
         if self.said is None and self.ended < 0:
             name = signal.Signals(-self.ended).name

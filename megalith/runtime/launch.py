@@ -12,7 +12,6 @@ import logging
 import os
 import sys
 import tempfile
-import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -21,7 +20,8 @@ import torch
 import torch.distributed as dist
 
 from megalith.errors import ConfigError
-from megalith.runtime.failure import first_failure, report_uncaught
+from megalith.runtime.failure import report_uncaught
+from megalith.runtime.stops import STOP_CODE_FILE
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
 TIMEOUT = timedelta(minutes=10)
@@ -103,54 +103,66 @@ def launch(
     nproc: int,
     command: Sequence[str],
     *,
-    nnodes: int = 1,
+    nnodes: str = "1",
+    max_restarts: int = 0,
     rdzv_endpoint: str | None = None,
     rdzv_id: str | None = None,
 ) -> int:
     """Runs `python *command` in `nproc` processes on this machine, of `nnodes` alike; returns the job's exit code.
 
-    With several machines each calls this with the same `rdzv_endpoint`, "host:port" on one of them. When a process
-    fails, the others are stopped within seconds, its error is printed, and its exit code (128 + the signal's number)
-    is returned. Raises ConfigError for numbers that cannot be.
+    With several machines ("4", or "2:4" for as many as there are) each calls this with the same `rdzv_endpoint`,
+    "host:port" on one of them. When a process fails, the others are stopped within seconds and its error is printed.
+    Up to `max_restarts` times the machines that are left then meet and start again; after that the failed process's
+    exit code (128 + the signal's number) is returned. A stop signal is handed to the processes, and the code of the
+    stop (stops.py) returned when they have ended. Raises ConfigError for numbers that cannot be.
     """
-    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
-    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+    from torch.distributed.elastic.multiprocessing import SignalException
+    from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousTimeoutError
 
-    _check(nproc, nnodes, rdzv_endpoint)
-    alone = rdzv_endpoint is None
+    from megalith.runtime.agent import build_agent
+
+    least, most = _check(nproc, nnodes, max_restarts, rdzv_endpoint)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
     logging.disable(logging.CRITICAL)  # the agent's own account of what is told below
     try:
         with tempfile.TemporaryDirectory(prefix="megalith-") as folder:
-            config = LaunchConfig(
-                min_nodes=nnodes,
-                max_nodes=nnodes,
-                nproc_per_node=nproc,
-                run_id=rdzv_id or ("megalith" if not alone else uuid.uuid4().hex),
-                rdzv_backend="c10d",
-                rdzv_endpoint=rdzv_endpoint or "127.0.0.1:0",
-                local_addr="127.0.0.1" if alone else None,
-                max_restarts=0,
-                logs_specs=DefaultLogsSpecs(log_dir=folder),
-            )
-            elastic_launch(config, sys.executable)(*command)
-    except ChildFailedError as error:
-        failure = first_failure(error.failures)
-        print(failure.tell(nproc * nnodes), file=sys.stderr)
-        return failure.exit_code
-    except SignalException as error:
+            code_file = os.environ[STOP_CODE_FILE] = os.path.join(folder, "stop_code")
+            agent = build_agent(nproc, command, (least, most), max_restarts, rdzv_endpoint, rdzv_id, folder)
+            try:
+                result = agent.run()
+            finally:
+                agent._worker_group.spec.rdzv_handler.shutdown()
+            if not result.is_failed():
+                return int(open(code_file).read()) if os.path.exists(code_file) else 0
+    except SignalException as error:  # before there were processes to hand it to
         return 128 + error.sigval
+    except (RendezvousClosedError, RendezvousTimeoutError) as error:
+        print(f"error: the machines of the job could not meet: {error}", file=sys.stderr)
+        return 1
     finally:
         logging.disable(logging.NOTSET)
-    return 0
+    first, last = agent.failures[0], agent.failures[-1]
+    print(last.tell(agent.world_size), file=sys.stderr)
+    if first is not last:
+        print(f"the first of these {len(agent.failures)} failures: {first.tell()}", file=sys.stderr)
+    return last.exit_code
 
 
-def _check(nproc: int, nnodes: int, rdzv_endpoint: str | None) -> None:
-    if nproc < 1 or nnodes < 1:
-        raise ConfigError(f"--nproc is {nproc} and --nnodes is {nnodes}; both count from 1")
-    if nnodes > 1 and rdzv_endpoint is None:
+def _check(nproc: int, nnodes: str, max_restarts: int, rdzv_endpoint: str | None) -> tuple[int, int]:
+    """The least and the most machines."""
+    low, _, high = nnodes.partition(":")
+    try:
+        least, most = int(low), int(high or low)
+    except ValueError:
+        raise ConfigError(f"--nnodes is {nnodes!r}; give a number of machines, or MIN:MAX") from None
+    if nproc < 1 or not 1 <= least <= most or max_restarts < 0:
+        raise ConfigError(
+            f"--nproc is {nproc}, --nnodes {nnodes} and --max-restarts {max_restarts}; processes and machines count "
+            "from 1, and MIN is at most MAX"
+        )
+    if most > 1 and rdzv_endpoint is None:
         raise ConfigError(
             f"--nnodes is {nnodes} but there is no --rdzv-endpoint for the machines to meet at; give each the same "
             "host:port, on one of them"
         )
+    return least, most

@@ -119,4 +119,4 @@ def test_processes_that_cannot_meet_are_refused(monkeypatch):
 
 def test_several_machines_need_a_place_to_meet():
     with pytest.raises(ConfigError, match="rdzv-endpoint"):
-        launch(2, ["-c", "pass"], nnodes=2)
+        launch(2, ["-c", "pass"], nnodes="2")

@@ -1,0 +1,187 @@
+"""A rank that stands still is found and named, with the collective that the others wait in, and the job ends.
+
+A thread of each rank writes into the job's store how far the rank has come, and looks at two things: whether its own
+loop has come further within the time-out, and whether the next rank's thread still writes, which that of a stopped
+process or of a lost machine does not. Each rank looks at one other, so that the store has little to do in a job of any
+size. Only when something has stood still does a rank read what all of them last said, and tells which differ:
+
+    rank 1 does not answer (stopped, or its machine is lost): it was in step 7, training; ranks 0, 2, 3: step 7,
+    training, all_reduce number 31 of default_pg, called from valid_tokens (megalith/parallel/gradients.py:28)
+
+The number of a collective is from torch's flight recorder: a rank that left one out has a lower one than the others.
+A save takes as long as it takes (`Pulse.long_work`). The thread also ends this rank when the process that has started
+it is gone, or the store is, so that none is left behind.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from pathlib import Path
+
+import torch._C._distributed_c10d as c10d
+from torch.distributed import PrefixStore, Store
+
+from megalith.errors import HangError, TrainingError
+from megalith.runtime.failure import report
+from megalith.runtime.launch import Process
+from megalith.runtime.pulse import Pulse
+from megalith.runtime.restart import this_attempt
+
+LOOKS = 10  # within a time-out
+STORE_PATIENCE = 30.0  # seconds in which the store may fail to answer
+PACKAGE = str(Path(__file__).parents[1])
+
+
+@dataclass(frozen=True)
+class Sign:
+    """What a rank's thread wrote last."""
+
+    look: int
+    step: int
+    phase: str
+    where: str = ""
+    """The collective that it stands in and who called it, when its loop has stood still for a while."""
+
+    def text(self) -> str:
+        return f"step {self.step}, {self.phase}" + (f", {self.where}" if self.where else "")
+
+
+class HangWatch:
+    """Watches over `pulse`, which the main thread of `rank` beats, in its `with`."""
+
+    def __init__(self, pulse: Pulse, rank: int, world_size: int, timeout: float, store: Store, output: Path):
+        """`timeout` in seconds. `store` is this thread's own connection. A dump of the flight recorder goes into
+        `output`."""
+        self._pulse, self._rank, self._world_size, self._timeout = pulse, rank, world_size, timeout
+        self._store, self._output = store, output
+        self._parent = os.getppid() if this_attempt().launcher else None
+        self._main = threading.main_thread().ident
+        self._stopped = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="hang watch", daemon=True)
+
+    def __enter__(self) -> HangWatch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stopped.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        interval = min(self._timeout / LOOKS, 1.0)
+        next_rank = (self._rank + 1) % self._world_size
+        heard, heard_at = "", time.monotonic()
+        answered_at = time.monotonic()
+        look = 0
+        while not self._stopped.wait(interval):
+            look += 1
+            if self._parent not in (None, os.getppid()):
+                os._exit(1)  # the launcher is gone, and its ranks with it
+            now = time.monotonic()
+            try:
+                self._say(look, interval)
+                said = self._read(next_rank)
+                answered_at = now
+                if said != heard:
+                    heard, heard_at = said, now
+                stands = not self._pulse.is_long and now - self._pulse.last_beat > self._timeout
+                if stands or (heard and now - heard_at > self._timeout):
+                    self._end(interval)
+            except RuntimeError as error:  # torch's errors of a store and its connection
+                if now - answered_at > min(STORE_PATIENCE, self._timeout) and not self._stopped.is_set():
+                    report(TrainingError(f"the store that the ranks met at does not answer: {error}"))
+                    os._exit(TrainingError.exit_code)
+
+    def _say(self, look: int, interval: float) -> None:
+        pulse = self._pulse
+        still = time.monotonic() - pulse.last_beat > 2 * interval
+        where = standing_in(self._main) if still and not pulse.is_long else ""
+        sign = Sign(look, pulse.step, pulse.phase, where)
+        self._store.set(f"rank{self._rank}", json.dumps(asdict(sign)))
+
+    def _read(self, rank: int) -> str:
+        key = f"rank{rank}"
+        return self._store.get(key).decode() if self._store.check([key]) else ""
+
+    def _end(self, interval: float) -> None:
+        """Tells what stands and ends this rank. The others come to it by themselves, at about the same time."""
+        before = [self._read(rank) for rank in range(self._world_size)]
+        time.sleep(3 * interval)
+        after = [self._read(rank) for rank in range(self._world_size)]
+        signs = {rank: Sign(**json.loads(said)) for rank, said in enumerate(after) if said}
+        silent = {r for r in range(self._world_size) if before[r] == after[r] and r != self._rank}
+        self._dump()
+        report(HangError(tell_hang(signs, silent, self._world_size, self._timeout)))
+        os._exit(HangError.exit_code)
+
+    def _dump(self) -> None:
+        if self._output.is_dir():
+            path = self._output / f"flight_recorder_rank{self._rank}.json"
+            path.write_text(json.dumps(_flight_recorder()), encoding="utf-8")
+
+
+def tell_hang(signs: Mapping[int, Sign], silent: set[int], world_size: int, timeout: float) -> str:
+    """The sentence for a job that stands still. `signs`: what the ranks wrote last; `silent`: who writes no more."""
+    parts = []
+    for rank in sorted(silent):
+        last = f": it was in {signs[rank].text()}" if rank in signs else ""
+        parts.append(f"rank {rank} does not answer (stopped, or its machine is lost){last}")
+    same: dict[str, list[int]] = {}
+    for rank in range(world_size):
+        if rank in signs and rank not in silent:
+            same.setdefault(signs[rank].text(), []).append(rank)
+    for text, ranks in sorted(same.items(), key=lambda item: len(item[1])):  # who differs from most comes first
+        parts.append(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}")
+    return (
+        f"no progress within {timeout:g} s (runtime.distributed_timeout_minutes): {'; '.join(parts)}; start the job "
+        "again, it goes on from the newest checkpoint"
+    )
+
+
+def standing_in(thread: int | None) -> str:
+    """The collective that was begun last and has not ended, and the innermost of our functions that waits for it."""
+    frame = sys._current_frames().get(thread)
+    stack = traceback.extract_stack(frame) if frame else []
+    ours = [f for f in stack if f.filename.startswith(PACKAGE) and not f.filename.endswith("comm.py")]
+    place = ""
+    if ours:
+        path = os.path.relpath(ours[-1].filename, os.path.dirname(PACKAGE))
+        place = f"called from {ours[-1].name} ({path}:{ours[-1].lineno})"
+    return ", ".join(part for part in (_open_collective(), place) if part)
+
+
+def _open_collective() -> str:
+    for entry in reversed(_flight_recorder()):
+        if not entry["retired"]:
+            name = entry["profiling_name"].partition(":")[2]
+            number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
+            return f"{name} number {number} of {entry['process_group'][1]}"
+    return ""
+
+
+def _flight_recorder() -> list[dict]:
+    """What torch has recorded of this rank's last collectives, oldest first; gloo's and NCCL's stand apart there."""
+    entries = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        if (dump := getattr(c10d, name, None)) is not None:
+            entries += json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
+    return sorted(entries, key=lambda entry: entry["time_created_ns"])
+
+
+def open_watch(pulse: Pulse, process: Process, timeout: timedelta, output: Path) -> HangWatch | None:
+    """The watch of a process that has others or a launcher; None where the only one stands by itself."""
+    address, port = (os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
+    if address is None or port is None:
+        return None
+    patience = timedelta(seconds=STORE_PATIENCE)
+    store = c10d.TCPStore(address, int(port), is_master=False, wait_for_workers=False, timeout=patience)
+    store = PrefixStore(f"megalith/attempt{this_attempt().number}/{process.world_size}", store)
+    return HangWatch(pulse, process.rank, process.world_size, timeout.total_seconds(), store, output)

@@ -1,0 +1,68 @@
+"""What this rank is doing now, for the hang watch (hang_watch.py), and how long a collective may wait meanwhile."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import fields
+from datetime import timedelta
+
+import torch
+from torch.distributed import ProcessGroup
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from megalith.comm import Axis, summed
+from megalith.parallel.mesh import Mesh
+
+PATIENCE = timedelta(days=1)  # of a collective while a rank may be busy with its disk
+
+
+class Pulse:
+    """`beat` whenever the loop has come further. In `long_work`, and before the first `settle`, nothing has to.
+
+    A collective waits for `timeout` at the longest, but in long work for a day: there one rank may take longer, for
+    its disk, than another may wait. The ranks meet at its end, so that none waits for it in a step.
+    """
+
+    def __init__(self, mesh: Mesh, timeout: timedelta):
+        self._mesh, self._timeout = mesh, timeout
+        self.step, self.phase = 0, ""
+        self.last_beat = time.monotonic()
+        self.begin_long("starting")
+
+    def beat(self, step: int, phase: str) -> None:
+        """`step` is the one being made, counted from 1."""
+        self.step, self.phase = step, phase
+        self.last_beat = time.monotonic()
+
+    @contextmanager
+    def long_work(self, phase: str) -> Iterator[None]:
+        """Work such as a save, which all ranks do together."""
+        before = self.phase
+        self.begin_long(phase)
+        yield
+        self.settle(before)
+
+    def begin_long(self, phase: str) -> None:
+        self.phase, self.is_long = phase, True
+        set_timeouts(self._mesh, PATIENCE)
+
+    def settle(self, phase: str) -> None:
+        """Waits for the other ranks' long work; from here on `timeout` holds again."""
+        summed(torch.zeros(()), self._mesh.world)
+        set_timeouts(self._mesh, self._timeout)
+        self.beat(self.step, phase)
+        self.is_long = False
+
+
+def set_timeouts(mesh: Mesh, timeout: timedelta) -> None:
+    """How long the collectives of every group of the mesh wait from now on. A new group has torch's own default."""
+    for group in process_groups(mesh):
+        _set_pg_timeout(timeout, group)
+
+
+def process_groups(mesh: Mesh) -> list[ProcessGroup]:
+    """The groups of the mesh's axes, each once."""
+    axes = [axis for axis in (getattr(mesh, field.name) for field in fields(mesh)) if isinstance(axis, Axis)]
+    return list({id(axis.group): axis.group for axis in axes if axis.group is not None}.values())

@@ -1,0 +1,81 @@
+"""Starting again after a failure: a pause that grows, the run's own newest checkpoint, and the first error kept.
+
+An elastic launcher (`--max-restarts`, torchrun) runs the same command again, for the launcher knows nothing of what it
+runs. So a process finds out for itself that it is not the first: rank 0 of the first attempt leaves the launcher's mark
+in the output folder, and a later one that finds its own launcher's goes on from the newest checkpoint there, whatever
+`checkpoint.load` says of the start. Another job's mark is no mark: that folder is refused as ever.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import traceback
+from dataclasses import dataclass
+from pathlib import Path
+
+from megalith.errors import MegalithError
+
+MARK = ".job"
+FAILURES = "failures"
+LONGEST_PAUSE = 60.0  # seconds
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """Which start of which job this process belongs to."""
+
+    number: int = 0
+    """Restarts so far; a change of machines without a failure is none."""
+    launcher: str | None = None
+    """Names the elastic launcher that started rank 0; None without one."""
+
+
+def this_attempt() -> Attempt:
+    """As the elastic launcher's environment says it."""
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID")
+    if run_id is None:
+        return Attempt()
+    launcher = f"{run_id} {socket.gethostname()} {os.getppid()}"
+    return Attempt(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), launcher)
+
+
+def pause(attempt: Attempt) -> float:
+    """Seconds to wait before this attempt: 0, then 1, 2, 4, … 60, so that a fault that comes again does no harm."""
+    return min(2.0 ** (attempt.number - 1), LONGEST_PAUSE) if attempt.number else 0.0
+
+
+def is_marked(output: Path, attempt: Attempt) -> bool:
+    """Whether an earlier attempt of the same launcher has claimed the folder."""
+    try:
+        return attempt.launcher is not None and (output / MARK).read_text("utf-8") == attempt.launcher
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def mark(output: Path, attempt: Attempt) -> None:
+    """Claims the folder for this launcher; to be called by rank 0 when it may write there."""
+    if attempt.launcher is not None:
+        (output / MARK).write_text(attempt.launcher, "utf-8")
+
+
+def has_saved(output: Path) -> bool:
+    """Whether the attempts since the mark have left a checkpoint."""
+    since = (output / MARK).stat().st_mtime_ns
+    manifests = (output / "checkpoints").glob("step_*/manifest.json")
+    return any(manifest.stat().st_mtime_ns >= since for manifest in manifests)
+
+
+def keep_failure(output: Path, attempt: Attempt, rank: int, error: BaseException) -> None:
+    """Writes down the error of a run in progress. The files of the first attempt tell what a crash loop began with."""
+    text = str(error) if isinstance(error, MegalithError) else "".join(traceback.format_exception(error))
+    folder = output / FAILURES
+    stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+    try:
+        folder.mkdir(exist_ok=True)
+        path = folder / f"attempt_{attempt.number:03d}_rank_{rank:05d}.txt"
+        with open(path, "a", encoding="utf-8") as file:
+            file.write(f"[{stamp}] {text.rstrip()}\n")
+    except OSError:  # the error itself is told elsewhere too
+        pass
