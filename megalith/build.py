@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 
@@ -111,8 +111,14 @@ class Data:
         samples = (batch_sizes.samples_for_iterations(total_steps), evaluated, evaluated)
         self.train, self.valid, self.test = self._datasets(samples, eod)
 
-    def train_loader(self, step: int, consumed_samples: int, device: torch.device) -> Loader:
-        """Micro-batches from after `consumed_samples` to the end of the run."""
+    def train_loader(
+        self,
+        step: int,
+        consumed_samples: int,
+        device: torch.device,
+        left_out: Sequence[Sequence[int]] = (),
+    ) -> Loader:
+        """Micro-batches from after `consumed_samples` to the end of the run, without `left_out` (see data/order.py)."""
 
         def sizes() -> Iterable[int]:
             consumed = consumed_samples
@@ -122,7 +128,7 @@ class Data:
                 consumed += size
 
         data, seed = self._config.data, self._config.train.seed
-        order = sample_order(data.dataloader_type, len(self.train), seed)
+        order = sample_order(data.dataloader_type, len(self.train), seed, left_out)
         return self._loader(self.train, order, sizes(), device, consumed_samples)
 
     def evaluation_loader(self, dataset: SampleDataset, device: torch.device) -> Loader:

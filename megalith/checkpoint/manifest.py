@@ -108,6 +108,9 @@ class RunRecord(_Record):
     counters: dict[str, int | float] = {}
     """Running totals for the log, such as skipped steps."""
 
+    left_out: list[list[NonNegativeInt]] = []
+    """[first, end) of each range of the data stream that the run left out after a loss spike."""
+
     tokenizer: TokenizerRecord | None = None
 
 

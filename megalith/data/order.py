@@ -4,7 +4,7 @@ never on the batch size, the number of devices or where the run was resumed.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -51,12 +51,41 @@ class CyclicOrder:
         return int(self._permutation[at])
 
 
-def sample_order(dataloader_type: str, num_samples: int, seed: int) -> SampleOrder:
-    """The order of `single` or `cyclic` over a dataset of `num_samples`."""
+def stream_position(consumed: int, left_out: Sequence[Sequence[int]]) -> int:
+    """Where in the stream the sample stands before which `consumed` were taken: behind the ranges left out before it.
+
+    `left_out`: [first, end) of each range of positions, sorted and apart.
+    """
+    position = consumed
+    for first, end in left_out:
+        if position >= first:
+            position += end - first
+    return position
+
+
+def leave_out(left_out: Sequence[Sequence[int]], begin: int, end: int) -> list[list[int]]:
+    """`left_out` with the samples taken between `begin` and `end` consumed ones left out as well."""
+    span = [stream_position(begin, left_out), stream_position(end - 1, left_out) + 1]
+    apart = [list(one) for one in left_out if one[1] <= span[0] or span[1] <= one[0]]
+    return sorted([*apart, span])
+
+
+def sample_order(
+    dataloader_type: str, num_samples: int, seed: int, left_out: Sequence[Sequence[int]] = ()
+) -> SampleOrder:
+    """The order of `single` or `cyclic` over a dataset of `num_samples`, without the positions in `left_out`.
+
+    What is left out is missing at the end of a single pass, which then takes its first samples again.
+    """
+    order = _whole_order(dataloader_type, num_samples, seed, wrap=bool(left_out))
+    return (lambda consumed: order(stream_position(consumed, left_out))) if left_out else order
+
+
+def _whole_order(dataloader_type: str, num_samples: int, seed: int, wrap: bool) -> SampleOrder:
     if num_samples == 0:
         raise DataError("the dataset has no samples; ask for at least one, or add data")
     if dataloader_type == "single":
-        return SingleOrder(num_samples)
+        return SingleOrder(num_samples, wrap=wrap)
     if dataloader_type == "cyclic":
         return CyclicOrder(num_samples, seed)
     raise ConfigError(f"dataloader_type {dataloader_type!r} is not known; choose single or cyclic")

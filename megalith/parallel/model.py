@@ -61,6 +61,8 @@ class ParallelModel:
         self.tallies: Tensor | None = (
             None  # what the experts got in the last backward pass: see gather_tallies
         )
+        self.own_loss = torch.zeros((), device=device)
+        """What this rank gave to the last step's sum of losses: float32 scalar."""
 
     def backward(self, micro_batches: Sequence[Batch], loss_scale: Tensor) -> Tensor:
         """Leaves in `.grad` the gradient of loss_scale · the mean loss; returns that loss, float32, on every rank.
@@ -74,7 +76,7 @@ class ParallelModel:
         if self.config.num_experts:
             for part in parts:
                 part.balance_scale = loss_scale / (len(parts) * self.mesh.dp.size)
-        loss = self._on_device(parts, factor)
+        self.own_loss = loss = self._on_device(parts, factor)
         for chunk in self.chunks:
             reduce_partial_gradients(chunk, self.mesh.tp)
         reduce_tied_embedding(self.chunks, self.mesh.tied)

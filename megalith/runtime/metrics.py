@@ -1,10 +1,11 @@
-"""What a run writes down of itself: `metrics.jsonl`, one line a step, and `evaluations.jsonl`.
+"""What a run writes down of itself: `metrics.jsonl`, one line a step, `evaluations.jsonl` and `events.jsonl`.
 
 Every line of `metrics.jsonl` is a JSON object with the fields of `StepMetrics`, in that order; every line of
 `evaluations.jsonl` has `step`, `validation_loss` and `validation_perplexity`. A figure that is not known is null.
 So is one that is NaN or infinite, for JSON has neither: a loss that was lost shows as `"loss": null` with
 `"nan_iterations": 1`. A run that goes on from step k first cuts off what an earlier process wrote beyond k, so
-that no step stands twice.
+that no step stands twice. `events.jsonl` keeps everything: a line for each thing out of the ordinary, with its `time`,
+the `event`'s kind, a `text` for a reader, and its figures.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import math
 import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -23,6 +25,7 @@ from megalith.runtime.sinks import Sink
 
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
+EVENTS_FILE = "events.jsonl"
 MAX_PERPLEXITY_EXPONENT = 20  # Megatron's: a perplexity beyond e^20 says no more
 
 
@@ -75,13 +78,29 @@ class MetricsWriter:
     """
 
     def __init__(self, output_dir: str | Path, start_step: int = 0, sinks: Sequence[Sink] = ()):
-        folder = Path(output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = Path(output_dir)
+        self._folder.mkdir(parents=True, exist_ok=True)
         self._sinks = list(sinks)
+        self._open(start_step)
+
+    def _open(self, start_step: int) -> None:
         for name in (METRICS_FILE, EVALUATIONS_FILE):
-            cut_after_step(folder / name, start_step)
-        self._metrics = open(folder / METRICS_FILE, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
-        self._evaluations = open(folder / EVALUATIONS_FILE, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+            cut_after_step(self._folder / name, start_step)
+        self._metrics = open(self._folder / METRICS_FILE, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        self._evaluations = open(self._folder / EVALUATIONS_FILE, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+
+    def rewind(self, step: int) -> None:
+        """Cuts off what was written of the steps after `step`."""
+        self._metrics.close()
+        self._evaluations.close()
+        self._open(step)
+
+    def log_event(self, record: dict[str, Any]) -> None:
+        """`record`: what happened, as JSON takes it; NaN and infinite figures become null."""
+        now = datetime.now().astimezone().isoformat(timespec="seconds")
+        line = {"time": now, **{key: finite(value) for key, value in record.items()}}
+        with open(self._folder / EVENTS_FILE, "a", encoding="utf-8") as file:
+            file.write(json.dumps(line, allow_nan=False) + "\n")
 
     def log_step(self, metrics: StepMetrics) -> None:
         record = {key: finite(value) for key, value in asdict(metrics).items()}

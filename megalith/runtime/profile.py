@@ -7,7 +7,14 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from megalith.config import LogConfig
+
 TABLE_ROWS = 40
+
+
+def traced_steps(log: LogConfig) -> range:
+    """The window of steps that `log` asks to trace; empty where it asks for none."""
+    return range(log.profile_step_start, log.profile_step_end) if log.profile else range(0)
 
 
 class StepProfiler:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,12 +19,14 @@ from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline import Pipeline
 from megalith.runtime.clock import StepClock
 from megalith.runtime.console import TrainingConsole, open_console
+from megalith.runtime.health import ReadStep
 from megalith.runtime.layout import Layout, build_layout
 from megalith.runtime.layout_report import LayoutReport
 from megalith.runtime.layout_text import layout_text, paragraph
 from megalith.runtime.metrics import MetricsWriter, StepMetrics
-from megalith.runtime.profile import StepProfiler
+from megalith.runtime.profile import StepProfiler, traced_steps
 from megalith.runtime.sinks import open_sinks
+from megalith.runtime.stragglers import Stragglers
 from megalith.runtime.summary import print_summary
 from megalith.runtime.topology import gather_places, topology_notes
 
@@ -40,6 +43,15 @@ class PendingStep:
     grad_norm: Tensor
     skipped: Tensor
     loss_scale: Tensor
+
+    def read(self) -> ReadStep:
+        """Its figures on the host; waits for the device."""
+        loss, grad_norm, skipped, loss_scale = torch.stack(
+            [self.loss, self.grad_norm, self.skipped, self.loss_scale]
+        ).tolist()
+        return ReadStep(
+            self.step, self.consumed_samples, self.batch_size, loss, grad_norm, bool(skipped), loss_scale
+        )
 
 
 @contextmanager
@@ -70,12 +82,10 @@ def open_report(
         print(f"note: {note}")
     for note in topology_notes(layout, places):
         print(paragraph(note))
-    log = config.log
-    profiled = range(log.profile_step_start, log.profile_step_end) if log.profile else range(0)
     with (
         MetricsWriter(output, step, sinks) as metrics,
-        open_console(total_steps, log.log_interval) as console,
-        StepProfiler(output, profiled, console.note) as profiler,
+        open_console(total_steps, config.log.log_interval) as console,
+        StepProfiler(output, traced_steps(config.log), console.note) as profiler,
     ):
         yield Report(layout, mesh, device, step, pipeline, metrics, console, profiler)
 
@@ -101,22 +111,27 @@ class Report:
         self._metrics, self._console, self._profiler = metrics, console, profiler
         self._world, self._device = mesh.world, device
         self._layout = LayoutReport(layout, mesh, device, step + 1, self.note, pipeline)
+        self._stragglers = Stragglers(config.runtime, mesh, device, self._is_traced, self.event)
+        self._read: list[ReadStep] = []
         self._pending: list[PendingStep] = []
         self._interval = config.log.log_interval if device.type == "cuda" else 1
         self._fp16 = config.train.precision == "fp16"
         self._tokens = config.data.seq_length
         self._flops = flops_per_token(config.model, config.data.seq_length).causal
         self._peak = device_kind(device).peak(config.train.precision)
+        self._traced = traced_steps(config.log)
 
     def before_step(self, step: int) -> None:
         """To be called at the head of every step."""
         if self._profiler is not None:
             self._profiler.before_step(step)
         self._layout.before_step(step)
+        self._stragglers.before_step(step)
 
     def add(self, step: PendingStep) -> None:
         """Takes a step; its figures are read at the end of the log interval."""
         self._layout.after_step()
+        self._stragglers.after_step()
         self._pending.append(step)
         if step.step % self._interval == 0:
             self.flush()
@@ -125,15 +140,24 @@ class Report:
         """Reads what is pending and hands it to the log."""
         times = self.clock.milliseconds()
         pending, self._pending = self._pending, []
-        if self._metrics is None:
-            if pending:
-                self.last_loss = pending[-1].loss.item()
-            return
         for step, milliseconds in zip(pending, times):
-            metrics = self._figures(step, milliseconds)
-            self.last_loss = metrics.loss
-            self._metrics.log_step(metrics)
-            self._console.log_step(metrics)
+            read = step.read()
+            self._read.append(read)
+            self.last_loss = read.loss
+            if self._metrics is not None:
+                metrics = self._figures(read, step.lr, milliseconds)
+                self._metrics.log_step(metrics)
+                self._console.log_step(metrics)
+
+    def take_read(self) -> list[ReadStep]:
+        """The steps whose figures were read since the last call, on every rank."""
+        read, self._read = self._read, []
+        return read
+
+    def rewind(self, step: int) -> None:
+        """Forgets what was logged of the steps after `step`: they are going to be made again."""
+        if self._metrics is not None:
+            self._metrics.rewind(step)
 
     def end(self) -> None:
         """To be called by every rank after the last step."""
@@ -150,15 +174,20 @@ class Report:
         if self._console is not None:
             self._console.note(text)
 
-    def _figures(self, step: PendingStep, milliseconds: float) -> StepMetrics:
+    def event(self, text: str, *, event: str, **figures: Any) -> None:
+        """Something out of the ordinary: a line of its own, and an entry in events.jsonl."""
+        self.note(text)
+        if self._metrics is not None:
+            self._metrics.log_event({"event": event, **figures, "text": text})
+
+    def _figures(self, step: ReadStep, lr: float, milliseconds: float) -> StepMetrics:
         tokens, devices = step.batch_size * self._tokens, self._world.size
         speed = throughput(tokens, milliseconds / 1e3, devices, self._flops, self._peak)
-        loss = step.loss.item()
         return StepMetrics(
             step=step.step,
-            loss=loss,
-            grad_norm=step.grad_norm.item(),
-            lr=step.lr,
+            loss=step.loss,
+            grad_norm=step.grad_norm,
+            lr=lr,
             global_batch_size=step.batch_size,
             consumed_samples=step.consumed_samples,
             step_time_ms=milliseconds,
@@ -166,10 +195,13 @@ class Report:
             tflops_per_device=speed.tflops_per_device,
             mfu=speed.mfu,
             max_memory_gb=self._max_memory_gb(),
-            skipped=int(step.skipped.item()),
-            nan_iterations=int(not math.isfinite(loss)),
-            loss_scale=step.loss_scale.item() if self._fp16 else None,
+            skipped=int(step.skipped),
+            nan_iterations=int(not math.isfinite(step.loss)),
+            loss_scale=step.loss_scale if self._fp16 else None,
         )
+
+    def _is_traced(self, step: int) -> bool:
+        return step == self._layout.measured_step or step in self._traced
 
     def _max_memory_gb(self) -> float | None:
         return torch.cuda.max_memory_allocated(self._device) / 1e9 if self._device.type == "cuda" else None

@@ -70,9 +70,3 @@ class StopSignals:
 
 def _note(number: int, frame: object) -> None:
     """The handler: its being there is what makes Python write the signal into the pipe."""
-
-
-def ignore_stop_signals() -> None:
-    """For a process that serves another, which tells it when to end."""
-    for number in STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)

@@ -1,0 +1,186 @@
+"""What the loop does about a bad step: finds where NaN began, repeats the step, or goes back and leaves out its data.
+
+Every rank comes here at the same step, with the same figures (runtime/health.py), and all that is done is done together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from megalith.checkpoint import Checkpoint, list_steps, open_checkpoint
+from megalith.comm import summed
+from megalith.data.batch import Batch
+from megalith.data.order import leave_out
+from megalith.errors import CheckpointError, TrainingError
+from megalith.parallel.data import free_gathered
+from megalith.parallel.lost_gradients import watched_gradients
+from megalith.runtime.health import Health, ReadStep, Verdict
+from megalith.runtime.topology import gather
+
+if TYPE_CHECKING:
+    from megalith.trainer import Trainer
+
+NAMED = 3  # parameters in a message
+MOST_RETURNS = 3  # to one checkpoint
+
+
+class Faults:
+    """Looks after the run of `trainer`: `second_try` inside a step, `look_after` behind it."""
+
+    def __init__(self, trainer: Trainer):
+        self._trainer = trainer
+        self._rerun = trainer.config.runtime.rerun_bad_steps
+        self._health = Health(trainer.config, trainer.mesh.world)
+        self._returns: dict[int, int] = {}  # how often the run went back to a step
+
+    def look_after(self) -> bool:
+        """Acts on the steps whose figures have been read since. True: the run stands at an earlier step now.
+
+        Raises TrainingError when too many steps in a row were lost, or spikes come again and again.
+        """
+        verdict = self._health.judge(self._trainer.report.take_read())
+        if verdict.lost is not None:
+            self._find_origin(verdict.lost)
+        return verdict.spike is not None and self._go_back(verdict)
+
+    def second_try(self, loss: Tensor, micro_batches: Sequence[Batch]) -> Tensor:
+        """With `rerun_bad_steps` the loss of the step's gradients, computed once more if they looked wrong."""
+        trainer = self._trainer
+        if not self._rerun:
+            return loss
+        first, own_first = self._figures(loss), trainer.model.own_loss.item()
+        if not self._any(self._looks_wrong(*first)):
+            return loss
+        trainer.model.parameters.clear_gradients()
+        loss = trainer.gradients(micro_batches)
+        second, own_second = self._figures(loss), trainer.model.own_loss.item()
+        again = self._any(self._looks_wrong(*second))
+        changed = gather(_differ(own_first, own_second), trainer.mesh.world)
+        ranks = [rank for rank, other in enumerate(changed) if other]
+        kind = "lasting" if again else "transient"
+        where = f"the own loss of rank {', '.join(map(str, ranks))} changed" if ranks else "no rank's own loss changed"
+        what = (
+            "it came again: the fault is in the data, the weights or the program"
+            if again
+            else f"it did not come again ({where}): a passing fault of the hardware; the second result is used"
+        )
+        trainer.report.event(
+            f"step {trainer.step + 1} had loss {first[0]:.4g} and gradient norm {first[1]:.4g}, repeated {second[0]:.4g} "
+            f"and {second[1]:.4g}: {what}",
+            event=f"{kind}_fault",
+            step=trainer.step + 1,
+            loss=first[0],
+            repeated_loss=second[0],
+            ranks=ranks,
+        )
+        return loss
+
+    def _figures(self, loss: Tensor) -> tuple[float, float]:
+        """Loss and gradient norm; waits for the device."""
+        trainer = self._trainer
+        parameters = [plain for _, plain in trainer.model.parameters.named if plain.grad is not None]
+        norm = trainer.gradient_squares(parameters).sqrt() / trainer.loss_scale.scale
+        return loss.item(), norm.item()
+
+    def _looks_wrong(self, loss: float, norm: float) -> bool:
+        scale = self._trainer.loss_scale.scale.item()
+        return self._health.is_lost(loss, not math.isfinite(norm), scale) or self._health.is_spike(loss)
+
+    def _any(self, here: bool) -> bool:
+        return bool(summed(torch.tensor(float(here)), self._trainer.mesh.world, "max"))
+
+    def _find_origin(self, lost: ReadStep) -> None:
+        """Makes a lost step's passes once more to see whose gradient of what is not finite before they are summed."""
+        trainer = self._trainer
+        start = (lost.step - 1, lost.first_sample, trainer.device, trainer.left_out)
+        with trainer.data.train_loader(*start) as batches:
+            micro_batches = list(islice(batches, trainer.batch_sizes.micro_batches(lost.first_sample)))
+        with watched_gradients(trainer.model.chunks) as watched:
+            trainer.gradients(micro_batches)
+        trainer.model.parameters.clear_gradients()
+        loss_is_lost = not math.isfinite(trainer.model.own_loss.item())
+        found = gather((loss_is_lost, watched.names()), trainer.mesh.world)
+        ranks = {rank: names for rank, (own, names) in enumerate(found) if own or names}
+        trainer.report.event(
+            f"step {lost.step} was skipped for its loss {lost.loss:.4g} and gradient norm {lost.grad_norm:.4g}; "
+            + (_tell_origin(ranks, found) if ranks else self._tell_gone(lost)),
+            event="lost_step",
+            step=lost.step,
+            ranks=list(ranks),
+            parameters={rank: names[:NAMED] for rank, names in ranks.items()},
+        )
+
+    def _tell_gone(self, lost: ReadStep) -> str:
+        later = self._trainer.step - lost.step
+        since = f", with the weights of {later} steps later" if later else ""
+        return f"repeated{since} everything was finite: a passing fault of the hardware, or of those weights"
+
+    def _go_back(self, verdict: Verdict) -> bool:
+        """Loads the last checkpoint from before the spike and leaves the data of its step, and the one before, out."""
+        trainer, spike, before = self._trainer, verdict.spike, verdict.before_spike
+        spiked = f"step {spike.step} has loss {spike.loss:.4g}, a spike above those before it"
+        trainer.finish_saves()
+        checkpoint = self._checkpoint_until(before.step - 1)
+        if checkpoint is None:
+            trainer.report.event(
+                f"{spiked}; there is no checkpoint from before it, so the run goes on",
+                event="loss_spike",
+                step=spike.step,
+                loss=spike.loss,
+            )
+            self._health.accept(spike)
+            return False
+        step = checkpoint.manifest.step
+        self._returns[step] = self._returns.get(step, 0) + 1
+        if self._returns[step] > MOST_RETURNS:
+            raise TrainingError(
+                f"{spiked}, for the {self._returns[step]}th time from the checkpoint of step {step}, whichever data was "
+                "left out; lower optim.lr, or go on from an earlier step"
+            )
+        left_out = leave_out(trainer.left_out, before.first_sample, spike.consumed_samples)
+        free_gathered(trainer.model.chunks)
+        trainer.restore(checkpoint, with_optimizer=True)
+        trainer.left_out = left_out
+        self._health.went_back(step)
+        trainer.report.rewind(step)
+        trainer.report.event(
+            f"{spiked}: back to step {step}, from where the samples of steps {before.step} and {spike.step} are left out",
+            event="loss_spike",
+            step=spike.step,
+            loss=spike.loss,
+            back_to=step,
+            left_out=left_out,
+        )
+        return True
+
+    def _checkpoint_until(self, last_step: int) -> Checkpoint | None:
+        """The newest whole checkpoint of this run that was saved after `last_step` or before."""
+        folder = self._trainer.output / "checkpoints"
+        steps = list_steps(folder) if folder.is_dir() else {}
+        for step in sorted(steps, reverse=True):
+            if step <= last_step:
+                try:
+                    return open_checkpoint(steps[step])
+                except CheckpointError as error:
+                    self._trainer.report.note(f"{error}")
+        return None
+
+
+def _differ(a: float, b: float) -> bool:
+    return a != b and not (math.isnan(a) and math.isnan(b))
+
+
+def _tell_origin(ranks: dict[int, list[str]], found: Sequence[tuple[bool, list[str]]]) -> str:
+    parts = []
+    for rank, names in ranks.items():
+        what = ["its loss"] if found[rank][0] else []
+        what += [f"the gradient of {', '.join(names[:NAMED])}"] if names else []
+        more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+        parts.append(f"on rank {rank} in {' and '.join(what)}{more}")
+    return "NaN or Inf began " + ", ".join(parts)
