@@ -6,9 +6,12 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from megalith.bridge.families import family_for
+from megalith.bridge.load import with_init_from
 from megalith.comm import Axis
 from megalith.config import RunConfig
 from megalith.config.batch import BatchSizeSchedule
+from megalith.config.rules import check_training, data_parallel_size
 from megalith.data.batch import BoundaryRules
 from megalith.data.blend import build_datasets
 from megalith.data.dataset import SampleDataset, parse_split
@@ -20,8 +23,26 @@ from megalith.errors import ConfigError
 from megalith.models.transformer import Transformer
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.model import ParallelModel
+from megalith.parallel.pipeline_rules import check_pipeline
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def prepare(config: RunConfig, world_size: int) -> tuple[RunConfig, Tokenizer | None]:
+    """The configuration with what it left to the tokenizer and the data, found possible; and the tokenizer.
+
+    Raises ConfigError where it cannot be trained on `world_size` processes; what is only unwise becomes a note.
+    """
+    config = with_init_from(config)
+    tokenizer = build_run_tokenizer(config)
+    config = complete(config, tokenizer)
+    check_training(config, world_size)
+    if config.checkpoint.export_hf:
+        family_for(config.model)  # there has to be one
+    dp = data_parallel_size(config.parallel, world_size)
+    warnings = check_pipeline(config, BatchSizeSchedule.from_config(config.train, dp).all_micro_batches)
+    config.notes.extend(warnings)
+    return config, tokenizer
 
 
 def build_run_tokenizer(config: RunConfig) -> Tokenizer | None:

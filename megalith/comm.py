@@ -108,6 +108,11 @@ def summed(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
     return x if axis.size == 1 else _all_reduce(x, axis, op)
 
 
+def any_rank(here: bool, axis: Axis) -> bool:
+    """Whether it is so on some rank of the axis: a decision that all of them then share. It waits on the host."""
+    return bool(summed(torch.tensor(float(here)), axis, "max"))
+
+
 def begin_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
     """What `wait` turns into the sum of x over the axis, while other work goes on; without gradient."""
     return _ops.all_reduce(x.contiguous(), op, axis.name)

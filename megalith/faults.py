@@ -1,6 +1,6 @@
 """What the loop does about a bad step: finds where NaN began, repeats the step, or goes back and leaves out its data.
 
-Every rank comes here at the same step, with the same figures (runtime/health.py), and all that is done is done together.
+Every rank comes here at the same step, with the same figures (runtime/health.py), and all do the same about it.
 """
 
 from __future__ import annotations
@@ -10,16 +10,15 @@ from collections.abc import Sequence
 from itertools import islice
 from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor
 
-from megalith.checkpoint import Checkpoint, list_steps, open_checkpoint
-from megalith.comm import summed
+from megalith.comm import any_rank
 from megalith.data.batch import Batch
 from megalith.data.order import leave_out
-from megalith.errors import CheckpointError, TrainingError
+from megalith.errors import TrainingError
 from megalith.parallel.data import free_gathered
 from megalith.parallel.lost_gradients import watched_gradients
+from megalith.resume import open_until, restore
 from megalith.runtime.health import Health, ReadStep, Verdict
 from megalith.runtime.topology import gather
 
@@ -55,24 +54,28 @@ class Faults:
         if not self._rerun:
             return loss
         first, own_first = self._figures(loss), trainer.model.own_loss.item()
-        if not self._any(self._looks_wrong(*first)):
+        if not any_rank(self._looks_wrong(*first), trainer.mesh.world):
             return loss
         trainer.model.parameters.clear_gradients()
         loss = trainer.gradients(micro_batches)
         second, own_second = self._figures(loss), trainer.model.own_loss.item()
-        again = self._any(self._looks_wrong(*second))
+        again = any_rank(self._looks_wrong(*second), trainer.mesh.world)
         changed = gather(_differ(own_first, own_second), trainer.mesh.world)
         ranks = [rank for rank, other in enumerate(changed) if other]
         kind = "lasting" if again else "transient"
-        where = f"the own loss of rank {', '.join(map(str, ranks))} changed" if ranks else "no rank's own loss changed"
+        where = (
+            f"the own loss of rank {', '.join(map(str, ranks))} changed"
+            if ranks
+            else "no rank's own loss changed"
+        )
         what = (
             "it came again: the fault is in the data, the weights or the program"
             if again
             else f"it did not come again ({where}): a passing fault of the hardware; the second result is used"
         )
         trainer.report.event(
-            f"step {trainer.step + 1} had loss {first[0]:.4g} and gradient norm {first[1]:.4g}, repeated {second[0]:.4g} "
-            f"and {second[1]:.4g}: {what}",
+            f"step {trainer.step + 1} had loss {first[0]:.4g} and gradient norm {first[1]:.4g}, repeated "
+            f"{second[0]:.4g} and {second[1]:.4g}: {what}",
             event=f"{kind}_fault",
             step=trainer.step + 1,
             loss=first[0],
@@ -91,9 +94,6 @@ class Faults:
     def _looks_wrong(self, loss: float, norm: float) -> bool:
         scale = self._trainer.loss_scale.scale.item()
         return self._health.is_lost(loss, not math.isfinite(norm), scale) or self._health.is_spike(loss)
-
-    def _any(self, here: bool) -> bool:
-        return bool(summed(torch.tensor(float(here)), self._trainer.mesh.world, "max"))
 
     def _find_origin(self, lost: ReadStep) -> None:
         """Makes a lost step's passes once more to see whose gradient of what is not finite before they are summed."""
@@ -125,8 +125,8 @@ class Faults:
         """Loads the last checkpoint from before the spike and leaves the data of its step, and the one before, out."""
         trainer, spike, before = self._trainer, verdict.spike, verdict.before_spike
         spiked = f"step {spike.step} has loss {spike.loss:.4g}, a spike above those before it"
-        trainer.finish_saves()
-        checkpoint = self._checkpoint_until(before.step - 1)
+        trainer.tell_of_saves(wait=True)
+        checkpoint = open_until(trainer, before.step - 1)
         if checkpoint is None:
             trainer.report.event(
                 f"{spiked}; there is no checkpoint from before it, so the run goes on",
@@ -140,17 +140,17 @@ class Faults:
         self._returns[step] = self._returns.get(step, 0) + 1
         if self._returns[step] > MOST_RETURNS:
             raise TrainingError(
-                f"{spiked}, for the {self._returns[step]}th time from the checkpoint of step {step}, whichever data was "
-                "left out; lower optim.lr, or go on from an earlier step"
+                f"{spiked}, for the {self._returns[step]}th time from the checkpoint of step {step}, whichever data "
+                "was left out; lower optim.lr, or go on from an earlier step"
             )
         left_out = leave_out(trainer.left_out, before.first_sample, spike.consumed_samples)
         free_gathered(trainer.model.chunks)
-        trainer.restore(checkpoint, with_optimizer=True)
+        restore(trainer, checkpoint)
         trainer.left_out = left_out
         self._health.went_back(step)
         trainer.report.rewind(step)
         trainer.report.event(
-            f"{spiked}: back to step {step}, from where the samples of steps {before.step} and {spike.step} are left out",
+            f"{spiked}: back to step {step}, and on without the samples of steps {before.step} and {spike.step}",
             event="loss_spike",
             step=spike.step,
             loss=spike.loss,
@@ -158,18 +158,6 @@ class Faults:
             left_out=left_out,
         )
         return True
-
-    def _checkpoint_until(self, last_step: int) -> Checkpoint | None:
-        """The newest whole checkpoint of this run that was saved after `last_step` or before."""
-        folder = self._trainer.output / "checkpoints"
-        steps = list_steps(folder) if folder.is_dir() else {}
-        for step in sorted(steps, reverse=True):
-            if step <= last_step:
-                try:
-                    return open_checkpoint(steps[step])
-                except CheckpointError as error:
-                    self._trainer.report.note(f"{error}")
-        return None
 
 
 def _differ(a: float, b: float) -> bool:

@@ -22,6 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -138,7 +139,9 @@ def tell_hang(signs: Mapping[int, Sign], silent: set[int], world_size: int, time
     for rank in range(world_size):
         if rank in signs and rank not in silent:
             same.setdefault(signs[rank].text(), []).append(rank)
-    for text, ranks in sorted(same.items(), key=lambda item: len(item[1])):  # who differs from most comes first
+    for text, ranks in sorted(
+        same.items(), key=lambda item: len(item[1])
+    ):  # who differs from most comes first
         parts.append(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}")
     return (
         f"no progress within {timeout:g} s (runtime.distributed_timeout_minutes): {'; '.join(parts)}; start the job "
@@ -176,11 +179,11 @@ def _flight_recorder() -> list[dict]:
     return sorted(entries, key=lambda entry: entry["time_created_ns"])
 
 
-def open_watch(pulse: Pulse, process: Process, timeout: timedelta, output: Path) -> HangWatch | None:
-    """The watch of a process that has others or a launcher; None where the only one stands by itself."""
+def open_watch(pulse: Pulse, process: Process, timeout: timedelta, output: Path) -> AbstractContextManager:
+    """The watch of a process that has others or a launcher; one that does nothing where it stands by itself."""
     address, port = (os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
     if address is None or port is None:
-        return None
+        return nullcontext()
     patience = timedelta(seconds=STORE_PATIENCE)
     store = c10d.TCPStore(address, int(port), is_master=False, wait_for_workers=False, timeout=patience)
     store = PrefixStore(f"megalith/attempt{this_attempt().number}/{process.world_size}", store)

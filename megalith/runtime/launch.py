@@ -24,7 +24,7 @@ from megalith.runtime.failure import report_uncaught
 from megalith.runtime.stops import STOP_CODE_FILE
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-TIMEOUT = timedelta(minutes=10)
+TIMEOUT = timedelta(minutes=10)  # where no configuration says how long
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,14 @@ import os
 import socket
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from megalith.config import RunConfig
 from megalith.errors import MegalithError
+from megalith.runtime.lock import OutputLock, check_output_dir
 
 MARK = ".job"
 FAILURES = "failures"
@@ -46,7 +50,28 @@ def pause(attempt: Attempt) -> float:
     return min(2.0 ** (attempt.number - 1), LONGEST_PAUSE) if attempt.number else 0.0
 
 
-def is_marked(output: Path, attempt: Attempt) -> bool:
+@contextmanager
+def claimed(config: RunConfig, attempt: Attempt) -> Iterator[bool]:
+    """The output folder, for this run alone; True where an earlier attempt of the same job has saved there.
+
+    Rank 0 calls it. Raises ConfigError where another job has the folder, or has left a run in it.
+    """
+    output = Path(config.train.output_dir)
+    with OutputLock(output):
+        if _is_marked(output, attempt):
+            yield _has_saved(output)
+            return
+        check_output_dir(output, config.checkpoint.load)
+        if attempt.launcher is not None:
+            (output / MARK).write_text(attempt.launcher, "utf-8")
+        try:
+            yield False
+        finally:
+            if not _has_begun(output):  # refused: nothing is left behind
+                (output / MARK).unlink(missing_ok=True)
+
+
+def _is_marked(output: Path, attempt: Attempt) -> bool:
     """Whether an earlier attempt of the same launcher has claimed the folder."""
     try:
         return attempt.launcher is not None and (output / MARK).read_text("utf-8") == attempt.launcher
@@ -54,21 +79,21 @@ def is_marked(output: Path, attempt: Attempt) -> bool:
         return False
 
 
-def mark(output: Path, attempt: Attempt) -> None:
-    """Claims the folder for this launcher; to be called by rank 0 when it may write there."""
-    if attempt.launcher is not None:
-        (output / MARK).write_text(attempt.launcher, "utf-8")
-
-
-def has_saved(output: Path) -> bool:
-    """Whether the attempts since the mark have left a checkpoint."""
+def _has_saved(output: Path) -> bool:
+    """Whether there is a checkpoint younger than the mark."""
     since = (output / MARK).stat().st_mtime_ns
     manifests = (output / "checkpoints").glob("step_*/manifest.json")
     return any(manifest.stat().st_mtime_ns >= since for manifest in manifests)
 
 
+def _has_begun(output: Path) -> bool:
+    return (output / "config.yaml").exists()
+
+
 def keep_failure(output: Path, attempt: Attempt, rank: int, error: BaseException) -> None:
-    """Writes down the error of a run in progress. The files of the first attempt tell what a crash loop began with."""
+    """Writes down what ended a run that had begun. The first attempt's file tells what a crash loop came from."""
+    if not _has_begun(output):
+        return
     text = str(error) if isinstance(error, MegalithError) else "".join(traceback.format_exception(error))
     folder = output / FAILURES
     stamp = time.strftime("%Y-%m-%d %H:%M:%S")

@@ -97,8 +97,10 @@ SETTINGS = [
     ("checkpoint.auto_detect_ckpt_format",             True, None, None, None),
     ("checkpoint.no_save_optim",                       True, "checkpoint.save_optim", False, True),
     ("checkpoint.no_save_rng",                         True, None, None, None),
-    ("log.enable_straggler_detection",                 True, None, None, None),
-    ("runtime.enable_straggler_detection",             True, None, None, None),
+    ("log.enable_straggler_detection",                 True, "runtime.enable_straggler_detection", True, False),
+    ("runtime.enable_straggler_detection",             True, "runtime.enable_straggler_detection", True, False),
+    ("train.exit_signal_handler",                      True, None, None, None),
+    ("train.distributed_timeout_minutes",              5.0, "runtime.distributed_timeout_minutes", 5.0, 10.0),
     # data
     ("data.tokenizer_type",                            "HuggingFaceTokenizer", "data.tokenizer_type", "HuggingFaceTokenizer", None),
     ("data.tokenizer_type",                            "SentencePieceTokenizer", "data.tokenizer_type", "SentencePieceTokenizer", None),

@@ -1,0 +1,133 @@
+"""Going on: which checkpoint a run starts from, whether it fits, and the run's state as it was then."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megalith.bridge.load import begin_from
+from megalith.build import vocabulary_rows
+from megalith.checkpoint import (
+    Checkpoint,
+    list_steps,
+    load_model,
+    load_optimizer,
+    open_checkpoint,
+    state_boxes,
+)
+from megalith.checkpoint.agree import together
+from megalith.config import ModelConfig, RunConfig
+from megalith.data.tokenizer import Tokenizer
+from megalith.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from megalith.trainer import Trainer
+
+# Settings of the model that give weights another meaning, while the tensors would fit.
+SAME_FUNCTION = (
+    "num_attention_heads",
+    "query_groups",
+    "head_dim",
+    "mlp_activation",
+    "layernorm_zero_centered_gamma",
+    "scale_embeddings",
+    "rotary_percent",
+    "query_pre_attn_scalar",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+)
+
+
+def load_run(trainer: Trainer) -> Path | None:
+    """Fills a new run from the checkpoint that `checkpoint.load` names; returns its folder.
+
+    None where there is none: then the weights are those of `model.init_from`, or the initial ones. Raises
+    CheckpointError, on all ranks, where it is damaged or does not fit.
+    """
+    checkpoint = _first_checkpoint(trainer)
+    if checkpoint is not None:
+        restore(trainer, checkpoint, trainer.config.checkpoint.load_optim)
+        return checkpoint.folder
+    model, seed = trainer.config.model, trainer.config.train.seed
+    if model.init_from is not None:
+        rows = vocabulary_rows(trainer.config)
+        begin_from(model.init_from, trainer.model.chunks, rows, seed, trainer.mesh.world)
+    return None
+
+
+def _first_checkpoint(trainer: Trainer) -> Checkpoint | None:
+    settings = trainer.config.checkpoint
+    if settings.load is None:
+        return None
+    checkpoint = _open(trainer, Path(settings.load), settings.load_optim)
+    if checkpoint is None:
+        if not Path(settings.load).resolve().is_relative_to(trainer.output.resolve()):
+            raise CheckpointError(
+                f"there is no checkpoint in {settings.load}, which checkpoint.load names; only the run's own "
+                f"folder {trainer.output} may be empty, at the first start: correct the path, or leave it out"
+            )
+        return None
+    _check_same_function(checkpoint, trainer.config.model)
+    _check_tokenizer(checkpoint, trainer.tokenizer)
+    return checkpoint
+
+
+def restore(trainer: Trainer, checkpoint: Checkpoint, with_optimizer: bool = True) -> None:
+    """Puts the run where it stood when `checkpoint` was saved. Every rank calls it."""
+    record, rows, world = checkpoint.manifest, vocabulary_rows(trainer.config), trainer.mesh.world
+    load_model(checkpoint, trainer.model.chunks, rows, world)
+    if with_optimizer:
+        load_optimizer(checkpoint, trainer.optimizer, rows, trainer.model.chunks, world)
+    trainer.loss_scale.load_state(record.loss_scale)
+    trainer.step, trainer.consumed_samples = record.step, record.consumed_samples
+    trainer.left_out = record.left_out
+
+
+def open_until(trainer: Trainer, last_step: int) -> Checkpoint | None:
+    """The newest whole checkpoint in the run's own folder that was saved after `last_step` or an earlier step.
+
+    The same on every rank, all of which call it; what is damaged is noted and passed over.
+    """
+    folder = trainer.output / "checkpoints"
+
+    def candidates() -> list[str] | None:
+        if trainer.mesh.world.rank or not folder.is_dir():
+            return None
+        steps = list_steps(folder)
+        return [str(steps[step]) for step in sorted(steps, reverse=True) if step <= last_step]
+
+    for path in together(trainer.mesh.world, candidates)[0] or []:
+        try:
+            return _open(trainer, Path(path), with_optimizer=True)
+        except CheckpointError as error:
+            trainer.report.note(str(error))
+    return None
+
+
+def _open(trainer: Trainer, path: Path, with_optimizer: bool) -> Checkpoint | None:
+    parts = ("model", "optimizer") if with_optimizer else ("model",)
+    boxes = state_boxes(trainer.model.chunks, trainer.optimizer, vocabulary_rows(trainer.config))
+    return open_checkpoint(path, parts, world=trainer.mesh.world, boxes=boxes)
+
+
+def _check_tokenizer(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> None:
+    """Refuses weights whose token ids mean other words."""
+    trained = checkpoint.manifest.tokenizer
+    if tokenizer and trained and trained.fingerprint != tokenizer.fingerprint:
+        raise CheckpointError(
+            f"{checkpoint.folder} was trained with another tokenizer ({trained.vocab_size} entries, fingerprint "
+            f"{trained.fingerprint[:12]}) than this run's ({tokenizer.vocab_size}, {tokenizer.fingerprint[:12]}); use "
+            f"the one in {checkpoint.tokenizer_folder}"
+        )
+
+
+def _check_same_function(checkpoint: Checkpoint, model: ModelConfig) -> None:
+    """Refuses weights whose tensors would fit, but which were trained to be used in another way."""
+    trained = RunConfig.from_tree(checkpoint.manifest.config).model
+    for name in SAME_FUNCTION:
+        before, now = getattr(trained, name), getattr(model, name)
+        if before != now:
+            raise CheckpointError(
+                f"{checkpoint.folder} was trained with {name} {before}, but this run's model has {now}; its weights "
+                "would mean something else: load it with the model configuration that it was saved with"
+            )

@@ -1,0 +1,162 @@
+"""Runs of `megalith train` as processes of their own, which tests stop, kill and start again.
+
+`Ranks` forks each rank from a process that has torch loaded, so that a start costs a fraction of a second; apart from
+that it is what a launcher starts: the command line, the environment, one process a rank.
+"""
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from megalith.runtime.pool import PRELOADED
+
+SMALL = {
+    "model.preset": "tiny-gpt",
+    "model.num_layers": 2,
+    "model.hidden_size": 32,
+    "model.num_attention_heads": 2,
+    "model.vocab_size": 64,
+    "data.mock": True,
+    "data.seq_length": 16,
+    "data.num_workers": 0,
+    "optim.lr": 0.01,
+    "train.micro_batch_size": 1,
+    "train.global_batch_size": 4,
+    "train.eval_iters": 0,
+    "train.deterministic": True,
+    "log.layout_report": False,
+    "runtime.device": "cpu",
+}
+WAIT = 60.0  # seconds that a process may take to come to where a test wants it
+
+
+def words(output: Path, **settings: object) -> list[str]:
+    """The command line of a small run; `train__train_iters=5` sets train.train_iters."""
+    given = {key.replace("__", "."): value for key, value in settings.items()}
+    tree = {**SMALL, "train.output_dir": str(output), "checkpoint.load": str(output), **given}
+    return ["train", *(word for key, value in tree.items() for word in (f"--{key}", json.dumps(value)))]
+
+
+class Ranks:
+    """`size` ranks of one job, running."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        size: int,
+        log: Path,
+        prepare: Callable[[int], None] | None = None,
+        environment: Mapping[str, str] | None = None,
+    ):
+        """`prepare(rank)`, at the top of a module, is called in each process before the command. What the ranks print
+        goes to `log`, each into a file with its number."""
+        processes = multiprocessing.get_context("forkserver")
+        processes.set_forkserver_preload([*PRELOADED, "megalith.trainer"])
+        self.logs = [log.with_name(f"{log.name}.{rank}") for rank in range(size)]
+        port = free_port()
+        self.processes = [
+            processes.Process(
+                target=_rank,
+                args=(list(command), rank, size, port, self.logs[rank], prepare, dict(environment or {})),
+            )
+            for rank in range(size)
+        ]
+        for process in self.processes:
+            process.start()
+
+    def send(self, number: int, ranks: Sequence[int] | None = None) -> None:
+        for rank in range(len(self.processes)) if ranks is None else ranks:
+            os.kill(self.processes[rank].pid, number)
+
+    def end(self, within: float = WAIT) -> list[int]:
+        """The exit codes, negative where a signal ended a rank, when all have ended. None runs on afterwards."""
+        until = time.monotonic() + within
+        for process in self.processes:
+            process.join(max(0.0, until - time.monotonic()))
+        codes = [process.exitcode for process in self.processes]
+        self.kill()
+        assert None not in codes, f"exit codes {codes} after {within} s:\n{self.text()}"
+        return codes
+
+    def kill(self) -> None:
+        for process in self.processes:
+            process.kill()
+            process.join()
+
+    def text(self, rank: int | None = None) -> str:
+        logs = self.logs if rank is None else [self.logs[rank]]
+        return "\n".join(log.read_text() for log in logs if log.exists())
+
+
+def _rank(
+    command: list[str],
+    rank: int,
+    size: int,
+    port: int,
+    log: Path,
+    prepare: Callable[[int], None] | None,
+    environment: dict[str, str],
+) -> None:
+    from megalith.cli import main
+
+    descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # multiprocessing's server ignores it
+    torch.set_num_threads(1)
+    if size > 1:
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
+        os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(environment)
+    if prepare is not None:
+        prepare(rank)
+    code = main(command)
+    sys.stdout.flush()
+    os._exit(code)  # a rank that failed does not wait for collectives that the others will never join
+
+
+def free_port() -> int:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        return taken.getsockname()[1]
+
+
+def until(is_so: Callable[[], object], what: str, within: float = WAIT) -> None:
+    """Returns when `is_so()`; fails after `within` seconds."""
+    end = time.monotonic() + within
+    while not is_so():
+        assert time.monotonic() < end, f"{what} did not come within {within} s"
+        time.sleep(0.02)
+
+
+def records(path: Path) -> list[dict]:
+    """The whole lines of a JSONL file that may still be written."""
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def steps(output: Path) -> list[int]:
+    return [record["step"] for record in records(output / "metrics.jsonl")]
+
+
+def events(output: Path, kind: str) -> list[dict]:
+    return [record for record in records(output / "events.jsonl") if record["event"] == kind]
+
+
+def saved(output: Path) -> list[str]:
+    return sorted(folder.name for folder in (output / "checkpoints").glob("step_*"))
+
+
+def stored(output: Path, step: int) -> dict[str, bytes]:
+    """Weights and optimizer state as they are on disk."""
+    folder = output / "checkpoints" / f"step_{step:08d}"
+    return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}

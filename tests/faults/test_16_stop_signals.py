@@ -1,0 +1,61 @@
+"""16: SIGTERM, SIGUSR1 and SIGINT give a checkpoint and an exit code of their own; a second SIGTERM ends at once."""
+
+import signal
+import time
+
+import pytest
+from ranks import Ranks, events, saved, steps, stored, until, words
+
+import megalith.checkpoint.saver as saver
+
+STOPS = [(signal.SIGTERM, 22), (signal.SIGUSR1, 23), (signal.SIGINT, 24)]
+
+
+@pytest.mark.parametrize(("number", "code"), STOPS, ids=lambda value: str(value))
+def test_a_signal_to_one_rank_saves_on_all_after_the_same_step_and_the_run_goes_on_bitwise(
+    tmp_path, number, code
+):
+    output = tmp_path / "run"
+    running = Ranks(words(output, train__train_iters=5000), 2, tmp_path / "log")
+    until(lambda: len(steps(output)) >= 3, "step 3")
+    running.send(number, [1])
+    assert running.end() == [code, code], running.text()
+    (last,) = saved(output)
+    assert last == f"step_{steps(output)[-1]:08d}" and steps(output)[-1] < 5000
+    assert events(output, "stop")[0]["reason"] == number.name
+    if number is signal.SIGTERM:
+        end = steps(output)[-1] + 4
+        for folder in (output, tmp_path / "straight"):
+            command = words(folder, train__train_iters=5000, train__exit_interval=end)
+            rest = Ranks(command, 2, tmp_path / "log")
+            assert rest.end() == [20, 20], rest.text()
+        assert stored(output, end) == stored(tmp_path / "straight", end)
+
+
+def slow_save(rank: int) -> None:
+    write = saver.write_step
+
+    def slowly(*arguments):
+        time.sleep(30)
+        write(*arguments)
+
+    saver.write_step = slowly
+
+
+def test_a_second_sigterm_in_the_midst_of_a_save_ends_at_once_and_the_old_checkpoint_is_whole(tmp_path):
+    output = tmp_path / "run"
+    command = words(output, train__train_iters=5000)
+    first = Ranks([*command, "--train.exit_interval", "4"], 1, tmp_path / "log")
+    assert first.end() == [20], first.text()
+    before = stored(output, 4)
+    running = Ranks(command, 1, tmp_path / "log", prepare=slow_save)
+    until(lambda: len(steps(output)) > 6, "step 7")
+    running.send(signal.SIGTERM)
+    time.sleep(1.2)  # what counts as the same wish
+    running.send(signal.SIGTERM)
+    sent = time.monotonic()
+    assert running.end() == [128 + signal.SIGTERM]
+    assert time.monotonic() - sent < 5 and "a second SIGTERM: leaving at once" in running.text()
+    assert saved(output) == ["step_00000004"] and stored(output, 4) == before
+    again = Ranks([*command, "--train.exit_interval", "5"], 1, tmp_path / "log")
+    assert again.end() == [20] and "going on from" in again.text()
