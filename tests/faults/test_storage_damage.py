@@ -15,6 +15,7 @@ from storage_job import ZERO1, run_config, save_steps, started
 from megalith.checkpoint.files import file_record
 from megalith.checkpoint.manifest import content_checksum
 from megalith.errors import CheckpointError
+from megalith.resume import load_run
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +141,7 @@ def load_watched(config) -> list[str]:
         )
     trainer, _ = started(config)  # what torch unpickles at its first start is not ours
     WATCHED.append(True)
-    trainer.loaded_from = trainer._load()
+    trainer.loaded_from = load_run(trainer)
     WATCHED.append(False)
     assert trainer.step == 2
     return LOOKED_UP
