@@ -15,12 +15,13 @@ from megalith.bridge.importer import PRECISIONS
 from megalith.bridge.origin import Origin, read_origin, saved_tokenizer
 from megalith.bridge.progress import ByteProgress
 from megalith.bridge.settings import Tree, differences
-from megalith.bridge.transfer import to_theirs
+from megalith.bridge.transfer import Scratch, to_theirs
 from megalith.bridge.writer import SHARD_BYTES, FolderWriter
 from megalith.checkpoint import Checkpoint, open_checkpoint
 from megalith.config import ModelConfig, RunConfig
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import CheckpointError, ConfigError
+from megalith.parallel.shards import Box
 
 
 @dataclass(frozen=True)
@@ -68,13 +69,15 @@ def export_hf(
     tokenizer = saved_tokenizer(opened.tokenizer_folder)
     tensors = {name: (dtypes[name], shape) for group in groups for name, shape in group.sources.items()}
     total = sum(torch.Size(shape).numel() * kind.itemsize for kind, shape in tensors.values())
-    by_name = {group.name: group for group in groups}
     with (
         ByteProgress("export", total, show_progress) as progress,
         FolderWriter(out, tensors, shard_bytes, replace) as writer,
     ):
-        for name, tensor in opened.tensors("model"):
-            for theirs, value in to_theirs(by_name[name], tensor, dtypes):
+        ours, scratch = Scratch(), Scratch()
+        for group in groups:
+            tensor = ours.empty(group.shape, torch.float32)
+            opened.fill("model", {group.name: Box(tensor, (0,) * tensor.ndim, group.shape, owned=True)})
+            for theirs, value in to_theirs(group, tensor, dtypes, scratch):
                 writer.write(theirs, value)
                 progress.add(value.nbytes)
         model_dtype = DTYPE_NAMES[dtype] if dtype else _precision(config)

@@ -1,4 +1,4 @@
-"""`megalith import-hf`: a Hugging Face folder as a checkpoint, one tensor of ours at a time.
+"""`megalith import-hf`: a Hugging Face folder as a checkpoint, a box of a tensor of ours at a time.
 
 The weights are stored in float32, as training keeps them, and `train.precision` of the checkpoint's configuration is
 the type that they came in: what `megalith.load` computes in, and what an export writes again.
@@ -6,8 +6,10 @@ the type that they came in: what `megalith.load` computes in, and what an export
 
 from __future__ import annotations
 
+import math
 import shutil
 from collections import Counter
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -24,6 +26,8 @@ from megalith.config.rules import check_model
 from megalith.errors import CheckpointError, ConfigError
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+SHARDS = 64  # files that a checkpoint is cut into, as far as they are then of a good size, in bytes:
+SMALLEST_SHARD, LARGEST_SHARD = 2**26, 2**28
 SEED = 1234  # of the initial values of tensors that are missing and were allowed to be
 
 
@@ -32,10 +36,10 @@ def import_hf(
 ) -> Path:
     """Writes the model in the folder or of the hub name `source` as step 0 of a run at `out`; returns the step.
 
-    Holds about one tensor, and the files being written, in memory. With `allow`, tensors that are missing begin with
-    initial values, those that are not of the model are left out, and types need not be config.json's. Raises
-    ConfigError for a model that cannot be built here, CheckpointError for a damaged folder or when `out` is there
-    already or cannot be written: nothing is left then.
+    Holds a few of the files being written in memory, of at most 256 MB, whatever the model's size. With `allow`,
+    tensors that are missing begin with initial values, those that are not of the model are left out, and types need
+    not be config.json's. Raises ConfigError for a model that cannot be built here, CheckpointError for a damaged
+    folder or when `out` is there already or cannot be written: nothing is left then.
     """
     out = Path(out)
     if out.exists():
@@ -55,19 +59,30 @@ def import_hf(
         and TokenizerRecord(fingerprint=tokenizer.fingerprint, vocab_size=tokenizer.vocab_size),
     )
     exceptions = {name: other for name, other in fit.dtypes.items() if other != dtype}
+    elements = sum(math.prod(group.shape) for group in fit.groups)
+    shard_bytes = min(max(SMALLEST_SHARD, 4 * elements // SHARDS), LARGEST_SHARD)
     keep = partial(keep_origin, fit.source, tokenizer, exceptions)
     try:
         with (
             ByteProgress("import", sum(map(fit.bytes, fit.groups)), show_progress) as progress,
-            StepWriter(out / "checkpoints", record, write_tokenizer=keep) as writer,
+            StepWriter(out / "checkpoints", record, write_tokenizer=keep, shard_bytes=shard_bytes) as writer,
         ):
             for group in fit.groups:
-                writer.add("model", group.name, fit.ours(group, SEED))
+                for offset, shape in blocks(group.shape, shard_bytes // 4):
+                    writer.add("model", group.name, fit.ours(group, SEED, offset, shape), offset, group.shape)
                 progress.add(fit.bytes(group))
     except BaseException:
         shutil.rmtree(out, ignore_errors=True)
         raise
     return writer.folder
+
+
+def blocks(shape: tuple[int, ...], elements: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Offset and shape of boxes of whole rows that make up a tensor, of at most as many elements, or one row."""
+    width = math.prod(shape[1:])
+    rows = max(1, elements // max(width, 1))
+    for first in range(0, shape[0], rows):
+        yield (first, *(0,) * (len(shape) - 1)), (min(rows, shape[0] - first), *shape[1:])
 
 
 def open_source(source: str | Path, allow: bool = False) -> Match:

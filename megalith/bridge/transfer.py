@@ -10,22 +10,42 @@ from torch import Tensor
 from megalith.bridge.family import Group
 from megalith.bridge.rows import Run
 
-Read = Callable[
-    [str], Tensor
-]  # a tensor of theirs by its name; mapped from a file, so that only what is used is read
+Read = Callable[[str], Tensor]  # a tensor of theirs by its name, mapped: only what is used of it is read
+
+
+class Scratch:
+    """Memory for a tensor, used again for the next: filling fresh memory costs three times as much."""
+
+    def __init__(self):
+        self._bytes = torch.empty(0, dtype=torch.uint8)
+
+    def empty(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """A tensor without values, good until the next call."""
+        size = torch.Size(shape).numel() * dtype.itemsize
+        if len(self._bytes) < size:
+            self._bytes = torch.empty(size, dtype=torch.uint8)
+        return self._bytes[:size].view(dtype).view(tuple(shape))
 
 
 def to_ours(
     group: Group, read: Read, offset: Sequence[int] | None = None, shape: Sequence[int] | None = None
 ) -> Tensor:
-    """Our tensor in float32, or the box of it that begins at `offset` and has this `shape`."""
+    """Our tensor in float32, or the box of it that begins at `offset` and has this `shape`; not to be written to.
+
+    It shares the memory of theirs where it is a run of whole rows of it.
+    """
     offset = [0] * len(group.shape) if offset is None else offset
-    out = torch.empty(group.shape if shape is None else tuple(shape), dtype=torch.float32)
-    if group.experts is None:
-        _gather(group, group.names(), read, offset, out)
-    else:
+    shape = group.shape if shape is None else tuple(shape)
+    if group.experts is not None:
+        out = torch.empty(shape, dtype=torch.float32)
         for number, part in enumerate(out):
             _gather(group, group.names(offset[0] + number), read, offset[1:], part)
+        return out
+    if len(group.runs) == 1 and not group.rule.transposed and shape[1:] == group.shape[1:]:
+        rows = read(group.names()[0])[offset[0] : offset[0] + shape[0]] if shape else read(group.names()[0])
+        return rows.float()
+    out = torch.empty(shape, dtype=torch.float32)
+    _gather(group, group.names(), read, offset, out)
     return out
 
 
@@ -43,13 +63,20 @@ def _gather(group: Group, names: Sequence[str], read: Read, offset: Sequence[int
 
 
 def to_theirs(
-    group: Group, tensor: Tensor, dtypes: Mapping[str, torch.dtype]
+    group: Group, tensor: Tensor, dtypes: Mapping[str, torch.dtype], scratch: Scratch | None = None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor of theirs with its name, contiguous and in its dtype, from the whole of ours."""
+    """Each tensor of theirs with its name, contiguous and in its dtype, from the whole of ours.
+
+    With `scratch`, each is good until the next; it may be `tensor` itself.
+    """
+    empty = scratch.empty if scratch else lambda shape, dtype: torch.empty(shape, dtype=dtype)
     parts = [(None, tensor)] if group.experts is None else enumerate(tensor)
     for expert, part in parts:
         for source, name in enumerate(group.names(expert)):
-            out = torch.empty(group.sources[name], dtype=dtypes[name])
+            if len(group.runs) == 1 and not group.rule.transposed and part.dtype == dtypes[name]:
+                yield name, part
+                continue
+            out = empty(group.sources[name], dtypes[name])
             rows = out.T if group.rule.transposed and out.ndim > 1 else out
             for run in group.runs:
                 if run.source == source:

@@ -1,0 +1,121 @@
+"""Speed and memory of import-hf and export-hf against a plain copy of the same files.
+
+    python -m benchmarks.convert --gb 2 --dtype bfloat16 --folder /tmp/convert
+
+Makes a Llama-like folder of that size, a tensor at a time, in shards of 500 MB; then, each in a process of its own:
+copies it, imports it, exports it, and says how many GB (10⁹ bytes) of the folder a second each took and the most
+memory that it held. The copy is synced to the disk as the others are. `--turns` repeats the three in turn.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+WIDTH, FFN, HEADS, GROUPS, VOCAB = 2048, 5632, 16, 4, 32000
+SHARD_BYTES = 500_000_000
+
+# What each process does, between two readings of the clock.
+START = ("import megalith.bridge.importer, megalith.bridge.exporter", "")
+COPY = (
+    "import os, shutil, sys; from pathlib import Path",
+    "shutil.copytree(sys.argv[1], sys.argv[2])\n"
+    "for file in Path(sys.argv[2]).iterdir(): os.fsync(os.open(file, os.O_RDONLY))",
+)
+IMPORT = (
+    "import sys; from megalith.bridge.importer import import_hf",
+    "import_hf(sys.argv[1], sys.argv[2], show_progress=False)",
+)
+EXPORT = (
+    "import sys; from megalith.bridge.exporter import export_hf",
+    "export_hf(sys.argv[1], sys.argv[2], show_progress=False)",
+)
+MAKE = (
+    "import sys; from pathlib import Path; from benchmarks.convert import make_source",
+    "make_source(Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3])",
+)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--gb", type=float, default=2.0)
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32"))
+    parser.add_argument("--folder", type=Path, required=True, help="where to work; must not be there yet")
+    parser.add_argument("--turns", type=int, default=3)
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True)
+    try:
+        source = args.folder / "source"
+        measured(MAKE, source, args.gb * 1e9, args.dtype)
+        size = sum(file.stat().st_size for file in source.iterdir()) / 1e9
+        print(f"Python with torch and the converter alone: {measured(START)[1] / 1e6:.0f} MB")
+        for turn in range(1, args.turns + 1):
+            for name in ("copy", "run", "out"):
+                shutil.rmtree(args.folder / name, ignore_errors=True)
+            os.sync()
+            copied = report(turn, "copy", size, *measured(COPY, source, args.folder / "copy"), None)
+            report(turn, "import", size, *measured(IMPORT, source, args.folder / "run"), copied)
+            report(turn, "export", size, *measured(EXPORT, args.folder / "run", args.folder / "out"), copied)
+    finally:
+        shutil.rmtree(args.folder)
+
+
+def make_source(folder: Path, size: float, dtype: str) -> None:
+    """Writes the folder, a tensor at a time."""
+    import torch
+
+    from megalith.bridge.families.llama import LLAMA
+    from megalith.bridge.writer import FolderWriter
+    from megalith.config import ModelConfig
+    from megalith.models.flops import count_parameters
+
+    kind = getattr(torch, dtype)
+    model = ModelConfig(
+        num_layers=1, hidden_size=WIDTH, ffn_hidden_size=FFN, num_attention_heads=HEADS, num_query_groups=GROUPS,
+        vocab_size=VOCAB, max_position_embeddings=4096, position_embedding_type="rope", normalization="RMSNorm",
+        swiglu=True, add_bias_linear=False, untie_embeddings_and_output_weights=True,
+    )  # fmt: skip
+    counts = count_parameters(model, padded_vocab=False)
+    layer = counts.attention + counts.mlp
+    model.num_layers = round((size / kind.itemsize - counts.embedding - counts.head) / layer)
+    groups = LLAMA.groups(model)
+    tensors = {name: (kind, shape) for group in groups for name, shape in group.sources.items()}
+    with FolderWriter(folder, tensors, SHARD_BYTES) as writer:
+        for name, (_, shape) in tensors.items():
+            writer.write(name, torch.randn(shape).to(kind))
+        writer.write_json("config.json", {**LLAMA.write_config(model), "torch_dtype": dtype})
+
+
+def measured(code: tuple[str, str], *arguments: object) -> tuple[float, int]:
+    """Seconds of the second part of the code, and the most bytes resident, in a Python process of its own.
+
+    This process must stay small: what it holds counts for its children until they have begun.
+    """
+    prepare, work = code
+    text = f"{prepare}\nimport time\nbegin = time.monotonic()\n{work}\nprint(time.monotonic() - begin)"
+    command = [sys.executable, "-c", text, *map(str, arguments)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    printed = process.stdout.read()
+    _, status, usage = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    if process.returncode:
+        raise SystemExit(f"a process ended with {process.returncode}")
+    return float(printed), usage.ru_maxrss * 1024
+
+
+def report(turn: int, what: str, size: float, seconds: float, memory: int, copied: float | None) -> float:
+    """Prints a line; returns GB/s."""
+    rate = size / seconds
+    share = f", {rate / copied:.2f} of the copy" if copied else ""
+    print(f"{turn} {what:6} {seconds:6.1f} s {rate:6.2f} GB/s, {memory / 1e6:5.0f} MB{share}", flush=True)
+    return rate
+
+
+if __name__ == "__main__":
+    main()
