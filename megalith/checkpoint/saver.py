@@ -24,13 +24,13 @@ from torch import Tensor
 
 from megalith.checkpoint.agree import JointError, together
 from megalith.checkpoint.extent import Extent
-from megalith.checkpoint.files import Values
+from megalith.checkpoint.files import Values, byte_count
 from megalith.checkpoint.manifest import RunRecord
 from megalith.checkpoint.plan import Boxes, Plan, make_plan
 from megalith.checkpoint.staging import Staging
 from megalith.checkpoint.state import Model, state_boxes
 from megalith.checkpoint.store import StepFolder
-from megalith.checkpoint.writer import ShardWriter, not_saved
+from megalith.checkpoint.writer import ShardWriter, not_saved, shard_bytes_for
 from megalith.comm import Axis
 from megalith.errors import CheckpointError
 from megalith.parallel.gather import ALONE
@@ -216,8 +216,10 @@ def write_step(
     is_first = world.rank == 0
 
     def write_share() -> dict:
-        with ShardWriter(step.temporary, world.rank) as shards:
-            for piece in share():
+        pieces = share()
+        total = sum(byte_count(extent.shape, values.dtype) for _, _, values, extent, _ in pieces)
+        with ShardWriter(step.temporary, world.rank, shard_bytes=shard_bytes_for(total)) as shards:
+            for piece in pieces:
                 shards.add(*piece)
             return shards.finish()
 

@@ -23,9 +23,9 @@ from megalith.checkpoint.manifest import FileRecord, RunRecord, TensorRecord, pi
 from megalith.checkpoint.store import StepFolder
 from megalith.errors import CheckpointError
 
-SHARD_BYTES = 2**31
-STREAMED_SHARD_BYTES = 2**28
 THREADS = 4  # files written at once: hashing and writing leave Python's lock
+SMALLEST_SHARD, LARGEST_SHARD = 2**26, 2**31
+STREAMED_SHARD = 2**28
 
 
 @dataclass(frozen=True)
@@ -36,10 +36,15 @@ class _Piece:
     values: Tensor | Values
 
 
+def shard_bytes_for(total: int) -> int:
+    """Bytes a file where `total` are to be written: each thread gets two files or more, none of them tiny or huge."""
+    return min(max(total // (2 * THREADS), SMALLEST_SHARD), LARGEST_SHARD)
+
+
 class ShardWriter:
     """Safetensors files of one process in a folder: `model-00003-000.safetensors` is rank 3's first."""
 
-    def __init__(self, folder: Path, rank: int = 0, shard_bytes: int = SHARD_BYTES):
+    def __init__(self, folder: Path, rank: int = 0, *, shard_bytes: int):
         """A file is written when its pieces have come to `shard_bytes`, the rest at the end."""
         self._folder, self._rank, self._shard_bytes = folder, rank, shard_bytes
         self._pending: dict[str, list[_Piece]] = {}
@@ -115,7 +120,7 @@ class StepWriter:
         *,
         parts: Collection[str] = ("model",),
         write_tokenizer: Callable[[Path], None] | None = None,
-        shard_bytes: int = STREAMED_SHARD_BYTES,
+        shard_bytes: int = STREAMED_SHARD,
     ):
         """`parts` are in the step even when no tensor is added to them. `write_tokenizer` fills a given folder."""
         self._step = StepFolder(Path(checkpoints), record.step)

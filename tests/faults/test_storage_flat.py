@@ -10,7 +10,8 @@ import torch
 from storage_job import ZERO1, run_config, started, train
 
 SAVES = int(os.environ.get("MEGALITH_SAVES", 60))
-COME_AND_GO = {"descriptors": 3, "threads": 0, "entries": 0, "memory": 4_000_000}
+# an old step may just be going
+COME_AND_GO = {"descriptors": 3, "threads": 0, "entries": 6, "memory": 4_000_000}
 
 
 def use(folder: Path) -> dict[str, int]:

@@ -1,0 +1,178 @@
+"""Saving and loading a run's state, against torch.distributed.checkpoint's own save, in one run.
+
+    python -m benchmarks.checkpoint                        1 GB on one process: six layers of GPT-2 with Adam
+    python -m benchmarks.checkpoint --nproc 8 --folder /fast/disk model.preset=llama3-8b \\
+        parallel.data_parallel_sharding_strategy=optim_grads_params
+
+The state is that of the configuration in its layout: fp32 weights and Adam's two moments. Each figure is the median of
+`--repeats` saves; the first of each kind, which allocates, stands beside it. The stall is the time for which training
+would wait, on the slowest rank; the bandwidth is the state's size by the time until all of it is on the disk.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import statistics
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from megalith.build import build_model, vocabulary_rows
+from megalith.checkpoint import RunRecord, Saver, load_model, load_optimizer, open_checkpoint, state_boxes
+from megalith.checkpoint.agree import exchange
+from megalith.config import RunConfig
+from megalith.hardware import pick_device
+from megalith.optim import build_optimizer
+from megalith.parallel.mesh import build_mesh
+from megalith.runtime.launch import end_distributed, init_distributed, launch, this_process
+
+DEFAULTS = ["model.preset=gpt2", "model.num_layers=6"]
+WORKER = "--worker"
+
+
+def main(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--nproc", type=int, default=1)
+    parser.add_argument("--folder", default="runs/benchmark", help="where to save; it is emptied")
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument(WORKER, action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("settings", nargs="*", metavar="section.key=value")
+    args = parser.parse_args(arguments)
+    if args.nproc > 1 and not args.worker:
+        return launch(args.nproc, ["-m", "benchmarks.checkpoint", WORKER, *arguments])
+    Bench(RunConfig.load(None, args.settings or DEFAULTS), Path(args.folder), args.repeats).run()
+    return 0
+
+
+class Bench:
+    """A run's state on this rank, saved and loaded over and over."""
+
+    def __init__(self, config: RunConfig, folder: Path, repeats: int):
+        process = this_process()
+        self.device = pick_device(config.runtime.device, process.local_rank)
+        init_distributed(self.device)
+        mesh = build_mesh(config.parallel, process.world_size, self.device.type)
+        self.world = mesh.world
+        config.optim.lr = 1e-4
+        self.config, self.folder, self.repeats = config, folder, repeats
+        self.rows = vocabulary_rows(config)
+        self.model = build_model(config, mesh, self.device)
+        self.optimizer = build_optimizer(self.model.parameters.named, config.optim)
+        generator = torch.Generator(self.device).manual_seed(process.rank)
+        for state in self.optimizer.state.values():
+            for value in state.values():
+                value.uniform_(generator=generator)
+
+    def run(self) -> None:
+        at_once = self._saves("at once", background=False)
+        checkpoint = open_checkpoint(self.folder / "at once", world=self.world)
+        size = sum(record.bytes for record in checkpoint.manifest.files.values())
+        self._print(
+            f"{size / 1e9:.2f} GB on {self.world.size} × {self.device.type}, median of {self.repeats}"
+        )
+        self._print(f"{'':34}{'stall s':>9}{'first':>8}{'whole s':>9}{'GB/s':>7}")
+        self._line("Megalith, at once", at_once, size)
+        self._line("Megalith, in the background", self._saves("background", background=True), size)
+        self._line("torch.distributed.checkpoint.save", self._dcp_saves(), size)
+        self._print(f"{'load, checksums included':34}{'':17}{self._load():9.2f}")
+        end_distributed()
+
+    def _saves(self, name: str, background: bool) -> list[tuple[float, float]]:
+        """Stall and whole time of each save, of the slowest rank."""
+        folder = self._empty(name)
+        saver = Saver(
+            folder / "checkpoints", self.world, unpadded_rows=self.rows, keep_last=1, background=background
+        )
+        figures = []
+        for step in range(self.repeats + 1):
+            record = RunRecord(step=step, consumed_samples=0, config=self.config.to_tree())
+            self._settle()
+            begin = time.monotonic()
+            saver.save(record, self.model.chunks, self.optimizer)
+            stall = time.monotonic() - begin
+            (saved,) = saver.finished(wait=True)
+            if saved.error is not None:
+                raise saved.error
+            figures.append(self._slowest(stall, time.monotonic() - begin))
+        return figures
+
+    def _dcp_saves(self) -> list[tuple[float, float]]:
+        state = self._dtensors()
+        figures = []
+        for _ in range(self.repeats + 1):
+            folder = self._empty("dcp")
+            self._settle()
+            begin = time.monotonic()
+            dcp.save(state, checkpoint_id=folder, no_dist=self.world.size == 1)
+            seconds = time.monotonic() - begin
+            figures.append(self._slowest(seconds, seconds))
+        return figures
+
+    def _dtensors(self) -> dict[str, Tensor]:
+        """The same state as torch's own saving wants it: optimizer state as DTensors placed as their parameters."""
+        state: dict[str, Tensor] = {}
+        parameters = {
+            name: parameter for chunk in self.model.chunks for name, parameter in chunk.named_parameters()
+        }
+        for part, boxes in state_boxes(self.model.chunks, self.optimizer).items():
+            for name, box in boxes.items():
+                parameter = parameters.get(
+                    name.removeprefix("optim.").rpartition(".")[0], parameters.get(name)
+                )
+                if part == "model":
+                    state[name] = parameter.detach()
+                elif isinstance(parameter, DTensor) and box.shape:
+                    state[name] = DTensor.from_local(
+                        box.values, parameter.device_mesh, parameter.placements, run_check=False,
+                        shape=parameter.shape, stride=parameter.stride(),
+                    )  # fmt: skip
+                else:
+                    state[name] = box.values
+        return state
+
+    def _load(self) -> float:
+        """Seconds to check the newest step's files and to fill weights and moments from them."""
+        self._settle()
+        begin = time.monotonic()
+        boxes = state_boxes(self.model.chunks, self.optimizer, self.rows)
+        checkpoint = open_checkpoint(self.folder / "at once", world=self.world, boxes=boxes)
+        load_model(checkpoint, self.model.chunks, self.rows, self.world)
+        load_optimizer(checkpoint, self.optimizer, self.rows, self.model.chunks, self.world)
+        self._settle()
+        return self._slowest(time.monotonic() - begin, 0.0)[0]
+
+    def _settle(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        exchange(None, self.world)
+
+    def _slowest(self, *seconds: float) -> tuple[float, ...]:
+        return tuple(max(values) for values in zip(*exchange(list(seconds), self.world)))
+
+    def _empty(self, name: str) -> Path:
+        folder = self.folder / name
+        if self.world.rank == 0:
+            shutil.rmtree(folder, ignore_errors=True)
+        exchange(None, self.world)
+        return folder
+
+    def _line(self, name: str, figures: list[tuple[float, float]], size: int) -> None:
+        first, *rest = figures
+        stall, whole = (statistics.median(column) for column in zip(*rest))
+        self._print(f"{name:34}{stall:9.2f}{first[0]:8.2f}{whole:9.2f}{size / 1e9 / whole:7.2f}")
+
+    def _print(self, text: str) -> None:
+        if self.world.rank == 0:
+            print(text, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
