@@ -38,7 +38,7 @@ from megalith.runtime.launch import TIMEOUT, end_distributed, init_distributed, 
 from megalith.runtime.metrics import perplexity
 from megalith.runtime.out_of_memory import out_of_memory
 from megalith.runtime.process import prepare_process
-from megalith.runtime.pulse import Pulse
+from megalith.runtime.pulse import Pulse, longer
 from megalith.runtime.replicas import ReplicaCheck
 from megalith.runtime.report import PendingStep, open_report
 from megalith.runtime.restart import claimed, keep_failure, pause, this_attempt
@@ -76,7 +76,7 @@ def train(config: RunConfig) -> TrainingResult:
         StopSignals() as signals,
         claimed(config, attempt) if process.is_first else nullcontext(False) as goes_on,
     ):
-        init_distributed(device, timeout)
+        init_distributed(device, longer(timeout))
         mesh = build_mesh(
             config.parallel, process.world_size, device.type, has_experts=config.model.num_experts is not None
         )

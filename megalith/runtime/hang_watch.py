@@ -28,7 +28,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch._C._distributed_c10d as c10d
-from torch.distributed import PrefixStore, Store
+from torch.distributed import PrefixStore, Store, distributed_c10d
 
 from megalith.errors import HangError, TrainingError
 from megalith.runtime.failure import report
@@ -82,7 +82,7 @@ class HangWatch:
         heard, heard_at = "", time.monotonic()
         answered_at = time.monotonic()
         look = 0
-        while not self._stopped.wait(interval):
+        while look == 0 or not self._stopped.wait(interval):
             look += 1
             if self._parent not in (None, os.getppid()):
                 os._exit(1)  # the launcher is gone, and its ranks with it
@@ -95,7 +95,7 @@ class HangWatch:
                     heard, heard_at = said, now
                 stands = not self._pulse.is_long and now - self._pulse.last_beat > self._timeout
                 if stands or (heard and now - heard_at > self._timeout):
-                    self._end(interval)
+                    self._end(look, interval)
             except RuntimeError as error:  # torch's errors of a store and its connection
                 if now - answered_at > min(STORE_PATIENCE, self._timeout) and not self._stopped.is_set():
                     report(TrainingError(f"the store that the ranks met at does not answer: {error}"))
@@ -112,15 +112,18 @@ class HangWatch:
         key = f"rank{rank}"
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
-    def _end(self, interval: float) -> None:
-        """Tells what stands and ends this rank. The others come to it by themselves, at about the same time."""
+    def _end(self, look: int, interval: float) -> None:
+        """Tells what stands and ends this rank. Others that find it too tell the same: what the first of them found."""
         before = [self._read(rank) for rank in range(self._world_size)]
-        time.sleep(3 * interval)
+        for later in range(1, 4):
+            time.sleep(interval)
+            self._say(look + later, interval)
         after = [self._read(rank) for rank in range(self._world_size)]
         signs = {rank: Sign(**json.loads(said)) for rank, said in enumerate(after) if said}
-        silent = {r for r in range(self._world_size) if before[r] == after[r] and r != self._rank}
+        silent = {rank for rank in range(self._world_size) if before[rank] == after[rank]}
         self._dump()
-        report(HangError(tell_hang(signs, silent, self._world_size, self._timeout)))
+        text = tell_hang(signs, silent, self._world_size, self._timeout)
+        report(HangError(self._store.compare_set("verdict", "", text).decode()))
         os._exit(HangError.exit_code)
 
     def _dump(self) -> None:
@@ -153,12 +156,18 @@ def standing_in(thread: int | None) -> str:
     """The collective that was begun last and has not ended, and the innermost of our functions that waits for it."""
     frame = sys._current_frames().get(thread)
     stack = traceback.extract_stack(frame) if frame else []
+    parts = [_open_collective() or _called_of_torch(stack)]
     ours = [f for f in stack if f.filename.startswith(PACKAGE) and not f.filename.endswith("comm.py")]
-    place = ""
     if ours:
         path = os.path.relpath(ours[-1].filename, os.path.dirname(PACKAGE))
-        place = f"called from {ours[-1].name} ({path}:{ours[-1].lineno})"
-    return ", ".join(part for part in (_open_collective(), place) if part)
+        parts.append(f"called from {ours[-1].name} ({path}:{ours[-1].lineno})")
+    return ", ".join(part for part in parts if part)
+
+
+def _called_of_torch(stack: traceback.StackSummary) -> str:
+    """The function of torch.distributed that the thread is in; the recorder leaves some of gloo's out."""
+    names = [f.name for f in stack if f.filename == distributed_c10d.__file__ and f.name != "wrapper"]
+    return names[0] if names else ""
 
 
 def _open_collective() -> str:

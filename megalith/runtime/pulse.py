@@ -21,12 +21,13 @@ PATIENCE = timedelta(days=1)  # of a collective while a rank may be busy with it
 class Pulse:
     """`beat` whenever the loop has come further. In `long_work`, and before the first `settle`, nothing has to.
 
-    A collective waits for `timeout` at the longest, but in long work for a day: there one rank may take longer, for
-    its disk, than another may wait. The ranks meet at its end, so that none waits for it in a step.
+    Collectives wait for longer than `timeout`, after which the watch ends a step that stands still: its words say more
+    than theirs. In long work they wait for a day: there one rank may take longer, for its disk, than another may
+    wait. The ranks meet at its end, so that none waits for it in a step.
     """
 
     def __init__(self, mesh: Mesh, timeout: timedelta):
-        self._mesh, self._timeout = mesh, timeout
+        self._mesh, self._timeout = mesh, longer(timeout)
         self.step, self.phase = 0, ""
         self.last_beat = time.monotonic()
         self.begin_long("starting")
@@ -49,11 +50,16 @@ class Pulse:
         set_timeouts(self._mesh, PATIENCE)
 
     def settle(self, phase: str) -> None:
-        """Waits for the other ranks' long work; from here on `timeout` holds again."""
+        """Waits for the other ranks' long work; from here on the time-out holds again."""
         summed(torch.zeros(()), self._mesh.world)
         set_timeouts(self._mesh, self._timeout)
         self.beat(self.step, phase)
         self.is_long = False
+
+
+def longer(timeout: timedelta) -> timedelta:
+    """What collectives wait where the hang watch waits for `timeout`."""
+    return 2 * timeout + timedelta(minutes=1)
 
 
 def set_timeouts(mesh: Mesh, timeout: timedelta) -> None:

@@ -1,0 +1,79 @@
+"""4: a stopped rank, and one that leaves out a collective: noticed in time, both named, and the job ended."""
+
+import json
+import re
+import signal
+import time
+
+import torch
+import torch.distributed as dist
+from ranks import Ranks, steps, until, words
+
+from megalith.runtime.hang_watch import Sign, tell_hang
+from megalith.trainer import Trainer
+
+TIMEOUT = 4.0  # seconds
+
+
+def watched(output, **settings) -> list[str]:
+    return words(
+        output, train__train_iters=100_000, runtime__distributed_timeout_minutes=TIMEOUT / 60, **settings
+    )
+
+
+def test_a_stopped_rank_is_named_and_the_others_end(tmp_path):
+    output = tmp_path / "run"
+    running = Ranks(watched(output), 2, tmp_path / "log")
+    until(lambda: len(steps(output)) >= 100, "step 100")  # the watch has looked several times
+    running.send(signal.SIGSTOP, [1])
+    stopped = time.monotonic()
+    running.processes[0].join(60)
+    took = time.monotonic() - stopped
+    running.kill()
+    assert running.processes[0].exitcode == 6 and TIMEOUT <= took < 3 * TIMEOUT
+    said = running.text(0)
+    assert re.search(r"rank 1 does not answer .*: it was in step \d+, training", said), said
+    assert re.search(r"rank 0: step \d+, training, .* number \d+ of .*, called from \w+ \(megalith/", said), (
+        said
+    )
+    (dump,) = output.glob("flight_recorder_rank0.json")
+    assert any("all_reduce" in entry["profiling_name"] for entry in json.loads(dump.read_text()))
+
+
+def wait_elsewhere(rank: int) -> None:
+    """In step 4 rank 1 waits for a message that nobody sends, where rank 0 goes on to a collective."""
+    inner = Trainer.train_step
+
+    def train_step(self, batches):
+        if rank == 1 and self.step == 3:
+            dist.recv(torch.zeros(1), src=0)
+        inner(self, batches)
+
+    Trainer.train_step = train_step
+
+
+def test_ranks_that_wait_in_different_collectives_are_told_with_both(tmp_path):
+    output = tmp_path / "run"
+    running = Ranks(watched(output), 2, tmp_path / "log", prepare=wait_elsewhere)
+    until(lambda: len(steps(output)) >= 3, "step 3")
+    running.processes[0].join(60)
+    codes = [process.exitcode for process in running.processes]
+    running.kill()
+    assert 6 in codes, running.text()
+    said = next(text for text in (running.text(0), running.text(1)) if "no progress" in text)
+    assert "does not answer" not in said
+    assert re.search(r"rank 0: step 4, training, all_reduce number \d+ of ", said), said
+    assert re.search(r"rank 1: step 4, training, recv, called from _train_on ", said), said
+
+
+def test_the_rank_that_differs_from_most_comes_first():
+    waiting = (
+        "all_reduce number 31 of default_pg, called from valid_tokens (megalith/parallel/gradients.py:28)"
+    )
+    signs = {rank: Sign(9, 7, "training", waiting) for rank in range(4)}
+    signs[2] = Sign(9, 7, "training", waiting.replace("31", "30"))
+    text = tell_hang(signs, {3}, 5, 600.0)
+    assert (
+        text.index("rank 3 does not answer") < text.index("rank 2: step 7") < text.index("ranks 0, 1: step 7")
+    )
+    assert "number 30 of default_pg" in text and "within 600 s" in text and "rank 4" not in text

@@ -1,0 +1,87 @@
+"""13: NaN on one rank: all skip together, rank and parameter are named, the run ends after so many in a row.
+
+And a step that is repeated: what does not come again was the hardware's, and the run goes on as if nothing had been.
+"""
+
+import math
+from functools import partial
+
+import pytest
+from ranks import Ranks, events, records, stored, words
+
+from megalith.trainer import Trainer
+
+SKIPPED_STEP = 4
+
+
+def poison(rank: int, samples: range, times: int) -> None:
+    """On rank 1 the gradient behind layer 1 becomes NaN, `times` times, when a step has one of these samples."""
+    inner, left = Trainer.gradients, [times]
+
+    def gradients(self, micro_batches):
+        numbers = {int(number) for batch in micro_batches for number in batch.sample_numbers}
+        if rank != 1 or numbers.isdisjoint(samples) or not left[0]:
+            return inner(self, micro_batches)
+        left[0] -= 1
+        hook = (
+            self.model.chunks[0]
+            .layers["1"]
+            .register_forward_hook(
+                lambda module, given, out: out.register_hook(lambda grad: grad * math.nan) and None
+            )
+        )
+        try:
+            return inner(self, micro_batches)
+        finally:
+            hook.remove()
+
+    Trainer.gradients = gradients
+
+
+def step_samples(step: int) -> range:
+    return range(4 * (step - 1), 4 * step)
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
+def test_all_ranks_skip_the_step_and_the_log_names_the_rank_and_the_parameter(tmp_path, strategy):
+    output = tmp_path / "run"
+    command = words(output, train__train_iters=6, parallel__data_parallel_sharding_strategy=strategy)
+    lasting = partial(poison, samples=step_samples(SKIPPED_STEP), times=99)
+    running = Ranks(command, 2, tmp_path / "log", prepare=lasting)
+    assert running.end() == [0, 0], running.text()
+    metrics = records(output / "metrics.jsonl")
+    assert [record["skipped"] for record in metrics] == [0, 0, 0, 1, 0, 0]
+    assert [record["nan_iterations"] for record in metrics] == [0] * 6
+    (event,) = events(output, "lost_step")
+    assert (event["step"], event["ranks"]) == (SKIPPED_STEP, [1])
+    named = event["parameters"]["1"]
+    assert named and all(name.startswith("layers.1.") for name in named)
+    assert "on rank 1 in the gradient of layers.1." in running.text(0) and "on rank 0" not in running.text(0)
+
+
+def test_the_run_ends_after_so_many_lost_steps_in_a_row(tmp_path):
+    output = tmp_path / "run"
+    command = words(output, train__train_iters=20, runtime__max_bad_steps=3)
+    running = Ranks(command, 2, tmp_path / "log", prepare=partial(poison, samples=range(8, 99), times=99))
+    assert running.end() == [5, 5], running.text()
+    assert [record["skipped"] for record in records(output / "metrics.jsonl")] == [0, 0, 1, 1, 1]
+    assert "3 steps in a row, up to step 5" in running.text(0)
+    assert len(events(output, "lost_step")) == 1
+
+
+@pytest.mark.parametrize(("times", "kind"), [(1, "transient"), (99, "lasting")])
+def test_a_step_repeated_tells_a_passing_fault_from_a_lasting_one(tmp_path, times, kind):
+    output, clean = tmp_path / "run", tmp_path / "clean"
+    again = dict(train__train_iters=6, runtime__rerun_bad_steps=True)
+    faulty = partial(poison, samples=step_samples(SKIPPED_STEP), times=times)
+    running = Ranks(words(output, **again), 2, tmp_path / "log", prepare=faulty)
+    assert running.end() == [0, 0], running.text()
+    (event,) = events(output, f"{kind}_fault")
+    assert event["step"] == SKIPPED_STEP
+    skipped = [record["skipped"] for record in records(output / "metrics.jsonl")]
+    if kind == "lasting":
+        assert skipped == [0, 0, 0, 1, 0, 0] and len(events(output, "lost_step")) == 1
+        return
+    assert skipped == [0] * 6 and not events(output, "lost_step")
+    assert Ranks(words(clean, **again), 2, tmp_path / "log").end() == [0, 0]
+    assert stored(output, 6) == stored(clean, 6)

@@ -1,0 +1,46 @@
+"""15: a bit flipped in one replica's weights is found at the next comparison, and its rank is named."""
+
+import pytest
+import torch
+from ranks import Ranks, saved, words
+
+from megalith.trainer import Trainer
+
+
+def flip(rank: int) -> None:
+    """On rank 2, after step 4, the lowest bit of one weight."""
+    inner = Trainer.train_step
+
+    def train_step(self, batches):
+        inner(self, batches)
+        if rank == 2 and self.step == 4:
+            weight = self.model.parameters.boxes["layers.0.mlp.linear_fc1.weight"].values
+            weight.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+
+    Trainer.train_step = train_step
+
+
+@pytest.mark.parametrize("copies", ["data parallel", "hybrid"])
+def test_the_rank_with_other_weights_is_named_at_the_next_comparison_and_nothing_of_it_is_saved(
+    tmp_path, copies
+):
+    output = tmp_path / "run"
+    layout = {"train__global_batch_size": 6}
+    size, named = 3, "rank 2 holds other weights than its replicas"
+    if copies == "hybrid":  # ranks 0 and 2 hold one half, 1 and 3 the other
+        layout = {"parallel__data_parallel_sharding_strategy": "optim"}
+        layout |= {"parallel__num_distributed_optimizer_instances": 2}
+        size, named = 4, "ranks 0, 2 hold different weights, and no majority says which are right"
+    command = words(
+        output,
+        train__train_iters=20,
+        checkpoint__save_interval=6,
+        runtime__check_weight_hash_across_dp_replicas_interval=3,
+        **layout,
+    )
+    running = Ranks(command, size, tmp_path / "log", prepare=flip)
+    assert running.end() == [5] * size, running.text()
+    said = running.text(0)
+    assert f"after step 6 {named}" in said and "layers.0.mlp.linear_fc1.weight" in said
+    assert "the copies were the same at step 3" in said
+    assert saved(output) == []
