@@ -10,15 +10,15 @@ from megalith.bridge.families import family_of
 from megalith.bridge.folder import CONFIG, find_folder, is_model_folder, read_json
 from megalith.bridge.importer import open_source
 from megalith.bridge.match import Match
-from megalith.bridge.settings import RESOLVED, TRAINING_ONLY
+from megalith.bridge.settings import differences
 from megalith.checkpoint import Checkpoint, load_model, open_checkpoint
 from megalith.checkpoint.state import Model, model_boxes
 from megalith.comm import Axis
 from megalith.config import ModelConfig, RunConfig
 from megalith.errors import CheckpointError, ConfigError
 
-# Fields that a run which begins from other weights may set: they change no tensor's shape or meaning.
-FREE = (*TRAINING_ONLY, "rotary_base", "rope_scaling")
+# What a run that begins from other weights may choose anew: how far its rotary positions reach.
+FREE = ("rotary_base", "rope_scaling")
 
 
 @torch.no_grad()
@@ -63,18 +63,16 @@ def with_init_from(config: RunConfig) -> RunConfig:
         return config
     found = _model_of(path)
     given = {name: getattr(config.model, name) for name in config.model.model_fields_set}
-    for name, value in given.items():
-        theirs = getattr(found, RESOLVED.get(name, name))
-        ours = getattr(config.model, RESOLVED[name]) if name in RESOLVED and value else value
-        free = name in FREE or (name == "max_position_embeddings" and found.position_embedding_type == "rope")
-        if not free and value is not None and ours != theirs:
-            raise ConfigError(
-                f"model.{name} is {value}, but the weights in {path}, which model.init_from names, have {theirs}; "
-                f"leave {name} out"
-            )
     kept = {name: value for name, value in given.items() if value is not None}
+    model = ModelConfig.model_validate({**found.model_dump(), "preset": None, **kept})
+    free = FREE + (("max_position_embeddings",) if found.position_embedding_type == "rope" else ())
+    if others := differences(model, found, leave_out=free):
+        raise ConfigError(
+            f"model has {'; '.join(others)} as the weights in {path}, which model.init_from names; leave out what "
+            "the weights decide"
+        )
     config = config.model_copy(deep=True)
-    config.model = ModelConfig.model_validate({**found.model_dump(), "preset": None, **kept})
+    config.model = model
     return config
 
 

@@ -8,7 +8,7 @@ itself there.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -195,11 +195,11 @@ def meaning(model: ModelConfig) -> Tree:
     return tree
 
 
-def differences(model: ModelConfig, other: ModelConfig) -> list[str]:
+def differences(model: ModelConfig, other: ModelConfig, leave_out: Collection[str] = ()) -> list[str]:
     """The fields in which two models compute different things, as text: `swiglu True, not False`."""
     one, two = meaning(model), meaning(other)
     return [
         f"{name} {one[name]!r}, not {two[name]!r}"
         for name in ModelConfig.model_fields
-        if name in one and name in two and one[name] != two[name]
+        if name in one and name in two and one[name] != two[name] and name not in leave_out
     ]
