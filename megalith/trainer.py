@@ -95,7 +95,7 @@ def train(config: RunConfig) -> TrainingResult:
                 keep_failure(output, attempt, process.rank, error)
             raise
         end_distributed()
-        if process.is_first and config.checkpoint.export_hf:
+        if process.is_first and config.checkpoint.export_hf and result.ended == "train_iters":
             export_hf(result.checkpoint, Path(config.train.output_dir) / "hf_model", replace=True)
         return result
 

@@ -23,6 +23,8 @@ from megalith.data.tokenizer import Tokenizer
 from megalith.errors import CheckpointError, ConfigError
 from megalith.parallel.shards import Box
 
+SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+
 
 @dataclass(frozen=True)
 class Export:
@@ -75,11 +77,12 @@ def export_hf(
     ):
         ours, scratch = Scratch(), Scratch()
         for group in groups:
-            tensor = ours.empty(group.shape, torch.float32)
-            opened.fill("model", {group.name: Box(tensor, (0,) * tensor.ndim, group.shape, owned=True)})
-            for theirs, value in to_theirs(group, tensor, dtypes, scratch):
-                writer.write(theirs, value)
-                progress.add(value.nbytes)
+            for offset, shape in group.units():
+                tensor = ours.empty(shape, torch.float32)
+                opened.fill("model", {group.name: Box(tensor, offset, group.shape, owned=True)})
+                for name, value in to_theirs(group, tensor, dtypes, scratch, first_expert=offset[0]):
+                    writer.write(name, value)
+                    progress.add(value.nbytes)
         model_dtype = DTYPE_NAMES[dtype] if dtype else _precision(config)
         writer.write_json(CONFIG, _config_json(chosen, config.model, origin, model_dtype, tokenizer))
         writer.write_json(GENERATION, origin.generation or _generation(tokenizer))
@@ -145,15 +148,18 @@ def _config_json(
         }
     tree = dict(origin.config)
     key = "dtype" if "dtype" in tree else "torch_dtype"
-    if not _says_the_same(family, tree, model):
+    if not _is_of(family, tree):
+        tree = {name: tree[name] for name in SPECIAL_TOKENS if name in tree} | family.write_config(model)
+    elif differences(family.read_config(tree), model):
         tree.pop("rope_parameters", None)
         tree |= family.write_config(model)
     return {**tree, key: spelled}
 
 
-def _says_the_same(family: Family, tree: Tree, model: ModelConfig) -> bool:
+def _is_of(family: Family, tree: Tree) -> bool:
     try:
-        return family_of(tree, "") is family and not differences(family.read_config(tree), model)
+        family.read_config(tree)
+        return family_of(tree, "") is family
     except ConfigError:
         return False
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -98,6 +98,12 @@ class Group:
     def experts(self) -> int | None:
         """The size of the first dimension where it counts experts, which are tensors of their own there."""
         return self.shape[0] if "{expert}" in self.rule.names[0] else None
+
+    def units(self) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Offset and shape of the boxes that are whole tensors of theirs: all of it, or an expert at a time."""
+        rows = self.shape[0] if self.experts is None else 1
+        for first in range(0, self.shape[0], rows):
+            yield (first, *(0,) * (len(self.shape) - 1)), (rows, *self.shape[1:])
 
     @cached_property
     def runs(self) -> list[Run]:

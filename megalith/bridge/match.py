@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -32,7 +33,7 @@ class Match:
     extra: list[str]
     """Theirs, that nothing here has a use for."""
 
-    @property
+    @cached_property
     def dtypes(self) -> dict[str, torch.dtype]:
         """The type of each tensor that is used."""
         return {

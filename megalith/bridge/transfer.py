@@ -63,14 +63,19 @@ def _gather(group: Group, names: Sequence[str], read: Read, offset: Sequence[int
 
 
 def to_theirs(
-    group: Group, tensor: Tensor, dtypes: Mapping[str, torch.dtype], scratch: Scratch | None = None
+    group: Group,
+    tensor: Tensor,
+    dtypes: Mapping[str, torch.dtype],
+    scratch: Scratch | None = None,
+    first_expert: int = 0,
 ) -> Iterator[tuple[str, Tensor]]:
-    """Each tensor of theirs with its name, contiguous and in its dtype, from the whole of ours.
+    """Each tensor of theirs with its name, contiguous and in its dtype, from ours.
 
-    With `scratch`, each is good until the next; it may be `tensor` itself.
+    `tensor` is the whole of ours, or where it has experts, those from `first_expert` on. With `scratch`, each is good
+    until the next; it may be `tensor` itself.
     """
     empty = scratch.empty if scratch else lambda shape, dtype: torch.empty(shape, dtype=dtype)
-    parts = [(None, tensor)] if group.experts is None else enumerate(tensor)
+    parts = [(None, tensor)] if group.experts is None else enumerate(tensor, first_expert)
     for expert, part in parts:
         for source, name in enumerate(group.names(expert)):
             if len(group.runs) == 1 and not group.rule.transposed and part.dtype == dtypes[name]:

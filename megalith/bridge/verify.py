@@ -23,7 +23,7 @@ from megalith.bridge.importer import SEED, open_source
 from megalith.bridge.load import load_source
 from megalith.bridge.match import Match
 from megalith.bridge.transfer import to_theirs
-from megalith.checkpoint import Checkpoint, load_model, open_checkpoint
+from megalith.checkpoint import Checkpoint, Extent, load_model, open_checkpoint
 from megalith.errors import CheckpointError
 from megalith.models.transformer import Transformer
 
@@ -64,14 +64,16 @@ def compare_tensors(checkpoint: Checkpoint, fit: Match) -> dict[str, Any]:
     for group in fit.groups:
         if set(group.sources) & set(fit.missing):
             continue
-        ours = checkpoint.read("model", group.name)
-        for name, value in to_theirs(group, ours, dtypes):
-            count, size = count + 1, size + value.nbytes
-            if not same_bits(value, fit.source.read(name)):
-                different.append(name)
         kinds = {dtypes[name] for name in group.sources}
-        if len(kinds) == 1 and not same_bits(fit.ours(group, SEED), ours.to(kinds.pop()).float()):
-            different.append(group.name)
+        for offset, shape in group.units():
+            ours = checkpoint.read("model", group.name, Extent(offset, shape))
+            for name, value in to_theirs(group, ours, dtypes, first_expert=offset[0]):
+                count, size = count + 1, size + value.nbytes
+                if not same_bits(value, fit.source.read(name)):
+                    different.append(name)
+            back = fit.ours(group, SEED, offset, shape)
+            if len(kinds) == 1 and not same_bits(back, ours.to(min(kinds, key=str)).float()):
+                different.append(group.name)
     return {"compared": count, "bytes": size, "different": different}
 
 
