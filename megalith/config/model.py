@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
@@ -38,11 +39,21 @@ class RopeScaling(Section):
     attention_factor: PositiveFloat | None = None
     """Scale of the cosines and sines. Absent: yarn 0.1 · ln(factor) + 1, longrope √(1 + ln(factor) / ln(original))."""
 
+    mscale: PositiveFloat | None = None
+    """yarn: cosines and sines are scaled by (0.1 · mscale · ln(factor) + 1) / the same of mscale_all_dim (DeepSeek)."""
+
+    mscale_all_dim: PositiveFloat | None = None
+    """yarn: attention scores are multiplied by (0.1 · mscale_all_dim · ln(factor) + 1)²."""
+
     short_factor: list[PositiveFloat] | None = None
     """longrope: what each frequency is divided by, in sequences not longer than the original."""
 
     long_factor: list[PositiveFloat] | None = None
     """longrope: what each frequency is divided by, in longer sequences."""
+
+    def magnitude(self, mscale: float = 1.0) -> float:
+        """yarn: 0.1 · mscale · ln(factor) + 1."""
+        return 0.1 * mscale * math.log(self.factor) + 1.0 if self.factor > 1 else 1.0
 
 
 class ModelConfig(Section):
@@ -165,6 +176,24 @@ class ModelConfig(Section):
     init_method_std: PositiveFloat = 0.02
     """Standard deviation of initial weights; attention output and MLP down projections use std / √(2 · layers)."""
 
+    multi_latent_attention: bool = False
+    """Keys and values of all heads from one narrow latent, the position in a part of its own (DeepSeek's MLA)."""
+
+    q_lora_rank: PositiveInt | None = None
+    """MLA: width of the latent that queries come from. Absent: queries come straight from the residual stream."""
+
+    kv_lora_rank: PositiveInt = 512
+    """MLA: width of the latent that keys and values come from."""
+
+    qk_head_dim: PositiveInt = 128
+    """MLA: dimensions of a head's query and key that have no position."""
+
+    qk_pos_emb_head_dim: PositiveInt = 64
+    """MLA: dimensions of a head's query and key that turn with the position; all heads share the key's."""
+
+    v_head_dim: PositiveInt = 128
+    """MLA: dimensions of a head's value."""
+
     num_experts: PositiveInt | None = None
     """Experts in each mixture-of-experts layer."""
 
@@ -234,11 +263,15 @@ class ModelConfig(Section):
     @property
     def query_groups(self) -> int:
         """Key and value heads, with 0 resolved to the number of query heads."""
+        if self.multi_latent_attention:
+            return self.num_attention_heads
         return self.num_query_groups or self.num_attention_heads
 
     @property
     def head_dim(self) -> int:
-        """Size of one head."""
+        """Size of one head; of its query and key with MLA."""
+        if self.multi_latent_attention:
+            return self.qk_head_dim + self.qk_pos_emb_head_dim
         return self.kv_channels or self.hidden_size // self.num_attention_heads
 
     @property
@@ -298,12 +331,21 @@ class ModelConfig(Section):
     @property
     def rotary_size(self) -> int:
         """Dimensions of a head that turn with the position."""
+        if self.multi_latent_attention:
+            return self.qk_pos_emb_head_dim
         return int(self.head_dim * self.rotary_percent)
 
     @property
     def attention_divisor(self) -> int:
         """Attention scores are divided by its root."""
         return self.query_pre_attn_scalar or self.head_dim
+
+    @property
+    def attention_scale(self) -> float:
+        """What attention scores are multiplied by: 1 / √divisor, with YaRN's mscale_all_dim also its square."""
+        scaling = self.rope_scaling
+        stretched = scaling is not None and scaling.type == "yarn" and scaling.mscale_all_dim
+        return self.attention_divisor**-0.5 * (scaling.magnitude(stretched) ** 2 if stretched else 1.0)
 
     @property
     def windows(self) -> list[int | None]:

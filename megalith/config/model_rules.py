@@ -33,9 +33,37 @@ def check_model(model: ModelConfig) -> None:
             f"{'on' if model.qk_layernorm else 'off'}, and model.normalization RMSNorm, which is "
             f"{model.normalization}; set both, or leave it out"
         )
+    _check_latent_attention(model)
     _check_rotary(model)
     _check_window(model)
     check_experts(model)
+
+
+def _check_latent_attention(model: ModelConfig) -> None:
+    if not model.multi_latent_attention:
+        return
+    alone = {
+        "position_embedding_type": (model.position_embedding_type, "rope"),
+        "num_query_groups": (model.num_query_groups, 0),
+        "kv_channels": (model.kv_channels, None),
+        "rotary_percent": (model.rotary_percent, 1.0),
+        "rotary_base_local": (model.rotary_base_local, None),
+        "qk_layernorm": (model.qk_layernorm, False),
+        "add_bias_linear": (model.add_bias_linear, False),
+        "add_qkv_bias": (model.add_qkv_bias, False),
+        "add_proj_bias": (model.add_proj_bias, False),
+    }
+    for name, (value, only) in alone.items():
+        if value != only:
+            raise ConfigError(
+                f"model.multi_latent_attention has heads, positions and norms of its own, and no biases, but "
+                f"model.{name} is {value}; set it to {only}"
+            )
+    if model.v_head_dim > model.head_dim:
+        raise ConfigError(
+            f"model.v_head_dim {model.v_head_dim} is more than model.qk_head_dim {model.qk_head_dim} + "
+            f"qk_pos_emb_head_dim {model.qk_pos_emb_head_dim}; lower it"
+        )
 
 
 def _check_rotary(model: ModelConfig) -> None:

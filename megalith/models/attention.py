@@ -17,20 +17,47 @@ from megalith.models.rope import rotate
 from megalith.ops.attention import attention
 
 
-class SelfAttention(nn.Module):
-    """linear_qkv, rotary positions, attention, linear_proj. `core` is the seam of context parallelism."""
+class Attention(nn.Module):
+    """What every kind of attention shares. `core` is the seam of context parallelism."""
 
-    def __init__(self, config: ModelConfig, number: int, device: torch.device | None = None):
+    def __init__(self, config: ModelConfig, number: int):
         super().__init__()
         self.number = number
-        self.head_dim = config.head_dim
-        self.heads_in_group = config.num_attention_heads // config.query_groups
         self.dropout = config.attention_dropout
         self.window = config.window(number)
         self.softcap = config.attn_logit_softcapping
-        self.scale = config.attention_divisor**-0.5
+        self.scale = config.attention_scale
         self.core = attention
         self.first_head = 0  # the number of the first head here among all, where tensor parallelism cuts them
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
+        """Queries [batch, seq, heads, head_dim] over keys and values [batch, seq, groups, head_dim], and the cache's:
+        [batch, seq, heads, head_dim]."""
+        if context.cache is not None:
+            key, value = context.cache.extend(self.number, key, value)
+        drops = self.dropout > 0 and context.dropout is not None
+        return self.core(
+            query,
+            key,
+            value,
+            causal=query.shape[1] > 1,
+            mask=context.mask,
+            window=self.window,
+            softcap=self.softcap,
+            scale=self.scale,
+            dropout=self.dropout if drops else 0.0,
+            dropout_rows=context.dropout.query_rows() if drops else None,
+            first_head=self.first_head,
+        )
+
+
+class SelfAttention(Attention):
+    """linear_qkv, rotary positions, attention, linear_proj."""
+
+    def __init__(self, config: ModelConfig, number: int, device: torch.device | None = None):
+        super().__init__(config, number)
+        self.head_dim = config.head_dim
+        self.heads_in_group = config.num_attention_heads // config.query_groups
         rows = config.query_groups * (self.heads_in_group + 2) * config.head_dim
         width = config.num_attention_heads * config.head_dim
         self.linear_qkv = Linear(config.hidden_size, rows, bias=config.qkv_bias, device=device)
@@ -59,20 +86,5 @@ class SelfAttention(nn.Module):
             if self.window is not None and context.rotary_local is not None:
                 tables = context.rotary_local
             query, key = rotate(query, tables), rotate(key, tables)
-        if context.cache is not None:
-            key, value = context.cache.extend(self.number, key, value)
-        drops = self.dropout > 0 and context.dropout is not None
-        out = self.core(  # [batch, seq, heads, head_dim]
-            query,
-            key,
-            value,
-            causal=query.shape[1] > 1,
-            mask=context.mask,
-            window=self.window,
-            softcap=self.softcap,
-            scale=self.scale,
-            dropout=self.dropout if drops else 0.0,
-            dropout_rows=context.dropout.query_rows() if drops else None,
-            first_head=self.first_head,
-        )
+        out = self.attend(query, key, value, context)  # [batch, seq, heads, head_dim]
         return self.linear_proj(out.flatten(2))

@@ -69,7 +69,7 @@ def _scaled(config: ModelConfig, length: int, device: torch.device) -> tuple[Ten
         case "llama3":
             return _llama3(frequencies, scaling), 1.0
         case "yarn":
-            magnitude = scaling.attention_factor or _yarn_magnitude(scaling.factor)
+            magnitude = scaling.attention_factor or _yarn_magnitude(scaling)
             return _yarn(frequencies, size, config.rotary_base, scaling), magnitude
         case "longrope":
             magnitude = scaling.attention_factor or _longrope_magnitude(scaling)
@@ -100,8 +100,10 @@ def _yarn(frequencies: Tensor, size: int, base: float, scaling: RopeScaling) -> 
     return frequencies * (1 - scaled + scaled / scaling.factor)
 
 
-def _yarn_magnitude(factor: float) -> float:
-    return 0.1 * math.log(factor) + 1.0 if factor > 1 else 1.0
+def _yarn_magnitude(scaling: RopeScaling) -> float:
+    if scaling.mscale and scaling.mscale_all_dim:
+        return scaling.magnitude(scaling.mscale) / scaling.magnitude(scaling.mscale_all_dim)
+    return scaling.magnitude()
 
 
 def _longrope_magnitude(scaling: RopeScaling) -> float:

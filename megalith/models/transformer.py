@@ -18,6 +18,7 @@ from megalith.models.attention import SelfAttention
 from megalith.models.cache import KVCache
 from megalith.models.context import Context
 from megalith.models.linear import Linear
+from megalith.models.mla import LatentAttention
 from megalith.models.mlp import MLP
 from megalith.models.moe import MoE
 from megalith.models.norm import Norm
@@ -77,7 +78,8 @@ class TransformerLayer(nn.Module):
             return Norm(config, config.hidden_size, device) if wanted else None
 
         self.input_layernorm = norm("pre", "sandwich")
-        self.self_attention = SelfAttention(config, number, device)
+        attention = LatentAttention if config.multi_latent_attention else SelfAttention
+        self.self_attention = attention(config, number, device)
         self.post_attention_layernorm = norm("post", "sandwich")
         self.pre_mlp_layernorm = norm("pre", "sandwich")
         self.has_experts = number in config.expert_layers

@@ -37,7 +37,8 @@ from megalith.comm import (
     wait,
 )
 from megalith.errors import ConfigError
-from megalith.models.attention import SelfAttention
+from megalith.models.attention import Attention, SelfAttention
+from megalith.models.mla import LatentAttention
 from megalith.models.moe import GroupedLinear
 from megalith.models.norm import HeadsNorm
 from megalith.models.transformer import Transformer
@@ -63,6 +64,15 @@ ROLES = {
     "position_embeddings": Role(Replicate(), partial_weight=UNDER_SP),
     "input_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
     "linear_qkv": Role(Shard(0), Shard(0), "column"),
+    "linear_q_proj": Role(Shard(0), None, "column"),
+    "linear_q_down_proj": Role(
+        Replicate(), None, None, UNDER_SP
+    ),  # narrow: every rank computes its tokens' latents
+    "q_down_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
+    "linear_q_up_proj": Role(Shard(0), None, "column"),
+    "linear_kv_down_proj": Role(Replicate(), None, None, UNDER_SP),
+    "kv_down_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
+    "linear_kv_up_proj": Role(Shard(0), None, "column"),
     "q_layernorm": Role(Replicate(), Replicate(), None, ALWAYS, ALWAYS),  # each rank sees its own heads
     "k_layernorm": Role(Replicate(), Replicate(), None, ALWAYS, ALWAYS),
     "linear_proj": Role(Shard(1), Replicate(), "row", NEVER, UNDER_SP),  # the bias is added after the sum
@@ -248,10 +258,12 @@ def _place(module: nn.Module, role: Role, axis: Axis) -> None:
         setattr(module, kind, nn.Parameter(placed))
 
 
-def _cut_heads(attention: SelfAttention, tensor: TensorParallel, groups: int) -> None:
+def _cut_heads(attention: Attention, tensor: TensorParallel, groups: int) -> None:
     """A rank's query heads stand one behind the other in the order of all heads, with or without shared groups."""
     size, rank = tensor.axis.size, tensor.axis.rank
     attention.first_head = rank * groups * attention.heads_in_group // size
+    if isinstance(attention, LatentAttention):
+        attention.whole = tensor.whole
     if groups < size:
         attention.linear_qkv.matmul = SharedGroup(tensor, attention, groups).matmul
         attention.heads_in_group = attention.heads_in_group * groups // size
