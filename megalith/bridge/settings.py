@@ -32,6 +32,8 @@ RESOLVED = {
     "activation": "mlp_activation", "gated_linear_unit": "gated",
     "add_qkv_bias": "qkv_bias", "add_proj_bias": "proj_bias", "add_mlp_bias": "mlp_bias",
     "query_pre_attn_scalar": "attention_divisor", "window_size": "windows",
+    "moe_ffn_hidden_size": "expert_size", "moe_layer_freq": "expert_layers",
+    "moe_router_topk_scaling_factor": "expert_weight_factor",
 }  # fmt: skip
 SAID_BY_OTHERS = ("add_bias_linear", "swiglu", "window_attn_skip_freq")  # once these are resolved
 

@@ -289,6 +289,11 @@ class ModelConfig(Section):
         return self.moe_ffn_hidden_size or self.ffn_size
 
     @property
+    def expert_weight_factor(self) -> float:
+        """Multiplies the weights of the chosen experts."""
+        return self.moe_router_topk_scaling_factor or 1.0
+
+    @property
     def expert_layers(self) -> list[int]:
         """The numbers of the layers with experts."""
         if self.num_experts is None:

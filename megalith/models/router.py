@@ -115,8 +115,7 @@ class Router(nn.Module):
             weights = scores.gather(1, experts)
         else:
             weights = logits.gather(1, experts).softmax(-1)
-        factor = config.moe_router_topk_scaling_factor
-        return weights * factor if factor else weights
+        return weights if config.expert_weight_factor == 1 else weights * config.expert_weight_factor
 
     def _keep(self, experts: Tensor, weights: Tensor, numbers: Tensor) -> tuple[Tensor | None, int | None]:
         """Which choices [tokens, topk] the capacity lets through, and that capacity."""

@@ -70,11 +70,6 @@ def test_an_unknown_architecture_is_told_with_the_known_ones(folder: Path) -> No
     assert f"{folder} is of the architecture FalconForCausalLM" in text and "Qwen3ForCausalLM" in text
 
 
-def test_experts_are_refused_for_now(folder: Path) -> None:
-    with_config(folder, architectures=["MixtralForCausalLM"])
-    assert "a mixture of experts, which this version does not have" in refused(folder, ConfigError)
-
-
 def test_a_config_that_cannot_be_built_names_its_folder(folder: Path) -> None:
     with_config(folder, hidden_act="gelu")
     assert f"{folder}: config.json has hidden_act 'gelu'" in refused(folder, ConfigError)

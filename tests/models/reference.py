@@ -1,9 +1,12 @@
 """Models of transformers with random weights, and the same weights in ours: every feature of each family."""
 
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import load_file
 from torch import nn
 
 from megalith.bridge.families import FAMILIES
@@ -32,6 +35,17 @@ OUR_GEMMA = dict(OURS, kv_channels=24, query_pre_attn_scalar=20, window_size=[10
 PHI3 = dict(LLAMA, pad_token_id=None, rms_norm_eps=1e-6)
 LONG_FACTORS = dict(short_factor=[1.0, 1.1, 1.3, 1.7, 2.0, 2.5], long_factor=[1.5, 2.0, 3.0, 5.0, 8.0, 9.0])
 LONG_ROPE = dict(rope_type="longrope", partial_rotary_factor=0.75, rope_theta=10000.0, **LONG_FACTORS)
+
+EXPERTS = dict(num_experts=8, num_experts_per_tok=3)
+OUR_EXPERTS = dict(num_experts=8, moe_router_topk=3)
+DEEPSEEK = dict({**LLAMA, "num_key_value_heads": 4}, n_routed_experts=8, num_experts_per_tok=4, n_shared_experts=2,
+                moe_intermediate_size=24, first_k_dense_replace=1, kv_lora_rank=20, qk_nope_head_dim=16,
+                qk_rope_head_dim=8, v_head_dim=12)  # fmt: skip
+OUR_DEEPSEEK = dict({**OURS, "num_query_groups": 0}, num_experts=8, moe_router_topk=4,
+                    moe_shared_expert_intermediate_size=48, moe_ffn_hidden_size=24, moe_layer_freq=[0, 1, 1],
+                    multi_latent_attention=True, kv_lora_rank=20, qk_head_dim=16, qk_pos_emb_head_dim=8,
+                    v_head_dim=12)  # fmt: skip
+DEEPSEEK_ROPE = dict(YARN_ROPE, mscale=0.7, mscale_all_dim=0.9)
 
 CASES: dict[str, tuple[Callable, dict]] = {
     "gpt2": (
@@ -119,6 +133,38 @@ CASES: dict[str, tuple[Callable, dict]] = {
         dict(OURS, rotary_percent=0.75, rope_scaling=dict(
             type="longrope", factor=8.0, original_max_position_embeddings=32, **LONG_FACTORS)),
     ),
+    "mixtral": (
+        lambda: transformers.MixtralConfig(**LLAMA, head_dim=16, num_local_experts=4, num_experts_per_tok=2, rms_norm_eps=1e-6,
+                                           rope_parameters=dict(rope_type="default", rope_theta=10000.0)),
+        dict(OURS, num_experts=4),
+    ),
+    "qwen3-moe, a dense layer": (
+        lambda: transformers.Qwen3MoeConfig(**LLAMA, **EXPERTS, head_dim=32, norm_topk_prob=True,
+                                            moe_intermediate_size=40, decoder_sparse_step=1, mlp_only_layers=[1]),
+        dict(OURS, **OUR_EXPERTS, kv_channels=32, qk_layernorm=True, moe_layer_freq=[1, 0, 1], moe_ffn_hidden_size=40),
+    ),
+    "olmoe": (
+        lambda: transformers.OlmoeConfig(**LLAMA, **EXPERTS, rms_norm_eps=1e-6),
+        dict(OURS, **OUR_EXPERTS, qk_layernorm=True, qk_layernorm_full_width=True, moe_router_pre_softmax=True),
+    ),
+    "deepseek-v2, a latent for queries, groups": (
+        lambda: transformers.DeepseekV2Config(**DEEPSEEK, q_lora_rank=36, n_group=4, topk_group=2,
+                                              topk_method="group_limited_greedy", routed_scaling_factor=1.5,
+                                              rope_parameters=DEEPSEEK_ROPE),
+        dict(OUR_DEEPSEEK, q_lora_rank=36, moe_router_pre_softmax=True, moe_router_topk_scaling_factor=1.5,
+             moe_router_num_groups=4, moe_router_group_topk=2,
+             rope_scaling=dict(type="yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.7,
+                               mscale_all_dim=0.9)),
+    ),
+    "deepseek-v2, as lite": (
+        lambda: transformers.DeepseekV2Config(**DEEPSEEK, q_lora_rank=None),
+        dict(OUR_DEEPSEEK, moe_router_pre_softmax=True),
+    ),
+    "deepseek-v3": (
+        lambda: transformers.DeepseekV3Config(**DEEPSEEK, q_lora_rank=36, n_group=4, topk_group=2, num_mtp_layers=0),
+        dict(OUR_DEEPSEEK, q_lora_rank=36, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True,
+             moe_router_num_groups=4, moe_router_group_topk=2, moe_router_topk_scaling_factor=2.5),
+    ),
 }  # fmt: skip
 
 
@@ -129,7 +175,17 @@ def random_reference(their_config: transformers.PreTrainedConfig, std: float = 0
     reference = transformers.AutoModelForCausalLM.from_config(their_config, attn_implementation="eager")
     for parameter in reference.parameters():
         nn.init.normal_(parameter, std=std)
+    for name, buffer in reference.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            nn.init.normal_(buffer, std=std)
     return reference.eval()
+
+
+def saved_tensors(reference: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors as transformers writes them into files, which have one for each expert."""
+    with tempfile.TemporaryDirectory() as folder:
+        reference.save_pretrained(folder)
+        return load_file(Path(folder) / "model.safetensors")
 
 
 def reference_and_ours(name: str, std: float = 0.1) -> tuple[nn.Module, Transformer]:
@@ -138,7 +194,9 @@ def reference_and_ours(name: str, std: float = 0.1) -> tuple[nn.Module, Transfor
     reference = random_reference(their_config(), std)
     model = Transformer(ModelConfig(**our_config))
     family = FAMILIES[type(reference).__name__]
-    theirs, ours = reference.state_dict(), model.state_dict()
+    has_experts = model.config.num_experts is not None
+    theirs = saved_tensors(reference) if has_experts else reference.state_dict()
+    ours = model.state_dict()
     for group in family.groups(model.config):
         value = to_ours(group, theirs.__getitem__)
         ours[group.name].zero_()[: len(value)] = value

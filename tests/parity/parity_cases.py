@@ -73,6 +73,17 @@ MOE = LLAMA | {
     "moe_z_loss_coeff": 0.01,
     "init_method_std": 0.06,  # so that no token's choice hangs on the last bit
 }
+LATENT = {
+    "multi_latent_attention": True,
+    "num_query_groups": 0,
+    "kv_channels": None,
+    "qk_layernorm": False,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 10,
+    "qk_head_dim": 5,
+    "qk_pos_emb_head_dim": 4,
+    "v_head_dim": 6,
+}
 DROPPING = {"moe_expert_capacity_factor": 0.75}
 DROPOUT = {"hidden_dropout": 0.1, "attention_dropout": 0.1}
 TIED = {"untie_embeddings_and_output_weights": False}
@@ -123,8 +134,9 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
         },
     },
     "moe": {"model": MOE},
-    "moe every other layer, sigmoid, groups, bias, shared expert": {
+    "deepseek documents": {
         "model": MOE
+        | LATENT
         | {
             "moe_layer_freq": 2,
             "moe_router_topk": 4,
@@ -254,27 +266,27 @@ SHOWN_WITH = {
     "cp4-a2a+p2p-dp2-zero2": "llama one group, biases, no clipping",
     "pp4-dp2-zero3": "llama tied, documents",
     "ep2": "moe",
-    "ep4": "moe every other layer, sigmoid, groups, bias, shared expert",
+    "ep4": "deepseek documents",
     "ep2-allgather": "moe dropping, dropout",
     "ep2-dp4": "moe dropping, dropout",
     "ep2-dp4-zero1": "moe recompute all",
-    "ep2-dp4-zero2-hybrid": "moe every other layer, sigmoid, groups, bias, shared expert",
+    "ep2-dp4-zero2-hybrid": "deepseek documents",
     "ep2-dp4-zero3": "moe dropping by position, filled up",
     "ep4-zero3": "moe",
-    "tp2-ep2": "moe every other layer, sigmoid, groups, bias, shared expert",
+    "tp2-ep2": "deepseek documents",
     "tp2-sp-ep2": "moe dropping, dropout",
     "tp2-etp2": "moe dropping by position, filled up",
     "tp2-sp-etp2-ep2": "moe",
-    "tp2-sp-etp2-ep2-allgather": "moe every other layer, sigmoid, groups, bias, shared expert",
+    "tp2-sp-etp2-ep2-allgather": "deepseek documents",
     "cp2-ep2": "moe dropping by position, filled up",
-    "tp2-sp-cp2-a2a-ep4": "moe every other layer, sigmoid, groups, bias, shared expert",
-    "pp2-ep2": "moe every other layer, sigmoid, groups, bias, shared expert",
+    "tp2-sp-cp2-a2a-ep4": "deepseek documents",
+    "pp2-ep2": "deepseek documents",
     "pp2-interleaved-ep2-zero2": "moe recompute all",
     "pp2-zero_bubble-tp2-sp-ep2": "moe dropping, dropout",
     "tp2-sp-ep8-zero1": "moe dropping by position, filled up",
-    "tp2-sp-pp2-dp2-ep4-zero1": "moe every other layer, sigmoid, groups, bias, shared expert",
+    "tp2-sp-pp2-dp2-ep4-zero1": "deepseek documents",
     "tp2-cp2-dp2-ep2-etp2-zero3": "moe dropping, dropout",
-    "tp2-sp-cp2-pp2-ep2-etp2": "moe every other layer, sigmoid, groups, bias, shared expert",
+    "tp2-sp-cp2-pp2-ep2-etp2": "deepseek documents",
 }
 
 

@@ -13,7 +13,7 @@ from megalith.parity.layouts import LAYOUTS
 from megalith.trainer import Trainer
 
 SAVED_AFTER = 4
-BIASED = "moe every other layer, sigmoid, groups, bias, shared expert"
+BIASED = "deepseek documents"
 
 # run, saved in, loaded in (None: one process)
 CASES = [

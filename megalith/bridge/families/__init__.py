@@ -8,27 +8,38 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megalith.bridge.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from megalith.bridge.families.gemma import GEMMA2, GEMMA3
 from megalith.bridge.families.gpt2 import GPT2
 from megalith.bridge.families.llama import LLAMA
 from megalith.bridge.families.mistral import MISTRAL
+from megalith.bridge.families.mixtral import MIXTRAL, OLMOE
 from megalith.bridge.families.olmo import OLMO2
 from megalith.bridge.families.phi import PHI3
-from megalith.bridge.families.qwen import QWEN2, QWEN3
+from megalith.bridge.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from megalith.bridge.family import Family
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError, did_you_mean
 
 FAMILIES: dict[str, Family] = {
     family.architecture: family
-    for family in (GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA2, GEMMA3, OLMO2, PHI3)
+    for family in (
+        GPT2,
+        LLAMA,
+        MISTRAL,
+        QWEN2,
+        QWEN3,
+        GEMMA2,
+        GEMMA3,
+        OLMO2,
+        PHI3,
+        MIXTRAL,
+        QWEN3_MOE,
+        OLMOE,
+        DEEPSEEK_V2,
+        DEEPSEEK_V3,
+    )
 }
-
-# Architectures whose mixture of experts this version cannot build.
-EXPERTS = (
-    "MixtralForCausalLM", "Qwen3MoeForCausalLM", "OlmoeForCausalLM", "DeepseekV2ForCausalLM",
-    "DeepseekV3ForCausalLM",
-)  # fmt: skip
 
 
 def family_of(theirs: Mapping[str, Any], where: str) -> Family:
@@ -44,11 +55,6 @@ def family_named(name: str, where: str) -> Family:
     for family in FAMILIES.values():
         if name in (family.architecture, family.model_type):
             return family
-    if name in EXPERTS:
-        raise ConfigError(
-            f"{where} is of the architecture {name}, a mixture of experts, which this version does not have; "
-            f"known: {', '.join(FAMILIES)}"
-        )
     raise ConfigError(
         f"{where} is of the architecture {name}, which is not known{did_you_mean(name, FAMILIES)}; known: "
         f"{', '.join(FAMILIES)}"
