@@ -134,7 +134,8 @@ CASES: dict[str, tuple[Callable, dict]] = {
             type="longrope", factor=8.0, original_max_position_embeddings=32, **LONG_FACTORS)),
     ),
     "mixtral": (
-        lambda: transformers.MixtralConfig(**LLAMA, head_dim=16, num_local_experts=4, num_experts_per_tok=2, rms_norm_eps=1e-6,
+        lambda: transformers.MixtralConfig(**LLAMA, head_dim=16, num_local_experts=4, num_experts_per_tok=2,
+                                           rms_norm_eps=1e-6,
                                            rope_parameters=dict(rope_type="default", rope_theta=10000.0)),
         dict(OURS, num_experts=4),
     ),
