@@ -125,7 +125,7 @@ def check_files(folder: Path, manifest: Manifest, names: Collection[str]) -> lis
 def step_problems(folder: Path) -> list[str]:
     """What is wrong with a step: its manifest, any of its files, or the tensors in them; nothing when it is whole."""
     try:
-        manifest = read_manifest(folder)
+        manifest = _manifest_of(folder)
         if problems := check_files(folder, manifest, manifest.files):
             return problems
         Checkpoint(folder, manifest).check_contents()
@@ -160,7 +160,7 @@ def _open_step(
 
     def read() -> dict[str, Any]:
         try:
-            manifest = read_manifest(folder)
+            manifest = _manifest_of(folder)
         except DamagedCheckpointError as error:
             return {"damage": [str(error)]}
         opened.append(manifest)
@@ -182,6 +182,16 @@ def _open_step(
     mine = _share_of_hashing(answers, manifest, world.rank)
     _refuse_damage(together(world, lambda: {"damage": check_files(folder, manifest, mine)}))
     return Checkpoint(folder, manifest)
+
+
+def _manifest_of(folder: Path) -> Manifest:
+    manifest = read_manifest(folder)
+    named = STEP.fullmatch(folder.name)
+    if named and int(named[1]) != manifest.step:
+        raise DamagedCheckpointError(
+            f"{folder / MANIFEST} is of step {manifest.step}, which is not its folder's; use another step"
+        )
+    return manifest
 
 
 def _needed_files(

@@ -27,19 +27,19 @@ class Staging:
 
     def copy(self, tensors: Iterable[Tensor]) -> list[HostBytes]:
         """The tensors as they are now. The copies last until the next call, which reuses the memory."""
-        copies, at, devices = [], 0, set()
+        tensors = list(tensors)
+        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+        copies, at = [], 0
         for tensor in tensors:
             source, parts = byte_view(tensor), []
-            devices.add(tensor.device)
             while source.numel():
-                room = self._room(at, pinned=tensor.is_cuda)[: source.numel()]
+                room = self._room(at, pinned=bool(devices))[: source.numel()]
                 room.copy_(source[: room.numel()], non_blocking=True)
                 parts.append(room)
                 source, at = source[room.numel() :], at + room.numel()
             copies.append(HostBytes(tensor.dtype, tuple(tensor.shape), parts))
         for device in devices:
-            if device.type == "cuda":
-                torch.cuda.current_stream(device).synchronize()
+            torch.cuda.current_stream(device).synchronize()
         return copies
 
     def _room(self, at: int, pinned: bool) -> Tensor:

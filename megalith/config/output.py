@@ -31,7 +31,7 @@ class CheckpointConfig(Section):
     """Keeps also every checkpoint whose step is divisible by this."""
 
     async_save: bool = False
-    """Writes checkpoints in the background."""
+    """Writes checkpoints in the background: training waits for a copy in host memory only."""
 
     export_hf: bool = False
     """Writes `hf_model/` at the end of the run."""

@@ -1,6 +1,7 @@
 """Every damage is found and named before a tensor is touched, and the step before is used."""
 
 import json
+import os
 import shutil
 import struct
 
@@ -112,6 +113,14 @@ def test_symbolic_links_are_refused(tiny_run, tmp_path, link):
     (folder / link).rename(tmp_path / "elsewhere")
     (folder / link).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(CheckpointError, match=f"{link}.* is a symbolic link"):
+        open_checkpoint(folder)
+
+
+def test_what_is_no_file_is_refused_and_not_waited_for(tiny_run, tmp_path):
+    folder = tiny_run().save(tmp_path)
+    (folder / "model-00000-000.safetensors").unlink()
+    os.mkfifo(folder / "model-00000-000.safetensors")
+    with pytest.raises(CheckpointError, match=r"model-00000-000\.safetensors is not a file"):
         open_checkpoint(folder)
 
 

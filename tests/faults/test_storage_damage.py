@@ -73,6 +73,11 @@ def of_another_step(step: Path) -> None:
     shutil.copy(step.with_name("step_00000001") / name, step / name)
 
 
+def whole_step_before(step: Path) -> None:
+    shutil.rmtree(step)
+    shutil.copytree(step.with_name("step_00000001"), step)
+
+
 DAMAGES = {
     "a bit of a header": (flip("model-00001-000.safetensors", 0.0), "model-00001-000"),
     "a bit in the middle": (flip("optimizer-00001-000.safetensors", 0.5), "optimizer-00001-000"),
@@ -81,6 +86,7 @@ DAMAGES = {
     "deleted": (lambda step: (step / "model-00000-000.safetensors").unlink(), "model-00000-000"),
     "two ranks' files swapped": (swap, "model-0000"),
     "a file of the step before": (of_another_step, "model-00001-000"),
+    "all files of the step before": (whole_step_before, "manifest.json"),
     "the manifest": (flip("manifest.json", 0.7), "manifest.json"),
     "no manifest": (lambda step: (step / "manifest.json").unlink(), "manifest.json"),
 }
