@@ -57,7 +57,7 @@ class Saved:
 
     def __str__(self) -> str:
         if self.error is not None:
-            return str(self.error)
+            return f"warning: {self.error}"
         waited = f"; training waited {self.stalled:.1f} s" if self.stalled < self.seconds else ""
         return f"saved {self.folder} in {self.seconds:.1f} s{waited}"
 
@@ -161,10 +161,8 @@ class Saver:
                 step.delete_old_steps(self._keep_last, self._keep_every)
         except CheckpointError as failure:
             error = failure
-        except (
-            BaseException
-        ) as failure:  # another rank is lost, or we are wrong: told to the thread that trains
-            self._failure = failure
+        except BaseException as failure:
+            self._failure = failure  # a rank is lost, or we are wrong: raised where training is
             return
         seconds = time.monotonic() - begin
         moment = (record.step, record.consumed_samples)

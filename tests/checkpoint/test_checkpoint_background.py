@@ -5,8 +5,11 @@ import threading
 import pytest
 import torch
 
-from megalith.checkpoint import Saver, open_checkpoint, saver
+import megalith
+from megalith.checkpoint import Saver, list_steps, open_checkpoint, saver
+from megalith.checkpoint.compare import tensor_digests
 from megalith.checkpoint.staging import Staging
+from megalith.config import RunConfig
 from megalith.errors import CheckpointError
 
 
@@ -40,6 +43,31 @@ def test_weights_that_change_after_the_call_are_saved_as_they_were(tiny_run, tmp
     assert saved.error is None and saved.stalled < saved.seconds
     assert "training waited" in str(saved)
     assert tiny_run(seed=4).load(open_checkpoint(tmp_path)).equals(tiny_run().train(2))
+
+
+def test_a_run_that_saves_in_the_background_leaves_the_same_steps(tmp_path):
+    def train(name: str, async_save: bool):
+        model = {"preset": "tiny-gpt", "hidden_size": 32, "num_attention_heads": 2, "vocab_size": 67}
+        tree = {
+            "model": model,
+            "data": {"mock": True, "seq_length": 16, "num_workers": 0},
+            "optim": {"lr": 1e-2},
+            "train": {
+                "train_iters": 5,
+                "global_batch_size": 2,
+                "eval_iters": 0,
+                "output_dir": str(tmp_path / name),
+            },
+            "checkpoint": {"save_interval": 1, "async_save": async_save},
+        }
+        return megalith.train(RunConfig.from_tree(tree)).checkpoint.parent
+
+    at_once, later = train("at once", False), train("later", True)
+    assert list(list_steps(later)) == [1, 2, 3, 4, 5]
+    for step, folder in list_steps(at_once).items():
+        a, b = open_checkpoint(folder), open_checkpoint(list_steps(later)[step])
+        for part in ("model", "optimizer"):
+            assert list(tensor_digests(a, part)) == list(tensor_digests(b, part))
 
 
 def test_nothing_points_to_a_step_that_is_not_on_the_disk(tiny_run, tmp_path, held):
