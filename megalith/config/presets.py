@@ -2,7 +2,8 @@
 
 Sources: GPT-2, Radford et al. 2019; GPT-3, Brown et al. 2020, table 2.1 (whose 13B width, 5140, and 1.3B head
 count, 24 × 128 in a width of 2048, are taken as the 5120 and 16 that its parameter counts imply); Llama 3,
-Grattafiori et al. 2024; Mistral, Qwen3, Gemma 2 and 3, OLMo 2, Phi-3, their published configurations.
+Grattafiori et al. 2024; Mistral, Mixtral, Qwen3, Gemma 2 and 3, OLMo 2, OLMoE, Phi-3, DeepSeek-V2-Lite, their
+published configurations.
 """
 
 from __future__ import annotations
@@ -77,6 +78,26 @@ _OLMO2 = dict(
     max_position_embeddings=4096,
 )
 
+_EXPERTS = dict(_LLAMA, moe_grouped_gemm=True)
+_MIXTRAL = dict(_EXPERTS, moe_router_topk=2, moe_aux_loss_coeff=0.02)
+_QWEN3_MOE = dict({**_QWEN3, **_EXPERTS}, num_query_groups=4, moe_router_topk=8, moe_aux_loss_coeff=0.001)
+_DEEPSEEK = dict(
+    _EXPERTS,
+    layernorm_epsilon=1e-6,
+    multi_latent_attention=True,
+    moe_router_load_balancing_type="seq_aux_loss",
+    moe_aux_loss_coeff=0.001,
+)
+_OLMOE = dict(
+    _EXPERTS,
+    qk_layernorm=True,
+    qk_layernorm_full_width=True,
+    moe_router_topk=8,
+    moe_router_pre_softmax=True,
+    moe_aux_loss_coeff=0.01,
+    moe_z_loss_coeff=0.001,
+)
+
 # fmt: off
 PRESETS: dict[str, dict[str, Any]] = {
     # for tests and first steps; the vocabulary is the tokenizer's
@@ -84,6 +105,13 @@ PRESETS: dict[str, dict[str, Any]] = {
     "tiny-llama":   dict(_LLAMA, num_layers=2, hidden_size=64, num_attention_heads=4, num_query_groups=2),
     "tiny-qwen":    dict(_LLAMA, num_layers=2, hidden_size=64, num_attention_heads=4, num_query_groups=2,
                          kv_channels=32, qk_layernorm=True, untie_embeddings_and_output_weights=False),
+
+    "tiny-mixtral": dict(_MIXTRAL, num_layers=2, hidden_size=64, num_attention_heads=4, num_query_groups=2,
+                         num_experts=4),
+    "tiny-deepseek": dict(_DEEPSEEK, num_layers=2, hidden_size=64, ffn_hidden_size=192, num_attention_heads=4,
+                          kv_lora_rank=32, qk_head_dim=16, qk_pos_emb_head_dim=8, v_head_dim=16, num_experts=8,
+                          moe_layer_freq=[0, 1], moe_router_topk=3, moe_router_pre_softmax=True,
+                          moe_ffn_hidden_size=48, moe_shared_expert_intermediate_size=96),
 
     "gpt2":         dict(_GPT2, num_layers=12, hidden_size=768, num_attention_heads=12),
     "gpt2-medium":  dict(_GPT2, num_layers=24, hidden_size=1024, num_attention_heads=16),
@@ -118,5 +146,20 @@ PRESETS: dict[str, dict[str, Any]] = {
     "olmo2-7b":     dict(_OLMO2, num_layers=32, hidden_size=4096, ffn_hidden_size=11008, num_attention_heads=32),
     "phi3-mini":    dict(_LLAMA, num_layers=32, hidden_size=3072, ffn_hidden_size=8192, num_attention_heads=32,
                          vocab_size=32064, max_position_embeddings=4096, window_size=[2046, 0]),
+
+    "mixtral-8x7b": dict(_MIXTRAL, num_layers=32, hidden_size=4096, ffn_hidden_size=14336, num_attention_heads=32,
+                         num_query_groups=8, vocab_size=32000, rotary_base=1000000.0, max_position_embeddings=32768,
+                         num_experts=8),
+    "qwen3-30b-a3b": dict(_QWEN3_MOE, num_layers=48, hidden_size=2048, ffn_hidden_size=6144, num_attention_heads=32,
+                          num_experts=128, moe_ffn_hidden_size=768),
+    "deepseek-v2-lite": dict(_DEEPSEEK, num_layers=27, hidden_size=2048, ffn_hidden_size=10944,
+                             num_attention_heads=16, vocab_size=102400, max_position_embeddings=163840,
+                             rope_scaling=dict(type="yarn", factor=40.0, original_max_position_embeddings=4096,
+                                               mscale=0.707, mscale_all_dim=0.707),
+                             num_experts=64, moe_layer_freq=[0] + [1] * 26, moe_router_topk=6,
+                             moe_router_pre_softmax=True, moe_ffn_hidden_size=1408,
+                             moe_shared_expert_intermediate_size=2816),
+    "olmoe-1b-7b":  dict(_OLMOE, num_layers=16, hidden_size=2048, ffn_hidden_size=1024, num_attention_heads=16,
+                         vocab_size=50304, max_position_embeddings=4096, num_experts=64),
 }
 # fmt: on

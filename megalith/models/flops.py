@@ -1,7 +1,8 @@
 """Parameters, FLOPs and throughput of a model, from the numbers of its configuration alone.
 
 A matmul of a token with an `[out, in]` weight costs 2·out·in FLOPs forward and twice that backward (one
-matmul for the input's gradient, one for the weight's), so a token costs 6 FLOPs for each weight it meets.
+matmul for the input's gradient, one for the weight's), so a token costs 6 FLOPs for each weight it meets; of the
+experts it meets those that it is sent to.
 Attention meets no weight: a query against S keys and the sum over S values cost 2·2·S·(heads·head_dim)
 forward, three times that with the backward. Two conventions are in use (Llama-3-8B at 8,192: 12 % apart):
 
@@ -19,6 +20,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from megalith.models.layer_sizes import attention_weights, layer_size, mlp_weights
 
 if TYPE_CHECKING:
     from megalith.config import ModelConfig
@@ -93,51 +96,24 @@ def count_parameters(model: ModelConfig, padded_vocab: bool = True) -> Parameter
     `padded_vocab=False` counts the rows of the vocabulary as published (and as checkpoints store them):
     124,439,808 for GPT-2, 8,030,261,248 for Llama-3-8B.
     """
-    hidden, ffn, layers = model.hidden_size, model.ffn_size, model.num_layers
-    query = model.num_attention_heads * model.head_dim
-    key_value = 2 * model.query_groups * model.head_dim
+    hidden = model.hidden_size
     rows = model.padded_vocab_size if padded_vocab else model.vocab_size
-    up = 2 * ffn if model.gated else ffn
     norm = 2 if model.normalization == "LayerNorm" else 1  # weight and bias, or weight
     with_experts = len(model.expert_layers)
-
-    attention = hidden * (query + key_value) + query * hidden
-    mlp = hidden * up + ffn * hidden
-    if model.qkv_bias:
-        attention += query + key_value
-    if model.proj_bias:
-        attention += hidden
-    if model.mlp_bias:
-        mlp += up + hidden
-    norms = model.norms_in_layer * norm * hidden
-    if model.qk_layernorm_full_width:
-        norms += norm * (query + key_value // 2)
-    elif model.qk_layernorm:
-        norms += 2 * norm * model.head_dim
+    layers = [layer_size(model, number in model.expert_layers) for number in range(model.num_layers)]
     embedding = rows * hidden
     if model.position_embedding_type == "learned_absolute":
         embedding += model.max_position_embeddings * hidden
     return ParameterCounts(
         embedding=embedding,
-        attention=layers * attention,
-        mlp=(layers - with_experts) * mlp + with_experts * moe_weights(model, model.num_experts or 0),
-        norms=layers * norms + norm * hidden,
+        attention=sum(layer.attention for layer in layers),
+        mlp=sum(layer.mlp + layer.experts for layer in layers),
+        norms=sum(layer.norms for layer in layers) + norm * hidden,
         head=rows * hidden if model.untie_embeddings_and_output_weights else 0,
-        idle=with_experts * ((model.num_experts or 0) - model.moe_router_topk) * expert_weights(model),
+        idle=with_experts
+        * ((model.num_experts or 0) - model.moe_router_topk)
+        * mlp_weights(model, model.expert_size),
     )
-
-
-def expert_weights(model: ModelConfig) -> int:
-    """The weights of one expert."""
-    return model.hidden_size * model.expert_size * (3 if model.gated else 2)
-
-
-def moe_weights(model: ModelConfig, experts: int) -> int:
-    """The weights of a layer's router, shared expert and `experts` of its experts."""
-    hidden, shared = model.hidden_size, model.moe_shared_expert_intermediate_size or 0
-    router = hidden * (model.num_experts or 0)
-    beside = hidden * shared * (3 if model.gated else 2) + hidden * model.moe_shared_expert_gate
-    return router + beside + experts * expert_weights(model)
 
 
 def flops_per_token(model: ModelConfig, seq_length: int) -> TokenFlops:
@@ -145,18 +121,19 @@ def flops_per_token(model: ModelConfig, seq_length: int) -> TokenFlops:
 
     The head works on the padded vocabulary. Llama-3-8B at 8,192: 51.5 GFLOP (causal), 57.9 GFLOP (full).
     """
-    hidden, layers = model.hidden_size, model.num_layers
-    query = model.num_attention_heads * model.head_dim
-    key_value = 2 * model.query_groups * model.head_dim
-    per_weight = FORWARD_AND_BACKWARD * MULTIPLY_ADD
     with_experts = len(model.expert_layers)
-    mlp = (layers - with_experts) * hidden * model.ffn_size * (3 if model.gated else 2)
-    mlp += with_experts * moe_weights(model, model.moe_router_topk)
+    per_weight = FORWARD_AND_BACKWARD * MULTIPLY_ADD
+    values = model.v_head_dim if model.multi_latent_attention else model.head_dim
+    widths = model.num_attention_heads * (model.head_dim + values)  # of q·kᵀ, and of probabilities·v
+    mlp = (model.num_layers - with_experts) * mlp_weights(model, model.ffn_size)
+    if with_experts:
+        mlp += with_experts * layer_size(model, True).mlp
+        mlp += with_experts * model.moe_router_topk * mlp_weights(model, model.expert_size)
     return TokenFlops(
-        attention_projections=per_weight * layers * hidden * (query + key_value + query),
-        attention_matrix=per_weight * 2 * query * _keys(model, seq_length),  # q·kᵀ and probabilities·v
+        attention_projections=per_weight * model.num_layers * attention_weights(model),
+        attention_matrix=per_weight * widths * _keys(model, seq_length),
         mlp=per_weight * mlp,
-        head=per_weight * hidden * model.padded_vocab_size,
+        head=per_weight * model.hidden_size * model.padded_vocab_size,
     )
 
 

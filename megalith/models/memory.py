@@ -8,6 +8,8 @@ the tensors that the backward pass must find again (after Korthikanti et al., 20
 - the loss takes the logits a chunk at a time (ops/cross_entropy.py), at most 2^26 of them;
 - the allocator's fragments, the libraries' workspaces and the CUDA context (about 1 GB) come on top.
 
+Experts are taken to have as many tokens each; what a token's rows take is estimated, not measured.
+
 The parts do not all peak at the same moment (a layer's activations go as its gradients come), so their sum is what a
 step needs at most. Nothing here imports torch.
 """
@@ -17,6 +19,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING
+
+from megalith.models.layer_sizes import layer_size
 
 if TYPE_CHECKING:
     from megalith.config import ModelConfig, ParallelConfig
@@ -61,6 +65,8 @@ class Share:
     """None: one device."""
     layers: int | None = None
     """Layers whose parameters are here; None: all."""
+    layers_with_experts: int | None = None
+    """How many of them have experts; None: as many as of all layers, in proportion."""
     layers_held: int | None = None
     """Layers whose activations are kept at the fullest moment, counted once a micro-batch; None: `layers`."""
     embedding: bool = True
@@ -73,6 +79,10 @@ class Share:
     """Whether there is data × context parallelism, and so a gathered copy of the parameters."""
     shards: int = 1
     """Ranks over which the state is sharded."""
+    expert_copies: int = 1
+    """Ranks that hold the same experts, or shards of them."""
+    expert_shards: int = 1
+    """Ranks over which the state of an expert is sharded."""
     accumulates: bool = True
     """Whether a step has several micro-batches."""
     offloaded: float = 0.0
@@ -86,13 +96,21 @@ class Cuts:
     tensor: int = 1
     sequence: int = 1  # tensor, or 1 without sequence parallelism
     context: int = 1
+    experts: int = 1  # expert · expert tensor
+    expert_tensor: int = 1
 
     @classmethod
     def of(cls, parallel: ParallelConfig | None) -> Cuts:
         if parallel is None:
             return cls()
         tensor = parallel.tensor_model_parallel_size
-        return cls(tensor, tensor if parallel.sequence_parallel else 1, parallel.context_parallel_size)
+        return cls(
+            tensor,
+            tensor if parallel.sequence_parallel else 1,
+            parallel.context_parallel_size,
+            parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size,
+            parallel.expert_tensor_parallel_size,
+        )
 
 
 def expected_memory(
@@ -111,46 +129,47 @@ def expected_memory(
     layers = model.num_layers if share.layers is None else share.layers
     held = layers if share.layers_held is None else share.layers_held
     width = COMPUTE_BYTES[precision]
-    layer = layer_parameters(model, cuts.tensor)
+    layer = _mean_layer(model, share, layers, cuts)
     outside = outside_parameters(model, share.embedding, share.head, cuts.tensor)
-    here = layers * layer + outside
+    dense, experts = layers * layer.dense + outside, layers * layer.experts
+    state = dense / share.shards + experts / share.expert_shards
     rows = -(-model.padded_vocab_size // cuts.tensor)
     head = rows * model.hidden_size if share.head else 0
     tokens = micro_batch_size * seq_length // cuts.context
     logits = min(tokens * rows, LOGITS_AT_ONCE) if share.head else 0
     return MemoryEstimate(
-        weights=MASTER_BYTES * here // share.shards,
-        compute_copy=_compute_copy(share, layers, held, layer, outside, width)
+        weights=int(MASTER_BYTES * state),
+        compute_copy=_copies(share, layers, held, layer, outside, width)
         + (0 if precision == "fp32" else width * head),
-        gradients=_gradients(share, here, layer, width),
-        optimizer=int(OPTIMIZER_BYTES[optimizer] * here / share.shards * (1 - share.offloaded)),
-        activations=width * tokens * _kept_per_token(model, share, layers, held, cuts),
+        gradients=int(
+            _gradients(share, dense, layer.dense, share.shards, width)
+            + _gradients(share, experts, layer.experts, share.expert_shards, width)
+        ),
+        optimizer=int(OPTIMIZER_BYTES[optimizer] * state * (1 - share.offloaded)),
+        activations=int(width * tokens * _kept_per_token(model, share, layers, held, cuts)),
         loss=(4 + 2 * width) * logits + GRADIENT_BYTES * head,
     )
 
 
-def layer_parameters(model: ModelConfig, tensor: int = 1) -> int:
-    """Parameters of one layer on one of `tensor` tensor-parallel ranks."""
-    hidden, ffn = model.hidden_size, model.ffn_size
-    query = model.num_attention_heads * model.head_dim
-    qkv = query + 2 * model.query_groups * model.head_dim
-    up = 2 * ffn if model.gated else ffn
-    norm = 2 if model.normalization == "LayerNorm" else 1  # weight and bias, or weight
-    qkv_rows = (
-        qkv // tensor if model.query_groups >= tensor else qkv
-    )  # ranks that share a KV group hold it whole
-    total = qkv_rows * hidden + query // tensor * hidden + up // tensor * hidden + ffn // tensor * hidden
-    if model.qkv_bias:
-        total += qkv_rows
-    if model.proj_bias:
-        total += hidden
-    if model.mlp_bias:
-        total += up // tensor + hidden
-    if model.qk_layernorm_full_width:
-        total += norm * (query + model.query_groups * model.head_dim) // tensor
-    elif model.qk_layernorm:
-        total += 2 * norm * model.head_dim
-    return total + model.norms_in_layer * norm * hidden
+@dataclass(frozen=True)
+class _MeanLayer:
+    """What a layer here has on average."""
+
+    dense: float
+    experts: float
+    with_experts: float  # the share of layers that have them
+
+
+def _mean_layer(model: ModelConfig, share: Share, layers: int, cuts: Cuts) -> _MeanLayer:
+    if not model.expert_layers or not layers:
+        return _MeanLayer(layer_size(model, False, cuts.tensor).dense, 0, 0)
+    if share.layers_with_experts is None:
+        part = len(model.expert_layers) / model.num_layers
+    else:
+        part = share.layers_with_experts / layers
+    with_experts = layer_size(model, True, cuts.tensor, cuts.experts)
+    dense = part * with_experts.dense + (1 - part) * layer_size(model, False, cuts.tensor).dense
+    return _MeanLayer(dense, part * with_experts.experts, part)
 
 
 def outside_parameters(model: ModelConfig, embedding: bool = True, head: bool = True, tensor: int = 1) -> int:
@@ -170,8 +189,12 @@ def outside_parameters(model: ModelConfig, embedding: bool = True, head: bool = 
 
 
 def layer_activations(
-    model: ModelConfig, cuts: Cuts = Cuts(), compiled: bool = True, recomputed: Collection[str] = ()
-) -> int:
+    model: ModelConfig,
+    cuts: Cuts = Cuts(),
+    compiled: bool = True,
+    recomputed: Collection[str] = (),
+    has_experts: bool = False,
+) -> float:
     """Elements that the backward pass keeps of each token in a layer, in the compute dtype, on one rank.
 
     `recomputed` are the modules of selective recomputation. The compiler can make a norm's output and attention's
@@ -194,7 +217,19 @@ def layer_activations(
     if not (compiled and "core_attn" in recomputed):
         attention += query  # the output
     mlp = (3 if model.gated else 2) * model.ffn_size // cuts.tensor  # up (and gate), its activation
+    if has_experts:
+        mlp = _expert_activations(model, cuts)
     return norm_inputs + norm_outputs + attention + (0 if "mlp" in recomputed else mlp)
+
+
+def _expert_activations(model: ModelConfig, cuts: Cuts) -> float:
+    """Of a token in a layer of experts, each with as many tokens as another: its rows, between the matrices too."""
+    row = model.hidden_size + (6 if model.gated else 3) * model.expert_size / cuts.expert_tensor
+    shared = (model.moe_shared_expert_intermediate_size or 0) // cuts.tensor
+    own = 1 / cuts.tensor  # each rank of the tensor axis has its part of the tokens
+    if cuts.expert_tensor > 1:
+        own *= cuts.expert_tensor  # gathered
+    return model.moe_router_topk * row * own + (3 if model.gated else 2) * shared
 
 
 def _kept(share: Share, layers: int, held: int) -> tuple[int, int]:
@@ -217,31 +252,45 @@ def _kept(share: Share, layers: int, held: int) -> tuple[int, int]:
     return -(-held // unit), unit
 
 
-def _kept_per_token(model: ModelConfig, share: Share, layers: int, held: int, cuts: Cuts) -> int:
+def _kept_per_token(model: ModelConfig, share: Share, layers: int, held: int, cuts: Cuts) -> float:
     """Elements kept of each token, over the layers that are held, after what recomputation saves."""
     parallel, stream = share.parallel, model.hidden_size // cuts.sequence
     inputs, whole = _kept(share, layers, held)
-    everything = layer_activations(model, cuts, share.compiled)
+    part = _mean_layer(model, share, layers, cuts).with_experts
+
+    def activations(recomputed: Collection[str] = ()) -> float:
+        kinds = [(1 - part, False)] + ([(part, True)] if part else [])
+        return sum(
+            share_of * layer_activations(model, cuts, share.compiled, recomputed, has)
+            for share_of, has in kinds
+        )
+
+    everything = activations()
     kept = inputs * stream + whole * everything
     if parallel is not None and parallel.recompute_granularity == "selective":
-        less = layer_activations(model, cuts, share.compiled, parallel.recompute_modules)
-        kept -= max(whole - 1, 0) * (everything - less)
+        kept -= max(whole - 1, 0) * (everything - activations(parallel.recompute_modules))
     if share.head:
         kept += 2 * stream + model.hidden_size  # the last norm's input and output; its gradient
     return kept
 
 
-def _compute_copy(share: Share, layers: int, held: int, layer: int, outside: int, width: int) -> int:
-    if not share.fsdp:  # autograd keeps the cast weights of each micro-batch in flight
+def _copies(share: Share, layers: int, held: int, layer: _MeanLayer, outside: int, width: int) -> int:
+    dense = _compute_copy(share, layers, held, layer.dense, share.fsdp, width)
+    experts = _compute_copy(share, layers, held, layer.experts, share.expert_copies > 1, width)
+    return int(dense + experts + (MASTER_BYTES * outside if share.fsdp else 0))
+
+
+def _compute_copy(share: Share, layers: int, held: int, layer: float, fsdp: bool, width: int) -> float:
+    if not fsdp:  # autograd keeps the cast weights of each micro-batch in flight
         return 0 if width == MASTER_BYTES else width * layer * _kept(share, layers, held)[1]
     frees = share.parallel.data_parallel_sharding_strategy == "optim_grads_params"
-    return width * layer * (min(LAYERS_GATHERED, layers) if frees else layers) + MASTER_BYTES * outside
+    return width * layer * (min(LAYERS_GATHERED, layers) if frees else layers)
 
 
-def _gradients(share: Share, here: int, layer: int, width: int) -> int:
-    if share.shards == 1:
+def _gradients(share: Share, here: float, layer: float, shards: int, width: int) -> float:
+    if shards == 1:
         return GRADIENT_BYTES * here
     each = share.parallel.data_parallel_sharding_strategy != "optim"
     if not each and share.accumulates:  # summed whole, cut at the end of the step
         return GRADIENT_BYTES * here
-    return GRADIENT_BYTES * here // share.shards + (width + GRADIENT_BYTES) * layer
+    return GRADIENT_BYTES * here / shards + (width + GRADIENT_BYTES) * layer

@@ -13,14 +13,15 @@ from typing import Any
 
 from megalith.config import RunConfig
 from megalith.config.batch import BatchSizeSchedule
+from megalith.config.expert_rules import expert_data_parallel_size, expert_shard_size
 from megalith.config.rules import check_training, data_parallel_size, shard_size
 from megalith.errors import ConfigError
 from megalith.models.flops import flops_per_token
+from megalith.models.layer_sizes import layer_size
 from megalith.models.memory import (
     MemoryEstimate,
     Share,
     expected_memory,
-    layer_parameters,
     outside_parameters,
 )
 from megalith.parallel.mesh import Coordinates
@@ -146,9 +147,11 @@ def _stage(
         in_flight = most_held(schedule, chunks[0].rank, [1] * len(chunks))
         held = most_held(schedule, chunks[0].rank, layers)
     copies = world_size // parallel.pipeline_model_parallel_size // parallel.tensor_model_parallel_size
+    with_experts = [layer in model.expert_layers for chunk in chunks for layer in chunk.layers]
     share = Share(
         parallel=parallel,
         layers=sum(layers),
+        layers_with_experts=sum(with_experts),
         layers_held=held,
         embedding=embedding,
         head=head,
@@ -156,13 +159,16 @@ def _stage(
         compiled=config.runtime.compile is not False and schedule_kind(parallel) != "zero_bubble",
         fsdp=copies > 1,
         shards=shard_size(parallel, world_size),
+        expert_copies=expert_data_parallel_size(parallel, world_size),
+        expert_shards=expert_shard_size(parallel, world_size),
         accumulates=micro_batches > 1,
         offloaded=config.optim.optimizer_offload_fraction if config.optim.optimizer_cpu_offload else 0.0,
     )
     return StageLayout(
         number=chunks[0].rank,
         chunks=tuple(chunks),
-        parameters=sum(layers) * layer_parameters(model) + outside_parameters(model, embedding, head),
+        parameters=sum(layer_size(model, has_experts).total for has_experts in with_experts)
+        + outside_parameters(model, embedding, head),
         in_flight=in_flight,
         memory=expected_memory(
             model,

@@ -87,8 +87,13 @@ def _model(config: RunConfig) -> str:
     if model.padded_vocab_size != model.vocab_size:
         vocabulary += f" padded to {model.padded_vocab_size:,}"
     name = f"{model.preset}: " if model.preset else ""
+    widths = f"MLP {model.ffn_size} {mlp}"
+    if model.num_experts:
+        widths = f"{model.num_experts} experts of {model.expert_size} {mlp}, {model.moe_router_topk} a token"
+        if dense := model.num_layers - len(model.expert_layers):
+            widths += f", {dense} layers with an MLP of {model.ffn_size}"
     return (
-        f"{name}{model.num_layers} layers × {model.hidden_size}, {heads}, MLP {model.ffn_size} {mlp}\n"
+        f"{name}{model.num_layers} layers × {model.hidden_size}, {heads}, {widths}\n"
         f"{model.normalization}, {positions}, {vocabulary}"
     )
 
@@ -104,7 +109,8 @@ def _parameters(config: RunConfig) -> str:
     }
     shown = " + ".join(f"{name} {si(count)}" for name, count in parts.items() if count)
     tied = "" if counts.head else "; the head is the embedding"
-    return f"{counts.total:,}, without embedding and head {counts.non_embedding:,}\n= {shown}{tied}"
+    active = f", of which a token meets {counts.active:,}" if counts.idle else ""
+    return f"{counts.total:,}{active}, without embedding and head {counts.non_embedding:,}\n= {shown}{tied}"
 
 
 def _flops(config: RunConfig) -> str:

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 from megalith.config import RunConfig
 from megalith.config.rules import data_parallel_size, shard_size
-from megalith.models.memory import COMPUTE_BYTES, GRADIENT_BYTES, layer_parameters, outside_parameters
+from megalith.models.layer_sizes import layer_size
+from megalith.models.memory import COMPUTE_BYTES, GRADIENT_BYTES, outside_parameters
 from megalith.parallel.stages import Stage
 
 FP32 = 4
@@ -55,7 +56,26 @@ def transfers(
         sent = max(data_bytes(config, world_size, chunks, micro_batches) for chunks in stages)
         words = DATA_WORDS[parallel.data_parallel_sharding_strategy]
         found.append(Transfer("data × context", data_context, sent, words))
+    if (size := parallel.expert_model_parallel_size) > 1:
+        layers = max(_layers_with_experts(config, chunks) for chunks in stages)
+        sent = layers * micro_batches * expert_bytes(config)
+        found.append(Transfer("expert", size, sent, EXPERT_WORDS[parallel.moe_token_dispatcher_type]))
     return found
+
+
+def expert_bytes(config: RunConfig) -> int:
+    """Sent by a rank for a layer with experts and a micro-batch, forward and backward, when all is balanced."""
+    model, parallel = config.model, config.parallel
+    size = parallel.expert_model_parallel_size
+    # Each rank of the tensor axis has its part of the tokens; ranks that an expert is cut over have each other's too.
+    tokens = _tokens(config) * parallel.expert_tensor_parallel_size // parallel.tensor_model_parallel_size
+    rows = tokens * (model.moe_router_topk if parallel.moe_token_dispatcher_type == "alltoall" else size)
+    row = model.hidden_size * COMPUTE_BYTES[config.train.precision] + FP32  # and its weight
+    return 4 * rows * row * (size - 1) // size
+
+
+def _layers_with_experts(config: RunConfig, chunks: Sequence[Stage]) -> int:
+    return sum(layer in config.model.expert_layers for chunk in chunks for layer in chunk.layers)
 
 
 def tensor_bytes(config: RunConfig, chunks: Sequence[Stage]) -> int:
@@ -98,7 +118,8 @@ def data_bytes(config: RunConfig, world_size: int, chunks: Sequence[Stage], micr
     ranks = data_parallel_size(parallel, world_size) * parallel.context_parallel_size
     shards = shard_size(parallel, world_size)
     copies = ranks // shards
-    layers = sum(len(chunk.layers) for chunk in chunks) * layer_parameters(model, tensor)
+    has_experts = [layer in model.expert_layers for chunk in chunks for layer in chunk.layers]
+    layers = sum(layer_size(model, has, tensor).dense for has in has_experts)
     ends = outside_parameters(model, any(c.embedding for c in chunks), any(c.head for c in chunks), tensor)
     reduced = GRADIENT_BYTES * (layers + ends)
     strategy = parallel.data_parallel_sharding_strategy
@@ -131,6 +152,10 @@ CONTEXT_WORDS = {
     "all_gather": "keys and values gathered, their gradients reduced",
     "a2a": "heads exchanged for tokens, before and after attention",
     "a2a+p2p": "heads exchanged among neighbours, keys and values round a ring of groups",
+}
+EXPERT_WORDS = {
+    "alltoall": "each token's rows to its experts and back, their gradients the other way",
+    "allgather": "all tokens gathered, the experts' parts summed, and gradients",
 }
 DATA_WORDS = {
     "no_shard": "gradients summed, once a step, behind the last backward pass",

@@ -32,6 +32,10 @@ PUBLISHED = {
     "gemma3-1b": (26, 1152, 4, 1, 256, 6912, 262144, 32768, 999_885_952),
     "olmo2-7b": (32, 4096, 32, 32, 128, 11008, 100352, 4096, 7_298_617_344),
     "phi3-mini": (32, 3072, 32, 32, 96, 8192, 32064, 4096, 3_821_079_552),
+    "mixtral-8x7b": (32, 4096, 32, 8, 128, 14336, 32000, 32768, 46_702_792_704),
+    "qwen3-30b-a3b": (48, 2048, 32, 4, 128, 6144, 151936, 40960, 30_532_122_624),
+    "deepseek-v2-lite": (27, 2048, 16, 16, 192, 10944, 102400, 163840, 15_706_484_224),
+    "olmoe-1b-7b": (16, 2048, 16, 16, 128, 1024, 50304, 4096, 6_919_161_856),
 }
 
 
@@ -121,7 +125,33 @@ def test_windows_caps_and_norms_are_those_of_the_family(name):
     assert model.qk_layernorm == (name in ("gemma3-1b", "olmo2-7b"))
 
 
+# name: experts, layers with them, topk, widths of an expert and of the shared one, billions of parameters a token meets
+EXPERTS = {
+    "mixtral-8x7b": (8, 32, 2, 14336, None, 12.9),
+    "qwen3-30b-a3b": (128, 48, 8, 768, None, 3.3),
+    "deepseek-v2-lite": (64, 26, 6, 1408, 2816, 2.7),
+    "olmoe-1b-7b": (64, 16, 8, 1024, None, 1.3),
+}
+
+
+@pytest.mark.parametrize("name", EXPERTS)
+def test_experts_are_those_of_the_family(name):
+    model = ModelConfig(**PRESETS[name])
+    *shape, active = EXPERTS[name]
+    assert shape == [
+        model.num_experts,
+        len(model.expert_layers),
+        model.moe_router_topk,
+        model.expert_size,
+        model.moe_shared_expert_intermediate_size,
+    ]
+    assert count_parameters(model, padded_vocab=False).active / 1e9 == pytest.approx(active, abs=0.06)
+    assert model.moe_router_pre_softmax == (name in ("deepseek-v2-lite", "olmoe-1b-7b"))
+    assert model.multi_latent_attention == (name == "deepseek-v2-lite")
+    assert model.rotary_base == (1e6 if name in ("mixtral-8x7b", "qwen3-30b-a3b") else 1e4)
+
+
 def test_a_tiny_preset_takes_its_vocabulary_from_elsewhere():
-    for name in ("tiny-gpt", "tiny-llama", "tiny-qwen"):
+    for name in ("tiny-gpt", "tiny-llama", "tiny-qwen", "tiny-mixtral", "tiny-deepseek"):
         assert ModelConfig(**PRESETS[name]).vocab_size is None
         check_model(ModelConfig(**PRESETS[name], vocab_size=100))

@@ -6,12 +6,12 @@ from megalith.config import ParallelConfig
 from megalith.config.model import ModelConfig
 from megalith.config.presets import PRESETS
 from megalith.models.flops import count_parameters
+from megalith.models.layer_sizes import layer_size
 from megalith.models.memory import (
     Cuts,
     Share,
     expected_memory,
     layer_activations,
-    layer_parameters,
     outside_parameters,
 )
 
@@ -48,7 +48,7 @@ def test_fp32_keeps_no_second_copy_and_sgd_one_moment():
 @pytest.mark.parametrize("preset", ["gpt2-large", "llama3-8b", "qwen3-0.6b", "qwen3-8b"])
 def test_layers_and_what_is_outside_make_up_the_model(preset):
     model = ModelConfig(**PRESETS[preset])
-    whole = model.num_layers * layer_parameters(model) + outside_parameters(model)
+    whole = model.num_layers * layer_size(model, False).total + outside_parameters(model)
     assert whole == count_parameters(model).total
 
 
