@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megalith.config import ModelConfig
 from megalith.models.linear import Linear
+from megalith.ops.activation import gelu_tanh
 
 ACTIVATIONS = {
     "gelu": F.gelu,
-    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "gelu_tanh": gelu_tanh,
     "relu": F.relu,
     "silu": F.silu,
 }

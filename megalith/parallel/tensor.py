@@ -21,7 +21,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
-from torch.nn.functional import linear
 
 from megalith.comm import (
     Axis,
@@ -42,6 +41,7 @@ from megalith.models.mla import LatentAttention
 from megalith.models.moe import GroupedLinear
 from megalith.models.norm import HeadsNorm
 from megalith.models.transformer import Transformer
+from megalith.ops.linear import linear, weight_gradient, weight_gradient_parts
 from megalith.parallel.vocab import VocabParallel
 
 NEVER, UNDER_SP, ALWAYS = "never", "under sequence parallelism", "always"
@@ -165,7 +165,7 @@ class _ColumnLinear(torch.autograd.Function):
             x = wait(gathering)
         else:
             summing = begin_all_reduce(grad @ weight, ctx.axis)
-        grad_weight = grad.T @ x
+        grad_weight = weight_gradient(grad, x, weight_gradient_parts(x, weight.shape))
         grad_bias = grad.sum(0) if ctx.has_bias else None
         return wait(summing), grad_weight, grad_bias, None, None
 

@@ -17,6 +17,10 @@ def prepare_process(config: RunConfig, device: torch.device) -> None:
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.fp32_precision = "ieee"
         torch.backends.cudnn.conv.fp32_precision = "ieee"
+        if config.runtime.compile is not False:
+            from megalith.runtime.compiler import prepare_compiler  # imports torch's compiler: seconds
+
+            prepare_compiler(config.runtime.activation_memory_budget)
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS first starts
     torch.use_deterministic_algorithms(config.train.deterministic)

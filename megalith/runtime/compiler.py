@@ -1,0 +1,32 @@
+"""What torch.compile is told about the kernels of a layer, once for the process."""
+
+from __future__ import annotations
+
+import torch
+from torch._inductor.choices import InductorChoices
+from torch._inductor.codegen.simd_kernel_features import SIMDKernelFeatures
+from torch._inductor.runtime.hints import ReductionHint
+from torch._inductor.virtualized import V
+
+WIDEST_ROW = 8192  # elements that a program holds in registers
+
+
+def prepare_compiler(activation_memory_budget: float) -> None:
+    """`activation_memory_budget`: of what compiled layers would keep for the backward pass, the share they may."""
+    V.set_choices_handler(_Choices())
+    torch._functorch.config.activation_memory_budget = activation_memory_budget
+
+
+class _Choices(InductorChoices):
+    """A norm reads its row once: Inductor by itself does so up to 1,024 elements, and reads longer rows twice.
+
+    On an H200 the forward norms of a layer of width 1,280 take 0.18 ms and not 0.35. The choice must not be made by
+    timing at the start, as Inductor's multi-kernels make it: a run that goes on would round in another way.
+    """
+
+    @staticmethod
+    def should_use_persistent_reduction(features: SIMDKernelFeatures, cooperative_reduction: bool) -> bool:
+        along_rows = features.get_reduction_hint() is ReductionHint.INNER
+        if along_rows and V.graph.sizevars.statically_known_leq(features.reduction_numel, WIDEST_ROW):
+            return True
+        return InductorChoices.should_use_persistent_reduction(features, cooperative_reduction)
