@@ -10,6 +10,7 @@ from megalith.runtime.pool import Pool
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 MODEL = dict(num_layers=8, hidden_size=1024, num_attention_heads=16, vocab_size=32000)
+WIDE = dict(MODEL, hidden_size=2048)  # enough work that the GPU, not the host, sets the pace
 RANK, EXPECTED, MEASURED, STEP, COMPUTE, COMMUNICATION, BUBBLE, IDLE = 0, 5, 6, 7, 8, 9, 10, 11
 
 
@@ -20,10 +21,10 @@ def gpus():
     pool.close()
 
 
-def large(output, **parallel):
+def large(output, model=MODEL, **parallel):
     return configuration(
         output,
-        model=MODEL,
+        model=model,
         data=dict(seq_length=1024),
         train=dict(micro_batch_size=8, global_batch_size=64, precision="bf16"),
         runtime=dict(device="cuda"),
@@ -51,7 +52,7 @@ def measured_rows(text: str) -> list[list[float]]:
     ids=lambda parallel: ", ".join(f"{name} {value}" for name, value in parallel.items()),
 )
 def test_measured_step_adds_up_and_memory_is_near_the_estimate(gpus, tmp_path, parallel):
-    text = gpus.run(printed_by_run, large(tmp_path, **parallel))[0]
+    text = gpus.run(printed_by_run, large(tmp_path, WIDE, **parallel))[0]
     print(text)
     for row in measured_rows(text):
         parts = row[COMPUTE] + row[COMMUNICATION] + row[BUBBLE] + row[IDLE]

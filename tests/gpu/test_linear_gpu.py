@@ -27,7 +27,8 @@ def test_compiled_linear_with_a_cut_product_is_as_exact_as_a_plain_one():
         assert (ours - plain).norm() <= 1e-2 * plain.norm()
     exact = grad[:, :64].double().T @ given[0].double()
     errors = [(found[2][:64].double() - exact).norm() / exact.norm() for found in results]
-    assert errors[0] <= 1.1 * errors[1] < 4e-3
+    # Here the sum of the rounded parts is rounded once more, √2 times one rounding; into fp32 parameters it is not.
+    assert errors[0] <= 1.5 * errors[1] < 4e-3
 
 
 def test_compiled_gelu_is_torchs():
