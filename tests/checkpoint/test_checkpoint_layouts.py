@@ -1,4 +1,4 @@
-"""A run goes through 8, 4, 6, 1 and 8 processes, cut along every axis, and stays the same to the bit."""
+"""A run goes through 8, 4, 6, 1 and 8 processes, cut along every axis, experts too, and stays the same to the bit."""
 
 import pytest
 import torch
@@ -12,24 +12,28 @@ from megalith.runtime.pool import Pool
 
 ZERO1 = {"data_parallel_sharding_strategy": "optim"}
 ZERO3 = {"data_parallel_sharding_strategy": "optim_grads_params"}
-TP, PP, CP = "tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"
+TP2 = {"tensor_model_parallel_size": 2, "sequence_parallel": True}
+PP2 = {"pipeline_model_parallel_size": 2, "pipeline_model_parallel_layout": "Et|ttL"}
+PP3 = {"pipeline_model_parallel_size": 3}
+CP2 = {"context_parallel_size": 2}
+EP2 = {"expert_model_parallel_size": 2}
+EP4 = {"expert_model_parallel_size": 4}
+ETP2 = {"expert_tensor_parallel_size": 2}
 
-# fmt: off
 JOURNEY = [  # processes, settings of the section parallel; what is left is data parallelism
-    (8, {TP: 2, PP: 2, **ZERO1}),
-    (4, {TP: 2, CP: 2, "sequence_parallel": True}),
-    (6, {PP: 3, **ZERO1}),
+    (8, TP2 | PP2 | EP4 | ZERO1),
+    (4, TP2 | CP2 | EP2),
+    (6, PP3 | ZERO1),
     (1, {}),
-    (8, {TP: 4, **ZERO3}),
+    (8, TP2 | CP2 | EP2 | ETP2 | ZERO3),
 ]
-# fmt: on
 
 
 def config(output, parallel: dict, load) -> RunConfig:
     return RunConfig.from_tree(
         {
             "model": {
-                "num_layers": 6, "hidden_size": 32, "ffn_hidden_size": 40, "num_attention_heads": 8,
+                "num_layers": 3, "num_experts": 4, "moe_layer_freq": [0, 1, 1], "moe_ffn_hidden_size": 24, "hidden_size": 32, "ffn_hidden_size": 40, "num_attention_heads": 8,
                 "num_query_groups": 4, "kv_channels": 6, "qk_layernorm": True, "vocab_size": 131,
                 "make_vocab_size_divisible_by": 10, "max_position_embeddings": 16,
                 "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
