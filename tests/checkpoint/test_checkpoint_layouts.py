@@ -33,7 +33,8 @@ def config(output, parallel: dict, load) -> RunConfig:
     return RunConfig.from_tree(
         {
             "model": {
-                "num_layers": 3, "num_experts": 4, "moe_layer_freq": [0, 1, 1], "moe_ffn_hidden_size": 24, "hidden_size": 32, "ffn_hidden_size": 40, "num_attention_heads": 8,
+                "num_layers": 3, "num_experts": 4, "moe_layer_freq": [0, 1, 1], "moe_ffn_hidden_size": 24,
+                "hidden_size": 32, "ffn_hidden_size": 40, "num_attention_heads": 8,
                 "num_query_groups": 4, "kv_channels": 6, "qk_layernorm": True, "vocab_size": 131,
                 "make_vocab_size_divisible_by": 10, "max_position_embeddings": 16,
                 "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
