@@ -231,6 +231,7 @@ class Trainer:
                 grad_norm=result.grad_norm,
                 skipped=result.skipped,
                 loss_scale=result.loss_scale,
+                tallies=self.model.tallies,
             )
         )
 

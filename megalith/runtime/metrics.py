@@ -1,11 +1,13 @@
 """What a run writes down of itself: `metrics.jsonl`, one line a step, `evaluations.jsonl` and `events.jsonl`.
 
-Every line of `metrics.jsonl` is a JSON object with the fields of `StepMetrics`, in that order; every line of
+Every line of `metrics.jsonl` is a JSON object with the fields of `StepMetrics` (with experts `ExpertStepMetrics`), in
+that order; every line of
 `evaluations.jsonl` has `step`, `validation_loss` and `validation_perplexity`. A figure that is not known is null.
 So is one that is NaN or infinite, for JSON has neither: a loss that was lost shows as `"loss": null` with
 `"nan_iterations": 1`. A run that goes on from step k first cuts off what an earlier process wrote beyond k, so
 that no step stands twice. `events.jsonl` keeps everything: a line for each thing out of the ordinary, with its `time`,
-the `event`'s kind, a `text` for a reader, and its figures.
+the `event`'s kind, a `text` for a reader, and its figures. Models with experts have `experts.jsonl` too: at every log
+interval `tokens`, for each layer the tokens sent to each of its experts.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ from megalith.runtime.sinks import Sink
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 EVENTS_FILE = "events.jsonl"
+EXPERTS_FILE = "experts.jsonl"
 MAX_PERPLEXITY_EXPONENT = 20  # Megatron's: a perplexity beyond e^20 says no more
 
 
@@ -60,6 +63,20 @@ class StepMetrics:
     """fp16 only."""
 
 
+@dataclass(frozen=True)
+class ExpertStepMetrics(StepMetrics):
+    """A step of a model with experts, whose lines have these keys too."""
+
+    moe_aux_loss: float | None = None
+    """The experts' balancing loss before its coefficient, mean over layers and micro-batches; 1 when balanced."""
+    moe_z_loss: float | None = None
+    """The router's z-loss before its coefficient, likewise."""
+    moe_dropped: float | None = None
+    """Share of the choices of token and expert that capacities dropped, 0 to 1."""
+    moe_imbalance: float | None = None
+    """The most tokens of an expert against the mean, averaged over layers; 1 when balanced."""
+
+
 def perplexity(loss: float) -> float:
     """exp(loss), at most e^20; NaN for NaN."""
     return loss if math.isnan(loss) else math.exp(min(loss, MAX_PERPLEXITY_EXPONENT))
@@ -84,7 +101,7 @@ class MetricsWriter:
         self._open(start_step)
 
     def _open(self, start_step: int) -> None:
-        for name in (METRICS_FILE, EVALUATIONS_FILE):
+        for name in (METRICS_FILE, EVALUATIONS_FILE, EXPERTS_FILE):
             cut_after_step(self._folder / name, start_step)
         self._metrics = open(self._folder / METRICS_FILE, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
         self._evaluations = open(self._folder / EVALUATIONS_FILE, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
@@ -106,6 +123,11 @@ class MetricsWriter:
         record = {key: finite(value) for key, value in asdict(metrics).items()}
         self._metrics.write(json.dumps(record, allow_nan=False) + "\n")
         self._send("train", record)
+
+    def log_experts(self, step: int, tokens: dict[int, list[int]]) -> None:
+        """`tokens`: those sent to each expert, by layer number."""
+        with open(self._folder / EXPERTS_FILE, "a", encoding="utf-8") as file:
+            file.write(json.dumps({"step": step, "tokens": tokens}) + "\n")
 
     def log_evaluation(self, step: int, validation_loss: float) -> None:
         """`validation_loss`: mean over tokens, in nats."""

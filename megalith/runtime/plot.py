@@ -1,7 +1,7 @@
-"""A run's curves in a PNG: loss, validation, learning rate, gradient norm and speed, of one run or of several.
+"""A run's curves in a PNG: loss, validation, learning rate, gradient norm, speed, and the balance of experts.
 
-They come from what a run wrote (`metrics.jsonl`, `evaluations.jsonl`), so they can be drawn while it trains,
-after it has ended, and on another machine.
+One run's or several's. They come from what a run wrote (`metrics.jsonl`, `evaluations.jsonl`, `experts.jsonl`), so they
+can be drawn while it trains, after it has ended, and on another machine.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megalith.errors import DataError
 from megalith.runtime.console import si
-from megalith.runtime.metrics import EVALUATIONS_FILE, METRICS_FILE, read_records
+from megalith.runtime.metrics import EVALUATIONS_FILE, EXPERTS_FILE, METRICS_FILE, read_records
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -34,9 +34,10 @@ def plot_run(runs: str | Path | Sequence[str | Path], output_png: str | Path) ->
     folders = [Path(runs)] if isinstance(runs, str | Path) else [Path(run) for run in runs]
     histories = [(folder, _steps(folder), read_records(folder / EVALUATIONS_FILE)) for folder in folders]
 
-    figure = Figure(figsize=(11, 7.5), dpi=130, layout="constrained")
+    has_experts = any("moe_imbalance" in steps[-1] for _, steps, _ in histories)
+    figure = Figure(figsize=(11, 7.5 + 2.5 * has_experts), dpi=130, layout="constrained")
     figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
-    grid = figure.add_gridspec(2, 3, height_ratios=(2.1, 1))
+    grid = figure.add_gridspec(2 + has_experts, 3, height_ratios=(2.1, 1, 1)[: 2 + has_experts])
     loss, rate, norm, speed = (
         figure.add_subplot(cell) for cell in (grid[0, :], grid[1, 0], grid[1, 1], grid[1, 2])
     )
@@ -47,6 +48,8 @@ def plot_run(runs: str | Path | Sequence[str | Path], output_png: str | Path) ->
         norm.plot(*_xy(_points(steps, "grad_norm")), color=colour, linewidth=0.8)
         speed.plot(*_xy(_points(steps, "tokens_per_second_per_device")), color=colour, linewidth=0.8)
 
+    if has_experts:
+        draw_experts([figure.add_subplot(grid[2, column]) for column in range(3)], histories)
     rate.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
     speed.yaxis.set_major_formatter(lambda value, _: si(value))
     trained = [_points(steps, "loss") for _, steps, _ in histories]
@@ -65,6 +68,31 @@ def plot_run(runs: str | Path | Sequence[str | Path], output_png: str | Path) ->
     output.parent.mkdir(parents=True, exist_ok=True)
     FigureCanvasAgg(figure).print_png(str(output))
     return output
+
+
+def draw_experts(
+    axes: Sequence[Axes], histories: Sequence[tuple[Path, list[dict[str, Any]], list[dict[str, Any]]]]
+) -> None:
+    """Imbalance and balancing loss of every run, and each expert's share of its layer's tokens, last logged."""
+    imbalance, aux, load = axes
+    for (_, steps, _), colour in zip(histories, _cycle(COLOURS, len(histories))):
+        imbalance.plot(*_xy(_points(steps, "moe_imbalance")), color=colour, linewidth=0.8)
+        imbalance.plot(*_xy(_points(steps, "moe_dropped")), color=colour, linewidth=0.8, linestyle=":")
+        aux.plot(*_xy(_points(steps, "moe_aux_loss")), color=colour, linewidth=0.8)
+    _style(imbalance, "experts: most tokens / mean (dotted: share dropped)")
+    _style(aux, "balancing loss (1: even)")
+    records = [read_records(folder / EXPERTS_FILE) for folder, _, _ in histories]
+    last = next((of_run[-1] for of_run in records if of_run), None)
+    if last is None:
+        load.set_axis_off()
+        return
+    rows = [sorted(row, reverse=True) for row in last["tokens"].values()]
+    even = [[value * len(row) / sum(row) for value in row] for row in rows]
+    drawn = load.imshow(even, aspect="auto", cmap="viridis", vmin=0, interpolation="nearest")
+    load.figure.colorbar(drawn, ax=load)
+    _style(load, f"load / mean by layer, step {last['step']}")
+    load.grid(False)
+    load.set_xlabel("experts, busiest first", fontsize=8, color="#495057")
 
 
 def loss_points(run_dir: str | Path) -> Points:

@@ -19,11 +19,12 @@ from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline import Pipeline
 from megalith.runtime.clock import StepClock
 from megalith.runtime.console import TrainingConsole, open_console
+from megalith.runtime.expert_load import expert_load
 from megalith.runtime.health import ReadStep
 from megalith.runtime.layout import Layout, build_layout
 from megalith.runtime.layout_report import LayoutReport
 from megalith.runtime.layout_text import layout_text, paragraph
-from megalith.runtime.metrics import MetricsWriter, StepMetrics
+from megalith.runtime.metrics import ExpertStepMetrics, MetricsWriter, StepMetrics
 from megalith.runtime.profile import StepProfiler, traced_steps
 from megalith.runtime.sinks import open_sinks
 from megalith.runtime.stragglers import Stragglers
@@ -43,6 +44,8 @@ class PendingStep:
     grad_norm: Tensor
     skipped: Tensor
     loss_scale: Tensor
+    tallies: Tensor | None = None
+    """What the experts got, float32 [layers with experts, experts + 3]."""
 
     def read(self) -> ReadStep:
         """Its figures on the host; waits for the device."""
@@ -105,7 +108,7 @@ class Report:
         profiler: StepProfiler | None = None,
     ):
         """`step` is the last step that was made before."""
-        config = layout.config
+        self._config = config = layout.config
         self.clock = StepClock(device)
         self.last_loss: float | None = None
         self._metrics, self._console, self._profiler = metrics, console, profiler
@@ -146,6 +149,8 @@ class Report:
             self.last_loss = read.loss
             if self._metrics is not None:
                 metrics = self._figures(read, step.lr, milliseconds)
+                if step.tallies is not None:
+                    metrics = self._with_experts(metrics, step.tallies)
                 self._metrics.log_step(metrics)
                 self._console.log_step(metrics)
 
@@ -198,6 +203,18 @@ class Report:
             skipped=int(step.skipped),
             nan_iterations=int(not math.isfinite(step.loss)),
             loss_scale=step.loss_scale if self._fp16 else None,
+        )
+
+    def _with_experts(self, metrics: StepMetrics, tallies: Tensor) -> ExpertStepMetrics:
+        load = expert_load(tallies, self._config, metrics.global_batch_size)
+        if metrics.step % self._config.log.log_interval == 0:
+            self._metrics.log_experts(metrics.step, load.tokens)
+        return ExpertStepMetrics(
+            **vars(metrics),
+            moe_aux_loss=load.aux_loss,
+            moe_z_loss=load.z_loss,
+            moe_dropped=load.dropped,
+            moe_imbalance=load.imbalance,
         )
 
     def _is_traced(self, step: int) -> bool:
