@@ -23,6 +23,7 @@ from types import TracebackType
 from typing import Any
 
 from megalith.errors import DataError
+from megalith.runtime.lines import LineFile
 from megalith.runtime.sinks import Sink
 
 METRICS_FILE = "metrics.jsonl"
@@ -91,20 +92,21 @@ class MetricsWriter:
     """Appends to the two files of `output_dir` and passes the same figures on to `sinks`.
 
     start_step: the last step that this process will not repeat; lines beyond it are cut off. One process of
-    a run has a writer. Each line is handed to the system at once, so that a killed process loses none.
+    a run has a writer.
     """
 
     def __init__(self, output_dir: str | Path, start_step: int = 0, sinks: Sequence[Sink] = ()):
         self._folder = Path(output_dir)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._sinks = list(sinks)
+        self._events: LineFile | None = None
         self._open(start_step)
 
     def _open(self, start_step: int) -> None:
         for name in (METRICS_FILE, EVALUATIONS_FILE, EXPERTS_FILE):
             cut_after_step(self._folder / name, start_step)
-        self._metrics = open(self._folder / METRICS_FILE, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
-        self._evaluations = open(self._folder / EVALUATIONS_FILE, "a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        self._metrics = LineFile(self._folder / METRICS_FILE)
+        self._evaluations = LineFile(self._folder / EVALUATIONS_FILE)
 
     def rewind(self, step: int) -> None:
         """Cuts off what was written of the steps after `step`."""
@@ -116,12 +118,13 @@ class MetricsWriter:
         """`record`: what happened, as JSON takes it; NaN and infinite figures become null."""
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         line = {"time": now, **{key: finite(value) for key, value in record.items()}}
-        with open(self._folder / EVENTS_FILE, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line, allow_nan=False) + "\n")
+        if self._events is None:  # a run without events has no file of them
+            self._events = LineFile(self._folder / EVENTS_FILE)
+        self._events.write(json.dumps(line, allow_nan=False))
 
     def log_step(self, metrics: StepMetrics) -> None:
         record = {key: finite(value) for key, value in asdict(metrics).items()}
-        self._metrics.write(json.dumps(record, allow_nan=False) + "\n")
+        self._metrics.write(json.dumps(record, allow_nan=False))
         self._send("train", record)
 
     def log_experts(self, step: int, tokens: dict[int, list[int]]) -> None:
@@ -136,12 +139,14 @@ class MetricsWriter:
             "validation_loss": finite(validation_loss),
             "validation_perplexity": finite(perplexity(validation_loss)),
         }
-        self._evaluations.write(json.dumps(record, allow_nan=False) + "\n")
+        self._evaluations.write(json.dumps(record, allow_nan=False))
         self._send("validation", record)
 
     def close(self) -> None:
         self._metrics.close()
         self._evaluations.close()
+        if self._events is not None:
+            self._events.close()
         for sink in self._sinks:
             sink.close()
 

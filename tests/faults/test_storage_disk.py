@@ -1,6 +1,8 @@
 """A disk that refuses: every rank learns it, the old steps stay whole, and training goes on."""
 
+import os
 import subprocess
+from dataclasses import fields, replace
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,9 @@ import megalith
 from megalith.checkpoint import list_steps, open_checkpoint
 from megalith.checkpoint.open import step_problems
 from megalith.errors import CheckpointError
+from megalith.runtime.metrics import MetricsWriter, StepMetrics, read_records
+
+METRICS = [field.name for field in fields(StepMetrics)]
 
 
 @pytest.fixture
@@ -85,6 +90,23 @@ def test_a_save_after_the_disk_has_room_again_succeeds(disk, tmp_path):
     ballast.unlink()
     assert save_on_a_bad_disk(run_config(full / "run"), 1, {})[2] == ""
     assert step_problems(open_checkpoint(full / "run").folder) == []
+
+
+def test_a_full_disk_does_not_end_a_run_by_its_log_which_is_whole_when_there_is_room_again(disk):
+    full = disk(200_000)
+    ballast = full / "ballast"
+    record = StepMetrics(step=0, **dict.fromkeys(name for name in METRICS if name != "step"))
+    with MetricsWriter(full / "run") as writer:
+        for step in range(1, 41):
+            writer.log_step(replace(record, step=step))
+        ballast.write_bytes(bytes(os.statvfs(full).f_bavail * 4096))
+        with pytest.warns(UserWarning, match=r"metrics\.jsonl could not be written: No space left on device"):
+            for step in range(41, 81):  # into the last page, and beyond it
+                writer.log_step(replace(record, step=step))
+        assert len(read_records(full / "run" / "metrics.jsonl")) < 80
+        ballast.unlink()
+        writer.log_step(replace(record, step=81))
+    assert [line["step"] for line in read_records(full / "run" / "metrics.jsonl")] == list(range(1, 82))
 
 
 def test_a_run_that_cannot_save_its_end_ends_with_the_exit_code_of_checkpoints(disk):
