@@ -1,18 +1,25 @@
 """Training speed of a workload in a layout: `python -m benchmarks.train gpt2-large --layout tp2+sp`.
 
 Each layout is a run of `megalith train` on synthetic tokens, without evaluation, in processes of its own, one a GPU.
-Figures are medians over the steps after the warm-up; memory is the most that rank 0 had allocated. `--losses` prints
-the losses of some steps too, to lay layouts beside each other.
+Figures are medians over the steps after the warm-up; TFLOP/s count the attention matrix at half (causal); memory is the
+most that rank 0 had allocated; the first step is timed from the start of the process, compilation included. Of several
+GPUs the time of one step is shared out (compute, exposed communication, bubble), and `--kernels` lists the costliest.
+
+`--peer hf` or `plain` runs the same model elsewhere (peers.py), on the same GPU, in the same call. `--losses` prints
+the losses of some steps, to lay layouts beside each other. `--results FILE` appends each run as a line of JSON, with
+the hardware, the versions and the commit.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 import sys
 import tempfile
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +37,7 @@ WORKLOADS: dict[str, dict[str, Any]] = {
     "gpt2-large-dropout": dict(model=_LARGE, seq_length=1024, precision="fp16", batch=32),
     "llama3-8b":          dict(model=_LLAMA, seq_length=8192, precision="bf16", batch=2),
 }
-LAYOUTS: dict[str, dict[str, Any]] = {  # processes, micro-batch as a share of the global batch, settings
+LAYOUTS: dict[str, dict[str, Any]] = {  # processes, sequences of a micro-batch as a share of the step's, settings
     "one":         dict(processes=1, micro=1.0, parallel={}),
     "dp2":         dict(processes=2, micro=0.5, parallel={}),
     "dp2-optim":   dict(processes=2, micro=0.5, parallel=dict(data_parallel_sharding_strategy="optim")),
@@ -43,9 +50,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {  # processes, micro-batch as a share of t
     "pp2":         dict(processes=2, micro=0.125, parallel=dict(pipeline_model_parallel_size=2)),
     "pp2-16":      dict(processes=2, micro=0.0625, parallel=dict(pipeline_model_parallel_size=2,
                         decoder_first_pipeline_num_layers=19)),
-    "pp2-v2":      dict(processes=2, micro=0.0625, parallel=dict(pipeline_model_parallel_size=2,
+    "pp2-v2":      dict(processes=2, micro=0.125, parallel=dict(pipeline_model_parallel_size=2,
                         virtual_pipeline_model_parallel_size=2)),
-    "tp2-pp2-dp2": dict(processes=8, micro=0.125, parallel=dict(tensor_model_parallel_size=2, sequence_parallel=True,
+    "tp2-dp2":     dict(processes=4, micro=0.5, parallel=dict(tensor_model_parallel_size=2, sequence_parallel=True)),
+    "tp2-pp2":     dict(processes=4, micro=0.125, parallel=dict(tensor_model_parallel_size=2, sequence_parallel=True,
+                        pipeline_model_parallel_size=2)),
+    "tp2-cp2":     dict(processes=4, micro=1.0, parallel=dict(tensor_model_parallel_size=2, sequence_parallel=True,
+                        context_parallel_size=2)),
+    "tp2-pp2-dp2": dict(processes=8, micro=0.0625, parallel=dict(tensor_model_parallel_size=2, sequence_parallel=True,
                         pipeline_model_parallel_size=2)),
     "tp2-cp2-dp2": dict(processes=8, micro=0.5, parallel=dict(tensor_model_parallel_size=2, sequence_parallel=True,
                         context_parallel_size=2)),
@@ -54,6 +66,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {  # processes, micro-batch as a share of t
 }
 # fmt: on
 FIGURES = ("step_time_ms", "tokens_per_second_per_device", "tflops_per_device", "mfu", "max_memory_gb")
+KERNELS = 14  # rows of --kernels
 
 
 def main() -> None:
@@ -68,33 +81,101 @@ def main() -> None:
         "--batch", type=int, help="sequences a step (default: the workload's for each process)"
     )
     parser.add_argument("--losses", action="store_true")
-    parser.add_argument("overrides", nargs="*", help="further settings, section.key=value, after a --")
+    parser.add_argument("--kernels", action="store_true")
+    parser.add_argument("--peer", choices=("hf", "plain"))
+    parser.add_argument("--results", type=Path)
+    parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value", help="further settings")
     args = parser.parse_args()
     for layout in args.layout:
-        print(f"{args.workload} {layout} | {measure(args, layout)}", flush=True)
+        show(args, layout, measure(args, layout))
+    if args.peer:
+        show(args, args.peer, measure_peer(args))
 
 
-def measure(args: argparse.Namespace, layout: str) -> str:
-    """The figures of one run, or the end of what it printed when it failed."""
+def show(args: argparse.Namespace, name: str, found: dict[str, Any]) -> None:
+    """Prints a run's figures, and appends them to the results."""
+    figures = " | ".join(
+        f"{key} {value:.4g}" for key, value in found.items() if isinstance(value, (int, float))
+    )
+    print(f"{args.workload} {name} | {figures}")
+    for key in ("losses", "measured", "kernels", "failed"):
+        if found.get(key):
+            print(found[key])
+    sys.stdout.flush()
+    if args.results:
+        row = {"workload": args.workload, "run": name, "batch": args.batch, "set": args.set}
+        with args.results.open("a", encoding="utf-8") as file:
+            file.write(json.dumps({**row, **found, **surroundings()}) + "\n")
+
+
+def measure(args: argparse.Namespace, layout: str) -> dict[str, Any]:
+    """The figures of one run, or under `failed` the end of what it printed."""
     with tempfile.TemporaryDirectory() as folder:
-        run_file = Path(folder) / "run.yaml"
+        run_file, output = Path(folder) / "run.yaml", Path(folder) / "run"
         run_file.write_text(yaml.safe_dump(run_tree(args, layout, folder)))
         command = [sys.executable, "-m", "megalith.cli", "train", str(run_file)]
-        command += ["--nproc", str(LAYOUTS[layout]["processes"]), *(f"--{o}" for o in args.overrides)]
+        command += ["--nproc", str(LAYOUTS[layout]["processes"]), *(f"--{o}" for o in args.set)]
         done = subprocess.run(command, capture_output=True, text=True)
-        metrics = Path(folder) / "run" / "metrics.jsonl"
+        metrics = output / "metrics.jsonl"
         if done.returncode or not metrics.exists():
-            return f"failed with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}"
+            return {"failed": f"failed with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}"}
         steps = [json.loads(line) for line in metrics.read_text().splitlines()]
-    measured = steps[args.warmup :]
-    known = [key for key in FIGURES if measured[0][key] is not None]
-    text = " | ".join(f"{key} {statistics.median(step[key] for step in measured):.4g}" for key in known)
+        table = output / "profile" / "top_operations.txt"
+        kernels = costliest(table.read_text()) if table.exists() else None
+    measured = steps[args.warmup : args.steps]
+    found: dict[str, Any] = {
+        key: statistics.median(step[key] for step in measured)
+        for key in FIGURES
+        if measured[0][key] is not None
+    }
+    if first := re.search(r"first step ([\d.]+) s after", done.stdout):
+        found["first_step_s"] = float(first[1])
     if args.losses:
         shown = steps[:: max(1, len(steps) // 6)]
-        text += " | losses " + " ".join(f"{step['step']}:{step['loss']:.4f}" for step in shown)
+        found["losses"] = "losses " + " ".join(f"{step['step']}:{step['loss']:.4f}" for step in shown)
     if "measured in step" in done.stdout:
-        text += "\n" + done.stdout[done.stdout.index("measured in step") :].split("\n\n")[0]
-    return text
+        lines = done.stdout[done.stdout.index("measured in step") :].splitlines()
+        end = next(i for i, line in enumerate(lines) if "iteration" in line or line.startswith("saved"))
+        found["measured"] = "\n".join(line for line in lines[:end] if line)
+    return found | {"kernels": kernels}
+
+
+def measure_peer(args: argparse.Namespace) -> dict[str, Any]:
+    """The figures of the same model elsewhere."""
+    command = [sys.executable, "-m", "benchmarks.peers", args.peer, args.workload]
+    command += ["--steps", str(args.steps), "--warmup", str(args.warmup)]
+    command += ["--batch", str(args.batch)] if args.batch else []
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        return {"failed": f"failed with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}"}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def costliest(table: str) -> str:
+    """Self time, its share and the number of calls of the first kernels in torch's table of a GPU's operations."""
+    rows = [re.split(r"\s{2,}", line.strip()) for line in table.splitlines()]
+    heading = next(row for row in rows if row[0] == "Name")
+    if "Self CUDA" not in heading:
+        return ""
+    columns = [heading.index(name) for name in ("Self CUDA", "Self CUDA %", "# of Calls")]
+    kernels = [row for row in rows if len(row) == len(heading) and row[columns[0]].endswith(("ms", "us"))]
+    return "\n".join(
+        "  ".join(f"{row[column]:>10}" for column in columns) + f"  {row[0]}" for row in kernels[:KERNELS]
+    )
+
+
+def surroundings() -> dict[str, Any]:
+    """What the figures were taken on."""
+    import torch
+
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True)
+    return {
+        "device": torch.cuda.get_device_name(0) if torch.cuda.is_available() else "cpu",
+        "torch": torch.__version__,
+        "cudnn": torch.backends.cudnn.version(),
+        "commit": commit.stdout.strip() or None,
+        "date": datetime.now().isoformat(timespec="seconds"),
+    }
 
 
 def run_tree(args: argparse.Namespace, layout: str, folder: str) -> dict[str, Any]:
@@ -107,11 +188,16 @@ def run_tree(args: argparse.Namespace, layout: str, folder: str) -> dict[str, An
         "data": {"mock": True, "seq_length": workload["seq_length"]},
         "optim": {"lr": 1e-4, "lr_decay_style": "constant"},
         "checkpoint": {"save_optim": False},
+        "log": {
+            "profile": args.kernels,  # one more step, after the measured ones
+            "profile_step_start": args.steps + 1,
+            "profile_step_end": args.steps + 2,
+        },
         "train": {
-            "micro_batch_size": max(1, int(how["micro"] * batch) // (2 if layout.endswith("-dp2") else 1)),
+            "micro_batch_size": max(1, int(how["micro"] * batch)),
             "global_batch_size": batch,
             "precision": workload["precision"],
-            "train_iters": args.steps,
+            "train_iters": args.steps + args.kernels,
             "eval_iters": 0,
             "output_dir": f"{folder}/run",
         },

@@ -1,10 +1,21 @@
-"""How long each step took, without waiting for the device until the figures are read."""
+"""How long each step took, without waiting for the device until the figures are read; how old the process is."""
 
 from __future__ import annotations
 
+import os
 import time
+from pathlib import Path
 
 import torch
+
+
+def process_age() -> float | None:
+    """Seconds since the system started this process; None where it does not tell (Linux does)."""
+    try:
+        started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]  # ticks since boot
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - int(started) / os.sysconf("SC_CLK_TCK")
+    except (OSError, AttributeError, ValueError, IndexError):
+        return None
 
 
 class StepClock:

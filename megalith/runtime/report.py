@@ -17,7 +17,7 @@ from megalith.hardware import device_kind
 from megalith.models.flops import flops_per_token, throughput
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline import Pipeline
-from megalith.runtime.clock import StepClock
+from megalith.runtime.clock import StepClock, process_age
 from megalith.runtime.console import TrainingConsole, open_console
 from megalith.runtime.expert_load import expert_load
 from megalith.runtime.health import ReadStep
@@ -117,6 +117,7 @@ class Report:
         self._stragglers = Stragglers(config.runtime, mesh, device, self._is_traced, self.event)
         self._read: list[ReadStep] = []
         self._pending: list[PendingStep] = []
+        self._first = step + 1
         self._interval = config.log.log_interval if device.type == "cuda" else 1
         self._fp16 = config.train.precision == "fp16"
         self._tokens = config.data.seq_length
@@ -136,8 +137,10 @@ class Report:
         self._layout.after_step()
         self._stragglers.after_step()
         self._pending.append(step)
-        if step.step % self._interval == 0:
+        if step.step == self._first or step.step % self._interval == 0:
             self.flush()
+        if step.step == self._first and (age := process_age()) is not None:
+            self.note(f"first step {age:.1f} s after the process was started")
 
     def flush(self) -> None:
         """Reads what is pending and hands it to the log."""
