@@ -20,6 +20,7 @@ from megalith.data.mock import MockDataset
 from megalith.data.order import SampleOrder, SingleOrder, sample_order
 from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import ConfigError
+from megalith.models.lora import add_adapters
 from megalith.models.transformer import Transformer
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.model import ParallelModel
@@ -97,6 +98,8 @@ def build_model(config: RunConfig, mesh: Mesh, device: torch.device) -> Parallel
         seed=config.train.seed,
         device="meta",
     )
+    if config.lora.rank is not None:
+        add_adapters(model, config.lora)
     return ParallelModel(model, config, mesh, device)
 
 

@@ -44,15 +44,15 @@ def load_run(trainer: Trainer) -> Path | None:
     None where there is none: then the weights are those of `model.init_from`, or the initial ones. Raises
     CheckpointError, on all ranks, where it is damaged or does not fit.
     """
-    checkpoint = _first_checkpoint(trainer)
-    if checkpoint is not None:
-        restore(trainer, checkpoint, trainer.config.checkpoint.load_optim)
-        return checkpoint.folder
-    model, seed = trainer.config.model, trainer.config.train.seed
-    if model.init_from is not None:
-        rows = vocabulary_rows(trainer.config)
-        begin_from(model.init_from, trainer.model.chunks, rows, seed, trainer.mesh.world)
-    return None
+    checkpoint, config = _first_checkpoint(trainer), trainer.config
+    frozen = config.lora.rank is not None  # a checkpoint then holds the adapters alone
+    if config.model.init_from is not None and (frozen or checkpoint is None):
+        chunks, rows = trainer.model.chunks, vocabulary_rows(config)
+        begin_from(config.model.init_from, chunks, rows, config.train.seed, trainer.mesh.world)
+    if checkpoint is None:
+        return None
+    restore(trainer, checkpoint, config.checkpoint.load_optim)
+    return checkpoint.folder
 
 
 def _first_checkpoint(trainer: Trainer) -> Checkpoint | None:

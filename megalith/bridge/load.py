@@ -11,8 +11,8 @@ from megalith.bridge.folder import CONFIG, find_folder, is_model_folder, read_js
 from megalith.bridge.importer import open_source
 from megalith.bridge.match import Match
 from megalith.bridge.settings import differences
-from megalith.checkpoint import Checkpoint, load_model, open_checkpoint
-from megalith.checkpoint.state import Model, model_boxes
+from megalith.checkpoint import Checkpoint, open_checkpoint
+from megalith.checkpoint.state import Model, base_boxes, load_base
 from megalith.comm import Axis
 from megalith.config import ModelConfig, RunConfig
 from megalith.errors import CheckpointError, ConfigError
@@ -25,10 +25,12 @@ FREE = ("rotary_base", "rope_scaling")
 def load_source(fit: Match, model: Model, seed: int) -> None:
     """Fills the parameters and buffers of a model, or of a rank's chunks of it, each rank reading its boxes alone.
 
+    All but adapters.
+
     Rows that pad the vocabulary become zero. Tensors that are missing and allowed to be get `seed`'s initial values.
     """
     groups = {group.name: group for group in fit.groups}
-    for name, box in model_boxes(model).items():
+    for name, box in base_boxes(model).items():
         group = groups[name]
         held = box.first_rows(group.shape[0]) if group.shape else box
         if held.values.numel():
@@ -45,7 +47,7 @@ def begin_from(path: str, model: Model, rows: dict[str, int], seed: int, world: 
     if is_source(path):
         load_source(open_source(path), model, seed)
     else:
-        load_model(_checkpoint(path), model, rows, world)
+        load_base(_checkpoint(path), model, rows, world)
 
 
 def is_source(path: str | Path) -> bool:
@@ -81,7 +83,13 @@ def _model_of(path: str) -> ModelConfig:
         folder = find_folder(path)
         theirs = read_json(folder / CONFIG)
         return family_of(theirs, str(folder)).read_config(theirs)
-    return RunConfig.from_tree(_checkpoint(path).manifest.config).model
+    config = RunConfig.from_tree(_checkpoint(path).manifest.config)
+    if config.lora.rank is not None:
+        raise ConfigError(
+            f"{path}, which model.init_from names, holds adapters alone; merge them with their base first: "
+            "megalith lora merge"
+        )
+    return config.model
 
 
 def _checkpoint(path: str) -> Checkpoint:

@@ -4,6 +4,9 @@ Tensors are global and as small as their meaning: rows that only pad the vocabul
 checkpoint does not depend on the padding. They are zero after loading. Everything else of a run stands in
 its record (step, consumed samples, configuration, loss scale).
 
+Of a model with adapters its own checkpoint holds these alone. Everything else is frozen and stands in its base, the
+weights that the run began from.
+
 A rank may hold the whole tensors or boxes of them, in any layout; what is stored is the same, so a run saved in one
 layout goes on in any other.
 """
@@ -22,6 +25,7 @@ from megalith.checkpoint.manifest import TensorRecord
 from megalith.checkpoint.read import Checkpoint, files_for
 from megalith.comm import Axis
 from megalith.errors import CheckpointError
+from megalith.models.lora import ADAPTER
 from megalith.parallel.gather import ALONE
 from megalith.parallel.shards import Box, box_of
 
@@ -37,12 +41,29 @@ def model_boxes(model: Model) -> dict[str, Box]:
     """Parameters and persistent buffers by name; a tensor that has two names (tied) under its first."""
     named: dict[str, Box] = {}
     seen: set[int] = set()
-    for chunk in [model] if isinstance(model, nn.Module) else model:
+    for chunk in _chunks(model):
         for name, tensor in chunk.state_dict(keep_vars=True).items():
             if id(tensor) not in seen:
                 seen.add(id(tensor))
                 named[name] = box_of(tensor)
     return named
+
+
+def base_boxes(model: Model) -> dict[str, Box]:
+    """`model_boxes` without adapters: what a published model has."""
+    return {name: box for name, box in model_boxes(model).items() if ADAPTER not in name}
+
+
+def own_boxes(model: Model) -> dict[str, Box]:
+    """Those of `model_boxes` that the run's checkpoints hold: all, or of a model with adapters these alone."""
+    boxes = model_boxes(model)
+    if not any(getattr(chunk, "has_adapters", False) for chunk in _chunks(model)):
+        return boxes
+    return {name: box for name, box in boxes.items() if ADAPTER in name}
+
+
+def _chunks(model: Model) -> Sequence[nn.Module]:
+    return [model] if isinstance(model, nn.Module) else model
 
 
 def optimizer_boxes(optimizer: torch.optim.Optimizer, model: Model | None) -> dict[str, Box]:
@@ -67,7 +88,7 @@ def state_boxes(
 ) -> dict[str, dict[str, Box]]:
     """What of this rank's state is stored, by part and name; without `optimizer` the weights alone."""
     rows = unpadded_rows or {}
-    boxes = {MODEL: _cut(model_boxes(model), rows)}
+    boxes = {MODEL: _cut(own_boxes(model), rows)}
     if optimizer is not None:
         boxes[OPTIMIZER] = _cut(optimizer_boxes(optimizer, model), _state_rows(rows))
     return boxes
@@ -81,10 +102,17 @@ def load_model(
 ) -> None:
     """Fills the model's parameters and buffers, in place and bitwise. All of them or, on an error, none.
 
-    Every rank of `world` calls it. Raises CheckpointError naming tensors that are missing, unexpected, or of another
+    Of a model with adapters, these alone: `load_base` fills the others. Every rank of `world` calls it. Raises CheckpointError naming tensors that are missing, unexpected, or of another
     shape or type, the same on every rank.
     """
-    _fill(checkpoint, MODEL, model_boxes(model), unpadded_rows or {}, world)
+    _fill(checkpoint, MODEL, own_boxes(model), unpadded_rows or {}, world)
+
+
+def load_base(
+    checkpoint: Checkpoint, model: Model, unpadded_rows: Mapping[str, int] | None = None, world: Axis = ALONE
+) -> None:
+    """As load_model, but for adapters, from a checkpoint of a model without."""
+    _fill(checkpoint, MODEL, base_boxes(model), unpadded_rows or {}, world)
 
 
 def load_optimizer(

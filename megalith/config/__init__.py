@@ -1,6 +1,7 @@
 """The configuration of a run: one tree of sections, free of torch. See `RunConfig`."""
 
 from megalith.config.data import DataConfig
+from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig, RopeScaling
 from megalith.config.optim import OptimConfig
 from megalith.config.output import CheckpointConfig, LogConfig, RuntimeConfig
@@ -12,6 +13,7 @@ __all__ = [
     "CheckpointConfig",
     "DataConfig",
     "LogConfig",
+    "LoraConfig",
     "ModelConfig",
     "OptimConfig",
     "ParallelConfig",

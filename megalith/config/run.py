@@ -14,6 +14,7 @@ from pydantic import PrivateAttr, ValidationError
 from megalith.config.aliases import ALIASES, Rename, apply_aliases
 from megalith.config.base import Section, as_config_error
 from megalith.config.data import DataConfig
+from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
 from megalith.config.optim import OptimConfig
 from megalith.config.output import CheckpointConfig, LogConfig, RuntimeConfig
@@ -30,6 +31,7 @@ class RunConfig(Section):
     """One run: what is trained, on what, how, and what it leaves behind."""
 
     model: ModelConfig = ModelConfig()
+    lora: LoraConfig = LoraConfig()
     parallel: ParallelConfig = ParallelConfig()
     data: DataConfig = DataConfig()
     optim: OptimConfig = OptimConfig()

@@ -72,7 +72,7 @@ class SelfAttention(Attention):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
         qkv = self.linear_qkv(
-            x
+            x, context
         )  # [batch, seq, groups · (heads_in_group + 2) · head_dim], or all tokens in one row
         qkv = qkv.view(context.batch, -1, qkv.shape[-1]).unflatten(
             -1, (-1, self.heads_in_group + 2, self.head_dim)
@@ -87,4 +87,4 @@ class SelfAttention(Attention):
                 tables = context.rotary_local
             query, key = rotate(query, tables), rotate(key, tables)
         out = self.attend(query, key, value, context)  # [batch, seq, heads, head_dim]
-        return self.linear_proj(out.flatten(2))
+        return self.linear_proj(out.flatten(2), context)

@@ -25,7 +25,8 @@ DRAWN_TOGETHER = (
 
 def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
     """Fills every parameter: N(0, init_method_std), scaled by 1/√(2 · layers) where a layer adds to the residual
-    stream; norms 1 or, where they are zero-centred, 0; biases and buffers 0; rows of the padded vocabulary 0.
+    stream; norms 1 or, where they are zero-centred, 0; biases and buffers 0; rows of the padded vocabulary 0. Adapters begin with B = 0 and A at N(0, 1 / (3 · in)), the
+    variance that PEFT begins with.
 
     A parameter may be plain or a DTensor of any placement: its local shard gets its slice of the global tensor.
     """
@@ -53,9 +54,11 @@ def initial_value(
     slice_first = [0] * len(shape) if slice_first is None else slice_first
     if name.endswith(".bias"):
         return torch.zeros(slice_shape)
+    if ".lora_B." in name:
+        return torch.zeros(slice_shape)
     if "layernorm" in name:
         return torch.full(slice_shape, 0.0 if config.layernorm_zero_centered_gamma else 1.0)
-    std = config.init_method_std
+    std = 1 / math.sqrt(3 * shape[1]) if ".lora_A." in name else config.init_method_std
     if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
         std /= math.sqrt(2 * config.num_layers)
     value = normal_rows(name, shape, std, seed, slice_first[0], slice_shape[0])

@@ -1,4 +1,7 @@
-"""A linear layer whose matmul can be replaced from outside: the seam of tensor parallelism and of FP8."""
+"""A linear layer whose matmul can be replaced from outside: the seam of tensor parallelism and of FP8.
+
+It may have an adapter (lora.py), whose result is added to its own.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.comm import local
+from megalith.models.context import Context
 from megalith.ops.linear import linear
 
 
@@ -19,8 +23,10 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device))
         self.bias = nn.Parameter(torch.empty(out_features, device=device)) if bias else None
         self.matmul = linear
+        self.adapter: nn.Module | None = None
 
-    def forward(self, x: Tensor) -> Tensor:  # [..., in] -> [..., out]
+    def forward(self, x: Tensor, context: Context | None = None) -> Tensor:  # [..., in] -> [..., out]
         weight = local(self.weight).to(x.dtype)
         bias = None if self.bias is None else local(self.bias).to(x.dtype)
-        return self.matmul(x, weight, bias)
+        y = self.matmul(x, weight, bias)
+        return y if self.adapter is None else y + self.adapter(x, context)

@@ -63,7 +63,7 @@ class LatentAttention(Attention):
 
         value = nn.functional.pad(value, (0, sum(self.parts) - self.value_size))
         out = self.attend(query, key, value, context)  # [batch, seq, heads, head_dim]
-        return self.linear_proj(out[..., : self.value_size].flatten(2))
+        return self.linear_proj(out[..., : self.value_size].flatten(2), context)
 
     def _queries(self, x: Tensor) -> Tensor:
         if self.linear_q_proj is not None:

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megalith.config import ModelConfig
+from megalith.models.context import Context
 from megalith.models.linear import Linear
 from megalith.ops.activation import gelu_tanh
 
@@ -32,11 +33,11 @@ class MLP(nn.Module):
         self.linear_fc1 = Linear(config.hidden_size, width, bias=bias, device=device)
         self.linear_fc2 = Linear(ffn_size, config.hidden_size, bias=bias, device=device)
 
-    def forward(self, x: Tensor) -> Tensor:  # [batch, seq, hidden]
-        x = self.linear_fc1(x)  # [batch, seq, ffn], or [batch, seq, 2 · ffn]
+    def forward(self, x: Tensor, context: Context | None = None) -> Tensor:  # [batch, seq, hidden]
+        x = self.linear_fc1(x, context)  # [batch, seq, ffn], or [batch, seq, 2 · ffn]
         if self.gated:
             gate, up = x.unflatten(-1, (-1, 2)).movedim(-1, 0).contiguous()  # [batch, seq, ffn] each
             x = self.activation(gate) * up
         else:
             x = self.activation(x)
-        return self.linear_fc2(x)
+        return self.linear_fc2(x, context)

@@ -90,7 +90,7 @@ class TransformerLayer(nn.Module):
         y = self.self_attention(_normed(x, self.input_layernorm), context)
         x = x + self._drop(_normed(y, self.post_attention_layernorm), context, ATTENTION_OUTPUT)
         normed = _normed(x, self.pre_mlp_layernorm)
-        y = self.mlp(normed, context) if self.has_experts else self.mlp(normed)
+        y = self.mlp(normed, context)
         return x + self._drop(_normed(y, self.post_mlp_layernorm), context, MLP_OUTPUT)
 
     def _drop(self, x: Tensor, context: Context, site: int) -> Tensor:
@@ -145,6 +145,8 @@ class Transformer(nn.Module):
         self.attention_mask = document_mask
         self.shard_tokens = whole
         self.sequence_parts = 1  # in how many parts each sequence is cut
+        self.has_adapters = False  # and everything else is frozen: see lora.py
+        self.draws_dropout = config.hidden_dropout > 0 or config.attention_dropout > 0
 
     def forward(
         self,
@@ -247,7 +249,7 @@ class Transformer(nn.Module):
         elif cache is not None and cache.length and seq > 1:
             keys = torch.arange(cache.length + seq, device=places.device)
             context.mask = (keys <= places[:, None])[None, None]
-        if self.training and (self.config.hidden_dropout or self.config.attention_dropout):
+        if self.training and self.draws_dropout:
             if sample_numbers is None:
                 sample_numbers = torch.arange(batch, device=places.device)
             keys = token_keys(self.seed, sample_numbers, places)

@@ -76,7 +76,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         matrix = weight.to(hidden.dtype)
         wants_gradient = hidden.requires_grad or weight.requires_grad
         losses, grads = [], []
-        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if wants_gradient else None
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if weight.requires_grad else None
         here = (index >= 0) & (index < len(weight))
         index = index.clamp(0, len(weight) - 1)[:, None]
         for x, row, own, mask in zip(*(t.split(chunk) for t in (hidden, index, here, loss_mask))):
@@ -90,7 +90,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 if softcap is not None:
                     grad = grad * _softcap_slope(logits, softcap)
                 grads.append(grad @ matrix)
-                grad_weight = _add_product(grad_weight, grad.T, x)
+                if grad_weight is not None:  # else the matrix is frozen
+                    grad_weight = _add_product(grad_weight, grad.T, x)
         if wants_gradient:
             ctx.save_for_backward(torch.cat(grads), grad_weight)
         return torch.stack(losses).sum()
@@ -99,7 +100,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_loss: Tensor):
         grad_hidden, grad_weight = ctx.saved_tensors
-        return grad_hidden * grad_loss.to(grad_hidden.dtype), grad_weight * grad_loss, *[None] * 6
+        grad_weight = None if grad_weight is None else grad_weight * grad_loss
+        return grad_hidden * grad_loss.to(grad_hidden.dtype), grad_weight, *[None] * 6
 
 
 def softcapped(logits: Tensor, softcap: float | None) -> Tensor:

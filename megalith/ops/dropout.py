@@ -16,6 +16,7 @@ from torch import Tensor
 
 # Sites of dropout inside a layer; the embedding's output is a layer of its own, numbered -1.
 ATTENTION_PROBABILITIES, ATTENTION_OUTPUT, MLP_OUTPUT, EMBEDDING_OUTPUT = 0, 1, 2, 3
+ADAPTER_INPUTS = {"linear_qkv": 4, "linear_proj": 5, "linear_fc1": 6, "linear_fc2": 7}
 
 
 @dataclass
@@ -28,11 +29,15 @@ class DropoutKeys:
 
     def query_rows(self) -> Tensor:
         """Keys of the attention probabilities' rows at this layer: int32 [batch, seq]."""
-        return mix(self.queries ^ self._place(ATTENTION_PROBABILITIES))
+        return self.token_rows(ATTENTION_PROBABILITIES)
 
     def stream_rows(self, site: int) -> Tensor:
         """Keys of the residual stream's tokens at this layer and site: int32, in the stream's shape."""
         return mix(self.stream ^ self._place(site))
+
+    def token_rows(self, site: int) -> Tensor:
+        """As stream_rows, of all tokens here, where the stream may hold a part of them: int32 [batch, seq]."""
+        return mix(self.queries ^ self._place(site))
 
     def _place(self, site: int) -> Tensor:
         return mix(self.layer * 8 + (site + 1))
@@ -48,29 +53,31 @@ def token_keys(seed: int, sample_numbers: Tensor, positions: Tensor) -> Tensor:
     return mix(sample[:, None] ^ _mixed_indices(positions + 0x632BE5AB))  # [batch, seq]
 
 
-def counter_dropout(x: Tensor, probability: float, rows: Tensor) -> Tensor:
+def counter_dropout(x: Tensor, probability: float, rows: Tensor, first_column: int = 0) -> Tensor:
     """Drops elements of x [batch, seq, width] and scales the others by 1 / (1 - probability).
 
-    `rows` int32 [batch, seq] are the keys of the tokens (`DropoutKeys.stream_rows`).
+    `rows` int32 [batch, seq] are the keys of the tokens (`DropoutKeys.stream_rows`), `first_column` is the number of
+    x's first column where it is a part of all.
     """
-    return _CounterDropout.apply(x, probability, rows)
+    return _CounterDropout.apply(x, probability, rows, first_column)
 
 
 class _CounterDropout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, probability: float, rows: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, probability: float, rows: Tensor, first_column: int) -> Tensor:
         ctx.save_for_backward(rows)
-        ctx.probability = probability
-        return _drop(x, probability, rows)
+        ctx.probability, ctx.first_column = probability, first_column
+        return _drop(x, probability, rows, first_column)
 
     @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
         (rows,) = ctx.saved_tensors
-        return _drop(grad, ctx.probability, rows), None, None
+        return _drop(grad, ctx.probability, rows, ctx.first_column), None, None, None
 
 
-def _drop(x: Tensor, probability: float, rows: Tensor) -> Tensor:
-    columns = _mixed_indices(torch.arange(x.shape[-1], device=x.device))  # [width]
+def _drop(x: Tensor, probability: float, rows: Tensor, first_column: int) -> Tensor:
+    numbers = torch.arange(first_column, first_column + x.shape[-1], device=x.device)
+    columns = _mixed_indices(numbers)  # [width]
     kept = keep(rows[..., None] ^ columns, probability)  # [batch, seq, width]
     return torch.where(kept, x * (1.0 / (1.0 - probability)), 0.0)
 

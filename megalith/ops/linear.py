@@ -65,4 +65,5 @@ class _CutLinear(torch.autograd.Function):
     def backward(ctx, grad: Tensor):
         x, weight = ctx.saved_tensors
         grad_bias = grad.sum(0) if ctx.has_bias else None
-        return grad @ weight, weight_gradient(grad, x, ctx.parts), grad_bias, None
+        grad_weight = weight_gradient(grad, x, ctx.parts) if ctx.needs_input_grad[1] else None
+        return grad @ weight, grad_weight, grad_bias, None

@@ -7,6 +7,7 @@ import torch
 from megalith.config import RunConfig
 from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
+from megalith.parallel.adapters import cut_adapters
 from megalith.parallel.context import apply_context
 from megalith.parallel.data import apply_data
 from megalith.parallel.expert import apply_expert
@@ -21,7 +22,7 @@ def apply(model: Transformer, config: RunConfig, mesh: Mesh, device: torch.devic
     """This rank's chunks of `model`, which is on the meta device, with their initial weights on `device`.
 
     1. Pipeline: what other stages hold goes first, so that nothing after it works on what is not here.
-    2. Tensor: parameters become shards, and a layer then has the heads of this rank.
+    2. Tensor: parameters become shards, and a layer then has the heads of this rank; adapters follow their linears.
     3. Context: replaces the core of attention, which those heads go through.
     4. Experts: their own mesh over the same ranks. What they dispatch is what sequence parallelism has left here.
     5. Recompute: wraps the code as the axes have left it, their collectives included.
@@ -34,6 +35,8 @@ def apply(model: Transformer, config: RunConfig, mesh: Mesh, device: torch.devic
     chunks = split_stages(model, assign_layers(config.model, parallel), mesh.pp.rank)
     for chunk in chunks:
         tensor = apply_tensor(chunk, mesh.tp, parallel.sequence_parallel)
+        if tensor is not None:
+            cut_adapters(chunk, tensor)
         apply_context(chunk, mesh.cp, parallel.cp_comm_type, parallel.hierarchical_context_parallel_sizes)
         apply_expert(chunk, mesh, tensor, parallel.moe_token_dispatcher_type)
         apply_recompute(chunk, parallel)

@@ -175,7 +175,7 @@ class _Pass:
         self.loss = torch.zeros((), device=self.device)
         self.output: Tensor | None = None  # the last stage's, of the last micro-batch
         # By (micro-batch, chunk): input and graph between forward and backward, work put off between its two halves.
-        self.held: dict[tuple[int, int], tuple[Tensor | None, GradientEdge]] = {}
+        self.held: dict[tuple[int, int], tuple[Tensor | None, GradientEdge | None]] = {}
         self.put_off: dict[tuple[int, int], list[deferred.WeightGradient]] = {}
         self.ended: Counter[int] = Counter()  # backward passes of each chunk that are whole
 
@@ -241,7 +241,7 @@ class _Pass:
             hidden.requires_grad_(torch.is_grad_enabled())
         output = self.forward(chunk, self.micro_batches[action.micro_batch], hidden)
         if torch.is_grad_enabled():
-            self.held[action[1:]] = hidden, get_gradient_edge(output)
+            self.held[action[1:]] = hidden, get_gradient_edge(output) if output.requires_grad else None
         output = output.detach()
         if self.schedule.target(self.rank, action) is None:
             self.output = output
@@ -252,7 +252,8 @@ class _Pass:
     def _go_backward(self, action: Action, grad: Tensor | None, last: bool) -> Tensor | None:
         self.pipeline._before_backward(self.chunks[action.chunk], last)
         hidden, edge = self.held.pop(action[1:])
-        torch.autograd.backward(edge, self.loss_factor if grad is None else grad)
+        if edge is not None:  # else the stage is frozen, and so is all before it
+            torch.autograd.backward(edge, self.loss_factor if grad is None else grad)
         return None if hidden is None else hidden.grad
 
     def _count_backward(self, chunk: int) -> bool:

@@ -37,6 +37,7 @@ from megalith.comm import (
 )
 from megalith.errors import ConfigError
 from megalith.models.attention import Attention, SelfAttention
+from megalith.models.lora import ADAPTER
 from megalith.models.mla import LatentAttention
 from megalith.models.moe import GroupedLinear
 from megalith.models.norm import HeadsNorm
@@ -165,7 +166,9 @@ class _ColumnLinear(torch.autograd.Function):
             x = wait(gathering)
         else:
             summing = begin_all_reduce(grad @ weight, ctx.axis)
-        grad_weight = weight_gradient(grad, x, weight_gradient_parts(x, weight.shape))
+        grad_weight = None
+        if ctx.needs_input_grad[1]:
+            grad_weight = weight_gradient(grad, x, weight_gradient_parts(x, weight.shape))
         grad_bias = grad.sum(0) if ctx.has_bias else None
         return wait(summing), grad_weight, grad_bias, None, None
 
@@ -205,14 +208,16 @@ def apply_tensor(model: Transformer, axis: Axis, sequence_parallel: bool) -> Ten
     groups = model.config.query_groups
     partial = []
     for name, module in list(model.named_modules()):
-        if isinstance(module, GroupedLinear) or not any(True for _ in module.parameters(recurse=False)):
+        if isinstance(module, GroupedLinear) or ADAPTER in name:  # cut by expert.py and adapters.py
+            continue
+        if not any(True for _ in module.parameters(recurse=False)):
             continue
         role = ROLES[name.rpartition(".")[2]]
         if groups < axis.size and name.endswith("linear_qkv"):
             role = SHARED_QKV
         if isinstance(module, HeadsNorm):
             role, module.total = HEADS_NORM, tensor.sum_of_all
-        _place(module, role, axis)
+        place(module, role, axis)
         if role.matmul in ("column", "row"):
             module.matmul = getattr(tensor, role.matmul)
         for kind, when in (("weight", role.partial_weight), ("bias", role.partial_bias)):
@@ -251,11 +256,11 @@ def reduce_partial_gradients(model: Transformer, axis: Axis) -> None:
         gradient.copy_(total.view_as(gradient))
 
 
-def _place(module: nn.Module, role: Role, axis: Axis) -> None:
+def place(module: nn.Module, role: Role, axis: Axis) -> None:
     """Makes the module's parameters DTensors over the axis."""
     for kind, parameter in list(module.named_parameters(recurse=False)):
         placed = distribute_tensor(parameter, axis.mesh, [getattr(role, kind)], src_data_rank=None)
-        setattr(module, kind, nn.Parameter(placed))
+        setattr(module, kind, nn.Parameter(placed, requires_grad=parameter.requires_grad))
 
 
 def _cut_heads(attention: Attention, tensor: TensorParallel, groups: int) -> None:

@@ -26,7 +26,7 @@ def reduce_tied_embedding(chunks: Sequence[Transformer], tied: Axis) -> None:
     if tied.size == 1 or chunks[0].config.untie_embeddings_and_output_weights:
         return
     for chunk in chunks:
-        if chunk.embedding is not None:
+        if chunk.embedding is not None and chunk.embedding.word_embeddings.weight.requires_grad:
             dist.all_reduce(local(chunk.embedding.word_embeddings.weight.grad), group=tied.group)
 
 

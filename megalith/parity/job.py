@@ -113,7 +113,11 @@ def run_job(config: RunConfig) -> Outcome:
 def gradients_by_name(trainer: Trainer) -> dict[str, Tensor]:
     """The attached gradients, unscaled, as global tensors on rank 0."""
     parameters = trainer.model.parameters
-    boxes = {name: replace(parameters.boxes[name], values=plain.grad) for name, plain in parameters.named}
+    boxes = {
+        name: replace(parameters.boxes[name], values=plain.grad)
+        for name, plain in parameters.named
+        if plain.requires_grad
+    }
     scale = trainer.loss_scale.scale.cpu()
     return {name: gradient / scale for name, gradient in _whole(trainer, boxes).items()}
 

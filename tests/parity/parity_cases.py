@@ -163,6 +163,23 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
         | {"moe_router_pre_softmax": True, "swiglu": False, "untie_embeddings_and_output_weights": False},
         "parallel": {"recompute_granularity": "full", "recompute_method": "uniform"},
     },
+    "llama lora, dropout": {
+        "model": LLAMA | TIED | DROPOUT,
+        "lora": {
+            "rank": 3,
+            "alpha": 7.0,
+            "dropout": 0.2,
+            "targets": ["linear_qkv", "linear_proj", "linear_fc1", "down_proj"],
+        },
+    },
+    "gpt2 lora on some rows": {
+        "model": GPT2,
+        "lora": {"rank": 2, "targets": ["c_attn", "c_fc", "linear_proj"]},
+    },
+    "llama lora on some rows, one group": {
+        "model": LLAMA | {"num_query_groups": 1},
+        "lora": {"rank": 2, "targets": ["q_proj", "v_proj", "up_proj"]},
+    },
     "llama text": {
         "model": LLAMA | {"vocab_size": None},
         "data": {

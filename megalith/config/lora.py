@@ -1,0 +1,86 @@
+"""Low-rank adapters: which linears get them, and how large they are."""
+
+from __future__ import annotations
+
+from pydantic import Field, PositiveFloat, PositiveInt
+
+from megalith.config.base import Section
+from megalith.config.model import ModelConfig, Probability
+from megalith.errors import ConfigError, did_you_mean
+
+WHOLE = "whole"  # one adapter for all rows of a linear
+PARTS = {"linear_qkv": ("q", "k", "v"), "linear_proj": (), "linear_fc1": ("gate", "up"), "linear_fc2": ()}
+
+# What a target stands for: linears, each with the parts of its rows that get an adapter of their own.
+TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
+    # by the linear here
+    "linear_qkv": {"linear_qkv": ("q", "k", "v")},
+    "linear_proj": {"linear_proj": (WHOLE,)},
+    "linear_fc1": {"linear_fc1": ("gate", "up")},  # of an MLP without a gate: whole
+    "linear_fc2": {"linear_fc2": (WHOLE,)},
+    # by the module in transformers
+    "q_proj": {"linear_qkv": ("q",)},
+    "k_proj": {"linear_qkv": ("k",)},
+    "v_proj": {"linear_qkv": ("v",)},
+    "o_proj": {"linear_proj": (WHOLE,)},
+    "gate_proj": {"linear_fc1": ("gate",)},
+    "up_proj": {"linear_fc1": ("up",)},
+    "down_proj": {"linear_fc2": (WHOLE,)},
+    "qkv_proj": {"linear_qkv": (WHOLE,)},  # Phi-3
+    "gate_up_proj": {"linear_fc1": (WHOLE,)},
+    "c_attn": {"linear_qkv": (WHOLE,)},  # GPT-2
+    "c_fc": {"linear_fc1": (WHOLE,)},
+    "c_proj": {"linear_proj": (WHOLE,), "linear_fc2": (WHOLE,)},
+}
+
+
+class LoraConfig(Section):
+    """Low-rank adapters (LoRA): trains them alone, on frozen weights."""
+
+    rank: PositiveInt | None = None
+    """Rank of the adapters. Absent: none, every weight is trained."""
+
+    alpha: PositiveFloat = 32.0
+    """Adapters are scaled by alpha / rank."""
+
+    dropout: Probability = 0.0
+    """Dropout of what goes into an adapter."""
+
+    targets: list[str] = Field(
+        default=["linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"], min_length=1
+    )
+    """Which linears: linear_qkv, linear_proj, linear_fc1, linear_fc2, or names of transformers like q_proj."""
+
+    load: str | None = None
+    """A folder in PEFT's format to begin from. Sets rank, alpha and targets."""
+
+    def parts(self, model: ModelConfig) -> dict[str, tuple[str, ...]]:
+        """For each linear with adapters the parts of its rows that have one, in the order of PARTS.
+
+        Raises ConfigError for an unknown target, and for one that the model has nothing for.
+        """
+        found: dict[str, set[str]] = {}
+        for target in self.targets:
+            if target not in TARGETS:
+                raise ConfigError(
+                    f"lora.targets names {target!r}{did_you_mean(target, TARGETS)}; known: {', '.join(TARGETS)}"
+                )
+            for linear, parts in TARGETS[target].items():
+                if linear == "linear_fc1" and not model.gated:
+                    if target in ("gate_proj", "up_proj"):
+                        raise ConfigError(
+                            f"lora.targets names {target}, but the MLP has no gate; name linear_fc1, or leave it out"
+                        )
+                    parts = (WHOLE,)
+                found.setdefault(linear, set()).update(parts)
+        for linear, parts in found.items():
+            if WHOLE in parts and len(parts) > 1:
+                raise ConfigError(
+                    f"lora.targets {', '.join(self.targets)} gives {linear} an adapter for all its rows and others "
+                    "for some of them; name either the fused matrix or its parts"
+                )
+        return {
+            linear: tuple(part for part in (WHOLE, *order) if part in found[linear])
+            for linear, order in PARTS.items()
+            if linear in found
+        }
