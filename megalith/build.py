@@ -6,6 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
+from megalith.bridge.adapters import with_lora_load
 from megalith.bridge.families import family_for
 from megalith.bridge.load import with_init_from
 from megalith.comm import Axis
@@ -36,7 +37,7 @@ def prepare(config: RunConfig, world_size: int) -> tuple[RunConfig, Tokenizer | 
     """
     config = with_init_from(config)
     tokenizer = build_run_tokenizer(config)
-    config = complete(config, tokenizer)
+    config = with_lora_load(complete(config, tokenizer))
     check_training(config, world_size)
     if config.checkpoint.export_hf:
         family_for(config.model)  # there has to be one

@@ -230,6 +230,14 @@ def build_parser() -> argparse.ArgumentParser:
         _leaf(commands, "export-hf", "write a checkpoint as a Hugging Face model", bridge.run_export)
     )
 
+    lora = _group(commands, "lora", "adapters: write them for PEFT, merge them")
+    bridge.add_lora_export_arguments(
+        _leaf(lora, "export", "write a run's adapters in PEFT's format", bridge.run_lora_export)
+    )
+    bridge.add_lora_merge_arguments(
+        _leaf(lora, "merge", "write base + adapters as a checkpoint", bridge.run_lora_merge)
+    )
+
     pipeline = _group(commands, "pipeline", "look at pipeline schedules")
     add_pipeline_show(pipeline.add_parser("show", help="draw the timeline of a schedule, with its bubble"))
 

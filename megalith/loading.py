@@ -8,14 +8,17 @@ import torch
 
 from megalith.bridge.folder import is_model_folder
 from megalith.bridge.importer import SEED, common_dtype, open_source
-from megalith.bridge.load import load_source
+from megalith.bridge.load import begin_from, load_source
 from megalith.bridge.origin import check_vocabulary, saved_tokenizer, tokenizer_of
 from megalith.build import COMPUTE_DTYPES, vocabulary_rows
 from megalith.checkpoint import load_model, open_checkpoint
 from megalith.config import RunConfig
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import CheckpointError
+from megalith.models.init import initialize
+from megalith.models.lora import adapters, add_adapters
 from megalith.models.transformer import Transformer
+from megalith.parallel.gather import ALONE
 
 
 def load(path: str | Path, device: str | torch.device = "cpu") -> Transformer:
@@ -46,8 +49,22 @@ def load_with_tokenizer(
         seed=config.train.seed,
         device=device,
     )
+    if config.lora.rank is not None:
+        _add_adapters(model, config, device)
     load_model(checkpoint, model, vocabulary_rows(config))
     return model.eval(), saved_tokenizer(checkpoint.tokenizer_folder)
+
+
+def _add_adapters(model: Transformer, config: RunConfig, device: str | torch.device) -> None:
+    """Gives a model without values those of its base, and adapters without values."""
+    base, seed = config.model.init_from, config.train.seed
+    if base is None:
+        initialize(model, config.model, seed)
+    else:
+        begin_from(base, model, vocabulary_rows(config), seed, ALONE)
+    add_adapters(model, config.lora)
+    for _, adapter in adapters(model):
+        adapter.to_empty(device=device)
 
 
 def _load_hugging_face(path: str | Path, device: str | torch.device) -> tuple[Transformer, Tokenizer | None]:

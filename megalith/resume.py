@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from megalith.bridge.adapters import begin_from_peft
 from megalith.bridge.load import begin_from
 from megalith.build import vocabulary_rows
 from megalith.checkpoint import (
@@ -16,7 +17,7 @@ from megalith.checkpoint import (
     state_boxes,
 )
 from megalith.checkpoint.agree import together
-from megalith.config import ModelConfig, RunConfig
+from megalith.config import RunConfig
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import CheckpointError
 
@@ -41,7 +42,8 @@ SAME_FUNCTION = (
 def load_run(trainer: Trainer) -> Path | None:
     """Fills a new run from the checkpoint that `checkpoint.load` names; returns its folder.
 
-    None where there is none: then the weights are those of `model.init_from`, or the initial ones. Raises
+    None where there is none: then the weights are those of `model.init_from`, or the initial ones, and adapters those
+    of `lora.load`. Raises
     CheckpointError, on all ranks, where it is damaged or does not fit.
     """
     checkpoint, config = _first_checkpoint(trainer), trainer.config
@@ -50,6 +52,8 @@ def load_run(trainer: Trainer) -> Path | None:
         chunks, rows = trainer.model.chunks, vocabulary_rows(config)
         begin_from(config.model.init_from, chunks, rows, config.train.seed, trainer.mesh.world)
     if checkpoint is None:
+        if config.lora.load is not None:
+            begin_from_peft(config, trainer.model.chunks)
         return None
     restore(trainer, checkpoint, config.checkpoint.load_optim)
     return checkpoint.folder
@@ -67,7 +71,7 @@ def _first_checkpoint(trainer: Trainer) -> Checkpoint | None:
                 f"folder {trainer.output} may be empty, at the first start: correct the path, or leave it out"
             )
         return None
-    _check_same_function(checkpoint, trainer.config.model)
+    _check_same_function(checkpoint, trainer.config)
     _check_tokenizer(checkpoint, trainer.tokenizer)
     return checkpoint
 
@@ -121,11 +125,18 @@ def _check_tokenizer(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> Non
         )
 
 
-def _check_same_function(checkpoint: Checkpoint, model: ModelConfig) -> None:
+def _check_same_function(checkpoint: Checkpoint, config: RunConfig) -> None:
     """Refuses weights whose tensors would fit, but which were trained to be used in another way."""
-    trained = RunConfig.from_tree(checkpoint.manifest.config).model
+    trained = RunConfig.from_tree(checkpoint.manifest.config)
+    for name in ("rank", "alpha"):
+        before, now = getattr(trained.lora, name), getattr(config.lora, name)
+        if before != now:
+            raise CheckpointError(
+                f"{checkpoint.folder} was saved with lora.{name} {before}, but this run has {now}; its adapters would "
+                "mean something else, or there are none: set it as it was, or merge them first: megalith lora merge"
+            )
     for name in SAME_FUNCTION:
-        before, now = getattr(trained, name), getattr(model, name)
+        before, now = getattr(trained.model, name), getattr(config.model, name)
         if before != now:
             raise CheckpointError(
                 f"{checkpoint.folder} was trained with {name} {before}, but this run's model has {now}; its weights "

@@ -60,6 +60,39 @@ def run_export(args: argparse.Namespace) -> int:
     return 0
 
 
+def add_lora_export_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Write a run's adapters in PEFT's format."
+    parser.add_argument("run_dir", metavar="RUN", help="folder of a run with lora.rank, or one of its steps")
+    parser.add_argument("out", metavar="PEFT_DIR", help="folder to write")
+    parser.add_argument("--family", metavar="NAME", help="architecture or model type (default: the base's)")
+
+
+def run_lora_export(args: argparse.Namespace) -> int:
+    from megalith.bridge.adapters import export_adapters
+
+    family = export_adapters(args.run_dir, args.out, args.family)
+    print(f"wrote {args.out}, for {family.architecture}")
+    return 0
+
+
+def add_lora_merge_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Write base + adapters as a checkpoint, to train, to generate from or to export."
+    parser.add_argument(
+        "source", metavar="ADAPTERS", help="run with lora.rank, a step of one, or a PEFT folder"
+    )
+    parser.add_argument("out", metavar="OUT", help="run folder to write")
+    parser.add_argument(
+        "--base", help="run or Hugging Face folder of the base (default: what ADAPTERS names)"
+    )
+
+
+def run_lora_merge(args: argparse.Namespace) -> int:
+    from megalith.bridge.adapters import merge
+
+    print(f"wrote {merge(args.source, args.out, args.base)}")
+    return 0
+
+
 def _add_verify(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--verify",

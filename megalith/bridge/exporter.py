@@ -64,6 +64,11 @@ def export_hf(
             f"there is no checkpoint in {checkpoint}; give a run folder or one of its steps"
         )
     config = RunConfig.from_tree(opened.manifest.config)
+    if config.lora.rank is not None:
+        raise ConfigError(
+            f"{opened.folder} holds adapters alone; write them with megalith lora export, or merge them with their "
+            "base first: megalith lora merge"
+        )
     origin = read_origin(_origin_folder(opened, config))
     chosen, notes = _family(config.model, origin, family)
     groups = chosen.groups(config.model)

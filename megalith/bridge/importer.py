@@ -9,11 +9,12 @@ from __future__ import annotations
 import math
 import shutil
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from megalith.bridge.families import family_of
 from megalith.bridge.folder import SourceFolder
@@ -28,18 +29,25 @@ from megalith.errors import CheckpointError, ConfigError
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 SHARDS = 64  # files that a checkpoint is cut into, as far as they are then of a good size, in bytes:
 SMALLEST_SHARD, LARGEST_SHARD = 2**26, 2**28
+Change = Callable[[str, Tensor, Sequence[int]], Tensor]
 SEED = 1234  # of the initial values of tensors that are missing and were allowed to be
 
 
 def import_hf(
-    source: str | Path, out: str | Path, *, allow: bool = False, show_progress: bool = True
+    source: str | Path,
+    out: str | Path,
+    *,
+    allow: bool = False,
+    show_progress: bool = True,
+    change: Change = lambda name, box, offset: box,
 ) -> Path:
     """Writes the model in the folder or of the hub name `source` as step 0 of a run at `out`; returns the step.
 
     Holds a few of the files being written in memory, of at most 256 MB, whatever the model's size. With `allow`,
     tensors that are missing begin with initial values, those that are not of the model are left out, and types need
-    not be config.json's. Raises ConfigError for a model that cannot be built here, CheckpointError for a damaged
-    folder or when `out` is there already or cannot be written: nothing is left then.
+    not be config.json's. `change` gives what is written of a box of a tensor of ours, from its name, the box and its
+    offset. Raises ConfigError for a model that cannot be built here, CheckpointError for a damaged folder or when
+    `out` is there already or cannot be written: nothing is left then.
     """
     out = Path(out)
     if out.exists():
@@ -69,7 +77,8 @@ def import_hf(
         ):
             for group in fit.groups:
                 for offset, shape in blocks(group.shape, shard_bytes // 4):
-                    writer.add("model", group.name, fit.ours(group, SEED, offset, shape), offset, group.shape)
+                    box = change(group.name, fit.ours(group, SEED, offset, shape), offset)
+                    writer.add("model", group.name, box, offset, group.shape)
                 progress.add(fit.bytes(group))
     except BaseException:
         shutil.rmtree(out, ignore_errors=True)

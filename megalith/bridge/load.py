@@ -63,7 +63,7 @@ def with_init_from(config: RunConfig) -> RunConfig:
     path = config.model.init_from
     if path is None:
         return config
-    found = _model_of(path)
+    found = model_of(path)
     given = {name: getattr(config.model, name) for name in config.model.model_fields_set}
     kept = {name: value for name, value in given.items() if value is not None}
     model = ModelConfig.model_validate({**found.model_dump(), "preset": None, **kept})
@@ -78,7 +78,8 @@ def with_init_from(config: RunConfig) -> RunConfig:
     return config
 
 
-def _model_of(path: str) -> ModelConfig:
+def model_of(path: str) -> ModelConfig:
+    """The model of weights of either kind. Raises ConfigError for adapters, which are no whole model."""
     if is_source(path):
         folder = find_folder(path)
         theirs = read_json(folder / CONFIG)

@@ -102,8 +102,8 @@ def load_model(
 ) -> None:
     """Fills the model's parameters and buffers, in place and bitwise. All of them or, on an error, none.
 
-    Of a model with adapters, these alone: `load_base` fills the others. Every rank of `world` calls it. Raises CheckpointError naming tensors that are missing, unexpected, or of another
-    shape or type, the same on every rank.
+    Of a model with adapters, these alone: `load_base` fills the others. Every rank of `world` calls it. Raises
+    CheckpointError naming tensors that are missing, unexpected, or of another shape or type, the same on every rank.
     """
     _fill(checkpoint, MODEL, own_boxes(model), unpadded_rows or {}, world)
 

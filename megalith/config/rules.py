@@ -9,6 +9,7 @@ import math
 
 from megalith.config.batch import BatchSizeSchedule
 from megalith.config.expert_rules import check_expert_parallel
+from megalith.config.lora import WHOLE
 from megalith.config.model import ModelConfig
 from megalith.config.model_rules import check_model
 from megalith.config.parallel import ParallelConfig
@@ -203,6 +204,7 @@ def check_training(config: RunConfig, world_size: int = 1) -> None:
     check_tensor(config.model, config.parallel, config.data.seq_length)
     check_context(config.model, config.parallel, config.data.seq_length)
     check_expert_parallel(config.model, config.parallel, world_size)
+    _check_adapters(config)
     _check_recompute(config.parallel)
     _check_offload(config)
     _check_lengths(config)
@@ -225,6 +227,47 @@ def _check_available(config: RunConfig) -> None:
             raise ConfigError(
                 f"{path} is {value}, but this version does not have {meaning}; leave it at {only} or remove it"
             )
+
+
+def _check_adapters(config: RunConfig) -> None:
+    lora, model = config.lora, config.model
+    if lora.rank is None:
+        for name, field in type(lora).model_fields.items():
+            if getattr(lora, name) != field.default:
+                raise ConfigError(
+                    f"lora.{name} is {getattr(lora, name)}, but lora.rank is not set, so there are no adapters; set "
+                    f"the rank, or remove {name}"
+                )
+        return
+    parts = lora.parts(model)
+    if model.num_experts is not None and parts.keys() & {"linear_fc1", "linear_fc2"}:
+        raise ConfigError(
+            f"lora.targets {', '.join(lora.targets)} names the MLP, but model.num_experts is {model.num_experts} and "
+            "experts have no adapters; name linear_qkv and linear_proj alone"
+        )
+    if model.multi_latent_attention and "linear_qkv" in parts:
+        raise ConfigError(
+            f"lora.targets {', '.join(lora.targets)} names linear_qkv, but model.multi_latent_attention has other "
+            "matrices in its place, which have no adapters; name linear_proj, linear_fc1 and linear_fc2 alone"
+        )
+    if model.moe_router_enable_expert_bias:
+        raise ConfigError(
+            f"lora.rank {lora.rank} freezes the model, but model.moe_router_enable_expert_bias moves the experts' "
+            "biases; turn it off"
+        )
+    if config.checkpoint.export_hf:
+        raise ConfigError(
+            f"checkpoint.export_hf writes a whole model, but with lora.rank {lora.rank} a run holds adapters alone; "
+            "turn it off, and merge or export them afterwards: megalith lora"
+        )
+    size = config.parallel.tensor_model_parallel_size
+    if parts.get("linear_qkv") == (WHOLE,) and model.query_groups % size:
+        raise ConfigError(
+            f"lora.targets {', '.join(lora.targets)} has one adapter for all rows of linear_qkv, but "
+            f"parallel.tensor_model_parallel_size {size} does not divide model.num_query_groups {model.query_groups}; "
+            "name linear_qkv, which has one each for queries, keys and values, or choose a tensor size among "
+            f"{_divisors(model.query_groups)}"
+        )
 
 
 def _check_lengths(config: RunConfig) -> None:

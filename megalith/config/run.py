@@ -31,10 +31,10 @@ class RunConfig(Section):
     """One run: what is trained, on what, how, and what it leaves behind."""
 
     model: ModelConfig = ModelConfig()
-    lora: LoraConfig = LoraConfig()
     parallel: ParallelConfig = ParallelConfig()
     data: DataConfig = DataConfig()
     optim: OptimConfig = OptimConfig()
+    lora: LoraConfig = LoraConfig()
     train: TrainConfig = TrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     log: LogConfig = LogConfig()

@@ -25,8 +25,8 @@ DRAWN_TOGETHER = (
 
 def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
     """Fills every parameter: N(0, init_method_std), scaled by 1/√(2 · layers) where a layer adds to the residual
-    stream; norms 1 or, where they are zero-centred, 0; biases and buffers 0; rows of the padded vocabulary 0. Adapters begin with B = 0 and A at N(0, 1 / (3 · in)), the
-    variance that PEFT begins with.
+    stream; norms 1 or, where they are zero-centred, 0; biases and buffers 0; rows of the padded vocabulary 0. Adapters
+    begin with B = 0 and A at N(0, 1 / (3 · in)), the variance that PEFT begins with.
 
     A parameter may be plain or a DTensor of any placement: its local shard gets its slice of the global tensor.
     """

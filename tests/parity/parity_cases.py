@@ -165,12 +165,7 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "llama lora, dropout": {
         "model": LLAMA | TIED | DROPOUT,
-        "lora": {
-            "rank": 3,
-            "alpha": 7.0,
-            "dropout": 0.2,
-            "targets": ["linear_qkv", "linear_proj", "linear_fc1", "down_proj"],
-        },
+        "lora": {"rank": 3, "alpha": 7.0, "dropout": 0.2},
     },
     "gpt2 lora on some rows": {
         "model": GPT2,
@@ -207,7 +202,7 @@ BASE: dict[str, dict[str, Any]] = {
 # The run that each layout is shown with by default: all features on each axis in turn.
 SHOWN_WITH = {
     "tp2": "olmo recompute some",
-    "tp4": "llama one group, biases, no clipping",
+    "tp4": "llama lora on some rows, one group",
     "tp2-sp": "gemma documents, dropout",
     "tp4-sp": "gpt2 untied, documents, dropout",
     "cp2": "gemma documents, dropout",
@@ -241,14 +236,14 @@ SHOWN_WITH = {
     "tp2-sp-cp2": "llama one group, biases, no clipping",
     "tp2-cp2-all_gather": "llama dropout",
     "tp2-sp-cp2-a2a": "gpt2 documents, recompute all",
-    "tp2-pp2": "llama tied, documents",
+    "tp2-pp2": "gpt2 lora on some rows",
     "tp2-sp-pp2": "olmo recompute some",
     "tp2-pp2-interleaved": "gpt2 single sequences, ramp-up",
     "tp2-sp-pp2-zero_bubble": "llama",
     "tp2-dp2": "gpt2 documents, recompute all",
     "tp2-sp-dp2-zero1": "llama text",
     "tp2-dp2-zero2": "llama one group, biases, no clipping",
-    "tp2-sp-dp2-zero3": "gpt2 untied, documents, dropout",
+    "tp2-sp-dp2-zero3": "llama lora, dropout",
     "cp2-pp2": "llama tied, documents",
     "cp2-a2a-pp2-interleaved": "gpt2 dropout",
     "cp2-all_gather-pp2-zero_bubble": "gemma documents, dropout",
@@ -262,7 +257,7 @@ SHOWN_WITH = {
     "pp2-dp2-zero2": "gpt2",
     "pp2-dp2-zero3": "gemma documents, dropout",
     "pp2-interleaved-dp2-zero2": "llama dropout",
-    "pp2-zero_bubble-dp2-zero1": "llama tied, documents",
+    "pp2-zero_bubble-dp2-zero1": "llama lora, dropout",
     "tp2-pp2-dp2": "gpt2 dropout",
     "tp2-sp-pp2-dp2-zero1": "llama tied, documents",
     "tp2-pp2-interleaved-dp2-zero2": "llama recompute some",

@@ -1,0 +1,191 @@
+"""What becomes of adapters: a run begins from PEFT's, writes them in PEFT's form, or is merged with its base.
+
+A run with adapters holds these alone; its base is what `model.init_from` names.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from megalith.bridge.families import family_for, family_named, family_of
+from megalith.bridge.family import Family
+from megalith.bridge.folder import CONFIG, find_folder, read_json
+from megalith.bridge.importer import Change, import_hf
+from megalith.bridge.load import is_source, model_of
+from megalith.bridge.peft import CONFIG_FILE, PeftFolder, is_peft, save_peft
+from megalith.checkpoint import Checkpoint, RunRecord, StepWriter, open_checkpoint
+from megalith.checkpoint.state import Model, own_boxes
+from megalith.config import LoraConfig, ModelConfig, RunConfig
+from megalith.errors import CheckpointError, ConfigError
+from megalith.models.lora import adapters, add_adapters
+from megalith.models.transformer import Transformer
+
+
+def with_lora_load(config: RunConfig) -> RunConfig:
+    """`config` with rank, alpha and targets of the adapters that `lora.load` names, if it names any.
+
+    Raises ConfigError for one of them that is set to something else.
+    """
+    given = config.lora
+    if given.load is None:
+        return config
+    found = _peft(given.load, config).lora
+    for name in ("rank", "alpha", "targets"):
+        asked, theirs, default = (getattr(lora, name) for lora in (given, found, LoraConfig()))
+        same = (
+            found.parts(config.model) == given.parts(config.model) if name == "targets" else asked == theirs
+        )
+        if asked != default and not same:
+            raise ConfigError(
+                f"lora.{name} is {asked}, but the adapters in {given.load}, which lora.load names, have {theirs}; "
+                f"leave {name} out"
+            )
+    config = config.model_copy(deep=True)
+    for name in ("rank", "alpha", "targets"):
+        setattr(config.lora, name, getattr(found, name))
+    return config
+
+
+def begin_from_peft(config: RunConfig, model: Model) -> None:
+    """Fills this rank's adapters with those that `lora.load` names, each rank its boxes."""
+    _fill(model, _peft(config.lora.load, config).read)
+
+
+def export_adapters(run: str | Path, out: str | Path, family: str | None = None) -> Family:
+    """Writes the adapters of a run's newest checkpoint, or of one step, in PEFT's format; returns their family.
+
+    `family` is an architecture or model type; by default that of the base, else the first that can say the model.
+    Raises CheckpointError when there are none or something is at `out`; nothing is left there on an error.
+    """
+    out = Path(out)
+    if out.exists():
+        raise CheckpointError(f"{out} is already there; remove it, or choose another place")
+    checkpoint, config = _open_run(run)
+    chosen = family_named(family, "--family") if family else _family(config.model)
+    read = _reader(checkpoint)
+    partial = out.with_name(out.name + ".partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    try:
+        save_peft(partial, chosen, config.model, config.lora, read, config.model.init_from)
+        partial.rename(out)
+    except OSError as error:
+        raise CheckpointError(f"{out} could not be written: {error.strerror}; make room there") from error
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    return chosen
+
+
+def merge(source: str | Path, out: str | Path, base: str | None = None, show_progress: bool = True) -> Path:
+    """Writes W + (alpha / rank) · B · A for each linear with adapters, and the rest of their base as it is.
+
+    It becomes step 0 of a run at `out`; returns the step's folder. `source` is a run with adapters, a step of one, or
+    a folder in PEFT's format; `base` what they belong to, by default what they name. In memory are the adapters and
+    one tensor of the base. Raises ConfigError or CheckpointError where one of the two is not to be had or does not fit.
+    """
+    out = Path(out)
+    if out.exists():
+        raise CheckpointError(f"{out} is already there; remove it, or choose another place")
+    base, adapted = _adapted(source, base)
+    changes = {f"{name}.weight": adapter for name, adapter in adapters(adapted)}
+
+    @lru_cache(maxsize=1)
+    @torch.no_grad()
+    def delta(name: str) -> Tensor:
+        return changes[name].delta()
+
+    def change(name: str, box: Tensor, offset: Sequence[int]) -> Tensor:
+        if name not in changes:
+            return box
+        return box + delta(name)[tuple(slice(at, at + size) for at, size in zip(offset, box.shape))]
+
+    if is_source(base):
+        return import_hf(base, out, show_progress=show_progress, change=change)
+    checkpoint = open_checkpoint(base, what=("model",))
+    return _rewrite(checkpoint, out, change)
+
+
+def _adapted(source: str | Path, base: str | None) -> tuple[str, Transformer]:
+    """What the adapters belong to, and a model that has their values, and of its own weights none."""
+    if is_peft(source):
+        base = base or read_json(Path(source) / CONFIG_FILE).get("base_model_name_or_path")
+        model = model_of(_known(base, source))
+        folder = PeftFolder(source, _family(model, base), model)
+        lora, read = folder.lora, folder.read
+    else:
+        checkpoint, config = _open_run(source)
+        base, model, lora, read = (
+            base or config.model.init_from,
+            config.model,
+            config.lora,
+            _reader(checkpoint),
+        )
+    adapted = Transformer(model, device="meta")
+    add_adapters(adapted, lora)
+    for _, adapter in adapters(adapted):
+        adapter.to_empty(device="cpu")
+    _fill(adapted, read)
+    return _known(base, source), adapted
+
+
+def _known(base: str | None, source: str | Path) -> str:
+    if base is None:
+        raise ConfigError(f"{source} does not say what its adapters belong to; name it with --base")
+    return base
+
+
+@torch.no_grad()
+def _fill(model: Model, read: Callable[[str], Tensor]) -> None:
+    for name, box in own_boxes(model).items():
+        box.values.copy_(box.cut_from(read(name)))
+
+
+def _rewrite(checkpoint: Checkpoint, out: Path, change: Change) -> Path:
+    manifest, tokenizer = checkpoint.manifest, checkpoint.tokenizer_folder
+    record = RunRecord(step=0, consumed_samples=0, config=manifest.config, tokenizer=manifest.tokenizer)
+
+    def copy_tokenizer(folder: Path) -> None:
+        shutil.copytree(tokenizer, folder, dirs_exist_ok=True)
+
+    try:
+        write = copy_tokenizer if tokenizer is not None else None
+        with StepWriter(out / "checkpoints", record, write_tokenizer=write) as writer:
+            for name, stored in checkpoint.table("model").items():
+                value = checkpoint.read("model", name)
+                writer.add("model", name, change(name, value, (0,) * len(stored.shape)))
+    except BaseException:
+        shutil.rmtree(out, ignore_errors=True)
+        raise
+    return writer.folder
+
+
+def _open_run(run: str | Path) -> tuple[Checkpoint, RunConfig]:
+    checkpoint = open_checkpoint(run, what=("model",))
+    if checkpoint is None:
+        raise CheckpointError(f"there is no checkpoint in {run}; give a run folder or one of its steps")
+    config = RunConfig.from_tree(checkpoint.manifest.config)
+    if config.lora.rank is None:
+        raise CheckpointError(f"{checkpoint.folder} is of a run without adapters; give one with lora.rank")
+    return checkpoint, config
+
+
+def _reader(checkpoint: Checkpoint) -> Callable[[str], Tensor]:
+    return lambda name: checkpoint.read("model", name)
+
+
+def _peft(path: str, config: RunConfig) -> PeftFolder:
+    return PeftFolder(path, _family(config.model), config.model)
+
+
+def _family(model: ModelConfig, base: str | None = None) -> Family:
+    """The family of a base in Hugging Face's form, else the first that can say the model."""
+    base = base or model.init_from
+    if base is not None and is_source(base):
+        folder = find_folder(base)
+        return family_of(read_json(folder / CONFIG), str(folder))
+    return family_for(model)

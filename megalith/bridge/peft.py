@@ -1,0 +1,263 @@
+"""Adapters in PEFT's format: adapter_config.json and adapter_model.safetensors, with transformers' names of modules.
+
+Where the family keeps queries, keys and values (gate and up) in matrices of their own, a part of ours is PEFT's adapter
+of such a module, to the bit. Where it keeps them fused, PEFT has one pair A, B for all rows: that is our part `whole`,
+with B's rows in another order. The other two cases are exact as well:
+
+    parts of ours, fused there    A of all parts one below the other, B block by block, of as many times the rank
+    whole of ours, apart there    the same A for each module, B cut by rows
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megalith.bridge.family import Family, Group
+from megalith.bridge.folder import read_json, shorten
+from megalith.bridge.stored import list_tensors
+from megalith.bridge.transfer import to_ours, to_theirs
+from megalith.config import LoraConfig, ModelConfig
+from megalith.config.lora import PARTS, WHOLE
+from megalith.errors import CheckpointError
+from megalith.models.lora import ADAPTER
+
+CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
+PREFIX = "base_model.model."
+ROLES = ("self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2")
+# What in an adapter_config.json would make the adapters something else, with the one value that it may have here.
+ONLY = {
+    "peft_type": "LORA", "bias": "none", "use_dora": False, "lora_bias": False, "use_qalora": False,
+    "modules_to_save": None, "target_parameters": None, "trainable_token_indices": None, "layer_replication": None,
+    "rank_pattern": {}, "alpha_pattern": {},
+}  # fmt: skip
+# The target of LoraConfig that stands for one part of a linear.
+TARGET_OF = {
+    ("linear_qkv", "q"): "q_proj",
+    ("linear_qkv", "k"): "k_proj",
+    ("linear_qkv", "v"): "v_proj",
+    ("linear_qkv", WHOLE): "qkv_proj",
+    ("linear_proj", WHOLE): "linear_proj",
+    ("linear_fc1", "gate"): "gate_proj",
+    ("linear_fc1", "up"): "up_proj",
+    ("linear_fc1", WHOLE): "gate_up_proj",
+    ("linear_fc2", WHOLE): "linear_fc2",
+}
+
+Pair = tuple[Tensor, Tensor]  # A [rank, in] and B [out, rank]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A linear of ours that may have adapters, and the modules of theirs whose rows it has."""
+
+    name: str
+    group: Group  # of its weight
+
+    @property
+    def role(self) -> str:
+        """linear_qkv and so on."""
+        return self.name.rpartition(".")[2]
+
+    @property
+    def modules(self) -> dict[str, str]:
+        """The part that each module of theirs is, with the module's name."""
+        names = [name.removesuffix(".weight") for name in self.group.names()]
+        return dict(zip(PARTS[self.role] if len(names) > 1 else (WHOLE,), names))
+
+    def of_rank(self, rank: int) -> Group:
+        """The group of B of `whole`: the rows of the weight, in `rank` columns."""
+        rule = replace(self.group.rule, transposed=False)
+        return replace(self.group, shape=(self.group.shape[0], rank), rule=rule)
+
+
+def places(family: Family, model: ModelConfig) -> Iterator[Place]:
+    """Every linear of the model that adapters are for, layer by layer."""
+    groups = {group.name: group for group in family.groups(model)}
+    for layer in range(model.num_layers):
+        for role in ROLES:
+            name = f"layers.{layer}.{role}"
+            if f"{name}.weight" in groups:
+                yield Place(name, groups[f"{name}.weight"])
+
+
+def save_peft(
+    folder: Path,
+    family: Family,
+    model: ModelConfig,
+    lora: LoraConfig,
+    read: Callable[[str], Tensor],
+    base: str | None,
+) -> None:
+    """Writes the folder; `read` gives the adapters' parameters by name, `base` is what they belong to."""
+    wanted, tensors, ranks = lora.parts(model), {}, {}
+    for place in places(family, model):
+        pairs = {
+            part: (
+                read(f"{place.name}{ADAPTER}lora_A.{part}.weight"),
+                read(f"{place.name}{ADAPTER}lora_B.{part}.weight"),
+            )
+            for part in wanted.get(place.role, ())
+        }
+        for module, (a, b) in _their_pairs(place, pairs).items():
+            tensors[f"{PREFIX}{module}.lora_A.weight"] = a.clone(memory_format=torch.contiguous_format)
+            tensors[f"{PREFIX}{module}.lora_B.weight"] = b.contiguous()
+            ranks[module] = len(a)
+    folder.mkdir(parents=True)
+    save_file(tensors, folder / TENSORS_FILE, metadata={"format": "pt"})
+    config = json.dumps(_their_config(family, model, lora, ranks, base), indent=2)
+    (folder / CONFIG_FILE).write_text(config + "\n", encoding="utf-8")
+
+
+def _their_pairs(place: Place, pairs: Mapping[str, Pair]) -> dict[str, Pair]:
+    """PEFT's A and B for each module of the linear that has any."""
+    modules = place.modules
+    if WHOLE in pairs:
+        a, b = pairs[WHOLE]
+        group = place.of_rank(len(a))
+        rows = to_theirs(group, b, dict.fromkeys(group.sources, b.dtype))
+        return {name.removesuffix(".weight"): (a, part) for name, part in rows}
+    if WHOLE in modules and pairs:
+        return {modules[WHOLE]: _one_pair(place, [pairs.get(part) for part in PARTS[place.role]])}
+    return {modules[part]: pair for part, pair in pairs.items()}
+
+
+def _one_pair(place: Place, pairs: list[Pair | None]) -> Pair:
+    """One pair for the rows of all parts, one part below the other; rows of a part without a pair are zero."""
+    model = place.group.model
+    heads = (model.num_attention_heads, model.query_groups, model.query_groups)
+    counts = [count * model.head_dim for count in heads] if len(pairs) == 3 else [model.ffn_size] * 2
+    blocks = [torch.empty(count, 0) if pair is None else pair[1] for pair, count in zip(pairs, counts)]
+    return torch.cat([pair[0] for pair in pairs if pair is not None]), torch.block_diag(*blocks)
+
+
+def _their_config(
+    family: Family, model: ModelConfig, lora: LoraConfig, ranks: Mapping[str, int], base: str | None
+) -> dict[str, Any]:
+    ends = [name.rpartition(".")[2] for place in places(family, model) for name in place.modules.values()]
+    targets = {}
+    for module, rank in ranks.items():
+        last = module.rpartition(".")[2]  # PEFT finds modules by the end of their names
+        alone = ends.count(last) == model.num_layers  # GPT-2 has c_proj twice in a layer
+        targets[last if alone else ".".join(module.split(".")[-2:])] = rank
+    larger = {target: rank for target, rank in targets.items() if rank != lora.rank}
+    return {
+        **ONLY,
+        "base_model_name_or_path": base,
+        "task_type": "CAUSAL_LM",
+        "inference_mode": True,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": lora.dropout,
+        "target_modules": sorted(targets),
+        "rank_pattern": larger,
+        "alpha_pattern": {target: lora.alpha * rank / lora.rank for target, rank in larger.items()},
+        "fan_in_fan_out": any(rule.transposed for rule in family.tensors.values()),
+        "use_rslora": False,
+        "init_lora_weights": True,
+    }
+
+
+class PeftFolder:
+    """Adapters in PEFT's format, read as ours for a model of a family."""
+
+    def __init__(self, path: str | Path, family: Family, model: ModelConfig):
+        """Raises CheckpointError where they are missing, damaged, of another model, or more than plain LoRA."""
+        self.path = Path(path)
+        self._config = read_json(self.path / CONFIG_FILE)
+        self._refuse_more_than_lora()
+        self._stored = list_tensors(self.path / TENSORS_FILE)
+        self._places = {place.name: place for place in places(family, model)}
+        self._parts = self._find_parts()
+        self.lora = self._lora()
+        self._check_shapes()
+
+    def read(self, name: str) -> Tensor:
+        """A parameter of an adapter by our name, in float32."""
+        linear, _, rest = name.partition(ADAPTER)
+        half, part, _ = rest.split(".")
+        place = self._places[linear]
+        value = self._stored[_key(place, part, half)].read().float()
+        if part == WHOLE and half == "lora_B":
+            return to_ours(place.of_rank(value.shape[1]), lambda _: value)
+        return value
+
+    def _find_parts(self) -> dict[str, tuple[str, ...]]:
+        """For each role that has adapters its parts, which have to be the same in every layer."""
+        found: dict[str, set[tuple[str, ...]]] = {}
+        known = set()
+        for place in self._places.values():
+            here = tuple(part for part in place.modules if _key(place, part, "lora_A") in self._stored)
+            known |= {_key(place, part, half) for part in here for half in ("lora_A", "lora_B")}
+            found.setdefault(place.role, set()).add(here)
+        missing, extra = known - self._stored.keys(), self._stored.keys() - known
+        if missing or extra or not known:
+            told = [
+                f"{what} {shorten(sorted(names))}"
+                for what, names in (("lacks", missing), ("has", extra))
+                if names
+            ]
+            raise CheckpointError(
+                f"{self.path / TENSORS_FILE} is not of adapters for this model: it {' and '.join(told) or 'is empty'}; "
+                "give adapters of the same base, on its attention and MLP alone"
+            )
+        if uneven := [role for role, kinds in found.items() if len(kinds) > 1]:
+            raise CheckpointError(
+                f"{self.path} has adapters on {', '.join(uneven)} in some layers and none, or others, in the rest; "
+                "here every layer has the same"
+            )
+        parts = {role: kinds.pop() for role, kinds in found.items()}
+        return {role: here for role, here in parts.items() if here}
+
+    def _lora(self) -> LoraConfig:
+        rank, alpha = self._config["r"], self._config["lora_alpha"]
+        return LoraConfig(
+            rank=rank,
+            alpha=alpha * rank**0.5 if self._config.get("use_rslora") else alpha,
+            dropout=self._config.get("lora_dropout", 0.0),
+            targets=[TARGET_OF[role, part] for role, parts in self._parts.items() for part in parts],
+        )
+
+    def _check_shapes(self) -> None:
+        for place in self._places.values():
+            for part in self._parts.get(place.role, ()):
+                shape = place.group.sources[f"{place.modules[part]}.weight"]
+                rows, columns = reversed(shape) if place.group.rule.transposed else shape
+                wanted = {"lora_A": (self.lora.rank, columns), "lora_B": (rows, self.lora.rank)}
+                for half, sizes in wanted.items():
+                    found = tuple(self._stored[_key(place, part, half)].shape)
+                    if found != sizes:
+                        raise CheckpointError(
+                            f"{self.path}: {_key(place, part, half)} has the shape {list(found)}, but the model and "
+                            f"r {self.lora.rank} give {list(sizes)}; give adapters of the same base"
+                        )
+
+    def _refuse_more_than_lora(self) -> None:
+        for key, only in ONLY.items():
+            value = self._config.get(key, only)
+            if value != only and value not in (None, {}, []):
+                raise CheckpointError(
+                    f"{self.path / CONFIG_FILE} has {key} {value!r}, but adapters can be plain LoRA alone here "
+                    f"({key} {only!r}); merge them with PEFT, or train others"
+                )
+        for key in ("r", "lora_alpha"):
+            if not isinstance(self._config.get(key), int | float):
+                raise CheckpointError(
+                    f"{self.path / CONFIG_FILE} has no {key}; give a folder that PEFT has saved"
+                )
+
+
+def is_peft(path: str | Path) -> bool:
+    """Whether a folder holds adapters in PEFT's format."""
+    return (Path(path) / CONFIG_FILE).is_file()
+
+
+def _key(place: Place, part: str, half: str) -> str:
+    return f"{PREFIX}{place.modules[part]}.{half}.weight"

@@ -1,0 +1,199 @@
+"""What a run with adapters computes, saves, loads and merges to is PEFT's formula on transformers' model."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from models.reference import CASES, VOCAB, random_reference
+from peft_formula import adapt, random_adapters, save
+from safetensors.torch import load_file
+
+import megalith
+from megalith.bridge.adapters import export_adapters, merge
+from megalith.bridge.exporter import export_hf
+from megalith.bridge.importer import import_hf
+from megalith.config import RunConfig
+from megalith.errors import CheckpointError, ConfigError
+from megalith.trainer import prepare
+
+# case: modules of transformers that get adapters
+TARGETS = {
+    "llama": ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"],
+    "qwen3": ["q_proj", "v_proj", "up_proj"],
+    "gemma2": ["k_proj", "gate_proj", "down_proj"],
+    "phi3, window": ["qkv_proj", "o_proj", "gate_up_proj"],
+    "gpt2": ["c_attn", "mlp.c_proj", "c_fc"],
+}
+IDS = torch.randint(0, VOCAB, (2, 20), generator=torch.Generator().manual_seed(0))
+
+
+def run_config(base: Path, output: Path, **sections: dict) -> RunConfig:
+    tree = {
+        "model": {"init_from": str(base)},
+        "data": {"mock": True, "seq_length": 16},
+        "optim": {"lr": 1e-2, "weight_decay": 0.0},
+        "train": {"train_iters": 3, "micro_batch_size": 2, "global_batch_size": 4, "output_dir": str(output)}
+        | {"eval_iters": 0},
+        **sections,
+    }
+    return RunConfig.from_tree(tree)
+
+
+def their_logits(name: str, adapters: Path | None = None) -> torch.Tensor:
+    model = random_reference(CASES[name][0]())
+    if adapters is not None:
+        adapt(model, adapters)
+    with torch.no_grad():
+        return model(IDS).logits
+
+
+def close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
+    return (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("name", TARGETS)
+def test_adapters_go_from_peft_to_a_run_and_back_bitwise_and_compute_the_same(
+    hf_folder, tmp_path: Path, name: str
+) -> None:
+    tensors = random_adapters(random_reference(CASES[name][0]()), TARGETS[name], rank=3)
+    given = save(tensors, tmp_path / "given", 5.0, target_modules=TARGETS[name])
+    theirs = their_logits(name, given)
+    assert (theirs - their_logits(name)).abs().max() > 1e-2 * theirs.abs().max()
+    config = run_config(hf_folder(name), tmp_path / "run", lora={"load": str(given)}, optim={"lr": 0.0})
+    config.train.train_iters = 1
+    step = megalith.train(config).checkpoint
+    with torch.no_grad():
+        assert close(megalith.load(step)(IDS), theirs)
+    export_adapters(tmp_path / "run", tmp_path / "back")
+    before, after = (load_file(folder / "adapter_model.safetensors") for folder in (given, tmp_path / "back"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[key], after[key]) for key in before)
+    written = json.loads((tmp_path / "back/adapter_config.json").read_bytes())
+    assert (written["r"], written["lora_alpha"], written["target_modules"]) == (3, 5.0, sorted(TARGETS[name]))
+    merge(tmp_path / "run", tmp_path / "merged", show_progress=False)
+    export_hf(tmp_path / "merged", tmp_path / "hf", show_progress=False)
+    merged = megalith.load(tmp_path / "merged")
+    with torch.no_grad():
+        assert close(merged(IDS), theirs) and close(megalith.load(tmp_path / "hf")(IDS), theirs)
+
+
+@pytest.mark.parametrize(
+    ("name", "targets"),
+    [
+        ("phi3, window", ["linear_qkv", "linear_fc1"]),  # parts of ours, fused there
+        ("phi3, window", ["q_proj", "v_proj", "up_proj"]),
+        ("llama", ["qkv_proj", "gate_up_proj", "linear_proj"]),  # whole of ours, apart there
+    ],
+)
+def test_what_is_fused_on_one_side_alone_is_written_exactly(
+    hf_folder, tmp_path: Path, name: str, targets: list
+) -> None:
+    config = run_config(hf_folder(name), tmp_path / "run", lora={"rank": 2, "alpha": 3.0, "targets": targets})
+    step = megalith.train(config).checkpoint
+    export_adapters(step, tmp_path / "peft")
+    theirs = their_logits(name, tmp_path / "peft")
+    assert (theirs - their_logits(name)).abs().max() > 1e-3 * theirs.abs().max()
+    with torch.no_grad():
+        assert close(megalith.load(step)(IDS), theirs)
+
+
+def test_a_run_goes_on_with_its_adapters_and_holds_nothing_else(hf_folder, tmp_path: Path) -> None:
+    lora = {"rank": 2, "dropout": 0.1, "targets": ["q_proj", "linear_fc2"]}
+    whole = run_config(hf_folder("llama"), tmp_path / "whole", lora=lora)
+    part = run_config(
+        hf_folder("llama"), tmp_path / "part", lora=lora, checkpoint={"load": str(tmp_path / "part")}
+    )
+    result = megalith.train(whole)
+    part.train.exit_interval = 2
+    assert megalith.train(part).step == 2
+    part.train.exit_interval = None
+    ends = [megalith.load(run.checkpoint).state_dict() for run in (result, megalith.train(part))]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+    stored = sum(file.stat().st_size for file in result.checkpoint.rglob("*.safetensors"))
+    assert stored < 0.25 * (hf_folder("llama") / "model.safetensors").stat().st_size
+
+
+@pytest.mark.parametrize("checkpoint_base", [False, True])
+def test_peft_adapters_merge_with_a_base_of_either_kind(
+    hf_folder, tmp_path: Path, checkpoint_base: bool
+) -> None:
+    base = hf_folder("qwen3")
+    given = save(
+        random_adapters(random_reference(CASES["qwen3"][0]()), ["k_proj"], rank=4), tmp_path / "given", 8.0
+    )
+    theirs = their_logits("qwen3", given)
+    if checkpoint_base:
+        base = import_hf(base, tmp_path / "base", show_progress=False)
+    merge(given, tmp_path / "merged", base=str(base), show_progress=False)
+    with torch.no_grad():
+        assert close(megalith.load(tmp_path / "merged")(IDS), theirs)
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"use_dora": True}, "has use_dora True, but adapters can be plain LoRA alone"),
+        ({"rank_pattern": {"q_proj": 8}}, "has rank_pattern"),
+        ({"r": None}, "has no r;"),
+        ({"r": 7}, r"lora_A.weight has the shape \[3, 64\], but the model and r 7 give \[7, 64\]"),
+    ],
+)
+def test_a_peft_folder_that_is_more_or_less_than_lora_is_refused(
+    hf_folder, tmp_path: Path, change, told
+) -> None:
+    tensors = random_adapters(random_reference(CASES["llama"][0]()), ["q_proj"], rank=3)
+    folder = save(tensors, tmp_path / "given", 5.0, **change)
+    with pytest.raises(CheckpointError, match=told):
+        prepare(run_config(hf_folder("llama"), tmp_path / "run", lora={"load": str(folder)}), 1)
+
+
+def test_adapters_of_another_model_or_of_some_layers_are_refused(hf_folder, tmp_path: Path) -> None:
+    tensors = random_adapters(random_reference(CASES["llama"][0]()), ["q_proj"], rank=3)
+    config = run_config(hf_folder("llama"), tmp_path / "run", lora={"load": str(tmp_path / "given")})
+    some = {name: tensor for name, tensor in tensors.items() if "layers.1." not in name}
+    for found, told in (
+        (some, "has adapters on linear_qkv in some layers and none"),
+        (
+            {**some, "base_model.model.lm_head.lora_A.weight": torch.ones(3, 64)},
+            "it has base_model.model.lm_head",
+        ),
+        (
+            {name: tensor for name, tensor in tensors.items() if "lora_A" in name},
+            "it lacks base_model.model.model",
+        ),
+    ):
+        save(found, tmp_path / "given", 5.0)
+        with pytest.raises(CheckpointError, match=told):
+            prepare(config, 1)
+        shutil.rmtree(tmp_path / "given")
+
+
+def test_rank_alpha_and_targets_beside_a_folder_have_to_be_its_own(hf_folder, tmp_path: Path) -> None:
+    tensors = random_adapters(random_reference(CASES["llama"][0]()), ["q_proj", "o_proj"], rank=3)
+    folder = str(save(tensors, tmp_path / "given", 5.0, use_rslora=True))
+    config = run_config(
+        hf_folder("llama"), tmp_path / "run", lora={"load": folder, "targets": ["o_proj", "q_proj"]}
+    )
+    found = prepare(config, 1)[0].lora
+    assert (found.rank, found.alpha) == (3, pytest.approx(5.0 * 3**0.5))
+    for given, told in (
+        ({"rank": 4}, "lora.rank is 4, but .* have 3"),
+        ({"targets": ["q_proj"]}, "lora.targets is"),
+    ):
+        config = run_config(hf_folder("llama"), tmp_path / "run", lora={"load": folder, **given})
+        with pytest.raises(ConfigError, match=told):
+            prepare(config, 1)
+
+
+def test_adapters_alone_are_no_model_to_export_or_to_begin_from(hf_folder, tmp_path: Path) -> None:
+    step = megalith.train(run_config(hf_folder("llama"), tmp_path / "run", lora={"rank": 1})).checkpoint
+    with pytest.raises(ConfigError, match="holds adapters alone; write them with megalith lora export"):
+        export_hf(step, tmp_path / "hf")
+    with pytest.raises(ConfigError, match="holds adapters alone; merge them with their base first"):
+        prepare(run_config(tmp_path / "run", tmp_path / "other"), 1)
+    with pytest.raises(CheckpointError, match="is of a run without adapters"):
+        export_adapters(
+            import_hf(hf_folder("llama"), tmp_path / "base", show_progress=False), tmp_path / "peft"
+        )
