@@ -1,13 +1,14 @@
 # Two commands on a fresh machine with Python 3.11 and make:
 #   make train   creates .venv, prepares Python's standard library as a corpus, trains on it, shows the result
 #   make test    creates .venv, runs every test
+#   make faults  creates .venv, runs the tests of faults and kills a hundred runs at random moments
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 RUN := runs/quickstart
 
-.PHONY: setup train test lint clean
+.PHONY: setup train test faults lint clean
 
 setup: $(READY)
 
@@ -40,6 +41,10 @@ lint: $(READY)
 
 test: $(READY) lint
 	$(BIN)/python -m pytest tests
+
+faults: $(READY)
+	$(BIN)/python -m pytest tests/faults
+	$(BIN)/python tests/faults/kill_trials.py --trials $(or $(TRIALS),100)
 
 clean:
 	rm -rf $(VENV) data runs

@@ -58,9 +58,11 @@ class Sign:
 class HangWatch:
     """Watches over `pulse`, which the main thread of `rank` beats, in its `with`."""
 
-    def __init__(self, pulse: Pulse, rank: int, world_size: int, timeout: float, store: Store, output: Path):
-        """`timeout` in seconds. `store` is this thread's own connection. A dump of the flight recorder goes into
-        `output`."""
+    def __init__(
+        self, pulse: Pulse, rank: int, world_size: int, timeout: float, store: Store | None, output: Path
+    ):
+        """`timeout` in seconds. `store` is this thread's own connection; without one, for a single rank, only the
+        launcher is watched. A dump of the flight recorder goes into `output`."""
         self._pulse, self._rank, self._world_size, self._timeout = pulse, rank, world_size, timeout
         self._store, self._output = store, output
         self._parent = os.getppid() if this_attempt().launcher else None
@@ -86,6 +88,8 @@ class HangWatch:
             look += 1
             if self._parent not in (None, os.getppid()):
                 os._exit(1)  # the launcher is gone, and its ranks with it
+            if self._store is None:
+                continue
             now = time.monotonic()
             try:
                 self._say(look, interval)
@@ -190,10 +194,10 @@ def _flight_recorder() -> list[dict]:
 
 def open_watch(pulse: Pulse, process: Process, timeout: timedelta, output: Path) -> AbstractContextManager:
     """The watch of a process that has others or a launcher; one that does nothing where it stands by itself."""
-    address, port = (os.environ.get(name) for name in ("MASTER_ADDR", "MASTER_PORT"))
-    if address is None or port is None:
+    if process.world_size == 1 and this_attempt().launcher is None:
         return nullcontext()
-    patience = timedelta(seconds=STORE_PATIENCE)
-    store = c10d.TCPStore(address, int(port), is_master=False, wait_for_workers=False, timeout=patience)
-    store = PrefixStore(f"megalith/attempt{this_attempt().number}/{process.world_size}", store)
+    store = None
+    if process.world_size > 1:
+        store = PrefixStore("watch", distributed_c10d._get_default_store().clone())
+        store.set_timeout(timedelta(seconds=STORE_PATIENCE))
     return HangWatch(pulse, process.rank, process.world_size, timeout.total_seconds(), store, output)

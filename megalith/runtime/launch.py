@@ -12,14 +12,16 @@ import logging
 import os
 import sys
 import tempfile
-from collections.abc import Sequence
+import time
+import uuid
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from megalith.errors import ConfigError
+from megalith.errors import ConfigError, TrainingError
 from megalith.runtime.failure import report_uncaught
 from megalith.runtime.stops import STOP_CODE_FILE
 
@@ -83,14 +85,60 @@ def init_distributed(device: torch.device, timeout: timedelta = TIMEOUT) -> Proc
                 f"WORLD_SIZE is {process.world_size} but {name} is not set, so the processes cannot meet; start them "
                 "with --nproc or torchrun, or set it to the first process's"
             )
+    meeting = dict(
+        store=meet(process, timeout), rank=process.rank, world_size=process.world_size, timeout=timeout
+    )
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", timeout=timeout, device_id=device)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **meeting)
     else:
-        dist.init_process_group("gloo", timeout=timeout)
+        dist.init_process_group("gloo", **meeting)
     if not process.is_first:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (to the end of the process)
     return process
+
+
+def meet(process: Process, timeout: timedelta) -> dist.Store:
+    """The store at MASTER_ADDR:MASTER_PORT, with the keys of this start of the job only.
+
+    An elastic launcher's store outlives its ranks, and gloo would take the addresses that the last attempt left there
+    for those of this one. So rank 0 gives each start a name, for a prefix. A rank asks for it under a key that it has
+    just made up, for what it would read under one of old might be of old.
+    """
+    held_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"],
+        int(os.environ["MASTER_PORT"]),
+        is_master=process.is_first and not held_by_launcher,
+        timeout=timeout,
+        wait_for_workers=False,
+        multi_tenant=True,
+    )
+    if not held_by_launcher:
+        return dist.PrefixStore("only", store)
+    made_up = uuid.uuid4().hex
+    if process.is_first:
+        _name_start(store, made_up, range(1, process.world_size), time.monotonic() + timeout.total_seconds())
+        return dist.PrefixStore(made_up, store)
+    store.set(f"asks/{process.rank}", made_up)
+    name = store.get(f"answer/{made_up}").decode()
+    store.add(f"{name}/answered", 1)
+    return dist.PrefixStore(name, store)
+
+
+def _name_start(store: dist.Store, name: str, others: Collection[int], deadline: float) -> None:
+    answered: set[str] = set()
+    while store.add(f"{name}/answered", 0) < len(others):
+        for key in (f"asks/{rank}" for rank in others):
+            asked = store.get(key).decode() if store.check([key]) else ""
+            if asked and asked not in answered:
+                store.set(f"answer/{asked}", name)
+                answered.add(asked)
+        if time.monotonic() > deadline:
+            raise TrainingError(
+                f"not all of the job's {len(others) + 1} ranks have come; look at what the others say"
+            )
+        time.sleep(0.01)
 
 
 def end_distributed() -> None:

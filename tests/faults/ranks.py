@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -153,10 +154,31 @@ def events(output: Path, kind: str) -> list[dict]:
 
 
 def saved(output: Path) -> list[str]:
-    return sorted(folder.name for folder in (output / "checkpoints").glob("step_*"))
+    return sorted(folder.name for folder in (output / "checkpoints").glob("step_????????"))
 
 
 def stored(output: Path, step: int) -> dict[str, bytes]:
     """Weights and optimizer state as they are on disk."""
     folder = output / "checkpoints" / f"step_{step:08d}"
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
+
+
+def launch(command: Sequence[str], *options: str, log: Path) -> subprocess.Popen:
+    """`megalith train …` with a launcher's options, as a process; what it prints goes to `log`."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+    with open(log, "a") as file:
+        words = [sys.executable, "-m", "megalith.cli", *command, *options]
+        return subprocess.Popen(words, stdout=file, stderr=file, env=environment)
+
+
+def workers_of(launcher: subprocess.Popen) -> list[int]:
+    """The process ids of the ranks that a launcher has started and that still run."""
+    children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
+    return sorted(int(pid) for pid in children if is_running(int(pid)))
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except FileNotFoundError:
+        return False
