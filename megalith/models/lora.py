@@ -21,7 +21,7 @@ from megalith.config.lora import WHOLE
 from megalith.models.context import Context
 from megalith.models.linear import Linear
 from megalith.models.transformer import Transformer
-from megalith.ops.dropout import ADAPTER_INPUTS, counter_dropout
+from megalith.ops.dropout import ADAPTER_INPUTS, column_keys, counter_dropout
 
 ADAPTER = ".adapter."  # in the name of every parameter of an adapter, and in no other
 
@@ -48,7 +48,8 @@ class Adapter(nn.Module):
         if self.dropout and context is not None and context.dropout is not None:
             keys = context.dropout
             rows = keys.stream_rows(self.site) if self.takes_stream else keys.token_rows(self.site)
-            x = counter_dropout(x, self.dropout, rows.view(x.shape[:-1]), self.first_column)
+            columns = column_keys(x.shape[-1], x.device, self.first_column)
+            x = counter_dropout(x, self.dropout, rows.view(x.shape[:-1]), columns)
         low = torch.cat([a(x) for a in self.lora_A.values()], dim=-1)  # [..., parts · rank]
         low = self.gather(low).split(self.rank, dim=-1)
         high = {part: b(z) for (part, b), z in zip(self.lora_B.items(), low)}

@@ -30,6 +30,7 @@ from megalith.ops.dropout import (
     EMBEDDING_OUTPUT,
     MLP_OUTPUT,
     DropoutKeys,
+    column_keys,
     counter_dropout,
     token_keys,
 )
@@ -96,7 +97,7 @@ class TransformerLayer(nn.Module):
     def _drop(self, x: Tensor, context: Context, site: int) -> Tensor:
         if context.dropout is None or self.dropout == 0:
             return x
-        return counter_dropout(x, self.dropout, context.dropout.stream_rows(site))
+        return counter_dropout(x, self.dropout, context.dropout.stream_rows(site), context.dropout.columns)
 
 
 def _normed(x: Tensor, norm: Norm | None) -> Tensor:
@@ -205,7 +206,12 @@ class Transformer(nn.Module):
             x = x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype).item()
         if context.dropout is None or self.config.hidden_dropout == 0:
             return x
-        return counter_dropout(x, self.config.hidden_dropout, context.dropout.stream_rows(EMBEDDING_OUTPUT))
+        return counter_dropout(
+            x,
+            self.config.hidden_dropout,
+            context.dropout.stream_rows(EMBEDDING_OUTPUT),
+            context.dropout.columns,
+        )
 
     def run_layers(self, numbers: Sequence[str], x: Tensor, context: Context) -> Tensor:
         """x [batch, seq, hidden] through the layers with these numbers; recomputation wraps this."""
@@ -255,7 +261,8 @@ class Transformer(nn.Module):
             keys = token_keys(self.seed, sample_numbers, places)
             layers = torch.arange(-1, self.config.num_layers, dtype=torch.int32, device=keys.device)
             context.layers = layers[1:]
-            context.dropout = DropoutKeys(keys, self.shard_tokens(keys), layers[0])
+            columns = column_keys(self.config.hidden_size, keys.device)
+            context.dropout = DropoutKeys(keys, self.shard_tokens(keys), columns, layers[0])
         return context
 
 

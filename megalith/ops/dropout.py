@@ -25,6 +25,7 @@ class DropoutKeys:
 
     queries: Tensor  # int32 [batch, seq]: a key for each token that attends
     stream: Tensor  # int32: a key for each token of the residual stream, in its shape
+    columns: Tensor  # int32 [hidden]: a key for each column of it
     layer: Tensor  # int32 scalar
 
     def query_rows(self) -> Tensor:
@@ -53,31 +54,36 @@ def token_keys(seed: int, sample_numbers: Tensor, positions: Tensor) -> Tensor:
     return mix(sample[:, None] ^ _mixed_indices(positions + 0x632BE5AB))  # [batch, seq]
 
 
-def counter_dropout(x: Tensor, probability: float, rows: Tensor, first_column: int = 0) -> Tensor:
+def column_keys(width: int, device: torch.device | str, first: int = 0) -> Tensor:
+    """Keys of the columns from number `first` on: int32 [width].
+
+    To be made outside of compiled code where it matters: a compiler makes them anew for each element.
+    """
+    return _mixed_indices(torch.arange(first, first + width, device=device))
+
+
+def counter_dropout(x: Tensor, probability: float, rows: Tensor, columns: Tensor) -> Tensor:
     """Drops elements of x [batch, seq, width] and scales the others by 1 / (1 - probability).
 
-    `rows` int32 [batch, seq] are the keys of the tokens (`DropoutKeys.stream_rows`), `first_column` is the number of
-    x's first column where it is a part of all.
+    `rows` int32 [batch, seq] are the keys of the tokens (`DropoutKeys.stream_rows`), `columns` int32 [width] those of
+    the columns.
     """
-    return _CounterDropout.apply(x, probability, rows, first_column)
+    return _CounterDropout.apply(x, probability, rows, columns)
 
 
 class _CounterDropout(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, probability: float, rows: Tensor, first_column: int) -> Tensor:
-        ctx.save_for_backward(rows)
-        ctx.probability, ctx.first_column = probability, first_column
-        return _drop(x, probability, rows, first_column)
+    def forward(ctx, x: Tensor, probability: float, rows: Tensor, columns: Tensor) -> Tensor:
+        ctx.save_for_backward(rows, columns)
+        ctx.probability = probability
+        return _drop(x, probability, rows, columns)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        (rows,) = ctx.saved_tensors
-        return _drop(grad, ctx.probability, rows, ctx.first_column), None, None, None
+        return _drop(grad, ctx.probability, *ctx.saved_tensors), None, None, None
 
 
-def _drop(x: Tensor, probability: float, rows: Tensor, first_column: int) -> Tensor:
-    numbers = torch.arange(first_column, first_column + x.shape[-1], device=x.device)
-    columns = _mixed_indices(numbers)  # [width]
+def _drop(x: Tensor, probability: float, rows: Tensor, columns: Tensor) -> Tensor:
     kept = keep(rows[..., None] ^ columns, probability)  # [batch, seq, width]
     return torch.where(kept, x * (1.0 / (1.0 - probability)), 0.0)
 

@@ -12,7 +12,7 @@ from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
 from megalith.ops.attention import attention, document_mask
 from megalith.ops.cross_entropy import linear_cross_entropy
-from megalith.ops.dropout import attention_keep_mask, counter_dropout, token_keys
+from megalith.ops.dropout import attention_keep_mask, column_keys, counter_dropout, token_keys
 
 GPT = dict(num_layers=3, hidden_size=256, num_attention_heads=4, vocab_size=1000, max_position_embeddings=256)
 QWEN = dict(num_layers=3, hidden_size=256, num_attention_heads=8, num_query_groups=2, kv_channels=64,
@@ -53,10 +53,12 @@ def test_compiled_blocks_give_the_gradients_of_fp32_eager(family: str, dtype: to
 def test_dropout_masks_are_the_same_on_cpu_gpu_and_compiled() -> None:
     keys = token_keys(7, torch.arange(8) + 2**33, torch.arange(100))
     x = torch.ones(8, 100, 192)
-    expected = counter_dropout(x, 0.1, keys)
+    columns = column_keys(192, "cpu")
+    expected = counter_dropout(x, 0.1, keys, columns)
     expected_attention = attention_keep_mask(keys, 4, 100, 0.1)
-    assert torch.equal(counter_dropout(x.cuda(), 0.1, keys.cuda()).cpu(), expected)
-    assert torch.equal(torch.compile(counter_dropout)(x.cuda(), 0.1, keys.cuda()).cpu(), expected)
+    on_gpu = x.cuda(), 0.1, keys.cuda(), column_keys(192, "cuda")
+    assert torch.equal(counter_dropout(*on_gpu).cpu(), expected)
+    assert torch.equal(torch.compile(counter_dropout)(*on_gpu).cpu(), expected)
     compiled = torch.compile(attention_keep_mask)(keys.cuda(), 4, 100, 0.1)
     assert torch.equal(compiled.cpu(), expected_attention)
     on_gpu = torch.compile(token_keys)(7, (torch.arange(8) + 2**33).cuda(), torch.arange(100).cuda())

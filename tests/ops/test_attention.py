@@ -20,7 +20,9 @@ def qkv(groups=HEADS, dtype=torch.float32, seq=SEQ):
 
 def dropout_rows(samples=(0, 1), positions=range(SEQ)):
     keys = token_keys(5, torch.tensor(samples), torch.tensor([*positions]))
-    return DropoutKeys(queries=keys, stream=keys, layer=torch.tensor(1, dtype=torch.int32)).query_rows()
+    return DropoutKeys(
+        queries=keys, stream=keys, columns=keys, layer=torch.tensor(1, dtype=torch.int32)
+    ).query_rows()
 
 
 def formula(query, key, value, allowed, kept=None, p=0.0, softcap=None, scale=HEAD_DIM**-0.5):

@@ -13,23 +13,31 @@ from megalith.ops.dropout import (
     MLP_OUTPUT,
     DropoutKeys,
     attention_keep_mask,
+    column_keys,
     counter_dropout,
     token_keys,
 )
 
 BATCH, SEQ, WIDTH, P = 4, 128, 512, 0.1
+COLUMNS = column_keys(WIDTH, "cpu")
 SITES = (ATTENTION_OUTPUT, MLP_OUTPUT, EMBEDDING_OUTPUT)
 
 
 def keys_of(seed=1234, samples=range(BATCH), positions=range(SEQ), layer=0):
     tokens = token_keys(seed, torch.tensor([*samples]), torch.tensor([*positions]))
-    return DropoutKeys(queries=tokens, stream=tokens, layer=torch.tensor(layer, dtype=torch.int32))
+    return DropoutKeys(
+        queries=tokens, stream=tokens, columns=COLUMNS, layer=torch.tensor(layer, dtype=torch.int32)
+    )
+
+
+def dropped(x, p, rows):
+    return counter_dropout(x, p, rows, column_keys(x.shape[-1], "cpu"))
 
 
 def kept(p=P, site=MLP_OUTPUT, width=WIDTH, **place):
     """The stream's mask as 0 and 1, [batch, seq, width]."""
     rows = keys_of(**place).stream_rows(site)
-    return (counter_dropout(torch.ones(*rows.shape, width), p, rows) != 0).float()
+    return (dropped(torch.ones(*rows.shape, width), p, rows) != 0).float()
 
 
 def attention_kept(p=P, heads=6, length=SEQ, first_head=0, **place):
@@ -64,7 +72,7 @@ def test_the_share_dropped_is_the_probability_over_all_and_over_every_slice(mask
 def test_kept_values_are_scaled_so_that_the_mean_stays():
     rows = keys_of().stream_rows(MLP_OUTPUT)
     x = torch.randn(BATCH, SEQ, WIDTH)
-    out = counter_dropout(x, 0.25, rows)
+    out = dropped(x, 0.25, rows)
     assert torch.equal(out, torch.where(kept(0.25) != 0, x * (1 / 0.75), 0.0))
 
 
@@ -125,7 +133,7 @@ def test_a_narrower_tensor_or_fewer_heads_see_the_first_part_of_the_mask():
 def test_the_gradient_passes_where_the_value_passed_and_nowhere_else(dtype):
     rows = keys_of().stream_rows(MLP_OUTPUT)
     x = torch.randn(BATCH, SEQ, WIDTH, dtype=dtype, requires_grad=True)
-    out = counter_dropout(x, P, rows)
+    out = dropped(x, P, rows)
     weight = torch.rand_like(out) + 1
     out.backward(weight)
     assert out.dtype == x.grad.dtype == dtype
@@ -143,8 +151,8 @@ def test_nothing_is_drawn_from_the_global_random_state():
 def test_compiled_masks_are_those_of_eager(quick_compile):
     def masks(x, samples, positions, layer):
         tokens = token_keys(1234, samples, positions)
-        keys = DropoutKeys(queries=tokens, stream=tokens, layer=layer)
-        stream = counter_dropout(x, P, keys.stream_rows(MLP_OUTPUT))
+        keys = DropoutKeys(queries=tokens, stream=tokens, columns=COLUMNS[:40], layer=layer)
+        stream = counter_dropout(x, P, keys.stream_rows(MLP_OUTPUT), keys.columns)
         return stream, attention_keep_mask(keys.query_rows(), 3, positions, P)
 
     x = torch.randn(2, 24, 40)
