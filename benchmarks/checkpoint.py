@@ -30,6 +30,7 @@ from megalith.config import RunConfig
 from megalith.hardware import pick_device
 from megalith.optim import build_optimizer
 from megalith.parallel.mesh import build_mesh
+from megalith.parallel.shards import Box
 from megalith.runtime.launch import end_distributed, init_distributed, launch, this_process
 
 DEFAULTS = ["model.preset=gpt2", "model.num_layers=6"]
@@ -72,28 +73,29 @@ class Bench:
                 value.uniform_(generator=generator)
 
     def run(self) -> None:
-        at_once = self._saves("at once", background=False)
-        checkpoint = open_checkpoint(self.folder / "at once", world=self.world)
+        """Measures and prints. No more than one copy of the state is on the disk at a time."""
+        at_once = self._saves(background=False)
+        checkpoint = open_checkpoint(self.folder, world=self.world, boxes=self._boxes())
         size = sum(record.bytes for record in checkpoint.manifest.files.values())
+        load = self._load()
         self._print(
             f"{size / 1e9:.2f} GB on {self.world.size} × {self.device.type}, median of {self.repeats}"
         )
         self._print(f"{'':34}{'stall s':>9}{'first':>8}{'whole s':>9}{'GB/s':>7}")
         self._line("Megalith, at once", at_once, size)
-        self._line("Megalith, in the background", self._saves("background", background=True), size)
+        self._line("Megalith, in the background", self._saves(background=True), size)
         self._line("torch.distributed.checkpoint.save", self._dcp_saves(), size)
-        self._print(f"{'load, checksums included':34}{'':17}{self._load():9.2f}")
+        self._print(f"{'load, checksums included':34}{'':17}{load:9.2f}{size / 1e9 / load:7.2f}")
+        self._empty()
         end_distributed()
 
-    def _saves(self, name: str, background: bool) -> list[tuple[float, float]]:
+    def _saves(self, background: bool) -> list[tuple[float, float]]:
         """Stall and whole time of each save, of the slowest rank."""
-        folder = self._empty(name)
-        saver = Saver(
-            folder / "checkpoints", self.world, unpadded_rows=self.rows, keep_last=1, background=background
-        )
+        saver = Saver(self.folder / "checkpoints", self.world, unpadded_rows=self.rows, background=background)
         figures = []
         for step in range(self.repeats + 1):
             record = RunRecord(step=step, consumed_samples=0, config=self.config.to_tree())
+            self._empty()
             self._settle()
             begin = time.monotonic()
             saver.save(record, self.model.chunks, self.optimizer)
@@ -108,10 +110,10 @@ class Bench:
         state = self._dtensors()
         figures = []
         for _ in range(self.repeats + 1):
-            folder = self._empty("dcp")
+            self._empty()
             self._settle()
             begin = time.monotonic()
-            dcp.save(state, checkpoint_id=folder, no_dist=self.world.size == 1)
+            dcp.save(state, checkpoint_id=self.folder / "dcp", no_dist=self.world.size == 1)
             seconds = time.monotonic() - begin
             figures.append(self._slowest(seconds, seconds))
         return figures
@@ -142,8 +144,7 @@ class Bench:
         """Seconds to check the newest step's files and to fill weights and moments from them."""
         self._settle()
         begin = time.monotonic()
-        boxes = state_boxes(self.model.chunks, self.optimizer, self.rows)
-        checkpoint = open_checkpoint(self.folder / "at once", world=self.world, boxes=boxes)
+        checkpoint = open_checkpoint(self.folder, world=self.world, boxes=self._boxes())
         load_model(checkpoint, self.model.chunks, self.rows, self.world)
         load_optimizer(checkpoint, self.optimizer, self.rows, self.model.chunks, self.world)
         self._settle()
@@ -157,12 +158,13 @@ class Bench:
     def _slowest(self, *seconds: float) -> tuple[float, ...]:
         return tuple(max(values) for values in zip(*exchange(list(seconds), self.world)))
 
-    def _empty(self, name: str) -> Path:
-        folder = self.folder / name
+    def _empty(self) -> None:
         if self.world.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+            shutil.rmtree(self.folder, ignore_errors=True)
         exchange(None, self.world)
-        return folder
+
+    def _boxes(self) -> dict[str, dict[str, Box]]:
+        return state_boxes(self.model.chunks, self.optimizer, self.rows)
 
     def _line(self, name: str, figures: list[tuple[float, float]], size: int) -> None:
         first, *rest = figures
