@@ -5,6 +5,9 @@
 Makes a Llama-like folder of that size, a tensor at a time, in shards of 500 MB; then, each in a process of its own:
 copies it, imports it, exports it, and says how many GB (10⁹ bytes) of the folder a second each took and the most
 memory that it held. The copy is synced to the disk as the others are. `--turns` repeats the three in turn.
+
+Before each, three times the folder's size of memory is used and freed: in a virtual machine the first use of a page
+that the host has taken back costs five times the copy into it.
 """
 
 from __future__ import annotations
@@ -52,16 +55,21 @@ def main() -> None:
     args.folder.mkdir(parents=True)
     try:
         source = args.folder / "source"
-        measured(MAKE, source, args.gb * 1e9, args.dtype)
+        measured(MAKE, 0, source, args.gb * 1e9, args.dtype)
         size = sum(file.stat().st_size for file in source.iterdir()) / 1e9
-        print(f"Python with torch and the converter alone: {measured(START)[1] / 1e6:.0f} MB")
+        print(f"Python with torch and the converter alone: {measured(START, 0)[1] / 1e6:.0f} MB")
         for turn in range(1, args.turns + 1):
             for name in ("copy", "run", "out"):
                 shutil.rmtree(args.folder / name, ignore_errors=True)
             os.sync()
-            copied = report(turn, "copy", size, *measured(COPY, source, args.folder / "copy"), None)
-            report(turn, "import", size, *measured(IMPORT, source, args.folder / "run"), copied)
-            report(turn, "export", size, *measured(EXPORT, args.folder / "run", args.folder / "out"), copied)
+            copied = None
+            for name, code, *folders in (
+                ("copy", COPY, source, args.folder / "copy"),
+                ("import", IMPORT, source, args.folder / "run"),
+                ("export", EXPORT, args.folder / "run", args.folder / "out"),
+            ):
+                rate = report(turn, name, size, *measured(code, 3 * size, *folders), copied)
+                copied = copied or rate
     finally:
         shutil.rmtree(args.folder)
 
@@ -92,21 +100,25 @@ def make_source(folder: Path, size: float, dtype: str) -> None:
         writer.write_json("config.json", {**LLAMA.write_config(model), "torch_dtype": dtype})
 
 
-def measured(code: tuple[str, str], *arguments: object) -> tuple[float, int]:
+def measured(code: tuple[str, str], warm: float, *arguments: object) -> tuple[float, int]:
     """Seconds of the second part of the code, and the most bytes resident, in a Python process of its own.
 
-    This process must stay small: what it holds counts for its children until they have begun.
+    Between the two parts `warm` GB of memory are used and freed, by another process.
     """
     prepare, work = code
-    text = f"{prepare}\nimport time\nbegin = time.monotonic()\n{work}\nprint(time.monotonic() - begin)"
-    command = [sys.executable, "-c", text, *map(str, arguments)]
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
-    printed = process.stdout.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    process.returncode = os.waitstatus_to_exitcode(status)
-    if process.returncode:
-        raise SystemExit(f"a process ended with {process.returncode}")
-    return float(printed), usage.ru_maxrss * 1024
+    text = f"""
+import resource, subprocess, time
+{prepare}
+subprocess.run([{sys.executable!r}, "-c", "bytearray(b'x') * {int(warm * 1e9)}"], check=True)
+begin = time.monotonic()
+{work}
+print(time.monotonic() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+    printed = subprocess.run(
+        [sys.executable, "-c", text, *map(str, arguments)], check=True, stdout=subprocess.PIPE, text=True
+    ).stdout
+    seconds, kilobytes = printed.split()
+    return float(seconds), int(kilobytes) * 1024
 
 
 def report(turn: int, what: str, size: float, seconds: float, memory: int, copied: float | None) -> float:

@@ -28,7 +28,7 @@ from megalith.errors import CheckpointError, ConfigError
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 SHARDS = 64  # files that a checkpoint is cut into, as far as they are then of a good size, in bytes:
-SMALLEST_SHARD, LARGEST_SHARD = 2**26, 2**28
+SMALLEST_SHARD, LARGEST_SHARD = 2**25, 2**28
 Change = Callable[[str, Tensor, Sequence[int]], Tensor]
 SEED = 1234  # of the initial values of tensors that are missing and were allowed to be
 
@@ -76,7 +76,7 @@ def import_hf(
             StepWriter(out / "checkpoints", record, write_tokenizer=keep, shard_bytes=shard_bytes) as writer,
         ):
             for group in fit.groups:
-                for offset, shape in blocks(group.shape, shard_bytes // 4):
+                for offset, shape in blocks(group.shape, shard_bytes // 8):
                     box = change(group.name, fit.ours(group, SEED, offset, shape), offset)
                     writer.add("model", group.name, box, offset, group.shape)
                 progress.add(fit.bytes(group))
