@@ -29,6 +29,7 @@ import yaml
 _LARGE = dict(preset="gpt2-large", num_attention_heads=16)
 _NO_DROPOUT = dict(hidden_dropout=0.0, attention_dropout=0.0)
 _LLAMA = dict(preset="llama3-8b", vocab_size=128256)
+_QWEN3_MOE = dict(preset="qwen3-30b-a3b", moe_router_force_load_balancing=True, moe_permute_fusion=True)
 
 # fmt: off
 WORKLOADS: dict[str, dict[str, Any]] = {
@@ -36,6 +37,7 @@ WORKLOADS: dict[str, dict[str, Any]] = {
     "gpt2-large":         dict(model=dict(_LARGE, **_NO_DROPOUT), seq_length=1024, precision="bf16", batch=32),
     "gpt2-large-dropout": dict(model=_LARGE, seq_length=1024, precision="fp16", batch=32),
     "llama3-8b":          dict(model=_LLAMA, seq_length=8192, precision="bf16", batch=2),
+    "qwen3-30b-a3b":      dict(model=_QWEN3_MOE, seq_length=4096, precision="bf16", batch=2),
 }
 LAYOUTS: dict[str, dict[str, Any]] = {  # processes, sequences of a micro-batch as a share of the step's, settings
     "one":         dict(processes=1, micro=1.0, parallel={}),
@@ -63,6 +65,10 @@ LAYOUTS: dict[str, dict[str, Any]] = {  # processes, sequences of a micro-batch 
                         context_parallel_size=2)),
     "dp8-optim":   dict(processes=8, micro=0.0625, parallel=dict(data_parallel_sharding_strategy="optim")),
     "dp8-full":    dict(processes=8, micro=0.0625, parallel=dict(data_parallel_sharding_strategy="optim_grads_params")),
+    "ep8":         dict(processes=8, micro=0.0625, parallel=dict(expert_model_parallel_size=8,
+                        data_parallel_sharding_strategy="optim")),
+    "ep8-full":    dict(processes=8, micro=0.0625, parallel=dict(expert_model_parallel_size=8,
+                        data_parallel_sharding_strategy="optim_grads_params")),
 }
 # fmt: on
 FIGURES = ("step_time_ms", "tokens_per_second_per_device", "tflops_per_device", "mfu", "max_memory_gb")

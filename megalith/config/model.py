@@ -258,7 +258,7 @@ class ModelConfig(Section):
     """All local experts in one grouped matmul, on GPUs in bf16; otherwise a matmul for each expert."""
 
     moe_permute_fusion: bool = False
-    """Compiles the sum of a token's experts into one kernel, on GPUs."""
+    """Compiles what is around the experts' matmuls, activation and sum by token, into a kernel each, on GPUs."""
 
     @property
     def query_groups(self) -> int:

@@ -224,7 +224,8 @@ def layer_activations(
 
 def _expert_activations(model: ModelConfig, cuts: Cuts) -> float:
     """Of a token in a layer of experts, each with as many tokens as another: its rows, between the matrices too."""
-    row = model.hidden_size + (6 if model.gated else 3) * model.expert_size / cuts.expert_tensor
+    between = (3 if model.gated else 2) if model.moe_permute_fusion else (6 if model.gated else 3)
+    row = model.hidden_size + between * model.expert_size / cuts.expert_tensor
     shared = (model.moe_shared_expert_intermediate_size or 0) // cuts.tensor
     own = 1 / cuts.tensor  # each rank of the tensor axis has its part of the tokens
     if cuts.expert_tensor > 1:

@@ -14,6 +14,9 @@ waits for it, once a layer.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache
+
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +28,8 @@ from megalith.models.mlp import ACTIVATIONS, MLP
 from megalith.models.router import Router, Routing
 from megalith.ops.grouped_gemm import Groups, grouped_matmul
 from megalith.ops.permute import Order, counted, places_in_group, sum_rows, take_rows
+
+Activation = Callable[[Tensor], Tensor]
 
 
 class GroupedLinear(nn.Module):
@@ -45,7 +50,7 @@ class Experts(nn.Module):
         super().__init__()
         self.gated = config.gated
         self.activation = ACTIVATIONS[config.mlp_activation]
-        self.grouped = config.moe_grouped_gemm
+        self.grouped, self.fused = config.moe_grouped_gemm, config.moe_permute_fusion
         width = config.expert_size * (2 if self.gated else 1)
         self.linear_fc1 = GroupedLinear(config.num_experts, config.hidden_size, width, device)
         self.linear_fc2 = GroupedLinear(config.num_experts, config.expert_size, config.hidden_size, device)
@@ -53,12 +58,22 @@ class Experts(nn.Module):
     def forward(self, x: Tensor, weights: Tensor, groups: Groups) -> Tensor:
         """Rows x [rows, hidden], expert after expert, and their weights float32 [rows, 1] → [rows, hidden]."""
         x = self.linear_fc1(x, groups, self.grouped)  # [rows, expert size], or [rows, 2 · expert size]
-        if self.gated:
-            gate, up = x.unflatten(-1, (-1, 2)).unbind(-1)
-            x = self.activation(gate) * up
-        else:
-            x = self.activation(x)
-        return self.linear_fc2(x * weights.to(x.dtype), groups, self.grouped)
+        activate = _compiled_activation() if self.fused and x.is_cuda else weighted_activation
+        return self.linear_fc2(activate(x, weights, self.activation, self.gated), groups, self.grouped)
+
+
+def weighted_activation(x: Tensor, weights: Tensor, activation: Activation, gated: bool) -> Tensor:
+    """The non-linearity of fc1's rows x, times the rows' weights [rows, 1]: [rows, expert size]."""
+    if gated:
+        gate, up = x.unflatten(-1, (-1, 2)).unbind(-1)
+        return activation(gate) * up * weights.to(x.dtype)
+    return activation(x) * weights.to(x.dtype)
+
+
+@cache
+def _compiled_activation() -> Callable[[Tensor, Tensor, Activation, bool], Tensor]:
+    """In one kernel, which keeps x and the weights alone for the backward pass."""
+    return torch.compile(weighted_activation, dynamic=True)
 
 
 class MoE(nn.Module):

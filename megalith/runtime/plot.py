@@ -79,7 +79,7 @@ def draw_experts(
         imbalance.plot(*_xy(_points(steps, "moe_imbalance")), color=colour, linewidth=0.8)
         imbalance.plot(*_xy(_points(steps, "moe_dropped")), color=colour, linewidth=0.8, linestyle=":")
         aux.plot(*_xy(_points(steps, "moe_aux_loss")), color=colour, linewidth=0.8)
-    _style(imbalance, "experts: most tokens / mean (dotted: share dropped)")
+    _style(imbalance, "busiest expert / mean (dotted: dropped)")
     _style(aux, "balancing loss (1: even)")
     records = [read_records(folder / EXPERTS_FILE) for folder, _, _ in histories]
     last = next((of_run[-1] for of_run in records if of_run), None)
@@ -92,6 +92,8 @@ def draw_experts(
     load.figure.colorbar(drawn, ax=load)
     _style(load, f"load / mean by layer, step {last['step']}")
     load.grid(False)
+    layers, step = list(last["tokens"]), -(-len(rows) // 8)
+    load.set_yticks(range(0, len(rows), step), layers[::step])
     load.set_xlabel("experts, busiest first", fontsize=8, color="#495057")
 
 

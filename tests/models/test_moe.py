@@ -119,3 +119,19 @@ def test_layers_alternate_and_every_expert_starts_from_values_of_its_own():
     assert weight.shape == (4, HIDDEN, 24) and weight.std().item() == pytest.approx(0.02 / 2, rel=0.05)
     assert len({w.sum().item() for w in weight}) == 4
     assert not model.layers["1"].mlp.router.tally.any()
+
+
+def test_a_layer_is_traced_around_its_dispatch():
+    settings = BASE | {"num_layers": 1, "moe_aux_loss_coeff": 0.1}
+    gradients = []
+    for compiled in (False, True):
+        model = Transformer(ModelConfig(**settings))
+        initialize(model, model.config, seed=3)
+        if compiled:
+            model.layers["0"].compile(backend="aot_eager")
+        ids = torch.arange(BATCH * SEQ).view(BATCH, SEQ)
+        model(ids, labels=ids, balance_scale=torch.tensor(1.0)).backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+    torch._dynamo.reset()
+    for eager, traced in zip(*gradients):
+        torch.testing.assert_close(eager, traced, rtol=1e-6, atol=1e-6)

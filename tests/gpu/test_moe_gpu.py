@@ -1,0 +1,104 @@
+"""Experts on a GPU: torch's grouped GEMM, kernels compiled around it, and a host that never waits."""
+
+import pytest
+import torch
+
+from megalith.config import ModelConfig
+from megalith.models.context import Context
+from megalith.models.init import initialize
+from megalith.models.moe import MoE
+from megalith.models.transformer import Transformer
+from megalith.ops.grouped_gemm import Groups, LoopedMatmul, grouped_matmul, has_kernel
+
+BATCH, SEQ, HIDDEN = 2, 128, 256
+MODEL = dict(num_layers=2, hidden_size=HIDDEN, ffn_hidden_size=512, num_attention_heads=4, swiglu=True,
+             add_bias_linear=False, normalization="RMSNorm", position_embedding_type="rope", vocab_size=512,
+             max_position_embeddings=SEQ, hidden_dropout=0.0, attention_dropout=0.0, num_experts=8,
+             moe_ffn_hidden_size=128, moe_router_topk=2, moe_aux_loss_coeff=0.01, moe_z_loss_coeff=0.001,
+             moe_grouped_gemm=True)  # fmt: skip
+FILLED = dict(moe_expert_capacity_factor=1.25, moe_pad_expert_input_to_capacity=True)
+
+
+def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((found.float() - expected.float()).norm() / expected.float().norm().clamp(min=1e-30)).item()
+
+
+@pytest.mark.parametrize("sizes", [(70, 0, 300, 14), (0, 0, 0, 128), (128, 128, 128, 128), (1, 2, 3, 5)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_grouped_matmul_equals_the_loop_and_empty_groups_get_zeros(sizes, dtype):
+    torch.manual_seed(0)
+    torch.full((4, 192, HIDDEN), float("nan"), device="cuda", dtype=dtype)  # what freed memory may hold
+    x = torch.randn(sum(sizes), HIDDEN, device="cuda", dtype=dtype)
+    weight = torch.randn(4, 192, HIDDEN, device="cuda", dtype=dtype) / 16
+    assert has_kernel(x, weight) == (dtype == torch.bfloat16)
+    results = []
+    for function in (
+        lambda x, w: grouped_matmul(x, w, Groups(torch.tensor(sizes, device="cuda"))),
+        lambda x, w: LoopedMatmul.apply(x, w, sizes),
+    ):
+        leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
+        y = function(*leaves)
+        y.square().sum().backward()
+        results.append([y.detach(), *(leaf.grad for leaf in leaves)])
+    for ours, expected in zip(*results):
+        assert relative(ours, expected) < 1e-2 if dtype == torch.bfloat16 else relative(ours, expected) < 1e-5
+    empty = torch.tensor([size == 0 for size in sizes], device="cuda")
+    assert not results[0][2][empty].any()
+
+
+def layer(**settings) -> MoE:
+    torch.manual_seed(0)
+    moe = MoE(ModelConfig(**(MODEL | settings)), torch.device("cuda"))
+    for parameter in moe.parameters():
+        torch.nn.init.normal_(parameter, std=0.05)
+    return moe
+
+
+def context() -> Context:
+    numbers = torch.arange(SEQ, device="cuda")[None] * BATCH + torch.arange(BATCH, device="cuda")[:, None]
+    return Context(BATCH, numbers=numbers.flatten(), balance_scale=torch.ones((), device="cuda"))
+
+
+def passes(moe: MoE, inputs: Context) -> list[torch.Tensor]:
+    generator = torch.Generator("cuda").manual_seed(1)
+    x = torch.randn(
+        BATCH, SEQ, HIDDEN, device="cuda", generator=generator, dtype=torch.bfloat16
+    ).requires_grad_()
+    y = moe(x, inputs)
+    y.float().square().sum().backward()
+    return [y.detach(), x.grad, *(parameter.grad for parameter in moe.parameters())]
+
+
+@pytest.mark.parametrize("settings", [{}, {"moe_permute_fusion": True}, FILLED], ids=str)
+def test_the_host_never_waits_for_the_device(settings):
+    moe, inputs = layer(**settings), context()
+    passes(moe, inputs)  # what is made at first use
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        passes(moe, inputs)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("settings", [{"moe_permute_fusion": True}, {"moe_grouped_gemm": False}], ids=str)
+def test_other_kernels_give_the_same(settings):
+    for ours, expected in zip(passes(layer(**settings), context()), passes(layer(), context())):
+        assert relative(ours, expected) < 1e-2
+
+
+@pytest.mark.parametrize("settings", [{}, FILLED | {"moe_shared_expert_intermediate_size": 256}], ids=str)
+def test_compiled_layers_give_the_loss_and_gradients_of_eager(settings):
+    results = []
+    for compiled in (False, True):
+        model = Transformer(ModelConfig(**(MODEL | settings)), compute_dtype=torch.bfloat16, device="cuda")
+        initialize(model, model.config, seed=5)
+        if compiled:
+            for block in model.layers.values():
+                block.compile()
+        ids = torch.randint(0, 512, (BATCH, SEQ), generator=torch.Generator().manual_seed(2)).cuda()
+        loss = model(ids, labels=ids, balance_scale=torch.ones((), device="cuda"))
+        loss.backward()
+        results.append([loss.detach(), *(parameter.grad for parameter in model.parameters())])
+    for ours, expected in zip(*reversed(results)):
+        assert relative(ours, expected) < 5e-2

@@ -1,0 +1,142 @@
+"""Experts over ranks where parity's runs do not go: ranks without tokens, traced layers, uneven shares, the mesh."""
+
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from parity.parity_cases import run_config
+
+from megalith.comm import all_to_all_uneven, own_part
+from megalith.config import ParallelConfig, RunConfig
+from megalith.config.expert_rules import check_expert_parallel
+from megalith.errors import ConfigError
+from megalith.models.router import Router
+from megalith.parallel.mesh import build_mesh
+from megalith.parity.compare import compare
+from megalith.parity.job import Outcome, run_job
+from megalith.parity.layouts import LAYOUTS
+
+SMALL = {"model": {"num_layers": 2}, "train": {"train_iters": 2}}
+
+
+def all_to_the_first(config: RunConfig) -> Outcome:
+    """The job with every token sent to experts 0 and 1."""
+
+    def first_two(self, scores, numbers):
+        return torch.arange(2, device=scores.device).expand(len(scores), 2).contiguous()
+
+    with mock.patch.object(Router, "_choose", first_two):
+        return run_job(config)
+
+
+@pytest.mark.parametrize("layout", ["ep4-zero3", "tp2-sp-etp2-ep2", "ep2-allgather"])
+def test_ranks_whose_experts_get_no_token_give_zero_gradients(pool, layout):
+    config = run_config("moe", layout, "", **SMALL)
+    ranks = pool.run(all_to_the_first, config, size=LAYOUTS[layout].processes)
+    one = all_to_the_first(run_config("moe", None, "", **SMALL))
+    assert compare(ranks, one).within()
+    gradient = ranks[0].gradients["layers.0.mlp.experts.linear_fc1.weight"]
+    assert gradient[:2].any() and not gradient[2:].any()
+
+
+def traced(config: RunConfig) -> Outcome:
+    """The job with layers that are traced and differentiated by torch.compile, but not made into machine code."""
+    compile_module = torch.nn.Module.compile
+
+    def trace(self, **options):
+        compile_module(self, backend="aot_eager", **options)
+
+    torch._dynamo.reset()
+    with mock.patch.object(torch.nn.Module, "compile", trace):
+        return run_job(config)
+
+
+@pytest.mark.parity_full
+@pytest.mark.parametrize(
+    ("layout", "run"), [("tp2-sp-ep2", "deepseek documents"), ("ep2", "moe dropping, dropout")]
+)
+def test_compiled_layers_equal_one_process_in_eager_mode(pool, layout, run):
+    config = run_config(run, layout, "", **SMALL, runtime={"compile": True})
+    ranks = pool.run(traced, config, size=LAYOUTS[layout].processes)
+    errors = compare(ranks, run_job(run_config(run, None, "", **SMALL)))
+    assert errors.within(), errors
+
+
+def exchange(sizes: list[list[int]]) -> tuple:
+    """Row r of rank i goes to where sizes[i] says; rows and gradients tell where they came from."""
+    axis = build_mesh(ParallelConfig(tensor_model_parallel_size=2), 2, "cpu").tp
+    sent, received = sizes[axis.rank], [row[axis.rank] for row in sizes]
+    x = (torch.arange(sum(sent)) + 100.0 * axis.rank)[:, None].requires_grad_()
+    y = all_to_all_uneven(x, axis, sent, received)
+    (y * 2).sum().backward()
+    whole = torch.arange(4.0)[:, None].requires_grad_()
+    part = own_part(whole, axis)
+    (part * (axis.rank + 1)).sum().backward()
+    return (
+        y.flatten().tolist(),
+        x.grad.flatten().tolist(),
+        part.flatten().tolist(),
+        whole.grad.flatten().tolist(),
+    )
+
+
+def test_uneven_exchanges_and_shares_and_their_gradients(pool):
+    first, second = pool.run(exchange, [[1, 2], [0, 3]], size=2)
+    assert first[0] == [0.0] and second[0] == [1.0, 2.0, 100.0, 101.0, 102.0]
+    assert first[1] == second[1] == [2.0] * 3
+    assert first[2] == [0.0, 1.0] and second[2] == [2.0, 3.0]
+    assert first[3] == second[3] == [1.0, 1.0, 2.0, 2.0]
+    empty, all_of_them = pool.run(exchange, [[0, 2], [0, 2]], size=2)
+    assert empty[0] == [] and all_of_them[0] == [0.0, 1.0, 100.0, 101.0]
+
+
+def members(parallel: ParallelConfig) -> dict:
+    mesh = build_mesh(parallel, dist.get_world_size(), "cpu", has_experts=True)
+    axes = {name: getattr(mesh, name) for name in ("ep", "etp", "ep_etp", "cp_tp")}
+    return {
+        n: dist.get_process_group_ranks(a.group) if a.group else [dist.get_rank()] for n, a in axes.items()
+    }
+
+
+def test_expert_tensor_is_fastest_then_expert(pool):
+    parallel = ParallelConfig(
+        tensor_model_parallel_size=2, expert_model_parallel_size=2, expert_tensor_parallel_size=2
+    )
+    ranks = pool.run(members, parallel)
+    assert [rank["etp"] for rank in ranks] == [[0, 1], [0, 1], [2, 3], [2, 3]]
+    assert [rank["ep"] for rank in ranks] == [[0, 2], [1, 3], [0, 2], [1, 3]]
+    assert ranks[0]["ep_etp"] == [0, 1, 2, 3] and ranks[2]["cp_tp"] == [2, 3]
+
+
+@pytest.mark.parametrize(
+    ("settings", "world", "sentence"),
+    [
+        (
+            {"expert_model_parallel_size": 3},
+            6,
+            "num_experts 8 is not divisible by .*expert_model_parallel_size 3",
+        ),
+        (
+            {"expert_model_parallel_size": 4},
+            6,
+            r"stage has 6 ranks .* expert \(4\) × expert tensor \(1\) = 4",
+        ),
+        (
+            {"expert_tensor_parallel_size": 5},
+            5,
+            "moe_ffn_hidden_size 24 is not divisible by .*expert_tensor_par",
+        ),
+    ],
+)
+def test_sizes_that_do_not_divide_are_refused(settings, world, sentence):
+    model = run_config("moe", None, "").model
+    with pytest.raises(ConfigError, match=sentence):
+        check_expert_parallel(model, ParallelConfig(**settings), world)
+
+
+def test_expert_sizes_for_a_model_without_experts_are_refused():
+    with pytest.raises(ConfigError, match="the model has no experts; leave them out"):
+        check_expert_parallel(
+            run_config("llama", None, "").model, ParallelConfig(expert_model_parallel_size=2), 2
+        )
