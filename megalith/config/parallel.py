@@ -70,9 +70,6 @@ class ParallelConfig(Section):
     num_distributed_optimizer_instances: PositiveInt = 1
     """Copies of the sharded state (hybrid sharding): each is spread over data · context / copies devices."""
 
-    tp_comm_overlap: bool = False
-    """Overlaps tensor-parallel collectives with matmuls."""
-
     recompute_granularity: Literal["full", "selective"] | None = None
     """Activations recomputed in the backward pass: of whole layers, or of chosen modules."""
 
