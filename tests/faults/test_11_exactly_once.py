@@ -4,6 +4,7 @@ Through the configuration's own loaders, with a blend and a batch size that is r
 kill_trials.py and test_17_fewer_workers.py.
 """
 
+import itertools
 import random
 
 import pytest
@@ -44,7 +45,7 @@ class Job:
     def run(self, step: int, consumed: int, steps: int, left_out=()) -> tuple[int, list[tuple[int, tuple]]]:
         """Makes `steps` steps; returns the samples consumed then, and each sample's place and tokens, in order."""
         given = []
-        for rank, data in enumerate(self.ranks):
+        for data in self.ranks:
             end = consumed
             with data.train_loader(step, consumed, DEVICE, left_out) as batches:
                 for _ in range(steps):
@@ -66,7 +67,7 @@ def test_each_sample_comes_once_and_in_the_same_order_over_20_restarts(corpus, d
     cuts = [0, *sorted(chance.sample(range(1, STEPS), RESTARTS)), STEPS]
     jobs = {size: Job(config, size) for size in (1, 2, 4)}
     consumed, given, sizes = 0, [], []
-    for step, until in zip(cuts, cuts[1:]):
+    for step, until in itertools.pairwise(cuts):
         sizes.append(chance.choice([1, 2, 4]))
         consumed, samples = jobs[sizes[-1]].run(step, consumed, until - step)
         given += samples

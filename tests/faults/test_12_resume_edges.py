@@ -3,10 +3,12 @@
 import signal
 
 import pytest
+import torch
 from ranks import Ranks, saved, steps, stored, until, words
 
 import megalith
 from megalith.config import RunConfig
+from megalith.data.indexed import IndexedDataset
 
 
 @pytest.fixture
@@ -27,14 +29,11 @@ def config(corpus):
         )  # fmt: skip
 
     yield config
-    import torch
 
     torch.use_deterministic_algorithms(False)
 
 
 def test_at_and_around_the_end_of_an_epoch_the_run_goes_on_bitwise(config, corpus, tmp_path):
-    from megalith.data.indexed import IndexedDataset
-
     per_epoch = (IndexedDataset(corpus).num_tokens - 1) // 16
     last = per_epoch // 16  # the step in which the second epoch begins
     assert 5 < last < 25

@@ -5,7 +5,7 @@ import signal
 import socket
 
 import pytest
-from ranks import free_port, launch, records, saved, steps, stored, until, words, workers_of
+from ranks import Ranks, free_port, launch, records, saved, steps, stored, until, words, workers_of
 
 from megalith.config import RunConfig
 from megalith.config.rules import check_training
@@ -89,8 +89,6 @@ def test_the_global_batch_is_kept_or_the_size_refused(size):
 
 def test_states_of_a_job_in_two_sizes_are_one_run(tmp_path):
     """Two ranks, then one, then two: the run of one rank alone, up to rounding."""
-    from ranks import Ranks
-
     output = tmp_path / "run"
     for end, size in ((3, 2), (6, 1), (9, 2)):
         command = words(output, train__train_iters=12, train__exit_interval=end)
