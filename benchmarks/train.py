@@ -65,6 +65,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {  # processes, sequences of a micro-batch 
                         context_parallel_size=2)),
     "dp8-optim":   dict(processes=8, micro=0.0625, parallel=dict(data_parallel_sharding_strategy="optim")),
     "dp8-full":    dict(processes=8, micro=0.0625, parallel=dict(data_parallel_sharding_strategy="optim_grads_params")),
+    "ep4":         dict(processes=4, micro=0.125, parallel=dict(expert_model_parallel_size=4,
+                        data_parallel_sharding_strategy="optim")),
     "ep8":         dict(processes=8, micro=0.0625, parallel=dict(expert_model_parallel_size=8,
                         data_parallel_sharding_strategy="optim")),
     "ep8-full":    dict(processes=8, micro=0.0625, parallel=dict(expert_model_parallel_size=8,
