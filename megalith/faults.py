@@ -35,6 +35,7 @@ class Faults:
     def __init__(self, trainer: Trainer):
         self._trainer = trainer
         self._rerun = trainer.config.runtime.rerun_bad_steps
+        self._most = trainer.config.runtime.max_bad_steps
         self._health = Health(trainer.config, trainer.mesh.world)
         self._returns: dict[int, int] = {}  # how often the run went back to a step
 
@@ -46,6 +47,12 @@ class Faults:
         verdict = self._health.judge(self._trainer.report.take_read())
         if verdict.lost is not None:
             self._find_origin(verdict.lost)
+        if verdict.too_many:
+            raise TrainingError(
+                f"NaN or Inf in the loss or the gradients of {self._most} steps in a row, up to step "
+                f"{self._trainer.step} (runtime.max_bad_steps); they changed no weights. events.jsonl names where the "
+                "first began; lower optim.lr, or look at the data, and go on from a checkpoint"
+            )
         return verdict.spike is not None and self._go_back(verdict)
 
     def second_try(self, loss: Tensor, micro_batches: Sequence[Batch]) -> Tensor:

@@ -41,7 +41,7 @@ from megalith.runtime.process import prepare_process
 from megalith.runtime.pulse import Pulse, longer
 from megalith.runtime.replicas import ReplicaCheck
 from megalith.runtime.report import PendingStep, open_report
-from megalith.runtime.restart import claimed, keep_failure, pause, this_attempt
+from megalith.runtime.restart import claimed, failures_kept, pause, this_attempt
 from megalith.runtime.signals import StopSignals
 from megalith.runtime.stops import Stops
 
@@ -75,6 +75,7 @@ def train(config: RunConfig) -> TrainingResult:
     with (
         StopSignals() as signals,
         claimed(config, attempt) if process.is_first else nullcontext(False) as goes_on,
+        failures_kept(output, attempt, process.rank),
     ):
         init_distributed(device, longer(timeout))
         mesh = build_mesh(
@@ -90,10 +91,6 @@ def train(config: RunConfig) -> TrainingResult:
         except torch.OutOfMemoryError as error:
             made = (trainer.model.chunks, trainer.optimizer) if trainer else ()
             raise out_of_memory(error, config, process.world_size, process.rank, device, *made) from error
-        except Exception as error:
-            if trainer is not None:
-                keep_failure(output, attempt, process.rank, error)
-            raise
         end_distributed()
         if process.is_first and config.checkpoint.export_hf and result.ended == "train_iters":
             export_hf(result.checkpoint, Path(config.train.output_dir) / "hf_model", replace=True)

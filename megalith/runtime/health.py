@@ -16,7 +16,6 @@ import torch
 
 from megalith.comm import Axis, summed
 from megalith.config import RunConfig
-from megalith.errors import TrainingError
 
 
 @dataclass(frozen=True)
@@ -46,8 +45,13 @@ class Verdict:
     """The first of a row of steps with NaN or Inf."""
 
     spike: ReadStep | None = None
+    """The first step with a loss far above those before it."""
+
     before_spike: ReadStep | None = None
-    """The step whose update came last before the spike's forward pass."""
+    """The step before the spike, whose update its forward pass was the first to see."""
+
+    too_many: bool = False
+    """So many steps in a row were lost that the run should end."""
 
 
 class Health:
@@ -63,8 +67,8 @@ class Health:
         self._bad_steps: list[int] = []  # in a row
 
     def judge(self, steps: Sequence[ReadStep]) -> Verdict:
-        """Raises TrainingError, on all ranks, when too many steps in a row were lost."""
-        lost = spike = before = None
+        """What `steps`, read since the last call, call for."""
+        lost = spike = None
         for step in steps:
             if self.is_lost(step.loss, step.skipped, step.loss_scale):
                 lost = lost or (step if not self._bad_steps else None)
@@ -74,11 +78,11 @@ class Health:
                 continue
             self._bad_steps.clear()
             if self.is_spike(step.loss) and spike is None:
-                spike, before = step, self._history[-1]
+                spike = step
             elif spike is None:
                 self._history.append(step)
         enough = len(self._bad_steps) >= self._most
-        return self._agreed(steps, Verdict(lost, spike, before), enough)
+        return self._agreed(steps, lost, spike, enough)
 
     def is_lost(self, loss: float, skipped: bool, loss_scale: float) -> bool:
         """Whether a step is lost to NaN or Inf, and not to a loss scale that is still falling."""
@@ -101,18 +105,16 @@ class Health:
         """Takes a spike as what losses are like now."""
         self._history.append(step)
 
-    def _agreed(self, steps: Sequence[ReadStep], verdict: Verdict, enough: bool) -> Verdict:
+    def _agreed(
+        self, steps: Sequence[ReadStep], lost: ReadStep | None, spike: ReadStep | None, enough: bool
+    ) -> Verdict:
         """What one rank found holds for all, though a last bit may differ between them."""
         if not steps:
-            return verdict
-        by_number = {step.step: step for step in steps}
-        found = [step.step if step else 0 for step in (verdict.lost, verdict.spike)]
-        lost, spike, enough = summed(torch.tensor([*found, enough]), self._world, "max").tolist()
-        if enough:
-            raise TrainingError(
-                f"NaN or Inf in the loss or the gradients of {self._most} steps in a row, up to step {steps[-1].step} "
-                "(runtime.max_bad_steps); they changed no weights. events.jsonl names where the first began; lower "
-                "optim.lr, or look at the data, and go on from a checkpoint"
-            )
-        before = verdict.before_spike or (self._history[-1] if spike else None)
-        return Verdict(by_number.get(lost), by_number.get(spike), before)
+            return Verdict()
+        found = [step.step if step else 0 for step in (lost, spike)]
+        lost_step, spike_step, enough = summed(torch.tensor([*found, enough]), self._world, "max").tolist()
+        by_number = {step.step: step for step in (*self._history, *steps)}
+        before = max((number for number in by_number if number < spike_step), default=0)
+        return Verdict(
+            by_number.get(lost_step), by_number.get(spike_step), by_number.get(before), bool(enough)
+        )

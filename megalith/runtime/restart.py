@@ -13,7 +13,7 @@ import socket
 import time
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -90,17 +90,20 @@ def _has_begun(output: Path) -> bool:
     return (output / "config.yaml").exists()
 
 
-def keep_failure(output: Path, attempt: Attempt, rank: int, error: BaseException) -> None:
-    """Writes down what ended a run that had begun. The first attempt's file tells what a crash loop came from."""
-    if not _has_begun(output):
-        return
-    text = str(error) if isinstance(error, MegalithError) else "".join(traceback.format_exception(error))
-    folder = output / FAILURES
-    stamp = time.strftime("%Y-%m-%d %H:%M:%S")
+@contextmanager
+def failures_kept(output: Path, attempt: Attempt, rank: int) -> Iterator[None]:
+    """Writes down what ends a run that has begun. The first attempt's file tells what a crash loop came from."""
     try:
-        folder.mkdir(exist_ok=True)
-        path = folder / f"attempt_{attempt.number:03d}_rank_{rank:05d}.txt"
-        with open(path, "a", encoding="utf-8") as file:
-            file.write(f"[{stamp}] {text.rstrip()}\n")
-    except OSError:  # the error itself is told elsewhere too
-        pass
+        yield
+    except Exception as error:
+        if _has_begun(output):
+            with suppress(OSError):  # the error is told elsewhere too
+                _write_down(error, output / FAILURES / f"attempt_{attempt.number:03d}_rank_{rank:05d}.txt")
+        raise
+
+
+def _write_down(error: Exception, path: Path) -> None:
+    text = str(error) if isinstance(error, MegalithError) else "".join(traceback.format_exception(error))
+    path.parent.mkdir(exist_ok=True)
+    with open(path, "a", encoding="utf-8") as file:
+        file.write(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {text.rstrip()}\n")

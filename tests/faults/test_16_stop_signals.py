@@ -1,6 +1,8 @@
 """16: SIGTERM, SIGUSR1 and SIGINT give a checkpoint and an exit code of their own; a second SIGTERM ends at once."""
 
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -59,3 +61,20 @@ def test_a_second_sigterm_in_the_midst_of_a_save_ends_at_once_and_the_old_checkp
     assert saved(output) == ["step_00000004"] and stored(output, 4) == before
     again = Ranks([*command, "--train.exit_interval", "5"], 1, tmp_path / "log")
     assert again.end() == [20] and "going on from" in again.text()
+
+
+def test_a_sigterm_to_torchrun_reaches_the_ranks_and_they_save(tmp_path):
+    output, log = tmp_path / "run", tmp_path / "log"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "-m", "megalith.cli", *words(output, train__train_iters=100_000)]
+    with open(log, "w") as file:
+        running = subprocess.Popen(command, stdout=file, stderr=file)
+    try:
+        until(lambda: len(steps(output)) >= 3, "step 3")
+        running.send_signal(signal.SIGTERM)
+        running.wait(60)
+    finally:
+        running.kill()
+        running.wait()
+    assert "by SIGTERM; go on with checkpoint.load" in log.read_text()
+    assert saved(output) == [f"step_{steps(output)[-1]:08d}"]
