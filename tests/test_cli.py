@@ -126,7 +126,8 @@ def test_config_commands_print_schema_reference_and_presets(call, corpus, tmp_pa
 @pytest.mark.parametrize(
     "words", [[], ["--help"], ["train", "--help"], ["train", "run.yaml", "-h"], ["preprocess", "-h"],
               ["data", "show", "-h"],
-              ["generate", "-h"], ["plot", "-h"], ["config", "-h"], ["tokenizer", "train", "-h"], ["corpus", "-h"]],
+              ["generate", "-h"], ["plot", "-h"], ["config", "-h"], ["tokenizer", "train", "-h"], ["corpus", "-h"],
+              ["lora", "export", "-h"], ["lora", "merge", "-h"]],
 )  # fmt: skip
 def test_help_of_every_command(call, words):
     code, out, err = call(*words)

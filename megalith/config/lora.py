@@ -54,6 +54,37 @@ class LoraConfig(Section):
     load: str | None = None
     """A folder in PEFT's format to begin from. Sets rank, alpha and targets."""
 
+    def sizes(self, model: ModelConfig) -> dict[str, tuple[int, dict[str, int]]]:
+        """For each linear with adapters its inputs, and the rows of each part that has one: of a layer's matrices."""
+        heads, size, hidden = model.num_attention_heads, model.head_dim, model.hidden_size
+        values = model.v_head_dim if model.multi_latent_attention else size
+        query, key = heads * size, model.query_groups * size
+        shapes = {
+            "linear_qkv": (hidden, {"q": query, "k": key, "v": key, WHOLE: query + 2 * key}),
+            "linear_proj": (heads * values, {WHOLE: hidden}),
+            "linear_fc1": (
+                hidden,
+                {"gate": model.ffn_size, "up": model.ffn_size, WHOLE: model.ffn_size * (1 + model.gated)},
+            ),
+            "linear_fc2": (model.ffn_size, {WHOLE: hidden}),
+        }
+        return {
+            linear: (shapes[linear][0], {part: shapes[linear][1][part] for part in parts})
+            for linear, parts in self.parts(model).items()
+        }
+
+    def parameters(self, model: ModelConfig, tensor: int = 1) -> int:
+        """The adapters' in a layer, on one of `tensor` tensor-parallel ranks; 0 without a rank."""
+        if self.rank is None:
+            return 0
+        total = 0
+        for linear, (inputs, parts) in self.sizes(model).items():
+            row = linear in ("linear_proj", "linear_fc2")  # cut along its inputs, and not along its rows
+            for part, rows in parts.items():
+                shared = part in ("k", "v") and model.query_groups < tensor
+                total += inputs // (tensor if row else 1) + rows // (1 if row or shared else tensor)
+        return self.rank * total
+
     def parts(self, model: ModelConfig) -> dict[str, tuple[str, ...]]:
         """For each linear with adapters the parts of its rows that have one, in the order of PARTS.
 

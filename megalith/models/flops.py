@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from megalith.models.layer_sizes import attention_weights, layer_size, mlp_weights
 
 if TYPE_CHECKING:
-    from megalith.config import ModelConfig
+    from megalith.config import LoraConfig, ModelConfig
 
 FORWARD_AND_BACKWARD = 3  # the backward costs twice the forward
 MULTIPLY_ADD = 2  # FLOPs
@@ -68,6 +68,7 @@ class TokenFlops:
     """Counted whole."""
     mlp: int
     head: int
+    adapters: int = 0
 
     @property
     def causal(self) -> int:
@@ -77,7 +78,7 @@ class TokenFlops:
     @property
     def full(self) -> int:
         """PaLM's and torchtitan's convention: the attention matrix whole."""
-        return self.attention_projections + self.attention_matrix + self.mlp + self.head
+        return self.attention_projections + self.attention_matrix + self.mlp + self.head + self.adapters
 
 
 @dataclass(frozen=True)
@@ -116,13 +117,16 @@ def count_parameters(model: ModelConfig, padded_vocab: bool = True) -> Parameter
     )
 
 
-def flops_per_token(model: ModelConfig, seq_length: int) -> TokenFlops:
+def flops_per_token(model: ModelConfig, seq_length: int, lora: LoraConfig | None = None) -> TokenFlops:
     """FLOPs of one token, forward and backward, in unbroken sequences of `seq_length` tokens.
 
     The head works on the padded vocabulary. Llama-3-8B at 8,192: 51.5 GFLOP (causal), 57.9 GFLOP (full).
+    Weights that adapters freeze have no gradient of their own: they cost two products a token and not three.
     """
     with_experts = len(model.expert_layers)
-    per_weight = FORWARD_AND_BACKWARD * MULTIPLY_ADD
+    adapters = 0 if lora is None else lora.parameters(model)
+    per_weight = (FORWARD_AND_BACKWARD - (adapters > 0)) * MULTIPLY_ADD
+    per_pair = FORWARD_AND_BACKWARD * MULTIPLY_ADD  # of what is no weight, or a trained one
     values = model.v_head_dim if model.multi_latent_attention else model.head_dim
     widths = model.num_attention_heads * (model.head_dim + values)  # of q·kᵀ, and of probabilities·v
     mlp = (model.num_layers - with_experts) * mlp_weights(model, model.ffn_size)
@@ -131,9 +135,10 @@ def flops_per_token(model: ModelConfig, seq_length: int) -> TokenFlops:
         mlp += with_experts * model.moe_router_topk * mlp_weights(model, model.expert_size)
     return TokenFlops(
         attention_projections=per_weight * model.num_layers * attention_weights(model),
-        attention_matrix=per_weight * widths * _keys(model, seq_length),
+        attention_matrix=per_pair * widths * _keys(model, seq_length),
         mlp=per_weight * mlp,
         head=per_weight * model.hidden_size * model.padded_vocab_size,
+        adapters=per_pair * model.num_layers * adapters,
     )
 
 

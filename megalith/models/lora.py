@@ -93,33 +93,18 @@ class GateUpAdapter(Adapter):
 
 def add_adapters(model: Transformer, lora: LoraConfig) -> None:
     """Gives the linears that `lora` names their adapters, on the meta device, and freezes everything else, in place."""
-    config, parts = model.config, lora.parts(model.config)
+    config = model.config
     model.requires_grad_(False)
     model.has_adapters = True
     model.draws_dropout = model.draws_dropout or lora.dropout > 0
-    heads, groups, size = config.num_attention_heads, config.query_groups, config.head_dim
-    rows = {
-        "q": heads * size,
-        "k": groups * size,
-        "v": groups * size,
-        "gate": config.ffn_size,
-        "up": config.ffn_size,
-    }
     for layer in model.layers.values():
-        for owner, name in (
-            (layer.self_attention, "linear_qkv"),
-            (layer.self_attention, "linear_proj"),
-            (layer.mlp, "linear_fc1"),
-            (layer.mlp, "linear_fc2"),
-        ):
-            if name not in parts:
-                continue
-            linear = getattr(owner, name)
-            outputs, inputs = linear.weight.shape
+        for name, (inputs, rows) in lora.sizes(config).items():
+            owner = layer.self_attention if name in ("linear_qkv", "linear_proj") else layer.mlp
             kind = {"linear_qkv": QKVAdapter, "linear_fc1": GateUpAdapter}.get(name, Adapter)
-            linear.adapter = kind(lora, name, inputs, {part: rows.get(part, outputs) for part in parts[name]})
+            adapter = getattr(owner, name).adapter = kind(lora, name, inputs, rows)
             if name == "linear_qkv":
-                linear.adapter.heads_in_group, linear.adapter.head_dim = heads // groups, size
+                adapter.heads_in_group = config.num_attention_heads // config.query_groups
+                adapter.head_dim = config.head_dim
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, Adapter]]:

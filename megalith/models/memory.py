@@ -85,6 +85,8 @@ class Share:
     """Ranks over which the state of an expert is sharded."""
     accumulates: bool = True
     """Whether a step has several micro-batches."""
+    adapters: int = 0
+    """Parameters of adapters here. They alone have gradients and optimizer state then; 0: every parameter has."""
     offloaded: float = 0.0
     """Share of the optimizer state that is kept in host memory, 0 to 1."""
 
@@ -133,6 +135,9 @@ def expected_memory(
     outside = outside_parameters(model, share.embedding, share.head, cuts.tensor)
     dense, experts = layers * layer.dense + outside, layers * layer.experts
     state = dense / share.shards + experts / share.expert_shards
+    if share.adapters:
+        state += share.adapters / share.shards
+    trained = share.adapters / share.shards if share.adapters else state
     rows = -(-model.padded_vocab_size // cuts.tensor)
     head = rows * model.hidden_size if share.head else 0
     tokens = micro_batch_size * seq_length // cuts.context
@@ -141,13 +146,14 @@ def expected_memory(
         weights=int(MASTER_BYTES * state),
         compute_copy=_copies(share, layers, held, layer, outside, width)
         + (0 if precision == "fp32" else width * head),
-        gradients=int(
+        gradients=GRADIENT_BYTES * share.adapters
+        or int(
             _gradients(share, dense, layer.dense, share.shards, width)
             + _gradients(share, experts, layer.experts, share.expert_shards, width)
         ),
-        optimizer=int(OPTIMIZER_BYTES[optimizer] * state * (1 - share.offloaded)),
+        optimizer=int(OPTIMIZER_BYTES[optimizer] * trained * (1 - share.offloaded)),
         activations=int(width * tokens * _kept_per_token(model, share, layers, held, cuts)),
-        loss=(4 + 2 * width) * logits + GRADIENT_BYTES * head,
+        loss=(4 + 2 * width) * logits + (0 if share.adapters else GRADIENT_BYTES * head),
     )
 
 

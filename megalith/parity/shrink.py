@@ -71,6 +71,7 @@ KEPT = {
         "clip_grad",
     ),
     "parallel": ("recompute_granularity", "recompute_method", "recompute_num_layers", "recompute_modules"),
+    "lora": ("rank", "alpha", "dropout", "targets"),
     "train": ("seed",),
 }
 

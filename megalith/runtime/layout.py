@@ -162,6 +162,7 @@ def _stage(
         expert_copies=expert_data_parallel_size(parallel, world_size),
         expert_shards=expert_shard_size(parallel, world_size),
         accumulates=micro_batches > 1,
+        adapters=sum(layers) * config.lora.parameters(model, parallel.tensor_model_parallel_size),
         offloaded=config.optim.optimizer_offload_fraction if config.optim.optimizer_cpu_offload else 0.0,
     )
     return StageLayout(
@@ -196,7 +197,7 @@ def most_held(schedule: Schedule, rank: int, weights: Sequence[int]) -> int:
 
 def _durations(config: RunConfig, assignment: list[list[Stage]]) -> list[Durations]:
     """How long each stage takes by its FLOPs, in the model's order; the parts of a backward pass are alike."""
-    cost = flops_per_token(config.model, config.data.seq_length)
+    cost = flops_per_token(config.model, config.data.seq_length, config.lora)
     layer = (cost.causal - cost.head) / config.model.num_layers
     stages = sorted((chunk for chunks in assignment for chunk in chunks), key=lambda s: (s.chunk, s.rank))
     work = [len(stage.layers) * layer + stage.head * cost.head for stage in stages]

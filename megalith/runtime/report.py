@@ -121,7 +121,7 @@ class Report:
         self._interval = config.log.log_interval if device.type == "cuda" else 1
         self._fp16 = config.train.precision == "fp16"
         self._tokens = config.data.seq_length
-        self._flops = flops_per_token(config.model, config.data.seq_length).causal
+        self._flops = flops_per_token(config.model, config.data.seq_length, config.lora).causal
         self._peak = device_kind(device).peak(config.train.precision)
         self._traced = traced_steps(config.log)
 

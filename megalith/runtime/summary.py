@@ -110,11 +110,15 @@ def _parameters(config: RunConfig) -> str:
     shown = " + ".join(f"{name} {si(count)}" for name, count in parts.items() if count)
     tied = "" if counts.head else "; the head is the embedding"
     active = f", of which a token meets {counts.active:,}" if counts.idle else ""
-    return f"{counts.total:,}{active}, without embedding and head {counts.non_embedding:,}\n= {shown}{tied}"
+    text = f"{counts.total:,}{active}, without embedding and head {counts.non_embedding:,}\n= {shown}{tied}"
+    if config.lora.rank is None:
+        return text
+    trained = config.model.num_layers * config.lora.parameters(config.model)
+    return f"{text}\nfrozen; trained are adapters of rank {config.lora.rank}: {trained:,}"
 
 
 def _flops(config: RunConfig) -> str:
-    cost = flops_per_token(config.model, config.data.seq_length)
+    cost = flops_per_token(config.model, config.data.seq_length, config.lora)
     return f"{_flop(cost.causal)} causal (as in the log), {_flop(cost.full)} full (attention matrix whole)"
 
 

@@ -14,6 +14,7 @@ import megalith
 from megalith.bridge.adapters import export_adapters, merge
 from megalith.bridge.exporter import export_hf
 from megalith.bridge.importer import import_hf
+from megalith.cli import main
 from megalith.config import RunConfig
 from megalith.errors import CheckpointError, ConfigError
 from megalith.trainer import prepare
@@ -185,6 +186,17 @@ def test_rank_alpha_and_targets_beside_a_folder_have_to_be_its_own(hf_folder, tm
         config = run_config(hf_folder("llama"), tmp_path / "run", lora={"load": folder, **given})
         with pytest.raises(ConfigError, match=told):
             prepare(config, 1)
+
+
+def test_the_command_line_writes_peft_and_merges(hf_folder, tmp_path: Path, capsys) -> None:
+    run, peft, merged = (str(tmp_path / name) for name in ("run", "peft", "merged"))
+    megalith.train(run_config(hf_folder("llama"), tmp_path / "run", lora={"rank": 2, "targets": ["q_proj"]}))
+    assert main(["lora", "export", run, peft]) == 0
+    assert main(["lora", "merge", peft, merged]) == 0
+    assert f"wrote {peft}, for LlamaForCausalLM" in capsys.readouterr().out
+    with torch.no_grad():
+        assert close(megalith.load(merged)(IDS), megalith.load(run)(IDS))
+    assert main(["lora", "export", run, peft]) != 0 and main(["lora", "merge", run, merged]) != 0
 
 
 def test_adapters_alone_are_no_model_to_export_or_to_begin_from(hf_folder, tmp_path: Path) -> None:
