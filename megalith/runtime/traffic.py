@@ -121,10 +121,11 @@ def data_bytes(config: RunConfig, world_size: int, chunks: Sequence[Stage], micr
     has_experts = [layer in model.expert_layers for chunk in chunks for layer in chunk.layers]
     layers = sum(layer_size(model, has, tensor).dense for has in has_experts)
     ends = outside_parameters(model, any(c.embedding for c in chunks), any(c.head for c in chunks), tensor)
-    reduced = GRADIENT_BYTES * (layers + ends)
+    adapters = len(has_experts) * config.lora.parameters(model, tensor)
+    reduced = GRADIENT_BYTES * (adapters or layers + ends)
     strategy = parallel.data_parallel_sharding_strategy
     gathers, passes = (micro_batches, 2) if strategy == "optim_grads_params" else (1, 1)
-    gathered = passes * COMPUTE_BYTES[config.train.precision] * layers + FP32 * ends
+    gathered = passes * COMPUTE_BYTES[config.train.precision] * (layers + adapters) + FP32 * ends
     reductions = micro_batches if strategy in ("optim_grads", "optim_grads_params") else 1
     within = (shards - 1) / shards * (gathers * gathered + reductions * reduced)
     over_copies = 2 * (copies - 1) / copies * reduced / shards
