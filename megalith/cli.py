@@ -226,6 +226,14 @@ def build_parser() -> argparse.ArgumentParser:
     bridge.add_import_arguments(
         _leaf(commands, "import-hf", "write a Hugging Face model as a checkpoint", bridge.run_import)
     )
+    bridge.add_megatron_arguments(
+        _leaf(
+            commands,
+            "import-megatron",
+            "write a checkpoint of Megatron-LM as one of ours",
+            bridge.run_megatron,
+        )
+    )
     bridge.add_export_arguments(
         _leaf(commands, "export-hf", "write a checkpoint as a Hugging Face model", bridge.run_export)
     )

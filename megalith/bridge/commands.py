@@ -1,4 +1,4 @@
-"""The command line of conversion: `import-hf` and `export-hf`. What they need is imported when they run."""
+"""The command line of conversion. What the commands need is imported when they run."""
 
 from __future__ import annotations
 
@@ -25,6 +25,29 @@ def run_import(args: argparse.Namespace) -> int:
         from megalith.bridge.verify import certify
 
         print(f"verified: {certify(step, args.source, args.out)}")
+    return 0
+
+
+def add_megatron_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Write a checkpoint of Megatron-LM (torch_dist or mp_rank_XX) as one of ours."
+    parser.add_argument("source", metavar="MEGATRON_DIR", help="its save folder, or one iteration's")
+    parser.add_argument("out", metavar="OUT", help="run folder to write")
+    parser.add_argument(
+        "--trust", action="store_true", help="read its pickles, by a list of what is allowed in them"
+    )
+    parser.add_argument(
+        "--vocab-size", type=int, metavar="N", help="entries without padding (default: its arguments')"
+    )
+    parser.add_argument("--allow", action="store_true", help="take one with missing or extra tensors")
+
+
+def run_megatron(args: argparse.Namespace) -> int:
+    from megalith.bridge.megatron.importer import import_megatron
+
+    step = import_megatron(
+        args.source, args.out, trust=args.trust, vocab_size=args.vocab_size, allow=args.allow
+    )
+    print(f"wrote {step}")
     return 0
 
 

@@ -30,6 +30,8 @@ NAMES_IN_ERROR = 10
 class SourceFolder:
     """The folder at `path`, or of a hub name. Its tensors are listed; each is read when it is asked for."""
 
+    settings_name = CONFIG
+
     def __init__(self, path: str | Path):
         """Raises CheckpointError for missing or damaged files, DataError for a hub name that is not to be had."""
         self.path = find_folder(path)

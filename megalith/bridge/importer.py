@@ -24,6 +24,7 @@ from megalith.bridge.progress import ByteProgress
 from megalith.checkpoint import RunRecord, StepWriter, TokenizerRecord
 from megalith.config import RunConfig
 from megalith.config.rules import check_model
+from megalith.data.tokenizer import Tokenizer
 from megalith.errors import CheckpointError, ConfigError
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -49,14 +50,28 @@ def import_hf(
     offset. Raises ConfigError for a model that cannot be built here, CheckpointError for a damaged folder or when
     `out` is there already or cannot be written: nothing is left then.
     """
-    out = Path(out)
-    if out.exists():
-        raise CheckpointError(f"{out} is already there; remove it, or choose another place")
+    _refuse_existing(Path(out))
     fit = open_source(source, allow)
-    model = fit.groups[0].model
     tokenizer = tokenizer_of(fit.source.path)
-    check_vocabulary(fit.source, tokenizer, model.vocab_size)
-    dtype = common_dtype(fit)
+    check_vocabulary(fit.source, tokenizer, fit.groups[0].model.vocab_size)
+    exceptions = {name: other for name, other in fit.dtypes.items() if other != common_dtype(fit)}
+    keep = partial(keep_origin, fit.source, tokenizer, exceptions)
+    return write_run(fit, out, tokenizer, keep, change=change, show_progress=show_progress)
+
+
+def write_run(
+    fit: Match,
+    out: str | Path,
+    tokenizer: Tokenizer | None,
+    keep: Callable[[Path], None] | None = None,
+    *,
+    change: Change = lambda name, box, offset: box,
+    show_progress: bool = True,
+) -> Path:
+    """Writes matched tensors as step 0 of a run at `out`, with what `keep` puts beside its tokenizer."""
+    out = Path(out)
+    _refuse_existing(out)
+    model, dtype = fit.groups[0].model, common_dtype(fit)
     config = RunConfig()
     config.model, config.train.precision = model, PRECISIONS[dtype]
     record = RunRecord(
@@ -66,10 +81,8 @@ def import_hf(
         tokenizer=tokenizer
         and TokenizerRecord(fingerprint=tokenizer.fingerprint, vocab_size=tokenizer.vocab_size),
     )
-    exceptions = {name: other for name, other in fit.dtypes.items() if other != dtype}
     elements = sum(math.prod(group.shape) for group in fit.groups)
     shard_bytes = min(max(SMALLEST_SHARD, 4 * elements // SHARDS), LARGEST_SHARD)
-    keep = partial(keep_origin, fit.source, tokenizer, exceptions)
     try:
         with (
             ByteProgress("import", sum(map(fit.bytes, fit.groups)), show_progress) as progress,
@@ -84,6 +97,11 @@ def import_hf(
         shutil.rmtree(out, ignore_errors=True)
         raise
     return writer.folder
+
+
+def _refuse_existing(out: Path) -> None:
+    if out.exists():
+        raise CheckpointError(f"{out} is already there; remove it, or choose another place")
 
 
 def blocks(shape: tuple[int, ...], elements: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -86,8 +86,8 @@ def match(source: SourceFolder, family: Family, model: ModelConfig, allow: bool 
     told = [f"{what}: {shorten(names)}" for what, names in problems.items() if names]
     if told and not allow:
         raise CheckpointError(
-            f"{source.path} is not what its config.json says; {'; '.join(told)}; fetch it again, or allow it with "
-            "--allow: missing tensors then begin with initial values, others are left out, types are kept"
+            f"{source.path} is not what its {source.settings_name} says; {'; '.join(told)}; fetch it again, or allow "
+            "it with --allow: missing tensors then begin with initial values, others are left out, types are kept"
         )
     _check_shapes(source, wanted)
     return Match(source, groups, missing, extra)
@@ -107,14 +107,14 @@ def _wrong_types(source: SourceFolder, wanted: Mapping[str, tuple[int, ...]]) ->
 def _check_shapes(source: SourceFolder, wanted: Mapping[str, tuple[int, ...]]) -> None:
     held = {name: source.tensors[name] for name in wanted if name in source.tensors}
     shapes = [
-        f"{name} (stored {list(stored.shape)}, config.json gives {list(wanted[name])})"
+        f"{name} (stored {list(stored.shape)}, needed {list(wanted[name])})"
         for name, stored in held.items()
         if stored.shape != wanted[name]
     ]
     if shapes:
         raise CheckpointError(
-            f"{source.path} has tensors of another shape than its config.json says: {shorten(shapes)}; correct "
-            "config.json, or fetch it again"
+            f"{source.path} has tensors of another shape than its {source.settings_name} says: {shorten(shapes)}; "
+            "correct that, or fetch it again"
         )
     types = [f"{name} ({stored.dtype})" for name, stored in held.items() if stored.dtype not in WEIGHT_CODES]
     if types:

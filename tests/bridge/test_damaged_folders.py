@@ -133,7 +133,7 @@ def test_a_damaged_safetensors_file(folder: Path, damage: str) -> None:
 def test_a_shape_that_differs_from_the_config_names_the_tensor(folder: Path) -> None:
     with_config(folder, intermediate_size=96)
     text = refused(folder, allow=True)
-    assert "model.layers.0.mlp.gate_proj.weight (stored [112, 64], config.json gives [96, 64])" in text
+    assert "model.layers.0.mlp.gate_proj.weight (stored [112, 64], needed [96, 64])" in text
 
 
 def test_a_type_that_differs_from_the_config_names_the_tensor(folder: Path) -> None:

@@ -1,0 +1,102 @@
+"""The legacy form: `mp_rank_TT[_PPP]/model_optim_rng.pt`, one file for each tensor and pipeline rank.
+
+A tensor rank holds a part of each matrix, by rows or by columns; a pipeline rank numbers its layers from 0. With
+interleaving a file has `model0`, `model1`, …: chunk v of stage p comes after chunk v of all stages before p.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.bridge.megatron.unpickle import load_torch
+from megalith.checkpoint.files import DTYPE_CODES
+from megalith.errors import CheckpointError
+
+FILE = "model_optim_rng.pt"
+RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
+LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
+CUT_BY_ROWS = ("word_embeddings.weight", "output_layer.weight", "linear_qkv.weight", "linear_qkv.bias")
+CUT_BY_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
+GATED = ("linear_fc1.weight", "linear_fc1.bias")  # by rows; with swiglu each rank has its gate, then its up
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A tensor in the parts of the tensor ranks."""
+
+    parts: list[Tensor]
+    kind: str  # "rows", "columns", "gated", or "copies"
+
+    @property
+    def dtype(self) -> str:
+        return DTYPE_CODES.get(self.parts[0].dtype, str(self.parts[0].dtype))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = list(self.parts[0].shape)
+        if self.kind != "copies":
+            shape[1 if self.kind == "columns" else 0] *= len(self.parts)
+        return tuple(shape)
+
+    def read(self) -> Tensor:
+        """The whole tensor."""
+        if self.kind == "copies":
+            return self.parts[0]
+        if self.kind == "gated":
+            halves = [part.chunk(2) for part in self.parts]
+            return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
+        return torch.cat(self.parts, dim=1 if self.kind == "columns" else 0)
+
+
+def read_legacy(folder: Path) -> tuple[dict[str, Joined], dict[str, Any]]:
+    """Every tensor by its name in the whole model, and the arguments. Raises CheckpointError."""
+    states = _files(folder)
+    first = next(iter(states.values()))
+    args = vars(first["args"]) if "args" in first else {}
+    tensor_ranks = 1 + max(tp for tp, _ in states)
+    stages = 1 + max(pp for _, pp in states)
+    if len(states) != tensor_ranks * stages:
+        raise CheckpointError(
+            f"{folder} has {len(states)} of {tensor_ranks} × {stages} (tensor × pipeline) rank folders; copy the rest"
+        )
+    chunks = sorted(key for key in first if re.fullmatch(r"model\d*", key))
+    tensors: dict[str, Joined] = {}
+    layers_before = 0
+    for chunk in chunks:
+        for pp in range(stages):
+            shards = [states[tp, pp][chunk] for tp in range(tensor_ranks)]
+            layers = {int(match[1]) for name in shards[0] if (match := LAYER.match(name))}
+            for name, value in shards[0].items():
+                if isinstance(value, Tensor):
+                    kind = _kind(name, bool(args.get("swiglu")))
+                    tensors[_shifted(name, layers_before)] = Joined([shard[name] for shard in shards], kind)
+            layers_before += len(layers)
+    return tensors, args
+
+
+def _shifted(name: str, layers: int) -> str:
+    return LAYER.sub(lambda match: f"decoder.layers.{int(match[1]) + layers}.", name)
+
+
+def _files(folder: Path) -> dict[tuple[int, int], dict[str, Any]]:
+    states = {}
+    for path in sorted(folder.iterdir()):
+        if match := RANK.fullmatch(path.name):
+            states[int(match[1]), int(match[2] or 0)] = load_torch(path / FILE)
+    if not states or not all(isinstance(state, dict) for state in states.values()):
+        raise CheckpointError(f"{folder} has no {FILE} of Megatron; give a folder with mp_rank_00 in it")
+    return states
+
+
+def _kind(name: str, gated: bool) -> str:
+    if name.endswith(CUT_BY_COLUMNS):
+        return "columns"
+    if name.endswith(GATED):
+        return "gated" if gated else "rows"
+    return "rows" if name.endswith(CUT_BY_ROWS) else "copies"

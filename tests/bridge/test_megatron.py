@@ -1,0 +1,152 @@
+"""Megatron-LM's checkpoints, written by its published names, give the model that they were written from."""
+
+import io
+from pathlib import Path
+
+import pytest
+import torch
+from megatron_checkpoint import (
+    Bomb,
+    arguments,
+    bomb,
+    core_state,
+    forget_megatron,
+    write_legacy,
+    write_torch_dist,
+)
+
+import megalith
+from megalith.bridge.megatron.importer import import_megatron
+from megalith.bridge.verify import same_bits
+from megalith.cli import main
+from megalith.config import ModelConfig
+from megalith.errors import CheckpointError, ConfigError
+from megalith.models.init import initialize
+from megalith.models.transformer import Transformer
+
+SHAPE = dict(num_layers=4, hidden_size=32, num_attention_heads=4, vocab_size=151, max_position_embeddings=64)
+MODELS = {
+    "gpt": ModelConfig(**SHAPE),
+    "llama": ModelConfig(
+        **SHAPE, ffn_hidden_size=48, num_query_groups=2, kv_channels=12, position_embedding_type="rope", swiglu=True,
+        normalization="RMSNorm", add_bias_linear=False, qk_layernorm=True, untie_embeddings_and_output_weights=True,
+    ),
+}  # fmt: skip
+
+
+def random_model(name: str) -> Transformer:
+    model = Transformer(MODELS[name])
+    initialize(model, MODELS[name], seed=3)
+    generator = torch.Generator().manual_seed(5)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:  # biases and norms too
+                parameter.normal_(generator=generator)
+    return model.eval()
+
+
+def assert_same_model(run: Path, model: Transformer) -> None:
+    loaded, expected = megalith.load(run), model.state_dict()
+    assert [name for name, value in loaded.state_dict().items() if not same_bits(value, expected[name])] == []
+    ids = torch.randint(0, 151, (2, 16), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        assert torch.equal(loaded(ids), model(ids))
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("te", [True, False], ids=["transformer engine", "local"])
+@pytest.mark.parametrize("prefix", ["", "model."])
+def test_torch_dist(name: str, te: bool, prefix: str, tmp_path: Path) -> None:
+    model = random_model(name)
+    state = {
+        prefix + key: value for key, value in core_state(model, te).items()
+    }  # with a prefix, layers are apart
+    write_torch_dist(tmp_path / "megatron", state, arguments(model.config))
+    forget_megatron()
+    import_megatron(tmp_path / "megatron", tmp_path / "run", trust=True, vocab_size=151, show_progress=False)
+    assert_same_model(tmp_path / "run", model)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(("tp", "pp", "chunks"), [(1, 1, 1), (2, 1, 1), (2, 2, 1), (2, 2, 2)])
+def test_legacy_ranks_are_put_together(name: str, tp: int, pp: int, chunks: int, tmp_path: Path) -> None:
+    model = random_model(name)
+    write_legacy(tmp_path / "megatron", core_state(model, te=True), arguments(model.config), tp, pp, chunks)
+    forget_megatron()
+    import_megatron(tmp_path / "megatron", tmp_path / "run", trust=True, vocab_size=151, show_progress=False)
+    assert_same_model(tmp_path / "run", model)
+
+
+def test_pieces_of_several_ranks_are_put_together(pool, tmp_path: Path) -> None:
+    model = random_model("llama")
+    write_torch_dist(tmp_path / "megatron", core_state(model, True), arguments(model.config))
+    pool.run(resave_in_pieces, tmp_path / "megatron/iter_0000005", size=2)
+    forget_megatron()
+    import_megatron(tmp_path / "megatron", tmp_path / "run", trust=True, vocab_size=151, show_progress=False)
+    assert_same_model(tmp_path / "run", model)
+
+
+def resave_in_pieces(folder: Path) -> None:
+    """Every matrix of the checkpoint, loaded and saved by two ranks that hold its halves."""
+    from torch.distributed import checkpoint as dcp
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (2,))
+    metadata = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    state = {name: torch.empty(entry.size) for name, entry in metadata.items() if hasattr(entry, "size")}
+    dcp.load(state, checkpoint_id=folder)
+    cut = {
+        name: distribute_tensor(value, mesh, [Shard(value.ndim - 1 if "proj" in name else 0)])
+        for name, value in state.items()
+    }
+    torch.distributed.barrier()
+    dcp.save(cut, storage_writer=dcp.FileSystemWriter(folder, overwrite=True))
+
+
+def test_pickles_are_read_only_when_trusted_and_even_then_run_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = random_model("gpt")
+    write_torch_dist(tmp_path / "megatron", core_state(model, True), arguments(model.config))
+    forget_megatron()
+    folder = tmp_path / "megatron/iter_0000005"
+    assert main(["import-megatron", str(tmp_path / "megatron"), str(tmp_path / "run")]) == 4
+    assert "give --trust" in capsys.readouterr().err
+    zipped = io.BytesIO()
+    torch.save({"args": Bomb()}, zipped)
+    for file, content in (("common.pt", bomb()), ("common.pt", zipped.getvalue()), (".metadata", bomb())):
+        (folder / file).write_bytes(content)
+        with pytest.raises(
+            CheckpointError, match=r"it names .*open, which is not allowed\); nothing in it was run"
+        ):
+            import_megatron(tmp_path / "megatron", tmp_path / "run", trust=True)
+    assert not (tmp_path / "exploded").exists() and not (tmp_path / "run").exists()
+
+
+def test_what_cannot_be_built_or_is_missing_is_named(tmp_path: Path) -> None:
+    model = random_model("llama")
+    state = core_state(model, True)
+    experts = arguments(model.config)
+    experts.num_experts = 8
+    write_torch_dist(tmp_path / "experts", state, experts)
+    write_torch_dist(
+        tmp_path / "missing", {k: v for k, v in state.items() if "proj" not in k}, arguments(model.config)
+    )
+    write_legacy(tmp_path / "legacy", state, arguments(model.config), 2, 2, 1)
+    forget_megatron()
+    with pytest.raises(ConfigError, match=r"its args have num_experts 8"):
+        import_megatron(tmp_path / "experts", tmp_path / "run", trust=True)
+    with pytest.raises(
+        CheckpointError,
+        match=r"its record of arguments says; missing: decoder.layers.0.self_attention.linear_p",
+    ):
+        import_megatron(tmp_path / "missing", tmp_path / "run", trust=True)
+    (tmp_path / "legacy/iter_0000005/mp_rank_01_001/model_optim_rng.pt").unlink()
+    (tmp_path / "legacy/iter_0000005/mp_rank_01_001").rmdir()
+    with pytest.raises(CheckpointError, match=r"has 3 of 2 × 2 \(tensor × pipeline\) rank folders"):
+        import_megatron(tmp_path / "legacy", tmp_path / "run", trust=True)
+    next((tmp_path / "missing/iter_0000005").glob("*.distcp")).unlink()
+    with pytest.raises(CheckpointError, match=r"distcp is missing"):
+        import_megatron(tmp_path / "missing", tmp_path / "run", trust=True)
