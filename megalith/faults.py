@@ -18,6 +18,7 @@ from megalith.data.order import leave_out
 from megalith.errors import TrainingError
 from megalith.parallel.data import free_gathered
 from megalith.parallel.lost_gradients import watched_gradients
+from megalith.parallel.mesh import Mesh
 from megalith.resume import open_until, restore
 from megalith.runtime.health import Health, ReadStep, Verdict
 from megalith.runtime.topology import gather
@@ -113,7 +114,8 @@ class Faults:
         trainer.model.parameters.clear_gradients()
         loss_is_lost = not math.isfinite(trainer.model.own_loss.item())
         found = gather((loss_is_lost, watched.names()), trainer.mesh.world)
-        ranks = {rank: names for rank, (own, names) in enumerate(found) if own or names}
+        met = {rank: names for rank, (own, names) in enumerate(found) if own or names}
+        ranks = _origins(met, trainer.mesh)
         trainer.report.event(
             f"step {lost.step} was skipped for its loss {lost.loss:.4g} and gradient norm {lost.grad_norm:.4g}; "
             + (_tell_origin(ranks, found) if ranks else self._tell_gone(lost)),
@@ -169,6 +171,22 @@ class Faults:
 
 def _differ(a: float, b: float) -> bool:
     return a != b and not (math.isnan(a) and math.isnan(b))
+
+
+def _origins(met: dict[int, list[str]], mesh: Mesh) -> dict[int, list[str]]:
+    """Of the ranks that met NaN those where it began: ranks that share a model pass it on in their backward passes.
+
+    In each copy of the model these are the ones nearest to the loss, in the last stage and from the earliest layer on.
+    """
+
+    def nearness(rank: int) -> tuple[int, int]:
+        return mesh.describe(rank).pp, len(met[rank])
+
+    nearest: dict[int, tuple[int, int]] = {}
+    for rank in met:
+        copy = mesh.describe(rank).dp
+        nearest[copy] = max(nearest.get(copy, (0, 0)), nearness(rank))
+    return {rank: met[rank] for rank in met if nearness(rank) == nearest[mesh.describe(rank).dp]}
 
 
 def _tell_origin(ranks: dict[int, list[str]], found: Sequence[tuple[bool, list[str]]]) -> str:

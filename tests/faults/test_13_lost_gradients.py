@@ -42,10 +42,18 @@ def step_samples(step: int) -> range:
     return range(4 * (step - 1), 4 * step)
 
 
-@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads_params"])
-def test_all_ranks_skip_the_step_and_the_log_names_the_rank_and_the_parameter(tmp_path, strategy):
+LAYOUTS = {
+    "data": {},
+    "data, sharded": {"parallel__data_parallel_sharding_strategy": "optim_grads_params"},
+    "tensor": {"parallel__tensor_model_parallel_size": 2, "parallel__sequence_parallel": True},
+    "pipeline": {"parallel__pipeline_model_parallel_size": 2},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_all_ranks_skip_the_step_and_the_log_names_the_rank_and_the_parameter(tmp_path, layout):
     output = tmp_path / "run"
-    command = words(output, train__train_iters=6, parallel__data_parallel_sharding_strategy=strategy)
+    command = words(output, train__train_iters=6, **LAYOUTS[layout])
     lasting = partial(poison, samples=step_samples(SKIPPED_STEP), times=99)
     running = Ranks(command, 2, tmp_path / "log", prepare=lasting)
     assert running.end() == [0, 0], running.text()
