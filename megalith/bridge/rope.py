@@ -80,12 +80,8 @@ class LongRope:
     def read(self, theirs: Mapping[str, Any]) -> Tree:
         given = dict(theirs.get("rope_parameters") or theirs.get("rope_scaling") or {})
         percent = given.pop("partial_rotary_factor", None) or theirs.get("partial_rotary_factor") or 1.0
-        if given.pop("type", given.get("rope_type")) not in PLAIN:  # longrope, or one of its older names
-            longest = theirs["max_position_embeddings"]
-            original = given.get("original_max_position_embeddings")
-            original = original or theirs.get("original_max_position_embeddings") or longest
-            given |= {"rope_type": "longrope", "original_max_position_embeddings": original}
-            given["factor"] = given.get("factor") or longest / original
+        if given.pop("type", given.get("rope_type")) not in PLAIN:
+            given["rope_type"] = "longrope"  # which has had other names there
         return Rope().read({**theirs, "rope_parameters": given}) | {"rotary_percent": percent}
 
     def write(self, model: ModelConfig) -> Tree:
@@ -113,8 +109,12 @@ def _scaling(kind: str, given: Mapping[str, Any], theirs: Mapping[str, Any]) -> 
             f"config.json has rotary scaling {kind} with {', '.join(sorted(strange))}, which is not known here"
         )
     fields = {key: given[key] for key in parts if given.get(key) is not None}
+    longest = theirs.get("max_position_embeddings")
     if "original_max_position_embeddings" in parts:
-        fields.setdefault("original_max_position_embeddings", theirs.get("max_position_embeddings"))
+        original = theirs.get("original_max_position_embeddings") if kind == "longrope" else None
+        fields.setdefault("original_max_position_embeddings", original or longest)
+    if kind == "longrope":  # there the factor follows from the two lengths
+        fields.setdefault("factor", longest / fields["original_max_position_embeddings"])
     return {"type": kind, **fields}
 
 

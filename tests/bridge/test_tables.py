@@ -147,6 +147,12 @@ def test_gemma_3_as_older_versions_wrote_it_is_the_same_model() -> None:
     assert differences(read, model_of("gemma3")) == []
 
 
+def test_a_longrope_without_a_factor_has_that_of_its_two_lengths() -> None:
+    theirs = their_tree("llama, longrope")
+    del theirs["rope_parameters"]["factor"]
+    assert differences(family_named_by("llama").read_config(theirs), model_of("llama, longrope")) == []
+
+
 def test_phi_3_as_older_versions_wrote_it_is_the_same_model() -> None:
     theirs = their_tree("phi3, long of longrope")
     scaling = theirs.pop("rope_parameters")

@@ -20,7 +20,10 @@ QWEN = dict(num_layers=3, hidden_size=256, num_attention_heads=8, num_query_grou
             normalization="RMSNorm", add_bias_linear=False, qk_layernorm=True, hidden_dropout=0.1,
             attention_dropout=0.0, untie_embeddings_and_output_weights=True)  # fmt: skip
 SCALE = 2.0**14  # so that fp16's small gradients do not vanish, as in a run
-FAMILIES = {"gpt": dict(GPT, attention_dropout=0.0), "qwen": QWEN}
+GEMMA = dict(QWEN, hidden_dropout=0.0, swiglu=False, gated_linear_unit=True, norm_placement="sandwich",
+             window_size=[99, 0], window_attn_skip_freq=2, attn_logit_softcapping=5.0, final_logit_softcapping=3.0,
+             query_pre_attn_scalar=50, layernorm_zero_centered_gamma=True, scale_embeddings=True)  # fmt: skip
+FAMILIES = {"gpt": dict(GPT, attention_dropout=0.0), "qwen": QWEN, "gemma": GEMMA}
 
 
 def loss_and_gradients(fields: dict, dtype: torch.dtype, compiled: bool, ids: torch.Tensor):

@@ -119,6 +119,14 @@ CASES: dict[str, tuple[Callable, dict]] = {
         lambda: transformers.Olmo2Config(**LLAMA, pad_token_id=None, rms_norm_eps=1e-6),
         dict(OURS, norm_placement="post", qk_layernorm=True, qk_layernorm_full_width=True),
     ),
+    "llama, longrope": (
+        lambda: transformers.LlamaConfig(**LLAMA, rope_parameters=dict(
+            rope_type="longrope", rope_theta=10000.0, original_max_position_embeddings=32, factor=8.0,
+            short_factor=[1.0] * 8, long_factor=[1.0, 1.5, 2.0, 2.0, 3.0, 4.0, 4.0, 5.0])),
+        dict(OURS, rope_scaling=dict(
+            type="longrope", factor=8.0, original_max_position_embeddings=32,
+            short_factor=[1.0] * 8, long_factor=[1.0, 1.5, 2.0, 2.0, 3.0, 4.0, 4.0, 5.0])),
+    ),
     "phi3, window": (
         lambda: transformers.Phi3Config(**PHI3, sliding_window=11),
         dict(OURS, window_size=[10, 0]),
