@@ -75,6 +75,14 @@ LAYOUTS: dict[str, dict[str, Any]] = {  # processes, sequences of a micro-batch 
 # fmt: on
 FIGURES = ("step_time_ms", "tokens_per_second_per_device", "tflops_per_device", "mfu", "max_memory_gb")
 KERNELS = 14  # rows of --kernels
+NOT_KERNELS = (
+    "step ",
+    "## Call",
+    "Command Buffer",
+    "Memcpy",
+    "megalith:",
+    "nccl:",
+)  # what torch lists among them
 
 
 def main() -> None:
@@ -162,11 +170,18 @@ def measure_peer(args: argparse.Namespace) -> dict[str, Any]:
 def costliest(table: str) -> str:
     """Self time, its share and the number of calls of the first kernels in torch's table of a GPU's operations."""
     rows = [re.split(r"\s{2,}", line.strip()) for line in table.splitlines()]
-    heading = next(row for row in rows if row[0] == "Name")
+    heading, columns = (
+        next(row for row in rows if row[0] == "Name"),
+        ("Self CUDA", "Self CUDA %", "# of Calls"),
+    )
     if "Self CUDA" not in heading:
         return ""
-    columns = [heading.index(name) for name in ("Self CUDA", "Self CUDA %", "# of Calls")]
-    kernels = [row for row in rows if len(row) == len(heading) and row[columns[0]].endswith(("ms", "us"))]
+    on_host, columns = heading.index("Self CPU"), [heading.index(name) for name in columns]
+    kernels = [
+        row
+        for row in rows
+        if len(row) == len(heading) and row[on_host] == "0.000us" and not row[0].startswith(NOT_KERNELS)
+    ]
     return "\n".join(
         "  ".join(f"{row[column]:>10}" for column in columns) + f"  {row[0]}" for row in kernels[:KERNELS]
     )

@@ -54,19 +54,18 @@ def measured_rows(text: str) -> list[list[float]]:
 def test_measured_step_adds_up_and_memory_is_near_the_estimate(gpus, tmp_path, parallel):
     text = gpus.run(printed_by_run, large(tmp_path, WIDE, **parallel))[0]
     print(text)
-    for row in measured_rows(text):
+    rows = measured_rows(text)
+    for row in rows:
         parts = row[COMPUTE] + row[COMMUNICATION] + row[BUBBLE] + row[IDLE]
         assert row[STEP] == pytest.approx(parts, abs=0.3)
         assert row[COMPUTE] > 0.3 * row[STEP]
         assert row[MEASURED] == pytest.approx(row[EXPECTED], rel=0.25)
-        if "pipeline_model_parallel_size" in parallel:
-            assert (
-                0.05 < row[BUBBLE] / row[STEP] < 0.6
-            )  # 1/9 for equal stages; the head makes the last one longer
-        else:
+        if "pipeline_model_parallel_size" not in parallel:
             assert row[BUBBLE] == 0
         if "tensor_model_parallel_size" in parallel:
             assert row[COMMUNICATION] > 0
+    if "pipeline_model_parallel_size" in parallel:  # 1/9 for equal stages; the head makes the last one longer
+        assert 0.05 < sum(row[BUBBLE] for row in rows) / sum(row[STEP] for row in rows) < 0.6
 
 
 @two_gpus
