@@ -21,6 +21,7 @@ REQUIRED = object()
 # Fields that change training or storage, not what the weights compute.
 TRAINING_ONLY = (
     "preset", "init_from", "make_vocab_size_divisible_by", "hidden_dropout", "attention_dropout", "init_method_std",
+    "mtp_loss_scaling_factor",
     "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type", "moe_router_bias_update_rate",
     "moe_expert_capacity_factor", "moe_token_drop_policy", "moe_pad_expert_input_to_capacity",
     "moe_grouped_gemm", "moe_permute_fusion",

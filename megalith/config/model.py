@@ -194,6 +194,12 @@ class ModelConfig(Section):
     v_head_dim: PositiveInt = 128
     """MLA: dimensions of a head's value."""
 
+    mtp_num_layers: PositiveInt | None = None
+    """Further layers that in training predict the tokens behind the next one, one each (DeepSeek-V3)."""
+
+    mtp_loss_scaling_factor: PositiveFloat = 0.1
+    """Weight of the mean of their losses."""
+
     num_experts: PositiveInt | None = None
     """Experts in each mixture-of-experts layer."""
 
@@ -300,8 +306,20 @@ class ModelConfig(Section):
             return []
         frequency = self.moe_layer_freq
         if isinstance(frequency, int):
-            return list(range(0, self.num_layers, frequency))
-        return [number for number, has_experts in enumerate(frequency) if has_experts]
+            own = list(range(0, self.num_layers, frequency))
+        else:
+            own = [number for number, has_experts in enumerate(frequency) if has_experts]
+        return own + (self.further_layers if own[-1:] == [self.num_layers - 1] else [])
+
+    @property
+    def further_layers(self) -> list[int]:
+        """The numbers of the layers of multi-token prediction. They are like the last of the model's own."""
+        return list(range(self.num_layers, self.num_layers + (self.mtp_num_layers or 0)))
+
+    @property
+    def embedding_at_head(self) -> bool:
+        """Whether a pipeline's last stage needs the word embedding: as the output matrix, or for further layers."""
+        return not self.untie_embeddings_and_output_weights or self.mtp_num_layers is not None
 
     @property
     def gated(self) -> bool:
@@ -361,7 +379,7 @@ class ModelConfig(Section):
         """Keys that a query of layer number `layer` (from 0) sees at most, its own included; None: no limit."""
         if self.window_size is None:
             return None
-        every = self.window_attn_skip_freq
+        every, layer = self.window_attn_skip_freq, min(layer, self.num_layers - 1)
         windowed = every[layer] == 1 if isinstance(every, list) else every is None or (layer + 1) % every != 0
         return self.window_size[0] + 1 if windowed else None
 

@@ -34,6 +34,7 @@ def check_model(model: ModelConfig) -> None:
             f"{model.normalization}; set both, or leave it out"
         )
     _check_latent_attention(model)
+    _check_further_layers(model)
     _check_rotary(model)
     _check_window(model)
     check_experts(model)
@@ -63,6 +64,15 @@ def _check_latent_attention(model: ModelConfig) -> None:
         raise ConfigError(
             f"model.v_head_dim {model.v_head_dim} is more than model.qk_head_dim {model.qk_head_dim} + "
             f"qk_pos_emb_head_dim {model.qk_pos_emb_head_dim}; lower it"
+        )
+
+
+def _check_further_layers(model: ModelConfig) -> None:
+    if model.mtp_num_layers is not None and model.position_embedding_type != "rope":
+        raise ConfigError(
+            f"model.mtp_num_layers {model.mtp_num_layers} needs model.position_embedding_type rope, which is "
+            f"{model.position_embedding_type}: the layers of multi-token prediction look tokens up without positions; "
+            "set it, or leave mtp_num_layers out"
         )
 
 

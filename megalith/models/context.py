@@ -28,6 +28,9 @@ class Context:
     numbers: Tensor | None = (
         None  # int64 [tokens of the stream]: place · batch + sequence, where there are experts
     )
+    upcoming: Tensor | None = (
+        None  # [batch, seq, hidden]: embeddings of the tokens that a further layer is told
+    )
     balance_scale: Tensor | None = (
         None  # factor of the balancing losses' gradient; None: no backward pass follows
     )

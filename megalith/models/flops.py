@@ -38,6 +38,7 @@ class ParameterCounts:
     """Token embedding, and positions where they are learned."""
     attention: int
     mlp: int
+    """With the matrices that stand before the layers of multi-token prediction."""
     norms: int
     head: int
     """The output matrix; 0 when the embedding serves as it."""
@@ -101,20 +102,26 @@ def count_parameters(model: ModelConfig, padded_vocab: bool = True) -> Parameter
     rows = model.padded_vocab_size if padded_vocab else model.vocab_size
     norm = 2 if model.normalization == "LayerNorm" else 1  # weight and bias, or weight
     with_experts = len(model.expert_layers)
-    layers = [layer_size(model, number in model.expert_layers) for number in range(model.num_layers)]
+    layers = [layer_size(model, number in model.expert_layers) for number in _layers(model)]
+    joins = len(model.further_layers) * (2 * hidden * hidden)
+    join_norms = len(model.further_layers) * 3 * norm * hidden
     embedding = rows * hidden
     if model.position_embedding_type == "learned_absolute":
         embedding += model.max_position_embeddings * hidden
     return ParameterCounts(
         embedding=embedding,
         attention=sum(layer.attention for layer in layers),
-        mlp=sum(layer.mlp + layer.experts for layer in layers),
-        norms=sum(layer.norms for layer in layers) + norm * hidden,
+        mlp=sum(layer.mlp + layer.experts for layer in layers) + joins,
+        norms=sum(layer.norms for layer in layers) + norm * hidden + join_norms,
         head=rows * hidden if model.untie_embeddings_and_output_weights else 0,
         idle=with_experts
         * ((model.num_experts or 0) - model.moe_router_topk)
         * mlp_weights(model, model.expert_size),
     )
+
+
+def _layers(model: ModelConfig) -> list[int]:
+    return [*range(model.num_layers), *model.further_layers]
 
 
 def flops_per_token(model: ModelConfig, seq_length: int, lora: LoraConfig | None = None) -> TokenFlops:
@@ -129,16 +136,18 @@ def flops_per_token(model: ModelConfig, seq_length: int, lora: LoraConfig | None
     per_pair = FORWARD_AND_BACKWARD * MULTIPLY_ADD  # of what is no weight, or a trained one
     values = model.v_head_dim if model.multi_latent_attention else model.head_dim
     widths = model.num_attention_heads * (model.head_dim + values)  # of q·kᵀ, and of probabilities·v
-    mlp = (model.num_layers - with_experts) * mlp_weights(model, model.ffn_size)
+    layers = len(_layers(model))
+    mlp = (layers - with_experts) * mlp_weights(model, model.ffn_size)
+    mlp += len(model.further_layers) * 2 * model.hidden_size**2
     if with_experts:
         mlp += with_experts * layer_size(model, True).mlp
         mlp += with_experts * model.moe_router_topk * mlp_weights(model, model.expert_size)
     return TokenFlops(
-        attention_projections=per_weight * model.num_layers * attention_weights(model),
+        attention_projections=per_weight * layers * attention_weights(model),
         attention_matrix=per_pair * widths * _keys(model, seq_length),
         mlp=per_weight * mlp,
-        head=per_weight * model.hidden_size * model.padded_vocab_size,
-        adapters=per_pair * model.num_layers * adapters,
+        head=per_weight * model.hidden_size * model.padded_vocab_size * (1 + len(model.further_layers)),
+        adapters=per_pair * layers * adapters,
     )
 
 
@@ -148,7 +157,7 @@ def _keys(model: ModelConfig, seq_length: int) -> int:
     A window of w < S keys leaves w·S − w²/2 of the S²/2 that a causal mask does: twice that over S counts here.
     """
     total = 0
-    for layer in range(model.num_layers):
+    for layer in _layers(model):
         seen = min(model.window(layer) or seq_length, seq_length)
         total += 2 * seen - seen**2 // seq_length
     return total

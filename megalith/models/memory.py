@@ -181,7 +181,7 @@ def _mean_layer(model: ModelConfig, share: Share, layers: int, cuts: Cuts) -> _M
 def outside_parameters(model: ModelConfig, embedding: bool = True, head: bool = True, tensor: int = 1) -> int:
     """Parameters outside the layers, on one of `tensor` tensor-parallel ranks of a stage with embedding or head.
 
-    A stage with a tied head and no embedding has a copy of the word embedding.
+    A stage with a head and no embedding has a copy of it where the head is tied, or predicts several tokens.
     """
     table = -(-model.padded_vocab_size // tensor) * model.hidden_size
     total = table if embedding else 0
@@ -189,8 +189,12 @@ def outside_parameters(model: ModelConfig, embedding: bool = True, head: bool = 
         total += model.max_position_embeddings * model.hidden_size
     if head:
         total += (2 if model.normalization == "LayerNorm" else 1) * model.hidden_size
-        if model.untie_embeddings_and_output_weights or not embedding:
+        if model.untie_embeddings_and_output_weights:
             total += table
+        if model.embedding_at_head and not embedding:
+            total += table
+        norm = 2 if model.normalization == "LayerNorm" else 1
+        total += len(model.further_layers) * (2 * model.hidden_size + 3 * norm) * model.hidden_size
     return total
 
 

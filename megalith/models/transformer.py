@@ -7,6 +7,7 @@ output is cast to the compute dtype, and every layer computes in the dtype it is
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +22,7 @@ from megalith.models.linear import Linear
 from megalith.models.mla import LatentAttention
 from megalith.models.mlp import MLP
 from megalith.models.moe import MoE
+from megalith.models.multi_token import Future, Join, with_further_losses
 from megalith.models.norm import Norm
 from megalith.models.rope import local_rotary_tables, rotary_tables
 from megalith.ops.attention import document_mask
@@ -83,16 +85,22 @@ class TransformerLayer(nn.Module):
         self.self_attention = attention(config, number, device)
         self.post_attention_layernorm = norm("post", "sandwich")
         self.pre_mlp_layernorm = norm("pre", "sandwich")
+        self.join = self.final_layernorm = None
+        if number in config.further_layers:
+            self.join, self.final_layernorm = Join(config, device), Norm(config, config.hidden_size, device)
         self.has_experts = number in config.expert_layers
         self.mlp = MoE(config, device) if self.has_experts else MLP(config, device)
         self.post_mlp_layernorm = norm("post", "sandwich")
 
     def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
+        if self.join is not None:
+            x = self.join(x, context)
         y = self.self_attention(_normed(x, self.input_layernorm), context)
         x = x + self._drop(_normed(y, self.post_attention_layernorm), context, ATTENTION_OUTPUT)
         normed = _normed(x, self.pre_mlp_layernorm)
         y = self.mlp(normed, context)
-        return x + self._drop(_normed(y, self.post_mlp_layernorm), context, MLP_OUTPUT)
+        x = x + self._drop(_normed(y, self.post_mlp_layernorm), context, MLP_OUTPUT)
+        return _normed(x, self.final_layernorm)
 
     def _drop(self, x: Tensor, context: Context, site: int) -> Tensor:
         if context.dropout is None or self.dropout == 0:
@@ -131,8 +139,9 @@ class Transformer(nn.Module):
         self.compute_dtype = compute_dtype
         self.seed = seed
         self.embedding = Embedding(config, device)
+        numbers = [*range(config.num_layers), *config.further_layers]
         self.layers = nn.ModuleDict(
-            {str(number): TransformerLayer(config, number, device) for number in range(config.num_layers)}
+            {str(number): TransformerLayer(config, number, device) for number in numbers}
         )
         self.final_layernorm = Norm(config, config.hidden_size, device)
         self.output_layer = None
@@ -165,6 +174,7 @@ class Transformer(nn.Module):
         cache: KVCache | None = None,
         balance_scale: Tensor
         | None = None,  # float32 scalar: of the gradient of the experts' balancing losses; None: none
+        future: Future | None = None,  # what further layers predict; None: they are left out
     ) -> Tensor:
         """Logits [batch, seq, vocab] in the compute dtype, or with labels the float32 sum of the tokens' losses.
 
@@ -180,7 +190,8 @@ class Transformer(nn.Module):
         context = self.context(position_ids, places, document_ids, sample_numbers, cache)
         context.balance_scale = balance_scale
         x = self.embed(input_ids, position_ids, context) if hidden is None else hidden
-        x = self.run_layers(list(self.layers), x, context)
+        further = {str(number) for number in self.config.further_layers}
+        x = self.run_layers([number for number in self.layers if number not in further], x, context)
         if cache is not None:
             cache.length += input_ids.shape[1]
         if self.final_layernorm is None:
@@ -197,7 +208,22 @@ class Transformer(nn.Module):
         if loss_mask is None:
             loss_mask = torch.ones_like(labels, dtype=torch.float32)
         vocab_size, softcap = self.config.vocab_size, self.config.final_logit_softcapping
-        return self.loss(x, self.output_weight, labels, loss_mask, vocab_size, softcap)
+        loss = self.loss(x, self.output_weight, labels, loss_mask, vocab_size, softcap)
+        if future is None:
+            return loss
+        return self._with_future(loss, x, future, position_ids, context)
+
+    def _with_future(
+        self, loss: Tensor, x: Tensor, future: Future, position_ids: Tensor, context: Context
+    ) -> Tensor:
+        """`loss` with the gradient of the further layers' losses; x [batch, seq, hidden] is what the head has read."""
+        losses = []
+        for k, number in enumerate(map(str, self.config.further_layers)):
+            told = replace(context, upcoming=self.embed(future.tokens[k], position_ids, context))
+            x = self.run_layers([number], x, told)
+            sizes = (self.config.vocab_size, self.config.final_logit_softcapping)
+            losses.append(self.loss(x, self.output_weight, future.labels[k], future.loss_mask[k], *sizes))
+        return with_further_losses(loss, sum(losses), self.config.mtp_loss_scaling_factor / len(losses))
 
     def embed(self, input_ids: Tensor, position_ids: Tensor, context: Context) -> Tensor:
         """The tokens' rows, in the compute dtype, after dropout: [batch, seq, hidden]."""
@@ -259,7 +285,12 @@ class Transformer(nn.Module):
             if sample_numbers is None:
                 sample_numbers = torch.arange(batch, device=places.device)
             keys = token_keys(self.seed, sample_numbers, places)
-            layers = torch.arange(-1, self.config.num_layers, dtype=torch.int32, device=keys.device)
+            layers = torch.arange(
+                -1,
+                self.config.num_layers + len(self.config.further_layers),
+                dtype=torch.int32,
+                device=keys.device,
+            )
             context.layers = layers[1:]
             columns = column_keys(self.config.hidden_size, keys.device)
             context.dropout = DropoutKeys(keys, self.shard_tokens(keys), columns, layers[0])

@@ -13,6 +13,7 @@ from torch import Tensor
 from megalith.comm import summed
 from megalith.config import RunConfig
 from megalith.models.cache import KVCache
+from megalith.models.multi_token import Future, future_of
 from megalith.models.transformer import Transformer
 from megalith.parallel.apply import apply
 from megalith.parallel.balance import gather_tallies, move_biases
@@ -39,6 +40,8 @@ class Part:
     balance_scale: Tensor | None = (
         None  # of the gradient of the experts' balancing losses; None: no backward pass
     )
+
+    future: Future | None = None  # what the layers of multi-token prediction predict
 
     @property
     def tokens(self) -> Tensor:
@@ -122,7 +125,12 @@ class ParallelModel:
         return self
 
     def _parts(self, micro_batches: Sequence[Batch]) -> list[Part]:
-        return [Part(*shard_batch(batch, self.mesh.cp)) for batch in micro_batches]
+        parts = [Part(*shard_batch(batch, self.mesh.cp)) for batch in micro_batches]
+        if layers := len(self.config.further_layers):
+            for part, batch in zip(parts, micro_batches):
+                whole = future_of(batch.labels, batch.loss_mask, batch.document_ids, layers)
+                part.future = whole.at(part.places)
+        return parts
 
     def _on_device(self, parts: list[Part], factor: Tensor | None) -> Tensor:
         """All passes of a step on this rank; the sum of the losses that its last stage found, else zero."""
@@ -131,6 +139,7 @@ class ParallelModel:
                 part.batch.to(self.device),
                 part.places.to(self.device, non_blocking=True),
                 part.balance_scale,
+                None if part.future is None or factor is None else part.future.to(self.device),
             )
             for part in parts
         ]
@@ -177,4 +186,5 @@ def forward(chunk: Transformer, part: Part, hidden: Tensor | None) -> Tensor:
         document_ids=batch.document_ids,
         sample_numbers=batch.sample_numbers,
         balance_scale=part.balance_scale,
+        future=part.future,
     )

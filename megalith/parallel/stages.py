@@ -97,12 +97,12 @@ def split_stages(model: Transformer, assignment: list[list[Stage]], rank: int) -
 
 def _keep(model: Transformer, stage: Stage) -> Transformer:
     """`model` without what `stage` does not hold."""
-    tied_head = stage.head and model.output_layer is None
-    if tied_head and not stage.embedding:
+    if stage.head and model.config.embedding_at_head and not stage.embedding:
         model.embedding.position_embeddings = None
     elif not stage.embedding:
         model.embedding = None
-    for number in set(model.layers) - {str(layer) for layer in stage.layers}:
+    layers = [*stage.layers, *(model.config.further_layers if stage.head else ())]
+    for number in set(model.layers) - {str(layer) for layer in layers}:
         del model.layers[number]
     if not stage.head:
         model.final_layernorm = model.output_layer = None

@@ -63,6 +63,9 @@ ROLES = {
     # module             weight       bias         matmul          partial gradients: weight, bias
     "word_embeddings": Role(Shard(0)),  # lookup of a rank's rows, summed
     "position_embeddings": Role(Replicate(), partial_weight=UNDER_SP),
+    "embedding_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
+    "hidden_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
+    "linear_join": Role(Replicate(), None, None, UNDER_SP),
     "input_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
     "linear_qkv": Role(Shard(0), Shard(0), "column"),
     "linear_q_proj": Role(Shard(0), None, "column"),

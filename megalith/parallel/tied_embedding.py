@@ -23,7 +23,7 @@ def reduce_tied_embedding(chunks: Sequence[Transformer], tied: Axis) -> None:
     Moves the local shard, fp32 [rows of the padded vocabulary, hidden], once a step. Does nothing where the
     matrices are not tied or `tied` has size 1.
     """
-    if tied.size == 1 or chunks[0].config.untie_embeddings_and_output_weights:
+    if tied.size == 1 or not chunks[0].config.embedding_at_head:
         return
     for chunk in chunks:
         if chunk.embedding is not None and chunk.embedding.word_embeddings.weight.requires_grad:
@@ -33,4 +33,4 @@ def reduce_tied_embedding(chunks: Sequence[Transformer], tied: Axis) -> None:
 def copies(chunks: Sequence[Transformer], pp: Axis) -> set[str]:
     """The parameters of this rank that another rank counts in the gradient norm: the last stage's tied copy."""
     last = pp.size > 1 and pp.rank == pp.size - 1
-    return {NAME} if last and not chunks[0].config.untie_embeddings_and_output_weights else set()
+    return {NAME} if last and chunks[0].config.embedding_at_head else set()

@@ -46,6 +46,8 @@ KEPT = {
         "hidden_dropout",
         "attention_dropout",
         "init_method_std",
+        "mtp_num_layers",
+        "mtp_loss_scaling_factor",
         "moe_shared_expert_gate",
         "moe_router_score_function",
         "moe_router_pre_softmax",

@@ -140,17 +140,20 @@ def _stage(
     micro_batches: int,
 ) -> StageLayout:
     model, parallel, train = config.model, config.parallel, config.train
-    layers = [len(chunk.layers) for chunk in chunks]
+    layers = [len(chunk.layers) + len(model.further_layers) * chunk.head for chunk in chunks]
     embedding, head = any(chunk.embedding for chunk in chunks), any(chunk.head for chunk in chunks)
     in_flight, held = 1, sum(layers)
     if schedule is not None:
         in_flight = most_held(schedule, chunks[0].rank, [1] * len(chunks))
         held = most_held(schedule, chunks[0].rank, layers)
     copies = world_size // parallel.pipeline_model_parallel_size // parallel.tensor_model_parallel_size
-    with_experts = [layer in model.expert_layers for chunk in chunks for layer in chunk.layers]
+    here = [
+        layer for chunk in chunks for layer in (*chunk.layers, *(model.further_layers if chunk.head else ()))
+    ]
+    with_experts = [layer in model.expert_layers for layer in here]
     share = Share(
         parallel=parallel,
-        layers=sum(layers),
+        layers=len(here),
         layers_with_experts=sum(with_experts),
         layers_held=held,
         embedding=embedding,

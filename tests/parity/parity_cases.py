@@ -158,6 +158,10 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
         | DROPPING
         | {"moe_token_drop_policy": "position", "moe_pad_expert_input_to_capacity": True}
     },
+    "multi-token prediction": {
+        "model": MOE | {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.5, "num_experts": 4} | DROPOUT,
+        "data": DOCUMENTS,
+    },
     "moe recompute all": {
         "model": MOE
         | {"moe_router_pre_softmax": True, "swiglu": False, "untie_embeddings_and_output_weights": False},
@@ -277,10 +281,10 @@ SHOWN_WITH = {
     "tp4-sp-pp2": "gpt2 dropout",
     "cp4-a2a+p2p-dp2-zero2": "llama one group, biases, no clipping",
     "pp4-dp2-zero3": "llama tied, documents",
-    "ep2": "moe",
+    "ep2": "multi-token prediction",
     "ep4": "deepseek documents",
     "ep2-allgather": "moe dropping, dropout",
-    "ep2-dp4": "moe dropping, dropout",
+    "ep2-dp4": "multi-token prediction",
     "ep2-dp4-zero1": "moe recompute all",
     "ep2-dp4-zero2-hybrid": "deepseek documents",
     "ep2-dp4-zero3": "moe dropping by position, filled up",
@@ -288,17 +292,17 @@ SHOWN_WITH = {
     "tp2-ep2": "deepseek documents",
     "tp2-sp-ep2": "moe dropping, dropout",
     "tp2-etp2": "moe dropping by position, filled up",
-    "tp2-sp-etp2-ep2": "moe",
+    "tp2-sp-etp2-ep2": "multi-token prediction",
     "tp2-sp-etp2-ep2-allgather": "deepseek documents",
-    "cp2-ep2": "moe dropping by position, filled up",
+    "cp2-ep2": "multi-token prediction",
     "tp2-sp-cp2-a2a-ep4": "deepseek documents",
-    "pp2-ep2": "deepseek documents",
+    "pp2-ep2": "multi-token prediction",
     "pp2-interleaved-ep2-zero2": "moe recompute all",
     "pp2-zero_bubble-tp2-sp-ep2": "moe dropping, dropout",
     "tp2-sp-ep8-zero1": "moe dropping by position, filled up",
     "tp2-sp-pp2-dp2-ep4-zero1": "deepseek documents",
     "tp2-cp2-dp2-ep2-etp2-zero3": "moe dropping, dropout",
-    "tp2-sp-cp2-pp2-ep2-etp2": "deepseek documents",
+    "tp2-sp-cp2-pp2-ep2-etp2": "multi-token prediction",
 }
 
 
