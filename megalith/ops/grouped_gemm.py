@@ -66,11 +66,14 @@ class GroupedMatmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         x, weight, counts, ends = ctx.saved_tensors
-        grad = grad.contiguous()
-        grad_x = _grouped_mm(grad, weight, offs=ends)
-        grad_weight = _grouped_mm(grad.mT, x, offs=ends)  # [groups, out, in]
-        # The kernels of some GPUs leave what they find in memory to a group without rows.
-        return grad_x, grad_weight.masked_fill_((counts == 0)[:, None, None], 0.0), None
+        grad, grad_x, grad_weight = grad.contiguous(), None, None
+        if ctx.needs_input_grad[0]:
+            grad_x = _grouped_mm(grad, weight, offs=ends)
+        if ctx.needs_input_grad[1]:
+            grad_weight = _grouped_mm(grad.mT, x, offs=ends)  # [groups, out, in]
+            # The kernels of some GPUs leave what they find in memory to a group without rows.
+            grad_weight.masked_fill_((counts == 0)[:, None, None], 0.0)
+        return grad_x, grad_weight, None
 
 
 class LoopedMatmul(torch.autograd.Function):
@@ -85,7 +88,9 @@ class LoopedMatmul(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         x, weight = ctx.saved_tensors
-        grads = grad.split(ctx.sizes)
-        grad_x = torch.cat([rows @ matrix for rows, matrix in zip(grads, weight)])
-        grad_weight = torch.stack([g.T @ rows for g, rows in zip(grads, x.split(ctx.sizes))])
+        grads, grad_x, grad_weight = grad.split(ctx.sizes), None, None
+        if ctx.needs_input_grad[0]:
+            grad_x = torch.cat([rows @ matrix for rows, matrix in zip(grads, weight)])
+        if ctx.needs_input_grad[1]:
+            grad_weight = torch.stack([g.T @ rows for g, rows in zip(grads, x.split(ctx.sizes))])
         return grad_x, grad_weight, None

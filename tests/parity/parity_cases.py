@@ -284,7 +284,7 @@ SHOWN_WITH = {
     "ep2": "multi-token prediction",
     "ep4": "deepseek documents",
     "ep2-allgather": "moe dropping, dropout",
-    "ep2-dp4": "multi-token prediction",
+    "ep2-dp4": "moe dropping, dropout",
     "ep2-dp4-zero1": "moe recompute all",
     "ep2-dp4-zero2-hybrid": "deepseek documents",
     "ep2-dp4-zero3": "moe dropping by position, filled up",
@@ -302,7 +302,7 @@ SHOWN_WITH = {
     "tp2-sp-ep8-zero1": "moe dropping by position, filled up",
     "tp2-sp-pp2-dp2-ep4-zero1": "deepseek documents",
     "tp2-cp2-dp2-ep2-etp2-zero3": "moe dropping, dropout",
-    "tp2-sp-cp2-pp2-ep2-etp2": "multi-token prediction",
+    "tp2-sp-cp2-pp2-ep2-etp2": "moe",
 }
 
 
