@@ -39,6 +39,7 @@ LLAMA = {
     "attention_dropout": 0.0,
 }
 GEMMA = LLAMA | {
+    "layernorm_epsilon": 1e-3,  # all that a norm divides by where a token's whole attention was dropped
     "untie_embeddings_and_output_weights": False,
     "window_size": [10, 0],
     "window_attn_skip_freq": 2,
