@@ -6,8 +6,8 @@ Makes a Llama-like folder of that size, a tensor at a time, in shards of 500 MB;
 copies it, imports it, exports it, and says how many GB (10⁹ bytes) of the folder a second each took and the most
 memory that it held. The copy is synced to the disk as the others are. `--turns` repeats the three in turn.
 
-Before each, three times the folder's size of memory is used and freed: in a virtual machine the first use of a page
-that the host has taken back costs five times the copy into it.
+Before each, some seconds pass: a virtual machine gives freed memory back to its host, and the first use of a page that
+is not there costs five times the copy into it. So all three begin without such pages.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from pathlib import Path
 
 WIDTH, FFN, HEADS, GROUPS, VOCAB = 2048, 5632, 16, 4, 32000
 SHARD_BYTES = 500_000_000
+WAIT = 6  # seconds
 
 # What each process does, between two readings of the clock.
 START = ("import megalith.bridge.importer, megalith.bridge.exporter", "")
@@ -55,9 +56,9 @@ def main() -> None:
     args.folder.mkdir(parents=True)
     try:
         source = args.folder / "source"
-        measured(MAKE, 0, source, args.gb * 1e9, args.dtype)
+        measured(MAKE, source, args.gb * 1e9, args.dtype)
         size = sum(file.stat().st_size for file in source.iterdir()) / 1e9
-        print(f"Python with torch and the converter alone: {measured(START, 0)[1] / 1e6:.0f} MB")
+        print(f"Python with torch and the converter alone: {measured(START)[1] / 1e6:.0f} MB")
         for turn in range(1, args.turns + 1):
             for name in ("copy", "run", "out"):
                 shutil.rmtree(args.folder / name, ignore_errors=True)
@@ -68,7 +69,7 @@ def main() -> None:
                 ("import", IMPORT, source, args.folder / "run"),
                 ("export", EXPORT, args.folder / "run", args.folder / "out"),
             ):
-                rate = report(turn, name, size, *measured(code, 3 * size, *folders), copied)
+                rate = report(turn, name, size, *measured(code, *folders), copied)
                 copied = copied or rate
     finally:
         shutil.rmtree(args.folder)
@@ -100,16 +101,16 @@ def make_source(folder: Path, size: float, dtype: str) -> None:
         writer.write_json("config.json", {**LLAMA.write_config(model), "torch_dtype": dtype})
 
 
-def measured(code: tuple[str, str], warm: float, *arguments: object) -> tuple[float, int]:
+def measured(code: tuple[str, str], *arguments: object) -> tuple[float, int]:
     """Seconds of the second part of the code, and the most bytes resident, in a Python process of its own.
 
-    Between the two parts `warm` GB of memory are used and freed, by another process.
+    Between the two parts it waits.
     """
     prepare, work = code
     text = f"""
-import resource, subprocess, time
+import resource, time
 {prepare}
-subprocess.run([{sys.executable!r}, "-c", "bytearray(b'x') * {int(warm * 1e9)}"], check=True)
+time.sleep({WAIT})
 begin = time.monotonic()
 {work}
 print(time.monotonic() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)

@@ -121,7 +121,7 @@ def _their_logits(fit: Match, ids: Tensor) -> Tensor:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(
-        fit.source.path, torch_dtype=torch.float32, attn_implementation="eager"
+        fit.source.path, dtype=torch.float32, attn_implementation="eager"
     )
     return model.eval()(ids).logits
 
