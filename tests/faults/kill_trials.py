@@ -2,7 +2,7 @@
 
 In a trial a job of two ranks is started, a random rank of it is killed (SIGKILL) at a random moment, and the job is
 started again, one to three times over; then it runs to its end. What it leaves has to be, bit for bit, what a job
-leaves that was never killed: weights, optimizer state, and each step once in the metrics. The other rank has to end by
+leaves that was never killed: weights, optimizer state, losses and norms of all steps. The other rank has to end by
 itself; where it still waits for the first meeting, it is ended as a launcher would. Half save in the background.
 Prints a line for each trial and the sums.
 """
@@ -20,20 +20,19 @@ from collections import Counter
 from functools import partial
 from pathlib import Path
 
-from ranks import Ranks, records, steps, stored, words
+from ranks import Ranks, records, stored, words
 
 from megalith.runtime.pulse import Pulse
 
-STEPS = 30
 SIZE = 2
 SURVIVORS_END_WITHIN = 60.0  # seconds
 PHASE_BYTES = 16
 
 
-def command(output: Path, background: bool) -> list[str]:
+def command(output: Path, steps: int, background: bool) -> list[str]:
     return words(
         output,
-        train__train_iters=STEPS,
+        train__train_iters=steps,
         train__eval_interval=5,
         train__eval_iters=2,
         data__split="80,20",
@@ -71,11 +70,11 @@ def phase_of(path: Path, rank: int, output: Path) -> str:
     return "training, with a save in the background" if in_background else text or "joining"
 
 
-def run(output: Path, background: bool, phases: Path, kill_after: float | None, chance: random.Random) -> str:
+def run(words: list[str], output: Path, phases: Path, kill_after: float | None, chance: random.Random) -> str:
     """Starts the job; kills a rank of it after so many seconds. Returns in which phase, "" if it had ended."""
     phases.write_bytes(bytes(SIZE * PHASE_BYTES))
     prepare = partial(tell_phase, path=phases)
-    running = Ranks(command(output, background), SIZE, output.with_suffix(".log"), prepare=prepare)
+    running = Ranks(words, SIZE, output.with_suffix(".log"), prepare=prepare)
     victim = chance.randrange(SIZE)
     if kill_after is not None:
         running.processes[victim].join(kill_after)
@@ -90,33 +89,40 @@ def run(output: Path, background: bool, phases: Path, kill_after: float | None, 
     return ""
 
 
+def left_by(output: Path, last_step: int) -> tuple:
+    """What a run has left, apart from what the clock says: the last state, and the figures of each step."""
+    figures = [
+        (record["step"], record["loss"], record["grad_norm"]) for record in records(output / "metrics.jsonl")
+    ]
+    return stored(output, last_step), figures, records(output / "evaluations.jsonl")
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--trials", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=30, help="of a run")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="a file for the sums")
     args = parser.parse_args(arguments)
     chance = random.Random(args.seed)
     folder = Path(tempfile.mkdtemp(prefix="kill-trials-"))
+    phases = folder / "phases"
     wanted, seconds = {}, {}
     for background in (False, True):
         output = folder / f"straight-{background}"
         begun = time.monotonic()
-        run(output, background, folder / "phases", None, chance)
-        seconds[background], wanted[background] = time.monotonic() - begun, stored(output, STEPS)
+        run(command(output, args.steps, background), output, phases, None, chance)
+        seconds[background] = time.monotonic() - begun
+        wanted[background] = left_by(output, args.steps)
     kills: Counter[str] = Counter()
     losses = 0
     for trial in range(args.trials):
         background, output = trial % 2 == 1, folder / f"trial-{trial}"
-        met = []
-        for _ in range(chance.randint(1, 3)):
-            phase = run(
-                output, background, folder / "phases", chance.uniform(0, 0.9 * seconds[background]), chance
-            )
-            met += [phase] if phase else []
-        run(output, background, folder / "phases", None, chance)
-        same = stored(output, STEPS) == wanted[background] and steps(output) == list(range(1, STEPS + 1))
-        same = same and [r["step"] for r in records(output / "evaluations.jsonl")] == [5, 10, 15, 20, 25, 30]
+        job = command(output, args.steps, background)
+        moments = [chance.uniform(0, 0.9 * seconds[background]) for _ in range(chance.randint(1, 3))]
+        met = [phase for moment in moments if (phase := run(job, output, phases, moment, chance))]
+        run(job, output, phases, None, chance)
+        same = left_by(output, args.steps) == wanted[background]
         losses += not same
         kills.update(met)
         print(

@@ -36,7 +36,7 @@ SMALL = {
     "log.layout_report": False,
     "runtime.device": "cpu",
 }
-WAIT = 60.0  # seconds that a process may take to come to where a test wants it
+WAIT = 120.0  # seconds that a process may take to come to where a test wants it
 
 
 def words(output: Path, **settings: object) -> list[str]:

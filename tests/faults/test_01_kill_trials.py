@@ -10,6 +10,6 @@ from kill_trials import main
 
 def test_a_run_killed_at_random_moments_ends_as_one_that_never_was(tmp_path):
     sums = tmp_path / "sums.json"
-    assert main(["--trials", "3", "--seed", "7", "--json", str(sums)]) == 0
+    assert main(["--trials", "3", "--steps", "10", "--seed", "7", "--json", str(sums)]) == 0
     found = json.loads(sums.read_text())
     assert (found["trials"], found["losses"]) == (3, 0) and found["kills"] >= 2

@@ -7,7 +7,7 @@ from ranks import Ranks, records, saved, words
 import megalith.checkpoint.saver as saver
 from megalith.parallel.model import ParallelModel
 
-TIMEOUT = 3.0  # seconds
+TIMEOUT = 5.0  # seconds
 
 
 def slow_disk_and_evaluation(rank: int) -> None:

@@ -5,7 +5,19 @@ import signal
 import socket
 
 import pytest
-from ranks import Ranks, free_port, launch, records, saved, steps, stored, until, words, workers_of
+from ranks import (
+    Ranks,
+    free_port,
+    is_running,
+    launch,
+    records,
+    saved,
+    steps,
+    stored,
+    until,
+    words,
+    workers_of,
+)
 
 from megalith.config import RunConfig
 from megalith.config.rules import check_training
@@ -40,7 +52,9 @@ def listens(port: int) -> bool:
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
-def test_a_lost_machine_leaves_a_job_of_one_with_the_same_global_batch(tmp_path):
+def test_a_killed_launcher_leaves_no_rank_behind_and_a_job_of_one_goes_on_with_the_same_global_batch(
+    tmp_path,
+):
     output, log = tmp_path / "run", tmp_path / "log"
     command = words(output, train__train_iters=100_000, checkpoint__save_interval=5, checkpoint__keep_last=2)
     port = free_port()
@@ -51,7 +65,9 @@ def test_a_lost_machine_leaves_a_job_of_one_with_the_same_global_batch(tmp_path)
     try:
         until(lambda: saved(output), "a checkpoint")
         assert "2 ranks = " in log.read_text() + (tmp_path / "log2").read_text()
+        orphans = workers_of(second)
         second.kill()
+        until(lambda: not any(map(is_running, orphans)), "the end of the lost launcher's rank", within=30)
         until(lambda: log.read_text().count("going on from") == 1, "the job of one", within=120)
         before = len(steps(output))
         until(lambda: len(steps(output)) > before + 3, "more steps")

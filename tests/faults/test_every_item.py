@@ -18,8 +18,10 @@ ITEMS = {
         "checkpoint/test_checkpoint_saving.py": ["test_a_save_killed_at_any_moment_leaves_a_whole_step"],
     },
     "3 launcher or store host killed": {
+        "faults/test_17_fewer_workers.py": [
+            "test_a_killed_launcher_leaves_no_rank_behind_and_a_job_of_one_goes_on_with_the_same_global_batch"
+        ],
         "faults/test_03_launcher_killed.py": [
-            "test_ranks_end_with_their_launcher",
             "test_ranks_end_when_the_one_that_holds_the_store_is_killed",
         ],
     },
@@ -98,7 +100,7 @@ ITEMS = {
     "17 fewer workers": {
         "faults/test_17_fewer_workers.py": [
             "test_a_killed_rank_is_started_again_from_the_newest_checkpoint_and_sigterm_reaches_the_ranks",
-            "test_a_lost_machine_leaves_a_job_of_one_with_the_same_global_batch",
+            "test_a_killed_launcher_leaves_no_rank_behind_and_a_job_of_one_goes_on_with_the_same_global_batch",
         ],
     },
     "18 a slow rank": {
