@@ -46,6 +46,7 @@ KEPT = {
         "hidden_dropout",
         "attention_dropout",
         "init_method_std",
+        "multi_latent_attention",
         "mtp_num_layers",
         "mtp_loss_scaling_factor",
         "moe_shared_expert_gate",
@@ -87,7 +88,7 @@ def shrink(config: RunConfig, steps: int, device: str = "cpu") -> RunConfig:
         section: getattr(config, section).model_dump(include=set(names)) for section, names in KEPT.items()
     }
     documents = any(tree["data"][name] for name in KEPT["data"][1:])
-    for part in (_sizes, _window, _scaling, _experts):
+    for part in (_sizes, _window, _scaling, _latents, _experts):
         tree["model"] |= part(config.model)
     if device != "cpu":
         tree["model"]["attention_dropout"] = 0.0
@@ -154,6 +155,14 @@ def _scaling(model: ModelConfig) -> dict[str, Any]:
     return {
         "rope_scaling": {**scaling.model_dump(), **shorter, "original_max_position_embeddings": SEQUENCE // 2}
     }
+
+
+def _latents(model: ModelConfig) -> dict[str, Any]:
+    """Latent attention with heads of about the usual size."""
+    if not model.multi_latent_attention:
+        return {}
+    sizes = {"kv_lora_rank": 12, "qk_head_dim": 6, "qk_pos_emb_head_dim": 4, "v_head_dim": HEAD_DIM}
+    return sizes | {"q_lora_rank": model.q_lora_rank and 10}
 
 
 def _experts(model: ModelConfig) -> dict[str, Any]:

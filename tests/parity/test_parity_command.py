@@ -40,6 +40,8 @@ def test_every_preset_is_made_small_with_its_features(preset):
         "hidden_dropout",
         "rope_scaling",
         "add_bias_linear",
+        "multi_latent_attention",
+        "moe_router_score_function",
     ):
         assert getattr(small.model, name) == getattr(given.model, name)
     for model in (small.model, given.model):
