@@ -39,6 +39,8 @@ class StepFolder:
         """Makes the temporary folder, after clearing what killed saves have left."""
         self.checkpoints.mkdir(parents=True, exist_ok=True)
         _clear_remains(self.checkpoints)
+        if self.temporary.exists():  # what could not be removed; here it is in the way
+            shutil.rmtree(self.temporary)
         self.temporary.mkdir()
 
     def commit(
@@ -89,11 +91,8 @@ class StepFolder:
             steps = list_steps(self.checkpoints)
             in_order = sorted(steps, key=lambda step: save_order(steps[step], unreadable=-1))
             for step in in_order[:-keep_last]:
-                if steps[step] == self.final or (keep_every and step % keep_every == 0):
-                    continue
-                doomed = steps[step].with_name(f"{steps[step].name}.tmp")
-                os.replace(steps[step], doomed)
-                shutil.rmtree(doomed)
+                if steps[step] != self.final and not (keep_every and step % keep_every == 0):
+                    _delete(steps[step])
 
     def _check_that_files_are_here(self, files: Mapping[str, Mapping[str, Any]]) -> None:
         for name, record in files.items():
@@ -134,14 +133,25 @@ def _next_save_number(checkpoints: Path) -> int:
     )
 
 
+def _delete(step: Path) -> None:
+    """Deletes a step: it has lost its name before its first file goes. Raises nothing: what stays goes another time."""
+    doomed = step.with_name(f"{step.name}.deleted.tmp")
+    with contextlib.suppress(OSError):
+        os.replace(step, doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
 def _clear_remains(checkpoints: Path) -> None:
-    """Removes what killed saves and deletions left, and gives a step that was set aside its name back."""
+    """Removes what killed saves and deletions left, and gives a step that was set aside its name back.
+
+    What cannot be removed stays: on NFS a folder does while another process has a file of it open.
+    """
     for folder in list(checkpoints.iterdir()):
         if folder.name.startswith("step_") and folder.name.endswith(".tmp"):
-            shutil.rmtree(folder)
+            shutil.rmtree(folder, ignore_errors=True)
         elif REPLACED.fullmatch(folder.name):
             final = folder.with_name(folder.name.removesuffix(".replaced"))
             if final.exists():
-                shutil.rmtree(folder)
+                shutil.rmtree(folder, ignore_errors=True)
             else:
                 os.replace(folder, final)

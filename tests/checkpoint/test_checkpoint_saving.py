@@ -1,6 +1,7 @@
 """A save that dies leaves the steps before it whole; what is kept is what was asked for."""
 
 import errno
+import os
 import resource
 import subprocess
 import sys
@@ -158,6 +159,41 @@ def test_a_step_with_an_unreadable_manifest_takes_no_place_among_the_last(tiny_r
     (folders[2] / "manifest.json").write_text("{")
     run.train(1).save(tmp_path, keep_last=2)
     assert list(list_steps(tmp_path / "checkpoints")) == [2, 4]
+
+
+@pytest.fixture
+def in_use(tmp_path, monkeypatch):
+    """The first file that is removed of step 1 stays, as one does on NFS that another process has open."""
+    unlink = os.unlink
+
+    def refuse(name, *arguments, **options):
+        if "step_00000001" in os.readlink(f"/proc/self/fd/{options['dir_fd']}") and name == "manifest.json":
+            raise OSError(errno.EBUSY, "Device or resource busy", name)
+        unlink(name, *arguments, **options)
+
+    monkeypatch.setattr(os, "unlink", refuse)
+    yield
+    monkeypatch.undo()
+
+
+def test_a_step_that_cannot_be_deleted_stops_neither_saving_nor_the_deletion_of_others(
+    tiny_run, tmp_path, in_use
+):
+    run = tiny_run()
+    for _ in range(4):
+        run.train(1).save(tmp_path, keep_last=1)
+    folder = tmp_path / "checkpoints"
+    assert list(list_steps(folder)) == [4]
+    assert [path.name for path in (folder / "step_00000001.deleted.tmp").iterdir()] == ["manifest.json"]
+    again = tiny_run().train(1)
+    again.save(tmp_path)  # as after a return to the start
+    assert tiny_run(seed=4).load(open_checkpoint(tmp_path)).equals(again)
+
+
+def test_what_could_not_be_deleted_goes_with_a_later_save(tiny_run, tmp_path):
+    (tmp_path / "checkpoints" / "step_00000001.deleted.tmp").mkdir(parents=True)
+    tiny_run().train(1).save(tmp_path)
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step_00000001"]
 
 
 def test_remains_of_other_kinds_are_left_alone(tiny_run, tmp_path):
