@@ -108,27 +108,31 @@ def _chunks(values: Tensor | Values) -> Iterator[memoryview]:
 
 
 @contextmanager
-def open_safetensors(path: Path, table: Mapping[str, TensorRecord]) -> Iterator[Callable[[str], Tensor]]:
+def open_safetensors(
+    path: Path, table: Mapping[str, TensorRecord] | None
+) -> Iterator[Callable[[str], Tensor]]:
     """Gives a function from a name to its tensor, mapped from the file.
 
-    Raises CheckpointError when the file is no safetensors file or holds other tensors than `table` says.
+    Raises CheckpointError when the file is no safetensors file or holds other tensors than `table` says; with None,
+    they are known.
     """
     try:
         with safe_open(path, framework="pt") as file:
-            if set(file.keys()) != set(table):
-                raise CheckpointError(
-                    f"{path} does not hold the tensors that its manifest lists; use another step"
-                )
-            for name, wanted in table.items():
-                view = file.get_slice(name)
-                found = TensorRecord(dtype=view.get_dtype(), shape=view.get_shape())
-                if found != wanted:
-                    raise CheckpointError(
-                        f"{path}: {name} is {found}, its manifest says {wanted}; use another step"
-                    )
+            if table is not None:
+                _compare(path, file, table)
             yield file.get_tensor
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} cannot be read as safetensors: {error}; use another step") from error
+
+
+def _compare(path: Path, file: safe_open, table: Mapping[str, TensorRecord]) -> None:
+    if set(file.keys()) != set(table):
+        raise CheckpointError(f"{path} does not hold the tensors that its manifest lists; use another step")
+    for name, wanted in table.items():
+        view = file.get_slice(name)
+        found = TensorRecord(dtype=view.get_dtype(), shape=view.get_shape())
+        if found != wanted:
+            raise CheckpointError(f"{path}: {name} is {found}, its manifest says {wanted}; use another step")
 
 
 def write_text(path: Path, text: str) -> None:

@@ -14,7 +14,15 @@ from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, NonNegativeInt, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    ConfigDict,
+    NonNegativeInt,
+    StringConstraints,
+    ValidationError,
+    model_validator,
+)
 
 from megalith.checkpoint.extent import Extent, fills
 from megalith.errors import CheckpointError
@@ -35,6 +43,7 @@ def _inside_the_folder(name: str) -> str:
 
 
 FileName = Annotated[str, AfterValidator(_inside_the_folder)]
+PartName = Annotated[str, StringConstraints(pattern="^[a-z_]+$")]  # files are named after it
 
 
 class _Record(BaseModel):
@@ -124,7 +133,7 @@ class Manifest(RunRecord):
     from an early step saves lower steps after higher ones."""
 
     files: dict[FileName, FileRecord]
-    tensors: dict[str, dict[str, StoredTensor]]
+    tensors: dict[PartName, dict[str, StoredTensor]]
     """For each part (`model`, `optimizer`) its tensors by name."""
 
     @model_validator(mode="after")

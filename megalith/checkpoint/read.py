@@ -1,13 +1,13 @@
 """A whole step, and its tensors: any box of any of them, wherever its pieces stand.
 
 A reader takes the intersections of the box that it wants with the pieces that are stored. Files are mapped, so of a
-piece only the pages that are wanted are read; and a file is compared with the manifest when it is opened.
+piece only the pages that are wanted are read; and a file is compared with the manifest when it is first opened.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -68,8 +68,14 @@ class Checkpoint:
             with self._open(file):
                 pass
 
-    def _open(self, file: str) -> AbstractContextManager:
-        return open_safetensors(self.folder / file, self._contents[file])
+    @contextmanager
+    def _open(self, file: str) -> Iterator[Callable[[str], Tensor]]:
+        """A file's tensors by their keys; it is compared with the manifest the first time."""
+        with open_safetensors(
+            self.folder / file, None if file in self._compared else self._contents[file]
+        ) as tensor:
+            self._compared.add(file)
+            yield tensor
 
     def _pieces_for(
         self, part: str, boxes: Mapping[str, Box]
@@ -80,6 +86,11 @@ class Checkpoint:
                 if piece.extent.meet(_extent(box)):
                     files.setdefault(piece.file, []).append((name, piece, box))
         return files
+
+    @cached_property
+    def _compared(self) -> set[str]:
+        """Files that hold what the manifest lists."""
+        return set()
 
     @cached_property
     def _contents(self) -> dict[str, dict[str, TensorRecord]]:

@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from megalith.checkpoint.extent import Extent
 from megalith.checkpoint.files import CHUNK, DTYPES, byte_count, byte_view, sync_folder, write_safetensors
 from megalith.checkpoint.manifest import RunRecord, StoredTensor, TensorRecord
 from megalith.checkpoint.read import Checkpoint
-from megalith.checkpoint.steps import CHECKPOINTS
+from megalith.checkpoint.steps import CHECKPOINTS, TOKENIZER
 from megalith.checkpoint.store import StepFolder
 from megalith.checkpoint.writer import ShardWriter, saving
 from megalith.errors import CheckpointError
@@ -89,9 +90,9 @@ def reshard(checkpoint: Checkpoint, output: Path, files: int) -> Path:
             }
             for part, named in manifest.tensors.items()
         }
-        tokenizer = checkpoint.tokenizer_folder
-        copy = tokenizer and (lambda folder: shutil.copytree(tokenizer, folder, dirs_exist_ok=True))
-        step.commit(record, table, written, copy)
+        step.commit(
+            record, table, written, checkpoint.tokenizer_folder and partial(_copy_tokenizer, checkpoint)
+        )
     return step.final
 
 
@@ -119,6 +120,16 @@ def merge(checkpoint: Checkpoint, part: str, path: Path) -> None:
             temporary.unlink()
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(f"{path} could not be written: {reason}") from error
+
+
+def _copy_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
+    """The files that the manifest lists, and so no link out of the checkpoint."""
+    for name in checkpoint.manifest.files:
+        path = Path(name)
+        if path.parts[0] == TOKENIZER:
+            target = folder.parent / path
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(checkpoint.folder / path, target)
 
 
 def _write_share(checkpoint: Checkpoint, step: StepFolder, rank: int, files: int) -> dict:

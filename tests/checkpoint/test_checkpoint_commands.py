@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megalith.checkpoint import open_checkpoint
+from megalith.checkpoint import files, open_checkpoint
 from megalith.cli import main
 
 
@@ -61,15 +61,15 @@ def test_a_folder_without_steps_is_a_sentence(command, tmp_path, name):
 
 
 def test_resharded_steps_have_the_same_tensors_and_load(command, steps, tiny_run, tmp_path):
-    for files in (1, 2, 3, 50):
-        out = tmp_path / f"in {files}"
-        code, text = command("reshard", steps, out, "--files", files)
+    for count in (1, 2, 3, 50):
+        out = tmp_path / f"in {count}"
+        code, text = command("reshard", steps, out, "--files", count)
         assert (code, text) == (0, f"wrote {out / 'checkpoints' / 'step_00000002'}\n")
         assert command("verify", out)[0] == 0
         assert command("diff", steps, out) == (0, "0 tensors differ, 13 are the same to the bit\n")
         assert command("hash", out)[1] == command("hash", steps)[1]
         checkpoint = open_checkpoint(out)
-        assert len(checkpoint.manifest.files_of("model")) == min(files, 13)  # rows of the longest tensor
+        assert len(checkpoint.manifest.files_of("model")) == min(count, 13)  # rows of the longest tensor
         assert tiny_run(seed=7).load(checkpoint).equals(tiny_run().train(2))
         assert (checkpoint.tokenizer_folder / "t.json").read_text() == "{}"
         ours, theirs = (
@@ -80,6 +80,21 @@ def test_resharded_steps_have_the_same_tensors_and_load(command, steps, tiny_run
     code, text = command("reshard", steps, tmp_path / "in 2", "--files", 2)
     assert code == 4 and "is there already; choose another output folder" in text
     assert command("reshard", steps, tmp_path / "x", "--files", 0)[0] == 2
+
+
+def test_resharding_copies_of_the_tokenizer_what_the_manifest_lists(command, steps, tmp_path):
+    (tmp_path / "secret").write_text("mine")
+    (steps / "checkpoints" / "step_00000002" / "tokenizer" / "link").symlink_to(tmp_path / "secret")
+    assert command("reshard", steps, tmp_path / "out", "--files", 1)[0] == 0
+    copied = open_checkpoint(tmp_path / "out").tokenizer_folder
+    assert [path.name for path in copied.iterdir()] == ["t.json"]
+
+
+def test_a_file_is_compared_with_the_manifest_once_however_many_tensors_it_has(command, steps, monkeypatch):
+    compared, compare = [], files._compare
+    monkeypatch.setattr(files, "_compare", lambda path, *rest: compared.append(path) or compare(path, *rest))
+    assert command("hash", steps)[0] == 0
+    assert len(compared) == len(set(compared)) == 2
 
 
 def test_diff_tells_which_tensors_differ_and_by_how_much(command, tiny_run, tmp_path):

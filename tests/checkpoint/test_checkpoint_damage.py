@@ -147,6 +147,7 @@ def test_a_newer_format_is_refused_and_not_passed_over(tiny_run, tmp_path):
         ),
         lambda content: content["tensors"]["model"]["norm.weight"]["pieces"][0].update(offset=[1]),
         lambda content: content["tensors"]["model"]["norm.weight"]["pieces"][0].update(file="../model"),
+        lambda content: content["tensors"].update({"../../elsewhere": content["tensors"].pop("optimizer")}),
     ],
 )
 def test_manifests_with_other_content_are_refused(tiny_run, tmp_path, change):
