@@ -134,7 +134,9 @@ class Trainer:
             keep_every=config.checkpoint.keep_every,
             background=config.checkpoint.async_save,
         )
-        self.replicas = ReplicaCheck(self.model.chunks, self.model.parameters, mesh.world)
+        self.replicas = None
+        if config.runtime.check_weight_hash_across_dp_replicas_interval:
+            self.replicas = ReplicaCheck(self.model.chunks, self.model.parameters, mesh.world)
         self.faults = Faults(self)
         self.step = 0  # updates made, skipped ones included
         self.consumed_samples = 0
@@ -261,7 +263,7 @@ class Trainer:
     def save(self) -> None:
         """Saves this moment, or begins to with `async_save`. A save that fails is told, and training goes on."""
         self.report.flush()
-        if self.config.runtime.check_weight_hash_across_dp_replicas_interval:
+        if self.replicas is not None:
             self.replicas.check(self.step)
         tokenizer = self.tokenizer
         record = RunRecord(

@@ -188,6 +188,7 @@ def launch(
         print(f"error: the machines of the job could not meet: {error}", file=sys.stderr)
         return 1
     finally:
+        os.environ.pop(STOP_CODE_FILE, None)  # it was for the workers
         logging.disable(logging.NOTSET)
     first, last = agent.failures[0], agent.failures[-1]
     print(last.tell(agent.world_size), file=sys.stderr)
