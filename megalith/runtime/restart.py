@@ -63,7 +63,7 @@ def claimed(config: RunConfig, attempt: Attempt) -> Iterator[bool]:
             return
         check_output_dir(output, config.checkpoint.load)
         if attempt.launcher is not None:
-            (output / MARK).write_text(attempt.launcher, "utf-8")
+            (output / MARK).write_text("\n".join([attempt.launcher, *sorted(_saves(output))]), "utf-8")
         try:
             yield False
         finally:
@@ -74,16 +74,24 @@ def claimed(config: RunConfig, attempt: Attempt) -> Iterator[bool]:
 def _is_marked(output: Path, attempt: Attempt) -> bool:
     """Whether an earlier attempt of the same launcher has claimed the folder."""
     try:
-        return attempt.launcher is not None and (output / MARK).read_text("utf-8") == attempt.launcher
+        return attempt.launcher is not None and _mark(output)[0] == attempt.launcher
     except (OSError, UnicodeDecodeError):
         return False
 
 
+def _mark(output: Path) -> list[str]:
+    """The launcher, and the checkpoints that were there before its first attempt."""
+    return (output / MARK).read_text("utf-8").split("\n")
+
+
 def _has_saved(output: Path) -> bool:
-    """Whether there is a checkpoint younger than the mark."""
-    since = (output / MARK).stat().st_mtime_ns
+    """Whether there is a checkpoint that was not there before. No clock is asked: it may have been set back."""
+    return not _saves(output) <= set(_mark(output)[1:])
+
+
+def _saves(output: Path) -> set[str]:
     manifests = (output / "checkpoints").glob("step_*/manifest.json")
-    return any(manifest.stat().st_mtime_ns >= since for manifest in manifests)
+    return {f"{manifest.parent.name} {manifest.stat().st_mtime_ns}" for manifest in manifests}
 
 
 def _has_begun(output: Path) -> bool:
