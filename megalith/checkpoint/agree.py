@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megalith.comm import Axis
 from megalith.errors import CheckpointError
@@ -24,15 +25,20 @@ def exchange(value: Any, world: Axis) -> list[Any]:
     """Every rank's value, in the ranks' order. Values are plain JSON."""
     if world.size == 1:
         return [value]
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world.size)]
-    dist.all_gather(sizes, torch.tensor([len(data)]), group=world.group)
-    longest = int(max(sizes))
-    texts = [torch.empty(longest, dtype=torch.uint8) for _ in range(world.size)]
-    padded = torch.zeros(longest, dtype=torch.uint8)
-    padded[: len(data)] = data
+    padded, sizes = _padded(value, world)
+    texts = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(texts, padded, group=world.group)
-    return [json.loads(text[: int(size)].numpy().tobytes()) for text, size in zip(texts, sizes)]
+    return _values(texts, sizes)
+
+
+def collect(value: Any, world: Axis) -> list[Any]:
+    """Every rank's value on rank 0, in the ranks' order; nothing on the others, who need not read it all."""
+    if world.size == 1:
+        return [value]
+    padded, sizes = _padded(value, world)
+    texts = [torch.empty_like(padded) for _ in sizes] if world.rank == 0 else []
+    dist.gather(padded, texts or None, dst=0, group=world.group)
+    return _values(texts, sizes)
 
 
 def together(world: Axis, work: Callable[[], Any]) -> list[Any]:
@@ -64,6 +70,20 @@ class JointError(CheckpointError):
             for reason, ranks in by_reason.items()
         ]
         super().__init__("; ".join(texts))
+
+
+def _padded(value: Any, world: Axis) -> tuple[Tensor, list[int]]:
+    """A value's text, uint8, as long as the longest of all ranks', and the lengths of all."""
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world.size)]
+    dist.all_gather(sizes, torch.tensor([len(data)]), group=world.group)
+    padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
+    padded[: len(data)] = data
+    return padded, [int(size) for size in sizes]
+
+
+def _values(texts: list[Tensor], sizes: list[int]) -> list[Any]:
+    return [json.loads(text[:size].numpy().tobytes()) for text, size in zip(texts, sizes)]
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalith.checkpoint.agree import JointError, together
+from megalith.checkpoint.agree import JointError, collect, together
 from megalith.checkpoint.extent import Extent
 from megalith.checkpoint.files import Values, byte_count
 from megalith.checkpoint.manifest import RunRecord
@@ -212,18 +212,20 @@ def write_step(
 ) -> None:
     """Writes and completes a step; every rank calls it. Raises CheckpointError on all when it failed on one."""
     is_first = world.rank == 0
+    own: list[dict] = []
 
-    def write_share() -> dict:
+    def write_share() -> None:
         pieces = share()
         total = sum(byte_count(extent.shape, values.dtype) for _, _, values, extent, _ in pieces)
         with ShardWriter(step.temporary, world.rank, shard_bytes=shard_bytes_for(total)) as shards:
             for piece in pieces:
                 shards.add(*piece)
-            return shards.finish()
+            own.append(shards.finish())
 
     try:
         together(world, lambda: step.begin() if is_first else None)
-        written = together(world, write_share)
+        together(world, write_share)
+        written = collect(own[0], world)
         together(
             world, lambda: step.commit(record, plan.table, written, write_tokenizer) if is_first else None
         )

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import re
+from functools import cache
 from pathlib import Path
 
 from megalith.checkpoint.manifest import MANIFEST
@@ -35,10 +36,17 @@ def list_steps(checkpoints: Path) -> dict[int, Path]:
     return dict(sorted(steps.items()))
 
 
+@cache
+def _save_number(path: Path, time: int, size: int) -> int:
+    """Read once for each manifest as it is: a large job's has megabytes, and every save asks for that of every step."""
+    return int(json.loads(path.read_bytes())["save_number"])
+
+
 def save_order(folder: Path, unreadable: int) -> tuple[int, int, str]:
     """Sorts steps by when they were saved; those with an unreadable manifest go last (1) or first (-1)."""
     try:
-        number = json.loads((folder / MANIFEST).read_bytes())["save_number"]
-        return (0, int(number), folder.name)
+        path = folder / MANIFEST
+        status = path.stat()
+        return (0, _save_number(path, status.st_mtime_ns, status.st_size), folder.name)
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return (unreadable, 0, folder.name)

@@ -196,6 +196,15 @@ def test_what_could_not_be_deleted_goes_with_a_later_save(tiny_run, tmp_path):
     assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == ["latest", "step_00000001"]
 
 
+def test_a_save_reads_no_manifest_that_it_has_read_before(tiny_run, tmp_path, monkeypatch):
+    read, read_bytes = [], Path.read_bytes
+    monkeypatch.setattr(Path, "read_bytes", lambda path: read.append(path.parent.name) or read_bytes(path))
+    run = tiny_run()
+    for _ in range(4):
+        run.train(1).save(tmp_path, keep_last=3)
+    assert read == [f"step_{step:08d}" for step in (1, 2, 3, 4)]
+
+
 def test_remains_of_other_kinds_are_left_alone(tiny_run, tmp_path):
     run = tiny_run().train(1)
     run.save(tmp_path)
