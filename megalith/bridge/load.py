@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import torch
@@ -16,6 +17,8 @@ from megalith.checkpoint.state import Model, base_boxes, load_base
 from megalith.comm import Axis
 from megalith.config import ModelConfig, RunConfig
 from megalith.errors import CheckpointError, ConfigError
+from megalith.parallel.gather import ALONE
+from megalith.parallel.shards import Box
 
 # What a run that begins from other weights may choose anew: how far its rotary positions reach.
 FREE = ("rotary_base", "rope_scaling")
@@ -47,7 +50,8 @@ def begin_from(path: str, model: Model, rows: dict[str, int], seed: int, world: 
     if is_source(path):
         load_source(open_source(path), model, seed)
     else:
-        load_base(_checkpoint(path), model, rows, world)
+        boxes = {"model": base_boxes(model)}
+        load_base(_checkpoint(path, ("model",), world, boxes), model, rows, world)
 
 
 def is_source(path: str | Path) -> bool:
@@ -84,7 +88,7 @@ def model_of(path: str) -> ModelConfig:
         folder = find_folder(path)
         theirs = read_json(folder / CONFIG)
         return family_of(theirs, str(folder)).read_config(theirs)
-    config = RunConfig.from_tree(_checkpoint(path).manifest.config)
+    config = RunConfig.from_tree(_checkpoint(path, ()).manifest.config)
     if config.lora.rank is not None:
         raise ConfigError(
             f"{path}, which model.init_from names, holds adapters alone; merge them with their base first: "
@@ -93,8 +97,13 @@ def model_of(path: str) -> ModelConfig:
     return config.model
 
 
-def _checkpoint(path: str) -> Checkpoint:
-    checkpoint = open_checkpoint(path, what=("model",))
+def _checkpoint(
+    path: str,
+    what: tuple[str, ...],
+    world: Axis = ALONE,
+    boxes: Mapping[str, Mapping[str, Box]] | None = None,
+) -> Checkpoint:
+    checkpoint = open_checkpoint(path, what, world=world, boxes=boxes)
     if checkpoint is None:
         raise CheckpointError(
             f"there is no checkpoint in {path}, which model.init_from names; correct the path"

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from megalith.bridge.exporter import export_hf
 from megalith.bridge.folder import SourceFolder
+from megalith.checkpoint import open as opening
 from megalith.config import RunConfig
 from megalith.parity.job import start, state_by_name
 
@@ -49,3 +50,13 @@ def reads(config: RunConfig) -> int:
     with patch.object(SourceFolder, "read", lambda folder, name: Counted(read(folder, name), taken)):
         start(config)
     return sum(taken)
+
+
+def hashed(config: RunConfig) -> list[str]:
+    """The files of a checkpoint whose checksums this rank computes while it begins."""
+    names: list[str] = []
+    with patch.object(
+        opening, "file_record", lambda path, inner=opening.file_record: names.append(path.name) or inner(path)
+    ):
+        start(config)
+    return names

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from init_from_job import begin, export_from, reads
+from init_from_job import begin, export_from, hashed, reads
 from models.reference import CASES, VOCAB, random_reference
 from safetensors.torch import load_file
 
@@ -67,6 +67,15 @@ def test_a_checkpoint_is_begun_from_as_a_folder_is(pool, hf_folder, tmp_path: Pa
     ]
     assert states[0].keys() == states[1].keys()
     assert all(same_bits(states[0][name], states[1][name]) for name in states[0])
+
+
+def test_the_ranks_of_a_machine_hash_a_checkpoint_that_they_begin_from_once(
+    pool, hf_folder, tmp_path: Path
+) -> None:
+    import_hf(hf_folder("qwen3"), tmp_path / "imported", show_progress=False)
+    config = run_config(tmp_path / "imported", tmp_path / "run", LAYOUTS["tp2-pp2"])
+    names = [name for rank in pool.run(hashed, config) for name in rank if name.endswith(".safetensors")]
+    assert names == ["model-00000-000.safetensors"]
 
 
 def test_each_rank_reads_about_its_share_of_the_bytes(pool, tmp_path: Path) -> None:
