@@ -28,7 +28,7 @@ from megalith.checkpoint.extent import Extent, fills
 from megalith.errors import CheckpointError
 
 MANIFEST = "manifest.json"
-FORMAT_VERSION = 2
+FORMAT, FORMAT_VERSION = "megalith-checkpoint", 2
 
 
 class DamagedCheckpointError(CheckpointError):
@@ -126,7 +126,7 @@ class RunRecord(_Record):
 class Manifest(RunRecord):
     """A run's record with the files that complete it."""
 
-    format: Literal["megalith-checkpoint"] = "megalith-checkpoint"
+    format: Literal["megalith-checkpoint"] = FORMAT
     format_version: Literal[2] = FORMAT_VERSION
     save_number: NonNegativeInt
     """1 for the first save into a checkpoints folder, then rising: the order of saving. A run that goes on
@@ -146,10 +146,15 @@ class Manifest(RunRecord):
         """The files with tensors of a part."""
         return {piece.file for tensor in self.tensors[part].values() for piece in tensor.pieces}
 
-    def to_json(self) -> str:
-        """The manifest's text, its own checksum first."""
-        content = self.model_dump(mode="json")
-        return json.dumps({"checksum": content_checksum(content), **content}, allow_nan=False)
+
+def manifest_text(content: dict[str, Any]) -> str:
+    """The text of a manifest of this plain JSON, its own checksum first.
+
+    Raises ValidationError where it would not be taken when it is read.
+    """
+    Manifest.model_validate(content)
+    content = {**content, "format": FORMAT, "format_version": FORMAT_VERSION}
+    return json.dumps({"checksum": content_checksum(content), **content}, allow_nan=False)
 
 
 def piece_key(name: str, shape: Sequence[int], extent: Extent) -> str:

@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from megalith.checkpoint.files import record_and_sync, replace_text, sync_folder, write_text
-from megalith.checkpoint.manifest import MANIFEST, Manifest, RunRecord, TensorRecord, first_problem
+from megalith.checkpoint.manifest import MANIFEST, RunRecord, TensorRecord, first_problem, manifest_text
 from megalith.checkpoint.steps import LATEST, REPLACED, TOKENIZER, list_steps, save_order
 from megalith.errors import CheckpointError
 
@@ -66,12 +66,12 @@ class StepFolder:
         self._check_that_files_are_here(files)
         files |= self._write_tokenizer(write_tokenizer)
         number = _next_save_number(self.checkpoints)
-        content = {**record.model_dump(), "save_number": number, "files": files, "tensors": tensors}
+        kept = record.model_dump(mode="json")
         try:
-            manifest = Manifest.model_validate(content)
+            text = manifest_text({**kept, "save_number": number, "files": files, "tensors": tensors})
         except ValidationError as error:
             raise CheckpointError(f"what was written is no checkpoint: {first_problem(error)}") from None
-        write_text(self.temporary / MANIFEST, manifest.to_json())
+        write_text(self.temporary / MANIFEST, text)
         sync_folder(self.temporary)
         self._move_into_place()
         replace_text(self.checkpoints / LATEST, self.final.name + "\n")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megalith.checkpoint import list_steps, open_checkpoint
+from megalith.checkpoint import list_steps, open_checkpoint, save_checkpoint
 from megalith.errors import CheckpointError
 
 # A process that forks a child for each file-system event of a save; the child kills itself at that event. What
@@ -108,6 +108,14 @@ def test_an_error_in_writing_the_tokenizer_leaves_no_remains(tiny_run, tmp_path)
 
     with pytest.raises(CheckpointError, match="No space left on device"):
         tiny_run().save(tmp_path, write_tokenizer=full)
+    assert list((tmp_path / "checkpoints").iterdir()) == []
+
+
+def test_a_record_that_could_not_be_read_again_is_refused_when_it_is_saved(tiny_run, tmp_path):
+    run = tiny_run().train(1)
+    record = run.record().model_copy(update={"loss_scale": {"scale": float("inf")}})
+    with pytest.raises(CheckpointError, match="loss_scale"):
+        save_checkpoint(tmp_path / "checkpoints", record, run.model, run.optimizer)
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
 
