@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import islice
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -20,24 +19,22 @@ from megalith.parallel.data import free_gathered
 from megalith.parallel.lost_gradients import watched_gradients
 from megalith.parallel.mesh import Mesh
 from megalith.resume import open_until, restore
+from megalith.run import Run
 from megalith.runtime.health import Health, ReadStep, Verdict
 from megalith.runtime.topology import gather
-
-if TYPE_CHECKING:
-    from megalith.trainer import Trainer
 
 NAMED = 3  # parameters in a message
 MOST_RETURNS = 3  # to one checkpoint
 
 
 class Faults:
-    """Looks after the run of `trainer`: `second_try` inside a step, `look_after` behind it."""
+    """Looks after `run`: `second_try` inside a step, `look_after` behind it."""
 
-    def __init__(self, trainer: Trainer):
-        self._trainer = trainer
-        self._rerun = trainer.config.runtime.rerun_bad_steps
-        self._most = trainer.config.runtime.max_bad_steps
-        self._health = Health(trainer.config, trainer.mesh.world)
+    def __init__(self, run: Run):
+        self._run = run
+        self._rerun = run.config.runtime.rerun_bad_steps
+        self._most = run.config.runtime.max_bad_steps
+        self._health = Health(run.config, run.mesh.world)
         self._returns: dict[int, int] = {}  # how often the run went back to a step
 
     def look_after(self) -> bool:
@@ -45,30 +42,30 @@ class Faults:
 
         Raises TrainingError when too many steps in a row were lost, or spikes come again and again.
         """
-        verdict = self._health.judge(self._trainer.report.take_read())
+        verdict = self._health.judge(self._run.report.take_read())
         if verdict.lost is not None:
             self._find_origin(verdict.lost)
         if verdict.too_many:
             raise TrainingError(
                 f"NaN or Inf in the loss or the gradients of {self._most} steps in a row, up to step "
-                f"{self._trainer.step} (runtime.max_bad_steps); they changed no weights. events.jsonl names where the "
+                f"{self._run.step} (runtime.max_bad_steps); they changed no weights. events.jsonl names where the "
                 "first began; lower optim.lr, or look at the data, and go on from a checkpoint"
             )
         return verdict.spike is not None and self._go_back(verdict)
 
     def second_try(self, loss: Tensor, micro_batches: Sequence[Batch]) -> Tensor:
         """With `rerun_bad_steps` the loss of the step's gradients, computed once more if they looked wrong."""
-        trainer = self._trainer
+        run = self._run
         if not self._rerun:
             return loss
-        first, own_first = self._figures(loss), trainer.model.own_loss.item()
-        if not any_rank(self._looks_wrong(*first), trainer.mesh.world):
+        first, own_first = self._figures(loss), run.model.own_loss.item()
+        if not any_rank(self._looks_wrong(*first), run.mesh.world):
             return loss
-        trainer.model.parameters.clear_gradients()
-        loss = trainer.gradients(micro_batches)
-        second, own_second = self._figures(loss), trainer.model.own_loss.item()
-        again = any_rank(self._looks_wrong(*second), trainer.mesh.world)
-        changed = gather(_differ(own_first, own_second), trainer.mesh.world)
+        run.model.parameters.clear_gradients()
+        loss = run.gradients(micro_batches)
+        second, own_second = self._figures(loss), run.model.own_loss.item()
+        again = any_rank(self._looks_wrong(*second), run.mesh.world)
+        changed = gather(_differ(own_first, own_second), run.mesh.world)
         ranks = [rank for rank, other in enumerate(changed) if other]
         kind = "lasting" if again else "transient"
         where = (
@@ -81,11 +78,11 @@ class Faults:
             if again
             else f"it did not come again ({where}): a passing fault of the hardware; the second result is used"
         )
-        trainer.report.event(
-            f"step {trainer.step + 1} had loss {first[0]:.4g} and gradient norm {first[1]:.4g}, repeated "
+        run.report.event(
+            f"step {run.step + 1} had loss {first[0]:.4g} and gradient norm {first[1]:.4g}, repeated "
             f"{second[0]:.4g} and {second[1]:.4g}: {what}",
             event=f"{kind}_fault",
-            step=trainer.step + 1,
+            step=run.step + 1,
             loss=first[0],
             repeated_loss=second[0],
             ranks=ranks,
@@ -94,29 +91,29 @@ class Faults:
 
     def _figures(self, loss: Tensor) -> tuple[float, float]:
         """Loss and gradient norm; waits for the device."""
-        trainer = self._trainer
-        parameters = [plain for _, plain in trainer.model.parameters.named if plain.grad is not None]
-        norm = trainer.gradient_squares(parameters).sqrt() / trainer.loss_scale.scale
+        run = self._run
+        parameters = [plain for _, plain in run.model.parameters.named if plain.grad is not None]
+        norm = run.gradient_squares(parameters).sqrt() / run.loss_scale.scale
         return loss.item(), norm.item()
 
     def _looks_wrong(self, loss: float, norm: float) -> bool:
-        scale = self._trainer.loss_scale.scale.item()
+        scale = self._run.loss_scale.scale.item()
         return self._health.is_lost(loss, not math.isfinite(norm), scale) or self._health.is_spike(loss)
 
     def _find_origin(self, lost: ReadStep) -> None:
         """Makes a lost step's passes once more to see whose gradient of what is not finite before they are summed."""
-        trainer = self._trainer
-        start = (lost.step - 1, lost.first_sample, trainer.device, trainer.left_out)
-        with trainer.data.train_loader(*start) as batches:
-            micro_batches = list(islice(batches, trainer.batch_sizes.micro_batches(lost.first_sample)))
-        with watched_gradients(trainer.model.chunks) as watched:
-            trainer.gradients(micro_batches)
-        trainer.model.parameters.clear_gradients()
-        loss_is_lost = not math.isfinite(trainer.model.own_loss.item())
-        found = gather((loss_is_lost, watched.names()), trainer.mesh.world)
+        run = self._run
+        start = (lost.step - 1, lost.first_sample, run.device, run.left_out)
+        with run.data.train_loader(*start) as batches:
+            micro_batches = list(islice(batches, run.batch_sizes.micro_batches(lost.first_sample)))
+        with watched_gradients(run.model.chunks) as watched:
+            run.gradients(micro_batches)
+        run.model.parameters.clear_gradients()
+        loss_is_lost = not math.isfinite(run.model.own_loss.item())
+        found = gather((loss_is_lost, watched.names()), run.mesh.world)
         met = {rank: names for rank, (own, names) in enumerate(found) if own or names}
-        ranks = _origins(met, trainer.mesh)
-        trainer.report.event(
+        ranks = _origins(met, run.mesh)
+        run.report.event(
             f"step {lost.step} was skipped for its loss {lost.loss:.4g} and gradient norm {lost.grad_norm:.4g}; "
             + (_tell_origin(ranks, found) if ranks else self._tell_gone(lost)),
             event="lost_step",
@@ -126,18 +123,18 @@ class Faults:
         )
 
     def _tell_gone(self, lost: ReadStep) -> str:
-        later = self._trainer.step - lost.step
+        later = self._run.step - lost.step
         since = f", with the weights of {later} steps later" if later else ""
         return f"repeated{since} everything was finite: a passing fault of the hardware, or of those weights"
 
     def _go_back(self, verdict: Verdict) -> bool:
         """Loads the last checkpoint from before the spike and leaves the data of its step, and the one before, out."""
-        trainer, spike, before = self._trainer, verdict.spike, verdict.before_spike
+        run, spike, before = self._run, verdict.spike, verdict.before_spike
         spiked = f"step {spike.step} has loss {spike.loss:.4g}, a spike above those before it"
-        trainer.tell_of_saves(wait=True)
-        checkpoint = open_until(trainer, before.step - 1)
+        run.tell_of_saves(wait=True)
+        checkpoint = open_until(run, before.step - 1)
         if checkpoint is None:
-            trainer.report.event(
+            run.report.event(
                 f"{spiked}; there is no checkpoint from before it, so the run goes on",
                 event="loss_spike",
                 step=spike.step,
@@ -152,13 +149,13 @@ class Faults:
                 f"{spiked}, for the {self._returns[step]}th time from the checkpoint of step {step}, whichever data "
                 "was left out; lower optim.lr, or go on from an earlier step"
             )
-        left_out = leave_out(trainer.left_out, before.first_sample, spike.consumed_samples)
-        free_gathered(trainer.model.chunks)
-        restore(trainer, checkpoint)
-        trainer.left_out = left_out
+        left_out = leave_out(run.left_out, before.first_sample, spike.consumed_samples)
+        free_gathered(run.model.chunks)
+        restore(run, checkpoint)
+        run.left_out = left_out
         self._health.went_back(step)
-        trainer.report.rewind(step)
-        trainer.report.event(
+        run.report.rewind(step)
+        run.report.event(
             f"{spiked}: back to step {step}, and on without the samples of steps {before.step} and {spike.step}",
             event="loss_spike",
             step=spike.step,

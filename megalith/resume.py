@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from megalith.bridge.adapters import begin_from_peft
 from megalith.bridge.load import begin_from
@@ -20,9 +19,7 @@ from megalith.checkpoint.agree import together
 from megalith.config import RunConfig
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import CheckpointError
-
-if TYPE_CHECKING:
-    from megalith.trainer import Trainer
+from megalith.run import Run
 
 # Settings of the model that give weights another meaning, while the tensors would fit.
 SAME_FUNCTION = (
@@ -39,79 +36,79 @@ SAME_FUNCTION = (
 )
 
 
-def load_run(trainer: Trainer) -> Path | None:
+def load_run(run: Run) -> Path | None:
     """Fills a new run from the checkpoint that `checkpoint.load` names; returns its folder.
 
     None where there is none: then the weights are those of `model.init_from`, or the initial ones, and adapters those
     of `lora.load`. Raises
     CheckpointError, on all ranks, where it is damaged or does not fit.
     """
-    checkpoint, config = _first_checkpoint(trainer), trainer.config
+    checkpoint, config = _first_checkpoint(run), run.config
     frozen = config.lora.rank is not None  # a checkpoint then holds the adapters alone
     if config.model.init_from is not None and (frozen or checkpoint is None):
-        chunks, rows = trainer.model.chunks, vocabulary_rows(config)
-        begin_from(config.model.init_from, chunks, rows, config.train.seed, trainer.mesh.world)
+        chunks, rows = run.model.chunks, vocabulary_rows(config)
+        begin_from(config.model.init_from, chunks, rows, config.train.seed, run.mesh.world)
     if checkpoint is None:
         if config.lora.load is not None:
-            begin_from_peft(config, trainer.model.chunks)
+            begin_from_peft(config, run.model.chunks)
         return None
-    restore(trainer, checkpoint, config.checkpoint.load_optim)
+    restore(run, checkpoint, config.checkpoint.load_optim)
     return checkpoint.folder
 
 
-def _first_checkpoint(trainer: Trainer) -> Checkpoint | None:
-    settings = trainer.config.checkpoint
+def _first_checkpoint(run: Run) -> Checkpoint | None:
+    settings = run.config.checkpoint
     if settings.load is None:
         return None
-    checkpoint = _open(trainer, Path(settings.load), settings.load_optim)
+    checkpoint = _open(run, Path(settings.load), settings.load_optim)
     if checkpoint is None:
-        if not Path(settings.load).resolve().is_relative_to(trainer.output.resolve()):
+        if not Path(settings.load).resolve().is_relative_to(run.output.resolve()):
             raise CheckpointError(
                 f"there is no checkpoint in {settings.load}, which checkpoint.load names; only the run's own "
-                f"folder {trainer.output} may be empty, at the first start: correct the path, or leave it out"
+                f"folder {run.output} may be empty, at the first start: correct the path, or leave it out"
             )
         return None
-    _check_same_function(checkpoint, trainer.config)
-    _check_tokenizer(checkpoint, trainer.tokenizer)
+    _check_same_function(checkpoint, run.config)
+    _check_tokenizer(checkpoint, run.tokenizer)
     return checkpoint
 
 
-def restore(trainer: Trainer, checkpoint: Checkpoint, with_optimizer: bool = True) -> None:
+def restore(run: Run, checkpoint: Checkpoint, with_optimizer: bool = True) -> None:
     """Puts the run where it stood when `checkpoint` was saved. Every rank calls it."""
-    record, rows, world = checkpoint.manifest, vocabulary_rows(trainer.config), trainer.mesh.world
-    load_model(checkpoint, trainer.model.chunks, rows, world)
+    record, rows, world = checkpoint.manifest, vocabulary_rows(run.config), run.mesh.world
+    load_model(checkpoint, run.model.chunks, rows, world)
     if with_optimizer:
-        load_optimizer(checkpoint, trainer.optimizer, rows, trainer.model.chunks, world)
-    trainer.loss_scale.load_state(record.loss_scale)
-    trainer.step, trainer.consumed_samples = record.step, record.consumed_samples
-    trainer.left_out = record.left_out
+        load_optimizer(checkpoint, run.optimizer, rows, run.model.chunks, world)
+    run.loss_scale.load_state(record.loss_scale)
+    run.step, run.consumed_samples = record.step, record.consumed_samples
+    run.left_out = record.left_out
 
 
-def open_until(trainer: Trainer, last_step: int) -> Checkpoint | None:
+def open_until(run: Run, last_step: int) -> Checkpoint | None:
     """The newest whole checkpoint in the run's own folder that was saved after `last_step` or an earlier step.
 
     The same on every rank, all of which call it; what is damaged is noted and passed over.
     """
-    folder = trainer.output / "checkpoints"
+    folder = run.output / "checkpoints"
 
     def candidates() -> list[str] | None:
-        if trainer.mesh.world.rank or not folder.is_dir():
+        if run.mesh.world.rank or not folder.is_dir():
             return None
         steps = list_steps(folder)
         return [str(steps[step]) for step in sorted(steps, reverse=True) if step <= last_step]
 
-    for path in together(trainer.mesh.world, candidates)[0] or []:
+    for path in together(run.mesh.world, candidates)[0] or []:
         try:
-            return _open(trainer, Path(path), with_optimizer=True)
+            return _open(run, Path(path), with_optimizer=True)
         except CheckpointError as error:
-            trainer.report.note(str(error))
+            run.report.note(str(error))
     return None
 
 
-def _open(trainer: Trainer, path: Path, with_optimizer: bool) -> Checkpoint | None:
+def _open(run: Run, path: Path, with_optimizer: bool) -> Checkpoint | None:
     parts = ("model", "optimizer") if with_optimizer else ("model",)
-    boxes = state_boxes(trainer.model.chunks, trainer.optimizer, vocabulary_rows(trainer.config))
-    return open_checkpoint(path, parts, world=trainer.mesh.world, boxes=boxes)
+    boxes = state_boxes(run.model.chunks, run.optimizer, vocabulary_rows(run.config))
+    return open_checkpoint(path, parts, world=run.mesh.world, boxes=boxes)
 
 
 def _check_tokenizer(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections.abc import Iterator
 from contextlib import nullcontext
@@ -11,28 +10,24 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from megalith.bridge.exporter import export_hf
-from megalith.build import Data, build_model, prepare, vocabulary_rows
-from megalith.checkpoint import RunRecord, Saver, TokenizerRecord
+from megalith.build import prepare
+from megalith.checkpoint import RunRecord, TokenizerRecord
 from megalith.comm import any_rank
 from megalith.config import RunConfig
-from megalith.config.batch import BatchSizeSchedule
 from megalith.config.rules import offload_notes
 from megalith.data.batch import Batch
 from megalith.data.dataset import SampleDataset
 from megalith.data.tokenizer import Tokenizer
 from megalith.faults import Faults
 from megalith.hardware import pick_device
-from megalith.optim.loss_scale import build_loss_scale
-from megalith.optim.optimizer import build_optimizer, set_learning_rate
+from megalith.optim.optimizer import set_learning_rate
 from megalith.optim.schedule import build_schedule
-from megalith.optim.step import optimizer_step, sum_of_squares
-from megalith.parallel.gradients import GradientSquares
+from megalith.optim.step import optimizer_step
 from megalith.parallel.mesh import Mesh, build_mesh
-from megalith.parallel.tied_embedding import copies
 from megalith.resume import load_run
+from megalith.run import Run
 from megalith.runtime.hang_watch import open_watch
 from megalith.runtime.launch import TIMEOUT, end_distributed, init_distributed, this_process
 from megalith.runtime.metrics import perplexity
@@ -97,8 +92,8 @@ def train(config: RunConfig) -> TrainingResult:
         return result
 
 
-class Trainer:
-    """A run in progress on this rank: what it is made of, and where in the run it stands."""
+class Trainer(Run):
+    """The loop of a run: its steps, and what comes between them."""
 
     def __init__(
         self,
@@ -109,38 +104,14 @@ class Trainer:
         pulse: Pulse | None = None,
         signals: StopSignals | None = None,
     ):
-        self.config, self.tokenizer, self.mesh, self.device = config, tokenizer, mesh, device
+        super().__init__(config, tokenizer, mesh, device)
+        self.schedule = build_schedule(config.optim, config.train)
         self.pulse = pulse or Pulse(mesh, TIMEOUT)
         self.stops = Stops(config.train, mesh.world, signals)
-        self.output = Path(config.train.output_dir)
-        self.batch_sizes = BatchSizeSchedule.from_config(config.train, mesh.dp.size)
-        self.total_steps = config.train.train_iters or self.batch_sizes.iterations_for_samples(
-            config.train.train_samples
-        )
-        self.schedule = build_schedule(config.optim, config.train)
-        self.data = Data(config, self.batch_sizes, self.total_steps, tokenizer, mesh.dp)
-        self.model = build_model(config, mesh, device)
-        self.optimizer = build_optimizer(self.model.parameters.named, config.optim)
-        self.loss_scale = build_loss_scale(config.train.precision, config.optim, device)
-        self.gradient_squares = GradientSquares(
-            self.model.parameters, mesh.world, sum_of_squares, copies(self.model.chunks, mesh.pp), device
-        )
-        self.saver = Saver(
-            self.output / "checkpoints",
-            mesh.world,
-            unpadded_rows=vocabulary_rows(config),
-            write_tokenizer=tokenizer.save if tokenizer else None,
-            keep_last=config.checkpoint.keep_last,
-            keep_every=config.checkpoint.keep_every,
-            background=config.checkpoint.async_save,
-        )
         self.replicas = None
         if config.runtime.check_weight_hash_across_dp_replicas_interval:
             self.replicas = ReplicaCheck(self.model.chunks, self.model.parameters, mesh.world)
         self.faults = Faults(self)
-        self.step = 0  # updates made, skipped ones included
-        self.consumed_samples = 0
-        self.left_out: list[list[int]] = []  # ranges of the data's stream, after loss spikes
         self.validation_loss: float | None = None
         self.loaded_from = load_run(self)
 
@@ -234,11 +205,6 @@ class Trainer:
             )
         )
 
-    def gradients(self, micro_batches: list[Batch]) -> Tensor:
-        """Leaves the step's gradients, times the loss scale, in `.grad`; returns its loss."""
-        self._seed_fused_dropout()
-        return self.model.backward(micro_batches, self.loss_scale.scale)
-
     def evaluate(self, dataset: SampleDataset | None) -> None:
         """The mean loss over the evaluation's tokens, reported and kept."""
         self.report.flush()
@@ -298,17 +264,6 @@ class Trainer:
     def _is_saved(self) -> bool:
         last = self.saver.last
         return last is not None and last.error is None and last.moment == (self.step, self.consumed_samples)
-
-    def tell_of_saves(self, wait: bool = False) -> None:
-        """Notes how the saves went that have ended; with `wait`, also the one in flight."""
-        for saved in self.saver.finished(wait):
-            self.report.note(str(saved))
-
-    def _seed_fused_dropout(self) -> None:
-        """A GPU kernel's attention dropout is the one user of a random state: it starts anew from each step."""
-        if self.device.type == "cuda" and self.config.model.attention_dropout:
-            key = f"{self.config.train.seed}/attention dropout/{self.step}/{self.mesh.world.rank}".encode()
-            torch.cuda.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "little"))
 
     def _is_due(self, interval: int | None) -> bool:
         return interval is not None and self.step % interval == 0
