@@ -79,8 +79,12 @@ class Saver:
         """`unpadded_rows` gives for each padded parameter the rows that mean something: its rest, and that of its
         optimizer state, is not stored. `write_tokenizer` fills the folder that it is given. With `keep_last`, only
         that many of the steps saved last stay, and those divisible by `keep_every`.
+
+        Makes a group of the ranks, so that training's messages do not mix with those of a background save. Here and
+        not at the first save: a rank that is lost while a group is made leaves the others waiting.
         """
-        self._checkpoints, self._axis, self._group = Path(checkpoints), world, None
+        group = dist.new_group(backend="gloo", timeout=PATIENCE) if world.size > 1 else None
+        self._checkpoints, self._world = Path(checkpoints), Axis(world.size, world.rank, group)
         self._rows, self._write_tokenizer = unpadded_rows or {}, write_tokenizer
         self._keep_last, self._keep_every = keep_last, keep_every
         self._staging = Staging() if background else None
@@ -99,7 +103,7 @@ class Saver:
         """
         begin = time.monotonic()
         self._join()
-        world = self._own_world()
+        world = self._world
         boxes = state_boxes(model, optimizer, self._rows)
         if self._plan is None:
             self._plan = make_plan(boxes, world)
@@ -138,12 +142,6 @@ class Saver:
         if self._failure is not None:
             failure, self._failure = self._failure, None
             raise failure
-
-    def _own_world(self) -> Axis:
-        """The ranks in a group of their own: training's messages do not mix with those of a background save."""
-        if self._axis.size > 1 and self._group is None:
-            self._group = dist.new_group(backend="gloo", timeout=PATIENCE)
-        return Axis(self._axis.size, self._axis.rank, self._group)
 
     def _write(
         self,

@@ -7,13 +7,15 @@ from ranks import Ranks, events, words
 from megalith.runtime.stragglers import slow_ranks
 from megalith.trainer import Trainer
 
+INTERVAL = 4
+
 
 def slow(rank: int) -> None:
     inner = Trainer.gradients
 
     def gradients(self, micro_batches):
-        if rank == 1:
-            time.sleep(0.1)
+        if rank == 1 and (self.step + 1) % INTERVAL == 0:  # in the steps that are measured
+            time.sleep(1.0)  # long against what a step takes on a machine with much else to do
         return inner(self, micro_batches)
 
     Trainer.gradients = gradients
@@ -21,7 +23,7 @@ def slow(rank: int) -> None:
 
 def test_a_slow_rank_is_named_at_each_measurement(tmp_path):
     output = tmp_path / "run"
-    watch = dict(runtime__enable_straggler_detection=True, runtime__straggler_interval=4)
+    watch = dict(runtime__enable_straggler_detection=True, runtime__straggler_interval=INTERVAL)
     command = words(output, train__train_iters=9, runtime__straggler_threshold=2, **watch)
     running = Ranks(command, 2, tmp_path / "log", prepare=slow)
     assert running.end() == [0, 0], running.text()
