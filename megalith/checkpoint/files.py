@@ -41,7 +41,8 @@ DTYPE_CODES = {
     torch.bool: "BOOL",
 }
 DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
-CHUNK = 2**26  # bytes that are copied from a device, hashed and written at once
+CHUNK = 2**26  # bytes that are copied from a device at once
+PIECE = 2**20  # bytes that are hashed and written at once: they stay in the processor's cache
 
 
 class Values(Protocol):
@@ -95,8 +96,10 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor | Values]) -> Fil
     digest = hashlib.sha256()
     with open(path, "wb") as file:
         for data in chain([struct.pack("<Q", len(text)) + text], *(_chunks(tensors[name]) for name in names)):
-            file.write(data)
-            digest.update(data)
+            for start in range(0, len(data), PIECE):
+                piece = data[start : start + PIECE]
+                file.write(piece)
+                digest.update(piece)
         _sync(file)
         return FileRecord(bytes=file.tell(), sha256=digest.hexdigest())
 
