@@ -80,11 +80,12 @@ class Saver:
         optimizer state, is not stored. `write_tokenizer` fills the folder that it is given. With `keep_last`, only
         that many of the steps saved last stay, and those divisible by `keep_every`.
 
-        Makes a group of the ranks, so that training's messages do not mix with those of a background save. Here and
-        not at the first save: a rank that is lost while a group is made leaves the others waiting.
+        For background saves it makes a group of the ranks, so that training's messages do not mix with theirs. Here
+        and not at the first save: a rank that is lost while a group is made leaves the others waiting.
         """
-        group = dist.new_group(backend="gloo", timeout=PATIENCE) if world.size > 1 else None
-        self._checkpoints, self._world = Path(checkpoints), Axis(world.size, world.rank, group)
+        if background and world.size > 1:
+            world = Axis(world.size, world.rank, dist.new_group(backend="gloo", timeout=PATIENCE))
+        self._checkpoints, self._world = Path(checkpoints), world
         self._rows, self._write_tokenizer = unpadded_rows or {}, write_tokenizer
         self._keep_last, self._keep_every = keep_last, keep_every
         self._staging = Staging() if background else None
