@@ -25,7 +25,8 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-JOBS_PER_WORKER = {"cpu": 50, "cuda": 1}  # a process that has left one NCCL job may die in the next
+# A process that has left one NCCL job may die in the next; gloo leaves some fifty threads behind each of ours.
+JOBS_PER_WORKER = {"cpu": 20, "cuda": 1}
 PRELOADED = ["torch.distributed.tensor", "torch.distributed.fsdp", "megalith.models.transformer"]
 
 
