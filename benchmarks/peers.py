@@ -39,21 +39,23 @@ def main() -> None:
         {"model": {"vocab_size": 50257, **workload["model"]}, "data": {"seq_length": workload["seq_length"]}}
     ).model
     batch = args.batch or workload["batch"]
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     began = time.perf_counter()
-    loss_of, parameters = PEERS[args.peer](config, workload["seq_length"])
+    loss_of, parameters = PEERS[args.peer](config, workload["seq_length"], device)
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
     times = []
     for step in range(args.steps):
-        ids = torch.randint(config.vocab_size, (batch, workload["seq_length"] + 1), device="cuda")
-        torch.cuda.synchronize()
+        ids = torch.randint(config.vocab_size, (batch, workload["seq_length"] + 1), device=device)
+        synchronize()
         start = time.perf_counter()
-        with torch.autocast("cuda", torch.bfloat16):
+        with torch.autocast(device, torch.bfloat16):
             loss = loss_of(ids[:, :-1], ids[:, 1:])
         loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        torch.cuda.synchronize()
+        synchronize()
         times.append(1e3 * (time.perf_counter() - start))
         if step == 0:
             first = time.perf_counter() - began
@@ -61,7 +63,7 @@ def main() -> None:
         json.dumps(
             {
                 "step_time_ms": statistics.median(times[args.warmup :]),
-                "max_memory_gb": torch.cuda.max_memory_allocated() / 1e9,
+                "max_memory_gb": torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else None,
                 "first_step_s": first,
             }
         )
@@ -69,12 +71,12 @@ def main() -> None:
 
 
 def hugging_face(
-    config: ModelConfig, seq_length: int
+    config: ModelConfig, seq_length: int, device: str
 ) -> tuple[Callable[[Tensor, Tensor], Tensor], list[nn.Parameter]]:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = AutoConfig.for_model(**family_for(config).write_config(config))
-    model = AutoModelForCausalLM.from_config(settings, attn_implementation="sdpa").cuda().train()
+    model = AutoModelForCausalLM.from_config(settings, attn_implementation="sdpa").to(device).train()
     compiled = torch.compile(model)
 
     def loss(tokens: Tensor, labels: Tensor) -> Tensor:
@@ -123,11 +125,11 @@ class PlainGPT(nn.Module):
 
 
 def plain(
-    config: ModelConfig, seq_length: int
+    config: ModelConfig, seq_length: int, device: str
 ) -> tuple[Callable[[Tensor, Tensor], Tensor], list[nn.Parameter]]:
     if config.position_embedding_type != "learned_absolute":
         raise SystemExit("the plain peer is a GPT-2; choose a gpt2 workload, or --peer hf")
-    model = PlainGPT(config, seq_length).cuda()
+    model = PlainGPT(config, seq_length).to(device)
     return model, list(model.parameters())
 
 

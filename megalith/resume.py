@@ -40,8 +40,7 @@ def load_run(run: Run) -> Path | None:
     """Fills a new run from the checkpoint that `checkpoint.load` names; returns its folder.
 
     None where there is none: then the weights are those of `model.init_from`, or the initial ones, and adapters those
-    of `lora.load`. Raises
-    CheckpointError, on all ranks, where it is damaged or does not fit.
+    of `lora.load`. Raises CheckpointError, on all ranks, where it is damaged or does not fit.
     """
     checkpoint, config = _first_checkpoint(run), run.config
     frozen = config.lora.rank is not None  # a checkpoint then holds the adapters alone

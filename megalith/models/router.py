@@ -74,7 +74,9 @@ class Router(nn.Module):
         if scale is None:
             return Routing(experts, weights)
         kept, capacity = self._keep(experts, weights.detach(), numbers)
-        by_score = experts if self.expert_bias is None else self._best(scores.detach())
+        by_score = experts
+        if self.expert_bias is not None and self.config.moe_aux_loss_coeff:
+            by_score = self._best(scores.detach())
         losses = auxiliary_losses(
             self.config, logits, scores, by_score, numbers % batch, batch, self.micro_batch
         )

@@ -25,7 +25,7 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-# A process that has left one NCCL job may die in the next; gloo leaves some fifty threads behind each of ours.
+# A process that has left one NCCL job may die in the next. Gloo leaves threads behind: one died after dozens of jobs.
 JOBS_PER_WORKER = {"cpu": 20, "cuda": 1}
 PRELOADED = ["torch.distributed.tensor", "torch.distributed.fsdp", "megalith.models.transformer"]
 
