@@ -16,6 +16,7 @@ from megalith.checkpoint import (
     state_boxes,
 )
 from megalith.checkpoint.agree import together
+from megalith.checkpoint.steps import CHECKPOINTS, next_save_number, save_order
 from megalith.config import RunConfig
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import CheckpointError
@@ -81,20 +82,39 @@ def restore(run: Run, checkpoint: Checkpoint, with_optimizer: bool = True) -> No
     run.loss_scale.load_state(record.loss_scale)
     run.step, run.consumed_samples = record.step, record.consumed_samples
     run.left_out = record.left_out
+    run.abandoned = _abandoned(run, checkpoint)
+
+
+def _abandoned(run: Run, checkpoint: Checkpoint) -> list[list[int]]:
+    """Of the steps in the run's own folder those that are not the past of a run that goes on from `checkpoint`.
+
+    As ranges [first, end) of save numbers: what `checkpoint` had left behind, and what was saved after it.
+    """
+    folder = run.output / CHECKPOINTS
+    if checkpoint.folder.parent.resolve() != folder.resolve():
+        return []
+    after = checkpoint.manifest.save_number + 1
+    end = together(run.mesh.world, lambda: None if run.mesh.world.rank else next_save_number(folder))[0]
+    return checkpoint.manifest.abandoned + ([[after, end]] if after < end else [])
 
 
 def open_until(run: Run, last_step: int) -> Checkpoint | None:
-    """The newest whole checkpoint in the run's own folder that was saved after `last_step` or an earlier step.
+    """The newest whole checkpoint of the run's own past that was saved after `last_step` or an earlier step.
 
     The same on every rank, all of which call it; what is damaged is noted and passed over.
     """
-    folder = run.output / "checkpoints"
+    folder = run.output / CHECKPOINTS
+
+    def is_past(step: Path) -> bool:
+        number = save_order(step, unreadable=0)[1]
+        return not any(first <= number < end for first, end in run.abandoned)
 
     def candidates() -> list[str] | None:
         if run.mesh.world.rank or not folder.is_dir():
             return None
         steps = list_steps(folder)
-        return [str(steps[step]) for step in sorted(steps, reverse=True) if step <= last_step]
+        past = [at for at in steps if at <= last_step and is_past(steps[at])]
+        return [str(steps[at]) for at in sorted(past, reverse=True)]
 
     for path in together(run.mesh.world, candidates)[0] or []:
         try:

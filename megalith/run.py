@@ -55,6 +55,9 @@ class Run:
         self.step = 0  # updates made, skipped ones included
         self.consumed_samples = 0
         self.left_out: list[list[int]] = []  # ranges of the data's stream, after loss spikes
+        self.abandoned: list[
+            list[int]
+        ] = []  # ranges of save numbers in the output folder, of steps gone back from
 
     def gradients(self, micro_batches: list[Batch]) -> Tensor:
         """Leaves the step's gradients, times the loss scale, in `.grad`; returns its loss."""

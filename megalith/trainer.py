@@ -238,6 +238,7 @@ class Trainer(Run):
             config=self.config.to_tree(),
             loss_scale=self.loss_scale.state(),
             left_out=self.left_out,
+            abandoned=self.abandoned,
             tokenizer=tokenizer
             and TokenizerRecord(fingerprint=tokenizer.fingerprint, vocab_size=tokenizer.vocab_size),
         )

@@ -16,7 +16,7 @@ from torch import Tensor
 from megalith.bridge.families import family_for, family_named, family_of
 from megalith.bridge.family import Family
 from megalith.bridge.folder import CONFIG, find_folder, read_json
-from megalith.bridge.importer import Change, import_hf
+from megalith.bridge.importer import Change, import_hf, new_run, refuse_existing
 from megalith.bridge.load import is_source, model_of
 from megalith.bridge.peft import CONFIG_FILE, PeftFolder, is_peft, save_peft
 from megalith.checkpoint import Checkpoint, RunRecord, StepWriter, open_checkpoint
@@ -64,8 +64,7 @@ def export_adapters(run: str | Path, out: str | Path, family: str | None = None)
     Raises CheckpointError when there are none or something is at `out`; nothing is left there on an error.
     """
     out = Path(out)
-    if out.exists():
-        raise CheckpointError(f"{out} is already there; remove it, or choose another place")
+    refuse_existing(out)
     checkpoint, config = _open_run(run)
     chosen = family_named(family, "--family") if family else _family(config.model)
     read = _reader(checkpoint)
@@ -89,8 +88,7 @@ def merge(source: str | Path, out: str | Path, base: str | None = None, show_pro
     one tensor of the base. Raises ConfigError or CheckpointError where one of the two is not to be had or does not fit.
     """
     out = Path(out)
-    if out.exists():
-        raise CheckpointError(f"{out} is already there; remove it, or choose another place")
+    refuse_existing(out)
     base, adapted = _adapted(source, base)
     changes = {f"{name}.weight": adapter for name, adapter in adapters(adapted)}
 
@@ -152,15 +150,14 @@ def _rewrite(checkpoint: Checkpoint, out: Path, change: Change) -> Path:
     def copy_tokenizer(folder: Path) -> None:
         shutil.copytree(tokenizer, folder, dirs_exist_ok=True)
 
-    try:
-        write = copy_tokenizer if tokenizer is not None else None
-        with StepWriter(out / "checkpoints", record, write_tokenizer=write) as writer:
-            for name, stored in checkpoint.table("model").items():
-                value = checkpoint.read("model", name)
-                writer.add("model", name, change(name, value, (0,) * len(stored.shape)))
-    except BaseException:
-        shutil.rmtree(out, ignore_errors=True)
-        raise
+    write = copy_tokenizer if tokenizer is not None else None
+    with (
+        new_run(out) as checkpoints,
+        StepWriter(checkpoints, record, write_tokenizer=write) as writer,
+    ):
+        for name, stored in checkpoint.table("model").items():
+            value = checkpoint.read("model", name)
+            writer.add("model", name, change(name, value, (0,) * len(stored.shape)))
     return writer.folder
 
 

@@ -10,6 +10,7 @@ import math
 import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 
@@ -22,10 +23,12 @@ from megalith.bridge.match import Match, match
 from megalith.bridge.origin import check_vocabulary, keep_origin, tokenizer_of
 from megalith.bridge.progress import ByteProgress
 from megalith.checkpoint import RunRecord, StepWriter, TokenizerRecord
+from megalith.checkpoint.steps import CHECKPOINTS
 from megalith.config import RunConfig
 from megalith.config.rules import check_model
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import CheckpointError, ConfigError
+from megalith.runtime.lock import LOCK_NAME, OutputLock
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 SHARDS = 64  # files that a checkpoint is cut into, as far as they are then of a good size, in bytes:
@@ -50,7 +53,7 @@ def import_hf(
     offset. Raises ConfigError for a model that cannot be built here, CheckpointError for a damaged folder or when
     `out` is there already or cannot be written: nothing is left then.
     """
-    _refuse_existing(Path(out))
+    refuse_existing(Path(out))
     fit = open_source(source, allow)
     tokenizer = tokenizer_of(fit.source.path)
     check_vocabulary(fit.source, tokenizer, fit.groups[0].model.vocab_size)
@@ -68,9 +71,10 @@ def write_run(
     change: Change = lambda name, box, offset: box,
     show_progress: bool = True,
 ) -> Path:
-    """Writes matched tensors as step 0 of a run at `out`, with what `keep` puts beside its tokenizer."""
-    out = Path(out)
-    _refuse_existing(out)
+    """Writes matched tensors as step 0 of a run at `out`, with what `keep` puts beside its tokenizer.
+
+    Raises as `new_run`.
+    """
     model, dtype = fit.groups[0].model, common_dtype(fit)
     config = RunConfig()
     config.model, config.train.precision = model, PRECISIONS[dtype]
@@ -83,23 +87,39 @@ def write_run(
     )
     elements = sum(math.prod(group.shape) for group in fit.groups)
     shard_bytes = min(max(SMALLEST_SHARD, 4 * elements // SHARDS), LARGEST_SHARD)
-    try:
-        with (
-            ByteProgress("import", sum(map(fit.bytes, fit.groups)), show_progress) as progress,
-            StepWriter(out / "checkpoints", record, write_tokenizer=keep, shard_bytes=shard_bytes) as writer,
-        ):
-            for group in fit.groups:
-                for offset, shape in blocks(group.shape, shard_bytes // 8):
-                    box = change(group.name, fit.ours(group, SEED, offset, shape), offset)
-                    writer.add("model", group.name, box, offset, group.shape)
-                progress.add(fit.bytes(group))
-    except BaseException:
-        shutil.rmtree(out, ignore_errors=True)
-        raise
+    with (
+        new_run(Path(out)) as checkpoints,
+        ByteProgress("import", sum(map(fit.bytes, fit.groups)), show_progress) as progress,
+        StepWriter(checkpoints, record, write_tokenizer=keep, shard_bytes=shard_bytes) as writer,
+    ):
+        for group in fit.groups:
+            for offset, shape in blocks(group.shape, shard_bytes // 8):
+                box = change(group.name, fit.ours(group, SEED, offset, shape), offset)
+                writer.add("model", group.name, box, offset, group.shape)
+            progress.add(fit.bytes(group))
     return writer.folder
 
 
-def _refuse_existing(out: Path) -> None:
+@contextmanager
+def new_run(out: Path) -> Iterator[Path]:
+    """The checkpoints folder of a run that is made at `out`, this process's alone; on an error nothing stays of it.
+
+    Raises CheckpointError when something is at `out`, ConfigError while another process makes a run there.
+    """
+    refuse_existing(out)
+    with OutputLock(out):
+        refuse_existing(out / CHECKPOINTS)
+        try:
+            yield out / CHECKPOINTS
+        except BaseException:
+            shutil.rmtree(out / CHECKPOINTS, ignore_errors=True)  # the rest goes with the lock
+            raise
+
+
+def refuse_existing(out: Path) -> None:
+    """Raises CheckpointError when something is at `out`; ConfigError, naming it, when a process is at work there."""
+    if (out / LOCK_NAME).exists():
+        OutputLock(out).release()
     if out.exists():
         raise CheckpointError(f"{out} is already there; remove it, or choose another place")
 

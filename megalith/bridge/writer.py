@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.files import DTYPE_CODES, sync_folder
+from megalith.checkpoint.files import DTYPE_CODES
+from megalith.disk import make_folder, sync_folder
 from megalith.errors import CheckpointError
 
 SHARD_BYTES = 5 * 10**9  # as transformers cuts them
@@ -52,7 +53,7 @@ class FolderWriter:
 
     def __enter__(self) -> FolderWriter:
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path.parent)
             shutil.rmtree(self.partial, ignore_errors=True)  # of a conversion that was killed
             self.partial.mkdir()
             for file, names in self._shards.items():

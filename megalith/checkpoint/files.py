@@ -26,6 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megalith.checkpoint.manifest import FileRecord, TensorRecord
+from megalith.disk import sync_folder
 from megalith.errors import CheckpointError
 
 DTYPE_CODES = {
@@ -165,15 +166,6 @@ def file_record(path: Path) -> FileRecord:
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return FileRecord(bytes=path.stat().st_size, sha256=digest)
-
-
-def sync_folder(folder: Path) -> None:
-    """Puts a folder's entries (new files, renames) on the disk. Raises OSError."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _sync(file: BinaryIO) -> None:

@@ -18,6 +18,7 @@ from pydantic import (
     AfterValidator,
     BaseModel,
     ConfigDict,
+    Field,
     NonNegativeInt,
     StringConstraints,
     ValidationError,
@@ -43,6 +44,7 @@ def _inside_the_folder(name: str) -> str:
 
 
 FileName = Annotated[str, AfterValidator(_inside_the_folder)]
+Range = Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]  # [first, end)
 PartName = Annotated[str, StringConstraints(pattern="^[a-z_]+$")]  # files are named after it
 
 
@@ -117,8 +119,11 @@ class RunRecord(_Record):
     counters: dict[str, int | float] = {}
     """Running totals for the log, such as skipped steps."""
 
-    left_out: list[list[NonNegativeInt]] = []
+    left_out: list[Range] = []
     """[first, end) of each range of the data stream that the run left out after a loss spike."""
+
+    abandoned: list[Range] = []
+    """[first, end) of the save numbers in this folder of steps that are not this run's past: it has gone back since."""
 
     tokenizer: TokenizerRecord | None = None
 

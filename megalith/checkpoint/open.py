@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from megalith.checkpoint.agree import together
-from megalith.checkpoint.files import file_record
+from megalith.checkpoint.files import DTYPES, file_record
 from megalith.checkpoint.manifest import (
     MANIFEST,
     DamagedCheckpointError,
@@ -191,6 +191,13 @@ def _manifest_of(folder: Path) -> Manifest:
         raise DamagedCheckpointError(
             f"{folder / MANIFEST} is of step {manifest.step}, which is not its folder's; use another step"
         )
+    for part, table in manifest.tensors.items():
+        for name, stored in table.items():
+            if stored.dtype not in DTYPES:
+                raise CheckpointError(
+                    f"{folder / MANIFEST} gives the {part}'s tensor {name} the type {stored.dtype!r}, this Megalith "
+                    f"knows {', '.join(DTYPES)}; use the Megalith that wrote it"
+                )
     return manifest
 
 

@@ -17,13 +17,15 @@ import torch
 from torch import Tensor
 
 from megalith.checkpoint.extent import Extent
-from megalith.checkpoint.files import CHUNK, DTYPES, byte_count, byte_view, sync_folder, write_safetensors
+from megalith.checkpoint.files import CHUNK, DTYPES, byte_count, byte_view, write_safetensors
 from megalith.checkpoint.manifest import RunRecord, StoredTensor, TensorRecord
 from megalith.checkpoint.read import Checkpoint
 from megalith.checkpoint.steps import CHECKPOINTS, TOKENIZER
 from megalith.checkpoint.store import StepFolder
 from megalith.checkpoint.writer import ShardWriter, saving
+from megalith.disk import sync_folder
 from megalith.errors import CheckpointError
+from megalith.runtime.lock import OutputLock
 
 
 @dataclass(frozen=True)
@@ -74,16 +76,17 @@ def reshard(checkpoint: Checkpoint, output: Path, files: int) -> Path:
     """Writes the step anew, in `files` files for each part, into `output`/checkpoints; returns its folder.
 
     File r has the r-th part of each tensor's rows: what rank r of so many reads whose state is sharded over all.
-    Raises CheckpointError when the step is there already, or cannot be written.
+    Raises CheckpointError when the step is there already, or cannot be written; ConfigError while a run has the folder.
     """
     manifest = checkpoint.manifest
     step = StepFolder(output / CHECKPOINTS, manifest.step)
-    if step.final.exists():
-        raise CheckpointError(f"{step.final} is there already; choose another output folder")
-    with saving(step):
+    with OutputLock(output), saving(step):
+        if step.final.exists():
+            raise CheckpointError(f"{step.final} is there already; choose another output folder")
         step.begin()
         written = [_write_share(checkpoint, step, rank, files) for rank in range(files)]
-        record = RunRecord.model_validate(manifest.model_dump(include=set(RunRecord.model_fields)))
+        kept = set(RunRecord.model_fields) - {"abandoned"}  # save numbers of the other folder
+        record = RunRecord.model_validate(manifest.model_dump(include=kept))
         table = {
             part: {
                 name: TensorRecord(dtype=stored.dtype, shape=stored.shape) for name, stored in named.items()

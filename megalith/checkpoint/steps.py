@@ -50,3 +50,10 @@ def save_order(folder: Path, unreadable: int) -> tuple[int, int, str]:
         return (0, _save_number(path, status.st_mtime_ns, status.st_size), folder.name)
     except (OSError, ValueError, RecursionError, KeyError, TypeError):
         return (unreadable, 0, folder.name)
+
+
+def next_save_number(checkpoints: Path) -> int:
+    """The save number that a step gets which is saved now."""
+    return 1 + max(
+        (save_order(step, unreadable=0)[1] for step in list_steps(checkpoints).values()), default=0
+    )

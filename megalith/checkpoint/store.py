@@ -19,9 +19,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from megalith.checkpoint.files import record_and_sync, replace_text, sync_folder, write_text
+from megalith.checkpoint.files import record_and_sync, replace_text, write_text
 from megalith.checkpoint.manifest import MANIFEST, RunRecord, TensorRecord, first_problem, manifest_text
-from megalith.checkpoint.steps import LATEST, REPLACED, TOKENIZER, list_steps, save_order
+from megalith.checkpoint.steps import LATEST, REPLACED, TOKENIZER, list_steps, next_save_number, save_order
+from megalith.disk import make_folder, sync_folder
 from megalith.errors import CheckpointError
 
 
@@ -37,7 +38,7 @@ class StepFolder:
 
     def begin(self) -> None:
         """Makes the temporary folder, after clearing what killed saves have left."""
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        make_folder(self.checkpoints)
         _clear_remains(self.checkpoints)
         if self.temporary.exists():  # what could not be removed; here it is in the way
             shutil.rmtree(self.temporary)
@@ -65,7 +66,7 @@ class StepFolder:
                 tensors[part][name]["pieces"].append(piece)
         self._check_that_files_are_here(files)
         files |= self._write_tokenizer(write_tokenizer)
-        number = _next_save_number(self.checkpoints)
+        number = max([next_save_number(self.checkpoints), *(end for _, end in record.abandoned)])
         kept = record.model_dump(mode="json")
         try:
             text = manifest_text({**kept, "save_number": number, "files": files, "tensors": tensors})
@@ -125,12 +126,6 @@ class StepFolder:
         os.replace(self.temporary, self.final)
         sync_folder(self.checkpoints)
         shutil.rmtree(replaced, ignore_errors=True)
-
-
-def _next_save_number(checkpoints: Path) -> int:
-    return 1 + max(
-        (save_order(step, unreadable=0)[1] for step in list_steps(checkpoints).values()), default=0
-    )
 
 
 def _delete(step: Path) -> None:

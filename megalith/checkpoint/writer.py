@@ -18,9 +18,10 @@ from typing import Any
 from torch import Tensor
 
 from megalith.checkpoint.extent import Extent
-from megalith.checkpoint.files import Values, byte_count, sync_folder, tensor_record, write_safetensors
+from megalith.checkpoint.files import Values, byte_count, tensor_record, write_safetensors
 from megalith.checkpoint.manifest import FileRecord, RunRecord, TensorRecord, piece_key
 from megalith.checkpoint.store import StepFolder
+from megalith.disk import sync_folder
 from megalith.errors import CheckpointError
 
 THREADS = 4  # files written at once: hashing and writing leave Python's lock

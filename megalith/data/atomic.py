@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
+from megalith.disk import make_folder, sync_folder
 from megalith.errors import DataError
 
 
@@ -21,16 +22,25 @@ def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
     path = Path(path)
     partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with open(partial, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
+        with writing(path):
+            make_folder(path.parent)
+            with open(partial, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+            sync_folder(path.parent)
+    finally:
+        with contextlib.suppress(OSError):
+            partial.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Makes a DataError of what the file system says against writing `path`."""
+    try:
+        yield
     except OSError as error:
         raise DataError(
             f"cannot write {path}: {error.strerror}; free some space or choose another place"
         ) from error
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)

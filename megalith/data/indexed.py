@@ -12,11 +12,12 @@ import contextlib
 import os
 import shutil
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
 
+from megalith.data.atomic import writing
 from megalith.data.idx_format import (
     CODES,
     HEADER,
@@ -29,6 +30,7 @@ from megalith.data.idx_format import (
     read_header,
     require_files,
 )
+from megalith.disk import make_folder, sync_folder
 from megalith.errors import DataError
 
 
@@ -173,8 +175,8 @@ class IndexedWriter:
         self._documents = array("q", [0])  # the document indices
         self._partial_bin = Path(f"{self.bin_path}.partial-{os.getpid()}")
         self._partial_idx = Path(f"{self.idx_path}.partial-{os.getpid()}")
-        with _writing(self._partial_bin):
-            self.bin_path.parent.mkdir(parents=True, exist_ok=True)
+        with writing(self._partial_bin):
+            make_folder(self.bin_path.parent)
             self._file = open(self._partial_bin, "wb", buffering=1 << 20)  # noqa: SIM115 (closed in __exit__)
 
     def __enter__(self) -> IndexedWriter:
@@ -214,7 +216,7 @@ class IndexedWriter:
             )
         if dataset.has_modes:
             raise DataError(f"{dataset.idx_path} has modes (a multimodal dataset), which a merge would lose")
-        with _writing(self._partial_bin):
+        with writing(self._partial_bin):
             if dataset.is_packed():
                 with open(dataset.bin_path, "rb") as source:
                     shutil.copyfileobj(source, self._file, 1 << 24)
@@ -243,15 +245,15 @@ class IndexedWriter:
                     f"{tokens.dtype} token ids {low} to {high} do not fit {self.dtype} "
                     f"({limits.min} to {limits.max}); open the writer with best_dtype(vocab_size)"
                 )
-        with _writing(self._partial_bin):
+        with writing(self._partial_bin):
             self._file.write(np.ascontiguousarray(tokens, self.dtype).data)
         self._lengths.frombytes(lengths.astype(np.int32).tobytes())
 
     def _finish(self) -> None:
-        with _writing(self._partial_bin):
+        with writing(self._partial_bin):
             self._file.flush()
             os.fsync(self._file.fileno())
-        with _writing(self._partial_idx), open(self._partial_idx, "wb") as file:
+        with writing(self._partial_idx), open(self._partial_idx, "wb") as file:
             lengths, end = np.frombuffer(self._lengths, np.int32), 0
             file.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(lengths), len(self._documents)))
             file.write(lengths.data)
@@ -261,11 +263,11 @@ class IndexedWriter:
             file.write(self._documents)
             file.flush()
             os.fsync(file.fileno())
-        with _writing(self.idx_path):
+        with writing(self.idx_path):
             self.idx_path.unlink(missing_ok=True)  # an old .idx must never stand beside a new .bin
             os.replace(self._partial_bin, self.bin_path)
             os.replace(self._partial_idx, self.idx_path)
-            _fsync_folder(self.idx_path.parent)
+            sync_folder(self.idx_path.parent)
 
 
 def merge(prefixes: Sequence[str | Path], output_prefix: str | Path, *, overwrite: bool = False) -> None:
@@ -283,21 +285,3 @@ def _packed_offsets(lengths: np.ndarray, dtype: np.dtype, start: int) -> tuple[n
     sizes = lengths * np.int64(dtype.itemsize)
     ends = np.cumsum(sizes) + start
     return ends - sizes, int(ends[-1])
-
-
-@contextlib.contextmanager
-def _writing(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise DataError(
-            f"cannot write {path}: {error.strerror}; free some space or choose another place"
-        ) from error
-
-
-def _fsync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

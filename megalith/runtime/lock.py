@@ -18,6 +18,7 @@ from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 
+from megalith.disk import make_folder
 from megalith.errors import ConfigError
 
 LOCK_NAME = ".lock"
@@ -41,12 +42,12 @@ class OutputLock:
 
     def _acquire(self) -> int | None:
         try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
+            make_folder(self.path.parent)
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         except OSError as error:
             raise ConfigError(
                 f"the output folder {self.path.parent} cannot be written: {error.strerror}; "
-                "set train.output_dir to a folder of yours"
+                "choose a folder of yours (train.output_dir)"
             ) from None
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -55,7 +56,7 @@ class OutputLock:
             os.close(descriptor)
             raise ConfigError(
                 f"the output folder {self.path.parent} is in use by {holder}; two jobs cannot write one folder: "
-                "wait for that one to end, or set train.output_dir to another"
+                "wait for that one to end, or choose another folder (train.output_dir)"
             ) from None
         except OSError as error:  # some cluster filesystems are mounted without locks
             warnings.warn(

@@ -19,6 +19,7 @@ from megalith.bridge.importer import import_hf
 from megalith.cli import main
 from megalith.data.tokenizer_training import train_tokenizer
 from megalith.errors import CheckpointError, ConfigError, DataError
+from megalith.runtime.lock import OutputLock
 
 Change = Callable[[dict], object]
 
@@ -239,6 +240,23 @@ def test_what_is_there_is_not_overwritten(folder: Path, tmp_path: Path) -> None:
         import_hf(folder, tmp_path / "run")
     with pytest.raises(CheckpointError, match="is already there"):
         export_hf(tmp_path / "run", folder)
+
+
+def test_a_folder_where_another_process_is_at_work_is_refused_and_an_import_is_at_work_in_its_own(
+    folder: Path, tmp_path: Path
+) -> None:
+    with OutputLock(tmp_path / "run"):
+        with pytest.raises(ConfigError, match=f"run is in use by process {os.getpid()}"):
+            import_hf(folder, tmp_path / "run")
+        assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
+
+    def change(name: str, box: torch.Tensor, offset: object) -> torch.Tensor:
+        with pytest.raises(ConfigError, match="out is in use by process"):
+            OutputLock(tmp_path / "out")
+        return box
+
+    import_hf(folder, tmp_path / "out", change=change, show_progress=False)
+    OutputLock(tmp_path / "out").release()
 
 
 def test_the_commands_convert_and_tell_mistakes_in_a_sentence(

@@ -1,6 +1,7 @@
 """`megalith checkpoint …`: every step told of, and the same tensors in whatever files."""
 
 import json
+import os
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ from safetensors.torch import load_file
 
 from megalith.checkpoint import files, open_checkpoint
 from megalith.cli import main
+from megalith.runtime.lock import OutputLock
 
 
 @pytest.fixture
@@ -177,3 +179,12 @@ def test_commands_refuse_a_damaged_step(command, steps, tmp_path):
         code, text = command(*words)
         assert code == 4 and "manifest.json is damaged" in text
     assert not (tmp_path / "o").exists()
+
+
+def test_reshard_writes_nothing_into_the_folder_of_a_run_in_progress(command, steps, tmp_path):
+    in_flight = tmp_path / "out" / "checkpoints" / "step_00000009.tmp"
+    in_flight.mkdir(parents=True)
+    with OutputLock(tmp_path / "out"):
+        code, text = command("reshard", steps, tmp_path / "out", "--files", "1")
+    assert code == 2 and f"in use by process {os.getpid()}" in text
+    assert list((tmp_path / "out" / "checkpoints").iterdir()) == [in_flight]

@@ -11,6 +11,7 @@ import torch
 from megalith.checkpoint import open_checkpoint
 from megalith.checkpoint.files import file_record, write_safetensors
 from megalith.checkpoint.manifest import content_checksum
+from megalith.cli import main
 from megalith.errors import CheckpointError
 
 FILES = ["model-00000-000.safetensors", "optimizer-00000-000.safetensors", "manifest.json"]
@@ -211,3 +212,19 @@ def test_safetensors_that_contradict_the_manifest_are_refused(tiny_run, tmp_path
     replace_weights(folder, content)
     with pytest.raises(CheckpointError, match=r"model-00000-000\.safetensors"):
         run.load(open_checkpoint(folder))
+
+
+def test_a_type_that_is_not_known_is_a_sentence_in_every_command(tiny_run, tmp_path, capsys):
+    folder = tiny_run().save(tmp_path / "run")
+    rewrite_manifest(folder, lambda content: content["tensors"]["model"]["norm.bias"].update(dtype="F8_E4M3"))
+    for words in (
+        ["verify", folder],
+        ["hash", folder, "--part", "optimizer"],
+        ["diff", folder, folder],
+        ["reshard", folder, tmp_path / "out", "--files", 1],
+        ["merge", folder, tmp_path / "out.safetensors"],
+    ):
+        assert main(["checkpoint", *map(str, words)]) == 4
+        printed = capsys.readouterr()
+        said = "step_00000000/manifest.json gives the model's tensor norm.bias the type 'F8_E4M3', this Megalith knows"
+        assert said in printed.out + printed.err

@@ -4,8 +4,9 @@ import json
 from functools import partial
 from pathlib import Path
 
-from ranks import Ranks, events, records, words
+from ranks import Ranks, events, records, saved, words
 
+from megalith.cli import main
 from megalith.trainer import Trainer
 
 SPIKE = 8  # the step whose data has a bad sample
@@ -54,3 +55,29 @@ def test_without_a_checkpoint_from_before_it_the_run_goes_on_and_says_so(tmp_pat
     assert running.end() == [0], running.text()
     (event,) = events(output, "loss_spike")
     assert event["step"] == SPIKE and "no checkpoint from before it" in event["text"]
+
+
+def test_a_run_that_went_back_by_hand_returns_to_no_step_of_the_branch_it_left(tmp_path, monkeypatch):
+    output, inner, begun = tmp_path / "run", Trainer.gradients, []
+
+    def train(**settings):
+        length = dict(train__train_iters=20, train__deterministic=False)
+        return main(words(output, **length, **settings))
+
+    def gradients(self, micro_batches):
+        begun.append(self.step)
+        return inner(self, micro_batches) * (50 if self.step == 10 and begun.count(10) == 1 else 1)
+
+    assert train(checkpoint__save_interval=3, train__exit_interval=9) == 20
+    older = str(output / "checkpoints" / "step_00000003")
+    assert train(checkpoint__load=older, train__exit_interval=5) == 20
+    monkeypatch.setattr(Trainer, "gradients", gradients)
+    watch = dict(runtime__loss_spike_threshold=3, runtime__loss_spike_window=4)
+    assert (
+        train(**watch, train__exit_interval=12) == 20
+    )  # 6 and 9 are still there, of the branch that was left
+    assert saved(output) == [f"step_{step:08d}" for step in (3, 5, 6, 9, 12)]
+    (event,) = events(output, "loss_spike")
+    assert (event["step"], event["back_to"]) == (11, 5)
+    manifest = json.loads((output / "checkpoints" / "step_00000012" / "manifest.json").read_text())
+    assert manifest["abandoned"] == [[2, 4]] and manifest["save_number"] == 5

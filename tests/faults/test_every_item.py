@@ -83,7 +83,8 @@ ITEMS = {
     },
     "14 a loss spike": {
         "faults/test_14_loss_spike.py": [
-            "test_the_run_goes_back_and_leaves_out_the_data_of_the_spike_and_of_the_step_before"
+            "test_the_run_goes_back_and_leaves_out_the_data_of_the_spike_and_of_the_step_before",
+            "test_a_run_that_went_back_by_hand_returns_to_no_step_of_the_branch_it_left",
         ],
     },
     "15 a bit flipped in a replica": {

@@ -105,7 +105,7 @@ def test_filesystem_without_locks_is_warned_of_and_used(tmp_path, monkeypatch):
 
 def test_folder_that_cannot_be_made_is_a_sentence(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"cannot be written: Not a directory; set train\.output_dir"):
+    with pytest.raises(ConfigError, match=r"cannot be written: Not a directory; choose a folder"):
         OutputLock(tmp_path / "file" / "run")
 
 
