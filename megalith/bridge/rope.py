@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from megalith.bridge.settings import Tree
-from megalith.config.model import ModelConfig, RopeScaling
+from megalith.config.model import ModelConfig
+from megalith.config.rope_scaling import RopeScaling
 from megalith.errors import ConfigError
 
 # What each kind of scaling is made of, by the names that RopeScaling and config.json share.

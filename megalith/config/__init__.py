@@ -2,10 +2,11 @@
 
 from megalith.config.data import DataConfig
 from megalith.config.lora import LoraConfig
-from megalith.config.model import ModelConfig, RopeScaling
+from megalith.config.model import ModelConfig
 from megalith.config.optim import OptimConfig
 from megalith.config.output import CheckpointConfig, LogConfig, RuntimeConfig
 from megalith.config.parallel import ParallelConfig
+from megalith.config.rope_scaling import RopeScaling
 from megalith.config.run import RunConfig
 from megalith.config.train import TrainConfig
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from megalith.config.base import Section
-from megalith.config.model import ModelConfig, Probability
+from megalith.config.dense import Probability
+from megalith.config.model import ModelConfig
 from megalith.errors import ConfigError, did_you_mean
 
 WHOLE = "whole"  # one adapter for all rows of a linear

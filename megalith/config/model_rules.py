@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from megalith.config.expert_rules import check_experts
-from megalith.config.model import ModelConfig, RopeScaling
+from megalith.config.model import ModelConfig
 from megalith.config.presets import PRESETS
+from megalith.config.rope_scaling import RopeScaling
 from megalith.errors import ConfigError
 
 

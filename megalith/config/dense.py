@@ -1,0 +1,258 @@
+"""A model's shape but for its experts: embedding, attention, MLP, norms and biases, and what follows from them."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
+
+from megalith.config.base import Section
+from megalith.config.rope_scaling import RopeScaling
+
+Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+class DenseModel(Section):
+    """The settings of `model` that every model has; ModelConfig adds those of experts."""
+
+    preset: str | None = None
+    """A published shape by name (`megalith config presets` lists them). Fields given beside it win over it."""
+
+    init_from: str | None = None
+    """Weights and shape to begin from: a Hugging Face folder or hub name, or a run folder. A loaded run goes before."""
+
+    num_layers: PositiveInt | None = None
+    """Transformer layers."""
+
+    hidden_size: PositiveInt | None = None
+    """Width of the residual stream."""
+
+    ffn_hidden_size: PositiveInt | None = None
+    """Width of the MLP. Absent: 4 · hidden_size, or of a gated MLP 8/3 · hidden_size rounded up to 64."""
+
+    num_attention_heads: PositiveInt | None = None
+    """Query heads."""
+
+    num_query_groups: NonNegativeInt = 0
+    """Key and value heads, each shared by a group of query heads. 0: as many as query heads (MHA)."""
+
+    kv_channels: PositiveInt | None = None
+    """Size of one head. Absent: hidden_size / num_attention_heads."""
+
+    vocab_size: PositiveInt | None = None
+    """Entries of the vocabulary, unpadded. Absent: the tokenizer's. With NullTokenizer the last is its end."""
+
+    make_vocab_size_divisible_by: PositiveInt = 128
+    """The embedding's rows are padded to a multiple of this. Never depends on the layout."""
+
+    max_position_embeddings: PositiveInt | None = None
+    """Longest sequence the model can take, in tokens. Absent: data.seq_length."""
+
+    position_embedding_type: Literal["learned_absolute", "rope"] = "learned_absolute"
+    """Learned positions added to the embedding, or rotary positions in attention."""
+
+    rotary_base: Annotated[float, Field(gt=1.0)] = 10000.0
+    """Base of the rotary frequencies (theta)."""
+
+    rotary_base_local: Annotated[float, Field(gt=1.0)] | None = None
+    """Base of the rotary frequencies in layers with a window, which are then never scaled (Gemma 3)."""
+
+    rotary_percent: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    """Share of a head's dimensions that turn with the position; the others stay as they are."""
+
+    rope_scaling: RopeScaling | None = None
+    """Stretches the rotary frequencies to a longer context."""
+
+    window_size: Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)] | None = None
+    """Sliding window: tokens before and after itself that a query sees, like [4095, 0]. Absent: all before it."""
+
+    window_attn_skip_freq: PositiveInt | list[Literal[0, 1]] | None = None
+    """Layers without the window: every N-th, or where a list with a number a layer has a 0. Absent: none."""
+
+    scale_embeddings: bool = False
+    """Multiplies the embedding's output by √hidden_size (Gemma)."""
+
+    normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
+    """The norm before attention, before the MLP and at the end."""
+
+    layernorm_epsilon: PositiveFloat = 1e-5
+    """Added to the variance in every norm."""
+
+    layernorm_zero_centered_gamma: bool = False
+    """Norms multiply by 1 + weight, so that weights are small and begin at 0 (Gemma)."""
+
+    norm_placement: Literal["pre", "post", "sandwich"] = "pre"
+    """A norm before each attention and MLP, on what they add to the residual stream (OLMo 2), or both (Gemma 2)."""
+
+    activation: Literal["gelu", "gelu_tanh", "relu", "silu"] = "gelu_tanh"
+    """The MLP's non-linearity without swiglu. `gelu_tanh` is GPT-2's approximation."""
+
+    gated_linear_unit: bool = False
+    """Gated MLP: activation(gate) · up."""
+
+    swiglu: bool = False
+    """Gated MLP with silu for its activation: silu(gate) · up."""
+
+    add_bias_linear: bool = True
+    """Biases in every linear layer."""
+
+    add_qkv_bias: bool = False
+    """Biases in the query, key and value projection (Qwen2)."""
+
+    add_proj_bias: bool = False
+    """Biases in attention's output projection."""
+
+    add_mlp_bias: bool = False
+    """Biases in the MLP."""
+
+    qk_layernorm: bool = False
+    """Normalizes queries and keys per head before attention (Qwen3)."""
+
+    qk_layernorm_full_width: bool = False
+    """qk_layernorm goes over all heads together instead (OLMo 2)."""
+
+    query_pre_attn_scalar: PositiveInt | None = None
+    """Attention scores are divided by its root. Absent: the size of a head."""
+
+    attn_logit_softcapping: PositiveFloat | None = None
+    """Bounds attention scores smoothly: c · tanh(score / c) (Gemma 2)."""
+
+    final_logit_softcapping: PositiveFloat | None = None
+    """Bounds the logits smoothly: c · tanh(logit / c) (Gemma 2)."""
+
+    untie_embeddings_and_output_weights: bool = False
+    """A matrix of its own for the output instead of the embedding's."""
+
+    hidden_dropout: Probability = 0.1
+    """Dropout of the embedding's output and of what each sub-layer adds to the residual stream."""
+
+    attention_dropout: Probability = 0.1
+    """Dropout of the attention probabilities."""
+
+    init_method_std: PositiveFloat = 0.02
+    """Standard deviation of initial weights; attention output and MLP down projections use std / √(2 · layers)."""
+
+    multi_latent_attention: bool = False
+    """Keys and values of all heads from one narrow latent, the position in a part of its own (DeepSeek's MLA)."""
+
+    q_lora_rank: PositiveInt | None = None
+    """MLA: width of the latent that queries come from. Absent: queries come straight from the residual stream."""
+
+    kv_lora_rank: PositiveInt = 512
+    """MLA: width of the latent that keys and values come from."""
+
+    qk_head_dim: PositiveInt = 128
+    """MLA: dimensions of a head's query and key that have no position."""
+
+    qk_pos_emb_head_dim: PositiveInt = 64
+    """MLA: dimensions of a head's query and key that turn with the position; all heads share the key's."""
+
+    v_head_dim: PositiveInt = 128
+    """MLA: dimensions of a head's value."""
+
+    mtp_num_layers: PositiveInt | None = None
+    """Further layers that in training predict the tokens behind the next one, one each (DeepSeek-V3)."""
+
+    mtp_loss_scaling_factor: PositiveFloat = 0.1
+    """Weight of the mean of their losses."""
+
+    @property
+    def query_groups(self) -> int:
+        """Key and value heads, with 0 resolved to the number of query heads."""
+        if self.multi_latent_attention:
+            return self.num_attention_heads
+        return self.num_query_groups or self.num_attention_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Size of one head; of its query and key with MLA."""
+        if self.multi_latent_attention:
+            return self.qk_head_dim + self.qk_pos_emb_head_dim
+        return self.kv_channels or self.hidden_size // self.num_attention_heads
+
+    @property
+    def ffn_size(self) -> int:
+        """Width of the MLP."""
+        if self.ffn_hidden_size:
+            return self.ffn_hidden_size
+        if self.gated:
+            return -(-8 * self.hidden_size // (3 * 64)) * 64
+        return 4 * self.hidden_size
+
+    @property
+    def further_layers(self) -> list[int]:
+        """The numbers of the layers of multi-token prediction. They are like the last of the model's own."""
+        return list(range(self.num_layers, self.num_layers + (self.mtp_num_layers or 0)))
+
+    @property
+    def embedding_at_head(self) -> bool:
+        """Whether a pipeline's last stage needs the word embedding: as the output matrix, or for further layers."""
+        return not self.untie_embeddings_and_output_weights or self.mtp_num_layers is not None
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate."""
+        return self.swiglu or self.gated_linear_unit
+
+    @property
+    def mlp_activation(self) -> str:
+        """The MLP's non-linearity, with or without a gate."""
+        return "silu" if self.swiglu else self.activation
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether the query, key and value projection has a bias."""
+        return self.add_bias_linear or self.add_qkv_bias
+
+    @property
+    def proj_bias(self) -> bool:
+        """Whether attention's output projection has a bias."""
+        return self.add_bias_linear or self.add_proj_bias
+
+    @property
+    def mlp_bias(self) -> bool:
+        """Whether the MLP's matrices have biases."""
+        return self.add_bias_linear or self.add_mlp_bias
+
+    @property
+    def norms_in_layer(self) -> int:
+        """Norms of the residual stream's width in a layer."""
+        return 4 if self.norm_placement == "sandwich" else 2
+
+    @property
+    def rotary_size(self) -> int:
+        """Dimensions of a head that turn with the position."""
+        if self.multi_latent_attention:
+            return self.qk_pos_emb_head_dim
+        return int(self.head_dim * self.rotary_percent)
+
+    @property
+    def attention_divisor(self) -> int:
+        """Attention scores are divided by its root."""
+        return self.query_pre_attn_scalar or self.head_dim
+
+    @property
+    def attention_scale(self) -> float:
+        """What attention scores are multiplied by: 1 / √divisor, with YaRN's mscale_all_dim also its square."""
+        scaling = self.rope_scaling
+        stretched = scaling is not None and scaling.type == "yarn" and scaling.mscale_all_dim
+        return self.attention_divisor**-0.5 * (scaling.magnitude(stretched) ** 2 if stretched else 1.0)
+
+    @property
+    def windows(self) -> list[int | None]:
+        """`window` of every layer."""
+        return [self.window(layer) for layer in range(self.num_layers)]
+
+    def window(self, layer: int) -> int | None:
+        """Keys that a query of layer number `layer` (from 0) sees at most, its own included; None: no limit."""
+        if self.window_size is None:
+            return None
+        every, layer = self.window_attn_skip_freq, min(layer, self.num_layers - 1)
+        windowed = every[layer] == 1 if isinstance(every, list) else every is None or (layer + 1) % every != 0
+        return self.window_size[0] + 1 if windowed else None
+
+    @property
+    def padded_vocab_size(self) -> int:
+        """Rows of the embedding: vocab_size rounded up to a multiple of make_vocab_size_divisible_by."""
+        multiple = self.make_vocab_size_divisible_by
+        return -(-self.vocab_size // multiple) * multiple
