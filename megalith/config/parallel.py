@@ -24,6 +24,9 @@ class ParallelConfig(Section):
     virtual_pipeline_model_parallel_size: PositiveInt | None = None
     """Model chunks on each pipeline rank (interleaving)."""
 
+    microbatch_group_size_per_virtual_pipeline_stage: PositiveInt | None = None
+    """Interleaving: micro-batches that go through a chunk before the next chunk's turn; by default one a stage."""
+
     pipeline_schedule: Literal["1f1b", "interleaved", "zero_bubble"] = "1f1b"
     """Order of forward and backward passes over the stages; 1f1b with several chunks a rank is interleaved."""
 

@@ -17,6 +17,12 @@ def add_pipeline_show(parser: argparse.ArgumentParser) -> None:
         "--virtual", type=int, default=1, metavar="V", help="chunks of layers on each rank (default: 1)"
     )
     parser.add_argument(
+        "--group",
+        type=int,
+        metavar="G",
+        help="micro-batches through a chunk at a time (default: as many as stages)",
+    )
+    parser.add_argument(
         "--schedule",
         metavar="KIND",
         help="1f1b, interleaved or zero_bubble (default: interleaved where --virtual is above 1, else 1f1b)",
@@ -44,11 +50,11 @@ def run_pipeline_show(args: argparse.Namespace) -> int:
     from megalith.parallel.timeline import read_timeline
 
     kind = args.schedule or ("interleaved" if args.virtual > 1 else "1f1b")
-    schedule = build_schedule(kind, args.stages, args.micro_batches, args.virtual)
+    schedule = build_schedule(kind, args.stages, args.micro_batches, args.virtual, args.group)
     timeline = simulate(schedule, _durations(args.durations, args.p2p))
     sizes = f"{args.stages} stages, {args.micro_batches} micro-batches"
     if args.virtual > 1:
-        sizes += f", {args.virtual} chunks a rank"
+        sizes += f", {args.virtual} chunks a rank" + (f", groups of {args.group}" if args.group else "")
     drawings = [(f"{kind}, {sizes}: bubble {timeline.bubble:.1%}", timeline)]
     if args.measured:
         measured = read_timeline(args.measured)

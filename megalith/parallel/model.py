@@ -168,6 +168,7 @@ class ParallelModel:
             hidden_shape=residual_shape(
                 self.config.hidden_size, self.mesh.tp.size, parallel.sequence_parallel
             ),
+            group=parallel.microbatch_group_size_per_virtual_pipeline_stage,
             before_backward=lambda chunk, last: micro_batch_begins([chunk], parallel, last),
             after_weights=lambda chunk, last: weight_gradients_added([chunk], parallel, last),
         )

@@ -80,10 +80,14 @@ class Pipeline:
         forward: Forward,
         *,
         hidden_shape: HiddenShape,
+        group: int | None = None,
         before_backward: Callable[[Transformer, bool], None] = lambda chunk, last: None,
         after_weights: Callable[[Transformer, bool], None] = lambda chunk, last: None,
     ):
-        """Makes the communicators, so every process of the world calls it; after the chunks have been prepared."""
+        """Makes the communicators, so every process of the world calls it; after the chunks have been prepared.
+
+        `kind` and `group` are the schedule's (build_schedule).
+        """
         self.chunks, self.axis = list(chunks), axis
         self.is_last = axis.rank == axis.size - 1
         self.record = False  # whether a step keeps when its actions ran, for `gather_timeline`
@@ -94,7 +98,7 @@ class Pipeline:
         self._links = Links(axis, len(chunks))
         self._weights = deferred.WeightGradients(chunks) if kind == "zero_bubble" else None
         self._warm: set[tuple[torch.Size, bool]] = set()  # shapes of micro-batches, with gradients or without
-        self._schedule = lru_cache(lambda count: build_schedule(kind, axis.size, count, len(chunks)))
+        self._schedule = lru_cache(lambda count: build_schedule(kind, axis.size, count, len(chunks), group))
         self._forward_schedule = lru_cache(
             lambda count: build_forward_schedule(axis.size, count, len(chunks))
         )

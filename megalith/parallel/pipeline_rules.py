@@ -6,9 +6,8 @@ from collections.abc import Iterable
 
 from megalith.config import RunConfig
 from megalith.errors import ConfigError
-from megalith.parallel.schedule import build_schedule
 from megalith.parallel.simulate import few_micro_batches_warning
-from megalith.parallel.stages import assign_layers, schedule_kind, virtual_size
+from megalith.parallel.stages import assign_layers, run_schedule, schedule_kind, virtual_size
 
 
 def check_pipeline(config: RunConfig, micro_batches: Iterable[int]) -> list[str]:
@@ -23,13 +22,18 @@ def check_pipeline(config: RunConfig, micro_batches: Iterable[int]) -> list[str]
             f"virtual_pipeline_model_parallel_size is {virtual}, but there is only one pipeline rank; raise "
             "pipeline_model_parallel_size to 2 or more, or leave it out"
         )
+    if stages == 1 and parallel.microbatch_group_size_per_virtual_pipeline_stage:
+        raise ConfigError(
+            f"microbatch_group_size_per_virtual_pipeline_stage is "
+            f"{parallel.microbatch_group_size_per_virtual_pipeline_stage}, but there is only one pipeline rank; raise "
+            "pipeline_model_parallel_size to 2 or more, or leave it out"
+        )
     assign_layers(config.model, parallel)
     if stages == 1:
         return []
-    kind = schedule_kind(parallel)
-    if kind == "zero_bubble":
+    if schedule_kind(parallel) == "zero_bubble":
         _check_zero_bubble(config)
-    schedules = [build_schedule(kind, stages, count, virtual) for count in sorted(set(micro_batches))]
+    schedules = [run_schedule(parallel, count) for count in sorted(set(micro_batches))]
     return [warning for schedule in schedules if (warning := few_micro_batches_warning(schedule))]
 
 

@@ -8,7 +8,9 @@ simulator (simulate.py) and the drawings (draw.py) all read the same lists.
 
 - `1f1b` (Narayanan et al. 2019; Fan et al. 2021): after a warm-up, one forward, one backward.
 - `interleaved` (Narayanan et al. 2021): each rank holds several chunks of layers, one from each lap around the ranks,
-  which divides the bubble by their number and multiplies the transfers by it.
+  which divides the bubble by their number and multiplies the transfers by it. Micro-batches go through the chunks in
+  groups. In groups of as many as there are ranks, the fewest, each is back from the lap just when its rank wants it;
+  larger groups leave time for the transfer, and hold more activations (breadth-first, Lamy-Poirier 2023).
 - `zero_bubble` (ZB-H1; Qi et al. 2023): the backward pass is cut in two. The gradient of the input goes to the stage
   before at once; that of the weights, which nobody waits for, fills what was the bubble.
 """
@@ -55,6 +57,8 @@ class Schedule:
     micro_batches: int
     virtual: int
     """Chunks of layers on each rank."""
+    group: int
+    """Micro-batches that go through a chunk before the next chunk's turn."""
     actions: list[list[Action]]
     """By rank."""
 
@@ -77,9 +81,12 @@ def neighbour(schedule: Schedule, rank: int, action: Action, steps: dict[Kind, i
     return Place(stage % schedule.stages, stage // schedule.stages)
 
 
-def build_schedule(kind: str, stages: int, micro_batches: int, virtual: int = 1) -> Schedule:
+def build_schedule(
+    kind: str, stages: int, micro_batches: int, virtual: int = 1, group: int | None = None
+) -> Schedule:
     """The schedule `kind` for `micro_batches` through `stages` ranks of `virtual` chunks each.
 
+    `group` is for `interleaved` alone: how many micro-batches go through a chunk at a time (default: `stages`).
     Raises ConfigError for sizes that the schedule cannot take, with sizes that it can.
     """
     if kind not in SCHEDULES:
@@ -92,22 +99,28 @@ def build_schedule(kind: str, stages: int, micro_batches: int, virtual: int = 1)
         if value < 1:
             raise ConfigError(f"{name} is {value}; it has to be at least 1")
     if kind == "interleaved":
-        _check_interleaved(stages, micro_batches, virtual)
+        _check_interleaved(stages, micro_batches, virtual, group)
+    elif group is not None:
+        raise ConfigError(
+            f"microbatch_group_size_per_virtual_pipeline_stage is {group}, but pipeline_schedule {kind} has one chunk "
+            "of layers on each rank; set virtual_pipeline_model_parallel_size, or leave the group size out"
+        )
     elif virtual > 1:
         raise ConfigError(
             f"pipeline_schedule {kind} has one chunk of layers on each rank, but "
             f"virtual_pipeline_model_parallel_size is {virtual}; set it to 1, or pipeline_schedule to interleaved"
         )
+    group = group or stages
     order = SCHEDULES[kind]
-    actions = [order(rank, stages, micro_batches, virtual) for rank in range(stages)]
-    return Schedule(kind, stages, micro_batches, virtual, actions)
+    actions = [order(rank, stages, micro_batches, virtual, group) for rank in range(stages)]
+    return Schedule(kind, stages, micro_batches, virtual, group, actions)
 
 
 def build_forward_schedule(stages: int, micro_batches: int, virtual: int = 1) -> Schedule:
     """Forward passes alone, for evaluation and generation. Any number of micro-batches."""
-    order = _interleaved_order(stages, micro_batches, virtual)
+    order = _interleaved_order(micro_batches, virtual, stages)
     actions = [[Action(Kind.FORWARD, *item) for item in order] for _ in range(stages)]
-    return Schedule("forward", stages, micro_batches, virtual, actions)
+    return Schedule("forward", stages, micro_batches, virtual, stages, actions)
 
 
 def in_flight_bound(schedule: Schedule, rank: int) -> int:
@@ -119,19 +132,28 @@ def in_flight_bound(schedule: Schedule, rank: int) -> int:
         case "zero_bubble":  # what 1F1B takes on its first rank, here on every one
             return min(micro_batches, stages)
         case "interleaved":
-            return min(micro_batches * virtual, _interleaved_warm_up(rank, stages, virtual) + 1)
+            return min(
+                micro_batches * virtual, _interleaved_warm_up(rank, stages, virtual, schedule.group) + 1
+            )
         case "forward":  # nothing is ever let go, but nothing is kept either
             return micro_batches * virtual
 
 
-def _check_interleaved(stages: int, micro_batches: int, virtual: int) -> None:
+def _check_interleaved(stages: int, micro_batches: int, virtual: int, group: int | None) -> None:
     if virtual == 1 or stages == 1:
         raise ConfigError(
             f"pipeline_schedule interleaved puts several chunks of layers on each of several ranks, but "
             f"pipeline_model_parallel_size is {stages} and virtual_pipeline_model_parallel_size {virtual}; raise both "
             "to 2 or more, or set pipeline_schedule to 1f1b"
         )
-    if micro_batches % stages:
+    if group is not None and (group < stages or 0 < micro_batches % group < stages):
+        fitting = [size for size in range(stages, micro_batches + 1) if not 0 < micro_batches % size < stages]
+        raise ConfigError(
+            f"microbatch_group_size_per_virtual_pipeline_stage is {group} for {micro_batches} micro-batches a step and "
+            f"pipeline_model_parallel_size {stages}, but every group, the last one too, needs at least as many "
+            f"micro-batches as there are stages; set it to {', '.join(map(str, fitting)) or 'no number'}, or not at all"
+        )
+    if group is None and micro_batches % stages:
         lower, upper = micro_batches // stages * stages, -(-micro_batches // stages) * stages
         counts = f"{lower} or {upper}" if lower else f"{upper}"
         raise ConfigError(
@@ -141,32 +163,32 @@ def _check_interleaved(stages: int, micro_batches: int, virtual: int) -> None:
         )
 
 
-def _1f1b(rank: int, stages: int, micro_batches: int, virtual: int) -> list[Action]:
+def _1f1b(rank: int, stages: int, micro_batches: int, virtual: int, group: int) -> list[Action]:
     """Forward passes until the first backward can come back, then forward and backward in turn."""
     order = [Action(Kind.FORWARD, m) for m in range(micro_batches)]
     back = [Action(Kind.BACKWARD, m) for m in range(micro_batches)]
     return _one_forward_one_backward(order, back, warm_up=stages - 1 - rank)
 
 
-def _interleaved(rank: int, stages: int, micro_batches: int, virtual: int) -> list[Action]:
-    """As 1F1B, over (micro-batch, chunk): `stages` micro-batches through a chunk, then the same through the next."""
-    order = _interleaved_order(stages, micro_batches, virtual)
+def _interleaved(rank: int, stages: int, micro_batches: int, virtual: int, group: int) -> list[Action]:
+    """As 1F1B, over (micro-batch, chunk): `group` micro-batches through a chunk, then the same through the next."""
+    order = _interleaved_order(micro_batches, virtual, group)
     forward = [Action(Kind.FORWARD, m, c) for m, c in order]
     backward = [Action(Kind.BACKWARD, m, virtual - 1 - c) for m, c in order]
-    return _one_forward_one_backward(forward, backward, _interleaved_warm_up(rank, stages, virtual))
+    return _one_forward_one_backward(forward, backward, _interleaved_warm_up(rank, stages, virtual, group))
 
 
-def _interleaved_order(stages: int, micro_batches: int, virtual: int) -> list[tuple[int, int]]:
+def _interleaved_order(micro_batches: int, virtual: int, group: int) -> list[tuple[int, int]]:
     return [
         (m, chunk)
-        for first in range(0, micro_batches, stages)
+        for first in range(0, micro_batches, group)
         for chunk in range(virtual)
-        for m in range(first, min(first + stages, micro_batches))
+        for m in range(first, min(first + group, micro_batches))
     ]
 
 
-def _interleaved_warm_up(rank: int, stages: int, virtual: int) -> int:
-    return 2 * (stages - 1 - rank) + (virtual - 1) * stages
+def _interleaved_warm_up(rank: int, stages: int, virtual: int, group: int) -> int:
+    return 2 * (stages - 1 - rank) + (virtual - 1) * group
 
 
 def _one_forward_one_backward(forward: list[Action], backward: list[Action], warm_up: int) -> list[Action]:
@@ -175,13 +197,13 @@ def _one_forward_one_backward(forward: list[Action], backward: list[Action], war
     return forward[:warm_up] + steady + backward[len(forward) - warm_up :]
 
 
-def _zero_bubble(rank: int, stages: int, micro_batches: int, virtual: int) -> list[Action]:
+def _zero_bubble(rank: int, stages: int, micro_batches: int, virtual: int, group: int) -> list[Action]:
     """As 1F1B, but a weight's backward follows `rank` micro-batches behind its input's.
 
     So later ranks, which begin later, run ahead with what others wait for, and have work left for the end.
     """
     actions = []
-    for action in _1f1b(rank, stages, micro_batches, virtual):
+    for action in _1f1b(rank, stages, micro_batches, virtual, group):
         if action.kind is Kind.FORWARD:
             actions.append(action)
             continue
@@ -192,7 +214,7 @@ def _zero_bubble(rank: int, stages: int, micro_batches: int, virtual: int) -> li
     return actions + [Action(Kind.BACKWARD_WEIGHT, m) for m in range(done, micro_batches)]
 
 
-SCHEDULES: dict[str, Callable[[int, int, int, int], list[Action]]] = {
+SCHEDULES: dict[str, Callable[[int, int, int, int, int], list[Action]]] = {
     "1f1b": _1f1b,
     "interleaved": _interleaved,
     "zero_bubble": _zero_bubble,

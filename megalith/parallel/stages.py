@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from megalith.config import ModelConfig, ParallelConfig
 from megalith.errors import ConfigError
+from megalith.parallel.schedule import Schedule, build_schedule
 
 if TYPE_CHECKING:
     from megalith.models.transformer import Transformer
@@ -81,6 +82,17 @@ def schedule_kind(parallel: ParallelConfig) -> str:
     if parallel.pipeline_schedule == "1f1b" and virtual_size(parallel) > 1:
         return "interleaved"
     return parallel.pipeline_schedule
+
+
+def run_schedule(parallel: ParallelConfig, micro_batches: int) -> Schedule:
+    """The schedule of a step of so many micro-batches. Raises ConfigError where there is none."""
+    return build_schedule(
+        schedule_kind(parallel),
+        parallel.pipeline_model_parallel_size,
+        micro_batches,
+        virtual_size(parallel),
+        parallel.microbatch_group_size_per_virtual_pipeline_stage,
+    )
 
 
 def split_stages(model: Transformer, assignment: list[list[Stage]], rank: int) -> list[Transformer]:

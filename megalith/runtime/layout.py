@@ -26,9 +26,9 @@ from megalith.models.memory import (
 )
 from megalith.parallel.mesh import Coordinates
 from megalith.parallel.pipeline_rules import check_pipeline
-from megalith.parallel.schedule import Kind, Schedule, build_schedule
+from megalith.parallel.schedule import Kind, Schedule
 from megalith.parallel.simulate import Durations, simulate
-from megalith.parallel.stages import Stage, assign_layers, schedule_kind, virtual_size
+from megalith.parallel.stages import Stage, assign_layers, run_schedule, schedule_kind
 from megalith.runtime.traffic import Transfer, transfers
 
 
@@ -102,7 +102,7 @@ def build_layout(config: RunConfig, world_size: int) -> Layout:
     schedule = None
     bubble = weighed = 0.0
     if axes[0] > 1:
-        schedule = build_schedule(schedule_kind(parallel), axes[0], micro_batches, virtual_size(parallel))
+        schedule = run_schedule(parallel, micro_batches)
         bubble = simulate(schedule).bubble
         weighed = simulate(schedule, _durations(config, assignment)).bubble
     stages = [_stage(config, world_size, chunks, schedule, micro_batches) for chunks in assignment]

@@ -75,6 +75,7 @@ def run(model: ModelConfig, parallel: ParallelConfig, micro_batches: int, dtype=
         schedule_kind(parallel),
         forward,
         hidden_shape=residual_shape(model.hidden_size, mesh.tp.size, parallel.sequence_parallel),
+        group=parallel.microbatch_group_size_per_virtual_pipeline_stage,
         before_backward=lambda chunk, last: micro_batch_begins([chunk], parallel, last),
         after_weights=lambda chunk, last: weight_gradients_added([chunk], parallel, last),
     )

@@ -9,8 +9,7 @@ from pipeline_job import GPT2, LLAMA, assert_equal, run, run_alone, step_of
 
 from megalith.config import ParallelConfig
 from megalith.errors import ConfigError
-from megalith.parallel.schedule import build_schedule
-from megalith.parallel.stages import assign_layers, schedule_kind, virtual_size
+from megalith.parallel.stages import assign_layers, run_schedule
 from megalith.runtime.pool import RankFailed
 
 FAMILIES = {"gpt2, tied": GPT2, "llama, untied": LLAMA}
@@ -22,6 +21,13 @@ TWO = {
     "1f1b, one micro-batch": ({}, 1),
     "1f1b, three layers and one": ({"decoder_first_pipeline_num_layers": 3}, 3),
     "interleaved": ({"virtual_pipeline_model_parallel_size": 2}, 6),
+    "interleaved, in groups of three": (
+        {
+            "pipeline_model_parallel_layout": "Et|t|t*2|L",
+            "microbatch_group_size_per_virtual_pipeline_stage": 3,
+        },
+        5,
+    ),
     "zero_bubble": (ZERO_BUBBLE, 5),
 }
 FOUR = {
@@ -71,7 +77,7 @@ def test_every_schedule_equals_one_process(pool, family, size, layout):
     for result in results:
         assert_equal(result, expected)
     assert set().union(*(result.gradients for result in results)) == set(expected.gradients)
-    schedule = build_schedule(schedule_kind(parallel), size, micro_batches, virtual_size(parallel))
+    schedule = run_schedule(parallel, micro_batches)
     measured = results[0].timeline.spans
     assert [[span.action for span in spans] for spans in measured] == schedule.actions
     assert all(first.end <= second.start for spans in measured for first, second in pairwise(spans))

@@ -23,7 +23,15 @@ STAGES, MICRO_BATCHES, VIRTUAL = range(1, 9), range(1, 25), range(2, 5)
 SIZES = {
     "1f1b": [(s, m, 1) for s in STAGES for m in MICRO_BATCHES],
     "zero_bubble": [(s, m, 1) for s in STAGES for m in MICRO_BATCHES],
-    "interleaved": [(s, m, v) for s in STAGES[1:] for m in MICRO_BATCHES if m % s == 0 for v in VIRTUAL],
+    "interleaved": [(s, m, v) for s in STAGES[1:] for m in MICRO_BATCHES if m % s == 0 for v in VIRTUAL]
+    + [
+        (s, m, v, g)
+        for s in (2, 3, 6)
+        for m in range(s, 16)
+        for g in (s + 1, 2 * s, m)
+        if not 0 < m % g < s
+        for v in VIRTUAL
+    ],
 }
 
 
@@ -47,6 +55,8 @@ def test_the_bounds_are_those_of_the_papers():
     assert [in_flight_bound(build_schedule("zero_bubble", 4, 8), rank) for rank in range(4)] == [4, 4, 4, 4]
     interleaved = build_schedule("interleaved", 4, 8, 2)
     assert [in_flight_bound(interleaved, rank) for rank in range(4)] == [11, 9, 7, 5]
+    in_groups = build_schedule("interleaved", 4, 16, 2, 8)
+    assert [in_flight_bound(in_groups, rank) for rank in range(4)] == [15, 13, 11, 9]
 
 
 def test_forward_passes_alone_take_any_number_of_micro_batches():
@@ -149,6 +159,9 @@ def test_the_checker_finds_too_many_in_flight_and_ranks_that_wait_for_each_other
         ),
         (("interleaved", 4, 3, 2), "so that there are 4, or leave virtual_pipeline_model_parallel_size out"),
         (("interleaved", 4, 8, 1), "virtual_pipeline_model_parallel_size 1; raise both"),
+        (("interleaved", 4, 8, 2, 3), "is 3 for 8 micro-batches .*_size 4, .* set it to 4, 8, or"),
+        (("interleaved", 4, 9, 2, 8), "is 8 for 9 micro-batches .* the last one too, .* to 5, 9, or"),
+        (("1f1b", 4, 8, 1, 4), "is 4, but pipeline_schedule 1f1b has one chunk"),
         (("zero_bubble", 4, 8, 2), "is 2; set it to 1, or pipeline_schedule to interleaved"),
     ],
 )

@@ -28,6 +28,21 @@ def test_interleaving_divides_the_bubble_by_the_chunks(virtual):
             assert timeline.bubble == pytest.approx(bubble)
 
 
+@pytest.mark.parametrize("virtual", [2, 3, 4])
+def test_larger_groups_have_the_same_bubble_and_hide_transfers(virtual):
+    for stages in STAGES[1:]:
+        for groups in (1, 3):
+            sizes = ("interleaved", stages, 2 * stages * groups, virtual)
+            slow = Durations(1, 1, 1, p2p=0.25)
+            free, hidden = (
+                simulate(build_schedule(*sizes, 2 * stages), each) for each in (Durations(), slow)
+            )
+            assert free.total == simulate(build_schedule(*sizes)).total
+            # What is left are the transfers of the first micro-batch through the ranks and of the last one back.
+            assert hidden.total <= free.total + 2 * (stages - 1) * 0.25
+            assert simulate(build_schedule(*sizes), slow).total > free.total + 2 * (virtual - 1) * 0.25
+
+
 @pytest.mark.parametrize("durations", [(1, 1, 1), (2, 2, 1), (3, 2, 2), (4, 5, 4), (2, 1, 1)])
 def test_zero_bubble_waits_for_forward_and_input_less_weights(durations):
     forward, inputs, weights = durations
