@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 _ops = torch.ops._c10d_functional
 
@@ -46,12 +45,22 @@ def local(parameter: Tensor) -> Tensor:
 
 def local_place(parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape of the local shard and where it starts in the global tensor, dimension by dimension."""
+    shape, first = list(parameter.shape), [0] * parameter.ndim
     if not isinstance(parameter, DTensor):
-        return tuple(parameter.shape), (0,) * parameter.ndim
-    shape, offset = compute_local_shape_and_global_offset(
-        parameter.shape, parameter.device_mesh, parameter.placements
-    )
-    return tuple(shape), tuple(offset)
+        return tuple(shape), tuple(first)
+    mesh = parameter.device_mesh
+    # FSDP2 cuts last what other axes have cut before, though its dimension of the mesh is the first: its placements
+    # have a split_factor then. torch's own function goes another way, whose parts are others where they are uneven.
+    cuts = [
+        (hasattr(p, "split_factor"), i, p.dim)
+        for i, p in enumerate(parameter.placements)
+        if hasattr(p, "dim")
+    ]
+    for _, axis, dim in sorted(cuts):
+        part = -(-shape[dim] // mesh.size(axis))
+        begin = min(mesh.get_coordinate()[axis] * part, shape[dim])
+        shape[dim], first[dim] = min(part, shape[dim] - begin), first[dim] + begin
+    return tuple(shape), tuple(first)
 
 
 def all_reduce(x: Tensor, axis: Axis) -> Tensor:

@@ -23,6 +23,14 @@ def pool() -> Iterator[Pool]:
 
 
 @pytest.fixture(scope="session")
+def pool_of_eight() -> Iterator[Pool]:
+    """For what four processes cannot show."""
+    pool = Pool(8, timeout=200)
+    yield pool
+    pool.close()
+
+
+@pytest.fixture(scope="session")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Prefix of an indexed dataset of 60 short documents, bytes with an end after each."""
     folder = tmp_path_factory.mktemp("corpus")

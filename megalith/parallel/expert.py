@@ -87,6 +87,7 @@ class ExpertParallel(Dispatch):
         self.local_experts = config.num_experts // mesh.ep.size
         self.sends = dispatcher == "alltoall" and mesh.ep.size > 1
         self.gathered = mesh.etp if dispatcher == "alltoall" else mesh.ep_etp
+        self.micro_batches = _micro_batches(self.gathered.size, mesh.cp.size * mesh.tp.size)
 
     def __call__(self, x: Tensor, routing: Routing, experts: Experts) -> Tensor:
         """x [tokens, hidden] through the experts of its routing: [tokens, hidden]."""
@@ -96,13 +97,14 @@ class ExpertParallel(Dispatch):
             x, weights, destinations = self._share(x, weights, destinations, routing.capacity is not None)
         x, weights = all_gather(x, self.gathered), all_gather(weights, self.gathered)
         destinations = all_gather(destinations, self.gathered)
+        capacity = None if routing.capacity is None else routing.capacity * self.micro_batches
         if self.sends:
-            y = self._send(x, weights, destinations, routing.capacity, experts)
+            y = self._send(x, weights, destinations, capacity, experts)
         else:
             here = self.local_experts
             own = destinations - self.ep.rank * here
             nowhere = (own < 0) | (own >= here) | (destinations == self.experts)
-            y = self.compute(x, weights, torch.where(nowhere, here, own), routing.capacity, experts)
+            y = self.compute(x, weights, torch.where(nowhere, here, own), capacity, experts)
         y = reduce_scatter(y, self.gathered)
         return all_gather_alike(y, self.tensor.axis)[:tokens] if shares else y
 
@@ -154,6 +156,16 @@ class ExpertParallel(Dispatch):
         rows = experts(rows, row_weights, Groups(each, (ranks * size,) * here))
         rows = rows.unflatten(0, (here, ranks, size)).transpose(0, 1).flatten(0, 2)
         return self.sum(all_to_all(rows, self.ep), order)
+
+
+def _micro_batches(ranks: int, alike: int) -> int:
+    """The most micro-batches that `ranks` neighbours have between them, where each `alike` neighbours share one.
+
+    Each lets an expert take its capacity, so this many times it is what an expert may get of what they gather.
+    """
+    if ranks % alike == 0:
+        return ranks // alike
+    return 1 if alike % ranks == 0 else ranks // alike + 2
 
 
 def _expert_of(received: Tensor, rows: int) -> Tensor:

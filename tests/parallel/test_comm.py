@@ -2,6 +2,9 @@
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from megalith import comm
 from megalith.config import ParallelConfig
@@ -101,3 +104,20 @@ def largest(size: int) -> torch.Tensor:
 def test_the_maximum_over_the_axis(pool):
     for result in pool.run(largest, 2, size=2):
         torch.testing.assert_close(result, inputs(2).amax(0))
+
+
+def place_of_rows(rows: int) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
+    """First value and length of this rank's part of 0, 1, … under tensor 2 × FSDP 4, and what local_place says."""
+    mesh = build_mesh(ParallelConfig(tensor_model_parallel_size=2), 8, "cpu")
+    module = nn.Module()
+    placed = distribute_tensor(torch.arange(float(rows)), mesh.tp.mesh, [Shard(0)], src_data_rank=None)
+    module.rows = nn.Parameter(placed)
+    fully_shard(module, mesh=mesh.fsdp)
+    here = comm.local(module.rows)
+    return int(here[0]), len(here), *comm.local_place(module.rows)
+
+
+@pytest.mark.parametrize("rows", [250, 70])
+def test_place_of_rows_that_tensor_and_data_parallelism_cut_unevenly(pool_of_eight, rows):
+    for first, length, shape, place in pool_of_eight.run(place_of_rows, rows):
+        assert ((length,), (first,)) == (shape, place)
