@@ -16,6 +16,7 @@ from megalith.build import prepare
 from megalith.checkpoint import RunRecord, TokenizerRecord
 from megalith.comm import any_rank
 from megalith.config import RunConfig
+from megalith.config.overlap import overlap_notes
 from megalith.config.rules import offload_notes
 from megalith.data.batch import Batch
 from megalith.data.dataset import SampleDataset
@@ -25,6 +26,7 @@ from megalith.hardware import pick_device
 from megalith.optim.optimizer import set_learning_rate
 from megalith.optim.schedule import build_schedule
 from megalith.optim.step import optimizer_step
+from megalith.parallel.apply import compiles
 from megalith.parallel.mesh import Mesh, build_mesh
 from megalith.resume import load_run
 from megalith.run import Run
@@ -63,7 +65,7 @@ def train(config: RunConfig) -> TrainingResult:
     time.sleep(pause(attempt))
     config, tokenizer = prepare(config, process.world_size)
     device = pick_device(config.runtime.device, process.local_rank)
-    config.notes.extend(offload_notes(config, device.type))
+    config.notes.extend(offload_notes(config, device.type) + overlap_notes(config, compiles(config, device)))
     prepare_process(config, device)
     timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
     output = Path(config.train.output_dir)

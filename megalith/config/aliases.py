@@ -71,7 +71,6 @@ ALIASES: dict[str, Rename | Choose | Already | Derive] = {
     "parallel.accumulate_allreduce_grads_in_fp32":    Already(_FP32_SUMS),
     "parallel.overlap_grad_reduce":                   Already("gradients are always reduced while the backward pass goes on"),
     "parallel.overlap_param_gather":                  Already("parameters are always gathered while the forward pass goes on"),
-    "parallel.tp_comm_overlap":                       Already("the backward pass always runs its collectives beside products; the forward pass does not"),
     "parallel.dp_comm_overlap_bucket_size":           Already("a bucket is a transformer block", int),
 
     "model.seq_length":                               Rename("data.seq_length"),

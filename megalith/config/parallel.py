@@ -18,6 +18,12 @@ class ParallelConfig(Section):
     sequence_parallel: bool = False
     """Splits norms, dropout and the residual stream over the tensor-parallel devices along the sequence (SP)."""
 
+    tp_comm_overlap: bool = False
+    """Runs micro-batches as two halves: one computes while the other's collectives (TP, or CP's a2a) are under way."""
+
+    high_priority_stream_groups: list[Literal["tp", "cp"]] = []
+    """Axes whose collectives go to the GPU ahead of kernels that are ready at the same time (NCCL)."""
+
     pipeline_model_parallel_size: PositiveInt = 1
     """Stages that the layers are split over (PP)."""
 

@@ -12,6 +12,7 @@ from megalith.config.expert_rules import check_expert_parallel
 from megalith.config.lora import WHOLE
 from megalith.config.model import ModelConfig
 from megalith.config.model_rules import check_model
+from megalith.config.overlap import check_overlap
 from megalith.config.parallel import ParallelConfig
 from megalith.config.run import RunConfig
 from megalith.errors import ConfigError
@@ -207,6 +208,7 @@ def check_training(config: RunConfig, world_size: int = 1) -> None:
     _check_adapters(config)
     _check_recompute(config.parallel)
     _check_offload(config)
+    check_overlap(config)
     _check_lengths(config)
     _check_data(config)
     _check_duration(config)

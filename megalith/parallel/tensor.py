@@ -104,6 +104,9 @@ class TensorParallel:
         self.axis = axis
         self.sequence_parallel = sequence_parallel
         self.tokens_are_cut = sequence_parallel  # in the forward pass under way
+        self.halves = (
+            1  # in how many parts layers take the sequences of this pass, each cut over the ranks by itself
+        )
 
     def whole(self, x: Tensor) -> Tensor:
         """All tokens of the residual stream, with SP [1, tokens / tp, h] -> [1, tokens, h]; gradients are summed."""
@@ -121,7 +124,13 @@ class TensorParallel:
 
     def shard_tokens(self, x: Tensor) -> Tensor:
         """This rank's share of something that every token has: [batch, seq] -> with SP [1, tokens / tp]."""
-        return x.reshape(1, -1).chunk(self.axis.size, 1)[self.axis.rank] if self.tokens_are_cut else x
+        return self.in_shares(x).chunk(self.axis.size, 1)[self.axis.rank] if self.tokens_are_cut else x
+
+    def in_shares(self, x: Tensor) -> Tensor:
+        """Something that every token has, the ranks' shares of it one behind the other: with SP [1, tokens]."""
+        if not self.tokens_are_cut:
+            return x
+        return x.reshape(self.halves, self.axis.size, -1).transpose(0, 1).reshape(1, -1)
 
     def column(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """weight [out / tp, h], bias [out / tp] -> [batch, seq, out / tp], with SP [1, tokens, out / tp]"""
@@ -228,7 +237,7 @@ def apply_tensor(model: Transformer, axis: Axis, sequence_parallel: bool) -> Ten
                 partial.append(f"{name}.{kind}")
     for layer in model.layers.values():
         _cut_heads(layer.self_attention, tensor, groups)
-    vocabulary = VocabParallel(tensor.whole, axis, model.config.padded_vocab_size)
+    vocabulary = VocabParallel(tensor.whole, tensor.in_shares, axis, model.config.padded_vocab_size)
     model.loss, model.logits = vocabulary.loss, vocabulary.logits
     if model.embedding is not None:
         model.embedding.lookup = lambda input_ids, weight: tensor.total(vocabulary.lookup(input_ids, weight))

@@ -20,18 +20,25 @@ from megalith.ops.cross_entropy import linear_cross_entropy, softcapped
 class VocabParallel:
     """The seams of Embedding and Transformer over the vocabulary, for one rank of the axis.
 
-    `whole` gives all tokens of the residual stream, and sums the gradients of the ranks that use them.
+    `whole` gives all tokens of the residual stream, and sums the gradients of the ranks that use them; `in_shares`
+    puts what every token has in the order of that stream.
     """
 
-    def __init__(self, whole: Callable[[Tensor], Tensor], axis: Axis, padded_vocab: int):
-        self.whole = whole
+    def __init__(
+        self,
+        whole: Callable[[Tensor], Tensor],
+        in_shares: Callable[[Tensor], Tensor],
+        axis: Axis,
+        padded_vocab: int,
+    ):
+        self.whole, self.in_shares = whole, in_shares
         self.axis = axis
         self.rows = -(-padded_vocab // axis.size)  # of a full rank
         self.first = axis.rank * self.rows
 
     def lookup(self, input_ids: Tensor, weight: Tensor) -> Tensor:
         """This rank's part of the tokens' rows [batch, seq, hidden], to be summed: zeros for rows held elsewhere."""
-        index, here = self._own(input_ids, weight)
+        index, here = self._own(self.in_shares(input_ids), weight)
         return F.embedding(index, weight) * here[..., None]
 
     def loss(
@@ -44,6 +51,7 @@ class VocabParallel:
         softcap: float | None = None,
     ) -> Tensor:
         """As `megalith.ops.cross_entropy.linear_cross_entropy`, the same on every rank; weight [rows here, hidden]."""
+        labels, loss_mask = self.in_shares(labels), self.in_shares(loss_mask)
         shard = dict(axis=self.axis, first=self.first, rows=self.rows)
         return linear_cross_entropy(
             self.whole(hidden), weight, labels, loss_mask, vocab_size, softcap, **shard

@@ -43,6 +43,7 @@ EP4 = {"expert_model_parallel_size": 4}
 EP8 = {"expert_model_parallel_size": 8}
 ETP2 = {"expert_tensor_parallel_size": 2}
 TOKENS_GATHERED = {"moe_token_dispatcher_type": "allgather"}
+HALVES = {"tp_comm_overlap": True}
 COUNTED = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
 
 # What is left of the processes is data parallelism. Layouts with stages are for a model of 4 layers.
@@ -126,6 +127,15 @@ LAYOUTS: dict[str, Layout] = {
     "tp4-sp-pp2": Layout(8, TP4 | SP | PP2),
     "cp4-a2a+p2p-dp2-zero2": Layout(8, CP4 | A2A_P2P | ZERO2),
     "pp4-dp2-zero3": Layout(8, PP4 | ZERO3),
+    # micro-batches in halves, so that one computes while the other's collectives are under way
+    "tp2-overlap": Layout(2, TP2 | HALVES),
+    "tp2-sp-overlap": Layout(2, TP2 | SP | HALVES),
+    "tp4-sp-overlap": Layout(4, TP4 | SP | HALVES),
+    "cp2-a2a-overlap": Layout(2, CP2 | A2A | HALVES),
+    "tp2-sp-cp2-a2a-overlap": Layout(4, TP2 | SP | CP2 | A2A | HALVES),
+    "tp2-sp-cp2-overlap": Layout(4, TP2 | SP | CP2 | HALVES),
+    "tp2-sp-pp2-overlap": Layout(4, TP2 | SP | PP2 | HALVES),
+    "tp2-sp-dp2-zero3-overlap": Layout(4, TP2 | SP | ZERO3 | HALVES),
     # experts; the axes besides are those that everything else is cut over
     "ep2": Layout(2, EP2),
     "ep4": Layout(4, EP4),

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import torch
+from torch._inductor import config, ir
 from torch._inductor.choices import InductorChoices
 from torch._inductor.codegen.simd_kernel_features import SIMDKernelFeatures
 from torch._inductor.runtime.hints import ReductionHint
+from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
 from torch._inductor.virtualized import V
+
+from megalith.parallel.interleave import Interleave
 
 WIDEST_ROW = 8192  # elements that a program holds in registers
 
@@ -18,15 +22,31 @@ def prepare_compiler(activation_memory_budget: float) -> None:
 
 
 class _Choices(InductorChoices):
-    """A norm reads its row once: Inductor by itself does so up to 1,024 elements, and reads longer rows twice.
-
-    On an H200 the forward norms of a layer of width 1,280 take 0.18 ms and not 0.35. The choice must not be made by
-    timing at the start, as Inductor's multi-kernels make it: a run that goes on would round in another way.
-    """
-
     @staticmethod
     def should_use_persistent_reduction(features: SIMDKernelFeatures, cooperative_reduction: bool) -> bool:
+        """A norm reads its row once: Inductor by itself does so up to 1,024 elements, and reads longer rows twice.
+
+        On an H200 the forward norms of a layer of width 1,280 take 0.18 ms and not 0.35. The choice must not be made
+        by timing at the start, as Inductor's multi-kernels make it: a run that goes on would round in another way.
+        """
         along_rows = features.get_reduction_hint() is ReductionHint.INNER
         if along_rows and V.graph.sizevars.statically_known_leq(features.reduction_numel, WIDEST_ROW):
             return True
         return InductorChoices.should_use_persistent_reduction(features, cooperative_reduction)
+
+    @staticmethod
+    def can_fuse_horizontal(
+        scheduler: Scheduler, node1: BaseSchedulerNode, node2: BaseSchedulerNode, shared_data_score: int
+    ) -> bool:
+        """The halves of a micro-batch share weights, for which Inductor would put the norms of both into one kernel:
+        it would wait for the collectives of both, and neither would hide behind the other's products."""
+        if isinstance(config.post_grad_custom_post_pass, Interleave) and _awaited(
+            scheduler, node1
+        ) != _awaited(scheduler, node2):
+            return False
+        return InductorChoices.can_fuse_horizontal(scheduler, node1, node2, shared_data_score)
+
+
+def _awaited(scheduler: Scheduler, node: BaseSchedulerNode) -> set[str]:
+    """The waits for collectives that stand before a kernel."""
+    return {name for name in node.ancestors if isinstance(scheduler.name_to_node[name].node, ir._WaitKernel)}

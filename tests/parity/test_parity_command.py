@@ -54,7 +54,10 @@ def test_all_layouts_that_fit_are_chosen_and_the_others_told(run_file):
     assert chosen.keys() | refused.keys() == small
     assert not refused
     ramp = RunConfig.load(run_file, ["train.rampup_batch_size=[32, 32, 10000]"])
-    assert choose(shrink(ramp, steps=10), [], most_processes=4)[0] == chosen
+    single = {name for name, layout in chosen.items() if "tp_comm_overlap" not in layout.parallel}
+    assert (
+        choose(shrink(ramp, steps=10), [], most_processes=4)[0].keys() == single
+    )  # single sequences have no halves
     full = RunConfig.load(run_file, ["parallel.recompute_granularity=full"])
     _, refused = choose(shrink(full, steps=10), [], most_processes=2)
     assert list(refused) == ["pp2-zero_bubble"] and "recompute_granularity full" in refused["pp2-zero_bubble"]

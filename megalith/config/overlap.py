@@ -1,0 +1,45 @@
+"""The rules of tp_comm_overlap, which runs a micro-batch as two halves."""
+
+from __future__ import annotations
+
+from megalith.config.run import RunConfig
+from megalith.errors import ConfigError
+
+
+def check_overlap(config: RunConfig) -> None:
+    """Raises ConfigError unless micro-batches have two halves, and something that one can hide of the other."""
+    parallel, size = config.parallel, config.train.micro_batch_size
+    if not parallel.tp_comm_overlap:
+        return
+    exchanges = parallel.context_parallel_size > 1 and parallel.cp_comm_type in ("a2a", "a2a+p2p")
+    if parallel.tensor_model_parallel_size == 1 and not exchanges:
+        raise ConfigError(
+            "parallel.tp_comm_overlap hides collectives of tensor parallelism, and a2a of context parallelism, but "
+            f"tensor_model_parallel_size is 1, and context_parallel_size {parallel.context_parallel_size} with "
+            f"cp_comm_type {parallel.cp_comm_type} has none; leave it out, or set cp_comm_type to a2a"
+        )
+    if size % 2:
+        raise ConfigError(
+            f"parallel.tp_comm_overlap runs a micro-batch as two halves, but train.micro_batch_size is {size}; make it "
+            "even, or leave tp_comm_overlap out"
+        )
+    if config.model.num_experts is not None:
+        raise ConfigError(
+            f"parallel.tp_comm_overlap does not know the exchange of tokens of model.num_experts "
+            f"{config.model.num_experts} experts; leave it out"
+        )
+    if parallel.pipeline_schedule == "zero_bubble":
+        raise ConfigError(
+            "parallel.tp_comm_overlap orders the work inside compiled layers, but pipeline_schedule zero_bubble takes "
+            "backward passes apart and compiles none; choose another schedule, or leave tp_comm_overlap out"
+        )
+
+
+def overlap_notes(config: RunConfig, compiled: bool) -> list[str]:
+    """What to tell of tp_comm_overlap where layers are not compiled."""
+    if compiled or not config.parallel.tp_comm_overlap:
+        return []
+    return [
+        "parallel.tp_comm_overlap hides nothing without runtime.compile: the halves of a micro-batch run one behind "
+        "the other"
+    ]

@@ -1,0 +1,102 @@
+"""A micro-batch as two halves of its sequences, side by side: while one half's collective is under way, the other
+computes (as in Domino, Wang et al. 2024).
+
+Each layer is given both halves and goes through one and then the other, each as if it were the micro-batch; nothing in
+the layer knows. Compiled, that is one graph of two chains without an edge between them, and interleave.py puts its
+nodes in such an order that a collective of either has products of the other to hide behind, forward and backward. Not
+compiled, the halves run one behind the other and nothing is gained.
+
+Weights are gathered once for both (a layer is FSDP's unit), their gradients summed in the layer's backward pass. What
+stands before the layers and behind them takes the micro-batch whole. With sequence parallelism each half is cut over
+the ranks by itself, so a rank's share of the stream is its share of one half and then of the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megalith.config import ParallelConfig
+from megalith.models.context import Context
+from megalith.models.transformer import Transformer, TransformerLayer
+from megalith.parallel.tensor import TensorParallel
+
+
+def apply_halves(model: Transformer, parallel: ParallelConfig, tensor: TensorParallel | None) -> None:
+    """Lets `model`, in place, run its layers on two halves of each micro-batch, where the configuration says so."""
+    if not parallel.tp_comm_overlap:
+        return
+    halves = Halves(model, tensor)
+    model.register_forward_pre_hook(halves.choose, with_kwargs=True)
+    model.run_layers = halves.run_layers
+    for layer in model.layers.values():
+        layer.__class__ = _side_by_side(type(layer))
+
+
+def interleaving() -> dict[str, Any]:
+    """What Inductor is told of layers that run halves: the order of their nodes, and to leave it as it is."""
+    from megalith.parallel.interleave import Interleave  # imports torch's compiler: seconds
+
+    return {"post_grad_custom_post_pass": Interleave(), "reorder_for_peak_memory": False}
+
+
+@cache
+def _side_by_side(kind: type[TransformerLayer]) -> type[TransformerLayer]:
+    """The same kind of layer for both halves at once; one class, so that all layers share compiled code."""
+
+    class SideBySide(kind):
+        def forward(self, x: tuple[Tensor, ...], context: tuple[Context, ...]) -> tuple[Tensor, ...]:
+            return tuple(super(SideBySide, self).forward(*half) for half in zip(x, context, strict=True))
+
+    return SideBySide
+
+
+class Halves:
+    """Wraps Transformer.run_layers."""
+
+    def __init__(self, model: Transformer, tensor: TensorParallel | None):
+        self._layers, self._tensor = model.layers, tensor
+        self._count = 1
+
+    def choose(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
+        """Before a forward pass: training and evaluation run in halves, generation does not."""
+        self._count = 1 if kwargs.get("labels") is None else 2
+        if self._tensor is not None:
+            self._tensor.halves = self._count
+
+    def run_layers(self, numbers: Sequence[str], x: Tensor, context: Context) -> Tensor:
+        """x [batch, seq, hidden], or with SP [1, tokens / tp, hidden], through the layers with these numbers."""
+        cut = self._tensor is not None and self._tensor.tokens_are_cut
+        parts = x.chunk(self._count, 1 if cut else 0)
+        contexts = [_part(context, number, self._count, 1 if cut else 0) for number in range(self._count)]
+        for number in numbers:
+            parts = self._layers[number](parts, tuple(c.at_layer(int(number)) for c in contexts))
+        return torch.cat(parts, 1 if cut else 0)
+
+
+def _part(context: Context, number: int, count: int, stream_dim: int) -> Context:
+    """What layers need to know of one of `count` parts of the sequences; the stream is cut along `stream_dim`."""
+
+    def own(x: Tensor | None, dim: int = 0) -> Tensor | None:
+        return None if x is None else x.chunk(count, dim)[number]
+
+    def tables(both: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
+        return None if both is None else (own(both[0]), own(both[1]))
+
+    dropout = context.dropout
+    if dropout is not None:
+        dropout = replace(dropout, queries=own(dropout.queries), stream=own(dropout.stream, stream_dim))
+    return replace(
+        context,
+        batch=context.batch // count,
+        rotary=tables(context.rotary),
+        rotary_local=tables(context.rotary_local),
+        mask=own(context.mask),
+        dropout=dropout,
+        upcoming=own(context.upcoming, stream_dim),
+    )

@@ -1,0 +1,183 @@
+"""The order in which a compiled layer runs the two halves of a micro-batch, so that one computes while the other talks.
+
+A layer that is traced for one half and then for the other (halves.py) is a graph of two chains that share nothing but
+weights. Inductor runs a graph's nodes in the order in which they stand, so standing in the right order is enough:
+
+    half 0   product ─▶ sum begins ·············▶ wait, add, norm ─▶ gather begins ············▶ wait, product
+    half 1               wait ─▶ product, attention, product ─▶ sum begins ··············▶ wait, add, norm …
+
+Each half keeps its own order. The two are merged by simulating a device with one queue of kernels and one of
+collectives: whenever a product ends, the half goes on that does not have to wait, and of two such halves the one that
+comes to its next collective first. A collective begins as soon as what it sends is there, though not before those of
+its half that stand earlier: so the gather of a column-parallel linear's backward pass, whose input was kept, has begun
+long before its product. The simulation knows sizes, and the rates of one kind of device: it takes the same decisions
+on every rank, as collectives demand, and chooses among orders that are all right.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
+from torch.fx import Graph, Node
+from torch.utils.flop_counter import flop_registry
+
+FLOPS = 600e12  # a second, of products and of attention counted whole: an H200's
+LINK = 150e9  # bytes a second that a collective moves while products run beside it
+LATENCY = 20e-6  # seconds that a collective takes at least
+
+
+class Interleave(CustomGraphPass):
+    """Puts the nodes of a graph of two halves in order; leaves any other graph as it is."""
+
+    def __call__(self, graph: Graph) -> None:
+        nodes = [node for node in graph.nodes if node.op not in ("placeholder", "output")]
+        chains = split(nodes)
+        if chains is None:
+            return
+        output = graph.output_node()
+        for node in Merge(nodes, chains).order:
+            output.prepend(node)
+
+    def uuid(self) -> bytes:
+        """Lets torch keep what it has compiled: it depends on this file alone."""
+        return get_hash_for_files((__file__,))
+
+
+def split(nodes: list[Node]) -> list[list[Node]] | None:
+    """The nodes of each half, and those made of both (sums of gradients), in order. Casts of weights are in none.
+
+    The first half of the collectives is one half's, the rest are the other's. None where they are not alike, or depend
+    on each other: then the graph is not of two halves.
+    """
+    starts = [node for node in nodes if begins_collective(node)]
+    count = len(starts) // 2
+    if not count or [node.target for node in starts[:count]] != [node.target for node in starts[count:]]:
+        return None
+    owners = {node: {int(number >= count)} for number, node in enumerate(starts)}
+    for node in nodes:  # what a half's collectives lead to is that half's
+        owners[node] = owners.get(node, set()).union(*(owners.get(n, ()) for n in node.all_input_nodes))
+    if any(len(owners[node]) > 1 for node in starts):
+        return None
+    both = [node for node in nodes if len(owners[node]) > 1]
+    for node in reversed(nodes):  # and so is what leads to them alone
+        owners[node] = owners[node] or set().union(*(owners.get(user, ()) for user in node.users))
+    return [*([node for node in nodes if owners[node] == {half}] for half in (0, 1)), both]
+
+
+class Merge:
+    """The simulation. `order` has every node once, each behind all that it takes."""
+
+    def __init__(self, nodes: list[Node], chains: list[list[Node]]):
+        self.order: list[Node] = []
+        self._left = dict.fromkeys(nodes)  # to be placed
+        self._seconds = {node: seconds(node) for node in nodes}
+        self._now = self._link_is_free = 0.0
+        self._done: dict[Node, float] = {}  # when a collective that has begun will be over
+        self._chains = [[node for node in chain if self._is_step(node)] for chain in chains]
+        for chain in self._chains:
+            self._begin_collectives(chain)
+        current = 0
+        while any(self._chains):
+            current = self._next(current)
+            self._place(self._chains[current][0])
+            self._begin_collectives(self._chains[current])
+        for node in nodes:
+            self._place(node)
+
+    def _is_step(self, node: Node) -> bool:
+        return begins_collective(node) or self._takes_time(node)
+
+    def _takes_time(self, node: Node) -> bool:
+        return waits(node) or (self._seconds[node] > 0 and not begins_collective(node))
+
+    def _next(self, current: int) -> int:
+        """The chain to go on with; at the end, waits come last."""
+
+        def key(number: int) -> tuple[float, float, bool, bool]:
+            chain = self._chains[number]
+            return self._stall(chain[0]), self._horizon(chain), waits(chain[0]), number != current
+
+        return min((number for number, chain in enumerate(self._chains) if chain), key=key)
+
+    def _stall(self, step: Node) -> float:
+        """How long the device would stand still if it went on with this step."""
+        if waits(step):
+            stall = self._done[step.args[0]] - self._now
+            return stall if stall > LATENCY else 0.0
+        return math.inf if any(self._is_step(node) for node in self._missing(step)) else 0.0
+
+    def _horizon(self, chain: list[Node]) -> float:
+        """When this chain by itself would begin its next collective."""
+        time = self._now
+        for step in chain:
+            if begins_collective(step):
+                return time
+            time = max(time, self._done.get(step.args[0], 0.0)) if waits(step) else time + self._seconds[step]
+        return math.inf
+
+    def _begin_collectives(self, chain: list[Node]) -> None:
+        """Begins those of a half that come next, as long as nothing that takes time stands before them."""
+        for start in [step for step in chain if begins_collective(step)]:
+            if any(self._takes_time(node) for node in self._missing(start)):
+                break
+            self._place(start)
+        chain[:] = [step for step in chain if step in self._left]
+
+    def _missing(self, node: Node) -> list[Node]:
+        """What has to be placed before `node` can be, in order."""
+        found: dict[Node, None] = {}
+
+        def visit(node: Node) -> None:
+            for needed in node.all_input_nodes:
+                if needed in self._left and needed not in found:
+                    visit(needed)
+                    found[needed] = None
+
+        visit(node)
+        return list(found)
+
+    def _place(self, node: Node) -> None:
+        if node not in self._left:
+            return
+        for each in [*self._missing(node), node]:
+            del self._left[each]
+            self.order.append(each)
+            if begins_collective(each):
+                self._link_is_free = max(self._now, self._link_is_free) + self._seconds[each]
+                self._done[each] = self._link_is_free
+            elif waits(each):
+                self._now = max(self._now, self._done[each.args[0]])
+            else:
+                self._now += self._seconds[each]
+
+
+def begins_collective(node: Node) -> bool:
+    return _is_functional_collective(node) and not waits(node)
+
+
+def waits(node: Node) -> bool:
+    return node.target is torch.ops._c10d_functional.wait_tensor.default
+
+
+def _is_functional_collective(node: Node) -> bool:
+    return getattr(node.target, "namespace", None) == "_c10d_functional"
+
+
+def seconds(node: Node) -> float:
+    """How long a node keeps the device, or a collective the link. What only goes through memory counts for nothing: it
+    runs as a part of some other kernel, or beside the products hardly matters."""
+    if begins_collective(node):
+        sent, received = _bytes(node.args[0].meta["val"]), _bytes(node.meta["val"])
+        return LATENCY + (abs(sent - received) or sent) / LINK
+    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    if formula is None:
+        return 0.0
+    args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])
+    return formula(*args, **kwargs, out_val=node.meta["val"]) / FLOPS
+
+
+def _bytes(x: Tensor) -> int:
+    return x.numel() * x.element_size()

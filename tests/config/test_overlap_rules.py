@@ -1,0 +1,52 @@
+"""What tp_comm_overlap asks of a run, each refusal with its numbers and the way out."""
+
+import pytest
+
+from megalith.config import RunConfig
+from megalith.config.overlap import overlap_notes
+from megalith.config.rules import check_training
+from megalith.errors import ConfigError
+
+TP2 = {"tensor_model_parallel_size": 2, "tp_comm_overlap": True}
+A2A = {"context_parallel_size": 2, "cp_comm_type": "a2a", "tp_comm_overlap": True}
+
+
+def run(parallel: dict, micro_batch_size: int = 2, **model) -> RunConfig:
+    return RunConfig.from_tree(
+        {
+            "model": {"preset": "gpt2", **model},
+            "parallel": parallel,
+            "data": {"mock": True, "seq_length": 64},
+            "optim": {"lr": 1e-3},
+            "train": {"micro_batch_size": micro_batch_size, "global_batch_size": 24, "train_iters": 1},
+        }
+    )
+
+
+@pytest.mark.parametrize("parallel", [TP2, TP2 | {"sequence_parallel": True}, A2A, TP2 | A2A])
+def test_tensor_parallelism_and_the_exchange_of_heads_are_hidden(parallel):
+    check_training(run(parallel), world_size=4)
+
+
+@pytest.mark.parametrize(
+    "config, sentence",
+    [
+        (run({"tp_comm_overlap": True}), "tensor_model_parallel_size is 1, and context_parallel_size 1"),
+        (run(A2A | {"cp_comm_type": "p2p"}), "context_parallel_size 2 with cp_comm_type p2p has none"),
+        (run(TP2, micro_batch_size=3), "train.micro_batch_size is 3; make it even"),
+        (run(TP2, num_experts=4, add_bias_linear=False), "model.num_experts 4"),
+        (
+            run(TP2 | {"pipeline_model_parallel_size": 2, "pipeline_schedule": "zero_bubble"}),
+            "pipeline_schedule zero_bubble .* choose another schedule",
+        ),
+    ],
+)
+def test_what_it_cannot_do_is_refused(config, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        check_training(config, world_size=4)
+
+
+def test_without_compilation_a_note_says_that_nothing_is_hidden():
+    assert overlap_notes(run(TP2), compiled=True) == overlap_notes(run({}), compiled=False) == []
+    (note,) = overlap_notes(run(TP2), compiled=False)
+    assert "hides nothing without runtime.compile" in note

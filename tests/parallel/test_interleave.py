@@ -1,0 +1,155 @@
+"""The order that two halves of a micro-batch get in a compiled layer: what runs while a collective is under way."""
+
+import pytest
+import torch
+from torch.fx import Graph, Node
+
+from megalith.parallel.interleave import Interleave, begins_collective, seconds, waits
+
+collectives, aten = torch.ops._c10d_functional, torch.ops.aten
+TOKENS, HIDDEN, FFN, RANKS = 32768, 1280, 2560, 2
+
+
+class Tracer:
+    """Builds a graph of shapes alone."""
+
+    def __init__(self):
+        self.graph = Graph()
+
+    def input(self, name: str, *shape: int) -> Node:
+        return self._with_shape(self.graph.placeholder(name), shape)
+
+    def call(self, target, *args, name: str, shape: tuple[int, ...]) -> Node:
+        return self._with_shape(self.graph.create_node("call_function", target, args, name=name), shape)
+
+    def product(self, a: Node, b: Node, name: str) -> Node:
+        shape = (a.meta["val"].shape[0], b.meta["val"].shape[1])
+        return self.call(aten.mm.default, a, b, name=name, shape=shape)
+
+    def add(self, a: Node, b: Node, name: str) -> Node:
+        return self.call(aten.add.Tensor, a, b, name=name, shape=a.meta["val"].shape)
+
+    def gather(self, x: Node, name: str) -> Node:
+        tokens, width = x.meta["val"].shape
+        op, shape = collectives.all_gather_into_tensor.default, (tokens * RANKS, width)
+        begun = self.call(op, x, RANKS, "tp", name=f"{name}_gather", shape=shape)
+        return self.wait(begun, f"{name}_gathered")
+
+    def scatter(self, x: Node, name: str) -> Node:
+        tokens, width = x.meta["val"].shape
+        op, shape = collectives.reduce_scatter_tensor.default, (tokens // RANKS, width)
+        begun = self.call(op, x, "sum", RANKS, "tp", name=f"{name}_scatter", shape=shape)
+        return self.wait(begun, f"{name}_scattered")
+
+    def wait(self, begun: Node, name: str) -> Node:
+        return self.call(collectives.wait_tensor.default, begun, name=name, shape=begun.meta["val"].shape)
+
+    @staticmethod
+    def _with_shape(node: Node, shape) -> Node:
+        node.meta["val"] = torch.empty(shape, dtype=torch.bfloat16, device="meta")
+        return node
+
+
+def forward_graph(modules: int = 3) -> Graph:
+    """Two halves one behind the other through pairs of matrices, with sequence parallelism."""
+    t = Tracer()
+    halves = [t.input(f"x{half}", TOKENS // RANKS, HIDDEN) for half in (0, 1)]
+    master = [(t.input(f"a{m}", HIDDEN, FFN), t.input(f"b{m}", FFN, HIDDEN)) for m in range(modules)]
+    weights = [
+        [t.call(aten.clone.default, w, name=f"cast_{w.name}", shape=w.meta["val"].shape) for w in pair]
+        for pair in master
+    ]
+    results = []
+    for half, x in enumerate(halves):
+        for number, (a, b) in enumerate(weights):
+            name = f"half{half}_{number}"
+            inner = t.product(t.gather(x, name), a, f"{name}_in")
+            inner = t.add(inner, inner, f"{name}_act")
+            x = t.add(x, t.scatter(t.product(inner, b, f"{name}_out"), name), f"{name}_stream")
+        results.append(x)
+    t.graph.output(tuple(results))
+    return t.graph
+
+
+def backward_graph() -> Graph:
+    """Of a column-parallel linear behind another: the kept share gathered again, the weight's gradient last."""
+    t = Tracer()
+    grads = [t.input(f"grad{half}", TOKENS, FFN) for half in (0, 1)]
+    kept = [[t.input(f"kept{half}_{m}", TOKENS // RANKS, HIDDEN) for m in (0, 1)] for half in (0, 1)]
+    weight, up = t.input("weight", FFN, HIDDEN), t.input("up", HIDDEN, FFN)
+    sums = [[], []]
+    for half, grad in enumerate(grads):
+        for number in (0, 1):
+            name = f"half{half}_{number}"
+            again = t.gather(kept[half][number], name)
+            x = t.scatter(t.product(grad, weight, f"{name}_dgrad"), name)
+            turned = t.call(aten.t.default, again, name=f"{name}_turned", shape=(HIDDEN, TOKENS))
+            sums[number].append(t.product(turned, grad, f"{name}_wgrad"))
+            grad = t.product(t.gather(x, f"{name}_next"), up, f"{name}_up")
+        sums[0].append(grad)
+    total = [t.add(*sums[number][:2], f"sum{number}") for number in (0, 1)]
+    t.graph.output((*total, *sums[0][2:]))
+    return t.graph
+
+
+def ordered(graph: Graph) -> list[Node]:
+    Interleave()(graph)
+    graph.lint()
+    return list(graph.nodes)
+
+
+def exposed(nodes: list[Node]) -> float:
+    """The seconds that a device would stand waiting, and those of all collectives."""
+    now = link = stood = 0.0
+    over = {}
+    for node in nodes:
+        if begins_collective(node):
+            over[node] = link = max(now, link) + seconds(node)
+        elif waits(node):
+            stood += max(0.0, over[node.args[0]] - now)
+            now = max(now, over[node.args[0]])
+        elif node.op == "call_function":
+            now += seconds(node)
+    return stood
+
+
+@pytest.mark.parametrize("make", [forward_graph, backward_graph])
+def test_every_node_stands_once_behind_what_it_takes(make):
+    before = [node.name for node in make().nodes]
+    nodes = ordered(make())
+    places = {node: place for place, node in enumerate(nodes)}
+    assert sorted(node.name for node in nodes) == sorted(before)
+    assert all(places[needed] < places[node] for node in nodes for needed in node.all_input_nodes)
+
+
+def test_collectives_of_a_half_keep_their_order():
+    graph = backward_graph()
+    before = [node.name for node in graph.nodes if begins_collective(node)]
+    after = [node.name for node in ordered(graph) if begins_collective(node)]
+    for half in ("half0", "half1"):
+        assert [n for n in before if n.startswith(half)] == [n for n in after if n.startswith(half)]
+
+
+def test_only_the_first_and_the_last_collective_are_exposed():
+    graph = forward_graph()
+    one = next(seconds(node) for node in graph.nodes if begins_collective(node))
+    assert exposed(list(graph.nodes)) == pytest.approx(12 * one)
+    assert exposed(ordered(graph)) == pytest.approx(2 * one, rel=0.25)
+
+
+def test_a_gather_again_begins_before_the_work_that_hides_it():
+    graph = backward_graph()
+    alone = exposed(list(graph.nodes))
+    names = [node.name for node in ordered(graph)]
+    assert names.index("half0_1_gather") < names.index("half0_0_up")
+    assert exposed(list(graph.nodes)) < 0.4 * alone
+
+
+def test_graphs_that_are_not_of_two_halves_stay_as_they_are():
+    t = Tracer()
+    x, weight = t.input("x", TOKENS, HIDDEN), t.input("w", HIDDEN, HIDDEN)
+    y = t.scatter(t.product(t.gather(x, "a"), weight, "p"), "a")
+    chained = t.scatter(t.product(t.gather(y, "b"), weight, "q"), "b")
+    t.graph.output(chained)
+    names = [node.name for node in t.graph.nodes]
+    assert [node.name for node in ordered(t.graph)] == names

@@ -1,0 +1,74 @@
+"""Micro-batches in two halves, in layers compiled by Inductor: one process's run, and collectives behind products."""
+
+import functools
+import re
+from unittest import mock
+
+import pytest
+import torch
+from parity_cases import run_config
+from torch._inductor.utils import run_and_get_code
+
+from megalith.config import RunConfig
+from megalith.parallel import interleave
+from megalith.parity.compare import compare
+from megalith.parity.job import Outcome, run_job
+from megalith.runtime.compiler import prepare_compiler
+
+SMALL = {"model": {"num_layers": 2}, "train": {"train_iters": 2, "eval_iters": 0}}
+QUICK = {  # plain C++, and the code of each graph made anew
+    "aot_inductor.debug_compile": True,
+    "cpp.vec_isa_ok": False,
+    "compile_threads": 1,
+    "force_disable_caches": True,
+}
+RATES = dict(FLOPS=1e12, LATENCY=0.0)  # of a device on which the tiny products hide the tiny collectives
+COLLECTIVE = re.compile(r"(\w+) = torch\.ops\._c10d_functional\.(?!wait)\w+\.default\(")
+WAIT = re.compile(r"_c10d_functional\.wait_tensor\.default\((\w+)\)")
+PRODUCT = re.compile(r"extern_kernels\.\w*mm\(|torch\.ops\.aten\._scaled_dot_product\w+\.default\(")
+
+
+def run_compiled(config: RunConfig) -> tuple[Outcome, list[str]]:
+    """The outcome of a run, and the code of its layers' graphs that have collectives."""
+    prepare_compiler(1.0)
+    with torch._inductor.config.patch(QUICK), mock.patch.multiple(interleave, **RATES):
+        outcome, codes = run_and_get_code(run_job, config)
+    torch._dynamo.reset()
+    return outcome, [code for code in codes if COLLECTIVE.search(code)]
+
+
+def hidden(code: str) -> tuple[int, int]:
+    """How many collectives have a product between their start and their wait, and how many there are."""
+    under_way: dict[str, bool] = {}
+    ended = []
+    for line in code.splitlines():
+        if started := COLLECTIVE.search(line):
+            under_way[started[1]] = False
+        elif waited := WAIT.search(line):
+            ended.append(under_way.pop(waited[1]))
+        elif PRODUCT.search(line):
+            under_way = dict.fromkeys(under_way, True)
+    assert not under_way
+    return sum(ended), len(ended)
+
+
+@functools.cache
+def alone() -> Outcome:
+    return run_job(run_config("gpt2 dropout", None, "", **SMALL))
+
+
+@pytest.mark.parametrize(
+    "layout, exposed",
+    [
+        ("tp2-sp-overlap", [2, 2]),  # of a layer's forward pass and of its backward pass
+        ("cp2-a2a-overlap", [2, 2]),
+    ],
+)
+def test_compiled_layers_hide_collectives_and_equal_one_process(pool, layout, exposed):
+    config = run_config("gpt2 dropout", layout, "", **SMALL, runtime={"compile": True})
+    ranks = pool.run(run_compiled, config, size=2)
+    errors = compare([outcome for outcome, _ in ranks], alone())
+    assert errors.within(), errors
+    for _, codes in ranks:
+        counts = [hidden(code) for code in codes]
+        assert [total - behind for behind, total in counts] == exposed, counts
