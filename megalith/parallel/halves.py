@@ -13,7 +13,7 @@ the ranks by itself, so a rank's share of the stream is its share of one half an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from megalith.config import ParallelConfig
 from megalith.models.context import Context
+from megalith.models.rope import Tables
 from megalith.models.transformer import Transformer, TransformerLayer
 from megalith.parallel.tensor import TensorParallel
 
@@ -72,25 +73,34 @@ class Halves:
     def run_layers(self, numbers: Sequence[str], x: Tensor, context: Context) -> Tensor:
         """x [batch, seq, hidden], or with SP [1, tokens / tp, hidden], through the layers with these numbers."""
         cut = self._tensor is not None and self._tensor.tokens_are_cut
-        parts = x.chunk(self._count, 1 if cut else 0)
-        contexts = [_part(context, number, self._count, 1 if cut else 0) for number in range(self._count)]
+        stream = _stream_parts if cut else torch.chunk
+        parts = tuple(stream(x, self._count))
+        contexts = [_part(context, number, self._count, stream) for number in range(self._count)]
         for number in numbers:
             parts = self._layers[number](parts, tuple(c.at_layer(int(number)) for c in contexts))
         return torch.cat(parts, 1 if cut else 0)
 
 
-def _part(context: Context, number: int, count: int, stream_dim: int) -> Context:
-    """What layers need to know of one of `count` parts of the sequences; the stream is cut along `stream_dim`."""
+Parts = Callable[[Tensor, int], Sequence[Tensor]]
 
-    def own(x: Tensor | None, dim: int = 0) -> Tensor | None:
-        return None if x is None else x.chunk(count, dim)[number]
 
-    def tables(both: tuple[Tensor, Tensor] | None) -> tuple[Tensor, Tensor] | None:
+def _stream_parts(x: Tensor, count: int) -> list[Tensor]:
+    """Parts of a stream that is one row, [1, tokens, ...], with the strides of such rows."""
+    return [part[None] for part in x[0].chunk(count)]
+
+
+def _part(context: Context, number: int, count: int, stream: Parts) -> Context:
+    """What layers need to know of one of `count` parts of the sequences, where `stream` gives those of the stream."""
+
+    def own(x: Tensor | None, parts: Parts = torch.chunk) -> Tensor | None:
+        return None if x is None else parts(x, count)[number]
+
+    def tables(both: Tables | None) -> Tables | None:
         return None if both is None else (own(both[0]), own(both[1]))
 
     dropout = context.dropout
     if dropout is not None:
-        dropout = replace(dropout, queries=own(dropout.queries), stream=own(dropout.stream, stream_dim))
+        dropout = replace(dropout, queries=own(dropout.queries), stream=own(dropout.stream, stream))
     return replace(
         context,
         batch=context.batch // count,
@@ -98,5 +108,5 @@ def _part(context: Context, number: int, count: int, stream_dim: int) -> Context
         rotary_local=tables(context.rotary_local),
         mask=own(context.mask),
         dropout=dropout,
-        upcoming=own(context.upcoming, stream_dim),
+        upcoming=own(context.upcoming, stream),
     )

@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megalith.config import RunConfig
+from megalith.config import ParallelConfig, RunConfig
 from megalith.config.rules import data_parallel_size, shard_size
 from megalith.models.layer_sizes import layer_size
 from megalith.models.memory import COMPUTE_BYTES, GRADIENT_BYTES, outside_parameters
@@ -41,7 +41,7 @@ def transfers(
     found = []
     if (size := parallel.tensor_model_parallel_size) > 1:
         sent = max(tensor_bytes(config, chunks) for chunks in stages) * micro_batches
-        found.append(Transfer("tensor", size, sent, _tensor_words(parallel.sequence_parallel)))
+        found.append(Transfer("tensor", size, sent, _tensor_words(parallel)))
     if (size := parallel.context_parallel_size) > 1:
         layers = max(sum(len(chunk.layers) for chunk in chunks) for chunks in stages)
         sent = layers * micro_batches * context_bytes(config)
@@ -142,8 +142,10 @@ def _tokens(config: RunConfig) -> int:
     return config.train.micro_batch_size * config.data.seq_length // config.parallel.context_parallel_size
 
 
-def _tensor_words(sequence_parallel: bool) -> str:
-    if sequence_parallel:
+def _tensor_words(parallel: ParallelConfig) -> str:
+    if parallel.tp_comm_overlap:
+        return "tokens and sums of each layer, of one half of a micro-batch behind the other half's work"
+    if parallel.sequence_parallel:
         return "a layer: 4 all-gathers and reduce-scatters forward, 6 backward, 4 of these behind matmuls"
     return "a layer: 2 all-reduces forward, 2 backward, these behind matmuls"
 
