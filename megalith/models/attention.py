@@ -9,12 +9,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
+from megalith.comm import local
 from megalith.config import ModelConfig
 from megalith.models.context import Context
 from megalith.models.linear import Linear
 from megalith.models.norm import HeadsNorm, Norm
 from megalith.models.rope import rotate
 from megalith.ops.attention import attention
+from megalith.ops.qkv import split_qkv
 
 
 class Attention(nn.Module):
@@ -70,15 +72,18 @@ class SelfAttention(Attention):
             self.q_layernorm = Norm(config, config.head_dim, device)
             self.k_layernorm = Norm(config, config.head_dim, device)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
+    def forward(
+        self, x: Tensor, context: Context, bias_learns: bool = True
+    ) -> Tensor:  # [batch, seq, hidden]
+        """`bias_learns` False: the bias of linear_proj gets its gradient elsewhere."""
+        direct = context.rotary is None and self.q_layernorm is None  # attention reads what linear_qkv gives
+        fuses = direct and self.linear_qkv.fuses_bias(x)
         qkv = self.linear_qkv(
-            x, context
+            x, context, not fuses
         )  # [batch, seq, groups · (heads_in_group + 2) · head_dim], or all tokens in one row
-        qkv = qkv.view(context.batch, -1, qkv.shape[-1]).unflatten(
-            -1, (-1, self.heads_in_group + 2, self.head_dim)
-        )
-        query, key, value = qkv.split([self.heads_in_group, 1, 1], dim=3)  # [batch, seq, groups, ·, head_dim]
-        query, key, value = query.flatten(2, 3), key.flatten(2, 3), value.flatten(2, 3)
+        qkv = qkv.view(context.batch, -1, qkv.shape[-1])
+        bias = local(self.linear_qkv.bias) if fuses else None
+        query, key, value = split_qkv(qkv, self.heads_in_group, self.head_dim, bias)
         if self.q_layernorm is not None:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         if context.rotary is not None:
@@ -87,4 +92,4 @@ class SelfAttention(Attention):
                 tables = context.rotary_local
             query, key = rotate(query, tables), rotate(key, tables)
         out = self.attend(query, key, value, context)  # [batch, seq, heads, head_dim]
-        return self.linear_proj(out.flatten(2), context)
+        return self.linear_proj(out.flatten(2), context, bias_learns)

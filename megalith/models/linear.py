@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megalith.comm import local
 from megalith.models.context import Context
+from megalith.ops import fused
 from megalith.ops.linear import linear
 
 
@@ -23,10 +24,21 @@ class Linear(nn.Module):
         self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device))
         self.bias = nn.Parameter(torch.empty(out_features, device=device)) if bias else None
         self.matmul = linear
+        self.bias_by_column = True  # each entry of the bias is added to one column of y, in their order
         self.adapter: nn.Module | None = None
 
-    def forward(self, x: Tensor, context: Context | None = None) -> Tensor:  # [..., in] -> [..., out]
+    def fuses_bias(self, x: Tensor) -> bool:
+        """Whether the gradient of the bias is to be made by the kernel that makes the gradient of this layer's y."""
+        learns = self.bias is not None and self.bias.requires_grad
+        return learns and self.bias_by_column and fused.on_gpu(x)
+
+    def forward(
+        self, x: Tensor, context: Context | None = None, bias_learns: bool = True
+    ) -> Tensor:  # [..., in] -> [..., out]
+        """`bias_learns` False: the bias gets its gradient elsewhere, by the kernel that makes the gradient of y."""
         weight = local(self.weight).to(x.dtype)
         bias = None if self.bias is None else local(self.bias).to(x.dtype)
+        if bias is not None and not bias_learns:
+            bias = bias.detach()
         y = self.matmul(x, weight, bias)
         return y if self.adapter is None else y + self.adapter(x, context)

@@ -49,7 +49,10 @@ class LatentAttention(Attention):
         self.linear_kv_up_proj = Linear(self.latent, rows, bias=False, device=device)
         self.linear_proj = Linear(heads * config.v_head_dim, hidden, bias=False, device=device)
 
-    def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
+    def forward(
+        self, x: Tensor, context: Context, bias_learns: bool = True
+    ) -> Tensor:  # [batch, seq, hidden]
+        """No linear here has a bias."""
         plain, turning = self._heads(self._queries(x), context, sum(self.parts)).split(self.parts, dim=-1)
         query = torch.cat([plain, rotate(turning, context.rotary)], dim=-1)
 

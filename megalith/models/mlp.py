@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from megalith.comm import local
 from megalith.config import ModelConfig
 from megalith.models.context import Context
 from megalith.models.linear import Linear
@@ -33,11 +34,17 @@ class MLP(nn.Module):
         self.linear_fc1 = Linear(config.hidden_size, width, bias=bias, device=device)
         self.linear_fc2 = Linear(ffn_size, config.hidden_size, bias=bias, device=device)
 
-    def forward(self, x: Tensor, context: Context | None = None) -> Tensor:  # [batch, seq, hidden]
-        x = self.linear_fc1(x, context)  # [batch, seq, ffn], or [batch, seq, 2 · ffn]
+    def forward(
+        self, x: Tensor, context: Context | None = None, bias_learns: bool = True
+    ) -> Tensor:  # [batch, seq, hidden]
+        """`bias_learns` False: the bias of linear_fc2 gets its gradient elsewhere."""
+        fuses = self.activation is gelu_tanh and not self.gated and self.linear_fc1.fuses_bias(x)
+        x = self.linear_fc1(x, context, not fuses)  # [batch, seq, ffn], or [batch, seq, 2 · ffn]
         if self.gated:
             gate, up = x.unflatten(-1, (-1, 2)).movedim(-1, 0).contiguous()  # [batch, seq, ffn] each
             x = self.activation(gate) * up
+        elif fuses:
+            x = gelu_tanh(x, local(self.linear_fc1.bias))
         else:
             x = self.activation(x)
-        return self.linear_fc2(x, context)
+        return self.linear_fc2(x, context, bias_learns)

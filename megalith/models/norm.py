@@ -8,6 +8,7 @@ from torch.nn.functional import layer_norm, rms_norm
 
 from megalith.comm import local
 from megalith.config import ModelConfig
+from megalith.ops.norm import fuses_norm, norm_beside
 
 
 class Norm(nn.Module):
@@ -26,6 +27,22 @@ class Norm(nn.Module):
         self.bias = nn.Parameter(torch.empty(width, device=device)) if centred else None
 
     def forward(self, x: Tensor) -> Tensor:  # [..., width]
+        return self._normed(x)
+
+    def beside(
+        self, x: Tensor, before: Tensor | None = None, behind: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """x itself, for the residual stream, and x normed: in a form that lets one kernel make the gradient of x.
+
+        For `before` and `behind` see `megalith.ops.norm.norm_beside`.
+        """
+        if not fuses_norm(x):
+            return x, self._normed(x)
+        bias = None if self.bias is None else local(self.bias)
+        weight = local(self.weight) + 1 if self.zero_centred else local(self.weight)
+        return norm_beside(x, weight, bias, self.epsilon, not self.zero_centred, before, behind)
+
+    def _normed(self, x: Tensor) -> Tensor:
         if self.zero_centred:
             return self._normalize(x.float(), 1 + local(self.weight).float()).to(x.dtype)
         return self._normalize(x, local(self.weight).to(x.dtype))

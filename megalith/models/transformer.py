@@ -36,6 +36,7 @@ from megalith.ops.dropout import (
     counter_dropout,
     token_keys,
 )
+from megalith.ops.norm import fuses_norm
 
 
 class Embedding(nn.Module):
@@ -95,21 +96,49 @@ class TransformerLayer(nn.Module):
     def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
         if self.join is not None:
             x = self.join(x, context)
-        y = self.self_attention(_normed(x, self.input_layernorm), context)
+        proj_bias, fc2_bias = self._biases_beside_norm(x, context)
+        x, normed = _beside(x, self.input_layernorm)
+        y = self.self_attention(normed, context, proj_bias is None)
         x = x + self._drop(_normed(y, self.post_attention_layernorm), context, ATTENTION_OUTPUT)
-        normed = _normed(x, self.pre_mlp_layernorm)
-        y = self.mlp(normed, context)
+        x, normed = _beside(x, self.pre_mlp_layernorm, proj_bias, fc2_bias)
+        y = self.mlp(normed, context) if fc2_bias is None else self.mlp(normed, context, False)
         x = x + self._drop(_normed(y, self.post_mlp_layernorm), context, MLP_OUTPUT)
         return _normed(x, self.final_layernorm)
 
+    def _biases_beside_norm(self, x: Tensor, context: Context) -> tuple[Tensor | None, Tensor | None]:
+        """The biases of linear_proj and linear_fc2 whose gradients the backward pass of pre_mlp_layernorm makes.
+
+        It sums over the tokens what it reads and writes, the stream's gradients: those of the linears' results where
+        nothing stands between them and the stream.
+        """
+        between = (self.post_attention_layernorm, self.post_mlp_layernorm)
+        if (
+            self.pre_mlp_layernorm is None
+            or any(norm is not None for norm in between)
+            or self._drops(context)
+            or not fuses_norm(x)
+        ):
+            return None, None
+        linears = self.self_attention.linear_proj, None if self.has_experts else self.mlp.linear_fc2
+        return tuple(
+            local(linear.bias) if linear is not None and linear.fuses_bias(x) else None for linear in linears
+        )
+
+    def _drops(self, context: Context) -> bool:
+        return context.dropout is not None and self.dropout > 0
+
     def _drop(self, x: Tensor, context: Context, site: int) -> Tensor:
-        if context.dropout is None or self.dropout == 0:
+        if not self._drops(context):
             return x
         return counter_dropout(x, self.dropout, context.dropout.stream_rows(site), context.dropout.columns)
 
 
 def _normed(x: Tensor, norm: Norm | None) -> Tensor:
     return x if norm is None else norm(x)
+
+
+def _beside(x: Tensor, norm: Norm | None, *biases: Tensor | None) -> tuple[Tensor, Tensor]:
+    return (x, x) if norm is None else norm.beside(x, *biases)
 
 
 def whole(x: Tensor) -> Tensor:

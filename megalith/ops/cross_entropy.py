@@ -134,9 +134,9 @@ def _whole(log_sum: Tensor, label: Tensor, own: Tensor, axis: Axis) -> tuple[Ten
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
-    """total + a · b in float32. On a GPU the matmul itself adds, and nothing is rounded to the type of a and b."""
+    """Adds a · b to total, float32. On a GPU the matmul itself adds, and nothing is rounded to the type of a and b."""
     if a.is_cuda and a.dtype != torch.float32:
-        return torch.addmm(total, a, b, out_dtype=torch.float32)
+        return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     return total.add_(a @ b)
 
 

@@ -69,6 +69,9 @@ def _recomputed(kind: type[nn.Module], uses_random_state: bool) -> type[nn.Modul
         def forward(self, *args):
             return again(super().forward, *args)
 
+        def beside(self, *args):  # a norm's
+            return again(super().beside, *args)
+
     return Recomputed
 
 

@@ -283,4 +283,5 @@ def _cut_heads(attention: Attention, tensor: TensorParallel, groups: int) -> Non
         attention.whole = tensor.whole
     if groups < size:
         attention.linear_qkv.matmul = SharedGroup(tensor, attention, groups).matmul
+        attention.linear_qkv.bias_by_column = False
         attention.heads_in_group = attention.heads_in_group * groups // size

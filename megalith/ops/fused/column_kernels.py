@@ -1,0 +1,126 @@
+"""Gradients that are made element by element and summed over the tokens for a bias: both in one pass over memory.
+
+A program makes some columns of some rows and sums the columns as it goes; the programs' sums are added afterwards, in
+a fixed order.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from torch.library import triton_op, wrap_triton
+
+from megalith.ops.activation import CUBIC, SLOPE
+
+PROGRAMS, ROWS, COLUMNS, WARPS = 1056, 4, 1024, 4  # programs in all; ROWS × COLUMNS of a tile
+QKV_PROGRAMS, QKV_ROWS, QKV_COLUMNS, QKV_WARPS = 1056, 4, 1024, 4
+_SLOPE, _CUBIC = tl.constexpr(SLOPE), tl.constexpr(CUBIC)
+
+
+@triton.jit
+def _gelu_backward(
+    grad, x, out, parts, tokens, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    inside = columns < WIDTH
+    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for tile in tl.range(tl.program_id(1), tl.cdiv(tokens, ROWS), tl.num_programs(1)):
+        rows = tile * ROWS + tl.arange(0, ROWS)[:, None]
+        here = (rows < tokens) & inside
+        places = rows.to(tl.int64) * WIDTH + columns
+        dy = tl.load(grad + places, mask=here, other=0.0).to(tl.float32)
+        value = tl.load(x + places, mask=here, other=0.0).to(tl.float32)
+        square = value * value
+        gate = tl.sigmoid(_SLOPE * value * (1 + _CUBIC * square))
+        slope = gate + value * gate * (1 - gate) * (_SLOPE * (1 + 3 * _CUBIC * square))
+        dx = dy * slope
+        tl.store(out + places, dx.to(out.dtype.element_ty), mask=here)
+        sums += dx
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    tl.store(parts + tl.program_id(1) * WIDTH + columns, tl.sum(sums, 0), mask=columns < WIDTH)
+
+
+@triton_op("megalith::gelu_backward", mutates_args={})
+def gelu_backward(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of x [tokens, width], `grad` being that of gelu_tanh(x); and its sum over tokens, float32."""
+    tokens, width = x.shape
+    grad, x = grad.contiguous(), x.contiguous()
+    out = torch.empty_like(x)
+    blocks = triton.cdiv(width, COLUMNS)
+    programs = min(triton.cdiv(PROGRAMS, blocks), triton.cdiv(tokens, ROWS))
+    parts = x.new_empty(programs, width, dtype=torch.float32)
+    wrap_triton(_gelu_backward)[(blocks, programs)](
+        grad, x, out, parts, tokens, WIDTH=width, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS
+    )
+    return out, parts.sum(0)
+
+
+@triton.jit
+def _join_qkv(
+    query,
+    key,
+    value,
+    out,
+    parts,
+    tokens,
+    seq,
+    query_batch,
+    query_token,
+    query_head,
+    key_batch,
+    key_token,
+    key_head,
+    value_batch,
+    value_token,
+    value_head,
+    WIDTH: tl.constexpr,
+    QUERIES: tl.constexpr,
+    SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+):
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    head, place = columns // SIZE, columns % SIZE
+    group, head = head // (QUERIES + 2), head % (QUERIES + 2)
+    inside = columns < WIDTH
+    of_query = inside & (head < QUERIES)
+    of_key = inside & (head == QUERIES)
+    of_value = inside & (head == QUERIES + 1)
+    query += (group * QUERIES + head) * query_head + place
+    key += group * key_head + place
+    value += group * value_head + place
+    sums = tl.zeros([ROWS, COLUMNS], tl.float32)
+    for tile in tl.range(tl.program_id(1), tl.cdiv(tokens, ROWS), tl.num_programs(1)):
+        rows = tile * ROWS + tl.arange(0, ROWS)[:, None]
+        valid = rows < tokens
+        batch, token = (rows // seq).to(tl.int64), (rows % seq).to(tl.int64)
+        q = tl.load(query + batch * query_batch + token * query_token, mask=valid & of_query, other=0.0)
+        k = tl.load(key + batch * key_batch + token * key_token, mask=valid & of_key, other=0.0)
+        v = tl.load(value + batch * value_batch + token * value_token, mask=valid & of_value, other=0.0)
+        joined = tl.where(of_query, q, tl.where(of_key, k, v))
+        tl.store(out + rows.to(tl.int64) * WIDTH + columns, joined, mask=valid & inside)
+        sums += joined.to(tl.float32)
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    tl.store(parts + tl.program_id(1) * WIDTH + columns, tl.sum(sums, 0), mask=columns < WIDTH)
+
+
+@triton_op("megalith::join_qkv", mutates_args={})
+def join_qkv(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """Heads of queries [batch, seq, heads, size] and of keys and values [batch, seq, groups, size], put side by side
+    as linear_qkv's rows stand: [batch · seq, groups · (heads / groups + 2) · size]; and the sum over tokens, float32.
+    """
+    batch, seq, heads, size = query.shape
+    groups = key.shape[2]
+    query, key, value = (t if t.stride(3) == 1 else t.contiguous() for t in (query, key, value))
+    tokens, width = batch * seq, (heads + 2 * groups) * size
+    out = query.new_empty(tokens, width)
+    blocks = triton.cdiv(width, QKV_COLUMNS)
+    programs = min(triton.cdiv(QKV_PROGRAMS, blocks), triton.cdiv(tokens, QKV_ROWS))
+    parts = query.new_empty(programs, width, dtype=torch.float32)
+    wrap_triton(_join_qkv)[(blocks, programs)](
+        query, key, value, out, parts, tokens, seq, *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
+        WIDTH=width, QUERIES=heads // groups, SIZE=size, ROWS=QKV_ROWS, COLUMNS=QKV_COLUMNS, num_warps=QKV_WARPS,
+    )  # fmt: skip
+    return out, parts.sum(0)

@@ -1,0 +1,136 @@
+"""Kernels of our own, on a GPU: against float64, against what torch has, and in compiled layers."""
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+from megalith.config import ModelConfig
+from megalith.models.init import initialize
+from megalith.models.transformer import Transformer
+from megalith.ops import fused
+from megalith.ops.activation import gelu_tanh
+from megalith.ops.norm import norm_beside
+from megalith.ops.qkv import split_qkv
+
+GPT = dict(num_layers=2, hidden_size=320, num_attention_heads=4, vocab_size=1000, max_position_embeddings=256,
+           attention_dropout=0.0, hidden_dropout=0.0)  # fmt: skip
+LLAMA = dict(GPT, num_query_groups=2, position_embedding_type="rope", swiglu=True, normalization="RMSNorm",
+             add_bias_linear=False, untie_embeddings_and_output_weights=True)  # fmt: skip
+FAMILIES = {
+    "gpt": GPT,
+    "dropout": dict(GPT, hidden_dropout=0.1),
+    "llama": LLAMA,
+    "zero centred": dict(LLAMA, layernorm_zero_centered_gamma=True),
+    "groups": dict(GPT, num_query_groups=2),
+}
+ROUNDING = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 6e-3}
+TYPES = pytest.mark.parametrize("dtype", ROUNDING)
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda").to(dtype)
+
+
+def check(found: list, exact: list, rounding: float) -> None:
+    for place, (a, b) in enumerate(zip(found, exact, strict=True)):
+        assert (a.double() - b).norm() <= rounding * b.norm(), place
+
+
+@TYPES
+@pytest.mark.parametrize("centred", [True, False])
+@pytest.mark.parametrize(("tokens", "width"), [(1, 320), (1003, 1280), (40, 8192)])
+def test_norm_beside_a_stream_has_the_gradients_of_both_and_of_the_biases(dtype, centred, tokens, width):
+    torch.manual_seed(0)
+    x, weight = random(tokens, width, dtype=dtype) + 1, random(width)
+    bias = random(width) if centred else None
+    stream, grad = random(tokens, width, dtype=dtype), random(tokens, width, dtype=dtype)
+    riders = torch.zeros(2, width, device="cuda").unbind()
+    inputs = [t for t in (x, weight, bias, *riders) if t is not None]
+    for t in inputs:
+        t.requires_grad_()
+    outputs = torch.compile(norm_beside, fullgraph=True)(x, weight, bias, 1e-5, True, *riders)
+    found = torch.autograd.grad(outputs, inputs, (stream, grad))
+    assert [t.dtype for t in found] == [dtype] + [torch.float32] * (len(inputs) - 1)
+
+    wide = [t.detach().to(dtype).double().requires_grad_() for t in inputs[:-2]]
+    normed = (
+        F.layer_norm(wide[0], (width,), *wide[1:])
+        if centred
+        else F.rms_norm(wide[0], (width,), wide[1], 1e-5)
+    )
+    exact = list(torch.autograd.grad((wide[0] * 1, normed), wide, (stream.double(), grad.double())))
+    check([*outputs, *found], [x.detach().double(), normed, *exact, exact[0].sum(0), stream.double().sum(0)],
+          ROUNDING[dtype])  # fmt: skip
+
+
+@TYPES
+@pytest.mark.parametrize(("tokens", "width"), [(1, 320), (1003, 5120)])
+def test_gelu_gives_the_gradient_of_the_bias_that_was_added_to_its_input(dtype, tokens, width):
+    torch.manual_seed(0)
+    x, bias = random(tokens, width, dtype=dtype).requires_grad_(), random(width).requires_grad_()
+    grad = random(tokens, width, dtype=dtype)
+    y = torch.compile(gelu_tanh, fullgraph=True)(x, bias)
+    found = torch.autograd.grad(y, (x, bias), grad)
+    wide = x.detach().double().requires_grad_()
+    expected = F.gelu(wide, approximate="tanh")
+    (exact,) = torch.autograd.grad(expected, wide, grad.double())
+    check([y, *found], [expected, exact, exact.sum(0)], ROUNDING[dtype])
+
+
+@TYPES
+@pytest.mark.parametrize(("heads", "groups", "size"), [(16, 16, 80), (8, 2, 64), (3, 1, 20)])
+@pytest.mark.parametrize("transposed", [True, False])
+def test_qkv_gets_its_gradient_and_that_of_its_bias(dtype, heads, groups, size, transposed):
+    torch.manual_seed(0)
+    batch, seq, width = 3, 37, (heads + 2 * groups) * size
+    qkv = random(batch, seq, width, dtype=dtype).requires_grad_()
+    bias = random(width).requires_grad_()
+    grads = [random(batch, seq, count, size, dtype=dtype) for count in (heads, groups, groups)]
+    if transposed:  # as attention's kernels may give them
+        grads = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in grads]
+    parts = torch.compile(split_qkv, fullgraph=True)(qkv, heads // groups, size, bias)
+    found = torch.autograd.grad(parts, (qkv, bias), grads)
+    (exact,) = torch.autograd.grad(split_qkv(qkv, heads // groups, size), qkv, grads)
+    assert torch.equal(found[0], exact)
+    check(found[1:], [exact.double().sum((0, 1))], 1e-6)
+
+
+def test_kernels_repeat_themselves_to_the_bit():
+    torch.manual_seed(0)
+    x, grad, stream = (random(5000, 1280, dtype=torch.bfloat16) for _ in range(3))
+    mean, rstd, weight = random(5000, 1), random(5000, 1), random(1280)
+    heads = [t.view(5, 1000, 16, 80) for t in (x, grad, stream)]
+    ops = torch.ops.megalith
+    first, second = (
+        [
+            *ops.norm_backward(grad, x, mean, rstd, stream, weight, True, True, True, True),
+            *ops.gelu_backward(grad, x),
+            *ops.join_qkv(*heads),
+        ]
+        for _ in range(2)
+    )
+    assert all(torch.equal(a, b) for a, b in zip(first, second))
+
+
+def gradients(fields: dict, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    config = ModelConfig(**fields)
+    model = Transformer(config, compute_dtype=dtype, seed=3, device="cuda").train()
+    initialize(model, config, seed=1)
+    ids = torch.randint(0, 1000, (4, 256), generator=torch.Generator().manual_seed(0)).cuda()
+    for layer in model.layers.values():
+        layer.compile(fullgraph=True)
+    (model(ids, labels=ids.roll(-1, 1)) / ids.numel() * 2.0**14).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_layers_have_the_same_gradients_with_and_without(monkeypatch, family, dtype):
+    ours = gradients(FAMILIES[family], dtype)
+    torch._dynamo.reset()
+    monkeypatch.setattr(fused, "AVAILABLE", False)
+    plain = gradients(FAMILIES[family], dtype)
+    everything = torch.cat([g.flatten() for g in plain.values()]).norm()
+    for name, gradient in plain.items():
+        bound = 1e-5 if dtype == torch.float32 else 2e-2
+        assert (ours[name] - gradient).norm() <= bound * max(gradient.norm(), 1e-2 * everything), name
