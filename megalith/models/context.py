@@ -24,6 +24,7 @@ class Context:
     )
     dropout: DropoutKeys | None = None  # None: no dropout
     layers: Tensor | None = None  # the numbers of the layers, int32 [num_layers], where there is dropout
+    output_rows: Tensor | None = None  # int32 [num_layers, 2, …]: see ops.dropout.output_rows
     cache: KVCache | None = None  # None: every token is here
     numbers: Tensor | None = (
         None  # int64 [tokens of the stream]: place · batch + sequence, where there are experts
@@ -39,4 +40,5 @@ class Context:
         """This context with a layer's number in its dropout keys: a tensor, so that layers share compiled code."""
         if self.dropout is None:
             return self
-        return replace(self, layers=None, dropout=replace(self.dropout, layer=self.layers[number]))
+        dropout = replace(self.dropout, layer=self.layers[number], outputs=self.output_rows[number])
+        return replace(self, layers=None, output_rows=None, dropout=dropout)

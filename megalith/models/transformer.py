@@ -34,6 +34,7 @@ from megalith.ops.dropout import (
     DropoutKeys,
     column_keys,
     counter_dropout,
+    output_rows,
     token_keys,
 )
 from megalith.ops.norm import fuses_norm
@@ -130,7 +131,8 @@ class TransformerLayer(nn.Module):
     def _drop(self, x: Tensor, context: Context, site: int) -> Tensor:
         if not self._drops(context):
             return x
-        return counter_dropout(x, self.dropout, context.dropout.stream_rows(site), context.dropout.columns)
+        rows = context.dropout.outputs[site - ATTENTION_OUTPUT]
+        return counter_dropout(x, self.dropout, rows, context.dropout.columns)
 
 
 def _normed(x: Tensor, norm: Norm | None) -> Tensor:
@@ -322,7 +324,9 @@ class Transformer(nn.Module):
             )
             context.layers = layers[1:]
             columns = column_keys(self.config.hidden_size, keys.device)
-            context.dropout = DropoutKeys(keys, self.shard_tokens(keys), columns, layers[0])
+            stream = self.shard_tokens(keys)
+            context.output_rows = output_rows(stream, context.layers)
+            context.dropout = DropoutKeys(keys, stream, columns, layers[0])
         return context
 
 

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megalith.comm import Axis, summed
+from megalith.ops import fused
 
 CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**27}  # logits that exist at once
 CHUNK_MULTIPLE = 256  # tokens; matmuls like round numbers
@@ -75,20 +76,18 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         matrix = weight.to(hidden.dtype)
         wants_gradient = hidden.requires_grad or weight.requires_grad
+        fuses = fused.AVAILABLE and hidden.is_cuda and wants_gradient and axis.size == 1 and softcap is None
         losses, grads = [], []
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if weight.requires_grad else None
-        here = (index >= 0) & (index < len(weight))
-        index = index.clamp(0, len(weight) - 1)[:, None]
-        for x, row, own, mask in zip(*(t.split(chunk) for t in (hidden, index, here, loss_mask))):
-            logits = softcapped(x @ matrix.T, softcap)  # [chunk, rows]
-            logits[:, real:] = float("-inf")
-            log_sum, label = _whole(*_run(_log_sum_and_label, logits, row), own, axis)
-            losses.append(((log_sum - label) * mask).sum())
+        for x, row, mask in zip(*(t.split(chunk) for t in (hidden, index, loss_mask))):
+            logits = x @ matrix.T  # [chunk, rows]
+            if fuses:
+                losses.append(fused.softmax_loss_(logits, row, mask, real).sum())
+                grad = logits
+            else:
+                loss, grad = _loss_and_gradient(logits, row, mask, real, softcap, axis, wants_gradient)
+                losses.append(loss)
             if wants_gradient:
-                grad = _run(_weighted_softmax, logits, log_sum, mask)
-                grad.scatter_add_(1, row, -(mask * own)[:, None].to(grad.dtype))
-                if softcap is not None:
-                    grad = grad * _softcap_slope(logits, softcap)
                 grads.append(grad @ matrix)
                 if grad_weight is not None:  # else the matrix is frozen
                     grad_weight = _add_product(grad_weight, grad.T, x)
@@ -102,6 +101,29 @@ class _LinearCrossEntropy(torch.autograd.Function):
         grad_hidden, grad_weight = ctx.saved_tensors
         grad_weight = None if grad_weight is None else grad_weight * grad_loss
         return grad_hidden * grad_loss.to(grad_hidden.dtype), grad_weight, *[None] * 6
+
+
+def _loss_and_gradient(
+    logits: Tensor,  # [tokens, rows], used up
+    index: Tensor,  # int64 [tokens]
+    mask: Tensor,  # float32 [tokens]
+    real: int,
+    softcap: float | None,
+    axis: Axis,
+    wants_gradient: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """The sum of the tokens' losses, and its gradient with respect to the logits before they are softcapped."""
+    logits = softcapped(logits, softcap)
+    logits[:, real:] = float("-inf")
+    own = (index >= 0) & (index < logits.shape[1])
+    row = index.clamp(0, logits.shape[1] - 1)[:, None]
+    log_sum, label = _whole(*_run(_log_sum_and_label, logits, row), own, axis)
+    loss = ((log_sum - label) * mask).sum()
+    if not wants_gradient:
+        return loss, None
+    grad = _run(_weighted_softmax, logits, log_sum, mask)
+    grad.scatter_add_(1, row, -(mask * own)[:, None].to(grad.dtype))
+    return loss, grad if softcap is None else grad * _softcap_slope(logits, softcap)
 
 
 def softcapped(logits: Tensor, softcap: float | None) -> Tensor:

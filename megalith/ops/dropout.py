@@ -27,6 +27,7 @@ class DropoutKeys:
     stream: Tensor  # int32: a key for each token of the residual stream, in its shape
     columns: Tensor  # int32 [hidden]: a key for each column of it
     layer: Tensor  # int32 scalar
+    outputs: Tensor | None = None  # int32 [2, …]: this layer's rows of `output_rows`
 
     def query_rows(self) -> Tensor:
         """Keys of the attention probabilities' rows at this layer: int32 [batch, seq]."""
@@ -42,6 +43,17 @@ class DropoutKeys:
 
     def _place(self, site: int) -> Tensor:
         return mix(self.layer * 8 + (site + 1))
+
+
+def output_rows(stream: Tensor, layers: Tensor) -> Tensor:
+    """Keys of the residual stream's tokens for ATTENTION_OUTPUT and MLP_OUTPUT in each layer: int32 [layers, 2, …].
+
+    `stream` int32 […] as in DropoutKeys, `layers` int32 [layers] their numbers. To be made outside of compiled code,
+    which would make a token's key anew for each of its elements.
+    """
+    sites = torch.arange(ATTENTION_OUTPUT, MLP_OUTPUT + 1, dtype=torch.int32, device=stream.device)
+    places = mix(layers[:, None] * 8 + (sites + 1))  # [layers, 2]
+    return mix(stream ^ places.view(*places.shape, *[1] * stream.ndim))
 
 
 def token_keys(seed: int, sample_numbers: Tensor, positions: Tensor) -> Tensor:

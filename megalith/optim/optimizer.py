@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from megalith.config import OptimConfig
 from megalith.errors import ConfigError
+from megalith.optim.adamw import AdamW
 from megalith.optim.offload import OffloadedOptimizer, kept_on_host
 
 
@@ -50,7 +51,7 @@ def build_optimizer(
     adam = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
     match config.optimizer:
         case "adamw":
-            optimizer = torch.optim.AdamW(groups, lr=config.lr, fused=True, **adam)
+            optimizer = AdamW(groups, lr=config.lr, fused=True, **adam)
         case "adam":
             optimizer = torch.optim.Adam(groups, lr=config.lr, fused=True, **adam)
         case "sgd":

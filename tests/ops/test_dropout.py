@@ -15,6 +15,7 @@ from megalith.ops.dropout import (
     attention_keep_mask,
     column_keys,
     counter_dropout,
+    output_rows,
     token_keys,
 )
 
@@ -146,6 +147,13 @@ def test_nothing_is_drawn_from_the_global_random_state():
     kept()
     attention_kept()
     assert torch.equal(before, torch.random.get_rng_state())
+
+
+def test_rows_of_all_layers_are_those_of_each():
+    rows = output_rows(keys_of().stream, torch.arange(3, dtype=torch.int32))
+    for layer in range(3):
+        for place, site in enumerate((ATTENTION_OUTPUT, MLP_OUTPUT)):
+            assert torch.equal(rows[layer, place], keys_of(layer=layer).stream_rows(site))
 
 
 def test_compiled_masks_are_those_of_eager(quick_compile):
