@@ -11,6 +11,7 @@ from megalith.ops import fused
 from megalith.ops.activation import gelu_tanh
 from megalith.ops.norm import norm_beside
 from megalith.ops.qkv import split_qkv
+from megalith.optim.adamw import LEAST, AdamW
 
 GPT = dict(num_layers=2, hidden_size=320, num_attention_heads=4, vocab_size=1000, max_position_embeddings=256,
            attention_dropout=0.0, hidden_dropout=0.0)  # fmt: skip
@@ -93,6 +94,41 @@ def test_qkv_gets_its_gradient_and_that_of_its_bias(dtype, heads, groups, size, 
     (exact,) = torch.autograd.grad(split_qkv(qkv, heads // groups, size), qkv, grads)
     assert torch.equal(found[0], exact)
     check(found[1:], [exact.double().sum((0, 1))], 1e-6)
+
+
+@TYPES
+@pytest.mark.parametrize(("rows", "real"), [(50304, 50257), (100, 100)])
+def test_loss_and_its_gradient_are_those_of_cross_entropy(dtype, rows, real):
+    torch.manual_seed(0)
+    logits, weight = 3 * random(37, rows, dtype=dtype), torch.rand(37, device="cuda")
+    labels = torch.randint(0, real, (37,), device="cuda")
+    wide = logits[:, :real].double().requires_grad_()
+    exact = F.cross_entropy(wide, labels, reduction="none") * weight
+    exact.sum().backward()
+    losses = fused.softmax_loss_(logits, labels, weight, real)
+    check([losses, logits[:, :real]], [exact, wide.grad], ROUNDING[dtype])
+    assert not logits[:, real:].any()
+
+
+def test_large_parameters_are_stepped_as_torch_steps_them():
+    torch.manual_seed(0)
+    start = random(LEAST + 1003)
+    ours, exact = start.clone().requires_grad_(), start.double().requires_grad_()
+    settings = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    optimizer, reference = AdamW([ours], fused=True, **settings), torch.optim.AdamW([exact], **settings)
+    for moment in ("exp_avg", "exp_avg_sq"):
+        optimizer.state[ours][moment] = torch.zeros_like(start)
+    optimizer.state[ours]["step"] = torch.zeros((), device="cuda")
+    optimizer.grad_scale = torch.tensor(4.0, device="cuda")
+    for skipped in (0.0, 1.0, 0.0, 0.0):
+        optimizer.found_inf = torch.tensor(skipped, device="cuda")
+        ours.grad = random(len(start))
+        optimizer.step()
+        if not skipped:
+            exact.grad = ours.grad.double() / 4
+            reference.step()
+    check([ours - start], [exact - start.double()], 1e-5)
+    assert optimizer.state[ours]["step"] == 3
 
 
 def test_kernels_repeat_themselves_to_the_bit():
