@@ -182,7 +182,7 @@ def test_the_share_is_met_from_below_with_the_largest_parameters(fraction):
 
 def test_nothing_is_offloaded_from_a_cpu():
     config = OptimConfig(lr=0.1, optimizer_cpu_offload=True)
-    assert type(build_optimizer(Net().named_parameters(), config)) is torch.optim.AdamW
+    assert isinstance(build_optimizer(Net().named_parameters(), config), torch.optim.AdamW)
 
 
 def test_every_element_is_stepped_once_whatever_the_sizes():
