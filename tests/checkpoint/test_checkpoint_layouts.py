@@ -1,6 +1,5 @@
 """A run goes through 8, 4, 6, 1 and 8 processes, cut along every axis, experts too, and stays the same to the bit."""
 
-import pytest
 import torch
 
 from megalith.build import vocabulary_rows
@@ -74,13 +73,6 @@ def load_and_save(config: RunConfig) -> dict[str, torch.Tensor]:
     return state_by_name(trainer)
 
 
-@pytest.fixture(scope="module")
-def eight():
-    pool = Pool(8)
-    yield pool
-    pool.close()
-
-
 def on_rank_0(pool: Pool, processes: int, function, config: RunConfig):
     return function(config) if processes == 1 else pool.run(function, config, size=processes)[0]
 
@@ -96,10 +88,12 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_from_8_processes_to_4_to_6_to_1_to_8_weights_and_moments_stay_the_same_to_the_bit(eight, tmp_path):
+def test_from_8_processes_to_4_to_6_to_1_to_8_weights_and_moments_stay_the_same_to_the_bit(
+    pool_of_eight, tmp_path
+):
     processes, parallel = JOURNEY[0]
     before = tmp_path / "0"
-    gathered = on_rank_0(eight, processes, train_and_save, config(before, parallel, None))
+    gathered = on_rank_0(pool_of_eight, processes, train_and_save, config(before, parallel, None))
     first = open_checkpoint(before)
     stored = {**dict(first.tensors("model")), **dict(first.tensors("optimizer"))}
     assert equal(stored, gathered)
@@ -107,7 +101,7 @@ def test_from_8_processes_to_4_to_6_to_1_to_8_weights_and_moments_stay_the_same_
     expected = digests(before)
     for number, (processes, parallel) in enumerate(JOURNEY[1:], start=1):
         after = tmp_path / str(number)
-        loaded = on_rank_0(eight, processes, load_and_save, config(after, parallel, before))
+        loaded = on_rank_0(pool_of_eight, processes, load_and_save, config(after, parallel, before))
         assert equal(loaded, gathered), (processes, parallel)
         assert digests(after) == expected
         checkpoint = open_checkpoint(after)

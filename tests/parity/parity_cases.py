@@ -315,6 +315,18 @@ SHOWN_WITH = {
     "tp2-sp-cp2-pp2-ep2-etp2": "moe",
 }
 
+# Every axis alone and every pair take at most 4 processes. Of the layouts of 8 these are tried by default.
+EIGHT_BY_DEFAULT = {
+    "tp2-sp-pp2-dp2-zero1",
+    "tp2-sp-pp2-dp2-zero3",
+    "tp2-sp-pp2-zero_bubble-dp2",
+    "tp2-sp-cp2-dp2-zero2-hybrid",
+    "tp2-sp-cp2-a2a-pp2-interleaved",
+    "tp2-sp-pp2-dp2-ep4-zero1",
+    "tp2-cp2-dp2-ep2-etp2-zero3",
+}
+BY_DEFAULT = [name for name, layout in LAYOUTS.items() if layout.processes <= 4 or name in EIGHT_BY_DEFAULT]
+
 
 def run_config(run: str, layout: str | None, corpus: str, **changes: dict[str, Any]) -> RunConfig:
     """The run in a layout, None being one process, with `changes` of single settings by section."""
