@@ -10,7 +10,7 @@ background save has one of its own, for the messages of two threads in one group
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,20 @@ def collect(value: Any, world: Axis) -> list[Any]:
     texts = [torch.empty_like(padded) for _ in sizes] if world.rank == 0 else []
     dist.gather(padded, texts or None, dst=0, group=world.group)
     return _values(texts, sizes)
+
+
+def hand_out(values: Sequence[Any], world: Axis) -> Any:
+    """Of rank 0's `values`, one for each rank, this rank's; the others' are not looked at. Values are plain JSON."""
+    if world.size == 1:
+        return values[0]
+    texts = [json.dumps(value).encode() for value in values] if world.rank == 0 else []
+    longest = torch.tensor([max(map(len, texts), default=0)])
+    dist.broadcast(longest, src=0, group=world.group)
+    size = int(longest)
+    padded = [torch.frombuffer(bytearray(text.ljust(size)), dtype=torch.uint8) for text in texts]
+    own = torch.empty(size, dtype=torch.uint8)
+    dist.scatter(own, padded or None, src=0, group=world.group)
+    return json.loads(own.numpy().tobytes())
 
 
 def together(world: Axis, work: Callable[[], Any]) -> list[Any]:

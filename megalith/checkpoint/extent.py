@@ -51,14 +51,16 @@ class Extent:
 
 def fills(shape: Sequence[int], extents: Sequence[Extent]) -> bool:
     """Whether the boxes cover a tensor of this shape, each element once."""
-    whole = Extent.whole(shape)
-    inside = all(
-        len(extent.offset) == len(extent.shape) == len(whole.shape)
-        and extent.volume > 0
-        and all(at >= 0 and stop <= size for at, stop, size in zip(extent.offset, extent.end, whole.shape))
-        for extent in extents
-    )
-    return inside and sum(extent.volume for extent in extents) == whole.volume and _are_apart(extents)
+    covered = 0
+    for extent in extents:
+        if not len(extent.offset) == len(extent.shape) == len(shape):
+            return False
+        if any(
+            at < 0 or size < 1 or at + size > n for at, size, n in zip(extent.offset, extent.shape, shape)
+        ):
+            return False
+        covered += extent.volume
+    return covered == math.prod(shape) and _are_apart(extents)
 
 
 def _are_apart(extents: Sequence[Extent]) -> bool:
@@ -66,7 +68,8 @@ def _are_apart(extents: Sequence[Extent]) -> bool:
     for dim in range(len(extents[0].offset) if len(extents) > 1 else 0):
         groups: dict[tuple[int, int], list[Extent]] = {}
         for extent in extents:
-            groups.setdefault((extent.offset[dim], extent.end[dim]), []).append(extent)
+            start = extent.offset[dim]
+            groups.setdefault((start, start + extent.shape[dim]), []).append(extent)
         spans = sorted(groups)
         if len(spans) > 1 and all(before[1] <= after[0] for before, after in pairwise(spans)):
             return all(_are_apart(group) for group in groups.values())

@@ -70,9 +70,9 @@ class TensorRecord(_Record):
 
 
 class PieceRecord(_Record):
-    """A box of a tensor, and the file that holds it."""
+    """A box of a tensor, and the file that holds it, one of the manifest's."""
 
-    file: FileName
+    file: str
     offset: list[NonNegativeInt]
     shape: list[NonNegativeInt]
 

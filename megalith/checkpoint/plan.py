@@ -1,8 +1,8 @@
 """Who saves what: each piece of a run's state once, the bytes spread evenly over the ranks that hold copies.
 
-Every rank tells its boxes and makes the same plan from all of them. A box that several ranks hold (under data
-parallelism without sharding, or a norm under tensor parallelism) goes to the one of them that has least to write so
-far, the largest boxes first.
+Every rank tells rank 0 its boxes, which makes the plan from all of them and tells each its share. A box that several
+ranks hold (under data parallelism without sharding, or a norm under tensor parallelism) goes to the one of them that
+has least to write so far, the largest boxes first.
 
 PyTorch's planner (torch.distributed.checkpoint) was weighed and left: it plans over DTensors, and our optimizer state
 is plain local shards whose padding rows are cut off, each of which would have to be dressed as a DTensor with a
@@ -16,30 +16,32 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megalith.checkpoint.agree import exchange
-from megalith.checkpoint.extent import Extent
+from megalith.checkpoint.agree import collect, hand_out
 from megalith.checkpoint.files import DTYPE_CODES, DTYPES, byte_count
 from megalith.checkpoint.manifest import TensorRecord
 from megalith.comm import Axis
 from megalith.parallel.shards import Box
 
 Boxes = Mapping[str, Mapping[str, Box]]  # by part and name
+Table = dict[str, dict[str, TensorRecord]]  # by part and name
+Key = tuple[str, str]  # part and name
 
 
 @dataclass(frozen=True)
 class Plan:
     """What is stored, and this rank's share of the writing."""
 
-    table: dict[str, dict[str, TensorRecord]]
-    """Every global tensor of the world, by part and name: the same on every rank."""
+    table: Table
+    """Every global tensor of the world, on rank 0, which writes the manifest; empty on the others."""
 
-    share: list[tuple[str, str]]
-    """Part and name of the boxes that this rank writes."""
+    share: list[Key]
+    """The boxes that this rank writes."""
 
 
 def make_plan(boxes: Boxes, world: Axis) -> Plan:
     """The plan for `boxes`, of which each rank of the world gives its own; every rank calls it."""
-    return divide(exchange(entries(boxes), world), world.rank)
+    table, shares = divide(collect(entries(boxes), world))
+    return Plan(table, [(part, name) for part, name in hand_out(shares, world)])
 
 
 def entries(boxes: Boxes) -> list[list[Any]]:
@@ -51,23 +53,28 @@ def entries(boxes: Boxes) -> list[list[Any]]:
     ]
 
 
-def divide(told: Sequence[list[list[Any]]], own_rank: int) -> Plan:
-    """A rank's plan from every rank's entries. Boxes of a tensor are alike or apart, as axes copy it or cut it."""
-    table: dict[str, dict[str, TensorRecord]] = {}
-    holders: dict[tuple[str, str, Extent], list[int]] = {}
-    sizes: dict[tuple[str, str, Extent], int] = {}
+def divide(told: Sequence[list[list[Any]]]) -> tuple[Table, list[list[Key]]]:
+    """Every tensor, and each rank's share, from what each rank has told.
+
+    Boxes of a tensor are alike or apart, as axes copy it or cut it.
+    """
+    table: Table = {}
+    holders: dict[tuple, list[int]] = {}  # of a box: part, name, offset and shape
+    sizes: dict[tuple, int] = {}
     for rank, boxes in enumerate(told):
         for part, name, code, whole, offset, shape in boxes:
-            table.setdefault(part, {})[name] = TensorRecord(dtype=code, shape=whole)
-            if 0 not in shape:
-                key = (part, name, Extent(tuple(offset), tuple(shape)))
-                holders.setdefault(key, []).append(rank)
-                sizes[key] = byte_count(shape, DTYPES[code])
+            named = table.setdefault(part, {})
+            if name not in named:
+                named[name] = TensorRecord(dtype=code, shape=whole)
+            box = (part, name, *offset, *shape)
+            if box in holders:
+                holders[box].append(rank)
+            elif 0 not in shape:
+                holders[box], sizes[box] = [rank], byte_count(shape, DTYPES[code])
     load = [0] * len(told)
-    share = []
-    for key in sorted(holders, key=lambda key: -sizes[key]):  # stable, so the same on every rank
-        rank = min(holders[key], key=lambda rank: load[rank])
-        load[rank] += sizes[key]
-        if rank == own_rank:
-            share.append(key[:2])
-    return Plan(table, share)
+    shares: list[list[Key]] = [[] for _ in told]
+    for box in sorted(holders, key=sizes.__getitem__, reverse=True):
+        rank = min(holders[box], key=load.__getitem__)
+        load[rank] += sizes[box]
+        shares[rank].append(box[:2])
+    return table, shares

@@ -2,14 +2,16 @@
 
 import torch
 
+from megalith.checkpoint.agree import hand_out
 from megalith.checkpoint.plan import divide, entries
+from megalith.config import ParallelConfig
+from megalith.parallel.mesh import build_mesh
 from megalith.parallel.shards import Box
 
 
-def plans(ranks):
-    """Each rank's plan, from all ranks' boxes."""
-    told = [entries(boxes) for boxes in ranks]
-    return [divide(told, rank) for rank in range(len(ranks))]
+def plan(ranks):
+    """The table and each rank's share, from all ranks' boxes."""
+    return divide([entries(boxes) for boxes in ranks])
 
 
 def whole(*shape):
@@ -22,7 +24,7 @@ def rows(start, count, of):
 
 def test_copies_are_written_once_and_the_bytes_spread_evenly():
     boxes = {"model": {f"w{i}": whole(10 + i, 8) for i in range(40)}, "optimizer": {"step": whole()}}
-    shares = [plan.share for plan in plans([boxes] * 4)]
+    _, shares = plan([boxes] * 4)
     assert sorted(key for share in shares for key in share) == sorted(
         (part, name) for part in boxes for name in boxes[part]
     )
@@ -36,9 +38,17 @@ def test_a_rank_that_has_shards_of_its_own_gets_fewer_copies():
         {"model": {"big": rows(100, 60, 160), "copy a": whole(30, 8), "copy b": whole(30, 8)}},
         {"model": {"big": rows(160, 0, 160)}},  # an uneven shard: nothing
     ]
-    first, second, third = plans(ranks)
-    assert first.share == [("model", "big")]
-    assert second.share == [("model", "big"), ("model", "copy a"), ("model", "copy b")]
-    assert third.share == []
-    assert first.table == second.table == third.table
-    assert first.table["model"]["big"].shape == [160, 8]
+    table, (first, second, third) = plan(ranks)
+    assert first == [("model", "big")]
+    assert second == [("model", "big"), ("model", "copy a"), ("model", "copy b")]
+    assert third == []
+    assert table["model"]["big"].shape == [160, 8] and table["model"].keys() == ranks[0]["model"].keys()
+
+
+def handed_out():
+    world = build_mesh(ParallelConfig(), 3, "cpu").world
+    return hand_out(["ä", [["model", "w"]] * 5, []] if world.rank == 0 else [], world)
+
+
+def test_each_rank_gets_its_own_value_whatever_their_lengths(pool):
+    assert pool.run(handed_out, size=3) == ["ä", [["model", "w"]] * 5, []]
