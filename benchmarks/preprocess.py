@@ -22,12 +22,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from megalith.data.corpus import write_stdlib_corpus
+from benchmarks.text import tokenizer_of, write_text
 from megalith.data.preprocess import preprocess
-from megalith.data.tokenizer import build_tokenizer
-from megalith.data.tokenizer_training import train_tokenizer
-
-VOCAB_SIZE = 32_000
 
 
 class Seconds(NamedTuple):
@@ -49,7 +45,8 @@ def main() -> None:
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        size, tokens = build_text(folder, args.megabytes)
+        text, size = write_text(folder, args.megabytes)
+        tokens = preprocess([text], folder / "count", tokenizer_of(folder), show_progress=False).tokens
         clock, processor = [], []
         for turn in range(1, args.repeats + 1):
             library = run_library(folder, args.workers)
@@ -66,23 +63,6 @@ def main() -> None:
             f"{statistics.median(clock):.3f} of the library's speed by the clock and "
             f"{statistics.median(processor):.3f} by processor time (medians of {args.repeats})"
         )
-
-
-def build_text(folder: Path, megabytes: int) -> tuple[int, int]:
-    """Write the corpus, its repetition and a tokenizer; the text's bytes and tokens."""
-    corpus = write_stdlib_corpus(folder / "corpus.jsonl")
-    train_tokenizer([corpus.path], VOCAB_SIZE, folder)
-    copies = max(1, round(megabytes * 1e6 / corpus.bytes))
-    content = corpus.path.read_bytes()
-    with open(folder / "text.jsonl", "wb") as file:
-        for _ in range(copies):
-            file.write(content)
-    summary = preprocess([corpus.path], folder / "count", build(folder), show_progress=False)
-    return corpus.bytes * copies, summary.tokens * copies
-
-
-def build(folder: Path):
-    return build_tokenizer("HuggingFaceTokenizer", folder / "tokenizer.json")
 
 
 def run_library(folder: Path, threads: int) -> Seconds:
@@ -112,7 +92,7 @@ def run_preprocess(folder: Path, workers: int) -> Seconds:
     summary = preprocess(
         [folder / "text.jsonl"],
         folder / "out",
-        build(folder),
+        tokenizer_of(folder),
         append_eod=True,
         workers=workers,
         overwrite=True,

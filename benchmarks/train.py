@@ -6,6 +6,7 @@ most that rank 0 had allocated; the first step is timed from the start of the pr
 GPUs the time of one step is shared out (compute, exposed communication, bubble), of a pipeline the times of each stage
 are told, and `--kernels` lists the costliest.
 
+`--real` runs each layout a second time, on an indexed dataset of real text, and lays the times beside each other.
 `--peer hf` or `plain` runs the same model elsewhere (peers.py), on the same GPU, in the same call. `--losses` prints
 the losses of some steps, to lay layouts beside each other. `--results FILE` appends each run as a line of JSON, with
 the hardware, the versions and the commit.
@@ -26,6 +27,7 @@ from typing import Any
 
 import yaml
 
+from benchmarks.text import build_dataset
 from megalith.parallel.schedule import Kind
 from megalith.parallel.timeline import TIMELINE_FILE, Timeline, read_timeline
 
@@ -87,6 +89,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {  # processes, sequences of a micro-batch 
 # fmt: on
 FIGURES = ("step_time_ms", "tokens_per_second_per_device", "tflops_per_device", "mfu", "max_memory_gb")
 KERNELS = 14  # rows of --kernels
+REAL_MEGABYTES = 128  # of text; their tokens take about half of it
 NOT_KERNELS = (
     "step ",
     "## Call",
@@ -110,12 +113,22 @@ def main() -> None:
     )
     parser.add_argument("--losses", action="store_true")
     parser.add_argument("--kernels", action="store_true")
+    parser.add_argument(
+        "--real", type=int, nargs="?", const=REAL_MEGABYTES, metavar="MB", help="of text (default: %(const)s)"
+    )
     parser.add_argument("--peer", choices=("hf", "plain"))
     parser.add_argument("--results", type=Path)
     parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value", help="further settings")
     args = parser.parse_args()
-    for layout in args.layout:
-        show(args, layout, measure(args, layout))
+    with tempfile.TemporaryDirectory() as folder:
+        real = real_data(Path(folder), args.real) if args.real else None
+        for layout in args.layout:
+            found = measure(args, layout, {"mock": True})
+            show(args, layout, found)
+            if real:
+                on_text = measure(args, layout, real)
+                show(args, f"{layout} on real text", on_text)
+                compare(found, on_text)
     if args.peer:
         show(args, args.peer, measure_peer(args))
 
@@ -136,11 +149,27 @@ def show(args: argparse.Namespace, name: str, found: dict[str, Any]) -> None:
             file.write(json.dumps({**row, **found, **surroundings()}) + "\n")
 
 
-def measure(args: argparse.Namespace, layout: str) -> dict[str, Any]:
+def real_data(folder: Path, megabytes: int) -> dict[str, Any]:
+    """The settings of a dataset of so much text, which it makes."""
+    prefix, tokens = build_dataset(folder, megabytes)
+    print(f"real text: {tokens:,} tokens, {2 * tokens / 1e6:.0f} MB", flush=True)
+    return {"data_path": [prefix]}
+
+
+def compare(mock: dict[str, Any], real: dict[str, Any]) -> None:
+    """Prints what real data cost."""
+    if "failed" not in mock and "failed" not in real:
+        times = mock["step_time_ms"], real["step_time_ms"]
+        print(
+            f"real text {times[1]:.1f} ms, synthetic tokens {times[0]:.1f} ms: {times[1] / times[0] - 1:+.2%}"
+        )
+
+
+def measure(args: argparse.Namespace, layout: str, data: dict[str, Any]) -> dict[str, Any]:
     """The figures of one run, or under `failed` the end of what it printed."""
     with tempfile.TemporaryDirectory() as folder:
         run_file, output = Path(folder) / "run.yaml", Path(folder) / "run"
-        run_file.write_text(yaml.safe_dump(run_tree(args, layout, folder)))
+        run_file.write_text(yaml.safe_dump(run_tree(args, layout, data, folder)))
         command = [sys.executable, "-m", "megalith.cli", "train", str(run_file)]
         command += ["--nproc", str(LAYOUTS[layout]["processes"]), *(f"--{o}" for o in args.set)]
         done = subprocess.run(command, capture_output=True, text=True)
@@ -226,14 +255,14 @@ def surroundings() -> dict[str, Any]:
     }
 
 
-def run_tree(args: argparse.Namespace, layout: str, folder: str) -> dict[str, Any]:
-    """The run file of a workload in a layout."""
+def run_tree(args: argparse.Namespace, layout: str, data: dict[str, Any], folder: str) -> dict[str, Any]:
+    """The run file of a workload in a layout, on these data."""
     workload, how = WORKLOADS[args.workload], LAYOUTS[layout]
     batch = args.batch or workload["batch"] * how["processes"]
     return {
         "model": workload["model"],
         "parallel": how["parallel"],
-        "data": {"mock": True, "seq_length": workload["seq_length"]},
+        "data": {**data, "seq_length": workload["seq_length"]},
         "optim": {"lr": 1e-4, "lr_decay_style": "constant"},
         "checkpoint": {"save_optim": False},
         "log": {

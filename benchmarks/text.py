@@ -1,0 +1,41 @@
+"""Real text to measure on: Python's standard library, as long as is asked for, with a tokenizer trained on it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megalith.data.corpus import write_stdlib_corpus
+from megalith.data.preprocess import preprocess
+from megalith.data.tokenizer import Tokenizer, build_tokenizer
+from megalith.data.tokenizer_training import train_tokenizer
+
+VOCAB_SIZE = 32_000
+
+
+def write_text(folder: Path, megabytes: int, vocab_size: int = VOCAB_SIZE) -> tuple[Path, int]:
+    """Writes the corpus, a tokenizer, and the corpus repeated to about so many megabytes; that file and its bytes.
+
+    It is as long as the corpus at least.
+    """
+    corpus = write_stdlib_corpus(folder / "corpus.jsonl")
+    train_tokenizer([corpus.path], vocab_size, folder)
+    copies = max(1, round(megabytes * 1e6 / corpus.bytes))
+    content = corpus.path.read_bytes()
+    text = folder / "text.jsonl"
+    with open(text, "wb") as file:
+        for _ in range(copies):
+            file.write(content)
+    return text, corpus.bytes * copies
+
+
+def tokenizer_of(folder: Path) -> Tokenizer:
+    """The one that `write_text` has left."""
+    return build_tokenizer("HuggingFaceTokenizer", folder / "tokenizer.json")
+
+
+def build_dataset(folder: Path, megabytes: int = 0, vocab_size: int = VOCAB_SIZE) -> tuple[str, int]:
+    """An indexed dataset of so many megabytes of text: its prefix and its tokens, two bytes each."""
+    text, _ = write_text(folder, megabytes, vocab_size)
+    tokenizer = tokenizer_of(folder)
+    summary = preprocess([text], folder / "text", tokenizer, append_eod=True, show_progress=False)
+    return summary.prefixes[0], summary.tokens
