@@ -1,0 +1,155 @@
+"""Loss curves of every optimized path beside the plain path's: `python -m benchmarks.curves --layout tp2+sp pp2`.
+
+A small GPT-2 trains on real text from one seed and the same samples, with dropout, once for each path:
+
+    plain       bf16, layers as they stand in the code: nothing compiled, no recomputation, one GPU
+    fp32        the plain path in fp32: how far the rounding of bf16 itself carries a run
+    split       the plain path in micro-batches of half the size: the same sums in another order
+    compiled, recomputing (activation_memory_budget 0.5), fp16, and each `--layout` of train.py, compiled
+
+bf16 rounds every activation, and a run amplifies the smallest difference, so two right paths part too. How far is
+measured, not guessed: the spread is the larger mean difference of `fp32` and `split` from `plain`. A path is
+one run with the plain one when its losses differ from the plain path's by no more than twice the spread in the
+mean (each is at most the spread away from what both round), and by no more than four times in any window of ten
+steps. Exit code 1 tells that one is not.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from benchmarks.text import build_dataset
+from benchmarks.train import LAYOUTS
+
+IN_THE_MEAN, IN_A_WINDOW = 2.0, 4.0  # times the spread
+WINDOW = 10  # steps
+VOCAB_SIZE = 32_000
+YARDSTICKS = ("fp32", "split")
+PLAIN = {"runtime": {"compile": False}}
+PATHS: dict[str, dict[str, Any]] = {  # settings, beside the workload's own
+    "plain": PLAIN,
+    "fp32": {**PLAIN, "train": {"precision": "fp32"}},
+    "split": {**PLAIN, "micro": 0.5},
+    "compiled": {},
+    "recomputing": {"runtime": {"activation_memory_budget": 0.5}},
+    "fp16": {"train": {"precision": "fp16"}, "optim": {"loss_scale": 4096.0}},
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=[])
+    parser.add_argument(
+        "--paths",
+        nargs="+",
+        choices=PATHS,
+        default=list(PATHS),
+        help="of one GPU (plain, fp32 and split always run)",
+    )
+    parser.add_argument("--steps", type=int, default=200)
+    parser.add_argument("--layers", type=int, default=12)
+    parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--seq-length", type=int, default=256)
+    parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value", help="of the layouts")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        prefix, tokens = build_dataset(Path(folder), vocab_size=VOCAB_SIZE)
+        print(
+            f"{args.layers} layers of width {args.width}, {args.steps} steps on {tokens:,} tokens", flush=True
+        )
+        runs = {name: PATHS[name] for name in PATHS if name in ("plain", *YARDSTICKS, *args.paths)}
+        runs |= {name: {**LAYOUTS[name], "set": args.set} for name in args.layout}
+        curves = {name: run(args, how, prefix, Path(folder) / name) for name, how in runs.items()}
+    sys.exit(1 if judge(curves) else 0)
+
+
+def run(args: argparse.Namespace, how: dict[str, Any], prefix: str, folder: Path) -> list[float]:
+    """The losses of a path's run, in order. Ends the program when the run fails."""
+    folder.mkdir()
+    run_file, output = folder / "run.yaml", folder / "run"
+    run_file.write_text(yaml.safe_dump(run_tree(args, how, prefix, output)))
+    command = [sys.executable, "-m", "megalith.cli", "train", str(run_file)]
+    command += ["--nproc", str(how.get("processes", 1)), *(f"--{each}" for each in how.get("set", []))]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{folder.name} failed with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
+    losses = [json.loads(line)["loss"] for line in (output / "metrics.jsonl").read_text().splitlines()]
+    shown = losses[:: max(1, len(losses) // 8)]
+    print(f"{folder.name:16} {' '.join(f'{loss:.4f}' for loss in shown)}", flush=True)
+    return losses
+
+
+def run_tree(args: argparse.Namespace, how: dict[str, Any], prefix: str, output: Path) -> dict[str, Any]:
+    """The run file of a path."""
+    model = {
+        "num_layers": args.layers,
+        "hidden_size": args.width,
+        "num_attention_heads": max(1, args.width // 64),
+        "vocab_size": VOCAB_SIZE,
+        "attention_dropout": 0.0,  # within the fused kernel it depends on the layout
+    }
+    train = {
+        "micro_batch_size": max(1, int(how.get("micro", 1.0) * args.batch)),
+        "global_batch_size": args.batch,
+        "precision": "bf16",
+        "train_iters": args.steps,
+        "eval_iters": 0,
+        "output_dir": str(output),
+    }
+    return {
+        "model": model,
+        "parallel": how.get("parallel", {}),
+        "data": {"data_path": [prefix], "seq_length": args.seq_length},
+        "optim": {"lr": 6e-4, "lr_warmup_iters": args.steps // 10, **how.get("optim", {})},
+        "checkpoint": {"save_optim": False},
+        "runtime": how.get("runtime", {}),
+        "train": {**train, **how.get("train", {})},
+    }
+
+
+def judge(curves: dict[str, list[float]]) -> list[str]:
+    """Prints how far each path is from the plain one; returns the names of those that are too far."""
+    plain = curves["plain"]
+    spread = max(mean_distance(curves[name], plain) for name in YARDSTICKS)
+    bounds = IN_THE_MEAN * spread, IN_A_WINDOW * spread
+    print(f"\nspread {spread:.1e}; bounds: mean {bounds[0]:.1e}, mean of {WINDOW} steps {bounds[1]:.1e}")
+    print(f"{'difference from plain':23} {'mean':>9} {'window':>9} {'largest':>9} {'at the end':>11}")
+    apart = []
+    for name, losses in curves.items():
+        if name == "plain":
+            continue
+        mean, window = mean_distance(losses, plain), worst_window(losses, plain)
+        largest = max(abs(a - b) for a, b in zip(losses, plain))
+        end = statistics.mean(losses[-WINDOW:]) - statistics.mean(plain[-WINDOW:])
+        fits = name in YARDSTICKS or (mean <= bounds[0] and window <= bounds[1])
+        verdict = "the yardstick" if name in YARDSTICKS else "one run" if fits else "APART"
+        print(f"{name:23} {mean:9.1e} {window:9.1e} {largest:9.1e} {end:+11.1e}  {verdict}")
+        apart += [] if fits else [name]
+    return apart
+
+
+def mean_distance(losses: Sequence[float], others: Sequence[float]) -> float:
+    return statistics.mean(abs(a - b) for a, b in zip(losses, others, strict=True))
+
+
+def worst_window(losses: Sequence[float], others: Sequence[float]) -> float:
+    """The largest mean distance over consecutive steps."""
+    starts = range(max(1, len(losses) - WINDOW + 1))
+    return max(mean_distance(losses[i : i + WINDOW], others[i : i + WINDOW]) for i in starts)
+
+
+if __name__ == "__main__":
+    main()
