@@ -25,6 +25,7 @@ from megalith.config import ParallelConfig
 from megalith.models.context import Context
 from megalith.models.rope import Tables
 from megalith.models.transformer import Transformer, TransformerLayer
+from megalith.ops.dropout import output_rows
 from megalith.parallel.tensor import TensorParallel
 
 
@@ -98,9 +99,10 @@ def _part(context: Context, number: int, count: int, stream: Parts) -> Context:
     def tables(both: Tables | None) -> Tables | None:
         return None if both is None else (own(both[0]), own(both[1]))
 
-    dropout = context.dropout
+    dropout, rows = context.dropout, None
     if dropout is not None:
         dropout = replace(dropout, queries=own(dropout.queries), stream=own(dropout.stream, stream))
+        rows = output_rows(dropout.stream, context.layers)
     return replace(
         context,
         batch=context.batch // count,
@@ -108,5 +110,6 @@ def _part(context: Context, number: int, count: int, stream: Parts) -> Context:
         rotary_local=tables(context.rotary_local),
         mask=own(context.mask),
         dropout=dropout,
+        output_rows=rows,
         upcoming=own(context.upcoming, stream),
     )
