@@ -163,11 +163,22 @@ def stored(output: Path, step: int) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))}
 
 
+# A launcher takes another for lost after 3 heartbeats that are due and do not come: 5 s apart unless it is told.
+LAUNCHER = """
+import sys
+from functools import partial
+from megalith.cli import main
+from megalith.runtime import agent
+agent.RendezvousParameters = partial(agent.RendezvousParameters, keep_alive_interval=2)
+sys.exit(main(sys.argv[1:]))
+"""
+
+
 def launch(command: Sequence[str], *options: str, log: Path) -> subprocess.Popen:
     """`megalith train …` with a launcher's options, as a process; what it prints goes to `log`."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
     with open(log, "a") as file:
-        words = [sys.executable, "-m", "megalith.cli", *command, *options]
+        words = [sys.executable, "-c", LAUNCHER, *command, *options]
         return subprocess.Popen(words, stdout=file, stderr=file, env=environment)
 
 

@@ -7,7 +7,8 @@ from ranks import Ranks, records, saved, words
 import megalith.checkpoint.saver as saver
 from megalith.parallel.model import ParallelModel
 
-TIMEOUT = 5.0  # seconds
+TIMEOUT = 4.0  # seconds
+BATCHES = 3  # of an evaluation
 
 
 def slow_disk_and_evaluation(rank: int) -> None:
@@ -16,12 +17,12 @@ def slow_disk_and_evaluation(rank: int) -> None:
 
     def slowly(*arguments):
         if rank == 1:
-            time.sleep(1.5 * TIMEOUT)
+            time.sleep(1.25 * TIMEOUT)
         write(*arguments)
 
     def evaluate_slowly(self, micro_batches):
         if rank == 1:
-            time.sleep(TIMEOUT / 2)
+            time.sleep(1.25 * TIMEOUT / BATCHES)
         return evaluate(self, micro_batches)
 
     saver.write_step, ParallelModel.evaluate = slowly, evaluate_slowly
@@ -32,7 +33,7 @@ def test_a_save_and_an_evaluation_longer_than_the_time_out_end_no_run(tmp_path):
     command = words(
         output,
         train__train_iters=3,
-        train__eval_iters=3,
+        train__eval_iters=BATCHES,
         train__eval_interval=3,
         data__split="80,20",
         runtime__distributed_timeout_minutes=TIMEOUT / 60,
