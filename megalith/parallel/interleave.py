@@ -19,13 +19,12 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
 FLOPS = 600e12  # a second, of products and of attention counted whole: an H200's
-LINK = 150e9  # bytes a second that a collective moves while products run beside it
+LINK = 180e9  # bytes a second that a rank sends while products run beside it
 LATENCY = 20e-6  # seconds that a collective takes at least
 
 
@@ -47,7 +46,8 @@ class Interleave(CustomGraphPass):
 
 
 def split(nodes: list[Node]) -> list[list[Node]] | None:
-    """The nodes of each half, and those made of both (sums of gradients), in order. Casts of weights are in none.
+    """The nodes of each half, and the rest, in order: what is made of both, and what no collective stands before or
+    behind, such as the gradient of the last matrix.
 
     The first half of the collectives is one half's, the rest are the other's. None where they are not alike, or depend
     on each other: then the graph is not of two halves.
@@ -61,10 +61,10 @@ def split(nodes: list[Node]) -> list[list[Node]] | None:
         owners[node] = owners.get(node, set()).union(*(owners.get(n, ()) for n in node.all_input_nodes))
     if any(len(owners[node]) > 1 for node in starts):
         return None
-    both = [node for node in nodes if len(owners[node]) > 1]
     for node in reversed(nodes):  # and so is what leads to them alone
         owners[node] = owners[node] or set().union(*(owners.get(user, ()) for user in node.users))
-    return [*([node for node in nodes if owners[node] == {half}] for half in (0, 1)), both]
+    halves = [[node for node in nodes if owners[node] == {half}] for half in (0, 1)]
+    return [*halves, [node for node in nodes if len(owners[node]) != 1]]
 
 
 class Merge:
@@ -170,8 +170,7 @@ def seconds(node: Node) -> float:
     """How long a node keeps the device, or a collective the link. What only goes through memory counts for nothing: it
     runs as a part of some other kernel, or beside the products hardly matters."""
     if begins_collective(node):
-        sent, received = _bytes(node.args[0].meta["val"]), _bytes(node.meta["val"])
-        return LATENCY + (abs(sent - received) or sent) / LINK
+        return LATENCY + _bytes_sent(node) / LINK
     formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
     if formula is None:
         return 0.0
@@ -179,5 +178,14 @@ def seconds(node: Node) -> float:
     return formula(*args, **kwargs, out_val=node.meta["val"]) / FLOPS
 
 
-def _bytes(x: Tensor) -> int:
-    return x.numel() * x.element_size()
+def _bytes_sent(node: Node) -> int:
+    """By a rank, of a few; an all-reduce over many sends up to twice as much."""
+    before, after = _bytes(node.args[0]), _bytes(node)
+    if node.target is torch.ops._c10d_functional.all_to_all_single.default:
+        ranks = len(node.args[1])
+        return before * (ranks - 1) // ranks
+    return abs(before - after) or before
+
+
+def _bytes(node: Node) -> int:
+    return node.meta["val"].numel() * node.meta["val"].element_size()

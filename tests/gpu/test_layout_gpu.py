@@ -69,6 +69,25 @@ def test_measured_step_adds_up_and_memory_is_near_the_estimate(gpus, tmp_path, p
 
 
 @two_gpus
+@pytest.mark.parametrize(
+    "parallel",
+    [
+        dict(tensor_model_parallel_size=2, sequence_parallel=True),
+        dict(context_parallel_size=2, cp_comm_type="a2a"),
+    ],
+    ids=["tp2-sp", "cp2-a2a"],
+)
+def test_halves_leave_less_communication_in_the_open(gpus, tmp_path, parallel):
+    exposed = []
+    for overlap in (False, True):
+        config = large(tmp_path / str(overlap), WIDE, **parallel, tp_comm_overlap=overlap)
+        text = gpus.run(printed_by_run, config)[0]
+        print(text)
+        exposed.append(sum(row[COMMUNICATION] for row in measured_rows(text)))
+    assert exposed[1] < 0.7 * exposed[0]
+
+
+@two_gpus
 def test_driver_says_what_links_the_gpus(gpus):
     for rank, links in enumerate(gpus.run(links_between, "cuda")):
         assert set(links) <= {1 - rank}

@@ -21,6 +21,7 @@ CASES = [  # layout, run, what is done for memory
     ("tp2-sp", GPT2, PAIRS),
     ("tp2-sp", LLAMA, MODULES),
     ("tp2-sp", GPT2, OFFLOAD | MODULES),
+    ("tp2-sp-overlap", GPT2, OFFLOAD | EACH_LAYER),
     ("cp2", GPT2, CORE),
     ("cp2", LLAMA, OFFLOAD | EACH_LAYER),
     ("cp2-a2a", LLAMA, OFFLOAD | CORE),
