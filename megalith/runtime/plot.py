@@ -103,14 +103,22 @@ def loss_points(run_dir: str | Path) -> Points:
 
 
 def smooth(points: Points, window: int) -> Points:
-    """The mean of `window` points around each, of fewer towards the ends, so that a slope is not shifted."""
-    sums = [0.0]
-    for _, value in points:
-        sums.append(sums[-1] + value)
+    """The mean of `window` points around each (of one more where that is even).
+
+    Where there are not as many to one side, the straight line that fits the first or the last so many best. So a slope
+    is not shifted, and neither end of the curve is as rough as a single point.
+    """
+    half = min(window, len(points) - 1) // 2
+    values = [value for _, value in points]
     result = []
     for i, (step, _) in enumerate(points):
-        reach = min(window // 2, i, len(points) - 1 - i)
-        result.append((step, (sums[i + reach + 1] - sums[i - reach]) / (2 * reach + 1)))
+        centre = min(max(i, half), len(points) - 1 - half)
+        around = values[centre - half : centre + half + 1]
+        value = sum(around) / len(around)
+        if i != centre:
+            squares = sum(place**2 for place in range(-half, half + 1))
+            value += (i - centre) * sum(place * y for place, y in enumerate(around, -half)) / squares
+        result.append((step, value))
     return result
 
 

@@ -73,8 +73,10 @@ def test_smoothing_keeps_a_slope_where_it_is_and_flattens_noise():
     line = [(step, 10.0 - step / 2) for step in range(20)]
     assert [y for _, y in smooth(line, 5)] == pytest.approx([y for _, y in line])
     noise = smooth([(step, float(step % 2)) for step in range(100)], 10)
-    assert all(abs(y - 0.5) < 0.06 for _, y in noise[10:-10])
-    assert smooth([], 5) == []
+    assert all(abs(y - 0.5) < 0.06 for _, y in noise)
+    ends_low = smooth([*((step, 6.0) for step in range(59)), (59, 5.0)], 2)
+    assert ends_low[-1][1] > 5.1
+    assert smooth([], 5) == [] and smooth([(1, 2.0)], 5) == [(1, 2.0)]
 
 
 def test_text_curve_is_this_drawing():
