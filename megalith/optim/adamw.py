@@ -24,7 +24,8 @@ class AdamW(torch.optim.AdamW):
         super().step()
         steps = [self.state[parameter]["step"] for _, parameter, _ in large]
         if steps:
-            torch._foreach_add_(steps, 1 - self.found_inf)
+            # A list: the value of a single tensor would be read on the host.
+            torch._foreach_add_(steps, [1 - self.found_inf] * len(steps))
         for (group, parameter, grad), step in zip(large, steps):
             parameter.grad = grad
             state = self.state[parameter]
