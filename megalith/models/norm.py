@@ -8,6 +8,7 @@ from torch.nn.functional import layer_norm, rms_norm
 
 from megalith.comm import local
 from megalith.config import ModelConfig
+from megalith.ops.dropout import Mask, counter_dropout
 from megalith.ops.norm import fuses_norm, norm_beside
 
 
@@ -30,17 +31,20 @@ class Norm(nn.Module):
         return self._normed(x)
 
     def beside(
-        self, x: Tensor, before: Tensor | None = None, behind: Tensor | None = None
+        self,
+        x: Tensor,  # [..., width]
+        y: Tensor | None = None,
+        mask: Mask | None = None,
+        before: Tensor | None = None,
+        behind: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """x itself, for the residual stream, and x normed: in a form that lets one kernel make the gradient of x.
-
-        For `before` and `behind` see `megalith.ops.norm.norm_beside`.
-        """
+        """x + y, for the residual stream, and that normed, in a form that takes few kernels: see `norm_beside`."""
         if not fuses_norm(x):
+            x = added(x, y, mask)
             return x, self._normed(x)
         bias = None if self.bias is None else local(self.bias)
         weight = local(self.weight) + 1 if self.zero_centred else local(self.weight)
-        return norm_beside(x, weight, bias, self.epsilon, not self.zero_centred, before, behind)
+        return norm_beside(x, y, mask, weight, bias, self.epsilon, not self.zero_centred, before, behind)
 
     def _normed(self, x: Tensor) -> Tensor:
         if self.zero_centred:
@@ -51,6 +55,13 @@ class Norm(nn.Module):
         if self.bias is None:
             return rms_norm(x, (x.shape[-1],), weight, self.epsilon)
         return layer_norm(x, (x.shape[-1],), weight, local(self.bias).to(x.dtype), self.epsilon)
+
+
+def added(x: Tensor, y: Tensor | None, mask: Mask | None) -> Tensor:
+    """x + y, with `mask` after dropout of y; x where there is no y."""
+    if y is None:
+        return x
+    return x + (y if mask is None else counter_dropout(y, *mask))
 
 
 def _whole(x: Tensor) -> Tensor:

@@ -23,7 +23,7 @@ from megalith.models.mla import LatentAttention
 from megalith.models.mlp import MLP
 from megalith.models.moe import MoE
 from megalith.models.multi_token import Future, Join, with_further_losses
-from megalith.models.norm import Norm
+from megalith.models.norm import Norm, added
 from megalith.models.rope import local_rotary_tables, rotary_tables
 from megalith.ops.attention import document_mask
 from megalith.ops.cross_entropy import linear_cross_entropy, softcapped
@@ -32,6 +32,7 @@ from megalith.ops.dropout import (
     EMBEDDING_OUTPUT,
     MLP_OUTPUT,
     DropoutKeys,
+    Mask,
     column_keys,
     counter_dropout,
     output_rows,
@@ -98,49 +99,51 @@ class TransformerLayer(nn.Module):
         if self.join is not None:
             x = self.join(x, context)
         proj_bias, fc2_bias = self._biases_beside_norm(x, context)
-        x, normed = _beside(x, self.input_layernorm)
+        x, normed = _beside(x, None, None, self.input_layernorm)
         y = self.self_attention(normed, context, proj_bias is None)
-        x = x + self._drop(_normed(y, self.post_attention_layernorm), context, ATTENTION_OUTPUT)
-        x, normed = _beside(x, self.pre_mlp_layernorm, proj_bias, fc2_bias)
+        y, mask = _normed(y, self.post_attention_layernorm), self._mask(context, ATTENTION_OUTPUT)
+        x, normed = _beside(x, y, mask, self.pre_mlp_layernorm, proj_bias, fc2_bias)
         y = self.mlp(normed, context) if fc2_bias is None else self.mlp(normed, context, False)
-        x = x + self._drop(_normed(y, self.post_mlp_layernorm), context, MLP_OUTPUT)
+        x = added(x, _normed(y, self.post_mlp_layernorm), self._mask(context, MLP_OUTPUT))
         return _normed(x, self.final_layernorm)
+
+    def _mask(self, context: Context, site: int) -> Mask | None:
+        if context.dropout is None or self.dropout == 0:
+            return None
+        rows = context.dropout.outputs[site - ATTENTION_OUTPUT]
+        return Mask(self.dropout, rows, context.dropout.columns)
 
     def _biases_beside_norm(self, x: Tensor, context: Context) -> tuple[Tensor | None, Tensor | None]:
         """The biases of linear_proj and linear_fc2 whose gradients the backward pass of pre_mlp_layernorm makes.
 
-        It sums over the tokens what it reads and writes, the stream's gradients: those of the linears' results where
-        nothing stands between them and the stream.
+        It sums over the tokens what it reads and writes: the gradients of y and of the stream. So nothing may stand
+        between the linear and y, and nothing, dropout neither, between the other and the stream.
         """
-        between = (self.post_attention_layernorm, self.post_mlp_layernorm)
-        if (
-            self.pre_mlp_layernorm is None
-            or any(norm is not None for norm in between)
-            or self._drops(context)
-            or not fuses_norm(x)
-        ):
+        if self.pre_mlp_layernorm is None or not fuses_norm(x):
             return None, None
-        linears = self.self_attention.linear_proj, None if self.has_experts else self.mlp.linear_fc2
-        return tuple(
-            local(linear.bias) if linear is not None and linear.fuses_bias(x) else None for linear in linears
-        )
+        before, behind = self.self_attention.linear_proj, None
+        if not self.has_experts and self._mask(context, MLP_OUTPUT) is None:
+            behind = self.mlp.linear_fc2
+        pairs = (before, self.post_attention_layernorm), (behind, self.post_mlp_layernorm)
+        return tuple(_bias(linear, x) if norm is None else None for linear, norm in pairs)
 
-    def _drops(self, context: Context) -> bool:
-        return context.dropout is not None and self.dropout > 0
 
-    def _drop(self, x: Tensor, context: Context, site: int) -> Tensor:
-        if not self._drops(context):
-            return x
-        rows = context.dropout.outputs[site - ATTENTION_OUTPUT]
-        return counter_dropout(x, self.dropout, rows, context.dropout.columns)
+def _bias(linear: Linear | None, x: Tensor) -> Tensor | None:
+    return local(linear.bias) if linear is not None and linear.fuses_bias(x) else None
 
 
 def _normed(x: Tensor, norm: Norm | None) -> Tensor:
     return x if norm is None else norm(x)
 
 
-def _beside(x: Tensor, norm: Norm | None, *biases: Tensor | None) -> tuple[Tensor, Tensor]:
-    return (x, x) if norm is None else norm.beside(x, *biases)
+def _beside(
+    x: Tensor, y: Tensor | None, mask: Mask | None, norm: Norm | None, *biases: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """x + y after dropout of y, and that normed."""
+    if norm is not None:
+        return norm.beside(x, y, mask, *biases)
+    x = added(x, y, mask)
+    return x, x
 
 
 def whole(x: Tensor) -> Tensor:

@@ -11,15 +11,13 @@ logit, which one rank has.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megalith.comm import Axis, summed
 from megalith.ops import fused
+from megalith.ops.compiled import as_one_kernel
 
 CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**27}  # logits that exist at once
 CHUNK_MULTIPLE = 256  # tokens; matmuls like round numbers
@@ -117,11 +115,11 @@ def _loss_and_gradient(
     logits[:, real:] = float("-inf")
     own = (index >= 0) & (index < logits.shape[1])
     row = index.clamp(0, logits.shape[1] - 1)[:, None]
-    log_sum, label = _whole(*_run(_log_sum_and_label, logits, row), own, axis)
+    log_sum, label = _whole(*as_one_kernel(_log_sum_and_label, logits, row), own, axis)
     loss = ((log_sum - label) * mask).sum()
     if not wants_gradient:
         return loss, None
-    grad = _run(_weighted_softmax, logits, log_sum, mask)
+    grad = as_one_kernel(_weighted_softmax, logits, log_sum, mask)
     grad.scatter_add_(1, row, -(mask * own)[:, None].to(grad.dtype))
     return loss, grad if softcap is None else grad * _softcap_slope(logits, softcap)
 
@@ -160,13 +158,3 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     if a.is_cuda and a.dtype != torch.float32:
         return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     return total.add_(a @ b)
-
-
-def _run(function: Callable, *tensors: Tensor):
-    """On a GPU as one kernel: these steps are bound by memory, which eager ones go through several times."""
-    return _compiled(function)(*tensors) if tensors[0].is_cuda else function(*tensors)
-
-
-@cache
-def _compiled(function: Callable) -> Callable:
-    return torch.compile(function, fullgraph=True, dynamic=False)

@@ -10,9 +10,12 @@ The hash is murmur3's 32-bit finalizer (Appleby 2011), applied to the row key xo
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from megalith.ops.compiled import as_one_kernel
 
 # Sites of dropout inside a layer; the embedding's output is a layer of its own, numbered -1.
 ATTENTION_PROBABILITIES, ATTENTION_OUTPUT, MLP_OUTPUT, EMBEDDING_OUTPUT = 0, 1, 2, 3
@@ -74,6 +77,14 @@ def column_keys(width: int, device: torch.device | str, first: int = 0) -> Tenso
     return _mixed_indices(torch.arange(first, first + width, device=device))
 
 
+class Mask(NamedTuple):
+    """What `counter_dropout` takes besides the tensor."""
+
+    probability: float
+    rows: Tensor
+    columns: Tensor
+
+
 def counter_dropout(x: Tensor, probability: float, rows: Tensor, columns: Tensor) -> Tensor:
     """Drops elements of x [batch, seq, width] and scales the others by 1 / (1 - probability).
 
@@ -88,11 +99,12 @@ class _CounterDropout(torch.autograd.Function):
     def forward(ctx, x: Tensor, probability: float, rows: Tensor, columns: Tensor) -> Tensor:
         ctx.save_for_backward(rows, columns)
         ctx.probability = probability
-        return _drop(x, probability, rows, columns)
+        return as_one_kernel(_drop, x, probability, rows, columns)
 
     @staticmethod
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None, None]:
-        return _drop(grad, ctx.probability, *ctx.saved_tensors), None, None, None
+        grad = as_one_kernel(_drop, grad, ctx.probability, *ctx.saved_tensors)
+        return grad, None, None, None
 
 
 def _drop(x: Tensor, probability: float, rows: Tensor, columns: Tensor) -> Tensor:

@@ -1,7 +1,9 @@
-"""A norm beside a residual stream, with the backward pass of both in one kernel.
+"""A norm beside a residual stream, whose addition before it and gradients behind it are parts of the same kernels.
 
-The gradient of x, from which a norm branches off, is the sum of what comes back through the norm and along the stream.
-Made together, the rows are read once.
+    x ──┬─▶ + ──┬────────────▶ stream            The gradient of x, and of y where it was not dropped from, is the sum
+    y ──┘       └──▶ norm ───▶ normed            of what comes back through the norm and along the stream.
+
+Made together, each of these tensors is read or written once, forward and backward.
 """
 
 from __future__ import annotations
@@ -10,6 +12,7 @@ import torch
 from torch import Tensor
 
 from megalith.ops import fused
+from megalith.ops.dropout import Mask
 
 
 def fuses_norm(x: Tensor) -> bool:
@@ -19,6 +22,8 @@ def fuses_norm(x: Tensor) -> bool:
 
 def norm_beside(
     x: Tensor,  # [..., width]
+    y: Tensor | None,  # the same
+    mask: Mask | None,
     weight: Tensor,  # float32 [width]
     bias: Tensor | None,  # float32 [width]; None: RMSNorm
     epsilon: float,
@@ -26,42 +31,60 @@ def norm_beside(
     before: Tensor | None = None,
     behind: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """x as it is, for the residual stream, and x normed: LayerNorm or RMSNorm in fp32, the result in x's type.
+    """x + y in their type, and that normed: LayerNorm or RMSNorm in fp32, the result in their type.
 
-    `rounded`: weight and bias are first rounded to x's type. `before` and `behind`, float32 [width], take part in
-    nothing here: they are the biases of linears whose results have been added to x, and will be added to the x
-    returned, with the bias detached. Their gradients, sums over the tokens, are made here.
+    y None: x alone. `mask`: y goes through dropout first. `rounded`: weight and bias are first rounded to x's type.
+    `before` and `behind`, float32 [width], take part in nothing here: they are the biases of the linear that has given
+    y and of the one whose result will be added, with its bias detached, to the sum returned. Their gradients, sums over
+    the tokens, are made here.
     """
-    return _NormBeside.apply(x, weight, bias, before, behind, epsilon, rounded)
+    probability, rows, columns = (0.0, None, None) if mask is None else mask
+    return _NormBeside.apply(x, y, rows, columns, weight, bias, before, behind, probability, epsilon, rounded)
 
 
 class _NormBeside(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x, weight, bias, before, behind, epsilon: float, rounded: bool) -> tuple[Tensor, Tensor]:
-        wide, kind = x.float(), x.dtype if rounded else torch.float32
-        mean = None
-        if bias is None:
-            rstd = torch.rsqrt(wide.square().mean(-1, keepdim=True) + epsilon)
-            normed = wide * rstd * weight.to(kind)
-        else:
-            variance, mean = torch.var_mean(wide, -1, correction=0, keepdim=True)
-            rstd = torch.rsqrt(variance + epsilon)
-            normed = (wide - mean) * rstd * weight.to(kind) + bias.to(kind)
-        ctx.save_for_backward(x, weight, rstd, *([] if mean is None else [mean]))
-        ctx.rounded, ctx.before, ctx.behind = rounded, before is not None, behind is not None
-        return x.view_as(x), normed.to(x.dtype)
+    def forward(
+        ctx,
+        x,
+        y,
+        rows,
+        columns,
+        weight,
+        bias,
+        before,
+        behind,
+        probability: float,
+        epsilon: float,
+        rounded: bool,
+    ) -> tuple[Tensor, Tensor]:
+        flat = [None if t is None else t.flatten(0, -2) for t in (x, y)]
+        rows = None if rows is None else rows.flatten()
+        stream, normed, stats = torch.ops.megalith.norm_forward(
+            *flat, weight, bias, rows, columns, probability, epsilon, rounded
+        )
+        stream = x.view_as(x) if y is None else stream.view_as(x)
+        ctx.save_for_backward(stream, stats, weight, rows, columns)
+        ctx.probability, ctx.rounded = probability, rounded
+        ctx.adds, ctx.centred = y is not None, bias is not None
+        ctx.before, ctx.behind = before is not None, behind is not None
+        return stream, normed.view_as(x)
 
     @staticmethod
     def backward(ctx, beside: Tensor, grad: Tensor):
-        x, weight, rstd, *mean = ctx.saved_tensors
-        centred = len(mean) == 1
-        rows = [t.flatten(0, -2) for t in (grad, x, mean[0] if centred else rstd, rstd, beside)]
-        grad_x, sums = torch.ops.megalith.norm_backward(
-            *rows, weight, centred, ctx.rounded, ctx.before, ctx.behind
-        )
+        stream, stats, weight, rows, columns = ctx.saved_tensors
+        grad, x, beside = (t.flatten(0, -2) for t in (grad, stream, beside))
+        grad_x, dropped, sums = torch.ops.megalith.norm_backward(
+            grad, x, stats, beside, weight, rows, columns,
+            ctx.probability, ctx.rounded, ctx.before, ctx.behind,
+        )  # fmt: skip
+        grad_x = grad_x.view_as(stream)
+        grad_y = None
+        if ctx.adds:
+            grad_y = grad_x if rows is None else dropped.view_as(stream)
         sums = list(sums.unbind())
         grad_weight = sums.pop(0)
-        grad_bias = sums.pop(0) if centred else None
+        grad_bias = sums.pop(0) if ctx.centred else None
         grad_before = sums.pop(0) if ctx.before else None
         grad_behind = sums.pop(0) if ctx.behind else None
-        return grad_x.view_as(x), grad_weight, grad_bias, grad_before, grad_behind, None, None
+        return grad_x, grad_y, None, None, grad_weight, grad_bias, grad_before, grad_behind, None, None, None

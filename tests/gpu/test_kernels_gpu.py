@@ -6,9 +6,11 @@ from torch.nn import functional as F
 
 from megalith.config import ModelConfig
 from megalith.models.init import initialize
+from megalith.models.norm import added
 from megalith.models.transformer import Transformer
 from megalith.ops import fused
 from megalith.ops.activation import gelu_tanh
+from megalith.ops.dropout import Mask, column_keys, token_keys
 from megalith.ops.norm import norm_beside
 from megalith.ops.qkv import split_qkv
 from megalith.optim.adamw import LEAST, AdamW
@@ -39,29 +41,36 @@ def check(found: list, exact: list, rounding: float) -> None:
 
 @TYPES
 @pytest.mark.parametrize("centred", [True, False])
+@pytest.mark.parametrize("branch", ["none", "added", "dropped"])
 @pytest.mark.parametrize(("tokens", "width"), [(1, 320), (1003, 1280), (40, 8192)])
-def test_norm_beside_a_stream_has_the_gradients_of_both_and_of_the_biases(dtype, centred, tokens, width):
+def test_norm_beside_a_stream_has_the_gradients_of_both_and_of_the_biases(
+    dtype, centred, branch, tokens, width
+):
     torch.manual_seed(0)
     x, weight = random(tokens, width, dtype=dtype) + 1, random(width)
+    y = None if branch == "none" else random(tokens, width, dtype=dtype)
     bias = random(width) if centred else None
-    stream, grad = random(tokens, width, dtype=dtype), random(tokens, width, dtype=dtype)
-    riders = torch.zeros(2, width, device="cuda").unbind()
-    inputs = [t for t in (x, weight, bias, *riders) if t is not None]
+    before, behind = torch.zeros(2, width, device="cuda").unbind()
+    mask = None
+    if branch == "dropped":
+        keys = token_keys(3, torch.arange(1, device="cuda"), torch.arange(tokens, device="cuda"))[0]
+        mask = Mask(0.1, keys, column_keys(width, "cuda"))
+    inputs = [t for t in (x, y, weight, bias, before, behind) if t is not None]
     for t in inputs:
         t.requires_grad_()
-    outputs = torch.compile(norm_beside, fullgraph=True)(x, weight, bias, 1e-5, True, *riders)
-    found = torch.autograd.grad(outputs, inputs, (stream, grad))
-    assert [t.dtype for t in found] == [dtype] + [torch.float32] * (len(inputs) - 1)
+    outputs = torch.compile(norm_beside, fullgraph=True)(x, y, mask, weight, bias, 1e-5, True, before, behind)
+    grads = random(2, tokens, width, dtype=dtype).unbind()
+    found = torch.autograd.grad(outputs, inputs, grads)
+    assert [t.dtype for t in found] == [t.dtype for t in inputs]
 
     wide = [t.detach().to(dtype).double().requires_grad_() for t in inputs[:-2]]
+    stream, affine = added(wide[0], None if y is None else wide[1], mask), wide[1 + (y is not None) :]
     normed = (
-        F.layer_norm(wide[0], (width,), *wide[1:])
-        if centred
-        else F.rms_norm(wide[0], (width,), wide[1], 1e-5)
+        F.layer_norm(stream, (width,), *affine) if centred else F.rms_norm(stream, (width,), *affine, 1e-5)
     )
-    exact = list(torch.autograd.grad((wide[0] * 1, normed), wide, (stream.double(), grad.double())))
-    check([*outputs, *found], [x.detach().double(), normed, *exact, exact[0].sum(0), stream.double().sum(0)],
-          ROUNDING[dtype])  # fmt: skip
+    exact = list(torch.autograd.grad((stream * 1, normed), wide, [g.double() for g in grads]))
+    sums = [exact[y is not None].sum(0), grads[0].double().sum(0)]
+    check([*outputs, *found], [stream, normed, *exact, *sums], 2 * ROUNDING[dtype])
 
 
 @TYPES
@@ -134,12 +143,12 @@ def test_large_parameters_are_stepped_as_torch_steps_them():
 def test_kernels_repeat_themselves_to_the_bit():
     torch.manual_seed(0)
     x, grad, stream = (random(5000, 1280, dtype=torch.bfloat16) for _ in range(3))
-    mean, rstd, weight = random(5000, 1), random(5000, 1), random(1280)
+    stats, weight = random(2, 5000), random(1280)
     heads = [t.view(5, 1000, 16, 80) for t in (x, grad, stream)]
     ops = torch.ops.megalith
     first, second = (
         [
-            *ops.norm_backward(grad, x, mean, rstd, stream, weight, True, True, True, True),
+            *ops.norm_backward(grad, x, stats, stream, weight, None, None, 0.0, True, True, True),
             *ops.gelu_backward(grad, x),
             *ops.join_qkv(*heads),
         ]

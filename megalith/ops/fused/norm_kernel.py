@@ -1,9 +1,14 @@
-"""The backward pass of a norm that stands beside a residual stream: one pass over memory, and small column sums.
+"""A norm beside a residual stream, forward and backward: each one pass over memory, and small column sums.
 
-A program holds whole rows in registers. It reads the gradient of the normed rows, the rows and the gradient that comes
-along the stream, and writes the sum of both gradients. What is summed over tokens (the gradients of weight and bias,
-and those of the linears' biases that were added to the stream before and behind the norm) it sums over its own rows;
-the programs' parts are summed afterwards, in a fixed order, so that a run can be repeated to the bit.
+Forward, a program adds y, what a branch has given, to the stream x, and norms the sum. Backward it reads the gradient
+of the normed rows, the rows and the gradient that comes along the stream, and writes the sum of both gradients, which
+is that of x and of y. Where y went through dropout, the mask is made again from its keys, and y's gradient apart.
+
+What is summed over tokens (the gradients of weight and bias, and those of the linears' biases that were added to the
+stream before and behind the norm) a program sums over its own rows; the programs' parts are summed afterwards, in a
+fixed order, so that a run can be repeated to the bit.
+
+A row is held in registers in two pieces, since a piece has a power of two of elements: 1280 = 1024 + 256.
 """
 
 from __future__ import annotations
@@ -14,18 +19,57 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-PROGRAMS = 660  # each takes every PROGRAMS-th row; five at a time on each of an H200's 132 multiprocessors
+FORWARD_PROGRAMS, PROGRAMS = (
+    1056,
+    660,
+)  # each takes every so-many-th row: 8 and 5 on each multiprocessor of an H200
 ELEMENTS = 256  # of the first piece for a warp: 8 a thread, 16 bytes in a type of two
 STAGES = 1  # rows that a program has on their way from memory
 
 
 @triton.jit
-def _norm_backward(
-    grad, x, mean, rstd, beside, weight, out, parts, tokens,
-    WIDTH: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr, STAGES: tl.constexpr,
-    CENTRED: tl.constexpr, ROUNDED: tl.constexpr, BEFORE: tl.constexpr, BEHIND: tl.constexpr,
+def _norm_forward(
+    x, y, weight, bias, rows, columns, stream, out, stats, tokens, epsilon, factor,
+    WIDTH: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr, STAGES: tl.constexpr, THRESHOLD: tl.constexpr,
+    CENTRED: tl.constexpr, ROUNDED: tl.constexpr, ADDS: tl.constexpr, DROPS: tl.constexpr,
 ):  # fmt: skip
-    # A row is held in two pieces, since a piece has a power of two of elements: 1280 = 1024 + 256.
+    first, rest = tl.arange(0, FIRST), FIRST + tl.arange(0, REST)
+    gain_a, gain_b = _gain(weight, x, first, WIDTH, ROUNDED), _gain(weight, x, rest, WIDTH, ROUNDED)
+    shift_a, shift_b = tl.zeros([FIRST], tl.float32), tl.zeros([REST], tl.float32)
+    if CENTRED:
+        shift_a, shift_b = _gain(bias, x, first, WIDTH, ROUNDED), _gain(bias, x, rest, WIDTH, ROUNDED)
+    for row in tl.range(tl.program_id(0), tokens, tl.num_programs(0), num_stages=STAGES):
+        start = tl.cast(row, tl.int64) * WIDTH
+        value_a, value_b = _row(x + start, first, WIDTH), _row(x + start, rest, WIDTH)
+        if ADDS:
+            more_a, more_b = _row(y + start, first, WIDTH), _row(y + start, rest, WIDTH)
+            if DROPS:
+                key = tl.load(rows + row)
+                more_a = _dropped(more_a, key, columns, first, factor, WIDTH, THRESHOLD)
+                more_b = _dropped(more_b, key, columns, rest, factor, WIDTH, THRESHOLD)
+            value_a = (value_a + more_a).to(x.dtype.element_ty)
+            value_b = (value_b + more_b).to(x.dtype.element_ty)
+            _keep(stream + start, first, rest, value_a, value_b, WIDTH)
+            value_a, value_b = value_a.to(tl.float32), value_b.to(tl.float32)
+        if CENTRED:
+            centre = (tl.sum(value_a, 0) + tl.sum(value_b, 0)) / WIDTH
+            tl.store(stats + tokens + row, centre)
+            value_a -= centre
+            value_b = tl.where(rest < WIDTH, value_b - centre, 0.0)
+        scale = tl.rsqrt((tl.sum(value_a * value_a, 0) + tl.sum(value_b * value_b, 0)) / WIDTH + epsilon)
+        tl.store(stats + row, scale)
+        value_a = (value_a * scale * gain_a + shift_a).to(out.dtype.element_ty)
+        value_b = (value_b * scale * gain_b + shift_b).to(out.dtype.element_ty)
+        _keep(out + start, first, rest, value_a, value_b, WIDTH)
+
+
+@triton.jit
+def _norm_backward(
+    grad, x, stats, beside, weight, rows, columns, out, dropped, parts, tokens, factor,
+    WIDTH: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr, STAGES: tl.constexpr, THRESHOLD: tl.constexpr,
+    CENTRED: tl.constexpr, ROUNDED: tl.constexpr, DROPS: tl.constexpr,
+    BEFORE: tl.constexpr, BEHIND: tl.constexpr,
+):  # fmt: skip
     first, rest = tl.arange(0, FIRST), FIRST + tl.arange(0, REST)
     gain_a, gain_b = _gain(weight, x, first, WIDTH, ROUNDED), _gain(weight, x, rest, WIDTH, ROUNDED)
     zeros_a, zeros_b = tl.zeros([FIRST], tl.float32), tl.zeros([REST], tl.float32)
@@ -36,10 +80,10 @@ def _norm_backward(
         dy_a, dy_b = _row(grad + start, first, WIDTH), _row(grad + start, rest, WIDTH)
         value_a, value_b = _row(x + start, first, WIDTH), _row(x + start, rest, WIDTH)
         along_a, along_b = _row(beside + start, first, WIDTH), _row(beside + start, rest, WIDTH)
-        scale = tl.load(rstd + row)
+        scale = tl.load(stats + row)
         level = tl.zeros_like(scale)
         if CENTRED:
-            centre = tl.load(mean + row)
+            centre = tl.load(stats + tokens + row)
             value_a -= centre
             value_b -= centre
             biases_a += dy_a
@@ -55,8 +99,19 @@ def _norm_backward(
             level = (tl.sum(dy_a, 0) + tl.sum(dy_b, 0)) / WIDTH
         dx_a = (dy_a - level - value_a * slope) * scale + along_a
         dx_b = (dy_b - level - value_b * slope) * scale + along_b
-        tl.store(out + start + first, dx_a.to(out.dtype.element_ty), mask=first < WIDTH)
-        tl.store(out + start + rest, dx_b.to(out.dtype.element_ty), mask=rest < WIDTH)
+        _keep(out + start, first, rest, dx_a.to(out.dtype.element_ty), dx_b.to(out.dtype.element_ty), WIDTH)
+        if DROPS:
+            key = tl.load(rows + row)
+            dx_a = _dropped(dx_a, key, columns, first, factor, WIDTH, THRESHOLD)
+            dx_b = _dropped(dx_b, key, columns, rest, factor, WIDTH, THRESHOLD)
+            _keep(
+                dropped + start,
+                first,
+                rest,
+                dx_a.to(out.dtype.element_ty),
+                dx_b.to(out.dtype.element_ty),
+                WIDTH,
+            )
         if BEFORE:
             before_a += dx_a
             before_b += dx_b
@@ -85,40 +140,89 @@ def _row(start, columns, WIDTH: tl.constexpr):
 
 
 @triton.jit
-def _keep(part, first, rest, sums_a, sums_b, WIDTH: tl.constexpr):
-    tl.store(part + first, sums_a, mask=first < WIDTH)
-    tl.store(part + rest, sums_b, mask=rest < WIDTH)
+def _dropped(value, row, columns, places, factor, WIDTH: tl.constexpr, THRESHOLD: tl.constexpr):
+    h = row ^ tl.load(columns + places, mask=places < WIDTH, other=0)  # and on as ops.dropout.mix
+    h = (h ^ ((h >> 16) & 0xFFFF)) * -2048144789
+    h = (h ^ ((h >> 13) & 0x7FFFF)) * -1028477387
+    h = h ^ ((h >> 16) & 0xFFFF)
+    return tl.where((h & 0x7FFFFFFF) >= THRESHOLD, value * factor, 0.0)
+
+
+@triton.jit
+def _keep(start, first, rest, values_a, values_b, WIDTH: tl.constexpr):
+    tl.store(start + first, values_a, mask=first < WIDTH)
+    tl.store(start + rest, values_b, mask=rest < WIDTH)
+
+
+def _pieces(width: int) -> dict[str, int]:
+    first = triton.next_power_of_2(width) // 2
+    rest = triton.next_power_of_2(width - first)
+    return dict(WIDTH=width, FIRST=first, REST=rest, STAGES=STAGES, num_warps=max(1, first // ELEMENTS))
+
+
+@triton_op("megalith::norm_forward", mutates_args={})
+def norm_forward(
+    x: Tensor,
+    y: Tensor | None,
+    weight: Tensor,
+    bias: Tensor | None,
+    rows: Tensor | None,
+    columns: Tensor | None,
+    probability: float,
+    epsilon: float,
+    rounded: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """x + y [tokens, width], that normed, and float32 statistics of its rows: [2, tokens] of 1 / deviation and mean.
+
+    Without y the first is empty, and x is normed. Without `bias` it is RMSNorm, which has no mean: [1, tokens]. With
+    `rows` int32 [tokens] and `columns` int32 [width] y goes through dropout, as ops.dropout.counter_dropout.
+    `rounded`: weight and bias, float32 [width], are first rounded to x's type.
+    """
+    tokens, width = x.shape
+    x, adds, drops, centred = x.contiguous(), y is not None, rows is not None, bias is not None
+    y = y.contiguous() if adds else x
+    stream = torch.empty_like(x) if adds else x.new_empty(0)
+    out = torch.empty_like(x)
+    stats = x.new_empty(1 + centred, tokens, dtype=torch.float32)
+    wrap_triton(_norm_forward)[(min(FORWARD_PROGRAMS, tokens),)](
+        x, y, weight, bias if centred else weight, rows.contiguous() if drops else x, columns if drops else x,
+        stream, out, stats, tokens, epsilon, 1.0 / (1.0 - probability), THRESHOLD=int(probability * 0x80000000),
+        CENTRED=centred, ROUNDED=rounded, ADDS=adds, DROPS=drops, **_pieces(width),
+    )  # fmt: skip
+    return stream, out, stats
 
 
 @triton_op("megalith::norm_backward", mutates_args={})
 def norm_backward(
     grad: Tensor,
     x: Tensor,
-    mean: Tensor,
-    rstd: Tensor,
+    stats: Tensor,
     beside: Tensor,
     weight: Tensor,
-    centred: bool,
+    rows: Tensor | None,
+    columns: Tensor | None,
+    probability: float,
     rounded: bool,
     before: bool,
     behind: bool,
-) -> tuple[Tensor, Tensor]:
-    """The gradient of x [tokens, width], in its type, and sums over tokens: float32 [count, width].
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradient of x [tokens, width], in its type; that of what went through dropout before it was added to x, empty
+    without `rows`; and sums over tokens: float32 [count, width].
 
-    `grad` and `beside` [tokens, width] are the gradients of the normed x and of x along the stream, `mean` and `rstd`
-    float32 [tokens, 1] the rows' statistics. Not `centred`: RMSNorm, which has no mean. `rounded`: the forward pass
-    has rounded `weight` float32 [width] to x's type. The sums: the gradient of weight, that of bias where centred,
-    with `before` the sum of the result, with `behind` that of `beside`.
+    `grad` and `beside` [tokens, width] are the gradients of the normed x and of x along the stream; `x`, `stats` and
+    the others as norm_forward has given and taken them. The sums: the gradient of weight, that of bias where there is
+    one, with `before` the sum of the second result (of the first without dropout), with `behind` that of `beside`.
     """
     tokens, width = x.shape
     grad, x, beside = grad.contiguous(), x.contiguous(), beside.contiguous()
+    drops, centred = rows is not None, len(stats) == 2
     out = torch.empty_like(x)
+    dropped = torch.empty_like(x) if drops else x.new_empty(0)
     programs = min(PROGRAMS, tokens)
     parts = x.new_empty(programs, 1 + centred + before + behind, width, dtype=torch.float32)
-    first = triton.next_power_of_2(width) // 2
     wrap_triton(_norm_backward)[(programs,)](
-        grad, x, mean, rstd, beside, weight, out, parts, tokens,
-        WIDTH=width, FIRST=first, REST=triton.next_power_of_2(width - first), STAGES=STAGES,
-        CENTRED=centred, ROUNDED=rounded, BEFORE=before, BEHIND=behind, num_warps=max(1, first // ELEMENTS),
+        grad, x, stats, beside, weight, rows.contiguous() if drops else x, columns if drops else x,
+        out, dropped, parts, tokens, 1.0 / (1.0 - probability), THRESHOLD=int(probability * 0x80000000),
+        CENTRED=centred, ROUNDED=rounded, DROPS=drops, BEFORE=before, BEHIND=behind, **_pieces(width),
     )  # fmt: skip
-    return out, parts.sum(0)
+    return out, dropped, parts.sum(0)
