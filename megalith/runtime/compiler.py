@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
+from pathlib import Path
+
 import torch
 from torch._inductor import config, ir
 from torch._inductor.choices import InductorChoices
@@ -19,6 +22,27 @@ def prepare_compiler(activation_memory_budget: float) -> None:
     """`activation_memory_budget`: of what compiled layers would keep for the backward pass, the share they may."""
     V.set_choices_handler(_Choices())
     torch._functorch.config.activation_memory_budget = activation_memory_budget
+    cache_whole_layers()
+
+
+def cache_whole_layers() -> None:
+    """Lets torch keep on disk what it makes of a layer's two passes, so that a later start need not trace them anew.
+
+    It keeps none with an autograd function or a choice of attention kernels inside, as it cannot know in general what
+    these depend on. Ours depend on their code alone: what is traced is in the key, and of operators of our own, which
+    torch does not look into, the files are put there.
+    """
+    key = torch.__version__ + operators_hash()
+    torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
+    for function in ("_sdpa_kernel", "_backend_from_string"):  # what `with sdpa_kernel(...)` is traced to
+        config.unsafe_marked_cacheable_functions[f"torch.nn.attention.{function}"] = key
+
+
+def operators_hash() -> str:
+    """Of the files that define operators."""
+    package = Path(__file__).parents[1]
+    files = sorted([*package.glob("ops/**/*.py"), *package.glob("parallel/*.py"), package / "comm.py"])
+    return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
 class _Choices(InductorChoices):
