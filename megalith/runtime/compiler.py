@@ -34,8 +34,8 @@ def cache_whole_layers() -> None:
     """
     key = torch.__version__ + operators_hash()
     torch._functorch.config.autograd_cache_allow_custom_autograd_functions = True
-    for function in ("_sdpa_kernel", "_backend_from_string"):  # what `with sdpa_kernel(...)` is traced to
-        config.unsafe_marked_cacheable_functions[f"torch.nn.attention.{function}"] = key
+    choices = ("_sdpa_kernel", "_backend_from_string")  # what `with sdpa_kernel(...)` is traced to
+    config.unsafe_marked_cacheable_functions = {f"torch.nn.attention.{function}": key for function in choices}
 
 
 def operators_hash() -> str:
