@@ -8,10 +8,11 @@ import torch
 
 from megalith.bridge.folder import is_model_folder
 from megalith.bridge.importer import SEED, common_dtype, open_source
-from megalith.bridge.load import begin_from, load_source
+from megalith.bridge.load import begin_from, check_base, load_source
 from megalith.bridge.origin import check_vocabulary, saved_tokenizer, tokenizer_of
 from megalith.build import COMPUTE_DTYPES, vocabulary_rows
-from megalith.checkpoint import load_model, open_checkpoint
+from megalith.checkpoint import Checkpoint, load_model, open_checkpoint
+from megalith.checkpoint.state import base_fingerprint
 from megalith.config import RunConfig
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import CheckpointError
@@ -50,18 +51,21 @@ def load_with_tokenizer(
         device=device,
     )
     if config.lora.rank is not None:
-        _add_adapters(model, config, device)
+        _add_adapters(model, checkpoint, config, device)
     load_model(checkpoint, model, vocabulary_rows(config))
     return model.eval(), saved_tokenizer(checkpoint.tokenizer_folder)
 
 
-def _add_adapters(model: Transformer, config: RunConfig, device: str | torch.device) -> None:
+def _add_adapters(
+    model: Transformer, checkpoint: Checkpoint, config: RunConfig, device: str | torch.device
+) -> None:
     """Gives a model without values those of its base, and adapters without values."""
     base, seed = config.model.init_from, config.train.seed
     if base is None:
         initialize(model, config.model, seed)
     else:
         begin_from(base, model, vocabulary_rows(config), seed, ALONE)
+        check_base(checkpoint, base_fingerprint(model, vocabulary_rows(config)), base)
     add_adapters(model, config.lora)
     for _, adapter in adapters(model):
         adapter.to_empty(device=device)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from megalith.bridge.adapters import begin_from_peft
-from megalith.bridge.load import begin_from
+from megalith.bridge.load import begin_from, check_base
 from megalith.build import vocabulary_rows
 from megalith.checkpoint import (
     Checkpoint,
@@ -16,6 +16,7 @@ from megalith.checkpoint import (
     state_boxes,
 )
 from megalith.checkpoint.agree import together
+from megalith.checkpoint.state import base_fingerprint
 from megalith.checkpoint.steps import CHECKPOINTS, next_save_number, save_order
 from megalith.config import RunConfig
 from megalith.data.tokenizer import Tokenizer
@@ -48,12 +49,25 @@ def load_run(run: Run) -> Path | None:
     if config.model.init_from is not None and (frozen or checkpoint is None):
         chunks, rows = run.model.chunks, vocabulary_rows(config)
         begin_from(config.model.init_from, chunks, rows, config.train.seed, run.mesh.world)
+        if frozen:
+            _remember_base(run, checkpoint)
     if checkpoint is None:
         if config.lora.load is not None:
             begin_from_peft(config, run.model.chunks)
         return None
     restore(run, checkpoint, config.checkpoint.load_optim)
     return checkpoint.folder
+
+
+def _remember_base(run: Run, checkpoint: Checkpoint | None) -> None:
+    """Notes which weights the adapters are trained on; those of `checkpoint` have to be of the same."""
+    run.base = base_fingerprint(run.model.chunks, vocabulary_rows(run.config), run.mesh.world)
+
+    def check() -> None:
+        if checkpoint is not None and run.mesh.world.rank == 0:
+            check_base(checkpoint, run.base, run.config.model.init_from)
+
+    together(run.mesh.world, check)
 
 
 def _first_checkpoint(run: Run) -> Checkpoint | None:

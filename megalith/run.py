@@ -55,6 +55,9 @@ class Run:
         self.step = 0  # updates made, skipped ones included
         self.consumed_samples = 0
         self.left_out: list[list[int]] = []  # ranges of the data's stream, after loss spikes
+        self.base: str | None = (
+            None  # with adapters: the fingerprint of the weights from init_from; on rank 0
+        )
         self.abandoned: list[
             list[int]
         ] = []  # ranges of save numbers in the output folder, of steps gone back from

@@ -241,6 +241,7 @@ class Trainer(Run):
             loss_scale=self.loss_scale.state(),
             left_out=self.left_out,
             abandoned=self.abandoned,
+            base=self.base,
             tokenizer=tokenizer
             and TokenizerRecord(fingerprint=tokenizer.fingerprint, vocab_size=tokenizer.vocab_size),
         )

@@ -6,7 +6,7 @@ A run with adapters holds these alone; its base is what `model.init_from` names.
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path
 
@@ -17,14 +17,16 @@ from megalith.bridge.families import family_for, family_named, family_of
 from megalith.bridge.family import Family
 from megalith.bridge.folder import CONFIG, find_folder, read_json
 from megalith.bridge.importer import Change, import_hf, new_run, refuse_existing
-from megalith.bridge.load import is_source, model_of
+from megalith.bridge.load import check_base, is_source, model_of
 from megalith.bridge.peft import CONFIG_FILE, PeftFolder, is_peft, save_peft
 from megalith.checkpoint import Checkpoint, RunRecord, StepWriter, open_checkpoint
+from megalith.checkpoint.fingerprint import Sample, digest, sample
 from megalith.checkpoint.state import Model, own_boxes
 from megalith.config import LoraConfig, ModelConfig, RunConfig
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.lora import adapters, add_adapters
 from megalith.models.transformer import Transformer
+from megalith.parallel.shards import Box
 
 
 def with_lora_load(config: RunConfig) -> RunConfig:
@@ -89,27 +91,35 @@ def merge(source: str | Path, out: str | Path, base: str | None = None, show_pro
     """
     out = Path(out)
     refuse_existing(out)
-    base, adapted = _adapted(source, base)
+    base, adapted, trained_on = _adapted(source, base)
     changes = {f"{name}.weight": adapter for name, adapter in adapters(adapted)}
+    samples: Sample = {}
 
     @lru_cache(maxsize=1)
     @torch.no_grad()
     def delta(name: str) -> Tensor:
         return changes[name].delta()
 
-    def change(name: str, box: Tensor, offset: Sequence[int]) -> Tensor:
-        if name not in changes:
-            return box
-        return box + delta(name)[tuple(slice(at, at + size) for at, size in zip(offset, box.shape))]
+    def change(name: str, box: Box) -> Tensor:
+        samples.setdefault(name, {}).update(sample(box))
+        return box.values + box.cut_from(delta(name)) if name in changes else box.values
 
     if is_source(base):
-        return import_hf(base, out, show_progress=show_progress, change=change)
-    checkpoint = open_checkpoint(base, what=("model",))
-    return _rewrite(checkpoint, out, change)
+        merged = import_hf(base, out, show_progress=show_progress, change=change)
+    else:
+        merged = _rewrite(open_checkpoint(base, what=("model",)), out, change)
+    if trained_on is not None:
+        try:
+            check_base(trained_on, digest(samples), base)
+        except CheckpointError:
+            shutil.rmtree(out, ignore_errors=True)
+            raise
+    return merged
 
 
-def _adapted(source: str | Path, base: str | None) -> tuple[str, Transformer]:
-    """What the adapters belong to, and a model that has their values, and of its own weights none."""
+def _adapted(source: str | Path, base: str | None) -> tuple[str, Transformer, Checkpoint | None]:
+    """What the adapters belong to, a model that has their values, and of its own weights none; their checkpoint."""
+    checkpoint = None
     if is_peft(source):
         base = base or read_json(Path(source) / CONFIG_FILE).get("base_model_name_or_path")
         model = model_of(_known(base, source))
@@ -128,7 +138,7 @@ def _adapted(source: str | Path, base: str | None) -> tuple[str, Transformer]:
     for _, adapter in adapters(adapted):
         adapter.to_empty(device="cpu")
     _fill(adapted, read)
-    return _known(base, source), adapted
+    return _known(base, source), adapted, checkpoint
 
 
 def _known(base: str | None, source: str | Path) -> str:
@@ -156,8 +166,10 @@ def _rewrite(checkpoint: Checkpoint, out: Path, change: Change) -> Path:
         StepWriter(checkpoints, record, write_tokenizer=write) as writer,
     ):
         for name, stored in checkpoint.table("model").items():
-            value = checkpoint.read("model", name)
-            writer.add("model", name, change(name, value, (0,) * len(stored.shape)))
+            box = Box(
+                checkpoint.read("model", name), (0,) * len(stored.shape), tuple(stored.shape), owned=True
+            )
+            writer.add("model", name, change(name, box))
     return writer.folder
 
 

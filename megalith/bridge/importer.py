@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -28,12 +28,13 @@ from megalith.config import RunConfig
 from megalith.config.rules import check_model
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import CheckpointError, ConfigError
+from megalith.parallel.shards import Box
 from megalith.runtime.lock import LOCK_NAME, OutputLock
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 SHARDS = 64  # files that a checkpoint is cut into, as far as they are then of a good size, in bytes:
 SMALLEST_SHARD, LARGEST_SHARD = 2**25, 2**28
-Change = Callable[[str, Tensor, Sequence[int]], Tensor]
+Change = Callable[[str, Box], Tensor]
 SEED = 1234  # of the initial values of tensors that are missing and were allowed to be
 
 
@@ -43,15 +44,15 @@ def import_hf(
     *,
     allow: bool = False,
     show_progress: bool = True,
-    change: Change = lambda name, box, offset: box,
+    change: Change = lambda name, box: box.values,
 ) -> Path:
     """Writes the model in the folder or of the hub name `source` as step 0 of a run at `out`; returns the step.
 
     Holds a few of the files being written in memory, of at most 256 MB, whatever the model's size. With `allow`,
     tensors that are missing begin with initial values, those that are not of the model are left out, and types need
-    not be config.json's. `change` gives what is written of a box of a tensor of ours, from its name, the box and its
-    offset. Raises ConfigError for a model that cannot be built here, CheckpointError for a damaged folder or when
-    `out` is there already or cannot be written: nothing is left then.
+    not be config.json's. `change` gives what is written of a box of a tensor of ours, from its name and the box.
+    Raises ConfigError for a model that cannot be built here, CheckpointError for a damaged folder or when `out` is
+    there already or cannot be written: nothing is left then.
     """
     refuse_existing(Path(out))
     fit = open_source(source, allow)
@@ -68,7 +69,7 @@ def write_run(
     tokenizer: Tokenizer | None,
     keep: Callable[[Path], None] | None = None,
     *,
-    change: Change = lambda name, box, offset: box,
+    change: Change = lambda name, box: box.values,
     show_progress: bool = True,
 ) -> Path:
     """Writes matched tensors as step 0 of a run at `out`, with what `keep` puts beside its tokenizer.
@@ -94,8 +95,8 @@ def write_run(
     ):
         for group in fit.groups:
             for offset, shape in blocks(group.shape, shard_bytes // 8):
-                box = change(group.name, fit.ours(group, SEED, offset, shape), offset)
-                writer.add("model", group.name, box, offset, group.shape)
+                box = Box(fit.ours(group, SEED, offset, shape), offset, group.shape, owned=True)
+                writer.add("model", group.name, change(group.name, box), offset, group.shape)
             progress.add(fit.bytes(group))
     return writer.folder
 

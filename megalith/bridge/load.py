@@ -54,6 +54,19 @@ def begin_from(path: str, model: Model, rows: dict[str, int], seed: int, world: 
         load_base(_checkpoint(path, ("model",), world, boxes), model, rows, world)
 
 
+def check_base(checkpoint: Checkpoint, found: str, path: str) -> None:
+    """Raises CheckpointError unless the adapters in `checkpoint` were trained on weights with the fingerprint `found`.
+
+    `path` is where these are. Checkpoints from before fingerprints were kept pass.
+    """
+    if checkpoint.manifest.base not in (None, found):
+        raise CheckpointError(
+            f"the adapters in {checkpoint.folder} were trained on other weights than those in {path}, which have been "
+            "trained on or replaced since; name the weights as they were, such as one step of a run "
+            "(model.init_from=RUN/checkpoints/step_NNNNNNNN), or train new adapters"
+        )
+
+
 def is_source(path: str | Path) -> bool:
     """Whether weights are in Hugging Face's form: a folder with a config.json, or a hub name."""
     return is_model_folder(path) or not Path(path).exists()

@@ -125,6 +125,9 @@ class RunRecord(_Record):
     abandoned: list[Range] = []
     """[first, end) of the save numbers in this folder of steps that are not this run's past: it has gone back since."""
 
+    base: str | None = None
+    """Of adapters: the fingerprint (fingerprint.py) of the weights that they were trained on."""
+
     tokenizer: TokenizerRecord | None = None
 
 

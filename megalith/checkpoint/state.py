@@ -21,6 +21,7 @@ from torch import nn
 
 from megalith.checkpoint.agree import exchange, together
 from megalith.checkpoint.files import DTYPE_CODES
+from megalith.checkpoint.fingerprint import fingerprint
 from megalith.checkpoint.manifest import TensorRecord
 from megalith.checkpoint.read import Checkpoint, files_for
 from megalith.comm import Axis
@@ -113,6 +114,13 @@ def load_base(
 ) -> None:
     """As load_model, but for adapters, from a checkpoint of a model without."""
     _fill(checkpoint, MODEL, base_boxes(model), unpadded_rows or {}, world)
+
+
+def base_fingerprint(
+    model: Model, unpadded_rows: Mapping[str, int] | None = None, world: Axis = ALONE
+) -> str | None:
+    """The fingerprint of all weights but adapters, on rank 0; every rank of `world` calls it."""
+    return fingerprint(_cut(base_boxes(model), unpadded_rows or {}), world)
 
 
 def load_optimizer(

@@ -60,3 +60,8 @@ def hashed(config: RunConfig) -> list[str]:
     ):
         start(config)
     return names
+
+
+def base_of(config: RunConfig) -> str | None:
+    """The fingerprint of the weights that a run with adapters began from; on rank 0."""
+    return start(config).base

@@ -19,6 +19,7 @@ from megalith.bridge.importer import import_hf
 from megalith.cli import main
 from megalith.data.tokenizer_training import train_tokenizer
 from megalith.errors import CheckpointError, ConfigError, DataError
+from megalith.parallel.shards import Box
 from megalith.runtime.lock import OutputLock
 
 Change = Callable[[dict], object]
@@ -250,10 +251,10 @@ def test_a_folder_where_another_process_is_at_work_is_refused_and_an_import_is_a
             import_hf(folder, tmp_path / "run")
         assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
 
-    def change(name: str, box: torch.Tensor, offset: object) -> torch.Tensor:
+    def change(name: str, box: Box) -> torch.Tensor:
         with pytest.raises(ConfigError, match="out is in use by process"):
             OutputLock(tmp_path / "out")
-        return box
+        return box.values
 
     import_hf(folder, tmp_path / "out", change=change, show_progress=False)
     OutputLock(tmp_path / "out").release()

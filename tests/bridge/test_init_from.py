@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from init_from_job import begin, export_from, hashed, reads
+from init_from_job import base_of, begin, export_from, hashed, reads
 from models.reference import CASES, VOCAB, random_reference
 from safetensors.torch import load_file
 
@@ -67,6 +67,14 @@ def test_a_checkpoint_is_begun_from_as_a_folder_is(pool, hf_folder, tmp_path: Pa
     ]
     assert states[0].keys() == states[1].keys()
     assert all(same_bits(states[0][name], states[1][name]) for name in states[0])
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_base_has_one_fingerprint_in_every_layout(pool, hf_folder, tmp_path: Path, layout: str) -> None:
+    source, lora = hf_folder("gpt2"), {"rank": 2}
+    alone = base_of(run_config(source, tmp_path / "run", lora=lora))
+    cut = run_config(source, tmp_path / "run", LAYOUTS[layout], lora=lora)
+    assert len(alone) == 64 and pool.run(base_of, cut) == [alone, None, None, None]
 
 
 def test_the_ranks_of_a_machine_hash_a_checkpoint_that_they_begin_from_once(

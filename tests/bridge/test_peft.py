@@ -116,6 +116,37 @@ def test_a_run_goes_on_with_its_adapters_and_holds_nothing_else(hf_folder, tmp_p
     assert stored < 0.25 * (hf_folder("llama") / "model.safetensors").stat().st_size
 
 
+@pytest.mark.parametrize(
+    ("name", "target"), [("llama", "q_proj"), ("deepseek-v2, as lite", "linear_proj"), ("gpt2", "c_fc")]
+)
+def test_a_base_that_was_trained_on_since_is_refused_and_one_of_its_steps_is_not(
+    hf_folder, tmp_path: Path, name: str, target: str
+) -> None:
+    base, run = tmp_path / "base", tmp_path / "run"
+    megalith.train(run_config(hf_folder(name), base))
+    step = base / "checkpoints" / "step_00000003"
+    lora = {"rank": 2, "targets": [target]}
+    goes_on = {"lora": lora, "checkpoint": {"load": str(run)}}
+    megalith.train(run_config(base, run, **goes_on))
+    merge(run, tmp_path / "merged", show_progress=False)
+    further = run_config(hf_folder(name), base, checkpoint={"load": str(base)})
+    further.train.train_iters = 4
+    megalith.train(further)
+    told = r"step_00000003 were trained on other weights than those in .*base, which have been trained on"
+    for refused in (
+        lambda: megalith.train(run_config(base, run, **goes_on)),
+        lambda: megalith.load(run),
+        lambda: merge(run, tmp_path / "other", show_progress=False),
+    ):
+        with pytest.raises(CheckpointError, match=told):
+            refused()
+    assert not (tmp_path / "other").exists()
+    assert megalith.train(run_config(step, run, **goes_on)).step == 3
+    merge(run, tmp_path / "again", base=str(step), show_progress=False)
+    states = [megalith.load(tmp_path / folder).state_dict() for folder in ("merged", "again")]
+    assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
+
+
 @pytest.mark.parametrize("checkpoint_base", [False, True])
 def test_peft_adapters_merge_with_a_base_of_either_kind(
     hf_folder, tmp_path: Path, checkpoint_base: bool
