@@ -30,6 +30,7 @@ from megalith.parallel.apply import compiles
 from megalith.parallel.mesh import Mesh, build_mesh
 from megalith.resume import load_run
 from megalith.run import Run
+from megalith.runtime.clock import StartClock
 from megalith.runtime.hang_watch import open_watch
 from megalith.runtime.launch import TIMEOUT, end_distributed, init_distributed, this_process
 from megalith.runtime.metrics import perplexity
@@ -61,8 +62,9 @@ def train(config: RunConfig) -> TrainingResult:
     Every process of the run calls it; where torchrun or `launch` started several, they find each other first.
     Raises ConfigError, DataError or CheckpointError before anything is written when the run is not possible.
     """
-    process, attempt = this_process(), this_attempt()
+    process, attempt, starting = this_process(), this_attempt(), StartClock()
     time.sleep(pause(attempt))
+    starting.mark("imports")
     config, tokenizer = prepare(config, process.world_size)
     device = pick_device(config.runtime.device, process.local_rank)
     config.notes.extend(offload_notes(config, device.type) + overlap_notes(config, compiles(config, device)))
@@ -81,9 +83,10 @@ def train(config: RunConfig) -> TrainingResult:
         if any_rank(goes_on, mesh.world):
             config.checkpoint.load, config.checkpoint.load_optim = str(output), config.checkpoint.save_optim
         trainer, pulse = None, Pulse(mesh, timeout)
+        starting.mark("settings and processes")
         try:
             with open_watch(pulse, process, timeout, output):
-                trainer = Trainer(config, tokenizer, mesh, device, pulse, signals)
+                trainer = Trainer(config, tokenizer, mesh, device, pulse, signals, starting)
                 result = trainer.run()
         except torch.OutOfMemoryError as error:
             made = (trainer.model.chunks, trainer.optimizer) if trainer else ()
@@ -105,6 +108,7 @@ class Trainer(Run):
         device: torch.device,
         pulse: Pulse | None = None,
         signals: StopSignals | None = None,
+        starting: StartClock | None = None,
     ):
         super().__init__(config, tokenizer, mesh, device)
         self.schedule = build_schedule(config.optim, config.train)
@@ -116,13 +120,21 @@ class Trainer(Run):
         self.faults = Faults(self)
         self.validation_loss: float | None = None
         self.loaded_from = load_run(self)
+        self.starting = starting or StartClock()
+        self.starting.mark("data and model")
 
     def run(self) -> TrainingResult:
         """Trains to the end of the run or to an early exit; always leaves a checkpoint."""
         config = self.config
         with (
             open_report(
-                config, self.mesh, self.device, self.step, self.total_steps, self.model.pipeline
+                config,
+                self.mesh,
+                self.device,
+                self.step,
+                self.total_steps,
+                self.model.pipeline,
+                self.starting,
             ) as self.report,
             self.saver,
         ):

@@ -18,6 +18,26 @@ def process_age() -> float | None:
         return None
 
 
+class StartClock:
+    """Where the seconds go from the start of the process to the end of its first step."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[str, float]] = []  # what, and the process's age at its end
+
+    def mark(self, part: str) -> None:
+        """What has been done since the mark before."""
+        if (age := process_age()) is not None:
+            self._parts.append((part, age))
+
+    def __str__(self) -> str:
+        """A sentence; empty where the system does not tell the process's age."""
+        if not self._parts:
+            return ""
+        ends = [0.0, *(age for _, age in self._parts)]
+        parts = (f"{part} {end - start:.1f}" for (part, end), start in zip(self._parts, ends))
+        return f"first step {ends[-1]:.1f} s after the process was started: {', '.join(parts)}"
+
+
 class StepClock:
     """Times spans on a device's own stream. `start` and `stop` never wait; `milliseconds` does, once for all."""
 

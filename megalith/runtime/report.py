@@ -17,7 +17,7 @@ from megalith.hardware import device_kind
 from megalith.models.flops import flops_per_token, throughput
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline import Pipeline
-from megalith.runtime.clock import StepClock, process_age
+from megalith.runtime.clock import StartClock, StepClock
 from megalith.runtime.console import TrainingConsole, open_console
 from megalith.runtime.expert_load import expert_load
 from megalith.runtime.health import ReadStep
@@ -65,6 +65,7 @@ def open_report(
     step: int,
     total_steps: int,
     pipeline: Pipeline | None = None,
+    starting: StartClock | None = None,
 ) -> Iterator[Report]:
     """The report of a run that has made `step` of `total_steps` steps. Rank 0 prints and writes, the others keep still.
 
@@ -90,7 +91,7 @@ def open_report(
         open_console(total_steps, config.log.log_interval) as console,
         StepProfiler(output, traced_steps(config.log), console.note) as profiler,
     ):
-        yield Report(layout, mesh, device, step, pipeline, metrics, console, profiler)
+        yield Report(layout, mesh, device, step, pipeline, metrics, console, profiler, starting)
 
 
 class Report:
@@ -106,12 +107,14 @@ class Report:
         metrics: MetricsWriter | None = None,
         console: TrainingConsole | None = None,
         profiler: StepProfiler | None = None,
+        starting: StartClock | None = None,
     ):
         """`step` is the last step that was made before."""
         self._config = config = layout.config
         self.clock = StepClock(device)
         self.last_loss: float | None = None
         self._metrics, self._console, self._profiler = metrics, console, profiler
+        self._starting = starting or StartClock()
         self._world, self._device = mesh.world, device
         self._layout = LayoutReport(layout, mesh, device, step + 1, self.note, pipeline)
         self._stragglers = Stragglers(config.runtime, mesh, device, self._is_traced, self.event)
@@ -139,8 +142,10 @@ class Report:
         self._pending.append(step)
         if step.step == self._first or step.step % self._interval == 0:
             self.flush()
-        if step.step == self._first and (age := process_age()) is not None:
-            self.note(f"first step {age:.1f} s after the process was started")
+        if step.step == self._first:
+            self._starting.mark("first step")
+            if parts := str(self._starting):
+                self.note(parts)
 
     def flush(self) -> None:
         """Reads what is pending and hands it to the log."""

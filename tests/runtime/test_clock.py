@@ -6,7 +6,7 @@ import time
 
 import torch
 
-from megalith.runtime.clock import StepClock, process_age
+from megalith.runtime.clock import StartClock, StepClock, process_age
 
 
 def test_a_process_knows_its_age():
@@ -17,6 +17,25 @@ def test_a_process_knows_its_age():
     age = float(subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout)
     assert 0.3 <= age <= time.monotonic() - began + 0.02  # the system counts in hundredths
     assert process_age() > 0
+
+
+def test_the_parts_of_a_start_add_up_to_the_process_age(monkeypatch):
+    ages = iter((2.0, 2.5, 7.5))
+    monkeypatch.setattr("megalith.runtime.clock.process_age", lambda: next(ages))
+    clock = StartClock()
+    for part in ("imports", "data and model", "first step"):
+        clock.mark(part)
+    assert (
+        str(clock)
+        == "first step 7.5 s after the process was started: imports 2.0, data and model 0.5, first step 5.0"
+    )
+
+
+def test_a_system_that_tells_no_age_has_no_sentence(monkeypatch):
+    monkeypatch.setattr("megalith.runtime.clock.process_age", lambda: None)
+    clock = StartClock()
+    clock.mark("imports")
+    assert str(clock) == ""
 
 
 def test_a_step_clock_gives_each_span_once():
