@@ -17,6 +17,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor
 
 _ops = torch.ops._c10d_functional
+LEAST_DIRECT = 2**20  # bytes; below, what the ranks' meetings take is most of a direct collective
 
 
 @dataclass(frozen=True)
@@ -31,6 +32,11 @@ class Axis:
     """The group's name, which functional collectives take."""
     mesh: DeviceMesh | None = None
     """The same ranks as a one-dimensional DeviceMesh, for DTensors; None when the size is 1."""
+    direct: bool = False
+    """Whether large tensors go by the GPUs' copy engines (direct.py)."""
+
+    def goes_direct(self, x: Tensor) -> bool:
+        return self.direct and x.is_cuda and x.nbytes >= LEAST_DIRECT
 
 
 def local(parameter: Tensor) -> Tensor:
@@ -129,11 +135,15 @@ def begin_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
 
 def begin_all_gather(x: Tensor, axis: Axis) -> Tensor:
     """As begin_all_reduce, for the ranks' x one behind the other along dimension 0."""
+    if axis.goes_direct(x):
+        return torch.ops.megalith_direct.all_gather(x.contiguous(), axis.size, axis.name)
     return _ops.all_gather_into_tensor(x.contiguous(), axis.size, axis.name)
 
 
 def begin_reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
     """As begin_all_reduce, for this rank's part, along dimension 0, of the sum."""
+    if axis.goes_direct(x):
+        return torch.ops.megalith_direct.reduce_scatter(x.contiguous(), axis.size, axis.name)
     return _ops.reduce_scatter_tensor(x.contiguous(), "sum", axis.size, axis.name)
 
 
@@ -155,6 +165,8 @@ def _reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 
 def _all_to_all(x: Tensor, axis: Axis) -> Tensor:
+    if axis.goes_direct(x):
+        return wait(torch.ops.megalith_direct.all_to_all(x.contiguous(), axis.size, axis.name))
     sizes = [x.shape[0] // axis.size] * axis.size
     return _all_to_all_uneven(x, axis, sizes, sizes)
 

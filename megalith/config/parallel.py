@@ -21,6 +21,9 @@ class ParallelConfig(Section):
     tp_comm_overlap: bool = False
     """Runs micro-batches as two halves: one computes while the other's collectives (TP, or CP's a2a) are under way."""
 
+    symmetric_memory_groups: list[Literal["tp", "cp"]] = []
+    """Axes whose large gathers, scatters and a2a are left to the GPUs' copy engines: one host, NVLink between them."""
+
     high_priority_stream_groups: list[Literal["tp", "cp"]] = []
     """Axes whose collectives go to the GPU ahead of kernels that are ready at the same time (NCCL)."""
 

@@ -163,7 +163,7 @@ def waits(node: Node) -> bool:
 
 
 def _is_functional_collective(node: Node) -> bool:
-    return getattr(node.target, "namespace", None) == "_c10d_functional"
+    return getattr(node.target, "namespace", None) in ("_c10d_functional", "megalith_direct")
 
 
 def seconds(node: Node) -> float:

@@ -18,7 +18,7 @@ The gradients of experts are summed over edp: every token's rows come to one cop
 from __future__ import annotations
 
 import copy
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -122,7 +122,10 @@ def build_mesh(
     if shard_size < dp * cp:
         fsdp = dp_cp._unflatten(0, (dp * cp // shard_size, shard_size), ("replicate", "shard"))
         replicate, shard = _axis(fsdp["replicate"]), _axis(fsdp["shard"])
-    axes = {name: _axis(root[name]) for name in ("pp", "dp", "cp", "tp")}
+    direct = set(parallel.symmetric_memory_groups) if device_type == "cuda" else set()
+    if direct:
+        import megalith.direct  # noqa: F401 (it registers operators)
+    axes = {name: replace(_axis(root[name]), direct=name in direct) for name in ("pp", "dp", "cp", "tp")}
     experts = dict(ep=Axis(), etp=Axis(), ep_etp=Axis(), cp_tp=Axis(), experts=None, expert_fsdp=None)
     if has_experts:
         experts = _expert_axes(parallel, world_size, device_type)

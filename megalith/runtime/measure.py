@@ -3,8 +3,8 @@
 One step is run under torch's profiler, and its spans are laid over each other. On a GPU these are the spans of
 kernels on the device:
 
-    compute         some kernel runs that is not NCCL's
-    communication   only NCCL's kernels run, others than a pipeline's sends and receives: it is exposed, not hidden
+    compute         some kernel runs that is not NCCL's, nor on the stream of direct collectives (direct.py)
+    communication   only those run, others than a pipeline's sends and receives: it is exposed, not hidden
     bubble          only a pipeline's sends and receives run: the rank waits for another stage
     idle            nothing runs: the device waits for the host
 
@@ -30,6 +30,7 @@ from megalith.comm import Axis
 from megalith.parallel.pipeline import PASS, WAITS
 
 MARK = "megalith: the measured step"
+DIRECT = "barrier_kernel"  # in which ranks meet: on the stream of direct collectives alone
 PIPELINE_TITLES = ("nccl:send", "nccl:recv", "gloo:send", "gloo:recv")
 
 Span = tuple[int, int]  # start and end, nanoseconds
@@ -99,7 +100,7 @@ class StepMeasure:
 def device_times(events: Iterable) -> StepTimes:
     """The times of a step on a GPU, from the profiler's events."""
     window = None
-    compute: list[Span] = []
+    others: list[tuple[int, Span, str]] = []
     nccl: list[tuple[int, Span, str]] = []  # stream, span, name
     pipeline: dict[int, list[Span]] = {}  # by stream: what sends and receives span there
     ends: list[int] = []  # of the kernels that a pipeline's pass launched, on each stream
@@ -114,12 +115,14 @@ def device_times(events: Iterable) -> StepTimes:
         elif not titled and "nccl" in name:
             nccl.append((event.device_resource_id(), span, name))
         elif not titled:
-            compute.append(span)
+            others.append((event.device_resource_id(), span, name))
         elif name == PASS:
             ends.append(span[1])
         elif name.startswith(PIPELINE_TITLES):
             pipeline.setdefault(event.device_resource_id(), []).append(span)
-    collectives, transfers = [], []
+    direct = {stream for stream, _, name in others if DIRECT in name}
+    compute = [span for stream, span, _ in others if stream not in direct]
+    collectives, transfers = [span for stream, span, _ in others if stream in direct], []
     for stream, span, name in nccl:
         own = "SendRecv" in name and any(s <= span[0] and span[1] <= e for s, e in pipeline.get(stream, ()))
         (transfers if own else collectives).append(span)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ELEMENTS, WARPS = 2048, 4  # a program's part
+ELEMENTS, WARPS = 1024, 8  # a program's part
 
 
 @triton.jit

@@ -14,8 +14,8 @@ from torch.library import triton_op, wrap_triton
 
 from megalith.ops.activation import CUBIC, SLOPE
 
-PROGRAMS, ROWS, COLUMNS, WARPS = 1056, 4, 1024, 4  # programs in all; ROWS × COLUMNS of a tile
-QKV_PROGRAMS, QKV_ROWS, QKV_COLUMNS, QKV_WARPS = 1056, 4, 1024, 4
+PROGRAMS, ROWS, COLUMNS, WARPS = 2112, 8, 512, 4  # programs in all; ROWS × COLUMNS of a tile
+QKV_PROGRAMS, QKV_ROWS, QKV_COLUMNS, QKV_WARPS = 528, 8, 512, 4
 _SLOPE, _CUBIC = tl.constexpr(SLOPE), tl.constexpr(CUBIC)
 
 

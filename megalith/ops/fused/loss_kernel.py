@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-ROWS, LANES, WARPS = 4, 4096, 16  # entries at a time: ROWS for each of the LANES
+ROWS, LANES, WARPS = 4, 2048, 8  # entries at a time: ROWS for each of the LANES
 
 
 @triton.jit

@@ -29,7 +29,7 @@ STAGES = 1  # rows that a program has on their way from memory
 
 @triton.jit
 def _norm_forward(
-    x, y, weight, bias, rows, columns, stream, out, stats, tokens, epsilon, factor,
+    x, y, weight, bias, rows, columns, summed, out, stats, tokens, epsilon, factor,
     WIDTH: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr, STAGES: tl.constexpr, THRESHOLD: tl.constexpr,
     CENTRED: tl.constexpr, ROUNDED: tl.constexpr, ADDS: tl.constexpr, DROPS: tl.constexpr,
 ):  # fmt: skip
@@ -49,7 +49,7 @@ def _norm_forward(
                 more_b = _dropped(more_b, key, columns, rest, factor, WIDTH, THRESHOLD)
             value_a = (value_a + more_a).to(x.dtype.element_ty)
             value_b = (value_b + more_b).to(x.dtype.element_ty)
-            _keep(stream + start, first, rest, value_a, value_b, WIDTH)
+            _keep(summed + start, first, rest, value_a, value_b, WIDTH)
             value_a, value_b = value_a.to(tl.float32), value_b.to(tl.float32)
         if CENTRED:
             centre = (tl.sum(value_a, 0) + tl.sum(value_b, 0)) / WIDTH

@@ -1,0 +1,141 @@
+"""Collectives by the GPUs' copy engines, between GPUs of one host that reach each other's memory over NVLink.
+
+NCCL's kernels take multiprocessors from the products that they run beside: two products and a collective at once are
+then little faster than one behind the other. Here a rank copies what it gives into memory that all ranks of the group
+can read (symmetric memory), they meet, and each fetches its share by copies that take no multiprocessor. The sums of a
+reduce-scatter are made by the rank that receives, in fp32, rounded once.
+
+Each function begins a collective on a stream of its own and returns what `torch.ops._c10d_functional.wait_tensor` makes
+whole, as torch's functional collectives do, so compiled code traces them. All ranks of a group call the same ones with
+the same shapes in the same order. The input may be freed or overwritten by kernels that are launched afterwards.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from itertools import cycle
+from typing import Any
+
+import torch
+import torch.distributed._symmetric_memory as symmetric
+from torch import Tensor
+from torch.library import custom_op
+
+SLOTS = (
+    4  # collectives of a group that may be under way before the next one waits for the memory of the first
+)
+
+
+@custom_op("megalith_direct::all_gather", mutates_args=())
+def all_gather(x: Tensor, size: int, group: str) -> Tensor:
+    """The ranks' contiguous x, one behind the other along dimension 0, on all of the `size` ranks of `group`."""
+    out = x.new_empty(size * x.shape[0], *x.shape[1:])
+
+    def fetch(slot: _Slot) -> None:
+        for peer in slot.peers():
+            out.chunk(size)[peer].copy_(slot.of(peer, x))
+
+    return _exchange(x, group, out, fetch)
+
+
+@custom_op("megalith_direct::reduce_scatter", mutates_args=())
+def reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
+    """This rank's part, along dimension 0, of the sum of the ranks' contiguous x."""
+    out = x.new_empty(x.shape[0] // size, *x.shape[1:])
+
+    def fetch(slot: _Slot) -> None:
+        parts = out.new_empty(size, *out.shape)
+        for peer in slot.peers():
+            parts[peer].copy_(slot.of(peer, x).chunk(size)[slot.rank])
+        torch.sum(parts, 0, out=out)
+
+    return _exchange(x, group, out, fetch)
+
+
+@custom_op("megalith_direct::all_to_all", mutates_args=())
+def all_to_all(x: Tensor, size: int, group: str) -> Tensor:
+    """Part j of the contiguous x, along dimension 0, goes to rank j; what came, in the ranks' order."""
+    out = torch.empty_like(x)
+
+    def fetch(slot: _Slot) -> None:
+        for peer in slot.peers():
+            out.chunk(size)[peer].copy_(slot.of(peer, x).chunk(size)[slot.rank])
+
+    return _exchange(x, group, out, fetch)
+
+
+@all_gather.register_fake
+def _(x: Tensor, size: int, group: str) -> Tensor:
+    return x.new_empty(size * x.shape[0], *x.shape[1:])
+
+
+@reduce_scatter.register_fake
+def _(x: Tensor, size: int, group: str) -> Tensor:
+    return x.new_empty(x.shape[0] // size, *x.shape[1:])
+
+
+@all_to_all.register_fake
+def _(x: Tensor, size: int, group: str) -> Tensor:
+    return torch.empty_like(x)
+
+
+class _Slot:
+    """Memory for what a rank gives, which its peers can read, and the moment from which it is free again."""
+
+    def __init__(self, size: int, group: str):
+        """A collective call: `size` bytes on every rank."""
+        here = torch.device("cuda", torch.cuda.current_device())
+        self.size = size
+        self._handle: Any = symmetric.rendezvous(symmetric.empty(size, dtype=torch.uint8, device=here), group)
+        self.rank: int = self._handle.rank
+        self.free = torch.cuda.Event()
+
+    def peers(self) -> list[int]:
+        """The ranks in the order in which this one fetches: each begins at another."""
+        count = self._handle.world_size
+        return [(self.rank + step) % count for step in range(count)]
+
+    def of(self, rank: int, like: Tensor) -> Tensor:
+        """What a rank gives, a tensor like this one."""
+        return self._handle.get_buffer(rank, like.shape, like.dtype)
+
+    def meet(self) -> None:
+        """On the current stream: goes on when all ranks have come so far."""
+        self._handle.barrier()
+
+
+class _Slots:
+    """The memory of a group, as large as its largest collective so far."""
+
+    def __init__(self, group: str):
+        self._group, self._size = group, 0
+
+    def next(self, size: int) -> _Slot:
+        if size > self._size:
+            torch.cuda.synchronize()  # nobody reads the old ones any more when all have met to make the new ones
+            self._size = size
+            self._turns = cycle([_Slot(size, self._group) for _ in range(SLOTS)])
+        return next(self._turns)
+
+
+_slots = cache(_Slots)  # by the name of the group
+
+
+@cache
+def _stream(device: int) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device, priority=-1)
+
+
+def _exchange(x: Tensor, group: str, out: Tensor, fetch: Callable[[_Slot], None]) -> Tensor:
+    slot, here, stream = _slots(group).next(x.nbytes), torch.cuda.current_stream(), _stream(x.device.index)
+    here.wait_event(slot.free)
+    slot.of(slot.rank, x).copy_(x)
+    stream.wait_stream(here)
+    with torch.cuda.stream(stream):
+        slot.meet()
+        fetch(slot)
+        slot.meet()
+        slot.free.record(stream)
+        torch._C._distributed_c10d._register_work(out, symmetric.Work())
+    return out
