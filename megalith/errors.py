@@ -6,7 +6,7 @@ The command line prints the message without a traceback and exits with `exit_cod
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class MegalithError(Exception):
@@ -47,6 +47,15 @@ class HangError(MegalithError):
 
 REFUSALS = (ConfigError.exit_code, DataError.exit_code, CheckpointError.exit_code)
 """Exit codes of a run that another start would refuse again."""
+
+
+NAMES_IN_ERROR = 10
+
+
+def shorten(names: Sequence[str]) -> str:
+    """The first names of a list, and how many more there are."""
+    more = len(names) - NAMES_IN_ERROR
+    return ", ".join(names[:NAMES_IN_ERROR]) + (f" and {more} more" if more > 0 else "")
 
 
 def did_you_mean(name: str, known: Iterable[str], count: int = 3) -> str:

@@ -11,11 +11,10 @@ from megalith.bridge.importer import SEED, common_dtype, open_source
 from megalith.bridge.load import begin_from, check_base, load_source
 from megalith.bridge.origin import check_vocabulary, saved_tokenizer, tokenizer_of
 from megalith.build import COMPUTE_DTYPES, vocabulary_rows
-from megalith.checkpoint import Checkpoint, load_model, open_checkpoint
+from megalith.checkpoint import Checkpoint, load_model, open_existing
 from megalith.checkpoint.state import base_fingerprint
 from megalith.config import RunConfig
 from megalith.data.tokenizer import Tokenizer
-from megalith.errors import CheckpointError
 from megalith.models.init import initialize
 from megalith.models.lora import adapters, add_adapters
 from megalith.models.transformer import Transformer
@@ -38,11 +37,7 @@ def load_with_tokenizer(
     """As `load`, with the tokenizer that the checkpoint carries, or None where the run had none."""
     if is_model_folder(path):
         return _load_hugging_face(path, device)
-    checkpoint = open_checkpoint(path, what=("model",))
-    if checkpoint is None:
-        raise CheckpointError(
-            f"there is no checkpoint in {path}; give a run folder or one of its step folders"
-        )
+    checkpoint = open_existing(path)
     config = RunConfig.from_tree(checkpoint.manifest.config)
     model = Transformer(
         config.model,

@@ -19,7 +19,7 @@ from megalith.bridge.folder import CONFIG, find_folder, read_json
 from megalith.bridge.importer import Change, import_hf, new_run, refuse_existing
 from megalith.bridge.load import check_base, is_source, model_of
 from megalith.bridge.peft import CONFIG_FILE, PeftFolder, is_peft, save_peft
-from megalith.checkpoint import Checkpoint, RunRecord, StepWriter, open_checkpoint
+from megalith.checkpoint import Checkpoint, RunRecord, StepWriter, open_existing
 from megalith.checkpoint.fingerprint import Sample, digest, sample
 from megalith.checkpoint.state import Model, own_boxes
 from megalith.config import LoraConfig, ModelConfig, RunConfig
@@ -107,7 +107,7 @@ def merge(source: str | Path, out: str | Path, base: str | None = None, show_pro
     if is_source(base):
         merged = import_hf(base, out, show_progress=show_progress, change=change)
     else:
-        merged = _rewrite(open_checkpoint(base, what=("model",)), out, change)
+        merged = _rewrite(open_existing(base), out, change)
     if trained_on is not None:
         try:
             check_base(trained_on, digest(samples), base)
@@ -174,9 +174,7 @@ def _rewrite(checkpoint: Checkpoint, out: Path, change: Change) -> Path:
 
 
 def _open_run(run: str | Path) -> tuple[Checkpoint, RunConfig]:
-    checkpoint = open_checkpoint(run, what=("model",))
-    if checkpoint is None:
-        raise CheckpointError(f"there is no checkpoint in {run}; give a run folder or one of its steps")
+    checkpoint = open_existing(run)
     config = RunConfig.from_tree(checkpoint.manifest.config)
     if config.lora.rank is None:
         raise CheckpointError(f"{checkpoint.folder} is of a run without adapters; give one with lora.rank")

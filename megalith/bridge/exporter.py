@@ -17,10 +17,10 @@ from megalith.bridge.progress import ByteProgress
 from megalith.bridge.settings import Tree, differences
 from megalith.bridge.transfer import Scratch, to_theirs
 from megalith.bridge.writer import SHARD_BYTES, FolderWriter
-from megalith.checkpoint import Checkpoint, open_checkpoint
+from megalith.checkpoint import Checkpoint, open_existing
 from megalith.config import ModelConfig, RunConfig
 from megalith.data.tokenizer import Tokenizer
-from megalith.errors import CheckpointError, ConfigError
+from megalith.errors import ConfigError
 from megalith.parallel.shards import Box
 
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
@@ -58,11 +58,7 @@ def export_hf(
     where no family can say the model, CheckpointError where the checkpoint is not whole or `out` cannot be written:
     nothing is left then.
     """
-    opened = open_checkpoint(checkpoint, what=("model",))
-    if opened is None:
-        raise CheckpointError(
-            f"there is no checkpoint in {checkpoint}; give a run folder or one of its steps"
-        )
+    opened = open_existing(checkpoint)
     config = RunConfig.from_tree(opened.manifest.config)
     if config.lora.rank is not None:
         raise ConfigError(

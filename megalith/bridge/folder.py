@@ -11,7 +11,7 @@ import torch
 from megalith.bridge.family import Family
 from megalith.bridge.stored import Pickled, Stored, list_tensors
 from megalith.data.tokenizers.hub import local_folder
-from megalith.errors import CheckpointError
+from megalith.errors import CheckpointError, shorten
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
@@ -24,7 +24,6 @@ TOKENIZER_FILES = (
     "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
 DTYPE_NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-NAMES_IN_ERROR = 10
 
 
 class SourceFolder:
@@ -85,12 +84,6 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise CheckpointError(f"{path} holds no JSON object; fetch it again")
     return content
-
-
-def shorten(names: list[str]) -> str:
-    """The first names of a list, and how many more there are."""
-    more = len(names) - NAMES_IN_ERROR
-    return ", ".join(names[:NAMES_IN_ERROR]) + (f" and {more} more" if more > 0 else "")
 
 
 def _list_weights(folder: Path) -> dict[str, Stored | Pickled]:

@@ -21,12 +21,12 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megalith.bridge.family import Family, Group
-from megalith.bridge.folder import read_json, shorten
+from megalith.bridge.folder import read_json
 from megalith.bridge.stored import list_tensors
 from megalith.bridge.transfer import to_ours, to_theirs
 from megalith.config import LoraConfig, ModelConfig
 from megalith.config.lora import PARTS, WHOLE
-from megalith.errors import CheckpointError
+from megalith.errors import CheckpointError, shorten
 from megalith.models.lora import ADAPTER
 
 CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"

@@ -18,10 +18,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from megalith.checkpoint.files import DTYPE_CODES
+from megalith.checkpoint.files import DTYPE_CODES, DTYPES
 from megalith.errors import CheckpointError
-
-DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 
 
 @dataclass(frozen=True)

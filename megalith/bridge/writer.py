@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import os
 import shutil
-import struct
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -18,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.files import DTYPE_CODES
+from megalith.checkpoint.files import byte_count, safetensors_head
 from megalith.disk import make_folder, sync_folder
 from megalith.errors import CheckpointError
 
@@ -98,23 +97,15 @@ class FolderWriter:
         self._abandon()
 
     def _begin(self, file: str, names: list[str]) -> None:
-        header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
-        end = 0
-        for name in names:
-            dtype, shape = self._tensors[name]
-            start, end = end, end + torch.Size(shape).numel() * dtype.itemsize
-            header[name] = {"dtype": DTYPE_CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
-        text = json.dumps(header, separators=(",", ":")).encode()
-        text += b" " * (-len(text) % 8)
-        for name in names:
-            self._places[name] = (file, 8 + len(text) + header[name]["data_offsets"][0])
+        head, starts = safetensors_head({name: self._tensors[name] for name in names})
+        self._places |= {name: (file, start) for name, start in starts.items()}
         with open(self.partial / file, "wb") as begun:
-            begun.write(struct.pack("<Q", len(text)) + text)
+            begun.write(head)
         self._files[file] = os.open(self.partial / file, os.O_WRONLY)
 
     def _finish(self) -> None:
         if len(self._shards) > 1:
-            total = sum(torch.Size(shape).numel() * dtype.itemsize for dtype, shape in self._tensors.values())
+            total = sum(byte_count(shape, dtype) for dtype, shape in self._tensors.values())
             where = {name: file for file, names in self._shards.items() for name in names}
             self.write_json(
                 "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": where}
@@ -162,7 +153,7 @@ def _cut(
     shards: list[list[str]] = [[]]
     held = 0
     for name, (dtype, shape) in tensors.items():
-        size = torch.Size(shape).numel() * dtype.itemsize
+        size = byte_count(shape, dtype)
         if held and held + size > shard_bytes:
             shards.append([])
             held = 0

@@ -23,6 +23,7 @@ _HOMES = {
     "load_model": "state",
     "load_optimizer": "state",
     "open_checkpoint": "open",
+    "open_existing": "open",
     "save_checkpoint": "saver",
     "state_boxes": "state",
 }

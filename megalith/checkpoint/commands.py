@@ -150,12 +150,9 @@ def run_merge(args: argparse.Namespace) -> int:
 
 def _open(path: str, part: str | None) -> Checkpoint:
     """The newest whole step, with the files of `part` checked; of all its parts with None."""
-    from megalith.checkpoint.open import open_checkpoint
+    from megalith.checkpoint.open import open_existing
 
-    checkpoint = open_checkpoint(path, None if part is None else (part,))
-    if checkpoint is None:
-        raise CheckpointError(f"there is no checkpoint in {path}; give a {GIVEN}")
-    return checkpoint
+    return open_existing(path, None if part is None else (part,))
 
 
 def _parts(checkpoint: Checkpoint, part: str | None) -> list[str]:

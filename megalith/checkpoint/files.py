@@ -87,22 +87,31 @@ def write_safetensors(path: Path, tensors: Mapping[str, Tensor | Values]) -> Fil
     """Writes named tensors of any device, and syncs the file. Raises OSError."""
     # Wide types first, then by name, as the safetensors library orders them: every tensor is aligned.
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
-    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name in names:
-        start, end = end, end + byte_count(tensors[name].shape, tensors[name].dtype)
-        header[name] = {**tensor_record(tensors[name]).model_dump(), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)
+    head, _ = safetensors_head({name: (tensors[name].dtype, tuple(tensors[name].shape)) for name in names})
     digest = hashlib.sha256()
     with open(path, "wb") as file:
-        for data in chain([struct.pack("<Q", len(text)) + text], *(_chunks(tensors[name]) for name in names)):
+        for data in chain([head], *(_chunks(tensors[name]) for name in names)):
             for start in range(0, len(data), PIECE):
                 piece = data[start : start + PIECE]
                 file.write(piece)
                 digest.update(piece)
         _sync(file)
         return FileRecord(bytes=file.tell(), sha256=digest.hexdigest())
+
+
+def safetensors_head(
+    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+) -> tuple[bytes, dict[str, int]]:
+    """What stands before the tensors in a file of these, by type and shape, in this order; and where each begins."""
+    header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, (dtype, shape) in tensors.items():
+        start, end = end, end + byte_count(shape, dtype)
+        header[name] = {"dtype": DTYPE_CODES[dtype], "shape": list(shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    head = struct.pack("<Q", len(text)) + text
+    return head, {name: len(head) + header[name]["data_offsets"][0] for name in tensors}
 
 
 def _chunks(values: Tensor | Values) -> Iterator[memoryview]:

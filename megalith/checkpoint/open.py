@@ -80,6 +80,16 @@ def open_checkpoint(
     raise CheckpointError(f"no checkpoint in {Path(found[0]).parent} is whole: {'; '.join(refused)}")
 
 
+def open_existing(path: str | Path, what: Collection[str] | None = ("model",)) -> Checkpoint:
+    """`open_checkpoint` for one process, where there has to be one. Raises CheckpointError when there is none."""
+    checkpoint = open_checkpoint(path, what)
+    if checkpoint is None:
+        raise CheckpointError(
+            f"there is no checkpoint in {path}; give a run folder, its checkpoints folder, or one step folder"
+        )
+    return checkpoint
+
+
 def check_file(folder: Path, name: str, wanted: FileRecord) -> None:
     """Raises DamagedCheckpointError, naming the file, unless it is what the manifest says."""
     path = folder / name

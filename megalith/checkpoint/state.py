@@ -25,14 +25,13 @@ from megalith.checkpoint.fingerprint import fingerprint
 from megalith.checkpoint.manifest import TensorRecord
 from megalith.checkpoint.read import Checkpoint, files_for
 from megalith.comm import Axis
-from megalith.errors import CheckpointError
+from megalith.errors import CheckpointError, shorten
 from megalith.models.lora import ADAPTER
 from megalith.parallel.gather import ALONE
 from megalith.parallel.shards import Box, box_of
 
 MODEL, OPTIMIZER = "model", "optimizer"
 STATE_WITH_ROWS = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # shaped like their parameter
-NAMES_IN_ERROR = 10
 
 
 Model = nn.Module | Sequence[nn.Module]  # one, or the chunks of a pipeline rank
@@ -184,7 +183,7 @@ def _check_fit(checkpoint: Checkpoint, part: str, boxes: Mapping[str, Box], worl
         ("unexpected", [name for name in found if name not in known]),
         ("of another shape or type", list(others)),
     ]
-    sentences = [f"{what}: {_shorten(names)}" for what, names in problems if names]
+    sentences = [f"{what}: {shorten(names)}" for what, names in problems if names]
     if not sentences:
         return
     way_out = (
@@ -195,8 +194,3 @@ def _check_fit(checkpoint: Checkpoint, part: str, boxes: Mapping[str, Box], worl
     raise CheckpointError(
         f"{checkpoint.folder} does not fit the {part} of this run; {'; '.join(sentences)}; {way_out}"
     )
-
-
-def _shorten(names: list[str]) -> str:
-    more = len(names) - NAMES_IN_ERROR
-    return ", ".join(names[:NAMES_IN_ERROR]) + (f" and {more} more" if more > 0 else "")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
-from megalith.data.tokenizers.base import SPEC_FILE, Tokenizer, read_file, read_json
+from megalith.data.tokenizers.base import SPEC_FILE, Named, Tokenizer, read_file, read_json
 from megalith.errors import ConfigError, DataError, did_you_mean
 
 __all__ = ["TOKENIZER_TYPES", "Tokenizer", "build_tokenizer", "load_tokenizer"]
@@ -43,7 +43,7 @@ def build_tokenizer(
     vocab_file, merge_file, model = (
         None if path is None else str(path) for path in (vocab_file, merge_file, tokenizer_model)
     )
-    return _tokenizer_class(tokenizer_type).from_paths(model, vocab_file, merge_file, vocab_size)
+    return _tokenizer_class(tokenizer_type).from_paths(Named(model, vocab_file, merge_file, vocab_size))
 
 
 def load_tokenizer(folder: str | Path) -> Tokenizer:

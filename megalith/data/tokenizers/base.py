@@ -11,6 +11,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
 
@@ -18,6 +19,16 @@ from megalith.data.atomic import atomic_file
 from megalith.errors import DataError
 
 SPEC_FILE = "megalith_tokenizer.json"
+
+
+@dataclass(frozen=True)
+class Named:
+    """What a configuration names for a tokenizer: paths, and a size for the kinds that have none of their own."""
+
+    tokenizer_model: str | None
+    vocab_file: str | None
+    merge_file: str | None
+    vocab_size: int | None
 
 
 class Tokenizer(ABC):
@@ -41,13 +52,7 @@ class Tokenizer(ABC):
 
     @classmethod
     @abstractmethod
-    def from_paths(
-        cls,
-        tokenizer_model: str | None,
-        vocab_file: str | None,
-        merge_file: str | None,
-        vocab_size: int | None,
-    ) -> Self:
+    def from_paths(cls, named: Named) -> Self:
         """Read the files that this kind is made of. ConfigError: a needed one is not named."""
 
     @abstractmethod

@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import tokenizers
 
-from megalith.data.tokenizers.base import Tokenizer, read_file, read_json
+from megalith.data.tokenizers.base import Named, Tokenizer, read_file, read_json
 from megalith.data.tokenizers.hub import local_folder
 from megalith.errors import ConfigError, DataError
 
@@ -71,22 +71,16 @@ class HuggingFaceTokenizer(_RustTokenizer):
         self.eod = self._find_eod()
 
     @classmethod
-    def from_paths(
-        cls,
-        tokenizer_model: str | None,
-        vocab_file: str | None,
-        merge_file: str | None,
-        vocab_size: int | None,
-    ) -> Self:
-        if tokenizer_model is None:
+    def from_paths(cls, named: Named) -> Self:
+        if named.tokenizer_model is None:
             raise ConfigError(
                 f"HuggingFaceTokenizer needs tokenizer_model: a {MODEL}, a folder with one, or a hub name"
             )
-        path = Path(tokenizer_model)
+        path = Path(named.tokenizer_model)
         if path.is_file():
             beside = path.parent if path.name == MODEL else None
         else:
-            beside = path if path.is_dir() else local_folder(tokenizer_model, (MODEL, *SIDE_FILES))
+            beside = path if path.is_dir() else local_folder(named.tokenizer_model, (MODEL, *SIDE_FILES))
             path = beside / MODEL
             if not path.is_file():
                 raise DataError(_without_tokenizer_json(beside))
@@ -148,16 +142,11 @@ class GPT2BPETokenizer(_RustTokenizer):
         self._set_vocab_size()
 
     @classmethod
-    def from_paths(
-        cls,
-        tokenizer_model: str | None,
-        vocab_file: str | None,
-        merge_file: str | None,
-        vocab_size: int | None,
-    ) -> Self:
-        if tokenizer_model is not None:
-            vocab_file = vocab_file or str(Path(tokenizer_model) / VOCAB)
-            merge_file = merge_file or str(Path(tokenizer_model) / MERGES)
+    def from_paths(cls, named: Named) -> Self:
+        vocab_file, merge_file = named.vocab_file, named.merge_file
+        if named.tokenizer_model is not None:
+            vocab_file = vocab_file or str(Path(named.tokenizer_model) / VOCAB)
+            merge_file = merge_file or str(Path(named.tokenizer_model) / MERGES)
         if vocab_file is None or merge_file is None:
             raise ConfigError(
                 f"GPT2BPETokenizer needs vocab_file ({VOCAB}) and merge_file ({MERGES}), "

@@ -7,7 +7,7 @@ from typing import Self
 
 import numpy as np
 
-from megalith.data.tokenizers.base import Tokenizer
+from megalith.data.tokenizers.base import Named, Tokenizer
 from megalith.errors import ConfigError, DataError
 
 
@@ -20,13 +20,7 @@ class ByteTokenizer(Tokenizer):
         self.eod = 256
 
     @classmethod
-    def from_paths(
-        cls,
-        tokenizer_model: str | None,
-        vocab_file: str | None,
-        merge_file: str | None,
-        vocab_size: int | None,
-    ) -> Self:
+    def from_paths(cls, named: Named) -> Self:
         return cls()
 
     def encode(self, text: str) -> list[int]:
@@ -56,14 +50,8 @@ class NullTokenizer(Tokenizer):
         self.eod = vocab_size
 
     @classmethod
-    def from_paths(
-        cls,
-        tokenizer_model: str | None,
-        vocab_file: str | None,
-        merge_file: str | None,
-        vocab_size: int | None,
-    ) -> Self:
-        return cls(vocab_size=vocab_size)
+    def from_paths(cls, named: Named) -> Self:
+        return cls(vocab_size=named.vocab_size)
 
     def encode(self, text: str) -> list[int]:
         try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Self
 
-from megalith.data.tokenizers.base import Tokenizer, read_file
+from megalith.data.tokenizers.base import Named, Tokenizer, read_file
 from megalith.errors import ConfigError, DataError
 
 MODEL = "tokenizer.model"
@@ -40,16 +40,10 @@ class SentencePieceTokenizer(Tokenizer):
         self.eod = eos if eos >= 0 else None
 
     @classmethod
-    def from_paths(
-        cls,
-        tokenizer_model: str | None,
-        vocab_file: str | None,
-        merge_file: str | None,
-        vocab_size: int | None,
-    ) -> Self:
-        if tokenizer_model is None:
+    def from_paths(cls, named: Named) -> Self:
+        if named.tokenizer_model is None:
             raise ConfigError("SentencePieceTokenizer needs tokenizer_model: the path of a .model file")
-        return cls({MODEL: read_file(tokenizer_model, "SentencePiece model")})
+        return cls({MODEL: read_file(named.tokenizer_model, "SentencePiece model")})
 
     def encode(self, text: str) -> list[int]:
         return self._model.encode(text, out_type=int)

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from megalith.data.tokenizers.base import Tokenizer, read_file, read_json
+from megalith.data.tokenizers.base import Named, Tokenizer, read_file, read_json
 from megalith.errors import ConfigError, DataError
 
 RANKS = "ranks.tiktoken"
@@ -116,20 +116,14 @@ class TikTokenizer(Tokenizer):
         self.eod = vocabulary.special_tokens[vocabulary.eod_token]
 
     @classmethod
-    def from_paths(
-        cls,
-        tokenizer_model: str | None,
-        vocab_file: str | None,
-        merge_file: str | None,
-        vocab_size: int | None,
-    ) -> Self:
-        path = tokenizer_model or vocab_file
+    def from_paths(cls, named: Named) -> Self:
+        path = named.tokenizer_model or named.vocab_file
         if path is None:
             raise ConfigError(
                 "TikTokenizer needs tokenizer_model: the path of a .tiktoken rank file or of Megatron's "
                 "JSON vocabulary"
             )
-        return cls({RANKS: read_file(path, "tiktoken vocabulary")}, vocab_size)
+        return cls({RANKS: read_file(path, "tiktoken vocabulary")}, named.vocab_size)
 
     def encode(self, text: str) -> list[int]:
         return self._encoding.encode_ordinary(text)
