@@ -36,7 +36,9 @@ class _BiasedGelu(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, bias: Tensor) -> Tensor:
         ctx.save_for_backward(x)
-        return _by_sigmoid(x)
+        # A view, for torch 2.11: compiled, it loses the gradient of a result that is an intermediate's tensor too, as
+        # after a cast to the type that it has.
+        return _by_sigmoid(x).view_as(x)
 
     @staticmethod
     def backward(ctx, grad: Tensor):

@@ -14,19 +14,21 @@ from torch.library import triton_op, wrap_triton
 
 from megalith.ops.activation import CUBIC, SLOPE
 
-PROGRAMS, ROWS, COLUMNS, WARPS = 2112, 8, 512, 4  # programs in all; ROWS × COLUMNS of a tile
+PROGRAMS, ROWS, COLUMNS, WARPS = 528, 8, 512, 4  # programs in all; ROWS × COLUMNS of a tile
 QKV_PROGRAMS, QKV_ROWS, QKV_COLUMNS, QKV_WARPS = 528, 8, 512, 4
+STAGES = 3  # tiles that a program has on their way from memory
 _SLOPE, _CUBIC = tl.constexpr(SLOPE), tl.constexpr(CUBIC)
 
 
 @triton.jit
 def _gelu_backward(
-    grad, x, out, parts, tokens, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr
-):
+    grad, x, out, parts, tokens,
+    WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = columns < WIDTH
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for tile in tl.range(tl.program_id(1), tl.cdiv(tokens, ROWS), tl.num_programs(1)):
+    for tile in tl.range(tl.program_id(1), tl.cdiv(tokens, ROWS), tl.num_programs(1), num_stages=STAGES):
         rows = tile * ROWS + tl.arange(0, ROWS)[:, None]
         here = (rows < tokens) & inside
         places = rows.to(tl.int64) * WIDTH + columns
@@ -52,35 +54,18 @@ def gelu_backward(grad: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
     programs = min(triton.cdiv(PROGRAMS, blocks), triton.cdiv(tokens, ROWS))
     parts = x.new_empty(programs, width, dtype=torch.float32)
     wrap_triton(_gelu_backward)[(blocks, programs)](
-        grad, x, out, parts, tokens, WIDTH=width, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS
+        grad, x, out, parts, tokens, WIDTH=width, ROWS=ROWS, COLUMNS=COLUMNS, STAGES=STAGES, num_warps=WARPS
     )
     return out, parts.sum(0)
 
 
 @triton.jit
 def _join_qkv(
-    query,
-    key,
-    value,
-    out,
-    parts,
-    tokens,
-    seq,
-    query_batch,
-    query_token,
-    query_head,
-    key_batch,
-    key_token,
-    key_head,
-    value_batch,
-    value_token,
-    value_head,
-    WIDTH: tl.constexpr,
-    QUERIES: tl.constexpr,
-    SIZE: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    query, key, value, out, parts, tokens, seq,
+    query_batch, query_token, query_head, key_batch, key_token, key_head, value_batch, value_token, value_head,
+    WIDTH: tl.constexpr, QUERIES: tl.constexpr, SIZE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     head, place = columns // SIZE, columns % SIZE
     group, head = head // (QUERIES + 2), head % (QUERIES + 2)
@@ -92,7 +77,7 @@ def _join_qkv(
     key += group * key_head + place
     value += group * value_head + place
     sums = tl.zeros([ROWS, COLUMNS], tl.float32)
-    for tile in tl.range(tl.program_id(1), tl.cdiv(tokens, ROWS), tl.num_programs(1)):
+    for tile in tl.range(tl.program_id(1), tl.cdiv(tokens, ROWS), tl.num_programs(1), num_stages=STAGES):
         rows = tile * ROWS + tl.arange(0, ROWS)[:, None]
         valid = rows < tokens
         batch, token = (rows // seq).to(tl.int64), (rows % seq).to(tl.int64)
@@ -121,6 +106,7 @@ def join_qkv(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]
     parts = query.new_empty(programs, width, dtype=torch.float32)
     wrap_triton(_join_qkv)[(blocks, programs)](
         query, key, value, out, parts, tokens, seq, *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
-        WIDTH=width, QUERIES=heads // groups, SIZE=size, ROWS=QKV_ROWS, COLUMNS=QKV_COLUMNS, num_warps=QKV_WARPS,
+        WIDTH=width, QUERIES=heads // groups, SIZE=size, ROWS=QKV_ROWS, COLUMNS=QKV_COLUMNS, STAGES=STAGES,
+        num_warps=QKV_WARPS,
     )  # fmt: skip
     return out, parts.sum(0)

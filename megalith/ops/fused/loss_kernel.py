@@ -1,8 +1,8 @@
 """Softmax cross-entropy of a chunk of logits: losses, and gradients in the place of the logits, by one kernel.
 
 A program has a row. It reads it twice, first for the sum of exponentials and then to make the gradient; the second
-time it comes from the cache, since a row of 50,304 entries is 100 KB. The sum is taken as the entries come, relative
-to the largest that each lane has seen.
+time it comes from the cache in part, for a row of 50,304 entries is 100 KB. The sum is taken as the entries come,
+relative to the largest that each lane has seen.
 """
 
 from __future__ import annotations
@@ -33,8 +33,9 @@ def _softmax_loss(
     peak = tl.max(largest, 0)
     log_sum = peak + tl.log(tl.sum(total * tl.exp(largest - peak), 0))
     tl.store(losses + row, (log_sum - of_label) * factor)
-    for first in tl.range(0, WIDTH, ROWS * LANES):
-        columns = first + places
+    tiles: tl.constexpr = (WIDTH + ROWS * LANES - 1) // (ROWS * LANES)
+    for back in tl.range(tiles):  # the last first: it is the likeliest to be in the cache still
+        columns = (tiles - 1 - back) * (ROWS * LANES) + places
         grad = tl.exp(_entries(logits, columns, real, WIDTH) - log_sum)
         grad = (grad - tl.where(columns == label, 1.0, 0.0)) * factor
         tl.store(logits + columns, grad.to(logits.dtype.element_ty), mask=columns < WIDTH)

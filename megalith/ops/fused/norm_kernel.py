@@ -21,10 +21,10 @@ from torch.library import triton_op, wrap_triton
 
 FORWARD_PROGRAMS, PROGRAMS = (
     1056,
-    660,
-)  # each takes every so-many-th row: 8 and 5 on each multiprocessor of an H200
-ELEMENTS = 256  # of the first piece for a warp: 8 a thread, 16 bytes in a type of two
-STAGES = 1  # rows that a program has on their way from memory
+    528,
+)  # each takes every so-many-th row: 8 and 4 on each multiprocessor of an H200
+ELEMENTS = 512  # of the first piece for a warp
+STAGES, STAGED = 3, 2**14  # rows that a program has on their way from memory; up to how many bytes a row
 
 
 @triton.jit
@@ -154,10 +154,12 @@ def _keep(start, first, rest, values_a, values_b, WIDTH: tl.constexpr):
     tl.store(start + rest, values_b, mask=rest < WIDTH)
 
 
-def _pieces(width: int) -> dict[str, int]:
+def _pieces(x: Tensor) -> dict[str, int]:
+    width = x.shape[1]
     first = triton.next_power_of_2(width) // 2
     rest = triton.next_power_of_2(width - first)
-    return dict(WIDTH=width, FIRST=first, REST=rest, STAGES=STAGES, num_warps=max(1, first // ELEMENTS))
+    stages = STAGES if width * x.element_size() <= STAGED else 1
+    return dict(WIDTH=width, FIRST=first, REST=rest, STAGES=stages, num_warps=max(1, first // ELEMENTS))
 
 
 @triton_op("megalith::norm_forward", mutates_args={})
@@ -178,7 +180,7 @@ def norm_forward(
     `rows` int32 [tokens] and `columns` int32 [width] y goes through dropout, as ops.dropout.counter_dropout.
     `rounded`: weight and bias, float32 [width], are first rounded to x's type.
     """
-    tokens, width = x.shape
+    tokens = len(x)
     x, adds, drops, centred = x.contiguous(), y is not None, rows is not None, bias is not None
     y = y.contiguous() if adds else x
     stream = torch.empty_like(x) if adds else x.new_empty(0)
@@ -187,7 +189,7 @@ def norm_forward(
     wrap_triton(_norm_forward)[(min(FORWARD_PROGRAMS, tokens),)](
         x, y, weight, bias if centred else weight, rows.contiguous() if drops else x, columns if drops else x,
         stream, out, stats, tokens, epsilon, 1.0 / (1.0 - probability), THRESHOLD=int(probability * 0x80000000),
-        CENTRED=centred, ROUNDED=rounded, ADDS=adds, DROPS=drops, **_pieces(width),
+        CENTRED=centred, ROUNDED=rounded, ADDS=adds, DROPS=drops, **_pieces(x),
     )  # fmt: skip
     return stream, out, stats
 
@@ -223,6 +225,6 @@ def norm_backward(
     wrap_triton(_norm_backward)[(programs,)](
         grad, x, stats, beside, weight, rows.contiguous() if drops else x, columns if drops else x,
         out, dropped, parts, tokens, 1.0 / (1.0 - probability), THRESHOLD=int(probability * 0x80000000),
-        CENTRED=centred, ROUNDED=rounded, DROPS=drops, BEFORE=before, BEHIND=behind, **_pieces(width),
+        CENTRED=centred, ROUNDED=rounded, DROPS=drops, BEFORE=before, BEHIND=behind, **_pieces(x),
     )  # fmt: skip
     return out, dropped, parts.sum(0)
