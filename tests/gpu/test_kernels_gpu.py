@@ -41,8 +41,10 @@ def check(found: list, exact: list, rounding: float) -> None:
 
 @TYPES
 @pytest.mark.parametrize("centred", [True, False])
-@pytest.mark.parametrize("branch", ["none", "added", "dropped"])
-@pytest.mark.parametrize(("tokens", "width"), [(1, 320), (1003, 1280), (40, 8192)])
+@pytest.mark.parametrize(
+    ("branch", "tokens", "width"),
+    [("none", 1003, 1280), ("added", 1, 320), ("dropped", 1003, 1280), ("added", 40, 8192)],
+)
 def test_norm_beside_a_stream_has_the_gradients_of_both_and_of_the_biases(
     dtype, centred, branch, tokens, width
 ):
