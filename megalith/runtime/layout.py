@@ -199,9 +199,13 @@ def most_held(schedule: Schedule, rank: int, weights: Sequence[int]) -> int:
 
 
 def _durations(config: RunConfig, assignment: list[list[Stage]]) -> list[Durations]:
-    """How long each stage takes by its FLOPs, in the model's order; the parts of a backward pass are alike."""
+    """How long each stage takes by its FLOPs, in the model's order.
+
+    A layer's forward pass and the two halves of its backward pass are alike; the loss makes the head's gradients in the
+    forward pass (ops/cross_entropy.py).
+    """
     cost = flops_per_token(config.model, config.data.seq_length, config.lora)
     layer = (cost.causal - cost.head) / config.model.num_layers
     stages = sorted((chunk for chunks in assignment for chunk in chunks), key=lambda s: (s.chunk, s.rank))
-    work = [len(stage.layers) * layer + stage.head * cost.head for stage in stages]
-    return [Durations(*[max(each, 1.0)] * 3) for each in work]
+    work = [max(len(stage.layers) * layer, 1.0) for stage in stages]
+    return [Durations(each + 3 * stage.head * cost.head, each, each) for stage, each in zip(stages, work)]
