@@ -62,8 +62,8 @@ def check_base(checkpoint: Checkpoint, found: str, path: str) -> None:
     if checkpoint.manifest.base not in (None, found):
         raise CheckpointError(
             f"the adapters in {checkpoint.folder} were trained on other weights than those in {path}, which have been "
-            "trained on or replaced since; name the weights as they were, such as one step of a run "
-            "(model.init_from=RUN/checkpoints/step_NNNNNNNN), or train new adapters"
+            "trained on or replaced since; name the weights as they were, such as RUN/checkpoints/step_NNNNNNNN (in "
+            "model.init_from to train, --base to merge: megalith lora merge), or train new adapters"
         )
 
 
