@@ -36,7 +36,7 @@ class Axis:
     """Whether large tensors go by the GPUs' copy engines (direct.py)."""
 
     def goes_direct(self, x: Tensor) -> bool:
-        return self.direct and x.is_cuda and x.nbytes >= LEAST_DIRECT
+        return self.direct and x.is_cuda and x.numel() * x.element_size() >= LEAST_DIRECT
 
 
 def local(parameter: Tensor) -> Tensor:
