@@ -9,9 +9,12 @@ import torch
 
 from megalith.data.preprocess import preprocess
 from megalith.data.tokenizer import build_tokenizer
-from megalith.runtime.pool import Pool
+from megalith.runtime.pool import PRELOADED, Pool
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
+PRELOADED.append(
+    "megalith.trainer"
+)  # every process that is forked from then on has it: a second less each time
 
 
 @pytest.fixture(scope="session")
