@@ -48,7 +48,10 @@ def reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
         parts = out.new_empty(size, *out.shape)
         for peer in slot.peers():
             parts[peer].copy_(slot.of(peer, x).chunk(size)[slot.rank])
-        torch.sum(parts, 0, out=out)
+        if size == 2:
+            torch.add(parts[0], parts[1], out=out)
+        else:
+            out.copy_(torch.sum(parts, 0, dtype=torch.float32))
 
     return _exchange(x, group, out, fetch)
 

@@ -31,6 +31,8 @@ def _norm_forward(
     WIDTH: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr, STAGES: tl.constexpr, THRESHOLD: tl.constexpr,
     CENTRED: tl.constexpr, ROUNDED: tl.constexpr, ADDS: tl.constexpr, DROPS: tl.constexpr,
 ):  # fmt: skip
+    # Compiled code gives a Python number as fp64.
+    epsilon, factor = tl.cast(epsilon, tl.float32), tl.cast(factor, tl.float32)
     first, rest = tl.arange(0, FIRST), FIRST + tl.arange(0, REST)
     gain_a, gain_b = _gain(weight, x, first, WIDTH, ROUNDED), _gain(weight, x, rest, WIDTH, ROUNDED)
     shift_a, shift_b = tl.zeros([FIRST], tl.float32), tl.zeros([REST], tl.float32)
@@ -68,6 +70,7 @@ def _norm_backward(
     CENTRED: tl.constexpr, ROUNDED: tl.constexpr, DROPS: tl.constexpr,
     BEFORE: tl.constexpr, BEHIND: tl.constexpr,
 ):  # fmt: skip
+    factor = tl.cast(factor, tl.float32)
     first, rest = tl.arange(0, FIRST), FIRST + tl.arange(0, REST)
     gain_a, gain_b = _gain(weight, x, first, WIDTH, ROUNDED), _gain(weight, x, rest, WIDTH, ROUNDED)
     zeros_a, zeros_b = tl.zeros([FIRST], tl.float32), tl.zeros([REST], tl.float32)
