@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from parity_cases import run_config
+from test_resume_in_another_layout import SAVED_AFTER, go_on, save, uninterrupted
 from torch import nn
 from torch._dynamo.utils import counters
 
@@ -38,7 +39,7 @@ def run_traced(config: RunConfig) -> tuple[Outcome, int]:
 @pytest.mark.parametrize(
     "layout, graphs",
     [  # by rank: of training, and of evaluation, without dropout
-        ("tp2-sp", [2, 2]),
+        (None, [2]),
         ("dp2-zero1", [2, 2]),
         ("dp2-zero3", [2, 2]),
         ("pp2-uneven", [4, 2]),  # of 3 layers, two and one; of one
@@ -46,7 +47,7 @@ def run_traced(config: RunConfig) -> tuple[Outcome, int]:
 )
 def test_compiled_two_at_a_time(pool, layout, graphs):
     config = run_config(RUN, layout, "", **SHORT, runtime={"compile": True, "layers_per_graph": 2})
-    ranks = pool.run(run_traced, config, size=2)
+    ranks = pool.run(run_traced, config, size=len(graphs))
     errors = compare([outcome for outcome, _ in ranks], alone())
     assert errors.within(), errors
     assert [made for _, made in ranks] == graphs
@@ -57,3 +58,17 @@ def test_recomputed_and_offloaded_two_at_a_time(pool, layout):
     config = run_config(RUN, layout, "", **SHORT, parallel=KEEPING_LESS, runtime={"layers_per_graph": 2})
     errors = compare(pool.run(run_job, config, size=2 if layout else 1), alone())
     assert errors.within(), errors
+
+
+def test_a_run_goes_on_with_other_groups_to_the_bit(tmp_path):
+    def saving(layers_per_graph: int, **checkpoint: str) -> RunConfig:
+        runtime = {"layers_per_graph": layers_per_graph}
+        return run_config(
+            RUN, None, "", train={"output_dir": str(tmp_path)}, checkpoint=checkpoint, runtime=runtime
+        )
+
+    saved = save(saving(2))
+    loaded, losses = go_on(saving(3, load=str(tmp_path)))
+    assert saved.keys() == loaded.keys()
+    assert all(torch.equal(tensor, loaded[name]) for name, tensor in saved.items())
+    assert losses == uninterrupted(RUN)[SAVED_AFTER:]
