@@ -50,8 +50,11 @@ def reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
             parts[peer].copy_(slot.of(peer, x).chunk(size)[slot.rank])
         if size == 2:
             torch.add(parts[0], parts[1], out=out)
-        else:
-            out.copy_(torch.sum(parts, 0, dtype=torch.float32))
+            return
+        total = parts[0].float()  # torch.sum over so few parts takes five times as long
+        for part in parts[1:]:
+            total += part
+        out.copy_(total)
 
     return _exchange(x, group, out, fetch)
 
