@@ -14,9 +14,9 @@ from torch.library import triton_op, wrap_triton
 
 from megalith.ops.activation import CUBIC, SLOPE
 
-PROGRAMS, ROWS, COLUMNS, WARPS = 528, 8, 512, 4  # programs in all; ROWS × COLUMNS of a tile
-QKV_PROGRAMS, QKV_ROWS, QKV_COLUMNS, QKV_WARPS = 528, 8, 512, 4
-STAGES = 3  # tiles that a program has on their way from memory
+# Programs in all; ROWS × COLUMNS of a tile; tiles that a program has on their way from memory.
+PROGRAMS, ROWS, COLUMNS, WARPS, STAGES = 1056, 8, 1024, 4, 2
+QKV_PROGRAMS, QKV_ROWS, QKV_COLUMNS, QKV_WARPS, QKV_STAGES = 528, 8, 512, 4, 3
 _SLOPE, _CUBIC = tl.constexpr(SLOPE), tl.constexpr(CUBIC)
 
 
@@ -106,7 +106,7 @@ def join_qkv(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]
     parts = query.new_empty(programs, width, dtype=torch.float32)
     wrap_triton(_join_qkv)[(blocks, programs)](
         query, key, value, out, parts, tokens, seq, *query.stride()[:3], *key.stride()[:3], *value.stride()[:3],
-        WIDTH=width, QUERIES=heads // groups, SIZE=size, ROWS=QKV_ROWS, COLUMNS=QKV_COLUMNS, STAGES=STAGES,
+        WIDTH=width, QUERIES=heads // groups, SIZE=size, ROWS=QKV_ROWS, COLUMNS=QKV_COLUMNS, STAGES=QKV_STAGES,
         num_warps=QKV_WARPS,
     )  # fmt: skip
     return out, parts.sum(0)
