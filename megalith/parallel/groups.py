@@ -2,8 +2,9 @@
 
 A compiled layer ends where its kernels end: its last addition to the stream cannot be one kernel with the norm that the
 next layer begins with, and its last collective has no product of the next layer to hide behind (halves.py). A group of
-layers is called as one module and compiled as one graph, so only the group's own edges are left. Groups of as many
-layers share one compiled code, as layers do; the last group of a pipeline stage's chunk has what is left.
+layers is called as one module and compiled as one graph, in which a layer leaves its last addition to the next one's
+norm, so only the group's own edges are left. Groups of as many layers share one compiled code, as layers do; the last
+group of a pipeline stage's chunk has what is left.
 
 A group is FSDP2's unit too, for its hooks stand around what is called and cannot stand inside a graph. A layer keeps
 its place in `model.layers`, and so its number and its parameters' names: a group is a second parent, that comes later.
@@ -28,9 +29,10 @@ class LayerGroup(nn.Module):
 
     def forward(self, x: Tensor, contexts: Sequence[Context]) -> Tensor:
         """x [batch, seq, hidden] through the layers, each with its own context."""
+        y = mask = None
         for layer, context in zip(self.layers, contexts, strict=True):
-            x = layer(x, context)
-        return x
+            x, y, mask = layer.branches(x, y, mask, context)
+        return self.layers[-1].end(x, y, mask)
 
 
 def apply_groups(model: Transformer, size: int) -> None:
