@@ -5,8 +5,7 @@ A small GPT-2 trains on real text from one seed and the same samples, with dropo
     plain       bf16, layers as they stand in the code: nothing compiled, no recomputation, one GPU
     fp32        the plain path in fp32: how far the rounding of bf16 itself carries a run
     split       the plain path in micro-batches of half the size: the same sums in another order
-    compiled, grouped (layers_per_graph 3), recomputing (activation_memory_budget 0.5), fp16, and each `--layout` of
-    train.py, compiled
+    compiled, recomputing (activation_memory_budget 0.5), fp16, and each `--layout` of train.py, compiled
 
 bf16 rounds every activation, and a run amplifies the smallest difference, so two right paths part too. How far is
 measured, not guessed: the spread is the larger mean difference of `fp32` and `split` from `plain`. A path is
@@ -42,7 +41,6 @@ PATHS: dict[str, dict[str, Any]] = {  # settings, beside the workload's own
     "fp32": {**PLAIN, "train": {"precision": "fp32"}},
     "split": {**PLAIN, "micro": 0.5},
     "compiled": {},
-    "grouped": {"runtime": {"layers_per_graph": 3}},
     "recomputing": {"runtime": {"activation_memory_budget": 0.5}},
     "fp16": {"train": {"precision": "fp16"}, "optim": {"loss_scale": 4096.0}},
 }

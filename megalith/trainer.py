@@ -16,7 +16,6 @@ from megalith.build import prepare
 from megalith.checkpoint import RunRecord, TokenizerRecord
 from megalith.comm import any_rank
 from megalith.config import RunConfig
-from megalith.config.graphs import graph_notes
 from megalith.config.overlap import overlap_notes
 from megalith.config.rules import offload_notes
 from megalith.data.batch import Batch
@@ -68,10 +67,7 @@ def train(config: RunConfig) -> TrainingResult:
     starting.mark("imports")
     config, tokenizer = prepare(config, process.world_size)
     device = pick_device(config.runtime.device, process.local_rank)
-    compiled = compiles(config, device)
-    config.notes.extend(
-        offload_notes(config, device.type) + overlap_notes(config, compiled) + graph_notes(config, compiled)
-    )
+    config.notes.extend(offload_notes(config, device.type) + overlap_notes(config, compiles(config, device)))
     prepare_process(config, device)
     timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
     output = Path(config.train.output_dir)

@@ -77,9 +77,6 @@ class RuntimeConfig(Section):
     compile: Literal["auto"] | bool = "auto"
     """torch.compile for each transformer block. `auto`: on GPUs."""
 
-    layers_per_graph: PositiveInt = 1
-    """Consecutive blocks that are compiled as one graph and gathered by FSDP together. Compile time grows with them."""
-
     activation_memory_budget: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Share of its activations that a compiled block keeps; below 1 it computes the cheapest ones again, on GPUs."""
 

@@ -9,7 +9,6 @@ import math
 
 from megalith.config.batch import BatchSizeSchedule
 from megalith.config.expert_rules import check_expert_parallel
-from megalith.config.graphs import check_graphs
 from megalith.config.lora import WHOLE
 from megalith.config.model import ModelConfig
 from megalith.config.model_rules import check_model
@@ -210,7 +209,6 @@ def check_training(config: RunConfig, world_size: int = 1) -> None:
     _check_recompute(config.parallel)
     _check_offload(config)
     check_overlap(config)
-    check_graphs(config)
     _check_lengths(config)
     _check_data(config)
     _check_duration(config)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -43,7 +42,3 @@ class Context:
             return self
         dropout = replace(self.dropout, layer=self.layers[number], outputs=self.output_rows[number])
         return replace(self, layers=None, output_rows=None, dropout=dropout)
-
-    def at_layers(self, numbers: Sequence[int]) -> tuple[Context, ...]:
-        """The contexts of several layers, which run as one graph."""
-        return tuple(self.at_layer(number) for number in numbers)

@@ -30,7 +30,7 @@ GRADIENT_BYTES = 4  # fp32 gradients
 OPTIMIZER_BYTES = {"adamw": 8, "adam": 8, "sgd": 4}  # fp32 moments, or momentum
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 LOGITS_AT_ONCE = 2**26
-UNITS_GATHERED = 2  # with optim_grads_params: the layer, or the graph of layers, that computes, and the next
+LAYERS_GATHERED = 2  # with optim_grads_params: the one that computes, and the next
 
 
 @dataclass(frozen=True)
@@ -75,8 +75,6 @@ class Share:
     chunks: int = 1
     """Pieces of the model that these layers make up: virtual pipeline stages."""
     compiled: bool = True
-    layers_per_graph: int = 1
-    """Layers that are gathered, and wait in host memory, as one."""
     fsdp: bool = False
     """Whether there is data × context parallelism, and so a gathered copy of the parameters."""
     shards: int = 1
@@ -248,14 +246,13 @@ def _expert_activations(model: ModelConfig, cuts: Cuts) -> float:
 def _kept(share: Share, layers: int, held: int) -> tuple[int, int]:
     """Of the layers whose activations are held: how many keep their input alone, how many everything.
 
-    What is recomputed is there whole once, while its backward pass runs; of what waits in host memory, a layer, or the
-    layers of a graph.
+    What is recomputed is there whole once, while its backward pass runs; of what waits in host memory, a layer.
     """
     parallel = share.parallel
     if parallel is None or not layers:
         return 0, held
     if first := min(parallel.cpu_offloading_num_layers * share.chunks, layers):
-        held += min(share.layers_per_graph, first) - held * first // layers
+        held += 1 - held * first // layers
     if parallel.recompute_granularity != "full":
         return 0, held
     if parallel.recompute_method == "block":  # the first layers of each chunk, each by itself
@@ -298,7 +295,7 @@ def _compute_copy(share: Share, layers: int, held: int, layer: float, fsdp: bool
     if not fsdp:  # autograd keeps the cast weights of each micro-batch in flight
         return 0 if width == MASTER_BYTES else width * layer * _kept(share, layers, held)[1]
     frees = share.parallel.data_parallel_sharding_strategy == "optim_grads_params"
-    return width * layer * (min(UNITS_GATHERED * share.layers_per_graph, layers) if frees else layers)
+    return width * layer * (min(LAYERS_GATHERED, layers) if frees else layers)
 
 
 def _gradients(share: Share, here: float, layer: float, shards: int, width: int) -> float:
@@ -307,6 +304,4 @@ def _gradients(share: Share, here: float, layer: float, shards: int, width: int)
     each = share.parallel.data_parallel_sharding_strategy != "optim"
     if not each and share.accumulates:  # summed whole, cut at the end of the step
         return GRADIENT_BYTES * here
-    return GRADIENT_BYTES * here / shards + (width + GRADIENT_BYTES) * min(
-        share.layers_per_graph * layer, here
-    )
+    return GRADIENT_BYTES * here / shards + (width + GRADIENT_BYTES) * layer

@@ -96,27 +96,16 @@ class TransformerLayer(nn.Module):
         self.post_mlp_layernorm = norm("post", "sandwich")
 
     def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
-        return self.end(*self.branches(x, None, None, context))
-
-    def branches(
-        self, x: Tensor, y: Tensor | None, mask: Mask | None, context: Context
-    ) -> tuple[Tensor, Tensor, Mask | None]:
-        """The layer but for its last addition, and behind another's, which is still to be made: x + y, with `mask`
-        after dropout of y, all [batch, seq, hidden]. So layers of one graph leave it to the kernel of the next norm.
-        """
-        if self.join is not None:  # the first of its graph
+        if self.join is not None:
             x = self.join(x, context)
         proj_bias, fc2_bias = self._biases_beside_norm(x, context)
-        x, normed = _beside(x, y, mask, self.input_layernorm)
+        x, normed = _beside(x, None, None, self.input_layernorm)
         y = self.self_attention(normed, context, proj_bias is None)
         y, mask = _normed(y, self.post_attention_layernorm), self._mask(context, ATTENTION_OUTPUT)
         x, normed = _beside(x, y, mask, self.pre_mlp_layernorm, proj_bias, fc2_bias)
         y = self.mlp(normed, context) if fc2_bias is None else self.mlp(normed, context, False)
-        return x, _normed(y, self.post_mlp_layernorm), self._mask(context, MLP_OUTPUT)
-
-    def end(self, x: Tensor, y: Tensor, mask: Mask | None) -> Tensor:
-        """The last addition, and the norm of a layer that predicts further tokens."""
-        return _normed(added(x, y, mask), self.final_layernorm)
+        x = added(x, _normed(y, self.post_mlp_layernorm), self._mask(context, MLP_OUTPUT))
+        return _normed(x, self.final_layernorm)
 
     def _mask(self, context: Context, site: int) -> Mask | None:
         if context.dropout is None or self.dropout == 0:

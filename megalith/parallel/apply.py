@@ -11,7 +11,6 @@ from megalith.parallel.adapters import cut_adapters
 from megalith.parallel.context import apply_context
 from megalith.parallel.data import apply_data
 from megalith.parallel.expert import apply_expert
-from megalith.parallel.groups import apply_groups, units
 from megalith.parallel.halves import apply_halves, interleaving
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.offload import apply_activation_offload
@@ -27,13 +26,12 @@ def apply(model: Transformer, config: RunConfig, mesh: Mesh, device: torch.devic
     2. Tensor: parameters become shards, and a layer then has the heads of this rank; adapters follow their linears.
     3. Context: replaces the core of attention, which those heads go through.
     4. Experts: their own mesh over the same ranks. What they dispatch is what sequence parallelism has left here.
-    5. Groups: several layers become what the next steps take for one: all are there, and none has been wrapped.
-    6. Halves: layers go through two halves of a micro-batch, each with all the collectives that the axes have put in.
-    7. Recompute: wraps the code as the axes have left it, their collectives included; a unit of layers has both halves.
-    8. Compile: after everything that changes a layer's code. Zero-bubble takes backward passes apart: not compiled.
-    9. Offload: outside of compiled layers, and of recomputed ones, whose inputs it can then take away.
-    10. Data: shards the parameters as tensor parallelism has left them; a layer is its unit, or a group of them.
-    11. Storage is made last, and filled: weights depend on their names and places alone, not on the steps before.
+    5. Halves: layers go through two halves of a micro-batch, each with all the collectives that the axes have put in.
+    6. Recompute: wraps the code as the axes have left it, their collectives included; a unit of layers has both halves.
+    7. Compile: after everything that changes a layer's code. Zero-bubble takes backward passes apart: not compiled.
+    8. Offload: outside of compiled layers, and of recomputed ones, whose inputs it can then take away.
+    9. Data: shards the parameters as tensor parallelism has left them; a layer is its unit.
+    10. Storage is made last, and filled: weights depend on their names and places alone, not on the steps before.
     """
     parallel = config.parallel
     chunks = split_stages(model, assign_layers(config.model, parallel), mesh.pp.rank)
@@ -43,15 +41,14 @@ def apply(model: Transformer, config: RunConfig, mesh: Mesh, device: torch.devic
             cut_adapters(chunk, tensor)
         apply_context(chunk, mesh.cp, parallel.cp_comm_type, parallel.hierarchical_context_parallel_sizes)
         apply_expert(chunk, mesh, tensor, parallel.moe_token_dispatcher_type)
-        apply_groups(chunk, config.runtime.layers_per_graph)
         apply_halves(chunk, parallel, tensor)
         apply_recompute(chunk, parallel)
         if compiles(config, device):
             options = {"options": interleaving()} if parallel.tp_comm_overlap else {}
-            for unit in units(chunk):
-                # the experts' dispatch is code between two graphs, and they are in no group
-                unit.compile(fullgraph=not getattr(unit, "has_experts", False), **options)
-        apply_activation_offload(chunk, parallel, config.runtime.layers_per_graph)
+            for layer in chunk.layers.values():
+                # the experts' dispatch is code between two graphs
+                layer.compile(fullgraph=not layer.has_experts, **options)
+        apply_activation_offload(chunk, parallel)
     apply_data(chunks, mesh, parallel)
     for chunk in chunks:
         chunk.to_empty(device=device)

@@ -10,10 +10,9 @@ between the strategies is what a rank keeps of the state in the meantime (ZeRO, 
     optim_grads_params    a shard           a shard          a layer at a time  two gathers, reduce-scatter
       (ZeRO-3)
 
-A layer, or a group of layers (groups.py), is the unit that is gathered and reduced, and embedding, final norm and head
-are one together, so that a tied weight has one gradient. FSDP2 gathers the next layer while one computes, and reduces
-the last one's gradients while backward goes on; in hybrid sharding the shards' sums are then all-reduced over the
-copies.
+A layer is the unit that is gathered and reduced, and embedding, final norm and head are one together, so that a tied
+weight has one gradient. FSDP2 gathers the next layer while one computes, and reduces the last one's gradients while
+backward goes on; in hybrid sharding the shards' sums are then all-reduced over the copies.
 
 Gradients are summed, never averaged: the loss is divided by the count of valid tokens everywhere. A layer is gathered
 in the compute dtype, and what it gives for a micro-batch is added up and reduced in fp32. Embedding and head are
@@ -34,7 +33,6 @@ from torch.distributed.tensor import Shard
 from megalith.comm import local
 from megalith.config import ParallelConfig
 from megalith.models.transformer import Transformer
-from megalith.parallel.groups import units
 from megalith.parallel.mesh import Mesh
 
 
@@ -77,9 +75,8 @@ def apply_data(chunks: Iterable[Transformer], mesh: Mesh, parallel: ParallelConf
             else:
                 ignored |= set(experts.parameters())
         if mesh.dp_cp.size > 1:
-            for unit in units(chunk):
-                fully_shard(unit, mesh=mesh.fsdp, ignored_params=ignored, **layers)
-                ignored |= set(unit.parameters())  # the chunk reaches them past a group, too
+            for layer in chunk.layers.values():
+                fully_shard(layer, mesh=mesh.fsdp, ignored_params=ignored, **layers)
             fully_shard(
                 chunk,
                 mesh=mesh.fsdp,

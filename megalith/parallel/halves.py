@@ -1,10 +1,10 @@
 """A micro-batch as two halves of its sequences, side by side: while one half's collective is under way, the other
 computes (as in Domino, Wang et al. 2024).
 
-Each layer, or group of layers (groups.py), is given both halves and goes through one and then the other, each as if it
-were the micro-batch; nothing in the layer knows. Compiled, that is one graph of two chains without an edge between
-them, and interleave.py puts its nodes in such an order that a collective of either has products of the other to hide
-behind, forward and backward. Not compiled, the halves run one behind the other and nothing is gained.
+Each layer is given both halves and goes through one and then the other, each as if it were the micro-batch; nothing in
+the layer knows. Compiled, that is one graph of two chains without an edge between them, and interleave.py puts its
+nodes in such an order that a collective of either has products of the other to hide behind, forward and backward. Not
+compiled, the halves run one behind the other and nothing is gained.
 
 Weights are gathered once for both (a layer is FSDP's unit), their gradients summed in the layer's backward pass. What
 stands before the layers and behind them takes the micro-batch whole. With sequence parallelism each half is cut over
@@ -24,9 +24,8 @@ from torch import Tensor, nn
 from megalith.config import ParallelConfig
 from megalith.models.context import Context
 from megalith.models.rope import Tables
-from megalith.models.transformer import Transformer
+from megalith.models.transformer import Transformer, TransformerLayer
 from megalith.ops.dropout import output_rows
-from megalith.parallel.groups import units
 from megalith.parallel.tensor import TensorParallel
 
 
@@ -37,8 +36,8 @@ def apply_halves(model: Transformer, parallel: ParallelConfig, tensor: TensorPar
     halves = Halves(model, tensor)
     model.register_forward_pre_hook(halves.choose, with_kwargs=True)
     model.run_layers = halves.run_layers
-    for unit in units(model):
-        unit.__class__ = _side_by_side(type(unit))
+    for layer in model.layers.values():
+        layer.__class__ = _side_by_side(type(layer))
 
 
 def interleaving() -> dict[str, Any]:
@@ -49,32 +48,21 @@ def interleaving() -> dict[str, Any]:
 
 
 @cache
-def _side_by_side(kind: type[nn.Module]) -> type[nn.Module]:
-    """The same kind of layer, or of group of layers, for both halves at once: it goes through the whole of it with one,
-    then with the other. One class, so that all layers share compiled code."""
+def _side_by_side(kind: type[TransformerLayer]) -> type[TransformerLayer]:
+    """The same kind of layer for both halves at once; one class, so that all layers share compiled code."""
 
     class SideBySide(kind):
-        def forward(self, x: tuple[Tensor, ...], context: tuple[Any, ...]) -> tuple[Tensor, ...]:
+        def forward(self, x: tuple[Tensor, ...], context: tuple[Context, ...]) -> tuple[Tensor, ...]:
             return tuple(super(SideBySide, self).forward(*half) for half in zip(x, context, strict=True))
 
     return SideBySide
-
-
-class Contexts(tuple[Context, ...]):
-    """Of each half, for the loop over layers: it gives them what it would give a layer of the whole micro-batch."""
-
-    def at_layer(self, number: int) -> tuple[Context, ...]:
-        return tuple(context.at_layer(number) for context in self)
-
-    def at_layers(self, numbers: Sequence[int]) -> tuple[tuple[Context, ...], ...]:
-        return tuple(context.at_layers(numbers) for context in self)
 
 
 class Halves:
     """Wraps Transformer.run_layers."""
 
     def __init__(self, model: Transformer, tensor: TensorParallel | None):
-        self._run_layers, self._tensor = model.run_layers, tensor
+        self._layers, self._tensor = model.layers, tensor
         self._count = 1
 
     def choose(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
@@ -88,8 +76,10 @@ class Halves:
         cut = self._tensor is not None and self._tensor.tokens_are_cut
         stream = _stream_parts if cut else torch.chunk
         parts = tuple(stream(x, self._count))
-        contexts = Contexts(_part(context, number, self._count, stream) for number in range(self._count))
-        return torch.cat(self._run_layers(numbers, parts, contexts), 1 if cut else 0)
+        contexts = [_part(context, number, self._count, stream) for number in range(self._count)]
+        for number in numbers:
+            parts = self._layers[number](parts, tuple(c.at_layer(int(number)) for c in contexts))
+        return torch.cat(parts, 1 if cut else 0)
 
 
 Parts = Callable[[Tensor, int], Sequence[Tensor]]

@@ -32,15 +32,13 @@ from megalith.parallel.recompute import unit_size
 SMALLEST = 2**20  # bytes: below it a copy costs more time than the memory is worth
 
 
-def apply_activation_offload(model: Transformer, parallel: ParallelConfig, layers_per_graph: int = 1) -> None:
+def apply_activation_offload(model: Transformer, parallel: ParallelConfig) -> None:
     """Lets the first cpu_offloading_num_layers layers of `model`, or of a stage of it, keep their activations there.
 
-    With full recomputation that is the input of each unit of layers; units that begin among these layers count, and
-    so do groups of layers that are one graph.
+    With full recomputation that is the input of each unit of layers; units that begin among these layers count.
     """
     if parallel.cpu_offloading_num_layers:
-        unit = max(unit_size(parallel), layers_per_graph)  # which is a multiple of the other
-        offload = ActivationOffload(model, parallel.cpu_offloading_num_layers, unit)
+        offload = ActivationOffload(model, parallel.cpu_offloading_num_layers, unit_size(parallel))
         model.run_layers = offload.run_layers
 
 

@@ -160,7 +160,6 @@ def _stage(
         head=head,
         chunks=len(chunks),
         compiled=config.runtime.compile is not False and schedule_kind(parallel) != "zero_bubble",
-        layers_per_graph=config.runtime.layers_per_graph,
         fsdp=copies > 1,
         shards=shard_size(parallel, world_size),
         expert_copies=expert_data_parallel_size(parallel, world_size),

@@ -108,23 +108,6 @@ def test_sharding_takes_the_bytes_of_its_page(strategy, bytes_a_parameter):
     assert each == pytest.approx(bytes_a_parameter, abs=0.12)  # and a layer or two
 
 
-def test_layers_of_a_graph_are_gathered_together_and_wait_in_host_memory_together():
-    model = ModelConfig(**ONE_LAYER)
-    full = ParallelConfig(data_parallel_sharding_strategy="optim_grads_params", cpu_offloading_num_layers=4)
-
-    def memory(layers_per_graph: int):
-        share = Share(parallel=full, fsdp=True, shards=8, layers_per_graph=layers_per_graph)
-        return expected_memory(model, 1, 1024, "bf16", share=share)
-
-    one, two = memory(1), memory(2)
-    layer = layer_size(model, False).dense
-    assert (
-        two.compute_copy - one.compute_copy == 2 * 2 * layer
-    )  # the group that computes and the next, in bf16
-    assert two.gradients - one.gradients == (2 + 4) * layer  # what is reduced, in bf16 and in fp32
-    assert two.activations - one.activations == 2 * 1024 * layer_activations(model)
-
-
 def test_offloaded_optimizer_state_is_not_on_the_device():
     half = expected_memory(_gpt2_large(), 1, 1024, share=Share(offloaded=0.5)).optimizer
     assert half == expected_memory(_gpt2_large(), 1, 1024).optimizer // 2
