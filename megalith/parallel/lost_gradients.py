@@ -38,8 +38,9 @@ def watched_gradients(chunks: Iterable[nn.Module]) -> Iterator[Watched]:
     hooked: dict[int, nn.Parameter] = {}
 
     def hook(prefix: str, module: nn.Module) -> None:
-        # Called when the layer's parameters are gathered: the tensors that autograd will see are there only now.
-        for own_name, parameter in module.named_parameters(recurse=False):
+        # Called when the layer's parameters are gathered: the tensors that autograd will see are there only now. Those
+        # of the modules inside too, since a norm is not always called as a module.
+        for own_name, parameter in module.named_parameters():
             if parameter.requires_grad and id(parameter) not in hooked:
                 name = f"{prefix}.{own_name}" if prefix else own_name
                 hooked[id(parameter)] = parameter

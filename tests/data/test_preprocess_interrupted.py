@@ -44,7 +44,14 @@ def start(tmp_path):
 
     def start(workers, then="pause"):
         command = [sys.executable, script, source, tmp_path / "outputs" / "out", str(workers), then]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        process = subprocess.Popen(
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            # A job that a shell has put into the background ignores it.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        )
         started.append(process)
         assert process.stdout.readline() == "midway\n"
         return process

@@ -7,8 +7,14 @@ import math
 from functools import partial
 
 import pytest
+import torch
 from ranks import Ranks, events, records, stored, words
 
+from megalith.config import ModelConfig
+from megalith.config.presets import PRESETS
+from megalith.models.init import initialize
+from megalith.models.transformer import Transformer
+from megalith.parallel.lost_gradients import watched_gradients
 from megalith.trainer import Trainer
 
 SKIPPED_STEP = 4
@@ -65,6 +71,15 @@ def test_all_ranks_skip_the_step_and_the_log_names_the_rank_and_the_parameter(tm
     named = event["parameters"]["1"]
     assert named and all(name.startswith("layers.1.") for name in named)
     assert "on rank 1 in the gradient of layers.1." in running.text(0) and "on rank 0" not in running.text(0)
+
+
+def test_every_parameter_is_watched():
+    model = Transformer(ModelConfig(**PRESETS["tiny-gpt"], vocab_size=64, max_position_embeddings=8))
+    initialize(model, model.config, seed=1)
+    ids = torch.arange(8)[None]
+    with watched_gradients([model]) as watched:
+        (model(ids, labels=ids) * math.nan).backward()
+        assert set(watched.names()) == {name for name, _ in model.named_parameters()}
 
 
 def test_the_run_ends_after_so_many_lost_steps_in_a_row(tmp_path):
