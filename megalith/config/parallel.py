@@ -24,9 +24,6 @@ class ParallelConfig(Section):
     symmetric_memory_groups: list[Literal["tp", "cp"]] = []
     """Axes whose large gathers, scatters and a2a are left to the GPUs' copy engines: one host, NVLink between them."""
 
-    high_priority_stream_groups: list[Literal["tp", "cp"]] = []
-    """Axes whose collectives go to the GPU ahead of kernels that are ready at the same time (NCCL)."""
-
     pipeline_model_parallel_size: PositiveInt = 1
     """Stages that the layers are split over (PP)."""
 

@@ -17,11 +17,9 @@ The gradients of experts are summed over edp: every token's rows come to one cop
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch.distributed import DeviceMesh, init_device_mesh
 
@@ -108,14 +106,10 @@ def build_mesh(
             f"data ({dp}) × context ({cp}) = {dp * cp} ranks are not divisible into shards of {shard_size}; choose "
             f"a divisor of {dp * cp}"
         )
-    urgent = {
-        name: _high_priority() for name in parallel.high_priority_stream_groups if device_type == "cuda"
-    }
     root = init_device_mesh(
         device_type,
         (pp, dp, cp, tp),
         mesh_dim_names=("pp", "dp", "cp", "tp"),
-        backend_override=urgent or None,
     )
     dp_cp = root["dp", "cp"]._flatten("dp_cp")
     fsdp, replicate, shard = dp_cp, Axis(), _axis(dp_cp)
@@ -161,13 +155,6 @@ def _expert_axes(parallel: ParallelConfig, world_size: int, device_type: str) ->
         experts=root[cut] if cut else None,
         expert_fsdp=fsdp if edp > 1 else None,
     )
-
-
-def _high_priority() -> dist.ProcessGroupNCCL.Options:
-    """The options of the process's own NCCL group, its time-out among them, with a stream of high priority."""
-    options = copy.deepcopy(dist.group.WORLD._get_backend(torch.device("cuda")).options)
-    options.is_high_priority_stream = True
-    return options
 
 
 def _axis(mesh: DeviceMesh) -> Axis:
