@@ -8,6 +8,7 @@ reduce-scatter are made by the rank that receives, in fp32, rounded once.
 Each function begins a collective on a stream of its own and returns what `torch.ops._c10d_functional.wait_tensor` makes
 whole, as torch's functional collectives do, so compiled code traces them. All ranks of a group call the same ones with
 the same shapes in the same order. The input may be freed or overwritten by kernels that are launched afterwards.
+Raises TrainingError where the GPUs of a group do not reach each other's memory.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ import torch
 import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 from torch.library import custom_op
+
+from megalith.errors import TrainingError
 
 SLOTS = (
     4  # collectives of a group that may be under way before the next one waits for the memory of the first
@@ -93,7 +96,15 @@ class _Slot:
         """A collective call: `size` bytes on every rank."""
         here = torch.device("cuda", torch.cuda.current_device())
         self.size = size
-        self._handle: Any = symmetric.rendezvous(symmetric.empty(size, dtype=torch.uint8, device=here), group)
+        try:
+            self._handle: Any = symmetric.rendezvous(
+                symmetric.empty(size, dtype=torch.uint8, device=here), group
+            )
+        except RuntimeError as error:
+            raise TrainingError(
+                f"{here} cannot share {size:,} bytes with the other ranks of its axis ({error}); "
+                "parallel.symmetric_memory_groups needs GPUs of one host that NVLink joins: leave the axis out of it"
+            ) from error
         self.rank: int = self._handle.rank
         self.free = torch.cuda.Event()
 
