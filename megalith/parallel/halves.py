@@ -23,8 +23,9 @@ from torch import Tensor, nn
 
 from megalith.config import ParallelConfig
 from megalith.models.context import Context
+from megalith.models.layer import TransformerLayer
 from megalith.models.rope import Tables
-from megalith.models.transformer import Transformer, TransformerLayer
+from megalith.models.transformer import Transformer
 from megalith.ops.dropout import output_rows
 from megalith.parallel.tensor import TensorParallel
 
