@@ -39,9 +39,10 @@ def cache_whole_layers() -> None:
 
 
 def operators_hash() -> str:
-    """Of the files that define operators."""
+    """Of the files that define operators, and of this one, which chooses among kernels."""
     package = Path(__file__).parents[1]
-    files = sorted([*package.glob("ops/**/*.py"), *package.glob("parallel/*.py"), package / "comm.py"])
+    alone = [package / "comm.py", package / "direct.py", Path(__file__)]
+    files = sorted([*package.glob("ops/**/*.py"), *package.glob("parallel/*.py"), *alone])
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 
 
