@@ -69,7 +69,7 @@ def optimizer_step(
     `clip_grad` is the largest norm allowed; 0 means no clipping. `total_squares` gives the sum of squares of
     the gradients of the parameters that it is given; a parallel run passes one that counts each logical
     parameter once and adds up over the ranks, so that all of them clip and skip alike. The gradients are
-    used up: afterwards they hold clipped, unscaled values.
+    used up: what they hold afterwards, clipped and unscaled or as before, depends on the kernel.
 
     In a skipped step parameters and optimizer state, step counts included, stay bitwise what they were.
     """
