@@ -21,12 +21,12 @@ def gpus():
     pool.close()
 
 
-def large(output, model=MODEL, **parallel):
+def large(output, model=MODEL, micro=8, **parallel):
     return configuration(
         output,
         model=model,
         data=dict(seq_length=1024),
-        train=dict(micro_batch_size=8, global_batch_size=64, precision="bf16"),
+        train=dict(micro_batch_size=micro, global_batch_size=64, precision="bf16"),
         runtime=dict(device="cuda"),
         parallel=parallel,
     )
@@ -80,7 +80,7 @@ def test_measured_step_adds_up_and_memory_is_near_the_estimate(gpus, tmp_path, p
 def test_halves_leave_less_communication_in_the_open(gpus, tmp_path, parallel):
     exposed = []
     for overlap in (False, True):
-        config = large(tmp_path / str(overlap), WIDE, **parallel, tp_comm_overlap=overlap)
+        config = large(tmp_path / str(overlap), WIDE, micro=32, **parallel, tp_comm_overlap=overlap)
         text = gpus.run(printed_by_run, config)[0]
         print(text)
         exposed.append(sum(row[COMMUNICATION] for row in measured_rows(text)))
