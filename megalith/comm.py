@@ -9,7 +9,7 @@ so torch.compile traces them whole and orders them by their data.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -105,9 +105,32 @@ def all_to_all(x: Tensor, axis: Axis) -> Tensor:
     return x if axis.size == 1 else _AllToAll.apply(x, axis)
 
 
-def all_to_all_uneven(x: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-    """As all_to_all, with sent[j] rows of x for rank j and received[j] from it. Its conjugate has the two exchanged."""
-    return x if axis.size == 1 else _AllToAllUneven.apply(x, axis, list(sent), list(received))
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """Rows on their way: see begin_all_to_all."""
+
+    rows: Tensor
+    axis: Axis
+    sent: list[int]
+    received: list[int]
+    back: list[Tensor] = field(default_factory=list)
+    """In the backward pass: the gradients on their way."""
+
+
+def begin_all_to_all(x: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]) -> Exchange:
+    """As all_to_all, with sent[j] rows of x for rank j and received[j] from it, which end_all_to_all returns.
+
+    What is computed between the two goes on while rows travel. So does, in the backward pass, what computes its
+    gradients: of the nodes that wait autograd takes the last one made, so the gradients' way begins, these follow, and
+    what ends it comes after them.
+    """
+    exchange = Exchange(x, axis, list(sent), list(received))
+    return exchange if axis.size == 1 else replace(exchange, rows=_BeginAllToAll.apply(x, exchange))
+
+
+def end_all_to_all(exchange: Exchange) -> Tensor:
+    """The rows that have come, in the ranks' order."""
+    return exchange.rows if exchange.axis.size == 1 else _EndAllToAll.apply(exchange.rows, exchange)
 
 
 def own_part(x: Tensor, axis: Axis) -> Tensor:
@@ -168,11 +191,11 @@ def _all_to_all(x: Tensor, axis: Axis) -> Tensor:
     if axis.goes_direct(x):
         return wait(torch.ops.megalith_direct.all_to_all(x.contiguous(), axis.size, axis.name))
     sizes = [x.shape[0] // axis.size] * axis.size
-    return _all_to_all_uneven(x, axis, sizes, sizes)
+    return wait(_exchange(x, axis, sizes, sizes))
 
 
-def _all_to_all_uneven(x: Tensor, axis: Axis, sent: list[int], received: list[int]) -> Tensor:
-    return wait(_ops.all_to_all_single(x.contiguous(), received, sent, axis.name))
+def _exchange(x: Tensor, axis: Axis, sent: list[int], received: list[int]) -> Tensor:
+    return _ops.all_to_all_single(x.contiguous(), received, sent, axis.name)
 
 
 class _AllReduce(torch.autograd.Function):
@@ -240,15 +263,29 @@ class _AllToAll(torch.autograd.Function):
         return _all_to_all(grad, ctx.axis), None
 
 
-class _AllToAllUneven(torch.autograd.Function):
+class _BeginAllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, axis: Axis, sent: list[int], received: list[int]) -> Tensor:
-        ctx.axis, ctx.sent, ctx.received = axis, sent, received
-        return _all_to_all_uneven(x, axis, sent, received)
+    def forward(ctx, x: Tensor, exchange: Exchange) -> Tensor:
+        ctx.back = exchange.back
+        ctx.set_materialize_grads(False)  # the gradient has other rows than the result: it comes by `back`
+        return _exchange(x, exchange.axis, exchange.sent, exchange.received)
+
+    @staticmethod
+    def backward(ctx, nothing: None):
+        return wait(ctx.back.pop()), None
+
+
+class _EndAllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows: Tensor, exchange: Exchange) -> Tensor:
+        ctx.back, ctx.axis = exchange.back, exchange.axis
+        ctx.sent, ctx.received = exchange.sent, exchange.received
+        return wait(rows)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return _all_to_all_uneven(grad, ctx.axis, ctx.received, ctx.sent), None, None, None
+        ctx.back.append(_exchange(grad, ctx.axis, ctx.received, ctx.sent))
+        return None, None
 
 
 class _OwnPart(torch.autograd.Function):

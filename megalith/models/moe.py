@@ -15,7 +15,6 @@ waits for it, once a layer.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -26,21 +25,23 @@ from megalith.models.context import Context
 from megalith.models.linear import Linear
 from megalith.models.mlp import ACTIVATIONS, MLP
 from megalith.models.router import Router, Routing
-from megalith.ops.grouped_gemm import Groups, grouped_matmul
+from megalith.ops.compiled import as_one_kernel
+from megalith.ops.grouped_gemm import Groups, Prepared, grouped_matmul, prepared
 from megalith.ops.permute import Order, counted, places_in_group, sum_rows, take_rows
 
 Activation = Callable[[Tensor], Tensor]
 
 
 class GroupedLinear(nn.Module):
-    """A matrix for each expert in one weight [experts, out, in], kept in fp32 and cast to x's dtype in use."""
+    """A matrix for each expert in one weight [experts, out, in], kept in fp32 and cast where it is used."""
 
     def __init__(self, experts: int, in_features: int, out_features: int, device: torch.device | None = None):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, out_features, in_features, device=device))
 
-    def forward(self, x: Tensor, groups: Groups, grouped: bool) -> Tensor:  # [rows, in] -> [rows, out]
-        return grouped_matmul(x, local(self.weight).to(x.dtype), groups, grouped)
+    def prepared(self, dtype: torch.dtype) -> Prepared:
+        """The weight as products in `dtype` take it."""
+        return prepared(local(self.weight), dtype)
 
 
 class Experts(nn.Module):
@@ -55,11 +56,28 @@ class Experts(nn.Module):
         self.linear_fc1 = GroupedLinear(config.num_experts, config.hidden_size, width, device)
         self.linear_fc2 = GroupedLinear(config.num_experts, config.expert_size, config.hidden_size, device)
 
-    def forward(self, x: Tensor, weights: Tensor, groups: Groups) -> Tensor:
-        """Rows x [rows, hidden], expert after expert, and their weights float32 [rows, 1] → [rows, hidden]."""
-        x = self.linear_fc1(x, groups, self.grouped)  # [rows, expert size], or [rows, 2 · expert size]
-        activate = _compiled_activation() if self.fused and x.is_cuda else weighted_activation
-        return self.linear_fc2(activate(x, weights, self.activation, self.gated), groups, self.grouped)
+    def prepared(self, dtype: torch.dtype) -> tuple[Prepared, Prepared]:
+        """The weights of fc1 and fc2 as products in `dtype` take them."""
+        return self.linear_fc1.prepared(dtype), self.linear_fc2.prepared(dtype)
+
+    def forward(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        groups: Groups,
+        matrices: tuple[Prepared, Prepared] | None = None,
+    ) -> Tensor:
+        """Rows x [rows, hidden], expert after expert, and their weights float32 [rows, 1] → [rows, hidden].
+
+        `matrices` are what `prepared` gave, where that was called earlier.
+        """
+        fc1, fc2 = self.prepared(x.dtype) if matrices is None else matrices
+        x = grouped_matmul(x, fc1, groups, self.grouped)  # [rows, expert size], or [rows, 2 · expert size]
+        if self.fused:
+            x = as_one_kernel(weighted_activation, x, weights, self.activation, self.gated, sizes_vary=True)
+        else:
+            x = weighted_activation(x, weights, self.activation, self.gated)
+        return grouped_matmul(x, fc2, groups, self.grouped)
 
 
 def weighted_activation(x: Tensor, weights: Tensor, activation: Activation, gated: bool) -> Tensor:
@@ -68,12 +86,6 @@ def weighted_activation(x: Tensor, weights: Tensor, activation: Activation, gate
         gate, up = x.unflatten(-1, (-1, 2)).unbind(-1)
         return activation(gate) * up * weights.to(x.dtype)
     return activation(x) * weights.to(x.dtype)
-
-
-@cache
-def _compiled_activation() -> Callable[[Tensor, Tensor, Activation, bool], Tensor]:
-    """In one kernel, which keeps x and the weights alone for the backward pass."""
-    return torch.compile(weighted_activation, dynamic=True)
 
 
 class MoE(nn.Module):
@@ -112,6 +124,7 @@ class Dispatch:
         self.fills_up = config.moe_pad_expert_input_to_capacity
         self.fused = config.moe_permute_fusion
 
+    @torch.compiler.disable  # what is worth a kernel of its own is compiled by itself
     def __call__(self, x: Tensor, routing: Routing, experts: Experts) -> Tensor:
         """x [tokens, hidden] through the experts of its routing: [tokens, hidden]."""
         return self.compute(x, routing.weights, routing.destinations(self.experts), routing.capacity, experts)
@@ -138,11 +151,11 @@ class Dispatch:
     def rows(self, x: Tensor, weights: Tensor, order: Order) -> tuple[Tensor, Tensor]:
         """The rows [rows, hidden] of x [tokens, hidden], and of the weights [tokens, topk]: [rows, 1]."""
         row_weights = take_rows(weights.reshape(-1, 1), order.by_pair())
-        return take_rows(x, order, self.fused and x.is_cuda), row_weights
+        return take_rows(x, order, self.fused), row_weights
 
     def sum(self, rows: Tensor, order: Order) -> Tensor:
         """The sum of each token's rows: [tokens, hidden]."""
-        return sum_rows(rows, order, self.fused and rows.is_cuda)
+        return sum_rows(rows, order, self.fused)
 
 
 def sort_pairs(destinations: Tensor, count: int) -> tuple[Tensor, Tensor]:
@@ -150,7 +163,8 @@ def sort_pairs(destinations: Tensor, count: int) -> tuple[Tensor, Tensor]:
 
     Pairs whose destination is `count`, nowhere, stand last and are not counted.
     """
-    pair = destinations.flatten().argsort(stable=True)
+    narrow = torch.uint8 if count < 256 else torch.int16 if count < 2**15 else torch.int64
+    pair = destinations.flatten().to(narrow).argsort(stable=True)  # a GPU sorts a byte at a time
     return pair, counted(destinations.flatten(), count + 1)[:count]
 
 

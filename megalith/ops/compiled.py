@@ -8,12 +8,15 @@ from functools import cache
 import torch
 
 
-def as_one_kernel(function: Callable, *args):
-    """function(*args), of which the first is a tensor: compiled on a GPU, but as a part of what is being compiled."""
+def as_one_kernel(function: Callable, *args, sizes_vary: bool = False):
+    """function(*args), of which the first is a tensor: compiled on a GPU, but as a part of what is being compiled.
+
+    `sizes_vary`: a size that has been another is compiled as any number, and not anew for each.
+    """
     on_gpu = args[0].is_cuda and not torch.compiler.is_compiling()
-    return _compiled(function)(*args) if on_gpu else function(*args)
+    return _compiled(function, None if sizes_vary else False)(*args) if on_gpu else function(*args)
 
 
 @cache
-def _compiled(function: Callable) -> Callable:
-    return torch.compile(function, fullgraph=True, dynamic=False)
+def _compiled(function: Callable, dynamic: bool | None) -> Callable:
+    return torch.compile(function, fullgraph=True, dynamic=dynamic)

@@ -2,11 +2,17 @@
 
 On a GPU, in bf16, torch's grouped GEMM takes all groups in one kernel and reads where they end on the device. Groups
 of one size are a batched matmul. Anything else is a loop, which needs the sizes on the host.
+
+A weight's gradient is made apart from that of the rows, in the backward pass of what prepared the weight. Nobody waits
+for it but the optimizer, so what comes between the two forward comes before it in the backward pass: an exchange of
+rows that begins there is under way while the weights' gradients are computed.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -34,18 +40,31 @@ class Groups:
         return self.sizes is not None and len(set(self.sizes)) == 1
 
 
-def grouped_matmul(x: Tensor, weight: Tensor, groups: Groups, grouped: bool = True) -> Tensor:
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A weight as one product takes it."""
+
+    value: Tensor  # [groups, out, in] in the product's dtype
+    owed: list[Callable[[torch.dtype], Tensor]] = field(default_factory=list)
+    """After the product's backward pass: what computes the weight's gradient, in a dtype."""
+
+
+def prepared(weight: Tensor, dtype: torch.dtype) -> Prepared:
+    """weight [groups, out, in], cast. Its gradient has its own dtype, summed in fp32 and rounded to it once."""
+    owed: list[Callable[[torch.dtype], Tensor]] = []
+    return Prepared(_Prepare.apply(weight, dtype, owed), owed)
+
+
+def grouped_matmul(x: Tensor, weight: Prepared, groups: Groups, grouped: bool = True) -> Tensor:
     """Rows x [rows, in], group after group, by weight [groups, out, in] of the same dtype → [rows, out].
 
     `grouped` asks for one kernel where there is one. The weight always gets a gradient, zero for a group without rows.
     """
     if groups.even and len(x):
-        rows = x.view(len(weight), -1, x.shape[1])  # [groups, size, in]
-        # FSDP2 warns of a module's output that is a view, which a plain one would be.
-        return torch.ops.aten._unsafe_view(torch.bmm(rows, weight.mT), (len(x), weight.shape[1]))
-    if grouped and len(x) and has_kernel(x, weight):
-        return GroupedMatmul.apply(x, weight, groups.counts)
-    return LoopedMatmul.apply(x, weight, groups.on_host())
+        return EvenMatmul.apply(x, weight.value, weight.owed)
+    if grouped and len(x) and has_kernel(x, weight.value):
+        return GroupedMatmul.apply(x, weight.value, weight.owed, groups.counts)
+    return LoopedMatmul.apply(x, weight.value, weight.owed, groups.on_host())
 
 
 def has_kernel(x: Tensor, weight: Tensor) -> bool:
@@ -54,43 +73,99 @@ def has_kernel(x: Tensor, weight: Tensor) -> bool:
     return x.is_cuda and x.dtype == torch.bfloat16 and aligned
 
 
+class _Prepare(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, weight: Tensor, dtype: torch.dtype, owed: list) -> Tensor:
+        ctx.owed, ctx.dtype = owed, weight.dtype
+        ctx.set_materialize_grads(False)  # what comes back is None
+        return weight.view_as(weight) if weight.dtype == dtype else weight.to(dtype)
+
+    @staticmethod
+    def backward(ctx, nothing: None):
+        return ctx.owed.pop()(ctx.dtype), None, None
+
+
+class EvenMatmul(torch.autograd.Function):
+    """A batched matmul: all groups have as many rows."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, owed: list) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.owed = owed
+        # FSDP2 warns of a module's output that is a view, which a plain one would be.
+        y = torch.bmm(_by_group(x, len(weight)), weight.mT)
+        return torch.ops.aten._unsafe_view(y, (len(x), weight.shape[1]))
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        x, weight = ctx.saved_tensors
+        grad, grad_x = _by_group(grad, len(weight)), None
+        if ctx.needs_input_grad[0]:
+            grad_x = torch.bmm(grad, weight).flatten(0, 1)
+        if ctx.needs_input_grad[1]:
+            ctx.owed.append(partial(_even_gradient, grad, _by_group(x, len(weight))))
+        return grad_x, None, None
+
+
 class GroupedMatmul(torch.autograd.Function):
     """One kernel forward, one for each gradient."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, counts: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, owed: list, counts: Tensor) -> Tensor:
         ends = counts.cumsum(0).to(torch.int32)
         ctx.save_for_backward(x, weight, counts, ends)
+        ctx.owed = owed
         return _grouped_mm(x, weight.mT, offs=ends)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         x, weight, counts, ends = ctx.saved_tensors
-        grad, grad_x, grad_weight = grad.contiguous(), None, None
+        grad, grad_x = grad.contiguous(), None
         if ctx.needs_input_grad[0]:
             grad_x = _grouped_mm(grad, weight, offs=ends)
         if ctx.needs_input_grad[1]:
-            grad_weight = _grouped_mm(grad.mT, x, offs=ends)  # [groups, out, in]
-            # The kernels of some GPUs leave what they find in memory to a group without rows.
-            grad_weight.masked_fill_((counts == 0)[:, None, None], 0.0)
-        return grad_x, grad_weight, None
+            ctx.owed.append(partial(_grouped_gradient, grad, x, counts, ends))
+        return grad_x, None, None, None
 
 
 class LoopedMatmul(torch.autograd.Function):
     """A matmul for each group that has rows."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, sizes: tuple[int, ...]) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, owed: list, sizes: tuple[int, ...]) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.sizes = sizes
+        ctx.owed, ctx.sizes = owed, sizes
         return torch.cat([rows @ matrix.T for rows, matrix in zip(x.split(sizes), weight)])
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         x, weight = ctx.saved_tensors
-        grads, grad_x, grad_weight = grad.split(ctx.sizes), None, None
+        grad_x = None
         if ctx.needs_input_grad[0]:
-            grad_x = torch.cat([rows @ matrix for rows, matrix in zip(grads, weight)])
+            grad_x = torch.cat([rows @ matrix for rows, matrix in zip(grad.split(ctx.sizes), weight)])
         if ctx.needs_input_grad[1]:
-            grad_weight = torch.stack([g.T @ rows for g, rows in zip(grads, x.split(ctx.sizes))])
-        return grad_x, grad_weight, None
+            ctx.owed.append(partial(_looped_gradient, grad, x, ctx.sizes))
+        return grad_x, None, None, None
+
+
+def _by_group(rows: Tensor, groups: int) -> Tensor:
+    return rows.view(groups, -1, rows.shape[1])
+
+
+def _even_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """grad [groups, size, out], x [groups, size, in] → [groups, out, in]."""
+    if grad.is_cuda and grad.dtype != dtype:
+        return torch.bmm(grad.mT, x, out_dtype=dtype)
+    return torch.bmm(grad.mT, x).to(dtype)
+
+
+def _grouped_gradient(grad: Tensor, x: Tensor, counts: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
+    """grad [rows, out], x [rows, in] → [groups, out, in]."""
+    found = _grouped_mm(grad.mT, x, offs=ends)
+    # The kernels of some GPUs leave what they find in memory to a group without rows.
+    return found.masked_fill_((counts == 0)[:, None, None], 0.0).to(dtype)
+
+
+def _looped_gradient(grad: Tensor, x: Tensor, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """grad [rows, out], x [rows, in] → [groups, out, in]."""
+    return torch.stack([g.T @ rows for g, rows in zip(grad.split(sizes), x.split(sizes))]).to(dtype)

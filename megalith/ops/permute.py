@@ -10,12 +10,12 @@ read zeros.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 
 import torch
 from torch import Tensor
+
+from megalith.ops.compiled import as_one_kernel
 
 
 @dataclass(frozen=True)
@@ -29,17 +29,35 @@ class Order:
     @property
     def token(self) -> Tensor:
         """The token of each row: int64 [rows], the number of tokens for a row that fills up."""
-        return self.pair // self.row.shape[1]
+        topk = self.row.shape[1]
+        return self.pair if topk == 1 else self.pair // topk
 
     def by_pair(self) -> Order:
         """The same rows, of pairs instead of tokens: for what each pair has one of."""
         return Order(self.pair, self.row.reshape(-1, 1), self.complete)
 
+    def inverse(self) -> Order:
+        """Of rows that are only reordered, back: rows of this order become those it was made of."""
+        return Order(self.row.flatten(), self.pair[:, None])
 
-def permutation(rows: Tensor) -> Order:
-    """The order that takes row rows[i] to place i, where `rows` int64 [n] has each of n numbers."""
-    place = torch.empty_like(rows).scatter_(0, rows, torch.arange(len(rows), device=rows.device))
-    return Order(rows, place[:, None])
+
+def transposed(sizes: Tensor, rows: int) -> Order:
+    """Blocks of rows one behind the other, sizes int64 [m, n] of them, which stood in [m, n] and shall in [n, m].
+
+    `rows` is how many there are of all blocks.
+    """
+    return Order(*as_one_kernel(_transposed, sizes, rows, sizes_vary=True))
+
+
+def _transposed(sizes: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """`pair` and `row` of that Order: a row moves as far as its block."""
+    across = sizes.T
+    begin = (sizes.flatten().cumsum(0) - sizes.flatten()).view_as(sizes)
+    end = (across.flatten().cumsum(0) - across.flatten()).view_as(across).T
+    place = torch.arange(rows, device=sizes.device)
+    row = place + (end - begin).flatten().repeat_interleave(sizes.flatten(), output_size=rows)
+    pair = place + (begin - end).T.flatten().repeat_interleave(across.flatten(), output_size=rows)
+    return pair, row[:, None]
 
 
 def places_in_group(groups: Tensor, count: int) -> Tensor:
@@ -51,16 +69,16 @@ def places_in_group(groups: Tensor, count: int) -> Tensor:
 
 def counted(values: Tensor, count: int) -> Tensor:
     """How often each of 0 … count - 1 occurs in values int64 [n]: int64 [count], without waiting for the device."""
-    return values.new_zeros(count).scatter_add(0, values, torch.ones_like(values))
+    return values.new_zeros(count).scatter_add(0, values, values.new_ones(()).expand_as(values))
 
 
 def take_rows(x: Tensor, order: Order, fused: bool = False) -> Tensor:
-    """The rows [rows, width] of the tokens x [tokens, width]. `fused`: its gradient is one compiled kernel."""
+    """The rows [rows, width] of the tokens x [tokens, width]. `fused`: its gradient is one compiled kernel on a GPU."""
     return _TakeRows.apply(x, order, fused)
 
 
 def sum_rows(rows: Tensor, order: Order, fused: bool = False) -> Tensor:
-    """The sum of each token's rows: [rows, width] → [tokens, width]. `fused`: in one compiled kernel."""
+    """The sum of each token's rows: [rows, width] → [tokens, width]. `fused`: in one compiled kernel on a GPU."""
     return _SumRows.apply(rows, order, fused)
 
 
@@ -68,44 +86,51 @@ class _TakeRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, order: Order, fused: bool) -> Tensor:
         ctx.order, ctx.fused = order, fused
-        return _at(x, order.token, order.complete)
+        return _taken(x, order, fused)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return _sums(ctx.fused)(grad, ctx.order.row, ctx.order.complete), None, None
+        return _sums(grad, ctx.order, ctx.fused), None, None
 
 
 class _SumRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows: Tensor, order: Order, fused: bool) -> Tensor:
-        ctx.order = order
-        return _sums(fused)(rows, order.row, order.complete)
+        ctx.order, ctx.fused = order, fused
+        return _sums(rows, order, fused)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return _at(grad, ctx.order.token, ctx.order.complete), None, None
+        return _taken(grad, ctx.order, ctx.fused), None, None
 
 
 def _at(x: Tensor, index: Tensor, complete: bool) -> Tensor:
     """x [n, width] at an index of any shape; zeros for an index of n."""
     if complete:
-        return x[index]
+        return x.index_select(0, index) if index.ndim == 1 else x[index]
     if not len(x):
         return x.new_zeros(*index.shape, x.shape[1])
     return torch.where((index < len(x))[..., None], x[index.clamp(max=len(x) - 1)], 0.0)
 
 
-def _sum_at(rows: Tensor, index: Tensor, complete: bool) -> Tensor:
-    """rows [n, width] at index [tokens, topk], summed over topk."""
-    if index.shape[1] == 1:
-        return _at(rows, index[:, 0], complete)
-    return _at(rows, index, complete).sum(1)
+def _taken(x: Tensor, order: Order, fused: bool) -> Tensor:
+    if fused and not order.complete:
+        return as_one_kernel(_at, x, order.token, False, sizes_vary=True)
+    return _at(x, order.token, order.complete)
 
 
-def _sums(fused: bool) -> Callable[[Tensor, Tensor, bool], Tensor]:
-    return _compiled() if fused else _sum_at
+def _sums(rows: Tensor, order: Order, fused: bool) -> Tensor:
+    """The sum of each token's rows, in fp32, rounded once: [rows, width] → [tokens, width]."""
+    if order.row.shape[1] == 1:
+        return _at(rows, order.row[:, 0], order.complete)
+    if fused:
+        return as_one_kernel(_sum_one_by_one, rows, order.row, order.complete, sizes_vary=True)
+    return _at(rows, order.row, order.complete).sum(1)
 
 
-@cache
-def _compiled() -> Callable[[Tensor, Tensor, bool], Tensor]:
-    return torch.compile(_sum_at, dynamic=True)
+def _sum_one_by_one(rows: Tensor, index: Tensor, complete: bool) -> Tensor:
+    """Addition after addition: Inductor gives a sum over so few a kernel that reads memory in short pieces."""
+    total = _at(rows, index[:, 0], complete).float()
+    for choice in range(1, index.shape[1]):
+        total = total + _at(rows, index[:, choice], complete).float()
+    return total.to(rows.dtype)

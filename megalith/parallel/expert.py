@@ -25,7 +25,8 @@ from megalith.comm import (
     all_gather,
     all_gather_alike,
     all_to_all,
-    all_to_all_uneven,
+    begin_all_to_all,
+    end_all_to_all,
     own_part,
     reduce_scatter,
     summed,
@@ -36,7 +37,7 @@ from megalith.models.moe import Dispatch, Experts, filled_order, order_of, sort_
 from megalith.models.router import Routing
 from megalith.models.transformer import Transformer
 from megalith.ops.grouped_gemm import Groups
-from megalith.ops.permute import permutation, take_rows
+from megalith.ops.permute import Order, take_rows, transposed
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.tensor import TensorParallel
 
@@ -85,10 +86,14 @@ class ExpertParallel(Dispatch):
         super().__init__(config)
         self.tensor, self.ep = tensor, mesh.ep
         self.local_experts = config.num_experts // mesh.ep.size
+        self.prepares = (
+            mesh.expert_fsdp is None
+        )  # else FSDP2 gathers the experts' weights, as their module begins
         self.sends = dispatcher == "alltoall" and mesh.ep.size > 1
         self.gathered = mesh.etp if dispatcher == "alltoall" else mesh.ep_etp
         self.micro_batches = _micro_batches(self.gathered.size, mesh.cp.size * mesh.tp.size)
 
+    @torch.compiler.disable
     def __call__(self, x: Tensor, routing: Routing, experts: Experts) -> Tensor:
         """x [tokens, hidden] through the experts of its routing: [tokens, hidden]."""
         tokens, destinations, weights = len(x), routing.destinations(self.experts), routing.weights
@@ -132,30 +137,41 @@ class ExpertParallel(Dispatch):
         sizes = torch.stack([counts.view_as(received), received]).tolist()  # the one read on the host
         sent, arriving = ([sum(of_rank) for of_rank in side] for side in sizes)
         order = order_of(pair, destinations, sum(sent))
-        rows, row_weights = self.rows(x, weights, order)
-        rows = all_to_all_uneven(rows, self.ep, sent, arriving)
-        row_weights = all_to_all_uneven(row_weights, self.ep, sent, arriving)
-        by_expert = permutation(_expert_of(received, len(rows)).argsort(stable=True))
         groups = Groups(received.sum(0), tuple(map(sum, zip(*sizes[1]))))
-        rows = experts(take_rows(rows, by_expert), take_rows(row_weights, by_expert), groups)
-        rows = take_rows(rows, permutation(by_expert.row.flatten()))
-        return self.sum(all_to_all_uneven(rows, self.ep, arriving, sent), order)
+        return self._there_and_back(x, weights, order, sent, arriving, received, groups, experts)
 
     def _send_filled(
         self, x: Tensor, weights: Tensor, destinations: Tensor, capacity: int, experts: Experts
     ) -> Tensor:
         """As _send, with as many rows for every expert from every rank."""
-        ranks, size = self.ep.size, min(capacity, len(x))
+        ranks, here, size = self.ep.size, self.local_experts, min(capacity, len(x))
         order, _ = filled_order(destinations, self.experts, size)
-        rows, row_weights = (
-            all_to_all(part, self.ep).unflatten(0, (ranks, -1, size)).transpose(0, 1).flatten(0, 2)
-            for part in self.rows(x, weights, order)
-        )  # by expert, then by rank
-        here = self.local_experts
-        each = torch.full((here,), ranks * size, device=x.device)
-        rows = experts(rows, row_weights, Groups(each, (ranks * size,) * here))
-        rows = rows.unflatten(0, (here, ranks, size)).transpose(0, 1).flatten(0, 2)
-        return self.sum(all_to_all(rows, self.ep), order)
+        each = [here * size] * ranks
+        received = torch.full((ranks, here), size, device=x.device)
+        groups = Groups(received.sum(0), (ranks * size,) * here)
+        return self._there_and_back(x, weights, order, each, each, received, groups, experts)
+
+    def _there_and_back(
+        self,
+        x: Tensor,
+        weights: Tensor,
+        order: Order,
+        sent: list[int],  # rows for each rank
+        arriving: list[int],  # rows from each rank
+        received: Tensor,  # int64 [from rank, experts here]: the same by expert
+        groups: Groups,
+        experts: Experts,
+    ) -> Tensor:
+        rows, row_weights = self.rows(x, weights, order)
+        row_weights = begin_all_to_all(row_weights, self.ep, sent, arriving)
+        rows = begin_all_to_all(rows, self.ep, sent, arriving)
+        # While rows travel the experts' weights are cast, and in the backward pass their gradients computed.
+        matrices = experts.prepared(x.dtype) if self.prepares else None
+        by_expert = transposed(received, sum(arriving))
+        rows, row_weights = end_all_to_all(rows), end_all_to_all(row_weights)
+        rows = experts(take_rows(rows, by_expert), take_rows(row_weights, by_expert), groups, matrices)
+        rows = begin_all_to_all(take_rows(rows, by_expert.inverse()), self.ep, arriving, sent)
+        return self.sum(end_all_to_all(rows), order)
 
 
 def _micro_batches(ranks: int, alike: int) -> int:
@@ -166,12 +182,6 @@ def _micro_batches(ranks: int, alike: int) -> int:
     if ranks % alike == 0:
         return ranks // alike
     return 1 if alike % ranks == 0 else ranks // alike + 2
-
-
-def _expert_of(received: Tensor, rows: int) -> Tensor:
-    """The expert of each of `rows` rows that came from rank after rank: received int64 [from rank, experts here]."""
-    numbers = torch.arange(received.shape[1], device=received.device).repeat(received.shape[0])
-    return numbers.repeat_interleave(received.flatten(), output_size=rows)
 
 
 def _cut(experts: Experts, mesh: Mesh) -> None:

@@ -8,7 +8,7 @@ from megalith.models.context import Context
 from megalith.models.init import initialize
 from megalith.models.moe import MoE
 from megalith.models.transformer import Transformer
-from megalith.ops.grouped_gemm import Groups, LoopedMatmul, grouped_matmul, has_kernel
+from megalith.ops.grouped_gemm import Groups, LoopedMatmul, grouped_matmul, has_kernel, prepared
 
 BATCH, SEQ, HIDDEN = 2, 128, 256
 MODEL = dict(num_layers=2, hidden_size=HIDDEN, ffn_hidden_size=512, num_attention_heads=4, swiglu=True,
@@ -34,10 +34,10 @@ def test_grouped_matmul_equals_the_loop_and_empty_groups_get_zeros(sizes, dtype)
     results = []
     for function in (
         lambda x, w: grouped_matmul(x, w, Groups(torch.tensor(sizes, device="cuda"))),
-        lambda x, w: LoopedMatmul.apply(x, w, sizes),
+        lambda x, w: LoopedMatmul.apply(x, w.value, w.owed, sizes),
     ):
         leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
-        y = function(*leaves)
+        y = function(leaves[0], prepared(leaves[1], dtype))
         y.square().sum().backward()
         results.append([y.detach(), *(leaf.grad for leaf in leaves)])
     for ours, expected in zip(*results):

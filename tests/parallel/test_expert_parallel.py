@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from parity.parity_cases import run_config
 
-from megalith.comm import all_to_all_uneven, own_part
+from megalith.comm import begin_all_to_all, end_all_to_all, own_part
 from megalith.config import ParallelConfig, RunConfig
 from megalith.config.expert_rules import check_expert_parallel
 from megalith.errors import ConfigError
@@ -68,7 +68,7 @@ def exchange(sizes: list[list[int]]) -> tuple:
     axis = build_mesh(ParallelConfig(tensor_model_parallel_size=2), 2, "cpu").tp
     sent, received = sizes[axis.rank], [row[axis.rank] for row in sizes]
     x = (torch.arange(sum(sent)) + 100.0 * axis.rank)[:, None].requires_grad_()
-    y = all_to_all_uneven(x, axis, sent, received)
+    y = end_all_to_all(begin_all_to_all(x, axis, sent, received))
     (y * 2).sum().backward()
     whole = torch.arange(4.0)[:, None].requires_grad_()
     part = own_part(whole, axis)
