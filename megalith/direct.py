@@ -33,11 +33,11 @@ def all_gather(x: Tensor, size: int, group: str) -> Tensor:
     """The ranks' contiguous x, one behind the other along dimension 0, on all of the `size` ranks of `group`."""
     out = x.new_empty(size * x.shape[0], *x.shape[1:])
 
-    def fetch(slot: _Slot) -> None:
-        for peer in slot.peers():
+    def fetch(slot: Slot) -> None:
+        for peer in [slot.rank, *slot.peers()]:
             out.chunk(size)[peer].copy_(slot.of(peer, x))
 
-    return _exchange(x, group, out, fetch)
+    return exchange(out, x.nbytes, group, lambda slot: slot.of(slot.rank, x).copy_(x), fetch)
 
 
 @custom_op("megalith_direct::reduce_scatter", mutates_args=())
@@ -45,31 +45,19 @@ def reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
     """This rank's part, along dimension 0, of the sum of the ranks' contiguous x."""
     out = x.new_empty(x.shape[0] // size, *x.shape[1:])
 
-    def fetch(slot: _Slot) -> None:
-        parts = out.new_empty(size, *out.shape)
+    def fetch(slot: Slot) -> None:
+        parts = [slot.of(rank, x).chunk(size)[slot.rank] for rank in range(size)]
         for peer in slot.peers():
-            parts[peer].copy_(slot.of(peer, x).chunk(size)[slot.rank])
+            parts[peer] = parts[peer].clone()
         if size == 2:
-            torch.add(parts[0], parts[1], out=out)
+            torch.add(*parts, out=out)
             return
-        total = parts[0].float()  # torch.sum over so few parts takes five times as long
+        total = parts[0].to(torch.float32, copy=True)  # torch.sum over so few parts takes five times as long
         for part in parts[1:]:
             total += part
         out.copy_(total)
 
-    return _exchange(x, group, out, fetch)
-
-
-@custom_op("megalith_direct::all_to_all", mutates_args=())
-def all_to_all(x: Tensor, size: int, group: str) -> Tensor:
-    """Part j of the contiguous x, along dimension 0, goes to rank j; what came, in the ranks' order."""
-    out = torch.empty_like(x)
-
-    def fetch(slot: _Slot) -> None:
-        for peer in slot.peers():
-            out.chunk(size)[peer].copy_(slot.of(peer, x).chunk(size)[slot.rank])
-
-    return _exchange(x, group, out, fetch)
+    return exchange(out, x.nbytes, group, lambda slot: slot.of(slot.rank, x).copy_(x), fetch)
 
 
 @all_gather.register_fake
@@ -82,12 +70,7 @@ def _(x: Tensor, size: int, group: str) -> Tensor:
     return x.new_empty(x.shape[0] // size, *x.shape[1:])
 
 
-@all_to_all.register_fake
-def _(x: Tensor, size: int, group: str) -> Tensor:
-    return torch.empty_like(x)
-
-
-class _Slot:
+class Slot:
     """Memory for what a rank gives, which its peers can read, and the moment from which it is free again."""
 
     def __init__(self, size: int, group: str):
@@ -106,9 +89,9 @@ class _Slot:
         self.free = torch.cuda.Event()
 
     def peers(self) -> list[int]:
-        """The ranks in the order in which this one fetches: each begins at another."""
+        """The other ranks in the order in which this one fetches: each begins at another."""
         count = self._handle.world_size
-        return [(self.rank + step) % count for step in range(count)]
+        return [(self.rank + step) % count for step in range(1, count)]
 
     def of(self, rank: int, like: Tensor) -> Tensor:
         """What a rank gives, a tensor like this one."""
@@ -125,11 +108,11 @@ class _Slots:
     def __init__(self, group: str):
         self._group, self._size = group, 0
 
-    def next(self, size: int) -> _Slot:
+    def next(self, size: int) -> Slot:
         if size > self._size:
             torch.cuda.synchronize()  # nobody reads the old ones any more when all have met to make the new ones
             self._size = size
-            self._turns = cycle([_Slot(size, self._group) for _ in range(SLOTS)])
+            self._turns = cycle([Slot(size, self._group) for _ in range(SLOTS)])
         return next(self._turns)
 
 
@@ -141,10 +124,17 @@ def _stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)
 
 
-def _exchange(x: Tensor, group: str, out: Tensor, fetch: Callable[[_Slot], None]) -> Tensor:
-    slot, here, stream = _slots(group).next(x.nbytes), torch.cuda.current_stream(), _stream(x.device.index)
+def exchange(
+    out: Tensor, size: int, group: str, give: Callable[[Slot], object], fetch: Callable[[Slot], None]
+) -> Tensor:
+    """Begins a collective that makes `out` whole.
+
+    `give` puts at most `size` bytes, as many on every rank, into this rank's slot, on the current stream; `fetch`
+    makes `out` of the slots of all, on the stream of such collectives.
+    """
+    slot, here, stream = _slots(group).next(size), torch.cuda.current_stream(), _stream(out.device.index)
     here.wait_event(slot.free)
-    slot.of(slot.rank, x).copy_(x)
+    give(slot)
     stream.wait_stream(here)
     with torch.cuda.stream(stream):
         slot.meet()

@@ -18,7 +18,6 @@ Gradients of the parameters are partial sums: they are summed over data and cont
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -29,11 +28,12 @@ import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh
 
-from megalith.comm import Axis, all_gather, all_to_all
+from megalith.comm import Axis, all_gather
 from megalith.models.transformer import Transformer
 from megalith.ops.attention import attention, document_mask
+from megalith.parallel.heads import heads_from_tokens, tokens_from_heads
 from megalith.parallel.ring import ring_attention
-from megalith.parallel.zigzag import natural, spans, zigzag
+from megalith.parallel.zigzag import natural, spans
 
 if TYPE_CHECKING:
     from megalith.data.batch import Batch
@@ -132,32 +132,6 @@ def context_attention(
         ring = dict(size=outer.size, rank=outer.rank, group=outer.name, gather=gather)
         out = ring_attention(query, key, value, document_ids=mask, **ring, **settings)
     return tokens_from_heads(out, inner)
-
-
-def heads_from_tokens(query: Tensor, key: Tensor, value: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
-    """Some tokens of all heads → all tokens of this rank's share of the heads, in order; one all-to-all for the three.
-
-    From [batch, seq, heads, head_dim] to [batch, size · seq, heads / size, head_dim]. Key and value heads, where size
-    does not divide them, are first repeated to the least number that it does; the gradient of a repeated head is the
-    sum over its copies.
-    """
-    if axis.size == 1:
-        return query, key, value
-    groups = key.shape[2]
-    copies = math.lcm(groups, axis.size) // groups
-    if copies > 1:
-        key, value = key.repeat_interleave(copies, dim=2), value.repeat_interleave(copies, dim=2)
-    shares = [x.unflatten(2, (axis.size, -1)) for x in (query, key, value)]  # [batch, seq, size, ·, head_dim]
-    widths = [share.shape[3] for share in shares]
-    packed = torch.cat(shares, dim=3).movedim(2, 0)  # [size, batch, seq, ·, head_dim]
-    return natural(all_to_all(packed, axis), dim=1).split(widths, dim=2)
-
-
-def tokens_from_heads(out: Tensor, axis: Axis) -> Tensor:
-    """The way back: [batch, size · seq, heads / size, head_dim] → [batch, seq, heads, head_dim]."""
-    if axis.size == 1:
-        return out
-    return all_to_all(zigzag(out, axis.size, dim=1), axis).movedim(0, 2).flatten(2, 3)
 
 
 def _attention_mask(document_ids: Tensor, axis: Axis, ring: bool) -> Tensor:

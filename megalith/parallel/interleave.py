@@ -17,6 +17,7 @@ on every rank, as collectives demand, and chooses among orders that are all righ
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
@@ -184,8 +185,12 @@ def _bytes_sent(node: Node) -> int:
     if node.target is torch.ops._c10d_functional.all_to_all_single.default:
         ranks = len(node.args[1])
         return before * (ranks - 1) // ranks
+    if isinstance(node.args[0], list | tuple):  # heads for tokens (direct_heads.py), among args[1] ranks
+        return before * (node.args[1] - 1) // node.args[1]
     return abs(before - after) or before
 
 
-def _bytes(node: Node) -> int:
-    return node.meta["val"].numel() * node.meta["val"].element_size()
+def _bytes(given: Node | Sequence[Node]) -> int:
+    if isinstance(given, Node):
+        return given.meta["val"].numel() * given.meta["val"].element_size()
+    return sum(_bytes(node) for node in given)

@@ -118,7 +118,7 @@ def build_mesh(
         replicate, shard = _axis(fsdp["replicate"]), _axis(fsdp["shard"])
     direct = set(parallel.symmetric_memory_groups) if device_type == "cuda" else set()
     if direct:
-        import megalith.direct  # noqa: F401 (it registers operators)
+        import megalith.parallel.direct_heads  # noqa: F401 (it and direct.py register operators)
     axes = {name: replace(_axis(root[name]), direct=name in direct) for name in ("pp", "dp", "cp", "tp")}
     experts = dict(ep=Axis(), etp=Axis(), ep_etp=Axis(), cp_tp=Axis(), experts=None, expert_fsdp=None)
     if has_experts:

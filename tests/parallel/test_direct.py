@@ -15,7 +15,7 @@ def test_gpus_that_share_no_memory_are_told_with_the_way_out():
         mock.patch.multiple(direct.symmetric, empty=mock.Mock(), rendezvous=failing),
         pytest.raises(TrainingError) as raised,
     ):
-        direct._Slot(2048, "tp")
+        direct.Slot(2048, "tp")
     said = str(raised.value)
     assert said.startswith(
         "cuda:1 cannot share 2,048 bytes with the other ranks of its axis (no peer access); "

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch.fx import Graph, Node
 
+import megalith.parallel.direct_heads  # noqa: F401 (it registers operators)
 from megalith.parallel.interleave import Interleave, begins_collective, seconds, waits
 
 collectives, aten = torch.ops._c10d_functional, torch.ops.aten
@@ -128,6 +129,20 @@ def test_collectives_of_a_half_keep_their_order():
     after = [node.name for node in ordered(graph) if begins_collective(node)]
     for half in ("half0", "half1"):
         assert [n for n in before if n.startswith(half)] == [n for n in after if n.startswith(half)]
+
+
+def test_an_exchange_of_heads_takes_as_long_as_that_of_one_tensor_of_all():
+    t = Tracer()
+    parts = [t.input(f"x{i}", TOKENS, HIDDEN // 4) for i in range(4)]
+    whole = t.input("x", TOKENS, HIDDEN)
+    heads = torch.ops.megalith_direct.heads_from_tokens.default
+    one = t.call(heads, parts, RANKS, "cp", name="of_four", shape=(TOKENS * RANKS, HIDDEN // RANKS))
+    other = t.call(
+        collectives.all_to_all_single.default, whole, [TOKENS // RANKS] * RANKS, [TOKENS // RANKS] * RANKS, "cp",
+        name="of_one", shape=(TOKENS, HIDDEN),
+    )  # fmt: skip
+    assert begins_collective(one)
+    assert seconds(one) == seconds(other)
 
 
 def test_only_the_first_and_the_last_collective_are_exposed():

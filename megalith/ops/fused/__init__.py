@@ -20,6 +20,7 @@ LEAST_WIDTH, WIDEST_ROW = 256, 8192  # of a norm: a program holds whole rows in 
 if AVAILABLE:
     from megalith.ops.fused import column_kernels, norm_kernel  # noqa: F401 (they register operators)
     from megalith.ops.fused.adam_kernel import adamw_  # noqa: F401
+    from megalith.ops.fused.heads_kernel import share_heads  # noqa: F401
     from megalith.ops.fused.loss_kernel import softmax_loss_  # noqa: F401
 
 

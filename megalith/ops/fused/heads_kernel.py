@@ -1,0 +1,98 @@
+"""What a rank gives and keeps when heads are exchanged for tokens, in one pass over memory (parallel/direct_heads.py).
+
+A program copies some columns of some tokens of one sequence, for one rank of the axis: into the slot, from which that
+rank fetches them, or, where the rank is this one, to their places in the result.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+ROWS, COLUMNS, WARPS = 64, 128, 4  # of a tile: 16 KB in bf16
+
+
+@triton.jit
+def _share_heads(
+    first, second, third, slot, out, seq, rank,
+    first_batch, first_token, first_head, second_batch, second_token, second_head, third_batch, third_token, third_head,
+    FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, SIZE: tl.constexpr, RANKS: tl.constexpr,
+    TO_HEADS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    firsts: tl.constexpr = (FIRST + COLUMNS - 1) // COLUMNS
+    seconds: tl.constexpr = (SECOND + COLUMNS - 1) // COLUMNS
+    thirds: tl.constexpr = (THIRD + COLUMNS - 1) // COLUMNS
+    width: tl.constexpr = FIRST + SECOND + THIRD
+    share = tl.program_id(0) // (firsts + seconds + thirds)
+    block = tl.program_id(0) % (firsts + seconds + thirds)
+    if block < firsts:
+        _copy(
+            first, slot, out, first_batch, first_token, first_head, seq, rank, share, block,
+            FIRST, 0, width, SIZE, RANKS, TO_HEADS, ROWS, COLUMNS,
+        )  # fmt: skip
+    elif block < firsts + seconds:
+        _copy(
+            second, slot, out, second_batch, second_token, second_head, seq, rank, share, block - firsts,
+            SECOND, FIRST, width, SIZE, RANKS, TO_HEADS, ROWS, COLUMNS,
+        )  # fmt: skip
+    else:
+        _copy(
+            third, slot, out, third_batch, third_token, third_head, seq, rank, share, block - firsts - seconds,
+            THIRD, FIRST + SECOND, width, SIZE, RANKS, TO_HEADS, ROWS, COLUMNS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _copy(
+    x, slot, out, by_batch, by_token, by_head, seq, rank, share, block,
+    COUNT: tl.constexpr, BEFORE: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, RANKS: tl.constexpr,
+    TO_HEADS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    columns = block * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    tokens = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
+    batch = tl.program_id(2).to(tl.int64)
+    inside = (columns < COUNT) & (tokens < seq)
+    head, half = (columns // SIZE).to(tl.int64), seq // 2
+    if TO_HEADS:
+        head += share * (COUNT // SIZE)
+        places = (
+            tl.where(tokens < half, rank * half, (2 * RANKS - 2 - rank) * half) + tokens
+        )  # as zigzag.spans
+        taken = tokens
+    else:
+        places = tl.where(tokens < half, share * half, (2 * RANKS - 2 - share) * half) + tokens
+        taken = places
+    x += batch * by_batch + taken.to(tl.int64) * by_token + head * by_head + columns % SIZE
+    value = tl.load(x, mask=inside, other=0.0)
+    if share != rank:
+        row = (
+            tl.where(share > rank, share - 1, share).to(tl.int64) * tl.num_programs(2) + batch
+        ) * seq + tokens
+        tl.store(slot + row * WIDTH + BEFORE + columns, value, mask=inside)
+    elif TO_HEADS:
+        row = batch * RANKS * seq + places
+        tl.store(out + row * WIDTH + BEFORE + columns, value, mask=inside)
+    else:
+        row = batch * seq + tokens
+        tl.store(out + row * (RANKS * WIDTH) + RANKS * BEFORE + rank * COUNT + columns, value, mask=inside)
+
+
+def share_heads(xs: list[Tensor], slot: Tensor, out: Tensor, rank: int, to_heads: bool) -> None:
+    """Writes, of up to three tensors, what the other ranks fetch into `slot` and this rank's own share into `out`.
+
+    With `to_heads` xs are this rank's tokens [batch, seq, heads, size] and `out` is [batch, ranks · seq, share of all
+    heads, size]; without, xs are [batch, ranks · seq, share of the heads, size] and `out` is [batch, seq, all heads,
+    size]. `slot` has a part for each of the others, in their order: [ranks - 1, batch, seq, share of all heads, size].
+    Both are contiguous.
+    """
+    xs = [x if x.stride(3) == 1 else x.contiguous() for x in xs]
+    others, batch, seq, _, size = slot.shape
+    cut = others + 1 if to_heads else 1
+    widths = [x.shape[2] // cut * size for x in xs] + [0] * (3 - len(xs))
+    first, second, third = (xs * 3)[:3]
+    blocks = sum(triton.cdiv(width, COLUMNS) for width in widths)
+    _share_heads[((others + 1) * blocks, triton.cdiv(seq, ROWS), batch)](
+        first, second, third, slot, out, seq, rank, *first.stride()[:3], *second.stride()[:3], *third.stride()[:3],
+        *widths, size, others + 1, to_heads, ROWS, COLUMNS, num_warps=WARPS,
+    )  # fmt: skip

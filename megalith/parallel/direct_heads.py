@@ -1,0 +1,157 @@
+"""Heads exchanged for tokens by the GPUs' copy engines (direct.py): one local pass over memory, and strided copies.
+
+One kernel reads what a rank gives. What the others are to get it writes into the slot, a part for each, and the rank's
+own share to its place in the result. The others fetch their parts by two-dimensional copies (rows of so many bytes,
+one pitch apart here and another there), which put every row where it belongs:
+
+    slot          [ranks - 1, batch, seq, share of all heads, head_dim]: a part for each of the others, in their order
+    to heads      of a part, each of its two chunks of tokens (zigzag.py) goes to one span of every sequence
+    to tokens     of a part, the heads of each tensor go to the giver's place among all of that tensor's heads
+
+Such copies are as fast as contiguous ones, 360 GB/s between two H200 with rows of 1,280 bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.library import custom_op
+
+from megalith.direct import Slot, exchange
+from megalith.errors import TrainingError
+from megalith.ops import fused
+from megalith.parallel.zigzag import spans
+
+STRIDED = (torch.Tag.needs_exact_strides,)  # compiled code hands over views as they are
+
+
+@custom_op("megalith_direct::heads_from_tokens", mutates_args=(), tags=STRIDED)
+def heads_from_tokens(xs: list[Tensor], size: int, group: str) -> Tensor:
+    """Some tokens of all heads → all tokens, in order, of this rank's share of the heads.
+
+    From up to three tensors [batch, seq, heads of each, head_dim] to one, contiguous, [batch, size · seq, heads of all
+    / size, head_dim]: this rank's heads of the first, then of the second, then of the third.
+    """
+    return _begin(xs, _heads(xs, size, group), size, group, to_heads=True)
+
+
+@custom_op("megalith_direct::tokens_from_heads", mutates_args=(), tags=STRIDED)
+def tokens_from_heads(xs: list[Tensor], size: int, group: str) -> Tensor:
+    """The way back: from [batch, size · seq, heads of each / size, head_dim] to [batch, seq, heads of all, head_dim],
+    in which all heads of the first stand before those of the second.
+    """
+    return _begin(xs, _tokens(xs, size, group), size, group, to_heads=False)
+
+
+@heads_from_tokens.register_fake
+def _heads(xs: list[Tensor], size: int, group: str) -> Tensor:
+    batch, seq, _, head_dim = xs[0].shape
+    return xs[0].new_empty(batch, size * seq, sum(x.shape[2] for x in xs) // size, head_dim)
+
+
+@tokens_from_heads.register_fake
+def _tokens(xs: list[Tensor], size: int, group: str) -> Tensor:
+    batch, seq, _, head_dim = xs[0].shape
+    return xs[0].new_empty(batch, seq // size, sum(x.shape[2] for x in xs) * size, head_dim)
+
+
+def _begin(xs: list[Tensor], out: Tensor, size: int, group: str, to_heads: bool) -> Tensor:
+    batch, seq, _, head_dim = (xs[0] if to_heads else out).shape
+    parts = out.view(size, batch, seq, -1, head_dim)[1:]  # of the shape of what is in a slot
+    widths = tuple(x.shape[2] // (size if to_heads else 1) * head_dim * x.element_size() for x in xs)
+    pulls, copy = heads_pulls if to_heads else tokens_pulls, _copier()
+
+    def give(slot: Slot) -> None:
+        fused.share_heads(xs, slot.of(slot.rank, parts), out, slot.rank, to_heads)
+
+    def fetch(slot: Slot) -> None:
+        stream = torch.cuda.current_stream().cuda_stream
+        for peer in slot.peers():
+            source = slot.of(peer, parts).data_ptr()
+            for pull in pulls(slot.rank, peer, size, batch, seq, widths):
+                copy(pull, source, out.data_ptr(), stream)
+
+    return exchange(out, parts.nbytes, group, give, fetch)
+
+
+class Pull(NamedTuple):
+    """`height` rows of `width` from a peer's slot into the result. All is in bytes, sources and targets from the start
+    of either."""
+
+    source: int
+    source_pitch: int
+    target: int
+    target_pitch: int
+    width: int
+    height: int
+
+
+@cache
+def heads_pulls(rank: int, peer: int, size: int, batch: int, seq: int, widths: tuple[int, ...]) -> list[Pull]:
+    """What `rank` fetches from `peer` for heads_from_tokens: the heads that a rank gets of a token take `widths` bytes
+    in each tensor, and `seq` tokens of a sequence are a rank's."""
+    row, chunk = sum(widths), seq // 2
+    start = _part(rank, peer) * batch * seq * row
+    pulls = []
+    for number, span in enumerate(spans(peer, size, seq)):
+        source, target = start + number * chunk * row, span.start * row
+        if batch > 1:
+            pulls.append(Pull(source, seq * row, target, size * seq * row, chunk * row, batch))
+        else:  # by token, as a pitch is less than 2 GiB
+            pulls.append(Pull(source, row, target, row, row, chunk))
+    return pulls
+
+
+@cache
+def tokens_pulls(
+    rank: int, peer: int, size: int, batch: int, seq: int, widths: tuple[int, ...]
+) -> list[Pull]:
+    """The same for tokens_from_heads."""
+    row, before, pulls = sum(widths), 0, []
+    start = _part(rank, peer) * batch * seq * row
+    for width in widths:
+        target = size * before + peer * width
+        pulls.append(Pull(start + before, row, target, size * row, width, batch * seq))
+        before += width
+    return pulls
+
+
+def _part(rank: int, peer: int) -> int:
+    """Where the part for `rank` stands among those in the slot of `peer`."""
+    return rank - (rank > peer)
+
+
+@cache
+def _copier() -> Callable[[Pull, int, int, int], None]:
+    """What begins a Pull, given the addresses of slot and result and a stream."""
+    try:
+        from cuda.bindings import runtime
+    except ImportError as error:
+        raise TrainingError(
+            "parallel.symmetric_memory_groups with cp needs the package cuda-bindings, which torch's builds for CUDA "
+            "bring along on Linux: install it, or leave cp out of the groups"
+        ) from error
+    kind, success = runtime.cudaMemcpyKind.cudaMemcpyDefault, runtime.cudaError_t.cudaSuccess
+
+    def copy(pull: Pull, source: int, target: int, stream: int) -> None:
+        (status,) = runtime.cudaMemcpy2DAsync(
+            target + pull.target,
+            pull.target_pitch,
+            source + pull.source,
+            pull.source_pitch,
+            pull.width,
+            pull.height,
+            kind,
+            stream,
+        )
+        if status != success:
+            raise TrainingError(
+                f"{pull.height:,} rows of {pull.width:,} bytes could not be fetched from another GPU "
+                f"({status.name}); leave cp out of parallel.symmetric_memory_groups"
+            )
+
+    return copy

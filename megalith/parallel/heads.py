@@ -1,0 +1,70 @@
+"""Heads exchanged for tokens, the a2a of context parallelism (Jacobs et al. 2023), and the way back.
+
+By NCCL or gloo the shares are put side by side, sent and put in order. By copy engines (direct_heads.py) they are
+fetched to their places, so that nothing is moved before or after.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megalith.comm import Axis, all_to_all, wait
+from megalith.parallel.zigzag import natural, zigzag
+
+
+def heads_from_tokens(query: Tensor, key: Tensor, value: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
+    """Some tokens of all heads → all tokens of this rank's share of the heads, in order; one exchange for the three.
+
+    From [batch, seq, heads, head_dim] to [batch, size · seq, heads / size, head_dim]. Key and value heads, where size
+    does not divide them, are first repeated to the least number that it does; the gradient of a repeated head is the
+    sum over its copies.
+    """
+    if axis.size == 1:
+        return query, key, value
+    groups = key.shape[2]
+    copies = math.lcm(groups, axis.size) // groups
+    if copies > 1:
+        key, value = key.repeat_interleave(copies, dim=2), value.repeat_interleave(copies, dim=2)
+    if axis.goes_direct(query):
+        return _HeadsFromTokens.apply(query, key, value, axis)
+    shares = [x.unflatten(2, (axis.size, -1)) for x in (query, key, value)]  # [batch, seq, size, ·, head_dim]
+    widths = [share.shape[3] for share in shares]
+    packed = torch.cat(shares, dim=3).movedim(2, 0)  # [size, batch, seq, ·, head_dim]
+    return natural(all_to_all(packed, axis), dim=1).split(widths, dim=2)
+
+
+def tokens_from_heads(out: Tensor, axis: Axis) -> Tensor:
+    """The way back: [batch, size · seq, heads / size, head_dim] → [batch, seq, heads, head_dim]."""
+    if axis.size == 1:
+        return out
+    if axis.goes_direct(out):
+        return _TokensFromHeads.apply(out, axis)
+    return all_to_all(zigzag(out, axis.size, dim=1), axis).movedim(0, 2).flatten(2, 3)
+
+
+class _HeadsFromTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, axis: Axis) -> tuple[Tensor, ...]:
+        ctx.axis, xs = axis, [query, key, value]
+        heads = wait(torch.ops.megalith_direct.heads_from_tokens(xs, axis.size, axis.name))
+        return heads.split([x.shape[2] // axis.size for x in xs], dim=2)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        axis = ctx.axis
+        tokens = wait(torch.ops.megalith_direct.tokens_from_heads(list(grads), axis.size, axis.name))
+        return *tokens.split([grad.shape[2] * axis.size for grad in grads], dim=2), None
+
+
+class _TokensFromHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, out: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return wait(torch.ops.megalith_direct.tokens_from_heads([out], axis.size, axis.name))
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return wait(torch.ops.megalith_direct.heads_from_tokens([grad], ctx.axis.size, ctx.axis.name)), None
