@@ -163,16 +163,33 @@ def begin_all_gather(x: Tensor, axis: Axis) -> Tensor:
     return _ops.all_gather_into_tensor(x.contiguous(), axis.size, axis.name)
 
 
-def begin_reduce_scatter(x: Tensor, axis: Axis) -> Tensor:
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a sum: this rank's own, and [size - 1, ...] of the others, which are on their way."""
+
+    own: Tensor
+    others: Tensor
+
+    def sum(self) -> Tensor:
+        """In fp32, rounded once; in compiled code the addition is part of what comes next."""
+        total = self.own.float()
+        for part in _ops.wait_tensor(self.others):
+            total = total + part
+        return total.to(self.own.dtype)
+
+
+def begin_reduce_scatter(x: Tensor, axis: Axis) -> Tensor | Parts:
     """As begin_all_reduce, for this rank's part, along dimension 0, of the sum."""
+    x = x.contiguous()
     if axis.goes_direct(x):
-        return torch.ops.megalith_direct.reduce_scatter(x.contiguous(), axis.size, axis.name)
-    return _ops.reduce_scatter_tensor(x.contiguous(), "sum", axis.size, axis.name)
+        others = torch.ops.megalith_direct.scatter(x, axis.size, axis.name)
+        return Parts(x.chunk(axis.size)[axis.rank], others)
+    return _ops.reduce_scatter_tensor(x, "sum", axis.size, axis.name)
 
 
-def wait(x: Tensor) -> Tensor:
+def wait(x: Tensor | Parts) -> Tensor:
     """The result of a begun collective."""
-    return _ops.wait_tensor(x)
+    return x.sum() if isinstance(x, Parts) else _ops.wait_tensor(x)
 
 
 def _all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:

