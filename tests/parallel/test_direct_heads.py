@@ -1,15 +1,20 @@
-"""Heads exchanged for tokens by copy engines: where everything goes, played through on one device; and what is sent."""
+"""Heads exchanged for tokens by copy engines, played through without them: where all goes, gradients, compiled code."""
 
 import sys
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from megalith.comm import Axis
+from megalith.config import ParallelConfig
 from megalith.errors import TrainingError
 from megalith.ops import fused
 from megalith.ops.qkv import split_qkv
 from megalith.parallel import direct_heads
+from megalith.parallel.heads import heads_from_tokens, tokens_from_heads
+from megalith.parallel.mesh import build_mesh
 from megalith.parallel.zigzag import spans
 
 # heads of each tensor, head_dim, batch, tokens of a rank
@@ -45,29 +50,41 @@ def share_by_formula(xs, slot, out, rank, to_heads) -> None:
                 all_heads.chunk(size, 2)[rank].copy_(part)
 
 
-def pull(source: torch.Tensor, target: torch.Tensor, pull: direct_heads.Pull) -> None:
+def fetch(pull: direct_heads.Pull, slot: torch.Tensor, out: torch.Tensor) -> None:
     """What the copy engine does, on bytes."""
-    source, target = (x.view(-1).view(torch.uint8) for x in (source, target))
+    source, target = (x.view(-1).view(torch.uint8) for x in (slot, out))
     shape = (pull.height, pull.width)
     rows = torch.as_strided(source, shape, (pull.source_pitch, 1), pull.source)
     torch.as_strided(target, shape, (pull.target_pitch, 1), pull.target).copy_(rows)
 
 
+def fill(xs, out, rank, size, to_heads, share) -> torch.Tensor:
+    """The local pass: a rank's slot."""
+    batch, seq, _, head_dim = (xs[0] if to_heads else out).shape
+    heads = out.numel() // (size * batch * seq * head_dim)
+    slot = out.new_full((size - 1, batch, seq, heads, head_dim), float("nan"))
+    share(xs, slot, out, rank, to_heads)
+    return slot
+
+
+def fetch_all(xs, slots, out, rank, to_heads) -> None:
+    """The copies: what stands in the others' slots comes into a rank's result."""
+    size, (_, batch, seq, _, head_dim) = len(slots), slots[0].shape
+    widths = tuple(x.shape[2] // (size if to_heads else 1) * head_dim * x.element_size() for x in xs)
+    pulls = direct_heads.heads_pulls if to_heads else direct_heads.tokens_pulls
+    for peer in range(size):
+        if peer != rank:
+            for pull in pulls(rank, peer, size, batch, seq, widths):
+                fetch(pull, slots[peer], out)
+
+
 def exchanged(given: list[list[torch.Tensor]], to_heads: bool, share) -> list[torch.Tensor]:
     """Every rank's result, from every rank's tensors."""
-    size, function = len(given), direct_heads._heads if to_heads else direct_heads._tokens
-    outs, slots = [function(xs, size, "").fill_(float("nan")) for xs in given], []
-    batch, seq, _, head_dim = (given[0][0] if to_heads else outs[0]).shape
+    size, shaped = len(given), direct_heads._heads if to_heads else direct_heads._tokens
+    outs = [shaped(xs, size, "").fill_(float("nan")) for xs in given]
+    slots = [fill(xs, out, rank, size, to_heads, share) for rank, (xs, out) in enumerate(zip(given, outs))]
     for rank, (xs, out) in enumerate(zip(given, outs)):
-        slots.append(torch.full_like(out, float("nan")).view(size, batch, seq, -1, head_dim)[1:].clone())
-        share(xs, slots[-1], out, rank, to_heads)
-    bytes_of = [x.shape[2] // (size if to_heads else 1) * head_dim * x.element_size() for x in given[0]]
-    pulls = direct_heads.heads_pulls if to_heads else direct_heads.tokens_pulls
-    for rank, out in enumerate(outs):
-        for peer in range(size):
-            if peer != rank:
-                for each in pulls(rank, peer, size, batch, seq, tuple(bytes_of)):
-                    pull(slots[peer], out, each)
+        fetch_all(xs, slots, out, rank, to_heads)
     return outs
 
 
@@ -98,6 +115,51 @@ def test_every_head_of_every_token_comes_to_its_place(case, size, to_heads, devi
     share = share_by_formula if device == "cpu" else fused.share_heads
     for found, right in zip(exchanged(given, to_heads, share), expected, strict=True):
         assert torch.equal(found, right)
+
+
+def by_gloo(xs, out, size, group, to_heads) -> torch.Tensor:
+    """What direct_heads._begin does, where slots are gathered and not read in place."""
+    rank = dist.get_rank()
+    slot = fill(xs, out, rank, size, to_heads, share_by_formula)
+    slots = [torch.empty_like(slot) for _ in range(size)]
+    dist.all_gather(slots, slot)
+    fetch_all(xs, slots, out, rank, to_heads)
+    return out
+
+
+def there_and_back(case: tuple, axis: Axis, backend: str | None) -> list[torch.Tensor]:
+    """Of both exchanges one behind the other, and the gradient of what they start from."""
+    heads, head_dim, batch, seq = case
+
+    def function(qkv):
+        query, key, value = heads_from_tokens(*qkv.split(heads, 2), axis)
+        return tokens_from_heads(-query.transpose(1, 2).contiguous().transpose(1, 2), axis), -key, -value
+
+    torch.manual_seed(axis.rank)
+    qkv = torch.randint(-8, 9, (batch, seq, sum(heads), head_dim)).float().requires_grad_()
+    outputs = (torch.compile(function, fullgraph=True, backend=backend) if backend else function)(qkv)
+    grads = [torch.randint(-8, 9, x.shape).float() for x in outputs]
+    return [*(x.detach() for x in outputs), *torch.autograd.grad(outputs, qkv, grads)]
+
+
+def unlike(size: int, case: tuple, backend: str | None) -> list[int]:
+    """The results in which copy engines and gloo's all-to-all would differ at all."""
+    axis = build_mesh(ParallelConfig(context_parallel_size=size), size, "cpu").cp
+    plain = there_and_back(case, axis, backend)
+    torch._dynamo.reset()
+    with (
+        mock.patch.object(direct_heads, "_begin", by_gloo),
+        mock.patch.object(Axis, "goes_direct", lambda axis, x: True),
+    ):
+        direct = there_and_back(case, axis, backend)
+    return [i for i, pair in enumerate(zip(direct, plain, strict=True)) if not torch.equal(*pair)]
+
+
+@pytest.mark.parametrize(
+    ("size", "heads", "backend"), [(4, [8, 8, 8], None), (4, [8, 2, 2], None), (2, [8, 1, 1], "aot_eager")]
+)
+def test_values_and_gradients_equal_those_of_an_all_to_all(pool, size, heads, backend):
+    assert pool.run(unlike, size, (heads, 16, 2, 6), backend, size=size) == [[]] * size
 
 
 @pytest.mark.parametrize("name", ["heads_from_tokens", "tokens_from_heads"])
