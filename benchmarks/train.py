@@ -36,6 +36,9 @@ _LARGE = dict(preset="gpt2-large", num_attention_heads=16)
 _NO_DROPOUT = dict(hidden_dropout=0.0, attention_dropout=0.0)
 _LLAMA = dict(preset="llama3-8b", vocab_size=128256)
 _QWEN3_MOE = dict(preset="qwen3-30b-a3b", moe_router_force_load_balancing=True, moe_permute_fusion=True)
+# 14 of its 27 layers, as many as two GPUs hold.
+_DEEPSEEK = dict(preset="deepseek-v2-lite", num_layers=14, moe_layer_freq=[0] + [1] * 13, moe_grouped_gemm=True,
+                 moe_router_force_load_balancing=True, moe_permute_fusion=True)  # fmt: skip
 # Two stages, four micro-batches through each chunk at a time.
 _IN_FOURS = dict(pipeline_model_parallel_size=2, microbatch_group_size_per_virtual_pipeline_stage=4)
 
@@ -46,6 +49,7 @@ WORKLOADS: dict[str, dict[str, Any]] = {
     "gpt2-large-dropout": dict(model=_LARGE, seq_length=1024, precision="fp16", batch=32),
     "llama3-8b":          dict(model=_LLAMA, seq_length=8192, precision="bf16", batch=2),
     "qwen3-30b-a3b":      dict(model=_QWEN3_MOE, seq_length=4096, precision="bf16", batch=2),
+    "deepseek-v2-lite":   dict(model=_DEEPSEEK, seq_length=4096, precision="bf16", batch=4),
 }
 LAYOUTS: dict[str, dict[str, Any]] = {  # processes, sequences of a micro-batch as a share of the step's, settings
     "one":         dict(processes=1, micro=1.0, parallel={}),
@@ -86,6 +90,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {  # processes, sequences of a micro-batch 
                         context_parallel_size=2)),
     "dp8-optim":   dict(processes=8, micro=0.0625, parallel=dict(data_parallel_sharding_strategy="optim")),
     "dp8-full":    dict(processes=8, micro=0.0625, parallel=dict(data_parallel_sharding_strategy="optim_grads_params")),
+    "ep2":         dict(processes=2, micro=0.25, parallel=dict(expert_model_parallel_size=2,
+                        data_parallel_sharding_strategy="optim")),
     "ep4":         dict(processes=4, micro=0.125, parallel=dict(expert_model_parallel_size=4,
                         data_parallel_sharding_strategy="optim")),
     "ep8":         dict(processes=8, micro=0.0625, parallel=dict(expert_model_parallel_size=8,

@@ -24,7 +24,7 @@ TRAINING_ONLY = (
     "mtp_loss_scaling_factor",
     "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type", "moe_router_bias_update_rate",
     "moe_expert_capacity_factor", "moe_token_drop_policy", "moe_pad_expert_input_to_capacity",
-    "moe_grouped_gemm", "moe_permute_fusion",
+    "moe_grouped_gemm", "moe_permute_fusion", "moe_shared_expert_overlap",
 )  # fmt: skip
 
 # Fields that may be left to a rule or said by another field: the property that has them resolved.

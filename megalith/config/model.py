@@ -30,6 +30,9 @@ class ModelConfig(DenseModel):
     moe_shared_expert_gate: bool = False
     """Weighs the shared expert's output of each token by a sigmoid gate (Qwen2-MoE)."""
 
+    moe_shared_expert_overlap: bool = True
+    """Computes the shared expert while rows travel, where parallel.moe_token_dispatcher_type is alltoall."""
+
     moe_router_topk: PositiveInt = 2
     """Experts that each token goes to."""
 

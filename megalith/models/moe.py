@@ -15,6 +15,7 @@ waits for it, once a layer.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -108,12 +109,14 @@ class MoE(nn.Module):
     def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
         tokens = x.flatten(0, -2)
         routing = self.router(tokens, context.numbers, context.batch, context.balance_scale)
-        y = self.dispatch(tokens, routing, self.experts).view_as(x)
-        return y if self.shared_experts is None else y + self._shared(x)
+        shared = None if self.shared_experts is None else partial(self._shared, x)
+        return self.dispatch(tokens, routing, self.experts, shared).view_as(x)
 
-    def _shared(self, x: Tensor) -> Tensor:
+    def _shared(self, x: Tensor) -> Tensor:  # [batch, seq, hidden] -> [tokens, hidden]
         y = self.shared_experts(x)
-        return y if self.shared_expert_gate is None else y * self.shared_expert_gate(x).sigmoid()
+        if self.shared_expert_gate is not None:
+            y = y * self.shared_expert_gate(x).sigmoid()
+        return y.flatten(0, -2)
 
 
 class Dispatch:
@@ -125,9 +128,13 @@ class Dispatch:
         self.fused = config.moe_permute_fusion
 
     @torch.compiler.disable  # what is worth a kernel of its own is compiled by itself
-    def __call__(self, x: Tensor, routing: Routing, experts: Experts) -> Tensor:
-        """x [tokens, hidden] through the experts of its routing: [tokens, hidden]."""
-        return self.compute(x, routing.weights, routing.destinations(self.experts), routing.capacity, experts)
+    def __call__(
+        self, x: Tensor, routing: Routing, experts: Experts, shared: Callable[[], Tensor] | None = None
+    ) -> Tensor:
+        """x [tokens, hidden] through the experts of its routing, plus what `shared` gives: [tokens, hidden]."""
+        destinations = routing.destinations(self.experts)
+        y = self.compute(x, routing.weights, destinations, routing.capacity, experts)
+        return y if shared is None else y + shared()
 
     def compute(
         self, x: Tensor, weights: Tensor, destinations: Tensor, capacity: int | None, experts: Experts

@@ -48,6 +48,8 @@ def apply(model: Transformer, config: RunConfig, mesh: Mesh, device: torch.devic
             for layer in chunk.layers.values():
                 # the experts' dispatch is code between two graphs
                 layer.compile(fullgraph=not layer.has_experts, **options)
+                if layer.has_experts and layer.mlp.shared_experts is not None:
+                    layer.mlp.shared_experts.compile(fullgraph=True)
         apply_activation_offload(chunk, parallel)
     apply_data(chunks, mesh, parallel)
     for chunk in chunks:

@@ -12,9 +12,20 @@ of ep ranks, each expert cut over etp of them (mesh.py). Every rank brings the t
 What alltoall sends depends on the tokens, so the host reads the sizes, once a layer; with a capacity that experts are
 filled up to, sizes are fixed and it reads nothing. A row's weight travels with it. Every step is the gradient of
 another, so an expert's gradient is that of all tokens of its copy, whole, and is summed over edp alone (data.py).
+
+What needs no rows is computed while they travel. In the backward pass the order is the other way round, so the same
+two lines hide its exchanges as well:
+
+                     forward                              backward, read upwards
+    rows there       weights cast                         gradients of the experts' weights
+    rows back        shared expert                        shared expert's backward pass
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -79,6 +90,30 @@ class Part(MicroBatch):
         return x.chunk(self.axis.size)[self.axis.rank]
 
 
+@dataclass(frozen=True)
+class Travel:
+    """How many rows go where."""
+
+    sent: list[int]  # to each rank
+    arriving: list[int]  # from each rank
+    received: Tensor  # int64 [from rank, experts here]
+    groups: Groups  # of all that arrive
+
+
+class HostCopy:
+    """What a tensor holds, on its way to the host while the device goes on with what is launched after."""
+
+    def __init__(self, x: Tensor):
+        self._copy = x.to("cpu", non_blocking=True)
+        self._made = torch.cuda.current_stream().record_event() if x.is_cuda else None
+
+    def values(self) -> list:
+        """Waits for it."""
+        if self._made is not None:
+            self._made.synchronize()
+        return self._copy.tolist()
+
+
 class ExpertParallel(Dispatch):
     """The way of a rank's tokens to their experts, wherever these are, and back."""
 
@@ -86,6 +121,7 @@ class ExpertParallel(Dispatch):
         super().__init__(config)
         self.tensor, self.ep = tensor, mesh.ep
         self.local_experts = config.num_experts // mesh.ep.size
+        self.overlaps = config.moe_shared_expert_overlap
         self.prepares = (
             mesh.expert_fsdp is None
         )  # else FSDP2 gathers the experts' weights, as their module begins
@@ -94,8 +130,12 @@ class ExpertParallel(Dispatch):
         self.micro_batches = _micro_batches(self.gathered.size, mesh.cp.size * mesh.tp.size)
 
     @torch.compiler.disable
-    def __call__(self, x: Tensor, routing: Routing, experts: Experts) -> Tensor:
-        """x [tokens, hidden] through the experts of its routing: [tokens, hidden]."""
+    def __call__(
+        self, x: Tensor, routing: Routing, experts: Experts, shared: Callable[[], Tensor] | None = None
+    ) -> Tensor:
+        """x [tokens, hidden] through the experts of its routing, plus what `shared` gives: [tokens, hidden]."""
+        shared = None if shared is None else cache(shared)  # called early, where it overlaps
+        beside = shared if self.overlaps else None
         tokens, destinations, weights = len(x), routing.destinations(self.experts), routing.weights
         shares = self.tensor is not None and not self.tensor.tokens_are_cut
         if shares:
@@ -104,14 +144,15 @@ class ExpertParallel(Dispatch):
         destinations = all_gather(destinations, self.gathered)
         capacity = None if routing.capacity is None else routing.capacity * self.micro_batches
         if self.sends:
-            y = self._send(x, weights, destinations, capacity, experts)
+            y = self._send(x, weights, destinations, capacity, experts, beside)
         else:
             here = self.local_experts
             own = destinations - self.ep.rank * here
             nowhere = (own < 0) | (own >= here) | (destinations == self.experts)
             y = self.compute(x, weights, torch.where(nowhere, here, own), capacity, experts)
         y = reduce_scatter(y, self.gathered)
-        return all_gather_alike(y, self.tensor.axis)[:tokens] if shares else y
+        y = all_gather_alike(y, self.tensor.axis)[:tokens] if shares else y
+        return y if shared is None else y + shared()
 
     def _share(
         self, x: Tensor, weights: Tensor, destinations: Tensor, capacity: bool
@@ -127,51 +168,61 @@ class ExpertParallel(Dispatch):
         return own_part(x, axis), own_part(weights, axis), own_part(destinations, axis)
 
     def _send(
-        self, x: Tensor, weights: Tensor, destinations: Tensor, capacity: int | None, experts: Experts
-    ) -> Tensor:
-        """What the experts of all ranks make of x [tokens, hidden]: each pair's row goes to the rank of its expert."""
-        if capacity is not None and self.fills_up:
-            return self._send_filled(x, weights, destinations, capacity, experts)
-        pair, counts = sort_pairs(destinations, self.experts)
-        received = all_to_all(counts.view(self.ep.size, -1), self.ep)  # [from rank, experts here]
-        sizes = torch.stack([counts.view_as(received), received]).tolist()  # the one read on the host
-        sent, arriving = ([sum(of_rank) for of_rank in side] for side in sizes)
-        order = order_of(pair, destinations, sum(sent))
-        groups = Groups(received.sum(0), tuple(map(sum, zip(*sizes[1]))))
-        return self._there_and_back(x, weights, order, sent, arriving, received, groups, experts)
-
-    def _send_filled(
-        self, x: Tensor, weights: Tensor, destinations: Tensor, capacity: int, experts: Experts
-    ) -> Tensor:
-        """As _send, with as many rows for every expert from every rank."""
-        ranks, here, size = self.ep.size, self.local_experts, min(capacity, len(x))
-        order, _ = filled_order(destinations, self.experts, size)
-        each = [here * size] * ranks
-        received = torch.full((ranks, here), size, device=x.device)
-        groups = Groups(received.sum(0), (ranks * size,) * here)
-        return self._there_and_back(x, weights, order, each, each, received, groups, experts)
-
-    def _there_and_back(
         self,
         x: Tensor,
         weights: Tensor,
-        order: Order,
-        sent: list[int],  # rows for each rank
-        arriving: list[int],  # rows from each rank
-        received: Tensor,  # int64 [from rank, experts here]: the same by expert
-        groups: Groups,
+        destinations: Tensor,
+        capacity: int | None,
         experts: Experts,
+        beside: Callable[[], Tensor] | None,
     ) -> Tensor:
-        rows, row_weights = self.rows(x, weights, order)
-        row_weights = begin_all_to_all(row_weights, self.ep, sent, arriving)
-        rows = begin_all_to_all(rows, self.ep, sent, arriving)
+        """What the experts of all ranks make of x [tokens, hidden]: each pair's row goes to the rank of its expert.
+
+        `beside` is called while the experts' rows are on their way back.
+        """
+        if capacity is not None and self.fills_up:
+            order, travel = self._filled(destinations, min(capacity, len(x)))
+            return self._there_and_back(self.rows(x, weights, order), order, travel, experts, beside)
+        pair, counts = sort_pairs(destinations, self.experts)
+        received = all_to_all(counts.view(self.ep.size, -1), self.ep)
+        sizes = HostCopy(torch.stack([counts.view_as(received), received]))
+        if capacity is None:  # a row for every pair: the device makes them while the host reads
+            order = order_of(pair, destinations, len(pair))
+            rows = self.rows(x, weights, order)
+        sent, arriving = sizes.values()
+        if capacity is not None:
+            order = order_of(pair, destinations, sum(map(sum, sent)))
+            rows = self.rows(x, weights, order)
+        groups = Groups(received.sum(0), tuple(map(sum, zip(*arriving))))
+        travel = Travel([sum(to) for to in sent], [sum(of) for of in arriving], received, groups)
+        return self._there_and_back(rows, order, travel, experts, beside)
+
+    def _filled(self, destinations: Tensor, size: int) -> tuple[Order, Travel]:
+        """With `size` rows for every expert from every rank."""
+        ranks, here = self.ep.size, self.local_experts
+        order, _ = filled_order(destinations, self.experts, size)
+        received = torch.full((ranks, here), size, device=destinations.device)
+        groups = Groups(received.sum(0), (ranks * size,) * here)
+        return order, Travel([here * size] * ranks, [here * size] * ranks, received, groups)
+
+    def _there_and_back(
+        self,
+        rows: tuple[Tensor, Tensor],  # with their weights
+        order: Order,
+        travel: Travel,
+        experts: Experts,
+        beside: Callable[[], Tensor] | None,
+    ) -> Tensor:
+        way = [begin_all_to_all(part, self.ep, travel.sent, travel.arriving) for part in reversed(rows)]
         # While rows travel the experts' weights are cast, and in the backward pass their gradients computed.
-        matrices = experts.prepared(x.dtype) if self.prepares else None
-        by_expert = transposed(received, sum(arriving))
-        rows, row_weights = end_all_to_all(rows), end_all_to_all(row_weights)
-        rows = experts(take_rows(rows, by_expert), take_rows(row_weights, by_expert), groups, matrices)
-        rows = begin_all_to_all(take_rows(rows, by_expert.inverse()), self.ep, arriving, sent)
-        return self.sum(end_all_to_all(rows), order)
+        matrices = experts.prepared(rows[0].dtype) if self.prepares else None
+        by_expert = transposed(travel.received, sum(travel.arriving))
+        row_weights, arrived = (take_rows(end_all_to_all(part), by_expert) for part in way)
+        y = take_rows(experts(arrived, row_weights, travel.groups, matrices), by_expert.inverse())
+        way_back = begin_all_to_all(y, self.ep, travel.arriving, travel.sent)
+        if beside is not None:
+            beside()
+        return self.sum(end_all_to_all(way_back), order)
 
 
 def _micro_batches(ranks: int, alike: int) -> int:

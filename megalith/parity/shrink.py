@@ -50,6 +50,7 @@ KEPT = {
         "mtp_num_layers",
         "mtp_loss_scaling_factor",
         "moe_shared_expert_gate",
+        "moe_shared_expert_overlap",
         "moe_router_score_function",
         "moe_router_pre_softmax",
         "moe_router_topk_scaling_factor",
