@@ -108,11 +108,16 @@ def test_qkv_gets_its_gradient_and_that_of_its_bias(dtype, heads, groups, size, 
 
 
 @TYPES
-@pytest.mark.parametrize(("rows", "real"), [(50304, 50257), (100, 100)])
-def test_loss_and_its_gradient_are_those_of_cross_entropy(dtype, rows, real):
+@pytest.mark.parametrize(
+    ("rows", "real", "held"),
+    [(50304, 50257, 2**16), (50304, 50257, 2**14), (100, 100, 2**16), (1026, 1025, 0), (101, 99, 0), (70000, 69999, 0)],
+)  # fmt: skip
+def test_loss_and_its_gradient_are_those_of_cross_entropy(monkeypatch, dtype, rows, real, held):
+    monkeypatch.setattr(fused.loss_kernel, "HELD", held)
     torch.manual_seed(0)
     logits, weight = 3 * random(37, rows, dtype=dtype), torch.rand(37, device="cuda")
     labels = torch.randint(0, real, (37,), device="cuda")
+    labels[:2] = torch.tensor([0, real - 1])
     wide = logits[:, :real].double().requires_grad_()
     exact = F.cross_entropy(wide, labels, reduction="none") * weight
     exact.sum().backward()
