@@ -4,7 +4,7 @@ Each layout is a run of `megalith train` on synthetic tokens, without evaluation
 Figures are medians over the steps after the warm-up; TFLOP/s count the attention matrix at half (causal); memory is the
 most that rank 0 had allocated; the first step is timed from the start of the process, compilation included. Of several
 GPUs the time of one step is shared out (compute, exposed communication, bubble), of a pipeline the times of each stage
-are told, and `--kernels` lists the costliest.
+are told, and `--kernels` lists the costliest and, for experts, shares the step out among its parts (breakdown.py).
 
 `--real` runs each layout a second time, on an indexed dataset of real text, and lays the times beside each other.
 `--peer hf` or `plain` runs the same model elsewhere (peers.py), on the same GPU, in the same call. `--losses` prints
@@ -27,6 +27,7 @@ from typing import Any
 
 import yaml
 
+from benchmarks import breakdown
 from benchmarks.text import build_dataset
 from megalith.parallel.schedule import Kind
 from megalith.parallel.timeline import TIMELINE_FILE, Timeline, read_timeline
@@ -152,7 +153,7 @@ def show(args: argparse.Namespace, name: str, found: dict[str, Any]) -> None:
         f"{key} {value:.4g}" for key, value in found.items() if isinstance(value, (int, float))
     )
     print(f"{args.workload} {name} | {figures}")
-    for key in ("losses", "measured", "stages", "kernels", "failed"):
+    for key in ("losses", "measured", "stages", "kernels", "parts", "failed"):
         if found.get(key):
             print(found[key])
     sys.stdout.flush()
@@ -192,6 +193,8 @@ def measure(args: argparse.Namespace, layout: str, data: dict[str, Any]) -> dict
         steps = [json.loads(line) for line in metrics.read_text().splitlines()]
         table = output / "profile" / "top_operations.txt"
         kernels = costliest(table.read_text()) if table.exists() else None
+        trace = output / "profile" / "trace.json"
+        parts = breakdown.table(breakdown.read_trace(trace)) if trace.exists() else ""
         stages = stage_times(read_timeline(output)) if (output / TIMELINE_FILE).exists() else None
     measured = steps[args.warmup : args.steps]
     found: dict[str, Any] = {
@@ -208,7 +211,11 @@ def measure(args: argparse.Namespace, layout: str, data: dict[str, Any]) -> dict
         lines = done.stdout[done.stdout.index("measured in step") :].splitlines()
         end = next(i for i, line in enumerate(lines) if "iteration" in line or line.startswith("saved"))
         found["measured"] = "\n".join(line for line in lines[:end] if line)
-    return found | {"stages": stages, "kernels": kernels}
+    return found | {
+        "stages": stages,
+        "kernels": kernels,
+        "parts": parts if breakdown.EXPERTS in parts else None,
+    }
 
 
 def stage_times(timeline: Timeline) -> str:
