@@ -14,8 +14,9 @@ import triton.language as tl
 from torch import Tensor
 
 # Of rows that are held: the widest; warps; pairs of entries that a lane has in a tile; entries that are held, all
-# others being read again. With 32 warps a lane has 64 registers, of which a row of 50,304 entries takes 28.
-WIDEST, HELD_WARPS, PAIRS, HELD = 2**16, 32, 4, 2**16
+# others being read again; registers that a lane may have (None: what the warps leave, 64 with 32 of them, of which a
+# row of 50,304 entries takes 28).
+WIDEST, HELD_WARPS, PAIRS, HELD, REGISTERS = 2**16, 32, 4, 2**16, None
 # A row that is read twice: entries at a time, ROWS for each of the LANES.
 ROWS, LANES, WARPS = 4, 2048, 8
 
@@ -132,7 +133,7 @@ def softmax_loss_(logits: Tensor, index: Tensor, weight: Tensor, real: int) -> T
     if logits.element_size() == 2 and rows % 2 == 0 and rows <= WIDEST:
         _held_softmax_loss[(tokens,)](
             logits, index, weight, losses, REAL=real, WIDTH=rows,
-            LANES=32 * HELD_WARPS, PAIRS=PAIRS, HELD=HELD, num_warps=HELD_WARPS,
+            LANES=32 * HELD_WARPS, PAIRS=PAIRS, HELD=HELD, num_warps=HELD_WARPS, maxnreg=REGISTERS,
         )  # fmt: skip
     else:
         _softmax_loss[(tokens,)](
