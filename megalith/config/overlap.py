@@ -1,4 +1,5 @@
-"""The rules of tp_comm_overlap, which runs a micro-batch as two halves."""
+"""The rules of tp_comm_overlap, which runs layers on a micro-batch in two halves, or with context parallelism alone
+their attention."""
 
 from __future__ import annotations
 

@@ -1,10 +1,14 @@
 """A micro-batch as two halves of its sequences, side by side: while one half's collective is under way, the other
 computes (as in Domino, Wang et al. 2024).
 
-Each layer is given both halves and goes through one and then the other, each as if it were the micro-batch; nothing in
-the layer knows. Compiled, that is one graph of two chains without an edge between them, and interleave.py puts its
-nodes in such an order that a collective of either has products of the other to hide behind, forward and backward. Not
-compiled, the halves run one behind the other and nothing is gained.
+With tensor parallelism each layer is given both halves and goes through one and then the other, each as if it were the
+micro-batch; nothing in the layer knows. Compiled, that is one graph of two chains without an edge between them, and
+interleave.py puts its nodes in such an order that a collective of either has products of the other to hide behind,
+forward and backward. Not compiled, the halves run one behind the other and nothing is gained.
+
+With context parallelism alone nothing but attention talks, and so attention and its matrices are all that goes through
+one half and then the other, as a part of the layer's graph. Norms and MLP take the micro-batch whole: larger products,
+and gradients of weights over more tokens, run better.
 
 Weights are gathered once for both (a layer is FSDP's unit), their gradients summed in the layer's backward pass. What
 stands before the layers and behind them takes the micro-batch whole. With sequence parallelism each half is cut over
@@ -22,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config import ParallelConfig
+from megalith.models.attention import Attention
 from megalith.models.context import Context
 from megalith.models.layer import TransformerLayer
 from megalith.models.rope import Tables
@@ -31,8 +36,13 @@ from megalith.parallel.tensor import TensorParallel
 
 
 def apply_halves(model: Transformer, parallel: ParallelConfig, tensor: TensorParallel | None) -> None:
-    """Lets `model`, in place, run its layers on two halves of each micro-batch, where the configuration says so."""
+    """Lets `model`, in place, run its layers, or attention alone, on two halves of each micro-batch, where the
+    configuration says so. `tensor` None: there is no tensor parallelism."""
     if not parallel.tp_comm_overlap:
+        return
+    if tensor is None:
+        for layer in model.layers.values():
+            layer.self_attention.__class__ = _half_by_half(type(layer.self_attention))
         return
     halves = Halves(model, tensor)
     model.register_forward_pre_hook(halves.choose, with_kwargs=True)
@@ -59,25 +69,37 @@ def _side_by_side(kind: type[TransformerLayer]) -> type[TransformerLayer]:
     return SideBySide
 
 
+@cache
+def _half_by_half(kind: type[Attention]) -> type[Attention]:
+    """The same kind of attention, its linears included, for one half of the sequences and then for the other."""
+
+    class HalfByHalf(kind):
+        def forward(self, x: Tensor, context: Context, *rest: bool) -> Tensor:  # [batch, seq, hidden]
+            if context.cache is not None or context.batch % 2:  # generation
+                return super().forward(x, context, *rest)
+            contexts = [_part(context, number, 2, torch.chunk) for number in range(2)]
+            halves = zip(x.chunk(2), contexts, strict=True)
+            return torch.cat([super(HalfByHalf, self).forward(*half, *rest) for half in halves])
+
+    return HalfByHalf
+
+
 class Halves:
     """Wraps Transformer.run_layers."""
 
-    def __init__(self, model: Transformer, tensor: TensorParallel | None):
+    def __init__(self, model: Transformer, tensor: TensorParallel):
         self._layers, self._tensor = model.layers, tensor
-        self._count = 1
 
     def choose(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
         """Before a forward pass: training and evaluation run in halves, generation does not."""
-        self._count = 1 if kwargs.get("labels") is None else 2
-        if self._tensor is not None:
-            self._tensor.halves = self._count
+        self._tensor.halves = 1 if kwargs.get("labels") is None else 2
 
     def run_layers(self, numbers: Sequence[str], x: Tensor, context: Context) -> Tensor:
         """x [batch, seq, hidden], or with SP [1, tokens / tp, hidden], through the layers with these numbers."""
-        cut = self._tensor is not None and self._tensor.tokens_are_cut
+        cut, count = self._tensor.tokens_are_cut, self._tensor.halves
         stream = _stream_parts if cut else torch.chunk
-        parts = tuple(stream(x, self._count))
-        contexts = [_part(context, number, self._count, stream) for number in range(self._count)]
+        parts = tuple(stream(x, count))
+        contexts = [_part(context, number, count, stream) for number in range(count)]
         for number in numbers:
             parts = self._layers[number](parts, tuple(c.at_layer(int(number)) for c in contexts))
         return torch.cat(parts, 1 if cut else 0)
@@ -102,8 +124,10 @@ def _part(context: Context, number: int, count: int, stream: Parts) -> Context:
 
     dropout, rows = context.dropout, None
     if dropout is not None:
-        dropout = replace(dropout, queries=own(dropout.queries), stream=own(dropout.stream, stream))
-        rows = output_rows(dropout.stream, context.layers)
+        stream_keys = own(dropout.stream, stream)
+        dropout = replace(dropout, queries=own(dropout.queries), stream=stream_keys, outputs=None)
+        if context.layers is not None:
+            rows = output_rows(stream_keys, context.layers)
     return replace(
         context,
         batch=context.batch // count,

@@ -1,7 +1,8 @@
 """The order in which a compiled layer runs the two halves of a micro-batch, so that one computes while the other talks.
 
 A layer that is traced for one half and then for the other (halves.py) is a graph of two chains that share nothing but
-weights. Inductor runs a graph's nodes in the order in which they stand, so standing in the right order is enough:
+weights, or what stands before both and behind both. Inductor runs a graph's nodes in the order in which they stand, so
+standing in the right order is enough:
 
     half 0   product ─▶ sum begins ·············▶ wait, add, norm ─▶ gather begins ············▶ wait, product
     half 1               wait ─▶ product, attention, product ─▶ sum begins ··············▶ wait, add, norm …
@@ -10,8 +11,14 @@ Each half keeps its own order. The two are merged by simulating a device with on
 collectives: whenever a product ends, the half goes on that does not have to wait, and of two such halves the one that
 comes to its next collective first. A collective begins as soon as what it sends is there, though not before those of
 its half that stand earlier: so the gather of a column-parallel linear's backward pass, whose input was kept, has begun
-long before its product. The simulation knows sizes, and the rates of one kind of device: it takes the same decisions
-on every rank, as collectives demand, and chooses among orders that are all right.
+long before its product.
+
+What no later collective depends on, as the gradients of weights do, is in no hurry: such products leave their chains,
+which come to their collectives the earlier, and fill the times at which both halves would wait; those that are left
+come last, and hide the last collectives. What they take stays in memory until then, within one layer.
+
+The simulation knows sizes, and the rates of one kind of device: it takes the same decisions on every rank, as
+collectives demand, and chooses among orders that are all right.
 """
 
 from __future__ import annotations
@@ -27,6 +34,7 @@ from torch.utils.flop_counter import flop_registry
 FLOPS = 600e12  # a second, of products and of attention counted whole: an H200's
 LINK = 180e9  # bytes a second that a rank sends while products run beside it
 LATENCY = 20e-6  # seconds that a collective takes at least
+MARGIN = 0.5  # of its time, by which a collective may be late and still be hidden, where there are products to fill in
 
 
 class Interleave(CustomGraphPass):
@@ -77,14 +85,21 @@ class Merge:
         self._seconds = {node: seconds(node) for node in nodes}
         self._now = self._link_is_free = 0.0
         self._done: dict[Node, float] = {}  # when a collective that has begun will be over
-        self._chains = [[node for node in chain if self._is_step(node)] for chain in chains]
+        urgent = _leading_to_collectives(nodes)
+        self._chains = [
+            [node for node in chain if node in urgent and self._is_step(node)] for chain in chains
+        ]
+        self._fillers = {node: time for node, time in self._seconds.items() if time and node not in urgent}
         for chain in self._chains:
             self._begin_collectives(chain)
         current = 0
         while any(self._chains):
             current = self._next(current)
-            self._place(self._chains[current][0])
+            step = self._chains[current][0]
+            self._place(self._filler_before(step) or step)
             self._begin_collectives(self._chains[current])
+        while self._fillers:
+            self._place(min(self._fillers, key=self._stall))
         for node in nodes:
             self._place(node)
 
@@ -103,12 +118,19 @@ class Merge:
 
         return min((number for number, chain in enumerate(self._chains) if chain), key=key)
 
-    def _stall(self, step: Node) -> float:
-        """How long the device would stand still if it went on with this step."""
-        if waits(step):
-            stall = self._done[step.args[0]] - self._now
-            return stall if stall > LATENCY else 0.0
-        return math.inf if any(self._is_step(node) for node in self._missing(step)) else 0.0
+    def _stall(self, step: Node, margin: float = 0.0) -> float:
+        """How long the device would stand still if it went on with this step, collectives being late by `margin`."""
+        awaited = [node.args[0] for node in (*self._missing(step), step) if waits(node)]
+        over = [self._done.get(start, math.inf) + margin * self._seconds[start] for start in awaited]
+        stall = max(over, default=0.0) - self._now
+        return stall if stall > LATENCY else 0.0
+
+    def _filler_before(self, step: Node) -> Node | None:
+        """What to compute while the device would wait for this step: the oldest that fits, or the shortest."""
+        stall = self._stall(step, MARGIN)
+        ready = [node for node in self._fillers if not self._stall(node, MARGIN)] if stall else []
+        fitting = [node for node in ready if self._fillers[node] <= stall]
+        return fitting[0] if fitting else min(ready, key=self._fillers.get, default=None)
 
     def _horizon(self, chain: list[Node]) -> float:
         """When this chain by itself would begin its next collective."""
@@ -146,6 +168,7 @@ class Merge:
         for each in [*self._missing(node), node]:
             del self._left[each]
             self.order.append(each)
+            self._fillers.pop(each, None)
             if begins_collective(each):
                 self._link_is_free = max(self._now, self._link_is_free) + self._seconds[each]
                 self._done[each] = self._link_is_free
@@ -153,6 +176,15 @@ class Merge:
                 self._now = max(self._now, self._done[each.args[0]])
             else:
                 self._now += self._seconds[each]
+
+
+def _leading_to_collectives(nodes: list[Node]) -> set[Node]:
+    """The collectives, and all that one of them depends on."""
+    found: set[Node] = set()
+    for node in reversed(nodes):
+        if begins_collective(node) or not found.isdisjoint(node.users):
+            found.add(node)
+    return found
 
 
 def begins_collective(node: Node) -> bool:

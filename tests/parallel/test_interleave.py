@@ -3,8 +3,11 @@
 import pytest
 import torch
 from torch.fx import Graph, Node
+from torch.utils.flop_counter import flop_registry
+from traced_layers import BATCH, SEQ, layer_graphs
 
 import megalith.parallel.direct_heads  # noqa: F401 (it registers operators)
+from megalith.parallel import interleave
 from megalith.parallel.interleave import Interleave, begins_collective, seconds, waits
 
 collectives, aten = torch.ops._c10d_functional, torch.ops.aten
@@ -158,6 +161,63 @@ def test_a_gather_again_begins_before_the_work_that_hides_it():
     names = [node.name for node in ordered(graph)]
     assert names.index("half0_1_gather") < names.index("half0_0_up")
     assert exposed(list(graph.nodes)) < 0.4 * alone
+
+
+def test_weight_gradients_fill_waits_and_come_last_where_there_are_none(monkeypatch):
+    def places() -> tuple[list[int], int]:
+        nodes = ordered(backward_graph())
+        gradients = [place for place, node in enumerate(nodes) if node.name.endswith("wgrad")]
+        return gradients, max(place for place, node in enumerate(nodes) if begins_collective(node))
+
+    gradients, last = places()
+    assert max(gradients) < last
+    monkeypatch.setattr(interleave, "seconds", lambda node: 0.0 if begins_collective(node) else seconds(node))
+    gradients, last = places()
+    assert min(gradients) > last
+
+
+@pytest.fixture
+def attention_takes_time(monkeypatch):
+    """The time of the kernel that layers are traced with on a CPU, which torch does not count."""
+    kernel, like = "_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention"
+    for end in ("", "_backward"):
+        monkeypatch.setitem(
+            flop_registry, getattr(aten, kernel + end), flop_registry[getattr(aten, like + end)]
+        )
+
+
+TP2_SP = dict(tensor_model_parallel_size=2, sequence_parallel=True)
+CP2_A2A = dict(context_parallel_size=2, cp_comm_type="a2a")
+
+
+@pytest.mark.parametrize("parallel", [TP2_SP, CP2_A2A], ids=["tp2-sp", "cp2-a2a"])
+def test_a_layer_of_gpt2_large_exposes_only_what_it_has_nothing_to_hide_behind(
+    parallel, attention_takes_time, monkeypatch
+):
+    """With SP the first collective of a pass, which all else waits for, and the last of a forward pass. The exchange of
+    heads takes longer than the work beside it in the forward pass, and is hidden in the backward pass."""
+    forward, backward = layer_graphs(**parallel)
+    alone = [exposed(list(graph.nodes)) for graph in (forward, backward)]
+    orders = [ordered(graph) for graph in (forward, backward)]
+    first = next(seconds(node) for node in orders[1] if begins_collective(node))
+    assert alone[0] > 1e-3 and alone[1] > 1e-3
+    if parallel is TP2_SP:
+        assert exposed(orders[0]) == pytest.approx(2 * first, rel=0.05)
+    else:
+        assert exposed(orders[0]) < 0.4 * alone[0]
+    for slower in (1.0, 1.4):  # than the order was made for
+        monkeypatch.setattr(interleave, "LINK", 180e9 / slower)
+        first = next(seconds(node) for node in orders[1] if begins_collective(node))
+        assert exposed(orders[1]) == pytest.approx(first if parallel is TP2_SP else 0.0, abs=1e-6)
+
+
+def test_context_parallelism_halves_attention_and_its_matrices_alone():
+    rows = []
+    for node in layer_graphs(**CP2_A2A)[0].nodes:
+        if node.target is aten.addmm.default:
+            rows.append(node.meta["val"].shape[0])
+    tokens = BATCH * SEQ // 2
+    assert sorted(rows) == [tokens // 2] * 4 + [tokens] * 2
 
 
 def test_graphs_that_are_not_of_two_halves_stay_as_they_are():

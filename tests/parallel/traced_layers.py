@@ -1,0 +1,81 @@
+"""The graphs of a layer's forward and backward pass, traced for a rank of two without memory, processes or a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from functorch.compile import make_boxed_func
+from torch import nn
+from torch._inductor.compile_fx import compile_fx
+from torch._inductor.fx_passes.post_grad import post_grad_passes
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx import Graph, GraphModule
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from megalith.comm import Axis, local
+from megalith.config import RunConfig
+from megalith.models.transformer import Transformer
+from megalith.parallel.context import apply_context
+from megalith.parallel.halves import apply_halves
+from megalith.parallel.tensor import apply_tensor
+
+BATCH, SEQ = 64, 1024
+LARGE = dict(
+    preset="gpt2-large", num_attention_heads=16, num_layers=1, hidden_dropout=0.0, attention_dropout=0.0
+)
+
+
+def layer_graphs(**parallel) -> list[Graph]:
+    """Forward and backward of a layer of GPT-2-large in bf16, BATCH sequences of SEQ tokens, in halves, as they come to
+    post-grad passes."""
+    config = RunConfig.from_tree({"model": LARGE, "parallel": {**parallel, "tp_comm_overlap": True}})
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        model = _model(config)
+        graphs = _traced(model, config)
+    finally:
+        dist.destroy_process_group()
+        torch._dynamo.reset()
+    return graphs
+
+
+def _model(config: RunConfig) -> Transformer:
+    mesh = dist.init_device_mesh("cpu", (2,))
+    axis = Axis(2, 0, mesh.get_group(), mesh.get_group().group_name, mesh)
+    parallel = config.parallel
+    model = Transformer(config.model, compute_dtype=torch.bfloat16, device=torch.device("meta"))
+    tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    tensor = apply_tensor(model, axis if tp > 1 else Axis(), parallel.sequence_parallel)
+    apply_context(model, axis if cp > 1 else Axis(), parallel.cp_comm_type)
+    apply_halves(model, parallel, tensor)
+    return model
+
+
+def _traced(model: Transformer, config: RunConfig) -> list[Graph]:
+    graphs = []
+
+    def keep(module: GraphModule, *_, **__) -> Callable:
+        post_grad_passes(module, is_inference=False)
+        graphs.append(module.graph)
+        return make_boxed_func(module.forward)
+
+    def backend(module: GraphModule, inputs: list):
+        return compile_fx(module, inputs, inner_compile=keep)
+
+    tp, cp = config.parallel.tensor_model_parallel_size, config.parallel.context_parallel_size
+    (layer,) = model.layers.values()
+    layer.compile(fullgraph=True, backend=backend)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        for module in layer.modules():
+            for name, parameter in module.named_parameters(recurse=False):
+                setattr(module, name, nn.Parameter(torch.empty(local(parameter).shape)))
+        ids = torch.zeros(BATCH, SEQ // cp, dtype=torch.int64)
+        stream = (1, BATCH * SEQ // tp) if tp > 1 else ids.shape
+        x = torch.zeros(*stream, config.model.hidden_size, dtype=torch.bfloat16, requires_grad=True)
+        context = model.context(ids, ids[0], None, None, None)
+        for hook in model._forward_pre_hooks.values():
+            hook(model, (ids,), {"labels": ids})
+        model.run_layers(list(model.layers), x, context).sum().backward()
+    return graphs
