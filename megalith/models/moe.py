@@ -40,9 +40,13 @@ class GroupedLinear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, out_features, in_features, device=device))
 
-    def prepared(self, dtype: torch.dtype) -> Prepared:
-        """The weight as products in `dtype` take it."""
-        return prepared(local(self.weight), dtype)
+    def cast(self, dtype: torch.dtype) -> Tensor:
+        """The weight in `dtype`, without its gradient."""
+        return local(self.weight).detach().to(dtype)
+
+    def prepared(self, cast: Tensor) -> Prepared:
+        """The weight as products take it, of what `cast` has given."""
+        return prepared(local(self.weight), cast)
 
 
 class Experts(nn.Module):
@@ -57,9 +61,13 @@ class Experts(nn.Module):
         self.linear_fc1 = GroupedLinear(config.num_experts, config.hidden_size, width, device)
         self.linear_fc2 = GroupedLinear(config.num_experts, config.expert_size, config.hidden_size, device)
 
-    def prepared(self, dtype: torch.dtype) -> tuple[Prepared, Prepared]:
-        """The weights of fc1 and fc2 as products in `dtype` take them."""
-        return self.linear_fc1.prepared(dtype), self.linear_fc2.prepared(dtype)
+    def cast(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """The weights of fc1 and fc2 in `dtype`, without their gradients."""
+        return self.linear_fc1.cast(dtype), self.linear_fc2.cast(dtype)
+
+    def prepared(self, cast: tuple[Tensor, Tensor]) -> tuple[Prepared, Prepared]:
+        """The weights as products take them, of what `cast` has given."""
+        return self.linear_fc1.prepared(cast[0]), self.linear_fc2.prepared(cast[1])
 
     def forward(
         self,
@@ -72,7 +80,7 @@ class Experts(nn.Module):
 
         `matrices` are what `prepared` gave, where that was called earlier.
         """
-        fc1, fc2 = self.prepared(x.dtype) if matrices is None else matrices
+        fc1, fc2 = self.prepared(self.cast(x.dtype)) if matrices is None else matrices
         x = grouped_matmul(x, fc1, groups, self.grouped)  # [rows, expert size], or [rows, 2 · expert size]
         if self.fused:
             x = as_one_kernel(weighted_activation, x, weights, self.activation, self.gated, sizes_vary=True)
@@ -137,23 +145,31 @@ class Dispatch:
         return y if shared is None else y + shared()
 
     def compute(
-        self, x: Tensor, weights: Tensor, destinations: Tensor, capacity: int | None, experts: Experts
+        self,
+        x: Tensor,
+        weights: Tensor,
+        destinations: Tensor,
+        capacity: int | None,
+        experts: Experts,
+        sizes: tuple[int, ...] | None = None,
+        matrices: tuple[Prepared, Prepared] | None = None,
     ) -> Tensor:
         """x through the `experts` that are here, of which `destinations` int64 [tokens, topk] has numbers.
 
-        The number behind the last one is nowhere: such a pair adds nothing to its token.
+        The number behind the last one is nowhere: such a pair adds nothing to its token. `sizes` are the rows of each
+        expert, where they are known; `matrices` what `experts.prepared` gave, where it was called earlier.
         """
         count = self.local_experts
         if capacity is not None and self.fills_up:
             order, groups = filled_order(destinations, count, min(capacity, len(x)))
         else:
             pair, counts = sort_pairs(destinations, count)
-            all_kept = capacity is None and count == self.experts
-            sizes = None if all_kept else tuple(counts.tolist())
+            if sizes is None and not (capacity is None and count == self.experts):
+                sizes = tuple(counts.tolist())
             order = order_of(pair, destinations, len(pair) if sizes is None else sum(sizes))
             groups = Groups(counts, sizes)
         rows, row_weights = self.rows(x, weights, order)
-        return self.sum(experts(rows, row_weights, groups), order)
+        return self.sum(experts(rows, row_weights, groups, matrices), order)
 
     def rows(self, x: Tensor, weights: Tensor, order: Order) -> tuple[Tensor, Tensor]:
         """The rows [rows, hidden] of x [tokens, hidden], and of the weights [tokens, topk]: [rows, 1]."""
@@ -180,7 +196,7 @@ def order_of(pair: Tensor, destinations: Tensor, rows: int) -> Order:
     place = torch.arange(len(pair), device=pair.device)
     complete = rows == len(pair)
     row = torch.empty_like(pair).scatter_(0, pair, place if complete else place.clamp(max=rows))
-    return Order(pair[:rows], row.view_as(destinations), complete)
+    return Order(pair[:rows], row.view_as(destinations), all_kept=complete)
 
 
 def filled_order(destinations: Tensor, count: int, size: int) -> tuple[Order, Groups]:
@@ -192,4 +208,5 @@ def filled_order(destinations: Tensor, count: int, size: int) -> tuple[Order, Gr
     row = torch.empty_like(pair).scatter_(0, pair, slots)
     held = torch.full((count * size + 1,), len(pair), device=pair.device).scatter_(0, slots, pair)
     counts = torch.full((count,), size, device=pair.device)
-    return Order(held[:-1], row.view_as(destinations), complete=False), Groups(counts, (size,) * count)
+    order = Order(held[:-1], row.view_as(destinations), all_kept=False, all_hold=False)
+    return order, Groups(counts, (size,) * count)

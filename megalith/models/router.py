@@ -9,7 +9,8 @@ their scores are the weights of their outputs. The variants:
     groups             only experts of the best groups can be chosen. A group is as good as its best expert (softmax,
                        DeepSeek-V2), or as the sum of its best topk / group_topk (sigmoid, DeepSeek-V3)
     expert bias        added to the scores for choosing alone; balance.py moves it after each step
-    forced balance     token n of the micro-batch takes experts n · topk, n · topk + 1, …, modulo their number
+    forced balance     token n of the micro-batch takes experts 11 · n · topk, 11 · (n · topk + 1), …, modulo their
+                       number: each expert is taken as often, and a token's stand on about as many ranks as by chance
 
 With a capacity, an expert takes at most ⌈T · topk / E · factor⌉ tokens of a micro-batch: of all its
 tokens, whatever ranks they are on, so what is dropped depends on micro_batch_size and on nothing else of the layout.
@@ -20,6 +21,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from itertools import count
 
 import torch
 from torch import Tensor, nn
@@ -87,7 +89,9 @@ class Router(nn.Module):
         """The experts [tokens, topk] by scores [tokens, experts]."""
         topk, experts = self.config.moe_router_topk, self.config.num_experts
         if self.config.moe_router_force_load_balancing:
-            return (numbers[:, None] * topk + torch.arange(topk, device=numbers.device)) % experts
+            stride = next(step for step in count(11) if math.gcd(step, experts) == 1)
+            turns = numbers[:, None] * topk + torch.arange(topk, device=numbers.device)
+            return turns * stride % experts
         return self._best(scores if self.expert_bias is None else scores + self.expert_bias)
 
     def _best(self, scores: Tensor) -> Tensor:

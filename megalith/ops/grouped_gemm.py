@@ -49,10 +49,11 @@ class Prepared:
     """After the product's backward pass: what computes the weight's gradient, in a dtype."""
 
 
-def prepared(weight: Tensor, dtype: torch.dtype) -> Prepared:
-    """weight [groups, out, in], cast. Its gradient has its own dtype, summed in fp32 and rounded to it once."""
+def prepared(weight: Tensor, cast: Tensor) -> Prepared:
+    """weight [groups, out, in], which `cast` has in the products' dtype. Its gradient has its own dtype, summed in
+    fp32 and rounded to it once."""
     owed: list[Callable[[torch.dtype], Tensor]] = []
-    return Prepared(_Prepare.apply(weight, dtype, owed), owed)
+    return Prepared(_Prepare.apply(weight, cast, owed), owed)
 
 
 def grouped_matmul(x: Tensor, weight: Prepared, groups: Groups, grouped: bool = True) -> Tensor:
@@ -75,10 +76,10 @@ def has_kernel(x: Tensor, weight: Tensor) -> bool:
 
 class _Prepare(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, weight: Tensor, dtype: torch.dtype, owed: list) -> Tensor:
+    def forward(ctx, weight: Tensor, cast: Tensor, owed: list) -> Tensor:
         ctx.owed, ctx.dtype = owed, weight.dtype
         ctx.set_materialize_grads(False)  # what comes back is None
-        return weight.view_as(weight) if weight.dtype == dtype else weight.to(dtype)
+        return cast.view_as(cast)
 
     @staticmethod
     def backward(ctx, nothing: None):

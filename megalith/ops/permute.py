@@ -24,7 +24,8 @@ class Order:
 
     pair: Tensor  # int64 [rows]: token · topk + choice; the number of pairs for a row that fills up
     row: Tensor  # int64 [tokens, topk]; the number of rows for a pair without one
-    complete: bool = True  # every row holds a pair and every pair has a row
+    all_kept: bool = True  # every pair has a row
+    all_hold: bool = True  # every row holds a pair
 
     @property
     def token(self) -> Tensor:
@@ -34,7 +35,7 @@ class Order:
 
     def by_pair(self) -> Order:
         """The same rows, of pairs instead of tokens: for what each pair has one of."""
-        return Order(self.pair, self.row.reshape(-1, 1), self.complete)
+        return Order(self.pair, self.row.reshape(-1, 1), self.all_kept, self.all_hold)
 
     def inverse(self) -> Order:
         """Of rows that are only reordered, back: rows of this order become those it was made of."""
@@ -58,6 +59,41 @@ def _transposed(sizes: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     row = place + (end - begin).flatten().repeat_interleave(sizes.flatten(), output_size=rows)
     pair = place + (begin - end).T.flatten().repeat_interleave(across.flatten(), output_size=rows)
     return pair, row[:, None]
+
+
+@dataclass(frozen=True)
+class Copies:
+    """Each token once for each place that it is wanted at, by place and in the tokens' order."""
+
+    counts: Tensor  # int64 [places]
+    _pair: Tensor  # int64, longer than there are copies
+    _row: Tensor  # int64 [tokens, places]
+
+    def order(self, count: int) -> Order:
+        """The Order of its copies, `count` in all, in which a pair is one of a token and a place."""
+        return Order(self._pair[:count], self._row, all_kept=False)
+
+
+def copies(places: Tensor, count: int, fused: bool = False) -> Copies:
+    """For tokens that are wanted at `places` int64 [tokens, topk], of `count`, which is the number of none.
+
+    How many copies there are only the device knows. `fused`: in compiled kernels on a GPU.
+    """
+    return Copies(*(as_one_kernel(_copies, places, count) if fused else _copies(places, count)))
+
+
+def _copies(places: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    tokens = len(places)
+    wanted = torch.zeros(tokens, count + 1, dtype=torch.int64, device=places.device)
+    wanted = wanted.scatter(1, places, 1)[:, :count].T.flatten()  # by place
+    upto = wanted.cumsum(0)
+    row = torch.where(wanted == 1, upto - 1, upto[-1])
+    last = count * tokens
+    slot = torch.where(wanted == 1, upto - 1, last)
+    place = torch.arange(last, device=places.device)
+    pair = torch.empty(last + 1, dtype=torch.int64, device=places.device)
+    pair = pair.scatter(0, slot, place % tokens * count + place // tokens)
+    return wanted.view(count, tokens).sum(1), pair, row.view(count, tokens).T.contiguous()
 
 
 def places_in_group(groups: Tensor, count: int) -> Tensor:
@@ -114,18 +150,18 @@ def _at(x: Tensor, index: Tensor, complete: bool) -> Tensor:
 
 
 def _taken(x: Tensor, order: Order, fused: bool) -> Tensor:
-    if fused and not order.complete:
+    if fused and not order.all_hold:
         return as_one_kernel(_at, x, order.token, False, sizes_vary=True)
-    return _at(x, order.token, order.complete)
+    return _at(x, order.token, order.all_hold)
 
 
 def _sums(rows: Tensor, order: Order, fused: bool) -> Tensor:
     """The sum of each token's rows, in fp32, rounded once: [rows, width] → [tokens, width]."""
     if order.row.shape[1] == 1:
-        return _at(rows, order.row[:, 0], order.complete)
+        return _at(rows, order.row[:, 0], order.all_kept)
     if fused:
-        return as_one_kernel(_sum_one_by_one, rows, order.row, order.complete, sizes_vary=True)
-    return _at(rows, order.row, order.complete).sum(1)
+        return as_one_kernel(_sum_one_by_one, rows, order.row, order.all_kept, sizes_vary=True)
+    return _at(rows, order.row, order.all_kept).sum(1)
 
 
 def _sum_one_by_one(rows: Tensor, index: Tensor, complete: bool) -> Tensor:

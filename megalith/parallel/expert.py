@@ -5,26 +5,27 @@ of ep ranks, each expert cut over etp of them (mesh.py). Every rank brings the t
 
     1. Ranks of the tensor axis have the same tokens, but for sequence parallelism: each takes its share.
     2. Ranks that an expert is cut over need the same tokens: they gather each other's.
-    3. alltoall   each pair of a token and an expert becomes a row, and goes to the rank of that expert and back
+    3. alltoall   each token goes to the ranks that have its experts, once to each, and what these add to it, in one
+                  sum, comes back: less travels than a row for each pair of a token and an expert
        allgather  all ranks that have experts gather all tokens; each computes what its experts add
     4. The parts of the sums are added where they were gathered, and the shares of 1 joined.
 
-What alltoall sends depends on the tokens, so the host reads the sizes, once a layer; with a capacity that experts are
-filled up to, sizes are fixed and it reads nothing. A row's weight travels with it. Every step is the gradient of
-another, so an expert's gradient is that of all tokens of its copy, whole, and is summed over edp alone (data.py).
+What alltoall sends depends on the tokens, so the host reads the sizes, once a layer. With a capacity that experts are
+filled up to, each pair is a row of its own: sizes are fixed then, and it reads nothing. The numbers and weights of a
+token's experts travel with it. Every step is the gradient of another, so an expert's gradient is that of all tokens of
+its copy, whole, and is summed over edp alone (data.py).
 
-What needs no rows is computed while they travel. In the backward pass the order is the other way round, so the same
+What needs no tokens is computed while they travel. In the backward pass the order is the other way round, so the same
 two lines hide its exchanges as well:
 
                      forward                              backward, read upwards
-    rows there       weights cast                         gradients of the experts' weights
-    rows back        shared expert                        shared expert's backward pass
+    tokens there     weights cast, while the host reads   gradients of the experts' weights
+    sums back        shared expert                        shared expert's backward pass
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import cache
 
 import torch
@@ -44,11 +45,11 @@ from megalith.comm import (
 )
 from megalith.config import ModelConfig
 from megalith.models.balance import MicroBatch
-from megalith.models.moe import Dispatch, Experts, filled_order, order_of, sort_pairs
+from megalith.models.moe import Dispatch, Experts, filled_order
 from megalith.models.router import Routing
 from megalith.models.transformer import Transformer
 from megalith.ops.grouped_gemm import Groups
-from megalith.ops.permute import Order, take_rows, transposed
+from megalith.ops.permute import Order, copies, counted, take_rows, transposed
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.tensor import TensorParallel
 
@@ -88,16 +89,6 @@ class Part(MicroBatch):
 
     def own(self, x: Tensor) -> Tensor:
         return x.chunk(self.axis.size)[self.axis.rank]
-
-
-@dataclass(frozen=True)
-class Travel:
-    """How many rows go where."""
-
-    sent: list[int]  # to each rank
-    arriving: list[int]  # from each rank
-    received: Tensor  # int64 [from rank, experts here]
-    groups: Groups  # of all that arrive
 
 
 class HostCopy:
@@ -146,13 +137,16 @@ class ExpertParallel(Dispatch):
         if self.sends:
             y = self._send(x, weights, destinations, capacity, experts, beside)
         else:
-            here = self.local_experts
-            own = destinations - self.ep.rank * here
-            nowhere = (own < 0) | (own >= here) | (destinations == self.experts)
-            y = self.compute(x, weights, torch.where(nowhere, here, own), capacity, experts)
+            y = self.compute(x, weights, self._own(destinations), capacity, experts)
         y = reduce_scatter(y, self.gathered)
         y = all_gather_alike(y, self.tensor.axis)[:tokens] if shares else y
         return y if shared is None else y + shared()
+
+    def _own(self, destinations: Tensor) -> Tensor:
+        """The numbers of the experts here, and for all others the one that is nowhere."""
+        here = self.local_experts
+        own = destinations - self.ep.rank * here
+        return torch.where((own < 0) | (own >= here) | (destinations == self.experts), here, own)
 
     def _share(
         self, x: Tensor, weights: Tensor, destinations: Tensor, capacity: bool
@@ -176,53 +170,69 @@ class ExpertParallel(Dispatch):
         experts: Experts,
         beside: Callable[[], Tensor] | None,
     ) -> Tensor:
-        """What the experts of all ranks make of x [tokens, hidden]: each pair's row goes to the rank of its expert.
+        """What the experts of all ranks make of x [tokens, hidden]: each token goes once to each rank that has some of
+        its experts, and comes back as the sum of what these add.
 
-        `beside` is called while the experts' rows are on their way back.
+        `beside` is called while tokens are on their way back.
         """
         if capacity is not None and self.fills_up:
-            order, travel = self._filled(destinations, min(capacity, len(x)))
-            return self._there_and_back(self.rows(x, weights, order), order, travel, experts, beside)
-        pair, counts = sort_pairs(destinations, self.experts)
-        received = all_to_all(counts.view(self.ep.size, -1), self.ep)
-        sizes = HostCopy(torch.stack([counts.view_as(received), received]))
-        if capacity is None:  # a row for every pair: the device makes them while the host reads
-            order = order_of(pair, destinations, len(pair))
-            rows = self.rows(x, weights, order)
+            return self._send_filled(x, weights, destinations, min(capacity, len(x)), experts, beside)
+        ranks, here, topk = self.ep.size, self.local_experts, destinations.shape[1]
+        tokens = copies(destinations // here, ranks, self.fused)
+        counts = counted(destinations.flatten(), self.experts + 1)[: self.experts]
+        counts = torch.cat([tokens.counts[:, None], counts.view(ranks, here)], 1)  # of copies, then of pairs
+        sizes = HostCopy(torch.stack([counts, all_to_all(counts, self.ep)]))
+        cast = experts.cast(x.dtype) if self.prepares else None  # while the host reads
         sent, arriving = sizes.values()
-        if capacity is not None:
-            order = order_of(pair, destinations, sum(map(sum, sent)))
-            rows = self.rows(x, weights, order)
-        groups = Groups(received.sum(0), tuple(map(sum, zip(*arriving))))
-        travel = Travel([sum(to) for to in sent], [sum(of) for of in arriving], received, groups)
-        return self._there_and_back(rows, order, travel, experts, beside)
+        there, back = [to[0] for to in sent], [of[0] for of in arriving]
+        order = tokens.order(sum(there))
+        choices = torch.cat([weights, destinations.float()], 1)  # [tokens, 2 · topk]
+        way = [
+            begin_all_to_all(part, self.ep, there, back)
+            for part in (take_rows(choices, order), take_rows(x, order, self.fused))
+        ]
+        # Made here, the weights' gradients are computed in the backward pass while those of the tokens travel.
+        matrices = None if cast is None else experts.prepared(cast)
+        choices, x = (end_all_to_all(part) for part in way)
+        weights, destinations = choices.split(topk, 1)
+        _, *rows = map(sum, zip(*arriving))
+        y = self.compute(x, weights, self._own(destinations.long()), None, experts, tuple(rows), matrices)
+        return self._back(y, back, there, order, beside)
 
-    def _filled(self, destinations: Tensor, size: int) -> tuple[Order, Travel]:
-        """With `size` rows for every expert from every rank."""
-        ranks, here = self.ep.size, self.local_experts
-        order, _ = filled_order(destinations, self.experts, size)
-        received = torch.full((ranks, here), size, device=destinations.device)
-        groups = Groups(received.sum(0), (ranks * size,) * here)
-        return order, Travel([here * size] * ranks, [here * size] * ranks, received, groups)
-
-    def _there_and_back(
+    def _send_filled(
         self,
-        rows: tuple[Tensor, Tensor],  # with their weights
-        order: Order,
-        travel: Travel,
+        x: Tensor,
+        weights: Tensor,
+        destinations: Tensor,
+        size: int,
         experts: Experts,
         beside: Callable[[], Tensor] | None,
     ) -> Tensor:
-        way = [begin_all_to_all(part, self.ep, travel.sent, travel.arriving) for part in reversed(rows)]
-        # While rows travel the experts' weights are cast, and in the backward pass their gradients computed.
-        matrices = experts.prepared(rows[0].dtype) if self.prepares else None
-        by_expert = transposed(travel.received, sum(travel.arriving))
-        row_weights, arrived = (take_rows(end_all_to_all(part), by_expert) for part in way)
-        y = take_rows(experts(arrived, row_weights, travel.groups, matrices), by_expert.inverse())
-        way_back = begin_all_to_all(y, self.ep, travel.arriving, travel.sent)
+        """As _send, with a row for each pair: `size` for every expert from every rank, so that nothing is read."""
+        ranks, here = self.ep.size, self.local_experts
+        order, _ = filled_order(destinations, self.experts, size)
+        each = [here * size] * ranks
+        way = [begin_all_to_all(part, self.ep, each, each) for part in reversed(self.rows(x, weights, order))]
+        matrices = experts.prepared(experts.cast(x.dtype)) if self.prepares else None
+        counts = torch.full((ranks, here), size, device=x.device)
+        by_expert = transposed(counts, sum(each))
+        row_weights, rows = (take_rows(end_all_to_all(part), by_expert) for part in way)
+        rows = experts(rows, row_weights, Groups(counts.sum(0), (ranks * size,) * here), matrices)
+        return self._back(take_rows(rows, by_expert.inverse()), each, each, order, beside)
+
+    def _back(
+        self,
+        y: Tensor,
+        sent: list[int],
+        received: list[int],
+        order: Order,
+        beside: Callable[[], Tensor] | None,
+    ) -> Tensor:
+        """The sum for each token here of what all ranks send back."""
+        way = begin_all_to_all(y, self.ep, sent, received)
         if beside is not None:
             beside()
-        return self.sum(end_all_to_all(way_back), order)
+        return self.sum(end_all_to_all(way), order)
 
 
 def _micro_batches(ranks: int, alike: int) -> int:
