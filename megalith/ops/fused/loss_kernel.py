@@ -1,12 +1,14 @@
 """Softmax cross-entropy of a chunk of logits: losses, and gradients in the place of the logits, by one kernel.
 
 A program has a row. It takes the sum of exponentials as the entries come, relative to the largest that each lane has
-seen, and then makes the gradient from the entries again. A row of 16-bit entries up to WIDEST stays in registers in
-between, two entries in each, so that memory is read once and written once. Others are read twice, the second time
-in part from the cache.
+seen, and then makes the gradient from the entries again. In between a row of 16-bit entries stays in registers, two
+entries in each, so that memory is read once and written once. Rows of other types, and longer ones, are read twice, the
+second time in part from the cache.
 """
 
 from __future__ import annotations
+
+from math import e, log2
 
 import torch
 import triton
@@ -14,11 +16,12 @@ import triton.language as tl
 from torch import Tensor
 
 # Of rows that are held: the widest; warps; pairs of entries that a lane has in a tile; entries that are held, all
-# others being read again; registers that a lane may have (None: what the warps leave, 64 with 32 of them, of which a
-# row of 50,304 entries takes 28).
-WIDEST, HELD_WARPS, PAIRS, HELD, REGISTERS = 2**16, 32, 4, 2**16, None
+# others being read again; registers of a lane. With 8 warps a row of 50,304 entries takes 100 of 128, and a
+# multiprocessor has two programs: one reads while the other computes.
+WIDEST, HELD_WARPS, PAIRS, HELD, REGISTERS = 2**16, 8, 4, 51200, 128
 # A row that is read twice: entries at a time, ROWS for each of the LANES.
 ROWS, LANES, WARPS = 4, 2048, 8
+_LOG2_E = tl.constexpr(log2(e))
 
 
 @triton.jit
@@ -26,6 +29,7 @@ def _held_softmax_loss(
     logits, index, weight, losses, REAL: tl.constexpr, WIDTH: tl.constexpr,
     LANES: tl.constexpr, PAIRS: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
+    # Exponentials are powers of two, for which the device has an instruction.
     dtype: tl.constexpr = logits.dtype.element_ty
     TILE: tl.constexpr = LANES * PAIRS
     TILES: tl.constexpr = (WIDTH // 2 + TILE - 1) // TILE
@@ -35,11 +39,12 @@ def _held_softmax_loss(
     label, factor = tl.load(index + row), tl.load(weight + row)
     here = (label >= 0) & (label < REAL)
     of_label = tl.load(logits + label, mask=here, other=0.0).to(tl.float32)
-    lanes = tl.arange(0, LANES)[:, None] * PAIRS + tl.arange(0, PAIRS)[None, :]
+    lanes = tl.arange(0, LANES)[:, None]
+    inside = lanes * PAIRS + tl.arange(0, PAIRS)[None, :]
     largest, total = tl.full([LANES], -1e30, tl.float32), tl.zeros([LANES], tl.float32)
     held = ()
     for tile in tl.static_range(TILES):
-        places = tile * TILE + lanes
+        places = tile * TILE + inside
         entries = tl.load(pairs + places, mask=places < WIDTH // 2, other=0)
         if tile * 2 * TILE < HELD:
             held += (entries,)
@@ -47,30 +52,33 @@ def _held_softmax_loss(
         if (tile + 1) * 2 * TILE > REAL:
             even = tl.where(2 * places < REAL, even, float("-inf"))
             odd = tl.where(2 * places + 1 < REAL, odd, float("-inf"))
-        above = tl.maximum(largest, tl.max(tl.maximum(even, odd), 1))
-        sums = tl.sum(tl.exp(even - above[:, None]) + tl.exp(odd - above[:, None]), 1)
-        total = total * tl.exp(largest - above) + sums
+        above = tl.maximum(largest, tl.max(tl.maximum(even, odd), 1) * _LOG2_E)
+        shift = above[:, None]
+        sums = tl.sum(tl.exp2(even * _LOG2_E - shift) + tl.exp2(odd * _LOG2_E - shift), 1)
+        total = total * tl.exp2(largest - above) + sums
         largest = above
     peak = tl.max(largest, 0)
-    total = tl.sum(total * tl.exp(largest - peak), 0)
-    log_sum = peak + tl.log(total)
-    tl.store(losses + row, (log_sum - of_label) * factor)
+    total = tl.sum(total * tl.exp2(largest - peak), 0)
+    log_sum = peak + tl.log2(total)
+    tl.store(losses + row, (log_sum / _LOG2_E - of_label) * factor)
     # Every bit, but the compiler cannot know: otherwise it would keep the entries as the fp32 numbers that they were
     # above, in twice the registers.
     every = tl.where(total > 0, -1, 0)
     for tile in tl.static_range(TILES - 1, -1, -1):
-        places = tile * TILE + lanes
+        places = tile * TILE + inside
         if tile * 2 * TILE < HELD:
             entries = held[tile] & every
         else:
             entries = tl.load(pairs + places, mask=places < WIDTH // 2, other=0)
         even, odd = _unpacked(entries, dtype)
-        even, odd = tl.exp(even - log_sum) * factor, tl.exp(odd - log_sum) * factor
+        grad = tl.exp2(tl.interleave(even, odd) * _LOG2_E - log_sum) * factor
+        columns = 2 * (tile * TILE + lanes * PAIRS) + tl.arange(0, 2 * PAIRS)[None, :]
         if (tile + 1) * 2 * TILE > REAL:
-            even, odd = tl.where(2 * places < REAL, even, 0.0), tl.where(2 * places + 1 < REAL, odd, 0.0)
-        tl.store(pairs + places, _packed(even, dtype) | (_packed(odd, dtype) << 16), mask=places < WIDTH // 2)
+            grad = tl.where(columns < REAL, grad, 0.0)
+        tl.store(logits + columns, grad.to(dtype), mask=columns < WIDTH)
     tl.debug_barrier()  # the label's entry is written a second time, by whichever lane
-    tl.store(logits + label, ((tl.exp(of_label - log_sum) - 1) * factor).to(dtype), mask=here)
+    grad = (tl.exp2(of_label * _LOG2_E - log_sum) - 1) * factor
+    tl.store(logits + label, grad.to(dtype), mask=here)
 
 
 @triton.jit
@@ -81,11 +89,6 @@ def _unpacked(pairs, dtype: tl.constexpr):
     else:
         upper = (pairs >> 16).to(tl.int16).to(dtype, bitcast=True)
         return pairs.to(tl.int16).to(dtype, bitcast=True).to(tl.float32), upper.to(tl.float32)
-
-
-@triton.jit
-def _packed(entries, dtype: tl.constexpr):
-    return entries.to(dtype).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
 
 
 @triton.jit
