@@ -84,12 +84,12 @@ class Slot:
                 "parallel.symmetric_memory_groups needs GPUs of one host that NVLink joins: leave the axis out of it"
             ) from error
         self.rank: int = self._handle.rank
-        self.free = torch.cuda.Event()
+        self.ranks: int = self._handle.world_size
+        self._free = torch.cuda.Event()
 
     def peers(self) -> list[int]:
         """The other ranks in the order in which this one fetches: each begins at another."""
-        count = self._handle.world_size
-        return [(self.rank + step) % count for step in range(1, count)]
+        return [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
 
     def of(self, rank: int, like: Tensor) -> Tensor:
         """What a rank gives, a tensor like this one."""
@@ -99,22 +99,30 @@ class Slot:
         """On the current stream: goes on when all ranks have come so far."""
         self._handle.barrier()
 
+    def set_free(self) -> None:
+        """To be called when all have fetched what the slot held, as far as the current stream knows."""
+        self._free.record()
+
+    def wait_free(self) -> None:
+        """On the current stream: goes on when the slot may be written again."""
+        torch.cuda.current_stream().wait_event(self._free)
+
 
 class _Slots:
-    """The memory of a group, as large as its largest collective so far."""
+    """`count` slots of a group, which take turns, as large as its largest collective so far."""
 
-    def __init__(self, group: str):
-        self._group, self._size = group, 0
+    def __init__(self, group: str, count: int):
+        self._group, self._count, self._size = group, count, 0
 
     def next(self, size: int) -> Slot:
         if size > self._size:
             torch.cuda.synchronize()  # nobody reads the old ones any more when all have met to make the new ones
             self._size = size
-            self._turns = cycle([Slot(size, self._group) for _ in range(SLOTS)])
+            self._turns = cycle([Slot(size, self._group) for _ in range(self._count)])
         return next(self._turns)
 
 
-_slots = cache(_Slots)  # by the name of the group
+slots = cache(_Slots)  # by the name of the group, and how many
 
 
 @cache
@@ -130,14 +138,14 @@ def exchange(
     `give` puts at most `size` bytes, as many on every rank, into this rank's slot, on the current stream; `fetch`
     makes `out` of the slots of all, on the stream of such collectives.
     """
-    slot, here, stream = _slots(group).next(size), torch.cuda.current_stream(), _stream(out.device.index)
-    here.wait_event(slot.free)
+    slot, stream = slots(group, SLOTS).next(size), _stream(out.device.index)
+    slot.wait_free()
     give(slot)
-    stream.wait_stream(here)
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
         slot.meet()
         fetch(slot)
         slot.meet()
-        slot.free.record(stream)
+        slot.set_free()
         torch._C._distributed_c10d._register_work(out, symmetric.Work())
     return out

@@ -1,5 +1,5 @@
-"""The rules of tp_comm_overlap, which runs layers on a micro-batch in two halves, or with context parallelism alone
-their attention."""
+"""The rules of what hides communication: tp_comm_overlap, which runs layers on a micro-batch in two halves, or with
+context parallelism alone their attention; and copy engines."""
 
 from __future__ import annotations
 
@@ -8,8 +8,15 @@ from megalith.errors import ConfigError
 
 
 def check_overlap(config: RunConfig) -> None:
-    """Raises ConfigError unless micro-batches have two halves, and something that one can hide of the other."""
+    """Raises ConfigError where dp's copy engines have nothing to do, or unless, with tp_comm_overlap, micro-batches
+    have two halves and something that one can hide of the other."""
     parallel, size = config.parallel, config.train.micro_batch_size
+    if "dp" in parallel.symmetric_memory_groups and parallel.data_parallel_sharding_strategy == "no_shard":
+        raise ConfigError(
+            "parallel.symmetric_memory_groups has dp, whose copy engines move what a reduce-scatter of gradients sums, "
+            "but data_parallel_sharding_strategy no_shard all-reduces them; choose optim, optim_grads or "
+            "optim_grads_params, or leave dp out"
+        )
     if not parallel.tp_comm_overlap:
         return
     exchanges = parallel.context_parallel_size > 1 and parallel.cp_comm_type in ("a2a", "a2a+p2p")

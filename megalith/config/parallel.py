@@ -21,8 +21,8 @@ class ParallelConfig(Section):
     tp_comm_overlap: bool = False
     """Runs micro-batches as two halves: one computes while the other's collectives (TP, or CP's a2a) are under way."""
 
-    symmetric_memory_groups: list[Literal["tp", "cp"]] = []
-    """Axes whose large gathers, scatters and a2a are left to the GPUs' copy engines: one host, NVLink between them."""
+    symmetric_memory_groups: list[Literal["tp", "cp", "dp"]] = []
+    """Axes whose large collectives (dp: sums of gradients) go by the GPUs' copy engines: one host, NVLink between."""
 
     pipeline_model_parallel_size: PositiveInt = 1
     """Stages that the layers are split over (PP)."""

@@ -18,6 +18,9 @@ Gradients are summed, never averaged: the loss is divided by the count of valid 
 in the compute dtype, and what it gives for a micro-batch is added up and reduced in fp32. Embedding and head are
 gathered in fp32, as one process has them: a common token's row is the sum of thousands of gradients. So a run in bf16,
 too, is one process's run, up to the order of its sums.
+
+With dp among `symmetric_memory_groups` copy engines reduce the gradients of layers and experts (direct_data.py).
+Those of embedding and head, whose reduction ends a backward pass and so has nothing beside it, stay with NCCL.
 """
 
 from __future__ import annotations
@@ -27,12 +30,14 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from megalith.comm import local
 from megalith.config import ParallelConfig
 from megalith.models.transformer import Transformer
+from megalith.parallel.direct_data import DirectReduceScatter
 from megalith.parallel.mesh import Mesh
 
 
@@ -87,6 +92,9 @@ def apply_data(chunks: Iterable[Transformer], mesh: Mesh, parallel: ParallelConf
         for module in _sharded_modules(chunk):  # neither setting passes to the modules inside
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
+        if mesh.dp.direct:
+            _reduce_directly(chunk.layers.values(), mesh.fsdp)
+            _reduce_directly(_experts(chunk), mesh.expert_fsdp)
 
 
 def micro_batch_begins(chunks: Iterable[nn.Module], parallel: ParallelConfig, is_last: bool) -> None:
@@ -122,6 +130,15 @@ def free_gathered(chunks: Iterable[nn.Module]) -> None:
     for chunk in chunks:
         for module in _sharded_modules(chunk):
             module.reshard()
+
+
+def _reduce_directly(modules: Iterable[FSDPModule], mesh: DeviceMesh | None) -> None:
+    """Where these are sharded over the last dimension of the mesh, copy engines move what its ranks sum up."""
+    if mesh is None or mesh.size(-1) == 1:
+        return
+    reduce_scatter = DirectReduceScatter(mesh.get_group(mesh.ndim - 1))
+    for module in modules:
+        module.set_custom_reduce_scatter(reduce_scatter)
 
 
 def _precision(gathered: torch.dtype) -> MixedPrecisionPolicy:

@@ -3,7 +3,7 @@
 One step is run under torch's profiler, and its spans are laid over each other. On a GPU these are the spans of
 kernels on the device:
 
-    compute         some kernel runs that is not NCCL's, nor on the stream of direct collectives (direct.py)
+    compute         some kernel runs that is not NCCL's, nor on a stream of direct collectives (direct.py)
     communication   only those run, others than a pipeline's sends and receives: it is exposed, not hidden
     bubble          only a pipeline's sends and receives run: the rank waits for another stage
     idle            nothing runs: the device waits for the host
@@ -30,7 +30,7 @@ from megalith.comm import Axis
 from megalith.parallel.pipeline import PASS, WAITS
 
 MARK = "megalith: the measured step"
-DIRECT = "barrier_kernel"  # in which ranks meet: on the stream of direct collectives alone
+DIRECT = "barrier_kernel"  # in which ranks meet: on streams of direct collectives alone
 PIPELINE_TITLES = ("nccl:send", "nccl:recv", "gloo:send", "gloo:recv")
 
 Span = tuple[int, int]  # start and end, nanoseconds

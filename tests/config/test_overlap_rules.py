@@ -1,4 +1,4 @@
-"""What tp_comm_overlap asks of a run, each refusal with its numbers and the way out."""
+"""What tp_comm_overlap and copy engines ask of a run, each refusal with its numbers and the way out."""
 
 import pytest
 
@@ -44,6 +44,19 @@ def test_tensor_parallelism_and_the_exchange_of_heads_are_hidden(parallel):
 def test_what_it_cannot_do_is_refused(config, sentence):
     with pytest.raises(ConfigError, match=sentence):
         check_training(config, world_size=4)
+
+
+DIRECT = {"symmetric_memory_groups": ["dp"]}
+
+
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
+def test_copy_engines_reduce_gradients_where_they_are_reduce_scattered(strategy):
+    check_training(run(DIRECT | {"data_parallel_sharding_strategy": strategy}), world_size=4)
+
+
+def test_copy_engines_have_no_gradients_to_reduce_where_they_are_all_reduced():
+    with pytest.raises(ConfigError, match=r"no_shard all-reduces them; choose optim, .* or leave dp out"):
+        check_training(run(DIRECT), world_size=4)
 
 
 def test_without_compilation_a_note_says_that_nothing_is_hidden():
