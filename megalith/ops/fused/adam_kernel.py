@@ -11,6 +11,7 @@ from math import log
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import libdevice
 
 ELEMENTS, WARPS = 1024, 8  # a program's part
 
@@ -21,17 +22,17 @@ def _adamw(
     BETA1: tl.constexpr, BETA2: tl.constexpr, LOG1: tl.constexpr, LOG2: tl.constexpr, ELEMENTS: tl.constexpr,
 ):  # fmt: skip
     if tl.load(found_inf) == 0:
-        age = tl.load(step).to(tl.float64)
-        rate = (lr / (1 - tl.exp(age * LOG1))).to(tl.float32)
-        width = tl.sqrt(1 - tl.exp(age * LOG2)).to(tl.float32)
+        age, unscaled = tl.load(step), 1 / tl.load(grad_scale)
+        rate = -lr / libdevice.expm1(age * LOG1)  # of 1 - beta^age nothing is lost while it is small
+        narrowed = tl.rsqrt(-libdevice.expm1(age * LOG2))
         places = tl.cast(tl.program_id(0), tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
         here = places < count
-        g = tl.load(grad + places, mask=here) / tl.load(grad_scale)
+        g = tl.load(grad + places, mask=here) * unscaled
         m = BETA1 * tl.load(first + places, mask=here) + (1 - BETA1) * g
         v = BETA2 * tl.load(second + places, mask=here) + (1 - BETA2) * g * g
         x = tl.load(value + places, mask=here)
         x -= decay * x
-        x -= rate * m / (tl.sqrt(v) / width + eps)
+        x -= rate * m / (tl.sqrt(v) * narrowed + eps)
         tl.store(value + places, x, mask=here)
         tl.store(first + places, m, mask=here)
         tl.store(second + places, v, mask=here)
