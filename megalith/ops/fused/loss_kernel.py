@@ -21,7 +21,7 @@ from torch import Tensor
 WIDEST, HELD_WARPS, PAIRS, HELD, REGISTERS = 2**16, 8, 4, 51200, 128
 # A row that is read twice: entries at a time, ROWS for each of the LANES.
 ROWS, LANES, WARPS = 4, 2048, 8
-_LOG2_E = tl.constexpr(log2(e))
+_LOG2_E = tl.constexpr(log2(e))  # exponentials are powers of two, for which the device has an instruction
 
 
 @triton.jit
@@ -29,7 +29,6 @@ def _held_softmax_loss(
     logits, index, weight, losses, REAL: tl.constexpr, WIDTH: tl.constexpr,
     LANES: tl.constexpr, PAIRS: tl.constexpr, HELD: tl.constexpr,
 ):  # fmt: skip
-    # Exponentials are powers of two, for which the device has an instruction.
     dtype: tl.constexpr = logits.dtype.element_ty
     TILE: tl.constexpr = LANES * PAIRS
     TILES: tl.constexpr = (WIDTH // 2 + TILE - 1) // TILE
@@ -103,16 +102,16 @@ def _softmax_loss(
     largest, total = tl.full([LANES], -1e30, tl.float32), tl.zeros([LANES], tl.float32)
     for first in tl.range(0, WIDTH, ROWS * LANES):
         value = _entries(logits, first + places, real, WIDTH)
-        above = tl.maximum(largest, tl.max(value, 0))
-        total = total * tl.exp(largest - above) + tl.sum(tl.exp(value - above[None, :]), 0)
+        above = tl.maximum(largest, tl.max(value, 0) * _LOG2_E)
+        total = total * tl.exp2(largest - above) + tl.sum(tl.exp2(value * _LOG2_E - above[None, :]), 0)
         largest = above
     peak = tl.max(largest, 0)
-    log_sum = peak + tl.log(tl.sum(total * tl.exp(largest - peak), 0))
-    tl.store(losses + row, (log_sum - of_label) * factor)
+    log_sum = peak + tl.log2(tl.sum(total * tl.exp2(largest - peak), 0))
+    tl.store(losses + row, (log_sum / _LOG2_E - of_label) * factor)
     tiles: tl.constexpr = (WIDTH + ROWS * LANES - 1) // (ROWS * LANES)
     for back in tl.range(tiles):  # the last first: it is the likeliest to be in the cache still
         columns = (tiles - 1 - back) * (ROWS * LANES) + places
-        grad = tl.exp(_entries(logits, columns, real, WIDTH) - log_sum)
+        grad = tl.exp2(_entries(logits, columns, real, WIDTH) * _LOG2_E - log_sum)
         grad = (grad - tl.where(columns == label, 1.0, 0.0)) * factor
         tl.store(logits + columns, grad.to(logits.dtype.element_ty), mask=columns < WIDTH)
 
