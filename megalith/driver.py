@@ -30,45 +30,52 @@ class Rows(NamedTuple):
 
 def copy_rows(rows: Rows, source: int, target: int, stream: int) -> None:
     """Copies rows from what begins at address `source` to what begins at `target`."""
-    cuda = _driver()
-    copy = cuda.CUDA_MEMCPY2D()
-    copy.srcMemoryType = copy.dstMemoryType = cuda.CUmemorytype.CU_MEMORYTYPE_DEVICE
-    copy.srcDevice, copy.srcPitch = source + rows.source, rows.source_pitch
-    copy.dstDevice, copy.dstPitch = target + rows.target, rows.target_pitch
-    copy.WidthInBytes, copy.Height = rows.width, rows.height
-    (status,) = cuda.cuMemcpy2DAsync(copy, stream)
+    _, cuda = _bindings()
+    (status,) = cuda.cudaMemcpy2DAsync(
+        target + rows.target,
+        rows.target_pitch,
+        source + rows.source,
+        rows.source_pitch,
+        rows.width,
+        rows.height,
+        cuda.cudaMemcpyKind.cudaMemcpyDefault,
+        stream,
+    )
     _check(status, f"copying {rows.height:,} rows of {rows.width:,} bytes from another GPU")
 
 
 def raise_flag(address: int, number: int, stream: int) -> None:
-    """Once all that stands before it in the stream is done, the flag has this number."""
-    cuda = _driver()
+    """When all that stands before it in the stream is done, the flag has this number."""
+    cuda, _ = _bindings()
     (status,) = cuda.cuStreamWriteValue32(stream, address, number % 2**32, 0)
     _check(status, "raising a flag of another GPU")
 
 
 def await_flag(address: int, number: int, stream: int) -> None:
     """The stream goes on when the flag has this number or a later one."""
-    cuda = _driver()
-    (status,) = cuda.cuStreamWaitValue32(stream, address, number % 2**32, 0)  # 0: by a difference of int32 that is ≥ 0
+    cuda, _ = _bindings()
+    (status,) = cuda.cuStreamWaitValue32(
+        stream, address, number % 2**32, 0
+    )  # 0: by a difference of int32 that is ≥ 0
     _check(status, "waiting for a flag")
 
 
 @cache
-def _driver() -> Any:
+def _bindings() -> tuple[Any, Any]:
+    """CUDA's driver and its runtime."""
     try:
-        from cuda.bindings import driver
+        from cuda.bindings import driver, runtime
     except ImportError as error:
         raise TrainingError(
             "parallel.symmetric_memory_groups needs the package cuda-bindings, which torch's builds for CUDA bring "
             "along on Linux: install it, or leave the setting out"
         ) from error
-    return driver
+    return driver, runtime
 
 
 def _check(status: Any, doing: str) -> None:
     if int(status):
         raise TrainingError(
-            f"CUDA's driver answered {status.name} ({int(status)}) to {doing}; "
+            f"CUDA answered {status.name} ({int(status)}) to {doing}; "
             "leave out parallel.symmetric_memory_groups, whose collectives need that"
         )

@@ -4,7 +4,7 @@ FSDP2 asks for the memory that it reduces from, casts and copies a layer's gradi
 result, and hands both over on a stream of its own:
 
     allocate   memory that the other ranks can read, so that what FSDP2 copies in is all that is copied here
-    the call   ranks meet; each fetches its part from every other, adds the parts up by rank, and ranks meet again
+    the call   ranks meet; each fetches its part from every other and adds the parts up by rank
 
 The additions are all that takes multiprocessors: 1 ms of a step of GPT-2-large on two H200 by arithmetic, where NCCL's
 kernels hold 24 of the 132 for 31 ms.
@@ -45,7 +45,7 @@ class DirectReduceScatter:
             return torch.empty(size, dtype=dtype, device=device)
         like = torch.empty(size, dtype=dtype, device="meta")
         slot = slots(self._group.group_name, SLOTS).next(like.nbytes)
-        slot.wait_free()
+        slot.begin()
         self._begun = slot, slot.of(slot.rank, like)
         return self._begun[1]
 
@@ -78,5 +78,4 @@ class DirectReduceScatter:
             torch.add(fetched[0], fetched[1], out=total)
             for rank in range(2, slot.ranks):
                 total += fetched[rank]
-        slot.meet()
-        slot.set_free()
+        slot.end()

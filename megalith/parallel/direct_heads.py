@@ -13,16 +13,14 @@ Such copies are as fast as contiguous ones, 360 GB/s between two H200 with rows 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.library import custom_op
 
 from megalith.direct import Slot, exchange
-from megalith.errors import TrainingError
+from megalith.driver import Rows, copy_rows
 from megalith.ops import fused
 from megalith.parallel.zigzag import spans
 
@@ -63,7 +61,7 @@ def _begin(xs: list[Tensor], out: Tensor, size: int, group: str, to_heads: bool)
     batch, seq, _, head_dim = (xs[0] if to_heads else out).shape
     parts = out.view(size, batch, seq, -1, head_dim)[1:]  # of the shape of what is in a slot
     widths = tuple(x.shape[2] // (size if to_heads else 1) * head_dim * x.element_size() for x in xs)
-    pulls, copy = heads_pulls if to_heads else tokens_pulls, _copier()
+    pulls = heads_pulls if to_heads else tokens_pulls
 
     def give(slot: Slot) -> None:
         fused.share_heads(xs, slot.of(slot.rank, parts), out, slot.rank, to_heads)
@@ -73,25 +71,13 @@ def _begin(xs: list[Tensor], out: Tensor, size: int, group: str, to_heads: bool)
         for peer in slot.peers():
             source = slot.of(peer, parts).data_ptr()
             for pull in pulls(slot.rank, peer, size, batch, seq, widths):
-                copy(pull, source, out.data_ptr(), stream)
+                copy_rows(pull, source, out.data_ptr(), stream)
 
     return exchange(out, parts.nbytes, group, give, fetch)
 
 
-class Pull(NamedTuple):
-    """`height` rows of `width` from a peer's slot into the result. All is in bytes, sources and targets from the start
-    of either."""
-
-    source: int
-    source_pitch: int
-    target: int
-    target_pitch: int
-    width: int
-    height: int
-
-
 @cache
-def heads_pulls(rank: int, peer: int, size: int, batch: int, seq: int, widths: tuple[int, ...]) -> list[Pull]:
+def heads_pulls(rank: int, peer: int, size: int, batch: int, seq: int, widths: tuple[int, ...]) -> list[Rows]:
     """What `rank` fetches from `peer` for heads_from_tokens: the heads that a rank gets of a token take `widths` bytes
     in each tensor, and `seq` tokens of a sequence are a rank's."""
     row, chunk = sum(widths), seq // 2
@@ -100,22 +86,22 @@ def heads_pulls(rank: int, peer: int, size: int, batch: int, seq: int, widths: t
     for number, span in enumerate(spans(peer, size, seq)):
         source, target = start + number * chunk * row, span.start * row
         if batch > 1:
-            pulls.append(Pull(source, seq * row, target, size * seq * row, chunk * row, batch))
+            pulls.append(Rows(source, seq * row, target, size * seq * row, chunk * row, batch))
         else:  # by token, as a pitch is less than 2 GiB
-            pulls.append(Pull(source, row, target, row, row, chunk))
+            pulls.append(Rows(source, row, target, row, row, chunk))
     return pulls
 
 
 @cache
 def tokens_pulls(
     rank: int, peer: int, size: int, batch: int, seq: int, widths: tuple[int, ...]
-) -> list[Pull]:
+) -> list[Rows]:
     """The same for tokens_from_heads."""
     row, before, pulls = sum(widths), 0, []
     start = _part(rank, peer) * batch * seq * row
     for width in widths:
         target = size * before + peer * width
-        pulls.append(Pull(start + before, row, target, size * row, width, batch * seq))
+        pulls.append(Rows(start + before, row, target, size * row, width, batch * seq))
         before += width
     return pulls
 
@@ -123,35 +109,3 @@ def tokens_pulls(
 def _part(rank: int, peer: int) -> int:
     """Where the part for `rank` stands among those in the slot of `peer`."""
     return rank - (rank > peer)
-
-
-@cache
-def _copier() -> Callable[[Pull, int, int, int], None]:
-    """What begins a Pull, given the addresses of slot and result and a stream."""
-    try:
-        from cuda.bindings import runtime
-    except ImportError as error:
-        raise TrainingError(
-            "parallel.symmetric_memory_groups with cp needs the package cuda-bindings, which torch's builds for CUDA "
-            "bring along on Linux: install it, or leave cp out of the groups"
-        ) from error
-    kind, success = runtime.cudaMemcpyKind.cudaMemcpyDefault, runtime.cudaError_t.cudaSuccess
-
-    def copy(pull: Pull, source: int, target: int, stream: int) -> None:
-        (status,) = runtime.cudaMemcpy2DAsync(
-            target + pull.target,
-            pull.target_pitch,
-            source + pull.source,
-            pull.source_pitch,
-            pull.width,
-            pull.height,
-            kind,
-            stream,
-        )
-        if status != success:
-            raise TrainingError(
-                f"{pull.height:,} rows of {pull.width:,} bytes could not be fetched from another GPU "
-                f"({status.name}); leave cp out of parallel.symmetric_memory_groups"
-            )
-
-    return copy

@@ -41,7 +41,7 @@ def cache_whole_layers() -> None:
 def operators_hash() -> str:
     """Of the files that define operators, and of this one, which chooses among kernels."""
     package = Path(__file__).parents[1]
-    alone = [package / "comm.py", package / "direct.py", Path(__file__)]
+    alone = [*(package / f"{name}.py" for name in ("comm", "direct", "driver")), Path(__file__)]
     files = sorted([*package.glob("ops/**/*.py"), *package.glob("parallel/*.py"), *alone])
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()
 

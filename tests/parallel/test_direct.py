@@ -1,18 +1,24 @@
-"""What is told where GPUs share no memory; the collectives themselves are tested on GPUs."""
+"""Flags by which ranks tell each other how far they are, and what is told where GPUs or a package fall short; the
+collectives themselves are tested on GPUs."""
 
+import sys
 from unittest import mock
 
 import pytest
+import torch
 
-from megalith import direct
+from megalith import direct, driver
 from megalith.errors import TrainingError
+
+CALLS = ("cudaMemcpy2DAsync", "cuStreamWriteValue32", "cuStreamWaitValue32")
 
 
 def test_gpus_that_share_no_memory_are_told_with_the_way_out():
     failing = mock.Mock(side_effect=RuntimeError("no peer access"))
     with (
         mock.patch.object(direct.torch.cuda, "current_device", return_value=1),
-        mock.patch.multiple(direct.symmetric, empty=mock.Mock(), rendezvous=failing),
+        mock.patch.object(direct.torch.cuda, "synchronize"),
+        mock.patch.multiple(direct.symmetric, empty=mock.MagicMock(), rendezvous=failing),
         pytest.raises(TrainingError) as raised,
     ):
         direct.Slot(2048, "tp")
@@ -21,3 +27,96 @@ def test_gpus_that_share_no_memory_are_told_with_the_way_out():
         "cuda:1 cannot share 2,048 bytes with the other ranks of its axis (no peer access); "
     )
     assert "parallel.symmetric_memory_groups" in said and "leave the axis out of it" in said
+
+
+class Flags:
+    """What streams would do: flags by address, who has raised each, and whether one that is awaited is there."""
+
+    def __init__(self):
+        self.numbers: dict[int, int] = {}
+        self.writers: dict[int, set[int]] = {}
+        self.writer = None
+        self.missing: list[int] = []
+
+    def raise_flag(self, address: int, number: int, stream: int) -> None:
+        self.numbers[address] = number
+        self.writers.setdefault(address, set()).add(self.writer)
+
+    def await_flag(self, address: int, number: int, stream: int) -> None:
+        if self.numbers.get(address, 0) < number:
+            self.missing.append(address)
+
+
+def slots_of(ranks: int, monkeypatch) -> tuple[list[direct.Slot], Flags]:
+    """One slot as each of its ranks sees it, in one process."""
+    flags, memories = Flags(), []
+    monkeypatch.setattr(direct, "raise_flag", flags.raise_flag)
+    monkeypatch.setattr(direct, "await_flag", flags.await_flag)
+    for name, value in (("current_device", 0), ("synchronize", None), ("current_stream", mock.Mock())):
+        monkeypatch.setattr(torch.cuda, name, mock.Mock(return_value=value))
+
+    def empty(size, dtype, device):
+        if len(memories) < ranks:
+            memories.append(torch.empty(size, dtype=dtype))
+        return memories[-1]
+
+    def rendezvous(memory, group):
+        return mock.Mock(
+            rank=int(group), world_size=ranks, get_buffer=lambda rank, shape, dtype: memories[rank]
+        )
+
+    monkeypatch.setattr(direct.symmetric, "empty", empty)
+    monkeypatch.setattr(direct.symmetric, "rendezvous", rendezvous)
+    for _ in range(ranks):
+        empty(100 + 2 * direct.FLAG * direct.MOST_RANKS, torch.uint8, "cpu")
+    return [direct.Slot(100, str(rank)) for rank in range(ranks)], flags
+
+
+def test_ranks_wait_for_what_is_given_and_for_what_is_fetched(monkeypatch):
+    slots, flags = slots_of(3, monkeypatch)
+
+    def everyone(step: str) -> int:
+        """How many flags were missing when all ranks took a step, one behind the other."""
+        flags.missing.clear()
+        for flags.writer, slot in enumerate(slots):
+            getattr(slot, step)()
+        return len(flags.missing)
+
+    for _ in range(3):
+        assert everyone("begin") == 0
+        assert (
+            everyone("meet") == 2 + 1
+        )  # the first has to wait for two, the second for one, the last for none
+        assert everyone("end") == 0
+    everyone("begin"), everyone("meet")
+    assert everyone("begin") == 3 * 2  # nobody has fetched
+    assert len(flags.numbers) == 2 * 3 * 2
+    assert all(len(writers) == 1 for writers in flags.writers.values())
+
+
+def test_without_cuda_bindings_the_package_and_the_way_out_are_named():
+    driver._bindings.cache_clear()
+    with mock.patch.dict(sys.modules, {"cuda": None}), pytest.raises(TrainingError) as raised:
+        driver.raise_flag(0, 1, 0)
+    assert "parallel.symmetric_memory_groups" in str(raised.value)
+    assert "install it, or leave the setting out" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: driver.copy_rows(driver.Rows(0, 8, 0, 8, 8, 3), 0, 0, 0),
+        lambda: driver.raise_flag(0, 1, 0),
+        lambda: driver.await_flag(0, 1, 0),
+    ],
+    ids=["copy", "raise", "await"],
+)
+def test_what_the_driver_refuses_is_told(call):
+    status = mock.MagicMock(__int__=lambda self: 1)
+    status.name = "CUDA_ERROR_INVALID_VALUE"
+    answering = mock.Mock(**{f"{name}.return_value": (status,) for name in CALLS})
+    with (
+        mock.patch.object(driver, "_bindings", lambda: (answering, answering)),
+        pytest.raises(TrainingError, match=r"CUDA_ERROR_INVALID_VALUE \(1\) to .*leave out parallel"),
+    ):
+        call()

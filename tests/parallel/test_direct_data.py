@@ -20,9 +20,16 @@ from megalith.parallel.mesh import build_mesh
 from megalith.parity import job
 from megalith.parity.compare import compare
 
+TURN = ["begin", "meet", "end"]
+
+
+def memory_of(size: int) -> int:
+    """The bytes of a slot of `size`, with its flags."""
+    return -(-size // direct.FLAG) * direct.FLAG + 2 * direct.FLAG * direct.MOST_RANKS
+
 
 class Memory:
-    """What torch's symmetric memory is, a rank's view: first all give and meet, then all fetch and meet."""
+    """What torch's symmetric memory is, a rank's view: all give and meet, then all fetch and end their turn."""
 
     made: list[int] = []
     """Bytes of each."""
@@ -31,37 +38,45 @@ class Memory:
         self._group = _resolve_process_group(group)
         self.rank, self.world_size = self._group.rank(), self._group.size()
         self._all = [own if rank == self.rank else torch.empty_like(own) for rank in range(self.world_size)]
-        self._fetching = False
         self.made.append(own.nbytes)
 
     def get_buffer(self, rank: int, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
         return self._all[rank].view(dtype)[: shape.numel()].view(shape)
 
-    def barrier(self) -> None:
-        if self._fetching:
-            for memory in self._all:
-                memory.view(torch.float32).fill_(float("nan"))
-        else:
-            come = [torch.empty_like(memory) for memory in self._all]
-            dist.all_gather(come, self._all[self.rank], group=self._group)
-            for rank in set(range(self.world_size)) - {self.rank}:
-                self._all[rank].copy_(come[rank])
-        self._fetching = not self._fetching
+    def send(self) -> None:
+        come = [torch.empty_like(memory) for memory in self._all]
+        dist.all_gather(come, self._all[self.rank], group=self._group)
+        for rank in set(range(self.world_size)) - {self.rank}:
+            self._all[rank].copy_(come[rank])
+
+    def spoil(self) -> None:
+        for memory in self._all:
+            memory.view(torch.float32).fill_(float("nan"))
 
 
 @contextmanager
 def shared_memory():
-    """Memory that ranks share, and a record of what is asked of streams: "wait" and "free"."""
+    """Memory that ranks share, and a record of what becomes of slots: "begin", "meet" and "end" of each turn."""
     asked: list[str] = []
     Memory.made.clear()
     direct.slots.cache_clear()
-    event, stream = mock.Mock(record=lambda: asked.append("free")), mock.Mock()
-    stream.wait_event = lambda event: asked.append("wait")
+
+    def step(name: str, effect: str | None):
+        def call(slot: direct.Slot) -> None:
+            asked.append(name)
+            if effect is not None:
+                getattr(slot._handle, effect)()
+
+        return call
+
+    steps = {
+        name: step(name, effect) for name, effect in (("begin", None), ("meet", "send"), ("end", "spoil"))
+    }
     with ExitStack() as patches:
-        for name, value in (
-            ("current_device", 0), ("synchronize", None), ("Event", event), ("current_stream", stream)
-        ):  # fmt: skip
-            patches.enter_context(mock.patch.object(torch.cuda, name, return_value=value))
+        patches.enter_context(
+            mock.patch.multiple(torch.cuda, current_device=mock.Mock(return_value=0), synchronize=mock.Mock())
+        )
+        patches.enter_context(mock.patch.multiple(direct.Slot, **steps))
         patches.enter_context(
             mock.patch.multiple(
                 direct.symmetric,
@@ -83,8 +98,8 @@ def both_ways(module, function, argument) -> tuple:
     made by the module's build_mesh."""
     with shared_memory() as asked, mock.patch.object(module, "build_mesh", by_copy_engines):
         found = function(argument)
-    assert asked == ["wait", "free"] * (len(asked) // 2)
-    return found, function(argument), len(asked) // 2
+    assert asked == TURN * (len(asked) // 3)
+    return found, function(argument), len(asked) // 3
 
 
 def small_run(small: data_job.Job) -> tuple[data_job.Outcome, data_job.Outcome, int]:
@@ -148,8 +163,8 @@ def reduced(lengths: list[int], at_once: int) -> list[bool]:
             dist.all_gather(everyones, mine)
             expected = sum(whole.chunk(size)[rank] for whole in everyones)
             found.append(torch.equal(total, expected) and bool(given.isnan().all()))
-        assert asked == ["wait", "free"] * len(lengths)
-        assert Memory.made == [4 * size * length for length in (lengths[0], max(lengths))]
+        assert asked == TURN * len(lengths)
+        assert Memory.made == [memory_of(4 * size * length) for length in (lengths[0], max(lengths))]
     return found
 
 

@@ -1,6 +1,5 @@
 """Heads exchanged for tokens by copy engines, played through without them: where all goes, gradients, compiled code."""
 
-import sys
 from unittest import mock
 
 import pytest
@@ -9,7 +8,7 @@ import torch.distributed as dist
 
 from megalith.comm import Axis
 from megalith.config import ParallelConfig
-from megalith.errors import TrainingError
+from megalith.driver import Rows
 from megalith.ops import fused
 from megalith.ops.qkv import split_qkv
 from megalith.parallel import direct_heads
@@ -50,7 +49,7 @@ def share_by_formula(xs, slot, out, rank, to_heads) -> None:
                 all_heads.chunk(size, 2)[rank].copy_(part)
 
 
-def fetch(pull: direct_heads.Pull, slot: torch.Tensor, out: torch.Tensor) -> None:
+def fetch(pull: Rows, slot: torch.Tensor, out: torch.Tensor) -> None:
     """What the copy engine does, on bytes."""
     source, target = (x.view(-1).view(torch.uint8) for x in (slot, out))
     shape = (pull.height, pull.width)
@@ -182,23 +181,3 @@ def test_compiled_code_hands_over_views_as_they_are(monkeypatch, quick_compile, 
         way(x, w)
     eager, compiled = taken
     assert compiled == eager == [((8 * 192, 192, 48, 1), 64 * number) for number in range(3)]
-
-
-def test_without_cuda_bindings_the_package_and_the_way_out_are_named():
-    direct_heads._copier.cache_clear()
-    with mock.patch.dict(sys.modules, {"cuda": None}), pytest.raises(TrainingError) as raised:
-        direct_heads._copier()
-    assert "parallel.symmetric_memory_groups" in str(raised.value)
-    assert "install it, or leave cp out" in str(raised.value)
-
-
-def test_a_copy_that_fails_is_told():
-    runtime = mock.Mock()
-    runtime.cudaError_t.cudaSuccess = 0
-    runtime.cudaMemcpy2DAsync.return_value = (mock.Mock(),)
-    runtime.cudaMemcpy2DAsync.return_value[0].name = "cudaErrorInvalidPitchValue"
-    direct_heads._copier.cache_clear()
-    modules = {"cuda": mock.Mock(), "cuda.bindings": mock.Mock(runtime=runtime)}
-    with mock.patch.dict(sys.modules, modules), pytest.raises(TrainingError, match="PitchValue"):
-        direct_heads._copier()(direct_heads.Pull(0, 8, 0, 8, 8, 3), 0, 0, 0)
-    direct_heads._copier.cache_clear()
