@@ -54,6 +54,7 @@ class Router(nn.Module):
         self.config = config
         self.micro_batch = MicroBatch()
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, device=device))
+        self.stride = next(step for step in count(11) if math.gcd(step, config.num_experts) == 1)
         has_bias = config.moe_router_enable_expert_bias
         self.register_buffer(
             "expert_bias", torch.zeros(config.num_experts, device=device) if has_bias else None
@@ -89,9 +90,8 @@ class Router(nn.Module):
         """The experts [tokens, topk] by scores [tokens, experts]."""
         topk, experts = self.config.moe_router_topk, self.config.num_experts
         if self.config.moe_router_force_load_balancing:
-            stride = next(step for step in count(11) if math.gcd(step, experts) == 1)
             turns = numbers[:, None] * topk + torch.arange(topk, device=numbers.device)
-            return turns * stride % experts
+            return turns * self.stride % experts
         return self._best(scores if self.expert_bias is None else scores + self.expert_bias)
 
     def _best(self, scores: Tensor) -> Tensor:
