@@ -61,28 +61,12 @@ def _transposed(sizes: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     return pair, row[:, None]
 
 
-@dataclass(frozen=True)
-class Copies:
-    """Each token once for each place that it is wanted at, by place and in the tokens' order."""
+def copies(places: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Each token once for each place that it is wanted at, by place and in the tokens' order.
 
-    counts: Tensor  # int64 [places]
-    _pair: Tensor  # int64, longer than there are copies
-    _row: Tensor  # int64 [tokens, places]
-
-    def order(self, count: int) -> Order:
-        """The Order of its copies, `count` in all, in which a pair is one of a token and a place."""
-        return Order(self._pair[:count], self._row, all_kept=False)
-
-
-def copies(places: Tensor, count: int, fused: bool = False) -> Copies:
-    """For tokens that are wanted at `places` int64 [tokens, topk], of `count`, which is the number of none.
-
-    How many copies there are only the device knows. `fused`: in compiled kernels on a GPU.
+    `places` int64 [tokens, topk] are of `count`, the number `count` is none. Returns how many copies there are for each
+    place, int64 [count], which the device alone knows, and what copies_order takes.
     """
-    return Copies(*(as_one_kernel(_copies, places, count) if fused else _copies(places, count)))
-
-
-def _copies(places: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     tokens = len(places)
     wanted = torch.zeros(tokens, count + 1, dtype=torch.int64, device=places.device)
     wanted = wanted.scatter(1, places, 1)[:, :count].T.flatten()  # by place
@@ -94,6 +78,11 @@ def _copies(places: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     pair = torch.empty(last + 1, dtype=torch.int64, device=places.device)
     pair = pair.scatter(0, slot, place % tokens * count + place // tokens)
     return wanted.view(count, tokens).sum(1), pair, row.view(count, tokens).T.contiguous()
+
+
+def copies_order(pair: Tensor, row: Tensor, count: int) -> Order:
+    """The Order of `copies`, `count` of them in all, in which a pair is one of a token and a place."""
+    return Order(pair[:count], row, all_kept=False)
 
 
 def places_in_group(groups: Tensor, count: int) -> Tensor:

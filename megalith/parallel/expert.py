@@ -48,8 +48,9 @@ from megalith.models.balance import MicroBatch
 from megalith.models.moe import Dispatch, Experts, filled_order
 from megalith.models.router import Routing
 from megalith.models.transformer import Transformer
+from megalith.ops.compiled import as_one_kernel
 from megalith.ops.grouped_gemm import Groups
-from megalith.ops.permute import Order, copies, counted, take_rows, transposed
+from megalith.ops.permute import Order, copies, copies_order, counted, take_rows, transposed
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.tensor import TensorParallel
 
@@ -143,10 +144,13 @@ class ExpertParallel(Dispatch):
         return y if shared is None else y + shared()
 
     def _own(self, destinations: Tensor) -> Tensor:
-        """The numbers of the experts here, and for all others the one that is nowhere."""
-        here = self.local_experts
-        own = destinations - self.ep.rank * here
-        return torch.where((own < 0) | (own >= here) | (destinations == self.experts), here, own)
+        """The numbers of the experts here, int64, and for all others the one that is nowhere."""
+        return self._one_kernel(
+            _numbers_here, destinations.detach(), self.ep.rank, self.local_experts, self.experts
+        )
+
+    def _one_kernel(self, function: Callable, *args):
+        return as_one_kernel(function, *args, sizes_vary=True) if self.fused else function(*args)
 
     def _share(
         self, x: Tensor, weights: Tensor, destinations: Tensor, capacity: bool
@@ -178,14 +182,12 @@ class ExpertParallel(Dispatch):
         if capacity is not None and self.fills_up:
             return self._send_filled(x, weights, destinations, min(capacity, len(x)), experts, beside)
         ranks, here, topk = self.ep.size, self.local_experts, destinations.shape[1]
-        tokens = copies(destinations // here, ranks, self.fused)
-        counts = counted(destinations.flatten(), self.experts + 1)[: self.experts]
-        counts = torch.cat([tokens.counts[:, None], counts.view(ranks, here)], 1)  # of copies, then of pairs
+        counts, *found = self._one_kernel(_copies_and_counts, destinations, ranks, here)
         sizes = HostCopy(torch.stack([counts, all_to_all(counts, self.ep)]))
         cast = experts.cast(x.dtype) if self.prepares else None  # while the host reads
         sent, arriving = sizes.values()
         there, back = [to[0] for to in sent], [of[0] for of in arriving]
-        order = tokens.order(sum(there))
+        order = copies_order(*found, sum(there))
         choices = torch.cat([weights, destinations.float()], 1)  # [tokens, 2 · topk]
         way = [
             begin_all_to_all(part, self.ep, there, back)
@@ -196,7 +198,7 @@ class ExpertParallel(Dispatch):
         choices, x = (end_all_to_all(part) for part in way)
         weights, destinations = choices.split(topk, 1)
         _, *rows = map(sum, zip(*arriving))
-        y = self.compute(x, weights, self._own(destinations.long()), None, experts, tuple(rows), matrices)
+        y = self.compute(x, weights, self._own(destinations), None, experts, tuple(rows), matrices)
         return self._back(y, back, there, order, beside)
 
     def _send_filled(
@@ -233,6 +235,19 @@ class ExpertParallel(Dispatch):
         if beside is not None:
             beside()
         return self.sum(end_all_to_all(way), order)
+
+
+def _copies_and_counts(destinations: Tensor, ranks: int, here: int) -> tuple[Tensor, Tensor, Tensor]:
+    """For each rank how many copies of tokens it gets, and how many pairs each of its experts: int64 [ranks, 1 + here];
+    and what copies_order takes."""
+    counts, pair, row = copies(destinations // here, ranks)
+    pairs = counted(destinations.flatten(), ranks * here + 1)[:-1]
+    return torch.cat([counts[:, None], pairs.view(ranks, here)], 1), pair, row
+
+
+def _numbers_here(destinations: Tensor, rank: int, here: int, nowhere: int) -> Tensor:
+    own = destinations.long() - rank * here
+    return torch.where((own < 0) | (own >= here) | (destinations == nowhere), here, own)
 
 
 def _micro_batches(ranks: int, alike: int) -> int:
