@@ -36,10 +36,10 @@ from megalith.parallel.timeline import TIMELINE_FILE, Timeline, read_timeline
 _LARGE = dict(preset="gpt2-large", num_attention_heads=16)
 _NO_DROPOUT = dict(hidden_dropout=0.0, attention_dropout=0.0)
 _LLAMA = dict(preset="llama3-8b", vocab_size=128256)
-_QWEN3_MOE = dict(preset="qwen3-30b-a3b", moe_router_force_load_balancing=True, moe_permute_fusion=True)
+_BALANCED = dict(moe_router_force_load_balancing=True, moe_permute_fusion=True, moe_grouped_gemm=True)
+_QWEN3_MOE = dict(_BALANCED, preset="qwen3-30b-a3b")
 # 14 of its 27 layers, as many as two GPUs hold.
-_DEEPSEEK = dict(preset="deepseek-v2-lite", num_layers=14, moe_layer_freq=[0] + [1] * 13, moe_grouped_gemm=True,
-                 moe_router_force_load_balancing=True, moe_permute_fusion=True)  # fmt: skip
+_DEEPSEEK = dict(_BALANCED, preset="deepseek-v2-lite", num_layers=14, moe_layer_freq=[0] + [1] * 13)
 # Two stages, four micro-batches through each chunk at a time.
 _IN_FOURS = dict(pipeline_model_parallel_size=2, microbatch_group_size_per_virtual_pipeline_stage=4)
 

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from megalith.ops.compiled import as_one_kernel
+
 ALIGNMENT = 16  # bytes that a row of each matrix has to be a multiple of
 
 _grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
@@ -162,9 +164,12 @@ def _even_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
 
 def _grouped_gradient(grad: Tensor, x: Tensor, counts: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
     """grad [rows, out], x [rows, in] → [groups, out, in]."""
-    found = _grouped_mm(grad.mT, x, offs=ends)
-    # The kernels of some GPUs leave what they find in memory to a group without rows.
-    return found.masked_fill_((counts == 0)[:, None, None], 0.0).to(dtype)
+    return as_one_kernel(_without_empty, _grouped_mm(grad.mT, x, offs=ends), counts, dtype)
+
+
+def _without_empty(found: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
+    """Zeros for groups without rows, to which the kernels of some GPUs leave what they find in memory."""
+    return torch.where((counts == 0)[:, None, None], 0.0, found).to(dtype)
 
 
 def _looped_gradient(grad: Tensor, x: Tensor, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
