@@ -30,6 +30,7 @@ from megalith.comm import local
 from megalith.config import ModelConfig
 from megalith.models.balance import TINY, MicroBatch, auxiliary_losses, empty_tally, tallied
 from megalith.ops.permute import places_in_group
+from megalith.ops.wide_product import wide_product
 
 
 @dataclass(frozen=True)
@@ -68,7 +69,7 @@ class Router(nn.Module):
         sequence. `scale`, a float32 scalar, multiplies the gradient of the balancing losses; None where there is no
         backward pass: then there are no losses, and no capacity.
         """
-        logits = x.float() @ local(self.weight).to(x.dtype).float().T  # [tokens, experts]
+        logits = wide_product(x, local(self.weight).to(x.dtype))  # [tokens, experts]
         scores = (
             logits.softmax(-1) if self.config.moe_router_score_function == "softmax" else logits.sigmoid()
         )

@@ -114,9 +114,8 @@ class ExpertParallel(Dispatch):
         self.tensor, self.ep = tensor, mesh.ep
         self.local_experts = config.num_experts // mesh.ep.size
         self.overlaps = config.moe_shared_expert_overlap
-        self.prepares = (
-            mesh.expert_fsdp is None
-        )  # else FSDP2 gathers the experts' weights, as their module begins
+        # Where FSDP2 gathers the experts' weights it does so as their module begins: not earlier.
+        self.prepares = mesh.expert_fsdp is None
         self.sends = dispatcher == "alltoall" and mesh.ep.size > 1
         self.gathered = mesh.etp if dispatcher == "alltoall" else mesh.ep_etp
         self.micro_batches = _micro_batches(self.gathered.size, mesh.cp.size * mesh.tp.size)

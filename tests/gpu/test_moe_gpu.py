@@ -9,6 +9,7 @@ from megalith.models.init import initialize
 from megalith.models.moe import MoE
 from megalith.models.transformer import Transformer
 from megalith.ops.grouped_gemm import Groups, LoopedMatmul, grouped_matmul, has_kernel, prepared
+from megalith.ops.wide_product import wide_product
 
 BATCH, SEQ, HIDDEN = 2, 128, 256
 MODEL = dict(num_layers=2, hidden_size=HIDDEN, ffn_hidden_size=512, num_attention_heads=4, swiglu=True,
@@ -44,6 +45,18 @@ def test_grouped_matmul_equals_the_loop_and_empty_groups_get_zeros(sizes, dtype)
         assert relative(ours, expected) < 1e-2 if dtype == torch.bfloat16 else relative(ours, expected) < 1e-5
     empty = torch.tensor([size == 0 for size in sizes], device="cuda")
     assert not results[0][2][empty].any()
+
+
+def test_a_routers_product_in_bf16_is_that_in_fp32():
+    torch.manual_seed(0)
+    x, weight, grad = (torch.randn(*s, device="cuda") for s in ((4096, 2048), (128, 2048), (4096, 128)))
+    x, weight = (t.bfloat16().requires_grad_() for t in (x, weight))
+    y = wide_product(x, weight)
+    found = [y, *torch.autograd.grad(y, (x, weight), grad)]
+    expected = [x.float() @ weight.float().T, grad @ weight.float(), grad.T @ x.float()]
+    assert y.dtype == torch.float32 and relative(found[0], expected[0]) < 1e-5
+    for ours, theirs in zip(found[1:], expected[1:]):
+        assert relative(ours, theirs) < 1.05 * relative(theirs.bfloat16(), theirs)
 
 
 def layer(**settings) -> MoE:
