@@ -15,6 +15,7 @@ Raises TrainingError where the GPUs of a group do not reach each other's memory.
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from functools import cache
 from itertools import cycle
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
+from torch.distributed.distributed_c10d import Work
 from torch.library import custom_op
 
 from megalith.driver import await_flag, raise_flag
@@ -37,7 +39,7 @@ def all_gather(x: Tensor, size: int, group: str) -> Tensor:
     """The ranks' contiguous x, one behind the other along dimension 0, on all of the `size` ranks of `group`."""
     out = x.new_empty(size * x.shape[0], *x.shape[1:])
 
-    def fetch(slot: Slot) -> None:
+    def fetch(slot: Slot, stream: torch.cuda.Stream) -> None:
         for peer in [slot.rank, *slot.peers()]:
             out.chunk(size)[peer].copy_(slot.of(peer, x))
 
@@ -55,7 +57,7 @@ def scatter(x: Tensor, size: int, group: str) -> Tensor:
         for peer in slot.peers():
             given[peer].copy_(mine[peer])
 
-    def fetch(slot: Slot) -> None:
+    def fetch(slot: Slot, stream: torch.cuda.Stream) -> None:
         for part, peer in zip(out, slot.peers(), strict=True):
             part.copy_(slot.of(peer, x).chunk(size)[slot.rank])
 
@@ -97,6 +99,7 @@ class Slot:
         self.ranks: int = self._handle.world_size
         self._flags = [self.of(rank, self._memory).data_ptr() + flags for rank in range(self.ranks)]
         self._turn = 0
+        self._read = torch.cuda.Event()  # by this rank itself
 
     def peers(self) -> list[int]:
         """The other ranks in the order in which this one fetches: each begins at another."""
@@ -106,26 +109,25 @@ class Slot:
         """What a rank gives, a tensor like this one."""
         return self._handle.get_buffer(rank, like.shape, like.dtype)
 
-    def begin(self) -> None:
-        """The next turn: the current stream goes on when all have fetched what the slot held."""
-        stream = torch.cuda.current_stream().cuda_stream
+    def begin(self, stream: torch.cuda.Stream) -> None:
+        """The next turn: the stream goes on when all, this rank too, have read what the slot held."""
+        stream.wait_event(self._read)
         for peer in self.peers():
-            await_flag(self._fetched(self.rank, peer), self._turn, stream)
+            await_flag(self._fetched(self.rank, peer), self._turn, stream.cuda_stream)
         self._turn += 1
 
-    def meet(self) -> None:
-        """What the slot holds is given; the current stream goes on when all have given theirs."""
-        stream = torch.cuda.current_stream().cuda_stream
+    def meet(self, stream: torch.cuda.Stream) -> None:
+        """What the slot holds is given, by what stands before in the stream; it goes on when all have given theirs."""
         for peer in self.peers():
-            raise_flag(self._given(peer, self.rank), self._turn, stream)
+            raise_flag(self._given(peer, self.rank), self._turn, stream.cuda_stream)
         for peer in self.peers():
-            await_flag(self._given(self.rank, peer), self._turn, stream)
+            await_flag(self._given(self.rank, peer), self._turn, stream.cuda_stream)
 
-    def end(self) -> None:
-        """On the current stream: what the others have given is fetched."""
-        stream = torch.cuda.current_stream().cuda_stream
+    def end(self, stream: torch.cuda.Stream) -> None:
+        """What all have given is read, by what stands before in the stream."""
+        self._read.record(stream)
         for peer in self.peers():
-            raise_flag(self._fetched(peer, self.rank), self._turn, stream)
+            raise_flag(self._fetched(peer, self.rank), self._turn, stream.cuda_stream)
 
     def _given(self, at: int, by: int) -> int:
         """The address of the flag on rank `at` for what rank `by` has given."""
@@ -157,21 +159,44 @@ def _stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)
 
 
-def exchange(
-    out: Tensor, size: int, group: str, give: Callable[[Slot], object], fetch: Callable[[Slot], None]
-) -> Tensor:
+class _Begun(Work):
+    """What wait_tensor waits for: all that stands in the stream now."""
+
+    def __init__(self, stream: torch.cuda.Stream):
+        super().__init__()
+        self._done = stream.record_event()
+
+    def wait(self, timeout: timedelta = timedelta(0)) -> bool:
+        torch.cuda.current_stream().wait_event(self._done)
+        return True
+
+
+Give = Callable[[Slot], object]
+Fetch = Callable[[Slot, torch.cuda.Stream], None]
+
+
+def exchange(out: Tensor, size: int, group: str, give: Give, fetch: Fetch) -> Tensor:
     """Begins a collective that makes `out` whole.
 
     `give` puts at most `size` bytes, as many on every rank, into this rank's slot, on the current stream; `fetch`
-    makes `out` of the slots of all, on the stream of such collectives.
+    makes `out` of the slots of all, on the stream of such collectives, which it is given and which is the current one.
     """
-    slot, stream = slots(group, SLOTS).next(size), _stream(out.device.index)
-    slot.begin()
+    slot, here, stream = (
+        slots(group, SLOTS).next(size),
+        torch.cuda.current_stream(),
+        _stream(out.device.index),
+    )
+    slot.begin(here)
     give(slot)
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        slot.meet()
-        fetch(slot)
-        slot.end()
-        torch._C._distributed_c10d._register_work(out, symmetric.Work())
+    stream.wait_stream(here)
+    torch.cuda.set_stream(
+        stream
+    )  # a with-statement asks for the current one again, which takes as long as a launch
+    try:
+        slot.meet(stream)
+        fetch(slot, stream)
+        slot.end(stream)
+    finally:
+        torch.cuda.set_stream(here)
+    torch._C._distributed_c10d._register_work(out, _Begun(stream))
     return out

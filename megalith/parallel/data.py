@@ -134,7 +134,7 @@ def free_gathered(chunks: Iterable[nn.Module]) -> None:
 
 def _reduce_directly(modules: Iterable[FSDPModule], mesh: DeviceMesh | None) -> None:
     """Where these are sharded over the last dimension of the mesh, copy engines move what its ranks sum up."""
-    if mesh is None or mesh.size(-1) == 1:
+    if mesh is None or mesh.size(mesh.ndim - 1) == 1:
         return
     reduce_scatter = DirectReduceScatter(mesh.get_group(mesh.ndim - 1))
     for module in modules:
@@ -165,7 +165,7 @@ def _experts(chunk: Transformer) -> Iterator[nn.Module]:
 
 def _placement(mesh: Mesh) -> Callable[[nn.Parameter], Shard]:
     """The dimension of an expert weight's local shard that comes out even over the ranks; the experts', at best."""
-    size = mesh.expert_fsdp.size(-1)
+    size = mesh.expert_fsdp.size(mesh.expert_fsdp.ndim - 1)
 
     def place(parameter: nn.Parameter) -> Shard:
         shape = local(parameter).shape

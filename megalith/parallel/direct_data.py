@@ -45,7 +45,7 @@ class DirectReduceScatter:
             return torch.empty(size, dtype=dtype, device=device)
         like = torch.empty(size, dtype=dtype, device="meta")
         slot = slots(self._group.group_name, SLOTS).next(like.nbytes)
-        slot.begin()
+        slot.begin(torch.cuda.current_stream())
         self._begun = slot, slot.of(slot.rank, like)
         return self._begun[1]
 
@@ -70,7 +70,8 @@ class DirectReduceScatter:
         parts = [slot.of(rank, input_tensor).chunk(slot.ranks)[slot.rank] for rank in range(slot.ranks)]
         step = max(1, FETCHED_AT_ONCE // (slot.ranks - 1) // input_tensor.element_size())
         pieces = [part.split(step) for part in parts]
-        slot.meet()
+        stream = torch.cuda.current_stream()
+        slot.meet(stream)
         for number, total in enumerate(output_tensor.split(step)):
             fetched = {slot.rank: pieces[slot.rank][number]}
             for peer in slot.peers():
@@ -78,4 +79,4 @@ class DirectReduceScatter:
             torch.add(fetched[0], fetched[1], out=total)
             for rank in range(2, slot.ranks):
                 total += fetched[rank]
-        slot.end()
+        slot.end(stream)

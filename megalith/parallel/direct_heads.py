@@ -66,12 +66,11 @@ def _begin(xs: list[Tensor], out: Tensor, size: int, group: str, to_heads: bool)
     def give(slot: Slot) -> None:
         fused.share_heads(xs, slot.of(slot.rank, parts), out, slot.rank, to_heads)
 
-    def fetch(slot: Slot) -> None:
-        stream = torch.cuda.current_stream().cuda_stream
+    def fetch(slot: Slot, stream: torch.cuda.Stream) -> None:
         for peer in slot.peers():
             source = slot.of(peer, parts).data_ptr()
             for pull in pulls(slot.rank, peer, size, batch, seq, widths):
-                copy_rows(pull, source, out.data_ptr(), stream)
+                copy_rows(pull, source, out.data_ptr(), stream.cuda_stream)
 
     return exchange(out, parts.nbytes, group, give, fetch)
 

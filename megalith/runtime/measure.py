@@ -3,8 +3,9 @@
 One step is run under torch's profiler, and its spans are laid over each other. On a GPU these are the spans of
 kernels on the device:
 
-    compute         some kernel runs that is not NCCL's, nor on a stream of direct collectives (direct.py)
-    communication   only those run, others than a pipeline's sends and receives: it is exposed, not hidden
+    compute         some kernel runs that is not NCCL's, nor on a stream that copies from other GPUs (direct.py)
+    communication   only those run, others than a pipeline's sends and receives: it is exposed, not hidden; with what
+                    stands still before such a copy, as a flag is waited for by no kernel
     bubble          only a pipeline's sends and receives run: the rank waits for another stage
     idle            nothing runs: the device waits for the host
 
@@ -20,6 +21,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
+from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
@@ -30,7 +32,7 @@ from megalith.comm import Axis
 from megalith.parallel.pipeline import PASS, WAITS
 
 MARK = "megalith: the measured step"
-DIRECT = "barrier_kernel"  # in which ranks meet: on streams of direct collectives alone
+DIRECT = "PtoP"  # in the names of copies from another GPU
 PIPELINE_TITLES = ("nccl:send", "nccl:recv", "gloo:send", "gloo:recv")
 
 Span = tuple[int, int]  # start and end, nanoseconds
@@ -122,7 +124,8 @@ def device_times(events: Iterable) -> StepTimes:
             pipeline.setdefault(event.device_resource_id(), []).append(span)
     direct = {stream for stream, _, name in others if DIRECT in name}
     compute = [span for stream, span, _ in others if stream not in direct]
-    collectives, transfers = [span for stream, span, _ in others if stream in direct], []
+    copies = [span for stream, span, name in others if stream in direct]
+    collectives, transfers = copies + waits_before(copies, union(compute)), []
     for stream, span, name in nccl:
         own = "SendRecv" in name and any(s <= span[0] and span[1] <= e for s, e in pipeline.get(stream, ()))
         (transfers if own else collectives).append(span)
@@ -177,6 +180,17 @@ def _times(
     idle = step - computed - communication - bubble
     ended = None if pipeline_end is None else (pipeline_end - window[0]) / 1e6
     return StepTimes(*(value / 1e6 for value in (step, computed, communication, bubble, idle)), ended)
+
+
+def waits_before(copies: Iterable[Span], compute: list[Span]) -> list[Span]:
+    """What stands still before copies that begin while nothing is computed; `compute` is a union."""
+    ends = [end for _, end in compute]
+    before = [(bisect_right(ends, start), start) for start, _ in copies]
+    return [
+        (ends[done - 1], start)
+        for done, start in before
+        if done and (done == len(compute) or compute[done][0] >= start)
+    ]
 
 
 def union(spans: Iterable[Span]) -> list[Span]:

@@ -52,7 +52,7 @@ def slots_of(ranks: int, monkeypatch) -> tuple[list[direct.Slot], Flags]:
     flags, memories = Flags(), []
     monkeypatch.setattr(direct, "raise_flag", flags.raise_flag)
     monkeypatch.setattr(direct, "await_flag", flags.await_flag)
-    for name, value in (("current_device", 0), ("synchronize", None), ("current_stream", mock.Mock())):
+    for name, value in (("current_device", 0), ("synchronize", None), ("Event", mock.Mock())):
         monkeypatch.setattr(torch.cuda, name, mock.Mock(return_value=value))
 
     def empty(size, dtype, device):
@@ -79,7 +79,7 @@ def test_ranks_wait_for_what_is_given_and_for_what_is_fetched(monkeypatch):
         """How many flags were missing when all ranks took a step, one behind the other."""
         flags.missing.clear()
         for flags.writer, slot in enumerate(slots):
-            getattr(slot, step)()
+            getattr(slot, step)(mock.Mock())
         return len(flags.missing)
 
     for _ in range(3):

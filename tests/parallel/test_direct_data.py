@@ -62,7 +62,7 @@ def shared_memory():
     direct.slots.cache_clear()
 
     def step(name: str, effect: str | None):
-        def call(slot: direct.Slot) -> None:
+        def call(slot: direct.Slot, stream: object) -> None:
             asked.append(name)
             if effect is not None:
                 getattr(slot._handle, effect)()
@@ -74,7 +74,13 @@ def shared_memory():
     }
     with ExitStack() as patches:
         patches.enter_context(
-            mock.patch.multiple(torch.cuda, current_device=mock.Mock(return_value=0), synchronize=mock.Mock())
+            mock.patch.multiple(
+                torch.cuda,
+                current_device=mock.Mock(return_value=0),
+                current_stream=mock.Mock(),
+                synchronize=mock.Mock(),
+                Event=mock.Mock(),
+            )
         )
         patches.enter_context(mock.patch.multiple(direct.Slot, **steps))
         patches.enter_context(

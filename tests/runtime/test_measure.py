@@ -58,6 +58,22 @@ def test_kernels_hide_communication_and_what_is_left_is_exposed():
     assert times == StepTimes(step=100, compute=40, communication=20, bubble=0, idle=40)
 
 
+def test_a_wait_for_what_is_copied_from_another_gpu_is_communication():
+    times = device_times(
+        [
+            STEP,
+            Event("gemm", 0, 20),
+            Event("Memcpy PtoP (Device -> Device)", 10, 15, stream=20),
+            Event("Memcpy PtoP (Device -> Device)", 30, 40, stream=20),  # its flag was waited for from 20 on
+            Event("Memcpy DtoD (Device -> Device)", 40, 42, stream=20),
+            Event("gemm", 45, 60),  # the host was late
+            Event("Memcpy DtoD (Device -> Device)", 60, 70),
+            Event("Memcpy PtoP (Device -> Device)", 80, 90, stream=20),
+        ]
+    )
+    assert times == StepTimes(step=100, compute=45, communication=42, bubble=0, idle=13)
+
+
 def test_sends_and_receives_of_the_pipeline_are_its_bubble_and_those_of_an_exchange_are_not():
     times = device_times(
         [
