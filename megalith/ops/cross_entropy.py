@@ -19,7 +19,9 @@ from megalith.comm import Axis, summed
 from megalith.ops import fused
 from megalith.ops.compiled import as_one_kernel
 
-CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 2**27}  # logits that exist at once
+# Logits that exist at once. On an H200 the products of 3,328 tokens of GPT-2's vocabulary leave no multiprocessor idle:
+# with 2,560 tokens the gradient's takes a quarter more time.
+CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 5 * 2**25}
 CHUNK_MULTIPLE = 256  # tokens; matmuls like round numbers
 
 
