@@ -12,20 +12,27 @@ measured, not guessed: the spread is the larger mean difference of `fp32` and `s
 one run with the plain one when its losses differ from the plain path's by no more than twice the spread in the
 mean (each is at most the spread away from what both round), and by no more than four times in any window of ten
 steps. Exit code 1 tells that one is not.
+
+Runs go side by side, each on GPUs of its own, as many as there are.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
 
 from benchmarks.text import build_dataset
@@ -72,18 +79,49 @@ def main() -> None:
         )
         runs = {name: PATHS[name] for name in PATHS if name in ("plain", *YARDSTICKS, *args.paths)}
         runs |= {name: {**LAYOUTS[name], "set": args.set} for name in args.layout}
-        curves = {name: run(args, how, prefix, Path(folder) / name) for name, how in runs.items()}
+        gpus = Gpus()
+        with ThreadPoolExecutor(max(1, gpus.count)) as side_by_side:
+            losses = side_by_side.map(
+                lambda name: run(args, runs[name], prefix, Path(folder) / name, gpus), runs
+            )
+            curves = dict(zip(runs, losses, strict=True))
     sys.exit(1 if judge(curves) else 0)
 
 
-def run(args: argparse.Namespace, how: dict[str, Any], prefix: str, folder: Path) -> list[float]:
+class Gpus:
+    """Those that no run has at the moment."""
+
+    def __init__(self):
+        self.count, seen = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
+        self._free = seen.split(",") if seen else [str(number) for number in range(self.count)]
+        self._changed = threading.Condition()
+
+    @contextmanager
+    def taken(self, count: int) -> Iterator[dict[str, str]]:
+        """The environment of a process that has so many of them; without GPUs every process has what there is."""
+        if not self.count:
+            yield dict(os.environ)
+            return
+        with self._changed:
+            self._changed.wait_for(lambda: len(self._free) >= min(count, self.count))
+            mine, self._free = self._free[:count], self._free[count:]
+        try:
+            yield {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(mine)}
+        finally:
+            with self._changed:
+                self._free += mine
+                self._changed.notify_all()
+
+
+def run(args: argparse.Namespace, how: dict[str, Any], prefix: str, folder: Path, gpus: Gpus) -> list[float]:
     """The losses of a path's run, in order. Ends the program when the run fails."""
     folder.mkdir()
     run_file, output = folder / "run.yaml", folder / "run"
     run_file.write_text(yaml.safe_dump(run_tree(args, how, prefix, output)))
     command = [sys.executable, "-m", "megalith.cli", "train", str(run_file)]
     command += ["--nproc", str(how.get("processes", 1)), *(f"--{each}" for each in how.get("set", []))]
-    done = subprocess.run(command, capture_output=True, text=True)
+    with gpus.taken(how.get("processes", 1)) as environment:
+        done = subprocess.run(command, capture_output=True, text=True, env=environment)
     if done.returncode:
         sys.exit(f"{folder.name} failed with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}")
     losses = [json.loads(line)["loss"] for line in (output / "metrics.jsonl").read_text().splitlines()]
