@@ -17,9 +17,8 @@ from functools import cache
 
 import torch
 from torch import Tensor
-from torch.library import custom_op
 
-from megalith.direct import Slot, exchange
+from megalith.direct import Slot, exchange, operator
 from megalith.driver import Rows, copy_rows
 from megalith.ops import fused
 from megalith.parallel.zigzag import spans
@@ -27,7 +26,17 @@ from megalith.parallel.zigzag import spans
 STRIDED = (torch.Tag.needs_exact_strides,)  # compiled code hands over views as they are
 
 
-@custom_op("megalith_direct::heads_from_tokens", mutates_args=(), tags=STRIDED)
+def _heads(xs: list[Tensor], size: int, group: str) -> Tensor:
+    batch, seq, _, head_dim = xs[0].shape
+    return xs[0].new_empty(batch, size * seq, sum(x.shape[2] for x in xs) // size, head_dim)
+
+
+def _tokens(xs: list[Tensor], size: int, group: str) -> Tensor:
+    batch, seq, _, head_dim = xs[0].shape
+    return xs[0].new_empty(batch, seq // size, sum(x.shape[2] for x in xs) * size, head_dim)
+
+
+@operator("heads_from_tokens(Tensor[] xs, int size, str group) -> Tensor", _heads, STRIDED)
 def heads_from_tokens(xs: list[Tensor], size: int, group: str) -> Tensor:
     """Some tokens of all heads → all tokens, in order, of this rank's share of the heads.
 
@@ -37,24 +46,12 @@ def heads_from_tokens(xs: list[Tensor], size: int, group: str) -> Tensor:
     return _begin(xs, _heads(xs, size, group), size, group, to_heads=True)
 
 
-@custom_op("megalith_direct::tokens_from_heads", mutates_args=(), tags=STRIDED)
+@operator("tokens_from_heads(Tensor[] xs, int size, str group) -> Tensor", _tokens, STRIDED)
 def tokens_from_heads(xs: list[Tensor], size: int, group: str) -> Tensor:
     """The way back: from [batch, size · seq, heads of each / size, head_dim] to [batch, seq, heads of all, head_dim],
     in which all heads of the first stand before those of the second.
     """
     return _begin(xs, _tokens(xs, size, group), size, group, to_heads=False)
-
-
-@heads_from_tokens.register_fake
-def _heads(xs: list[Tensor], size: int, group: str) -> Tensor:
-    batch, seq, _, head_dim = xs[0].shape
-    return xs[0].new_empty(batch, size * seq, sum(x.shape[2] for x in xs) // size, head_dim)
-
-
-@tokens_from_heads.register_fake
-def _tokens(xs: list[Tensor], size: int, group: str) -> Tensor:
-    batch, seq, _, head_dim = xs[0].shape
-    return xs[0].new_empty(batch, seq // size, sum(x.shape[2] for x in xs) * size, head_dim)
 
 
 def _begin(xs: list[Tensor], out: Tensor, size: int, group: str, to_heads: bool) -> Tensor:
