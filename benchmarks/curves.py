@@ -13,7 +13,7 @@ one run with the plain one when its losses differ from the plain path's by no mo
 mean (each is at most the spread away from what both round), and by no more than four times in any window of ten
 steps. Exit code 1 tells that one is not.
 
-Runs go side by side, each on GPUs of its own, as many as there are.
+Runs go side by side, as many on each GPU as `--at-once` says.
 """
 
 from __future__ import annotations
@@ -70,6 +70,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--seq-length", type=int, default=256)
+    parser.add_argument("--at-once", type=int, default=1, help="runs on a GPU")
     parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value", help="of the layouts")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
@@ -79,8 +80,8 @@ def main() -> None:
         )
         runs = {name: PATHS[name] for name in PATHS if name in ("plain", *YARDSTICKS, *args.paths)}
         runs |= {name: {**LAYOUTS[name], "set": args.set} for name in args.layout}
-        gpus = Gpus()
-        with ThreadPoolExecutor(max(1, gpus.count)) as side_by_side:
+        gpus = Gpus(args.at_once)
+        with ThreadPoolExecutor(max(1, gpus.count * args.at_once)) as side_by_side:
             losses = side_by_side.map(
                 lambda name: run(args, runs[name], prefix, Path(folder) / name, gpus), runs
             )
@@ -89,11 +90,11 @@ def main() -> None:
 
 
 class Gpus:
-    """Those that no run has at the moment."""
+    """Places for runs, `at_once` on each GPU, that none has at the moment."""
 
-    def __init__(self):
+    def __init__(self, at_once: int):
         self.count, seen = torch.cuda.device_count(), os.environ.get("CUDA_VISIBLE_DEVICES")
-        self._free = seen.split(",") if seen else [str(number) for number in range(self.count)]
+        self._free = at_once * (seen.split(",") if seen else [str(number) for number in range(self.count)])
         self._changed = threading.Condition()
 
     @contextmanager
@@ -103,8 +104,10 @@ class Gpus:
             yield dict(os.environ)
             return
         with self._changed:
-            self._changed.wait_for(lambda: len(self._free) >= min(count, self.count))
-            mine, self._free = self._free[:count], self._free[count:]
+            self._changed.wait_for(lambda: len(set(self._free)) >= min(count, self.count))
+            mine = sorted(set(self._free), key=self._free.count, reverse=True)[:count]
+            for gpu in mine:
+                self._free.remove(gpu)
         try:
             yield {**os.environ, "CUDA_VISIBLE_DEVICES": ",".join(mine)}
         finally:
