@@ -28,6 +28,7 @@ from megalith.comm import Axis
 from megalith.errors import CheckpointError, shorten
 from megalith.models.lora import ADAPTER
 from megalith.parallel.gather import ALONE
+from megalith.parallel.replicated import copies_of
 from megalith.parallel.shards import Box, box_of
 
 MODEL, OPTIMIZER = "model", "optimizer"
@@ -42,10 +43,11 @@ def model_boxes(model: Model) -> dict[str, Box]:
     named: dict[str, Box] = {}
     seen: set[int] = set()
     for chunk in _chunks(model):
+        copies = copies_of(chunk)
         for name, tensor in chunk.state_dict(keep_vars=True).items():
             if id(tensor) not in seen:
                 seen.add(id(tensor))
-                named[name] = box_of(tensor)
+                named[name] = box_of(tensor, copies.get(name))
     return named
 
 

@@ -40,7 +40,7 @@ class MemoryEstimate:
     weights: int
     """fp32."""
     compute_copy: int
-    """The weights in bf16 or fp16, or as FSDP2 has gathered them; 0 in fp32 on one device."""
+    """The weights in bf16 or fp16, or as FSDP2 has gathered them; 0 in fp32 without it."""
     gradients: int
     optimizer: int
     activations: int
@@ -76,11 +76,11 @@ class Share:
     """Pieces of the model that these layers make up: virtual pipeline stages."""
     compiled: bool = True
     fsdp: bool = False
-    """Whether there is data × context parallelism, and so a gathered copy of the parameters."""
+    """Whether FSDP2 shards the parameters over data × context, and so there is a gathered copy of them."""
     shards: int = 1
     """Ranks over which the state is sharded."""
-    expert_copies: int = 1
-    """Ranks that hold the same experts, or shards of them."""
+    expert_fsdp: bool = False
+    """As `fsdp`, of the experts over the ranks that have the same."""
     expert_shards: int = 1
     """Ranks over which the state of an expert is sharded."""
     accumulates: bool = True
@@ -287,7 +287,7 @@ def _kept_per_token(model: ModelConfig, share: Share, layers: int, held: int, cu
 
 def _copies(share: Share, layers: int, held: int, layer: _MeanLayer, outside: int, width: int) -> int:
     dense = _compute_copy(share, layers, held, layer.dense, share.fsdp, width)
-    experts = _compute_copy(share, layers, held, layer.experts, share.expert_copies > 1, width)
+    experts = _compute_copy(share, layers, held, layer.experts, share.expert_fsdp, width)
     return int(dense + experts + (MASTER_BYTES * outside if share.fsdp else 0))
 
 

@@ -1,4 +1,4 @@
-"""Data parallelism: FSDP2 (`fully_shard`), in Megatron's words and with Megatron's sums.
+"""Data parallelism: replicas, or FSDP2 (`fully_shard`), in Megatron's words and with Megatron's sums.
 
 Every rank of data × context runs the model on tokens of its own, and the gradients are summed over them. What differs
 between the strategies is what a rank keeps of the state in the meantime (ZeRO, Rajbhandari et al. 2020):
@@ -11,10 +11,12 @@ between the strategies is what a rank keeps of the state in the meantime (ZeRO, 
       (ZeRO-3)
 
 A layer is the unit that is gathered and reduced, and embedding, final norm and head are one together, so that a tied
-weight has one gradient. FSDP2 gathers the next layer while one computes, and reduces the last one's gradients while
-backward goes on; in hybrid sharding the shards' sums are then all-reduced over the copies.
+weight has one gradient. With no_shard parameters are what they are on one process, and replicated.py sums their
+gradients while backward goes on. The other strategies are FSDP2's: it gathers the next layer while one computes, and
+reduces the last one's gradients while backward goes on; in hybrid sharding the shards' sums are then all-reduced over
+the copies.
 
-Gradients are summed, never averaged: the loss is divided by the count of valid tokens everywhere. A layer is gathered
+Gradients are summed, never averaged: the loss is divided by the count of valid tokens everywhere. FSDP2 gathers a layer
 in the compute dtype, and what it gives for a micro-batch is added up and reduced in fp32. Embedding and head are
 gathered in fp32, as one process has them: a common token's row is the sum of thousands of gradients. So a run in bf16,
 too, is one process's run, up to the order of its sums.
@@ -39,11 +41,12 @@ from megalith.config import ParallelConfig
 from megalith.models.transformer import Transformer
 from megalith.parallel.direct_data import DirectReduceScatter
 from megalith.parallel.mesh import Mesh
+from megalith.parallel.replicated import replicate
 
 
 @dataclass(frozen=True)
 class Strategy:
-    """When parameters are freed, and when gradients are reduced."""
+    """When FSDP2 frees parameters, and when it reduces gradients."""
 
     frees_after_forward: bool
     """A layer's parameters are freed after its forward and gathered again for its backward."""
@@ -53,7 +56,6 @@ class Strategy:
 
 
 STRATEGIES = {
-    "no_shard": Strategy(frees_after_forward=False, reduces_each=False),
     "optim": Strategy(frees_after_forward=False, reduces_each=False),
     "optim_grads": Strategy(frees_after_forward=False, reduces_each=True),
     "optim_grads_params": Strategy(frees_after_forward=True, reduces_each=True),
@@ -62,11 +64,15 @@ STRATEGIES = {
 
 def apply_data(chunks: Iterable[Transformer], mesh: Mesh, parallel: ParallelConfig) -> None:
     """Shards the parameters of this rank's model chunks over mesh.fsdp, in place, and experts over mesh.expert_fsdp;
-    nothing over an axis of size 1.
+    nothing over an axis of size 1. With no_shard they stay as they are, replicas.
 
     It comes after everything that changes layers or their parameters (stages, tensor parallelism), while these may
     still be on the meta device. Dimension 0 is what is sharded: the model keeps it long in every weight.
     """
+    if _are_whole(parallel):
+        for chunk in chunks:
+            replicate(chunk, mesh)
+        return
     strategy = STRATEGIES[parallel.data_parallel_sharding_strategy]
     frees = (
         None if strategy.frees_after_forward else False
@@ -103,6 +109,10 @@ def micro_batch_begins(chunks: Iterable[nn.Module], parallel: ParallelConfig, is
     The last one reduces the gradients, over the copies too, and frees the gathered parameters, so that the next step
     gathers what the optimizer has made of them.
     """
+    if _are_whole(parallel):
+        for chunk in chunks:
+            chunk.replicated.backward_begins(is_last)
+        return
     strategy = STRATEGIES[parallel.data_parallel_sharding_strategy]
     for root in _roots(chunks):
         root.set_requires_gradient_sync(is_last or strategy.reduces_each)
@@ -115,10 +125,23 @@ def weight_gradients_added(chunks: Iterable[nn.Module], parallel: ParallelConfig
 
     What has come in the compute dtype is added to the fp32 sums; the `is_last` call of the step reduces them.
     """
+    if _are_whole(parallel):
+        for chunk in chunks if is_last else ():
+            chunk.replicated.begin()
+        return
     roots = _roots(chunks)
     micro_batch_begins(roots, parallel, is_last)
     for root in roots:
         root._get_fsdp_state()._root_post_backward_final_callback()  # what a backward pass ends with
+
+
+def wait_for_gradients(chunks: Iterable[nn.Module], parallel: ParallelConfig) -> None:
+    """To be called when all passes of a step are through: the gradients of these chunks are sums from here on.
+
+    FSDP2 has waited at the end of each backward pass.
+    """
+    for chunk in chunks if _are_whole(parallel) else ():
+        chunk.replicated.wait()
 
 
 def free_gathered(chunks: Iterable[nn.Module]) -> None:
@@ -130,6 +153,10 @@ def free_gathered(chunks: Iterable[nn.Module]) -> None:
     for chunk in chunks:
         for module in _sharded_modules(chunk):
             module.reshard()
+
+
+def _are_whole(parallel: ParallelConfig) -> bool:
+    return parallel.data_parallel_sharding_strategy == "no_shard"
 
 
 def _reduce_directly(modules: Iterable[FSDPModule], mesh: DeviceMesh | None) -> None:

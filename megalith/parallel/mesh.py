@@ -5,7 +5,7 @@ next to each other, on one machine. With 16 processes, tensor 2, context 2, pipe
 
     rank = ((pp · 2 + dp) · 2 + cp) · 2 + tp
 
-Gradients are summed over data and context together, so that is the axis that FSDP2 shards over.
+Gradients are summed over data and context together, so that is the axis of replicas, or that FSDP2 shards over.
 
 The experts of a model see the ranks of a pipeline stage in another order: dp · cp · tp ranks are divided into edp
 copies of all experts, each copy spread over ep ranks, each expert cut over etp. With 8 ranks a stage, ep 2 and etp 2:
@@ -59,16 +59,19 @@ class Mesh:
     """The ranks that share out a copy of the experts, and exchange tokens."""
     etp: Axis
     """The ranks that an expert is cut over."""
+    edp: Axis
+    """The ranks that hold copies of the same experts, or shards of them: their gradients are summed over it."""
     ep_etp: Axis
-    """Both flattened: the ranks of a copy of the experts."""
+    """ep and etp flattened: the ranks of a copy of the experts."""
     cp_tp: Axis
     """Context and tensor flattened: the ranks that share a micro-batch, where sequence parallelism cuts its tokens."""
     experts: DeviceMesh | None
     """For the experts' parameters as DTensors: those of ("ep", "etp") that are larger than 1; None: neither is."""
     expert_fsdp: DeviceMesh | None
-    """As fsdp, for the experts: over edp. None: there are no copies."""
+    """As fsdp, for the experts: over edp. None: there are no copies, or no_shard leaves them whole."""
     fsdp: DeviceMesh | None
-    """For fully_shard: dp_cp, or (replicate, shard) where a parameter stands on several ranks. None: no processes."""
+    """For fully_shard: dp_cp, or (replicate, shard) where a parameter stands on several ranks. None: no processes, or
+    no_shard."""
 
     def describe(self, rank: int) -> Coordinates:
         """The coordinates of any rank of the world."""
@@ -93,7 +96,7 @@ def build_mesh(
     """
     dp = rules.data_parallel_size(parallel, world_size)
     if world_size == 1 and not dist.is_initialized():
-        return Mesh(*[Axis()] * 13, experts=None, expert_fsdp=None, fsdp=None)
+        return Mesh(*[Axis()] * 14, experts=None, expert_fsdp=None, fsdp=None)
     pp, cp, tp = (
         parallel.pipeline_model_parallel_size,
         parallel.context_parallel_size,
@@ -113,14 +116,17 @@ def build_mesh(
     )
     dp_cp = root["dp", "cp"]._flatten("dp_cp")
     fsdp, replicate, shard = dp_cp, Axis(), _axis(dp_cp)
-    if shard_size < dp * cp:
+    if parallel.data_parallel_sharding_strategy == "no_shard":
+        fsdp, replicate, shard = None, shard, replicate
+    elif shard_size < dp * cp:
         fsdp = dp_cp._unflatten(0, (dp * cp // shard_size, shard_size), ("replicate", "shard"))
         replicate, shard = _axis(fsdp["replicate"]), _axis(fsdp["shard"])
     direct = set(parallel.symmetric_memory_groups) if device_type == "cuda" else set()
     if direct:
         import megalith.parallel.direct_heads  # noqa: F401 (it and direct.py register operators)
     axes = {name: replace(_axis(root[name]), direct=name in direct) for name in ("pp", "dp", "cp", "tp")}
-    experts = dict(ep=Axis(), etp=Axis(), ep_etp=Axis(), cp_tp=Axis(), experts=None, expert_fsdp=None)
+    names = ("ep", "etp", "edp", "ep_etp", "cp_tp")
+    experts = {name: Axis() for name in names} | {"experts": None, "expert_fsdp": None}
     if has_experts:
         experts = _expert_axes(parallel, world_size, device_type)
         experts["cp_tp"] = _axis(root["cp", "tp"]._flatten("cp_tp"))
@@ -146,14 +152,17 @@ def _expert_axes(parallel: ParallelConfig, world_size: int, device_type: str) ->
     root = init_device_mesh(device_type, (pp, edp, ep, etp), mesh_dim_names=("pp", "edp", "ep", "etp"))
     cut = tuple(name for name, size in (("ep", ep), ("etp", etp)) if size > 1)
     fsdp, shards = root["edp"], expert_rules.expert_shard_size(parallel, world_size)
-    if shards < edp:
+    if edp == 1 or parallel.data_parallel_sharding_strategy == "no_shard":
+        fsdp = None
+    elif shards < edp:
         fsdp = fsdp._unflatten(0, (edp // shards, shards), ("expert_replicate", "expert_shard"))
     return dict(
         ep=_axis(root["ep"]),
         etp=_axis(root["etp"]),
+        edp=_axis(root["edp"]),
         ep_etp=_axis(root["ep", "etp"]._flatten("ep_etp")),
         experts=root[cut] if cut else None,
-        expert_fsdp=fsdp if edp > 1 else None,
+        expert_fsdp=fsdp,
     )
 
 

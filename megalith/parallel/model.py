@@ -18,7 +18,7 @@ from megalith.models.transformer import Transformer
 from megalith.parallel.apply import apply
 from megalith.parallel.balance import gather_tallies, move_biases
 from megalith.parallel.context import shard_batch, whole_sequences
-from megalith.parallel.data import micro_batch_begins, weight_gradients_added
+from megalith.parallel.data import micro_batch_begins, wait_for_gradients, weight_gradients_added
 from megalith.parallel.gradients import valid_tokens
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline import Pipeline, residual_shape
@@ -80,6 +80,7 @@ class ParallelModel:
             for part in parts:
                 part.balance_scale = loss_scale / (len(parts) * self.mesh.dp.size)
         self.own_loss = loss = self._on_device(parts, factor)
+        wait_for_gradients(self.chunks, self._parallel)
         for chunk in self.chunks:
             reduce_partial_gradients(chunk, self.mesh.tp)
         reduce_tied_embedding(self.chunks, self.mesh.tied)

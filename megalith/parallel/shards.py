@@ -1,8 +1,9 @@
 """State as the optimizer and a checkpoint see it: each rank's shards, and the global tensors that they are parts of.
 
-A parameter is a DTensor: a global tensor of which this rank holds a box. The optimizer steps plain parameters that
-share their storage with the boxes, which is six times quicker than stepping DTensors; a checkpoint stores boxes, each
-once. Where several ranks hold the same box, one of them is its owner, which counts it in the gradient's norm.
+A parameter is a DTensor, a global tensor of which this rank holds a box, or a plain tensor that is here whole. The
+optimizer steps plain parameters that share their storage with the boxes, which is six times quicker than stepping
+DTensors; a checkpoint stores boxes, each once. Where several ranks hold the same box, one of them is its owner, which
+counts it in the gradient's norm.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from dataclasses import dataclass, replace
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megalith.comm import local_place
+from megalith.comm import Axis, local_place
+from megalith.parallel.replicated import copies_of
 
 
 @dataclass(frozen=True)
@@ -42,12 +44,16 @@ class Box:
         return whole[tuple(slice(at, at + size) for at, size in zip(self.offset, self.values.shape))]
 
 
-def box_of(tensor: Tensor) -> Box:
-    """The box of a DTensor; a plain tensor is a box by itself, owned where it stands."""
+def box_of(tensor: Tensor, copies: Axis | None = None) -> Box:
+    """The box of a DTensor; a plain tensor is a box by itself.
+
+    `copies` are the ranks on which it stands alike without its placements telling so; the first of them owns it.
+    """
+    first = copies is None or copies.rank == 0
     if not isinstance(tensor, DTensor):
-        return Box(tensor.detach(), (0,) * tensor.ndim, tuple(tensor.shape), owned=True)
+        return Box(tensor.detach(), (0,) * tensor.ndim, tuple(tensor.shape), owned=first)
     coordinate = tensor.device_mesh.get_coordinate()
-    owned = all(at == 0 for at, place in zip(coordinate, tensor.placements) if place.is_replicate())
+    owned = first and all(at == 0 for at, place in zip(coordinate, tensor.placements) if place.is_replicate())
     _, offset = local_place(tensor)
     return Box(tensor.detach().to_local(), offset, tuple(tensor.shape), owned)
 
@@ -59,8 +65,11 @@ class LocalParameters:
     """
 
     def __init__(self, chunks: Iterable[nn.Module]):
+        chunks = list(chunks)
         self._state = [item for chunk in chunks for item in chunk.named_parameters()]
-        self.boxes = {name: box_of(parameter) for name, parameter in self._state}
+        self.copies = {name: axis for chunk in chunks for name, axis in copies_of(chunk).items()}
+        """The plain copies among them: the ranks that hold each, by name."""
+        self.boxes = {name: box_of(parameter, self.copies.get(name)) for name, parameter in self._state}
         self.named = [(name, self._plain(name, parameter)) for name, parameter in self._state]
         """Names and plain fp32 parameters of their local shape, some of them empty; share storage with the state."""
 

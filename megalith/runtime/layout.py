@@ -146,6 +146,7 @@ def _stage(
     if schedule is not None:
         in_flight = most_held(schedule, chunks[0].rank, [1] * len(chunks))
         held = most_held(schedule, chunks[0].rank, layers)
+    is_sharded = parallel.data_parallel_sharding_strategy != "no_shard"
     copies = world_size // parallel.pipeline_model_parallel_size // parallel.tensor_model_parallel_size
     here = [
         layer for chunk in chunks for layer in (*chunk.layers, *(model.further_layers if chunk.head else ()))
@@ -160,9 +161,9 @@ def _stage(
         head=head,
         chunks=len(chunks),
         compiled=config.runtime.compile is not False and schedule_kind(parallel) != "zero_bubble",
-        fsdp=copies > 1,
+        fsdp=copies > 1 and is_sharded,
         shards=shard_size(parallel, world_size),
-        expert_copies=expert_data_parallel_size(parallel, world_size),
+        expert_fsdp=expert_data_parallel_size(parallel, world_size) > 1 and is_sharded,
         expert_shards=expert_shard_size(parallel, world_size),
         accumulates=micro_batches > 1,
         adapters=sum(layers) * config.lora.parameters(model, parallel.tensor_model_parallel_size),

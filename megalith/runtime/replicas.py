@@ -33,7 +33,10 @@ class ReplicaCheck:
         self._held: dict[str, tuple[Axis, list[tuple[str, Tensor]]]] = {}  # by the group of the copies
         for chunk in chunks:
             for name, parameter in chunk.named_parameters():
-                for axis in _copies(parameter):
+                axes = _copies(parameter)
+                if name in parameters.copies:
+                    axes.append(parameters.copies[name])
+                for axis in axes:
                     held = self._held.setdefault(axis.name, (axis, []))[1]
                     held.append((name, parameters.boxes[name].values))
         self.agreed_at: int | None = None
@@ -80,7 +83,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def _copies(parameter: Tensor) -> list[Axis]:
-    """The axes along which a parameter stands on several ranks."""
+    """The axes along which a parameter's placements say that it stands on several ranks."""
     if not isinstance(parameter, DTensor):
         return []
     mesh, axes = parameter.device_mesh, []

@@ -101,7 +101,8 @@ def test_sharding_takes_the_bytes_of_its_page(strategy, bytes_a_parameter):
     model = ModelConfig(num_layers=100, hidden_size=1024, num_attention_heads=8, vocab_size=128)
     model.max_position_embeddings = 128
     parallel = ParallelConfig(data_parallel_sharding_strategy=strategy)
-    share = Share(parallel=parallel, fsdp=True, shards=1 if strategy == "no_shard" else 8)
+    sharded = strategy != "no_shard"
+    share = Share(parallel=parallel, fsdp=sharded, shards=8 if sharded else 1)
     memory = expected_memory(model, 1, 128, "bf16", share=share)
     state = memory.total - memory.activations - memory.loss
     each = state / count_parameters(model).total
@@ -127,7 +128,7 @@ def test_offloaded_optimizer_state_is_not_on_the_device():
 def test_estimate_is_at_most_five_percent_above_what_gpus_measured(parallel, batch, data, gigabytes):
     model = ModelConfig(**{**PRESETS["gpt2-large"], "num_attention_heads": 16})
     shards = data if "data_parallel_sharding_strategy" in parallel else 1
-    share = Share(ParallelConfig(**parallel), fsdp=data > 1, shards=shards, accumulates=False)
+    share = Share(ParallelConfig(**parallel), fsdp=shards > 1, shards=shards, accumulates=False)
     memory = expected_memory(model, batch, 1024, share=share)
     assert 1.0 <= memory.total / (gigabytes * 1e9) <= 1.05
 

@@ -14,7 +14,13 @@ from megalith.config.rules import shard_size
 from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
 from megalith.optim import build_loss_scale, build_optimizer, optimizer_step, sum_of_squares
-from megalith.parallel.data import apply_data, free_gathered, micro_batch_begins, weight_gradients_added
+from megalith.parallel.data import (
+    apply_data,
+    free_gathered,
+    micro_batch_begins,
+    wait_for_gradients,
+    weight_gradients_added,
+)
 from megalith.parallel.deferred import WeightGradients, compute
 from megalith.parallel.gradients import GradientSquares, valid_tokens
 from megalith.parallel.mesh import build_mesh
@@ -143,6 +149,7 @@ class Trained:
         for number, work in enumerate(later if self.put_off else []):
             compute(work)
             weight_gradients_added([self.model], self.job.parallel, is_last=number == len(later) - 1)
+        wait_for_gradients([self.model], self.job.parallel)
         reduce_partial_gradients(self.model, self.mesh.tp)
         self.local.attach_gradients()
         return summed(loss, self.mesh.dp_cp) / tokens

@@ -14,7 +14,7 @@ from megalith.data.batch import Batch
 from megalith.models.cache import KVCache
 from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
-from megalith.parallel.data import apply_data, micro_batch_begins, weight_gradients_added
+from megalith.parallel.data import apply_data, micro_batch_begins, wait_for_gradients, weight_gradients_added
 from megalith.parallel.mesh import build_mesh
 from megalith.parallel.pipeline import Pipeline, residual_shape
 from megalith.parallel.stages import assign_layers, schedule_kind, split_stages
@@ -84,6 +84,7 @@ def run(model: ModelConfig, parallel: ParallelConfig, micro_batches: int, dtype=
     own = batches[mesh.dp.rank :: mesh.dp.size]
     pipeline.record = True
     loss = pipeline.share(pipeline.step(own, factor))
+    wait_for_gradients(chunks, parallel)
     reduce_tied_embedding(chunks, mesh.tied)
     for chunk in chunks:
         reduce_partial_gradients(chunk, mesh.tp)

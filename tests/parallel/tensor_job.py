@@ -14,7 +14,7 @@ from megalith.comm import local, local_place, summed
 from megalith.config import ModelConfig, ParallelConfig
 from megalith.generate import generate
 from megalith.models.transformer import Transformer
-from megalith.parallel.data import apply_data
+from megalith.parallel.data import apply_data, micro_batch_begins, wait_for_gradients
 from megalith.parallel.mesh import Mesh, build_mesh
 from megalith.parallel.tensor import apply_tensor, reduce_partial_gradients
 
@@ -113,7 +113,9 @@ def outcome(model: ModelConfig, parallel: ParallelConfig = ALONE, compiler: str 
             layer.compile(fullgraph=True, backend=compiler)
     own = {name: value.chunk(mesh.dp.size)[mesh.dp.rank] for name, value in batch(model.vocab_size).items()}
     loss = transformer(**own)
+    micro_batch_begins([transformer], parallel, is_last=True)
     (loss / 19).backward()
+    wait_for_gradients([transformer], parallel)
     gradients = whole_gradients(transformer, mesh)
     transformer.eval()
     with torch.no_grad():

@@ -108,7 +108,8 @@ def test_the_maximum_over_the_axis(pool):
 
 def place_of_rows(rows: int) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
     """First value and length of this rank's part of 0, 1, … under tensor 2 × FSDP 4, and what local_place says."""
-    mesh = build_mesh(ParallelConfig(tensor_model_parallel_size=2), 8, "cpu")
+    parallel = ParallelConfig(tensor_model_parallel_size=2, data_parallel_sharding_strategy="optim")
+    mesh = build_mesh(parallel, 8, "cpu")
     module = nn.Module()
     placed = distribute_tensor(torch.arange(float(rows)), mesh.tp.mesh, [Shard(0)], src_data_rank=None)
     module.rows = nn.Parameter(placed)
