@@ -45,8 +45,9 @@ class Unit:
     @torch.no_grad()
     def begin(self) -> None:
         """Begins to sum the gradients there are, unless that has begun."""
-        gradients = [local(parameter.grad) for parameter in self.trained if parameter.grad is not None]
-        if gradients and self.sums is None:
+        if self.sums is not None:
+            return
+        if gradients := [local(parameter.grad) for parameter in self.trained if parameter.grad is not None]:
             options = AllreduceCoalescedOptions()  # a sum
             options.asyncOp = True
             self.sums = self.axis.group.allreduce_coalesced(gradients, options)

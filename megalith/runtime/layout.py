@@ -82,6 +82,12 @@ class Layout:
         last = self.coordinates[-1]
         return Coordinates(last.pp + 1, last.dp + 1, last.cp + 1, last.tp + 1)
 
+    @property
+    def gathers(self) -> bool:
+        """Whether FSDP2 shards the dense parameters, and gathers them."""
+        strategy = self.config.parallel.data_parallel_sharding_strategy
+        return strategy != "no_shard" and self.size.dp * self.size.cp > 1
+
     def stage_of(self, rank: int) -> StageLayout:
         return self.stages[self.coordinates[rank].pp]
 

@@ -162,8 +162,7 @@ def _reasons(layout: Layout, most: StageLayout, least: StageLayout) -> list[tupl
 
     chunks = "" if len(most.chunks) == 1 else " chunks"
     # Without FSDP2 the cast weights go with each micro-batch; with it a gathered copy is part of the state.
-    whole = layout.config.parallel.data_parallel_sharding_strategy == "no_shard"
-    copies = ("compute_copy",) if whole or layout.size.dp * layout.size.cp == 1 else ()
+    copies = () if layout.gathers else ("compute_copy",)
     kept = "activations and cast weights" if copies and most.memory.compute_copy else "activations"
     gathered = () if copies else ("compute_copy",)
     state = ", ".join(

@@ -151,7 +151,7 @@ def _memory(config: RunConfig, device: DeviceInfo, data_parallel_size: int) -> s
     layout = build_layout(config, _world_size(config, data_parallel_size))
     stage = max(layout.stages, key=lambda stage: stage.memory.total)
     memory = stage.memory
-    copy = "gathered copy" if layout.size.dp * layout.size.cp > 1 else f"{config.train.precision} copy"
+    copy = "gathered copy" if layout.gathers else f"{config.train.precision} copy"
     parts = {
         "weights": memory.weights,
         copy: memory.compute_copy,

@@ -32,7 +32,9 @@ def test_summary_shows_parameters_flops_batch_memory_and_device():
     assert "4.92 GFLOP causal (as in the log), 5.20 GFLOP full" in text
     assert "128 = micro 32 × data parallel 2 × accumulation 2; × 1,024 = 131,072 tokens a step" in text
     assert "500 steps, 64,000 sequences, 65.5M tokens (0.0847 a parameter)" in text
-    assert "gathered copy 1.8 GB + gradients 3.1 GB + optimizer 6.2 GB" in text
+    assert "weights 3.1 GB + bf16 copy 1.5 GB + gradients 3.1 GB + optimizer 6.2 GB" in text
+    sharded = _summary("--parallel.data_parallel_sharding_strategy", "optim")
+    assert "weights 1.5 GB + gathered copy 1.8 GB" in sharded
     assert "2 × NVIDIA H200, 150.8 GB, bf16 peak 989 TFLOP/s" in text
     assert "runs/large" in text
 
