@@ -48,10 +48,6 @@ class Mesh:
     tp: Axis
     dp_cp: Axis
     """Data and context flattened: the ranks whose gradients and token counts are summed."""
-    replicate: Axis
-    """The ranks of dp_cp that hold the same shard of each parameter."""
-    shard: Axis
-    """The ranks of dp_cp that hold different shards of each parameter."""
     tied: Axis
     """The first and the last pipeline stage, which share a tied embedding; size 1 on the stages between."""
     world: Axis
@@ -96,7 +92,7 @@ def build_mesh(
     """
     dp = rules.data_parallel_size(parallel, world_size)
     if world_size == 1 and not dist.is_initialized():
-        return Mesh(*[Axis()] * 14, experts=None, expert_fsdp=None, fsdp=None)
+        return Mesh(*[Axis()] * 12, experts=None, expert_fsdp=None, fsdp=None)
     pp, cp, tp = (
         parallel.pipeline_model_parallel_size,
         parallel.context_parallel_size,
@@ -115,12 +111,11 @@ def build_mesh(
         mesh_dim_names=("pp", "dp", "cp", "tp"),
     )
     dp_cp = root["dp", "cp"]._flatten("dp_cp")
-    fsdp, replicate, shard = dp_cp, Axis(), _axis(dp_cp)
+    fsdp = dp_cp
     if parallel.data_parallel_sharding_strategy == "no_shard":
-        fsdp, replicate, shard = None, shard, replicate
+        fsdp = None
     elif shard_size < dp * cp:
         fsdp = dp_cp._unflatten(0, (dp * cp // shard_size, shard_size), ("replicate", "shard"))
-        replicate, shard = _axis(fsdp["replicate"]), _axis(fsdp["shard"])
     direct = set(parallel.symmetric_memory_groups) if device_type == "cuda" else set()
     if direct:
         import megalith.parallel.direct_heads  # noqa: F401 (it and direct.py register operators)
@@ -133,8 +128,6 @@ def build_mesh(
     return Mesh(
         **axes,
         dp_cp=_axis(dp_cp),
-        replicate=replicate,
-        shard=shard,
         tied=_tied(axes["pp"]),
         world=Axis(world_size, dist.get_rank(), dist.group.WORLD, dist.group.WORLD.group_name),
         **experts,

@@ -10,7 +10,7 @@ from megalith.config.rules import check_tensor, data_parallel_size
 from megalith.errors import ConfigError
 from megalith.parallel.mesh import build_mesh
 
-AXES = ("pp", "dp", "cp", "tp", "dp_cp", "replicate", "shard", "tied")
+AXES = ("pp", "dp", "cp", "tp", "dp_cp", "tied")
 
 
 def layout(tp: int = 1, pp: int = 1, cp: int = 1, strategy: str = "optim") -> ParallelConfig:
@@ -60,13 +60,12 @@ def test_a_tied_embedding_joins_the_first_and_the_last_stage(pool):
 def test_without_sharding_every_rank_holds_a_copy(pool):
     ranks = pool.run(members, layout(strategy="no_shard"), None)
     assert ranks[0]["fsdp"] is None
-    assert ranks[1]["replicate"] == [0, 1, 2, 3] and ranks[1]["shard"] == [1]
+    assert ranks[1]["dp_cp"] == [0, 1, 2, 3]
 
 
 def test_hybrid_sharding_shards_inside_and_copies_across(pool):
     ranks = pool.run(members, layout(cp=2), 2)
     assert ranks[3]["fsdp"] == [[0, 1], [2, 3]]
-    assert ranks[3]["shard"] == [2, 3] and ranks[3]["replicate"] == [1, 3]
     assert ranks[3]["dp_cp"] == [0, 1, 2, 3]
 
 
