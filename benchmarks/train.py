@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -134,6 +135,7 @@ def main() -> None:
     parser.add_argument("--results", type=Path)
     parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value", help="further settings")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
     with tempfile.TemporaryDirectory() as folder:
         real = real_data(Path(folder), args.real) if args.real else None
         for layout in args.layout:
@@ -186,10 +188,10 @@ def measure(args: argparse.Namespace, layout: str, data: dict[str, Any]) -> dict
         run_file.write_text(yaml.safe_dump(run_tree(args, layout, data, folder)))
         command = [sys.executable, "-m", "megalith.cli", "train", str(run_file)]
         command += ["--nproc", str(LAYOUTS[layout]["processes"]), *(f"--{o}" for o in args.set)]
-        done = subprocess.run(command, capture_output=True, text=True)
+        returncode, printed = run_to_end(command, Path(folder) / "printed.txt")
         metrics = output / "metrics.jsonl"
-        if done.returncode or not metrics.exists():
-            return {"failed": f"failed with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}"}
+        if returncode or not metrics.exists():
+            return {"failed": f"failed with {returncode}: {printed[-2000:]}"}
         steps = [json.loads(line) for line in metrics.read_text().splitlines()]
         table = output / "profile" / "top_operations.txt"
         kernels = costliest(table.read_text()) if table.exists() else None
@@ -202,13 +204,13 @@ def measure(args: argparse.Namespace, layout: str, data: dict[str, Any]) -> dict
         for key in FIGURES
         if measured[0][key] is not None
     }
-    if first := re.search(r"first step ([\d.]+) s after", done.stdout):
+    if first := re.search(r"first step ([\d.]+) s after", printed):
         found["first_step_s"] = float(first[1])
     if args.losses:
         shown = steps[:: max(1, len(steps) // 6)]
         found["losses"] = "losses " + " ".join(f"{step['step']}:{step['loss']:.4f}" for step in shown)
-    if "measured in step" in done.stdout:
-        lines = done.stdout[done.stdout.index("measured in step") :].splitlines()
+    if "measured in step" in printed:
+        lines = printed[printed.index("measured in step") :].splitlines()
         end = next(i for i, line in enumerate(lines) if "iteration" in line or line.startswith("saved"))
         found["measured"] = "\n".join(line for line in lines[:end] if line)
     return found | {
@@ -216,6 +218,20 @@ def measure(args: argparse.Namespace, layout: str, data: dict[str, Any]) -> dict
         "kernels": kernels,
         "parts": parts if breakdown.EXPERTS in parts else None,
     }
+
+
+def run_to_end(command: list[str], file: Path) -> tuple[int, str]:
+    """The exit status of a command and what it printed. Where this program is ended before (Ctrl-C, SIGTERM), that is
+    told first: how far the run has come."""
+    with file.open("w", encoding="utf-8") as out:
+        process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT)
+    try:
+        process.wait()
+    except BaseException:
+        print(f"ended before the run was through; it has printed:\n{file.read_text()[-2000:]}", flush=True)
+        process.terminate()
+        raise
+    return process.returncode, file.read_text()
 
 
 def stage_times(timeline: Timeline) -> str:
