@@ -231,9 +231,12 @@ class ExpertParallel(Dispatch):
     ) -> Tensor:
         """The sum for each token here of what all ranks send back."""
         way = begin_all_to_all(y, self.ep, sent, received)
-        if beside is not None:
-            beside()
-        return self.sum(end_all_to_all(way), order)
+        try:
+            if beside is not None:
+                beside()
+        finally:  # a layer is computed again up to the last tensor that is missing, which `beside` may make
+            y = end_all_to_all(way)
+        return self.sum(y, order)
 
 
 def _copies_and_counts(destinations: Tensor, ranks: int, here: int) -> tuple[Tensor, Tensor, Tensor]:

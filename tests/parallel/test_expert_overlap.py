@@ -1,6 +1,7 @@
 """What is computed while rows travel: in which order, and that the order changes nothing."""
 
 from collections.abc import Callable
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -54,9 +55,9 @@ def events(config: RunConfig) -> list[str]:
     return seen
 
 
-def deepseek(**model) -> RunConfig:
-    small = {"num_layers": 2, "moe_layer_freq": [0, 1]}
-    return run_config("deepseek documents", "ep2", "", model=small | model, train={"train_iters": 3})
+def deepseek(parallel: dict[str, Any] | None = None, **model) -> RunConfig:
+    changes = {"model": {"num_layers": 2, "moe_layer_freq": [0, 1]} | model, "train": {"train_iters": 3}}
+    return run_config("deepseek documents", "ep2", "", parallel=parallel or {}, **changes)
 
 
 @pytest.mark.parametrize(
@@ -83,6 +84,43 @@ def test_work_goes_on_while_rows_travel_forward_and_backward(pool, settings, ord
 def test_the_shared_expert_beside_the_exchange_changes_no_bit(pool):
     beside, behind = (pool.run(run_job, deepseek(**settings), size=2)[0] for settings in ({}, LATE))
     assert_equal(beside, behind)
+
+
+def begun_and_waited_for(config: RunConfig) -> tuple[int, int]:
+    """How many exchanges of rows begin in a micro-batch's passes, and how many of those are waited for."""
+    trainer, begun, waited = start(config), [], 0
+    exchange, wait = comm._exchange, comm.wait
+
+    def begin(x: torch.Tensor, *args) -> torch.Tensor:
+        begun.append(exchange(x, *args))  # kept, so that no other tensor has its address
+        return begun[-1]
+
+    def end(x: torch.Tensor) -> torch.Tensor:
+        nonlocal waited
+        waited += any(x.data_ptr() == pending.data_ptr() for pending in begun if len(pending))
+        return wait(x)
+
+    with (
+        mock.patch.object(comm, "_exchange", begin),
+        mock.patch.object(comm, "wait", end),
+        trainer.data.train_loader(0, 0, trainer.device) as batches,
+    ):
+        trainer.model.backward([next(batches)], trainer.loss_scale.scale)
+    return sum(len(pending) > 0 for pending in begun), waited
+
+
+@pytest.mark.parametrize(
+    "recompute",
+    [
+        {"recompute_granularity": "full", "recompute_method": "uniform"},
+        {"recompute_granularity": "selective", "recompute_modules": ["mlp"]},
+    ],
+    ids=["full", "mlp"],
+)
+def test_a_layer_computed_again_waits_for_all_that_it_begins_to_exchange(pool, recompute):
+    for begun, waited in pool.run(begun_and_waited_for, deepseek(parallel=recompute), size=2):
+        assert begun > 7  # those of one forward and backward pass, and of one forward pass more
+        assert waited == begun
 
 
 def assert_equal(ours: Outcome, theirs: Outcome) -> None:
