@@ -111,7 +111,8 @@ class Slot:
         except RuntimeError as error:
             raise TrainingError(
                 f"{here} cannot share {size:,} bytes with the other ranks of its axis ({error}); "
-                "parallel.symmetric_memory_groups needs GPUs of one host that NVLink joins: leave the axis out of it"
+                "parallel.symmetric_memory_groups needs GPUs of one host that NVLink joins, and that much memory outside "
+                "of PyTorch's allocator: leave the axis out of it"
             ) from error
         self.rank: int = self._handle.rank
         self.ranks: int = self._handle.world_size
@@ -164,6 +165,7 @@ class _Slots:
     def next(self, size: int) -> Slot:
         if size > self._size:
             torch.cuda.synchronize()  # nobody reads the old ones any more when all have met to make the new ones
+            torch.cuda.empty_cache()  # memory for others comes from the driver, and not from what PyTorch keeps free
             self._size = size
             self._turns = cycle([Slot(size, self._group) for _ in range(self._count)])
         return next(self._turns)

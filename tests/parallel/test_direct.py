@@ -29,6 +29,20 @@ def test_gpus_that_share_no_memory_are_told_with_the_way_out():
     assert "parallel.symmetric_memory_groups" in said and "leave the axis out of it" in said
 
 
+def test_memory_that_pytorch_keeps_free_is_given_back_before_slots_are_made(monkeypatch):
+    calls = mock.Mock()
+    monkeypatch.setattr(torch.cuda, "synchronize", calls.synchronize)
+    monkeypatch.setattr(torch.cuda, "empty_cache", calls.empty_cache)
+    monkeypatch.setattr(direct, "Slot", calls.slot)
+    slots = direct._Slots("tp", 2)
+    for size in (100, 50, 100, 101):
+        slots.next(size)
+    made = [mock.call.synchronize(), mock.call.empty_cache()]
+    assert calls.mock_calls == [
+        call for size in (100, 101) for call in (*made, *[mock.call.slot(size, "tp")] * 2)
+    ]
+
+
 class Flags:
     """What streams would do: flags by address, who has raised each, and whether one that is awaited is there."""
 

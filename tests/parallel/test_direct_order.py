@@ -1,0 +1,170 @@
+"""Copy engines' collectives in every order of time: the ranks' streams are played through at random, on no GPU."""
+
+import random
+from collections import deque
+from collections.abc import Callable
+from unittest import mock
+
+import pytest
+import torch
+
+from megalith import direct
+
+COLLECTIVES = 11  # more than two turns of each slot
+
+
+class Event:
+    def __init__(self):
+        self.done = [True]  # one that was never recorded is waited for by nobody
+
+    def record(self, stream: "Stream") -> None:
+        self.done = done = []
+        stream.put(lambda: done.append(True))
+
+
+class Stream:
+    """What is launched runs in its order, each when it is ready."""
+
+    def __init__(self):
+        self.launched: deque[tuple[Callable[[], object], Callable[[], bool]]] = deque()
+        self.cuda_stream = self
+
+    def put(self, action: Callable[[], object], ready: Callable[[], bool] = lambda: True) -> None:
+        self.launched.append((action, ready))
+
+    def record_event(self) -> Event:
+        event = Event()
+        event.record(self)
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        done = event.done
+        self.put(lambda: None, lambda: bool(done))
+
+    def wait_stream(self, other: "Stream") -> None:
+        self.wait_event(other.record_event())
+
+
+class Machine:
+    """Ranks whose hosts are all far ahead of their devices."""
+
+    def __init__(self, ranks: int, monkeypatch):
+        self.ranks = ranks
+        self.compute, self.side = ([Stream() for _ in range(ranks)] for _ in range(2))
+        self.flags: dict[int, int] = {}
+        self.held: dict[int, object] = {}  # by the address of a slot
+        self.wrong: list[str] = []
+        self._memories: dict[tuple[int, int], torch.Tensor] = {}
+        self._made = [0] * ranks
+        cuda = dict(current_device=lambda: 0, synchronize=lambda: None, empty_cache=lambda: None, Event=Event)
+        cuda |= dict(current_stream=lambda: self._current, set_stream=self._set)
+        for name, function in cuda.items():
+            monkeypatch.setattr(torch.cuda, name, function)
+        monkeypatch.setattr(direct, "raise_flag", self._raise)
+        monkeypatch.setattr(direct, "await_flag", self._await)
+        monkeypatch.setattr(direct, "_stream", lambda device: self.side[self._rank])
+        monkeypatch.setattr(direct, "_Begun", mock.Mock())
+        monkeypatch.setattr(torch._C._distributed_c10d, "_register_work", mock.Mock())
+        monkeypatch.setattr(direct.symmetric, "empty", lambda size, **_: self._memory(self._rank, size))
+        monkeypatch.setattr(direct.symmetric, "rendezvous", self._rendezvous)
+        direct.slots.cache_clear()
+
+    def host(self, rank: int) -> str:
+        """From here on it is this rank that launches; the name of its group."""
+        self._rank, self._current = rank, self.compute[rank]
+        return str(rank)
+
+    def run(self, order: random.Random) -> None:
+        """Runs all that was launched, a stream that is ready at a time."""
+        streams = [*self.compute, *self.side]
+        while any(stream.launched for stream in streams):
+            ready = [stream for stream in streams if stream.launched and stream.launched[0][1]()]
+            assert ready, "all streams wait"
+            order.choice(ready).launched.popleft()[0]()
+
+    def write(self, slot: direct.Slot, value: object) -> None:
+        """A copy into the own slot, on the current stream; until it is through, what is there is neither."""
+        address = slot.of(slot.rank, torch.empty(1)).data_ptr()
+        for moment in ("begun", value):
+            self._current.put(lambda moment=moment: self.held.__setitem__(address, moment))
+
+    def read(self, slot: direct.Slot, rank: int, value: object) -> None:
+        """A copy from a rank's slot, on the current stream, which has to find this value from begin to end."""
+        address = slot.of(rank, torch.empty(1)).data_ptr()
+
+        def look() -> None:
+            if self.held.get(address) != value:
+                self.wrong.append(f"{self.held.get(address)} for {value}")
+
+        self._current.put(look)
+        self._current.put(look)
+
+    def _set(self, stream: Stream) -> None:
+        self._current = stream
+
+    def _raise(self, address: int, number: int, stream: Stream) -> None:
+        stream.put(lambda: self.flags.__setitem__(address, number))
+
+    def _await(self, address: int, number: int, stream: Stream) -> None:
+        stream.put(lambda: None, lambda: self.flags.get(address, 0) >= number)
+
+    def _memory(self, rank: int, size: int) -> torch.Tensor:
+        return self._memories.setdefault((rank, self._made[rank]), torch.empty(size, dtype=torch.uint8))
+
+    def _rendezvous(self, memory: torch.Tensor, group: str) -> mock.Mock:
+        made, size = self._made[int(group)], memory.numel()
+        memories = [
+            self._memories.setdefault((rank, made), torch.empty(size, dtype=torch.uint8))
+            for rank in range(self.ranks)
+        ]
+        self._made[int(group)] += 1
+        return mock.Mock(
+            rank=int(group), world_size=self.ranks, get_buffer=lambda rank, shape, dtype: memories[rank]
+        )
+
+
+@pytest.fixture(autouse=True)
+def _no_slots_are_left():
+    yield
+    direct.slots.cache_clear()
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("seed", range(12))
+def test_every_rank_finds_what_each_gave_for_this_collective(ranks, seed, monkeypatch):
+    machine = Machine(ranks, monkeypatch)
+    for rank in range(ranks):
+        group = machine.host(rank)
+        for number in range(COLLECTIVES):
+
+            def give(slot: direct.Slot, number=number) -> None:
+                machine.write(slot, (slot.rank, number))
+
+            def fetch(slot: direct.Slot, stream: Stream, number=number) -> None:
+                for peer in [slot.rank, *slot.peers()]:
+                    machine.read(slot, peer, (peer, number))
+
+            direct.exchange(torch.empty(1), 1, group, give, fetch)
+    machine.run(random.Random(seed))
+    assert machine.wrong == []
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_gradients_in_one_slot_are_not_overwritten_before_all_have_read_them(seed, monkeypatch):
+    """As FSDP2 uses it (direct_data.py): gradients are copied in on one stream, and summed on another."""
+    machine = Machine(2, monkeypatch)
+    for rank in range(2):
+        group = machine.host(rank)
+        for number in range(COLLECTIVES):
+            slot = direct.slots(group, 1).next(1)
+            slot.begin(machine.compute[rank])
+            machine.write(slot, (rank, number))
+            machine.side[rank].wait_stream(machine.compute[rank])
+            machine._set(machine.side[rank])
+            slot.meet(machine.side[rank])
+            for peer in range(2):
+                machine.read(slot, peer, (peer, number))
+            slot.end(machine.side[rank])
+            machine._set(machine.compute[rank])
+    machine.run(random.Random(seed))
+    assert machine.wrong == []
