@@ -111,8 +111,8 @@ class Slot:
         except RuntimeError as error:
             raise TrainingError(
                 f"{here} cannot share {size:,} bytes with the other ranks of its axis ({error}); "
-                "parallel.symmetric_memory_groups needs GPUs of one host that NVLink joins, and that much memory outside "
-                "of PyTorch's allocator: leave the axis out of it"
+                "parallel.symmetric_memory_groups needs GPUs of one host that NVLink joins, and that much memory "
+                "beside PyTorch's own: leave the axis out of it"
             ) from error
         self.rank: int = self._handle.rank
         self.ranks: int = self._handle.world_size
