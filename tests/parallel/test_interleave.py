@@ -148,6 +148,15 @@ def test_an_exchange_of_heads_takes_as_long_as_that_of_one_tensor_of_all():
     assert seconds(one) == seconds(other)
 
 
+@pytest.mark.parametrize("ranks", [2, 8])
+def test_a_direct_scatter_takes_as_long_as_a_reduce_scatter(ranks):
+    t, direct = Tracer(), torch.ops.megalith_direct.scatter.default
+    x, part = t.input("x", TOKENS, HIDDEN), (TOKENS // ranks, HIDDEN)
+    one = t.call(direct, x, ranks, "tp", name="one", shape=(ranks - 1, *part))
+    other = t.call(collectives.reduce_scatter_tensor.default, x, "sum", ranks, "tp", name="other", shape=part)
+    assert seconds(one) == seconds(other) > interleave.LATENCY
+
+
 def test_only_the_first_and_the_last_collective_are_exposed():
     graph = forward_graph()
     one = next(seconds(node) for node in graph.nodes if begins_collective(node))
