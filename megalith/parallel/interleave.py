@@ -219,8 +219,8 @@ def _bytes_sent(node: Node) -> int:
         return before * (ranks - 1) // ranks
     if isinstance(node.args[0], list | tuple):  # heads for tokens (direct_heads.py), among args[1] ranks
         return before * (node.args[1] - 1) // node.args[1]
-    if str(node.target) == "megalith_direct.scatter.default":  # gives what others send, and keeps the own part
-        return after
+    if str(node.target) == "megalith_direct.scatter.default":
+        return after  # what the others send; the own part stays where it is
     return abs(before - after) or before
 
 
