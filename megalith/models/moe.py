@@ -83,7 +83,7 @@ class Experts(nn.Module):
         fc1, fc2 = self.prepared(self.cast(x.dtype)) if matrices is None else matrices
         x = grouped_matmul(x, fc1, groups, self.grouped)  # [rows, expert size], or [rows, 2 · expert size]
         if self.fused:
-            x = as_one_kernel(weighted_activation, x, weights, self.activation, self.gated, sizes_vary=True)
+            x = as_one_kernel(weighted_activation, x, weights, self.activation, self.gated, rows_vary=True)
         else:
             x = weighted_activation(x, weights, self.activation, self.gated)
         return grouped_matmul(x, fc2, groups, self.grouped)

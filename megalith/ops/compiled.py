@@ -6,16 +6,29 @@ from collections.abc import Callable
 from functools import cache
 
 import torch
+from torch import Tensor
 
 
-def as_one_kernel(function: Callable, *args, sizes_vary: bool = False):
+def as_one_kernel(function: Callable, *args, sizes_vary: bool = False, rows_vary: bool = False):
     """function(*args), of which the first is a tensor: compiled on a GPU, but as a part of what is being compiled.
 
     `sizes_vary`: a size that has been another is compiled as any number, and not anew for each; what is like nothing
-    that was compiled, after a few of them, runs as it is.
+    that was compiled, after a few of them, runs as it is. `rows_vary`: so do sizes, and dimension 0 of each tensor is
+    compiled as any number at once.
     """
-    on_gpu = args[0].is_cuda and not torch.compiler.is_compiling()
-    return _compiled(function, None if sizes_vary else False)(*args) if on_gpu else function(*args)
+    if not _on_gpu(args[0]) or torch.compiler.is_compiling():
+        return function(*args)
+    if not torch.is_grad_enabled():  # else what needs a gradient would be compiled anew where it needs none
+        args = [arg.detach() if isinstance(arg, Tensor) else arg for arg in args]
+    if rows_vary:
+        for arg in args:
+            if isinstance(arg, Tensor):
+                torch._dynamo.maybe_mark_dynamic(arg, 0)
+    return _compiled(function, None if sizes_vary or rows_vary else False)(*args)
+
+
+def _on_gpu(x: Tensor) -> bool:
+    return x.is_cuda
 
 
 @cache

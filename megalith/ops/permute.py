@@ -68,16 +68,19 @@ def copies(places: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     place, int64 [count], which the device alone knows, and what copies_order takes.
     """
     tokens = len(places)
-    wanted = torch.zeros(tokens, count + 1, dtype=torch.int64, device=places.device)
-    wanted = wanted.scatter(1, places, 1)[:, :count].T.flatten()  # by place
-    upto = wanted.cumsum(0)
-    row = torch.where(wanted == 1, upto - 1, upto[-1])
+    wanted = torch.zeros(count + 1, tokens, dtype=torch.int64, device=places.device)
+    wanted = wanted.scatter(0, places.T, 1)[:count]
+    upto = wanted.cumsum(
+        1
+    )  # place by place: one scan of them all would be a kernel whose blocks wait for each other
+    sizes = upto[:, -1]
+    ends = sizes.cumsum(0)
     last = count * tokens
-    slot = torch.where(wanted == 1, upto - 1, last)
+    row = torch.where(wanted == 1, upto + (ends - sizes)[:, None] - 1, last)  # [count, tokens]
     place = torch.arange(last, device=places.device)
     pair = torch.empty(last + 1, dtype=torch.int64, device=places.device)
-    pair = pair.scatter(0, slot, place % tokens * count + place // tokens)
-    return wanted.view(count, tokens).sum(1), pair, row.view(count, tokens).T.contiguous()
+    pair = pair.scatter(0, row.flatten(), place % tokens * count + place // tokens)
+    return sizes, pair, row.clamp(max=ends[-1]).T.contiguous()
 
 
 def copies_order(pair: Tensor, row: Tensor, count: int) -> Order:
@@ -149,7 +152,7 @@ def _sums(rows: Tensor, order: Order, fused: bool) -> Tensor:
     if order.row.shape[1] == 1:
         return _at(rows, order.row[:, 0], order.all_kept)
     if fused:
-        return as_one_kernel(_sum_one_by_one, rows, order.row, order.all_kept, sizes_vary=True)
+        return as_one_kernel(_sum_one_by_one, rows, order.row, order.all_kept, rows_vary=True)
     return _at(rows, order.row, order.all_kept).sum(1)
 
 

@@ -144,12 +144,8 @@ class ExpertParallel(Dispatch):
 
     def _own(self, destinations: Tensor) -> Tensor:
         """The numbers of the experts here, int64, and for all others the one that is nowhere."""
-        return self._one_kernel(
-            _numbers_here, destinations.detach(), self.ep.rank, self.local_experts, self.experts
-        )
-
-    def _one_kernel(self, function: Callable, *args):
-        return as_one_kernel(function, *args, sizes_vary=True) if self.fused else function(*args)
+        args = destinations.detach(), self.ep.rank, self.local_experts, self.experts
+        return as_one_kernel(_numbers_here, *args, rows_vary=True) if self.fused else _numbers_here(*args)
 
     def _share(
         self, x: Tensor, weights: Tensor, destinations: Tensor, capacity: bool
@@ -181,7 +177,11 @@ class ExpertParallel(Dispatch):
         if capacity is not None and self.fills_up:
             return self._send_filled(x, weights, destinations, min(capacity, len(x)), experts, beside)
         ranks, here, topk = self.ep.size, self.local_experts, destinations.shape[1]
-        counts, *found = self._one_kernel(_copies_and_counts, destinations, ranks, here)
+        counts, *found = (
+            as_one_kernel(_copies_and_counts, destinations, ranks, here, sizes_vary=True)
+            if self.fused
+            else _copies_and_counts(destinations, ranks, here)
+        )
         sizes = HostCopy(torch.stack([counts, all_to_all(counts, self.ep)]))
         cast = experts.cast(x.dtype) if self.prepares else None  # while the host reads
         sent, arriving = sizes.values()
