@@ -44,10 +44,22 @@ def check_overlap(config: RunConfig) -> None:
 
 
 def overlap_notes(config: RunConfig, compiled: bool) -> list[str]:
-    """What to tell of tp_comm_overlap where layers are not compiled."""
-    if compiled or not config.parallel.tp_comm_overlap:
-        return []
-    return [
-        "parallel.tp_comm_overlap hides nothing without runtime.compile: the halves of a micro-batch run one behind "
-        "the other"
-    ]
+    """What to tell of tp_comm_overlap where layers are not compiled, and of copy engines that have nothing to move."""
+    parallel, notes = config.parallel, []
+    if parallel.tp_comm_overlap and not compiled:
+        notes.append(
+            "parallel.tp_comm_overlap hides nothing without runtime.compile: the halves of a micro-batch run one "
+            "behind the other"
+        )
+    direct = parallel.symmetric_memory_groups
+    if "tp" in direct and parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
+        notes.append(
+            "parallel.symmetric_memory_groups has tp, but copy engines make no all-reduces, which is what tensor "
+            "parallelism does without sequence_parallel; turn that on"
+        )
+    if "cp" in direct and parallel.context_parallel_size > 1 and "a2a" not in parallel.cp_comm_type:
+        notes.append(
+            "parallel.symmetric_memory_groups has cp, but copy engines exchange heads, which cp_comm_type "
+            f"{parallel.cp_comm_type} does not; choose a2a or a2a+p2p where heads divide"
+        )
+    return notes

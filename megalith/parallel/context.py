@@ -52,7 +52,8 @@ def apply_context(
     core = partial(context_attention, inner=inner, outer=outer, gather=cp_comm_type == "all_gather")
     for layer in model.layers.values():
         layer.self_attention.core = core
-    model.attention_mask = partial(_attention_mask, axis=axis, ring=outer.size > 1)
+    whole = replace(axis, direct=False)  # it may go across hosts; copy engines serve `inner`
+    model.attention_mask = partial(_attention_mask, axis=whole, ring=outer.size > 1)
     model.sequence_parts = axis.size
 
 
@@ -151,7 +152,7 @@ def _levels(axis: Axis, cp_comm_type: str, hierarchical_sizes: Sequence[int] | N
         return Axis(), axis
     inner, outer = hierarchical_sizes
     both = axis.mesh._unflatten(0, (outer, inner), ("cp_outer", "cp_inner"))
-    return _axis(both["cp_inner"]), _axis(both["cp_outer"])
+    return replace(_axis(both["cp_inner"]), direct=axis.direct), _axis(both["cp_outer"])
 
 
 def _axis(mesh: DeviceMesh) -> Axis:

@@ -1,5 +1,7 @@
 """What tp_comm_overlap and copy engines ask of a run, each refusal with its numbers and the way out."""
 
+import re
+
 import pytest
 
 from megalith.config import RunConfig
@@ -63,3 +65,26 @@ def test_without_compilation_a_note_says_that_nothing_is_hidden():
     assert overlap_notes(run(TP2), compiled=True) == overlap_notes(run({}), compiled=False) == []
     (note,) = overlap_notes(run(TP2), compiled=False)
     assert "hides nothing without runtime.compile" in note
+
+
+ENGINES = {"symmetric_memory_groups": ["tp", "cp"]}
+
+
+@pytest.mark.parametrize(
+    "parallel, sentence",
+    [
+        (TP2, "make no all-reduces, .* without sequence_parallel"),
+        (A2A | {"cp_comm_type": "p2p"}, "exchange heads, which cp_comm_type p2p does not; choose a2a"),
+        (A2A | {"cp_comm_type": "all_gather"}, "cp_comm_type all_gather does not"),
+    ],
+)
+def test_a_note_says_where_copy_engines_have_nothing_to_move(parallel, sentence):
+    (note,) = overlap_notes(run(parallel | ENGINES), compiled=True)
+    assert re.search(sentence, note)
+
+
+@pytest.mark.parametrize(
+    "parallel", [{}, TP2 | {"sequence_parallel": True}, A2A, A2A | {"cp_comm_type": "a2a+p2p"}]
+)
+def test_there_is_no_note_where_copy_engines_have_something_to_move_or_an_axis_one_rank(parallel):
+    assert overlap_notes(run(parallel | ENGINES), compiled=True) == []

@@ -1,5 +1,6 @@
 """Heads exchanged for tokens by copy engines, played through without them: where all goes, gradients, compiled code."""
 
+from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -7,15 +8,18 @@ import torch
 import torch.distributed as dist
 
 from megalith.comm import Axis
-from megalith.config import ParallelConfig
+from megalith.config import ParallelConfig, RunConfig
 from megalith.driver import Rows
+from megalith.models.transformer import Transformer
 from megalith.ops import fused
 from megalith.ops.qkv import split_qkv
 from megalith.parallel import direct_heads
+from megalith.parallel.context import apply_context
 from megalith.parallel.heads import heads_from_tokens, tokens_from_heads
 from megalith.parallel.mesh import build_mesh
 from megalith.parallel.zigzag import spans
 
+TINY = {"preset": "gpt2", "num_layers": 1}
 # heads of each tensor, head_dim, batch, tokens of a rank
 CASES = {
     "multi-head": ([8, 8, 8], 80, 2, 6),
@@ -181,3 +185,22 @@ def test_compiled_code_hands_over_views_as_they_are(monkeypatch, quick_compile, 
         way(x, w)
     eager, compiled = taken
     assert compiled == eager == [((8 * 192, 192, 48, 1), 64 * number) for number in range(3)]
+
+
+def axes_of_levels(kind: str, sizes: list[int] | None) -> list[tuple[int, bool]]:
+    """Size and whether copy engines serve it: of the exchange of heads, the ring, the gather of document numbers."""
+    mesh = build_mesh(
+        ParallelConfig(context_parallel_size=dist.get_world_size()), dist.get_world_size(), "cpu"
+    )
+    model = Transformer(RunConfig.from_tree({"model": TINY}).model, device=torch.device("meta"))
+    apply_context(model, replace(mesh.cp, direct=True), kind, sizes)
+    core, mask = model.layers["0"].self_attention.core.keywords, model.attention_mask.keywords
+    return [(axis.size, axis.direct) for axis in (core["inner"], core["outer"], mask["axis"])]
+
+
+def test_copy_engines_serve_the_exchange_of_heads_alone(pool):
+    """Where there is a ring too, it goes across hosts."""
+    for found in pool.run(axes_of_levels, "a2a", None):
+        assert found == [(4, True), (1, False), (4, False)]
+    for found in pool.run(axes_of_levels, "a2a+p2p", [2, 2]):
+        assert found == [(2, True), (2, False), (4, False)]
