@@ -108,6 +108,8 @@ class Slot:
             self._memory[flags:] = 0
             torch.cuda.synchronize()  # nobody writes before all have come to the next line
             self._handle: Any = symmetric.rendezvous(self._memory, group)
+        except torch.OutOfMemoryError:
+            raise  # the trainer tells what holds the memory
         except RuntimeError as error:
             raise TrainingError(
                 f"{here} cannot share {size:,} bytes with the other ranks of its axis ({error}); "

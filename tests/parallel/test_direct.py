@@ -29,6 +29,13 @@ def test_gpus_that_share_no_memory_are_told_with_the_way_out():
     assert "parallel.symmetric_memory_groups" in said and "leave the axis out of it" in said
 
 
+def test_a_full_memory_is_not_taken_for_gpus_apart(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(direct.symmetric, "empty", mock.Mock(side_effect=torch.OutOfMemoryError("2 GiB")))
+    with pytest.raises(torch.OutOfMemoryError, match="2 GiB"):
+        direct.Slot(2**31, "tp")
+
+
 def test_memory_that_pytorch_keeps_free_is_given_back_before_slots_are_made(monkeypatch):
     calls = mock.Mock()
     monkeypatch.setattr(torch.cuda, "synchronize", calls.synchronize)
