@@ -8,8 +8,11 @@ from megalith.models.context import Context
 from megalith.models.init import initialize
 from megalith.models.moe import MoE
 from megalith.models.transformer import Transformer
+from megalith.ops.compiled import as_one_kernel
 from megalith.ops.grouped_gemm import Groups, LoopedMatmul, grouped_matmul, has_kernel, prepared
+from megalith.ops.permute import copies_order, sum_rows, take_rows
 from megalith.ops.wide_product import wide_product
+from megalith.parallel.expert import _copies_and_counts
 
 BATCH, SEQ, HIDDEN = 2, 128, 256
 MODEL = dict(num_layers=2, hidden_size=HIDDEN, ffn_hidden_size=512, num_attention_heads=4, swiglu=True,
@@ -57,6 +60,25 @@ def test_a_routers_product_in_bf16_is_that_in_fp32():
     assert y.dtype == torch.float32 and relative(found[0], expected[0]) < 1e-5
     for ours, theirs in zip(found[1:], expected[1:]):
         assert relative(ours, theirs) < 1.05 * relative(theirs.bfloat16(), theirs)
+
+
+@pytest.mark.parametrize("tokens", [4096, 16384])
+def test_copies_for_ranks_made_by_kernels_are_those_of_the_host(tokens):
+    torch.manual_seed(0)
+    destinations = torch.randint(0, 65, (tokens, 8))  # 64: nowhere
+    counts, pair, row = _copies_and_counts(destinations, 4, 16)
+    found = as_one_kernel(_copies_and_counts, destinations.cuda(), 4, 16, sizes_vary=True)
+    rows = int(counts[:, 0].sum())
+    assert torch.equal(found[0].cpu(), counts) and torch.equal(found[2].cpu(), row)
+    assert torch.equal(found[1][:rows].cpu(), pair[:rows])
+    x = torch.randn(tokens, 64)
+    results = []
+    for order, device in ((copies_order(pair, row, rows), "cpu"), (copies_order(*found[1:], rows), "cuda")):
+        leaf = x.to(device).requires_grad_()
+        y = sum_rows(take_rows(leaf, order, device == "cuda"), order, device == "cuda")
+        results.append([y.detach().cpu(), torch.autograd.grad(y.square().sum(), leaf)[0].cpu()])
+    for ours, expected in zip(*reversed(results)):
+        assert relative(ours, expected) < 1e-6
 
 
 def layer(**settings) -> MoE:
