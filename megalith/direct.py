@@ -203,17 +203,13 @@ def exchange(out: Tensor, size: int, group: str, give: Give, fetch: Fetch) -> Te
     `give` puts at most `size` bytes, as many on every rank, into this rank's slot, on the current stream; `fetch`
     makes `out` of the slots of all, on the stream of such collectives, which it is given and which is the current one.
     """
-    slot, here, stream = (
-        slots(group, SLOTS).next(size),
-        torch.cuda.current_stream(),
-        _stream(out.device.index),
-    )
+    slot = slots(group, SLOTS).next(size)
+    here, stream = torch.cuda.current_stream(), _stream(out.device.index)
     slot.begin(here)
     give(slot)
     stream.wait_stream(here)
-    torch.cuda.set_stream(
-        stream
-    )  # a with-statement asks for the current one again, which takes as long as a launch
+    # A with-statement asks for the current stream again, which takes as long as a launch.
+    torch.cuda.set_stream(stream)
     try:
         slot.meet(stream)
         fetch(slot, stream)

@@ -4,7 +4,7 @@ The gradient of a weight [out, in] is a product over all tokens. A GPU computes 
 time. When the tiles fill the multiprocessors one and a half times, the second round leaves half of them without work:
 on an H200 the two of GPT-2-large's MLP (1280 × 5120, 32,768 tokens) reach 573 TFLOP/s, and 755 to 790 when the tokens
 are cut into four products that run as one batch and are summed in fp32. So do those of its halves under tensor
-parallelism, whose tiles fill the multiprocessors to three quarters: 602 and 737.
+parallelism, whose tiles fill the multiprocessors to three quarters: 602 and, in a step, 689.
 """
 
 from __future__ import annotations

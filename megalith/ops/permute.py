@@ -70,9 +70,8 @@ def copies(places: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     tokens = len(places)
     wanted = torch.zeros(count + 1, tokens, dtype=torch.int64, device=places.device)
     wanted = wanted.scatter(0, places.T, 1)[:count]
-    upto = wanted.cumsum(
-        1
-    )  # place by place: one scan of them all would be a kernel whose blocks wait for each other
+    # Place by place: one scan of them all would be a kernel whose blocks wait for each other.
+    upto = wanted.cumsum(1)
     sizes = upto[:, -1]
     ends = sizes.cumsum(0)
     last = count * tokens

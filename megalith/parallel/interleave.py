@@ -32,7 +32,7 @@ from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
 FLOPS = 600e12  # a second, of products and of attention counted whole: an H200's
-LINK = 180e9  # bytes a second that a rank sends while products run beside it
+LINK = 180e9  # bytes a second that a rank sends by NCCL beside products; by copy engines it is twice as much
 LATENCY = 20e-6  # seconds that a collective takes at least
 MARGIN = 0.5  # of its time, by which a collective may be late and still be hidden, where there are products to fill in
 

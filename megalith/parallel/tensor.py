@@ -155,7 +155,8 @@ class TensorParallel:
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """x · weightᵀ + bias of all tokens. Keeps only this rank's tokens for the backward pass, and gathers them again.
+    """x · weightᵀ + bias of all tokens. Keeps only this rank's tokens for the backward pass, and gathers them again;
+    but torch compiles two gathers of the same tokens as one, and keeps what that gives.
 
     In the backward pass the gather runs beside the product that gives the input's gradient, and the sum of that
     gradient beside the product that gives the weight's.

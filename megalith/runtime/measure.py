@@ -124,7 +124,7 @@ def device_times(events: Iterable) -> StepTimes:
             pipeline.setdefault(event.device_resource_id(), []).append(span)
     direct = {stream for stream, _, name in others if DIRECT in name}
     compute = [span for stream, span, _ in others if stream not in direct]
-    copies = [span for stream, span, name in others if stream in direct]
+    copies = [span for stream, span, _ in others if stream in direct]
     collectives, transfers = copies + waits_before(copies, union(compute)), []
     for stream, span, name in nccl:
         own = "SendRecv" in name and any(s <= span[0] and span[1] <= e for s, e in pipeline.get(stream, ()))

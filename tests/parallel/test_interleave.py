@@ -212,6 +212,9 @@ def test_a_layer_of_gpt2_large_exposes_only_what_it_has_nothing_to_hide_behind(
     assert alone[0] > 1e-3 and alone[1] > 1e-3
     if parallel is TP2_SP:
         assert exposed(orders[0]) == pytest.approx(2 * first, rel=0.05)
+        gather = torch.ops._c10d_functional.all_gather_into_tensor.default
+        # Of gradients alone, two a half: what the forward pass has gathered is not gathered again.
+        assert [node.target for node in orders[1]].count(gather) == 4
     else:
         assert exposed(orders[0]) < 0.4 * alone[0]
     for slower in (1.0, 1.4):  # than the order was made for

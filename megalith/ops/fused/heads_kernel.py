@@ -54,11 +54,10 @@ def _copy(
     batch = tl.program_id(2).to(tl.int64)
     inside = (columns < COUNT) & (tokens < seq)
     head, half = (columns // SIZE).to(tl.int64), seq // 2
+    # The place in the whole sequence of a rank's token is that of zigzag.spans.
     if TO_HEADS:
         head += share * (COUNT // SIZE)
-        places = (
-            tl.where(tokens < half, rank * half, (2 * RANKS - 2 - rank) * half) + tokens
-        )  # as zigzag.spans
+        places = tl.where(tokens < half, rank * half, (2 * RANKS - 2 - rank) * half) + tokens
         taken = tokens
     else:
         places = tl.where(tokens < half, share * half, (2 * RANKS - 2 - share) * half) + tokens
@@ -66,9 +65,8 @@ def _copy(
     x += batch * by_batch + taken.to(tl.int64) * by_token + head * by_head + columns % SIZE
     value = tl.load(x, mask=inside, other=0.0)
     if share != rank:
-        row = (
-            tl.where(share > rank, share - 1, share).to(tl.int64) * tl.num_programs(2) + batch
-        ) * seq + tokens
+        part = tl.where(share > rank, share - 1, share).to(tl.int64)
+        row = (part * tl.num_programs(2) + batch) * seq + tokens
         tl.store(slot + row * WIDTH + BEFORE + columns, value, mask=inside)
     elif TO_HEADS:
         row = batch * RANKS * seq + places
