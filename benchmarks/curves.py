@@ -155,7 +155,7 @@ def run_tree(args: argparse.Namespace, how: dict[str, Any], prefix: str, output:
         "parallel": how.get("parallel", {}),
         "data": {"data_path": [prefix], "seq_length": args.seq_length},
         "optim": {"lr": 6e-4, "lr_warmup_iters": args.steps // 10, **how.get("optim", {})},
-        "checkpoint": {"save_optim": False},
+        "checkpoint": {"save_at_end": False},
         "runtime": how.get("runtime", {}),
         "train": {**train, **how.get("train", {})},
     }

@@ -211,7 +211,7 @@ def measure(args: argparse.Namespace, layout: str, data: dict[str, Any]) -> dict
         found["losses"] = "losses " + " ".join(f"{step['step']}:{step['loss']:.4f}" for step in shown)
     if "measured in step" in printed:
         lines = printed[printed.index("measured in step") :].splitlines()
-        end = next(i for i, line in enumerate(lines) if "iteration" in line or line.startswith("saved"))
+        end = next((i for i, line in enumerate(lines) if "iteration" in line), None)
         found["measured"] = "\n".join(line for line in lines[:end] if line)
     return found | {
         "stages": stages,
@@ -300,7 +300,7 @@ def run_tree(args: argparse.Namespace, layout: str, data: dict[str, Any], folder
         "parallel": how["parallel"],
         "data": {**data, "seq_length": workload["seq_length"]},
         "optim": {"lr": 1e-4, "lr_decay_style": "constant", **how.get("optim", {})},
-        "checkpoint": {"save_optim": False},
+        "checkpoint": {"save_at_end": False},
         "log": {
             "profile": args.kernels,  # one more step, after the measured ones
             "profile_step_start": args.steps + 1,

@@ -52,7 +52,7 @@ class TrainingResult:
     consumed_samples: int
     loss: float | None  # of the last step
     validation_loss: float | None  # of the last evaluation
-    checkpoint: Path  # the last one saved
+    checkpoint: Path | None  # the last one saved; None where `checkpoint.save_at_end` is off and none was
     ended: str  # why: a key of runtime.stops.EXIT_CODES, "train_iters" at the run's end
 
 
@@ -124,7 +124,7 @@ class Trainer(Run):
         self.starting.mark("data and model")
 
     def run(self) -> TrainingResult:
-        """Trains to the end of the run or to an early exit; always leaves a checkpoint."""
+        """Trains to the end of the run or to an early exit, and leaves a checkpoint (`checkpoint.save_at_end`)."""
         config = self.config
         with (
             open_report(
@@ -148,7 +148,7 @@ class Trainer(Run):
             if self.step % config.train.eval_interval:
                 self.evaluate(self.data.valid)
             self.report.end()
-            checkpoint = self.save_last()
+            checkpoint = self.save_last(ended != "train_iters" or config.checkpoint.save_at_end)
             if ended != "train_iters":
                 self.report.event(
                     f"stopped after step {self.step} by {ended}; go on with checkpoint.load={self.output}",
@@ -262,20 +262,22 @@ class Trainer(Run):
             self.saver.save(record, self.model.chunks, optimizer)
         self.tell_of_saves()
 
-    def save_last(self) -> Path:
+    def save_last(self, also_new: bool = True) -> Path | None:
         """Leaves a checkpoint of this moment, which may be saved already, and returns its folder.
 
+        Without `also_new` it waits for what is being saved, and returns the last folder, if there is one.
         Raises CheckpointError when it cannot be saved.
         """
         with self.pulse.long_work("saving"):
             self.tell_of_saves(wait=True)
-        if not self._is_saved():
+        if also_new and not self._is_saved():
             self.save()
             with self.pulse.long_work("saving"):
                 self.tell_of_saves(wait=True)
-        if self.saver.last.error is not None:
-            raise self.saver.last.error
-        return self.saver.last.folder
+        last = self.saver.last
+        if last is not None and last.error is not None:
+            raise last.error
+        return last and last.folder
 
     def _is_saved(self) -> bool:
         last = self.saver.last

@@ -276,6 +276,15 @@ def test_a_split_without_validation_trains_without_evaluations(run, tmp_path):
     assert read_records(tmp_path / "run" / "evaluations.jsonl") == []
 
 
+def test_without_save_at_end_only_intervals_and_early_stops_save(run):
+    unsaved = dict(save_at_end=False)
+    assert run("through", checkpoint=unsaved).checkpoint is None
+    stopped = run("stopped", checkpoint=unsaved, train=dict(exit_interval=3))
+    assert (stopped.ended, stopped.checkpoint.name) == ("exit_interval", "step_00000003")
+    between = run("between", checkpoint=dict(unsaved, save_interval=4), train=dict(train_iters=6))
+    assert (between.step, between.checkpoint.name) == (6, "step_00000004")
+
+
 def test_exit_interval_and_duration_end_the_run_with_a_checkpoint(run, tmp_path):
     result = run("interval", train=dict(exit_interval=3))
     assert (result.step, result.ended, result.checkpoint.name) == (3, "exit_interval", "step_00000003")

@@ -13,7 +13,10 @@ class CheckpointConfig(Section):
     """Saving and loading. Checkpoints stand in `output_dir/checkpoints/step_NNNNNNNN`."""
 
     save_interval: PositiveInt | None = None
-    """Steps between checkpoints; one is always saved at the end."""
+    """Steps between checkpoints."""
+
+    save_at_end: bool = True
+    """Saves a checkpoint when the run is through; one that is stopped early always does."""
 
     load: str | None = None
     """A run folder or one of its steps to go on from. It may be the folder written to, empty at first."""

@@ -209,6 +209,7 @@ def check_training(config: RunConfig, world_size: int = 1) -> None:
     _check_recompute(config.parallel)
     _check_offload(config)
     check_overlap(config)
+    _check_saving(config)
     _check_lengths(config)
     _check_data(config)
     _check_duration(config)
@@ -269,6 +270,15 @@ def _check_adapters(config: RunConfig) -> None:
             f"parallel.tensor_model_parallel_size {size} does not divide model.num_query_groups {model.query_groups}; "
             "name linear_qkv, which has one each for queries, keys and values, or choose a tensor size among "
             f"{_divisors(model.query_groups)}"
+        )
+
+
+def _check_saving(config: RunConfig) -> None:
+    checkpoint = config.checkpoint
+    if checkpoint.export_hf and not checkpoint.save_at_end:
+        raise ConfigError(
+            "checkpoint.export_hf exports the checkpoint of the run's end, but checkpoint.save_at_end is false; "
+            "set it to true, or turn export_hf off"
         )
 
 

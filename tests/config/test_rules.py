@@ -36,6 +36,7 @@ IMPOSSIBLE = [
     ({"lora": {"rank": 2, "targets": ["gate_proj"]}}, "names gate_proj, but the MLP has no gate"),
     ({"lora": {"rank": 2, "targets": ["c_attn", "q_proj"]}}, "gives linear_qkv an adapter for all its rows and others"),
     ({"lora": {"alpha": 2}}, "lora.alpha is 2.0, but lora.rank is not set"),
+    ({"checkpoint": {"export_hf": True, "save_at_end": False}}, "export_hf exports the checkpoint of the run's end"),
     ({"lora": {"rank": 2}, "checkpoint": {"export_hf": True}}, "export_hf writes a whole model, but with lora.rank 2"),
     ({"model": {"max_position_embeddings": 16}}, "seq_length 32 is longer than model.max_position_embeddings 16"),
     ({"data": {"mock": False}}, "there is nothing to train on; set data.data_path"),
