@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 from torch.library import Library, register_fake
 
-from megalith.driver import await_flag, raise_flag
+from megalith.driver import Flags, copy
 from megalith.errors import TrainingError
 
 SLOTS = 4  # collectives of a group under way before the next one waits for the memory of the first
@@ -37,15 +37,16 @@ MOST_RANKS = 72  # that NVLink joins
 _library = Library("megalith_direct", "DEF")
 
 
-def operator(schema: str, fake: Callable, tags: Sequence[torch.Tag] = ()) -> Callable[[Callable], Callable]:
-    """Makes a function an operator of compiled code, with what `fake` gives for its shapes.
+def operator(schema: str, fake: Callable) -> Callable[[Callable], Callable]:
+    """Makes a function an operator of compiled code, which hands over tensors and views as they are, with what `fake`
+    gives for its shapes.
 
     torch.library.custom_op would do, and take three times as long for each call.
     """
 
     def define(function: Callable) -> Callable:
         name = schema.partition("(")[0]
-        _library.define(schema, tags=tags)
+        _library.define(schema, tags=(torch.Tag.needs_exact_strides,))
         _library.impl(name, function, "CompositeExplicitAutograd")
         register_fake(f"megalith_direct::{name}", fake, lib=_library)
         return function
@@ -64,32 +65,40 @@ def _others(x: Tensor, size: int, group: str) -> Tensor:
 @operator("all_gather(Tensor x, int size, str group) -> Tensor", _gathered)
 def all_gather(x: Tensor, size: int, group: str) -> Tensor:
     """The ranks' contiguous x, one behind the other along dimension 0, on all of the `size` ranks of `group`."""
-    out = _gathered(x, size, group)
-    parts = out.chunk(size)
+    out, part = _gathered(x, size, group), x.nbytes
 
-    def fetch(slot: Slot, stream: torch.cuda.Stream) -> None:
-        for peer in [slot.rank, *slot.peers()]:
-            parts[peer].copy_(slot.of(peer, x))
+    def give(slot: Slot, stream: int) -> None:
+        copy(x.data_ptr(), slot.addresses[slot.rank], part, stream)
 
-    return exchange(out, x.nbytes, group, lambda slot: slot.of(slot.rank, x).copy_(x), fetch)
+    def fetch(slot: Slot, stream: int) -> None:
+        target = out.data_ptr()
+        for rank in (slot.rank, *slot.peers):
+            copy(slot.addresses[rank], target + rank * part, part, stream)
+
+    return exchange(out, part, group, give, fetch)
 
 
 @operator("scatter(Tensor x, int size, str group) -> Tensor", _others)
 def scatter(x: Tensor, size: int, group: str) -> Tensor:
     """Part j of the contiguous x, along dimension 0, goes to rank j: what came, [size - 1, rows / size, ...], nearest
     rank behind this one first. With the own part it is what a reduce-scatter sums up (comm.py)."""
-    out = _others(x, size, group)
+    out, whole = _others(x, size, group), x.nbytes
+    part = whole // size
 
-    def give(slot: Slot) -> None:
-        given, mine = slot.of(slot.rank, x).chunk(size), x.chunk(size)
-        for peer in slot.peers():
-            given[peer].copy_(mine[peer])
+    def give(slot: Slot, stream: int) -> None:
+        source, target = x.data_ptr(), slot.addresses[slot.rank]
+        before, behind = slot.rank * part, (slot.rank + 1) * part  # the own part stays
+        if before > 0:
+            copy(source, target, before, stream)
+        if behind < whole:
+            copy(source + behind, target + behind, whole - behind, stream)
 
-    def fetch(slot: Slot, stream: torch.cuda.Stream) -> None:
-        for part, peer in zip(out, slot.peers(), strict=True):
-            part.copy_(slot.of(peer, x).chunk(size)[slot.rank])
+    def fetch(slot: Slot, stream: int) -> None:
+        target = out.data_ptr()
+        for place, peer in enumerate(slot.peers):
+            copy(slot.addresses[peer] + slot.rank * part, target + place * part, part, stream)
 
-    return exchange(out, x.nbytes, group, give, fetch)
+    return exchange(out, whole, group, give, fetch)
 
 
 class Slot:
@@ -118,44 +127,56 @@ class Slot:
             ) from error
         self.rank: int = self._handle.rank
         self.ranks: int = self._handle.world_size
-        self._flags = [self.of(rank, self._memory).data_ptr() + flags for rank in range(self.ranks)]
+        self.peers = tuple((self.rank + step) % self.ranks for step in range(1, self.ranks))
+        """The other ranks in the order in which this one fetches: each begins at another."""
+        self._views: dict[tuple[int, tuple[int, ...], torch.dtype], Tensor] = {}
+        whole = self._memory.shape, self._memory.dtype
+        self.addresses = [self.of(rank, *whole).data_ptr() for rank in range(self.ranks)]
+        """Where on this GPU stands what each rank gives."""
         self._turn = 0
         self._read = torch.cuda.Event()  # by this rank itself
+        self._given = torch.cuda.Event()
 
-    def peers(self) -> list[int]:
-        """The other ranks in the order in which this one fetches: each begins at another."""
-        return [(self.rank + step) % self.ranks for step in range(1, self.ranks)]
+        def given(at: int, by: int) -> int:
+            """The address of the flag on rank `at` for what rank `by` has given."""
+            return self.addresses[at] + flags + FLAG * by
 
-    def of(self, rank: int, like: Tensor) -> Tensor:
-        """What a rank gives, a tensor like this one."""
-        return self._handle.get_buffer(rank, like.shape, like.dtype)
+        def fetched(at: int, by: int) -> int:
+            return given(at, MOST_RANKS + by)
+
+        # A call of the driver for each step of a turn.
+        here, peers = self.rank, self.peers
+        self._before = Flags(awaited=[fetched(here, by) for by in peers])
+        self._meeting = Flags([given(at, here) for at in peers], [given(here, by) for by in peers])
+        self._behind = Flags([fetched(at, here) for at in peers])
+
+    def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """What a rank gives as a tensor: always the same one."""
+        key = rank, tuple(shape), dtype
+        if key not in self._views:
+            self._views[key] = self._handle.get_buffer(rank, shape, dtype)
+        return self._views[key]
 
     def begin(self, stream: torch.cuda.Stream) -> None:
         """The next turn: the stream goes on when all, this rank too, have read what the slot held."""
-        stream.wait_event(self._read)
-        for peer in self.peers():
-            await_flag(self._fetched(self.rank, peer), self._turn, stream.cuda_stream)
+        self._read.wait(stream)
+        self._before(self._turn, stream.cuda_stream)
         self._turn += 1
+
+    def follow(self, giver: torch.cuda.Stream, fetcher: torch.cuda.Stream) -> None:
+        """One stream goes on when what stands in the other is done."""
+        self._given.record(giver)  # waited for at once, so that one event serves every turn
+        self._given.wait(fetcher)
 
     def meet(self, stream: torch.cuda.Stream) -> None:
         """What the slot holds is given, by what stands before in the stream; it goes on when all have given theirs."""
-        for peer in self.peers():
-            raise_flag(self._given(peer, self.rank), self._turn, stream.cuda_stream)
-        for peer in self.peers():
-            await_flag(self._given(self.rank, peer), self._turn, stream.cuda_stream)
+        self._meeting(self._turn, stream.cuda_stream)
 
-    def end(self, stream: torch.cuda.Stream) -> None:
-        """What all have given is read, by what stands before in the stream."""
-        self._read.record(stream)
-        for peer in self.peers():
-            raise_flag(self._fetched(peer, self.rank), self._turn, stream.cuda_stream)
-
-    def _given(self, at: int, by: int) -> int:
-        """The address of the flag on rank `at` for what rank `by` has given."""
-        return self._flags[at] + FLAG * by
-
-    def _fetched(self, at: int, by: int) -> int:
-        return self._flags[at] + FLAG * (MOST_RANKS + by)
+    def end(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """What all have given is read, by what stands before in the stream; the event comes after it."""
+        self._behind(self._turn, stream.cuda_stream)
+        self._read = stream.record_event()
+        return self._read
 
 
 class _Slots:
@@ -182,39 +203,35 @@ def _stream(device: int) -> torch.cuda.Stream:
 
 
 class _Begun(Work):
-    """What wait_tensor waits for: all that stands in the stream now."""
+    """What wait_tensor waits for: an event on a GPU."""
 
-    def __init__(self, stream: torch.cuda.Stream):
+    def __init__(self, done: torch.cuda.Event, device: int):
         super().__init__()
-        self._done = stream.record_event()
+        self._done, self._device = done, device
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        torch.cuda.current_stream().wait_event(self._done)
+        self._done.wait(torch.cuda.current_stream(self._device))
         return True
 
 
-Give = Callable[[Slot], object]
-Fetch = Callable[[Slot, torch.cuda.Stream], None]
+Part = Callable[[Slot, int], object]
 
 
-def exchange(out: Tensor, size: int, group: str, give: Give, fetch: Fetch) -> Tensor:
+def exchange(out: Tensor, size: int, group: str, give: Part, fetch: Part) -> Tensor:
     """Begins a collective that makes `out` whole.
 
-    `give` puts at most `size` bytes, as many on every rank, into this rank's slot, on the current stream; `fetch`
-    makes `out` of the slots of all, on the stream of such collectives, which it is given and which is the current one.
+    `give` puts at most `size` bytes, as many on every rank, into this rank's slot, on the current stream, and `fetch`
+    makes `out` of the slots of all, on the stream of such collectives. Both are given the handle of their stream;
+    the second is not the current one.
+
+    It takes the host's time, and so it asks for nothing twice: an index spares the current stream the search for one.
     """
-    slot = slots(group, SLOTS).next(size)
-    here, stream = torch.cuda.current_stream(), _stream(out.device.index)
+    slot, device = slots(group, SLOTS).next(size), out.device.index
+    here, stream = torch.cuda.current_stream(device), _stream(device)
     slot.begin(here)
-    give(slot)
-    stream.wait_stream(here)
-    # A with-statement asks for the current stream again, which takes as long as a launch.
-    torch.cuda.set_stream(stream)
-    try:
-        slot.meet(stream)
-        fetch(slot, stream)
-        slot.end(stream)
-    finally:
-        torch.cuda.set_stream(here)
-    torch._C._distributed_c10d._register_work(out, _Begun(stream))
+    give(slot, here.cuda_stream)
+    slot.follow(here, stream)
+    slot.meet(stream)
+    fetch(slot, stream.cuda_stream)
+    torch._C._distributed_c10d._register_work(out, _Begun(slot.end(stream), device))
     return out

@@ -1,4 +1,4 @@
-"""What copy engines need of CUDA's driver and torch does not offer: strided copies, and flags between GPUs.
+"""What copy engines need of CUDA's driver: copies from address to address, strided ones too, and flags between GPUs.
 
 A flag is an int32 in device memory, of this GPU or of one that it reaches over NVLink. A stream raises it to a number
 when all before it is done, or goes on when it has that number or a later one; numbers may wrap around. Neither takes
@@ -10,6 +10,7 @@ refuses, and where the package cuda-bindings is missing.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -28,6 +29,16 @@ class Rows(NamedTuple):
     height: int
 
 
+def copy(source: int, target: int, size: int, stream: int) -> None:
+    """Copies `size` bytes from one address to another."""
+    _, cuda = _bindings()
+    (status,) = cuda.cudaMemcpyAsync(
+        target, source, size, cuda.cudaMemcpyKind.cudaMemcpyDeviceToDevice, stream
+    )
+    if int(status):
+        raise _refusal(status, f"copying {size:,} bytes from another GPU")
+
+
 def copy_rows(rows: Rows, source: int, target: int, stream: int) -> None:
     """Copies rows from what begins at address `source` to what begins at `target`."""
     _, cuda = _bindings()
@@ -41,23 +52,41 @@ def copy_rows(rows: Rows, source: int, target: int, stream: int) -> None:
         cuda.cudaMemcpyKind.cudaMemcpyDefault,
         stream,
     )
-    _check(status, f"copying {rows.height:,} rows of {rows.width:,} bytes from another GPU")
+    if int(status):
+        raise _refusal(status, f"copying {rows.height:,} rows of {rows.width:,} bytes from another GPU")
 
 
-def raise_flag(address: int, number: int, stream: int) -> None:
-    """When all that stands before it in the stream is done, the flag has this number."""
-    cuda, _ = _bindings()
-    (status,) = cuda.cuStreamWriteValue32(stream, address, number % 2**32, 0)
-    _check(status, "raising a flag of another GPU")
+class Flags:
+    """Flags, by their addresses, that a stream raises and others that it then awaits: at most 255, in one call.
 
+    The call is made ready here, once; with all its flags it takes the host as long as one for a single flag.
+    """
 
-def await_flag(address: int, number: int, stream: int) -> None:
-    """The stream goes on when the flag has this number or a later one."""
-    cuda, _ = _bindings()
-    (status,) = cuda.cuStreamWaitValue32(
-        stream, address, number % 2**32, 0
-    )  # 0: by a difference of int32 that is ≥ 0
-    _check(status, "waiting for a flag")
+    def __init__(self, raised: Sequence[int] = (), awaited: Sequence[int] = ()):
+        self._cuda, _ = _bindings()
+        kinds = self._cuda.CUstreamBatchMemOpType
+        raising = [self._step(kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32, "writeValue", flag) for flag in raised]
+        awaiting = [self._step(kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32, "waitValue", flag) for flag in awaited]
+        self._steps, self._values = zip(*raising, *awaiting, strict=True)
+
+    def _step(self, kind: Any, name: str, address: int) -> tuple[Any, Any]:
+        """What the driver is to do, and the part of it that has the number."""
+        step = self._cuda.CUstreamBatchMemOpParams()
+        step.operation, value = kind, getattr(step, name)
+        # By the default of a write all that stands before it in the stream is seen with it, by a wait's numbers are
+        # compared by a difference of int32 that is ≥ 0.
+        value.address, value.flags = self._cuda.CUdeviceptr(address), 0
+        return step, value
+
+    def __call__(self, number: int, stream: int) -> None:
+        """When all that stands before in the stream is done, the raised ones have this number; the stream goes on when
+        the awaited ones have it or a later one."""
+        number = self._cuda.cuuint32_t(number % 2**32)
+        for value in self._values:
+            value.value = number
+        (status,) = self._cuda.cuStreamBatchMemOp(stream, len(self._steps), self._steps, 0)
+        if int(status):
+            raise _refusal(status, "raising and awaiting flags of GPUs")
 
 
 @cache
@@ -73,9 +102,8 @@ def _bindings() -> tuple[Any, Any]:
     return driver, runtime
 
 
-def _check(status: Any, doing: str) -> None:
-    if int(status):
-        raise TrainingError(
-            f"CUDA answered {status.name} ({int(status)}) to {doing}; "
-            "leave out parallel.symmetric_memory_groups, whose collectives need that"
-        )
+def _refusal(status: Any, doing: str) -> TrainingError:
+    return TrainingError(
+        f"CUDA answered {status.name} ({int(status)}) to {doing}; "
+        "leave out parallel.symmetric_memory_groups, whose collectives need that"
+    )

@@ -46,7 +46,7 @@ class DirectReduceScatter:
         like = torch.empty(size, dtype=dtype, device="meta")
         slot = slots(self._group.group_name, SLOTS).next(like.nbytes)
         slot.begin(torch.cuda.current_stream())
-        self._begun = slot, slot.of(slot.rank, like)
+        self._begun = slot, slot.of(slot.rank, like.shape, dtype)
         return self._begun[1]
 
     def __call__(
@@ -67,14 +67,15 @@ class DirectReduceScatter:
                 f"torch {torch.__version__} asks for a reduce-scatter of gradients in another way than 2.11 to 2.13 "
                 "do; leave dp out of parallel.symmetric_memory_groups"
             )
-        parts = [slot.of(rank, input_tensor).chunk(slot.ranks)[slot.rank] for rank in range(slot.ranks)]
+        wholes = [slot.of(rank, given.shape, given.dtype) for rank in range(slot.ranks)]
+        parts = [whole.chunk(slot.ranks)[slot.rank] for whole in wholes]
         step = max(1, FETCHED_AT_ONCE // (slot.ranks - 1) // input_tensor.element_size())
         pieces = [part.split(step) for part in parts]
         stream = torch.cuda.current_stream()
         slot.meet(stream)
         for number, total in enumerate(output_tensor.split(step)):
             fetched = {slot.rank: pieces[slot.rank][number]}
-            for peer in slot.peers():
+            for peer in slot.peers:
                 fetched[peer] = pieces[peer][number].clone()
             torch.add(fetched[0], fetched[1], out=total)
             for rank in range(2, slot.ranks):

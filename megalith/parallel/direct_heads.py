@@ -15,15 +15,12 @@ from __future__ import annotations
 
 from functools import cache
 
-import torch
 from torch import Tensor
 
 from megalith.direct import Slot, exchange, operator
 from megalith.driver import Rows, copy_rows
 from megalith.ops import fused
 from megalith.parallel.zigzag import spans
-
-STRIDED = (torch.Tag.needs_exact_strides,)  # compiled code hands over views as they are
 
 
 def _heads(xs: list[Tensor], size: int, group: str) -> Tensor:
@@ -36,7 +33,7 @@ def _tokens(xs: list[Tensor], size: int, group: str) -> Tensor:
     return xs[0].new_empty(batch, seq // size, sum(x.shape[2] for x in xs) * size, head_dim)
 
 
-@operator("heads_from_tokens(Tensor[] xs, int size, str group) -> Tensor", _heads, STRIDED)
+@operator("heads_from_tokens(Tensor[] xs, int size, str group) -> Tensor", _heads)
 def heads_from_tokens(xs: list[Tensor], size: int, group: str) -> Tensor:
     """Some tokens of all heads → all tokens, in order, of this rank's share of the heads.
 
@@ -46,7 +43,7 @@ def heads_from_tokens(xs: list[Tensor], size: int, group: str) -> Tensor:
     return _begin(xs, _heads(xs, size, group), size, group, to_heads=True)
 
 
-@operator("tokens_from_heads(Tensor[] xs, int size, str group) -> Tensor", _tokens, STRIDED)
+@operator("tokens_from_heads(Tensor[] xs, int size, str group) -> Tensor", _tokens)
 def tokens_from_heads(xs: list[Tensor], size: int, group: str) -> Tensor:
     """The way back: from [batch, size · seq, heads of each / size, head_dim] to [batch, seq, heads of all, head_dim],
     in which all heads of the first stand before those of the second.
@@ -56,20 +53,21 @@ def tokens_from_heads(xs: list[Tensor], size: int, group: str) -> Tensor:
 
 def _begin(xs: list[Tensor], out: Tensor, size: int, group: str, to_heads: bool) -> Tensor:
     batch, seq, _, head_dim = (xs[0] if to_heads else out).shape
-    parts = out.view(size, batch, seq, -1, head_dim)[1:]  # of the shape of what is in a slot
-    widths = tuple(x.shape[2] // (size if to_heads else 1) * head_dim * x.element_size() for x in xs)
+    cut, head = (size, 1) if to_heads else (1, size), head_dim * out.element_size()
+    shape = size - 1, batch, seq, out.shape[2] // cut[1], head_dim  # of what is in a slot
+    widths = tuple([x.shape[2] // cut[0] * head for x in xs])
     pulls = heads_pulls if to_heads else tokens_pulls
 
-    def give(slot: Slot) -> None:
-        fused.share_heads(xs, slot.of(slot.rank, parts), out, slot.rank, to_heads)
+    def give(slot: Slot, stream: int) -> None:
+        fused.share_heads(xs, slot.of(slot.rank, shape, out.dtype), out, slot.rank, to_heads)
 
-    def fetch(slot: Slot, stream: torch.cuda.Stream) -> None:
-        for peer in slot.peers():
-            source = slot.of(peer, parts).data_ptr()
+    def fetch(slot: Slot, stream: int) -> None:
+        target = out.data_ptr()
+        for peer in slot.peers:
             for pull in pulls(slot.rank, peer, size, batch, seq, widths):
-                copy_rows(pull, source, out.data_ptr(), stream.cuda_stream)
+                copy_rows(pull, slot.addresses[peer], target, stream)
 
-    return exchange(out, parts.nbytes, group, give, fetch)
+    return exchange(out, out.nbytes // size * (size - 1), group, give, fetch)
 
 
 @cache

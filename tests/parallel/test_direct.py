@@ -10,7 +10,7 @@ import torch
 from megalith import direct, driver
 from megalith.errors import TrainingError
 
-CALLS = ("cudaMemcpy2DAsync", "cuStreamWriteValue32", "cuStreamWaitValue32")
+CALLS = ("cudaMemcpyAsync", "cudaMemcpy2DAsync", "cuStreamBatchMemOp")
 
 
 def test_gpus_that_share_no_memory_are_told_with_the_way_out():
@@ -59,20 +59,22 @@ class Flags:
         self.writer = None
         self.missing: list[int] = []
 
-    def raise_flag(self, address: int, number: int, stream: int) -> None:
-        self.numbers[address] = number
-        self.writers.setdefault(address, set()).add(self.writer)
+    def make(self, raised=(), awaited=()):
+        """In the place of driver.Flags."""
 
-    def await_flag(self, address: int, number: int, stream: int) -> None:
-        if self.numbers.get(address, 0) < number:
-            self.missing.append(address)
+        def call(number: int, stream: int) -> None:
+            for address in raised:
+                self.numbers[address] = number
+                self.writers.setdefault(address, set()).add(self.writer)
+            self.missing += [address for address in awaited if self.numbers.get(address, 0) < number]
+
+        return call
 
 
 def slots_of(ranks: int, monkeypatch) -> tuple[list[direct.Slot], Flags]:
     """One slot as each of its ranks sees it, in one process."""
     flags, memories = Flags(), []
-    monkeypatch.setattr(direct, "raise_flag", flags.raise_flag)
-    monkeypatch.setattr(direct, "await_flag", flags.await_flag)
+    monkeypatch.setattr(direct, "Flags", flags.make)
     for name, value in (("current_device", 0), ("synchronize", None), ("Event", mock.Mock())):
         monkeypatch.setattr(torch.cuda, name, mock.Mock(return_value=value))
 
@@ -118,19 +120,44 @@ def test_ranks_wait_for_what_is_given_and_for_what_is_fetched(monkeypatch):
 def test_without_cuda_bindings_the_package_and_the_way_out_are_named():
     driver._bindings.cache_clear()
     with mock.patch.dict(sys.modules, {"cuda": None}), pytest.raises(TrainingError) as raised:
-        driver.raise_flag(0, 1, 0)
+        driver.Flags([64])
     assert "parallel.symmetric_memory_groups" in str(raised.value)
     assert "install it, or leave the setting out" in str(raised.value)
+
+
+def test_all_flags_of_a_step_go_in_one_call_those_that_are_raised_first():
+    cuda = mock.MagicMock(cuuint32_t=int, CUdeviceptr=int)
+    cuda.CUstreamBatchMemOpParams = mock.Mock  # a new one for each flag
+    kinds = cuda.CUstreamBatchMemOpType
+    calls = []
+
+    def launch(stream, count, steps, flags):
+        parts = {kinds.CU_STREAM_MEM_OP_WRITE_VALUE_32: "writeValue"}
+        parts[kinds.CU_STREAM_MEM_OP_WAIT_VALUE_32] = "waitValue"
+        named = [(parts[step.operation], getattr(step, parts[step.operation])) for step in steps]
+        assert (count, flags) == (len(steps), 0) and all(value.flags == 0 for _, value in named)
+        calls.append((stream, [(name, value.address, value.value) for name, value in named]))
+        return (0,)
+
+    cuda.cuStreamBatchMemOp = launch
+    with mock.patch.object(driver, "_bindings", lambda: (cuda, None)):
+        flags = driver.Flags([64, 128], [192])
+        flags(7, 1)
+        flags(2**32 + 8, 2)
+    assert calls == [
+        (stream, [("writeValue", 64, number), ("writeValue", 128, number), ("waitValue", 192, number)])
+        for stream, number in ((1, 7), (2, 8))
+    ]
 
 
 @pytest.mark.parametrize(
     "call",
     [
+        lambda: driver.copy(0, 0, 8, 0),
         lambda: driver.copy_rows(driver.Rows(0, 8, 0, 8, 8, 3), 0, 0, 0),
-        lambda: driver.raise_flag(0, 1, 0),
-        lambda: driver.await_flag(0, 1, 0),
+        lambda: driver.Flags([64])(1, 0),
     ],
-    ids=["copy", "raise", "await"],
+    ids=["copy", "rows", "flags"],
 )
 def test_what_the_driver_refuses_is_told(call):
     status = mock.MagicMock(__int__=lambda self: 1)

@@ -83,6 +83,7 @@ def shared_memory():
             )
         )
         patches.enter_context(mock.patch.multiple(direct.Slot, **steps))
+        patches.enter_context(mock.patch.object(direct, "Flags"))
         patches.enter_context(
             mock.patch.multiple(
                 direct.symmetric,

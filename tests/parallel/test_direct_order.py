@@ -1,5 +1,6 @@
 """Copy engines' collectives in every order of time: the ranks' streams are played through at random, on no GPU."""
 
+import ctypes
 import random
 from collections import deque
 from collections.abc import Callable
@@ -21,6 +22,10 @@ class Event:
         self.done = done = []
         stream.put(lambda: done.append(True))
 
+    def wait(self, stream: "Stream") -> None:
+        done = self.done  # of the last time that it was recorded
+        stream.put(lambda: None, lambda: bool(done))
+
 
 class Stream:
     """What is launched runs in its order, each when it is ready."""
@@ -37,12 +42,8 @@ class Stream:
         event.record(self)
         return event
 
-    def wait_event(self, event: Event) -> None:
-        done = event.done
-        self.put(lambda: None, lambda: bool(done))
-
     def wait_stream(self, other: "Stream") -> None:
-        self.wait_event(other.record_event())
+        other.record_event().wait(self)
 
 
 class Machine:
@@ -57,11 +58,10 @@ class Machine:
         self._memories: dict[tuple[int, int], torch.Tensor] = {}
         self._made = [0] * ranks
         cuda = dict(current_device=lambda: 0, synchronize=lambda: None, empty_cache=lambda: None, Event=Event)
-        cuda |= dict(current_stream=lambda: self._current, set_stream=self._set)
+        cuda |= dict(current_stream=lambda device: self._current)
         for name, function in cuda.items():
             monkeypatch.setattr(torch.cuda, name, function)
-        monkeypatch.setattr(direct, "raise_flag", self._raise)
-        monkeypatch.setattr(direct, "await_flag", self._await)
+        monkeypatch.setattr(direct, "Flags", self._flags)
         monkeypatch.setattr(direct, "_stream", lambda device: self.side[self._rank])
         monkeypatch.setattr(direct, "_Begun", mock.Mock())
         monkeypatch.setattr(torch._C._distributed_c10d, "_register_work", mock.Mock())
@@ -82,31 +82,37 @@ class Machine:
             assert ready, "all streams wait"
             order.choice(ready).launched.popleft()[0]()
 
-    def write(self, slot: direct.Slot, value: object) -> None:
-        """A copy into the own slot, on the current stream; until it is through, what is there is neither."""
-        address = slot.of(slot.rank, torch.empty(1)).data_ptr()
+    def write(self, slot: direct.Slot, value: object, stream: Stream) -> None:
+        """A copy into the own slot; until it is through, what is there is neither."""
+        address = slot.addresses[slot.rank]
         for moment in ("begun", value):
-            self._current.put(lambda moment=moment: self.held.__setitem__(address, moment))
+            stream.put(lambda moment=moment: self.held.__setitem__(address, moment))
 
-    def read(self, slot: direct.Slot, rank: int, value: object) -> None:
-        """A copy from a rank's slot, on the current stream, which has to find this value from begin to end."""
-        address = slot.of(rank, torch.empty(1)).data_ptr()
+    def read(self, slot: direct.Slot, rank: int, value: object, stream: Stream) -> None:
+        """A copy from a rank's slot, which has to find this value from begin to end."""
+        address = slot.addresses[rank]
 
         def look() -> None:
             if self.held.get(address) != value:
                 self.wrong.append(f"{self.held.get(address)} for {value}")
 
-        self._current.put(look)
-        self._current.put(look)
+        stream.put(look)
+        stream.put(look)
 
-    def _set(self, stream: Stream) -> None:
-        self._current = stream
+    def copy(self, source: int, target: int, size: int, stream: Stream) -> None:
+        """In the place of driver.copy."""
+        stream.put(lambda: ctypes.memmove(target, source, size))
 
-    def _raise(self, address: int, number: int, stream: Stream) -> None:
-        stream.put(lambda: self.flags.__setitem__(address, number))
+    def _flags(self, raised=(), awaited=()) -> Callable[[int, Stream], None]:
+        """In the place of driver.Flags: each flag for itself, in the order of the call."""
 
-    def _await(self, address: int, number: int, stream: Stream) -> None:
-        stream.put(lambda: None, lambda: self.flags.get(address, 0) >= number)
+        def call(number: int, stream: Stream) -> None:
+            for address in raised:
+                stream.put(lambda address=address: self.flags.__setitem__(address, number))
+            for address in awaited:
+                stream.put(lambda: None, lambda address=address: self.flags.get(address, 0) >= number)
+
+        return call
 
     def _memory(self, rank: int, size: int) -> torch.Tensor:
         return self._memories.setdefault((rank, self._made[rank]), torch.empty(size, dtype=torch.uint8))
@@ -137,16 +143,34 @@ def test_every_rank_finds_what_each_gave_for_this_collective(ranks, seed, monkey
         group = machine.host(rank)
         for number in range(COLLECTIVES):
 
-            def give(slot: direct.Slot, number=number) -> None:
-                machine.write(slot, (slot.rank, number))
+            def give(slot: direct.Slot, stream: Stream, number=number) -> None:
+                machine.write(slot, (slot.rank, number), stream)
 
             def fetch(slot: direct.Slot, stream: Stream, number=number) -> None:
-                for peer in [slot.rank, *slot.peers()]:
-                    machine.read(slot, peer, (peer, number))
+                for peer in [slot.rank, *slot.peers]:
+                    machine.read(slot, peer, (peer, number), stream)
 
             direct.exchange(torch.empty(1), 1, group, give, fetch)
     machine.run(random.Random(seed))
     assert machine.wrong == []
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("name", ["all_gather", "scatter"])
+def test_every_part_comes_to_its_place(name, ranks, monkeypatch):
+    machine = Machine(ranks, monkeypatch)
+    monkeypatch.setattr(direct, "copy", machine.copy)
+    given = torch.randn(COLLECTIVES, ranks, 3 * ranks, 5)
+    found = []
+    for rank in range(ranks):
+        group = machine.host(rank)
+        found.append([getattr(direct, name)(x, ranks, group) for x in given[:, rank]])
+    machine.run(random.Random(0))
+    for rank, outs in enumerate(found):
+        for out, xs in zip(outs, given, strict=True):
+            parts = [x.chunk(ranks)[rank] for x in xs]
+            nearest_first = torch.stack(parts[rank + 1 :] + parts[:rank])
+            assert torch.equal(out, xs.flatten(0, 1) if name == "all_gather" else nearest_first)
 
 
 @pytest.mark.parametrize("seed", range(12))
@@ -157,14 +181,13 @@ def test_gradients_in_one_slot_are_not_overwritten_before_all_have_read_them(see
         group = machine.host(rank)
         for number in range(COLLECTIVES):
             slot = direct.slots(group, 1).next(1)
-            slot.begin(machine.compute[rank])
-            machine.write(slot, (rank, number))
-            machine.side[rank].wait_stream(machine.compute[rank])
-            machine._set(machine.side[rank])
-            slot.meet(machine.side[rank])
+            compute, side = machine.compute[rank], machine.side[rank]
+            slot.begin(compute)
+            machine.write(slot, (rank, number), compute)
+            side.wait_stream(compute)
+            slot.meet(side)
             for peer in range(2):
-                machine.read(slot, peer, (peer, number))
-            slot.end(machine.side[rank])
-            machine._set(machine.compute[rank])
+                machine.read(slot, peer, (peer, number), side)
+            slot.end(side)
     machine.run(random.Random(seed))
     assert machine.wrong == []
