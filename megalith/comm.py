@@ -151,9 +151,12 @@ def any_rank(here: bool, axis: Axis) -> bool:
     return bool(summed(torch.tensor(float(here)), axis, "max"))
 
 
-def begin_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
+def begin_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor | Shares:
     """What `wait` turns into the sum of x over the axis, while other work goes on; without gradient."""
-    return _ops.all_reduce(x.contiguous(), op, axis.name)
+    x = x.contiguous()
+    if op == "sum" and axis.goes_direct(x) and x.numel() % axis.size == 0:
+        return Shares(begin_reduce_scatter(x.view(-1), axis), axis, x.shape)
+    return _ops.all_reduce(x, op, axis.name)
 
 
 def begin_all_gather(x: Tensor, axis: Axis) -> Tensor:
@@ -187,8 +190,22 @@ def begin_reduce_scatter(x: Tensor, axis: Axis) -> Tensor | Parts:
     return _ops.reduce_scatter_tensor(x, "sum", axis.size, axis.name)
 
 
-def wait(x: Tensor | Parts) -> Tensor:
+@dataclass(frozen=True)
+class Shares:
+    """A sum that goes by copy engines: each rank makes a share of it, the same bits for all, and they are gathered."""
+
+    own: Tensor | Parts
+    axis: Axis
+    shape: torch.Size
+
+    def gathered(self) -> Tensor:
+        return wait(begin_all_gather(wait(self.own), self.axis)).view(self.shape)
+
+
+def wait(x: Tensor | Parts | Shares) -> Tensor:
     """The result of a begun collective."""
+    if isinstance(x, Shares):
+        return x.gathered()
     return x.sum() if isinstance(x, Parts) else _ops.wait_tensor(x)
 
 

@@ -52,11 +52,6 @@ def overlap_notes(config: RunConfig, compiled: bool) -> list[str]:
             "behind the other"
         )
     direct = parallel.symmetric_memory_groups
-    if "tp" in direct and parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
-        notes.append(
-            "parallel.symmetric_memory_groups has tp, but copy engines make no all-reduces, which is what tensor "
-            "parallelism does without sequence_parallel; turn that on"
-        )
     if "cp" in direct and parallel.context_parallel_size > 1 and "a2a" not in parallel.cp_comm_type:
         notes.append(
             "parallel.symmetric_memory_groups has cp, but copy engines exchange heads, which cp_comm_type "

@@ -73,7 +73,6 @@ ENGINES = {"symmetric_memory_groups": ["tp", "cp"]}
 @pytest.mark.parametrize(
     "parallel, sentence",
     [
-        (TP2, "make no all-reduces, .* without sequence_parallel"),
         (A2A | {"cp_comm_type": "p2p"}, "exchange heads, which cp_comm_type p2p does not; choose a2a"),
         (A2A | {"cp_comm_type": "all_gather"}, "cp_comm_type all_gather does not"),
     ],
@@ -84,7 +83,7 @@ def test_a_note_says_where_copy_engines_have_nothing_to_move(parallel, sentence)
 
 
 @pytest.mark.parametrize(
-    "parallel", [{}, TP2 | {"sequence_parallel": True}, A2A, A2A | {"cp_comm_type": "a2a+p2p"}]
+    "parallel", [{}, TP2, TP2 | {"sequence_parallel": True}, A2A, A2A | {"cp_comm_type": "a2a+p2p"}]
 )
 def test_there_is_no_note_where_copy_engines_have_something_to_move_or_an_axis_one_rank(parallel):
     assert overlap_notes(run(parallel | ENGINES), compiled=True) == []

@@ -28,7 +28,11 @@ def axes() -> tuple[comm.Axis, comm.Axis]:
     return direct, replace(direct, direct=False)
 
 
-BEGIN = {"all_gather": comm.begin_all_gather, "reduce_scatter": comm.begin_reduce_scatter}
+BEGIN = {
+    "all_gather": comm.begin_all_gather,
+    "reduce_scatter": comm.begin_reduce_scatter,
+    "all_reduce": comm.begin_all_reduce,
+}
 
 
 def difference(name: str) -> float:
@@ -42,7 +46,7 @@ def difference(name: str) -> float:
         torch.cuda._sleep(10_000_000 * direct.rank)  # one rank comes late
         begun = [begin(x, direct) for x in given]
         for x in given:  # what is given may be overwritten at once, but for the own part of a sum
-            peers = x.chunk(direct.size)[1 - direct.rank] if name == "reduce_scatter" else x
+            peers = x if name == "all_gather" else x.chunk(direct.size)[1 - direct.rank]
             peers.fill_(float("nan"))
         found = [comm.wait(x) for x in begun]
         worst = max(worst, *((a.float() - b.float()).abs().max().item() for a, b in zip(found, expected)))

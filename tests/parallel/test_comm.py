@@ -1,5 +1,7 @@
 """Every collective gives the values and the gradients that its formula says, eagerly and compiled in one graph."""
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
@@ -104,6 +106,45 @@ def largest(size: int) -> torch.Tensor:
 def test_the_maximum_over_the_axis(pool):
     for result in pool.run(largest, 2, size=2):
         torch.testing.assert_close(result, inputs(2).amax(0))
+
+
+def parts_by_gloo(x: torch.Tensor, axis: comm.Axis) -> comm.Parts:
+    """What a reduce-scatter by copy engines gives: the others' parts in the order of ranks behind this one."""
+    came = comm.all_to_all(x, axis).chunk(axis.size)
+    others = [came[(axis.rank + step) % axis.size] for step in range(1, axis.size)]
+    return comm.Parts(came[axis.rank], torch.stack(others))
+
+
+def sum_in_shares(shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
+    """bf16 of this rank, what all_reduce gives, the gradient that all_reduce_gradient gives, and how many of both
+    sums were made in shares."""
+    axis = tensor_axis(3)
+    torch.manual_seed(axis.rank)
+    x = torch.randn(shape).bfloat16().requires_grad_()
+    with (
+        mock.patch.object(comm.Axis, "goes_direct", lambda axis, x: True),
+        mock.patch.object(comm, "begin_reduce_scatter", side_effect=parts_by_gloo) as shares,
+        mock.patch.object(comm, "begin_all_gather", gathered_by_gloo),
+    ):
+        y = comm.all_reduce(x.transpose(0, 1), axis).transpose(0, 1)
+        comm.all_reduce_gradient(x, axis).backward(x.detach())
+    return x.detach(), y.detach(), x.grad, shares.call_count
+
+
+def gathered_by_gloo(x: torch.Tensor, axis: comm.Axis) -> torch.Tensor:
+    return torch.ops._c10d_functional.all_gather_into_tensor(x, axis.size, axis.name)
+
+
+@pytest.mark.parametrize("shape, in_shares", [((4, 9, 2), 2), ((5, 7), 0)], ids=["divides", "does not"])
+def test_an_all_reduce_by_copy_engines_is_a_sum_in_fp32_rounded_once(pool, shape, in_shares):
+    """Where ranks cannot have equal shares of it, it goes as ever."""
+    given, sums, gradients, counts = zip(*pool.run(sum_in_shares, shape, size=3))
+    assert set(counts) == {in_shares}
+    exact = sum(x.double() for x in given)
+    for everyones in (sums, gradients):
+        assert all(torch.equal(found, everyones[0]) for found in everyones)
+        torch.testing.assert_close(everyones[0].double(), exact, rtol=2**-7, atol=2**-6)
+        assert not in_shares or torch.equal(everyones[0], exact.bfloat16())
 
 
 def place_of_rows(rows: int) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:

@@ -7,6 +7,7 @@ from torch.utils.flop_counter import flop_registry
 from traced_layers import BATCH, SEQ, layer_graphs
 
 import megalith.parallel.direct_heads  # noqa: F401 (it registers operators)
+from megalith.comm import Axis
 from megalith.parallel import interleave
 from megalith.parallel.interleave import Interleave, begins_collective, seconds, waits
 
@@ -221,6 +222,20 @@ def test_a_layer_of_gpt2_large_exposes_only_what_it_has_nothing_to_hide_behind(
         monkeypatch.setattr(interleave, "LINK", 180e9 / slower)
         first = next(seconds(node) for node in orders[1] if begins_collective(node))
         assert exposed(orders[1]) == pytest.approx(first if parallel is TP2_SP else 0.0, abs=1e-6)
+
+
+def test_sums_of_tensor_parallelism_by_copy_engines_expose_the_last_of_the_forward_pass(
+    attention_takes_time, monkeypatch
+):
+    """An all-reduce is a scatter and a gather of what it sums up to, each of which the other half can hide."""
+    monkeypatch.setattr(Axis, "goes_direct", lambda axis, x: True)
+    forward, backward = (ordered(graph) for graph in layer_graphs(tensor_model_parallel_size=2))
+    for nodes in (forward, backward):
+        kinds = [str(node.target) for node in nodes if begins_collective(node)]
+        assert kinds == ["megalith_direct.scatter.default", "megalith_direct.all_gather.default"] * 4
+    last = [seconds(node) for node in forward if begins_collective(node)][-2:]
+    assert exposed(forward) == pytest.approx(sum(last), rel=0.05)
+    assert exposed(backward) == pytest.approx(0.0, abs=1e-6)
 
 
 def test_context_parallelism_halves_attention_and_its_matrices_alone():

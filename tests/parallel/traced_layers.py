@@ -72,7 +72,7 @@ def _traced(model: Transformer, config: RunConfig) -> list[Graph]:
             for name, parameter in module.named_parameters(recurse=False):
                 setattr(module, name, nn.Parameter(torch.empty(local(parameter).shape)))
         ids = torch.zeros(BATCH, SEQ // cp, dtype=torch.int64)
-        stream = (1, BATCH * SEQ // tp) if tp > 1 else ids.shape
+        stream = (1, BATCH * SEQ // tp) if config.parallel.sequence_parallel else ids.shape
         x = torch.zeros(*stream, config.model.hidden_size, dtype=torch.bfloat16, requires_grad=True)
         context = model.context(ids, ids[0], None, None, None)
         for hook in model._forward_pre_hooks.values():
