@@ -13,6 +13,8 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra import libdevice
 
+from megalith.ops.fused.launch import Launcher
+
 ELEMENTS, WARPS = 1024, 8  # a program's part
 
 
@@ -38,6 +40,9 @@ def _adamw(
         tl.store(second + places, v, mask=here)
 
 
+_launch = Launcher(_adamw)
+
+
 def adamw_(
     value: Tensor,
     grad: Tensor,
@@ -56,7 +61,12 @@ def adamw_(
     float32 scalars on the device: `step`, this one counted; `grad_scale`, which the gradient is divided by;
     `found_inf`, with which, if it is not zero, nothing changes.
     """
-    _adamw[(triton.cdiv(value.numel(), ELEMENTS),)](
-        value, grad, first, second, step, grad_scale, found_inf, value.numel(), lr, lr * weight_decay, eps,
-        BETA1=betas[0], BETA2=betas[1], LOG1=log(betas[0]), LOG2=log(betas[1]), ELEMENTS=ELEMENTS, num_warps=WARPS,
-    )  # fmt: skip
+    count = value.numel()
+    _launch(
+        (-(-count // ELEMENTS), 1, 1),
+        (value, grad, first, second, step, grad_scale, found_inf),
+        (count,),
+        (float(lr), float(lr * weight_decay), float(eps)),
+        (*betas, log(betas[0]), log(betas[1]), ELEMENTS),
+        WARPS,
+    )

@@ -10,6 +10,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from megalith.ops.fused.launch import Launcher
+
 ROWS, COLUMNS, WARPS = 64, 128, 4  # of a tile: 16 KB in bf16
 
 
@@ -76,6 +78,9 @@ def _copy(
         tl.store(out + row * (RANKS * WIDTH) + RANKS * BEFORE + rank * COUNT + columns, value, mask=inside)
 
 
+_launch = Launcher(_share_heads)
+
+
 def share_heads(xs: list[Tensor], slot: Tensor, out: Tensor, rank: int, to_heads: bool) -> None:
     """Writes, of up to three tensors, what the other ranks fetch into `slot` and this rank's own share into `out`.
 
@@ -89,8 +94,12 @@ def share_heads(xs: list[Tensor], slot: Tensor, out: Tensor, rank: int, to_heads
     cut = others + 1 if to_heads else 1
     widths = [x.shape[2] // cut * size for x in xs] + [0] * (3 - len(xs))
     first, second, third = (xs * 3)[:3]
-    blocks = sum(triton.cdiv(width, COLUMNS) for width in widths)
-    _share_heads[((others + 1) * blocks, triton.cdiv(seq, ROWS), batch)](
-        first, second, third, slot, out, seq, rank, *first.stride()[:3], *second.stride()[:3], *third.stride()[:3],
-        *widths, size, others + 1, to_heads, ROWS, COLUMNS, num_warps=WARPS,
-    )  # fmt: skip
+    blocks = sum([-(-width // COLUMNS) for width in widths])
+    _launch(
+        ((others + 1) * blocks, -(-seq // ROWS), batch),
+        (first, second, third, slot, out),
+        (seq, rank, *first.stride()[:3], *second.stride()[:3], *third.stride()[:3]),
+        (),
+        (*widths, size, others + 1, to_heads, ROWS, COLUMNS),
+        WARPS,
+    )
