@@ -104,8 +104,9 @@ def scatter(x: Tensor, size: int, group: str) -> Tensor:
 class Slot:
     """Memory for what a rank gives, which its peers can read, and flags by which they say how far they are.
 
-    Each use of a slot is a turn. Behind the memory every rank has two flags for each other one: the last turn for
-    which that one has given what is in its slot, and the last for which it has fetched what is in this one.
+    Each use of a slot is a turn, in which the ranks meet, once or more often. Behind the memory every rank has two
+    flags for each other one: the last meeting for which that one has given what is in its slot, and the last after
+    which it has fetched what is in this one.
     """
 
     def __init__(self, size: int, group: str):
@@ -133,7 +134,7 @@ class Slot:
         whole = self._memory.shape, self._memory.dtype
         self.addresses = [self.of(rank, *whole).data_ptr() for rank in range(self.ranks)]
         """Where on this GPU stands what each rank gives."""
-        self._turn = 0
+        self._meetings = 0
         self._read = torch.cuda.Event()  # by this rank itself
         self._given = torch.cuda.Event()
 
@@ -160,8 +161,7 @@ class Slot:
     def begin(self, stream: torch.cuda.Stream) -> None:
         """The next turn: the stream goes on when all, this rank too, have read what the slot held."""
         self._read.wait(stream)
-        self._before(self._turn, stream.cuda_stream)
-        self._turn += 1
+        self._before(self._meetings, stream.cuda_stream)
 
     def follow(self, giver: torch.cuda.Stream, fetcher: torch.cuda.Stream) -> None:
         """One stream goes on when what stands in the other is done."""
@@ -170,11 +170,12 @@ class Slot:
 
     def meet(self, stream: torch.cuda.Stream) -> None:
         """What the slot holds is given, by what stands before in the stream; it goes on when all have given theirs."""
-        self._meeting(self._turn, stream.cuda_stream)
+        self._meetings += 1
+        self._meeting(self._meetings, stream.cuda_stream)
 
     def end(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         """What all have given is read, by what stands before in the stream; the event comes after it."""
-        self._behind(self._turn, stream.cuda_stream)
+        self._behind(self._meetings, stream.cuda_stream)
         self._read = stream.record_event()
         return self._read
 

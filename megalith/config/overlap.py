@@ -8,15 +8,9 @@ from megalith.errors import ConfigError
 
 
 def check_overlap(config: RunConfig) -> None:
-    """Raises ConfigError where dp's copy engines have nothing to do, or unless, with tp_comm_overlap, micro-batches
-    have two halves and something that one can hide of the other."""
+    """Raises ConfigError unless, with tp_comm_overlap, micro-batches have two halves and something that one can hide of
+    the other."""
     parallel, size = config.parallel, config.train.micro_batch_size
-    if "dp" in parallel.symmetric_memory_groups and parallel.data_parallel_sharding_strategy == "no_shard":
-        raise ConfigError(
-            "parallel.symmetric_memory_groups has dp, whose copy engines move what a reduce-scatter of gradients sums, "
-            "but data_parallel_sharding_strategy no_shard all-reduces them; choose optim, optim_grads or "
-            "optim_grads_params, or leave dp out"
-        )
     if not parallel.tp_comm_overlap:
         return
     exchanges = parallel.context_parallel_size > 1 and parallel.cp_comm_type in ("a2a", "a2a+p2p")

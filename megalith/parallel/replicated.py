@@ -5,7 +5,8 @@ that autograd adds up over the micro-batches. They are summed over the ranks, in
 step's last micro-batch: as soon as every parameter of a unit has its gradient, one all-reduce of them all begins, and
 goes on while the layers before are still at their backward passes. A layer is a unit; its experts are one by
 themselves, for fewer ranks hold copies of them; and what stands outside of the layers is one, so that a tied weight is
-summed once.
+summed once. With dp among `symmetric_memory_groups` copy engines sum the gradients of layers and experts
+(direct_data.py).
 
 All ranks of an axis have to begin their sums in the same order. They run the same code on their micro-batches, and of
 the nodes that wait autograd takes the one that was made last: a layer's gradients are all there before anything of the
@@ -23,8 +24,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import AllreduceCoalescedOptions, Work
 
-from megalith.comm import Axis, local
+from megalith.comm import LEAST_DIRECT, Axis, local
 from megalith.models.transformer import Transformer
+from megalith.parallel.direct_data import DirectSum
 from megalith.parallel.mesh import Mesh
 
 EXPERTS = "mlp.experts."  # what the names of a layer's experts begin with
@@ -36,10 +38,12 @@ class Unit:
 
     axis: Axis
     names: Sequence[str]
+    direct: bool = False
+    """Whether copy engines sum them, unless they are small."""
     trained: list[nn.Parameter] = field(default_factory=list)
     missing: int = 0
     """How many have no gradient yet from the pass that goes on."""
-    sums: Work | None = None
+    sums: Work | DirectSum | None = None
     """Under way."""
 
     @torch.no_grad()
@@ -47,7 +51,10 @@ class Unit:
         """Begins to sum the gradients there are, unless that has begun."""
         if self.sums is not None:
             return
-        if gradients := [local(parameter.grad) for parameter in self.trained if parameter.grad is not None]:
+        gradients = [local(parameter.grad) for parameter in self.trained if parameter.grad is not None]
+        if self.direct and sum(gradient.nbytes for gradient in gradients) >= LEAST_DIRECT:
+            self.sums = DirectSum(gradients, self.axis.group)
+        elif gradients:
             options = AllreduceCoalescedOptions()  # a sum
             options.asyncOp = True
             self.sums = self.axis.group.allreduce_coalesced(gradients, options)
@@ -117,14 +124,16 @@ class Replicated:
 def replicate(chunk: Transformer, mesh: Mesh) -> None:
     """Lets this rank's chunk have its parameters whole, in place: `chunk.replicated` sums their gradients.
 
-    Dense parameters are copied over mesh.dp_cp, experts over mesh.edp.
+    Dense parameters are copied over mesh.dp_cp, experts over mesh.edp. What stands outside of the layers ends a
+    backward pass and has nothing beside it: NCCL is as good there, and needs no memory.
     """
-    names = {name for name, _ in chunk.named_parameters()}
+    names, direct = {name for name, _ in chunk.named_parameters()}, mesh.dp.direct
     units = []
     for number, layer in chunk.layers.items():
         own = [f"layers.{number}.{name}" for name, _ in layer.named_parameters()]
         experts = [name for name in own if name.startswith(f"layers.{number}.{EXPERTS}")]
-        units += [Unit(mesh.edp, experts), Unit(mesh.dp_cp, [name for name in own if name not in experts])]
+        dense = [name for name in own if name not in experts]
+        units += [Unit(mesh.edp, experts, direct), Unit(mesh.dp_cp, dense, direct)]
         names.difference_update(own)
     units.append(Unit(mesh.dp_cp, sorted(names)))
     chunk.replicated = Replicated(chunk, [unit for unit in units if unit.names and unit.axis.size > 1])

@@ -14,6 +14,10 @@ RECOMPILE_LIMIT = 64  # shapes and modes (training, evaluation) of one layer's c
 def prepare_process(config: RunConfig, device: torch.device) -> None:
     """Deterministic kernels where asked for, no TF32 in a run that is fp32, room to compile several models."""
     if device.type == "cuda":
+        if config.parallel.symmetric_memory_groups:
+            # A stream that awaits another rank's flag holds up the streams that share its queue to the device; the
+            # driver's own choice is 8 queues. Read when CUDA first starts.
+            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.fp32_precision = "ieee"
         torch.backends.cudnn.conv.fp32_precision = "ieee"

@@ -51,14 +51,9 @@ def test_what_it_cannot_do_is_refused(config, sentence):
 DIRECT = {"symmetric_memory_groups": ["dp"]}
 
 
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
-def test_copy_engines_reduce_gradients_where_they_are_reduce_scattered(strategy):
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
+def test_copy_engines_sum_gradients_in_every_strategy(strategy):
     check_training(run(DIRECT | {"data_parallel_sharding_strategy": strategy}), world_size=4)
-
-
-def test_copy_engines_have_no_gradients_to_reduce_where_they_are_all_reduced():
-    with pytest.raises(ConfigError, match=r"no_shard all-reduces them; choose optim, .* or leave dp out"):
-        check_training(run(DIRECT), world_size=4)
 
 
 def test_without_compilation_a_note_says_that_nothing_is_hidden():

@@ -1,4 +1,4 @@
-"""Gradients summed by copy engines are those that FSDP2's own reduce-scatter gives, whoever comes late."""
+"""Gradients summed by copy engines are those that NCCL and FSDP2's own reduce-scatter give, whoever comes late."""
 
 from unittest import mock
 
@@ -9,8 +9,8 @@ from parity.parity_cases import run_config
 
 from megalith.config import RunConfig
 from megalith.direct import Slot
-from megalith.parallel import direct_data
-from megalith.parallel.direct_data import DirectReduceScatter
+from megalith.parallel import direct_data, replicated
+from megalith.parallel.direct_data import DirectReduceScatter, DirectSum
 from megalith.parity.compare import compare, gradient_errors, relative_error
 from megalith.parity.job import Outcome, run_job
 from megalith.parity.layouts import LAYOUTS
@@ -66,11 +66,43 @@ def test_queued_reductions_are_sums_in_the_order_of_ranks(size, at_once):
         assert on_gpus(unlike_sums, size, lengths, at_once, late) == [[]] * size
 
 
+def unlike_copies(lengths: list[int], late: int) -> list[float]:
+    """The largest difference to NCCL's sum of each of these tensors, three at a time summed in place, one sum behind
+    the other, while products run beside."""
+    group, found = dist.group.WORLD, []
+    generator = torch.Generator("cuda").manual_seed(group.rank())
+    beside = torch.randn(4096, 4096, device="cuda").bfloat16()
+    given = [torch.randn(3, length, device="cuda", generator=generator).unbind() for length in lengths]
+    expected = [[x.clone() for x in tensors] for tensors in given]
+    begun = []
+    for tensors in given:
+        torch.cuda._sleep(5_000_000 * (group.rank() == late))
+        begun.append(DirectSum(tensors, group))
+        beside @ beside
+    for tensors, sums, right in zip(given, begun, expected, strict=True):
+        sums.wait()
+        for x, y in zip(tensors, right, strict=True):
+            dist.all_reduce(y)
+            found.append((x - y).abs().max().item())
+    return found
+
+
+@pytest.mark.parametrize("size", [on(2), on(4)])
+def test_queued_sums_of_copies_are_those_of_nccl(size):
+    lengths = [1_000, 3_000_001, 2**20, 7, 5_000_000, *[2_500_000] * 8]
+    for late in (0, size - 1):
+        for differences in on_gpus(unlike_copies, size, lengths, late):
+            assert max(differences) <= (0.0 if size == 2 else 1e-5)
+
+
 def both_ways(config: RunConfig) -> tuple[Outcome, Outcome, int]:
     """What came of the run by copy engines and by NCCL, and how often ranks met."""
     tree = config.model_dump()
     tree["parallel"]["symmetric_memory_groups"] = ["dp"]
-    with mock.patch.object(Slot, "meet", autospec=True, side_effect=Slot.meet) as meet:
+    with (
+        mock.patch.object(Slot, "meet", autospec=True, side_effect=Slot.meet) as meet,
+        mock.patch.object(replicated, "LEAST_DIRECT", 0),
+    ):
         found = run_job(RunConfig.from_tree(tree))
     return found, run_job(config), meet.call_count
 
@@ -78,6 +110,7 @@ def both_ways(config: RunConfig) -> tuple[Outcome, Outcome, int]:
 @pytest.mark.parametrize(
     ("size", "run", "layout"),
     [
+        on(2, "gpt2", "dp2"),
         on(2, "gpt2", "dp2-zero1"),
         on(2, "gpt2", "dp2-zero2"),
         on(2, "gpt2", "dp2-zero3"),
@@ -85,6 +118,7 @@ def both_ways(config: RunConfig) -> tuple[Outcome, Outcome, int]:
         on(4, "gpt2", "dp4-zero2-hybrid"),
         on(4, "gpt2", "cp2-a2a-dp2-zero1"),
         on(4, "gpt2", "pp2-interleaved-dp2-zero2"),
+        on(4, "moe", "ep2-dp4"),
         on(4, "moe", "ep2-dp4-zero1"),
     ],
 )

@@ -1,6 +1,6 @@
 """Gradients summed by copy engines, played through over gloo: the memory that ranks share is sent when they meet."""
 
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from unittest import mock
 
@@ -14,13 +14,14 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from megalith import direct
 from megalith.config import RunConfig
 from megalith.errors import TrainingError
-from megalith.parallel import direct_data
-from megalith.parallel.direct_data import DirectReduceScatter
+from megalith.parallel import direct_data, replicated
+from megalith.parallel.direct_data import DirectReduceScatter, DirectSum
 from megalith.parallel.mesh import build_mesh
 from megalith.parity import job
 from megalith.parity.compare import compare
 
 TURN = ["begin", "meet", "end"]
+SUM = ["begin", "meet", "meet", "end"]  # of replicas
 
 
 def memory_of(size: int) -> int:
@@ -80,8 +81,11 @@ def shared_memory():
                 current_stream=mock.Mock(),
                 synchronize=mock.Mock(),
                 Event=mock.Mock(),
+                stream=lambda stream: nullcontext(),
             )
         )
+        patches.enter_context(mock.patch.object(direct_data, "_stream"))
+        patches.enter_context(mock.patch.object(replicated, "LEAST_DIRECT", 0))
         patches.enter_context(mock.patch.multiple(direct.Slot, **steps))
         patches.enter_context(mock.patch.object(direct, "Flags"))
         patches.enter_context(
@@ -105,8 +109,9 @@ def both_ways(module, function, argument) -> tuple:
     made by the module's build_mesh."""
     with shared_memory() as asked, mock.patch.object(module, "build_mesh", by_copy_engines):
         found = function(argument)
-    assert asked == TURN * (len(asked) // 3)
-    return found, function(argument), len(asked) // 3
+    reductions = asked.count("begin")
+    assert asked in (TURN * reductions, SUM * reductions)
+    return found, function(argument), reductions
 
 
 def small_run(small: data_job.Job) -> tuple[data_job.Outcome, data_job.Outcome, int]:
@@ -120,6 +125,7 @@ TWO_COPIES = {"num_distributed_optimizer_instances": 2}
     ("ranks", "strategy", "layout", "reductions"),
     # 2 layers; a backward pass for its gradients alone and those of 2 steps; each has 2 micro-batches
     [
+        (2, "no_shard", {}, 2 * 3),
         (2, "optim", {}, 2 * 3),
         (2, "optim_grads", {}, 2 * 3 * 2),
         (2, "optim_grads_params", {}, 2 * 3 * 2),
@@ -127,9 +133,9 @@ TWO_COPIES = {"num_distributed_optimizer_instances": 2}
         (4, "optim", TWO_COPIES | {"context_parallel_size": 2}, 2 * 3),
         (2, "optim", TWO_COPIES, 0),  # a shard is all
     ],
-    ids=["optim", "optim_grads", "optim_grads_params", "hybrid", "over context", "copies alone"],
+    ids=["no_shard", "optim", "optim_grads", "optim_grads_params", "hybrid", "over context", "copies alone"],
 )
-def test_over_shards_of_two_ranks_a_run_is_the_same_to_the_bit(pool, ranks, strategy, layout, reductions):
+def test_over_two_ranks_a_run_is_the_same_to_the_bit(pool, ranks, strategy, layout, reductions):
     small = data_job.Job(data_job.GPT2, steps=2, samples=2 * ranks)
     small = small.with_parallel(data_parallel_sharding_strategy=strategy, **layout)
     engines, plain, counts = zip(*pool.run(small_run, small, size=ranks))
@@ -145,9 +151,10 @@ def run_with_experts(config: RunConfig) -> tuple[job.Outcome, job.Outcome, int]:
     return both_ways(job, job.run_job, config)
 
 
-def test_experts_and_layers_over_other_ranks_and_in_another_order_of_sums(pool):
+@pytest.mark.parametrize("layout", ["ep2-dp4", "ep2-dp4-zero1"])
+def test_experts_and_layers_over_other_ranks_and_in_another_order_of_sums(pool, layout):
     small = {"model": {"num_layers": 1}, "train": {"train_iters": 2}}
-    ranks = pool.run(run_with_experts, run_config("moe", "ep2-dp4-zero1", "", **small))
+    ranks = pool.run(run_with_experts, run_config("moe", layout, "", **small))
     assert {count for _, _, count in ranks} == {2 * 3}  # experts and layer
     result = compare([found for found, _, _ in ranks], ranks[0][1])
     assert result.within(), result
@@ -179,6 +186,28 @@ def reduced(lengths: list[int], at_once: int) -> list[bool]:
 def test_parts_are_added_in_the_order_of_ranks_in_memory_that_is_used_again(pool, at_once):
     lengths = [250, 100, 400, 250]
     assert pool.run(reduced, lengths, at_once) == [[True] * len(lengths)] * 4
+
+
+def summed_in_place(shapes: list[tuple[int, ...]], at_once: int) -> list[float]:
+    """The largest differences of tensors of these shapes, summed in place, to their sums in float64."""
+    group = dist.group.WORLD
+    torch.manual_seed(group.rank())
+    mine = [torch.randn(shape) for shape in shapes]
+    found = [x.clone() for x in mine]
+    with shared_memory() as asked, mock.patch.object(direct_data, "FETCHED_AT_ONCE", at_once):
+        DirectSum(found, group).wait()
+        assert asked == SUM
+    exact = [x.double() for x in mine]
+    for x in exact:
+        dist.all_reduce(x)
+    return [(a - b).abs().max().item() for a, b in zip(exact, found, strict=True)]
+
+
+@pytest.mark.parametrize("shapes", [[(7, 3), (5,)], [(250, 4), (3,), (1,)]], ids=["26", "1,004"])
+@pytest.mark.parametrize("at_once", [2**28, 3 * 4 * 100], ids=["in one piece", "in pieces"])
+def test_copies_whose_parts_have_other_lengths_are_summed_in_place(pool, shapes, at_once):
+    for differences in pool.run(summed_in_place, shapes, at_once):
+        assert max(differences) < 1e-6
 
 
 def told(calls: str, op: dist.ReduceOp.RedOpType) -> str:

@@ -53,7 +53,7 @@ class Machine:
         self.ranks = ranks
         self.compute, self.side = ([Stream() for _ in range(ranks)] for _ in range(2))
         self.flags: dict[int, int] = {}
-        self.held: dict[int, object] = {}  # by the address of a slot
+        self.held: dict[tuple[int, int], object] = {}  # by the address of a slot, and the part of it
         self.wrong: list[str] = []
         self._memories: dict[tuple[int, int], torch.Tensor] = {}
         self._made = [0] * ranks
@@ -82,19 +82,19 @@ class Machine:
             assert ready, "all streams wait"
             order.choice(ready).launched.popleft()[0]()
 
-    def write(self, slot: direct.Slot, value: object, stream: Stream) -> None:
+    def write(self, slot: direct.Slot, value: object, stream: Stream, part: int = 0) -> None:
         """A copy into the own slot; until it is through, what is there is neither."""
-        address = slot.addresses[slot.rank]
+        place = slot.addresses[slot.rank], part
         for moment in ("begun", value):
-            stream.put(lambda moment=moment: self.held.__setitem__(address, moment))
+            stream.put(lambda moment=moment: self.held.__setitem__(place, moment))
 
-    def read(self, slot: direct.Slot, rank: int, value: object, stream: Stream) -> None:
+    def read(self, slot: direct.Slot, rank: int, value: object, stream: Stream, part: int = 0) -> None:
         """A copy from a rank's slot, which has to find this value from begin to end."""
-        address = slot.addresses[rank]
+        place = slot.addresses[rank], part
 
         def look() -> None:
-            if self.held.get(address) != value:
-                self.wrong.append(f"{self.held.get(address)} for {value}")
+            if self.held.get(place) != value:
+                self.wrong.append(f"{self.held.get(place)} for {value}")
 
         stream.put(look)
         stream.put(look)
@@ -189,5 +189,34 @@ def test_gradients_in_one_slot_are_not_overwritten_before_all_have_read_them(see
             for peer in range(2):
                 machine.read(slot, peer, (peer, number), side)
             slot.end(side)
+    machine.run(random.Random(seed))
+    assert machine.wrong == []
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+@pytest.mark.parametrize("seed", range(12))
+def test_sums_of_replicas_meet_twice_in_a_turn(ranks, seed, monkeypatch):
+    """As DirectSum uses a slot: a rank puts the sum of its part where it has given that, and fetches the other sums to
+    where their makers have read what it gave."""
+    machine, everyone = Machine(ranks, monkeypatch), range(ranks)
+    for rank in everyone:
+        group = machine.host(rank)
+        for number in range(COLLECTIVES):
+            slot, stream = direct.slots(group, 1).next(1), machine.side[rank]
+            slot.follow(machine.compute[rank], stream)
+            slot.begin(stream)
+            for part in everyone:
+                machine.write(slot, (rank, number), stream, part)
+            slot.meet(stream)
+            for peer in everyone:
+                machine.read(slot, peer, (peer, number), stream, rank)
+            machine.write(slot, ("sum", rank, number), stream, rank)
+            slot.meet(stream)
+            for peer in slot.peers:
+                machine.read(slot, peer, ("sum", peer, number), stream, peer)
+                machine.write(slot, ("sum", peer, number), stream, peer)
+            for part in everyone:
+                machine.read(slot, rank, ("sum", part, number), stream, part)
+            slot.end(stream)
     machine.run(random.Random(seed))
     assert machine.wrong == []
