@@ -20,7 +20,7 @@ from megalith.ops.qkv import split_qkv
 
 
 class Attention(nn.Module):
-    """What every kind of attention shares. `core` is the seam of context parallelism."""
+    """What every kind of attention shares. `core` and `split` are the seams of context parallelism."""
 
     def __init__(self, config: ModelConfig, number: int):
         super().__init__()
@@ -30,6 +30,8 @@ class Attention(nn.Module):
         self.softcap = config.attn_logit_softcapping
         self.scale = config.attention_scale
         self.core = attention
+        self.split = split_qkv  # where attention has a linear_qkv
+        self.reads_in_place = False  # what linear_qkv gives: nothing stands between the two
         self.first_head = 0  # the number of the first head here among all, where tensor parallelism cuts them
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
@@ -71,19 +73,19 @@ class SelfAttention(Attention):
         elif config.qk_layernorm:
             self.q_layernorm = Norm(config, config.head_dim, device)
             self.k_layernorm = Norm(config, config.head_dim, device)
+        self.reads_in_place = self.q_layernorm is None and config.position_embedding_type != "rope"
 
     def forward(
         self, x: Tensor, context: Context, bias_learns: bool = True
     ) -> Tensor:  # [batch, seq, hidden]
         """`bias_learns` False: the bias of linear_proj gets its gradient elsewhere."""
-        direct = context.rotary is None and self.q_layernorm is None  # attention reads what linear_qkv gives
-        fuses = direct and self.linear_qkv.fuses_bias(x)
+        fuses = self.reads_in_place and self.linear_qkv.fuses_bias(x)
         qkv = self.linear_qkv(
             x, context, not fuses
         )  # [batch, seq, groups · (heads_in_group + 2) · head_dim], or all tokens in one row
         qkv = qkv.view(context.batch, -1, qkv.shape[-1])
         bias = local(self.linear_qkv.bias) if fuses else None
-        query, key, value = split_qkv(qkv, self.heads_in_group, self.head_dim, bias)
+        query, key, value = self.split(qkv, self.heads_in_group, self.head_dim, bias)
         if self.q_layernorm is not None:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         if context.rotary is not None:

@@ -31,7 +31,8 @@ from torch.distributed import DeviceMesh
 from megalith.comm import Axis, all_gather
 from megalith.models.transformer import Transformer
 from megalith.ops.attention import attention, document_mask
-from megalith.parallel.heads import heads_from_tokens, tokens_from_heads
+from megalith.ops.qkv import split_qkv
+from megalith.parallel.heads import heads_from_tokens, heads_of_qkv, tokens_from_heads
 from megalith.parallel.ring import ring_attention
 from megalith.parallel.zigzag import natural, spans
 
@@ -50,8 +51,12 @@ def apply_context(
         return
     inner, outer = _levels(axis, cp_comm_type, hierarchical_sizes)
     core = partial(context_attention, inner=inner, outer=outer, gather=cp_comm_type == "all_gather")
+    split, core_of_heads = partial(heads_of_qkv, axis=inner), partial(core, by_heads=True)
     for layer in model.layers.values():
-        layer.self_attention.core = core
+        if inner.size > 1 and layer.self_attention.reads_in_place:
+            layer.self_attention.split, layer.self_attention.core = split, core_of_heads
+        else:
+            layer.self_attention.core = core
     whole = replace(axis, direct=False)  # it may go across hosts; copy engines serve `inner`
     model.attention_mask = partial(_attention_mask, axis=whole, ring=outer.size > 1)
     model.sequence_parts = axis.size
@@ -84,16 +89,17 @@ def unshard(x: Tensor, axis: Axis, dim: int = 1) -> Tensor:
 def whole_sequences(model: Transformer) -> Iterator[None]:
     """Inside it every rank of the axis computes whole sequences, all the same: for generating a token at a time."""
     layers = [layer.self_attention for layer in model.layers.values()]
-    cores, mask, parts = [layer.core for layer in layers], model.attention_mask, model.sequence_parts
+    seams = [(layer.core, layer.split) for layer in layers]
+    mask, parts = model.attention_mask, model.sequence_parts
     model.attention_mask, model.sequence_parts = document_mask, 1
     for layer in layers:
-        layer.core = attention
+        layer.core, layer.split = attention, split_qkv
     try:
         yield
     finally:
         model.attention_mask, model.sequence_parts = mask, parts
-        for layer, core in zip(layers, cores, strict=True):
-            layer.core = core
+        for layer, (core, split) in zip(layers, seams, strict=True):
+            layer.core, layer.split = core, split
 
 
 def context_attention(
@@ -104,6 +110,7 @@ def context_attention(
     inner: Axis,
     outer: Axis,
     gather: bool,
+    by_heads: bool = False,  # query, key and value are those of heads_of_qkv
     causal: bool = True,
     mask: Tensor | None = None,  # as _attention_mask gave it
     window: int | None = None,
@@ -115,8 +122,8 @@ def context_attention(
 ) -> Tensor:
     """What ops.attention.attention gives, where the sequence is cut: [batch, seq, heads, head_dim]."""
     assert causal, "context parallelism cuts causal attention alone"
-    heads = query.shape[2] // inner.size
-    query, key, value = heads_from_tokens(query, key, value, inner)
+    if not by_heads:
+        query, key, value = heads_from_tokens(query, key, value, inner)
     if dropout and inner.size > 1:
         dropout_rows = unshard(dropout_rows, inner)
     settings = dict(
@@ -125,7 +132,7 @@ def context_attention(
         scale=scale,
         dropout=dropout,
         dropout_rows=dropout_rows,
-        first_head=first_head + inner.rank * heads,
+        first_head=first_head + inner.rank * query.shape[2],
     )
     if outer.size == 1:
         out = attention(query, key, value, mask=mask, **settings)

@@ -24,6 +24,7 @@ collectives demand, and chooses among orders that are all right.
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -120,8 +121,8 @@ class Merge:
 
     def _stall(self, step: Node, margin: float = 0.0) -> float:
         """How long the device would stand still if it went on with this step, collectives being late by `margin`."""
-        awaited = [node.args[0] for node in (*self._missing(step), step) if waits(node)]
-        over = [self._done.get(start, math.inf) + margin * self._seconds[start] for start in awaited]
+        starts = [awaited(node) for node in (*self._missing(step), step) if waits(node)]
+        over = [self._done.get(start, math.inf) + margin * self._seconds[start] for start in starts]
         stall = max(over, default=0.0) - self._now
         return stall if stall > LATENCY else 0.0
 
@@ -138,7 +139,9 @@ class Merge:
         for step in chain:
             if begins_collective(step):
                 return time
-            time = max(time, self._done.get(step.args[0], 0.0)) if waits(step) else time + self._seconds[step]
+            time = (
+                max(time, self._done.get(awaited(step), 0.0)) if waits(step) else time + self._seconds[step]
+            )
         return math.inf
 
     def _begin_collectives(self, chain: list[Node]) -> None:
@@ -173,7 +176,7 @@ class Merge:
                 self._link_is_free = max(self._now, self._link_is_free) + self._seconds[each]
                 self._done[each] = self._link_is_free
             elif waits(each):
-                self._now = max(self._now, self._done[each.args[0]])
+                self._now = max(self._now, self._done[awaited(each)])
             else:
                 self._now += self._seconds[each]
 
@@ -195,6 +198,12 @@ def waits(node: Node) -> bool:
     return node.target is torch.ops._c10d_functional.wait_tensor.default
 
 
+def awaited(wait: Node) -> Node:
+    """The collective, of which the result that comes later is one of two where the other is there at once."""
+    result = wait.args[0]
+    return result.args[0] if result.target is operator.getitem else result
+
+
 def _is_functional_collective(node: Node) -> bool:
     return getattr(node.target, "namespace", None) in ("_c10d_functional", "megalith_direct")
 
@@ -213,12 +222,13 @@ def seconds(node: Node) -> float:
 
 def _bytes_sent(node: Node) -> int:
     """By a rank, of a few; an all-reduce over many sends up to twice as much."""
-    before, after = _bytes(node.args[0]), _bytes(node)
+    before = _bytes(node.args[0])
     if node.target is torch.ops._c10d_functional.all_to_all_single.default:
         ranks = len(node.args[1])
         return before * (ranks - 1) // ranks
     if isinstance(node.args[0], list | tuple):  # heads for tokens (direct_heads.py), among args[1] ranks
         return before * (node.args[1] - 1) // node.args[1]
+    after = _bytes(node)
     if str(node.target) == "megalith_direct.scatter.default":
         return after  # what the others send; the own part stays where it is
     return abs(before - after) or before
