@@ -74,7 +74,7 @@ def by_ranks(way: tuple, shapes: list[tuple], backend: str | None = None) -> lis
     """The same for each shape, gathered to the whole sequence; compiled if a `backend` is given."""
     size, cp_comm_type, sizes = way
     axis = build_mesh(ParallelConfig(context_parallel_size=size), size, "cpu").cp
-    attends = SimpleNamespace(core=attention)
+    attends = SimpleNamespace(core=attention, reads_in_place=False)
     model = SimpleNamespace(
         layers={"0": SimpleNamespace(self_attention=attends)}, attention_mask=document_mask, sequence_parts=1
     )

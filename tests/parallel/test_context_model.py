@@ -115,10 +115,10 @@ def test_loss_and_every_gradient_equal_one_process(pool, one_process, way, famil
             assert error < 1e-5, f"{name}: relative error {error:.1e}"
 
 
-def logits_in_parts_and_generating(way: tuple) -> tuple[torch.Tensor, torch.Tensor]:
+def logits_in_parts_and_generating(way: tuple, family: str) -> tuple[torch.Tensor, torch.Tensor]:
     size, cp_comm_type, sizes = way
     axis = build_mesh(ParallelConfig(context_parallel_size=size), size, "cpu").cp
-    model = a_model("llama").eval()
+    model = a_model(family).eval()
     apply_context(model, axis, cp_comm_type, sizes)
     whole = a_batch("one document")
     with torch.no_grad():
@@ -133,11 +133,12 @@ def logits_in_parts_and_generating(way: tuple) -> tuple[torch.Tensor, torch.Tens
     return in_parts, torch.cat(one_by_one, dim=1)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("way", [(2, "p2p", None), (4, "a2a+p2p", [2, 2])], ids=lambda way: way[1])
-def test_evaluating_in_parts_and_generating_whole_give_one_process_logits(pool, way):
+def test_evaluating_in_parts_and_generating_whole_give_one_process_logits(pool, way, family):
     with torch.no_grad():
-        expected = a_model("llama").eval()(a_batch("one document").tokens)
-    for in_parts, one_by_one in pool.run(logits_in_parts_and_generating, way, size=way[0]):
+        expected = a_model(family).eval()(a_batch("one document").tokens)
+    for in_parts, one_by_one in pool.run(logits_in_parts_and_generating, way, family, size=way[0]):
         torch.testing.assert_close(in_parts, expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(one_by_one, expected, rtol=1e-5, atol=1e-5)
 
