@@ -1,6 +1,8 @@
 """Heads exchanged for tokens by copy engines are, to the bit, what NCCL's all-to-all and copies give."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +11,7 @@ from torch._inductor.utils import run_and_get_code
 from megalith import comm
 from megalith.config import ParallelConfig
 from megalith.ops.qkv import split_qkv
-from megalith.parallel.heads import heads_from_tokens, tokens_from_heads
+from megalith.parallel.heads import heads_from_tokens, heads_of_qkv, tokens_from_heads
 from megalith.parallel.mesh import build_mesh
 from megalith.runtime.pool import Pool
 
@@ -44,8 +46,15 @@ def axes(size: int) -> tuple[comm.Axis, comm.Axis]:
     return direct, replace(direct, direct=False)
 
 
-def results(case: tuple, dtype: torch.dtype, axis: comm.Axis, compiled: bool) -> list[torch.Tensor]:
-    """Of both exchanges one behind the other, and the gradients of what they start from and of its bias."""
+def in_two_steps(qkv, heads_in_group, head_dim, bias, *, axis):
+    """heads_of_qkv without its shorter ways."""
+    return heads_from_tokens(*split_qkv(qkv, heads_in_group, head_dim, bias), axis)
+
+
+def results(
+    case: tuple, dtype: torch.dtype, axis: comm.Axis, split: Callable, compiled: bool
+) -> list[torch.Tensor]:
+    """Of both exchanges one behind the other, and the gradients of what they start from and, of all ranks, its bias."""
     groups, heads_in_group, head_dim, batch, seq = case
     width = groups * (heads_in_group + 2) * head_dim
     generator = torch.Generator("cuda").manual_seed(axis.rank)
@@ -55,7 +64,7 @@ def results(case: tuple, dtype: torch.dtype, axis: comm.Axis, compiled: bool) ->
         return whole.to(dtype)
 
     def there_and_back(qkv, bias):
-        query, key, value = heads_from_tokens(*split_qkv(qkv, heads_in_group, head_dim, bias), axis)
+        query, key, value = split(qkv, heads_in_group, head_dim, bias, axis=axis)
         attended = -query.transpose(1, 2).contiguous().transpose(1, 2)  # [batch, heads, seq, ·] in memory
         return tokens_from_heads(attended, axis), -key, -value
 
@@ -63,21 +72,22 @@ def results(case: tuple, dtype: torch.dtype, axis: comm.Axis, compiled: bool) ->
     function = torch.compile(there_and_back, fullgraph=True) if compiled else there_and_back
     torch.cuda._sleep(5_000_000 * axis.rank)  # one rank comes late
     outputs = function(qkv, bias)
-    gradients = torch.autograd.grad(outputs, (qkv, bias), [random(*x.shape) for x in outputs])
-    return [*(x.detach() for x in outputs), *gradients]
+    grad_qkv, grad_bias = torch.autograd.grad(outputs, (qkv, bias), [random(*x.shape) for x in outputs])
+    return [*(x.detach() for x in outputs), grad_qkv, comm.summed(grad_bias, axis)]
 
 
 def unlike(size: int, compiled: bool) -> list[tuple]:
-    """Cases, types and results in which both ways differ at all."""
+    """Cases, types, ways and results that differ at all from NCCL's all-to-all in two steps."""
     found = []
     direct, nccl = axes(size)
     for name, case in CASES.items():
         for dtype in TYPES:
             torch._dynamo.reset()
-            pairs = zip(
-                results(case, dtype, direct, compiled), results(case, dtype, nccl, compiled), strict=True
-            )
-            found += [(name, dtype, i) for i, pair in enumerate(pairs) if not torch.equal(*pair)]
+            expected = results(case, dtype, nccl, in_two_steps, compiled)
+            for axis, split in ((nccl, heads_of_qkv), (direct, in_two_steps), (direct, heads_of_qkv)):
+                pairs = zip(results(case, dtype, axis, split, compiled), expected, strict=True)
+                way = axis.direct, split.__name__
+                found += [(name, dtype, *way, i) for i, pair in enumerate(pairs) if not torch.equal(*pair)]
     return found
 
 
@@ -107,21 +117,25 @@ def test_many_exchanges_are_under_way_and_their_inputs_overwritten(size):
     assert on_gpus(unlike_under_way, size) == [0] * size
 
 
-def kernels_around(size: int) -> bool:
-    """Whether compiled code has kernels of its own around both exchanges."""
+def kernels_around(size: int) -> list[bool]:
+    """Whether compiled code, of the forward and of the backward pass, has kernels of its own around both exchanges."""
     direct, _ = axes(size)
     x, w = (torch.randn(shape, device="cuda").bfloat16() for shape in ((2048, 640), (640, 3 * 1280)))
 
+    @partial(torch.compile, fullgraph=True)
     def there_and_back(x, w):
         qkv = (x @ w).view(4, 512, -1)
-        query, _, _ = heads_from_tokens(*split_qkv(qkv, 1, 80), direct)
-        return tokens_from_heads(query, direct)
+        query, key, value = heads_of_qkv(qkv, 1, 80, axis=direct)
+        return tokens_from_heads(query, direct), key, value
 
-    with torch.no_grad():
-        _, codes = run_and_get_code(torch.compile(there_and_back, fullgraph=True), x, w)
-    return any("async_compile.triton(" in code for code in codes)
+    def both_passes():
+        outputs = there_and_back(x, w.requires_grad_())
+        torch.autograd.grad(outputs, w, [torch.randn_like(x) for x in outputs])
+
+    _, codes = run_and_get_code(both_passes)
+    return ["async_compile.triton(" in code for code in codes]
 
 
 @pytest.mark.parametrize("size", SIZES[:1])
 def test_compiled_code_copies_nothing_around_an_exchange(size):
-    assert on_gpus(kernels_around, size) == [False] * size
+    assert on_gpus(kernels_around, size) == [[False, False]] * size

@@ -22,6 +22,7 @@ from megalith.parallel.halves import apply_halves
 from megalith.parallel.tensor import apply_tensor
 
 BATCH, SEQ = 64, 1024
+QKV_ROWS = 3840  # of linear_qkv
 LARGE = dict(
     preset="gpt2-large", num_attention_heads=16, num_layers=1, hidden_dropout=0.0, attention_dropout=0.0
 )
