@@ -122,7 +122,9 @@ class ParallelModel:
 
     def _train(self, mode: bool) -> ParallelModel:
         for chunk in self.chunks:
-            chunk.train(mode)
+            # Where any attribute of a module is set, even to what it is, compiled code looks at all of them again.
+            if chunk.training != mode:
+                chunk.train(mode)
         return self
 
     def _parts(self, micro_batches: Sequence[Batch]) -> list[Part]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -73,6 +74,7 @@ class LocalParameters:
         self.named = [(name, self._plain(name, parameter)) for name, parameter in self._state]
         """Names and plain fp32 parameters of their local shape, some of them empty; share storage with the state."""
 
+    @torch.no_grad()  # else to_local is a step of autograd for each
     def attach_gradients(self) -> None:
         """Gives each plain parameter its shard of the gradient, without a copy."""
         for (_, parameter), (_, plain) in zip(self._state, self.named):

@@ -265,8 +265,7 @@ def reduce_partial_gradients(model: Transformer, axis: Axis) -> None:
         return
     flat = torch.cat([gradient.flatten().float() for gradient in gradients])
     sums = summed(flat, axis).split([gradient.numel() for gradient in gradients])
-    for gradient, total in zip(gradients, sums):
-        gradient.copy_(total.view_as(gradient))
+    torch._foreach_copy_(gradients, [total.view_as(gradient) for gradient, total in zip(gradients, sums)])
 
 
 def place(module: nn.Module, role: Role, axis: Axis) -> None:
