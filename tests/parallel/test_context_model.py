@@ -1,13 +1,17 @@
 """A whole model on cut sequences gives one process's loss and gradients, and its logits when generating."""
 
+from unittest import mock
+
 import pytest
 import torch
+from test_direct_heads import as_if_direct
 
 from megalith.comm import Axis, summed
 from megalith.config import ModelConfig, ParallelConfig
 from megalith.data.batch import Batch, BoundaryRules, make_batch
 from megalith.models.cache import KVCache
 from megalith.models.init import initialize
+from megalith.models.linear import Linear
 from megalith.models.transformer import Transformer
 from megalith.parallel.context import apply_context, shard_batch, unshard, whole_sequences
 from megalith.parallel.mesh import build_mesh
@@ -40,6 +44,7 @@ LLAMA = ModelConfig(
     hidden_dropout=0.0,
     attention_dropout=0.0,
 )
+QKV_ROWS = 3 * GPT2.hidden_size
 FAMILIES = {"gpt2": GPT2, "llama": LLAMA}
 RULES = {
     "one document": BoundaryRules(),
@@ -113,6 +118,23 @@ def test_loss_and_every_gradient_equal_one_process(pool, one_process, way, famil
         for name, gradient in gradients.items():
             error = (gradient - expected[name]).norm() / max(expected[name].norm(), 1e-6 * everything)
             assert error < 1e-5, f"{name}: relative error {error:.1e}"
+
+
+def train_by_copy_engines(family: str):
+    """With the gradient of linear_qkv's bias from its neighbour, where there is one."""
+    with (
+        as_if_direct(),
+        mock.patch.object(Linear, "fuses_bias", lambda linear, x: len(linear.weight) == QKV_ROWS),
+    ):
+        return train((4, "a2a", None), family, "documents")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_exchanges_by_copy_engines_give_one_process_gradients(pool, one_process, family):
+    expected_loss, expected = one_process[family, "documents"]
+    for loss, gradients in pool.run(train_by_copy_engines, family, size=4):
+        torch.testing.assert_close(loss, expected_loss, rtol=1e-5, atol=0)
+        torch.testing.assert_close(gradients, expected, rtol=1e-5, atol=1e-6)
 
 
 def logits_in_parts_and_generating(way: tuple, family: str) -> tuple[torch.Tensor, torch.Tensor]:
