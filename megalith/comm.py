@@ -146,6 +146,11 @@ def summed(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
     return x if axis.size == 1 else _all_reduce(x, axis, op)
 
 
+def gathered(x: Tensor, axis: Axis) -> Tensor:
+    """The ranks' x one behind the other along dimension 0, for values that need no gradient."""
+    return x if axis.size == 1 else _all_gather(x, axis, 0)
+
+
 def any_rank(here: bool, axis: Axis) -> bool:
     """Whether it is so on some rank of the axis: a decision that all of them then share. It waits on the host."""
     return bool(summed(torch.tensor(float(here)), axis, "max"))

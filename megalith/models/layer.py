@@ -50,7 +50,10 @@ class TransformerLayer(nn.Module):
         y = self.self_attention(normed, context, proj_bias is None)
         y, mask = _normed(y, self.post_attention_layernorm), self._mask(context, ATTENTION_OUTPUT)
         x, normed = _beside(x, y, mask, self.pre_mlp_layernorm, proj_bias, fc2_bias)
-        y = self.mlp(normed, context) if fc2_bias is None else self.mlp(normed, context, False)
+        if self.has_experts:
+            y = self.mlp(normed, self.mlp.plan(normed, context))
+        else:
+            y = self.mlp(normed, context) if fc2_bias is None else self.mlp(normed, context, False)
         x = added(x, _normed(y, self.post_mlp_layernorm), self._mask(context, MLP_OUTPUT))
         return _normed(x, self.final_layernorm)
 

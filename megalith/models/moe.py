@@ -10,12 +10,16 @@ that the sum is a plain one and the experts' output need not be kept for the wei
 The number of rows of each expert is known on the device only. It stays there: the grouped matmul reads it. Where it
 is needed on the host (matmuls one by one, or pairs dropped by a capacity and experts not filled up to it), the host
 waits for it, once a layer.
+
+A compiled layer is two graphs, for no graph is made for a number of rows that is data. All that does not depend on it,
+the router and where each row goes, belongs to the first (`MoE.plan`); what does runs between the two (`MoE.forward`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,7 +32,7 @@ from megalith.models.mlp import ACTIVATIONS, MLP
 from megalith.models.router import Router, Routing
 from megalith.ops.compiled import as_one_kernel
 from megalith.ops.grouped_gemm import Groups, Prepared, grouped_matmul, prepared
-from megalith.ops.permute import Order, counted, places_in_group, sum_rows, take_rows
+from megalith.ops.permute import Order, places, sorted_pairs, sum_rows, take_rows
 
 Activation = Callable[[Tensor], Tensor]
 
@@ -111,20 +115,32 @@ class MoE(nn.Module):
             if config.moe_shared_expert_gate:
                 self.shared_expert_gate = Linear(config.hidden_size, 1, bias=False, device=device)
 
-    @torch.compiler.disable(
-        recursive=False
-    )  # the number of an expert's rows is data, which no graph is made for
-    def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
-        tokens = x.flatten(0, -2)
-        routing = self.router(tokens, context.numbers, context.batch, context.balance_scale)
+    def plan(self, x: Tensor, context: Context) -> NamedTuple:
+        """What `forward` takes beside x: where each token goes, as `dispatch` puts it."""
+        routing = self.router(x.flatten(0, -2), context.numbers, context.batch, context.balance_scale)
+        return self.dispatch.plan(routing)
+
+    @torch.compiler.disable  # what is worth a kernel of its own is compiled by itself
+    def forward(self, x: Tensor, plan: NamedTuple) -> Tensor:  # [batch, seq, hidden]
         shared = None if self.shared_experts is None else partial(self._shared, x)
-        return self.dispatch(tokens, routing, self.experts, shared).view_as(x)
+        return self.dispatch(x.flatten(0, -2), plan, self.experts, shared).view_as(x)
 
     def _shared(self, x: Tensor) -> Tensor:  # [batch, seq, hidden] -> [tokens, hidden]
         y = self.shared_experts(x)
         if self.shared_expert_gate is not None:
             y = y * self.shared_expert_gate(x).sigmoid()
         return y.flatten(0, -2)
+
+
+class Rows(NamedTuple):
+    """The rows of the experts that are here."""
+
+    weights: Tensor  # float32 [tokens, topk]
+    row: Tensor  # int64 [tokens, topk]: of each pair of a token and an expert; behind all rows for a pair without one
+    pair: Tensor  # int64 [rows or more]: of each row; the number of pairs for a row that fills up
+    counts: Tensor  # int64 [experts]: the rows of each
+    size: int | None  # of each expert, where they are filled up
+    complete: bool  # whether every pair has a row, and there are no others
 
 
 class Dispatch:
@@ -135,78 +151,53 @@ class Dispatch:
         self.fills_up = config.moe_pad_expert_input_to_capacity
         self.fused = config.moe_permute_fusion
 
-    @torch.compiler.disable  # what is worth a kernel of its own is compiled by itself
+    def plan(self, routing: Routing) -> Rows:
+        """Where the tokens' rows go: what is known of it without a look at the device."""
+        return self.rows(routing.weights, routing.destinations(self.experts), routing.capacity, self.experts)
+
     def __call__(
-        self, x: Tensor, routing: Routing, experts: Experts, shared: Callable[[], Tensor] | None = None
+        self, x: Tensor, plan: Rows, experts: Experts, shared: Callable[[], Tensor] | None = None
     ) -> Tensor:
-        """x [tokens, hidden] through the experts of its routing, plus what `shared` gives: [tokens, hidden]."""
-        destinations = routing.destinations(self.experts)
-        y = self.compute(x, routing.weights, destinations, routing.capacity, experts)
+        """x [tokens, hidden] through the experts of its plan, plus what `shared` gives: [tokens, hidden]."""
+        y = self.compute(x, plan, experts)
         return y if shared is None else y + shared()
 
-    def compute(
-        self,
-        x: Tensor,
-        weights: Tensor,
-        destinations: Tensor,
-        capacity: int | None,
-        experts: Experts,
-        sizes: tuple[int, ...] | None = None,
-        matrices: tuple[Prepared, Prepared] | None = None,
-    ) -> Tensor:
-        """x through the `experts` that are here, of which `destinations` int64 [tokens, topk] has numbers.
-
-        The number behind the last one is nowhere: such a pair adds nothing to its token. `sizes` are the rows of each
-        expert, where they are known; `matrices` what `experts.prepared` gave, where it was called earlier.
-        """
-        count = self.local_experts
+    def rows(self, weights: Tensor, destinations: Tensor, capacity: int | None, count: int) -> Rows:
+        """The rows of `count` experts, of which `destinations` int64 [tokens, topk] has numbers, `count` for nowhere:
+        such a pair adds nothing to its token. `capacity` is the most rows of an expert."""
         if capacity is not None and self.fills_up:
-            order, groups = filled_order(destinations, count, min(capacity, len(x)))
-        else:
-            pair, counts = sort_pairs(destinations, count)
-            if sizes is None and not (capacity is None and count == self.experts):
-                sizes = tuple(counts.tolist())
-            order = order_of(pair, destinations, len(pair) if sizes is None else sum(sizes))
-            groups = Groups(counts, sizes)
-        rows, row_weights = self.rows(x, weights, order)
-        return self.sum(experts(rows, row_weights, groups, matrices), order)
+            return _filled(weights, destinations, count, min(capacity, len(weights)))
+        counts, pair, row = sorted_pairs(destinations, count)
+        return Rows(weights, row, pair, counts, None, capacity is None and count == self.experts)
 
-    def rows(self, x: Tensor, weights: Tensor, order: Order) -> tuple[Tensor, Tensor]:
-        """The rows [rows, hidden] of x [tokens, hidden], and of the weights [tokens, topk]: [rows, 1]."""
-        row_weights = take_rows(weights.reshape(-1, 1), order.by_pair())
-        return take_rows(x, order, self.fused), row_weights
+    def compute(self, x: Tensor, plan: Rows, experts: Experts) -> Tensor:
+        """x [tokens, hidden] through the `experts` that are here."""
+        sizes = None
+        if plan.size is not None:
+            sizes = (plan.size,) * len(plan.counts)
+        elif not plan.complete:
+            sizes = tuple(plan.counts.tolist())
+        rows, row_weights, order = self.take(x, plan, None if sizes is None else sum(sizes))
+        return sum_rows(experts(rows, row_weights, Groups(plan.counts, sizes)), order, self.fused)
 
-    def sum(self, rows: Tensor, order: Order) -> Tensor:
-        """The sum of each token's rows: [tokens, hidden]."""
-        return sum_rows(rows, order, self.fused)
-
-
-def sort_pairs(destinations: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """The pairs of destinations int64 [tokens, topk] by destination, and how many go to each of `count`.
-
-    Pairs whose destination is `count`, nowhere, stand last and are not counted.
-    """
-    narrow = torch.uint8 if count < 256 else torch.int16 if count < 2**15 else torch.int64
-    pair = destinations.flatten().to(narrow).argsort(stable=True)  # a GPU sorts a byte at a time
-    return pair, counted(destinations.flatten(), count + 1)[:count]
+    def take(self, x: Tensor, plan: Rows, count: int | None) -> tuple[Tensor, Tensor, Order]:
+        """The `count` rows, None for all there may be, of x [tokens, hidden] and of the weights: [rows, hidden] and
+        [rows, 1]."""
+        pair = plan.pair[:count]
+        kept, hold = plan.complete, plan.size is None
+        order = Order(pair // plan.row.shape[1], plan.row, kept, hold)
+        by_pair = Order(pair, plan.row.reshape(-1, 1), kept, hold)
+        return take_rows(x, order, self.fused), take_rows(plan.weights.reshape(-1, 1), by_pair), order
 
 
-def order_of(pair: Tensor, destinations: Tensor, rows: int) -> Order:
-    """The first `rows` of the sorted pairs as rows."""
-    place = torch.arange(len(pair), device=pair.device)
-    complete = rows == len(pair)
-    row = torch.empty_like(pair).scatter_(0, pair, place if complete else place.clamp(max=rows))
-    return Order(pair[:rows], row.view_as(destinations), all_kept=complete)
-
-
-def filled_order(destinations: Tensor, count: int, size: int) -> tuple[Order, Groups]:
-    """Rows for `size` pairs for each of `count` destinations, the last of them without one. Nothing is read on the
-    host; no destination has more pairs."""
-    pair, _ = sort_pairs(destinations, count)
-    group = destinations.flatten()[pair]
-    slots = torch.where(group < count, group * size + places_in_group(group, count + 1), count * size)
-    row = torch.empty_like(pair).scatter_(0, pair, slots)
-    held = torch.full((count * size + 1,), len(pair), device=pair.device).scatter_(0, slots, pair)
-    counts = torch.full((count,), size, device=pair.device)
-    order = Order(held[:-1], row.view_as(destinations), all_kept=False, all_hold=False)
-    return order, Groups(counts, (size,) * count)
+def _filled(weights: Tensor, destinations: Tensor, count: int, size: int) -> Rows:
+    """Rows for `size` pairs for each of `count` destinations, the last of them without one: no destination has more."""
+    _, before, _ = places(destinations, count + 1)
+    behind = count * size
+    row = torch.where(
+        destinations < count, destinations * size + before.gather(1, destinations), behind
+    )  # [tokens, topk]
+    pairs = torch.arange(row.numel(), device=row.device)
+    pair = torch.full((behind + 1,), row.numel(), device=row.device).scatter(0, row.flatten(), pairs)[:-1]
+    counts = torch.full((count,), size, device=row.device)
+    return Rows(weights, row, pair, counts, size, complete=False)

@@ -19,7 +19,7 @@ def as_one_kernel(function: Callable, *args, sizes_vary: bool = False, rows_vary
     if not _on_gpu(args[0]) or torch.compiler.is_compiling():
         return function(*args)
     if not torch.is_grad_enabled():  # else what needs a gradient would be compiled anew where it needs none
-        args = [arg.detach() if isinstance(arg, Tensor) else arg for arg in args]
+        args = [arg.detach() if isinstance(arg, Tensor) and arg.requires_grad else arg for arg in args]
     if rows_vary:
         for arg in args:
             if isinstance(arg, Tensor):

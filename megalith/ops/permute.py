@@ -17,29 +17,21 @@ from torch import Tensor
 
 from megalith.ops.compiled import as_one_kernel
 
+BLOCK = 1024  # tokens that one scan goes over
+
 
 @dataclass(frozen=True)
 class Order:
-    """Which pair each row holds, and where the row of each pair is."""
+    """Which token each row is of, and where the rows of each token are."""
 
-    pair: Tensor  # int64 [rows]: token · topk + choice; the number of pairs for a row that fills up
-    row: Tensor  # int64 [tokens, topk]; the number of rows for a pair without one
+    token: Tensor  # int64 [rows]; the number of tokens for a row that fills up
+    row: Tensor  # int64 [tokens, topk]; the number of rows, or more, for a pair without one
     all_kept: bool = True  # every pair has a row
-    all_hold: bool = True  # every row holds a pair
-
-    @property
-    def token(self) -> Tensor:
-        """The token of each row: int64 [rows], the number of tokens for a row that fills up."""
-        topk = self.row.shape[1]
-        return self.pair if topk == 1 else self.pair // topk
-
-    def by_pair(self) -> Order:
-        """The same rows, of pairs instead of tokens: for what each pair has one of."""
-        return Order(self.pair, self.row.reshape(-1, 1), self.all_kept, self.all_hold)
+    all_hold: bool = True  # every row is of a token
 
     def inverse(self) -> Order:
         """Of rows that are only reordered, back: rows of this order become those it was made of."""
-        return Order(self.row.flatten(), self.pair[:, None])
+        return Order(self.row.flatten(), self.token[:, None])
 
 
 def transposed(sizes: Tensor, rows: int) -> Order:
@@ -51,40 +43,64 @@ def transposed(sizes: Tensor, rows: int) -> Order:
 
 
 def _transposed(sizes: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """`pair` and `row` of that Order: a row moves as far as its block."""
+    """`token` and `row` of that Order: a row moves as far as its block."""
     across = sizes.T
     begin = (sizes.flatten().cumsum(0) - sizes.flatten()).view_as(sizes)
     end = (across.flatten().cumsum(0) - across.flatten()).view_as(across).T
     place = torch.arange(rows, device=sizes.device)
     row = place + (end - begin).flatten().repeat_interleave(sizes.flatten(), output_size=rows)
-    pair = place + (begin - end).T.flatten().repeat_interleave(across.flatten(), output_size=rows)
-    return pair, row[:, None]
+    token = place + (begin - end).T.flatten().repeat_interleave(across.flatten(), output_size=rows)
+    return token, row[:, None]
 
 
-def copies(places: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Each token once for each place that it is wanted at, by place and in the tokens' order.
+def places(groups: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """How many tokens have each group, int64 [count]; of these how many stand before each token, int32 [tokens, count];
+    and whether it has the group, int32 [tokens, count].
 
-    `places` int64 [tokens, topk] are of `count`, the number `count` is none. Returns how many copies there are for each
-    place, int64 [count], which the device alone knows, and what copies_order takes.
+    groups int64 [tokens, n], below `count`, are of each token. One that a token names twice is counted once.
     """
-    tokens = len(places)
-    wanted = torch.zeros(count + 1, tokens, dtype=torch.int64, device=places.device)
-    wanted = wanted.scatter(0, places.T, 1)[:count]
-    # Place by place: one scan of them all would be a kernel whose blocks wait for each other.
-    upto = wanted.cumsum(1)
-    sizes = upto[:, -1]
-    ends = sizes.cumsum(0)
-    last = count * tokens
-    row = torch.where(wanted == 1, upto + (ends - sizes)[:, None] - 1, last)  # [count, tokens]
-    place = torch.arange(last, device=places.device)
-    pair = torch.empty(last + 1, dtype=torch.int64, device=places.device)
-    pair = pair.scatter(0, row.flatten(), place % tokens * count + place // tokens)
-    return sizes, pair, row.clamp(max=ends[-1]).T.contiguous()
+    tokens = len(groups)
+    width = -(-tokens // BLOCK) * BLOCK
+    has = torch.zeros(count, width, dtype=torch.int32, device=groups.device).scatter(0, groups.T, 1)
+    # Blocks first: one scan over all tokens would be a kernel whose parts wait for each other.
+    upto = has.view(count, -1, BLOCK).cumsum(2, dtype=torch.int32)
+    sizes = upto[..., -1]
+    upto = upto + (sizes.cumsum(1, dtype=torch.int32) - sizes)[..., None]
+    return sizes.sum(1), (upto.view(count, width) - has)[:, :tokens].T, has[:, :tokens].T
 
 
-def copies_order(pair: Tensor, row: Tensor, count: int) -> Order:
-    """The Order of `copies`, `count` of them in all, in which a pair is one of a token and a place."""
-    return Order(pair[:count], row, all_kept=False)
+def starts(sizes: Tensor) -> Tensor:
+    """Where groups of these sizes, int64 [n], start that stand one behind the other."""
+    return sizes.cumsum(0) - sizes
+
+
+def sorted_pairs(destinations: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Pairs of destinations int64 [tokens, topk] sorted by destination, without waiting for the device.
+
+    Returns how many there are of each of `count`, int64 [count]; the sorted pairs, int64 [tokens · topk]; and where
+    each stands, int64 [tokens, topk]. The destination `count` is nowhere: of such pairs nothing is known but that they
+    stand behind all others. The destinations of a token differ, but for that one.
+    """
+    sizes, before, _ = places(destinations, count + 1)
+    row = starts(sizes)[destinations] + before.gather(1, destinations)
+    return sizes[:count], inverse(row.flatten(), row.numel()), row
+
+
+def copies(sizes: Tensor, before: Tensor, has: Tensor) -> tuple[Tensor, Tensor]:
+    """Each token once for each group that it has, by group and in the tokens' order; the arguments are as of `places`.
+
+    Returns the token of each copy, int64 [tokens · count + 1], of which what is behind the last one means nothing; and
+    where the copies of each token are, int64 [tokens, count], behind all of them where it has none.
+    """
+    last = has.numel()
+    row = torch.where(has == 1, starts(sizes) + before, last)
+    return inverse(row.flatten(), last + 1) // len(sizes), row
+
+
+def inverse(row: Tensor, rows: int) -> Tensor:
+    """Which element goes to each of `rows` places, int64 [rows], where row int64 [n] says where each goes."""
+    held = torch.empty(rows, dtype=torch.int32, device=row.device)
+    return held.scatter(0, row, torch.arange(len(row), dtype=torch.int32, device=row.device)).long()
 
 
 def places_in_group(groups: Tensor, count: int) -> Tensor:
@@ -131,7 +147,7 @@ class _SumRows(torch.autograd.Function):
         return _taken(grad, ctx.order, ctx.fused), None, None
 
 
-def _at(x: Tensor, index: Tensor, complete: bool) -> Tensor:
+def rows_at(x: Tensor, index: Tensor, complete: bool) -> Tensor:
     """x [n, width] at an index of any shape; zeros for an index of n."""
     if complete:
         return x.index_select(0, index) if index.ndim == 1 else x[index]
@@ -142,22 +158,22 @@ def _at(x: Tensor, index: Tensor, complete: bool) -> Tensor:
 
 def _taken(x: Tensor, order: Order, fused: bool) -> Tensor:
     if fused and not order.all_hold:
-        return as_one_kernel(_at, x, order.token, False, sizes_vary=True)
-    return _at(x, order.token, order.all_hold)
+        return as_one_kernel(rows_at, x, order.token, False, sizes_vary=True)
+    return rows_at(x, order.token, order.all_hold)
 
 
 def _sums(rows: Tensor, order: Order, fused: bool) -> Tensor:
     """The sum of each token's rows, in fp32, rounded once: [rows, width] → [tokens, width]."""
     if order.row.shape[1] == 1:
-        return _at(rows, order.row[:, 0], order.all_kept)
+        return rows_at(rows, order.row[:, 0], order.all_kept)
     if fused:
-        return as_one_kernel(_sum_one_by_one, rows, order.row, order.all_kept, rows_vary=True)
-    return _at(rows, order.row, order.all_kept).sum(1)
+        return as_one_kernel(sum_one_by_one, rows, order.row, order.all_kept, rows_vary=True)
+    return rows_at(rows, order.row, order.all_kept).sum(1)
 
 
-def _sum_one_by_one(rows: Tensor, index: Tensor, complete: bool) -> Tensor:
+def sum_one_by_one(rows: Tensor, index: Tensor, complete: bool) -> Tensor:
     """Addition after addition: Inductor gives a sum over so few a kernel that reads memory in short pieces."""
-    total = _at(rows, index[:, 0], complete).float()
+    total = rows_at(rows, index[:, 0], complete).float()
     for choice in range(1, index.shape[1]):
-        total = total + _at(rows, index[:, choice], complete).float()
+        total = total + rows_at(rows, index[:, choice], complete).float()
     return total.to(rows.dtype)

@@ -36,22 +36,22 @@ from megalith.comm import (
     Axis,
     all_gather,
     all_gather_alike,
-    all_to_all,
     begin_all_to_all,
     end_all_to_all,
+    gathered,
     own_part,
     reduce_scatter,
     summed,
 )
 from megalith.config import ModelConfig
 from megalith.models.balance import MicroBatch
-from megalith.models.moe import Dispatch, Experts, filled_order
+from megalith.models.moe import Dispatch, Experts, Rows
 from megalith.models.router import Routing
 from megalith.models.transformer import Transformer
-from megalith.ops.compiled import as_one_kernel
 from megalith.ops.grouped_gemm import Groups
-from megalith.ops.permute import Order, copies, copies_order, counted, take_rows, transposed
+from megalith.ops.permute import Order, sum_rows, take_rows, transposed
 from megalith.parallel.mesh import Mesh
+from megalith.parallel.parcels import Parcels, pack, parcels, unpack
 from megalith.parallel.tensor import TensorParallel
 
 # The dimensions of each weight [experts, out, in] that are cut over ep and over etp: columns of fc1, rows of fc2.
@@ -120,52 +120,56 @@ class ExpertParallel(Dispatch):
         self.gathered = mesh.etp if dispatcher == "alltoall" else mesh.ep_etp
         self.micro_batches = _micro_batches(self.gathered.size, mesh.cp.size * mesh.tp.size)
 
-    @torch.compiler.disable
+    def plan(self, routing: Routing) -> Parcels | Rows:
+        weights, destinations = routing.weights, routing.destinations(self.experts)
+        if self.shares:
+            # What fills the last ranks up weighs nothing. It goes anywhere, but where experts have a capacity nowhere.
+            topk = weights.shape[1]
+            filler = torch.arange(topk, device=weights.device) if routing.capacity is None else self.experts
+            weights, destinations = self._share(weights), self._share(destinations, filler)
+        weights, destinations = all_gather(weights, self.gathered), gathered(destinations, self.gathered)
+        capacity = None if routing.capacity is None else routing.capacity * self.micro_batches
+        if not self.sends:
+            destinations = _numbers_here(destinations, self.ep.rank, self.local_experts, self.experts)
+            return self.rows(weights, destinations, capacity, self.local_experts)
+        if capacity is not None and self.fills_up:
+            return self.rows(weights, destinations, capacity, self.experts)
+        return parcels(weights, destinations, self.ep, self.local_experts)
+
     def __call__(
-        self, x: Tensor, routing: Routing, experts: Experts, shared: Callable[[], Tensor] | None = None
+        self, x: Tensor, plan: Parcels | Rows, experts: Experts, shared: Callable[[], Tensor] | None = None
     ) -> Tensor:
-        """x [tokens, hidden] through the experts of its routing, plus what `shared` gives: [tokens, hidden]."""
+        """x [tokens, hidden] through the experts of its plan, plus what `shared` gives: [tokens, hidden]."""
+        sizes = HostCopy(plan.sizes) if isinstance(plan, Parcels) else None
         shared = None if shared is None else cache(shared)  # called early, where it overlaps
         beside = shared if self.overlaps else None
-        tokens, destinations, weights = len(x), routing.destinations(self.experts), routing.weights
-        shares = self.tensor is not None and not self.tensor.tokens_are_cut
-        if shares:
-            x, weights, destinations = self._share(x, weights, destinations, routing.capacity is not None)
-        x, weights = all_gather(x, self.gathered), all_gather(weights, self.gathered)
-        destinations = all_gather(destinations, self.gathered)
-        capacity = None if routing.capacity is None else routing.capacity * self.micro_batches
-        if self.sends:
-            y = self._send(x, weights, destinations, capacity, experts, beside)
+        tokens = len(x)
+        x = all_gather(self._share(x) if self.shares else x, self.gathered)
+        if sizes is not None:
+            y = self._send(x, plan, sizes, experts, beside)
+        elif self.sends:
+            y = self._send_filled(x, plan, experts, beside)
         else:
-            y = self.compute(x, weights, self._own(destinations), capacity, experts)
+            y = self.compute(x, plan, experts)
         y = reduce_scatter(y, self.gathered)
-        y = all_gather_alike(y, self.tensor.axis)[:tokens] if shares else y
+        y = all_gather_alike(y, self.tensor.axis)[:tokens] if self.shares else y
         return y if shared is None else y + shared()
 
-    def _own(self, destinations: Tensor) -> Tensor:
-        """The numbers of the experts here, int64, and for all others the one that is nowhere."""
-        args = destinations.detach(), self.ep.rank, self.local_experts, self.experts
-        return as_one_kernel(_numbers_here, *args, rows_vary=True) if self.fused else _numbers_here(*args)
+    @property
+    def shares(self) -> bool:
+        """Whether all ranks of the tensor axis have the same tokens, and each takes a part of them."""
+        return self.tensor is not None and not self.tensor.tokens_are_cut
 
-    def _share(
-        self, x: Tensor, weights: Tensor, destinations: Tensor, capacity: bool
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """This rank's part of the tokens that all ranks of the tensor axis have; all parts are as long.
-
-        What fills the last ones up weighs nothing. It goes to expert 0, or where that has a capacity nowhere.
-        """
-        axis = self.tensor.axis
-        missing = (0, 0, 0, -len(x) % axis.size)
-        x, weights = nn.functional.pad(x, missing), nn.functional.pad(weights, missing)
-        destinations = nn.functional.pad(destinations, missing, value=self.experts if capacity else 0)
-        return own_part(x, axis), own_part(weights, axis), own_part(destinations, axis)
+    def _share(self, x: Tensor, filler: Tensor | int = 0) -> Tensor:
+        """This rank's part of x [tokens, width]; all parts are as long, the last ones filled up with `filler`."""
+        missing = x.new_zeros(-len(x) % self.tensor.axis.size, x.shape[1]) + filler
+        return own_part(torch.cat([x, missing.to(x.dtype)]), self.tensor.axis)
 
     def _send(
         self,
         x: Tensor,
-        weights: Tensor,
-        destinations: Tensor,
-        capacity: int | None,
+        plan: Parcels,
+        sizes: HostCopy,
         experts: Experts,
         beside: Callable[[], Tensor] | None,
     ) -> Tensor:
@@ -174,46 +178,25 @@ class ExpertParallel(Dispatch):
 
         `beside` is called while tokens are on their way back.
         """
-        if capacity is not None and self.fills_up:
-            return self._send_filled(x, weights, destinations, min(capacity, len(x)), experts, beside)
-        ranks, here, topk = self.ep.size, self.local_experts, destinations.shape[1]
-        counts, *found = (
-            as_one_kernel(_copies_and_counts, destinations, ranks, here, sizes_vary=True)
-            if self.fused
-            else _copies_and_counts(destinations, ranks, here)
-        )
-        sizes = HostCopy(torch.stack([counts, all_to_all(counts, self.ep)]))
         cast = experts.cast(x.dtype) if self.prepares else None  # while the host reads
-        sent, arriving = sizes.values()
-        there, back = [to[0] for to in sent], [of[0] for of in arriving]
-        order = copies_order(*found, sum(there))
-        choices = torch.cat([weights, destinations.float()], 1)  # [tokens, 2 · topk]
-        way = [
-            begin_all_to_all(part, self.ep, there, back)
-            for part in (take_rows(choices, order), take_rows(x, order, self.fused))
-        ]
+        ranks, values = self.ep.size, sizes.values()
+        there, back, counts = values[:ranks], values[ranks : 2 * ranks], tuple(values[2 * ranks :])
+        packed, order = pack(x, plan, sum(there), self.fused)
+        way = begin_all_to_all(packed, self.ep, there, back)
         # Made here, the weights' gradients are computed in the backward pass while those of the tokens travel.
         matrices = None if cast is None else experts.prepared(cast)
-        choices, x = (end_all_to_all(part) for part in way)
-        weights, destinations = choices.split(topk, 1)
-        _, *rows = map(sum, zip(*arriving))
-        y = self.compute(x, weights, self._own(destinations), None, experts, tuple(rows), matrices)
-        return self._back(y, back, there, order, beside)
+        rows, row_weights, here = unpack(end_all_to_all(way), plan, sum(counts), self.fused)
+        rows = experts(rows, row_weights, Groups(plan.counts, counts), matrices)
+        return self._back(sum_rows(rows, here, self.fused), back, there, order, beside)
 
     def _send_filled(
-        self,
-        x: Tensor,
-        weights: Tensor,
-        destinations: Tensor,
-        size: int,
-        experts: Experts,
-        beside: Callable[[], Tensor] | None,
+        self, x: Tensor, plan: Rows, experts: Experts, beside: Callable[[], Tensor] | None
     ) -> Tensor:
-        """As _send, with a row for each pair: `size` for every expert from every rank, so that nothing is read."""
-        ranks, here = self.ep.size, self.local_experts
-        order, _ = filled_order(destinations, self.experts, size)
+        """As _send, with a row for each pair: `plan.size` for every expert from every rank, so that nothing is read."""
+        ranks, here, size = self.ep.size, self.local_experts, plan.size
+        rows, row_weights, order = self.take(x, plan, None)
         each = [here * size] * ranks
-        way = [begin_all_to_all(part, self.ep, each, each) for part in reversed(self.rows(x, weights, order))]
+        way = [begin_all_to_all(part, self.ep, each, each) for part in (row_weights, rows)]
         matrices = experts.prepared(experts.cast(x.dtype)) if self.prepares else None
         counts = torch.full((ranks, here), size, device=x.device)
         by_expert = transposed(counts, sum(each))
@@ -236,19 +219,12 @@ class ExpertParallel(Dispatch):
                 beside()
         finally:  # a layer is computed again up to the last tensor that is missing, which `beside` may make
             y = end_all_to_all(way)
-        return self.sum(y, order)
-
-
-def _copies_and_counts(destinations: Tensor, ranks: int, here: int) -> tuple[Tensor, Tensor, Tensor]:
-    """For each rank how many copies of tokens it gets, and how many pairs each of its experts: int64 [ranks, 1 + here];
-    and what copies_order takes."""
-    counts, pair, row = copies(destinations // here, ranks)
-    pairs = counted(destinations.flatten(), ranks * here + 1)[:-1]
-    return torch.cat([counts[:, None], pairs.view(ranks, here)], 1), pair, row
+        return sum_rows(y, order, self.fused)
 
 
 def _numbers_here(destinations: Tensor, rank: int, here: int, nowhere: int) -> Tensor:
-    own = destinations.long() - rank * here
+    """The numbers of the experts here, int64, and for all others the one that is nowhere."""
+    own = destinations - rank * here
     return torch.where((own < 0) | (own >= here) | (destinations == nowhere), here, own)
 
 

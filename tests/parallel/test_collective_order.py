@@ -70,8 +70,6 @@ def test_every_rank_begins_the_same_collectives_in_the_same_order(
     assert config.model.num_experts == EXPERTS and config.model.moe_router_topk == TOPK
     ranks = pool.run(collectives, config, size=LAYOUTS[layout].processes)
     exchanges = [event for event in ranks[0] if "all_to_all_single" in event[0]]
-    assert (
-        len(exchanges) >= 2 * 7
-    )  # micro-batches; numbers, and what goes there and back, forward and backward
+    assert len(exchanges) >= 2 * 4  # micro-batches; what goes there and back, forward and backward
     for rank in ranks[1:]:
         assert rank == ranks[0]
