@@ -173,7 +173,8 @@ def _sums(rows: Tensor, order: Order, fused: bool) -> Tensor:
 
 def sum_one_by_one(rows: Tensor, index: Tensor, complete: bool) -> Tensor:
     """Addition after addition: Inductor gives a sum over so few a kernel that reads memory in short pieces."""
-    total = rows_at(rows, index[:, 0], complete).float()
+    wide = torch.promote_types(rows.dtype, torch.float32)
+    total = rows_at(rows, index[:, 0], complete).to(wide)
     for choice in range(1, index.shape[1]):
-        total = total + rows_at(rows, index[:, choice], complete).float()
+        total = total + rows_at(rows, index[:, choice], complete).to(wide)
     return total.to(rows.dtype)

@@ -11,9 +11,9 @@ of ep ranks, each expert cut over etp of them (mesh.py). Every rank brings the t
     4. The parts of the sums are added where they were gathered, and the shares of 1 joined.
 
 What alltoall sends depends on the tokens, so the host reads the sizes, once a layer. With a capacity that experts are
-filled up to, each pair is a row of its own: sizes are fixed then, and it reads nothing. The numbers and weights of a
-token's experts travel with it. Every step is the gradient of another, so an expert's gradient is that of all tokens of
-its copy, whole, and is summed over edp alone (data.py).
+filled up to, each pair is a row of its own: sizes are fixed then, and it reads nothing. A token and what is to be known
+of its experts travel as one row (parcels.py). Every step is the gradient of another, so an expert's gradient is that of
+all tokens of its copy, whole, and is summed over edp alone (data.py).
 
 What needs no tokens is computed while they travel. In the backward pass the order is the other way round, so the same
 two lines hide its exchanges as well:

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from megalith.comm import Axis
 from megalith.config import ModelConfig
 from megalith.models.context import Context
 from megalith.models.init import initialize
@@ -10,9 +11,9 @@ from megalith.models.moe import MoE
 from megalith.models.transformer import Transformer
 from megalith.ops.compiled import as_one_kernel
 from megalith.ops.grouped_gemm import Groups, LoopedMatmul, grouped_matmul, has_kernel, prepared
-from megalith.ops.permute import copies_order, sum_rows, take_rows
+from megalith.ops.permute import sum_rows
 from megalith.ops.wide_product import wide_product
-from megalith.parallel.expert import _copies_and_counts
+from megalith.parallel.parcels import Parcels, pack, parcels, unpack
 
 BATCH, SEQ, HIDDEN = 2, 128, 256
 MODEL = dict(num_layers=2, hidden_size=HIDDEN, ffn_hidden_size=512, num_attention_heads=4, swiglu=True,
@@ -62,23 +63,28 @@ def test_a_routers_product_in_bf16_is_that_in_fp32():
         assert relative(ours, theirs) < 1.05 * relative(theirs.bfloat16(), theirs)
 
 
-@pytest.mark.parametrize("tokens", [4096, 16384])
-def test_copies_for_ranks_made_by_kernels_are_those_of_the_host(tokens):
+def alone(weights: torch.Tensor, destinations: torch.Tensor) -> Parcels:
+    return parcels(weights, destinations, Axis(), 64)
+
+
+@pytest.mark.parametrize("tokens", [4096, 16384, 5000])
+def test_parcels_made_by_kernels_are_those_of_the_host(tokens):
     torch.manual_seed(0)
-    destinations = torch.randint(0, 65, (tokens, 8))  # 64: nowhere
-    counts, pair, row = _copies_and_counts(destinations, 4, 16)
-    found = as_one_kernel(_copies_and_counts, destinations.cuda(), 4, 16, sizes_vary=True)
-    rows = int(counts[:, 0].sum())
-    assert torch.equal(found[0].cpu(), counts) and torch.equal(found[2].cpu(), row)
-    assert torch.equal(found[1][:rows].cpu(), pair[:rows])
-    x = torch.randn(tokens, 64)
+    destinations = torch.stack([torch.randperm(65)[:8] for _ in range(tokens)])  # 64: nowhere
+    x, weights = torch.randn(tokens, 64).bfloat16(), torch.randn(tokens, 8)
     results = []
-    for order, device in ((copies_order(pair, row, rows), "cpu"), (copies_order(*found[1:], rows), "cuda")):
-        leaf = x.to(device).requires_grad_()
-        y = sum_rows(take_rows(leaf, order, device == "cuda"), order, device == "cuda")
-        results.append([y.detach().cpu(), torch.autograd.grad(y.square().sum(), leaf)[0].cpu()])
-    for ours, expected in zip(*reversed(results)):
-        assert relative(ours, expected) < 1e-6
+    for device in ("cpu", "cuda"):
+        leaves = [part.to(device).requires_grad_() for part in (x, weights)]
+        plan = as_one_kernel(alone, leaves[1], destinations.to(device), sizes_vary=True)
+        to, come, *counts = plan.sizes.tolist()
+        assert to == come == tokens and sum(counts) == (destinations < 64).sum()
+        packed, order = pack(leaves[0], plan, to, device == "cuda")
+        rows, row_weights, here = unpack(packed, plan, sum(counts), device == "cuda")
+        y = sum_rows(sum_rows(rows * row_weights, here, device == "cuda"), order, device == "cuda")
+        results.append([rows, row_weights, y, *torch.autograd.grad(y.square().sum(), leaves)])
+    for theirs, ours in zip(*results):
+        assert relative(ours.detach().cpu(), theirs.detach()) < 1e-3
+    assert all(torch.equal(ours.cpu(), theirs) for theirs, ours in zip(*(found[:2] for found in results)))
 
 
 def layer(**settings) -> MoE:
