@@ -15,6 +15,7 @@ from megalith.parallel.halves import apply_halves, interleaving
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.offload import apply_activation_offload
 from megalith.parallel.recompute import apply_recompute
+from megalith.parallel.shards import to_local_parameters
 from megalith.parallel.stages import assign_layers, schedule_kind, split_stages
 from megalith.parallel.tensor import apply_tensor
 
@@ -32,7 +33,8 @@ def apply(model: Transformer, config: RunConfig, mesh: Mesh, device: torch.devic
     7. Compile: after everything that changes a layer's code. Zero-bubble takes backward passes apart: not compiled.
     8. Offload: outside of compiled layers, and of recomputed ones, whose inputs it can then take away.
     9. Data: shards the parameters as tensor parallelism has left them; a layer is its unit.
-    10. Storage is made last, and filled: weights depend on their names and places alone, not on the steps before.
+    10. Storage is made, and filled: weights depend on their names and places alone, not on the steps before.
+    11. Layers have plain parameters on that storage, but for those that FSDP2 gathers.
     """
     parallel = config.parallel
     chunks = split_stages(model, assign_layers(config.model, parallel), mesh.pp.rank)
@@ -56,6 +58,7 @@ def apply(model: Transformer, config: RunConfig, mesh: Mesh, device: torch.devic
     for chunk in chunks:
         chunk.to_empty(device=device)
         initialize(chunk, config.model, config.train.seed)
+        to_local_parameters(chunk)
     return chunks
 
 

@@ -4,6 +4,9 @@ A parameter is a DTensor, a global tensor of which this rank holds a box, or a p
 optimizer steps plain parameters that share their storage with the boxes, which is six times quicker than stepping
 DTensors; a checkpoint stores boxes, each once. Where several ranks hold the same box, one of them is its owner, which
 counts it in the gradient's norm.
+
+What FSDP2 does not shard, the model too computes with as plain parameters (`to_local_parameters`): for each DTensor
+that compiled code is given, it compares placements, takes it apart and puts its gradient together.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from megalith.comm import Axis, local_place
@@ -50,13 +54,38 @@ def box_of(tensor: Tensor, copies: Axis | None = None) -> Box:
 
     `copies` are the ranks on which it stands alike without its placements telling so; the first of them owns it.
     """
-    first = copies is None or copies.rank == 0
+    tensor, first = placed(tensor), copies is None or copies.rank == 0
     if not isinstance(tensor, DTensor):
         return Box(tensor.detach(), (0,) * tensor.ndim, tuple(tensor.shape), owned=first)
     coordinate = tensor.device_mesh.get_coordinate()
     owned = first and all(at == 0 for at, place in zip(coordinate, tensor.placements) if place.is_replicate())
     _, offset = local_place(tensor)
     return Box(tensor.detach().to_local(), offset, tuple(tensor.shape), owned)
+
+
+def to_local_parameters(chunk: nn.Module) -> None:
+    """Puts, in place, a plain parameter where the chunk has a DTensor, with which it shares its storage.
+
+    Made once the storage is. What FSDP2 shards stays as it is.
+    """
+    made: dict[DTensor, nn.Parameter] = {}  # a tied one is one
+    modules = [chunk]
+    while modules:
+        module = modules.pop()
+        if isinstance(module, FSDPModule):
+            continue
+        modules += module.children()
+        for kind, parameter in list(module.named_parameters(recurse=False)):
+            if isinstance(parameter, DTensor):
+                if parameter not in made:
+                    made[parameter] = nn.Parameter(parameter.detach().to_local(), parameter.requires_grad)
+                    made[parameter].placed = parameter
+                setattr(module, kind, made[parameter])
+
+
+def placed(parameter: Tensor) -> Tensor:
+    """The DTensor that `to_local_parameters` has put a parameter in the place of; another is returned as it is."""
+    return getattr(parameter, "placed", parameter)
 
 
 class LocalParameters:

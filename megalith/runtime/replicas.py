@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from megalith.comm import Axis, begin_all_gather, wait
 from megalith.errors import TrainingError
-from megalith.parallel.shards import LocalParameters
+from megalith.parallel.shards import LocalParameters, placed
 from megalith.runtime.topology import gather
 
 BLOCK = 2**22  # elements whose bits are held as integers at a time
@@ -84,6 +84,7 @@ _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def _copies(parameter: Tensor) -> list[Axis]:
     """The axes along which a parameter's placements say that it stands on several ranks."""
+    parameter = placed(parameter)
     if not isinstance(parameter, DTensor):
         return []
     mesh, axes = parameter.device_mesh, []

@@ -6,6 +6,7 @@ from megalith.build import vocabulary_rows
 from megalith.checkpoint import open_checkpoint
 from megalith.checkpoint.compare import differences, tensor_digests
 from megalith.config import RunConfig
+from megalith.parallel.shards import placed
 from megalith.parity.job import start, state_by_name
 from megalith.runtime.pool import Pool
 
@@ -66,6 +67,7 @@ def load_and_save(config: RunConfig) -> dict[str, torch.Tensor]:
     assert trainer.step == 2 and trainer.consumed_samples == 16
     for chunk in trainer.model.chunks:
         for name, parameter in chunk.named_parameters():
+            parameter = placed(parameter)
             if name in vocabulary_rows(trainer.config) and parameter.shape == (140, 32):
                 whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
                 assert not whole[131:].any()
