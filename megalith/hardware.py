@@ -186,3 +186,16 @@ def pick_device(request: str = "auto", local_rank: int = 0) -> torch.device:
             f"(numbers 0 to {available - 1}); start at most {available} processes, or name one of these"
         )
     return torch.device("cuda", index)
+
+
+def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """The tensor on a device, without the host waiting for what the device has still to do.
+
+    Out of memory of the host that is not pinned CUDA copies when all that was launched before is done, and the host
+    waits; such a tensor is copied into pinned memory first.
+    """
+    import torch
+
+    if torch.device(device).type == "cuda" and tensor.device.type == "cpu" and not tensor.is_pinned():
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)

@@ -2,12 +2,13 @@
 
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
 
 from megalith.errors import ConfigError
-from megalith.hardware import KNOWN_DEVICES, device_info, device_kind, pick_device
+from megalith.hardware import KNOWN_DEVICES, device_info, device_kind, pick_device, to_device
 
 
 @pytest.mark.parametrize(
@@ -114,3 +115,21 @@ def test_unknown_device_request_is_refused(monkeypatch, request_):
 def test_importing_hardware_does_not_import_torch():
     code = "import sys, megalith.hardware; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("device", "at", "pinned", "pins"),
+    [
+        ("cuda:1", "cpu", False, True),
+        ("cuda:1", "cpu", True, False),
+        ("cuda:1", "cuda", False, False),
+        ("cpu", "cpu", False, False),
+    ],
+    ids=["as it is", "pinned", "on the device", "to the host"],
+)
+def test_what_goes_to_a_gpu_goes_from_pinned_memory(device, at, pinned, pins):
+    tensor = mock.Mock(**{"device.type": at, "is_pinned.return_value": pinned})
+    source = tensor.pin_memory.return_value if pins else tensor
+    assert to_device(tensor, device) is source.to.return_value
+    source.to.assert_called_once_with(device, non_blocking=True)
+    assert tensor.pin_memory.called == pins

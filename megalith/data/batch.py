@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megalith.errors import ConfigError
+from megalith.hardware import to_device
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class Batch:
     sample_numbers: Tensor  # int64 [batch], the position of each sample in the run's stream
 
     def to(self, device: torch.device | str) -> Batch:
-        return self._each(lambda tensor: tensor.to(device, non_blocking=True))
+        return self._each(lambda tensor: to_device(tensor, device))
 
     def pin_memory(self) -> Batch:
         return self._each(lambda tensor: tensor.pin_memory())

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config import ModelConfig
+from megalith.hardware import to_device
 from megalith.models.context import Context
 from megalith.models.linear import Linear
 from megalith.models.norm import Norm
@@ -38,7 +39,7 @@ class Future:
 
     def to(self, device: torch.device) -> Future:
         parts = (self.tokens, self.labels, self.loss_mask)
-        return Future(*(part.to(device, non_blocking=True) for part in parts))
+        return Future(*(to_device(part, device) for part in parts))
 
 
 def future_of(labels: Tensor, loss_mask: Tensor, document_ids: Tensor | None, layers: int) -> Future:

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megalith.comm import summed
 from megalith.config import RunConfig
+from megalith.hardware import to_device
 from megalith.models.cache import KVCache
 from megalith.models.multi_token import Future, future_of
 from megalith.models.transformer import Transformer
@@ -140,7 +141,7 @@ class ParallelModel:
         parts = [
             Part(
                 part.batch.to(self.device),
-                part.places.to(self.device, non_blocking=True),
+                to_device(part.places, self.device),
                 part.balance_scale,
                 None if part.future is None or factor is None else part.future.to(self.device),
             )
