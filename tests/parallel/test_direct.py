@@ -168,3 +168,17 @@ def test_what_the_driver_refuses_is_told(call):
         pytest.raises(TrainingError, match=r"CUDA_ERROR_INVALID_VALUE \(1\) to .*leave out parallel"),
     ):
         call()
+
+
+def test_a_stream_is_looked_up_once_for_its_handle(monkeypatch):
+    asked = mock.Mock(side_effect=lambda device: object())
+    handles = {0: 17, 1: 18}
+    monkeypatch.setattr(torch.cuda, "current_stream", asked)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", handles.__getitem__, raising=False)
+    direct._stream_of.cache_clear()
+    first, other = direct._current_stream(0), direct._current_stream(1)
+    assert direct._current_stream(0) is first is not other
+    handles[0] = 19
+    assert direct._current_stream(0) not in (first, other)
+    assert asked.call_args_list == [mock.call(device) for device in (0, 1, 0)]
+    direct._stream_of.cache_clear()

@@ -58,11 +58,11 @@ class Machine:
         self._memories: dict[tuple[int, int], torch.Tensor] = {}
         self._made = [0] * ranks
         cuda = dict(current_device=lambda: 0, synchronize=lambda: None, empty_cache=lambda: None, Event=Event)
-        cuda |= dict(current_stream=lambda device: self._current)
         for name, function in cuda.items():
             monkeypatch.setattr(torch.cuda, name, function)
         monkeypatch.setattr(direct, "Flags", self._flags)
         monkeypatch.setattr(direct, "_stream", lambda device: self.side[self._rank])
+        monkeypatch.setattr(direct, "_current_stream", lambda device: self._current)
         monkeypatch.setattr(direct, "_Begun", mock.Mock())
         monkeypatch.setattr(torch._C._distributed_c10d, "_register_work", mock.Mock())
         monkeypatch.setattr(direct.symmetric, "empty", lambda size, **_: self._memory(self._rank, size))
