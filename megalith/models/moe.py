@@ -46,7 +46,8 @@ class GroupedLinear(nn.Module):
 
     def cast(self, dtype: torch.dtype) -> Tensor:
         """The weight in `dtype`, without its gradient."""
-        return local(self.weight).detach().to(dtype)
+        with torch.no_grad():  # where a DTensor hands over what it holds, and makes no node
+            return local(self.weight).detach().to(dtype)
 
     def prepared(self, cast: Tensor) -> Prepared:
         """The weight as products take it, of what `cast` has given."""

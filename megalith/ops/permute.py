@@ -60,13 +60,13 @@ def places(groups: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     groups int64 [tokens, n], below `count`, are of each token. One that a token names twice is counted once.
     """
     tokens = len(groups)
-    width = -(-tokens // BLOCK) * BLOCK
-    has = torch.zeros(count, width, dtype=torch.int32, device=groups.device).scatter(0, groups.T, 1)
+    blocks = -(-tokens // BLOCK)
+    has = torch.zeros(count, blocks * BLOCK, dtype=torch.int32, device=groups.device).scatter(0, groups.T, 1)
     # Blocks first: one scan over all tokens would be a kernel whose parts wait for each other.
-    upto = has.view(count, -1, BLOCK).cumsum(2, dtype=torch.int32)
+    upto = has.view(count, blocks, BLOCK).cumsum(2, dtype=torch.int32)
     sizes = upto[..., -1]
     upto = upto + (sizes.cumsum(1, dtype=torch.int32) - sizes)[..., None]
-    return sizes.sum(1), (upto.view(count, width) - has)[:, :tokens].T, has[:, :tokens].T
+    return sizes.sum(1), (upto.flatten(1) - has)[:, :tokens].T, has[:, :tokens].T
 
 
 def starts(sizes: Tensor) -> Tensor:
@@ -111,8 +111,12 @@ def places_in_group(groups: Tensor, count: int) -> Tensor:
 
 
 def counted(values: Tensor, count: int) -> Tensor:
-    """How often each of 0 … count - 1 occurs in values int64 [n]: int64 [count], without waiting for the device."""
-    return values.new_zeros(count).scatter_add(0, values, values.new_ones(()).expand_as(values))
+    """How often each of 0 … count - 1 occurs in values int64 [n]: int64 [count], without waiting for the device.
+
+    Added up in int32: compiled, what is added in int64 is no kernel of its own but several steps.
+    """
+    ones = values.new_ones((), dtype=torch.int32).expand_as(values)
+    return values.new_zeros(count, dtype=torch.int32).scatter_add(0, values, ones).long()
 
 
 def take_rows(x: Tensor, order: Order, fused: bool = False) -> Tensor:
