@@ -50,11 +50,17 @@ class TransformerLayer(nn.Module):
         y = self.self_attention(normed, context, proj_bias is None)
         y, mask = _normed(y, self.post_attention_layernorm), self._mask(context, ATTENTION_OUTPUT)
         x, normed = _beside(x, y, mask, self.pre_mlp_layernorm, proj_bias, fc2_bias)
+        mask = self._mask(context, MLP_OUTPUT)
         if self.has_experts:
-            y = self.mlp(normed, self.mlp.plan(normed, context))
+            plan = self.mlp.plan(normed, context)
+            if (
+                mask is None and self.post_mlp_layernorm is None
+            ):  # an addition is not worth a graph of its own
+                return _normed(self.mlp(normed, plan, x), self.final_layernorm)
+            y = self.mlp(normed, plan)
         else:
             y = self.mlp(normed, context) if fc2_bias is None else self.mlp(normed, context, False)
-        x = added(x, _normed(y, self.post_mlp_layernorm), self._mask(context, MLP_OUTPUT))
+        x = added(x, _normed(y, self.post_mlp_layernorm), mask)
         return _normed(x, self.final_layernorm)
 
     def _mask(self, context: Context, site: int) -> Mask | None:

@@ -122,9 +122,11 @@ class MoE(nn.Module):
         return self.dispatch.plan(routing)
 
     @torch.compiler.disable  # what is worth a kernel of its own is compiled by itself
-    def forward(self, x: Tensor, plan: NamedTuple) -> Tensor:  # [batch, seq, hidden]
+    def forward(self, x: Tensor, plan: NamedTuple, stream: Tensor | None = None) -> Tensor:
+        """x [batch, seq, hidden] through the experts of its plan, added to `stream` where there is one."""
         shared = None if self.shared_experts is None else partial(self._shared, x)
-        return self.dispatch(x.flatten(0, -2), plan, self.experts, shared).view_as(x)
+        y = self.dispatch(x.flatten(0, -2), plan, self.experts, shared).view_as(x)
+        return y if stream is None else stream + y
 
     def _shared(self, x: Tensor) -> Tensor:  # [batch, seq, hidden] -> [tokens, hidden]
         y = self.shared_experts(x)
