@@ -21,6 +21,8 @@ from megalith.comm import Axis, gathered
 from megalith.ops.compiled import as_one_kernel
 from megalith.ops.permute import Order, copies, inverse, places, rows_at, starts, sum_one_by_one
 
+NOWHERE = 2**31 - 1  # behind all rows
+
 
 class Parcels(NamedTuple):
     """Which tokens go where; every parcel's place is known, but not how many there are."""
@@ -113,7 +115,7 @@ def _unpacked(x: Tensor, weights: Tensor, numbers: Tensor, first: Tensor, rows: 
     """The rows, as many as `rows` has, and their weights; the parcel of each row, and the rows of each parcel."""
     topk, count = numbers.shape[1], len(rows)
     row = numbers - first
-    row = torch.where((row < 0) | (row >= count), count, row)
+    row = torch.where(row < 0, NOWHERE, row).clamp(max=count)
     pair = inverse(row.flatten(), count + 1)[:-1]
     token = pair // topk
     return x[token], weights.reshape(-1, 1)[pair], token, row

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import silu
 
 from megalith.config import ModelConfig
@@ -123,17 +124,19 @@ def test_layers_alternate_and_every_expert_starts_from_values_of_its_own():
     assert not model.layers["1"].mlp.router.tally.any()
 
 
-def test_a_layer_is_traced_around_its_dispatch():
-    settings = BASE | {"num_layers": 1, "moe_aux_loss_coeff": 0.1}
-    gradients = []
+@pytest.mark.parametrize("placement, graphs", [("pre", 1), ("sandwich", 2)])
+def test_layers_are_one_graph_before_the_experts_and_share_it(placement, graphs):
+    settings = BASE | {"moe_aux_loss_coeff": 0.1, "norm_placement": placement}
+    counter, gradients = CompileCounterWithBackend("aot_eager"), []
     for compiled in (False, True):
         model = Transformer(ModelConfig(**settings))
         initialize(model, model.config, seed=3)
-        if compiled:
-            model.layers["0"].compile(backend="aot_eager")
+        for layer in model.layers.values() if compiled else ():
+            layer.compile(backend=counter)
         ids = torch.arange(BATCH * SEQ).view(BATCH, SEQ)
         model(ids, labels=ids, balance_scale=torch.tensor(1.0)).backward()
         gradients.append([parameter.grad for parameter in model.parameters()])
     torch._dynamo.reset()
+    assert counter.frame_count == graphs
     for eager, traced in zip(*gradients):
         torch.testing.assert_close(eager, traced, rtol=1e-6, atol=1e-6)
