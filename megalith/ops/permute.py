@@ -152,7 +152,7 @@ class _SumRows(torch.autograd.Function):
 
 
 def rows_at(x: Tensor, index: Tensor, complete: bool) -> Tensor:
-    """x [n, width] at an index of any shape; zeros for an index of n."""
+    """x [n, width] at an index of any shape; zeros for an index of n or more."""
     if complete:
         return x.index_select(0, index) if index.ndim == 1 else x[index]
     if not len(x):
@@ -171,12 +171,17 @@ def _sums(rows: Tensor, order: Order, fused: bool) -> Tensor:
     if order.row.shape[1] == 1:
         return rows_at(rows, order.row[:, 0], order.all_kept)
     if fused:
-        return as_one_kernel(sum_one_by_one, rows, order.row, order.all_kept, rows_vary=True)
-    return rows_at(rows, order.row, order.all_kept).sum(1)
+        return as_one_kernel(sum_at, rows, order.row, order.all_kept, rows_vary=True)
+    return sum_at(rows, order.row, order.all_kept)
 
 
-def sum_one_by_one(rows: Tensor, index: Tensor, complete: bool) -> Tensor:
-    """Addition after addition: Inductor gives a sum over so few a kernel that reads memory in short pieces."""
+def sum_at(rows: Tensor, index: Tensor, complete: bool) -> Tensor:
+    """The sums of the rows [rows, width] at index [n, m], in fp32 at least, rounded once: [n, width].
+
+    Compiled, addition after addition: Inductor gives a sum over so few a kernel that reads memory in short pieces.
+    """
+    if not torch.compiler.is_compiling():
+        return rows_at(rows, index, complete).sum(1)
     wide = torch.promote_types(rows.dtype, torch.float32)
     total = rows_at(rows, index[:, 0], complete).to(wide)
     for choice in range(1, index.shape[1]):

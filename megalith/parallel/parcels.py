@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megalith.comm import Axis, gathered
 from megalith.ops.compiled import as_one_kernel
-from megalith.ops.permute import Order, copies, inverse, places, rows_at, starts, sum_one_by_one
+from megalith.ops.permute import Order, copies, inverse, places, rows_at, starts, sum_at
 
 NOWHERE = 2**31 - 1  # behind all rows
 
@@ -108,7 +108,7 @@ class _Unpack(torch.autograd.Function):
 
 def _both_sums(x: Tensor, weights: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of a token's parcels, added."""
-    return sum_one_by_one(x, row, False), sum_one_by_one(weights, row, False)
+    return sum_at(x, row, False), sum_at(weights, row, False)
 
 
 def _unpacked(x: Tensor, weights: Tensor, numbers: Tensor, first: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
@@ -124,4 +124,4 @@ def _unpacked(x: Tensor, weights: Tensor, numbers: Tensor, first: Tensor, rows: 
 def _both_taken(grad: Tensor, grad_weights: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of the parcels' x, and those of their weights beside zeros: float32 [parcels, 2 · topk]."""
     weights = rows_at(grad_weights, row.flatten(), False).view(row.shape)
-    return sum_one_by_one(grad, row, False), torch.cat([weights, torch.zeros_like(weights)], 1)
+    return sum_at(grad, row, False), torch.cat([weights, torch.zeros_like(weights)], 1)

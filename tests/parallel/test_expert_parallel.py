@@ -54,7 +54,8 @@ def traced(config: RunConfig) -> Outcome:
 
 @pytest.mark.parity_full
 @pytest.mark.parametrize(
-    ("layout", "run"), [("tp2-sp-ep2", "deepseek documents"), ("ep2", "moe dropping, dropout")]
+    ("layout", "run"),
+    [("tp2-sp-ep2", "deepseek documents"), ("ep2", "moe dropping, dropout"), ("tp2-ep2", "moe")],
 )
 def test_compiled_layers_equal_one_process_in_eager_mode(pool, layout, run):
     config = run_config(run, layout, "", **SMALL, runtime={"compile": True})
