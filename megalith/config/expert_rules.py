@@ -98,6 +98,12 @@ def check_expert_parallel(model: ModelConfig, parallel: ParallelConfig, world_si
             f"model.moe_ffn_hidden_size {model.expert_size} is not divisible by parallel.expert_tensor_parallel_size "
             f"{etp}; choose among {_divisors(model.expert_size)}"
         )
+    if ep > 1 and parallel.moe_token_dispatcher_type == "alltoall" and model.hidden_size % 2:
+        raise ConfigError(
+            f"model.hidden_size {model.hidden_size} is odd, but a token travels to its experts in one row with numbers "
+            "of 4 bytes, the length of two elements in bf16; choose an even size, or set "
+            "parallel.moe_token_dispatcher_type to allgather"
+        )
     shared, tp = model.moe_shared_expert_intermediate_size, parallel.tensor_model_parallel_size
     if shared and shared % tp:
         raise ConfigError(

@@ -53,9 +53,8 @@ class TransformerLayer(nn.Module):
         mask = self._mask(context, MLP_OUTPUT)
         if self.has_experts:
             plan = self.mlp.plan(normed, context)
-            if (
-                mask is None and self.post_mlp_layernorm is None
-            ):  # an addition is not worth a graph of its own
+            if mask is None and self.post_mlp_layernorm is None:
+                # What is left is an addition, which is not worth a graph of its own.
                 return _normed(self.mlp(normed, plan, x), self.final_layernorm)
             y = self.mlp(normed, plan)
         else:

@@ -34,7 +34,7 @@ def apply(model: Transformer, config: RunConfig, mesh: Mesh, device: torch.devic
     8. Offload: outside of compiled layers, and of recomputed ones, whose inputs it can then take away.
     9. Data: shards the parameters as tensor parallelism has left them; a layer is its unit.
     10. Storage is made, and filled: weights depend on their names and places alone, not on the steps before.
-    11. Layers have plain parameters on that storage, but for those that FSDP2 gathers.
+    11. Layers have plain parameters on that storage, but for FSDP2's modules.
     """
     parallel = config.parallel
     chunks = split_stages(model, assign_layers(config.model, parallel), mesh.pp.rank)

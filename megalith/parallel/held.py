@@ -27,16 +27,18 @@ def held_bytes(chunks: Iterable[nn.Module]) -> Held:
     gathered: list[Tensor | None] = []
     gradients: list[Tensor | None] = []
     for chunk in chunks:
-        if not isinstance(chunk, FSDPModule):
-            weights += chunk.parameters()
-            gradients += [parameter.grad for parameter in chunk.parameters()]
-            continue
+        counted: set[int] = set()
         for parameter in _sharded_parameters(chunk):
+            held = [parameter.sharded_param]
+            if hasattr(parameter, "_unsharded_param"):  # stands in the module while it is gathered
+                held.append(parameter._unsharded_param)
+            counted |= {id(tensor) for tensor in held}
             weights.append(parameter.sharded_param)
             gathered += parameter.all_gather_outputs
-            gradients += [parameter.sharded_param.grad, parameter.unsharded_accumulated_grad]
-            if hasattr(parameter, "_unsharded_param"):
-                gradients.append(parameter._unsharded_param.grad)
+            gradients += [tensor.grad for tensor in held] + [parameter.unsharded_accumulated_grad]
+        others = [parameter for parameter in chunk.parameters() if id(parameter) not in counted]
+        weights += others
+        gradients += [parameter.grad for parameter in others]
     return Held(total_bytes(weights), total_bytes(gathered), total_bytes(gradients))
 
 

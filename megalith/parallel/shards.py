@@ -5,8 +5,8 @@ optimizer steps plain parameters that share their storage with the boxes, which 
 DTensors; a checkpoint stores boxes, each once. Where several ranks hold the same box, one of them is its owner, which
 counts it in the gradient's norm.
 
-What FSDP2 does not shard, the model too computes with as plain parameters (`to_local_parameters`): for each DTensor
-that compiled code is given, it compares placements, takes it apart and puts its gradient together.
+Outside of FSDP2's modules the model too computes with plain parameters (`to_local_parameters`): for each DTensor that
+compiled code is given, it compares placements, takes it apart and puts its gradient together.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def box_of(tensor: Tensor, copies: Axis | None = None) -> Box:
 def to_local_parameters(chunk: nn.Module) -> None:
     """Puts, in place, a plain parameter where the chunk has a DTensor, with which it shares its storage.
 
-    Made once the storage is. What FSDP2 shards stays as it is.
+    Made once the storage is. FSDP2's modules stay as they are, with experts of which this rank alone has a copy.
     """
     made: dict[DTensor, nn.Parameter] = {}  # a tied one is one
     modules = [chunk]

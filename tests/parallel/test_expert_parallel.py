@@ -136,6 +136,14 @@ def test_sizes_that_do_not_divide_are_refused(settings, world, sentence):
         check_expert_parallel(model, ParallelConfig(**settings), world)
 
 
+def test_odd_hidden_size_is_refused_where_tokens_travel():
+    model = run_config("moe", None, "", model={"hidden_size": 33}).model
+    with pytest.raises(ConfigError, match="model.hidden_size 33 is odd, .* choose an even size"):
+        check_expert_parallel(model, ParallelConfig(expert_model_parallel_size=2), 2)
+    gathered = ParallelConfig(expert_model_parallel_size=2, moe_token_dispatcher_type="allgather")
+    check_expert_parallel(model, gathered, 2)
+
+
 def test_expert_sizes_for_a_model_without_experts_are_refused():
     with pytest.raises(ConfigError, match="the model has no experts; leave them out"):
         check_expert_parallel(

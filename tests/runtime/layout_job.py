@@ -39,7 +39,8 @@ def build(config: RunConfig) -> Trainer:
     size = dist.get_world_size()
     config, tokenizer = prepare(config, size)
     device = pick_device(config.runtime.device, dist.get_rank())
-    return Trainer(config, tokenizer, build_mesh(config.parallel, size, device.type), device)
+    mesh = build_mesh(config.parallel, size, device.type, has_experts=config.model.num_experts is not None)
+    return Trainer(config, tokenizer, mesh, device)
 
 
 def printed_by_run(config: RunConfig) -> str:

@@ -81,6 +81,20 @@ def test_expected_weights_and_moments_are_those_that_ranks_hold(pool, tmp_path, 
         assert held_moments == pytest.approx(moments, rel=0.02 if "optim" in str(parallel) else 0)
 
 
+EXPERTS = dict(num_experts=4, add_bias_linear=False)
+
+
+@pytest.mark.parametrize(
+    "parallel", [dict(expert_model_parallel_size=2), dict(tensor_model_parallel_size=2)], ids=str
+)
+def test_experts_beside_sharded_state_count_among_the_weights(pool, tmp_path, parallel):
+    """Of the experts each rank has its own alone, or FSDP2 shards them and nothing else."""
+    parallel = parallel | dict(data_parallel_sharding_strategy="optim_grads_params")
+    config = configuration(tmp_path, model=EXPERTS, parallel=parallel)
+    for expected, held, *_ in pool.run(weights_expected_and_held, config, size=2):
+        assert held == pytest.approx(expected, rel=0.02)
+
+
 def test_each_axis_moves_what_its_page_says():
     layout = large(
         8,
