@@ -22,7 +22,6 @@ from megalith.data.batch import Batch
 from megalith.data.dataset import SampleDataset
 from megalith.data.tokenizer import Tokenizer
 from megalith.faults import Faults
-from megalith.hardware import pick_device
 from megalith.optim.optimizer import set_learning_rate
 from megalith.optim.schedule import build_schedule
 from megalith.optim.step import optimizer_step
@@ -66,9 +65,8 @@ def train(config: RunConfig) -> TrainingResult:
     time.sleep(pause(attempt))
     starting.mark("imports")
     config, tokenizer = prepare(config, process.world_size)
-    device = pick_device(config.runtime.device, process.local_rank)
+    device = prepare_process(config, process.local_rank)
     config.notes.extend(offload_notes(config, device.type) + overlap_notes(config, compiles(config, device)))
-    prepare_process(config, device)
     timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
     output = Path(config.train.output_dir)
     with (

@@ -21,7 +21,6 @@ from megalith.build import vocabulary_rows
 from megalith.checkpoint.state import STATE_WITH_ROWS, model_boxes, optimizer_boxes
 from megalith.config import RunConfig
 from megalith.generate import generate
-from megalith.hardware import pick_device
 from megalith.parallel.gather import global_tensors
 from megalith.parallel.mesh import build_mesh
 from megalith.parallel.shards import Box
@@ -70,8 +69,7 @@ def start(config: RunConfig) -> Trainer:
     """This rank's Trainer, with the initial weights or those of `checkpoint.load`, and a silent report."""
     process = this_process()
     config, tokenizer = prepare(config, process.world_size)
-    device = pick_device(config.runtime.device, process.local_rank)
-    prepare_process(config, device)
+    device = prepare_process(config, process.local_rank)
     mesh = build_mesh(
         config.parallel, process.world_size, device.type, has_experts=config.model.num_experts is not None
     )

@@ -7,17 +7,20 @@ import os
 import torch
 
 from megalith.config import RunConfig
+from megalith.hardware import pick_device
 
 RECOMPILE_LIMIT = 64  # shapes and modes (training, evaluation) of one layer's code
 
 
-def prepare_process(config: RunConfig, device: torch.device) -> None:
-    """Deterministic kernels where asked for, no TF32 in a run that is fp32, room to compile several models."""
+def prepare_process(config: RunConfig, local_rank: int) -> torch.device:
+    """The device of process `local_rank` of this machine, as pick_device gives it, ready for the run: deterministic
+    kernels where asked for, no TF32 in a run that is fp32, room to compile several models."""
+    if config.parallel.symmetric_memory_groups:
+        # A stream that awaits another rank's flag holds up the streams that share its queue to the device; the driver's
+        # own choice is 8 queues. Read when CUDA starts, which it does when it is asked for its devices.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    device = pick_device(config.runtime.device, local_rank)
     if device.type == "cuda":
-        if config.parallel.symmetric_memory_groups:
-            # A stream that awaits another rank's flag holds up the streams that share its queue to the device; the
-            # driver's own choice is 8 queues. Read when CUDA first starts.
-            os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.fp32_precision = "ieee"
         torch.backends.cudnn.conv.fp32_precision = "ieee"
@@ -30,3 +33,4 @@ def prepare_process(config: RunConfig, device: torch.device) -> None:
     torch.use_deterministic_algorithms(config.train.deterministic)
     # Every model of this process counts against one limit per function; past it torch refuses to go on.
     torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
+    return device
