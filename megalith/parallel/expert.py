@@ -244,4 +244,4 @@ def _cut(experts: Experts, mesh: Mesh) -> None:
         linear = getattr(experts, name)
         placements = [Shard(cuts[axis]) for axis in mesh.experts.mesh_dim_names]
         placed = distribute_tensor(linear.weight, mesh.experts, placements, src_data_rank=None)
-        linear.weight = nn.Parameter(placed)
+        linear.weight = nn.Parameter(placed, requires_grad=linear.weight.requires_grad)

@@ -40,6 +40,17 @@ def test_ranks_whose_experts_get_no_token_give_zero_gradients(pool, layout):
     assert gradient[:2].any() and not gradient[2:].any()
 
 
+@pytest.mark.parametrize("layout", ["ep2", "tp2-ep2"])
+def test_experts_beside_adapters_stay_as_they_are(pool, layout):
+    lora = {"rank": 2, "targets": ["q_proj", "v_proj", "linear_proj"]}
+    ranks = pool.run(
+        run_job, run_config("moe", layout, "", **SMALL, lora=lora), size=LAYOUTS[layout].processes
+    )
+    errors = compare(ranks, run_job(run_config("moe", None, "", **SMALL, lora=lora)))
+    assert errors.within(), errors
+    assert not [name for name in ranks[0].gradients if "experts" in name]
+
+
 def traced(config: RunConfig) -> Outcome:
     """The job with layers that are traced and differentiated by torch.compile, but not made into machine code."""
     compile_module = torch.nn.Module.compile
