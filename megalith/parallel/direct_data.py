@@ -62,6 +62,7 @@ class DirectSum:
 
 @cache
 def _stream(device: int) -> torch.cuda.Stream:
+    """Of sums alone: other collectives, which a layer waits for sooner, stand in direct.py's."""
     return torch.cuda.Stream(device, priority=-1)
 
 
