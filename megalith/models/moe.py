@@ -11,8 +11,9 @@ The number of rows of each expert is known on the device only. It stays there: t
 is needed on the host (matmuls one by one, or pairs dropped by a capacity and experts not filled up to it), the host
 waits for it, once a layer.
 
-A compiled layer is two graphs, for no graph is made for a number of rows that is data. All that does not depend on it,
-the router and where each row goes, belongs to the first (`MoE.plan`); what does runs between the two (`MoE.forward`).
+A compiled layer is cut at its experts, for no graph is made for a number of rows that is data. All that does not depend
+on it, the router and where each row goes, belongs to the graph before (`MoE.plan`); what does is no part of one
+(`MoE.forward`), and nor is the addition to the stream where nothing but that follows.
 """
 
 from __future__ import annotations

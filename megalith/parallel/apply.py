@@ -49,7 +49,7 @@ def apply(model: Transformer, config: RunConfig, mesh: Mesh, device: torch.devic
         if compiles(config, device):
             options = {"options": interleaving()} if parallel.tp_comm_overlap else {}
             for layer in chunk.layers.values():
-                # the experts' dispatch is code between two graphs
+                # the experts' dispatch is no part of a graph
                 layer.compile(fullgraph=not layer.has_experts, **options)
                 if layer.has_experts and layer.mlp.shared_experts is not None:
                     layer.mlp.shared_experts.compile(fullgraph=True)
