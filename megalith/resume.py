@@ -19,6 +19,7 @@ from megalith.checkpoint.agree import together
 from megalith.checkpoint.state import base_fingerprint
 from megalith.checkpoint.steps import CHECKPOINTS, next_save_number, save_order
 from megalith.config import RunConfig
+from megalith.config.batch import sample_count
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import CheckpointError
 from megalith.run import Run
@@ -36,6 +37,8 @@ SAME_FUNCTION = (
     "attn_logit_softcapping",
     "final_logit_softcapping",
 )
+
+SAME_DATA = ("mock", "data_path", "train_data_path", "split", "seq_length", "dataloader_type")
 
 
 def load_run(run: Run) -> Path | None:
@@ -56,7 +59,26 @@ def load_run(run: Run) -> Path | None:
             begin_from_peft(config, run.model.chunks)
         return None
     restore(run, checkpoint, config.checkpoint.load_optim)
+    config.notes.extend(_notes_on_order(run, checkpoint))
     return checkpoint.folder
+
+
+def _notes_on_order(run: Run, checkpoint: Checkpoint) -> list[str]:
+    """What to tell where this run is of another length than that of the checkpoint, and the samples to come are not
+    those that the other would have taken."""
+    before, config = RunConfig.from_tree(checkpoint.manifest.config), run.config
+    other_data = any(getattr(before.data, name) != getattr(config.data, name) for name in SAME_DATA)
+    if other_data or before.train.seed != config.train.seed or not run.consumed_samples:
+        return []
+    was, now = sample_count(before.train), sample_count(config.train)
+    if was == now or run.data.in_order_of(was):
+        return []
+    return [
+        f"the run is {now:,} samples long, and that of {checkpoint.folder} was {was:,}: the epochs of the dataset are "
+        "shuffled for the length, so from here on samples come in another order, some of them again and others not. "
+        "To stop early and go on as if nothing had been, give a run its whole length and end it with "
+        "train.exit_interval or train.exit_duration_in_mins"
+    ]
 
 
 def _remember_base(run: Run, checkpoint: Checkpoint | None) -> None:

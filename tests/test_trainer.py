@@ -296,6 +296,21 @@ def test_exit_interval_and_duration_end_the_run_with_a_checkpoint(run, tmp_path)
     )
 
 
+@pytest.mark.parametrize(
+    ("data", "steps", "told"), [({}, 9, False), ({}, 400, True), ({"mock": True}, 9, True)]
+)
+def test_a_run_made_longer_is_told_where_its_samples_come_in_another_order(run, capsys, data, steps, told):
+    """Of the corpus while it takes no more epochs; made-up samples are permuted all together."""
+    data = dict(data, data_path=None, split="1") if data else data
+    first = run(data=data, train=dict(train_iters=8, exit_interval=2))
+    capsys.readouterr()
+    again = dict(train_iters=steps, exit_interval=4)
+    run("again", data=data, train=again, checkpoint=dict(load=str(first.checkpoint)))
+    printed = " ".join(capsys.readouterr().out.split())
+    sentence = f"the run is {8 * steps:,} samples long, and that of {first.checkpoint} was 64"
+    assert (sentence in printed) == told
+
+
 def test_an_exit_interval_that_falls_on_the_last_step_is_the_end_of_the_run(run):
     assert run(train=dict(exit_interval=8)).ended == "train_iters"
 

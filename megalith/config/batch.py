@@ -143,3 +143,11 @@ class BatchSizeSchedule:
             steps = max(0, -(-(end - consumed) // size))
             consumed += steps * size
             yield size, steps
+
+
+def sample_count(train: TrainConfig) -> int:
+    """The samples of a whole run."""
+    sizes = BatchSizeSchedule.from_config(train, data_parallel_size=1)
+    return sizes.samples_for_iterations(
+        train.train_iters or sizes.iterations_for_samples(train.train_samples)
+    )

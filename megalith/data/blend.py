@@ -28,8 +28,8 @@ class BlendedDataset:
     """
 
     def __init__(self, datasets: Sequence[SampleDataset], weights: Sequence[float], num_samples: int) -> None:
-        self.datasets = list(datasets)
-        self._choices, self._counts = greedy_order(normalize(weights), num_samples)
+        self.datasets, self._weights = list(datasets), normalize(weights)
+        self._choices, self._counts = greedy_order(self._weights, num_samples)
 
     def __len__(self) -> int:
         return len(self._choices)
@@ -49,6 +49,10 @@ class BlendedDataset:
     def describe(self, i: int) -> str:
         dataset, sample = self.locate(i)
         return self.datasets[dataset].describe(sample)
+
+    def in_order_of(self, num_samples: int) -> bool:
+        shares = [samples_of_share(weight, num_samples) for weight in self._weights.tolist()]
+        return all(dataset.in_order_of(share) for dataset, share in zip(self.datasets, shares))
 
 
 def normalize(weights: Sequence[float]) -> np.ndarray:

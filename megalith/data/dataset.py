@@ -33,6 +33,9 @@ class SampleDataset(Protocol):
     def describe(self, i: int) -> str:
         """Where sample i comes from, for an error message."""
 
+    def in_order_of(self, num_samples: int) -> bool:
+        """Whether a dataset made for so many samples has the same ones at the positions that both have."""
+
 
 class GPTDataset:
     """The samples of sequences `[first_sequence, last_sequence)` of an indexed dataset.
@@ -61,7 +64,8 @@ class GPTDataset:
                 f"[{first_sequence}, {last_sequence}), but one sample takes seq_length + 1 = {seq_length + 1} "
                 "tokens; give this split a larger share, lower seq_length, or add data"
             )
-        epochs, samples_before_last = epoch_plan(tokens, seq_length, num_samples)
+        self._tokens, self._plan = tokens, epoch_plan(tokens, seq_length, num_samples)
+        epochs, samples_before_last = self._plan
         samples = (epochs * tokens - 1) // seq_length
         rng = np.random.RandomState(seed)
         self._documents = documents if epochs == 1 else np.tile(documents, epochs)  # [epochs * documents]
@@ -95,6 +99,9 @@ class GPTDataset:
 
     def describe(self, i: int) -> str:
         return f"sample {i} of {self.indexed.prefix}"
+
+    def in_order_of(self, num_samples: int) -> bool:
+        return epoch_plan(self._tokens, self.seq_length, num_samples) == self._plan
 
     def _cumulative_sums(self) -> np.ndarray:
         """The tokens before every BLOCK-th entry of the shuffled documents, int64 [blocks]."""

@@ -40,6 +40,9 @@ class MockDataset:
     def describe(self, i: int) -> str:
         return f"sample {i} of the mock dataset"
 
+    def in_order_of(self, num_samples: int) -> bool:
+        return True
+
     def _document(self, rng: np.random.Generator, length: int) -> np.ndarray:
         words = self.vocab_size if self.eod is None else self.vocab_size - 1
         document = (rng.integers(words) + rng.integers(1, 4) * np.arange(length)) % words

@@ -183,3 +183,11 @@ def test_a_split_that_is_needed_but_empty_is_named(tmp_path):
     assert build_datasets(path, "99,1,0", 8, (5, 0, 0), 1)[1] is None
     with pytest.raises(DataError, match=r"valid data \(split 99,1,0\): .* 0 documents"):
         build_datasets(path, "99,1,0", 8, (5, 1, 0), 1)
+
+
+def test_a_blend_keeps_its_order_while_no_part_takes_more_epochs(tmp_path):
+    path = f"3 {write(tmp_path, 'a', 50)} 1 {write(tmp_path, 'b', 50)}"
+    blends = {count: build_datasets(path, "1", 16, (count, 0, 0), seed=1)[0] for count in (20, 40, 60, 200)}
+    for count, blend in blends.items():
+        alike = all(blend[i].tolist() == blends[40][i].tolist() for i in range(min(count, 40)))
+        assert blends[40].in_order_of(count) == alike == (count < 200)

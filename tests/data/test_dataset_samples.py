@@ -156,3 +156,17 @@ def test_an_index_outside_is_an_index_error(tmp_path):
     for i in (-1, len(dataset)):
         with pytest.raises(IndexError):
             dataset[i]
+
+
+def test_a_dataset_knows_for_which_other_lengths_it_would_have_the_same_order(tmp_path):
+    indexed = write(tmp_path, random_documents(random.Random(5), 40, 30))
+    counts = [1, 20, 40, 41, 60, 75, 79, 80, 100, 118, 120, 300]
+    made = [GPTDataset(indexed, 0, 40, 8, count, seed=3) for count in counts]
+    known = set()
+    for one in made:
+        for count, other in zip(counts, made):
+            both = min(len(one), len(other))
+            alike = all(one[i].tolist() == other[i].tolist() for i in range(both))
+            assert one.in_order_of(count) == alike
+            known.add(alike)
+    assert known == {True, False}
