@@ -14,7 +14,7 @@ from megalith.config import RunConfig
 from megalith.config.batch import BatchSizeSchedule
 from megalith.config.rules import check_training, data_parallel_size
 from megalith.data.batch import BoundaryRules
-from megalith.data.blend import BlendedDataset, build_datasets
+from megalith.data.blend import build_datasets
 from megalith.data.dataset import SampleDataset, parse_split
 from megalith.data.loader import Loader
 from megalith.data.mock import MockDataset
@@ -158,11 +158,7 @@ class Data:
 
     def in_order_of(self, num_samples: int) -> bool:
         """Whether a run of so many samples takes the same ones, as far as both go."""
-        if self._config.data.dataloader_type == "cyclic" and isinstance(
-            self.train, BlendedDataset | MockDataset
-        ):
-            return num_samples == len(self.train)  # which are permuted all together
-        return self.train.in_order_of(num_samples)
+        return self.train.in_order_of(num_samples, permuted=self._config.data.dataloader_type == "cyclic")
 
     def evaluation_loader(self, dataset: SampleDataset, device: torch.device) -> Loader:
         """The same eval_iters global batches at every evaluation, from the dataset's beginning."""

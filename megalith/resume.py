@@ -19,7 +19,7 @@ from megalith.checkpoint.agree import together
 from megalith.checkpoint.state import base_fingerprint
 from megalith.checkpoint.steps import CHECKPOINTS, next_save_number, save_order
 from megalith.config import RunConfig
-from megalith.config.batch import sample_count
+from megalith.config.batch import BatchSizeSchedule
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import CheckpointError
 from megalith.run import Run
@@ -70,7 +70,9 @@ def _notes_on_order(run: Run, checkpoint: Checkpoint) -> list[str]:
     other_data = any(getattr(before.data, name) != getattr(config.data, name) for name in SAME_DATA)
     if other_data or before.train.seed != config.train.seed or not run.consumed_samples:
         return []
-    was, now = sample_count(before.train), sample_count(config.train)
+    sizes = BatchSizeSchedule.from_config(before.train, data_parallel_size=1)
+    was = sizes.samples_for_iterations(sizes.iterations(before.train))
+    now = run.batch_sizes.samples_for_iterations(run.total_steps)
     if was == now or run.data.in_order_of(was):
         return []
     return [

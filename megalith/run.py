@@ -33,9 +33,7 @@ class Run:
         self.config, self.tokenizer, self.mesh, self.device = config, tokenizer, mesh, device
         self.output = Path(config.train.output_dir)
         self.batch_sizes = BatchSizeSchedule.from_config(config.train, mesh.dp.size)
-        self.total_steps = config.train.train_iters or self.batch_sizes.iterations_for_samples(
-            config.train.train_samples
-        )
+        self.total_steps = self.batch_sizes.iterations(config.train)
         self.data = Data(config, self.batch_sizes, self.total_steps, tokenizer, mesh.dp)
         self.model = build_model(config, mesh, device)
         self.optimizer = build_optimizer(self.model.parameters.named, config.optim)

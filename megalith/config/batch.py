@@ -99,6 +99,10 @@ class BatchSizeSchedule:
         """Accumulation of the step that begins after `consumed_samples`: micro-batches on each replica."""
         return self.size(consumed_samples) // (self.micro_batch_size * self.data_parallel_size)
 
+    def iterations(self, train: TrainConfig) -> int:
+        """Steps of the whole run."""
+        return train.train_iters or self.iterations_for_samples(train.train_samples)
+
     def samples_for_iterations(self, iterations: int) -> int:
         """Samples that the first `iterations` steps consume."""
         consumed = 0
@@ -143,11 +147,3 @@ class BatchSizeSchedule:
             steps = max(0, -(-(end - consumed) // size))
             consumed += steps * size
             yield size, steps
-
-
-def sample_count(train: TrainConfig) -> int:
-    """The samples of a whole run."""
-    sizes = BatchSizeSchedule.from_config(train, data_parallel_size=1)
-    return sizes.samples_for_iterations(
-        train.train_iters or sizes.iterations_for_samples(train.train_samples)
-    )

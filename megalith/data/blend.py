@@ -50,7 +50,9 @@ class BlendedDataset:
         dataset, sample = self.locate(i)
         return self.datasets[dataset].describe(sample)
 
-    def in_order_of(self, num_samples: int) -> bool:
+    def in_order_of(self, num_samples: int, permuted: bool = False) -> bool:
+        if permuted and num_samples != len(self):
+            return False
         shares = [samples_of_share(weight, num_samples) for weight in self._weights.tolist()]
         return all(dataset.in_order_of(share) for dataset, share in zip(self.datasets, shares))
 

@@ -33,8 +33,9 @@ class SampleDataset(Protocol):
     def describe(self, i: int) -> str:
         """Where sample i comes from, for an error message."""
 
-    def in_order_of(self, num_samples: int) -> bool:
-        """Whether a dataset made for so many samples has the same ones at the positions that both have."""
+    def in_order_of(self, num_samples: int, permuted: bool = False) -> bool:
+        """Whether a dataset made for so many samples has the same ones at the positions that both have; if they are
+        `permuted` all together, it has to be as long too."""
 
 
 class GPTDataset:
@@ -100,7 +101,8 @@ class GPTDataset:
     def describe(self, i: int) -> str:
         return f"sample {i} of {self.indexed.prefix}"
 
-    def in_order_of(self, num_samples: int) -> bool:
+    def in_order_of(self, num_samples: int, permuted: bool = False) -> bool:
+        # Of the same plan it is as long.
         return epoch_plan(self._tokens, self.seq_length, num_samples) == self._plan
 
     def _cumulative_sums(self) -> np.ndarray:

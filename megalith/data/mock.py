@@ -40,8 +40,8 @@ class MockDataset:
     def describe(self, i: int) -> str:
         return f"sample {i} of the mock dataset"
 
-    def in_order_of(self, num_samples: int) -> bool:
-        return True
+    def in_order_of(self, num_samples: int, permuted: bool = False) -> bool:
+        return not permuted or num_samples == len(self)
 
     def _document(self, rng: np.random.Generator, length: int) -> np.ndarray:
         words = self.vocab_size if self.eod is None else self.vocab_size - 1

@@ -45,8 +45,8 @@ def transposed(sizes: Tensor, rows: int) -> Order:
 def _transposed(sizes: Tensor, rows: int) -> tuple[Tensor, Tensor]:
     """`token` and `row` of that Order: a row moves as far as its block."""
     across = sizes.T
-    begin = (sizes.flatten().cumsum(0) - sizes.flatten()).view_as(sizes)
-    end = (across.flatten().cumsum(0) - across.flatten()).view_as(across).T
+    begin = starts(sizes.flatten()).view_as(sizes)
+    end = starts(across.flatten()).view_as(across).T
     place = torch.arange(rows, device=sizes.device)
     row = place + (end - begin).flatten().repeat_interleave(sizes.flatten(), output_size=rows)
     token = place + (begin - end).T.flatten().repeat_interleave(across.flatten(), output_size=rows)
@@ -105,9 +105,7 @@ def inverse(row: Tensor, rows: int) -> Tensor:
 
 def places_in_group(groups: Tensor, count: int) -> Tensor:
     """Where each element stands among those of its group, from 0: groups int64 [n] is sorted, below `count`."""
-    sizes = counted(groups, count)
-    starts = sizes.cumsum(0) - sizes
-    return torch.arange(len(groups), device=groups.device) - starts[groups]
+    return torch.arange(len(groups), device=groups.device) - starts(counted(groups, count))[groups]
 
 
 def counted(values: Tensor, count: int) -> Tensor:

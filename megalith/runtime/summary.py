@@ -140,7 +140,7 @@ def _batch(config: RunConfig, data_parallel_size: int) -> str:
 def _length(config: RunConfig, data_parallel_size: int) -> str:
     train = config.train
     schedule = BatchSizeSchedule.from_config(train, data_parallel_size)
-    steps = train.train_iters or schedule.iterations_for_samples(train.train_samples)
+    steps = schedule.iterations(train)
     samples = schedule.samples_for_iterations(steps)
     tokens = samples * config.data.seq_length
     per_parameter = tokens / count_parameters(config.model).total

@@ -191,3 +191,4 @@ def test_a_blend_keeps_its_order_while_no_part_takes_more_epochs(tmp_path):
     for count, blend in blends.items():
         alike = all(blend[i].tolist() == blends[40][i].tolist() for i in range(min(count, 40)))
         assert blends[40].in_order_of(count) == alike == (count < 200)
+        assert blends[40].in_order_of(count, permuted=True) == (count == 40)
