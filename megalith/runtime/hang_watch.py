@@ -102,7 +102,7 @@ class HangWatch:
                     self._end(look, interval)
             except RuntimeError as error:  # torch's errors of a store and its connection
                 if now - answered_at > min(STORE_PATIENCE, self._timeout) and not self._stopped.is_set():
-                    report(TrainingError(f"the store that the ranks met at does not answer: {error}"))
+                    report(_no_answer(error))
                     os._exit(TrainingError.exit_code)
 
     def _say(self, look: int, interval: float) -> None:
@@ -192,12 +192,30 @@ def _flight_recorder() -> list[dict]:
     return sorted(entries, key=lambda entry: entry["time_created_ns"])
 
 
+def _own_connection() -> Store:
+    """A connection to the store that the ranks met at, for another thread than the main one."""
+    met = distributed_c10d._get_default_store()
+    timeout = met.timeout
+    met.set_timeout(timedelta(seconds=STORE_PATIENCE / 2))  # torch tries to connect for twice as long
+    try:
+        store = PrefixStore("watch", met.clone())
+    except RuntimeError as error:
+        raise _no_answer(error) from error
+    finally:
+        met.set_timeout(timeout)
+    store.set_timeout(timedelta(seconds=STORE_PATIENCE))
+    return store
+
+
+def _no_answer(error: RuntimeError) -> TrainingError:
+    return TrainingError(f"the store that the ranks met at does not answer: {error}")
+
+
 def open_watch(pulse: Pulse, process: Process, timeout: timedelta, output: Path) -> AbstractContextManager:
     """The watch of a process that has others or a launcher; one that does nothing where it stands by itself."""
     if process.world_size == 1 and this_attempt().launcher is None:
         return nullcontext()
     store = None
     if process.world_size > 1:
-        store = PrefixStore("watch", distributed_c10d._get_default_store().clone())
-        store.set_timeout(timedelta(seconds=STORE_PATIENCE))
+        store = _own_connection()
     return HangWatch(pulse, process.rank, process.world_size, timeout.total_seconds(), store, output)

@@ -1,6 +1,7 @@
 """4: a stopped rank, and one that leaves out a collective: noticed in time, both named, and the job ended."""
 
 import json
+import os
 import re
 import signal
 import time
@@ -9,6 +10,9 @@ import torch
 import torch.distributed as dist
 from ranks import Ranks, steps, until, words
 
+import megalith.trainer
+from megalith.errors import TrainingError
+from megalith.runtime import hang_watch
 from megalith.runtime.hang_watch import Sign, tell_hang
 from megalith.trainer import Trainer
 
@@ -38,6 +42,29 @@ def test_a_stopped_rank_is_named_and_the_others_end(tmp_path):
     )
     (dump,) = output.glob("flight_recorder_rank0.json")
     assert any("all_reduce" in entry["profiling_name"] for entry in json.loads(dump.read_text()))
+
+
+def lose_the_store(rank: int) -> None:
+    """Rank 0, with the store, is lost while rank 1 is about to connect to it for its watch."""
+    inner = megalith.trainer.open_watch
+    hang_watch.STORE_PATIENCE = 4.0
+
+    def open_watch(pulse, process, *rest):
+        if rank == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(1.0)
+        return inner(pulse, process, *rest)
+
+    megalith.trainer.open_watch = open_watch
+
+
+def test_a_rank_whose_store_is_lost_while_it_starts_ends(tmp_path):
+    running = Ranks(
+        words(tmp_path / "run", train__train_iters=3), 2, tmp_path / "log", prepare=lose_the_store
+    )
+    codes = running.end(60.0)
+    assert codes == [-signal.SIGKILL, TrainingError.exit_code], running.text()
+    assert "the store that the ranks met at does not answer" in running.text(), running.text()
 
 
 def wait_elsewhere(rank: int) -> None:
