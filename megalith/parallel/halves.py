@@ -77,9 +77,13 @@ def _half_by_half(kind: type[Attention]) -> type[Attention]:
         def forward(self, x: Tensor, context: Context, *rest: bool) -> Tensor:  # [batch, seq, hidden]
             if context.cache is not None or context.batch % 2:  # generation
                 return super().forward(x, context, *rest)
-            contexts = [_part(context, number, 2, torch.chunk) for number in range(2)]
-            halves = zip(x.chunk(2), contexts, strict=True)
-            return torch.cat([super(HalfByHalf, self).forward(*half, *rest) for half in halves])
+            forward = super().forward
+            parts = []
+            for number, rows in enumerate(x.flatten(0, 1).chunk(2)):
+                half = rows.unflatten(0, (-1, x.shape[1])), _part(context, number, 2, torch.chunk)
+                parts.append(forward(*half, *rest).flatten(0, 1))
+            # joined as rows, for so they are products' results: Inductor lets those write to their places
+            return torch.cat(parts).unflatten(0, x.shape[:2])
 
     return HalfByHalf
 

@@ -258,6 +258,14 @@ def test_context_parallelism_halves_attention_and_its_matrices_alone():
     assert sorted(rows) == [tokens // 2] * 4 + [tokens] * 2
 
 
+def test_halves_of_attention_are_joined_as_results_of_products():
+    """Which Inductor lets write to their places in what is joined, in both passes."""
+    for graph in layer_graphs(**CP2_A2A):
+        joins = [node for node in graph.nodes if node.target is aten.cat.default]
+        (join,) = [node for node in joins if node.meta["val"].shape == (BATCH * SEQ // 2, HIDDEN)]
+        assert {part.target for part in join.all_input_nodes} <= {aten.mm.default, aten.addmm.default}
+
+
 def test_graphs_that_are_not_of_two_halves_stay_as_they_are():
     t = Tracer()
     x, weight = t.input("x", TOKENS, HIDDEN), t.input("w", HIDDEN, HIDDEN)
