@@ -129,11 +129,21 @@ TWO_COPIES = {"num_distributed_optimizer_instances": 2}
         (2, "optim", {}, 2 * 3),
         (2, "optim_grads", {}, 2 * 3 * 2),
         (2, "optim_grads_params", {}, 2 * 3 * 2),
+        (4, "no_shard", {"tensor_model_parallel_size": 2}, 2 * 3),
         (4, "optim_grads", TWO_COPIES, 2 * 3 * 2),
         (4, "optim", TWO_COPIES | {"context_parallel_size": 2}, 2 * 3),
         (2, "optim", TWO_COPIES, 0),  # a shard is all
     ],
-    ids=["no_shard", "optim", "optim_grads", "optim_grads_params", "hybrid", "over context", "copies alone"],
+    ids=[
+        "no_shard",
+        "optim",
+        "optim_grads",
+        "optim_grads_params",
+        "no_shard over tensor",
+        "hybrid",
+        "over context",
+        "copies alone",
+    ],
 )
 def test_over_two_ranks_a_run_is_the_same_to_the_bit(pool, ranks, strategy, layout, reductions):
     small = data_job.Job(data_job.GPT2, steps=2, samples=2 * ranks)
