@@ -32,7 +32,8 @@ class Plan:
     """What is stored, and this rank's share of the writing."""
 
     table: Table
-    """Every global tensor of the world, on rank 0, which writes the manifest; empty on the others."""
+    """Every part, and on rank 0, which writes the manifest, the world's global tensors in it. A part may have none:
+    SGD without momentum has no state."""
 
     share: list[Key]
     """The boxes that this rank writes."""
@@ -41,7 +42,9 @@ class Plan:
 def make_plan(boxes: Boxes, world: Axis) -> Plan:
     """The plan for `boxes`, of which each rank of the world gives its own; every rank calls it."""
     table, shares = divide(collect(entries(boxes), world))
-    return Plan(table, [(part, name) for part, name in hand_out(shares, world)])
+    return Plan(
+        {part: {} for part in boxes} | table, [(part, name) for part, name in hand_out(shares, world)]
+    )
 
 
 def entries(boxes: Boxes) -> list[list[Any]]:

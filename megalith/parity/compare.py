@@ -75,12 +75,14 @@ def _told(outcome: Outcome) -> tuple:
 
 
 def relative_error(found: Sequence[float], expected: Sequence[float]) -> float:
-    """The worst of |a − b| / |b|; infinite where one of the two is not finite and the other another."""
+    """The worst of |a − b| / |b|; infinite where the two differ and b is zero or one of them is not finite."""
     assert len(found) == len(expected), f"{len(found)} figures against {len(expected)}"
-    return max(abs(a - b) / abs(b) if math.isfinite(a - b) else _both(a, b) for a, b in zip(found, expected))
+    return max(
+        abs(a - b) / abs(b) if b and math.isfinite(a - b) else _same(a, b) for a, b in zip(found, expected)
+    )
 
 
-def _both(a: float, b: float) -> float:
+def _same(a: float, b: float) -> float:
     return 0.0 if a == b or (math.isnan(a) and math.isnan(b)) else math.inf
 
 

@@ -36,12 +36,17 @@ class TinyRun:
 
     seed: int = 0
     optimizer_name: str = "adamw"
+    sgd_momentum: float = 0.9
     width: int = 4
 
     def __post_init__(self):
         torch.manual_seed(self.seed)
         self.config = OptimConfig(
-            lr=0.05, optimizer=self.optimizer_name, weight_decay=0.1, loss_scale_window=2
+            lr=0.05,
+            optimizer=self.optimizer_name,
+            sgd_momentum=self.sgd_momentum,
+            weight_decay=0.1,
+            loss_scale_window=2,
         )
         self.model = TinyModel(self.width)
         self.optimizer = build_optimizer(self.model.named_parameters(), self.config)

@@ -10,13 +10,20 @@ from megalith.checkpoint import list_steps, load_model, load_optimizer, open_che
 from megalith.checkpoint.files import open_safetensors, tensor_record, write_safetensors
 from megalith.errors import CheckpointError
 
+OPTIMIZERS = {
+    "adamw": dict(optimizer_name="adamw"),
+    "adam": dict(optimizer_name="adam"),
+    "sgd": dict(optimizer_name="sgd"),
+    "sgd without state": dict(optimizer_name="sgd", sgd_momentum=0.0),
+}
 
-@pytest.mark.parametrize("optimizer_name", ["adamw", "adam", "sgd"])
-def test_resuming_is_bitwise_going_straight_on(tiny_run, tmp_path, optimizer_name):
-    straight = tiny_run(optimizer_name=optimizer_name).train(7)
-    first = tiny_run(optimizer_name=optimizer_name).train(3)
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_resuming_is_bitwise_going_straight_on(tiny_run, tmp_path, optimizer):
+    straight = tiny_run(**OPTIMIZERS[optimizer]).train(7)
+    first = tiny_run(**OPTIMIZERS[optimizer]).train(3)
     first.save(tmp_path)
-    resumed = tiny_run(seed=99, optimizer_name=optimizer_name).load(open_checkpoint(tmp_path))
+    resumed = tiny_run(seed=99, **OPTIMIZERS[optimizer]).load(open_checkpoint(tmp_path))
     assert resumed.equals(first)
     resumed.train(4)
     assert resumed.equals(straight)

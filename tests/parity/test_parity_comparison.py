@@ -25,6 +25,7 @@ def test_a_missing_gradient_and_one_that_is_not_a_number_are_infinitely_wrong():
     assert gradient_errors({"a": torch.tensor([1.0, math.nan])}, expected) == {"a": math.inf, "b": math.inf}
     assert relative_error([math.nan], [1.0]) == relative_error([1.0], [math.inf]) == math.inf
     assert relative_error([math.nan, 2.0], [math.nan, 2.0]) == 0.0
+    assert relative_error([0.0, 2.0], [0.0, 2.0]) == 0.0 and relative_error([1e-9], [0.0]) == math.inf
     assert not Errors(norm=math.inf).within() and not Errors(different=["skipped steps"]).within()
 
 
