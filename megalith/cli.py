@@ -73,7 +73,7 @@ def train(arguments: list[str]) -> int:
             command,
             nnodes=launcher.nnodes,
             max_restarts=launcher.max_restarts,
-            rdzv_endpoint=launcher.rdzv_endpoint,
+            rdzv_endpoint=launcher.rdzv_endpoint or (_meeting_place() if launcher.nnodes != "1" else None),
         )
     from megalith.runtime.stops import exit_code
     from megalith.trainer import train
@@ -86,10 +86,14 @@ def _launcher_options() -> argparse.ArgumentParser:
     parser.add_argument("--nproc", type=int)
     parser.add_argument("--nnodes", default="1")
     parser.add_argument("--max-restarts", type=int, default=0)
-    address = os.environ.get("MASTER_ADDR")
-    endpoint = f"{address}:{os.environ.get('MASTER_PORT', 29500)}" if address else None
-    parser.add_argument("--rdzv-endpoint", default=endpoint)
+    parser.add_argument("--rdzv-endpoint")
     return parser
+
+
+def _meeting_place() -> str | None:
+    """Where a scheduler says that the machines of a job meet, if it does."""
+    address = os.environ.get("MASTER_ADDR")
+    return f"{address}:{os.environ.get('MASTER_PORT', 29500)}" if address else None
 
 
 def generate(args: Arguments) -> int:

@@ -16,6 +16,7 @@ from megalith.build import prepare
 from megalith.checkpoint import RunRecord, TokenizerRecord
 from megalith.comm import any_rank
 from megalith.config import RunConfig
+from megalith.config.idle import idle_notes
 from megalith.config.overlap import overlap_notes
 from megalith.config.rules import offload_notes
 from megalith.data.batch import Batch
@@ -66,7 +67,8 @@ def train(config: RunConfig) -> TrainingResult:
     starting.mark("imports")
     config, tokenizer = prepare(config, process.world_size)
     device = prepare_process(config, process.local_rank)
-    config.notes.extend(offload_notes(config, device.type) + overlap_notes(config, compiles(config, device)))
+    config.notes.extend(idle_notes(config) + offload_notes(config, device.type))
+    config.notes.extend(overlap_notes(config, compiles(config, device)))
     timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
     output = Path(config.train.output_dir)
     with (

@@ -60,22 +60,25 @@ def _granularity(recompute: Any, tree: dict[str, dict[str, Any]]) -> str | None:
 _FP32_SUMS = "gradients are always accumulated and reduced in fp32"
 _NO_RNG = "there is no random state to save: initial weights, dropout and data order follow from train.seed"
 _ONE_FORMAT = "there is one checkpoint format, loadable in any layout and detected by itself"
+_CHECKED = "every step is checked; one with NaN or Inf in loss or gradients is skipped, and its origin named"
 _SAMPLES = "samples are found by binary search: there is no index to cache"
 
 # fmt: off
 ALIASES: dict[str, Rename | Choose | Already | Derive] = {
-    "parallel.use_distributed_optimizer":             Choose("parallel.data_parallel_sharding_strategy", {True: "optim", False: None}),
-    "optim.use_distributed_optimizer":                Choose("parallel.data_parallel_sharding_strategy", {True: "optim", False: None}),
+    "parallel.use_distributed_optimizer":             Choose("parallel.data_parallel_sharding_strategy", {True: "optim", False: "no_shard"}),
+    "optim.use_distributed_optimizer":                Choose("parallel.data_parallel_sharding_strategy", {True: "optim", False: "no_shard"}),
     "parallel.num_layers_per_virtual_pipeline_stage": Derive("parallel.virtual_pipeline_model_parallel_size", int, _virtual_stages),
     "parallel.recompute_activations":                 Derive("parallel.recompute_granularity", bool, _granularity),
     "parallel.accumulate_allreduce_grads_in_fp32":    Already(_FP32_SUMS),
+    "parallel.grad_reduce_in_fp32":                   Already(_FP32_SUMS),
+    "parallel.average_in_collective":                 Already("gradients are summed; the loss is divided by the step's count of valid tokens"),
     "parallel.overlap_grad_reduce":                   Already("gradients are always reduced while the backward pass goes on"),
     "parallel.overlap_param_gather":                  Already("parameters are always gathered while the forward pass goes on"),
     "parallel.dp_comm_overlap_bucket_size":           Already("a bucket is a transformer block", int),
 
     "model.seq_length":                               Rename("data.seq_length"),
     "model.norm_epsilon":                             Rename("model.layernorm_epsilon"),
-    "model.disable_bias_linear":                      Choose("model.add_bias_linear", {True: False, False: None}),
+    "model.disable_bias_linear":                      Choose("model.add_bias_linear", {True: False, False: True}),
     "model.use_rotary_position_embeddings":           Choose("model.position_embedding_type", {True: "rope", False: None}),
     "model.attention_softmax_in_fp32":                Already("attention's softmax is always computed in fp32"),
     "model.expert_model_parallel_size":               Rename("parallel.expert_model_parallel_size"),
@@ -103,18 +106,47 @@ ALIASES: dict[str, Rename | Choose | Already | Derive] = {
     "data.data_cache_path":                           Already(_SAMPLES, str),
 
     "checkpoint.save":                                Rename("train.output_dir"),
-    "checkpoint.no_save_optim":                       Choose("checkpoint.save_optim", {True: False, False: None}),
-    "checkpoint.no_load_optim":                       Choose("checkpoint.load_optim", {True: False, False: None}),
+    "checkpoint.no_save_optim":                       Choose("checkpoint.save_optim", {True: False, False: True}),
+    "checkpoint.no_load_optim":                       Choose("checkpoint.load_optim", {True: False, False: True}),
     "checkpoint.no_save_rng":                         Already(_NO_RNG),
     "checkpoint.no_load_rng":                         Already(_NO_RNG),
     "checkpoint.ckpt_format":                         Already(_ONE_FORMAT, ("torch", "torch_dist", "torch_dcp", "fsdp_dtensor")),
+    "checkpoint.ckpt_fully_parallel_save":            Already("every rank writes its share of a checkpoint"),
     "checkpoint.auto_detect_ckpt_format":             Already(_ONE_FORMAT),
 
     "log.enable_straggler_detection":                 Rename("runtime.enable_straggler_detection"),
+    "train.check_for_nan_in_loss_and_grad":           Already(_CHECKED),
+    "runtime.check_for_nan_in_loss_and_grad":         Already(_CHECKED),
     "train.exit_signal_handler":                      Already("SIGTERM, SIGUSR1 and SIGINT always end a run with a checkpoint"),
     "train.distributed_timeout_minutes":              Rename("runtime.distributed_timeout_minutes"),
 }
 # fmt: on
+
+
+def give_way(tree: dict[str, dict[str, Any]], name: str, value: Any) -> None:
+    """Takes out of `tree` what sets the same as `name` under another spelling: `name` = `value` is to win over it.
+
+    A spelling that is false says what a setting is not, so what sets it to something else stays.
+    """
+    path, denied = _target(name), None
+    if isinstance(ALIASES.get(name), Choose) and value is False:
+        denied = ALIASES[name].values[True]
+    for section, values in tree.items():
+        for key in list(values):
+            other = f"{section}.{key}"
+            if other == name or _target(other) != path:
+                continue
+            meaning, stands = ALIASES.get(other), values[key]
+            if isinstance(meaning, Choose) and isinstance(stands, bool):
+                stands = meaning.values[stands]
+            if denied is None or stands == denied:
+                del values[key]
+
+
+def _target(name: str) -> str:
+    """The setting that the setting or spelling `name` sets."""
+    meaning = ALIASES.get(name)
+    return meaning.path if isinstance(meaning, Rename | Choose | Derive) else name
 
 
 def apply_aliases(tree: dict[str, dict[str, Any]], preset: dict[str, Any]) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import types
 import typing
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 import yaml
 from pydantic import PrivateAttr, ValidationError
 
-from megalith.config.aliases import ALIASES, Rename, apply_aliases
+from megalith.config.aliases import ALIASES, Rename, apply_aliases, give_way
 from megalith.config.base import Section, as_config_error
 from megalith.config.data import DataConfig
 from megalith.config.lora import LoraConfig
@@ -54,7 +55,10 @@ class RunConfig(Section):
         Raises ConfigError for an unreadable file, an unknown key, a wrong type or an alias that contradicts.
         """
         tree = read_yaml(path) if path else _empty_tree()
-        for section, key, value in parse_overrides(overrides):
+        given = parse_overrides(overrides)
+        for section, key, value in given:
+            give_way(tree, f"{section}.{key}", value)
+        for section, key, value in given:
             tree[section][key] = value
         return cls.from_tree(tree)
 
@@ -122,8 +126,8 @@ def _sections_of(content: dict[Any, Any]) -> Tree:
 def parse_overrides(arguments: Sequence[str]) -> list[tuple[str, str, Any]]:
     """`--section.key value`, `--section.key=value` or `section.key=value` → (section, key, value).
 
-    A key alone means true; several values make a list. Values are read as YAML, so `null` and `[1, 2]` work; where a
-    setting takes text, `100` is text.
+    A key alone means true; several values make a list, and so does one where a setting takes nothing but lists. Values
+    are read as YAML, so `null` and `[1, 2]` work; where a setting takes text, `100` is text.
     """
     result = []
     index = 0
@@ -159,17 +163,30 @@ def _parse_values(section: str, key: str, values: list[str]) -> Any:
         return True
     if len(parsed) > 1:
         return parsed
-    if _takes_text(section, key) and not isinstance(parsed[0], str | list | None):
+    kinds = _kinds(section, key)
+    if str in kinds and not isinstance(parsed[0], str | list | None):
         return values[0]
+    if kinds == {list} and not isinstance(parsed[0], list | None):
+        return parsed
     return parsed[0]
 
 
-def _takes_text(section: str, key: str) -> bool:
+def _kinds(section: str, key: str) -> set[type]:
+    """The types of the values that a setting takes, null aside; lists of all kinds are `list`."""
     alias = ALIASES.get(f"{section}.{key}")
     if isinstance(alias, Rename):
         section, key = alias.path.split(".")
     field = RunConfig.model_fields[section].annotation.model_fields.get(key)
-    return field is not None and str in (field.annotation, *typing.get_args(field.annotation))
+    return _plain_kinds(field.annotation) if field is not None else set()
+
+
+def _plain_kinds(annotation: Any) -> set[type]:
+    origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
+    if origin in (typing.Union, types.UnionType):
+        return set().union(*(_plain_kinds(a) for a in arguments if a is not type(None)))
+    if origin is typing.Annotated:
+        return _plain_kinds(arguments[0])
+    return {origin or annotation}
 
 
 def known_keys(section: str) -> list[str]:

@@ -47,6 +47,8 @@ class Process:
 def this_process() -> Process:
     """This process as its launcher numbered it; without a launcher the only one.
 
+    A scheduler that gives no LOCAL_RANK starts either one process a GPU, machine after machine, or containers that see
+    one GPU each; both are the rank modulo the GPUs here.
     Raises ConfigError where the environment gives half a number.
     """
     given = {name: os.environ[name] for name in VARIABLES if name in os.environ}
@@ -54,7 +56,7 @@ def this_process() -> Process:
         return Process()
     try:
         rank, world_size = int(given["RANK"]), int(given["WORLD_SIZE"])
-        local_rank = int(given.get("LOCAL_RANK", rank))
+        local_rank = int(given["LOCAL_RANK"]) if "LOCAL_RANK" in given else _number_here(rank)
         local_world_size = int(given.get("LOCAL_WORLD_SIZE", world_size))
     except (KeyError, ValueError):
         raise ConfigError(
@@ -67,6 +69,11 @@ def this_process() -> Process:
             "processes with --nproc or torchrun"
         )
     return Process(rank, world_size, local_rank, local_world_size)
+
+
+def _number_here(rank: int) -> int:
+    gpus = torch.cuda.device_count()
+    return rank % gpus if gpus else rank
 
 
 def init_distributed(device: torch.device, timeout: timedelta = TIMEOUT) -> Process:

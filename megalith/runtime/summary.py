@@ -34,7 +34,8 @@ def print_summary(
         console = Console(file=stream, force_terminal=False, width=PLAIN_WIDTH)
         with console.capture() as capture:
             console.print(table)
-        lines = [line.rstrip() for line in capture.get().splitlines()] + megatron_parameter_lines(config)
+        lines = [line.rstrip() for line in capture.get().splitlines()]
+        lines += megatron_parameter_lines(config, data_parallel_size)
         stream.write("\n".join(lines) + "\n")
     stream.flush()
 
@@ -63,16 +64,24 @@ def summary_rows(config: RunConfig, device: DeviceInfo, data_parallel_size: int)
     ]
 
 
-def megatron_parameter_lines(config: RunConfig) -> list[str]:
-    """Megatron-LM's counts in billions. Its embedding layers are the vocabulary's, without positions."""
-    model = config.model
+def megatron_parameter_lines(config: RunConfig, data_parallel_size: int) -> list[str]:
+    """Megatron-LM's counts in billions. Its embedding layers are the vocabulary's, without positions.
+
+    A shard is a tensor-parallel rank's part of a pipeline stage; experts count whole in it.
+    """
+    model, parallel = config.model, config.parallel
     block = count_parameters(model).non_embedding
     matrices = 2 if model.untie_embeddings_and_output_weights else 1
     embedding = matrices * model.padded_vocab_size * model.hidden_size
+    positions = count_parameters(model).embedding - model.padded_vocab_size * model.hidden_size
+    stages = build_layout(config, _world_size(config, data_parallel_size)).stages
+    fullest = max(stage.parameters - positions * stage.embedding for stage in stages)
+    shard = fullest / parallel.tensor_model_parallel_size
     return [
         f" Number of parameters in transformer block in billions: {block / 1e9: .2f}",
         f" Number of parameters in embedding layers in billions: {embedding / 1e9:.2f}",
         f" Total number of parameters in billions: {(block + embedding) / 1e9:.2f}",
+        f" Number of parameters in most loaded shard in billions: {shard / 1e9:.4f}",
     ]
 
 

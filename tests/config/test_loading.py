@@ -40,6 +40,51 @@ def test_the_command_line_wins_over_the_file_and_the_file_over_the_preset(load):
     assert (model.num_layers, model.hidden_dropout, model.vocab_size, model.hidden_size) == (5, 0.2, 99, 768)
 
 
+@pytest.mark.parametrize(
+    ("text", "words", "path", "value"),
+    [
+        ("train: {bf16: true}", ["--train.precision", "fp32"], "train.precision", "fp32"),
+        ("train: {precision: fp32}", ["--train.bf16"], "train.precision", "bf16"),
+        ("train: {bf16: true}", ["--train.fp16"], "train.precision", "fp16"),
+        ("train: {precision: bf16}", ["--train.bf16", "false"], "train.precision", "fp32"),
+        ("train: {precision: fp16}", ["--train.bf16", "false"], "train.precision", "fp16"),
+        ("train: {output_dir: a}", ["--checkpoint.save", "b"], "train.output_dir", "b"),
+        ("train: {save: a}", ["--train.output_dir", "b"], "train.output_dir", "b"),
+        ("train: {lr: 1}", ["--optim.lr", "2"], "optim.lr", 2.0),
+        (
+            "parallel: {recompute_granularity: full}",
+            ["--parallel.recompute_activations", "false"],
+            "parallel.recompute_granularity",
+            None,
+        ),
+        (
+            "parallel: {data_parallel_sharding_strategy: optim_grads}",
+            ["--optim.use_distributed_optimizer"],
+            "parallel.data_parallel_sharding_strategy",
+            "optim",
+        ),
+        (
+            "model: {preset: llama3-8b}",
+            ["--model.disable_bias_linear", "false"],
+            "model.add_bias_linear",
+            True,
+        ),
+    ],
+)
+def test_the_command_line_wins_over_another_spelling_in_the_file(load, text, words, path, value):
+    section, name = path.split(".")
+    assert getattr(getattr(load(text, *words), section), name) == value
+
+
+def test_two_spellings_in_one_place_that_disagree_are_refused(load):
+    with pytest.raises(ConfigError, match=r"train\.bf16 asks for train\.precision = 'bf16', but"):
+        load("", "--train.bf16", "--train.precision", "fp32")
+    with pytest.raises(
+        ConfigError, match=r"checkpoint\.no_save_optim asks for checkpoint\.save_optim = True, but"
+    ):
+        load("checkpoint: {no_save_optim: false, save_optim: false}")
+
+
 @pytest.mark.parametrize("name", PRESETS)
 @pytest.mark.parametrize("reduced", [False, True])
 def test_the_resolved_configuration_loads_to_itself(load, name, reduced):
@@ -73,6 +118,16 @@ def test_the_resolved_configuration_loads_to_itself(load, name, reduced):
         (["--parallel.sequence_parallel", "false"], "parallel.sequence_parallel", False),
         (["--train.rampup_batch_size", "8", "8", "1000"], "train.rampup_batch_size", [8, 8, 1000]),
         (["--train.rampup_batch_size", "[8, 8, 1000]"], "train.rampup_batch_size", [8, 8, 1000]),
+        (["--parallel.recompute_modules", "mlp"], "parallel.recompute_modules", ["mlp"]),
+        (["--parallel.recompute_modules", "[mlp]"], "parallel.recompute_modules", ["mlp"]),
+        (
+            ["--parallel.recompute_modules", "core_attn", "mlp"],
+            "parallel.recompute_modules",
+            ["core_attn", "mlp"],
+        ),
+        (["--model.window_size", "null"], "model.window_size", None),
+        (["--model.window_attn_skip_freq", "6"], "model.window_attn_skip_freq", 6),
+        (["--data.data_path", "a"], "data.data_path", "a"),
         (["--data.data_path", "0.7", "a", "0.3", "b"], "data.data_path", [0.7, "a", 0.3, "b"]),
         (["--data.data_path", "0.7 a 0.3 b"], "data.data_path", "0.7 a 0.3 b"),
         (["--data.data_path", "[{path: a, weight: 2}]"], "data.data_path", [{"path": "a", "weight": 2}]),

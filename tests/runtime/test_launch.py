@@ -109,6 +109,19 @@ def test_half_an_environment_is_refused(monkeypatch, environment, part):
         this_process()
 
 
+@pytest.mark.parametrize(("gpus", "local_rank"), [(1, 0), (4, 1), (8, 5), (0, 5)])
+def test_a_rank_of_a_scheduler_that_counts_no_local_ranks_takes_a_gpu_that_is_there(
+    monkeypatch, gpus, local_rank
+):
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setenv("RANK", "5")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    assert this_process().local_rank == local_rank
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert this_process().local_rank == 3
+
+
 def test_processes_that_cannot_meet_are_refused(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")

@@ -5,6 +5,8 @@ import os
 import pty
 import re
 
+import pytest
+
 from megalith.config import RunConfig
 from megalith.hardware import DeviceInfo, device_info
 from megalith.runtime.summary import print_summary
@@ -48,7 +50,22 @@ def test_file_gets_plain_text_within_100_columns_and_megatrons_parameter_lines()
         " Number of parameters in transformer block in billions:  0.71\n"
         " Number of parameters in embedding layers in billions: 0.06\n"
         " Total number of parameters in billions: 0.77\n"
+        " Number of parameters in most loaded shard in billions: 0.7728\n"
     )
+
+
+def test_most_loaded_shard_is_a_tensor_parallel_rank_of_the_fullest_stage():
+    layer, table = 708_390_400 // 36, 50_304 * 1280
+    for changes, parameters in [
+        (("parallel.tensor_model_parallel_size=2",), 772_779_520 / 2),
+        (("parallel.pipeline_model_parallel_size=2",), 18 * layer + table),
+        (
+            ("parallel.pipeline_model_parallel_size=2", "parallel.decoder_first_pipeline_num_layers=24"),
+            24 * layer + table,
+        ),
+    ]:
+        last = _summary(*changes).splitlines()[-1]
+        assert float(last.rpartition(":")[2]) == pytest.approx(parameters / 1e9, abs=1e-4)
 
 
 def test_terminal_gets_colour_and_no_lines_for_scripts():
