@@ -287,7 +287,10 @@ def _kept_per_token(model: ModelConfig, share: Share, layers: int, held: int, cu
 
 def _copies(share: Share, layers: int, held: int, layer: _MeanLayer, outside: int, width: int) -> int:
     dense = _compute_copy(share, layers, held, layer.dense, share.fsdp, width)
-    experts = _compute_copy(share, layers, held, layer.experts, share.expert_fsdp, width)
+    if share.expert_fsdp:
+        experts = _compute_copy(share, layers, held, layer.experts, True, width)
+    else:  # cast for each pass (ops/grouped_gemm.py)
+        experts = 0 if width == MASTER_BYTES else width * layer.experts
     return int(dense + experts + (MASTER_BYTES * outside if share.fsdp else 0))
 
 

@@ -6,6 +6,9 @@ of one size are a batched matmul. Anything else is a loop, which needs the sizes
 A weight's gradient is made apart from that of the rows, in the backward pass of what prepared the weight. Nobody waits
 for it but the optimizer, so what comes between the two forward comes before it in the backward pass: an exchange of
 rows that begins there is under way while the weights' gradients are computed.
+
+The backward pass keeps a weight as its parameter has it and casts it again: what was cast for the forward pass would
+stay until then, for every layer and every micro-batch in flight.
 """
 
 from __future__ import annotations
@@ -47,6 +50,7 @@ class Prepared:
     """A weight as one product takes it."""
 
     value: Tensor  # [groups, out, in] in the product's dtype
+    kept: Tensor  # what the backward pass casts again: the same, in the parameter's dtype and memory
     owed: list[Callable[[torch.dtype], Tensor]] = field(default_factory=list)
     """After the product's backward pass: what computes the weight's gradient, in a dtype."""
 
@@ -55,7 +59,7 @@ def prepared(weight: Tensor, cast: Tensor) -> Prepared:
     """weight [groups, out, in], which `cast` has in the products' dtype. Its gradient has its own dtype, summed in
     fp32 and rounded to it once."""
     owed: list[Callable[[torch.dtype], Tensor]] = []
-    return Prepared(_Prepare.apply(weight, cast, owed), owed)
+    return Prepared(_Prepare.apply(weight, cast, owed), weight.detach(), owed)
 
 
 def grouped_matmul(x: Tensor, weight: Prepared, groups: Groups, grouped: bool = True) -> Tensor:
@@ -64,10 +68,10 @@ def grouped_matmul(x: Tensor, weight: Prepared, groups: Groups, grouped: bool = 
     `grouped` asks for one kernel where there is one. The weight always gets a gradient, zero for a group without rows.
     """
     if groups.even and len(x):
-        return EvenMatmul.apply(x, weight.value, weight.owed)
+        return EvenMatmul.apply(x, weight.value, weight.kept, weight.owed)
     if grouped and len(x) and has_kernel(x, weight.value):
-        return GroupedMatmul.apply(x, weight.value, weight.owed, groups.counts)
-    return LoopedMatmul.apply(x, weight.value, weight.owed, groups.on_host())
+        return GroupedMatmul.apply(x, weight.value, weight.kept, weight.owed, groups.counts)
+    return LoopedMatmul.apply(x, weight.value, weight.kept, weight.owed, groups.on_host())
 
 
 def has_kernel(x: Tensor, weight: Tensor) -> bool:
@@ -92,8 +96,8 @@ class EvenMatmul(torch.autograd.Function):
     """A batched matmul: all groups have as many rows."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, owed: list) -> Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(ctx, x: Tensor, weight: Tensor, kept: Tensor, owed: list) -> Tensor:
+        ctx.save_for_backward(x, kept)
         ctx.owed = owed
         # FSDP2 warns of a module's output that is a view, which a plain one would be.
         y = torch.bmm(_by_group(x, len(weight)), weight.mT)
@@ -101,54 +105,55 @@ class EvenMatmul(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        x, weight = ctx.saved_tensors
-        grad, grad_x = _by_group(grad, len(weight)), None
+        x, kept = ctx.saved_tensors
+        grad, grad_x = _by_group(grad, len(kept)), None
         if ctx.needs_input_grad[0]:
-            grad_x = torch.bmm(grad, weight).flatten(0, 1)
+            grad_x = torch.bmm(grad, kept.to(x.dtype)).flatten(0, 1)
         if ctx.needs_input_grad[1]:
-            ctx.owed.append(partial(_even_gradient, grad, _by_group(x, len(weight))))
-        return grad_x, None, None
+            ctx.owed.append(partial(_even_gradient, grad, _by_group(x, len(kept))))
+        return grad_x, None, None, None
 
 
 class GroupedMatmul(torch.autograd.Function):
     """One kernel forward, one for each gradient."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, owed: list, counts: Tensor) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, kept: Tensor, owed: list, counts: Tensor) -> Tensor:
         ends = counts.cumsum(0).to(torch.int32)
-        ctx.save_for_backward(x, weight, counts, ends)
+        ctx.save_for_backward(x, kept, counts, ends)
         ctx.owed = owed
         return _grouped_mm(x, weight.mT, offs=ends)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        x, weight, counts, ends = ctx.saved_tensors
+        x, kept, counts, ends = ctx.saved_tensors
         grad, grad_x = grad.contiguous(), None
         if ctx.needs_input_grad[0]:
-            grad_x = _grouped_mm(grad, weight, offs=ends)
+            grad_x = _grouped_mm(grad, kept.to(x.dtype), offs=ends)
         if ctx.needs_input_grad[1]:
             ctx.owed.append(partial(_grouped_gradient, grad, x, counts, ends))
-        return grad_x, None, None, None
+        return grad_x, None, None, None, None
 
 
 class LoopedMatmul(torch.autograd.Function):
     """A matmul for each group that has rows."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, owed: list, sizes: tuple[int, ...]) -> Tensor:
-        ctx.save_for_backward(x, weight)
+    def forward(ctx, x: Tensor, weight: Tensor, kept: Tensor, owed: list, sizes: tuple[int, ...]) -> Tensor:
+        ctx.save_for_backward(x, kept)
         ctx.owed, ctx.sizes = owed, sizes
         return torch.cat([rows @ matrix.T for rows, matrix in zip(x.split(sizes), weight)])
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        x, weight = ctx.saved_tensors
+        x, kept = ctx.saved_tensors
         grad_x = None
         if ctx.needs_input_grad[0]:
+            weight = kept.to(x.dtype)
             grad_x = torch.cat([rows @ matrix for rows, matrix in zip(grad.split(ctx.sizes), weight)])
         if ctx.needs_input_grad[1]:
             ctx.owed.append(partial(_looped_gradient, grad, x, ctx.sizes))
-        return grad_x, None, None, None
+        return grad_x, None, None, None, None
 
 
 def _by_group(rows: Tensor, groups: int) -> Tensor:

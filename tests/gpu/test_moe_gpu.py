@@ -39,7 +39,7 @@ def test_grouped_matmul_equals_the_loop_and_empty_groups_get_zeros(sizes, dtype)
     results = []
     for function in (
         lambda x, w: grouped_matmul(x, w, Groups(torch.tensor(sizes, device="cuda"))),
-        lambda x, w: LoopedMatmul.apply(x, w.value, w.owed, sizes),
+        lambda x, w: LoopedMatmul.apply(x, w.value, w.kept, w.owed, sizes),
     ):
         leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
         y = function(leaves[0], prepared(leaves[1], leaves[1].detach()))

@@ -109,6 +109,15 @@ def test_sharding_takes_the_bytes_of_its_page(strategy, bytes_a_parameter):
     assert each == pytest.approx(bytes_a_parameter, abs=0.12)  # and a layer or two
 
 
+def test_of_whole_experts_one_layer_is_cast_at_a_time():
+    model = ModelConfig(**PRESETS["qwen3-30b-a3b"])
+    experts = layer_size(model, True).experts
+    cast, plain = (expected_memory(model, 1, 4096, precision) for precision in ("bf16", "fp32"))
+    dense = count_parameters(model).total - model.num_layers * experts
+    assert plain.compute_copy == 0
+    assert cast.compute_copy == pytest.approx(2 * (experts + dense), rel=0.15)  # without embedding, with head
+
+
 def test_offloaded_optimizer_state_is_not_on_the_device():
     half = expected_memory(_gpt2_large(), 1, 1024, share=Share(offloaded=0.5)).optimizer
     assert half == expected_memory(_gpt2_large(), 1, 1024).optimizer // 2

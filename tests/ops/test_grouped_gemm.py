@@ -28,6 +28,19 @@ def test_fp32_equals_matmuls_one_by_one(sizes, known):
         torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
 
 
+@pytest.mark.parametrize("sizes", [(3, 0, 5, 1), (2, 2, 2, 2)])
+def test_what_is_cast_of_a_weight_is_not_kept_for_the_backward_pass(sizes):
+    x, weight = torch.randn(sum(sizes), 6).bfloat16().requires_grad_(), torch.randn(4, 10, 6).requires_grad_()
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda x: x):
+        cast = prepared(weight, weight.detach().bfloat16())
+        y = grouped_matmul(x, cast, Groups(torch.tensor(sizes), sizes))
+    assert [tensor.data_ptr() for tensor in kept if tensor.dim() == 3] == [weight.data_ptr()]
+    y.sum().backward()
+    expected = one_by_one(sizes)(torch.ones(len(y), 10), weight.detach().bfloat16().float().mT)
+    torch.testing.assert_close(x.grad.float(), expected, rtol=1e-2, atol=1e-2)
+
+
 def test_torchs_grouped_gemm_in_bf16_equals_matmuls_one_by_one_and_empty_groups_get_zeros():
     sizes = (3, 0, 12, 1)
     generator = torch.Generator().manual_seed(0)
@@ -35,7 +48,7 @@ def test_torchs_grouped_gemm_in_bf16_equals_matmuls_one_by_one_and_empty_groups_
 
     def by_kernel(x, w):
         w = prepared(w, w.detach())
-        return GroupedMatmul.apply(x, w.value, w.owed, torch.tensor(sizes))
+        return GroupedMatmul.apply(x, w.value, w.kept, w.owed, torch.tensor(sizes))
 
     found = values_and_gradients(by_kernel, x, weight)
     for ours, expected in zip(found, values_and_gradients(one_by_one(sizes), x, weight)):
