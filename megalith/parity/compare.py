@@ -68,10 +68,10 @@ def compare(ranks: Sequence[Outcome], one: Outcome) -> Errors:
     )
 
 
-def _told(outcome: Outcome) -> tuple:
-    """What every rank knows, and all the same to the bit."""
+def _told(outcome: Outcome) -> str:
+    """What every rank knows, and all the same to the bit; as text, in which NaN is NaN."""
     numbers = (outcome.first_loss, outcome.losses, outcome.norms, outcome.evaluation)
-    return *numbers, outcome.skipped, outcome.generated
+    return repr((*numbers, outcome.skipped, outcome.generated))
 
 
 def relative_error(found: Sequence[float], expected: Sequence[float]) -> float:

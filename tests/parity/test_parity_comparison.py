@@ -29,6 +29,16 @@ def test_a_missing_gradient_and_one_that_is_not_a_number_are_infinitely_wrong():
     assert not Errors(norm=math.inf).within() and not Errors(different=["skipped steps"]).within()
 
 
+def test_ranks_that_all_met_nan_agree():
+    def outcome(norm):
+        gradients = {"a": torch.ones(2)}
+        return Outcome(1.0, gradients, [1.0], [norm], [True], [1.0], 1.0, [[1]], gradients, [])
+
+    ranks = [outcome(float("nan")), outcome(float("nan"))]
+    assert compare(ranks, outcome(float("nan"))).within()
+    assert compare([*ranks, outcome(2.0)], ranks[0]).different == ["what ranks say"]
+
+
 @pytest.mark.parametrize("run", [run for run, tree in RUNS.items() if tree.get("data") == DOCUMENTS])
 def test_no_two_ranks_have_as_many_masked_tokens(run):
     trainer = start(run_config(run, None, ""))
