@@ -114,8 +114,20 @@ def generate(args: Arguments) -> int:
             "there is no prompt; give --prompt TEXT, several times for a batch, or --prompt-file"
         )
     model, tokenizer = load_with_tokenizer(args.checkpoint, pick_device(args.device))
+    if args.tokenizer_type:
+        from megalith.data.tokenizer import build_tokenizer
+
+        tokenizer = build_tokenizer(args.tokenizer_type, args.tokenizer_model)
     if tokenizer is None:
-        raise ConfigError(f"{args.checkpoint} carries no tokenizer: its run was trained without one")
+        raise ConfigError(
+            f"{args.checkpoint} carries no tokenizer; name the one that it was trained with by --tokenizer-type and "
+            "--tokenizer-model"
+        )
+    if tokenizer.vocab_size > model.config.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {tokenizer.vocab_size:,} entries and the model {model.config.vocab_size:,}; name the "
+            "tokenizer that it was trained with"
+        )
     texts = generate(
         model,
         [tokenizer.encode(prompt) for prompt in prompts],
@@ -302,6 +314,10 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
         "--top-p", type=float, default=1.0, help="only the likeliest tokens up to this probability"
     )
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--tokenizer-type", help="a tokenizer in place of the checkpoint's own, as `preprocess` has it"
+    )
+    parser.add_argument("--tokenizer-model", help="its file or folder")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
 
 

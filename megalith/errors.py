@@ -6,7 +6,7 @@ The command line prints the message without a traceback and exits with `exit_cod
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 
 class MegalithError(Exception):
@@ -62,3 +62,9 @@ def did_you_mean(name: str, known: Iterable[str], count: int = 3) -> str:
     """`; did you mean 'lr_decay_style'?`, or an empty string when nothing known is near `name`."""
     near = difflib.get_close_matches(name, list(known), n=count, cutoff=0.6)
     return f"; did you mean {' or '.join(repr(n) for n in near)}?" if near else ""
+
+
+def nearest_of(name: str, known: Collection[str]) -> str:
+    """`; did you mean 'gpt2'? (known: gpt2, …)`, or `; known: gpt2, …` when nothing known is near `name`."""
+    names, near = ", ".join(known), did_you_mean(name, known)
+    return f"{near} (known: {names})" if near else f"; known: {names}"

@@ -142,6 +142,11 @@ class Trainer(Run):
                 self.report.note(
                     f"going on from {self.loaded_from}: step {self.step}, {self.consumed_samples} samples consumed"
                 )
+                if self.step >= self.total_steps:
+                    self.report.note(
+                        f"nothing is left to train: the run's length is {self.total_steps} steps; to go on, raise it "
+                        "(train.train_iters, or train.train_samples)"
+                    )
             ended = None
             while ended is None:  # again where a loss spike has sent the run back to an earlier step
                 ended = self._train_on()

@@ -268,10 +268,18 @@ def test_requests_to_generate_that_cannot_be(refused, place):
     refused(["generate", "run", "--prompt-file", "latin.txt"], DATA, "prompts cannot be read", "UTF-8")
 
 
-def test_a_run_without_a_tokenizer_cannot_generate_text(refused):
-    words = ["--data.tokenizer_type", "null", "--model.vocab_size", "257"]
-    assert main(["train", "run.yaml", *words]) == 0
-    refused(["generate", "run", "--prompt", "a"], CONFIG, "run carries no tokenizer")
+def test_a_run_without_a_tokenizer_generates_text_only_with_one_that_fits_it(refused, capsys):
+    words = ["--data.data_path", "null", "--data.mock", "true", "--data.tokenizer_type", "null"]
+    for folder, size in (("run", "257"), ("small", "256")):
+        assert (
+            main(["train", "run.yaml", *words, "--model.vocab_size", size, "--train.output_dir", folder]) == 0
+        )
+    refused(["generate", "run", "--prompt", "a"], CONFIG, "run carries no tokenizer", "--tokenizer-type")
+    named = ["--prompt", "a", "--max-new-tokens", "2", "--tokenizer-type", "ByteTokenizer"]
+    refused(["generate", "small", *named], CONFIG, "the tokenizer has 257 entries and the model 256")
+    capsys.readouterr()
+    assert main(["generate", "run", *named]) == 0
+    assert capsys.readouterr().out.startswith("a")
 
 
 def test_requests_to_show_data_that_cannot_be(refused):

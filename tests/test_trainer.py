@@ -311,6 +311,16 @@ def test_a_run_made_longer_is_told_where_its_samples_come_in_another_order(run, 
     assert (sentence in printed) == told
 
 
+def test_a_finished_run_that_is_started_again_says_what_would_let_it_go_on(run, capsys):
+    first = run(train=dict(train_iters=2))
+    assert "nothing is left to train" not in capsys.readouterr().out
+    again = run("again", train=dict(train_iters=2), checkpoint=dict(load=str(first.checkpoint)))
+    assert (
+        "nothing is left to train: the run's length is 2 steps; to go on, raise it" in capsys.readouterr().out
+    )
+    assert (again.step, again.ended) == (2, "train_iters")
+
+
 def test_an_exit_interval_that_falls_on_the_last_step_is_the_end_of_the_run(run):
     assert run(train=dict(exit_interval=8)).ended == "train_iters"
 

@@ -7,7 +7,7 @@ from pydantic import Field, PositiveFloat, PositiveInt
 from megalith.config.base import Section
 from megalith.config.dense import Probability
 from megalith.config.model import ModelConfig
-from megalith.errors import ConfigError, did_you_mean
+from megalith.errors import ConfigError, nearest_of
 
 WHOLE = "whole"  # one adapter for all rows of a linear
 PARTS = {"linear_qkv": ("q", "k", "v"), "linear_proj": (), "linear_fc1": ("gate", "up"), "linear_fc2": ()}
@@ -94,9 +94,7 @@ class LoraConfig(Section):
         found: dict[str, set[str]] = {}
         for target in self.targets:
             if target not in TARGETS:
-                raise ConfigError(
-                    f"lora.targets names {target!r}{did_you_mean(target, TARGETS)}; known: {', '.join(TARGETS)}"
-                )
+                raise ConfigError(f"lora.targets names {target!r}{nearest_of(target, TARGETS)}")
             for linear, parts in TARGETS[target].items():
                 if linear == "linear_fc1" and not model.gated:
                     if target in ("gate_proj", "up_proj"):

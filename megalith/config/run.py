@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import difflib
 import types
 import typing
 from collections.abc import Sequence
@@ -23,7 +24,7 @@ from megalith.config.parallel import ParallelConfig
 from megalith.config.presets import PRESETS
 from megalith.config.train import TrainConfig
 from megalith.config.yaml_text import parse_yaml
-from megalith.errors import ConfigError, did_you_mean
+from megalith.errors import ConfigError, did_you_mean, nearest_of
 
 Tree = dict[str, dict[str, Any]]
 
@@ -97,7 +98,8 @@ def read_yaml(path: str | Path) -> Tree:
     try:
         content = parse_yaml(text)
     except (yaml.YAMLError, RecursionError) as error:
-        raise ConfigError(f"the run file {path} is not valid YAML: {' '.join(str(error).split())}") from None
+        told = " ".join(str(error).split()).replace(' in "<unicode string>",', " at")
+        raise ConfigError(f"the run file {path} is not valid YAML: {told}") from None
     if content is not None and not isinstance(content, dict):
         raise ConfigError(
             f"the run file {path} holds a {type(content).__name__}; it needs sections: {_sections()}"
@@ -135,7 +137,9 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[str, str, Any]]:
         word = arguments[index]
         index += 1
         if not begins_override(word):
-            raise ConfigError(f"unexpected argument {word!r}; overrides are written --section.key value")
+            name, equals, _ = word.partition("=")
+            hint = (_elsewhere(name) if equals else "") or "; overrides are written --section.key value"
+            raise ConfigError(f"unexpected argument {word!r}{hint}")
         path, equals, text = word.removeprefix("--").partition("=")
         values = [text] if equals else []
         while not equals and index < len(arguments) and not begins_override(arguments[index]):
@@ -143,7 +147,8 @@ def parse_overrides(arguments: Sequence[str]) -> list[tuple[str, str, Any]]:
             index += 1
         section, dot, key = path.replace("-", "_").partition(".")
         if not dot or section not in RunConfig.model_fields:
-            raise ConfigError(f"there is no setting --{path}{_hint_for_section(section, key or section)}")
+            hint = _hint_for_section(section, key) if dot else _hint_for_name(section)
+            raise ConfigError(f"there is no setting --{path}{hint}")
         result.append((section, key, _parse_values(section, key, values)))
     return result
 
@@ -220,15 +225,16 @@ def _unfold_nested(tree: Tree) -> None:
             values[outer] = {**whole, inner: values.pop(key)}
 
 
-def _elsewhere(key: str) -> str:
-    homes = [f"{section}.{key}" for section in RunConfig.model_fields if key in known_keys(section)]
+def _elsewhere(*keys: str) -> str:
+    homes = [
+        f"{section}.{key}" for key in keys for section in RunConfig.model_fields if key in known_keys(section)
+    ]
     return f"; did you mean {' or '.join(homes)}?" if homes else ""
 
 
 def _preset(name: Any) -> dict[str, Any]:
     if name is not None and (not isinstance(name, str) or name not in PRESETS):
-        near = did_you_mean(str(name), PRESETS)
-        raise ConfigError(f"there is no preset {name!r}{near}; known: {', '.join(PRESETS)}")
+        raise ConfigError(f"there is no preset {name!r}{nearest_of(str(name), PRESETS)}")
     return copy.deepcopy(PRESETS[name]) if name else {}
 
 
@@ -238,6 +244,16 @@ def _empty_tree() -> Tree:
 
 def _sections() -> str:
     return ", ".join(RunConfig.model_fields)
+
+
+def _hint_for_name(name: str) -> str:
+    """For a name without a section: where it is a setting, or the nearest ones of all sections."""
+    keys = dict.fromkeys(key for section in RunConfig.model_fields for key in known_keys(section))
+    return (
+        _elsewhere(name)
+        or _elsewhere(*difflib.get_close_matches(name, keys, n=2, cutoff=0.75))
+        or "; `megalith train --help` lists them all, by section"
+    )
 
 
 def _hint_for_section(section: str, key: str = "") -> str:

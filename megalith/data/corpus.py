@@ -36,7 +36,9 @@ def write_stdlib_corpus(output_jsonl: str | Path, *, overwrite: bool = False) ->
     """
     output = Path(output_jsonl)
     if output.exists() and not overwrite:
-        raise DataError(f"{output} exists and is not overwritten; remove it or choose another output")
+        raise DataError(
+            f"{output} exists and is not overwritten; remove it, choose another output, or set overwrite (--overwrite)"
+        )
     root = Path(sysconfig.get_path("stdlib"))
     names = [path.relative_to(root) for path in root.rglob("*.py")]
     names = [name for name in names if _belongs(name)]

@@ -15,6 +15,7 @@ Little-endian: a header of 34 bytes and then plain arrays.
 
 from __future__ import annotations
 
+import difflib
 import glob
 import mmap
 import os
@@ -93,11 +94,13 @@ def require_files(prefix: str) -> tuple[Path, Path]:
     missing = [str(path) for path in (idx_path, bin_path) if not path.is_file()]
     if not missing:
         return bin_path, idx_path
-    near = sorted(path[:-4] for path in glob.glob(f"{glob.escape(prefix)}*.idx") if path != str(idx_path))
+    folder, name = os.path.split(prefix)
+    there = sorted(path[:-4] for path in glob.glob("*.idx", root_dir=folder or None) if path != idx_path.name)
+    near = [other for other in there if other.startswith(name)] or difflib.get_close_matches(name, there)
     if prefix.endswith((".bin", ".idx")):
         way_out = f"a data path has no ending: write {prefix[:-4]}"
     elif near:
-        way_out = f"did you mean {' or '.join(near[:3])}?"
+        way_out = f"did you mean {' or '.join(os.path.join(folder, other) for other in near[:3])}?"
     else:
         way_out = "check the path, or make the dataset with megalith preprocess"
     raise DataError(f"{' and '.join(missing)} not found, but a dataset is a .bin and an .idx; {way_out}")

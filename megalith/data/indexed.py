@@ -169,7 +169,8 @@ class IndexedWriter:
         for path in (self.bin_path, self.idx_path):
             if path.exists() and not overwrite:
                 raise DataError(
-                    f"{path} exists and is not overwritten; remove it or choose another output prefix"
+                    f"{path} exists and is not overwritten; remove it, choose another output prefix, or set overwrite "
+                    "(--overwrite)"
                 )
         self._lengths = array("i")  # tokens of each sequence
         self._documents = array("q", [0])  # the document indices

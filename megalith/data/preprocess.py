@@ -163,7 +163,8 @@ def _places(paths: Sequence[Path]) -> tuple[dict[Path, int], int]:
 def _count_bad_lines(summary: PreprocessSummary, bad_lines: Sequence[BadLine], on_error: str) -> None:
     if bad_lines and on_error == "stop":
         raise DataError(
-            f"{bad_lines[0]}; correct or remove the line, or set on_error to skip to leave such lines out"
+            f"{bad_lines[0]}; correct or remove the line, or set on_error to skip (--on-error skip) to leave such "
+            "lines out"
         )
     summary.skipped += len(bad_lines)
     summary.bad_lines += bad_lines[: BAD_LINES_KEPT - len(summary.bad_lines)]

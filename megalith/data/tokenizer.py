@@ -10,7 +10,7 @@ import importlib
 from pathlib import Path
 
 from megalith.data.tokenizers.base import SPEC_FILE, Named, Tokenizer, read_file, read_json
-from megalith.errors import ConfigError, DataError, did_you_mean
+from megalith.errors import ConfigError, DataError, nearest_of
 
 __all__ = ["TOKENIZER_TYPES", "Tokenizer", "build_tokenizer", "load_tokenizer"]
 
@@ -70,8 +70,5 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
 
 def _tokenizer_class(name: str) -> type[Tokenizer]:
     if name not in TOKENIZER_TYPES:
-        raise ConfigError(
-            f"tokenizer_type {name!r} is not known{did_you_mean(name, TOKENIZER_TYPES)}; "
-            f"choose one of {', '.join(TOKENIZER_TYPES)}"
-        )
+        raise ConfigError(f"tokenizer_type {name!r} is not known{nearest_of(name, TOKENIZER_TYPES)}")
     return getattr(importlib.import_module(TOKENIZER_TYPES[name]), name)

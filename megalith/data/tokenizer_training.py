@@ -56,7 +56,9 @@ def train_tokenizer(
         )
     path = Path(output) if str(output).endswith(".json") else Path(output) / "tokenizer.json"
     if path.exists() and not overwrite:
-        raise DataError(f"{path} exists and is not overwritten; remove it or choose another output")
+        raise DataError(
+            f"{path} exists and is not overwritten; remove it, choose another output, or set overwrite (--overwrite)"
+        )
 
     paths, counts = expand_inputs(inputs), {"documents": 0, "bytes": 0}
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from megalith.config import RunConfig
-from megalith.errors import ConfigError, did_you_mean
+from megalith.errors import ConfigError, nearest_of
 from megalith.parity.compare import Errors, compare
 from megalith.parity.job import run_job
 from megalith.parity.layouts import LAYOUTS, Layout
@@ -84,9 +84,7 @@ def check(config: RunConfig, layouts: Mapping[str, Layout], device_type: str = "
 
 def _named(name: str, most_processes: int) -> Layout:
     if name not in LAYOUTS:
-        raise ConfigError(
-            f"there is no layout {name!r}{did_you_mean(name, LAYOUTS)}; known: {', '.join(LAYOUTS)}"
-        )
+        raise ConfigError(f"there is no layout {name!r}{nearest_of(name, LAYOUTS)}")
     layout = LAYOUTS[name]
     if layout.processes > most_processes:
         raise ConfigError(

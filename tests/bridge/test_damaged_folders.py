@@ -69,7 +69,7 @@ def refused(folder: Path, kind: type[Exception] = CheckpointError, **options: bo
 def test_an_unknown_architecture_is_told_with_the_known_ones(folder: Path) -> None:
     with_config(folder, architectures=["FalconForCausalLM"])
     text = refused(folder, ConfigError)
-    assert f"{folder} is of the architecture FalconForCausalLM" in text and "Qwen3ForCausalLM" in text
+    assert f"{folder} names the architecture FalconForCausalLM" in text and "Qwen3ForCausalLM" in text
 
 
 def test_a_config_that_cannot_be_built_names_its_folder(folder: Path) -> None:

@@ -112,6 +112,8 @@ def test_pickles_are_read_only_when_trusted_and_even_then_run_nothing(
     write_torch_dist(tmp_path / "megatron", core_state(model, True), arguments(model.config))
     forget_megatron()
     folder = tmp_path / "megatron/iter_0000005"
+    assert main(["import-megatron", str(tmp_path / "nowhere"), str(tmp_path / "run")]) == 4
+    assert "there is no folder" in capsys.readouterr().err
     assert main(["import-megatron", str(tmp_path / "megatron"), str(tmp_path / "run")]) == 4
     assert "give --trust" in capsys.readouterr().err
     zipped = io.BytesIO()

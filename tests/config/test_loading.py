@@ -167,7 +167,7 @@ REFUSED = [
     ("train: {tensor_model_parallel_size: 2}", r"did you mean parallel.tensor_model_parallel_size"),
     ("train: {zzz: 2}", r"there is no setting train.zzz; `megalith train --help` lists them all"),
     ("model: {rope_scaling: {factr: 2}}", r"model.rope_scaling.factr is 2: there is no such setting"),
-    ("model: {preset: gpt5}", r"there is no preset 'gpt5'.*known: tiny-gpt"),
+    ("model: {preset: gpt5}", r"there is no preset 'gpt5'; did you mean .*\? \(known: tiny-gpt, tiny-llama"),
     ("model: {preset: llama3-7b}", r"there is no preset 'llama3-7b'; did you mean 'llama3-70b' or 'llama3-8b'"),
     ("model: {preset: [gpt2]}", r"there is no preset \['gpt2'\]"),
     # wrong types and values
@@ -209,7 +209,7 @@ REFUSED = [
     ("model: {null: 2}", "model has the key None"),
     ("model.num_layers: 2", "there is no section 'model.num_layers'"),
     # YAML that is broken or hostile
-    ("model: {num_layers: 2", "not valid YAML"),
+    ("model: {num_layers: 2", r"not valid YAML: while parsing a flow mapping at line 1, column 8: .* at line 1, col"),
     ("model: {num_layers: 2}\nmodel: {hidden_size: 4}", "the key 'model' stands twice"),
     ("model: {num_layers: 2, num_layers: 4}", "the key 'num_layers' stands twice"),
     ("train: !!python/object/apply:os.system ['touch PWNED']", "not valid YAML.*python/object/apply"),
@@ -261,9 +261,12 @@ def test_anchors_and_merges_of_a_sane_size_are_taken(load):
         (["--train.train_iter", "5"], "there is no setting train.train_iter; did you mean 'train_iters'"),
         (["--num_layers", "5"], r"there is no setting --num_layers; did you mean model.num_layers\?"),
         (["--lr", "5"], "did you mean optim.lr or train.lr"),
+        (["--tensorboard-dir", "x"], r"there is no setting --tensorboard-dir; did you mean log.tensorboard"),
+        (["--zzz", "x"], "there is no setting --zzz; `megalith train --help` lists them all, by section"),
         (["--modle.num_layers", "5"], "did you mean model.num_layers"),
         (["stray"], "unexpected argument 'stray'; overrides are written --section.key value"),
-        (["a=b"], "unexpected argument 'a=b'"),
+        (["a=b"], "unexpected argument 'a=b'; overrides are written"),
+        (["lr=3"], r"unexpected argument 'lr=3'; did you mean optim.lr or train.lr\?"),
         (["-x"], "unexpected argument '-x'"),
         (["--"], "there is no setting"),
         (

@@ -185,6 +185,15 @@ def test_an_unpickled_dataset_maps_the_files_again(tmp_path):
     assert len(pickled) < 1000 and pickle.loads(pickled).num_tokens == 100_000
 
 
+def test_a_misspelt_prefix_is_told_with_the_nearest_one(tmp_path):
+    for name in ("web_text_document", "zebra"):
+        write_golden(tmp_path, name)
+    with pytest.raises(DataError, match=r"; did you mean \S+/web_text_document\?$"):
+        IndexedDataset(tmp_path / "web_text_documnet")
+    with pytest.raises(DataError, match="check the path, or make the dataset"):
+        IndexedDataset(tmp_path / "quux")
+
+
 def test_a_missing_file_is_named_with_the_nearest_one(tmp_path):
     write_golden(tmp_path, "corpus_text_document")
     with pytest.raises(DataError, match=r"corpus\.idx and .*corpus\.bin not found.*corpus_text_document"):

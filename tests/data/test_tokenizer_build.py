@@ -228,6 +228,12 @@ def test_a_hub_name_that_cannot_be_had_says_what_to_do(tmp_path, monkeypatch):
         build_tokenizer("HuggingFaceTokenizer", "some-org/other-model")
 
 
+def test_the_name_of_a_file_is_never_looked_for_on_the_hub(monkeypatch):
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)
+    with pytest.raises(DataError, match=r"there is no file or folder 'data/tokenizer.json'; check the path"):
+        build_tokenizer("HuggingFaceTokenizer", "data/tokenizer.json")
+
+
 def test_a_hub_name_without_the_hub_library_says_what_to_do(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(DataError, match="pip install huggingface_hub"):

@@ -19,7 +19,7 @@ from megalith.bridge.families.phi import PHI3
 from megalith.bridge.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from megalith.bridge.family import Family
 from megalith.config import ModelConfig
-from megalith.errors import ConfigError, did_you_mean
+from megalith.errors import ConfigError, nearest_of
 
 FAMILIES: dict[str, Family] = {
     family.architecture: family
@@ -56,8 +56,7 @@ def family_named(name: str, where: str) -> Family:
         if name in (family.architecture, family.model_type):
             return family
     raise ConfigError(
-        f"{where} is of the architecture {name}, which is not known{did_you_mean(name, FAMILIES)}; known: "
-        f"{', '.join(FAMILIES)}"
+        f"{where} names the architecture {name}, which is not known{nearest_of(name, FAMILIES)}"
     )
 
 

@@ -79,14 +79,13 @@ def import_megatron(
     default that of the checkpoint's arguments, else the padded one. `allow` is `import_hf`'s. Returns the step. Raises
     ConfigError for a model that cannot be built here, CheckpointError for damaged files: nothing is left then.
     """
+    folder = _iteration(Path(source))
     if not trust:
         raise CheckpointError(
             f"{source} is of pickles, which can name code to run; they are read by a list of what is allowed, but only "
             "when you trust where they come from: give --trust"
         )
-    return write_run(
-        open_megatron(_iteration(Path(source)), vocab_size, allow), out, None, show_progress=show_progress
-    )
+    return write_run(open_megatron(folder, vocab_size, allow), out, None, show_progress=show_progress)
 
 
 def open_megatron(folder: Path, vocab_size: int | None = None, allow: bool = False) -> Match:

@@ -9,16 +9,17 @@ from pathlib import Path
 from megalith.errors import DataError
 
 _HUB_NAME = re.compile(r"[\w.-]+(/[\w.-]+)?")
+_FILES = (".json", ".txt", ".model", ".tiktoken", ".safetensors", ".bin")
 
 
 def local_folder(name: str, patterns: Sequence[str]) -> Path:
     """The folder of the snapshot of hub repository `name` that holds the first of `patterns`.
 
     The cache is asked first, so that a machine without a network never waits for one. Whether a download is
-    tried after that is the hub library's own setting (HF_HUB_OFFLINE). DataError: neither gave it.
+    tried after that is the hub library's own setting (HF_HUB_OFFLINE). DataError: neither gave it, or `name` is a path.
     """
-    if not _HUB_NAME.fullmatch(name):
-        raise DataError(f"there is no file or folder {name!r}; check the path of the tokenizer")
+    if not _HUB_NAME.fullmatch(name) or name.endswith(_FILES):
+        raise DataError(f"there is no file or folder {name!r}; check the path")
     try:
         import huggingface_hub
         from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
