@@ -69,6 +69,7 @@ ALIASES: dict[str, Rename | Choose | Already | Derive] = {
     "optim.use_distributed_optimizer":                Choose("parallel.data_parallel_sharding_strategy", {True: "optim", False: "no_shard"}),
     "parallel.num_layers_per_virtual_pipeline_stage": Derive("parallel.virtual_pipeline_model_parallel_size", int, _virtual_stages),
     "parallel.recompute_activations":                 Derive("parallel.recompute_granularity", bool, _granularity),
+    "parallel.distribute_checkpointed_activations":   Rename("parallel.distribute_saved_activations"),
     "parallel.accumulate_allreduce_grads_in_fp32":    Already(_FP32_SUMS),
     "parallel.grad_reduce_in_fp32":                   Already(_FP32_SUMS),
     "parallel.average_in_collective":                 Already("gradients are summed; the loss is divided by the step's count of valid tokens"),

@@ -91,5 +91,8 @@ class ParallelConfig(Section):
     recompute_modules: list[Literal["core_attn", "mlp", "layernorm"]] = ["core_attn"]
     """Selective recomputation: which modules."""
 
+    distribute_saved_activations: bool = False
+    """Full recomputation: each tensor-parallel device keeps its part of a saved input, where it would keep all."""
+
     cpu_offloading_num_layers: NonNegativeInt = 0
     """Layers of each pipeline stage, its first ones, whose activations wait in host memory for the backward pass."""

@@ -18,11 +18,38 @@ from megalith.config.run import RunConfig
 from megalith.errors import ConfigError
 
 
-def _check_recompute(parallel: ParallelConfig) -> None:
+def _check_recompute(model: ModelConfig, parallel: ParallelConfig) -> None:
     if parallel.recompute_method is not None and parallel.recompute_granularity != "full":
         raise ConfigError(
             f"parallel.recompute_method {parallel.recompute_method} chooses among whole layers, but "
             f"parallel.recompute_granularity is {parallel.recompute_granularity}; set it to full, or remove the method"
+        )
+    if parallel.distribute_saved_activations:
+        _check_distributed_inputs(model, parallel)
+
+
+def _check_distributed_inputs(model: ModelConfig, parallel: ParallelConfig) -> None:
+    size, name = parallel.tensor_model_parallel_size, "parallel.distribute_saved_activations"
+    if parallel.recompute_granularity != "full":
+        raise ConfigError(
+            f"{name} divides the inputs that full recomputation keeps, but parallel.recompute_granularity is "
+            f"{parallel.recompute_granularity}; set it to full, or leave {name} out"
+        )
+    if size == 1 or parallel.sequence_parallel:
+        raise ConfigError(
+            f"{name} divides what tensor-parallel ranks hold alike, but parallel.tensor_model_parallel_size is {size} "
+            f"and parallel.sequence_parallel {parallel.sequence_parallel}, under which they hold nothing alike; leave "
+            "it out"
+        )
+    if parallel.cpu_offloading_num_layers:
+        raise ConfigError(
+            f"{name} and parallel.cpu_offloading_num_layers {parallel.cpu_offloading_num_layers} both take away the "
+            "inputs that recomputation keeps; leave one out"
+        )
+    if model.hidden_size % size:
+        raise ConfigError(
+            f"{name} divides hidden states over parallel.tensor_model_parallel_size {size}, which does not divide "
+            f"model.hidden_size {model.hidden_size}; leave it out"
         )
 
 
@@ -206,7 +233,7 @@ def check_training(config: RunConfig, world_size: int = 1) -> None:
     check_context(config.model, config.parallel, config.data.seq_length)
     check_expert_parallel(config.model, config.parallel, world_size)
     _check_adapters(config)
-    _check_recompute(config.parallel)
+    _check_recompute(config.model, config.parallel)
     _check_offload(config)
     check_overlap(config)
     _check_saving(config)

@@ -267,6 +267,7 @@ def _kept_per_token(model: ModelConfig, share: Share, layers: int, held: int, cu
     """Elements kept of each token, over the layers that are held, after what recomputation saves."""
     parallel, stream = share.parallel, model.hidden_size // cuts.sequence
     inputs, whole = _kept(share, layers, held)
+    distributed = parallel is not None and parallel.distribute_saved_activations
     part = _mean_layer(model, share, layers, cuts).with_experts
 
     def activations(recomputed: Collection[str] = ()) -> float:
@@ -277,7 +278,7 @@ def _kept_per_token(model: ModelConfig, share: Share, layers: int, held: int, cu
         )
 
     everything = activations()
-    kept = inputs * stream + whole * everything
+    kept = inputs * (stream // cuts.tensor if distributed else stream) + whole * everything
     if parallel is not None and parallel.recompute_granularity == "selective":
         kept -= max(whole - 1, 0) * (everything - activations(parallel.recompute_modules))
     if share.head:

@@ -45,7 +45,7 @@ def apply(model: Transformer, config: RunConfig, mesh: Mesh, device: torch.devic
         apply_context(chunk, mesh.cp, parallel.cp_comm_type, parallel.hierarchical_context_parallel_sizes)
         apply_expert(chunk, mesh, tensor, parallel.moe_token_dispatcher_type)
         apply_halves(chunk, parallel, tensor)
-        apply_recompute(chunk, parallel)
+        apply_recompute(chunk, parallel, mesh.tp)
         if compiles(config, device):
             options = {"options": interleaving()} if parallel.tp_comm_overlap else {}
             for layer in chunk.layers.values():

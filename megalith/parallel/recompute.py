@@ -2,7 +2,8 @@
 
 `full` keeps the input of a unit of layers alone and computes the unit again in the backward pass: with `uniform`
 every unit of recompute_num_layers layers, with `block` the first recompute_num_layers layers, each by itself. Of a
-pipeline each stage has units and first layers of its own.
+pipeline each stage has units and first layers of its own. Tensor-parallel ranks hold that input alike where there is no
+sequence parallelism; with distribute_saved_activations each keeps a part, and they gather it when it is needed.
 `selective` does so for chosen modules inside each layer. Dropout is keyed by position, so there is no random state
 to put back but that of a GPU kernel's attention dropout.
 """
@@ -13,8 +14,10 @@ from collections.abc import Callable, Sequence
 from functools import cache, partial
 
 from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
+from megalith.comm import Axis, gathered
 from megalith.config import ParallelConfig
 from megalith.models.context import Context
 from megalith.models.transformer import Transformer
@@ -31,11 +34,13 @@ MODULES = {
 }
 
 
-def apply_recompute(model: Transformer, parallel: ParallelConfig) -> None:
-    """Wraps what is to be recomputed, in place."""
+def apply_recompute(model: Transformer, parallel: ParallelConfig, tensor: Axis | None = None) -> None:
+    """Wraps what is to be recomputed, in place. `tensor` is the axis that saved inputs are distributed over."""
     uses_random_state = model.config.attention_dropout > 0
     again = _again(uses_random_state)
     if parallel.recompute_granularity == "full":
+        if parallel.distribute_saved_activations:
+            again = partial(_with_input_distributed, again, tensor)
         _recompute_layers(model, parallel, again)
     elif parallel.recompute_granularity == "selective":
         if "core_attn" in parallel.recompute_modules:
@@ -73,6 +78,25 @@ def _recomputed(kind: type[nn.Module], uses_random_state: bool) -> type[nn.Modul
             return again(super().beside, *args)
 
     return Recomputed
+
+
+def _with_input_distributed(
+    again: Callable, axis: Axis, run_layers: Callable, numbers: Sequence[str], x: Tensor, context: Context
+) -> Tensor:
+    """As `again`, of whose saved x [batch, seq, hidden], the same on every rank of the axis, each keeps its part."""
+    shape, address = x.shape, x.data_ptr()
+
+    def pack(saved: Tensor) -> tuple[Tensor, bool]:
+        if saved.data_ptr() != address or saved.shape != shape:
+            return saved, False
+        return saved.reshape(axis.size, -1)[axis.rank].clone(), True
+
+    def unpack(kept: tuple[Tensor, bool]) -> Tensor:
+        part, is_part = kept
+        return gathered(part, axis).view(shape) if is_part else part
+
+    with saved_tensors_hooks(pack, unpack):
+        return again(run_layers, numbers, x, context)
 
 
 def unit_size(parallel: ParallelConfig) -> int:

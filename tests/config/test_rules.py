@@ -54,6 +54,8 @@ IMPOSSIBLE = [
     ({"log": {"profile": True, "profile_step_end": 3}}, "profile_step_end 3 must come after log.profile_step_start 10"),
     ({"parallel": {"recompute_method": "block"}}, "recompute_method block .*granularity is None; set it to full"),
     ({"parallel": {"recompute_method": "block", "recompute_granularity": "selective"}}, "is selective; set it to full"),
+    ({"parallel": {"distribute_saved_activations": True}}, "recompute_granularity is None; set it to full"),
+    ({"parallel": {"distribute_saved_activations": True, "recompute_granularity": "full"}}, "parallel_size is 1"),
     ({"parallel": {"tensor_model_parallel_size": 2}}, r"world size 1 .*tensor \(2\)"),
     ({"parallel": {"pipeline_model_parallel_size": 2, "context_parallel_size": 2}}, r"pipeline \(2\) × context \(2\)"),
 ]  # fmt: skip

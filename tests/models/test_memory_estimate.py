@@ -86,6 +86,8 @@ def test_recomputation_keeps_inputs_and_one_unit():
     assert _activations(**block) == 4 + (6 + 1) * 16
     mlp = dict(recompute_granularity="selective", recompute_modules=["mlp"])
     assert _activations(**mlp) == 10 * 16 - 9 * 8
+    full = dict(recompute_granularity="full", tensor_model_parallel_size=2)
+    assert _activations(**full) - _activations(**full, distribute_saved_activations=True) == 10 / 2
 
 
 def test_activations_that_wait_in_host_memory_leave_one_layer_on_the_device():

@@ -1,14 +1,18 @@
 """Recomputation changes nothing but the memory: every mode gives the gradients of none, dropout on."""
 
 import itertools
+from unittest import mock
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from megalith.config import ModelConfig, ParallelConfig
 from megalith.config.presets import PRESETS
 from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
+from megalith.parallel import recompute
+from megalith.parallel.mesh import build_mesh
 from megalith.parallel.recompute import apply_recompute
 
 VOCAB = 61
@@ -94,3 +98,38 @@ def test_parameters_keep_their_names_and_evaluation_its_values():
         model = build("tiny-gpt", **mode).eval()
         assert list(model.state_dict()) == list(plain.state_dict())
         assert torch.equal(model(ids), plain(ids))
+
+
+def kept_inputs(distribute: bool) -> tuple[list[int], list[torch.Tensor]]:
+    """Elements that this rank of two keeps of each layer's input, with the same weights on both; the gradients."""
+    axis = build_mesh(ParallelConfig(tensor_model_parallel_size=2), 2, "cpu").tp
+    options = dict(num_layers=3, vocab_size=VOCAB, max_position_embeddings=32)
+    config = ModelConfig(**PRESETS["tiny-gpt"] | options)
+    model = Transformer(config, seed=3).train()
+    initialize(model, config, seed=5)
+    parallel = ParallelConfig(recompute_granularity="full", distribute_saved_activations=distribute)
+    apply_recompute(model, parallel, axis)
+    parts = []
+
+    class Counted(saved_tensors_hooks):
+        def __init__(self, pack, unpack):
+            def packed(tensor):
+                kept, is_part = pack(tensor)
+                if is_part:
+                    parts.append(kept.untyped_storage().nbytes() // kept.element_size())
+                return kept, is_part
+
+            super().__init__(packed, unpack)
+
+    ids = torch.arange(34).view(2, 17)
+    with mock.patch.object(recompute, "saved_tensors_hooks", Counted):
+        model(ids[:, :-1], labels=ids[:, 1:]).backward()
+    return parts, [parameter.grad for parameter in model.parameters()]
+
+
+def test_ranks_keep_a_part_each_of_a_unit_s_input_and_compute_with_all_of_it(pool):
+    batch, seq, hidden = 2, 16, 64
+    distributed, whole = (pool.run(kept_inputs, distribute, size=2) for distribute in (True, False))
+    for (parts, gradients), (_, plain) in zip(distributed, whole, strict=True):
+        assert parts == [batch * seq * hidden // 2] * 3
+        assert all(torch.equal(one, other) for one, other in zip(gradients, plain, strict=True))

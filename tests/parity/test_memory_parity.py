@@ -13,11 +13,16 @@ from megalith.parity.layouts import LAYOUTS
 EACH_LAYER = {"recompute_granularity": "full"}
 PAIRS = EACH_LAYER | {"recompute_num_layers": 2}
 BLOCK = EACH_LAYER | {"recompute_method": "block", "recompute_num_layers": 1}
+DISTRIBUTED = {"distribute_saved_activations": True}
 CORE = {"recompute_granularity": "selective"}
 MODULES = CORE | {"recompute_modules": ["core_attn", "mlp", "layernorm"]}
 OFFLOAD = {"cpu_offloading_num_layers": 1}
 GPT2, LLAMA, MOE = "gpt2 untied, documents, dropout", "llama dropout", "moe dropping, dropout"
 CASES = [  # layout, run, what is done for memory
+    ("tp2", GPT2, EACH_LAYER | DISTRIBUTED),
+    ("tp2-cp2", LLAMA, PAIRS | DISTRIBUTED),
+    ("tp2-pp2-interleaved", LLAMA, BLOCK | DISTRIBUTED),
+    ("tp2-dp2-zero2", GPT2, EACH_LAYER | DISTRIBUTED),
     ("tp2-sp", GPT2, PAIRS),
     ("tp2-sp", LLAMA, MODULES),
     ("tp2-sp", GPT2, OFFLOAD | MODULES),
