@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from megalith.config.aliases import ALIASES, Already, Choose, Derive, Rename
+from megalith.config.other_names import OTHER_NAMES
 from megalith.config.run import RunConfig
 
 
@@ -71,6 +72,9 @@ def reference_page() -> str:
             out.append("| " + " | ".join(cells) + " |")
     out += ["", "## Megatron's spellings", "", "| spelling | meaning |", "|---|---|"]
     out += [f"| `{name}` | {_cell(meaning)} |" for name, meaning in alias_words()]
+    out += ["", "## Names in other systems", "", "They are refused, with ours in the error.", ""]
+    out += ["| there | here |", "|---|---|"]
+    out += [f"| `{name}` | {_cell(ours)} |" for name, ours in OTHER_NAMES.items()]
     return "\n".join(out) + "\n"
 
 

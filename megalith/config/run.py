@@ -19,6 +19,7 @@ from megalith.config.data import DataConfig
 from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
 from megalith.config.optim import OptimConfig
+from megalith.config.other_names import hint_of_other_name
 from megalith.config.output import CheckpointConfig, LogConfig, RuntimeConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.presets import PRESETS
@@ -206,7 +207,10 @@ def _refuse_unknown(tree: Tree) -> None:
         for key in values:
             if key not in known and key.partition(".")[0] not in known:
                 hint = (
-                    _elsewhere(key) or did_you_mean(key, known) or "; `megalith train --help` lists them all"
+                    _elsewhere(key)
+                    or hint_of_other_name(key)
+                    or did_you_mean(key, known)
+                    or "; `megalith train --help` lists them all"
                 )
                 raise ConfigError(f"there is no setting {section}.{key}{hint}")
     _unfold_nested(tree)
@@ -251,6 +255,7 @@ def _hint_for_name(name: str) -> str:
     keys = dict.fromkeys(key for section in RunConfig.model_fields for key in known_keys(section))
     return (
         _elsewhere(name)
+        or hint_of_other_name(name)
         or _elsewhere(*difflib.get_close_matches(name, keys, n=2, cutoff=0.75))
         or "; `megalith train --help` lists them all, by section"
     )
@@ -259,6 +264,7 @@ def _hint_for_name(name: str) -> str:
 def _hint_for_section(section: str, key: str = "") -> str:
     return (
         _elsewhere(key or section)
+        or hint_of_other_name(key or section)
         or did_you_mean(section, RunConfig.model_fields)
         or f"; sections: {_sections()}"
     )

@@ -1,10 +1,14 @@
 """From YAML and the command line to a configuration: what is taken, and what is refused in which words."""
 
+import re
+
 import pytest
 import yaml
 
 from megalith.config import ModelConfig, RunConfig
+from megalith.config.other_names import OTHER_NAMES
 from megalith.config.presets import PRESETS
+from megalith.config.run import known_keys
 from megalith.errors import ConfigError
 
 
@@ -162,7 +166,9 @@ REFUSED = [
     ("modle: {num_layers: 2}", r"there is no section 'modle'; did you mean 'model'\?"),
     ("model: {num_layer: 2}", r"there is no setting model.num_layer; did you mean 'num_layers'"),
     ("model: {hidden_sise: 2}", r"model.hidden_sise; did you mean 'hidden_size'"),
-    ("optim: {learning_rate: 1}", r"there is no setting optim.learning_rate"),
+    ("optim: {learning_rate: 1}", r"there is no setting optim.learning_rate; here it is optim.lr$"),
+    ("train: {tp_degree: 2}", r"train.tp_degree; here it is parallel.tensor_model_parallel_size$"),
+    ("train: {gradient_accumulation_steps: 2}", r"train.micro_batch_size × data parallel × accumulation$"),
     ("model: {global_batch_size: 2}", r"model.global_batch_size; did you mean train.global_batch_size\?"),
     ("train: {tensor_model_parallel_size: 2}", r"did you mean parallel.tensor_model_parallel_size"),
     ("train: {zzz: 2}", r"there is no setting train.zzz; `megalith train --help` lists them all"),
@@ -315,3 +321,14 @@ def test_files_that_cannot_be_read_are_refused(tmp_path):
     (tmp_path / "latin.yaml").write_bytes(b"log: {wandb_name: caf\xe9}")
     with pytest.raises(ConfigError, match=r"latin.yaml cannot be read: .*utf-8"):
         RunConfig.load(tmp_path / "latin.yaml")
+
+
+def test_names_of_other_systems_are_none_of_ours_and_lead_to_ours():
+    ours = {f"{section}.{key}" for section in RunConfig.model_fields for key in known_keys(section)}
+    for name, here in OTHER_NAMES.items():
+        assert not any(setting.endswith(f".{name}") for setting in ours), name
+        named = re.findall(r"\b[a-z]+\.[a-z_]+\b", here)
+        sections = {setting.partition(".")[0] for setting in ours}
+        assert {n for n in named if n.partition(".")[0] in sections} <= ours, name
+    with pytest.raises(ConfigError, match=r"there is no setting --num-processes; here it is --nproc"):
+        RunConfig.load(None, ["--num-processes", "8"])
