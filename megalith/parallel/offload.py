@@ -22,6 +22,7 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp import FSDPModule
 
 from megalith.comm import local
 from megalith.config import ParallelConfig
@@ -152,9 +153,9 @@ class _Unit:
         if tensor.device != self._lanes.device or storage.nbytes() < SMALLEST:
             return tensor
         address = storage.data_ptr()
-        if address in self._staying:
-            return tensor
         if address not in self._kept:
+            if self._stays(address):
+                return tensor
             self._kept[address] = _Kept(self._lanes, storage)
         kept = self._kept[address]
         kept.uses += 1
@@ -162,11 +163,25 @@ class _Unit:
             self, kept, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
         )
 
+    def _stays(self, address: int) -> bool:
+        """Whether what stands there is a parameter, or shared by all layers.
+
+        Modules inside a layer that FSDP2 shards by themselves, experts, have their parameters gathered when they begin,
+        and freed before the layer ends: what the layer saves after that may stand where they stood.
+        """
+        inner = (local(parameter) for module in self._inner for parameter in module.parameters())
+        return address in self._staying or address in map(_address, inner)
+
     @cached_property
     def _staying(self) -> set[int]:
         """Asked for first in the layers' forward pass, where their parameters are gathered."""
         parameters = [local(parameter) for layer in self._layers for parameter in layer.parameters()]
         return {_address(tensor) for tensor in parameters + self._shared if isinstance(tensor, Tensor)}
+
+    @cached_property
+    def _inner(self) -> list[nn.Module]:
+        modules = (module for layer in self._layers for module in layer.modules() if module is not layer)
+        return [module for module in modules if isinstance(module, FSDPModule)]
 
     def release(self) -> None:
         """Frees the device's memory, from where the device is now on."""

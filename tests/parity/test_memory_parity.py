@@ -18,6 +18,7 @@ CORE = {"recompute_granularity": "selective"}
 MODULES = CORE | {"recompute_modules": ["core_attn", "mlp", "layernorm"]}
 OFFLOAD = {"cpu_offloading_num_layers": 1}
 GPT2, LLAMA, MOE = "gpt2 untied, documents, dropout", "llama dropout", "moe dropping, dropout"
+MULTI_TOKEN = "multi-token prediction"
 CASES = [  # layout, run, what is done for memory
     ("tp2", GPT2, EACH_LAYER | DISTRIBUTED),
     ("tp2-cp2", LLAMA, PAIRS | DISTRIBUTED),
@@ -43,6 +44,11 @@ CASES = [  # layout, run, what is done for memory
     ("pp2-interleaved", GPT2, OFFLOAD),
     ("ep2", MOE, MODULES),
     ("ep4-zero3", MOE, OFFLOAD | BLOCK),
+    (
+        "ep2-dp4-zero3",
+        MULTI_TOKEN,
+        {"cpu_offloading_num_layers": 4},
+    ),  # experts are freed before their layer ends
     ("pp2-zero_bubble", LLAMA, CORE | {"recompute_modules": ["core_attn", "layernorm"]}),
 ]
 
