@@ -64,12 +64,21 @@ def load_run(run: Run) -> Path | None:
 
 
 def _notes_on_order(run: Run, checkpoint: Checkpoint) -> list[str]:
-    """What to tell where this run is of another length than that of the checkpoint, and the samples to come are not
-    those that the other would have taken."""
+    """What to tell where the samples to come are not those that the run of the checkpoint would have taken."""
     before, config = RunConfig.from_tree(checkpoint.manifest.config), run.config
-    other_data = any(getattr(before.data, name) != getattr(config.data, name) for name in SAME_DATA)
-    if other_data or before.train.seed != config.train.seed or not run.consumed_samples:
+    if not run.consumed_samples:
         return []
+    settings = [("train.seed", before.train.seed, config.train.seed)]
+    settings += [
+        (f"data.{name}", getattr(before.data, name), getattr(config.data, name)) for name in SAME_DATA
+    ]
+    others = [f"{name} was {was!r} and is {now!r}" for name, was, now in settings if was != now]
+    if others:
+        return [
+            f"samples come in another order than in the run of {checkpoint.folder}: {'; '.join(others)}; training "
+            f"goes on with sample {run.consumed_samples:,} of what is set now. To begin its data anew, start a run "
+            f"of its own with model.init_from={checkpoint.folder}"
+        ]
     sizes = BatchSizeSchedule.from_config(before.train, data_parallel_size=1)
     was = sizes.samples_for_iterations(sizes.iterations(before.train))
     now = run.batch_sizes.samples_for_iterations(run.total_steps)

@@ -311,6 +311,19 @@ def test_a_run_made_longer_is_told_where_its_samples_come_in_another_order(run, 
     assert (sentence in printed) == told
 
 
+def test_a_run_that_goes_on_with_other_data_says_which_settings_differ_and_how_to_begin_anew(run, capsys):
+    first = run(train=dict(train_iters=4, exit_interval=2))
+    capsys.readouterr()
+    other = dict(train=dict(train_iters=4, seed=77), data=dict(dataloader_type="single"))
+    run("again", **other, checkpoint=dict(load=str(first.checkpoint)))
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "train.seed was 1234 and is 77; data.dataloader_type was 'cyclic' and is 'single'" in printed
+    assert "goes on with sample 16 of what is set now" in printed
+    anew = run("anew", **other, model=dict(init_from=str(first.checkpoint)))
+    assert (anew.step, anew.consumed_samples) == (4, 32)
+    assert "another order" not in capsys.readouterr().out
+
+
 def test_a_finished_run_that_is_started_again_says_what_would_let_it_go_on(run, capsys):
     first = run(train=dict(train_iters=2))
     assert "nothing is left to train" not in capsys.readouterr().out
