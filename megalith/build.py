@@ -23,6 +23,8 @@ from megalith.data.tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import ConfigError
 from megalith.models.lora import add_adapters
 from megalith.models.transformer import Transformer
+from megalith.optim.loss_scale import build_loss_scale
+from megalith.optim.schedule import build_schedule
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.model import ParallelModel
 from megalith.parallel.pipeline_rules import check_pipeline
@@ -39,12 +41,26 @@ def prepare(config: RunConfig, world_size: int) -> tuple[RunConfig, Tokenizer | 
     tokenizer = build_run_tokenizer(config)
     config = with_lora_load(complete(config, tokenizer))
     check_training(config, world_size)
+    _check_parts(config, tokenizer)
     if config.checkpoint.export_hf:
         family_for(config.model)  # there has to be one
     dp = data_parallel_size(config.parallel, world_size)
     warnings = check_pipeline(config, BatchSizeSchedule.from_config(config.train, dp).all_micro_batches)
     config.notes.extend(warnings)
     return config, tokenizer
+
+
+def _check_parts(config: RunConfig, tokenizer: Tokenizer | None) -> None:
+    """Makes what takes neither a device nor time, so that what it refuses is refused before a process waits."""
+    build_schedule(config.optim, config.train)
+    build_loss_scale(config.train.precision, config.optim, "cpu")
+    _boundary_rules(config, tokenizer)
+    parse_split(config.data.split)
+
+
+def _boundary_rules(config: RunConfig, tokenizer: Tokenizer | None) -> BoundaryRules:
+    data, eod = config.data, tokenizer.eod if tokenizer is not None else None
+    return BoundaryRules(eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
 
 
 def build_run_tokenizer(config: RunConfig) -> Tokenizer | None:
@@ -127,14 +143,10 @@ class Data:
         self._config, self._dp = config, dp
         self._batch_sizes = batch_sizes
         self._total_steps = total_steps
-        data = config.data
-        eod = tokenizer.eod if tokenizer is not None else None
-        self._rules = BoundaryRules(
-            eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss
-        )
+        self._rules = _boundary_rules(config, tokenizer)
         evaluated = config.train.eval_iters * batch_sizes.global_batch_size
         samples = (batch_sizes.samples_for_iterations(total_steps), evaluated, evaluated)
-        self.train, self.valid, self.test = self._datasets(samples, eod)
+        self.train, self.valid, self.test = self._datasets(samples, self._rules.eod)
 
     def train_loader(
         self,

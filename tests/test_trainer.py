@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import megalith
-from megalith.build import build_run_tokenizer
+from megalith.build import build_run_tokenizer, prepare
 from megalith.config import RunConfig
 from megalith.config.run import read_yaml
 from megalith.errors import CheckpointError, ConfigError
@@ -322,6 +322,22 @@ def test_a_run_that_goes_on_with_other_data_says_which_settings_differ_and_how_t
     anew = run("anew", **other, model=dict(init_from=str(first.checkpoint)))
     assert (anew.step, anew.consumed_samples) == (4, 32)
     assert "another order" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("section", "values", "told"),
+    [
+        ("optim", {"lr_warmup_iters": 8}, "the warm-up .8 iters. must be shorter than the decay"),
+        ("optim", {"weight_decay_incr_style": "linear"}, "set both, the end at or above the start"),
+        ("optim", {"min_lr": 1.0}, "optim.min_lr .1.0. is above optim.lr"),
+        ("data", {"tokenizer_type": None, "reset_position_ids": True}, "ask where documents end"),
+        ("data", {"split": "0,0,0"}, "split"),
+    ],
+)
+def test_what_cannot_be_is_refused_before_a_model_or_data_are_made(corpus, tmp_path, section, values, told):
+    config = configuration(corpus, tmp_path / "run", model={"vocab_size": 257}, **{section: values})
+    with pytest.raises(ConfigError, match=told):
+        prepare(config, 1)
 
 
 def test_a_finished_run_that_is_started_again_says_what_would_let_it_go_on(run, capsys):
