@@ -65,8 +65,10 @@ def _hand_over(path: str, error: BaseException, expected: bool, code: int) -> No
         "collective": collective,
         "exit_code": code,
     }
-    with open(path, "w", encoding="utf-8") as file:
+    partial = f"{path}.partial"
+    with open(partial, "w", encoding="utf-8") as file:
         json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}, file)
+    os.replace(partial, path)  # the launcher, which may end this process in the middle, reads all or nothing
 
 
 def _is_collective(error: BaseException) -> bool:

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from megalith.errors import ConfigError
+from megalith.runtime import failure
 from megalith.runtime.failure import Failure
 from megalith.runtime.launch import Process, init_distributed, launch, this_process
 
@@ -59,6 +60,13 @@ def test_a_sentence_of_one_rank_is_told_once_with_its_exit_code(tmp_path):
     result = start(tmp_path, "sentence")
     assert result.returncode == 3
     assert result.stderr == "error: rank 1: token id 70000 is above the vocabulary\n"
+
+
+def test_words_that_are_cut_off_by_the_launcher_are_no_words(tmp_path, monkeypatch):
+    monkeypatch.setattr(failure.json, "dump", lambda words, file: file.write('{"mess') and 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        failure._hand_over(str(tmp_path / "error.json"), ConfigError("no"), True, 2)
+    assert not (tmp_path / "error.json").exists()
 
 
 def test_a_rank_that_is_killed_is_named_and_not_its_victims(tmp_path):
