@@ -16,6 +16,7 @@ configuration alone, is begun after it, in the model's order.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -108,8 +109,10 @@ class Replicated:
         parameters = dict(self._chunk.named_parameters())
         for unit in self._units:
             unit.trained = [parameters[name] for name in unit.names if parameters[name].requires_grad]
+            # Weakly: torch keeps a tensor's hooks where Python's collector does not find the way back to the tensor.
+            added = partial(Replicated._added, weakref.proxy(self), weakref.proxy(unit))
             for parameter in unit.trained:
-                parameter.register_post_accumulate_grad_hook(partial(self._added, unit))
+                parameter.register_post_accumulate_grad_hook(added)
         self._is_hooked = True
 
     def _added(self, unit: Unit, _: Tensor) -> None:

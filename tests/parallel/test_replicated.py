@@ -1,5 +1,7 @@
 """Replicas: plain parameters whose gradients are summed by unit, beside the backward pass of the last micro-batch."""
 
+import gc
+import weakref
 from unittest import mock
 
 import torch
@@ -9,6 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 
+from megalith.comm import Axis
 from megalith.config import ParallelConfig
 from megalith.parallel.data import micro_batch_begins, wait_for_gradients
 from megalith.parallel.mesh import build_mesh
@@ -111,3 +114,15 @@ def test_the_first_of_the_ranks_that_hold_copies_owns_them(pool):
     cut = pool.run(copies_and_owners, ParallelConfig(tensor_model_parallel_size=2))
     assert [copied for _, copied, _ in cut] == [count] * 4
     assert cut[0][2] == count > cut[1][2] > 0 and cut[2][2] == cut[3][2] == 0
+
+
+def test_a_model_that_nobody_needs_is_freed_with_its_hooks():
+    """Else each model of a process that makes several, a sweep's or a notebook's, would stay to its end."""
+    chunk = nn.Linear(2, 2)
+    chunk.replicated = Replicated(chunk, [Unit(Axis(2), ["weight", "bias"])])
+    chunk.replicated.backward_begins(is_last=False)
+    chunk(torch.ones(1, 2)).sum().backward()
+    freed = weakref.ref(chunk)
+    del chunk
+    gc.collect()
+    assert freed() is None
