@@ -75,9 +75,9 @@ def _notes_on_order(run: Run, checkpoint: Checkpoint) -> list[str]:
     others = [f"{name} was {was!r} and is {now!r}" for name, was, now in settings if was != now]
     if others:
         return [
-            f"samples come in another order than in the run of {checkpoint.folder}: {'; '.join(others)}; training "
-            f"goes on with sample {run.consumed_samples:,} of what is set now. To begin its data anew, start a run "
-            f"of its own with model.init_from={checkpoint.folder}"
+            f"samples need not be those that the run of {checkpoint.folder} would have taken: {'; '.join(others)}; "
+            f"training goes on behind the first {run.consumed_samples:,} of what is set now. To begin its data anew, "
+            f"start a run of its own with model.init_from={checkpoint.folder}"
         ]
     sizes = BatchSizeSchedule.from_config(before.train, data_parallel_size=1)
     was = sizes.samples_for_iterations(sizes.iterations(before.train))

@@ -50,7 +50,7 @@ DEPENDENTS = [
     Dependents("optim.optimizer_cpu_offload true", lambda c: c.optim.optimizer_cpu_offload,
                "optim", ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d")),
     Dependents("train.precision fp16", lambda c: c.train.precision == "fp16",
-               "optim", ("loss_scale", "initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")),
+               "optim", ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")),
     Dependents("train.fp8_format", lambda c: c.train.fp8_format is not None,
                "train", ("fp8_amax_history_len", "fp8_amax_compute_algo")),
     Dependents("checkpoint.keep_last", lambda c: c.checkpoint.keep_last is not None,

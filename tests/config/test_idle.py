@@ -31,9 +31,9 @@ from megalith.config.presets import PRESETS
             "model.moe_router_topk 8 changes nothing: it takes model.num_experts",
         ),
         (
-            "optim.loss_scale=1024",
+            "optim.initial_loss_scale=1024",
             "train.fp16=true",
-            "optim.loss_scale 1024.0 changes nothing: it takes train.precision fp16",
+            "optim.initial_loss_scale 1024.0 changes nothing: it takes train.precision fp16",
         ),
     ],
 )
