@@ -1,12 +1,14 @@
 """Fixtures of the whole suite."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from trained_runs import configuration
 
+import megalith
 from megalith.data.preprocess import preprocess
 from megalith.data.tokenizer import build_tokenizer
 from megalith.runtime.pool import PRELOADED, Pool
@@ -46,6 +48,17 @@ def corpus(tmp_path_factory: pytest.TempPathFactory) -> str:
         [source], folder / "corpus", tokenizer, append_eod=True, workers=0, show_progress=False
     )
     return str(Path(summary.prefixes[0]))
+
+
+@pytest.fixture
+def run(corpus, tmp_path) -> Iterator[Callable]:
+    """Trains: `run("name", section={key: value})` into tmp_path/name, a small GPT on the tiny corpus; its result."""
+
+    def run(name: str = "run", **sections):
+        return megalith.train(configuration(corpus, tmp_path / name, **sections))
+
+    yield run
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture

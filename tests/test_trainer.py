@@ -4,73 +4,24 @@ import itertools
 import json
 import math
 import random
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from trained_runs import configuration, losses, stored
 
 import megalith
 from megalith.build import build_run_tokenizer, prepare
 from megalith.config import RunConfig
 from megalith.config.run import read_yaml
-from megalith.errors import CheckpointError, ConfigError
+from megalith.errors import ConfigError
 from megalith.parallel.mesh import build_mesh
 from megalith.runtime.metrics import read_records
-from megalith.trainer import Trainer, TrainingResult
+from megalith.trainer import Trainer
 
 METRICS = ["step", "loss", "grad_norm", "lr", "global_batch_size", "consumed_samples", "step_time_ms",
            "tokens_per_second_per_device", "tflops_per_device", "mfu", "max_memory_gb", "skipped", "nan_iterations",
            "loss_scale"]  # fmt: skip
-
-
-@pytest.fixture(autouse=True)
-def _process_settings_put_back():
-    yield
-    torch.use_deterministic_algorithms(False)
-
-
-@pytest.fixture
-def run(corpus, tmp_path):
-    """Trains: `run("name", section={key: value})` into tmp_path/name; over a small GPT on the tiny corpus."""
-
-    def run(name: str = "run", **sections) -> TrainingResult:
-        return megalith.train(configuration(corpus, tmp_path / name, **sections))
-
-    return run
-
-
-def configuration(corpus: str, output: Path, **sections) -> RunConfig:
-    tree = {
-        "model": dict(preset="tiny-gpt", hidden_size=32, num_attention_heads=2, hidden_dropout=0.0,
-                      attention_dropout=0.0),
-        "data": dict(data_path=corpus, split="80,10,10", seq_length=16, tokenizer_type="ByteTokenizer",
-                     num_workers=0),
-        "optim": dict(lr=1e-2),
-        "train": dict(train_iters=8, micro_batch_size=4, global_batch_size=8, eval_iters=2, eval_interval=4,
-                      output_dir=str(output)),
-    }  # fmt: skip
-    for section, values in sections.items():
-        tree[section] = {**tree.get(section, {}), **values}
-    return RunConfig.from_tree(tree)
-
-
-def losses(folder: Path) -> list[float]:
-    return [record["loss"] for record in read_records(folder / "metrics.jsonl")]
-
-
-def comparable(folder: Path) -> list[dict]:
-    """The metrics without what the clock says."""
-    timed = ("step_time_ms", "tokens_per_second_per_device", "tflops_per_device")
-    return [
-        {key: value for key, value in record.items() if key not in timed}
-        for record in read_records(folder / "metrics.jsonl")
-    ]
-
-
-def stored(checkpoint: Path) -> dict[str, bytes]:
-    """Weights and optimizer state as they are on disk."""
-    return {path.name: path.read_bytes() for path in sorted(checkpoint.glob("*.safetensors"))}
 
 
 FAMILIES = {
@@ -100,67 +51,6 @@ def test_the_loaded_model_gives_the_validation_loss_that_the_run_reported(run, c
     config = configuration(corpus, tmp_path / "other", checkpoint=dict(load=str(tmp_path / "run")))
     config.train.train_iters, config.train.eval_interval = 20, 7  # nothing to train: evaluates and ends
     assert megalith.train(config).validation_loss == result.validation_loss
-
-
-CASES = {
-    "plain": dict(),
-    "dropout, accumulation and ramp-up": dict(
-        model=dict(hidden_dropout=0.1, attention_dropout=0.1),
-        train=dict(micro_batch_size=2, rampup_batch_size=[2, 2, 30]),
-        optim=dict(lr_warmup_iters=3, weight_decay=0.1, clip_grad=0.5),
-    ),
-    "counted in samples, in order": dict(
-        train=dict(train_iters=None, train_samples=72), data=dict(dataloader_type="single", num_workers=1)
-    ),
-    "documents apart": dict(
-        model=dict(preset="tiny-llama", num_query_groups=1),
-        data=dict(reset_attention_mask=True, reset_position_ids=True, eod_mask_loss=True),
-    ),
-    "fp16": dict(
-        train=dict(precision="fp16"),
-        optim=dict(initial_loss_scale=2.0**34, loss_scale_window=3, hysteresis=1),
-    ),
-    "bf16, sgd": dict(train=dict(precision="bf16"), optim=dict(optimizer="sgd", lr=0.1)),
-    "mock, adam": dict(data=dict(data_path=None, mock=True), optim=dict(optimizer="adam")),
-    "blend": dict(data=dict(data_path="BLEND")),
-}
-
-
-@pytest.mark.parametrize("case", CASES)
-def test_going_on_from_a_checkpoint_is_bitwise_going_straight_on(run, corpus, tmp_path, case):
-    sections = {section: dict(values) for section, values in CASES[case].items()}
-    if sections.get("data", {}).get("data_path") == "BLEND":
-        sections["data"]["data_path"] = ["0.7", corpus, "0.3", corpus]
-    sections["train"] = {"deterministic": True, "train_iters": 9, **sections.get("train", {})}
-    straight = run("straight", **sections)
-    folder = str(tmp_path / "stopped")
-    first = {**sections["train"], "exit_interval": 5}
-    stopped = run("stopped", **{**sections, "train": first}, checkpoint=dict(load=folder))
-    assert (stopped.step, stopped.ended) == (5, "exit_interval")
-    resumed = run("stopped", **sections, checkpoint=dict(load=folder))
-    assert (resumed.step, resumed.consumed_samples) == (straight.step, straight.consumed_samples)
-    assert comparable(tmp_path / "stopped") == comparable(tmp_path / "straight")
-    assert stored(resumed.checkpoint) == stored(straight.checkpoint)
-    last = [read_records(tmp_path / n / "evaluations.jsonl")[-1] for n in ("straight", "stopped")]
-    assert last[0] == last[1]
-
-
-def test_going_back_to_an_earlier_step_of_the_same_folder_repeats_the_same_steps(run, tmp_path):
-    whole = run(checkpoint=dict(save_interval=3), train=dict(deterministic=True))
-    before, weights = comparable(tmp_path / "run"), stored(whole.checkpoint)
-    early = tmp_path / "run" / "checkpoints" / "step_00000003"
-    again = run(checkpoint=dict(load=str(early)), train=dict(deterministic=True))
-    assert comparable(tmp_path / "run") == before
-    assert stored(again.checkpoint) == weights
-
-
-def test_without_the_optimizers_state_the_weights_go_on_and_the_moments_start_anew(run, tmp_path):
-    first = run("first", checkpoint=dict(save_optim=False), train=dict(train_iters=4))
-    assert not (first.checkpoint / "optimizer-00000-000.safetensors").exists()
-    with pytest.raises(CheckpointError, match=r"optimizer.*load_optim"):
-        run("second", checkpoint=dict(load=str(tmp_path / "first")))
-    second = run("second", checkpoint=dict(load=str(tmp_path / "first"), load_optim=False))
-    assert second.step == 8 and len(losses(tmp_path / "second")) == 4
 
 
 def test_several_micro_batches_are_one_large_one(run, tmp_path):
@@ -297,34 +187,6 @@ def test_exit_interval_and_duration_end_the_run_with_a_checkpoint(run, tmp_path)
 
 
 @pytest.mark.parametrize(
-    ("data", "steps", "told"), [({}, 9, False), ({}, 400, True), ({"mock": True}, 9, True)]
-)
-def test_a_run_made_longer_is_told_where_its_samples_come_in_another_order(run, capsys, data, steps, told):
-    """Of the corpus while it takes no more epochs; made-up samples are permuted all together."""
-    data = dict(data, data_path=None, split="1") if data else data
-    first = run(data=data, train=dict(train_iters=8, exit_interval=2))
-    capsys.readouterr()
-    again = dict(train_iters=steps, exit_interval=4)
-    run("again", data=data, train=again, checkpoint=dict(load=str(first.checkpoint)))
-    printed = " ".join(capsys.readouterr().out.split())
-    sentence = f"the run is {8 * steps:,} samples long, and that of {first.checkpoint} was 64"
-    assert (sentence in printed) == told
-
-
-def test_a_run_that_goes_on_with_other_data_says_which_settings_differ_and_how_to_begin_anew(run, capsys):
-    first = run(train=dict(train_iters=4, exit_interval=2))
-    capsys.readouterr()
-    other = dict(train=dict(train_iters=4, seed=77), data=dict(dataloader_type="single"))
-    run("again", **other, checkpoint=dict(load=str(first.checkpoint)))
-    printed = " ".join(capsys.readouterr().out.split())
-    assert "train.seed was 1234 and is 77; data.dataloader_type was 'cyclic' and is 'single'" in printed
-    assert "goes on with sample 16 of what is set now" in printed
-    anew = run("anew", **other, model=dict(init_from=str(first.checkpoint)))
-    assert (anew.step, anew.consumed_samples) == (4, 32)
-    assert "another order" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
     ("section", "values", "told"),
     [
         ("optim", {"lr_warmup_iters": 8}, "the warm-up .8 iters. must be shorter than the decay"),
@@ -338,16 +200,6 @@ def test_what_cannot_be_is_refused_before_a_model_or_data_are_made(corpus, tmp_p
     config = configuration(corpus, tmp_path / "run", model={"vocab_size": 257}, **{section: values})
     with pytest.raises(ConfigError, match=told):
         prepare(config, 1)
-
-
-def test_a_finished_run_that_is_started_again_says_what_would_let_it_go_on(run, capsys):
-    first = run(train=dict(train_iters=2))
-    assert "nothing is left to train" not in capsys.readouterr().out
-    again = run("again", train=dict(train_iters=2), checkpoint=dict(load=str(first.checkpoint)))
-    assert (
-        "nothing is left to train: the run's length is 2 steps; to go on, raise it" in capsys.readouterr().out
-    )
-    assert (again.step, again.ended) == (2, "train_iters")
 
 
 def test_an_exit_interval_that_falls_on_the_last_step_is_the_end_of_the_run(run):
@@ -432,45 +284,6 @@ def test_profile_window_and_tensorboard_events_are_written(run, tmp_path):
     shown = [event.value for event in events.Scalars("train/loss")]
     assert shown == pytest.approx(losses(tmp_path / "run"), rel=1e-6)
     assert [event.step for event in events.Scalars("validation/loss")] == [4, 8]
-
-
-def test_load_of_the_own_empty_folder_is_a_first_start_and_any_other_without_a_checkpoint_is_refused(
-    run, tmp_path
-):
-    for number, named in enumerate(("", "checkpoints")):
-        folder = tmp_path / f"run{number}"
-        assert run(f"run{number}", checkpoint=dict(load=str(folder / named))).step == 8
-    with pytest.raises(CheckpointError, match=r"there is no checkpoint in .*elsewhere.*correct the path"):
-        run("other", checkpoint=dict(load=str(tmp_path / "elsewhere")))
-    assert not (tmp_path / "other").exists()
-
-
-def test_a_checkpoint_of_another_model_or_tokenizer_is_refused(run, tmp_path):
-    run("first", train=dict(train_iters=1))
-    load = dict(load=str(tmp_path / "first"))
-    with pytest.raises(CheckpointError, match=r"does not fit the model.*linear_fc1"):
-        run("wider", model=dict(ffn_hidden_size=64), checkpoint=load)
-    with pytest.raises(
-        CheckpointError, match="trained with num_attention_heads 2, but this run's model has 4"
-    ):
-        run("heads", model=dict(num_attention_heads=4), checkpoint=load)
-    with pytest.raises(CheckpointError, match="activation gelu_tanh, but this run's model has relu"):
-        run("activation", model=dict(activation="relu"), checkpoint=load)
-    null = dict(data_path=None, mock=True, tokenizer_type="NullTokenizer")
-    with pytest.raises(
-        CheckpointError, match=r"trained with another tokenizer .*257 entries.*use the one in"
-    ):
-        run("tokenizer", model=dict(vocab_size=257), data=null, checkpoint=load)
-    with pytest.raises(CheckpointError, match="does not fit the optimizer"):
-        run("sgd", optim=dict(optimizer="sgd"), checkpoint=load)
-    assert [path.name for path in tmp_path.iterdir()] == ["first"]
-
-
-def test_a_finished_run_that_is_started_again_changes_nothing(run, tmp_path):
-    first = run(train=dict(deterministic=True))
-    weights, metrics = stored(first.checkpoint), comparable(tmp_path / "run")
-    again = run(train=dict(deterministic=True), checkpoint=dict(load=str(tmp_path / "run")))
-    assert again.step == 8 and stored(again.checkpoint) == weights and comparable(tmp_path / "run") == metrics
 
 
 def test_a_sink_that_cannot_be_opened_leaves_nothing_behind(run, tmp_path, monkeypatch):
