@@ -55,7 +55,7 @@ ITEMS = {
         ],
     },
     "9 resume is bitwise": {
-        "test_trainer.py": ["test_going_on_from_a_checkpoint_is_bitwise_going_straight_on"],
+        "test_resume.py": ["test_going_on_from_a_checkpoint_is_bitwise_going_straight_on"],
         "parity/test_resume_in_another_layout.py": ["test_tensors_to_the_bit_and_losses_as_if_never_stopped"],
     },
     "10 resharding": {
