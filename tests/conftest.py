@@ -14,9 +14,8 @@ from megalith.data.tokenizer import build_tokenizer
 from megalith.runtime.pool import PRELOADED, Pool
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
-PRELOADED.append(
-    "megalith.trainer"
-)  # every process that is forked from then on has it: a second less each time
+# Every process that is forked from then on has them: a second less each time.
+PRELOADED += ["megalith.trainer", "torch._inductor.compile_fx"]
 
 
 @pytest.fixture(scope="session")

@@ -5,16 +5,14 @@
 
 It is what the tests and `megalith parity` run on, where hundreds of small jobs follow each other.
 
-The function stands at the top level of a module, and what goes in and out can be pickled. Starting workers costs
-seconds, a job about 50 ms. Workers are replaced after some jobs, and after a failure, since the others may hang in a
-collective.
+The function stands at the top level of a module, and what goes in and out can be pickled. Starting a worker costs
+seconds; it holds the imported modules and nothing else, and forks a child for each of its jobs, which ends with it. So
+nothing of a job is left for the next: no threads or descriptors of its groups, no caches, no communicator.
 """
 
 from __future__ import annotations
 
 import faulthandler
-import functools
-import gc
 import multiprocessing
 import os
 import pickle
@@ -23,12 +21,11 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-# A process that has left one NCCL job may die in the next.
-JOBS_PER_WORKER = {"cpu": 20, "cuda": 1}
 PRELOADED = ["torch.distributed.tensor", "torch.distributed.fsdp", "megalith.models.transformer"]
 
 
@@ -54,8 +51,6 @@ class Pool:
         """
         size = size or self.size
         assert size <= self.size, f"a pool of {self.size} cannot run a job of {size}"
-        if self._jobs == JOBS_PER_WORKER[self.device_type]:
-            self.close()
         self._start()
         self._jobs += 1
         job = pickle.dumps((function, args))
@@ -79,6 +74,8 @@ class Pool:
         """Ends the workers; the next job starts new ones."""
         for process, pipe in self._workers:
             pipe.close()
+            with suppress(ProcessLookupError):  # a worker that has only begun has no group of its own yet
+                os.killpg(process.pid, signal.SIGKILL)
             process.kill()
             process.join()
         self._workers, self._jobs, self._store = [], 0, None
@@ -114,18 +111,29 @@ class Pool:
 def _work(pipe: Connection) -> None:
     import torch
 
+    os.setpgid(0, 0)  # for `close` to end a job's process with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's, which ends the pool
     torch.set_num_threads(1)
-    gc.freeze()  # a collection after each job looks at what the job made, not at every module
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     while True:
         try:
             path, job = pipe.recv()
             sys.path[:] = path
-            pipe.send(_run_job(*job))
+            child = os.fork()
+            if child == 0:
+                pipe.send(_run_job(*job))
+                sys.stdout.flush()
+                os._exit(0)
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            if code:
+                pipe.send((False, (f"the process ended with {_told(code)}", None)))
         except (EOFError, OSError):  # the parent has gone
             return
+
+
+def _told(code: int) -> str:
+    return f"exit code {code}" if code > 0 else signal.Signals(-code).name
 
 
 def _run_job(
@@ -154,8 +162,7 @@ def _run_job(
             device_id=device,
         )
         value = pickle.dumps(function(*args))
-        dist.destroy_process_group()
-        _free_groups()
+        _wait_for_all(store, size)
         return True, value
     except BaseException as error:
         text = traceback.format_exc()
@@ -169,28 +176,19 @@ def _run_job(
         faulthandler.cancel_dump_traceback_later()
 
 
+def _wait_for_all(store: Any, size: int) -> None:
+    """No rank ends while another may still read from it."""
+    if store.add("through", 1) == size:
+        store.set("all through", "")
+    store.wait(["all through"])
+
+
 def _stay_on_a_core(rank: int, size: int) -> None:
     """Keeps the threads that a job starts on one core where its ranks outnumber the cores.
 
     Each collective wakes three threads of a rank; those of four ranks on two cores, moved about, took a third longer.
     """
     if hasattr(os, "sched_setaffinity"):
-        cores = _cores()
-        os.sched_setaffinity(0, {cores[rank % len(cores)]} if size > len(cores) else cores)
-
-
-@functools.cache
-def _cores() -> list[int]:
-    """Those that the process had at its start."""
-    return sorted(os.sched_getaffinity(0))
-
-
-def _free_groups() -> None:
-    """Ends the threads of a job's groups, which would wake a hundred times a second each until the worker's end.
-
-    Models hold their groups in cycles, and DTensor's caches of shardings hold meshes.
-    """
-    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-
-    _clear_sharding_prop_cache()
-    gc.collect()
+        cores = sorted(os.sched_getaffinity(0))
+        if size > len(cores):
+            os.sched_setaffinity(0, {cores[rank % len(cores)]})
