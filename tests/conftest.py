@@ -15,7 +15,9 @@ from megalith.runtime.pool import PRELOADED, Pool
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
 # Every process that is forked from then on has them: a second less each time.
-PRELOADED += ["megalith.trainer", "torch._inductor.compile_fx"]
+PRELOADED.append("megalith.trainer")
+if not torch.cuda.is_available():  # a compiler that starts CUDA would leave it broken in what is forked
+    PRELOADED.append("torch._inductor.compile_fx")
 
 
 @pytest.fixture(scope="session")
