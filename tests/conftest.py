@@ -16,7 +16,7 @@ from megalith.runtime.pool import PRELOADED, Pool
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
 # Every process that is forked from then on has them: a second less each time.
 PRELOADED.append("megalith.trainer")
-if not torch.cuda.is_available():  # a compiler that starts CUDA would leave it broken in what is forked
+if not torch.cuda.is_available():  # should importing the compiler start CUDA, what is forked could not use it
     PRELOADED.append("torch._inductor.compile_fx")
 
 

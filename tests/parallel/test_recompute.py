@@ -6,6 +6,7 @@ from unittest import mock
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from megalith.config import ModelConfig, ParallelConfig
 from megalith.config.presets import PRESETS
@@ -100,8 +101,9 @@ def test_parameters_keep_their_names_and_evaluation_its_values():
         assert torch.equal(model(ids), plain(ids))
 
 
-def kept_inputs(distribute: bool) -> tuple[list[int], list[torch.Tensor]]:
-    """Elements that this rank of two keeps of each layer's input, with the same weights on both; the gradients."""
+def kept_inputs(distribute: bool) -> tuple[list[int], list[bool], list[torch.Tensor]]:
+    """Of each layer's input: the elements that this rank of two keeps as its part, and whether it holds the whole until
+    the backward pass. The gradients; weights are the same on both."""
     axis = build_mesh(ParallelConfig(tensor_model_parallel_size=2), 2, "cpu").tp
     options = dict(num_layers=3, vocab_size=VOCAB, max_position_embeddings=32)
     config = ModelConfig(**PRESETS["tiny-gpt"] | options)
@@ -109,7 +111,11 @@ def kept_inputs(distribute: bool) -> tuple[list[int], list[torch.Tensor]]:
     initialize(model, config, seed=5)
     parallel = ParallelConfig(recompute_granularity="full", distribute_saved_activations=distribute)
     apply_recompute(model, parallel, axis)
-    parts = []
+    parts, wholes = [], []
+    for layer in model.layers.values():
+        layer.register_forward_pre_hook(
+            lambda _, given: wholes.append(StorageWeakRef(given[0].untyped_storage()))
+        )
 
     class Counted(saved_tensors_hooks):
         def __init__(self, pack, unpack):
@@ -123,13 +129,16 @@ def kept_inputs(distribute: bool) -> tuple[list[int], list[torch.Tensor]]:
 
     ids = torch.arange(34).view(2, 17)
     with mock.patch.object(recompute, "saved_tensors_hooks", Counted):
-        model(ids[:, :-1], labels=ids[:, 1:]).backward()
-    return parts, [parameter.grad for parameter in model.parameters()]
+        loss = model(ids[:, :-1], labels=ids[:, 1:])
+        held = [not whole.expired() for whole in wholes]
+        loss.backward()
+    return parts, held, [parameter.grad for parameter in model.parameters()]
 
 
 def test_ranks_keep_a_part_each_of_a_unit_s_input_and_compute_with_all_of_it(pool):
     batch, seq, hidden = 2, 16, 64
     distributed, whole = (pool.run(kept_inputs, distribute, size=2) for distribute in (True, False))
-    for (parts, gradients), (_, plain) in zip(distributed, whole, strict=True):
+    for (parts, held, gradients), (_, held_whole, plain) in zip(distributed, whole, strict=True):
         assert parts == [batch * seq * hidden // 2] * 3
+        assert held == [False] * 3 and held_whole == [True] * 3
         assert all(torch.equal(one, other) for one, other in zip(gradients, plain, strict=True))
