@@ -38,7 +38,9 @@ class Batch:
     labels: Tensor  # int64 [batch, seq], the token after each token
     loss_mask: Tensor  # float32 [batch, seq], 0 where the label does not count
     position_ids: Tensor  # int64 [batch, seq]
-    document_ids: Tensor | None  # int32 [batch, seq], the number of the document within the sample, or None
+    document_ids: (
+        Tensor | None
+    )  # int32 [batch, seq], the number of the document within the sample; None: one, or no matter
     sample_numbers: Tensor  # int64 [batch], the position of each sample in the run's stream
 
     def to(self, device: torch.device | str) -> Batch:
@@ -66,7 +68,7 @@ def make_batch(samples: np.ndarray, sample_numbers: np.ndarray, rules: BoundaryR
             loss_mask[ends] = 0.0
         if rules.reset_position_ids:
             position_ids = position_ids - np.maximum.accumulate(np.where(begins, position_ids, 0), axis=1)
-        if rules.reset_attention_mask:
+        if rules.reset_attention_mask and begins.any():
             document_ids = torch.from_numpy(np.cumsum(begins, axis=1, dtype=np.int32))
     return Batch(
         tokens=torch.from_numpy(np.ascontiguousarray(tokens)),

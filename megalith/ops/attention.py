@@ -1,12 +1,15 @@
 """Scaled dot-product attention: PyTorch's kernels, chosen by what is asked for.
 
 On a GPU the causal case runs on cuDNN's kernel where it can, about twice as fast as torch's flash kernel on training
-shapes; a mask (documents) takes the memory-efficient kernel, since cuDNN's has given NaN gradients with one. On a CPU
-attention dropout takes a plain path whose mask is keyed by position; on a GPU the fused kernel draws its own, the one
-dropout that depends on the layout.
+shapes. A mask (documents, a window) takes the memory-efficient kernel, since cuDNN's has given NaN gradients with one.
+That kernel wants a head of keys and values for each head of queries, and left to itself torch would take its slowest
+for grouped heads: attention_blocks.py repeats them inside of an operator, as it does for whatever else cuDNN's and
+flash do not take, fp32 before all. On a CPU attention dropout takes a plain path whose mask is keyed by position; on a
+GPU the fused kernel draws its own, the one dropout that depends on the layout.
 
 A sliding window is a mask, but where all keys are inside of it. Soft-capped scores have no fused kernel: they take the
-plain path, or in compiled code on a GPU flex_attention, which makes a kernel of the formula.
+plain path, or in compiled code on a GPU flex_attention, which makes a kernel of the formula. A warning tells once of
+plain attention on a GPU.
 """
 
 from __future__ import annotations
@@ -15,10 +18,17 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
+from megalith.ops.attention_blocks import (
+    block_attention,
+    for_each_head,
+    warn_of_plain_attention,
+    window_mask,
+)
 from megalith.ops.dropout import attention_keep_mask
 
+# With heads as _on_gpu gives them, one of the first three takes any shape; MATH is for devices that lack them.
 _CAUSAL = [
     SDPBackend.CUDNN_ATTENTION,
     SDPBackend.FLASH_ATTENTION,
@@ -26,6 +36,7 @@ _CAUSAL = [
     SDPBackend.MATH,
 ]
 _MASKED = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+_MULTIPLE = 8  # of which a head's size must be one, for every fused kernel in every type
 
 
 def attention(
@@ -46,42 +57,86 @@ def attention(
 ) -> Tensor:
     """softmax(scale · query · keyᵀ) · value → [batch, queries, heads, head_dim], softmax in fp32."""
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [batch, heads, seq, head_dim]
-    if window is not None and window < key.shape[2]:
-        key, value, mask = _in_window(query, key, value, mask, window)
-    causal = causal and mask is None
+    key, value, mask, window = _in_window(query, key, value, mask, window)
+    causal = causal and mask is None and window is None
     scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if query.is_cuda and softcap is None:
+        out = _on_gpu(query, key, value, causal, mask, window, scale, dropout)
+        return out.transpose(1, 2)
+    mask = _with_window(query, key, mask, window)
     if softcap is not None and query.is_cuda and torch.compiler.is_compiling() and not dropout:
         out = _flex(query, key, value, causal, mask, softcap, scale)
-    elif softcap is not None or (dropout and not query.is_cuda):
+    elif softcap is not None or dropout:
+        if query.is_cuda and not torch.compiler.is_compiling():
+            warn_of_plain_attention(softcap, dropout, query.dtype, query.shape[3])
         out = _plain(query, key, value, causal, mask, softcap, scale, dropout, dropout_rows, first_head)
-    elif query.is_cuda:
-        with sdpa_kernel(_CAUSAL if mask is None else _MASKED, set_priority=True):
-            out = _fused(query, key, value, causal, mask, scale, dropout)
     else:
         out = _fused(query, key, value, causal, mask, scale, 0.0)
     return out.transpose(1, 2)
 
 
 def _in_window(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, window: int
-) -> tuple[Tensor, Tensor, Tensor | None]:
-    """The keys and values that some query's window holds, and a mask of which: None for a query that sees them all."""
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, window: int | None
+) -> tuple[Tensor, Tensor, Tensor | None, int | None]:
+    """The keys and values that some query's window holds, their mask, and the window: None where each query sees all
+    that the mask leaves it."""
+    if window is None or window >= key.shape[2]:
+        return key, value, mask, None
     queries, keys = query.shape[2], min(key.shape[2], query.shape[2] + window - 1)
-    key, value = key[:, :, -keys:], value[:, :, -keys:]
-    inside = None
-    if queries > 1:
-        inside = window_mask(queries, keys, window, query.device)
-    if mask is None:
-        return key, value, inside
-    mask = mask[..., -keys:]
-    return key, value, mask if inside is None else mask & inside
+    mask = None if mask is None else mask[..., -keys:]
+    return key[:, :, -keys:], value[:, :, -keys:], mask, window if queries > 1 else None
 
 
-def window_mask(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
-    """Causal attention over the last `window` keys, the queries being the last tokens: bool [1, 1, queries, keys]."""
-    places = torch.arange(keys, device=device)
-    distance = places[keys - queries :, None] - places
-    return ((distance >= 0) & (distance < window))[None, None]
+def _with_window(query: Tensor, key: Tensor, mask: Tensor | None, window: int | None) -> Tensor | None:
+    if window is None:
+        return mask
+    inside = window_mask(query.shape[2], key.shape[2], window, query.device)
+    return inside if mask is None else mask & inside
+
+
+def _on_gpu(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    causal: bool,
+    mask: Tensor | None,
+    window: int | None,
+    scale: float,
+    dropout: float,
+) -> Tensor:
+    """By a fused kernel, whatever is asked for."""
+    head_dim = query.shape[3]
+    if head_dim % _MULTIPLE:  # zeros add nothing to a score, and their results are left out
+        query, key, value = (pad(x, (0, -head_dim % _MULTIPLE)) for x in (query, key, value))
+    whole = mask is None and window is None
+    if whole and takes_heads(query, key):
+        with sdpa_kernel(_CAUSAL, set_priority=True):
+            out = _fused(query, key, value, causal, None, scale, dropout)
+    elif not dropout:
+        out, _ = block_attention(query, key, value, mask, causal, window, scale)
+    else:  # whose random numbers torch keeps
+        mask = _with_window(query, key, mask, window)
+        key, value = (for_each_head(x, query) for x in (key, value))
+        with sdpa_kernel(_MASKED, set_priority=True):
+            out = _fused(query, key, value, causal, mask, scale, dropout)
+    return out[..., :head_dim]
+
+
+def takes_heads(query: Tensor, key: Tensor) -> bool:
+    """Whether torch has a fused kernel for these heads [batch, ·, seq, head_dim] where nothing is masked: grouped ones
+    cuDNN's and flash alone take as they are."""
+    if query.shape[1] == key.shape[1]:
+        return True
+    return query.dtype in (torch.float16, torch.bfloat16) and query.shape[3] <= _widest_grouped_head()
+
+
+@torch.compiler.assume_constant_result
+def _widest_grouped_head() -> int:
+    """Of flash, on this kind of device, with its backward pass."""
+    capability = torch.cuda.get_device_capability()
+    if capability < (8, 0):
+        return 0
+    return 256 if capability in ((8, 0), (9, 0), (10, 0)) else 192
 
 
 def _fused(
@@ -122,8 +177,7 @@ def _plain(
     first_head: int,
 ) -> Tensor:
     """The formula, with dropout of the probabilities keyed by position."""
-    shared = query.shape[1] // key.shape[1]
-    key, value = (x.repeat_interleave(shared, dim=1) for x in (key, value))
+    key, value = (for_each_head(x, query) for x in (key, value))
     scores = (query @ key.mT).float() * scale  # [batch, heads, queries, keys]
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)

@@ -15,6 +15,7 @@ value [batch, groups, keys, head_dim], and l is float32 [batch, heads, queries],
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
@@ -85,9 +86,22 @@ class _Kernel:
 
 
 def _kernel_for(query: Tensor, key: Tensor, value: Tensor, block: Block) -> _Kernel:
-    if block.softcap is not None:
-        return KERNELS["plain"]
-    return next(kernel for kernel in KERNELS.values() if kernel.suits(query, key, value, block))
+    kernel = KERNELS["plain"]
+    if block.softcap is None:
+        kernel = next(kernel for kernel in KERNELS.values() if kernel.suits(query, key, value, block))
+    if kernel is KERNELS["plain"] and query.is_cuda:
+        warn_of_plain_attention(block.softcap, block.dropout, query.dtype, query.shape[3])
+    return kernel
+
+
+@cache  # once for a process
+def warn_of_plain_attention(softcap: float | None, dropout: float, dtype: torch.dtype, head_dim: int) -> None:
+    """Says that attention on a GPU has no fused kernel for what is asked of it."""
+    warnings.warn(
+        f"attention runs without a fused kernel, every score in memory: none takes softcap {softcap}, dropout "
+        f"{dropout}, {dtype} and head_dim {head_dim} here; a model without dropout, compiled, in bf16 is faster",
+        stacklevel=2,
+    )
 
 
 def _parameters(query: Tensor, key: Tensor, value: Tensor, block: Block) -> SDPAParams:
@@ -155,12 +169,12 @@ def _flash_backward(grad, query, key, value, out, lse, random, block):
 def _efficient_suits(query: Tensor, key: Tensor, value: Tensor, block: Block) -> bool:
     if not query.is_cuda or block.dropout:
         return False
-    key, value = (_for_each_head(x, query) for x in (key, value))
+    key, value = (x[:, :1].expand(-1, query.shape[1], -1, -1) for x in (key, value))  # the shapes alone
     return can_use_efficient_attention(_parameters(query, key, value, block))
 
 
 def _efficient_forward(query: Tensor, key: Tensor, value: Tensor, block: Block) -> Result:
-    key, value = (_for_each_head(x, query) for x in (key, value))
+    key, value = (for_each_head(x, query) for x in (key, value))
     out, lse, *_ = _aten._scaled_dot_product_efficient_attention(
         query, key, value, _bias(query, block.mask), True, 0.0, block.causal, scale=block.scale
     )
@@ -172,7 +186,7 @@ def _efficient_forward(query: Tensor, key: Tensor, value: Tensor, block: Block) 
 
 def _efficient_backward(grad, query, key, value, out, lse, random, block):
     groups = key.shape[1]
-    key, value = (_for_each_head(x, query) for x in (key, value))
+    key, value = (for_each_head(x, query) for x in (key, value))
     lse = pad(lse, (0, -lse.shape[-1] % 32), value=float("inf"))
     # It reads o as [batch, queries, heads, head_dim] whatever its strides say: another order gives wrong gradients.
     grad, out = (x.transpose(1, 2).contiguous().transpose(1, 2) for x in (grad, out))
@@ -190,7 +204,7 @@ def _bias(query: Tensor, mask: Tensor | None) -> Tensor | None:
         return None
     batch, _, queries, keys = mask.shape
     bias = query.new_zeros(batch, 1, queries, keys + -keys % 16)[..., :keys]
-    return bias.masked_fill_(~mask, float("-inf")).expand(-1, query.shape[1], -1, -1)
+    return bias.masked_fill_(~mask, float("-inf")).expand(*query.shape[:2], -1, -1)
 
 
 def _blank_unseeing(out: Tensor, lse: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
@@ -228,14 +242,14 @@ def _plain_forward(query: Tensor, key: Tensor, value: Tensor, block: Block) -> R
     probabilities = _probabilities(scores, lse)
     if block.dropout:
         probabilities = _drop(probabilities, block)
-    return probabilities.to(value.dtype) @ _for_each_head(value, query), lse, None
+    return probabilities.to(value.dtype) @ for_each_head(value, query), lse, None
 
 
 def _plain_backward(grad, query, key, value, out, lse, random, block):
     groups, dtype = key.shape[1], query.dtype
     scores = _scores(query, key, block)  # [batch, heads, queries, keys]
     probabilities = _probabilities(scores, lse)
-    d_probabilities = (grad @ _for_each_head(value, query).mT).float()
+    d_probabilities = (grad @ for_each_head(value, query).mT).float()
     kept = probabilities
     if block.dropout:
         d_probabilities, kept = _drop(d_probabilities, block), _drop(probabilities, block)
@@ -243,7 +257,7 @@ def _plain_backward(grad, query, key, value, out, lse, random, block):
     d_scores = probabilities * (d_probabilities - softmax_term) * _scale(query, block)
     if block.softcap is not None:  # the slope of softcap · tanh(x / softcap); a masked score is -inf
         d_scores = d_scores * (1 - (scores.clamp(min=-block.softcap) / block.softcap).square())
-    d_query = d_scores.to(dtype) @ _for_each_head(key, query)
+    d_query = d_scores.to(dtype) @ for_each_head(key, query)
     d_key = d_scores.mT.to(dtype) @ query
     d_value = kept.mT.to(dtype) @ grad
     return d_query, _of_groups(d_key, groups), _of_groups(d_value, groups)
@@ -251,7 +265,7 @@ def _plain_backward(grad, query, key, value, out, lse, random, block):
 
 def _scores(query: Tensor, key: Tensor, block: Block) -> Tensor:
     """float32 [batch, heads, queries, keys], -inf where a query may not look."""
-    scores = (query @ _for_each_head(key, query).mT).float() * _scale(query, block)
+    scores = (query @ for_each_head(key, query).mT).float() * _scale(query, block)
     if block.softcap is not None:
         scores = block.softcap * torch.tanh(scores / block.softcap)
     mask = block.mask
@@ -275,13 +289,13 @@ def _drop(x: Tensor, block: Block) -> Tensor:
     return torch.where(kept, x / (1.0 - block.dropout), 0.0)
 
 
-def _for_each_head(x: Tensor, query: Tensor) -> Tensor:
+def for_each_head(x: Tensor, query: Tensor) -> Tensor:
     """Keys or values [batch, groups, keys, head_dim] repeated for each head of queries."""
     return x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) if query.shape[1] != x.shape[1] else x
 
 
 def _of_groups(grad: Tensor, groups: int) -> Tensor:
-    """The gradient of what _for_each_head repeated."""
+    """The gradient of what for_each_head repeated."""
     return grad.unflatten(1, (groups, -1)).sum(2) if grad.shape[1] != groups else grad
 
 
@@ -292,3 +306,84 @@ KERNELS = {
     "cpu": _Kernel(_cpu_suits, _cpu_forward, _cpu_backward),
     "plain": _Kernel(lambda *_: True, _plain_forward, _plain_backward),
 }
+
+
+# Attention as one block: what the kernels above do that torch's own function gives to none but its slowest. Between
+# the passes it keeps neither repeated heads nor a bias, and the mask of a window is never kept.
+
+
+@torch.library.custom_op("megalith::block_attention", mutates_args=())
+def block_attention(
+    query: Tensor,  # [batch, heads, queries, head_dim]
+    key: Tensor,  # [batch, groups, keys, head_dim]
+    value: Tensor,  # [batch, groups, keys, head_dim]
+    mask: Tensor | None,  # bool [batch or 1, 1, queries, keys], True where a query may look
+    causal: bool,
+    window: int | None,  # as ops.attention.attention has it, with or without a mask
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """softmax(scale · query · keyᵀ) · value [batch, heads, queries, head_dim], and its log-sum-exp float32 [batch,
+    heads, queries]."""
+    out, lse, _ = block_forward(query, key, value, _whole(query, key, mask, causal, window, scale))
+    return out.transpose(1, 2).contiguous().transpose(1, 2), lse.contiguous()
+
+
+@block_attention.register_fake
+def _(query, key, value, mask, causal, window, scale):
+    batch, heads, queries, head_dim = query.shape
+    out = query.new_empty(batch, queries, heads, head_dim).transpose(1, 2)
+    return out, query.new_empty(batch, heads, queries, dtype=torch.float32)
+
+
+@torch.library.custom_op("megalith::block_attention_backward", mutates_args=())
+def block_attention_backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    window: int | None,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value."""
+    block = _whole(query, key, mask, causal, window, scale)
+    no_state = torch.zeros(2, dtype=torch.int64, device=query.device)
+    gradients = block_backward(grad, query, key, value, out, lse, no_state, block)
+    return tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in gradients)
+
+
+@block_attention_backward.register_fake
+def _(grad, query, key, value, *rest):
+    shapes = [x.transpose(1, 2).shape for x in (query, key, value)]
+    return tuple(query.new_empty(shape).transpose(1, 2) for shape in shapes)
+
+
+def _whole(
+    query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, window: int | None, scale: float
+) -> Block:
+    if window is not None:
+        inside = window_mask(query.shape[2], key.shape[2], window, query.device)
+        mask = inside if mask is None else mask & inside
+    return Block(causal and mask is None, mask, scale=scale)
+
+
+def window_mask(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
+    """Causal attention over the last `window` keys, the queries being the last tokens: bool [1, 1, queries, keys]."""
+    places = torch.arange(keys, device=device)
+    distance = places[keys - queries :, None] - places
+    return ((distance >= 0) & (distance < window))[None, None]
+
+
+def _save(ctx, inputs, output) -> None:
+    query, key, value, mask, *ctx.plain = inputs
+    ctx.save_for_backward(query, key, value, *output, mask)
+
+
+def _gradients(ctx, grad: Tensor, _lse: None):
+    return *block_attention_backward(grad, *ctx.saved_tensors, *ctx.plain), *[None] * 4
+
+
+block_attention.register_autograd(_gradients, setup_context=_save)

@@ -25,17 +25,48 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 
+from megalith.ops import attention_blocks  # noqa: F401 (it registers operators)
+
 FLOPS = 600e12  # a second, of products and of attention counted whole: an H200's
 LINK = 180e9  # bytes a second that a rank sends by NCCL beside products; by copy engines it is twice as much
 LATENCY = 20e-6  # seconds that a collective takes at least
 MARGIN = 0.5  # of its time, by which a collective may be late and still be hidden, where there are products to fill in
+
+
+def _attention_flops(first: int, over_keys: int, over_values: int) -> Callable[..., int]:
+    """The FLOPs of a kernel with its query, key and value [batch, ·, seq, head_dim] from argument `first` on, and so
+    many matmuls over the head dimension of keys and of values: each has a row for each query of each head, however few
+    heads of keys and values there are. torch 2.11's own formulas refuse grouped heads."""
+
+    def flops(*args, **_) -> int:
+        query, key, value = args[first : first + 3]
+        width = over_keys * key.shape[3] + over_values * value.shape[3]
+        return 2 * query.shape[:3].numel() * key.shape[2] * width
+
+    return flops
+
+
+_aten, _ours = torch.ops.aten, torch.ops.megalith
+_forward, _backward = _attention_flops(0, 1, 1), _attention_flops(1, 3, 2)
+ATTENTION_FLOPS = {
+    _aten._scaled_dot_product_cudnn_attention: _forward,
+    _aten._scaled_dot_product_cudnn_attention_backward: _backward,
+    _aten._scaled_dot_product_flash_attention: _forward,
+    _aten._scaled_dot_product_flash_attention_backward: _backward,
+    _aten._scaled_dot_product_efficient_attention: _forward,
+    _aten._scaled_dot_product_efficient_attention_backward: _backward,
+    _aten._scaled_dot_product_flash_attention_for_cpu: _forward,
+    _aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward,
+    _ours.block_attention: _forward,
+    _ours.block_attention_backward: _backward,
+}
 
 
 class Interleave(CustomGraphPass):
@@ -213,7 +244,8 @@ def seconds(node: Node) -> float:
     runs as a part of some other kernel, or beside the products hardly matters."""
     if begins_collective(node):
         return LATENCY + _bytes_sent(node) / LINK
-    formula = flop_registry.get(getattr(node.target, "overloadpacket", None))
+    target = getattr(node.target, "overloadpacket", None)
+    formula = ATTENTION_FLOPS.get(target) or flop_registry.get(target)
     if formula is None:
         return 0.0
     args, kwargs = torch.fx.map_arg((node.args, node.kwargs), lambda n: n.meta["val"])

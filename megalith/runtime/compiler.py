@@ -12,8 +12,9 @@ from torch._inductor.codegen.simd_kernel_features import SIMDKernelFeatures
 from torch._inductor.runtime.hints import ReductionHint
 from torch._inductor.scheduler import BaseSchedulerNode, Scheduler
 from torch._inductor.virtualized import V
+from torch.utils.flop_counter import flop_registry
 
-from megalith.parallel.interleave import Interleave
+from megalith.parallel.interleave import ATTENTION_FLOPS, Interleave
 
 WIDEST_ROW = 8192  # elements that a program holds in registers
 
@@ -22,6 +23,7 @@ def prepare_compiler(activation_memory_budget: float) -> None:
     """`activation_memory_budget`: of what compiled layers would keep for the backward pass, the share they may."""
     V.set_choices_handler(_Choices())
     torch._functorch.config.activation_memory_budget = activation_memory_budget
+    flop_registry.update(ATTENTION_FLOPS)  # by which torch weighs what to compute again
     cache_whole_layers()
 
 

@@ -208,6 +208,8 @@ def test_document_ends_follow_megatrons_rules():
     assert batch.document_ids.tolist() == [[0, 0, 1, 1, 1, 2, 3], [0] * 7]
     assert batch.document_ids.dtype == torch.int32
     assert batch.loss_mask.tolist() == [[1, 0, 1, 1, 0, 0, 1], [1] * 7]
+    alone = make_batch(samples[1:], numbers[1:], BoundaryRules(0, True, True, True))
+    assert alone.document_ids is None  # so that attention need not look for other documents
     plain = make_batch(samples, numbers, BoundaryRules(0))
     assert plain.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 6]] * 2
     assert plain.document_ids is None and plain.loss_mask.min() == 1

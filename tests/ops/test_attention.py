@@ -1,19 +1,24 @@
 """Attention: the plain path is the fused one, dropout is keyed by place, and a document mask stops attention."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
-from megalith.ops.attention import _flex, _plain, attention, document_mask
+from megalith.ops import attention as chosen
+from megalith.ops import attention_blocks
+from megalith.ops.attention import _flex, _on_gpu, _plain, attention, document_mask, takes_heads
 from megalith.ops.dropout import DropoutKeys, attention_keep_mask, token_keys
 
 BATCH, SEQ, HEADS, HEAD_DIM = 2, 24, 4, 16
 
 
-def qkv(groups=HEADS, dtype=torch.float32, seq=SEQ):
+def qkv(groups=HEADS, dtype=torch.float32, seq=SEQ, head_dim=HEAD_DIM):
     generator = torch.Generator().manual_seed(0)
     shapes = ((HEADS,), (groups,), (groups,))
     return tuple(
-        torch.randn(BATCH, seq, *heads, HEAD_DIM, generator=generator).to(dtype).requires_grad_()
+        torch.randn(BATCH, seq, *heads, head_dim, generator=generator).to(dtype).requires_grad_()
         for heads in shapes
     )
 
@@ -157,3 +162,116 @@ def test_document_mask_is_causal_within_a_document_and_closed_between_two():
             for key in range(SEQ):
                 allowed = key <= query and documents[key] == documents[query]
                 assert mask[row, 0, query, key] == allowed
+
+
+# What a GPU is asked for, on a CPU: its operator takes the kernels that are here.
+WHERE = {
+    "documents": dict(mask=document_mask(DOCUMENTS), window=None),
+    "window": dict(mask=None, window=7),
+    "documents and window": dict(mask=document_mask(DOCUMENTS), window=7),
+    "nothing": dict(mask=None, window=None),
+}
+
+
+def on_gpu(query, key, value, mask, window):
+    heads = [x.transpose(1, 2) for x in (query, key, value)]
+    causal = mask is None and window is None
+    return _on_gpu(*heads, causal, mask, window, query.shape[3] ** -0.5, 0.0).transpose(1, 2)
+
+
+def allowed_by(mask, window):
+    distance = torch.arange(SEQ)[:, None] - torch.arange(SEQ)
+    return (CAUSAL if mask is None else mask) & (distance < (window or SEQ))
+
+
+def value_and_gradients(function, inputs):
+    out = function(*inputs)
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1)).to(out.dtype)
+    return out.detach(), *torch.autograd.grad(out, inputs, weight)
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("groups, head_dim", [(1, 16), (2, 16), (2, 20), (HEADS, 16)])
+@pytest.mark.parametrize("widest", [0, 256])  # heads that a device's causal kernels take in groups
+def test_masks_and_windows_with_grouped_heads_are_the_formula(monkeypatch, where, groups, head_dim, widest):
+    monkeypatch.setattr(chosen, "_widest_grouped_head", lambda: widest)
+    inputs = qkv(groups, head_dim=head_dim)
+    found = value_and_gradients(lambda *x: on_gpu(*x, **WHERE[where]), inputs)
+    allowed = allowed_by(**WHERE[where])
+    exact = value_and_gradients(lambda *x: formula(*x, allowed, scale=head_dim**-0.5).float(), inputs)
+    for a, b in zip(found, exact, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("where", WHERE)
+def test_compiled_and_recomputed_the_gpus_choice_is_the_same(monkeypatch, where):
+    monkeypatch.setattr(chosen, "_widest_grouped_head", torch.compiler.assume_constant_result(lambda: 0))
+    inputs = qkv(groups=2, dtype=torch.bfloat16)
+
+    def layer(*x):
+        return checkpoint(on_gpu, *x, **WHERE[where], use_reentrant=False)
+
+    expected = value_and_gradients(lambda *x: on_gpu(*x, **WHERE[where]), inputs)
+    torch._dynamo.reset()
+    found = value_and_gradients(torch.compile(layer, fullgraph=True, backend="aot_eager"), inputs)
+    torch._dynamo.reset()
+    for a, b in zip(found, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+def test_the_operator_keeps_the_rules_of_torchs_operators():
+    inputs = [x.transpose(1, 2) for x in qkv(groups=2)]
+    for where in WHERE.values():
+        torch.library.opcheck(
+            torch.ops.megalith.block_attention, (*inputs, where["mask"], False, where["window"], 0.25)
+        )
+
+
+@pytest.mark.parametrize("where", ["documents", "window", "documents and window"])
+def test_the_masked_kernel_gets_a_head_of_keys_for_each_of_queries_and_rows_of_16(monkeypatch, where):
+    """torch's operator asks for both, and looks at neither."""
+
+    def scores(query, key, value, bias, scale):
+        assert query.shape[:2] == key.shape[:2] == value.shape[:2] == bias.shape[:2]
+        assert bias.stride(-2) % 16 == 0 and bias.stride(-1) == 1 and bias.dtype == query.dtype
+        return query @ key.mT * scale + bias
+
+    def forward(query, key, value, bias, wants_lse, dropout, causal, scale):
+        assert wants_lse and not dropout and not causal
+        found = scores(query, key, value, bias, scale)
+        return found.softmax(-1) @ value, found.logsumexp(-1)
+
+    def backward(grad, query, key, value, bias, out, lse, *_, scale):
+        assert lse.shape[-1] % 32 == 0
+        probabilities = scores(query, key, value, bias, scale).softmax(-1)
+        d_scores = probabilities * (grad @ value.mT - (grad * out).sum(-1, keepdim=True)) * scale
+        return d_scores @ key, d_scores.mT @ query, probabilities.mT @ grad, None
+
+    name = "_scaled_dot_product_efficient_attention"
+    aten = SimpleNamespace(**{name: forward, f"{name}_backward": backward})
+    monkeypatch.setattr(attention_blocks, "_aten", aten)
+    monkeypatch.setattr(attention_blocks, "_kernel_for", lambda *_: attention_blocks.KERNELS["efficient"])
+    monkeypatch.setattr(chosen, "_widest_grouped_head", lambda: 256)
+    inputs = qkv(groups=2)
+    found = value_and_gradients(lambda *x: on_gpu(*x, **WHERE[where]), inputs)
+    exact = value_and_gradients(lambda *x: formula(*x, allowed_by(**WHERE[where])).float(), inputs)
+    for a, b in zip(found, exact, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    "heads, groups, head_dim, dtype, widest, taken",
+    [
+        (8, 2, 128, torch.bfloat16, 256, True),
+        (8, 2, 256, torch.float16, 192, False),
+        (8, 2, 64, torch.float32, 256, False),  # where torch has its slowest kernel alone
+        (8, 2, 64, torch.float16, 0, False),
+        (8, 8, 64, torch.float32, 0, True),
+    ],
+)
+def test_torchs_causal_kernels_take_grouped_heads_that_are_short_and_narrow(
+    monkeypatch, heads, groups, head_dim, dtype, widest, taken
+):
+    monkeypatch.setattr(chosen, "_widest_grouped_head", lambda: widest)
+    query, key = (torch.empty(1, count, 32, head_dim, dtype=dtype) for count in (heads, groups))
+    assert takes_heads(query, key) == taken

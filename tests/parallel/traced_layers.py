@@ -8,8 +8,10 @@ import torch
 import torch.distributed as dist
 from functorch.compile import make_boxed_func
 from torch import nn
+from torch._guards import detect_fake_mode
 from torch._inductor.compile_fx import compile_fx
 from torch._inductor.fx_passes.post_grad import post_grad_passes
+from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -26,16 +28,17 @@ QKV_ROWS = 3840  # of linear_qkv
 LARGE = dict(
     preset="gpt2-large", num_attention_heads=16, num_layers=1, hidden_dropout=0.0, attention_dropout=0.0
 )
+LLAMA = dict(LARGE, num_query_groups=4, position_embedding_type="rope", swiglu=True, ffn_hidden_size=3392,
+             normalization="RMSNorm", add_bias_linear=False, untie_embeddings_and_output_weights=True)  # fmt: skip
 
 
-def layer_graphs(**parallel) -> list[Graph]:
-    """Forward and backward of a layer of GPT-2-large in bf16, BATCH sequences of SEQ tokens, in halves, as they come to
-    post-grad passes."""
-    config = RunConfig.from_tree({"model": LARGE, "parallel": {**parallel, "tp_comm_overlap": True}})
+def layer_graphs(model: dict = LARGE, **parallel) -> list[Graph]:
+    """Forward and backward of a layer, of GPT-2-large by default, in bf16, BATCH sequences of SEQ tokens, in halves, as
+    they come to post-grad passes."""
+    config = RunConfig.from_tree({"model": model, "parallel": {**parallel, "tp_comm_overlap": True}})
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     try:
-        model = _model(config)
-        graphs = _traced(model, config)
+        graphs = _traced(_model(config), config)
     finally:
         dist.destroy_process_group()
         torch._dynamo.reset()
@@ -57,8 +60,9 @@ def _model(config: RunConfig) -> Transformer:
 def _traced(model: Transformer, config: RunConfig) -> list[Graph]:
     graphs = []
 
-    def keep(module: GraphModule, *_, **__) -> Callable:
-        post_grad_passes(module, is_inference=False)
+    def keep(module: GraphModule, inputs: list, **_) -> Callable:
+        with V.set_fake_mode(detect_fake_mode(inputs)):
+            post_grad_passes(module, is_inference=False)
         graphs.append(module.graph)
         return make_boxed_func(module.forward)
 

@@ -8,6 +8,7 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 from torch.nn.attention import sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from megalith.ops.attention import _CAUSAL
 from megalith.ops.linear import _CutLinear
@@ -48,3 +49,19 @@ def test_a_second_start_traces_no_layer_anew_and_gives_the_same_gradients():
     leaf = weight.clone().requires_grad_()
     layer(x, leaf).square().sum().backward()
     torch.testing.assert_close(first, leaf.grad)
+
+
+def refuse(*_, **__):
+    raise AssertionError("query/key/value shapes are incompatible")
+
+
+def test_torch_weighs_recomputation_of_grouped_heads_which_2_11_refuses():
+    """It counts FLOPs for that, where runtime.activation_memory_budget is below 1."""
+    names = [kernel for kernel in flop_registry if "scaled_dot_product" in str(kernel)]
+    keep = torch._functorch.config.patch(activation_memory_budget=1.0)
+    query, key = torch.zeros(2, 8, 64, 16), torch.zeros(2, 2, 64, 16)
+    with mock.patch.dict(flop_registry, dict.fromkeys(names, refuse)), keep:
+        compiler.prepare_compiler(1.0)
+        with FlopCounterMode(display=False) as counter:
+            scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True)
+    assert counter.get_total_flops() == 2 * 2 * query.numel() * 64
