@@ -373,8 +373,8 @@ def _whole(
 def window_mask(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
     """Causal attention over the last `window` keys, the queries being the last tokens: bool [1, 1, queries, keys]."""
     places = torch.arange(keys, device=device)
-    distance = places[keys - queries :, None] - places
-    return ((distance >= 0) & (distance < window))[None, None]
+    own = places[keys - queries :, None]
+    return ((places <= own) & (places > own - window))[None, None]
 
 
 def _save(ctx, inputs, output) -> None:

@@ -114,6 +114,8 @@ def both_ways(config: RunConfig) -> tuple[Outcome, Outcome, int]:
         on(2, "gpt2", "dp2-zero1"),
         on(2, "gpt2", "dp2-zero2"),
         on(2, "gpt2", "dp2-zero3"),
+        on(2, "llama", "dp2"),
+        on(2, "llama", "dp2-zero3"),
         on(4, "gpt2", "dp4-zero2"),
         on(4, "gpt2", "dp4-zero2-hybrid"),
         on(4, "gpt2", "cp2-a2a-dp2-zero1"),
@@ -131,13 +133,17 @@ def test_small_runs_equal_those_by_nccl(size, run, layout):
     assert result.within(), result
 
 
-@pytest.mark.parametrize("size", [on(2)])
-def test_compiled_layers_in_bf16_have_the_gradients_and_losses_of_nccl(size):
+LARGE = {"hidden_size": 1024, "num_attention_heads": 16, "max_position_embeddings": 512}
+GROUPED = LARGE | {"num_query_groups": 4, "kv_channels": 64, "ffn_hidden_size": 2048}
+
+
+@pytest.mark.parametrize(("size", "run", "model"), [on(2, "gpt2", LARGE), on(2, "llama", GROUPED)])
+def test_compiled_layers_in_bf16_have_the_gradients_and_losses_of_nccl(size, run, model):
     config = run_config(
-        "gpt2",
+        run,
         "dp2-zero1",
         "",
-        model={"hidden_size": 1024, "num_attention_heads": 16, "max_position_embeddings": 512},
+        model=model,
         data={"seq_length": 512},
         train={"train_iters": 3, "precision": "bf16"},
         runtime={"device": "cuda", "compile": True},

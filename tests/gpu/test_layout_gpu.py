@@ -11,6 +11,9 @@ from megalith.runtime.pool import Pool
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 MODEL = dict(num_layers=8, hidden_size=1024, num_attention_heads=16, vocab_size=32000)
 WIDE = dict(MODEL, hidden_size=2048)  # enough work that the GPU, not the host, sets the pace
+LLAMA = dict(num_query_groups=4, swiglu=True, ffn_hidden_size=5504, normalization="RMSNorm", add_bias_linear=False,
+             position_embedding_type="rope", untie_embeddings_and_output_weights=True)  # fmt: skip
+MODELS = pytest.mark.parametrize("model", [WIDE, dict(WIDE, **LLAMA)], ids=["gpt", "llama"])
 RANK, EXPECTED, MEASURED, STEP, COMPUTE, COMMUNICATION, BUBBLE, IDLE = 0, 5, 6, 7, 8, 9, 10, 11
 
 
@@ -39,6 +42,7 @@ def measured_rows(text: str) -> list[list[float]]:
 
 
 @two_gpus
+@MODELS
 @pytest.mark.parametrize(
     "parallel",
     [
@@ -51,8 +55,8 @@ def measured_rows(text: str) -> list[list[float]]:
     ],
     ids=lambda parallel: ", ".join(f"{name} {value}" for name, value in parallel.items()),
 )
-def test_measured_step_adds_up_and_memory_is_near_the_estimate(gpus, tmp_path, parallel):
-    text = gpus.run(printed_by_run, large(tmp_path, WIDE, **parallel))[0]
+def test_measured_step_adds_up_and_memory_is_near_the_estimate(gpus, tmp_path, parallel, model):
+    text = gpus.run(printed_by_run, large(tmp_path, model, **parallel))[0]
     print(text)
     rows = measured_rows(text)
     for row in rows:
@@ -69,6 +73,7 @@ def test_measured_step_adds_up_and_memory_is_near_the_estimate(gpus, tmp_path, p
 
 
 @two_gpus
+@MODELS
 @pytest.mark.parametrize(
     "parallel",
     [
@@ -77,10 +82,10 @@ def test_measured_step_adds_up_and_memory_is_near_the_estimate(gpus, tmp_path, p
     ],
     ids=["tp2-sp", "cp2-a2a"],
 )
-def test_halves_leave_less_communication_in_the_open(gpus, tmp_path, parallel):
+def test_halves_leave_less_communication_in_the_open(gpus, tmp_path, parallel, model):
     exposed = []
     for overlap in (False, True):
-        config = large(tmp_path / str(overlap), WIDE, micro=32, **parallel, tp_comm_overlap=overlap)
+        config = large(tmp_path / str(overlap), model, micro=32, **parallel, tp_comm_overlap=overlap)
         text = gpus.run(printed_by_run, config)[0]
         print(text)
         exposed.append(sum(row[COMMUNICATION] for row in measured_rows(text)))

@@ -155,13 +155,16 @@ def test_activations_come_back_as_they_went_however_late(offloaded, monkeypatch)
     assert held[-1] < held[0] * (0.75 if offloaded == 3 else 0.5)
 
 
+GPT = dict(num_layers=8, hidden_size=1024, num_attention_heads=16, vocab_size=1000, max_position_embeddings=1024,
+           hidden_dropout=0.1, attention_dropout=0.0)  # fmt: skip
+LLAMA = dict(GPT, num_query_groups=4, ffn_hidden_size=2816, swiglu=True, normalization="RMSNorm",
+             add_bias_linear=False, position_embedding_type="rope", hidden_dropout=0.0)  # fmt: skip
+
+
+@pytest.mark.parametrize("fields", [GPT, LLAMA], ids=["gpt", "llama"])
 @pytest.mark.parametrize("compiled", [False, True])
 @pytest.mark.parametrize("recompute", [{}, {"recompute_granularity": "full"}], ids=["kept", "recomputed"])
-def test_a_models_gradients_and_peak_memory(compiled, recompute) -> None:
-    fields = dict(
-        num_layers=8, hidden_size=1024, num_attention_heads=16, vocab_size=1000, max_position_embeddings=1024,
-        hidden_dropout=0.1, attention_dropout=0.0,
-    )  # fmt: skip
+def test_a_models_gradients_and_peak_memory(compiled, recompute, fields) -> None:
     config = ModelConfig(**fields)
     ids = torch.randint(0, 1000, (8, 1024), device="cuda")
     peaks, results = [], []
@@ -194,8 +197,8 @@ def test_a_models_gradients_and_peak_memory(compiled, recompute) -> None:
     assert recompute or peaks[1][1] < 0.8 * peaks[0][1]
 
 
-def run(output: Path, *overrides: str) -> None:
-    settings = ["--model.preset", "tiny-gpt", "--model.hidden_size", "128", "--model.vocab_size", "512",
+def run(output: Path, preset: str, *overrides: str) -> None:
+    settings = ["--model.preset", preset, "--model.hidden_size", "128", "--model.vocab_size", "512",
                 "--data.mock", "true", "--data.seq_length", "128", "--train.micro_batch_size", "4",
                 "--train.global_batch_size", "8", "--train.train_iters", "20", "--optim.lr", "3e-3",
                 "--train.eval_iters", "0", "--train.precision", "bf16", "--train.deterministic", "true",
@@ -204,9 +207,17 @@ def run(output: Path, *overrides: str) -> None:
     megalith.train(RunConfig.load(None, [*settings, *overrides]))
 
 
-@pytest.mark.parametrize("fraction", ["1.0", "0.5"])
-def test_resuming_with_offloading_is_bitwise_going_on(tmp_path: Path, fraction: str) -> None:
-    options = ("--optim.optimizer_cpu_offload", "true", "--optim.optimizer_offload_fraction", fraction)
+@pytest.mark.parametrize(
+    "preset, fraction", [("tiny-gpt", "1.0"), ("tiny-gpt", "0.5"), ("tiny-llama", "0.5")]
+)
+def test_resuming_with_offloading_is_bitwise_going_on(tmp_path: Path, preset: str, fraction: str) -> None:
+    options = (
+        preset,
+        "--optim.optimizer_cpu_offload",
+        "true",
+        "--optim.optimizer_offload_fraction",
+        fraction,
+    )
     run(tmp_path / "whole", *options)
     parts = ("--checkpoint.load", str(tmp_path / "parts"))
     run(tmp_path / "parts", *options, *parts, "--train.exit_interval", "13")

@@ -23,27 +23,32 @@ SCALE = 2.0**14  # so that fp16's small gradients do not vanish, as in a run
 GEMMA = dict(QWEN, hidden_dropout=0.0, swiglu=False, gated_linear_unit=True, norm_placement="sandwich",
              window_size=[99, 0], window_attn_skip_freq=2, attn_logit_softcapping=5.0, final_logit_softcapping=3.0,
              query_pre_attn_scalar=50, layernorm_zero_centered_gamma=True, scale_embeddings=True)  # fmt: skip
-FAMILIES = {"gpt": dict(GPT, attention_dropout=0.0), "qwen": QWEN, "gemma": GEMMA}
+MISTRAL = dict(QWEN, hidden_dropout=0.0, qk_layernorm=False, window_size=[99, 0])
+FAMILIES = {"gpt": dict(GPT, attention_dropout=0.0), "qwen": QWEN, "mistral": MISTRAL, "gemma": GEMMA}
 
 
-def loss_and_gradients(fields: dict, dtype: torch.dtype, compiled: bool, ids: torch.Tensor):
+def loss_and_gradients(fields: dict, dtype: torch.dtype, compiled: bool, ids: torch.Tensor, documents=None):
     config = ModelConfig(**fields)
     model = Transformer(config, compute_dtype=dtype, seed=3, device="cuda").train()
     initialize(model, config, seed=1)
     if compiled:
         for layer in model.layers.values():
             layer.compile(fullgraph=True)
-    loss = model(ids, labels=ids.roll(-1, 1)) / ids.numel()
+    loss = model(ids, labels=ids.roll(-1, 1), document_ids=documents) / ids.numel()
     (loss * SCALE).backward()
     return loss, {name: p.grad / SCALE for name, p in model.named_parameters()}
 
 
+@pytest.mark.parametrize("has_documents", [False, True], ids=["one document", "documents"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_compiled_blocks_give_the_gradients_of_fp32_eager(family: str, dtype: torch.dtype) -> None:
+def test_compiled_blocks_give_the_gradients_of_fp32_eager(
+    family: str, dtype: torch.dtype, has_documents: bool
+) -> None:
     ids = torch.randint(0, 1000, (4, 256), device="cuda")
-    expected, reference = loss_and_gradients(FAMILIES[family], torch.float32, False, ids)
-    loss, gradients = loss_and_gradients(FAMILIES[family], dtype, True, ids)
+    documents = (ids < 20).cumsum(1) if has_documents else None
+    expected, reference = loss_and_gradients(FAMILIES[family], torch.float32, False, ids, documents)
+    loss, gradients = loss_and_gradients(FAMILIES[family], dtype, True, ids, documents)
     bound = 1e-5 if dtype == torch.float32 else 3e-2
     assert (loss - expected).abs() <= (1e-5 if dtype == torch.float32 else 2e-3) * expected
     everything = torch.cat([g.flatten() for g in reference.values()]).norm()
@@ -58,11 +63,13 @@ def test_dropout_masks_are_the_same_on_cpu_gpu_and_compiled() -> None:
     x = torch.ones(8, 100, 192)
     columns = column_keys(192, "cpu")
     expected = counter_dropout(x, 0.1, keys, columns)
-    expected_attention = attention_keep_mask(keys, 4, 100, 0.1)
+    places = torch.arange(100)
+    expected_attention = attention_keep_mask(keys, 4, places, 0.1)
+    assert expected_attention.shape == (8, 4, 100, 100)
     on_gpu = x.cuda(), 0.1, keys.cuda(), column_keys(192, "cuda")
     assert torch.equal(counter_dropout(*on_gpu).cpu(), expected)
     assert torch.equal(torch.compile(counter_dropout)(*on_gpu).cpu(), expected)
-    compiled = torch.compile(attention_keep_mask)(keys.cuda(), 4, 100, 0.1)
+    compiled = torch.compile(attention_keep_mask)(keys.cuda(), 4, places.cuda(), 0.1)
     assert torch.equal(compiled.cpu(), expected_attention)
     on_gpu = torch.compile(token_keys)(7, (torch.arange(8) + 2**33).cuda(), torch.arange(100).cuda())
     assert torch.equal(on_gpu.cpu(), keys)
@@ -108,8 +115,11 @@ def test_chunked_loss_equals_cross_entropy() -> None:
         assert (a - b).norm() <= 1e-5 * b.norm()
 
 
-def run(output: Path, *overrides: str) -> list[dict]:
-    settings = ["--model.preset", "tiny-gpt", "--model.hidden_size", "128", "--model.vocab_size", "512",
+PRESETS = pytest.mark.parametrize("preset", ["tiny-gpt", "tiny-llama"])
+
+
+def run(output: Path, preset: str, *overrides: str) -> list[dict]:
+    settings = ["--model.preset", preset, "--model.hidden_size", "128", "--model.vocab_size", "512",
                 "--data.mock", "true", "--data.seq_length", "128", "--train.micro_batch_size", "4",
                 "--train.global_batch_size", "8", "--train.train_iters", "40", "--optim.lr", "3e-3",
                 "--train.eval_interval", "20", "--train.eval_iters", "2",
@@ -118,16 +128,20 @@ def run(output: Path, *overrides: str) -> list[dict]:
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
+@PRESETS
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
-def test_a_run_learns(tmp_path: Path, precision: str) -> None:
-    steps = run(tmp_path / "run", "--train.precision", precision, "--optim.initial_loss_scale", "65536")
+def test_a_run_learns(tmp_path: Path, precision: str, preset: str) -> None:
+    steps = run(
+        tmp_path / "run", preset, "--train.precision", precision, "--optim.initial_loss_scale", "65536"
+    )
     assert len(steps) == 40
     assert steps[-1]["loss"] < steps[0]["loss"] - 1
     assert all(step["tokens_per_second_per_device"] > 0 and step["max_memory_gb"] > 0 for step in steps)
 
 
-def test_resuming_is_bitwise_going_on(tmp_path: Path) -> None:
-    options = ("--train.precision", "bf16", "--train.deterministic", "true")
+@PRESETS
+def test_resuming_is_bitwise_going_on(tmp_path: Path, preset: str) -> None:
+    options = (preset, "--train.precision", "bf16", "--train.deterministic", "true")
     whole = run(tmp_path / "whole", *options)
     parts = ("--checkpoint.load", str(tmp_path / "parts"))
     run(tmp_path / "parts", *options, *parts, "--train.exit_interval", "23")
@@ -137,7 +151,8 @@ def test_resuming_is_bitwise_going_on(tmp_path: Path) -> None:
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_steps_between_log_lines_never_wait_for_the_device(tmp_path: Path, monkeypatch) -> None:
+@PRESETS
+def test_steps_between_log_lines_never_wait_for_the_device(tmp_path: Path, monkeypatch, preset: str) -> None:
     from megalith.trainer import Trainer
 
     inner = Trainer.train_step
@@ -152,4 +167,4 @@ def test_steps_between_log_lines_never_wait_for_the_device(tmp_path: Path, monke
 
     monkeypatch.setattr(Trainer, "train_step", watched)
     for precision in ("bf16", "fp16"):
-        assert len(run(tmp_path / precision, "--train.precision", precision)) == 40
+        assert len(run(tmp_path / precision, preset, "--train.precision", precision)) == 40

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
-from traced_layers import BATCH, LARGE, LLAMA, QKV_ROWS, SEQ, layer_graphs
+from traced_layers import BATCH, LLAMA, QKV_ROWS, SEQ, layer_graphs
 
 import megalith.parallel.direct_heads  # noqa: F401 (it registers operators)
 from megalith.comm import Axis
@@ -204,7 +204,9 @@ def formulas_of_torch_2_11(monkeypatch):
 def test_attention_takes_as_long_with_grouped_heads_and_as_long_as_its_matmuls(name):
     t, batch, heads, seq, head_dim = Tracer(), 2, 8, 1024, 64
     query = t.input("query", batch, heads, seq, head_dim)
-    forward, backward = (getattr(aten, f"_scaled_dot_product_{name}{end}").default for end in ("", "_backward"))
+    forward, backward = (
+        getattr(aten, f"_scaled_dot_product_{name}{end}").default for end in ("", "_backward")
+    )
     for groups in (1, 2, heads):
         key, value = (t.input(f"{x}{groups}", batch, groups, seq, head_dim) for x in ("key", "value"))
         shape, matmul = query.meta["val"].shape, 2 * batch * heads * seq * seq * head_dim
