@@ -3,7 +3,8 @@
 Weights, gradients and optimizer state are exact: so many bytes a parameter that is here. Activations are an estimate,
 the tensors that the backward pass must find again (after Korthikanti et al., 2022, section 4), under assumptions:
 
-- attention runs in a fused kernel, so the matrix of probabilities is never whole;
+- attention runs in a fused kernel, so the matrix of probabilities is never whole, but the mask of documents or of a
+  window is, and as a bias while a layer computes, beside keys and values repeated for each head of a group;
 - dropout masks are computed again rather than kept;
 - the loss takes the logits a chunk at a time (ops/cross_entropy.py), at most 2^26 of them;
 - the allocator's fragments, the libraries' workspaces and the CUDA context (about 1 GB) come on top.
@@ -89,6 +90,8 @@ class Share:
     """Parameters of adapters here. They alone have gradients and optimizer state then; 0: every parameter has."""
     offloaded: float = 0.0
     """Share of the optimizer state that is kept in host memory, 0 to 1."""
+    documents: bool = False
+    """Whether attention stays inside documents."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +155,8 @@ def expected_memory(
             + _gradients(share, experts, layer.experts, share.expert_shards, width)
         ),
         optimizer=int(OPTIMIZER_BYTES[optimizer] * trained * (1 - share.offloaded)),
-        activations=int(width * tokens * _kept_per_token(model, share, layers, held, cuts)),
+        activations=int(width * tokens * _kept_per_token(model, share, layers, held, cuts))
+        + _masked_attention(model, share, layers, held, cuts, (micro_batch_size, seq_length), width),
         loss=(4 + 2 * width) * logits + (0 if share.adapters else GRADIENT_BYTES * head),
     )
 
@@ -284,6 +288,34 @@ def _kept_per_token(model: ModelConfig, share: Share, layers: int, held: int, cu
     if share.head:
         kept += 2 * stream + model.hidden_size  # the last norm's input and output; its gradient
     return kept
+
+
+def _masked_attention(
+    model: ModelConfig, share: Share, layers: int, held: int, cuts: Cuts, batch: tuple[int, int], width: int
+) -> int:
+    """What attention takes where it has a mask (ops/attention_blocks.py); `batch` is sequences and tokens in each.
+
+    The mask of documents, a byte a score, stays for each micro-batch in flight. Bias, bools, and keys and values for
+    each head with their gradients are there while one layer computes, but that torch's own function, which alone has
+    attention dropout, keeps bias, keys and values of every layer. A ring has masks of its blocks alone.
+    """
+    sequences, seq = batch
+    windowed = sum((window or seq) < seq for window in model.windows)
+    if not share.documents and not windowed:
+        return 0
+    exchanged = cuts.context == 1 or share.parallel.cp_comm_type == "a2a"
+    scores = (sequences if share.documents else 1) * (seq if exchanged else seq // cuts.context) ** 2
+    repeated = 0
+    if model.query_groups < model.num_attention_heads:
+        heads = model.num_attention_heads // cuts.tensor
+        repeated = 2 * sequences * seq // cuts.context * heads * model.head_dim
+    in_flight = -(-held // max(layers, 1))
+    mask = in_flight * scores if share.documents and exchanged else 0
+    taken = mask + (2 + width) * scores + 2 * width * repeated
+    if model.attention_dropout:
+        masked = 1 if share.documents else windowed / model.num_layers
+        taken += int(width * masked * max(_kept(share, layers, held)[1] - 1, 0) * (scores + repeated))
+    return taken
 
 
 def _copies(share: Share, layers: int, held: int, layer: _MeanLayer, outside: int, width: int) -> int:

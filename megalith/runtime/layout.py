@@ -174,6 +174,7 @@ def _stage(
         accumulates=micro_batches > 1,
         adapters=sum(layers) * config.lora.parameters(model, parallel.tensor_model_parallel_size),
         offloaded=config.optim.optimizer_offload_fraction if config.optim.optimizer_cpu_offload else 0.0,
+        documents=config.data.reset_attention_mask,
     )
     return StageLayout(
         number=chunks[0].rank,

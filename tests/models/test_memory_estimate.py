@@ -90,6 +90,40 @@ def test_recomputation_keeps_inputs_and_one_unit():
     assert _activations(**full) - _activations(**full, distribute_saved_activations=True) == 10 / 2
 
 
+def _mask_bytes(documents=True, layers=2, sequences=1, seq=8192, parallel=None, **model):
+    """What a mask adds, in bf16."""
+    fields = dict(PRESETS["llama3-8b"], num_layers=layers) | model
+    parallel = ParallelConfig(**parallel or {})
+
+    def activations(fields, **share):
+        share = Share(parallel, **share)
+        return expected_memory(ModelConfig(**fields), sequences, seq, share=share).activations
+
+    return activations(fields, documents=documents) - activations(dict(fields, window_size=None))
+
+
+def test_a_mask_takes_bytes_of_its_scores_and_repeated_heads_in_one_layer_at_a_time():
+    scores, repeated = 8192**2, 2 * 8192 * 4096
+    assert _mask_bytes(documents=False) == 0
+    assert _mask_bytes() == (1 + 2 + 2) * scores + 2 * 2 * repeated
+    assert _mask_bytes(layers=30) == _mask_bytes()
+    assert _mask_bytes(num_query_groups=32) == 5 * scores
+    assert _mask_bytes(sequences=3) == 3 * _mask_bytes()
+    assert _mask_bytes(False, window_size=[99, 0], sequences=3) == 4 * scores + 2 * 2 * 3 * repeated
+    assert _mask_bytes(False, window_size=[8191, 0]) == 0
+    dropping = _mask_bytes(attention_dropout=0.1, layers=30)  # whose bias and heads every layer keeps
+    assert dropping == _mask_bytes() + 29 * 2 * (scores + repeated)
+
+
+def test_a_mask_of_a_part_of_the_heads_or_of_the_sequence_takes_its_part():
+    scores, repeated = 8192**2, 2 * 8192 * 4096
+    assert _mask_bytes(parallel=dict(tensor_model_parallel_size=4)) == 5 * scores + repeated
+    exchanged = dict(context_parallel_size=4, cp_comm_type="a2a")
+    assert _mask_bytes(parallel=exchanged) == 5 * scores + repeated
+    ring = dict(context_parallel_size=4, cp_comm_type="p2p")
+    assert _mask_bytes(parallel=ring) == 4 * scores // 16 + repeated
+
+
 def test_activations_that_wait_in_host_memory_leave_one_layer_on_the_device():
     assert _activations(cpu_offloading_num_layers=4) == (6 + 1) * 16
     assert _activations(cpu_offloading_num_layers=10, recompute_granularity="full") == 1 + 16
