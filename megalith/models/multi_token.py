@@ -71,17 +71,16 @@ class Join(nn.Module):
         return self.linear_join(torch.cat(both, dim=-1))
 
 
-def with_further_losses(loss: Tensor, further: Tensor, factor: float) -> Tensor:
-    """`loss` as it is, with the gradient of loss + factor · further."""
-    return _Further.apply(loss, further, factor)
+def with_further_losses(loss: Tensor, further: Tensor) -> Tensor:
+    """`loss` as it is, with the gradient of loss + further, which has its factor in it."""
+    return _Further.apply(loss, further)
 
 
 class _Further(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, loss: Tensor, further: Tensor, factor: float) -> Tensor:
-        ctx.factor = factor
+    def forward(ctx, loss: Tensor, further: Tensor) -> Tensor:
         return loss.clone()
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return grad, grad * ctx.factor, None
+        return grad, grad

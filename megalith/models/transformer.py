@@ -128,6 +128,8 @@ class Transformer(nn.Module):
         balance_scale: Tensor
         | None = None,  # float32 scalar: of the gradient of the experts' balancing losses; None: none
         future: Future | None = None,  # what further layers predict; None: they are left out
+        loss_scale: Tensor
+        | None = None,  # float32 scalar: the loss's gradient is made times this; None: 1
     ) -> Tensor:
         """Logits [batch, seq, vocab] in the compute dtype, or with labels the float32 sum of the tokens' losses.
 
@@ -161,22 +163,29 @@ class Transformer(nn.Module):
         if loss_mask is None:
             loss_mask = torch.ones_like(labels, dtype=torch.float32)
         vocab_size, softcap = self.config.vocab_size, self.config.final_logit_softcapping
-        loss = self.loss(x, self.output_weight, labels, loss_mask, vocab_size, softcap)
+        loss = self.loss(x, self.output_weight, labels, loss_mask, vocab_size, softcap, loss_scale)
         if future is None:
             return loss
-        return self._with_future(loss, x, future, position_ids, context)
+        return self._with_future(loss, x, future, position_ids, context, loss_scale)
 
     def _with_future(
-        self, loss: Tensor, x: Tensor, future: Future, position_ids: Tensor, context: Context
+        self,
+        loss: Tensor,
+        x: Tensor,
+        future: Future,
+        position_ids: Tensor,
+        context: Context,
+        scale: Tensor | None,
     ) -> Tensor:
         """`loss` with the gradient of the further layers' losses; x [batch, seq, hidden] is what the head has read."""
-        losses = []
+        losses, factor = [], self.config.mtp_loss_scaling_factor / len(self.config.further_layers)
+        scale = torch.full((), factor, device=x.device) if scale is None else scale * factor
         for k, number in enumerate(map(str, self.config.further_layers)):
             told = replace(context, upcoming=self.embed(future.tokens[k], position_ids, context))
             x = self.run_layers([number], x, told)
-            sizes = (self.config.vocab_size, self.config.final_logit_softcapping)
+            sizes = (self.config.vocab_size, self.config.final_logit_softcapping, scale)
             losses.append(self.loss(x, self.output_weight, future.labels[k], future.loss_mask[k], *sizes))
-        return with_further_losses(loss, sum(losses), self.config.mtp_loss_scaling_factor / len(losses))
+        return with_further_losses(loss, sum(losses))
 
     def embed(self, input_ids: Tensor, position_ids: Tensor, context: Context) -> Tensor:
         """The tokens' rows, in the compute dtype, after dropout: [batch, seq, hidden]."""

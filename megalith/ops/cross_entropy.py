@@ -32,6 +32,7 @@ def linear_cross_entropy(
     loss_mask: Tensor,  # float32 [...]: the weight of each token
     vocab_size: int,
     softcap: float | None = None,
+    scale: Tensor | None = None,  # float32 scalar: of the gradient; None: 1
     *,
     axis: Axis = Axis(),  # noqa: B008 (immutable)
     first: int = 0,
@@ -42,7 +43,8 @@ def linear_cross_entropy(
     With `softcap` c the softmax is that of c · tanh(logits / c) (Gemma 2).
     Rows of `weight` from vocab_size on are padding and take no part. Softmax and sums are in fp32. Over an `axis`,
     `weight` is a rank's run of rows from `first` on, of `rows` on a full rank; the result is the same on every rank,
-    and the gradient of hidden a part of a sum.
+    and the gradient of hidden a part of a sum. The gradient is made times `scale` before it is rounded for the first
+    time, so that in fp16 a loss scale keeps small probabilities; the result is without it.
     """
     if (
         not torch.is_grad_enabled()
@@ -58,6 +60,7 @@ def linear_cross_entropy(
         max(1, tokens - tokens % CHUNK_MULTIPLE if tokens > CHUNK_MULTIPLE else tokens),
         softcap,
         axis,
+        scale,
     )
 
 
@@ -73,11 +76,14 @@ class _LinearCrossEntropy(torch.autograd.Function):
         chunk: int,  # tokens
         softcap: float | None,
         axis: Axis,
+        scale: Tensor | None,
     ) -> Tensor:
         matrix = weight.to(hidden.dtype)
         wants_gradient = hidden.requires_grad or weight.requires_grad
         fuses = fused.AVAILABLE and hidden.is_cuda and wants_gradient and axis.size == 1 and softcap is None
         losses, grads = [], []
+        factor = scale if wants_gradient and scale is not None else torch.ones((), device=hidden.device)
+        loss_mask = loss_mask * factor
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if weight.requires_grad else None
         for x, row, mask in zip(*(t.split(chunk) for t in (hidden, index, loss_mask))):
             logits = x @ matrix.T  # [chunk, rows]
@@ -93,14 +99,20 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     grad_weight = _add_product(grad_weight, grad.T, x)
         if wants_gradient:
             ctx.save_for_backward(torch.cat(grads), grad_weight)
-        return torch.stack(losses).sum()
+        return torch.stack(losses).sum() / factor
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_loss: Tensor):
         grad_hidden, grad_weight = ctx.saved_tensors
         grad_weight = None if grad_weight is None else grad_weight * grad_loss
-        return grad_hidden * grad_loss.to(grad_hidden.dtype), grad_weight, *[None] * 6
+        # in fp32: rounded to a short type, the factor would put what is below the head off from the head's gradient
+        grad_hidden = as_one_kernel(_scaled, grad_hidden, grad_loss)
+        return grad_hidden, grad_weight, *[None] * 7
+
+
+def _scaled(x: Tensor, factor: Tensor) -> Tensor:
+    return (x.float() * factor).to(x.dtype)
 
 
 def _loss_and_gradient(

@@ -43,6 +43,7 @@ class Part:
     )
 
     future: Future | None = None  # what the layers of multi-token prediction predict
+    loss_scale: Tensor | None = None  # of the gradient of the loss; None: no backward pass
 
     @property
     def tokens(self) -> Tensor:
@@ -77,6 +78,8 @@ class ParallelModel:
         masks = [part.batch.loss_mask for part in parts]
         tokens = valid_tokens(masks, self.mesh.dp_cp, self.device)
         factor = loss_scale / tokens
+        for part in parts:
+            part.loss_scale = factor
         if self.config.num_experts:
             for part in parts:
                 part.balance_scale = loss_scale / (len(parts) * self.mesh.dp.size)
@@ -144,17 +147,18 @@ class ParallelModel:
                 to_device(part.places, self.device),
                 part.balance_scale,
                 None if part.future is None or factor is None else part.future.to(self.device),
+                part.loss_scale,
             )
             for part in parts
         ]
         if self.pipeline is not None:
-            return self.pipeline.evaluate(parts) if factor is None else self.pipeline.step(parts, factor)
+            return self.pipeline.evaluate(parts) if factor is None else self.pipeline.step(parts, torch.ones_like(factor))
         loss = torch.zeros((), device=self.device)
         for number, part in enumerate(parts):
             losses = forward(self.chunks[0], part, None)
             if factor is not None:
                 micro_batch_begins(self.chunks, self._parallel, is_last=number == len(parts) - 1)
-                (losses * factor).backward()
+                losses.backward()
             loss += losses.detach()
         return loss
 
@@ -192,4 +196,5 @@ def forward(chunk: Transformer, part: Part, hidden: Tensor | None) -> Tensor:
         sample_numbers=batch.sample_numbers,
         balance_scale=part.balance_scale,
         future=part.future,
+        loss_scale=part.loss_scale,
     )

@@ -49,12 +49,13 @@ class VocabParallel:
         loss_mask: Tensor,
         vocab_size: int,
         softcap: float | None = None,
+        scale: Tensor | None = None,
     ) -> Tensor:
         """As `megalith.ops.cross_entropy.linear_cross_entropy`, the same on every rank; weight [rows here, hidden]."""
         labels, loss_mask = self.in_shares(labels), self.in_shares(loss_mask)
         shard = dict(axis=self.axis, first=self.first, rows=self.rows)
         return linear_cross_entropy(
-            self.whole(hidden), weight, labels, loss_mask, vocab_size, softcap, **shard
+            self.whole(hidden), weight, labels, loss_mask, vocab_size, softcap, scale, **shard
         )
 
     def logits(

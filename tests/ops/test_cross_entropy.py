@@ -117,3 +117,38 @@ def test_evaluation_costs_one_matmul_and_training_three():
     assert not loss.requires_grad and torch.equal(loss, expected)
     matmul = 2 * hidden.numel() * PADDED
     assert (training.get_total_flops(), evaluation.get_total_flops()) == (3 * matmul, matmul)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("factor", [1 / 1000.7, 1.37])
+@pytest.mark.parametrize("at_once", [True, False], ids=["scale", "backward"])
+def test_hiddens_gradient_has_the_factor_that_the_weights_has(dtype, factor, at_once):
+    """Rounded to bf16 the factor would be up to 0.39 % another for hidden, and so for the whole body."""
+    arguments = inputs(dtype)
+    scale = torch.tensor(factor) if at_once else None
+
+    def scaled(*args):
+        return linear_cross_entropy(*args, VOCAB, None, scale)
+
+    loss, hidden, weight = loss_and_gradients(scaled, arguments, 1.0 if at_once else torch.tensor(factor))
+    exact = loss_and_gradients(on_whole_logits, inputs(), torch.tensor(factor))
+    torch.testing.assert_close(loss, loss_and_gradients(ours, arguments)[0])
+    for found, right in ((hidden, exact[1]), (weight, exact[2])):
+        ratio = (found.double() * right).sum() / right.double().square().sum()
+        assert abs(ratio - 1) < 8e-4, ratio
+
+
+def test_in_fp16_the_scale_keeps_probabilities_that_would_vanish():
+    """Of a token whose label is nearly certain: p - 1 and every other p are below what fp16 has."""
+    hidden, weight, labels, _ = inputs(torch.float16)
+    with torch.no_grad():
+        weight.mul_(0.05)
+        weight[0] = 3.0
+        hidden.copy_(hidden.abs() * 0.1 + 0.2)
+    arguments = hidden, weight, torch.zeros_like(labels), torch.full(labels.shape, 1e-3)
+    scale = torch.tensor(2.0**20)
+    found = loss_and_gradients(lambda *args: linear_cross_entropy(*args, VOCAB, None, scale), arguments)
+    exact = loss_and_gradients(
+        on_whole_logits, (hidden.detach().float(), *arguments[1:]), scale
+    )
+    assert (found[1].float() - exact[1]).norm() < 0.02 * exact[1].norm()
