@@ -128,8 +128,7 @@ class Transformer(nn.Module):
         balance_scale: Tensor
         | None = None,  # float32 scalar: of the gradient of the experts' balancing losses; None: none
         future: Future | None = None,  # what further layers predict; None: they are left out
-        loss_scale: Tensor
-        | None = None,  # float32 scalar: the loss's gradient is made times this; None: 1
+        loss_scale: Tensor | None = None,  # float32 scalar: the loss's gradient is made times this; None: 1
     ) -> Tensor:
         """Logits [batch, seq, vocab] in the compute dtype, or with labels the float32 sum of the tokens' losses.
 

@@ -152,7 +152,11 @@ class ParallelModel:
             for part in parts
         ]
         if self.pipeline is not None:
-            return self.pipeline.evaluate(parts) if factor is None else self.pipeline.step(parts, torch.ones_like(factor))
+            return (
+                self.pipeline.evaluate(parts)
+                if factor is None
+                else self.pipeline.step(parts, torch.ones_like(factor))
+            )
         loss = torch.zeros((), device=self.device)
         for number, part in enumerate(parts):
             losses = forward(self.chunks[0], part, None)

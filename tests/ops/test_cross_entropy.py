@@ -139,16 +139,15 @@ def test_hiddens_gradient_has_the_factor_that_the_weights_has(dtype, factor, at_
 
 
 def test_in_fp16_the_scale_keeps_probabilities_that_would_vanish():
-    """Of a token whose label is nearly certain: p - 1 and every other p are below what fp16 has."""
+    """Of a token whose label is likely: times its weight, p - 1 and every other p are below what fp16 has."""
     hidden, weight, labels, _ = inputs(torch.float16)
     with torch.no_grad():
         weight.mul_(0.05)
-        weight[0] = 3.0
+        weight[0] = 1.0
         hidden.copy_(hidden.abs() * 0.1 + 0.2)
-    arguments = hidden, weight, torch.zeros_like(labels), torch.full(labels.shape, 1e-3)
+    arguments = hidden, weight, torch.zeros_like(labels), torch.full(labels.shape, 1e-5)
     scale = torch.tensor(2.0**20)
     found = loss_and_gradients(lambda *args: linear_cross_entropy(*args, VOCAB, None, scale), arguments)
-    exact = loss_and_gradients(
-        on_whole_logits, (hidden.detach().float(), *arguments[1:]), scale
-    )
-    assert (found[1].float() - exact[1]).norm() < 0.02 * exact[1].norm()
+    exact = loss_and_gradients(on_whole_logits, (hidden.detach().float(), *arguments[1:]), scale)
+    for i in (1, 2):  # made without the scale and multiplied behind, they are 3 % and 13 % off
+        assert (found[i].float() - exact[i]).norm() < 0.005 * exact[i].norm()
