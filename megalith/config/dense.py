@@ -103,7 +103,7 @@ class DenseModel(Section):
     """Biases in attention's output projection."""
 
     add_mlp_bias: bool = False
-    """Biases in the MLP."""
+    """Biases in the MLP, and in experts."""
 
     qk_layernorm: bool = False
     """Normalizes queries and keys per head before attention (Qwen3)."""

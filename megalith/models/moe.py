@@ -5,7 +5,9 @@
     x ──shared expert, if there is one──▶ added to y
 
 A row is multiplied by its weight between the two matrices of its expert, where it is narrower than at either end, so
-that the sum is a plain one and the experts' output need not be kept for the weights' gradient.
+that the sum is a plain one and the experts' output need not be kept for the weights' gradient. Behind that stands the
+bias of linear_fc2, if experts have biases: it is multiplied by the weight itself, so that a row is weight · (what the
+expert's MLP gives), as in Megatron-LM.
 
 The number of rows of each expert is known on the device only. It stays there: the grouped matmul reads it. Where it
 is needed on the host (matmuls one by one, or pairs dropped by a capacity and experts not filled up to it), the host
@@ -32,18 +34,28 @@ from megalith.models.linear import Linear
 from megalith.models.mlp import ACTIVATIONS, MLP
 from megalith.models.router import Router, Routing
 from megalith.ops.compiled import as_one_kernel
-from megalith.ops.grouped_gemm import Groups, Prepared, grouped_matmul, prepared
+from megalith.ops.grouped_gemm import Groups, Prepared, add_bias, grouped_matmul, prepared
 from megalith.ops.permute import Order, places, sorted_pairs, sum_rows, take_rows
 
 Activation = Callable[[Tensor], Tensor]
 
 
 class GroupedLinear(nn.Module):
-    """A matrix for each expert in one weight [experts, out, in], kept in fp32 and cast where it is used."""
+    """A matrix for each expert in one weight [experts, out, in], kept in fp32 and cast where it is used; with `bias`
+    also one for each expert, [experts, out]."""
 
-    def __init__(self, experts: int, in_features: int, out_features: int, device: torch.device | None = None):
+    def __init__(
+        self,
+        experts: int,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        device: torch.device | None = None,
+    ):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, out_features, in_features, device=device))
+        self.bias = nn.Parameter(torch.empty(experts, out_features, device=device)) if bias else None
+        self.first = 0  # the column of the output that the bias here begins at: a seam of ETP
 
     def cast(self, dtype: torch.dtype) -> Tensor:
         """The weight in `dtype`, without its gradient."""
@@ -64,8 +76,9 @@ class Experts(nn.Module):
         self.activation = ACTIVATIONS[config.mlp_activation]
         self.grouped, self.fused = config.moe_grouped_gemm, config.moe_permute_fusion
         width = config.expert_size * (2 if self.gated else 1)
-        self.linear_fc1 = GroupedLinear(config.num_experts, config.hidden_size, width, device)
-        self.linear_fc2 = GroupedLinear(config.num_experts, config.expert_size, config.hidden_size, device)
+        experts, hidden, bias = config.num_experts, config.hidden_size, config.mlp_bias
+        self.linear_fc1 = GroupedLinear(experts, hidden, width, bias, device)
+        self.linear_fc2 = GroupedLinear(experts, config.expert_size, hidden, bias, device)
 
     def cast(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """The weights of fc1 and fc2 in `dtype`, without their gradients."""
@@ -88,11 +101,19 @@ class Experts(nn.Module):
         """
         fc1, fc2 = self.prepared(self.cast(x.dtype)) if matrices is None else matrices
         x = grouped_matmul(x, fc1, groups, self.grouped)  # [rows, expert size], or [rows, 2 · expert size]
+        x = self._biased(x, self.linear_fc1, groups)
         if self.fused:
             x = as_one_kernel(weighted_activation, x, weights, self.activation, self.gated, rows_vary=True)
         else:
             x = weighted_activation(x, weights, self.activation, self.gated)
-        return grouped_matmul(x, fc2, groups, self.grouped)
+        return self._biased(grouped_matmul(x, fc2, groups, self.grouped), self.linear_fc2, groups, weights)
+
+    def _biased(
+        self, x: Tensor, linear: GroupedLinear, groups: Groups, weights: Tensor | None = None
+    ) -> Tensor:
+        if linear.bias is None:
+            return x
+        return add_bias(x, local(linear.bias), groups, weights, linear.first, self.grouped, self.fused)
 
 
 def weighted_activation(x: Tensor, weights: Tensor, activation: Activation, gated: bool) -> Tensor:

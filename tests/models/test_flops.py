@@ -163,9 +163,26 @@ def test_counts_agree_with_a_plain_model_and_pytorchs_flop_counter(family):
     assert counter.get_total_flops() == batch * seq * flops_per_token(config, seq).full
 
 
-@pytest.mark.parametrize("name", [*PRESETS, "qwen2"])
+BIASED_EXPERTS = {"add_mlp_bias": True, "moe_shared_expert_intermediate_size": 48}
+
+
+def test_biases_of_experts_are_counted_and_cost_no_flops():
+    plain, biased = (
+        ModelConfig(**{**PRESETS["tiny-mixtral"], "vocab_size": 100, "add_mlp_bias": biases})
+        for biases in (False, True)
+    )
+    more = count_parameters(biased), count_parameters(plain)
+    layers, hidden, width = plain.num_layers, plain.hidden_size, plain.expert_size
+    assert more[0].total - more[1].total == layers * plain.num_experts * (2 * width + hidden)
+    active = more[0].active - more[1].active
+    assert active == layers * plain.moe_router_topk * (2 * width + hidden)
+    assert flops_per_token(biased, 64) == flops_per_token(plain, 64)
+
+
+@pytest.mark.parametrize("name", [*PRESETS, "qwen2", "experts with biases"])
 def test_parameter_count_is_the_models_own(name):
-    shape = PRESETS.get(name, QWEN2_HALF_BILLION)
+    shapes = {"qwen2": QWEN2_HALF_BILLION, "experts with biases": PRESETS["tiny-mixtral"] | BIASED_EXPERTS}
+    shape = (PRESETS | shapes)[name]
     config = ModelConfig(**{"vocab_size": 1000, "max_position_embeddings": 64, **shape, "num_layers": 2})
     model = Transformer(config, device="meta")
     assert count_parameters(config).total == sum(p.numel() for p in model.parameters())

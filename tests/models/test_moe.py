@@ -5,16 +5,18 @@ import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import silu
 
-from megalith.config import ModelConfig
+from megalith.config import ModelConfig, OptimConfig
 from megalith.models.context import Context
 from megalith.models.init import initialize
-from megalith.models.moe import MoE
+from megalith.models.moe import GroupedLinear, MoE
 from megalith.models.transformer import Transformer
+from megalith.optim import build_optimizer
 
 BATCH, SEQ, HIDDEN = 2, 12, 16
 BASE = dict(num_layers=2, hidden_size=HIDDEN, ffn_hidden_size=24, num_attention_heads=2, swiglu=True,
             add_bias_linear=False, num_experts=4, vocab_size=32, make_vocab_size_divisible_by=8,
             max_position_embeddings=SEQ, hidden_dropout=0.0, attention_dropout=0.0)  # fmt: skip
+BIASES = dict(add_bias_linear=True)
 DROP = dict(moe_expert_capacity_factor=0.75)
 
 
@@ -33,14 +35,19 @@ def context(scale: float | None = 1.0) -> Context:
     )
 
 
+def linear(layer: GroupedLinear, number: int, x: torch.Tensor) -> torch.Tensor:
+    y = x @ layer.weight[number].T
+    return y if layer.bias is None else y + layer.bias[number]
+
+
 def expert(moe: MoE, number: int, x: torch.Tensor) -> torch.Tensor:
-    gate_up = x @ moe.experts.linear_fc1.weight[number].T
+    gate_up = linear(moe.experts.linear_fc1, number, x)
     hidden = (
         silu(gate_up[..., 0::2]) * gate_up[..., 1::2]
         if moe.experts.gated
         else moe.experts.activation(gate_up)
     )
-    return hidden @ moe.experts.linear_fc2.weight[number].T
+    return linear(moe.experts.linear_fc2, number, hidden)
 
 
 def token_by_token(moe: MoE, x: torch.Tensor) -> torch.Tensor:
@@ -73,6 +80,10 @@ def token_by_token(moe: MoE, x: torch.Tensor) -> torch.Tensor:
         DROP | {"moe_token_drop_policy": "position", "moe_shared_expert_intermediate_size": 8},
         DROP | {"moe_pad_expert_input_to_capacity": True},
         {"moe_expert_capacity_factor": 9.0, "moe_pad_expert_input_to_capacity": True},
+        BIASES,
+        BIASES | {"swiglu": False, "moe_shared_expert_intermediate_size": 40, "moe_permute_fusion": True},
+        BIASES | DROP,
+        BIASES | DROP | {"moe_pad_expert_input_to_capacity": True},
     ],
     ids=str,
 )
@@ -118,10 +129,22 @@ def test_layers_alternate_and_every_expert_starts_from_values_of_its_own():
     model = Transformer(ModelConfig(**BASE, moe_layer_freq=[0, 1]))
     initialize(model, model.config, seed=3)
     assert [layer.has_experts for layer in model.layers.values()] == [False, True]
+    assert model.layers["1"].mlp.experts.linear_fc2.bias is None
     weight = model.layers["1"].mlp.experts.linear_fc2.weight
     assert weight.shape == (4, HIDDEN, 24) and weight.std().item() == pytest.approx(0.02 / 2, rel=0.05)
     assert len({w.sum().item() for w in weight}) == 4
     assert not model.layers["1"].mlp.router.tally.any()
+
+
+def test_biases_of_experts_start_at_zero_and_have_no_weight_decay():
+    model = Transformer(ModelConfig(**(BASE | BIASES)))
+    initialize(model, model.config, seed=3)
+    fc1, fc2 = model.layers["0"].mlp.experts.linear_fc1.bias, model.layers["0"].mlp.experts.linear_fc2.bias
+    assert (fc1.shape, fc2.shape) == ((4, 48), (4, HIDDEN)) and not fc1.any() and not fc2.any()
+    groups = build_optimizer(model.named_parameters(), OptimConfig(lr=0.1)).param_groups
+    decayed = {id(parameter) for group in groups if group["weight_decay"] for parameter in group["params"]}
+    assert not {id(fc1), id(fc2)} & decayed
+    assert id(model.layers["0"].mlp.experts.linear_fc2.weight) in decayed
 
 
 @pytest.mark.parametrize("placement, graphs", [("pre", 1), ("sandwich", 2)])

@@ -151,3 +151,16 @@ def test_the_bias_moves_towards_experts_with_few_tokens_unless_the_step_is_skipp
     assert not bias.any()
     move_bias(bias, counts, 0.001, torch.tensor(0.0))
     assert bias.tolist() == pytest.approx([0.001, -0.001, 0.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "factor", "capacity"),
+    [(10, 1.0, 3), (10, 1.25, 4), (10, 0.9, 3), (12, 1.0, 3), (10, 100.0, 10)],  # a share of 2.5, of 3
+)
+def test_a_share_of_the_tokens_is_rounded_up_only_after_the_factor(tokens, factor, capacity):
+    router = router_of(moe_expert_capacity_factor=factor)
+    x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(2))
+    routing = router(x, torch.arange(tokens), 1, torch.tensor(1.0))
+    assert routing.capacity == capacity
+    kept = torch.bincount(routing.experts[routing.kept], minlength=8)
+    assert torch.equal(kept, torch.bincount(routing.experts.flatten(), minlength=8).clamp(max=capacity))
