@@ -38,6 +38,8 @@ from megalith.ops.grouped_gemm import Groups, Prepared, add_bias, grouped_matmul
 from megalith.ops.permute import Order, places, sorted_pairs, sum_rows, take_rows
 
 Activation = Callable[[Tensor], Tensor]
+Cast = tuple[Tensor, Tensor | None]
+Matrix = tuple[Prepared, Prepared | None]
 
 
 class GroupedLinear(nn.Module):
@@ -57,14 +59,16 @@ class GroupedLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(experts, out_features, device=device)) if bias else None
         self.first = 0  # the column of the output that the bias here begins at: a seam of ETP
 
-    def cast(self, dtype: torch.dtype) -> Tensor:
-        """The weight in `dtype`, without its gradient."""
+    def cast(self, dtype: torch.dtype) -> Cast:
+        """Weight and bias in `dtype`, without their gradients."""
         with torch.no_grad():  # where a DTensor hands over what it holds, and makes no node
-            return local(self.weight).detach().to(dtype)
+            both = (self.weight, self.bias)
+            return tuple(None if kept is None else local(kept).detach().to(dtype) for kept in both)
 
-    def prepared(self, cast: Tensor) -> Prepared:
-        """The weight as products take it, of what `cast` has given."""
-        return prepared(local(self.weight), cast)
+    def prepared(self, cast: Cast) -> Matrix:
+        """Weight and bias as products take them, of what `cast` has given."""
+        both = zip((self.weight, self.bias), cast)
+        return tuple(None if kept is None else prepared(local(kept), value) for kept, value in both)
 
 
 class Experts(nn.Module):
@@ -80,12 +84,12 @@ class Experts(nn.Module):
         self.linear_fc1 = GroupedLinear(experts, hidden, width, bias, device)
         self.linear_fc2 = GroupedLinear(experts, config.expert_size, hidden, bias, device)
 
-    def cast(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The weights of fc1 and fc2 in `dtype`, without their gradients."""
+    def cast(self, dtype: torch.dtype) -> tuple[Cast, Cast]:
+        """The weights and biases of fc1 and fc2 in `dtype`, without their gradients."""
         return self.linear_fc1.cast(dtype), self.linear_fc2.cast(dtype)
 
-    def prepared(self, cast: tuple[Tensor, Tensor]) -> tuple[Prepared, Prepared]:
-        """The weights as products take them, of what `cast` has given."""
+    def prepared(self, cast: tuple[Cast, Cast]) -> tuple[Matrix, Matrix]:
+        """The weights and biases as products take them, of what `cast` has given."""
         return self.linear_fc1.prepared(cast[0]), self.linear_fc2.prepared(cast[1])
 
     def forward(
@@ -93,27 +97,31 @@ class Experts(nn.Module):
         x: Tensor,
         weights: Tensor,
         groups: Groups,
-        matrices: tuple[Prepared, Prepared] | None = None,
+        matrices: tuple[Matrix, Matrix] | None = None,
     ) -> Tensor:
         """Rows x [rows, hidden], expert after expert, and their weights float32 [rows, 1] → [rows, hidden].
 
         `matrices` are what `prepared` gave, where that was called earlier.
         """
         fc1, fc2 = self.prepared(self.cast(x.dtype)) if matrices is None else matrices
-        x = grouped_matmul(x, fc1, groups, self.grouped)  # [rows, expert size], or [rows, 2 · expert size]
-        x = self._biased(x, self.linear_fc1, groups)
+        x = self._linear(x, *fc1, groups)  # [rows, expert size], or [rows, 2 · expert size]
         if self.fused:
             x = as_one_kernel(weighted_activation, x, weights, self.activation, self.gated, rows_vary=True)
         else:
             x = weighted_activation(x, weights, self.activation, self.gated)
-        return self._biased(grouped_matmul(x, fc2, groups, self.grouped), self.linear_fc2, groups, weights)
+        return self._linear(x, *fc2, groups, weights, self.linear_fc2.first)
 
-    def _biased(
-        self, x: Tensor, linear: GroupedLinear, groups: Groups, weights: Tensor | None = None
+    def _linear(
+        self,
+        x: Tensor,
+        weight: Prepared,
+        bias: Prepared | None,
+        groups: Groups,
+        factors: Tensor | None = None,
+        first: int = 0,
     ) -> Tensor:
-        if linear.bias is None:
-            return x
-        return add_bias(x, local(linear.bias), groups, weights, linear.first, self.grouped, self.fused)
+        y = grouped_matmul(x, weight, groups, self.grouped)
+        return y if bias is None else add_bias(y, bias, groups, factors, first, self.grouped, self.fused)
 
 
 def weighted_activation(x: Tensor, weights: Tensor, activation: Activation, gated: bool) -> Tensor:

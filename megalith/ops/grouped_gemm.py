@@ -55,17 +55,17 @@ class Groups:
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A weight as one product takes it."""
+    """A weight as one product takes it, or a bias."""
 
-    value: Tensor  # [groups, out, in] in the product's dtype
+    value: Tensor  # [groups, out, in] in the product's dtype, or [groups, out]
     kept: Tensor  # what the backward pass casts again: the same, in the parameter's dtype and memory
     owed: list[Callable[[torch.dtype], Tensor]] = field(default_factory=list)
     """After the product's backward pass: what computes the weight's gradient, in a dtype."""
 
 
 def prepared(weight: Tensor, cast: Tensor) -> Prepared:
-    """weight [groups, out, in], which `cast` has in the products' dtype. Its gradient has its own dtype, summed in
-    fp32 and rounded to it once."""
+    """weight [groups, out, in] or bias [groups, out], which `cast` has in the products' dtype. Its gradient has its own
+    dtype, summed in fp32 and rounded to it once."""
     owed: list[Callable[[torch.dtype], Tensor]] = []
     return Prepared(_Prepare.apply(weight, cast, owed), weight.detach(), owed)
 
@@ -84,7 +84,7 @@ def grouped_matmul(x: Tensor, weight: Prepared, groups: Groups, grouped: bool = 
 
 def add_bias(
     y: Tensor,
-    bias: Tensor,
+    bias: Prepared,
     groups: Groups,
     factors: Tensor | None = None,
     first: int = 0,
@@ -96,7 +96,7 @@ def add_bias(
     It is added to the columns from `first` on, times the row's factor where there are `factors` float32 [rows, 1].
     `grouped` is as of grouped_matmul; `fused`: as one compiled kernel on a GPU. The bias always gets a gradient.
     """
-    return AddBias.apply(y, bias, factors, groups, first, grouped, fused)
+    return AddBias.apply(y, bias.value, bias.kept, bias.owed, factors, groups, first, grouped, fused)
 
 
 def has_kernel(x: Tensor, *sizes: int) -> bool:
@@ -189,6 +189,8 @@ class AddBias(torch.autograd.Function):
         ctx,
         y: Tensor,
         bias: Tensor,
+        kept: Tensor,
+        owed: list,
         factors: Tensor | None,
         groups: Groups,
         first: int,
@@ -196,19 +198,19 @@ class AddBias(torch.autograd.Function):
         fused: bool,
     ) -> Tensor:
         group = groups.of_rows(len(y))
-        ctx.save_for_backward(bias, factors, group)
-        ctx.groups, ctx.first, ctx.grouped, ctx.fused = groups, first, grouped, fused
+        ctx.save_for_backward(kept, factors, group)
+        ctx.owed, ctx.groups, ctx.first, ctx.grouped, ctx.fused = owed, groups, first, grouped, fused
         return _run(fused, _biased, y, bias, factors, group, first)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        bias, factors, group = ctx.saved_tensors
-        columns, grad_bias, grad_factors = grad.narrow(1, ctx.first, bias.shape[1]), None, None
+        kept, factors, group = ctx.saved_tensors
+        columns, grad_factors = grad.narrow(1, ctx.first, kept.shape[1]), None
         if ctx.needs_input_grad[1]:
-            grad_bias = _bias_gradient(columns.contiguous(), factors, ctx.groups, bias.dtype, ctx.grouped)
-        if ctx.needs_input_grad[2]:
-            grad_factors = _run(ctx.fused, _factor_gradient, columns, bias, group)
-        return grad, grad_bias, grad_factors, None, None, None, None
+            ctx.owed.append(partial(_bias_gradient, columns.contiguous(), factors, ctx.groups, ctx.grouped))
+        if ctx.needs_input_grad[4]:
+            grad_factors = _run(ctx.fused, _factor_gradient, columns, kept, group)
+        return grad, None, None, None, grad_factors, None, None, None, None
 
 
 def _run(fused: bool, function: Callable, *args) -> Tensor:
@@ -216,7 +218,7 @@ def _run(fused: bool, function: Callable, *args) -> Tensor:
 
 
 def _biased(y: Tensor, bias: Tensor, factors: Tensor | None, group: Tensor, first: int) -> Tensor:
-    added = bias.to(y.dtype)[group]
+    added = bias[group]
     if factors is not None:
         added = added * factors.to(y.dtype)
     if added.shape[1] < y.shape[1]:
@@ -230,7 +232,7 @@ def _factor_gradient(grad: Tensor, bias: Tensor, group: Tensor) -> Tensor:
 
 
 def _bias_gradient(
-    grad: Tensor, factors: Tensor | None, groups: Groups, dtype: torch.dtype, grouped: bool
+    grad: Tensor, factors: Tensor | None, groups: Groups, grouped: bool, dtype: torch.dtype
 ) -> Tensor:
     """grad [rows, columns], the rows' factors [rows, 1] or None for ones → [groups, columns]."""
     count = len(groups.counts)

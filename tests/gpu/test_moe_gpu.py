@@ -154,7 +154,8 @@ def test_biases_in_bf16_are_those_in_fp32_and_empty_groups_get_zeros(sizes, fuse
     for dtype in (torch.bfloat16, torch.float32):
         groups = Groups(torch.tensor(sizes, device="cuda"), sizes if dtype == torch.float32 else None)
         y, bias, factors = (value.clone().requires_grad_() for value in values)
-        total = add_bias(y.to(dtype), bias, groups, factors, first, fused=fused and dtype == torch.bfloat16)
+        cast = prepared(bias, bias.detach().to(dtype))
+        total = add_bias(y.to(dtype), cast, groups, factors, first, fused=fused and dtype == torch.bfloat16)
         total.backward(torch.linspace(-1, 1, total.numel(), device="cuda").view_as(total).to(dtype))
         results.append([total.detach(), y.grad, bias.grad, factors.grad])
     for ours, expected in zip(*results):

@@ -77,7 +77,8 @@ def test_biases_and_their_gradients_equal_those_added_group_by_group(
         return y + torch.nn.functional.pad(rows, (first, first))
 
     def ours(y, bias, factors):
-        return add_bias(y.to(dtype), bias, groups, factors if weighted else None, first)
+        prepared_bias = prepared(bias, bias.detach().to(dtype))
+        return add_bias(y.to(dtype), prepared_bias, groups, factors if weighted else None, first)
 
     found = []
     for function in (ours, group_by_group):
