@@ -1,5 +1,7 @@
 """The layer of experts against a transcription token by token, in every way that rows can be ordered."""
 
+import functools
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -10,6 +12,7 @@ from megalith.models.context import Context
 from megalith.models.init import initialize
 from megalith.models.moe import GroupedLinear, MoE
 from megalith.models.transformer import Transformer
+from megalith.ops import compiled
 from megalith.optim import build_optimizer
 
 BATCH, SEQ, HIDDEN = 2, 12, 16
@@ -115,6 +118,27 @@ def test_a_fused_permutation_changes_nothing(quick_compile):
         )
         results += [y, torch.autograd.grad(y.square().sum(), x)[0]]
     assert torch.equal(results[0], results[2]) and torch.equal(results[1], results[3])
+
+
+@pytest.mark.parametrize("settings", [{}, BIASES, BIASES | DROP], ids=str)
+def test_fused_steps_as_they_are_traced_change_nothing(monkeypatch, settings):
+    @functools.cache
+    def traced(function, dynamic):
+        return torch.compile(function, dynamic=dynamic, backend="aot_eager")
+
+    outcomes = []
+    for fused in (False, True):
+        if fused:
+            monkeypatch.setattr(compiled, "_on_gpu", lambda x: True)
+            monkeypatch.setattr(compiled, "_compiled", traced)
+        moe = moe_of(**settings, moe_permute_fusion=fused)
+        x = torch.randn(BATCH, SEQ, HIDDEN, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        y = moe(x, moe.plan(x, context()))
+        y.square().sum().backward()
+        outcomes.append([y.detach(), x.grad, *(parameter.grad for parameter in moe.parameters())])
+    torch._dynamo.reset()
+    for ours, expected in zip(*outcomes):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_a_model_that_is_recomputed_counts_its_tokens_once():
