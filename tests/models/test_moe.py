@@ -12,7 +12,7 @@ from megalith.models.context import Context
 from megalith.models.init import initialize
 from megalith.models.moe import GroupedLinear, MoE
 from megalith.models.transformer import Transformer
-from megalith.ops import compiled
+from megalith.ops import compiled as one_kernel
 from megalith.optim import build_optimizer
 
 BATCH, SEQ, HIDDEN = 2, 12, 16
@@ -103,6 +103,13 @@ def test_values_and_gradients_equal_those_token_by_token(settings):
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
 
 
+def test_no_expert_is_filled_up_with_more_rows_than_there_are_tokens():
+    dispatch = moe_of(**DROP, moe_pad_expert_input_to_capacity=True).dispatch
+    plan = dispatch.rows(torch.rand(5, 2), torch.tensor([[0, 1]] * 5), 100, 4)
+    assert plan.size == 5 and plan.counts.tolist() == [5, 5, 5, 5] and len(plan.pair) == 20
+    assert plan.pair.tolist() == [0, 2, 4, 6, 8, 1, 3, 5, 7, 9] + [10] * 10
+
+
 def test_a_fused_permutation_changes_nothing(quick_compile):
     x = torch.randn(5, 3, requires_grad=True)
     from megalith.ops.permute import Order, sum_rows, take_rows
@@ -129,8 +136,8 @@ def test_fused_steps_as_they_are_traced_change_nothing(monkeypatch, settings):
     outcomes = []
     for fused in (False, True):
         if fused:
-            monkeypatch.setattr(compiled, "_on_gpu", lambda x: True)
-            monkeypatch.setattr(compiled, "_compiled", traced)
+            monkeypatch.setattr(one_kernel, "_on_gpu", lambda x: True)
+            monkeypatch.setattr(one_kernel, "_compiled", traced)
         moe = moe_of(**settings, moe_permute_fusion=fused)
         x = torch.randn(BATCH, SEQ, HIDDEN, generator=torch.Generator().manual_seed(1)).requires_grad_()
         y = moe(x, moe.plan(x, context()))

@@ -164,3 +164,17 @@ def test_a_share_of_the_tokens_is_rounded_up_only_after_the_factor(tokens, facto
     assert routing.capacity == capacity
     kept = torch.bincount(routing.experts[routing.kept], minlength=8)
     assert torch.equal(kept, torch.bincount(routing.experts.flatten(), minlength=8).clamp(max=capacity))
+
+
+def test_the_weight_of_a_single_expert_is_its_sigmoid(x):
+    routing = routed(router_of(**SIGMOID, moe_router_topk=1), x)
+    best = torch.sigmoid(x @ router_of().weight.T).max(1, keepdim=True).values
+    torch.testing.assert_close(routing.weights, best)
+
+
+@pytest.mark.parametrize(("experts", "stride"), [(8, 11), (22, 13)])
+def test_a_forced_choice_steps_over_the_experts_by_a_number_that_reaches_all(x, experts, stride):
+    routing = routed(router_of(moe_router_force_load_balancing=True, num_experts=experts), x)
+    turns = 2 * numbers()[:, None] + torch.arange(2)
+    assert torch.equal(routing.experts, turns * stride % experts)
+    assert len(routing.experts.unique()) == experts
