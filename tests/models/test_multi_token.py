@@ -115,6 +115,12 @@ def test_a_future_in_another_document_does_not_count():
     assert future.loss_mask[:, 0].tolist() == [[1.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
 
 
+def test_depths_behind_the_end_of_a_short_sequence_count_nothing():
+    future = future_of(torch.tensor([[1, 2]]), torch.ones(1, 2), None, 4)
+    assert future.loss_mask.tolist() == [[[1.0, 0.0]], [[0.0, 0.0]], [[0.0, 0.0]], [[0.0, 0.0]]]
+    assert future.tokens.shape == future.labels.shape == (4, 1, 2)
+
+
 def test_further_layers_are_counted_and_left_out_without_a_future():
     model, tokens = model_and_tokens()
     assert sum(parameter.numel() for parameter in model.parameters()) == count_parameters(CONFIG).total
