@@ -187,3 +187,30 @@ def test_logits_count_in_full_for_a_small_batch_and_a_chunk_of_them_for_a_large_
 
     assert logits(1) == 8 * 1024 * 50304
     assert logits(2) == logits(32) == 8 * 2**26
+
+
+def test_a_last_unit_of_recomputed_layers_that_is_not_full_keeps_its_input_too():
+    units = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=3)
+    assert _activations(**units) == 4 + 3 * 16  # of 10 layers
+
+
+def test_sharded_gradients_take_a_shard_and_the_layer_that_is_being_reduced():
+    share = Share(ParallelConfig(data_parallel_sharding_strategy="optim_grads"), fsdp=True, shards=4)
+    gradients = expected_memory(GPT, 1, 1024, "bf16", share=share).gradients
+    assert gradients == count_parameters(GPT).total + (2 + 4) * layer_size(GPT, False).total
+
+
+@pytest.mark.parametrize(("layers", "gathered"), [(1, 1), (10, 2)])
+def test_two_layers_are_gathered_at_a_time_where_there_are_two(layers, gathered):
+    parallel = ParallelConfig(data_parallel_sharding_strategy="optim_grads_params")
+    share = Share(parallel, layers=layers, fsdp=True, shards=4)
+    head = GPT.padded_vocab_size * GPT.hidden_size
+    expected = 2 * gathered * layer_size(GPT, False).total + 4 * outside_parameters(GPT) + 2 * head
+    assert expected_memory(GPT, 1, 1024, "bf16", share=share).compute_copy == expected
+
+
+def test_ranks_that_an_expert_is_cut_over_gather_each_others_tokens():
+    model = ModelConfig(**ONE_LAYER, num_experts=4, moe_router_topk=2, swiglu=True)
+    whole, cut = (Cuts(tensor=2, experts=2, expert_tensor=etp) for etp in (1, 2))
+    more = layer_activations(model, cut, has_experts=True) - layer_activations(model, whole, has_experts=True)
+    assert more == 2 * 64 / 2  # of each pair of a token and an expert the row, which is as wide on both
