@@ -28,7 +28,7 @@ class DenseModel(Section):
     """Width of the residual stream."""
 
     ffn_hidden_size: PositiveInt | None = None
-    """Width of the MLP. Absent: 4 · hidden_size, or of a gated MLP 8/3 · hidden_size rounded up to 64."""
+    """Width of the MLP. Absent: 4 · hidden_size, of a gated MLP 8/3 · hidden_size rounded down to a multiple of 64."""
 
     num_attention_heads: PositiveInt | None = None
     """Query heads."""
@@ -103,7 +103,7 @@ class DenseModel(Section):
     """Biases in attention's output projection."""
 
     add_mlp_bias: bool = False
-    """Biases in the MLP."""
+    """Biases in the MLP, and in experts."""
 
     qk_layernorm: bool = False
     """Normalizes queries and keys per head before attention (Qwen3)."""
@@ -176,7 +176,7 @@ class DenseModel(Section):
         if self.ffn_hidden_size:
             return self.ffn_hidden_size
         if self.gated:
-            return -(-8 * self.hidden_size // (3 * 64)) * 64
+            return max(8 * self.hidden_size // (3 * 64), 1) * 64  # as Megatron-LM rounds
         return 4 * self.hidden_size
 
     @property

@@ -19,12 +19,6 @@ def check_experts(model: ModelConfig) -> None:
             f"model.moe_router_topk {topk} is more than model.num_experts {experts}; a token goes to different "
             "experts: lower it"
         )
-    if model.mlp_bias:
-        given = "add_bias_linear" if model.add_bias_linear else "add_mlp_bias"
-        raise ConfigError(
-            f"model.num_experts is {experts} and model.{given} true, but experts have no biases; set it to "
-            "false (model.add_qkv_bias gives attention its own)"
-        )
     _check_layers(model)
     _check_groups(model)
     if model.moe_router_enable_expert_bias and model.moe_router_score_function != "sigmoid":

@@ -21,7 +21,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megalith.models.layer_sizes import attention_weights, layer_size, mlp_weights
+from megalith.models.layer_sizes import (
+    attention_weights,
+    layer_size,
+    mlp_size,
+    mlp_weights,
+    weights_beside_experts,
+)
 
 if TYPE_CHECKING:
     from megalith.config import LoraConfig, ModelConfig
@@ -116,7 +122,7 @@ def count_parameters(model: ModelConfig, padded_vocab: bool = True) -> Parameter
         head=rows * hidden if model.untie_embeddings_and_output_weights else 0,
         idle=with_experts
         * ((model.num_experts or 0) - model.moe_router_topk)
-        * mlp_weights(model, model.expert_size),
+        * mlp_size(model, model.expert_size),
     )
 
 
@@ -140,7 +146,7 @@ def flops_per_token(model: ModelConfig, seq_length: int, lora: LoraConfig | None
     mlp = (layers - with_experts) * mlp_weights(model, model.ffn_size)
     mlp += len(model.further_layers) * 2 * model.hidden_size**2
     if with_experts:
-        mlp += with_experts * layer_size(model, True).mlp
+        mlp += with_experts * weights_beside_experts(model)
         mlp += with_experts * model.moe_router_topk * mlp_weights(model, model.expert_size)
     return TokenFlops(
         attention_projections=per_weight * layers * attention_weights(model),

@@ -38,21 +38,31 @@ def layer_size(model: ModelConfig, has_experts: bool, tensor: int = 1, experts_o
     norm = 2 if model.normalization == "LayerNorm" else 1  # weight and bias, or weight
     experts = 0
     if has_experts:
-        shared = model.moe_shared_expert_intermediate_size or 0
-        mlp = model.num_experts * model.hidden_size + mlp_weights(model, shared) // tensor
-        mlp += model.hidden_size * model.moe_shared_expert_gate
-        experts = model.num_experts * mlp_weights(model, model.expert_size) // experts_over
+        mlp = model.hidden_size * (model.num_experts + model.moe_shared_expert_gate)
+        if shared := model.moe_shared_expert_intermediate_size:
+            mlp += mlp_size(model, shared, tensor)
+        experts = model.num_experts * mlp_size(model, model.expert_size) // experts_over
     else:
-        mlp = mlp_weights(model, model.ffn_size) // tensor
-        if model.mlp_bias:
-            mlp += (2 if model.gated else 1) * model.ffn_size // tensor + model.hidden_size
+        mlp = mlp_size(model, model.ffn_size, tensor)
     norms = norm * (norms + model.norms_in_layer * model.hidden_size)
     return LayerSize(attention=attention, mlp=mlp, experts=experts, norms=norms)
+
+
+def mlp_size(model: ModelConfig, width: int, tensor: int = 1) -> int:
+    """The parameters of an MLP, or of an expert, of this width on one of `tensor` tensor-parallel ranks."""
+    biases = (2 if model.gated else 1) * width // tensor + model.hidden_size if model.mlp_bias else 0
+    return mlp_weights(model, width) // tensor + biases
 
 
 def mlp_weights(model: ModelConfig, width: int) -> int:
     """The matrices of an MLP, or of an expert, of this width."""
     return model.hidden_size * width * (3 if model.gated else 2)
+
+
+def weights_beside_experts(model: ModelConfig) -> int:
+    """The matrices that every token meets in a layer of experts: router, shared expert, its gate."""
+    router = model.hidden_size * (model.num_experts + model.moe_shared_expert_gate)
+    return router + mlp_weights(model, model.moe_shared_expert_intermediate_size or 0)
 
 
 def attention_weights(model: ModelConfig) -> int:

@@ -5,7 +5,9 @@
     x ──shared expert, if there is one──▶ added to y
 
 A row is multiplied by its weight between the two matrices of its expert, where it is narrower than at either end, so
-that the sum is a plain one and the experts' output need not be kept for the weights' gradient.
+that the sum is a plain one and the experts' output need not be kept for the weights' gradient. Behind that stands the
+bias of linear_fc2, if experts have biases: it is multiplied by the weight itself, so that a row is weight · (what the
+expert's MLP gives), as in Megatron-LM.
 
 The number of rows of each expert is known on the device only. It stays there: the grouped matmul reads it. Where it
 is needed on the host (matmuls one by one, or pairs dropped by a capacity and experts not filled up to it), the host
@@ -32,27 +34,41 @@ from megalith.models.linear import Linear
 from megalith.models.mlp import ACTIVATIONS, MLP
 from megalith.models.router import Router, Routing
 from megalith.ops.compiled import as_one_kernel
-from megalith.ops.grouped_gemm import Groups, Prepared, grouped_matmul, prepared
+from megalith.ops.grouped_gemm import Groups, Prepared, add_bias, grouped_matmul, prepared
 from megalith.ops.permute import Order, places, sorted_pairs, sum_rows, take_rows
 
 Activation = Callable[[Tensor], Tensor]
+Cast = tuple[Tensor, Tensor | None]
+Matrix = tuple[Prepared, Prepared | None]
 
 
 class GroupedLinear(nn.Module):
-    """A matrix for each expert in one weight [experts, out, in], kept in fp32 and cast where it is used."""
+    """A matrix for each expert in one weight [experts, out, in], kept in fp32 and cast where it is used; with `bias`
+    also one for each expert, [experts, out]."""
 
-    def __init__(self, experts: int, in_features: int, out_features: int, device: torch.device | None = None):
+    def __init__(
+        self,
+        experts: int,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        device: torch.device | None = None,
+    ):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(experts, out_features, in_features, device=device))
+        self.bias = nn.Parameter(torch.empty(experts, out_features, device=device)) if bias else None
+        self.first = 0  # the column of the output that the bias here begins at: a seam of ETP
 
-    def cast(self, dtype: torch.dtype) -> Tensor:
-        """The weight in `dtype`, without its gradient."""
+    def cast(self, dtype: torch.dtype) -> Cast:
+        """Weight and bias in `dtype`, without their gradients."""
         with torch.no_grad():  # where a DTensor hands over what it holds, and makes no node
-            return local(self.weight).detach().to(dtype)
+            both = (self.weight, self.bias)
+            return tuple(None if kept is None else local(kept).detach().to(dtype) for kept in both)
 
-    def prepared(self, cast: Tensor) -> Prepared:
-        """The weight as products take it, of what `cast` has given."""
-        return prepared(local(self.weight), cast)
+    def prepared(self, cast: Cast) -> Matrix:
+        """Weight and bias as products take them, of what `cast` has given."""
+        both = zip((self.weight, self.bias), cast)
+        return tuple(None if kept is None else prepared(local(kept), value) for kept, value in both)
 
 
 class Experts(nn.Module):
@@ -64,15 +80,16 @@ class Experts(nn.Module):
         self.activation = ACTIVATIONS[config.mlp_activation]
         self.grouped, self.fused = config.moe_grouped_gemm, config.moe_permute_fusion
         width = config.expert_size * (2 if self.gated else 1)
-        self.linear_fc1 = GroupedLinear(config.num_experts, config.hidden_size, width, device)
-        self.linear_fc2 = GroupedLinear(config.num_experts, config.expert_size, config.hidden_size, device)
+        experts, hidden, bias = config.num_experts, config.hidden_size, config.mlp_bias
+        self.linear_fc1 = GroupedLinear(experts, hidden, width, bias, device)
+        self.linear_fc2 = GroupedLinear(experts, config.expert_size, hidden, bias, device)
 
-    def cast(self, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """The weights of fc1 and fc2 in `dtype`, without their gradients."""
+    def cast(self, dtype: torch.dtype) -> tuple[Cast, Cast]:
+        """The weights and biases of fc1 and fc2 in `dtype`, without their gradients."""
         return self.linear_fc1.cast(dtype), self.linear_fc2.cast(dtype)
 
-    def prepared(self, cast: tuple[Tensor, Tensor]) -> tuple[Prepared, Prepared]:
-        """The weights as products take them, of what `cast` has given."""
+    def prepared(self, cast: tuple[Cast, Cast]) -> tuple[Matrix, Matrix]:
+        """The weights and biases as products take them, of what `cast` has given."""
         return self.linear_fc1.prepared(cast[0]), self.linear_fc2.prepared(cast[1])
 
     def forward(
@@ -80,19 +97,31 @@ class Experts(nn.Module):
         x: Tensor,
         weights: Tensor,
         groups: Groups,
-        matrices: tuple[Prepared, Prepared] | None = None,
+        matrices: tuple[Matrix, Matrix] | None = None,
     ) -> Tensor:
         """Rows x [rows, hidden], expert after expert, and their weights float32 [rows, 1] → [rows, hidden].
 
         `matrices` are what `prepared` gave, where that was called earlier.
         """
         fc1, fc2 = self.prepared(self.cast(x.dtype)) if matrices is None else matrices
-        x = grouped_matmul(x, fc1, groups, self.grouped)  # [rows, expert size], or [rows, 2 · expert size]
+        x = self._linear(x, *fc1, groups)  # [rows, expert size], or [rows, 2 · expert size]
         if self.fused:
             x = as_one_kernel(weighted_activation, x, weights, self.activation, self.gated, rows_vary=True)
         else:
             x = weighted_activation(x, weights, self.activation, self.gated)
-        return grouped_matmul(x, fc2, groups, self.grouped)
+        return self._linear(x, *fc2, groups, weights, self.linear_fc2.first)
+
+    def _linear(
+        self,
+        x: Tensor,
+        weight: Prepared,
+        bias: Prepared | None,
+        groups: Groups,
+        factors: Tensor | None = None,
+        first: int = 0,
+    ) -> Tensor:
+        y = grouped_matmul(x, weight, groups, self.grouped)
+        return y if bias is None else add_bias(y, bias, groups, factors, first, self.grouped, self.fused)
 
 
 def weighted_activation(x: Tensor, weights: Tensor, activation: Activation, gated: bool) -> Tensor:

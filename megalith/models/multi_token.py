@@ -5,7 +5,8 @@ from what the head has read so far and from the token that is k places ahead:
 
     h_k = norm(layer(linear_join([norm(embedding(t_{i+k})), norm(h_{k-1})])))        h_0: what the model's head reads
 
-with the model's own embedding and output matrix. The mean of their losses, times mtp_loss_scaling_factor, adds to the
+with the model's own embedding and output matrix. The loss of each is the mean over the tokens that it predicts, as in
+Megatron-LM: the further it looks, the fewer. The mean of these losses, times mtp_loss_scaling_factor, adds to the
 gradient, and nothing to the loss that is logged. Evaluation and generation leave these layers out. They are numbered on
 from the model's own, and every axis of parallelism takes them as layers; a pipeline's last stage has them, and with
 them a copy of the embedding.
@@ -32,14 +33,20 @@ class Future:
     tokens: Tensor  # int64: the token k places ahead, which layer k is told
     labels: Tensor  # int64: the one behind it
     loss_mask: Tensor  # float32: 0 where there is none, or where it belongs to another document
+    weights: Tensor | float = (
+        1.0  # float32 [layers], of each layer's sum of losses: main loss's tokens / its own
+    )
 
     def at(self, places: Tensor) -> Future:
         """These places of every sequence."""
-        return Future(self.tokens[..., places], self.labels[..., places], self.loss_mask[..., places])
+        return Future(
+            self.tokens[..., places], self.labels[..., places], self.loss_mask[..., places], self.weights
+        )
 
     def to(self, device: torch.device) -> Future:
+        """On a device; the weights are made there."""
         parts = (self.tokens, self.labels, self.loss_mask)
-        return Future(*(to_device(part, device) for part in parts))
+        return Future(*(to_device(part, device) for part in parts), self.weights)
 
 
 def future_of(labels: Tensor, loss_mask: Tensor, document_ids: Tensor | None, layers: int) -> Future:

@@ -6,7 +6,7 @@ output is cast to the compute dtype, and every layer computes in the dtype it is
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -182,7 +182,7 @@ class Transformer(nn.Module):
         for k, number in enumerate(map(str, self.config.further_layers)):
             told = replace(context, upcoming=self.embed(future.tokens[k], position_ids, context))
             x = self.run_layers([number], x, told)
-            sizes = (self.config.vocab_size, self.config.final_logit_softcapping, scale)
+            sizes = (self.config.vocab_size, self.config.final_logit_softcapping, scale * future.weights[k])
             losses.append(self.loss(x, self.output_weight, future.labels[k], future.loss_mask[k], *sizes))
         return with_further_losses(loss, sum(losses))
 
@@ -205,6 +205,12 @@ class Transformer(nn.Module):
         for number in numbers:
             x = self.layers[number](x, context.at_layer(int(number)))
         return x
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Transformer:
+        """What `.float()`, `.bfloat16()`, `.to(dtype)` and `.to(device)` call: a dtype is the compute dtype too."""
+        super()._apply(fn, recurse)
+        self.compute_dtype = fn(torch.empty(0, dtype=self.compute_dtype)).dtype
+        return self
 
     @property
     def device(self) -> torch.device:

@@ -7,6 +7,9 @@ A weight's gradient is made apart from that of the rows, in the backward pass of
 for it but the optimizer, so what comes between the two forward comes before it in the backward pass: an exchange of
 rows that begins there is under way while the weights' gradients are computed.
 
+A group may have a bias too. Its gradient is what a weight's is for one more column of the input, which holds ones, or
+the factors that the bias was multiplied by; so the same kernels make it, in the same order of additions.
+
 The backward pass keeps a weight as its parameter has it and casts it again: what was cast for the forward pass would
 stay until then, for every layer and every micro-batch in flight.
 """
@@ -39,6 +42,11 @@ class Groups:
         """The sizes; waits for the device where only that knows them."""
         return tuple(self.counts.tolist()) if self.sizes is None else self.sizes
 
+    def of_rows(self, rows: int) -> Tensor:
+        """The group of each of all `rows` rows: int64 [rows], without waiting for the device."""
+        numbers = torch.arange(len(self.counts), device=self.counts.device)
+        return numbers.repeat_interleave(self.counts, output_size=rows)
+
     @property
     def even(self) -> bool:
         """Whether all are known to be of one size."""
@@ -47,17 +55,17 @@ class Groups:
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A weight as one product takes it."""
+    """A weight as one product takes it, or a bias."""
 
-    value: Tensor  # [groups, out, in] in the product's dtype
+    value: Tensor  # [groups, out, in] in the product's dtype, or [groups, out]
     kept: Tensor  # what the backward pass casts again: the same, in the parameter's dtype and memory
     owed: list[Callable[[torch.dtype], Tensor]] = field(default_factory=list)
     """After the product's backward pass: what computes the weight's gradient, in a dtype."""
 
 
 def prepared(weight: Tensor, cast: Tensor) -> Prepared:
-    """weight [groups, out, in], which `cast` has in the products' dtype. Its gradient has its own dtype, summed in
-    fp32 and rounded to it once."""
+    """weight [groups, out, in] or bias [groups, out], which `cast` has in the products' dtype. Its gradient has its own
+    dtype, summed in fp32 and rounded to it once."""
     owed: list[Callable[[torch.dtype], Tensor]] = []
     return Prepared(_Prepare.apply(weight, cast, owed), weight.detach(), owed)
 
@@ -69,14 +77,31 @@ def grouped_matmul(x: Tensor, weight: Prepared, groups: Groups, grouped: bool = 
     """
     if groups.even and len(x):
         return EvenMatmul.apply(x, weight.value, weight.kept, weight.owed)
-    if grouped and len(x) and has_kernel(x, weight.value):
+    if grouped and len(x) and has_kernel(x, *weight.value.shape[1:]):
         return GroupedMatmul.apply(x, weight.value, weight.kept, weight.owed, groups.counts)
     return LoopedMatmul.apply(x, weight.value, weight.kept, weight.owed, groups.on_host())
 
 
-def has_kernel(x: Tensor, weight: Tensor) -> bool:
-    """Whether torch's grouped GEMM takes these: bf16 on a GPU, rows a multiple of 16 bytes long."""
-    aligned = all(size * x.element_size() % ALIGNMENT == 0 for size in weight.shape[1:])
+def add_bias(
+    y: Tensor,
+    bias: Prepared,
+    groups: Groups,
+    factors: Tensor | None = None,
+    first: int = 0,
+    grouped: bool = True,
+    fused: bool = False,
+) -> Tensor:
+    """Rows y [rows, out], group after group, plus the bias [groups, columns] of their group → [rows, out].
+
+    It is added to the columns from `first` on, times the row's factor where there are `factors` float32 [rows, 1].
+    `grouped` is as of grouped_matmul; `fused`: as one compiled kernel on a GPU. The bias always gets a gradient.
+    """
+    return AddBias.apply(y, bias.value, bias.kept, bias.owed, factors, groups, first, grouped, fused)
+
+
+def has_kernel(x: Tensor, *sizes: int) -> bool:
+    """Whether torch's grouped GEMM takes x, and rows of these sizes: bf16 on a GPU, a multiple of 16 bytes long."""
+    aligned = all(size * x.element_size() % ALIGNMENT == 0 for size in sizes)
     return x.is_cuda and x.dtype == torch.bfloat16 and aligned
 
 
@@ -154,6 +179,74 @@ class LoopedMatmul(torch.autograd.Function):
         if ctx.needs_input_grad[1]:
             ctx.owed.append(partial(_looped_gradient, grad, x, ctx.sizes))
         return grad_x, None, None, None, None
+
+
+class AddBias(torch.autograd.Function):
+    """A bias for each group of rows, with a factor for each row."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        y: Tensor,
+        bias: Tensor,
+        kept: Tensor,
+        owed: list,
+        factors: Tensor | None,
+        groups: Groups,
+        first: int,
+        grouped: bool,
+        fused: bool,
+    ) -> Tensor:
+        group = groups.of_rows(len(y))
+        ctx.save_for_backward(kept, factors, group)
+        ctx.owed, ctx.groups, ctx.first, ctx.grouped, ctx.fused = owed, groups, first, grouped, fused
+        return _run(fused, _biased, y, bias, factors, group, first)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        kept, factors, group = ctx.saved_tensors
+        columns, grad_factors = grad.narrow(1, ctx.first, kept.shape[1]), None
+        if ctx.needs_input_grad[1]:
+            ctx.owed.append(partial(_bias_gradient, columns.contiguous(), factors, ctx.groups, ctx.grouped))
+        if ctx.needs_input_grad[4]:
+            grad_factors = _run(ctx.fused, _factor_gradient, columns, kept, group)
+        return grad, None, None, None, grad_factors, None, None, None, None
+
+
+def _run(fused: bool, function: Callable, *args) -> Tensor:
+    return as_one_kernel(function, *args, rows_vary=True) if fused else function(*args)
+
+
+def _biased(y: Tensor, bias: Tensor, factors: Tensor | None, group: Tensor, first: int) -> Tensor:
+    added = bias[group]
+    if factors is not None:
+        added = added * factors.to(y.dtype)
+    if added.shape[1] < y.shape[1]:
+        added = F.pad(added, (first, y.shape[1] - first - added.shape[1]))
+    return y + added
+
+
+def _factor_gradient(grad: Tensor, bias: Tensor, group: Tensor) -> Tensor:
+    """grad [rows, columns] → float32 [rows, 1]."""
+    return (grad * bias.to(grad.dtype)[group]).sum(1, keepdim=True, dtype=torch.float32)
+
+
+def _bias_gradient(
+    grad: Tensor, factors: Tensor | None, groups: Groups, grouped: bool, dtype: torch.dtype
+) -> Tensor:
+    """grad [rows, columns], the rows' factors [rows, 1] or None for ones → [groups, columns]."""
+    count = len(groups.counts)
+    x = grad.new_ones(len(grad), 1) if factors is None else factors.to(grad.dtype)
+    if groups.even and len(grad):
+        found = _even_gradient(_by_group(grad, count), _by_group(x, count), dtype)
+    else:
+        wide = x.expand(-1, ALIGNMENT // x.element_size())  # as many columns as the kernel needs
+        if grouped and len(grad) and has_kernel(grad, grad.shape[1]):
+            ends = groups.counts.cumsum(0).to(torch.int32)
+            found = _grouped_gradient(grad, wide.contiguous(), groups.counts, ends, dtype)
+        else:
+            found = _looped_gradient(grad, x, groups.on_host(), dtype)
+    return found[..., 0]
 
 
 def _by_group(rows: Tensor, groups: int) -> Tensor:

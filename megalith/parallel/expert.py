@@ -25,6 +25,7 @@ two lines hide its exchanges as well:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import cache
 
@@ -39,6 +40,7 @@ from megalith.comm import (
     begin_all_to_all,
     end_all_to_all,
     gathered,
+    local_place,
     own_part,
     reduce_scatter,
     summed,
@@ -54,8 +56,13 @@ from megalith.parallel.mesh import Mesh
 from megalith.parallel.parcels import Parcels, pack, parcels, unpack
 from megalith.parallel.tensor import TensorParallel
 
-# The dimensions of each weight [experts, out, in] that are cut over ep and over etp: columns of fc1, rows of fc2.
-CUTS = {"linear_fc1": {"ep": 0, "etp": 1}, "linear_fc2": {"ep": 0, "etp": 2}}
+# The dimensions of weights [experts, out, in] and biases [experts, out] that are cut over ep and over etp: columns of
+# fc1, rows of fc2. Of the bias of fc2 each rank adds some columns, so that the ranks' sum has it once, and none shares
+# its gradient with another.
+CUTS = {
+    "linear_fc1": {"weight": {"ep": 0, "etp": 1}, "bias": {"ep": 0, "etp": 1}},
+    "linear_fc2": {"weight": {"ep": 0, "etp": 2}, "bias": {"ep": 0, "etp": 1}},
+}
 
 
 def apply_expert(model: Transformer, mesh: Mesh, tensor: TensorParallel | None, dispatcher: str) -> None:
@@ -231,17 +238,20 @@ def _numbers_here(destinations: Tensor, rank: int, here: int, nowhere: int) -> T
 def _micro_batches(ranks: int, alike: int) -> int:
     """The most micro-batches that `ranks` neighbours have between them, where each `alike` neighbours share one.
 
-    Each lets an expert take its capacity, so this many times it is what an expert may get of what they gather.
+    Each lets an expert take its capacity, so this many times it is what an expert may get of what they gather. Both
+    kinds of neighbours begin at multiples of their number.
     """
-    if ranks % alike == 0:
-        return ranks // alike
-    return 1 if alike % ranks == 0 else ranks // alike + 2
+    return 1 + -(-(ranks - math.gcd(ranks, alike)) // alike)
 
 
 def _cut(experts: Experts, mesh: Mesh) -> None:
     """Makes the experts' parameters DTensors over ("ep", "etp"), or the one of them that there is."""
-    for name, cuts in CUTS.items():
+    for name, kinds in CUTS.items():
         linear = getattr(experts, name)
-        placements = [Shard(cuts[axis]) for axis in mesh.experts.mesh_dim_names]
-        placed = distribute_tensor(linear.weight, mesh.experts, placements, src_data_rank=None)
-        linear.weight = nn.Parameter(placed, requires_grad=linear.weight.requires_grad)
+        for kind, parameter in list(linear.named_parameters()):
+            placements = [Shard(kinds[kind][axis]) for axis in mesh.experts.mesh_dim_names]
+            placed = distribute_tensor(parameter, mesh.experts, placements, src_data_rank=None)
+            setattr(linear, kind, nn.Parameter(placed, requires_grad=parameter.requires_grad))
+    bias = experts.linear_fc2.bias
+    if bias is not None:
+        experts.linear_fc2.first = local_place(bias)[1][1]

@@ -8,18 +8,19 @@ import torch
 from torch import Tensor
 
 from megalith.comm import Axis, summed
+from megalith.hardware import to_device
 from megalith.parallel.shards import LocalParameters
 
 
 def valid_tokens(loss_masks: Iterable[Tensor], dp_cp: Axis, device: torch.device) -> Tensor:
-    """Sum of all the step's loss masks over `dp_cp`, at least 1: a float32 scalar on `device`.
+    """Sum of all the step's loss masks over `dp_cp`, at least 1, on `device`: a float32 scalar, or [n] of n losses.
 
-    The masks are this rank's own, float32 on the host, cut by context parallelism. Neither the sum nor the collective
-    makes the host wait for the device: the scalar goes into the factor of the loss before the first backward.
+    The masks [batch, seq], or [n, batch, seq], are this rank's own, float32 on the host, cut by context parallelism.
+    Neither the sum nor the collective makes the host wait for the device: the counts go into the factor of the loss
+    before the first backward.
     """
-    own = sum(mask.sum(dtype=torch.float64).item() for mask in loss_masks)
-    total = summed(torch.full((), own, dtype=torch.float64, device=device), dp_cp)
-    return total.clamp(min=1.0).float()
+    own = sum(mask.sum((-2, -1), dtype=torch.float64) for mask in loss_masks)
+    return summed(to_device(own, device), dp_cp).clamp(min=1.0).float()
 
 
 class GradientSquares:

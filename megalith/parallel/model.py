@@ -49,6 +49,12 @@ class Part:
     def tokens(self) -> Tensor:
         return self.batch.tokens
 
+    @property
+    def loss_masks(self) -> Tensor:
+        """Of the main loss and of each that predicts a further token: float32 [1 + layers, batch, seq]."""
+        further = [] if self.future is None else [self.future.loss_mask]
+        return torch.cat([self.batch.loss_mask[None], *further])
+
 
 class ParallelModel:
     """This rank's chunks, and the passes that all ranks make together.
@@ -75,11 +81,13 @@ class ParallelModel:
         The mean is over the valid tokens of all micro-batches of all data-parallel ranks.
         """
         parts = self._train(True)._parts(micro_batches)
-        masks = [part.batch.loss_mask for part in parts]
-        tokens = valid_tokens(masks, self.mesh.dp_cp, self.device)
+        counts = valid_tokens([part.loss_masks for part in parts], self.mesh.dp_cp, self.device)
+        tokens = counts[0]
         factor = loss_scale / tokens
         for part in parts:
             part.loss_scale = factor
+            if part.future is not None:
+                part.future.weights = tokens / counts[1:]
         if self.config.num_experts:
             for part in parts:
                 part.balance_scale = loss_scale / (len(parts) * self.mesh.dp.size)

@@ -155,3 +155,12 @@ def test_a_tiny_preset_takes_its_vocabulary_from_elsewhere():
     for name in ("tiny-gpt", "tiny-llama", "tiny-qwen", "tiny-mixtral", "tiny-deepseek"):
         assert ModelConfig(**PRESETS[name]).vocab_size is None
         check_model(ModelConfig(**PRESETS[name], vocab_size=100))
+
+
+@pytest.mark.parametrize(
+    ("hidden_size", "width"), [(4096, 10880), (64, 128), (72, 192), (768, 2048), (16, 64)]
+)
+def test_a_gated_mlp_without_a_width_has_the_one_that_megatron_gives_it(hidden_size, width):
+    model = dict(num_layers=1, hidden_size=hidden_size, num_attention_heads=1, vocab_size=8)
+    assert ModelConfig(**model, swiglu=True).ffn_size == width
+    assert ModelConfig(**model).ffn_size == 4 * hidden_size

@@ -127,11 +127,12 @@ def test_loss_and_its_gradient_are_those_of_cross_entropy(monkeypatch, dtype, ro
     assert not logits[:, real:].any()
 
 
-def test_large_parameters_are_stepped_as_torch_steps_them():
+@pytest.mark.parametrize("betas", [(0.9, 0.95), (0.0, 0.95), (0.9, 0.0)])
+def test_large_parameters_are_stepped_as_torch_steps_them(betas):
     torch.manual_seed(0)
     start = random(LEAST + 1003)
     ours, exact = start.clone().requires_grad_(), start.double().requires_grad_()
-    settings = dict(lr=1e-2, betas=(0.9, 0.95), eps=1e-8, weight_decay=0.1)
+    settings = dict(lr=1e-2, betas=betas, eps=1e-8, weight_decay=0.1)
     optimizer, reference = AdamW([ours], fused=True, **settings), torch.optim.AdamW([exact], **settings)
     for moment in ("exp_avg", "exp_avg_sq"):
         optimizer.state[ours][moment] = torch.zeros_like(start)

@@ -10,7 +10,14 @@ from megalith.models.init import initialize
 from megalith.models.moe import MoE
 from megalith.models.transformer import Transformer
 from megalith.ops.compiled import as_one_kernel
-from megalith.ops.grouped_gemm import Groups, LoopedMatmul, grouped_matmul, has_kernel, prepared
+from megalith.ops.grouped_gemm import (
+    Groups,
+    LoopedMatmul,
+    add_bias,
+    grouped_matmul,
+    has_kernel,
+    prepared,
+)
 from megalith.ops.permute import sum_rows
 from megalith.ops.wide_product import wide_product
 from megalith.parallel.parcels import Parcels, pack, parcels, unpack
@@ -21,6 +28,7 @@ MODEL = dict(num_layers=2, hidden_size=HIDDEN, ffn_hidden_size=512, num_attentio
              max_position_embeddings=SEQ, hidden_dropout=0.0, attention_dropout=0.0, num_experts=8,
              moe_ffn_hidden_size=128, moe_router_topk=2, moe_aux_loss_coeff=0.01, moe_z_loss_coeff=0.001,
              moe_grouped_gemm=True)  # fmt: skip
+BIASES = dict(add_bias_linear=True)
 FILLED = dict(moe_expert_capacity_factor=1.25, moe_pad_expert_input_to_capacity=True)
 
 
@@ -35,7 +43,7 @@ def test_grouped_matmul_equals_the_loop_and_empty_groups_get_zeros(sizes, dtype)
     torch.full((4, 192, HIDDEN), float("nan"), device="cuda", dtype=dtype)  # what freed memory may hold
     x = torch.randn(sum(sizes), HIDDEN, device="cuda", dtype=dtype)
     weight = torch.randn(4, 192, HIDDEN, device="cuda", dtype=dtype) / 16
-    assert has_kernel(x, weight) == (dtype == torch.bfloat16)
+    assert has_kernel(x, *weight.shape[1:]) == (dtype == torch.bfloat16)
     results = []
     for function in (
         lambda x, w: grouped_matmul(x, w, Groups(torch.tensor(sizes, device="cuda"))),
@@ -110,7 +118,11 @@ def passes(moe: MoE, inputs: Context) -> list[torch.Tensor]:
     return [y.detach(), x.grad, *(parameter.grad for parameter in moe.parameters())]
 
 
-@pytest.mark.parametrize("settings", [{}, {"moe_permute_fusion": True}, FILLED], ids=str)
+@pytest.mark.parametrize(
+    "settings",
+    [{}, {"moe_permute_fusion": True}, FILLED, BIASES, BIASES | FILLED | {"moe_permute_fusion": True}],
+    ids=str,
+)
 def test_the_host_never_waits_for_the_device(settings):
     moe, inputs = layer(**settings), context()
     passes(moe, inputs)  # what is made at first use
@@ -122,13 +134,39 @@ def test_the_host_never_waits_for_the_device(settings):
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.parametrize("biases", [{}, BIASES], ids=str)
 @pytest.mark.parametrize("settings", [{"moe_permute_fusion": True}, {"moe_grouped_gemm": False}], ids=str)
-def test_other_kernels_give_the_same(settings):
-    for ours, expected in zip(passes(layer(**settings), context()), passes(layer(), context())):
+def test_other_kernels_give_the_same(settings, biases):
+    found = passes(layer(**settings, **biases), context()), passes(layer(**biases), context())
+    for ours, expected in zip(*found):
         assert relative(ours, expected) < 1e-2
 
 
-@pytest.mark.parametrize("settings", [{}, FILLED | {"moe_shared_expert_intermediate_size": 256}], ids=str)
+@pytest.mark.parametrize("sizes", [(70, 0, 300, 14), (0, 0, 0, 128), (128, 128, 128, 128), (1, 2, 3, 5)])
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("first", [0, 16])
+def test_biases_in_bf16_are_those_in_fp32_and_empty_groups_get_zeros(sizes, fused, first):
+    torch.manual_seed(0)
+    torch.full((4, 192, 8), float("nan"), device="cuda", dtype=torch.bfloat16)  # what freed memory may hold
+    shapes = ((sum(sizes), 192), (4, 192 - first), (sum(sizes), 1))
+    values = [torch.randn(*shape, device="cuda").bfloat16().float() for shape in shapes]
+    results = []
+    for dtype in (torch.bfloat16, torch.float32):
+        groups = Groups(torch.tensor(sizes, device="cuda"), sizes if dtype == torch.float32 else None)
+        y, bias, factors = (value.clone().requires_grad_() for value in values)
+        cast = prepared(bias, bias.detach().to(dtype))
+        total = add_bias(y.to(dtype), cast, groups, factors, first, fused=fused and dtype == torch.bfloat16)
+        total.backward(torch.linspace(-1, 1, total.numel(), device="cuda").view_as(total).to(dtype))
+        results.append([total.detach(), y.grad, bias.grad, factors.grad])
+    for ours, expected in zip(*results):
+        assert relative(ours, expected) < 1e-2
+    empty = torch.tensor([size == 0 for size in sizes], device="cuda")
+    assert not results[0][2][empty].any()
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, BIASES, FILLED | {"moe_shared_expert_intermediate_size": 256}], ids=str
+)
 @pytest.mark.parametrize(
     "dtype, routing, bound",
     [

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
 from megalith.config.presets import PRESETS
 from megalith.models.flops import count_parameters, flops_per_token, throughput
@@ -163,12 +164,56 @@ def test_counts_agree_with_a_plain_model_and_pytorchs_flop_counter(family):
     assert counter.get_total_flops() == batch * seq * flops_per_token(config, seq).full
 
 
-@pytest.mark.parametrize("name", [*PRESETS, "qwen2"])
+BIASED_EXPERTS = {"add_mlp_bias": True, "moe_shared_expert_intermediate_size": 48}
+
+
+def test_biases_of_experts_are_counted_and_cost_no_flops():
+    plain, biased = (
+        ModelConfig(**{**PRESETS["tiny-mixtral"], "vocab_size": 100, "add_mlp_bias": biases})
+        for biases in (False, True)
+    )
+    more = count_parameters(biased), count_parameters(plain)
+    layers, hidden, width = plain.num_layers, plain.hidden_size, plain.expert_size
+    assert more[0].total - more[1].total == layers * plain.num_experts * (2 * width + hidden)
+    active = more[0].active - more[1].active
+    assert active == layers * plain.moe_router_topk * (2 * width + hidden)
+    assert flops_per_token(biased, 64) == flops_per_token(plain, 64)
+
+
+@pytest.mark.parametrize("name", [*PRESETS, "qwen2", "experts with biases"])
 def test_parameter_count_is_the_models_own(name):
-    shape = PRESETS.get(name, QWEN2_HALF_BILLION)
+    shapes = {"qwen2": QWEN2_HALF_BILLION, "experts with biases": PRESETS["tiny-mixtral"] | BIASED_EXPERTS}
+    shape = (PRESETS | shapes)[name]
     config = ModelConfig(**{"vocab_size": 1000, "max_position_embeddings": 64, **shape, "num_layers": 2})
     model = Transformer(config, device="meta")
     assert count_parameters(config).total == sum(p.numel() for p in model.parameters())
+
+
+def test_a_token_costs_its_own_experts_the_router_and_the_shared_expert():
+    fields = {**PRESETS["tiny-mixtral"], "vocab_size": 100, "moe_router_topk": 3, "moe_ffn_hidden_size": 40}
+    model = ModelConfig(**fields, moe_shared_expert_intermediate_size=24, moe_shared_expert_gate=True)
+    weights = 64 * 4 + 3 * (3 * 64 * 40) + 3 * 64 * 24 + 64
+    assert flops_per_token(model, 32).mlp == 6 * 2 * weights
+
+
+def test_each_further_layer_costs_a_head_a_layer_and_the_join_of_its_inputs():
+    plain, further = (
+        ModelConfig(**{**PRESETS["tiny-llama"], "vocab_size": 100, "mtp_num_layers": n}) for n in (None, 2)
+    )
+    costs, layers = (flops_per_token(plain, 32), flops_per_token(further, 32)), plain.num_layers
+    assert costs[1].head == 3 * costs[0].head
+    assert costs[1].attention_matrix * layers == costs[0].attention_matrix * (layers + 2)
+    joins = 6 * 2 * 2 * plain.hidden_size**2
+    assert (costs[1].mlp - joins) * layers == costs[0].mlp * (layers + 2)
+
+
+def test_frozen_weights_cost_two_products_and_adapters_three():
+    model = ModelConfig(**{**PRESETS["tiny-llama"], "vocab_size": 100})
+    lora = LoraConfig(rank=4)
+    plain, adapted = flops_per_token(model, 32), flops_per_token(model, 32, lora)
+    assert 3 * adapted.mlp == 2 * plain.mlp and 3 * adapted.head == 2 * plain.head
+    assert adapted.attention_matrix == plain.attention_matrix
+    assert adapted.adapters == 6 * model.num_layers * lora.parameters(model)
 
 
 def test_a_window_counts_with_the_keys_that_it_leaves():

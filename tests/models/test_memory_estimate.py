@@ -1,6 +1,7 @@
 """The memory estimate: exact bytes a parameter, and activations near what was measured."""
 
 import pytest
+from torch.distributed.tensor import Shard
 
 from megalith.config import ParallelConfig
 from megalith.config.model import ModelConfig
@@ -14,6 +15,9 @@ from megalith.models.memory import (
     layer_activations,
     outside_parameters,
 )
+from megalith.models.norm import HeadsNorm
+from megalith.models.transformer import Transformer
+from megalith.parallel.tensor import HEADS_NORM, ROLES, SHARED_QKV
 
 ONE_LAYER = dict(
     num_layers=10, hidden_size=64, num_attention_heads=4, vocab_size=100, max_position_embeddings=1024
@@ -50,6 +54,38 @@ def test_layers_and_what_is_outside_make_up_the_model(preset):
     model = ModelConfig(**PRESETS[preset])
     whole = model.num_layers * layer_size(model, False).total + outside_parameters(model)
     assert whole == count_parameters(model).total
+
+
+BIASED = {"add_mlp_bias": True, "add_qkv_bias": True, "add_proj_bias": True}
+SHARED = {"moe_shared_expert_intermediate_size": 48, "moe_shared_expert_gate": True, "add_mlp_bias": True}
+SHAPES = {
+    "gpt": PRESETS["tiny-gpt"],
+    "llama, biases": PRESETS["tiny-llama"] | BIASED,
+    "norms over all heads": PRESETS["tiny-llama"] | {"qk_layernorm": True, "qk_layernorm_full_width": True},
+    "mixtral, biases": PRESETS["tiny-mixtral"] | BIASED | SHARED,
+    "deepseek, biases": PRESETS["tiny-deepseek"] | {"q_lora_rank": 24} | SHARED,
+}
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])  # 4 ranks share the groups of some
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_rank_is_said_to_hold_what_its_cuts_leave_it(shape, tensor):
+    model = ModelConfig(**{**SHAPES[shape], "vocab_size": 100, "max_position_embeddings": 64})
+    for number, layer in Transformer(model, device="meta").layers.items():
+        dense = experts = 0
+        for name, parameter in layer.named_parameters():
+            module, _, kind = name.rpartition(".")
+            role = ROLES[module.rpartition(".")[2]]
+            if module.endswith("linear_qkv") and model.query_groups < tensor:
+                role = SHARED_QKV
+            if isinstance(layer.get_submodule(module), HeadsNorm):
+                role = HEADS_NORM
+            if ".experts." in name:
+                experts += parameter.numel() // 4
+            else:
+                dense += parameter.numel() // (tensor if isinstance(getattr(role, kind), Shard) else 1)
+        size = layer_size(model, int(number) in model.expert_layers, tensor, 4)
+        assert (size.dense, size.experts) == (dense, experts)
 
 
 # Widths a token that a layer keeps, counted from the tensors that it saves: docs/parallelism/memory.md.
@@ -185,3 +221,30 @@ def test_logits_count_in_full_for_a_small_batch_and_a_chunk_of_them_for_a_large_
 
     assert logits(1) == 8 * 1024 * 50304
     assert logits(2) == logits(32) == 8 * 2**26
+
+
+def test_a_last_unit_of_recomputed_layers_that_is_not_full_keeps_its_input_too():
+    units = dict(recompute_granularity="full", recompute_method="uniform", recompute_num_layers=3)
+    assert _activations(**units) == 4 + 3 * 16  # of 10 layers
+
+
+def test_sharded_gradients_take_a_shard_and_the_layer_that_is_being_reduced():
+    share = Share(ParallelConfig(data_parallel_sharding_strategy="optim_grads"), fsdp=True, shards=4)
+    gradients = expected_memory(GPT, 1, 1024, "bf16", share=share).gradients
+    assert gradients == count_parameters(GPT).total + (2 + 4) * layer_size(GPT, False).total
+
+
+@pytest.mark.parametrize(("layers", "gathered"), [(1, 1), (10, 2)])
+def test_two_layers_are_gathered_at_a_time_where_there_are_two(layers, gathered):
+    parallel = ParallelConfig(data_parallel_sharding_strategy="optim_grads_params")
+    share = Share(parallel, layers=layers, fsdp=True, shards=4)
+    head = GPT.padded_vocab_size * GPT.hidden_size
+    expected = 2 * gathered * layer_size(GPT, False).total + 4 * outside_parameters(GPT) + 2 * head
+    assert expected_memory(GPT, 1, 1024, "bf16", share=share).compute_copy == expected
+
+
+def test_ranks_that_an_expert_is_cut_over_gather_each_others_tokens():
+    model = ModelConfig(**ONE_LAYER, num_experts=4, moe_router_topk=2, swiglu=True)
+    whole, cut = (Cuts(tensor=2, experts=2, expert_tensor=etp) for etp in (1, 2))
+    more = layer_activations(model, cut, has_experts=True) - layer_activations(model, whole, has_experts=True)
+    assert more == 2 * 64 / 2  # of each pair of a token and an expert the row, which is as wide on both

@@ -1,20 +1,25 @@
 """The layer of experts against a transcription token by token, in every way that rows can be ordered."""
 
+import functools
+
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import silu
 
-from megalith.config import ModelConfig
+from megalith.config import ModelConfig, OptimConfig
 from megalith.models.context import Context
 from megalith.models.init import initialize
-from megalith.models.moe import MoE
+from megalith.models.moe import GroupedLinear, MoE
 from megalith.models.transformer import Transformer
+from megalith.ops import compiled as one_kernel
+from megalith.optim import build_optimizer
 
 BATCH, SEQ, HIDDEN = 2, 12, 16
 BASE = dict(num_layers=2, hidden_size=HIDDEN, ffn_hidden_size=24, num_attention_heads=2, swiglu=True,
             add_bias_linear=False, num_experts=4, vocab_size=32, make_vocab_size_divisible_by=8,
             max_position_embeddings=SEQ, hidden_dropout=0.0, attention_dropout=0.0)  # fmt: skip
+BIASES = dict(add_bias_linear=True)
 DROP = dict(moe_expert_capacity_factor=0.75)
 
 
@@ -33,14 +38,19 @@ def context(scale: float | None = 1.0) -> Context:
     )
 
 
+def linear(layer: GroupedLinear, number: int, x: torch.Tensor) -> torch.Tensor:
+    y = x @ layer.weight[number].T
+    return y if layer.bias is None else y + layer.bias[number]
+
+
 def expert(moe: MoE, number: int, x: torch.Tensor) -> torch.Tensor:
-    gate_up = x @ moe.experts.linear_fc1.weight[number].T
+    gate_up = linear(moe.experts.linear_fc1, number, x)
     hidden = (
         silu(gate_up[..., 0::2]) * gate_up[..., 1::2]
         if moe.experts.gated
         else moe.experts.activation(gate_up)
     )
-    return hidden @ moe.experts.linear_fc2.weight[number].T
+    return linear(moe.experts.linear_fc2, number, hidden)
 
 
 def token_by_token(moe: MoE, x: torch.Tensor) -> torch.Tensor:
@@ -73,6 +83,10 @@ def token_by_token(moe: MoE, x: torch.Tensor) -> torch.Tensor:
         DROP | {"moe_token_drop_policy": "position", "moe_shared_expert_intermediate_size": 8},
         DROP | {"moe_pad_expert_input_to_capacity": True},
         {"moe_expert_capacity_factor": 9.0, "moe_pad_expert_input_to_capacity": True},
+        BIASES,
+        BIASES | {"swiglu": False, "moe_shared_expert_intermediate_size": 40, "moe_permute_fusion": True},
+        BIASES | DROP,
+        BIASES | DROP | {"moe_pad_expert_input_to_capacity": True},
     ],
     ids=str,
 )
@@ -87,6 +101,13 @@ def test_values_and_gradients_equal_those_token_by_token(settings):
         moe.zero_grad()
     for ours, expected in zip(*outcomes):
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_no_expert_is_filled_up_with_more_rows_than_there_are_tokens():
+    dispatch = moe_of(**DROP, moe_pad_expert_input_to_capacity=True).dispatch
+    plan = dispatch.rows(torch.rand(5, 2), torch.tensor([[0, 1]] * 5), 100, 4)
+    assert plan.size == 5 and plan.counts.tolist() == [5, 5, 5, 5] and len(plan.pair) == 20
+    assert plan.pair.tolist() == [0, 2, 4, 6, 8, 1, 3, 5, 7, 9] + [10] * 10
 
 
 def test_a_fused_permutation_changes_nothing(quick_compile):
@@ -106,6 +127,27 @@ def test_a_fused_permutation_changes_nothing(quick_compile):
     assert torch.equal(results[0], results[2]) and torch.equal(results[1], results[3])
 
 
+@pytest.mark.parametrize("settings", [{}, BIASES, BIASES | DROP], ids=str)
+def test_fused_steps_as_they_are_traced_change_nothing(monkeypatch, settings):
+    @functools.cache
+    def traced(function, dynamic):
+        return torch.compile(function, dynamic=dynamic, backend="aot_eager")
+
+    outcomes = []
+    for fused in (False, True):
+        if fused:
+            monkeypatch.setattr(one_kernel, "_on_gpu", lambda x: True)
+            monkeypatch.setattr(one_kernel, "_compiled", traced)
+        moe = moe_of(**settings, moe_permute_fusion=fused)
+        x = torch.randn(BATCH, SEQ, HIDDEN, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        y = moe(x, moe.plan(x, context()))
+        y.square().sum().backward()
+        outcomes.append([y.detach(), x.grad, *(parameter.grad for parameter in moe.parameters())])
+    torch._dynamo.reset()
+    for ours, expected in zip(*outcomes):
+        torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-6)
+
+
 def test_a_model_that_is_recomputed_counts_its_tokens_once():
     from torch.utils.checkpoint import checkpoint
 
@@ -118,10 +160,22 @@ def test_layers_alternate_and_every_expert_starts_from_values_of_its_own():
     model = Transformer(ModelConfig(**BASE, moe_layer_freq=[0, 1]))
     initialize(model, model.config, seed=3)
     assert [layer.has_experts for layer in model.layers.values()] == [False, True]
+    assert model.layers["1"].mlp.experts.linear_fc2.bias is None
     weight = model.layers["1"].mlp.experts.linear_fc2.weight
     assert weight.shape == (4, HIDDEN, 24) and weight.std().item() == pytest.approx(0.02 / 2, rel=0.05)
     assert len({w.sum().item() for w in weight}) == 4
     assert not model.layers["1"].mlp.router.tally.any()
+
+
+def test_biases_of_experts_start_at_zero_and_have_no_weight_decay():
+    model = Transformer(ModelConfig(**(BASE | BIASES)))
+    initialize(model, model.config, seed=3)
+    fc1, fc2 = model.layers["0"].mlp.experts.linear_fc1.bias, model.layers["0"].mlp.experts.linear_fc2.bias
+    assert (fc1.shape, fc2.shape) == ((4, 48), (4, HIDDEN)) and not fc1.any() and not fc2.any()
+    groups = build_optimizer(model.named_parameters(), OptimConfig(lr=0.1)).param_groups
+    decayed = {id(parameter) for group in groups if group["weight_decay"] for parameter in group["params"]}
+    assert not {id(fc1), id(fc2)} & decayed
+    assert id(model.layers["0"].mlp.experts.linear_fc2.weight) in decayed
 
 
 @pytest.mark.parametrize("placement, graphs", [("pre", 1), ("sandwich", 2)])

@@ -3,11 +3,15 @@
 import torch
 from torch.nn.functional import cross_entropy
 
-from megalith.config import ModelConfig
+from megalith.build import build_model
+from megalith.config import ModelConfig, RunConfig
+from megalith.data.batch import Batch
 from megalith.models.flops import count_parameters
 from megalith.models.init import initialize
 from megalith.models.multi_token import future_of
 from megalith.models.transformer import Transformer
+from megalith.parallel.mesh import build_mesh
+from megalith.parallel.model import ParallelModel
 
 BATCH, SEQ = 2, 10
 CONFIG = ModelConfig(num_layers=2, hidden_size=16, ffn_hidden_size=24, num_attention_heads=2, vocab_size=30,
@@ -36,10 +40,19 @@ def test_the_gradient_is_that_of_both_losses_and_the_loss_that_of_the_next_token
     assert all(found[name].any() for name in found)
     model.zero_grad()
 
-    places = torch.arange(SEQ)
+    further = further_losses(model, tokens, mask)
+    (plain + sum(0.3 / 2 * sum(losses) for losses, _ in further)).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def further_losses(
+    model: Transformer, tokens: torch.Tensor, mask: torch.Tensor
+) -> list[tuple[list[torch.Tensor], float]]:
+    """For each further layer the losses of the tokens that it predicts, times their masks, and the masks' sum."""
+    ids, places, further = tokens[:, :-1], torch.arange(SEQ), []
     context = model.context(places.expand(BATCH, SEQ), places, None, None, None)
     hidden = model.final_layernorm(model.run_layers(["0", "1"], model.embedding(ids, None), context))
-    total = plain
     for k, number in enumerate(("2", "3"), 1):
         layer = model.layers[number]
         told = torch.zeros(BATCH, SEQ, 16)  # what lies behind the end is told nothing, and tells nobody
@@ -48,15 +61,50 @@ def test_the_gradient_is_that_of_both_losses_and_the_loss_that_of_the_next_token
         x = torch.cat(both, -1) @ layer.join.linear_join.weight.T
         x = x + layer.self_attention(layer.input_layernorm(x), context)
         x = x + layer.mlp(layer.pre_mlp_layernorm(x), context)
-        hidden = layer.final_layernorm(x)
+        hidden, losses = layer.final_layernorm(x), []
         for row in range(BATCH):
             for i in range(SEQ - k):
                 logits = hidden[row, i] @ model.output_layer.weight[:30].T
                 wanted = cross_entropy(logits, tokens[row, i + k + 1])
-                total = total + 0.3 / 2 * wanted * mask[row, i + k]
-    total.backward()
+                losses.append(wanted * mask[row, i + k])
+        further.append((losses, mask[:, k:].sum().item()))
+    return further
+
+
+def batch_of(tokens: torch.Tensor, mask: torch.Tensor) -> Batch:
+    """A micro-batch of tokens [batch, SEQ + 1]."""
+    places, number = torch.arange(SEQ).expand(len(tokens), SEQ), torch.arange(len(tokens))
+    return Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), mask, places, None, number)
+
+
+def run_in_one_process() -> ParallelModel:
+    config = RunConfig(model=CONFIG, data={"seq_length": SEQ}, optim={"lr": 1e-3}, runtime={"compile": False})
+    return build_model(config, build_mesh(config.parallel, 1, "cpu"), torch.device("cpu"))
+
+
+def test_each_depths_loss_is_the_mean_over_the_tokens_of_the_step_that_it_predicts():
+    run = run_in_one_process()
+    (model,), tokens = run.chunks, model_and_tokens()[1]
+    mask = torch.ones(BATCH, SEQ)
+    mask[0, 3] = mask[1, :4] = 0  # the micro-batches of a sequence have other counts each
+    micro_batches = [batch_of(tokens[row : row + 1], mask[row : row + 1]) for row in range(BATCH)]
+    loss = run.backward(micro_batches, torch.tensor(8.0))
+    found = {name: parameter.grad.clone() / 8 for name, parameter in model.named_parameters()}
+    model.zero_grad()
+    plain = model(tokens[:, :-1].contiguous(), labels=tokens[:, 1:].contiguous(), loss_mask=mask) / mask.sum()
+    torch.testing.assert_close(loss, plain.detach())
+    further = further_losses(model, tokens, mask)
+    assert [count for _, count in further] == [14.0, 13.0] and mask.sum() == 15
+    (plain + sum(0.3 / 2 * sum(losses) / count for losses, count in further)).backward()
     for name, parameter in model.named_parameters():
         torch.testing.assert_close(found[name], parameter.grad, rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_a_step_whose_tokens_are_all_masked_has_no_loss_and_no_gradient():
+    run = run_in_one_process()
+    loss = run.backward([batch_of(model_and_tokens()[1], torch.zeros(BATCH, SEQ))], torch.tensor(8.0))
+    assert loss == 0
+    assert not any(parameter.grad.any() for parameter in run.chunks[0].parameters())
 
 
 def test_a_future_in_another_document_does_not_count():
@@ -65,6 +113,12 @@ def test_a_future_in_another_document_does_not_count():
     assert future.tokens[:, 0].tolist() == [[1, 2, 3, 4], [2, 3, 4, 1]]
     assert future.labels[:, 0, :3].tolist() == [[2, 3, 4], [3, 4, 1]]
     assert future.loss_mask[:, 0].tolist() == [[1.0, 0.0, 1.0, 0.0], [0.0, 0.0, 0.0, 0.0]]
+
+
+def test_depths_behind_the_end_of_a_short_sequence_count_nothing():
+    future = future_of(torch.tensor([[1, 2]]), torch.ones(1, 2), None, 4)
+    assert future.loss_mask.tolist() == [[[1.0, 0.0]], [[0.0, 0.0]], [[0.0, 0.0]], [[0.0, 0.0]]]
+    assert future.tokens.shape == future.labels.shape == (4, 1, 2)
 
 
 def test_further_layers_are_counted_and_left_out_without_a_future():

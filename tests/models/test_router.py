@@ -151,3 +151,30 @@ def test_the_bias_moves_towards_experts_with_few_tokens_unless_the_step_is_skipp
     assert not bias.any()
     move_bias(bias, counts, 0.001, torch.tensor(0.0))
     assert bias.tolist() == pytest.approx([0.001, -0.001, 0.0, 0.0])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "factor", "capacity"),
+    [(10, 1.0, 3), (10, 1.25, 4), (10, 0.9, 3), (12, 1.0, 3), (10, 100.0, 10)],  # a share of 2.5, of 3
+)
+def test_a_share_of_the_tokens_is_rounded_up_only_after_the_factor(tokens, factor, capacity):
+    router = router_of(moe_expert_capacity_factor=factor)
+    x = torch.randn(tokens, HIDDEN, generator=torch.Generator().manual_seed(2))
+    routing = router(x, torch.arange(tokens), 1, torch.tensor(1.0))
+    assert routing.capacity == capacity
+    kept = torch.bincount(routing.experts[routing.kept], minlength=8)
+    assert torch.equal(kept, torch.bincount(routing.experts.flatten(), minlength=8).clamp(max=capacity))
+
+
+def test_the_weight_of_a_single_expert_is_its_sigmoid(x):
+    routing = routed(router_of(**SIGMOID, moe_router_topk=1), x)
+    best = torch.sigmoid(x @ router_of().weight.T).max(1, keepdim=True).values
+    torch.testing.assert_close(routing.weights, best)
+
+
+@pytest.mark.parametrize(("experts", "stride"), [(8, 11), (22, 13)])
+def test_a_forced_choice_steps_over_the_experts_by_a_number_that_reaches_all(x, experts, stride):
+    routing = routed(router_of(moe_router_force_load_balancing=True, num_experts=experts), x)
+    turns = 2 * numbers()[:, None] + torch.arange(2)
+    assert torch.equal(routing.experts, turns * stride % experts)
+    assert len(routing.experts.unique()) == experts

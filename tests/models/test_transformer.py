@@ -156,6 +156,17 @@ def test_in_half_precision_weights_and_gradients_stay_fp32_and_the_result_is_nea
         assert (half_gradients[name] - gradient).norm() < 0.05 * gradient.norm(), name
 
 
+def test_float_and_its_like_change_what_the_layers_compute_in():
+    model = build("llama").eval()
+    exact = model(tokens())
+    for dtype in (torch.bfloat16, torch.float16):
+        model.compute_dtype = dtype
+        assert model.to("cpu")(tokens()).dtype == dtype
+        logits = model.float()(tokens())
+        assert logits.dtype == torch.float32 and torch.equal(logits, exact)
+    assert model.bfloat16()(tokens()).dtype == model.compute_dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("family", ["gpt", "qwen"])  # some 10 s each the first time: the C++ compiler
 def test_compiled_layers_give_the_loss_and_gradients_of_eager(family, quick_compile):
     documents = torch.tensor([[0] * 7 + [1] * 9, [0] * 16], dtype=torch.int32)

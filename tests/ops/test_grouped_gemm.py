@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from megalith.ops.grouped_gemm import GroupedMatmul, Groups, grouped_matmul, prepared
+from megalith.ops import grouped_gemm
+from megalith.ops.grouped_gemm import GroupedMatmul, Groups, add_bias, grouped_matmul, prepared
 
 
 def values_and_gradients(function, x, weight):
@@ -54,3 +55,40 @@ def test_torchs_grouped_gemm_in_bf16_equals_matmuls_one_by_one_and_empty_groups_
     for ours, expected in zip(found, values_and_gradients(one_by_one(sizes), x, weight)):
         torch.testing.assert_close(ours, expected, rtol=1e-2, atol=1e-2)
     assert not found[2][1].any()
+
+
+@pytest.mark.parametrize("sizes", [(3, 0, 5, 1), (0, 0, 9, 0), (2, 2, 2, 2), (0, 0, 0, 0)])
+@pytest.mark.parametrize("known", [True, False])
+@pytest.mark.parametrize("weighted, first", [(False, 0), (True, 0), (True, 4)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_biases_and_their_gradients_equal_those_added_group_by_group(
+    monkeypatch, sizes, known, weighted, first, dtype
+):
+    if dtype == torch.bfloat16:  # torch's grouped GEMM is there on a CPU too
+        monkeypatch.setattr(grouped_gemm, "has_kernel", lambda *sizes: True)
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((sum(sizes), 24), (4, 24 - 2 * first), (sum(sizes), 1))
+    y, bias, factors = (torch.randn(*shape, generator=generator).to(dtype).float() for shape in shapes)
+    groups = Groups(torch.tensor(sizes), sizes if known else None)
+
+    def group_by_group(y, bias, factors):
+        rows = [part.expand(size, -1) for part, size in zip(bias, sizes)]
+        rows = torch.cat(rows) * (factors if weighted else 1)
+        return y + torch.nn.functional.pad(rows, (first, first))
+
+    def ours(y, bias, factors):
+        prepared_bias = prepared(bias, bias.detach().to(dtype))
+        return add_bias(y.to(dtype), prepared_bias, groups, factors if weighted else None, first)
+
+    found = []
+    for function in (ours, group_by_group):
+        leaves = [leaf.clone().requires_grad_() for leaf in (y, bias, factors)]
+        total = function(*leaves)
+        total.backward(torch.linspace(-1, 1, total.numel()).view_as(total).to(dtype))
+        found.append([total.detach().float(), *(leaf.grad for leaf in leaves)])
+    bound = 1e-6 if dtype == torch.float32 else 2e-2
+    for mine, expected in zip(*found):
+        assert (mine is None) == (expected is None)
+        if mine is not None:
+            assert mine.dtype == torch.float32
+            torch.testing.assert_close(mine, expected, rtol=bound, atol=bound)

@@ -1,8 +1,14 @@
 """What was compiled for a launch serves the next one with the same numbers and constants, and no other."""
 
+import importlib.util
+import sys
+from types import ModuleType
+from unittest.mock import Mock
+
 import pytest
 import torch
 
+import megalith.ops
 from megalith.ops.fused.launch import Launcher
 
 
@@ -69,3 +75,22 @@ def test_triton_itself_sees_what_it_may_have_compiled_nothing_for(second):
         launch(*call)
     aligned = all(tensor.data_ptr() % 16 == 0 for tensor in second[1])
     assert len(kernel.compiled) == (2 if aligned else 3) and len(kernel.again) == 4 - len(kernel.compiled)
+
+
+@pytest.mark.parametrize("betas", [(0.0, 0.95), (0.9, 0.0), (0.9, 0.999)])
+def test_adams_kernel_is_given_what_makes_its_bias_corrections(monkeypatch, betas):
+    for name in ("triton", "triton.language", "triton.language.extra"):
+        module = ModuleType(name)
+        module.jit, module.language, module.libdevice = (lambda function: function), ModuleType(name), None
+        monkeypatch.setitem(sys.modules, name, module)
+    path = f"{megalith.ops.__path__[0]}/fused/adam_kernel.py"
+    spec = importlib.util.spec_from_file_location("adam_kernel", path)
+    kernel = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(kernel)
+    kernel._launch = Mock()
+    kernel.adamw_(*[torch.zeros(8)] * 4, *[torch.ones(())] * 3, 1e-3, betas, 1e-8, 0.1)
+    *decays, log1, log2, _ = kernel._launch.call_args.args[4]
+    for beta, given, log in zip(betas, decays, (log1, log2)):
+        ages = torch.tensor([1.0, 2.0, 1000.0])
+        assert given == beta
+        torch.testing.assert_close(-torch.expm1(ages * log), 1 - (beta ** ages.double()).float())

@@ -103,6 +103,8 @@ def test_a_dynamic_scale_starts_afresh_from_a_run_that_had_none():
 def test_a_floor_above_the_start_is_refused():
     with pytest.raises(ConfigError, match=r"min_loss_scale \(8\.0\).*initial_loss_scale \(4\.0\)"):
         build_loss_scale("fp16", OptimConfig(lr=1.0, min_loss_scale=8.0, initial_loss_scale=4.0), "cpu")
+    level = OptimConfig(lr=1.0, min_loss_scale=4.0, initial_loss_scale=4.0)
+    assert build_loss_scale("fp16", level, "cpu").scale == 4
 
 
 def test_an_overflowing_step_reports_the_scale_it_used_and_halves_the_next():

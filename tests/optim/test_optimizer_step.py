@@ -81,14 +81,33 @@ class PlainOptimizer:
         return value - lr * mean / (variance.sqrt() + self.config.adam_eps)
 
 
+def test_what_is_not_set_is_as_in_megatron():
+    config = OptimConfig()
+    assert (config.optimizer, config.weight_decay, config.clip_grad) == ("adamw", 0.01, 1.0)
+    (group, _) = build_optimizer(make_parameters("cpu").items(), OptimConfig(lr=0.1)).param_groups
+    assert (group["betas"], group["eps"], group["weight_decay"]) == ((0.9, 0.999), 1e-8, 0.01)
+    sgd = build_optimizer(make_parameters("cpu").items(), OptimConfig(lr=0.1, optimizer="sgd"))
+    assert sgd.param_groups[0]["momentum"] == 0.9
+    still = OptimConfig(lr=0.1, optimizer="sgd", sgd_momentum=0.0)
+    assert not any(build_optimizer(make_parameters("cpu").items(), still).state.values())
+    assert (config.loss_scale, config.initial_loss_scale, config.min_loss_scale) == (None, 2**32, 1.0)
+    assert (config.loss_scale_window, config.hysteresis) == (1000, 2)
+
+
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("clip_grad", [0.0, 1.0])
 @pytest.mark.parametrize("loss_scale", [1.0, 4096.0])
-@pytest.mark.parametrize("name", ["adamw", "adam", "sgd"])
-def test_steps_follow_the_plain_formulas(name, loss_scale, clip_grad, device):
-    config = OptimConfig(
-        optimizer=name, lr=0.1, clip_grad=clip_grad, loss_scale=loss_scale, adam_beta2=0.95, sgd_momentum=0.8
-    )
+@pytest.mark.parametrize(
+    ("name", "settings"),
+    [
+        ("adamw", {"adam_beta2": 0.95}),
+        ("adamw", {"adam_beta1": 0.0}),  # 0.999 for the other
+        ("adam", {"adam_beta2": 0.95}),
+        ("sgd", {"sgd_momentum": 0.8}),
+    ],
+)
+def test_steps_follow_the_plain_formulas(name, settings, loss_scale, clip_grad, device):
+    config = OptimConfig(optimizer=name, lr=0.1, clip_grad=clip_grad, loss_scale=loss_scale, **settings)
     parameters = make_parameters(device)
     plain = PlainOptimizer(parameters, config)
     optimizer = build_optimizer(parameters.items(), config)

@@ -18,7 +18,8 @@ LATE = {"moe_shared_expert_overlap": False}
 
 
 def events(config: RunConfig) -> list[str]:
-    """What happens, in order, in the forward and backward pass of a micro-batch through one layer with experts."""
+    """What happens, in order, in the forward and backward pass of a micro-batch through one layer with experts. A
+    gradient of a bias counts as one of a weight: an expert has two of each."""
     trainer, seen, travelling = start(config), [], []
     exchange, wait, shared = comm._exchange, comm.wait, MoE._shared
 
@@ -64,11 +65,11 @@ def deepseek(parallel: dict[str, Any] | None = None, **model) -> RunConfig:
     [
         (
             {},
-            "begin end begin shared end | begin shared backward end begin weight weight end",
+            "begin end begin shared end | begin shared backward end begin weight weight weight weight end",
         ),
         (
             LATE,
-            "begin end begin end shared | shared backward begin end begin weight weight end",
+            "begin end begin end shared | shared backward begin end begin weight weight weight weight end",
         ),
     ],
     ids=["beside", "behind"],

@@ -12,6 +12,7 @@ from megalith.config import ParallelConfig, RunConfig
 from megalith.config.expert_rules import check_expert_parallel
 from megalith.errors import ConfigError
 from megalith.models.router import Router
+from megalith.parallel.expert import _micro_batches
 from megalith.parallel.mesh import build_mesh
 from megalith.parity.compare import compare
 from megalith.parity.job import Outcome, run_job
@@ -73,6 +74,13 @@ def test_compiled_layers_equal_one_process_in_eager_mode(pool, layout, run):
     ranks = pool.run(traced, config, size=LAYOUTS[layout].processes)
     errors = compare(ranks, run_job(run_config(run, None, "", **SMALL)))
     assert errors.within(), errors
+
+
+@pytest.mark.parametrize("alike", [1, 2, 3, 4, 6])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 6, 8])
+def test_as_many_micro_batches_are_gathered_as_the_ranks_of_a_group_have_at_most(ranks, alike):
+    groups = [range(first, first + ranks) for first in range(0, ranks * alike, ranks)]
+    assert _micro_batches(ranks, alike) == max(len({rank // alike for rank in group}) for group in groups)
 
 
 def exchange(sizes: list[list[int]]) -> tuple:

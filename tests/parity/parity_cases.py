@@ -150,14 +150,19 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
             "moe_router_load_balancing_type": "seq_aux_loss",
             "moe_shared_expert_intermediate_size": 16,
             "moe_shared_expert_gate": True,
+            "add_mlp_bias": True,
         },
         "data": DOCUMENTS,
     },
-    "moe dropping, dropout": {"model": MOE | DROPPING | DROPOUT},
+    "moe dropping, dropout": {"model": MOE | DROPPING | DROPOUT | {"add_bias_linear": True}},
     "moe dropping by position, filled up": {
         "model": MOE
         | DROPPING
-        | {"moe_token_drop_policy": "position", "moe_pad_expert_input_to_capacity": True}
+        | {
+            "moe_token_drop_policy": "position",
+            "moe_pad_expert_input_to_capacity": True,
+            "add_mlp_bias": True,
+        }
     },
     "multi-token prediction": {
         # 0.6: at 0.5 two experts' scores for one token came within 4e-7 of each other, and rounding chose
@@ -165,8 +170,7 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
         "data": DOCUMENTS,
     },
     "moe recompute all": {
-        "model": MOE
-        | {"moe_router_pre_softmax": True, "swiglu": False, "untie_embeddings_and_output_weights": False},
+        "model": MOE | {"moe_router_pre_softmax": True, "swiglu": False, "add_mlp_bias": True} | TIED,
         "parallel": {"recompute_granularity": "full", "recompute_method": "uniform"},
     },
     "llama lora, dropout": {

@@ -16,6 +16,7 @@ from triton.language.extra import libdevice
 from megalith.ops.fused.launch import Launcher
 
 ELEMENTS, WARPS = 1024, 8  # a program's part
+LEAST = 1e-30  # stands for a decay of 0, which has no logarithm: in fp32 1 - LEAST^age is 1 as well
 
 
 @triton.jit
@@ -67,6 +68,6 @@ def adamw_(
         (value, grad, first, second, step, grad_scale, found_inf),
         (count,),
         (float(lr), float(lr * weight_decay), float(eps)),
-        (*betas, log(betas[0]), log(betas[1]), ELEMENTS),
+        (*betas, *(log(beta or LEAST) for beta in betas), ELEMENTS),
         WARPS,
     )
