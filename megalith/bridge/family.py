@@ -11,9 +11,9 @@ from typing import Any
 from pydantic import ValidationError
 
 from megalith.bridge.rows import Rule, Run
-from megalith.bridge.settings import TRAINING_ONLY, Setting, Tree, differences
+from megalith.bridge.settings import Setting, Tree, differences
 from megalith.config import ModelConfig
-from megalith.config.base import as_config_error
+from megalith.config.base import Decides, as_config_error
 from megalith.errors import ConfigError
 from megalith.models.transformer import Transformer
 
@@ -51,7 +51,7 @@ class Family:
         fields: Tree = {}
         for setting in self.settings:
             for name, value in setting.read(theirs).items():
-                if fields.setdefault(name, value) != value and name not in TRAINING_ONLY:
+                if fields.setdefault(name, value) != value and name in ModelConfig.deciding(Decides.FUNCTION):
                     raise ConfigError(
                         f"config.json says of model.{name} both {fields[name]!r} and {value!r}, which cannot be here"
                     )
