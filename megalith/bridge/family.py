@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -43,12 +43,15 @@ class Family:
     ignored: tuple[str, ...] = ()
     """Patterns of names whose tensors say nothing: masks and frequencies that older versions stored."""
 
+    absent: Mapping[str, Any] = field(default_factory=dict)
+    """What keys mean where config.json leaves them out, of those whose row says something else."""
+
     prefix: str = "model."
     """What stands before every name but the output matrix's; files of the bare model lack it."""
 
     def read_config(self, theirs: Mapping[str, Any]) -> ModelConfig:
         """The model of a config.json. Raises ConfigError where it asks for what this family does not have here."""
-        fields: Tree = {}
+        fields, theirs = {}, {**self.absent, **theirs}
         for setting in self.settings:
             for name, value in setting.read(theirs).items():
                 if fields.setdefault(name, value) != value and name in ModelConfig.deciding(Decides.FUNCTION):

@@ -118,9 +118,13 @@ def tokenizer_notes(config: RunConfig, tokenizer: Tokenizer | None) -> list[str]
     if path is None or tokenizer is None:
         return []
     try:
-        theirs = tokenizer_of(find_folder(path)) if is_source(path) else _checkpoint(path, ()).manifest.tokenizer
+        theirs = (
+            tokenizer_of(find_folder(path)) if is_source(path) else _checkpoint(path, ()).manifest.tokenizer
+        )
     except MegalithError as error:
-        return [f"the tokenizer of {path}, which model.init_from names, cannot be compared with the run's: {error}"]
+        return [
+            f"the tokenizer of {path}, which model.init_from names, cannot be compared with the run's: {error}"
+        ]
     if theirs is None or theirs.fingerprint == tokenizer.fingerprint:
         return []
     return [

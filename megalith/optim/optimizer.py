@@ -32,8 +32,9 @@ def build_optimizer(
 
     Weight decay applies to matrices, not to biases and 1-D parameters. Frozen parameters are left out.
     Parameters may be local shards; their names are kept in each group's `param_names`. With `optimizer_cpu_offload`
-    the state of a share of the parameters on a GPU is made in the host's memory; not that of parameters `held_elsewhere`
-    as copies, unless it is all: a rank with other parameters would choose otherwise, and CPU and GPU round differently.
+    the state of a share of the parameters on a GPU is made in the host's memory. Unless it is all, parameters that are
+    `held_elsewhere` too are not among them: a rank with others beside them would choose otherwise, and copies that a
+    CPU and a GPU step drift apart.
     Raises ConfigError when `lr` is not set or a parameter that is to be trained is not fp32.
     """
     if config.lr is None:

@@ -1,9 +1,10 @@
 """The weights that several ranks hold have to be the same on all of them, bit for bit: whether they are.
 
 Copies are there where parameters are replicated: over data parallelism without sharding or between the instances of
-hybrid sharding, the norms over tensor parallelism, and a tied embedding on the first and last pipeline stage. Their copies get the same sums and make the same updates, so a
-difference is a fault of a rank's memory or arithmetic, which no loss curve would show for a long time. Each rank takes
-two integers of each parameter's bits, and the ranks compare.
+hybrid sharding, the norms over tensor parallelism, and a tied embedding on the first and the last pipeline stage. Their
+copies get the same sums and make the same updates, so a difference is a fault of a rank's memory or arithmetic, which
+no loss curve would show for a long time. Each rank takes two integers of each parameter's bits, and the ranks compare.
+A checkpoint holds each parameter once, so a run that goes on from one begins with equal copies.
 """
 
 from __future__ import annotations
@@ -40,7 +41,9 @@ class ReplicaCheck:
                 if name in parameters.copies:
                     axes.append(parameters.copies[name])
                 for axis in axes:
-                    self._held.setdefault(axis.name, (axis, []))[1].append((name, parameters.boxes[name].values))
+                    self._held.setdefault(axis.name, (axis, []))[1].append(
+                        (name, parameters.boxes[name].values)
+                    )
         # The one axis between stages comes last, so that every rank of a stage takes its axes in one order.
         shared = [(name, parameters.boxes[name].values) for name in sorted(on_two_stages(chunks, tied))]
         if shared:

@@ -42,7 +42,10 @@ def test_a_tied_embeddings_copies_are_compared_and_a_checkpoint_makes_them_the_s
     output = str(tmp_path / "run")
     tree = {
         "model": {"preset": "tiny-gpt", "num_layers": 3, "vocab_size": 64, "hidden_size": 32},
-        "parallel": {"pipeline_model_parallel_size": stages, "data_parallel_sharding_strategy": "optim_grads"},
+        "parallel": {
+            "pipeline_model_parallel_size": stages,
+            "data_parallel_sharding_strategy": "optim_grads",
+        },
         "data": {"mock": True, "seq_length": 16, "num_workers": 0},
         "optim": {"lr": 1e-2},
         "train": {"train_iters": 4, "micro_batch_size": 1, "global_batch_size": 4, "output_dir": output},
@@ -52,7 +55,7 @@ def test_a_tied_embeddings_copies_are_compared_and_a_checkpoint_makes_them_the_s
         tree["parallel"]["decoder_first_pipeline_num_layers"] = 1
     results = pool.run(flipped_in_a_tied_copy, tree, output, size=size)
     for said, goes_on, _ in results:
-        assert f"ranks {holders} hold different weights" in said or "1, 3 hold different weights" in said
+        assert f"ranks {holders} hold different weights" in said
         assert f"({NAME}; 1 parameters in all)" in said and goes_on
     held = [values for _, _, values in results if values]
     last = size - size // stages  # the first rank of the last stage
