@@ -15,7 +15,12 @@ WINDOW = 11  # tokens before a query's own
 LAYERS, HEAD_DIM, SEQUENCE, VOCABULARY, PADDED_TO, BATCH = 4, 8, 32, 131, 10, 8
 MOST_HEADS = 16
 EXPERTS, EXPERT_GROUPS = 8, 4
-OF_THE_WHOLE = ("preset", "init_from", "moe_grouped_gemm", "moe_permute_fusion")  # of the model: left at their default
+OF_THE_WHOLE = (
+    "preset",
+    "init_from",
+    "moe_grouped_gemm",
+    "moe_permute_fusion",
+)  # of the model: left at their default
 HIGHEST_RATE = 1e-3  # above it a tiny model's optimizer makes much of the last bit
 
 # What stays as it is beside the model. Everything else is set below, or left at its default.

@@ -258,3 +258,4 @@ def test_what_was_left_out_is_stepped_over_from_its_first_position_on():
     apart = [[2, 3], [4, 6], [9, 10]]
     assert [stream_position(consumed, apart) for consumed in range(8)] == [0, 1, 3, 6, 7, 8, 10, 11]
     assert leave_out([[2, 4]], 1, 2) == [[1, 2], [2, 4]] and leave_out([[2, 4]], 1, 3) == [[1, 5]]
+    assert leave_out([[2, 4]], 2, 3) == [[2, 4], [4, 5]]  # what the run takes next stands right behind
