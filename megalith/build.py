@@ -14,7 +14,7 @@ from megalith.config import RunConfig
 from megalith.config.batch import BatchSizeSchedule
 from megalith.config.rules import check_training, data_parallel_size
 from megalith.data.batch import BoundaryRules
-from megalith.data.blend import build_datasets
+from megalith.data.blend import build_datasets, indexed_datasets
 from megalith.data.dataset import SampleDataset, parse_split
 from megalith.data.loader import Loader
 from megalith.data.mock import MockDataset
@@ -167,6 +167,10 @@ class Data:
         data, seed = self._config.data, self._config.train.seed
         order = sample_order(data.dataloader_type, len(self.train), seed, left_out)
         return self._loader(self.train, order, sizes(), device, consumed_samples)
+
+    def files(self) -> dict[str, dict[str, int | str]]:
+        """Of each indexed dataset that is trained on, by its prefix, what tells whether it is the same (`identity`)."""
+        return {indexed.prefix: indexed.identity() for indexed in indexed_datasets(self.train)}
 
     def in_order_of(self, num_samples: int) -> bool:
         """Whether a run of so many samples takes the same ones, as far as both go."""

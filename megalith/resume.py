@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from megalith.bridge.adapters import begin_from_peft
-from megalith.bridge.load import begin_from, check_base
+from megalith.bridge.load import FREE, begin_from, check_base
+from megalith.bridge.settings import changed
 from megalith.build import vocabulary_rows
 from megalith.checkpoint import (
     Checkpoint,
+    DataRecord,
     list_steps,
     load_model,
     load_optimizer,
@@ -18,27 +22,14 @@ from megalith.checkpoint import (
 from megalith.checkpoint.agree import together
 from megalith.checkpoint.state import base_fingerprint
 from megalith.checkpoint.steps import CHECKPOINTS, next_save_number, save_order
-from megalith.config import RunConfig
+from megalith.config import LoraConfig, RunConfig
+from megalith.config.base import Decides
 from megalith.config.batch import BatchSizeSchedule
+from megalith.config.idle import unread_settings
 from megalith.data.tokenizer import Tokenizer
 from megalith.errors import CheckpointError
+from megalith.optim.schedule import build_schedule
 from megalith.run import Run
-
-# Settings of the model that give weights another meaning, while the tensors would fit.
-SAME_FUNCTION = (
-    "num_attention_heads",
-    "query_groups",
-    "head_dim",
-    "mlp_activation",
-    "layernorm_zero_centered_gamma",
-    "scale_embeddings",
-    "rotary_percent",
-    "query_pre_attn_scalar",
-    "attn_logit_softcapping",
-    "final_logit_softcapping",
-)
-
-SAME_DATA = ("mock", "data_path", "train_data_path", "split", "seq_length", "dataloader_type")
 
 
 def load_run(run: Run) -> Path | None:
@@ -47,11 +38,13 @@ def load_run(run: Run) -> Path | None:
     None where there is none: then the weights are those of `model.init_from`, or the initial ones, and adapters those
     of `lora.load`. Raises CheckpointError, on all ranks, where it is damaged or does not fit.
     """
-    checkpoint, config = _first_checkpoint(run), run.config
+    checkpoint, config, world = _first_checkpoint(run), run.config, run.mesh.world
+    found = together(world, lambda: {} if world.rank else run.data.files())[0]
+    run.data_files = {prefix: DataRecord(**files) for prefix, files in found.items()}
     frozen = config.lora.rank is not None  # a checkpoint then holds the adapters alone
     if config.model.init_from is not None and (frozen or checkpoint is None):
         chunks, rows = run.model.chunks, vocabulary_rows(config)
-        begin_from(config.model.init_from, chunks, rows, config.train.seed, run.mesh.world)
+        begin_from(config.model.init_from, chunks, rows, config.train.seed, world)
         if frozen:
             _remember_base(run, checkpoint)
     if checkpoint is None:
@@ -59,37 +52,72 @@ def load_run(run: Run) -> Path | None:
             begin_from_peft(config, run.model.chunks)
         return None
     restore(run, checkpoint, config.checkpoint.load_optim)
-    config.notes.extend(_notes_on_order(run, checkpoint))
+    config.notes.extend(_notes_on_change(run, checkpoint))
     return checkpoint.folder
 
 
-def _notes_on_order(run: Run, checkpoint: Checkpoint) -> list[str]:
-    """What to tell where the samples to come are not those that the run of the checkpoint would have taken."""
-    before, config = RunConfig.from_tree(checkpoint.manifest.config), run.config
+def _notes_on_change(run: Run, checkpoint: Checkpoint) -> list[str]:
+    """What to tell where the run goes on otherwise than that of the checkpoint would have."""
     if not run.consumed_samples:
         return []
-    settings = [("train.seed", before.train.seed, config.train.seed)]
-    settings += [
-        (f"data.{name}", getattr(before.data, name), getattr(config.data, name)) for name in SAME_DATA
-    ]
-    others = [f"{name} was {was!r} and is {now!r}" for name, was, now in settings if was != now]
+    before = RunConfig.from_tree(checkpoint.manifest.config)
+    samples = [*_notes_on_samples(run, before, checkpoint)] or [*_notes_on_length(run, before, checkpoint)]
+    return [*samples, *_notes_on_updates(run, before, checkpoint)]
+
+
+def _changed(before: RunConfig, config: RunConfig, what: Decides) -> list[str]:
+    """Settings that decide `what`, that a run reads, and that are not as they were: with both values."""
+    found = []
+    for section in RunConfig.model_fields:
+        was, now = getattr(before, section), getattr(config, section)
+        unread = unread_settings(before, section) & unread_settings(config, section)
+        for name in was.deciding(what):
+            values = getattr(was, name), getattr(now, name)
+            if values[0] != values[1] and name not in unread:
+                found.append(_was_and_is(f"{section}.{name}", *values))
+    return found
+
+
+def _was_and_is(name: str, was: Any, now: Any) -> str:
+    return f"{name} was {was!r} and is {now!r}"
+
+
+def _notes_on_samples(run: Run, before: RunConfig, checkpoint: Checkpoint) -> Iterator[str]:
+    """Where the samples to come are not those that the run of the checkpoint would have taken."""
+    others = _changed(before, run.config, Decides.SAMPLES)
+    for prefix, was in checkpoint.manifest.data.items():
+        now = run.data_files.get(prefix, was)
+        others += [_was_and_is(f"{name} of {prefix}", a, b) for (name, a), (_, b) in zip(was, now) if a != b]
     if others:
-        return [
+        yield (
             f"samples need not be those that the run of {checkpoint.folder} would have taken: {'; '.join(others)}; "
             f"training goes on behind the first {run.consumed_samples:,} of what is set now. To begin its data anew, "
             f"start a run of its own with model.init_from={checkpoint.folder}"
-        ]
+        )
+
+
+def _notes_on_updates(run: Run, before: RunConfig, checkpoint: Checkpoint) -> Iterator[str]:
+    """Where the same samples move the weights otherwise."""
+    others, position = _changed(before, run.config, Decides.UPDATES), (run.step, run.consumed_samples)
+    was, now = (build_schedule(c.optim, c.train).learning_rate(*position) for c in (before, run.config))
+    if was != now:
+        others.append(f"the learning rate of the next step would have been {was:.4g} and is {now:.4g}")
+    if others:
+        yield f"training goes on otherwise than the run of {checkpoint.folder} would have: {'; '.join(others)}"
+
+
+def _notes_on_length(run: Run, before: RunConfig, checkpoint: Checkpoint) -> Iterator[str]:
+    """Where the samples are those of before, but a run of another length takes them in another order."""
     sizes = BatchSizeSchedule.from_config(before.train, data_parallel_size=1)
     was = sizes.samples_for_iterations(sizes.iterations(before.train))
     now = run.batch_sizes.samples_for_iterations(run.total_steps)
-    if was == now or run.data.in_order_of(was):
-        return []
-    return [
-        f"the run is {now:,} samples long, and that of {checkpoint.folder} was {was:,}: the epochs of the dataset are "
-        "shuffled for the length, so from here on samples come in another order, some of them again and others not. "
-        "To stop early and go on as if nothing had been, give a run its whole length and end it with "
-        "train.exit_interval or train.exit_duration_in_mins"
-    ]
+    if was != now and not run.data.in_order_of(was):
+        yield (
+            f"the run is {now:,} samples long, and that of {checkpoint.folder} was {was:,}: the epochs of the dataset "
+            "are shuffled for the length, so from here on samples come in another order, some of them again and "
+            "others not. To stop early and go on as if nothing had been, give a run its whole length and end it with "
+            "train.exit_interval or train.exit_duration_in_mins"
+        )
 
 
 def _remember_base(run: Run, checkpoint: Checkpoint | None) -> None:
@@ -115,8 +143,8 @@ def _first_checkpoint(run: Run) -> Checkpoint | None:
                 f"folder {run.output} may be empty, at the first start: correct the path, or leave it out"
             )
         return None
-    _check_same_function(checkpoint, run.config)
     _check_tokenizer(checkpoint, run.tokenizer)
+    check_same_function(checkpoint, run.config)
     return checkpoint
 
 
@@ -188,20 +216,23 @@ def _check_tokenizer(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> Non
         )
 
 
-def _check_same_function(checkpoint: Checkpoint, config: RunConfig) -> None:
-    """Refuses weights whose tensors would fit, but which were trained to be used in another way."""
+def check_same_function(checkpoint: Checkpoint, config: RunConfig) -> None:
+    """Refuses weights which were trained to be used in another way, whether or not their tensors would fit."""
     trained = RunConfig.from_tree(checkpoint.manifest.config)
-    for name in ("rank", "alpha"):
+    for name in LoraConfig.deciding(Decides.FUNCTION):
         before, now = getattr(trained.lora, name), getattr(config.lora, name)
         if before != now:
             raise CheckpointError(
                 f"{checkpoint.folder} was saved with lora.{name} {before}, but this run has {now}; its adapters would "
                 "mean something else, or there are none: set it as it was, or merge them first: megalith lora merge"
             )
-    for name in SAME_FUNCTION:
-        before, now = getattr(trained.model, name), getattr(config.model, name)
-        if before != now:
-            raise CheckpointError(
-                f"{checkpoint.folder} was trained with {name} {before}, but this run's model has {now}; its weights "
-                "would mean something else: load it with the model configuration that it was saved with"
-            )
+    rotary = config.model.position_embedding_type == "rope"
+    others = changed(trained.model, config.model, leave_out=("max_position_embeddings",) if rotary else ())
+    if others:
+        raise CheckpointError(
+            f"{checkpoint.folder} is of another model: "
+            f"{'; '.join(_was_and_is(f'model.{name}', was, now) for name, was, now in others)}; its weights would "
+            "mean something else, or not fit: leave the model as it was"
+            + f", or start a run of its own with model.init_from={checkpoint.folder}"
+            * all(name in FREE for name, _, _ in others)
+        )

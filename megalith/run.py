@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from megalith.build import Data, build_model, vocabulary_rows
-from megalith.checkpoint import Saver
+from megalith.checkpoint import DataRecord, Saver
 from megalith.config import RunConfig
 from megalith.config.batch import BatchSizeSchedule
 from megalith.data.batch import Batch
@@ -19,7 +19,7 @@ from megalith.optim.optimizer import build_optimizer
 from megalith.optim.step import sum_of_squares
 from megalith.parallel.gradients import GradientSquares
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.tied_embedding import copies
+from megalith.parallel.tied_embedding import copies, on_two_stages
 from megalith.runtime.report import Report
 
 
@@ -36,7 +36,9 @@ class Run:
         self.total_steps = self.batch_sizes.iterations(config.train)
         self.data = Data(config, self.batch_sizes, self.total_steps, tokenizer, mesh.dp)
         self.model = build_model(config, mesh, device)
-        self.optimizer = build_optimizer(self.model.parameters.named, config.optim)
+        self.optimizer = build_optimizer(
+            self.model.parameters.named, config.optim, on_two_stages(self.model.chunks, mesh.tied)
+        )
         self.loss_scale = build_loss_scale(config.train.precision, config.optim, device)
         self.gradient_squares = GradientSquares(
             self.model.parameters, mesh.world, sum_of_squares, copies(self.model.chunks, mesh.pp), device
@@ -56,6 +58,7 @@ class Run:
         self.base: str | None = (
             None  # with adapters: the fingerprint of the weights from init_from; on rank 0
         )
+        self.data_files: dict[str, DataRecord] = {}  # of the training data, by prefix
         self.abandoned: list[
             list[int]
         ] = []  # ranges of save numbers in the output folder, of steps gone back from

@@ -12,13 +12,14 @@ from pathlib import Path
 import torch
 
 from megalith.bridge.exporter import export_hf
+from megalith.bridge.load import tokenizer_notes
 from megalith.build import prepare
 from megalith.checkpoint import RunRecord, TokenizerRecord
 from megalith.comm import any_rank
 from megalith.config import RunConfig
 from megalith.config.idle import idle_notes
 from megalith.config.overlap import overlap_notes
-from megalith.config.rules import offload_notes
+from megalith.config.rules import check_base, offload_notes
 from megalith.data.batch import Batch
 from megalith.data.dataset import SampleDataset
 from megalith.data.tokenizer import Tokenizer
@@ -65,10 +66,13 @@ def train(config: RunConfig) -> TrainingResult:
     process, attempt, starting = this_process(), this_attempt(), StartClock()
     time.sleep(pause(attempt))
     starting.mark("imports")
+    check_base(config)
     config, tokenizer = prepare(config, process.world_size)
     device = prepare_process(config, process.local_rank)
     config.notes.extend(idle_notes(config) + offload_notes(config, device.type))
     config.notes.extend(overlap_notes(config, compiles(config, device)))
+    if process.is_first:  # who prints them
+        config.notes.extend(tokenizer_notes(config, tokenizer))
     timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
     output = Path(config.train.output_dir)
     with (
@@ -116,7 +120,7 @@ class Trainer(Run):
         self.stops = Stops(config.train, mesh.world, signals)
         self.replicas = None
         if config.runtime.check_weight_hash_across_dp_replicas_interval:
-            self.replicas = ReplicaCheck(self.model.chunks, self.model.parameters, mesh.world)
+            self.replicas = ReplicaCheck(self.model.chunks, self.model.parameters, mesh.world, mesh.tied)
         self.faults = Faults(self)
         self.validation_loss: float | None = None
         self.loaded_from = load_run(self)
@@ -259,6 +263,7 @@ class Trainer(Run):
             left_out=self.left_out,
             abandoned=self.abandoned,
             base=self.base,
+            data=self.data_files,
             tokenizer=tokenizer
             and TokenizerRecord(fingerprint=tokenizer.fingerprint, vocab_size=tokenizer.vocab_size),
         )

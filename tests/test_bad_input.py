@@ -215,8 +215,10 @@ def test_a_load_path_without_a_checkpoint(refused):
 def test_a_checkpoint_of_another_shape_or_tokenizer(refused, place):
     assert main(["train", "run.yaml"]) == 0
     load = ["train", "run.yaml", "--checkpoint.load", "run", "--train.output_dir", "other"]
-    refused([*load, "--model.ffn_hidden_size", "64"], CHECKPOINT, "does not fit the model", "F32 [128, 32]")
-    refused([*load, "--model.num_attention_heads", "4"], CHECKPOINT, "trained with num_attention_heads 2")
+    refused([*load, "--model.ffn_hidden_size", "64"], CHECKPOINT, "model.ffn_hidden_size was 128 and is 64")
+    refused(
+        [*load, "--model.num_attention_heads", "4"], CHECKPOINT, "model.num_attention_heads was 2 and is 4"
+    )
     null = ["--data.tokenizer_type", "NullTokenizer", "--model.vocab_size", "257"]
     refused(
         [*load, *null],

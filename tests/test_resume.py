@@ -1,9 +1,17 @@
 """A run that goes on from a checkpoint: bitwise as if it had never stopped, told where it cannot be, or refused."""
 
+import re
+from pathlib import Path
+from types import SimpleNamespace
+
 import pytest
 from trained_runs import comparable, losses, stored
 
+from megalith.config import ModelConfig, RunConfig
+from megalith.config.base import Decides
+from megalith.data.indexed import IndexedWriter
 from megalith.errors import CheckpointError
+from megalith.resume import check_same_function
 from megalith.runtime.metrics import read_records
 
 CASES = {
@@ -105,7 +113,7 @@ def test_a_run_that_goes_on_with_other_data_says_which_settings_differ_and_how_t
     other = dict(train=dict(train_iters=4, seed=77), data=dict(dataloader_type="single"))
     run("again", **other, checkpoint=dict(load=str(first.checkpoint)))
     printed = " ".join(capsys.readouterr().out.split())
-    assert "train.seed was 1234 and is 77; data.dataloader_type was 'cyclic' and is 'single'" in printed
+    assert "data.dataloader_type was 'cyclic' and is 'single'; train.seed was 1234 and is 77" in printed
     assert "training goes on behind the first 16 of what is set now" in printed
     anew = run("anew", **other, model=dict(init_from=str(first.checkpoint)))
     assert (anew.step, anew.consumed_samples) == (4, 32)
@@ -126,13 +134,11 @@ def test_load_of_the_own_empty_folder_is_a_first_start_and_any_other_without_a_c
 def test_a_checkpoint_of_another_model_or_tokenizer_is_refused(run, tmp_path):
     run("first", train=dict(train_iters=1))
     load = dict(load=str(tmp_path / "first"))
-    with pytest.raises(CheckpointError, match=r"does not fit the model.*linear_fc1"):
+    with pytest.raises(CheckpointError, match=r"model\.ffn_hidden_size was 128 and is 64"):
         run("wider", model=dict(ffn_hidden_size=64), checkpoint=load)
-    with pytest.raises(
-        CheckpointError, match="trained with num_attention_heads 2, but this run's model has 4"
-    ):
+    with pytest.raises(CheckpointError, match=r"another model: model\.num_attention_heads was 2 and is 4"):
         run("heads", model=dict(num_attention_heads=4), checkpoint=load)
-    with pytest.raises(CheckpointError, match="activation gelu_tanh, but this run's model has relu"):
+    with pytest.raises(CheckpointError, match=r"model\.activation was 'gelu_tanh' and is 'relu'"):
         run("activation", model=dict(activation="relu"), checkpoint=load)
     null = dict(data_path=None, mock=True, tokenizer_type="NullTokenizer")
     with pytest.raises(
@@ -142,3 +148,155 @@ def test_a_checkpoint_of_another_model_or_tokenizer_is_refused(run, tmp_path):
     with pytest.raises(CheckpointError, match="does not fit the optimizer"):
         run("sgd", optim=dict(optimizer="sgd"), checkpoint=load)
     assert [path.name for path in tmp_path.iterdir()] == ["first"]
+
+
+WHOLE = {  # a model that reads every setting but those of MLA
+    "num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2, "vocab_size": 100,
+    "max_position_embeddings": 64, "position_embedding_type": "rope", "add_bias_linear": False,
+    "window_size": [7, 0], "rotary_base_local": 5e3, "rope_scaling": {"type": "linear", "factor": 2.0},
+    "qk_layernorm": True, "normalization": "RMSNorm", "num_experts": 8, "moe_router_score_function": "sigmoid",
+    "moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_shared_expert_intermediate_size": 32,
+}  # fmt: skip
+LATENT = {
+    "num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100, "max_position_embeddings": 64,
+    "position_embedding_type": "rope", "add_bias_linear": False, "multi_latent_attention": True,
+}  # fmt: skip
+LEARNED = {
+    "num_layers": 4,
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "vocab_size": 100,
+    "max_position_embeddings": 64,
+}
+
+# Every setting that decides which function the weights are: another value, and the model where that is another one.
+OTHER_FUNCTIONS = {
+    "num_layers": (6, WHOLE), "hidden_size": (128, WHOLE), "ffn_hidden_size": (96, WHOLE),
+    "num_attention_heads": (8, WHOLE), "num_query_groups": (4, WHOLE), "kv_channels": (32, WHOLE),
+    "vocab_size": (101, WHOLE), "max_position_embeddings": (128, LEARNED),
+    "position_embedding_type": ("learned_absolute", LATENT), "rotary_base": (5e5, WHOLE),
+    "rotary_base_local": (1e4, WHOLE), "rotary_percent": (0.5, WHOLE),
+    "rope_scaling": ({"type": "linear", "factor": 4.0}, WHOLE), "window_size": ([8, 0], WHOLE),
+    "window_attn_skip_freq": (2, WHOLE), "scale_embeddings": (True, WHOLE), "normalization": ("LayerNorm", WHOLE),
+    "layernorm_epsilon": (1e-6, WHOLE), "layernorm_zero_centered_gamma": (True, WHOLE),
+    "norm_placement": ("post", WHOLE), "activation": ("relu", WHOLE), "gated_linear_unit": (True, WHOLE),
+    "swiglu": (True, WHOLE), "add_bias_linear": (True, WHOLE), "add_qkv_bias": (True, WHOLE),
+    "add_proj_bias": (True, WHOLE), "add_mlp_bias": (True, WHOLE), "qk_layernorm": (False, WHOLE),
+    "qk_layernorm_full_width": (True, WHOLE), "query_pre_attn_scalar": (20, WHOLE),
+    "attn_logit_softcapping": (50.0, WHOLE), "final_logit_softcapping": (30.0, WHOLE),
+    "untie_embeddings_and_output_weights": (True, WHOLE), "multi_latent_attention": (True, LEARNED),
+    "q_lora_rank": (24, LATENT), "kv_lora_rank": (256, LATENT), "qk_head_dim": (64, LATENT),
+    "qk_pos_emb_head_dim": (32, LATENT), "v_head_dim": (64, LATENT), "mtp_num_layers": (1, WHOLE),
+    "num_experts": (16, WHOLE), "moe_layer_freq": (2, WHOLE), "moe_ffn_hidden_size": (48, WHOLE),
+    "moe_shared_expert_intermediate_size": (64, WHOLE), "moe_shared_expert_gate": (True, WHOLE),
+    "moe_router_topk": (4, WHOLE), "moe_router_score_function": ("softmax", WHOLE),
+    "moe_router_pre_softmax": (True, WHOLE), "moe_router_topk_scaling_factor": (2.5, WHOLE),
+    "moe_router_num_groups": (2, WHOLE), "moe_router_group_topk": (1, WHOLE),
+    "moe_router_enable_expert_bias": (True, WHOLE), "moe_router_force_load_balancing": (True, WHOLE),
+}  # fmt: skip
+
+
+def saved_as(config: RunConfig) -> SimpleNamespace:
+    """What is asked of a checkpoint that was saved with `config`."""
+    return SimpleNamespace(folder=Path("run/step"), manifest=SimpleNamespace(config=config.to_tree()))
+
+
+def test_every_setting_of_the_model_is_known_to_decide_the_function_or_not():
+    """One that says nothing decides it, so that a new one is refused until it says that it does not."""
+    assert OTHER_FUNCTIONS.keys() == set(ModelConfig.deciding(Decides.FUNCTION))
+    for section in RunConfig.model_fields:
+        kind = RunConfig.model_fields[section].annotation
+        each = [name for what in Decides for name in kind.deciding(what)]
+        assert sorted(each) == sorted(kind.model_fields)
+
+
+@pytest.mark.parametrize("name", OTHER_FUNCTIONS)
+def test_going_on_with_another_function_is_refused_with_both_values_and_the_way_out(name):
+    value, model = OTHER_FUNCTIONS[name]
+    before = RunConfig.from_tree({"model": model})
+    check_same_function(saved_as(before), before)
+    now = RunConfig.from_tree({"model": {**model, name: value}})
+    with pytest.raises(CheckpointError) as refused:
+        check_same_function(saved_as(before), now)
+    said = {
+        "window_attn_skip_freq": "window_size was [8, 8, 8, 8] and is [8, None, 8, None]",
+        "swiglu": "activation was 'gelu_tanh' and is 'silu'; model.gated_linear_unit was False and is True",
+        "add_bias_linear": "add_qkv_bias was False and is True; model.add_proj_bias was False and is True",
+        "window_size": "window_size was [8, 8, 8, 8] and is [9, 9, 9, 9]",
+        "moe_layer_freq": "moe_layer_freq was [0, 1, 2, 3] and is [0, 2]",
+        "multi_latent_attention": "multi_latent_attention was False and is True",
+    }
+    plain = f"{name} was {getattr(before.model, name)!r} and is {getattr(now.model, name)!r}"
+    resolved = f"{name} was .* and is {re.escape(repr(getattr(now.model, name)))}"
+    assert re.search(
+        re.escape(said[name]) if name in said else f"{re.escape(plain)}|{resolved}", str(refused.value)
+    )
+    assert "leave the model as it was" in str(refused.value)
+    of_positions = name in ("rotary_base", "rope_scaling")
+    assert ("or start a run of its own with model.init_from=run/step" in str(refused.value)) == of_positions
+
+
+def test_settings_of_training_and_those_that_the_model_does_not_read_are_no_other_function():
+    changes = {
+        "init_method_std": 0.5, "hidden_dropout": 0.3, "moe_aux_loss_coeff": 0.1, "make_vocab_size_divisible_by": 64,
+        "max_position_embeddings": 128,  # rotary positions have no table
+        "kv_lora_rank": 64, "mtp_loss_scaling_factor": 0.5, "kv_channels": 16,
+    }  # fmt: skip
+    before = RunConfig.from_tree({"model": WHOLE})
+    check_same_function(saved_as(before), RunConfig.from_tree({"model": {**WHOLE, **changes}}))
+    before = RunConfig.from_tree({"model": LEARNED})
+    changes = {"moe_router_topk": 4, "moe_router_pre_softmax": True, "rotary_base": 5e5}
+    check_same_function(saved_as(before), RunConfig.from_tree({"model": {**LEARNED, **changes}}))
+
+
+def goes_on(name, run, capsys, folder, **sections) -> str:
+    """What the run `name` says that goes on from `folder` for one step."""
+    capsys.readouterr()
+    sections["train"] = {"train_iters": 8, "exit_interval": 1, **sections.get("train", {})}
+    run(name, **sections, checkpoint=dict(load=str(folder)))
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_a_run_that_goes_on_with_other_updates_says_which_settings_differ(run, capsys):
+    folder = run(train=dict(train_iters=8, exit_interval=4)).checkpoint
+    same = goes_on("same", run, capsys, folder, train=dict(micro_batch_size=2), optim=dict(adam_eps=1e-8))
+    assert "training goes on otherwise" not in same and "samples need not" not in same
+    other = goes_on(
+        "other",
+        run,
+        capsys,
+        folder,
+        optim=dict(lr=5e-3),
+        model=dict(hidden_dropout=0.1),
+        train=dict(global_batch_size=16),
+    )
+    assert (
+        f"training goes on otherwise than the run of {folder} would have: model.hidden_dropout was 0.0 and is 0.1; "
+        "optim.lr was 0.01 and is 0.005; train.global_batch_size was 8 and is 16; the learning rate of the next step "
+        "would have been 0.005 and is 0.0025"
+    ) in other
+    longer = goes_on("longer", run, capsys, folder, train=dict(train_iters=400))
+    assert (
+        "train.train_iters was 8 and is 400; the learning rate of the next step would have been 0.005"
+        in longer
+    )
+
+
+def test_a_run_that_goes_on_with_other_files_under_the_same_name_says_so(run, capsys, tmp_path):
+    prefix, data = tmp_path / "data", dict(data_path=str(tmp_path / "data"))
+
+    def write(lengths: list[int]) -> None:
+        with IndexedWriter(prefix, "u1", overwrite=True) as writer:
+            for length in lengths:
+                writer.add_document(list(range(length)))
+
+    write([40, 50, 60] * 9)
+    folder = run(data=data, train=dict(train_iters=8, exit_interval=4)).checkpoint
+    assert "samples need not" not in goes_on("same", run, capsys, folder, data=data)
+    write([50, 40, 60] * 9)  # as large, in another order
+    said = goes_on("other", run, capsys, folder, data=data)
+    assert f"need not be those that the run of {folder} would have taken: idx_sha256 of {prefix} was " in said
+    write([40, 50, 61] * 9)
+    assert f"taken: bin_bytes of {prefix} was 1350 and is 1359; idx_sha256" in goes_on(
+        "longer", run, capsys, folder, data=data
+    )

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from pydantic import ValidationError
 
 from megalith.bridge.rows import Rule, Run
-from megalith.bridge.settings import TRAINING_ONLY, Setting, Tree, differences
+from megalith.bridge.settings import Setting, Tree, differences
 from megalith.config import ModelConfig
-from megalith.config.base import as_config_error
+from megalith.config.base import Decides, as_config_error
 from megalith.errors import ConfigError
 from megalith.models.transformer import Transformer
 
@@ -43,15 +43,18 @@ class Family:
     ignored: tuple[str, ...] = ()
     """Patterns of names whose tensors say nothing: masks and frequencies that older versions stored."""
 
+    absent: Mapping[str, Any] = field(default_factory=dict)
+    """What keys mean where config.json leaves them out, of those whose row says something else."""
+
     prefix: str = "model."
     """What stands before every name but the output matrix's; files of the bare model lack it."""
 
     def read_config(self, theirs: Mapping[str, Any]) -> ModelConfig:
         """The model of a config.json. Raises ConfigError where it asks for what this family does not have here."""
-        fields: Tree = {}
+        fields, theirs = {}, {**self.absent, **theirs}
         for setting in self.settings:
             for name, value in setting.read(theirs).items():
-                if fields.setdefault(name, value) != value and name not in TRAINING_ONLY:
+                if fields.setdefault(name, value) != value and name in ModelConfig.deciding(Decides.FUNCTION):
                     raise ConfigError(
                         f"config.json says of model.{name} both {fields[name]!r} and {value!r}, which cannot be here"
                     )

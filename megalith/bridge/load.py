@@ -11,12 +11,14 @@ from megalith.bridge.families import family_of
 from megalith.bridge.folder import CONFIG, find_folder, is_model_folder, read_json
 from megalith.bridge.importer import open_source
 from megalith.bridge.match import Match
+from megalith.bridge.origin import tokenizer_of
 from megalith.bridge.settings import differences
 from megalith.checkpoint import Checkpoint, open_checkpoint
 from megalith.checkpoint.state import Model, base_boxes, load_base
 from megalith.comm import Axis
 from megalith.config import ModelConfig, RunConfig
-from megalith.errors import CheckpointError, ConfigError
+from megalith.data.tokenizer import Tokenizer
+from megalith.errors import CheckpointError, ConfigError, MegalithError
 from megalith.parallel.gather import ALONE
 from megalith.parallel.shards import Box
 
@@ -108,6 +110,29 @@ def model_of(path: str) -> ModelConfig:
             "megalith lora merge"
         )
     return config.model
+
+
+def tokenizer_notes(config: RunConfig, tokenizer: Tokenizer | None) -> list[str]:
+    """What to tell where the run's tokenizer is not that of the weights that `model.init_from` names."""
+    path = config.model.init_from
+    if path is None or tokenizer is None:
+        return []
+    try:
+        theirs = (
+            tokenizer_of(find_folder(path)) if is_source(path) else _checkpoint(path, ()).manifest.tokenizer
+        )
+    except MegalithError as error:
+        return [
+            f"the tokenizer of {path}, which model.init_from names, cannot be compared with the run's: {error}"
+        ]
+    if theirs is None or theirs.fingerprint == tokenizer.fingerprint:
+        return []
+    return [
+        f"the run's tokenizer ({tokenizer.tokenizer_type}, {tokenizer.vocab_size} entries, fingerprint "
+        f"{tokenizer.fingerprint[:12]}) is not that of the weights in {path}, which model.init_from names "
+        f"({theirs.vocab_size}, {theirs.fingerprint[:12]}): where ids mean other words the weights have to learn them "
+        "anew; to keep it set data.tokenizer_type and data.tokenizer_model to theirs"
+    ]
 
 
 def _checkpoint(

@@ -12,31 +12,13 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megalith.config import ModelConfig
+from megalith.config import ModelConfig, RunConfig
+from megalith.config.base import Decides
+from megalith.config.idle import unread_settings
 from megalith.errors import ConfigError
 
 Tree = dict[str, Any]
 REQUIRED = object()
-
-# Fields that change training or storage, not what the weights compute.
-TRAINING_ONLY = (
-    "preset", "init_from", "make_vocab_size_divisible_by", "hidden_dropout", "attention_dropout", "init_method_std",
-    "mtp_loss_scaling_factor",
-    "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_router_load_balancing_type", "moe_router_bias_update_rate",
-    "moe_expert_capacity_factor", "moe_token_drop_policy", "moe_pad_expert_input_to_capacity",
-    "moe_grouped_gemm", "moe_permute_fusion", "moe_shared_expert_overlap",
-)  # fmt: skip
-
-# Fields that may be left to a rule or said by another field: the property that has them resolved.
-RESOLVED = {
-    "num_query_groups": "query_groups", "kv_channels": "head_dim", "ffn_hidden_size": "ffn_size",
-    "activation": "mlp_activation", "gated_linear_unit": "gated",
-    "add_qkv_bias": "qkv_bias", "add_proj_bias": "proj_bias", "add_mlp_bias": "mlp_bias",
-    "query_pre_attn_scalar": "attention_divisor", "window_size": "windows",
-    "moe_ffn_hidden_size": "expert_size", "moe_layer_freq": "expert_layers",
-    "moe_router_topk_scaling_factor": "expert_weight_factor",
-}  # fmt: skip
-SAID_BY_OTHERS = ("add_bias_linear", "swiglu", "window_attn_skip_freq")  # once these are resolved
 
 
 class Setting(Protocol):
@@ -74,7 +56,7 @@ class Field:
         return {self.ours: value}
 
     def write(self, model: ModelConfig) -> Tree:
-        value = getattr(model, RESOLVED.get(self.ours, self.ours))
+        [(_, value)] = model.resolved([self.ours])
         if self.values is not None:
             spellings = [theirs for theirs, ours in self.values.items() if ours == value]
             if not spellings:
@@ -187,22 +169,26 @@ class WindowsByLayer:
 
 
 def meaning(model: ModelConfig) -> Tree:
-    """What decides which function the weights are: every field of it, resolved."""
-    tree = {
-        name: getattr(model, RESOLVED.get(name, name))
-        for name in ModelConfig.model_fields
-        if name not in TRAINING_ONLY + SAID_BY_OTHERS
-    }
-    if model.position_embedding_type != "rope":
-        del tree["rotary_base"]
-    return tree
+    """What decides which function the weights are: every field of it that this model reads, resolved."""
+    unread = unread_settings(RunConfig(model=model), "model")
+    return dict(model.resolved(name for name in model.deciding(Decides.FUNCTION) if name not in unread))
 
 
 def differences(model: ModelConfig, other: ModelConfig, leave_out: Collection[str] = ()) -> list[str]:
     """The fields in which two models compute different things, as text: `swiglu True, not False`."""
+    return [f"{name} {ours!r}, not {theirs!r}" for name, ours, theirs in changed(model, other, leave_out)]
+
+
+def changed(
+    model: ModelConfig, other: ModelConfig, leave_out: Collection[str] = ()
+) -> list[tuple[str, Any, Any]]:
+    """The fields in which two models compute different things, with the value of each.
+
+    Fields that one of them does not read, for example of experts that it has not, are left to the one that says so.
+    """
     one, two = meaning(model), meaning(other)
     return [
-        f"{name} {one[name]!r}, not {two[name]!r}"
-        for name in ModelConfig.model_fields
-        if name in one and name in two and one[name] != two[name] and name not in leave_out
+        (name, one[name], two[name])
+        for name in one
+        if name in two and one[name] != two[name] and name not in leave_out
     ]

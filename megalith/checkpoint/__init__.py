@@ -15,6 +15,7 @@ _HOMES = {
     "Checkpoint": "read",
     "Extent": "extent",
     "Manifest": "manifest",
+    "DataRecord": "manifest",
     "RunRecord": "manifest",
     "Saver": "saver",
     "StepWriter": "writer",

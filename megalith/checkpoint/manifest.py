@@ -101,6 +101,14 @@ class TokenizerRecord(_Record):
     vocab_size: NonNegativeInt
 
 
+class DataRecord(_Record):
+    """The files of an indexed dataset: their sizes in bytes, and the `.idx`'s SHA-256 in hexadecimal."""
+
+    bin_bytes: NonNegativeInt
+    idx_bytes: NonNegativeInt
+    idx_sha256: str
+
+
 class RunRecord(_Record):
     """A run at one moment, tensors apart: with the weights and optimizer state, all that is needed to go on."""
 
@@ -129,6 +137,9 @@ class RunRecord(_Record):
     """Of adapters: the fingerprint (fingerprint.py) of the weights that they were trained on."""
 
     tokenizer: TokenizerRecord | None = None
+
+    data: dict[str, DataRecord] = {}
+    """What the run trains on, by prefix. Empty: made-up samples, or a checkpoint from before this was kept."""
 
 
 class Manifest(RunRecord):

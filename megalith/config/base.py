@@ -6,8 +6,11 @@ That one text is the help of the command line, the JSON Schema for editors and t
 
 from __future__ import annotations
 
+import enum
 import typing
-from typing import Any
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
@@ -15,8 +18,31 @@ from pydantic_core import PydanticCustomError
 from megalith.errors import ConfigError
 
 
+class Decides(enum.Enum):
+    """What a setting decides beside memory and speed; stands in the annotation of a field, or once for its section.
+
+    A run that goes on from a checkpoint with another FUNCTION is refused, with others of SAMPLES or UPDATES it says so.
+    """
+
+    FUNCTION = "which function the weights are"
+    SAMPLES = "which samples are trained on, and in which order"
+    UPDATES = "how a sample moves the weights"
+    NOTHING = "none of these"
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Stands in the annotation of a field that may be left to a rule or said by another field."""
+
+    by: str | None
+    """The property that has its value once all are heard; None: it is heard in those of other fields alone."""
+
+
 class Section(BaseModel):
     """A group of settings. Unknown keys are refused; assignment is checked like loading."""
+
+    decides: ClassVar[Decides] = Decides.NOTHING
+    """Of the fields that do not say it themselves."""
 
     model_config = ConfigDict(
         extra="forbid",
@@ -34,6 +60,23 @@ class Section(BaseModel):
         if isinstance(value, bool) and bool not in (annotation, *typing.get_args(annotation)):
             raise PydanticCustomError("no_truth", "a value is needed, not true or false")
         return value
+
+    @classmethod
+    def deciding(cls, *what: Decides) -> list[str]:
+        """The fields that decide one of `what`."""
+        return [
+            name
+            for name, field in cls.model_fields.items()
+            if next((mark for mark in field.metadata if isinstance(mark, Decides)), cls.decides) in what
+        ]
+
+    def resolved(self, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
+        """These fields with their values once rules and other fields are heard."""
+        for name in names:
+            marks = type(self).model_fields[name].metadata
+            by = next((mark.by for mark in marks if isinstance(mark, Resolved)), name)
+            if by is not None:
+                yield name, getattr(self, by)
 
 
 _PLAIN_WORDS = {

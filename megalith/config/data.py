@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from megalith.config.base import Section
+from megalith.config.base import Decides, Section
 
 DataPath = str | list[Any]
 
@@ -14,16 +14,18 @@ DataPath = str | list[Any]
 class DataConfig(Section):
     """Indexed datasets (`.bin` and `.idx`), their blend and split, and how documents are told apart."""
 
+    decides: ClassVar[Decides] = Decides.SAMPLES
+
     data_path: DataPath | None = None
     """Dataset prefix (the path without .bin), or a blend: `"0.7 a 0.3 b"`, or a YAML list of the same."""
 
     train_data_path: DataPath | None = None
     """Datasets for training alone; with valid_data_path and test_data_path in place of data_path and split."""
 
-    valid_data_path: DataPath | None = None
+    valid_data_path: Annotated[DataPath | None, Decides.NOTHING] = None
     """Datasets for validation alone."""
 
-    test_data_path: DataPath | None = None
+    test_data_path: Annotated[DataPath | None, Decides.NOTHING] = None
     """Datasets for the test after training alone."""
 
     mock: bool = False
@@ -35,39 +37,42 @@ class DataConfig(Section):
     seq_length: PositiveInt = 1024
     """Tokens in a training sequence."""
 
-    tokenizer_type: (
-        Literal[
-            "HuggingFaceTokenizer",
-            "SentencePieceTokenizer",
-            "GPT2BPETokenizer",
-            "TikTokenizer",
-            "ByteTokenizer",
-            "NullTokenizer",
-        ]
-        | None
-    ) = None
+    tokenizer_type: Annotated[
+        (
+            Literal[
+                "HuggingFaceTokenizer",
+                "SentencePieceTokenizer",
+                "GPT2BPETokenizer",
+                "TikTokenizer",
+                "ByteTokenizer",
+                "NullTokenizer",
+            ]
+            | None
+        ),
+        Decides.NOTHING,
+    ] = None
     """Kind of tokenizer. Absent: none; model.vocab_size is then needed."""
 
-    tokenizer_model: str | None = None
+    tokenizer_model: Annotated[str | None, Decides.NOTHING] = None
     """The tokenizer's file or folder (tokenizer.json, .model, .tiktoken), or a name in the local hub cache."""
 
-    vocab_file: str | None = None
+    vocab_file: Annotated[str | None, Decides.NOTHING] = None
     """GPT2BPETokenizer: vocab.json."""
 
-    merge_file: str | None = None
+    merge_file: Annotated[str | None, Decides.NOTHING] = None
     """GPT2BPETokenizer: merges.txt."""
 
     dataloader_type: Literal["cyclic", "single"] = "cyclic"
     """`single`: the dataset's order, once. `cyclic`: a new permutation each epoch, for ever."""
 
-    reset_position_ids: bool = False
+    reset_position_ids: Annotated[bool, Decides.UPDATES] = False
     """Positions start again at 0 after each end of document."""
 
-    reset_attention_mask: bool = False
+    reset_attention_mask: Annotated[bool, Decides.UPDATES] = False
     """Attention stops at document ends."""
 
-    eod_mask_loss: bool = False
+    eod_mask_loss: Annotated[bool, Decides.UPDATES] = False
     """No loss on what follows an end-of-document token."""
 
-    num_workers: NonNegativeInt = 2
+    num_workers: Annotated[NonNegativeInt, Decides.NOTHING] = 2
     """Threads that prepare batches ahead of training; 0: the training thread does it between steps."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megalith.config.base import Section
+from megalith.config.base import Decides, Resolved, Section
 from megalith.config.rope_scaling import RopeScaling
 
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -15,10 +15,12 @@ Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
 class DenseModel(Section):
     """The settings of `model` that every model has; ModelConfig adds those of experts."""
 
-    preset: str | None = None
+    decides: ClassVar[Decides] = Decides.FUNCTION
+
+    preset: Annotated[str | None, Decides.NOTHING] = None
     """A published shape by name (`megalith config presets` lists them). Fields given beside it win over it."""
 
-    init_from: str | None = None
+    init_from: Annotated[str | None, Decides.NOTHING] = None
     """Weights and shape to begin from: a Hugging Face folder or hub name, or a run folder. A loaded run goes before."""
 
     num_layers: PositiveInt | None = None
@@ -27,22 +29,22 @@ class DenseModel(Section):
     hidden_size: PositiveInt | None = None
     """Width of the residual stream."""
 
-    ffn_hidden_size: PositiveInt | None = None
+    ffn_hidden_size: Annotated[PositiveInt | None, Resolved("ffn_size")] = None
     """Width of the MLP. Absent: 4 · hidden_size, of a gated MLP 8/3 · hidden_size rounded down to a multiple of 64."""
 
     num_attention_heads: PositiveInt | None = None
     """Query heads."""
 
-    num_query_groups: NonNegativeInt = 0
+    num_query_groups: Annotated[NonNegativeInt, Resolved("query_groups")] = 0
     """Key and value heads, each shared by a group of query heads. 0: as many as query heads (MHA)."""
 
-    kv_channels: PositiveInt | None = None
+    kv_channels: Annotated[PositiveInt | None, Resolved("head_dim")] = None
     """Size of one head. Absent: hidden_size / num_attention_heads."""
 
     vocab_size: PositiveInt | None = None
     """Entries of the vocabulary, unpadded. Absent: the tokenizer's. With NullTokenizer the last is its end."""
 
-    make_vocab_size_divisible_by: PositiveInt = 128
+    make_vocab_size_divisible_by: Annotated[PositiveInt, Decides.NOTHING] = 128
     """The embedding's rows are padded to a multiple of this. Never depends on the layout."""
 
     max_position_embeddings: PositiveInt | None = None
@@ -63,10 +65,12 @@ class DenseModel(Section):
     rope_scaling: RopeScaling | None = None
     """Stretches the rotary frequencies to a longer context."""
 
-    window_size: Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)] | None = None
+    window_size: Annotated[
+        Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)] | None, Resolved("windows")
+    ] = None
     """Sliding window: tokens before and after itself that a query sees, like [4095, 0]. Absent: all before it."""
 
-    window_attn_skip_freq: PositiveInt | list[Literal[0, 1]] | None = None
+    window_attn_skip_freq: Annotated[PositiveInt | list[Literal[0, 1]] | None, Resolved(None)] = None
     """Layers without the window: every N-th, or where a list with a number a layer has a 0. Absent: none."""
 
     scale_embeddings: bool = False
@@ -84,25 +88,27 @@ class DenseModel(Section):
     norm_placement: Literal["pre", "post", "sandwich"] = "pre"
     """A norm before each attention and MLP, on what they add to the residual stream (OLMo 2), or both (Gemma 2)."""
 
-    activation: Literal["gelu", "gelu_tanh", "relu", "silu"] = "gelu_tanh"
+    activation: Annotated[Literal["gelu", "gelu_tanh", "relu", "silu"], Resolved("mlp_activation")] = (
+        "gelu_tanh"
+    )
     """The MLP's non-linearity without swiglu. `gelu_tanh` is GPT-2's approximation."""
 
-    gated_linear_unit: bool = False
+    gated_linear_unit: Annotated[bool, Resolved("gated")] = False
     """Gated MLP: activation(gate) · up."""
 
-    swiglu: bool = False
+    swiglu: Annotated[bool, Resolved(None)] = False
     """Gated MLP with silu for its activation: silu(gate) · up."""
 
-    add_bias_linear: bool = True
+    add_bias_linear: Annotated[bool, Resolved(None)] = True
     """Biases in every linear layer."""
 
-    add_qkv_bias: bool = False
+    add_qkv_bias: Annotated[bool, Resolved("qkv_bias")] = False
     """Biases in the query, key and value projection (Qwen2)."""
 
-    add_proj_bias: bool = False
+    add_proj_bias: Annotated[bool, Resolved("proj_bias")] = False
     """Biases in attention's output projection."""
 
-    add_mlp_bias: bool = False
+    add_mlp_bias: Annotated[bool, Resolved("mlp_bias")] = False
     """Biases in the MLP, and in experts."""
 
     qk_layernorm: bool = False
@@ -111,7 +117,7 @@ class DenseModel(Section):
     qk_layernorm_full_width: bool = False
     """qk_layernorm goes over all heads together instead (OLMo 2)."""
 
-    query_pre_attn_scalar: PositiveInt | None = None
+    query_pre_attn_scalar: Annotated[PositiveInt | None, Resolved("attention_divisor")] = None
     """Attention scores are divided by its root. Absent: the size of a head."""
 
     attn_logit_softcapping: PositiveFloat | None = None
@@ -123,13 +129,13 @@ class DenseModel(Section):
     untie_embeddings_and_output_weights: bool = False
     """A matrix of its own for the output instead of the embedding's."""
 
-    hidden_dropout: Probability = 0.1
+    hidden_dropout: Annotated[Probability, Decides.UPDATES] = 0.1
     """Dropout of the embedding's output and of what each sub-layer adds to the residual stream."""
 
-    attention_dropout: Probability = 0.1
+    attention_dropout: Annotated[Probability, Decides.UPDATES] = 0.1
     """Dropout of the attention probabilities."""
 
-    init_method_std: PositiveFloat = 0.02
+    init_method_std: Annotated[PositiveFloat, Decides.NOTHING] = 0.02
     """Standard deviation of initial weights; attention output and MLP down projections use std / √(2 · layers)."""
 
     multi_latent_attention: bool = False
@@ -153,7 +159,7 @@ class DenseModel(Section):
     mtp_num_layers: PositiveInt | None = None
     """Further layers that in training predict the tokens behind the next one, one each (DeepSeek-V3)."""
 
-    mtp_loss_scaling_factor: PositiveFloat = 0.1
+    mtp_loss_scaling_factor: Annotated[PositiveFloat, Decides.UPDATES] = 0.1
     """Weight of the mean of their losses."""
 
     @property

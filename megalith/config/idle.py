@@ -32,9 +32,13 @@ DEPENDENTS = [
                "parallel", ("moe_token_dispatcher_type",)),
     Dependents("model.num_experts", lambda c: c.model.num_experts is not None,
                "model", ("moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
-                         "moe_router_topk", "moe_router_score_function", "moe_router_enable_expert_bias",
-                         "moe_aux_loss_coeff", "moe_z_loss_coeff", "moe_expert_capacity_factor",
-                         "moe_pad_expert_input_to_capacity", "moe_grouped_gemm", "moe_permute_fusion")),
+                         "moe_shared_expert_gate", "moe_shared_expert_overlap", "moe_router_topk",
+                         "moe_router_score_function", "moe_router_pre_softmax", "moe_router_topk_scaling_factor",
+                         "moe_router_num_groups", "moe_router_group_topk", "moe_router_enable_expert_bias",
+                         "moe_router_bias_update_rate", "moe_router_load_balancing_type", "moe_aux_loss_coeff",
+                         "moe_z_loss_coeff", "moe_expert_capacity_factor", "moe_token_drop_policy",
+                         "moe_pad_expert_input_to_capacity", "moe_router_force_load_balancing", "moe_grouped_gemm",
+                         "moe_permute_fusion")),
     Dependents("model.position_embedding_type rope", lambda c: c.model.position_embedding_type == "rope",
                "model", ("rotary_base", "rotary_base_local", "rotary_percent", "rope_scaling")),
     Dependents("model.multi_latent_attention true", lambda c: c.model.multi_latent_attention,
@@ -70,12 +74,19 @@ DEPENDENTS = [
 def idle_notes(config: RunConfig) -> list[str]:
     """A sentence for each setting whose value is not the default, and which this run does not read."""
     notes = []
-    for group in DEPENDENTS:
-        if group.is_so(config):
-            continue
+    for group in _off(config):
         values = getattr(config, group.section)
         for name in group.names:
             value = getattr(values, name)
             if value != type(values).model_fields[name].default:
                 notes.append(f"{group.section}.{name} {value} changes nothing: it takes {group.needs}")
     return notes
+
+
+def unread_settings(config: RunConfig, section: str) -> set[str]:
+    """The settings of `section` that this run does not read, whatever their values."""
+    return {name for group in _off(config) if group.section == section for name in group.names}
+
+
+def _off(config: RunConfig) -> list[Dependents]:
+    return [group for group in DEPENDENTS if not group.is_so(config)]

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from megalith.config.base import Section
+from megalith.config.base import Decides, Section
 from megalith.config.dense import Probability
 from megalith.config.model import ModelConfig
 from megalith.errors import ConfigError, nearest_of
@@ -38,13 +40,13 @@ TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
 class LoraConfig(Section):
     """Low-rank adapters (LoRA): trains them alone, on frozen weights."""
 
-    rank: PositiveInt | None = None
+    rank: Annotated[PositiveInt | None, Decides.FUNCTION] = None
     """Rank of the adapters. Absent: none, every weight is trained."""
 
-    alpha: PositiveFloat = 32.0
+    alpha: Annotated[PositiveFloat, Decides.FUNCTION] = 32.0
     """Adapters are scaled by alpha / rank."""
 
-    dropout: Probability = 0.0
+    dropout: Annotated[Probability, Decides.UPDATES] = 0.0
     """Dropout of what goes into an adapter."""
 
     targets: list[str] = Field(

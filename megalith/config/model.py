@@ -5,10 +5,11 @@ The settings of its experts stand here, all others in dense.py.
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
+from megalith.config.base import Decides, Resolved
 from megalith.config.dense import DenseModel
 
 
@@ -18,10 +19,10 @@ class ModelConfig(DenseModel):
     num_experts: PositiveInt | None = None
     """Experts in each mixture-of-experts layer."""
 
-    moe_layer_freq: PositiveInt | list[Literal[0, 1]] = 1
+    moe_layer_freq: Annotated[PositiveInt | list[Literal[0, 1]], Resolved("expert_layers")] = 1
     """Layers with experts: every n-th from layer 0 on, or a list with a 1 or 0 for each layer."""
 
-    moe_ffn_hidden_size: PositiveInt | None = None
+    moe_ffn_hidden_size: Annotated[PositiveInt | None, Resolved("expert_size")] = None
     """Width of an expert. Absent: ffn_hidden_size."""
 
     moe_shared_expert_intermediate_size: PositiveInt | None = None
@@ -30,7 +31,7 @@ class ModelConfig(DenseModel):
     moe_shared_expert_gate: bool = False
     """Weighs the shared expert's output of each token by a sigmoid gate (Qwen2-MoE)."""
 
-    moe_shared_expert_overlap: bool = True
+    moe_shared_expert_overlap: Annotated[bool, Decides.NOTHING] = True
     """Computes the shared expert while rows travel, where parallel.moe_token_dispatcher_type is alltoall."""
 
     moe_router_topk: PositiveInt = 2
@@ -42,7 +43,7 @@ class ModelConfig(DenseModel):
     moe_router_pre_softmax: bool = False
     """Takes the softmax over all experts, before choosing, instead of over those chosen."""
 
-    moe_router_topk_scaling_factor: PositiveFloat | None = None
+    moe_router_topk_scaling_factor: Annotated[PositiveFloat | None, Resolved("expert_weight_factor")] = None
     """Multiplies the weights of the chosen experts."""
 
     moe_router_num_groups: PositiveInt | None = None
@@ -54,34 +55,36 @@ class ModelConfig(DenseModel):
     moe_router_enable_expert_bias: bool = False
     """Balances without a loss: a bias on the scores for choosing alone, moved after each step (DeepSeek-V3)."""
 
-    moe_router_bias_update_rate: PositiveFloat = 1e-3
+    moe_router_bias_update_rate: Annotated[PositiveFloat, Decides.UPDATES] = 1e-3
     """How far the expert bias moves in a step, towards experts with fewer tokens than the mean."""
 
-    moe_router_load_balancing_type: Literal["aux_loss", "seq_aux_loss", "none"] = "aux_loss"
+    moe_router_load_balancing_type: Annotated[
+        Literal["aux_loss", "seq_aux_loss", "none"], Decides.UPDATES
+    ] = "aux_loss"
     """Over which tokens moe_aux_loss_coeff balances the experts: a micro-batch, or each of its sequences."""
 
-    moe_aux_loss_coeff: NonNegativeFloat = 0.0
+    moe_aux_loss_coeff: Annotated[NonNegativeFloat, Decides.UPDATES] = 0.0
     """Weight of the load-balancing loss."""
 
-    moe_z_loss_coeff: NonNegativeFloat = 0.0
+    moe_z_loss_coeff: Annotated[NonNegativeFloat, Decides.UPDATES] = 0.0
     """Weight of the loss that keeps the router's logits small (1e-3 is usual)."""
 
-    moe_expert_capacity_factor: PositiveFloat | None = None
+    moe_expert_capacity_factor: Annotated[PositiveFloat | None, Decides.UPDATES] = None
     """In training an expert takes this times its even share of a micro-batch's tokens, drops others. Absent: all."""
 
-    moe_token_drop_policy: Literal["probs", "position"] = "probs"
+    moe_token_drop_policy: Annotated[Literal["probs", "position"], Decides.UPDATES] = "probs"
     """Tokens beyond the capacity that are dropped: those with the lowest weights, or those furthest back."""
 
-    moe_pad_expert_input_to_capacity: bool = False
+    moe_pad_expert_input_to_capacity: Annotated[bool, Decides.NOTHING] = False
     """Fills every expert up to its capacity, so that sizes are fixed and the host never waits for them."""
 
     moe_router_force_load_balancing: bool = False
     """Sends tokens to the experts in turn, whatever the scores: for benchmarks."""
 
-    moe_grouped_gemm: bool = False
+    moe_grouped_gemm: Annotated[bool, Decides.NOTHING] = False
     """All local experts in one grouped matmul, on GPUs in bf16; otherwise a matmul for each expert."""
 
-    moe_permute_fusion: bool = False
+    moe_permute_fusion: Annotated[bool, Decides.NOTHING] = False
     """Compiles what is around the experts' matmuls, activation and sum by token, into a kernel each, on GPUs."""
 
     @property

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megalith.config.base import Section
+from megalith.config.base import Decides, Section
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
@@ -14,6 +14,8 @@ Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 class OptimConfig(Section):
     """AdamW, Adam or SGD; warm-up and decay; clipping; the fp16 loss scale."""
+
+    decides: ClassVar[Decides] = Decides.UPDATES
 
     optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
     """`adamw` decays weights apart from the gradient; `adam` adds the decay to the gradient."""
@@ -96,11 +98,11 @@ class OptimConfig(Section):
     hysteresis: PositiveInt = 2
     """Overflowing steps before the loss scale halves."""
 
-    optimizer_cpu_offload: bool = False
+    optimizer_cpu_offload: Annotated[bool, Decides.NOTHING] = False
     """Keeps optimizer state in host memory; the CPU steps the parameters that it belongs to."""
 
-    optimizer_offload_fraction: Fraction = 1.0
+    optimizer_offload_fraction: Annotated[Fraction, Decides.NOTHING] = 1.0
     """Share of the optimizer state that is kept in host memory."""
 
-    overlap_cpu_optimizer_d2h_h2d: bool = True
+    overlap_cpu_optimizer_d2h_h2d: Annotated[bool, Decides.NOTHING] = True
     """Copies to and from the host go on while the CPU steps; false: one after the other, in less pinned memory."""

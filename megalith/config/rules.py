@@ -243,6 +243,17 @@ def check_training(config: RunConfig, world_size: int = 1) -> None:
     BatchSizeSchedule.from_config(config.train, data_parallel_size=data_parallel)
 
 
+def check_base(config: RunConfig) -> None:
+    """Raises ConfigError for adapters that would be trained on frozen random weights."""
+    lora = config.lora
+    if config.model.init_from is None and (lora.rank is not None or lora.load is not None):
+        given = f"lora.rank is {lora.rank}" if lora.load is None else f"lora.load is {lora.load}"
+        raise ConfigError(
+            f"{given}, but model.init_from is not set: adapters would be trained on random weights, which stay as they "
+            "are; set it to the weights that they are for, a Hugging Face folder or name, or a run folder"
+        )
+
+
 # What this version does not do yet: the field, the one value that it takes, and the field's meaning in words.
 _ONLY = [
     ("train.fp8_format", None, "FP8 training"),

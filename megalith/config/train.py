@@ -6,28 +6,30 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megalith.config.base import Section
+from megalith.config.base import Decides, Section
 
 
 class TrainConfig(Section):
     """Length, batch, precision, evaluation and early exit."""
 
-    train_iters: PositiveInt | None = None
+    train_iters: Annotated[PositiveInt | None, Decides.UPDATES] = None
     """Optimizer steps. This or train_samples is required."""
 
-    train_samples: PositiveInt | None = None
+    train_samples: Annotated[PositiveInt | None, Decides.UPDATES] = None
     """Sequences to train on, in place of train_iters."""
 
     micro_batch_size: PositiveInt = 1
     """Sequences in one forward pass on one device."""
 
-    global_batch_size: PositiveInt | None = None
+    global_batch_size: Annotated[PositiveInt | None, Decides.UPDATES] = None
     """Sequences in one optimizer step: micro × data parallel × accumulation. Required for training."""
 
-    rampup_batch_size: Annotated[list[int], Field(min_length=3, max_length=3)] | None = None
+    rampup_batch_size: Annotated[
+        Annotated[list[int], Field(min_length=3, max_length=3)] | None, Decides.UPDATES
+    ] = None
     """[start, increment, samples]: the global batch grows from start by increments over this many samples."""
 
-    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    precision: Annotated[Literal["fp32", "bf16", "fp16"], Decides.UPDATES] = "fp32"
     """Compute type. Weights, gradients and optimizer state are fp32 in each."""
 
     fp8_format: Literal["e4m3", "hybrid"] | None = None
@@ -39,7 +41,7 @@ class TrainConfig(Section):
     fp8_amax_compute_algo: Literal["max", "most_recent"] = "most_recent"
     """FP8: how a scale is taken from the history."""
 
-    seed: Annotated[int, Field(ge=0, lt=2**32)] = 1234
+    seed: Annotated[int, Field(ge=0, lt=2**32), Decides.SAMPLES] = 1234
     """Initial weights, dropout and the data's order follow from it alone."""
 
     deterministic: bool = False

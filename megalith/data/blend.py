@@ -9,7 +9,7 @@ Datasets named without weights count by their tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -55,6 +55,15 @@ class BlendedDataset:
             return False
         shares = [samples_of_share(weight, num_samples) for weight in self._weights.tolist()]
         return all(dataset.in_order_of(share) for dataset, share in zip(self.datasets, shares))
+
+
+def indexed_datasets(dataset: SampleDataset) -> Iterator[IndexedDataset]:
+    """The datasets with files that a dataset's samples come from; none of made-up ones."""
+    if isinstance(dataset, BlendedDataset):
+        for part in dataset.datasets:
+            yield from indexed_datasets(part)
+    elif isinstance(dataset, GPTDataset):
+        yield dataset.indexed
 
 
 def normalize(weights: Sequence[float]) -> np.ndarray:

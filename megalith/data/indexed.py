@@ -9,6 +9,7 @@ renames at the end, the `.idx` last, so that a pair of files is always whole.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import os
 import shutil
 from array import array
@@ -81,6 +82,16 @@ class IndexedDataset:
     @property
     def num_tokens(self) -> int:
         return int(self.sequence_lengths.sum(dtype=np.int64))
+
+    def identity(self) -> dict[str, int | str]:
+        """`bin_bytes` and `idx_bytes`, the files' sizes, and `idx_sha256`: reads the `.idx`, not the tokens."""
+        with open_file(self.idx_path) as file:
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            return {
+                "bin_bytes": self._size,
+                "idx_bytes": os.fstat(file.fileno()).st_size,
+                "idx_sha256": digest,
+            }
 
     def get(self, i: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Tokens `[offset, offset + length)` of sequence i (to its end without `length`), read-only."""

@@ -30,8 +30,11 @@ SLOTS = 3  # one slice comes down, one is stepped, one goes up
 ALIGNMENT = 64  # a cut falls between the CPU's vectors: elements are stepped as if there were none
 
 
-def kept_on_host(named_parameters: Iterable[tuple[str, Tensor]], fraction: float) -> frozenset[str]:
-    """The names of the parameters whose state goes to the host: the largest first, at most `fraction` of all elements.
+def kept_on_host(
+    named_parameters: Iterable[tuple[str, Tensor]], fraction: float, never: Collection[str] = ()
+) -> frozenset[str]:
+    """The names of the parameters whose state goes to the host: the largest first, at most `fraction` of all elements,
+    and none of `never`.
 
     Small ones stay on the device, unless everything goes: they are next to nothing, and each costs three copies.
     """
@@ -43,7 +46,7 @@ def kept_on_host(named_parameters: Iterable[tuple[str, Tensor]], fraction: float
     left = fraction * sum(size for size, _ in sizes)
     chosen = set()
     for size, name in sizes:
-        if 0 < size <= left:
+        if 0 < size <= left and name not in never:
             left -= size
             chosen.add(name)
     return frozenset(chosen)

@@ -12,7 +12,7 @@ memory (offload.py).
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor, nn
@@ -24,13 +24,17 @@ from megalith.optim.offload import OffloadedOptimizer, kept_on_host
 
 
 def build_optimizer(
-    named_parameters: Iterable[tuple[str, nn.Parameter]], config: OptimConfig
+    named_parameters: Iterable[tuple[str, nn.Parameter]],
+    config: OptimConfig,
+    held_elsewhere: Collection[str] = (),
 ) -> torch.optim.Optimizer:
     """AdamW (decoupled decay), Adam (decay added to the gradient) or SGD with momentum, fused, state at zero.
 
     Weight decay applies to matrices, not to biases and 1-D parameters. Frozen parameters are left out.
     Parameters may be local shards; their names are kept in each group's `param_names`. With `optimizer_cpu_offload`
-    the state of a share of the parameters on a GPU is made in the host's memory.
+    the state of a share of the parameters on a GPU is made in the host's memory. Unless it is all, parameters that are
+    `held_elsewhere` too are not among them: a rank with others beside them would choose otherwise, and copies that a
+    CPU and a GPU step drift apart.
     Raises ConfigError when `lr` is not set or a parameter that is to be trained is not fp32.
     """
     if config.lr is None:
@@ -59,7 +63,7 @@ def build_optimizer(
     set_learning_rate(optimizer, config.lr, config.weight_decay)
     on_gpu = [(name, parameter) for name, parameter in trained if parameter.device.type != "cpu"]
     fraction = config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
-    names = kept_on_host(on_gpu, fraction)
+    names = kept_on_host(on_gpu, fraction, held_elsewhere if fraction < 1 else ())
     on_host = [parameter for name, parameter in on_gpu if name in names]
     for name, parameter in trained:
         device = torch.device("cpu") if name in names else parameter.device

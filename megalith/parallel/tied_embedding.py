@@ -23,11 +23,16 @@ def reduce_tied_embedding(chunks: Sequence[Transformer], tied: Axis) -> None:
     Moves the local shard, fp32 [rows of the padded vocabulary, hidden], once a step. Does nothing where the
     matrices are not tied or `tied` has size 1.
     """
-    if tied.size == 1 or not chunks[0].config.embedding_at_head:
+    if not on_two_stages(chunks, tied):
         return
     for chunk in chunks:
         if chunk.embedding is not None and chunk.embedding.word_embeddings.weight.requires_grad:
             dist.all_reduce(local(chunk.embedding.word_embeddings.weight.grad), group=tied.group)
+
+
+def on_two_stages(chunks: Sequence[Transformer], tied: Axis) -> set[str]:
+    """The parameters of this rank of which `mesh.tied` says that another stage holds a copy."""
+    return {NAME} if tied.size > 1 and chunks[0].config.embedding_at_head else set()
 
 
 def copies(chunks: Sequence[Transformer], pp: Axis) -> set[str]:

@@ -1,24 +1,27 @@
 """The weights that several ranks hold have to be the same on all of them, bit for bit: whether they are.
 
 Copies are there where parameters are replicated: over data parallelism without sharding or between the instances of
-hybrid sharding, and the norms over tensor parallelism. Their copies get the same sums and make the same updates, so a
-difference is a fault of a rank's memory or arithmetic, which no loss curve would show for a long time. Each rank takes
-two integers of each parameter's bits, and the ranks compare.
+hybrid sharding, the norms over tensor parallelism, and a tied embedding on the first and the last pipeline stage. Their
+copies get the same sums and make the same updates, so a difference is a fault of a rank's memory or arithmetic, which
+no loss curve would show for a long time. Each rank takes two integers of each parameter's bits, and the ranks compare.
+A checkpoint holds each parameter once, so a run that goes on from one begins with equal copies.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megalith.comm import Axis, begin_all_gather, wait
 from megalith.errors import TrainingError
+from megalith.models.transformer import Transformer
 from megalith.parallel.shards import LocalParameters, placed
+from megalith.parallel.tied_embedding import on_two_stages
 from megalith.runtime.topology import gather
 
 BLOCK = 2**22  # elements whose bits are held as integers at a time
@@ -28,7 +31,8 @@ NAMED = 3  # parameters in the message
 class ReplicaCheck:
     """Compares the copies of parameters. Made by every rank, while no layer is gathered."""
 
-    def __init__(self, chunks: Iterable[nn.Module], parameters: LocalParameters, world: Axis):
+    def __init__(self, chunks: Sequence[Transformer], parameters: LocalParameters, world: Axis, tied: Axis):
+        """`tied`: the mesh's axis of the stages that share a tied embedding."""
         self._world = world
         self._held: dict[str, tuple[Axis, list[tuple[str, Tensor]]]] = {}  # by the group of the copies
         for chunk in chunks:
@@ -37,8 +41,13 @@ class ReplicaCheck:
                 if name in parameters.copies:
                     axes.append(parameters.copies[name])
                 for axis in axes:
-                    held = self._held.setdefault(axis.name, (axis, []))[1]
-                    held.append((name, parameters.boxes[name].values))
+                    self._held.setdefault(axis.name, (axis, []))[1].append(
+                        (name, parameters.boxes[name].values)
+                    )
+        # The one axis between stages comes last, so that every rank of a stage takes its axes in one order.
+        shared = [(name, parameters.boxes[name].values) for name in sorted(on_two_stages(chunks, tied))]
+        if shared:
+            self._held[f"tied {tied.name}"] = (tied, shared)
         self.agreed_at: int | None = None
         """The last step after which all copies were found the same."""
 

@@ -1,5 +1,7 @@
 """Training begins from a Hugging Face folder in any layout, and ends with one."""
 
+import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,9 +12,11 @@ from safetensors.torch import load_file
 
 import megalith
 from megalith.bridge.importer import import_hf
-from megalith.bridge.load import with_init_from
+from megalith.bridge.load import tokenizer_notes, with_init_from
 from megalith.bridge.verify import same_bits
 from megalith.config import RunConfig
+from megalith.data.tokenizer import build_tokenizer
+from megalith.data.tokenizer_training import train_tokenizer
 from megalith.errors import CheckpointError, ConfigError
 from megalith.trainer import prepare
 
@@ -154,6 +158,30 @@ def test_a_tokenizer_larger_than_the_vocabulary_and_an_empty_place_are_refused(
         CheckpointError, match=r"there is no checkpoint in .*empty, which model.init_from names"
     ):
         prepare(run_config(tmp_path / "empty", tmp_path / "run"), 1)
+
+
+def test_a_tokenizer_that_is_not_that_of_the_weights_is_told(hf_folder, run, capsys, tmp_path: Path) -> None:
+    folder, other = (shutil.copytree(hf_folder("llama"), tmp_path / name) for name in ("hf", "other"))
+    for place, text in ((folder, "a cat sat on a mat"), (other, "to be or not to be")):
+        (tmp_path / "text.jsonl").write_text(json.dumps({"text": text}) + "\n")
+        train_tokenizer([tmp_path / "text.jsonl"], 260, place / "tokenizer.json", min_frequency=1)
+    own, another = (build_tokenizer("HuggingFaceTokenizer", place) for place in (folder, other))
+    config = run_config(folder, tmp_path / "run")
+    assert tokenizer_notes(config, own) == tokenizer_notes(config, None) == []
+    [note] = tokenizer_notes(config, another)
+    assert f"{another.fingerprint[:12]}) is not that of the weights in {folder}" in note
+    assert f"({own.vocab_size}, {own.fingerprint[:12]})" in note and "set data.tokenizer_type" in note
+    (folder / "tokenizer.json").write_text("{")
+    assert "cannot be compared" in tokenizer_notes(config, own)[0]
+    (folder / "tokenizer.json").unlink()
+    assert tokenizer_notes(config, own) == []  # it has none
+    begun = str(run("begun", train=dict(train_iters=1)).checkpoint)
+    capsys.readouterr()
+    run("same", model=dict(init_from=begun), train=dict(train_iters=1))
+    assert "is not that of the weights" not in capsys.readouterr().out
+    null = dict(data_path=None, mock=True, tokenizer_type="NullTokenizer")
+    run("null", model=dict(init_from=begun), train=dict(train_iters=1), data=null)
+    assert f"is not that of the weights in {begun}" in " ".join(capsys.readouterr().out.split())
 
 
 def test_a_model_without_a_family_is_refused_before_training_when_a_folder_is_asked_for(

@@ -240,3 +240,14 @@ def test_adapters_alone_are_no_model_to_export_or_to_begin_from(hf_folder, tmp_p
         export_adapters(
             import_hf(hf_folder("llama"), tmp_path / "base", show_progress=False), tmp_path / "peft"
         )
+
+
+@pytest.mark.parametrize("lora", [{"rank": 2}, {"load": "adapters"}])
+def test_adapters_without_a_base_are_refused_before_anything_is_written(tmp_path: Path, lora: dict) -> None:
+    config = run_config(tmp_path, tmp_path / "run", model={"preset": "tiny-gpt", "vocab_size": 64}, lora=lora)
+    [(name, value)] = lora.items()
+    with pytest.raises(
+        ConfigError, match=rf"lora.{name} is {value}, but model.init_from is not set.*set it to the"
+    ):
+        megalith.train(config)
+    assert not (tmp_path / "run").exists()

@@ -132,6 +132,21 @@ def test_a_config_json_without_a_size_is_refused_by_its_key() -> None:
         family_named_by("llama").read_config(theirs)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_a_key_that_config_json_leaves_out_has_the_default_of_transformers(name: str) -> None:
+    """Of the class's own defaults each key is left out in turn; sizes, which have to be there, are told."""
+    family = family_named_by(name)
+    defaults = json.loads(type(CASES[name][0]())().to_json_string(use_diff=False))
+    read = family.read_config(defaults)
+    for key in defaults.keys() - {"architectures", "model_type"}:
+        try:
+            without = family.read_config({k: v for k, v in defaults.items() if k != key})
+        except ConfigError as error:
+            assert f"config.json has no {key}, which gives" in str(error)
+        else:
+            assert differences(without, read) == [], key
+
+
 def test_an_absent_window_is_the_default_of_mistral() -> None:
     theirs = their_tree("mistral")
     del theirs["sliding_window"]
@@ -141,7 +156,7 @@ def test_an_absent_window_is_the_default_of_mistral() -> None:
 def test_gemma_3_as_older_versions_wrote_it_is_the_same_model() -> None:
     theirs = their_tree("gemma3")
     del theirs["rope_parameters"], theirs["layer_types"]
-    theirs |= {"rope_theta": 1e6, "rope_local_base_freq": 1e4, "sliding_window_pattern": 3}
+    theirs |= {"rope_theta": 1e6, "rope_local_base_freq": 2e4, "sliding_window_pattern": 3}
     theirs["rope_scaling"] = {"rope_type": "linear", "factor": 8.0}
     read = family_named_by("gemma3").read_config(theirs)
     assert differences(read, model_of("gemma3")) == []

@@ -50,3 +50,56 @@ def test_nothing_of_a_preset_is_idle(preset):
 def test_every_setting_of_the_table_exists():
     for group in DEPENDENTS:
         assert set(group.names) <= set(RunConfig.model_fields[group.section].annotation.model_fields)
+
+
+# Of each group one setting with a value of its own, and what makes a run read it.
+READ_WITH = {
+    "parallel.recompute_granularity selective":
+        ("parallel.recompute_modules=[mlp]", "parallel.recompute_granularity=selective"),
+    "parallel.recompute_granularity full":
+        ("parallel.recompute_num_layers=2", "parallel.recompute_granularity=full"),
+    "parallel.context_parallel_size above 1":
+        ("parallel.cp_comm_type=a2a", "parallel.context_parallel_size=2"),
+    "model.num_experts":
+        ("model.moe_router_topk=4 parallel.moe_token_dispatcher_type=allgather", "model.num_experts=8"),
+    "model.position_embedding_type rope":
+        ("model.rotary_base=5e5", "model.position_embedding_type=rope"),
+    "model.multi_latent_attention true":
+        ("model.kv_lora_rank=64", "model.multi_latent_attention=true"),
+    "model.mtp_num_layers":
+        ("model.mtp_loss_scaling_factor=0.3", "model.mtp_num_layers=1"),
+    "optim.optimizer adamw or adam":
+        ("optim.adam_eps=1e-6", "optim.optimizer=adam"),
+    "optim.optimizer sgd":
+        ("optim.sgd_momentum=0.8", "optim.optimizer=sgd"),
+    "optim.lr_decay_style WSD":
+        ("optim.lr_wsd_decay_iters=5", "optim.lr_decay_style=WSD"),
+    "optim.optimizer_cpu_offload true":
+        ("optim.optimizer_offload_fraction=0.5", "optim.optimizer_cpu_offload=true"),
+    "train.precision fp16":
+        ("optim.hysteresis=3", "train.precision=fp16"),
+    "train.fp8_format":
+        ("train.fp8_amax_history_len=9", "train.fp8_format=hybrid"),
+    "checkpoint.keep_last":
+        ("checkpoint.keep_every=9", "checkpoint.keep_last=2"),
+    "log.wandb true":
+        ("log.wandb_name=a", "log.wandb=true"),
+    "log.profile true":
+        ("log.profile_step_end=20", "log.profile=true"),
+    "runtime.loss_spike_threshold":
+        ("runtime.loss_spike_window=9", "runtime.loss_spike_threshold=2"),
+    "runtime.enable_straggler_detection true":
+        ("runtime.straggler_interval=9", "runtime.enable_straggler_detection=true"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "group", {group.needs: group for group in DEPENDENTS}.values(), ids=lambda group: group.needs
+)
+def test_each_group_is_read_with_what_it_names_and_not_without(group):
+    own, beside = (words.split() for words in READ_WITH[group.needs])
+    off = ["optim.optimizer=sgd"] if group.needs.endswith("or adam") else []
+    notes = idle_notes(RunConfig.load(None, own + off))
+    assert [note.partition(" ")[0] for note in notes] == sorted(word.partition("=")[0] for word in own)[::-1]
+    assert all(note.endswith(f"changes nothing: it takes {group.needs}") for note in notes)
+    assert idle_notes(RunConfig.load(None, own + beside)) == []

@@ -13,6 +13,7 @@ COMPLETE = {
     "optim": {"lr": 1e-3},
 }  # fmt: skip
 
+MOE = {"num_experts": 4, "add_bias_linear": False}
 ROPE = {"position_embedding_type": "rope"}
 IMPOSSIBLE = [
     ({"model": {"num_layers": None}}, "model.num_layers is not set; set it, or choose a model.preset: tiny-gpt"),
@@ -73,3 +74,57 @@ def test_the_complete_run_that_each_case_changes_is_possible():
 def test_an_impossible_combination_is_refused_with_its_values(changes, sentence):
     with pytest.raises(ConfigError, match=sentence):
         check_training(RunConfig.from_tree(tree_with(changes)))
+
+
+IMPOSSIBLE_WITH_EXPERTS = [  # of the model, of parallel, the number of processes
+    ({"moe_router_topk": 5}, {}, 1, "moe_router_topk 5 is more than model.num_experts 4"),
+    ({"moe_layer_freq": [1]}, {}, 1, "has 1 entries, 1 of them 1, and model.num_layers is 2"),
+    ({"moe_layer_freq": [0, 0]}, {}, 1, "with at least one 1"),
+    ({"moe_pad_expert_input_to_capacity": True}, {}, 1, "needs a capacity"),
+    ({"moe_shared_expert_gate": True}, {}, 1, "weighs the shared expert, but there is none"),
+    ({"moe_router_enable_expert_bias": True}, {}, 1, "score_function is softmax; set it to sigmoid"),
+    ({"moe_router_num_groups": 2}, {}, 1, "num_groups is 2 and model.moe_router_group_topk None"),
+    ({"moe_router_num_groups": 3, "moe_router_group_topk": 1}, {}, 1, "have to divide the experts"),
+    ({"moe_router_num_groups": 4, "moe_router_group_topk": 1}, {}, 1, "1 groups of 1 experts are fewer experts than"),
+    ({}, {"pipeline_model_parallel_size": 2, "expert_model_parallel_size": 2}, 2, "a pipeline stage has 1 ranks"),
+    ({}, {"expert_model_parallel_size": 2}, 3, r"a pipeline stage has 3 ranks .*expert \(2\)"),
+    ({"num_experts": 6}, {"expert_model_parallel_size": 4}, 4, "6 is not divisible by .*size 4.*among 1, 2, 3, 6"),
+    ({"moe_ffn_hidden_size": 33}, {"expert_tensor_parallel_size": 2}, 2, "moe_ffn_hidden_size 33 is not divisible"),
+    ({"num_experts": None}, {"expert_model_parallel_size": 2}, 2, "expert_model_parallel_size is 2 and .*no experts"),
+    ({"num_experts": None}, {"expert_tensor_parallel_size": 2}, 2, "expert_tensor_parallel_size 2, but .*no experts"),
+    ({"hidden_size": 33, "num_attention_heads": 3}, {"expert_model_parallel_size": 2}, 2, "hidden_size 33 is odd"),
+]  # fmt: skip
+POSSIBLE_WITH_EXPERTS = [
+    ({"moe_layer_freq": [0, 1]}, {}, 1),
+    ({"moe_pad_expert_input_to_capacity": True, "moe_expert_capacity_factor": 1.0}, {}, 1),
+    ({"moe_shared_expert_gate": True, "moe_shared_expert_intermediate_size": 8}, {}, 1),
+    ({"moe_router_num_groups": 2, "moe_router_group_topk": 1, "moe_router_topk": 2}, {}, 1),
+    ({}, {"expert_model_parallel_size": 2}, 2),
+    ({}, {"expert_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, 4),
+    ({"hidden_size": 62, "num_attention_heads": 1}, {"expert_model_parallel_size": 2}, 2),
+    ({"hidden_size": 33, "num_attention_heads": 3}, {}, 1),
+]
+
+
+def run_with_experts(model, parallel):
+    model = {"model": {**MOE, **model}, "parallel": parallel, "train": {"global_batch_size": 24}}
+    return RunConfig.from_tree(tree_with(model))
+
+
+@pytest.mark.parametrize(("model", "parallel", "size", "sentence"), IMPOSSIBLE_WITH_EXPERTS)
+def test_experts_that_cannot_be_are_refused_with_their_values(model, parallel, size, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        check_training(run_with_experts(model, parallel), size)
+
+
+@pytest.mark.parametrize(("model", "parallel", "size"), POSSIBLE_WITH_EXPERTS)
+def test_experts_that_can_be_are_taken(model, parallel, size):
+    check_training(run_with_experts(model, parallel), size)
+
+
+@pytest.mark.parametrize("copies", [2, 3])
+def test_copies_of_shards_need_shards(copies):
+    config = RunConfig.from_tree(tree_with({"parallel": {"num_distributed_optimizer_instances": copies}}))
+    config.parallel.data_parallel_sharding_strategy = "no_shard"
+    with pytest.raises(ConfigError, match=f"instances is {copies}, but .*no_shard keeps a whole copy"):
+        check_training(config)

@@ -12,7 +12,7 @@ import torch
 from megalith.data.batch import BoundaryRules, make_batch
 from megalith.data.loader import Loader
 from megalith.data.mock import MockDataset
-from megalith.data.order import CyclicOrder, SingleOrder, sample_order
+from megalith.data.order import CyclicOrder, SingleOrder, leave_out, sample_order, stream_position
 from megalith.errors import ConfigError, DataError
 
 
@@ -252,3 +252,12 @@ def test_mock_samples_are_the_same_for_ever_and_end_their_documents():
     assert not np.array_equal(samples[0], samples[1])
     with pytest.raises(IndexError):
         dataset[20]
+
+
+def test_what_was_left_out_is_stepped_over_from_its_first_position_on():
+    assert [stream_position(consumed, [[0, 3]]) for consumed in (0, 1)] == [3, 4]
+    assert [stream_position(consumed, [[4, 6]]) for consumed in (3, 4, 5)] == [3, 6, 7]
+    apart = [[2, 3], [4, 6], [9, 10]]
+    assert [stream_position(consumed, apart) for consumed in range(8)] == [0, 1, 3, 6, 7, 8, 10, 11]
+    assert leave_out([[2, 4]], 1, 2) == [[1, 2], [2, 4]] and leave_out([[2, 4]], 1, 3) == [[1, 5]]
+    assert leave_out([[2, 4]], 2, 3) == [[2, 4], [4, 5]]  # what the run takes next stands right behind

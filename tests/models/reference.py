@@ -24,7 +24,7 @@ OURS = dict(vocab_size=VOCAB, hidden_size=64, ffn_hidden_size=112, num_layers=3,
             normalization="RMSNorm", add_bias_linear=False, untie_embeddings_and_output_weights=True,
             layernorm_epsilon=1e-6)  # fmt: skip
 LLAMA3_ROPE = dict(rope_type="llama3", factor=4.0, low_freq_factor=1.0, high_freq_factor=4.0,
-                   original_max_position_embeddings=32, rope_theta=500000.0)  # fmt: skip
+                   original_max_position_embeddings=64, rope_theta=5000.0)  # fmt: skip
 YARN_ROPE = dict(rope_type="yarn", factor=4.0, original_max_position_embeddings=64, rope_theta=10000.0)
 LINEAR_ROPE = dict(rope_type="linear", factor=2.0, rope_theta=10000.0)
 GEMMA = dict(LLAMA, head_dim=24, query_pre_attn_scalar=20, sliding_window=11, pad_token_id=0,
@@ -58,8 +58,8 @@ CASES: dict[str, tuple[Callable, dict]] = {
     ),
     "llama3 rope": (
         lambda: transformers.LlamaConfig(**LLAMA, rope_parameters=LLAMA3_ROPE),
-        dict(OURS, rotary_base=500000.0,
-             rope_scaling=dict(type="llama3", factor=4.0, original_max_position_embeddings=32)),
+        dict(OURS, rotary_base=5000.0,
+             rope_scaling=dict(type="llama3", factor=4.0, original_max_position_embeddings=64)),
     ),
     "yarn rope": (
         lambda: transformers.LlamaConfig(**LLAMA, rope_parameters=YARN_ROPE),
@@ -109,10 +109,10 @@ CASES: dict[str, tuple[Callable, dict]] = {
             layer_types=["sliding_attention", "sliding_attention", "full_attention"],
             rope_parameters=dict(
                 full_attention=dict(rope_type="linear", factor=8.0, rope_theta=1e6),
-                sliding_attention=dict(rope_type="default", rope_theta=1e4),
+                sliding_attention=dict(rope_type="default", rope_theta=2e4),
             ),
         ),
-        dict(OUR_GEMMA, window_attn_skip_freq=[1, 1, 0], rotary_base=1e6, rotary_base_local=1e4,
+        dict(OUR_GEMMA, window_attn_skip_freq=[1, 1, 0], rotary_base=1e6, rotary_base_local=2e4,
              rope_scaling=dict(type="linear", factor=8.0), qk_layernorm=True),
     ),
     "olmo2": (

@@ -17,6 +17,7 @@ def inputs(dtype=torch.float32, scale=1.0):
     weight = torch.randn(PADDED, HIDDEN, generator=generator).requires_grad_()
     labels = torch.randint(0, VOCAB, (3, 10), generator=generator)
     mask = torch.rand(3, 10, generator=generator) * (torch.rand(3, 10, generator=generator) > 0.3)
+    labels[0, :2], mask[0, :2] = torch.tensor([0, VOCAB - 1]), 1.0  # the first and the last of the vocabulary
     return hidden, weight, labels, mask
 
 

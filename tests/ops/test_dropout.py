@@ -171,3 +171,50 @@ def test_compiled_masks_are_those_of_eager(quick_compile):
         arguments = (x, samples, positions, layer)
         for ours, theirs in zip(compiled(*arguments), masks(*arguments)):
             assert torch.equal(ours, theirs)
+
+
+def murmur(h: int) -> int:
+    """Murmur3's finalizer on 32 bits, in whole numbers without a bound."""
+    h &= 0xFFFFFFFF
+    h = (h ^ h >> 16) * 0x85EBCA6B & 0xFFFFFFFF
+    h = (h ^ h >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+    return h ^ h >> 16
+
+
+def test_masks_are_those_of_the_hash_in_plain_integers():
+    """A run that goes on with another version of this package, or on another device, drops the same elements."""
+    seed, samples, positions, layer, heads, first = (
+        4_000_000_007,
+        [0, 3, 2**31 + 5, 2**40 + 9],
+        [0, 1, 70_001],
+        6,
+        2,
+        3,
+    )
+    place = dict(seed=seed, samples=samples, positions=positions, layer=layer)
+    for p in (0.1, 0.5):
+        least = int(p * 2**31)
+        rows = keys_of(**place).query_rows()
+        stream = counter_dropout(
+            torch.ones(4, 3, 40), p, keys_of(**place).stream_rows(MLP_OUTPUT), COLUMNS[:40]
+        )
+        attention = attention_keep_mask(rows, heads, torch.tensor(positions), p, first)
+        for i, sample in enumerate(samples):
+            for j, position in enumerate(positions):
+                of_sample = murmur(sample ^ murmur(sample >> 32 ^ seed * 0x9E3779B1))
+                token = murmur(of_sample ^ murmur(position + 0x632BE5AB))
+                row = murmur(token ^ murmur(layer * 8 + MLP_OUTPUT + 1))
+                kept = [murmur(row ^ murmur(column)) & 0x7FFFFFFF >= least for column in range(40)]
+                assert stream[i, j].tolist() == pytest.approx([value / (1 - p) for value in kept])
+                row = murmur(token ^ murmur(layer * 8 + ATTENTION_PROBABILITIES + 1))
+                for head in range(heads):
+                    columns = [(first + head + 1) * 0x1000000 ^ key for key in positions]
+                    kept = [murmur(row ^ murmur(column)) & 0x7FFFFFFF >= least for column in columns]
+                    assert attention[i, head, j].tolist() == kept
+
+
+def test_the_embeddings_output_is_a_layer_before_the_first():
+    token, row = (
+        int(keys[0, 0]) for keys in (keys_of().stream, keys_of(layer=-1).stream_rows(EMBEDDING_OUTPUT))
+    )
+    assert row & 0xFFFFFFFF == murmur(token ^ murmur(-8 + EMBEDDING_OUTPUT + 1))

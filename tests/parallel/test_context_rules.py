@@ -38,6 +38,12 @@ def test_every_way_out_of_a_length_that_cannot_be_cut_works(seq_length, size):
     check_context(MODEL, ParallelConfig(context_parallel_size=int(lower)), seq_length)
 
 
+@pytest.mark.parametrize("kind", ["p2p", "all_gather"])
+def test_what_exchanges_no_heads_takes_any_number_of_them(kind):
+    model = MODEL.model_copy(update={"num_attention_heads": 3, "num_query_groups": 3})
+    check_context(model, ParallelConfig(context_parallel_size=2, cp_comm_type=kind), 64)
+
+
 def test_heads_that_cannot_be_exchanged():
     message = refusal(context_parallel_size=8, cp_comm_type="a2a")
     assert "among 8 ranks" in message and "1, 2, 3, 4, 6, 12" in message

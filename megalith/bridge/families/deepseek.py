@@ -176,6 +176,7 @@ SETTINGS = (
 DEEPSEEK_V2 = Family(
     architecture="DeepseekV2ForCausalLM",
     model_type="deepseek_v2",
+    absent={"n_shared_experts": 2},
     tensors=ROWS,
     settings=(
         *SETTINGS,
@@ -190,6 +191,8 @@ DEEPSEEK_V2 = Family(
 DEEPSEEK_V3 = Family(
     architecture="DeepseekV3ForCausalLM",
     model_type="deepseek_v3",
+    absent={"first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "n_shared_experts": 1,
+            "routed_scaling_factor": 2.5},
     tensors=ROWS,
     settings=(
         *SETTINGS,

@@ -40,6 +40,7 @@ SETTINGS = (
 GEMMA2 = Family(
     architecture="Gemma2ForCausalLM",
     model_type="gemma2",
+    absent={"num_key_value_heads": 4, "head_dim": 256},
     tensors=GEMMA2_TENSORS,
     settings=(
         *SETTINGS,
@@ -56,6 +57,7 @@ GEMMA2 = Family(
 GEMMA3 = Family(
     architecture="Gemma3ForCausalLM",
     model_type="gemma3_text",
+    absent={"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
     tensors=GEMMA3_TENSORS,
     settings=(
         *SETTINGS,

@@ -9,6 +9,7 @@ from megalith.bridge.settings import Window
 MISTRAL = Family(
     architecture="MistralForCausalLM",
     model_type="mistral",
+    absent={"num_key_value_heads": 8},
     tensors=TENSORS,
     settings=(*SETTINGS, Window(default=4096)),
     tied="lm_head.weight",

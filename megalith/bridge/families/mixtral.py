@@ -23,6 +23,7 @@ NORMALIZED = Field("moe_router_pre_softmax", "norm_topk_prob", default=False,
 MIXTRAL = Family(
     architecture="MixtralForCausalLM",
     model_type="mixtral",
+    absent={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
     tensors={
         **TENSORS,
         "layers.{layer}.mlp.router.weight":
@@ -47,6 +48,7 @@ MIXTRAL = Family(
 OLMOE = Family(
     architecture="OlmoeForCausalLM",
     model_type="olmoe",
+    absent={"rms_norm_eps": 1e-5},
     tensors={
         **TENSORS,
         **EXPERTS,

@@ -11,6 +11,7 @@ from megalith.bridge.settings import Ours, Writes
 OLMO2 = Family(
     architecture="Olmo2ForCausalLM",
     model_type="olmo2",
+    absent={"rms_norm_eps": 1e-5},
     tensors={
         **TENSORS,
         "layers.{layer}.self_attention.q_layernorm.weight":

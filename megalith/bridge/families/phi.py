@@ -12,6 +12,7 @@ from megalith.bridge.settings import Ours, Theirs, Window, Writes
 PHI3 = Family(
     architecture="Phi3ForCausalLM",
     model_type="phi3",
+    absent={"rms_norm_eps": 1e-5},
     tensors={
         **TENSORS,
         "layers.{layer}.self_attention.linear_qkv.weight":

@@ -76,6 +76,7 @@ class SparseLayers:
 QWEN3_MOE = Family(
     architecture="Qwen3MoeForCausalLM",
     model_type="qwen3_moe",
+    absent={"num_key_value_heads": 4},
     tensors={**QWEN3.tensors, **EXPERTS},
     settings=(
         *SETTINGS,
