@@ -67,21 +67,33 @@ def test_without_the_optimizers_state_the_weights_go_on_and_the_moments_start_an
     assert second.step == 8 and len(losses(tmp_path / "second")) == 4
 
 
-def test_a_finished_run_that_is_started_again_changes_nothing(run, tmp_path):
-    first = run(train=dict(deterministic=True))
-    weights, metrics = stored(first.checkpoint), comparable(tmp_path / "run")
-    again = run(train=dict(deterministic=True), checkpoint=dict(load=str(tmp_path / "run")))
-    assert again.step == 8 and stored(again.checkpoint) == weights and comparable(tmp_path / "run") == metrics
+def contents(folder):
+    """Every file with its content and when it was written; the lock's is for a message only."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
+    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
 
 
-def test_a_finished_run_that_is_started_again_says_what_would_let_it_go_on(run, capsys):
+def test_a_finished_run_that_is_started_again_writes_nothing_whatever_it_is_given(run, tmp_path, capsys):
     first = run(train=dict(train_iters=2))
     assert "nothing is left to train" not in capsys.readouterr().out
-    again = run("again", train=dict(train_iters=2), checkpoint=dict(load=str(first.checkpoint)))
-    assert (
-        "nothing is left to train: the run's length is 2 steps; to go on, raise it" in capsys.readouterr().out
-    )
-    assert (again.step, again.ended) == (2, "train_iters")
+    before = contents(tmp_path / "run")
+    other = dict(data=dict(dataloader_type="single"), log=dict(tensorboard=True))
+    again = run(train=dict(train_iters=2, seed=7), checkpoint=dict(load=str(tmp_path / "run")), **other)
+    assert "step 2, and the run's length is 2 steps; to go on, raise it" in capsys.readouterr().out
+    assert contents(tmp_path / "run") == before
+    assert (again.step, again.consumed_samples, again.ended) == (2, 16, "train_iters")
+    assert again.checkpoint == first.checkpoint
+    elsewhere = run("new", train=dict(train_iters=2), checkpoint=dict(load=str(first.checkpoint)))
+    assert elsewhere.checkpoint == first.checkpoint and not (tmp_path / "new").exists()
+
+
+def test_a_finished_run_that_was_killed_before_its_export_gets_it_when_it_is_started_again(run, tmp_path):
+    run(train=dict(train_iters=2))
+    written = []
+    for _ in range(2):
+        run(train=dict(train_iters=2), checkpoint=dict(load=str(tmp_path / "run"), export_hf=True))
+        written.append(contents(tmp_path / "run" / "hf_model"))
+    assert written[0] and written[0] == written[1]
 
 
 @pytest.mark.parametrize(

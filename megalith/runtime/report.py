@@ -181,6 +181,11 @@ class Report:
         """To be called by every rank after the last step."""
         self._layout.end()
 
+    def evaluating(self, step: int, done: int, total: int) -> None:
+        """So many batches of an evaluation are done."""
+        if self._console is not None:
+            self._console.evaluating(step, done, total)
+
     def evaluation(self, step: int, loss: float) -> None:
         """Logs the validation loss, the mean over tokens, after `step`."""
         if self._metrics is not None:
