@@ -1,10 +1,15 @@
 """A run that goes on from a checkpoint: bitwise as if it had never stopped, told where it cannot be, or refused."""
 
 import pytest
-from trained_runs import comparable, losses, stored
+import torch
+from trained_runs import comparable, configuration, losses, stored
 
+from megalith.build import build_run_tokenizer
+from megalith.config import RunConfig
 from megalith.errors import CheckpointError
+from megalith.parallel.mesh import build_mesh
 from megalith.runtime.metrics import read_records
+from megalith.trainer import Trainer
 
 CASES = {
     "plain": dict(),
@@ -65,6 +70,22 @@ def test_without_the_optimizers_state_the_weights_go_on_and_the_moments_start_an
         run("second", checkpoint=dict(load=str(tmp_path / "first")))
     second = run("second", checkpoint=dict(load=str(tmp_path / "first"), load_optim=False))
     assert second.step == 8 and len(losses(tmp_path / "second")) == 4
+
+
+def test_moments_that_are_loaded_go_on_and_those_that_are_not_begin_at_zero(run, corpus, tmp_path):
+    """Under Megatron's name of the setting, which says the opposite."""
+    run(train=dict(train_iters=2))
+    found = {}
+    for left_out in (True, False):
+        config = configuration(corpus, tmp_path / "again", checkpoint=dict(load=str(tmp_path / "run")))
+        tree = config.to_tree()
+        del tree["checkpoint"]["load_optim"]
+        tree["checkpoint"]["no_load_optim"] = left_out
+        config = RunConfig.from_tree(tree)
+        mesh = build_mesh(config.parallel, 1, "cpu")
+        trainer = Trainer(config, build_run_tokenizer(config), mesh, torch.device("cpu"))
+        found[left_out] = sum(value["exp_avg"].abs().sum().item() for value in trainer.optimizer.state.values())
+    assert found[True] == 0 < found[False]
 
 
 def contents(folder):

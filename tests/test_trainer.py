@@ -167,6 +167,27 @@ def test_a_split_without_validation_trains_without_evaluations(run, tmp_path):
     assert read_records(tmp_path / "run" / "evaluations.jsonl") == []
 
 
+@pytest.mark.parametrize(
+    ("given", "iters"),
+    [
+        (dict(train_iters=50), 5),
+        (dict(train_iters=3), 1),
+        (dict(train_iters=5000), 100),
+        (dict(train_iters=50, eval_iters=100), 100),
+        (dict(train_iters=50, eval_iters=0), 0),
+        (dict(train_iters=None, train_samples=240), 3),
+    ],
+)
+def test_an_evaluation_of_no_set_length_takes_at_most_a_tenth_of_the_runs_steps(corpus, tmp_path, given, iters):
+    config = configuration(corpus, tmp_path / "run", train=given)
+    if "eval_iters" not in given:
+        config.train.__pydantic_fields_set__.discard("eval_iters")
+        config.train.__dict__["eval_iters"] = type(config.train).model_fields["eval_iters"].default
+    prepared, _ = prepare(config, 1)
+    again, _ = prepare(RunConfig.from_tree(prepared.to_tree()), 1)
+    assert prepared.train.eval_iters == again.train.eval_iters == iters
+
+
 def test_without_save_at_end_only_intervals_and_early_stops_save(run):
     unsaved = dict(save_at_end=False)
     assert run("through", checkpoint=unsaved).checkpoint is None

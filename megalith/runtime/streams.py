@@ -61,7 +61,7 @@ def lasting_streams() -> Iterator[None]:
         yield
     finally:
         for name, old, new in zip(("stdout", "stderr"), before, within):
-            if getattr(sys, name) is new and not new.failed:
+            if getattr(sys, name) is new and not new.failed and old is not None:
                 setattr(sys, name, old)
 
 
