@@ -159,10 +159,10 @@ class Trainer(Run):
             ended = None
             while ended is None:  # again where a loss spike has sent the run back to an earlier step
                 ended = self._train_on()
-            checkpoint = self.save_last(ended != "train_iters" or config.checkpoint.save_at_end)
-            if ended == "train_iters":
+            if ended == "train_iters" and self.step % config.train.eval_interval:
                 self.evaluate(self.data.valid)
             self.report.end()
+            checkpoint = self.save_last(ended != "train_iters" or config.checkpoint.save_at_end)
             if ended != "train_iters":
                 self.report.event(
                     f"stopped after step {self.step} by {ended}; go on with checkpoint.load={self.output}",
@@ -187,25 +187,27 @@ class Trainer(Run):
                 self.report.before_step(self.step + 1)
                 self.train_step(batches)
                 stop = self.stops.after_step(self.step)
-                is_saved = self._is_due(self.config.checkpoint.save_interval)
-                if stop or is_saved:
+                if stop or self._is_due(self.config.checkpoint.save_interval):
                     self.report.flush()  # what is saved has been judged
                 if self.faults.look_after():
                     return None
                 if self.stops.hurry is None:
-                    self._between_steps(is_saved)
+                    self._between_steps()
                 if (stop := self.stops.hurry or stop) and self.step < self.total_steps:
                     return stop
         return "train_iters"
 
-    def _between_steps(self, is_saved: bool) -> None:
-        """What the intervals ask for. A run that is to end in a hurry saves and does nothing else."""
+    def _between_steps(self) -> None:
+        """What the intervals ask for; a run that is to end in a hurry saves and does nothing else.
+
+        Evaluates first: a run that is killed meanwhile makes the steps since the last save again, and evaluates again.
+        """
         if self._is_due(self.config.runtime.check_weight_hash_across_dp_replicas_interval):
             self.replicas.check(self.step)
-        if is_saved:
-            self.save()
-        if self._is_due(self.config.train.eval_interval) and self.step < self.total_steps:
+        if self._is_due(self.config.train.eval_interval):
             self.evaluate(self.data.valid)
+        if self._is_due(self.config.checkpoint.save_interval):
+            self.save()
         self.tell_of_saves()
 
     def _nothing_left(self) -> TrainingResult:

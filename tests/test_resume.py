@@ -84,7 +84,9 @@ def test_moments_that_are_loaded_go_on_and_those_that_are_not_begin_at_zero(run,
         config = RunConfig.from_tree(tree)
         mesh = build_mesh(config.parallel, 1, "cpu")
         trainer = Trainer(config, build_run_tokenizer(config), mesh, torch.device("cpu"))
-        found[left_out] = sum(value["exp_avg"].abs().sum().item() for value in trainer.optimizer.state.values())
+        found[left_out] = sum(
+            value["exp_avg"].abs().sum().item() for value in trainer.optimizer.state.values()
+        )
     assert found[True] == 0 < found[False]
 
 

@@ -178,7 +178,9 @@ def test_a_split_without_validation_trains_without_evaluations(run, tmp_path):
         (dict(train_iters=None, train_samples=240), 3),
     ],
 )
-def test_an_evaluation_of_no_set_length_takes_at_most_a_tenth_of_the_runs_steps(corpus, tmp_path, given, iters):
+def test_an_evaluation_of_no_set_length_takes_at_most_a_tenth_of_the_runs_steps(
+    corpus, tmp_path, given, iters
+):
     config = configuration(corpus, tmp_path / "run", train=given)
     if "eval_iters" not in given:
         config.train.__pydantic_fields_set__.discard("eval_iters")

@@ -118,7 +118,9 @@ def test_a_full_disk_at_a_start_or_resume_is_a_refusal_that_no_restart_repeats(d
     ballast.write_bytes(bytes(os.statvfs(full).f_bavail * 4096))
     config.train.train_iters, config.checkpoint.load = 14, str(full / "run")
     for refused in (config, run_config(full / "new")):
-        with pytest.raises(ConfigError, match=r"cannot be written: No space left on device.*train.output_dir"):
+        with pytest.raises(
+            ConfigError, match=r"cannot be written: No space left on device.*train.output_dir"
+        ):
             megalith.train(refused)
     assert not (full / "new").exists() and (full / "run" / "config.yaml").read_text()
     with OutputLock(full / "run"), pytest.raises(ConfigError, match="in use by"):

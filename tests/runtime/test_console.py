@@ -144,7 +144,7 @@ def test_an_evaluation_has_a_bar_on_a_terminal_and_a_line_in_a_pipe():
     def report(console):
         for done in range(6):
             console.evaluating(20, done, 5)
-            bars.append(len(getattr(console, "_progress").tasks) if live else None)
+            bars.append(len(console._progress.tasks) if live else None)
 
     bars, live = [], True
     assert re.search(r"evaluating 3/5 ━", _plain(_live(report))) and bars == [2] * 5 + [1]

@@ -58,7 +58,9 @@ def test_a_mark_names_its_launcher_so_that_no_other_jobs_is_taken_for_it(tmp_pat
 
 
 def test_an_interrupted_mark_is_the_old_one_or_none(tmp_path, monkeypatch):
-    monkeypatch.setattr("os.replace", lambda old, new: (_ for _ in ()).throw(OSError(28, "No space left on device")))
+    monkeypatch.setattr(
+        "os.replace", lambda old, new: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
     with pytest.raises(ConfigError, match="No space left"):
         goes_on(tmp_path / "run", FIRST)
     assert not (tmp_path / "run").exists()

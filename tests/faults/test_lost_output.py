@@ -1,4 +1,4 @@
-"""20: an output that takes no more (a closed pipe, a lost terminal, a full quota) ends no run."""
+"""An output that takes no more (a closed pipe, a lost terminal, a full quota) ends no run."""
 
 import os
 import subprocess
@@ -31,7 +31,10 @@ def closed(rank: int) -> None:
 def test_a_run_goes_on_to_its_end_whatever_becomes_of_its_output(tmp_path):
     running = {
         lose.__name__: Ranks(
-            words(tmp_path / lose.__name__, train__train_iters=3), 1, tmp_path / f"{lose.__name__}.log", prepare=lose
+            words(tmp_path / lose.__name__, train__train_iters=3),
+            1,
+            tmp_path / f"{lose.__name__}.log",
+            prepare=lose,
         )
         for lose in (full, broken, both_broken, closed)
     }
