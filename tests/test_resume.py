@@ -4,7 +4,7 @@ import pytest
 import torch
 from trained_runs import comparable, configuration, losses, stored
 
-from megalith.build import build_run_tokenizer
+from megalith.build import prepare
 from megalith.config import RunConfig
 from megalith.errors import CheckpointError
 from megalith.parallel.mesh import build_mesh
@@ -81,9 +81,8 @@ def test_moments_that_are_loaded_go_on_and_those_that_are_not_begin_at_zero(run,
         tree = config.to_tree()
         del tree["checkpoint"]["load_optim"]
         tree["checkpoint"]["no_load_optim"] = left_out
-        config = RunConfig.from_tree(tree)
-        mesh = build_mesh(config.parallel, 1, "cpu")
-        trainer = Trainer(config, build_run_tokenizer(config), mesh, torch.device("cpu"))
+        config, tokenizer = prepare(RunConfig.from_tree(tree), 1)
+        trainer = Trainer(config, tokenizer, build_mesh(config.parallel, 1, "cpu"), torch.device("cpu"))
         found[left_out] = sum(
             value["exp_avg"].abs().sum().item() for value in trainer.optimizer.state.values()
         )

@@ -61,6 +61,7 @@ def lasting_streams() -> Iterator[None]:
         yield
     finally:
         for name, old, new in zip(("stdout", "stderr"), before, within):
+            new.flush()
             if getattr(sys, name) is new and not new.failed and old is not None:
                 setattr(sys, name, old)
 

@@ -1,4 +1,5 @@
-"""16: SIGTERM, SIGUSR1, SIGINT and SIGHUP give a checkpoint, before any evaluation, and an exit code of their own; a second SIGTERM ends at once."""
+"""16: SIGTERM, SIGUSR1, SIGINT and SIGHUP give a checkpoint, before any evaluation, and an exit code of their own; a
+second SIGTERM ends at once."""
 
 import signal
 import subprocess
