@@ -111,7 +111,7 @@ def test_a_full_disk_does_not_end_a_run_by_its_log_which_is_whole_when_there_is_
 
 
 def test_a_full_disk_at_a_start_or_resume_is_a_refusal_that_no_restart_repeats(disk):
-    full = disk(400_000)
+    full = disk(8_000_000)
     config = run_config(full / "run", save_interval=5)
     megalith.train(config)
     ballast = full / "ballast"
