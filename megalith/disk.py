@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import secrets
 import stat
 from collections.abc import Iterator
@@ -86,7 +87,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
-    """Gives a file new content, text as UTF-8, at once and on the disk (see `replacing`). Raises OSError."""
+    """Gives a file new content, text as UTF-8, at once and on the disk (see `replacing`). Raises OSError.
+
+    It is this process's own: what a killed one has left beside it goes.
+    """
+    for left in path.parent.iterdir():
+        if re.fullmatch(rf"\.{re.escape(path.name)}\.[0-9a-f]{{16}}\.tmp", left.name):
+            left.unlink(missing_ok=True)
     with replacing(path) as partial:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
 

@@ -176,6 +176,7 @@ def test_a_replaced_file_is_the_old_or_the_new_whole_and_synced_before_it_gets_i
     tmp_path, synced, monkeypatch
 ):
     path = tmp_path / "config.yaml"
+    (tmp_path / ".config.yaml.0123456789abcdef.tmp").write_text("of a process that was killed")
     replace_file(path, "old")
     partial, folder = synced
     assert partial.parent == tmp_path and partial.name.startswith(".config.yaml.") and folder == tmp_path

@@ -3,13 +3,16 @@
 import contextlib
 import os
 import signal
+from types import SimpleNamespace
 
 import pytest
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 
 import megalith.runtime.signals as signals
 from megalith.config import ParallelConfig, TrainConfig
 from megalith.parallel.gather import ALONE
 from megalith.parallel.mesh import build_mesh
+from megalith.runtime.agent import Agent
 from megalith.runtime.signals import STOP_SIGNALS, StopSignals, heeded
 from megalith.runtime.stops import EXIT_CODES, WISHES, Stops
 
@@ -130,6 +133,21 @@ def test_signals_are_heeded_and_what_nohup_has_a_process_ignore_stays_ignored(ca
     with handled(signal.SIGHUP, signal.SIG_DFL), StopSignals() as came:
         os.kill(os.getpid(), signal.SIGHUP)
     assert came.asked is signal.SIGHUP
+
+
+@pytest.mark.parametrize("heeds", [True, False], ids=["", "nohup"])
+def test_a_launcher_hands_on_the_signals_that_it_heeds_though_elastic_takes_them_all(monkeypatch, heeds):
+    elastic = LocalElasticAgent
+    monkeypatch.setattr(elastic, "__init__", lambda self, *given: None)
+    monkeypatch.setattr(elastic, "_start_workers", lambda *given: signal.signal(signal.SIGHUP, print) and {})
+    with contextlib.ExitStack() as before:
+        for number in STOP_SIGNALS:
+            before.enter_context(handled(number, signal.getsignal(number)))
+        signal.signal(signal.SIGHUP, signal.SIG_DFL if heeds else signal.SIG_IGN)
+        agent = Agent(SimpleNamespace(local_world_size=1), None)
+        agent._start_workers(SimpleNamespace(workers=[SimpleNamespace(world_size=1)]))
+        assert signal.getsignal(signal.SIGHUP) == (agent._hand_on if heeds else signal.SIG_IGN)
+        assert signal.getsignal(signal.SIGTERM) == agent._hand_on
 
 
 def agreed(wishes: list[int]) -> list:
