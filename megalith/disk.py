@@ -80,10 +80,11 @@ def replacing(path: Path) -> Iterator[Path]:
         yield partial
         _sync(partial)
         os.replace(partial, path)
-        sync_folder(path.parent)
-    finally:
+    except BaseException:
         with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
+            partial.unlink()
+        raise
+    sync_folder(path.parent)
 
 
 def replace_file(path: Path, content: str | bytes) -> None:
