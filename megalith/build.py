@@ -42,12 +42,21 @@ def prepare(config: RunConfig, world_size: int) -> tuple[RunConfig, Tokenizer | 
     config = with_lora_load(complete(config, tokenizer))
     check_training(config, world_size)
     _check_parts(config, tokenizer)
+    _shorten_evaluations(config)
     if config.checkpoint.export_hf:
         family_for(config.model)  # there has to be one
     dp = data_parallel_size(config.parallel, world_size)
     warnings = check_pipeline(config, BatchSizeSchedule.from_config(config.train, dp).all_micro_batches)
     config.notes.extend(warnings)
     return config, tokenizer
+
+
+def _shorten_evaluations(config: RunConfig) -> None:
+    """Where the run does not say how long an evaluation is, it takes no longer than a tenth of the run's steps."""
+    train = config.train
+    if "eval_iters" not in train.model_fields_set:
+        steps = BatchSizeSchedule.from_config(train, data_parallel_size=1).iterations(train)
+        train.eval_iters = max(1, min(train.eval_iters, steps // 10))
 
 
 def _check_parts(config: RunConfig, tokenizer: Tokenizer | None) -> None:

@@ -9,23 +9,34 @@ import sys
 from collections.abc import Callable, Sequence
 
 from megalith.errors import ConfigError, DataError, MegalithError
+from megalith.runtime.streams import lasting_streams
 
 Arguments = argparse.Namespace
 
 EXIT_CODES = """exit codes:
   0 done   1 unexpected error   2 configuration   3 data   4 checkpoint   5 training   6 a rank stands still
-  with a checkpoint: 20 exit_interval   21 exit_duration_in_mins   22 SIGTERM   23 SIGUSR1   24 SIGINT
-  without one: 143 SIGTERM, 130 SIGINT, where a second one came"""
+  with a checkpoint: 20 exit_interval   21 exit_duration_in_mins   22 SIGTERM   23 SIGUSR1   24 SIGINT   25 SIGHUP
+  without one: 143 SIGTERM, 130 SIGINT, where a second one came; 137 SIGKILL, as where host memory runs out"""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one subcommand. A MegalithError is told in a sentence, without a traceback."""
     arguments = list(sys.argv[1:] if arguments is None else arguments)
+    if arguments[:1] != ["train"]:
+        return _told(lambda: _run_subcommand(arguments))
+    with lasting_streams():
+        return _told(lambda: train(arguments[1:]))  # its options are the configuration's own
+
+
+def _run_subcommand(arguments: list[str]) -> int:
+    parsed = build_parser().parse_args(arguments)
+    return parsed.run(parsed)
+
+
+def _told(run: Callable[[], int]) -> int:
+    """The exit code of `run`, whose errors are told."""
     try:
-        if arguments[:1] == ["train"]:  # its options are the configuration's own
-            return train(arguments[1:])
-        parsed = build_parser().parse_args(arguments)
-        return parsed.run(parsed)
+        return run()
     except MegalithError as error:
         from megalith.runtime.failure import report
 

@@ -43,6 +43,7 @@ from megalith.runtime.report import PendingStep, open_report
 from megalith.runtime.restart import claimed, failures_kept, pause, this_attempt
 from megalith.runtime.signals import StopSignals
 from megalith.runtime.stops import Stops
+from megalith.runtime.streams import lasting_streams
 
 
 @dataclass(frozen=True)
@@ -76,7 +77,8 @@ def train(config: RunConfig) -> TrainingResult:
     timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
     output = Path(config.train.output_dir)
     with (
-        StopSignals() as signals,
+        lasting_streams() if process.is_first else nullcontext(),
+        StopSignals(announces=process.is_first) as signals,
         claimed(config, attempt) if process.is_first else nullcontext(False) as goes_on,
         failures_kept(output, attempt, process.rank),
     ):
@@ -96,8 +98,15 @@ def train(config: RunConfig) -> TrainingResult:
             made = (trainer.model.chunks, trainer.optimizer) if trainer else ()
             raise out_of_memory(error, config, process.world_size, process.rank, device, *made) from error
         end_distributed()
-        if process.is_first and config.checkpoint.export_hf and result.ended == "train_iters":
-            export_hf(result.checkpoint, Path(config.train.output_dir) / "hf_model", replace=True)
+        exported = output / "hf_model"
+        is_exported = result.checkpoint == trainer.loaded_from and exported.exists()
+        if (
+            process.is_first
+            and config.checkpoint.export_hf
+            and result.ended == "train_iters"
+            and not is_exported
+        ):
+            export_hf(result.checkpoint, exported, replace=True)
         return result
 
 
@@ -128,8 +137,13 @@ class Trainer(Run):
         self.starting.mark("data and model")
 
     def run(self) -> TrainingResult:
-        """Trains to the end of the run or to an early exit, and leaves a checkpoint (`checkpoint.save_at_end`)."""
+        """Trains to the end of the run or to an early exit, and leaves a checkpoint (`checkpoint.save_at_end`).
+
+        A run that is over writes nothing.
+        """
         config = self.config
+        if self.loaded_from and self.step >= self.total_steps:
+            return self._nothing_left()
         with (
             open_report(
                 config,
@@ -146,15 +160,10 @@ class Trainer(Run):
                 self.report.note(
                     f"going on from {self.loaded_from}: step {self.step}, {self.consumed_samples} samples consumed"
                 )
-                if self.step >= self.total_steps:
-                    self.report.note(
-                        f"nothing is left to train: the run's length is {self.total_steps} steps; to go on, raise it "
-                        "(train.train_iters, or train.train_samples)"
-                    )
             ended = None
             while ended is None:  # again where a loss spike has sent the run back to an earlier step
                 ended = self._train_on()
-            if self.step % config.train.eval_interval:
+            if ended == "train_iters" and self.step % config.train.eval_interval:
                 self.evaluate(self.data.valid)
             self.report.end()
             checkpoint = self.save_last(ended != "train_iters" or config.checkpoint.save_at_end)
@@ -178,24 +187,40 @@ class Trainer(Run):
             self.pulse.settle("training")
             while self.step < self.total_steps:
                 self.pulse.beat(self.step + 1, "training")
-                self.stops.before_step()
+                self.stops.before_work()
                 self.report.before_step(self.step + 1)
                 self.train_step(batches)
                 stop = self.stops.after_step(self.step)
-                if self._is_due(self.config.checkpoint.save_interval):
+                if stop or self._is_due(self.config.checkpoint.save_interval):
                     self.report.flush()  # what is saved has been judged
                 if self.faults.look_after():
                     return None
-                if self._is_due(self.config.runtime.check_weight_hash_across_dp_replicas_interval):
-                    self.replicas.check(self.step)
-                if self._is_due(self.config.train.eval_interval):
-                    self.evaluate(self.data.valid)
-                if self._is_due(self.config.checkpoint.save_interval):
-                    self.save()
-                self.tell_of_saves()
-                if stop and self.step < self.total_steps:
+                if self.stops.hurry is None:
+                    self._between_steps()
+                if (stop := self.stops.hurry or stop) and self.step < self.total_steps:
                     return stop
         return "train_iters"
+
+    def _between_steps(self) -> None:
+        """What the intervals ask for; a run that is to end in a hurry saves and does nothing else.
+
+        Evaluates first: a run that is killed meanwhile makes the steps since the last save again, and evaluates again.
+        """
+        if self._is_due(self.config.runtime.check_weight_hash_across_dp_replicas_interval):
+            self.replicas.check(self.step)
+        if self._is_due(self.config.train.eval_interval):
+            self.evaluate(self.data.valid)
+        if self._is_due(self.config.checkpoint.save_interval):
+            self.save()
+        self.tell_of_saves()
+
+    def _nothing_left(self) -> TrainingResult:
+        if self.mesh.world.rank == 0:
+            print(
+                f"nothing is left to train: {self.loaded_from} is step {self.step}, and the run's length is "
+                f"{self.total_steps} steps; to go on, raise it (train.train_iters, or train.train_samples)"
+            )
+        return TrainingResult(self.step, self.consumed_samples, None, None, self.loaded_from, "train_iters")
 
     def train_step(self, batches: Iterator[Batch]) -> None:
         """One update, by the gradient of the mean loss over the global batch."""
@@ -237,17 +262,24 @@ class Trainer(Run):
             self.report.evaluation(self.step, loss)
 
     def mean_loss(self, dataset: SampleDataset | None) -> float | None:
-        """The mean loss over the evaluation's tokens of `dataset`; None where there is nothing to evaluate."""
-        if dataset is None or self.config.train.eval_iters == 0:
+        """The mean loss over the evaluation's tokens of `dataset`; None where there is nothing to evaluate, and where
+        a stop signal breaks it off."""
+        total = self.config.train.eval_iters
+        if dataset is None or total == 0 or self.stops.hurry:
             return None
         count = self.batch_sizes.global_batch_size // (self.config.train.micro_batch_size * self.mesh.dp.size)
         loss, tokens = torch.zeros(2, dtype=torch.float64, device=self.device)
         with self.data.evaluation_loader(dataset, self.device) as batches:
-            for _ in range(self.config.train.eval_iters):
+            for done in range(total):
                 self.pulse.beat(self.step, "evaluating")
+                self.stops.before_work()
+                self.report.evaluating(self.step, done, total)
                 more_loss, more_tokens = self.model.evaluate([next(batches) for _ in range(count)])
                 loss, tokens = loss + more_loss, tokens + more_tokens
-        return (loss / tokens).item()
+                if self.stops.after_work():
+                    break
+        self.report.evaluating(self.step, total, total)
+        return None if self.stops.hurry else (loss / tokens).item()
 
     def save(self) -> None:
         """Saves this moment, or begins to with `async_save`. A save that fails is told, and training goes on."""

@@ -89,6 +89,20 @@ def test_nothing_that_is_read_can_run():
             assert {"weights_only": True}.items() <= constants_given(call).items(), path
 
 
+def test_what_a_run_writes_into_its_folder_goes_through_the_helpers_that_follow_no_link():
+    apart = {"failure.py", "launch.py", "stops.py", "pool.py"}  # they write where the launcher has said
+    for path in files("runtime", "parallel", "trainer.py", "run.py", "resume.py", "faults.py"):
+        if path.name in apart:
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
+            is_open = called in ("open", "os.open", "tempfile.mkstemp") and "os.devnull" not in ast.unparse(
+                node
+            )
+            assert not is_open, (path, ast.unparse(node))
+            assert not called.endswith((".write_text", ".write_bytes", ".touch")), (path, ast.unparse(node))
+
+
 def test_every_module_says_what_it_is():
     for path in files("."):
         text = path.read_text(encoding="utf-8")

@@ -5,14 +5,18 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from trained_runs import comparable, losses, stored
+import torch
+from trained_runs import comparable, configuration, losses, stored
 
+from megalith.build import prepare
 from megalith.config import ModelConfig, RunConfig
 from megalith.config.base import Decides
 from megalith.data.indexed import IndexedWriter
 from megalith.errors import CheckpointError
+from megalith.parallel.mesh import build_mesh
 from megalith.resume import check_same_function
 from megalith.runtime.metrics import read_records
+from megalith.trainer import Trainer
 
 CASES = {
     "plain": dict(),
@@ -75,21 +79,50 @@ def test_without_the_optimizers_state_the_weights_go_on_and_the_moments_start_an
     assert second.step == 8 and len(losses(tmp_path / "second")) == 4
 
 
-def test_a_finished_run_that_is_started_again_changes_nothing(run, tmp_path):
-    first = run(train=dict(deterministic=True))
-    weights, metrics = stored(first.checkpoint), comparable(tmp_path / "run")
-    again = run(train=dict(deterministic=True), checkpoint=dict(load=str(tmp_path / "run")))
-    assert again.step == 8 and stored(again.checkpoint) == weights and comparable(tmp_path / "run") == metrics
+def test_moments_that_are_loaded_go_on_and_those_that_are_not_begin_at_zero(run, corpus, tmp_path):
+    """Under Megatron's name of the setting, which says the opposite."""
+    run(train=dict(train_iters=2))
+    found = {}
+    for left_out in (True, False):
+        config = configuration(corpus, tmp_path / "again", checkpoint=dict(load=str(tmp_path / "run")))
+        tree = config.to_tree()
+        del tree["checkpoint"]["load_optim"]
+        tree["checkpoint"]["no_load_optim"] = left_out
+        config, tokenizer = prepare(RunConfig.from_tree(tree), 1)
+        trainer = Trainer(config, tokenizer, build_mesh(config.parallel, 1, "cpu"), torch.device("cpu"))
+        found[left_out] = sum(
+            value["exp_avg"].abs().sum().item() for value in trainer.optimizer.state.values()
+        )
+    assert found[True] == 0 < found[False]
 
 
-def test_a_finished_run_that_is_started_again_says_what_would_let_it_go_on(run, capsys):
+def contents(folder):
+    """Every file with its content and when it was written; the lock's is for a message only."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
+    return {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in files}
+
+
+def test_a_finished_run_that_is_started_again_writes_nothing_whatever_it_is_given(run, tmp_path, capsys):
     first = run(train=dict(train_iters=2))
     assert "nothing is left to train" not in capsys.readouterr().out
-    again = run("again", train=dict(train_iters=2), checkpoint=dict(load=str(first.checkpoint)))
-    assert (
-        "nothing is left to train: the run's length is 2 steps; to go on, raise it" in capsys.readouterr().out
-    )
-    assert (again.step, again.ended) == (2, "train_iters")
+    before = contents(tmp_path / "run")
+    other = dict(data=dict(dataloader_type="single"), log=dict(tensorboard=True))
+    again = run(train=dict(train_iters=2, seed=7), checkpoint=dict(load=str(tmp_path / "run")), **other)
+    assert "step 2, and the run's length is 2 steps; to go on, raise it" in capsys.readouterr().out
+    assert contents(tmp_path / "run") == before
+    assert (again.step, again.consumed_samples, again.ended) == (2, 16, "train_iters")
+    assert again.checkpoint == first.checkpoint
+    elsewhere = run("new", train=dict(train_iters=2), checkpoint=dict(load=str(first.checkpoint)))
+    assert elsewhere.checkpoint == first.checkpoint and not (tmp_path / "new").exists()
+
+
+def test_a_finished_run_that_was_killed_before_its_export_gets_it_when_it_is_started_again(run, tmp_path):
+    run(train=dict(train_iters=2))
+    written = []
+    for _ in range(2):
+        run(train=dict(train_iters=2), checkpoint=dict(load=str(tmp_path / "run"), export_hf=True))
+        written.append(contents(tmp_path / "run" / "hf_model"))
+    assert written[0] and written[0] == written[1]
 
 
 @pytest.mark.parametrize(

@@ -46,11 +46,12 @@ def test_a_small_real_dataset_is_learnt_and_the_validation_loss_falls_with_it(ru
     assert model(torch.arange(12)[None]).shape == (1, 12, 257)
 
 
-def test_the_loaded_model_gives_the_validation_loss_that_the_run_reported(run, corpus, tmp_path):
+def test_the_loaded_model_gives_the_validation_loss_that_the_run_reported(run):
     result = run(train=dict(train_iters=20))
-    config = configuration(corpus, tmp_path / "other", checkpoint=dict(load=str(tmp_path / "run")))
-    config.train.train_iters, config.train.eval_interval = 20, 7  # nothing to train: evaluates and ends
-    assert megalith.train(config).validation_loss == result.validation_loss
+    again = run(
+        "again", model=dict(init_from=str(result.checkpoint)), train=dict(train_iters=1), optim=dict(lr=0.0)
+    )
+    assert again.validation_loss == result.validation_loss
 
 
 def test_several_micro_batches_are_one_large_one(run, tmp_path):
@@ -164,6 +165,29 @@ def test_evaluation_leaves_the_training_as_it_is(run, tmp_path):
 def test_a_split_without_validation_trains_without_evaluations(run, tmp_path):
     assert run(data=dict(split="1")).validation_loss is None
     assert read_records(tmp_path / "run" / "evaluations.jsonl") == []
+
+
+@pytest.mark.parametrize(
+    ("given", "iters"),
+    [
+        (dict(train_iters=50), 5),
+        (dict(train_iters=3), 1),
+        (dict(train_iters=5000), 100),
+        (dict(train_iters=50, eval_iters=100), 100),
+        (dict(train_iters=50, eval_iters=0), 0),
+        (dict(train_iters=None, train_samples=240), 3),
+    ],
+)
+def test_an_evaluation_of_no_set_length_takes_at_most_a_tenth_of_the_runs_steps(
+    corpus, tmp_path, given, iters
+):
+    config = configuration(corpus, tmp_path / "run", train=given)
+    if "eval_iters" not in given:
+        config.train.__pydantic_fields_set__.discard("eval_iters")
+        config.train.__dict__["eval_iters"] = type(config.train).model_fields["eval_iters"].default
+    prepared, _ = prepare(config, 1)
+    again, _ = prepare(RunConfig.from_tree(prepared.to_tree()), 1)
+    assert prepared.train.eval_iters == again.train.eval_iters == iters
 
 
 def test_without_save_at_end_only_intervals_and_early_stops_save(run):

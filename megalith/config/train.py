@@ -54,7 +54,7 @@ class TrainConfig(Section):
     """Steps between evaluations."""
 
     eval_iters: NonNegativeInt = 100
-    """Global batches in an evaluation; 0: none."""
+    """Global batches in an evaluation; 0: none. Not set, at most a tenth of the run's steps."""
 
     exit_interval: PositiveInt | None = None
     """Ends the process after a step divisible by this, with a checkpoint."""

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from megalith.disk import make_folder, sync_folder
+from megalith.disk import make_folder, replacing
 from megalith.errors import DataError
 
 
@@ -16,23 +15,14 @@ from megalith.errors import DataError
 def atomic_file(path: str | Path) -> Iterator[BinaryIO]:
     """A file opened for writing bytes that takes the name `path` only on a clean exit.
 
-    Until then it stands at `{path}.partial-{pid}`, and an exception removes it. The parent folder is made.
+    Until then it stands beside it under a random name, and an exception removes it. The parent folder is made.
     DataError when the file system refuses.
     """
     path = Path(path)
-    partial = path.with_name(f"{path.name}.partial-{os.getpid()}")
-    try:
-        with writing(path):
-            make_folder(path.parent)
-            with open(partial, "wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, path)
-            sync_folder(path.parent)
-    finally:
-        with contextlib.suppress(OSError):
-            partial.unlink(missing_ok=True)
+    with writing(path):
+        make_folder(path.parent)
+        with replacing(path) as partial, open(partial, "wb") as file:
+            yield file
 
 
 @contextlib.contextmanager

@@ -179,10 +179,11 @@ class Transformer(nn.Module):
         """`loss` with the gradient of the further layers' losses; x [batch, seq, hidden] is what the head has read."""
         losses, factor = [], self.config.mtp_loss_scaling_factor / len(self.config.further_layers)
         scale = torch.full((), factor, device=x.device) if scale is None else scale * factor
+        scales = (scale * future.weights).expand(len(self.config.further_layers))
         for k, number in enumerate(map(str, self.config.further_layers)):
             told = replace(context, upcoming=self.embed(future.tokens[k], position_ids, context))
             x = self.run_layers([number], x, told)
-            sizes = (self.config.vocab_size, self.config.final_logit_softcapping, scale * future.weights[k])
+            sizes = (self.config.vocab_size, self.config.final_logit_softcapping, scales[k])
             losses.append(self.loss(x, self.output_weight, future.labels[k], future.loss_mask[k], *sizes))
         return with_further_losses(loss, sum(losses))
 

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 
+from megalith.disk import replace_file
 from megalith.errors import DataError
 from megalith.parallel.schedule import Action, Kind
 
@@ -51,13 +52,13 @@ class Timeline:
 
 
 def write_timeline(run: str | Path, timeline: Timeline) -> Path:
-    """Writes a measured timeline (milliseconds) into a run's output folder; returns the file."""
+    """Writes a measured timeline (milliseconds) into a run's output folder; returns the file. Raises OSError."""
     path = Path(run) / TIMELINE_FILE
     ranks = [
         [[s.action.kind.value, s.action.micro_batch, s.action.chunk, s.start, s.end] for s in spans]
         for spans in timeline.spans
     ]
-    path.write_text(json.dumps({"unit": "ms", "ranks": ranks}), encoding="utf-8")
+    replace_file(path, json.dumps({"unit": "ms", "ranks": ranks}))
     return path
 
 

@@ -28,7 +28,7 @@ from torch.distributed.launcher.api import LaunchConfig
 
 from megalith.errors import REFUSALS
 from megalith.runtime.failure import Failure, first_failure
-from megalith.runtime.signals import STOP_SIGNALS
+from megalith.runtime.signals import STOP_SIGNALS, heeded
 
 LAST_CALL = 10  # seconds that machines wait for more to come when there are as many as are needed
 
@@ -43,12 +43,13 @@ class Agent(LocalElasticAgent):
         self.world_size = spec.local_world_size
         """Ranks of the whole job in its last attempt."""
         self._asked = False
+        self._heeded = heeded()
         self._ended_by_us: set[int] = set()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
         ids = super()._start_workers(worker_group)
-        for number in STOP_SIGNALS:
-            signal.signal(number, self._hand_on)
+        for number in STOP_SIGNALS:  # elastic's own handlers take over what `nohup` has us ignore
+            signal.signal(number, self._hand_on if number in self._heeded else signal.SIG_IGN)
         self._ended_by_us.clear()
         self.world_size = worker_group.workers[0].world_size
         return ids

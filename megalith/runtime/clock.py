@@ -9,13 +9,28 @@ from pathlib import Path
 import torch
 
 
-def process_age() -> float | None:
-    """Seconds since the system started this process; None where it does not tell (Linux does)."""
+def started_at(pid: int) -> int | None:
+    """When the system started a process, in ticks since its boot; None where it does not tell (Linux does)."""
     try:
-        started = Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19]  # ticks since boot
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - int(started) / os.sysconf("SC_CLK_TCK")
-    except (OSError, AttributeError, ValueError, IndexError):
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
         return None
+
+
+def process_age() -> float | None:
+    """Seconds since the system started this process; None where it does not tell."""
+    started = started_at(os.getpid())
+    if started is None:
+        return None
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
+
+
+def boot_id() -> str:
+    """Names this start of the system; empty where it does not tell (Linux does)."""
+    try:
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        return ""
 
 
 class StartClock:

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Protocol, TextIO
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
 from megalith.runtime.metrics import StepMetrics, perplexity
@@ -27,6 +27,9 @@ class TrainingConsole(Protocol):
 
     def log_step(self, metrics: StepMetrics) -> None:
         """Takes every step; prints at each log interval and at the last step."""
+
+    def evaluating(self, step: int, done: int, total: int) -> None:
+        """Shows how far an evaluation after `step` has come: so many of its batches are done, from 0 to all."""
 
     def log_evaluation(self, step: int, validation_loss: float) -> None:
         """Prints the validation loss (mean over tokens, in nats) and perplexity after `step`."""
@@ -109,6 +112,10 @@ class LogConsole:
             self.note(megatron_line(self._interval, self._total_steps, self._clock()))
             self._interval = Interval()
 
+    def evaluating(self, step: int, done: int, total: int) -> None:
+        if done == 0:
+            self.note(f" evaluating after iteration {step} on {total} global batches")
+
     def log_evaluation(self, step: int, validation_loss: float) -> None:
         line = megatron_evaluation_line(step, validation_loss)
         rule = "-" * (len(line) + 1)
@@ -171,7 +178,7 @@ class LiveConsole:
         self._step_ms = 0.0  # a moving mean, for the time left
         # Refreshed from log_step rather than by a thread, which could hold a lock while data workers fork.
         self._progress = Progress(
-            TextColumn("[bold]step {task.completed:.0f}/{task.total:.0f}"),
+            TextColumn("[bold]{task.description} {task.completed:.0f}/{task.total:.0f}"),
             BarColumn(bar_width=None),
             TextColumn("{task.fields[status]}"),
             console=console,
@@ -179,7 +186,8 @@ class LiveConsole:
             expand=True,
             transient=True,
         )
-        self._task = self._progress.add_task("", total=total_steps, status="starting")
+        self._task = self._progress.add_task("step", total=total_steps, status="starting")
+        self._evaluation: TaskID | None = None
 
     def log_step(self, metrics: StepMetrics) -> None:
         self._interval.add(metrics)
@@ -193,6 +201,18 @@ class LiveConsole:
         if metrics.step % self._log_interval == 0 or metrics.step == self._total_steps:
             self._print(self._interval_line())
             self._interval = Interval()
+        self._refresh()
+
+    def evaluating(self, step: int, done: int, total: int) -> None:
+        if self._evaluation is None:
+            self._evaluation = self._progress.add_task("evaluating", total=total, status="batches")
+        self._progress.update(self._evaluation, completed=done)
+        if done == total:
+            self._progress.remove_task(self._evaluation)
+            self._evaluation = None
+        self._refresh()
+
+    def _refresh(self) -> None:
         if time.monotonic() - self._refreshed >= self._refresh_seconds:
             self._refreshed = time.monotonic()
             self._progress.refresh()

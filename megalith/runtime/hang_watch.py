@@ -22,7 +22,7 @@ import threading
 import time
 import traceback
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -30,6 +30,7 @@ from pathlib import Path
 import torch._C._distributed_c10d as c10d
 from torch.distributed import PrefixStore, Store, distributed_c10d
 
+from megalith.disk import replace_file
 from megalith.errors import HangError, TrainingError
 from megalith.runtime.failure import report
 from megalith.runtime.launch import Process
@@ -133,7 +134,8 @@ class HangWatch:
     def _dump(self) -> None:
         if self._output.is_dir():
             path = self._output / f"flight_recorder_rank{self._rank}.json"
-            path.write_text(json.dumps(_flight_recorder()), encoding="utf-8")
+            with suppress(OSError):  # a full disk is no reason to keep the verdict back
+                replace_file(path, json.dumps(_flight_recorder()))
 
 
 def tell_hang(signs: Mapping[int, Sign], silent: set[int], world_size: int, timeout: float) -> str:

@@ -75,10 +75,14 @@ class LayoutReport:
         if self._pipeline is not None and self._pipeline.record:
             timeline = self._pipeline.gather_timeline()
             if self._mesh.world.rank == 0:
-                path = write_timeline(Path(self._layout.config.train.output_dir), timeline)
+                folder, bubble = Path(self._layout.config.train.output_dir), f"{timeline.bubble:.1%}"
+                try:
+                    where = str(write_timeline(folder, timeline))
+                except OSError as error:
+                    where = f"not written ({error.strerror})"
                 self._note(
-                    f"timeline of step {self.measured_step + 1}: {path}; bubble {timeline.bubble:.1%} from its first "
-                    "action to its last"
+                    f"timeline of step {self.measured_step + 1}: {where}; bubble {bubble} from its first action to "
+                    "its last"
                 )
         if self._measure is None:
             return

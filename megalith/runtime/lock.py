@@ -14,11 +14,12 @@ import os
 import socket
 import warnings
 import weakref
+from collections.abc import Iterator
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
 
-from megalith.disk import make_folder
+from megalith.disk import make_folder, open_file
 from megalith.errors import ConfigError
 
 LOCK_NAME = ".lock"
@@ -41,14 +42,9 @@ class OutputLock:
         _write_holder(self._descriptor)
 
     def _acquire(self) -> int | None:
-        try:
+        with refused(self.path.parent):
             make_folder(self.path.parent)
-            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
-        except OSError as error:
-            raise ConfigError(
-                f"the output folder {self.path.parent} cannot be written: {error.strerror}; "
-                "choose a folder of yours (train.output_dir)"
-            ) from None
+            descriptor = open_file(self.path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -72,7 +68,8 @@ class OutputLock:
     def release(self) -> None:
         """Frees the folder; a second call does nothing. A folder made for the lock that got nothing else goes."""
         if self._descriptor is not None:
-            os.ftruncate(self._descriptor, 0)
+            with contextlib.suppress(OSError):
+                os.ftruncate(self._descriptor, 0)
             self._remove_what_was_made()
             os.close(self._descriptor)
             self._descriptor = None
@@ -113,14 +110,28 @@ def _close_in_forked_children(lock: OutputLock) -> None:
     os.register_at_fork(after_in_child=forget)
 
 
+@contextlib.contextmanager
+def refused(folder: Path) -> Iterator[None]:
+    """Makes a ConfigError of what the file system says against a run's first files in its output folder."""
+    try:
+        yield
+    except OSError as error:
+        where = f" ({error.filename})" if error.filename not in (None, str(folder)) else ""
+        raise ConfigError(
+            f"the output folder {folder} cannot be written: {error.strerror}{where}; "
+            "choose a folder of yours with room on its disk (train.output_dir)"
+        ) from None
+
+
 def _write_holder(descriptor: int) -> None:
     holder = {
         "host": socket.gethostname(),
         "pid": os.getpid(),
         "started": datetime.now().astimezone().isoformat(timespec="seconds"),
     }
-    os.ftruncate(descriptor, 0)
-    os.pwrite(descriptor, json.dumps(holder).encode() + b"\n", 0)
+    with contextlib.suppress(OSError):  # a disk without room for a message is one to train on all the same
+        os.ftruncate(descriptor, 0)
+        os.pwrite(descriptor, json.dumps(holder).encode() + b"\n", 0)
 
 
 def _read_holder(descriptor: int) -> str:

@@ -15,13 +15,16 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from megalith.disk import open_file
 from megalith.errors import DataError
 from megalith.runtime.lines import LineFile
 from megalith.runtime.sinks import Sink
@@ -99,7 +102,7 @@ class MetricsWriter:
         self._folder = Path(output_dir)
         self._folder.mkdir(parents=True, exist_ok=True)
         self._sinks = list(sinks)
-        self._events: LineFile | None = None
+        self._events = LineFile(self._folder / EVENTS_FILE, late=True)
         self._open(start_step)
 
     def _open(self, start_step: int) -> None:
@@ -107,19 +110,21 @@ class MetricsWriter:
             cut_after_step(self._folder / name, start_step)
         self._metrics = LineFile(self._folder / METRICS_FILE)
         self._evaluations = LineFile(self._folder / EVALUATIONS_FILE)
+        self._experts = LineFile(self._folder / EXPERTS_FILE, late=True)
 
     def rewind(self, step: int) -> None:
         """Cuts off what was written of the steps after `step`."""
-        self._metrics.close()
-        self._evaluations.close()
+        self._close()
         self._open(step)
+
+    def _close(self) -> None:
+        for file in (self._metrics, self._evaluations, self._experts):
+            file.close()
 
     def log_event(self, record: dict[str, Any]) -> None:
         """`record`: what happened, as JSON takes it; NaN and infinite figures become null."""
         now = datetime.now().astimezone().isoformat(timespec="seconds")
         line = {"time": now, **{key: finite(value) for key, value in record.items()}}
-        if self._events is None:  # a run without events has no file of them
-            self._events = LineFile(self._folder / EVENTS_FILE)
         self._events.write(json.dumps(line, allow_nan=False))
 
     def log_step(self, metrics: StepMetrics) -> None:
@@ -129,8 +134,7 @@ class MetricsWriter:
 
     def log_experts(self, step: int, tokens: dict[int, list[int]]) -> None:
         """`tokens`: those sent to each expert, by layer number."""
-        with open(self._folder / EXPERTS_FILE, "a", encoding="utf-8") as file:
-            file.write(json.dumps({"step": step, "tokens": tokens}) + "\n")
+        self._experts.write(json.dumps({"step": step, "tokens": tokens}))
 
     def log_evaluation(self, step: int, validation_loss: float) -> None:
         """`validation_loss`: mean over tokens, in nats."""
@@ -143,12 +147,10 @@ class MetricsWriter:
         self._send("validation", record)
 
     def close(self) -> None:
-        self._metrics.close()
-        self._evaluations.close()
-        if self._events is not None:
-            self._events.close()
-        for sink in self._sinks:
-            sink.close()
+        self._close()
+        self._events.close()
+        for sink in list(self._sinks):
+            self._guarded(sink, sink.close)
 
     def _send(self, group: str, record: dict[str, Any]) -> None:
         figures = {
@@ -156,8 +158,20 @@ class MetricsWriter:
             for key, value in record.items()
             if key != "step" and value is not None
         }
-        for sink in self._sinks:
-            sink.write(record["step"], figures)
+        for sink in list(self._sinks):
+            self._guarded(sink, partial(sink.write, record["step"], figures))
+
+    def _guarded(self, sink: Sink, call: Callable[[], None]) -> None:
+        """A tracker that fails gets no more figures: it is no reason to end a run."""
+        try:
+            call()
+        except Exception as error:
+            self._sinks.remove(sink)
+            warnings.warn(
+                f"{type(sink).__name__} gets no more figures, it failed with {type(error).__name__}: {error}; "
+                f"{self._folder / METRICS_FILE} has them all",
+                stacklevel=3,
+            )
 
     def __enter__(self) -> MetricsWriter:
         return self
@@ -190,29 +204,24 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
 
 
 def cut_after_step(path: str | Path, step: int) -> None:
-    """Keeps the lines of `path` up to `step`, and drops the later ones and any torn one. Atomic; a file that
-    needs no cut is not touched."""
+    """Drops what stands in `path` from the first line of a later step on, and a torn last line. It is cut off in its
+    place, which takes no room on the disk; a file that needs no cut is not touched. Raises OSError."""
     path = Path(path)
     if not path.is_file():
         return
-    draft = path.with_name(f".{path.name}.tmp")
-    cut = False
-    with open(path, encoding="utf-8", errors="replace") as source, open(draft, "w", encoding="utf-8") as kept:
-        for line in source:
+    with os.fdopen(open_file(path, os.O_RDWR), "r+b") as file:
+        end = 0
+        for line in file:
             record = _parse(line)
-            if record is not None and record["step"] <= step and line.endswith("\n"):
-                kept.write(line)
-            else:
-                cut = True
-        kept.flush()
-        os.fsync(kept.fileno())
-    if cut:
-        os.replace(draft, path)
-    else:
-        draft.unlink()
+            if record["step"] > step if record else not line.endswith(b"\n"):
+                break
+            end += len(line)
+        if end < os.fstat(file.fileno()).st_size:
+            os.ftruncate(file.fileno(), end)
+            os.fsync(file.fileno())
 
 
-def _parse(line: str) -> dict[str, Any] | None:
+def _parse(line: str | bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
     except ValueError:

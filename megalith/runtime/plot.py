@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megalith.disk import replacing
 from megalith.errors import DataError
 from megalith.runtime.console import si
 from megalith.runtime.metrics import EVALUATIONS_FILE, EXPERTS_FILE, METRICS_FILE, read_records
@@ -66,7 +67,8 @@ def plot_run(runs: str | Path | Sequence[str | Path], output_png: str | Path) ->
         _style(axes, title)
     output = Path(output_png)
     output.parent.mkdir(parents=True, exist_ok=True)
-    FigureCanvasAgg(figure).print_png(str(output))
+    with replacing(output) as partial:
+        FigureCanvasAgg(figure).print_png(str(partial))
     return output
 
 

@@ -8,6 +8,7 @@ from types import TracebackType
 from typing import Any
 
 from megalith.config import LogConfig
+from megalith.disk import make_subfolder, replace_file, replacing
 
 TABLE_ROWS = 40
 
@@ -69,13 +70,18 @@ class StepProfiler:
             torch.cuda.synchronize()
         self._mark.__exit__(None, None, None)
         self._profile.stop()
-        self._folder.mkdir(parents=True, exist_ok=True)
+        profile, self._profile, self._mark = self._profile, None, None
         trace, table = self._folder / "trace.json", self._folder / "top_operations.txt"
-        self._profile.export_chrome_trace(str(trace))
         order = "self_device_time_total" if on_gpu else "self_cpu_time_total"
-        table.write_text(self._profile.key_averages().table(sort_by=order, row_limit=TABLE_ROWS) + "\n")
-        self._profile = self._mark = None
-        self._report(f"profile of steps {self._traced[0]} to {self._traced[-1]}: {trace}, {table}")
+        try:
+            make_subfolder(self._folder)
+            with replacing(trace) as partial:
+                profile.export_chrome_trace(str(partial))
+            replace_file(table, profile.key_averages().table(sort_by=order, row_limit=TABLE_ROWS) + "\n")
+            written = f"{trace}, {table}"
+        except (OSError, RuntimeError) as error:  # torch's own, where its writing fails
+            written = f"not written ({error})"
+        self._report(f"profile of steps {self._traced[0]} to {self._traced[-1]}: {written}")
 
     def __enter__(self) -> StepProfiler:
         return self

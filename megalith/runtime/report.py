@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from megalith.config import RunConfig
+from megalith.disk import replace_file
 from megalith.hardware import device_kind
 from megalith.models.flops import flops_per_token, throughput
 from megalith.parallel.mesh import Mesh
@@ -24,6 +25,7 @@ from megalith.runtime.health import ReadStep
 from megalith.runtime.layout import Layout, build_layout
 from megalith.runtime.layout_report import LayoutReport
 from megalith.runtime.layout_text import layout_text, paragraph
+from megalith.runtime.lock import refused
 from megalith.runtime.metrics import ExpertStepMetrics, MetricsWriter, StepMetrics
 from megalith.runtime.profile import StepProfiler, traced_steps
 from megalith.runtime.sinks import open_sinks
@@ -77,8 +79,11 @@ def open_report(
     if mesh.world.rank != 0:
         yield Report(layout, mesh, device, step, pipeline)
         return
-    output, sinks = Path(config.train.output_dir), open_sinks(config, step)
-    (output / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
+    output = Path(config.train.output_dir)
+    with refused(output):
+        sinks = open_sinks(config, step)
+        replace_file(output / "config.yaml", config.to_yaml())
+        metrics = MetricsWriter(output, step, sinks)
     print_summary(config, device_kind(device), mesh.dp.size)
     if mesh.world.size > 1:
         print(layout_text(layout, [place.host for place in places]))
@@ -87,7 +92,7 @@ def open_report(
     for note in topology_notes(layout, places):
         print(paragraph(note))
     with (
-        MetricsWriter(output, step, sinks) as metrics,
+        metrics,
         open_console(total_steps, config.log.log_interval) as console,
         StepProfiler(output, traced_steps(config.log), console.note) as profiler,
     ):
@@ -175,6 +180,11 @@ class Report:
     def end(self) -> None:
         """To be called by every rank after the last step."""
         self._layout.end()
+
+    def evaluating(self, step: int, done: int, total: int) -> None:
+        """So many batches of an evaluation are done."""
+        if self._console is not None:
+            self._console.evaluating(step, done, total)
 
     def evaluation(self, step: int, loss: float) -> None:
         """Logs the validation loss, the mean over tokens, after `step`."""

@@ -18,8 +18,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megalith.config import RunConfig
+from megalith.disk import make_subfolder, open_file, replace_file
 from megalith.errors import MegalithError
-from megalith.runtime.lock import OutputLock, check_output_dir
+from megalith.runtime.clock import boot_id, started_at
+from megalith.runtime.lock import OutputLock, check_output_dir, refused
 
 MARK = ".job"
 FAILURES = "failures"
@@ -41,8 +43,12 @@ def this_attempt() -> Attempt:
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     if run_id is None:
         return Attempt()
-    launcher = f"{run_id} {socket.gethostname()} {os.getppid()}"
-    return Attempt(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), launcher)
+    return Attempt(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), _named(run_id, os.getppid()))
+
+
+def _named(run_id: str, launcher: int) -> str:
+    """A name that no other launcher has: run ids, host names and process ids repeat, in containers above all."""
+    return f"{run_id} {socket.gethostname()} {boot_id()} {launcher} {started_at(launcher)}"
 
 
 def pause(attempt: Attempt) -> float:
@@ -63,7 +69,8 @@ def claimed(config: RunConfig, attempt: Attempt) -> Iterator[bool]:
             return
         check_output_dir(output, config.checkpoint.load)
         if attempt.launcher is not None:
-            (output / MARK).write_text("\n".join([attempt.launcher, *sorted(_saves(output))]), "utf-8")
+            with refused(output):
+                replace_file(output / MARK, "\n".join([attempt.launcher, *sorted(_saves(output))]))
         try:
             yield False
         finally:
@@ -112,6 +119,7 @@ def failures_kept(output: Path, attempt: Attempt, rank: int) -> Iterator[None]:
 
 def _write_down(error: Exception, path: Path) -> None:
     text = str(error) if isinstance(error, MegalithError) else "".join(traceback.format_exception(error))
-    path.parent.mkdir(exist_ok=True)
-    with open(path, "a", encoding="utf-8") as file:
-        file.write(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {text.rstrip()}\n")
+    make_subfolder(path.parent)
+    line = f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {text.rstrip()}\n"
+    with os.fdopen(open_file(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT), "ab") as file:
+        file.write(line.encode(errors="replace"))

@@ -6,12 +6,14 @@ a class with these two methods.
 
 from __future__ import annotations
 
+import re
 import uuid
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
 from megalith.config import RunConfig
+from megalith.disk import make_folder, make_subfolder, refuse_link, replace_file
 from megalith.errors import ConfigError
 
 
@@ -47,9 +49,8 @@ class TensorBoardSink:
                 f"log.tensorboard is true, but TensorBoard cannot be imported ({error}); "
                 'install it with: pip install "megalith[log]", or set log.tensorboard to false'
             ) from None
-        self._writer = SummaryWriter(
-            str(Path(output_dir) / "tensorboard"), purge_step=start_step + 1 if start_step else None
-        )
+        folder = make_subfolder(Path(output_dir) / "tensorboard")
+        self._writer = SummaryWriter(str(folder), purge_step=start_step + 1 if start_step else None)
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
         for name, value in figures.items():
@@ -75,15 +76,13 @@ class WandbSink:
                 'install it with: pip install "megalith[log]", or set log.wandb to false'
             ) from None
         folder = Path(output_dir)
-        folder.mkdir(parents=True, exist_ok=True)
-        identity = folder / "wandb_id"
-        if not identity.is_file():
-            identity.write_text(uuid.uuid4().hex[:12] + "\n")
+        make_folder(folder)
+        make_subfolder(folder / "wandb")
         self._run = wandb.init(
             dir=str(folder),
             project=project,
             name=name or folder.resolve().name,
-            id=identity.read_text().strip(),
+            id=_identity(folder / "wandb_id"),
             resume="allow",
             config=dict(config),
         )
@@ -95,3 +94,13 @@ class WandbSink:
 
     def close(self) -> None:
         self._run.finish()
+
+
+def _identity(path: Path) -> str:
+    """The run's id at W&B, made where the file has none: it may be absent, or what a crash has left of it."""
+    refuse_link(path)
+    found = path.read_text("utf-8", errors="replace").strip() if path.exists() else ""
+    if not re.fullmatch(r"[\w-]{1,64}", found, re.ASCII):
+        found = uuid.uuid4().hex[:12]
+        replace_file(path, found + "\n")
+    return found

@@ -1,8 +1,9 @@
 """When a run ends before its last step, all ranks after the same one, and the exit code that tells why.
 
-Every rank knows for itself that a signal came or that its time is up, at different moments. So at the head of each step
-a rank gives what it wishes into one small all-reduce on the host, which goes on during the step, and after the step
-all of them read the same answer: nothing waits for the device, and a signal is obeyed at the latest a step later.
+Every rank knows for itself that a signal came or that its time is up, at different moments. So at the head of each
+step, and of each batch of an evaluation, a rank gives what it wishes into one small all-reduce on the host, which goes
+on meanwhile, and after it all of them read the same answer: nothing waits for the device, and a signal is obeyed at the
+latest a step later. An evaluation is broken off.
 """
 
 from __future__ import annotations
@@ -27,32 +28,41 @@ EXIT_CODES = {
     "SIGTERM": 22,
     "SIGUSR1": 23,
     "SIGINT": 24,
+    "SIGHUP": 25,
 }
-"""Why a run ended, and what the process exits with: 0 is the end of the training, 20 to 24 a checkpoint on the way."""
+"""Why a run ended, and what the process exits with: 0 is the end of the training, 20 to 25 a checkpoint on the way."""
 
-WISHES = ("", "exit_duration_in_mins", "SIGINT", "SIGUSR1", "SIGTERM")  # of several the last counts
+WISHES = ("", "exit_duration_in_mins", "SIGINT", "SIGHUP", "SIGUSR1", "SIGTERM")  # of several the last counts
 
 
 class Stops:
-    """`before_step` and `after_step` of every step, on every rank of `world`."""
+    """`before_work` and `after_work` of every step and every batch of an evaluation, on every rank of `world`."""
 
     def __init__(self, limits: TrainConfig, world: Axis, signals: StopSignals | None = None):
         """Without `signals` none is obeyed. The minutes count from here."""
         self._limits, self._world, self._signals = limits, world, signals
         self._started = time.monotonic()
         self._answer: Tensor | None = None
+        self.hurry: str | None = None
+        """The signal, or the minutes, that the run is to end for now: a key of EXIT_CODES, the same on every rank."""
 
-    def before_step(self) -> None:
+    def before_work(self) -> None:
         if self._world.size > 1:
             self._answer = begin_all_reduce(torch.tensor([self._wish()]), self._world, "max")
 
-    def after_step(self, step: int) -> str | None:
-        """Why the run ends after `step`, a key of EXIT_CODES, or None; the same on every rank."""
+    def after_work(self) -> str | None:
+        """`hurry` as it is now."""
         wish = self._wish() if self._world.size == 1 else int(wait(self._answer))
-        if wish:
-            return WISHES[wish]
+        if wish and self.hurry is None:
+            self.hurry = WISHES[wish]
+            if self._signals is not None:
+                self._signals.obey()
+        return self.hurry
+
+    def after_step(self, step: int) -> str | None:
+        """`after_work`, and why the run ends after `step`: a key of EXIT_CODES, or None; the same on every rank."""
         interval = self._limits.exit_interval
-        return "exit_interval" if interval and step % interval == 0 else None
+        return self.after_work() or ("exit_interval" if interval and step % interval == 0 else None)
 
     def _wish(self) -> int:
         if self._signals is not None and self._signals.asked is not None:

@@ -1,4 +1,5 @@
-"""16: SIGTERM, SIGUSR1 and SIGINT give a checkpoint and an exit code of their own; a second SIGTERM ends at once."""
+"""16: SIGTERM, SIGUSR1, SIGINT and SIGHUP give a checkpoint, before any evaluation, and an exit code of their own; a
+second SIGTERM ends at once."""
 
 import signal
 import subprocess
@@ -10,7 +11,8 @@ from ranks import Ranks, events, saved, steps, stored, until, words
 
 import megalith.checkpoint.saver as saver
 
-STOPS = [(signal.SIGTERM, 22), (signal.SIGUSR1, 23), (signal.SIGINT, 24)]
+STOPS = [(signal.SIGTERM, 22), (signal.SIGUSR1, 23), (signal.SIGINT, 24), (signal.SIGHUP, 25)]
+LONG = dict(train__eval_iters=100_000, train__eval_interval=7000)  # an evaluation would take an hour
 
 
 @pytest.mark.parametrize(("number", "code"), STOPS, ids=lambda value: str(value))
@@ -18,7 +20,7 @@ def test_a_signal_to_one_rank_saves_on_all_after_the_same_step_and_the_run_goes_
     tmp_path, number, code
 ):
     output = tmp_path / "run"
-    running = Ranks(words(output, train__train_iters=5000), 2, tmp_path / "log")
+    running = Ranks(words(output, train__train_iters=5000, **LONG), 2, tmp_path / "log")
     until(lambda: len(steps(output)) >= 3, "step 3")
     running.send(number, [1])
     assert running.end() == [code, code], running.text()
@@ -32,6 +34,16 @@ def test_a_signal_to_one_rank_saves_on_all_after_the_same_step_and_the_run_goes_
             rest = Ranks(command, 2, tmp_path / "log")
             assert rest.end() == [20, 20], rest.text()
         assert stored(output, end) == stored(tmp_path / "straight", end)
+
+
+def test_a_signal_in_an_evaluation_breaks_it_off_and_saves(tmp_path):
+    output = tmp_path / "run"
+    command = words(output, train__train_iters=5000, **{**LONG, "train__eval_interval": 2})
+    running = Ranks(command, 2, tmp_path / "log")
+    until(lambda: "evaluating after iteration 2" in running.text(0), "the evaluation")
+    running.send(signal.SIGTERM, [1])
+    assert running.end() == [22, 22], running.text()
+    assert saved(output) == ["step_00000002"] and (output / "evaluations.jsonl").read_text() == ""
 
 
 def slow_save(rank: int) -> None:

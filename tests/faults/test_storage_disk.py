@@ -11,7 +11,8 @@ from storage_job import TP2, run_config, save_on_a_bad_disk, save_steps
 import megalith
 from megalith.checkpoint import list_steps, open_checkpoint
 from megalith.checkpoint.open import step_problems
-from megalith.errors import CheckpointError
+from megalith.errors import CheckpointError, ConfigError
+from megalith.runtime.lock import OutputLock
 from megalith.runtime.metrics import MetricsWriter, StepMetrics, read_records
 
 METRICS = [field.name for field in fields(StepMetrics)]
@@ -107,6 +108,25 @@ def test_a_full_disk_does_not_end_a_run_by_its_log_which_is_whole_when_there_is_
         ballast.unlink()
         writer.log_step(replace(record, step=81))
     assert [line["step"] for line in read_records(full / "run" / "metrics.jsonl")] == list(range(1, 82))
+
+
+def test_a_full_disk_at_a_start_or_resume_is_a_refusal_that_no_restart_repeats(disk):
+    full = disk(8_000_000)
+    config = run_config(full / "run", save_interval=5)
+    megalith.train(config)
+    ballast = full / "ballast"
+    ballast.write_bytes(bytes(os.statvfs(full).f_bavail * 4096))
+    config.train.train_iters, config.checkpoint.load = 14, str(full / "run")
+    for refused in (config, run_config(full / "new")):
+        with pytest.raises(
+            ConfigError, match=r"cannot be written: No space left on device.*train.output_dir"
+        ):
+            megalith.train(refused)
+    assert not (full / "new").exists() and (full / "run" / "config.yaml").read_text()
+    with OutputLock(full / "run"), pytest.raises(ConfigError, match="in use by"):
+        OutputLock(full / "run")
+    ballast.unlink()
+    assert megalith.train(config).step == 14
 
 
 def test_a_run_that_cannot_save_its_end_ends_with_the_exit_code_of_checkpoints(disk):

@@ -140,6 +140,19 @@ def test_terminal_keeps_one_line_an_interval_and_one_an_evaluation():
     assert len(first) <= 100
 
 
+def test_an_evaluation_has_a_bar_on_a_terminal_and_a_line_in_a_pipe():
+    def report(console):
+        for done in range(6):
+            console.evaluating(20, done, 5)
+            bars.append(len(console._progress.tasks) if live else None)
+
+    bars, live = [], True
+    assert re.search(r"evaluating 3/5 ━", _plain(_live(report))) and bars == [2] * 5 + [1]
+    stream, live = io.StringIO(), False
+    report(LogConsole(500, 10, stream))
+    assert stream.getvalue() == " evaluating after iteration 20 on 5 global batches\n"
+
+
 def test_terminal_shows_a_lost_loss():
     text = _plain(_live(lambda console: console.log_step(_step(10, loss=math.nan, nan_iterations=1))))
     assert "loss NaN" in text and "1 NaN" in text

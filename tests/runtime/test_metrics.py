@@ -113,17 +113,27 @@ def test_file_without_a_tail_is_left_untouched(tmp_path):
     assert path.stat().st_ino == inode
 
 
-def test_failed_cut_leaves_the_whole_file(tmp_path, monkeypatch):
+def test_a_cut_takes_no_room_on_the_disk(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n')
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
+    inode = path.stat().st_ino
+    cut_after_step(path, 1)
+    assert path.read_text() == '{"step": 1}\n' and path.stat().st_ino == inode
+    assert list(tmp_path.iterdir()) == [path]
 
-    def fail(descriptor):
-        raise OSError("disk full")
 
-    monkeypatch.setattr("megalith.runtime.metrics.os.fsync", fail)
-    with pytest.raises(OSError, match="disk full"):
-        cut_after_step(path, 1)
-    assert path.read_text() == '{"step": 1}\n{"step": 2}\n'
+def test_a_last_line_that_lacks_only_its_newline_is_kept_and_the_next_one_stands_by_itself(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        writer.log_step(_step(1))
+        writer.log_step(_step(2))
+        writer.log_event({"event": "stop"})
+    for name in ("metrics.jsonl", "events.jsonl"):
+        (tmp_path / name).write_text((tmp_path / name).read_text().removesuffix("\n"))
+    with MetricsWriter(tmp_path, start_step=2) as writer:
+        writer.log_step(_step(3))
+        writer.log_event({"event": "stop"})
+    assert [line["step"] for line in _lines(tmp_path)] == [1, 2, 3]
+    assert [line["event"] for line in _lines(tmp_path, "events.jsonl")] == ["stop", "stop"]
 
 
 def test_killed_process_loses_no_line(tmp_path):
@@ -144,6 +154,24 @@ def test_reading_skips_a_torn_last_line_and_names_any_other_bad_one(tmp_path):
     path.write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
     with pytest.raises(DataError, match=r"metrics\.jsonl, line 2 is not a JSON object"):
         read_records(path)
+
+
+def test_a_tracker_that_fails_gets_no_more_and_the_others_and_the_run_go_on(tmp_path):
+    class Failing:
+        def write(self, step, figures):
+            raise OSError(28, "No space left on device")
+
+        def close(self):
+            raise AssertionError("it was dropped")
+
+    sink = RecordingSink()
+    with MetricsWriter(tmp_path, sinks=[Failing(), sink]) as writer:
+        with pytest.warns(
+            UserWarning, match="Failing gets no more figures, it failed with OSError: .*No space"
+        ):
+            writer.log_step(_step(1))
+        writer.log_step(_step(2))
+    assert [step for step, _ in sink.written] == [1, 2] and len(_lines(tmp_path)) == 2
 
 
 class RecordingSink:
@@ -200,7 +228,9 @@ def test_missing_tracker_is_a_sentence_with_the_pip_command(tmp_path, monkeypatc
         make(tmp_path)
 
 
-def test_resumed_job_goes_on_with_its_wandb_run(tmp_path, monkeypatch):
+@pytest.fixture
+def calls(monkeypatch):
+    """What a stand-in for W&B was asked for."""
     calls = []
 
     class Run:
@@ -212,6 +242,20 @@ def test_resumed_job_goes_on_with_its_wandb_run(tmp_path, monkeypatch):
         return Run()
 
     monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    return calls
+
+
+def test_an_empty_or_torn_wandb_id_gets_a_new_one_that_stays(tmp_path, calls):
+    for left in ("", "\n", "\0\0\0", "../x"):
+        (tmp_path / "wandb_id").write_text(left)
+        for _ in range(2):
+            WandbSink(tmp_path, "project", None, {})
+        first, second = [kwargs["id"] for name, _, kwargs in calls if name == "init"][-2:]
+        assert first == second and first.isalnum()
+        assert (tmp_path / "wandb_id").read_text() == first + "\n"
+
+
+def test_resumed_job_goes_on_with_its_wandb_run(tmp_path, calls):
     for _ in range(2):
         sink = WandbSink(tmp_path / "my-run", "project", None, {"model": {"num_layers": 2}})
         sink.write(7, {"train/loss": 1.0})

@@ -5,7 +5,9 @@ import os
 import pytest
 
 from megalith.config import RunConfig
-from megalith.runtime.restart import Attempt, claimed
+from megalith.errors import ConfigError
+from megalith.runtime.clock import started_at
+from megalith.runtime.restart import Attempt, claimed, this_attempt
 
 FIRST, SECOND = Attempt(0, "job host 1"), Attempt(1, "job host 1")
 
@@ -36,6 +38,32 @@ def test_a_step_saved_by_a_clock_that_was_set_back_is_found(tmp_path, save):
     assert not goes_on(tmp_path, SECOND)  # nothing was saved
     save(5, time=1000)
     assert goes_on(tmp_path, SECOND)
+
+
+def test_a_mark_names_its_launcher_so_that_no_other_jobs_is_taken_for_it(tmp_path, monkeypatch, save):
+    """In containers the run id, the host's name and the launcher's process id repeat."""
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    ours = this_attempt()
+    assert ours == this_attempt() and started_at(os.getppid()) is not None
+    monkeypatch.setattr("megalith.runtime.restart.started_at", lambda pid: 17)
+    later = this_attempt()
+    monkeypatch.setattr("megalith.runtime.restart.boot_id", lambda: "another")
+    assert len({ours.launcher, later.launcher, this_attempt().launcher}) == 3
+    assert not goes_on(tmp_path, ours)
+    save(5, time=1000)
+    assert goes_on(tmp_path, ours)
+    config = RunConfig.from_tree({"train": {"output_dir": str(tmp_path)}})
+    with pytest.raises(ConfigError, match="holds another run"), claimed(config, later):
+        pass
+
+
+def test_an_interrupted_mark_is_the_old_one_or_none(tmp_path, monkeypatch):
+    monkeypatch.setattr(
+        "os.replace", lambda old, new: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    )
+    with pytest.raises(ConfigError, match="No space left"):
+        goes_on(tmp_path / "run", FIRST)
+    assert not (tmp_path / "run").exists()
 
 
 def test_steps_from_before_the_job_do_not_count_until_they_are_saved_again(tmp_path, save):
