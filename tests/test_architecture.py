@@ -89,6 +89,13 @@ def test_nothing_that_is_read_can_run():
             assert {"weights_only": True}.items() <= constants_given(call).items(), path
 
 
+def test_ranks_pickle_nothing_for_each_other():
+    pickling = {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"}
+    pickling |= {"send_object_list", "recv_object_list"}
+    for path in files("."):
+        assert {name.rpartition(".")[2] for name in names_in(path)}.isdisjoint(pickling), path
+
+
 def test_every_module_says_what_it_is():
     for path in files("."):
         text = path.read_text(encoding="utf-8")

@@ -95,11 +95,11 @@ class Pool:
     def _start(self) -> None:
         if self._workers:
             return
-        from torch.distributed import TCPStore
+        from megalith.runtime.meeting import hold_store
 
         processes = multiprocessing.get_context("forkserver")
         processes.set_forkserver_preload(PRELOADED)
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = hold_store()
         for _ in range(self.size):
             ours, theirs = processes.Pipe()
             process = processes.Process(target=_work, args=(theirs,), daemon=True)
@@ -145,12 +145,15 @@ def _run_job(
     import torch.distributed as dist
     from torch.distributed.elastic.utils.store import barrier
 
+    from megalith.runtime.meeting import LOOPBACK, stay_on_loopback
+
     faulthandler.dump_traceback_later(timeout)
     try:
         function, args = pickle.loads(job)
+        stay_on_loopback()
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
         _stay_on_a_core(rank, size)
-        store = dist.PrefixStore(f"job {number}", dist.TCPStore("127.0.0.1", port))
+        store = dist.PrefixStore(f"job {number}", dist.TCPStore(LOOPBACK, port))
         backend, device = "gloo", None
         if device_type == "cuda":
             backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", rank)

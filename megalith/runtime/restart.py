@@ -20,6 +20,7 @@ from pathlib import Path
 from megalith.config import RunConfig
 from megalith.errors import MegalithError
 from megalith.runtime.lock import OutputLock, check_output_dir
+from megalith.runtime.meeting import JOB
 
 MARK = ".job"
 FAILURES = "failures"
@@ -41,7 +42,7 @@ def this_attempt() -> Attempt:
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     if run_id is None:
         return Attempt()
-    launcher = f"{run_id} {socket.gethostname()} {os.getppid()}"
+    launcher = os.environ.get(JOB) or f"{run_id} {socket.gethostname()} {os.getppid()}"
     return Attempt(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), launcher)
 
 

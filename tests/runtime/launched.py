@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+from sockets import listening
 
 from megalith.errors import DataError
 from megalith.runtime.failure import report
@@ -19,6 +20,8 @@ def main() -> int:
     try:
         process = init_distributed(torch.device("cpu"), timeout=timedelta(seconds=60))
         seen = {"world_size": process.world_size, "threads": torch.get_num_threads(), "pid": os.getpid()}
+        seen["listening"] = listening(os.getpid()) + listening(os.getppid())
+        seen["interface"] = os.environ.get("GLOO_SOCKET_IFNAME")
         (folder / f"rank{process.rank}.json").write_text(json.dumps(seen))
         total = torch.tensor(float(process.rank))
         torch.distributed.all_reduce(total)

@@ -9,11 +9,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from sockets import LOOPBACK_INTERFACE
 
 from megalith.errors import ConfigError
 from megalith.runtime import failure
 from megalith.runtime.failure import Failure
 from megalith.runtime.launch import Process, init_distributed, launch, this_process
+from megalith.runtime.meeting import is_loopback
 
 WORKER = Path(__file__).parent / "launched.py"
 LAUNCHER = "import sys; from megalith.runtime.launch import launch; sys.exit(launch(2, sys.argv[1:]))"
@@ -41,6 +43,10 @@ def test_two_processes_find_each_other_and_the_first_prints(tmp_path):
     result = start(tmp_path, "nothing")
     assert (result.returncode, result.stdout) == (0, "the sum is 2.0\n"), result.stderr
     assert seen(tmp_path, 0)["world_size"] == seen(tmp_path, 1)["world_size"] == 2
+    for rank in (0, 1):  # ports of the rank's groups, and of its launcher's store
+        assert len(seen(tmp_path, rank)["listening"]) >= 2
+        assert all(map(is_loopback, seen(tmp_path, rank)["listening"])), seen(tmp_path, rank)
+        assert seen(tmp_path, rank)["interface"] == LOOPBACK_INTERFACE  # gloo's own choice is the host's name
     assert seen(tmp_path, 1)["threads"] == max(1, len(os.sched_getaffinity(0)) // 2)
 
 

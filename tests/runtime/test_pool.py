@@ -7,7 +7,9 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from sockets import LOOPBACK_INTERFACE, listening
 
+from megalith.runtime.meeting import is_loopback
 from megalith.runtime.pool import RankFailed
 
 seen = []
@@ -26,6 +28,20 @@ def test_a_job_finds_nothing_of_the_one_before(pool):
     first = pool.run(leave_traces)
     assert pool.run(leave_traces) == first
     assert [(traces, total) for traces, _, total in first] == [([], pool.size)] * pool.size
+
+
+def what_listens(pool: int) -> tuple[list[str], str]:
+    """The addresses at which this rank, its worker and the pool's own process listen, and gloo's interface."""
+    dist.new_group()
+    return [a for pid in (os.getpid(), os.getppid(), pool) for a in listening(pid)], os.environ[
+        "GLOO_SOCKET_IFNAME"
+    ]
+
+
+def test_a_job_of_the_pool_is_reached_from_this_machine_alone(pool):
+    for addresses, interface in pool.run(what_listens, os.getpid()):
+        assert len(addresses) >= 2 and all(map(is_loopback, addresses)), addresses
+        assert interface == LOOPBACK_INTERFACE
 
 
 def killed_by_itself() -> None:
