@@ -180,7 +180,8 @@ def launch(
     With several machines ("4", or "2:4" for as many as there are) each calls this with the same `rdzv_endpoint`,
     "host:port" on one of them, and the same `rdzv_id`, by default made of the command. Where there is room for a
     machine that comes later, the ranks save and start again together with its own. When a process fails, the others
-    are stopped within seconds and its error is printed. Up to `max_restarts` times the machines that are left then meet and start again; after that the failed process's
+    are stopped within seconds and its error is printed. Up to `max_restarts` times the machines that are left then
+    meet and start again; after that the failed process's
     exit code (128 + the signal's number) is returned. A stop signal is handed to the processes, and the code of the
     stop (stops.py) returned when they have ended. Raises ConfigError for numbers that cannot be.
     """

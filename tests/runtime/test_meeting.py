@@ -75,7 +75,7 @@ def test_a_port_that_hangs_up_or_speaks_first_is_refused_at_once(greeting):
 def test_nobody_who_listens_is_told_after_the_patience(port, monkeypatch):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))  # and does not listen
-        with pytest.raises(ConfigError, match="nothing has come to listen at 127.0.0.1"):
+        with pytest.raises(ConfigError, match=r"nothing has come to listen at 127.0.0.1"):
             join_store("127.0.0.1", free.getsockname()[1], MINUTE, patience=0.3)
 
 
