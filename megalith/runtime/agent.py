@@ -17,6 +17,8 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
@@ -25,11 +27,12 @@ from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpec
 from torch.distributed.launcher.api import LaunchConfig
 
 from megalith.errors import REFUSALS
-from megalith.runtime.failure import Failure, first_failure
+from megalith.runtime.failure import CRASH_FILE, CRASHES, Failure, first_failure
 from megalith.runtime.rendezvous import OneMachine, SeveralMachines, id_of
 from megalith.runtime.signals import STOP_SIGNALS
 from megalith.runtime.stops import STOP_CODE_FILE
 
+TELLING = 3.0  # seconds that the others have when a rank has died of an error of the program
 SAVING = 60.0  # seconds that ranks may take to end with a checkpoint when a machine has come
 
 
@@ -48,8 +51,8 @@ class Agent(LocalElasticAgent):
         self._ended_by_us: set[int] = set()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        with contextlib.suppress(FileNotFoundError):  # of ranks that were stopped for a machine that came
-            os.unlink(os.environ[STOP_CODE_FILE])
+        for name in (STOP_CODE_FILE, CRASH_FILE):  # of the ranks before
+            Path(os.environ[name]).unlink(missing_ok=True)
         ids = super()._start_workers(worker_group)
         for number in STOP_SIGNALS:
             signal.signal(number, self._hand_on)
@@ -61,9 +64,7 @@ class Agent(LocalElasticAgent):
         """Lets what still runs save and end: a machine has come, and the job starts again with its ranks."""
         self._send(signal.SIGTERM)
         processes = [handler.proc for handler in self._pcontext.subprocess_handlers.values()]
-        deadline = time.monotonic() + SAVING
-        while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        _wait_for(processes, SAVING)
         super()._stop_workers(*args, **options)
 
     def _hand_on(self, number: int, frame: object) -> None:
@@ -88,13 +89,21 @@ class Agent(LocalElasticAgent):
 
     def _end_survivors(self, worker_group: WorkerGroup) -> None:
         handlers = self._pcontext.subprocess_handlers
-        if not any(handler.proc.poll() for handler in handlers.values()):
+        codes = [handler.proc.poll() for handler in handlers.values()]
+        if not any(codes):
             return
+        if any(code and -code in CRASHES for code in codes):
+            self._let_tell([handler.proc for handler in handlers.values()])
         for local_rank, handler in handlers.items():
             if handler.proc.poll() is None:
                 self._ended_by_us.add(worker_group.workers[local_rank].global_rank)
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(handler.proc.pid, signal.SIGKILL)
+
+    def _let_tell(self, processes: Sequence[Popen]) -> None:
+        """The ranks that are left hand over their last collectives, for one that has died says nothing itself."""
+        Path(os.environ[CRASH_FILE]).touch()
+        _wait_for(processes, TELLING)
 
     def _failed(self, failure: Failure, machines: int) -> None:
         self.failures.append(failure)
@@ -103,6 +112,12 @@ class Agent(LocalElasticAgent):
         if self._remaining_restarts:
             again = f"starting again ({len(self.failures)} of {self._worker_group.spec.max_restarts})"
             print(failure.tell(self.world_size), again, sep="\n", file=sys.stderr)
+
+
+def _wait_for(processes: Sequence[Popen], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def build_agent(

@@ -29,7 +29,7 @@ from torch.distributed import PrefixStore, Store, distributed_c10d
 
 from megalith.errors import HangError, TrainingError
 from megalith.runtime.collectives import flight_recorder, standing_in
-from megalith.runtime.failure import report
+from megalith.runtime.failure import CRASH_FILE, RankLost, report
 from megalith.runtime.launch import Process
 from megalith.runtime.pulse import Pulse
 from megalith.runtime.restart import this_attempt
@@ -65,6 +65,7 @@ class HangWatch:
         self._pulse, self._rank, self._world_size, self._timeout = pulse, rank, world_size, timeout
         self._store, self._output = store, output
         self._parent = os.getppid() if this_attempt().launcher else None
+        self._crash = os.environ.get(CRASH_FILE)
         self._main = threading.main_thread().ident
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hang watch", daemon=True)
@@ -87,6 +88,9 @@ class HangWatch:
             look += 1
             if self._parent not in (None, os.getppid()):
                 os._exit(1)  # the launcher is gone, and its ranks with it
+            if self._crash is not None and os.path.exists(self._crash):
+                report(RankLost("another rank of this machine has died"))
+                os._exit(RankLost.exit_code)
             if self._store is None:
                 continue
             now = time.monotonic()

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from megalith.errors import ConfigError, TrainingError
-from megalith.runtime.failure import report_uncaught
+from megalith.runtime.failure import CRASH_FILE, report_uncaught
 from megalith.runtime.meeting import JOB, hold_store, is_loopback, join_store, stay_on_loopback
 from megalith.runtime.parent import LAUNCHER, end_with_launcher
 from megalith.runtime.stops import STOP_CODE_FILE
@@ -197,7 +197,8 @@ def launch(
         with tempfile.TemporaryDirectory(prefix="megalith-") as folder:
             code_file = os.environ[STOP_CODE_FILE] = os.path.join(folder, "stop_code")
             agent = build_agent(nproc, command, (least, most), max_restarts, rdzv_endpoint, rdzv_id, folder)
-            os.environ |= {LAUNCHER: str(os.getpid()), JOB: agent.job}
+            crash_file = os.path.join(folder, "crashed")
+            os.environ |= {LAUNCHER: str(os.getpid()), JOB: agent.job, CRASH_FILE: crash_file}
             try:
                 result = agent.run()
             finally:
@@ -212,7 +213,7 @@ def launch(
         print(f"error: the machines of the job could not meet: {error}", file=sys.stderr)
         return 1
     finally:
-        for name in (STOP_CODE_FILE, LAUNCHER, JOB):  # they were for the workers
+        for name in (STOP_CODE_FILE, CRASH_FILE, LAUNCHER, JOB):  # they were for the workers
             os.environ.pop(name, None)
         logging.disable(logging.NOTSET)
     first, last = agent.failures[0], agent.failures[-1]

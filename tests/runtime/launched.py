@@ -31,6 +31,8 @@ def main() -> int:
             raise DataError("token id 70000 is above the vocabulary")
         if process.rank == 1 and what == "die":
             os.kill(os.getpid(), signal.SIGKILL)
+        if process.rank == 1 and what == "crash":
+            os.abort()
         torch.distributed.all_reduce(total)
         print(f"the sum is {total.item()}")
         end_distributed()

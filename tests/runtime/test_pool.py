@@ -49,6 +49,17 @@ def killed_by_itself() -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
+def crashes_beside_one_that_waits() -> None:
+    if dist.get_rank() == 1:
+        os.abort()
+    dist.barrier()
+
+
+def test_the_stacks_of_a_rank_that_crashed_are_told_and_not_the_loss_of_its_connection(pool):
+    with pytest.raises(RankFailed, match=r"rank 1:\n.*SIGABRT\nFatal Python error(.|\n)*crashes_beside_one"):
+        pool.run(crashes_beside_one_that_waits, size=2)
+
+
 def fails_beside_one_that_waits(folder: str) -> None:
     rank = dist.get_rank()
     with open(f"{folder}/{rank}", "w") as file:
