@@ -164,7 +164,9 @@ def first_failure(failures: Mapping[int, Any]) -> Failure:
             )
         )
     first = min(found, key=lambda failure: failure.order)
-    last = {each.rank: each.said.get("collectives") for each in sorted(found, key=lambda f: f.rank) if each.said}
+    last = {
+        each.rank: each.said.get("collectives") for each in sorted(found, key=lambda f: f.rank) if each.said
+    }
     told = "; ".join(f"rank {rank}: {collectives}" for rank, collectives in last.items() if collectives)
     return replace(first, others=f"last collectives of the others: {told}" if told else "")
 

@@ -84,7 +84,9 @@ def timeouts() -> tuple[set[timedelta], timedelta]:
     def timeout(group) -> timedelta:
         return group._get_backend(torch.device("cpu")).options._timeout
 
-    groups = [group for group in distributed_c10d._world.pg_map if group.size() > 1 and group is not background]
+    groups = [
+        group for group in distributed_c10d._world.pg_map if group.size() > 1 and group is not background
+    ]
     assert len(groups) >= 7
     return {timeout(group) for group in groups}, timeout(background)
 

@@ -87,7 +87,9 @@ def test_a_rank_that_is_killed_is_named_and_not_its_victims(tmp_path):
 def test_a_rank_that_crashes_leaves_its_stacks_and_the_others_their_last_collectives(tmp_path):
     result = start(tmp_path, "crash")
     assert result.returncode == 128 + 6
-    assert result.stderr.startswith("error: rank 1 was ended by SIGABRT; the other 1 were stopped\nFatal Python error")
+    assert result.stderr.startswith(
+        "error: rank 1 was ended by SIGABRT; the other 1 were stopped\nFatal Python error"
+    )
     assert 'launched.py", line' in result.stderr
     assert re.search(r"last collectives of the others: rank 0: .*all_?reduce number \d+ of ", result.stderr)
 
