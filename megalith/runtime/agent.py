@@ -84,7 +84,9 @@ class Agent(LocalElasticAgent):
             return RunResult(WorkerState.HEALTHY)  # stopped by another launcher, for a machine that has come
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             own = {r: f for r, f in result.failures.items() if r not in self._ended_by_us}
-            self._failed(first_failure(own or result.failures), worker_group.group_world_size)
+            ranks = [worker.global_rank for worker in worker_group.workers]
+            files = {rank: self._pcontext.error_files[number] for number, rank in enumerate(ranks)}
+            self._failed(first_failure(own or result.failures, files), worker_group.group_world_size)
         return result
 
     def _end_survivors(self, worker_group: WorkerGroup) -> None:

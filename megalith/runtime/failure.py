@@ -152,22 +152,17 @@ class Failure:
         return f"error: rank {self.rank} {what}{others}\n{self.said['py_callstack'].rstrip()}"
 
 
-def first_failure(failures: Mapping[int, Any]) -> Failure:
-    """The rank whose failure made the others fail, of elastic's failures by rank."""
+def first_failure(failures: Mapping[int, Any], error_files: Mapping[int, str] | None = None) -> Failure:
+    """The rank whose failure made the others fail, of elastic's failures by rank; and the files named to the ranks."""
     found = []
     for rank, failure in failures.items():
         message = failure.message
         extra = message.get("extraInfo", {}) if isinstance(message, dict) else {}
-        found.append(
-            Failure(
-                rank, failure.exitcode, extra if "nanoseconds" in extra else None, _stacks(failure.error_file)
-            )
-        )
+        said = extra if "nanoseconds" in extra else None
+        found.append(Failure(rank, failure.exitcode, said, _stacks((error_files or {}).get(rank, ""))))
     first = min(found, key=lambda failure: failure.order)
-    last = {
-        each.rank: each.said.get("collectives") for each in sorted(found, key=lambda f: f.rank) if each.said
-    }
-    told = "; ".join(f"rank {rank}: {collectives}" for rank, collectives in last.items() if collectives)
+    last = {failure.rank: failure.said.get("collectives") for failure in found if failure.said}
+    told = "; ".join(f"rank {rank}: {made}" for rank, made in sorted(last.items()) if made)
     return replace(first, others=f"last collectives of the others: {told}" if told else "")
 
 
