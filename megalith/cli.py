@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Sequence
 
 from megalith.errors import ConfigError, DataError, MegalithError
+from megalith.runtime.parent import end_with_launcher
 from megalith.runtime.streams import lasting_streams
 
 Arguments = argparse.Namespace
@@ -21,6 +22,7 @@ EXIT_CODES = """exit codes:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one subcommand. A MegalithError is told in a sentence, without a traceback."""
+    end_with_launcher()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] != ["train"]:
         return _told(lambda: _run_subcommand(arguments))
@@ -58,6 +60,7 @@ processes:
   --nnodes N                 of N machines, each of which runs the same command; MIN:MAX for as many as there are
   --max-restarts N           start again after a failure, up to N times, from the newest whole checkpoint
   --rdzv-endpoint HOST:PORT  where they meet, on one of them (default with --nnodes: MASTER_ADDR:MASTER_PORT)
+  --rdzv-id ID               the job's name there, the same on each (default: made of the command)
 """
 
 
@@ -85,6 +88,7 @@ def train(arguments: list[str]) -> int:
             nnodes=launcher.nnodes,
             max_restarts=launcher.max_restarts,
             rdzv_endpoint=launcher.rdzv_endpoint or (_meeting_place() if launcher.nnodes != "1" else None),
+            rdzv_id=launcher.rdzv_id,
         )
     from megalith.runtime.stops import exit_code
     from megalith.trainer import train
@@ -98,6 +102,7 @@ def _launcher_options() -> argparse.ArgumentParser:
     parser.add_argument("--nnodes", default="1")
     parser.add_argument("--max-restarts", type=int, default=0)
     parser.add_argument("--rdzv-endpoint")
+    parser.add_argument("--rdzv-id")
     return parser
 
 

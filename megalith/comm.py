@@ -8,10 +8,13 @@ so torch.compile traces them whole and orders them by their data.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor
@@ -154,6 +157,34 @@ def gathered(x: Tensor, axis: Axis) -> Tensor:
 def any_rank(here: bool, axis: Axis) -> bool:
     """Whether it is so on some rank of the axis: a decision that all of them then share. It waits on the host."""
     return bool(summed(torch.tensor(float(here)), axis, "max"))
+
+
+def gather_json(value: Any, axis: Axis) -> list[Any]:
+    """Every rank's value, in the ranks' order, on every rank. Values are plain JSON: a rank unpickles nothing."""
+    if axis.size == 1:
+        return [value]
+    padded, sizes = padded_json(value, axis)
+    texts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(texts, padded, group=axis.group)
+    return read_json(texts, sizes)
+
+
+def padded_json(value: Any, axis: Axis) -> tuple[Tensor, list[int]]:
+    """A value's text, uint8, as long as the longest of all ranks', and the lengths of all, in bytes."""
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    device = (
+        axis.mesh.device_type if axis.mesh is not None else "cpu"
+    )  # the world's group has a backend for both
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(axis.size)]
+    dist.all_gather(sizes, torch.tensor([len(data)], device=device), group=axis.group)
+    padded = torch.zeros(int(max(sizes)), dtype=torch.uint8, device=device)
+    padded[: len(data)] = data
+    return padded, [int(size) for size in sizes]
+
+
+def read_json(texts: Sequence[Tensor], sizes: Sequence[int]) -> list[Any]:
+    """The values of texts that `padded_json` made."""
+    return [json.loads(text[:size].cpu().numpy().tobytes()) for text, size in zip(texts, sizes)]
 
 
 def begin_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor | Shares:

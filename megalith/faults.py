@@ -11,7 +11,7 @@ from itertools import islice
 
 from torch import Tensor
 
-from megalith.comm import any_rank
+from megalith.comm import any_rank, gather_json
 from megalith.data.batch import Batch
 from megalith.data.order import leave_out
 from megalith.errors import TrainingError
@@ -21,7 +21,6 @@ from megalith.parallel.mesh import Mesh
 from megalith.resume import open_until, restore
 from megalith.run import Run
 from megalith.runtime.health import Health, ReadStep, Verdict
-from megalith.runtime.topology import gather
 
 NAMED = 3  # parameters in a message
 MOST_RETURNS = 3  # to one checkpoint
@@ -65,7 +64,7 @@ class Faults:
         loss = run.gradients(micro_batches)
         second, own_second = self._figures(loss), run.model.own_loss.item()
         again = any_rank(self._looks_wrong(*second), run.mesh.world)
-        changed = gather(_differ(own_first, own_second), run.mesh.world)
+        changed = gather_json(_differ(own_first, own_second), run.mesh.world)
         ranks = [rank for rank, other in enumerate(changed) if other]
         kind = "lasting" if again else "transient"
         where = (
@@ -110,7 +109,7 @@ class Faults:
             run.gradients(micro_batches)
         run.model.parameters.clear_gradients()
         loss_is_lost = not math.isfinite(run.model.own_loss.item())
-        found = gather((loss_is_lost, watched.names()), run.mesh.world)
+        found = gather_json((loss_is_lost, watched.names()), run.mesh.world)
         met = {rank: names for rank, (own, names) in enumerate(found) if own or names}
         ranks = _origins(met, run.mesh)
         run.report.event(

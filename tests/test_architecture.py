@@ -103,6 +103,13 @@ def test_what_a_run_writes_into_its_folder_goes_through_the_helpers_that_follow_
             assert not called.endswith((".write_text", ".write_bytes", ".touch")), (path, ast.unparse(node))
 
 
+def test_ranks_pickle_nothing_for_each_other():
+    pickling = {"all_gather_object", "gather_object", "broadcast_object_list", "scatter_object_list"}
+    pickling |= {"send_object_list", "recv_object_list"}
+    for path in files("."):
+        assert {name.rpartition(".")[2] for name in names_in(path)}.isdisjoint(pickling), path
+
+
 def test_every_module_says_what_it_is():
     for path in files("."):
         text = path.read_text(encoding="utf-8")

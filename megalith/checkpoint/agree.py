@@ -15,30 +15,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from megalith.comm import Axis
+from megalith.comm import Axis, gather_json, padded_json, read_json
 from megalith.errors import CheckpointError
-
-
-def exchange(value: Any, world: Axis) -> list[Any]:
-    """Every rank's value, in the ranks' order. Values are plain JSON."""
-    if world.size == 1:
-        return [value]
-    padded, sizes = _padded(value, world)
-    texts = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(texts, padded, group=world.group)
-    return _values(texts, sizes)
 
 
 def collect(value: Any, world: Axis) -> list[Any]:
     """Every rank's value on rank 0, in the ranks' order; nothing on the others, who need not read it all."""
     if world.size == 1:
         return [value]
-    padded, sizes = _padded(value, world)
+    padded, sizes = padded_json(value, world)
     texts = [torch.empty_like(padded) for _ in sizes] if world.rank == 0 else []
     dist.gather(padded, texts or None, dst=0, group=world.group)
-    return _values(texts, sizes)
+    return read_json(texts, sizes)
 
 
 def hand_out(values: Sequence[Any], world: Axis) -> Any:
@@ -65,7 +54,7 @@ def together(world: Axis, work: Callable[[], Any]) -> list[Any]:
         value = work()
     except Exception as raised:
         error = raised
-    outcomes = exchange([value, error and _sentence(error)], world)
+    outcomes = gather_json([value, error and _sentence(error)], world)
     reasons = {rank: reason for rank, (_, reason) in enumerate(outcomes) if reason}
     if reasons:
         raise JointError(reasons, world.size) from error
@@ -84,20 +73,6 @@ class JointError(CheckpointError):
             for reason, ranks in by_reason.items()
         ]
         super().__init__("; ".join(texts))
-
-
-def _padded(value: Any, world: Axis) -> tuple[Tensor, list[int]]:
-    """A value's text, uint8, as long as the longest of all ranks', and the lengths of all."""
-    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(world.size)]
-    dist.all_gather(sizes, torch.tensor([len(data)]), group=world.group)
-    padded = torch.zeros(int(max(sizes)), dtype=torch.uint8)
-    padded[: len(data)] = data
-    return padded, [int(size) for size in sizes]
-
-
-def _values(texts: list[Tensor], sizes: list[int]) -> list[Any]:
-    return [json.loads(text[:size].numpy().tobytes()) for text, size in zip(texts, sizes)]
 
 
 def _ranks(ranks: list[int]) -> str:

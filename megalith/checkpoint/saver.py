@@ -34,6 +34,7 @@ from megalith.checkpoint.writer import ShardWriter, not_saved, shard_bytes_for
 from megalith.comm import Axis
 from megalith.errors import CheckpointError
 from megalith.parallel.gather import ALONE
+from megalith.runtime.pulse import BACKGROUND
 
 # How long the ranks that have written wait for the slowest. One that has died is noticed at once all the same.
 PATIENCE = timedelta(hours=2)
@@ -84,7 +85,8 @@ class Saver:
         and not at the first save: a rank that is lost while a group is made leaves the others waiting.
         """
         if background and world.size > 1:
-            world = Axis(world.size, world.rank, dist.new_group(backend="gloo", timeout=PATIENCE))
+            group = dist.new_group(backend="gloo", timeout=PATIENCE, group_desc=BACKGROUND)
+            world = Axis(world.size, world.rank, group)
         self._checkpoints, self._world = Path(checkpoints), world
         self._rows, self._write_tokenizer = unpadded_rows or {}, write_tokenizer
         self._keep_last, self._keep_every = keep_last, keep_every

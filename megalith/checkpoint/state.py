@@ -19,12 +19,12 @@ from dataclasses import replace
 import torch
 from torch import nn
 
-from megalith.checkpoint.agree import exchange, together
+from megalith.checkpoint.agree import together
 from megalith.checkpoint.files import DTYPE_CODES
 from megalith.checkpoint.fingerprint import fingerprint
 from megalith.checkpoint.manifest import TensorRecord
 from megalith.checkpoint.read import Checkpoint, files_for
-from megalith.comm import Axis
+from megalith.comm import Axis, gather_json
 from megalith.errors import CheckpointError, shorten
 from megalith.models.lora import ADAPTER
 from megalith.parallel.gather import ALONE
@@ -178,8 +178,8 @@ def _check_fit(checkpoint: Checkpoint, part: str, boxes: Mapping[str, Box], worl
         for name in wanted
         if name in found and str(found[name]) != str(wanted[name])
     ]
-    known = {name: None for names in exchange(list(wanted), world) for name in names}
-    others = {text: None for texts in exchange(other, world) for text in texts}
+    known = {name: None for names in gather_json(list(wanted), world) for name in names}
+    others = {text: None for texts in gather_json(other, world) for text in texts}
     problems = [
         ("missing", [name for name in known if name not in found]),
         ("unexpected", [name for name in found if name not in known]),

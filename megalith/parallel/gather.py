@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalith.comm import Axis
+from megalith.comm import Axis, gather_json
 from megalith.parallel.shards import Box
 
 ALONE = Axis()  # the world of one process
@@ -60,20 +60,17 @@ def global_tensors(boxes: Mapping[str, Box], world: Axis) -> dict[str, GlobalTen
 
     Every rank calls it. What several ranks own, such as a buffer or a tied embedding on two stages, the lowest gives.
     """
-    own = [
-        (name, box.values.dtype, box.shape, box.offset, tuple(box.values.shape), box.values.device.type)
-        for name, box in boxes.items()
-        if box.owned
-    ]
-    tables = [own]
-    if world.size > 1:
-        tables = [None] * world.size
-        dist.all_gather_object(tables, own, group=world.group)
+    own = []
+    for name, box in boxes.items():
+        if box.owned:
+            dtype = str(box.values.dtype).removeprefix("torch.")
+            own.append([name, dtype, box.shape, box.offset, box.values.shape, box.values.device.type])
     tensors: dict[str, GlobalTensor] = {}
     seen: set[tuple] = set()
-    for rank, table in enumerate(tables):
+    for rank, table in enumerate(gather_json(own, world)):
         for name, dtype, whole_shape, offset, shape, device_type in table:
-            tensor = tensors.setdefault(name, GlobalTensor(dtype, whole_shape, world))
+            offset, shape = tuple(offset), tuple(shape)
+            tensor = tensors.setdefault(name, GlobalTensor(getattr(torch, dtype), tuple(whole_shape), world))
             if 0 in shape or (name, offset) in seen:
                 continue
             seen.add((name, offset))

@@ -24,14 +24,14 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import Work
 from torch.profiler import record_function
 
-from megalith.comm import Axis, summed
+from megalith.comm import Axis, gather_json, summed
 from megalith.models.cache import KVCache
 from megalith.models.transformer import Transformer
 from megalith.parallel import deferred
 from megalith.parallel.links import Links
 from megalith.parallel.schedule import Action, Kind, Schedule, build_forward_schedule, build_schedule
 from megalith.parallel.stopwatch import Stopwatch
-from megalith.parallel.timeline import Span, Timeline
+from megalith.parallel.timeline import Span, Timeline, span_rows, timeline_of
 
 # What the profiler calls a rank's whole pass through its actions, and in it the time that it stands waiting.
 PASS, WAITS = "megalith: pipeline", "megalith: waiting for a stage"
@@ -148,9 +148,7 @@ class Pipeline:
 
     def gather_timeline(self) -> Timeline:
         """The last recorded step of all ranks, in milliseconds; every rank of the axis calls it."""
-        spans: list = [None] * self.axis.size
-        dist.all_gather_object(spans, self.timeline, group=self.axis.group)
-        return Timeline(spans)
+        return timeline_of(gather_json(span_rows(self.timeline), self.axis))
 
 
 class _Tokens:

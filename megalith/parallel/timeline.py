@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,10 +55,7 @@ class Timeline:
 def write_timeline(run: str | Path, timeline: Timeline) -> Path:
     """Writes a measured timeline (milliseconds) into a run's output folder; returns the file. Raises OSError."""
     path = Path(run) / TIMELINE_FILE
-    ranks = [
-        [[s.action.kind.value, s.action.micro_batch, s.action.chunk, s.start, s.end] for s in spans]
-        for spans in timeline.spans
-    ]
+    ranks = [span_rows(spans) for spans in timeline.spans]
     replace_file(path, json.dumps({"unit": "ms", "ranks": ranks}))
     return path
 
@@ -67,9 +65,7 @@ def read_timeline(run: str | Path) -> Timeline:
     path = Path(run) / TIMELINE_FILE
     try:
         ranks = json.loads(path.read_text(encoding="utf-8"))["ranks"]
-        spans = [
-            [_span(rank, *values) for values in values_of_rank] for rank, values_of_rank in enumerate(ranks)
-        ]
+        timeline = timeline_of(ranks)
     except FileNotFoundError:
         raise DataError(
             f"there is no {path}; a run with a pipeline writes it after some steps, unless log.layout_report is false: "
@@ -77,9 +73,19 @@ def read_timeline(run: str | Path) -> Timeline:
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path} is not a timeline that a run wrote: {error}") from None
-    if not spans or not all(spans):
+    if not timeline.spans or not all(timeline.spans):
         raise DataError(f"{path} has a rank without actions; measure the run again")
-    return Timeline(spans)
+    return timeline
+
+
+def span_rows(spans: Iterable[Span]) -> list[list]:
+    """A rank's actions as plain JSON: [kind, micro-batch, chunk, start, end] each."""
+    return [[s.action.kind.value, s.action.micro_batch, s.action.chunk, s.start, s.end] for s in spans]
+
+
+def timeline_of(ranks: Sequence[Sequence[Sequence]]) -> Timeline:
+    """From the `span_rows` of every rank. Raises ValueError or TypeError where they are none."""
+    return Timeline([[_span(rank, *row) for row in rows] for rank, rows in enumerate(ranks)])
 
 
 def _span(rank: int, kind: str, micro_batch: int, chunk: int, start: float, end: float) -> Span:

@@ -92,6 +92,7 @@ def gradient_errors(found: dict[str, Tensor], expected: dict[str, Tensor]) -> di
     floor = FLOOR * math.sqrt(sum(norm**2 for norm in norms.values()))
     errors = dict.fromkeys(found.keys() ^ expected.keys(), math.inf)
     for name in found.keys() & expected.keys():
-        error = (found[name] - expected[name]).norm().item() / max(norms[name], floor)
-        errors[name] = math.inf if math.isnan(error) else error
+        error, scale = (found[name] - expected[name]).norm().item(), max(norms[name], floor)
+        relative = error / scale if scale else _same(error, 0.0)  # 0: every gradient of one process is zero
+        errors[name] = math.inf if math.isnan(relative) else relative
     return errors

@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from itertools import chain, islice
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megalith.build import vocabulary_rows
 from megalith.checkpoint.state import STATE_WITH_ROWS, model_boxes, optimizer_boxes
+from megalith.comm import gather_json
 from megalith.config import RunConfig
 from megalith.generate import generate
 from megalith.parallel.gather import global_tensors
@@ -128,21 +128,18 @@ def state_by_name(trainer: Trainer) -> dict[str, Tensor]:
 def unequal_copies(trainer: Trainer) -> list[str]:
     """Names of the state's tensors of which two ranks hold the same box with other bits; the same on every rank."""
     world = trainer.mesh.world
-    own = {
-        (name, box.offset, tuple(box.values.shape)): hashlib.blake2b(
-            box.values.cpu().contiguous().numpy().tobytes(), digest_size=8
-        ).digest()
+    own = [
+        [name, box.offset, tuple(box.values.shape), _digest(box.values)]
         for name, box in _state(trainer).items()
-    }
-    tables = [own]
-    if world.size > 1:
-        tables = [None] * world.size
-        dist.all_gather_object(tables, own, group=world.group)
-    digests: dict[tuple, set[bytes]] = {}
-    for table in tables:
-        for place, digest in table.items():
-            digests.setdefault(place, set()).add(digest)
+    ]
+    digests: dict[tuple, set[str]] = {}
+    for name, offset, shape, digest in chain.from_iterable(gather_json(own, world)):
+        digests.setdefault((name, tuple(offset), tuple(shape)), set()).add(digest)
     return sorted({name for (name, _, _), found in digests.items() if len(found) > 1})
+
+
+def _digest(values: Tensor) -> str:
+    return hashlib.blake2b(values.cpu().contiguous().numpy().tobytes(), digest_size=8).hexdigest()
 
 
 def _state(trainer: Trainer) -> dict[str, Box]:

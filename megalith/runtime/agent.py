@@ -15,22 +15,25 @@ import contextlib
 import os
 import signal
 import sys
-import uuid
+import time
 from collections.abc import Sequence
+from pathlib import Path
+from subprocess import Popen
 from typing import Any
 
-import torch.distributed.elastic.rendezvous.registry as rendezvous
 from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
 from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs
-from torch.distributed.elastic.rendezvous import RendezvousParameters
 from torch.distributed.launcher.api import LaunchConfig
 
 from megalith.errors import REFUSALS
-from megalith.runtime.failure import Failure, first_failure
+from megalith.runtime.failure import CRASH_FILE, CRASHES, Failure, first_failure
+from megalith.runtime.rendezvous import OneMachine, SeveralMachines, id_of
 from megalith.runtime.signals import STOP_SIGNALS, heeded
+from megalith.runtime.stops import STOP_CODE_FILE
 
-LAST_CALL = 10  # seconds that machines wait for more to come when there are as many as are needed
+TELLING = 3.0  # seconds that the others have when a rank has died of an error of the program
+SAVING = 60.0  # seconds that ranks may take to end with a checkpoint when a machine has come
 
 
 class Agent(LocalElasticAgent):
@@ -42,11 +45,15 @@ class Agent(LocalElasticAgent):
         """What failed first on this machine in each attempt that did not go well."""
         self.world_size = spec.local_world_size
         """Ranks of the whole job in its last attempt."""
+        self.job = spec.rdzv_handler.job
+        """Names this job and no other, on all of its machines."""
         self._asked = False
         self._heeded = heeded()
         self._ended_by_us: set[int] = set()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        for name in (STOP_CODE_FILE, CRASH_FILE):  # of the ranks before
+            Path(os.environ[name]).unlink(missing_ok=True)
         ids = super()._start_workers(worker_group)
         for number in STOP_SIGNALS:  # elastic's own handlers take over what `nohup` has us ignore
             signal.signal(number, self._hand_on if number in self._heeded else signal.SIG_IGN)
@@ -54,8 +61,18 @@ class Agent(LocalElasticAgent):
         self.world_size = worker_group.workers[0].world_size
         return ids
 
+    def _stop_workers(self, *args: Any, **options: Any) -> None:
+        """Lets what still runs save and end: a machine has come, and the job starts again with its ranks."""
+        self._send(signal.SIGTERM)
+        processes = [handler.proc for handler in self._pcontext.subprocess_handlers.values()]
+        _wait_for(processes, SAVING)
+        super()._stop_workers(*args, **options)
+
     def _hand_on(self, number: int, frame: object) -> None:
         self._asked = True
+        self._send(number)
+
+    def _send(self, number: int) -> None:
         for handler in self._pcontext.subprocess_handlers.values():
             if handler.proc.poll() is None:
                 os.kill(handler.proc.pid, number)  # not to its group: data workers serve it to the end
@@ -63,20 +80,33 @@ class Agent(LocalElasticAgent):
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
         self._end_survivors(worker_group)
         result = super()._monitor_workers(worker_group)
+        waiting = worker_group.spec.rdzv_handler.num_nodes_waiting
+        if result.state == WorkerState.SUCCEEDED and not self._asked and waiting():
+            return RunResult(WorkerState.HEALTHY)  # stopped by another launcher, for a machine that has come
         if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
             own = {r: f for r, f in result.failures.items() if r not in self._ended_by_us}
-            self._failed(first_failure(own or result.failures), worker_group.group_world_size)
+            ranks = [worker.global_rank for worker in worker_group.workers]
+            files = {rank: self._pcontext.error_files[number] for number, rank in enumerate(ranks)}
+            self._failed(first_failure(own or result.failures, files), worker_group.group_world_size)
         return result
 
     def _end_survivors(self, worker_group: WorkerGroup) -> None:
         handlers = self._pcontext.subprocess_handlers
-        if not any(handler.proc.poll() for handler in handlers.values()):
+        codes = [handler.proc.poll() for handler in handlers.values()]
+        if not any(codes):
             return
+        if any(code and -code in CRASHES for code in codes):
+            self._let_tell([handler.proc for handler in handlers.values()])
         for local_rank, handler in handlers.items():
             if handler.proc.poll() is None:
                 self._ended_by_us.add(worker_group.workers[local_rank].global_rank)
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(handler.proc.pid, signal.SIGKILL)
+
+    def _let_tell(self, processes: Sequence[Popen]) -> None:
+        """The ranks that are left hand over their last collectives, for one that has died says nothing itself."""
+        Path(os.environ[CRASH_FILE]).touch()
+        _wait_for(processes, TELLING)
 
     def _failed(self, failure: Failure, machines: int) -> None:
         self.failures.append(failure)
@@ -85,6 +115,12 @@ class Agent(LocalElasticAgent):
         if self._remaining_restarts:
             again = f"starting again ({len(self.failures)} of {self._worker_group.spec.max_restarts})"
             print(failure.tell(self.world_size), again, sep="\n", file=sys.stderr)
+
+
+def _wait_for(processes: Sequence[Popen], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.05)
 
 
 def build_agent(
@@ -97,27 +133,20 @@ def build_agent(
     folder: str,
 ) -> Agent:
     """An agent that runs `python *command`, with its own files in `folder`; see `launch.launch`."""
-    alone = rdzv_endpoint is None
-    address = "127.0.0.1" if alone else None
     defaults = LaunchConfig(*nnodes, nproc)  # such as which cores are near a GPU
-    meeting = RendezvousParameters(
-        "c10d",
-        rdzv_endpoint or "127.0.0.1:0",
-        rdzv_id or (uuid.uuid4().hex if alone else "megalith"),
-        *nnodes,
-        local_addr=address,
-        last_call_timeout=LAST_CALL,
-        **defaults.rdzv_configs,
-    )
+    if nnodes == (1, 1):
+        meeting = OneMachine()
+    else:
+        run_id = rdzv_id or id_of(command, nnodes)
+        meeting = SeveralMachines(rdzv_endpoint, run_id, nnodes, **defaults.rdzv_configs)
     spec = WorkerSpec(
         role="rank",
         local_world_size=nproc,
-        rdzv_handler=rendezvous.get_rendezvous_handler(meeting),
+        rdzv_handler=meeting,
         entrypoint=sys.executable,
         args=tuple(command),
         max_restarts=max_restarts,
         monitor_interval=0.1,
-        local_addr=address,
         numa_options=defaults.numa_options,
     )
     return Agent(spec, DefaultLogsSpecs(log_dir=folder))

@@ -7,6 +7,8 @@ started by a launcher does not print its error: it hands it over in the file tha
 
 from __future__ import annotations
 
+import contextlib
+import faulthandler
 import json
 import os
 import signal
@@ -14,17 +16,26 @@ import sys
 import time
 import traceback
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from megalith.errors import MegalithError
+from megalith.errors import MegalithError, TrainingError
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
-COLLECTIVE_ERRORS = ("DistError", "DistBackendError", "DistNetworkError", "DistStoreError")
+CRASH_FILE = "MEGALITH_CRASH_FILE"  # there from when a rank has died of an error of the program
+STACKS = ".stacks"  # ends the name of the file beside the error file that has the stacks of a rank's threads
+CRASHES = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGFPE, signal.SIGILL)
+COLLECTIVES_TOLD = 3
+COLLECTIVE_ERRORS = ("DistError", "DistBackendError", "DistNetworkError", "DistStoreError", "RankLost")
 COLLECTIVE_WORDS = ("gloo/", "Connection closed by peer", "NCCL error", "ProcessGroup")
 
 # Torchrun takes the failure with the lowest whole second for the cause of the others; a lost connection never is.
 SECONDS_AFTER = 5
+
+
+class RankLost(TrainingError):
+    """Another rank of this machine has died: what this one waits for will not come."""
 
 
 def report(error: BaseException) -> int:
@@ -49,9 +60,18 @@ def report(error: BaseException) -> int:
 
 
 def report_uncaught() -> None:
-    """From now on `report` tells of errors that nothing catches in this launched worker."""
-    if ERROR_FILE in os.environ:
+    """From now on `report` tells of errors that nothing catches in this launched worker, and a signal that ends it
+    leaves the stacks of its threads: in the launcher's folder, or on stderr where no launcher of ours reads it."""
+    path = os.environ.get(ERROR_FILE)
+    if path is not None:
         sys.excepthook = lambda kind, error, trace: report(error)
+    if faulthandler.is_enabled():
+        return
+    if path is not None and CRASH_FILE in os.environ:
+        faulthandler.enable(open(path + STACKS, "w"))  # noqa: SIM115 (to the end of the process)
+    else:
+        with contextlib.suppress(OSError, ValueError, AttributeError):  # a stderr that is no file
+            faulthandler.enable()
 
 
 def _hand_over(path: str, error: BaseException, expected: bool, code: int) -> None:
@@ -64,11 +84,24 @@ def _hand_over(path: str, error: BaseException, expected: bool, code: int) -> No
         "expected": expected,
         "collective": collective,
         "exit_code": code,
+        "collectives": _collectives(),
     }
     partial = f"{path}.partial"
     with open(partial, "w", encoding="utf-8") as file:
         json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}, file)
     os.replace(partial, path)  # the launcher, which may end this process in the middle, reads all or nothing
+
+
+def _collectives() -> str:
+    """This rank's last ones, for the launcher to tell where another has died without a word."""
+    if "torch.distributed" not in sys.modules:
+        return ""
+    from megalith.runtime.collectives import last_collectives
+
+    try:
+        return last_collectives(COLLECTIVES_TOLD)
+    except Exception:  # torch has no recorder here, or it is broken: the error itself is to be told
+        return ""
 
 
 def _is_collective(error: BaseException) -> bool:
@@ -84,6 +117,8 @@ class Failure:
     rank: int
     ended: int  # the process's exit code; negative: ended by that signal
     said: Mapping[str, Any] | None = None  # what `report` handed over
+    stacks: str = ""  # of its threads, where a signal ended it that is an error of the program
+    others: str = ""  # the last collectives of the ranks that lost it
 
     @property
     def exit_code(self) -> int:
@@ -105,7 +140,8 @@ class Failure:
         if self.said is None and self.ended < 0:
             name = signal.Signals(-self.ended).name
             memory = ", which the kernel sends when host memory runs out" if name == "SIGKILL" else ""
-            return f"error: rank {self.rank} was ended by {name}{memory}{others}"
+            left = "".join(f"\n{text}" for text in (self.stacks.rstrip(), self.others) if text)
+            return f"error: rank {self.rank} was ended by {name}{memory}{others}{left}"
         if self.said is None:
             return f"error: rank {self.rank} ended with exit code {self.ended}{others}"
         if self.said["expected"]:
@@ -116,11 +152,22 @@ class Failure:
         return f"error: rank {self.rank} {what}{others}\n{self.said['py_callstack'].rstrip()}"
 
 
-def first_failure(failures: Mapping[int, Any]) -> Failure:
-    """The rank whose failure made the others fail, of elastic's failures by rank."""
+def first_failure(failures: Mapping[int, Any], error_files: Mapping[int, str] | None = None) -> Failure:
+    """The rank whose failure made the others fail, of elastic's failures by rank; and the files named to the ranks."""
     found = []
     for rank, failure in failures.items():
         message = failure.message
         extra = message.get("extraInfo", {}) if isinstance(message, dict) else {}
-        found.append(Failure(rank, failure.exitcode, extra if "nanoseconds" in extra else None))
-    return min(found, key=lambda failure: failure.order)
+        said = extra if "nanoseconds" in extra else None
+        found.append(Failure(rank, failure.exitcode, said, _stacks((error_files or {}).get(rank, ""))))
+    first = min(found, key=lambda failure: failure.order)
+    last = {failure.rank: failure.said.get("collectives") for failure in found if failure.said}
+    told = "; ".join(f"rank {rank}: {made}" for rank, made in sorted(last.items()) if made)
+    return replace(first, others=f"last collectives of the others: {told}" if told else "")
+
+
+def _stacks(error_file: str) -> str:
+    try:
+        return Path(error_file + STACKS).read_text("utf-8", errors="replace")
+    except OSError:
+        return ""

@@ -17,29 +17,28 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 import threading
 import time
-import traceback
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
-import torch._C._distributed_c10d as c10d
 from torch.distributed import PrefixStore, Store, distributed_c10d
 
 from megalith.disk import replace_file
 from megalith.errors import HangError, TrainingError
-from megalith.runtime.failure import report
+from megalith.runtime.collectives import flight_recorder, standing_in
+from megalith.runtime.failure import CRASH_FILE, RankLost, report
 from megalith.runtime.launch import Process
 from megalith.runtime.pulse import Pulse
 from megalith.runtime.restart import this_attempt
 
 LOOKS = 10  # within a time-out
+LISTENING_LOOKS = 3  # in which a rank that writes nothing is silent
+PATIENT_LOOKS = 12  # for which a rank waits for another's verdict
 STORE_PATIENCE = 30.0  # seconds in which the store may fail to answer
-PACKAGE = str(Path(__file__).parents[1])
 
 
 @dataclass(frozen=True)
@@ -67,6 +66,7 @@ class HangWatch:
         self._pulse, self._rank, self._world_size, self._timeout = pulse, rank, world_size, timeout
         self._store, self._output = store, output
         self._parent = os.getppid() if this_attempt().launcher else None
+        self._crash = os.environ.get(CRASH_FILE)
         self._main = threading.main_thread().ident
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="hang watch", daemon=True)
@@ -89,6 +89,9 @@ class HangWatch:
             look += 1
             if self._parent not in (None, os.getppid()):
                 os._exit(1)  # the launcher is gone, and its ranks with it
+            if self._crash is not None and os.path.exists(self._crash):
+                report(RankLost("another rank of this machine has died"))
+                os._exit(RankLost.exit_code)
             if self._store is None:
                 continue
             now = time.monotonic()
@@ -117,25 +120,48 @@ class HangWatch:
         key = f"rank{rank}"
         return self._store.get(key).decode() if self._store.check([key]) else ""
 
+    def _read_all(self) -> list[str]:
+        """What every rank wrote last, by rank; "" of one that has written nothing yet."""
+        keys = [f"rank{rank}" for rank in range(self._world_size)]
+        if self._store.check(keys):
+            return [said.decode() for said in self._store.multi_get(keys)]
+        return [self._read(rank) for rank in range(self._world_size)]
+
     def _end(self, look: int, interval: float) -> None:
-        """Tells what stands and ends this rank. Others that find it too tell the same: what the first of them found."""
-        before = [self._read(rank) for rank in range(self._world_size)]
-        for later in range(1, 4):
+        """Tells what stands and ends this rank. Of those that find it one reads what all wrote, and finds for all."""
+        self._dump()
+        text = self._verdict(look, interval)
+        report(HangError(text))
+        os._exit(HangError.exit_code)
+
+    def _verdict(self, look: int, interval: float) -> str:
+        """The first that asks finds it; the others go on writing, so as not to be taken for silent, until it is there.
+
+        Where the first is lost meanwhile, they find it themselves.
+        """
+        begins = 0 if self._store.add("finders", 1) == 1 else PATIENT_LOOKS
+        before: list[str] = []
+        for later in range(begins + LISTENING_LOOKS):
+            if later == begins:
+                before = self._read_all()
             time.sleep(interval)
-            self._say(look + later, interval)
-        after = [self._read(rank) for rank in range(self._world_size)]
+            self._say(look + later + 1, interval)
+            if self._store.check(["verdict"]):
+                return self._store.get("verdict").decode()
+        return self._find(before)
+
+    def _find(self, before: list[str]) -> str:
+        after = self._read_all()
         signs = {rank: Sign(**json.loads(said)) for rank, said in enumerate(after) if said}
         silent = {rank for rank in range(self._world_size) if before[rank] == after[rank]}
-        self._dump()
         text = tell_hang(signs, silent, self._world_size, self._timeout)
-        report(HangError(self._store.compare_set("verdict", "", text).decode()))
-        os._exit(HangError.exit_code)
+        return self._store.compare_set("verdict", "", text).decode()
 
     def _dump(self) -> None:
         if self._output.is_dir():
             path = self._output / f"flight_recorder_rank{self._rank}.json"
             with suppress(OSError):  # a full disk is no reason to keep the verdict back
-                replace_file(path, json.dumps(_flight_recorder()))
+                replace_file(path, json.dumps(flight_recorder()))
 
 
 def tell_hang(signs: Mapping[int, Sign], silent: set[int], world_size: int, timeout: float) -> str:
@@ -156,42 +182,6 @@ def tell_hang(signs: Mapping[int, Sign], silent: set[int], world_size: int, time
         f"no progress within {timeout:g} s (runtime.distributed_timeout_minutes): {'; '.join(parts)}; start the job "
         "again, it goes on from the newest checkpoint"
     )
-
-
-def standing_in(thread: int | None) -> str:
-    """The collective that was begun last and has not ended, and the innermost of our functions that waits for it."""
-    frame = sys._current_frames().get(thread)
-    stack = traceback.extract_stack(frame) if frame else []
-    parts = [_open_collective() or _called_of_torch(stack)]
-    ours = [f for f in stack if f.filename.startswith(PACKAGE) and not f.filename.endswith("comm.py")]
-    if ours:
-        path = os.path.relpath(ours[-1].filename, os.path.dirname(PACKAGE))
-        parts.append(f"called from {ours[-1].name} ({path}:{ours[-1].lineno})")
-    return ", ".join(part for part in parts if part)
-
-
-def _called_of_torch(stack: traceback.StackSummary) -> str:
-    """The function of torch.distributed that the thread is in; the recorder leaves some of gloo's out."""
-    names = [f.name for f in stack if f.filename == distributed_c10d.__file__ and f.name != "wrapper"]
-    return names[0] if names else ""
-
-
-def _open_collective() -> str:
-    for entry in reversed(_flight_recorder()):
-        if not entry["retired"]:
-            name = entry["profiling_name"].partition(":")[2]
-            number = entry["p2p_seq_id"] if entry["is_p2p"] else entry["collective_seq_id"]
-            return f"{name} number {number} of {entry['process_group'][1]}"
-    return ""
-
-
-def _flight_recorder() -> list[dict]:
-    """What torch has recorded of this rank's last collectives, oldest first; gloo's and NCCL's stand apart there."""
-    entries = []
-    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
-        if (dump := getattr(c10d, name, None)) is not None:
-            entries += json.loads(dump(includeCollectives=True, onlyActive=False)).get("entries", [])
-    return sorted(entries, key=lambda entry: entry["time_created_ns"])
 
 
 def _own_connection() -> Store:

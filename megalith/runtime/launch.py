@@ -22,7 +22,9 @@ import torch
 import torch.distributed as dist
 
 from megalith.errors import ConfigError, TrainingError
-from megalith.runtime.failure import report_uncaught
+from megalith.runtime.failure import CRASH_FILE, report_uncaught
+from megalith.runtime.meeting import JOB, hold_store, is_loopback, join_store, stay_on_loopback
+from megalith.runtime.parent import LAUNCHER, end_with_launcher
 from megalith.runtime.stops import STOP_CODE_FILE
 
 VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
@@ -82,6 +84,7 @@ def init_distributed(device: torch.device, timeout: timedelta = TIMEOUT) -> Proc
     `timeout` is how long a collective waits for the others. `device` is this process's own. Of many processes only
     the first keeps its standard output.
     """
+    end_with_launcher()
     process = this_process()
     report_uncaught()
     if process.world_size == 1:
@@ -92,6 +95,8 @@ def init_distributed(device: torch.device, timeout: timedelta = TIMEOUT) -> Proc
                 f"WORLD_SIZE is {process.world_size} but {name} is not set, so the processes cannot meet; start them "
                 "with --nproc or torchrun, or set it to the first process's"
             )
+    if is_loopback(os.environ["MASTER_ADDR"]):  # all of the job is on this machine
+        stay_on_loopback()
     meeting = dict(
         store=meet(process, timeout), rank=process.rank, world_size=process.world_size, timeout=timeout
     )
@@ -112,17 +117,14 @@ def meet(process: Process, timeout: timedelta) -> dist.Store:
     for those of this one. So rank 0 gives each start a name, for a prefix. A rank asks for it under a key that it has
     just made up, for what it would read under one of old might be of old.
     """
-    held_by_launcher = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=process.is_first and not held_by_launcher,
-        timeout=timeout,
-        wait_for_workers=False,
-        multi_tenant=True,
-    )
-    if not held_by_launcher:
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        if process.is_first:
+            store = _hold_store(host, port, timeout)
+        else:
+            store = join_store(host, port, timeout, timeout.total_seconds())
         return dist.PrefixStore("only", store)
+    store = dist.TCPStore(host, port, timeout=timeout, wait_for_workers=False)
     made_up = uuid.uuid4().hex
     if process.is_first:
         _name_start(store, made_up, range(1, process.world_size), time.monotonic() + timeout.total_seconds())
@@ -131,6 +133,16 @@ def meet(process: Process, timeout: timedelta) -> dist.Store:
     name = store.get(f"answer/{made_up}").decode()
     store.add(f"{name}/answered", 1)
     return dist.PrefixStore(name, store)
+
+
+def _hold_store(host: str, port: int, timeout: timedelta) -> dist.Store:
+    try:
+        return hold_store(host, port, timeout)
+    except OSError as error:
+        raise ConfigError(
+            f"rank 0 cannot listen at port {port} for the other ranks ({error.strerror}); set MASTER_PORT to a port "
+            "that no other program of its machine uses"
+        ) from None
 
 
 def _name_start(store: dist.Store, name: str, others: Collection[int], deadline: float) -> None:
@@ -166,13 +178,15 @@ def launch(
     """Runs `python *command` in `nproc` processes on this machine, of `nnodes` alike; returns the job's exit code.
 
     With several machines ("4", or "2:4" for as many as there are) each calls this with the same `rdzv_endpoint`,
-    "host:port" on one of them. When a process fails, the others are stopped within seconds and its error is printed.
-    Up to `max_restarts` times the machines that are left then meet and start again; after that the failed process's
+    "host:port" on one of them, and the same `rdzv_id`, by default made of the command. Where there is room for a
+    machine that comes later, the ranks save and start again together with its own. When a process fails, the others
+    are stopped within seconds and its error is printed. Up to `max_restarts` times the machines that are left then
+    meet and start again; after that the failed process's
     exit code (128 + the signal's number) is returned. A stop signal is handed to the processes, and the code of the
     stop (stops.py) returned when they have ended. Raises ConfigError for numbers that cannot be.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
-    from torch.distributed.elastic.rendezvous.api import RendezvousClosedError, RendezvousTimeoutError
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
     from megalith.runtime.agent import build_agent
 
@@ -183,19 +197,24 @@ def launch(
         with tempfile.TemporaryDirectory(prefix="megalith-") as folder:
             code_file = os.environ[STOP_CODE_FILE] = os.path.join(folder, "stop_code")
             agent = build_agent(nproc, command, (least, most), max_restarts, rdzv_endpoint, rdzv_id, folder)
+            crash_file = os.path.join(folder, "crashed")
+            os.environ |= {LAUNCHER: str(os.getpid()), JOB: agent.job, CRASH_FILE: crash_file}
             try:
                 result = agent.run()
             finally:
                 agent._worker_group.spec.rdzv_handler.shutdown()
+            if result is None:  # as many machines as --nnodes allows were there without this one
+                return 0
             if not result.is_failed():
                 return int(open(code_file).read()) if os.path.exists(code_file) else 0
     except SignalException as error:  # before there were processes to hand it to
         return 128 + error.sigval
-    except (RendezvousClosedError, RendezvousTimeoutError) as error:
+    except RendezvousError as error:
         print(f"error: the machines of the job could not meet: {error}", file=sys.stderr)
         return 1
     finally:
-        os.environ.pop(STOP_CODE_FILE, None)  # it was for the workers
+        for name in (STOP_CODE_FILE, CRASH_FILE, LAUNCHER, JOB):  # they were for the workers
+            os.environ.pop(name, None)
         logging.disable(logging.NOTSET)
     first, last = agent.failures[0], agent.failures[-1]
     print(last.tell(agent.world_size), file=sys.stderr)

@@ -7,12 +7,13 @@ Of a pipeline the step after the measured one, which no profiler slows down, is 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from pathlib import Path
 
 import torch
 from rich.table import Table
 
+from megalith.comm import gather_json
 from megalith.config import LogConfig
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline import Pipeline
@@ -28,7 +29,6 @@ from megalith.runtime.layout_text import (
     span,
 )
 from megalith.runtime.measure import StepMeasure, StepTimes, peak_memory, with_last_wait
-from megalith.runtime.topology import gather
 
 WARM_UP = 4  # steps before the measured one: the first ones compile and fill the allocator's pools
 
@@ -86,9 +86,10 @@ class LayoutReport:
                 )
         if self._measure is None:
             return
-        own = RankFigures(peak_memory(self._device), self._measure.stop())
+        own = [peak_memory(self._device), *astuple(self._measure.stop())]
         self._measure = None
-        figures = gather(own, self._mesh.world)
+        told = gather_json(own, self._mesh.world)
+        figures = [RankFigures(peak, StepTimes(*times)) for peak, *times in told]
         self._told = max(each.peak for each in figures)
         self._note(measured_text(self._layout, figures, self.measured_step, self._device.type))
 
@@ -96,7 +97,7 @@ class LayoutReport:
         """Tells the peak of the whole run, where it has grown since a step was measured."""
         if not self._told:
             return
-        peaks = gather(peak_memory(self._device), self._mesh.world)
+        peaks = gather_json(peak_memory(self._device), self._mesh.world)
         most = max(peaks)
         if most > 1.01 * self._told:
             unit, size = memory_unit(peaks)

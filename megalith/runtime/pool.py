@@ -19,6 +19,7 @@ import pickle
 import resource
 import signal
 import sys
+import tempfile
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
@@ -26,7 +27,13 @@ from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
+from megalith.runtime.failure import COLLECTIVE_WORDS
+
 PRELOADED = ["torch.distributed.tensor", "torch.distributed.fsdp", "megalith.models.transformer"]
+
+
+ENDED = "the process ended with"
+CAUSE = 1.0  # seconds that the end of a rank may be told later than by those who lost its connection
 
 
 class RankFailed(Exception):
@@ -67,7 +74,7 @@ class Pool:
                 raise RankFailed(f"ranks {sorted(waiting.values())} gave no answer within {self.timeout} s")
             for pipe in ready:
                 rank = waiting.pop(pipe)
-                results[rank] = self._receive(rank, pipe)
+                results[rank] = self._receive(rank, pipe, waiting)
         return results
 
     def close(self) -> None:
@@ -80,7 +87,7 @@ class Pool:
             process.join()
         self._workers, self._jobs, self._store = [], 0, None
 
-    def _receive(self, rank: int, pipe: Connection) -> Any:
+    def _receive(self, rank: int, pipe: Connection, waiting: dict[Connection, int]) -> Any:
         try:
             succeeded, content = pipe.recv()
         except (EOFError, OSError):
@@ -88,18 +95,22 @@ class Pool:
             raise RankFailed(f"rank {rank}'s process ended without a word") from None
         if succeeded:
             return pickle.loads(content)
-        self.close()
         text, error = content
+        if any(word in text for word in COLLECTIVE_WORDS):
+            for other in wait(list(waiting), CAUSE):  # the cause may be a rank whose end is not yet told
+                rest = {pipe: rank for pipe, rank in waiting.items() if pipe is not other}
+                self._receive(waiting[other], other, rest)
+        self.close()
         raise RankFailed(f"rank {rank}:\n{text}") from (pickle.loads(error) if error else None)
 
     def _start(self) -> None:
         if self._workers:
             return
-        from torch.distributed import TCPStore
+        from megalith.runtime.meeting import hold_store
 
         processes = multiprocessing.get_context("forkserver")
         processes.set_forkserver_preload(PRELOADED)
-        self._store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._store = hold_store()
         for _ in range(self.size):
             ours, theirs = processes.Pipe()
             process = processes.Process(target=_work, args=(theirs,), daemon=True)
@@ -116,19 +127,24 @@ def _work(pipe: Connection) -> None:
     torch.set_num_threads(1)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    stacks = tempfile.TemporaryFile("w+")  # noqa: SIM115 (of a child that a signal ends)
     while True:
         try:
             path, job = pipe.recv()
             sys.path[:] = path
+            stacks.seek(0)
+            stacks.truncate()
             child = os.fork()
             if child == 0:
+                faulthandler.enable(stacks)
                 outcome = _run_job(*job)
                 sys.stdout.flush()
                 pipe.send(outcome)
                 os._exit(0)
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             if code:
-                pipe.send((False, (f"the process ended with {_told(code)}", None)))
+                stacks.seek(0)
+                pipe.send((False, (f"{ENDED} {_told(code)}\n{stacks.read()}", None)))
         except (EOFError, OSError):  # the parent has gone
             return
 
@@ -145,12 +161,15 @@ def _run_job(
     import torch.distributed as dist
     from torch.distributed.elastic.utils.store import barrier
 
+    from megalith.runtime.meeting import LOOPBACK, stay_on_loopback
+
     faulthandler.dump_traceback_later(timeout)
     try:
         function, args = pickle.loads(job)
+        stay_on_loopback()
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
         _stay_on_a_core(rank, size)
-        store = dist.PrefixStore(f"job {number}", dist.TCPStore("127.0.0.1", port))
+        store = dist.PrefixStore(f"job {number}", dist.TCPStore(LOOPBACK, port))
         backend, device = "gloo", None
         if device_type == "cuda":
             backend, device = "cpu:gloo,cuda:nccl", torch.device("cuda", rank)

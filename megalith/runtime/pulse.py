@@ -5,17 +5,17 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import fields
 from datetime import timedelta
 
 import torch
-from torch.distributed import ProcessGroup
+from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from megalith.comm import Axis, summed
+from megalith.comm import summed
 from megalith.parallel.mesh import Mesh
 
 PATIENCE = timedelta(days=1)  # of a collective while a rank may be busy with its disk
+BACKGROUND = "background"  # describes a group that keeps the patience it was made with: no step waits for it
 
 
 class Pulse:
@@ -47,12 +47,12 @@ class Pulse:
 
     def begin_long(self, phase: str) -> None:
         self.phase, self.is_long = phase, True
-        set_timeouts(self._mesh, PATIENCE)
+        set_timeouts(PATIENCE)
 
     def settle(self, phase: str) -> None:
         """Waits for the other ranks' long work; from here on the time-out holds again."""
         summed(torch.zeros(()), self._mesh.world)
-        set_timeouts(self._mesh, self._timeout)
+        set_timeouts(self._timeout)
         self.beat(self.step, phase)
         self.is_long = False
 
@@ -62,13 +62,9 @@ def longer(timeout: timedelta) -> timedelta:
     return 2 * timeout + timedelta(minutes=1)
 
 
-def set_timeouts(mesh: Mesh, timeout: timedelta) -> None:
-    """How long the collectives of every group of the mesh wait from now on. A new group has torch's own default."""
-    for group in process_groups(mesh):
-        _set_pg_timeout(timeout, group)
-
-
-def process_groups(mesh: Mesh) -> list[ProcessGroup]:
-    """The groups of the mesh's axes, each once."""
-    axes = [axis for axis in (getattr(mesh, field.name) for field in fields(mesh)) if isinstance(axis, Axis)]
-    return list({id(axis.group): axis.group for axis in axes if axis.group is not None}.values())
+def set_timeouts(timeout: timedelta) -> None:
+    """How long the collectives of every process group wait from now on: those of pipeline links, of hybrid sharding and
+    of two-level context parallelism too, to which torch gave its own default. Not those of BACKGROUND."""
+    for group in list(distributed_c10d._world.pg_map):
+        if group.group_desc != BACKGROUND:
+            _set_pg_timeout(timeout, group)

@@ -17,12 +17,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megalith.comm import Axis, begin_all_gather, wait
+from megalith.comm import Axis, begin_all_gather, gather_json, wait
 from megalith.errors import TrainingError
 from megalith.models.transformer import Transformer
 from megalith.parallel.shards import LocalParameters, placed
 from megalith.parallel.tied_embedding import on_two_stages
-from megalith.runtime.topology import gather
 
 BLOCK = 2**22  # elements whose bits are held as integers at a time
 NAMED = 3  # parameters in the message
@@ -55,7 +54,8 @@ class ReplicaCheck:
     def check(self, step: int) -> None:
         """Raises TrainingError on every rank when copies differ somewhere. Waits for the device."""
         own = [found for axis, held in self._held.values() for found in _differing(axis, held)]
-        found = sorted({item for rank in gather(own, self._world) for item in rank})
+        told = [item for rank in gather_json(own, self._world) for item in rank]
+        found = sorted({(name, tuple(differing), tuple(holders)) for name, differing, holders in told})
         if found:
             raise TrainingError(self._tell(step, found))
         self.agreed_at = step

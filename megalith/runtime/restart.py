@@ -22,6 +22,7 @@ from megalith.disk import make_subfolder, open_file, replace_file
 from megalith.errors import MegalithError
 from megalith.runtime.clock import boot_id, started_at
 from megalith.runtime.lock import OutputLock, check_output_dir, refused
+from megalith.runtime.meeting import JOB
 
 MARK = ".job"
 FAILURES = "failures"
@@ -43,7 +44,8 @@ def this_attempt() -> Attempt:
     run_id = os.environ.get("TORCHELASTIC_RUN_ID")
     if run_id is None:
         return Attempt()
-    return Attempt(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), _named(run_id, os.getppid()))
+    launcher = os.environ.get(JOB) or _named(run_id, os.getppid())
+    return Attempt(int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")), launcher)
 
 
 def _named(run_id: str, launcher: int) -> str:

@@ -12,10 +12,10 @@ from statistics import median_low
 
 import torch
 
+from megalith.comm import gather_json
 from megalith.config import RuntimeConfig
 from megalith.parallel.mesh import Mesh
 from megalith.runtime.measure import StepMeasure, StepTimes
-from megalith.runtime.topology import gather
 
 
 class Stragglers:
@@ -48,7 +48,7 @@ class Stragglers:
             return
         times = self._measure.stop()
         self._measure = None
-        own = dict(enumerate(gather(own_time(times), self._mesh.world)))
+        own = dict(enumerate(gather_json(own_time(times), self._mesh.world)))
         stages: dict[int, dict[int, float]] = {}
         for rank, milliseconds in own.items():
             stages.setdefault(self._mesh.describe(rank).pp, {})[rank] = milliseconds

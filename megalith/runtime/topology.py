@@ -11,12 +11,11 @@ import re
 import socket
 import subprocess
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
-import torch.distributed as dist
 
-from megalith.comm import Axis
+from megalith.comm import gather_json
 from megalith.parallel.mesh import Mesh
 from megalith.runtime.layout import Layout, alternative
 
@@ -39,22 +38,14 @@ def gather_places(mesh: Mesh, device: torch.device) -> list[Place]:
     if mesh.world.size == 1:
         return [Place(socket.gethostname())]
     gpu = f"GPU-{torch.cuda.get_device_properties(device).uuid}" if device.type == "cuda" else None
-    places = gather(Place(socket.gethostname(), gpu), mesh.world)
+    places = [Place(*told) for told in gather_json([socket.gethostname(), gpu], mesh.world)]
     own = places[mesh.world.rank]
     first = mesh.world.rank - mesh.tp.rank  # tensor-parallel ranks stand next to each other
     peers = [rank for rank in range(first, first + mesh.tp.size) if rank != mesh.world.rank]
     near = {rank: places[rank].gpu for rank in peers if places[rank].host == own.host and places[rank].gpu}
     links = read_links(own.gpu, near) if own.gpu and near else {}
-    return gather(Place(own.host, own.gpu, links), mesh.world)
-
-
-def gather(value: object, axis: Axis) -> list:
-    """Every rank's `value`, in the ranks' order, on every rank. For reports: it is pickled."""
-    values: list = [None] * axis.size
-    if axis.size == 1:
-        return [value]
-    dist.all_gather_object(values, value, group=axis.group)
-    return values
+    every = gather_json(list(links.items()), mesh.world)
+    return [replace(place, links=dict(told)) for place, told in zip(places, every)]
 
 
 def read_links(gpu: str, peers: dict[int, str]) -> dict[int, str]:

@@ -168,8 +168,9 @@ LAUNCHER = """
 import sys
 from functools import partial
 from megalith.cli import main
-from megalith.runtime import agent
-agent.RendezvousParameters = partial(agent.RendezvousParameters, keep_alive_interval=2)
+from megalith.runtime import rendezvous
+rendezvous.RendezvousParameters = partial(rendezvous.RendezvousParameters, keep_alive_interval=2)
+rendezvous.LAST_CALL = 1
 sys.exit(main(sys.argv[1:]))
 """
 

@@ -29,6 +29,12 @@ def test_a_missing_gradient_and_one_that_is_not_a_number_are_infinitely_wrong():
     assert not Errors(norm=math.inf).within() and not Errors(different=["skipped steps"]).within()
 
 
+def test_gradients_that_are_all_zero_are_equal_to_zero_alone():
+    zero = {"a": torch.zeros(2), "b": torch.zeros(3)}
+    assert gradient_errors(zero, zero) == {"a": 0.0, "b": 0.0}
+    assert gradient_errors(zero | {"a": torch.tensor([0.0, 1e-9])}, zero) == {"a": math.inf, "b": 0.0}
+
+
 def test_ranks_that_all_met_nan_agree():
     def outcome(norm):
         gradients = {"a": torch.ones(2)}

@@ -8,6 +8,7 @@ from datetime import timedelta
 from pathlib import Path
 
 import torch
+from sockets import listening
 
 from megalith.errors import DataError
 from megalith.runtime.failure import report
@@ -19,6 +20,8 @@ def main() -> int:
     try:
         process = init_distributed(torch.device("cpu"), timeout=timedelta(seconds=60))
         seen = {"world_size": process.world_size, "threads": torch.get_num_threads(), "pid": os.getpid()}
+        seen["listening"] = listening(os.getpid()) + listening(os.getppid())
+        seen["interface"] = os.environ.get("GLOO_SOCKET_IFNAME")
         (folder / f"rank{process.rank}.json").write_text(json.dumps(seen))
         total = torch.tensor(float(process.rank))
         torch.distributed.all_reduce(total)
@@ -28,6 +31,8 @@ def main() -> int:
             raise DataError("token id 70000 is above the vocabulary")
         if process.rank == 1 and what == "die":
             os.kill(os.getpid(), signal.SIGKILL)
+        if process.rank == 1 and what == "crash":
+            os.abort()
         torch.distributed.all_reduce(total)
         print(f"the sum is {total.item()}")
         end_distributed()

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -9,11 +10,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from sockets import LOOPBACK_INTERFACE
 
 from megalith.errors import ConfigError
 from megalith.runtime import failure
 from megalith.runtime.failure import Failure
 from megalith.runtime.launch import Process, init_distributed, launch, this_process
+from megalith.runtime.meeting import is_loopback
 
 WORKER = Path(__file__).parent / "launched.py"
 LAUNCHER = "import sys; from megalith.runtime.launch import launch; sys.exit(launch(2, sys.argv[1:]))"
@@ -41,6 +44,10 @@ def test_two_processes_find_each_other_and_the_first_prints(tmp_path):
     result = start(tmp_path, "nothing")
     assert (result.returncode, result.stdout) == (0, "the sum is 2.0\n"), result.stderr
     assert seen(tmp_path, 0)["world_size"] == seen(tmp_path, 1)["world_size"] == 2
+    for rank in (0, 1):  # ports of the rank's groups, and of its launcher's store
+        assert len(seen(tmp_path, rank)["listening"]) >= 2
+        assert all(map(is_loopback, seen(tmp_path, rank)["listening"])), seen(tmp_path, rank)
+        assert seen(tmp_path, rank)["interface"] == LOOPBACK_INTERFACE  # gloo's own choice is the host's name
     assert seen(tmp_path, 1)["threads"] == max(1, len(os.sched_getaffinity(0)) // 2)
 
 
@@ -75,6 +82,16 @@ def test_a_rank_that_is_killed_is_named_and_not_its_victims(tmp_path):
     assert result.stderr.startswith(
         "error: rank 1 was ended by SIGKILL, which the kernel sends when host memory"
     )
+
+
+def test_a_rank_that_crashes_leaves_its_stacks_and_the_others_their_last_collectives(tmp_path):
+    result = start(tmp_path, "crash")
+    assert result.returncode == 128 + 6
+    assert result.stderr.startswith(
+        "error: rank 1 was ended by SIGABRT; the other 1 were stopped\nFatal Python error"
+    )
+    assert 'launched.py", line' in result.stderr
+    assert re.search(r"last collectives of the others: rank 0: .*all_?reduce number \d+ of ", result.stderr)
 
 
 def test_torchrun_starts_the_same_worker(tmp_path):

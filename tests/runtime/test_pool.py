@@ -7,7 +7,9 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
+from sockets import LOOPBACK_INTERFACE, listening
 
+from megalith.runtime.meeting import is_loopback
 from megalith.runtime.pool import RankFailed
 
 seen = []
@@ -28,9 +30,34 @@ def test_a_job_finds_nothing_of_the_one_before(pool):
     assert [(traces, total) for traces, _, total in first] == [([], pool.size)] * pool.size
 
 
+def what_listens(pool: int) -> tuple[list[str], str]:
+    """The addresses at which this rank, its worker and the pool's own process listen, and gloo's interface."""
+    dist.new_group()
+    return [a for pid in (os.getpid(), os.getppid(), pool) for a in listening(pid)], os.environ[
+        "GLOO_SOCKET_IFNAME"
+    ]
+
+
+def test_a_job_of_the_pool_is_reached_from_this_machine_alone(pool):
+    for addresses, interface in pool.run(what_listens, os.getpid()):
+        assert len(addresses) >= 2 and all(map(is_loopback, addresses)), addresses
+        assert interface == LOOPBACK_INTERFACE
+
+
 def killed_by_itself() -> None:
     if dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def crashes_beside_one_that_waits() -> None:
+    if dist.get_rank() == 1:
+        os.abort()
+    dist.barrier()
+
+
+def test_the_stacks_of_a_rank_that_crashed_are_told_and_not_the_loss_of_its_connection(pool):
+    with pytest.raises(RankFailed, match=r"rank 1:\n.*SIGABRT\nFatal Python error(.|\n)*crashes_beside_one"):
+        pool.run(crashes_beside_one_that_waits, size=2)
 
 
 def fails_beside_one_that_waits(folder: str) -> None:

@@ -1,0 +1,148 @@
+"""Where the processes of a job find each other: a store that one of them holds, and what listens for it.
+
+The processes of one machine meet on its loopback interface, which no other machine reaches. torch's own store listens
+on every interface whatever address it is given, so it gets a socket here that is bound already. Launchers of several
+machines meet at `--rdzv-endpoint` through torch elastic's rendezvous, which pickles its state: everyone who reaches
+that port is trusted (docs/reliability.md).
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import os
+import socket
+import threading
+import time
+from contextlib import suppress
+from datetime import timedelta
+
+from torch.distributed import TCPStore
+
+from megalith.errors import ConfigError
+
+LOOPBACK = "127.0.0.1"
+BACKLOG = 16384  # connections that wait to be accepted: every rank of a job comes at once
+HOST_PATIENCE = 600.0  # seconds that a machine waits for the one that holds the store
+ANSWER_PATIENCE = 10.0  # seconds in which a store answers whom it has let connect
+JOB = "MEGALITH_JOB"  # names the job that a launcher has started: the same for all of its ranks and attempts
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only processes of this machine reach `host`."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def stay_on_loopback() -> None:
+    """The process groups of this process listen on the loopback interface, unless the environment names another."""
+    for _, name in socket.if_nameindex():
+        if name in ("lo", "lo0"):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+
+
+def hold_store(host: str = LOOPBACK, port: int = 0, timeout: timedelta | None = None) -> TCPStore:
+    """A store that this process holds, at `port` (0: a free one); reached by loopback alone where `host` is that.
+
+    `timeout` is how long a read waits for its key. Raises OSError where the port is taken.
+    """
+    if is_loopback(host):
+        is_v6 = ":" in host
+        listening = socket.create_server(
+            (host if is_v6 else LOOPBACK, port),
+            family=socket.AF_INET6 if is_v6 else socket.AF_INET,
+            backlog=BACKLOG,
+        )
+    elif socket.has_dualstack_ipv6():
+        listening = socket.create_server(
+            ("", port), family=socket.AF_INET6, backlog=BACKLOG, dualstack_ipv6=True
+        )
+    else:
+        listening = socket.create_server(("", port), backlog=BACKLOG)
+    port = listening.getsockname()[1]
+    options = {} if timeout is None else {"timeout": timeout}
+    address = host if is_loopback(host) else LOOPBACK
+    return TCPStore(
+        address, port, is_master=True, wait_for_workers=False, master_listen_fd=listening.detach(), **options
+    )
+
+
+def join_store(host: str, port: int, timeout: timedelta, patience: float = HOST_PATIENCE) -> TCPStore:
+    """The store that another process holds at host:port, as soon as there is one, for at most `patience` seconds.
+
+    Raises ConfigError where nothing listens there by then, or what does is no store. torch would wait for its answer
+    for ever, so it is asked in a thread.
+    """
+    _await_listener(host, port, time.monotonic() + patience)
+    found: list[TCPStore | RuntimeError] = []
+
+    def connect() -> None:
+        try:
+            wait = min(timeout, timedelta(seconds=ANSWER_PATIENCE))
+            found.append(TCPStore(host, port, timeout=wait, wait_for_workers=False))
+        except RuntimeError as error:
+            found.append(error)
+
+    thread = threading.Thread(target=connect, daemon=True)
+    thread.start()
+    thread.join(ANSWER_PATIENCE)
+    if not found or not isinstance(found[0], TCPStore):
+        raise no_rendezvous(host, port)
+    found[0].set_timeout(timeout)
+    return found[0]
+
+
+def _await_listener(host: str, port: int, deadline: float) -> None:
+    """Returns when something at host:port lets itself be connected to and, like a store, waits to be asked."""
+    while True:
+        try:
+            connection = socket.create_connection((host, port), timeout=ANSWER_PATIENCE)
+            break
+        except OSError as error:
+            if time.monotonic() > deadline:
+                raise ConfigError(
+                    f"nothing has come to listen at {host}:{port} ({error.strerror or error}); start the process that "
+                    "holds the meeting there, or name the address at which it does"
+                ) from None
+            time.sleep(0.2)
+    with connection:
+        connection.settimeout(0.2)
+        try:
+            connection.recv(1)
+        except TimeoutError:
+            return
+        except OSError:
+            pass
+        raise no_rendezvous(host, port)  # it spoke first, or hung up
+
+
+def no_rendezvous(host: str, port: int) -> ConfigError:
+    return ConfigError(
+        f"what listens at {host}:{port} is no rendezvous of a job: it does not answer as one; choose a port that no "
+        "other program of that machine uses"
+    )
+
+
+def is_here(host: str) -> bool:
+    """Whether `host` is this machine: its own name, or an address that one of its interfaces has."""
+    if is_loopback(host) or host in (socket.gethostname(), socket.getfqdn()):
+        return True
+    try:
+        addresses = {(family, where[0]) for family, *_, where in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    for family, address in addresses:
+        with socket.socket(family, socket.SOCK_DGRAM) as probe, suppress(OSError):
+            probe.bind((address, 0))
+            return True
+    return False
+
+
+def address_towards(host: str, port: int) -> str:
+    """The address of this machine that one which it reaches as `host` answers to."""
+    family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as route:
+        route.connect(where)  # sends nothing
+        return route.getsockname()[0]
