@@ -14,6 +14,9 @@ from pydantic_core import PydanticCustomError
 
 from megalith.errors import ConfigError
 
+NOT_YET = "not yet"
+"""Annotates a setting whose name is taken for what this version does not have: it is documented as that alone."""
+
 
 class Section(BaseModel):
     """A group of settings. Unknown keys are refused; assignment is checked like loading."""

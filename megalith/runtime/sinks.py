@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megalith.config import RunConfig
-from megalith.errors import ConfigError
+from megalith.errors import ConfigError, install_line
 
 
 class Sink(Protocol):
@@ -45,7 +45,7 @@ class TensorBoardSink:
         except ImportError as error:
             raise ConfigError(
                 f"log.tensorboard is true, but TensorBoard cannot be imported ({error}); "
-                'install it with: pip install "megalith[log]", or set log.tensorboard to false'
+                f"install it with: {install_line('log')}, or set log.tensorboard to false"
             ) from None
         self._writer = SummaryWriter(
             str(Path(output_dir) / "tensorboard"), purge_step=start_step + 1 if start_step else None
@@ -72,7 +72,7 @@ class WandbSink:
         except ImportError as error:
             raise ConfigError(
                 f"log.wandb is true, but Weights & Biases cannot be imported ({error}); "
-                'install it with: pip install "megalith[log]", or set log.wandb to false'
+                f"install it with: {install_line('log')}, or set log.wandb to false"
             ) from None
         folder = Path(output_dir)
         folder.mkdir(parents=True, exist_ok=True)
