@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import re
@@ -70,7 +71,8 @@ class ShowVersion(argparse.Action):
         from importlib.metadata import version
 
         python = sys.version.partition(" ")[0]
-        parser.exit(message=f"megalith {megalith.__version__}, torch {version('torch')}, Python {python}\n")
+        print(f"megalith {megalith.__version__}, torch {version('torch')}, Python {python}")
+        parser.exit()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -117,6 +119,7 @@ def train(arguments: list[str]) -> int:
         print(TRAIN_USAGE)
         print(help_text())
         return 0
+    _say_that_it_starts(arguments)
     from megalith.config import RunConfig
     from megalith.config.run import begins_override
 
@@ -124,15 +127,18 @@ def train(arguments: list[str]) -> int:
     path = arguments[0] if arguments and not begins_override(arguments[0]) else None
     config = RunConfig.load(path, arguments[1 if path else 0 :])
     if launcher.nproc is not None:
+        from megalith.precheck import check_job
         from megalith.runtime.launch import launch
 
+        one_machine = launcher.nnodes == "1"
         command = ["-m", "megalith.cli", "train", *arguments]
         return launch(
             launcher.nproc,
             command,
             nnodes=launcher.nnodes,
             max_restarts=launcher.max_restarts,
-            rdzv_endpoint=launcher.rdzv_endpoint or (_meeting_place() if launcher.nnodes != "1" else None),
+            rdzv_endpoint=launcher.rdzv_endpoint or (None if one_machine else _meeting_place()),
+            check=lambda world_sizes: check_job(config, world_sizes, launcher.nproc, one_machine),
         )
     from megalith.runtime.stops import exit_code
     from megalith.trainer import train
@@ -140,8 +146,17 @@ def train(arguments: list[str]) -> int:
     return exit_code(train(config).ended)
 
 
-def _launcher_options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("megalith train", add_help=False, allow_abbrev=False)
+def _say_that_it_starts(arguments: list[str]) -> None:
+    """A line on the first rank's screen: what is imported next takes seconds."""
+    rank, ranks = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    if rank == "0":
+        who = f"rank 0 of {ranks}" if ranks != "1" else " ".join(["train", *arguments[:1]])
+        with contextlib.suppress(OSError):  # a screen that is gone is no reason not to train
+            print(f"megalith {megalith.__version__}: {who}, loading PyTorch", flush=True)
+
+
+def _launcher_options() -> Parser:
+    parser = Parser("megalith train", add_help=False, allow_abbrev=False)
     parser.add_argument("--nproc", type=int)
     parser.add_argument("--nnodes", default="1")
     parser.add_argument("--max-restarts", type=int, default=0)
@@ -282,10 +297,19 @@ def _preset_row(name: str) -> tuple[str, ...]:
     from megalith.runtime.console import si
 
     model = RunConfig.from_tree({"model": {"preset": name}}).model
-    given = {"vocab_size": model.vocab_size or 0, "max_position_embeddings": model.max_position_embeddings or 0}
+    given = {
+        "vocab_size": model.vocab_size or 0,
+        "max_position_embeddings": model.max_position_embeddings or 0,
+    }
     counts = count_parameters(model.model_copy(update=given), padded_vocab=False)
     experts = f"{model.num_experts} × {model.expert_size}, {model.moe_router_topk} a token"
-    sizes = (model.num_layers, model.hidden_size, model.num_attention_heads, model.query_groups, model.ffn_size)
+    sizes = (
+        model.num_layers,
+        model.hidden_size,
+        model.num_attention_heads,
+        model.query_groups,
+        model.ffn_size,
+    )
     return (
         name,
         si(counts.total) + ("" if model.vocab_size else " + vocabulary"),

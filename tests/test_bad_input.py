@@ -13,6 +13,7 @@ import yaml
 
 from megalith.cli import main
 from megalith.data.indexed import IndexedWriter
+from megalith.runtime import agent
 from megalith.runtime.lock import OutputLock
 
 CONFIG, DATA, CHECKPOINT = 2, 3, 4
@@ -45,22 +46,27 @@ def contents(folder: Path) -> dict[str, bytes | None]:
 
 
 @pytest.fixture
-def refused(place, capsys):
-    """`refused(words, exit_code, *parts)`: the command ends so, says these parts in a line, and changes no file."""
+def refused(place, capsys, monkeypatch):
+    """`refused(words, exit_code, *parts)`: the command ends so, says these parts in a line, and changes no file.
 
-    def refused(words, exit_code, *parts):
+    Of training so does the launcher, which starts no process; with `by_ranks_alone` it would."""
+    monkeypatch.setattr(agent, "build_agent", lambda *args: pytest.fail("the launcher starts processes"))
+
+    def one(words, exit_code, *parts):
         before = contents(place)
         capsys.readouterr()
-        try:
-            code = main([str(word) for word in words])
-        except SystemExit as error:  # argparse
-            code = error.code
+        code = main([str(word) for word in words])
         err = capsys.readouterr().err
         assert code == exit_code, err
         assert err.startswith("error: ") and err.count("\n") == 1 and "Traceback" not in err, err
         for part in parts:
             assert part in err, err
         assert contents(place) == before
+
+    def refused(words, exit_code, *parts, by_ranks_alone=False):
+        one(words, exit_code, *parts)
+        if words[0] == "train" and "--nproc" not in words and not by_ranks_alone:
+            one([*words, "--nproc", "1"], exit_code, *parts)
 
     return refused
 
@@ -109,6 +115,12 @@ CONFIGURATIONS = [
     (["run.yaml", "--train.output_dir", "data.bin/run"], "output folder data.bin/run cannot be written"),
     (["run.yaml", "--train.output_dir", "/proc/run"], "output folder /proc/run cannot be written"),
     (["run.yaml", "--nproc", "0"], "nproc"),
+    (["run.yaml", "--nproc", "three"], "argument --nproc: invalid int value: 'three'"),
+    (["run.yaml", "--nproc", "3"], "(2) is not micro_batch_size (1) × data parallel (3)"),
+    (["run.yaml", "--nproc", "2", "--runtime.device", "cuda"], "cuda"),
+    (["run.yaml", "--nnodes", "2", "--nproc", "2"], "no --rdzv-endpoint"),
+    (["run.yaml", "--nnodes", "2:3", "--nproc", "2", "--rdzv-endpoint", "a:1",
+      "--parallel.tensor_model_parallel_size", "5"], "world size 4 is not divisible by tensor (5)"),
 ]  # fmt: skip
 
 
@@ -238,7 +250,10 @@ def test_a_damaged_checkpoint(refused, place):
         "SHA-256",
     )
     refused(
-        ["train", "run.yaml", "--checkpoint.load", "run", "--train.output_dir", "other"], CHECKPOINT, *damaged
+        ["train", "run.yaml", "--checkpoint.load", "run", "--train.output_dir", "other"],
+        CHECKPOINT,
+        *damaged,
+        by_ranks_alone=True,  # the launcher reads no weights
     )
     refused(["generate", "run", "--prompt", "a"], CHECKPOINT, *damaged)
 

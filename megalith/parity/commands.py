@@ -19,7 +19,7 @@ def add_parity_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Train a small model with the features of CONFIG in many layouts, in fp32, and compare each with one process: "
         "the first loss, every parameter's gradient, the norms and losses of all steps, evaluation and generation. "
-        "Exit code 5 when a layout differs. Any setting of CONFIG can be given as `train` takes it: --section.key value."
+        "Exit code 5 when a layout differs. Settings can be given beside CONFIG, as to `train`: --section.key value."
     )
     parser.add_argument("config", help="run file; its sizes are cut down, its features kept")
     parser.add_argument(

@@ -105,7 +105,11 @@ def refused() -> list[str]:
 
 def test_what_every_run_refuses_is_not_described_as_if_it_were_there():
     assert {path for path, _, _ in _ONLY} <= set(refused()) and refused()
-    page, text, properties = reference_page(), help_text(), json_schema()["$defs"]["TrainConfig"]["properties"]
+    page, text, properties = (
+        reference_page(),
+        help_text(),
+        json_schema()["$defs"]["TrainConfig"]["properties"],
+    )
     described, not_yet = page.split("## Not yet")
     for path in refused():
         assert path not in text
