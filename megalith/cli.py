@@ -253,7 +253,7 @@ def plot(args: Arguments) -> int:
 
     if args.text:
         for run in args.run_dir:
-            print(text_curve(loss_points(run)))
+            print(*([run] if len(args.run_dir) > 1 else []), text_curve(loss_points(run)), sep="\n")
         return 0
     output = args.output or Path(args.run_dir[0]) / "loss.png"
     try:

@@ -100,6 +100,15 @@ def test_generate_takes_several_prompts_and_a_file_of_them(call, trained, tmp_pa
     assert call("generate", step, "--prompt", "one dog", *options)[1] == parts[0]
 
 
+def test_generate_samples_the_entries_of_the_tokenizer_alone(call, trained, monkeypatch):
+    given = {}
+    monkeypatch.setattr(
+        "megalith.generate.generate", lambda *args, **options: given.update(options) or [[65]]
+    )
+    assert call("generate", trained, "--prompt", "a", "--device", "cpu")[:2] == (0, "A\n")
+    assert given["vocab_size"] == 257
+
+
 def test_data_show_prints_json_that_is_the_samples_of_training(call, corpus):
     words = ["data", "show", corpus, "--seq-length", 8, "--seed", 5, "--num-samples", 20, "--split", "80,20"]
     code, out, _ = call(*words, "--which", "valid", "--index", "0,7", "--json")

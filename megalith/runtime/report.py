@@ -24,7 +24,7 @@ from megalith.runtime.health import ReadStep
 from megalith.runtime.layout import Layout, build_layout
 from megalith.runtime.layout_report import LayoutReport
 from megalith.runtime.layout_text import layout_text, paragraph
-from megalith.runtime.metrics import ExpertStepMetrics, MetricsWriter, StepMetrics
+from megalith.runtime.metrics import METRICS_FILE, ExpertStepMetrics, MetricsWriter, StepMetrics, last_step
 from megalith.runtime.profile import StepProfiler, traced_steps
 from megalith.runtime.sinks import open_sinks
 from megalith.runtime.stragglers import Stragglers
@@ -77,7 +77,8 @@ def open_report(
     if mesh.world.rank != 0:
         yield Report(layout, mesh, device, step, pipeline)
         return
-    output, sinks = Path(config.train.output_dir), open_sinks(config, step)
+    output = Path(config.train.output_dir)
+    sinks = open_sinks(config, step, last_step(output / METRICS_FILE) if config.log.wandb else 0)
     (output / "config.yaml").write_text(config.to_yaml(), encoding="utf-8")
     print_summary(config, device_kind(device), mesh.dp.size)
     if mesh.world.size > 1:
