@@ -20,6 +20,20 @@ if not torch.cuda.is_available():  # should importing the compiler start CUDA, w
     PRELOADED.append("torch._inductor.compile_fx")
 
 
+@pytest.fixture(scope="session", autouse=True)
+def nothing_around(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The working folder is an empty one, for the fixtures of the session and for what its processes start in."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("nothing"))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test works in its `tmp_path`: no name without a folder means something in the checkout."""
+    monkeypatch.chdir(tmp_path)
+
+
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Four processes shared by every test; `pool.run(function, *args, size=2)` takes the first two."""
