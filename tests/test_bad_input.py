@@ -130,6 +130,7 @@ def test_a_configuration_that_is_not_possible(refused, case):
     refused(["train", *words], CONFIG, *parts)
 
 
+@pytest.mark.fault(24)
 def test_a_run_file_that_runs_code_or_expands_is_refused(refused, place):
     attack = "train: !!python/object/apply:os.system ['touch PWNED']\n"
     (place / "attack.yaml").write_text(attack)
@@ -171,6 +172,7 @@ def write_dataset(prefix: Path, documents: list[list[int]]) -> None:
             writer.add_documents(np.array(document, np.uint16), np.array([len(document)]))
 
 
+@pytest.mark.fault(20)
 def test_a_token_beyond_the_vocabulary(place, capsys):
     write_dataset(place / "wide", [[5] * 40, [6] * 20 + [300] + [7] * 20, [8] * 400])
     code = main(
@@ -213,6 +215,7 @@ def test_an_output_folder_that_holds_another_run(refused, place):
     refused(["train", "run.yaml", "--checkpoint.load", "elsewhere"], CONFIG, "holds another run", "elsewhere")
 
 
+@pytest.mark.fault(25)
 def test_an_output_folder_that_another_job_is_using(refused, place):
     with OutputLock(place / "run"):
         refused(["train", "run.yaml"], CONFIG, "in use by process", str(os.getpid()), "train.output_dir")

@@ -14,6 +14,7 @@ STOPS = [(signal.SIGTERM, 22), (signal.SIGUSR1, 23), (signal.SIGINT, 24)]
 
 
 @pytest.mark.parametrize(("number", "code"), STOPS, ids=lambda value: str(value))
+@pytest.mark.fault(16)
 def test_a_signal_to_one_rank_saves_on_all_after_the_same_step_and_the_run_goes_on_bitwise(
     tmp_path, number, code
 ):
@@ -44,6 +45,7 @@ def slow_save(rank: int) -> None:
     saver.write_step = slowly
 
 
+@pytest.mark.fault(16)
 def test_a_second_sigterm_in_the_midst_of_a_save_ends_at_once_and_the_old_checkpoint_is_whole(tmp_path):
     output = tmp_path / "run"
     command = words(output, train__train_iters=5000)

@@ -24,6 +24,7 @@ from megalith.config.rules import check_training
 from megalith.errors import ConfigError
 
 
+@pytest.mark.fault(17)
 def test_a_killed_rank_is_started_again_from_the_newest_checkpoint_and_sigterm_reaches_the_ranks(tmp_path):
     output, log = tmp_path / "run", tmp_path / "log"
     command = words(output, train__train_iters=100_000, checkpoint__save_interval=5, checkpoint__keep_last=2)
@@ -52,6 +53,7 @@ def listens(port: int) -> bool:
         return client.connect_ex(("127.0.0.1", port)) == 0
 
 
+@pytest.mark.fault(3, 17)
 def test_a_killed_launcher_leaves_no_rank_behind_and_a_job_of_one_goes_on_with_the_same_global_batch(
     tmp_path,
 ):
