@@ -48,7 +48,6 @@ def entries(output: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("async_save", [False, True], ids=["at once", "in the background"])
-@pytest.mark.fault(7)
 def test_training_goes_on_when_the_disk_is_full_and_only_the_last_save_is_an_error(
     pool, disk, tmp_path, async_save
 ):
