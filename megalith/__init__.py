@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
+__version__ = "0.1.0"
 __all__ = ["RunConfig", "load", "train"]
 
 _HOMES = {"RunConfig": "megalith.config", "train": "megalith.trainer", "load": "megalith.loading"}

@@ -116,8 +116,8 @@ def complete(config: RunConfig, tokenizer: Tokenizer | None) -> RunConfig:
     return config
 
 
-def build_model(config: RunConfig, mesh: Mesh, device: torch.device) -> ParallelModel:
-    """This rank's part of the model on `device` with its initial weights, ready to train."""
+def build_meta_model(config: RunConfig) -> Transformer:
+    """The whole model on the meta device: names, shapes and types, without values."""
     model = Transformer(
         config.model,
         compute_dtype=COMPUTE_DTYPES[config.train.precision],
@@ -126,7 +126,12 @@ def build_model(config: RunConfig, mesh: Mesh, device: torch.device) -> Parallel
     )
     if config.lora.rank is not None:
         add_adapters(model, config.lora)
-    return ParallelModel(model, config, mesh, device)
+    return model
+
+
+def build_model(config: RunConfig, mesh: Mesh, device: torch.device) -> ParallelModel:
+    """This rank's part of the model on `device` with its initial weights, ready to train."""
+    return ParallelModel(build_meta_model(config), config, mesh, device)
 
 
 def vocabulary_rows(config: RunConfig) -> dict[str, int]:
@@ -135,6 +140,35 @@ def vocabulary_rows(config: RunConfig) -> dict[str, int]:
     if config.model.untie_embeddings_and_output_weights:
         rows["output_layer.weight"] = config.model.vocab_size
     return rows
+
+
+def open_datasets(
+    config: RunConfig, samples: tuple[int, int, int], eod: int | None
+) -> tuple[SampleDataset, SampleDataset | None, SampleDataset | None]:
+    """The train, valid and test data for so many samples each; None where a split has none or none are asked for."""
+    data, model, seed = config.data, config.model, config.train.seed
+    if data.mock:
+        train, valid, test = (
+            MockDataset(model.vocab_size, data.seq_length, count, seed + part, eod) if count else None
+            for part, count in enumerate(samples)
+        )
+        return train, valid, test
+    if data.data_path is not None:
+        bounds = parse_split(data.split)
+        wanted = [count if bounds[i + 1] > bounds[i] else 0 for i, count in enumerate(samples) if i]
+    else:
+        own = (data.valid_data_path, data.test_data_path)
+        wanted = [count if path is not None else 0 for count, path in zip(samples[1:], own)]
+    return build_datasets(
+        data.data_path,
+        data.split,
+        data.seq_length,
+        (samples[0], *wanted),
+        seed,
+        train_data_path=data.train_data_path,
+        valid_data_path=data.valid_data_path,
+        test_data_path=data.test_data_path,
+    )
 
 
 class Data:
@@ -155,7 +189,7 @@ class Data:
         self._rules = _boundary_rules(config, tokenizer)
         evaluated = config.train.eval_iters * batch_sizes.global_batch_size
         samples = (batch_sizes.samples_for_iterations(total_steps), evaluated, evaluated)
-        self.train, self.valid, self.test = self._datasets(samples, self._rules.eod)
+        self.train, self.valid, self.test = open_datasets(config, samples, self._rules.eod)
 
     def train_loader(
         self,
@@ -211,31 +245,4 @@ class Data:
             ahead=2 * max(self._batch_sizes.all_micro_batches),  # two steps
             pin_memory=device.type == "cuda",
             rules=self._rules,
-        )
-
-    def _datasets(
-        self, samples: tuple[int, int, int], eod: int | None
-    ) -> tuple[SampleDataset, SampleDataset | None, SampleDataset | None]:
-        data, model, seed = self._config.data, self._config.model, self._config.train.seed
-        if data.mock:
-            train, valid, test = (
-                MockDataset(model.vocab_size, data.seq_length, count, seed + part, eod) if count else None
-                for part, count in enumerate(samples)
-            )
-            return train, valid, test
-        if data.data_path is not None:
-            bounds = parse_split(data.split)
-            wanted = [count if bounds[i + 1] > bounds[i] else 0 for i, count in enumerate(samples) if i]
-        else:
-            own = (data.valid_data_path, data.test_data_path)
-            wanted = [count if path is not None else 0 for count, path in zip(samples[1:], own)]
-        return build_datasets(
-            data.data_path,
-            data.split,
-            data.seq_length,
-            (samples[0], *wanted),
-            seed,
-            train_data_path=data.train_data_path,
-            valid_data_path=data.valid_data_path,
-            test_data_path=data.test_data_path,
         )

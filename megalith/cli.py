@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import re
 import sys
 from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
-from megalith.errors import ConfigError, DataError, MegalithError
+import megalith
+from megalith.errors import ConfigError, DataError, MegalithError, did_you_mean
 from megalith.runtime.parent import end_with_launcher
 from megalith.runtime.streams import lasting_streams
 
@@ -18,6 +22,59 @@ EXIT_CODES = """exit codes:
   0 done   1 unexpected error   2 configuration   3 data   4 checkpoint   5 training   6 a rank stands still
   with a checkpoint: 20 exit_interval   21 exit_duration_in_mins   22 SIGTERM   23 SIGUSR1   24 SIGINT   25 SIGHUP
   without one: 143 SIGTERM, 130 SIGINT, where a second one came; 137 SIGKILL, as where host memory runs out"""
+
+
+class Parser(argparse.ArgumentParser):
+    """A command or a group of commands. A mistake is a ConfigError like any other; a group alone shows its help."""
+
+    commands: Any = None
+    """Of a group: argparse's action that has them."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.set_defaults(parser=self, takes_settings=False)
+
+    def add_subparsers(self, **options: Any) -> Any:
+        self.commands = super().add_subparsers(**options)
+        return self.commands
+
+    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
+        """As argparse has it, with the default at the end of the help."""
+        default, text = options.get("default"), options.get("help") or ""
+        if default not in (None, argparse.SUPPRESS) and "(default" not in text:
+            options["help"] = f"{text} (default: %(default)s)".lstrip()
+        return super().add_argument(*names, **options)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self.commands is not None:
+            if not args:
+                self.print_help()
+                self.exit()
+            known = self.commands.choices
+            if args[0] not in known and not args[0].startswith("-"):
+                hint = did_you_mean(args[0], known) or f"; `{self.prog} --help` lists them all"
+                raise ConfigError(f"there is no command `{self.prog} {args[0]}`{hint}")
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; `{self.prog} --help` says what it takes")
+
+    def refuse(self, words: Sequence[str]) -> NoReturn:
+        """Refuses words that are no arguments of this command, with the nearest that is one."""
+        known = set(re.findall(r"--[a-z][-a-z0-9]*", self.format_help()))
+        hint = did_you_mean(words[0].partition("=")[0], known) or f"; `{self.prog} --help` says what it takes"
+        raise ConfigError(f"`{self.prog}` takes no {' '.join(words)!r}{hint}")
+
+
+class ShowVersion(argparse.Action):
+    """Prints the versions that a report of a fault should name."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *ignored: Any) -> None:
+        from importlib.metadata import version
+
+        python = sys.version.partition(" ")[0]
+        print(f"megalith {megalith.__version__}, torch {version('torch')}, Python {python}")
+        parser.exit()
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -31,7 +88,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _run_subcommand(arguments: list[str]) -> int:
-    parsed = build_parser().parse_args(arguments)
+    parsed, more = build_parser().parse_known_args(arguments)
+    if parsed.takes_settings:
+        parsed.settings = more
+    elif more:
+        parsed.parser.refuse(more)
     return parsed.run(parsed)
 
 
@@ -72,6 +133,7 @@ def train(arguments: list[str]) -> int:
         print(TRAIN_USAGE)
         print(help_text())
         return 0
+    _say_that_it_starts(arguments)
     from megalith.config import RunConfig
     from megalith.config.run import begins_override
 
@@ -79,16 +141,19 @@ def train(arguments: list[str]) -> int:
     path = arguments[0] if arguments and not begins_override(arguments[0]) else None
     config = RunConfig.load(path, arguments[1 if path else 0 :])
     if launcher.nproc is not None:
+        from megalith.precheck import check_job
         from megalith.runtime.launch import launch
 
+        one_machine = launcher.nnodes == "1"
         command = ["-m", "megalith.cli", "train", *arguments]
         return launch(
             launcher.nproc,
             command,
             nnodes=launcher.nnodes,
             max_restarts=launcher.max_restarts,
-            rdzv_endpoint=launcher.rdzv_endpoint or (_meeting_place() if launcher.nnodes != "1" else None),
+            rdzv_endpoint=launcher.rdzv_endpoint or (None if one_machine else _meeting_place()),
             rdzv_id=launcher.rdzv_id,
+            check=lambda world_sizes: check_job(config, world_sizes, launcher.nproc, one_machine),
         )
     from megalith.runtime.stops import exit_code
     from megalith.trainer import train
@@ -96,8 +161,17 @@ def train(arguments: list[str]) -> int:
     return exit_code(train(config).ended)
 
 
-def _launcher_options() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser("megalith train", add_help=False, allow_abbrev=False)
+def _say_that_it_starts(arguments: list[str]) -> None:
+    """A line on the first rank's screen: what is imported next takes seconds."""
+    rank, ranks = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    if rank == "0":
+        who = f"rank 0 of {ranks}" if ranks != "1" else " ".join(["train", *arguments[:1]])
+        with contextlib.suppress(OSError):  # a screen that is gone is no reason not to train
+            print(f"megalith {megalith.__version__}: {who}, loading PyTorch", flush=True)
+
+
+def _launcher_options() -> Parser:
+    parser = Parser("megalith train", add_help=False, allow_abbrev=False)
     parser.add_argument("--nproc", type=int)
     parser.add_argument("--nnodes", default="1")
     parser.add_argument("--max-restarts", type=int, default=0)
@@ -153,6 +227,7 @@ def generate(args: Arguments) -> int:
         top_p=args.top_p,
         seed=args.seed,
         eod=tokenizer.eod,
+        vocab_size=tokenizer.vocab_size,
     )
     for number, ids in enumerate(texts):
         if number:
@@ -194,7 +269,7 @@ def plot(args: Arguments) -> int:
 
     if args.text:
         for run in args.run_dir:
-            print(text_curve(loss_points(run)))
+            print(*([run] if len(args.run_dir) > 1 else []), text_curve(loss_points(run)), sep="\n")
         return 0
     output = args.output or Path(args.run_dir[0]) / "loss.png"
     try:
@@ -221,9 +296,45 @@ def config_reference(args: Arguments) -> int:
 def config_presets(args: Arguments) -> int:
     from megalith.config.presets import PRESETS
 
-    for name, fields in PRESETS.items():
-        print(f"{name:14}", *(f"{key}={value}" for key, value in fields.items()))
+    rows = [PRESET_COLUMNS, *(_preset_row(name) for name in PRESETS)]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for name, *cells in rows:
+        print(name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(cells, widths[1:])), sep="  ")
     return 0
+
+
+PRESET_COLUMNS = ("preset", "parameters", "active", "layers", "hidden", "heads", "KV", "MLP", "experts",
+                  "vocabulary", "positions")  # fmt: skip
+
+
+def _preset_row(name: str) -> tuple[str, ...]:
+    from megalith.config import RunConfig
+    from megalith.models.flops import count_parameters
+    from megalith.runtime.console import si
+
+    model = RunConfig.from_tree({"model": {"preset": name}}).model
+    given = {
+        "vocab_size": model.vocab_size or 0,
+        "max_position_embeddings": model.max_position_embeddings or 0,
+    }
+    counts = count_parameters(model.model_copy(update=given), padded_vocab=False)
+    experts = f"{model.num_experts} × {model.expert_size}, {model.moe_router_topk} a token"
+    sizes = (
+        model.num_layers,
+        model.hidden_size,
+        model.num_attention_heads,
+        model.query_groups,
+        model.ffn_size,
+    )
+    return (
+        name,
+        si(counts.total) + ("" if model.vocab_size else " + vocabulary"),
+        si(counts.active) if counts.idle else "",
+        *map(str, sizes),
+        experts if model.num_experts else "",
+        f"{model.vocab_size:,}" if model.vocab_size else "tokenizer's",
+        f"{model.max_position_embeddings:,}" if model.max_position_embeddings else "seq_length",
+    )
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -234,12 +345,13 @@ def build_parser() -> argparse.ArgumentParser:
     from megalith.parallel.commands import add_pipeline_show
     from megalith.parity.commands import add_parity_arguments
 
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="megalith",
         description="Trains large transformers on any number of devices.",
         epilog=EXIT_CODES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    parser.add_argument("--version", action=ShowVersion, nargs=0, help="print the version")
     commands = parser.add_subparsers(required=True, metavar="command")
     commands.add_parser("train", help="train as a run file says; `megalith train --help` lists every setting")
     prepare.add_corpus_arguments(
@@ -306,30 +418,30 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _add_data_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("data_path", nargs="+", help="dataset prefix, or a blend: 0.7 a 0.3 b")
-    parser.add_argument("--seq-length", type=int, required=True)
-    parser.add_argument("--seed", type=int, default=1234)
+    parser.add_argument("--seq-length", type=int, required=True, help="tokens of a sample, less one")
+    parser.add_argument("--seed", type=int, default=1234, help="the run's train.seed")
     parser.add_argument(
         "--num-samples", type=int, required=True, help="samples that the run asks of the split"
     )
-    parser.add_argument("--split", default="99,1,0")
-    parser.add_argument("--which", choices=("train", "valid", "test"), default="train")
+    parser.add_argument("--split", default="99,1,0", help="the run's data.split")
+    parser.add_argument("--which", choices=("train", "valid", "test"), default="train", help="the part of it")
     parser.add_argument("--index", default="0", help="samples to print, like 0,5,9")
     parser.add_argument("--json", action="store_true", help='print [{"index": i, "tokens": [...]}]')
     parser.add_argument("--tokenizer-type", help="also print the text")
-    parser.add_argument("--tokenizer-model")
+    parser.add_argument("--tokenizer-model", help="its file or folder")
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", help="run folder or one of its step folders")
     parser.add_argument("--prompt", action="append", help="text to continue; several make a batch")
     parser.add_argument("--prompt-file", help="file with a prompt a line")
-    parser.add_argument("--max-new-tokens", type=int, default=128)
+    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="most tokens to add")
     parser.add_argument("--temperature", type=float, default=1.0, help="0: always the likeliest token")
     parser.add_argument("--top-k", type=int, default=0, help="only the k likeliest tokens; 0: all")
     parser.add_argument(
         "--top-p", type=float, default=1.0, help="only the likeliest tokens up to this probability"
     )
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--seed", type=int, default=0, help="of the random choices")
     parser.add_argument(
         "--tokenizer-type", help="a tokenizer in place of the checkpoint's own, as `preprocess` has it"
     )

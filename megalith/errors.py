@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterable, Sequence
+from pathlib import Path
 
 
 class MegalithError(Exception):
@@ -68,3 +69,12 @@ def nearest_of(name: str, known: Collection[str]) -> str:
     """`; did you mean 'gpt2'? (known: gpt2, …)`, or `; known: gpt2, …` when nothing known is near `name`."""
     names, near = ", ".join(known), did_you_mean(name, known)
     return f"{near} (known: {names})" if near else f"; known: {names}"
+
+
+def install_line(extra: str) -> str:
+    """The command that installs one of our extras, for a checkout as for an installed package."""
+    checkout = Path(__file__).parents[1]
+    if not (checkout / "pyproject.toml").is_file():
+        return f"pip install 'megalith[{extra}]'"
+    where = "." if checkout == Path.cwd() else checkout
+    return f"pip install --editable '{where}[{extra}]'"

@@ -44,13 +44,16 @@ def generate(
     top_p: float = 1.0,
     seed: int = 0,
     eod: int | None = None,
+    vocab_size: int | None = None,
     use_cache: bool = True,
 ) -> list[list[int]]:
     """Each prompt with up to `max_new_tokens` tokens behind it; a row ends before its first `eod`.
 
     temperature 0 takes the likeliest token. top_k keeps the k likeliest tokens (0: all); top_p keeps the likeliest
     ones that together reach this probability (Holtzman et al. 2020). Row i draws from a generator of its own, made of
-    (seed, i). Every rank of a parallel model calls it alike and gets every row. The model is left in evaluation mode.
+    (seed, i). Only the first `vocab_size` ids are sampled, where a model has more rows than its tokenizer has entries
+    (default: all of the model's). Every rank of a parallel model calls it alike and gets every row. The model is left
+    in evaluation mode.
     Raises ConfigError for an empty prompt, a token outside the vocabulary, more tokens than the model has positions,
     or sampling settings out of range.
     """
@@ -67,7 +70,9 @@ def generate(
     for length in range(min(map(len, prompts)), max(ends)):
         if cache is not None and changes_frequencies(model.config, seen, length):
             seen = cache.length = 0  # the keys that are there were turned by other angles
-        logits = model(tokens[:, seen:length], cache=cache)[:, -1].float().cpu()  # [batch, vocab]
+        logits = (
+            model(tokens[:, seen:length], cache=cache)[:, -1, :vocab_size].float().cpu()
+        )  # [batch, vocab]
         seen = length if use_cache else 0
         for row, prompt in enumerate(prompts):
             if length < len(prompt) or length >= ends[row] or finished[row]:

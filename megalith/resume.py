@@ -135,16 +135,23 @@ def _first_checkpoint(run: Run) -> Checkpoint | None:
     settings = run.config.checkpoint
     if settings.load is None:
         return None
-    checkpoint = _open(run, Path(settings.load), settings.load_optim)
+    return fitting(_open(run, Path(settings.load), settings.load_optim), run.config, run.tokenizer)
+
+
+def fitting(
+    checkpoint: Checkpoint | None, config: RunConfig, tokenizer: Tokenizer | None
+) -> Checkpoint | None:
+    """What was found in `checkpoint.load`, if the run can go on from it. Raises CheckpointError where it cannot."""
+    load, output = Path(config.checkpoint.load), Path(config.train.output_dir)
     if checkpoint is None:
-        if not Path(settings.load).resolve().is_relative_to(run.output.resolve()):
+        if not load.resolve().is_relative_to(output.resolve()):
             raise CheckpointError(
-                f"there is no checkpoint in {settings.load}, which checkpoint.load names; only the run's own "
-                f"folder {run.output} may be empty, at the first start: correct the path, or leave it out"
+                f"there is no checkpoint in {load}, which checkpoint.load names; only the run's own folder {output} "
+                "may be empty, at the first start: correct the path, or leave it out"
             )
         return None
-    _check_tokenizer(checkpoint, run.tokenizer)
-    check_same_function(checkpoint, run.config)
+    _check_tokenizer(checkpoint, tokenizer)
+    check_same_function(checkpoint, config)
     return checkpoint
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from fault_items import FaultItems
 from trained_runs import configuration
 
 import megalith
@@ -18,6 +19,24 @@ torch.set_num_threads(1)  # the models are tiny: threads would only wait for eac
 PRELOADED.append("megalith.trainer")
 if not torch.cuda.is_available():  # should importing the compiler start CUDA, what is forked could not use it
     PRELOADED.append("torch._inductor.compile_fx")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(FaultItems(config), "fault_items")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_around(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """The working folder is an empty one, for the fixtures of the session and for what its processes start in."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("nothing"))
+        yield
+
+
+@pytest.fixture(autouse=True)
+def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every test works in its `tmp_path`: no name without a folder means something in the checkout."""
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.fixture(scope="session")

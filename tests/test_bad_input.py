@@ -13,6 +13,7 @@ import yaml
 
 from megalith.cli import main
 from megalith.data.indexed import IndexedWriter
+from megalith.runtime import agent
 from megalith.runtime.lock import OutputLock
 
 CONFIG, DATA, CHECKPOINT = 2, 3, 4
@@ -45,22 +46,27 @@ def contents(folder: Path) -> dict[str, bytes | None]:
 
 
 @pytest.fixture
-def refused(place, capsys):
-    """`refused(words, exit_code, *parts)`: the command ends so, says these parts in a line, and changes no file."""
+def refused(place, capsys, monkeypatch):
+    """`refused(words, exit_code, *parts)`: the command ends so, says these parts in a line, and changes no file.
 
-    def refused(words, exit_code, *parts):
+    Of training so does the launcher, which starts no process; with `by_ranks_alone` it would."""
+    monkeypatch.setattr(agent, "build_agent", lambda *args: pytest.fail("the launcher starts processes"))
+
+    def one(words, exit_code, *parts):
         before = contents(place)
         capsys.readouterr()
-        try:
-            code = main([str(word) for word in words])
-        except SystemExit as error:  # argparse
-            code = error.code
+        code = main([str(word) for word in words])
         err = capsys.readouterr().err
         assert code == exit_code, err
         assert err.startswith("error: ") and err.count("\n") == 1 and "Traceback" not in err, err
         for part in parts:
             assert part in err, err
         assert contents(place) == before
+
+    def refused(words, exit_code, *parts, by_ranks_alone=False):
+        one(words, exit_code, *parts)
+        if words[0] == "train" and "--nproc" not in words and not by_ranks_alone:
+            one([*words, "--nproc", "1"], exit_code, *parts)
 
     return refused
 
@@ -109,6 +115,12 @@ CONFIGURATIONS = [
     (["run.yaml", "--train.output_dir", "data.bin/run"], "output folder data.bin/run cannot be written"),
     (["run.yaml", "--train.output_dir", "/proc/run"], "output folder /proc/run cannot be written"),
     (["run.yaml", "--nproc", "0"], "nproc"),
+    (["run.yaml", "--nproc", "three"], "argument --nproc: invalid int value: 'three'"),
+    (["run.yaml", "--nproc", "3"], "(2) is not micro_batch_size (1) × data parallel (3)"),
+    (["run.yaml", "--nproc", "2", "--runtime.device", "cuda"], "cuda"),
+    (["run.yaml", "--nnodes", "2", "--nproc", "2"], "no --rdzv-endpoint"),
+    (["run.yaml", "--nnodes", "2:3", "--nproc", "2", "--rdzv-endpoint", "a:1",
+      "--parallel.tensor_model_parallel_size", "5"], "world size 4 is not divisible by tensor (5)"),
 ]  # fmt: skip
 
 
@@ -118,6 +130,7 @@ def test_a_configuration_that_is_not_possible(refused, case):
     refused(["train", *words], CONFIG, *parts)
 
 
+@pytest.mark.fault(24)
 def test_a_run_file_that_runs_code_or_expands_is_refused(refused, place):
     attack = "train: !!python/object/apply:os.system ['touch PWNED']\n"
     (place / "attack.yaml").write_text(attack)
@@ -159,6 +172,7 @@ def write_dataset(prefix: Path, documents: list[list[int]]) -> None:
             writer.add_documents(np.array(document, np.uint16), np.array([len(document)]))
 
 
+@pytest.mark.fault(20)
 def test_a_token_beyond_the_vocabulary(place, capsys):
     write_dataset(place / "wide", [[5] * 40, [6] * 20 + [300] + [7] * 20, [8] * 400])
     code = main(
@@ -201,6 +215,7 @@ def test_an_output_folder_that_holds_another_run(refused, place):
     refused(["train", "run.yaml", "--checkpoint.load", "elsewhere"], CONFIG, "holds another run", "elsewhere")
 
 
+@pytest.mark.fault(25)
 def test_an_output_folder_that_another_job_is_using(refused, place):
     with OutputLock(place / "run"):
         refused(["train", "run.yaml"], CONFIG, "in use by process", str(os.getpid()), "train.output_dir")
@@ -240,7 +255,10 @@ def test_a_damaged_checkpoint(refused, place):
         "SHA-256",
     )
     refused(
-        ["train", "run.yaml", "--checkpoint.load", "run", "--train.output_dir", "other"], CHECKPOINT, *damaged
+        ["train", "run.yaml", "--checkpoint.load", "run", "--train.output_dir", "other"],
+        CHECKPOINT,
+        *damaged,
+        by_ranks_alone=True,  # the launcher reads no weights
     )
     refused(["generate", "run", "--prompt", "a"], CHECKPOINT, *damaged)
 

@@ -1,17 +1,23 @@
 """The command line end to end: text to dataset to model to text, and a help that starts at once."""
 
+import argparse
 import json
+import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import jsonschema
 import pytest
+import torch
 import yaml
 
-from megalith.cli import main
+import megalith
+from megalith.cli import Parser, build_parser, main
 from megalith.config.describe import reference_page
 from megalith.config.presets import PRESETS
+from megalith.errors import install_line
 
 MEGALITH = [sys.executable, "-m", "megalith.cli"]
 
@@ -94,6 +100,15 @@ def test_generate_takes_several_prompts_and_a_file_of_them(call, trained, tmp_pa
     assert call("generate", step, "--prompt", "one dog", *options)[1] == parts[0]
 
 
+def test_generate_samples_the_entries_of_the_tokenizer_alone(call, trained, monkeypatch):
+    given = {}
+    monkeypatch.setattr(
+        "megalith.generate.generate", lambda *args, **options: given.update(options) or [[65]]
+    )
+    assert call("generate", trained, "--prompt", "a", "--device", "cpu")[:2] == (0, "A\n")
+    assert given["vocab_size"] == 257
+
+
 def test_data_show_prints_json_that_is_the_samples_of_training(call, corpus):
     words = ["data", "show", corpus, "--seq-length", 8, "--seed", 5, "--num-samples", 20, "--split", "80,20"]
     code, out, _ = call(*words, "--which", "valid", "--index", "0,7", "--json")
@@ -120,21 +135,102 @@ def test_config_commands_print_schema_reference_and_presets(call, corpus, tmp_pa
     jsonschema.validate(yaml.safe_load(run_file(tmp_path, corpus).read_text()), json.loads(out))
     assert call("config", "reference") == (0, reference_page(), "")
     code, out, _ = call("config", "presets")
-    assert code == 0 and [line.split()[0] for line in out.splitlines()] == list(PRESETS)
+    heading, *rows = [line.split() for line in out.splitlines()]
+    assert code == 0 and [row[0] for row in rows] == list(PRESETS)
+    assert heading[:5] == ["preset", "parameters", "active", "layers", "hidden"]
+    table = {row[0]: row[1:] for row in rows}
+    assert table["llama3-8b"] == ["8.03B", "32", "4096", "32", "8", "14336", "128,256", "8,192"]
+    assert table["mixtral-8x7b"][:3] == ["46.7B", "12.9B", "32"]
+    assert table["tiny-gpt"][:4] == ["100k", "+", "vocabulary", "2"]
 
 
 @pytest.mark.parametrize(
-    "words", [[], ["--help"], ["train", "--help"], ["train", "run.yaml", "-h"], ["preprocess", "-h"],
-              ["data", "show", "-h"],
+    "words", [["--help"], ["train", "--help"], ["train", "run.yaml", "-h"], ["preprocess", "-h"],
+              ["data", "show", "-h"], [], ["config"], ["checkpoint"],
               ["generate", "-h"], ["plot", "-h"], ["config", "-h"], ["tokenizer", "train", "-h"], ["corpus", "-h"],
               ["lora", "export", "-h"], ["lora", "merge", "-h"]],
 )  # fmt: skip
 def test_help_of_every_command(call, words):
     code, out, err = call(*words)
-    if words:
-        assert code == 0 and "usage: megalith" in out and not err
-    else:
-        assert code == 2 and "usage: megalith" in err
+    assert code == 0 and "usage: megalith" in out and not err
+
+
+def commands(parser: Parser) -> Iterator[Parser]:
+    """Every command below `parser`."""
+    for name, found in parser.commands.choices.items():
+        if found.commands is not None:
+            yield from commands(found)
+        elif name != "train":  # its options are the configuration's
+            yield found
+
+
+def test_every_default_stands_in_the_help():
+    found = list(commands(build_parser()))
+    assert len(found) > 15
+    for command in found:
+        described = re.split(r"\n(?=  \S)", command.format_help())
+        for action in command._actions:
+            if action.default not in (None, False, argparse.SUPPRESS):
+                (text,) = (part for part in described if part.lstrip().startswith(action.option_strings[0]))
+                assert "(default" in text, (command.prog, action.dest)
+
+
+@pytest.mark.parametrize(
+    ("words", "parts"),
+    [
+        (["trian", "run.yaml"], ["no command `megalith trian`", "did you mean 'train'?"]),
+        (["checkpoint", "lst"], ["no command `megalith checkpoint lst`", "did you mean 'list'?"]),
+        (["zzz"], ["no command `megalith zzz`", "`megalith --help` lists them all"]),
+        (["generate", "run", "--tempreature", "1"], ["takes no '--tempreature 1'", "did you mean '--temperature'?"]),
+        (["generate", "run", "--seed", "one"], ["--seed: invalid int value: 'one'", "`megalith generate --help`"]),
+        (["plot"], ["required: run_dir", "`megalith plot --help`"]),
+        (["parity", "run.yaml", "--model.num_layer", "2"], ["no setting model.num_layer", "'num_layers'"]),
+        (["parity", "run.yaml", "stray"], ["unexpected argument 'stray'"]),
+    ],
+)  # fmt: skip
+def test_a_word_that_is_nearly_right_is_told_the_right_one(call, corpus, tmp_path, monkeypatch, words, parts):
+    monkeypatch.chdir(tmp_path)
+    run_file(tmp_path, corpus)
+    code, out, err = call(*words)
+    assert code == 2 and not out and err.startswith("error: ") and err.count("\n") == 1
+    assert all(part in err for part in parts), err
+
+
+@pytest.mark.parametrize("given", [["--model.num_layers", "3", "--nproc-max", "2"], ["model.num_layers=3"],
+                                   ["--nproc-max", "2", "--model.num_layers=3"]])  # fmt: skip
+def test_parity_takes_settings_as_train_does(call, corpus, tmp_path, monkeypatch, given):
+    taken = []
+    monkeypatch.setattr("megalith.parity.shrink.shrink", lambda config, *rest: taken.append(config) or 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        call("parity", run_file(tmp_path, corpus), *given)
+    assert taken[0].model.num_layers == 3
+
+
+def test_version_names_what_a_report_of_a_fault_needs(call):
+    code, out, _ = call("--version")
+    assert code == 0 and out.startswith(f"megalith {megalith.__version__}, torch {torch.__version__}")
+
+
+def test_training_says_that_it_starts_before_anything_slow_is_imported():
+    slow = "import sys; sys.modules.update(torch=None, pydantic=None, numpy=None)\n"
+    code = slow + "from megalith.cli import main; main(['train', 'run.yaml', '--nproc', '8'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (
+        done.returncode == 1
+        and done.stdout == f"megalith {megalith.__version__}: train run.yaml, loading PyTorch\n"
+    )
+
+
+def test_the_line_that_installs_an_extra_works_in_a_checkout_and_beside_one(monkeypatch, tmp_path):
+    root = Path(megalith.__file__).parents[1]
+    monkeypatch.chdir(tmp_path)
+    assert install_line("log") == f"pip install --editable '{root}[log]'"
+    monkeypatch.chdir(root)
+    assert install_line("log") == "pip install --editable '.[log]'"
+    monkeypatch.setattr(
+        "megalith.errors.__file__", str(tmp_path / "site-packages" / "megalith" / "errors.py")
+    )
+    assert install_line("log") == "pip install 'megalith[log]'"
 
 
 def test_train_help_has_every_section_and_the_launcher(call):
@@ -187,7 +283,6 @@ def test_a_reader_that_goes_away_gets_no_traceback():
 
 
 def test_python_names_are_there_and_others_are_not():
-    import megalith
     import megalith.loading
     import megalith.trainer  # modules that must not take the place of the functions
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from models.reference import CASES, VOCAB, reference_and_ours
 
+from megalith.config import ModelConfig
 from megalith.errors import ConfigError
 from megalith.generate import generate, sample
 from megalith.models.cache import KVCache
@@ -145,3 +146,22 @@ def test_impossible_requests_are_refused_in_a_sentence(model, prompts, options, 
 
 def test_the_last_position_of_the_model_can_be_filled(model):
     assert len(generate(model, [[1] * 250], max_new_tokens=6)[0]) == 256
+
+
+@pytest.mark.parametrize("options", [dict(temperature=0), dict(temperature=50.0, seed=3)])
+def test_rows_that_pad_a_vocabulary_are_never_sampled(options):
+    """A published model may have more rows than its tokenizer has entries; what they are trained to is anything."""
+
+    class Padded:
+        config, device = ModelConfig(vocab_size=12, max_position_embeddings=64), torch.device("cpu")
+
+        def eval(self):
+            pass
+
+        def __call__(self, input_ids, *, cache):
+            return torch.arange(12.0).expand(*input_ids.shape, 12)  # the last row is the likeliest
+
+    everything, (row,) = (
+        generate(Padded(), [[1]], max_new_tokens=40, vocab_size=n, **options) for n in (None, 10)
+    )
+    assert max(everything[0]) == 11 and max(row) == 9

@@ -43,6 +43,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
+@pytest.mark.fault(9)
 def test_going_on_from_a_checkpoint_is_bitwise_going_straight_on(run, corpus, tmp_path, case):
     sections = {section: dict(values) for section, values in CASES[case].items()}
     if sections.get("data", {}).get("data_path") == "BLEND":

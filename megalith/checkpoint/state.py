@@ -110,6 +110,11 @@ def load_model(
     _fill(checkpoint, MODEL, own_boxes(model), unpadded_rows or {}, world)
 
 
+def check_model_fits(checkpoint: Checkpoint, model: Model, unpadded_rows: Mapping[str, int]) -> None:
+    """Raises the CheckpointError that load_model would, of a model that one process has, on the meta device too."""
+    _check_fit(checkpoint, MODEL, _cut(own_boxes(model), unpadded_rows), ALONE)
+
+
 def load_base(
     checkpoint: Checkpoint, model: Model, unpadded_rows: Mapping[str, int] | None = None, world: Axis = ALONE
 ) -> None:

@@ -36,6 +36,7 @@ class Derive:
     path: str
     takes: type
     compute: Callable[[Any, dict[str, dict[str, Any]]], Any]
+    note: str = ""  # shown with the value that was computed, where one was
 
 
 def _virtual_stages(layers_per_stage: Any, tree: dict[str, dict[str, Any]]) -> int | None:
@@ -61,6 +62,10 @@ _FP32_SUMS = "gradients are always accumulated and reduced in fp32"
 _NO_RNG = "there is no random state to save: initial weights, dropout and data order follow from train.seed"
 _ONE_FORMAT = "there is one checkpoint format, loadable in any layout and detected by itself"
 _CHECKED = "every step is checked; one with NaN or Inf in loss or gradients is skipped, and its origin named"
+_ALL_LAYERS = (
+    "every layer is recomputed whole; Megatron's flag of this name recomputes the core of attention alone, which is "
+    "recompute_granularity selective"
+)
 _SAMPLES = "samples are found by binary search: there is no index to cache"
 
 # fmt: off
@@ -68,7 +73,7 @@ ALIASES: dict[str, Rename | Choose | Already | Derive] = {
     "parallel.use_distributed_optimizer":             Choose("parallel.data_parallel_sharding_strategy", {True: "optim", False: "no_shard"}),
     "optim.use_distributed_optimizer":                Choose("parallel.data_parallel_sharding_strategy", {True: "optim", False: "no_shard"}),
     "parallel.num_layers_per_virtual_pipeline_stage": Derive("parallel.virtual_pipeline_model_parallel_size", int, _virtual_stages),
-    "parallel.recompute_activations":                 Derive("parallel.recompute_granularity", bool, _granularity),
+    "parallel.recompute_activations":                 Derive("parallel.recompute_granularity", bool, _granularity, _ALL_LAYERS),
     "parallel.distribute_checkpointed_activations":   Rename("parallel.distribute_saved_activations"),
     "parallel.accumulate_allreduce_grads_in_fp32":    Already(_FP32_SUMS),
     "parallel.grad_reduce_in_fp32":                   Already(_FP32_SUMS),
@@ -167,10 +172,13 @@ def apply_aliases(tree: dict[str, dict[str, Any]], preset: dict[str, Any]) -> li
                 notes.append(f"{name} = {value}: {note}")
             case Rename(path=path):
                 _set(tree, path, value, name)
-            case Derive(path=path, takes=takes, compute=compute):
+            case Derive(path=path, takes=takes, compute=compute, note=note):
                 _check_taken(name, value, takes)
                 whole = {**tree, "model": {**preset, **tree["model"]}}
-                _set(tree, path, compute(value, whole), name)
+                computed, before = compute(value, whole), dict(tree[path.partition(".")[0]])
+                _set(tree, path, computed, name)
+                if note and computed is not None and path.partition(".")[2] not in before:
+                    notes.append(f"{name} = {value} sets {path} = {computed}: {note}")
             case Choose(path=path, values=values):
                 if not isinstance(value, bool):
                     raise ConfigError(f"{name} is {value!r}: true or false is needed")

@@ -17,6 +17,9 @@ from pydantic_core import PydanticCustomError
 
 from megalith.errors import ConfigError
 
+NOT_YET = "not yet"
+"""Annotates a setting whose name is taken for what this version does not have: it is documented as that alone."""
+
 
 class Decides(enum.Enum):
     """What a setting decides beside memory and speed; stands in the annotation of a field, or once for its section.

@@ -13,6 +13,7 @@ from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
 from megalith.config.aliases import ALIASES, Already, Choose, Derive, Rename
+from megalith.config.base import NOT_YET
 from megalith.config.other_names import OTHER_NAMES
 from megalith.config.run import RunConfig
 
@@ -25,6 +26,7 @@ class Setting:
     type: str
     default: str
     text: str
+    not_yet: bool = False
 
 
 def settings(model: type[BaseModel], prefix: str = "") -> Iterator[Setting]:
@@ -33,7 +35,8 @@ def settings(model: type[BaseModel], prefix: str = "") -> Iterator[Setting]:
         path = f"{prefix}{name}"
         inner = _section(field.annotation)
         if inner is None or field.default is None:
-            yield Setting(path, _type_words(field.annotation), _default_words(field), field.description or "")
+            words = (_type_words(field.annotation), _default_words(field), field.description or "")
+            yield Setting(path, *words, NOT_YET in field.metadata)
         if inner is not None:
             yield from settings(inner, path + ".")
 
@@ -49,6 +52,8 @@ def help_text(width: int = 100) -> str:
     for name, field in RunConfig.model_fields.items():
         lines += ["", f"{name}: {section_text(field.annotation)}"]
         for setting in settings(field.annotation, name + "."):
+            if setting.not_yet:
+                continue
             lines.append(f"  --{setting.path} {setting.type}{_shown(setting.default)}")
             lines += textwrap.wrap(setting.text, width, initial_indent=" " * 6, subsequent_indent=" " * 6)
     lines += ["", "Megatron's spellings, accepted as well:"]
@@ -69,18 +74,27 @@ def reference_page() -> str:
         out += ["| setting | type | default | what it does |", "|---|---|---|---|"]
         for s in settings(field.annotation):
             cells = (f"`{s.path}`", _cell(s.type), f"`{s.default}`" if s.default else "-", _cell(s.text))
-            out.append("| " + " | ".join(cells) + " |")
+            if not s.not_yet:
+                out.append("| " + " | ".join(cells) + " |")
     out += ["", "## Megatron's spellings", "", "| spelling | meaning |", "|---|---|"]
     out += [f"| `{name}` | {_cell(meaning)} |" for name, meaning in alias_words()]
     out += ["", "## Names in other systems", "", "They are refused, with ours in the error.", ""]
     out += ["| there | here |", "|---|---|"]
     out += [f"| `{name}` | {_cell(ours)} |" for name, ours in OTHER_NAMES.items()]
+    out += ["", "## Not yet", "", "Names that are kept for what this version does not have.", ""]
+    out += ["| setting | what it will be |", "|---|---|"]
+    out += [f"| `{s.path}` | {_cell(s.text)} |" for s in settings(RunConfig) if s.not_yet]
     return "\n".join(out) + "\n"
 
 
 def json_schema() -> dict[str, Any]:
     """The JSON Schema of a run file, Megatron's spellings included."""
     schema = RunConfig.model_json_schema()
+    for field in RunConfig.model_fields.values():
+        properties = schema["$defs"][field.annotation.__name__]["properties"]
+        for key, inner in field.annotation.model_fields.items():
+            if NOT_YET in inner.metadata:
+                properties[key] = {"const": inner.default, "description": f"Not yet: {inner.description}"}
     for name, meaning in ALIASES.items():
         section, key = name.split(".")
         definition = schema["$defs"][RunConfig.model_fields[section].annotation.__name__]
@@ -120,8 +134,8 @@ def _meaning(meaning: Rename | Choose | Already | Derive) -> str:
             return f"{path}"
         case Choose(path=path, values=values):
             return f"true: {path} = {values[True]}"
-        case Derive(path=path):
-            return f"sets {path}"
+        case Derive(path=path, note=note):
+            return f"sets {path}" + (f": {note}" if note else "")
         case Already(note=note):
             return f"accepted; {note}"
 

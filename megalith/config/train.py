@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megalith.config.base import Decides, Section
+from megalith.config.base import NOT_YET, Decides, Section
 
 
 class TrainConfig(Section):
@@ -32,13 +32,13 @@ class TrainConfig(Section):
     precision: Annotated[Literal["fp32", "bf16", "fp16"], Decides.UPDATES] = "fp32"
     """Compute type. Weights, gradients and optimizer state are fp32 in each."""
 
-    fp8_format: Literal["e4m3", "hybrid"] | None = None
+    fp8_format: Annotated[Literal["e4m3", "hybrid"] | None, NOT_YET] = None
     """FP8 matmuls: E4M3 throughout, or E5M2 for gradients (hybrid)."""
 
-    fp8_amax_history_len: PositiveInt = 1
+    fp8_amax_history_len: Annotated[PositiveInt, NOT_YET] = 1
     """FP8: steps that a scale looks back on."""
 
-    fp8_amax_compute_algo: Literal["max", "most_recent"] = "most_recent"
+    fp8_amax_compute_algo: Annotated[Literal["max", "most_recent"], NOT_YET] = "most_recent"
     """FP8: how a scale is taken from the history."""
 
     seed: Annotated[int, Field(ge=0, lt=2**32), Decides.SAMPLES] = 1234

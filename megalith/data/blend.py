@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
+from megalith.config.data import DataConfig
 from megalith.data.dataset import SPLITS, GPTDataset, SampleDataset, split_ranges
 from megalith.data.greedy import BLOCK, greedy_order
 from megalith.data.indexed import IndexedDataset
@@ -91,6 +92,12 @@ def parse_data_path(data_path: DataPath) -> tuple[list[str], list[float] | None]
             'write it as "a b" or as "0.7 a 0.3 b"'
         )
     return [str(part) for part in parts[1::2]], [_weight(part) for part in parts[::2]]
+
+
+def dataset_prefixes(data: DataConfig) -> list[str]:
+    """The prefixes of all the files that a run names."""
+    paths = (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path)
+    return [prefix for path in paths if path is not None for prefix in parse_data_path(path)[0]]
 
 
 def build_datasets(

@@ -19,10 +19,9 @@ def add_parity_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Train a small model with the features of CONFIG in many layouts, in fp32, and compare each with one process: "
         "the first loss, every parameter's gradient, the norms and losses of all steps, evaluation and generation. "
-        "Exit code 5 when a layout differs."
+        "Exit code 5 when a layout differs. Settings can be given beside CONFIG, as to `train`: --section.key value."
     )
     parser.add_argument("config", help="run file; its sizes are cut down, its features kept")
-    parser.add_argument("settings", nargs="*", metavar="section.key=value", help="in place of the file's")
     parser.add_argument(
         "--layouts",
         nargs="+",
@@ -30,15 +29,15 @@ def add_parity_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="which (default: all that fit), like tp2-sp cp4-a2a",
     )
-    parser.add_argument("--nproc-max", type=int, default=4, metavar="N", help="most processes (default: 4)")
-    parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps of training (default: 10)")
+    parser.add_argument("--nproc-max", type=int, default=4, metavar="N", help="most processes")
+    parser.add_argument("--steps", type=int, default=10, metavar="N", help="steps of training")
     parser.add_argument(
         "--device",
         choices=("cpu", "cuda"),
         default="cpu",
         help="cuda: a GPU a process, and no attention dropout",
     )
-    parser.set_defaults(run=run_parity)
+    parser.set_defaults(run=run_parity, takes_settings=True)
 
 
 def run_parity(args: argparse.Namespace) -> int:

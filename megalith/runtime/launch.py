@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -174,6 +174,7 @@ def launch(
     max_restarts: int = 0,
     rdzv_endpoint: str | None = None,
     rdzv_id: str | None = None,
+    check: Callable[[Sequence[int]], None] | None = None,
 ) -> int:
     """Runs `python *command` in `nproc` processes on this machine, of `nnodes` alike; returns the job's exit code.
 
@@ -183,7 +184,8 @@ def launch(
     are stopped within seconds and its error is printed. Up to `max_restarts` times the machines that are left then
     meet and start again; after that the failed process's
     exit code (128 + the signal's number) is returned. A stop signal is handed to the processes, and the code of the
-    stop (stops.py) returned when they have ended. Raises ConfigError for numbers that cannot be.
+    stop (stops.py) returned when they have ended. Raises ConfigError for numbers that cannot be, and before any process
+    starts what `check` raises, which is given the world sizes that the job may have.
     """
     from torch.distributed.elastic.multiprocessing import SignalException
     from torch.distributed.elastic.rendezvous import RendezvousError
@@ -191,6 +193,8 @@ def launch(
     from megalith.runtime.agent import build_agent
 
     least, most = _check(nproc, nnodes, max_restarts, rdzv_endpoint)
+    if check is not None:
+        check(range(least * nproc, most * nproc + 1, nproc))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
     logging.disable(logging.CRITICAL)  # the agent's own account of what is told below
     try:

@@ -116,6 +116,8 @@ class MetricsWriter:
         """Cuts off what was written of the steps after `step`."""
         self._close()
         self._open(step)
+        for sink in self._sinks:
+            sink.rewind(step)
 
     def _close(self) -> None:
         for file in (self._metrics, self._evaluations, self._experts):
@@ -201,6 +203,13 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
     if torn and (record := _parse(torn)) is not None:
         records.append(record)
     return [record for record in records if record is not None]
+
+
+def last_step(path: str | Path) -> int:
+    """The last step in a metrics file, whatever else it holds; 0 where there is none."""
+    path = Path(path)
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else []
+    return max((record["step"] for line in lines if (record := _parse(line)) is not None), default=0)
 
 
 def cut_after_step(path: str | Path, step: int) -> None:

@@ -6,6 +6,7 @@ can be drawn while it trains, after it has ended, and on another machine.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 Points = list[tuple[int, float]]
 
 COLOURS = ("#1f6feb", "#d9480f", "#2b8a3e", "#862e9c", "#b08900", "#0b7285", "#c2255c", "#495057")
+DASHES = (0, (4, 4))
 SMOOTHED_PART = 30  # the smoothed curve is a mean over 1/30 of the run
 
 
@@ -42,9 +44,13 @@ def plot_run(runs: str | Path | Sequence[str | Path], output_png: str | Path) ->
     loss, rate, norm, speed = (
         figure.add_subplot(cell) for cell in (grid[0, :], grid[1, 0], grid[1, 1], grid[1, 2])
     )
-    for (folder, steps, evaluations), colour in zip(histories, _cycle(COLOURS, len(histories))):
-        name = folder.resolve().name
-        _draw_loss(loss, name, steps, evaluations, colour)
+    names, drawn = run_names(folders), {}
+    for name, (_, steps, evaluations), colour in zip(names, histories, _cycle(COLOURS, len(histories))):
+        twin = drawn.setdefault(tuple(_points(steps, "loss")), name)
+        if twin != name:  # its curve would hide the other's
+            _draw_loss(loss, f"{name}, as {twin}", steps, evaluations, colour, DASHES)
+        else:
+            _draw_loss(loss, name, steps, evaluations, colour)
         rate.plot(*_xy(_points(steps, "lr")), color=colour, linewidth=1.4)
         norm.plot(*_xy(_points(steps, "grad_norm")), color=colour, linewidth=0.8)
         speed.plot(*_xy(_points(steps, "tokens_per_second_per_device")), color=colour, linewidth=0.8)
@@ -89,7 +95,7 @@ def draw_experts(
         load.set_axis_off()
         return
     rows = [sorted(row, reverse=True) for row in last["tokens"].values()]
-    even = [[value * len(row) / sum(row) for value in row] for row in rows]
+    even = [[value * len(row) / (sum(row) or 1) for value in row] for row in rows]
     drawn = load.imshow(even, aspect="auto", cmap="viridis", vmin=0, interpolation="nearest")
     load.figure.colorbar(drawn, ax=load)
     _style(load, f"load / mean by layer, step {last['step']}")
@@ -135,16 +141,41 @@ def _steps(folder: Path) -> list[dict[str, Any]]:
 
 
 def _points(records: list[dict[str, Any]], key: str) -> Points:
-    return [(record["step"], record[key]) for record in records if record.get(key) is not None]
+    """The finite values."""
+    known = [(record["step"], record.get(key)) for record in records]
+    return [(step, value) for step, value in known if value is not None and math.isfinite(value)]
+
+
+def run_names(folders: Sequence[Path]) -> list[str]:
+    """A name of its own for each run: as much of the end of its path as it takes, and a number for one given again.
+
+    As a legend takes it, which leaves out what begins with an underscore and reads what stands between dollars.
+    """
+    paths = [folder.resolve() for folder in folders]
+    names = []
+    for number, path in enumerate(paths):
+        others = {other for other in paths if other != path}
+        for length in range(1, len(path.parts) + 1):
+            name = str(Path(*path.parts[-length:]))
+            if name[0] != "_" and all(other.parts[-length:] != path.parts[-length:] for other in others):
+                break
+        again = paths[:number].count(path)
+        names.append(name.replace("$", r"\$") + (f" ({again + 1})" if again else ""))
+    return names
 
 
 def _draw_loss(
-    axes: Axes, name: str, steps: list[dict[str, Any]], evaluations: list[dict[str, Any]], colour: str
+    axes: Axes,
+    name: str,
+    steps: list[dict[str, Any]],
+    evaluations: list[dict[str, Any]],
+    colour: str,
+    style: Any = "-",
 ) -> None:
     points = _points(steps, "loss")
     window = len(points) // SMOOTHED_PART
     axes.plot(*_xy(points), color=colour, linewidth=0.7, alpha=0.3)
-    axes.plot(*_xy(smooth(points, window)), color=colour, linewidth=1.8, label=name)
+    axes.plot(*_xy(smooth(points, window)), color=colour, linestyle=style, linewidth=1.8, label=name)
     checks = _points(evaluations, "validation_loss")
     if checks:
         axes.plot(

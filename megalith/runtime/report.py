@@ -26,7 +26,7 @@ from megalith.runtime.layout import Layout, build_layout
 from megalith.runtime.layout_report import LayoutReport
 from megalith.runtime.layout_text import layout_text, paragraph
 from megalith.runtime.lock import refused
-from megalith.runtime.metrics import ExpertStepMetrics, MetricsWriter, StepMetrics
+from megalith.runtime.metrics import METRICS_FILE, ExpertStepMetrics, MetricsWriter, StepMetrics, last_step
 from megalith.runtime.profile import StepProfiler, traced_steps
 from megalith.runtime.sinks import open_sinks
 from megalith.runtime.stragglers import Stragglers
@@ -81,7 +81,7 @@ def open_report(
         return
     output = Path(config.train.output_dir)
     with refused(output):
-        sinks = open_sinks(config, step)
+        sinks = open_sinks(config, step, last_step(output / METRICS_FILE) if config.log.wandb else 0)
         replace_file(output / "config.yaml", config.to_yaml())
         metrics = MetricsWriter(output, step, sinks)
     print_summary(config, device_kind(device), mesh.dp.size)

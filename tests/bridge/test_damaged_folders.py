@@ -103,6 +103,7 @@ def test_a_missing_shard_is_named(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "sub/part.safetensors", "..", ""])
+@pytest.mark.fault(23)
 def test_an_index_that_leads_outside_the_folder(folder: Path, name: str) -> None:
     where = in_shards(folder)
     write_index(folder, where | {"model.norm.weight": name})
@@ -123,6 +124,7 @@ def test_an_index_with_a_tensor_that_its_shard_lacks(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", ["cut", "huge header", "no header"])
+@pytest.mark.fault(22)
 def test_a_damaged_safetensors_file(folder: Path, damage: str) -> None:
     path = folder / "model.safetensors"
     content = path.read_bytes()
@@ -189,6 +191,7 @@ def saved(content: object, zipped: bool) -> bytes:
         b"",
     ],
 )
+@pytest.mark.fault(21)
 def test_a_pickle_that_is_more_than_tensors_is_never_run(
     folder: Path, content: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

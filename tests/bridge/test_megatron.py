@@ -104,6 +104,7 @@ def resave_in_pieces(folder: Path) -> None:
     dcp.save(cut, storage_writer=dcp.FileSystemWriter(folder, overwrite=True))
 
 
+@pytest.mark.fault(21)
 def test_pickles_are_read_only_when_trusted_and_even_then_run_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
 ) -> None:

@@ -31,6 +31,7 @@ def background(run, folder, **options) -> Saver:
     return Saver(folder / "checkpoints", unpadded_rows=run.rows, background=True, **options)
 
 
+@pytest.mark.fault(8)
 def test_weights_that_change_after_the_call_are_saved_as_they_were(tiny_run, tmp_path, held):
     run = tiny_run().train(2)
     saving = background(run, tmp_path)

@@ -56,6 +56,7 @@ DAMAGES = [flip_first_bit, flip_middle_bit, flip_last_bit, truncate, empty, appe
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.fault(6)
 def test_damage_is_named_and_the_step_before_is_used(tiny_run, tmp_path, name, damage):
     run = tiny_run()
     older, newer = (run.train(1).save(tmp_path) for _ in range(2))
@@ -68,6 +69,7 @@ def test_damage_is_named_and_the_step_before_is_used(tiny_run, tmp_path, name, d
     assert tiny_run(seed=3).load(checkpoint).equals(tiny_run().train(1))
 
 
+@pytest.mark.fault(6)
 def test_a_file_of_another_step_is_found(tiny_run, tmp_path):
     run = tiny_run()
     older, newer = (run.train(1).save(tmp_path) for _ in range(2))
@@ -101,6 +103,7 @@ def rewrite_manifest(folder, change):
 @pytest.mark.parametrize(
     "name", ["../secret", "/etc/passwd", "a/../../secret", "..\\secret", "a//b", ".", ""]
 )
+@pytest.mark.fault(23)
 def test_names_that_leave_the_folder_are_refused(tiny_run, tmp_path, name):
     folder = tiny_run().save(tmp_path)
     rewrite_manifest(folder, lambda content: content["files"].update({name: {"bytes": 1, "sha256": "0"}}))
@@ -109,6 +112,7 @@ def test_names_that_leave_the_folder_are_refused(tiny_run, tmp_path, name):
 
 
 @pytest.mark.parametrize("link", ["model-00000-000.safetensors", "tokenizer"])
+@pytest.mark.fault(23)
 def test_symbolic_links_are_refused(tiny_run, tmp_path, link):
     folder = tiny_run().save(tmp_path, write_tokenizer=lambda path: (path / "a.json").write_text("{}"))
     (folder / link).rename(tmp_path / "elsewhere")
@@ -206,6 +210,7 @@ def header(text):
     ],
     ids=["huge header", "past the end", "overlap", "no header", "other names", "other shape", "other type"],
 )
+@pytest.mark.fault(22)
 def test_safetensors_that_contradict_the_manifest_are_refused(tiny_run, tmp_path, content):
     run = tiny_run()
     folder = run.save(tmp_path)

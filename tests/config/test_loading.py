@@ -229,6 +229,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("text", "sentence"), REFUSED, ids=[text[:40] for text, _ in REFUSED])
+@pytest.mark.fault(24)
 def test_what_is_wrong_is_refused_in_one_sentence_a_mistake(load, tmp_path, monkeypatch, text, sentence):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=sentence) as caught:
@@ -247,6 +248,7 @@ MERGE_BOMB = "a0: &a0 {k: v}\n" + "".join(
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("text", [BOMB, MERGE_BOMB])
+@pytest.mark.fault(24)
 def test_a_file_that_expands_without_end_is_refused_at_once(load, text):
     with pytest.raises(ConfigError, match="more than 100000 values, aliases written out"):
         load(text)

@@ -141,7 +141,7 @@ def test_the_spelling_is_accepted_means_what_it_says_and_has_its_default(
     else:
         assert get(config, path) == becomes
         assert get(RunConfig(), path) == default
-        assert config.notes == []
+        assert len(config.notes) == (spelling == "parallel.recompute_activations"), config.notes
 
 
 @pytest.mark.parametrize(("spelling", "value", "path", "becomes", "default"), SETTINGS)
@@ -177,8 +177,11 @@ def test_zero_query_groups_are_multi_head_attention():
 
 def test_recompute_activations_leaves_a_granularity_that_is_given():
     both = {"parallel.recompute_activations": True, "parallel.recompute_granularity": "selective"}
-    assert RunConfig.from_tree(tree_of(both)).parallel.recompute_granularity == "selective"
+    chosen = RunConfig.from_tree(tree_of(both))
+    assert chosen.parallel.recompute_granularity == "selective" and chosen.notes == []
     assert RunConfig.from_tree(tree_of({"parallel.recompute_activations": False})) == RunConfig()
+    (note,) = RunConfig.from_tree(tree_of({"parallel.recompute_activations": True})).notes
+    assert "recompute_granularity = full: every layer is recomputed whole" in note
 
 
 CONTRADICTIONS = [

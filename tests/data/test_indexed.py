@@ -161,6 +161,7 @@ def test_lengths_that_do_not_add_up_are_refused(tmp_path):
         writer.add_documents(np.array([1]), np.array([2, -1]))
 
 
+@pytest.mark.fault(20)
 def test_a_file_cut_short_while_it_is_open_is_an_error_and_not_a_crash(tmp_path):
     dataset = IndexedDataset(write_golden(tmp_path))
     with open(tmp_path / "golden.bin", "r+b") as file:
@@ -205,6 +206,7 @@ def test_a_missing_file_is_named_with_the_nearest_one(tmp_path):
         IndexedDataset(tmp_path / "corpus_text_document")
 
 
+@pytest.mark.fault(20)
 def test_every_truncation_of_either_file_is_refused(tmp_path):
     prefix = write_golden(tmp_path)
     for path, whole in ((tmp_path / "golden.idx", GOLDEN_IDX), (tmp_path / "golden.bin", GOLDEN_BIN)):
@@ -232,6 +234,7 @@ def test_every_truncation_of_either_file_is_refused(tmp_path):
         (86, b"\4", "end within its 3 sequences"),
     ],
 )
+@pytest.mark.fault(20)
 def test_damage_is_named_with_its_place_and_value(tmp_path, at, value, message):
     prefix = write_golden(tmp_path)
     (tmp_path / "golden.idx").write_bytes(GOLDEN_IDX[:at] + value + GOLDEN_IDX[at + len(value) :])
@@ -239,6 +242,7 @@ def test_damage_is_named_with_its_place_and_value(tmp_path, at, value, message):
         IndexedDataset(prefix)
 
 
+@pytest.mark.fault(20)
 def test_random_damage_is_refused_or_stays_inside_the_file(tmp_path):
     prefix, rng = write_golden(tmp_path), random.Random(0)
     for _ in range(500):

@@ -76,6 +76,7 @@ def test_files_of_several_gzip_members_or_zstd_frames_are_read_to_their_end(tmp_
         (b'{"text": "a\x00b"}', "not JSON"),
     ],
 )
+@pytest.mark.fault(20)
 def test_a_bad_line_is_named_by_file_line_byte_and_reason(tmp_path, line, reason):
     path = write(tmp_path / "a.jsonl", b'{"text": "fine"}\n\n' + line + b'\n{"text": "also fine"}\n')
     (block,) = read_blocks(path)
@@ -100,6 +101,7 @@ def test_a_byte_order_mark_before_the_first_line_is_accepted(tmp_path):
 
 @pytest.mark.parametrize("limit", [20, 100, 5000])
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
+@pytest.mark.fault(20)
 def test_a_line_over_the_limit_is_refused_without_being_held_and_the_next_is_read(tmp_path, limit, suffix):
     long = b'{"text": "' + b"x" * 100_000 + b'"}'
     path = write(tmp_path / f"a.jsonl{suffix}", b'{"text": "a"}\n' + long + b'\n{"text": "b"}\n' + long)

@@ -187,7 +187,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(package, k
     path.write_text(
         "".join(f"{__import__('base64').b64encode(bytes([b])).decode()} {b}\n" for b in range(256))
     )
-    with pytest.raises(ConfigError, match=r"pip install 'megalith\[tokenizers\]'"):
+    with pytest.raises(ConfigError, match=r"pip install .*\[tokenizers\]"):
         build_tokenizer(kind, path)
 
 
@@ -210,7 +210,7 @@ def test_null_tokenizer_refuses_words_and_ids_outside_its_vocabulary():
 
 
 def test_a_hub_name_is_found_in_the_local_cache(tmp_path, monkeypatch):
-    constants = pytest.importorskip("huggingface_hub").constants
+    constants = pytest.importorskip("huggingface_hub.constants")
     revision = "0" * 40
     repository = tmp_path / "models--some-org--some-model"
     write_tokenizer_json(repository / "snapshots" / revision / "tokenizer.json")
@@ -221,7 +221,7 @@ def test_a_hub_name_is_found_in_the_local_cache(tmp_path, monkeypatch):
 
 
 def test_a_hub_name_that_cannot_be_had_says_what_to_do(tmp_path, monkeypatch):
-    constants = pytest.importorskip("huggingface_hub").constants
+    constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(DataError, match="hf download some-org/other-model"):

@@ -5,9 +5,11 @@ Three trials; `make faults` makes a hundred (kill_trials.py).
 
 import json
 
+import pytest
 from kill_trials import main
 
 
+@pytest.mark.fault(1)
 def test_a_run_killed_at_random_moments_ends_as_one_that_never_was(tmp_path):
     sums = tmp_path / "sums.json"
     assert main(["--trials", "3", "--steps", "10", "--seed", "7", "--json", str(sums)]) == 0

@@ -9,9 +9,11 @@ import signal
 import subprocess
 import sys
 
+import pytest
 from ranks import Ranks, is_running, launch, steps, until, words, workers_of
 
 
+@pytest.mark.fault(3)
 def test_ranks_end_when_the_one_that_holds_the_store_is_killed(tmp_path):
     output = tmp_path / "run"
     running = Ranks(words(output, train__train_iters=100_000), 2, tmp_path / "log")

@@ -6,6 +6,7 @@ import re
 import signal
 import time
 
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import Ranks, steps, until, words
@@ -25,6 +26,7 @@ def watched(output, **settings) -> list[str]:
     )
 
 
+@pytest.mark.fault(4)
 def test_a_stopped_rank_is_named_and_the_others_end(tmp_path):
     output = tmp_path / "run"
     running = Ranks(watched(output), 2, tmp_path / "log")
@@ -79,6 +81,7 @@ def wait_elsewhere(rank: int) -> None:
     Trainer.train_step = train_step
 
 
+@pytest.mark.fault(4)
 def test_ranks_that_wait_in_different_collectives_are_told_with_both(tmp_path):
     output = tmp_path / "run"
     running = Ranks(watched(output), 2, tmp_path / "log", prepare=wait_elsewhere)

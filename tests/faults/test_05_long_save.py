@@ -2,6 +2,7 @@
 
 import time
 
+import pytest
 from ranks import Ranks, records, saved, words
 
 import megalith.checkpoint.saver as saver
@@ -28,6 +29,7 @@ def slow_disk_and_evaluation(rank: int) -> None:
     saver.write_step, ParallelModel.evaluate = slowly, evaluate_slowly
 
 
+@pytest.mark.fault(5)
 def test_a_save_and_an_evaluation_longer_than_the_time_out_end_no_run(tmp_path):
     output = tmp_path / "run"
     command = words(

@@ -58,6 +58,7 @@ class Job:
 
 @pytest.mark.parametrize("dataloader_type", ["single", "cyclic"])
 @pytest.mark.parametrize("blended", [False, True], ids=["one dataset", "a blend"])
+@pytest.mark.fault(11)
 def test_each_sample_comes_once_and_in_the_same_order_over_20_restarts(corpus, dataloader_type, blended):
     data_path = ["0.7", corpus, "0.3", corpus] if blended else corpus
     config = configuration(data_path, dataloader_type)

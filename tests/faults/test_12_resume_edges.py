@@ -33,6 +33,7 @@ def config(corpus):
     torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.fault(12)
 def test_at_and_around_the_end_of_an_epoch_the_run_goes_on_bitwise(config, corpus, tmp_path):
     per_epoch = (IndexedDataset(corpus).num_tokens - 1) // 16
     last = per_epoch // 16  # the step in which the second epoch begins
@@ -47,6 +48,7 @@ def test_at_and_around_the_end_of_an_epoch_the_run_goes_on_bitwise(config, corpu
     assert again.step == 30 and stored(tmp_path / "stopped", 30) == before
 
 
+@pytest.mark.fault(12)
 def test_a_run_killed_before_its_first_save_starts_from_its_beginning(tmp_path):
     killed, straight = tmp_path / "killed", tmp_path / "straight"
     command = words(killed, train__train_iters=300)

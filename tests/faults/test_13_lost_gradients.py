@@ -57,6 +57,7 @@ LAYOUTS = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.fault(13)
 def test_all_ranks_skip_the_step_and_the_log_names_the_rank_and_the_parameter(tmp_path, layout):
     output = tmp_path / "run"
     command = words(output, train__train_iters=6, **LAYOUTS[layout])
@@ -82,6 +83,7 @@ def test_every_parameter_is_watched():
         assert set(watched.names()) == {name for name, _ in model.named_parameters()}
 
 
+@pytest.mark.fault(13)
 def test_the_run_ends_after_so_many_lost_steps_in_a_row(tmp_path):
     output = tmp_path / "run"
     command = words(output, train__train_iters=20, runtime__max_bad_steps=3)

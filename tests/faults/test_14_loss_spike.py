@@ -4,6 +4,7 @@ import json
 from functools import partial
 from pathlib import Path
 
+import pytest
 from ranks import Ranks, events, records, saved, words
 
 from megalith.cli import main
@@ -27,6 +28,7 @@ def spoil(rank: int, seen: Path) -> None:
     Trainer.gradients = gradients
 
 
+@pytest.mark.fault(14)
 def test_the_run_goes_back_and_leaves_out_the_data_of_the_spike_and_of_the_step_before(tmp_path):
     output, seen = tmp_path / "run", tmp_path / "seen"
     watch = dict(runtime__loss_spike_threshold=3, runtime__loss_spike_window=4)
@@ -57,6 +59,7 @@ def test_without_a_checkpoint_from_before_it_the_run_goes_on_and_says_so(tmp_pat
     assert event["step"] == SPIKE and "no checkpoint from before it" in event["text"]
 
 
+@pytest.mark.fault(14)
 def test_a_run_that_went_back_by_hand_returns_to_no_step_of_the_branch_it_left(tmp_path, monkeypatch):
     output, inner, begun = tmp_path / "run", Trainer.gradients, []
 

@@ -21,6 +21,7 @@ def flip(rank: int) -> None:
 
 
 @pytest.mark.parametrize("copies", ["data parallel", "hybrid"])
+@pytest.mark.fault(15)
 def test_the_rank_with_other_weights_is_named_and_nothing_of_it_is_saved(tmp_path, copies):
     output = tmp_path / "run"
     layout = {"train__global_batch_size": 6}

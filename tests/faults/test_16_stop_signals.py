@@ -16,6 +16,7 @@ LONG = dict(train__eval_iters=100_000, train__eval_interval=7000)  # an evaluati
 
 
 @pytest.mark.parametrize(("number", "code"), STOPS, ids=lambda value: str(value))
+@pytest.mark.fault(16)
 def test_a_signal_to_one_rank_saves_on_all_after_the_same_step_and_the_run_goes_on_bitwise(
     tmp_path, number, code
 ):
@@ -56,6 +57,7 @@ def slow_save(rank: int) -> None:
     saver.write_step = slowly
 
 
+@pytest.mark.fault(16)
 def test_a_second_sigterm_in_the_midst_of_a_save_ends_at_once_and_the_old_checkpoint_is_whole(tmp_path):
     output = tmp_path / "run"
     command = words(output, train__train_iters=5000)

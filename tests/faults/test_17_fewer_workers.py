@@ -23,6 +23,7 @@ from megalith.config.rules import check_training
 from megalith.errors import ConfigError
 
 
+@pytest.mark.fault(17)
 def test_a_killed_rank_is_started_again_from_the_newest_checkpoint_and_sigterm_reaches_the_ranks(tmp_path):
     output, log = tmp_path / "run", tmp_path / "log"
     command = words(output, train__train_iters=100_000, checkpoint__save_interval=5, checkpoint__keep_last=2)
@@ -46,6 +47,7 @@ def test_a_killed_rank_is_started_again_from_the_newest_checkpoint_and_sigterm_r
     assert done == list(range(1, len(done) + 1)) and saved(output)[-1] == f"step_{done[-1]:08d}"
 
 
+@pytest.mark.fault(3, 17)
 def test_a_machine_that_comes_late_is_taken_in_and_when_it_is_lost_the_job_of_one_goes_on(tmp_path):
     output, log = tmp_path / "run", tmp_path / "log"
     command = words(output, train__train_iters=100_000, checkpoint__save_interval=5, checkpoint__keep_last=2)

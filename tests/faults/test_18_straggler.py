@@ -2,6 +2,7 @@
 
 import time
 
+import pytest
 from ranks import Ranks, events, words
 
 from megalith.runtime.stragglers import slow_ranks
@@ -21,6 +22,7 @@ def slow(rank: int) -> None:
     Trainer.gradients = gradients
 
 
+@pytest.mark.fault(18)
 def test_a_slow_rank_is_named_at_each_measurement(tmp_path):
     output = tmp_path / "run"
     watch = dict(runtime__enable_straggler_detection=True, runtime__straggler_interval=INTERVAL)

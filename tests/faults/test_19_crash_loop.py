@@ -2,6 +2,7 @@
 
 import time
 
+import pytest
 from ranks import Ranks, steps, words
 
 from megalith.runtime.launch import launch
@@ -19,6 +20,7 @@ except ZeroDivisionError as error:
 """
 
 
+@pytest.mark.fault(19)
 def test_the_launcher_ends_after_so_many_restarts_and_tells_the_first_failure_too(tmp_path, capfd):
     script = tmp_path / "fails.py"
     script.write_text(ALWAYS_FAILS)
@@ -46,6 +48,7 @@ def fail_at_step_2(rank: int) -> None:
     Trainer.train_step = train_step
 
 
+@pytest.mark.fault(19, 25)
 def test_each_attempt_waits_and_leaves_its_traceback_and_a_folder_of_another_job_is_refused(tmp_path):
     output = tmp_path / "run"
     command = words(output, train__train_iters=9)

@@ -93,6 +93,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
+@pytest.mark.fault(6)
 def test_all_ranks_leave_a_damaged_step_for_the_one_before_and_name_the_file(pool, saved, tmp_path, name):
     damage, file = DAMAGES[name]
     folder = damaged(saved, tmp_path, damage)
@@ -118,6 +119,7 @@ class Bomb:
 @pytest.mark.parametrize(
     "name", ["manifest.json", "model-00000-000.safetensors", "optimizer-00001-000.safetensors"]
 )
+@pytest.mark.fault(21)
 def test_a_pickle_in_the_place_of_a_file_is_refused_and_does_not_run(saved, tmp_path, name):
     def plant(step: Path) -> None:
         (step / name).write_bytes(pickle.dumps(Bomb(tmp_path / "it ran")))
@@ -153,5 +155,6 @@ def load_watched(config) -> list[str]:
     return LOOKED_UP
 
 
+@pytest.mark.fault(21)
 def test_loading_unpickles_nothing_on_any_rank(pool, saved, tmp_path):
     assert pool.run(load_watched, run_config(tmp_path, ZERO1, load=saved), size=2) == [[], []]

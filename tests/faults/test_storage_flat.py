@@ -41,6 +41,7 @@ def save_often(config, saves: int) -> list[dict[str, int]]:
 
 
 @pytest.mark.parametrize("async_save", [False, True], ids=["at once", "in the background"])
+@pytest.mark.fault(26)
 def test_disk_descriptors_threads_and_memory_stay_flat_over_many_saves(pool, tmp_path, async_save):
     config = run_config(tmp_path, ZERO1, async_save=async_save, keep_last=2)
     for before, after in pool.run(save_often, config, SAVES, size=2):

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 HERE = Path(__file__).parent
 
 
+@pytest.mark.fault(2)
 def test_a_rank_killed_in_any_phase_of_a_save_leaves_the_newest_whole_step(tmp_path):
     done = subprocess.run(
         [sys.executable, str(HERE / "storage_kill_job.py"), str(tmp_path)],

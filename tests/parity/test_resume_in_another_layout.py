@@ -56,6 +56,7 @@ def uninterrupted(run: str) -> list[float]:
 
 
 @pytest.mark.parametrize("run, saved_in, loaded_in", CASES, ids=str)
+@pytest.mark.fault(9)
 def test_tensors_to_the_bit_and_losses_as_if_never_stopped(pool, tmp_path, run, saved_in, loaded_in):
     def on_rank_0(function, layout, **checkpoint):
         config = run_config(run, layout, "", train={"output_dir": str(tmp_path)}, checkpoint=checkpoint)

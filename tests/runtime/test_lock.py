@@ -23,6 +23,7 @@ def _holder(folder, code=HOLD + WAIT):
     return process
 
 
+@pytest.mark.fault(25)
 def test_second_job_is_refused_with_the_name_of_the_holder(tmp_path):
     process = _holder(tmp_path / "run")
     try:

@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 from megalith.errors import ConfigError, DataError
-from megalith.runtime.metrics import MetricsWriter, StepMetrics, cut_after_step, perplexity, read_records
+from megalith.runtime.metrics import (
+    MetricsWriter,
+    StepMetrics,
+    cut_after_step,
+    last_step,
+    perplexity,
+    read_records,
+)
 from megalith.runtime.sinks import TensorBoardSink, WandbSink
 
 KEYS = [
@@ -181,6 +188,9 @@ class RecordingSink:
     def write(self, step, figures):
         self.written.append((step, dict(figures)))
 
+    def rewind(self, step):
+        self.written.append(("rewind", step))
+
     def close(self):
         self.closed = True
 
@@ -205,14 +215,51 @@ def test_tensorboard_holds_the_resumed_curve_once(tmp_path):
         writer.log_step(_step(4, loss=1.0))
         writer.log_evaluation(4, 2.0)
 
+    assert tensorboard(tmp_path, "train/loss") == {1: 3.99, 2: 3.98, 3: 3.97, 4: 1.0}
+    assert tensorboard(tmp_path, "validation/loss") == {4: 2.0}
+
+
+def tensorboard(folder, name) -> dict[int, float]:
+    """What TensorBoard shows of a run, by step; no step stands twice."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    events = EventAccumulator(str(tmp_path / "tensorboard"))
+    events = EventAccumulator(str(folder / "tensorboard"))
     events.Reload()
-    losses = events.Scalars("train/loss")
-    assert [event.step for event in losses] == [1, 2, 3, 4]
-    assert losses[-1].value == 1.0
-    assert events.Scalars("validation/loss")[0].value == 2.0
+    shown = events.Scalars(name)
+    assert len({event.step for event in shown}) == len(shown), [event.step for event in shown]
+    return {event.step: round(event.value, 5) for event in shown}
+
+
+def spiked(folder, *sinks):
+    """Writes a run that goes back from step 5 to step 2, where it has been evaluated, and on to step 6."""
+    with MetricsWriter(folder, sinks=sinks) as writer:
+        for step in (1, 2, 3, 4, 5):
+            writer.log_step(_step(step))
+            writer.log_evaluation(step, 2.0)
+        writer.rewind(2)
+        for step in (3, 4, 5, 6):
+            writer.log_step(_step(step, loss=1.0))
+            writer.log_evaluation(step, 1.0)
+
+
+def test_tensorboard_holds_no_step_twice_after_a_loss_spike(tmp_path):
+    spiked(tmp_path, TensorBoardSink(tmp_path))
+    assert tensorboard(tmp_path, "train/loss") == {1: 3.99, 2: 3.98, **dict.fromkeys((3, 4, 5, 6), 1.0)}
+    assert tensorboard(tmp_path, "validation/loss") == {1: 2.0, 2: 2.0, **dict.fromkeys((3, 4, 5, 6), 1.0)}
+
+
+def test_wandb_is_sent_no_step_twice_after_a_loss_spike_or_a_crash(tmp_path, monkeypatch):
+    sent = []
+    run = types.SimpleNamespace(log=sent.append, finish=lambda: None, define_metric=lambda *a, **k: None)
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **kwargs: run))
+    spiked(tmp_path, WandbSink(tmp_path, "project", None, {}))
+    for figure in ("train/loss", "validation/loss"):
+        assert [record["step"] for record in sent if figure in record] == [1, 2, 3, 4, 5, 6]
+    logged = last_step(tmp_path / "metrics.jsonl")
+    with MetricsWriter(tmp_path, 4, [WandbSink(tmp_path, "project", None, {}, logged)]) as writer:
+        for step in (5, 6, 7):  # the process ended after step 6 and its last checkpoint was of step 4
+            writer.log_step(_step(step))
+    assert [record["step"] for record in sent if "train/loss" in record] == [1, 2, 3, 4, 5, 6, 7]
 
 
 @pytest.mark.parametrize(
@@ -224,7 +271,7 @@ def test_tensorboard_holds_the_resumed_curve_once(tmp_path):
 )
 def test_missing_tracker_is_a_sentence_with_the_pip_command(tmp_path, monkeypatch, module, setting, make):
     monkeypatch.setitem(sys.modules, module, None)  # what an uninstalled package looks like to an import
-    with pytest.raises(ConfigError, match=rf'{setting} is true.*pip install "megalith\[log\]".*to false'):
+    with pytest.raises(ConfigError, match=rf"{setting} is true.*pip install .*\[log\]'.*to false"):
         make(tmp_path)
 
 

@@ -1,6 +1,8 @@
 """The plots show what the run wrote: a PNG from one or several folders, and a curve drawn with text."""
 
+import json
 import math
+import warnings
 
 import matplotlib
 import numpy as np
@@ -52,6 +54,54 @@ def test_several_runs_are_drawn_over_each_other_in_their_own_colours(tmp_path):
     runs = [_run(tmp_path / "a"), _run(tmp_path / "b", start=7.0)]
     colours = _colours(plot_run(runs, tmp_path / "both.png"))
     assert (0x1F, 0x6F, 0xEB) in colours and (0xD9, 0x48, 0x0F) in colours
+
+
+def _legend(runs, png, monkeypatch):
+    """The lines of the legend of a plot."""
+    shown = []
+    legend = matplotlib.axes.Axes.legend
+    monkeypatch.setattr(
+        matplotlib.axes.Axes,
+        "legend",
+        lambda axes, *args, **kwargs: shown.append(legend(axes, *args, **kwargs)),
+    )
+    plot_run(runs, png)
+    return [
+        text.get_text()
+        for text in shown[0].get_texts()
+        if "validation" not in text.get_text() and "NaN" not in text.get_text()
+    ]
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("name", ["_x", "$a", "a$_b$", "_$"])
+def test_a_run_stands_in_the_legend_whatever_its_folder_is_called(tmp_path, monkeypatch, name):
+    (shown,) = _legend(_run(tmp_path / name), tmp_path / "run.png", monkeypatch)
+    assert shown.replace("\\", "").endswith(name)
+
+
+def test_runs_of_one_name_are_told_apart_and_equal_ones_are_all_seen(tmp_path, monkeypatch):
+    runs = [_run(tmp_path / "a" / "run"), _run(tmp_path / "b" / "run", start=7.0), _run(tmp_path / "c")]
+    shown = _legend([*runs, runs[1]], tmp_path / "four.png", monkeypatch)
+    assert shown == ["a/run", "b/run", "c, as a/run", "b/run (2), as b/run"]
+    first, third = (0x1F, 0x6F, 0xEB), (0x2B, 0x8A, 0x3E)
+    assert {first, third} <= _colours(tmp_path / "four.png")
+
+
+def test_an_expert_layer_without_tokens_and_a_loss_that_is_nan_are_drawn(tmp_path):
+    run = _run(tmp_path / "run")
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = [{**line, "moe_imbalance": 1.0, "moe_dropped": 0.0, "moe_aux_loss": None} for line in lines]
+    lines[-1].update(loss=math.nan, grad_norm=math.inf, moe_imbalance=math.nan)  # as other writers of JSON do
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    load = {"step": 60, "tokens": {"0": [0, 0, 0, 0], "1": [8, 0, 0, 0]}}
+    (run / "experts.jsonl").write_text(json.dumps(load) + "\n")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert plot_run(run, tmp_path / "run.png").stat().st_size > 0
+    lost = [{**line, "loss": None} for line in lines]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lost))
+    assert plot_run(run, tmp_path / "lost.png").stat().st_size > 0
 
 
 def test_run_of_one_step_is_plotted(tmp_path):

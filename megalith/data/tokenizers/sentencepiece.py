@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Self
 
 from megalith.data.tokenizers.base import Named, Tokenizer, read_file
-from megalith.errors import ConfigError, DataError
+from megalith.errors import ConfigError, DataError, install_line
 
 MODEL = "tokenizer.model"
 
@@ -23,7 +23,7 @@ class SentencePieceTokenizer(Tokenizer):
         except ImportError as error:
             raise ConfigError(
                 "SentencePieceTokenizer needs the sentencepiece package, which is not installed; "
-                "run: pip install 'megalith[tokenizers]'"
+                f"run: {install_line('tokenizers')}"
             ) from error
         model = self.files[MODEL]
         try:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from megalith.data.tokenizers.base import Named, Tokenizer, read_file, read_json
-from megalith.errors import ConfigError, DataError
+from megalith.errors import ConfigError, DataError, install_line
 
 RANKS = "ranks.tiktoken"
 
@@ -104,7 +104,7 @@ class TikTokenizer(Tokenizer):
         except ImportError as error:
             raise ConfigError(
                 "TikTokenizer needs the tiktoken package, which is not installed; "
-                "run: pip install 'megalith[tokenizers]'"
+                f"run: {install_line('tokenizers')}"
             ) from error
         self._encoding = tiktoken.Encoding(
             name="megalith",

@@ -1,0 +1,95 @@
+"""The README's two commands in their order: what `make train` leaves in a checkout is nothing to the tests."""
+
+import multiprocessing
+import shlex
+import shutil
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+import pytest
+
+from megalith.cli import main
+from megalith.runtime.metrics import read_records
+from megalith.runtime.pool import PRELOADED
+
+ROOT = Path(__file__).parents[1]
+TESTS = ROOT / "tests"
+
+SHORTER = {
+    "tokenizer": ["--vocab-size", "300"],
+    "preprocess": ["--workers", "0"],
+    "train": ["--train.train_iters", "3", "--optim.lr_warmup_iters", "1", "--train.eval_iters", "1",
+              "--model.num_layers", "1", "--model.hidden_size", "32", "--data.num_workers", "0"],
+    "generate": ["--max-new-tokens", "4"],
+}  # fmt: skip
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A copy of this checkout as it was cloned, with its environment ready; the working folder."""
+    folder = tmp_path / "checkout"
+    folder.mkdir()
+    for name in ("Makefile", "README.md", "pyproject.toml", "constraints.txt"):
+        shutil.copy2(ROOT / name, folder)
+    for name in ("examples", "tests"):
+        shutil.copytree(ROOT / name, folder / name)
+    (folder / ".venv").mkdir()
+    (folder / ".venv" / "ready").touch()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def commands_of(goal: str) -> list[list[str]]:
+    """What make would run for `goal`, in order, without its own `rm`."""
+    listed = subprocess.run(["make", "-n", goal], capture_output=True, text=True, check=True).stdout
+    lines = [shlex.split(line) for line in listed.replace("\\\n", " ").splitlines()]
+    return [words for words in lines if words[0] != "rm"]
+
+
+def collect(checkout: Path) -> None:
+    """Ends with pytest's exit code after `make test` has found its tests, which it does not run."""
+    for name, module in list(sys.modules.items()):
+        if (getattr(module, "__file__", None) or "").startswith(f"{TESTS}/"):
+            del sys.modules[name]  # the copy has modules of these names
+    sys.path[:] = [path for path in sys.path if not Path(path).is_relative_to(TESTS)]
+    sys.exit(
+        pytest.main(
+            ["--collect-only", "-qq", "--assert=plain", "-p", "no:cacheprovider", str(checkout / "tests")]
+        )
+    )
+
+
+def test_make_train_and_then_make_test(checkout, monkeypatch, tmp_path):
+    (tmp_path / "stdlib").mkdir()
+    for source in Path(sysconfig.get_path("stdlib")).glob("[a-d]*.py"):
+        shutil.copy(source, tmp_path / "stdlib")
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / "stdlib"))
+    commands = commands_of("train")
+    assert [words[0] for words in commands] == [".venv/bin/megalith"] * 7
+    for _, command, *words in commands:
+        assert main([command, *words, *SHORTER.get(command, [])]) == 0, (command, words)
+    assert len(read_records("runs/quickstart/metrics.jsonl")) == 3 and Path("data/tokenizer.json").is_file()
+    assert commands_of("test")[-1] == [".venv/bin/python", "-m", "pytest", "tests"]
+    processes = multiprocessing.get_context("forkserver")
+    processes.set_forkserver_preload(PRELOADED)
+    collecting = processes.Process(target=collect, args=(checkout,))
+    collecting.start()
+    collecting.join()
+    assert collecting.exitcode == 0
+
+
+def test_the_readme_shows_what_make_train_runs(checkout):
+    shown = (ROOT / "README.md").read_text(encoding="utf-8").replace("\\\n", " ")
+    for _, command, *words in commands_of("train"):
+        if command == "plot":
+            continue
+        lines = [
+            shlex.split(line)[1:] for line in shown.splitlines() if line.startswith(f"megalith {command} ")
+        ]
+        assert any(line and set(line) <= {command, *words} for line in lines), (command, words)
+
+
+def test_every_test_runs_in_an_empty_folder_of_its_own():
+    assert not Path.cwd().is_relative_to(ROOT) and not list(Path.cwd().iterdir())
