@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from megalith.errors import ConfigError, DataError, MegalithError
+from megalith.errors import LINES, ConfigError, DataError, MegalithError, printable
 
 Arguments = argparse.Namespace
 
@@ -141,7 +141,7 @@ def generate(args: Arguments) -> int:
     for number, ids in enumerate(texts):
         if number:
             print("-" * 80)
-        print(tokenizer.decode(ids))
+        print(printable(tokenizer.decode(ids), LINES))
     return 0
 
 
@@ -182,7 +182,7 @@ def plot(args: Arguments) -> int:
         return 0
     output = args.output or Path(args.run_dir[0]) / "loss.png"
     try:
-        print(plot_run(args.run_dir, output))
+        print(printable(plot_run(args.run_dir, output)))
     except OSError as error:
         raise DataError(f"{output} cannot be written: {error.strerror}; choose another --output") from None
     return 0

@@ -30,7 +30,7 @@ from megalith.checkpoint.manifest import (
 from megalith.checkpoint.read import Checkpoint, files_for
 from megalith.checkpoint.steps import CHECKPOINTS, STEP, TOKENIZER, list_steps, save_order
 from megalith.comm import Axis
-from megalith.errors import CheckpointError
+from megalith.errors import CheckpointError, printable
 from megalith.parallel.gather import ALONE
 from megalith.parallel.shards import Box
 
@@ -73,7 +73,7 @@ def open_checkpoint(
             continue
         if refused and world.rank == 0:
             warnings.warn(
-                f"going back to {candidate}, the newest whole checkpoint; skipped: {'; '.join(refused)}",
+                f"going back to {printable(candidate)}, the newest whole checkpoint; skipped: {'; '.join(refused)}",
                 stacklevel=2,
             )
         return checkpoint
