@@ -26,7 +26,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megalith.checkpoint.manifest import FileRecord, TensorRecord
-from megalith.disk import sync_folder
+from megalith.disk import replace_file
 from megalith.errors import CheckpointError
 
 DTYPE_CODES = {
@@ -157,10 +157,7 @@ def write_text(path: Path, text: str) -> None:
 
 def replace_text(path: Path, text: str) -> None:
     """Gives a text file new content at once: a reader sees the old or the new, never a part. Raises OSError."""
-    temporary = path.with_name(f"{path.name}.tmp")
-    write_text(temporary, text)
-    os.replace(temporary, path)
-    sync_folder(path.parent)
+    replace_file(path, text)
 
 
 def record_and_sync(path: Path) -> FileRecord:
