@@ -17,7 +17,7 @@ from megalith.bridge.families import family_for, family_named, family_of
 from megalith.bridge.family import Family
 from megalith.bridge.folder import CONFIG, find_folder, read_json
 from megalith.bridge.importer import Change, import_hf, new_run, refuse_existing
-from megalith.bridge.load import check_base, is_source, model_of
+from megalith.bridge.load import check_base, config_of, is_source, model_of
 from megalith.bridge.peft import CONFIG_FILE, PeftFolder, is_peft, save_peft
 from megalith.checkpoint import Checkpoint, RunRecord, StepWriter, open_existing
 from megalith.checkpoint.fingerprint import Sample, digest, sample
@@ -175,7 +175,7 @@ def _rewrite(checkpoint: Checkpoint, out: Path, change: Change) -> Path:
 
 def _open_run(run: str | Path) -> tuple[Checkpoint, RunConfig]:
     checkpoint = open_existing(run)
-    config = RunConfig.from_tree(checkpoint.manifest.config)
+    config = config_of(checkpoint)
     if config.lora.rank is None:
         raise CheckpointError(f"{checkpoint.folder} is of a run without adapters; give one with lora.rank")
     return checkpoint, config

@@ -114,7 +114,12 @@ def _scaling(kind: str, given: Mapping[str, Any], theirs: Mapping[str, Any]) -> 
     if "original_max_position_embeddings" in parts:
         original = theirs.get("original_max_position_embeddings") if kind == "longrope" else None
         fields.setdefault("original_max_position_embeddings", original or longest)
-    if kind == "longrope":  # there the factor follows from the two lengths
+    if kind == "longrope" and "factor" not in fields:  # there it follows from the two lengths
+        if not longest or not fields["original_max_position_embeddings"]:
+            raise ConfigError(
+                "config.json has longrope without max_position_embeddings and original_max_position_embeddings, from "
+                "which its factor follows; add them"
+            )
         fields.setdefault("factor", longest / fields["original_max_position_embeddings"])
     return {"type": kind, **fields}
 

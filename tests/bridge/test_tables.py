@@ -110,7 +110,7 @@ def test_a_model_that_no_family_can_say_is_refused_with_the_reason_of_each() -> 
         ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
         ("gemma2", {"hidden_activation": "swish"}, "hidden_activation 'swish'"),
-        ("llama", {"num_hidden_layers": "many"}, "num_layers is 'many'"),
+        ("llama", {"num_hidden_layers": "many"}, "num_hidden_layers 'many'"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "type 'dynamic'"),
         ("yarn rope", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}}, "mscale"),
         ("qwen3", {"use_sliding_window": True}, "use_sliding_window True"),
