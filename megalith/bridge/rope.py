@@ -63,9 +63,8 @@ class RopeByLayer:
             )
         base = whole.get("rope_theta") or theirs.get("rope_theta") or 1e6
         fields = Rope().read({**theirs, "rope_parameters": {**whole, "rope_theta": base}})
-        if theirs.get("sliding_window") and "sliding_attention" in theirs.get(
-            "layer_types", ["sliding_attention"]
-        ):
+        kinds = theirs.get("layer_types") or ["sliding_attention"]
+        if theirs.get("sliding_window") and "sliding_attention" in kinds:
             fields["rotary_base_local"] = (
                 local.get("rope_theta") or theirs.get("rope_local_base_freq") or 10000.0
             )

@@ -99,7 +99,7 @@ class HuggingFaceTokenizer(_RustTokenizer):
         for name in (CONFIG, SPECIAL_TOKENS):
             token = tables[name].get("eos_token")
             token = token.get("content") if isinstance(token, dict) else token
-            if isinstance(token, str) and (found := self._tokenizer.token_to_id(token)) is not None:
+            if isinstance(token, str) and _is_unicode(token) and (found := self._tokenizer.token_to_id(token)) is not None:
                 return found
         for name in (GENERATION, MODEL_CONFIG):
             ids = tables[name].get("eos_token_id")
@@ -153,6 +153,11 @@ class GPT2BPETokenizer(_RustTokenizer):
                 "or tokenizer_model: the folder that holds both"
             )
         return cls({VOCAB: read_file(vocab_file, "vocabulary"), MERGES: read_file(merge_file, "merges file")})
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether the library can take it: JSON may hold half of a surrogate pair."""
+    return not any("\ud800" <= one <= "\udfff" for one in text)
 
 
 def _merges(content: bytes) -> list[tuple[str, str]]:
