@@ -167,3 +167,19 @@ def test_unknown_architectures_are_refused_with_the_known_ones() -> None:
         ConfigError, match=r"BertForMaskedLM, which is not known.*known: GPT2LMHeadModel, Llama"
     ):
         family_of({"architectures": ["BertForMaskedLM"]}, "x")
+
+
+def test_what_a_config_json_leaves_out_has_the_default_of_transformers() -> None:
+    """Keys that older files lack: the value that transformers takes for them, at which it builds the same model."""
+    for name, key, default in (
+        ("gemma2", "query_pre_attn_scalar", 256),
+        ("qwen3 moe", "decoder_sparse_step", 1),
+        ("llama", "tie_word_embeddings", False),
+        ("gemma3", "rope_local_base_freq", 10_000.0),
+    ):
+        if name not in CASES:
+            continue
+        tree = their_tree(name)
+        family = family_named_by(name)
+        tree.pop(key, None)
+        assert differences(family.read_config(tree), family.read_config(tree | {key: default})) == [], (name, key)

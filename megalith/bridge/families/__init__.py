@@ -49,7 +49,12 @@ def family_of(theirs: Mapping[str, Any], where: str) -> Family:
     names = theirs.get("architectures") or [
         family.architecture for family in FAMILIES.values() if family.model_type == theirs.get("model_type")
     ]
-    return family_named(names[0] if names else str(theirs.get("model_type")), where)
+    name = names[0] if names else str(theirs.get("model_type"))
+    if all(name not in (family.architecture, family.model_type) for family in FAMILIES.values()):
+        raise ConfigError(  # no suggestion: a name that is spelled nearly alike is another model
+            f"{where} names the architecture {name}, which cannot be built here; known: {', '.join(FAMILIES)}"
+        )
+    return family_named(name, where)
 
 
 def family_named(name: str, where: str) -> Family:
