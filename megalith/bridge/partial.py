@@ -42,7 +42,9 @@ class PartialFolder:
         try:
             self.path.mkdir()
         except FileExistsError:
-            raise CheckpointError(f"{self.path} is being made by another process; wait for it to end") from None
+            raise CheckpointError(
+                f"{self.path} is being made by another process; wait for it to end"
+            ) from None
         self._hold(self.path / MARK, os.O_CREAT | os.O_EXCL)
 
     def commit(self) -> None:
@@ -67,7 +69,9 @@ class PartialFolder:
 
     def _rename_twice(self) -> Path:
         if os.path.lexists(self._aside):
-            raise CheckpointError(f"{self._aside} is there already, where the old {self.out.name} was to go; move it")
+            raise CheckpointError(
+                f"{self._aside} is there already, where the old {self.out.name} was to go; move it"
+            )
         os.rename(self.out, self._aside)
         os.rename(self.path, self.out)
         return self._aside
@@ -96,7 +100,9 @@ class PartialFolder:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._release()
-            raise CheckpointError(f"{self.path} is being made by another process; wait for it to end") from None
+            raise CheckpointError(
+                f"{self.path} is being made by another process; wait for it to end"
+            ) from None
         except OSError:  # a filesystem without locks: nothing guards it
             pass
 

@@ -178,7 +178,10 @@ class IndexedWriter:
         self._lengths = array("i")  # tokens of each sequence
         self._documents = array("q", [0])  # the document indices
         mine = f"partial-{os.getpid()}-{secrets.token_hex(4)}"
-        self._partial_bin, self._partial_idx = Path(f"{self.bin_path}.{mine}"), Path(f"{self.idx_path}.{mine}")
+        self._partial_bin, self._partial_idx = (
+            Path(f"{self.bin_path}.{mine}"),
+            Path(f"{self.idx_path}.{mine}"),
+        )
         try:
             with writing(self._partial_bin):
                 self._file = open(self._partial_bin, "xb", buffering=1 << 20)  # noqa: SIM115 (closed in __exit__)

@@ -59,7 +59,10 @@ def test_a_kill_at_any_moment_loses_nothing_and_the_next_conversion_mends_it(
         if out.exists():
             assert (out / "config.json").read_text() in ("old", "new")
         else:  # between two renames, where the kernel cannot exchange names
-            assert [path.read_text() for path in out.parent.glob("*/config.json")] in (["old", "new"], ["new", "old"])
+            assert [path.read_text() for path in out.parent.glob("*/config.json")] in (
+                ["old", "new"],
+                ["new", "old"],
+            )
             absent.append(at)
         folder = PartialFolder(out)
         folder.begin()
@@ -67,7 +70,9 @@ def test_a_kill_at_any_moment_loses_nothing_and_the_next_conversion_mends_it(
         folder.abandon()
         replace(out, "third")
         assert [path.name for path in out.parent.iterdir()] == ["hf_model"]
-        assert [path.name for path in out.iterdir()] == ["config.json"] and (out / "config.json").read_text() == "third"
+        assert [path.name for path in out.iterdir()] == ["config.json"] and (
+            out / "config.json"
+        ).read_text() == "third"
         if not was_killed:
             break
     assert at > 10 and len(absent) == (0 if can_exchange else 1), (at, absent)

@@ -95,7 +95,8 @@ def test_a_full_disk_leaves_the_old_step_whole_and_no_remains(tiny_run, tmp_path
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
         with pytest.raises(
-            CheckpointError, match=r"step_00000002 could not be saved.*it takes .* GB, .* GB are free.*saved before are whole"
+            CheckpointError,
+            match=r"step_00000002 could not be saved.*it takes .* GB, .* GB are free.*saved before are whole",
         ):
             run.save(tmp_path, keep_last=1)
     finally:

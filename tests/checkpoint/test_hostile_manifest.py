@@ -73,7 +73,14 @@ def test_every_setting_of_a_manifests_model(step):
     rewrite(content)
     load(folder)
     names = ["num_layers", "hidden_size", "num_attention_heads", "vocab_size", "max_position_embeddings"]
-    names += ["rope_scaling", "num_experts", "window_size", "kv_channels", "ffn_hidden_size", "mtp_num_layers"]
+    names += [
+        "rope_scaling",
+        "num_experts",
+        "window_size",
+        "kv_channels",
+        "ffn_hidden_size",
+        "mtp_num_layers",
+    ]
     few = {name: model[name] for name in (*names, "moe_layer_freq")}
     cases = [(name, {"model": model | changed}) for name, changed in spoiled(few)]
     cases += [*spoiled({"model": {}, "lora": {}, "train": {}}), ("nothing", {})]

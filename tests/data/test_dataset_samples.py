@@ -176,4 +176,7 @@ def test_a_dataset_tells_how_often_it_goes_over_its_documents(tmp_path):
     with IndexedWriter(tmp_path / "a", np.uint16) as writer:
         writer.add_document(np.arange(41))
     dataset = IndexedDataset(tmp_path / "a")
-    assert [GPTDataset(dataset, 0, 1, 4, n, 1).epochs() for n in (10, 11)] == [{dataset.prefix: 1}, {dataset.prefix: 2}]
+    assert [GPTDataset(dataset, 0, 1, 4, n, 1).epochs() for n in (10, 11)] == [
+        {dataset.prefix: 1},
+        {dataset.prefix: 2},
+    ]

@@ -6,8 +6,6 @@ import random
 import subprocess
 import sys
 
-import os
-
 import numpy as np
 import pytest
 
@@ -274,7 +272,9 @@ def test_both_files_are_on_the_disk_before_they_have_their_names(tmp_path, monke
     done, fsync, replace = [], os.fsync, os.replace
 
     def synced(descriptor):
-        done.append("sync " + os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")).split(".partial")[0])
+        done.append(
+            "sync " + os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")).split(".partial")[0]
+        )
         fsync(descriptor)
 
     monkeypatch.setattr(os, "fsync", synced)

@@ -99,7 +99,11 @@ class HuggingFaceTokenizer(_RustTokenizer):
         for name in (CONFIG, SPECIAL_TOKENS):
             token = tables[name].get("eos_token")
             token = token.get("content") if isinstance(token, dict) else token
-            if isinstance(token, str) and _is_unicode(token) and (found := self._tokenizer.token_to_id(token)) is not None:
+            if (
+                isinstance(token, str)
+                and _is_unicode(token)
+                and (found := self._tokenizer.token_to_id(token)) is not None
+            ):
                 return found
         for name in (GENERATION, MODEL_CONFIG):
             ids = tables[name].get("eos_token_id")
