@@ -1,9 +1,9 @@
 """A folder that is made beside its place and takes its name whole, without a moment in which neither has it.
 
-`OUT.partial` carries a mark that its maker holds a lock on. What is found there without the mark is someone's own and is
-not touched; what has it and is not locked was left by a conversion that was killed. An old folder in the place changes
-names with the new one in a single call of the kernel. Filesystems that have no such call (NFS, Lustre) take two renames;
-a kill between them is mended by the next conversion to this place.
+`OUT.partial` carries a mark that its maker holds a lock on. What is found there without the mark is someone's own and
+is not touched; what has it and is not locked was left by a conversion that was killed. An old folder in the place
+changes names with the new one in a single call of the kernel. Filesystems that have no such call (NFS, Lustre) take
+two renames; a kill between them is mended by the next conversion to this place.
 """
 
 from __future__ import annotations

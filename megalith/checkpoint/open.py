@@ -267,8 +267,8 @@ def _refuse_other_weights(folder: Path) -> None:
     for mark, what, command in OTHERS:
         if any(mark.fullmatch(name) for name in names):
             raise CheckpointError(
-                f"{folder} holds {what}, no steps of a Megalith run; write them as one: megalith {command} {folder} RUN, "
-                "and begin from that folder"
+                f"{folder} holds {what}, no steps of a Megalith run; write it as one: megalith {command} {folder} RUN, "
+                "and begin from there"
             )
     found = next((name for name in names if name.endswith((".safetensors", ".distcp", ".pt"))), None)
     if found:

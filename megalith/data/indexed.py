@@ -168,12 +168,6 @@ class IndexedWriter:
         if self.dtype not in CODES:
             known = ", ".join(str(d) for d in CODES)
             raise DataError(f"token dtype {self.dtype} cannot be written; choose one of {known}")
-        for path in (self.bin_path, self.idx_path):
-            if path.exists() and not overwrite:
-                raise DataError(
-                    f"{path} exists and is not overwritten; remove it, choose another output prefix, or set overwrite "
-                    "(--overwrite)"
-                )
         self._lock = _PrefixLock(prefix)
         self._lengths = array("i")  # tokens of each sequence
         self._documents = array("q", [0])  # the document indices
@@ -183,11 +177,21 @@ class IndexedWriter:
             Path(f"{self.idx_path}.{mine}"),
         )
         try:
+            if not overwrite:
+                self._refuse_existing()
             with writing(self._partial_bin):
                 self._file = open(self._partial_bin, "xb", buffering=1 << 20)  # noqa: SIM115 (closed in __exit__)
         except DataError:
             self._lock.close()
             raise
+
+    def _refuse_existing(self) -> None:
+        for path in (self.bin_path, self.idx_path):
+            if path.exists():
+                raise DataError(
+                    f"{path} exists and is not overwritten; remove it, choose another output prefix, or set overwrite "
+                    "(--overwrite)"
+                )
 
     def __enter__(self) -> IndexedWriter:
         return self

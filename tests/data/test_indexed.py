@@ -257,7 +257,7 @@ def test_random_damage_is_refused_or_stays_inside_the_file(tmp_path):
 def test_two_writers_of_one_prefix_are_refused_and_a_lock_that_was_left_holds_nobody(tmp_path):
     (tmp_path / "a.lock").touch()  # of a writer that was killed
     with IndexedWriter(tmp_path / "a", np.uint16) as first:
-        with pytest.raises(DataError, match="another process is writing .*/a; wait for it to end"):
+        with pytest.raises(DataError, match=r"another process is writing .*/a; wait for it to end"):
             IndexedWriter(tmp_path / "a", np.uint16, overwrite=True)
         with IndexedWriter(tmp_path / "b", np.uint16) as other:
             other.add_document(np.arange(2))
