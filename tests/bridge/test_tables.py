@@ -177,7 +177,9 @@ def test_what_a_config_json_leaves_out_has_the_default_of_transformers() -> None
         ("llama", "tie_word_embeddings", False),
         ("gemma3", "rope_local_base_freq", 10_000.0),
     ):
-        tree = {other: value for other, value in their_tree(name).items() if other not in (key, "rope_parameters")}
+        tree = {
+            other: value for other, value in their_tree(name).items() if other not in (key, "rope_parameters")
+        }
         family = family_named_by(name)
         assert differences(family.read_config(tree), family.read_config(tree | {key: default})) == [], (
             name,

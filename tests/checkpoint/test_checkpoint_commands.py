@@ -209,4 +209,9 @@ def test_hashes_are_listed_by_name_in_whatever_order_tensors_were_saved(command,
             for name in order:
                 writer.add("model", name, torch.full((2,), float(ord(name))))
         texts.append(command("hash", tmp_path / order)[1])
-    assert texts[0] == texts[1] and [line.split()[1] for line in texts[0].splitlines()] == ["a", "b", "c", "all"]
+    assert texts[0] == texts[1] and [line.split()[1] for line in texts[0].splitlines()] == [
+        "a",
+        "b",
+        "c",
+        "all",
+    ]
