@@ -57,14 +57,14 @@ class PartialFolder:
         sync_folder(self.out.parent)
         if old is not None:
             os.rename(self.out / MARK, old / MARK)  # what is left of it, should we be killed now, is known
-            shutil.rmtree(old, ignore_errors=True)
+            _remove_marked(old)
         (self.out / MARK).unlink(missing_ok=True)
         self._release()
 
     def abandon(self) -> None:
         """Removes what was made, where it was this process that made it."""
         if self._lock is not None:
-            shutil.rmtree(self.path, ignore_errors=True)
+            _remove_marked(self.path)
             self._release()
 
     def _rename_twice(self) -> Path:
@@ -80,6 +80,8 @@ class PartialFolder:
         """Removes what a killed conversion to this place left, and gives an old folder that it set aside its name."""
         marked = [folder for folder in (self.path, self.out) if (folder / MARK).is_file()]
         if not marked:
+            with contextlib.suppress(OSError):
+                self.path.rmdir()  # an empty folder is nobody's loss: we may have been killed before it had its mark
             if os.path.lexists(self.path):
                 raise CheckpointError(
                     f"{self.path} is there, and is not what a conversion left; move it away, or choose another place"
@@ -89,8 +91,8 @@ class PartialFolder:
         if self._aside.is_dir() and not self.out.exists():
             os.rename(self._aside, self.out)
         elif self.out in marked:  # it was whole, and the rest is what it replaced
-            shutil.rmtree(self._aside, ignore_errors=True)
-        shutil.rmtree(self.path, ignore_errors=True)
+            _remove_marked(self._aside)
+        _remove_marked(self.path)
         (self.out / MARK).unlink(missing_ok=True)
         self._release()
 
@@ -111,6 +113,18 @@ class PartialFolder:
             with contextlib.suppress(OSError):
                 os.close(self._lock)
             self._lock = None
+
+
+def _remove_marked(folder: Path) -> None:
+    """Removes a folder, its mark last: what is left after a kill is still known. Raises nothing."""
+    with contextlib.suppress(OSError):
+        for path in folder.iterdir():
+            if path.is_dir() and not path.is_symlink():
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name != MARK:
+                path.unlink(missing_ok=True)
+        (folder / MARK).unlink(missing_ok=True)
+        folder.rmdir()
 
 
 def _exchange(one: Path, other: Path) -> bool:
