@@ -12,6 +12,9 @@ from megalith.bridge.partial import MARK, PartialFolder
 from megalith.errors import CheckpointError
 
 
+EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "exchange")
+
+
 def replace(out: Path, content: str) -> None:
     folder = PartialFolder(out)
     folder.begin()
@@ -27,7 +30,7 @@ def killed(work, at: int) -> bool:
     seen, exchange = [], partial._exchange
 
     def event(name: str = "", *_: object) -> None:
-        if name.startswith(("os.", "open", "shutil.", "exchange")):
+        if name in EVENTS:
             seen.append(name)
             if len(seen) > at:
                 os.kill(os.getpid(), signal.SIGKILL)

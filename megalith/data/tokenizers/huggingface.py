@@ -130,8 +130,14 @@ class GPT2BPETokenizer(_RustTokenizer):
             raise DataError(
                 "the vocabulary file is not a JSON object of token → id; give GPT-2's vocab.json as vocab_file"
             )
+        merges = _merges(self.files[MERGES])
+        if lost := next((pair for pair in merges if not {*pair, "".join(pair)} <= vocab.keys()), None):
+            raise DataError(
+                f"the merges file does not fit the vocabulary of {len(vocab)} tokens (it joins {lost[0]!r} and "
+                f"{lost[1]!r}, and one of the three is not there); give the merges.txt that came with this vocab.json"
+            )
         try:
-            model = tokenizers.models.BPE(vocab, _merges(self.files[MERGES]))
+            model = tokenizers.models.BPE(vocab, merges)
         except Exception as error:  # the library raises bare Exception
             raise DataError(
                 f"the merges file does not fit the vocabulary of {len(vocab)} tokens ({error}); "
