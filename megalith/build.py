@@ -190,6 +190,12 @@ class Data:
         evaluated = config.train.eval_iters * batch_sizes.global_batch_size
         samples = (batch_sizes.samples_for_iterations(total_steps), evaluated, evaluated)
         self.train, self.valid, self.test = open_datasets(config, samples, self._rules.eod)
+        again = [f"{prefix} {count} times" for prefix, count in self.train.epochs().items() if count > 1]
+        if again and config.data.dataloader_type == "single":
+            config.notes.append(
+                f"data.dataloader_type single reads the run's {samples[0]:,} samples in order, each once, and these go "
+                f"over the documents more than once: {', '.join(again)}"
+            )
 
     def train_loader(
         self,

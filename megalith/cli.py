@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import megalith
-from megalith.errors import ConfigError, DataError, MegalithError, did_you_mean
+from megalith.errors import LINES, ConfigError, DataError, MegalithError, did_you_mean, printable
 from megalith.runtime.parent import end_with_launcher
 from megalith.runtime.streams import lasting_streams
 
@@ -232,7 +232,7 @@ def generate(args: Arguments) -> int:
     for number, ids in enumerate(texts):
         if number:
             print("-" * 80)
-        print(tokenizer.decode(ids))
+        print(printable(tokenizer.decode(ids), LINES))
     return 0
 
 
@@ -273,7 +273,7 @@ def plot(args: Arguments) -> int:
         return 0
     output = args.output or Path(args.run_dir[0]) / "loss.png"
     try:
-        print(plot_run(args.run_dir, output))
+        print(printable(plot_run(args.run_dir, output)))
     except OSError as error:
         raise DataError(f"{output} cannot be written: {error.strerror}; choose another --output") from None
     return 0

@@ -1,19 +1,49 @@
-"""The errors a user can meet. Each message is a sentence: the values, the rule, the way out.
+"""The errors a user can meet, and text that is safe to print.
 
-The command line prints the message without a traceback and exits with `exit_code`.
+Each message is a sentence: the values, the rule, the way out. The command line prints it without a traceback and exits
+with `exit_code`. What an error quotes may come from a file that a stranger made, so its text is `printable` from the
+beginning, wherever it is shown later.
 """
 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
+from typing import Self
+
+# Control characters (C0, DEL, C1), ends of lines, marks that turn the direction of writing, and lone surrogates.
+_UNPRINTABLE = re.compile("[\x00-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+LINES = "\n\t"  # what a text of several lines keeps
+
+
+def printable(text: object, keep: str = "") -> str:
+    """`text` with what would act on a terminal, or could not be encoded, as escapes: a name with ESC as `\\x1b`.
+
+    A name, a key or a path keeps nothing, so that it cannot forge a line; a text keeps `LINES`.
+    """
+
+    def escape(match: re.Match[str]) -> str:
+        one = match[0]
+        if one in keep:
+            return one
+        return f"\\x{ord(one):02x}" if ord(one) < 0x100 else f"\\u{ord(one):04x}"
+
+    return _UNPRINTABLE.sub(escape, str(text))
 
 
 class MegalithError(Exception):
-    """Anything that went wrong for a reason that the user can read and act on."""
+    """Anything that went wrong for a reason that the user can read and act on: a sentence, or one a line."""
 
     exit_code = 1
+
+    def __init__(self, *sentences: str):
+        super().__init__("\n".join(map(printable, sentences)))
+
+    def within(self, place: object) -> Self:
+        """The same error with the file or folder that it is of before each sentence."""
+        return type(self)(*(f"{place}: {sentence}" for sentence in str(self).split("\n")))
 
 
 class ConfigError(MegalithError):

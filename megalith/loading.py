@@ -8,7 +8,7 @@ import torch
 
 from megalith.bridge.folder import is_model_folder
 from megalith.bridge.importer import SEED, common_dtype, open_source
-from megalith.bridge.load import begin_from, check_base, load_source
+from megalith.bridge.load import begin_from, check_base, config_of, load_source
 from megalith.bridge.origin import check_vocabulary, saved_tokenizer, tokenizer_of
 from megalith.build import COMPUTE_DTYPES, vocabulary_rows
 from megalith.checkpoint import Checkpoint, load_model, open_existing
@@ -38,7 +38,7 @@ def load_with_tokenizer(
     if is_model_folder(path):
         return _load_hugging_face(path, device)
     checkpoint = open_existing(path)
-    config = RunConfig.from_tree(checkpoint.manifest.config)
+    config = config_of(checkpoint)
     model = Transformer(
         config.model,
         compute_dtype=COMPUTE_DTYPES[config.train.precision],

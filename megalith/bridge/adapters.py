@@ -17,7 +17,8 @@ from megalith.bridge.families import family_for, family_named, family_of
 from megalith.bridge.family import Family
 from megalith.bridge.folder import CONFIG, find_folder, read_json
 from megalith.bridge.importer import Change, import_hf, new_run, refuse_existing
-from megalith.bridge.load import check_base, is_source, model_of
+from megalith.bridge.load import check_base, config_of, is_source, model_of
+from megalith.bridge.partial import PartialFolder
 from megalith.bridge.peft import CONFIG_FILE, PeftFolder, is_peft, save_peft
 from megalith.checkpoint import Checkpoint, RunRecord, StepWriter, open_existing
 from megalith.checkpoint.fingerprint import Sample, digest, sample
@@ -70,15 +71,15 @@ def export_adapters(run: str | Path, out: str | Path, family: str | None = None)
     checkpoint, config = _open_run(run)
     chosen = family_named(family, "--family") if family else _family(config.model)
     read = _reader(checkpoint)
-    partial = out.with_name(out.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)
+    partial = PartialFolder(out)
     try:
-        save_peft(partial, chosen, config.model, config.lora, read, config.model.init_from)
-        partial.rename(out)
+        partial.begin()
+        save_peft(partial.path, chosen, config.model, config.lora, read, config.model.init_from)
+        partial.commit()
     except OSError as error:
         raise CheckpointError(f"{out} could not be written: {error.strerror}; make room there") from error
     finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        partial.abandon()
     return chosen
 
 
@@ -142,7 +143,7 @@ def _adapted(source: str | Path, base: str | None) -> tuple[str, Transformer, Ch
 
 
 def _known(base: str | None, source: str | Path) -> str:
-    if base is None:
+    if not isinstance(base, str):
         raise ConfigError(f"{source} does not say what its adapters belong to; name it with --base")
     return base
 
@@ -175,7 +176,7 @@ def _rewrite(checkpoint: Checkpoint, out: Path, change: Change) -> Path:
 
 def _open_run(run: str | Path) -> tuple[Checkpoint, RunConfig]:
     checkpoint = open_existing(run)
-    config = RunConfig.from_tree(checkpoint.manifest.config)
+    config = config_of(checkpoint)
     if config.lora.rank is None:
         raise CheckpointError(f"{checkpoint.folder} is of a run without adapters; give one with lora.rank")
     return checkpoint, config

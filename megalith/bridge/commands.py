@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import sys
 
+from megalith.errors import printable
+
 
 def add_import_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Write a Hugging Face model as a checkpoint to train or generate from."
@@ -20,11 +22,11 @@ def run_import(args: argparse.Namespace) -> int:
     from megalith.bridge.importer import import_hf
 
     step = import_hf(args.source, args.out, allow=args.allow)
-    print(f"wrote {step}")
+    print(f"wrote {printable(step)}")
     if args.verify:
         from megalith.bridge.verify import certify
 
-        print(f"verified: {certify(step, args.source, args.out)}")
+        print(f"verified: {printable(certify(step, args.source, args.out))}")
     return 0
 
 
@@ -47,7 +49,7 @@ def run_megatron(args: argparse.Namespace) -> int:
     step = import_megatron(
         args.source, args.out, trust=args.trust, vocab_size=args.vocab_size, allow=args.allow
     )
-    print(f"wrote {step}")
+    print(f"wrote {printable(step)}")
     return 0
 
 
@@ -74,12 +76,12 @@ def run_export(args: argparse.Namespace) -> int:
         args.checkpoint, args.out, family=args.family, dtype=args.dtype, shard_bytes=int(args.shard_gb * 1e9)
     )
     for note in result.notes:
-        print(note, file=sys.stderr)
-    print(f"wrote {result.path} ({result.family.architecture})")
+        print(printable(note), file=sys.stderr)
+    print(f"wrote {printable(result.path)} ({result.family.architecture})")
     if args.verify:
         from megalith.bridge.verify import certify
 
-        print(f"verified: {certify(result.checkpoint.folder, result.path, args.out)}")
+        print(f"verified: {printable(certify(result.checkpoint.folder, result.path, args.out))}")
     return 0
 
 
@@ -94,7 +96,7 @@ def run_lora_export(args: argparse.Namespace) -> int:
     from megalith.bridge.adapters import export_adapters
 
     family = export_adapters(args.run_dir, args.out, args.family)
-    print(f"wrote {args.out}, for {family.architecture}")
+    print(f"wrote {printable(args.out)}, for {family.architecture}")
     return 0
 
 
@@ -112,7 +114,7 @@ def add_lora_merge_arguments(parser: argparse.ArgumentParser) -> None:
 def run_lora_merge(args: argparse.Namespace) -> int:
     from megalith.bridge.adapters import merge
 
-    print(f"wrote {merge(args.source, args.out, args.base)}")
+    print(f"wrote {printable(merge(args.source, args.out, args.base))}")
     return 0
 
 

@@ -12,6 +12,7 @@ from megalith.bridge.families import family_for, family_named, family_of
 from megalith.bridge.family import Family, Group
 from megalith.bridge.folder import CONFIG, DTYPE_NAMES, GENERATION, is_model_folder
 from megalith.bridge.importer import PRECISIONS
+from megalith.bridge.load import config_of
 from megalith.bridge.origin import Origin, read_origin, saved_tokenizer
 from megalith.bridge.progress import ByteProgress
 from megalith.bridge.settings import Tree, differences
@@ -59,7 +60,7 @@ def export_hf(
     nothing is left then.
     """
     opened = open_existing(checkpoint)
-    config = RunConfig.from_tree(opened.manifest.config)
+    config = config_of(opened)
     if config.lora.rank is not None:
         raise ConfigError(
             f"{opened.folder} holds adapters alone; write them with megalith lora export, or merge them with their "

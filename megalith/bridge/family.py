@@ -10,11 +10,13 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from megalith.bridge.kinds import check_kinds
 from megalith.bridge.rows import Rule, Run
 from megalith.bridge.settings import Setting, Tree, differences
-from megalith.config import ModelConfig
+from megalith.config import LoraConfig, ModelConfig
 from megalith.config.base import Decides, as_config_error
 from megalith.errors import ConfigError
+from megalith.models.lora import add_adapters
 from megalith.models.transformer import Transformer
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # a row an entry, padded in memory
@@ -51,6 +53,7 @@ class Family:
 
     def read_config(self, theirs: Mapping[str, Any]) -> ModelConfig:
         """The model of a config.json. Raises ConfigError where it asks for what this family does not have here."""
+        check_kinds(theirs)
         fields, theirs = {}, {**self.absent, **theirs}
         for setting in self.settings:
             for name, value in setting.read(theirs).items():
@@ -75,7 +78,7 @@ class Family:
     def groups(self, model: ModelConfig) -> list[Group]:
         """Each tensor of the model with the tensors of theirs that it is made of, in the model's order."""
         groups = []
-        for name, tensor in Transformer(model, device="meta").state_dict().items():
+        for name, tensor in without_memory(model).state_dict().items():
             layer = LAYER.match(name)
             row = LAYER.sub("layers.{layer}.", name)
             if row not in self.tensors:
@@ -85,6 +88,18 @@ class Family:
                 shape = (model.vocab_size, *shape[1:])
             groups.append(Group(name, shape, self.tensors[row], layer and layer[1], model))
         return groups
+
+
+def without_memory(model: ModelConfig, lora: LoraConfig | None = None) -> Transformer:
+    """The model on the meta device, with adapters where `lora` has a rank. Raises ConfigError where it cannot be."""
+    try:
+        built = Transformer(model, device="meta")
+        if lora is not None and lora.rank is not None:
+            add_adapters(built, lora)
+        return built
+    except (RuntimeError, OverflowError, TypeError, ValueError, AttributeError) as error:
+        reason = str(error).strip().split("\n")[0]
+        raise ConfigError(f"a model of these sizes cannot be built ({reason}); correct them") from None
 
 
 @dataclass(frozen=True)

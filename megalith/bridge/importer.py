@@ -141,7 +141,7 @@ def open_source(source: str | Path, allow: bool = False) -> Match:
         model = family.read_config(folder.config)
         check_model(model)
     except ConfigError as error:
-        raise ConfigError(f"{folder.path}: {error}") from None
+        raise error.within(folder.path) from None
     return match(folder, family, model, allow)
 
 

@@ -7,18 +7,20 @@ from pathlib import Path
 
 import torch
 
-from megalith.bridge.families import family_of
-from megalith.bridge.folder import CONFIG, find_folder, is_model_folder, read_json
+from megalith.bridge.family import VOCABULARY, without_memory
+from megalith.bridge.folder import is_model_folder
 from megalith.bridge.importer import open_source
 from megalith.bridge.match import Match
 from megalith.bridge.origin import tokenizer_of
 from megalith.bridge.settings import differences
 from megalith.checkpoint import Checkpoint, open_checkpoint
-from megalith.checkpoint.state import Model, base_boxes, load_base
+from megalith.checkpoint.manifest import MANIFEST
+from megalith.checkpoint.state import MODEL, Model, base_boxes, load_base, own_boxes
 from megalith.comm import Axis
 from megalith.config import ModelConfig, RunConfig
+from megalith.config.rules import check_model
 from megalith.data.tokenizer import Tokenizer
-from megalith.errors import CheckpointError, ConfigError, MegalithError
+from megalith.errors import CheckpointError, ConfigError, MegalithError, shorten
 from megalith.parallel.gather import ALONE
 from megalith.parallel.shards import Box
 
@@ -54,6 +56,49 @@ def begin_from(path: str, model: Model, rows: dict[str, int], seed: int, world: 
     else:
         boxes = {"model": base_boxes(model)}
         load_base(_checkpoint(path, ("model",), world, boxes), model, rows, world)
+
+
+def config_of(checkpoint: Checkpoint) -> RunConfig:
+    """The configuration of a checkpoint's run. Raises CheckpointError where its model is not that of the tensors.
+
+    The manifest may be a stranger's: this is found before a model takes memory.
+    """
+    config = _stored_config(checkpoint)
+    model, table = config.model, checkpoint.manifest.tensors.get(MODEL, {})
+    if model.num_layers > len(table):
+        raise CheckpointError(
+            f"{checkpoint.folder / MANIFEST} says {model.num_layers:,} layers, but lists {len(table)} tensors; use "
+            "another step"
+        )
+    try:
+        built = without_memory(model, config.lora)
+    except ConfigError as error:
+        raise CheckpointError(str(error.within(checkpoint.folder / MANIFEST))) from None
+    rows = dict.fromkeys(VOCABULARY, model.vocab_size)
+    wanted = {
+        name: [rows.get(name, box.shape[0]), *box.shape[1:]] if box.shape else []
+        for name, box in own_boxes(built).items()
+    }
+    other = [
+        f"{name} (listed {table[name].shape if name in table else 'nowhere'}, needed {shape})"
+        for name, shape in wanted.items()
+        if name not in table or table[name].shape != shape
+    ]
+    if other:
+        raise CheckpointError(
+            f"{checkpoint.folder / MANIFEST} has the configuration of another model than its tensors: "
+            f"{shorten(other)}; use another step"
+        )
+    return config
+
+
+def _stored_config(checkpoint: Checkpoint) -> RunConfig:
+    try:
+        config = RunConfig.from_tree(checkpoint.manifest.config)
+        check_model(config.model)
+    except ConfigError as error:
+        raise CheckpointError(*str(error.within(checkpoint.folder / MANIFEST)).split("\n")) from None
+    return config
 
 
 def check_base(checkpoint: Checkpoint, found: str, path: str) -> None:
@@ -100,10 +145,8 @@ def with_init_from(config: RunConfig) -> RunConfig:
 def model_of(path: str) -> ModelConfig:
     """The model of weights of either kind. Raises ConfigError for adapters, which are no whole model."""
     if is_source(path):
-        folder = find_folder(path)
-        theirs = read_json(folder / CONFIG)
-        return family_of(theirs, str(folder)).read_config(theirs)
-    config = RunConfig.from_tree(_checkpoint(path, ()).manifest.config)
+        return open_source(path).groups[0].model
+    config = config_of(_checkpoint(path, ()))
     if config.lora.rank is not None:
         raise ConfigError(
             f"{path}, which model.init_from names, holds adapters alone; merge them with their base first: "

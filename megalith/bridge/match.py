@@ -67,6 +67,7 @@ def match(source: SourceFolder, family: Family, model: ModelConfig, allow: bool 
     or extra, unless `allow`.
     """
     source.complete_names(family)
+    _check_counts(source, model)
     groups = family.groups(model)
     wanted = {name: shape for group in groups for name, shape in group.sources.items()}
     found = {
@@ -91,6 +92,16 @@ def match(source: SourceFolder, family: Family, model: ModelConfig, allow: bool 
         )
     _check_shapes(source, wanted)
     return Match(source, groups, missing, extra)
+
+
+def _check_counts(source: SourceFolder, model: ModelConfig) -> None:
+    """Before anything is made for each layer or expert of a model: as many tensors have to be there."""
+    for name, count in (("layers", model.num_layers), ("experts", model.num_experts or 0)):
+        if count > len(source.tensors):
+            raise CheckpointError(
+                f"{source.path} has {len(source.tensors)} tensors, but its {source.settings_name} says {count:,} "
+                f"{name}; correct that, or fetch it again"
+            )
 
 
 def _wrong_types(source: SourceFolder, wanted: Mapping[str, tuple[int, ...]]) -> list[str]:
@@ -128,6 +139,9 @@ def _check_tied(source: SourceFolder, family: Family, groups: list[Group]) -> No
     embedding = next(group for group in groups if group.name == VOCABULARY[0]).names()[0]
     if embedding not in source.tensors:
         return
+    both = [source.tensors[name] for name in (family.tied, embedding)]
+    if any(stored.dtype not in WEIGHT_CODES for stored in both):
+        return  # refused with all others of such a type
     if not torch.equal(source.read(family.tied), source.read(embedding)):
         raise CheckpointError(
             f"{source.path}: config.json has tie_word_embeddings, but {family.tied} is not {embedding}; if it is to "

@@ -50,6 +50,10 @@ def read_origin(folder: Path | None) -> Origin:
         return read_json(folder / name) if (folder / name).is_file() else None
 
     dtypes = optional(DTYPES_FILE) or {}
+    if strange := [name for name in dtypes.values() if not isinstance(name, str) or name not in DTYPE_NAMES]:
+        raise CheckpointError(
+            f"{folder / DTYPES_FILE} has the type {strange[0]!r}; known here are {', '.join(DTYPE_NAMES)}"
+        )
     return Origin(
         config=optional(CONFIG),
         generation=optional(GENERATION),

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import ValidationError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -25,6 +26,7 @@ from megalith.bridge.folder import read_json
 from megalith.bridge.stored import list_tensors
 from megalith.bridge.transfer import to_ours, to_theirs
 from megalith.config import LoraConfig, ModelConfig
+from megalith.config.base import as_config_error
 from megalith.config.lora import PARTS, WHOLE
 from megalith.errors import CheckpointError, shorten
 from megalith.models.lora import ADAPTER
@@ -110,7 +112,7 @@ def save_peft(
             tensors[f"{PREFIX}{module}.lora_A.weight"] = a.clone(memory_format=torch.contiguous_format)
             tensors[f"{PREFIX}{module}.lora_B.weight"] = b.contiguous()
             ranks[module] = len(a)
-    folder.mkdir(parents=True)
+    folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / TENSORS_FILE, metadata={"format": "pt"})
     config = json.dumps(_their_config(family, model, lora, ranks, base), indent=2)
     (folder / CONFIG_FILE).write_text(config + "\n", encoding="utf-8")
@@ -174,6 +176,11 @@ class PeftFolder:
         self._config = read_json(self.path / CONFIG_FILE)
         self._refuse_more_than_lora()
         self._stored = list_tensors(self.path / TENSORS_FILE)
+        if model.num_layers > len(self._stored):
+            raise CheckpointError(
+                f"{self.path / TENSORS_FILE} has {len(self._stored)} tensors, fewer than the model has layers "
+                f"({model.num_layers}); give adapters of the same base"
+            )
         self._places = {place.name: place for place in places(family, model)}
         self._parts = self._find_parts()
         self.lora = self._lora()
@@ -218,12 +225,19 @@ class PeftFolder:
 
     def _lora(self) -> LoraConfig:
         rank, alpha = self._config["r"], self._config["lora_alpha"]
-        return LoraConfig(
-            rank=rank,
-            alpha=alpha * rank**0.5 if self._config.get("use_rslora") else alpha,
-            dropout=self._config.get("lora_dropout", 0.0),
-            targets=[TARGET_OF[role, part] for role, parts in self._parts.items() for part in parts],
-        )
+        try:
+            return LoraConfig(
+                rank=rank,
+                alpha=alpha * rank**0.5 if self._config.get("use_rslora") else alpha,
+                dropout=self._config.get("lora_dropout", 0.0),
+                targets=[TARGET_OF[role, part] for role, parts in self._parts.items() for part in parts],
+            )
+        except (ValidationError, TypeError, OverflowError) as error:
+            reason = as_config_error(error) if isinstance(error, ValidationError) else error
+            raise CheckpointError(
+                f"{self.path / CONFIG_FILE} has r {rank!r} and lora_alpha {alpha!r}, which cannot be: {reason}; give a "
+                "folder that PEFT has saved"
+            ) from None
 
     def _check_shapes(self) -> None:
         for place in self._places.values():
@@ -248,7 +262,7 @@ class PeftFolder:
                     f"({key} {only!r}); merge them with PEFT, or train others"
                 )
         for key in ("r", "lora_alpha"):
-            if not isinstance(self._config.get(key), int | float):
+            if type(self._config.get(key)) not in (int, float):
                 raise CheckpointError(
                     f"{self.path / CONFIG_FILE} has no {key}; give a folder that PEFT has saved"
                 )

@@ -63,9 +63,8 @@ class RopeByLayer:
             )
         base = whole.get("rope_theta") or theirs.get("rope_theta") or 1e6
         fields = Rope().read({**theirs, "rope_parameters": {**whole, "rope_theta": base}})
-        if theirs.get("sliding_window") and "sliding_attention" in theirs.get(
-            "layer_types", ["sliding_attention"]
-        ):
+        kinds = theirs.get("layer_types") or ["sliding_attention"]
+        if theirs.get("sliding_window") and "sliding_attention" in kinds:
             fields["rotary_base_local"] = (
                 local.get("rope_theta") or theirs.get("rope_local_base_freq") or 10000.0
             )
@@ -114,7 +113,12 @@ def _scaling(kind: str, given: Mapping[str, Any], theirs: Mapping[str, Any]) -> 
     if "original_max_position_embeddings" in parts:
         original = theirs.get("original_max_position_embeddings") if kind == "longrope" else None
         fields.setdefault("original_max_position_embeddings", original or longest)
-    if kind == "longrope":  # there the factor follows from the two lengths
+    if kind == "longrope" and "factor" not in fields:  # there it follows from the two lengths
+        if not longest or not fields["original_max_position_embeddings"]:
+            raise ConfigError(
+                "config.json has longrope without max_position_embeddings and original_max_position_embeddings, from "
+                "which its factor follows; add them"
+            )
         fields.setdefault("factor", longest / fields["original_max_position_embeddings"])
     return {"type": kind, **fields}
 

@@ -45,9 +45,13 @@ class Field:
         if value is REQUIRED:
             raise ConfigError(f"config.json has no {self.theirs}, which gives model.{self.ours}; add it")
         if value is None:
+            if self.default is REQUIRED:
+                raise ConfigError(
+                    f"config.json has no {self.theirs} but null; give model.{self.ours} a value"
+                )
             return {}
         if self.values is not None:
-            if value not in self.values:
+            if isinstance(value, list | dict) or value not in self.values:
                 raise ConfigError(
                     f"config.json has {self.theirs} {value!r}, which has no equal here; known: "
                     f"{', '.join(map(repr, self.values))}"
@@ -121,7 +125,7 @@ class EveryLayer:
     value: Any
 
     def read(self, theirs: Mapping[str, Any]) -> Tree:
-        others = [value for value in theirs.get(self.theirs) or [] if value != self.value]
+        others = [value for value in theirs.get(self.theirs) or () if value != self.value]
         if others:
             raise ConfigError(
                 f"config.json has {self.theirs} with {others[0]!r}, but models of this family are built here with "

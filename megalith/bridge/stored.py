@@ -13,6 +13,7 @@ import struct
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -33,6 +34,10 @@ class Stored:
 
     def read(self) -> Tensor:
         """The tensor, its bytes read as they are used. It is released with its last view."""
+        if self.dtype not in DTYPES:
+            raise CheckpointError(
+                f"{self.file} has a tensor of type {self.dtype}, known here are {', '.join(DTYPES)}; take the original"
+            )
         dtype, shape = DTYPES[self.dtype], torch.Size(self.shape)
         if not shape.numel():
             return torch.empty(shape, dtype=dtype)
@@ -77,14 +82,22 @@ def _list_safetensors(file: Path) -> dict[str, Stored]:
             names = list(checked.keys())
         with open(file, "rb") as raw:
             (length,) = struct.unpack("<Q", raw.read(8))
-            header = json.loads(raw.read(length))
-    except (SafetensorError, OSError) as error:
+            header = json.loads(raw.read(length), object_pairs_hook=_without_repetition)
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} cannot be read as safetensors: {error}; fetch it again") from None
     return {
         name: Stored(file, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
         for name in names
         for entry in [header[name]]
     }
+
+
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of two entries with one name the library may have checked the other."""
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        raise ValueError("its header has a name twice")
+    return entries
 
 
 @lru_cache(maxsize=1)  # files of an older form are read whole, so only one is kept

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -17,8 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalith.bridge.partial import PartialFolder
 from megalith.checkpoint.files import byte_count, safetensors_head
-from megalith.disk import make_folder, sync_folder
+from megalith.disk import sync_folder
 from megalith.errors import CheckpointError
 
 SHARD_BYTES = 5 * 10**9  # as transformers cuts them
@@ -42,7 +42,8 @@ class FolderWriter:
     ):
         """Raises CheckpointError when something is at `path`, unless it is to be replaced."""
         self.path = Path(path)
-        self.partial = self.path.with_name(self.path.name + ".partial")
+        self._place = PartialFolder(self.path)
+        self.partial = self._place.path
         self._tensors = dict(tensors)
         self._shards = _cut(self._tensors, shard_bytes)
         self._files: dict[str, int] = {}  # open, by name
@@ -52,9 +53,7 @@ class FolderWriter:
 
     def __enter__(self) -> FolderWriter:
         try:
-            make_folder(self.path.parent)
-            shutil.rmtree(self.partial, ignore_errors=True)  # of a conversion that was killed
-            self.partial.mkdir()
+            self._place.begin()
             for file, names in self._shards.items():
                 self._begin(file, names)
         except OSError as error:
@@ -91,9 +90,11 @@ class FolderWriter:
             try:
                 self._finish()
                 return
-            except OSError as refused:
+            except BaseException as refused:
                 self._abandon()
-                raise self._refused(refused) from refused
+                if isinstance(refused, OSError):
+                    raise self._refused(refused) from refused
+                raise
         self._abandon()
 
     def _begin(self, file: str, names: list[str]) -> None:
@@ -114,13 +115,7 @@ class FolderWriter:
             os.fsync(descriptor)
         self._close()
         sync_folder(self.partial)
-        replaced = self.path.with_name(self.path.name + ".replaced")
-        shutil.rmtree(replaced, ignore_errors=True)
-        if self.path.exists():
-            os.rename(self.path, replaced)
-        os.rename(self.partial, self.path)
-        sync_folder(self.path.parent)
-        shutil.rmtree(replaced, ignore_errors=True)
+        self._place.commit()
 
     def _small(self, name: str, content: bytes) -> None:
         try:
@@ -133,7 +128,7 @@ class FolderWriter:
 
     def _abandon(self) -> None:
         self._close()
-        shutil.rmtree(self.partial, ignore_errors=True)
+        self._place.abandon()
 
     def _close(self) -> None:
         while self._files:

@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megalith.errors import CheckpointError, ConfigError
+from megalith.errors import CheckpointError, ConfigError, printable
 
 if TYPE_CHECKING:
     from megalith.checkpoint.read import Checkpoint
@@ -110,8 +110,8 @@ def run_hash(args: argparse.Namespace) -> int:
     for part in _parts(checkpoint, args.part):
         for name, digest in tensor_digests(checkpoint, part):
             digests.append((name, digest))
-            print(f"{digest}  {name}", flush=True)
-    print(f"{total_digest(digests)}  all {len(digests)} tensors of {checkpoint.folder.name}")
+            print(f"{digest}  {printable(name)}", flush=True)
+    print(f"{total_digest(digests)}  all {len(digests)} tensors of {printable(checkpoint.folder.name)}")
     return 0
 
 
@@ -125,7 +125,7 @@ def run_diff(args: argparse.Namespace) -> int:
         different = 0
         for difference in differences(a, b, part):
             different += 1
-            print(f"{difference.name}: {difference.what}", flush=True)
+            print(f"{printable(difference.name)}: {difference.what}", flush=True)
         found, same = found + different, same + len(names) - different
     print(f"{found} tensors differ, {same} are the same to the bit")
     return 1 if found else 0
@@ -136,7 +136,8 @@ def run_reshard(args: argparse.Namespace) -> int:
 
     if args.files < 1:
         raise ConfigError(f"--files is {args.files}; it counts from 1")
-    print(f"wrote {reshard(_open(args.path, None), Path(args.output), args.files)}")
+    step = reshard(_open(args.path, None), Path(args.output), args.files)
+    print(f"wrote {printable(step)}")
     return 0
 
 
@@ -144,7 +145,7 @@ def run_merge(args: argparse.Namespace) -> int:
     from megalith.checkpoint.rewrite import merge
 
     merge(_open(args.path, args.part), args.part, Path(args.output))
-    print(f"wrote {args.output}")
+    print(f"wrote {printable(args.output)}")
     return 0
 
 

@@ -19,14 +19,13 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
-    NonNegativeInt,
     StringConstraints,
     ValidationError,
     model_validator,
 )
 
 from megalith.checkpoint.extent import Extent, fills
-from megalith.errors import CheckpointError
+from megalith.errors import CheckpointError, printable
 
 MANIFEST = "manifest.json"
 FORMAT, FORMAT_VERSION = "megalith-checkpoint", 2
@@ -38,24 +37,34 @@ class DamagedCheckpointError(CheckpointError):
 
 def _inside_the_folder(name: str) -> str:
     path = PurePosixPath(name)
+    if printable(name) != name:
+        raise ValueError(f"{printable(name)} has characters that no file of a checkpoint has in its name")
     if path.is_absolute() or ".." in path.parts or "\\" in name or str(path) != name or name == ".":
         raise ValueError(f"{name!r} is not a plain path inside the checkpoint")
     return name
 
 
+def _in_order(bounds: list[int]) -> list[int]:
+    if bounds[0] > bounds[1]:
+        raise ValueError(f"{bounds} ends before it begins")
+    return bounds
+
+
+Count = Annotated[int, Field(ge=0, lt=2**62)]  # of bytes, samples, elements: what 64 bits can count
+Shape = Annotated[list[Count], Field(max_length=16)]
 FileName = Annotated[str, AfterValidator(_inside_the_folder)]
-Range = Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)]  # [first, end)
+Range = Annotated[list[Count], Field(min_length=2, max_length=2), AfterValidator(_in_order)]  # [first, end)
 PartName = Annotated[str, StringConstraints(pattern="^[a-z_]+$")]  # files are named after it
 
 
 class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, allow_inf_nan=False)
 
 
 class FileRecord(_Record):
     """A file as it was written: size in bytes, and SHA-256 in hexadecimal."""
 
-    bytes: NonNegativeInt
+    bytes: Count
     sha256: str
 
 
@@ -63,7 +72,7 @@ class TensorRecord(_Record):
     """A tensor's safetensors type code and shape."""
 
     dtype: str
-    shape: list[NonNegativeInt]
+    shape: Shape
 
     def __str__(self) -> str:
         return f"{self.dtype} {self.shape}"
@@ -73,8 +82,8 @@ class PieceRecord(_Record):
     """A box of a tensor, and the file that holds it, one of the manifest's."""
 
     file: str
-    offset: list[NonNegativeInt]
-    shape: list[NonNegativeInt]
+    offset: Shape
+    shape: Shape
 
     @property
     def extent(self) -> Extent:
@@ -98,7 +107,7 @@ class TokenizerRecord(_Record):
     """Which tokenizer the run's data went through."""
 
     fingerprint: str
-    vocab_size: NonNegativeInt
+    vocab_size: Count
 
 
 class DataRecord(_Record):
@@ -112,10 +121,10 @@ class DataRecord(_Record):
 class RunRecord(_Record):
     """A run at one moment, tensors apart: with the weights and optimizer state, all that is needed to go on."""
 
-    step: NonNegativeInt
+    step: Count
     """Updates made so far, skipped ones included."""
 
-    consumed_samples: NonNegativeInt
+    consumed_samples: Count
     """Sequences consumed so far: the position of data, schedule and batch size."""
 
     config: dict[str, Any]
@@ -147,7 +156,7 @@ class Manifest(RunRecord):
 
     format: Literal["megalith-checkpoint"] = FORMAT
     format_version: Literal[2] = FORMAT_VERSION
-    save_number: NonNegativeInt
+    save_number: Count
     """1 for the first save into a checkpoints folder, then rising: the order of saving. A run that goes on
     from an early step saves lower steps after higher ones."""
 
@@ -195,13 +204,14 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         content = json.loads(path.read_bytes())
         checksum = content.pop("checksum")
+        found = content_checksum(content)
     except FileNotFoundError:
         raise DamagedCheckpointError(
             f"{folder} has no {MANIFEST}, so it is not a whole checkpoint; use another step"
         ) from None
     except (OSError, ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
         raise DamagedCheckpointError(f"{path} is damaged ({error}); use another step") from None
-    if checksum != content_checksum(content):
+    if checksum != found:
         raise DamagedCheckpointError(
             f"{path} is damaged: its content does not have the checksum it states; use another step"
         )

@@ -10,6 +10,7 @@ machine hash files of which it needs a part.
 
 from __future__ import annotations
 
+import re
 import socket
 import stat
 import warnings
@@ -30,11 +31,20 @@ from megalith.checkpoint.manifest import (
 from megalith.checkpoint.read import Checkpoint, files_for
 from megalith.checkpoint.steps import CHECKPOINTS, STEP, TOKENIZER, list_steps, save_order
 from megalith.comm import Axis
-from megalith.errors import CheckpointError
+from megalith.errors import CheckpointError, printable
 from megalith.parallel.gather import ALONE
 from megalith.parallel.shards import Box
 
 THREADS = 4  # files hashed at once
+# What a folder holds that is not a run's, by the name of a file in it, and the command that makes a run of it.
+OTHERS = (
+    (re.compile(r"config\.json"), "a Hugging Face model", "import-hf"),
+    (
+        re.compile(r"latest_checkpointed_iteration\.txt|iter_\d{7}|mp_rank_\d+.*|.*\.distcp|\.metadata"),
+        "a checkpoint of Megatron-LM",
+        "import-megatron",
+    ),
+)
 
 
 def open_checkpoint(
@@ -73,7 +83,7 @@ def open_checkpoint(
             continue
         if refused and world.rank == 0:
             warnings.warn(
-                f"going back to {candidate}, the newest whole checkpoint; skipped: {'; '.join(refused)}",
+                f"going back to {printable(candidate)}, the newest whole checkpoint; skipped: {'; '.join(refused)}",
                 stacklevel=2,
             )
         return checkpoint
@@ -253,9 +263,14 @@ def _known_steps(folder: Path) -> str:
 
 
 def _refuse_other_weights(folder: Path) -> None:
-    found = next(
-        (item.name for item in folder.iterdir() if item.suffix in (".safetensors", ".distcp", ".pt")), None
-    )
+    names = sorted(item.name for item in folder.iterdir())
+    for mark, what, command in OTHERS:
+        if any(mark.fullmatch(name) for name in names):
+            raise CheckpointError(
+                f"{folder} holds {what}, no steps of a Megalith run; write it as one: megalith {command} {folder} RUN, "
+                "and begin from there"
+            )
+    found = next((name for name in names if name.endswith((".safetensors", ".distcp", ".pt"))), None)
     if found:
         raise CheckpointError(
             f"{folder} holds {found} but no step_NNNNNNNN folder, so it is no Megalith run; give a run's folder "

@@ -11,6 +11,7 @@ Loading does not trust `latest`: it goes by the order of saving that the manifes
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 from functools import cache
@@ -39,21 +40,39 @@ def list_steps(checkpoints: Path) -> dict[int, Path]:
 @cache
 def _save_number(path: Path, time: int, size: int) -> int:
     """Read once for each manifest as it is: a large job's has megabytes, and every save asks for that of every step."""
-    return int(json.loads(path.read_bytes())["save_number"])
+    number = json.loads(path.read_bytes())["save_number"]
+    if type(number) is not int:
+        raise ValueError(f"save_number is {number}")
+    return number
+
+
+def save_number(folder: Path) -> int | None:
+    """The order of a step among its folder's saves; None where its manifest is absent or damaged.
+
+    Raises OSError where it cannot be read now, as on a network filesystem that does not answer: it may be whole.
+    """
+    path = folder / MANIFEST
+    try:
+        status = path.stat()
+        return _save_number(path, status.st_mtime_ns, status.st_size)
+    except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
+        return None
+    except (ValueError, RecursionError, KeyError, TypeError):
+        return None
 
 
 def save_order(folder: Path, unreadable: int) -> tuple[int, int, str]:
     """Sorts steps by when they were saved; those with an unreadable manifest go last (1) or first (-1)."""
-    try:
-        path = folder / MANIFEST
-        status = path.stat()
-        return (0, _save_number(path, status.st_mtime_ns, status.st_size), folder.name)
-    except (OSError, ValueError, RecursionError, KeyError, TypeError):
-        return (unreadable, 0, folder.name)
+    number = None
+    with contextlib.suppress(OSError):
+        number = save_number(folder)
+    return (unreadable, 0, folder.name) if number is None else (0, number, folder.name)
 
 
 def next_save_number(checkpoints: Path) -> int:
-    """The save number that a step gets which is saved now."""
-    return 1 + max(
-        (save_order(step, unreadable=0)[1] for step in list_steps(checkpoints).values()), default=0
-    )
+    """The save number that a step gets which is saved now: above all others, those that cannot be read now too.
+
+    These may be the last ones saved, which count up one by one.
+    """
+    orders = [save_order(step, unreadable=1) for step in list_steps(checkpoints).values()]
+    return 1 + max((number for _, number, _ in orders), default=0) + sum(order[0] for order in orders)

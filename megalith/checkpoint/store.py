@@ -21,7 +21,7 @@ from pydantic import ValidationError
 
 from megalith.checkpoint.files import record_and_sync, replace_text, write_text
 from megalith.checkpoint.manifest import MANIFEST, RunRecord, TensorRecord, first_problem, manifest_text
-from megalith.checkpoint.steps import LATEST, REPLACED, TOKENIZER, list_steps, next_save_number, save_order
+from megalith.checkpoint.steps import LATEST, REPLACED, TOKENIZER, list_steps, next_save_number, save_number
 from megalith.disk import make_folder, sync_folder
 from megalith.errors import CheckpointError
 
@@ -75,7 +75,10 @@ class StepFolder:
         write_text(self.temporary / MANIFEST, text)
         sync_folder(self.temporary)
         self._move_into_place()
-        replace_text(self.checkpoints / LATEST, self.final.name + "\n")
+        latest = self.checkpoints / LATEST
+        if latest.is_symlink():  # someone's own, whose target is left as it is
+            latest.unlink()
+        replace_text(latest, self.final.name + "\n")
 
     def abandon(self) -> None:
         """Removes what was written. What cannot be removed now goes with the next save."""
@@ -84,14 +87,19 @@ class StepFolder:
     def delete_old_steps(self, keep_last: int | None, keep_every: int | None) -> None:
         """Deletes all but the `keep_last` steps saved last, this one, and those divisible by `keep_every`.
 
-        With None for `keep_last` all stay. What cannot be deleted now is tried again after the next save.
+        With None for `keep_last` all stay. A step with a damaged manifest is the oldest; one whose manifest cannot be
+        read now may be whole and new, so it stays and is none of the last. What cannot be deleted now is tried again
+        after the next save.
         """
         if keep_last is None:
             return
         with contextlib.suppress(OSError):
             steps = list_steps(self.checkpoints)
-            in_order = sorted(steps, key=lambda step: save_order(steps[step], unreadable=-1))
-            for step in in_order[:-keep_last]:
+            numbers = {}
+            for step, folder in steps.items():
+                with contextlib.suppress(OSError):
+                    numbers[step] = save_number(folder) or 0
+            for step in sorted(numbers, key=lambda step: (numbers[step], step))[:-keep_last]:
                 if steps[step] != self.final and not (keep_every and step % keep_every == 0):
                     _delete(steps[step])
 
@@ -121,11 +129,11 @@ class StepFolder:
 
     def _move_into_place(self) -> None:
         replaced = self.final.with_name(f"{self.final.name}.replaced")
-        if self.final.exists():
+        if os.path.lexists(self.final):
             os.replace(self.final, replaced)
         os.replace(self.temporary, self.final)
         sync_folder(self.checkpoints)
-        shutil.rmtree(replaced, ignore_errors=True)
+        _remove(replaced)
 
 
 def _delete(step: Path) -> None:
@@ -133,7 +141,16 @@ def _delete(step: Path) -> None:
     doomed = step.with_name(f"{step.name}.deleted.tmp")
     with contextlib.suppress(OSError):
         os.replace(step, doomed)
-        shutil.rmtree(doomed, ignore_errors=True)
+        _remove(doomed)
+
+
+def _remove(path: Path) -> None:
+    """Removes a folder or a file, of a link not what it leads to. Raises nothing: what stays goes another time."""
+    with contextlib.suppress(OSError):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path, ignore_errors=True)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _clear_remains(checkpoints: Path) -> None:
@@ -142,11 +159,11 @@ def _clear_remains(checkpoints: Path) -> None:
     What cannot be removed stays: on NFS a folder does while another process has a file of it open.
     """
     for folder in list(checkpoints.iterdir()):
-        if folder.name.startswith("step_") and folder.name.endswith(".tmp"):
-            shutil.rmtree(folder, ignore_errors=True)
+        if folder.name.startswith(("step_", f".{LATEST}.")) and folder.name.endswith(".tmp"):
+            _remove(folder)
         elif REPLACED.fullmatch(folder.name):
             final = folder.with_name(folder.name.removesuffix(".replaced"))
             if final.exists():
-                shutil.rmtree(folder, ignore_errors=True)
+                _remove(folder)
             else:
                 os.replace(folder, final)

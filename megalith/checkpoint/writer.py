@@ -7,6 +7,8 @@ it is given one tensor, or one box of a tensor, at a time, and holds no more tha
 
 from __future__ import annotations
 
+import contextlib
+import shutil
 from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -180,9 +182,13 @@ def saving(step: StepFolder) -> Iterator[None]:
         raise
 
 
-def not_saved(step: StepFolder, reason: str) -> CheckpointError:
-    """What is said of a save that failed."""
+def not_saved(step: StepFolder, reason: str, needed: int = 0) -> CheckpointError:
+    """What is said of a save that failed; `needed` bytes are its tensors', where that is known."""
+    room = ""
+    with contextlib.suppress(OSError):
+        free = shutil.disk_usage(step.checkpoints).free / 1e9
+        room = f" ({f'it takes {needed / 1e9:.3g} GB, ' if needed else ''}{free:.3g} GB are free without it)"
     return CheckpointError(
-        f"the checkpoint {step.final} could not be saved: {reason}; the steps saved before are whole: make room or "
-        "mend the disk"
+        f"the checkpoint {step.final} could not be saved: {reason}{room}; the steps saved before are whole: make room "
+        "or mend the disk"
     )

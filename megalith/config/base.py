@@ -101,7 +101,7 @@ LONGEST_SHOWN = 200
 def as_config_error(error: ValidationError) -> ConfigError:
     """One sentence for each field that pydantic refused: its path, its value, and what it should be."""
     sentences = [_sentence(item) for item in error.errors()]
-    return ConfigError("\n".join(dict.fromkeys(sentences)))
+    return ConfigError(*dict.fromkeys(sentences))
 
 
 def _sentence(item: Any) -> str:

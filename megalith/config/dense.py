@@ -23,7 +23,7 @@ class DenseModel(Section):
     init_from: Annotated[str | None, Decides.NOTHING] = None
     """Weights and shape to begin from: a Hugging Face folder or hub name, or a run folder. A loaded run goes before."""
 
-    num_layers: PositiveInt | None = None
+    num_layers: Annotated[PositiveInt, Field(le=10_000)] | None = None
     """Transformer layers."""
 
     hidden_size: PositiveInt | None = None

@@ -108,7 +108,7 @@ def read_yaml(path: str | Path) -> Tree:
     try:
         return _sections_of(content or {})
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
+        raise error.within(path) from None
 
 
 def _sections_of(content: dict[Any, Any]) -> Tree:

@@ -51,6 +51,9 @@ class BlendedDataset:
         dataset, sample = self.locate(i)
         return self.datasets[dataset].describe(sample)
 
+    def epochs(self) -> dict[str, int]:
+        return {prefix: count for dataset in self.datasets for prefix, count in dataset.epochs().items()}
+
     def in_order_of(self, num_samples: int, permuted: bool = False) -> bool:
         if permuted and num_samples != len(self):
             return False

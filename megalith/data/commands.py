@@ -9,6 +9,8 @@ from __future__ import annotations
 import argparse
 import time
 
+from megalith.errors import printable
+
 
 def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
@@ -22,7 +24,9 @@ def run_corpus(args: argparse.Namespace) -> int:
     from megalith.data.corpus import write_stdlib_corpus
 
     summary = write_stdlib_corpus(args.output, overwrite=args.overwrite)
-    print(f"wrote {summary.documents:,} documents, {summary.bytes / 1e6:.1f} MB of text, to {summary.path}")
+    print(
+        f"wrote {summary.documents:,} documents, {summary.bytes / 1e6:.1f} MB of text, to {printable(summary.path)}"
+    )
     return 0
 
 
@@ -59,7 +63,7 @@ def run_tokenizer_train(args: argparse.Namespace) -> int:
     )
     print(
         f"trained {summary.vocab_size:,} entries on {summary.documents:,} documents ({summary.bytes / 1e6:.1f} MB) "
-        f"in {time.monotonic() - start:.1f} s; wrote {summary.path}"
+        f"in {time.monotonic() - start:.1f} s; wrote {printable(summary.path)}"
     )
     if summary.vocab_size < args.vocab_size:
         print(
@@ -139,7 +143,7 @@ def run_preprocess(args: argparse.Namespace) -> int:
         max_line_bytes=args.max_line_bytes,
     )
     for bad in summary.bad_lines:
-        print(f"skipped {bad}")
+        print(f"skipped {printable(bad)}")
     if summary.skipped > len(summary.bad_lines):
         print(f"skipped {summary.skipped - len(summary.bad_lines):,} more unusable lines")
     if summary.skipped or summary.empty:
@@ -147,7 +151,7 @@ def run_preprocess(args: argparse.Namespace) -> int:
     done = figures(sum(summary.documents), summary.tokens, summary.bytes, summary.seconds)
     print(f"{done} | {summary.seconds:.1f} s")
     for prefix in summary.prefixes:
-        print(f"wrote {prefix}.bin and .idx")
+        print(f"wrote {printable(prefix)}.bin and .idx")
     return 0
 
 

@@ -33,6 +33,9 @@ class SampleDataset(Protocol):
     def describe(self, i: int) -> str:
         """Where sample i comes from, for an error message."""
 
+    def epochs(self) -> dict[str, int]:
+        """How often the samples go over the documents of each dataset."""
+
     def in_order_of(self, num_samples: int, permuted: bool = False) -> bool:
         """Whether a dataset made for so many samples has the same ones at the positions that both have; if they are
         `permuted` all together, it has to be as long too."""
@@ -100,6 +103,10 @@ class GPTDataset:
 
     def describe(self, i: int) -> str:
         return f"sample {i} of {self.indexed.prefix}"
+
+    def epochs(self) -> dict[str, int]:
+        """How often the samples go over the documents, by the data's prefix."""
+        return {self.indexed.prefix: self._plan[0]}
 
     def in_order_of(self, num_samples: int, permuted: bool = False) -> bool:
         # Of the same plan it is as long.

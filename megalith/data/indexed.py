@@ -9,8 +9,10 @@ renames at the end, the `.idx` last, so that a pair of files is always whole.
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import hashlib
 import os
+import secrets
 import shutil
 from array import array
 from collections.abc import Sequence
@@ -177,19 +179,30 @@ class IndexedWriter:
         if self.dtype not in CODES:
             known = ", ".join(str(d) for d in CODES)
             raise DataError(f"token dtype {self.dtype} cannot be written; choose one of {known}")
+        self._lock = _PrefixLock(prefix)
+        self._lengths = array("i")  # tokens of each sequence
+        self._documents = array("q", [0])  # the document indices
+        mine = f"partial-{os.getpid()}-{secrets.token_hex(4)}"
+        self._partial_bin, self._partial_idx = (
+            Path(f"{self.bin_path}.{mine}"),
+            Path(f"{self.idx_path}.{mine}"),
+        )
+        try:
+            if not overwrite:
+                self._refuse_existing()
+            with writing(self._partial_bin):
+                self._file = open(self._partial_bin, "xb", buffering=1 << 20)  # noqa: SIM115 (closed in __exit__)
+        except DataError:
+            self._lock.close()
+            raise
+
+    def _refuse_existing(self) -> None:
         for path in (self.bin_path, self.idx_path):
-            if path.exists() and not overwrite:
+            if path.exists():
                 raise DataError(
                     f"{path} exists and is not overwritten; remove it, choose another output prefix, or set overwrite "
                     "(--overwrite)"
                 )
-        self._lengths = array("i")  # tokens of each sequence
-        self._documents = array("q", [0])  # the document indices
-        self._partial_bin = Path(f"{self.bin_path}.partial-{os.getpid()}")
-        self._partial_idx = Path(f"{self.idx_path}.partial-{os.getpid()}")
-        with writing(self._partial_bin):
-            make_folder(self.bin_path.parent)
-            self._file = open(self._partial_bin, "wb", buffering=1 << 20)  # noqa: SIM115 (closed in __exit__)
 
     def __enter__(self) -> IndexedWriter:
         return self
@@ -203,6 +216,7 @@ class IndexedWriter:
                 self._file.close()
             self._partial_bin.unlink(missing_ok=True)
             self._partial_idx.unlink(missing_ok=True)
+            self._lock.close()
 
     def add_document(self, tokens: np.ndarray, sequence_lengths: Sequence[int] | None = None) -> None:
         """One document: `tokens` [n], any integer dtype, as one sequence or cut into `sequence_lengths`."""
@@ -265,7 +279,7 @@ class IndexedWriter:
         with writing(self._partial_bin):
             self._file.flush()
             os.fsync(self._file.fileno())
-        with writing(self._partial_idx), open(self._partial_idx, "wb") as file:
+        with writing(self._partial_idx), open(self._partial_idx, "xb") as file:
             lengths, end = np.frombuffer(self._lengths, np.int32), 0
             file.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(lengths), len(self._documents)))
             file.write(lengths.data)
@@ -280,6 +294,42 @@ class IndexedWriter:
             os.replace(self._partial_bin, self.bin_path)
             os.replace(self._partial_idx, self.idx_path)
             sync_folder(self.idx_path.parent)
+
+
+class _PrefixLock:
+    """The lock of a prefix, `PREFIX.lock` while it is held: two writers would leave the .bin of one and the .idx of
+    the other. The kernel frees it when its holder dies."""
+
+    def __init__(self, prefix: str | Path):
+        self.path = Path(f"{prefix}.lock")
+        self._descriptor: int | None = None
+        while self._descriptor is None:  # again where the holder before has just removed it
+            self._descriptor = self._acquire()
+
+    def _acquire(self) -> int | None:
+        with writing(self.path):
+            make_folder(self.path.parent)
+            descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(descriptor)
+            raise DataError(
+                f"another process is writing {str(self.path).removesuffix('.lock')}; wait for it to end, or choose "
+                "another output prefix"
+            ) from None
+        except OSError:  # a filesystem without locks: nothing guards it
+            pass
+        if os.fstat(descriptor).st_nlink:
+            return descriptor
+        os.close(descriptor)
+        return None
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            self.path.unlink(missing_ok=True)
+            os.close(self._descriptor)
+            self._descriptor = None
 
 
 def merge(prefixes: Sequence[str | Path], output_prefix: str | Path, *, overwrite: bool = False) -> None:

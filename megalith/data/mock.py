@@ -37,6 +37,9 @@ class MockDataset:
             at += length
         return sample
 
+    def epochs(self) -> dict[str, int]:
+        return {}
+
     def describe(self, i: int) -> str:
         return f"sample {i} of the mock dataset"
 

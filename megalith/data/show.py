@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 
 from megalith.data.blend import DataPath, build_datasets
 from megalith.data.dataset import SPLITS
-from megalith.errors import ConfigError, DataError
+from megalith.errors import LINES, ConfigError, DataError, printable
 
 
 def show_samples(
@@ -44,6 +44,6 @@ def render_samples(
         lines.append(f"sample {sample['index']} ({len(tokens)} tokens)")
         lines.append(" ".join(map(str, tokens)))
         if detokenize is not None:
-            lines.append(detokenize(tokens))
+            lines.append(printable(detokenize(tokens), LINES))
         lines.append("")
     return "\n".join(lines)

@@ -54,6 +54,8 @@ def load_tokenizer(folder: str | Path) -> Tokenizer:
     try:
         kind = _tokenizer_class(spec["tokenizer_type"])
         vocab_size, fingerprint = spec["requested_vocab_size"], spec["fingerprint"]
+        if vocab_size is not None and (type(vocab_size) is not int or not 0 < vocab_size < 2**31):
+            raise TypeError(f"requested_vocab_size is {vocab_size!r}")
     except (TypeError, KeyError, ConfigError) as error:
         raise DataError(
             f"the tokenizer spec {str(spec_path)!r} is not whole ({error}); save the tokenizer again"

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
+from megalith.errors import LINES, printable
 from megalith.runtime.metrics import StepMetrics, perplexity
 
 
@@ -122,7 +123,7 @@ class LogConsole:
         self.note(f"{rule}\n{line}\n{rule}")
 
     def note(self, text: str) -> None:
-        self._stream.write(text + "\n")
+        self._stream.write(printable(text, LINES) + "\n")
         self._stream.flush()
 
     def __enter__(self) -> LogConsole:
@@ -224,7 +225,7 @@ class LiveConsole:
         self._print(line)
 
     def note(self, text: str) -> None:
-        self._print(Text(text))
+        self._print(Text(printable(text, LINES)))
 
     def _interval_line(self) -> Text:
         interval, last = self._interval, self._interval.last

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from megalith.errors import MegalithError, TrainingError
+from megalith.errors import LINES, MegalithError, TrainingError, printable
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 CRASH_FILE = "MEGALITH_CRASH_FILE"  # there from when a rank has died of an error of the program
@@ -55,7 +55,7 @@ def report(error: BaseException) -> int:
     if expected:
         print(f"error: {error}", file=sys.stderr)
     else:
-        traceback.print_exception(error)
+        print(_trace(error), end="", file=sys.stderr)
     return code
 
 
@@ -76,7 +76,7 @@ def report_uncaught() -> None:
 
 def _hand_over(path: str, error: BaseException, expected: bool, code: int) -> None:
     now, collective = time.time_ns(), _is_collective(error)
-    text = str(error) if expected else "".join(traceback.format_exception(error))
+    text = str(error) if expected else _trace(error)
     extra = {
         "py_callstack": text,
         "timestamp": str(now // 10**9 + collective * SECONDS_AFTER),
@@ -88,7 +88,8 @@ def _hand_over(path: str, error: BaseException, expected: bool, code: int) -> No
     }
     partial = f"{path}.partial"
     with open(partial, "w", encoding="utf-8") as file:
-        json.dump({"message": {"message": f"{type(error).__name__}: {error}", "extraInfo": extra}}, file)
+        message = printable(f"{type(error).__name__}: {error}", LINES)
+        json.dump({"message": {"message": message, "extraInfo": extra}}, file)
     os.replace(partial, path)  # the launcher, which may end this process in the middle, reads all or nothing
 
 
@@ -102,6 +103,11 @@ def _collectives() -> str:
         return last_collectives(COLLECTIVES_TOLD)
     except Exception:  # torch has no recorder here, or it is broken: the error itself is to be told
         return ""
+
+
+def _trace(error: BaseException) -> str:
+    """The traceback; what it quotes cannot act on the terminal."""
+    return printable("".join(traceback.format_exception(error)), LINES)
 
 
 def _is_collective(error: BaseException) -> bool:

@@ -70,6 +70,7 @@ def test_an_unknown_architecture_is_told_with_the_known_ones(folder: Path) -> No
     with_config(folder, architectures=["FalconForCausalLM"])
     text = refused(folder, ConfigError)
     assert f"{folder} names the architecture FalconForCausalLM" in text and "Qwen3ForCausalLM" in text
+    assert "did you mean" not in text
 
 
 def test_a_config_that_cannot_be_built_names_its_folder(folder: Path) -> None:

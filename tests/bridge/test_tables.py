@@ -110,7 +110,7 @@ def test_a_model_that_no_family_can_say_is_refused_with_the_reason_of_each() -> 
         ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
         ("gemma2", {"hidden_activation": "swish"}, "hidden_activation 'swish'"),
-        ("llama", {"num_hidden_layers": "many"}, "num_layers is 'many'"),
+        ("llama", {"num_hidden_layers": "many"}, "num_hidden_layers 'many'"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "type 'dynamic'"),
         ("yarn rope", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}}, "mscale"),
         ("qwen3", {"use_sliding_window": True}, "use_sliding_window True"),
@@ -182,3 +182,21 @@ def test_unknown_architectures_are_refused_with_the_known_ones() -> None:
         ConfigError, match=r"BertForMaskedLM, which is not known.*known: GPT2LMHeadModel, Llama"
     ):
         family_of({"architectures": ["BertForMaskedLM"]}, "x")
+
+
+def test_what_a_config_json_leaves_out_has_the_default_of_transformers() -> None:
+    """Keys that older files lack: the value that transformers takes for them, at which it builds the same model."""
+    for name, key, default in (
+        ("gemma2", "query_pre_attn_scalar", 256),
+        ("qwen3-moe, a dense layer", "decoder_sparse_step", 1),
+        ("llama", "tie_word_embeddings", False),
+        ("gemma3", "rope_local_base_freq", 10_000.0),
+    ):
+        tree = {
+            other: value for other, value in their_tree(name).items() if other not in (key, "rope_parameters")
+        }
+        family = family_named_by(name)
+        assert differences(family.read_config(tree), family.read_config(tree | {key: default})) == [], (
+            name,
+            key,
+        )

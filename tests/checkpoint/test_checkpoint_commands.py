@@ -7,7 +7,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from megalith.checkpoint import files, open_checkpoint
+from megalith.checkpoint import RunRecord, StepWriter, files, open_checkpoint
+from megalith.checkpoint.manifest import content_checksum
 from megalith.cli import main
 from megalith.runtime.lock import OutputLock
 
@@ -188,3 +189,29 @@ def test_reshard_writes_nothing_into_the_folder_of_a_run_in_progress(command, st
         code, text = command("reshard", steps, tmp_path / "out", "--files", "1")
     assert code == 2 and f"in use by process {os.getpid()}" in text
     assert list((tmp_path / "out" / "checkpoints").iterdir()) == [in_flight]
+
+
+def test_verify_looks_at_the_tensors_that_a_whole_file_holds(command, steps):
+    manifest = steps / "checkpoints" / "step_00000002" / "manifest.json"
+    content = json.loads(manifest.read_text())
+    del content["checksum"]
+    content["tensors"]["model"]["norm.other"] = content["tensors"]["model"].pop("norm.weight")
+    manifest.write_text(json.dumps({"checksum": content_checksum(content), **content}))
+    code, text = command("verify", steps)
+    assert code == 4 and "step_00000002 DAMAGED" in text and "does not hold the tensors" in text
+
+
+def test_hashes_are_listed_by_name_in_whatever_order_tensors_were_saved(command, tmp_path):
+    texts = []
+    for order in ("abc", "cab"):
+        record = RunRecord(step=1, consumed_samples=0, config={})
+        with StepWriter(tmp_path / order / "checkpoints", record) as writer:
+            for name in order:
+                writer.add("model", name, torch.full((2,), float(ord(name))))
+        texts.append(command("hash", tmp_path / order)[1])
+    assert texts[0] == texts[1] and [line.split()[1] for line in texts[0].splitlines()] == [
+        "a",
+        "b",
+        "c",
+        "all",
+    ]

@@ -233,3 +233,18 @@ def test_a_type_that_is_not_known_is_a_sentence_in_every_command(tiny_run, tmp_p
         printed = capsys.readouterr()
         said = "step_00000000/manifest.json gives the model's tensor norm.bias the type 'F8_E4M3', this Megalith knows"
         assert said in printed.out + printed.err
+
+
+@pytest.mark.parametrize(
+    ("name", "command"),
+    [
+        ("config.json", "import-hf"),
+        ("latest_checkpointed_iteration.txt", "import-megatron"),
+        ("mp_rank_00", "import-megatron"),
+        ("__0_0.distcp", "import-megatron"),
+    ],
+)
+def test_weights_of_others_are_told_with_the_command_that_reads_them(tmp_path, name, command):
+    (tmp_path / name).touch()
+    with pytest.raises(CheckpointError, match=f"megalith {command} {tmp_path} RUN"):
+        open_checkpoint(tmp_path)

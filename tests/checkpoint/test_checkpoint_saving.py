@@ -8,8 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
-from megalith.checkpoint import list_steps, open_checkpoint, save_checkpoint
+from megalith.checkpoint import Extent, RunRecord, list_steps, open_checkpoint, save_checkpoint, steps
+from megalith.checkpoint.manifest import TensorRecord
+from megalith.checkpoint.store import StepFolder
+from megalith.checkpoint.writer import ShardWriter
 from megalith.errors import CheckpointError
 
 # A process that forks a child for each file-system event of a save; the child kills itself at that event. What
@@ -92,7 +96,8 @@ def test_a_full_disk_leaves_the_old_step_whole_and_no_remains(tiny_run, tmp_path
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
     try:
         with pytest.raises(
-            CheckpointError, match=r"step_00000002 could not be saved.*saved before are whole"
+            CheckpointError,
+            match=r"step_00000002 could not be saved.*it takes .* GB, .* GB are free.*saved before are whole",
         ):
             run.save(tmp_path, keep_last=1)
     finally:
@@ -115,7 +120,7 @@ def test_an_error_in_writing_the_tokenizer_leaves_no_remains(tiny_run, tmp_path)
 def test_a_record_that_could_not_be_read_again_is_refused_when_it_is_saved(tiny_run, tmp_path):
     run = tiny_run().train(1)
     record = run.record().model_copy(update={"loss_scale": {"scale": float("inf")}})
-    with pytest.raises(CheckpointError, match=r"could not be saved.*not JSON compliant"):
+    with pytest.raises(CheckpointError, match=r"could not be saved.*should be a finite number"):
         save_checkpoint(tmp_path / "checkpoints", record, run.model, run.optimizer)
     assert list((tmp_path / "checkpoints").iterdir()) == []
 
@@ -176,7 +181,7 @@ def in_use(tmp_path, monkeypatch):
     unlink = os.unlink
 
     def refuse(name, *arguments, **options):
-        if "step_00000001" in os.readlink(f"/proc/self/fd/{options['dir_fd']}") and name == "manifest.json":
+        if name == "manifest.json" and "step_00000001" in os.readlink(f"/proc/self/fd/{options['dir_fd']}"):
             raise OSError(errno.EBUSY, "Device or resource busy", name)
         unlink(name, *arguments, **options)
 
@@ -223,3 +228,105 @@ def test_remains_of_other_kinds_are_left_alone(tiny_run, tmp_path):
     run.train(1).save(tmp_path, keep_last=1)
     left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert left == ["latest", "notes.tmp", "step_00000002", "step_best"]
+
+
+@pytest.mark.parametrize("refusal", [errno.EIO, errno.ESTALE, errno.EACCES])
+@pytest.mark.parametrize("call", ["stat", "read_bytes"])
+def test_a_step_whose_manifest_cannot_be_read_for_a_moment_is_neither_deleted_nor_counted(
+    tiny_run, tmp_path, monkeypatch, call, refusal
+):
+    run = tiny_run()
+    for _ in range(3):
+        run.train(1).save(tmp_path)
+    steps._save_number.cache_clear()
+    asked = getattr(Path, call)
+
+    def fails(path, *arguments, **options):
+        if path.name == "manifest.json" and path.parent.name == "step_00000003":
+            raise OSError(refusal, os.strerror(refusal))
+        return asked(path, *arguments, **options)
+
+    monkeypatch.setattr(Path, call, fails)
+    newest = run.train(1).save(tmp_path, keep_last=2)
+    monkeypatch.undo()
+    assert list(list_steps(tmp_path / "checkpoints")) == [2, 3, 4]
+    numbers = [steps.save_number(folder) for folder in list_steps(tmp_path / "checkpoints").values()]
+    assert numbers == sorted(set(numbers)) and open_checkpoint(tmp_path).folder == newest
+
+
+@pytest.mark.parametrize("number", ["Infinity", "NaN", "true", '"7"', "1.5", "null"])
+def test_a_save_number_that_is_none_makes_a_step_old_and_stops_nothing(tiny_run, tmp_path, number):
+    run = tiny_run()
+    folder = run.train(1).save(tmp_path)
+    text = (folder / "manifest.json").read_text()
+    (folder / "manifest.json").write_text(text.replace('"save_number": 1,', f'"save_number": {number},'))
+    run.train(1).save(tmp_path, keep_last=1)
+    assert list(list_steps(tmp_path / "checkpoints")) == [2]
+
+
+def test_a_commit_syncs_all_that_it_names_before_it_names_it(tiny_run, tmp_path, monkeypatch):
+    """The order that a power cut must not turn round: contents, their folder, the name, its folder, the pointer."""
+    done, fsync, replace = [], os.fsync, os.replace
+
+    def name_of(descriptor):
+        return Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+
+    monkeypatch.setattr(os, "fsync", lambda fd: done.append(("sync", name_of(fd).name)) or fsync(fd))
+    monkeypatch.setattr(os, "replace", lambda a, b: done.append(("name", Path(b).name)) or replace(a, b))
+    tiny_run().save(tmp_path, write_tokenizer=lambda folder: (folder / "t.json").write_text("{}"))
+    at = {event: number for number, event in enumerate(done)}  # where each was last
+    files = ["model-00000-000.safetensors", "optimizer-00000-000.safetensors", "t.json", "manifest.json"]
+    for name in (*files, "tokenizer", "step_00000000.tmp"):
+        assert at["sync", name] < at["name", "step_00000000"], done
+    assert max(at["sync", name] for name in files) < at["sync", "step_00000000.tmp"]
+    assert at["sync", "t.json"] < at["sync", "tokenizer"]
+    assert max(at["sync", name] for name in files[:3]) < at["sync", "manifest.json"]
+    between = done[at["name", "step_00000000"] : at["name", "latest"]]
+    assert ("sync", "checkpoints") in between, done
+    assert done[-1] == ("sync", "checkpoints") and at["name", "latest"] < len(done) - 1
+
+
+@pytest.mark.parametrize("what", ["shorter", "longer", "missing", "a folder"])
+def test_a_file_that_is_not_as_long_as_its_writer_says_stops_the_commit(tmp_path, what):
+    """As when another machine's files do not come through the filesystem that it was to share."""
+    step = StepFolder(tmp_path, 1)
+    step.begin()
+    with ShardWriter(step.temporary, shard_bytes=100) as shards:
+        shards.add("model", "a", torch.arange(3.0), Extent((0,), (3,)), (3,))
+        written = shards.finish()
+    (file,) = step.temporary.iterdir()
+    content = file.read_bytes()
+    if what in ("missing", "a folder"):
+        file.unlink()
+    if what == "a folder":
+        file.mkdir()
+    elif what != "missing":
+        file.write_bytes(content[:-1] if what == "shorter" else content + b"\0")
+    table = {"model": {"a": TensorRecord(dtype="F32", shape=[3])}}
+    with pytest.raises(CheckpointError, match=r"model-00000-000.*which another process has written, is not"):
+        step.commit(RunRecord(step=1, consumed_samples=0, config={}), table, [written], None)
+    assert not step.final.exists() and not (tmp_path / "latest").exists()
+
+
+@pytest.mark.parametrize(
+    "name", ["latest", "latest.tmp", ".latest.tmp", "step_00000001.tmp", "step_00000001"]
+)
+@pytest.mark.parametrize("dangling", [False, True])
+def test_a_save_writes_through_no_link_that_came_with_the_folder(tiny_run, tmp_path, name, dangling):
+    outside = tmp_path / "mine"
+    if not dangling:
+        if "step" in name:
+            outside.mkdir()
+            (outside / "manifest.json").write_text("mine")
+        else:
+            outside.write_text("mine")
+    (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "run" / "checkpoints" / name).symlink_to(outside)
+    tiny_run().train(1).save(tmp_path / "run", keep_last=1)
+    if dangling:
+        assert not outside.exists()
+    else:
+        assert (outside / "manifest.json" if "step" in name else outside).read_text() == "mine"
+    latest = tmp_path / "run" / "checkpoints" / "latest"
+    assert not latest.is_symlink() and latest.read_text() == "step_00000001\n"
+    assert not open_checkpoint(tmp_path / "run").folder.is_symlink()

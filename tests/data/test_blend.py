@@ -35,6 +35,9 @@ class Numbered:
         assert 0 <= i < self.num_samples
         return np.array([self.name, i])
 
+    def epochs(self):
+        return {}
+
     def describe(self, i):
         return f"sample {i} of dataset {self.name}"
 

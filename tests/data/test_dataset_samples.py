@@ -170,3 +170,13 @@ def test_a_dataset_knows_for_which_other_lengths_it_would_have_the_same_order(tm
             assert one.in_order_of(count) == alike
             known.add(alike)
     assert known == {True, False}
+
+
+def test_a_dataset_tells_how_often_it_goes_over_its_documents(tmp_path):
+    with IndexedWriter(tmp_path / "a", np.uint16) as writer:
+        writer.add_document(np.arange(41))
+    dataset = IndexedDataset(tmp_path / "a")
+    assert [GPTDataset(dataset, 0, 1, 4, n, 1).epochs() for n in (10, 11)] == [
+        {dataset.prefix: 1},
+        {dataset.prefix: 2},
+    ]

@@ -256,3 +256,33 @@ def test_random_damage_is_refused_or_stays_inside_the_file(tmp_path):
             continue
         for i in range(len(dataset)):
             assert dataset.get(i).tobytes() in GOLDEN_BIN
+
+
+def test_two_writers_of_one_prefix_are_refused_and_a_lock_that_was_left_holds_nobody(tmp_path):
+    (tmp_path / "a.lock").touch()  # of a writer that was killed
+    with IndexedWriter(tmp_path / "a", np.uint16) as first:
+        with pytest.raises(DataError, match=r"another process is writing .*/a; wait for it to end"):
+            IndexedWriter(tmp_path / "a", np.uint16, overwrite=True)
+        with IndexedWriter(tmp_path / "b", np.uint16) as other:
+            other.add_document(np.arange(2))
+        first.add_document(np.arange(3))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.bin", "a.idx", "b.bin", "b.idx"]
+    with IndexedWriter(tmp_path / "a", np.uint16, overwrite=True) as again:
+        again.add_document(np.arange(4))
+    assert IndexedDataset(tmp_path / "a").num_tokens == 4
+
+
+def test_both_files_are_on_the_disk_before_they_have_their_names(tmp_path, monkeypatch):
+    done, fsync, replace = [], os.fsync, os.replace
+
+    def synced(descriptor):
+        done.append(
+            "sync " + os.path.basename(os.readlink(f"/proc/self/fd/{descriptor}")).split(".partial")[0]
+        )
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", lambda a, b: done.append(f"name {b.name}") or replace(a, b))
+    with IndexedWriter(tmp_path / "a", np.uint16) as writer:
+        writer.add_document(np.arange(3))
+    assert done == ["sync a.bin", "sync a.idx", "name a.bin", "name a.idx", f"sync {tmp_path.name}"]

@@ -18,6 +18,7 @@ from megalith.bridge.families.olmo import OLMO2
 from megalith.bridge.families.phi import PHI3
 from megalith.bridge.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from megalith.bridge.family import Family
+from megalith.bridge.kinds import check_kinds
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError, nearest_of
 
@@ -44,10 +45,16 @@ FAMILIES: dict[str, Family] = {
 
 def family_of(theirs: Mapping[str, Any], where: str) -> Family:
     """The family of a config.json, by its `architectures`, else its `model_type`. Raises ConfigError."""
+    check_kinds({key: theirs.get(key) for key in ("architectures", "model_type")}, f"{where}'s config.json")
     names = theirs.get("architectures") or [
         family.architecture for family in FAMILIES.values() if family.model_type == theirs.get("model_type")
     ]
-    return family_named(names[0] if names else str(theirs.get("model_type")), where)
+    name = names[0] if names else str(theirs.get("model_type"))
+    if all(name not in (family.architecture, family.model_type) for family in FAMILIES.values()):
+        raise ConfigError(  # no suggestion: a name that is spelled nearly alike is another model
+            f"{where} names the architecture {name}, which cannot be built here; known: {', '.join(FAMILIES)}"
+        )
+    return family_named(name, where)
 
 
 def family_named(name: str, where: str) -> Family:

@@ -37,7 +37,7 @@ class DenseFirst:
     """`first_k_dense_replace` layers have an MLP, all others experts."""
 
     def read(self, theirs: Mapping[str, Any]) -> Tree:
-        dense = theirs.get("first_k_dense_replace", 0)
+        dense = theirs.get("first_k_dense_replace") or 0
         return {"moe_layer_freq": [0] * dense + [1] * (theirs["num_hidden_layers"] - dense)}
 
     def write(self, model: ModelConfig) -> Tree:

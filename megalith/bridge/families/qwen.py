@@ -64,7 +64,7 @@ class SparseLayers:
     """Every `decoder_sparse_step`-th layer has experts, but for those of `mlp_only_layers`."""
 
     def read(self, theirs: Mapping[str, Any]) -> Tree:
-        step, dense = theirs.get("decoder_sparse_step", 1), theirs.get("mlp_only_layers") or ()
+        step, dense = theirs.get("decoder_sparse_step") or 1, theirs.get("mlp_only_layers") or ()
         layers = range(theirs["num_hidden_layers"])
         return {"moe_layer_freq": [int(n not in dense and (n + 1) % step == 0) for n in layers]}
 

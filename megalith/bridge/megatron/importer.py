@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from megalith.bridge.importer import write_run
 from megalith.bridge.match import Match, match
-from megalith.bridge.megatron.legacy import read_legacy
+from megalith.bridge.megatron.legacy import arguments_in, read_legacy
 from megalith.bridge.megatron.table import FUSED_NORMS, GPT
 from megalith.bridge.megatron.torch_dist import METADATA, list_torch_dist
 from megalith.bridge.megatron.unpickle import load_torch
@@ -92,7 +93,7 @@ def open_megatron(folder: Path, vocab_size: int | None = None, allow: bool = Fal
     """The tensors of one iteration's folder, matched with the model of its arguments. Raises as `import_megatron`."""
     if (folder / METADATA).is_file():
         tensors, common = list_torch_dist(folder), load_torch(folder / COMMON)
-        args = vars(common["args"]) if isinstance(common, dict) and "args" in common else {}
+        args = arguments_in(common)
     else:
         tensors, args = read_legacy(folder)
     if not args:
@@ -104,10 +105,11 @@ def open_megatron(folder: Path, vocab_size: int | None = None, allow: bool = Fal
         model = GPT.read_config(args)
         check_model(model)
     except ConfigError as error:
-        raise ConfigError(f"{folder}: {str(error).replace('config.json has', 'its args have')}") from None
+        told = str(error.within(folder)).replace("config.json has", "its args have")
+        raise ConfigError(*told.split("\n")) from None
     tensors = _core_names(folder, tensors)
     for name in (EMBEDDING, "output_layer.weight"):
-        if name in tensors:
+        if name in tensors and tensors[name].shape:
             tensors[name] = FirstRows(tensors[name], model.vocab_size)
     return match(MegatronSource(folder, tensors), GPT, model, allow)
 
@@ -140,7 +142,7 @@ def _iteration(folder: Path) -> Path:
             )
         return folder
     text = latest.read_text(encoding="utf-8", errors="replace").strip()
-    if text != "release" and not text.isdigit():
+    if not re.fullmatch("release|[0-9]{1,15}", text):
         raise CheckpointError(
             f"{latest} holds {text!r}, which is no iteration; give the folder iter_NNNNNNN itself"
         )

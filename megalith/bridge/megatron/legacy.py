@@ -7,6 +7,8 @@ interleaving a file has `model0`, `model1`, …: chunk v of stage p comes after 
 from __future__ import annotations
 
 import re
+from argparse import Namespace
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,14 +60,33 @@ def read_legacy(folder: Path) -> tuple[dict[str, Joined], dict[str, Any]]:
     """Every tensor by its name in the whole model, and the arguments. Raises CheckpointError."""
     states = _files(folder)
     first = next(iter(states.values()))
-    args = vars(first["args"]) if "args" in first else {}
+    args = arguments_in(first)
     tensor_ranks = 1 + max(tp for tp, _ in states)
     stages = 1 + max(pp for _, pp in states)
     if len(states) != tensor_ranks * stages:
         raise CheckpointError(
             f"{folder} has {len(states)} of {tensor_ranks} × {stages} (tensor × pipeline) rank folders; copy the rest"
         )
-    chunks = sorted(key for key in first if re.fullmatch(r"model\d*", key))
+    chunks = sorted(key for key in first if isinstance(key, str) and re.fullmatch(r"model\d*", key))
+    try:
+        return _joined(states, chunks, tensor_ranks, stages, bool(args.get("swiglu"))), args
+    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        raise CheckpointError(f"{folder} is damaged ({error!r}); copy the checkpoint again") from None
+
+
+def arguments_in(state: Any) -> dict[str, Any]:
+    """The arguments of the run that a saved state has among it; none where it has something else there."""
+    args = state.get("args") if isinstance(state, dict) else None
+    return dict(vars(args)) if isinstance(args, Namespace) else {}
+
+
+def _joined(
+    states: Mapping[tuple[int, int], dict[str, Any]],
+    chunks: list[str],
+    tensor_ranks: int,
+    stages: int,
+    gated: bool,
+) -> dict[str, Joined]:
     tensors: dict[str, Joined] = {}
     layers_before = 0
     for chunk in chunks:
@@ -74,10 +95,13 @@ def read_legacy(folder: Path) -> tuple[dict[str, Joined], dict[str, Any]]:
             layers = {int(match[1]) for name in shards[0] if (match := LAYER.match(name))}
             for name, value in shards[0].items():
                 if isinstance(value, Tensor):
-                    kind = _kind(name, bool(args.get("swiglu")))
-                    tensors[_shifted(name, layers_before)] = Joined([shard[name] for shard in shards], kind)
+                    kind, parts = _kind(name, gated), [shard[name] for shard in shards]
+                    dimensions = {"copies": 0, "columns": 2}.get(kind, 1)
+                    if value.ndim < dimensions or any(part.shape != value.shape for part in parts):
+                        raise ValueError(f"{name} is {[list(part.shape) for part in parts]}")
+                    tensors[_shifted(name, layers_before)] = Joined(parts, kind)
             layers_before += len(layers)
-    return tensors, args
+    return tensors
 
 
 def _shifted(name: str, layers: int) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from megalith.bridge.kinds import MOST_LAYERS
 from megalith.bridge.megatron.unpickle import load_pickle
 from megalith.checkpoint.extent import Extent, fills
 from megalith.checkpoint.files import DTYPE_CODES
@@ -32,10 +33,18 @@ class Piece:
     length: int
 
     def read(self) -> Tensor:
-        with open(self.file, "rb") as file:
-            file.seek(self.start)
-            data = io.BytesIO(file.read(self.length))
-        return torch.load(data, map_location="cpu", weights_only=True)
+        try:
+            with open(self.file, "rb") as file:
+                file.seek(self.start)
+                data = io.BytesIO(file.read(self.length))
+            values = torch.load(data, map_location="cpu", weights_only=True)
+            return values.view(self.extent.shape)
+        except Exception as error:  # the unpickler's own, or whatever it runs into in a damaged file
+            reason = str(error).strip().split("\n")[0]
+            raise CheckpointError(
+                f"{self.file} has no tensor {list(self.extent.shape)} at byte {self.start} ({reason}); copy the "
+                "checkpoint again"
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -62,8 +71,8 @@ class Distributed:
             if both is not None:
                 values = piece.read()
                 out = torch.empty(wanted.shape, dtype=values.dtype) if out is None else out
-                out[both.slices(wanted)] = values.view(piece.extent.shape)[both.slices(piece.extent)]
-        return out.view(self.shape)
+                out[both.slices(wanted)] = values[both.slices(piece.extent)]
+        return torch.empty(self.shape) if out is None else out.view(self.shape)
 
 
 def list_torch_dist(folder: Path) -> dict[str, Distributed]:
@@ -88,20 +97,24 @@ def list_torch_dist(folder: Path) -> dict[str, Distributed]:
                 extent = Extent(tuple(chunk.offsets), tuple(chunk.sizes))
                 pieces.append(Piece(extent, folder / info.relative_path, info.offset, info.length))
             code = DTYPE_CODES.get(entry.properties.dtype, str(entry.properties.dtype))
-            tensors |= _layers(name, Distributed(tuple(entry.size), code, pieces))
-    except (AttributeError, KeyError, TypeError) as error:
+            whole = Distributed(tuple(entry.size), code, pieces)
+            _check_pieces(folder, name, whole)
+            tensors |= _layers(name, whole)
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
         raise CheckpointError(
             f"{folder / METADATA} is damaged ({error!r}); copy the checkpoint again"
         ) from None
-    for name, tensor in tensors.items():
-        missing = next((piece.file for piece in tensor.pieces if not piece.file.is_file()), None)
-        if missing is not None:
-            raise CheckpointError(f"{missing} is missing, which holds {name}; copy the checkpoint again")
-        if not fills(tensor.whole, [piece.extent for piece in tensor.pieces]):
-            raise CheckpointError(
-                f"{folder}: the pieces of {name} do not cover it; copy the checkpoint again"
-            )
     return tensors
+
+
+def _check_pieces(folder: Path, name: str, tensor: Distributed) -> None:
+    for piece in tensor.pieces:
+        if not piece.file.is_file():
+            raise CheckpointError(f"{piece.file} is missing, which holds {name}; copy the checkpoint again")
+        if not 0 <= piece.start <= piece.start + piece.length <= piece.file.stat().st_size:
+            raise CheckpointError(f"{piece.file} ends before {name} does; copy the checkpoint again")
+    if not fills(tensor.whole, [piece.extent for piece in tensor.pieces]):
+        raise CheckpointError(f"{folder}: the pieces of {name} do not cover it; copy the checkpoint again")
 
 
 def _layers(name: str, tensor: Distributed) -> dict[str, Distributed]:
@@ -109,6 +122,8 @@ def _layers(name: str, tensor: Distributed) -> dict[str, Distributed]:
     before, found, rest = name.partition(STACKED)
     if not found or rest.split(".")[0].isdigit():
         return {name: tensor}
+    if tensor.whole[0] > MOST_LAYERS:
+        raise ValueError(f"{name} has {tensor.whole[0]:,} layers")
     return {
         f"{before}{STACKED}{layer}.{rest}": Distributed(tensor.whole, tensor.dtype, tensor.pieces, layer)
         for layer in range(tensor.whole[0])

@@ -99,7 +99,11 @@ class HuggingFaceTokenizer(_RustTokenizer):
         for name in (CONFIG, SPECIAL_TOKENS):
             token = tables[name].get("eos_token")
             token = token.get("content") if isinstance(token, dict) else token
-            if isinstance(token, str) and (found := self._tokenizer.token_to_id(token)) is not None:
+            if (
+                isinstance(token, str)
+                and _is_unicode(token)
+                and (found := self._tokenizer.token_to_id(token)) is not None
+            ):
                 return found
         for name in (GENERATION, MODEL_CONFIG):
             ids = tables[name].get("eos_token_id")
@@ -126,8 +130,14 @@ class GPT2BPETokenizer(_RustTokenizer):
             raise DataError(
                 "the vocabulary file is not a JSON object of token → id; give GPT-2's vocab.json as vocab_file"
             )
+        merges = _merges(self.files[MERGES])
+        if lost := next((pair for pair in merges if not {*pair, "".join(pair)} <= vocab.keys()), None):
+            raise DataError(
+                f"the merges file does not fit the vocabulary of {len(vocab)} tokens (it joins {lost[0]!r} and "
+                f"{lost[1]!r}, and one of the three is not there); give the merges.txt that came with this vocab.json"
+            )
         try:
-            model = tokenizers.models.BPE(vocab, _merges(self.files[MERGES]))
+            model = tokenizers.models.BPE(vocab, merges)
         except Exception as error:  # the library raises bare Exception
             raise DataError(
                 f"the merges file does not fit the vocabulary of {len(vocab)} tokens ({error}); "
@@ -153,6 +163,11 @@ class GPT2BPETokenizer(_RustTokenizer):
                 "or tokenizer_model: the folder that holds both"
             )
         return cls({VOCAB: read_file(vocab_file, "vocabulary"), MERGES: read_file(merge_file, "merges file")})
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether the library can take it: JSON may hold half of a surrogate pair."""
+    return not any("\ud800" <= one <= "\udfff" for one in text)
 
 
 def _merges(content: bytes) -> list[tuple[str, str]]:

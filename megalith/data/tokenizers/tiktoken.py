@@ -158,8 +158,10 @@ def _read_json_ranks(content: bytes) -> dict[bytes, int]:
     entries = read_json(content, "tiktoken vocabulary")
     for number, entry in enumerate(entries):
         try:
-            ranks[base64.b64decode(entry["token_bytes"], validate=True)] = int(entry["rank"])
-        except (TypeError, KeyError, ValueError, binascii.Error) as error:
+            if type(entry["rank"]) is not int:
+                raise TypeError(f"rank is {entry['rank']!r}")
+            ranks[base64.b64decode(entry["token_bytes"], validate=True)] = entry["rank"]
+        except (TypeError, KeyError, ValueError, OverflowError, binascii.Error) as error:
             raise DataError(
                 f"entry {number} of the tiktoken vocabulary is not an object with rank and token_bytes "
                 f"in base64 ({error!r}); it is damaged or another kind of file"
