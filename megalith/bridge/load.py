@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from megalith.bridge.family import VOCABULARY, without_memory
-from megalith.bridge.folder import is_model_folder
+from megalith.bridge.folder import find_folder, is_model_folder
 from megalith.bridge.importer import open_source
 from megalith.bridge.match import Match
 from megalith.bridge.origin import tokenizer_of

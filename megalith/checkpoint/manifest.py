@@ -113,8 +113,8 @@ class TokenizerRecord(_Record):
 class DataRecord(_Record):
     """The files of an indexed dataset: their sizes in bytes, and the `.idx`'s SHA-256 in hexadecimal."""
 
-    bin_bytes: NonNegativeInt
-    idx_bytes: NonNegativeInt
+    bin_bytes: Count
+    idx_bytes: Count
     idx_sha256: str
 
 
