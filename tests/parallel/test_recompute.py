@@ -12,6 +12,7 @@ from megalith.config import ModelConfig, ParallelConfig
 from megalith.config.presets import PRESETS
 from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
+from megalith.ops.attention import attention
 from megalith.parallel import recompute
 from megalith.parallel.mesh import build_mesh
 from megalith.parallel.recompute import apply_recompute
@@ -66,6 +67,25 @@ def kept_for_backward(model: Transformer) -> int:
         loss = model(ids, labels=ids)
     del loss
     return sum(kept.values())
+
+
+@pytest.mark.parametrize("mode", ["uniform, pairs, and a rest", "block, all", "attention's core"])
+def test_a_core_that_draws_from_torchs_random_state_drops_the_same_again(mode):
+    """As the kernels of a GPU do, whose dropout no counter keys."""
+
+    def core(query, key, value, *, dropout, **settings):
+        return torch.nn.functional.dropout(attention(query, key, value), dropout)
+
+    found = []
+    for parallel in ({}, MODES[mode]):
+        model = build("tiny-gpt")
+        for layer in model.layers.values():
+            layer.self_attention.core = core
+        apply_recompute(model, ParallelConfig(**parallel))
+        torch.manual_seed(8)
+        found.append(loss_and_gradients(model)[1])
+    for name, gradient in found[0].items():
+        assert torch.equal(gradient, found[1][name]), name
 
 
 @pytest.mark.parametrize("family", ["tiny-gpt", "tiny-qwen"])

@@ -64,10 +64,12 @@ def test_partial_gradients_are_summed_where_data_parallelism_shards_them(pool, n
 
 
 @WITH_AND_WITHOUT_SP
+@pytest.mark.parametrize("softcap", [None, 0.5])
 @pytest.mark.parametrize("name", ["gpt2", "llama uneven vocabulary"])
-def test_gradients_through_the_gathered_logits_equal_one_process(pool, name, sequence_parallel):
-    whole = outcome_of_logits(MODELS[name])
-    for result in pool.run(outcome_of_logits, MODELS[name], layout(2, sequence_parallel), size=2):
+def test_gradients_through_the_gathered_logits_equal_one_process(pool, name, softcap, sequence_parallel):
+    model = change(MODELS[name], final_logit_softcapping=softcap)
+    whole = outcome_of_logits(model)
+    for result in pool.run(outcome_of_logits, model, layout(2, sequence_parallel), size=2):
         assert_equal(result, whole)
 
 
