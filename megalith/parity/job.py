@@ -64,6 +64,8 @@ class Record:
 
     def note(self, text: str) -> None: ...
 
+    def evaluating(self, step: int, done: int, total: int) -> None: ...
+
 
 def start(config: RunConfig) -> Trainer:
     """This rank's Trainer, with the initial weights or those of `checkpoint.load`, and a silent report."""

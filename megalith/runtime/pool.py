@@ -124,7 +124,6 @@ def _work(pipe: Connection) -> None:
 
     os.setpgid(0, 0)  # for `close` to end a job's process with it
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's, which ends the pool
-    torch.set_num_threads(1)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     stacks = tempfile.TemporaryFile("w+")  # noqa: SIM115 (of a child that a signal ends)
@@ -137,6 +136,8 @@ def _work(pipe: Connection) -> None:
             child = os.fork()
             if child == 0:
                 faulthandler.enable(stacks)
+                # Here, for a fork leaves no threads of torch's pool: autograd's, one a GPU, would make it anew at once.
+                torch.set_num_threads(1)
                 outcome = _run_job(*job)
                 sys.stdout.flush()
                 pipe.send(outcome)
