@@ -11,7 +11,6 @@ from megalith.bridge import partial
 from megalith.bridge.partial import MARK, PartialFolder
 from megalith.errors import CheckpointError
 
-
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "exchange")
 
 
