@@ -79,9 +79,10 @@ class PartialFolder:
     def _clear_remains(self) -> None:
         """Removes what a killed conversion to this place left, and gives an old folder that it set aside its name."""
         marked = [folder for folder in (self.path, self.out, self._aside) if (folder / MARK).is_file()]
-        if not marked:
+        for folder in (self.path, self._aside):
             with contextlib.suppress(OSError):
-                self.path.rmdir()  # an empty folder is nobody's loss: we may have been killed before it had its mark
+                folder.rmdir()  # an empty one is nobody's loss: a kill came before it had its mark, or after
+        if not marked:
             if os.path.lexists(self.path):
                 raise CheckpointError(
                     f"{self.path} is there, and is not what a conversion left; move it away, or choose another place"
