@@ -9,7 +9,7 @@ from typing import Any
 
 from megalith.errors import MegalithError
 
-SECONDS, BYTES = 2.0, 2**30
+SECONDS, BYTES = 2.0, 2**30  # of processor time, which a busy machine does not stretch
 VALUES: tuple[Any, ...] = (
     None, True, -1, 0, 1, 10**7, 2**31, 10**9, 2**62, 10**30, 0.5, -1.5, 1e300, float("nan"), float("inf"), "", "x",
     "\0", "\ud800", "../x", "1e9", [], [1], ["x"], [None], [[]], [-1, 10**9], {}, {"a": 1}, {"rope_type": []},
@@ -62,13 +62,13 @@ def problems(cases: Iterator[tuple[str, Any]], read: Callable[[Any], object]) ->
     with little_memory():
         for name, content in cases:
             count += 1
-            start = time.monotonic()
+            start = time.process_time()
             try:
                 read(content)
             except MegalithError:
                 refused += 1
             except BaseException as error:  # a panic in Rust is no Exception
                 found.append(f"{name}: {type(error).__name__}: {error}")
-            if (seconds := time.monotonic() - start) > SECONDS:
+            if (seconds := time.process_time() - start) > SECONDS:
                 found.append(f"{name}: {seconds:.1f} s")
     return count, refused, found

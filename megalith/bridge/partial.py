@@ -78,10 +78,11 @@ class PartialFolder:
 
     def _clear_remains(self) -> None:
         """Removes what a killed conversion to this place left, and gives an old folder that it set aside its name."""
-        marked = [folder for folder in (self.path, self.out) if (folder / MARK).is_file()]
-        if not marked:
+        marked = [folder for folder in (self.path, self.out, self._aside) if (folder / MARK).is_file()]
+        for folder in (self.path, self._aside):
             with contextlib.suppress(OSError):
-                self.path.rmdir()  # an empty folder is nobody's loss: we may have been killed before it had its mark
+                folder.rmdir()  # an empty one is nobody's loss: a kill came before it had its mark, or after
+        if not marked:
             if os.path.lexists(self.path):
                 raise CheckpointError(
                     f"{self.path} is there, and is not what a conversion left; move it away, or choose another place"
@@ -90,7 +91,7 @@ class PartialFolder:
         self._hold(marked[0] / MARK)
         if self._aside.is_dir() and not self.out.exists():
             os.rename(self._aside, self.out)
-        elif self.out in marked:  # it was whole, and the rest is what it replaced
+        elif self.out in marked or self._aside in marked:  # it was whole, and the rest is what it replaced
             _remove_marked(self._aside)
         _remove_marked(self.path)
         (self.out / MARK).unlink(missing_ok=True)

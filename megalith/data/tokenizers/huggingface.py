@@ -60,7 +60,9 @@ class HuggingFaceTokenizer(_RustTokenizer):
         super().__init__(files, vocab_size)
         try:
             self._tokenizer = tokenizers.Tokenizer.from_buffer(self.files[MODEL])
-        except Exception as error:  # the library raises bare Exception
+        except BaseException as error:  # the library raises bare Exception, and where it panics not even that
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
             raise DataError(
                 f"{MODEL} ({len(self.files[MODEL])} bytes) is not a tokenizer of the tokenizers library "
                 f"({error}); it is damaged, or was written by a newer version: pip install -U tokenizers"
