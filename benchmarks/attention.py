@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 
-from megalith.ops.attention import attention, document_mask, window_mask
+from megalith.ops.attention_core import attention, document_mask, window_mask
 
 DOCUMENTS, WINDOW, RUNS = 4, 1024, 10
 

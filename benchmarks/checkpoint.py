@@ -23,15 +23,15 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megalith.build import build_model, vocabulary_rows
 from megalith.checkpoint import RunRecord, Saver, load_model, load_optimizer, open_checkpoint, state_boxes
 from megalith.checkpoint.agree import exchange
 from megalith.config import RunConfig
 from megalith.hardware import pick_device
+from megalith.launch.launcher import end_distributed, init_distributed, launch, this_process
 from megalith.optim import build_optimizer
 from megalith.parallel.mesh import build_mesh
 from megalith.parallel.shards import Box
-from megalith.runtime.launch import end_distributed, init_distributed, launch, this_process
+from megalith.training.build import build_model, vocabulary_rows
 
 DEFAULTS = ["model.preset=gpt2", "model.num_layers=6"]
 WORKER = "--worker"

@@ -82,7 +82,7 @@ def make_source(folder: Path, size: float, dtype: str) -> None:
     from megalith.bridge.families.llama import LLAMA
     from megalith.bridge.writer import FolderWriter
     from megalith.config import ModelConfig
-    from megalith.models.flops import count_parameters
+    from megalith.planner.flops import count_parameters
 
     kind = getattr(torch, dtype)
     model = ModelConfig(

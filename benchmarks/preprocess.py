@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.text import tokenizer_of, write_text
-from megalith.data.preprocess import preprocess
+from megalith.data.preprocessing.preprocess import preprocess
 
 
 class Seconds(NamedTuple):

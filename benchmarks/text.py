@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megalith.data.corpus import write_stdlib_corpus
-from megalith.data.preprocess import preprocess
-from megalith.data.tokenizer import Tokenizer, build_tokenizer
-from megalith.data.tokenizer_training import train_tokenizer
+from megalith.data.preprocessing.corpus import write_stdlib_corpus
+from megalith.data.preprocessing.preprocess import preprocess
+from megalith.data.tokenizers.build import Tokenizer, build_tokenizer
+from megalith.data.tokenizers.train import train_tokenizer
 
 VOCAB_SIZE = 32_000
 

@@ -30,8 +30,8 @@ import yaml
 
 from benchmarks import breakdown
 from benchmarks.text import build_dataset
-from megalith.parallel.schedule import Kind
-from megalith.parallel.timeline import TIMELINE_FILE, Timeline, read_timeline
+from megalith.parallel.pipeline.schedules import Kind
+from megalith.parallel.pipeline.timeline import TIMELINE_FILE, Timeline, read_timeline
 
 # The notes' GPT-2-large has 16 heads of 80.
 _LARGE = dict(preset="gpt2-large", num_attention_heads=16)

@@ -13,7 +13,11 @@ from typing import Any
 __version__ = "0.1.0"
 __all__ = ["RunConfig", "load", "train"]
 
-_HOMES = {"RunConfig": "megalith.config", "train": "megalith.trainer", "load": "megalith.loading"}
+_HOMES = {
+    "RunConfig": "megalith.config",
+    "train": "megalith.training.trainer",
+    "load": "megalith.training.loading",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -10,13 +10,13 @@ from fault_items import FaultItems
 from trained_runs import configuration
 
 import megalith
-from megalith.data.preprocess import preprocess
-from megalith.data.tokenizer import build_tokenizer
-from megalith.runtime.pool import PRELOADED, Pool
+from megalith.data.preprocessing.preprocess import preprocess
+from megalith.data.tokenizers.build import build_tokenizer
+from megalith.launch.pool import PRELOADED, Pool
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
 # Every process that is forked from then on has them: a second less each time.
-PRELOADED.append("megalith.trainer")
+PRELOADED.append("megalith.training.trainer")
 if not torch.cuda.is_available():  # should importing the compiler start CUDA, what is forked could not use it
     PRELOADED.append("torch._inductor.compile_fx")
 

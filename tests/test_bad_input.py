@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 import yaml
 
-from megalith.cli import main
+from megalith.cli.main import main
 from megalith.data.indexed import IndexedWriter
-from megalith.runtime import agent
-from megalith.runtime.lock import OutputLock
+from megalith.launch import agent
+from megalith.launch.lock import OutputLock
 
 CONFIG, DATA, CHECKPOINT = 2, 3, 4
 

@@ -14,7 +14,7 @@ import torch
 import yaml
 
 import megalith
-from megalith.cli import Parser, build_parser, main
+from megalith.cli.main import Parser, build_parser, main
 from megalith.config.describe import reference_page
 from megalith.config.presets import PRESETS
 from megalith.errors import install_line
@@ -103,7 +103,7 @@ def test_generate_takes_several_prompts_and_a_file_of_them(call, trained, tmp_pa
 def test_generate_samples_the_entries_of_the_tokenizer_alone(call, trained, monkeypatch):
     given = {}
     monkeypatch.setattr(
-        "megalith.generate.generate", lambda *args, **options: given.update(options) or [[65]]
+        "megalith.generation.sampling.generate", lambda *args, **options: given.update(options) or [[65]]
     )
     assert call("generate", trained, "--prompt", "a", "--device", "cpu")[:2] == (0, "A\n")
     assert given["vocab_size"] == 257
@@ -213,7 +213,7 @@ def test_version_names_what_a_report_of_a_fault_needs(call):
 
 def test_training_says_that_it_starts_before_anything_slow_is_imported():
     slow = "import sys; sys.modules.update(torch=None, pydantic=None, numpy=None)\n"
-    code = slow + "from megalith.cli import main; main(['train', 'run.yaml', '--nproc', '8'])"
+    code = slow + "from megalith.cli.main import main; main(['train', 'run.yaml', '--nproc', '8'])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert (
         done.returncode == 1
@@ -247,7 +247,7 @@ def test_train_help_has_every_section_and_the_launcher(call):
 
 def test_help_imports_neither_torch_nor_numpy_nor_the_configuration():
     code = (
-        "import sys; from megalith.cli import main\n"
+        "import sys; from megalith.cli.main import main\n"
         "try: main(['--help'])\nexcept SystemExit: pass\n"
         "heavy = {'torch', 'numpy', 'pydantic', 'rich', 'tokenizers', 'matplotlib'} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
@@ -283,8 +283,8 @@ def test_a_reader_that_goes_away_gets_no_traceback():
 
 
 def test_python_names_are_there_and_others_are_not():
-    import megalith.loading
-    import megalith.trainer  # modules that must not take the place of the functions
+    import megalith.training.loading
+    import megalith.training.trainer  # modules that must not take the place of the functions
 
     assert {"RunConfig", "train", "load"} == set(megalith.__all__)
     assert callable(megalith.load) and callable(megalith.train)

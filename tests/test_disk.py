@@ -12,16 +12,16 @@ import megalith
 from megalith.checkpoint.files import replace_text
 from megalith.checkpoint.store import StepFolder
 from megalith.config import RunConfig
-from megalith.disk import make_folder, open_file, replace_file, replacing
 from megalith.errors import ConfigError
-from megalith.parallel.timeline import Timeline, write_timeline
-from megalith.runtime.hang_watch import HangWatch
-from megalith.runtime.lock import OutputLock
-from megalith.runtime.metrics import MetricsWriter, StepMetrics
-from megalith.runtime.plot import plot_run
-from megalith.runtime.profile import StepProfiler
-from megalith.runtime.restart import Attempt, claimed, failures_kept
-from megalith.runtime.sinks import TensorBoardSink, _identity
+from megalith.io import make_folder, open_file, replace_file, replacing
+from megalith.launch.hang_watch import HangWatch
+from megalith.launch.lock import OutputLock
+from megalith.launch.restart import Attempt, claimed, failures_kept
+from megalith.parallel.pipeline.timeline import Timeline, write_timeline
+from megalith.report.metrics import MetricsWriter, StepMetrics
+from megalith.report.plot import plot_run
+from megalith.report.profiler import StepProfiler
+from megalith.report.trackers import TensorBoardSink, _identity
 
 
 @pytest.fixture
@@ -55,7 +55,7 @@ def test_a_folder_that_may_be_written_but_not_opened_gets_one_too(tmp_path, monk
     def refuse(folder):
         raise PermissionError(f"{folder} may not be opened")
 
-    monkeypatch.setattr("megalith.disk.sync_folder", refuse)
+    monkeypatch.setattr("megalith.io.sync_folder", refuse)
     make_folder(tmp_path / "shared" / "mine")
     assert (tmp_path / "shared" / "mine").is_dir()
 

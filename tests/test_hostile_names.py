@@ -9,14 +9,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-import megalith.generate
-import megalith.loading
+import megalith.generation.sampling
+import megalith.training.loading
 from megalith.checkpoint import RunRecord, StepWriter, open_checkpoint
-from megalith.cli import main
+from megalith.cli.main import main
 from megalith.data.indexed import IndexedWriter
-from megalith.data.tokenizer import build_tokenizer
+from megalith.data.tokenizers.build import build_tokenizer
 from megalith.errors import LINES, CheckpointError, printable
-from megalith.runtime import failure
+from megalith.launch import failure
 
 HOSTILE = "a\x1b]0;owned\x07\x9b2J\r\nerror:forged\x7f\u202e\u2028\udcff"
 SHOWN = r"a\x1b]0;owned\x07\x9b2J\x0d\x0aerror:forged\x7f\u202e\u2028\udcff"
@@ -107,9 +107,11 @@ def test_data_show_and_bad_lines(capsys, tmp_path):
 def test_generate(capsys, monkeypatch):
     tokenizer = build_tokenizer("ByteTokenizer")
     model = SimpleNamespace(config=SimpleNamespace(vocab_size=257))
-    monkeypatch.setattr(megalith.loading, "load_with_tokenizer", lambda path, device: (model, tokenizer))
+    monkeypatch.setattr(
+        megalith.training.loading, "load_with_tokenizer", lambda path, device: (model, tokenizer)
+    )
     ids = tokenizer.encode("\x1b]52;c;cm0=\x07two\nlines")
-    monkeypatch.setattr(megalith.generate, "generate", lambda *args, **options: [ids])
+    monkeypatch.setattr(megalith.generation.sampling, "generate", lambda *args, **options: [ids])
     code, text = said(capsys, "generate", "x", "--prompt", "p")
     assert code == 0 and text == "\\x1b]52;c;cm0=\\x07two\nlines\n"
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from megalith.cli import main
-from megalith.runtime.metrics import read_records
-from megalith.runtime.pool import PRELOADED
+from megalith.cli.main import main
+from megalith.launch.pool import PRELOADED
+from megalith.report.metrics import read_records
 
 ROOT = Path(__file__).parents[1]
 TESTS = ROOT / "tests"

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from megalith.config import RunConfig
-from megalith.runtime.metrics import read_records
+from megalith.report.metrics import read_records
 
 
 def configuration(corpus: str, output: Path, **sections) -> RunConfig:

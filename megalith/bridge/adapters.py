@@ -25,7 +25,7 @@ from megalith.checkpoint.fingerprint import Sample, digest, sample
 from megalith.checkpoint.state import Model, own_boxes
 from megalith.config import LoraConfig, ModelConfig, RunConfig
 from megalith.errors import CheckpointError, ConfigError
-from megalith.models.lora import adapters, add_adapters
+from megalith.models.adapters import adapters, add_adapters
 from megalith.models.transformer import Transformer
 from megalith.parallel.shards import Box
 

@@ -16,7 +16,7 @@ from megalith.bridge.settings import Setting, Tree, differences
 from megalith.config import LoraConfig, ModelConfig
 from megalith.config.base import Decides, as_config_error
 from megalith.errors import ConfigError
-from megalith.models.lora import add_adapters
+from megalith.models.adapters import add_adapters
 from megalith.models.transformer import Transformer
 
 VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # a row an entry, padded in memory

@@ -25,11 +25,11 @@ from megalith.bridge.progress import ByteProgress
 from megalith.checkpoint import RunRecord, StepWriter, TokenizerRecord
 from megalith.checkpoint.steps import CHECKPOINTS
 from megalith.config import RunConfig
-from megalith.config.rules import check_model
-from megalith.data.tokenizer import Tokenizer
+from megalith.config.rules.run_rules import check_model
+from megalith.data.tokenizers.build import Tokenizer
 from megalith.errors import CheckpointError, ConfigError
+from megalith.launch.lock import LOCK_NAME, OutputLock
 from megalith.parallel.shards import Box
-from megalith.runtime.lock import LOCK_NAME, OutputLock
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 SHARDS = 64  # files that a checkpoint is cut into, as far as they are then of a good size, in bytes:

@@ -16,10 +16,10 @@ from megalith.bridge.settings import differences
 from megalith.checkpoint import Checkpoint, open_checkpoint
 from megalith.checkpoint.manifest import MANIFEST
 from megalith.checkpoint.state import MODEL, Model, base_boxes, load_base, own_boxes
-from megalith.comm import Axis
+from megalith.comm.collectives import Axis
 from megalith.config import ModelConfig, RunConfig
-from megalith.config.rules import check_model
-from megalith.data.tokenizer import Tokenizer
+from megalith.config.rules.run_rules import check_model
+from megalith.data.tokenizers.build import Tokenizer
 from megalith.errors import CheckpointError, ConfigError, MegalithError, shorten
 from megalith.parallel.gather import ALONE
 from megalith.parallel.shards import Box

@@ -16,8 +16,8 @@ import os
 import shutil
 from pathlib import Path
 
-from megalith.disk import make_folder, sync_folder
 from megalith.errors import CheckpointError
+from megalith.io import make_folder, sync_folder
 
 MARK = ".megalith_conversion"
 AT_FDCWD, RENAME_EXCHANGE = -100, 2

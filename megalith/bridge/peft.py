@@ -29,7 +29,7 @@ from megalith.config import LoraConfig, ModelConfig
 from megalith.config.base import as_config_error
 from megalith.config.lora import PARTS, WHOLE
 from megalith.errors import CheckpointError, shorten
-from megalith.models.lora import ADAPTER
+from megalith.models.adapters import ADAPTER
 
 CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."

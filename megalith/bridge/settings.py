@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from megalith.config import ModelConfig, RunConfig
 from megalith.config.base import Decides
-from megalith.config.idle import unread_settings
+from megalith.config.rules.unused import unread_settings
 from megalith.errors import ConfigError
 
 Tree = dict[str, Any]

@@ -18,8 +18,8 @@ from torch import Tensor
 
 from megalith.bridge.partial import PartialFolder
 from megalith.checkpoint.files import byte_count, safetensors_head
-from megalith.disk import sync_folder
 from megalith.errors import CheckpointError
+from megalith.io import sync_folder
 
 SHARD_BYTES = 5 * 10**9  # as transformers cuts them
 # A write of several MB has the kernel look for as large blocks of free memory, which a virtual machine may have given

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megalith.comm import Axis, gather_json, padded_json, read_json
+from megalith.comm.collectives import Axis, gather_json, padded_json, read_json
 from megalith.errors import CheckpointError
 
 

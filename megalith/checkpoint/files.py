@@ -26,8 +26,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megalith.checkpoint.manifest import FileRecord, TensorRecord
-from megalith.disk import replace_file
 from megalith.errors import CheckpointError
+from megalith.io import replace_file
 
 DTYPE_CODES = {
     torch.float64: "F64",

@@ -15,7 +15,7 @@ import torch
 
 from megalith.checkpoint.agree import collect
 from megalith.checkpoint.files import byte_view
-from megalith.comm import Axis
+from megalith.comm.collectives import Axis
 from megalith.parallel.shards import Box
 
 VALUES = 16  # of each tensor, evenly over its elements

@@ -30,7 +30,7 @@ from megalith.checkpoint.manifest import (
 )
 from megalith.checkpoint.read import Checkpoint, files_for
 from megalith.checkpoint.steps import CHECKPOINTS, STEP, TOKENIZER, list_steps, save_order
-from megalith.comm import Axis
+from megalith.comm.collectives import Axis
 from megalith.errors import CheckpointError, printable
 from megalith.parallel.gather import ALONE
 from megalith.parallel.shards import Box

@@ -19,7 +19,7 @@ from typing import Any
 from megalith.checkpoint.agree import collect, hand_out
 from megalith.checkpoint.files import DTYPE_CODES, DTYPES, byte_count
 from megalith.checkpoint.manifest import TensorRecord
-from megalith.comm import Axis
+from megalith.comm.collectives import Axis
 from megalith.parallel.shards import Box
 
 Boxes = Mapping[str, Mapping[str, Box]]  # by part and name

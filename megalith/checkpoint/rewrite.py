@@ -23,9 +23,9 @@ from megalith.checkpoint.read import Checkpoint
 from megalith.checkpoint.steps import CHECKPOINTS, TOKENIZER
 from megalith.checkpoint.store import StepFolder
 from megalith.checkpoint.writer import ShardWriter, saving
-from megalith.disk import sync_folder
 from megalith.errors import CheckpointError
-from megalith.runtime.lock import OutputLock
+from megalith.io import sync_folder
+from megalith.launch.lock import OutputLock
 
 
 @dataclass(frozen=True)

@@ -31,10 +31,10 @@ from megalith.checkpoint.staging import Staging
 from megalith.checkpoint.state import Model, state_boxes
 from megalith.checkpoint.store import StepFolder
 from megalith.checkpoint.writer import ShardWriter, not_saved, shard_bytes_for
-from megalith.comm import Axis
+from megalith.comm.collectives import Axis
 from megalith.errors import CheckpointError
+from megalith.launch.heartbeat import BACKGROUND
 from megalith.parallel.gather import ALONE
-from megalith.runtime.pulse import BACKGROUND
 
 # How long the ranks that have written wait for the slowest. One that has died is noticed at once all the same.
 PATIENCE = timedelta(hours=2)

@@ -24,11 +24,11 @@ from megalith.checkpoint.files import DTYPE_CODES
 from megalith.checkpoint.fingerprint import fingerprint
 from megalith.checkpoint.manifest import TensorRecord
 from megalith.checkpoint.read import Checkpoint, files_for
-from megalith.comm import Axis, gather_json
+from megalith.comm.collectives import Axis, gather_json
 from megalith.errors import CheckpointError, shorten
-from megalith.models.lora import ADAPTER
+from megalith.models.adapters import ADAPTER
+from megalith.parallel.data.replicas import copies_of
 from megalith.parallel.gather import ALONE
-from megalith.parallel.replicated import copies_of
 from megalith.parallel.shards import Box, box_of
 
 MODEL, OPTIMIZER = "model", "optimizer"

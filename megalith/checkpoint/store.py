@@ -22,8 +22,8 @@ from pydantic import ValidationError
 from megalith.checkpoint.files import record_and_sync, replace_text, write_text
 from megalith.checkpoint.manifest import MANIFEST, RunRecord, TensorRecord, first_problem, manifest_text
 from megalith.checkpoint.steps import LATEST, REPLACED, TOKENIZER, list_steps, next_save_number, save_number
-from megalith.disk import make_folder, sync_folder
 from megalith.errors import CheckpointError
+from megalith.io import make_folder, sync_folder
 
 
 class StepFolder:

@@ -23,8 +23,8 @@ from megalith.checkpoint.extent import Extent
 from megalith.checkpoint.files import Values, byte_count, tensor_record, write_safetensors
 from megalith.checkpoint.manifest import FileRecord, RunRecord, TensorRecord, piece_key
 from megalith.checkpoint.store import StepFolder
-from megalith.disk import sync_folder
 from megalith.errors import CheckpointError
+from megalith.io import sync_folder
 
 THREADS = 4  # files written at once: hashing and writing leave Python's lock
 SMALLEST_SHARD, LARGEST_SHARD = 2**26, 2**31

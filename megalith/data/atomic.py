@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from megalith.disk import make_folder, replacing
 from megalith.errors import DataError
+from megalith.io import make_folder, replacing
 
 
 @contextlib.contextmanager

@@ -33,8 +33,8 @@ from megalith.data.idx_format import (
     read_header,
     require_files,
 )
-from megalith.disk import make_folder, sync_folder
 from megalith.errors import DataError
+from megalith.io import make_folder, sync_folder
 
 
 def best_dtype(vocab_size: int) -> np.dtype:

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor, nn
 
-from megalith.comm import local, local_place
+from megalith.comm.collectives import local, local_place
 from megalith.config import ModelConfig
 
 BLOCK = 2**20  # elements that one generator fills

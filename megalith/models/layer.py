@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megalith.comm import local
+from megalith.comm.collectives import local
 from megalith.config import ModelConfig
-from megalith.models.attention import SelfAttention
-from megalith.models.context import Context
 from megalith.models.linear import Linear
-from megalith.models.mla import LatentAttention
+from megalith.models.mixers.attention import SelfAttention
+from megalith.models.mixers.mla import LatentAttention
 from megalith.models.mlp import MLP
 from megalith.models.moe import MoE
-from megalith.models.multi_token import Join
+from megalith.models.mtp import Join
 from megalith.models.norm import Norm, added
+from megalith.models.pass_context import Context
 from megalith.ops.dropout import ATTENTION_OUTPUT, MLP_OUTPUT, Mask
 from megalith.ops.norm import fuses_norm
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from megalith.comm import local
-from megalith.models.context import Context
-from megalith.ops import fused
-from megalith.ops.linear import linear
+from megalith.comm.collectives import local
+from megalith.models.pass_context import Context
+from megalith.ops import kernels as fused
+from megalith.ops.gemm import linear
 
 
 class Linear(nn.Module):

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from megalith.comm import local
+from megalith.comm.collectives import local
 from megalith.config import ModelConfig
-from megalith.models.context import Context
 from megalith.models.linear import Linear
+from megalith.models.pass_context import Context
 from megalith.ops.activation import gelu_tanh
 
 ACTIVATIONS = {

@@ -27,11 +27,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from megalith.comm import local
+from megalith.comm.collectives import local
 from megalith.config import ModelConfig
-from megalith.models.context import Context
 from megalith.models.linear import Linear
 from megalith.models.mlp import ACTIVATIONS, MLP
+from megalith.models.pass_context import Context
 from megalith.models.router import Router, Routing
 from megalith.ops.compiled import as_one_kernel
 from megalith.ops.grouped_gemm import Groups, Prepared, add_bias, grouped_matmul, prepared

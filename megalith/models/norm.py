@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import layer_norm, rms_norm
 
-from megalith.comm import local
+from megalith.comm.collectives import local
 from megalith.config import ModelConfig
 from megalith.ops.dropout import Mask, counter_dropout
 from megalith.ops.norm import fuses_norm, norm_beside

@@ -26,11 +26,11 @@ from itertools import count
 import torch
 from torch import Tensor, nn
 
-from megalith.comm import local
+from megalith.comm.collectives import local
 from megalith.config import ModelConfig
-from megalith.models.balance import TINY, MicroBatch, auxiliary_losses, empty_tally, tallied
+from megalith.models.load_balance import TINY, MicroBatch, auxiliary_losses, empty_tally, tallied
+from megalith.ops.fp32_matmul import wide_product
 from megalith.ops.permute import places_in_group
-from megalith.ops.wide_product import wide_product
 
 
 @dataclass(frozen=True)

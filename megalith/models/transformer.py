@@ -12,17 +12,17 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from megalith.comm import local
+from megalith.comm.collectives import local
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
 from megalith.models.cache import KVCache
-from megalith.models.context import Context
 from megalith.models.layer import TransformerLayer
 from megalith.models.linear import Linear
-from megalith.models.multi_token import Future, with_further_losses
+from megalith.models.mtp import Future, with_further_losses
 from megalith.models.norm import Norm
+from megalith.models.pass_context import Context
 from megalith.models.rope import local_rotary_tables, rotary_tables
-from megalith.ops.attention import document_mask
+from megalith.ops.attention_core import document_mask
 from megalith.ops.cross_entropy import linear_cross_entropy, softcapped
 from megalith.ops.dropout import (
     EMBEDDING_OUTPUT,

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megalith.comm import Axis, summed
-from megalith.ops import fused
+from megalith.comm.collectives import Axis, summed
+from megalith.ops import kernels as fused
 from megalith.ops.compiled import as_one_kernel
 
 # Logits that exist at once. On an H200 the products of 3,328 tokens of GPT-2's vocabulary leave no multiprocessor idle:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megalith.ops import fused
+from megalith.ops import kernels as fused
 from megalith.ops.dropout import Mask
 
 

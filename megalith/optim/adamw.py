@@ -1,11 +1,11 @@
-"""torch's AdamW with the large parameters of a GPU stepped by a kernel of our own: see ops/fused/adam_kernel.py."""
+"""torch's AdamW with the large parameters of a GPU stepped by a kernel of our own: see ops/kernels/adam_kernel.py."""
 
 from __future__ import annotations
 
 import torch
 from torch import nn
 
-from megalith.ops import fused
+from megalith.ops import kernels as fused
 
 LEAST = 2**18  # elements; below, torch steps many parameters with one launch
 

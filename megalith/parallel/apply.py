@@ -7,17 +7,17 @@ import torch
 from megalith.config import RunConfig
 from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
-from megalith.parallel.adapters import cut_adapters
-from megalith.parallel.context import apply_context
-from megalith.parallel.data import apply_data
-from megalith.parallel.expert import apply_expert
-from megalith.parallel.halves import apply_halves, interleaving
+from megalith.parallel.context.context_parallel import apply_context
+from megalith.parallel.data.data_parallel import apply_data
+from megalith.parallel.expert.expert_parallel import apply_expert
+from megalith.parallel.memory.activation_offload import apply_activation_offload
+from megalith.parallel.memory.recompute import apply_recompute
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.offload import apply_activation_offload
-from megalith.parallel.recompute import apply_recompute
+from megalith.parallel.overlap.ping_pong import apply_halves, interleaving
+from megalith.parallel.pipeline.stages import assign_layers, schedule_kind, split_stages
 from megalith.parallel.shards import to_local_parameters
-from megalith.parallel.stages import assign_layers, schedule_kind, split_stages
-from megalith.parallel.tensor import apply_tensor
+from megalith.parallel.tensor.lora_shards import cut_adapters
+from megalith.parallel.tensor.tensor_parallel import apply_tensor
 
 
 def apply(model: Transformer, config: RunConfig, mesh: Mesh, device: torch.device) -> list[Transformer]:

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalith.comm import Axis, gather_json
+from megalith.comm.collectives import Axis, gather_json
 from megalith.parallel.shards import Box
 
 ALONE = Axis()  # the world of one process

@@ -23,8 +23,10 @@ from typing import Any
 import torch.distributed as dist
 from torch.distributed import DeviceMesh, init_device_mesh
 
-from megalith.comm import Axis
-from megalith.config import ParallelConfig, expert_rules, rules
+from megalith.comm.collectives import Axis
+from megalith.config import ParallelConfig
+from megalith.config.rules import expert_rules
+from megalith.config.rules import run_rules as rules
 from megalith.errors import ConfigError
 
 
@@ -118,7 +120,7 @@ def build_mesh(
         fsdp = dp_cp._unflatten(0, (dp * cp // shard_size, shard_size), ("replicate", "shard"))
     direct = set(parallel.symmetric_memory_groups) if device_type == "cuda" else set()
     if direct:
-        import megalith.parallel.direct_heads  # noqa: F401 (it and direct.py register operators)
+        import megalith.parallel.overlap.copy_engine_heads  # noqa: F401 (it and copy_engine.py register operators)
     axes = {name: replace(_axis(root[name]), direct=name in direct) for name in ("pp", "dp", "cp", "tp")}
     names = ("ep", "etp", "edp", "ep_etp", "cp_tp")
     experts = {name: Axis() for name in names} | {"experts": None, "expert_fsdp": None}

@@ -10,23 +10,27 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from megalith.comm import summed
+from megalith.comm.collectives import summed
 from megalith.config import RunConfig
 from megalith.hardware import to_device
 from megalith.models.cache import KVCache
-from megalith.models.multi_token import Future, future_of
+from megalith.models.mtp import Future, future_of
 from megalith.models.transformer import Transformer
 from megalith.parallel.apply import apply
-from megalith.parallel.balance import gather_tallies, move_biases
-from megalith.parallel.context import shard_batch, whole_sequences
-from megalith.parallel.data import micro_batch_begins, wait_for_gradients, weight_gradients_added
-from megalith.parallel.gradients import valid_tokens
+from megalith.parallel.context.context_parallel import shard_batch, whole_sequences
+from megalith.parallel.data.data_parallel import (
+    micro_batch_begins,
+    wait_for_gradients,
+    weight_gradients_added,
+)
+from megalith.parallel.data.gradient_norm import valid_tokens
+from megalith.parallel.expert.expert_bias import gather_tallies, move_biases
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.pipeline import Pipeline, residual_shape
+from megalith.parallel.pipeline.executor import Pipeline, residual_shape
+from megalith.parallel.pipeline.stages import schedule_kind
+from megalith.parallel.pipeline.tied_embedding import reduce_tied_embedding
 from megalith.parallel.shards import LocalParameters
-from megalith.parallel.stages import schedule_kind
-from megalith.parallel.tensor import reduce_partial_gradients
-from megalith.parallel.tied_embedding import reduce_tied_embedding
+from megalith.parallel.tensor.tensor_parallel import reduce_partial_gradients
 
 if TYPE_CHECKING:
     from megalith.data.batch import Batch

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-from megalith.comm import Axis, local_place
-from megalith.parallel.replicated import copies_of
+from megalith.comm.collectives import Axis, local_place
+from megalith.parallel.data.replicas import copies_of
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from dataclasses import dataclass
 
 from megalith.config import RunConfig
 from megalith.errors import ConfigError, nearest_of
+from megalith.launch.pool import Pool, RankFailed
 from megalith.parity.compare import Errors, compare
 from megalith.parity.job import run_job
 from megalith.parity.layouts import LAYOUTS, Layout
-from megalith.runtime.pool import Pool, RankFailed
-from megalith.trainer import prepare
+from megalith.training.trainer import prepare
 
 
 @dataclass(frozen=True)

@@ -16,19 +16,19 @@ from itertools import chain, islice
 import torch
 from torch import Tensor
 
-from megalith.build import vocabulary_rows
 from megalith.checkpoint.state import STATE_WITH_ROWS, model_boxes, optimizer_boxes
-from megalith.comm import gather_json
+from megalith.comm.collectives import gather_json
 from megalith.config import RunConfig
-from megalith.generate import generate
+from megalith.generation.sampling import generate
+from megalith.launch.launcher import this_process
 from megalith.parallel.gather import global_tensors
 from megalith.parallel.mesh import build_mesh
 from megalith.parallel.shards import Box
-from megalith.runtime.clock import StepClock
-from megalith.runtime.launch import this_process
-from megalith.runtime.process import prepare_process
-from megalith.runtime.report import PendingStep
-from megalith.trainer import Trainer, prepare
+from megalith.report.clock import StepClock
+from megalith.report.report import PendingStep
+from megalith.training.build import vocabulary_rows
+from megalith.training.process import prepare_process
+from megalith.training.trainer import Trainer, prepare
 
 PROMPTS = [[5, 9, 2], [7, 1, 4, 4, 11]]
 NEW_TOKENS = 6

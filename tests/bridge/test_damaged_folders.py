@@ -16,11 +16,11 @@ from safetensors.torch import load_file, save_file
 
 from megalith.bridge.exporter import export_hf
 from megalith.bridge.importer import import_hf
-from megalith.cli import main
-from megalith.data.tokenizer_training import train_tokenizer
+from megalith.cli.main import main
+from megalith.data.tokenizers.train import train_tokenizer
 from megalith.errors import CheckpointError, ConfigError, DataError
+from megalith.launch.lock import OutputLock
 from megalith.parallel.shards import Box
-from megalith.runtime.lock import OutputLock
 
 Change = Callable[[dict], object]
 

@@ -16,10 +16,10 @@ from megalith.bridge.importer import import_hf
 from megalith.bridge.verify import certify, same_bits
 from megalith.checkpoint import RunRecord, StepWriter
 from megalith.config import RunConfig
-from megalith.data.tokenizer import build_tokenizer
-from megalith.data.tokenizer_training import train_tokenizer
+from megalith.data.tokenizers.build import build_tokenizer
+from megalith.data.tokenizers.train import train_tokenizer
 from megalith.errors import CheckpointError, ConfigError
-from megalith.generate import generate
+from megalith.generation.sampling import generate
 from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
 
@@ -164,7 +164,7 @@ def test_a_model_of_our_own_is_written_in_the_family_that_fits(
     model = transformers.AutoModelForCausalLM.from_pretrained(out.path, attn_implementation="eager").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(out.path)
     ids = torch.tensor([tokenizer("def main(): return 1")["input_ids"]])
-    assert ids.tolist()[0] == megalith.loading.load_with_tokenizer(tmp_path / "run")[1].encode(
+    assert ids.tolist()[0] == megalith.training.loading.load_with_tokenizer(tmp_path / "run")[1].encode(
         "def main(): return 1"
     )
     assert tokenizer.eos_token == "<|endoftext|>" and model.config.eos_token_id == tokenizer.eos_token_id

@@ -15,10 +15,10 @@ from megalith.bridge.importer import import_hf
 from megalith.bridge.load import tokenizer_notes, with_init_from
 from megalith.bridge.verify import same_bits
 from megalith.config import RunConfig
-from megalith.data.tokenizer import build_tokenizer
-from megalith.data.tokenizer_training import train_tokenizer
+from megalith.data.tokenizers.build import build_tokenizer
+from megalith.data.tokenizers.train import train_tokenizer
 from megalith.errors import CheckpointError, ConfigError
-from megalith.trainer import prepare
+from megalith.training.trainer import prepare
 
 LAYOUTS = {
     "tp2-pp2": dict(

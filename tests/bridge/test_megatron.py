@@ -18,7 +18,7 @@ from megatron_checkpoint import (
 import megalith
 from megalith.bridge.megatron.importer import import_megatron
 from megalith.bridge.verify import same_bits
-from megalith.cli import main
+from megalith.cli.main import main
 from megalith.config import ModelConfig
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.init import initialize

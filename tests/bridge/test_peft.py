@@ -14,10 +14,10 @@ import megalith
 from megalith.bridge.adapters import export_adapters, merge
 from megalith.bridge.exporter import export_hf
 from megalith.bridge.importer import import_hf
-from megalith.cli import main
+from megalith.cli.main import main
 from megalith.config import RunConfig
 from megalith.errors import CheckpointError, ConfigError
-from megalith.trainer import prepare
+from megalith.training.trainer import prepare
 
 # case: modules of transformers that get adapters
 TARGETS = {

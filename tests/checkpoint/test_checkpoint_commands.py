@@ -9,8 +9,8 @@ from safetensors.torch import load_file
 
 from megalith.checkpoint import RunRecord, StepWriter, files, open_checkpoint
 from megalith.checkpoint.manifest import content_checksum
-from megalith.cli import main
-from megalith.runtime.lock import OutputLock
+from megalith.cli.main import main
+from megalith.launch.lock import OutputLock
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import torch
 from megalith.checkpoint import open_checkpoint
 from megalith.checkpoint.files import file_record, write_safetensors
 from megalith.checkpoint.manifest import content_checksum
-from megalith.cli import main
+from megalith.cli.main import main
 from megalith.errors import CheckpointError
 
 FILES = ["model-00000-000.safetensors", "optimizer-00000-000.safetensors", "manifest.json"]

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
-from megalith.build import vocabulary_rows
 from megalith.checkpoint import open_checkpoint
 from megalith.checkpoint.compare import differences, tensor_digests
 from megalith.config import RunConfig
+from megalith.launch.pool import Pool
 from megalith.parallel.shards import placed
 from megalith.parity.job import start, state_by_name
-from megalith.runtime.pool import Pool
+from megalith.training.build import vocabulary_rows
 
 ZERO1 = {"data_parallel_sharding_strategy": "optim"}
 ZERO3 = {"data_parallel_sharding_strategy": "optim_grads_params"}

@@ -12,8 +12,8 @@ from megalith.checkpoint.open import step_problems
 from megalith.checkpoint.steps import next_save_number, save_order
 from megalith.config import RunConfig
 from megalith.errors import CheckpointError
-from megalith.loading import load
 from megalith.models.transformer import Transformer
+from megalith.training.loading import load
 
 
 @pytest.fixture

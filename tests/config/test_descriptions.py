@@ -11,7 +11,7 @@ from megalith.config import RunConfig
 from megalith.config.aliases import ALIASES
 from megalith.config.base import NOT_YET
 from megalith.config.describe import help_text, json_schema, reference_page
-from megalith.config.rules import _ONLY
+from megalith.config.rules.run_rules import _ONLY
 
 ROOT = Path(__file__).parents[2]
 

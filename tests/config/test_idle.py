@@ -3,8 +3,8 @@
 import pytest
 
 from megalith.config import RunConfig
-from megalith.config.idle import DEPENDENTS, idle_notes
 from megalith.config.presets import PRESETS
+from megalith.config.rules.unused import DEPENDENTS, idle_notes
 
 
 @pytest.mark.parametrize(

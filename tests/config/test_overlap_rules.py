@@ -5,8 +5,8 @@ import re
 import pytest
 
 from megalith.config import RunConfig
-from megalith.config.overlap import overlap_notes
-from megalith.config.rules import check_training
+from megalith.config.rules.overlap_notes import overlap_notes
+from megalith.config.rules.run_rules import check_training
 from megalith.errors import ConfigError
 
 TP2 = {"tensor_model_parallel_size": 2, "tp_comm_overlap": True}

@@ -3,7 +3,7 @@
 import pytest
 
 from megalith.config import RunConfig
-from megalith.config.rules import check_training
+from megalith.config.rules.run_rules import check_training
 from megalith.errors import ConfigError
 
 COMPLETE = {

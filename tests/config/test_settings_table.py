@@ -6,7 +6,7 @@ The tables are written out: spelling where its kin live, a value, where that val
 import pytest
 
 from megalith.config import RunConfig
-from megalith.config.rules import check_training
+from megalith.config.rules.run_rules import check_training
 from megalith.errors import ConfigError
 
 REQUIRED = None  # no default: a run without it is refused

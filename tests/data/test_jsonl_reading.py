@@ -6,7 +6,7 @@ import json
 import pytest
 import zstandard
 
-from megalith.data.jsonl import Block, expand_inputs, parse_block, read_blocks, read_texts
+from megalith.data.preprocessing.jsonl import Block, expand_inputs, parse_block, read_blocks, read_texts
 from megalith.errors import DataError
 
 LINES = [

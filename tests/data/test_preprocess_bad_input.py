@@ -5,8 +5,8 @@ import json
 import pytest
 
 from megalith.data.indexed import IndexedDataset
-from megalith.data.preprocess import preprocess
-from megalith.data.tokenizer import build_tokenizer
+from megalith.data.preprocessing.preprocess import preprocess
+from megalith.data.tokenizers.build import build_tokenizer
 from megalith.errors import ConfigError, DataError
 
 BYTES = build_tokenizer("ByteTokenizer")

@@ -8,9 +8,10 @@ import sys
 
 import pytest
 
-from megalith.data import commands, progress
+from megalith.cli import datasets as commands
 from megalith.data.indexed import IndexedDataset
-from megalith.data.tokenizer import build_tokenizer
+from megalith.data.preprocessing import preprocess_progress as progress
+from megalith.data.tokenizers.build import build_tokenizer
 
 
 def run(name, *arguments):
@@ -65,7 +66,7 @@ def test_a_vocabulary_that_could_not_be_filled_is_reported(tmp_path, capsys):
 
 
 def test_importing_the_commands_is_cheap():
-    code = "import sys, megalith.data.commands; print(*sys.modules)"
+    code = "import sys, megalith.cli.datasets; print(*sys.modules)"
     output = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert not {"torch", "numpy", "tokenizers"} & set(output.split())
 

@@ -7,13 +7,13 @@ import sys
 import pytest
 
 from megalith.data.indexed import IndexedDataset
-from megalith.data.preprocess import preprocess
-from megalith.data.tokenizer import build_tokenizer
+from megalith.data.preprocessing.preprocess import preprocess
+from megalith.data.tokenizers.build import build_tokenizer
 from megalith.errors import DataError
 
 SCRIPT = """
 import os, signal, sys
-from megalith.data.preprocess import preprocess
+from megalith.data.preprocessing.preprocess import preprocess
 from megalith.data.tokenizers.plain import ByteTokenizer
 
 class Stuck(ByteTokenizer):

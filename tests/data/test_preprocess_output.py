@@ -9,10 +9,10 @@ import pytest
 import zstandard
 
 from megalith.data.indexed import IndexedDataset
-from megalith.data.preprocess import preprocess
-from megalith.data.sentences import split_sentences
-from megalith.data.tokenizer import build_tokenizer
-from megalith.data.tokenizer_training import train_tokenizer
+from megalith.data.preprocessing.preprocess import preprocess
+from megalith.data.preprocessing.sentences import split_sentences
+from megalith.data.tokenizers.build import build_tokenizer
+from megalith.data.tokenizers.train import train_tokenizer
 
 WORDS = ["alpha", "βeta", "gamma 3.14", "delta. Next", "\n\n", "naïve", "🦊", "the", "the", "of"]
 

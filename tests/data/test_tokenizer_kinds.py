@@ -10,9 +10,9 @@ import sentencepiece
 import tiktoken
 import transformers
 
-from megalith.data.tokenizer import build_tokenizer
-from megalith.data.tokenizer_training import train_tokenizer
 from megalith.data.tokenizers import tiktoken as ours_tiktoken
+from megalith.data.tokenizers.build import build_tokenizer
+from megalith.data.tokenizers.train import train_tokenizer
 from megalith.errors import ConfigError
 
 TEXTS = [

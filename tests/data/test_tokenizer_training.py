@@ -6,8 +6,8 @@ import json
 import pytest
 import transformers
 
-from megalith.data.tokenizer import build_tokenizer
-from megalith.data.tokenizer_training import train_tokenizer
+from megalith.data.tokenizers.build import build_tokenizer
+from megalith.data.tokenizers.train import train_tokenizer
 from megalith.errors import ConfigError, DataError
 
 TEXT = (

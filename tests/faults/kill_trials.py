@@ -22,7 +22,7 @@ from pathlib import Path
 
 from ranks import Ranks, records, stored, words
 
-from megalith.runtime.pulse import Pulse
+from megalith.launch.heartbeat import Pulse
 
 SIZE = 2
 SURVIVORS_END_WITHIN = 60.0  # seconds

@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from megalith.runtime.pool import PRELOADED
+from megalith.launch.pool import PRELOADED
 
 SMALL = {
     "model.preset": "tiny-gpt",
@@ -60,7 +60,7 @@ class Ranks:
         """`prepare(rank)`, at the top of a module, is called in each process before the command. What the ranks print
         goes to `log`, each into a file with its number."""
         processes = multiprocessing.get_context("forkserver")
-        processes.set_forkserver_preload([*PRELOADED, "megalith.trainer"])
+        processes.set_forkserver_preload([*PRELOADED, "megalith.training.trainer"])
         self.logs = [log.with_name(f"{log.name}.{rank}") for rank in range(size)]
         port = free_port()
         self.processes = [
@@ -106,7 +106,7 @@ def _rank(
     prepare: Callable[[int], None] | None,
     environment: dict[str, str],
 ) -> None:
-    from megalith.cli import main
+    from megalith.cli.main import main
 
     descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(descriptor, 1)
@@ -167,8 +167,8 @@ def stored(output: Path, step: int) -> dict[str, bytes]:
 LAUNCHER = """
 import sys
 from functools import partial
-from megalith.cli import main
-from megalith.runtime import rendezvous
+from megalith.cli.main import main
+from megalith.launch import rendezvous
 rendezvous.RendezvousParameters = partial(rendezvous.RendezvousParameters, keep_alive_interval=2)
 rendezvous.LAST_CALL = 1
 sys.exit(main(sys.argv[1:]))

@@ -9,7 +9,7 @@ from pathlib import Path
 from megalith.config import RunConfig
 from megalith.errors import CheckpointError
 from megalith.parity.job import start
-from megalith.trainer import Trainer
+from megalith.training.trainer import Trainer
 
 ZERO1 = {"data_parallel_sharding_strategy": "optim"}
 TP2 = {"tensor_model_parallel_size": 2}

@@ -22,7 +22,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megalith.checkpoint import RunRecord, Saver, load_model, open_checkpoint
-from megalith.comm import Axis
+from megalith.comm.collectives import Axis
 
 EVENTS = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree")
 PATIENCE = 20.0  # seconds that a rank may outlive the killed one

@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from ranks import Ranks, steps, until, words
 
-import megalith.trainer
+import megalith.training.trainer
 from megalith.errors import TrainingError
-from megalith.runtime import hang_watch
-from megalith.runtime.hang_watch import Sign, tell_hang
-from megalith.trainer import Trainer
+from megalith.launch import hang_watch
+from megalith.launch.hang_watch import Sign, tell_hang
+from megalith.training.trainer import Trainer
 
 TIMEOUT = 4.0  # seconds
 
@@ -48,7 +48,7 @@ def test_a_stopped_rank_is_named_and_the_others_end(tmp_path):
 
 def lose_the_store(rank: int) -> None:
     """Rank 0, with the store, is lost while rank 1 is about to connect to it for its watch."""
-    inner = megalith.trainer.open_watch
+    inner = megalith.training.trainer.open_watch
     hang_watch.STORE_PATIENCE = 4.0
 
     def open_watch(pulse, process, *rest):
@@ -57,7 +57,7 @@ def lose_the_store(rank: int) -> None:
         time.sleep(1.0)
         return inner(pulse, process, *rest)
 
-    megalith.trainer.open_watch = open_watch
+    megalith.training.trainer.open_watch = open_watch
 
 
 def test_a_rank_whose_store_is_lost_while_it_starts_ends(tmp_path):
@@ -97,9 +97,8 @@ def test_ranks_that_wait_in_different_collectives_are_told_with_both(tmp_path):
 
 
 def test_the_rank_that_differs_from_most_comes_first():
-    waiting = (
-        "all_reduce number 31 of default_pg, called from valid_tokens (megalith/parallel/gradients.py:28)"
-    )
+    place = "megalith/parallel/data/gradient_norm.py:28"
+    waiting = f"all_reduce number 31 of default_pg, called from valid_tokens ({place})"
     signs = {rank: Sign(9, 7, "training", waiting) for rank in range(4)}
     signs[2] = Sign(9, 7, "training", waiting.replace("31", "30"))
     text = tell_hang(signs, {3}, 5, 600.0)

@@ -10,11 +10,11 @@ import random
 import pytest
 import torch
 
-from megalith.build import Data, prepare
-from megalith.comm import Axis
+from megalith.comm.collectives import Axis
 from megalith.config import RunConfig
-from megalith.config.batch import BatchSizeSchedule
+from megalith.config.batch_size import BatchSizeSchedule
 from megalith.data.order import leave_out, stream_position
+from megalith.training.build import Data, prepare
 
 STEPS, RESTARTS = 60, 20
 DEVICE = torch.device("cpu")

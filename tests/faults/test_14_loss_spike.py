@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from ranks import Ranks, events, records, saved, words
 
-from megalith.cli import main
-from megalith.trainer import Trainer
+from megalith.cli.main import main
+from megalith.training.trainer import Trainer
 
 SPIKE = 8  # the step whose data has a bad sample
 

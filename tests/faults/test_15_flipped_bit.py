@@ -4,7 +4,7 @@ import pytest
 import torch
 from ranks import Ranks, saved, words
 
-from megalith.trainer import Trainer
+from megalith.training.trainer import Trainer
 
 
 def flip(rank: int) -> None:

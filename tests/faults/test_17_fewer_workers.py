@@ -19,7 +19,7 @@ from ranks import (
 )
 
 from megalith.config import RunConfig
-from megalith.config.rules import check_training
+from megalith.config.rules.run_rules import check_training
 from megalith.errors import ConfigError
 
 

@@ -5,8 +5,8 @@ import time
 import pytest
 from ranks import Ranks, events, words
 
-from megalith.runtime.stragglers import slow_ranks
-from megalith.trainer import Trainer
+from megalith.report.stragglers import slow_ranks
+from megalith.training.trainer import Trainer
 
 INTERVAL = 4
 

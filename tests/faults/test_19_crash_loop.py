@@ -5,14 +5,14 @@ import time
 import pytest
 from ranks import Ranks, steps, words
 
-from megalith.runtime.launch import launch
-from megalith.runtime.restart import FAILURES, Attempt, pause
-from megalith.trainer import Trainer
+from megalith.launch.launcher import launch
+from megalith.launch.restart import FAILURES, Attempt, pause
+from megalith.training.trainer import Trainer
 
 ALWAYS_FAILS = """
 import os, sys
 attempt = os.environ["TORCHELASTIC_RESTART_COUNT"]
-from megalith.runtime.failure import report
+from megalith.launch.failure import report
 try:
     raise ZeroDivisionError(f"the error of attempt {attempt}")
 except ZeroDivisionError as error:

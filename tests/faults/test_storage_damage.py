@@ -15,7 +15,7 @@ from storage_job import ZERO1, run_config, save_steps, started
 from megalith.checkpoint.files import file_record
 from megalith.checkpoint.manifest import content_checksum
 from megalith.errors import CheckpointError
-from megalith.resume import load_run
+from megalith.training.resume import load_run
 
 
 @pytest.fixture(scope="module")

@@ -12,8 +12,8 @@ import megalith
 from megalith.checkpoint import list_steps, open_checkpoint
 from megalith.checkpoint.open import step_problems
 from megalith.errors import CheckpointError, ConfigError
-from megalith.runtime.lock import OutputLock
-from megalith.runtime.metrics import MetricsWriter, StepMetrics, read_records
+from megalith.launch.lock import OutputLock
+from megalith.report.metrics import MetricsWriter, StepMetrics, read_records
 
 METRICS = [field.name for field in fields(StepMetrics)]
 

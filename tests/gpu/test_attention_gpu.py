@@ -5,7 +5,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from megalith.ops.attention import attention, document_mask
+from megalith.ops.attention_core import attention, document_mask
 
 BATCH, SEQ, WINDOW = 2, 320, 100  # SEQ % 128 == 64 is where cuDNN's masked kernel gives NaN
 FAMILIES = {  # heads, groups, head_dim

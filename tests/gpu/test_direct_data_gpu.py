@@ -7,14 +7,15 @@ import torch
 import torch.distributed as dist
 from parity.parity_cases import run_config
 
+from megalith.comm.copy_engine import Slot
 from megalith.config import RunConfig
-from megalith.direct import Slot
-from megalith.parallel import direct_data, replicated
-from megalith.parallel.direct_data import DirectReduceScatter, DirectSum
+from megalith.launch.pool import Pool
+from megalith.parallel.data import replicas as replicated
+from megalith.parallel.overlap import copy_engine_gradients as direct_data
+from megalith.parallel.overlap.copy_engine_gradients import DirectReduceScatter, DirectSum
 from megalith.parity.compare import compare, gradient_errors, relative_error
 from megalith.parity.job import Outcome, run_job
 from megalith.parity.layouts import LAYOUTS
-from megalith.runtime.pool import Pool
 
 
 def on(size: int, *values) -> pytest.param:

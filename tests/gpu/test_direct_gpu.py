@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megalith import comm
+from megalith.comm import collectives as comm
 from megalith.config import ParallelConfig
+from megalith.launch.pool import Pool
 from megalith.parallel.mesh import build_mesh
-from megalith.runtime.pool import Pool
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 ROWS = (2**10, 2**12, 2**9, 2**13)  # the second and the last need more memory than those before

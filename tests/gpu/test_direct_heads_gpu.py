@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch._inductor.utils import run_and_get_code
 
-from megalith import comm
+from megalith.comm import collectives as comm
 from megalith.config import ParallelConfig
+from megalith.launch.pool import Pool
 from megalith.ops.qkv import split_qkv
-from megalith.parallel.heads import heads_from_tokens, heads_of_qkv, tokens_from_heads
+from megalith.parallel.context.ulysses import heads_from_tokens, heads_of_qkv, tokens_from_heads
 from megalith.parallel.mesh import build_mesh
-from megalith.runtime.pool import Pool
 
 SIZES = [
     pytest.param(

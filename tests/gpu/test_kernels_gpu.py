@@ -8,7 +8,7 @@ from megalith.config import ModelConfig
 from megalith.models.init import initialize
 from megalith.models.norm import added
 from megalith.models.transformer import Transformer
-from megalith.ops import fused
+from megalith.ops import kernels as fused
 from megalith.ops.activation import gelu_tanh
 from megalith.ops.dropout import Mask, column_keys, token_keys
 from megalith.ops.norm import norm_beside

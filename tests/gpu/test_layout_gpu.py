@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from runtime.layout_job import configuration, links_between, printed_by_run
+from layout_job import configuration, links_between, printed_by_run
 
 import megalith
 from megalith.errors import TrainingError
-from megalith.runtime.pool import Pool
+from megalith.launch.pool import Pool
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 MODEL = dict(num_layers=8, hidden_size=1024, num_attention_heads=16, vocab_size=32000)

@@ -4,7 +4,7 @@ import torch
 from torch.nn import functional as F
 
 from megalith.ops.activation import gelu_tanh
-from megalith.ops.linear import linear, weight_gradient_parts
+from megalith.ops.gemm import linear, weight_gradient_parts
 
 
 def test_compiled_linear_with_a_cut_product_is_as_exact_as_a_plain_one():

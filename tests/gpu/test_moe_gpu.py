@@ -3,13 +3,14 @@
 import pytest
 import torch
 
-from megalith.comm import Axis
+from megalith.comm.collectives import Axis
 from megalith.config import ModelConfig
-from megalith.models.context import Context
 from megalith.models.init import initialize
 from megalith.models.moe import MoE
+from megalith.models.pass_context import Context
 from megalith.models.transformer import Transformer
 from megalith.ops.compiled import as_one_kernel
+from megalith.ops.fp32_matmul import wide_product
 from megalith.ops.grouped_gemm import (
     Groups,
     LoopedMatmul,
@@ -19,8 +20,7 @@ from megalith.ops.grouped_gemm import (
     prepared,
 )
 from megalith.ops.permute import sum_rows
-from megalith.ops.wide_product import wide_product
-from megalith.parallel.parcels import Parcels, pack, parcels, unpack
+from megalith.parallel.expert.dispatch_buffer import Parcels, pack, parcels, unpack
 
 BATCH, SEQ, HIDDEN = 2, 128, 256
 MODEL = dict(num_layers=2, hidden_size=HIDDEN, ffn_hidden_size=512, num_attention_heads=4, swiglu=True,

@@ -8,13 +8,13 @@ from torch import Tensor, nn
 
 import megalith
 from megalith.config import ModelConfig, OptimConfig, ParallelConfig, RunConfig
-from megalith.models.context import Context
 from megalith.models.init import initialize
+from megalith.models.pass_context import Context
 from megalith.models.transformer import Transformer
 from megalith.optim import build_loss_scale, build_optimizer, offload, optimizer_step
 from megalith.optim.offload import OffloadedOptimizer
-from megalith.parallel.offload import ActivationOffload, _Lanes, apply_activation_offload
-from megalith.parallel.recompute import apply_recompute
+from megalith.parallel.memory.activation_offload import ActivationOffload, _Lanes, apply_activation_offload
+from megalith.parallel.memory.recompute import apply_recompute
 
 LATE = 2_000_000  # cycles: about a millisecond
 OPTIMIZERS = {

@@ -10,7 +10,7 @@ import megalith
 from megalith.config import ModelConfig, RunConfig
 from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
-from megalith.ops.attention import attention, document_mask
+from megalith.ops.attention_core import attention, document_mask
 from megalith.ops.cross_entropy import linear_cross_entropy
 from megalith.ops.dropout import attention_keep_mask, column_keys, counter_dropout, token_keys
 
@@ -153,7 +153,7 @@ def test_resuming_is_bitwise_going_on(tmp_path: Path, preset: str) -> None:
 
 @PRESETS
 def test_steps_between_log_lines_never_wait_for_the_device(tmp_path: Path, monkeypatch, preset: str) -> None:
-    from megalith.trainer import Trainer
+    from megalith.training.trainer import Trainer
 
     inner = Trainer.train_step
 

@@ -6,10 +6,10 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from megalith.config import LoraConfig, ModelConfig
 from megalith.config.presets import PRESETS
-from megalith.models.flops import flops_per_token
+from megalith.models.adapters import ADAPTER, adapters, add_adapters
 from megalith.models.init import initialize
-from megalith.models.lora import ADAPTER, adapters, add_adapters
 from megalith.models.transformer import Transformer
+from megalith.planner.flops import flops_per_token
 
 SMALL = dict(vocab_size=101, max_position_embeddings=64)
 MODELS = {

@@ -8,9 +8,9 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.functional import silu
 
 from megalith.config import ModelConfig, OptimConfig
-from megalith.models.context import Context
 from megalith.models.init import initialize
 from megalith.models.moe import GroupedLinear, MoE
+from megalith.models.pass_context import Context
 from megalith.models.transformer import Transformer
 from megalith.ops import compiled as one_kernel
 from megalith.optim import build_optimizer

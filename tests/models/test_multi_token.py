@@ -3,15 +3,15 @@
 import torch
 from torch.nn.functional import cross_entropy
 
-from megalith.build import build_model
 from megalith.config import ModelConfig, RunConfig
 from megalith.data.batch import Batch
-from megalith.models.flops import count_parameters
 from megalith.models.init import initialize
-from megalith.models.multi_token import future_of
+from megalith.models.mtp import future_of
 from megalith.models.transformer import Transformer
 from megalith.parallel.mesh import build_mesh
 from megalith.parallel.model import ParallelModel
+from megalith.planner.flops import count_parameters
+from megalith.training.build import build_model
 
 BATCH, SEQ = 2, 10
 CONFIG = ModelConfig(num_layers=2, hidden_size=16, ffn_hidden_size=24, num_attention_heads=2, vocab_size=30,

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megalith.config import ModelConfig
-from megalith.models.balance import AUX, DROPPED, Z, move_bias
+from megalith.models.load_balance import AUX, DROPPED, Z, move_bias
 from megalith.models.router import Router
 
 TOKENS, HIDDEN, BATCH = 48, 16, 3

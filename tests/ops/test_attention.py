@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from megalith.ops import attention as chosen
 from megalith.ops import attention_blocks
-from megalith.ops.attention import _flex, _on_gpu, _plain, attention, document_mask, takes_heads
+from megalith.ops import attention_core as chosen
+from megalith.ops.attention_core import _flex, _on_gpu, _plain, attention, document_mask, takes_heads
 from megalith.ops.dropout import DropoutKeys, attention_keep_mask, token_keys
 
 BATCH, SEQ, HEADS, HEAD_DIM = 2, 24, 4, 16

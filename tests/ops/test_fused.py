@@ -13,9 +13,9 @@ from torch import Tensor
 from megalith.config import ModelConfig, ParallelConfig
 from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
-from megalith.ops import fused
+from megalith.ops import kernels as fused
 from megalith.ops.dropout import counter_dropout
-from megalith.parallel.recompute import apply_recompute
+from megalith.parallel.memory.recompute import apply_recompute
 
 pytestmark = pytest.mark.skipif(
     fused.AVAILABLE, reason="Triton is here, and with it the operators themselves"

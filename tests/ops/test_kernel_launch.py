@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import megalith.ops
-from megalith.ops.fused.launch import Launcher
+from megalith.ops.kernels.kernel_launch import Launcher
 
 
 class Kernel:

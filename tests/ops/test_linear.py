@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from megalith.ops import linear as module
-from megalith.ops.linear import linear, weight_gradient, weight_gradient_parts
+from megalith.ops import gemm as module
+from megalith.ops.gemm import linear, weight_gradient, weight_gradient_parts
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])

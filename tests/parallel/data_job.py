@@ -8,25 +8,25 @@ from dataclasses import dataclass, field, replace
 import torch
 import torch.distributed as dist
 
-from megalith.comm import summed
+from megalith.comm.collectives import summed
 from megalith.config import ModelConfig, OptimConfig, ParallelConfig
-from megalith.config.rules import shard_size
+from megalith.config.rules.run_rules import shard_size
 from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
 from megalith.optim import build_loss_scale, build_optimizer, optimizer_step, sum_of_squares
-from megalith.parallel.data import (
+from megalith.parallel.data.data_parallel import (
     apply_data,
     free_gathered,
     micro_batch_begins,
     wait_for_gradients,
     weight_gradients_added,
 )
-from megalith.parallel.deferred import WeightGradients, compute
-from megalith.parallel.gradients import GradientSquares, valid_tokens
+from megalith.parallel.data.gradient_norm import GradientSquares, valid_tokens
+from megalith.parallel.memory.recompute import apply_recompute
 from megalith.parallel.mesh import build_mesh
-from megalith.parallel.recompute import apply_recompute
+from megalith.parallel.pipeline.split_backward import WeightGradients, compute
 from megalith.parallel.shards import LocalParameters
-from megalith.parallel.tensor import apply_tensor, reduce_partial_gradients
+from megalith.parallel.tensor.tensor_parallel import apply_tensor, reduce_partial_gradients
 
 CPU = torch.device("cpu")
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

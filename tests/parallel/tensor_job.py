@@ -10,13 +10,13 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megalith.comm import local, local_place, summed
+from megalith.comm.collectives import local, local_place, summed
 from megalith.config import ModelConfig, ParallelConfig
-from megalith.generate import generate
+from megalith.generation.sampling import generate
 from megalith.models.transformer import Transformer
-from megalith.parallel.data import apply_data, micro_batch_begins, wait_for_gradients
+from megalith.parallel.data.data_parallel import apply_data, micro_batch_begins, wait_for_gradients
 from megalith.parallel.mesh import Mesh, build_mesh
-from megalith.parallel.tensor import apply_tensor, reduce_partial_gradients
+from megalith.parallel.tensor.tensor_parallel import apply_tensor, reduce_partial_gradients
 
 BATCH, SEQ = 2, 16
 ALONE = ParallelConfig()

@@ -9,13 +9,13 @@ import torch
 
 from megalith.config import ModelConfig, ParallelConfig, RunConfig
 from megalith.config.presets import PRESETS
-from megalith.config.rules import check_training, offload_notes
+from megalith.config.rules.run_rules import check_training, offload_notes
 from megalith.errors import ConfigError
 from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
-from megalith.parallel import offload
-from megalith.parallel.offload import apply_activation_offload
-from megalith.parallel.recompute import apply_recompute
+from megalith.parallel.memory import activation_offload as offload
+from megalith.parallel.memory.activation_offload import apply_activation_offload
+from megalith.parallel.memory.recompute import apply_recompute
 
 VOCAB, LAYERS = 61, 4
 RECOMPUTE = {

@@ -8,7 +8,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from megalith import comm
+from megalith.comm import collectives as comm
 from megalith.config import ParallelConfig
 from megalith.parallel.mesh import build_mesh
 

@@ -6,11 +6,11 @@ import pytest
 import torch
 
 from megalith.config import ParallelConfig
-from megalith.ops.attention import attention, document_mask
+from megalith.ops.attention_core import attention, document_mask
 from megalith.ops.dropout import token_keys
-from megalith.parallel.context import apply_context, unshard
+from megalith.parallel.context.context_parallel import apply_context, unshard
+from megalith.parallel.context.zigzag import spans
 from megalith.parallel.mesh import build_mesh
-from megalith.parallel.zigzag import spans
 
 BATCH, SEQ = 2, 24
 

@@ -6,14 +6,14 @@ import pytest
 import torch
 from test_direct_heads import as_if_direct
 
-from megalith.comm import Axis, summed
+from megalith.comm.collectives import Axis, summed
 from megalith.config import ModelConfig, ParallelConfig
 from megalith.data.batch import Batch, BoundaryRules, make_batch
 from megalith.models.cache import KVCache
 from megalith.models.init import initialize
 from megalith.models.linear import Linear
 from megalith.models.transformer import Transformer
-from megalith.parallel.context import apply_context, shard_batch, unshard, whole_sequences
+from megalith.parallel.context.context_parallel import apply_context, shard_batch, unshard, whole_sequences
 from megalith.parallel.mesh import build_mesh
 
 VOCAB, SEQ, END = 61, 32, 5

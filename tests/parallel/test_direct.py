@@ -7,7 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megalith import direct, driver
+from megalith.comm import copy_engine as direct
+from megalith.comm import cuda_driver as driver
 from megalith.errors import TrainingError
 
 CALLS = ("cudaMemcpyAsync", "cudaMemcpy2DAsync", "cuStreamBatchMemOp")

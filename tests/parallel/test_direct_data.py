@@ -11,12 +11,13 @@ import torch.distributed as dist
 from parity.parity_cases import run_config
 from torch.distributed.distributed_c10d import _resolve_process_group
 
-from megalith import direct
+from megalith.comm import copy_engine as direct
 from megalith.config import RunConfig
 from megalith.errors import TrainingError
-from megalith.parallel import direct_data, replicated
-from megalith.parallel.direct_data import DirectReduceScatter, DirectSum
+from megalith.parallel.data import replicas as replicated
 from megalith.parallel.mesh import build_mesh
+from megalith.parallel.overlap import copy_engine_gradients as direct_data
+from megalith.parallel.overlap.copy_engine_gradients import DirectReduceScatter, DirectSum
 from megalith.parity import job
 from megalith.parity.compare import compare
 

@@ -9,17 +9,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megalith.comm import Axis, summed
+from megalith.comm.collectives import Axis, summed
+from megalith.comm.cuda_driver import Rows
 from megalith.config import ParallelConfig, RunConfig
-from megalith.driver import Rows
 from megalith.models.transformer import Transformer
-from megalith.ops import fused
+from megalith.ops import kernels as fused
 from megalith.ops.qkv import split_qkv
-from megalith.parallel import direct_heads
-from megalith.parallel.context import apply_context
-from megalith.parallel.heads import heads_from_tokens, heads_of_qkv, tokens_from_heads
+from megalith.parallel.context.context_parallel import apply_context
+from megalith.parallel.context.ulysses import heads_from_tokens, heads_of_qkv, tokens_from_heads
+from megalith.parallel.context.zigzag import spans
 from megalith.parallel.mesh import build_mesh
-from megalith.parallel.zigzag import spans
+from megalith.parallel.overlap import copy_engine_heads as direct_heads
 
 TINY = {"preset": "gpt2", "num_layers": 1}
 # heads of each tensor, head_dim, batch, tokens of a rank

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megalith import direct
+from megalith.comm import copy_engine as direct
 
 COLLECTIVES = 11  # more than two turns of each slot
 
@@ -175,7 +175,7 @@ def test_every_part_comes_to_its_place(name, ranks, monkeypatch):
 
 @pytest.mark.parametrize("seed", range(12))
 def test_gradients_in_one_slot_are_not_overwritten_before_all_have_read_them(seed, monkeypatch):
-    """As FSDP2 uses it (direct_data.py): gradients are copied in on one stream, and summed on another."""
+    """As FSDP2 uses it (copy_engine_gradients.py): gradients are copied in on one stream, and summed on another."""
     machine = Machine(2, monkeypatch)
     for rank in range(2):
         group = machine.host(rank)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from parity.parity_cases import run_config
 
-from megalith import comm
+from megalith.comm import collectives as comm
 from megalith.config import RunConfig
 from megalith.models.moe import MoE
 from megalith.ops import grouped_gemm

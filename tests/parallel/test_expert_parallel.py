@@ -7,12 +7,12 @@ import torch
 import torch.distributed as dist
 from parity.parity_cases import run_config
 
-from megalith.comm import begin_all_to_all, end_all_to_all, own_part
+from megalith.comm.collectives import begin_all_to_all, end_all_to_all, own_part
 from megalith.config import ParallelConfig, RunConfig
-from megalith.config.expert_rules import check_expert_parallel
+from megalith.config.rules.expert_rules import check_expert_parallel
 from megalith.errors import ConfigError
 from megalith.models.router import Router
-from megalith.parallel.expert import _micro_batches
+from megalith.parallel.expert.expert_parallel import _micro_batches
 from megalith.parallel.mesh import build_mesh
 from megalith.parity.compare import compare
 from megalith.parity.job import Outcome, run_job

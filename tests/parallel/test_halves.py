@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from megalith.config import RunConfig
-from megalith.generate import generate
+from megalith.generation.sampling import generate
 from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
-from megalith.parallel.halves import apply_halves
+from megalith.parallel.overlap.ping_pong import apply_halves
 
 SIZES = dict(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=64, max_position_embeddings=32)
 FAMILIES = {

@@ -3,10 +3,10 @@
 from torch.fx import Node
 from traced_layers import QKV_ROWS, layer_graphs
 
-import megalith.parallel.direct_heads  # noqa: F401 (it registers operators)
-from megalith.comm import Axis
+import megalith.parallel.overlap.copy_engine_heads  # noqa: F401 (it registers operators)
+from megalith.comm.collectives import Axis
 from megalith.models.linear import Linear
-from megalith.parallel.interleave import begins_collective
+from megalith.parallel.overlap.interleave import begins_collective
 
 VIEWS = "view", "permute", "split_with_sizes", "getitem", "wait_tensor"
 

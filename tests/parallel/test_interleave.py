@@ -6,11 +6,11 @@ from torch.fx import Graph, Node
 from torch.utils.flop_counter import flop_registry
 from traced_layers import BATCH, LLAMA, QKV_ROWS, SEQ, layer_graphs
 
-import megalith.parallel.direct_heads  # noqa: F401 (it registers operators)
-from megalith.comm import Axis
+import megalith.parallel.overlap.copy_engine_heads  # noqa: F401 (it registers operators)
+from megalith.comm.collectives import Axis
 from megalith.models.linear import Linear
-from megalith.parallel import interleave
-from megalith.parallel.interleave import Interleave, awaited, begins_collective, seconds, waits
+from megalith.parallel.overlap import interleave
+from megalith.parallel.overlap.interleave import Interleave, awaited, begins_collective, seconds, waits
 
 collectives, aten = torch.ops._c10d_functional, torch.ops.aten
 TOKENS, HIDDEN, FFN, RANKS = 32768, 1280, 2560, 2

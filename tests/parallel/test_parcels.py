@@ -4,11 +4,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from megalith.comm import Axis, begin_all_to_all, end_all_to_all
+from megalith.comm.collectives import Axis, begin_all_to_all, end_all_to_all
 from megalith.config import ParallelConfig
 from megalith.ops.permute import sum_rows
+from megalith.parallel.expert.dispatch_buffer import pack, parcels, unpack
 from megalith.parallel.mesh import build_mesh
-from megalith.parallel.parcels import pack, parcels, unpack
 
 EXPERTS, TOPK, HIDDEN = 6, 3, 8
 

@@ -9,8 +9,8 @@ from pipeline_job import GPT2, LLAMA, assert_equal, run, run_alone, step_of
 
 from megalith.config import ParallelConfig
 from megalith.errors import ConfigError
-from megalith.parallel.stages import assign_layers, run_schedule
-from megalith.runtime.pool import RankFailed
+from megalith.launch.pool import RankFailed
+from megalith.parallel.pipeline.stages import assign_layers, run_schedule
 
 FAMILIES = {"gpt2, tied": GPT2, "llama, untied": LLAMA}
 ZERO_BUBBLE = {"pipeline_schedule": "zero_bubble"}

@@ -3,20 +3,20 @@
 import pytest
 
 from megalith.errors import ConfigError
-from megalith.parallel.schedule import (
+from megalith.parallel.pipeline.schedule_check import (
+    one_for_all,
+    one_per_link,
+    one_per_pass,
+    peak_in_flight,
+    violations,
+)
+from megalith.parallel.pipeline.schedules import (
     Action,
     Kind,
     Place,
     build_forward_schedule,
     build_schedule,
     in_flight_bound,
-)
-from megalith.parallel.schedule_check import (
-    one_for_all,
-    one_per_link,
-    one_per_pass,
-    peak_in_flight,
-    violations,
 )
 
 STAGES, MICRO_BATCHES, VIRTUAL = range(1, 9), range(1, 25), range(2, 5)

@@ -12,10 +12,10 @@ from megalith.config import ModelConfig, ParallelConfig
 from megalith.config.presets import PRESETS
 from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
-from megalith.ops.attention import attention
-from megalith.parallel import recompute
+from megalith.ops.attention_core import attention
+from megalith.parallel.memory import recompute
+from megalith.parallel.memory.recompute import apply_recompute
 from megalith.parallel.mesh import build_mesh
-from megalith.parallel.recompute import apply_recompute
 
 VOCAB = 61
 MODES = {

@@ -11,11 +11,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 
-from megalith.comm import Axis
+from megalith.comm.collectives import Axis
 from megalith.config import ParallelConfig
-from megalith.parallel.data import micro_batch_begins, wait_for_gradients
+from megalith.parallel.data.data_parallel import micro_batch_begins, wait_for_gradients
+from megalith.parallel.data.replicas import Replicated, Unit
 from megalith.parallel.mesh import build_mesh
-from megalith.parallel.replicated import Replicated, Unit
 
 ORDER = ["layers.1", "layers.0", "embedding"]
 

@@ -7,12 +7,12 @@ import sys
 
 import pytest
 
+from megalith.cli.pipelines import add_pipeline_show
 from megalith.errors import ConfigError, DataError
-from megalith.parallel.commands import add_pipeline_show
-from megalith.parallel.draw import draw_png, draw_text
-from megalith.parallel.schedule import build_schedule
-from megalith.parallel.simulate import Durations, simulate
-from megalith.parallel.timeline import TIMELINE_FILE, read_timeline, write_timeline
+from megalith.parallel.pipeline.drawing import draw_png, draw_text
+from megalith.parallel.pipeline.schedules import build_schedule
+from megalith.parallel.pipeline.simulate import Durations, simulate
+from megalith.parallel.pipeline.timeline import TIMELINE_FILE, read_timeline, write_timeline
 
 
 def show(*arguments: str) -> int:
@@ -107,8 +107,8 @@ def test_impossible_durations_are_refused(durations):
 
 def test_showing_a_schedule_does_not_load_torch():
     code = (
-        "import sys; from megalith.parallel.commands import add_pipeline_show as add; import argparse\n"
-        "p = argparse.ArgumentParser(); add(p); assert 'megalith.parallel.draw' not in sys.modules\n"
+        "import sys; from megalith.cli.pipelines import add_pipeline_show as add; import argparse\n"
+        "p = argparse.ArgumentParser(); add(p); assert 'megalith.parallel.pipeline.drawing' not in sys.modules\n"
         "a = p.parse_args(['--stages', '2', '--micro-batches', '2']); a.run(a); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -2,8 +2,8 @@
 
 import pytest
 
-from megalith.parallel.schedule import Kind, build_schedule
-from megalith.parallel.simulate import Durations, few_micro_batches_warning, simulate
+from megalith.parallel.pipeline.schedules import Kind, build_schedule
+from megalith.parallel.pipeline.simulate import Durations, few_micro_batches_warning, simulate
 
 STAGES, MICRO_BATCHES = range(1, 9), range(1, 25)
 

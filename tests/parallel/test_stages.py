@@ -3,19 +3,19 @@
 import pytest
 import torch
 
-from megalith.comm import Axis
+from megalith.comm.collectives import Axis
 from megalith.config import ModelConfig, ParallelConfig, RunConfig
 from megalith.errors import ConfigError
 from megalith.models.transformer import Transformer
-from megalith.parallel.pipeline_rules import check_pipeline
-from megalith.parallel.stages import (
+from megalith.parallel.pipeline.pipeline_rules import check_pipeline
+from megalith.parallel.pipeline.stages import (
     assign_layers,
     expand_layout,
     schedule_kind,
     split_stages,
     virtual_size,
 )
-from megalith.parallel.tied_embedding import copies
+from megalith.parallel.pipeline.tied_embedding import copies
 
 
 def parallel(stages: int, **settings) -> ParallelConfig:

@@ -18,7 +18,7 @@ from tensor_job import (
 
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
-from megalith.runtime.pool import RankFailed
+from megalith.launch.pool import RankFailed
 
 
 def change(model: ModelConfig, **fields) -> ModelConfig:

@@ -16,12 +16,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import Graph, GraphModule
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from megalith.comm import Axis, local
+from megalith.comm.collectives import Axis, local
 from megalith.config import RunConfig
 from megalith.models.transformer import Transformer
-from megalith.parallel.context import apply_context
-from megalith.parallel.halves import apply_halves
-from megalith.parallel.tensor import apply_tensor
+from megalith.parallel.context.context_parallel import apply_context
+from megalith.parallel.overlap.ping_pong import apply_halves
+from megalith.parallel.tensor.tensor_parallel import apply_tensor
 
 BATCH, SEQ = 64, 1024
 QKV_ROWS = 3840  # of linear_qkv

@@ -1,7 +1,7 @@
 """The parity job with every activation, however small, worth offloading."""
 
 from megalith.config import RunConfig
-from megalith.parallel import offload
+from megalith.parallel.memory import activation_offload as offload
 from megalith.parity.job import Outcome, run_job
 
 

@@ -10,10 +10,10 @@ from parity_cases import run_config
 from torch._inductor.utils import run_and_get_code
 
 from megalith.config import RunConfig
-from megalith.parallel import interleave
+from megalith.parallel.overlap import interleave
 from megalith.parity.compare import compare
 from megalith.parity.job import Outcome, run_job
-from megalith.runtime.compiler import prepare_compiler
+from megalith.training.compiler import prepare_compiler
 
 SMALL = {"model": {"num_layers": 2}, "train": {"train_iters": 2}}
 QUICK = {  # plain C++, and the code of each graph made anew

@@ -9,7 +9,7 @@ from megalith.errors import ConfigError
 from megalith.parity.compare import compare
 from megalith.parity.job import Outcome, run_job
 from megalith.parity.layouts import LAYOUTS
-from megalith.trainer import prepare
+from megalith.training.trainer import prepare
 
 
 @functools.cache

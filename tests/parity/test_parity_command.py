@@ -2,10 +2,10 @@
 
 import pytest
 
-from megalith.cli import main
+from megalith.cli.main import main
 from megalith.config import RunConfig
 from megalith.config.presets import PRESETS
-from megalith.config.rules import check_training
+from megalith.config.rules.run_rules import check_training
 from megalith.errors import ConfigError
 from megalith.parity import check
 from megalith.parity.check import choose

@@ -10,7 +10,7 @@ from megalith.config import RunConfig
 from megalith.parity.compare import BOUND, relative_error
 from megalith.parity.job import start, state_by_name
 from megalith.parity.layouts import LAYOUTS
-from megalith.trainer import Trainer
+from megalith.training.trainer import Trainer
 
 SAVED_AFTER = 4
 BIASED = "deepseek documents"

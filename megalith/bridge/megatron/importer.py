@@ -16,7 +16,7 @@ from megalith.bridge.megatron.legacy import arguments_in, read_legacy
 from megalith.bridge.megatron.table import FUSED_NORMS, GPT
 from megalith.bridge.megatron.torch_dist import METADATA, list_torch_dist
 from megalith.bridge.megatron.unpickle import load_torch
-from megalith.config.rules import check_model
+from megalith.config.rules.run_rules import check_model
 from megalith.errors import CheckpointError, ConfigError
 
 LATEST = "latest_checkpointed_iteration.txt"

@@ -1,0 +1,1 @@
+"""The command line: one table row a command (main.py), a file for each group of them."""

@@ -1,0 +1,180 @@
+"""The command line of preparing data: `corpus`, `tokenizer train` and `preprocess`.
+
+Each is a function that declares its arguments and one that runs them and returns the exit code. Importing
+this file is cheap; what the commands need is imported when they run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+
+from megalith.errors import printable
+
+
+def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Write the Python standard library's source text as JSON Lines: a corpus to start with."
+    )
+    parser.add_argument("--output", required=True, metavar="FILE", help="the .jsonl file to write")
+    parser.add_argument("--overwrite", action="store_true", help="replace the output if it exists")
+
+
+def run_corpus(args: argparse.Namespace) -> int:
+    from megalith.data.preprocessing.corpus import write_stdlib_corpus
+
+    summary = write_stdlib_corpus(args.output, overwrite=args.overwrite)
+    print(
+        f"wrote {summary.documents:,} documents, {summary.bytes / 1e6:.1f} MB of text, to {printable(summary.path)}"
+    )
+    return 0
+
+
+def add_tokenizer_train_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Train a byte-level byte-pair tokenizer (GPT-2's kind) and write a tokenizer.json."
+    _add_input_arguments(parser)
+    parser.add_argument(
+        "--vocab-size",
+        type=int,
+        required=True,
+        metavar="N",
+        help="entries, with the 256 bytes and <|endoftext|>",
+    )
+    parser.add_argument(
+        "--output", required=True, metavar="PATH", help="a .json file, or a folder that gets tokenizer.json"
+    )
+    parser.add_argument(
+        "--min-frequency", type=int, default=2, metavar="N", help="merge only pairs as frequent (default 2)"
+    )
+
+
+def run_tokenizer_train(args: argparse.Namespace) -> int:
+    from megalith.data.tokenizers.train import train_tokenizer
+
+    start = time.monotonic()
+    summary = train_tokenizer(
+        args.input,
+        args.vocab_size,
+        args.output,
+        args.json_keys,
+        min_frequency=args.min_frequency,
+        overwrite=args.overwrite,
+        max_line_bytes=args.max_line_bytes,
+    )
+    print(
+        f"trained {summary.vocab_size:,} entries on {summary.documents:,} documents ({summary.bytes / 1e6:.1f} MB) "
+        f"in {time.monotonic() - start:.1f} s; wrote {printable(summary.path)}"
+    )
+    if summary.vocab_size < args.vocab_size:
+        print(
+            f"fewer than the {args.vocab_size:,} asked for: no other pair occurs {args.min_frequency} times; "
+            "give more text for a larger vocabulary"
+        )
+    return 0
+
+
+def add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Encode JSON Lines into Megatron's indexed datasets, PREFIX_KEY_document.bin and .idx."
+    )
+    _add_input_arguments(parser)
+    parser.add_argument(
+        "--output-prefix", required=True, metavar="PREFIX", help="path that the outputs start with"
+    )
+    parser.add_argument(
+        "--tokenizer-type",
+        required=True,
+        metavar="TYPE",
+        help="HuggingFaceTokenizer, SentencePieceTokenizer, GPT2BPETokenizer, TikTokenizer, ByteTokenizer or "
+        "NullTokenizer",
+    )
+    parser.add_argument(
+        "--tokenizer-model",
+        metavar="PATH",
+        help="tokenizer.json or its folder, .model, .tiktoken, or a name in the hub cache",
+    )
+    parser.add_argument("--vocab-file", metavar="FILE", help="GPT2BPETokenizer: vocab.json")
+    parser.add_argument("--merge-file", metavar="FILE", help="GPT2BPETokenizer: merges.txt")
+    parser.add_argument("--vocab-size", type=int, metavar="N", help="NullTokenizer: the ids are below it")
+    parser.add_argument(
+        "--append-eod", action="store_true", help="end each document with the end-of-document token"
+    )
+    parser.add_argument(
+        "--split-sentences",
+        action="store_true",
+        help="each sentence a sequence; files named PREFIX_KEY_sentence",
+    )
+    parser.add_argument(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="encoding processes (default: all cores; 0: none but this one)",
+    )
+    parser.add_argument(
+        "--on-error",
+        choices=["stop", "skip"],
+        default="stop",
+        help="an unusable line stops the run (default), or is skipped and counted",
+    )
+
+
+def run_preprocess(args: argparse.Namespace) -> int:
+    from megalith.data.preprocessing.preprocess import preprocess
+    from megalith.data.preprocessing.preprocess_progress import figures
+    from megalith.data.tokenizers.build import build_tokenizer
+
+    tokenizer = build_tokenizer(
+        args.tokenizer_type,
+        args.tokenizer_model,
+        vocab_file=args.vocab_file,
+        merge_file=args.merge_file,
+        vocab_size=args.vocab_size,
+    )
+    summary = preprocess(
+        args.input,
+        args.output_prefix,
+        tokenizer,
+        args.json_keys,
+        append_eod=args.append_eod,
+        split_sentences=args.split_sentences,
+        workers=args.workers,
+        on_error=args.on_error,
+        overwrite=args.overwrite,
+        max_line_bytes=args.max_line_bytes,
+    )
+    for bad in summary.bad_lines:
+        print(f"skipped {printable(bad)}")
+    if summary.skipped > len(summary.bad_lines):
+        print(f"skipped {summary.skipped - len(summary.bad_lines):,} more unusable lines")
+    if summary.skipped or summary.empty:
+        print(f"left out {summary.skipped:,} unusable lines and {summary.empty:,} empty documents")
+    done = figures(sum(summary.documents), summary.tokens, summary.bytes, summary.seconds)
+    print(f"{done} | {summary.seconds:.1f} s")
+    for prefix in summary.prefixes:
+        print(f"wrote {printable(prefix)}.bin and .idx")
+    return 0
+
+
+def _add_input_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--input",
+        nargs="+",
+        required=True,
+        metavar="FILE",
+        help=".jsonl, .jsonl.gz or .jsonl.zst files; quoted globs",
+    )
+    parser.add_argument(
+        "--json-keys",
+        nargs="+",
+        default=["text"],
+        metavar="KEY",
+        help="keys that hold the text (default: text)",
+    )
+    parser.add_argument(
+        "--max-line-bytes",
+        type=int,
+        default=32 << 20,
+        metavar="N",
+        help="refuse longer lines (default: 32 MiB)",
+    )
+    parser.add_argument("--overwrite", action="store_true", help="replace outputs that exist")

@@ -1,0 +1,1 @@
+"""Axes, collectives with gradients, and the ways by which bytes travel."""

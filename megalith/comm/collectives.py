@@ -1,0 +1,367 @@
+"""Collectives that return new tensors and have gradients, and the one door from a parameter to its shard.
+
+A collective takes the axis of the mesh that it runs over, so a reader sees every transfer and who takes part. Each is
+the gradient of another: the gradient of an all-gather is a reduce-scatter, and that of a sum which every rank then
+uses alike is nothing at all. They are made of torch's functional collectives: nothing returned was written in place,
+so torch.compile traces them whole and orders them by their data.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import DeviceMesh, ProcessGroup
+from torch.distributed.tensor import DTensor
+
+_ops = torch.ops._c10d_functional
+LEAST_DIRECT = 2**20  # bytes; below, what the ranks' meetings take is most of a direct collective
+
+
+@dataclass(frozen=True)
+class Axis:
+    """A dimension of the mesh as one rank sees it: how many ranks stand along it, and which one this is."""
+
+    size: int = 1
+    rank: int = 0
+    group: ProcessGroup | None = None
+    """The ranks along the axis; None when it is this rank alone."""
+    name: str = ""
+    """The group's name, which functional collectives take."""
+    mesh: DeviceMesh | None = None
+    """The same ranks as a one-dimensional DeviceMesh, for DTensors; None when the size is 1."""
+    direct: bool = False
+    """Whether large tensors go by the GPUs' copy engines (copy_engine.py)."""
+
+    def goes_direct(self, x: Tensor) -> bool:
+        return self.direct and x.is_cuda and x.numel() * x.element_size() >= LEAST_DIRECT
+
+
+def local(parameter: Tensor) -> Tensor:
+    """The shard of a DTensor that this process holds; a plain tensor is returned as it is.
+
+    The gradient that comes back is taken to be placed as the parameter is. For a parameter that is replicated but
+    used on a part of the tokens or heads, each rank's gradient is a part of the sum: after the backward pass
+    `megalith.parallel.tensor.tensor_parallel.reduce_partial_gradients` makes it whole.
+    """
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def local_place(parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape of the local shard and where it starts in the global tensor, dimension by dimension."""
+    shape, first = list(parameter.shape), [0] * parameter.ndim
+    if not isinstance(parameter, DTensor):
+        return tuple(shape), tuple(first)
+    mesh = parameter.device_mesh
+    # FSDP2 cuts last what other axes have cut before, though its dimension of the mesh is the first: its placements
+    # have a split_factor then. torch's own function goes another way, whose parts are others where they are uneven.
+    cuts = [
+        (hasattr(p, "split_factor"), i, p.dim)
+        for i, p in enumerate(parameter.placements)
+        if hasattr(p, "dim")
+    ]
+    for _, axis, dim in sorted(cuts):
+        part = -(-shape[dim] // mesh.size(axis))
+        begin = min(mesh.get_coordinate()[axis] * part, shape[dim])
+        shape[dim], first[dim] = min(part, shape[dim] - begin), first[dim] + begin
+    return tuple(shape), tuple(first)
+
+
+def all_reduce(x: Tensor, axis: Axis) -> Tensor:
+    """The sum of x over the axis. Its gradient passes as it is: every rank goes on with the same sum."""
+    return x if axis.size == 1 else _AllReduce.apply(x, axis)
+
+
+def all_reduce_gradient(x: Tensor, axis: Axis) -> Tensor:
+    """x itself, the same on every rank of the axis; its gradient is the sum of theirs. The conjugate of all_reduce."""
+    return x if axis.size == 1 else _AllReduceGradient.apply(x, axis)
+
+
+def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """The ranks' x one behind the other along `dim`; the gradient is reduce-scattered.
+
+    Every rank's x has the same shape. Free of copies when the dimensions before `dim` have size 1.
+    """
+    return x if axis.size == 1 else _AllGather.apply(x, axis, dim)
+
+
+def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """This rank's part along `dim` of the sum of x over the axis; the gradient is all-gathered.
+
+    `dim` is a multiple of the axis's size long. The conjugate of all_gather.
+    """
+    return x if axis.size == 1 else _ReduceScatter.apply(x, axis, dim)
+
+
+def all_gather_alike(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+    """As all_gather, where every rank goes on to compute the same: the gradient is this rank's part of its own."""
+    return x if axis.size == 1 else _AllGatherAlike.apply(x, axis, dim)
+
+
+def all_to_all(x: Tensor, axis: Axis) -> Tensor:
+    """Part j of x along dimension 0 goes to rank j; returns what came, in the ranks' order. Its own conjugate."""
+    return x if axis.size == 1 else _AllToAll.apply(x, axis)
+
+
+@dataclass(frozen=True, eq=False)
+class Exchange:
+    """Rows on their way: see begin_all_to_all."""
+
+    rows: Tensor
+    axis: Axis
+    sent: list[int]
+    received: list[int]
+    back: list[Tensor] = field(default_factory=list)
+    """In the backward pass: the gradients on their way."""
+
+
+def begin_all_to_all(x: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]) -> Exchange:
+    """As all_to_all, with sent[j] rows of x for rank j and received[j] from it, which end_all_to_all returns.
+
+    What is computed between the two goes on while rows travel. So does, in the backward pass, what computes its
+    gradients: of the nodes that wait autograd takes the last one made, so the gradients' way begins, these follow, and
+    what ends it comes after them.
+    """
+    exchange = Exchange(x, axis, list(sent), list(received))
+    return exchange if axis.size == 1 else replace(exchange, rows=_BeginAllToAll.apply(x, exchange))
+
+
+def end_all_to_all(exchange: Exchange) -> Tensor:
+    """The rows that have come, in the ranks' order."""
+    return exchange.rows if exchange.axis.size == 1 else _EndAllToAll.apply(exchange.rows, exchange)
+
+
+def own_part(x: Tensor, axis: Axis) -> Tensor:
+    """This rank's part, along dimension 0, of an x that is the same on every rank; the gradient is all-gathered.
+
+    The conjugate of all_gather_alike. Dimension 0 is a multiple of the axis's size long.
+    """
+    return x if axis.size == 1 else _OwnPart.apply(x, axis)
+
+
+def summed(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
+    """The sum (or op "max", "min") of x over the axis, for values that need no gradient."""
+    return x if axis.size == 1 else _all_reduce(x, axis, op)
+
+
+def gathered(x: Tensor, axis: Axis) -> Tensor:
+    """The ranks' x one behind the other along dimension 0, for values that need no gradient."""
+    return x if axis.size == 1 else _all_gather(x, axis, 0)
+
+
+def any_rank(here: bool, axis: Axis) -> bool:
+    """Whether it is so on some rank of the axis: a decision that all of them then share. It waits on the host."""
+    return bool(summed(torch.tensor(float(here)), axis, "max"))
+
+
+def gather_json(value: Any, axis: Axis) -> list[Any]:
+    """Every rank's value, in the ranks' order, on every rank. Values are plain JSON: a rank unpickles nothing."""
+    if axis.size == 1:
+        return [value]
+    padded, sizes = padded_json(value, axis)
+    texts = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(texts, padded, group=axis.group)
+    return read_json(texts, sizes)
+
+
+def padded_json(value: Any, axis: Axis) -> tuple[Tensor, list[int]]:
+    """A value's text, uint8, as long as the longest of all ranks', and the lengths of all, in bytes."""
+    data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
+    device = (
+        axis.mesh.device_type if axis.mesh is not None else "cpu"
+    )  # the world's group has a backend for both
+    sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(axis.size)]
+    dist.all_gather(sizes, torch.tensor([len(data)], device=device), group=axis.group)
+    padded = torch.zeros(int(max(sizes)), dtype=torch.uint8, device=device)
+    padded[: len(data)] = data
+    return padded, [int(size) for size in sizes]
+
+
+def read_json(texts: Sequence[Tensor], sizes: Sequence[int]) -> list[Any]:
+    """The values of texts that `padded_json` made."""
+    return [json.loads(text[:size].cpu().numpy().tobytes()) for text, size in zip(texts, sizes)]
+
+
+def begin_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor | Shares:
+    """What `wait` turns into the sum of x over the axis, while other work goes on; without gradient."""
+    x = x.contiguous()
+    if op == "sum" and axis.goes_direct(x) and x.numel() % axis.size == 0:
+        return Shares(begin_reduce_scatter(x.view(-1), axis), axis, x.shape)
+    return _ops.all_reduce(x, op, axis.name)
+
+
+def begin_all_gather(x: Tensor, axis: Axis) -> Tensor:
+    """As begin_all_reduce, for the ranks' x one behind the other along dimension 0."""
+    if axis.goes_direct(x):
+        return torch.ops.megalith_direct.all_gather(x.contiguous(), axis.size, axis.name)
+    return _ops.all_gather_into_tensor(x.contiguous(), axis.size, axis.name)
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The parts of a sum: this rank's own, and [size - 1, ...] of the others, which are on their way."""
+
+    own: Tensor
+    others: Tensor
+
+    def sum(self) -> Tensor:
+        """In fp32, rounded once; in compiled code the addition is part of what comes next."""
+        total = self.own.float()
+        for part in _ops.wait_tensor(self.others):
+            total = total + part
+        return total.to(self.own.dtype)
+
+
+def begin_reduce_scatter(x: Tensor, axis: Axis) -> Tensor | Parts:
+    """As begin_all_reduce, for this rank's part, along dimension 0, of the sum."""
+    x = x.contiguous()
+    if axis.goes_direct(x):
+        others = torch.ops.megalith_direct.scatter(x, axis.size, axis.name)
+        return Parts(x.chunk(axis.size)[axis.rank], others)
+    return _ops.reduce_scatter_tensor(x, "sum", axis.size, axis.name)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """A sum that goes by copy engines: each rank makes a share of it, the same bits for all, and they are gathered."""
+
+    own: Tensor | Parts
+    axis: Axis
+    shape: torch.Size
+
+    def gathered(self) -> Tensor:
+        return wait(begin_all_gather(wait(self.own), self.axis)).view(self.shape)
+
+
+def wait(x: Tensor | Parts | Shares) -> Tensor:
+    """The result of a begun collective."""
+    if isinstance(x, Shares):
+        return x.gathered()
+    return x.sum() if isinstance(x, Parts) else _ops.wait_tensor(x)
+
+
+def _all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
+    return wait(begin_all_reduce(x, axis, op))
+
+
+def _all_gather(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    return wait(begin_all_gather(x.movedim(dim, 0), axis)).movedim(0, dim)
+
+
+def _reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
+    return wait(begin_reduce_scatter(x.movedim(dim, 0), axis)).movedim(0, dim)
+
+
+def _all_to_all(x: Tensor, axis: Axis) -> Tensor:
+    sizes = [x.shape[0] // axis.size] * axis.size
+    return wait(_exchange(x, axis, sizes, sizes))
+
+
+def _exchange(x: Tensor, axis: Axis, sent: list[int], received: list[int]) -> Tensor:
+    return _ops.all_to_all_single(x.contiguous(), received, sent, axis.name)
+
+
+class _AllReduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, axis: Axis) -> Tensor:
+        return _all_reduce(x, axis)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad, None
+
+
+class _AllReduceGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _all_reduce(grad, ctx.axis), None
+
+
+class _AllGather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return _all_gather(x, axis, dim)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _reduce_scatter(grad, ctx.axis, ctx.dim), None, None
+
+
+class _ReduceScatter(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return _reduce_scatter(x, axis, dim)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _all_gather(grad, ctx.axis, ctx.dim), None, None
+
+
+class _AllGatherAlike(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, axis: Axis, dim: int) -> Tensor:
+        ctx.axis, ctx.dim = axis, dim
+        return _all_gather(x, axis, dim)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad.chunk(ctx.axis.size, ctx.dim)[ctx.axis.rank].contiguous(), None, None
+
+
+class _AllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return _all_to_all(x, axis)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _all_to_all(grad, ctx.axis), None
+
+
+class _BeginAllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, exchange: Exchange) -> Tensor:
+        ctx.back = exchange.back
+        ctx.set_materialize_grads(False)  # the gradient has other rows than the result: it comes by `back`
+        return _exchange(x, exchange.axis, exchange.sent, exchange.received)
+
+    @staticmethod
+    def backward(ctx, nothing: None):
+        return wait(ctx.back.pop()), None
+
+
+class _EndAllToAll(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, rows: Tensor, exchange: Exchange) -> Tensor:
+        ctx.back, ctx.axis = exchange.back, exchange.axis
+        ctx.sent, ctx.received = exchange.sent, exchange.received
+        return wait(rows)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        ctx.back.append(_exchange(grad, ctx.axis, ctx.received, ctx.sent))
+        return None, None
+
+
+class _OwnPart(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return x.chunk(axis.size)[axis.rank].clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _all_gather(grad, ctx.axis, 0), None

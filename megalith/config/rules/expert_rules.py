@@ -1,0 +1,131 @@
+"""The rules of a mixture of experts that no single field can check; run_rules.py calls them."""
+
+from __future__ import annotations
+
+import math
+
+from megalith.config.model import ModelConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.errors import ConfigError
+
+
+def check_experts(model: ModelConfig) -> None:
+    """Raises ConfigError unless the layers with experts can be built; `num_layers` and the like are there."""
+    experts, topk = model.num_experts, model.moe_router_topk
+    if experts is None:
+        return
+    if topk > experts:
+        raise ConfigError(
+            f"model.moe_router_topk {topk} is more than model.num_experts {experts}; a token goes to different "
+            "experts: lower it"
+        )
+    _check_layers(model)
+    _check_groups(model)
+    if model.moe_router_enable_expert_bias and model.moe_router_score_function != "sigmoid":
+        raise ConfigError(
+            "model.moe_router_enable_expert_bias adds to scores that are each between 0 and 1, but "
+            f"model.moe_router_score_function is {model.moe_router_score_function}; set it to sigmoid, or leave the "
+            "bias out"
+        )
+    if model.moe_pad_expert_input_to_capacity and model.moe_expert_capacity_factor is None:
+        raise ConfigError(
+            "model.moe_pad_expert_input_to_capacity needs a capacity, but model.moe_expert_capacity_factor is not "
+            "set; set it, for example to 1.25, or leave the padding out"
+        )
+    if model.moe_shared_expert_gate and model.moe_shared_expert_intermediate_size is None:
+        raise ConfigError(
+            "model.moe_shared_expert_gate weighs the shared expert, but there is none; set "
+            "model.moe_shared_expert_intermediate_size, or leave the gate out"
+        )
+
+
+def _check_layers(model: ModelConfig) -> None:
+    frequency = model.moe_layer_freq
+    if isinstance(frequency, list) and (len(frequency) != model.num_layers or not any(frequency)):
+        raise ConfigError(
+            f"model.moe_layer_freq has {len(frequency)} entries, {sum(frequency)} of them 1, and model.num_layers is "
+            f"{model.num_layers}; give a 1 (experts) or 0 (an MLP) for each layer, with at least one 1"
+        )
+
+
+def _check_groups(model: ModelConfig) -> None:
+    groups, best, topk = model.moe_router_num_groups, model.moe_router_group_topk, model.moe_router_topk
+    if groups is None and best is None:
+        return
+    if groups is None or best is None or best > groups or model.num_experts % groups:
+        raise ConfigError(
+            f"model.moe_router_num_groups is {groups} and model.moe_router_group_topk {best} with "
+            f"{model.num_experts} experts; the groups have to divide the experts, and a token chooses among some of "
+            "the groups: set both, or neither"
+        )
+    size = model.num_experts // groups
+    if best * size < topk:
+        raise ConfigError(
+            f"model.moe_router_group_topk {best} groups of {size} experts are fewer experts than "
+            f"model.moe_router_topk {topk}; raise it, or lower model.moe_router_num_groups"
+        )
+    if model.moe_router_score_function == "sigmoid" and topk % best:
+        raise ConfigError(
+            f"model.moe_router_topk {topk} is not divisible by model.moe_router_group_topk {best}: a group is as good "
+            "as the sum of its best topk / group_topk scores; choose a divisor"
+        )
+
+
+def check_expert_parallel(model: ModelConfig, parallel: ParallelConfig, world_size: int) -> None:
+    """Raises ConfigError unless the experts can be spread over the ranks as asked."""
+    ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
+    if model.num_experts is None:
+        if ep > 1 or etp > 1:
+            raise ConfigError(
+                f"parallel.expert_model_parallel_size is {ep} and parallel.expert_tensor_parallel_size {etp}, but the "
+                "model has no experts; leave them out, or set model.num_experts"
+            )
+        return
+    expert_data_parallel_size(parallel, world_size)
+    if model.num_experts % ep:
+        raise ConfigError(
+            f"model.num_experts {model.num_experts} is not divisible by parallel.expert_model_parallel_size {ep}; "
+            f"each rank holds as many: choose among {_divisors(model.num_experts)}"
+        )
+    if model.expert_size % etp:
+        raise ConfigError(
+            f"model.moe_ffn_hidden_size {model.expert_size} is not divisible by parallel.expert_tensor_parallel_size "
+            f"{etp}; choose among {_divisors(model.expert_size)}"
+        )
+    if ep > 1 and parallel.moe_token_dispatcher_type == "alltoall" and model.hidden_size % 2:
+        raise ConfigError(
+            f"model.hidden_size {model.hidden_size} is odd, but a token travels to its experts in one row with numbers "
+            "of 4 bytes, the length of two elements in bf16; choose an even size, or set "
+            "parallel.moe_token_dispatcher_type to allgather"
+        )
+    shared, tp = model.moe_shared_expert_intermediate_size, parallel.tensor_model_parallel_size
+    if shared and shared % tp:
+        raise ConfigError(
+            f"model.moe_shared_expert_intermediate_size {shared} is not divisible by "
+            f"parallel.tensor_model_parallel_size {tp}; choose a tensor size among {_divisors(shared)}"
+        )
+
+
+def expert_data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
+    """Copies of the experts: the ranks of a pipeline stage / (expert · expert tensor). Raises ConfigError."""
+    ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
+    ranks = world_size // parallel.pipeline_model_parallel_size
+    if ranks % (ep * etp):
+        raise ConfigError(
+            f"a pipeline stage has {ranks} ranks (data × context × tensor), which are not divisible by expert ({ep}) "
+            f"× expert tensor ({etp}) = {ep * etp}; choose expert_model_parallel_size among "
+            f"{_divisors(ranks // math.gcd(ranks, etp))}, or another number of processes"
+        )
+    return ranks // (ep * etp)
+
+
+def expert_shard_size(parallel: ParallelConfig, world_size: int) -> int:
+    """Over how many of the copies of an expert its state is sharded; the groups of them hold copies."""
+    if parallel.data_parallel_sharding_strategy == "no_shard":
+        return 1
+    copies = expert_data_parallel_size(parallel, world_size)
+    return copies // math.gcd(copies, parallel.num_distributed_optimizer_instances)
+
+
+def _divisors(value: int) -> str:
+    return ", ".join(str(d) for d in range(1, min(value, 64) + 1) if value % d == 0)

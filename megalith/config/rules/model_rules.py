@@ -1,0 +1,143 @@
+"""The rules of the model alone: whether a model of this shape can be built, however it is then spread."""
+
+from __future__ import annotations
+
+from megalith.config.model import ModelConfig
+from megalith.config.presets import PRESETS
+from megalith.config.rope_scaling import RopeScaling
+from megalith.config.rules.expert_rules import check_experts
+from megalith.errors import ConfigError
+
+
+def check_model(model: ModelConfig) -> None:
+    """Raises ConfigError unless a model of this shape can be built."""
+    for name in ("num_layers", "hidden_size", "num_attention_heads"):
+        if getattr(model, name) is None:
+            raise ConfigError(
+                f"model.{name} is not set; set it, or choose a model.preset: {', '.join(PRESETS)}"
+            )
+    if model.vocab_size is None:
+        raise ConfigError("model.vocab_size is not set and there is no tokenizer to take it from; set either")
+    if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
+        raise ConfigError(
+            f"model.hidden_size {model.hidden_size} is not divisible by model.num_attention_heads "
+            f"{model.num_attention_heads}; change one, or set model.kv_channels (the size of a head)"
+        )
+    if model.num_attention_heads % model.query_groups:
+        raise ConfigError(
+            f"model.num_attention_heads {model.num_attention_heads} is not divisible by model.num_query_groups "
+            f"{model.query_groups}: each key and value head serves as many query heads; choose a divisor, or 0"
+        )
+    if model.qk_layernorm_full_width and not (model.qk_layernorm and model.normalization == "RMSNorm"):
+        raise ConfigError(
+            "model.qk_layernorm_full_width needs model.qk_layernorm, which is "
+            f"{'on' if model.qk_layernorm else 'off'}, and model.normalization RMSNorm, which is "
+            f"{model.normalization}; set both, or leave it out"
+        )
+    _check_latent_attention(model)
+    _check_further_layers(model)
+    _check_rotary(model)
+    _check_window(model)
+    check_experts(model)
+
+
+def _check_latent_attention(model: ModelConfig) -> None:
+    if not model.multi_latent_attention:
+        return
+    alone = {
+        "position_embedding_type": (model.position_embedding_type, "rope"),
+        "num_query_groups": (model.num_query_groups, 0),
+        "kv_channels": (model.kv_channels, None),
+        "rotary_percent": (model.rotary_percent, 1.0),
+        "rotary_base_local": (model.rotary_base_local, None),
+        "qk_layernorm": (model.qk_layernorm, False),
+        "add_bias_linear": (model.add_bias_linear, False),
+        "add_qkv_bias": (model.add_qkv_bias, False),
+        "add_proj_bias": (model.add_proj_bias, False),
+    }
+    for name, (value, only) in alone.items():
+        if value != only:
+            raise ConfigError(
+                f"model.multi_latent_attention has heads, positions and norms of its own, and no biases, but "
+                f"model.{name} is {value}; set it to {only}"
+            )
+    if model.v_head_dim > model.head_dim:
+        raise ConfigError(
+            f"model.v_head_dim {model.v_head_dim} is more than model.qk_head_dim {model.qk_head_dim} + "
+            f"qk_pos_emb_head_dim {model.qk_pos_emb_head_dim}; lower it"
+        )
+
+
+def _check_further_layers(model: ModelConfig) -> None:
+    if model.mtp_num_layers is not None and model.position_embedding_type != "rope":
+        raise ConfigError(
+            f"model.mtp_num_layers {model.mtp_num_layers} needs model.position_embedding_type rope, which is "
+            f"{model.position_embedding_type}: the layers of multi-token prediction look tokens up without positions; "
+            "set it, or leave mtp_num_layers out"
+        )
+
+
+def _check_rotary(model: ModelConfig) -> None:
+    rotary = model.position_embedding_type == "rope"
+    for name, given in (
+        ("rope_scaling", model.rope_scaling is not None),
+        ("rotary_base_local", model.rotary_base_local is not None),
+        ("rotary_percent", model.rotary_percent < 1),
+    ):
+        if given and not rotary:
+            raise ConfigError(
+                f"model.{name} needs model.position_embedding_type rope, which is "
+                f"{model.position_embedding_type}; set it, or remove {name}"
+            )
+    if rotary and (model.rotary_size % 2 or not model.rotary_size):
+        raise ConfigError(
+            f"rotary positions turn pairs of dimensions, but {model.rotary_size} of a head's {model.head_dim} turn "
+            f"(model.rotary_percent {model.rotary_percent}); choose model.kv_channels and rotary_percent so that an "
+            "even number does"
+        )
+    if model.rotary_base_local is not None and model.window_size is None:
+        raise ConfigError(
+            f"model.rotary_base_local {model.rotary_base_local} is for layers with a window, but model.window_size is "
+            "not set; set it, or remove rotary_base_local"
+        )
+    if model.rope_scaling is not None:
+        _check_rope_scaling(model.rope_scaling, model.rotary_size // 2)
+
+
+def _check_window(model: ModelConfig) -> None:
+    skip = model.window_attn_skip_freq
+    if model.window_size is None:
+        if skip is not None:
+            raise ConfigError(
+                f"model.window_attn_skip_freq {skip} says which layers have no window, but model.window_size is not "
+                "set; set it, or remove window_attn_skip_freq"
+            )
+        return
+    if model.window_size[1]:
+        before, after = model.window_size
+        raise ConfigError(
+            f"model.window_size [{before}, {after}] lets a query see {after} tokens behind its own, but every model "
+            f"here is causal; set it to [{before}, 0]"
+        )
+    if isinstance(skip, list) and len(skip) != model.num_layers:
+        raise ConfigError(
+            f"model.window_attn_skip_freq has {len(skip)} numbers, but model.num_layers is {model.num_layers}; give "
+            "one for each layer (1: with the window, 0: without), or a single number"
+        )
+
+
+def _check_rope_scaling(scaling: RopeScaling, pairs: int) -> None:
+    for name in ("short_factor", "long_factor") if scaling.type == "longrope" else ():
+        count = len(getattr(scaling, name) or ())
+        if count != pairs:
+            raise ConfigError(
+                f"model.rope_scaling.{name} has {count} numbers, but {pairs} pairs of a head's dimensions turn; "
+                "longrope needs one for each"
+            )
+    bounds = {"llama3": ("low_freq_factor", "high_freq_factor"), "yarn": ("beta_slow", "beta_fast")}
+    for low, high in [bounds[scaling.type]] if scaling.type in bounds else []:
+        if getattr(scaling, low) >= getattr(scaling, high):
+            raise ConfigError(
+                f"model.rope_scaling.{low} {getattr(scaling, low)} is not below {high} {getattr(scaling, high)}; "
+                "frequencies between the two are blended: raise one or lower the other"
+            )

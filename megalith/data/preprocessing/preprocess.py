@@ -1,0 +1,215 @@
+"""JSON Lines to Megatron's indexed datasets, on every core.
+
+The main process reads blocks of whole lines and writes tokens; worker processes parse and encode a block each,
+in any order, and their results are written in the order of the input, so the output does not depend on their
+number. Worker processes, rather than the tokenizer's own threads, because handing token ids to Python holds
+its lock: one process hands out some 20 million ids a second however many threads it has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import multiprocessing
+import os
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from megalith.data.indexed import IndexedWriter, best_dtype
+from megalith.data.preprocessing.encoding import (
+    BlockEncoder,
+    Column,
+    EncodedBlock,
+    encode_in_worker,
+    start_worker,
+)
+from megalith.data.preprocessing.jsonl import MAX_LINE_BYTES, BadLine, Block, expand_inputs, read_blocks
+from megalith.data.preprocessing.preprocess_progress import Progress
+from megalith.data.tokenizers.build import Tokenizer
+from megalith.errors import ConfigError, DataError
+
+BLOCKS_PER_WORKER = 4  # read ahead, so that a slow block holds nobody up
+BAD_LINES_KEPT = 20
+
+
+@dataclass
+class PreprocessSummary:
+    """What was written. `prefixes` are dataset paths, one a JSON key, and `documents` counts each one's."""
+
+    prefixes: list[str]
+    documents: list[int]
+    sequences: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    """Of the input, uncompressed."""
+    seconds: float = 0.0
+    empty: int = 0
+    """Documents left out because they have no tokens."""
+    skipped: int = 0
+    """Unusable lines left out (`on_error="skip"`)."""
+    bad_lines: list[BadLine] = field(default_factory=list)
+    """The first of those."""
+
+    def add(self, block: Block, encoded: EncodedBlock) -> None:
+        for k, column in enumerate(encoded.columns):
+            self.documents[k] += len(column.sequences)
+            self.sequences += len(column.sequence_lengths)
+            self.tokens += len(column.tokens)
+        self.empty += encoded.empty
+        self.bytes += len(block.data) + 1
+
+
+def preprocess(
+    inputs: Sequence[str | Path],
+    output_prefix: str | Path,
+    tokenizer: Tokenizer,
+    json_keys: Sequence[str] = ("text",),
+    *,
+    append_eod: bool = False,
+    split_sentences: bool = False,
+    workers: int | None = None,
+    on_error: Literal["stop", "skip"] = "stop",
+    overwrite: bool = False,
+    max_line_bytes: int = MAX_LINE_BYTES,
+    show_progress: bool = True,
+) -> PreprocessSummary:
+    """Encode JSONL files (also .gz, .zst; globs) into `{output_prefix}_{key}_document.{bin,idx}`.
+
+    `json_keys`: the texts to take from each line, each key a dataset of its own. `append_eod`: end each
+    document with the tokenizer's end of document. `split_sentences`: each sentence a sequence of its own,
+    the files named `_sentence`. `workers`: processes that encode, by default one for each core; 0 encodes in
+    this process. (Workers import the main script: guard its start with `if __name__ == "__main__"`.)
+    `on_error`: what an unusable line does; skipped lines are counted. Nothing takes its final name before
+    all is written. ConfigError: impossible arguments. DataError: bad input, or none of it has tokens.
+    """
+    _check_arguments(tokenizer, json_keys, append_eod, workers, on_error, max_line_bytes)
+    paths = expand_inputs(inputs)
+    level = "sentence" if split_sentences else "document"
+    summary = PreprocessSummary([f"{output_prefix}_{key}_{level}" for key in json_keys], [0] * len(json_keys))
+    dtype = best_dtype(tokenizer.vocab_size)
+    encoder = BlockEncoder(tokenizer, json_keys, dtype, append_eod, split_sentences, max_line_bytes)
+    workers = _usable_cores() if workers is None else workers
+    start = time.monotonic()
+    with contextlib.ExitStack() as stack:
+        writers = [
+            stack.enter_context(IndexedWriter(prefix, dtype, overwrite=overwrite))
+            for prefix in summary.prefixes
+        ]
+        read_before, total = _places(paths)
+        progress = stack.enter_context(Progress("preprocess", total)) if show_progress else None
+        blocks = itertools.chain.from_iterable(read_blocks(path, max_line_bytes) for path in paths)
+        results = stack.enter_context(contextlib.closing(_encode_in_order(blocks, encoder, workers)))
+        for block, encoded in results:
+            _count_bad_lines(summary, encoded.bad_lines, on_error)
+            for writer, column in zip(writers, encoded.columns):
+                _write(writer, column)
+            summary.add(block, encoded)
+            if progress:
+                position = read_before[block.path] + block.position
+                progress.update(position, sum(summary.documents), summary.tokens, summary.bytes)
+        _check_not_empty(summary, json_keys)
+    summary.seconds = time.monotonic() - start
+    return summary
+
+
+def _encode_in_order(
+    blocks: Iterable[Block], encoder: BlockEncoder, workers: int
+) -> Iterator[tuple[Block, EncodedBlock]]:
+    """Each block with its encoding, in the order of `blocks`; a few blocks a worker are under way at a time."""
+    if workers == 0:
+        for block in blocks:
+            yield block, encoder(block)
+        return
+    pool = ProcessPoolExecutor(
+        workers, multiprocessing.get_context("spawn"), initializer=start_worker, initargs=(encoder,)
+    )
+    under_way: deque[tuple[Block, Future[EncodedBlock]]] = deque()
+    try:
+        for block in blocks:
+            under_way.append((block, pool.submit(encode_in_worker, block)))
+            if len(under_way) >= BLOCKS_PER_WORKER * workers:
+                block, future = under_way.popleft()
+                yield block, future.result()
+        for block, future in under_way:
+            yield block, future.result()
+    except BrokenProcessPool as error:
+        raise DataError(
+            f"one of {workers} worker processes ended before its work: killed, perhaps for want of memory, or "
+            'started by a script that does not guard its start with `if __name__ == "__main__"`; '
+            "set fewer workers, or 0 to encode in the main process"
+        ) from error
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _write(writer: IndexedWriter, column: Column) -> None:
+    if len(column.sequences) == len(column.sequence_lengths):
+        writer.add_documents(column.tokens, column.sequence_lengths)
+        return
+    first_token = first_sequence = 0
+    for count in column.sequences:
+        lengths = column.sequence_lengths[first_sequence : first_sequence + count]
+        end = first_token + int(lengths.sum())
+        writer.add_document(column.tokens[first_token:end], lengths)
+        first_token, first_sequence = end, first_sequence + int(count)
+
+
+def _places(paths: Sequence[Path]) -> tuple[dict[Path, int], int]:
+    """The bytes of input before each file, and of all files."""
+    sizes = [path.stat().st_size for path in paths]
+    return dict(zip(paths, itertools.accumulate(sizes, initial=0))), sum(sizes)
+
+
+def _count_bad_lines(summary: PreprocessSummary, bad_lines: Sequence[BadLine], on_error: str) -> None:
+    if bad_lines and on_error == "stop":
+        raise DataError(
+            f"{bad_lines[0]}; correct or remove the line, or set on_error to skip (--on-error skip) to leave such "
+            "lines out"
+        )
+    summary.skipped += len(bad_lines)
+    summary.bad_lines += bad_lines[: BAD_LINES_KEPT - len(summary.bad_lines)]
+
+
+def _check_not_empty(summary: PreprocessSummary, json_keys: Sequence[str]) -> None:
+    for key, documents in zip(json_keys, summary.documents):
+        if documents == 0:
+            raise DataError(
+                f"no document has any token under the key {key!r} ({summary.empty} empty documents, "
+                f"{summary.skipped} skipped lines); check the input files and json_keys"
+            )
+
+
+def _check_arguments(
+    tokenizer: Tokenizer,
+    json_keys: Sequence[str],
+    append_eod: bool,
+    workers: int | None,
+    on_error: str,
+    max_line_bytes: int,
+) -> None:
+    if append_eod and tokenizer.eod is None:
+        raise ConfigError(
+            f"append_eod is set, but this {tokenizer.tokenizer_type} of {tokenizer.vocab_size} entries has no "
+            "end-of-document token; name an eos_token in its tokenizer_config.json, or leave append_eod out"
+        )
+    if isinstance(json_keys, str) or not json_keys or len(set(json_keys)) < len(json_keys):
+        raise ConfigError(f"json_keys {json_keys!r} is not a list of different keys; name each key once")
+    for key in json_keys:
+        if "/" in key or os.sep in key:
+            raise ConfigError(f"json key {key!r} has a path separator and cannot name a file; rename the key")
+    if on_error not in ("stop", "skip"):
+        raise ConfigError(f"on_error is {on_error!r}; choose stop or skip")
+    if workers is not None and workers < 0:
+        raise ConfigError(f"workers is {workers}; choose 0 (this process) or a number of processes")
+    if max_line_bytes < 1:
+        raise ConfigError(f"max_line_bytes is {max_line_bytes}; choose a positive number of bytes")
+
+
+def _usable_cores() -> int:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -1,0 +1,1 @@
+"""Sampling with a cache of keys and values."""

@@ -1,0 +1,1 @@
+"""The processes of a job: started, joined, watched, stopped, started again."""

@@ -1,0 +1,152 @@
+"""The launcher's own process: torch's elastic agent, and what a training job needs of it besides.
+
+The agent starts this machine's processes, watches them, and after a failure meets the other machines again and starts
+them anew, with as many ranks as there are then. Here it also
+
+- hands stop signals on to its processes and lets them take their time, which a checkpoint needs;
+- ends the other ranks at once when one has failed: all that they could do is wait for it;
+- starts nothing again that was refused with a reason: it would be refused again;
+- keeps the first failure, which tells more than those of the attempts after it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from subprocess import Popen
+from typing import Any
+
+from torch.distributed.elastic.agent.server.api import RunResult, WorkerGroup, WorkerSpec, WorkerState
+from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElasticAgent
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, LogsSpecs
+from torch.distributed.launcher.api import LaunchConfig
+
+from megalith.errors import REFUSALS
+from megalith.launch.failure import CRASH_FILE, CRASHES, Failure, first_failure
+from megalith.launch.rendezvous import OneMachine, SeveralMachines, id_of
+from megalith.launch.signals import STOP_SIGNALS, heeded
+from megalith.launch.stops import STOP_CODE_FILE
+
+TELLING = 3.0  # seconds that the others have when a rank has died of an error of the program
+SAVING = 60.0  # seconds that ranks may take to end with a checkpoint when a machine has come
+
+
+class Agent(LocalElasticAgent):
+    """`run` returns when the job is done or has failed for good."""
+
+    def __init__(self, spec: WorkerSpec, logs_specs: LogsSpecs):
+        super().__init__(spec, logs_specs)
+        self.failures: list[Failure] = []
+        """What failed first on this machine in each attempt that did not go well."""
+        self.world_size = spec.local_world_size
+        """Ranks of the whole job in its last attempt."""
+        self.job = spec.rdzv_handler.job
+        """Names this job and no other, on all of its machines."""
+        self._asked = False
+        self._heeded = heeded()
+        self._ended_by_us: set[int] = set()
+
+    def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
+        for name in (STOP_CODE_FILE, CRASH_FILE):  # of the ranks before
+            Path(os.environ[name]).unlink(missing_ok=True)
+        ids = super()._start_workers(worker_group)
+        for number in STOP_SIGNALS:  # elastic's own handlers take over what `nohup` has us ignore
+            signal.signal(number, self._hand_on if number in self._heeded else signal.SIG_IGN)
+        self._ended_by_us.clear()
+        self.world_size = worker_group.workers[0].world_size
+        return ids
+
+    def _stop_workers(self, *args: Any, **options: Any) -> None:
+        """Lets what still runs save and end: a machine has come, and the job starts again with its ranks."""
+        self._send(signal.SIGTERM)
+        processes = [handler.proc for handler in self._pcontext.subprocess_handlers.values()]
+        _wait_for(processes, SAVING)
+        super()._stop_workers(*args, **options)
+
+    def _hand_on(self, number: int, frame: object) -> None:
+        self._asked = True
+        self._send(number)
+
+    def _send(self, number: int) -> None:
+        for handler in self._pcontext.subprocess_handlers.values():
+            if handler.proc.poll() is None:
+                os.kill(handler.proc.pid, number)  # not to its group: data workers serve it to the end
+
+    def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        self._end_survivors(worker_group)
+        result = super()._monitor_workers(worker_group)
+        waiting = worker_group.spec.rdzv_handler.num_nodes_waiting
+        if result.state == WorkerState.SUCCEEDED and not self._asked and waiting():
+            return RunResult(WorkerState.HEALTHY)  # stopped by another launcher, for a machine that has come
+        if result.state in (WorkerState.FAILED, WorkerState.UNHEALTHY):
+            own = {r: f for r, f in result.failures.items() if r not in self._ended_by_us}
+            ranks = [worker.global_rank for worker in worker_group.workers]
+            files = {rank: self._pcontext.error_files[number] for number, rank in enumerate(ranks)}
+            self._failed(first_failure(own or result.failures, files), worker_group.group_world_size)
+        return result
+
+    def _end_survivors(self, worker_group: WorkerGroup) -> None:
+        handlers = self._pcontext.subprocess_handlers
+        codes = [handler.proc.poll() for handler in handlers.values()]
+        if not any(codes):
+            return
+        if any(code and -code in CRASHES for code in codes):
+            self._let_tell([handler.proc for handler in handlers.values()])
+        for local_rank, handler in handlers.items():
+            if handler.proc.poll() is None:
+                self._ended_by_us.add(worker_group.workers[local_rank].global_rank)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(handler.proc.pid, signal.SIGKILL)
+
+    def _let_tell(self, processes: Sequence[Popen]) -> None:
+        """The ranks that are left hand over their last collectives, for one that has died says nothing itself."""
+        Path(os.environ[CRASH_FILE]).touch()
+        _wait_for(processes, TELLING)
+
+    def _failed(self, failure: Failure, machines: int) -> None:
+        self.failures.append(failure)
+        if self._asked or (failure.exit_code in REFUSALS and machines == 1):
+            self._remaining_restarts = 0
+        if self._remaining_restarts:
+            again = f"starting again ({len(self.failures)} of {self._worker_group.spec.max_restarts})"
+            print(failure.tell(self.world_size), again, sep="\n", file=sys.stderr)
+
+
+def _wait_for(processes: Sequence[Popen], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
+    while any(process.poll() is None for process in processes) and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def build_agent(
+    nproc: int,
+    command: Sequence[str],
+    nnodes: tuple[int, int],
+    max_restarts: int,
+    rdzv_endpoint: str | None,
+    rdzv_id: str | None,
+    folder: str,
+) -> Agent:
+    """An agent that runs `python *command`, with its own files in `folder`; see `launch.launch`."""
+    defaults = LaunchConfig(*nnodes, nproc)  # such as which cores are near a GPU
+    if nnodes == (1, 1):
+        meeting = OneMachine()
+    else:
+        run_id = rdzv_id or id_of(command, nnodes)
+        meeting = SeveralMachines(rdzv_endpoint, run_id, nnodes, **defaults.rdzv_configs)
+    spec = WorkerSpec(
+        role="rank",
+        local_world_size=nproc,
+        rdzv_handler=meeting,
+        entrypoint=sys.executable,
+        args=tuple(command),
+        max_restarts=max_restarts,
+        monitor_interval=0.1,
+        numa_options=defaults.numa_options,
+    )
+    return Agent(spec, DefaultLogsSpecs(log_dir=folder))

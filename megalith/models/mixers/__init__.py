@@ -1,0 +1,1 @@
+"""What mixes the tokens of a sequence: attention in its kinds."""

@@ -1,0 +1,32 @@
+"""Gradients that kernels of our own make, where Inductor's would read memory more often than they must.
+
+In compiled code on a GPU some functions of ops/ take their backward pass from here. A kernel that makes the gradient
+of what a linear has given also sums it over the tokens, which is the gradient of the linear's bias: the linear then
+gets its bias detached, and the function takes the bias itself and returns its gradient. Triton, in which the kernels
+are written, comes with PyTorch's builds for GPUs; elsewhere, and outside of compiled code, PyTorch's own operators do
+the same.
+"""
+
+from __future__ import annotations
+
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+AVAILABLE = find_spec("triton") is not None
+LEAST_WIDTH, WIDEST_ROW = 256, 8192  # of a norm: a program holds whole rows in registers
+
+if AVAILABLE:
+    from megalith.ops.kernels import (
+        column_kernels,  # noqa: F401 (they register operators)
+        norm_kernel,  # noqa: F401 (they register operators)
+    )
+    from megalith.ops.kernels.adam_kernel import adamw_  # noqa: F401
+    from megalith.ops.kernels.heads_kernel import share_heads  # noqa: F401
+    from megalith.ops.kernels.loss_kernel import softmax_loss_  # noqa: F401
+
+
+def on_gpu(x: Tensor) -> bool:
+    """Whether what is computed of x gets its gradient from the kernels here."""
+    return AVAILABLE and x.is_cuda and torch.compiler.is_compiling() and torch.is_grad_enabled()

@@ -1,0 +1,169 @@
+"""Context parallelism: each rank has a part of every sequence, and attention alone has to talk.
+
+Every rank of the axis holds an early and a late chunk of each sequence (zigzag.py), and the model runs on them as it
+is: positions, dropout and the loss go by each token's place in the whole sequence. Attention needs every earlier key
+and value, and `cp_comm_type` says how they meet the queries:
+
+    p2p         keys and values go round a ring, hidden behind the computation
+    all_gather  keys and values are gathered
+    a2a         heads are exchanged for tokens: each rank has the whole sequence of some heads (Jacobs et al. 2023)
+    a2a+p2p     a2a among near ranks, a ring among the groups of them
+
+All are one algorithm on two levels: an exchange of heads over `inner`, which may have size 1, around a ring or a
+gather over `outer`, which may have size 1. Neighbouring ranks make up an inner group, so that after the exchange their
+chunks join into the two chunks that zigzag gives to the group in the ring of groups.
+
+Gradients of the parameters are partial sums: they are summed over data and context together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.distributed import DeviceMesh
+
+from megalith.comm.collectives import Axis, all_gather
+from megalith.models.transformer import Transformer
+from megalith.ops.attention_core import attention, document_mask
+from megalith.ops.qkv import split_qkv
+from megalith.parallel.context.ring import ring_attention
+from megalith.parallel.context.ulysses import heads_from_tokens, heads_of_qkv, tokens_from_heads
+from megalith.parallel.context.zigzag import natural, spans
+
+if TYPE_CHECKING:
+    from megalith.data.batch import Batch
+
+
+def apply_context(
+    model: Transformer, axis: Axis, cp_comm_type: str, hierarchical_sizes: Sequence[int] | None = None
+) -> None:
+    """Lets `model`, in place, attend over sequences that are cut over `axis` as shard_batch cuts them.
+
+    `hierarchical_sizes` are those of a2a and of p2p, for a2a+p2p alone. A collective call: it makes process groups.
+    """
+    if axis.size == 1:
+        return
+    inner, outer = _levels(axis, cp_comm_type, hierarchical_sizes)
+    core = partial(context_attention, inner=inner, outer=outer, gather=cp_comm_type == "all_gather")
+    split, core_of_heads = partial(heads_of_qkv, axis=inner), partial(core, by_heads=True)
+    for layer in model.layers.values():
+        if inner.size > 1 and layer.self_attention.reads_in_place:
+            layer.self_attention.split, layer.self_attention.core = split, core_of_heads
+        else:
+            layer.self_attention.core = core
+    whole = replace(axis, direct=False)  # it may go across hosts; copy engines serve `inner`
+    model.attention_mask = partial(_attention_mask, axis=whole, ring=outer.size > 1)
+    model.sequence_parts = axis.size
+
+
+def shard_batch(batch: Batch, axis: Axis) -> tuple[Batch, Tensor]:
+    """This rank's part of `batch` along seq, and where its tokens stand in the whole sequence: int64 [seq / size].
+
+    The places are those of `Transformer.forward(places=...)`. seq is a multiple of 2 · size (rules.check_context).
+    """
+    seq = batch.tokens.shape[1]
+    if axis.size == 1:
+        return batch, torch.arange(seq, device=batch.tokens.device)
+    assert seq % (2 * axis.size) == 0, f"{seq} tokens cannot be cut into 2 · {axis.size} chunks"
+    places = torch.cat([torch.arange(s.start, s.stop) for s in spans(axis.rank, axis.size, seq // axis.size)])
+    places = places.to(batch.tokens.device)
+    names = ("tokens", "labels", "loss_mask", "position_ids", "document_ids")
+    whole = {name: getattr(batch, name) for name in names}
+    return replace(batch, **{n: None if x is None else x[:, places] for n, x in whole.items()}), places
+
+
+def unshard(x: Tensor, axis: Axis, dim: int = 1) -> Tensor:
+    """Every rank's part of x along `dim` joined into the whole sequence, on every rank; has a gradient."""
+    if axis.size == 1:
+        return x
+    return natural(all_gather(x[None], axis), dim)
+
+
+@contextmanager
+def whole_sequences(model: Transformer) -> Iterator[None]:
+    """Inside it every rank of the axis computes whole sequences, all the same: for generating a token at a time."""
+    layers = [layer.self_attention for layer in model.layers.values()]
+    seams = [(layer.core, layer.split) for layer in layers]
+    mask, parts = model.attention_mask, model.sequence_parts
+    model.attention_mask, model.sequence_parts = document_mask, 1
+    for layer in layers:
+        layer.core, layer.split = attention, split_qkv
+    try:
+        yield
+    finally:
+        model.attention_mask, model.sequence_parts = mask, parts
+        for layer, (core, split) in zip(layers, seams, strict=True):
+            layer.core, layer.split = core, split
+
+
+def context_attention(
+    query: Tensor,  # [batch, seq, heads, head_dim]: this rank's part of the sequence
+    key: Tensor,  # [batch, seq, groups, head_dim]
+    value: Tensor,  # [batch, seq, groups, head_dim]
+    *,
+    inner: Axis,
+    outer: Axis,
+    gather: bool,
+    by_heads: bool = False,  # query, key and value are those of heads_of_qkv
+    causal: bool = True,
+    mask: Tensor | None = None,  # as _attention_mask gave it
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    dropout_rows: Tensor | None = None,  # int32 [batch, seq]
+    first_head: int = 0,
+) -> Tensor:
+    """What ops.attention.attention gives, where the sequence is cut: [batch, seq, heads, head_dim]."""
+    assert causal, "context parallelism cuts causal attention alone"
+    if not by_heads:
+        query, key, value = heads_from_tokens(query, key, value, inner)
+    if dropout and inner.size > 1:
+        dropout_rows = unshard(dropout_rows, inner)
+    settings = dict(
+        window=window,
+        softcap=softcap,
+        scale=scale,
+        dropout=dropout,
+        dropout_rows=dropout_rows,
+        first_head=first_head + inner.rank * query.shape[2],
+    )
+    if outer.size == 1:
+        out = attention(query, key, value, mask=mask, **settings)
+    else:
+        ring = dict(size=outer.size, rank=outer.rank, group=outer.name, gather=gather)
+        out = ring_attention(query, key, value, document_ids=mask, **ring, **settings)
+    return tokens_from_heads(out, inner)
+
+
+def _attention_mask(document_ids: Tensor, axis: Axis, ring: bool) -> Tensor:
+    """What the core takes as its mask, from this rank's document_ids int [batch, seq].
+
+    The ring makes its masks block by block, from the ids of the whole sequence.
+    """
+    whole = unshard(document_ids, axis)
+    return whole if ring else document_mask(whole)
+
+
+def _levels(axis: Axis, cp_comm_type: str, hierarchical_sizes: Sequence[int] | None) -> tuple[Axis, Axis]:
+    """The axis of the exchange of heads, and that of the ring or gather."""
+    if cp_comm_type == "a2a":
+        return axis, Axis()
+    if cp_comm_type != "a2a+p2p":
+        return Axis(), axis
+    inner, outer = hierarchical_sizes
+    both = axis.mesh._unflatten(0, (outer, inner), ("cp_outer", "cp_inner"))
+    return replace(_axis(both["cp_inner"]), direct=axis.direct), _axis(both["cp_outer"])
+
+
+def _axis(mesh: DeviceMesh) -> Axis:
+    if mesh.size() == 1:
+        return Axis()
+    group = mesh.get_group()
+    return Axis(mesh.size(), mesh.get_local_rank(), group, group.group_name, mesh)

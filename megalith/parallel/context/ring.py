@@ -1,0 +1,314 @@
+"""Causal attention over a sequence that is cut over ranks: keys and values travel, queries stay.
+
+Each rank holds an early and a late chunk of the sequence (zigzag.py). What rank r's queries may see of rank s's keys
+is then one of three blocks without a ragged edge:
+
+    s = r    the causal block: both chunks stand in order
+    s < r    all queries see the whole first chunk, and none the second
+    s > r    queries of the second chunk see both chunks whole, and those of the first see none
+
+Each is half of the square, so every step of the ring takes every rank the same time. Results are merged by their
+log-sum-exp (ops/attention_blocks.py). Keys and values reach a rank by one of two routes:
+
+- ring (Liu et al. 2023): a piece is handed to the next rank while it is computed with, size − 1 times. In the
+  backward pass the pieces go round again, and each one's gradient travels a step behind it, gathering what each rank
+  adds, until it is home.
+- gather (Llama 3): one all-gather while the rank's own block is computed; in the backward pass the all-gather again,
+  and one reduce-scatter of the gradients.
+
+Both are a pair of custom ops, so that torch.compile takes them as they stand and nothing else sees that they talk.
+Gradients of keys and values are summed in float32. Each rank's group is named by a string.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from megalith.ops.attention_blocks import Block, block_backward, block_forward, merge
+from megalith.parallel.context.zigzag import natural, spans, zigzag
+
+_ops = torch.ops._c10d_functional
+
+
+def ring_attention(
+    query: Tensor,  # [batch, seq, heads, head_dim]: this rank's chunks
+    key: Tensor,  # [batch, seq, groups, head_dim]
+    value: Tensor,  # [batch, seq, groups, head_dim]
+    *,
+    size: int,
+    rank: int,
+    group: str,
+    gather: bool,
+    document_ids: Tensor | None = None,  # int32 [batch, size · seq], in the order of the whole sequence
+    window: int | None = None,  # the keys that a query sees at most, its own included
+    softcap: float | None = None,
+    scale: float | None = None,
+    dropout: float = 0.0,
+    dropout_rows: Tensor | None = None,  # int32 [batch, seq]
+    first_head: int = 0,
+) -> Tensor:
+    """Causal attention of this rank's queries over the whole sequence: [batch, seq, heads, head_dim]."""
+    scores = (window, softcap, scale)
+    arguments = (document_ids, dropout_rows, *scores, dropout, first_head, size, rank, group, gather)
+    return _forward(query, key, value, *arguments)[0]
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """Some keys and values, and which of this rank's queries see them: all of them, or if causal up to themselves."""
+
+    pair: Tensor  # keys and values [2, batch, keys, groups, head_dim]
+    places: list[range]  # of the keys
+    first_query: int = 0  # queries from here on
+    causal: bool = False
+
+
+class _Route(ABC):
+    """How keys and values come to this rank, and their gradients go home."""
+
+    def __init__(self, pair: Tensor, size: int, rank: int, group: str):
+        self.pair, self.size, self.rank, self.group = pair.contiguous(), size, rank, group
+        self.seq = pair.shape[2]
+        self.own_piece = _Piece(self.pair, spans(rank, size, self.seq), causal=True)
+
+    @abstractmethod
+    def pieces(self) -> Iterator[_Piece]:
+        """The pieces that this rank's queries see, its own first. More are under way while one is computed with."""
+
+    @abstractmethod
+    def send(self, piece: _Piece, grad: Tensor) -> None:
+        """Takes the float32 gradient [2, batch, keys, groups, head_dim] of a piece that is not this rank's own."""
+
+    @abstractmethod
+    def arrived(self) -> Tensor:
+        """What all other ranks gave for this rank's own piece, when all is sent: float32, in its shape."""
+
+
+class _Ring(_Route):
+    """From rank to rank."""
+
+    _travelling: Tensor | None = None
+
+    def pieces(self) -> Iterator[_Piece]:
+        half = self.seq // 2
+        coming = self._pass_on(self.pair)
+        yield self.own_piece
+        for step in range(1, self.size):
+            pair = _ops.wait_tensor(coming)
+            if step < self.size - 1:
+                coming = self._pass_on(pair)
+            source = (self.rank - step) % self.size
+            early, late = spans(source, self.size, self.seq)
+            if source < self.rank:
+                yield _Piece(pair[:, :, :half], [early])
+            else:
+                yield _Piece(pair, [early, late], half)
+
+    def send(self, piece: _Piece, grad: Tensor) -> None:
+        # The gradient of a piece follows it one step later: what comes now is for the piece that was just computed.
+        if grad.shape[2] < self.seq:
+            grad = torch.cat([grad, torch.zeros_like(grad)], dim=2)
+        if self._travelling is not None:
+            grad = grad + _ops.wait_tensor(self._travelling)
+        self._travelling = self._pass_on(grad)
+
+    def arrived(self) -> Tensor:
+        return _ops.wait_tensor(self._travelling)
+
+    def _pass_on(self, x: Tensor) -> Tensor:
+        """Sends x to the next rank; gives, once waited for, what the rank before sends."""
+        to, out_of = [0] * self.size, [0] * self.size
+        to[(self.rank + 1) % self.size] = out_of[self.rank - 1] = x.numel()
+        return _ops.all_to_all_single(x.flatten(), out_of, to, self.group).view(x.shape)
+
+
+class _Gather(_Route):
+    """All to all at once."""
+
+    _grad: Tensor | None = None
+
+    def pieces(self) -> Iterator[_Piece]:
+        half, size, rank = self.seq // 2, self.size, self.rank
+        coming = _ops.all_gather_into_tensor(self.pair, size, self.group)
+        yield self.own_piece
+        shards = _ops.wait_tensor(coming).view(size, *self.pair.shape)
+        whole = natural(shards, dim=2)  # [2, batch, size · seq, groups, head_dim]
+        before = range(rank * half)
+        between = range((rank + 1) * half, (2 * size - 1 - rank) * half)
+        if before:
+            yield _Piece(whole[:, :, before.start : before.stop], [before])
+        if between:
+            yield _Piece(whole[:, :, between.start : between.stop], [between], half)
+
+    def send(self, piece: _Piece, grad: Tensor) -> None:
+        if self._grad is None:
+            batch, _, *rest = self.pair.shape[1:]
+            self._grad = grad.new_zeros(2, batch, self.size * self.seq, *rest)
+        (places,) = piece.places
+        self._grad[:, :, places.start : places.stop] = grad
+
+    def arrived(self) -> Tensor:
+        shards = zigzag(self._grad, self.size, dim=2)  # [size, 2, batch, seq, groups, head_dim]
+        shards = shards.flatten(0, 1)
+        return _ops.wait_tensor(_ops.reduce_scatter_tensor(shards, "sum", self.size, self.group))
+
+
+class _Masks:
+    """What is masked and dropped of each block."""
+
+    def __init__(
+        self,
+        document_ids: Tensor | None,
+        dropout_rows: Tensor | None,
+        window: int | None,
+        softcap: float | None,
+        scale: float | None,
+        dropout: float,
+        first_head: int,
+        own_places: list[range],
+    ):
+        self.document_ids, self.dropout_rows = document_ids, dropout_rows
+        self.window, self.softcap, self.scale = window, softcap, scale
+        self.dropout, self.first_head = dropout, first_head
+        self.own_places = own_places
+
+    def block(self, piece: _Piece) -> Block:
+        mask = key_places = rows = None
+        batch, device = piece.pair.shape[1], piece.pair.device
+        if self.document_ids is not None:
+            queries = self._documents(self.own_places)[:, piece.first_query :]
+            mask = (queries[:, :, None] == self._documents(piece.places)[:, None])[:, None]
+        if self.window is not None:
+            queries, keys = (
+                _joined(self.own_places, device)[piece.first_query :],
+                _joined(piece.places, device),
+            )
+            near = (queries[:, None] - keys < self.window)[None, None]
+            mask = near.expand(batch, -1, -1, -1) if mask is None else mask & near
+        if mask is not None and piece.causal:
+            mask = mask.tril()
+        if self.dropout:
+            rows = self.dropout_rows[:, piece.first_query :]
+            key_places = _joined(piece.places, device)
+        scores = (mask, self.softcap, self.scale)
+        return Block(piece.causal, *scores, self.dropout, rows, key_places, self.first_head)
+
+    def _documents(self, places: list[range]) -> Tensor:
+        return torch.cat([self.document_ids[:, span.start : span.stop] for span in places], dim=1)
+
+
+def _joined(places: list[range], device: torch.device) -> Tensor:
+    return torch.cat([torch.arange(span.start, span.stop, device=device) for span in places])
+
+
+def _steps(size: int, gather: bool) -> int:
+    """Rows in the table of random states: at most so many pieces."""
+    return 3 if gather else size
+
+
+@torch.library.custom_op(
+    "megalith::ring_attention", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded,)
+)
+def _forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    document_ids: Tensor | None,
+    dropout_rows: Tensor | None,
+    window: int | None,
+    softcap: float | None,
+    scale: float | None,
+    dropout: float,
+    first_head: int,
+    size: int,
+    rank: int,
+    group: str,
+    gather: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Result, its log-sum-exp float32 [batch, heads, seq], and the kernels' random states int64 [steps, 2]."""
+    route = (_Gather if gather else _Ring)(torch.stack([key, value]), size, rank, group)
+    scores = (window, softcap, scale)
+    masks = _Masks(document_ids, dropout_rows, *scores, dropout, first_head, route.own_piece.places)
+    query = query.transpose(1, 2)  # [batch, heads, seq, head_dim]
+    states = query.new_zeros(_steps(size, gather), 2, dtype=torch.int64)
+    for step, piece in enumerate(route.pieces()):
+        seen = slice(piece.first_query, None)
+        block = block_forward(query[:, :, seen], *piece.pair.transpose(2, 3), masks.block(piece))
+        if step == 0:
+            out, lse = block[0].float(), block[1].contiguous()
+        else:
+            merge(out[:, :, seen], lse[:, :, seen], *block[:2])
+        if block[2] is not None:
+            states[step] = block[2]
+    return out.transpose(1, 2).to(query.dtype).contiguous(), lse, states
+
+
+@_forward.register_fake
+def _(query, key, value, documents, rows, window, softcap, scale, dropout, first, size, rank, group, gather):
+    batch, seq, heads, _ = query.shape
+    lse = query.new_empty(batch, heads, seq, dtype=torch.float32)
+    states = query.new_empty(_steps(size, gather), 2, dtype=torch.int64)
+    return query.new_empty(query.shape), lse, states
+
+
+@torch.library.custom_op("megalith::ring_attention_backward", mutates_args=())
+def _backward(
+    grad: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    states: Tensor,
+    document_ids: Tensor | None,
+    dropout_rows: Tensor | None,
+    window: int | None,
+    softcap: float | None,
+    scale: float | None,
+    dropout: float,
+    first_head: int,
+    size: int,
+    rank: int,
+    group: str,
+    gather: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of query, key and value."""
+    route = (_Gather if gather else _Ring)(torch.stack([key, value]), size, rank, group)
+    scores = (window, softcap, scale)
+    masks = _Masks(document_ids, dropout_rows, *scores, dropout, first_head, route.own_piece.places)
+    grad, query, out = (x.transpose(1, 2) for x in (grad, query, out))  # [batch, heads, seq, head_dim]
+    d_query = torch.zeros_like(query, dtype=torch.float32)
+    for step, piece in enumerate(route.pieces()):
+        seen, pair = slice(piece.first_query, None), piece.pair.transpose(2, 3)
+        mine = (query[:, :, seen], *pair, out[:, :, seen], lse[:, :, seen])
+        block = block_backward(grad[:, :, seen], *mine, states[step], masks.block(piece))
+        d_query[:, :, seen] += block[0]
+        d_pair = torch.stack([x.transpose(1, 2) for x in block[1:]]).float()  # [2, batch, keys, groups, ·]
+        if step == 0:
+            d_own = d_pair
+        else:
+            route.send(piece, d_pair)
+    d_key, d_value = (x.to(key.dtype, copy=True) for x in d_own + route.arrived())
+    return d_query.transpose(1, 2).to(query.dtype).contiguous(), d_key, d_value
+
+
+@_backward.register_fake
+def _(grad, query, key, value, *rest):
+    return tuple(x.new_empty(x.shape) for x in (query, key, value))
+
+
+def _save(ctx, inputs, output) -> None:
+    query, key, value, document_ids, dropout_rows, *ctx.plain = inputs
+    ctx.save_for_backward(query, key, value, *output, document_ids, dropout_rows)
+
+
+def _gradients(ctx, grad: Tensor, _lse: None, _states: None):
+    return *_backward(grad, *ctx.saved_tensors, *ctx.plain), *[None] * 11
+
+
+_forward.register_autograd(_gradients, setup_context=_save)

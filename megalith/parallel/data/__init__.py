@@ -1,0 +1,1 @@
+"""Data parallelism: replicas, FSDP2, and gradients over all ranks."""

@@ -1,0 +1,202 @@
+"""Data parallelism: replicas, or FSDP2 (`fully_shard`), in Megatron's words and with Megatron's sums.
+
+Every rank of data × context runs the model on tokens of its own, and the gradients are summed over them. What differs
+between the strategies is what a rank keeps of the state in the meantime (ZeRO, Rajbhandari et al. 2020):
+
+    strategy              optimizer state   gradients        parameters         moved on each micro-batch
+    no_shard              whole             whole            whole              nothing; the last: all-reduce
+    optim (ZeRO-1)        a shard           whole            whole in a step    nothing; once a step gather and reduce
+    optim_grads (ZeRO-2)  a shard           a shard          whole in a step    reduce-scatter
+    optim_grads_params    a shard           a shard          a layer at a time  two gathers, reduce-scatter
+      (ZeRO-3)
+
+A layer is the unit that is gathered and reduced, and embedding, final norm and head are one together, so that a tied
+weight has one gradient. With no_shard parameters are what they are on one process, and replicas.py sums their
+gradients while backward goes on. The other strategies are FSDP2's: it gathers the next layer while one computes, and
+reduces the last one's gradients while backward goes on; in hybrid sharding the shards' sums are then all-reduced over
+the copies.
+
+Gradients are summed, never averaged: the loss is divided by the count of valid tokens everywhere. FSDP2 gathers a layer
+in the compute dtype, and what it gives for a micro-batch is added up and reduced in fp32. Embedding and head are
+gathered in fp32, as one process has them: a common token's row is the sum of thousands of gradients. So a run in bf16,
+too, is one process's run, up to the order of its sums.
+
+With dp among `symmetric_memory_groups` copy engines reduce the gradients of layers and experts
+(copy_engine_gradients.py). Those of embedding and head, whose reduction ends a backward pass and so has nothing
+beside it, stay with NCCL.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.distributed import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import Shard
+
+from megalith.comm.collectives import local
+from megalith.config import ParallelConfig
+from megalith.models.transformer import Transformer
+from megalith.parallel.data.replicas import replicate
+from megalith.parallel.mesh import Mesh
+from megalith.parallel.overlap.copy_engine_gradients import DirectReduceScatter
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """When FSDP2 frees parameters, and when it reduces gradients."""
+
+    frees_after_forward: bool
+    """A layer's parameters are freed after its forward and gathered again for its backward."""
+
+    reduces_each: bool
+    """Gradients are reduced after each micro-batch, not only after the last."""
+
+
+STRATEGIES = {
+    "optim": Strategy(frees_after_forward=False, reduces_each=False),
+    "optim_grads": Strategy(frees_after_forward=False, reduces_each=True),
+    "optim_grads_params": Strategy(frees_after_forward=True, reduces_each=True),
+}
+
+
+def apply_data(chunks: Iterable[Transformer], mesh: Mesh, parallel: ParallelConfig) -> None:
+    """Shards the parameters of this rank's model chunks over mesh.fsdp, in place, and experts over mesh.expert_fsdp;
+    nothing over an axis of size 1. With no_shard they stay as they are, replicas.
+
+    It comes after everything that changes layers or their parameters (stages, tensor parallelism), while these may
+    still be on the meta device. Dimension 0 is what is sharded: the model keeps it long in every weight.
+    """
+    if _are_whole(parallel):
+        for chunk in chunks:
+            replicate(chunk, mesh)
+        return
+    strategy = STRATEGIES[parallel.data_parallel_sharding_strategy]
+    frees = (
+        None if strategy.frees_after_forward else False
+    )  # None: all but the root, whose backward comes next
+    for chunk in chunks:
+        layers = dict(reshard_after_forward=frees, mp_policy=_precision(chunk.compute_dtype))
+        ignored = set()
+        for experts in _experts(chunk):
+            if mesh.expert_fsdp is not None:
+                fully_shard(experts, mesh=mesh.expert_fsdp, shard_placement_fn=_placement(mesh), **layers)
+            else:
+                ignored |= set(experts.parameters())
+        if mesh.dp_cp.size > 1:
+            for layer in chunk.layers.values():
+                fully_shard(layer, mesh=mesh.fsdp, ignored_params=ignored, **layers)
+            fully_shard(
+                chunk,
+                mesh=mesh.fsdp,
+                ignored_params=ignored,
+                reshard_after_forward=frees,
+                mp_policy=_precision(torch.float32),
+            )
+        for module in _sharded_modules(chunk):  # neither setting passes to the modules inside
+            module.set_gradient_divide_factor(1.0)
+            module.set_force_sum_reduction_for_comms(True)
+        if mesh.dp.direct:
+            _reduce_directly(chunk.layers.values(), mesh.fsdp)
+            _reduce_directly(_experts(chunk), mesh.expert_fsdp)
+
+
+def micro_batch_begins(chunks: Iterable[nn.Module], parallel: ParallelConfig, is_last: bool) -> None:
+    """To be called before a micro-batch's backward: `is_last` when no other of the step follows on these chunks.
+
+    The last one reduces the gradients, over the copies too, and frees the gathered parameters, so that the next step
+    gathers what the optimizer has made of them.
+    """
+    if _are_whole(parallel):
+        for chunk in chunks:
+            chunk.replicated.backward_begins(is_last)
+        return
+    strategy = STRATEGIES[parallel.data_parallel_sharding_strategy]
+    for root in _roots(chunks):
+        root.set_requires_gradient_sync(is_last or strategy.reduces_each)
+        root.set_requires_all_reduce(is_last)
+        root.set_reshard_after_backward(is_last or strategy.frees_after_forward)
+
+
+def weight_gradients_added(chunks: Iterable[nn.Module], parallel: ParallelConfig, is_last: bool) -> None:
+    """To be called after weights' gradients were added apart from the backward pass, as a zero-bubble schedule does.
+
+    What has come in the compute dtype is added to the fp32 sums; the `is_last` call of the step reduces them.
+    """
+    if _are_whole(parallel):
+        for chunk in chunks if is_last else ():
+            chunk.replicated.begin()
+        return
+    roots = _roots(chunks)
+    micro_batch_begins(roots, parallel, is_last)
+    for root in roots:
+        root._get_fsdp_state()._root_post_backward_final_callback()  # what a backward pass ends with
+
+
+def wait_for_gradients(chunks: Iterable[nn.Module], parallel: ParallelConfig) -> None:
+    """To be called when all passes of a step are through: the gradients of these chunks are sums from here on.
+
+    FSDP2 has waited at the end of each backward pass.
+    """
+    for chunk in chunks if _are_whole(parallel) else ():
+        chunk.replicated.wait()
+
+
+def free_gathered(chunks: Iterable[nn.Module]) -> None:
+    """Frees what forward passes without a backward (evaluation, generation) have left gathered.
+
+    Whoever changes weights after such a pass other than by the step's own optimizer calls this first: a parameter
+    that stays gathered would be used as it was.
+    """
+    for chunk in chunks:
+        for module in _sharded_modules(chunk):
+            module.reshard()
+
+
+def _are_whole(parallel: ParallelConfig) -> bool:
+    return parallel.data_parallel_sharding_strategy == "no_shard"
+
+
+def _reduce_directly(modules: Iterable[FSDPModule], mesh: DeviceMesh | None) -> None:
+    """Where these are sharded over the last dimension of the mesh, copy engines move what its ranks sum up."""
+    if mesh is None or mesh.size(mesh.ndim - 1) == 1:
+        return
+    reduce_scatter = DirectReduceScatter(mesh.get_group(mesh.ndim - 1))
+    for module in modules:
+        module.set_custom_reduce_scatter(reduce_scatter)
+
+
+def _precision(gathered: torch.dtype) -> MixedPrecisionPolicy:
+    # cast_forward_inputs would cast masks and rotary tables too
+    return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32, cast_forward_inputs=False)
+
+
+def _sharded_modules(chunk: nn.Module) -> Iterator[FSDPModule]:
+    return (module for module in chunk.modules() if isinstance(module, FSDPModule))
+
+
+def _roots(chunks: Iterable[nn.Module]) -> list[FSDPModule]:
+    """The sharded modules that stand in no other: the chunks, or where data × context is 1 each layer's experts."""
+    return [
+        root
+        for chunk in chunks
+        for root in ([chunk] if isinstance(chunk, FSDPModule) else _sharded_modules(chunk))
+    ]
+
+
+def _experts(chunk: Transformer) -> Iterator[nn.Module]:
+    return (layer.mlp.experts for layer in chunk.layers.values() if layer.has_experts)
+
+
+def _placement(mesh: Mesh) -> Callable[[nn.Parameter], Shard]:
+    """The dimension of an expert weight's local shard that comes out even over the ranks; the experts', at best."""
+    size = mesh.expert_fsdp.size(mesh.expert_fsdp.ndim - 1)
+
+    def place(parameter: nn.Parameter) -> Shard:
+        shape = local(parameter).shape
+        return Shard(next((dim for dim, length in enumerate(shape) if length % size == 0), 0))
+
+    return place

@@ -1,0 +1,148 @@
+"""Replicas: parameters that stand whole on every rank of an axis, as one process has them, and their gradients' sums.
+
+With `no_shard` every rank has one process's parameters, which layers cast where they use them, and the fp32 gradients
+that autograd adds up over the micro-batches. They are summed over the ranks, in place, in the backward pass of the
+step's last micro-batch: as soon as every parameter of a unit has its gradient, one all-reduce of them all begins, and
+goes on while the layers before are still at their backward passes. A layer is a unit; its experts are one by
+themselves, for fewer ranks hold copies of them; and what stands outside of the layers is one, so that a tied weight is
+summed once. With dp among `symmetric_memory_groups` copy engines sum the gradients of layers and experts
+(copy_engine_gradients.py).
+
+All ranks of an axis have to begin their sums in the same order. They run the same code on their micro-batches, and of
+the nodes that wait autograd takes the one that was made last: a layer's gradients are all there before anything of the
+layer before it, on every rank. A unit of which some parameter got no gradient in that pass, which depends on the
+configuration alone, is begun after it, in the model's order.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import AllreduceCoalescedOptions, Work
+
+from megalith.comm.collectives import LEAST_DIRECT, Axis, local
+from megalith.models.transformer import Transformer
+from megalith.parallel.mesh import Mesh
+from megalith.parallel.overlap.copy_engine_gradients import DirectSum
+
+EXPERTS = "mlp.experts."  # what the names of a layer's experts begin with
+
+
+@dataclass(eq=False)
+class Unit:
+    """Parameters whose gradients are summed together, over the axis that they are copied over."""
+
+    axis: Axis
+    names: Sequence[str]
+    direct: bool = False
+    """Whether copy engines sum them, unless they are small."""
+    trained: list[nn.Parameter] = field(default_factory=list)
+    missing: int = 0
+    """How many have no gradient yet from the pass that goes on."""
+    sums: Work | DirectSum | None = None
+    """Under way."""
+
+    @torch.no_grad()
+    def begin(self) -> None:
+        """Begins to sum the gradients there are, unless that has begun."""
+        if self.sums is not None:
+            return
+        gradients = [local(parameter.grad) for parameter in self.trained if parameter.grad is not None]
+        if self.direct and sum(gradient.nbytes for gradient in gradients) >= LEAST_DIRECT:
+            self.sums = DirectSum(gradients, self.axis.group)
+        elif gradients:
+            options = AllreduceCoalescedOptions()  # a sum
+            options.asyncOp = True
+            self.sums = self.axis.group.allreduce_coalesced(gradients, options)
+
+    def wait(self) -> None:
+        """On a GPU what is launched from here on waits, and not the host."""
+        if self.sums is not None:
+            self.sums.wait()
+            self.sums = None
+
+
+class Replicated:
+    """The parameters of a chunk that are copied: every rank of their axes makes the same calls.
+
+    Made while parameters may still be on the meta device: they are known by their names until the first backward pass.
+    """
+
+    def __init__(self, chunk: nn.Module, units: Iterable[Unit]):
+        self._chunk, self._units = chunk, list(units)
+        self._is_last = False
+        self._is_hooked = False
+
+    @property
+    def axes(self) -> dict[str, Axis]:
+        """By a parameter's name the ranks that hold copies of it; without those that stand on one rank."""
+        return {name: unit.axis for unit in self._units for name in unit.names}
+
+    def backward_begins(self, is_last: bool) -> None:
+        """Before a backward pass; in the one that `is_last` the sums begin."""
+        self._hook()
+        self._is_last = is_last
+        for unit in self._units:
+            unit.missing = len(unit.trained)
+
+    def begin(self) -> None:
+        """After the step's last backward pass: begins the sums that have not begun in it."""
+        self._hook()
+        for unit in self._units:
+            unit.begin()
+
+    def wait(self) -> None:
+        """After all passes of the step: the gradients are sums from here on."""
+        self.begin()
+        for unit in self._units:
+            unit.wait()
+        self._is_last = False
+
+    def _hook(self) -> None:
+        if self._is_hooked:
+            return
+        parameters = dict(self._chunk.named_parameters())
+        for unit in self._units:
+            unit.trained = [parameters[name] for name in unit.names if parameters[name].requires_grad]
+            # Weakly: torch keeps a tensor's hooks where Python's collector does not find the way back to the tensor.
+            added = partial(Replicated._added, weakref.proxy(self), weakref.proxy(unit))
+            for parameter in unit.trained:
+                parameter.register_post_accumulate_grad_hook(added)
+        self._is_hooked = True
+
+    def _added(self, unit: Unit, _: Tensor) -> None:
+        if not self._is_last:
+            return
+        assert unit.sums is None, "a gradient was added to after its sum over the ranks had begun"
+        unit.missing -= 1
+        if unit.missing == 0:
+            unit.begin()
+
+
+def replicate(chunk: Transformer, mesh: Mesh) -> None:
+    """Lets this rank's chunk have its parameters whole, in place: `chunk.replicated` sums their gradients.
+
+    Dense parameters are copied over mesh.dp_cp, experts over mesh.edp. What stands outside of the layers ends a
+    backward pass and has nothing beside it: NCCL is as good there, and needs no memory.
+    """
+    names, direct = {name for name, _ in chunk.named_parameters()}, mesh.dp.direct
+    units = []
+    for number, layer in chunk.layers.items():
+        own = [f"layers.{number}.{name}" for name, _ in layer.named_parameters()]
+        experts = [name for name in own if name.startswith(f"layers.{number}.{EXPERTS}")]
+        dense = [name for name in own if name not in experts]
+        units += [Unit(mesh.edp, experts, direct), Unit(mesh.dp_cp, dense, direct)]
+        names.difference_update(own)
+    units.append(Unit(mesh.dp_cp, sorted(names)))
+    chunk.replicated = Replicated(chunk, [unit for unit in units if unit.names and unit.axis.size > 1])
+
+
+def copies_of(chunk: nn.Module) -> Mapping[str, Axis]:
+    """By name the plain copies in a chunk, which a DTensor's placements do not tell of: see Replicated.axes."""
+    replicated = getattr(chunk, "replicated", None)
+    return {} if replicated is None else replicated.axes

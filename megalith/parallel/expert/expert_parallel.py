@@ -1,0 +1,257 @@
+"""Expert parallelism (Lepikhin et al. 2020): the experts of a layer are spread over ranks, and tokens travel to them.
+
+The ranks of a pipeline stage, which for everything else are data × context × tensor, are for the experts edp copies
+of ep ranks, each expert cut over etp of them (mesh.py). Every rank brings the tokens that it has:
+
+    1. Ranks of the tensor axis have the same tokens, but for sequence parallelism: each takes its share.
+    2. Ranks that an expert is cut over need the same tokens: they gather each other's.
+    3. alltoall   each token goes to the ranks that have its experts, once to each, and what these add to it, in one
+                  sum, comes back: less travels than a row for each pair of a token and an expert
+       allgather  all ranks that have experts gather all tokens; each computes what its experts add
+    4. The parts of the sums are added where they were gathered, and the shares of 1 joined.
+
+What alltoall sends depends on the tokens, so the host reads the sizes, once a layer. With a capacity that experts are
+filled up to, each pair is a row of its own: sizes are fixed then, and it reads nothing. A token and what is to be known
+of its experts travel as one row (dispatch_buffer.py). Every step is the gradient of another, so an expert's gradient
+is that of all tokens of its copy, whole, and is summed over edp alone (data.py).
+
+What needs no tokens is computed while they travel. In the backward pass the order is the other way round, so the same
+two lines hide its exchanges as well:
+
+                     forward                              backward, read upwards
+    tokens there     weights cast, while the host reads   gradients of the experts' weights
+    sums back        shared expert                        shared expert's backward pass
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from functools import cache
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard, distribute_tensor
+
+from megalith.comm.collectives import (
+    Axis,
+    all_gather,
+    all_gather_alike,
+    begin_all_to_all,
+    end_all_to_all,
+    gathered,
+    local_place,
+    own_part,
+    reduce_scatter,
+    summed,
+)
+from megalith.config import ModelConfig
+from megalith.models.load_balance import MicroBatch
+from megalith.models.moe import Dispatch, Experts, Rows
+from megalith.models.router import Routing
+from megalith.models.transformer import Transformer
+from megalith.ops.grouped_gemm import Groups
+from megalith.ops.permute import Order, sum_rows, take_rows, transposed
+from megalith.parallel.expert.dispatch_buffer import Parcels, pack, parcels, unpack
+from megalith.parallel.mesh import Mesh
+from megalith.parallel.tensor.tensor_parallel import TensorParallel
+
+# The dimensions of weights [experts, out, in] and biases [experts, out] that are cut over ep and over etp: columns of
+# fc1, rows of fc2. Of the bias of fc2 each rank adds some columns, so that the ranks' sum has it once, and none shares
+# its gradient with another.
+CUTS = {
+    "linear_fc1": {"weight": {"ep": 0, "etp": 1}, "bias": {"ep": 0, "etp": 1}},
+    "linear_fc2": {"weight": {"ep": 0, "etp": 2}, "bias": {"ep": 0, "etp": 1}},
+}
+
+
+def apply_expert(model: Transformer, mesh: Mesh, tensor: TensorParallel | None, dispatcher: str) -> None:
+    """Spreads the experts of `model`, on the meta device, over the mesh, in place; `dispatcher` is how tokens travel.
+
+    `tensor` is what apply_tensor returned. The sizes divide as config.expert_rules demands.
+    """
+    sequence_parallel = tensor is not None and tensor.sequence_parallel
+    parts = mesh.cp_tp if sequence_parallel else mesh.cp
+    for layer in model.layers.values():
+        if not layer.has_experts:
+            continue
+        if parts.size > 1:
+            layer.mlp.router.micro_batch = Part(parts)
+        if mesh.experts is not None:
+            _cut(layer.mlp.experts, mesh)
+        if mesh.ep_etp.size > 1 or tensor is not None:
+            layer.mlp.dispatch = ExpertParallel(model.config, mesh, tensor, dispatcher)
+
+
+class Part(MicroBatch):
+    """The tokens here are one of `axis.size` parts of their micro-batch."""
+
+    def __init__(self, axis: Axis):
+        self.axis, self.shares = axis, axis.size
+
+    def total(self, x: Tensor) -> Tensor:
+        return summed(x, self.axis)
+
+    def whole(self, x: Tensor) -> Tensor:
+        return all_gather(x, self.axis)
+
+    def own(self, x: Tensor) -> Tensor:
+        return x.chunk(self.axis.size)[self.axis.rank]
+
+
+class HostCopy:
+    """What a tensor holds, on its way to the host while the device goes on with what is launched after."""
+
+    def __init__(self, x: Tensor):
+        self._copy = x.to("cpu", non_blocking=True)
+        self._made = torch.cuda.current_stream().record_event() if x.is_cuda else None
+
+    def values(self) -> list:
+        """Waits for it."""
+        if self._made is not None:
+            self._made.synchronize()
+        return self._copy.tolist()
+
+
+class ExpertParallel(Dispatch):
+    """The way of a rank's tokens to their experts, wherever these are, and back."""
+
+    def __init__(self, config: ModelConfig, mesh: Mesh, tensor: TensorParallel | None, dispatcher: str):
+        super().__init__(config)
+        self.tensor, self.ep = tensor, mesh.ep
+        self.local_experts = config.num_experts // mesh.ep.size
+        self.overlaps = config.moe_shared_expert_overlap
+        # Where FSDP2 gathers the experts' weights it does so as their module begins: not earlier.
+        self.prepares = mesh.expert_fsdp is None
+        self.sends = dispatcher == "alltoall" and mesh.ep.size > 1
+        self.gathered = mesh.etp if dispatcher == "alltoall" else mesh.ep_etp
+        self.micro_batches = _micro_batches(self.gathered.size, mesh.cp.size * mesh.tp.size)
+
+    def plan(self, routing: Routing) -> Parcels | Rows:
+        weights, destinations = routing.weights, routing.destinations(self.experts)
+        if self.shares:
+            # What fills the last ranks up weighs nothing. It goes anywhere, but where experts have a capacity nowhere.
+            topk = weights.shape[1]
+            filler = torch.arange(topk, device=weights.device) if routing.capacity is None else self.experts
+            weights, destinations = self._share(weights), self._share(destinations, filler)
+        weights, destinations = all_gather(weights, self.gathered), gathered(destinations, self.gathered)
+        capacity = None if routing.capacity is None else routing.capacity * self.micro_batches
+        if not self.sends:
+            destinations = _numbers_here(destinations, self.ep.rank, self.local_experts, self.experts)
+            return self.rows(weights, destinations, capacity, self.local_experts)
+        if capacity is not None and self.fills_up:
+            return self.rows(weights, destinations, capacity, self.experts)
+        return parcels(weights, destinations, self.ep, self.local_experts)
+
+    def __call__(
+        self, x: Tensor, plan: Parcels | Rows, experts: Experts, shared: Callable[[], Tensor] | None = None
+    ) -> Tensor:
+        """x [tokens, hidden] through the experts of its plan, plus what `shared` gives: [tokens, hidden]."""
+        sizes = HostCopy(plan.sizes) if isinstance(plan, Parcels) else None
+        shared = None if shared is None else cache(shared)  # called early, where it overlaps
+        beside = shared if self.overlaps else None
+        tokens = len(x)
+        x = all_gather(self._share(x) if self.shares else x, self.gathered)
+        if sizes is not None:
+            y = self._send(x, plan, sizes, experts, beside)
+        elif self.sends:
+            y = self._send_filled(x, plan, experts, beside)
+        else:
+            y = self.compute(x, plan, experts)
+        y = reduce_scatter(y, self.gathered)
+        y = all_gather_alike(y, self.tensor.axis)[:tokens] if self.shares else y
+        return y if shared is None else y + shared()
+
+    @property
+    def shares(self) -> bool:
+        """Whether all ranks of the tensor axis have the same tokens, and each takes a part of them."""
+        return self.tensor is not None and not self.tensor.tokens_are_cut
+
+    def _share(self, x: Tensor, filler: Tensor | int = 0) -> Tensor:
+        """This rank's part of x [tokens, width]; all parts are as long, the last ones filled up with `filler`."""
+        missing = x.new_zeros(-len(x) % self.tensor.axis.size, x.shape[1]) + filler
+        return own_part(torch.cat([x, missing.to(x.dtype)]), self.tensor.axis)
+
+    def _send(
+        self,
+        x: Tensor,
+        plan: Parcels,
+        sizes: HostCopy,
+        experts: Experts,
+        beside: Callable[[], Tensor] | None,
+    ) -> Tensor:
+        """What the experts of all ranks make of x [tokens, hidden]: each token goes once to each rank that has some of
+        its experts, and comes back as the sum of what these add.
+
+        `beside` is called while tokens are on their way back.
+        """
+        cast = experts.cast(x.dtype) if self.prepares else None  # while the host reads
+        ranks, values = self.ep.size, sizes.values()
+        there, back, counts = values[:ranks], values[ranks : 2 * ranks], tuple(values[2 * ranks :])
+        packed, order = pack(x, plan, sum(there), self.fused)
+        way = begin_all_to_all(packed, self.ep, there, back)
+        # Made here, the weights' gradients are computed in the backward pass while those of the tokens travel.
+        matrices = None if cast is None else experts.prepared(cast)
+        rows, row_weights, here = unpack(end_all_to_all(way), plan, sum(counts), self.fused)
+        rows = experts(rows, row_weights, Groups(plan.counts, counts), matrices)
+        return self._back(sum_rows(rows, here, self.fused), back, there, order, beside)
+
+    def _send_filled(
+        self, x: Tensor, plan: Rows, experts: Experts, beside: Callable[[], Tensor] | None
+    ) -> Tensor:
+        """As _send, with a row for each pair: `plan.size` for every expert from every rank, so that nothing is read."""
+        ranks, here, size = self.ep.size, self.local_experts, plan.size
+        rows, row_weights, order = self.take(x, plan, None)
+        each = [here * size] * ranks
+        way = [begin_all_to_all(part, self.ep, each, each) for part in (row_weights, rows)]
+        matrices = experts.prepared(experts.cast(x.dtype)) if self.prepares else None
+        counts = torch.full((ranks, here), size, device=x.device)
+        by_expert = transposed(counts, sum(each))
+        row_weights, rows = (take_rows(end_all_to_all(part), by_expert) for part in way)
+        rows = experts(rows, row_weights, Groups(counts.sum(0), (ranks * size,) * here), matrices)
+        return self._back(take_rows(rows, by_expert.inverse()), each, each, order, beside)
+
+    def _back(
+        self,
+        y: Tensor,
+        sent: list[int],
+        received: list[int],
+        order: Order,
+        beside: Callable[[], Tensor] | None,
+    ) -> Tensor:
+        """The sum for each token here of what all ranks send back."""
+        way = begin_all_to_all(y, self.ep, sent, received)
+        try:
+            if beside is not None:
+                beside()
+        finally:  # a layer is computed again up to the last tensor that is missing, which `beside` may make
+            y = end_all_to_all(way)
+        return sum_rows(y, order, self.fused)
+
+
+def _numbers_here(destinations: Tensor, rank: int, here: int, nowhere: int) -> Tensor:
+    """The numbers of the experts here, int64, and for all others the one that is nowhere."""
+    own = destinations - rank * here
+    return torch.where((own < 0) | (own >= here) | (destinations == nowhere), here, own)
+
+
+def _micro_batches(ranks: int, alike: int) -> int:
+    """The most micro-batches that `ranks` neighbours have between them, where each `alike` neighbours share one.
+
+    Each lets an expert take its capacity, so this many times it is what an expert may get of what they gather. Both
+    kinds of neighbours begin at multiples of their number.
+    """
+    return 1 + -(-(ranks - math.gcd(ranks, alike)) // alike)
+
+
+def _cut(experts: Experts, mesh: Mesh) -> None:
+    """Makes the experts' parameters DTensors over ("ep", "etp"), or the one of them that there is."""
+    for name, kinds in CUTS.items():
+        linear = getattr(experts, name)
+        for kind, parameter in list(linear.named_parameters()):
+            placements = [Shard(kinds[kind][axis]) for axis in mesh.experts.mesh_dim_names]
+            placed = distribute_tensor(parameter, mesh.experts, placements, src_data_rank=None)
+            setattr(linear, kind, nn.Parameter(placed, requires_grad=parameter.requires_grad))
+    bias = experts.linear_fc2.bias
+    if bias is not None:
+        experts.linear_fc2.first = local_place(bias)[1][1]

@@ -1,0 +1,1 @@
+"""What trades time for memory: recomputation and offloaded activations."""

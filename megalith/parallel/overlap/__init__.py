@@ -1,0 +1,1 @@
+"""What hides communication behind computation; imported when asked for."""

@@ -1,0 +1,118 @@
+"""Heads exchanged for tokens by the GPUs' copy engines (copy_engine.py): one local pass over memory, and strided
+copies.
+
+One kernel reads what a rank gives. What the others are to get it writes into the slot, a part for each, and the rank's
+own share to its place in the result. The others fetch their parts by two-dimensional copies (rows of so many bytes,
+one pitch apart here and another there), which put every row where it belongs:
+
+    slot          [ranks - 1, batch, seq, share of all heads, head_dim]: a part for each of the others, in their order
+    to heads      of a part, each of its two chunks of tokens (zigzag.py) goes to one span of every sequence
+    to tokens     of a part, the heads of every token go to the giver's place among all heads
+
+Such copies are as fast as contiguous ones, 360 GB/s between two H200 with rows of 1,280 bytes.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+from torch import Tensor
+
+from megalith.comm.copy_engine import Slot, exchange, operator
+from megalith.comm.cuda_driver import Rows, copy_rows
+from megalith.ops import kernels as fused
+from megalith.parallel.context.zigzag import spans
+
+
+def _heads(xs: list[Tensor], size: int, group: str) -> Tensor:
+    batch, seq, _, head_dim = xs[0].shape
+    return xs[0].new_empty(batch, size * seq, sum(x.shape[2] for x in xs) // size, head_dim)
+
+
+def _tokens(xs: list[Tensor], size: int, group: str) -> Tensor:
+    batch, seq, _, head_dim = xs[0].shape
+    return xs[0].new_empty(batch, seq // size, sum(x.shape[2] for x in xs) * size, head_dim)
+
+
+@operator("heads_from_tokens(Tensor[] xs, int size, str group) -> Tensor", _heads)
+def heads_from_tokens(xs: list[Tensor], size: int, group: str) -> Tensor:
+    """Some tokens of all heads → all tokens, in order, of this rank's share of the heads.
+
+    From one tensor or three [batch, seq, heads of each, head_dim] to one, contiguous, [batch, size · seq, heads of all
+    / size, head_dim]: this rank's heads of the first, then of the second, then of the third.
+    """
+    return _begin(xs, _heads(xs, size, group), size, group, to_heads=True)[0]
+
+
+@operator("tokens_from_heads(Tensor[] xs, int size, str group) -> Tensor", _tokens)
+def tokens_from_heads(xs: list[Tensor], size: int, group: str) -> Tensor:
+    """The way back: from [batch, size · seq, heads of each / size, head_dim] to [batch, seq, heads of all, head_dim].
+
+    Of three tensors the heads then stand by group as in linear_qkv, a group for each head of the last: its heads of
+    the first, its head of the second, its head of the third. So a rank's share is one span of them.
+    """
+    return _begin(xs, _tokens(xs, size, group), size, group, to_heads=False)[0]
+
+
+def _tokens_and_sums(xs: list[Tensor], size: int, group: str) -> tuple[Tensor, Tensor]:
+    width = sum(x.shape[2] * x.shape[3] for x in xs)
+    return _tokens(xs, size, group), xs[0].new_empty(width, dtype=torch.float32)
+
+
+@operator("tokens_from_heads_summed(Tensor[] xs, int size, str group) -> (Tensor, Tensor)", _tokens_and_sums)
+def tokens_from_heads_summed(xs: list[Tensor], size: int, group: str) -> tuple[Tensor, Tensor]:
+    """The same, and at once, float32 [heads of xs · head_dim], the sums over all sequences and tokens of what this rank
+    gives, in the order of its share."""
+    out, parts = _begin(xs, _tokens(xs, size, group), size, group, to_heads=False, sums=True)
+    return out, parts.sum(0)
+
+
+def _begin(
+    xs: list[Tensor], out: Tensor, size: int, group: str, to_heads: bool, sums: bool = False
+) -> tuple[Tensor, Tensor | None]:
+    """Begins what makes `out` whole; with `sums` also gives the parts of those, [·, heads of xs · head_dim]."""
+    batch, seq, _, head_dim = (xs[0] if to_heads else out).shape
+    shape = size - 1, batch, seq, out.shape[2] // (1 if to_heads else size), head_dim  # of what is in a slot
+    row = shape[3] * head_dim * out.element_size()
+    pulls, parts = heads_pulls if to_heads else tokens_pulls, None
+
+    def give(slot: Slot, stream: int) -> None:
+        nonlocal parts
+        parts = fused.share_heads(xs, slot.of(slot.rank, shape, out.dtype), out, slot.rank, to_heads, sums)
+
+    def fetch(slot: Slot, stream: int) -> None:
+        target = out.data_ptr()
+        for peer in slot.peers:
+            for pull in pulls(slot.rank, peer, size, batch, seq, row):
+                copy_rows(pull, slot.addresses[peer], target, stream)
+
+    return exchange(out, out.nbytes // size * (size - 1), group, give, fetch), parts
+
+
+@cache
+def heads_pulls(rank: int, peer: int, size: int, batch: int, seq: int, row: int) -> list[Rows]:
+    """What `rank` fetches from `peer` for heads_from_tokens: a rank's share of a token takes `row` bytes, and `seq`
+    tokens of a sequence are a rank's."""
+    chunk = seq // 2
+    start = _part(rank, peer) * batch * seq * row
+    pulls = []
+    for number, span in enumerate(spans(peer, size, seq)):
+        source, target = start + number * chunk * row, span.start * row
+        if batch > 1:
+            pulls.append(Rows(source, seq * row, target, size * seq * row, chunk * row, batch))
+        else:  # by token, as a pitch is less than 2 GiB
+            pulls.append(Rows(source, row, target, row, row, chunk))
+    return pulls
+
+
+@cache
+def tokens_pulls(rank: int, peer: int, size: int, batch: int, seq: int, row: int) -> list[Rows]:
+    """The same for tokens_from_heads."""
+    start = _part(rank, peer) * batch * seq * row
+    return [Rows(start, row, peer * row, size * row, row, batch * seq)]
+
+
+def _part(rank: int, peer: int) -> int:
+    """Where the part for `rank` stands among those in the slot of `peer`."""
+    return rank - (rank > peer)

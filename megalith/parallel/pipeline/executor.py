@@ -1,0 +1,270 @@
+"""Pipeline parallelism: each rank works through its list of a schedule's actions (schedule.py).
+
+What moves: the hidden states of a micro-batch, [batch, seq, hidden] in the compute dtype, from each stage to the next,
+and their gradient back. A receive is asked for one action ahead, so that the transfer goes on during the action
+before; sends wait for nothing. The first pass over micro-batches of a shape asks for nothing ahead: on a GPU a kernel
+that runs for the first time is loaded, compiled or tuned, which waits for all work on the device, a receive included,
+while the sender may stand in the same way before its own receive.
+
+Of a micro-batch a stage keeps its input and the graph of its work, but not its output: the gradient comes back to the
+graph's edge.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import lru_cache
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.distributed import Work
+from torch.profiler import record_function
+
+from megalith.comm.collectives import Axis, gather_json, summed
+from megalith.models.cache import KVCache
+from megalith.models.transformer import Transformer
+from megalith.parallel.pipeline import split_backward as deferred
+from megalith.parallel.pipeline.links import Links
+from megalith.parallel.pipeline.schedules import (
+    Action,
+    Kind,
+    Schedule,
+    build_forward_schedule,
+    build_schedule,
+)
+from megalith.parallel.pipeline.stopwatch import Stopwatch
+from megalith.parallel.pipeline.timeline import Span, Timeline, span_rows, timeline_of
+
+# What the profiler calls a rank's whole pass through its actions, and in it the time that it stands waiting.
+PASS, WAITS = "megalith: pipeline", "megalith: waiting for a stage"
+
+
+class MicroBatch(Protocol):
+    """What the pipeline itself reads of a micro-batch; the rest is for `forward`."""
+
+    tokens: Tensor  # int64 [batch, seq]
+
+
+# A chunk's work on a micro-batch: the hidden states that it gives, or on the last stage the float32 sum of the losses.
+Forward = Callable[[Transformer, Any, Tensor | None], Tensor]
+# The shape of a stage's hidden states, from batch and seq of the micro-batch's tokens.
+HiddenShape = Callable[[int, int], tuple[int, ...]]
+
+
+def residual_shape(hidden_size: int, tensor_size: int, sequence_parallel: bool) -> HiddenShape:
+    """The shape of the residual stream: [batch, seq, hidden], or under sequence parallelism [1, tokens / tp, hidden].
+
+    Sequence parallelism leaves tokens whole that it cannot cut, as generation's.
+    """
+
+    def shape(batch: int, seq: int) -> tuple[int, ...]:
+        if sequence_parallel and batch * seq % tensor_size == 0:
+            return 1, batch * seq // tensor_size, hidden_size
+        return batch, seq, hidden_size
+
+    return shape
+
+
+class Pipeline:
+    """This rank's chunks of the model, and the steps that go through all of them.
+
+    Every rank of `axis` calls the same methods with the same micro-batches. `before_backward(chunk, last)` is called
+    before each backward pass through a chunk, `last` for the chunk's last one in the step: what data parallelism
+    switches its reduction by. With `zero_bubble` it is never the last, for weights' gradients come later, outside of
+    a pass; `after_weights(chunk, last)` is called when those of a micro-batch have come.
+    """
+
+    def __init__(
+        self,
+        chunks: Sequence[Transformer],
+        axis: Axis,
+        kind: str,
+        forward: Forward,
+        *,
+        hidden_shape: HiddenShape,
+        group: int | None = None,
+        before_backward: Callable[[Transformer, bool], None] = lambda chunk, last: None,
+        after_weights: Callable[[Transformer, bool], None] = lambda chunk, last: None,
+    ):
+        """Makes the communicators, so every process of the world calls it; after the chunks have been prepared.
+
+        `kind` and `group` are the schedule's (build_schedule).
+        """
+        self.chunks, self.axis = list(chunks), axis
+        self.is_last = axis.rank == axis.size - 1
+        self.record = False  # whether a step keeps when its actions ran, for `gather_timeline`
+        self.timeline: list[Span] = []  # of the last recorded step, milliseconds
+        self._forward = forward
+        self._hidden_shape = hidden_shape
+        self._before_backward, self._after_weights = before_backward, after_weights
+        self._links = Links(axis, len(chunks))
+        self._weights = deferred.WeightGradients(chunks) if kind == "zero_bubble" else None
+        self._warm: set[tuple[torch.Size, bool]] = set()  # shapes of micro-batches, with gradients or without
+        self._schedule = lru_cache(lambda count: build_schedule(kind, axis.size, count, len(chunks), group))
+        self._forward_schedule = lru_cache(
+            lambda count: build_forward_schedule(axis.size, count, len(chunks))
+        )
+
+    def step(self, micro_batches: Sequence[MicroBatch], loss_factor: Tensor) -> Tensor:
+        """Forward and backward of every micro-batch; gradients of loss · loss_factor are added to the parameters'.
+
+        `loss_factor` is a float32 scalar. Returns the float32 sum of the losses on the last rank, zero elsewhere
+        (`share` tells it to all). Raises ConfigError for a number of micro-batches that the schedule cannot take.
+        """
+        return _Pass(self, self._schedule(len(micro_batches)), micro_batches, loss_factor, self.record).run()
+
+    @torch.no_grad()
+    def evaluate(self, micro_batches: Sequence[MicroBatch]) -> Tensor:
+        """Forward passes alone. Returns the sum of the losses on the last rank, zero elsewhere."""
+        return _Pass(self, self._forward_schedule(len(micro_batches)), micro_batches).run()
+
+    @torch.no_grad()
+    def logits(self, input_ids: Tensor, cache: KVCache | None = None) -> Tensor:
+        """The logits [batch, seq, vocab] of input_ids int64 [batch, seq], on every rank.
+
+        `cache` is this rank's own: it holds the keys and values of its layers.
+        """
+        seen = cache.length if cache is not None else 0
+
+        def forward(chunk: Transformer, batch: _Tokens, hidden: Tensor | None) -> Tensor:
+            if cache is not None:
+                cache.length = seen  # each chunk moves it on
+            return chunk(batch.tokens, hidden=hidden, cache=cache)
+
+        run = _Pass(self, self._forward_schedule(1), [_Tokens(input_ids)])
+        run.forward = forward
+        run.run()
+        if self.is_last:
+            logits = run.output.contiguous()
+        else:
+            chunk = self.chunks[0]
+            shape = (*input_ids.shape, chunk.config.vocab_size)
+            logits = torch.empty(shape, dtype=chunk.compute_dtype, device=input_ids.device)
+        last = dist.get_process_group_ranks(self.axis.group)[-1]
+        dist.broadcast(logits, last, group=self.axis.group)
+        return logits
+
+    def share(self, loss: Tensor) -> Tensor:
+        """The last rank's loss on every rank, from what `step` or `evaluate` returned on each."""
+        return summed(loss, self.axis)
+
+    def gather_timeline(self) -> Timeline:
+        """The last recorded step of all ranks, in milliseconds; every rank of the axis calls it."""
+        return timeline_of(gather_json(span_rows(self.timeline), self.axis))
+
+
+class _Tokens:
+    def __init__(self, tokens: Tensor):
+        self.tokens = tokens
+
+
+class _Pass:
+    """One run of a schedule: what is under way between its actions."""
+
+    def __init__(
+        self,
+        pipeline: Pipeline,
+        schedule: Schedule,
+        micro_batches: Sequence[MicroBatch],
+        loss_factor: Tensor | None = None,
+        record: bool = False,
+    ):
+        self.pipeline, self.schedule, self.micro_batches = pipeline, schedule, micro_batches
+        self.forward = pipeline._forward
+        self.rank, self.links, self.chunks = pipeline.axis.rank, pipeline._links, pipeline.chunks
+        self.loss_factor = loss_factor
+        self.record = record
+        self.warm = (micro_batches[0].tokens.shape, torch.is_grad_enabled())
+        self.device = micro_batches[0].tokens.device
+        self.loss = torch.zeros((), device=self.device)
+        self.output: Tensor | None = None  # the last stage's, of the last micro-batch
+        # By (micro-batch, chunk): input and graph between forward and backward, work put off between its two halves.
+        self.held: dict[tuple[int, int], tuple[Tensor | None, GradientEdge | None]] = {}
+        self.put_off: dict[tuple[int, int], list[deferred.WeightGradient]] = {}
+        self.ended: Counter[int] = Counter()  # backward passes of each chunk that are whole
+
+    @record_function(PASS)
+    def run(self) -> Tensor:
+        actions = self.schedule.actions[self.rank]
+        stopwatch = Stopwatch(self.device, self.pipeline.axis) if self.record else None
+        ahead = self.warm in self.pipeline._warm and len(self.micro_batches) > 1
+        received = None
+        for number, action in enumerate(actions):
+            arriving, received = received or self._ask_for(action), None
+            if ahead and number + 1 < len(actions):
+                received = self._ask_for(actions[number + 1])
+            tensor = None
+            if arriving is not None:
+                work, tensor = arriving
+                with record_function(WAITS):
+                    work.wait()
+            if stopwatch:
+                stopwatch.start()
+            output = self._perform(action, tensor)
+            if stopwatch:
+                stopwatch.stop()
+            if target := self.schedule.target(self.rank, action):
+                self.links.send(output, target.rank, action.kind is Kind.FORWARD)
+        with record_function(WAITS):
+            self.links.finish()
+        self.pipeline._warm.add(self.warm)
+        if stopwatch:
+            self.pipeline.timeline = [
+                Span(self.rank, action, start, end) for action, (start, end) in zip(actions, stopwatch.read())
+            ]
+        return self.loss
+
+    def _ask_for(self, action: Action) -> tuple[Work, Tensor] | None:
+        """Begins to receive what the action takes in."""
+        source = self.schedule.source(self.rank, action)
+        if source is None:
+            return None
+        shape = self.pipeline._hidden_shape(*self.micro_batches[action.micro_batch].tokens.shape)
+        tensor = torch.empty(shape, dtype=self.chunks[action.chunk].compute_dtype, device=self.device)
+        return self.links.receive(tensor, source.rank, action.kind is Kind.FORWARD), tensor
+
+    def _perform(self, action: Action, received: Tensor | None) -> Tensor | None:
+        """Does the action with what it received; returns what it has for another stage."""
+        match action.kind:
+            case Kind.FORWARD:
+                return self._go_forward(action, received)
+            case Kind.BACKWARD_INPUT:
+                grad = self._go_backward(action, received, last=False)
+                self.put_off[action[1:]] = self.pipeline._weights.take()
+                return grad
+            case Kind.BACKWARD_WEIGHT:
+                deferred.compute(self.put_off.pop(action[1:]))
+                self.pipeline._after_weights(self.chunks[action.chunk], self._count_backward(action.chunk))
+                return None
+            case Kind.BACKWARD:
+                return self._go_backward(action, received, self._count_backward(action.chunk))
+
+    def _go_forward(self, action: Action, hidden: Tensor | None) -> Tensor:
+        chunk = self.chunks[action.chunk]
+        if hidden is not None:
+            hidden.requires_grad_(torch.is_grad_enabled())
+        output = self.forward(chunk, self.micro_batches[action.micro_batch], hidden)
+        if torch.is_grad_enabled():
+            self.held[action[1:]] = hidden, get_gradient_edge(output) if output.requires_grad else None
+        output = output.detach()
+        if self.schedule.target(self.rank, action) is None:
+            self.output = output
+            if output.ndim == 0:
+                self.loss += output
+        return output
+
+    def _go_backward(self, action: Action, grad: Tensor | None, last: bool) -> Tensor | None:
+        self.pipeline._before_backward(self.chunks[action.chunk], last)
+        hidden, edge = self.held.pop(action[1:])
+        if edge is not None:  # else the stage is frozen, and so is all before it
+            torch.autograd.backward(edge, self.loss_factor if grad is None else grad)
+        return None if hidden is None else hidden.grad
+
+    def _count_backward(self, chunk: int) -> bool:
+        """Counts a micro-batch's whole backward pass of the chunk; whether it is the step's last."""
+        self.ended[chunk] += 1
+        return self.ended[chunk] == self.schedule.micro_batches

@@ -1,0 +1,82 @@
+"""How long a schedule takes: each action starts when its rank is free and its input has arrived.
+
+The share of the step in which ranks wait is the pipeline's bubble. For equal stages and free transfers it has a
+formula. With F, I, W the durations of forward, input's and weight's backward on a whole rank, S ranks, M
+micro-batches and V chunks a rank, a step takes M·(F + I + W) plus
+
+- 1f1b: (S − 1)·(F + I + W), so the bubble is (S − 1) / (M + S − 1) of the step, whatever M;
+- interleaved: (S − 1)·(F + I + W) / V, so it is (S − 1) / (V·M + S − 1);
+- zero_bubble: (S − 1)·(F + I − W), for M ≥ S and W no longer than F or I; a third of 1f1b's where all are equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megalith.parallel.pipeline.schedules import Kind, Schedule
+from megalith.parallel.pipeline.timeline import Span, Timeline
+
+
+@dataclass(frozen=True)
+class Durations:
+    """What a stage's actions take, in any one unit of time. A stage is one chunk of one rank."""
+
+    forward: float = 1.0
+    backward_input: float = 1.0
+    backward_weight: float = 1.0
+    p2p: float = 0.0
+    """From the end of an action to its output's arrival at the stage that takes it in."""
+
+    def of(self, kind: Kind) -> float:
+        return {
+            Kind.FORWARD: self.forward,
+            Kind.BACKWARD: self.backward_input + self.backward_weight,
+            Kind.BACKWARD_INPUT: self.backward_input,
+            Kind.BACKWARD_WEIGHT: self.backward_weight,
+        }[kind]
+
+
+def simulate(schedule: Schedule, durations: Durations | Sequence[Durations] = Durations()) -> Timeline:
+    """The timeline of a schedule whose stages, in the model's order, take these durations (one for all, or each).
+
+    Transfers do not hold up their sender. The schedule has to be free of deadlock (`schedule_check.violations`).
+    """
+    count = schedule.stages * schedule.virtual
+    by_stage = [durations] * count if isinstance(durations, Durations) else list(durations)
+    assert len(by_stage) == count, f"{len(by_stage)} durations for {count} stages"
+    arrival: dict[tuple, float] = {}  # (forward?, micro-batch, place): when its input is there
+    spans: list[list[Span]] = [[] for _ in range(schedule.stages)]
+    moved = True
+    while moved:
+        moved = False
+        for rank, actions in enumerate(schedule.actions):
+            done = spans[rank]
+            while len(done) < len(actions):
+                action = actions[len(done)]
+                forward = action.kind is Kind.FORWARD
+                needs_input = schedule.source(rank, action) is not None
+                if needs_input and (forward, action.micro_batch, rank, action.chunk) not in arrival:
+                    break
+                ready = arrival[forward, action.micro_batch, rank, action.chunk] if needs_input else 0.0
+                start = max(ready, done[-1].end if done else 0.0)
+                duration = by_stage[action.chunk * schedule.stages + rank]
+                end = start + duration.of(action.kind)
+                done.append(Span(rank, action, start, end))
+                if target := schedule.target(rank, action):
+                    arrival[forward, action.micro_batch, *target] = end + duration.p2p
+                moved = True
+    assert all(len(s) == len(a) for s, a in zip(spans, schedule.actions)), "the schedule cannot end"
+    return Timeline(spans)
+
+
+def few_micro_batches_warning(schedule: Schedule) -> str | None:
+    """The sentence for a step with fewer micro-batches than ranks, with its bubble; None when there are enough."""
+    if schedule.micro_batches >= schedule.stages:
+        return None
+    bubble = simulate(schedule).bubble
+    return (
+        f"{schedule.micro_batches} micro-batches a step are fewer than the {schedule.stages} pipeline stages: the "
+        f"ranks wait {bubble:.0%} of the time (the pipeline's bubble, schedule {schedule.kind}); raise "
+        f"global_batch_size or lower micro_batch_size for at least {schedule.stages} micro-batches"
+    )

@@ -1,0 +1,259 @@
+"""Which layers each pipeline stage holds, and where embedding and head live.
+
+Stages are in the model's order: first chunk 0 of every rank, then chunk 1 of every rank, and so on. By default each
+holds as many layers. The first and last rank can be given other numbers; embedding and head can count as a layer; or
+a layout spells every stage out, in Megatron's little language:
+
+    Et*3|(tt|)*6,t*2|L      E embedding, t a layer, L head and loss, | the end of a stage,
+                            *n repeats the letter or the (group) before it, commas and spaces are for the eye
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from itertools import count
+from typing import TYPE_CHECKING
+
+from megalith.config import ModelConfig, ParallelConfig
+from megalith.errors import ConfigError
+from megalith.parallel.pipeline.schedules import Schedule, build_schedule
+
+if TYPE_CHECKING:
+    from megalith.models.transformer import Transformer
+
+_LONGEST_LAYOUT = 100_000  # letters after repetition; no model has as many layers
+
+
+@dataclass(frozen=True)
+class Stage:
+    """What one chunk of one pipeline rank holds."""
+
+    rank: int
+    chunk: int
+    layers: tuple[int, ...]
+    """Layer numbers, from 0."""
+    embedding: bool
+    head: bool
+    """The final norm, and the output matrix with the loss."""
+
+
+def assign_layers(model: ModelConfig, parallel: ParallelConfig) -> list[list[Stage]]:
+    """The stages by pipeline rank and chunk.
+
+    Raises ConfigError where the layers cannot be split as asked, with a split that can be.
+    """
+    ranks, virtual = parallel.pipeline_model_parallel_size, virtual_size(parallel)
+    if parallel.pipeline_model_parallel_layout is not None:
+        sizes = _by_layout(model, parallel)
+    elif parallel.decoder_first_pipeline_num_layers or parallel.decoder_last_pipeline_num_layers:
+        sizes = _by_first_and_last(model, parallel, virtual)
+    else:
+        sizes = _evenly(model, parallel, virtual)
+    numbers = count()
+    assigned: list[list[Stage]] = [[] for _ in range(ranks)]
+    for index, size in enumerate(sizes):
+        layers = tuple(next(numbers) for _ in range(size))
+        stage = Stage(
+            index % ranks, index // ranks, layers, embedding=index == 0, head=index == len(sizes) - 1
+        )
+        assigned[stage.rank].append(stage)
+    return assigned
+
+
+def virtual_size(parallel: ParallelConfig) -> int:
+    """Chunks of layers on each pipeline rank. Raises ConfigError where the layout contradicts."""
+    asked = parallel.virtual_pipeline_model_parallel_size
+    if parallel.pipeline_model_parallel_layout is None:
+        return asked or 1
+    layout, ranks = parallel.pipeline_model_parallel_layout, parallel.pipeline_model_parallel_size
+    stages = len(expand_layout(layout).split("|"))
+    if stages % ranks or (asked and stages != asked * ranks):
+        raise ConfigError(
+            f"pipeline_model_parallel_layout {layout!r} has {stages} stages, but pipeline_model_parallel_size is "
+            f"{ranks}{f' with {asked} chunks a rank' if asked else ''}; give it {ranks * (asked or 1)} stages"
+            f"{'' if asked else ', or a multiple'}, or change the sizes"
+        )
+    return stages // ranks
+
+
+def schedule_kind(parallel: ParallelConfig) -> str:
+    """The schedule that a configuration asks for; 1F1B with several chunks a rank is the interleaved one."""
+    if parallel.pipeline_schedule == "1f1b" and virtual_size(parallel) > 1:
+        return "interleaved"
+    return parallel.pipeline_schedule
+
+
+def run_schedule(parallel: ParallelConfig, micro_batches: int) -> Schedule:
+    """The schedule of a step of so many micro-batches. Raises ConfigError where there is none."""
+    return build_schedule(
+        schedule_kind(parallel),
+        parallel.pipeline_model_parallel_size,
+        micro_batches,
+        virtual_size(parallel),
+        parallel.microbatch_group_size_per_virtual_pipeline_stage,
+    )
+
+
+def split_stages(model: Transformer, assignment: list[list[Stage]], rank: int) -> list[Transformer]:
+    """The chunks of pipeline rank `rank`, from a whole model without values (on the meta device).
+
+    Each is a Transformer without what is not its own; parameters keep their names. Where embedding and head are tied
+    but stand on different stages, the head's stage keeps a copy of the word embedding under the same name
+    (tied_embedding.py keeps the two equal).
+    """
+    if len(assignment) == 1:
+        return [model]
+    return [_keep(copy.deepcopy(model), stage) for stage in assignment[rank]]
+
+
+def _keep(model: Transformer, stage: Stage) -> Transformer:
+    """`model` without what `stage` does not hold."""
+    if stage.head and model.config.embedding_at_head and not stage.embedding:
+        model.embedding.position_embeddings = None
+    elif not stage.embedding:
+        model.embedding = None
+    layers = [*stage.layers, *(model.config.further_layers if stage.head else ())]
+    for number in set(model.layers) - {str(layer) for layer in layers}:
+        del model.layers[number]
+    if not stage.head:
+        model.final_layernorm = model.output_layer = None
+    return model
+
+
+def _evenly(model: ModelConfig, parallel: ParallelConfig, virtual: int) -> list[int]:
+    ranks, layers = parallel.pipeline_model_parallel_size, model.num_layers
+    embedding = parallel.account_for_embedding_in_pipeline_split
+    head = parallel.account_for_loss_in_pipeline_split
+    places, stages = layers + embedding + head, ranks * virtual
+    if places % stages or (embedding and head and stages == 1):
+        counted = " + ".join([f"model.num_layers {layers}"] + ["embedding"] * embedding + ["loss"] * head)
+        sizes = [size for size in range(1, places + 1) if places % (size * virtual) == 0]
+        raise ConfigError(
+            f"{counted}{'' if places == layers else f' = {places}'} is not divisible by pipeline ({ranks}) × "
+            f"virtual ({virtual}) = {stages} stages; set pipeline_model_parallel_size to one of "
+            f"{', '.join(map(str, sizes)) or 'none'}, or pipeline_model_parallel_layout to "
+            f"'{_suggested_layout(layers, stages)}'"
+        )
+    sizes = [places // stages] * stages
+    sizes[0] -= embedding
+    sizes[-1] -= head
+    return sizes
+
+
+def _by_first_and_last(model: ModelConfig, parallel: ParallelConfig, virtual: int) -> list[int]:
+    ranks, layers = parallel.pipeline_model_parallel_size, model.num_layers
+    first, last = parallel.decoder_first_pipeline_num_layers, parallel.decoder_last_pipeline_num_layers
+    if (
+        parallel.account_for_embedding_in_pipeline_split
+        or parallel.account_for_loss_in_pipeline_split
+        or ranks == 1
+    ):
+        raise ConfigError(
+            f"decoder_first_pipeline_num_layers ({first}) and decoder_last_pipeline_num_layers ({last}) need "
+            f"pipeline_model_parallel_size of at least 2 (it is {ranks}), and no account_for_… setting; leave one "
+            "or the other out"
+        )
+    middle = ranks - (first is not None) - (last is not None)
+    rest = layers - (first or 0) - (last or 0)
+    uneven = rest < 0 or (rest if middle == 0 else rest % middle)
+    if uneven:
+        raise ConfigError(
+            f"model.num_layers {layers} − first ({first or 0}) − last ({last or 0}) = {rest} layers are not divisible "
+            f"by the other {middle} pipeline ranks; change decoder_first_pipeline_num_layers or "
+            f"decoder_last_pipeline_num_layers, or set pipeline_model_parallel_layout to "
+            f"'{_suggested_layout(layers, ranks * virtual)}' in their place"
+        )
+    each = rest // middle if middle else 0
+    by_rank = [first or each] + [each] * (ranks - 2) + [last or each]
+    for rank, size in enumerate(by_rank):
+        if size % virtual:
+            raise ConfigError(
+                f"pipeline rank {rank} has {size} layers, which virtual_pipeline_model_parallel_size {virtual} does "
+                "not divide; change one, or spell the stages out in pipeline_model_parallel_layout"
+            )
+    return [size // virtual for _ in range(virtual) for size in by_rank]
+
+
+def _by_layout(model: ModelConfig, parallel: ParallelConfig) -> list[int]:
+    layout = parallel.pipeline_model_parallel_layout
+    others = (
+        "decoder_first_pipeline_num_layers",
+        "decoder_last_pipeline_num_layers",
+        "account_for_embedding_in_pipeline_split",
+        "account_for_loss_in_pipeline_split",
+    )
+    if given := [name for name in others if getattr(parallel, name)]:
+        raise ConfigError(
+            f"pipeline_model_parallel_layout {layout!r} says where every layer stands, and {', '.join(given)} too; "
+            "keep one or the other"
+        )
+    letters = expand_layout(layout)
+    plain = letters.replace("|", "")
+    if plain.count("E") != 1 or plain.count("L") != 1 or letters[0] != "E" or letters[-1] != "L":
+        raise ConfigError(
+            f"pipeline_model_parallel_layout {layout!r} has to begin with the one E (embedding) and end with the "
+            f"one L (head and loss); it stands for {letters[:80]}"
+        )
+    if plain.count("t") != model.num_layers:
+        stages = letters.count("|") + 1
+        raise ConfigError(
+            f"pipeline_model_parallel_layout {layout!r} has {plain.count('t')} layers (t), but model.num_layers is "
+            f"{model.num_layers}; change one, for example to '{_suggested_layout(model.num_layers, stages)}'"
+        )
+    return [stage.count("t") for stage in letters.split("|")]
+
+
+def _suggested_layout(layers: int, stages: int) -> str:
+    """A layout as even as can be, the first and last stage having the fewest."""
+    each, more = divmod(layers, stages)
+    start = (stages - more + 1) // 2
+    sizes = [each + (start <= stage < start + more) for stage in range(stages)]
+    return "E" + "|".join(f"t*{size}" if size > 1 else "t" * size for size in sizes) + "L"
+
+
+def expand_layout(layout: str) -> str:
+    """The layout with repetitions written out: `Et*3|(tt|)*2L` → `Ettt|tt|tt|L`. Raises ConfigError."""
+    text = layout.replace(",", "").replace(" ", "")
+    expanded, rest = _expand(layout, text)
+    if rest:
+        raise ConfigError(
+            f"pipeline_model_parallel_layout {layout!r} has a ) without a (, before {rest!r}; remove it"
+        )
+    return expanded
+
+
+def _expand(layout: str, text: str) -> tuple[str, str]:
+    """Reads up to the end or an unmatched ), which it leaves; returns what it read, written out, and the rest."""
+    done = ""
+    while text and text[0] != ")":
+        letter, text = text[0], text[1:]
+        if letter == "(":
+            unit, text = _expand(layout, text)
+            if not text:
+                raise ConfigError(
+                    f"pipeline_model_parallel_layout {layout!r} has a ( that is not closed; add a )"
+                )
+            text = text[1:]
+        elif letter in "EtL|":
+            unit = letter
+        else:
+            raise ConfigError(
+                f"pipeline_model_parallel_layout {layout!r} has a {letter!r}; it takes E (embedding), t (layer), "
+                "L (head and loss), | (end of a stage), *n and ( )"
+            )
+        times = 1
+        if text.startswith("*"):
+            digits = text[1 : len(text) - len(text[1:].lstrip("0123456789"))]
+            if not digits:
+                raise ConfigError(
+                    f"pipeline_model_parallel_layout {layout!r} has a * without a number; write t*3"
+                )
+            times, text = int(digits[:6]), text[1 + len(digits) :]
+        if len(done) + len(unit) * times > _LONGEST_LAYOUT:
+            raise ConfigError(
+                f"pipeline_model_parallel_layout {layout!r} has more than {_LONGEST_LAYOUT:,} letters when written "
+                "out; repeat less"
+            )
+        done += unit * times
+    return done, text

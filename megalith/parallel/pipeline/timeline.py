@@ -1,0 +1,96 @@
+"""When the actions of a step ran: the form that simulated and measured pipelines share, and its file."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megalith.errors import DataError
+from megalith.io import replace_file
+from megalith.parallel.pipeline.schedules import Action, Kind
+
+TIMELINE_FILE = "pipeline.json"
+
+
+@dataclass(frozen=True)
+class Span:
+    """An action of a rank and when it ran."""
+
+    rank: int
+    action: Action
+    start: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """When every action of a step ran, in any one unit of time (measured: milliseconds)."""
+
+    spans: list[list[Span]]
+    """By rank, in order."""
+
+    @property
+    def start(self) -> float:
+        return min(spans[0].start for spans in self.spans)
+
+    @property
+    def total(self) -> float:
+        """From the first action's start to the last one's end."""
+        return max(span.end for spans in self.spans for span in spans) - self.start
+
+    def busy(self, rank: int) -> float:
+        """What the actions of `rank` take together."""
+        return sum(span.end - span.start for span in self.spans[rank])
+
+    @property
+    def bubble(self) -> float:
+        """The share of all ranks' time in which they wait, 0 to 1."""
+        busy = sum(self.busy(rank) for rank in range(len(self.spans)))
+        return 1.0 - busy / (len(self.spans) * self.total)
+
+
+def write_timeline(run: str | Path, timeline: Timeline) -> Path:
+    """Writes a measured timeline (milliseconds) into a run's output folder; returns the file. Raises OSError."""
+    path = Path(run) / TIMELINE_FILE
+    ranks = [span_rows(spans) for spans in timeline.spans]
+    replace_file(path, json.dumps({"unit": "ms", "ranks": ranks}))
+    return path
+
+
+def read_timeline(run: str | Path) -> Timeline:
+    """The timeline that a run left in its output folder. Raises DataError where there is none, or no whole one."""
+    path = Path(run) / TIMELINE_FILE
+    try:
+        ranks = json.loads(path.read_text(encoding="utf-8"))["ranks"]
+        timeline = timeline_of(ranks)
+    except FileNotFoundError:
+        raise DataError(
+            f"there is no {path}; a run with a pipeline writes it after some steps, unless log.layout_report is false: "
+            "name such a run's folder"
+        ) from None
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise DataError(f"{path} is not a timeline that a run wrote: {error}") from None
+    if not timeline.spans or not all(timeline.spans):
+        raise DataError(f"{path} has a rank without actions; measure the run again")
+    return timeline
+
+
+def span_rows(spans: Iterable[Span]) -> list[list]:
+    """A rank's actions as plain JSON: [kind, micro-batch, chunk, start, end] each."""
+    return [[s.action.kind.value, s.action.micro_batch, s.action.chunk, s.start, s.end] for s in spans]
+
+
+def timeline_of(ranks: Sequence[Sequence[Sequence]]) -> Timeline:
+    """From the `span_rows` of every rank. Raises ValueError or TypeError where they are none."""
+    return Timeline([[_span(rank, *row) for row in rows] for rank, rows in enumerate(ranks)])
+
+
+def _span(rank: int, kind: str, micro_batch: int, chunk: int, start: float, end: float) -> Span:
+    if not (
+        isinstance(micro_batch, int) and isinstance(chunk, int) and math.isfinite(start) and start <= end
+    ):
+        raise ValueError(f"rank {rank} has an action {[kind, micro_batch, chunk, start, end]}")
+    return Span(rank, Action(Kind(kind), micro_batch, chunk), start, end)

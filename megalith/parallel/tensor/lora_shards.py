@@ -1,0 +1,66 @@
+"""Low-rank adapters over the tensor axis: A and B of each are cut as the linear that they stand beside.
+
+Beside a column-parallel linear every rank holds A whole and the rows of B of its own heads or units. A works on the
+tokens that the rank has; then the few columns of A's product, and not x, are gathered (with SP) for B. Beside a
+row-parallel one a rank holds the columns of A of its own inputs; the parts of A's product are summed over the ranks as
+the linear's own are, and every rank goes on with B whole.
+
+    linear   A           B           between them              partial gradients
+    column   Replicate   Shard(0)    gathered as x is          A under SP: of a rank's tokens
+    row      Shard(1)    Replicate   summed as the output is   B under SP: of a rank's tokens
+
+Where ranks share a KV group, B of keys and values are whole on every rank, which reads the group's rows of them; their
+gradients are always partial.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+from torch.distributed.tensor import Replicate, Shard
+from torch.nn.functional import linear
+
+from megalith.models.adapters import ADAPTER, QKVAdapter, adapters
+from megalith.models.transformer import Transformer
+from megalith.parallel.tensor.tensor_parallel import ROLES, Role, TensorParallel, place
+
+
+class SharedRows:
+    """B of the keys or values of a rank that shares its KV group: it reads the rows of that one head."""
+
+    def __init__(self, group: int, head_dim: int):
+        self.first, self.rows = group * head_dim, head_dim
+
+    def matmul(self, x: Tensor, weight: Tensor, bias: None) -> Tensor:
+        return linear(x, weight.narrow(0, self.first, self.rows))
+
+
+def cut_adapters(model: Transformer, tensor: TensorParallel) -> None:
+    """Cuts the adapters of `model`, or of a stage of it, in place, after apply_tensor has cut its linears.
+
+    Adds the names of parameters with partial gradients to `model.partial_gradients`.
+    """
+    groups, axis = model.config.query_groups, tensor.axis
+    always, under_sp = [], []
+    for name, adapter in adapters(model):
+        column = ROLES[name.rpartition(".")[2]].matmul == "column"
+        for part, a in adapter.lora_A.items():
+            place(a, Role(Replicate() if column else Shard(1)), axis)
+            if column:
+                under_sp.append(f"{name}{ADAPTER}lora_A.{part}.weight")
+        for part, b in adapter.lora_B.items():
+            full = f"{name}{ADAPTER}lora_B.{part}.weight"
+            if isinstance(adapter, QKVAdapter) and groups < axis.size and part != "q":
+                place(b, Role(Replicate()), axis)
+                b.matmul = SharedRows(axis.rank * groups // axis.size, adapter.head_dim).matmul
+                always.append(full)
+            else:
+                place(b, Role(Shard(0) if column else Replicate()), axis)
+                if not column:
+                    under_sp.append(full)
+        adapter.gather = tensor.whole if column else tensor.total
+        if not column:
+            columns = next(iter(adapter.lora_A.values())).weight.shape[1]
+            adapter.first_column = axis.rank * columns // axis.size
+        if isinstance(adapter, QKVAdapter) and groups < axis.size:
+            adapter.heads_in_group = adapter.heads_in_group * groups // axis.size
+    model.partial_gradients |= {*always, *(under_sp if tensor.sequence_parallel else ())}

@@ -1,0 +1,1 @@
+"""Memory, FLOPs, layout and traffic of any job, without its devices."""

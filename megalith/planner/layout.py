@@ -1,0 +1,219 @@
+"""How a run is laid out, from its configuration and the number of processes: what is where, and what that costs.
+
+Nothing here starts a process or a device, so a layout can be looked at without one. `layout_text.py` puts it on the
+screen.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from megalith.config import RunConfig
+from megalith.config.batch_size import BatchSizeSchedule
+from megalith.config.rules.expert_rules import expert_data_parallel_size, expert_shard_size
+from megalith.config.rules.run_rules import check_training, data_parallel_size, shard_size
+from megalith.errors import ConfigError
+from megalith.parallel.mesh import Coordinates
+from megalith.parallel.pipeline.pipeline_rules import check_pipeline
+from megalith.parallel.pipeline.schedules import Kind, Schedule
+from megalith.parallel.pipeline.simulate import Durations, simulate
+from megalith.parallel.pipeline.stages import Stage, assign_layers, run_schedule, schedule_kind
+from megalith.planner.flops import flops_per_token
+from megalith.planner.layer_sizes import layer_size
+from megalith.planner.memory import (
+    MemoryEstimate,
+    Share,
+    expected_memory,
+    outside_parameters,
+)
+from megalith.planner.traffic import Transfer, transfers
+
+
+@dataclass(frozen=True)
+class StageLayout:
+    """What the ranks of one pipeline rank have. Without a pipeline there is one, with everything."""
+
+    number: int
+    chunks: tuple[Stage, ...]
+    parameters: int
+    """Of all its layers, embedding and head, whole."""
+    in_flight: int
+    """The most micro-batches (with several chunks a rank: micro-batches in a chunk) whose activations are held."""
+    memory: MemoryEstimate
+    """Expected, on a device of the stage, in bytes."""
+
+    @property
+    def embedding(self) -> bool:
+        return any(chunk.embedding for chunk in self.chunks)
+
+    @property
+    def head(self) -> bool:
+        return any(chunk.head for chunk in self.chunks)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """A run over `coordinates` ranks."""
+
+    config: RunConfig
+    coordinates: list[Coordinates]
+    """By rank."""
+    stages: list[StageLayout]
+    """By pipeline rank."""
+    micro_batches: int
+    """Of a data-parallel rank in a step, at the full global batch size."""
+    bubble: float
+    """The share of time that the schedule makes ranks wait, for equal stages and free transfers, 0 to 1."""
+    weighed_bubble: float
+    """The same for stages that take as long as they have FLOPs."""
+    transfers: list[Transfer]
+    """What each axis moves."""
+
+    @property
+    def world_size(self) -> int:
+        return len(self.coordinates)
+
+    @property
+    def size(self) -> Coordinates:
+        """The size of each axis."""
+        last = self.coordinates[-1]
+        return Coordinates(last.pp + 1, last.dp + 1, last.cp + 1, last.tp + 1)
+
+    @property
+    def gathers(self) -> bool:
+        """Whether FSDP2 shards the dense parameters, and gathers them."""
+        strategy = self.config.parallel.data_parallel_sharding_strategy
+        return strategy != "no_shard" and self.size.dp * self.size.cp > 1
+
+    def stage_of(self, rank: int) -> StageLayout:
+        return self.stages[self.coordinates[rank].pp]
+
+
+def build_layout(config: RunConfig, world_size: int) -> Layout:
+    """The layout of a resolved `config` on `world_size` processes. Raises ConfigError where there is none."""
+    parallel = config.parallel
+    dp = data_parallel_size(parallel, world_size)
+    axes = (
+        parallel.pipeline_model_parallel_size,
+        dp,
+        parallel.context_parallel_size,
+        parallel.tensor_model_parallel_size,
+    )
+    assignment = assign_layers(config.model, parallel)
+    batch = BatchSizeSchedule.from_config(config.train, dp)
+    micro_batches = batch.global_batch_size // (config.train.micro_batch_size * dp)
+    schedule = None
+    bubble = weighed = 0.0
+    if axes[0] > 1:
+        schedule = run_schedule(parallel, micro_batches)
+        bubble = simulate(schedule).bubble
+        weighed = simulate(schedule, _durations(config, assignment)).bubble
+    stages = [_stage(config, world_size, chunks, schedule, micro_batches) for chunks in assignment]
+    return Layout(
+        config=config,
+        coordinates=[Coordinates(*place) for place in product(*map(range, axes))],
+        stages=stages,
+        micro_batches=micro_batches,
+        bubble=bubble,
+        weighed_bubble=weighed,
+        transfers=transfers(config, world_size, [stage.chunks for stage in stages], micro_batches),
+    )
+
+
+def alternative(layout: Layout, settings: Mapping[str, Any]) -> Layout | None:
+    """The layout of the same run with other settings ("section.field" → value); None where they are refused."""
+    config = layout.config.model_copy(deep=True)
+    for path, value in settings.items():
+        section, name = path.split(".")
+        setattr(getattr(config, section), name, value)
+    try:
+        check_training(config, layout.world_size)
+        dp = data_parallel_size(config.parallel, layout.world_size)
+        check_pipeline(config, BatchSizeSchedule.from_config(config.train, dp).all_micro_batches)
+    except ConfigError:
+        return None
+    return build_layout(config, layout.world_size)
+
+
+def _stage(
+    config: RunConfig,
+    world_size: int,
+    chunks: Sequence[Stage],
+    schedule: Schedule | None,
+    micro_batches: int,
+) -> StageLayout:
+    model, parallel, train = config.model, config.parallel, config.train
+    layers = [len(chunk.layers) + len(model.further_layers) * chunk.head for chunk in chunks]
+    embedding, head = any(chunk.embedding for chunk in chunks), any(chunk.head for chunk in chunks)
+    in_flight, held = 1, sum(layers)
+    if schedule is not None:
+        in_flight = most_held(schedule, chunks[0].rank, [1] * len(chunks))
+        held = most_held(schedule, chunks[0].rank, layers)
+    is_sharded = parallel.data_parallel_sharding_strategy != "no_shard"
+    copies = world_size // parallel.pipeline_model_parallel_size // parallel.tensor_model_parallel_size
+    here = [
+        layer for chunk in chunks for layer in (*chunk.layers, *(model.further_layers if chunk.head else ()))
+    ]
+    with_experts = [layer in model.expert_layers for layer in here]
+    share = Share(
+        parallel=parallel,
+        layers=len(here),
+        layers_with_experts=sum(with_experts),
+        layers_held=held,
+        embedding=embedding,
+        head=head,
+        chunks=len(chunks),
+        compiled=config.runtime.compile is not False and schedule_kind(parallel) != "zero_bubble",
+        fsdp=copies > 1 and is_sharded,
+        shards=shard_size(parallel, world_size),
+        expert_fsdp=expert_data_parallel_size(parallel, world_size) > 1 and is_sharded,
+        expert_shards=expert_shard_size(parallel, world_size),
+        accumulates=micro_batches > 1,
+        adapters=sum(layers) * config.lora.parameters(model, parallel.tensor_model_parallel_size),
+        offloaded=config.optim.optimizer_offload_fraction if config.optim.optimizer_cpu_offload else 0.0,
+        documents=config.data.reset_attention_mask,
+    )
+    return StageLayout(
+        number=chunks[0].rank,
+        chunks=tuple(chunks),
+        parameters=sum(layer_size(model, has_experts).total for has_experts in with_experts)
+        + outside_parameters(model, embedding, head),
+        in_flight=in_flight,
+        memory=expected_memory(
+            model,
+            train.micro_batch_size,
+            config.data.seq_length,
+            train.precision,
+            config.optim.optimizer,
+            share,
+        ),
+    )
+
+
+def most_held(schedule: Schedule, rank: int, weights: Sequence[int]) -> int:
+    """The most that `rank` holds between forward and backward passes, a micro-batch in chunk c counting weights[c]."""
+    ends = Kind.BACKWARD_WEIGHT if schedule.kind == "zero_bubble" else Kind.BACKWARD
+    held = most = 0
+    for action in schedule.actions[rank]:
+        if action.kind is Kind.FORWARD:
+            held += weights[action.chunk]
+            most = max(most, held)
+        elif action.kind is ends:
+            held -= weights[action.chunk]
+    return most
+
+
+def _durations(config: RunConfig, assignment: list[list[Stage]]) -> list[Durations]:
+    """How long each stage takes by its FLOPs, in the model's order.
+
+    A layer's forward pass and the two halves of its backward pass are alike; the loss makes the head's gradients in the
+    forward pass (ops/cross_entropy.py).
+    """
+    cost = flops_per_token(config.model, config.data.seq_length, config.lora)
+    layer = (cost.causal - cost.head) / config.model.num_layers
+    stages = sorted((chunk for chunks in assignment for chunk in chunks), key=lambda s: (s.chunk, s.rank))
+    work = [max(len(stage.layers) * layer, 1.0) for stage in stages]
+    return [Durations(each + 3 * stage.head * cost.head, each, each) for stage, each in zip(stages, work)]

@@ -1,0 +1,168 @@
+"""What each axis of the mesh moves in a step, by the formulas of docs/parallelism: bytes that one device sends.
+
+The figures are those of the device that sends most. A ring's all-gather or reduce-scatter over n ranks sends
+(n − 1)/n of the whole tensor, an all-reduce twice that. The few numbers a token of the loss, and the gradients that
+are summed once a step over tensor and tied ranks, are left out: they are small.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megalith.config import ParallelConfig, RunConfig
+from megalith.config.rules.run_rules import data_parallel_size, shard_size
+from megalith.parallel.pipeline.stages import Stage
+from megalith.planner.layer_sizes import layer_size
+from megalith.planner.memory import COMPUTE_BYTES, GRADIENT_BYTES, outside_parameters
+
+FP32 = 4
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """What goes over one axis."""
+
+    axis: str
+    size: int
+    bytes: int
+    """Sent by a device in a step, at most."""
+    what: str
+    """What moves, and when."""
+
+
+def transfers(
+    config: RunConfig, world_size: int, stages: Sequence[Sequence[Stage]], micro_batches: int
+) -> list[Transfer]:
+    """The axes with more than one rank, tensor first. `stages` are the chunks of each pipeline rank."""
+    parallel = config.parallel
+    data_context = data_parallel_size(parallel, world_size) * parallel.context_parallel_size
+    found = []
+    if (size := parallel.tensor_model_parallel_size) > 1:
+        sent = max(tensor_bytes(config, chunks) for chunks in stages) * micro_batches
+        found.append(Transfer("tensor", size, sent, _tensor_words(parallel)))
+    if (size := parallel.context_parallel_size) > 1:
+        layers = max(sum(len(chunk.layers) for chunk in chunks) for chunks in stages)
+        sent = layers * micro_batches * context_bytes(config)
+        found.append(Transfer("context", size, sent, CONTEXT_WORDS[parallel.cp_comm_type]))
+    if (size := parallel.pipeline_model_parallel_size) > 1:
+        most = max(_neighbours(chunks, last=size * len(chunks) - 1, ranks=size) for chunks in stages)
+        sent = most * micro_batches * hidden_bytes(config)
+        found.append(
+            Transfer("pipeline", size, sent, "hidden states to the next stage, their gradients back")
+        )
+    if data_context > 1:
+        sent = max(data_bytes(config, world_size, chunks, micro_batches) for chunks in stages)
+        words = DATA_WORDS[parallel.data_parallel_sharding_strategy]
+        found.append(Transfer("data × context", data_context, sent, words))
+    if (size := parallel.expert_model_parallel_size) > 1:
+        layers = max(_layers_with_experts(config, chunks) for chunks in stages)
+        sent = layers * micro_batches * expert_bytes(config)
+        found.append(Transfer("expert", size, sent, EXPERT_WORDS[parallel.moe_token_dispatcher_type]))
+    return found
+
+
+def expert_bytes(config: RunConfig) -> int:
+    """Sent by a rank for a layer with experts and a micro-batch, forward and backward, when all is balanced."""
+    model, parallel = config.model, config.parallel
+    size = parallel.expert_model_parallel_size
+    # Each rank of the tensor axis has its part of the tokens; ranks that an expert is cut over have each other's too.
+    tokens = _tokens(config) * parallel.expert_tensor_parallel_size // parallel.tensor_model_parallel_size
+    rows = tokens * (model.moe_router_topk if parallel.moe_token_dispatcher_type == "alltoall" else size)
+    row = model.hidden_size * COMPUTE_BYTES[config.train.precision] + FP32  # and its weight
+    return 4 * rows * row * (size - 1) // size
+
+
+def _layers_with_experts(config: RunConfig, chunks: Sequence[Stage]) -> int:
+    return sum(layer in config.model.expert_layers for chunk in chunks for layer in chunk.layers)
+
+
+def tensor_bytes(config: RunConfig, chunks: Sequence[Stage]) -> int:
+    """Sent by a rank for a micro-batch."""
+    size = config.parallel.tensor_model_parallel_size
+    hidden = _tokens(config) * config.model.hidden_size * COMPUTE_BYTES[config.train.precision]
+    part = hidden * (size - 1) / size
+    cut = config.parallel.sequence_parallel
+    layers = sum(len(chunk.layers) for chunk in chunks)
+    ends = sum(chunk.embedding + chunk.head for chunk in chunks)
+    return int(part * (layers * (10 if cut else 8) + ends * 2))
+
+
+def context_bytes(config: RunConfig) -> int:
+    """Sent by a rank for a layer and a micro-batch, forward and backward."""
+    model, parallel = config.model, config.parallel
+    size, kind = parallel.context_parallel_size, parallel.cp_comm_type
+    heads = model.num_attention_heads // parallel.tensor_model_parallel_size
+    groups = max(model.query_groups // parallel.tensor_model_parallel_size, 1)
+    width = COMPUTE_BYTES[config.train.precision]
+    head = _tokens(config) * model.head_dim
+    exchange, ring = {"a2a": (size, 1), "a2a+p2p": parallel.hierarchical_context_parallel_sizes}.get(
+        kind, (1, size)
+    )
+    groups = math.lcm(groups, exchange) if exchange > 1 else groups
+    exchanged = 2 * (exchange - 1) * 2 * head * (heads + groups) * width // exchange  # forward and backward
+    return exchanged + (ring - 1) * 2 * head * groups * (2 * width + FP32)
+
+
+def hidden_bytes(config: RunConfig) -> int:
+    """The hidden states of a micro-batch, as a rank hands them to the next stage."""
+    cut = config.parallel.tensor_model_parallel_size if config.parallel.sequence_parallel else 1
+    return _tokens(config) * config.model.hidden_size * COMPUTE_BYTES[config.train.precision] // cut
+
+
+def data_bytes(config: RunConfig, world_size: int, chunks: Sequence[Stage], micro_batches: int) -> int:
+    """Sent by a rank in a step: gradients, and parameters where these are sharded."""
+    model, parallel = config.model, config.parallel
+    tensor = parallel.tensor_model_parallel_size
+    ranks = data_parallel_size(parallel, world_size) * parallel.context_parallel_size
+    shards = shard_size(parallel, world_size)
+    copies = ranks // shards
+    has_experts = [layer in model.expert_layers for chunk in chunks for layer in chunk.layers]
+    layers = sum(layer_size(model, has, tensor).dense for has in has_experts)
+    ends = outside_parameters(model, any(c.embedding for c in chunks), any(c.head for c in chunks), tensor)
+    adapters = len(has_experts) * config.lora.parameters(model, tensor)
+    reduced = GRADIENT_BYTES * (adapters or layers + ends)
+    strategy = parallel.data_parallel_sharding_strategy
+    gathers, passes = (micro_batches, 2) if strategy == "optim_grads_params" else (1, 1)
+    gathered = passes * COMPUTE_BYTES[config.train.precision] * (layers + adapters) + FP32 * ends
+    reductions = micro_batches if strategy in ("optim_grads", "optim_grads_params") else 1
+    within = (shards - 1) / shards * (gathers * gathered + reductions * reduced)
+    over_copies = 2 * (copies - 1) / copies * reduced / shards
+    return int(within + over_copies)
+
+
+def _neighbours(chunks: Sequence[Stage], last: int, ranks: int) -> int:
+    """To how many stages the chunks of a rank send, forward or back, for a micro-batch; the last has number `last`."""
+    numbers = [chunk.chunk * ranks + chunk.rank for chunk in chunks]
+    return sum((number < last) + (number > 0) for number in numbers)
+
+
+def _tokens(config: RunConfig) -> int:
+    return config.train.micro_batch_size * config.data.seq_length // config.parallel.context_parallel_size
+
+
+def _tensor_words(parallel: ParallelConfig) -> str:
+    if parallel.tp_comm_overlap:
+        return "tokens and sums of each layer, of one half of a micro-batch behind the other half's work"
+    if parallel.sequence_parallel:
+        return "a layer: 4 all-gathers and reduce-scatters forward, 6 backward, 4 of these behind matmuls"
+    return "a layer: 2 all-reduces forward, 2 backward, these behind matmuls"
+
+
+CONTEXT_WORDS = {
+    "p2p": "keys and values round a ring, their gradients back, behind the computation",
+    "all_gather": "keys and values gathered, their gradients reduced",
+    "a2a": "heads exchanged for tokens, before and after attention",
+    "a2a+p2p": "heads exchanged among neighbours, keys and values round a ring of groups",
+}
+EXPERT_WORDS = {
+    "alltoall": "each token's rows to its experts and back, their gradients the other way",
+    "allgather": "all tokens gathered, the experts' parts summed, and gradients",
+}
+DATA_WORDS = {
+    "no_shard": "gradients summed, once a step, behind the last backward pass",
+    "optim": "parameters gathered and gradients reduced, once a step",
+    "optim_grads": "parameters gathered once a step, gradients reduced for each micro-batch",
+    "optim_grads_params": "parameters gathered twice, gradients reduced, for each micro-batch",
+}

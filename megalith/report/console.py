@@ -1,0 +1,282 @@
+"""What a run says while it trains: a live line on a terminal, Megatron's log lines in a file or a pipe.
+
+Scripts that read Megatron-LM's logs read ours: the line has its fields, order and widths. On a terminal a line
+at the bottom follows every step, and a permanent line stands for each log interval. Both give the means over
+the steps since the last permanent line.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from collections.abc import Callable
+from datetime import datetime, timedelta
+from types import TracebackType
+from typing import Protocol, TextIO
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.text import Text
+
+from megalith.errors import LINES, printable
+from megalith.report.metrics import StepMetrics, perplexity
+
+
+class TrainingConsole(Protocol):
+    """Takes what the loop reports. One process of a run has one; use it as a context manager."""
+
+    def log_step(self, metrics: StepMetrics) -> None:
+        """Takes every step; prints at each log interval and at the last step."""
+
+    def evaluating(self, step: int, done: int, total: int) -> None:
+        """Shows how far an evaluation after `step` has come: so many of its batches are done, from 0 to all."""
+
+    def log_evaluation(self, step: int, validation_loss: float) -> None:
+        """Prints the validation loss (mean over tokens, in nats) and perplexity after `step`."""
+
+    def note(self, text: str) -> None:
+        """Prints a line of its own, such as a checkpoint's path."""
+
+    def __enter__(self) -> TrainingConsole: ...
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None: ...
+
+
+def open_console(total_steps: int, log_interval: int, stream: TextIO | None = None) -> TrainingConsole:
+    """The console that fits `stream` (standard output when None)."""
+    stream = stream or sys.stdout
+    if stream.isatty():
+        return LiveConsole(total_steps, log_interval, Console(file=stream, force_terminal=True))
+    return LogConsole(total_steps, log_interval, stream)
+
+
+class Interval:
+    """The steps since the last permanent line, and their means."""
+
+    def __init__(self) -> None:
+        self.steps: list[StepMetrics] = []
+
+    def add(self, metrics: StepMetrics) -> None:
+        self.steps.append(metrics)
+
+    @property
+    def last(self) -> StepMetrics:
+        return self.steps[-1]
+
+    @property
+    def loss(self) -> float:
+        """Mean of the finite losses; NaN when none is, so that a lost loss never vanishes from the log."""
+        known = [s.loss for s in self.steps if s.loss is not None and math.isfinite(s.loss)]
+        return sum(known) / len(known) if known else math.nan
+
+    @property
+    def step_time_ms(self) -> float:
+        return sum(s.step_time_ms for s in self.steps) / len(self.steps)
+
+    @property
+    def skipped(self) -> int:
+        return sum(s.skipped for s in self.steps)
+
+    @property
+    def nan_iterations(self) -> int:
+        return sum(s.nan_iterations for s in self.steps)
+
+    def rate(self, field: str) -> float | None:
+        """Mean over time of a per-second figure; None when a step does not know it."""
+        values = [getattr(s, field) for s in self.steps]
+        if None in values:
+            return None
+        total = sum(s.step_time_ms for s in self.steps)
+        return sum(value * s.step_time_ms for value, s in zip(values, self.steps)) / total
+
+
+class LogConsole:
+    """Megatron's lines, one a log interval, flushed at once."""
+
+    def __init__(
+        self,
+        total_steps: int,
+        log_interval: int,
+        stream: TextIO,
+        clock: Callable[[], datetime] = datetime.now,
+    ):
+        self._total_steps, self._log_interval = total_steps, log_interval
+        self._stream, self._clock = stream, clock
+        self._interval = Interval()
+
+    def log_step(self, metrics: StepMetrics) -> None:
+        self._interval.add(metrics)
+        if metrics.step % self._log_interval == 0 or metrics.step == self._total_steps:
+            self.note(megatron_line(self._interval, self._total_steps, self._clock()))
+            self._interval = Interval()
+
+    def evaluating(self, step: int, done: int, total: int) -> None:
+        if done == 0:
+            self.note(f" evaluating after iteration {step} on {total} global batches")
+
+    def log_evaluation(self, step: int, validation_loss: float) -> None:
+        line = megatron_evaluation_line(step, validation_loss)
+        rule = "-" * (len(line) + 1)
+        self.note(f"{rule}\n{line}\n{rule}")
+
+    def note(self, text: str) -> None:
+        self._stream.write(printable(text, LINES) + "\n")
+        self._stream.flush()
+
+    def __enter__(self) -> LogConsole:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stream.flush()
+
+
+def megatron_line(interval: Interval, total_steps: int, now: datetime) -> str:
+    """Megatron-LM's training line for the steps of `interval`; a figure that is not known is left out."""
+    last = interval.last
+    fields = [
+        f"iteration {last.step:8d}/{total_steps:8d}",
+        f"consumed samples: {last.consumed_samples:12d}",
+        f"elapsed time per iteration (ms): {interval.step_time_ms:.1f}",
+    ]
+    tflops = interval.rate("tflops_per_device")
+    if tflops is not None:
+        fields.append(f"throughput per GPU (TFLOP/s/GPU): {tflops:.1f}")
+    fields += [
+        f"learning rate: {last.lr:.6E}",
+        f"global batch size: {last.global_batch_size:5d}",
+        f"lm loss: {interval.loss:.6E}",
+        f"loss scale: {last.loss_scale if last.loss_scale is not None else 1.0:.1f}",
+    ]
+    if last.grad_norm is not None:
+        fields.append(f"grad norm: {last.grad_norm:.3f}")
+    fields += [
+        f"number of skipped iterations: {interval.skipped:3d}",
+        f"number of nan iterations: {interval.nan_iterations:3d}",
+    ]
+    return f" [{now:%Y-%m-%d %H:%M:%S.%f}] " + " | ".join(fields) + " |"
+
+
+def megatron_evaluation_line(step: int, validation_loss: float) -> str:
+    """Megatron-LM's line for an evaluation, with its trailing blank."""
+    return (
+        f" validation loss at iteration {step} | lm loss value: {validation_loss:.6E}"
+        f" | lm loss PPL: {perplexity(validation_loss):.6E} | "
+    )
+
+
+class LiveConsole:
+    """A line that follows each step at the bottom of a terminal, above it one line a log interval."""
+
+    def __init__(self, total_steps: int, log_interval: int, console: Console, refresh_seconds: float = 0.1):
+        self._refresh_seconds, self._refreshed = refresh_seconds, -math.inf
+        self._total_steps, self._log_interval = total_steps, log_interval
+        self._interval = Interval()
+        self._step_ms = 0.0  # a moving mean, for the time left
+        # Refreshed from log_step rather than by a thread, which could hold a lock while data workers fork.
+        self._progress = Progress(
+            TextColumn("[bold]{task.description} {task.completed:.0f}/{task.total:.0f}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[status]}"),
+            console=console,
+            auto_refresh=False,
+            expand=True,
+            transient=True,
+        )
+        self._task = self._progress.add_task("step", total=total_steps, status="starting")
+        self._evaluation: TaskID | None = None
+
+    def log_step(self, metrics: StepMetrics) -> None:
+        self._interval.add(metrics)
+        weight = 0.9 if self._step_ms else 0.0
+        self._step_ms = weight * self._step_ms + (1 - weight) * metrics.step_time_ms
+        left = timedelta(seconds=round((self._total_steps - metrics.step) * self._step_ms / 1000))
+        status = f"loss {_loss(metrics.loss)}  lr {metrics.lr:.2e}"
+        if metrics.tokens_per_second_per_device is not None:
+            status += f"  {si(metrics.tokens_per_second_per_device)} tok/s"
+        self._progress.update(self._task, completed=metrics.step, status=f"{status}  ETA {left}")
+        if metrics.step % self._log_interval == 0 or metrics.step == self._total_steps:
+            self._print(self._interval_line())
+            self._interval = Interval()
+        self._refresh()
+
+    def evaluating(self, step: int, done: int, total: int) -> None:
+        if self._evaluation is None:
+            self._evaluation = self._progress.add_task("evaluating", total=total, status="batches")
+        self._progress.update(self._evaluation, completed=done)
+        if done == total:
+            self._progress.remove_task(self._evaluation)
+            self._evaluation = None
+        self._refresh()
+
+    def _refresh(self) -> None:
+        if time.monotonic() - self._refreshed >= self._refresh_seconds:
+            self._refreshed = time.monotonic()
+            self._progress.refresh()
+
+    def log_evaluation(self, step: int, validation_loss: float) -> None:
+        line = self._position(step)
+        line.append(f"  validation loss {_loss(validation_loss)}", style="bold green")
+        line.append(f"  perplexity {perplexity(validation_loss):.2f}", style="green")
+        self._print(line)
+
+    def note(self, text: str) -> None:
+        self._print(Text(printable(text, LINES)))
+
+    def _interval_line(self) -> Text:
+        interval, last = self._interval, self._interval.last
+        line = self._position(last.step)
+        line.append(
+            f"  loss {_loss(interval.loss)}",
+            style="bold cyan" if math.isfinite(interval.loss) else "bold red",
+        )
+        if last.grad_norm is not None:
+            line.append(f"  grad {last.grad_norm:.2f}")
+        line.append(f"  lr {last.lr:.2e}")
+        tokens, tflops = interval.rate("tokens_per_second_per_device"), interval.rate("tflops_per_device")
+        if tokens is not None:
+            line.append(f"  {si(tokens)} tok/s", style="bold")
+        line.append(f"  {interval.step_time_ms:.0f} ms", style="dim")
+        if tflops is not None:
+            line.append(f"  {tflops:.3g} TFLOP/s", style="dim")
+        if (mfu := interval.rate("mfu")) is not None:
+            line.append(f"  MFU {100 * mfu:.1f}%", style="dim")
+        if last.max_memory_gb is not None:
+            line.append(f"  {last.max_memory_gb:.1f} GB", style="dim")
+        if interval.skipped:
+            line.append(f"  {interval.skipped} skipped", style="yellow")
+        if interval.nan_iterations:
+            line.append(f"  {interval.nan_iterations} NaN", style="bold red")
+        return line
+
+    def _position(self, step: int) -> Text:
+        return Text(f"{step:>{len(str(self._total_steps))}}/{self._total_steps}")
+
+    def _print(self, line: Text) -> None:
+        self._progress.console.print(line, soft_wrap=True)
+
+    def __enter__(self) -> LiveConsole:
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+
+def si(value: float, digits: int = 3) -> str:
+    """`value` with `digits` significant digits and a suffix: 81200 → `81.2k`, 124439808 → `124M`."""
+    for factor, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if float(f"{value:.{digits}g}") >= factor:
+            scaled = value / factor
+            return f"{scaled:.{max(0, digits - len(str(int(scaled))))}f}{suffix}"
+    return f"{value:.{digits}g}"
+
+
+def _loss(loss: float | None) -> str:
+    return "NaN" if loss is None or not math.isfinite(loss) else f"{loss:.4f}"

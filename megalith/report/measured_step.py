@@ -1,0 +1,234 @@
+"""Where the time of one step went on this rank: computing, exposed communication, the pipeline's bubble, or nothing.
+
+One step is run under torch's profiler, and its spans are laid over each other. On a GPU these are the spans of
+kernels on the device:
+
+    compute         some kernel runs that is not NCCL's, nor on a stream that copies from other GPUs (copy_engine.py)
+    communication   only those run, others than a pipeline's sends and receives: it is exposed, not hidden; with what
+                    stands still before such a copy, as a flag is waited for by no kernel
+    bubble          only a pipeline's sends and receives run: the rank waits for another stage
+    idle            nothing runs: the device waits for the host
+
+On a CPU the device is the host. Communication is the time of gloo's collectives less the operations that the rank
+computed meanwhile, the bubble is the time that the pipeline stood waiting for a receive, and the rest is compute.
+
+The ranks meet before the step and the device is waited for after it, so what a rank waits in a collective is due to
+the step itself.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import sys
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+
+from megalith.comm.collectives import Axis
+from megalith.parallel.pipeline.executor import PASS, WAITS
+
+MARK = "megalith: the measured step"
+DIRECT = "PtoP"  # in the names of copies from another GPU
+PIPELINE_TITLES = ("nccl:send", "nccl:recv", "gloo:send", "gloo:recv")
+
+Span = tuple[int, int]  # start and end, nanoseconds
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """Milliseconds of one step on one rank; the four parts make up the whole."""
+
+    step: float
+    compute: float
+    communication: float
+    bubble: float
+    idle: float
+    pipeline_end: float | None = None
+    """When this rank was through with the pipeline's actions, counted from the step's start."""
+
+
+def with_last_wait(times: Sequence[StepTimes]) -> list[StepTimes]:
+    """The times of a pipeline's ranks, in which the wait for the last one to finish counts as bubble.
+
+    A rank that has done its actions waits for the others in the first collective that they share, the loss's.
+    """
+    ends = [each.pipeline_end for each in times]
+    if None in ends:
+        return list(times)
+    waits = [min(max(ends) - each.pipeline_end, each.communication) for each in times]
+    return [
+        replace(each, communication=each.communication - wait, bubble=each.bubble + wait)
+        for each, wait in zip(times, waits)
+    ]
+
+
+class StepMeasure:
+    """Measures one step: `start` before it and `stop` after it, on every rank of `world`."""
+
+    def __init__(self, device: torch.device, world: Axis):
+        self._device, self._world = device, world
+
+    def start(self) -> None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # its notices would stand between the log's lines
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if self._device.type == "cuda":
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profile = torch.profiler.profile(activities=activities)
+        self._profile.start()
+        self._synchronize()
+        if self._world.size > 1:
+            dist.barrier(group=self._world.group)
+            self._synchronize()
+        self._mark = torch.profiler.record_function(MARK)
+        self._mark.__enter__()
+
+    def stop(self) -> StepTimes:
+        self._synchronize()
+        self._mark.__exit__(None, None, None)
+        self._profile.stop()
+        # Torch's own events() takes minutes for a large step: these are what it is made of.
+        events = self._profile.profiler.kineto_results.events()
+        return device_times(events) if self._device.type == "cuda" else host_times(events)
+
+    def _synchronize(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def device_times(events: Iterable) -> StepTimes:
+    """The times of a step on a GPU, from the profiler's events."""
+    window = None
+    others: list[tuple[int, Span, str]] = []
+    nccl: list[tuple[int, Span, str]] = []  # stream, span, name
+    pipeline: dict[int, list[Span]] = {}  # by stream: what sends and receives span there
+    ends: list[int] = []  # of the kernels that a pipeline's pass launched, on each stream
+    for event in events:
+        on_device = event.device_type() == torch.autograd.DeviceType.CUDA
+        titled = event.is_user_annotation()
+        if not on_device and not titled:
+            continue
+        name, span = event.name(), (event.start_ns(), event.end_ns())
+        if not on_device:
+            window = span if name == MARK else window
+        elif not titled and "nccl" in name:
+            nccl.append((event.device_resource_id(), span, name))
+        elif not titled:
+            others.append((event.device_resource_id(), span, name))
+        elif name == PASS:
+            ends.append(span[1])
+        elif name.startswith(PIPELINE_TITLES):
+            pipeline.setdefault(event.device_resource_id(), []).append(span)
+    direct = {stream for stream, _, name in others if DIRECT in name}
+    compute = [span for stream, span, _ in others if stream not in direct]
+    copies = [span for stream, span, _ in others if stream in direct]
+    collectives, transfers = copies + waits_before(copies, union(compute)), []
+    for stream, span, name in nccl:
+        own = "SendRecv" in name and any(s <= span[0] and span[1] <= e for s, e in pipeline.get(stream, ()))
+        (transfers if own else collectives).append(span)
+    return _times(window, compute, collectives, transfers, max(ends, default=None), rest_is_compute=False)
+
+
+def host_times(events: Iterable) -> StepTimes:
+    """The times of a step on a CPU, from the profiler's events."""
+    events = list(events)
+    mark = next(event for event in events if event.name() == MARK)
+    thread = mark.start_thread_id()
+    operations: list[Span] = []
+    collectives: list[Span] = []
+    waits: list[Span] = []
+    end = None
+    for event in events:
+        name, span = event.name(), (event.start_ns(), event.end_ns())
+        if name.startswith("aten::") and event.start_thread_id() == thread:
+            operations.append(span)
+        elif name.startswith("gloo:") and not name.startswith(PIPELINE_TITLES):
+            collectives.append(span)
+        elif name == WAITS:
+            waits.append(span)
+        elif name == PASS:
+            end = span[1]
+    window = (mark.start_ns(), mark.end_ns())
+    return _times(window, operations, collectives, waits, end, rest_is_compute=True)
+
+
+def _times(
+    window: Span,
+    compute: list[Span],
+    collectives: list[Span],
+    transfers: list[Span],
+    pipeline_end: int | None,
+    *,
+    rest_is_compute: bool,
+) -> StepTimes:
+    def within(spans: list[Span]) -> list[Span]:
+        begin, end = window
+        return union([(max(s, begin), min(e, end)) for s, e in spans if e > begin and s < end])
+
+    busy, talking, waiting = within(compute), within(collectives), within(transfers)
+    if rest_is_compute:  # a rank that stands waiting does nothing else
+        bubble = length(waiting)
+        communication = length(without(talking, union(busy + waiting)))
+    else:
+        bubble = length(without(waiting, union(busy + talking)))
+        communication = length(without(talking, busy))
+    step = window[1] - window[0]
+    computed = step - bubble - communication if rest_is_compute else length(busy)
+    idle = step - computed - communication - bubble
+    ended = None if pipeline_end is None else (pipeline_end - window[0]) / 1e6
+    return StepTimes(*(value / 1e6 for value in (step, computed, communication, bubble, idle)), ended)
+
+
+def waits_before(copies: Iterable[Span], compute: list[Span]) -> list[Span]:
+    """What stands still before copies that begin while nothing is computed; `compute` is a union."""
+    ends = [end for _, end in compute]
+    before = [(bisect_right(ends, start), start) for start, _ in copies]
+    return [
+        (ends[done - 1], start)
+        for done, start in before
+        if done and (done == len(compute) or compute[done][0] >= start)
+    ]
+
+
+def union(spans: Iterable[Span]) -> list[Span]:
+    """The same times in spans that are apart and in order."""
+    merged: list[Span] = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(end, merged[-1][1])
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def without(spans: list[Span], taken: list[Span]) -> list[Span]:
+    """What of `spans` is not in `taken`; both are unions."""
+    left: list[Span] = []
+    first = 0
+    for start, end in spans:
+        while first < len(taken) and taken[first][1] <= start:
+            first += 1
+        at = first
+        while at < len(taken) and taken[at][0] < end:
+            if taken[at][0] > start:
+                left.append((start, taken[at][0]))
+            start = taken[at][1]
+            at += 1
+        if start < end:
+            left.append((start, end))
+    return left
+
+
+def length(spans: Iterable[Span]) -> int:
+    return sum(end - start for start, end in spans)
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most that was allocated on the GPU so far, or that the process took of the host, libraries and all: bytes."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else 1024 * peak

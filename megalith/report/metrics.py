@@ -1,0 +1,238 @@
+"""What a run writes down of itself: `metrics.jsonl`, one line a step, `evaluations.jsonl` and `events.jsonl`.
+
+Every line of `metrics.jsonl` is a JSON object with the fields of `StepMetrics` (with experts `ExpertStepMetrics`), in
+that order; every line of
+`evaluations.jsonl` has `step`, `validation_loss` and `validation_perplexity`. A figure that is not known is null.
+So is one that is NaN or infinite, for JSON has neither: a loss that was lost shows as `"loss": null` with
+`"nan_iterations": 1`. A run that goes on from step k first cuts off what an earlier process wrote beyond k, so
+that no step stands twice. `events.jsonl` keeps everything: a line for each thing out of the ordinary, with its `time`,
+the `event`'s kind, a `text` for a reader, and its figures. Models with experts have `experts.jsonl` too: at every log
+interval `tokens`, for each layer the tokens sent to each of its experts.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from megalith.errors import DataError
+from megalith.io import open_file
+from megalith.report.line_file import LineFile
+from megalith.report.trackers import Sink
+
+METRICS_FILE = "metrics.jsonl"
+EVALUATIONS_FILE = "evaluations.jsonl"
+EVENTS_FILE = "events.jsonl"
+EXPERTS_FILE = "experts.jsonl"
+MAX_PERPLEXITY_EXPONENT = 20  # Megatron's: a perplexity beyond e^20 says no more
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One optimizer step. Field names are the keys of `metrics.jsonl`."""
+
+    step: int
+    """Counted from 1."""
+    loss: float | None
+    """Mean over the step's tokens; NaN or infinite when it was lost."""
+    grad_norm: float | None
+    """Before clipping."""
+    lr: float
+    global_batch_size: int
+    """Sequences in this step."""
+    consumed_samples: int
+    """Sequences since the start of the run, this step's included."""
+    step_time_ms: float
+    tokens_per_second_per_device: float | None
+    tflops_per_device: float | None
+    """In the causal convention (see planner/flops.py)."""
+    mfu: float | None
+    """0 to 1; None on a device without a known peak."""
+    max_memory_gb: float | None
+    """Most memory allocated on the device so far, in 10^9 bytes."""
+    skipped: int = 0
+    """1 when the update was skipped (a gradient overflowed), else 0."""
+    nan_iterations: int = 0
+    """1 when the loss was NaN or infinite, else 0: a sum over lines counts them."""
+    loss_scale: float | None = None
+    """fp16 only."""
+
+
+@dataclass(frozen=True)
+class ExpertStepMetrics(StepMetrics):
+    """A step of a model with experts, whose lines have these keys too."""
+
+    moe_aux_loss: float | None = None
+    """The experts' balancing loss before its coefficient, mean over layers and micro-batches; 1 when balanced."""
+    moe_z_loss: float | None = None
+    """The router's z-loss before its coefficient, likewise."""
+    moe_dropped: float | None = None
+    """Share of the choices of token and expert that capacities dropped, 0 to 1."""
+    moe_imbalance: float | None = None
+    """The most tokens of an expert against the mean, averaged over layers; 1 when balanced."""
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), at most e^20; NaN for NaN."""
+    return loss if math.isnan(loss) else math.exp(min(loss, MAX_PERPLEXITY_EXPONENT))
+
+
+def finite(value: Any) -> Any:
+    """`value`, or None when it is a NaN or infinite float."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+class MetricsWriter:
+    """Appends to the two files of `output_dir` and passes the same figures on to `sinks`.
+
+    start_step: the last step that this process will not repeat; lines beyond it are cut off. One process of
+    a run has a writer.
+    """
+
+    def __init__(self, output_dir: str | Path, start_step: int = 0, sinks: Sequence[Sink] = ()):
+        self._folder = Path(output_dir)
+        self._folder.mkdir(parents=True, exist_ok=True)
+        self._sinks = list(sinks)
+        self._events = LineFile(self._folder / EVENTS_FILE, late=True)
+        self._open(start_step)
+
+    def _open(self, start_step: int) -> None:
+        for name in (METRICS_FILE, EVALUATIONS_FILE, EXPERTS_FILE):
+            cut_after_step(self._folder / name, start_step)
+        self._metrics = LineFile(self._folder / METRICS_FILE)
+        self._evaluations = LineFile(self._folder / EVALUATIONS_FILE)
+        self._experts = LineFile(self._folder / EXPERTS_FILE, late=True)
+
+    def rewind(self, step: int) -> None:
+        """Cuts off what was written of the steps after `step`."""
+        self._close()
+        self._open(step)
+        for sink in self._sinks:
+            sink.rewind(step)
+
+    def _close(self) -> None:
+        for file in (self._metrics, self._evaluations, self._experts):
+            file.close()
+
+    def log_event(self, record: dict[str, Any]) -> None:
+        """`record`: what happened, as JSON takes it; NaN and infinite figures become null."""
+        now = datetime.now().astimezone().isoformat(timespec="seconds")
+        line = {"time": now, **{key: finite(value) for key, value in record.items()}}
+        self._events.write(json.dumps(line, allow_nan=False))
+
+    def log_step(self, metrics: StepMetrics) -> None:
+        record = {key: finite(value) for key, value in asdict(metrics).items()}
+        self._metrics.write(json.dumps(record, allow_nan=False))
+        self._send("train", record)
+
+    def log_experts(self, step: int, tokens: dict[int, list[int]]) -> None:
+        """`tokens`: those sent to each expert, by layer number."""
+        self._experts.write(json.dumps({"step": step, "tokens": tokens}))
+
+    def log_evaluation(self, step: int, validation_loss: float) -> None:
+        """`validation_loss`: mean over tokens, in nats."""
+        record = {
+            "step": step,
+            "validation_loss": finite(validation_loss),
+            "validation_perplexity": finite(perplexity(validation_loss)),
+        }
+        self._evaluations.write(json.dumps(record, allow_nan=False))
+        self._send("validation", record)
+
+    def close(self) -> None:
+        self._close()
+        self._events.close()
+        for sink in list(self._sinks):
+            self._guarded(sink, sink.close)
+
+    def _send(self, group: str, record: dict[str, Any]) -> None:
+        figures = {
+            f"{group}/{key.removeprefix('validation_')}": value
+            for key, value in record.items()
+            if key != "step" and value is not None
+        }
+        for sink in list(self._sinks):
+            self._guarded(sink, partial(sink.write, record["step"], figures))
+
+    def _guarded(self, sink: Sink, call: Callable[[], None]) -> None:
+        """A tracker that fails gets no more figures: it is no reason to end a run."""
+        try:
+            call()
+        except Exception as error:
+            self._sinks.remove(sink)
+            warnings.warn(
+                f"{type(sink).__name__} gets no more figures, it failed with {type(error).__name__}: {error}; "
+                f"{self._folder / METRICS_FILE} has them all",
+                stacklevel=3,
+            )
+
+    def __enter__(self) -> MetricsWriter:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def read_records(path: str | Path) -> list[dict[str, Any]]:
+    """The objects of a metrics or evaluations file; none when there is no file.
+
+    A last line that a crash tore is left out; any other line that is not one is a DataError naming it.
+    """
+    path = Path(path)
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    torn = lines.pop()  # what follows the last newline: nothing, or the line that a crash cut short
+    records = [_parse(line) for line in lines]
+    for number, record in enumerate(records, start=1):
+        if record is None:
+            raise DataError(
+                f"{path}, line {number} is not a JSON object with a step; mend or remove that line"
+            )
+    if torn and (record := _parse(torn)) is not None:
+        records.append(record)
+    return [record for record in records if record is not None]
+
+
+def last_step(path: str | Path) -> int:
+    """The last step in a metrics file, whatever else it holds; 0 where there is none."""
+    path = Path(path)
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n") if path.is_file() else []
+    return max((record["step"] for line in lines if (record := _parse(line)) is not None), default=0)
+
+
+def cut_after_step(path: str | Path, step: int) -> None:
+    """Drops what stands in `path` from the first line of a later step on, and a torn last line. It is cut off in its
+    place, which takes no room on the disk; a file that needs no cut is not touched. Raises OSError."""
+    path = Path(path)
+    if not path.is_file():
+        return
+    with os.fdopen(open_file(path, os.O_RDWR), "r+b") as file:
+        end = 0
+        for line in file:
+            record = _parse(line)
+            if record["step"] > step if record else not line.endswith(b"\n"):
+                break
+            end += len(line)
+        if end < os.fstat(file.fileno()).st_size:
+            os.ftruncate(file.fileno(), end)
+            os.fsync(file.fileno())
+
+
+def _parse(line: str | bytes) -> dict[str, Any] | None:
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None

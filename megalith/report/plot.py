@@ -1,0 +1,227 @@
+"""A run's curves in a PNG: loss, validation, learning rate, gradient norm, speed, and the balance of experts.
+
+One run's or several's. They come from what a run wrote (`metrics.jsonl`, `evaluations.jsonl`, `experts.jsonl`), so they
+can be drawn while it trains, after it has ended, and on another machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megalith.errors import DataError
+from megalith.io import replacing
+from megalith.report.console import si
+from megalith.report.metrics import EVALUATIONS_FILE, EXPERTS_FILE, METRICS_FILE, read_records
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+Points = list[tuple[int, float]]
+
+COLOURS = ("#1f6feb", "#d9480f", "#2b8a3e", "#862e9c", "#b08900", "#0b7285", "#c2255c", "#495057")
+DASHES = (0, (4, 4))
+SMOOTHED_PART = 30  # the smoothed curve is a mean over 1/30 of the run
+
+
+def plot_run(runs: str | Path | Sequence[str | Path], output_png: str | Path) -> Path:
+    """Draws loss, learning rate, gradient norm and tokens/s of one run folder, or of several over each other.
+
+    Returns the path written. A DataError names a folder without metrics.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    folders = [Path(runs)] if isinstance(runs, str | Path) else [Path(run) for run in runs]
+    histories = [(folder, _steps(folder), read_records(folder / EVALUATIONS_FILE)) for folder in folders]
+
+    has_experts = any("moe_imbalance" in steps[-1] for _, steps, _ in histories)
+    figure = Figure(figsize=(11, 7.5 + 2.5 * has_experts), dpi=130, layout="constrained")
+    figure.get_layout_engine().set(w_pad=0.12, h_pad=0.12)
+    grid = figure.add_gridspec(2 + has_experts, 3, height_ratios=(2.1, 1, 1)[: 2 + has_experts])
+    loss, rate, norm, speed = (
+        figure.add_subplot(cell) for cell in (grid[0, :], grid[1, 0], grid[1, 1], grid[1, 2])
+    )
+    names, drawn = run_names(folders), {}
+    for name, (_, steps, evaluations), colour in zip(names, histories, _cycle(COLOURS, len(histories))):
+        twin = drawn.setdefault(tuple(_points(steps, "loss")), name)
+        if twin != name:  # its curve would hide the other's
+            _draw_loss(loss, f"{name}, as {twin}", steps, evaluations, colour, DASHES)
+        else:
+            _draw_loss(loss, name, steps, evaluations, colour)
+        rate.plot(*_xy(_points(steps, "lr")), color=colour, linewidth=1.4)
+        norm.plot(*_xy(_points(steps, "grad_norm")), color=colour, linewidth=0.8)
+        speed.plot(*_xy(_points(steps, "tokens_per_second_per_device")), color=colour, linewidth=0.8)
+
+    if has_experts:
+        draw_experts([figure.add_subplot(grid[2, column]) for column in range(3)], histories)
+    rate.yaxis.set_major_formatter(lambda value, _: f"{value:.3g}")
+    speed.yaxis.set_major_formatter(lambda value, _: si(value))
+    trained = [_points(steps, "loss") for _, steps, _ in histories]
+    validated = [_points(evaluations, "validation_loss") for _, _, evaluations in histories]
+    loss.set_ylim(*_loss_limits(trained, validated))
+    loss.legend(frameon=False, fontsize=9)
+    speed.set_ylim(bottom=0)
+    for axes, title in (
+        (loss, "loss (nats a token)"),
+        (rate, "learning rate"),
+        (norm, "gradient norm, before clipping"),
+        (speed, "tokens/s/device"),
+    ):
+        _style(axes, title)
+    output = Path(output_png)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(output) as partial:
+        FigureCanvasAgg(figure).print_png(str(partial))
+    return output
+
+
+def draw_experts(
+    axes: Sequence[Axes], histories: Sequence[tuple[Path, list[dict[str, Any]], list[dict[str, Any]]]]
+) -> None:
+    """Imbalance and balancing loss of every run, and each expert's share of its layer's tokens, last logged."""
+    imbalance, aux, load = axes
+    for (_, steps, _), colour in zip(histories, _cycle(COLOURS, len(histories))):
+        imbalance.plot(*_xy(_points(steps, "moe_imbalance")), color=colour, linewidth=0.8)
+        imbalance.plot(*_xy(_points(steps, "moe_dropped")), color=colour, linewidth=0.8, linestyle=":")
+        aux.plot(*_xy(_points(steps, "moe_aux_loss")), color=colour, linewidth=0.8)
+    _style(imbalance, "busiest expert / mean (dotted: dropped)")
+    _style(aux, "balancing loss (1: even)")
+    records = [read_records(folder / EXPERTS_FILE) for folder, _, _ in histories]
+    last = next((of_run[-1] for of_run in records if of_run), None)
+    if last is None:
+        load.set_axis_off()
+        return
+    rows = [sorted(row, reverse=True) for row in last["tokens"].values()]
+    even = [[value * len(row) / (sum(row) or 1) for value in row] for row in rows]
+    drawn = load.imshow(even, aspect="auto", cmap="viridis", vmin=0, interpolation="nearest")
+    load.figure.colorbar(drawn, ax=load)
+    _style(load, f"load / mean by layer, step {last['step']}")
+    load.grid(False)
+    layers, step = list(last["tokens"]), -(-len(rows) // 8)
+    load.set_yticks(range(0, len(rows), step), layers[::step])
+    load.set_xlabel("experts, busiest first", fontsize=8, color="#495057")
+
+
+def loss_points(run_dir: str | Path) -> Points:
+    """(step, loss) of a run folder, without lost losses, for `text_curve.text_curve`."""
+    return _points(_steps(Path(run_dir)), "loss")
+
+
+def smooth(points: Points, window: int) -> Points:
+    """The mean of `window` points around each (of one more where that is even).
+
+    Where there are not as many to one side, the straight line that fits the first or the last so many best. So a slope
+    is not shifted, and neither end of the curve is as rough as a single point.
+    """
+    half = min(window, len(points) - 1) // 2
+    values = [value for _, value in points]
+    result = []
+    for i, (step, _) in enumerate(points):
+        centre = min(max(i, half), len(points) - 1 - half)
+        around = values[centre - half : centre + half + 1]
+        value = sum(around) / len(around)
+        if i != centre:
+            squares = sum(place**2 for place in range(-half, half + 1))
+            value += (i - centre) * sum(place * y for place, y in enumerate(around, -half)) / squares
+        result.append((step, value))
+    return result
+
+
+def _steps(folder: Path) -> list[dict[str, Any]]:
+    steps = read_records(folder / METRICS_FILE)
+    if not steps:
+        raise DataError(
+            f"there is nothing to plot in {folder}: {METRICS_FILE} is missing or empty; "
+            "name the output folder of a run that has made a step"
+        )
+    return steps
+
+
+def _points(records: list[dict[str, Any]], key: str) -> Points:
+    """The finite values."""
+    known = [(record["step"], record.get(key)) for record in records]
+    return [(step, value) for step, value in known if value is not None and math.isfinite(value)]
+
+
+def run_names(folders: Sequence[Path]) -> list[str]:
+    """A name of its own for each run: as much of the end of its path as it takes, and a number for one given again.
+
+    As a legend takes it, which leaves out what begins with an underscore and reads what stands between dollars.
+    """
+    paths = [folder.resolve() for folder in folders]
+    names = []
+    for number, path in enumerate(paths):
+        others = {other for other in paths if other != path}
+        for length in range(1, len(path.parts) + 1):
+            name = str(Path(*path.parts[-length:]))
+            if name[0] != "_" and all(other.parts[-length:] != path.parts[-length:] for other in others):
+                break
+        again = paths[:number].count(path)
+        names.append(name.replace("$", r"\$") + (f" ({again + 1})" if again else ""))
+    return names
+
+
+def _draw_loss(
+    axes: Axes,
+    name: str,
+    steps: list[dict[str, Any]],
+    evaluations: list[dict[str, Any]],
+    colour: str,
+    style: Any = "-",
+) -> None:
+    points = _points(steps, "loss")
+    window = len(points) // SMOOTHED_PART
+    axes.plot(*_xy(points), color=colour, linewidth=0.7, alpha=0.3)
+    axes.plot(*_xy(smooth(points, window)), color=colour, linestyle=style, linewidth=1.8, label=name)
+    checks = _points(evaluations, "validation_loss")
+    if checks:
+        axes.plot(
+            *_xy(checks),
+            color=colour,
+            linestyle="none",
+            marker="o",
+            markersize=6,
+            markerfacecolor="white",
+            markeredgewidth=1.6,
+            label=f"{name}, validation (last {checks[-1][1]:.3f})",
+        )
+    lost = [record["step"] for record in steps if record.get("nan_iterations")]
+    for step in lost:
+        label = f"{name}, lost losses (NaN): {len(lost)}" if step == lost[0] else None
+        axes.axvline(step, color=colour, linewidth=1, linestyle=":", label=label)
+
+
+def _loss_limits(trained: list[Points], validated: list[Points]) -> tuple[float | None, float | None]:
+    """Limits that a single spike cannot stretch: all points below, smoothed and validation curves above."""
+    smoothed = [smooth(points, len(points) // SMOOTHED_PART) for points in trained]
+    tops = [y for points in smoothed + validated for _, y in points]
+    if not tops:
+        return None, None
+    low, high = min(y for points in trained + validated for _, y in points), max(tops)
+    margin = 0.05 * (high - low) or 0.5
+    return low - margin, high + margin
+
+
+def _style(axes: Axes, title: str) -> None:
+    axes.set_title(title, loc="left", fontsize=10, color="#343a40")
+    axes.grid(True, color="#e9ecef", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.tick_params(labelsize=8, colors="#495057", length=0)
+    axes.margins(x=0.01)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color("#ced4da")
+    axes.xaxis.set_major_formatter(lambda value, _: si(value))
+    axes.xaxis.get_major_locator().set_params(integer=True, nbins=6)
+    axes.set_xlabel("step", fontsize=8, color="#495057")
+
+
+def _xy(points: Points) -> tuple[list[int], list[float]]:
+    return [x for x, _ in points], [y for _, y in points]
+
+
+def _cycle(values: Sequence[str], count: int) -> list[str]:
+    return [values[i % len(values)] for i in range(count)]

@@ -1,0 +1,242 @@
+"""From steps to figures: what a step computed on the device becomes a line in the log, on one rank of the run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megalith.config import RunConfig
+from megalith.hardware import device_kind
+from megalith.io import replace_file
+from megalith.launch.lock import refused
+from megalith.parallel.mesh import Mesh
+from megalith.parallel.pipeline.executor import Pipeline
+from megalith.planner.flops import flops_per_token, throughput
+from megalith.planner.layout import Layout, build_layout
+from megalith.planner.topology import gather_places, topology_notes
+from megalith.report.clock import StartClock, StepClock
+from megalith.report.console import TrainingConsole, open_console
+from megalith.report.expert_load import expert_load
+from megalith.report.health import ReadStep
+from megalith.report.layout_report import LayoutReport
+from megalith.report.layout_text import layout_text, paragraph
+from megalith.report.metrics import METRICS_FILE, ExpertStepMetrics, MetricsWriter, StepMetrics, last_step
+from megalith.report.profiler import StepProfiler, traced_steps
+from megalith.report.stragglers import Stragglers
+from megalith.report.summary import print_summary
+from megalith.report.trackers import open_sinks
+
+
+@dataclass(frozen=True)
+class PendingStep:
+    """A step whose figures may still be on the device."""
+
+    step: int
+    consumed_samples: int
+    batch_size: int
+    lr: float
+    loss: Tensor
+    grad_norm: Tensor
+    skipped: Tensor
+    loss_scale: Tensor
+    tallies: Tensor | None = None
+    """What the experts got, float32 [layers with experts, experts + 3]."""
+
+    def read(self) -> ReadStep:
+        """Its figures on the host; waits for the device."""
+        loss, grad_norm, skipped, loss_scale = torch.stack(
+            [self.loss, self.grad_norm, self.skipped, self.loss_scale]
+        ).tolist()
+        return ReadStep(
+            self.step, self.consumed_samples, self.batch_size, loss, grad_norm, bool(skipped), loss_scale
+        )
+
+
+@contextmanager
+def open_report(
+    config: RunConfig,
+    mesh: Mesh,
+    device: torch.device,
+    step: int,
+    total_steps: int,
+    pipeline: Pipeline | None = None,
+    starting: StartClock | None = None,
+) -> Iterator[Report]:
+    """The report of a run that has made `step` of `total_steps` steps. Rank 0 prints and writes, the others keep still.
+
+    At the start it prints the summary, and where there are several ranks the layout, and writes the resolved
+    configuration into the output folder.
+    """
+    layout = build_layout(config, mesh.world.size)
+    places = gather_places(mesh, device)
+    if mesh.world.rank != 0:
+        yield Report(layout, mesh, device, step, pipeline)
+        return
+    output = Path(config.train.output_dir)
+    with refused(output):
+        sinks = open_sinks(config, step, last_step(output / METRICS_FILE) if config.log.wandb else 0)
+        replace_file(output / "config.yaml", config.to_yaml())
+        metrics = MetricsWriter(output, step, sinks)
+    print_summary(config, device_kind(device), mesh.dp.size)
+    if mesh.world.size > 1:
+        print(layout_text(layout, [place.host for place in places]))
+    for note in config.notes:
+        print(f"note: {note}")
+    for note in topology_notes(layout, places):
+        print(paragraph(note))
+    with (
+        metrics,
+        open_console(total_steps, config.log.log_interval) as console,
+        StepProfiler(output, traced_steps(config.log), console.note) as profiler,
+    ):
+        yield Report(layout, mesh, device, step, pipeline, metrics, console, profiler, starting)
+
+
+class Report:
+    """Turns steps into metrics at each log interval, so that between two the host never waits for the device."""
+
+    def __init__(
+        self,
+        layout: Layout,
+        mesh: Mesh,
+        device: torch.device,
+        step: int,
+        pipeline: Pipeline | None = None,
+        metrics: MetricsWriter | None = None,
+        console: TrainingConsole | None = None,
+        profiler: StepProfiler | None = None,
+        starting: StartClock | None = None,
+    ):
+        """`step` is the last step that was made before."""
+        self._config = config = layout.config
+        self.clock = StepClock(device)
+        self.last_loss: float | None = None
+        self._metrics, self._console, self._profiler = metrics, console, profiler
+        self._starting = starting or StartClock()
+        self._world, self._device = mesh.world, device
+        self._layout = LayoutReport(layout, mesh, device, step + 1, self.note, pipeline)
+        self._stragglers = Stragglers(config.runtime, mesh, device, self._is_traced, self.event)
+        self._read: list[ReadStep] = []
+        self._pending: list[PendingStep] = []
+        self._first = step + 1
+        self._interval = config.log.log_interval if device.type == "cuda" else 1
+        self._fp16 = config.train.precision == "fp16"
+        self._tokens = config.data.seq_length
+        self._flops = flops_per_token(config.model, config.data.seq_length, config.lora).causal
+        self._peak = device_kind(device).peak(config.train.precision)
+        self._traced = traced_steps(config.log)
+
+    def before_step(self, step: int) -> None:
+        """To be called at the head of every step."""
+        if self._profiler is not None:
+            self._profiler.before_step(step)
+        self._layout.before_step(step)
+        self._stragglers.before_step(step)
+
+    def add(self, step: PendingStep) -> None:
+        """Takes a step; its figures are read at the end of the log interval."""
+        self._layout.after_step()
+        self._stragglers.after_step()
+        self._pending.append(step)
+        if step.step == self._first or step.step % self._interval == 0:
+            self.flush()
+        if step.step == self._first:
+            self._starting.mark("first step")
+            if parts := str(self._starting):
+                self.note(parts)
+
+    def flush(self) -> None:
+        """Reads what is pending and hands it to the log."""
+        times = self.clock.milliseconds()
+        pending, self._pending = self._pending, []
+        for step, milliseconds in zip(pending, times):
+            read = step.read()
+            self._read.append(read)
+            self.last_loss = read.loss
+            if self._metrics is not None:
+                metrics = self._figures(read, step.lr, milliseconds)
+                if step.tallies is not None:
+                    metrics = self._with_experts(metrics, step.tallies)
+                self._metrics.log_step(metrics)
+                self._console.log_step(metrics)
+
+    def take_read(self) -> list[ReadStep]:
+        """The steps whose figures were read since the last call, on every rank."""
+        read, self._read = self._read, []
+        return read
+
+    def rewind(self, step: int) -> None:
+        """Forgets what was logged of the steps after `step`: they are going to be made again."""
+        if self._metrics is not None:
+            self._metrics.rewind(step)
+
+    def end(self) -> None:
+        """To be called by every rank after the last step."""
+        self._layout.end()
+
+    def evaluating(self, step: int, done: int, total: int) -> None:
+        """So many batches of an evaluation are done."""
+        if self._console is not None:
+            self._console.evaluating(step, done, total)
+
+    def evaluation(self, step: int, loss: float) -> None:
+        """Logs the validation loss, the mean over tokens, after `step`."""
+        if self._metrics is not None:
+            self._metrics.log_evaluation(step, loss)
+            self._console.log_evaluation(step, loss)
+
+    def note(self, text: str) -> None:
+        """Prints a line of its own."""
+        if self._console is not None:
+            self._console.note(text)
+
+    def event(self, text: str, *, event: str, **figures: Any) -> None:
+        """Something out of the ordinary: a line of its own, and an entry in events.jsonl."""
+        self.note(text)
+        if self._metrics is not None:
+            self._metrics.log_event({"event": event, **figures, "text": text})
+
+    def _figures(self, step: ReadStep, lr: float, milliseconds: float) -> StepMetrics:
+        tokens, devices = step.batch_size * self._tokens, self._world.size
+        speed = throughput(tokens, milliseconds / 1e3, devices, self._flops, self._peak)
+        return StepMetrics(
+            step=step.step,
+            loss=step.loss,
+            grad_norm=step.grad_norm,
+            lr=lr,
+            global_batch_size=step.batch_size,
+            consumed_samples=step.consumed_samples,
+            step_time_ms=milliseconds,
+            tokens_per_second_per_device=speed.tokens_per_second_per_device,
+            tflops_per_device=speed.tflops_per_device,
+            mfu=speed.mfu,
+            max_memory_gb=self._max_memory_gb(),
+            skipped=int(step.skipped),
+            nan_iterations=int(not math.isfinite(step.loss)),
+            loss_scale=step.loss_scale if self._fp16 else None,
+        )
+
+    def _with_experts(self, metrics: StepMetrics, tallies: Tensor) -> ExpertStepMetrics:
+        load = expert_load(tallies, self._config, metrics.global_batch_size)
+        if metrics.step % self._config.log.log_interval == 0:
+            self._metrics.log_experts(metrics.step, load.tokens)
+        return ExpertStepMetrics(
+            **vars(metrics),
+            moe_aux_loss=load.aux_loss,
+            moe_z_loss=load.z_loss,
+            moe_dropped=load.dropped,
+            moe_imbalance=load.imbalance,
+        )
+
+    def _is_traced(self, step: int) -> bool:
+        return step == self._layout.measured_step or step in self._traced
+
+    def _max_memory_gb(self) -> float | None:
+        return torch.cuda.max_memory_allocated(self._device) / 1e9 if self._device.type == "cuda" else None

@@ -1,0 +1,1 @@
+"""The loop, a run's construction and state, resuming and recovering."""

@@ -1,0 +1,254 @@
+"""What a run is made of, from its configuration: tokenizer, model, data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from megalith.bridge.adapters import with_lora_load
+from megalith.bridge.families import family_for
+from megalith.bridge.load import with_init_from
+from megalith.comm.collectives import Axis
+from megalith.config import RunConfig
+from megalith.config.batch_size import BatchSizeSchedule
+from megalith.config.rules.run_rules import check_training, data_parallel_size
+from megalith.data.batch import BoundaryRules
+from megalith.data.blend import build_datasets, indexed_datasets
+from megalith.data.dataset import SampleDataset, parse_split
+from megalith.data.loader import Loader
+from megalith.data.mock import MockDataset
+from megalith.data.order import SampleOrder, SingleOrder, sample_order
+from megalith.data.tokenizers.build import Tokenizer, build_tokenizer
+from megalith.errors import ConfigError
+from megalith.models.adapters import add_adapters
+from megalith.models.transformer import Transformer
+from megalith.optim.loss_scale import build_loss_scale
+from megalith.optim.schedule import build_schedule
+from megalith.parallel.mesh import Mesh
+from megalith.parallel.model import ParallelModel
+from megalith.parallel.pipeline.pipeline_rules import check_pipeline
+
+COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def prepare(config: RunConfig, world_size: int) -> tuple[RunConfig, Tokenizer | None]:
+    """The configuration with what it left to the tokenizer and the data, found possible; and the tokenizer.
+
+    Raises ConfigError where it cannot be trained on `world_size` processes; what is only unwise becomes a note.
+    """
+    config = with_init_from(config)
+    tokenizer = build_run_tokenizer(config)
+    config = with_lora_load(complete(config, tokenizer))
+    check_training(config, world_size)
+    _check_parts(config, tokenizer)
+    _shorten_evaluations(config)
+    if config.checkpoint.export_hf:
+        family_for(config.model)  # there has to be one
+    dp = data_parallel_size(config.parallel, world_size)
+    warnings = check_pipeline(config, BatchSizeSchedule.from_config(config.train, dp).all_micro_batches)
+    config.notes.extend(warnings)
+    return config, tokenizer
+
+
+def _shorten_evaluations(config: RunConfig) -> None:
+    """Where the run does not say how long an evaluation is, it takes no longer than a tenth of the run's steps."""
+    train = config.train
+    if "eval_iters" not in train.model_fields_set:
+        steps = BatchSizeSchedule.from_config(train, data_parallel_size=1).iterations(train)
+        train.eval_iters = max(1, min(train.eval_iters, steps // 10))
+
+
+def _check_parts(config: RunConfig, tokenizer: Tokenizer | None) -> None:
+    """Makes what takes neither a device nor time, so that what it refuses is refused before a process waits."""
+    build_schedule(config.optim, config.train)
+    build_loss_scale(config.train.precision, config.optim, "cpu")
+    _boundary_rules(config, tokenizer)
+    parse_split(config.data.split)
+
+
+def _boundary_rules(config: RunConfig, tokenizer: Tokenizer | None) -> BoundaryRules:
+    data, eod = config.data, tokenizer.eod if tokenizer is not None else None
+    return BoundaryRules(eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss)
+
+
+def build_run_tokenizer(config: RunConfig) -> Tokenizer | None:
+    """The tokenizer that `data` names, or None when it names none."""
+    data = config.data
+    if data.tokenizer_type is None:
+        if data.tokenizer_model is not None:
+            raise ConfigError(
+                f"data.tokenizer_model is {data.tokenizer_model!r} but data.tokenizer_type is not set; set it, "
+                "for example to HuggingFaceTokenizer"
+            )
+        return None
+    vocab_size = None
+    if data.tokenizer_type == "TikTokenizer":
+        vocab_size = config.model.vocab_size
+    if data.tokenizer_type == "NullTokenizer" and config.model.vocab_size is not None:
+        vocab_size = config.model.vocab_size - 1  # it adds the end of document, which model.vocab_size counts
+    return build_tokenizer(
+        data.tokenizer_type,
+        data.tokenizer_model,
+        vocab_file=data.vocab_file,
+        merge_file=data.merge_file,
+        vocab_size=vocab_size,
+    )
+
+
+def complete(config: RunConfig, tokenizer: Tokenizer | None) -> RunConfig:
+    """`config` with what it left to the tokenizer and the data: the vocabulary and the longest sequence.
+
+    Raises ConfigError for a tokenizer with more entries than the model has.
+    """
+    config = config.model_copy(deep=True)
+    model = config.model
+    if tokenizer is not None:
+        if model.vocab_size is None:
+            model.vocab_size = tokenizer.vocab_size
+        if tokenizer.vocab_size > model.vocab_size:
+            raise ConfigError(
+                f"the tokenizer has {tokenizer.vocab_size} entries but model.vocab_size is {model.vocab_size}; "
+                "raise it, or leave it out to take the tokenizer's"
+            )
+    if model.max_position_embeddings is None:
+        model.max_position_embeddings = config.data.seq_length
+    return config
+
+
+def build_meta_model(config: RunConfig) -> Transformer:
+    """The whole model on the meta device: names, shapes and types, without values."""
+    model = Transformer(
+        config.model,
+        compute_dtype=COMPUTE_DTYPES[config.train.precision],
+        seed=config.train.seed,
+        device="meta",
+    )
+    if config.lora.rank is not None:
+        add_adapters(model, config.lora)
+    return model
+
+
+def build_model(config: RunConfig, mesh: Mesh, device: torch.device) -> ParallelModel:
+    """This rank's part of the model on `device` with its initial weights, ready to train."""
+    return ParallelModel(build_meta_model(config), config, mesh, device)
+
+
+def vocabulary_rows(config: RunConfig) -> dict[str, int]:
+    """The parameters with a row a vocabulary entry, and how many of their rows are not padding."""
+    rows = {"embedding.word_embeddings.weight": config.model.vocab_size}
+    if config.model.untie_embeddings_and_output_weights:
+        rows["output_layer.weight"] = config.model.vocab_size
+    return rows
+
+
+def open_datasets(
+    config: RunConfig, samples: tuple[int, int, int], eod: int | None
+) -> tuple[SampleDataset, SampleDataset | None, SampleDataset | None]:
+    """The train, valid and test data for so many samples each; None where a split has none or none are asked for."""
+    data, model, seed = config.data, config.model, config.train.seed
+    if data.mock:
+        train, valid, test = (
+            MockDataset(model.vocab_size, data.seq_length, count, seed + part, eod) if count else None
+            for part, count in enumerate(samples)
+        )
+        return train, valid, test
+    if data.data_path is not None:
+        bounds = parse_split(data.split)
+        wanted = [count if bounds[i + 1] > bounds[i] else 0 for i, count in enumerate(samples) if i]
+    else:
+        own = (data.valid_data_path, data.test_data_path)
+        wanted = [count if path is not None else 0 for count, path in zip(samples[1:], own)]
+    return build_datasets(
+        data.data_path,
+        data.split,
+        data.seq_length,
+        (samples[0], *wanted),
+        seed,
+        train_data_path=data.train_data_path,
+        valid_data_path=data.valid_data_path,
+        test_data_path=data.test_data_path,
+    )
+
+
+class Data:
+    """The datasets of a run and the loaders over them."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        batch_sizes: BatchSizeSchedule,
+        total_steps: int,
+        tokenizer: Tokenizer | None,
+        dp: Axis,
+    ):
+        """`dp`: every rank of it gets micro-batches of its own, every other rank of the mesh the same as they."""
+        self._config, self._dp = config, dp
+        self._batch_sizes = batch_sizes
+        self._total_steps = total_steps
+        self._rules = _boundary_rules(config, tokenizer)
+        evaluated = config.train.eval_iters * batch_sizes.global_batch_size
+        samples = (batch_sizes.samples_for_iterations(total_steps), evaluated, evaluated)
+        self.train, self.valid, self.test = open_datasets(config, samples, self._rules.eod)
+        again = [f"{prefix} {count} times" for prefix, count in self.train.epochs().items() if count > 1]
+        if again and config.data.dataloader_type == "single":
+            config.notes.append(
+                f"data.dataloader_type single reads the run's {samples[0]:,} samples in order, each once, and these go "
+                f"over the documents more than once: {', '.join(again)}"
+            )
+
+    def train_loader(
+        self,
+        step: int,
+        consumed_samples: int,
+        device: torch.device,
+        left_out: Sequence[Sequence[int]] = (),
+    ) -> Loader:
+        """Micro-batches from after `consumed_samples` to the end of the run, without `left_out` (see data/order.py)."""
+
+        def sizes() -> Iterable[int]:
+            consumed = consumed_samples
+            for _ in range(step, self._total_steps):
+                size = self._batch_sizes.size(consumed)
+                yield size
+                consumed += size
+
+        data, seed = self._config.data, self._config.train.seed
+        order = sample_order(data.dataloader_type, len(self.train), seed, left_out)
+        return self._loader(self.train, order, sizes(), device, consumed_samples)
+
+    def files(self) -> dict[str, dict[str, int | str]]:
+        """Of each indexed dataset that is trained on, by its prefix, what tells whether it is the same (`identity`)."""
+        return {indexed.prefix: indexed.identity() for indexed in indexed_datasets(self.train)}
+
+    def in_order_of(self, num_samples: int) -> bool:
+        """Whether a run of so many samples takes the same ones, as far as both go."""
+        return self.train.in_order_of(num_samples, permuted=self._config.data.dataloader_type == "cyclic")
+
+    def evaluation_loader(self, dataset: SampleDataset, device: torch.device) -> Loader:
+        """The same eval_iters global batches at every evaluation, from the dataset's beginning."""
+        sizes = [self._batch_sizes.global_batch_size] * self._config.train.eval_iters
+        return self._loader(dataset, SingleOrder(len(dataset), wrap=True), sizes, device)
+
+    def _loader(
+        self,
+        dataset: SampleDataset,
+        order: SampleOrder,
+        batch_sizes: Iterable[int],
+        device: torch.device,
+        consumed_samples: int = 0,
+    ) -> Loader:
+        return Loader(
+            dataset,
+            order,
+            micro_batch_size=self._config.train.micro_batch_size,
+            batch_sizes=batch_sizes,
+            vocab_size=self._config.model.vocab_size,
+            data_parallel_rank=self._dp.rank,
+            data_parallel_size=self._dp.size,
+            consumed_samples=consumed_samples,
+            num_workers=self._config.data.num_workers,
+            ahead=2 * max(self._batch_sizes.all_micro_batches),  # two steps
+            pin_memory=device.type == "cuda",
+            rules=self._rules,
+        )

@@ -1,0 +1,75 @@
+"""A trained model from its checkpoint, ready to use."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from megalith.bridge.folder import is_model_folder
+from megalith.bridge.importer import SEED, common_dtype, open_source
+from megalith.bridge.load import begin_from, check_base, config_of, load_source
+from megalith.bridge.origin import check_vocabulary, saved_tokenizer, tokenizer_of
+from megalith.checkpoint import Checkpoint, load_model, open_existing
+from megalith.checkpoint.state import base_fingerprint
+from megalith.config import RunConfig
+from megalith.data.tokenizers.build import Tokenizer
+from megalith.models.adapters import adapters, add_adapters
+from megalith.models.init import initialize
+from megalith.models.transformer import Transformer
+from megalith.parallel.gather import ALONE
+from megalith.training.build import COMPUTE_DTYPES, vocabulary_rows
+
+
+def load(path: str | Path, device: str | torch.device = "cpu") -> Transformer:
+    """The model of a run folder, one of its steps, or a Hugging Face folder, in evaluation mode on `device`.
+
+    `model(input_ids)`, with int64 [batch, seq], gives logits [batch, seq, vocab] in the run's precision, or in the
+    type of the folder's weights. Raises CheckpointError when there is no whole checkpoint, ConfigError for a Hugging
+    Face model that cannot be built here.
+    """
+    return load_with_tokenizer(path, device)[0]
+
+
+def load_with_tokenizer(
+    path: str | Path, device: str | torch.device = "cpu"
+) -> tuple[Transformer, Tokenizer | None]:
+    """As `load`, with the tokenizer that the checkpoint carries, or None where the run had none."""
+    if is_model_folder(path):
+        return _load_hugging_face(path, device)
+    checkpoint = open_existing(path)
+    config = config_of(checkpoint)
+    model = Transformer(
+        config.model,
+        compute_dtype=COMPUTE_DTYPES[config.train.precision],
+        seed=config.train.seed,
+        device=device,
+    )
+    if config.lora.rank is not None:
+        _add_adapters(model, checkpoint, config, device)
+    load_model(checkpoint, model, vocabulary_rows(config))
+    return model.eval(), saved_tokenizer(checkpoint.tokenizer_folder)
+
+
+def _add_adapters(
+    model: Transformer, checkpoint: Checkpoint, config: RunConfig, device: str | torch.device
+) -> None:
+    """Gives a model without values those of its base, and adapters without values."""
+    base, seed = config.model.init_from, config.train.seed
+    if base is None:
+        initialize(model, config.model, seed)
+    else:
+        begin_from(base, model, vocabulary_rows(config), seed, ALONE)
+        check_base(checkpoint, base_fingerprint(model, vocabulary_rows(config)), base)
+    add_adapters(model, config.lora)
+    for _, adapter in adapters(model):
+        adapter.to_empty(device=device)
+
+
+def _load_hugging_face(path: str | Path, device: str | torch.device) -> tuple[Transformer, Tokenizer | None]:
+    fit = open_source(path)
+    shape, tokenizer = fit.groups[0].model, tokenizer_of(fit.source.path)
+    check_vocabulary(fit.source, tokenizer, shape.vocab_size)
+    model = Transformer(shape, compute_dtype=common_dtype(fit), device=device)
+    load_source(fit, model, SEED)
+    return model.eval(), tokenizer

@@ -1,0 +1,36 @@
+"""What is set once for the whole process before a run, and nowhere else."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from megalith.config import RunConfig
+from megalith.hardware import pick_device
+
+RECOMPILE_LIMIT = 64  # shapes and modes (training, evaluation) of one layer's code
+
+
+def prepare_process(config: RunConfig, local_rank: int) -> torch.device:
+    """The device of process `local_rank` of this machine, as pick_device gives it, ready for the run: deterministic
+    kernels where asked for, no TF32 in a run that is fp32, room to compile several models."""
+    if config.parallel.symmetric_memory_groups:
+        # A stream that awaits another rank's flag holds up the streams that share its queue to the device; the driver's
+        # own choice is 8 queues. Read when CUDA starts, which it does when it is asked for its devices.
+        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+    device = pick_device(config.runtime.device, local_rank)
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+        torch.backends.cuda.matmul.fp32_precision = "ieee"
+        torch.backends.cudnn.conv.fp32_precision = "ieee"
+        if config.runtime.compile is not False:
+            from megalith.training.compiler import prepare_compiler  # imports torch's compiler: seconds
+
+            prepare_compiler(config.runtime.activation_memory_budget)
+    if config.train.deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS first starts
+    torch.use_deterministic_algorithms(config.train.deterministic)
+    # Every model of this process counts against one limit per function; past it torch refuses to go on.
+    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
+    return device

@@ -1,0 +1,245 @@
+"""Going on: which checkpoint a run starts from, whether it fits, and the run's state as it was then."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from megalith.bridge.adapters import begin_from_peft
+from megalith.bridge.load import FREE, begin_from, check_base
+from megalith.bridge.settings import changed
+from megalith.checkpoint import (
+    Checkpoint,
+    DataRecord,
+    list_steps,
+    load_model,
+    load_optimizer,
+    open_checkpoint,
+    state_boxes,
+)
+from megalith.checkpoint.agree import together
+from megalith.checkpoint.state import base_fingerprint
+from megalith.checkpoint.steps import CHECKPOINTS, next_save_number, save_order
+from megalith.config import LoraConfig, RunConfig
+from megalith.config.base import Decides
+from megalith.config.batch_size import BatchSizeSchedule
+from megalith.config.rules.unused import unread_settings
+from megalith.data.tokenizers.build import Tokenizer
+from megalith.errors import CheckpointError
+from megalith.optim.schedule import build_schedule
+from megalith.training.build import vocabulary_rows
+from megalith.training.run_state import Run
+
+
+def load_run(run: Run) -> Path | None:
+    """Fills a new run from the checkpoint that `checkpoint.load` names; returns its folder.
+
+    None where there is none: then the weights are those of `model.init_from`, or the initial ones, and adapters those
+    of `lora.load`. Raises CheckpointError, on all ranks, where it is damaged or does not fit.
+    """
+    checkpoint, config, world = _first_checkpoint(run), run.config, run.mesh.world
+    found = together(world, lambda: {} if world.rank else run.data.files())[0]
+    run.data_files = {prefix: DataRecord(**files) for prefix, files in found.items()}
+    frozen = config.lora.rank is not None  # a checkpoint then holds the adapters alone
+    if config.model.init_from is not None and (frozen or checkpoint is None):
+        chunks, rows = run.model.chunks, vocabulary_rows(config)
+        begin_from(config.model.init_from, chunks, rows, config.train.seed, world)
+        if frozen:
+            _remember_base(run, checkpoint)
+    if checkpoint is None:
+        if config.lora.load is not None:
+            begin_from_peft(config, run.model.chunks)
+        return None
+    restore(run, checkpoint, config.checkpoint.load_optim)
+    config.notes.extend(_notes_on_change(run, checkpoint))
+    return checkpoint.folder
+
+
+def _notes_on_change(run: Run, checkpoint: Checkpoint) -> list[str]:
+    """What to tell where the run goes on otherwise than that of the checkpoint would have."""
+    if not run.consumed_samples:
+        return []
+    before = RunConfig.from_tree(checkpoint.manifest.config)
+    samples = [*_notes_on_samples(run, before, checkpoint)] or [*_notes_on_length(run, before, checkpoint)]
+    return [*samples, *_notes_on_updates(run, before, checkpoint)]
+
+
+def _changed(before: RunConfig, config: RunConfig, what: Decides) -> list[str]:
+    """Settings that decide `what`, that a run reads, and that are not as they were: with both values."""
+    found = []
+    for section in RunConfig.model_fields:
+        was, now = getattr(before, section), getattr(config, section)
+        unread = unread_settings(before, section) & unread_settings(config, section)
+        for name in was.deciding(what):
+            values = getattr(was, name), getattr(now, name)
+            if values[0] != values[1] and name not in unread:
+                found.append(_was_and_is(f"{section}.{name}", *values))
+    return found
+
+
+def _was_and_is(name: str, was: Any, now: Any) -> str:
+    return f"{name} was {was!r} and is {now!r}"
+
+
+def _notes_on_samples(run: Run, before: RunConfig, checkpoint: Checkpoint) -> Iterator[str]:
+    """Where the samples to come are not those that the run of the checkpoint would have taken."""
+    others = _changed(before, run.config, Decides.SAMPLES)
+    for prefix, was in checkpoint.manifest.data.items():
+        now = run.data_files.get(prefix, was)
+        others += [_was_and_is(f"{name} of {prefix}", a, b) for (name, a), (_, b) in zip(was, now) if a != b]
+    if others:
+        yield (
+            f"samples need not be those that the run of {checkpoint.folder} would have taken: {'; '.join(others)}; "
+            f"training goes on behind the first {run.consumed_samples:,} of what is set now. To begin its data anew, "
+            f"start a run of its own with model.init_from={checkpoint.folder}"
+        )
+
+
+def _notes_on_updates(run: Run, before: RunConfig, checkpoint: Checkpoint) -> Iterator[str]:
+    """Where the same samples move the weights otherwise."""
+    others, position = _changed(before, run.config, Decides.UPDATES), (run.step, run.consumed_samples)
+    was, now = (build_schedule(c.optim, c.train).learning_rate(*position) for c in (before, run.config))
+    if was != now:
+        others.append(f"the learning rate of the next step would have been {was:.4g} and is {now:.4g}")
+    if others:
+        yield f"training goes on otherwise than the run of {checkpoint.folder} would have: {'; '.join(others)}"
+
+
+def _notes_on_length(run: Run, before: RunConfig, checkpoint: Checkpoint) -> Iterator[str]:
+    """Where the samples are those of before, but a run of another length takes them in another order."""
+    sizes = BatchSizeSchedule.from_config(before.train, data_parallel_size=1)
+    was = sizes.samples_for_iterations(sizes.iterations(before.train))
+    now = run.batch_sizes.samples_for_iterations(run.total_steps)
+    if was != now and not run.data.in_order_of(was):
+        yield (
+            f"the run is {now:,} samples long, and that of {checkpoint.folder} was {was:,}: the epochs of the dataset "
+            "are shuffled for the length, so from here on samples come in another order, some of them again and "
+            "others not. To stop early and go on as if nothing had been, give a run its whole length and end it with "
+            "train.exit_interval or train.exit_duration_in_mins"
+        )
+
+
+def _remember_base(run: Run, checkpoint: Checkpoint | None) -> None:
+    """Notes which weights the adapters are trained on; those of `checkpoint` have to be of the same."""
+    run.base = base_fingerprint(run.model.chunks, vocabulary_rows(run.config), run.mesh.world)
+
+    def check() -> None:
+        if checkpoint is not None and run.mesh.world.rank == 0:
+            check_base(checkpoint, run.base, run.config.model.init_from)
+
+    together(run.mesh.world, check)
+
+
+def _first_checkpoint(run: Run) -> Checkpoint | None:
+    settings = run.config.checkpoint
+    if settings.load is None:
+        return None
+    return fitting(_open(run, Path(settings.load), settings.load_optim), run.config, run.tokenizer)
+
+
+def fitting(
+    checkpoint: Checkpoint | None, config: RunConfig, tokenizer: Tokenizer | None
+) -> Checkpoint | None:
+    """What was found in `checkpoint.load`, if the run can go on from it. Raises CheckpointError where it cannot."""
+    load, output = Path(config.checkpoint.load), Path(config.train.output_dir)
+    if checkpoint is None:
+        if not load.resolve().is_relative_to(output.resolve()):
+            raise CheckpointError(
+                f"there is no checkpoint in {load}, which checkpoint.load names; only the run's own folder {output} "
+                "may be empty, at the first start: correct the path, or leave it out"
+            )
+        return None
+    _check_tokenizer(checkpoint, tokenizer)
+    check_same_function(checkpoint, config)
+    return checkpoint
+
+
+def restore(run: Run, checkpoint: Checkpoint, with_optimizer: bool = True) -> None:
+    """Puts the run where it stood when `checkpoint` was saved. Every rank calls it."""
+    record, rows, world = checkpoint.manifest, vocabulary_rows(run.config), run.mesh.world
+    load_model(checkpoint, run.model.chunks, rows, world)
+    if with_optimizer:
+        load_optimizer(checkpoint, run.optimizer, rows, run.model.chunks, world)
+    run.loss_scale.load_state(record.loss_scale)
+    run.step, run.consumed_samples = record.step, record.consumed_samples
+    run.left_out = record.left_out
+    run.abandoned = _abandoned(run, checkpoint)
+
+
+def _abandoned(run: Run, checkpoint: Checkpoint) -> list[list[int]]:
+    """Of the steps in the run's own folder those that are not the past of a run that goes on from `checkpoint`.
+
+    As ranges [first, end) of save numbers: what `checkpoint` had left behind, and what was saved after it.
+    """
+    folder = run.output / CHECKPOINTS
+    if checkpoint.folder.parent.resolve() != folder.resolve():
+        return []
+    after = checkpoint.manifest.save_number + 1
+    end = together(run.mesh.world, lambda: None if run.mesh.world.rank else next_save_number(folder))[0]
+    return checkpoint.manifest.abandoned + ([[after, end]] if after < end else [])
+
+
+def open_until(run: Run, last_step: int) -> Checkpoint | None:
+    """The newest whole checkpoint of the run's own past that was saved after `last_step` or an earlier step.
+
+    The same on every rank, all of which call it; what is damaged is noted and passed over.
+    """
+    folder = run.output / CHECKPOINTS
+
+    def is_past(step: Path) -> bool:
+        number = save_order(step, unreadable=0)[1]
+        return not any(first <= number < end for first, end in run.abandoned)
+
+    def candidates() -> list[str] | None:
+        if run.mesh.world.rank or not folder.is_dir():
+            return None
+        steps = list_steps(folder)
+        past = [at for at in steps if at <= last_step and is_past(steps[at])]
+        return [str(steps[at]) for at in sorted(past, reverse=True)]
+
+    for path in together(run.mesh.world, candidates)[0] or []:
+        try:
+            return _open(run, Path(path), with_optimizer=True)
+        except CheckpointError as error:
+            run.report.note(str(error))
+    return None
+
+
+def _open(run: Run, path: Path, with_optimizer: bool) -> Checkpoint | None:
+    parts = ("model", "optimizer") if with_optimizer else ("model",)
+    boxes = state_boxes(run.model.chunks, run.optimizer, vocabulary_rows(run.config))
+    return open_checkpoint(path, parts, world=run.mesh.world, boxes=boxes)
+
+
+def _check_tokenizer(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> None:
+    """Refuses weights whose token ids mean other words."""
+    trained = checkpoint.manifest.tokenizer
+    if tokenizer and trained and trained.fingerprint != tokenizer.fingerprint:
+        raise CheckpointError(
+            f"{checkpoint.folder} was trained with another tokenizer ({trained.vocab_size} entries, fingerprint "
+            f"{trained.fingerprint[:12]}) than this run's ({tokenizer.vocab_size}, {tokenizer.fingerprint[:12]}); use "
+            f"the one in {checkpoint.tokenizer_folder}"
+        )
+
+
+def check_same_function(checkpoint: Checkpoint, config: RunConfig) -> None:
+    """Refuses weights which were trained to be used in another way, whether or not their tensors would fit."""
+    trained = RunConfig.from_tree(checkpoint.manifest.config)
+    for name in LoraConfig.deciding(Decides.FUNCTION):
+        before, now = getattr(trained.lora, name), getattr(config.lora, name)
+        if before != now:
+            raise CheckpointError(
+                f"{checkpoint.folder} was saved with lora.{name} {before}, but this run has {now}; its adapters would "
+                "mean something else, or there are none: set it as it was, or merge them first: megalith lora merge"
+            )
+    rotary = config.model.position_embedding_type == "rope"
+    others = changed(trained.model, config.model, leave_out=("max_position_embeddings",) if rotary else ())
+    if others:
+        raise CheckpointError(
+            f"{checkpoint.folder} is of another model: "
+            f"{'; '.join(_was_and_is(f'model.{name}', was, now) for name, was, now in others)}; its weights would "
+            "mean something else, or not fit: leave the model as it was"
+            + f", or start a run of its own with model.init_from={checkpoint.folder}"
+            * all(name in FREE for name, _, _ in others)
+        )

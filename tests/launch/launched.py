@@ -1,0 +1,45 @@
+"""A worker for test_launch.py: `launched.py FOLDER WHAT` leaves a file for its rank and does WHAT."""
+
+import json
+import os
+import signal
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from sockets import listening
+
+from megalith.errors import DataError
+from megalith.launch.failure import report
+from megalith.launch.launcher import end_distributed, init_distributed
+
+
+def main() -> int:
+    folder, what = Path(sys.argv[1]), sys.argv[2]
+    try:
+        process = init_distributed(torch.device("cpu"), timeout=timedelta(seconds=60))
+        seen = {"world_size": process.world_size, "threads": torch.get_num_threads(), "pid": os.getpid()}
+        seen["listening"] = listening(os.getpid()) + listening(os.getppid())
+        seen["interface"] = os.environ.get("GLOO_SOCKET_IFNAME")
+        (folder / f"rank{process.rank}.json").write_text(json.dumps(seen))
+        total = torch.tensor(float(process.rank))
+        torch.distributed.all_reduce(total)
+        if process.rank == 1 and what == "raise":
+            raise ZeroDivisionError("the reason that matters")
+        if process.rank == 1 and what == "sentence":
+            raise DataError("token id 70000 is above the vocabulary")
+        if process.rank == 1 and what == "die":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if process.rank == 1 and what == "crash":
+            os.abort()
+        torch.distributed.all_reduce(total)
+        print(f"the sum is {total.item()}")
+        end_distributed()
+    except DataError as error:
+        return report(error)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,134 @@
+"""Where processes meet: what is reachable, and what is told where another program, or another job, has the port."""
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+
+import pytest
+from sockets import listening
+
+from megalith.errors import ConfigError
+from megalith.launch import meeting
+from megalith.launch.launcher import init_distributed
+from megalith.launch.meeting import hold_store, is_here, join_store
+from megalith.launch.rendezvous import OneMachine, SeveralMachines, id_of
+
+MINUTE = timedelta(minutes=1)
+
+
+@pytest.fixture
+def port() -> Iterator[int]:
+    """Of a program that lets connect and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+def test_a_store_on_loopback_listens_there_alone():
+    before = listening(os.getpid())
+    for host in ("127.0.0.1", "localhost"):
+        store = hold_store(host)
+        assert sorted(listening(os.getpid())) == sorted([*before, "127.0.0.1"])
+        join_store(host, store.port, MINUTE).set("key", "value")
+        assert store.get("key") == b"value"
+        del store
+    assert listening(os.getpid()) == before
+
+
+def test_a_launcher_that_is_alone_has_a_new_store_for_each_attempt():
+    alone = OneMachine()
+    first = alone.next_rendezvous()
+    first.store.set("key", "of old")
+    second = alone.next_rendezvous()
+    assert not second.store.check(["key"]) and (second.rank, second.world_size) == (0, 1)
+    assert second.bootstrap_store_info.master_addr == "127.0.0.1" and alone.num_nodes_waiting() == 0
+
+
+def test_a_port_that_says_nothing_is_no_rendezvous(port, monkeypatch):
+    monkeypatch.setattr(meeting, "ANSWER_PATIENCE", 0.5)
+    with pytest.raises(ConfigError, match=f"what listens at 127.0.0.1:{port} is no rendezvous"):
+        join_store("127.0.0.1", port, MINUTE)
+
+
+def test_the_longest_that_a_wrong_port_takes_is_20_seconds():
+    assert 2 * meeting.ANSWER_PATIENCE <= 20
+
+
+@pytest.mark.parametrize("greeting", [b"", b"SSH-2.0-OpenSSH_9.2\r\n"])
+def test_a_port_that_hangs_up_or_speaks_first_is_refused_at_once(greeting):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer() -> None:
+            connection, _ = server.accept()
+            connection.sendall(greeting)
+            connection.close()
+
+        threading.Thread(target=answer, daemon=True).start()
+        began = time.monotonic()
+        with pytest.raises(ConfigError, match="is no rendezvous"):
+            join_store("127.0.0.1", server.getsockname()[1], MINUTE)
+        assert time.monotonic() - began < 5
+
+
+def test_nobody_who_listens_is_told_after_the_patience(port, monkeypatch):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))  # and does not listen
+        with pytest.raises(ConfigError, match=r"nothing has come to listen at 127.0.0.1"):
+            join_store("127.0.0.1", free.getsockname()[1], MINUTE, patience=0.3)
+
+
+def test_rank_0_of_a_scheduler_names_the_port_that_is_taken(port, monkeypatch):
+    import torch
+
+    for name, value in dict(RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port).items():
+        monkeypatch.setenv(name, str(value))
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")  # to be as it was afterwards
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "lo")
+    with pytest.raises(ConfigError, match=f"rank 0 cannot listen at port {port} .*MASTER_PORT"):
+        init_distributed(torch.device("cpu"))
+
+
+def test_launchers_of_one_job_meet_and_one_of_another_job_is_refused(capsys, monkeypatch):
+    monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    first = SeveralMachines(endpoint, "ours", (2, 2))
+    assert (
+        f"waiting at {endpoint} for the launchers of 2 machines (--rdzv-id ours)" in capsys.readouterr().err
+    )
+    second = SeveralMachines(endpoint, "ours", (2, 2))
+    assert first.job == second.job
+    met = []
+    threads = [threading.Thread(target=lambda m=m: met.append(m.next_rendezvous())) for m in (first, second)]
+    for thread in threads:
+        thread.start()
+    with pytest.raises(ConfigError, match=f"at {endpoint} another job meets, ours, not theirs; .*--rdzv-id"):
+        SeveralMachines(endpoint, "theirs", (2, 2))
+    for thread in threads:
+        thread.join()
+    assert sorted(info.rank for info in met) == [0, 1] and {info.world_size for info in met} == {2}
+    assert len({info.bootstrap_store_info.master_port for info in met}) == 1
+    assert first.shutdown() and second.shutdown()
+
+
+def test_a_store_that_no_launcher_holds_is_no_rendezvous(monkeypatch):
+    monkeypatch.setattr("megalith.launch.rendezvous.ANSWER_PATIENCE", 0.5)
+    store = hold_store()
+    with pytest.raises(ConfigError, match="is no rendezvous"):
+        SeveralMachines(f"127.0.0.1:{store.port}", "ours", (2, 2))
+    with pytest.raises(ConfigError, match="--rdzv-endpoint is 'node0:port'"):
+        SeveralMachines("node0:port", "ours", (2, 2))
+
+
+def test_a_job_is_named_by_its_command():
+    assert id_of(["train", "a.yaml"], (2, 4)) == id_of(("train", "a.yaml"), (2, 4))
+    assert id_of(["train", "a.yaml"], (2, 4)) != id_of(["train", "b.yaml"], (2, 4))
+
+
+def test_this_machine_knows_its_own_addresses():
+    assert is_here("localhost") and is_here("127.0.0.1") and is_here("::1") and is_here(socket.gethostname())
+    assert not is_here("192.0.2.77") and not is_here("no-such-machine.invalid")

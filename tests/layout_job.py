@@ -1,0 +1,97 @@
+"""What the tests of the layout run on every rank of the pool: a training run, and what it printed."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megalith.comm.collectives import Axis
+from megalith.config import ParallelConfig, RunConfig
+from megalith.hardware import pick_device
+from megalith.launch.launcher import this_process
+from megalith.parallel.mesh import build_mesh
+from megalith.planner.layout import build_layout
+from megalith.planner.topology import gather_places
+from megalith.report.measured_step import StepMeasure, StepTimes
+from megalith.report.memory_in_use import held_bytes
+from megalith.training.trainer import Trainer, prepare
+
+
+def configuration(output: Path | str, **sections) -> RunConfig:
+    tree = {
+        "model": dict(num_layers=4, hidden_size=32, num_attention_heads=4, vocab_size=120, hidden_dropout=0.0,
+                      attention_dropout=0.0),
+        "data": dict(mock=True, seq_length=32, num_workers=0),
+        "optim": dict(lr=1e-3),
+        "train": dict(train_iters=6, micro_batch_size=2, global_batch_size=16, eval_iters=0, output_dir=str(output)),
+        "runtime": dict(device="cpu"),
+    }  # fmt: skip
+    for section, values in sections.items():
+        tree[section] = {**tree.get(section, {}), **values}
+    return RunConfig.from_tree(tree)
+
+
+def build(config: RunConfig) -> Trainer:
+    size = dist.get_world_size()
+    config, tokenizer = prepare(config, size)
+    device = pick_device(config.runtime.device, dist.get_rank())
+    mesh = build_mesh(config.parallel, size, device.type, has_experts=config.model.num_experts is not None)
+    return Trainer(config, tokenizer, mesh, device)
+
+
+def printed_by_run(config: RunConfig) -> str:
+    """Trains on every rank; returns this rank's standard output."""
+    Path(config.train.output_dir).mkdir(exist_ok=True)
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        build(config).run()
+    return out.getvalue()
+
+
+def weights_expected_and_held(config: RunConfig) -> tuple[int, int, int, int]:
+    """Bytes of weights and of the optimizer's moments: expected weights, held weights, expected moments, held."""
+    trainer = build(config)
+    layout = build_layout(trainer.config, dist.get_world_size())
+    memory = layout.stage_of(this_process().rank).memory
+    moments = sum(
+        value.nbytes
+        for state in trainer.optimizer.state.values()
+        for name, value in state.items()
+        if name != "step"
+    )
+    return memory.weights, held_bytes(trainer.model.chunks).weights, memory.optimizer, moments
+
+
+def held_after_backward(config: RunConfig) -> tuple[int, int, int]:
+    """Bytes of weights, gathered copies and gradients when a step's gradients are there."""
+    trainer = build(config)
+    with trainer.data.train_loader(0, 0, trainer.device) as batches:
+        trainer.model.backward([next(batches)], trainer.loss_scale.scale)
+    held = held_bytes(trainer.model.chunks)
+    return held.weights, held.gathered, held.gradients
+
+
+def step_with_a_slow_rank(seconds: float) -> StepTimes:
+    """A measured step in which rank 0 computes for `seconds` and rank 1 waits for it in an all-reduce."""
+    import time
+
+    world = Axis(dist.get_world_size(), dist.get_rank(), dist.group.WORLD, dist.group.WORLD.group_name)
+    measure = StepMeasure(torch.device("cpu"), world)
+    measure.start()
+    x = torch.ones(64, 64)
+    began = time.perf_counter()
+    while dist.get_rank() == 0 and time.perf_counter() - began < seconds:
+        x = x @ x / 64
+    dist.all_reduce(x)
+    return measure.stop()
+
+
+def links_between(device_type: str) -> dict[int, str]:
+    """What this rank's tensor-parallel peers are linked to it by."""
+    parallel = ParallelConfig(tensor_model_parallel_size=dist.get_world_size())
+    mesh = build_mesh(parallel, dist.get_world_size(), device_type)
+    places = gather_places(mesh, pick_device(device_type, dist.get_rank()))
+    return places[dist.get_rank()].links

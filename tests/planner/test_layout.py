@@ -1,0 +1,172 @@
+"""The layout of a run: what stands where, what it is expected to take, and what it says on the screen."""
+
+import pytest
+from layout_job import configuration, printed_by_run, weights_expected_and_held
+
+from megalith.config import RunConfig
+from megalith.config.presets import PRESETS
+from megalith.parallel.mesh import Coordinates
+from megalith.parallel.pipeline.schedules import build_schedule, in_flight_bound
+from megalith.parallel.pipeline.timeline import read_timeline
+from megalith.planner.layout import alternative, build_layout, most_held
+from megalith.report.layout_text import layout_text
+
+
+def large(world_size: int, micro_batch_size: int = 8, **parallel):
+    """GPT-2-large in bf16."""
+    config = RunConfig.from_tree(
+        {
+            "model": dict(PRESETS["gpt2-large"]),
+            "data": dict(mock=True, seq_length=1024),
+            "optim": dict(lr=1e-4),
+            "train": dict(
+                train_iters=10, micro_batch_size=micro_batch_size, global_batch_size=64, precision="bf16"
+            ),
+            "parallel": parallel,
+        }
+    )
+    return build_layout(config, world_size)
+
+
+def test_ranks_stand_with_tensor_fastest_and_pipeline_slowest():
+    layout = large(16, pipeline_model_parallel_size=2, tensor_model_parallel_size=2, context_parallel_size=2)
+    assert layout.size == Coordinates(2, 2, 2, 2)
+    assert layout.coordinates[13] == Coordinates(pp=1, dp=1, cp=0, tp=1)
+    assert layout.stage_of(13).number == 1
+
+
+@pytest.mark.parametrize("kind, virtual", [("1f1b", 1), ("interleaved", 3), ("zero_bubble", 1)])
+def test_most_held_is_the_bound_that_the_schedule_states(kind, virtual):
+    schedule = build_schedule(kind, 4, 12, virtual)
+    for rank in range(4):
+        assert most_held(schedule, rank, [1] * virtual) == in_flight_bound(schedule, rank)
+
+
+def test_first_stage_holds_the_activations_of_every_stage_behind_it():
+    layout = large(4, 1, pipeline_model_parallel_size=4)
+    assert [stage.in_flight for stage in layout.stages] == [4, 3, 2, 1]
+    second, third = (layout.stages[number].memory.activations for number in (1, 2))
+    assert second / third == 3 / 2
+    assert layout.bubble == pytest.approx(3 / 67)
+    assert layout.weighed_bubble > layout.bubble  # the head is work, too
+
+
+def test_parameters_of_the_stages_are_the_models_and_a_copy_of_a_tied_embedding():
+    whole, halves = large(1), large(2, pipeline_model_parallel_size=2)
+    assert whole.stages[0].parameters == 774_090_240  # vocabulary padded
+    assert sum(stage.parameters for stage in halves.stages) == 774_090_240 + 50304 * 1280
+
+
+LAYOUTS = {
+    "tensor": dict(tensor_model_parallel_size=2),
+    "pipeline": dict(pipeline_model_parallel_size=2),
+    "data, whole": dict(data_parallel_sharding_strategy="no_shard"),
+    "data, sharded": dict(data_parallel_sharding_strategy="optim_grads_params"),
+    "tensor and pipeline": dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2),
+    "tensor and context": dict(
+        tensor_model_parallel_size=2, context_parallel_size=2, data_parallel_sharding_strategy="optim"
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_expected_weights_and_moments_are_those_that_ranks_hold(pool, tmp_path, name):
+    parallel = LAYOUTS[name]
+    config = configuration(tmp_path, parallel=parallel)
+    for expected, held, moments, held_moments in pool.run(
+        weights_expected_and_held, config, size=4 if " and " in name else 2
+    ):
+        # a shard of few rows is padded to the longest one
+        assert held == pytest.approx(expected, rel=0.02 if "optim" in str(parallel) else 0)
+        assert held_moments == pytest.approx(moments, rel=0.02 if "optim" in str(parallel) else 0)
+
+
+EXPERTS = dict(num_experts=4, add_bias_linear=False)
+
+
+@pytest.mark.parametrize(
+    "parallel", [dict(expert_model_parallel_size=2), dict(tensor_model_parallel_size=2)], ids=str
+)
+def test_experts_beside_sharded_state_count_among_the_weights(pool, tmp_path, parallel):
+    """Of the experts each rank has its own alone, or FSDP2 shards them and nothing else."""
+    parallel = parallel | dict(data_parallel_sharding_strategy="optim_grads_params")
+    config = configuration(tmp_path, model=EXPERTS, parallel=parallel)
+    for expected, held, *_ in pool.run(weights_expected_and_held, config, size=2):
+        assert held == pytest.approx(expected, rel=0.02)
+
+
+def test_each_axis_moves_what_its_page_says():
+    layout = large(
+        8,
+        1,
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        pipeline_model_parallel_size=2,
+        data_parallel_sharding_strategy="optim",
+    )
+    sent = {transfer.axis: transfer.bytes for transfer in layout.transfers}
+    stream, micro_batches = 1024 * 1280 * 2, 32
+    assert sent["tensor"] == stream // 2 * (18 * 10 + 2) * micro_batches  # A = (n − 1)/n · N·h·e
+    assert sent["pipeline"] == stream // 2 * micro_batches  # sequence parallelism halves it
+    layers, ends = 18 * 9_840_640, (50304 // 2 + 1024) * 1280
+    assert sent["data × context"] == pytest.approx(((2 + 4) * layers + (4 + 4) * ends) / 2, rel=0.01)
+
+
+@pytest.mark.parametrize("kind, pieces", [("p2p", 4), ("all_gather", 4), ("a2a", 2)])
+def test_context_parallelism_moves_keys_and_values_or_heads(kind, pieces):
+    layout = large(2, context_parallel_size=2, cp_comm_type=kind)
+    (context,) = [transfer for transfer in layout.transfers if transfer.axis == "context"]
+    piece = 2 * (8 * 512) * 20 * 64 * 2  # a rank's keys and values, bf16; as many query heads as KV heads
+    assert context.bytes == 36 * 8 * pieces * piece
+
+
+def test_screen_answers_where_the_split_is_and_why_memory_is_uneven():
+    text = layout_text(large(2, pipeline_model_parallel_size=2), ["node-a", "node-b"])
+    assert "2 ranks = pipeline 2 × data 1 × context 1 × tensor 1" in text
+    assert "E 0–17" in text and "18–35 L" in text and "node-b" in text
+    assert "stage 0 takes 5.78 GB more than stage 1: activations and cast weights, 2 in flight" in " ".join(
+        text.split()
+    )
+    assert "8 micro-batches a step: ranks are expected to wait 11.1%" in text
+    assert max(map(len, text.splitlines())) <= 100
+
+
+def test_many_ranks_are_shown_by_ranges_and_even_stages_without_a_reason():
+    layout = large(64, 1, tensor_model_parallel_size=4)
+    text = layout_text(layout)
+    assert "60–63   0    15   0    0–3   E 0–35 L" in text
+    assert "uneven" not in text and "bubble" not in text
+
+
+def test_alternative_that_the_trainer_refuses_is_none():
+    layout = large(2, tensor_model_parallel_size=2)
+    assert alternative(layout, {"parallel.tensor_model_parallel_size": 4}) is None
+    cut = alternative(layout, {"parallel.sequence_parallel": True})
+    assert cut.stages[0].memory.activations < 0.95 * layout.stages[0].memory.activations
+
+
+def test_run_prints_its_layout_then_what_a_step_took_on_each_rank(pool, tmp_path):
+    parallel = dict(pipeline_model_parallel_size=2, tensor_model_parallel_size=2)
+    text, *others = pool.run(printed_by_run, configuration(tmp_path, parallel=parallel))
+    assert others == ["", "", ""]
+    assert "layout: 4 ranks = pipeline 2 × data 1 × context 1 × tensor 2" in text
+    assert "hint: every tensor-parallel rank keeps the whole residual stream" in text
+    assert "measured in step 5, under the profiler" in text
+    _, table = text.split("measured in step 5")
+    rows = [line.split() for line in table.splitlines()[3:7]]
+    assert [row[0] for row in rows] == ["0", "1", "2", "3"]
+    for row in rows:
+        step, compute, communication, bubble = map(float, row[7:11])
+        assert step == pytest.approx(compute + communication + bubble, abs=0.3)
+        assert communication > 0 and bubble > 0
+    assert "(expected 11.1% for equal stages, " in " ".join(table.split())
+    timeline = read_timeline(tmp_path)  # of step 6
+    assert [len(spans) for spans in timeline.spans] == [16, 16]  # 8 micro-batches forward and back
+    assert 0 < timeline.bubble < 1 and f"bubble {timeline.bubble:.1%}" in text
+
+
+def test_layout_report_can_be_turned_off(pool, tmp_path):
+    config = configuration(tmp_path, log=dict(layout_report=False))
+    text = pool.run(printed_by_run, config, size=2)[0]
+    assert "layout: 2 ranks" in text
+    assert "measured" not in text

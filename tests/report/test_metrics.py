@@ -1,0 +1,319 @@
+"""metrics.jsonl has the documented keys and nothing but valid JSON, and no step twice after a resume."""
+
+import json
+import math
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+
+from megalith.errors import ConfigError, DataError
+from megalith.report.metrics import (
+    MetricsWriter,
+    StepMetrics,
+    cut_after_step,
+    last_step,
+    perplexity,
+    read_records,
+)
+from megalith.report.trackers import TensorBoardSink, WandbSink
+
+KEYS = [
+    *("step", "loss", "grad_norm", "lr", "global_batch_size", "consumed_samples", "step_time_ms"),
+    *("tokens_per_second_per_device", "tflops_per_device", "mfu", "max_memory_gb"),
+    *("skipped", "nan_iterations", "loss_scale"),
+]
+
+
+def _step(step, **changes):
+    fields = dict(
+        step=step,
+        loss=4.0 - step / 100,
+        grad_norm=1.5,
+        lr=3e-4,
+        global_batch_size=8,
+        consumed_samples=8 * step,
+        step_time_ms=12.5,
+        tokens_per_second_per_device=1000.0,
+        tflops_per_device=0.5,
+        mfu=None,
+        max_memory_gb=None,
+    )
+    return StepMetrics(**{**fields, **changes})
+
+
+def _no_constant(name):
+    raise AssertionError(f"{name} is not JSON")
+
+
+def _lines(folder, name="metrics.jsonl"):
+    return [
+        json.loads(line, parse_constant=_no_constant) for line in (folder / name).read_text().splitlines()
+    ]
+
+
+def test_line_has_exactly_the_documented_keys_with_null_for_the_unknown(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        writer.log_step(_step(1))
+    (line,) = _lines(tmp_path)
+    assert list(line) == KEYS
+    assert line["mfu"] is None and line["loss_scale"] is None
+    assert line["loss"] == 3.99 and line["consumed_samples"] == 8
+
+
+def test_lost_loss_is_null_and_counted(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        writer.log_step(_step(1, loss=math.nan, grad_norm=math.inf, skipped=1, nan_iterations=1))
+        writer.log_evaluation(1, math.nan)
+    (line,) = _lines(tmp_path)
+    assert (line["loss"], line["grad_norm"], line["skipped"], line["nan_iterations"]) == (None, None, 1, 1)
+    assert _lines(tmp_path, "evaluations.jsonl") == [
+        {"step": 1, "validation_loss": None, "validation_perplexity": None}
+    ]
+
+
+def test_evaluations_stand_in_their_own_file(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        writer.log_step(_step(1))
+        writer.log_evaluation(1, 2.0)
+    assert [list(line) for line in _lines(tmp_path)] == [KEYS]
+    (line,) = _lines(tmp_path, "evaluations.jsonl")
+    assert line == {"step": 1, "validation_loss": 2.0, "validation_perplexity": math.exp(2.0)}
+
+
+def test_perplexity_is_capped_as_megatrons_is():
+    assert perplexity(3.0) == math.exp(3.0)
+    assert math.isnan(perplexity(math.nan))
+    assert perplexity(100.0) == perplexity(math.inf) == math.exp(20)
+
+
+def test_resume_cuts_the_crashed_tail_so_that_no_step_stands_twice(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        for step in range(1, 8):
+            writer.log_step(_step(step))
+        writer.log_evaluation(4, 2.0)
+        writer.log_evaluation(6, 1.9)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 8, "lo')  # the crash tore this line
+    with MetricsWriter(tmp_path, start_step=5) as writer:
+        writer.log_step(_step(6, loss=1.0))
+    assert [line["step"] for line in _lines(tmp_path)] == [1, 2, 3, 4, 5, 6]
+    assert _lines(tmp_path)[-1]["loss"] == 1.0
+    assert [line["step"] for line in _lines(tmp_path, "evaluations.jsonl")] == [4]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["evaluations.jsonl", "metrics.jsonl"]
+
+
+def test_start_from_nothing_empties_the_files_of_a_run_that_saved_no_checkpoint(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        writer.log_step(_step(1))
+    MetricsWriter(tmp_path, start_step=0).close()
+    assert (tmp_path / "metrics.jsonl").read_text() == ""
+
+
+def test_file_without_a_tail_is_left_untouched(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+    inode = path.stat().st_ino
+    cut_after_step(path, 2)
+    assert path.stat().st_ino == inode
+
+
+def test_a_cut_takes_no_room_on_the_disk(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n')
+    inode = path.stat().st_ino
+    cut_after_step(path, 1)
+    assert path.read_text() == '{"step": 1}\n' and path.stat().st_ino == inode
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_a_last_line_that_lacks_only_its_newline_is_kept_and_the_next_one_stands_by_itself(tmp_path):
+    with MetricsWriter(tmp_path) as writer:
+        writer.log_step(_step(1))
+        writer.log_step(_step(2))
+        writer.log_event({"event": "stop"})
+    for name in ("metrics.jsonl", "events.jsonl"):
+        (tmp_path / name).write_text((tmp_path / name).read_text().removesuffix("\n"))
+    with MetricsWriter(tmp_path, start_step=2) as writer:
+        writer.log_step(_step(3))
+        writer.log_event({"event": "stop"})
+    assert [line["step"] for line in _lines(tmp_path)] == [1, 2, 3]
+    assert [line["event"] for line in _lines(tmp_path, "events.jsonl")] == ["stop", "stop"]
+
+
+def test_killed_process_loses_no_line(tmp_path):
+    code = (
+        "import os, sys; sys.path.insert(0, sys.argv[2]); from test_metrics import _step, MetricsWriter\n"
+        "writer = MetricsWriter(sys.argv[1]); writer.log_step(_step(1)); writer.log_step(_step(2))\n"
+        "os.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-c", code, str(tmp_path), str(Path(__file__).parent)])
+    assert [line["step"] for line in _lines(tmp_path)] == [1, 2]
+
+
+def test_reading_skips_a_torn_last_line_and_names_any_other_bad_one(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    assert read_records(path) == []
+    path.write_text('{"step": 1}\n{"step": 2}\n{"ste')
+    assert [record["step"] for record in read_records(path)] == [1, 2]
+    path.write_text('{"step": 1}\nnonsense\n{"step": 3}\n')
+    with pytest.raises(DataError, match=r"metrics\.jsonl, line 2 is not a JSON object"):
+        read_records(path)
+
+
+def test_a_tracker_that_fails_gets_no_more_and_the_others_and_the_run_go_on(tmp_path):
+    class Failing:
+        def write(self, step, figures):
+            raise OSError(28, "No space left on device")
+
+        def close(self):
+            raise AssertionError("it was dropped")
+
+    sink = RecordingSink()
+    with MetricsWriter(tmp_path, sinks=[Failing(), sink]) as writer:
+        with pytest.warns(
+            UserWarning, match="Failing gets no more figures, it failed with OSError: .*No space"
+        ):
+            writer.log_step(_step(1))
+        writer.log_step(_step(2))
+    assert [step for step, _ in sink.written] == [1, 2] and len(_lines(tmp_path)) == 2
+
+
+class RecordingSink:
+    def __init__(self):
+        self.written, self.closed = [], False
+
+    def write(self, step, figures):
+        self.written.append((step, dict(figures)))
+
+    def rewind(self, step):
+        self.written.append(("rewind", step))
+
+    def close(self):
+        self.closed = True
+
+
+def test_sinks_get_the_known_finite_figures_under_grouped_names(tmp_path):
+    sink = RecordingSink()
+    with MetricsWriter(tmp_path, sinks=[sink]) as writer:
+        writer.log_step(_step(3, loss=math.nan, nan_iterations=1))
+        writer.log_evaluation(3, 2.0)
+    (_, train), (step, validation) = sink.written
+    assert "train/loss" not in train and "train/mfu" not in train and "train/step" not in train
+    assert train["train/grad_norm"] == 1.5 and train["train/nan_iterations"] == 1
+    assert step == 3 and validation == {"validation/loss": 2.0, "validation/perplexity": math.exp(2.0)}
+    assert sink.closed
+
+
+def test_tensorboard_holds_the_resumed_curve_once(tmp_path):
+    with MetricsWriter(tmp_path, sinks=[TensorBoardSink(tmp_path)]) as writer:
+        for step in range(1, 6):
+            writer.log_step(_step(step))
+    with MetricsWriter(tmp_path, start_step=3, sinks=[TensorBoardSink(tmp_path, start_step=3)]) as writer:
+        writer.log_step(_step(4, loss=1.0))
+        writer.log_evaluation(4, 2.0)
+
+    assert tensorboard(tmp_path, "train/loss") == {1: 3.99, 2: 3.98, 3: 3.97, 4: 1.0}
+    assert tensorboard(tmp_path, "validation/loss") == {4: 2.0}
+
+
+def tensorboard(folder, name) -> dict[int, float]:
+    """What TensorBoard shows of a run, by step; no step stands twice."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder / "tensorboard"))
+    events.Reload()
+    shown = events.Scalars(name)
+    assert len({event.step for event in shown}) == len(shown), [event.step for event in shown]
+    return {event.step: round(event.value, 5) for event in shown}
+
+
+def spiked(folder, *sinks):
+    """Writes a run that goes back from step 5 to step 2, where it has been evaluated, and on to step 6."""
+    with MetricsWriter(folder, sinks=sinks) as writer:
+        for step in (1, 2, 3, 4, 5):
+            writer.log_step(_step(step))
+            writer.log_evaluation(step, 2.0)
+        writer.rewind(2)
+        for step in (3, 4, 5, 6):
+            writer.log_step(_step(step, loss=1.0))
+            writer.log_evaluation(step, 1.0)
+
+
+def test_tensorboard_holds_no_step_twice_after_a_loss_spike(tmp_path):
+    spiked(tmp_path, TensorBoardSink(tmp_path))
+    assert tensorboard(tmp_path, "train/loss") == {1: 3.99, 2: 3.98, **dict.fromkeys((3, 4, 5, 6), 1.0)}
+    assert tensorboard(tmp_path, "validation/loss") == {1: 2.0, 2: 2.0, **dict.fromkeys((3, 4, 5, 6), 1.0)}
+
+
+def test_wandb_is_sent_no_step_twice_after_a_loss_spike_or_a_crash(tmp_path, monkeypatch):
+    sent = []
+    run = types.SimpleNamespace(log=sent.append, finish=lambda: None, define_metric=lambda *a, **k: None)
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=lambda **kwargs: run))
+    spiked(tmp_path, WandbSink(tmp_path, "project", None, {}))
+    for figure in ("train/loss", "validation/loss"):
+        assert [record["step"] for record in sent if figure in record] == [1, 2, 3, 4, 5, 6]
+    logged = last_step(tmp_path / "metrics.jsonl")
+    with MetricsWriter(tmp_path, 4, [WandbSink(tmp_path, "project", None, {}, logged)]) as writer:
+        for step in (5, 6, 7):  # the process ended after step 6 and its last checkpoint was of step 4
+            writer.log_step(_step(step))
+    assert [record["step"] for record in sent if "train/loss" in record] == [1, 2, 3, 4, 5, 6, 7]
+
+
+@pytest.mark.parametrize(
+    ("module", "setting", "make"),
+    [
+        ("torch.utils.tensorboard", "log.tensorboard", lambda folder: TensorBoardSink(folder)),
+        ("wandb", "log.wandb", lambda folder: WandbSink(folder, "project", None, {})),
+    ],
+)
+def test_missing_tracker_is_a_sentence_with_the_pip_command(tmp_path, monkeypatch, module, setting, make):
+    monkeypatch.setitem(sys.modules, module, None)  # what an uninstalled package looks like to an import
+    with pytest.raises(ConfigError, match=rf"{setting} is true.*pip install .*\[log\]'.*to false"):
+        make(tmp_path)
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What a stand-in for W&B was asked for."""
+    calls = []
+
+    class Run:
+        def __getattr__(self, name):
+            return lambda *args, **kwargs: calls.append((name, args, kwargs))
+
+    def init(**kwargs):
+        calls.append(("init", (), kwargs))
+        return Run()
+
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=init))
+    return calls
+
+
+def test_an_empty_or_torn_wandb_id_gets_a_new_one_that_stays(tmp_path, calls):
+    for left in ("", "\n", "\0\0\0", "../x"):
+        (tmp_path / "wandb_id").write_text(left)
+        for _ in range(2):
+            WandbSink(tmp_path, "project", None, {})
+        first, second = [kwargs["id"] for name, _, kwargs in calls if name == "init"][-2:]
+        assert first == second and first.isalnum()
+        assert (tmp_path / "wandb_id").read_text() == first + "\n"
+
+
+def test_resumed_job_goes_on_with_its_wandb_run(tmp_path, calls):
+    for _ in range(2):
+        sink = WandbSink(tmp_path / "my-run", "project", None, {"model": {"num_layers": 2}})
+        sink.write(7, {"train/loss": 1.0})
+        sink.close()
+    first, second = [kwargs for name, _, kwargs in calls if name == "init"]
+    assert first["id"] == second["id"] and first["resume"] == "allow"
+    assert (first["name"], first["project"], first["config"]) == (
+        "my-run",
+        "project",
+        {"model": {"num_layers": 2}},
+    )
+    assert ("log", ({"step": 7, "train/loss": 1.0},), {}) in calls
+    assert ("define_metric", ("*",), {"step_metric": "step"}) in calls
+    assert calls[-1][0] == "finish"
