@@ -92,7 +92,13 @@ def test_nothing_that_is_read_can_run():
 
 
 def test_what_a_run_writes_into_its_folder_goes_through_the_helpers_that_follow_no_link():
-    apart = {"agent.py", "failure.py", "launcher.py", "stops.py", "pool.py"}  # they write where the launcher has said
+    apart = {
+        "agent.py",
+        "failure.py",
+        "launcher.py",
+        "stops.py",
+        "pool.py",
+    }  # they write where the launcher has said
     for path in files("launch", "report", "training", "planner", "parallel"):
         if path.name in apart:
             continue

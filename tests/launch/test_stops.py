@@ -11,8 +11,9 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 import megalith.launch.signals as signals
 from megalith.config import ParallelConfig, TrainConfig
 from megalith.launch.agent import Agent
+from megalith.launch.failure import CRASH_FILE
 from megalith.launch.signals import STOP_SIGNALS, StopSignals, heeded
-from megalith.launch.stops import EXIT_CODES, WISHES, Stops
+from megalith.launch.stops import EXIT_CODES, STOP_CODE_FILE, WISHES, Stops
 from megalith.parallel.gather import ALONE
 from megalith.parallel.mesh import build_mesh
 
@@ -136,15 +137,19 @@ def test_signals_are_heeded_and_what_nohup_has_a_process_ignore_stays_ignored(ca
 
 
 @pytest.mark.parametrize("heeds", [True, False], ids=["", "nohup"])
-def test_a_launcher_hands_on_the_signals_that_it_heeds_though_elastic_takes_them_all(monkeypatch, heeds):
+def test_a_launcher_hands_on_the_signals_that_it_heeds_though_elastic_takes_them_all(
+    monkeypatch, tmp_path, heeds
+):
     elastic = LocalElasticAgent
+    for name in (STOP_CODE_FILE, CRASH_FILE):
+        monkeypatch.setenv(name, str(tmp_path / name))
     monkeypatch.setattr(elastic, "__init__", lambda self, *given: None)
     monkeypatch.setattr(elastic, "_start_workers", lambda *given: signal.signal(signal.SIGHUP, print) and {})
     with contextlib.ExitStack() as before:
         for number in STOP_SIGNALS:
             before.enter_context(handled(number, signal.getsignal(number)))
         signal.signal(signal.SIGHUP, signal.SIG_DFL if heeds else signal.SIG_IGN)
-        agent = Agent(SimpleNamespace(local_world_size=1), None)
+        agent = Agent(SimpleNamespace(local_world_size=1, rdzv_handler=SimpleNamespace(job="job")), None)
         agent._start_workers(SimpleNamespace(workers=[SimpleNamespace(world_size=1)]))
         assert signal.getsignal(signal.SIGHUP) == (agent._hand_on if heeds else signal.SIG_IGN)
         assert signal.getsignal(signal.SIGTERM) == agent._hand_on

@@ -121,22 +121,22 @@ def test_evaluation_costs_one_matmul_and_training_three():
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("factor", [1 / 1000.7, 1.37])
+@pytest.mark.parametrize("factor", [1.37, 1.5043])  # 0.21 % and 0.23 % off where they are rounded to bf16
 @pytest.mark.parametrize("at_once", [True, False], ids=["scale", "backward"])
 def test_hiddens_gradient_has_the_factor_that_the_weights_has(dtype, factor, at_once):
-    """Rounded to bf16 the factor would be up to 0.39 % another for hidden, and so for the whole body."""
-    arguments = inputs(dtype)
-    scale = torch.tensor(factor) if at_once else None
+    """Rounded to bf16 the factor would be another for hidden, and so for the whole body."""
+    scale = torch.tensor(factor)
 
     def scaled(*args):
-        return linear_cross_entropy(*args, VOCAB, None, scale)
+        return linear_cross_entropy(*args, VOCAB, None, scale if at_once else None)
 
-    loss, hidden, weight = loss_and_gradients(scaled, arguments, 1.0 if at_once else torch.tensor(factor))
-    exact = loss_and_gradients(on_whole_logits, inputs(), torch.tensor(factor))
-    torch.testing.assert_close(loss, loss_and_gradients(ours, arguments)[0])
-    for found, right in ((hidden, exact[1]), (weight, exact[2])):
-        ratio = (found.double() * right).sum() / right.double().square().sum()
-        assert abs(ratio - 1) < 8e-4, ratio
+    plain = loss_and_gradients(ours, inputs(dtype))
+    loss, *gradients = loss_and_gradients(scaled, inputs(dtype), 1.0 if at_once else scale)
+    torch.testing.assert_close(loss, plain[0])
+    for found, without in zip(gradients, plain[1:]):
+        without = without.double()
+        ratio = (found.double() * without).sum() / (factor * without.square().sum())
+        assert abs(ratio - 1) < 1.5e-3, ratio  # of which bf16 itself takes 1.1e-3
 
 
 def test_in_fp16_the_scale_keeps_probabilities_that_would_vanish():
