@@ -137,6 +137,8 @@ def test_a_key_that_config_json_leaves_out_has_the_default_of_transformers(name:
     """Of the class's own defaults each key is left out in turn; sizes, which have to be there, are told."""
     family = family_named_by(name)
     defaults = json.loads(type(CASES[name][0]())().to_json_string(use_diff=False))
+    if defaults.get("num_experts_per_tok", 1) is None:  # DeepSeek-V2's own, of which no model can be made
+        defaults["num_experts_per_tok"] = 6
     read = family.read_config(defaults)
     for key in defaults.keys() - {"architectures", "model_type"}:
         try:
