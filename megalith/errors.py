@@ -70,6 +70,10 @@ class TrainingError(MegalithError):
     exit_code = 5
 
 
+class SeamError(MegalithError):
+    """A module was to be given something that parallel/seams.py does not declare."""
+
+
 class HangError(MegalithError):
     """A rank stands still and the others wait for it."""
 

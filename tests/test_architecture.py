@@ -122,3 +122,61 @@ def test_every_module_says_what_it_is():
     for path in files("."):
         text = path.read_text(encoding="utf-8")
         assert not text.strip() or ast.get_docstring(ast.parse(text)), path
+
+
+# All that parallel/ sets on something that is not its own: none of these is a module of a model.
+SET_IN_PARALLEL = {
+    "data/replicas.py": {"unit.trained", "unit.missing", "options.asyncOp"},
+    "gather.py": {"tensor.own"},
+    "memory/activation_offload.py": {"kept.uses"},
+    "model.py": {"part.balance_scale", "part.future"},
+    "pipeline/executor.py": {"cache.length", "run.forward", "self.pipeline.timeline"},
+    "shards.py": {"plain.grad", "parameter.grad", "made[parameter].placed"},  # of parameters
+}
+
+
+def attributes_set(path: Path) -> set[str]:
+    """Every attribute that a file sets or deletes but on `self` and on autograd's `ctx`, and calls that do so."""
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    changed = (ast.Store, ast.Del)
+    nodes = [
+        node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, changed)
+    ]
+    calls = {
+        name for name in names_in(path) if name.rpartition(".")[2] in ("setattr", "delattr", "__setattr__")
+    }
+    return calls | {ast.unparse(node) for node in nodes if ast.unparse(node.value) not in ("self", "ctx")}
+
+
+def test_parallelism_sets_nothing_on_a_module_but_by_its_seams():
+    for path in files("parallel"):
+        name = path.relative_to(PACKAGE / "parallel").as_posix()
+        if name != "seams.py":
+            assert attributes_set(path) == SET_IN_PARALLEL.get(name, set()), name
+
+
+def test_no_class_is_changed_and_no_hook_changes_what_a_module_does():
+    """lost_gradients.py looks at parameters for a while, with hooks that it takes away."""
+    hooks = {"register_forward_pre_hook", "register_forward_hook", "register_full_backward_hook"}
+    for path in files("."):
+        names = {name.rpartition(".")[2] for name in names_in(path)}
+        assert "__class__" not in names, path
+        assert names.isdisjoint(hooks) or path.name == "lost_gradients.py", path
+
+
+def test_linears_and_experts_write_no_matmul():
+    """The Gemms of ops/ do; what an adapter adds to a weight is merged by one, outside of any pass."""
+    matmuls = {"mm", "bmm", "addmm", "matmul", "einsum", "baddbmm"}
+    for path in files("models", "parallel"):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
+        assert {name.rpartition(".")[2] for name in called}.isdisjoint(matmuls), path
+        assert called.isdisjoint({"F.linear", "nn.functional.linear", "functional.linear"}), path
+        assert "torch.nn.functional.linear" not in imported(path), path
+        written = [node for node in ast.walk(tree) if isinstance(node, ast.MatMult)]
+        assert len(written) == (path.name == "adapters.py"), path
+
+
+def test_the_model_names_no_kernel():
+    for path in files("models"):
+        assert not [name for name in imported(path) if "ops.kernels" in name or "ops.compiled" in name], path

@@ -43,7 +43,7 @@ def trace() -> Trace:
     trace.launch(14, ["_TakeRows", "aten::index_select"], "vectorized_gather_kernel", 150, 5)
     trace.launch(16, ["_BeginAllToAll"], "ncclDevKernel_SendRecv", 160, 40, stream=19)
     trace.launch(18, ["_Prepare", "aten::to"], "copy_kernel", 165, 10)
-    trace.launch(20, ["EvenMatmulBackward", "aten::bmm"], "nvjet_product", 205, 20)
+    trace.launch(20, ["_GroupedLinearBackward", "aten::bmm"], "nvjet_product", 205, 20)
     trace.launch(22, ["torch::autograd::AccumulateGrad"], "elementwise_kernel", 225, 5)
     trace.launch(24, ["Optimizer.step#AdamW.step"], "_adamw", 230, 30)
     trace.launch(26, [], "copy for a checkpoint", 300, 400)

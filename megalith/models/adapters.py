@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from megalith.config import LoraConfig
 from megalith.config.lora import WHOLE
 from megalith.models.linear import Linear
-from megalith.models.pass_context import Context
+from megalith.models.mixers.attention import Heads
+from megalith.models.pass_context import Context, own_tokens
 from megalith.models.transformer import Transformer
 from megalith.ops.dropout import ADAPTER_INPUTS, column_keys, counter_dropout
 
@@ -35,8 +36,8 @@ class Adapter(nn.Module):
         self.rank, self.scaling, self.dropout = lora.rank, lora.alpha / lora.rank, lora.dropout
         self.site = ADAPTER_INPUTS[linear]
         self.takes_stream = linear in ("linear_qkv", "linear_fc1")  # and not what a rank has of all tokens
-        self.first_column = 0  # of x among all columns, where tensor parallelism cuts them
-        self.gather: Callable[[Tensor], Tensor] = _as_it_is
+        self.first_column = 0  # of x among all columns; a seam, for tensor parallelism cuts them
+        self.gather: Callable[[Tensor, Context | None], Tensor] = own_tokens
         self.lora_A = nn.ModuleDict(
             {part: Linear(inputs, lora.rank, bias=False, device="meta") for part in rows}
         )
@@ -50,9 +51,9 @@ class Adapter(nn.Module):
             rows = keys.stream_rows(self.site) if self.takes_stream else keys.token_rows(self.site)
             columns = column_keys(x.shape[-1], x.device, self.first_column)
             x = counter_dropout(x, self.dropout, rows.view(x.shape[:-1]), columns)
-        low = torch.cat([a(x) for a in self.lora_A.values()], dim=-1)  # [..., parts · rank]
-        low = self.gather(low).split(self.rank, dim=-1)
-        high = {part: b(z) for (part, b), z in zip(self.lora_B.items(), low)}
+        low = torch.cat([a(x, context) for a in self.lora_A.values()], dim=-1)  # [..., parts · rank]
+        low = self.gather(low, context).split(self.rank, dim=-1)
+        high = {part: b(z, context) for (part, b), z in zip(self.lora_B.items(), low)}
         return self.join(high) * self.scaling
 
     def join(self, parts: dict[str, Tensor]) -> Tensor:
@@ -68,13 +69,13 @@ class Adapter(nn.Module):
 class QKVAdapter(Adapter):
     """Of linear_qkv, whose rows stand by KV group: its queries, its key, its value."""
 
-    heads_in_group: int
+    heads: Heads
     head_dim: int
 
     def join(self, parts: dict[str, Tensor]) -> Tensor:
         if WHOLE in parts:
             return parts[WHOLE]
-        heads = {"q": self.heads_in_group, "k": 1, "v": 1}
+        heads = {"q": self.heads.in_group, "k": 1, "v": 1}
         grouped = {part: x.unflatten(-1, (-1, heads[part], self.head_dim)) for part, x in parts.items()}
         some = next(iter(grouped.values()))  # [..., groups, heads, head_dim]
         missing = {part: some.new_zeros(*some.shape[:-2], heads[part], self.head_dim) for part in heads}
@@ -103,8 +104,7 @@ def add_adapters(model: Transformer, lora: LoraConfig) -> None:
             kind = {"linear_qkv": QKVAdapter, "linear_fc1": GateUpAdapter}.get(name, Adapter)
             adapter = getattr(owner, name).adapter = kind(lora, name, inputs, rows)
             if name == "linear_qkv":
-                adapter.heads_in_group = config.num_attention_heads // config.query_groups
-                adapter.head_dim = config.head_dim
+                adapter.heads, adapter.head_dim = owner.heads, config.head_dim
 
 
 def adapters(model: nn.Module) -> Iterator[tuple[str, Adapter]]:
@@ -112,7 +112,3 @@ def adapters(model: nn.Module) -> Iterator[tuple[str, Adapter]]:
     for name, module in model.named_modules():
         if isinstance(module, Adapter):
             yield name.removesuffix(".adapter"), module
-
-
-def _as_it_is(x: Tensor) -> Tensor:
-    return x

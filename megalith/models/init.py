@@ -20,9 +20,7 @@ from megalith.comm.collectives import local, local_place
 from megalith.config import ModelConfig
 
 BLOCK = 2**20  # elements that one generator fills
-DRAWN_TOGETHER = (
-    16  # torch's CPU generator draws normal values so; a count that is a multiple depends on no later one
-)
+DRAWN_TOGETHER = 16  # normal values of torch's CPU generator: such a count depends on no later one
 
 
 def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:

@@ -1,17 +1,18 @@
-"""A linear layer whose matmul can be replaced from outside: the seam of tensor parallelism and of FP8.
+"""A linear layer. `gemm` (its matmuls), `style` (the collectives around them) and `rows` are seams.
 
-It may have an adapter (lora.py), whose result is added to its own.
+It may have an adapter (adapters.py), whose result is added to its own.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 
 from megalith.comm.collectives import local
 from megalith.models.pass_context import Context
-from megalith.ops import kernels as fused
-from megalith.ops.gemm import linear
+from megalith.ops.gemm import GEMM, Gemm, add_bias_gradient, linear
 
 
 class Linear(nn.Module):
@@ -23,22 +24,33 @@ class Linear(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.empty(out_features, in_features, device=device))
         self.bias = nn.Parameter(torch.empty(out_features, device=device)) if bias else None
-        self.matmul = linear
-        self.bias_by_column = True  # each entry of the bias is added to one column of y, in their order
+        self.gemm = GEMM
+        self.style = plain
+        self.rows = every_row
         self.adapter: nn.Module | None = None
 
-    def fuses_bias(self, x: Tensor) -> bool:
-        """Whether the gradient of the bias is to be made by the kernel that makes the gradient of this layer's y."""
-        learns = self.bias is not None and self.bias.requires_grad
-        return learns and self.bias_by_column and fused.on_gpu(x)
-
     def forward(
-        self, x: Tensor, context: Context | None = None, bias_learns: bool = True
-    ) -> Tensor:  # [..., in] -> [..., out]
-        """`bias_learns` False: the bias gets its gradient elsewhere, by the kernel that makes the gradient of y."""
-        weight = local(self.weight).to(x.dtype)
-        bias = None if self.bias is None else local(self.bias).to(x.dtype)
-        if bias is not None and not bias_learns:
-            bias = bias.detach()
-        y = self.matmul(x, weight, bias)
-        return y if self.adapter is None else y + self.adapter(x, context)
+        self,
+        x: Tensor,  # [..., in]
+        context: Context | None = None,
+        then: Callable[[Tensor, Tensor | None], Tensor] = add_bias_gradient,
+    ) -> Tensor:
+        """[..., out], or what `then`, a function of ops/, makes of it: it is given y and the bias of its columns, which
+        y has had added without its gradient."""
+        weight = self.rows(local(self.weight)).to(x.dtype)
+        bias = None if self.bias is None else self.rows(local(self.bias))
+        added = None if bias is None else bias.detach().to(x.dtype)
+        y = self.style(x, weight, added, self.gemm, context)
+        if self.adapter is not None:
+            y = y + self.adapter(x, context)
+        return then(y, bias)
+
+
+def plain(x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Gemm, context: Context | None) -> Tensor:
+    """The style of one device: x [..., in], weight [out, in] → [..., out]."""
+    return linear(x, weight, bias, gemm)
+
+
+def every_row(parameter: Tensor) -> Tensor:
+    """The rows of a weight or bias that are used: all of them."""
+    return parameter

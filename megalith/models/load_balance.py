@@ -25,11 +25,7 @@ from megalith.config import ModelConfig
 from megalith.ops.permute import counted
 
 # A tally, float32 [experts + 3]: the tokens of each expert, then these.
-DROPPED, AUX, Z = (
-    -3,
-    -2,
-    -1,
-)  # pairs of token and expert that were dropped; the two losses before their coefficients
+DROPPED, AUX, Z = -3, -2, -1  # dropped pairs of token and expert; the two losses before their coefficients
 
 
 TINY = 1e-20  # added to the sum that sigmoid scores are divided by

@@ -3,24 +3,16 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
+from torch import Tensor
 
-from megalith.comm.collectives import local
 from megalith.config import ModelConfig
 from megalith.models.linear import Linear
 from megalith.models.pass_context import Context
-from megalith.ops.activation import gelu_tanh
-
-ACTIVATIONS = {
-    "gelu": F.gelu,
-    "gelu_tanh": gelu_tanh,
-    "relu": F.relu,
-    "silu": F.silu,
-}
+from megalith.models.runner import Runnable, runnable
+from megalith.ops.activation import ACTIVATIONS
 
 
-class MLP(nn.Module):
+class MLP(Runnable):
     """linear_fc1, non-linearity, linear_fc2. With a gate, rows of fc1 alternate: gate 0, up 0, gate 1, up 1, …"""
 
     def __init__(self, config: ModelConfig, device: torch.device | None = None, ffn_size: int | None = None):
@@ -34,17 +26,12 @@ class MLP(nn.Module):
         self.linear_fc1 = Linear(config.hidden_size, width, bias=bias, device=device)
         self.linear_fc2 = Linear(ffn_size, config.hidden_size, bias=bias, device=device)
 
-    def forward(
-        self, x: Tensor, context: Context | None = None, bias_learns: bool = True
-    ) -> Tensor:  # [batch, seq, hidden]
-        """`bias_learns` False: the bias of linear_fc2 gets its gradient elsewhere."""
-        fuses = self.activation is gelu_tanh and not self.gated and self.linear_fc1.fuses_bias(x)
-        x = self.linear_fc1(x, context, not fuses)  # [batch, seq, ffn], or [batch, seq, 2 · ffn]
+    @runnable
+    def forward(self, x: Tensor, context: Context | None = None) -> Tensor:  # [batch, seq, hidden]
         if self.gated:
+            x = self.linear_fc1(x, context)  # [batch, seq, 2 · ffn]
             gate, up = x.unflatten(-1, (-1, 2)).movedim(-1, 0).contiguous()  # [batch, seq, ffn] each
             x = self.activation(gate) * up
-        elif fuses:
-            x = gelu_tanh(x, local(self.linear_fc1.bias))
         else:
-            x = self.activation(x)
-        return self.linear_fc2(x, context, bias_learns)
+            x = self.linear_fc1(x, context, then=self.activation)  # [batch, seq, ffn]
+        return self.linear_fc2(x, context)

@@ -30,34 +30,32 @@ from torch import Tensor, nn
 from megalith.comm.collectives import local
 from megalith.config import ModelConfig
 from megalith.models.linear import Linear
-from megalith.models.mlp import ACTIVATIONS, MLP
-from megalith.models.pass_context import Context
+from megalith.models.mlp import MLP
+from megalith.models.pass_context import Context, PassLayout
 from megalith.models.router import Router, Routing
-from megalith.ops.compiled import as_one_kernel
-from megalith.ops.grouped_gemm import Groups, Prepared, add_bias, grouped_matmul, prepared
+from megalith.models.runner import Runnable, runnable
+from megalith.ops.activation import ACTIVATIONS, weighted_activation
+from megalith.ops.grouped_gemm import GroupedGemm, Groups, Prepared, add_bias, grouped_linear, prepared
 from megalith.ops.permute import Order, places, sorted_pairs, sum_rows, take_rows
 
-Activation = Callable[[Tensor], Tensor]
 Cast = tuple[Tensor, Tensor | None]
 Matrix = tuple[Prepared, Prepared | None]
+Shared = Callable[[], Tensor] | None  # the shared expert's computation, [tokens, hidden]
 
 
 class GroupedLinear(nn.Module):
-    """A matrix for each expert in one weight [experts, out, in], kept in fp32 and cast where it is used; with `bias`
-    also one for each expert, [experts, out]."""
+    """A matrix for each expert in one weight [experts, out, in], kept in fp32 and cast where it is used; with biases
+    also one for each expert, [experts, out]. `gemm` is a seam, as a Linear's, and `first_row`, of expert TP."""
 
-    def __init__(
-        self,
-        experts: int,
-        in_features: int,
-        out_features: int,
-        bias: bool,
-        device: torch.device | None = None,
-    ):
+    def __init__(self, config: ModelConfig, in_features: int, out_features: int, device: torch.device | None):
         super().__init__()
+        experts = config.num_experts
+        self.gemm, self.fusion = GroupedGemm(config.moe_grouped_gemm), config.moe_permute_fusion
         self.weight = nn.Parameter(torch.empty(experts, out_features, in_features, device=device))
-        self.bias = nn.Parameter(torch.empty(experts, out_features, device=device)) if bias else None
-        self.first = 0  # the column of the output that the bias here begins at: a seam of ETP
+        self.bias = (
+            nn.Parameter(torch.empty(experts, out_features, device=device)) if config.mlp_bias else None
+        )
+        self.first_row = 0  # of the whole bias: the column of y that the bias here begins at
 
     def cast(self, dtype: torch.dtype) -> Cast:
         """Weight and bias in `dtype`, without their gradients."""
@@ -66,9 +64,17 @@ class GroupedLinear(nn.Module):
             return tuple(None if kept is None else local(kept).detach().to(dtype) for kept in both)
 
     def prepared(self, cast: Cast) -> Matrix:
-        """Weight and bias as products take them, of what `cast` has given."""
+        """Weight and bias as matmuls take them, of what `cast` has given."""
         both = zip((self.weight, self.bias), cast)
         return tuple(None if kept is None else prepared(local(kept), value) for kept, value in both)
+
+    def forward(self, x: Tensor, matrix: Matrix, groups: Groups, factors: Tensor | None = None) -> Tensor:
+        """[rows, in] → [rows, out]; a row's bias is multiplied by its factor where there are `factors` [rows, 1]."""
+        weight, bias = matrix
+        y = grouped_linear(x, weight, groups, self.gemm)
+        if bias is None:
+            return y
+        return add_bias(y, bias, groups, factors, self.first_row, self.gemm.kernel, self.fusion)
 
 
 class Experts(nn.Module):
@@ -78,18 +84,17 @@ class Experts(nn.Module):
         super().__init__()
         self.gated = config.gated
         self.activation = ACTIVATIONS[config.mlp_activation]
-        self.grouped, self.fused = config.moe_grouped_gemm, config.moe_permute_fusion
+        self.fusion = config.moe_permute_fusion
         width = config.expert_size * (2 if self.gated else 1)
-        experts, hidden, bias = config.num_experts, config.hidden_size, config.mlp_bias
-        self.linear_fc1 = GroupedLinear(experts, hidden, width, bias, device)
-        self.linear_fc2 = GroupedLinear(experts, config.expert_size, hidden, bias, device)
+        self.linear_fc1 = GroupedLinear(config, config.hidden_size, width, device)
+        self.linear_fc2 = GroupedLinear(config, config.expert_size, config.hidden_size, device)
 
     def cast(self, dtype: torch.dtype) -> tuple[Cast, Cast]:
         """The weights and biases of fc1 and fc2 in `dtype`, without their gradients."""
         return self.linear_fc1.cast(dtype), self.linear_fc2.cast(dtype)
 
     def prepared(self, cast: tuple[Cast, Cast]) -> tuple[Matrix, Matrix]:
-        """The weights and biases as products take them, of what `cast` has given."""
+        """The weights and biases as matmuls take them, of what `cast` has given."""
         return self.linear_fc1.prepared(cast[0]), self.linear_fc2.prepared(cast[1])
 
     def forward(
@@ -104,35 +109,12 @@ class Experts(nn.Module):
         `matrices` are what `prepared` gave, where that was called earlier.
         """
         fc1, fc2 = self.prepared(self.cast(x.dtype)) if matrices is None else matrices
-        x = self._linear(x, *fc1, groups)  # [rows, expert size], or [rows, 2 · expert size]
-        if self.fused:
-            x = as_one_kernel(weighted_activation, x, weights, self.activation, self.gated, rows_vary=True)
-        else:
-            x = weighted_activation(x, weights, self.activation, self.gated)
-        return self._linear(x, *fc2, groups, weights, self.linear_fc2.first)
-
-    def _linear(
-        self,
-        x: Tensor,
-        weight: Prepared,
-        bias: Prepared | None,
-        groups: Groups,
-        factors: Tensor | None = None,
-        first: int = 0,
-    ) -> Tensor:
-        y = grouped_matmul(x, weight, groups, self.grouped)
-        return y if bias is None else add_bias(y, bias, groups, factors, first, self.grouped, self.fused)
+        x = self.linear_fc1(x, fc1, groups)  # [rows, expert size], or [rows, 2 · expert size]
+        x = weighted_activation(x, weights, self.activation, self.gated, self.fusion)
+        return self.linear_fc2(x, fc2, groups, weights)
 
 
-def weighted_activation(x: Tensor, weights: Tensor, activation: Activation, gated: bool) -> Tensor:
-    """The non-linearity of fc1's rows x, times the rows' weights [rows, 1]: [rows, expert size]."""
-    if gated:
-        gate, up = x.unflatten(-1, (-1, 2)).unbind(-1)
-        return activation(gate) * up * weights.to(x.dtype)
-    return activation(x) * weights.to(x.dtype)
-
-
-class MoE(nn.Module):
+class MoE(Runnable):
     """Router, experts, shared expert. `dispatch`, which brings tokens and experts together, is the seam of EP."""
 
     def __init__(self, config: ModelConfig, device: torch.device | None = None):
@@ -149,19 +131,20 @@ class MoE(nn.Module):
     def plan(self, x: Tensor, context: Context) -> NamedTuple:
         """What `forward` takes beside x: where each token goes, as `dispatch` puts it."""
         routing = self.router(x.flatten(0, -2), context.numbers, context.batch, context.balance_scale)
-        return self.dispatch.plan(routing)
+        return self.dispatch.plan(routing, context.layout)
 
     @torch.compiler.disable  # what is worth a kernel of its own is compiled by itself
-    def forward(self, x: Tensor, plan: NamedTuple, stream: Tensor | None = None) -> Tensor:
+    @runnable
+    def forward(self, x: Tensor, plan: NamedTuple, context: Context, stream: Tensor | None = None) -> Tensor:
         """x [batch, seq, hidden] through the experts of its plan, added to `stream` where there is one."""
-        shared = None if self.shared_experts is None else partial(self._shared, x)
-        y = self.dispatch(x.flatten(0, -2), plan, self.experts, shared).view_as(x)
+        shared = None if self.shared_experts is None else partial(self._shared, x, context)
+        y = self.dispatch(x.flatten(0, -2), plan, self.experts, shared, context.layout).view_as(x)
         return y if stream is None else stream + y
 
-    def _shared(self, x: Tensor) -> Tensor:  # [batch, seq, hidden] -> [tokens, hidden]
-        y = self.shared_experts(x)
+    def _shared(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden] -> [tokens, hidden]
+        y = self.shared_experts(x, context)
         if self.shared_expert_gate is not None:
-            y = y * self.shared_expert_gate(x).sigmoid()
+            y = y * self.shared_expert_gate(x, context).sigmoid()
         return y.flatten(0, -2)
 
 
@@ -182,15 +165,13 @@ class Dispatch:
     def __init__(self, config: ModelConfig):
         self.experts = self.local_experts = config.num_experts
         self.fills_up = config.moe_pad_expert_input_to_capacity
-        self.fused = config.moe_permute_fusion
+        self.fusion = config.moe_permute_fusion
 
-    def plan(self, routing: Routing) -> Rows:
+    def plan(self, routing: Routing, layout: PassLayout) -> Rows:
         """Where the tokens' rows go: what is known of it without a look at the device."""
         return self.rows(routing.weights, routing.destinations(self.experts), routing.capacity, self.experts)
 
-    def __call__(
-        self, x: Tensor, plan: Rows, experts: Experts, shared: Callable[[], Tensor] | None = None
-    ) -> Tensor:
+    def __call__(self, x: Tensor, plan: Rows, experts: Experts, shared: Shared, layout: PassLayout) -> Tensor:
         """x [tokens, hidden] through the experts of its plan, plus what `shared` gives: [tokens, hidden]."""
         y = self.compute(x, plan, experts)
         return y if shared is None else y + shared()
@@ -211,7 +192,7 @@ class Dispatch:
         elif not plan.complete:
             sizes = tuple(plan.counts.tolist())
         rows, row_weights, order = self.take(x, plan, None if sizes is None else sum(sizes))
-        return sum_rows(experts(rows, row_weights, Groups(plan.counts, sizes)), order, self.fused)
+        return sum_rows(experts(rows, row_weights, Groups(plan.counts, sizes)), order, self.fusion)
 
     def take(self, x: Tensor, plan: Rows, count: int | None) -> tuple[Tensor, Tensor, Order]:
         """The `count` rows, None for all there may be, of x [tokens, hidden] and of the weights: [rows, hidden] and
@@ -220,7 +201,7 @@ class Dispatch:
         kept, hold = plan.complete, plan.size is None
         order = Order(pair // plan.row.shape[1], plan.row, kept, hold)
         by_pair = Order(pair, plan.row.reshape(-1, 1), kept, hold)
-        return take_rows(x, order, self.fused), take_rows(plan.weights.reshape(-1, 1), by_pair), order
+        return take_rows(x, order, self.fusion), take_rows(plan.weights.reshape(-1, 1), by_pair), order
 
 
 def _filled(weights: Tensor, destinations: Tensor, count: int, size: int) -> Rows:

@@ -75,7 +75,7 @@ class Join(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
         both = [self.embedding_layernorm(context.upcoming), self.hidden_layernorm(x)]
-        return self.linear_join(torch.cat(both, dim=-1))
+        return self.linear_join(torch.cat(both, dim=-1), context)
 
 
 def with_further_losses(loss: Tensor, further: Tensor) -> Tensor:

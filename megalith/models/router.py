@@ -70,9 +70,8 @@ class Router(nn.Module):
         backward pass: then there are no losses, and no capacity.
         """
         logits = wide_product(x, local(self.weight).to(x.dtype))  # [tokens, experts]
-        scores = (
-            logits.softmax(-1) if self.config.moe_router_score_function == "softmax" else logits.sigmoid()
-        )
+        by_softmax = self.config.moe_router_score_function == "softmax"
+        scores = logits.softmax(-1) if by_softmax else logits.sigmoid()
         experts = self._choose(scores.detach(), numbers)
         weights = self._weights(logits, scores, experts)
         if scale is None:
@@ -99,9 +98,7 @@ class Router(nn.Module):
         """The topk experts with the highest scores, where there are groups in the best of them."""
         config = self.config
         if config.moe_router_num_groups:
-            grouped = scores.unflatten(
-                1, (config.moe_router_num_groups, -1)
-            )  # [tokens, groups, experts in one]
+            grouped = scores.unflatten(1, (config.moe_router_num_groups, -1))  # [tokens, groups, ·]
             counted = 1
             if config.moe_router_score_function == "sigmoid":
                 counted = config.moe_router_topk // config.moe_router_group_topk
@@ -139,6 +136,5 @@ class Router(nn.Module):
         chosen = experts.flatten()
         pairs = pairs[chosen[pairs].argsort(stable=True)]  # by expert, in each the ones to keep first
         kept = places_in_group(chosen[pairs], config.num_experts) < capacity
-        return self.micro_batch.own(
-            torch.empty_like(kept).scatter(0, pairs, kept).view(tokens, topk)
-        ), capacity
+        kept = torch.empty_like(kept).scatter(0, pairs, kept).view(tokens, topk)
+        return self.micro_batch.own(kept), capacity

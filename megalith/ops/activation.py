@@ -1,30 +1,67 @@
-"""GELU by its tanh approximation (Hendrycks and Gimpel 2016), in the form that a GPU computes fastest."""
+"""The non-linearities of an MLP, each a function of what a linear has given, its bias included, and of that bias.
+
+GELU by its tanh approximation (Hendrycks and Gimpel 2016) has the form that a GPU computes fastest: (1 + tanh u) / 2 is
+the sigmoid of 2u, which takes an H200 four fifths of the time: there the kernel is then bound by memory. It needs a
+compiled layer to be one kernel, so only a GPU's takes this way.
+"""
 
 from __future__ import annotations
 
-from math import pi, sqrt
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-SLOPE, CUBIC = 2 * sqrt(2 / pi), 0.044715
+from megalith.ops import kernels
+from megalith.ops.compiled import as_one_kernel
+from megalith.ops.gemm import add_bias_gradient
+from megalith.ops.kernels import CUBIC, SLOPE
 
 
 def gelu_tanh(x: Tensor, bias: Tensor | None = None) -> Tensor:
     """x/2 · (1 + tanh(√(2/π) · (x + 0.044715 x³))) in x's dtype, computed in fp32.
 
-    `bias` float32 [width], which x [..., width] has had added without its gradient, gets its gradient here: one kernel
-    then makes the gradient of x and sums it over the tokens.
-
-    (1 + tanh u) / 2 is the sigmoid of 2u, which takes an H200 four fifths of the time: there the kernel is then bound
-    by memory. It needs a compiled layer to be one kernel, so only a GPU's takes this way.
+    `bias` float32 [width], which x [..., width] has had added without its gradient, gets its gradient here.
     """
-    if bias is not None:
-        return _BiasedGelu.apply(x, bias)
+    if bias is not None and bias.requires_grad and kernels.on_gpu(x):
+        return _BiasedGelu.apply(x, bias)  # one kernel makes the gradient of x and sums it over the tokens
+    x = add_bias_gradient(x, bias)
     if x.is_cuda and torch.compiler.is_compiling():
         return _by_sigmoid(x)
     return F.gelu(x, approximate="tanh")
+
+
+def _with_bias(function: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+    def activation(x: Tensor, bias: Tensor | None = None) -> Tensor:
+        return function(add_bias_gradient(x, bias))
+
+    return activation
+
+
+ACTIVATIONS = {
+    "gelu": _with_bias(F.gelu),
+    "gelu_tanh": gelu_tanh,
+    "relu": _with_bias(F.relu),
+    "silu": _with_bias(F.silu),
+}
+
+
+def weighted_activation(
+    x: Tensor, weights: Tensor, activation: Callable[[Tensor], Tensor], gated: bool, fusion: bool
+) -> Tensor:
+    """The non-linearity of the rows that experts' fc1 gives, gates and ups alternating where there are gates, times the
+    rows' weights [rows, 1]: [rows, expert size]. With `fusion` one kernel on a GPU, outside of compiled layers too."""
+    if fusion:
+        return as_one_kernel(_weighted, x, weights, activation, gated, rows_vary=True)
+    return _weighted(x, weights, activation, gated)
+
+
+def _weighted(x: Tensor, weights: Tensor, activation: Callable[[Tensor], Tensor], gated: bool) -> Tensor:
+    if gated:
+        gate, up = x.unflatten(-1, (-1, 2)).unbind(-1)
+        return activation(gate) * up * weights.to(x.dtype)
+    return activation(x) * weights.to(x.dtype)
 
 
 def _by_sigmoid(x: Tensor) -> Tensor:

@@ -193,7 +193,7 @@ def _plain(
     return probabilities.to(value.dtype) @ value
 
 
-def document_mask(document_ids: Tensor) -> Tensor:
-    """Causal attention inside each document: bool [batch, 1, seq, seq] from document_ids int [batch, seq]."""
+def document_mask(document_ids: Tensor, causal: bool = True) -> Tensor:
+    """Attention inside each document: bool [batch, 1, seq, seq] from document_ids int [batch, seq]."""
     same = document_ids[:, :, None] == document_ids[:, None, :]
-    return same.tril()[:, None]
+    return (same.tril() if causal else same)[:, None]

@@ -14,6 +14,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
 
 from megalith.comm.collectives import Axis, summed
 from megalith.ops import kernels as fused
@@ -136,6 +137,11 @@ def _loss_and_gradient(
     grad = as_one_kernel(_weighted_softmax, logits, log_sum, mask)
     grad.scatter_add_(1, row, -(mask * own)[:, None].to(grad.dtype))
     return loss, grad if softcap is None else grad * _softcap_slope(logits, softcap)
+
+
+def linear_logits(hidden: Tensor, weight: Tensor, softcap: float | None = None) -> Tensor:
+    """Logits [..., rows] of hidden [..., hidden] by rows of the output matrix, softcapped."""
+    return softcapped(F.linear(hidden, weight.to(hidden.dtype)), softcap)
 
 
 def softcapped(logits: Tensor, softcap: float | None) -> Tensor:

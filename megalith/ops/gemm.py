@@ -1,36 +1,105 @@
-"""A linear layer's matmul, with the product that gives its weight's gradient cut where a GPU would stand half idle.
+"""A linear's three matmuls as one object: forward, dgrad and wgrad.
 
-The gradient of a weight [out, in] is a product over all tokens. A GPU computes it in tiles, one per multiprocessor at a
-time. When the tiles fill the multiprocessors one and a half times, the second round leaves half of them without work:
-on an H200 the two of GPT-2-large's MLP (1280 × 5120, 32,768 tokens) reach 573 TFLOP/s, and 755 to 790 when the tokens
-are cut into four products that run as one batch and are summed in fp32. So do those of its halves under tensor
-parallelism, whose tiles fill the multiprocessors to three quarters: 602 and, in a step, 689.
+    forward   y = x · weightᵀ + bias        x [tokens, in], weight [out, in], bias [out]
+    dgrad     grad · weight                 the gradient of x, grad [tokens, out] being that of y
+    wgrad     gradᵀ · x                     the gradient of weight
+
+Linears compose around it: plain here, column- and row-parallel in parallel/tensor/, with wgrads that wait for a
+zero-bubble schedule in parallel/pipeline/split_backward.py. Whoever wants other arithmetic gives them another Gemm.
+
+wgrad is a matmul over all tokens. A GPU computes it in tiles, one per multiprocessor at a time. When the tiles fill the
+multiprocessors one and a half times, the second round leaves half of them without work: on an H200 the two of
+GPT-2-large's MLP (1280 × 5120, 32,768 tokens) reach 573 TFLOP/s, and 755 to 790 when the tokens are cut into four
+matmuls that run as one batch and are summed in fp32. So do those of its halves under tensor parallelism, whose tiles
+fill the multiprocessors to three quarters: 602 and, in a step, 689.
 """
 
 from __future__ import annotations
 
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from math import ceil
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
-TILES = ((128, 256), (256, 128), (320, 128), (192, 192))  # of a product, as cuBLAS cuts it on Hopper
+TILES = ((128, 256), (256, 128), (320, 128), (192, 192))  # of a matmul, as cuBLAS cuts it on Hopper
 PARTS = 4
-HELD = 2 / 3  # of the multiprocessors: where tiles take no more, cuBLAS cuts a product itself
+HELD = 2 / 3  # of the multiprocessors: where tiles take no more, cuBLAS cuts a matmul itself
 FILLED = 0.8  # from here on cutting gains nothing
 LEAST_TOKENS = 8192
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """x · weightᵀ + bias: x [..., in], weight [out, in], bias [out], all of one dtype → [..., out]."""
-    parts = weight_gradient_parts(x, weight.shape)
-    if parts == 1:
-        return F.linear(x, weight, bias)
-    return _CutLinear.apply(x.flatten(0, -2), weight, bias, parts).unflatten(0, x.shape[:-1])
+@dataclass(frozen=True)
+class DeferredWgrad:
+    """A wgrad that has been put off: the work, and where its result goes on to the parameter."""
+
+    compute: Callable[[], Tensor]
+    weight: GradientEdge
 
 
-def weight_gradient(grad: Tensor, x: Tensor, parts: int = 1) -> Tensor:
+class Gemm:
+    """The matmuls in the dtype of their operands, which they share."""
+
+    deferred: list[DeferredWgrad] | None = None
+    """Where wgrads are put off; None: the backward pass computes them."""
+
+    def input(self, x: Tensor) -> Tensor:
+        """x as `forward` and `wgrad` take it, an all-gather moves it and the backward pass saves it."""
+        return x
+
+    def gradient(self, grad: Tensor) -> Tensor:
+        """The gradient of y as `dgrad` and `wgrad` take it."""
+        return grad
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x, weight, bias)  # [tokens, out]
+
+    def dgrad(self, grad: Tensor, weight: Tensor) -> Tensor:
+        return grad @ weight  # [tokens, in]
+
+    def wgrad(self, grad: Tensor, x: Tensor) -> Tensor:
+        return wgrad_in_parts(grad, x, wgrad_parts(x, (grad.shape[-1], x.shape[-1])))  # [out, in]
+
+    def deferring(self, wgrads: list[DeferredWgrad]) -> Gemm:
+        """The same matmuls with wgrads put off into this list."""
+        gemm = copy.copy(self)
+        gemm.deferred = wgrads
+        return gemm
+
+    def edge(self, weight: Tensor) -> GradientEdge | None:
+        """Where a wgrad that is put off goes; None where it is not."""
+        if self.deferred is None or not (torch.is_grad_enabled() and weight.requires_grad):
+            return None
+        return get_gradient_edge(weight)
+
+
+GEMM = Gemm()
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, gemm: Gemm = GEMM) -> Tensor:
+    """x · weightᵀ + bias: x [..., in], weight [out, in], bias [out], all of one dtype → [..., out].
+
+    The bias gets no gradient here: `add_bias_gradient` gives it.
+    """
+    if bias is not None:
+        bias = bias.detach()
+    y = _Linear.apply(x.flatten(0, -2), weight, bias, gemm, gemm.edge(weight))
+    return y.unflatten(0, x.shape[:-1])
+
+
+def add_bias_gradient(y: Tensor, bias: Tensor | None) -> Tensor:
+    """y [..., out], to which `bias` [out] has been added without its gradient, with it: y's summed over the tokens."""
+    if bias is None or not bias.requires_grad:
+        return y
+    return _BiasGradient.apply(y, bias)
+
+
+def wgrad_in_parts(grad: Tensor, x: Tensor, parts: int = 1) -> Tensor:
     """gradᵀ · x: grad [tokens, out], x [tokens, in] → [out, in] in their dtype, summed over `parts` of the tokens."""
     if parts == 1:
         return grad.T @ x
@@ -38,8 +107,8 @@ def weight_gradient(grad: Tensor, x: Tensor, parts: int = 1) -> Tensor:
     return torch.bmm(grad.mT, x).sum(0, dtype=torch.float32).to(x.dtype)
 
 
-def weight_gradient_parts(x: Tensor, weight_shape: tuple[int, int]) -> int:
-    """Into how many products `weight_gradient` is best cut for the input x [..., in] of such a weight."""
+def wgrad_parts(x: Tensor, weight_shape: tuple[int, int]) -> int:
+    """Into how many matmuls the wgrad is best cut for the input x [..., in] of such a weight."""
     tokens = x.numel() // x.shape[-1]
     if not x.is_cuda or x.dtype == torch.float32 or tokens < LEAST_TOKENS or tokens % PARTS:
         return 1
@@ -56,16 +125,34 @@ def _processors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-class _CutLinear(torch.autograd.Function):
+class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, parts: int) -> Tensor:  # x [tokens, in]
-        ctx.save_for_backward(x, weight)
-        ctx.parts, ctx.has_bias = parts, bias is not None
-        return F.linear(x, weight, bias)
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Gemm, edge) -> Tensor:
+        x = gemm.input(x)  # [tokens, in]
+        ctx.save_for_backward(x if weight.requires_grad else None, weight)
+        ctx.gemm, ctx.edge = gemm, edge
+        return gemm.forward(x, weight, bias)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         x, weight = ctx.saved_tensors
-        grad_bias = grad.sum(0) if ctx.has_bias else None
-        grad_weight = weight_gradient(grad, x, ctx.parts) if ctx.needs_input_grad[1] else None
-        return grad @ weight, grad_weight, grad_bias, None
+        gemm, grad_x, grad_weight = ctx.gemm, None, None
+        grad = gemm.gradient(grad)
+        if ctx.needs_input_grad[0]:
+            grad_x = gemm.dgrad(grad, weight)
+        if ctx.edge is not None:
+            gemm.deferred.append(DeferredWgrad(partial(gemm.wgrad, grad, x), ctx.edge))
+        elif ctx.needs_input_grad[1]:
+            grad_weight = gemm.wgrad(grad, x)
+        return grad_x, grad_weight, None, None, None
+
+
+class _BiasGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, y: Tensor, bias: Tensor) -> Tensor:
+        ctx.dtype = bias.dtype
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad, grad.flatten(0, -2).sum(0, dtype=torch.float32).to(ctx.dtype)

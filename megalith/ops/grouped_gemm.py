@@ -3,7 +3,7 @@
 On a GPU, in bf16, torch's grouped GEMM takes all groups in one kernel and reads where they end on the device. Groups
 of one size are a batched matmul. Anything else is a loop, which needs the sizes on the host.
 
-A weight's gradient is made apart from that of the rows, in the backward pass of what prepared the weight. Nobody waits
+wgrad is computed apart from dgrad, in the backward pass of what prepared the weight. Nobody waits
 for it but the optimizer, so what comes between the two forward comes before it in the backward pass: an exchange of
 rows that begins there is under way while the weights' gradients are computed.
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 from torch import Tensor
@@ -38,6 +38,12 @@ class Groups:
     counts: Tensor  # int64 [groups]
     sizes: tuple[int, ...] | None = None
 
+    @cached_property
+    def ends(self) -> Tensor:
+        """Where each group's rows end: int32 [groups], on the device."""
+        return self.counts.cumsum(0).to(torch.int32)
+
+    @cached_property
     def on_host(self) -> tuple[int, ...]:
         """The sizes; waits for the device where only that knows them."""
         return tuple(self.counts.tolist()) if self.sizes is None else self.sizes
@@ -55,31 +61,73 @@ class Groups:
 
 @dataclass(frozen=True, eq=False)
 class Prepared:
-    """A weight as one product takes it, or a bias."""
+    """A weight as one matmul takes it, or a bias."""
 
-    value: Tensor  # [groups, out, in] in the product's dtype, or [groups, out]
+    value: Tensor  # [groups, out, in] in the matmul's dtype, or [groups, out]
     kept: Tensor  # what the backward pass casts again: the same, in the parameter's dtype and memory
     owed: list[Callable[[torch.dtype], Tensor]] = field(default_factory=list)
-    """After the product's backward pass: what computes the weight's gradient, in a dtype."""
+    """After the matmul's backward pass: what computes the weight's gradient, in a dtype."""
 
 
 def prepared(weight: Tensor, cast: Tensor) -> Prepared:
-    """weight [groups, out, in] or bias [groups, out], which `cast` has in the products' dtype. Its gradient has its own
+    """weight [groups, out, in] or bias [groups, out], which `cast` has in the matmuls' dtype. Its gradient has its own
     dtype, summed in fp32 and rounded to it once."""
     owed: list[Callable[[torch.dtype], Tensor]] = []
     return Prepared(_Prepare.apply(weight, cast, owed), weight.detach(), owed)
 
 
-def grouped_matmul(x: Tensor, weight: Prepared, groups: Groups, grouped: bool = True) -> Tensor:
+class GroupedGemm:
+    """The three matmuls of a Gemm (gemm.py), group after group: rows x [rows, in], grad [rows, out], weight [groups,
+    out, in], all of one dtype. `kernel` asks for one kernel where there is one."""
+
+    def __init__(self, kernel: bool = True):
+        self.kernel = kernel
+
+    def forward(self, x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+        return self._by_rows(x, weight.mT, groups)  # [rows, out]
+
+    def dgrad(self, grad: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+        return self._by_rows(grad, weight, groups)  # [rows, in]
+
+    def wgrad(self, grad: Tensor, x: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
+        """[groups, out, in] in this dtype, zero for a group without rows."""
+        if groups.even and len(x):
+            grad, x = (t.view(len(groups.counts), -1, t.shape[1]) for t in (grad, x))
+            if grad.is_cuda and grad.dtype != dtype:
+                return torch.bmm(grad.mT, x, out_dtype=dtype)
+            return torch.bmm(grad.mT, x).to(dtype)
+        if self._takes(grad, x.shape[1]):
+            found = _grouped_mm(grad.mT, x, offs=groups.ends)
+            return as_one_kernel(_without_empty, found, groups.counts, dtype)
+        pairs = zip(grad.split(groups.on_host), x.split(groups.on_host))
+        return torch.stack([g.T @ rows for g, rows in pairs]).to(dtype)
+
+    def _by_rows(self, rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
+        """Each group's rows by its matrix, [groups, columns of the rows, ·]."""
+        if groups.even and len(rows):
+            y = torch.bmm(rows.view(len(matrices), -1, rows.shape[1]), matrices)
+            # FSDP2 warns of a module's output that is a view, which a plain one would be.
+            return torch.ops.aten._unsafe_view(y, (len(rows), y.shape[2]))
+        if self._takes(rows, matrices.shape[2]):
+            return _grouped_mm(rows, matrices, offs=groups.ends)
+        return torch.cat([rows @ matrix for rows, matrix in zip(rows.split(groups.on_host), matrices)])
+
+    def _takes(self, rows: Tensor, width: int) -> bool:
+        return self.kernel and len(rows) > 0 and has_kernel(rows, width)
+
+
+def has_kernel(rows: Tensor, width: int) -> bool:
+    """Whether torch's grouped GEMM takes rows of this width and of another: bf16 on a GPU, multiples of 16 bytes."""
+    aligned = all(size * rows.element_size() % ALIGNMENT == 0 for size in (rows.shape[1], width))
+    return rows.is_cuda and rows.dtype == torch.bfloat16 and aligned
+
+
+def grouped_linear(x: Tensor, weight: Prepared, groups: Groups, gemm: GroupedGemm) -> Tensor:
     """Rows x [rows, in], group after group, by weight [groups, out, in] of the same dtype → [rows, out].
 
-    `grouped` asks for one kernel where there is one. The weight always gets a gradient, zero for a group without rows.
+    The weight always gets a gradient, zero for a group without rows.
     """
-    if groups.even and len(x):
-        return EvenMatmul.apply(x, weight.value, weight.kept, weight.owed)
-    if grouped and len(x) and has_kernel(x, *weight.value.shape[1:]):
-        return GroupedMatmul.apply(x, weight.value, weight.kept, weight.owed, groups.counts)
-    return LoopedMatmul.apply(x, weight.value, weight.kept, weight.owed, groups.on_host())
+    return _GroupedLinear.apply(x, weight.value, weight.kept, weight.owed, groups, gemm)
 
 
 def add_bias(
@@ -88,21 +136,15 @@ def add_bias(
     groups: Groups,
     factors: Tensor | None = None,
     first: int = 0,
-    grouped: bool = True,
+    kernel: bool = True,
     fused: bool = False,
 ) -> Tensor:
     """Rows y [rows, out], group after group, plus the bias [groups, columns] of their group → [rows, out].
 
     It is added to the columns from `first` on, times the row's factor where there are `factors` float32 [rows, 1].
-    `grouped` is as of grouped_matmul; `fused`: as one compiled kernel on a GPU. The bias always gets a gradient.
+    `kernel` is as of GroupedGemm; `fused`: as one compiled kernel on a GPU. The bias always gets a gradient.
     """
-    return AddBias.apply(y, bias.value, bias.kept, bias.owed, factors, groups, first, grouped, fused)
-
-
-def has_kernel(x: Tensor, *sizes: int) -> bool:
-    """Whether torch's grouped GEMM takes x, and rows of these sizes: bf16 on a GPU, a multiple of 16 bytes long."""
-    aligned = all(size * x.element_size() % ALIGNMENT == 0 for size in sizes)
-    return x.is_cuda and x.dtype == torch.bfloat16 and aligned
+    return _AddBias.apply(y, bias.value, bias.kept, bias.owed, factors, groups, first, kernel, fused)
 
 
 class _Prepare(torch.autograd.Function):
@@ -117,71 +159,25 @@ class _Prepare(torch.autograd.Function):
         return ctx.owed.pop()(ctx.dtype), None, None
 
 
-class EvenMatmul(torch.autograd.Function):
-    """A batched matmul: all groups have as many rows."""
-
+class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, kept: Tensor, owed: list) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, kept: Tensor, owed: list, groups: Groups, gemm: GroupedGemm):
         ctx.save_for_backward(x, kept)
-        ctx.owed = owed
-        # FSDP2 warns of a module's output that is a view, which a plain one would be.
-        y = torch.bmm(_by_group(x, len(weight)), weight.mT)
-        return torch.ops.aten._unsafe_view(y, (len(x), weight.shape[1]))
+        ctx.owed, ctx.groups, ctx.gemm = owed, groups, gemm
+        return gemm.forward(x, weight, groups)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         x, kept = ctx.saved_tensors
-        grad, grad_x = _by_group(grad, len(kept)), None
-        if ctx.needs_input_grad[0]:
-            grad_x = torch.bmm(grad, kept.to(x.dtype)).flatten(0, 1)
-        if ctx.needs_input_grad[1]:
-            ctx.owed.append(partial(_even_gradient, grad, _by_group(x, len(kept))))
-        return grad_x, None, None, None
-
-
-class GroupedMatmul(torch.autograd.Function):
-    """One kernel forward, one for each gradient."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, kept: Tensor, owed: list, counts: Tensor) -> Tensor:
-        ends = counts.cumsum(0).to(torch.int32)
-        ctx.save_for_backward(x, kept, counts, ends)
-        ctx.owed = owed
-        return _grouped_mm(x, weight.mT, offs=ends)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        x, kept, counts, ends = ctx.saved_tensors
         grad, grad_x = grad.contiguous(), None
         if ctx.needs_input_grad[0]:
-            grad_x = _grouped_mm(grad, kept.to(x.dtype), offs=ends)
+            grad_x = ctx.gemm.dgrad(grad, kept.to(x.dtype), ctx.groups)
         if ctx.needs_input_grad[1]:
-            ctx.owed.append(partial(_grouped_gradient, grad, x, counts, ends))
-        return grad_x, None, None, None, None
+            ctx.owed.append(partial(ctx.gemm.wgrad, grad, x, ctx.groups))
+        return grad_x, None, None, None, None, None
 
 
-class LoopedMatmul(torch.autograd.Function):
-    """A matmul for each group that has rows."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, kept: Tensor, owed: list, sizes: tuple[int, ...]) -> Tensor:
-        ctx.save_for_backward(x, kept)
-        ctx.owed, ctx.sizes = owed, sizes
-        return torch.cat([rows @ matrix.T for rows, matrix in zip(x.split(sizes), weight)])
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        x, kept = ctx.saved_tensors
-        grad_x = None
-        if ctx.needs_input_grad[0]:
-            weight = kept.to(x.dtype)
-            grad_x = torch.cat([rows @ matrix for rows, matrix in zip(grad.split(ctx.sizes), weight)])
-        if ctx.needs_input_grad[1]:
-            ctx.owed.append(partial(_looped_gradient, grad, x, ctx.sizes))
-        return grad_x, None, None, None, None
-
-
-class AddBias(torch.autograd.Function):
+class _AddBias(torch.autograd.Function):
     """A bias for each group of rows, with a factor for each row."""
 
     @staticmethod
@@ -194,12 +190,12 @@ class AddBias(torch.autograd.Function):
         factors: Tensor | None,
         groups: Groups,
         first: int,
-        grouped: bool,
+        kernel: bool,
         fused: bool,
     ) -> Tensor:
         group = groups.of_rows(len(y))
         ctx.save_for_backward(kept, factors, group)
-        ctx.owed, ctx.groups, ctx.first, ctx.grouped, ctx.fused = owed, groups, first, grouped, fused
+        ctx.owed, ctx.groups, ctx.first, ctx.kernel, ctx.fused = owed, groups, first, kernel, fused
         return _run(fused, _biased, y, bias, factors, group, first)
 
     @staticmethod
@@ -207,7 +203,7 @@ class AddBias(torch.autograd.Function):
         kept, factors, group = ctx.saved_tensors
         columns, grad_factors = grad.narrow(1, ctx.first, kept.shape[1]), None
         if ctx.needs_input_grad[1]:
-            ctx.owed.append(partial(_bias_gradient, columns.contiguous(), factors, ctx.groups, ctx.grouped))
+            ctx.owed.append(partial(_bias_gradient, columns.contiguous(), factors, ctx.groups, ctx.kernel))
         if ctx.needs_input_grad[4]:
             grad_factors = _run(ctx.fused, _factor_gradient, columns, kept, group)
         return grad, None, None, None, grad_factors, None, None, None, None
@@ -232,44 +228,16 @@ def _factor_gradient(grad: Tensor, bias: Tensor, group: Tensor) -> Tensor:
 
 
 def _bias_gradient(
-    grad: Tensor, factors: Tensor | None, groups: Groups, grouped: bool, dtype: torch.dtype
+    grad: Tensor, factors: Tensor | None, groups: Groups, kernel: bool, dtype: torch.dtype
 ) -> Tensor:
     """grad [rows, columns], the rows' factors [rows, 1] or None for ones → [groups, columns]."""
-    count = len(groups.counts)
     x = grad.new_ones(len(grad), 1) if factors is None else factors.to(grad.dtype)
-    if groups.even and len(grad):
-        found = _even_gradient(_by_group(grad, count), _by_group(x, count), dtype)
-    else:
-        wide = x.expand(-1, ALIGNMENT // x.element_size())  # as many columns as the kernel needs
-        if grouped and len(grad) and has_kernel(grad, grad.shape[1]):
-            ends = groups.counts.cumsum(0).to(torch.int32)
-            found = _grouped_gradient(grad, wide.contiguous(), groups.counts, ends, dtype)
-        else:
-            found = _looped_gradient(grad, x, groups.on_host(), dtype)
-    return found[..., 0]
-
-
-def _by_group(rows: Tensor, groups: int) -> Tensor:
-    return rows.view(groups, -1, rows.shape[1])
-
-
-def _even_gradient(grad: Tensor, x: Tensor, dtype: torch.dtype) -> Tensor:
-    """grad [groups, size, out], x [groups, size, in] → [groups, out, in]."""
-    if grad.is_cuda and grad.dtype != dtype:
-        return torch.bmm(grad.mT, x, out_dtype=dtype)
-    return torch.bmm(grad.mT, x).to(dtype)
-
-
-def _grouped_gradient(grad: Tensor, x: Tensor, counts: Tensor, ends: Tensor, dtype: torch.dtype) -> Tensor:
-    """grad [rows, out], x [rows, in] → [groups, out, in]."""
-    return as_one_kernel(_without_empty, _grouped_mm(grad.mT, x, offs=ends), counts, dtype)
+    width = ALIGNMENT // x.element_size()  # as many columns as the kernel needs
+    if kernel and not groups.even and has_kernel(grad, width):
+        x = x.expand(-1, width).contiguous()
+    return GroupedGemm(kernel).wgrad(grad, x, groups, dtype)[..., 0]
 
 
 def _without_empty(found: Tensor, counts: Tensor, dtype: torch.dtype) -> Tensor:
     """Zeros for groups without rows, to which the kernels of some GPUs leave what they find in memory."""
     return torch.where((counts == 0)[:, None, None], 0.0, found).to(dtype)
-
-
-def _looped_gradient(grad: Tensor, x: Tensor, sizes: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """grad [rows, out], x [rows, in] → [groups, out, in]."""
-    return torch.stack([g.T @ rows for g, rows in zip(grad.split(sizes), x.split(sizes))]).to(dtype)

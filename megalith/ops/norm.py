@@ -1,62 +1,68 @@
-"""A norm beside a residual stream, whose addition before it and gradients behind it are parts of the same kernels.
+"""LayerNorm (Ba et al. 2016) and RMSNorm (Zhang and Sennrich 2019) over the last dimension, statistics in fp32; alone
+and beside a residual stream.
 
     x ──┬─▶ + ──┬────────────▶ stream            The gradient of x, and of y where it was not dropped from, is the sum
     y ──┘       └──▶ norm ───▶ normed            of what comes back through the norm and along the stream.
 
-Made together, each of these tensors is read or written once, forward and backward.
+In compiled code on a GPU addition, dropout and norm are one kernel, and so are their gradients: each of these tensors
+is read or written once, forward and backward.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn.functional import layer_norm, rms_norm
 
-from megalith.ops import kernels as fused
-from megalith.ops.dropout import Mask
-
-
-def fuses_norm(x: Tensor) -> bool:
-    """Whether `norm_beside` is to be taken for x [..., width]."""
-    return fused.on_gpu(x) and fused.LEAST_WIDTH <= x.shape[-1] <= fused.WIDEST_ROW
+from megalith.ops import kernels
+from megalith.ops.dropout import Mask, counter_dropout
 
 
-def norm_beside(
+def norm(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float, zero_centred: bool) -> Tensor:
+    """x [..., width] normed, in its type: LayerNorm with a bias float32 [width], RMSNorm without.
+
+    With `zero_centred` the factor is 1 + weight, in fp32: in x's type the sum would lose the weight's small steps.
+    """
+    if zero_centred:
+        return _normalized(x.float(), 1 + weight.float(), bias, epsilon).to(x.dtype)
+    return _normalized(x, weight.to(x.dtype), bias, epsilon)
+
+
+def add(x: Tensor, y: Tensor | None, dropout: Mask | None) -> Tensor:
+    """x + y, with `dropout` after dropout of y; x where there is no y."""
+    if y is None:
+        return x
+    return x + (y if dropout is None else counter_dropout(y, *dropout))
+
+
+def add_norm(
     x: Tensor,  # [..., width]
     y: Tensor | None,  # the same
-    mask: Mask | None,
+    dropout: Mask | None,
     weight: Tensor,  # float32 [width]
     bias: Tensor | None,  # float32 [width]; None: RMSNorm
     epsilon: float,
-    rounded: bool,
-    before: Tensor | None = None,
-    behind: Tensor | None = None,
+    zero_centred: bool,
 ) -> tuple[Tensor, Tensor]:
-    """x + y in their type, and that normed: LayerNorm or RMSNorm in fp32, the result in their type.
-
-    y None: x alone. `mask`: y goes through dropout first. `rounded`: weight and bias are first rounded to x's type.
-    `before` and `behind`, float32 [width], take part in nothing here: they are the biases of the linear that has given
-    y and of the one whose result will be added, with its bias detached, to the sum returned. Their gradients, sums over
-    the tokens, are made here.
-    """
-    probability, rows, columns = (0.0, None, None) if mask is None else mask
-    return _NormBeside.apply(x, y, rows, columns, weight, bias, before, behind, probability, epsilon, rounded)
+    """x + y as `add` gives it, and that normed as by `norm`: both in their type."""
+    if not (kernels.on_gpu(x) and kernels.LEAST_WIDTH <= x.shape[-1] <= kernels.WIDEST_ROW):
+        x = add(x, y, dropout)
+        return x, norm(x, weight, bias, epsilon, zero_centred)
+    probability, rows, columns = (0.0, None, None) if dropout is None else dropout
+    weight = weight + 1 if zero_centred else weight
+    return _AddNorm.apply(x, y, rows, columns, weight, bias, probability, epsilon, not zero_centred)
 
 
-class _NormBeside(torch.autograd.Function):
+def _normalized(x: Tensor, weight: Tensor, bias: Tensor | None, epsilon: float) -> Tensor:
+    if bias is None:
+        return rms_norm(x, (x.shape[-1],), weight, epsilon)
+    return layer_norm(x, (x.shape[-1],), weight, bias.to(x.dtype), epsilon)
+
+
+class _AddNorm(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx,
-        x,
-        y,
-        rows,
-        columns,
-        weight,
-        bias,
-        before,
-        behind,
-        probability: float,
-        epsilon: float,
-        rounded: bool,
+        ctx, x, y, rows, columns, weight, bias, probability: float, epsilon: float, rounded: bool
     ) -> tuple[Tensor, Tensor]:
         flat = [None if t is None else t.flatten(0, -2) for t in (x, y)]
         rows = None if rows is None else rows.flatten()
@@ -67,7 +73,6 @@ class _NormBeside(torch.autograd.Function):
         ctx.save_for_backward(stream, stats, weight, rows, columns)
         ctx.probability, ctx.rounded = probability, rounded
         ctx.adds, ctx.centred = y is not None, bias is not None
-        ctx.before, ctx.behind = before is not None, behind is not None
         return stream, normed.view_as(x)
 
     @staticmethod
@@ -75,16 +80,11 @@ class _NormBeside(torch.autograd.Function):
         stream, stats, weight, rows, columns = ctx.saved_tensors
         grad, x, beside = (t.flatten(0, -2) for t in (grad, stream, beside))
         grad_x, dropped, sums = torch.ops.megalith.norm_backward(
-            grad, x, stats, beside, weight, rows, columns,
-            ctx.probability, ctx.rounded, ctx.before, ctx.behind,
-        )  # fmt: skip
+            grad, x, stats, beside, weight, rows, columns, ctx.probability, ctx.rounded
+        )
         grad_x = grad_x.view_as(stream)
         grad_y = None
         if ctx.adds:
             grad_y = grad_x if rows is None else dropped.view_as(stream)
-        sums = list(sums.unbind())
-        grad_weight = sums.pop(0)
-        grad_bias = sums.pop(0) if ctx.centred else None
-        grad_before = sums.pop(0) if ctx.before else None
-        grad_behind = sums.pop(0) if ctx.behind else None
-        return grad_x, grad_y, None, None, grad_weight, grad_bias, grad_before, grad_behind, None, None, None
+        grad_bias = sums[1] if ctx.centred else None
+        return grad_x, grad_y, None, None, sums[0], grad_bias, None, None, None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -17,7 +16,7 @@ from megalith.models.cache import KVCache
 from megalith.models.mtp import Future, future_of
 from megalith.models.transformer import Transformer
 from megalith.parallel.apply import apply
-from megalith.parallel.context.context_parallel import shard_batch, whole_sequences
+from megalith.parallel.context.context_parallel import shard_batch
 from megalith.parallel.data.data_parallel import (
     micro_batch_begins,
     wait_for_gradients,
@@ -42,10 +41,7 @@ class Part:
 
     batch: Batch
     places: Tensor  # int64 [seq]
-    balance_scale: Tensor | None = (
-        None  # of the gradient of the experts' balancing losses; None: no backward pass
-    )
-
+    balance_scale: Tensor | None = None  # of the balancing losses' gradient; None: no backward pass
     future: Future | None = None  # what the layers of multi-token prediction predict
     loss_scale: Tensor | None = None  # of the gradient of the loss; None: no backward pass
 
@@ -73,9 +69,7 @@ class ParallelModel:
         self.chunks = apply(model, config, mesh, device)
         self.parameters = LocalParameters(self.chunks)
         self.pipeline = self._pipeline() if mesh.pp.size > 1 else None
-        self.tallies: Tensor | None = (
-            None  # what the experts got in the last backward pass: see gather_tallies
-        )
+        self.tallies: Tensor | None = None  # of the last backward pass: see gather_tallies
         self.own_loss = torch.zeros((), device=device)
         """What this rank gave to the last step's sum of losses: float32 scalar."""
 
@@ -127,11 +121,7 @@ class ParallelModel:
         Every rank gives the same tokens; data- and context-parallel ranks all compute the whole of them.
         """
         input_ids = input_ids.to(self.device)
-        with ExitStack() as during:
-            during.enter_context(torch.compiler.set_stance("force_eager"))  # each call has another length
-            if self.mesh.cp.size > 1:
-                for chunk in self.chunks:
-                    during.enter_context(whole_sequences(chunk))
+        with torch.compiler.set_stance("force_eager"):  # each call has another length
             if self.pipeline is not None:
                 return self.pipeline.logits(input_ids, cache)
             return self.chunks[0](input_ids, cache=cache)

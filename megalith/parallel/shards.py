@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from megalith.comm.collectives import Axis, local_place
 from megalith.parallel.data.replicas import copies_of
+from megalith.parallel.seams import replace_parameter
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def to_local_parameters(chunk: nn.Module) -> None:
                 if parameter not in made:
                     made[parameter] = nn.Parameter(parameter.detach().to_local(), parameter.requires_grad)
                     made[parameter].placed = parameter
-                setattr(module, kind, made[parameter])
+                replace_parameter(module, kind, made[parameter])
 
 
 def placed(parameter: Tensor) -> Tensor:

@@ -1,18 +1,15 @@
 """Heads exchanged for tokens by copy engines are, to the bit, what NCCL's all-to-all and copies give."""
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
-from torch._inductor.utils import run_and_get_code
 
 from megalith.comm import collectives as comm
 from megalith.config import ParallelConfig
 from megalith.launch.pool import Pool
-from megalith.ops.qkv import split_qkv
-from megalith.parallel.context.ulysses import heads_from_tokens, heads_of_qkv, tokens_from_heads
+from megalith.ops.qkv import split_heads
+from megalith.parallel.context.ulysses import heads_from_tokens, tokens_from_heads
 from megalith.parallel.mesh import build_mesh
 
 SIZES = [
@@ -46,15 +43,8 @@ def axes(size: int) -> tuple[comm.Axis, comm.Axis]:
     return direct, replace(direct, direct=False)
 
 
-def in_two_steps(qkv, heads_in_group, head_dim, bias, *, axis):
-    """heads_of_qkv without its shorter ways."""
-    return heads_from_tokens(*split_qkv(qkv, heads_in_group, head_dim, bias), axis)
-
-
-def results(
-    case: tuple, dtype: torch.dtype, axis: comm.Axis, split: Callable, compiled: bool
-) -> list[torch.Tensor]:
-    """Of both exchanges one behind the other, and the gradients of what they start from and, of all ranks, its bias."""
+def results(case: tuple, dtype: torch.dtype, axis: comm.Axis, compiled: bool) -> list[torch.Tensor]:
+    """Of both exchanges one behind the other, and the gradient of what they start from."""
     groups, heads_in_group, head_dim, batch, seq = case
     width = groups * (heads_in_group + 2) * head_dim
     generator = torch.Generator("cuda").manual_seed(axis.rank)
@@ -63,31 +53,29 @@ def results(
         whole = torch.randint(-8, 9, shape, device="cuda", generator=generator)  # so that sums are exact
         return whole.to(dtype)
 
-    def there_and_back(qkv, bias):
-        query, key, value = split(qkv, heads_in_group, head_dim, bias, axis=axis)
+    def there_and_back(qkv):
+        query, key, value = heads_from_tokens(*split_heads(qkv, heads_in_group, head_dim), axis)
         attended = -query.transpose(1, 2).contiguous().transpose(1, 2)  # [batch, heads, seq, ·] in memory
         return tokens_from_heads(attended, axis), -key, -value
 
-    qkv, bias = random(batch, seq, width).requires_grad_(), torch.zeros(width, device="cuda").requires_grad_()
+    qkv = random(batch, seq, width).requires_grad_()
     function = torch.compile(there_and_back, fullgraph=True) if compiled else there_and_back
     torch.cuda._sleep(5_000_000 * axis.rank)  # one rank comes late
-    outputs = function(qkv, bias)
-    grad_qkv, grad_bias = torch.autograd.grad(outputs, (qkv, bias), [random(*x.shape) for x in outputs])
-    return [*(x.detach() for x in outputs), grad_qkv, comm.summed(grad_bias, axis)]
+    outputs = function(qkv)
+    (grad,) = torch.autograd.grad(outputs, qkv, [random(*x.shape) for x in outputs])
+    return [*(x.detach() for x in outputs), grad]
 
 
 def unlike(size: int, compiled: bool) -> list[tuple]:
-    """Cases, types, ways and results that differ at all from NCCL's all-to-all in two steps."""
+    """Cases, types and results that differ at all from NCCL's all-to-all."""
     found = []
     direct, nccl = axes(size)
     for name, case in CASES.items():
         for dtype in TYPES:
             torch._dynamo.reset()
-            expected = results(case, dtype, nccl, in_two_steps, compiled)
-            for axis, split in ((nccl, heads_of_qkv), (direct, in_two_steps), (direct, heads_of_qkv)):
-                pairs = zip(results(case, dtype, axis, split, compiled), expected, strict=True)
-                way = axis.direct, split.__name__
-                found += [(name, dtype, *way, i) for i, pair in enumerate(pairs) if not torch.equal(*pair)]
+            both = (results(case, dtype, axis, compiled) for axis in (direct, nccl))
+            pairs = zip(*both, strict=True)
+            found += [(name, dtype, i) for i, pair in enumerate(pairs) if not torch.equal(*pair)]
     return found
 
 
@@ -115,27 +103,3 @@ def unlike_under_way(size: int) -> int:
 @pytest.mark.parametrize("size", SIZES)
 def test_many_exchanges_are_under_way_and_their_inputs_overwritten(size):
     assert on_gpus(unlike_under_way, size) == [0] * size
-
-
-def kernels_around(size: int) -> list[bool]:
-    """Whether compiled code, of the forward and of the backward pass, has kernels of its own around both exchanges."""
-    direct, _ = axes(size)
-    x, w = (torch.randn(shape, device="cuda").bfloat16() for shape in ((2048, 640), (640, 3 * 1280)))
-
-    @partial(torch.compile, fullgraph=True)
-    def there_and_back(x, w):
-        qkv = (x @ w).view(4, 512, -1)
-        query, key, value = heads_of_qkv(qkv, 1, 80, axis=direct)
-        return tokens_from_heads(query, direct), key, value
-
-    def both_passes():
-        outputs = there_and_back(x, w.requires_grad_())
-        torch.autograd.grad(outputs, w, [torch.randn_like(x) for x in outputs])
-
-    _, codes = run_and_get_code(both_passes)
-    return ["async_compile.triton(" in code for code in codes]
-
-
-@pytest.mark.parametrize("size", SIZES[:1])
-def test_compiled_code_copies_nothing_around_an_exchange(size):
-    assert on_gpus(kernels_around, size) == [[False, False]] * size

@@ -11,14 +11,7 @@ from megalith.models.pass_context import Context
 from megalith.models.transformer import Transformer
 from megalith.ops.compiled import as_one_kernel
 from megalith.ops.fp32_matmul import wide_product
-from megalith.ops.grouped_gemm import (
-    Groups,
-    LoopedMatmul,
-    add_bias,
-    grouped_matmul,
-    has_kernel,
-    prepared,
-)
+from megalith.ops.grouped_gemm import GroupedGemm, Groups, add_bias, grouped_linear, has_kernel, prepared
 from megalith.ops.permute import sum_rows
 from megalith.parallel.expert.dispatch_buffer import Parcels, pack, parcels, unpack
 
@@ -38,19 +31,16 @@ def relative(found: torch.Tensor, expected: torch.Tensor) -> float:
 
 @pytest.mark.parametrize("sizes", [(70, 0, 300, 14), (0, 0, 0, 128), (128, 128, 128, 128), (1, 2, 3, 5)])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_grouped_matmul_equals_the_loop_and_empty_groups_get_zeros(sizes, dtype):
+def test_grouped_gemm_equals_the_loop_and_empty_groups_get_zeros(sizes, dtype):
     torch.manual_seed(0)
     torch.full((4, 192, HIDDEN), float("nan"), device="cuda", dtype=dtype)  # what freed memory may hold
     x = torch.randn(sum(sizes), HIDDEN, device="cuda", dtype=dtype)
     weight = torch.randn(4, 192, HIDDEN, device="cuda", dtype=dtype) / 16
-    assert has_kernel(x, *weight.shape[1:]) == (dtype == torch.bfloat16)
-    results = []
-    for function in (
-        lambda x, w: grouped_matmul(x, w, Groups(torch.tensor(sizes, device="cuda"))),
-        lambda x, w: LoopedMatmul.apply(x, w.value, w.kept, w.owed, sizes),
-    ):
+    assert has_kernel(x, 192) == (dtype == torch.bfloat16)
+    results, groups = [], Groups(torch.tensor(sizes, device="cuda"))
+    for kernel in (True, False):
         leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
-        y = function(leaves[0], prepared(leaves[1], leaves[1].detach()))
+        y = grouped_linear(leaves[0], prepared(leaves[1], leaves[1].detach()), groups, GroupedGemm(kernel))
         y.square().sum().backward()
         results.append([y.detach(), *(leaf.grad for leaf in leaves)])
     for ours, expected in zip(*results):
@@ -113,7 +103,7 @@ def passes(moe: MoE, inputs: Context) -> list[torch.Tensor]:
     x = torch.randn(
         BATCH, SEQ, HIDDEN, device="cuda", generator=generator, dtype=torch.bfloat16
     ).requires_grad_()
-    y = moe(x, moe.plan(x, inputs))
+    y = moe(x, moe.plan(x, inputs), inputs)
     y.float().square().sum().backward()
     return [y.detach(), x.grad, *(parameter.grad for parameter in moe.parameters())]
 

@@ -93,7 +93,7 @@ def token_by_token(moe: MoE, x: torch.Tensor) -> torch.Tensor:
 def test_values_and_gradients_equal_those_token_by_token(settings):
     moe = moe_of(**settings)
     outcomes = []
-    for function in (lambda x: moe(x, moe.plan(x, context())), lambda x: token_by_token(moe, x)):
+    for function in (lambda x: moe(x, moe.plan(x, context()), context()), lambda x: token_by_token(moe, x)):
         x = torch.randn(BATCH, SEQ, HIDDEN, generator=torch.Generator().manual_seed(1)).requires_grad_()
         y = function(x)
         (y * torch.linspace(-1, 1, y.numel()).view_as(y)).sum().backward()
@@ -152,7 +152,7 @@ def test_a_model_that_is_recomputed_counts_its_tokens_once():
     from torch.utils.checkpoint import checkpoint
 
     moe, x = moe_of(), torch.randn(BATCH, SEQ, HIDDEN, requires_grad=True)
-    checkpoint(lambda x: moe(x, moe.plan(x, context())), x, use_reentrant=False).sum().backward()
+    checkpoint(lambda x: moe(x, moe.plan(x, context()), context()), x, use_reentrant=False).sum().backward()
     assert moe.router.tally[:4].sum() == BATCH * SEQ * 2
 
 

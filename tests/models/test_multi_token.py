@@ -52,11 +52,12 @@ def further_losses(
     """For each further layer the losses of the tokens that it predicts, times their masks, and the masks' sum."""
     ids, places, further = tokens[:, :-1], torch.arange(SEQ), []
     context = model.context(places.expand(BATCH, SEQ), places, None, None, None)
-    hidden = model.final_layernorm(model.run_layers(["0", "1"], model.embedding(ids, None), context))
+    layers = [model.layers["0"], model.layers["1"]]
+    hidden = model.final_layernorm(model.runner(layers, model.embedding(ids, None, context), context))
     for k, number in enumerate(("2", "3"), 1):
         layer = model.layers[number]
         told = torch.zeros(BATCH, SEQ, 16)  # what lies behind the end is told nothing, and tells nobody
-        told[:, : SEQ + 1 - k] = model.embedding(tokens[:, k:][:, :SEQ], None)
+        told[:, : SEQ + 1 - k] = model.embedding(tokens[:, k:][:, :SEQ], None, context)
         both = [layer.join.embedding_layernorm(told), layer.join.hidden_layernorm(hidden)]
         x = torch.cat(both, -1) @ layer.join.linear_join.weight.T
         x = x + layer.self_attention(layer.input_layernorm(x), context)

@@ -63,6 +63,18 @@ def test_a_token_changes_no_logits_before_its_own_and_every_one_after(family):
     assert (difference[:, 9:] > 1e-6).all()
 
 
+def test_without_a_causal_mask_a_token_sees_all_others_of_its_document():
+    model, ids = build("llama").eval(), tokens()
+    model.causal = False
+    changed = ids.clone()
+    changed[:, 9] = (ids[:, 9] + 1) % VOCAB
+    assert ((model(ids) - model(changed)).abs().amax(-1) > 1e-6).all()
+    documents = (torch.arange(16) // 8).expand(2, 16)
+    difference = [model(x, document_ids=documents) for x in (ids, changed)]
+    moved = (difference[0] - difference[1]).abs().amax(-1)
+    assert not moved[:, :8].any() and (moved[:, 8:] > 1e-6).all()
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("training", [False, True])
 def test_a_document_does_not_see_the_one_before_it(family, training):

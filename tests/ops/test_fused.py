@@ -1,7 +1,7 @@
 """Layers whose gradients come from kernels of our own, with formulas in the kernels' place, against plain layers.
 
-What is shown: every gradient finds its way, those of the biases that a norm, GELU or attention's input takes over
-among them. The kernels themselves are tested on a GPU.
+What is shown: every gradient finds its way, those of the biases that GELU or attention's input takes over among
+them. The kernels themselves are tested on a GPU.
 """
 
 from collections.abc import Callable
@@ -53,7 +53,7 @@ def norm_forward(x, y, weight, bias, rows, columns, probability: float, epsilon:
     return stream, normed, torch.stack([scale] if mean is None else [scale, mean])
 
 
-def norm_backward(grad, x, stats, beside, weight, rows, columns, probability, rounded, before, behind):
+def norm_backward(grad, x, stats, beside, weight, rows, columns, probability, rounded):
     value = (x - (stats[1][:, None] if len(stats) == 2 else 0)) * stats[0][:, None]
     dy = grad * weight
     dx = dy - value * (dy * value).mean(1, keepdim=True)
@@ -61,7 +61,7 @@ def norm_backward(grad, x, stats, beside, weight, rows, columns, probability, ro
         dx = dx - dy.mean(1, keepdim=True)
     dx = dx * stats[0][:, None] + beside
     dropped = dx if rows is None else counter_dropout(dx, probability, rows, columns)
-    sums = [grad * value, grad][: len(stats)] + [dropped] * before + [beside] * behind
+    sums = [grad * value, grad][: len(stats)]
     return dx, x.new_empty(0) if rows is None else dropped, torch.stack(sums).sum(1)
 
 
@@ -80,7 +80,7 @@ SCHEMAS = {
     norm_forward: "(Tensor x, Tensor? y, Tensor weight, Tensor? bias, Tensor? rows, Tensor? columns, "
     "float probability, float epsilon, bool rounded) -> (Tensor, Tensor, Tensor)",
     norm_backward: "(Tensor grad, Tensor x, Tensor stats, Tensor beside, Tensor weight, Tensor? rows, "
-    "Tensor? columns, float probability, bool rounded, bool before, bool behind) -> (Tensor, Tensor, Tensor)",
+    "Tensor? columns, float probability, bool rounded) -> (Tensor, Tensor, Tensor)",
     gelu_backward: "(Tensor grad, Tensor x) -> (Tensor, Tensor)",
     join_qkv: "(Tensor query, Tensor key, Tensor value) -> (Tensor, Tensor)",
 }

@@ -1,35 +1,35 @@
-"""The matmul of a linear layer: the gradient of its weight, whole or cut."""
+"""The matmuls of a linear: its wgrad, whole or in parts, and the gradient of its bias."""
 
 import pytest
 import torch
 from torch.nn import functional as F
 
 from megalith.ops import gemm as module
-from megalith.ops.gemm import linear, weight_gradient, weight_gradient_parts
+from megalith.ops.gemm import add_bias_gradient, linear, wgrad_in_parts, wgrad_parts
 
 
 @pytest.mark.parametrize("parts", [1, 2, 4])
-def test_weight_gradient_is_the_same_however_the_tokens_are_cut(parts):
+def test_wgrad_is_the_same_however_the_tokens_are_cut(parts):
     torch.manual_seed(0)
     grad, x = torch.randn(64, 24), torch.randn(64, 16)
-    torch.testing.assert_close(weight_gradient(grad, x, parts), grad.T @ x)
+    torch.testing.assert_close(wgrad_in_parts(grad, x, parts), grad.T @ x)
 
 
 def test_parts_of_low_precision_are_summed_in_fp32():
     torch.manual_seed(0)
     grad, x = (torch.randn(4096, 8).bfloat16() for _ in range(2))
     exact = grad.double().T @ x.double()
-    error = (weight_gradient(grad, x, 4).double() - exact).norm() / exact.norm()
+    error = (wgrad_in_parts(grad, x, 4).double() - exact).norm() / exact.norm()
     assert error < 4e-3  # a bf16 value is known to 2^-9
 
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_a_cut_linear_has_the_gradients_of_a_plain_one(monkeypatch, bias):
-    monkeypatch.setattr(module, "weight_gradient_parts", lambda x, shape: 4)
+    monkeypatch.setattr(module, "wgrad_parts", lambda x, shape: 4)
     torch.manual_seed(0)
     given = [torch.randn(2, 8, 6), torch.randn(10, 6), torch.randn(10) if bias else None]
     ours, plain = ([t if t is None else t.clone().requires_grad_() for t in given] for _ in range(2))
-    y, expected = linear(*ours), F.linear(*plain)
+    y, expected = add_bias_gradient(linear(*ours), ours[2]), F.linear(*plain)
     torch.testing.assert_close(y, expected)
     (y**2).sum().backward()
     (expected**2).sum().backward()
@@ -57,10 +57,8 @@ def test_a_cut_linear_has_the_gradients_of_a_plain_one(monkeypatch, bias):
 def test_products_are_cut_where_their_tiles_leave_a_gpu_idle(monkeypatch, shape, parts):
     monkeypatch.setattr(module, "_processors", lambda device: 132)
     x = _OnGpu((32, 1024, shape[1]))
-    assert weight_gradient_parts(x, shape) == parts
-    assert (
-        weight_gradient_parts(_OnGpu((4, 1024, shape[1])), shape) == 1
-    )  # few tokens: a launch costs as much
+    assert wgrad_parts(x, shape) == parts
+    assert wgrad_parts(_OnGpu((4, 1024, shape[1])), shape) == 1  # few tokens: a launch costs as much
 
 
 class _OnGpu:

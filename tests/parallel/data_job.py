@@ -24,7 +24,7 @@ from megalith.parallel.data.data_parallel import (
 from megalith.parallel.data.gradient_norm import GradientSquares, valid_tokens
 from megalith.parallel.memory.recompute import apply_recompute
 from megalith.parallel.mesh import build_mesh
-from megalith.parallel.pipeline.split_backward import WeightGradients, compute
+from megalith.parallel.pipeline.split_backward import DeferredWgrads, compute
 from megalith.parallel.shards import LocalParameters
 from megalith.parallel.tensor.tensor_parallel import apply_tensor, reduce_partial_gradients
 
@@ -102,7 +102,7 @@ class Trained:
         self.model = Transformer(job.model, compute_dtype=DTYPES[job.precision], seed=5, device="meta")
         apply_tensor(self.model, self.mesh.tp, job.parallel.sequence_parallel)
         apply_recompute(self.model, job.parallel)
-        self.put_off = WeightGradients([self.model]) if job.puts_off_weights else None
+        self.put_off = DeferredWgrads([self.model]) if job.puts_off_weights else None
         if job.compile:
             for layer in self.model.layers.values():
                 layer.compile(fullgraph=True, backend="aot_eager")

@@ -1,14 +1,12 @@
 """Attention over a sequence that is cut over ranks equals one process's: result and gradients, every way of talking."""
 
-from types import SimpleNamespace
-
 import pytest
 import torch
 
 from megalith.config import ParallelConfig
 from megalith.ops.attention_core import attention, document_mask
 from megalith.ops.dropout import token_keys
-from megalith.parallel.context.context_parallel import apply_context, unshard
+from megalith.parallel.context.context_parallel import context_core, unshard
 from megalith.parallel.context.zigzag import spans
 from megalith.parallel.mesh import build_mesh
 
@@ -74,24 +72,20 @@ def by_ranks(way: tuple, shapes: list[tuple], backend: str | None = None) -> lis
     """The same for each shape, gathered to the whole sequence; compiled if a `backend` is given."""
     size, cp_comm_type, sizes = way
     axis = build_mesh(ParallelConfig(context_parallel_size=size), size, "cpu").cp
-    attends = SimpleNamespace(core=attention, reads_in_place=False)
-    model = SimpleNamespace(
-        layers={"0": SimpleNamespace(self_attention=attends)}, attention_mask=document_mask, sequence_parts=1
-    )
-    apply_context(model, axis, cp_comm_type, sizes)
+    core, attention_mask = context_core(axis, cp_comm_type, sizes)
     places = torch.cat([torch.tensor(span) for span in spans(axis.rank, size, SEQ // size)])
     answers = []
     for shape in shapes:
         (query, key, value, weights), ids, rows = whole_problem(*shape)
         inputs = [x[:, places].requires_grad_() for x in (query, key, value)]
-        mask = None if ids is None else model.attention_mask(ids[:, places])
+        mask = None if ids is None else attention_mask(ids[:, places], True)
         rows = None if rows is None else rows[:, places]
 
         scores = shape[5] if len(shape) > 5 else {}
 
         def attend(query, key, value, mask, rows, dropout=shape[4], scores=scores):
             arguments = dict(mask=mask, dropout=dropout, dropout_rows=rows, first_head=5, **scores)
-            return attends.core(query * 1.0, key * 1.0, value * 1.0, **arguments).sin()
+            return core(query * 1.0, key * 1.0, value * 1.0, **arguments).sin()
 
         if backend is not None:
             torch._dynamo.reset()

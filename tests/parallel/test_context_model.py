@@ -1,7 +1,5 @@
 """A whole model on cut sequences gives one process's loss and gradients, and its logits when generating."""
 
-from unittest import mock
-
 import pytest
 import torch
 from test_direct_heads import as_if_direct
@@ -11,9 +9,8 @@ from megalith.config import ModelConfig, ParallelConfig
 from megalith.data.batch import Batch, BoundaryRules, make_batch
 from megalith.models.cache import KVCache
 from megalith.models.init import initialize
-from megalith.models.linear import Linear
 from megalith.models.transformer import Transformer
-from megalith.parallel.context.context_parallel import apply_context, shard_batch, unshard, whole_sequences
+from megalith.parallel.context.context_parallel import apply_context, shard_batch, unshard
 from megalith.parallel.mesh import build_mesh
 
 VOCAB, SEQ, END = 61, 32, 5
@@ -121,11 +118,7 @@ def test_loss_and_every_gradient_equal_one_process(pool, one_process, way, famil
 
 
 def train_by_copy_engines(family: str):
-    """With the gradient of linear_qkv's bias from its neighbour, where there is one."""
-    with (
-        as_if_direct(),
-        mock.patch.object(Linear, "fuses_bias", lambda linear, x: len(linear.weight) == QKV_ROWS),
-    ):
+    with as_if_direct():
         return train((4, "a2a", None), family, "documents")
 
 
@@ -146,10 +139,9 @@ def logits_in_parts_and_generating(way: tuple, family: str) -> tuple[torch.Tenso
     with torch.no_grad():
         part, places = shard_batch(whole, axis)
         in_parts = unshard(model(part.tokens, position_ids=part.position_ids, places=places), axis)
-        with whole_sequences(model):
-            cache = KVCache(SEQ)
-            one_by_one = [model(whole.tokens[:, :9], cache=cache)]
-            one_by_one += [model(whole.tokens[:, n : n + 1], cache=cache) for n in range(9, SEQ)]
+        cache = KVCache(SEQ)
+        one_by_one = [model(whole.tokens[:, :9], cache=cache)]
+        one_by_one += [model(whole.tokens[:, n : n + 1], cache=cache) for n in range(9, SEQ)]
         again = unshard(model(part.tokens, position_ids=part.position_ids, places=places), axis)
         assert torch.equal(in_parts, again)
     return in_parts, torch.cat(one_by_one, dim=1)

@@ -1,4 +1,4 @@
-"""Weight gradients put off and worked off later are those of an ordinary backward pass."""
+"""Wgrads put off and worked off later are those of an ordinary backward pass."""
 
 import torch
 
@@ -6,7 +6,7 @@ from megalith.config import ModelConfig
 from megalith.models.init import initialize
 from megalith.models.linear import Linear
 from megalith.models.transformer import Transformer
-from megalith.parallel.pipeline.split_backward import WeightGradients, compute
+from megalith.parallel.pipeline.split_backward import DeferredWgrads, compute
 
 CONFIG = ModelConfig(
     num_layers=2,
@@ -31,17 +31,12 @@ def loss(model: Transformer, shift: int) -> torch.Tensor:
 
 
 def linear_weights(model: Transformer) -> set[str]:
-    return {
-        f"{name}.{kind}"
-        for name, module in model.named_modules()
-        if isinstance(module, Linear)
-        for kind in ("weight", "bias")
-    }
+    return {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, Linear)}
 
 
-def test_the_backward_pass_leaves_out_the_gradients_of_linear_layers_alone():
+def test_the_backward_pass_leaves_out_the_wgrads_of_linear_layers_alone():
     model = make()
-    weights = WeightGradients([model])
+    weights = DeferredWgrads([model])
     loss(model, 1).backward()
     without = {name for name, parameter in model.named_parameters() if parameter.grad is None}
     assert without == linear_weights(model)
@@ -54,7 +49,7 @@ def test_gradients_of_two_passes_worked_off_later_add_up_to_the_bit():
     for shift in (1, 2):
         loss(expected, shift).backward()
     model = make()
-    weights = WeightGradients([model])
+    weights = DeferredWgrads([model])
     put_off = []
     for shift in (1, 2):
         loss(model, shift).backward()
@@ -68,7 +63,7 @@ def test_gradients_of_two_passes_worked_off_later_add_up_to_the_bit():
 def test_weights_cast_to_bf16_get_their_gradients_in_fp32():
     expected, model = make(torch.bfloat16), make(torch.bfloat16)
     loss(expected, 1).backward()
-    weights = WeightGradients([model])
+    weights = DeferredWgrads([model])
     loss(model, 1).backward()
     compute(weights.take())
     for (name, parameter), reference in zip(model.named_parameters(), expected.parameters()):
@@ -78,7 +73,7 @@ def test_weights_cast_to_bf16_get_their_gradients_in_fp32():
 
 def test_nothing_is_put_off_without_gradients():
     model = make()
-    weights = WeightGradients([model])
+    weights = DeferredWgrads([model])
     with torch.no_grad():
         expected = make()(TOKENS)
         assert torch.equal(model(TOKENS), expected)

@@ -11,7 +11,8 @@ from parity.parity_cases import run_config
 from megalith.comm import collectives as comm
 from megalith.config import RunConfig
 from megalith.models.moe import MoE
-from megalith.ops import grouped_gemm
+from megalith.models.pass_context import Context
+from megalith.ops.grouped_gemm import GroupedGemm
 from megalith.parity.job import Outcome, run_job, start
 
 LATE = {"moe_shared_expert_overlap": False}
@@ -38,16 +39,15 @@ def events(config: RunConfig) -> list[str]:
     def counted(gradient: Callable) -> Callable:
         return lambda *args: seen.append("weight") or gradient(*args)
 
-    def compute_shared(self: MoE, x: torch.Tensor) -> torch.Tensor:
+    def compute_shared(self: MoE, x: torch.Tensor, context: Context) -> torch.Tensor:
         seen.append("shared")
         self.shared_experts.linear_fc1.weight.register_hook(lambda grad: seen.append("shared backward"))
-        return shared(self, x)
+        return shared(self, x, context)
 
     with (
         mock.patch.object(comm, "_exchange", begin),
         mock.patch.object(comm, "wait", end),
-        mock.patch.object(grouped_gemm, "_looped_gradient", counted(grouped_gemm._looped_gradient)),
-        mock.patch.object(grouped_gemm, "_even_gradient", counted(grouped_gemm._even_gradient)),
+        mock.patch.object(GroupedGemm, "wgrad", counted(GroupedGemm.wgrad)),
         mock.patch.object(MoE, "_shared", compute_shared),
         trainer.data.train_loader(0, 0, trainer.device) as batches,
     ):

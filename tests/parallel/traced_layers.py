@@ -24,7 +24,6 @@ from megalith.parallel.overlap.ping_pong import apply_halves
 from megalith.parallel.tensor.tensor_parallel import apply_tensor
 
 BATCH, SEQ = 64, 1024
-QKV_ROWS = 3840  # of linear_qkv
 LARGE = dict(
     preset="gpt2-large", num_attention_heads=16, num_layers=1, hidden_dropout=0.0, attention_dropout=0.0
 )
@@ -79,8 +78,7 @@ def _traced(model: Transformer, config: RunConfig) -> list[Graph]:
         ids = torch.zeros(BATCH, SEQ // cp, dtype=torch.int64)
         stream = (1, BATCH * SEQ // tp) if config.parallel.sequence_parallel else ids.shape
         x = torch.zeros(*stream, config.model.hidden_size, dtype=torch.bfloat16, requires_grad=True)
-        context = model.context(ids, ids[0], None, None, None)
-        for hook in model._forward_pre_hooks.values():
-            hook(model, (ids,), {"labels": ids})
-        model.run_layers(list(model.layers), x, context).sum().backward()
+        layout = model.pass_layout(ids.numel(), trains=True, has_places=True)
+        context = model.context(ids, ids[0], None, None, None, layout)
+        model.runner(list(model.layers.values()), x, context).sum().backward()
     return graphs

@@ -11,13 +11,13 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from megalith.ops.attention_core import _CAUSAL
-from megalith.ops.gemm import _CutLinear
+from megalith.ops.gemm import linear
 from megalith.training import compiler
 
 
 def layer(x: Tensor, weight: Tensor) -> Tensor:  # [tokens, width] -> [1, 1, tokens, width]
     """What a GPU's layer has that torch does not keep of itself: an autograd function, and a choice of kernels."""
-    y = _CutLinear.apply(x, weight, None, 2)[None, None]
+    y = linear(x, weight)[None, None]
     with sdpa_kernel(_CAUSAL, set_priority=True):
         return scaled_dot_product_attention(y, y, y, is_causal=True)
 

@@ -1,1 +1,21 @@
-"""What mixes the tokens of a sequence: attention in its kinds."""
+"""Mixers: the part of a layer in which tokens see each other.
+
+A mixer is a module with `forward(x, context)`, from the normed residual stream, [batch, seq, hidden] or under sequence
+parallelism [1, tokens / tp, hidden], to what is added to it, of the same shape. All that it needs to know of the tokens
+stands in the Context, and so would another sequence that it attends to.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megalith.config import ModelConfig
+from megalith.models.mixers.attention import SelfAttention
+from megalith.models.mixers.mla import LatentAttention
+
+
+def make_mixer(config: ModelConfig, number: int, device: torch.device | None = None) -> nn.Module:
+    """The mixer of layer `number`, which the configuration names."""
+    mixer = LatentAttention if config.multi_latent_attention else SelfAttention
+    return mixer(config, number, device)

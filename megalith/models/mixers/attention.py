@@ -6,21 +6,31 @@ heads, then its key head, then its value head, so that a slice of rows is a slic
 
 from __future__ import annotations
 
-import torch
-from torch import Tensor, nn
+from functools import partial
+from typing import NamedTuple
 
-from megalith.comm.collectives import local
+import torch
+from torch import Tensor
+
 from megalith.config import ModelConfig
 from megalith.models.linear import Linear
 from megalith.models.norm import HeadsNorm, Norm
 from megalith.models.pass_context import Context
 from megalith.models.rope import rotate
+from megalith.models.runner import Runnable, runnable
 from megalith.ops.attention_core import attention
 from megalith.ops.qkv import split_qkv
 
 
-class Attention(nn.Module):
-    """What every kind of attention shares. `core` and `split` are the seams of context parallelism."""
+class Heads(NamedTuple):
+    """The query heads that are here."""
+
+    in_group: int  # that share a key and value head
+    first: int = 0  # the number of the first of them among all of the layer's
+
+
+class Attention(Runnable):
+    """What every kind of attention shares. `core` is the seam of context parallelism, `heads` of tensor parallelism."""
 
     def __init__(self, config: ModelConfig, number: int):
         super().__init__()
@@ -30,9 +40,7 @@ class Attention(nn.Module):
         self.softcap = config.attn_logit_softcapping
         self.scale = config.attention_scale
         self.core = attention
-        self.split = split_qkv  # where attention has a linear_qkv
-        self.reads_in_place = False  # what linear_qkv gives: nothing stands between the two
-        self.first_head = 0  # the number of the first head here among all, where tensor parallelism cuts them
+        self.heads = Heads(in_group=1)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
         """Queries [batch, seq, heads, head_dim] over keys and values [batch, seq, groups, head_dim], and the cache's:
@@ -40,18 +48,19 @@ class Attention(nn.Module):
         if context.cache is not None:
             key, value = context.cache.extend(self.number, key, value)
         drops = self.dropout > 0 and context.dropout is not None
-        return self.core(
+        core = attention if context.layout.whole_sequences else self.core
+        return core(
             query,
             key,
             value,
-            causal=query.shape[1] > 1,
+            causal=context.causal and query.shape[1] > 1,
             mask=context.mask,
             window=self.window,
             softcap=self.softcap,
             scale=self.scale,
             dropout=self.dropout if drops else 0.0,
             dropout_rows=context.dropout.query_rows() if drops else None,
-            first_head=self.first_head,
+            first_head=self.heads.first,
         )
 
 
@@ -61,8 +70,8 @@ class SelfAttention(Attention):
     def __init__(self, config: ModelConfig, number: int, device: torch.device | None = None):
         super().__init__(config, number)
         self.head_dim = config.head_dim
-        self.heads_in_group = config.num_attention_heads // config.query_groups
-        rows = config.query_groups * (self.heads_in_group + 2) * config.head_dim
+        self.heads = Heads(config.num_attention_heads // config.query_groups)
+        rows = config.query_groups * (self.heads.in_group + 2) * config.head_dim
         width = config.num_attention_heads * config.head_dim
         self.linear_qkv = Linear(config.hidden_size, rows, bias=config.qkv_bias, device=device)
         self.linear_proj = Linear(width, config.hidden_size, bias=config.proj_bias, device=device)
@@ -73,19 +82,13 @@ class SelfAttention(Attention):
         elif config.qk_layernorm:
             self.q_layernorm = Norm(config, config.head_dim, device)
             self.k_layernorm = Norm(config, config.head_dim, device)
-        self.reads_in_place = self.q_layernorm is None and config.position_embedding_type != "rope"
 
-    def forward(
-        self, x: Tensor, context: Context, bias_learns: bool = True
-    ) -> Tensor:  # [batch, seq, hidden]
-        """`bias_learns` False: the bias of linear_proj gets its gradient elsewhere."""
-        fuses = self.reads_in_place and self.linear_qkv.fuses_bias(x)
-        qkv = self.linear_qkv(
-            x, context, not fuses
-        )  # [batch, seq, groups · (heads_in_group + 2) · head_dim], or all tokens in one row
-        qkv = qkv.view(context.batch, -1, qkv.shape[-1])
-        bias = local(self.linear_qkv.bias) if fuses else None
-        query, key, value = self.split(qkv, self.heads_in_group, self.head_dim, bias)
+    @runnable
+    def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
+        split = partial(
+            split_qkv, batch=context.batch, heads_in_group=self.heads.in_group, head_dim=self.head_dim
+        )
+        query, key, value = self.linear_qkv(x, context, then=split)  # [batch, seq, heads or groups, head_dim]
         if self.q_layernorm is not None:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         if context.rotary is not None:
@@ -94,4 +97,4 @@ class SelfAttention(Attention):
                 tables = context.rotary_local
             query, key = rotate(query, tables), rotate(key, tables)
         out = self.attend(query, key, value, context)  # [batch, seq, heads, head_dim]
-        return self.linear_proj(out.flatten(2), context, bias_learns)
+        return self.linear_proj(out.flatten(2), context)

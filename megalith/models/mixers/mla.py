@@ -20,20 +20,20 @@ from megalith.config import ModelConfig
 from megalith.models.linear import Linear
 from megalith.models.mixers.attention import Attention
 from megalith.models.norm import Norm
-from megalith.models.pass_context import Context
+from megalith.models.pass_context import Context, own_tokens
 from megalith.models.rope import rotate
+from megalith.models.runner import runnable
 
 
 class LatentAttention(Attention):
-    """Attention of heads made from latents. `whole`, what every rank's heads use alike, is a seam of TP."""
+    """Attention of heads made from latents. `gather`, of what every rank's heads use alike, is a seam of TP."""
 
     def __init__(self, config: ModelConfig, number: int, device: torch.device | None = None):
         super().__init__(config, number)
         heads, hidden = config.num_attention_heads, config.hidden_size
         self.parts = (config.qk_head_dim, config.qk_pos_emb_head_dim)
         self.latent, self.value_size = config.kv_lora_rank, config.v_head_dim
-        self.heads_in_group = 1
-        self.whole = _same
+        self.gather = own_tokens
         self.linear_q_proj = self.linear_q_down_proj = None
         if config.q_lora_rank is None:
             self.linear_q_proj = Linear(hidden, heads * config.head_dim, bias=False, device=device)
@@ -49,35 +49,31 @@ class LatentAttention(Attention):
         self.linear_kv_up_proj = Linear(self.latent, rows, bias=False, device=device)
         self.linear_proj = Linear(heads * config.v_head_dim, hidden, bias=False, device=device)
 
-    def forward(
-        self, x: Tensor, context: Context, bias_learns: bool = True
-    ) -> Tensor:  # [batch, seq, hidden]
-        """No linear here has a bias."""
-        plain, turning = self._heads(self._queries(x), context, sum(self.parts)).split(self.parts, dim=-1)
+    @runnable
+    def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
+        plain, turning = self._heads(self._queries(x, context), context, sum(self.parts)).split(
+            self.parts, dim=-1
+        )
         query = torch.cat([plain, rotate(turning, context.rotary)], dim=-1)
 
-        latent, turning = self.linear_kv_down_proj(x).split([self.latent, self.parts[1]], dim=-1)
-        up = self.linear_kv_up_proj(self.kv_down_layernorm(latent))
+        latent, turning = self.linear_kv_down_proj(x, context).split([self.latent, self.parts[1]], dim=-1)
+        up = self.linear_kv_up_proj(self.kv_down_layernorm(latent), context)
         plain, value = self._heads(up, context, self.parts[0] + self.value_size).split(
             [self.parts[0], self.value_size], dim=-1
         )  # [batch, seq, heads, ·]
-        turned = rotate(self._heads(self.whole(turning), context, self.parts[1]), context.rotary)
+        turned = rotate(self._heads(self.gather(turning, context), context, self.parts[1]), context.rotary)
         key = torch.cat([plain, turned.expand(-1, -1, plain.shape[2], -1)], dim=-1)
 
         value = nn.functional.pad(value, (0, sum(self.parts) - self.value_size))
         out = self.attend(query, key, value, context)  # [batch, seq, heads, head_dim]
         return self.linear_proj(out[..., : self.value_size].flatten(2), context)
 
-    def _queries(self, x: Tensor) -> Tensor:
+    def _queries(self, x: Tensor, context: Context) -> Tensor:
         if self.linear_q_proj is not None:
-            return self.linear_q_proj(x)
-        return self.linear_q_up_proj(self.q_down_layernorm(self.linear_q_down_proj(x)))
+            return self.linear_q_proj(x, context)
+        return self.linear_q_up_proj(self.q_down_layernorm(self.linear_q_down_proj(x, context)), context)
 
     @staticmethod
     def _heads(x: Tensor, context: Context, size: int) -> Tensor:
         """All tokens' heads of this size, [batch, seq, heads, size], from the rows of them as they come."""
         return x.reshape(context.batch, -1, x.shape[-1]).unflatten(-1, (-1, size))
-
-
-def _same(x: Tensor) -> Tensor:
-    return x

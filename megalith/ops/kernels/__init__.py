@@ -10,11 +10,13 @@ the same.
 from __future__ import annotations
 
 from importlib.util import find_spec
+from math import pi, sqrt
 
 import torch
 from torch import Tensor
 
 AVAILABLE = find_spec("triton") is not None
+SLOPE, CUBIC = 2 * sqrt(2 / pi), 0.044715  # of GELU's tanh
 LEAST_WIDTH, WIDEST_ROW = 256, 8192  # of a norm: a program holds whole rows in registers
 
 if AVAILABLE:

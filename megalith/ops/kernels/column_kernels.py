@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-from megalith.ops.activation import CUBIC, SLOPE
+from megalith.ops.kernels import CUBIC, SLOPE
 
 # Programs in all; ROWS × COLUMNS of a tile; tiles that a program has on their way from memory.
 PROGRAMS, ROWS, COLUMNS, WARPS, STAGES = 1056, 8, 1024, 4, 2

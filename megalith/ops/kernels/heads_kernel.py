@@ -2,13 +2,11 @@
 (parallel/overlap/copy_engine_heads.py).
 
 A program copies some columns of some tokens of one sequence, for one rank of the axis: into the slot, from which that
-rank fetches them, or, where the rank is this one, to their places in the result. Of tokens that go home to all heads
-it can sum the columns too.
+rank fetches them, or, where the rank is this one, to their places in the result.
 """
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -20,10 +18,10 @@ ROWS, COLUMNS, WARPS = 64, 128, 4  # of a tile: 16 KB in bf16
 
 @triton.jit
 def _share_heads(
-    first, second, third, slot, out, sums, seq, rank,
+    first, second, third, slot, out, seq, rank,
     first_batch, first_token, first_head, second_batch, second_token, second_head, third_batch, third_token, third_head,
     FIRST: tl.constexpr, SECOND: tl.constexpr, THIRD: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
-    RANKS: tl.constexpr, TO_HEADS: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    RANKS: tl.constexpr, TO_HEADS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     firsts: tl.constexpr = (FIRST + COLUMNS - 1) // COLUMNS
     seconds: tl.constexpr = (SECOND + COLUMNS - 1) // COLUMNS
@@ -33,28 +31,28 @@ def _share_heads(
     block = tl.program_id(0) % (firsts + seconds + thirds)
     if block < firsts:
         _copy(
-            first, slot, out, sums, first_batch, first_token, first_head, seq, rank, share, block,
-            FIRST, 0, width, GROUPS, SIZE, RANKS, TO_HEADS, SUMS, ROWS, COLUMNS,
+            first, slot, out, first_batch, first_token, first_head, seq, rank, share, block,
+            FIRST, 0, width, GROUPS, SIZE, RANKS, TO_HEADS, ROWS, COLUMNS,
         )  # fmt: skip
     elif THIRD > 0:
         if block < firsts + seconds:
             _copy(
-                second, slot, out, sums, second_batch, second_token, second_head, seq, rank, share, block - firsts,
-                SECOND, FIRST, width, GROUPS, SIZE, RANKS, TO_HEADS, SUMS, ROWS, COLUMNS,
+                second, slot, out, second_batch, second_token, second_head, seq, rank, share, block - firsts,
+                SECOND, FIRST, width, GROUPS, SIZE, RANKS, TO_HEADS, ROWS, COLUMNS,
             )  # fmt: skip
         else:
             _copy(
-                third, slot, out, sums, third_batch, third_token, third_head, seq, rank, share,
+                third, slot, out, third_batch, third_token, third_head, seq, rank, share,
                 block - firsts - seconds,
-                THIRD, FIRST + SECOND, width, GROUPS, SIZE, RANKS, TO_HEADS, SUMS, ROWS, COLUMNS,
+                THIRD, FIRST + SECOND, width, GROUPS, SIZE, RANKS, TO_HEADS, ROWS, COLUMNS,
             )  # fmt: skip
 
 
 @triton.jit
 def _copy(
-    x, slot, out, sums, by_batch, by_token, by_head, seq, rank, share, block,
+    x, slot, out, by_batch, by_token, by_head, seq, rank, share, block,
     COUNT: tl.constexpr, BEFORE: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr, SIZE: tl.constexpr,
-    RANKS: tl.constexpr, TO_HEADS: tl.constexpr, SUMS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    RANKS: tl.constexpr, TO_HEADS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     columns = block * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     tokens = tl.program_id(1) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -84,18 +82,12 @@ def _copy(
     else:
         row = batch * seq + tokens
         tl.store(out + (row * RANKS + rank) * WIDTH + columns_there, value, mask=inside)
-    if SUMS:
-        program = (share * tl.num_programs(1) + tl.program_id(1)) * tl.num_programs(2) + tl.program_id(2)
-        sums += program * WIDTH + columns_there
-        tl.store(sums, tl.sum(value.to(tl.float32), 0)[None, :], mask=columns < COUNT)
 
 
 _launch = Launcher(_share_heads)
 
 
-def share_heads(
-    xs: list[Tensor], slot: Tensor, out: Tensor, rank: int, to_heads: bool, sums: bool = False
-) -> Tensor | None:
+def share_heads(xs: list[Tensor], slot: Tensor, out: Tensor, rank: int, to_heads: bool) -> None:
     """Writes, of one tensor or three, what the other ranks fetch into `slot` and this rank's own share into `out`.
 
     With `to_heads` xs are this rank's tokens [batch, seq, heads, size] and `out` is [batch, ranks · seq, share of all
@@ -113,15 +105,11 @@ def share_heads(
     widths = [x.shape[2] // cut * size for x in xs] + [0] * (3 - len(xs))
     first, second, third = (xs * 3)[:3]
     blocks, tiles = sum([-(-width // COLUMNS) for width in widths]), -(-seq // ROWS)
-    parts = None
-    if sums:
-        parts = out.new_empty((others + 1) * tiles * batch, sum(widths), dtype=torch.float32)
     _launch(
         ((others + 1) * blocks, tiles, batch),
-        (first, second, third, slot, out, out if parts is None else parts),
+        (first, second, third, slot, out),
         (seq, rank, *first.stride()[:3], *second.stride()[:3], *third.stride()[:3]),
         (),
-        (*widths, groups, size, others + 1, to_heads, sums, ROWS, COLUMNS),
+        (*widths, groups, size, others + 1, to_heads, ROWS, COLUMNS),
         WARPS,
     )
-    return parts

@@ -4,9 +4,8 @@ Forward, a program adds y, what a branch has given, to the stream x, and norms t
 of the normed rows, the rows and the gradient that comes along the stream, and writes the sum of both gradients, which
 is that of x and of y. Where y went through dropout, the mask is made again from its keys, and y's gradient apart.
 
-What is summed over tokens (the gradients of weight and bias, and those of the linears' biases that were added to the
-stream before and behind the norm) a program sums over its own rows; the programs' parts are summed afterwards, in a
-fixed order, so that a run can be repeated to the bit.
+What is summed over tokens (the gradients of weight and bias) a program sums over its own rows; the programs' parts are
+summed afterwards, in a fixed order, so that a run can be repeated to the bit.
 
 A row is held in registers in two pieces, since a piece has a power of two of elements: 1280 = 1024 + 256.
 """
@@ -68,14 +67,12 @@ def _norm_backward(
     grad, x, stats, beside, weight, rows, columns, out, dropped, parts, tokens, factor,
     WIDTH: tl.constexpr, FIRST: tl.constexpr, REST: tl.constexpr, STAGES: tl.constexpr, THRESHOLD: tl.constexpr,
     CENTRED: tl.constexpr, ROUNDED: tl.constexpr, DROPS: tl.constexpr,
-    BEFORE: tl.constexpr, BEHIND: tl.constexpr,
 ):  # fmt: skip
     factor = tl.cast(factor, tl.float32)
     first, rest = tl.arange(0, FIRST), FIRST + tl.arange(0, REST)
     gain_a, gain_b = _gain(weight, x, first, WIDTH, ROUNDED), _gain(weight, x, rest, WIDTH, ROUNDED)
     zeros_a, zeros_b = tl.zeros([FIRST], tl.float32), tl.zeros([REST], tl.float32)
-    weights_a, biases_a, before_a, behind_a = zeros_a, zeros_a, zeros_a, zeros_a
-    weights_b, biases_b, before_b, behind_b = zeros_b, zeros_b, zeros_b, zeros_b
+    weights_a, biases_a, weights_b, biases_b = zeros_a, zeros_a, zeros_b, zeros_b
     for row in tl.range(tl.program_id(0), tokens, tl.num_programs(0), num_stages=STAGES):
         start = tl.cast(row, tl.int64) * WIDTH
         dy_a, dy_b = _row(grad + start, first, WIDTH), _row(grad + start, rest, WIDTH)
@@ -113,20 +110,10 @@ def _norm_backward(
                 dx_b.to(out.dtype.element_ty),
                 WIDTH,
             )
-        if BEFORE:
-            before_a += dx_a
-            before_b += dx_b
-        if BEHIND:
-            behind_a += along_a
-            behind_b += along_b
-    part = parts + tl.program_id(0) * ((1 + CENTRED + BEFORE + BEHIND) * WIDTH)
+    part = parts + tl.program_id(0) * ((1 + CENTRED) * WIDTH)
     _keep(part, first, rest, weights_a, weights_b, WIDTH)
     if CENTRED:
         _keep(part + WIDTH, first, rest, biases_a, biases_b, WIDTH)
-    if BEFORE:
-        _keep(part + (1 + CENTRED) * WIDTH, first, rest, before_a, before_b, WIDTH)
-    if BEHIND:
-        _keep(part + (1 + CENTRED + BEFORE) * WIDTH, first, rest, behind_a, behind_b, WIDTH)
 
 
 @triton.jit
@@ -206,15 +193,13 @@ def norm_backward(
     columns: Tensor | None,
     probability: float,
     rounded: bool,
-    before: bool,
-    behind: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradient of x [tokens, width], in its type; that of what went through dropout before it was added to x, empty
     without `rows`; and sums over tokens: float32 [count, width].
 
     `grad` and `beside` [tokens, width] are the gradients of the normed x and of x along the stream; `x`, `stats` and
-    the others as norm_forward has given and taken them. The sums: the gradient of weight, that of bias where there is
-    one, with `before` the sum of the second result (of the first without dropout), with `behind` that of `beside`.
+    the others as norm_forward has given and taken them. The sums: the gradient of weight, and that of bias where there
+    is one.
     """
     tokens, width = x.shape
     grad, x, beside = grad.contiguous(), x.contiguous(), beside.contiguous()
@@ -222,10 +207,10 @@ def norm_backward(
     out = torch.empty_like(x)
     dropped = torch.empty_like(x) if drops else x.new_empty(0)
     programs = min(PROGRAMS, tokens)
-    parts = x.new_empty(programs, 1 + centred + before + behind, width, dtype=torch.float32)
+    parts = x.new_empty(programs, 1 + centred, width, dtype=torch.float32)
     wrap_triton(_norm_backward)[(programs,)](
         grad, x, stats, beside, weight, rows.contiguous() if drops else x, columns if drops else x,
         out, dropped, parts, tokens, 1.0 / (1.0 - probability), THRESHOLD=int(probability * 0x80000000),
-        CENTRED=centred, ROUNDED=rounded, DROPS=drops, BEFORE=before, BEHIND=behind, **_pieces(x),
+        CENTRED=centred, ROUNDED=rounded, DROPS=drops, **_pieces(x),
     )  # fmt: skip
     return out, dropped, parts.sum(0)

@@ -18,8 +18,7 @@ Gradients of the parameters are partial sums: they are summed over data and cont
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -29,12 +28,13 @@ from torch import Tensor
 from torch.distributed import DeviceMesh
 
 from megalith.comm.collectives import Axis, all_gather
+from megalith.models.pass_context import PassLayout
 from megalith.models.transformer import Transformer
 from megalith.ops.attention_core import attention, document_mask
-from megalith.ops.qkv import split_qkv
 from megalith.parallel.context.ring import ring_attention
-from megalith.parallel.context.ulysses import heads_from_tokens, heads_of_qkv, tokens_from_heads
+from megalith.parallel.context.ulysses import heads_from_tokens, tokens_from_heads
 from megalith.parallel.context.zigzag import natural, spans
+from megalith.parallel.seams import plug
 
 if TYPE_CHECKING:
     from megalith.data.batch import Batch
@@ -49,17 +49,32 @@ def apply_context(
     """
     if axis.size == 1:
         return
+    core, mask = context_core(axis, cp_comm_type, hierarchical_sizes)
+    for layer in model.layers.values():
+        plug(layer.self_attention, "core", core)
+    plug(model, "attention_mask", mask)
+    plug(model, "pass_layout", partial(_pass_layout, model.pass_layout, axis.size))
+
+
+def context_core(
+    axis: Axis, cp_comm_type: str, hierarchical_sizes: Sequence[int] | None = None
+) -> tuple[Callable, Callable]:
+    """The core of attention over sequences that are cut over `axis`, and what makes its mask."""
     inner, outer = _levels(axis, cp_comm_type, hierarchical_sizes)
     core = partial(context_attention, inner=inner, outer=outer, gather=cp_comm_type == "all_gather")
-    split, core_of_heads = partial(heads_of_qkv, axis=inner), partial(core, by_heads=True)
-    for layer in model.layers.values():
-        if inner.size > 1 and layer.self_attention.reads_in_place:
-            layer.self_attention.split, layer.self_attention.core = split, core_of_heads
-        else:
-            layer.self_attention.core = core
     whole = replace(axis, direct=False)  # it may go across hosts; copy engines serve `inner`
-    model.attention_mask = partial(_attention_mask, axis=whole, ring=outer.size > 1)
-    model.sequence_parts = axis.size
+    return core, partial(_attention_mask, axis=whole, ring=outer.size > 1)
+
+
+def _pass_layout(
+    before: Callable[..., PassLayout], parts: int, tokens: int, *, trains: bool, has_places: bool
+) -> PassLayout:
+    """A pass that is told the places of its tokens has a part of every sequence; any other, as one that generates a
+    token at a time, has whole ones, the same on every rank."""
+    layout = before(tokens, trains=trains, has_places=has_places)
+    if not has_places:
+        return replace(layout, whole_sequences=True)
+    return replace(layout, sequence_parts=parts)
 
 
 def shard_batch(batch: Batch, axis: Axis) -> tuple[Batch, Tensor]:
@@ -85,23 +100,6 @@ def unshard(x: Tensor, axis: Axis, dim: int = 1) -> Tensor:
     return natural(all_gather(x[None], axis), dim)
 
 
-@contextmanager
-def whole_sequences(model: Transformer) -> Iterator[None]:
-    """Inside it every rank of the axis computes whole sequences, all the same: for generating a token at a time."""
-    layers = [layer.self_attention for layer in model.layers.values()]
-    seams = [(layer.core, layer.split) for layer in layers]
-    mask, parts = model.attention_mask, model.sequence_parts
-    model.attention_mask, model.sequence_parts = document_mask, 1
-    for layer in layers:
-        layer.core, layer.split = attention, split_qkv
-    try:
-        yield
-    finally:
-        model.attention_mask, model.sequence_parts = mask, parts
-        for layer, (core, split) in zip(layers, seams, strict=True):
-            layer.core, layer.split = core, split
-
-
 def context_attention(
     query: Tensor,  # [batch, seq, heads, head_dim]: this rank's part of the sequence
     key: Tensor,  # [batch, seq, groups, head_dim]
@@ -110,7 +108,6 @@ def context_attention(
     inner: Axis,
     outer: Axis,
     gather: bool,
-    by_heads: bool = False,  # query, key and value are those of heads_of_qkv
     causal: bool = True,
     mask: Tensor | None = None,  # as _attention_mask gave it
     window: int | None = None,
@@ -122,8 +119,7 @@ def context_attention(
 ) -> Tensor:
     """What ops.attention.attention gives, where the sequence is cut: [batch, seq, heads, head_dim]."""
     assert causal, "context parallelism cuts causal attention alone"
-    if not by_heads:
-        query, key, value = heads_from_tokens(query, key, value, inner)
+    query, key, value = heads_from_tokens(query, key, value, inner)
     if dropout and inner.size > 1:
         dropout_rows = unshard(dropout_rows, inner)
     settings = dict(
@@ -142,7 +138,7 @@ def context_attention(
     return tokens_from_heads(out, inner)
 
 
-def _attention_mask(document_ids: Tensor, axis: Axis, ring: bool) -> Tensor:
+def _attention_mask(document_ids: Tensor, causal: bool, axis: Axis, ring: bool) -> Tensor:
     """What the core takes as its mask, from this rank's document_ids int [batch, seq].
 
     The ring makes its masks block by block, from the ids of the whole sequence.

@@ -2,12 +2,6 @@
 
 By NCCL or gloo the shares are put side by side, sent and put in order. By copy engines (copy_engine_heads.py) they are
 fetched to their places, so that nothing is moved before or after.
-
-Where attention reads what linear_qkv gives (no rotary positions, no norms between), that is exchanged as it is: a
-rank's share of a token is whole groups, one behind the other. What comes back in the backward pass is then the
-gradient of linear_qkv's result in its own order, and nothing has to put it together. The gradient of linear_qkv's
-bias, where a kernel makes it beside another one, is summed before the exchange: over all tokens, for this rank's
-heads. The ranks' gradients are partial sums in any case, and these add up to the same.
 """
 
 from __future__ import annotations
@@ -18,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megalith.comm.collectives import Axis, all_to_all, wait
-from megalith.ops.qkv import split_qkv
+from megalith.ops.qkv import split_heads
 from megalith.parallel.context.zigzag import natural, zigzag
 
 
@@ -40,21 +34,6 @@ def heads_from_tokens(query: Tensor, key: Tensor, value: Tensor, axis: Axis) -> 
     shares = [x.unflatten(2, (axis.size, -1)) for x in (query, key, value)]  # [batch, seq, size, ·, head_dim]
     widths = [share.shape[3] for share in shares]
     return _exchanged(torch.cat(shares, dim=3), axis).split(widths, dim=2)
-
-
-def heads_of_qkv(
-    qkv: Tensor, heads_in_group: int, head_dim: int, bias: Tensor | None = None, *, axis: Axis
-) -> tuple[Tensor, ...]:
-    """What ops.qkv.split_qkv gives, exchanged as by heads_from_tokens, with a gradient of qkv that is one exchange."""
-    groups = qkv.shape[-1] // ((heads_in_group + 2) * head_dim)
-    if groups % axis.size:  # keys and values are repeated
-        return heads_from_tokens(*split_qkv(qkv, heads_in_group, head_dim, bias), axis)
-    if bias is not None:
-        bias = bias.chunk(axis.size)[axis.rank]
-    if axis.goes_direct(qkv):
-        return _HeadsOfQKV.apply(qkv, heads_in_group, head_dim, bias, axis)
-    shares = qkv.unflatten(2, (axis.size, -1, head_dim))
-    return split_qkv(_exchanged(shares, axis).flatten(2), heads_in_group, head_dim, bias)
 
 
 def tokens_from_heads(out: Tensor, axis: Axis) -> Tensor:
@@ -82,26 +61,7 @@ class _HeadsFromTokens(torch.autograd.Function):
     def backward(ctx, *grads: Tensor):
         axis, (query, key, _) = ctx.axis, grads
         tokens = wait(torch.ops.megalith_direct.tokens_from_heads(list(grads), axis.size, axis.name))
-        return *split_qkv(tokens.flatten(2), query.shape[2] // key.shape[2], key.shape[3]), None
-
-
-class _HeadsOfQKV(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, qkv: Tensor, heads_in_group: int, head_dim: int, bias: Tensor | None, axis: Axis):
-        ctx.axis, ctx.has_bias = axis, bias is not None
-        tokens = [qkv.unflatten(2, (-1, head_dim))]
-        heads = wait(torch.ops.megalith_direct.heads_from_tokens(tokens, axis.size, axis.name))
-        return split_qkv(heads.flatten(2), heads_in_group, head_dim)
-
-    @staticmethod
-    def backward(ctx, *grads: Tensor):
-        axis, grad_bias = ctx.axis, None
-        if ctx.has_bias:
-            summed = torch.ops.megalith_direct.tokens_from_heads_summed
-            tokens, grad_bias = summed(list(grads), axis.size, axis.name)
-        else:
-            tokens = torch.ops.megalith_direct.tokens_from_heads(list(grads), axis.size, axis.name)
-        return wait(tokens).flatten(2), None, None, grad_bias, None
+        return *split_heads(tokens.flatten(2), query.shape[2] // key.shape[2], key.shape[3]), None
 
 
 class _TokensFromHeads(torch.autograd.Function):

@@ -29,6 +29,7 @@ from megalith.comm.collectives import LEAST_DIRECT, Axis, local
 from megalith.models.transformer import Transformer
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.overlap.copy_engine_gradients import DirectSum
+from megalith.parallel.seams import plug
 
 EXPERTS = "mlp.experts."  # what the names of a layer's experts begin with
 
@@ -139,7 +140,8 @@ def replicate(chunk: Transformer, mesh: Mesh) -> None:
         units += [Unit(mesh.edp, experts, direct), Unit(mesh.dp_cp, dense, direct)]
         names.difference_update(own)
     units.append(Unit(mesh.dp_cp, sorted(names)))
-    chunk.replicated = Replicated(chunk, [unit for unit in units if unit.names and unit.axis.size > 1])
+    units = [unit for unit in units if unit.names and unit.axis.size > 1]
+    plug(chunk, "replicated", Replicated(chunk, units))
 
 
 def copies_of(chunk: nn.Module) -> Mapping[str, Axis]:

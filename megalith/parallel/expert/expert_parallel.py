@@ -26,7 +26,6 @@ two lines hide its exchanges as well:
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -47,13 +46,15 @@ from megalith.comm.collectives import (
 )
 from megalith.config import ModelConfig
 from megalith.models.load_balance import MicroBatch
-from megalith.models.moe import Dispatch, Experts, Rows
+from megalith.models.moe import Dispatch, Experts, Rows, Shared
+from megalith.models.pass_context import PassLayout
 from megalith.models.router import Routing
 from megalith.models.transformer import Transformer
 from megalith.ops.grouped_gemm import Groups
 from megalith.ops.permute import Order, sum_rows, take_rows, transposed
 from megalith.parallel.expert.dispatch_buffer import Parcels, pack, parcels, unpack
 from megalith.parallel.mesh import Mesh
+from megalith.parallel.seams import plug, replace_parameter
 from megalith.parallel.tensor.tensor_parallel import TensorParallel
 
 # The dimensions of weights [experts, out, in] and biases [experts, out] that are cut over ep and over etp: columns of
@@ -76,11 +77,11 @@ def apply_expert(model: Transformer, mesh: Mesh, tensor: TensorParallel | None, 
         if not layer.has_experts:
             continue
         if parts.size > 1:
-            layer.mlp.router.micro_batch = Part(parts)
+            plug(layer.mlp.router, "micro_batch", Part(parts))
         if mesh.experts is not None:
             _cut(layer.mlp.experts, mesh)
         if mesh.ep_etp.size > 1 or tensor is not None:
-            layer.mlp.dispatch = ExpertParallel(model.config, mesh, tensor, dispatcher)
+            plug(layer.mlp, "dispatch", ExpertParallel(model.config, mesh, tensor, dispatcher))
 
 
 class Part(MicroBatch):
@@ -127,9 +128,9 @@ class ExpertParallel(Dispatch):
         self.gathered = mesh.etp if dispatcher == "alltoall" else mesh.ep_etp
         self.micro_batches = _micro_batches(self.gathered.size, mesh.cp.size * mesh.tp.size)
 
-    def plan(self, routing: Routing) -> Parcels | Rows:
+    def plan(self, routing: Routing, layout: PassLayout) -> Parcels | Rows:
         weights, destinations = routing.weights, routing.destinations(self.experts)
-        if self.shares:
+        if self._shares(layout):
             # What fills the last ranks up weighs nothing. It goes anywhere, but where experts have a capacity nowhere.
             topk = weights.shape[1]
             filler = torch.arange(topk, device=weights.device) if routing.capacity is None else self.experts
@@ -144,14 +145,14 @@ class ExpertParallel(Dispatch):
         return parcels(weights, destinations, self.ep, self.local_experts)
 
     def __call__(
-        self, x: Tensor, plan: Parcels | Rows, experts: Experts, shared: Callable[[], Tensor] | None = None
+        self, x: Tensor, plan: Parcels | Rows, experts: Experts, shared: Shared, layout: PassLayout
     ) -> Tensor:
         """x [tokens, hidden] through the experts of its plan, plus what `shared` gives: [tokens, hidden]."""
         sizes = HostCopy(plan.sizes) if isinstance(plan, Parcels) else None
         shared = None if shared is None else cache(shared)  # called early, where it overlaps
         beside = shared if self.overlaps else None
-        tokens = len(x)
-        x = all_gather(self._share(x) if self.shares else x, self.gathered)
+        tokens, shares = len(x), self._shares(layout)
+        x = all_gather(self._share(x) if shares else x, self.gathered)
         if sizes is not None:
             y = self._send(x, plan, sizes, experts, beside)
         elif self.sends:
@@ -159,27 +160,19 @@ class ExpertParallel(Dispatch):
         else:
             y = self.compute(x, plan, experts)
         y = reduce_scatter(y, self.gathered)
-        y = all_gather_alike(y, self.tensor.axis)[:tokens] if self.shares else y
+        y = all_gather_alike(y, self.tensor.axis)[:tokens] if shares else y
         return y if shared is None else y + shared()
 
-    @property
-    def shares(self) -> bool:
+    def _shares(self, layout: PassLayout) -> bool:
         """Whether all ranks of the tensor axis have the same tokens, and each takes a part of them."""
-        return self.tensor is not None and not self.tensor.tokens_are_cut
+        return self.tensor is not None and not layout.sharded
 
     def _share(self, x: Tensor, filler: Tensor | int = 0) -> Tensor:
         """This rank's part of x [tokens, width]; all parts are as long, the last ones filled up with `filler`."""
         missing = x.new_zeros(-len(x) % self.tensor.axis.size, x.shape[1]) + filler
         return own_part(torch.cat([x, missing.to(x.dtype)]), self.tensor.axis)
 
-    def _send(
-        self,
-        x: Tensor,
-        plan: Parcels,
-        sizes: HostCopy,
-        experts: Experts,
-        beside: Callable[[], Tensor] | None,
-    ) -> Tensor:
+    def _send(self, x: Tensor, plan: Parcels, sizes: HostCopy, experts: Experts, beside: Shared) -> Tensor:
         """What the experts of all ranks make of x [tokens, hidden]: each token goes once to each rank that has some of
         its experts, and comes back as the sum of what these add.
 
@@ -188,17 +181,15 @@ class ExpertParallel(Dispatch):
         cast = experts.cast(x.dtype) if self.prepares else None  # while the host reads
         ranks, values = self.ep.size, sizes.values()
         there, back, counts = values[:ranks], values[ranks : 2 * ranks], tuple(values[2 * ranks :])
-        packed, order = pack(x, plan, sum(there), self.fused)
+        packed, order = pack(x, plan, sum(there), self.fusion)
         way = begin_all_to_all(packed, self.ep, there, back)
         # Made here, the weights' gradients are computed in the backward pass while those of the tokens travel.
         matrices = None if cast is None else experts.prepared(cast)
-        rows, row_weights, here = unpack(end_all_to_all(way), plan, sum(counts), self.fused)
+        rows, row_weights, here = unpack(end_all_to_all(way), plan, sum(counts), self.fusion)
         rows = experts(rows, row_weights, Groups(plan.counts, counts), matrices)
-        return self._back(sum_rows(rows, here, self.fused), back, there, order, beside)
+        return self._back(sum_rows(rows, here, self.fusion), back, there, order, beside)
 
-    def _send_filled(
-        self, x: Tensor, plan: Rows, experts: Experts, beside: Callable[[], Tensor] | None
-    ) -> Tensor:
+    def _send_filled(self, x: Tensor, plan: Rows, experts: Experts, beside: Shared) -> Tensor:
         """As _send, with a row for each pair: `plan.size` for every expert from every rank, so that nothing is read."""
         ranks, here, size = self.ep.size, self.local_experts, plan.size
         rows, row_weights, order = self.take(x, plan, None)
@@ -211,14 +202,7 @@ class ExpertParallel(Dispatch):
         rows = experts(rows, row_weights, Groups(counts.sum(0), (ranks * size,) * here), matrices)
         return self._back(take_rows(rows, by_expert.inverse()), each, each, order, beside)
 
-    def _back(
-        self,
-        y: Tensor,
-        sent: list[int],
-        received: list[int],
-        order: Order,
-        beside: Callable[[], Tensor] | None,
-    ) -> Tensor:
+    def _back(self, y: Tensor, sent: list[int], received: list[int], order: Order, beside: Shared) -> Tensor:
         """The sum for each token here of what all ranks send back."""
         way = begin_all_to_all(y, self.ep, sent, received)
         try:
@@ -226,7 +210,7 @@ class ExpertParallel(Dispatch):
                 beside()
         finally:  # a layer is computed again up to the last tensor that is missing, which `beside` may make
             y = end_all_to_all(way)
-        return sum_rows(y, order, self.fused)
+        return sum_rows(y, order, self.fusion)
 
 
 def _numbers_here(destinations: Tensor, rank: int, here: int, nowhere: int) -> Tensor:
@@ -251,7 +235,7 @@ def _cut(experts: Experts, mesh: Mesh) -> None:
         for kind, parameter in list(linear.named_parameters()):
             placements = [Shard(kinds[kind][axis]) for axis in mesh.experts.mesh_dim_names]
             placed = distribute_tensor(parameter, mesh.experts, placements, src_data_rank=None)
-            setattr(linear, kind, nn.Parameter(placed, requires_grad=parameter.requires_grad))
+            replace_parameter(linear, kind, nn.Parameter(placed, requires_grad=parameter.requires_grad))
     bias = experts.linear_fc2.bias
     if bias is not None:
-        experts.linear_fc2.first = local_place(bias)[1][1]
+        plug(experts.linear_fc2, "first_row", local_place(bias)[1][1])

@@ -26,9 +26,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from megalith.comm.collectives import local
 from megalith.config import ParallelConfig
+from megalith.models.layer import TransformerLayer
 from megalith.models.pass_context import Context
+from megalith.models.runner import Runner
 from megalith.models.transformer import Transformer
 from megalith.parallel.memory.recompute import unit_size
+from megalith.parallel.seams import plug
 
 SMALLEST = 2**20  # bytes: below it a copy costs more time than the memory is worth
 
@@ -39,35 +42,34 @@ def apply_activation_offload(model: Transformer, parallel: ParallelConfig) -> No
     With full recomputation that is the input of each unit of layers; units that begin among these layers count.
     """
     if parallel.cpu_offloading_num_layers:
-        offload = ActivationOffload(model, parallel.cpu_offloading_num_layers, unit_size(parallel))
-        model.run_layers = offload.run_layers
+        runner = ActivationOffload(model.runner, parallel.cpu_offloading_num_layers, unit_size(parallel))
+        plug(model, "runner", runner)
 
 
 class ActivationOffload:
-    """Wraps Transformer.run_layers, and so the compiled layers and all that is recomputed inside them."""
+    """A runner around another, and so around compiled layers and all that is recomputed inside them."""
 
-    def __init__(self, model: Transformer, layers: int, unit: int = 1):
+    def __init__(self, run_layers: Runner, layers: int, unit: int = 1):
         """The first `layers` layers, `unit` of them at a time."""
-        self._layers, self._unit = layers, unit
-        self._modules, self._run_layers = model.layers, model.run_layers
+        self._run_layers, self._layers, self._unit = run_layers, layers, unit
         self._lanes: _Lanes | None = None
         self._last: _Unit | None = None  # of the last pass: it has copies of what is still on the device, too
 
-    def run_layers(self, numbers: Sequence[str], x: Tensor, context: Context) -> Tensor:
-        """x [batch, seq, hidden] through the layers with these numbers."""
+    def __call__(self, layers: Sequence[TransformerLayer], x: Tensor, context: Context) -> Tensor:
+        """x [batch, seq, hidden] through these layers."""
         if not torch.is_grad_enabled():
-            return self._run_layers(numbers, x, context)
+            return self._run_layers(layers, x, context)
         self._lanes = self._lanes or _Lanes(x.device)
         before = None
-        for first in range(0, len(numbers), self._unit):
-            names = numbers[first : first + self._unit]
+        for first in range(0, len(layers), self._unit):
+            some = layers[first : first + self._unit]
             unit = None
             if first < self._layers:
-                unit = _Unit(self._lanes, [self._modules[name] for name in names], context)
+                unit = _Unit(self._lanes, some, context)
                 with saved_tensors_hooks(unit.pack, _unpack):
-                    x = self._run_layers(names, x, context)
+                    x = self._run_layers(some, x, context)
             else:
-                x = self._run_layers(names, x, context)
+                x = self._run_layers(some, x, context)
             if self._last is not None:
                 self._last.release()
             if before is not None and x.requires_grad:

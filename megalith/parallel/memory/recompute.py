@@ -11,16 +11,19 @@ to put back but that of a GPU kernel's attention dropout.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, partial
+from functools import partial
 
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from megalith.comm.collectives import Axis, gathered
 from megalith.config import ParallelConfig
+from megalith.models.layer import TransformerLayer
 from megalith.models.pass_context import Context
+from megalith.models.runner import Runner
 from megalith.models.transformer import Transformer
+from megalith.parallel.seams import plug
 
 # The parts of a layer that selective recomputation can name; core_attn, the other one, is no module.
 MODULES = {
@@ -35,13 +38,12 @@ MODULES = {
 
 
 def apply_recompute(model: Transformer, parallel: ParallelConfig, tensor: Axis | None = None) -> None:
-    """Wraps what is to be recomputed, in place. `tensor` is the axis that saved inputs are distributed over."""
-    uses_random_state = model.config.attention_dropout > 0
-    again = _again(uses_random_state)
+    """Plugs runners that recompute, in place. `tensor` is the axis that saved inputs are distributed over."""
+    again = partial(checkpoint, use_reentrant=False, preserve_rng_state=model.config.attention_dropout > 0)
     if parallel.recompute_granularity == "full":
         if parallel.distribute_saved_activations:
             again = partial(_with_input_distributed, again, tensor)
-        _recompute_layers(model, parallel, again)
+        plug(model, "runner", _recompute_layers(model, parallel, again))
     elif parallel.recompute_granularity == "selective":
         if "core_attn" in parallel.recompute_modules:
             _recompute_cores(model, again)
@@ -49,39 +51,23 @@ def apply_recompute(model: Transformer, parallel: ParallelConfig, tensor: Axis |
             for name, parts in MODULES.items():
                 for part in parts if name in parallel.recompute_modules else ():
                     if (module := getattr(layer, part)) is not None:
-                        module.__class__ = _recomputed(type(module), uses_random_state)
+                        plug(module, "runner", again)
 
 
 def _recompute_cores(model: Transformer, again: Callable) -> None:
     cores: dict[Callable, Callable] = {}  # layers that share a core go on to share one
     for layer in model.layers.values():
         core = layer.self_attention.core
-        layer.self_attention.core = cores.setdefault(core, partial(again, core))
-
-
-def _again(uses_random_state: bool) -> Callable:
-    return partial(checkpoint, use_reentrant=False, preserve_rng_state=uses_random_state)
-
-
-@cache
-def _recomputed(kind: type[nn.Module], uses_random_state: bool) -> type[nn.Module]:
-    """The same kind of module, recomputed. A class for all layers: were each given a function of its own in place of
-    its forward, torch.compile would take them for different code and compile every layer.
-    """
-    again = _again(uses_random_state)
-
-    class Recomputed(kind):
-        def forward(self, *args):
-            return again(super().forward, *args)
-
-        def beside(self, *args):  # a norm's
-            return again(super().beside, *args)
-
-    return Recomputed
+        plug(layer.self_attention, "core", cores.setdefault(core, partial(again, core)))
 
 
 def _with_input_distributed(
-    again: Callable, axis: Axis, run_layers: Callable, numbers: Sequence[str], x: Tensor, context: Context
+    again: Callable,
+    axis: Axis,
+    run_layers: Runner,
+    layers: Sequence[TransformerLayer],
+    x: Tensor,
+    context: Context,
 ) -> Tensor:
     """As `again`, of whose saved x [batch, seq, hidden], the same on every rank of the axis, each keeps its part."""
     shape, address = x.shape, x.data_ptr()
@@ -96,7 +82,7 @@ def _with_input_distributed(
         return gathered(part, axis).view(shape) if is_part else part
 
     with saved_tensors_hooks(pack, unpack):
-        return again(run_layers, numbers, x, context)
+        return again(run_layers, layers, x, context)
 
 
 def unit_size(parallel: ParallelConfig) -> int:
@@ -105,19 +91,19 @@ def unit_size(parallel: ParallelConfig) -> int:
     return parallel.recompute_num_layers if uniform else 1
 
 
-def _recompute_layers(model: Transformer, parallel: ParallelConfig, again: Callable) -> None:
-    run_layers, size = model.run_layers, unit_size(parallel)
-    first_layers = set(list(model.layers)[: parallel.recompute_num_layers])
+def _recompute_layers(model: Transformer, parallel: ParallelConfig, again: Callable) -> Runner:
+    run_layers, size = model.runner, unit_size(parallel)
+    first_layers = list(model.layers.values())[: parallel.recompute_num_layers]
 
-    def uniform(numbers: Sequence[str], x: Tensor, context: Context) -> Tensor:
-        for first in range(0, len(numbers), size):
-            x = again(run_layers, numbers[first : first + size], x, context)
+    def uniform(layers: Sequence[TransformerLayer], x: Tensor, context: Context) -> Tensor:
+        for first in range(0, len(layers), size):
+            x = again(run_layers, layers[first : first + size], x, context)
         return x
 
-    def block(numbers: Sequence[str], x: Tensor, context: Context) -> Tensor:
-        for number in numbers:
-            run = partial(again, run_layers) if number in first_layers else run_layers
-            x = run([number], x, context)
+    def block(layers: Sequence[TransformerLayer], x: Tensor, context: Context) -> Tensor:
+        for layer in layers:
+            run = partial(again, run_layers) if layer in first_layers else run_layers
+            x = run([layer], x, context)
         return x
 
-    model.run_layers = block if parallel.recompute_method == "block" else uniform
+    return block if parallel.recompute_method == "block" else uniform

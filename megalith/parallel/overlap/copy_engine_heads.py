@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from functools import cache
 
-import torch
 from torch import Tensor
 
 from megalith.comm.copy_engine import Slot, exchange, operator
@@ -42,7 +41,7 @@ def heads_from_tokens(xs: list[Tensor], size: int, group: str) -> Tensor:
     From one tensor or three [batch, seq, heads of each, head_dim] to one, contiguous, [batch, size · seq, heads of all
     / size, head_dim]: this rank's heads of the first, then of the second, then of the third.
     """
-    return _begin(xs, _heads(xs, size, group), size, group, to_heads=True)[0]
+    return _begin(xs, _heads(xs, size, group), size, group, to_heads=True)
 
 
 @operator("tokens_from_heads(Tensor[] xs, int size, str group) -> Tensor", _tokens)
@@ -52,34 +51,18 @@ def tokens_from_heads(xs: list[Tensor], size: int, group: str) -> Tensor:
     Of three tensors the heads then stand by group as in linear_qkv, a group for each head of the last: its heads of
     the first, its head of the second, its head of the third. So a rank's share is one span of them.
     """
-    return _begin(xs, _tokens(xs, size, group), size, group, to_heads=False)[0]
+    return _begin(xs, _tokens(xs, size, group), size, group, to_heads=False)
 
 
-def _tokens_and_sums(xs: list[Tensor], size: int, group: str) -> tuple[Tensor, Tensor]:
-    width = sum(x.shape[2] * x.shape[3] for x in xs)
-    return _tokens(xs, size, group), xs[0].new_empty(width, dtype=torch.float32)
-
-
-@operator("tokens_from_heads_summed(Tensor[] xs, int size, str group) -> (Tensor, Tensor)", _tokens_and_sums)
-def tokens_from_heads_summed(xs: list[Tensor], size: int, group: str) -> tuple[Tensor, Tensor]:
-    """The same, and at once, float32 [heads of xs · head_dim], the sums over all sequences and tokens of what this rank
-    gives, in the order of its share."""
-    out, parts = _begin(xs, _tokens(xs, size, group), size, group, to_heads=False, sums=True)
-    return out, parts.sum(0)
-
-
-def _begin(
-    xs: list[Tensor], out: Tensor, size: int, group: str, to_heads: bool, sums: bool = False
-) -> tuple[Tensor, Tensor | None]:
-    """Begins what makes `out` whole; with `sums` also gives the parts of those, [·, heads of xs · head_dim]."""
+def _begin(xs: list[Tensor], out: Tensor, size: int, group: str, to_heads: bool) -> Tensor:
+    """Begins what makes `out` whole."""
     batch, seq, _, head_dim = (xs[0] if to_heads else out).shape
     shape = size - 1, batch, seq, out.shape[2] // (1 if to_heads else size), head_dim  # of what is in a slot
     row = shape[3] * head_dim * out.element_size()
-    pulls, parts = heads_pulls if to_heads else tokens_pulls, None
+    pulls = heads_pulls if to_heads else tokens_pulls
 
     def give(slot: Slot, stream: int) -> None:
-        nonlocal parts
-        parts = fused.share_heads(xs, slot.of(slot.rank, shape, out.dtype), out, slot.rank, to_heads, sums)
+        fused.share_heads(xs, slot.of(slot.rank, shape, out.dtype), out, slot.rank, to_heads)
 
     def fetch(slot: Slot, stream: int) -> None:
         target = out.data_ptr()
@@ -87,7 +70,7 @@ def _begin(
             for pull in pulls(slot.rank, peer, size, batch, seq, row):
                 copy_rows(pull, slot.addresses[peer], target, stream)
 
-    return exchange(out, out.nbytes // size * (size - 1), group, give, fetch), parts
+    return exchange(out, out.nbytes // size * (size - 1), group, give, fetch)
 
 
 @cache

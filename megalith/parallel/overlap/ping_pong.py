@@ -19,19 +19,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import cache
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megalith.config import ParallelConfig
 from megalith.models.layer import TransformerLayer
-from megalith.models.mixers.attention import Attention
-from megalith.models.pass_context import Context
+from megalith.models.pass_context import Context, PassLayout
 from megalith.models.rope import Tables
 from megalith.models.transformer import Transformer
 from megalith.ops.dropout import output_rows
+from megalith.parallel.seams import plug
 from megalith.parallel.tensor.tensor_parallel import TensorParallel
 
 
@@ -42,13 +42,10 @@ def apply_halves(model: Transformer, parallel: ParallelConfig, tensor: TensorPar
         return
     if tensor is None:
         for layer in model.layers.values():
-            layer.self_attention.__class__ = _half_by_half(type(layer.self_attention))
+            plug(layer.self_attention, "runner", _half_by_half)
         return
-    halves = Halves(model, tensor)
-    model.register_forward_pre_hook(halves.choose, with_kwargs=True)
-    model.run_layers = halves.run_layers
-    for layer in model.layers.values():
-        layer.__class__ = _side_by_side(type(layer))
+    plug(model, "pass_layout", partial(_pass_layout, model.pass_layout))
+    plug(model, "runner", _run_side_by_side)
 
 
 def interleaving() -> dict[str, Any]:
@@ -58,55 +55,36 @@ def interleaving() -> dict[str, Any]:
     return {"post_grad_custom_post_pass": Interleave(), "reorder_for_peak_memory": False}
 
 
-@cache
-def _side_by_side(kind: type[TransformerLayer]) -> type[TransformerLayer]:
-    """The same kind of layer for both halves at once; one class, so that all layers share compiled code."""
-
-    class SideBySide(kind):
-        def forward(self, x: tuple[Tensor, ...], context: tuple[Context, ...]) -> tuple[Tensor, ...]:
-            return tuple(super(SideBySide, self).forward(*half) for half in zip(x, context, strict=True))
-
-    return SideBySide
-
-
-@cache
-def _half_by_half(kind: type[Attention]) -> type[Attention]:
-    """The same kind of attention, its linears included, for one half of the sequences and then for the other."""
-
-    class HalfByHalf(kind):
-        def forward(self, x: Tensor, context: Context, *rest: bool) -> Tensor:  # [batch, seq, hidden]
-            if context.cache is not None or context.batch % 2:  # generation
-                return super().forward(x, context, *rest)
-            forward = super().forward
-            parts = []
-            for number, rows in enumerate(x.flatten(0, 1).chunk(2)):
-                half = rows.unflatten(0, (-1, x.shape[1])), _part(context, number, 2, torch.chunk)
-                parts.append(forward(*half, *rest).flatten(0, 1))
-            # joined as rows, for so they are products' results: Inductor lets those write to their places
-            return torch.cat(parts).unflatten(0, x.shape[:2])
-
-    return HalfByHalf
+def _half_by_half(forward: Callable[[Tensor, Context], Tensor], x: Tensor, context: Context) -> Tensor:
+    """A runner of attention, its linears included, for one half of the sequences and then for the other: x [batch, seq,
+    hidden]. One function for all layers, so that they share compiled code."""
+    if context.cache is not None or context.batch % 2:  # generation
+        return forward(x, context)
+    parts = []
+    for number, rows in enumerate(x.flatten(0, 1).chunk(2)):
+        half = rows.unflatten(0, (-1, x.shape[1])), _part(context, number, 2, torch.chunk)
+        parts.append(forward(*half).flatten(0, 1))
+    # joined as rows, for so they are results of matmuls: Inductor lets those write to their places
+    return torch.cat(parts).unflatten(0, x.shape[:2])
 
 
-class Halves:
-    """Wraps Transformer.run_layers."""
+def _pass_layout(
+    before: Callable[..., PassLayout], tokens: int, *, trains: bool, has_places: bool
+) -> PassLayout:
+    """Training and evaluation run in halves, generation does not."""
+    layout = before(tokens, trains=trains, has_places=has_places)
+    return replace(layout, micro_batches=2 if trains else 1)
 
-    def __init__(self, model: Transformer, tensor: TensorParallel):
-        self._layers, self._tensor = model.layers, tensor
 
-    def choose(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Before a forward pass: training and evaluation run in halves, generation does not."""
-        self._tensor.halves = 1 if kwargs.get("labels") is None else 2
-
-    def run_layers(self, numbers: Sequence[str], x: Tensor, context: Context) -> Tensor:
-        """x [batch, seq, hidden], or with SP [1, tokens / tp, hidden], through the layers with these numbers."""
-        cut, count = self._tensor.tokens_are_cut, self._tensor.halves
-        stream = _stream_parts if cut else torch.chunk
-        parts = tuple(stream(x, count))
-        contexts = [_part(context, number, count, stream) for number in range(count)]
-        for number in numbers:
-            parts = self._layers[number](parts, tuple(c.at_layer(int(number)) for c in contexts))
-        return torch.cat(parts, 1 if cut else 0)
+def _run_side_by_side(layers: Sequence[TransformerLayer], x: Tensor, context: Context) -> Tensor:
+    """x [batch, seq, hidden], or with SP [1, tokens / tp, hidden], in parts through these layers."""
+    sharded, count = context.layout.sharded, context.layout.micro_batches
+    stream = _stream_parts if sharded else torch.chunk
+    parts = tuple(stream(x, count))
+    contexts = [_part(context, number, count, stream) for number in range(count)]
+    for layer in layers:
+        parts = layer(parts, tuple(each.at_layer(layer.number) for each in contexts))
+    return torch.cat(parts, 1 if sharded else 0)
 
 
 Parts = Callable[[Tensor, int], Sequence[Tensor]]

@@ -102,7 +102,7 @@ class Pipeline:
         self._hidden_shape = hidden_shape
         self._before_backward, self._after_weights = before_backward, after_weights
         self._links = Links(axis, len(chunks))
-        self._weights = deferred.WeightGradients(chunks) if kind == "zero_bubble" else None
+        self._weights = deferred.DeferredWgrads(chunks) if kind == "zero_bubble" else None
         self._warm: set[tuple[torch.Size, bool]] = set()  # shapes of micro-batches, with gradients or without
         self._schedule = lru_cache(lambda count: build_schedule(kind, axis.size, count, len(chunks), group))
         self._forward_schedule = lru_cache(
@@ -184,7 +184,7 @@ class _Pass:
         self.output: Tensor | None = None  # the last stage's, of the last micro-batch
         # By (micro-batch, chunk): input and graph between forward and backward, work put off between its two halves.
         self.held: dict[tuple[int, int], tuple[Tensor | None, GradientEdge | None]] = {}
-        self.put_off: dict[tuple[int, int], list[deferred.WeightGradient]] = {}
+        self.put_off: dict[tuple[int, int], list[deferred.DeferredWgrad]] = {}
         self.ended: Counter[int] = Counter()  # backward passes of each chunk that are whole
 
     @record_function(PASS)

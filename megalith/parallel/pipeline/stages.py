@@ -109,15 +109,18 @@ def split_stages(model: Transformer, assignment: list[list[Stage]], rank: int) -
 
 def _keep(model: Transformer, stage: Stage) -> Transformer:
     """`model` without what `stage` does not hold."""
+    from megalith.parallel.seams import plug  # imports torch and the model: seconds
+
     if stage.head and model.config.embedding_at_head and not stage.embedding:
-        model.embedding.position_embeddings = None
+        plug(model.embedding, "position_embeddings", None)
     elif not stage.embedding:
-        model.embedding = None
+        plug(model, "embedding", None)
     layers = [*stage.layers, *(model.config.further_layers if stage.head else ())]
     for number in set(model.layers) - {str(layer) for layer in layers}:
         del model.layers[number]
     if not stage.head:
-        model.final_layernorm = model.output_layer = None
+        plug(model, "final_layernorm", None)
+        plug(model, "output_layer", None)
     return model
 
 

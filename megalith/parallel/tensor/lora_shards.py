@@ -17,10 +17,11 @@ from __future__ import annotations
 
 from torch import Tensor
 from torch.distributed.tensor import Replicate, Shard
-from torch.nn.functional import linear
 
 from megalith.models.adapters import ADAPTER, QKVAdapter, adapters
+from megalith.models.mixers.attention import Heads
 from megalith.models.transformer import Transformer
+from megalith.parallel.seams import plug
 from megalith.parallel.tensor.tensor_parallel import ROLES, Role, TensorParallel, place
 
 
@@ -28,10 +29,10 @@ class SharedRows:
     """B of the keys or values of a rank that shares its KV group: it reads the rows of that one head."""
 
     def __init__(self, group: int, head_dim: int):
-        self.first, self.rows = group * head_dim, head_dim
+        self.first, self.count = group * head_dim, head_dim
 
-    def matmul(self, x: Tensor, weight: Tensor, bias: None) -> Tensor:
-        return linear(x, weight.narrow(0, self.first, self.rows))
+    def rows(self, weight: Tensor) -> Tensor:
+        return weight.narrow(0, self.first, self.count)
 
 
 def cut_adapters(model: Transformer, tensor: TensorParallel) -> None:
@@ -42,7 +43,7 @@ def cut_adapters(model: Transformer, tensor: TensorParallel) -> None:
     groups, axis = model.config.query_groups, tensor.axis
     always, under_sp = [], []
     for name, adapter in adapters(model):
-        column = ROLES[name.rpartition(".")[2]].matmul == "column"
+        column = ROLES[name.rpartition(".")[2]].style == "column"
         for part, a in adapter.lora_A.items():
             place(a, Role(Replicate() if column else Shard(1)), axis)
             if column:
@@ -51,16 +52,17 @@ def cut_adapters(model: Transformer, tensor: TensorParallel) -> None:
             full = f"{name}{ADAPTER}lora_B.{part}.weight"
             if isinstance(adapter, QKVAdapter) and groups < axis.size and part != "q":
                 place(b, Role(Replicate()), axis)
-                b.matmul = SharedRows(axis.rank * groups // axis.size, adapter.head_dim).matmul
+                plug(b, "rows", SharedRows(axis.rank * groups // axis.size, adapter.head_dim).rows)
                 always.append(full)
             else:
                 place(b, Role(Shard(0) if column else Replicate()), axis)
                 if not column:
                     under_sp.append(full)
-        adapter.gather = tensor.whole if column else tensor.total
+        plug(adapter, "gather", tensor.gather if column else tensor.reduce)
         if not column:
             columns = next(iter(adapter.lora_A.values())).weight.shape[1]
-            adapter.first_column = axis.rank * columns // axis.size
+            plug(adapter, "first_column", axis.rank * columns // axis.size)
         if isinstance(adapter, QKVAdapter) and groups < axis.size:
-            adapter.heads_in_group = adapter.heads_in_group * groups // axis.size
-    model.partial_gradients |= {*always, *(under_sp if tensor.sequence_parallel else ())}
+            plug(adapter, "heads", Heads(adapter.heads.in_group * groups // axis.size))
+    names = {*always, *(under_sp if tensor.sequence_parallel else ())}
+    plug(model, "partial_gradients", model.partial_gradients | names)

@@ -17,6 +17,7 @@ its own tokens or heads only gets a part of its gradient; after the backward pas
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -37,12 +38,14 @@ from megalith.comm.collectives import (
 )
 from megalith.errors import ConfigError
 from megalith.models.adapters import ADAPTER
-from megalith.models.mixers.attention import Attention, SelfAttention
+from megalith.models.mixers.attention import Attention, Heads, SelfAttention
 from megalith.models.mixers.mla import LatentAttention
 from megalith.models.moe import GroupedLinear
 from megalith.models.norm import HeadsNorm
+from megalith.models.pass_context import Context, PassLayout
 from megalith.models.transformer import Transformer
-from megalith.ops.gemm import linear, weight_gradient, weight_gradient_parts
+from megalith.ops.gemm import DeferredWgrad, Gemm, linear
+from megalith.parallel.seams import plug, replace_parameter
 from megalith.parallel.tensor.vocab_parallel import VocabParallel
 
 NEVER, UNDER_SP, ALWAYS = "never", "under sequence parallelism", "always"
@@ -50,17 +53,18 @@ NEVER, UNDER_SP, ALWAYS = "never", "under sequence parallelism", "always"
 
 @dataclass(frozen=True)
 class Role:
-    """How a module's parameters stand over the axis, its matmul, and when a rank's gradient is a part of a sum."""
+    """How a module's parameters stand over the axis, its linear's style, and when a rank's gradient is a part of a
+    sum."""
 
     weight: Placement
     bias: Placement | None = None
-    matmul: str | None = None
+    style: str | None = None
     partial_weight: str = NEVER
     partial_bias: str = NEVER
 
 
 ROLES = {
-    # module             weight       bias         matmul          partial gradients: weight, bias
+    # module             weight       bias         style           partial gradients: weight, bias
     "word_embeddings": Role(Shard(0)),  # lookup of a rank's rows, summed
     "position_embeddings": Role(Replicate(), partial_weight=UNDER_SP),
     "embedding_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
@@ -69,9 +73,7 @@ ROLES = {
     "input_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
     "linear_qkv": Role(Shard(0), Shard(0), "column"),
     "linear_q_proj": Role(Shard(0), None, "column"),
-    "linear_q_down_proj": Role(
-        Replicate(), None, None, UNDER_SP
-    ),  # narrow: every rank computes its tokens' latents
+    "linear_q_down_proj": Role(Replicate(), None, None, UNDER_SP),  # narrow: each rank its tokens' latents
     "q_down_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
     "linear_q_up_proj": Role(Shard(0), None, "column"),
     "linear_kv_down_proj": Role(Replicate(), None, None, UNDER_SP),
@@ -88,35 +90,39 @@ ROLES = {
     "router": Role(Replicate(), None, None, UNDER_SP),  # experts themselves are cut in expert_parallel.py
     "shared_expert_gate": Role(Replicate(), None, None, UNDER_SP),
     "final_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
-    "output_layer": Role(
-        Shard(0)
-    ),  # logits of a rank's rows: the loss and the gathering are in vocab_parallel.py
+    "output_layer": Role(Shard(0)),  # logits of a rank's rows: see vocab_parallel.py
 }
 # Fewer KV groups than ranks: several ranks share a group, each with some of its query heads and all of its key and
 # value head. No cut of the rows gives that, so every rank holds the matrix and reads its own rows of it.
-SHARED_QKV = Role(Replicate(), Replicate(), "shared_group", ALWAYS, ALWAYS)
+SHARED_QKV = Role(Replicate(), Replicate(), "column", ALWAYS, ALWAYS)
 # A norm over all heads together: each rank has the weights of its own, and the sum of squares is made whole.
 HEADS_NORM = Role(Shard(0))
 
 
 class TensorParallel:
-    """The collectives around the matmuls, and the matmuls that stand between them."""
+    """The collectives around the matmuls, and the styles of the linears that stand between them."""
 
     def __init__(self, axis: Axis, sequence_parallel: bool):
         self.axis = axis
         self.sequence_parallel = sequence_parallel
-        self.tokens_are_cut = sequence_parallel  # in the forward pass under way
-        self.halves = (
-            1  # in how many parts layers take the sequences of this pass, each cut over the ranks by itself
-        )
 
-    def whole(self, x: Tensor) -> Tensor:
+    def pass_layout(self, tokens: int, *, trains: bool, has_places: bool) -> PassLayout:
+        """Generation feeds a token at a time, which cannot be sharded; training always is."""
+        divides = tokens % self.axis.size == 0
+        if self.sequence_parallel and not divides and torch.is_grad_enabled():
+            raise ConfigError(
+                f"parallel.sequence_parallel cannot cut {tokens} tokens over {self.axis.size} tensor-parallel ranks; "
+                "choose a sequence length that tensor_model_parallel_size divides"
+            )
+        return PassLayout(sharded=self.sequence_parallel and divides)
+
+    def gather(self, x: Tensor, context: Context) -> Tensor:
         """All tokens of the residual stream, with SP [1, tokens / tp, h] -> [1, tokens, h]; gradients are summed."""
-        return all_gather(x, self.axis, 1) if self.tokens_are_cut else all_reduce_gradient(x, self.axis)
+        return all_gather(x, self.axis, 1) if context.layout.sharded else all_reduce_gradient(x, self.axis)
 
-    def total(self, x: Tensor) -> Tensor:
+    def reduce(self, x: Tensor, context: Context) -> Tensor:
         """The sum of the ranks' parts [batch, seq, h] for the residual stream: with SP [1, tokens / tp, h]."""
-        if not self.tokens_are_cut:
+        if not context.layout.sharded:
             return all_reduce(x, self.axis)
         return reduce_scatter(x.reshape(1, -1, x.shape[-1]), self.axis, 1)
 
@@ -124,88 +130,82 @@ class TensorParallel:
         """The sum of the ranks' x, which each goes on to use for its own heads: gradients are summed as well."""
         return all_reduce_gradient(all_reduce(x, self.axis), self.axis)
 
-    def shard_tokens(self, x: Tensor) -> Tensor:
+    def shard_tokens(self, x: Tensor, layout: PassLayout) -> Tensor:
         """This rank's share of something that every token has: [batch, seq] -> with SP [1, tokens / tp]."""
-        return self.in_shares(x).chunk(self.axis.size, 1)[self.axis.rank] if self.tokens_are_cut else x
+        return self.in_shares(x, layout).chunk(self.axis.size, 1)[self.axis.rank] if layout.sharded else x
 
-    def in_shares(self, x: Tensor) -> Tensor:
+    def in_shares(self, x: Tensor, layout: PassLayout) -> Tensor:
         """Something that every token has, the ranks' shares of it one behind the other: with SP [1, tokens]."""
-        if not self.tokens_are_cut:
+        if not layout.sharded:
             return x
-        return x.reshape(self.halves, self.axis.size, -1).transpose(0, 1).reshape(1, -1)
+        return x.reshape(layout.micro_batches, self.axis.size, -1).transpose(0, 1).reshape(1, -1)
 
-    def column(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def column(self, x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Gemm, context: Context) -> Tensor:
         """weight [out / tp, h], bias [out / tp] -> [batch, seq, out / tp], with SP [1, tokens, out / tp]"""
-        y = _ColumnLinear.apply(x.flatten(0, -2), weight, bias, self.axis, self.tokens_are_cut)
-        return y[None] if self.tokens_are_cut else y.unflatten(0, x.shape[:-1])
+        sharded = context.layout.sharded
+        y = _ColumnLinear.apply(x.flatten(0, -2), weight, bias, gemm, gemm.edge(weight), self.axis, sharded)
+        return y[None] if sharded else y.unflatten(0, x.shape[:-1])
 
-    def row(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def row(self, x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Gemm, context: Context) -> Tensor:
         """x [batch, seq, in / tp], weight [h, in / tp], bias [h] -> the residual stream's tokens [..., h]"""
-        x = self.total(linear(x, weight))
+        x = self.reduce(linear(x, weight, None, gemm), context)
         return x if bias is None else x + bias
-
-    def choose_token_sharding(self, model: nn.Module, args: tuple, kwargs: dict) -> None:
-        """Before a forward pass: generation feeds a token at a time, which cannot be cut; training always is."""
-        tokens = (args[0] if args else kwargs["input_ids"]).numel()
-        divides = tokens % self.axis.size == 0
-        if self.sequence_parallel and not divides and torch.is_grad_enabled():
-            raise ConfigError(
-                f"parallel.sequence_parallel cannot cut {tokens} tokens over {self.axis.size} tensor-parallel ranks; "
-                "choose a sequence length that tensor_model_parallel_size divides"
-            )
-        self.tokens_are_cut = self.sequence_parallel and divides
 
 
 class _ColumnLinear(torch.autograd.Function):
-    """x · weightᵀ + bias of all tokens. Keeps only this rank's tokens for the backward pass, and gathers them again;
+    """x · weightᵀ + bias of all tokens. Saves only this rank's tokens for the backward pass, and gathers them again;
     but torch compiles two gathers of the same tokens as one, and keeps what that gives.
 
-    In the backward pass the gather runs beside the product that gives the input's gradient, and the sum of that
-    gradient beside the product that gives the weight's.
+    In the backward pass the gather runs beside dgrad, and the sum of its result beside wgrad. Where wgrad is put off,
+    so is the gather.
     """
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, axis: Axis, tokens_are_cut: bool
+        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Gemm, edge, axis: Axis, sharded: bool
     ) -> Tensor:  # x [tokens, or with SP tokens / tp, h] -> [tokens, out / tp]
-        ctx.save_for_backward(x, weight)
-        ctx.axis, ctx.tokens_are_cut, ctx.has_bias = axis, tokens_are_cut, bias is not None
-        return linear(wait(begin_all_gather(x, axis)) if tokens_are_cut else x, weight, bias)
+        x = gemm.input(x)
+        ctx.save_for_backward(x if weight.requires_grad else None, weight)
+        ctx.gemm, ctx.edge, ctx.axis, ctx.sharded = gemm, edge, axis, sharded
+        return gemm.forward(wait(begin_all_gather(x, axis)) if sharded else x, weight, bias)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         x, weight = ctx.saved_tensors
-        if ctx.tokens_are_cut:
-            gathering = begin_all_gather(x, ctx.axis)
-            summing = begin_reduce_scatter(grad @ weight, ctx.axis)
+        gemm, axis, grad_weight = ctx.gemm, ctx.axis, None
+        grad = gemm.gradient(grad)
+        gathers = ctx.sharded and ctx.needs_input_grad[1] and ctx.edge is None
+        gathering = begin_all_gather(x, axis) if gathers else None
+        begin = begin_reduce_scatter if ctx.sharded else begin_all_reduce
+        summing = begin(gemm.dgrad(grad, weight), axis)
+        if gathering is not None:
             x = wait(gathering)
-        else:
-            summing = begin_all_reduce(grad @ weight, ctx.axis)
-        grad_weight = None
-        if ctx.needs_input_grad[1]:
-            grad_weight = weight_gradient(grad, x, weight_gradient_parts(x, weight.shape))
-        grad_bias = grad.sum(0) if ctx.has_bias else None
-        return wait(summing), grad_weight, grad_bias, None, None
+        if ctx.edge is not None:
+            gemm.deferred.append(DeferredWgrad(partial(_wgrad, gemm, grad, x, axis, ctx.sharded), ctx.edge))
+        elif ctx.needs_input_grad[1]:
+            grad_weight = gemm.wgrad(grad, x)
+        return wait(summing), grad_weight, None, None, None, None, None
+
+
+def _wgrad(gemm: Gemm, grad: Tensor, x: Tensor, axis: Axis, sharded: bool) -> Tensor:
+    return gemm.wgrad(grad, wait(begin_all_gather(x, axis)) if sharded else x)
 
 
 class SharedGroup:
-    """The linear_qkv of a rank that shares its KV group with others: its query heads, the group's key and value."""
+    """The rows of linear_qkv that a rank uses which shares its KV group with others: its query heads, the group's key
+    and value."""
 
-    def __init__(self, tensor: TensorParallel, attention: SelfAttention, groups: int):
-        self.tensor = tensor
-        sharing = tensor.axis.size // groups  # ranks of a group
-        group, place = divmod(tensor.axis.rank, sharing)
-        size, heads = attention.head_dim, attention.heads_in_group
+    def __init__(self, axis: Axis, attention: SelfAttention, groups: int):
+        sharing = axis.size // groups  # ranks of a group
+        group, place = divmod(axis.rank, sharing)
+        size, heads = attention.head_dim, attention.heads.in_group
         first = group * (heads + 2) * size
         self.queries = (first + place * (heads // sharing) * size, heads // sharing * size)  # first row, rows
         self.key_value = (first + heads * size, 2 * size)
 
-    def matmul(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """Whole weight and bias -> [batch, seq, (query heads here + 2) · head_dim]"""
-        return self.tensor.column(x, self._rows(weight), None if bias is None else self._rows(bias))
-
-    def _rows(self, x: Tensor) -> Tensor:
-        return torch.cat([x.narrow(0, *self.queries), x.narrow(0, *self.key_value)])
+    def rows(self, parameter: Tensor) -> Tensor:
+        """[(query heads here + 2) · head_dim, ...]"""
+        return torch.cat([parameter.narrow(0, *self.queries), parameter.narrow(0, *self.key_value)])
 
 
 def apply_tensor(model: Transformer, axis: Axis, sequence_parallel: bool) -> TensorParallel | None:
@@ -215,14 +215,14 @@ def apply_tensor(model: Transformer, axis: Axis, sequence_parallel: bool) -> Ten
     names of the parameters for `reduce_partial_gradients`. Returns the collectives; an axis of one changes nothing
     and has none.
     """
-    model.partial_gradients = frozenset()
+    plug(model, "partial_gradients", frozenset())
     if axis.size == 1:
         return None
     tensor = TensorParallel(axis, sequence_parallel)
-    model.register_forward_pre_hook(tensor.choose_token_sharding, with_kwargs=True)
-    model.shard_tokens = tensor.shard_tokens
+    plug(model, "pass_layout", tensor.pass_layout)
+    plug(model, "shard_tokens", tensor.shard_tokens)
     groups = model.config.query_groups
-    partial = []
+    partial_names = []
     for name, module in list(model.named_modules()):
         if isinstance(module, GroupedLinear) or ADAPTER in name:  # cut by expert_parallel.py and adapters.py
             continue
@@ -232,21 +232,22 @@ def apply_tensor(model: Transformer, axis: Axis, sequence_parallel: bool) -> Ten
         if groups < axis.size and name.endswith("linear_qkv"):
             role = SHARED_QKV
         if isinstance(module, HeadsNorm):
-            role, module.total = HEADS_NORM, tensor.sum_of_all
+            role = HEADS_NORM
+            plug(module, "total", tensor.sum_of_all)
         place(module, role, axis)
-        if role.matmul in ("column", "row"):
-            module.matmul = getattr(tensor, role.matmul)
+        if role.style is not None:
+            plug(module, "style", getattr(tensor, role.style))
         for kind, when in (("weight", role.partial_weight), ("bias", role.partial_bias)):
             if when == ALWAYS or (when == UNDER_SP and sequence_parallel):
-                partial.append(f"{name}.{kind}")
+                partial_names.append(f"{name}.{kind}")
     for layer in model.layers.values():
         _cut_heads(layer.self_attention, tensor, groups)
-    vocabulary = VocabParallel(tensor.whole, tensor.in_shares, axis, model.config.padded_vocab_size)
-    model.loss, model.logits = vocabulary.loss, vocabulary.logits
+    vocabulary = VocabParallel(tensor, model.config.padded_vocab_size)
+    plug(model, "loss", vocabulary.loss)
+    plug(model, "logits", vocabulary.logits)
     if model.embedding is not None:
-        model.embedding.lookup = lambda input_ids, weight: tensor.total(vocabulary.lookup(input_ids, weight))
-        model.embedding.shard_tokens = tensor.shard_tokens
-    model.partial_gradients = frozenset(partial)
+        plug(model.embedding, "lookup", vocabulary.lookup)
+    plug(model, "partial_gradients", frozenset(partial_names))
     return tensor
 
 
@@ -275,16 +276,16 @@ def place(module: nn.Module, role: Role, axis: Axis) -> None:
     """Makes the module's parameters DTensors over the axis."""
     for kind, parameter in list(module.named_parameters(recurse=False)):
         placed = distribute_tensor(parameter, axis.mesh, [getattr(role, kind)], src_data_rank=None)
-        setattr(module, kind, nn.Parameter(placed, requires_grad=parameter.requires_grad))
+        replace_parameter(module, kind, nn.Parameter(placed, requires_grad=parameter.requires_grad))
 
 
 def _cut_heads(attention: Attention, tensor: TensorParallel, groups: int) -> None:
     """A rank's query heads stand one behind the other in the order of all heads, with or without shared groups."""
-    size, rank = tensor.axis.size, tensor.axis.rank
-    attention.first_head = rank * groups * attention.heads_in_group // size
+    size, in_group = tensor.axis.size, attention.heads.in_group
+    first = tensor.axis.rank * groups * in_group // size
     if isinstance(attention, LatentAttention):
-        attention.whole = tensor.whole
+        plug(attention, "gather", tensor.gather)
     if groups < size:
-        attention.linear_qkv.matmul = SharedGroup(tensor, attention, groups).matmul
-        attention.linear_qkv.bias_by_column = False
-        attention.heads_in_group = attention.heads_in_group * groups // size
+        plug(attention.linear_qkv, "rows", SharedGroup(tensor.axis, attention, groups).rows)
+        in_group = in_group * groups // size
+    plug(attention, "heads", Heads(in_group, first))

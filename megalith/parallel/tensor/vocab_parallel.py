@@ -7,39 +7,32 @@ found by one rank and the others add zeros. For the loss no rank ever sees a who
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megalith.comm.collectives import Axis, all_gather_alike
-from megalith.ops.cross_entropy import linear_cross_entropy, softcapped
+from megalith.comm.collectives import all_gather_alike
+from megalith.models.pass_context import Context
+from megalith.ops.cross_entropy import linear_cross_entropy, linear_logits, softcapped
+
+if TYPE_CHECKING:
+    from megalith.parallel.tensor.tensor_parallel import TensorParallel
 
 
 class VocabParallel:
-    """The seams of Embedding and Transformer over the vocabulary, for one rank of the axis.
+    """The seams of Embedding and Transformer over the vocabulary, for one rank of the axis."""
 
-    `whole` gives all tokens of the residual stream, and sums the gradients of the ranks that use them; `in_shares`
-    puts what every token has in the order of that stream.
-    """
+    def __init__(self, tensor: TensorParallel, padded_vocab: int):
+        self.tensor, self.axis = tensor, tensor.axis
+        self.rows = -(-padded_vocab // self.axis.size)  # of a full rank
+        self.first = self.axis.rank * self.rows
 
-    def __init__(
-        self,
-        whole: Callable[[Tensor], Tensor],
-        in_shares: Callable[[Tensor], Tensor],
-        axis: Axis,
-        padded_vocab: int,
-    ):
-        self.whole, self.in_shares = whole, in_shares
-        self.axis = axis
-        self.rows = -(-padded_vocab // axis.size)  # of a full rank
-        self.first = axis.rank * self.rows
-
-    def lookup(self, input_ids: Tensor, weight: Tensor) -> Tensor:
-        """This rank's part of the tokens' rows [batch, seq, hidden], to be summed: zeros for rows held elsewhere."""
-        index, here = self._own(self.in_shares(input_ids), weight)
-        return F.embedding(index, weight) * here[..., None]
+    def lookup(self, input_ids: Tensor, weight: Tensor, context: Context) -> Tensor:
+        """The tokens' rows [batch, seq, hidden], with SP [1, tokens / tp, hidden]: a sum, as each rank has its own."""
+        index, here = self._own(self.tensor.in_shares(input_ids, context.layout), weight)
+        return self.tensor.reduce(F.embedding(index, weight) * here[..., None], context)
 
     def loss(
         self,
@@ -48,25 +41,24 @@ class VocabParallel:
         labels: Tensor,
         loss_mask: Tensor,
         vocab_size: int,
-        softcap: float | None = None,
+        softcap: float | None,
+        context: Context,
         scale: Tensor | None = None,
     ) -> Tensor:
         """As `megalith.ops.cross_entropy.linear_cross_entropy`, the same on every rank; weight [rows here, hidden]."""
-        labels, loss_mask = self.in_shares(labels), self.in_shares(loss_mask)
+        labels, loss_mask = (self.tensor.in_shares(x, context.layout) for x in (labels, loss_mask))
         shard = dict(axis=self.axis, first=self.first, rows=self.rows)
-        return linear_cross_entropy(
-            self.whole(hidden), weight, labels, loss_mask, vocab_size, softcap, scale, **shard
-        )
+        hidden = self.tensor.gather(hidden, context)
+        return linear_cross_entropy(hidden, weight, labels, loss_mask, vocab_size, softcap, scale, **shard)
 
     def logits(
-        self, x: Tensor, weight: Tensor, batch: int, vocab_size: int, softcap: float | None = None
+        self, x: Tensor, weight: Tensor, vocab_size: int, softcap: float | None, context: Context
     ) -> Tensor:
         """Logits [batch, seq, vocab] of every entry, on every rank, their padding left out."""
-        x = self.whole(x)
-        part = F.linear(x, weight.to(x.dtype))  # [..., rows here]
+        part = linear_logits(self.tensor.gather(x, context), weight)  # [..., rows here]
         part = F.pad(part, (0, self.rows - part.shape[-1]))
         logits = all_gather_alike(part, self.axis, -1)[..., :vocab_size]
-        return softcapped(logits.reshape(batch, -1, vocab_size), softcap)
+        return softcapped(logits.reshape(context.batch, -1, vocab_size), softcap)
 
     def _own(self, tokens: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
         """Rows of the tokens in this rank's shard, 0 for those held elsewhere, and which ones are here."""

@@ -1,0 +1,85 @@
+"""All that parallelism may put into a model's modules, and the one way to do it.
+
+A module of models/ is single-device PyTorch. Where an axis has something to say it has a seam: an attribute that holds
+a function or an object, plain to begin with. `plug` puts another one there, and refuses what is not listed here. What a
+pass alone decides (whether its tokens are sharded, in how many micro-batches they go side by side) is no seam: it
+stands in the pass's Context, where Transformer.pass_layout has put it.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from megalith.errors import SeamError
+from megalith.models.adapters import Adapter, QKVAdapter
+from megalith.models.linear import Linear
+from megalith.models.mixers.attention import Attention
+from megalith.models.mixers.mla import LatentAttention
+from megalith.models.moe import GroupedLinear, MoE
+from megalith.models.norm import HeadsNorm
+from megalith.models.router import Router
+from megalith.models.runner import Runnable
+from megalith.models.transformer import Embedding, Transformer
+
+SEAMS: dict[type[nn.Module], dict[str, str]] = {
+    Transformer: {
+        "pass_layout": "how the tokens of a pass stand here: (tokens, trains=, has_places=) → PassLayout",
+        "runner": "how a list of layers is run: (layers, x, context) → x",
+        "shard_tokens": "the residual stream's share of what every token has: (x [batch, seq], layout) → share",
+        "attention_mask": "what the cores take as their mask: (document_ids, causal) → mask",
+        "loss": "the tokens' losses: (x, weight, labels, loss_mask, vocab_size, softcap, context, scale) → their sum",
+        "logits": "every entry's logits: (x, weight, vocab_size, softcap, context) → [batch, seq, vocab]",
+        "embedding": "None where another pipeline stage has it",
+        "final_layernorm": "None where another pipeline stage has it",
+        "output_layer": "None where another pipeline stage has it",
+        "partial_gradients": "names of the parameters of which a rank's gradient is a part of a sum over tp",
+        "replicated": "the parameters that are copied over data-parallel ranks, and the sums of their gradients",
+    },
+    Embedding: {
+        "lookup": "the tokens' rows for the residual stream: (input_ids, weight, context) → rows",
+        "position_embeddings": "None where another pipeline stage has them",
+    },
+    Linear: {
+        "gemm": "the three matmuls: a Gemm of ops/gemm.py",
+        "style": "the matmul and its collectives: (x, weight, bias, gemm, context) → y",
+        "rows": "the rows of weight and bias that are used here: (parameter) → rows of it",
+    },
+    GroupedLinear: {
+        "gemm": "the three matmuls by group: a GroupedGemm of ops/grouped_gemm.py",
+        "first_row": "the number of the first row of the bias here among all",
+    },
+    Attention: {
+        "core": "attention of queries over keys and values, as ops.attention_core.attention",
+        "heads": "which query heads are here: Heads",
+    },
+    LatentAttention: {"gather": "what every rank's heads use alike, of all tokens: (x, context) → x"},
+    HeadsNorm: {"total": "the sum over the ranks' heads: (squares) → squares"},
+    Runnable: {"runner": "how a part of a layer is run: (method, *args) → its result"},
+    Router: {"micro_batch": "what part of their micro-batch the tokens here are: a MicroBatch"},
+    MoE: {"dispatch": "how tokens and experts come together: a Dispatch"},
+    Adapter: {
+        "gather": "what B takes of A's result: (low, context) → low",
+        "first_column": "the number of A's first column among all",
+    },
+    QKVAdapter: {"heads": "as Attention's"},
+}
+
+
+def plug(module: nn.Module, seam: str, value: Any) -> None:
+    """Puts `value` into a seam of `module`. Raises SeamError where there is none of this name."""
+    kinds = [kind for kind in SEAMS if isinstance(module, kind)]
+    if not any(seam in SEAMS[kind] for kind in kinds):
+        known = sorted({name for kind in kinds for name in SEAMS[kind]})
+        raise SeamError(
+            f"a {type(module).__name__} has no seam {seam!r}: it has {', '.join(known) or 'none'}; declare it in "
+            "megalith/parallel/seams.py and give the module a plain one, or use one of these"
+        )
+    setattr(module, seam, value)
+
+
+def replace_parameter(module: nn.Module, name: str, parameter: nn.Parameter) -> None:
+    """Puts a shard, a DTensor or a plain tensor, in the place of one of the module's own parameters."""
+    assert name in dict(module.named_parameters(recurse=False)), f"{type(module).__name__} has no {name}"
+    setattr(module, name, parameter)
