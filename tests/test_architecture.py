@@ -129,7 +129,7 @@ SET_IN_PARALLEL = {
     "data/replicas.py": {"unit.trained", "unit.missing", "options.asyncOp"},
     "gather.py": {"tensor.own"},
     "memory/activation_offload.py": {"kept.uses"},
-    "model.py": {"part.balance_scale", "part.future"},
+    "model.py": {"part.balance_scale", "part.future", "part.future.weights", "part.loss_scale"},
     "pipeline/executor.py": {"cache.length", "run.forward", "self.pipeline.timeline"},
     "shards.py": {"plain.grad", "parameter.grad", "made[parameter].placed"},  # of parameters
 }

@@ -140,7 +140,7 @@ def test_fused_steps_as_they_are_traced_change_nothing(monkeypatch, settings):
             monkeypatch.setattr(one_kernel, "_compiled", traced)
         moe = moe_of(**settings, moe_permute_fusion=fused)
         x = torch.randn(BATCH, SEQ, HIDDEN, generator=torch.Generator().manual_seed(1)).requires_grad_()
-        y = moe(x, moe.plan(x, context()))
+        y = moe(x, moe.plan(x, context()), context())
         y.square().sum().backward()
         outcomes.append([y.detach(), x.grad, *(parameter.grad for parameter in moe.parameters())])
     torch._dynamo.reset()
