@@ -9,7 +9,7 @@ import time
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import Ranks, steps, until, words
+from ranks import Ranks, launch, saved, steps, until, words, workers_of
 
 import megalith.training.trainer
 from megalith.errors import TrainingError
@@ -44,6 +44,26 @@ def test_a_stopped_rank_is_named_and_the_others_end(tmp_path):
     )
     (dump,) = output.glob("flight_recorder_rank0.json")
     assert any("all_reduce" in entry["profiling_name"] for entry in json.loads(dump.read_text()))
+
+
+@pytest.mark.fault(4)
+def test_a_launcher_starts_a_job_again_whose_rank_stands_still(tmp_path):
+    output, log = tmp_path / "run", tmp_path / "log"
+    command = watched(output, checkpoint__save_interval=20, checkpoint__keep_last=1)
+    launcher = launch(command, "--nproc", "2", "--max-restarts", "1", log=log)
+    try:
+        until(lambda: saved(output), "a checkpoint")
+        os.kill(workers_of(launcher)[1], signal.SIGSTOP)
+        until(lambda: "going on from" in log.read_text(), "the restart", within=60)
+        before = len(steps(output))
+        until(lambda: len(steps(output)) > before, "another step")
+        launcher.send_signal(signal.SIGTERM)
+        assert launcher.wait(60) == 22, log.read_text()
+    finally:
+        launcher.kill()
+        launcher.wait()
+    told = log.read_text()
+    assert "starting again (1 of 1)" in told and "rank 1 does not answer" in told
 
 
 def lose_the_store(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""13: NaN on one rank: all skip together, rank and parameter are named, the run ends after so many in a row.
+"""13: NaN or Inf on one rank: all skip together, rank and parameter are named, the run ends after so many in a row.
 
 And a step that is repeated: what does not come again was the hardware's, and the run goes on as if nothing had been.
 """
@@ -20,8 +20,8 @@ from megalith.training.trainer import Trainer
 SKIPPED_STEP = 4
 
 
-def poison(rank: int, samples: range, times: int) -> None:
-    """On rank 1 the gradient behind layer 1 becomes NaN, `times` times, when a step has one of these samples."""
+def poison(rank: int, samples: range, times: int, value: float = math.nan) -> None:
+    """On rank 1 the gradient behind layer 1 becomes `value`, `times` times, when a step has one of these samples."""
     inner, left = Trainer.gradients, [times]
 
     def gradients(self, micro_batches):
@@ -33,7 +33,7 @@ def poison(rank: int, samples: range, times: int) -> None:
             self.model.chunks[0]
             .layers["1"]
             .register_forward_hook(
-                lambda module, given, out: out.register_hook(lambda grad: grad * math.nan) and None
+                lambda module, given, out: out.register_hook(lambda grad: grad + value) and None
             )
         )
         try:
@@ -61,7 +61,8 @@ LAYOUTS = {
 def test_all_ranks_skip_the_step_and_the_log_names_the_rank_and_the_parameter(tmp_path, layout):
     output = tmp_path / "run"
     command = words(output, train__train_iters=6, **LAYOUTS[layout])
-    lasting = partial(poison, samples=step_samples(SKIPPED_STEP), times=99)
+    value = math.inf if layout == "tensor" else math.nan
+    lasting = partial(poison, samples=step_samples(SKIPPED_STEP), times=99, value=value)
     running = Ranks(command, 2, tmp_path / "log", prepare=lasting)
     assert running.end() == [0, 0], running.text()
     metrics = records(output / "metrics.jsonl")

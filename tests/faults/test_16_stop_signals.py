@@ -12,6 +12,7 @@ from ranks import Ranks, events, saved, steps, stored, until, words
 import megalith.checkpoint.saver as saver
 
 STOPS = [(signal.SIGTERM, 22), (signal.SIGUSR1, 23), (signal.SIGINT, 24), (signal.SIGHUP, 25)]
+GRACE = 5.0  # seconds that a scheduler may leave, of which 30 are usual
 LONG = dict(train__eval_iters=100_000, train__eval_interval=7000)  # an evaluation would take an hour
 
 
@@ -24,8 +25,10 @@ def test_a_signal_to_one_rank_saves_on_all_after_the_same_step_and_the_run_goes_
     running = Ranks(words(output, train__train_iters=5000, **LONG), 2, tmp_path / "log")
     until(lambda: len(steps(output)) >= 3, "step 3")
     running.send(number, [1])
+    sent = time.time()
     assert running.end() == [code, code], running.text()
     (last,) = saved(output)
+    assert (output / "checkpoints" / "latest").stat().st_mtime - sent < GRACE
     assert last == f"step_{steps(output)[-1]:08d}" and steps(output)[-1] < 5000
     assert events(output, "stop")[0]["reason"] == number.name
     if number is signal.SIGTERM:
