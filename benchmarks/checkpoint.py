@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megalith.checkpoint import RunRecord, Saver, load_model, load_optimizer, open_checkpoint, state_boxes
-from megalith.checkpoint.agree import exchange
+from megalith.comm.collectives import gather_json
 from megalith.config import RunConfig
 from megalith.hardware import pick_device
 from megalith.launch.launcher import end_distributed, init_distributed, launch, this_process
@@ -153,15 +153,15 @@ class Bench:
     def _settle(self) -> None:
         if self.device.type == "cuda":
             torch.cuda.synchronize()
-        exchange(None, self.world)
+        gather_json(None, self.world)
 
     def _slowest(self, *seconds: float) -> tuple[float, ...]:
-        return tuple(max(values) for values in zip(*exchange(list(seconds), self.world)))
+        return tuple(max(values) for values in zip(*gather_json(list(seconds), self.world)))
 
     def _empty(self) -> None:
         if self.world.rank == 0:
             shutil.rmtree(self.folder, ignore_errors=True)
-        exchange(None, self.world)
+        gather_json(None, self.world)
 
     def _boxes(self) -> dict[str, dict[str, Box]]:
         return state_boxes(self.model.chunks, self.optimizer, self.rows)
