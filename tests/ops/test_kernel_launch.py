@@ -83,7 +83,7 @@ def test_adams_kernel_is_given_what_makes_its_bias_corrections(monkeypatch, beta
         module = ModuleType(name)
         module.jit, module.language, module.libdevice = (lambda function: function), ModuleType(name), None
         monkeypatch.setitem(sys.modules, name, module)
-    path = f"{megalith.ops.__path__[0]}/fused/adam_kernel.py"
+    path = f"{megalith.ops.__path__[0]}/kernels/adam_kernel.py"
     spec = importlib.util.spec_from_file_location("adam_kernel", path)
     kernel = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(kernel)
