@@ -155,4 +155,5 @@ class _BiasGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return grad, grad.flatten(0, -2).sum(0, dtype=torch.float32).to(ctx.dtype)
+        total = grad.flatten(0, -2).sum(0, dtype=torch.float32)
+        return grad, total.to(grad.dtype).to(ctx.dtype)  # rounded as where the bias is gathered in the compute dtype
