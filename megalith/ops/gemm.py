@@ -155,5 +155,6 @@ class _BiasGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        total = grad.flatten(0, -2).sum(0, dtype=torch.float32)
-        return grad, total.to(grad.dtype).to(ctx.dtype)  # rounded as where the bias is gathered in the compute dtype
+        # rounded as where the bias has been gathered in the compute dtype
+        total = grad.flatten(0, -2).sum(0, dtype=torch.float32).to(grad.dtype)
+        return grad, total.to(ctx.dtype)
