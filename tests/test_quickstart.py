@@ -1,6 +1,7 @@
 """The README's two commands in their order: what `make train` leaves in a checkout is nothing to the tests."""
 
 import multiprocessing
+import os
 import shlex
 import shutil
 import subprocess
@@ -42,8 +43,11 @@ def checkout(tmp_path, monkeypatch):
 
 
 def commands_of(goal: str) -> list[list[str]]:
-    """What make would run for `goal`, in order, without its own `rm`."""
-    listed = subprocess.run(["make", "-n", goal], capture_output=True, text=True, check=True).stdout
+    """What make would run for `goal`, in order, without its own `rm`, and as if no make ran above it."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    listed = subprocess.run(
+        ["make", "-n", goal], capture_output=True, text=True, check=True, env=environment
+    ).stdout
     lines = [shlex.split(line) for line in listed.replace("\\\n", " ").splitlines()]
     return [words for words in lines if words[0] != "rm"]
 

@@ -38,13 +38,20 @@ class Plan:
     share: list[Key]
     """The boxes that this rank writes."""
 
+    total_bytes: int
+    """What all ranks' shares take; every rank has it, for all tell the same where the disk is full."""
+
 
 def make_plan(boxes: Boxes, world: Axis) -> Plan:
     """The plan for `boxes`, of which each rank of the world gives its own; every rank calls it."""
     table, shares = divide(collect(entries(boxes), world))
-    return Plan(
-        {part: {} for part in boxes} | table, [(part, name) for part, name in hand_out(shares, world)]
+    total = sum(
+        byte_count(tensor.shape, DTYPES[tensor.dtype])
+        for named in table.values()
+        for tensor in named.values()
     )
+    share, total = hand_out([[share, total] for share in shares], world)
+    return Plan({part: {} for part in boxes} | table, [(part, name) for part, name in share], total)
 
 
 def entries(boxes: Boxes) -> list[list[Any]]:

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from megalith.checkpoint.agree import JointError, collect, together
 from megalith.checkpoint.extent import Extent
-from megalith.checkpoint.files import DTYPES, Values, byte_count
+from megalith.checkpoint.files import Values, byte_count
 from megalith.checkpoint.manifest import RunRecord
 from megalith.checkpoint.plan import Boxes, Plan, make_plan
 from megalith.checkpoint.staging import Staging
@@ -234,12 +234,7 @@ def write_step(
         if is_first:
             step.abandon()
         if isinstance(error, JointError):
-            needed = sum(
-                byte_count(tensor.shape, DTYPES[tensor.dtype])
-                for named in plan.table.values()
-                for tensor in named.values()
-            )
-            raise not_saved(step, str(error), needed) from error
+            raise not_saved(step, str(error), plan.total_bytes) from error
         raise
 
 

@@ -6,7 +6,12 @@ That one text is the help of the command line, the JSON Schema for editors and t
 
 from __future__ import annotations
 
+import ast
 import enum
+import functools
+import importlib.util
+import inspect
+import itertools
 import typing
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -50,10 +55,17 @@ class Section(BaseModel):
     model_config = ConfigDict(
         extra="forbid",
         validate_assignment=True,
-        use_attribute_docstrings=True,
+        defer_build=True,
         allow_inf_nan=False,
         protected_namespaces=(),
     )
+
+    @classmethod
+    def __pydantic_init_subclass__(cls, **kwargs: Any) -> None:
+        """Gives every field its text; pydantic's own way to it takes a fifth of the time of `megalith --help`."""
+        for name, text in _texts(cls.__module__).get(cls.__name__, {}).items():
+            if name in cls.model_fields:
+                cls.model_fields[name].description = text
 
     @field_validator("*", mode="before")
     @classmethod
@@ -80,6 +92,21 @@ class Section(BaseModel):
             by = next((mark.by for mark in marks if isinstance(mark, Resolved)), name)
             if by is not None:
                 yield name, getattr(self, by)
+
+
+@functools.cache
+def _texts(module: str) -> dict[str, dict[str, str]]:
+    """Of each class in a module's source, its attributes with the text that stands under them."""
+    source = importlib.util.find_spec(module).loader.get_source(module)
+    classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
+    return {
+        node.name: {
+            field.target.id: inspect.cleandoc(text.value.value)
+            for field, text in itertools.pairwise(node.body)
+            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
+        }
+        for node in classes
+    }
 
 
 _PLAIN_WORDS = {
