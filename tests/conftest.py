@@ -11,7 +11,7 @@ from trained_runs import configuration
 
 import megalith
 from megalith.data.preprocessing.preprocess import preprocess
-from megalith.data.tokenizers.build import build_tokenizer
+from megalith.data.tokenizers.open_tokenizer import build_tokenizer
 from megalith.launch.pool import PRELOADED, Pool
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other

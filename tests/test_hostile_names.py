@@ -14,7 +14,7 @@ import megalith.training.loading
 from megalith.checkpoint import RunRecord, StepWriter, open_checkpoint
 from megalith.cli.main import main
 from megalith.data.indexed import IndexedWriter
-from megalith.data.tokenizers.build import build_tokenizer
+from megalith.data.tokenizers.open_tokenizer import build_tokenizer
 from megalith.errors import LINES, CheckpointError, printable
 from megalith.launch import failure
 

@@ -20,7 +20,7 @@ from megalith.bridge.transfer import Scratch, to_theirs
 from megalith.bridge.writer import SHARD_BYTES, FolderWriter
 from megalith.checkpoint import Checkpoint, open_existing
 from megalith.config import ModelConfig, RunConfig
-from megalith.data.tokenizers.build import Tokenizer
+from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import ConfigError
 from megalith.parallel.shards import Box
 

@@ -26,7 +26,7 @@ from megalith.checkpoint import RunRecord, StepWriter, TokenizerRecord
 from megalith.checkpoint.steps import CHECKPOINTS
 from megalith.config import RunConfig
 from megalith.config.rules.run_rules import check_model
-from megalith.data.tokenizers.build import Tokenizer
+from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import CheckpointError, ConfigError
 from megalith.launch.lock import LOCK_NAME, OutputLock
 from megalith.parallel.shards import Box

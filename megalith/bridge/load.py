@@ -19,7 +19,7 @@ from megalith.checkpoint.state import MODEL, Model, base_boxes, load_base, own_b
 from megalith.comm.collectives import Axis
 from megalith.config import ModelConfig, RunConfig
 from megalith.config.rules.run_rules import check_model
-from megalith.data.tokenizers.build import Tokenizer
+from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import CheckpointError, ConfigError, MegalithError, shorten
 from megalith.parallel.gather import ALONE
 from megalith.parallel.shards import Box

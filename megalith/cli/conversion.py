@@ -44,7 +44,7 @@ def add_megatron_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_megatron(args: argparse.Namespace) -> int:
-    from megalith.bridge.megatron.importer import import_megatron
+    from megalith.bridge.megatron.megatron_importer import import_megatron
 
     step = import_megatron(
         args.source, args.out, trust=args.trust, vocab_size=args.vocab_size, allow=args.allow
@@ -93,7 +93,7 @@ def add_lora_export_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_lora_export(args: argparse.Namespace) -> int:
-    from megalith.bridge.adapters import export_adapters
+    from megalith.bridge.adapter_folder import export_adapters
 
     family = export_adapters(args.run_dir, args.out, args.family)
     print(f"wrote {printable(args.out)}, for {family.architecture}")
@@ -112,7 +112,7 @@ def add_lora_merge_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_lora_merge(args: argparse.Namespace) -> int:
-    from megalith.bridge.adapters import merge
+    from megalith.bridge.adapter_folder import merge
 
     print(f"wrote {printable(merge(args.source, args.out, args.base))}")
     return 0

@@ -49,7 +49,7 @@ def add_tokenizer_train_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_tokenizer_train(args: argparse.Namespace) -> int:
-    from megalith.data.tokenizers.train import train_tokenizer
+    from megalith.data.tokenizers.train_tokenizer import train_tokenizer
 
     start = time.monotonic()
     summary = train_tokenizer(
@@ -121,7 +121,7 @@ def add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
 def run_preprocess(args: argparse.Namespace) -> int:
     from megalith.data.preprocessing.preprocess import preprocess
     from megalith.data.preprocessing.preprocess_progress import figures
-    from megalith.data.tokenizers.build import build_tokenizer
+    from megalith.data.tokenizers.open_tokenizer import build_tokenizer
 
     tokenizer = build_tokenizer(
         args.tokenizer_type,

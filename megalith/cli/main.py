@@ -205,7 +205,7 @@ def generate(args: Arguments) -> int:
         )
     model, tokenizer = load_with_tokenizer(args.checkpoint, pick_device(args.device))
     if args.tokenizer_type:
-        from megalith.data.tokenizers.build import build_tokenizer
+        from megalith.data.tokenizers.open_tokenizer import build_tokenizer
 
         tokenizer = build_tokenizer(args.tokenizer_type, args.tokenizer_model)
     if tokenizer is None:
@@ -254,7 +254,7 @@ def data_show(args: Arguments) -> int:
         return 0
     decode = None
     if args.tokenizer_type:
-        from megalith.data.tokenizers.build import build_tokenizer
+        from megalith.data.tokenizers.open_tokenizer import build_tokenizer
 
         decode = build_tokenizer(args.tokenizer_type, args.tokenizer_model).decode
     print(render_samples(samples, decode))

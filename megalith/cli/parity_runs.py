@@ -118,7 +118,7 @@ def _why(result: Result) -> str:
 
 
 def _conclude(results: Sequence[Result]) -> int:
-    from megalith.parity.compare import BOUND
+    from megalith.parity.differences import BOUND
 
     unequal = [result for result in results if not result.equal]
     for result in unequal:

@@ -16,7 +16,7 @@ from megalith.models.mtp import Join
 from megalith.models.norm import Norm, normed_after
 from megalith.models.pass_context import Context
 from megalith.ops.dropout import ATTENTION_OUTPUT, MLP_OUTPUT, Mask
-from megalith.ops.norm import add
+from megalith.ops.fused_norm import add
 
 
 class TransformerLayer(nn.Module):

@@ -1,4 +1,4 @@
-"""The norms of a model, LayerNorm or RMSNorm; the formulas are in ops/norm.py."""
+"""The norms of a model, LayerNorm or RMSNorm; the formulas are in ops/fused_norm.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megalith.comm.collectives import local
 from megalith.config import ModelConfig
 from megalith.models.runner import Runnable, runnable
 from megalith.ops.dropout import Mask
-from megalith.ops.norm import add, add_norm, norm
+from megalith.ops.fused_norm import add, add_norm, norm
 
 
 class Norm(Runnable):

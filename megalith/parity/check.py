@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from megalith.config import RunConfig
 from megalith.errors import ConfigError, nearest_of
 from megalith.launch.pool import Pool, RankFailed
-from megalith.parity.compare import Errors, compare
+from megalith.parity.differences import Errors, compare
 from megalith.parity.job import run_job
 from megalith.parity.layouts import LAYOUTS, Layout
 from megalith.training.trainer import prepare

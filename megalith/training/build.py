@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from megalith.bridge.adapters import with_lora_load
+from megalith.bridge.adapter_folder import with_lora_load
 from megalith.bridge.families import family_for
 from megalith.bridge.load import with_init_from
 from megalith.comm.collectives import Axis
@@ -19,14 +19,14 @@ from megalith.data.dataset import SampleDataset, parse_split
 from megalith.data.loader import Loader
 from megalith.data.mock import MockDataset
 from megalith.data.order import SampleOrder, SingleOrder, sample_order
-from megalith.data.tokenizers.build import Tokenizer, build_tokenizer
+from megalith.data.tokenizers.open_tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import ConfigError
 from megalith.models.adapters import add_adapters
 from megalith.models.transformer import Transformer
 from megalith.optim.loss_scale import build_loss_scale
 from megalith.optim.schedule import build_schedule
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.model import ParallelModel
+from megalith.parallel.parallel_model import ParallelModel
 from megalith.parallel.pipeline.pipeline_rules import check_pipeline
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}

@@ -13,7 +13,7 @@ from megalith.bridge.origin import check_vocabulary, saved_tokenizer, tokenizer_
 from megalith.checkpoint import Checkpoint, load_model, open_existing
 from megalith.checkpoint.state import base_fingerprint
 from megalith.config import RunConfig
-from megalith.data.tokenizers.build import Tokenizer
+from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.models.adapters import adapters, add_adapters
 from megalith.models.init import initialize
 from megalith.models.transformer import Transformer

@@ -16,7 +16,7 @@ from megalith.config import RunConfig
 from megalith.config.rules.run_rules import check_base
 from megalith.data.blend import dataset_prefixes
 from megalith.data.idx_format import require_files
-from megalith.data.tokenizers.build import Tokenizer
+from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import ConfigError
 from megalith.hardware import pick_device
 from megalith.launch.lock import OutputLock, check_output_dir

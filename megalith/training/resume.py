@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from megalith.bridge.adapters import begin_from_peft
+from megalith.bridge.adapter_folder import begin_from_peft
 from megalith.bridge.load import FREE, begin_from, check_base
 from megalith.bridge.settings import changed
 from megalith.checkpoint import (
@@ -25,7 +25,7 @@ from megalith.config import LoraConfig, RunConfig
 from megalith.config.base import Decides
 from megalith.config.batch_size import BatchSizeSchedule
 from megalith.config.rules.unused import unread_settings
-from megalith.data.tokenizers.build import Tokenizer
+from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import CheckpointError
 from megalith.optim.schedule import build_schedule
 from megalith.training.build import vocabulary_rows

@@ -12,7 +12,7 @@ from megalith.checkpoint import DataRecord, Saver
 from megalith.config import RunConfig
 from megalith.config.batch_size import BatchSizeSchedule
 from megalith.data.batch import Batch
-from megalith.data.tokenizers.build import Tokenizer
+from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.optim.loss_scale import build_loss_scale
 from megalith.optim.optimizer import build_optimizer
 from megalith.optim.step import sum_of_squares

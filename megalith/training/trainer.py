@@ -21,7 +21,7 @@ from megalith.config.rules.run_rules import check_base, offload_notes
 from megalith.config.rules.unused import idle_notes
 from megalith.data.batch import Batch
 from megalith.data.dataset import SampleDataset
-from megalith.data.tokenizers.build import Tokenizer
+from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.launch.hang_watch import open_watch
 from megalith.launch.heartbeat import Pulse, longer
 from megalith.launch.launcher import TIMEOUT, end_distributed, init_distributed, this_process

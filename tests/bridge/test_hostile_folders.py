@@ -21,7 +21,7 @@ from megalith.bridge.importer import import_hf, open_source
 from megalith.bridge.kinds import COUNTS, LAYER_COUNTS, LISTS, NUMBERS, OBJECTS
 from megalith.bridge.load import model_of
 from megalith.bridge.match import match
-from megalith.bridge.megatron.importer import open_megatron
+from megalith.bridge.megatron.megatron_importer import open_megatron
 from megalith.bridge.origin import read_origin
 from megalith.bridge.peft import PeftFolder
 from megalith.bridge.stored import list_tensors

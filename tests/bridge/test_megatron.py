@@ -16,7 +16,7 @@ from megatron_checkpoint import (
 )
 
 import megalith
-from megalith.bridge.megatron.importer import import_megatron
+from megalith.bridge.megatron.megatron_importer import import_megatron
 from megalith.bridge.verify import same_bits
 from megalith.cli.main import main
 from megalith.config import ModelConfig

@@ -11,7 +11,7 @@ from peft_formula import adapt, random_adapters, save
 from safetensors.torch import load_file
 
 import megalith
-from megalith.bridge.adapters import export_adapters, merge
+from megalith.bridge.adapter_folder import export_adapters, merge
 from megalith.bridge.exporter import export_hf
 from megalith.bridge.importer import import_hf
 from megalith.cli.main import main

@@ -10,7 +10,7 @@ from hostile import VALUES, problems, spoiled
 from megalith.data.dataset import GPTDataset
 from megalith.data.idx_format import HEADER
 from megalith.data.indexed import IndexedDataset, IndexedWriter
-from megalith.data.tokenizers.build import build_tokenizer, load_tokenizer
+from megalith.data.tokenizers.open_tokenizer import build_tokenizer, load_tokenizer
 from megalith.data.tokenizers.tiktoken import TikTokenizer
 
 

@@ -11,7 +11,7 @@ import pytest
 from megalith.cli import datasets as commands
 from megalith.data.indexed import IndexedDataset
 from megalith.data.preprocessing import preprocess_progress as progress
-from megalith.data.tokenizers.build import build_tokenizer
+from megalith.data.tokenizers.open_tokenizer import build_tokenizer
 
 
 def run(name, *arguments):

@@ -8,7 +8,7 @@ import pytest
 
 from megalith.data.indexed import IndexedDataset
 from megalith.data.preprocessing.preprocess import preprocess
-from megalith.data.tokenizers.build import build_tokenizer
+from megalith.data.tokenizers.open_tokenizer import build_tokenizer
 from megalith.errors import DataError
 
 SCRIPT = """

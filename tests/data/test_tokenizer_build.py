@@ -7,7 +7,7 @@ import sys
 import pytest
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 
-from megalith.data.tokenizers.build import TOKENIZER_TYPES, build_tokenizer, load_tokenizer
+from megalith.data.tokenizers.open_tokenizer import TOKENIZER_TYPES, build_tokenizer, load_tokenizer
 from megalith.errors import ConfigError, DataError
 
 

@@ -6,7 +6,7 @@ import pytest
 from ranks import Ranks, records, saved, words
 
 import megalith.checkpoint.saver as saver
-from megalith.parallel.model import ParallelModel
+from megalith.parallel.parallel_model import ParallelModel
 
 TIMEOUT = 4.0  # seconds
 BATCHES = 3  # of an evaluation

@@ -13,7 +13,7 @@ from megalith.launch.pool import Pool
 from megalith.parallel.data import replicas as replicated
 from megalith.parallel.overlap import copy_engine_gradients as direct_data
 from megalith.parallel.overlap.copy_engine_gradients import DirectReduceScatter, DirectSum
-from megalith.parity.compare import compare, gradient_errors, relative_error
+from megalith.parity.differences import compare, gradient_errors, relative_error
 from megalith.parity.job import Outcome, run_job
 from megalith.parity.layouts import LAYOUTS
 

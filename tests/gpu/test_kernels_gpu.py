@@ -10,7 +10,7 @@ from megalith.models.transformer import Transformer
 from megalith.ops import kernels as fused
 from megalith.ops.activation import gelu_tanh
 from megalith.ops.dropout import Mask, column_keys, token_keys
-from megalith.ops.norm import add, add_norm
+from megalith.ops.fused_norm import add, add_norm
 from megalith.ops.qkv import split_qkv
 from megalith.optim.adamw import LEAST, AdamW
 

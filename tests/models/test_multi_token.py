@@ -9,7 +9,7 @@ from megalith.models.init import initialize
 from megalith.models.mtp import future_of
 from megalith.models.transformer import Transformer
 from megalith.parallel.mesh import build_mesh
-from megalith.parallel.model import ParallelModel
+from megalith.parallel.parallel_model import ParallelModel
 from megalith.planner.flops import count_parameters
 from megalith.training.build import build_model
 

@@ -19,7 +19,7 @@ from megalith.parallel.mesh import build_mesh
 from megalith.parallel.overlap import copy_engine_gradients as direct_data
 from megalith.parallel.overlap.copy_engine_gradients import DirectReduceScatter, DirectSum
 from megalith.parity import job
-from megalith.parity.compare import compare
+from megalith.parity.differences import compare
 
 TURN = ["begin", "meet", "end"]
 SUM = ["begin", "meet", "meet", "end"]  # of replicas

@@ -14,7 +14,7 @@ from megalith.errors import ConfigError
 from megalith.models.router import Router
 from megalith.parallel.expert.expert_parallel import _micro_batches
 from megalith.parallel.mesh import build_mesh
-from megalith.parity.compare import compare
+from megalith.parity.differences import compare
 from megalith.parity.job import Outcome, run_job
 from megalith.parity.layouts import LAYOUTS
 

@@ -11,7 +11,7 @@ from torch._inductor.utils import run_and_get_code
 
 from megalith.config import RunConfig
 from megalith.parallel.overlap import interleave
-from megalith.parity.compare import compare
+from megalith.parity.differences import compare
 from megalith.parity.job import Outcome, run_job
 from megalith.training.compiler import prepare_compiler
 

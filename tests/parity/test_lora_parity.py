@@ -6,7 +6,7 @@ from models.reference import CASES, random_reference
 from parity_cases import BASE, DROPOUT
 
 from megalith.config import RunConfig
-from megalith.parity.compare import compare
+from megalith.parity.differences import compare
 from megalith.parity.job import Outcome, run_job
 from megalith.parity.layouts import LAYOUTS
 

@@ -6,7 +6,7 @@ import pytest
 from memory_job import run_offloading
 from parity_cases import run_config
 
-from megalith.parity.compare import compare
+from megalith.parity.differences import compare
 from megalith.parity.job import Outcome, run_job
 from megalith.parity.layouts import LAYOUTS
 

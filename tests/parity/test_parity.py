@@ -6,7 +6,7 @@ import pytest
 from parity_cases import BY_DEFAULT, RUNS, SHOWN_WITH, layers, run_config
 
 from megalith.errors import ConfigError
-from megalith.parity.compare import compare
+from megalith.parity.differences import compare
 from megalith.parity.job import Outcome, run_job
 from megalith.parity.layouts import LAYOUTS
 from megalith.training.trainer import prepare

@@ -9,7 +9,7 @@ from megalith.config.rules.run_rules import check_training
 from megalith.errors import ConfigError
 from megalith.parity import check
 from megalith.parity.check import choose
-from megalith.parity.compare import Errors
+from megalith.parity.differences import Errors
 from megalith.parity.layouts import LAYOUTS
 from megalith.parity.shrink import shrink
 

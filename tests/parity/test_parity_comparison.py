@@ -8,7 +8,7 @@ import torch
 from parity_cases import DOCUMENTS, RUNS, run_config
 
 from megalith.config import RunConfig
-from megalith.parity.compare import Errors, compare, gradient_errors, relative_error
+from megalith.parity.differences import Errors, compare, gradient_errors, relative_error
 from megalith.parity.job import Outcome, run_job, start
 
 
@@ -59,7 +59,7 @@ def test_no_two_ranks_have_as_many_masked_tokens(run):
 
 def run_job_with_a_mistake(config: RunConfig) -> Outcome:
     """Leaves out the sum over the tensor axis that sequence parallelism owes the gradients of norms and biases."""
-    with mock.patch("megalith.parallel.model.reduce_partial_gradients"):
+    with mock.patch("megalith.parallel.parallel_model.reduce_partial_gradients"):
         return run_job(config)
 
 

@@ -9,8 +9,8 @@ import torch
 from parity_cases import layers, run_config
 
 from megalith.config import RunConfig
-from megalith.parallel.model import ParallelModel
-from megalith.parity.compare import compare, relative_error
+from megalith.parallel.parallel_model import ParallelModel
+from megalith.parity.differences import compare, relative_error
 from megalith.parity.job import Outcome, run_job
 from megalith.parity.layouts import LAYOUTS
 

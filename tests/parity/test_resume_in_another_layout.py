@@ -7,7 +7,7 @@ import torch
 from parity_cases import run_config
 
 from megalith.config import RunConfig
-from megalith.parity.compare import BOUND, relative_error
+from megalith.parity.differences import BOUND, relative_error
 from megalith.parity.job import start, state_by_name
 from megalith.parity.layouts import LAYOUTS
 from megalith.training.trainer import Trainer

@@ -8,7 +8,7 @@ from typing import Any
 from megalith.bridge.families.llama import IGNORED, SIZES, TENSORS, UNTIED
 from megalith.bridge.families.mixtral import EXPERTS
 from megalith.bridge.family import Family
-from megalith.bridge.rope import Rope
+from megalith.bridge.rope_keys import Rope
 from megalith.bridge.rows import Rule, Run, gate_up, same
 from megalith.bridge.settings import Field, Ours, Theirs, Tree, Writes
 from megalith.config import ModelConfig

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from megalith.bridge.family import Family
-from megalith.bridge.rope import Rope
+from megalith.bridge.rope_keys import Rope
 from megalith.bridge.rows import gate_up, qkv, same
 from megalith.bridge.settings import Field, Ours, Theirs
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from megalith.data.preprocessing.jsonl import BadLine, Block, Record, parse_block
 from megalith.data.preprocessing.sentences import split_sentences
-from megalith.data.tokenizers.build import Tokenizer
+from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import DataError
 
 

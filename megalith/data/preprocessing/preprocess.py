@@ -31,7 +31,7 @@ from megalith.data.preprocessing.encoding import (
 )
 from megalith.data.preprocessing.jsonl import MAX_LINE_BYTES, BadLine, Block, expand_inputs, read_blocks
 from megalith.data.preprocessing.preprocess_progress import Progress
-from megalith.data.tokenizers.build import Tokenizer
+from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError
 
 BLOCKS_PER_WORKER = 4  # read ahead, so that a slow block holds nobody up

@@ -1,1 +1,1 @@
-"""One file for each kind of tokenizer; megalith.data.tokenizers.build builds them by name."""
+"""One file for each kind of tokenizer; megalith.data.tokenizers.open_tokenizer builds them by name."""

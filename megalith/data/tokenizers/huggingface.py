@@ -9,7 +9,7 @@ from typing import Any, Self
 
 import tokenizers
 
-from megalith.data.tokenizers.base import Named, Tokenizer, read_file, read_json
+from megalith.data.tokenizers.tokenizer import Named, Tokenizer, read_file, read_json
 from megalith.data.tokenizers.hub import local_folder
 from megalith.errors import ConfigError, DataError
 

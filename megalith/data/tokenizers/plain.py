@@ -7,7 +7,7 @@ from typing import Self
 
 import numpy as np
 
-from megalith.data.tokenizers.base import Named, Tokenizer
+from megalith.data.tokenizers.tokenizer import Named, Tokenizer
 from megalith.errors import ConfigError, DataError
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Self
 
-from megalith.data.tokenizers.base import Named, Tokenizer, read_file
+from megalith.data.tokenizers.tokenizer import Named, Tokenizer, read_file
 from megalith.errors import ConfigError, DataError, install_line
 
 MODEL = "tokenizer.model"

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Self
 
-from megalith.data.tokenizers.base import Named, Tokenizer, read_file, read_json
+from megalith.data.tokenizers.tokenizer import Named, Tokenizer, read_file, read_json
 from megalith.errors import ConfigError, DataError, install_line
 
 RANKS = "ranks.tiktoken"

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib
 from pathlib import Path
 
-from megalith.data.tokenizers.base import SPEC_FILE, Named, Tokenizer, read_file, read_json
+from megalith.data.tokenizers.tokenizer import SPEC_FILE, Named, Tokenizer, read_file, read_json
 from megalith.errors import ConfigError, DataError, nearest_of
 
 __all__ = ["TOKENIZER_TYPES", "Tokenizer", "build_tokenizer", "load_tokenizer"]
