@@ -79,8 +79,8 @@ def make_source(folder: Path, size: float, dtype: str) -> None:
     """Writes the folder, a tensor at a time."""
     import torch
 
+    from megalith.bridge.exporter import FolderWriter
     from megalith.bridge.families.llama import LLAMA
-    from megalith.bridge.writer import FolderWriter
     from megalith.config import ModelConfig
     from megalith.planner.flops import count_parameters
 

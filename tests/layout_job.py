@@ -17,7 +17,7 @@ from megalith.parallel.mesh import build_mesh
 from megalith.planner.layout import build_layout
 from megalith.planner.topology import gather_places
 from megalith.report.measured_step import StepMeasure, StepTimes
-from megalith.report.memory_in_use import held_bytes
+from megalith.report.out_of_memory import held_bytes
 from megalith.training.trainer import Trainer, prepare
 
 

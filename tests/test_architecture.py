@@ -1,6 +1,7 @@
 """The house stands: floors import downwards only, and what must not be known below a floor is not known there."""
 
 import ast
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -129,7 +130,7 @@ SET_IN_PARALLEL = {
     "data/replicas.py": {"unit.trained", "unit.missing", "options.asyncOp"},
     "gather.py": {"tensor.own"},
     "memory/activation_offload.py": {"kept.uses"},
-    "model.py": {"part.balance_scale", "part.future", "part.future.weights", "part.loss_scale"},
+    "parallel_model.py": {"part.balance_scale", "part.future", "part.future.weights", "part.loss_scale"},
     "pipeline/executor.py": {"cache.length", "run.forward", "self.pipeline.timeline"},
     "shards.py": {"plain.grad", "parameter.grad", "made[parameter].placed"},  # of parameters
 }
@@ -156,12 +157,12 @@ def test_parallelism_sets_nothing_on_a_module_but_by_its_seams():
 
 
 def test_no_class_is_changed_and_no_hook_changes_what_a_module_does():
-    """lost_gradients.py looks at parameters for a while, with hooks that it takes away."""
+    """gradient_norm.py looks at parameters for a while, with hooks that it takes away."""
     hooks = {"register_forward_pre_hook", "register_forward_hook", "register_full_backward_hook"}
     for path in files("."):
         names = {name.rpartition(".")[2] for name in names_in(path)}
         assert "__class__" not in names, path
-        assert names.isdisjoint(hooks) or path.name == "lost_gradients.py", path
+        assert names.isdisjoint(hooks) or path.name == "gradient_norm.py", path
 
 
 def test_linears_and_experts_write_no_matmul():
@@ -180,3 +181,24 @@ def test_linears_and_experts_write_no_matmul():
 def test_the_model_names_no_kernel():
     for path in files("models"):
         assert not [name for name in imported(path) if "ops.kernels" in name or "ops.compiled" in name], path
+
+
+def test_a_name_stands_for_one_file_and_one_class():
+    paths = [path for path in files(".") if not path.name.startswith("__")]
+    nodes = [node for path in files(".") for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    classes = [node.name for node in nodes if isinstance(node, ast.ClassDef) and node.name[0] != "_"]
+    for names in ([path.name for path in paths], classes):
+        assert [name for name, count in Counter(names).items() if count > 1] == []
+
+
+LARGEST_FOLDER = 17
+ONE_IMPORTER = 61  # files of which one other file alone knows
+
+
+def test_folders_are_small_and_few_files_serve_one_other():
+    folders = Counter(path.parent for path in files(".") if path.name != "__init__.py")
+    assert {str(folder) for folder, count in folders.items() if count > LARGEST_FOLDER} == set()
+    readers = Counter(name for path in files(".") for name in imported(path))
+    modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files(".")]
+    single = [module for module in modules if readers[module] == 1 and "__" not in module]
+    assert len(single) <= ONE_IMPORTER, single

@@ -21,7 +21,7 @@ from megalith.bridge.families import family_of
 from megalith.bridge.folder import SourceFolder
 from megalith.bridge.match import Match, match
 from megalith.bridge.origin import check_vocabulary, keep_origin, tokenizer_of
-from megalith.bridge.progress import ByteProgress
+from megalith.bridge.transfer import ByteProgress
 from megalith.checkpoint import RunRecord, StepWriter, TokenizerRecord
 from megalith.checkpoint.steps import CHECKPOINTS
 from megalith.config import RunConfig

@@ -17,8 +17,8 @@ from typing import Any
 import torch
 
 from megalith.bridge.folder import CONFIG, DTYPE_NAMES, GENERATION, TOKENIZER_FILES, SourceFolder, read_json
-from megalith.data.tokenizers.tokenizer import SPEC_FILE
 from megalith.data.tokenizers.open_tokenizer import Tokenizer, build_tokenizer, load_tokenizer
+from megalith.data.tokenizers.tokenizer import SPEC_FILE
 from megalith.errors import CheckpointError
 
 DTYPES_FILE = "hugging_face_dtypes.json"

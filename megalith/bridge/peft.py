@@ -57,7 +57,7 @@ Pair = tuple[Tensor, Tensor]  # A [rank, in] and B [out, rank]
 
 
 @dataclass(frozen=True)
-class Place:
+class AdapterTarget:
     """A linear of ours that may have adapters, and the modules of theirs whose rows it has."""
 
     name: str
@@ -80,14 +80,14 @@ class Place:
         return replace(self.group, shape=(self.group.shape[0], rank), rule=rule)
 
 
-def places(family: Family, model: ModelConfig) -> Iterator[Place]:
+def places(family: Family, model: ModelConfig) -> Iterator[AdapterTarget]:
     """Every linear of the model that adapters are for, layer by layer."""
     groups = {group.name: group for group in family.groups(model)}
     for layer in range(model.num_layers):
         for role in ROLES:
             name = f"layers.{layer}.{role}"
             if f"{name}.weight" in groups:
-                yield Place(name, groups[f"{name}.weight"])
+                yield AdapterTarget(name, groups[f"{name}.weight"])
 
 
 def save_peft(
@@ -118,7 +118,7 @@ def save_peft(
     (folder / CONFIG_FILE).write_text(config + "\n", encoding="utf-8")
 
 
-def _their_pairs(place: Place, pairs: Mapping[str, Pair]) -> dict[str, Pair]:
+def _their_pairs(place: AdapterTarget, pairs: Mapping[str, Pair]) -> dict[str, Pair]:
     """PEFT's A and B for each module of the linear that has any."""
     modules = place.modules
     if WHOLE in pairs:
@@ -131,7 +131,7 @@ def _their_pairs(place: Place, pairs: Mapping[str, Pair]) -> dict[str, Pair]:
     return {modules[part]: pair for part, pair in pairs.items()}
 
 
-def _one_pair(place: Place, pairs: list[Pair | None]) -> Pair:
+def _one_pair(place: AdapterTarget, pairs: list[Pair | None]) -> Pair:
     """One pair for the rows of all parts, one part below the other; rows of a part without a pair are zero."""
     model = place.group.model
     heads = (model.num_attention_heads, model.query_groups, model.query_groups)
@@ -273,5 +273,5 @@ def is_peft(path: str | Path) -> bool:
     return (Path(path) / CONFIG_FILE).is_file()
 
 
-def _key(place: Place, part: str, half: str) -> str:
+def _key(place: AdapterTarget, part: str, half: str) -> str:
     return f"{PREFIX}{place.modules[part]}.{half}.weight"

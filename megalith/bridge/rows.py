@@ -16,7 +16,7 @@ from megalith.config import ModelConfig
 
 
 @dataclass(frozen=True)
-class Run:
+class RowRun:
     """Rows `theirs`, `theirs` + 1, … of a tensor of theirs are our rows `ours`, `ours` + step, …: `count` of them."""
 
     source: int  # which of the rule's names
@@ -25,7 +25,7 @@ class Run:
     count: int
     step: int = 1
 
-    def inside(self, first: int, rows: int) -> Run:
+    def inside(self, first: int, rows: int) -> RowRun:
         """The part of this run in our rows first … first + rows - 1, counted from `first`; its count may be 0."""
         skipped = max(0, -(-(first - self.ours) // self.step))
         stop = min(self.count, max(0, -(-(first + rows - self.ours) // self.step)))
@@ -46,10 +46,10 @@ class Rule:
     """
 
     names: tuple[str, ...]
-    order: Callable[[ModelConfig, int], list[Run]]
+    order: Callable[[ModelConfig, int], list[RowRun]]
     transposed: bool = False  # theirs are [columns, rows]
 
-    def runs(self, model: ModelConfig, rows: int) -> list[Run]:
+    def runs(self, model: ModelConfig, rows: int) -> list[RowRun]:
         """The runs that make up our `rows` rows."""
         runs = self.order(model, rows)
         return runs if len(self.names) > 1 else _joined(runs)
@@ -57,12 +57,12 @@ class Rule:
 
 def same(name: str) -> Rule:
     """The same tensor under another name."""
-    return Rule((name,), lambda model, rows: [Run(0, 0, 0, rows)])
+    return Rule((name,), lambda model, rows: [RowRun(0, 0, 0, rows)])
 
 
 def transposed(name: str) -> Rule:
     """A matrix that is stored [in, out] there (GPT-2's Conv1D)."""
-    return Rule((name,), lambda model, rows: [Run(0, 0, 0, rows)], transposed=True)
+    return Rule((name,), lambda model, rows: [RowRun(0, 0, 0, rows)], transposed=True)
 
 
 def qkv(*names: str, transposed: bool = False) -> Rule:
@@ -72,22 +72,22 @@ def qkv(*names: str, transposed: bool = False) -> Rule:
 
 def gate_up(*names: str) -> Rule:
     """Gate and up: two tensors of theirs, or one with the whole gate before the whole up."""
-    return Rule(names, lambda model, rows: [Run(part, 0, part, rows // 2, step=2) for part in (0, 1)])
+    return Rule(names, lambda model, rows: [RowRun(part, 0, part, rows // 2, step=2) for part in (0, 1)])
 
 
-def _by_group(model: ModelConfig, rows: int) -> list[Run]:
+def _by_group(model: ModelConfig, rows: int) -> list[RowRun]:
     """Ours: for each KV group its queries, its key, its value."""
     size = model.head_dim
     heads = (model.num_attention_heads // model.query_groups, 1, 1)  # of queries, keys and values in a group
     runs, ours = [], 0
     for group in range(model.query_groups):
         for source, count in enumerate(heads):
-            runs.append(Run(source, group * count * size, ours, count * size))
+            runs.append(RowRun(source, group * count * size, ours, count * size))
             ours += count * size
     return runs
 
 
-def _joined(runs: list[Run]) -> list[Run]:
+def _joined(runs: list[RowRun]) -> list[RowRun]:
     """The same runs where the sources are parts of one tensor, one after the other."""
     starts, total = {}, 0
     for source in sorted({run.source for run in runs}):

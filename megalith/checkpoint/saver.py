@@ -4,16 +4,23 @@ Each rank writes its share (plan.py) into files of its own; the first makes the 
 after (store.py). Between these phases all ranks tell each other how it went (agree.py): when one cannot write, all
 learn it, the folder is removed, and the steps before stay as they were.
 
-In the background, training waits for a copy in host memory only (staging.py); a thread does the rest. One save is in
+In the background, training waits for a copy in host memory only (saver.py); a thread does the rest. One save is in
 flight at a time: the next one waits for it. No step has its name, and `latest` does not point to it, before all of it
 is on the disk.
+
+Copies of tensors in host memory, in buffers that stay from one save to the next.
+
+A background save writes what the state was when the save began, so the state is copied first; only for that does
+training wait. From a GPU the copies go into page-locked memory, at the full speed of the bus, all of them queued and
+waited for once. The buffers are slabs of a power of two, for torch's allocator of page-locked memory rounds up to one;
+a tensor may lie in several.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -24,10 +31,9 @@ from torch import Tensor
 
 from megalith.checkpoint.agree import JointError, collect, together
 from megalith.checkpoint.extent import Extent
-from megalith.checkpoint.files import Values, byte_count
+from megalith.checkpoint.files import HostBytes, Values, byte_count, byte_view
 from megalith.checkpoint.manifest import RunRecord
 from megalith.checkpoint.plan import Boxes, Plan, make_plan
-from megalith.checkpoint.staging import Staging
 from megalith.checkpoint.state import Model, state_boxes
 from megalith.checkpoint.store import StepFolder
 from megalith.checkpoint.writer import ShardWriter, not_saved, shard_bytes_for
@@ -259,3 +265,38 @@ def _staged(share: list[Piece], staging: Staging) -> Share:
         return refuse
     staged = [(*piece[:2], copy, *piece[3:]) for piece, copy in zip(share, copies)]
     return lambda: staged
+
+
+SLAB = 2**28  # bytes
+
+
+class Staging:
+    """Host memory for one copy of a rank's share of the state."""
+
+    def __init__(self, slab: int = SLAB):
+        self._slab = slab
+        self._slabs: list[Tensor] = []
+
+    def copy(self, tensors: Iterable[Tensor]) -> list[HostBytes]:
+        """The tensors as they are now. The copies last until the next call, which reuses the memory."""
+        tensors = list(tensors)
+        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
+        copies, at = [], 0
+        for tensor in tensors:
+            source, parts = byte_view(tensor), []
+            while source.numel():
+                room = self._room(at, pinned=bool(devices))[: source.numel()]
+                room.copy_(source[: room.numel()], non_blocking=True)
+                parts.append(room)
+                source, at = source[room.numel() :], at + room.numel()
+            copies.append(HostBytes(tensor.dtype, tuple(tensor.shape), parts))
+        for device in devices:
+            torch.cuda.current_stream(device).synchronize()
+        return copies
+
+    def _room(self, at: int, pinned: bool) -> Tensor:
+        """What is free behind the byte `at`, up to the end of its slab."""
+        number, start = divmod(at, self._slab)
+        if number == len(self._slabs):
+            self._slabs.append(torch.empty(self._slab, dtype=torch.uint8, pin_memory=pinned))
+        return self._slabs[number][start:]

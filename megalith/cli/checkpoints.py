@@ -103,7 +103,7 @@ def run_verify(args: argparse.Namespace) -> int:
 
 
 def run_hash(args: argparse.Namespace) -> int:
-    from megalith.checkpoint.compare import tensor_digests, total_digest
+    from megalith.checkpoint.fingerprint import tensor_digests, total_digest
 
     digests = []
     checkpoint = _open(args.path, args.part)
@@ -116,7 +116,7 @@ def run_hash(args: argparse.Namespace) -> int:
 
 
 def run_diff(args: argparse.Namespace) -> int:
-    from megalith.checkpoint.compare import differences
+    from megalith.checkpoint.fingerprint import differences
 
     a, b = _open(args.a, args.part), _open(args.b, args.part)
     found = same = 0

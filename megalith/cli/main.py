@@ -264,8 +264,7 @@ def data_show(args: Arguments) -> int:
 def plot(args: Arguments) -> int:
     from pathlib import Path
 
-    from megalith.report.plot import loss_points, plot_run
-    from megalith.report.text_curve import text_curve
+    from megalith.report.plot import loss_points, plot_run, text_curve
 
     if args.text:
         for run in args.run_dir:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from megalith.errors import TrainingError
 
 
-class Rows(NamedTuple):
+class StridedRows(NamedTuple):
     """`height` rows of `width`, which stand apart by one pitch at the source and by another at the target. All is in
     bytes; source and target are where the first row begins, in something whose address comes later."""
 
@@ -39,7 +39,7 @@ def copy(source: int, target: int, size: int, stream: int) -> None:
         raise _refusal(status, f"copying {size:,} bytes from another GPU")
 
 
-def copy_rows(rows: Rows, source: int, target: int, stream: int) -> None:
+def copy_rows(rows: StridedRows, source: int, target: int, stream: int) -> None:
     """Copies rows from what begins at address `source` to what begins at `target`."""
     _, cuda = _bindings()
     (status,) = cuda.cudaMemcpy2DAsync(

@@ -1,12 +1,12 @@
 """The configuration of a run: one tree of sections, free of torch. See `RunConfig`."""
 
 from megalith.config.data import DataConfig
+from megalith.config.dense import RopeScaling
 from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
 from megalith.config.optim import OptimConfig
 from megalith.config.output import CheckpointConfig, LogConfig, RuntimeConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.config.rope_scaling import RopeScaling
 from megalith.config.run import RunConfig
 from megalith.config.train import TrainConfig
 

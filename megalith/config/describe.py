@@ -12,9 +12,8 @@ from typing import Any
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from megalith.config.aliases import ALIASES, Already, Choose, Derive, Rename
+from megalith.config.aliases import ALIASES, OTHER_NAMES, Already, Choose, Derive, Rename
 from megalith.config.base import NOT_YET
-from megalith.config.other_names import OTHER_NAMES
 from megalith.config.run import RunConfig
 
 

@@ -1,4 +1,7 @@
-"""RunConfig: the whole of a run. YAML, dotted overrides, presets and Megatron's spellings all end here."""
+"""RunConfig: the whole of a run. YAML, dotted overrides, presets and Megatron's spellings all end here.
+
+YAML without surprises: no tag builds an object, no key stands twice, and no alias expands without end.
+"""
 
 from __future__ import annotations
 
@@ -12,19 +15,18 @@ from typing import Any
 
 import yaml
 from pydantic import PrivateAttr, ValidationError
+from yaml.composer import ComposerError
 
-from megalith.config.aliases import ALIASES, Rename, apply_aliases, give_way
+from megalith.config.aliases import ALIASES, Rename, apply_aliases, give_way, hint_of_other_name
 from megalith.config.base import Section, as_config_error
 from megalith.config.data import DataConfig
 from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
 from megalith.config.optim import OptimConfig
-from megalith.config.other_names import hint_of_other_name
 from megalith.config.output import CheckpointConfig, LogConfig, RuntimeConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.presets import PRESETS
 from megalith.config.train import TrainConfig
-from megalith.config.yaml_text import parse_yaml
 from megalith.errors import ConfigError, did_you_mean, nearest_of
 
 Tree = dict[str, dict[str, Any]]
@@ -268,3 +270,50 @@ def _hint_for_section(section: str, key: str = "") -> str:
         or did_you_mean(section, RunConfig.model_fields)
         or f"; sections: {_sections()}"
     )
+
+
+MOST_NODES = 100_000  # with every alias written out; a blend of thousands of datasets stays far below
+
+
+def parse_yaml(text: str) -> Any:
+    """The plain values of `text`. Raises yaml.YAMLError, or RecursionError for what is nested too deeply."""
+    return yaml.load(text, Loader=_Loader)  # a SafeLoader
+
+
+class _Loader(yaml.SafeLoader):
+    """Refuses, before any value is made, what YAML would take in silence or fill the memory with."""
+
+    def __init__(self, text: str):
+        super().__init__(text)
+        self._sizes: dict[int, int] = {}  # id of a finished node → its nodes, aliases written out
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node:
+        named_before = self.check_event(yaml.AliasEvent)
+        node = super().compose_node(parent, index)
+        if named_before:
+            if id(node) not in self._sizes:
+                raise ComposerError(None, None, "an alias stands inside what it names", node.start_mark)
+            return node
+        children: list[yaml.Node] = []
+        if isinstance(node, yaml.MappingNode):
+            _refuse_twins([key for key, _ in node.value])
+            children = [child for pair in node.value for child in pair]
+        elif isinstance(node, yaml.SequenceNode):
+            children = node.value
+        size = 1 + sum(self._sizes[id(child)] for child in children)
+        if size > MOST_NODES:
+            raise ComposerError(
+                None, None, f"it has more than {MOST_NODES} values, aliases written out", node.start_mark
+            )
+        self._sizes[id(node)] = size
+        return node
+
+
+def _refuse_twins(keys: list[yaml.Node]) -> None:
+    seen = set()
+    for key in keys:
+        if not isinstance(key, yaml.ScalarNode):
+            continue
+        if key.value in seen:
+            raise ComposerError(None, None, f"the key {key.value!r} stands twice", key.start_mark)
+        seen.add(key.value)

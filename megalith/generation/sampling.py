@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
-from megalith.models.cache import KVCache
+from megalith.models.pass_context import KVCache
 from megalith.models.rope import changes_frequencies
 
 

@@ -31,7 +31,7 @@ DROPPED, AUX, Z = -3, -2, -1  # dropped pairs of token and expert; the two losse
 TINY = 1e-20  # added to the sum that sigmoid scores are divided by
 
 
-class MicroBatch:
+class TokenShare:
     """What part the tokens here are of their micro-batch: all of it, where nothing cuts them."""
 
     shares = 1
@@ -56,7 +56,7 @@ def auxiliary_losses(
     chosen: Tensor,  # int64 [tokens, topk], by score
     sequences: Tensor,  # int64 [tokens]: of `batch` ones
     batch: int,
-    micro_batch: MicroBatch,
+    micro_batch: TokenShare,
 ) -> tuple[Tensor, Tensor]:
     """The part of these tokens in the micro-batch's losses: float32 [aux, z], and the same by their coefficients."""
     tokens, experts = len(logits) * micro_batch.shares, config.num_experts

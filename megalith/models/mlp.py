@@ -7,8 +7,7 @@ from torch import Tensor
 
 from megalith.config import ModelConfig
 from megalith.models.linear import Linear
-from megalith.models.pass_context import Context
-from megalith.models.runner import Runnable, runnable
+from megalith.models.pass_context import Context, Runnable, runnable
 from megalith.ops.activation import ACTIVATIONS
 
 

@@ -31,11 +31,10 @@ from megalith.comm.collectives import local
 from megalith.config import ModelConfig
 from megalith.models.linear import Linear
 from megalith.models.mlp import MLP
-from megalith.models.pass_context import Context, PassLayout
+from megalith.models.pass_context import Context, PassLayout, Runnable, runnable
 from megalith.models.router import Router, Routing
-from megalith.models.runner import Runnable, runnable
 from megalith.ops.activation import ACTIVATIONS, weighted_activation
-from megalith.ops.grouped_gemm import GroupedGemm, Groups, Prepared, add_bias, grouped_linear, prepared
+from megalith.ops.grouped_gemm import GroupedGemm, Prepared, RowGroups, add_bias, grouped_linear, prepared
 from megalith.ops.permute import Order, places, sorted_pairs, sum_rows, take_rows
 
 Cast = tuple[Tensor, Tensor | None]
@@ -68,7 +67,7 @@ class GroupedLinear(nn.Module):
         both = zip((self.weight, self.bias), cast)
         return tuple(None if kept is None else prepared(local(kept), value) for kept, value in both)
 
-    def forward(self, x: Tensor, matrix: Matrix, groups: Groups, factors: Tensor | None = None) -> Tensor:
+    def forward(self, x: Tensor, matrix: Matrix, groups: RowGroups, factors: Tensor | None = None) -> Tensor:
         """[rows, in] → [rows, out]; a row's bias is multiplied by its factor where there are `factors` [rows, 1]."""
         weight, bias = matrix
         y = grouped_linear(x, weight, groups, self.gemm)
@@ -101,7 +100,7 @@ class Experts(nn.Module):
         self,
         x: Tensor,
         weights: Tensor,
-        groups: Groups,
+        groups: RowGroups,
         matrices: tuple[Matrix, Matrix] | None = None,
     ) -> Tensor:
         """Rows x [rows, hidden], expert after expert, and their weights float32 [rows, 1] → [rows, hidden].
@@ -148,7 +147,7 @@ class MoE(Runnable):
         return y.flatten(0, -2)
 
 
-class Rows(NamedTuple):
+class ExpertRows(NamedTuple):
     """The rows of the experts that are here."""
 
     weights: Tensor  # float32 [tokens, topk]
@@ -167,24 +166,26 @@ class Dispatch:
         self.fills_up = config.moe_pad_expert_input_to_capacity
         self.fusion = config.moe_permute_fusion
 
-    def plan(self, routing: Routing, layout: PassLayout) -> Rows:
+    def plan(self, routing: Routing, layout: PassLayout) -> ExpertRows:
         """Where the tokens' rows go: what is known of it without a look at the device."""
         return self.rows(routing.weights, routing.destinations(self.experts), routing.capacity, self.experts)
 
-    def __call__(self, x: Tensor, plan: Rows, experts: Experts, shared: Shared, layout: PassLayout) -> Tensor:
+    def __call__(
+        self, x: Tensor, plan: ExpertRows, experts: Experts, shared: Shared, layout: PassLayout
+    ) -> Tensor:
         """x [tokens, hidden] through the experts of its plan, plus what `shared` gives: [tokens, hidden]."""
         y = self.compute(x, plan, experts)
         return y if shared is None else y + shared()
 
-    def rows(self, weights: Tensor, destinations: Tensor, capacity: int | None, count: int) -> Rows:
+    def rows(self, weights: Tensor, destinations: Tensor, capacity: int | None, count: int) -> ExpertRows:
         """The rows of `count` experts, of which `destinations` int64 [tokens, topk] has numbers, `count` for nowhere:
         such a pair adds nothing to its token. `capacity` is the most rows of an expert."""
         if capacity is not None and self.fills_up:
             return _filled(weights, destinations, count, min(capacity, len(weights)))
         counts, pair, row = sorted_pairs(destinations, count)
-        return Rows(weights, row, pair, counts, None, capacity is None and count == self.experts)
+        return ExpertRows(weights, row, pair, counts, None, capacity is None and count == self.experts)
 
-    def compute(self, x: Tensor, plan: Rows, experts: Experts) -> Tensor:
+    def compute(self, x: Tensor, plan: ExpertRows, experts: Experts) -> Tensor:
         """x [tokens, hidden] through the `experts` that are here."""
         sizes = None
         if plan.size is not None:
@@ -192,9 +193,9 @@ class Dispatch:
         elif not plan.complete:
             sizes = tuple(plan.counts.tolist())
         rows, row_weights, order = self.take(x, plan, None if sizes is None else sum(sizes))
-        return sum_rows(experts(rows, row_weights, Groups(plan.counts, sizes)), order, self.fusion)
+        return sum_rows(experts(rows, row_weights, RowGroups(plan.counts, sizes)), order, self.fusion)
 
-    def take(self, x: Tensor, plan: Rows, count: int | None) -> tuple[Tensor, Tensor, Order]:
+    def take(self, x: Tensor, plan: ExpertRows, count: int | None) -> tuple[Tensor, Tensor, Order]:
         """The `count` rows, None for all there may be, of x [tokens, hidden] and of the weights: [rows, hidden] and
         [rows, 1]."""
         pair = plan.pair[:count]
@@ -204,7 +205,7 @@ class Dispatch:
         return take_rows(x, order, self.fusion), take_rows(plan.weights.reshape(-1, 1), by_pair), order
 
 
-def _filled(weights: Tensor, destinations: Tensor, count: int, size: int) -> Rows:
+def _filled(weights: Tensor, destinations: Tensor, count: int, size: int) -> ExpertRows:
     """Rows for `size` pairs for each of `count` destinations, the last of them without one: no destination has more."""
     _, before, _ = places(destinations, count + 1)
     behind = count * size
@@ -214,4 +215,4 @@ def _filled(weights: Tensor, destinations: Tensor, count: int, size: int) -> Row
     pairs = torch.arange(row.numel(), device=row.device)
     pair = torch.full((behind + 1,), row.numel(), device=row.device).scatter(0, row.flatten(), pairs)[:-1]
     counts = torch.full((count,), size, device=row.device)
-    return Rows(weights, row, pair, counts, size, complete=False)
+    return ExpertRows(weights, row, pair, counts, size, complete=False)

@@ -1,15 +1,28 @@
-"""What a pass through the model carries: how its tokens stand here, and what every layer needs to know of them."""
+"""What a pass through the model carries: how its tokens stand here, and what every layer needs to know of them.
+
+Keys and values of the tokens already seen, so that generating a token costs one token's work.
+
+How modules are run: a stack's layers one behind the other, a module's formula at once; unless something is plugged.
+
+Recomputation, ping-pong micro-batches and offloaded activations are runners of a list of layers, and some of them run
+the parts of a layer. They are functions, the same one for every layer, so that all layers share compiled code.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
-from megalith.models.cache import KVCache
 from megalith.models.rope import Tables
 from megalith.ops.dropout import DropoutKeys
+
+if TYPE_CHECKING:
+    from megalith.models.layer import TransformerLayer
 
 
 @dataclass(frozen=True)
@@ -56,3 +69,50 @@ class Context:
 def own_tokens(x: Tensor, context: Context | None) -> Tensor:
     """What ranks that share heads or units use of x: what is here. Tensor parallelism has it gathered."""
     return x
+
+
+class KVCache:
+    """Room for `max_length` tokens in every layer that uses it; made when a layer first does."""
+
+    def __init__(self, max_length: int):
+        self.max_length = max_length
+        self.length = 0  # tokens seen by every layer
+        self._layers: dict[int, Tensor] = {}  # [2, batch, max_length, groups, head_dim]
+
+    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Writes key and value [batch, new, groups, head_dim] behind what is there; returns all of them."""
+        if layer not in self._layers:
+            batch, _, groups, head_dim = key.shape
+            self._layers[layer] = key.new_empty(2, batch, self.max_length, groups, head_dim)
+        end = self.length + key.shape[1]
+        both = self._layers[layer]
+        both[:, :, self.length : end] = torch.stack([key, value])
+        return both[0, :, :end], both[1, :, :end]
+
+
+Runner = Callable[["Sequence[TransformerLayer]", Tensor, "Context"], Tensor]
+
+
+def run_layers(layers: Sequence[TransformerLayer], x: Tensor, context: Context) -> Tensor:
+    """x [batch, seq, hidden] through these layers."""
+    for layer in layers:
+        x = layer(x, context.at_layer(layer.number))
+    return x
+
+
+class Runnable(nn.Module):
+    """A part of a layer, of which methods can be run another way: `runner(method, *args)`. A seam."""
+
+    runner: Callable | None = None
+
+
+def runnable(method: Callable) -> Callable:
+    """A method of a Runnable that its runner runs, where it has one."""
+
+    @wraps(method)
+    def run(self: Runnable, *args):
+        if self.runner is None:
+            return method(self, *args)
+        return self.runner(partial(method, self), *args)
+
+    return run

@@ -28,8 +28,8 @@ from torch import Tensor, nn
 
 from megalith.comm.collectives import local
 from megalith.config import ModelConfig
-from megalith.models.load_balance import TINY, MicroBatch, auxiliary_losses, empty_tally, tallied
-from megalith.ops.fp32_matmul import wide_product
+from megalith.models.load_balance import TINY, TokenShare, auxiliary_losses, empty_tally, tallied
+from megalith.ops.gemm import wide_product
 from megalith.ops.permute import places_in_group
 
 
@@ -53,7 +53,7 @@ class Router(nn.Module):
     def __init__(self, config: ModelConfig, device: torch.device | None = None):
         super().__init__()
         self.config = config
-        self.micro_batch = MicroBatch()
+        self.micro_batch = TokenShare()
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, device=device))
         self.stride = next(step for step in count(11) if math.gcd(step, config.num_experts) == 1)
         has_bias = config.moe_router_enable_expert_bias

@@ -15,14 +15,12 @@ from torch import Tensor, nn
 from megalith.comm.collectives import local
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
-from megalith.models.cache import KVCache
 from megalith.models.layer import TransformerLayer
 from megalith.models.linear import Linear
 from megalith.models.mtp import Future, with_further_losses
 from megalith.models.norm import Norm
-from megalith.models.pass_context import Context, PassLayout, one_device
+from megalith.models.pass_context import Context, KVCache, PassLayout, Runner, one_device, run_layers
 from megalith.models.rope import local_rotary_tables, rotary_tables
-from megalith.models.runner import Runner, run_layers
 from megalith.ops.attention_core import document_mask
 from megalith.ops.cross_entropy import linear_cross_entropy, linear_logits
 from megalith.ops.dropout import (

@@ -32,7 +32,7 @@ _grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
 
 
 @dataclass(frozen=True)
-class Groups:
+class RowGroups:
     """How many rows there are of each group, on the device, and on the host where they are known there."""
 
     counts: Tensor  # int64 [groups]
@@ -83,13 +83,13 @@ class GroupedGemm:
     def __init__(self, kernel: bool = True):
         self.kernel = kernel
 
-    def forward(self, x: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+    def forward(self, x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
         return self._by_rows(x, weight.mT, groups)  # [rows, out]
 
-    def dgrad(self, grad: Tensor, weight: Tensor, groups: Groups) -> Tensor:
+    def dgrad(self, grad: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
         return self._by_rows(grad, weight, groups)  # [rows, in]
 
-    def wgrad(self, grad: Tensor, x: Tensor, groups: Groups, dtype: torch.dtype) -> Tensor:
+    def wgrad(self, grad: Tensor, x: Tensor, groups: RowGroups, dtype: torch.dtype) -> Tensor:
         """[groups, out, in] in this dtype, zero for a group without rows."""
         if groups.even and len(x):
             grad, x = (t.view(len(groups.counts), -1, t.shape[1]) for t in (grad, x))
@@ -102,7 +102,7 @@ class GroupedGemm:
         pairs = zip(grad.split(groups.on_host), x.split(groups.on_host))
         return torch.stack([g.T @ rows for g, rows in pairs]).to(dtype)
 
-    def _by_rows(self, rows: Tensor, matrices: Tensor, groups: Groups) -> Tensor:
+    def _by_rows(self, rows: Tensor, matrices: Tensor, groups: RowGroups) -> Tensor:
         """Each group's rows by its matrix, [groups, columns of the rows, ·]."""
         if groups.even and len(rows):
             y = torch.bmm(rows.view(len(matrices), -1, rows.shape[1]), matrices)
@@ -122,7 +122,7 @@ def has_kernel(rows: Tensor, width: int) -> bool:
     return rows.is_cuda and rows.dtype == torch.bfloat16 and aligned
 
 
-def grouped_linear(x: Tensor, weight: Prepared, groups: Groups, gemm: GroupedGemm) -> Tensor:
+def grouped_linear(x: Tensor, weight: Prepared, groups: RowGroups, gemm: GroupedGemm) -> Tensor:
     """Rows x [rows, in], group after group, by weight [groups, out, in] of the same dtype → [rows, out].
 
     The weight always gets a gradient, zero for a group without rows.
@@ -133,7 +133,7 @@ def grouped_linear(x: Tensor, weight: Prepared, groups: Groups, gemm: GroupedGem
 def add_bias(
     y: Tensor,
     bias: Prepared,
-    groups: Groups,
+    groups: RowGroups,
     factors: Tensor | None = None,
     first: int = 0,
     kernel: bool = True,
@@ -161,7 +161,9 @@ class _Prepare(torch.autograd.Function):
 
 class _GroupedLinear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, kept: Tensor, owed: list, groups: Groups, gemm: GroupedGemm):
+    def forward(
+        ctx, x: Tensor, weight: Tensor, kept: Tensor, owed: list, groups: RowGroups, gemm: GroupedGemm
+    ):
         ctx.save_for_backward(x, kept)
         ctx.owed, ctx.groups, ctx.gemm = owed, groups, gemm
         return gemm.forward(x, weight, groups)
@@ -188,7 +190,7 @@ class _AddBias(torch.autograd.Function):
         kept: Tensor,
         owed: list,
         factors: Tensor | None,
-        groups: Groups,
+        groups: RowGroups,
         first: int,
         kernel: bool,
         fused: bool,
@@ -228,7 +230,7 @@ def _factor_gradient(grad: Tensor, bias: Tensor, group: Tensor) -> Tensor:
 
 
 def _bias_gradient(
-    grad: Tensor, factors: Tensor | None, groups: Groups, kernel: bool, dtype: torch.dtype
+    grad: Tensor, factors: Tensor | None, groups: RowGroups, kernel: bool, dtype: torch.dtype
 ) -> Tensor:
     """grad [rows, columns], the rows' factors [rows, 1] or None for ones → [groups, columns]."""
     x = grad.new_ones(len(grad), 1) if factors is None else factors.to(grad.dtype)

@@ -2,14 +2,14 @@
 
 from megalith.optim.loss_scale import ConstantLossScale, DynamicLossScale, LossScale, build_loss_scale
 from megalith.optim.optimizer import build_optimizer, set_learning_rate
-from megalith.optim.schedule import Schedule, build_schedule
+from megalith.optim.schedule import ParamSchedule, build_schedule
 from megalith.optim.step import StepResult, optimizer_step, sum_of_squares
 
 __all__ = [
     "ConstantLossScale",
     "DynamicLossScale",
     "LossScale",
-    "Schedule",
+    "ParamSchedule",
     "StepResult",
     "build_loss_scale",
     "build_optimizer",

@@ -53,7 +53,7 @@ def kept_on_host(
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _SlicePart:
     """Elements of a parameter in a slice."""
 
     parameter: nn.Parameter
@@ -66,7 +66,7 @@ class _Slice:
     """What is stepped at once: pieces of parameters with the same settings."""
 
     group: dict[str, Any]  # of the optimizer
-    pieces: Sequence[_Piece]
+    pieces: Sequence[_SlicePart]
 
 
 class _Slot:
@@ -188,17 +188,17 @@ class OffloadedOptimizer(torch.optim.Optimizer):
                 decoupled_weight_decay=group["decoupled_weight_decay"], **common,
             )  # fmt: skip
 
-    def _moments(self, pieces: Iterable[_Piece], key: str) -> list[Tensor]:
+    def _moments(self, pieces: Iterable[_SlicePart], key: str) -> list[Tensor]:
         return [self.state[piece.parameter][key].view(-1)[piece.elements] for piece in pieces]
 
 
-def _with_gradient(part: _Slice) -> Iterator[_Piece]:
+def _with_gradient(part: _Slice) -> Iterator[_SlicePart]:
     return (piece for piece in part.pieces if piece.parameter.grad is not None)
 
 
 def _slices(group: dict[str, Any], on_host: Collection[nn.Parameter]) -> Iterator[_Slice]:
     """The elements of the group's parameters on the host, one behind the other, SLICE at a time."""
-    pieces: list[_Piece] = []
+    pieces: list[_SlicePart] = []
     filled = 0
     for parameter in group["params"]:
         start = 0 if parameter in on_host else parameter.numel()
@@ -206,7 +206,7 @@ def _slices(group: dict[str, Any], on_host: Collection[nn.Parameter]) -> Iterato
             room = (SLICE - filled) // ALIGNMENT * ALIGNMENT
             stop = min(start + room, parameter.numel())
             if stop > start:
-                pieces.append(_Piece(parameter, slice(start, stop), slice(filled, filled + stop - start)))
+                pieces.append(_SlicePart(parameter, slice(start, stop), slice(filled, filled + stop - start)))
                 filled += stop - start
             start = stop
             if start < parameter.numel():  # the slice is full

@@ -8,6 +8,8 @@ The state is created here and not at the first step, for three reasons: a checkp
 its memory is known before training starts, and a first step that is skipped for a non-finite gradient leaves
 it at zero (torch's fused SGD would leave its momentum uninitialised and use it). A share of it can be in the host's
 memory (offload.py).
+
+torch's AdamW with the large parameters of a GPU stepped by a kernel of our own: see ops/kernels/adam_kernel.py.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from torch import Tensor, nn
 
 from megalith.config import OptimConfig
 from megalith.errors import ConfigError
-from megalith.optim.adamw import AdamW
+from megalith.ops import kernels as fused
 from megalith.optim.offload import OffloadedOptimizer, kept_on_host
 
 
@@ -92,3 +94,37 @@ def _initial_state(parameter: Tensor, config: OptimConfig, device: torch.device)
         "exp_avg": torch.zeros_like(parameter, device=device),
         "exp_avg_sq": torch.zeros_like(parameter, device=device),
     }
+
+
+LEAST = 2**18  # elements; below, torch steps many parameters with one launch
+
+
+class AdamW(torch.optim.AdamW):
+    """Fused. It is stepped by `optimizer_step`, which sets `grad_scale` and `found_inf`."""
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Steps every parameter that has a gradient. Gradients of large ones are left as they were."""
+        large = [
+            (group, p, p.grad) for group in self.param_groups for p in group["params"] if self._is_large(p)
+        ]
+        for _, parameter, _ in large:
+            parameter.grad = None  # which torch takes as: not to be stepped
+        super().step()
+        steps = [self.state[parameter]["step"] for _, parameter, _ in large]
+        if steps:
+            # A list: the value of a single tensor would be read on the host.
+            torch._foreach_add_(steps, [1 - self.found_inf] * len(steps))
+        for (group, parameter, grad), step in zip(large, steps):
+            parameter.grad = grad
+            state = self.state[parameter]
+            fused.adamw_(
+                parameter, grad, state["exp_avg"], state["exp_avg_sq"], step, self.grad_scale, self.found_inf,
+                group["lr"], group["betas"], group["eps"], group["weight_decay"],
+            )  # fmt: skip
+
+    def _is_large(self, parameter: nn.Parameter) -> bool:
+        grad = parameter.grad
+        if grad is None or not (fused.AVAILABLE and parameter.is_cuda) or parameter.numel() < LEAST:
+            return False
+        return parameter.is_contiguous() and grad.is_contiguous()

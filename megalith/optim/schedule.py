@@ -21,7 +21,7 @@ from megalith.errors import ConfigError
 
 
 @dataclass(frozen=True)
-class Schedule:
+class ParamSchedule:
     """The schedule of one run. Steps are in samples. Build it with `build_schedule`."""
 
     lr: float
@@ -90,7 +90,7 @@ _DECAYS = {  # ratio 0 → 1, ratio 1 → 0
 }
 
 
-def build_schedule(optim: OptimConfig, train: TrainConfig) -> Schedule:
+def build_schedule(optim: OptimConfig, train: TrainConfig) -> ParamSchedule:
     """The schedule of a run counted in `train_iters` or in `train_samples`.
 
     Absent decay lengths are the whole run. Raises ConfigError for lengths in the other unit, a warm-up given
@@ -115,7 +115,7 @@ def build_schedule(optim: OptimConfig, train: TrainConfig) -> Schedule:
     start_weight_decay, end_weight_decay = _weight_decay_ends(optim)
 
     scale = _iteration_samples(train) if unit == "iters" else 1
-    return Schedule(
+    return ParamSchedule(
         lr=optim.lr,
         min_lr=optim.min_lr,
         decay_style=optim.lr_decay_style,

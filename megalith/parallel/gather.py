@@ -19,7 +19,7 @@ ALONE = Axis()  # the world of one process
 
 
 @dataclass(frozen=True)
-class Part:
+class GatheredBox:
     """A box of a global tensor, the rank that gives it, and where it has it: optimizer state may be on the host."""
 
     rank: int
@@ -36,7 +36,7 @@ class GlobalTensor:
     shape: tuple[int, ...]
     world: Axis
     own: Tensor | None = None
-    parts: list[Part] = field(default_factory=list)
+    parts: list[GatheredBox] = field(default_factory=list)
 
     def whole(self) -> Tensor | None:
         """The tensor on rank 0's CPU, None elsewhere. Every rank calls it, in the same order of tensors."""
@@ -49,7 +49,7 @@ class GlobalTensor:
                 dist.send(self.own.contiguous(), dst=0, group=self.world.group)
         return whole
 
-    def _receive(self, part: Part) -> Tensor:
+    def _receive(self, part: GatheredBox) -> Tensor:
         tensor = torch.empty(part.shape, dtype=self.dtype, device=part.device_type)
         dist.recv(tensor, src=part.rank, group=self.world.group)
         return tensor
@@ -74,7 +74,7 @@ def global_tensors(boxes: Mapping[str, Box], world: Axis) -> dict[str, GlobalTen
             if 0 in shape or (name, offset) in seen:
                 continue
             seen.add((name, offset))
-            tensor.parts.append(Part(rank, offset, shape, device_type))
+            tensor.parts.append(GatheredBox(rank, offset, shape, device_type))
             if rank == world.rank:
                 tensor.own = boxes[name].values
     return tensors

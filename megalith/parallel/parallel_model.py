@@ -12,8 +12,8 @@ from torch import Tensor
 from megalith.comm.collectives import summed
 from megalith.config import RunConfig
 from megalith.hardware import to_device
-from megalith.models.cache import KVCache
 from megalith.models.mtp import Future, future_of
+from megalith.models.pass_context import KVCache
 from megalith.models.transformer import Transformer
 from megalith.parallel.apply import apply
 from megalith.parallel.context.context_parallel import shard_batch
@@ -23,11 +23,10 @@ from megalith.parallel.data.data_parallel import (
     weight_gradients_added,
 )
 from megalith.parallel.data.gradient_norm import valid_tokens
-from megalith.parallel.expert.expert_bias import gather_tallies, move_biases
+from megalith.parallel.expert.expert_parallel import gather_tallies, move_biases
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline.executor import Pipeline, residual_shape
-from megalith.parallel.pipeline.stages import schedule_kind
-from megalith.parallel.pipeline.tied_embedding import reduce_tied_embedding
+from megalith.parallel.pipeline.stages import reduce_tied_embedding, schedule_kind
 from megalith.parallel.shards import LocalParameters
 from megalith.parallel.tensor.tensor_parallel import reduce_partial_gradients
 
@@ -36,7 +35,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Part:
+class RankBatch:
     """What this rank gets of a micro-batch: its tokens, and their places in the whole sequence."""
 
     batch: Batch
@@ -133,18 +132,18 @@ class ParallelModel:
                 chunk.train(mode)
         return self
 
-    def _parts(self, micro_batches: Sequence[Batch]) -> list[Part]:
-        parts = [Part(*shard_batch(batch, self.mesh.cp)) for batch in micro_batches]
+    def _parts(self, micro_batches: Sequence[Batch]) -> list[RankBatch]:
+        parts = [RankBatch(*shard_batch(batch, self.mesh.cp)) for batch in micro_batches]
         if layers := len(self.config.further_layers):
             for part, batch in zip(parts, micro_batches):
                 whole = future_of(batch.labels, batch.loss_mask, batch.document_ids, layers)
                 part.future = whole.at(part.places)
         return parts
 
-    def _on_device(self, parts: list[Part], factor: Tensor | None) -> Tensor:
+    def _on_device(self, parts: list[RankBatch], factor: Tensor | None) -> Tensor:
         """All passes of a step on this rank; the sum of the losses that its last stage found, else zero."""
         parts = [
-            Part(
+            RankBatch(
                 part.batch.to(self.device),
                 to_device(part.places, self.device),
                 part.balance_scale,
@@ -188,7 +187,7 @@ class ParallelModel:
         )
 
 
-def forward(chunk: Transformer, part: Part, hidden: Tensor | None) -> Tensor:
+def forward(chunk: Transformer, part: RankBatch, hidden: Tensor | None) -> Tensor:
     """A chunk's work on its part of a micro-batch: hidden states, or on the last stage the sum of the losses."""
     batch = part.batch
     return chunk(

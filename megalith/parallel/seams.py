@@ -19,8 +19,8 @@ from megalith.models.mixers.attention import Attention
 from megalith.models.mixers.mla import LatentAttention
 from megalith.models.moe import GroupedLinear, MoE
 from megalith.models.norm import HeadsNorm
+from megalith.models.pass_context import Runnable
 from megalith.models.router import Router
-from megalith.models.runner import Runnable
 from megalith.models.transformer import Embedding, Transformer
 
 SEAMS: dict[type[nn.Module], dict[str, str]] = {

@@ -11,7 +11,7 @@ from megalith.errors import ConfigError, nearest_of
 from megalith.launch.pool import Pool, RankFailed
 from megalith.parity.differences import Errors, compare
 from megalith.parity.job import run_job
-from megalith.parity.layouts import LAYOUTS, Layout
+from megalith.parity.layouts import LAYOUTS, ParityLayout
 from megalith.training.trainer import prepare
 
 
@@ -20,7 +20,7 @@ class Result:
     """One layout's."""
 
     name: str
-    layout: Layout
+    layout: ParityLayout
     seconds: float
     errors: Errors | None  # None: the job failed
     failure: str = ""
@@ -30,7 +30,7 @@ class Result:
         return self.errors is not None and self.errors.within()
 
 
-def in_layout(config: RunConfig, layout: Layout) -> RunConfig:
+def in_layout(config: RunConfig, layout: ParityLayout) -> RunConfig:
     """`config` spread as `layout` says."""
     tree = config.to_tree()
     tree["parallel"] |= layout.parallel
@@ -39,7 +39,7 @@ def in_layout(config: RunConfig, layout: Layout) -> RunConfig:
 
 def choose(
     config: RunConfig, names: Sequence[str], most_processes: int
-) -> tuple[dict[str, Layout], dict[str, str]]:
+) -> tuple[dict[str, ParityLayout], dict[str, str]]:
     """The layouts with these names, or all that `config` can take with so many processes; why not the others.
 
     Raises ConfigError for a named layout that there is not or that cannot be, and where none can.
@@ -65,7 +65,9 @@ def choose(
     return chosen, refused
 
 
-def check(config: RunConfig, layouts: Mapping[str, Layout], device_type: str = "cpu") -> Iterator[Result]:
+def check(
+    config: RunConfig, layouts: Mapping[str, ParityLayout], device_type: str = "cpu"
+) -> Iterator[Result]:
     """Runs the job of `config` in one process, then in each layout; gives each result when it is there."""
     one = run_job(config)
     pool = Pool(max(layout.processes for layout in layouts.values()), device_type=device_type)
@@ -82,7 +84,7 @@ def check(config: RunConfig, layouts: Mapping[str, Layout], device_type: str = "
         pool.close()
 
 
-def _named(name: str, most_processes: int) -> Layout:
+def _named(name: str, most_processes: int) -> ParityLayout:
     if name not in LAYOUTS:
         raise ConfigError(f"there is no layout {name!r}{nearest_of(name, LAYOUTS)}")
     layout = LAYOUTS[name]

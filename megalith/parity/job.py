@@ -24,7 +24,7 @@ from megalith.launch.launcher import this_process
 from megalith.parallel.gather import global_tensors
 from megalith.parallel.mesh import build_mesh
 from megalith.parallel.shards import Box
-from megalith.report.clock import StepClock
+from megalith.report.measured_step import StepClock
 from megalith.report.report import PendingStep
 from megalith.training.build import vocabulary_rows
 from megalith.training.process import prepare_process
@@ -50,7 +50,7 @@ class Outcome:
     unequal_copies: list[str]  # tensors that several ranks hold, and not all alike to the bit, at the end
 
 
-class Record:
+class RecordedReport:
     """Stands in the place of a run's report: keeps the steps, and says nothing."""
 
     def __init__(self, device: torch.device):
@@ -76,7 +76,7 @@ def start(config: RunConfig) -> Trainer:
         config.parallel, process.world_size, device.type, has_experts=config.model.num_experts is not None
     )
     trainer = Trainer(config, tokenizer, mesh, device)
-    trainer.report = Record(device)
+    trainer.report = RecordedReport(device)
     return trainer
 
 

@@ -14,6 +14,8 @@ computed meanwhile, the bubble is the time that the pipeline stood waiting for a
 
 The ranks meet before the step and the device is waited for after it, so what a rank waits in a collective is due to
 the step itself.
+
+How long each step took, without waiting for the device until the figures are read; how old the process is.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from __future__ import annotations
 import os
 import resource
 import sys
+import time
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -29,6 +32,7 @@ import torch
 import torch.distributed as dist
 
 from megalith.comm.collectives import Axis
+from megalith.launch.parent import started_at
 from megalith.parallel.pipeline.executor import PASS, WAITS
 
 MARK = "megalith: the measured step"
@@ -232,3 +236,60 @@ def peak_memory(device: torch.device) -> int:
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else 1024 * peak
+
+
+def process_age() -> float | None:
+    """Seconds since the system started this process; None where it does not tell."""
+    started = started_at(os.getpid())
+    if started is None:
+        return None
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - started / os.sysconf("SC_CLK_TCK")
+
+
+class StartClock:
+    """Where the seconds go from the start of the process to the end of its first step."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[str, float]] = []  # what, and the process's age at its end
+
+    def mark(self, part: str) -> None:
+        """What has been done since the mark before."""
+        if (age := process_age()) is not None:
+            self._parts.append((part, age))
+
+    def __str__(self) -> str:
+        """A sentence; empty where the system does not tell the process's age."""
+        if not self._parts:
+            return ""
+        ends = [0.0, *(age for _, age in self._parts)]
+        parts = (f"{part} {end - start:.1f}" for (part, end), start in zip(self._parts, ends))
+        return f"first step {ends[-1]:.1f} s after the process was started: {', '.join(parts)}"
+
+
+class StepClock:
+    """Times spans on a device's own stream. `start` and `stop` never wait; `milliseconds` does, once for all."""
+
+    def __init__(self, device: torch.device):
+        self._cuda = device.type == "cuda"
+        self._spans: list[tuple] = []
+
+    def start(self) -> None:
+        self._began = self._now()
+
+    def stop(self) -> None:
+        self._spans.append((self._began, self._now()))
+
+    def milliseconds(self) -> list[float]:
+        """The duration of every span since the last call."""
+        spans, self._spans = self._spans, []
+        if not self._cuda:
+            return [(end - begin) * 1e3 for begin, end in spans]
+        torch.cuda.synchronize()
+        return [begin.elapsed_time(end) for begin, end in spans]
+
+    def _now(self):
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event

@@ -8,6 +8,10 @@ So is one that is NaN or infinite, for JSON has neither: a loss that was lost sh
 that no step stands twice. `events.jsonl` keeps everything: a line for each thing out of the ordinary, with its `time`,
 the `event`'s kind, a `text` for a reader, and its figures. Models with experts have `experts.jsonl` too: at every log
 interval `tokens`, for each layer the tokens sent to each of its experts.
+
+How a step's tokens were spread over the experts, in figures for the log.
+
+A text file that lines are appended to, for as long as the disk takes them.
 """
 
 from __future__ import annotations
@@ -24,9 +28,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from torch import Tensor
+
+from megalith.config import RunConfig
 from megalith.errors import DataError
 from megalith.io import open_file
-from megalith.report.line_file import LineFile
+from megalith.models.load_balance import AUX, DROPPED, Z
 from megalith.report.trackers import Sink
 
 METRICS_FILE = "metrics.jsonl"
@@ -236,3 +243,85 @@ def _parse(line: str | bytes) -> dict[str, Any] | None:
     except ValueError:
         return None
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
+
+
+@dataclass(frozen=True)
+class ExpertLoad:
+    """One step."""
+
+    aux_loss: float | None
+    """Mean over layers and micro-batches, before its coefficient: 1 when balanced; None where there is none."""
+    z_loss: float | None
+    """As aux_loss."""
+    dropped: float
+    """Share of the pairs of token and expert that capacities dropped, 0 to 1."""
+    imbalance: float
+    """The most tokens of an expert against the mean of its layer, averaged over layers; 1 when balanced."""
+    tokens: dict[int, list[int]]
+    """Tokens sent to each expert, by layer number."""
+
+
+def expert_load(tallies: Tensor, config: RunConfig, batch_size: int) -> ExpertLoad:
+    """From the tallies float32 [layers with experts, experts + 3] of a step of `batch_size` sequences.
+
+    Reads them on the host.
+    """
+    model, rows = config.model, tallies.double().cpu()
+    micro_batches = batch_size // config.train.micro_batch_size
+    counts = rows[:, : model.num_experts]
+    losses = rows[:, [AUX, Z]].mean(0).div(micro_batches).tolist()
+    balances = model.moe_aux_loss_coeff > 0 and model.moe_router_load_balancing_type != "none"
+    return ExpertLoad(
+        aux_loss=losses[0] if balances else None,
+        z_loss=losses[1] if model.moe_z_loss_coeff > 0 else None,
+        dropped=(rows[:, DROPPED].sum() / counts.sum()).item(),
+        imbalance=(counts.amax(1) / counts.mean(1)).mean().item(),
+        tokens=dict(zip(model.expert_layers, counts.long().tolist())),
+    )
+
+
+class LineFile:
+    """Hands each line to the system at once, so that a killed process loses none.
+
+    What a full disk refuses waits in memory and is written, in order, with the next line that finds room: a run's log
+    is no reason to end it. A warning tells of the first refusal. One process has a file open. Raises OSError only when
+    it is made, and not with `late`: then the first line opens the file.
+    """
+
+    def __init__(self, path: Path, late: bool = False):
+        self._path = path
+        self._descriptor: int | None = None
+        self._waiting = b""
+        self._refused = False
+        if not late:
+            self._open()
+
+    def write(self, line: str) -> None:
+        """Appends a line, without its end."""
+        self._waiting += line.encode() + b"\n"
+        try:
+            self._open()
+            while self._waiting:  # a disk that fills up takes a part
+                self._waiting = self._waiting[os.write(self._descriptor, self._waiting) :]
+            self._refused = False
+        except OSError as error:
+            if not self._refused:
+                warnings.warn(
+                    f"{self._path} could not be written: {error.strerror}; its lines are kept in memory until it can",
+                    stacklevel=2,
+                )
+            self._refused = True
+
+    def close(self) -> None:
+        """Closes the file; lines that no room was found for are lost."""
+        if self._descriptor is not None:
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _open(self) -> None:
+        if self._descriptor is not None:
+            return
+        self._descriptor = open_file(self._path, os.O_RDWR | os.O_APPEND | os.O_CREAT)
+        size = os.fstat(self._descriptor).st_size
+        if size and os.pread(self._descriptor, 1, size - 1) != b"\n":
+            self._waiting = b"\n" + self._waiting  # a crash has cut the last line off before its end

@@ -21,13 +21,18 @@ from megalith.parallel.pipeline.executor import Pipeline
 from megalith.planner.flops import flops_per_token, throughput
 from megalith.planner.layout import Layout, build_layout
 from megalith.planner.topology import gather_places, topology_notes
-from megalith.report.clock import StartClock, StepClock
 from megalith.report.console import TrainingConsole, open_console
-from megalith.report.expert_load import expert_load
 from megalith.report.health import ReadStep
-from megalith.report.layout_report import LayoutReport
-from megalith.report.layout_text import layout_text, paragraph
-from megalith.report.metrics import METRICS_FILE, ExpertStepMetrics, MetricsWriter, StepMetrics, last_step
+from megalith.report.layout_text import LayoutReport, layout_text, paragraph
+from megalith.report.measured_step import StartClock, StepClock
+from megalith.report.metrics import (
+    METRICS_FILE,
+    ExpertStepMetrics,
+    MetricsWriter,
+    StepMetrics,
+    expert_load,
+    last_step,
+)
 from megalith.report.profiler import StepProfiler, traced_steps
 from megalith.report.stragglers import Stragglers
 from megalith.report.summary import print_summary

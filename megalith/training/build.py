@@ -15,9 +15,8 @@ from megalith.config.batch_size import BatchSizeSchedule
 from megalith.config.rules.run_rules import check_training, data_parallel_size
 from megalith.data.batch import BoundaryRules
 from megalith.data.blend import build_datasets, indexed_datasets
-from megalith.data.dataset import SampleDataset, parse_split
+from megalith.data.dataset import MockDataset, SampleDataset, parse_split
 from megalith.data.loader import Loader
-from megalith.data.mock import MockDataset
 from megalith.data.order import SampleOrder, SingleOrder, sample_order
 from megalith.data.tokenizers.open_tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import ConfigError

@@ -16,7 +16,7 @@ from megalith.data.batch import Batch
 from megalith.data.order import leave_out
 from megalith.errors import TrainingError
 from megalith.parallel.data.data_parallel import free_gathered
-from megalith.parallel.data.lost_gradients import watched_gradients
+from megalith.parallel.data.gradient_norm import watched_gradients
 from megalith.parallel.mesh import Mesh
 from megalith.report.health import Health, ReadStep, Verdict
 from megalith.training.resume import open_until, restore

@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from megalith.comm.collectives import Axis, begin_all_gather, gather_json, wait
 from megalith.errors import TrainingError
 from megalith.models.transformer import Transformer
-from megalith.parallel.pipeline.tied_embedding import on_two_stages
+from megalith.parallel.pipeline.stages import on_two_stages
 from megalith.parallel.shards import LocalParameters, placed
 
 BLOCK = 2**22  # elements whose bits are held as integers at a time

@@ -18,7 +18,7 @@ from megalith.optim.optimizer import build_optimizer
 from megalith.optim.step import sum_of_squares
 from megalith.parallel.data.gradient_norm import GradientSquares
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.pipeline.tied_embedding import copies, on_two_stages
+from megalith.parallel.pipeline.stages import copies, on_two_stages
 from megalith.report.report import Report
 from megalith.training.build import Data, build_model, vocabulary_rows
 

@@ -33,7 +33,7 @@ from megalith.optim.schedule import build_schedule
 from megalith.optim.step import optimizer_step
 from megalith.parallel.apply import compiles
 from megalith.parallel.mesh import Mesh, build_mesh
-from megalith.report.clock import StartClock
+from megalith.report.measured_step import StartClock
 from megalith.report.metrics import perplexity
 from megalith.report.out_of_memory import out_of_memory
 from megalith.report.report import PendingStep, open_report

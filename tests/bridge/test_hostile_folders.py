@@ -16,9 +16,9 @@ from models.reference import CASES, random_reference
 from peft_formula import random_adapters, save
 
 from megalith.bridge.families import family_of
+from megalith.bridge.family import COUNTS, LAYER_COUNTS, LISTS, NUMBERS, OBJECTS
 from megalith.bridge.folder import SourceFolder
 from megalith.bridge.importer import import_hf, open_source
-from megalith.bridge.kinds import COUNTS, LAYER_COUNTS, LISTS, NUMBERS, OBJECTS
 from megalith.bridge.load import model_of
 from megalith.bridge.match import match
 from megalith.bridge.megatron.megatron_importer import open_megatron

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megalith.checkpoint import open_checkpoint
-from megalith.checkpoint.compare import differences, tensor_digests
+from megalith.checkpoint.fingerprint import differences, tensor_digests
 from megalith.config import RunConfig
 from megalith.launch.pool import Pool
 from megalith.parallel.shards import placed

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from megalith.config import ModelConfig, RunConfig
-from megalith.config.other_names import OTHER_NAMES
+from megalith.config.aliases import OTHER_NAMES
 from megalith.config.presets import PRESETS
 from megalith.config.run import known_keys
 from megalith.errors import ConfigError

@@ -6,7 +6,7 @@ import json
 import pytest
 import zstandard
 
-from megalith.data.preprocessing.jsonl import Block, expand_inputs, parse_block, read_blocks, read_texts
+from megalith.data.preprocessing.jsonl import LineBlock, expand_inputs, parse_block, read_blocks, read_texts
 from megalith.errors import DataError
 
 LINES = [
@@ -119,8 +119,8 @@ def test_a_line_over_the_limit_is_refused_without_being_held_and_the_next_is_rea
 
 def test_a_line_just_at_the_limit_is_accepted():
     line = b'{"text": "0123456789"}'
-    assert not parse_block(Block("f", 1, 0, line, 0), ["text"], len(line))[1]
-    assert parse_block(Block("f", 1, 0, line, 0), ["text"], len(line) - 1)[1]
+    assert not parse_block(LineBlock("f", 1, 0, line, 0), ["text"], len(line))[1]
+    assert parse_block(LineBlock("f", 1, 0, line, 0), ["text"], len(line) - 1)[1]
 
 
 @pytest.mark.parametrize("suffix", [".gz", ".zst"])

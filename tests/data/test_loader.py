@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from megalith.data.batch import BoundaryRules, make_batch
+from megalith.data.dataset import MockDataset
 from megalith.data.loader import Loader
-from megalith.data.mock import MockDataset
 from megalith.data.order import CyclicOrder, SingleOrder, leave_out, sample_order, stream_position
 from megalith.errors import ConfigError, DataError
 

@@ -14,7 +14,7 @@ from megalith.config import ModelConfig
 from megalith.config.presets import PRESETS
 from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
-from megalith.parallel.data.lost_gradients import watched_gradients
+from megalith.parallel.data.gradient_norm import watched_gradients
 from megalith.training.trainer import Trainer
 
 SKIPPED_STEP = 4

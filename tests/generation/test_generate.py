@@ -9,7 +9,7 @@ from models.reference import CASES, VOCAB, reference_and_ours
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
 from megalith.generation.sampling import generate, sample
-from megalith.models.cache import KVCache
+from megalith.models.pass_context import KVCache
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2], [42]]
 

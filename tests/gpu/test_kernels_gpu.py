@@ -12,7 +12,7 @@ from megalith.ops.activation import gelu_tanh
 from megalith.ops.dropout import Mask, column_keys, token_keys
 from megalith.ops.fused_norm import add, add_norm
 from megalith.ops.qkv import split_qkv
-from megalith.optim.adamw import LEAST, AdamW
+from megalith.optim.optimizer import LEAST, AdamW
 
 GPT = dict(num_layers=2, hidden_size=320, num_attention_heads=4, vocab_size=1000, max_position_embeddings=256,
            attention_dropout=0.0, hidden_dropout=0.0)  # fmt: skip

@@ -10,8 +10,8 @@ from megalith.models.moe import MoE
 from megalith.models.pass_context import Context
 from megalith.models.transformer import Transformer
 from megalith.ops.compiled import as_one_kernel
-from megalith.ops.fp32_matmul import wide_product
-from megalith.ops.grouped_gemm import GroupedGemm, Groups, add_bias, grouped_linear, has_kernel, prepared
+from megalith.ops.gemm import wide_product
+from megalith.ops.grouped_gemm import GroupedGemm, RowGroups, add_bias, grouped_linear, has_kernel, prepared
 from megalith.ops.permute import sum_rows
 from megalith.parallel.expert.dispatch_buffer import Parcels, pack, parcels, unpack
 
@@ -37,7 +37,7 @@ def test_grouped_gemm_equals_the_loop_and_empty_groups_get_zeros(sizes, dtype):
     x = torch.randn(sum(sizes), HIDDEN, device="cuda", dtype=dtype)
     weight = torch.randn(4, 192, HIDDEN, device="cuda", dtype=dtype) / 16
     assert has_kernel(x, 192) == (dtype == torch.bfloat16)
-    results, groups = [], Groups(torch.tensor(sizes, device="cuda"))
+    results, groups = [], RowGroups(torch.tensor(sizes, device="cuda"))
     for kernel in (True, False):
         leaves = [x.clone().requires_grad_(), weight.clone().requires_grad_()]
         y = grouped_linear(leaves[0], prepared(leaves[1], leaves[1].detach()), groups, GroupedGemm(kernel))
@@ -142,7 +142,7 @@ def test_biases_in_bf16_are_those_in_fp32_and_empty_groups_get_zeros(sizes, fuse
     values = [torch.randn(*shape, device="cuda").bfloat16().float() for shape in shapes]
     results = []
     for dtype in (torch.bfloat16, torch.float32):
-        groups = Groups(torch.tensor(sizes, device="cuda"), sizes if dtype == torch.float32 else None)
+        groups = RowGroups(torch.tensor(sizes, device="cuda"), sizes if dtype == torch.float32 else None)
         y, bias, factors = (value.clone().requires_grad_() for value in values)
         cast = prepared(bias, bias.detach().to(dtype))
         total = add_bias(y.to(dtype), cast, groups, factors, first, fused=fused and dtype == torch.bfloat16)

@@ -12,9 +12,9 @@ from sockets import listening
 
 from megalith.errors import ConfigError
 from megalith.launch import meeting
+from megalith.launch.agent import OneMachine, SeveralMachines, id_of
 from megalith.launch.launcher import init_distributed
 from megalith.launch.meeting import hold_store, is_here, join_store
-from megalith.launch.rendezvous import OneMachine, SeveralMachines, id_of
 
 MINUTE = timedelta(minutes=1)
 
@@ -116,7 +116,7 @@ def test_launchers_of_one_job_meet_and_one_of_another_job_is_refused(capsys, mon
 
 
 def test_a_store_that_no_launcher_holds_is_no_rendezvous(monkeypatch):
-    monkeypatch.setattr("megalith.launch.rendezvous.ANSWER_PATIENCE", 0.5)
+    monkeypatch.setattr("megalith.launch.agent.ANSWER_PATIENCE", 0.5)
     store = hold_store()
     with pytest.raises(ConfigError, match="is no rendezvous"):
         SeveralMachines(f"127.0.0.1:{store.port}", "ours", (2, 2))

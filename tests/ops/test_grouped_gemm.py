@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megalith.ops import grouped_gemm
-from megalith.ops.grouped_gemm import GroupedGemm, Groups, add_bias, grouped_linear, prepared
+from megalith.ops.grouped_gemm import GroupedGemm, RowGroups, add_bias, grouped_linear, prepared
 
 
 def values_and_gradients(function, x, weight):
@@ -23,7 +23,7 @@ def one_by_one(sizes):
 def test_fp32_equals_matmuls_one_by_one(sizes, known):
     generator = torch.Generator().manual_seed(0)
     x, weight = (torch.randn(*shape, generator=generator) for shape in ((sum(sizes), 6), (4, 10, 6)))
-    groups = Groups(torch.tensor(sizes), sizes if known else None)
+    groups = RowGroups(torch.tensor(sizes), sizes if known else None)
 
     def ours(x, w):
         return grouped_linear(x, prepared(w, w.detach()), groups, GroupedGemm())
@@ -39,7 +39,7 @@ def test_what_is_cast_of_a_weight_is_not_kept_for_the_backward_pass(sizes):
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda tensor: kept.append(tensor) or tensor, lambda x: x):
         cast = prepared(weight, weight.detach().bfloat16())
-        y = grouped_linear(x, cast, Groups(torch.tensor(sizes), sizes), GroupedGemm())
+        y = grouped_linear(x, cast, RowGroups(torch.tensor(sizes), sizes), GroupedGemm())
     assert [tensor.data_ptr() for tensor in kept if tensor.dim() == 3] == [weight.data_ptr()]
     y.sum().backward()
     expected = one_by_one(sizes)(torch.ones(len(y), 10), weight.detach().bfloat16().float().mT)
@@ -53,7 +53,7 @@ def test_torchs_grouped_gemm_in_bf16_equals_matmuls_one_by_one_and_empty_groups_
     x, weight = (torch.randn(*shape, generator=generator).bfloat16() for shape in ((16, 16), (4, 24, 16)))
 
     def by_kernel(x, w):
-        return grouped_linear(x, prepared(w, w.detach()), Groups(torch.tensor(sizes)), GroupedGemm())
+        return grouped_linear(x, prepared(w, w.detach()), RowGroups(torch.tensor(sizes)), GroupedGemm())
 
     found = values_and_gradients(by_kernel, x, weight)
     for ours, expected in zip(found, values_and_gradients(one_by_one(sizes), x, weight)):
@@ -73,7 +73,7 @@ def test_biases_and_their_gradients_equal_those_added_group_by_group(
     generator = torch.Generator().manual_seed(0)
     shapes = ((sum(sizes), 24), (4, 24 - 2 * first), (sum(sizes), 1))
     y, bias, factors = (torch.randn(*shape, generator=generator).to(dtype).float() for shape in shapes)
-    groups = Groups(torch.tensor(sizes), sizes if known else None)
+    groups = RowGroups(torch.tensor(sizes), sizes if known else None)
 
     def group_by_group(y, bias, factors):
         rows = [part.expand(size, -1) for part, size in zip(bias, sizes)]

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megalith.ops.fp32_matmul import wide_product
+from megalith.ops.gemm import wide_product
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -11,8 +11,8 @@ from torch.distributed.tensor import DTensor
 from megalith.comm.collectives import summed
 from megalith.config import ModelConfig, ParallelConfig
 from megalith.data.batch import Batch
-from megalith.models.cache import KVCache
 from megalith.models.init import initialize
+from megalith.models.pass_context import KVCache
 from megalith.models.transformer import Transformer
 from megalith.parallel.data.data_parallel import (
     apply_data,
@@ -22,8 +22,12 @@ from megalith.parallel.data.data_parallel import (
 )
 from megalith.parallel.mesh import build_mesh
 from megalith.parallel.pipeline.executor import Pipeline, residual_shape
-from megalith.parallel.pipeline.stages import assign_layers, schedule_kind, split_stages
-from megalith.parallel.pipeline.tied_embedding import reduce_tied_embedding
+from megalith.parallel.pipeline.stages import (
+    assign_layers,
+    reduce_tied_embedding,
+    schedule_kind,
+    split_stages,
+)
 from megalith.parallel.tensor.tensor_parallel import apply_tensor, reduce_partial_gradients
 
 BATCH, SEQ = 2, 16

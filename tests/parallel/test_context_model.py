@@ -7,8 +7,8 @@ from test_direct_heads import as_if_direct
 from megalith.comm.collectives import Axis, summed
 from megalith.config import ModelConfig, ParallelConfig
 from megalith.data.batch import Batch, BoundaryRules, make_batch
-from megalith.models.cache import KVCache
 from megalith.models.init import initialize
+from megalith.models.pass_context import KVCache
 from megalith.models.transformer import Transformer
 from megalith.parallel.context.context_parallel import apply_context, shard_batch, unshard
 from megalith.parallel.mesh import build_mesh

@@ -6,7 +6,7 @@ from data_job import GPT2, LLAMA, Job, Trained, assemble
 from safetensors import safe_open
 
 from megalith.checkpoint import RunRecord, load_model, load_optimizer, open_checkpoint, save_checkpoint
-from megalith.checkpoint.compare import tensor_digests
+from megalith.checkpoint.fingerprint import tensor_digests
 from megalith.config import ParallelConfig
 from megalith.errors import CheckpointError
 

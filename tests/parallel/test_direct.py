@@ -155,7 +155,7 @@ def test_all_flags_of_a_step_go_in_one_call_those_that_are_raised_first():
     "call",
     [
         lambda: driver.copy(0, 0, 8, 0),
-        lambda: driver.copy_rows(driver.Rows(0, 8, 0, 8, 8, 3), 0, 0, 0),
+        lambda: driver.copy_rows(driver.StridedRows(0, 8, 0, 8, 8, 3), 0, 0, 0),
         lambda: driver.Flags([64])(1, 0),
     ],
     ids=["copy", "rows", "flags"],

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from megalith.comm.collectives import Axis
-from megalith.comm.cuda_driver import Rows
+from megalith.comm.cuda_driver import StridedRows
 from megalith.config import ParallelConfig, RunConfig
 from megalith.models.transformer import Transformer
 from megalith.ops import kernels as fused
@@ -60,7 +60,7 @@ def share_by_formula(xs, slot, out, rank, to_heads) -> None:
             out.chunk(size, 2)[rank].copy_(share)
 
 
-def fetch(pull: Rows, slot: torch.Tensor, out: torch.Tensor) -> None:
+def fetch(pull: StridedRows, slot: torch.Tensor, out: torch.Tensor) -> None:
     """What the copy engine does, on bytes."""
     source, target = (x.view(-1).view(torch.uint8) for x in (slot, out))
     shape = (pull.height, pull.width)

@@ -10,12 +10,12 @@ from megalith.models.transformer import Transformer
 from megalith.parallel.pipeline.pipeline_rules import check_pipeline
 from megalith.parallel.pipeline.stages import (
     assign_layers,
+    copies,
     expand_layout,
     schedule_kind,
     split_stages,
     virtual_size,
 )
-from megalith.parallel.pipeline.tied_embedding import copies
 
 
 def parallel(stages: int, **settings) -> ParallelConfig:

@@ -7,7 +7,7 @@ import torch
 
 import megalith
 from megalith.config import RunConfig
-from megalith.report.expert_load import expert_load
+from megalith.report.metrics import expert_load
 from megalith.report.plot import plot_run
 
 MODEL = dict(preset="tiny-mixtral", hidden_size=32, num_layers=2, vocab_size=64, moe_z_loss_coeff=0.01)

@@ -8,7 +8,7 @@ from torch.autograd import DeviceType
 
 from megalith.config import LogConfig
 from megalith.parallel.pipeline.executor import PASS
-from megalith.report.layout_report import measured_step
+from megalith.report.layout_text import measured_step
 from megalith.report.measured_step import (
     MARK,
     StepTimes,

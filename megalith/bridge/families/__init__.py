@@ -17,8 +17,7 @@ from megalith.bridge.families.mixtral import MIXTRAL, OLMOE
 from megalith.bridge.families.olmo import OLMO2
 from megalith.bridge.families.phi import PHI3
 from megalith.bridge.families.qwen import QWEN2, QWEN3, QWEN3_MOE
-from megalith.bridge.family import Family
-from megalith.bridge.kinds import check_kinds
+from megalith.bridge.family import Family, check_kinds
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError, nearest_of
 

@@ -8,9 +8,8 @@ from typing import Any
 from megalith.bridge.families.llama import IGNORED, SIZES, TENSORS, UNTIED
 from megalith.bridge.families.mixtral import EXPERTS
 from megalith.bridge.family import Family
-from megalith.bridge.rope_keys import Rope
-from megalith.bridge.rows import Rule, Run, gate_up, same
-from megalith.bridge.settings import Field, Ours, Theirs, Tree, Writes
+from megalith.bridge.rows import RowRun, Rule, gate_up, same
+from megalith.bridge.settings import Field, Ours, Rope, Theirs, Tree, Writes
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
 
@@ -21,13 +20,13 @@ def turning(name: str, plain: str) -> Rule:
     `plain` is the field that has the number of the first: the size of a head's part without position, or of a latent.
     """
 
-    def order(model: ModelConfig, rows: int) -> list[Run]:
+    def order(model: ModelConfig, rows: int) -> list[RowRun]:
         first, size = getattr(model, plain), model.qk_pos_emb_head_dim
         runs = []
         for head in range(0, rows, first + size):
-            runs.append(Run(0, head, head, first))
+            runs.append(RowRun(0, head, head, first))
             for pair in range(size // 2):
-                runs.append(Run(0, head + first + 2 * pair, head + first + pair, 2, step=size // 2))
+                runs.append(RowRun(0, head + first + 2 * pair, head + first + pair, 2, step=size // 2))
         return runs
 
     return Rule((name,), order)
@@ -60,7 +59,7 @@ class SharedExperts:
         return {"n_shared_experts": width // model.expert_size or None}
 
 
-class Groups:
+class RouterGroups:
     """`n_group` and `topk_group`, where 1 is no limit. V2 names the method too; V3 scores a group by two experts."""
 
     def __init__(self, method: bool):
@@ -88,7 +87,7 @@ class Groups:
         }
 
 
-class Heads:
+class LatentHeads:
     """`num_key_value_heads` is that of all heads."""
 
     def read(self, theirs: Mapping[str, Any]) -> Tree:
@@ -155,7 +154,7 @@ ROWS = {**TENSORS, **LATENT, **EXPERTS, **SHARED}
 
 SETTINGS = (
     *[size for size in SIZES if size.ours not in ("num_query_groups", "kv_channels")],
-    Heads(),
+    LatentHeads(),
     UNTIED,
     StretchedRope(),
     Field("q_lora_rank", "q_lora_rank", default=1536),
@@ -180,7 +179,7 @@ DEEPSEEK_V2 = Family(
     tensors=ROWS,
     settings=(
         *SETTINGS,
-        Groups(method=True),
+        RouterGroups(method=True),
         Ours(moe_router_pre_softmax=True),
         Theirs(norm_topk_prob=False, mlp_bias=False),
     ),
@@ -196,7 +195,7 @@ DEEPSEEK_V3 = Family(
     tensors=ROWS,
     settings=(
         *SETTINGS,
-        Groups(method=False),
+        RouterGroups(method=False),
         Ours(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True),
         Theirs(norm_topk_prob=True, rope_interleave=True),
         Writes(num_nextn_predict_layers=0),

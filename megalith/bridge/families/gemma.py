@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from megalith.bridge.families.llama import ATTENTION_BIAS, IGNORED, SIZES, TENSORS
 from megalith.bridge.family import Family
-from megalith.bridge.rope_keys import Rope, RopeByLayer
 from megalith.bridge.rows import same
-from megalith.bridge.settings import Field, Ours, Theirs, WindowsByLayer
+from megalith.bridge.settings import Field, Ours, Rope, RopeByLayer, Theirs, WindowsByLayer
 
 # fmt: off
 GEMMA2_TENSORS = {

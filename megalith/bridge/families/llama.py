@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from megalith.bridge.family import Family
-from megalith.bridge.rope_keys import Rope
 from megalith.bridge.rows import gate_up, qkv, same
-from megalith.bridge.settings import Field, Ours, Theirs
+from megalith.bridge.settings import Field, Ours, Rope, Theirs
 
 # fmt: off
 TENSORS = {

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from megalith.bridge.families.llama import IGNORED, SIZES, TENSORS, UNTIED
 from megalith.bridge.family import Family
-from megalith.bridge.rope_keys import LongRope
 from megalith.bridge.rows import gate_up, qkv
-from megalith.bridge.settings import Ours, Theirs, Window, Writes
+from megalith.bridge.settings import LongRope, Ours, Theirs, Window, Writes
 
 # fmt: off
 PHI3 = Family(

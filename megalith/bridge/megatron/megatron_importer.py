@@ -12,9 +12,8 @@ from torch import Tensor
 
 from megalith.bridge.importer import write_run
 from megalith.bridge.match import Match, match
-from megalith.bridge.megatron.legacy import arguments_in, read_legacy
+from megalith.bridge.megatron.legacy import METADATA, arguments_in, list_torch_dist, read_legacy
 from megalith.bridge.megatron.table import FUSED_NORMS, GPT
-from megalith.bridge.megatron.torch_dist import METADATA, list_torch_dist
 from megalith.bridge.megatron.unpickle import load_torch
 from megalith.config.rules.run_rules import check_model
 from megalith.errors import CheckpointError, ConfigError

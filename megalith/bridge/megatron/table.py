@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megalith.bridge.family import Family
-from megalith.bridge.rows import Rule, Run, gate_up, same
+from megalith.bridge.rows import RowRun, Rule, gate_up, same
 from megalith.bridge.settings import Field, Theirs, Tree
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
@@ -19,8 +19,8 @@ from megalith.errors import ConfigError
 def fc1(name: str) -> Rule:
     """The first matrix of the MLP: gate and up where it is gated."""
 
-    def order(model: ModelConfig, rows: int) -> list[Run]:
-        return gate_up(name).order(model, rows) if model.gated else [Run(0, 0, 0, rows)]
+    def order(model: ModelConfig, rows: int) -> list[RowRun]:
+        return gate_up(name).order(model, rows) if model.gated else [RowRun(0, 0, 0, rows)]
 
     return Rule((name,), order)
 

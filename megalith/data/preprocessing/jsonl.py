@@ -28,7 +28,7 @@ _ZSTD_PIECE_BYTES = 1 << 13  # zstd may unpack to 30,000 times its size, so litt
 
 
 @dataclass(frozen=True)
-class Block:
+class LineBlock:
     """Whole lines of a file, without the last newline; the first one's number (from 1) and byte offset.
 
     `position`: the bytes of the (compressed) file read so far.
@@ -55,7 +55,7 @@ class BadLine:
 
 
 @dataclass(frozen=True)
-class Record:
+class TextRecord:
     """The texts of one line, in the order of the keys asked for."""
 
     line: int
@@ -85,7 +85,7 @@ def expand_inputs(inputs: Sequence[str | Path]) -> list[Path]:
 
 def read_blocks(
     path: Path, max_line_bytes: int = MAX_LINE_BYTES, block_bytes: int = BLOCK_BYTES
-) -> Iterator[Block]:
+) -> Iterator[LineBlock]:
     """The file in blocks of whole lines, of about `block_bytes` each.
 
     A line longer than `max_line_bytes` comes cut to one byte more, alone in its block: `parse_block` refuses
@@ -104,22 +104,22 @@ def read_blocks(
         end = piece.rfind(b"\n")
         if end >= 0:
             data = bytes(tail + piece[:end])
-            yield Block(path, line, offset, data, position)
+            yield LineBlock(path, line, offset, data, position)
             offset, line = offset + len(data) + 1, line + data.count(b"\n") + 1
             tail = bytearray(piece[end + 1 :])
         else:
             tail += piece
         if len(tail) > max_line_bytes:
-            yield Block(path, line, offset, bytes(tail[: max_line_bytes + 1]), position)
+            yield LineBlock(path, line, offset, bytes(tail[: max_line_bytes + 1]), position)
             offset, dropping = offset + len(tail), True
             tail.clear()
     if tail:
-        yield Block(path, line, offset, bytes(tail), position)
+        yield LineBlock(path, line, offset, bytes(tail), position)
 
 
 def parse_block(
-    block: Block, json_keys: Sequence[str], max_line_bytes: int = MAX_LINE_BYTES
-) -> tuple[list[Record], list[BadLine]]:
+    block: LineBlock, json_keys: Sequence[str], max_line_bytes: int = MAX_LINE_BYTES
+) -> tuple[list[TextRecord], list[BadLine]]:
     """The block's documents and its unusable lines, in order. Blank lines are neither."""
     records, bad_lines = [], []
     offset = block.offset
@@ -127,7 +127,7 @@ def parse_block(
         if line and not line.isspace():
             try:
                 content = line.removeprefix(codecs.BOM_UTF8) if offset == 0 else line
-                records.append(Record(number, offset, _parse_line(content, json_keys, max_line_bytes)))
+                records.append(TextRecord(number, offset, _parse_line(content, json_keys, max_line_bytes)))
             except (ValueError, RecursionError) as error:
                 bad_lines.append(BadLine(block.path, number, offset, _reason(error)))
         offset += len(line) + 1

@@ -29,7 +29,7 @@ from megalith.data.preprocessing.encoding import (
     encode_in_worker,
     start_worker,
 )
-from megalith.data.preprocessing.jsonl import MAX_LINE_BYTES, BadLine, Block, expand_inputs, read_blocks
+from megalith.data.preprocessing.jsonl import MAX_LINE_BYTES, BadLine, LineBlock, expand_inputs, read_blocks
 from megalith.data.preprocessing.preprocess_progress import Progress
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError
@@ -56,7 +56,7 @@ class PreprocessSummary:
     bad_lines: list[BadLine] = field(default_factory=list)
     """The first of those."""
 
-    def add(self, block: Block, encoded: EncodedBlock) -> None:
+    def add(self, block: LineBlock, encoded: EncodedBlock) -> None:
         for k, column in enumerate(encoded.columns):
             self.documents[k] += len(column.sequences)
             self.sequences += len(column.sequence_lengths)
@@ -119,8 +119,8 @@ def preprocess(
 
 
 def _encode_in_order(
-    blocks: Iterable[Block], encoder: BlockEncoder, workers: int
-) -> Iterator[tuple[Block, EncodedBlock]]:
+    blocks: Iterable[LineBlock], encoder: BlockEncoder, workers: int
+) -> Iterator[tuple[LineBlock, EncodedBlock]]:
     """Each block with its encoding, in the order of `blocks`; a few blocks a worker are under way at a time."""
     if workers == 0:
         for block in blocks:
@@ -129,7 +129,7 @@ def _encode_in_order(
     pool = ProcessPoolExecutor(
         workers, multiprocessing.get_context("spawn"), initializer=start_worker, initargs=(encoder,)
     )
-    under_way: deque[tuple[Block, Future[EncodedBlock]]] = deque()
+    under_way: deque[tuple[LineBlock, Future[EncodedBlock]]] = deque()
     try:
         for block in blocks:
             under_way.append((block, pool.submit(encode_in_worker, block)))

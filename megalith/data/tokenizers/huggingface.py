@@ -9,8 +9,8 @@ from typing import Any, Self
 
 import tokenizers
 
-from megalith.data.tokenizers.tokenizer import Named, Tokenizer, read_file, read_json
 from megalith.data.tokenizers.hub import local_folder
+from megalith.data.tokenizers.tokenizer import Named, Tokenizer, read_file, read_json
 from megalith.errors import ConfigError, DataError
 
 MODEL = "tokenizer.json"

@@ -15,9 +15,8 @@ from torch import Tensor
 from megalith.config import ModelConfig
 from megalith.models.linear import Linear
 from megalith.models.norm import HeadsNorm, Norm
-from megalith.models.pass_context import Context
+from megalith.models.pass_context import Context, Runnable, runnable
 from megalith.models.rope import rotate
-from megalith.models.runner import Runnable, runnable
 from megalith.ops.attention_core import attention
 from megalith.ops.qkv import split_qkv
 

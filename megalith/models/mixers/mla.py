@@ -20,9 +20,8 @@ from megalith.config import ModelConfig
 from megalith.models.linear import Linear
 from megalith.models.mixers.attention import Attention
 from megalith.models.norm import Norm
-from megalith.models.pass_context import Context, own_tokens
+from megalith.models.pass_context import Context, own_tokens, runnable
 from megalith.models.rope import rotate
-from megalith.models.runner import runnable
 
 
 class LatentAttention(Attention):

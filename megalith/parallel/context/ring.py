@@ -59,7 +59,7 @@ def ring_attention(
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _KeyBlock:
     """Some keys and values, and which of this rank's queries see them: all of them, or if causal up to themselves."""
 
     pair: Tensor  # keys and values [2, batch, keys, groups, head_dim]
@@ -74,14 +74,14 @@ class _Route(ABC):
     def __init__(self, pair: Tensor, size: int, rank: int, group: str):
         self.pair, self.size, self.rank, self.group = pair.contiguous(), size, rank, group
         self.seq = pair.shape[2]
-        self.own_piece = _Piece(self.pair, spans(rank, size, self.seq), causal=True)
+        self.own_piece = _KeyBlock(self.pair, spans(rank, size, self.seq), causal=True)
 
     @abstractmethod
-    def pieces(self) -> Iterator[_Piece]:
+    def pieces(self) -> Iterator[_KeyBlock]:
         """The pieces that this rank's queries see, its own first. More are under way while one is computed with."""
 
     @abstractmethod
-    def send(self, piece: _Piece, grad: Tensor) -> None:
+    def send(self, piece: _KeyBlock, grad: Tensor) -> None:
         """Takes the float32 gradient [2, batch, keys, groups, head_dim] of a piece that is not this rank's own."""
 
     @abstractmethod
@@ -94,7 +94,7 @@ class _Ring(_Route):
 
     _travelling: Tensor | None = None
 
-    def pieces(self) -> Iterator[_Piece]:
+    def pieces(self) -> Iterator[_KeyBlock]:
         half = self.seq // 2
         coming = self._pass_on(self.pair)
         yield self.own_piece
@@ -105,11 +105,11 @@ class _Ring(_Route):
             source = (self.rank - step) % self.size
             early, late = spans(source, self.size, self.seq)
             if source < self.rank:
-                yield _Piece(pair[:, :, :half], [early])
+                yield _KeyBlock(pair[:, :, :half], [early])
             else:
-                yield _Piece(pair, [early, late], half)
+                yield _KeyBlock(pair, [early, late], half)
 
-    def send(self, piece: _Piece, grad: Tensor) -> None:
+    def send(self, piece: _KeyBlock, grad: Tensor) -> None:
         # The gradient of a piece follows it one step later: what comes now is for the piece that was just computed.
         if grad.shape[2] < self.seq:
             grad = torch.cat([grad, torch.zeros_like(grad)], dim=2)
@@ -132,7 +132,7 @@ class _Gather(_Route):
 
     _grad: Tensor | None = None
 
-    def pieces(self) -> Iterator[_Piece]:
+    def pieces(self) -> Iterator[_KeyBlock]:
         half, size, rank = self.seq // 2, self.size, self.rank
         coming = _ops.all_gather_into_tensor(self.pair, size, self.group)
         yield self.own_piece
@@ -141,11 +141,11 @@ class _Gather(_Route):
         before = range(rank * half)
         between = range((rank + 1) * half, (2 * size - 1 - rank) * half)
         if before:
-            yield _Piece(whole[:, :, before.start : before.stop], [before])
+            yield _KeyBlock(whole[:, :, before.start : before.stop], [before])
         if between:
-            yield _Piece(whole[:, :, between.start : between.stop], [between], half)
+            yield _KeyBlock(whole[:, :, between.start : between.stop], [between], half)
 
-    def send(self, piece: _Piece, grad: Tensor) -> None:
+    def send(self, piece: _KeyBlock, grad: Tensor) -> None:
         if self._grad is None:
             batch, _, *rest = self.pair.shape[1:]
             self._grad = grad.new_zeros(2, batch, self.size * self.seq, *rest)
@@ -177,7 +177,7 @@ class _Masks:
         self.dropout, self.first_head = dropout, first_head
         self.own_places = own_places
 
-    def block(self, piece: _Piece) -> Block:
+    def block(self, piece: _KeyBlock) -> Block:
         mask = key_places = rows = None
         batch, device = piece.pair.shape[1], piece.pair.device
         if self.document_ids is not None:

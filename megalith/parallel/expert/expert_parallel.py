@@ -21,11 +21,14 @@ two lines hide its exchanges as well:
                      forward                              backward, read upwards
     tokens there     weights cast, while the host reads   gradients of the experts' weights
     sums back        shared expert                        shared expert's backward pass
+
+How many tokens each expert got in a step, over all ranks, and the expert bias that follows from it.
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator, Sequence
 from functools import cache
 
 import torch
@@ -45,12 +48,12 @@ from megalith.comm.collectives import (
     summed,
 )
 from megalith.config import ModelConfig
-from megalith.models.load_balance import MicroBatch
-from megalith.models.moe import Dispatch, Experts, Rows, Shared
+from megalith.models.load_balance import TokenShare, move_bias
+from megalith.models.moe import Dispatch, ExpertRows, Experts, Shared
 from megalith.models.pass_context import PassLayout
-from megalith.models.router import Routing
+from megalith.models.router import Router, Routing
 from megalith.models.transformer import Transformer
-from megalith.ops.grouped_gemm import Groups
+from megalith.ops.grouped_gemm import RowGroups
 from megalith.ops.permute import Order, sum_rows, take_rows, transposed
 from megalith.parallel.expert.dispatch_buffer import Parcels, pack, parcels, unpack
 from megalith.parallel.mesh import Mesh
@@ -77,14 +80,14 @@ def apply_expert(model: Transformer, mesh: Mesh, tensor: TensorParallel | None, 
         if not layer.has_experts:
             continue
         if parts.size > 1:
-            plug(layer.mlp.router, "micro_batch", Part(parts))
+            plug(layer.mlp.router, "micro_batch", SplitTokenShare(parts))
         if mesh.experts is not None:
             _cut(layer.mlp.experts, mesh)
         if mesh.ep_etp.size > 1 or tensor is not None:
             plug(layer.mlp, "dispatch", ExpertParallel(model.config, mesh, tensor, dispatcher))
 
 
-class Part(MicroBatch):
+class SplitTokenShare(TokenShare):
     """The tokens here are one of `axis.size` parts of their micro-batch."""
 
     def __init__(self, axis: Axis):
@@ -128,7 +131,7 @@ class ExpertParallel(Dispatch):
         self.gathered = mesh.etp if dispatcher == "alltoall" else mesh.ep_etp
         self.micro_batches = _micro_batches(self.gathered.size, mesh.cp.size * mesh.tp.size)
 
-    def plan(self, routing: Routing, layout: PassLayout) -> Parcels | Rows:
+    def plan(self, routing: Routing, layout: PassLayout) -> Parcels | ExpertRows:
         weights, destinations = routing.weights, routing.destinations(self.experts)
         if self._shares(layout):
             # What fills the last ranks up weighs nothing. It goes anywhere, but where experts have a capacity nowhere.
@@ -145,7 +148,7 @@ class ExpertParallel(Dispatch):
         return parcels(weights, destinations, self.ep, self.local_experts)
 
     def __call__(
-        self, x: Tensor, plan: Parcels | Rows, experts: Experts, shared: Shared, layout: PassLayout
+        self, x: Tensor, plan: Parcels | ExpertRows, experts: Experts, shared: Shared, layout: PassLayout
     ) -> Tensor:
         """x [tokens, hidden] through the experts of its plan, plus what `shared` gives: [tokens, hidden]."""
         sizes = HostCopy(plan.sizes) if isinstance(plan, Parcels) else None
@@ -186,10 +189,10 @@ class ExpertParallel(Dispatch):
         # Made here, the weights' gradients are computed in the backward pass while those of the tokens travel.
         matrices = None if cast is None else experts.prepared(cast)
         rows, row_weights, here = unpack(end_all_to_all(way), plan, sum(counts), self.fusion)
-        rows = experts(rows, row_weights, Groups(plan.counts, counts), matrices)
+        rows = experts(rows, row_weights, RowGroups(plan.counts, counts), matrices)
         return self._back(sum_rows(rows, here, self.fusion), back, there, order, beside)
 
-    def _send_filled(self, x: Tensor, plan: Rows, experts: Experts, beside: Shared) -> Tensor:
+    def _send_filled(self, x: Tensor, plan: ExpertRows, experts: Experts, beside: Shared) -> Tensor:
         """As _send, with a row for each pair: `plan.size` for every expert from every rank, so that nothing is read."""
         ranks, here, size = self.ep.size, self.local_experts, plan.size
         rows, row_weights, order = self.take(x, plan, None)
@@ -199,7 +202,7 @@ class ExpertParallel(Dispatch):
         counts = torch.full((ranks, here), size, device=x.device)
         by_expert = transposed(counts, sum(each))
         row_weights, rows = (take_rows(end_all_to_all(part), by_expert) for part in way)
-        rows = experts(rows, row_weights, Groups(counts.sum(0), (ranks * size,) * here), matrices)
+        rows = experts(rows, row_weights, RowGroups(counts.sum(0), (ranks * size,) * here), matrices)
         return self._back(take_rows(rows, by_expert.inverse()), each, each, order, beside)
 
     def _back(self, y: Tensor, sent: list[int], received: list[int], order: Order, beside: Shared) -> Tensor:
@@ -239,3 +242,41 @@ def _cut(experts: Experts, mesh: Mesh) -> None:
     bias = experts.linear_fc2.bias
     if bias is not None:
         plug(experts.linear_fc2, "first_row", local_place(bias)[1][1])
+
+
+@torch.no_grad()
+def gather_tallies(
+    chunks: Sequence[Transformer], mesh: Mesh, sequence_parallel: bool, device: torch.device
+) -> Tensor | None:
+    """The tallies of the step's micro-batches, summed: float32 [layers with experts, experts + 3], on every rank.
+
+    Every rank calls it after its backward passes; its own tallies begin anew. None where there are no experts.
+    """
+    config = chunks[0].config
+    if not config.expert_layers:
+        return None
+    tallies = torch.zeros(len(config.expert_layers), config.num_experts + 3, device=device)
+    for index, router in _routers(chunks):
+        tallies[index] = router.tally
+        router.tally.zero_()
+    tallies = summed(tallies, mesh.dp_cp)
+    if sequence_parallel:  # else the ranks of the tensor axis have the same tokens
+        tallies = summed(tallies, mesh.tp)
+    return summed(tallies, mesh.pp)
+
+
+def move_biases(chunks: Sequence[Transformer], tallies: Tensor, skipped: Tensor) -> None:
+    """Moves the expert bias of every layer that has one, by the tallies of the step; `skipped` is 1 or 0."""
+    config = chunks[0].config
+    for index, router in _routers(chunks):
+        if router.expert_bias is not None:
+            counts = tallies[index, : config.num_experts]
+            move_bias(router.expert_bias, counts, config.moe_router_bias_update_rate, skipped)
+
+
+def _routers(chunks: Sequence[Transformer]) -> Iterator[tuple[int, Router]]:
+    """The routers here, each with the number of its layer among those with experts."""
+    for chunk in chunks:
+        for name, layer in chunk.layers.items():
+            if layer.has_experts:
+                yield chunk.config.expert_layers.index(int(name)), layer.mlp.router

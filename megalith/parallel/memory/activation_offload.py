@@ -27,8 +27,7 @@ from torch.distributed.fsdp import FSDPModule
 from megalith.comm.collectives import local
 from megalith.config import ParallelConfig
 from megalith.models.layer import TransformerLayer
-from megalith.models.pass_context import Context
-from megalith.models.runner import Runner
+from megalith.models.pass_context import Context, Runner
 from megalith.models.transformer import Transformer
 from megalith.parallel.memory.recompute import unit_size
 from megalith.parallel.seams import plug

@@ -20,8 +20,7 @@ from torch.utils.checkpoint import checkpoint
 from megalith.comm.collectives import Axis, gathered
 from megalith.config import ParallelConfig
 from megalith.models.layer import TransformerLayer
-from megalith.models.pass_context import Context
-from megalith.models.runner import Runner
+from megalith.models.pass_context import Context, Runner
 from megalith.models.transformer import Transformer
 from megalith.parallel.seams import plug
 

@@ -19,7 +19,7 @@ from functools import cache
 from torch import Tensor
 
 from megalith.comm.copy_engine import Slot, exchange, operator
-from megalith.comm.cuda_driver import Rows, copy_rows
+from megalith.comm.cuda_driver import StridedRows, copy_rows
 from megalith.ops import kernels as fused
 from megalith.parallel.context.zigzag import spans
 
@@ -74,7 +74,7 @@ def _begin(xs: list[Tensor], out: Tensor, size: int, group: str, to_heads: bool)
 
 
 @cache
-def heads_pulls(rank: int, peer: int, size: int, batch: int, seq: int, row: int) -> list[Rows]:
+def heads_pulls(rank: int, peer: int, size: int, batch: int, seq: int, row: int) -> list[StridedRows]:
     """What `rank` fetches from `peer` for heads_from_tokens: a rank's share of a token takes `row` bytes, and `seq`
     tokens of a sequence are a rank's."""
     chunk = seq // 2
@@ -83,17 +83,17 @@ def heads_pulls(rank: int, peer: int, size: int, batch: int, seq: int, row: int)
     for number, span in enumerate(spans(peer, size, seq)):
         source, target = start + number * chunk * row, span.start * row
         if batch > 1:
-            pulls.append(Rows(source, seq * row, target, size * seq * row, chunk * row, batch))
+            pulls.append(StridedRows(source, seq * row, target, size * seq * row, chunk * row, batch))
         else:  # by token, as a pitch is less than 2 GiB
-            pulls.append(Rows(source, row, target, row, row, chunk))
+            pulls.append(StridedRows(source, row, target, row, row, chunk))
     return pulls
 
 
 @cache
-def tokens_pulls(rank: int, peer: int, size: int, batch: int, seq: int, row: int) -> list[Rows]:
+def tokens_pulls(rank: int, peer: int, size: int, batch: int, seq: int, row: int) -> list[StridedRows]:
     """The same for tokens_from_heads."""
     start = _part(rank, peer) * batch * seq * row
-    return [Rows(start, row, peer * row, size * row, row, batch * seq)]
+    return [StridedRows(start, row, peer * row, size * row, row, batch * seq)]
 
 
 def _part(rank: int, peer: int) -> int:

@@ -8,11 +8,20 @@ while the sender may stand in the same way before its own receive.
 
 Of a micro-batch a stage keeps its input and the graph of its work, but not its output: the gradient comes back to the
 graph's edge.
+
+Transfers between pipeline stages: for each pair of neighbours, direction and pass a communicator of its own.
+
+NCCL works off the transfers of a communicator in the order in which a rank asked for them, and each blocks those
+behind it until both ends have come to it. With one communicator for several neighbours or for both passes, schedules
+deadlock (schedule_check.py shows which). A link that carries one kind of tensor from one rank to one other cannot: its
+sender and its receiver follow the same order.
+
+A sent tensor is kept until it has gone; nothing waits for it before the end of the step.
 """
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
@@ -21,14 +30,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.distributed import Work
+from torch.distributed import ProcessGroup, Work
 from torch.profiler import record_function
 
 from megalith.comm.collectives import Axis, gather_json, summed
-from megalith.models.cache import KVCache
+from megalith.models.pass_context import KVCache
 from megalith.models.transformer import Transformer
 from megalith.parallel.pipeline import split_backward as deferred
-from megalith.parallel.pipeline.links import Links
 from megalith.parallel.pipeline.schedules import (
     Action,
     Kind,
@@ -36,8 +44,62 @@ from megalith.parallel.pipeline.schedules import (
     build_forward_schedule,
     build_schedule,
 )
-from megalith.parallel.pipeline.stopwatch import Stopwatch
-from megalith.parallel.pipeline.timeline import Span, Timeline, span_rows, timeline_of
+from megalith.parallel.pipeline.timeline import Span, Stopwatch, Timeline, span_rows, timeline_of
+
+
+class Links:
+    """The links of this rank to the stages before and behind it. Every process of the world makes them together."""
+
+    def __init__(self, axis: Axis, laps: int):
+        """`laps` > 1, chunks of layers a rank: the last rank is a neighbour of the first."""
+        self._ranks = dist.get_process_group_ranks(axis.group)
+        self._groups: dict[tuple[int, int, bool], ProcessGroup] = {}  # by sender and receiver, forward
+        self._sending: deque[tuple[Work, Tensor]] = deque()
+        spacing = (
+            self._ranks[1] - self._ranks[0]
+        )  # of a pipeline's ranks: as many pipelines stand side by side
+        for pipeline in range(spacing):
+            mine = pipeline == self._ranks[0]
+            for stage in range(axis.size if laps > 1 else axis.size - 1):
+                following = (stage + 1) % axis.size
+                for sender, receiver, forward in ((stage, following, True), (following, stage, False)):
+                    group = dist.new_group([pipeline + spacing * sender, pipeline + spacing * receiver])
+                    if mine and axis.rank in (sender, receiver):
+                        self._groups[sender, receiver, forward] = group
+        self._rank = axis.rank
+        self._open(axis)
+
+    def _open(self, axis: Axis) -> None:
+        """Sends a first number over every link, in an order that all ranks share.
+
+        NCCL makes a communicator at its first use, when each end stands still until the other comes; in a step, where
+        receives are asked for ahead, they might wait for each other for ever.
+        """
+        for (sender, receiver, _), group in self._groups.items():
+            number = torch.zeros(1, device=axis.mesh.device_type)
+            if axis.rank == sender:
+                dist.send(number, self._ranks[receiver], group=group)
+            else:
+                dist.recv(number, self._ranks[sender], group=group)
+
+    def send(self, tensor: Tensor, receiver: int, forward: bool) -> None:
+        """Begins to send `tensor` to pipeline rank `receiver`; it must not be written to until `finish`."""
+        while self._sending and self._sending[0][0].is_completed():
+            self._sending.popleft()
+        group = self._groups[self._rank, receiver, forward]
+        tensor = tensor.contiguous()
+        self._sending.append((dist.isend(tensor, self._ranks[receiver], group=group), tensor))
+
+    def receive(self, tensor: Tensor, sender: int, forward: bool) -> Work:
+        """Begins to fill `tensor` with what pipeline rank `sender` sends next; it is there after the Work's wait."""
+        return dist.irecv(tensor, self._ranks[sender], group=self._groups[sender, self._rank, forward])
+
+    def finish(self) -> None:
+        """Waits until everything sent has gone."""
+        while self._sending:
+            work, _ = self._sending.popleft()
+            work.wait()
+
 
 # What the profiler calls a rank's whole pass through its actions, and in it the time that it stands waiting.
 PASS, WAITS = "megalith: pipeline", "megalith: waiting for a stage"
