@@ -81,10 +81,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one subcommand. A MegalithError is told in a sentence, without a traceback."""
     end_with_launcher()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
-    if arguments[:1] != ["train"]:
+    own = {
+        "train": train,
+        **dict.fromkeys((*MEGATRON_PROGRAMS, "megatron"), megatron),
+    }  # they read their own options
+    if not arguments or arguments[0] not in own:
         return _told(lambda: _run_subcommand(arguments))
     with lasting_streams():
-        return _told(lambda: train(arguments[1:]))  # its options are the configuration's own
+        return _told(lambda: own[arguments[0]](arguments))
 
 
 def _run_subcommand(arguments: list[str]) -> int:
@@ -125,8 +129,24 @@ processes:
 """
 
 
+MEGATRON_PROGRAMS = ("pretrain-gpt", "pretrain-bert", "pretrain-t5")
+
+
+def megatron(words: list[str]) -> int:
+    """`megalith pretrain-gpt FLAGS`, `megalith megatron run|install|flags …`"""
+    from megalith.dialects.megatron import door
+
+    if words[0] == "megatron":
+        words = words[1:]
+        if not words or words[0] in ("-h", "--help"):
+            print(door.__doc__)
+            return 0
+    return door.run_command(words)
+
+
 def train(arguments: list[str]) -> int:
     """`megalith train [run.yaml] [--nproc N] [--section.key value …]`"""
+    arguments = arguments[1:]
     if {"-h", "--help"} & set(arguments):
         from megalith.config.describe import help_text
 
@@ -353,6 +373,12 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=ShowVersion, nargs=0, help="print the version")
     commands = parser.add_subparsers(required=True, metavar="command")
     commands.add_parser("train", help="train as a run file says; `megalith train --help` lists every setting")
+    commands.add_parser("pretrain-gpt", help="train by Megatron-LM's flags")
+    for program in MEGATRON_PROGRAMS[1:]:
+        commands.add_parser(program, help="Megatron-LM's program of this name: says that it is not there yet")
+    commands.add_parser(
+        "megatron", help="run Megatron-LM's scripts, install its programs' names, list its flags"
+    )
     prepare.add_corpus_arguments(
         _leaf(
             commands, "corpus", "write Python's standard library as JSONL, a first corpus", prepare.run_corpus

@@ -136,10 +136,10 @@ class DenseModel(Section):
     norm_placement: Literal["pre", "post", "sandwich"] = "pre"
     """A norm before each attention and MLP, on what they add to the residual stream (OLMo 2), or both (Gemma 2)."""
 
-    activation: Annotated[Literal["gelu", "gelu_tanh", "relu", "silu"], Resolved("mlp_activation")] = (
-        "gelu_tanh"
-    )
-    """The MLP's non-linearity without swiglu. `gelu_tanh` is GPT-2's approximation."""
+    activation: Annotated[
+        Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu", "silu"], Resolved("mlp_activation")
+    ] = "gelu_tanh"
+    """The MLP's non-linearity without swiglu. `gelu_tanh` is GPT-2's approximation, `quick_gelu` x · σ(1.702 x)."""
 
     gated_linear_unit: Annotated[bool, Resolved("gated")] = False
     """Gated MLP: activation(gate) · up."""

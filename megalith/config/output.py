@@ -16,7 +16,7 @@ class CheckpointConfig(Section):
     """Steps between checkpoints."""
 
     save_at_end: bool = True
-    """Saves a checkpoint when the run is through; one that is stopped early always does."""
+    """Saves a checkpoint when the run is through; for one that is stopped early save_when_stopped says."""
 
     load: str | None = None
     """A run folder or one of its steps to go on from. It may be the folder written to, empty at first."""
@@ -26,6 +26,9 @@ class CheckpointConfig(Section):
 
     load_optim: bool = True
     """Loads the optimizer's state."""
+
+    save_when_stopped: Literal["always", "at_exits", "never"] = "always"
+    """A run that is stopped early saves: always, not at a signal but at train.exit_interval and the like, or never."""
 
     keep_last: PositiveInt | None = None
     """Keeps only this many of the newest checkpoints. Absent: all."""
@@ -46,11 +49,20 @@ class LogConfig(Section):
     log_interval: PositiveInt = 10
     """Steps between log lines."""
 
+    console: Literal["auto", "lines"] = "auto"
+    """`lines`: Megatron's log lines on a terminal too, as in a file; otherwise there is a live line."""
+
+    log_throughput: bool = True
+    """The log lines name TFLOP/s a device."""
+
     layout_report: bool = True
     """Several processes: profiles one of the first steps and prints each rank's memory and where its time went."""
 
     tensorboard: bool = False
-    """Writes TensorBoard events to `output_dir/tensorboard`."""
+    """Writes TensorBoard events."""
+
+    tensorboard_dir: str | None = None
+    """Folder of the TensorBoard events. Absent: `output_dir/tensorboard`."""
 
     wandb: bool = False
     """Logs to Weights & Biases."""
@@ -60,6 +72,12 @@ class LogConfig(Section):
 
     wandb_name: str | None = None
     """Weights & Biases run name. Absent: the output folder's name."""
+
+    wandb_entity: str | None = None
+    """Weights & Biases account or team. Absent: the user's own default."""
+
+    wandb_dir: str | None = None
+    """Folder of the local files of Weights & Biases. Absent: output_dir."""
 
     profile: bool = False
     """Traces a window of steps with torch's profiler into `output_dir/profile`."""

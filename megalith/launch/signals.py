@@ -31,11 +31,12 @@ def heeded() -> list[signal.Signals]:
 
 class StopSignals:
     """In its `with`, `asked` is the first stop signal that came, None before. Elsewhere than in the main thread
-    signals stay what they were: Python takes them there only. One that `announces` says on stderr what it took."""
+    signals stay what they were: Python takes them there only. One that `announces` says on stderr what it took, and
+    whether the run `saves` then."""
 
-    def __init__(self, announces: bool = True) -> None:
+    def __init__(self, announces: bool = True, saves: bool = True) -> None:
         self.asked: signal.Signals | None = None
-        self._announces = announces
+        self._announces, self._saves = announces, saves
         self._came: dict[int, float] = {}  # when each signal came first
         self._obeyed: float | None = None
 
@@ -79,7 +80,7 @@ class StopSignals:
         if is_new and self._announces:
             again = "; again: at once" if number is signal.SIGINT else ""
             print(
-                f"{number.name}: stopping after this step, with a checkpoint{again}",
+                f"{number.name}: stopping after this step, with{'' if self._saves else 'out'} a checkpoint{again}",
                 file=sys.stderr,
                 flush=True,
             )

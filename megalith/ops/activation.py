@@ -42,7 +42,9 @@ def _with_bias(function: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
 ACTIVATIONS = {
     "gelu": _with_bias(F.gelu),
     "gelu_tanh": gelu_tanh,
+    "quick_gelu": _with_bias(lambda x: x * torch.sigmoid(1.702 * x)),  # Hendrycks and Gimpel 2016
     "relu": _with_bias(F.relu),
+    "squared_relu": _with_bias(lambda x: F.relu(x).square()),  # So et al. 2021
     "silu": _with_bias(F.silu),
 }
 

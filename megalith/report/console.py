@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
 from rich.text import Text
 
+from megalith.config import LogConfig
 from megalith.errors import LINES, printable
 from megalith.report.metrics import StepMetrics, perplexity
 
@@ -45,12 +46,12 @@ class TrainingConsole(Protocol):
     ) -> None: ...
 
 
-def open_console(total_steps: int, log_interval: int, stream: TextIO | None = None) -> TrainingConsole:
+def open_console(total_steps: int, log: LogConfig, stream: TextIO | None = None) -> TrainingConsole:
     """The console that fits `stream` (standard output when None)."""
     stream = stream or sys.stdout
-    if stream.isatty():
-        return LiveConsole(total_steps, log_interval, Console(file=stream, force_terminal=True))
-    return LogConsole(total_steps, log_interval, stream)
+    if stream.isatty() and log.console == "auto":
+        return LiveConsole(total_steps, log.log_interval, Console(file=stream, force_terminal=True))
+    return LogConsole(total_steps, log.log_interval, stream, throughput=log.log_throughput)
 
 
 class Interval:
@@ -102,15 +103,16 @@ class LogConsole:
         log_interval: int,
         stream: TextIO,
         clock: Callable[[], datetime] = datetime.now,
+        throughput: bool = True,
     ):
-        self._total_steps, self._log_interval = total_steps, log_interval
+        self._total_steps, self._log_interval, self._throughput = total_steps, log_interval, throughput
         self._stream, self._clock = stream, clock
         self._interval = Interval()
 
     def log_step(self, metrics: StepMetrics) -> None:
         self._interval.add(metrics)
         if metrics.step % self._log_interval == 0 or metrics.step == self._total_steps:
-            self.note(megatron_line(self._interval, self._total_steps, self._clock()))
+            self.note(megatron_line(self._interval, self._total_steps, self._clock(), self._throughput))
             self._interval = Interval()
 
     def evaluating(self, step: int, done: int, total: int) -> None:
@@ -135,7 +137,7 @@ class LogConsole:
         self._stream.flush()
 
 
-def megatron_line(interval: Interval, total_steps: int, now: datetime) -> str:
+def megatron_line(interval: Interval, total_steps: int, now: datetime, throughput: bool = True) -> str:
     """Megatron-LM's training line for the steps of `interval`; a figure that is not known is left out."""
     last = interval.last
     fields = [
@@ -144,7 +146,7 @@ def megatron_line(interval: Interval, total_steps: int, now: datetime) -> str:
         f"elapsed time per iteration (ms): {interval.step_time_ms:.1f}",
     ]
     tflops = interval.rate("tflops_per_device")
-    if tflops is not None:
+    if tflops is not None and throughput:
         fields.append(f"throughput per GPU (TFLOP/s/GPU): {tflops:.1f}")
     fields += [
         f"learning rate: {last.lr:.6E}",

@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -96,9 +97,11 @@ def open_report(
         print(f"note: {note}")
     for note in topology_notes(layout, places):
         print(paragraph(note))
+    if config.log.console == "lines":
+        print(f"[before the start of training step] datetime: {datetime.now():%Y-%m-%d %H:%M:%S} ")
     with (
         metrics,
-        open_console(total_steps, config.log.log_interval) as console,
+        open_console(total_steps, config.log) as console,
         StepProfiler(output, traced_steps(config.log), console.note) as profiler,
     ):
         yield Report(layout, mesh, device, step, pipeline, metrics, console, profiler, starting)

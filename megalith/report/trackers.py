@@ -36,20 +36,21 @@ def open_sinks(config: RunConfig, start_step: int, logged: int) -> list[Sink]:
 
     Raises ConfigError for one that is not installed.
     """
-    output = config.train.output_dir
+    output, log = config.train.output_dir, config.log
     sinks: list[Sink] = []
-    if config.log.tensorboard:
-        sinks.append(TensorBoardSink(output, start_step))
-    if config.log.wandb:
-        tree = config.to_tree()
-        sinks.append(WandbSink(output, config.log.wandb_project, config.log.wandb_name, tree, logged))
+    if log.tensorboard:
+        sinks.append(TensorBoardSink(output, start_step, log.tensorboard_dir))
+    if log.wandb:
+        names = (log.wandb_project, log.wandb_name)
+        sinks.append(WandbSink(output, *names, config.to_tree(), logged, log.wandb_entity, log.wandb_dir))
     return sinks
 
 
 class TensorBoardSink:
-    """Event files in `OUTPUT/tensorboard`. Events beyond `start_step`, of a process that crashed, are hidden."""
+    """Event files in `OUTPUT/tensorboard` or `folder`. Events beyond `start_step`, of a process that crashed, are
+    hidden."""
 
-    def __init__(self, output_dir: str | Path, start_step: int = 0):
+    def __init__(self, output_dir: str | Path, start_step: int = 0, folder: str | None = None):
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -57,8 +58,9 @@ class TensorBoardSink:
                 f"log.tensorboard is true, but TensorBoard cannot be imported ({error}); "
                 f"install it with: {install_line('log')}, or set log.tensorboard to false"
             ) from None
-        folder = make_subfolder(Path(output_dir) / "tensorboard")
-        self._open = partial(SummaryWriter, str(folder))
+        if folder is None:
+            folder = str(make_subfolder(Path(output_dir) / "tensorboard"))
+        self._open = partial(SummaryWriter, folder)
         self._writer = self._open(purge_step=start_step + 1 if start_step else None)
 
     def write(self, step: int, figures: Mapping[str, float]) -> None:
@@ -76,14 +78,21 @@ class TensorBoardSink:
 class WandbSink:
     """A Weights & Biases run. Its id is kept in `OUTPUT/wandb_id`, so that a resumed job goes on with it.
 
-    Mode and account are W&B's own settings: `WANDB_MODE=offline` writes into `OUTPUT/wandb` without a network.
+    Mode is W&B's own setting: `WANDB_MODE=offline` writes into `OUTPUT/wandb`, or below `directory`, without a network.
     config: the run's settings as plain values, shown beside the curves. W&B takes nothing back: of a step that is made
     again, after a loss spike or a crash, it keeps the figures that it was sent first. `sent`: the last step that an
     earlier process sent.
     """
 
     def __init__(
-        self, output_dir: str | Path, project: str, name: str | None, config: Mapping[str, Any], sent: int = 0
+        self,
+        output_dir: str | Path,
+        project: str,
+        name: str | None,
+        config: Mapping[str, Any],
+        sent: int = 0,
+        entity: str | None = None,
+        directory: str | None = None,
     ):
         try:
             import wandb
@@ -94,9 +103,13 @@ class WandbSink:
             ) from None
         folder = Path(output_dir)
         make_folder(folder)
-        make_subfolder(folder / "wandb")
+        if directory is None:
+            make_subfolder(folder / "wandb")
+        else:
+            make_folder(Path(directory))
         self._run = wandb.init(
-            dir=str(folder),
+            dir=directory or str(folder),
+            entity=entity,
             project=project,
             name=name or folder.resolve().name,
             id=_identity(folder / "wandb_id"),

@@ -15,7 +15,7 @@ from megalith.bridge.exporter import export_hf
 from megalith.bridge.load import tokenizer_notes
 from megalith.checkpoint import RunRecord, TokenizerRecord
 from megalith.comm.collectives import any_rank
-from megalith.config import RunConfig
+from megalith.config import CheckpointConfig, RunConfig
 from megalith.config.rules.overlap_notes import overlap_notes
 from megalith.config.rules.run_rules import check_base, offload_notes
 from megalith.config.rules.unused import idle_notes
@@ -78,7 +78,7 @@ def train(config: RunConfig) -> TrainingResult:
     output = Path(config.train.output_dir)
     with (
         lasting_streams() if process.is_first else nullcontext(),
-        StopSignals(announces=process.is_first) as signals,
+        StopSignals(process.is_first, config.checkpoint.save_when_stopped == "always") as signals,
         claimed(config, attempt) if process.is_first else nullcontext(False) as goes_on,
         failures_kept(output, attempt, process.rank),
     ):
@@ -108,6 +108,14 @@ def train(config: RunConfig) -> TrainingResult:
         ):
             export_hf(result.checkpoint, exported, replace=True)
         return result
+
+
+def _saves_when(ended: str, checkpoint: CheckpointConfig) -> bool:
+    """Whether a run that `ended` so, a key of EXIT_CODES, leaves a checkpoint of its last step."""
+    if ended == "train_iters":
+        return checkpoint.save_at_end
+    when = checkpoint.save_when_stopped
+    return when == "always" or (when == "at_exits" and not ended.startswith("SIG"))
 
 
 class Trainer(Run):
@@ -166,10 +174,15 @@ class Trainer(Run):
             if ended == "train_iters" and self.step % config.train.eval_interval:
                 self.evaluate(self.data.valid)
             self.report.end()
-            checkpoint = self.save_last(ended != "train_iters" or config.checkpoint.save_at_end)
+            checkpoint = self.save_last(_saves_when(ended, config.checkpoint))
             if ended != "train_iters":
                 self.report.event(
-                    f"stopped after step {self.step} by {ended}; go on with checkpoint.load={self.output}",
+                    f"stopped after step {self.step} by {ended}"
+                    + (
+                        f"; go on with checkpoint.load={self.output}"
+                        if checkpoint
+                        else ", without a checkpoint"
+                    ),
                     event="stop",
                     step=self.step,
                     reason=ended,

@@ -11,6 +11,7 @@ from datetime import datetime
 import pytest
 from rich.console import Console
 
+from megalith.config import LogConfig
 from megalith.report.console import LiveConsole, LogConsole, open_console, si
 from megalith.report.metrics import StepMetrics
 
@@ -177,13 +178,13 @@ def test_terminal_is_given_back_after_an_error():
 def test_kind_of_console_follows_the_stream():
     read_end, write_end = os.pipe()
     with os.fdopen(read_end) as reader, os.fdopen(write_end, "w") as pipe:
-        with open_console(10, 1, pipe) as console:
+        with open_console(10, LogConfig(log_interval=1), pipe) as console:
             console.log_step(_step(1))
         pipe.close()
         assert MEGATRON_LINE.match(reader.read().rstrip("\n"))
     parent, child = pty.openpty()
     with os.fdopen(child, "w") as terminal:
-        with open_console(10, 1, terminal) as console:
+        with open_console(10, LogConfig(log_interval=1), terminal) as console:
             console.log_step(_step(1))
         assert isinstance(console, LiveConsole)
     shown = b""

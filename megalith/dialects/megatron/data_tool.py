@@ -1,0 +1,85 @@
+"""Megatron-LM's tools/preprocess_data.py: its options, its outputs, our preprocessing."""
+
+from __future__ import annotations
+
+import argparse
+
+from megalith.dialects.megatron.derive import TOKENIZERS
+from megalith.errors import ConfigError, printable
+
+# Options that change nothing that is written: how work is spread, and what is logged.
+SPREAD = ("--partitions", "--log-interval", "--workers-to-check", "--max-documents", "--rank", "--dataset-impl",
+          "--make-vocab-size-divisible-by", "--tensor-model-parallel-size", "--vocab-extra-ids", "--tiktoken-pattern",
+          "--tiktoken-num-special-tokens")  # fmt: skip
+SPREAD_SWITCHES = ("--keep-sequential-samples", "--find-optimal-num-workers", "--trust-remote-code")
+
+
+class DataOptions(argparse.ArgumentParser):
+    """A mistake is a ConfigError like any other."""
+
+    def error(self, message: str) -> None:
+        raise ConfigError(f"preprocess_data.py: {message}; `megalith preprocess --help` says what ours takes")
+
+
+def run_preprocess_data(words: list[str]) -> int:
+    """Writes `PREFIX_KEY_document.bin` and `.idx` (`_sentence` with --split-sentences) as Megatron's tool does, also in
+    the place of files that are there. Raises ConfigError for options that would change what is written."""
+    options = _options().parse_args(words)
+    if options.tokenizer_type not in TOKENIZERS or options.tokenizer_type == "Llama2Tokenizer":
+        known = [kind for kind in TOKENIZERS if kind != "Llama2Tokenizer"]
+        raise ConfigError(
+            f"--tokenizer-type {options.tokenizer_type} is refused: there are {', '.join(known)}"
+            + " (Llama2Tokenizer puts <s> before each document)"
+            * (options.tokenizer_type == "Llama2Tokenizer")
+        )
+    if options.split_sentences and (options.keep_newlines or options.lang != "english"):
+        raise ConfigError(
+            "--split-sentences is refused with --keep-newlines and other languages than english: leave them out"
+        )
+    idle = [flag for flag in (*SPREAD, *SPREAD_SWITCHES) if getattr(options, _name(flag))]
+    if idle:
+        print(f"note: these options have no effect here: {' '.join(idle)}")
+    from megalith.data.preprocessing.preprocess import preprocess
+    from megalith.data.tokenizers.open_tokenizer import build_tokenizer
+
+    tokenizer = build_tokenizer(
+        TOKENIZERS[options.tokenizer_type],
+        options.tokenizer_model,
+        vocab_file=options.vocab_file,
+        merge_file=options.merge_file,
+        vocab_size=options.vocab_size,
+    )
+    summary = preprocess(
+        [options.input],
+        options.output_prefix,
+        tokenizer,
+        options.json_keys,
+        append_eod=options.append_eod,
+        split_sentences=options.split_sentences,
+        workers=options.workers,
+        overwrite=True,
+    )
+    for prefix, documents in zip(summary.prefixes, summary.documents):
+        print(f"wrote {printable(prefix)}.bin and .idx: {documents:,} documents")
+    return 0
+
+
+def _options() -> DataOptions:
+    parser = DataOptions(prog="preprocess_data.py", add_help=False)
+    for flag in ("--input", "--output-prefix", "--tokenizer-type"):
+        parser.add_argument(flag, required=True)
+    for flag in ("--tokenizer-model", "--vocab-file", "--merge-file"):
+        parser.add_argument(flag)
+    parser.add_argument("--json-keys", nargs="+", default=["text"])
+    parser.add_argument("--lang", default="english")
+    parser.add_argument("--vocab-size", type=int)
+    parser.add_argument("--workers", type=int)
+    for flag in ("--append-eod", "--split-sentences", "--keep-newlines", *SPREAD_SWITCHES):
+        parser.add_argument(flag, action="store_true")
+    for flag in SPREAD:
+        parser.add_argument(flag, nargs="+" if flag == "--workers-to-check" else None)
+    return parser
+
+
+def _name(flag: str) -> str:
+    return flag.removeprefix("--").replace("-", "_")

@@ -1,0 +1,243 @@
+"""Megatron-LM's flags → a run file of ours: words to values, values to settings, and all that is wrong in one error."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import typing
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import yaml
+
+from megalith.config import RunConfig
+from megalith.config.rules.unused import unread_settings
+from megalith.dialects.megatron.flag_kinds import Derives, Given, NoEffect, Refused, Sets
+from megalith.dialects.megatron.flag_table import FLAGS
+from megalith.errors import ConfigError
+
+REQUIRED = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--max-position-embeddings",
+            "--micro-batch-size", "--lr")  # fmt: skip
+OF_THE_MODEL = ("--num-layers", "--hidden-size", "--num-attention-heads", "--max-position-embeddings")
+STAND_INS = {"--num-layers": "--encoder-num-layers", "--seq-length": "--encoder-seq-length"}
+CONTRADICTIONS = (
+    ("--train-iters", "--train-samples"),
+    ("--lr-warmup-fraction", "--lr-warmup-iters"),
+    ("--lr-warmup-fraction", "--lr-warmup-samples"),
+    ("--train-samples", "--lr-decay-iters"),
+    ("--train-samples", "--lr-warmup-iters"),
+    ("--train-iters", "--lr-decay-samples"),
+    ("--train-iters", "--lr-warmup-samples"),
+    ("--num-layers-per-virtual-pipeline-stage", "--num-virtual-stages-per-pipeline-rank"),
+    ("--use-megatron-fsdp", "--use-torch-fsdp2"),
+)
+
+
+@dataclass(frozen=True)
+class Translation:
+    """What a command line of Megatron's means: sections of a run file, and what its user should know."""
+
+    tree: dict[str, dict[str, Any]]
+    notes: list[str]
+
+    def config(self) -> RunConfig:
+        """The run. Raises ConfigError."""
+        return RunConfig.from_tree(self.tree)
+
+    def to_yaml(self) -> str:
+        """The run file: what differs from our defaults, or was given."""
+        return yaml.safe_dump(self.tree, sort_keys=False, allow_unicode=True)
+
+
+def translate(
+    words: Sequence[str], world_size: int | None = None, *, ignore_unknown: bool = False
+) -> Translation:
+    """The run that the flags `words` mean, on `world_size` processes where that is known.
+
+    `ignore_unknown` passes over flags that are not known at all, and over refused ones that leave the training the
+    same. Raises ConfigError with all that is wrong, a sentence each.
+    """
+    given = read_words(words, ignore_unknown)
+    given.world_size = world_size
+    _check(given)
+    for flag, value in given.values.items():
+        match row := FLAGS[flag]:
+            case Sets():
+                _set(given, flag, row, value)
+            case Refused() if value != (False if row.takes == "switch" else row.default):
+                _refuse(given, flag, row.means, row.harmless and ignore_unknown)
+    for derive in dict.fromkeys(row.derive for row in FLAGS.values() if isinstance(row, Derives)):
+        derive(given)
+    given.set("log.console", "lines")
+    if given.problems:
+        raise ConfigError(*given.problems)
+    idle = _idle(given)
+    return Translation(_with_defaults(given), [*given.notes, *([idle] if idle else [])])
+
+
+def read_words(words: Sequence[str], ignore_unknown: bool = False) -> Given:
+    """The flags of a command line with their values; what cannot be read is a problem of the result."""
+    given, index = Given(FLAGS), 0
+    while index < len(words):
+        word = words[index]
+        index += 1
+        name, equals, text = word.partition("=")
+        if not _is_flag(word):
+            given.problems.append(f"{word!r} stands where a flag is needed; flags begin with --")
+            continue
+        values = [text] if equals else []
+        while not equals and index < len(words) and not _is_flag(words[index]):
+            values.append(words[index])
+            index += 1
+        flag = _known(given, name, ignore_unknown)
+        if flag is not None:
+            try:
+                given.values[flag] = _value(FLAGS[flag].takes, [value.strip("'\"") for value in values])
+            except ValueError as error:
+                given.problems.append(f"{flag} is {' '.join(values) or 'given no value'}: {error}")
+                given.misread.add(flag)
+    return given
+
+
+def _is_flag(word: str) -> bool:
+    return word.startswith("--") and len(word) > 2
+
+
+def _known(given: Given, name: str, ignore_unknown: bool) -> str | None:
+    """The flag that is meant by `name`, which may be the beginning of one."""
+    if name in FLAGS:
+        return name
+    longer = [flag for flag in FLAGS if flag.startswith(name)]
+    if len(longer) == 1:
+        given.notes.append(f"{name} is taken for {longer[0]}")
+        return longer[0]
+    if longer:
+        given.problems.append(f"{name} could be {', '.join(longer[:5])}; write it out")
+        given.misread.update(longer)
+        return None
+    near = difflib.get_close_matches(name, FLAGS, n=1, cutoff=0.85)
+    if ignore_unknown and not near:
+        given.notes.append(f"warning: {name} is no flag of Megatron-LM that is known here; it is ignored")
+        return None
+    near = near or difflib.get_close_matches(name, FLAGS, n=1, cutoff=0.7)
+    given.misread.update(near)
+    given.problems.append(
+        f"there is no flag {name}{f'; did you mean {near[0]}?' if near else ''}; `megalith megatron flags` lists them"
+        " all"
+    )
+    return None
+
+
+def _value(takes: str, values: list[str]) -> Any:
+    """What the words behind a flag mean. Raises ValueError with what would be right."""
+    one, many = takes.rstrip("+*3"), takes[-1] if takes[-1] in "+*3" else ""
+    if one == "switch":
+        if values:
+            raise ValueError("it takes no value")
+        return True
+    if (
+        (many == "3" and len(values) != 3)
+        or (many in ("", "+") and not values)
+        or (not many and len(values) > 1)
+    ):
+        counts = {"3": "three values are", "+": "a value is", "": "one value is"}
+        raise ValueError(f"{counts[many]} needed")
+    read = [_one_value(one, value) for value in values]
+    return read if many else read[0]
+
+
+def _one_value(one: str, text: str) -> Any:
+    if one in ("int", "float"):
+        try:
+            number = int(text) if one == "int" else float(text)
+        except ValueError:
+            raise ValueError(f"a {'whole ' if one == 'int' else ''}number is needed") from None
+        if not math.isfinite(number):
+            raise ValueError("a finite number is needed")
+        return number
+    if one != "text" and text not in one.split("|"):
+        raise ValueError(f"one of {one.replace('|', ', ')} is needed")
+    return text
+
+
+def _check(given: Given) -> None:
+    stored = given["--use-checkpoint-args"] and given["--load"] is not None
+    for flag in REQUIRED:
+        told = {flag, STAND_INS.get(flag)} & {*given.values, *given.misread}
+        if not told and not (stored and flag in OF_THE_MODEL):
+            given.problems.append(f"{flag} is missing: Megatron has no default for it; give it")
+    if not {"--train-iters", "--train-samples"} & {*given.values, *given.misread}:
+        given.problems.append("--train-iters or --train-samples is missing: the run's length; give one")
+    for pair in CONTRADICTIONS:
+        if all(flag in given and given[flag] for flag in pair):
+            given.problems.append(f"{pair[0]} and {pair[1]} contradict each other; leave one out")
+
+
+def _set(given: Given, flag: str, row: Sets, value: Any) -> None:
+    ours = row.values.get(value) if row.values is not None else value
+    there = [*row.values] if row.values is not None else _choices(row.path)
+    if (row.values is not None and value not in row.values) or (
+        row.values is None and there and value not in there
+    ):
+        _refuse(given, f"{flag} {value}", f"there is {', '.join(map(str, there))}", False)
+        return
+    given.set(row.path, ours)
+
+
+def _refuse(given: Given, what: str, why: str, passed_over: bool) -> None:
+    if passed_over:
+        given.notes.append(f"warning: {what} is ignored: {why}")
+    else:
+        given.problems.append(f"{what} is refused: {why}")
+
+
+def _choices(path: str) -> list[Any]:
+    """The words that a setting of ours takes, where it takes words."""
+    section, _, name = path.partition(".")
+    field = RunConfig.model_fields[section].annotation.model_fields.get(name)
+    found, stack = [], [field.annotation] if field is not None else []
+    while stack:
+        annotation = stack.pop()
+        if typing.get_origin(annotation) is typing.Literal:
+            found += typing.get_args(annotation)
+        elif typing.get_origin(annotation) is not list:
+            stack += [part for part in typing.get_args(annotation) if part is not type(None)]
+    return found
+
+
+def _with_defaults(given: Given) -> dict[str, dict[str, Any]]:
+    """The tree with Megatron's defaults where ours differ and the run reads them, in the order of our sections."""
+    omitted: dict[str, Any] = {}
+    for flag, row in FLAGS.items():
+        if isinstance(row, Sets) and flag not in given and row.path not in omitted:
+            default = False if row.takes == "switch" else row.default
+            if row.values is not None and default is not None:
+                default = row.values.get(default, not row.values.get(True, True))
+            omitted[row.path] = default
+    tree = {section: dict(given.tree.get(section, {})) for section in RunConfig.model_fields}
+    config = RunConfig.from_tree(tree)
+    for path, default in omitted.items():
+        section, _, name = path.partition(".")
+        field = RunConfig.model_fields[section].annotation.model_fields.get(name)
+        is_ours = field is None or default is None or default == field.default
+        if name not in tree[section] and not is_ours and name not in unread_settings(config, section):
+            tree[section][name] = default
+    if "dataloader_type" not in tree["data"]:
+        tree["data"]["dataloader_type"] = "single"
+    return {section: values for section, values in tree.items() if values}
+
+
+def _idle(given: Given) -> str:
+    """The one note on the flags that have no effect, by reason."""
+    by_reason: dict[str, list[str]] = {}
+    for flag in given.values:
+        if isinstance(row := FLAGS[flag], NoEffect):
+            by_reason.setdefault(row.means, []).append(flag)
+    told = [f"{' '.join(flags)} ({reason})" for reason, flags in by_reason.items()]
+    return f"these flags have no effect here: {'; '.join(told)}" if told else ""
+
+
+def listing() -> dict[str, dict[str, str]]:
+    """Every flag with its kind and its meaning."""
+    return {flag: {"kind": row.kind, "means": row.means} for flag, row in sorted(FLAGS.items())}
