@@ -84,6 +84,8 @@ READ_WITH = {
         ("checkpoint.keep_every=9", "checkpoint.keep_last=2"),
     "log.wandb true":
         ("log.wandb_name=a", "log.wandb=true"),
+    "log.tensorboard true":
+        ("log.tensorboard_dir=a", "log.tensorboard=true"),
     "log.profile true":
         ("log.profile_step_end=20", "log.profile=true"),
     "runtime.loss_spike_threshold":

@@ -30,6 +30,7 @@ TOKENIZERS = {
     "TikTokenizer": "TikTokenizer",
     "NullTokenizer": "NullTokenizer",
 }
+MOST_LAYERS = 10_000
 RECOMPUTED = ("core_attn", "mlp", "layernorm")
 
 
@@ -169,14 +170,16 @@ def _layers(given: Given, flag: str, text: Any) -> int | list[int] | None:
 
     def value(node: ast.expr) -> int | list[int]:
         match node:
-            case ast.Constant(value=int(number)) if type(number) is int and abs(number) < 10_000:
+            case ast.Constant(value=int(number)) if type(number) is int and abs(number) < MOST_LAYERS:
                 return number
             case ast.List(elts=elements):
                 return [value(element) for element in elements]
             case ast.BinOp(left=left, op=ast.Add(), right=right):
                 return value(left) + value(right)
             case ast.BinOp(left=left, op=ast.Mult(), right=right):
-                return value(left) * value(right)
+                factors = value(left), value(right)
+                if math.prod(len(x) if isinstance(x, list) else abs(x) for x in factors) < MOST_LAYERS:
+                    return factors[0] * factors[1]
         raise ValueError(ast.unparse(node))
 
     try:
@@ -470,8 +473,8 @@ def recompute(given: Given) -> None:
 
 def context(given: Given) -> None:
     """parallel.cp_comm_type: one for all layers."""
-    kinds = given["--cp-comm-type"] or []
-    if kinds:
+    kinds = given["--cp-comm-type"]
+    if "--cp-comm-type" in given:
         given.set("parallel.cp_comm_type", kinds[0])
     if len(set(kinds)) > 1:
         given.notes.append(

@@ -131,18 +131,16 @@ def _known(given: Given, name: str, ignore_unknown: bool) -> str | None:
 
 def _value(takes: str, values: list[str]) -> Any:
     """What the words behind a flag mean. Raises ValueError with what would be right."""
-    one, many = takes.rstrip("+*3"), takes[-1] if takes[-1] in "+*3" else ""
+    many = next((suffix for suffix in ("{3}", "*", "+") if takes.endswith(suffix)), "")
+    one = takes.removesuffix(many)
     if one == "switch":
         if values:
             raise ValueError("it takes no value")
         return True
-    if (
-        (many == "3" and len(values) != 3)
-        or (many in ("", "+") and not values)
-        or (not many and len(values) > 1)
-    ):
-        counts = {"3": "three values are", "+": "a value is", "": "one value is"}
-        raise ValueError(f"{counts[many]} needed")
+    counts = {"{3}": ("three values are", {3}), "": ("one value is", {1})}
+    told, right = counts.get(many, ("a value is", {*range(many == "+", len(values) + 1)}))
+    if len(values) not in right:
+        raise ValueError(f"{told} needed")
     read = [_one_value(one, value) for value in values]
     return read if many else read[0]
 

@@ -1,0 +1,7 @@
+#!/bin/bash
+# Tensor parallelism: every layer split over two GPUs.
+cd "$(dirname "$0")"
+GPUS_PER_NODE=2 EXPERIMENT=gpt2_large_tp2
+source ./common.sh
+train "${GPT2_LARGE[@]}" --micro-batch-size 64 --global-batch-size 64 \
+    --tensor-model-parallel-size 2 --pipeline-model-parallel-size 1 --log-interval 1 --eval-interval 50 "$@"

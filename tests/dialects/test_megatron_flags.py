@@ -1,0 +1,340 @@
+"""Megatron-LM's flags: each is classified, an omitted one means Megatron's default, and all that is wrong is told."""
+
+import ast
+import csv
+import json
+import shlex
+from pathlib import Path
+
+import pytest
+
+from megalith.cli.main import main
+from megalith.config import RunConfig
+from megalith.config.aliases import ALIASES
+from megalith.dialects.megatron.flag_kinds import Derives, NoEffect, Refused, Sets
+from megalith.dialects.megatron.flag_table import FLAGS
+from megalith.dialects.megatron.translate import Translation, translate
+from megalith.errors import ConfigError
+
+LINES = [line for line in (Path(__file__).parent / "megatron_parser.tsv").open() if not line.startswith("# ")]
+PARSER = {row["flag"]: row for row in csv.DictReader(LINES, delimiter="\t")}
+SWITCHES = ("StoreTrue", "StoreFalse", "BooleanOptional", "Help")
+SHAPE = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 1 --global-batch-size 8 --lr 1e-3 "
+)
+LEAST = SHAPE + "--train-iters 10 --vocab-size 100 --mock-data --save out "
+
+
+def translated(flags: str, world_size: int = 1, **options) -> Translation:
+    return translate(shlex.split(flags), world_size, **options)
+
+
+def config_of(flags: str) -> RunConfig:
+    return translated(LEAST + flags).config()
+
+
+def problems(flags: str, **options) -> list[str]:
+    with pytest.raises(ConfigError) as raised:
+        translated(flags, **options)
+    return str(raised.value).split("\n")
+
+
+def value_at(config: RunConfig, path: str):
+    section, name = path.split(".")
+    return getattr(getattr(config, section), name)
+
+
+def default_of(row: dict[str, str]):
+    try:
+        value = ast.literal_eval(row["default"] or "None")
+    except (ValueError, SyntaxError):
+        return None
+    return None if row["action"] in SWITCHES or value in ([], "==SUPPRESS==") else value
+
+
+def test_every_flag_of_megatrons_parser_is_classified_as_its_parser_takes_it():
+    assert FLAGS.keys() == PARSER.keys() and len(FLAGS) == 877
+    for flag, row in PARSER.items():
+        ours = FLAGS[flag]
+        assert (ours.takes == "switch") == (row["action"] in SWITCHES), flag
+        many = {"*": "*", "+": "+", "3": "{3}"}.get(row["nargs"], "")
+        assert ours.takes.endswith(many) and (many or ours.takes[-1] not in "*+}"), flag
+        if row["type"] in ("int", "float") and row["action"] == "Store":
+            assert ours.takes.startswith(row["type"]), flag
+        elif row["choices"] and "." not in row["choices"] and row["type"] == "str":
+            assert ours.takes.rstrip("+*").split("|") == ast.literal_eval(row["choices"]), flag
+
+
+def test_the_defaults_are_those_of_megatrons_parser():
+    for flag, ours in FLAGS.items():
+        if isinstance(ours, Sets | Derives | Refused):
+            assert ours.default == default_of(PARSER[flag]), flag
+
+
+def test_every_row_sets_what_there_is_and_says_why():
+    fields = {
+        f"{section}.{name}"
+        for section, whole in RunConfig.model_fields.items()
+        for name in whole.annotation.model_fields
+    }
+    for flag, row in FLAGS.items():
+        assert row.means, flag
+        if isinstance(row, Sets):
+            assert row.path in fields | ALIASES.keys(), flag
+        if isinstance(row, Refused):
+            assert ";" in row.means, f"{flag} has no way out"
+
+
+def test_of_the_uses_in_known_scripts_at_least_98_percent_are_not_refused():
+    uses = {flag: int(row["uses"] or 0) for flag, row in PARSER.items()}
+    refused = sum(count for flag, count in uses.items() if isinstance(FLAGS[flag], Refused))
+    assert 1 - refused / sum(uses.values()) > 0.98
+
+
+# What a run is whose command line leaves everything out that it can.
+OMITTED = {
+    "model.position_embedding_type": "learned_absolute", "model.normalization": "LayerNorm",
+    "model.layernorm_epsilon": 1e-5, "model.activation": "gelu_tanh", "model.hidden_dropout": 0.1,
+    "model.attention_dropout": 0.1, "model.init_method_std": 0.02, "model.num_query_groups": 0,
+    "model.untie_embeddings_and_output_weights": False, "model.add_bias_linear": True,
+    "optim.optimizer": "adamw", "optim.lr_decay_style": "linear", "optim.min_lr": 0.0, "optim.weight_decay": 0.01,
+    "optim.adam_beta1": 0.9, "optim.adam_beta2": 0.999, "optim.adam_eps": 1e-8, "optim.clip_grad": 1.0,
+    "optim.initial_loss_scale": 2.0**32, "optim.hysteresis": 2, "optim.loss_scale_window": 1000,
+    "train.precision": "fp32", "train.seed": 1234, "train.eval_iters": 0, "train.deterministic": False,
+    "data.dataloader_type": "single", "data.num_workers": 2, "log.log_interval": 100, "log.log_throughput": False,
+    "log.console": "lines", "log.tensorboard": False, "log.wandb": False, "checkpoint.save_interval": None,
+    "checkpoint.save_at_end": True, "checkpoint.save_when_stopped": "at_exits", "checkpoint.load": None,
+    "parallel.data_parallel_sharding_strategy": "no_shard", "parallel.recompute_granularity": None,
+    "runtime.distributed_timeout_minutes": 10,
+}  # fmt: skip
+
+
+def test_an_omitted_flag_means_megatrons_default():
+    config = config_of("")
+    assert {path: value_at(config, path) for path in OMITTED} == OMITTED
+
+
+# flags, what they mean, and words of the note that comes with them
+CASES = [
+    ("--bf16", {"train.precision": "bf16"}, ""),
+    ("--swiglu --hidden-size 4096 --num-attention-heads 32", {"model.ffn_size": 10880}, ""),
+    ("--disable-bias-linear", {"model.activation": "gelu", "model.add_bias_linear": False}, ""),
+    ("--squared-relu", {"model.activation": "squared_relu"}, ""),
+    ("--quick-geglu", {"model.activation": "quick_gelu", "model.gated": True}, ""),
+    ("--group-query-attention --num-query-groups 2", {"model.num_query_groups": 2}, ""),
+    ("--group-query-attention", {"model.num_query_groups": 1}, ""),
+    ("--num-query-groups 2", {"model.num_query_groups": 0}, "no effect without --group-query-attention"),
+    ("--use-rotary-position-embeddings --no-position-embedding --rotary-percent 0.5",
+     {"model.position_embedding_type": "rope", "model.rotary_percent": 0.5}, ""),
+    ("--rotary-percent 0.5", {"model.rotary_percent": 1.0}, ""),
+    ("--position-embedding-type rope --use-rope-scaling --rope-scaling-factor 4",
+     {"model.rope_scaling.type": "llama3", "model.rope_scaling.factor": 4.0}, ""),
+    ("--position-embedding-type rope --rotary-seq-len-interpolation-factor 2",
+     {"model.rope_scaling.type": "linear", "model.rope_scaling.factor": 2.0}, ""),
+    ("--multi-latent-attention --qk-layernorm --position-embedding-type rope --rotary-scaling-factor 40 --mscale 0.7 "
+     "--mscale-all-dim 0.7 --disable-bias-linear",
+     {"model.rope_scaling.type": "yarn", "model.rope_scaling.factor": 40.0, "model.rope_scaling.mscale": 0.7,
+      "model.rope_scaling.original_max_position_embeddings": 4096, "model.kv_lora_rank": 32,
+      "model.qk_layernorm": False}, ""),
+    ("--window-size (15,0) --window-attn-skip-freq 2", {"model.window_size": [15, 0],
+                                                        "model.window_attn_skip_freq": 2}, ""),
+    ("--tensor-model-parallel-size 4", {"model.padded_vocab_size": 512}, ""),
+    ("--padded-vocab-size 300", {"model.padded_vocab_size": 300}, ""),
+    ("--no-pad-vocab-size", {"model.padded_vocab_size": 100}, ""),
+    ("--tokenizer-type NullTokenizer", {"model.vocab_size": 101}, ""),
+    ("--tokenizer-type GPTSentencePieceTokenizer --tokenizer-model m", {"data.tokenizer_type": "SentencePieceTokenizer",
+                                                                        "model.vocab_size": None}, "no effect"),
+    ("--vocab-file v --merge-file m", {"data.tokenizer_type": "GPT2BPETokenizer"}, ""),
+    ("--optimizer sgd", {"optim.optimizer": "sgd"}, ""),
+    ("--sequence-parallel", {"parallel.sequence_parallel": False}, "no effect with --tensor-model-parallel-size 1"),
+    ("--sequence-parallel --tensor-model-parallel-size 2", {"parallel.sequence_parallel": True}, ""),
+    ("--use-distributed-optimizer", {"parallel.data_parallel_sharding_strategy": "optim"}, ""),
+    ("--use-megatron-fsdp --use-distributed-optimizer",
+     {"parallel.data_parallel_sharding_strategy": "optim_grads_params"}, ""),
+    ("--recompute-activations", {"parallel.recompute_granularity": "selective",
+                                 "parallel.recompute_modules": ["core_attn"]}, ""),
+    ("--recompute-granularity full --recompute-method block --recompute-num-layers 2",
+     {"parallel.recompute_method": "block", "parallel.recompute_num_layers": 2}, ""),
+    ("--recompute-granularity selective --recompute-modules mlp moe_act", {"parallel.recompute_modules": ["mlp"]},
+     "moe_act: not recomputed"),
+    ("--num-layers 8 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2",
+     {"parallel.virtual_pipeline_model_parallel_size": 2}, ""),
+    ("--cp-comm-type a2a", {"parallel.cp_comm_type": "a2a"}, ""),
+    ("--num-experts 4 --tensor-model-parallel-size 2",
+     {"parallel.expert_tensor_parallel_size": 2, "parallel.moe_token_dispatcher_type": "allgather",
+      "model.moe_shared_expert_overlap": False, "model.moe_router_topk": 2}, ""),
+    ("--num-experts 4 --num-layers 5 --moe-layer-freq ([0]*2+[1]*3) --moe-aux-loss-coeff 1e-2",
+     {"model.moe_layer_freq": [0, 0, 1, 1, 1], "model.moe_aux_loss_coeff": 0.01}, ""),
+    ("--eval-interval 5", {"train.eval_interval": 5, "train.eval_iters": 100}, ""),
+    ("--rampup-batch-size 2 2 100", {"train.rampup_batch_size": [2, 2, 100]}, ""),
+    ("--save-interval 4 --save-retain-interval 8", {"checkpoint.keep_last": 1, "checkpoint.keep_every": 8}, ""),
+    ("--exit-signal-handler", {"checkpoint.save_when_stopped": "always"}, ""),
+    ("--tensorboard-dir tb", {"log.tensorboard": True, "log.tensorboard_dir": "tb"}, ""),
+    ("--wandb-project p --wandb-exp-name n --wandb-entity e --wandb-save-dir d",
+     {"log.wandb": True, "log.wandb_project": "p", "log.wandb_name": "n", "log.wandb_entity": "e",
+      "log.wandb_dir": "d"}, ""),
+    ("--load nowhere", {"checkpoint.load": None}, "holds no checkpoint: training begins at step 0"),
+    ("--load nowhere --exit-on-missing-checkpoint", {"checkpoint.load": "nowhere"}, ""),
+    ("--load out", {"checkpoint.load": "out", "train.output_dir": "out"}, ""),
+    ("--eod-mask-loss", {"data.eod_mask_loss": True}, "without --calculate-per-token-loss"),
+    ("--no-load-optim", {"checkpoint.load_optim": False}, ""),
+    ("--lr=2e-4 --adam-beta2=.95", {"optim.lr": 2e-4, "optim.adam_beta2": 0.95}, ""),
+    ("--tensor-model-par 2", {"parallel.tensor_model_parallel_size": 2}, "taken for --tensor-model-parallel-size"),
+    ("--fp8-recipe delayed --transformer-impl local --use-flash-attn", {}, "these flags have no effect here"),
+    ("--softmax-type vanilla --moe-token-dispatcher-type alltoall --error-injection-rate 0", {}, ""),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("flags", "means", "note"), CASES, ids=[case[0] for case in CASES])
+def test_what_flags_mean(flags, means, note, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    result = translated(LEAST + flags)
+    config = result.config()
+    for path, value in means.items():
+        section, *names = path.split(".")
+        found = getattr(config, section)
+        for name in names:
+            found = getattr(found, name)
+        assert found == value, path
+    assert any(note in told for told in result.notes) if note else not result.notes
+
+
+def test_data_is_named_in_each_of_megatrons_ways(tmp_path):
+    blend = SHAPE + "--train-samples 100 --save out --vocab-size 9 "
+    one = translated(blend + "--data-path a").config().data
+    assert (one.data_path, one.split) == ("a", "969,30,1")
+    several = translated(blend + "--data-path 0.3 a 0.7 b --split \"'99,1,0'\"").config().data
+    assert (several.data_path, several.split) == ("0.3 a 0.7 b", "99,1,0")
+    (tmp_path / "args").write_text("0.3 a\n0.7 b\n")
+    assert translated(blend + f"--data-args-path {tmp_path}/args").config().data.data_path == "0.3 a 0.7 b"
+    (tmp_path / "parts").write_text(json.dumps({"train": ["a"], "valid": ["b"], "test": None}))
+    parts = translated(blend + f"--per-split-data-args-path {tmp_path}/parts").config().data
+    assert (parts.train_data_path, parts.valid_data_path, parts.data_path) == ("a", "b", None)
+
+
+def test_without_save_figures_go_to_a_folder_of_their_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = LEAST.replace("--save out", "")
+    first = translated(flags).config()
+    assert (first.train.output_dir, first.checkpoint.save_at_end) == ("output", False)
+    assert first.checkpoint.save_when_stopped == "never"
+    (tmp_path / "output").mkdir()
+    (tmp_path / "output" / "metrics.jsonl").write_text("{}\n")
+    assert translated(flags).config().train.output_dir == "output-2"
+
+
+def test_the_global_batch_without_its_flag_is_a_micro_batch_on_each_replica():
+    flags = LEAST.replace("--global-batch-size 8", "--tensor-model-parallel-size 2 --context-parallel-size 2")
+    assert translated(flags, world_size=16).config().train.global_batch_size == 4
+
+
+def test_finetune_begins_from_the_weights_alone(tmp_path):
+    (tmp_path / "run" / "checkpoints" / "step_00000004").mkdir(parents=True)
+    run = tmp_path / "run"
+    (run / "checkpoints" / "step_00000004" / "manifest.json").touch()
+    config = translated(LEAST + f"--finetune --load {run}").config()
+    assert (config.model.init_from, config.checkpoint.load) == (str(run), None)
+    assert translated(LEAST + f"--load {run} --ckpt-step 4").config().checkpoint.load == str(
+        run / "checkpoints" / "step_00000004"
+    )
+    assert translated(LEAST + f"--pretrained-checkpoint {run}").config().model.init_from == str(run)
+
+
+def test_all_that_is_wrong_is_told_at_once():
+    told = problems(
+        "--num-layers 2 --hiden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --lr fast --bf16 "
+        "--fp16 --train-iters 5 --train-samples 9 --moe-token-dispatcher-type flex --fp8-format hybrid --warmup 3 "
+        "--position-embedding-type relative --optimizer lion --num 3 --swiglu yes --frobnicate 7 --split --sft"
+    )
+    for words in (
+        "no flag --hiden-size; did you mean --hidden-size",
+        "--max-position-embeddings is missing",
+        "--lr is fast: a number is needed",
+        "--bf16 and --fp16 contradict each other",
+        "--train-iters and --train-samples contradict each other",
+        "--moe-token-dispatcher-type flex is refused: there is alltoall, allgather",
+        "--fp8-format is refused",
+        "--warmup is refused: Megatron has removed it; give --lr-warmup-fraction",
+        "--position-embedding-type relative is refused",
+        "--optimizer lion is refused: there is adam, sgd",
+        "--num could be --num-layers",
+        "--swiglu is yes: it takes no value",
+        "there is no flag --frobnicate",
+        "--split is given no value: one value is needed",
+        "--sft is refused",
+    ):
+        assert any(words in line for line in told), words
+    assert len(told) == 15 and not any("--hidden-size is missing" in line for line in told)
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("stray", "--save is out stray: one value is needed"),
+        ("--seed nan", "a whole number is needed"),
+        ("--weight-decay inf", "a finite number is needed"),
+        ("--rampup-batch-size 1 2", "three values are needed"),
+        ("--no-position-embedding", "refused without rotary positions"),
+        ("--multi-latent-attention --qk-layernorm", "learned_absolute, which is the default"),
+        ("--multi-latent-attention --position-embedding-type rope", "refused without --qk-layernorm"),
+        (
+            "--position-embedding-type yarn --rotary-scaling-factor 4",
+            "--yarn-original-max-position-embeddings",
+        ),
+        ("--window-size 9", "two numbers are needed"),
+        ("--num-experts 2 --moe-layer-freq __import__('os')", "lists of numbers with"),
+        ("--num-experts 2 --moe-layer-freq [0]*(9999*9999*9999)*2", "lists of numbers with"),
+        ("--num-experts 2 --moe-router-load-balancing-type sinkhorn", "one loss at a time"),
+        ("--num-experts 2 --moe-aux-loss-coeff 1e-2 1e-3", "one loss at a time"),
+        ("--tokenizer-type BertWordPieceCase", "is refused: there are GPT2BPETokenizer"),
+        ("--data-path a", "--data-path and --mock-data contradict"),
+        ("--wandb-project p", "needs --wandb-exp-name"),
+        ("--tokenizer-type Null", "one of BertWordPieceLowerCase"),
+        ("--data-args-path nowhere", "contradict each other"),
+        ("--lr-warmup-fraction .1 --lr-warmup-iters 5", "contradict each other"),
+    ],
+)
+def test_a_flag_that_cannot_be_is_refused_with_a_way_out(flags, told):
+    assert any(told in line for line in problems(LEAST + flags))
+
+
+def test_ignore_unknown_passes_over_what_changes_no_result_and_over_nothing_else():
+    flags = LEAST + "--frobnicate 7 --record-memory-history --inprocess-restart "
+    assert len(problems(flags)) == 3
+    result = translated(flags, ignore_unknown=True)
+    assert [note.partition(" is ")[0] for note in result.notes] == [
+        "warning: --frobnicate",
+        "warning: --record-memory-history",
+        "warning: --inprocess-restart",
+    ]
+    told = problems(flags + "--softmax-type learnable --hiden-dropout 0", ignore_unknown=True)
+    assert [line.split(" is refused")[0] for line in told] == [
+        "there is no flag --hiden-dropout; did you mean --hidden-dropout?; `megalith megatron flags` lists them all",
+        "--softmax-type",
+    ]
+
+
+def test_the_flags_without_effect_stand_in_one_note():
+    result = translated(
+        LEAST + "--use-mcore-models --no-load-rng --transformer-impl local --log-timers-to-tensorboard"
+    )
+    (note,) = result.notes
+    assert (
+        "--use-mcore-models --transformer-impl (kernels" in note
+        and "--no-load-rng (there is no random" in note
+    )
+
+
+def test_the_command_lists_every_flag_with_its_kind(capsys):
+    assert main(["megatron", "flags", "--json"]) == 0
+    table = json.loads(capsys.readouterr().out)
+    assert table.keys() == FLAGS.keys()
+    assert {row["kind"] for row in table.values()} == {"sets", "derives", "no effect", "refused"}
+    assert table["--lr"] == {"kind": "sets", "means": "optim.lr"}
+    assert main(["megatron", "flags"]) == 0
+    assert "--use-distributed-optimizer" in capsys.readouterr().out
+
+
+def test_no_row_is_both_harmless_and_a_matter_of_results():
+    assert not any(isinstance(row, NoEffect) and row.means.startswith("it changes") for row in FLAGS.values())

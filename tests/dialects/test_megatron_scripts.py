@@ -1,0 +1,153 @@
+"""Megatron-LM's scripts: what each of ours means as a run file, and that a script runs as it is, by any path."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from megalith.cli.main import main
+from megalith.config import RunConfig
+from megalith.dialects.megatron.door import FILES, install, run_command, run_script
+from megalith.dialects.megatron.translate import translate
+from megalith.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+GOLDEN = Path(__file__).parent / "golden"
+SCRIPTS = {
+    "gpt3_345m": ("gpt3/00_train_gpt3_345m.sh", []),
+    "gpt2_large_baseline": ("gpt3/01_baseline_gpt2_large.sh", []),
+    "gpt2_large_dp2": ("gpt3/02_dp2_gpt2_large.sh", []),
+    "gpt2_large_tp2": ("gpt3/03_tp2_gpt2_large.sh", []),
+    "gpt2_large_sp2": ("gpt3/04_sp2_gpt2_large.sh", []),
+    "gpt2_large_cp2": ("gpt3/05_cp2_gpt2_large.sh", []),
+    "gpt2_large_pp2": ("gpt3/06_pp2_gpt2_large.sh", []),
+    "gpt3_175b": ("gpt3/train_gpt3_175b_distributed.sh", ["ckpt", "tb", "vocab.json", "merges.txt", "data"]),
+    "llama_7b": ("llama/pretrain_llama.sh", []),
+    "llama3_8b_bf16": ("llama/train_llama3_8b_h100_fp8.sh", ["ckpt", "tb"]),
+    "mixtral_8x7b": ("mixtral/train_mixtral_8x7b_distributed.sh", ["ckpt", "tokenizer.model", "data"]),
+}
+LINE = re.compile(
+    r"^ \[[\d-]+ [\d:.]+\] iteration +\d+/ +\d+ \| consumed samples: +\d+ \| "
+    r"elapsed time per iteration \(ms\): \d+\.\d \| learning rate: \d\.\d{6}E[+-]\d\d \| "
+    r"global batch size: +\d+ \| lm loss: \d\.\d{6}E[+-]\d\d \| loss scale: \d+\.\d \| grad norm: \d+\.\d{3} \| "
+    r"number of skipped iterations: +\d+ \| number of nan iterations: +\d+ \|$",
+    re.MULTILINE,
+)
+SHRUNK = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 1 --global-batch-size 4 --train-iters 2 --lr-decay-iters 2 --eval-interval 10 --eval-iters 1"
+)
+
+
+def words_of(script: str, arguments: list[str], tmp_path: Path) -> list[str]:
+    """What a script gives to torchrun: torchrun here is one that writes it down."""
+    (tmp_path / "torchrun").write_text('#!/bin/bash\nprintf "%s\\n" "$@" > "$WORDS"\n')
+    (tmp_path / "torchrun").chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "WORDS": str(tmp_path / "words")}
+    environment |= {"PRECISION": "bf16"}
+    subprocess.run(["bash", str(ROOT / "examples" / script), *arguments], env=environment, check=True)
+    return (tmp_path / "words").read_text().splitlines()
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_each_script_means_its_golden_run_file(name, tmp_path, monkeypatch):
+    words = words_of(*SCRIPTS[name], tmp_path)
+    monkeypatch.chdir(tmp_path)
+    at = words.index("megalith.dialects.megatron")
+    sizes = dict(re.findall(r"--(nproc_per_node|nnodes)[ =](\d+)", " ".join(words[:at])))
+    result = translate(words[at + 1 :], int(sizes["nproc_per_node"]) * int(sizes["nnodes"]))
+    assert result.to_yaml() == (GOLDEN / f"{name}.yaml").read_text(), "\n".join(result.notes)
+    assert RunConfig.load(GOLDEN / f"{name}.yaml") == result.config()
+
+
+def test_the_fp8_script_is_refused_by_its_fp8_flag_alone(tmp_path):
+    words = words_of(*SCRIPTS["llama3_8b_bf16"], tmp_path)
+    flags = words[words.index("megalith.dialects.megatron") + 1 :]
+    with pytest.raises(ConfigError) as raised:
+        translate([*flags, "--fp8-format", "hybrid", "--fp8-recipe", "delayed", "--fp8-amax-history-len", "1024"])
+    assert str(raised.value).startswith("--fp8-format is refused") and "\n" not in str(raised.value)
+
+
+def test_emit_writes_the_run_file_and_trains_nothing(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    flags = f"pretrain-gpt {SHRUNK} --mock-data --vocab-size 60 --lr 1e-3 --save out --bf16 --emit"
+    assert main([*shlex.split(flags), "run.yaml"]) == 0
+    assert main([*shlex.split(flags), "-"]) == 0
+    assert (tmp_path / "run.yaml").read_text() == capsys.readouterr().out and not (tmp_path / "out").exists()
+    config = RunConfig.load("run.yaml")
+    assert (config.train.precision, config.optim.lr, config.model.vocab_size) == ("bf16", 1e-3, 60)
+
+
+def test_a_run_in_one_process_logs_megatrons_lines_and_goes_on_from_its_folder(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    flags = shlex.split(f"{SHRUNK} --mock-data --vocab-size 60 --lr 1e-3 --save out --load out --log-interval 1")
+    assert run_command(flags) == 0
+    out = capfd.readouterr().out
+    assert len(LINE.findall(out)) == 2 and "note: CUDA_DEVICE_MAX_CONNECTIONS=1" in out
+    assert re.search(r"^\[before the start of training step\] datetime: [\d-]+ [\d:]+ $", out, re.MULTILINE)
+    assert (tmp_path / "out" / "checkpoints" / "step_00000002").is_dir()
+    assert run_command([*flags, "--train-iters", "3", "--use-checkpoint-args", "--hidden-size", "32"]) == 0
+    assert [line.split("|")[0].split()[-1] for line in LINE.findall(capfd.readouterr().out)] == ["3"]
+
+
+def test_a_script_runs_as_it_is_with_two_processes(tmp_path, monkeypatch, capfd):
+    """It names ../../pretrain_gpt.py, which is nowhere, and nccl, which is not there without GPUs."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.sh").write_text(
+        "export CUDA_DEVICE_MAX_CONNECTIONS=1\n"
+        "ARGS=(--tensor-model-parallel-size 2 --sequence-parallel --distributed-backend nccl --fp16 --lr 6e-5)\n"
+        "torchrun --nproc_per_node $1 --master_addr localhost --master_port 0 --rdzv_backend c10d "
+        "--rdzv_endpoint localhost:0 ../../pretrain_gpt.py ${ARGS[@]} --mock-data --vocab-size 60 --num-layers 96 "
+        "--log-interval 1 --tensorboard-dir tb\n"
+    )
+    assert run_script("train.sh", ["2"], override=SHRUNK) == 0
+    out = capfd.readouterr().out
+    assert len(LINE.findall(out)) == 2 and "tensor 2" in out
+    assert list((tmp_path / "tb").glob("events*")) and not (tmp_path / "output" / "checkpoints").exists()
+
+
+def test_what_is_installed_hands_over_to_us_and_replaces_nothing(tmp_path, monkeypatch, capsys):
+    assert main(["megatron", "install", str(tmp_path)]) == 0
+    assert {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.py")} == set(FILES)
+    install(tmp_path)  # again, over its own
+    (tmp_path / "pretrain_t5.py").write_text("print()")
+    (tmp_path / "pretrain_gpt.py").unlink()
+    with pytest.raises(ConfigError, match=r"pretrain_t5.py is there, and not ours"):
+        install(tmp_path)
+    assert not (tmp_path / "pretrain_gpt.py").exists()
+    with pytest.raises(ConfigError, match="trains BERT, which this version does not have"):
+        run_command(["pretrain-bert", "--num-layers", "2"])
+    with pytest.raises(ConfigError, match="there is no script nowhere.sh"):
+        run_command(["run", "nowhere.sh"])
+
+
+def test_preprocess_data_writes_what_megatrons_tool_would(tmp_path, monkeypatch):
+    from megalith.data.indexed import IndexedDataset
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "in.jsonl").write_text('{"text": "5 6 7"}\n{"text": "8"}\n')
+    words = "--input in.jsonl --output-prefix out --tokenizer-type NullTokenizer --vocab-size 9 --workers 0 --append-eod"
+    assert run_command(["preprocess", *words.split(), "--log-interval", "1000"]) == 0
+    assert run_command(["preprocess", *words.split()]) == 0  # over what is there
+    data = IndexedDataset("out_text_document")
+    assert [list(data[number]) for number in range(2)] == [[5, 6, 7, 9], [8, 9]]
+    with pytest.raises(ConfigError, match="Llama2Tokenizer is refused"):
+        run_command(["preprocess", *words.replace("NullTokenizer", "Llama2Tokenizer").split()])
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")
+def test_every_target_of_the_notes_runs_its_script():
+    targets = (
+        "install-dependencies prepare-ds-openwebtext-10k train-gpt3-345m-1gpu-x-model-parallelism "
+        "train-baseline-gpt2-large-1gpu train-dp2-gpt2-large-2gpu train-tp2-gpt2-large-2gpu train-sp2-gpt2-large-2gpu "
+        "train-cp2-gpt2-large-2gpu train-pp2-gpt2-large-2gpu"
+    )
+    folder = ROOT / "examples" / "gpt3"
+    shown = subprocess.run(["make", "-n", *targets.split()], cwd=folder, text=True, capture_output=True, check=True)
+    scripts = re.findall(r"\./(\w+\.sh)", shown.stdout)
+    assert scripts == sorted(path.name for path in folder.glob("0*.sh"))
