@@ -26,6 +26,12 @@ class OptimConfig(Section):
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of the decay."""
 
+    decoupled_lr: PositiveFloat | None = None
+    """Highest learning rate of the word embedding and the output matrix, where it is not lr."""
+
+    decoupled_min_lr: NonNegativeFloat | None = None
+    """Learning rate of these two at the end of the decay. Absent: min_lr."""
+
     lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"
     """Shape of the decay after the warm-up."""
 

@@ -48,12 +48,21 @@ def build_optimizer(
                 f"parameter {name} is {parameter.dtype}; trained parameters are fp32 in every precision: "
                 "call model.float() and set train.precision for the compute type"
             )
+    by_kind: dict[tuple[bool, bool], list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in trained:
+        decoupled = config.decoupled_lr is not None and name in ENDS
+        by_kind.setdefault((not _decays(name, parameter), decoupled), []).append((name, parameter))
     groups = [
-        {"params": [item for item in trained if _decays(*item)], "decays": True},
-        {"params": [item for item in trained if not _decays(*item)], "decays": False},
+        {"params": items, "decays": not plain, "decoupled": decoupled}
+        for (plain, decoupled), items in sorted(by_kind.items(), key=lambda kind: kind[0])
     ]
-    nothing = {"params": [], "param_names": [], "decays": False}  # what a pipeline rank may hold
-    groups = [group for group in groups if group["params"]] or [nothing]
+    nothing = {
+        "params": [],
+        "param_names": [],
+        "decays": False,
+        "decoupled": False,
+    }  # a pipeline rank's, maybe
+    groups = groups or [nothing]
     adam = {"betas": (config.adam_beta1, config.adam_beta2), "eps": config.adam_eps}
     match config.optimizer:
         case "adamw":
@@ -62,7 +71,7 @@ def build_optimizer(
             optimizer = torch.optim.Adam(groups, lr=config.lr, fused=True, **adam)
         case "sgd":
             optimizer = torch.optim.SGD(groups, lr=config.lr, fused=True, momentum=config.sgd_momentum)
-    set_learning_rate(optimizer, config.lr, config.weight_decay)
+    set_learning_rate(optimizer, config.lr, config.weight_decay, config.decoupled_lr)
     on_gpu = [(name, parameter) for name, parameter in trained if parameter.device.type != "cpu"]
     fraction = config.optimizer_offload_fraction if config.optimizer_cpu_offload else 0.0
     names = kept_on_host(on_gpu, fraction, held_elsewhere if fraction < 1 else ())
@@ -75,10 +84,15 @@ def build_optimizer(
     return OffloadedOptimizer(optimizer, on_host, config.overlap_cpu_optimizer_d2h_h2d)
 
 
-def set_learning_rate(optimizer: torch.optim.Optimizer, lr: float, weight_decay: float) -> None:
-    """Sets this step's learning rate, and the weight decay of the groups that have one."""
+ENDS = ("embedding.word_embeddings.weight", "output_layer.weight")  # that have decoupled_lr where it is set
+
+
+def set_learning_rate(
+    optimizer: torch.optim.Optimizer, lr: float, weight_decay: float, decoupled_lr: float | None = None
+) -> None:
+    """Sets this step's learning rates, and the weight decay of the groups that have one."""
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr if decoupled_lr is None or not group["decoupled"] else decoupled_lr
         group["weight_decay"] = weight_decay if group["decays"] else 0.0
 
 

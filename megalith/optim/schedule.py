@@ -14,7 +14,7 @@ Megatron the scheduler, which holds a counter, waits for it).
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megalith.config import OptimConfig, TrainConfig
 from megalith.errors import ConfigError
@@ -37,6 +37,7 @@ class ParamSchedule:
     weight_decay_steps: int
     weight_decay_style: str
     samples_per_iteration: int | None  # None: the run is counted in samples
+    decoupled: ParamSchedule | None = None  # of the word embedding and the output matrix, where it is another
 
     def learning_rate(self, iteration: int, consumed_samples: int) -> float:
         """Learning rate of the update that comes after `iteration` updates and `consumed_samples` samples."""
@@ -115,7 +116,7 @@ def build_schedule(optim: OptimConfig, train: TrainConfig) -> ParamSchedule:
     start_weight_decay, end_weight_decay = _weight_decay_ends(optim)
 
     scale = _iteration_samples(train) if unit == "iters" else 1
-    return ParamSchedule(
+    schedule = ParamSchedule(
         lr=optim.lr,
         min_lr=optim.min_lr,
         decay_style=optim.lr_decay_style,
@@ -130,6 +131,10 @@ def build_schedule(optim: OptimConfig, train: TrainConfig) -> ParamSchedule:
         weight_decay_style=optim.weight_decay_incr_style,
         samples_per_iteration=scale if unit == "iters" else None,
     )
+    if optim.decoupled_lr is None:
+        return schedule
+    min_lr = optim.min_lr if optim.decoupled_min_lr is None else optim.decoupled_min_lr
+    return replace(schedule, decoupled=replace(schedule, lr=optim.decoupled_lr, min_lr=min_lr))
 
 
 def _unit(train: TrainConfig) -> tuple[str, int]:
@@ -169,6 +174,12 @@ def _check_lengths(optim: OptimConfig, unit: str, warmup: float, decay: int, wsd
             raise ConfigError(
                 f"optim.{name} ({getattr(optim, name)}) is above optim.lr ({optim.lr}); lower it"
             )
+    lowest = optim.min_lr if optim.decoupled_min_lr is None else optim.decoupled_min_lr
+    if optim.decoupled_lr is not None and max(lowest, optim.lr_warmup_init) > optim.decoupled_lr:
+        raise ConfigError(
+            f"optim.decoupled_lr ({optim.decoupled_lr}) is below its lowest rate ({lowest}) or optim.lr_warmup_init "
+            f"({optim.lr_warmup_init}); raise it, or set optim.decoupled_min_lr"
+        )
     if optim.lr_decay_style == "constant":
         return
     if warmup >= decay:

@@ -243,7 +243,9 @@ class Trainer(Run):
         loss = self.faults.second_try(self.gradients(micro_batches), micro_batches)
         lr = self.schedule.learning_rate(self.step, self.consumed_samples)
         weight_decay = self.schedule.weight_decay(self.step, self.consumed_samples)
-        set_learning_rate(self.optimizer, lr, weight_decay)
+        decoupled = self.schedule.decoupled
+        decoupled_lr = decoupled and decoupled.learning_rate(self.step, self.consumed_samples)
+        set_learning_rate(self.optimizer, lr, weight_decay, decoupled_lr)
         result = optimizer_step(
             self.optimizer, self.loss_scale, self.config.optim.clip_grad, self.gradient_squares
         )

@@ -74,6 +74,8 @@ READ_WITH = {
         ("optim.sgd_momentum=0.8", "optim.optimizer=sgd"),
     "optim.lr_decay_style WSD":
         ("optim.lr_wsd_decay_iters=5", "optim.lr_decay_style=WSD"),
+    "optim.decoupled_lr":
+        ("optim.decoupled_min_lr=1e-5", "optim.decoupled_lr=1e-3"),
     "optim.optimizer_cpu_offload true":
         ("optim.optimizer_offload_fraction=0.5", "optim.optimizer_cpu_offload=true"),
     "train.precision fp16":

@@ -68,7 +68,9 @@ def test_the_fp8_script_is_refused_by_its_fp8_flag_alone(tmp_path):
     words = words_of(*SCRIPTS["llama3_8b_bf16"], tmp_path)
     flags = words[words.index("megalith.dialects.megatron") + 1 :]
     with pytest.raises(ConfigError) as raised:
-        translate([*flags, "--fp8-format", "hybrid", "--fp8-recipe", "delayed", "--fp8-amax-history-len", "1024"])
+        translate(
+            [*flags, "--fp8-format", "hybrid", "--fp8-recipe", "delayed", "--fp8-amax-history-len", "1024"]
+        )
     assert str(raised.value).startswith("--fp8-format is refused") and "\n" not in str(raised.value)
 
 
@@ -85,7 +87,9 @@ def test_emit_writes_the_run_file_and_trains_nothing(tmp_path, monkeypatch, caps
 def test_a_run_in_one_process_logs_megatrons_lines_and_goes_on_from_its_folder(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
-    flags = shlex.split(f"{SHRUNK} --mock-data --vocab-size 60 --lr 1e-3 --save out --load out --log-interval 1")
+    flags = shlex.split(
+        f"{SHRUNK} --mock-data --vocab-size 60 --lr 1e-3 --save out --load out --log-interval 1"
+    )
     assert run_command(flags) == 0
     out = capfd.readouterr().out
     assert len(LINE.findall(out)) == 2 and "note: CUDA_DEVICE_MAX_CONNECTIONS=1" in out
@@ -122,7 +126,7 @@ def test_what_is_installed_hands_over_to_us_and_replaces_nothing(tmp_path, monke
     assert not (tmp_path / "pretrain_gpt.py").exists()
     with pytest.raises(ConfigError, match="trains BERT, which this version does not have"):
         run_command(["pretrain-bert", "--num-layers", "2"])
-    with pytest.raises(ConfigError, match="there is no script nowhere.sh"):
+    with pytest.raises(ConfigError, match=r"there is no script nowhere\.sh"):
         run_command(["run", "nowhere.sh"])
 
 
@@ -131,11 +135,11 @@ def test_preprocess_data_writes_what_megatrons_tool_would(tmp_path, monkeypatch)
 
     monkeypatch.chdir(tmp_path)
     (tmp_path / "in.jsonl").write_text('{"text": "5 6 7"}\n{"text": "8"}\n')
-    words = "--input in.jsonl --output-prefix out --tokenizer-type NullTokenizer --vocab-size 9 --workers 0 --append-eod"
-    assert run_command(["preprocess", *words.split(), "--log-interval", "1000"]) == 0
-    assert run_command(["preprocess", *words.split()]) == 0  # over what is there
+    words = "--input in.jsonl --output-prefix out --tokenizer-type NullTokenizer --vocab-size 9 --workers 0"
+    assert run_command(["preprocess", *words.split(), "--append-eod", "--log-interval", "1000"]) == 0
+    assert run_command(["preprocess", *words.split(), "--append-eod"]) == 0  # over what is there
     data = IndexedDataset("out_text_document")
-    assert [list(data[number]) for number in range(2)] == [[5, 6, 7, 9], [8, 9]]
+    assert [data.get(number).tolist() for number in range(2)] == [[5, 6, 7, 9], [8, 9]]
     with pytest.raises(ConfigError, match="Llama2Tokenizer is refused"):
         run_command(["preprocess", *words.replace("NullTokenizer", "Llama2Tokenizer").split()])
 
@@ -148,6 +152,8 @@ def test_every_target_of_the_notes_runs_its_script():
         "train-cp2-gpt2-large-2gpu train-pp2-gpt2-large-2gpu"
     )
     folder = ROOT / "examples" / "gpt3"
-    shown = subprocess.run(["make", "-n", *targets.split()], cwd=folder, text=True, capture_output=True, check=True)
+    shown = subprocess.run(
+        ["make", "-n", *targets.split()], cwd=folder, text=True, capture_output=True, check=True
+    )
     scripts = re.findall(r"\./(\w+\.sh)", shown.stdout)
     assert scripts == sorted(path.name for path in folder.glob("0*.sh"))

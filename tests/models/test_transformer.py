@@ -9,6 +9,7 @@ from megalith.config.presets import PRESETS
 from megalith.errors import ConfigError
 from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
+from megalith.ops.activation import ACTIVATIONS
 
 VOCAB, LONGEST = 61, 32
 FAMILIES = {"gpt": "tiny-gpt", "llama": "tiny-llama", "qwen": "tiny-qwen"}
@@ -190,3 +191,9 @@ def test_compiled_layers_give_the_loss_and_gradients_of_eager(family, quick_comp
     assert compiled_loss == pytest.approx(loss, rel=1e-6)
     for name, gradient in gradients.items():
         assert (compiled_gradients[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
+def test_the_further_activations_of_megatron_are_their_formulas():
+    x = torch.randn(64)
+    torch.testing.assert_close(ACTIVATIONS["squared_relu"](x), x.clamp(min=0) ** 2)
+    torch.testing.assert_close(ACTIVATIONS["quick_gelu"](x), x / (1 + torch.exp(-1.702 * x)))

@@ -237,3 +237,13 @@ def test_a_step_never_waits_for_the_device(name):
             optimizer_step(optimizer, scale, config.clip_grad)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_word_embedding_and_the_output_matrix_can_have_a_learning_rate_of_their_own():
+    names = ("embedding.word_embeddings.weight", "layers.0.mlp.linear_fc1.weight", "output_layer.weight")
+    parameters = [(name, torch.nn.Parameter(torch.zeros(2, 2))) for name in names]
+    optimizer = build_optimizer(parameters, OptimConfig(lr=1e-3, decoupled_lr=1e-2))
+    set_learning_rate(optimizer, 0.5, 0.1, 0.25)
+    rates = {name: group["lr"] for group in optimizer.param_groups for name in group["param_names"]}
+    assert rates == dict(zip(names, (0.25, 0.5, 0.25)))
+    assert len(build_optimizer(parameters, OptimConfig(lr=1e-3)).param_groups) == 1

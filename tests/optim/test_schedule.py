@@ -160,3 +160,17 @@ def test_a_constant_rate_needs_no_decay_to_fit_the_warmup():
     optim = OptimConfig(lr=1.0, lr_decay_style="constant", lr_warmup_iters=10)
     schedule = build_schedule(optim, TrainConfig(train_iters=5, global_batch_size=1))
     assert schedule.learning_rate(5, 5) == 0.5
+
+
+def test_decoupled_rates_follow_the_same_schedule_between_their_own_ends():
+    optim = OptimConfig(
+        lr=1e-3, min_lr=1e-4, decoupled_lr=4e-3, decoupled_min_lr=2e-3, lr_decay_style="linear"
+    )
+    schedule = build_schedule(optim, TrainConfig(train_iters=10, global_batch_size=2))
+    rates = [schedule.decoupled.learning_rate(iteration, 0) for iteration in (0, 5, 10)]
+    assert rates == pytest.approx([4e-3, 3e-3, 2e-3])
+    assert schedule.learning_rate(10, 0) == pytest.approx(1e-4)
+    with pytest.raises(ConfigError, match=r"optim\.decoupled_lr .1e-05. is below"):
+        build_schedule(
+            optim.model_copy(update={"decoupled_lr": 1e-5}), TrainConfig(train_iters=9, global_batch_size=2)
+        )

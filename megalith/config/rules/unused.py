@@ -51,6 +51,8 @@ DEPENDENTS = [
                "optim", ("sgd_momentum",)),
     Dependents("optim.lr_decay_style WSD", lambda c: c.optim.lr_decay_style == "WSD",
                "optim", ("lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples")),
+    Dependents("optim.decoupled_lr", lambda c: c.optim.decoupled_lr is not None,
+               "optim", ("decoupled_min_lr",)),
     Dependents("optim.optimizer_cpu_offload true", lambda c: c.optim.optimizer_cpu_offload,
                "optim", ("optimizer_offload_fraction", "overlap_cpu_optimizer_d2h_h2d")),
     Dependents("train.precision fp16", lambda c: c.train.precision == "fp16",

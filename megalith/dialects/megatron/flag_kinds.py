@@ -1,7 +1,7 @@
 """What a flag of Megatron-LM can be here, and what the flags of one command line say of its run.
 
 `takes` is what stands behind a flag: `switch` (nothing), `int`, `float`, `text` or choices with `|` between, with `*`
-or `+` for a list and `{3}` for three of them. `default` is Megatron's own. An omitted flag means that default, not ours;
+or `+` for a list, `{3}` for three. `default` is Megatron's own. An omitted flag means that default, not ours;
 and a flag that would be refused passes where it is given its default, since it changes nothing.
 """
 

@@ -64,7 +64,6 @@ SPEC = (
 FORMULA = "it changes the model's or the optimizer's formula, and this version does not have it; leave it out"
 INIT = "weights begin as N(0, --init-method-std); leave it out, or load weights with --load and --finetune"
 DECAY = "matrices alone have weight decay; leave it out"
-DECOUPLED = "all parameters share one learning rate; leave it out"
 BATCH_SCHEDULE = (
     "the batch grows by --rampup-batch-size START INCREMENT SAMPLES alone; use that, or leave it out"
 )
@@ -173,6 +172,8 @@ FLAGS: dict[str, Flag] = {
     "--num-workers":          Sets("int", "data.num_workers", default=2),
     # sets: optim
     "--lr":                            Sets("float", "optim.lr"),
+    "--decoupled-lr":            Sets("float", "optim.decoupled_lr"),
+    "--decoupled-min-lr":        Sets("float", "optim.decoupled_min_lr"),
     "--min-lr":                        Sets("float", "optim.min_lr", default=0.0),
     "--lr-decay-style":                Sets("constant|linear|cosine|inverse-square-root|WSD", "optim.lr_decay_style", default="linear"),
     "--lr-decay-iters":                Sets("int", "optim.lr_decay_iters"),
@@ -936,8 +937,6 @@ FLAGS: dict[str, Flag] = {
     "--heterogeneous-layers-config-path":         Refused("text", SPEC),
     "--fp8-format":                               Refused("e4m3|hybrid", FP8),
     "--vocab-extra-ids":                          Refused("int", SENTINELS, default=0),
-    "--decoupled-lr":                             Refused("float", DECOUPLED),
-    "--decoupled-min-lr":                         Refused("float", DECOUPLED),
     "--perform-rl-step":                          Refused("switch", RL),
     "--apply-wd-to-qk-layernorm":                 Refused("switch", DECAY),
     "--no-weight-decay-cond-type":                Refused("apply_wd_to_qk_layernorm", DECAY),
