@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 import time
 
-from megalith.errors import printable
+from megalith.errors import ConfigError, printable
 
 
 def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
@@ -77,7 +77,12 @@ def add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Encode JSON Lines into Megatron's indexed datasets, PREFIX_KEY_document.bin and .idx."
     )
-    _add_input_arguments(parser)
+    parser.add_argument(
+        "--dataset",
+        metavar="NAME[:SPLIT]",
+        help="in place of --input a Hugging Face dataset, or a .parquet file; its text is written to PREFIX.jsonl",
+    )
+    _add_input_arguments(parser, or_else="--dataset")
     parser.add_argument(
         "--output-prefix", required=True, metavar="PREFIX", help="path that the outputs start with"
     )
@@ -119,6 +124,13 @@ def add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_preprocess(args: argparse.Namespace) -> int:
+    if (args.dataset is None) == (args.input is None):
+        raise ConfigError("preprocess needs --input FILE or --dataset NAME[:SPLIT], one of the two")
+    if args.dataset is not None:
+        from megalith.data.preprocessing.corpus import write_dataset
+
+        text = f"{args.output_prefix}.jsonl"
+        args.input = [write_dataset(args.dataset, text, args.json_keys, overwrite=args.overwrite)]
     from megalith.data.preprocessing.preprocess import preprocess
     from megalith.data.preprocessing.preprocess_progress import figures
     from megalith.data.tokenizers.open_tokenizer import build_tokenizer
@@ -155,11 +167,12 @@ def run_preprocess(args: argparse.Namespace) -> int:
     return 0
 
 
-def _add_input_arguments(parser: argparse.ArgumentParser) -> None:
+def _add_input_arguments(parser: argparse.ArgumentParser, or_else: str | None = None) -> None:
+    """`or_else`: the option that may stand in the place of --input."""
     parser.add_argument(
         "--input",
         nargs="+",
-        required=True,
+        required=or_else is None,
         metavar="FILE",
         help=".jsonl, .jsonl.gz or .jsonl.zst files; quoted globs",
     )

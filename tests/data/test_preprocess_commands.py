@@ -3,8 +3,10 @@
 import argparse
 import io
 import json
+import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,6 +14,7 @@ from megalith.cli import datasets as commands
 from megalith.data.indexed import IndexedDataset
 from megalith.data.preprocessing import preprocess_progress as progress
 from megalith.data.tokenizers.open_tokenizer import build_tokenizer
+from megalith.errors import MegalithError
 
 
 def run(name, *arguments):
@@ -93,3 +96,37 @@ def test_progress_on_a_terminal_is_a_bar(total):
     assert "preprocess" in stream.getvalue()
     assert "12 documents" in stream.getvalue()
     assert "ETA" in stream.getvalue()
+
+
+def test_a_dataset_of_the_hub_is_written_as_json_lines_and_encoded(tmp_path, monkeypatch):
+    """Of the datasets library what is used: load_dataset(name, split=…), column_names, iteration."""
+
+    class Rows(list):
+        column_names = ("text", "id")
+
+    def load_dataset(name, split):
+        if split != "train":
+            raise ValueError(f"Unknown split \"{split}\". Should be one of ['train'].")
+        return Rows([{"text": "5 6", "id": 0}, {"text": "7", "id": 1}])
+
+    monkeypatch.setitem(sys.modules, "datasets", SimpleNamespace(load_dataset=load_dataset))
+    kind = ("--tokenizer-type", "NullTokenizer", "--vocab-size", 9, "--workers", 0)
+    out = ("--output-prefix", tmp_path / "out")
+    assert run("preprocess", "--dataset", "some/set", *out, *kind) == 0
+    assert (tmp_path / "out.jsonl").read_text() == '{"text": "5 6"}\n{"text": "7"}\n'
+    assert IndexedDataset(tmp_path / "out_text_document").get(0).tolist() == [5, 6]
+    for arguments, told in (
+        (("--dataset", "some/set:train"), "out.jsonl exists and is not overwritten"),
+        (("--dataset", "some/set:test", "--overwrite"), "Unknown split"),
+        (
+            ("--dataset", "some/set", "--json-keys", "body", "--overwrite"),
+            "has no column body; it has text, id",
+        ),
+        ((), "needs --input FILE or --dataset"),
+        (("--dataset", "no.parquet", "--overwrite"), "there is no file no.parquet"),
+    ):
+        with pytest.raises(MegalithError, match=re.escape(told)):
+            run("preprocess", *arguments, *out, *kind)
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(MegalithError, match="pip install datasets"):
+        run("preprocess", "--dataset", "some/set", "--overwrite", *out, *kind)

@@ -220,6 +220,23 @@ def test_a_hub_name_is_found_in_the_local_cache(tmp_path, monkeypatch):
     assert build_tokenizer("HuggingFaceTokenizer", "some-org/some-model").vocab_size == 4
 
 
+def test_gpt2s_two_files_are_found_by_a_hub_name(tmp_path, monkeypatch):
+    constants = pytest.importorskip("huggingface_hub.constants")
+    revision = "0" * 40
+    snapshot = tmp_path / "models--gpt2" / "snapshots" / revision
+    snapshot.mkdir(parents=True)
+    (snapshot / "vocab.json").write_text('{"a": 0, "b": 1, "ab": 2, "<|endoftext|>": 3}')
+    (snapshot / "merges.txt").write_text("a b\n")
+    (tmp_path / "models--gpt2" / "refs").mkdir()
+    (tmp_path / "models--gpt2" / "refs" / "main").write_text(revision)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    tokenizer = build_tokenizer("GPT2BPETokenizer", "gpt2")
+    assert (tokenizer.encode("ab"), tokenizer.eod) == ([2], 3)
+    with pytest.raises(DataError, match="hf download gpt2-xl"):
+        build_tokenizer("GPT2BPETokenizer", "gpt2-xl")
+
+
 def test_a_hub_name_that_cannot_be_had_says_what_to_do(tmp_path, monkeypatch):
     constants = pytest.importorskip("huggingface_hub.constants")
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))

@@ -1,4 +1,4 @@
-"""The embedded default corpus: the source text of the running Python's own standard library.
+"""Corpora written as JSON Lines: Hugging Face datasets, parquet, and the embedded default, Python's standard library.
 
 Real text that is present on every machine, with no download: 10 to 15 MB of code, comments and prose. Tests,
 generated tables and installed packages are left out.
@@ -7,10 +7,14 @@ generated tables and installed packages are left out.
 from __future__ import annotations
 
 import hashlib
+import importlib
 import json
 import sysconfig
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 from megalith.data.atomic import atomic_file
 from megalith.errors import DataError
@@ -26,6 +30,75 @@ class CorpusSummary:
     path: Path
     documents: int
     bytes: int
+
+
+def write_dataset(
+    source: str, output_jsonl: str | Path, keys: Sequence[str] = ("text",), *, overwrite: bool = False
+) -> Path:
+    """Writes the columns `keys` of `source` as JSON Lines; returns the file to read, `source` itself if it is such.
+
+    `source`: a `.parquet` or `.jsonl` file, or NAME[:SPLIT] of a dataset of the Hugging Face hub, which is looked for in
+    the local cache first (its split `train` where none is named). DataError: it cannot be had, has no such column, the
+    output exists, or the package that reads it is not installed.
+    """
+    output = Path(output_jsonl)
+    if source.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst")):
+        return Path(source)
+    if output.exists() and not overwrite:
+        raise DataError(
+            f"{output} exists and is not overwritten; give it as --input, or set overwrite (--overwrite)"
+        )
+    rows = _parquet_rows(source, keys) if source.endswith(".parquet") else _hub_rows(source, keys)
+    with atomic_file(output) as file:
+        for row in rows:
+            file.write(
+                json.dumps({key: row[key] for key in keys}, ensure_ascii=False).encode("utf-8") + b"\n"
+            )
+    return output
+
+
+def _parquet_rows(path: str, keys: Sequence[str]) -> Iterator[dict[str, Any]]:
+    if not Path(path).is_file():
+        raise DataError(f"there is no file {path}; check the path")
+    parquet = _package("pyarrow.parquet", "pyarrow")
+    try:
+        file = parquet.ParquetFile(path)
+        _check_columns(path, keys, file.schema_arrow.names)
+        for batch in file.iter_batches(columns=list(keys)):
+            yield from batch.to_pylist()
+    except (OSError, ValueError) as error:  # pyarrow's own errors are among these
+        raise DataError(f"{path} cannot be read as parquet: {error}; use another file") from error
+
+
+def _hub_rows(source: str, keys: Sequence[str]) -> Iterator[dict[str, Any]]:
+    name, _, split = source.partition(":")
+    datasets = _package("datasets", "datasets")
+    try:
+        dataset = datasets.load_dataset(name, split=split or "train")
+    except (OSError, ValueError) as error:  # not found, offline, no such split
+        reason = str(error).strip().split("\n")[0]
+        raise DataError(
+            f"the dataset {name!r} with split {split or 'train'!r} is not in the local Hugging Face cache and could not "
+            f"be fetched ({reason}); download it where there is a network, check its name, or give JSON Lines by --input"
+        ) from error
+    _check_columns(name, keys, dataset.column_names)
+    yield from dataset
+
+
+def _package(module: str, package: str) -> ModuleType:
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise DataError(
+            f"the {package} package is not installed ({error}); run: pip install {package}"
+        ) from error
+
+
+def _check_columns(source: str, keys: Sequence[str], there: Sequence[str]) -> None:
+    if missing := [key for key in keys if key not in there]:
+        raise DataError(
+            f"{source} has no column {', '.join(missing)}; it has {', '.join(there)}: give --json-keys"
+        )
 
 
 def write_stdlib_corpus(output_jsonl: str | Path, *, overwrite: bool = False) -> CorpusSummary:

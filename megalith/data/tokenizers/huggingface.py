@@ -156,13 +156,16 @@ class GPT2BPETokenizer(_RustTokenizer):
     @classmethod
     def from_paths(cls, named: Named) -> Self:
         vocab_file, merge_file = named.vocab_file, named.merge_file
-        if named.tokenizer_model is not None:
-            vocab_file = vocab_file or str(Path(named.tokenizer_model) / VOCAB)
-            merge_file = merge_file or str(Path(named.tokenizer_model) / MERGES)
+        if named.tokenizer_model is not None and None in (vocab_file, merge_file):
+            folder = Path(named.tokenizer_model)
+            if not folder.is_dir():
+                folder = local_folder(named.tokenizer_model, (VOCAB, MERGES))
+            vocab_file = vocab_file or str(folder / VOCAB)
+            merge_file = merge_file or str(folder / MERGES)
         if vocab_file is None or merge_file is None:
             raise ConfigError(
                 f"GPT2BPETokenizer needs vocab_file ({VOCAB}) and merge_file ({MERGES}), "
-                "or tokenizer_model: the folder that holds both"
+                "or tokenizer_model: the folder that holds both, or a hub name such as gpt2"
             )
         return cls({VOCAB: read_file(vocab_file, "vocabulary"), MERGES: read_file(merge_file, "merges file")})
 
