@@ -36,7 +36,7 @@ def run(path: Path, seconds: float, workers: int, log: Path) -> tuple[int, str]:
         "-m",
         "pytest",
         str(path),
-        "-q",
+        "-v",
         "-rf",
         "--durations=8",
         "-p",
