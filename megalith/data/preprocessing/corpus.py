@@ -37,9 +37,9 @@ def write_dataset(
 ) -> Path:
     """Writes the columns `keys` of `source` as JSON Lines; returns the file to read, `source` itself if it is such.
 
-    `source`: a `.parquet` or `.jsonl` file, or NAME[:SPLIT] of a dataset of the Hugging Face hub, which is looked for in
-    the local cache first (its split `train` where none is named). DataError: it cannot be had, has no such column, the
-    output exists, or the package that reads it is not installed.
+    `source`: a `.parquet` or `.jsonl` file, or NAME[:SPLIT] of a dataset of the Hugging Face hub, which is looked for
+    in the local cache first (its split `train` where none is named). DataError: it cannot be had, has no such column,
+    the output exists, or the package that reads it is not installed.
     """
     output = Path(output_jsonl)
     if source.endswith((".jsonl", ".jsonl.gz", ".jsonl.zst")):
@@ -78,8 +78,9 @@ def _hub_rows(source: str, keys: Sequence[str]) -> Iterator[dict[str, Any]]:
     except (OSError, ValueError) as error:  # not found, offline, no such split
         reason = str(error).strip().split("\n")[0]
         raise DataError(
-            f"the dataset {name!r} with split {split or 'train'!r} is not in the local Hugging Face cache and could not "
-            f"be fetched ({reason}); download it where there is a network, check its name, or give JSON Lines by --input"
+            f"the dataset {name!r} with split {split or 'train'!r} is not in the local Hugging Face cache and could "
+            f"not be fetched ({reason}); download it where there is a network, check its name, or give JSON Lines by "
+            "--input"
         ) from error
     _check_columns(name, keys, dataset.column_names)
     yield from dataset

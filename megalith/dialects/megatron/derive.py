@@ -10,11 +10,13 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megalith.config.base import Decides
 from megalith.config.dense import RopeScaling
+from megalith.config.model import ModelConfig
 from megalith.launch.lock import LOCK_NAME
 
 if TYPE_CHECKING:
@@ -144,6 +146,7 @@ def latent_attention(given: Given) -> None:
             given.set("model.qk_layernorm", True)
         return
     given.set("model.multi_latent_attention", True)
+    given.tree["model"].pop("kv_channels", None)  # which Megatron does not read then
     if not given["--qk-layernorm"]:
         given.problems.append(
             "--multi-latent-attention is refused without --qk-layernorm: latents always have norms here; give it"
@@ -364,12 +367,11 @@ def loading(given: Given) -> None:
     if load is None or _is_empty(Path(load)):
         return
     if given["--use-checkpoint-args"]:
-        _take_stored(given, load, "model", MODEL_OF_CHECKPOINT)
+        _take_stored(given, load, "model", ModelConfig.deciding(Decides.FUNCTION))
     if given["--use-checkpoint-opt_param-scheduler"] or given["--use-checkpoint-opt-param-scheduler"]:
         _take_stored(given, load, "optim", SCHEDULE_OF_CHECKPOINT)
 
 
-MODEL_OF_CHECKPOINT = ()  # all
 SCHEDULE_OF_CHECKPOINT = (
     "lr", "min_lr", "lr_decay_style", "lr_decay_iters", "lr_decay_samples", "lr_warmup_iters", "lr_warmup_samples",
     "lr_warmup_fraction", "lr_warmup_init", "lr_wsd_decay_style", "lr_wsd_decay_iters", "lr_wsd_decay_samples",
@@ -386,7 +388,7 @@ def _is_empty(folder: Path) -> bool:
     return all(entry.name == LOCK_NAME for entry in folder.iterdir())
 
 
-def _take_stored(given: Given, load: str, section: str, names: tuple[str, ...]) -> None:
+def _take_stored(given: Given, load: str, section: str, names: Collection[str]) -> None:
     """Puts what the checkpoint's run had in place of what the flags say."""
     from megalith.checkpoint.open import open_checkpoint  # torch: only where it is asked for
     from megalith.errors import MegalithError
@@ -398,7 +400,7 @@ def _take_stored(given: Given, load: str, section: str, names: tuple[str, ...]) 
         return
     stored: Mapping[str, Any] = checkpoint.manifest.config.get(section, {}) if checkpoint else {}
     given.tree.setdefault(section, {}).update(
-        {name: value for name, value in stored.items() if name in names or not names}
+        {name: value for name, value in stored.items() if name in names}
     )
 
 

@@ -20,7 +20,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NoReturn
 
@@ -167,11 +167,15 @@ def flags(words: list[str]) -> int:
     return 0
 
 
-def preprocess(words: list[str]) -> int:
-    """Megatron's tools/preprocess_data.py."""
-    from megalith.dialects.megatron.data_tool import run_preprocess_data
+def tool(name: str) -> Callable[[list[str]], int]:
+    """A function of megatron_tools.py, imported when it is called."""
 
-    return run_preprocess_data(words)
+    def call(words: list[str]) -> int:
+        from megalith.dialects.megatron import megatron_tools
+
+        return getattr(megatron_tools, name)(words)
+
+    return call
 
 
 def install(folder: str | Path) -> list[Path]:
@@ -240,7 +244,9 @@ COMMANDS = {
     "pretrain-gpt": pretrain_gpt,
     "pretrain-bert": lambda words: pretrain_other("pretrain_bert.py", "BERT"),
     "pretrain-t5": lambda words: pretrain_other("pretrain_t5.py", "T5"),
-    "preprocess": preprocess,
+    "preprocess": tool("run_preprocess_data"),
+    "convert": tool("run_convert"),
+    "convert-checkpoint": tool("run_convert_checkpoint"),
     "run": run,
     "install": install_files,
     "flags": flags,
