@@ -20,7 +20,8 @@ Arguments = argparse.Namespace
 
 EXIT_CODES = """exit codes:
   0 done   1 unexpected error   2 configuration   3 data   4 checkpoint   5 training   6 a rank stands still
-  with a checkpoint: 20 exit_interval   21 exit_duration_in_mins   22 SIGTERM   23 SIGUSR1   24 SIGINT   25 SIGHUP
+  stopped, with a checkpoint but where checkpoint.save_when_stopped says otherwise:
+           20 exit_interval   21 exit_duration_in_mins   22 SIGTERM   23 SIGUSR1   24 SIGINT   25 SIGHUP
   without one: 143 SIGTERM, 130 SIGINT, where a second one came; 137 SIGKILL, as where host memory runs out"""
 
 

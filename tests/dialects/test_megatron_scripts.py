@@ -109,7 +109,7 @@ def test_a_script_runs_as_it_is_with_two_processes(tmp_path, monkeypatch, capfd)
         "--rdzv_endpoint localhost:0 ../../pretrain_gpt.py ${ARGS[@]} --mock-data --vocab-size 60 --num-layers 96 "
         "--log-interval 1 --tensorboard-dir tb\n"
     )
-    assert run_script("train.sh", ["2"], override=SHRUNK) == 0
+    assert run_script("train.sh", ["2"], override=SHRUNK + " --initial-loss-scale 1024") == 0
     out = capfd.readouterr().out
     assert len(LINE.findall(out)) == 2 and "tensor 2" in out
     assert list((tmp_path / "tb").glob("events*")) and not (tmp_path / "output" / "checkpoints").exists()

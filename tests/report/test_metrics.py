@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from megalith.config import RunConfig
 from megalith.errors import ConfigError, DataError
 from megalith.report.metrics import (
     MetricsWriter,
@@ -18,7 +19,7 @@ from megalith.report.metrics import (
     perplexity,
     read_records,
 )
-from megalith.report.trackers import TensorBoardSink, WandbSink
+from megalith.report.trackers import TensorBoardSink, WandbSink, open_sinks
 
 KEYS = [
     *("step", "loss", "grad_norm", "lr", "global_batch_size", "consumed_samples", "step_time_ms"),
@@ -317,3 +318,15 @@ def test_resumed_job_goes_on_with_its_wandb_run(tmp_path, calls):
     assert ("log", ({"step": 7, "train/loss": 1.0},), {}) in calls
     assert ("define_metric", ("*",), {"step_metric": "step"}) in calls
     assert calls[-1][0] == "finish"
+
+
+def test_trackers_write_where_the_settings_say(tmp_path, calls):
+    log = dict(tensorboard=True, tensorboard_dir=f"{tmp_path}/tb", wandb=True, wandb_entity="team")
+    log |= dict(wandb_dir=f"{tmp_path}/wb")
+    config = RunConfig.from_tree({"train": {"output_dir": str(tmp_path / "run")}, "log": log})
+    for sink in open_sinks(config, 0, 0):
+        sink.write(1, {"train/loss": 1.0})
+        sink.close()
+    assert list((tmp_path / "tb").glob("events*")) and not (tmp_path / "run" / "tensorboard").exists()
+    given = calls[0][2]
+    assert (given["entity"], given["dir"]) == ("team", f"{tmp_path}/wb") and (tmp_path / "wb").is_dir()

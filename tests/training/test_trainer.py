@@ -11,13 +11,13 @@ import torch
 from trained_runs import configuration, losses, stored
 
 import megalith
-from megalith.config import RunConfig
+from megalith.config import CheckpointConfig, RunConfig
 from megalith.config.run import read_yaml
 from megalith.errors import ConfigError
 from megalith.parallel.mesh import build_mesh
 from megalith.report.metrics import read_records
 from megalith.training.build import build_run_tokenizer, prepare
-from megalith.training.trainer import Trainer
+from megalith.training.trainer import Trainer, _saves_when
 
 METRICS = ["step", "loss", "grad_norm", "lr", "global_batch_size", "consumed_samples", "step_time_ms",
            "tokens_per_second_per_device", "tflops_per_device", "mfu", "max_memory_gb", "skipped", "nan_iterations",
@@ -195,8 +195,21 @@ def test_without_save_at_end_only_intervals_and_early_stops_save(run):
     assert run("through", checkpoint=unsaved).checkpoint is None
     stopped = run("stopped", checkpoint=unsaved, train=dict(exit_interval=3))
     assert (stopped.ended, stopped.checkpoint.name) == ("exit_interval", "step_00000003")
+    never = run("never", checkpoint=dict(unsaved, save_when_stopped="never"), train=dict(exit_interval=3))
+    assert (never.ended, never.checkpoint) == ("exit_interval", None)
     between = run("between", checkpoint=dict(unsaved, save_interval=4), train=dict(train_iters=6))
     assert (between.step, between.checkpoint.name) == (6, "step_00000004")
+
+
+def test_a_signal_saves_only_where_that_is_asked_for():
+    saves = {
+        when: [
+            _saves_when(ended, CheckpointConfig(save_when_stopped=when))
+            for ended in ("SIGINT", "exit_interval")
+        ]
+        for when in ("always", "at_exits", "never")
+    }
+    assert saves == {"always": [True, True], "at_exits": [False, True], "never": [False, False]}
 
 
 def test_exit_interval_and_duration_end_the_run_with_a_checkpoint(run, tmp_path):
