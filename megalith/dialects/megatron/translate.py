@@ -209,10 +209,11 @@ def _with_defaults(given: Given) -> dict[str, dict[str, Any]]:
     omitted: dict[str, Any] = {}
     for flag, row in FLAGS.items():
         if isinstance(row, Sets) and flag not in given and row.path not in omitted:
-            default = False if row.takes == "switch" else row.default
-            if row.values is not None and default is not None:
-                default = row.values.get(default, not row.values.get(True, True))
-            omitted[row.path] = default
+            values = row.values or {}
+            is_switch = row.takes == "switch"
+            omitted[row.path] = (
+                not values.get(True, True) if is_switch else values.get(row.default, row.default)
+            )
     tree = {section: dict(given.tree.get(section, {})) for section in RunConfig.model_fields}
     config = RunConfig.from_tree(tree)
     for path, default in omitted.items():
