@@ -82,7 +82,7 @@ def make_source(folder: Path, size: float, dtype: str) -> None:
     from megalith.bridge.exporter import FolderWriter
     from megalith.bridge.families.llama import LLAMA
     from megalith.config import ModelConfig
-    from megalith.planner.flops import count_parameters
+    from megalith.planner.counts import count_parameters
 
     kind = getattr(torch, dtype)
     model = ModelConfig(

@@ -308,7 +308,7 @@ PRESET_COLUMNS = ("preset", "parameters", "active", "layers", "hidden", "heads",
 
 def _preset_row(name: str) -> tuple[str, ...]:
     from megalith.config import RunConfig
-    from megalith.planner.flops import count_parameters
+    from megalith.planner.counts import count_parameters
     from megalith.report.console import si
 
     model = RunConfig.from_tree({"model": {"preset": name}}).model

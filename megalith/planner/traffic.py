@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from megalith.config import ParallelConfig, RunConfig
 from megalith.config.rules.run_rules import data_parallel_size, shard_size
 from megalith.parallel.pipeline.stages import Stage
-from megalith.planner.layer_sizes import layer_size
-from megalith.planner.memory import COMPUTE_BYTES, GRADIENT_BYTES, outside_parameters
+from megalith.planner.counts import MetaModel, layers_of
+from megalith.planner.memory import COMPUTE_BYTES, GRADIENT_BYTES
 
 FP32 = 4
 
@@ -33,9 +33,14 @@ class Transfer:
 
 
 def transfers(
-    config: RunConfig, world_size: int, stages: Sequence[Sequence[Stage]], micro_batches: int
+    config: RunConfig,
+    meta: MetaModel,
+    world_size: int,
+    stages: Sequence[Sequence[Stage]],
+    micro_batches: int,
 ) -> list[Transfer]:
-    """The axes with more than one rank, tensor first. `stages` are the chunks of each pipeline rank."""
+    """The axes with more than one rank, tensor first. `stages`: the chunks of each pipeline rank; `meta`: the model, on
+    a rank."""
     parallel = config.parallel
     data_context = data_parallel_size(parallel, world_size) * parallel.context_parallel_size
     found = []
@@ -53,7 +58,7 @@ def transfers(
             Transfer("pipeline", size, sent, "hidden states to the next stage, their gradients back")
         )
     if data_context > 1:
-        sent = max(data_bytes(config, world_size, chunks, micro_batches) for chunks in stages)
+        sent = max(data_bytes(config, meta, world_size, chunks, micro_batches) for chunks in stages)
         words = DATA_WORDS[parallel.data_parallel_sharding_strategy]
         found.append(Transfer("data × context", data_context, sent, words))
     if (size := parallel.expert_model_parallel_size) > 1:
@@ -111,17 +116,18 @@ def hidden_bytes(config: RunConfig) -> int:
     return _tokens(config) * config.model.hidden_size * COMPUTE_BYTES[config.train.precision] // cut
 
 
-def data_bytes(config: RunConfig, world_size: int, chunks: Sequence[Stage], micro_batches: int) -> int:
+def data_bytes(
+    config: RunConfig, meta: MetaModel, world_size: int, chunks: Sequence[Stage], micro_batches: int
+) -> int:
     """Sent by a rank in a step: gradients, and parameters where these are sharded."""
-    model, parallel = config.model, config.parallel
-    tensor = parallel.tensor_model_parallel_size
+    parallel = config.parallel
     ranks = data_parallel_size(parallel, world_size) * parallel.context_parallel_size
     shards = shard_size(parallel, world_size)
     copies = ranks // shards
-    has_experts = [layer in model.expert_layers for chunk in chunks for layer in chunk.layers]
-    layers = sum(layer_size(model, has, tensor).dense for has in has_experts)
-    ends = outside_parameters(model, any(c.embedding for c in chunks), any(c.head for c in chunks), tensor)
-    adapters = len(has_experts) * config.lora.parameters(model, tensor)
+    parts = meta.in_layers(layers_of(config.model, chunks))
+    adapters = parts["adapters"]
+    layers = parts.total() - adapters - parts["experts"]
+    ends = meta.outside(chunks).total()
     reduced = GRADIENT_BYTES * (adapters or layers + ends)
     strategy = parallel.data_parallel_sharding_strategy
     gathers, passes = (micro_batches, 2) if strategy == "optim_grads_params" else (1, 1)

@@ -18,7 +18,7 @@ from megalith.io import replace_file
 from megalith.launch.lock import refused
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline.executor import Pipeline
-from megalith.planner.flops import flops_per_token, throughput
+from megalith.planner.counts import flops_per_token, throughput
 from megalith.planner.layout import Layout, build_layout
 from megalith.planner.topology import gather_places, topology_notes
 from megalith.report.console import TrainingConsole, open_console

@@ -15,7 +15,7 @@ from rich.text import Text
 from megalith.config import RunConfig
 from megalith.config.batch_size import BatchSizeSchedule
 from megalith.hardware import DeviceInfo
-from megalith.planner.flops import count_parameters, flops_per_token
+from megalith.planner.counts import count_parameters, flops_per_token
 from megalith.planner.layout import build_layout
 from megalith.report.console import si
 

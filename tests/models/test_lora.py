@@ -9,7 +9,7 @@ from megalith.config.presets import PRESETS
 from megalith.models.adapters import ADAPTER, adapters, add_adapters
 from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
-from megalith.planner.flops import flops_per_token
+from megalith.planner.counts import flops_per_token
 
 SMALL = dict(vocab_size=101, max_position_embeddings=64)
 MODELS = {

@@ -10,7 +10,7 @@ from megalith.models.mtp import future_of
 from megalith.models.transformer import Transformer
 from megalith.parallel.mesh import build_mesh
 from megalith.parallel.parallel_model import ParallelModel
-from megalith.planner.flops import count_parameters
+from megalith.planner.counts import count_parameters
 from megalith.training.build import build_model
 
 BATCH, SEQ = 2, 10

@@ -9,7 +9,7 @@ from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
 from megalith.config.presets import PRESETS
 from megalith.models.transformer import Transformer
-from megalith.planner.flops import count_parameters, flops_per_token, throughput
+from megalith.planner.counts import count_parameters, flops_per_token, throughput
 
 
 def _preset(name, **fields):

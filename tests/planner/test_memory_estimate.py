@@ -9,7 +9,7 @@ from megalith.config.presets import PRESETS
 from megalith.models.norm import HeadsNorm
 from megalith.models.transformer import Transformer
 from megalith.parallel.tensor.tensor_parallel import HEADS_NORM, ROLES, SHARED_QKV
-from megalith.planner.flops import count_parameters
+from megalith.planner.counts import count_parameters
 from megalith.planner.layer_sizes import layer_size
 from megalith.planner.memory import (
     Cuts,

@@ -16,13 +16,12 @@ gradients are always partial.
 from __future__ import annotations
 
 from torch import Tensor
-from torch.distributed.tensor import Replicate, Shard
 
-from megalith.models.adapters import ADAPTER, QKVAdapter, adapters
+from megalith.models.adapters import QKVAdapter, adapters
 from megalith.models.mixers.attention import Heads
 from megalith.models.transformer import Transformer
 from megalith.parallel.seams import plug
-from megalith.parallel.tensor.tensor_parallel import ROLES, Role, TensorParallel, place
+from megalith.parallel.tensor.tensor_parallel import ROLES, TensorParallel
 
 
 class SharedRows:
@@ -36,33 +35,17 @@ class SharedRows:
 
 
 def cut_adapters(model: Transformer, tensor: TensorParallel) -> None:
-    """Cuts the adapters of `model`, or of a stage of it, in place, after apply_tensor has cut its linears.
-
-    Adds the names of parameters with partial gradients to `model.partial_gradients`.
-    """
+    """Gives the adapters of `model`, or of a stage of it, their collectives, in place, after apply_tensor has placed
+    their matrices."""
     groups, axis = model.config.query_groups, tensor.axis
-    always, under_sp = [], []
     for name, adapter in adapters(model):
         column = ROLES[name.rpartition(".")[2]].style == "column"
-        for part, a in adapter.lora_A.items():
-            place(a, Role(Replicate() if column else Shard(1)), axis)
-            if column:
-                under_sp.append(f"{name}{ADAPTER}lora_A.{part}.weight")
-        for part, b in adapter.lora_B.items():
-            full = f"{name}{ADAPTER}lora_B.{part}.weight"
-            if isinstance(adapter, QKVAdapter) and groups < axis.size and part != "q":
-                place(b, Role(Replicate()), axis)
-                plug(b, "rows", SharedRows(axis.rank * groups // axis.size, adapter.head_dim).rows)
-                always.append(full)
-            else:
-                place(b, Role(Shard(0) if column else Replicate()), axis)
-                if not column:
-                    under_sp.append(full)
         plug(adapter, "gather", tensor.gather if column else tensor.reduce)
         if not column:
             columns = next(iter(adapter.lora_A.values())).weight.shape[1]
             plug(adapter, "first_column", axis.rank * columns // axis.size)
         if isinstance(adapter, QKVAdapter) and groups < axis.size:
             plug(adapter, "heads", Heads(adapter.heads.in_group * groups // axis.size))
-    names = {*always, *(under_sp if tensor.sequence_parallel else ())}
-    plug(model, "partial_gradients", model.partial_gradients | names)
+            for part, b in adapter.lora_B.items():
+                if part != "q":
+                    plug(b, "rows", SharedRows(axis.rank * groups // axis.size, adapter.head_dim).rows)

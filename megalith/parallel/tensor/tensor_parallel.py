@@ -105,6 +105,34 @@ ROLES = {
 SHARED_QKV = Role(Replicate(), Replicate(), "column", ALWAYS, ALWAYS)
 # A norm over all heads together: each rank has the weights of its own, and the sum of squares is made whole.
 HEADS_NORM = Role(Shard(0))
+# An adapter's matrices, by the style of the linear that they stand beside: see lora_shards.py.
+ADAPTER_ROLES = {
+    ("column", "lora_A"): Role(Replicate(), None, None, UNDER_SP),  # of a rank's tokens
+    ("column", "lora_B"): Role(Shard(0)),
+    ("row", "lora_A"): Role(Shard(1)),
+    ("row", "lora_B"): Role(Replicate(), None, None, UNDER_SP),
+}
+SHARED_B = Role(Replicate(), None, None, ALWAYS)  # of the keys or values of a shared group
+
+
+def role_of(name: str, module: nn.Module, shares_groups: bool) -> Role:
+    """The role of the module of this name in a model; experts have none (CUTS in expert_parallel.py).
+
+    `shares_groups`: there are fewer KV groups than tensor-parallel ranks.
+    """
+    linear, _, matrix = name.partition(ADAPTER)
+    linear = linear.rpartition(".")[2]
+    shared = shares_groups and linear == "linear_qkv"
+    if matrix:
+        kind, part = matrix.split(".")
+        return (
+            SHARED_B
+            if shared and kind == "lora_B" and part != "q"
+            else ADAPTER_ROLES[ROLES[linear].style, kind]
+        )
+    if isinstance(module, HeadsNorm):
+        return HEADS_NORM
+    return SHARED_QKV if shared else ROLES[linear]
 
 
 class TensorParallel:
@@ -232,15 +260,12 @@ def apply_tensor(model: Transformer, axis: Axis, sequence_parallel: bool) -> Ten
     groups = model.config.query_groups
     partial_names = []
     for name, module in list(model.named_modules()):
-        if isinstance(module, GroupedLinear) or ADAPTER in name:  # cut by expert_parallel.py and adapters.py
+        if isinstance(module, GroupedLinear):  # cut by expert_parallel.py
             continue
         if not any(True for _ in module.parameters(recurse=False)):
             continue
-        role = ROLES[name.rpartition(".")[2]]
-        if groups < axis.size and name.endswith("linear_qkv"):
-            role = SHARED_QKV
+        role = role_of(name, module, groups < axis.size)
         if isinstance(module, HeadsNorm):
-            role = HEADS_NORM
             plug(module, "total", tensor.sum_of_all)
         place(module, role, axis)
         if role.style is not None:
