@@ -76,18 +76,6 @@ class LoraConfig(Section):
             for linear, parts in self.parts(model).items()
         }
 
-    def parameters(self, model: ModelConfig, tensor: int = 1) -> int:
-        """The adapters' in a layer, on one of `tensor` tensor-parallel ranks; 0 without a rank."""
-        if self.rank is None:
-            return 0
-        total = 0
-        for linear, (inputs, parts) in self.sizes(model).items():
-            row = linear in ("linear_proj", "linear_fc2")  # cut along its inputs, and not along its rows
-            for part, rows in parts.items():
-                shared = part in ("k", "v") and model.query_groups < tensor
-                total += inputs // (tensor if row else 1) + rows // (1 if row or shared else tensor)
-        return self.rank * total
-
     def parts(self, model: ModelConfig) -> dict[str, tuple[str, ...]]:
         """For each linear with adapters the parts of its rows that have one, in the order of PARTS.
 
