@@ -202,7 +202,7 @@ def open_until(run: Run, last_step: int) -> Checkpoint | None:
         try:
             return _open(run, Path(path), with_optimizer=True)
         except CheckpointError as error:
-            run.report.note(str(error))
+            run.log(str(error))
     return None
 
 

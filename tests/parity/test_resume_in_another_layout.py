@@ -10,7 +10,7 @@ from megalith.config import RunConfig
 from megalith.parity.differences import BOUND, relative_error
 from megalith.parity.job import start, state_by_name
 from megalith.parity.layouts import LAYOUTS
-from megalith.training.trainer import Trainer
+from megalith.training.run_state import Run
 
 SAVED_AFTER = 4
 BIASED = "deepseek documents"
@@ -27,32 +27,30 @@ CASES = [
 ]
 
 
-def train(trainer: Trainer, steps: int) -> list[float]:
-    with trainer.data.train_loader(trainer.step, trainer.consumed_samples, trainer.device) as batches:
-        for _ in range(steps):
-            trainer.train_step(batches)
-    return [step.loss.item() for step in trainer.report.steps]
+def train(job: Run, steps: int) -> list[float]:
+    with job.data.train_loader(job.step, job.consumed_samples, job.device) as batches:
+        return [job.train_step(batches).loss.item() for _ in range(steps)]
 
 
 def save(config: RunConfig) -> dict[str, torch.Tensor]:
     """Trains SAVED_AFTER steps; returns what a checkpoint then holds."""
-    trainer = start(config)
-    train(trainer, SAVED_AFTER)
-    trainer.save()
-    return state_by_name(trainer)
+    job = start(config)
+    train(job, SAVED_AFTER)
+    job.save()
+    return state_by_name(job)
 
 
 def go_on(config: RunConfig) -> tuple[dict[str, torch.Tensor], list[float]]:
     """What the checkpoint gave, and the losses from there to the end."""
-    trainer = start(config)
-    assert trainer.step == SAVED_AFTER
-    return state_by_name(trainer), train(trainer, trainer.total_steps - trainer.step)
+    job = start(config)
+    assert job.step == SAVED_AFTER
+    return state_by_name(job), train(job, job.total_steps - job.step)
 
 
 @functools.cache
 def uninterrupted(run: str) -> list[float]:
-    trainer = start(run_config(run, None, ""))
-    return train(trainer, trainer.total_steps)
+    job = start(run_config(run, None, ""))
+    return train(job, job.total_steps)
 
 
 @pytest.mark.parametrize("run, saved_in, loaded_in", CASES, ids=str)

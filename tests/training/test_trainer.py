@@ -17,7 +17,7 @@ from megalith.errors import ConfigError
 from megalith.parallel.mesh import build_mesh
 from megalith.report.metrics import read_records
 from megalith.training.build import build_run_tokenizer, prepare
-from megalith.training.trainer import Trainer
+from megalith.training.run_state import Run
 
 METRICS = ["step", "loss", "grad_norm", "lr", "global_batch_size", "consumed_samples", "step_time_ms",
            "tokens_per_second_per_device", "tflops_per_device", "mfu", "max_memory_gb", "skipped", "nan_iterations",
@@ -70,9 +70,9 @@ def test_the_loss_is_the_mean_over_the_tokens_that_count_in_the_whole_batch(run,
     run(train=dict(train_iters=1, micro_batch_size=1), data=dict(eod_mask_loss=True), optim=dict(lr=0.0))
     config = read_yaml(tmp_path / "run" / "config.yaml")
     model = megalith.load(tmp_path / "run")  # lr 0: still the initial weights
-    trainer = _trainer(RunConfig.from_tree(config))
+    fresh = _run(RunConfig.from_tree(config))
     loss, tokens = 0.0, 0.0
-    with trainer.data.train_loader(0, 0, torch.device("cpu")) as batches:
+    with fresh.data.train_loader(0, 0, torch.device("cpu")) as batches:
         for batch in batches:
             logits = model(batch.tokens)
             picked = logits.log_softmax(-1).gather(-1, batch.labels[..., None])[..., 0]
@@ -82,9 +82,9 @@ def test_the_loss_is_the_mean_over_the_tokens_that_count_in_the_whole_batch(run,
     assert losses(tmp_path / "run")[0] == pytest.approx(loss / tokens, rel=1e-5)
 
 
-def _trainer(config: RunConfig) -> Trainer:
+def _run(config: RunConfig) -> Run:
     mesh = build_mesh(config.parallel, 1, "cpu")
-    return Trainer(config, build_run_tokenizer(config), mesh, torch.device("cpu"))
+    return Run(config, build_run_tokenizer(config), mesh, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
