@@ -25,7 +25,6 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from torch import Tensor
@@ -185,9 +184,7 @@ class MetricsWriter:
     def __enter__(self) -> MetricsWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -245,39 +242,26 @@ def _parse(line: str | bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
-@dataclass(frozen=True)
-class ExpertLoad:
-    """One step."""
+def with_expert_load(
+    metrics: StepMetrics, tallies: Tensor, config: RunConfig
+) -> tuple[ExpertStepMetrics, dict[int, list[int]]]:
+    """A step's metrics with those of its experts, and the tokens sent to each expert, by layer number.
 
-    aux_loss: float | None
-    """Mean over layers and micro-batches, before its coefficient: 1 when balanced; None where there is none."""
-    z_loss: float | None
-    """As aux_loss."""
-    dropped: float
-    """Share of the pairs of token and expert that capacities dropped, 0 to 1."""
-    imbalance: float
-    """The most tokens of an expert against the mean of its layer, averaged over layers; 1 when balanced."""
-    tokens: dict[int, list[int]]
-    """Tokens sent to each expert, by layer number."""
-
-
-def expert_load(tallies: Tensor, config: RunConfig, batch_size: int) -> ExpertLoad:
-    """From the tallies float32 [layers with experts, experts + 3] of a step of `batch_size` sequences.
-
-    Reads them on the host.
+    From the tallies float32 [layers with experts, experts + 3], which it reads on the host.
     """
     model, rows = config.model, tallies.double().cpu()
-    micro_batches = batch_size // config.train.micro_batch_size
+    micro_batches = metrics.global_batch_size // config.train.micro_batch_size
     counts = rows[:, : model.num_experts]
     losses = rows[:, [AUX, Z]].mean(0).div(micro_batches).tolist()
     balances = model.moe_aux_loss_coeff > 0 and model.moe_router_load_balancing_type != "none"
-    return ExpertLoad(
-        aux_loss=losses[0] if balances else None,
-        z_loss=losses[1] if model.moe_z_loss_coeff > 0 else None,
-        dropped=(rows[:, DROPPED].sum() / counts.sum()).item(),
-        imbalance=(counts.amax(1) / counts.mean(1)).mean().item(),
-        tokens=dict(zip(model.expert_layers, counts.long().tolist())),
+    found = ExpertStepMetrics(
+        **vars(metrics),
+        moe_aux_loss=losses[0] if balances else None,
+        moe_z_loss=losses[1] if model.moe_z_loss_coeff > 0 else None,
+        moe_dropped=(rows[:, DROPPED].sum() / counts.sum()).item(),
+        moe_imbalance=(counts.amax(1) / counts.mean(1)).mean().item(),
     )
+    return found, dict(zip(model.expert_layers, counts.long().tolist()))
 
 
 class LineFile:
