@@ -130,14 +130,16 @@ def layers_of(model: ModelConfig, chunks: Iterable[Stage]) -> list[int]:
 
 
 def _part(name: str, module: nn.Module) -> str:
+    first = name.partition(".")[0]
     if ADAPTER in name:
         return "adapters"
     if isinstance(module, GroupedLinear):
         return "experts"
     if isinstance(module, Norm):
         return "norms"
-    where = {"embedding": "embedding", "output_layer": "head", "self_attention": "attention"}
-    return where.get(name.partition(".")[0], "mlp")
+    if first.endswith("attention"):
+        return "attention"
+    return {"embedding": "embedding", "output_layer": "head"}.get(first, "mlp")
 
 
 @dataclass(frozen=True)

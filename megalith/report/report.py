@@ -24,7 +24,7 @@ from megalith.planner.topology import gather_places, topology_notes
 from megalith.report.console import TrainingConsole, open_console
 from megalith.report.health import ReadStep
 from megalith.report.layout_text import LayoutReport, layout_text, paragraph
-from megalith.report.measured_step import StartClock, StepClock
+from megalith.report.measured_step import StartClock, StepClock, Stragglers
 from megalith.report.metrics import (
     METRICS_FILE,
     MetricsWriter,
@@ -33,7 +33,6 @@ from megalith.report.metrics import (
     with_expert_load,
 )
 from megalith.report.profiler import StepProfiler, traced_steps
-from megalith.report.stragglers import Stragglers
 from megalith.report.summary import print_summary
 from megalith.report.trackers import open_sinks
 
