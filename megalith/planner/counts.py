@@ -47,6 +47,7 @@ class MetaModel:
     def __init__(self, model: ModelConfig, lora: LoraConfig | None = None):
         self.config, self.parallel = model, ParallelConfig()
         self.numbers = [*range(model.num_layers), *model.further_layers]
+        self._special = set(model.expert_layers), set(model.further_layers)
         self._first = {self._kind(number): number for number in reversed(self.numbers)}
         no_layers = {"num_layers": 0, "mtp_num_layers": model.mtp_num_layers and 0}
         self._model = Transformer(model.model_copy(update=no_layers), device="meta")
@@ -91,8 +92,8 @@ class MetaModel:
         """Elements of the output matrix, whole."""
         return self._model.output_weight.numel()
 
-    def _kind(self, number: int) -> tuple[bool, bool]:
-        return number in self.config.expert_layers, number in self.config.further_layers
+    def _kind(self, number: int) -> tuple[bool, ...]:
+        return tuple(number in layers for layers in self._special)
 
     def _count(self, module: nn.Module, matrices: bool = False) -> Counter[str]:
         """Of a layer, or of a model without its layers."""

@@ -60,7 +60,7 @@ class StepMetrics:
     step_time_ms: float
     tokens_per_second_per_device: float | None
     tflops_per_device: float | None
-    """In the causal convention (see planner/flops.py)."""
+    """In the causal convention (see planner/counts.py)."""
     mfu: float | None
     """0 to 1; None on a device without a known peak."""
     max_memory_gb: float | None
