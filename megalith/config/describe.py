@@ -129,8 +129,8 @@ def alias_words() -> Iterator[tuple[str, str]]:
 
 def _meaning(meaning: Rename | Choose | Already | Derive) -> str:
     match meaning:
-        case Rename(path=path):
-            return f"{path}"
+        case Rename(path=path, for_url=for_url):
+            return path + (f"; a URL: {for_url}" if for_url else "")
         case Choose(path=path, values=values):
             return f"true: {path} = {values[True]}"
         case Derive(path=path, note=note):

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from megalith.checkpoint import DataRecord, Saver
+from megalith.checkpoint.steps import CHECKPOINTS
 from megalith.config import RunConfig
 from megalith.config.batch_size import BatchSizeSchedule
 from megalith.data.batch import Batch
@@ -19,6 +20,7 @@ from megalith.optim.step import sum_of_squares
 from megalith.parallel.data.gradient_norm import GradientSquares
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline.stages import copies, on_two_stages
+from megalith.remote import place
 from megalith.report.report import Report
 from megalith.training.build import Data, build_model, vocabulary_rows
 
@@ -32,6 +34,7 @@ class Run:
     def __init__(self, config: RunConfig, tokenizer: Tokenizer | None, mesh: Mesh, device: torch.device):
         self.config, self.tokenizer, self.mesh, self.device = config, tokenizer, mesh, device
         self.output = Path(config.train.output_dir)
+        self.saves = place(config.run_folder) / CHECKPOINTS
         self.batch_sizes = BatchSizeSchedule.from_config(config.train, mesh.dp.size)
         self.total_steps = self.batch_sizes.iterations(config.train)
         self.data = Data(config, self.batch_sizes, self.total_steps, tokenizer, mesh.dp)
@@ -44,7 +47,7 @@ class Run:
             self.model.parameters, mesh.world, sum_of_squares, copies(self.model.chunks, mesh.pp), device
         )
         self.saver = Saver(
-            self.output / "checkpoints",
+            self.saves,
             mesh.world,
             unpadded_rows=vocabulary_rows(config),
             write_tokenizer=tokenizer.save if tokenizer else None,

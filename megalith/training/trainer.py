@@ -33,6 +33,7 @@ from megalith.optim.schedule import build_schedule
 from megalith.optim.step import optimizer_step
 from megalith.parallel.apply import compiles
 from megalith.parallel.mesh import Mesh, build_mesh
+from megalith.remote import StorePath
 from megalith.report.measured_step import StartClock
 from megalith.report.metrics import perplexity
 from megalith.report.out_of_memory import out_of_memory
@@ -54,7 +55,9 @@ class TrainingResult:
     consumed_samples: int
     loss: float | None  # of the last step
     validation_loss: float | None  # of the last evaluation
-    checkpoint: Path | None  # the last one saved; None where `checkpoint.save_at_end` is off and none was
+    checkpoint: (
+        Path | StorePath | None
+    )  # the last one saved; None where `checkpoint.save_at_end` is off and none was
     ended: str  # why: a key of runtime.stops.EXIT_CODES, "train_iters" at the run's end
 
 
@@ -87,7 +90,10 @@ def train(config: RunConfig) -> TrainingResult:
             config.parallel, process.world_size, device.type, has_experts=config.model.num_experts is not None
         )
         if any_rank(goes_on, mesh.world):
-            config.checkpoint.load, config.checkpoint.load_optim = str(output), config.checkpoint.save_optim
+            config.checkpoint.load, config.checkpoint.load_optim = (
+                config.run_folder,
+                config.checkpoint.save_optim,
+            )
         trainer, pulse = None, Pulse(mesh, timeout)
         starting.mark("settings and processes")
         try:
@@ -169,7 +175,7 @@ class Trainer(Run):
             checkpoint = self.save_last(ended != "train_iters" or config.checkpoint.save_at_end)
             if ended != "train_iters":
                 self.report.event(
-                    f"stopped after step {self.step} by {ended}; go on with checkpoint.load={self.output}",
+                    f"stopped after step {self.step} by {ended}; go on with checkpoint.load={config.run_folder}",
                     event="stop",
                     step=self.step,
                     reason=ended,
@@ -304,7 +310,7 @@ class Trainer(Run):
             self.saver.save(record, self.model.chunks, optimizer)
         self.tell_of_saves()
 
-    def save_last(self, also_new: bool = True) -> Path | None:
+    def save_last(self, also_new: bool = True) -> Path | StorePath | None:
         """Leaves a checkpoint of this moment, which may be saved already, and returns its folder.
 
         Without `also_new` it waits for what is being saved, and returns the last folder, if there is one.
