@@ -17,13 +17,18 @@ import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import datetime
+from importlib.util import find_spec
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from megalith.errors import ConfigError, MegalithError, install_line
 
-STORES = ("s3", "gs", "memory")  # besides file://, which is a path like any other
+STORES = {
+    "s3": "s3fs",
+    "gs": "gcsfs",
+    "memory": "fsspec",
+}  # and what they need; file:// is a path like any other
 UPLOADED = 2**25  # bytes of a file that are sent at once, and held until then
 
 
@@ -42,6 +47,10 @@ def place(path: str | Path | StorePath) -> Path | StorePath:
     if url.scheme not in STORES or not url.netloc:
         known = ", ".join(f"{scheme}://" for scheme in ("file", *STORES))
         raise ConfigError(f"{path} is no URL that is known here; those of {known} with a bucket are")
+    if find_spec(STORES[url.scheme]) is None:
+        raise ConfigError(
+            f"{path} needs {STORES[url.scheme]}, which is not installed: {install_line('remote')}"
+        )
     return StorePath(str(path))
 
 
@@ -125,13 +134,13 @@ class StorePath:
 
     def modified(self) -> datetime:
         """When the object was written."""
-        with self._asking() as store:
+        with self.asking() as store:
             return store.modified(self._name)
 
     def iterdir(self) -> list[StorePath]:
         """What begins with this name, one level of it; nothing where nothing does."""
         try:
-            with self._asking() as store:
+            with self.asking() as store:
                 return [
                     self / name.rstrip("/").rpartition("/")[2] for name in store.ls(self._name, detail=False)
                 ]
@@ -140,65 +149,70 @@ class StorePath:
 
     def glob(self) -> list[StorePath]:
         """The objects whose names this one, with `*` and `?`, stands for, by name."""
-        with self._asking() as store:
+        with self.asking() as store:
             return [
                 StorePath(f"{self._scheme}://{name.strip('/')}") for name in sorted(store.glob(self._name))
             ]
 
     def sizes(self) -> dict[str, int]:
         """The bytes of every object below this name, by the rest of its name."""
-        with self._asking() as store:
+        with self.asking() as store:
             found = store.find(self._name, detail=True)
         return {name.strip("/")[len(self._name) + 1 :]: info["size"] for name, info in found.items()}
 
     def read_bytes(self) -> bytes:
-        with self._asking() as store:
+        with self.asking() as store:
             return store.cat_file(self._name)
 
     def read_range(self, start: int, end: int) -> bytes:
         """The bytes `[start, end)`, fewer where the object ends before."""
-        with self._asking() as store:
+        with self.asking() as store:
             return store.cat_file(self._name, start=start, end=end)
 
     def fetch(self, file: Path) -> None:
         """Copies the object into a file of this machine."""
-        with self._asking() as store:
+        with self.asking() as store:
             store.get_file(self._name, str(file))
 
     def send(self, file: Path) -> None:
         """Makes the object a copy of a file of this machine."""
-        with self._asking() as store:
+        with self.asking() as store:
             store.put_file(str(file), self._name)
 
     def write(self, content: str | bytes) -> None:
         """Gives the object this content, text as UTF-8, at once: a reader sees the old or the new."""
-        with self._asking() as store:
+        with self.asking() as store:
             store.pipe_file(self._name, content.encode() if isinstance(content, str) else content)
 
     @contextmanager
-    def open(self, mode: str = "rb") -> Iterator[IO[bytes]]:
+    def open(self, mode: str = "rb") -> Iterator[Stream]:
         """The object, to be read from its beginning."""
-        with self._asking() as store, store.open(self._name, mode) as file:
-            yield file
+        with self.asking() as store:
+            file = store.open(self._name, mode)
+        try:
+            yield Stream(self, file)
+        finally:
+            file.close()
 
     @contextmanager
-    def create(self) -> Iterator[IO[bytes]]:
+    def create(self) -> Iterator[Stream]:
         """A new object, written in order. It is there after a clean exit; after an error its parts are given up."""
-        with self._asking() as store:
+        with self.asking() as store:
             file = store.open(self._name, "wb", block_size=UPLOADED)
-            try:
-                yield file
-            except BaseException:
-                with suppress(Exception):  # of a store that does not answer, or that keeps no parts
-                    file.discard()
-                    file.closed = True  # else it would be sent as it is, when it is collected
-                raise
-            file.close()
+        try:
+            yield Stream(self, file)
+            with self.asking():
+                file.close()
+        except BaseException:
+            with suppress(Exception):  # of a store that does not answer, or that keeps no parts
+                file.discard()
+                file.closed = True  # else it would be sent as it is, when it is collected
+            raise
 
     def unlink(self, missing_ok: bool = False) -> None:
         """Deletes the object."""
         try:
-            with self._asking() as store:
+            with self.asking() as store:
                 store.rm_file(self._name)
         except FileNotFoundError:
             if not missing_ok:
@@ -207,11 +221,11 @@ class StorePath:
     def remove(self) -> None:
         """Deletes every object below this name."""
         if self.exists():
-            with self._asking() as store:
+            with self.asking() as store:
                 store.rm(self._name, recursive=True)
 
     def _known(self) -> dict[str, Any]:
-        with self._asking() as store:
+        with self.asking() as store:
             return store.info(self._name)
 
     def _info(self) -> dict[str, Any] | None:
@@ -221,7 +235,7 @@ class StorePath:
             return None
 
     @contextmanager
-    def _asking(self) -> Iterator[Any]:
+    def asking(self) -> Iterator[Any]:
         """The store, what goes wrong there being an OSError with a reason."""
         try:
             yield _store(self._scheme, os.getpid())
@@ -236,17 +250,30 @@ class StorePath:
             raise OSError(errno.EIO, _reason(error), str(self)) from error
 
 
+class Stream:
+    """An object that is read or written in order."""
+
+    def __init__(self, path: StorePath, file: Any):
+        self._path, self._file = path, file
+
+    def read(self, size: int = -1) -> bytes:
+        with self._path.asking():
+            return self._file.read(size)
+
+    def write(self, data: Any) -> int:
+        with self._path.asking():
+            return self._file.write(data)
+
+    def tell(self) -> int:
+        return self._file.tell()
+
+
 @functools.cache
 def _store(scheme: str, process: int) -> Any:
     """The process's connections to the stores of a scheme; what they hold is asked for anew each time."""
-    try:
-        import fsspec
+    import fsspec
 
-        return fsspec.filesystem(scheme, skip_instance_cache=True, use_listings_cache=False)
-    except ImportError as error:
-        raise ConfigError(
-            f"{scheme}:// needs what is not installed ({error}): {install_line('remote')}"
-        ) from None
+    return fsspec.filesystem(scheme, skip_instance_cache=True, use_listings_cache=False)
 
 
 def _reason(error: Exception) -> str:

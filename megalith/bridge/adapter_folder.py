@@ -5,6 +5,7 @@ A run with adapters holds these alone; its base is what `model.init_from` names.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from functools import lru_cache
 from pathlib import Path

@@ -144,7 +144,7 @@ class TokenFile:
         with _reading(path):
             self.size = size_of(path)
             if isinstance(path, StorePath):
-                self._block = lru_cache(BLOCKS)(self._fetch_block)
+                self._version = path.version()
                 self._part = self._part_of_a_block
                 return
             self._file = FileIO(path)
@@ -174,11 +174,14 @@ class TokenFile:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def _part_of_a_block(self, count: int, start: int) -> bytes:
-        number, at = divmod(start, BLOCK)
-        return self._block(number)[at : at + count]
+        at = start % BLOCK
+        end = min(start - at + BLOCK, self.size)
+        return _fetched(self._path, self._version, start - at, end)[at : at + count]
 
-    def _fetch_block(self, number: int) -> bytes:
-        return self._path.read_range(number * BLOCK, min((number + 1) * BLOCK, self.size))
+
+@lru_cache(BLOCKS)  # of all datasets that a process reads
+def _fetched(path: StorePath, version: str, start: int, end: int) -> bytes:
+    return path.read_range(start, end)
 
 
 @contextlib.contextmanager

@@ -35,8 +35,8 @@ class OutputLock:
     def __init__(self, output_dir: str | Path):
         if is_url(output_dir):
             raise ConfigError(
-                f"train.output_dir is {output_dir}, but a run's log and lock stand in a folder of its machine: name one, "
-                "and set checkpoint.save to the URL"
+                f"train.output_dir is {output_dir}, but a run's log and lock stand in a folder of its machine: name "
+                "one, and set checkpoint.save to the URL"
             )
         folder = Path(output_dir)
         self.path = folder / LOCK_NAME
@@ -190,8 +190,14 @@ def _traces_of_a_run(folder: Path | StorePath) -> str:
         found.append("metrics.jsonl")
     with refused(folder):
         checkpoints = folder / "checkpoints"
-        there = checkpoints.iterdir() if checkpoints.is_dir() else ()
-        steps = sorted(step.name for step in there if step.name.startswith("step_"))
+        there = [
+            step
+            for step in (checkpoints.iterdir() if checkpoints.is_dir() else ())
+            if step.name[:5] == "step_"
+        ]
+        if isinstance(folder, StorePath):  # where a killed save leaves a beginning
+            there = [step for step in there if (step / "manifest.json").exists()]
+        steps = sorted(step.name for step in there)
     if steps:
         found.append(f"{len(steps)} checkpoint{'s' if len(steps) > 1 else ''}, the last {steps[-1]}")
     return "; ".join(found)
