@@ -20,7 +20,7 @@ from torch import Tensor
 
 from megalith.bridge.families import family_for, family_named, family_of
 from megalith.bridge.family import Family, Group
-from megalith.bridge.folder import CONFIG, DTYPE_NAMES, GENERATION, is_model_folder
+from megalith.bridge.folder import CONFIG, DTYPE_NAMES, GENERATION, is_model_folder, is_there
 from megalith.bridge.importer import PRECISIONS
 from megalith.bridge.load import config_of
 from megalith.bridge.origin import Origin, read_origin, saved_tokenizer
@@ -60,7 +60,7 @@ class FolderWriter:
         self._shards = _cut(self._tensors, shard_bytes)
         self._where = {name: file for file, names in self._shards.items() for name in names}
         self._files: dict[str, PlacedTensors] = {}  # open, by name
-        if self.path.exists() and not replace:
+        if is_there(self.path) and not replace:
             raise CheckpointError(f"{self.path} is already there; remove it, or choose another place")
 
     def __enter__(self) -> FolderWriter:

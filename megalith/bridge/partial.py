@@ -116,6 +116,7 @@ class SentFolder:
     def commit(self) -> None:
         for name in READ_FIRST:
             (self.out / name).unlink(missing_ok=True)
+        self.out.remove()
         for file in sorted(self.path.iterdir(), key=lambda file: file.name in READ_FIRST):
             (self.out / file.name).send(file)
         self.abandon()

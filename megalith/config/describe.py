@@ -97,7 +97,7 @@ def json_schema() -> dict[str, Any]:
     for name, meaning in ALIASES.items():
         section, key = name.split(".")
         definition = schema["$defs"][RunConfig.model_fields[section].annotation.__name__]
-        definition["properties"][key] = _alias_schema(meaning, schema)
+        definition["properties"].setdefault(key, _alias_schema(meaning, schema))
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 

@@ -19,7 +19,7 @@ class CheckpointConfig(Section):
     """Saves a checkpoint when the run is through; one that is stopped early always does."""
 
     save: str | None = None
-    """URL of a store that steps are saved in (s3://, gs://), below `checkpoints`. Absent: the output folder."""
+    """URL to save steps at (s3://, gs://), below its `checkpoints`. Absent: output_dir, which a folder here sets."""
 
     load: str | None = None
     """A run's folder or URL, or one of its steps, to go on from. It may be where the run saves, empty at first."""

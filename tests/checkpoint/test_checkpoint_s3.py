@@ -46,9 +46,7 @@ def test_saved_by_two_ranks_of_tp_and_gone_on_with_by_two_of_pp(environment, poo
         config = s3_config("s3://bucket/corpus", layout, str(here), 4, **checkpoint)
         return pool.run(train_and_save, environment, config, until, size=2)[0]
 
-    straight, _, _ = pool.run(
-        train_and_save, {}, s3_config(corpus, tp, str(tmp_path / "straight"), 4), 4, size=2
-    )[0]
+    straight, _, _ = train_and_save({}, s3_config(corpus, {}, str(tmp_path / "straight"), 4), 4)
     losses, told, failure = job(tp, 2, save=url, async_save=True)
     assert failure == "" and len(told) == 2 and f"saved {url}/checkpoints/step_00000002" in told[-1]
     more, told, failure = job(pp, 4, save=url, load=url, keep_last=1)

@@ -7,6 +7,7 @@ import fsspec
 import pytest
 
 import megalith
+from megalith.bridge.exporter import export_hf
 from megalith.checkpoint import Saver, list_steps, open_checkpoint, open_existing
 from megalith.checkpoint.fingerprint import differences, tensor_digests
 from megalith.checkpoint.open import FETCHED, step_problems
@@ -255,8 +256,9 @@ def test_a_run_saves_goes_on_and_exports_by_url(run, store, tmp_path, capsys, br
     assert not [d for part in ("model", "optimizer") for d in differences(ours, theirs, part)]
     assert dict(tensor_digests(ours, "model")) == dict(tensor_digests(theirs, "model"))
     megalith.load(str(store))
-    assert main(["export-hf", str(store), "memory://bucket/hf"]) == 0
-    assert "config.json" in (store.parent / "hf").sizes()
+    (store.parent / "hf" / "model.safetensors.index.json").write("of the model that was there before")
+    assert main(["export-hf", str(store), "memory://bucket/hf"]) == CheckpointError.exit_code
+    export_hf(str(store), "memory://bucket/hf", replace=True, show_progress=False)
     assert main(["import-hf", "memory://bucket/hf", "memory://bucket/back"]) == 0
     back = open_existing("memory://bucket/back")
     assert dict(tensor_digests(back, "model")) == dict(tensor_digests(ours, "model"))
