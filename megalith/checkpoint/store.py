@@ -177,6 +177,7 @@ class StoredStep(StepFolder):
     """The same in an object store."""
 
     shared = "checkpoint.save must be a store that all processes share, which memory:// is not"
+    is_published = False  # or may be: the store may have taken a manifest whose receipt was lost
 
     def begin(self) -> str:
         for folder in self.checkpoints.iterdir():
@@ -190,14 +191,15 @@ class StoredStep(StepFolder):
 
     def abandon(self) -> None:
         with contextlib.suppress(OSError):
-            self.temporary.remove()
+            if not self.is_published:
+                self.temporary.remove()
 
     def _publish(self, manifest: str) -> None:
+        self.is_published = True
         (self.final / MANIFEST).write(manifest)
         (self.checkpoints / LATEST).write(self.final.name + "\n")
-        with contextlib.suppress(
-            OSError
-        ):  # what was saved under this number before; else it goes with the step
+        # What was saved under this number before; where it cannot be removed now it goes with the step.
+        with contextlib.suppress(OSError):
             for old in self.final.iterdir():
                 if old.name not in (MANIFEST, self.temporary.name):
                     old.remove()

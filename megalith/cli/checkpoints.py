@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from megalith.remote import StorePath
 
 PARTS = ("model", "optimizer")
-GIVEN = "run folder, its checkpoints folder, or one step folder"
+GIVEN = "run folder, its checkpoints folder, or one step folder, here or by URL"
 
 
 def add_checkpoint_commands(commands: Any) -> None:

@@ -129,6 +129,24 @@ def test_a_save_that_ends_at_any_moment_leaves_what_was_whole_and_no_load_takes_
         assert number > 4
 
 
+@pytest.mark.parametrize("taken", ["latest", "manifest.json"])
+def test_a_save_whose_last_answer_is_lost_keeps_the_files_of_what_may_be_a_whole_step(
+    store, tiny_run, monkeypatch, taken
+):
+    """The store has taken the object and its receipt does not come; every other call is answered."""
+    write, run = StorePath.write, tiny_run().train(1)
+
+    def lose(self, content):
+        write(self, content)
+        if self.name == taken:
+            raise OSError(5, "no receipt", str(self))
+
+    monkeypatch.setattr(StorePath, "write", lose)
+    with pytest.raises(CheckpointError, match="could not be saved: no receipt"):
+        run.save(store)
+    assert tiny_run(seed=9).load(open_checkpoint(store)).equals(run)
+
+
 def test_a_step_loses_its_manifest_before_its_first_file(store, tiny_run, break_at):
     run = tiny_run().train(1)
     run.save(store)
