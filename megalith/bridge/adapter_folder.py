@@ -18,7 +18,7 @@ from megalith.bridge.family import Family
 from megalith.bridge.folder import CONFIG, find_folder, read_json
 from megalith.bridge.importer import Change, import_hf, new_run, refuse_existing
 from megalith.bridge.load import check_base, config_of, is_source, model_of
-from megalith.bridge.partial import PartialFolder
+from megalith.bridge.partial import partial_folder
 from megalith.bridge.peft import CONFIG_FILE, PeftFolder, is_peft, save_peft
 from megalith.checkpoint import Checkpoint, RunRecord, StepWriter, open_existing
 from megalith.checkpoint.fingerprint import Sample, digest, sample
@@ -28,6 +28,7 @@ from megalith.errors import CheckpointError, ConfigError
 from megalith.models.adapters import adapters, add_adapters
 from megalith.models.transformer import Transformer
 from megalith.parallel.shards import Box
+from megalith.remote import place, remove_all
 
 
 def with_lora_load(config: RunConfig) -> RunConfig:
@@ -66,18 +67,20 @@ def export_adapters(run: str | Path, out: str | Path, family: str | None = None)
     `family` is an architecture or model type; by default that of the base, else the first that can say the model.
     Raises CheckpointError when there are none or something is at `out`; nothing is left there on an error.
     """
-    out = Path(out)
+    out = place(out)
     refuse_existing(out)
     checkpoint, config = _open_run(run)
     chosen = family_named(family, "--family") if family else _family(config.model)
     read = _reader(checkpoint)
-    partial = PartialFolder(out)
+    partial = partial_folder(out)
     try:
         partial.begin()
         save_peft(partial.path, chosen, config.model, config.lora, read, config.model.init_from)
         partial.commit()
     except OSError as error:
-        raise CheckpointError(f"{out} could not be written: {error.strerror}; make room there") from error
+        raise CheckpointError(
+            f"{out} could not be written: {error.strerror or error}; make room there"
+        ) from error
     finally:
         partial.abandon()
     return chosen
@@ -90,7 +93,7 @@ def merge(source: str | Path, out: str | Path, base: str | None = None, show_pro
     a folder in PEFT's format; `base` what they belong to, by default what they name. In memory are the adapters and
     one tensor of the base. Raises ConfigError or CheckpointError where one of the two is not to be had or does not fit.
     """
-    out = Path(out)
+    out = place(out)
     refuse_existing(out)
     base, adapted, trained_on = _adapted(source, base)
     changes = {f"{name}.weight": adapter for name, adapter in adapters(adapted)}
@@ -113,7 +116,7 @@ def merge(source: str | Path, out: str | Path, base: str | None = None, show_pro
         try:
             check_base(trained_on, digest(samples), base)
         except CheckpointError:
-            shutil.rmtree(out, ignore_errors=True)
+            remove_all(out)
             raise
     return merged
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from megalith.bridge.family import VOCABULARY, without_memory
-from megalith.bridge.folder import find_folder, is_model_folder
+from megalith.bridge.folder import find_folder, is_model_folder, is_there
 from megalith.bridge.importer import open_source
 from megalith.bridge.match import Match
 from megalith.bridge.origin import tokenizer_of
@@ -23,6 +23,7 @@ from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import CheckpointError, ConfigError, MegalithError, shorten
 from megalith.parallel.gather import ALONE
 from megalith.parallel.shards import Box
+from megalith.remote import place
 
 # What a run that begins from other weights may choose anew: how far its rotary positions reach.
 FREE = ("rotary_base", "rope_scaling")
@@ -116,7 +117,7 @@ def check_base(checkpoint: Checkpoint, found: str, path: str) -> None:
 
 def is_source(path: str | Path) -> bool:
     """Whether weights are in Hugging Face's form: a folder with a config.json, or a hub name."""
-    return is_model_folder(path) or not Path(path).exists()
+    return is_model_folder(path) or not is_there(place(path))
 
 
 def with_init_from(config: RunConfig) -> RunConfig:

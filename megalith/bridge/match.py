@@ -12,9 +12,8 @@ from torch import Tensor
 
 from megalith.bridge.family import VOCABULARY, Family, Group
 from megalith.bridge.folder import SourceFolder
-from megalith.bridge.stored import DTYPES
 from megalith.bridge.transfer import to_ours
-from megalith.checkpoint.files import DTYPE_CODES
+from megalith.checkpoint.files import DTYPE_CODES, DTYPES
 from megalith.config import ModelConfig
 from megalith.errors import CheckpointError, shorten
 from megalith.models.init import initial_value

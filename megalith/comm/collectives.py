@@ -159,32 +159,39 @@ def any_rank(here: bool, axis: Axis) -> bool:
     return bool(summed(torch.tensor(float(here)), axis, "max"))
 
 
-def gather_json(value: Any, axis: Axis) -> list[Any]:
-    """Every rank's value, in the ranks' order, on every rank. Values are plain JSON: a rank unpickles nothing."""
+def gather_json(value: Any, axis: Axis, to_first: bool = False) -> list[Any]:
+    """Every rank's value, in the ranks' order, on every rank, or on the first alone (nothing on the others).
+
+    Values are plain JSON in tensors: a rank unpickles nothing. The text of each takes the place of the longest.
+    """
     if axis.size == 1:
         return [value]
-    padded, sizes = padded_json(value, axis)
-    texts = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(texts, padded, group=axis.group)
-    return read_json(texts, sizes)
-
-
-def padded_json(value: Any, axis: Axis) -> tuple[Tensor, list[int]]:
-    """A value's text, uint8, as long as the longest of all ranks', and the lengths of all, in bytes."""
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    device = (
-        axis.mesh.device_type if axis.mesh is not None else "cpu"
-    )  # the world's group has a backend for both
+    # The world's group has a backend for both.
+    device = axis.mesh.device_type if axis.mesh is not None else "cpu"
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(axis.size)]
     dist.all_gather(sizes, torch.tensor([len(data)], device=device), group=axis.group)
     padded = torch.zeros(int(max(sizes)), dtype=torch.uint8, device=device)
     padded[: len(data)] = data
-    return padded, [int(size) for size in sizes]
+    texts = [torch.empty_like(padded) for _ in sizes] if axis.rank == 0 or not to_first else []
+    if to_first:
+        dist.gather(padded, texts or None, dst=0, group=axis.group)
+    else:
+        dist.all_gather(texts, padded, group=axis.group)
+    return [json.loads(text[: int(size)].cpu().numpy().tobytes()) for text, size in zip(texts, sizes)]
 
 
-def read_json(texts: Sequence[Tensor], sizes: Sequence[int]) -> list[Any]:
-    """The values of texts that `padded_json` made."""
-    return [json.loads(text[:size].cpu().numpy().tobytes()) for text, size in zip(texts, sizes)]
+def scatter_json(values: Sequence[Any], axis: Axis) -> Any:
+    """Of the first rank's `values`, one for each rank, this rank's; the others' are not looked at. By the CPU."""
+    if axis.size == 1:
+        return values[0]
+    texts = [json.dumps(value).encode() for value in values] if axis.rank == 0 else []
+    longest = torch.tensor([max(map(len, texts), default=0)])
+    dist.broadcast(longest, src=0, group=axis.group)
+    padded = [torch.frombuffer(bytearray(text.ljust(int(longest))), dtype=torch.uint8) for text in texts]
+    own = torch.empty(int(longest), dtype=torch.uint8)
+    dist.scatter(own, padded or None, src=0, group=axis.group)
+    return json.loads(own.numpy().tobytes())
 
 
 def begin_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor | Shares:

@@ -17,7 +17,7 @@ class DataConfig(Section):
     decides: ClassVar[Decides] = Decides.SAMPLES
 
     data_path: DataPath | None = None
-    """Dataset prefix (the path without .bin), or a blend: `"0.7 a 0.3 b"`, or a YAML list of the same."""
+    """Dataset prefix (the path or URL without .bin), or a blend: `"0.7 a 0.3 b"`, or a YAML list of the same."""
 
     train_data_path: DataPath | None = None
     """Datasets for training alone; with valid_data_path and test_data_path in place of data_path and split."""

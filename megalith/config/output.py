@@ -18,8 +18,11 @@ class CheckpointConfig(Section):
     save_at_end: bool = True
     """Saves a checkpoint when the run is through; one that is stopped early always does."""
 
+    save: str | None = None
+    """URL to save steps at (s3://, gs://), below its `checkpoints`. Absent: output_dir, which a folder here sets."""
+
     load: str | None = None
-    """A run folder or one of its steps to go on from. It may be the folder written to, empty at first."""
+    """A run's folder or URL, or one of its steps, to go on from. It may be where the run saves, empty at first."""
 
     save_optim: bool = True
     """Saves the optimizer's state, without which a run cannot go on exactly."""

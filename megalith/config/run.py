@@ -52,6 +52,11 @@ class RunConfig(Section):
         """What the user should know of settings that were accepted but change nothing."""
         return self._notes
 
+    @property
+    def run_folder(self) -> str:
+        """What holds the run's `checkpoints`: the output folder, or the URL that stands in for it."""
+        return self.checkpoint.save or self.train.output_dir
+
     @classmethod
     def load(cls, path: str | Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
         """Reads a YAML file (or nothing) and applies `["--section.key", "value", …]` or `["section.key=value", …]`.

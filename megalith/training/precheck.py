@@ -20,6 +20,7 @@ from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import ConfigError
 from megalith.hardware import pick_device
 from megalith.launch.lock import OutputLock, check_output_dir
+from megalith.remote import size_of
 from megalith.training.build import build_meta_model, open_datasets, prepare, vocabulary_rows
 from megalith.training.resume import fitting
 
@@ -40,7 +41,7 @@ def check_job(config: RunConfig, world_sizes: Sequence[int], nproc: int, one_mac
     _check_data(prepared, tokenizer)
     if one_machine:
         with OutputLock(config.train.output_dir):
-            check_output_dir(config.train.output_dir, config.checkpoint.load)
+            check_output_dir(config.train.output_dir, config.checkpoint.load, config.checkpoint.save)
         _check_checkpoint(prepared, tokenizer)
 
 
@@ -56,7 +57,7 @@ def _prepare_any(config: RunConfig, world_sizes: Sequence[int]) -> tuple[RunConf
 
 def _check_data(config: RunConfig, tokenizer: Tokenizer | None) -> None:
     """Its files are there, and small ones whole and enough for the splits."""
-    index_bytes = [require_files(prefix)[1].stat().st_size for prefix in dataset_prefixes(config.data)]
+    index_bytes = [size_of(require_files(prefix)[1]) for prefix in dataset_prefixes(config.data)]
     if sum(index_bytes) <= MOST_INDEX_BYTES:
         evaluated = min(config.train.eval_iters, 1)
         open_datasets(config, (1, evaluated, evaluated), tokenizer and tokenizer.eod)

@@ -20,7 +20,7 @@ from megalith.checkpoint import (
 )
 from megalith.checkpoint.agree import together
 from megalith.checkpoint.state import base_fingerprint
-from megalith.checkpoint.steps import CHECKPOINTS, next_save_number, save_order
+from megalith.checkpoint.steps import next_save_number, save_order
 from megalith.config import LoraConfig, RunConfig
 from megalith.config.base import Decides
 from megalith.config.batch_size import BatchSizeSchedule
@@ -28,11 +28,12 @@ from megalith.config.rules.unused import unread_settings
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import CheckpointError
 from megalith.optim.schedule import build_schedule
+from megalith.remote import StorePath, is_inside, place
 from megalith.training.build import vocabulary_rows
 from megalith.training.run_state import Run
 
 
-def load_run(run: Run) -> Path | None:
+def load_run(run: Run) -> Path | StorePath | None:
     """Fills a new run from the checkpoint that `checkpoint.load` names; returns its folder.
 
     None where there is none: then the weights are those of `model.init_from`, or the initial ones, and adapters those
@@ -135,16 +136,16 @@ def _first_checkpoint(run: Run) -> Checkpoint | None:
     settings = run.config.checkpoint
     if settings.load is None:
         return None
-    return fitting(_open(run, Path(settings.load), settings.load_optim), run.config, run.tokenizer)
+    return fitting(_open(run, place(settings.load), settings.load_optim), run.config, run.tokenizer)
 
 
 def fitting(
     checkpoint: Checkpoint | None, config: RunConfig, tokenizer: Tokenizer | None
 ) -> Checkpoint | None:
     """What was found in `checkpoint.load`, if the run can go on from it. Raises CheckpointError where it cannot."""
-    load, output = Path(config.checkpoint.load), Path(config.train.output_dir)
+    load, output = place(config.checkpoint.load), place(config.run_folder)
     if checkpoint is None:
-        if not load.resolve().is_relative_to(output.resolve()):
+        if not is_inside(load, output):
             raise CheckpointError(
                 f"there is no checkpoint in {load}, which checkpoint.load names; only the run's own folder {output} "
                 "may be empty, at the first start: correct the path, or leave it out"
@@ -172,8 +173,8 @@ def _abandoned(run: Run, checkpoint: Checkpoint) -> list[list[int]]:
 
     As ranges [first, end) of save numbers: what `checkpoint` had left behind, and what was saved after it.
     """
-    folder = run.output / CHECKPOINTS
-    if checkpoint.folder.parent.resolve() != folder.resolve():
+    folder = run.saves
+    if not is_inside(checkpoint.folder, folder):
         return []
     after = checkpoint.manifest.save_number + 1
     end = together(run.mesh.world, lambda: None if run.mesh.world.rank else next_save_number(folder))[0]
@@ -185,9 +186,9 @@ def open_until(run: Run, last_step: int) -> Checkpoint | None:
 
     The same on every rank, all of which call it; what is damaged is noted and passed over.
     """
-    folder = run.output / CHECKPOINTS
+    folder = run.saves
 
-    def is_past(step: Path) -> bool:
+    def is_past(step: Path | StorePath) -> bool:
         number = save_order(step, unreadable=0)[1]
         return not any(first <= number < end for first, end in run.abandoned)
 
@@ -200,13 +201,13 @@ def open_until(run: Run, last_step: int) -> Checkpoint | None:
 
     for path in together(run.mesh.world, candidates)[0] or []:
         try:
-            return _open(run, Path(path), with_optimizer=True)
+            return _open(run, place(path), with_optimizer=True)
         except CheckpointError as error:
             run.log(str(error))
     return None
 
 
-def _open(run: Run, path: Path, with_optimizer: bool) -> Checkpoint | None:
+def _open(run: Run, path: Path | StorePath, with_optimizer: bool) -> Checkpoint | None:
     parts = ("model", "optimizer") if with_optimizer else ("model",)
     boxes = state_boxes(run.model.chunks, run.optimizer, vocabulary_rows(run.config))
     return open_checkpoint(path, parts, world=run.mesh.world, boxes=boxes)

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from megalith.checkpoint import DataRecord, RunRecord, Saver, TokenizerRecord
+from megalith.checkpoint.steps import CHECKPOINTS
 from megalith.config import RunConfig
 from megalith.config.batch_size import BatchSizeSchedule
 from megalith.data.batch import Batch
@@ -22,6 +23,7 @@ from megalith.optim.step import optimizer_step, sum_of_squares
 from megalith.parallel.data.gradient_norm import GradientSquares
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline.stages import copies, on_two_stages
+from megalith.remote import StorePath, place
 from megalith.report.report import PendingStep
 from megalith.training.build import Data, build_model, vocabulary_rows
 from megalith.training.replica_check import ReplicaCheck
@@ -34,6 +36,7 @@ class Run:
         """With the initial weights; `load_run` (resume.py) puts it where a checkpoint stands."""
         self.config, self.tokenizer, self.mesh, self.device = config, tokenizer, mesh, device
         self.output = Path(config.train.output_dir)
+        self.saves = place(config.run_folder) / CHECKPOINTS
         self.batch_sizes = BatchSizeSchedule.from_config(config.train, mesh.dp.size)
         self.total_steps = self.batch_sizes.iterations(config.train)
         self.data = Data(config, self.batch_sizes, self.total_steps, tokenizer, mesh.dp)
@@ -47,7 +50,7 @@ class Run:
             self.model.parameters, mesh.world, sum_of_squares, copies(self.model.chunks, mesh.pp), device
         )
         self.saver = Saver(
-            self.output / "checkpoints",
+            self.saves,
             mesh.world,
             unpadded_rows=vocabulary_rows(config),
             write_tokenizer=tokenizer.save if tokenizer else None,
@@ -141,7 +144,7 @@ class Run:
         self.saver.save(self._record(), self.model.chunks, optimizer)
         self.log_saves()
 
-    def save_last(self, also_new: bool = True) -> Path | None:
+    def save_last(self, also_new: bool = True) -> Path | StorePath | None:
         """Leaves a checkpoint of this moment, which may be saved already, and returns its folder.
 
         Without `also_new` it waits for what is being saved, and returns the last folder, if there is one.

@@ -27,6 +27,7 @@ from megalith.launch.signals import StopSignals
 from megalith.launch.stops import Stops
 from megalith.parallel.apply import compiles
 from megalith.parallel.mesh import build_mesh
+from megalith.remote import StorePath
 from megalith.report.measured_step import StartClock
 from megalith.report.metrics import perplexity
 from megalith.report.out_of_memory import out_of_memory
@@ -47,7 +48,9 @@ class TrainingResult:
     consumed_samples: int
     loss: float | None  # of the last step
     validation_loss: float | None  # of the last evaluation
-    checkpoint: Path | None  # the last one saved; None where `checkpoint.save_at_end` is off and none was
+    checkpoint: (
+        Path | StorePath | None
+    )  # the last one saved; None where `checkpoint.save_at_end` is off and none was
     ended: str  # why: a key of runtime.stops.EXIT_CODES, "train_iters" at the run's end
 
 
@@ -80,7 +83,10 @@ def train(config: RunConfig) -> TrainingResult:
             config.parallel, process.world_size, device.type, has_experts=config.model.num_experts is not None
         )
         if any_rank(goes_on, mesh.world):
-            config.checkpoint.load, config.checkpoint.load_optim = str(output), config.checkpoint.save_optim
+            config.checkpoint.load, config.checkpoint.load_optim = (
+                config.run_folder,
+                config.checkpoint.save_optim,
+            )
         run, pulse = None, Pulse(mesh, timeout)
         starting.mark("settings and processes")
         try:
@@ -153,7 +159,7 @@ class Trainer:
             checkpoint = self._save_last(ended != "train_iters" or config.checkpoint.save_at_end)
             if ended != "train_iters":
                 self.report.event(
-                    f"stopped after step {run.step} by {ended}; go on with checkpoint.load={run.output}",
+                    f"stopped after step {run.step} by {ended}; go on with checkpoint.load={config.run_folder}",
                     event="stop",
                     step=run.step,
                     reason=ended,
@@ -198,7 +204,7 @@ class Trainer:
                 self.run.save()
         self.run.log_saves()
 
-    def _save_last(self, also_new: bool) -> Path | None:
+    def _save_last(self, also_new: bool) -> Path | StorePath | None:
         if also_new:
             self._check_replicas()
         with self.pulse.long_work("saving"):
