@@ -64,7 +64,7 @@ class FolderWriter:
         self._files: dict[str, int] = {}  # open, by name
         self._places: dict[str, tuple[str, int]] = {}
         if self.path.exists() and not replace:
-            raise CheckpointError(f"{self.path} is already there; remove it, or choose another place")
+            raise CheckpointError(f"{self.path} already exists; remove it, or choose another path")
 
     def __enter__(self) -> FolderWriter:
         try:

@@ -19,7 +19,7 @@ from megalith.report.streams import lasting_streams
 Arguments = argparse.Namespace
 
 EXIT_CODES = """exit codes:
-  0 done   1 unexpected error   2 configuration   3 data   4 checkpoint   5 training   6 a rank stands still
+  0 done   1 unexpected error   2 configuration   3 data   4 checkpoint   5 training   6 a rank hangs
   with a checkpoint: 20 exit_interval   21 exit_duration_in_mins   22 SIGTERM   23 SIGUSR1   24 SIGINT   25 SIGHUP
   without one: 143 SIGTERM, 130 SIGINT, where a second one came; 137 SIGKILL, as where host memory runs out"""
 
@@ -442,7 +442,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the random choices")
     parser.add_argument(
-        "--tokenizer-type", help="a tokenizer in place of the checkpoint's own, as `preprocess` has it"
+        "--tokenizer-type", help="overrides the checkpoint's tokenizer, with `preprocess`'s choices"
     )
     parser.add_argument("--tokenizer-model", help="its file or folder")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")

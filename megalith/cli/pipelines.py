@@ -38,7 +38,7 @@ def add_pipeline_show(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--png", metavar="FILE", help="also draw it as an image")
     parser.add_argument(
-        "--measured", metavar="RUN", help="draw the step that this run's folder has measured beside it"
+        "--measured", metavar="RUN", help="also draw the step that this run has measured"
     )
     parser.set_defaults(run=run_pipeline_show)
 

@@ -83,7 +83,7 @@ def all_reduce_gradient(x: Tensor, axis: Axis) -> Tensor:
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """The ranks' x one behind the other along `dim`; the gradient is reduce-scattered.
+    """The ranks' x one after the other along `dim`; the gradient is reduce-scattered.
 
     Every rank's x has the same shape. Free of copies when the dimensions before `dim` have size 1.
     """
@@ -150,7 +150,7 @@ def summed(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
 
 
 def gathered(x: Tensor, axis: Axis) -> Tensor:
-    """The ranks' x one behind the other along dimension 0, for values that need no gradient."""
+    """The ranks' x one after the other along dimension 0, for values that need no gradient."""
     return x if axis.size == 1 else _all_gather(x, axis, 0)
 
 
@@ -196,7 +196,7 @@ def begin_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor | Shares:
 
 
 def begin_all_gather(x: Tensor, axis: Axis) -> Tensor:
-    """As begin_all_reduce, for the ranks' x one behind the other along dimension 0."""
+    """As begin_all_reduce, for the ranks' x one after the other along dimension 0."""
     if axis.goes_direct(x):
         return torch.ops.megalith_direct.all_gather(x.contiguous(), axis.size, axis.name)
     return _ops.all_gather_into_tensor(x.contiguous(), axis.size, axis.name)

@@ -64,7 +64,7 @@ def _others(x: Tensor, size: int, group: str) -> Tensor:
 
 @operator("all_gather(Tensor x, int size, str group) -> Tensor", _gathered)
 def all_gather(x: Tensor, size: int, group: str) -> Tensor:
-    """The ranks' contiguous x, one behind the other along dimension 0, on all of the `size` ranks of `group`."""
+    """The ranks' contiguous x, one after the other along dimension 0, on all of the `size` ranks of `group`."""
     out, part = _gathered(x, size, group), x.nbytes
 
     def give(slot: Slot, stream: int) -> None:

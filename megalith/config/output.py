@@ -84,7 +84,7 @@ class RuntimeConfig(Section):
     """Share of its activations that a compiled block keeps; below 1 it computes the cheapest ones again, on GPUs."""
 
     distributed_timeout_minutes: PositiveFloat = 10
-    """A run whose ranks wait for each other for so long in a step is ended, the rank that stands still named."""
+    """A run whose ranks wait for each other for so long in a step is ended, and the rank that hangs named."""
 
     max_bad_steps: PositiveInt = 20
     """Steps in a row with NaN or Inf in loss or gradients, all of them skipped, after which the run ends."""

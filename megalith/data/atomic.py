@@ -32,5 +32,5 @@ def writing(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise DataError(
-            f"cannot write {path}: {error.strerror}; free some space or choose another place"
+            f"cannot write {path}: {error.strerror}; free some space or choose another path"
         ) from error

@@ -154,7 +154,7 @@ class Failure:
             return f"error: rank {self.rank}: {self.said['py_callstack']}"
         what = "failed"
         if self.said["collective"]:
-            what = "lost the others (of several machines, the one where it began tells why)"
+            what = "lost the others (with several machines, the one where it began prints why)"
         return f"error: rank {self.rank} {what}{others}\n{self.said['py_callstack'].rstrip()}"
 
 

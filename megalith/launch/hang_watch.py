@@ -180,7 +180,7 @@ def tell_hang(signs: Mapping[int, Sign], silent: set[int], world_size: int, time
         parts.append(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}")
     return (
         f"no progress within {timeout:g} s (runtime.distributed_timeout_minutes): {'; '.join(parts)}; start the job "
-        "again, it goes on from the newest checkpoint"
+        "again, it resumes from the newest checkpoint"
     )
 
 

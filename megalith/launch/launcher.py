@@ -92,7 +92,7 @@ def init_distributed(device: torch.device, timeout: timedelta = TIMEOUT) -> Proc
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ:
             raise ConfigError(
-                f"WORLD_SIZE is {process.world_size} but {name} is not set, so the processes cannot meet; start them "
+                f"WORLD_SIZE is {process.world_size} but {name} is not set, so the processes cannot rendezvous; start them "
                 "with --nproc or torchrun, or set it to the first process's"
             )
     if is_loopback(os.environ["MASTER_ADDR"]):  # all of the job is on this machine
@@ -214,7 +214,7 @@ def launch(
     except SignalException as error:  # before there were processes to hand it to
         return 128 + error.sigval
     except RendezvousError as error:
-        print(f"error: the machines of the job could not meet: {error}", file=sys.stderr)
+        print(f"error: the machines of the job could not rendezvous: {error}", file=sys.stderr)
         return 1
     finally:
         for name in (STOP_CODE_FILE, CRASH_FILE, LAUNCHER, JOB):  # they were for the workers
@@ -241,7 +241,7 @@ def _check(nproc: int, nnodes: str, max_restarts: int, rdzv_endpoint: str | None
         )
     if most > 1 and rdzv_endpoint is None:
         raise ConfigError(
-            f"--nnodes is {nnodes} but there is no --rdzv-endpoint for the machines to meet at; give each the same "
+            f"--nnodes is {nnodes} but there is no --rdzv-endpoint for the machines' rendezvous; give each the same "
             "host:port, on one of them"
         )
     return least, most

@@ -2,7 +2,7 @@
 
 Keys and values of the tokens already seen, so that generating a token costs one token's work.
 
-How modules are run: a stack's layers one behind the other, a module's formula at once; unless something is plugged.
+How modules are run: a stack's layers one after the other, a module's formula at once; unless something is plugged.
 
 Recomputation, ping-pong micro-batches and offloaded activations are runners of a list of layers, and some of them run
 the parts of a layer. They are functions, the same one for every layer, so that all layers share compiled code.

@@ -103,7 +103,7 @@ def _notes_on_updates(run: Run, before: RunConfig, checkpoint: Checkpoint) -> It
     if was != now:
         others.append(f"the learning rate of the next step would have been {was:.4g} and is {now:.4g}")
     if others:
-        yield f"training goes on otherwise than the run of {checkpoint.folder} would have: {'; '.join(others)}"
+        yield f"training continues otherwise than the run of {checkpoint.folder} would have: {'; '.join(others)}"
 
 
 def _notes_on_length(run: Run, before: RunConfig, checkpoint: Checkpoint) -> Iterator[str]:

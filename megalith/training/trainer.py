@@ -158,7 +158,7 @@ class Trainer(Run):
         ):
             if self.loaded_from:
                 self.report.note(
-                    f"going on from {self.loaded_from}: step {self.step}, {self.consumed_samples} samples consumed"
+                    f"resuming from {self.loaded_from}: step {self.step}, {self.consumed_samples} samples consumed"
                 )
             ended = None
             while ended is None:  # again where a loss spike has sent the run back to an earlier step
@@ -169,7 +169,7 @@ class Trainer(Run):
             checkpoint = self.save_last(ended != "train_iters" or config.checkpoint.save_at_end)
             if ended != "train_iters":
                 self.report.event(
-                    f"stopped after step {self.step} by {ended}; go on with checkpoint.load={self.output}",
+                    f"stopped after step {self.step} by {ended}; resume with checkpoint.load={self.output}",
                     event="stop",
                     step=self.step,
                     reason=ended,

@@ -32,7 +32,7 @@ def on_gpus(function, size: int, *args) -> list:
 
 
 def unlike_sums(lengths: list[int], at_once: int, late: int) -> list[int]:
-    """The reductions, queued one behind the other over the same memory as FSDP2 queues them, whose result is not to
+    """The reductions, queued one after the other over the same memory as FSDP2 queues them, whose result is not to
     the bit the sum in the ranks' order."""
     group, stream = dist.group.WORLD, torch.cuda.Stream()
     size, rank, found = group.size(), group.rank(), []

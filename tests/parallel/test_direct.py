@@ -100,7 +100,7 @@ def test_ranks_wait_for_what_is_given_and_for_what_is_fetched(monkeypatch):
     slots, flags = slots_of(3, monkeypatch)
 
     def everyone(step: str) -> int:
-        """How many flags were missing when all ranks took a step, one behind the other."""
+        """How many flags were missing when all ranks took a step, one after the other."""
         flags.missing.clear()
         for flags.writer, slot in enumerate(slots):
             getattr(slot, step)(mock.Mock())

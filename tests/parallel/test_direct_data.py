@@ -172,7 +172,7 @@ def test_experts_and_layers_over_other_ranks_and_in_another_order_of_sums(pool, 
 
 
 def reduced(lengths: list[int], at_once: int) -> list[bool]:
-    """Whether each reduction, one behind the other over the same memory, is to the bit the sum in the ranks' order."""
+    """Whether each reduction, one after the other over the same memory, is to the bit the sum in the ranks' order."""
     group, found = dist.group.WORLD, []
     size, rank = group.size(), group.rank()
     reduce_scatter = DirectReduceScatter(group)

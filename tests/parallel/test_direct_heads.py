@@ -139,7 +139,7 @@ def by_gloo(xs, out, size, group, to_heads) -> torch.Tensor:
 
 
 def there_and_back(case: tuple, axis: Axis, backend: str | None) -> list[torch.Tensor]:
-    """Of both exchanges one behind the other, and the gradient of what they start from."""
+    """Of both exchanges one after the other, and the gradient of what they start from."""
     heads, head_dim, batch, seq = case
 
     def function(qkv):

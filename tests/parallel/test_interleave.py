@@ -56,7 +56,7 @@ class Tracer:
 
 
 def forward_graph(modules: int = 3) -> Graph:
-    """Two halves one behind the other through pairs of matrices, with sequence parallelism."""
+    """Two halves one after the other through pairs of matrices, with sequence parallelism."""
     t = Tracer()
     halves = [t.input(f"x{half}", TOKENS // RANKS, HIDDEN) for half in (0, 1)]
     master = [(t.input(f"a{m}", HIDDEN, FFN), t.input(f"b{m}", FFN, HIDDEN)) for m in range(modules)]

@@ -22,7 +22,7 @@ def check_overlap(config: RunConfig) -> None:
         )
     if size % 2:
         raise ConfigError(
-            f"parallel.tp_comm_overlap runs a micro-batch as two halves, but train.micro_batch_size is {size}; make it "
+            f"parallel.tp_comm_overlap runs ping-pong micro-batches, two halves of each, but train.micro_batch_size is {size}; make it "
             "even, or leave tp_comm_overlap out"
         )
     if config.model.num_experts is not None:

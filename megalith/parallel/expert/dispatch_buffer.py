@@ -40,7 +40,7 @@ def parcels(weights: Tensor, destinations: Tensor, axis: Axis, here: int) -> Par
     """Of tokens with weights float32 and experts int64 [tokens, topk], `here` of them on each rank of the axis; the
     number behind the last expert is nowhere."""
     ranks, experts = axis.size, here * axis.size
-    # Experts and ranks are numbered one behind the other, each with a number for nowhere at their end.
+    # Experts and ranks are numbered one after the other, each with a number for nowhere at their end.
     groups = torch.cat([destinations, destinations // here + experts + 1], 1)
     sizes, before, has = places(groups, experts + ranks + 2)
     to = slice(experts + 1, -1)

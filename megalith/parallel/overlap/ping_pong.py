@@ -4,7 +4,7 @@ computes (as in Domino, Wang et al. 2024).
 With tensor parallelism each layer is given both halves and goes through one and then the other, each as if it were the
 micro-batch; nothing in the layer knows. Compiled, that is one graph of two chains without an edge between them, and
 interleave.py puts its nodes in such an order that a collective of either has products of the other to hide behind,
-forward and backward. Not compiled, the halves run one behind the other and nothing is gained.
+forward and backward. Not compiled, the halves run one after the other and nothing is gained.
 
 With context parallelism alone nothing but attention talks, and so attention and its matrices are all that goes through
 one half and then the other, as a part of the layer's graph. Norms and MLP take the micro-batch whole: larger products,

@@ -3,7 +3,7 @@
 Matmuls come in pairs, and a pair needs one exchange. The first matrix is cut by output rows (column parallel: each
 rank computes some of the heads or of the MLP's units), the second by input columns (row parallel), so that each rank
 holds a part of a sum; the parts are summed over the ranks. The residual stream between pairs is the same on every
-rank. With sequence parallelism it is not: the tokens of the micro-batch, all sequences one behind the other, are cut
+rank. With sequence parallelism it is not: the tokens of the micro-batch, all sequences one after the other, are cut
 into equal parts, a part a rank, for norms, dropout and additions. The sum then becomes a reduce-scatter, and an
 all-gather stands before the next pair: the same bytes, and 1/tp of the stream's memory.
 
@@ -143,7 +143,7 @@ class TensorParallel:
         return self.in_shares(x, layout).chunk(self.axis.size, 1)[self.axis.rank] if layout.sharded else x
 
     def in_shares(self, x: Tensor, layout: PassLayout) -> Tensor:
-        """Something that every token has, the ranks' shares of it one behind the other: with SP [1, tokens]."""
+        """Something that every token has, the ranks' shares of it one after the other: with SP [1, tokens]."""
         if not layout.sharded:
             return x
         return x.reshape(layout.micro_batches, self.axis.size, -1).transpose(0, 1).reshape(1, -1)
@@ -288,7 +288,7 @@ def place(module: nn.Module, role: Role, axis: Axis) -> None:
 
 
 def _cut_heads(attention: Attention, tensor: TensorParallel, groups: int) -> None:
-    """A rank's query heads stand one behind the other in the order of all heads, with or without shared groups."""
+    """A rank's query heads stand one after the other in the order of all heads, with or without shared groups."""
     size, in_group = tensor.axis.size, attention.heads.in_group
     first = tensor.axis.rank * groups * in_group // size
     if isinstance(attention, LatentAttention):
