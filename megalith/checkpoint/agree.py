@@ -1,9 +1,9 @@
 """Joint decisions: what one rank finds, every rank learns, so that all go on or all stop.
 
 A save or a load that fails on one rank has failed on all of them; a rank that left on its own would leave the others
-waiting. So each phase is done on every rank, then told to every rank.
+waiting. So each phase runs on every rank, and every rank gets all results.
 
-What is told is JSON in CPU tensors: a rank unpickles nothing. The group is to have a backend for the CPU (gloo); a
+Messages are JSON in CPU tensors: a rank unpickles nothing. The group is to have a backend for the CPU (gloo); a
 background save has one of its own, for the messages of two threads in one group would mix.
 """
 

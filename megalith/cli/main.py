@@ -78,7 +78,7 @@ class ShowVersion(argparse.Action):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one subcommand. A MegalithError is told in a sentence, without a traceback."""
+    """Runs one subcommand. A MegalithError is printed as its sentence, without a traceback."""
     end_with_launcher()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] != ["train"]:
@@ -97,7 +97,7 @@ def _run_subcommand(arguments: list[str]) -> int:
 
 
 def _told(run: Callable[[], int]) -> int:
-    """The exit code of `run`, whose errors are told."""
+    """The exit code of `run`, whose errors are printed."""
     try:
         return run()
     except MegalithError as error:

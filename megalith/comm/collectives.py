@@ -1,9 +1,9 @@
-"""Collectives that return new tensors and have gradients, and the one door from a parameter to its shard.
+"""Collectives that return new tensors and have gradients, and the one way from a parameter to its shard.
 
 A collective takes the axis of the mesh that it runs over, so a reader sees every transfer and who takes part. Each is
-the gradient of another: the gradient of an all-gather is a reduce-scatter, and that of a sum which every rank then
-uses alike is nothing at all. They are made of torch's functional collectives: nothing returned was written in place,
-so torch.compile traces them whole and orders them by their data.
+the gradient of another: the gradient of an all-gather is a reduce-scatter, and that of an all-reduce whose result every
+rank uses alike is nothing at all. They are torch's functional collectives: nothing returned was written in place, so
+torch.compile traces them whole and orders them by their data.
 """
 
 from __future__ import annotations

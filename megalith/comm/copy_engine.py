@@ -1,14 +1,14 @@
 """Collectives by the GPUs' copy engines, between GPUs of one host that reach each other's memory over NVLink.
 
-NCCL's kernels take multiprocessors from the products that they run beside: 20 gathers of 7.1 ms beside products of
-5.8 ms take 10.1 ms on two H200, and by copy engines 6.2 (benchmarks/RESULTS.md). Here a rank copies what it gives
-into memory that all ranks of the group can read (symmetric memory), they tell each other by flags, and each fetches its
-share by copies. None of that takes a multiprocessor: a kernel by which ranks meet would wait for the product that was
-begun before it, 0.2 ms in GPT-2-large.
+NCCL's kernels take SMs from the matmuls that they overlap: 20 all-gathers of 7.1 ms beside matmuls of 5.8 ms take
+10.1 ms on two H200, and by copy engines 6.2 (benchmarks/RESULTS.md). Here a rank copies its input into symmetric
+memory, which all ranks of the group can read, they signal each other by flags, and each fetches its share by copies.
+None of that takes an SM: a kernel that synchronizes ranks would wait for the matmul begun before it, 0.2 ms in
+GPT-2-large.
 
-Each function begins a collective on a stream of its own and returns what `torch.ops._c10d_functional.wait_tensor` makes
-whole, as torch's functional collectives do, so compiled code traces them. All ranks of a group call the same ones with
-the same shapes in the same order. The input may be freed or overwritten by kernels that are launched afterwards.
+Each function begins a collective on a stream of its own and returns what `torch.ops._c10d_functional.wait_tensor`
+completes, as torch's functional collectives do, so compiled code traces them. All ranks of a group call the same ones
+with the same shapes in the same order. The input may be freed or overwritten by kernels that are launched afterwards.
 Raises TrainingError where the GPUs of a group do not reach each other's memory.
 """
 

@@ -19,10 +19,10 @@ class ParallelConfig(Section):
     """Splits norms, dropout and the residual stream over the tensor-parallel devices along the sequence (SP)."""
 
     tp_comm_overlap: bool = False
-    """Runs micro-batches as two halves: one computes while the other's collectives (TP, or CP's a2a) are under way."""
+    """Ping-pong micro-batches: of two halves one computes while the other's collectives (TP, or CP's a2a) run."""
 
     symmetric_memory_groups: list[Literal["tp", "cp", "dp"]] = []
-    """Axes whose large collectives (dp: sums of gradients) go by the GPUs' copy engines: one host, NVLink between."""
+    """Axes whose large collectives (dp: gradient reduction) use the GPUs' copy engines, on one host with NVLink."""
 
     pipeline_model_parallel_size: PositiveInt = 1
     """Stages that the layers are split over (PP)."""

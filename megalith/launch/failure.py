@@ -41,7 +41,7 @@ class RankLost(TrainingError):
 def report(error: BaseException) -> int:
     """Tells of an error that ends this process, and returns its exit code.
 
-    A MegalithError is told in its sentence, another error with its traceback, on stderr. A launched worker tells the
+    A MegalithError is printed as its sentence, another error with its traceback, on stderr. A launched worker tells the
     launcher and does not return but ends at once: the interpreter's own ending could wait for collectives that the
     other ranks will never join.
     """
@@ -101,7 +101,7 @@ def _collectives() -> str:
 
     try:
         return last_collectives(COLLECTIVES_TOLD)
-    except Exception:  # torch has no recorder here, or it is broken: the error itself is to be told
+    except Exception:  # torch has no recorder here, or it is broken: the error itself is to be printed
         return ""
 
 

@@ -1,16 +1,16 @@
-"""A rank that stands still is found and named, with the collective that the others wait in, and the job ends.
+"""The hang watch: finds a rank that hangs, names it and the collective that the others wait in, and ends the job.
 
-A thread of each rank writes into the job's store how far the rank has come, and looks at two things: whether its own
-loop has come further within the time-out, and whether the next rank's thread still writes, which that of a stopped
-process or of a lost machine does not. Each rank looks at one other, so that the store has little to do in a job of any
-size. Only when something has stood still does a rank read what all of them last said, and tells which differ:
+A thread of each rank writes its progress (heartbeat) into the job's store, and watches two things: whether its own loop
+has made progress within the timeout, and whether the next rank's thread still writes, which that of a stopped process
+or of a lost machine does not. Each rank watches one other, so that the store has little to do in a job of any size.
+Only after a timeout does a rank read the last heartbeat of all, and says which differ:
 
     rank 1 does not answer (stopped, or its machine is lost): it was in step 7, training; ranks 0, 2, 3: step 7,
     training, all_reduce number 31 of default_pg, called from valid_tokens (megalith/parallel/data/gradient_norm.py:28)
 
 The number of a collective is from torch's flight recorder: a rank that left one out has a lower one than the others.
-A save takes as long as it takes (`Pulse.long_work`). The thread also ends this rank when the process that has started
-it is gone, or the store is, so that none is left behind.
+A save may take any time (`Pulse.long_work`). The thread also ends this rank when the process that has started it is
+gone, or the store is, so that none is left behind.
 """
 
 from __future__ import annotations
@@ -165,7 +165,7 @@ class HangWatch:
 
 
 def tell_hang(signs: Mapping[int, Sign], silent: set[int], world_size: int, timeout: float) -> str:
-    """The sentence for a job that stands still. `signs`: what the ranks wrote last; `silent`: who writes no more."""
+    """The sentence for a job that hangs. `signs`: what the ranks wrote last; `silent`: who writes no more."""
     parts = []
     for rank in sorted(silent):
         last = f": it was in {signs[rank].text()}" if rank in signs else ""

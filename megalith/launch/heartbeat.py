@@ -21,7 +21,7 @@ BACKGROUND = "background"  # describes a group that keeps the patience it was ma
 class Pulse:
     """`beat` whenever the loop has come further. In `long_work`, and before the first `settle`, nothing has to.
 
-    Collectives wait for longer than `timeout`, after which the watch ends a step that stands still: its words say more
+    Collectives wait for longer than `timeout`, after which the watch ends a step that hangs: its words say more
     than theirs. In long work they wait for a day: there one rank may take longer, for its disk, than another may
     wait. The ranks meet at its end, so that none waits for it in a step.
     """

@@ -92,7 +92,7 @@ def init_distributed(device: torch.device, timeout: timedelta = TIMEOUT) -> Proc
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ:
             raise ConfigError(
-                f"WORLD_SIZE is {process.world_size} but {name} is not set, so the processes cannot rendezvous; start them "
+                f"WORLD_SIZE is {process.world_size} but {name} is not set, so there is no rendezvous; start them "
                 "with --nproc or torchrun, or set it to the first process's"
             )
     if is_loopback(os.environ["MASTER_ADDR"]):  # all of the job is on this machine
@@ -196,7 +196,7 @@ def launch(
     if check is not None:
         check(range(least * nproc, most * nproc + 1, nproc))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
-    logging.disable(logging.CRITICAL)  # the agent's own account of what is told below
+    logging.disable(logging.CRITICAL)  # the agent's own account of what is printed below
     try:
         with tempfile.TemporaryDirectory(prefix="megalith-") as folder:
             code_file = os.environ[STOP_CODE_FILE] = os.path.join(folder, "stop_code")

@@ -55,7 +55,9 @@ class Context:
     output_rows: Tensor | None = None  # int32 [num_layers, 2, …]: see ops.dropout.output_rows
     cache: KVCache | None = None  # None: every token is here
     numbers: Tensor | None = None  # int64 [tokens of the stream]: place · batch + sequence, for experts
-    upcoming: Tensor | None = None  # [batch, seq, hidden]: embeddings of the tokens that an MTP layer is told
+    upcoming: Tensor | None = (
+        None  # [batch, seq, hidden]: embeddings of the tokens that are an MTP layer's input
+    )
     balance_scale: Tensor | None = None  # of the balancing losses' gradient; None: no backward pass follows
 
     def at_layer(self, number: int) -> Context:

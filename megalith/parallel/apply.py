@@ -27,8 +27,8 @@ def apply(model: Transformer, config: RunConfig, mesh: Mesh, device: torch.devic
     2. Tensor: parameters become shards, and a layer then has the heads of this rank; adapters follow their linears.
     3. Context: replaces the core of attention, which those heads go through.
     4. Experts: their own mesh over the same ranks. What they dispatch is what sequence parallelism has left here.
-    5. Halves: layers go through two halves of a micro-batch, each with all the collectives that the axes have put in;
-       attention alone does, where context parallelism has put in all there are.
+    5. Ping-pong micro-batches: layers run two halves of a micro-batch, each with all the collectives of the axes;
+       only attention does, where context parallelism has put in all there are.
     6. Recompute: wraps the code as the axes have left it, their collectives included; a unit of layers has both halves.
     7. Compile: after everything that changes a layer's code. Zero-bubble takes backward passes apart: not compiled.
     8. Offload: outside of compiled layers, and of recomputed ones, whose inputs it can then take away.

@@ -1,7 +1,7 @@
 """Parameters, FLOPs and throughput of a model, from the numbers of its configuration alone.
 
 A matmul of a token with an `[out, in]` weight costs 2·out·in FLOPs forward and twice that backward (one
-matmul for the input's gradient, one for the weight's), so a token costs 6 FLOPs for each weight it meets; of the
+matmul for dgrad, one for wgrad), so a token costs 6 FLOPs for each weight it meets; of the
 experts it meets those that it is sent to.
 Attention meets no weight: a query against S keys and the sum over S values cost 2·2·S·(heads·head_dim)
 forward, three times that with the backward. Two conventions are in use (Llama-3-8B at 8,192: 12 % apart):
@@ -134,7 +134,7 @@ def flops_per_token(model: ModelConfig, seq_length: int, lora: LoraConfig | None
     """FLOPs of one token, forward and backward, in unbroken sequences of `seq_length` tokens.
 
     The head works on the padded vocabulary. Llama-3-8B at 8,192: 51.5 GFLOP (causal), 57.9 GFLOP (full).
-    Weights that adapters freeze have no gradient of their own: they cost two products a token and not three.
+    Weights that adapters freeze have no gradient of their own: they cost two matmuls a token and not three.
     """
     with_experts = len(model.expert_layers)
     adapters = 0 if lora is None else lora.parameters(model)

@@ -142,7 +142,7 @@ def _over_pcie(size: int, places: Sequence[RankPlace]) -> Iterable[str]:
             if link == PCIE:
                 yield (
                     f"warning: tensor-parallel ranks {rank} and {other} on {place.host} have no NVLink between them: "
-                    f"they communicate over PCIe, and every layer waits for it; lower parallel.tensor_model_parallel_size "
+                    f"they communicate over PCIe, and every layer waits; lower parallel.tensor_model_parallel_size "
                     f"from {size}, or use pipeline_model_parallel_size or a data_parallel_sharding_strategy, which "
                     "move less"
                 )

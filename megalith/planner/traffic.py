@@ -154,7 +154,7 @@ CONTEXT_WORDS = {
     "p2p": "keys and values around a ring, their gradients back, overlapped",
     "all_gather": "keys and values gathered, their gradients reduced",
     "a2a": "all-to-alls of heads for tokens, before and after attention",
-    "a2a+p2p": "heads exchanged among neighbours, keys and values round a ring of groups",
+    "a2a+p2p": "all-to-alls among adjacent ranks, keys and values around a ring of groups",
 }
 EXPERT_WORDS = {
     "alltoall": "each token's rows to its experts and back, their gradients the other way",

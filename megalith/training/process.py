@@ -1,7 +1,4 @@
-"""What is set once for the whole process before a run, and nowhere else.
-
-What torch.compile is told about the kernels of a layer, once for the process.
-"""
+"""What is set once for the whole process before a run, torch.compile's options for layers included."""
 
 from __future__ import annotations
 
@@ -99,7 +96,7 @@ class _Choices(InductorChoices):
         scheduler: Scheduler, node1: BaseSchedulerNode, node2: BaseSchedulerNode, shared_data_score: int
     ) -> bool:
         """The halves of a micro-batch share weights, for which Inductor would put the norms of both into one kernel:
-        it would wait for the collectives of both, and neither would hide behind the other's products."""
+        it would wait for the collectives of both, and neither would overlap the other's matmuls."""
         if isinstance(config.post_grad_custom_post_pass, Interleave) and _awaited(
             scheduler, node1
         ) != _awaited(scheduler, node2):

@@ -282,7 +282,7 @@ class Trainer(Run):
         return None if self.stops.hurry else (loss / tokens).item()
 
     def save(self) -> None:
-        """Saves this moment, or begins to with `async_save`. A save that fails is told, and training goes on."""
+        """Saves this moment, or begins to with `async_save`. A save that fails is logged, and training goes on."""
         self.report.flush()
         if self.replicas is not None:
             self.replicas.check(self.step)

@@ -1,5 +1,4 @@
-"""The rules of what hides communication: tp_comm_overlap, which runs layers on a micro-batch in two halves, or with
-context parallelism alone their attention; and copy engines."""
+"""The rules of overlap: ping-pong micro-batches (with context parallelism alone only attention) and copy engines."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ def check_overlap(config: RunConfig) -> None:
         )
     if size % 2:
         raise ConfigError(
-            f"parallel.tp_comm_overlap runs ping-pong micro-batches, two halves of each, but train.micro_batch_size is {size}; make it "
+            f"parallel.tp_comm_overlap runs a micro-batch as two halves, but train.micro_batch_size is {size}; make it "
             "even, or leave tp_comm_overlap out"
         )
     if config.model.num_experts is not None:

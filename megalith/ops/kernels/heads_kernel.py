@@ -1,8 +1,8 @@
-"""What a rank gives and keeps when heads are exchanged for tokens, in one pass over memory
+"""The local part of Ulysses' all-to-all by copy engines, in one pass over memory
 (parallel/overlap/copy_engine_heads.py).
 
 A program copies some columns of some tokens of one sequence, for one rank of the axis: into the slot, from which that
-rank fetches them, or, where the rank is this one, to their places in the result.
+rank fetches them, or, where the rank is this one, to their place in the result.
 """
 
 from __future__ import annotations

@@ -1,23 +1,22 @@
-"""Causal attention over a sequence that is cut over ranks: keys and values travel, queries stay.
+"""Causal attention over a sequence that is sharded over ranks: keys and values are sent, queries stay.
 
-Each rank holds an early and a late chunk of the sequence (zigzag.py). What rank r's queries may see of rank s's keys
-is then one of three blocks without a ragged edge:
+Each rank has an early and a late chunk of the sequence (zigzag.py). What rank r's queries see of rank s's keys is then
+one of three dense blocks:
 
-    s = r    the causal block: both chunks stand in order
+    s = r    the causal block: both chunks are in order
     s < r    all queries see the whole first chunk, and none the second
     s > r    queries of the second chunk see both chunks whole, and those of the first see none
 
-Each is half of the square, so every step of the ring takes every rank the same time. Results are merged by their
-log-sum-exp (ops/attention_blocks.py). Keys and values reach a rank by one of two routes:
+Each is half of the square, so every ring step takes every rank the same time. Blocks are merged by their log-sum-exp
+(ops/attention_blocks.py). Keys and values reach a rank by one of two ways:
 
-- ring (Liu et al. 2023): a piece is handed to the next rank while it is computed with, size − 1 times. In the
-  backward pass the pieces go round again, and each one's gradient travels a step behind it, gathering what each rank
-  adds, until it is home.
-- gather (Llama 3): one all-gather while the rank's own block is computed; in the backward pass the all-gather again,
-  and one reduce-scatter of the gradients.
+- ring (Liu et al. 2023): a shard is sent to the next rank while it is computed with, size − 1 times. In the backward
+  pass the shards go around again, each one's gradient one step behind it, accumulating on the way, until it is home.
+- gather (Llama 3): one all-gather, overlapped with the rank's own block; in the backward pass the all-gather again, and
+  one reduce-scatter of the gradients.
 
-Both are a pair of custom ops, so that torch.compile takes them as they stand and nothing else sees that they talk.
-Gradients of keys and values are summed in float32. Each rank's group is named by a string.
+Both are a pair of custom ops, so that torch.compile takes them as they are and the communication is hidden from it.
+Gradients of keys and values are accumulated in float32. Each rank's group is named by a string.
 """
 
 from __future__ import annotations

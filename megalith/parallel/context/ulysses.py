@@ -1,7 +1,7 @@
-"""Heads exchanged for tokens, the a2a of context parallelism (Jacobs et al. 2023), and the way back.
+"""Ulysses, the a2a of context parallelism (Jacobs et al. 2023): the all-to-all of heads for tokens, and back.
 
-By NCCL or gloo the shares are put side by side, sent and put in order. By copy engines (copy_engine_heads.py) they are
-fetched to their places, so that nothing is moved before or after.
+By NCCL or gloo the shares are packed, sent and unpacked. By copy engines (copy_engine_heads.py) they are fetched to
+their final addresses, so that nothing is packed.
 """
 
 from __future__ import annotations

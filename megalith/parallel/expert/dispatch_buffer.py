@@ -1,13 +1,13 @@
-"""What travels between ranks that share out the experts: a token and all that is to be known of it, as one row.
+"""The dispatch buffer of expert parallelism: a token and its routing as one row.
 
     row of a parcel    | x [hidden] | weights of its experts, float32 [topk] | numbers of its rows, int32 [topk] |
 
-in one tensor of x's dtype, whose last columns hold the bits of other dtypes: nothing may calculate with them. The ranks
-tell each other how many pairs of a token and an expert they have for every expert. So a sender can number the rows that
-the experts of all ranks are given: expert by expert, in each rank by rank, in the tokens' order. Who gets a parcel
-takes of its numbers those that are rows here, and neither sorts nor counts.
+in one tensor of x's dtype, whose last columns have the bits of other dtypes: no arithmetic may touch them. The ranks
+exchange how many pairs of token and expert they have for every expert. So a sender can number the rows of the experts
+of all ranks: expert by expert, in each rank by rank, in the tokens' order. The receiver of a parcel takes those of its
+numbers that are rows here, and neither sorts nor counts.
 
-The gradient of a parcel is one: x's, the weights', and zeros.
+The gradient of a parcel is a parcel: x's, the weights', and zeros.
 """
 
 from __future__ import annotations

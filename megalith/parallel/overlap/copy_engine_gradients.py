@@ -1,17 +1,16 @@
-"""Gradients summed by the GPUs' copy engines (copy_engine.py): of replicas, and in the place of FSDP2's own
-reduce-scatter.
+"""Gradients reduced by the GPUs' copy engines (copy_engine.py): all-reduce of replicas, and FSDP2's reduce-scatter.
 
-Replicas copy a layer's gradients into memory that the other ranks can read, and meet; each fetches its part from every
-other and adds the parts up; they meet again, each fetches the other parts of the sum, and copies it all back.
+Replicas copy a layer's gradients into symmetric memory and synchronize; each rank fetches its shard from every other
+and adds in fp32; they synchronize again, each fetches the other reduced shards, and copies it all back.
 
-FSDP2 asks for the memory that it reduces from, casts and copies a layer's gradients into it, asks for memory for the
-result, and hands both over on a stream of its own:
+FSDP2 allocates the memory that it reduces from, casts and copies a layer's gradients into it, allocates memory for the
+result, and calls the reduction on a stream of its own:
 
-    allocate   memory that the other ranks can read, so that what FSDP2 copies in is all that is copied here
-    the call   ranks meet; each fetches its part from every other and adds the parts up by rank
+    allocate   symmetric memory, so that what FSDP2 copies in needs no further copy
+    the call   ranks synchronize; each fetches its shard from every other and adds them in the order of ranks
 
-The additions, and replicas' two copies, are all that takes multiprocessors: 1 ms of a step of GPT-2-large on two H200
-by arithmetic, and 4 with the copies, where NCCL's kernels hold 24 of the 132 for 31 ms.
+Only the additions, and replicas' two copies, take SMs: 1 ms of a step of GPT-2-large on two H200 by arithmetic, and 4
+with the copies, where NCCL's kernels take 24 of the 132 SMs for 31 ms.
 """
 
 from __future__ import annotations
