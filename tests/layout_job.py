@@ -17,7 +17,7 @@ from megalith.parallel.mesh import build_mesh
 from megalith.planner.layout import build_layout
 from megalith.planner.topology import gather_places
 from megalith.report.measured_step import StepMeasure, StepTimes
-from megalith.report.out_of_memory import held_bytes
+from megalith.report.out_of_memory import bytes_in_use
 from megalith.training.trainer import Trainer, prepare
 
 
@@ -62,7 +62,7 @@ def weights_expected_and_held(config: RunConfig) -> tuple[int, int, int, int]:
         for name, value in state.items()
         if name != "step"
     )
-    return memory.weights, held_bytes(trainer.model.chunks).weights, memory.optimizer, moments
+    return memory.weights, bytes_in_use(trainer.model.chunks).weights, memory.optimizer, moments
 
 
 def held_after_backward(config: RunConfig) -> tuple[int, int, int]:
@@ -70,7 +70,7 @@ def held_after_backward(config: RunConfig) -> tuple[int, int, int]:
     trainer = build(config)
     with trainer.data.train_loader(0, 0, trainer.device) as batches:
         trainer.model.backward([next(batches)], trainer.loss_scale.scale)
-    held = held_bytes(trainer.model.chunks)
+    held = bytes_in_use(trainer.model.chunks)
     return held.weights, held.gathered, held.gradients
 
 

@@ -120,7 +120,7 @@ processes:
   --nproc N                  start N processes on this machine, one a GPU
   --nnodes N                 of N machines, each of which runs the same command; MIN:MAX for as many as there are
   --max-restarts N           start again after a failure, up to N times, from the newest whole checkpoint
-  --rdzv-endpoint HOST:PORT  where they meet, on one of them (default with --nnodes: MASTER_ADDR:MASTER_PORT)
+  --rdzv-endpoint HOST:PORT  rendezvous, on one of them (default with --nnodes: MASTER_ADDR:MASTER_PORT)
   --rdzv-id ID               the job's name there, the same on each (default: made of the command)
 """
 

@@ -20,7 +20,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor
 
 _ops = torch.ops._c10d_functional
-LEAST_DIRECT = 2**20  # bytes; below, what the ranks' meetings take is most of a direct collective
+LEAST_BY_COPY_ENGINE = 2**20  # bytes; below, what the ranks' meetings take is most of a direct collective
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Axis:
     direct: bool = False
     """Whether large tensors go by the GPUs' copy engines (copy_engine.py)."""
 
-    def goes_direct(self, x: Tensor) -> bool:
-        return self.direct and x.is_cuda and x.numel() * x.element_size() >= LEAST_DIRECT
+    def by_copy_engine(self, x: Tensor) -> bool:
+        return self.direct and x.is_cuda and x.numel() * x.element_size() >= LEAST_BY_COPY_ENGINE
 
 
 def local(parameter: Tensor) -> Tensor:
@@ -190,14 +190,14 @@ def read_json(texts: Sequence[Tensor], sizes: Sequence[int]) -> list[Any]:
 def begin_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor | Shares:
     """What `wait` turns into the sum of x over the axis, while other work goes on; without gradient."""
     x = x.contiguous()
-    if op == "sum" and axis.goes_direct(x) and x.numel() % axis.size == 0:
+    if op == "sum" and axis.by_copy_engine(x) and x.numel() % axis.size == 0:
         return Shares(begin_reduce_scatter(x.view(-1), axis), axis, x.shape)
     return _ops.all_reduce(x, op, axis.name)
 
 
 def begin_all_gather(x: Tensor, axis: Axis) -> Tensor:
     """As begin_all_reduce, for the ranks' x one after the other along dimension 0."""
-    if axis.goes_direct(x):
+    if axis.by_copy_engine(x):
         return torch.ops.megalith_direct.all_gather(x.contiguous(), axis.size, axis.name)
     return _ops.all_gather_into_tensor(x.contiguous(), axis.size, axis.name)
 
@@ -220,7 +220,7 @@ class Parts:
 def begin_reduce_scatter(x: Tensor, axis: Axis) -> Tensor | Parts:
     """As begin_all_reduce, for this rank's part, along dimension 0, of the sum."""
     x = x.contiguous()
-    if axis.goes_direct(x):
+    if axis.by_copy_engine(x):
         others = torch.ops.megalith_direct.scatter(x, axis.size, axis.name)
         return Parts(x.chunk(axis.size)[axis.rank], others)
     return _ops.reduce_scatter_tensor(x, "sum", axis.size, axis.name)

@@ -4,7 +4,7 @@ The table is read before validation. A `Rename` moves the value; a `Choose` tran
 an `Already` is accepted and changes nothing, because Megalith always does it or has no use for it: the note says
 which, and is shown when the run starts; a `Derive` computes from the rest of the tree.
 
-What other systems call our settings: a name of theirs is not accepted, but told what it is here.
+What other systems call our settings: their names are refused, with ours in the error.
 """
 
 from __future__ import annotations

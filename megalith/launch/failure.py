@@ -94,7 +94,7 @@ def _hand_over(path: str, error: BaseException, expected: bool, code: int) -> No
 
 
 def _collectives() -> str:
-    """This rank's last ones, for the launcher to tell where another has died without a word."""
+    """This rank's last ones, for the launcher to sentence where another has died without a word."""
     if "torch.distributed" not in sys.modules:
         return ""
     from megalith.launch.last_collectives import last_collectives
@@ -140,7 +140,7 @@ class Failure:
             return (2 if self.said["collective"] else 0), self.said["nanoseconds"]
         return (3 if -self.ended in (signal.SIGTERM, signal.SIGINT) else 1), 0
 
-    def tell(self, world_size: int = 1) -> str:
+    def sentence(self, world_size: int = 1) -> str:
         """What the launcher prints; with a `world_size` above 1 also of the others."""
         others = f"; the other {world_size - 1} were stopped" if world_size > 1 else ""
         if self.said is None and self.ended < 0:

@@ -9,7 +9,7 @@ Only after a timeout does a rank read the last heartbeat of all, and says which 
     training, all_reduce number 31 of default_pg, called from valid_tokens (megalith/parallel/data/gradient_norm.py:28)
 
 The number of a collective is from torch's flight recorder: a rank that left one out has a lower one than the others.
-A save may take any time (`Pulse.long_work`). The thread also ends this rank when the process that has started it is
+A save may take any time (`Heartbeat.long_work`). The thread also ends this rank when the process that has started it is
 gone, or the store is, so that none is left behind.
 """
 
@@ -30,7 +30,7 @@ from torch.distributed import PrefixStore, Store, distributed_c10d
 from megalith.errors import HangError, TrainingError
 from megalith.io import replace_file
 from megalith.launch.failure import CRASH_FILE, RankLost, report
-from megalith.launch.heartbeat import Pulse
+from megalith.launch.heartbeat import Heartbeat
 from megalith.launch.last_collectives import flight_recorder, standing_in
 from megalith.launch.launcher import Process
 from megalith.launch.restart import this_attempt
@@ -56,14 +56,20 @@ class Sign:
 
 
 class HangWatch:
-    """Watches over `pulse`, which the main thread of `rank` beats, in its `with`."""
+    """Watches over `heartbeat`, which the main thread of `rank` beats, in its `with`."""
 
     def __init__(
-        self, pulse: Pulse, rank: int, world_size: int, timeout: float, store: Store | None, output: Path
+        self,
+        heartbeat: Heartbeat,
+        rank: int,
+        world_size: int,
+        timeout: float,
+        store: Store | None,
+        output: Path,
     ):
         """`timeout` in seconds. `store` is this thread's own connection; without one, for a single rank, only the
         launcher is watched. A dump of the flight recorder goes into `output`."""
-        self._pulse, self._rank, self._world_size, self._timeout = pulse, rank, world_size, timeout
+        self._heartbeat, self._rank, self._world_size, self._timeout = heartbeat, rank, world_size, timeout
         self._store, self._output = store, output
         self._parent = os.getppid() if this_attempt().launcher else None
         self._crash = os.environ.get(CRASH_FILE)
@@ -101,7 +107,7 @@ class HangWatch:
                 answered_at = now
                 if said != heard:
                     heard, heard_at = said, now
-                stands = not self._pulse.is_long and now - self._pulse.last_beat > self._timeout
+                stands = not self._heartbeat.is_long and now - self._heartbeat.last_beat > self._timeout
                 if stands or (heard and now - heard_at > self._timeout):
                     self._end(look, interval)
             except RuntimeError as error:  # torch's errors of a store and its connection
@@ -110,10 +116,10 @@ class HangWatch:
                     os._exit(TrainingError.exit_code)
 
     def _say(self, look: int, interval: float) -> None:
-        pulse = self._pulse
-        still = time.monotonic() - pulse.last_beat > 2 * interval
-        where = standing_in(self._main) if still and not pulse.is_long else ""
-        sign = Sign(look, pulse.step, pulse.phase, where)
+        heartbeat = self._heartbeat
+        still = time.monotonic() - heartbeat.last_beat > 2 * interval
+        where = standing_in(self._main) if still and not heartbeat.is_long else ""
+        sign = Sign(look, heartbeat.step, heartbeat.phase, where)
         self._store.set(f"rank{self._rank}", json.dumps(asdict(sign)))
 
     def _read(self, rank: int) -> str:
@@ -203,11 +209,13 @@ def _no_answer(error: RuntimeError) -> TrainingError:
     return TrainingError(f"the store that the ranks met at does not answer: {error}")
 
 
-def open_watch(pulse: Pulse, process: Process, timeout: timedelta, output: Path) -> AbstractContextManager:
+def open_watch(
+    heartbeat: Heartbeat, process: Process, timeout: timedelta, output: Path
+) -> AbstractContextManager:
     """The watch of a process that has others or a launcher; one that does nothing where it stands by itself."""
     if process.world_size == 1 and this_attempt().launcher is None:
         return nullcontext()
     store = None
     if process.world_size > 1:
         store = _own_connection()
-    return HangWatch(pulse, process.rank, process.world_size, timeout.total_seconds(), store, output)
+    return HangWatch(heartbeat, process.rank, process.world_size, timeout.total_seconds(), store, output)

@@ -97,20 +97,20 @@ def init_distributed(device: torch.device, timeout: timedelta = TIMEOUT) -> Proc
             )
     if is_loopback(os.environ["MASTER_ADDR"]):  # all of the job is on this machine
         stay_on_loopback()
-    meeting = dict(
-        store=meet(process, timeout), rank=process.rank, world_size=process.world_size, timeout=timeout
+    options = dict(
+        store=open_store(process, timeout), rank=process.rank, world_size=process.world_size, timeout=timeout
     )
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **meeting)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **options)
     else:
-        dist.init_process_group("gloo", **meeting)
+        dist.init_process_group("gloo", **options)
     if not process.is_first:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (to the end of the process)
     return process
 
 
-def meet(process: Process, timeout: timedelta) -> dist.Store:
+def open_store(process: Process, timeout: timedelta) -> dist.Store:
     """The store at MASTER_ADDR:MASTER_PORT, with the keys of this start of the job only.
 
     An elastic launcher's store outlives its ranks, and gloo would take the addresses that the last attempt left there
@@ -221,9 +221,9 @@ def launch(
             os.environ.pop(name, None)
         logging.disable(logging.NOTSET)
     first, last = agent.failures[0], agent.failures[-1]
-    print(last.tell(agent.world_size), file=sys.stderr)
+    print(last.sentence(agent.world_size), file=sys.stderr)
     if first is not last:
-        print(f"the first of these {len(agent.failures)} failures: {first.tell()}", file=sys.stderr)
+        print(f"the first of these {len(agent.failures)} failures: {first.sentence()}", file=sys.stderr)
     return last.exit_code
 
 

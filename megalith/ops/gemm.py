@@ -176,18 +176,18 @@ class _WideProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _product(x, weight.T)
+        return _matmul_to_fp32(x, weight.T)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         x, weight = ctx.saved_tensors
         high = grad.to(x.dtype)
         parts = torch.cat([high, (grad - high.float()).to(x.dtype)], 1)  # [tokens, 2 · out]
-        grad_x = _product(parts, torch.cat([weight, weight])).to(x.dtype)
-        of_high, of_low = _product(parts.T, x).chunk(2)  # [out, in]
+        grad_x = _matmul_to_fp32(parts, torch.cat([weight, weight])).to(x.dtype)
+        of_high, of_low = _matmul_to_fp32(parts.T, x).chunk(2)  # [out, in]
         return grad_x, (of_high + of_low).to(weight.dtype)
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
+def _matmul_to_fp32(a: Tensor, b: Tensor) -> Tensor:
     """a · b in fp32."""
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()

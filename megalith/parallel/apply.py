@@ -13,7 +13,7 @@ from megalith.parallel.expert.expert_parallel import apply_expert
 from megalith.parallel.memory.activation_offload import apply_activation_offload
 from megalith.parallel.memory.recompute import apply_recompute
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.overlap.ping_pong import apply_halves, interleaving
+from megalith.parallel.overlap.ping_pong import apply_ping_pong, interleaving
 from megalith.parallel.pipeline.stages import assign_layers, schedule_kind, split_stages
 from megalith.parallel.shards import to_local_parameters
 from megalith.parallel.tensor.lora_shards import cut_adapters
@@ -44,7 +44,7 @@ def apply(model: Transformer, config: RunConfig, mesh: Mesh, device: torch.devic
             cut_adapters(chunk, tensor)
         apply_context(chunk, mesh.cp, parallel.cp_comm_type, parallel.hierarchical_context_parallel_sizes)
         apply_expert(chunk, mesh, tensor, parallel.moe_token_dispatcher_type)
-        apply_halves(chunk, parallel, tensor)
+        apply_ping_pong(chunk, parallel, tensor)
         apply_recompute(chunk, parallel, mesh.tp)
         if compiles(config, device):
             options = {"options": interleaving()} if parallel.tp_comm_overlap else {}

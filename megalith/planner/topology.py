@@ -1,6 +1,6 @@
 """How the devices of a run are linked, and what a layout should know of it.
 
-Tensor parallelism talks several times a layer and waits for what it says, so its ranks belong on one machine with
+Tensor parallelism communicates several times a layer, exposed, so its ranks belong on one machine with
 NVLink between them. Whether two GPUs have it the driver says, through NVML (the optional package nvidia-ml-py), else
 through nvidia-smi; where neither is there, nothing is said.
 """

@@ -91,7 +91,7 @@ def _notes_on_samples(run: Run, before: RunConfig, checkpoint: Checkpoint) -> It
     if others:
         yield (
             f"samples need not be those that the run of {checkpoint.folder} would have taken: {'; '.join(others)}; "
-            f"training goes on behind the first {run.consumed_samples:,} of what is set now. To begin its data anew, "
+            f"training continues after the first {run.consumed_samples:,} of what is set now. To restart its data, "
             f"start a run of its own with model.init_from={checkpoint.folder}"
         )
 

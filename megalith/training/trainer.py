@@ -23,7 +23,7 @@ from megalith.data.batch import Batch
 from megalith.data.dataset import SampleDataset
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.launch.hang_watch import open_watch
-from megalith.launch.heartbeat import Pulse, longer
+from megalith.launch.heartbeat import Heartbeat, longer
 from megalith.launch.launcher import TIMEOUT, end_distributed, init_distributed, this_process
 from megalith.launch.restart import claimed, failures_kept, pause, this_attempt
 from megalith.launch.signals import StopSignals
@@ -88,11 +88,11 @@ def train(config: RunConfig) -> TrainingResult:
         )
         if any_rank(goes_on, mesh.world):
             config.checkpoint.load, config.checkpoint.load_optim = str(output), config.checkpoint.save_optim
-        trainer, pulse = None, Pulse(mesh, timeout)
+        trainer, heartbeat = None, Heartbeat(mesh, timeout)
         starting.mark("settings and processes")
         try:
-            with open_watch(pulse, process, timeout, output):
-                trainer = Trainer(config, tokenizer, mesh, device, pulse, signals, starting)
+            with open_watch(heartbeat, process, timeout, output):
+                trainer = Trainer(config, tokenizer, mesh, device, heartbeat, signals, starting)
                 result = trainer.run()
         except torch.OutOfMemoryError as error:
             made = (trainer.model.chunks, trainer.optimizer) if trainer else ()
@@ -119,13 +119,13 @@ class Trainer(Run):
         tokenizer: Tokenizer | None,
         mesh: Mesh,
         device: torch.device,
-        pulse: Pulse | None = None,
+        heartbeat: Heartbeat | None = None,
         signals: StopSignals | None = None,
         starting: StartClock | None = None,
     ):
         super().__init__(config, tokenizer, mesh, device)
         self.schedule = build_schedule(config.optim, config.train)
-        self.pulse = pulse or Pulse(mesh, TIMEOUT)
+        self.heartbeat = heartbeat or Heartbeat(mesh, TIMEOUT)
         self.stops = Stops(config.train, mesh.world, signals)
         self.replicas = None
         if config.runtime.check_weight_hash_across_dp_replicas_interval:
@@ -184,9 +184,9 @@ class Trainer(Run):
         """Trains from where the run stands. Returns why it ended; None when it stands at an earlier step now."""
         start = (self.step, self.consumed_samples, self.device, self.left_out)
         with self.data.train_loader(*start) as batches:
-            self.pulse.settle("training")
+            self.heartbeat.settle("training")
             while self.step < self.total_steps:
-                self.pulse.beat(self.step + 1, "training")
+                self.heartbeat.beat(self.step + 1, "training")
                 self.stops.before_work()
                 self.report.before_step(self.step + 1)
                 self.train_step(batches)
@@ -271,7 +271,7 @@ class Trainer(Run):
         loss, tokens = torch.zeros(2, dtype=torch.float64, device=self.device)
         with self.data.evaluation_loader(dataset, self.device) as batches:
             for done in range(total):
-                self.pulse.beat(self.step, "evaluating")
+                self.heartbeat.beat(self.step, "evaluating")
                 self.stops.before_work()
                 self.report.evaluating(self.step, done, total)
                 more_loss, more_tokens = self.model.evaluate([next(batches) for _ in range(count)])
@@ -300,7 +300,7 @@ class Trainer(Run):
             and TokenizerRecord(fingerprint=tokenizer.fingerprint, vocab_size=tokenizer.vocab_size),
         )
         optimizer = self.optimizer if self.config.checkpoint.save_optim else None
-        with self.pulse.long_work("saving"):
+        with self.heartbeat.long_work("saving"):
             self.saver.save(record, self.model.chunks, optimizer)
         self.tell_of_saves()
 
@@ -310,11 +310,11 @@ class Trainer(Run):
         Without `also_new` it waits for what is being saved, and returns the last folder, if there is one.
         Raises CheckpointError when it cannot be saved.
         """
-        with self.pulse.long_work("saving"):
+        with self.heartbeat.long_work("saving"):
             self.tell_of_saves(wait=True)
         if also_new and not self._is_saved():
             self.save()
-            with self.pulse.long_work("saving"):
+            with self.heartbeat.long_work("saving"):
                 self.tell_of_saves(wait=True)
         last = self.saver.last
         if last is not None and last.error is not None:

@@ -71,11 +71,11 @@ def lose_the_store(rank: int) -> None:
     inner = megalith.training.trainer.open_watch
     hang_watch.STORE_PATIENCE = 4.0
 
-    def open_watch(pulse, process, *rest):
+    def open_watch(heartbeat, process, *rest):
         if rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(1.0)
-        return inner(pulse, process, *rest)
+        return inner(heartbeat, process, *rest)
 
     megalith.training.trainer.open_watch = open_watch
 

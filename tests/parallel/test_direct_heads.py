@@ -158,7 +158,7 @@ def as_if_direct() -> Iterator[None]:
     """Heads, and nothing else, go as by copy engines."""
     with (
         mock.patch.object(direct_heads, "_begin", by_gloo),
-        mock.patch.object(Axis, "goes_direct", lambda axis, x: x.ndim > 2 and x.is_floating_point()),
+        mock.patch.object(Axis, "by_copy_engine", lambda axis, x: x.ndim > 2 and x.is_floating_point()),
     ):
         yield
 

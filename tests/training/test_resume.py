@@ -148,7 +148,7 @@ def test_a_run_that_goes_on_with_other_data_says_which_settings_differ_and_how_t
     run("again", **other, checkpoint=dict(load=str(first.checkpoint)))
     printed = " ".join(capsys.readouterr().out.split())
     assert "data.dataloader_type was 'cyclic' and is 'single'; train.seed was 1234 and is 77" in printed
-    assert "training goes on behind the first 16 of what is set now" in printed
+    assert "training continues after the first 16 of what is set now" in printed
     anew = run("anew", **other, model=dict(init_from=str(first.checkpoint)))
     assert (anew.step, anew.consumed_samples) == (4, 32)
     assert "samples need not be" not in capsys.readouterr().out

@@ -40,7 +40,7 @@ from megalith.config import ParallelConfig
 from megalith.models.transformer import Transformer
 from megalith.parallel.data.replicas import replicate
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.overlap.copy_engine_gradients import DirectReduceScatter
+from megalith.parallel.overlap.copy_engine_gradients import CopyEngineReduceScatter
 
 
 @dataclass(frozen=True)
@@ -98,8 +98,8 @@ def apply_data(chunks: Iterable[Transformer], mesh: Mesh, parallel: ParallelConf
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         if mesh.dp.direct:
-            _reduce_directly(chunk.layers.values(), mesh.fsdp)
-            _reduce_directly(_experts(chunk), mesh.expert_fsdp)
+            _reduce_by_copy_engines(chunk.layers.values(), mesh.fsdp)
+            _reduce_by_copy_engines(_experts(chunk), mesh.expert_fsdp)
 
 
 def micro_batch_begins(chunks: Iterable[nn.Module], parallel: ParallelConfig, is_last: bool) -> None:
@@ -158,11 +158,11 @@ def _are_whole(parallel: ParallelConfig) -> bool:
     return parallel.data_parallel_sharding_strategy == "no_shard"
 
 
-def _reduce_directly(modules: Iterable[FSDPModule], mesh: DeviceMesh | None) -> None:
+def _reduce_by_copy_engines(modules: Iterable[FSDPModule], mesh: DeviceMesh | None) -> None:
     """Where these are sharded over the last dimension of the mesh, copy engines move what its ranks sum up."""
     if mesh is None or mesh.size(mesh.ndim - 1) == 1:
         return
-    reduce_scatter = DirectReduceScatter(mesh.get_group(mesh.ndim - 1))
+    reduce_scatter = CopyEngineReduceScatter(mesh.get_group(mesh.ndim - 1))
     for module in modules:
         module.set_custom_reduce_scatter(reduce_scatter)
 

@@ -24,10 +24,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import AllreduceCoalescedOptions, Work
 
-from megalith.comm.collectives import LEAST_DIRECT, Axis, local
+from megalith.comm.collectives import LEAST_BY_COPY_ENGINE, Axis, local
 from megalith.models.transformer import Transformer
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.overlap.copy_engine_gradients import DirectSum
+from megalith.parallel.overlap.copy_engine_gradients import CopyEngineAllReduce
 from megalith.parallel.seams import plug
 
 EXPERTS = "mlp.experts."  # what the names of a layer's experts begin with
@@ -44,7 +44,7 @@ class Unit:
     trained: list[nn.Parameter] = field(default_factory=list)
     missing: int = 0
     """How many have no gradient yet from the pass that goes on."""
-    sums: Work | DirectSum | None = None
+    sums: Work | CopyEngineAllReduce | None = None
     """Under way."""
 
     @torch.no_grad()
@@ -53,8 +53,8 @@ class Unit:
         if self.sums is not None:
             return
         gradients = [local(parameter.grad) for parameter in self.trained if parameter.grad is not None]
-        if self.direct and sum(gradient.nbytes for gradient in gradients) >= LEAST_DIRECT:
-            self.sums = DirectSum(gradients, self.axis.group)
+        if self.direct and sum(gradient.nbytes for gradient in gradients) >= LEAST_BY_COPY_ENGINE:
+            self.sums = CopyEngineAllReduce(gradients, self.axis.group)
         elif gradients:
             options = AllreduceCoalescedOptions()  # a sum
             options.asyncOp = True

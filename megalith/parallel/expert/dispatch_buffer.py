@@ -24,7 +24,7 @@ from megalith.ops.permute import Order, copies, inverse, places, rows_at, starts
 NOWHERE = 2**31 - 1  # behind all rows
 
 
-class Parcels(NamedTuple):
+class DispatchPlan(NamedTuple):
     """Which tokens go where; every parcel's place is known, but not how many there are."""
 
     weights: Tensor  # float32 [tokens, topk]
@@ -36,7 +36,7 @@ class Parcels(NamedTuple):
     sizes: Tensor  # int64 [2 · ranks + experts here]: parcels to each rank, from each rank, and counts
 
 
-def parcels(weights: Tensor, destinations: Tensor, axis: Axis, here: int) -> Parcels:
+def plan_dispatch(weights: Tensor, destinations: Tensor, axis: Axis, here: int) -> DispatchPlan:
     """Of tokens with weights float32 and experts int64 [tokens, topk], `here` of them on each rank of the axis; the
     number behind the last expert is nowhere."""
     ranks, experts = axis.size, here * axis.size
@@ -55,16 +55,16 @@ def parcels(weights: Tensor, destinations: Tensor, axis: Axis, here: int) -> Par
     own = slice(axis.rank * here, axis.rank * here + here)
     counts = totals[own]
     told = torch.cat([to_ranks[axis.rank], to_ranks[:, axis.rank], counts])
-    return Parcels(weights, choices, token, row, begin[own][:1].clone(), counts.clone(), told)
+    return DispatchPlan(weights, choices, token, row, begin[own][:1].clone(), counts.clone(), told)
 
 
-def pack(x: Tensor, plan: Parcels, count: int, fused: bool) -> tuple[Tensor, Order]:
+def pack(x: Tensor, plan: DispatchPlan, count: int, fused: bool) -> tuple[Tensor, Order]:
     """The `count` parcels of the tokens x [tokens, hidden], and the order that they are in."""
     order = Order(plan.token[:count], plan.row, all_kept=False)
     return _Pack.apply(x, plan.weights, plan.choices, order, fused), order
 
 
-def unpack(packed: Tensor, plan: Parcels, count: int, fused: bool) -> tuple[Tensor, Tensor, Order]:
+def unpack(packed: Tensor, plan: DispatchPlan, count: int, fused: bool) -> tuple[Tensor, Tensor, Order]:
     """Of the parcels that have come the `count` rows of the experts here, [rows, hidden], and their weights, float32
     [rows, 1]; and the order of these rows."""
     topk = plan.weights.shape[1]

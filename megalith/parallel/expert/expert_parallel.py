@@ -55,7 +55,7 @@ from megalith.models.router import Router, Routing
 from megalith.models.transformer import Transformer
 from megalith.ops.grouped_gemm import RowGroups
 from megalith.ops.permute import Order, sum_rows, take_rows, transposed
-from megalith.parallel.expert.dispatch_buffer import Parcels, pack, parcels, unpack
+from megalith.parallel.expert.dispatch_buffer import DispatchPlan, pack, plan_dispatch, unpack
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.seams import plug, replace_parameter
 from megalith.parallel.tensor.tensor_parallel import TensorParallel
@@ -131,7 +131,7 @@ class ExpertParallel(Dispatch):
         self.gathered = mesh.etp if dispatcher == "alltoall" else mesh.ep_etp
         self.micro_batches = _micro_batches(self.gathered.size, mesh.cp.size * mesh.tp.size)
 
-    def plan(self, routing: Routing, layout: PassLayout) -> Parcels | ExpertRows:
+    def plan(self, routing: Routing, layout: PassLayout) -> DispatchPlan | ExpertRows:
         weights, destinations = routing.weights, routing.destinations(self.experts)
         if self._shares(layout):
             # What fills the last ranks up weighs nothing. It goes anywhere, but where experts have a capacity nowhere.
@@ -145,13 +145,13 @@ class ExpertParallel(Dispatch):
             return self.rows(weights, destinations, capacity, self.local_experts)
         if capacity is not None and self.fills_up:
             return self.rows(weights, destinations, capacity, self.experts)
-        return parcels(weights, destinations, self.ep, self.local_experts)
+        return plan_dispatch(weights, destinations, self.ep, self.local_experts)
 
     def __call__(
-        self, x: Tensor, plan: Parcels | ExpertRows, experts: Experts, shared: Shared, layout: PassLayout
+        self, x: Tensor, plan: DispatchPlan | ExpertRows, experts: Experts, shared: Shared, layout: PassLayout
     ) -> Tensor:
         """x [tokens, hidden] through the experts of its plan, plus what `shared` gives: [tokens, hidden]."""
-        sizes = HostCopy(plan.sizes) if isinstance(plan, Parcels) else None
+        sizes = HostCopy(plan.sizes) if isinstance(plan, DispatchPlan) else None
         shared = None if shared is None else cache(shared)  # called early, where it overlaps
         beside = shared if self.overlaps else None
         tokens, shares = len(x), self._shares(layout)
@@ -175,7 +175,9 @@ class ExpertParallel(Dispatch):
         missing = x.new_zeros(-len(x) % self.tensor.axis.size, x.shape[1]) + filler
         return own_part(torch.cat([x, missing.to(x.dtype)]), self.tensor.axis)
 
-    def _send(self, x: Tensor, plan: Parcels, sizes: HostCopy, experts: Experts, beside: Shared) -> Tensor:
+    def _send(
+        self, x: Tensor, plan: DispatchPlan, sizes: HostCopy, experts: Experts, beside: Shared
+    ) -> Tensor:
         """What the experts of all ranks make of x [tokens, hidden]: each token goes once to each rank that has some of
         its experts, and comes back as the sum of what these add.
 

@@ -30,7 +30,7 @@ SLOTS = 1  # a reduction ends before the next one's gradients are copied
 FETCHED_AT_ONCE = 2**28  # bytes: what is fetched waits for its sum in ordinary memory
 
 
-class DirectSum:
+class CopyEngineAllReduce:
     """Gradients on their way to be summed over the ranks of a group, in place. All ranks give the same shapes."""
 
     def __init__(self, gradients: Sequence[Tensor], group: ProcessGroup):
@@ -45,11 +45,11 @@ class DirectSum:
             given, parts = wholes[slot.rank], [whole.tensor_split(slot.ranks) for whole in wholes]
             copies = [part.view_as(gradient) for part, gradient in zip(given.split(sizes), gradients)]
             torch._foreach_copy_(copies, list(gradients))
-            slot.meet(stream)
+            slot.synchronize(stream)
             for peer in slot.peers:
-                for total, part in _pieces(slot, parts[slot.rank][slot.rank], parts[peer][slot.rank]):
+                for total, part in _chunks(slot, parts[slot.rank][slot.rank], parts[peer][slot.rank]):
                     total += part.clone()
-            slot.meet(stream)
+            slot.synchronize(stream)
             for peer in slot.peers:  # who has fetched this part of what was given
                 parts[slot.rank][peer].copy_(parts[peer][peer])
             torch._foreach_copy_(list(gradients), copies)
@@ -66,13 +66,13 @@ def _stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)
 
 
-def _pieces(slot: Slot, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def _chunks(slot: Slot, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Alike tensors, piece by piece, so that what is fetched of all ranks at once stays small."""
     step = max(1, FETCHED_AT_ONCE // (slot.ranks - 1) // tensors[0].element_size())
     return zip(*(tensor.split(step) for tensor in tensors), strict=True)
 
 
-class DirectReduceScatter:
+class CopyEngineReduceScatter:
     """What `FSDPModule.set_custom_reduce_scatter` takes, for modules that are sharded over `group`."""
 
     def __init__(self, group: ProcessGroup):
@@ -116,11 +116,11 @@ class DirectReduceScatter:
         wholes = [slot.of(rank, given.shape, given.dtype) for rank in range(slot.ranks)]
         parts = [whole.chunk(slot.ranks)[slot.rank] for whole in wholes]
         stream = torch.cuda.current_stream()
-        slot.meet(stream)
-        for total, *pieces in _pieces(slot, output_tensor, *parts):
-            fetched = {slot.rank: pieces[slot.rank]}
+        slot.synchronize(stream)
+        for total, *chunks in _chunks(slot, output_tensor, *parts):
+            fetched = {slot.rank: chunks[slot.rank]}
             for peer in slot.peers:
-                fetched[peer] = pieces[peer].clone()
+                fetched[peer] = chunks[peer].clone()
             torch.add(fetched[0], fetched[1], out=total)
             for rank in range(2, slot.ranks):
                 total += fetched[rank]

@@ -35,14 +35,14 @@ from megalith.parallel.seams import plug
 from megalith.parallel.tensor.tensor_parallel import TensorParallel
 
 
-def apply_halves(model: Transformer, parallel: ParallelConfig, tensor: TensorParallel | None) -> None:
+def apply_ping_pong(model: Transformer, parallel: ParallelConfig, tensor: TensorParallel | None) -> None:
     """Lets `model`, in place, run its layers, or attention alone, on two halves of each micro-batch, where the
     configuration says so. `tensor` None: there is no tensor parallelism."""
     if not parallel.tp_comm_overlap:
         return
     if tensor is None:
         for layer in model.layers.values():
-            plug(layer.self_attention, "runner", _half_by_half)
+            plug(layer.self_attention, "runner", _ping_pong_attention)
         return
     plug(model, "pass_layout", partial(_pass_layout, model.pass_layout))
     plug(model, "runner", _run_side_by_side)
@@ -55,7 +55,7 @@ def interleaving() -> dict[str, Any]:
     return {"post_grad_custom_post_pass": Interleave(), "reorder_for_peak_memory": False}
 
 
-def _half_by_half(forward: Callable[[Tensor, Context], Tensor], x: Tensor, context: Context) -> Tensor:
+def _ping_pong_attention(forward: Callable[[Tensor, Context], Tensor], x: Tensor, context: Context) -> Tensor:
     """A runner of attention, its linears included, for one half of the sequences and then for the other: x [batch, seq,
     hidden]. One function for all layers, so that they share compiled code."""
     if context.cache is not None or context.batch % 2:  # generation

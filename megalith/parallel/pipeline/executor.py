@@ -244,7 +244,7 @@ class _Pass:
         self.output: Tensor | None = None  # the last stage's, of the last micro-batch
         # By (micro-batch, chunk): input and graph between forward and backward, deferred wgrads.
         self.held: dict[tuple[int, int], tuple[Tensor | None, GradientEdge | None]] = {}
-        self.put_off: dict[tuple[int, int], list[deferred.DeferredWgrad]] = {}
+        self.deferred_wgrads: dict[tuple[int, int], list[deferred.DeferredWgrad]] = {}
         self.ended: Counter[int] = Counter()  # backward passes of each chunk that are whole
 
     @record_function(PASS)
@@ -294,10 +294,10 @@ class _Pass:
                 return self._go_forward(action, received)
             case Kind.BACKWARD_INPUT:
                 grad = self._go_backward(action, received, last=False)
-                self.put_off[action[1:]] = self.pipeline._weights.take()
+                self.deferred_wgrads[action[1:]] = self.pipeline._weights.take()
                 return grad
             case Kind.BACKWARD_WEIGHT:
-                deferred.compute(self.put_off.pop(action[1:]))
+                deferred.compute(self.deferred_wgrads.pop(action[1:]))
                 self.pipeline._after_weights(self.chunks[action.chunk], self._count_backward(action.chunk))
                 return None
             case Kind.BACKWARD:
