@@ -17,7 +17,7 @@ from megalith.parallel.mesh import build_mesh
 from megalith.planner.layout import build_layout
 from megalith.planner.topology import gather_places
 from megalith.report.measured_step import StepMeasure, StepTimes
-from megalith.report.out_of_memory import held_bytes
+from megalith.report.out_of_memory import bytes_in_use
 from megalith.training.build import prepare
 from megalith.training.run_state import Run
 from megalith.training.trainer import Trainer
@@ -64,7 +64,7 @@ def weights_expected_and_held(config: RunConfig) -> tuple[int, int, int, int]:
         for name, value in state.items()
         if name != "step"
     )
-    return memory.weights, held_bytes(run.model.chunks).weights, memory.optimizer, moments
+    return memory.weights, bytes_in_use(run.model.chunks).weights, memory.optimizer, moments
 
 
 def held_after_backward(config: RunConfig) -> tuple[int, int, int]:
@@ -72,7 +72,7 @@ def held_after_backward(config: RunConfig) -> tuple[int, int, int]:
     run = build(config)
     with run.data.train_loader(0, 0, run.device) as batches:
         run.model.backward([next(batches)], run.loss_scale.scale)
-    held = held_bytes(run.model.chunks)
+    held = bytes_in_use(run.model.chunks)
     return held.weights, held.gathered, held.gradients
 
 

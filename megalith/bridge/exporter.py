@@ -61,7 +61,7 @@ class FolderWriter:
         self._where = {name: file for file, names in self._shards.items() for name in names}
         self._files: dict[str, PlacedTensors] = {}  # open, by name
         if is_there(self.path) and not replace:
-            raise CheckpointError(f"{self.path} is already there; remove it, or choose another place")
+            raise CheckpointError(f"{self.path} already exists; remove it, or choose another path")
 
     def __enter__(self) -> FolderWriter:
         try:

@@ -122,7 +122,7 @@ def refuse_existing(out: Path | StorePath) -> None:
     if isinstance(out, Path) and (out / LOCK_NAME).exists():
         OutputLock(out).release()
     if is_there(out):
-        raise CheckpointError(f"{out} is already there; remove it, or choose another place")
+        raise CheckpointError(f"{out} already exists; remove it, or choose another path")
 
 
 def blocks(shape: tuple[int, ...], elements: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

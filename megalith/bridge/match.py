@@ -87,7 +87,7 @@ def match(source: SourceFolder, family: Family, model: ModelConfig, allow: bool 
     if told and not allow:
         raise CheckpointError(
             f"{source.path} is not what its {source.settings_name} says; {'; '.join(told)}; fetch it again, or allow "
-            "it with --allow: missing tensors then begin with initial values, others are left out, types are kept"
+            "it with --allow: missing tensors are then initialized, others ignored, dtypes preserved"
         )
     _check_shapes(source, wanted)
     return Match(source, groups, missing, extra)

@@ -72,7 +72,7 @@ class PartialFolder:
         if not marked:
             if os.path.lexists(self.path):
                 raise CheckpointError(
-                    f"{self.path} is there, and is not what a conversion left; move it away, or choose another place"
+                    f"{self.path} is there, and is not what a conversion left; move it away, or choose another path"
                 )
             return
         self._hold(marked[0] / MARK)

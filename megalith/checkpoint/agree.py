@@ -1,8 +1,10 @@
 """Joint decisions: what one rank finds, every rank learns, so that all go on or all stop.
 
 A save or a load that fails on one rank has failed on all of them; a rank that left on its own would leave the others
-waiting. So each phase is done on every rank, then told to every rank. A background save has a group of its own, for
-the messages of two threads in one group would mix.
+waiting. So each phase runs on every rank, and every rank gets all results.
+
+Messages are JSON in CPU tensors: a rank unpickles nothing. The group is to have a backend for the CPU (gloo); a
+background save has one of its own, for the messages of two threads in one group would mix.
 """
 
 from __future__ import annotations

@@ -101,7 +101,7 @@ class StoredTensor(TensorRecord):
     @model_validator(mode="after")
     def _cover_the_tensor(self) -> StoredTensor:
         if not fills(self.shape, [piece.extent for piece in self.pieces]):
-            raise ValueError(f"its pieces do not cover {self} once")
+            raise ValueError(f"its shards do not cover {self} once")
         return self
 
 

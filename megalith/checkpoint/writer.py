@@ -196,6 +196,6 @@ def not_saved(step: StepFolder, reason: str, needed: int = 0) -> CheckpointError
         free = shutil.disk_usage(step.checkpoints).free / 1e9
         room = f" ({f'it takes {needed / 1e9:.3g} GB, ' if needed else ''}{free:.3g} GB are free without it)"
     return CheckpointError(
-        f"the checkpoint {step.final} could not be saved: {reason}{room}; the steps saved before are whole: make room "
-        "or mend the disk"
+        f"the checkpoint {step.final} could not be saved: {reason}{room}; the steps saved before are whole: free "
+        "some space or repair the disk"
     )

@@ -41,7 +41,7 @@ def add_checkpoint_commands(commands: Any) -> None:
     _add_part(diff, "all that there are")
     diff.set_defaults(run=run_diff)
 
-    reshard = commands.add_parser("reshard", help="write a step anew, in another number of files")
+    reshard = commands.add_parser("reshard", help="rewrite a step in another number of files")
     reshard.add_argument("path", help=f"{GIVEN}; of several steps the newest")
     reshard.add_argument("output", help="folder that gets checkpoints/step_NNNNNNNN")
     reshard.add_argument(

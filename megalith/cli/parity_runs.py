@@ -21,7 +21,7 @@ def add_parity_arguments(parser: argparse.ArgumentParser) -> None:
         "the first loss, every parameter's gradient, the norms and losses of all steps, evaluation and generation. "
         "Exit code 5 when a layout differs. Settings can be given beside CONFIG, as to `train`: --section.key value."
     )
-    parser.add_argument("config", help="run file; its sizes are cut down, its features kept")
+    parser.add_argument("config", help="run file; it is shrunk, with its features")
     parser.add_argument(
         "--layouts",
         nargs="+",

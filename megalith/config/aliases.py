@@ -4,7 +4,7 @@ The table is read before validation. A `Rename` moves the value; a `Choose` tran
 an `Already` is accepted and changes nothing, because Megalith always does it or has no use for it: the note says
 which, and is shown when the run starts; a `Derive` computes from the rest of the tree.
 
-What other systems call our settings: a name of theirs is not accepted, but told what it is here.
+What other systems call our settings: their names are refused, with ours in the error.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ ALIASES: dict[str, Rename | Choose | Already | Derive] = {
     "parallel.accumulate_allreduce_grads_in_fp32":    Already(_FP32_SUMS),
     "parallel.grad_reduce_in_fp32":                   Already(_FP32_SUMS),
     "parallel.average_in_collective":                 Already("gradients are summed; the loss is divided by the step's count of valid tokens"),
-    "parallel.overlap_grad_reduce":                   Already("gradients are always reduced while the backward pass goes on"),
-    "parallel.overlap_param_gather":                  Already("parameters are always gathered while the forward pass goes on"),
+    "parallel.overlap_grad_reduce":                   Already("gradient reduction always overlaps the backward pass"),
+    "parallel.overlap_param_gather":                  Already("parameter all-gathers always overlap the forward pass"),
     "parallel.dp_comm_overlap_bucket_size":           Already("a bucket is a transformer block", int),
 
     "model.seq_length":                               Rename("data.seq_length"),

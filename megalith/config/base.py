@@ -1,4 +1,4 @@
-"""What every section of the configuration is made of, and how its mistakes are told.
+"""What every section of the configuration is made of, and the errors for its mistakes.
 
 A section is a pydantic model: typed, closed to unknown keys, its documentation standing under each field.
 That one text is the help of the command line, the JSON Schema for editors and the reference page.

@@ -69,7 +69,7 @@ class DenseModel(Section):
     """A published shape by name (`megalith config presets` lists them). Fields given beside it win over it."""
 
     init_from: Annotated[str | None, Decides.NOTHING] = None
-    """Weights and shape to begin from: a Hugging Face folder or hub name, or a run folder. A loaded run goes before."""
+    """Weights and shape to begin from: a Hugging Face folder or hub name, or a run folder. checkpoint.load wins."""
 
     num_layers: Annotated[PositiveInt, Field(le=10_000)] | None = None
     """Transformer layers."""
@@ -187,7 +187,7 @@ class DenseModel(Section):
     """Standard deviation of initial weights; attention output and MLP down projections use std / √(2 · layers)."""
 
     multi_latent_attention: bool = False
-    """Keys and values of all heads from one narrow latent, the position in a part of its own (DeepSeek's MLA)."""
+    """Multi-head latent attention (MLA): keys and values of all heads from one low-rank latent (DeepSeek)."""
 
     q_lora_rank: PositiveInt | None = None
     """MLA: width of the latent that queries come from. Absent: queries come straight from the residual stream."""
@@ -205,10 +205,10 @@ class DenseModel(Section):
     """MLA: dimensions of a head's value."""
 
     mtp_num_layers: PositiveInt | None = None
-    """Further layers that in training predict the tokens behind the next one, one each (DeepSeek-V3)."""
+    """Multi-token prediction (MTP): layers that in training each predict one token further (DeepSeek-V3)."""
 
     mtp_loss_scaling_factor: Annotated[PositiveFloat, Decides.UPDATES] = 0.1
-    """Weight of the mean of their losses."""
+    """Weight of the mean MTP loss."""
 
     @property
     def query_groups(self) -> int:

@@ -1,4 +1,4 @@
-"""The configuration told in words, from the fields' own documentation: help, reference page, JSON Schema."""
+"""The configuration described, from the fields' own documentation: help, reference page, JSON Schema."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class ModelConfig(DenseModel):
     """Weighs the shared expert's output of each token by a sigmoid gate (Qwen2-MoE)."""
 
     moe_shared_expert_overlap: Annotated[bool, Decides.NOTHING] = True
-    """Computes the shared expert while rows travel, where parallel.moe_token_dispatcher_type is alltoall."""
+    """Overlaps the shared expert with the all-to-alls, where parallel.moe_token_dispatcher_type is alltoall."""
 
     moe_router_topk: PositiveInt = 2
     """Experts that each token goes to."""

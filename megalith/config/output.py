@@ -84,10 +84,10 @@ class RuntimeConfig(Section):
     """torch.compile for each transformer block. `auto`: on GPUs."""
 
     activation_memory_budget: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Share of its activations that a compiled block keeps; below 1 it computes the cheapest ones again, on GPUs."""
+    """Share of its activations that a compiled block saves; below 1 it recomputes the cheapest ones, on GPUs."""
 
     distributed_timeout_minutes: PositiveFloat = 10
-    """A run whose ranks wait for each other for so long in a step is ended, the rank that stands still named."""
+    """A run whose ranks wait for each other for so long in a step is ended, and the rank that hangs named."""
 
     max_bad_steps: PositiveInt = 20
     """Steps in a row with NaN or Inf in loss or gradients, all of them skipped, after which the run ends."""

@@ -19,10 +19,10 @@ class ParallelConfig(Section):
     """Splits norms, dropout and the residual stream over the tensor-parallel devices along the sequence (SP)."""
 
     tp_comm_overlap: bool = False
-    """Runs micro-batches as two halves: one computes while the other's collectives (TP, or CP's a2a) are under way."""
+    """Ping-pong micro-batches: of two halves one computes while the other's collectives (TP, or CP's a2a) run."""
 
     symmetric_memory_groups: list[Literal["tp", "cp", "dp"]] = []
-    """Axes whose large collectives (dp: sums of gradients) go by the GPUs' copy engines: one host, NVLink between."""
+    """Axes whose large collectives (dp: gradient reduction) use the GPUs' copy engines, on one host with NVLink."""
 
     pipeline_model_parallel_size: PositiveInt = 1
     """Stages that the layers are split over (PP)."""
@@ -55,7 +55,7 @@ class ParallelConfig(Section):
     """Devices that each sequence is split over (CP)."""
 
     cp_comm_type: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] = "p2p"
-    """How keys and values travel between context-parallel devices."""
+    """How keys and values reach the queries: p2p is a ring, a2a is Ulysses, a2a+p2p both, on two levels."""
 
     hierarchical_context_parallel_sizes: (
         Annotated[list[PositiveInt], Field(min_length=2, max_length=2)] | None
@@ -69,7 +69,7 @@ class ParallelConfig(Section):
     """Devices that each expert is split over (ETP)."""
 
     moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
-    """How tokens come to their experts: each is sent to those it chose, or all are gathered everywhere."""
+    """How tokens reach their experts: by all-to-all, or by all-gather and reduce-scatter."""
 
     data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = (
         "no_shard"
@@ -77,7 +77,7 @@ class ParallelConfig(Section):
     """What is sharded over data-parallel devices: nothing, or in turn optimizer state, gradients, parameters."""
 
     num_distributed_optimizer_instances: PositiveInt = 1
-    """Copies of the sharded state (hybrid sharding): each is spread over data · context / copies devices."""
+    """Replicas of the sharded state (hybrid sharding): each is sharded over data · context / replicas devices."""
 
     recompute_granularity: Literal["full", "selective"] | None = None
     """Activations recomputed in the backward pass: of whole layers, or of chosen modules."""
@@ -92,7 +92,7 @@ class ParallelConfig(Section):
     """Selective recomputation: which modules."""
 
     distribute_saved_activations: bool = False
-    """Full recomputation: each tensor-parallel device keeps its part of a saved input, where it would keep all."""
+    """Full recomputation: saved inputs are sharded over tensor-parallel devices, not replicated."""
 
     cpu_offloading_num_layers: NonNegativeInt = 0
-    """Layers of each pipeline stage, its first ones, whose activations wait in host memory for the backward pass."""
+    """First layers of each pipeline stage whose saved activations are offloaded to host memory."""

@@ -1,6 +1,6 @@
 """RunConfig: the whole of a run. YAML, dotted overrides, presets and Megatron's spellings all end here.
 
-YAML without surprises: no tag builds an object, no key stands twice, and no alias expands without end.
+YAML without surprises: no tag builds an object, no key is given twice, and no alias expands without end.
 """
 
 from __future__ import annotations
@@ -320,5 +320,5 @@ def _refuse_twins(keys: list[yaml.Node]) -> None:
         if not isinstance(key, yaml.ScalarNode):
             continue
         if key.value in seen:
-            raise ComposerError(None, None, f"the key {key.value!r} stands twice", key.start_mark)
+            raise ComposerError(None, None, f"the key {key.value!r} is given twice", key.start_mark)
         seen.add(key.value)

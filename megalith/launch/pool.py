@@ -33,7 +33,7 @@ PRELOADED = ["torch.distributed.tensor", "torch.distributed.fsdp", "megalith.mod
 
 
 ENDED = "the process ended with"
-CAUSE = 1.0  # seconds that the end of a rank may be told later than by those who lost its connection
+CAUSE = 1.0  # seconds that the end of a rank may be reported later than by those who lost its connection
 
 
 class RankFailed(Exception):

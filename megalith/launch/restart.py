@@ -117,7 +117,7 @@ def failures_kept(output: Path, attempt: Attempt, rank: int) -> Iterator[None]:
         yield
     except Exception as error:
         if _has_begun(output):
-            with suppress(OSError):  # the error is told elsewhere too
+            with suppress(OSError):  # the error is printed elsewhere too
                 _write_down(error, output / FAILURES / f"attempt_{attempt.number:03d}_rank_{rank:05d}.txt")
         raise
 

@@ -2,7 +2,7 @@
 
 Keys and values of the tokens already seen, so that generating a token costs one token's work.
 
-How modules are run: a stack's layers one behind the other, a module's formula at once; unless something is plugged.
+How modules are run: a stack's layers one after the other, a module's formula at once; unless something is plugged.
 
 Recomputation, ping-pong micro-batches and offloaded activations are runners of a list of layers, and some of them run
 the parts of a layer. They are functions, the same one for every layer, so that all layers share compiled code.
@@ -55,7 +55,9 @@ class Context:
     output_rows: Tensor | None = None  # int32 [num_layers, 2, …]: see ops.dropout.output_rows
     cache: KVCache | None = None  # None: every token is here
     numbers: Tensor | None = None  # int64 [tokens of the stream]: place · batch + sequence, for experts
-    upcoming: Tensor | None = None  # [batch, seq, hidden]: embeddings of the tokens that an MTP layer is told
+    upcoming: Tensor | None = (
+        None  # [batch, seq, hidden]: embeddings of the tokens that are an MTP layer's input
+    )
     balance_scale: Tensor | None = None  # of the balancing losses' gradient; None: no backward pass follows
 
     def at_layer(self, number: int) -> Context:

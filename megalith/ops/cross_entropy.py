@@ -20,7 +20,7 @@ from megalith.comm.collectives import Axis, summed
 from megalith.ops import kernels as fused
 from megalith.ops.compiled import as_one_kernel
 
-# Logits that exist at once. On an H200 the products of 3,328 tokens of GPT-2's vocabulary leave no multiprocessor idle:
+# Logits that exist at once. On an H200 the GEMMs of 3,328 tokens with GPT-2's vocabulary leave no SM idle:
 # with 2,560 tokens the gradient's takes a quarter more time.
 CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 5 * 2**25}
 CHUNK_MULTIPLE = 256  # tokens; matmuls like round numbers
@@ -97,7 +97,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if wants_gradient:
                 grads.append(grad @ matrix)
                 if grad_weight is not None:  # else the matrix is frozen
-                    grad_weight = _add_product(grad_weight, grad.T, x)
+                    grad_weight = _add_matmul(grad_weight, grad.T, x)
         if wants_gradient:
             ctx.save_for_backward(torch.cat(grads), grad_weight)
         return torch.stack(losses).sum() / factor
@@ -173,7 +173,7 @@ def _whole(log_sum: Tensor, label: Tensor, own: Tensor, axis: Axis) -> tuple[Ten
     return largest + total.log(), label
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Adds a · b to total, float32. On a GPU the matmul itself adds, and nothing is rounded to the type of a and b."""
     if a.is_cuda and a.dtype != torch.float32:
         return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)

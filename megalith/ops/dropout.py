@@ -113,15 +113,15 @@ def _drop(x: Tensor, probability: float, rows: Tensor, columns: Tensor) -> Tenso
 
 
 def attention_keep_mask(
-    rows: Tensor, heads: int, key_places: Tensor, probability: float, first_head: int = 0
+    rows: Tensor, heads: int, key_positions: Tensor, probability: float, first_head: int = 0
 ) -> Tensor:
     """Which attention probabilities stay: bool [batch, heads, queries, keys], from rows int32 [batch, queries].
 
-    `key_places` int64 [keys] is where the keys stand in the whole sequence, `first_head` the number of the first of
+    `key_positions` int64 [keys] is where the keys stand in the whole sequence, `first_head` the number of the first of
     these heads among all of the layer's.
     """
     head = torch.arange(first_head, first_head + heads, device=rows.device)[:, None]
-    columns = _mixed_indices((head + 1) * 0x1000000 ^ key_places)  # [heads, keys]
+    columns = _mixed_indices((head + 1) * 0x1000000 ^ key_positions)  # [heads, keys]
     return keep(rows[:, None, :, None] ^ columns[None, :, None, :], probability)
 
 

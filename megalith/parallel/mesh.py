@@ -1,18 +1,18 @@
-"""The mesh: which rank stands where along the pipeline, data, context and tensor axes.
+"""The mesh: each rank's coordinates along the pipeline, data, context and tensor axes.
 
-Ranks are counted with tensor fastest, then context, data and pipeline, so that the axis that talks most has its ranks
-next to each other, on one machine. With 16 processes, tensor 2, context 2, pipeline 2 and so data 2:
+Tensor is the fastest axis, then context, data and pipeline, so that the axis that communicates most has adjacent ranks,
+on one machine. With 16 processes, tensor 2, context 2, pipeline 2 and so data 2:
 
     rank = ((pp · 2 + dp) · 2 + cp) · 2 + tp
 
-Gradients are summed over data and context together, so that is the axis of replicas, or that FSDP2 shards over.
+Gradients are reduced over data and context together, so that is the axis of replicas, or that FSDP2 shards over.
 
-The experts of a model see the ranks of a pipeline stage in another order: dp · cp · tp ranks are divided into edp
-copies of all experts, each copy spread over ep ranks, each expert cut over etp. With 8 ranks a stage, ep 2 and etp 2:
+The experts of a model have another mesh over the ranks of a pipeline stage: dp · cp · tp ranks are edp replicas of all
+experts, each replica spread over ep ranks, each expert sharded over etp. With 8 ranks a stage, ep 2 and etp 2:
 
     rank in the stage = (edp · 2 + ep) · 2 + etp
 
-The gradients of experts are summed over edp: every token's rows come to one copy.
+The gradients of experts are reduced over edp: every token's rows go to one replica.
 """
 
 from __future__ import annotations

@@ -176,7 +176,7 @@ def most_held(schedule: Schedule, rank: int, weights: Sequence[int]) -> int:
 def _durations(config: RunConfig, assignment: list[list[Stage]]) -> list[Durations]:
     """How long each stage takes by its FLOPs, in the model's order.
 
-    A layer's forward pass and the two halves of its backward pass are alike; the loss makes the head's gradients in the
+    A layer's forward pass, dgrad and wgrad are alike; the loss makes the head's gradients in the
     forward pass (ops/cross_entropy.py).
     """
     cost = flops_per_token(config.model, config.data.seq_length, config.lora)

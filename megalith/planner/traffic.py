@@ -150,24 +150,24 @@ def _tokens(config: RunConfig) -> int:
 
 def _tensor_words(parallel: ParallelConfig) -> str:
     if parallel.tp_comm_overlap:
-        return "tokens and sums of each layer, of one half of a micro-batch behind the other half's work"
+        return "each layer's collectives, overlapped by ping-pong micro-batches"
     if parallel.sequence_parallel:
-        return "a layer: 4 all-gathers and reduce-scatters forward, 6 backward, 4 of these behind matmuls"
-    return "a layer: 2 all-reduces forward, 2 backward, these behind matmuls"
+        return "a layer: 4 all-gathers and reduce-scatters forward, 6 backward, 4 of them overlapped"
+    return "a layer: 2 all-reduces forward, 2 backward, the latter overlapped with matmuls"
 
 
 CONTEXT_WORDS = {
-    "p2p": "keys and values round a ring, their gradients back, behind the computation",
+    "p2p": "keys and values around a ring, their gradients back, overlapped",
     "all_gather": "keys and values gathered, their gradients reduced",
-    "a2a": "heads exchanged for tokens, before and after attention",
-    "a2a+p2p": "heads exchanged among neighbours, keys and values round a ring of groups",
+    "a2a": "all-to-alls of heads for tokens, before and after attention",
+    "a2a+p2p": "all-to-alls among adjacent ranks, keys and values around a ring of groups",
 }
 EXPERT_WORDS = {
     "alltoall": "each token's rows to its experts and back, their gradients the other way",
-    "allgather": "all tokens gathered, the experts' parts summed, and gradients",
+    "allgather": "tokens all-gathered, outputs reduce-scattered, and gradients",
 }
 DATA_WORDS = {
-    "no_shard": "gradients summed, once a step, behind the last backward pass",
+    "no_shard": "gradients all-reduced once a step, after the last backward pass",
     "optim": "parameters gathered and gradients reduced, once a step",
     "optim_grads": "parameters gathered once a step, gradients reduced for each micro-batch",
     "optim_grads_params": "parameters gathered twice, gradients reduced, for each micro-batch",

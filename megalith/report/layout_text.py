@@ -1,8 +1,6 @@
-"""A run's layout on the screen: where each rank stands, what each stage has, and what that costs. 100 columns wide.
+"""A run's layout as text, 100 columns wide: ranks and stages at the start, a measured step, the peak memory at the end.
 
-A run over several ranks, explained as it goes: its layout at the start, one measured step, the peak at the end.
-
-Of a pipeline the step after the measured one, which no profiler slows down, is kept as a timeline, for
+For a pipeline the step after the measured one, which no profiler slows down, is recorded as a timeline, for
 `megalith pipeline show --measured`.
 """
 

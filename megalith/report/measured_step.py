@@ -1,26 +1,25 @@
-"""Where the time of one step went on this rank: computing, exposed communication, the pipeline's bubble, or nothing.
+"""Where the time of one step went on this rank: compute, exposed communication, pipeline bubble, or idle.
 
-One step is run under torch's profiler, and its spans are laid over each other. On a GPU these are the spans of
-kernels on the device:
+One step runs under torch's profiler, and its spans are overlaid. On a GPU these are the spans of kernels on the device:
 
-    compute         some kernel runs that is not NCCL's, nor on a stream that copies from other GPUs (copy_engine.py)
-    communication   only those run, others than a pipeline's sends and receives: it is exposed, not hidden; with what
-                    stands still before such a copy, as a flag is waited for by no kernel
+    compute         any kernel runs that is not NCCL's, nor on a stream that copies from other GPUs (copy_engine.py)
+    communication   only those run, except a pipeline's sends and receives: it is exposed; with the idle time before
+                    such a copy, as no kernel waits for a flag
     bubble          only a pipeline's sends and receives run: the rank waits for another stage
     idle            nothing runs: the device waits for the host
 
 On a CPU the device is the host. Communication is the time of gloo's collectives less the operations that the rank
-computed meanwhile, the bubble is the time that the pipeline stood waiting for a receive, and the rest is compute.
+computed meanwhile, the bubble is the time that the pipeline waited for a receive, and the rest is compute.
 
-The ranks meet before the step and the device is waited for after it, so what a rank waits in a collective is due to
-the step itself.
+The ranks synchronize before the step, and the device after it, so what a rank waits in a collective is due to the step
+itself.
 
 Stragglers are ranks that compute for longer than others with the same work, for whom all of them wait in every step. A
 step takes as long on every rank, for they meet in its collectives. So every so many steps one is measured, and what a
 rank neither spent in communication nor waited for the pipeline is its own time. It is compared with that of the ranks
-that stand at the same place in the pipeline.
+at the same pipeline stage.
 
-How long each step took, without waiting for the device until the figures are read; how old the process is.
+Also here: how long each step took, without waiting for the device until the figures are read, and the process's age.
 """
 
 from __future__ import annotations
@@ -252,7 +251,7 @@ def _times(
 
 
 def waits_before(copies: Iterable[Span], compute: list[Span]) -> list[Span]:
-    """What stands still before copies that begin while nothing is computed; `compute` is a union."""
+    """The idle time before copies that begin while nothing is computed; `compute` is a union."""
     ends = [end for _, end in compute]
     before = [(bisect_right(ends, start), start) for start, _ in copies]
     return [

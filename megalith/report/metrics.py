@@ -5,7 +5,7 @@ that order; every line of
 `evaluations.jsonl` has `step`, `validation_loss` and `validation_perplexity`. A figure that is not known is null.
 So is one that is NaN or infinite, for JSON has neither: a loss that was lost shows as `"loss": null` with
 `"nan_iterations": 1`. A run that goes on from step k first cuts off what an earlier process wrote beyond k, so
-that no step stands twice. `events.jsonl` keeps everything: a line for each thing out of the ordinary, with its `time`,
+that no step is there twice. `events.jsonl` keeps everything: a line for each unusual event, with its `time`,
 the `event`'s kind, a `text` for a reader, and its figures. Models with experts have `experts.jsonl` too: at every log
 interval `tokens`, for each layer the tokens sent to each of its experts.
 
@@ -202,7 +202,7 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
     for number, record in enumerate(records, start=1):
         if record is None:
             raise DataError(
-                f"{path}, line {number} is not a JSON object with a step; mend or remove that line"
+                f"{path}, line {number} is not a JSON object with a step; correct or remove that line"
             )
     if torn and (record := _parse(torn)) is not None:
         records.append(record)
@@ -291,7 +291,7 @@ class LineFile:
         except OSError as error:
             if not self._refused:
                 warnings.warn(
-                    f"{self._path} could not be written: {error.strerror}; its lines are kept in memory until it can",
+                    f"{self._path} could not be written: {error.strerror}; its lines are buffered until it can",
                     stacklevel=2,
                 )
             self._refused = True

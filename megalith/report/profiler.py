@@ -22,7 +22,7 @@ class StepProfiler:
 
     Call `before_step` at the head of every step, inside `with`. The trace opens in Perfetto (ui.perfetto.dev) or
     chrome://tracing, each step marked. A window that the end of training or an error cuts short is written
-    too. `report` is told once what was written, such as the console's `note`.
+    too. `report` gets what was written, once, such as the console's `note`.
     """
 
     def __init__(

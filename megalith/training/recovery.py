@@ -135,7 +135,7 @@ class Faults:
         checkpoint = open_until(run, before.step - 1)
         if checkpoint is None:
             self._report.event(
-                f"{spiked}; there is no checkpoint from before it, so the run goes on",
+                f"{spiked}; there is no checkpoint from before it, so the run continues",
                 event="loss_spike",
                 step=spike.step,
                 loss=spike.loss,

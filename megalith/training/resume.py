@@ -92,7 +92,7 @@ def _notes_on_samples(run: Run, before: RunConfig, checkpoint: Checkpoint) -> It
     if others:
         yield (
             f"samples need not be those that the run of {checkpoint.folder} would have taken: {'; '.join(others)}; "
-            f"training goes on behind the first {run.consumed_samples:,} of what is set now. To begin its data anew, "
+            f"training continues after the first {run.consumed_samples:,} of what is set now. To restart its data, "
             f"start a run of its own with model.init_from={checkpoint.folder}"
         )
 
@@ -104,7 +104,7 @@ def _notes_on_updates(run: Run, before: RunConfig, checkpoint: Checkpoint) -> It
     if was != now:
         others.append(f"the learning rate of the next step would have been {was:.4g} and is {now:.4g}")
     if others:
-        yield f"training goes on otherwise than the run of {checkpoint.folder} would have: {'; '.join(others)}"
+        yield f"training continues otherwise than the run of {checkpoint.folder} would have: {'; '.join(others)}"
 
 
 def _notes_on_length(run: Run, before: RunConfig, checkpoint: Checkpoint) -> Iterator[str]:

@@ -184,7 +184,7 @@ class Run:
         )
 
     def _seed_fused_dropout(self) -> None:
-        """A GPU kernel's attention dropout is the one user of a random state: it starts anew from each step."""
+        """A GPU kernel's attention dropout is the one user of a random state: it is seeded by each step."""
         if self.device.type == "cuda" and self.config.model.attention_dropout:
             key = f"{self.config.train.seed}/attention dropout/{self.step}/{self.mesh.world.rank}".encode()
             torch.cuda.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "little"))

@@ -20,7 +20,7 @@ from megalith.config.rules.run_rules import check_base, offload_notes
 from megalith.config.rules.unused import idle_notes
 from megalith.data.dataset import SampleDataset
 from megalith.launch.hang_watch import open_watch
-from megalith.launch.heartbeat import Pulse, longer
+from megalith.launch.heartbeat import Heartbeat, longer
 from megalith.launch.launcher import TIMEOUT, end_distributed, init_distributed, this_process
 from megalith.launch.restart import claimed, failures_kept, pause, this_attempt
 from megalith.launch.signals import StopSignals
@@ -87,12 +87,12 @@ def train(config: RunConfig) -> TrainingResult:
                 config.run_folder,
                 config.checkpoint.save_optim,
             )
-        run, pulse = None, Pulse(mesh, timeout)
+        run, heartbeat = None, Heartbeat(mesh, timeout)
         starting.mark("settings and processes")
         try:
-            with open_watch(pulse, process, timeout, output):
+            with open_watch(heartbeat, process, timeout, output):
                 run = Run(config, tokenizer, mesh, device)
-                trainer = Trainer(run, pulse, signals, starting)
+                trainer = Trainer(run, heartbeat, signals, starting)
                 result = trainer.train()
         except torch.OutOfMemoryError as error:
             made = (run.model.chunks, run.optimizer) if run else ()
@@ -116,12 +116,12 @@ class Trainer:
     def __init__(
         self,
         run: Run,
-        pulse: Pulse | None = None,
+        heartbeat: Heartbeat | None = None,
         signals: StopSignals | None = None,
         starting: StartClock | None = None,
     ):
         self.run, self.config = run, run.config
-        self.pulse = pulse or Pulse(run.mesh, TIMEOUT)
+        self.heartbeat = heartbeat or Heartbeat(run.mesh, TIMEOUT)
         self.stops = Stops(run.config.train, run.mesh.world, signals)
         self.validation_loss: float | None = None
         self.loaded_from = load_run(run)
@@ -147,7 +147,7 @@ class Trainer:
             self.faults = Faults(run, self.report)
             if self.loaded_from:
                 run.log(
-                    f"going on from {self.loaded_from}: step {run.step}, {run.consumed_samples} samples consumed"
+                    f"resuming from {self.loaded_from}: step {run.step}, {run.consumed_samples} samples consumed"
                 )
             ended = None
             while ended is None:  # again where a loss spike has sent the run back to an earlier step
@@ -159,7 +159,7 @@ class Trainer:
             checkpoint = self._save_last(ended != "train_iters" or config.checkpoint.save_at_end)
             if ended != "train_iters":
                 self.report.event(
-                    f"stopped after step {run.step} by {ended}; go on with checkpoint.load={config.run_folder}",
+                    f"stopped after step {run.step} by {ended}; resume with checkpoint.load={config.run_folder}",
                     event="stop",
                     step=run.step,
                     reason=ended,
@@ -172,9 +172,9 @@ class Trainer:
         """Trains from where the run stands. Returns why it ended; None when it stands at an earlier step now."""
         run, report = self.run, self.report
         with run.data.train_loader(run.step, run.consumed_samples, run.device, run.left_out) as batches:
-            self.pulse.settle("training")
+            self.heartbeat.settle("training")
             while run.step < run.total_steps:
-                self.pulse.beat(run.step + 1, "training")
+                self.heartbeat.beat(run.step + 1, "training")
                 self.stops.before_work()
                 report.before_step(run.step + 1)
                 report.add(run.train_step(batches, self.faults.second_try))
@@ -200,14 +200,14 @@ class Trainer:
             self.evaluate()
         if self._is_due(self.config.checkpoint.save_interval):
             self._check_replicas()
-            with self.pulse.long_work("saving"):
+            with self.heartbeat.long_work("saving"):
                 self.run.save()
         self.run.log_saves()
 
     def _save_last(self, also_new: bool) -> Path | StorePath | None:
         if also_new:
             self._check_replicas()
-        with self.pulse.long_work("saving"):
+        with self.heartbeat.long_work("saving"):
             return self.run.save_last(also_new)
 
     def _check_replicas(self) -> None:
@@ -242,7 +242,7 @@ class Trainer:
             return None
 
         def before(done: int) -> None:
-            self.pulse.beat(step, "evaluating")
+            self.heartbeat.beat(step, "evaluating")
             self.stops.before_work()
             self.report.evaluating(step, done, total)
 

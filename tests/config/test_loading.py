@@ -216,8 +216,8 @@ REFUSED = [
     ("model.num_layers: 2", "there is no section 'model.num_layers'"),
     # YAML that is broken or hostile
     ("model: {num_layers: 2", r"not valid YAML: while parsing a flow mapping at line 1, column 8: .* at line 1, col"),
-    ("model: {num_layers: 2}\nmodel: {hidden_size: 4}", "the key 'model' stands twice"),
-    ("model: {num_layers: 2, num_layers: 4}", "the key 'num_layers' stands twice"),
+    ("model: {num_layers: 2}\nmodel: {hidden_size: 4}", "the key 'model' is given twice"),
+    ("model: {num_layers: 2, num_layers: 4}", "the key 'num_layers' is given twice"),
     ("train: !!python/object/apply:os.system ['touch PWNED']", "not valid YAML.*python/object/apply"),
     ("train: !!python/object/new:os.system ['touch PWNED']", "not valid YAML.*python/object"),
     ("train: {seed: !!python/name:os.system }", "not valid YAML.*python/name"),

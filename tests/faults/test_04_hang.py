@@ -54,7 +54,7 @@ def test_a_launcher_starts_a_job_again_whose_rank_stands_still(tmp_path):
     try:
         until(lambda: saved(output), "a checkpoint")
         os.kill(workers_of(launcher)[1], signal.SIGSTOP)
-        until(lambda: "going on from" in log.read_text(), "the restart", within=60)
+        until(lambda: "resuming from" in log.read_text(), "the restart", within=60)
         before = len(steps(output))
         until(lambda: len(steps(output)) > before, "another step")
         launcher.send_signal(signal.SIGTERM)
@@ -71,11 +71,11 @@ def lose_the_store(rank: int) -> None:
     inner = megalith.training.trainer.open_watch
     hang_watch.STORE_PATIENCE = 4.0
 
-    def open_watch(pulse, process, *rest):
+    def open_watch(heartbeat, process, *rest):
         if rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
         time.sleep(1.0)
-        return inner(pulse, process, *rest)
+        return inner(heartbeat, process, *rest)
 
     megalith.training.trainer.open_watch = open_watch
 

@@ -77,7 +77,7 @@ def test_a_second_sigterm_in_the_midst_of_a_save_ends_at_once_and_the_old_checkp
     assert time.monotonic() - sent < 5 and "a second SIGTERM: leaving at once" in running.text()
     assert saved(output) == ["step_00000004"] and stored(output, 4) == before
     again = Ranks([*command, "--train.exit_interval", "5"], 1, tmp_path / "log")
-    assert again.end() == [20] and "going on from" in again.text()
+    assert again.end() == [20] and "resuming from" in again.text()
 
 
 def test_a_sigterm_to_torchrun_reaches_the_ranks_and_they_save(tmp_path):
@@ -93,5 +93,5 @@ def test_a_sigterm_to_torchrun_reaches_the_ranks_and_they_save(tmp_path):
     finally:
         running.kill()
         running.wait()
-    assert "by SIGTERM; go on with checkpoint.load" in log.read_text()
+    assert "by SIGTERM; resume with checkpoint.load" in log.read_text()
     assert saved(output) == [f"step_{steps(output)[-1]:08d}"]

@@ -102,7 +102,7 @@ class Trained:
         self.model = Transformer(job.model, compute_dtype=DTYPES[job.precision], seed=5, device="meta")
         apply_tensor(self.model, self.mesh.tp, job.parallel.sequence_parallel)
         apply_recompute(self.model, job.parallel)
-        self.put_off = DeferredWgrads([self.model]) if job.puts_off_weights else None
+        self.deferred_wgrads = DeferredWgrads([self.model]) if job.puts_off_weights else None
         if job.compile:
             for layer in self.model.layers.values():
                 layer.compile(fullgraph=True, backend="aot_eager")
@@ -141,12 +141,12 @@ class Trained:
         loss, later = torch.zeros(()), []
         for number, batch in enumerate(batches):
             is_last = number == len(batches) - 1
-            micro_batch_begins([self.model], self.job.parallel, is_last and not self.put_off)
+            micro_batch_begins([self.model], self.job.parallel, is_last and not self.deferred_wgrads)
             loss_sum = self.model(**batch)
             (loss_sum * (self.loss_scale.scale / tokens * self.poison())).backward()
             loss += loss_sum.detach()
-            later.append(self.put_off.take() if self.put_off else [])
-        for number, work in enumerate(later if self.put_off else []):
+            later.append(self.deferred_wgrads.take() if self.deferred_wgrads else [])
+        for number, work in enumerate(later if self.deferred_wgrads else []):
             compute(work)
             weight_gradients_added([self.model], self.job.parallel, is_last=number == len(later) - 1)
         wait_for_gradients([self.model], self.job.parallel)

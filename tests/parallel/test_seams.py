@@ -17,7 +17,7 @@ from megalith.ops.gemm import Gemm
 from megalith.parallel.context.context_parallel import apply_context
 from megalith.parallel.memory.activation_offload import apply_activation_offload
 from megalith.parallel.memory.recompute import apply_recompute
-from megalith.parallel.overlap.ping_pong import apply_halves
+from megalith.parallel.overlap.ping_pong import apply_ping_pong
 from megalith.parallel.pipeline.split_backward import DeferredWgrads, compute
 from megalith.parallel.seams import SEAMS, plug
 from megalith.parallel.tensor.lora_shards import cut_adapters
@@ -71,7 +71,7 @@ def test_axes_change_nothing_in_a_module_but_its_seams(name):
         apply_context(model, axis, "p2p")
         halved = config.model_copy(update=dict(tp_comm_overlap=True, cpu_offloading_num_layers=1))
         for ping_pong in (tensor, None):
-            apply_halves(model, halved, ping_pong)
+            apply_ping_pong(model, halved, ping_pong)
         apply_recompute(model, config)
         apply_activation_offload(model, halved)
         DeferredWgrads([model])

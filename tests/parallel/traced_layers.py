@@ -20,7 +20,7 @@ from megalith.comm.collectives import Axis, local
 from megalith.config import RunConfig
 from megalith.models.transformer import Transformer
 from megalith.parallel.context.context_parallel import apply_context
-from megalith.parallel.overlap.ping_pong import apply_halves
+from megalith.parallel.overlap.ping_pong import apply_ping_pong
 from megalith.parallel.tensor.tensor_parallel import apply_tensor
 
 BATCH, SEQ = 64, 1024
@@ -52,7 +52,7 @@ def _model(config: RunConfig) -> Transformer:
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     tensor = apply_tensor(model, axis if tp > 1 else Axis(), parallel.sequence_parallel)
     apply_context(model, axis if cp > 1 else Axis(), parallel.cp_comm_type)
-    apply_halves(model, parallel, tensor)
+    apply_ping_pong(model, parallel, tensor)
     return model
 
 

@@ -147,7 +147,7 @@ def test_a_run_that_goes_on_with_other_data_says_which_settings_differ_and_how_t
     run("again", **other, checkpoint=dict(load=str(first.checkpoint)))
     printed = " ".join(capsys.readouterr().out.split())
     assert "data.dataloader_type was 'cyclic' and is 'single'; train.seed was 1234 and is 77" in printed
-    assert "training goes on behind the first 16 of what is set now" in printed
+    assert "training continues after the first 16 of what is set now" in printed
     anew = run("anew", **other, model=dict(init_from=str(first.checkpoint)))
     assert (anew.step, anew.consumed_samples) == (4, 32)
     assert "samples need not be" not in capsys.readouterr().out
@@ -293,7 +293,7 @@ def goes_on(name, run, capsys, folder, **sections) -> str:
 def test_a_run_that_goes_on_with_other_updates_says_which_settings_differ(run, capsys):
     folder = run(train=dict(train_iters=8, exit_interval=4)).checkpoint
     same = goes_on("same", run, capsys, folder, train=dict(micro_batch_size=2), optim=dict(adam_eps=1e-8))
-    assert "training goes on otherwise" not in same and "samples need not" not in same
+    assert "training continues otherwise" not in same and "samples need not" not in same
     other = goes_on(
         "other",
         run,
@@ -304,7 +304,7 @@ def test_a_run_that_goes_on_with_other_updates_says_which_settings_differ(run, c
         train=dict(global_batch_size=16),
     )
     assert (
-        f"training goes on otherwise than the run of {folder} would have: model.hidden_dropout was 0.0 and is 0.1; "
+        f"training continues otherwise than the run of {folder} would have: model.hidden_dropout was 0.0 and is 0.1; "
         "optim.lr was 0.01 and is 0.005; train.global_batch_size was 8 and is 16; the learning rate of the next step "
         "would have been 0.005 and is 0.0025"
     ) in other

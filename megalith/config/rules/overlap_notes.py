@@ -1,5 +1,4 @@
-"""The rules of what hides communication: tp_comm_overlap, which runs layers on a micro-batch in two halves, or with
-context parallelism alone their attention; and copy engines."""
+"""The rules of overlap: ping-pong micro-batches (with context parallelism alone only attention) and copy engines."""
 
 from __future__ import annotations
 

@@ -63,7 +63,7 @@ def _check_offload(config: RunConfig) -> None:
     if layers and config.parallel.pipeline_schedule == "zero_bubble":
         raise ConfigError(
             f"parallel.cpu_offloading_num_layers is {layers}, but pipeline_schedule zero_bubble keeps the inputs of "
-            "all matrices on the device for the weights' gradients; set it to 0, or choose another schedule"
+            "all matrices on the device for wgrad; set it to 0, or choose another schedule"
         )
 
 
@@ -182,7 +182,7 @@ def check_tensor(model: ModelConfig, parallel: ParallelConfig, seq_length: int) 
 
 
 def check_context(model: ModelConfig, parallel: ParallelConfig, seq_length: int) -> None:
-    """Raises ConfigError unless sequences, and where heads are exchanged the heads, can be cut over CP."""
+    """Raises ConfigError unless sequences, and with a2a the heads, can be sharded over CP."""
     size, kind = parallel.context_parallel_size, parallel.cp_comm_type
     sizes = parallel.hierarchical_context_parallel_sizes
     if sizes is not None and kind != "a2a+p2p":

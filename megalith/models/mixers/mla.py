@@ -7,7 +7,7 @@
 
 A head's query and key are the part without position followed by the rotary part, so that their product is the sum of
 both. A value may be narrower than a key: it is filled up with zeros for the attention's kernels, which every layout
-shares, and what comes out is cut. The narrow products are small: tensor parallelism leaves them whole on every rank
+shares, and what comes out is cut. The low-rank matmuls are small: tensor parallelism leaves them whole on every rank
 and cuts the heads. The cache of generation holds keys and values of the heads, not the latent.
 """
 

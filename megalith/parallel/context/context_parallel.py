@@ -1,19 +1,20 @@
-"""Context parallelism: each rank has a part of every sequence, and attention alone has to talk.
+"""Context parallelism: each rank has a shard of every sequence, and only attention communicates.
 
-Every rank of the axis holds an early and a late chunk of each sequence (zigzag.py), and the model runs on them as it
-is: positions, dropout and the loss go by each token's place in the whole sequence. Attention needs every earlier key
-and value, and `cp_comm_type` says how they meet the queries:
+Every rank of the axis has an early and a late chunk of each sequence (zigzag.py). Positions, dropout and the loss use
+each token's global position, so the model runs on them unchanged. Attention needs all earlier keys and values, by
+`cp_comm_type`:
 
-    p2p         keys and values go round a ring, hidden behind the computation
-    all_gather  keys and values are gathered
-    a2a         heads are exchanged for tokens: each rank has the whole sequence of some heads (Jacobs et al. 2023)
-    a2a+p2p     a2a among near ranks, a ring among the groups of them
+    p2p         keys and values go around a ring, overlapped with compute (Liu et al. 2023)
+    all_gather  keys and values are all-gathered
+    a2a         Ulysses: an all-to-all of heads for tokens, so a rank has the whole sequence of some heads
+                (Jacobs et al. 2023)
+    a2a+p2p     a2a among adjacent ranks, a ring among the groups of them
 
-All are one algorithm on two levels: an exchange of heads over `inner`, which may have size 1, around a ring or a
-gather over `outer`, which may have size 1. Neighbouring ranks make up an inner group, so that after the exchange their
-chunks join into the two chunks that zigzag gives to the group in the ring of groups.
+All are one algorithm on two levels: an all-to-all over `inner`, which may have size 1, within a ring or all-gather over
+`outer`, which may have size 1. Adjacent ranks form an inner group, so that after the all-to-all their chunks join into
+the two chunks that zigzag gives to the group in the ring of groups.
 
-Gradients of the parameters are partial sums: they are summed over data and context together.
+Gradients of the parameters are partial: they are reduced over data and context together.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def context_core(
 def _pass_layout(
     before: Callable[..., PassLayout], parts: int, tokens: int, *, trains: bool, has_places: bool
 ) -> PassLayout:
-    """A pass that is told the places of its tokens has a part of every sequence; any other, as one that generates a
+    """A pass that gets the positions of its tokens has a shard of every sequence; any other, as one that generates a
     token at a time, has whole ones, the same on every rank."""
     layout = before(tokens, trains=trains, has_places=has_places)
     if not has_places:

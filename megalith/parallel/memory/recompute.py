@@ -1,11 +1,11 @@
-"""Activation recomputation: trade a second forward pass for memory (Chen et al. 2016; Korthikanti et al. 2022).
+"""Activation recomputation: a second forward pass instead of memory (Chen et al. 2016; Korthikanti et al. 2022).
 
-`full` keeps the input of a unit of layers alone and computes the unit again in the backward pass: with `uniform`
-every unit of recompute_num_layers layers, with `block` the first recompute_num_layers layers, each by itself. Of a
-pipeline each stage has units and first layers of its own. Tensor-parallel ranks hold that input alike where there is no
-sequence parallelism; with distribute_saved_activations each keeps a part, and they gather it when it is needed.
-`selective` does so for chosen modules inside each layer. Dropout is keyed by position, so there is no random state
-to put back but that of a GPU kernel's attention dropout.
+`full` saves only the input of a unit of layers and recomputes the unit in the backward pass: with `uniform` every unit
+of recompute_num_layers layers, with `block` the first recompute_num_layers layers, each by itself. Each pipeline stage
+has units and first layers of its own. Without sequence parallelism TP ranks have the same input; with
+distribute_saved_activations each saves a shard, and they all-gather it when it is needed. `selective` does so for
+chosen modules inside each layer. Dropout is keyed by position, so there is no random state to restore but that of a GPU
+kernel's attention dropout.
 """
 
 from __future__ import annotations

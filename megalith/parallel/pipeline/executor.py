@@ -1,22 +1,20 @@
-"""Pipeline parallelism: each rank works through its list of a schedule's actions (schedule.py).
+"""Pipeline parallelism: each rank runs its list of a schedule's actions (schedules.py).
 
-What moves: the hidden states of a micro-batch, [batch, seq, hidden] in the compute dtype, from each stage to the next,
-and their gradient back. A receive is asked for one action ahead, so that the transfer goes on during the action
-before; sends wait for nothing. The first pass over micro-batches of a shape asks for nothing ahead: on a GPU a kernel
-that runs for the first time is loaded, compiled or tuned, which waits for all work on the device, a receive included,
-while the sender may stand in the same way before its own receive.
+Sent are the hidden states of a micro-batch, [batch, seq, hidden] in the compute dtype, from each stage to the next, and
+their gradient back. A receive is posted one action ahead, so that the transfer overlaps the action before; sends wait
+for nothing. The first pass over micro-batches of a shape posts nothing ahead: on a GPU a kernel that runs for the first
+time is loaded, compiled or tuned, which waits for all work on the device, a receive included, while the sender may wait
+in the same way before its own receive.
 
-Of a micro-batch a stage keeps its input and the graph of its work, but not its output: the gradient comes back to the
-graph's edge.
+For each micro-batch in flight a stage saves its input and its autograd graph, but not its output: the gradient comes
+back to the graph's edge.
 
-Transfers between pipeline stages: for each pair of neighbours, direction and pass a communicator of its own.
+Each pair of neighbours has a communicator for each direction and pass. NCCL processes the transfers of a communicator
+in the order in which a rank posted them, and each blocks those after it until both ends have reached it. With one
+communicator for several neighbours or for both passes, schedules deadlock (schedule_check.py shows which). One that
+carries one kind of tensor from one rank to one other cannot: its sender and its receiver follow the same order.
 
-NCCL works off the transfers of a communicator in the order in which a rank asked for them, and each blocks those
-behind it until both ends have come to it. With one communicator for several neighbours or for both passes, schedules
-deadlock (schedule_check.py shows which). A link that carries one kind of tensor from one rank to one other cannot: its
-sender and its receiver follow the same order.
-
-A sent tensor is kept until it has gone; nothing waits for it before the end of the step.
+A sent tensor stays in memory until it has been sent; nothing waits for that before the end of the step.
 """
 
 from __future__ import annotations
@@ -44,7 +42,8 @@ from megalith.parallel.pipeline.schedules import (
     build_forward_schedule,
     build_schedule,
 )
-from megalith.parallel.pipeline.timeline import Span, Stopwatch, Timeline, span_rows, timeline_of
+from megalith.parallel.pipeline.stopwatch import Stopwatch
+from megalith.parallel.pipeline.timeline import Span, Timeline, span_rows, timeline_of
 
 
 class Links:
@@ -72,7 +71,7 @@ class Links:
     def _open(self, axis: Axis) -> None:
         """Sends a first number over every link, in an order that all ranks share.
 
-        NCCL makes a communicator at its first use, when each end stands still until the other comes; in a step, where
+        NCCL makes a communicator at its first use, when each end waits for the other; in a step, where
         receives are asked for ahead, they might wait for each other for ever.
         """
         for (sender, receiver, _), group in self._groups.items():
@@ -136,7 +135,7 @@ class Pipeline:
 
     Every rank of `axis` calls the same methods with the same micro-batches. `before_backward(chunk, last)` is called
     before each backward pass through a chunk, `last` for the chunk's last one in the step: what data parallelism
-    switches its reduction by. With `zero_bubble` it is never the last, for weights' gradients come later, outside of
+    switches its reduction by. With `zero_bubble` it is never the last, for wgrads come later, outside of
     a pass; `after_weights(chunk, last)` is called when those of a micro-batch have come.
     """
 
@@ -244,9 +243,9 @@ class _Pass:
         self.device = micro_batches[0].tokens.device
         self.loss = torch.zeros((), device=self.device)
         self.output: Tensor | None = None  # the last stage's, of the last micro-batch
-        # By (micro-batch, chunk): input and graph between forward and backward, work put off between its two halves.
+        # By (micro-batch, chunk): input and graph between forward and backward, deferred wgrads.
         self.held: dict[tuple[int, int], tuple[Tensor | None, GradientEdge | None]] = {}
-        self.put_off: dict[tuple[int, int], list[deferred.DeferredWgrad]] = {}
+        self.deferred_wgrads: dict[tuple[int, int], list[deferred.DeferredWgrad]] = {}
         self.ended: Counter[int] = Counter()  # backward passes of each chunk that are whole
 
     @record_function(PASS)
@@ -296,10 +295,10 @@ class _Pass:
                 return self._go_forward(action, received)
             case Kind.BACKWARD_INPUT:
                 grad = self._go_backward(action, received, last=False)
-                self.put_off[action[1:]] = self.pipeline._weights.take()
+                self.deferred_wgrads[action[1:]] = self.pipeline._weights.take()
                 return grad
             case Kind.BACKWARD_WEIGHT:
-                deferred.compute(self.put_off.pop(action[1:]))
+                deferred.compute(self.deferred_wgrads.pop(action[1:]))
                 self.pipeline._after_weights(self.chunks[action.chunk], self._count_backward(action.chunk))
                 return None
             case Kind.BACKWARD:

@@ -51,7 +51,7 @@ def _check_zero_bubble(config: RunConfig) -> None:
     if recomputed:
         raise ConfigError(
             f"recompute_granularity {parallel.recompute_granularity} drops the inputs of linear layers, which "
-            "pipeline_schedule zero_bubble keeps for their weights' gradients; recompute core_attn or layernorm only, "
+            "pipeline_schedule zero_bubble saves for wgrad; recompute core_attn or layernorm only, "
             "or use pipeline_schedule 1f1b"
         )
     if config.runtime.compile is True:

@@ -200,7 +200,7 @@ def _by_layout(model: ModelConfig, parallel: ParallelConfig) -> list[int]:
     )
     if given := [name for name in others if getattr(parallel, name)]:
         raise ConfigError(
-            f"pipeline_model_parallel_layout {layout!r} says where every layer stands, and {', '.join(given)} too; "
+            f"pipeline_model_parallel_layout {layout!r} places every layer, and {', '.join(given)} too; "
             "keep one or the other"
         )
     letters = expand_layout(layout)

@@ -1,16 +1,15 @@
-"""Low-rank adapters over the tensor axis: A and B of each are cut as the linear that they stand beside.
+"""LoRA adapters over the tensor axis: A and B are sharded like their linear.
 
-Beside a column-parallel linear every rank holds A whole and the rows of B of its own heads or units. A works on the
-tokens that the rank has; then the few columns of A's product, and not x, are gathered (with SP) for B. Beside a
-row-parallel one a rank holds the columns of A of its own inputs; the parts of A's product are summed over the ranks as
-the linear's own are, and every rank goes on with B whole.
+At a column-parallel linear A is replicated and B has the rows of the rank's heads or columns. x · Aᵀ is computed on the
+rank's tokens; with SP its few columns, and not x, are all-gathered for B. At a row-parallel linear A has the columns of
+the rank's inputs, x · Aᵀ is reduced as the linear's own output is, and B is replicated.
 
     linear   A           B           between them              partial gradients
     column   Replicate   Shard(0)    gathered as x is          A under SP: of a rank's tokens
-    row      Shard(1)    Replicate   summed as the output is   B under SP: of a rank's tokens
+    row      Shard(1)    Replicate   reduced as the output is  B under SP: of a rank's tokens
 
-Where ranks share a KV group, B of keys and values are whole on every rank, which reads the group's rows of them; their
-gradients are always partial.
+Where ranks share a KV group, B of keys and values is replicated, and each rank uses the group's rows of it; its
+gradient is always partial.
 """
 
 from __future__ import annotations

@@ -1,23 +1,20 @@
 """Tensor parallelism (Shoeybi et al. 2019) and sequence parallelism (Korthikanti et al. 2022).
 
-Matmuls come in pairs, and a pair needs one exchange. The first matrix is cut by output rows (column parallel: each
-rank computes some of the heads or of the MLP's units), the second by input columns (row parallel), so that each rank
-holds a part of a sum; the parts are summed over the ranks. The residual stream between pairs is the same on every
-rank. With sequence parallelism it is not: the tokens of the micro-batch, all sequences one behind the other, are cut
-into equal parts, a part a rank, for norms, dropout and additions. The sum then becomes a reduce-scatter, and an
-all-gather stands before the next pair: the same bytes, and 1/tp of the stream's memory.
+Linears come in pairs, and a pair needs one collective each way. The first is column parallel (output rows are sharded:
+each rank computes some of the heads or of the MLP's columns), the second row parallel (input columns are sharded), so
+that each rank has a partial sum, which is reduced. Without SP the residual stream is replicated. With SP it is sharded
+by tokens (all sequences of the micro-batch concatenated) for norms, dropout and additions; the reduction is then a
+reduce-scatter, and an all-gather comes before the next pair: the same bytes, and 1/tp of the stream's memory.
 
-    without SP   x ──(gradient summed)── column ── row ──all-reduce──────────────── + bias
+    without SP   x ──(dgrad all-reduced)─ column ── row ──all-reduce──────────────── + bias
     with SP      x ──all-gather───────── column ── row ──reduce-scatter──────────── + bias
 
-Parameters are DTensors over the axis, placed by the table ROLES. A parameter that every rank holds whole but uses on
-its own tokens or heads only gets a part of its gradient; after the backward pass one all-reduce sums those.
+Parameters are DTensors over the axis, placed by the table ROLES. A replicated parameter that a rank uses on its own
+tokens or heads only has a partial gradient there; one all-reduce after the backward pass completes those.
 
-The vocabulary cut over the tensor axis: lookup, loss and logits.
-
-Each rank holds a run of rows of the padded embedding and of the output matrix: ⌈rows / tp⌉ of them, the last ranks
-fewer where that does not come out even. The padding is the model's own and never depends on the axis. A token's row is
-found by one rank and the others add zeros. For the loss no rank ever sees a whole row of logits (ops/cross_entropy.py).
+Vocabulary: each rank has ⌈rows / tp⌉ consecutive rows of the padded embedding and of the output matrix, the last ranks
+fewer where that is uneven. The padding is the model's own and never depends on the axis. A token's row comes from one
+rank, the others add zeros. In the loss no rank has a whole row of logits (ops/cross_entropy.py).
 """
 
 from __future__ import annotations
@@ -171,7 +168,7 @@ class TensorParallel:
         return self.in_shares(x, layout).chunk(self.axis.size, 1)[self.axis.rank] if layout.sharded else x
 
     def in_shares(self, x: Tensor, layout: PassLayout) -> Tensor:
-        """Something that every token has, the ranks' shares of it one behind the other: with SP [1, tokens]."""
+        """Something that every token has, the ranks' shares of it one after the other: with SP [1, tokens]."""
         if not layout.sharded:
             return x
         return x.reshape(layout.micro_batches, self.axis.size, -1).transpose(0, 1).reshape(1, -1)
@@ -313,7 +310,7 @@ def place(module: nn.Module, role: Role, axis: Axis) -> None:
 
 
 def _cut_heads(attention: Attention, tensor: TensorParallel, groups: int) -> None:
-    """A rank's query heads stand one behind the other in the order of all heads, with or without shared groups."""
+    """A rank's query heads stand one after the other in the order of all heads, with or without shared groups."""
     size, in_group = tensor.axis.size, attention.heads.in_group
     first = tensor.axis.rank * groups * in_group // size
     if isinstance(attention, LatentAttention):
