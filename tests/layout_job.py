@@ -69,7 +69,7 @@ def held_after_backward(config: RunConfig) -> tuple[int, int, int]:
     """Bytes of weights, gathered copies and gradients when a step's gradients are there."""
     trainer = build(config)
     with trainer.data.train_loader(0, 0, trainer.device) as batches:
-        trainer.model.backward([next(batches)], trainer.loss_scale.scale)
+        trainer.model.backward([next(batches)], loss_scale=trainer.loss_scale.scale)
     held = held_bytes(trainer.model.chunks)
     return held.weights, held.gathered, held.gradients
 

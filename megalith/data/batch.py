@@ -32,7 +32,7 @@ class BoundaryRules:
 
 @dataclass
 class Batch:
-    """One micro-batch of a data-parallel rank."""
+    """One micro-batch of a data-parallel rank. A loss of one's own reads further tensors from a subclass's fields."""
 
     tokens: Tensor  # int64 [batch, seq]
     labels: Tensor  # int64 [batch, seq], the token after each token
@@ -51,7 +51,7 @@ class Batch:
 
     def _each(self, change) -> Batch:
         values = (getattr(self, field.name) for field in fields(self))
-        return Batch(*(None if value is None else change(value) for value in values))
+        return type(self)(*(None if value is None else change(value) for value in values))
 
 
 def make_batch(samples: np.ndarray, sample_numbers: np.ndarray, rules: BoundaryRules) -> Batch:

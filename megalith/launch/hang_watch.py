@@ -6,7 +6,7 @@ process or of a lost machine does not. Each rank looks at one other, so that the
 size. Only when something has stood still does a rank read what all of them last said, and tells which differ:
 
     rank 1 does not answer (stopped, or its machine is lost): it was in step 7, training; ranks 0, 2, 3: step 7,
-    training, all_reduce number 31 of default_pg, called from valid_tokens (megalith/parallel/data/gradient_norm.py:28)
+    training, all_reduce number 31 of default_pg, called from summed (megalith/comm/collectives.py:147)
 
 The number of a collective is from torch's flight recorder: a rank that left one out has a lower one than the others.
 A save takes as long as it takes (`Pulse.long_work`). The thread also ends this rank when the process that has started

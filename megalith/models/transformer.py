@@ -17,12 +17,13 @@ from megalith.config import ModelConfig
 from megalith.errors import ConfigError
 from megalith.models.layer import TransformerLayer
 from megalith.models.linear import Linear
+from megalith.models.loss import Objective, with_gradient_times
 from megalith.models.mtp import Future, with_further_losses
 from megalith.models.norm import Norm
 from megalith.models.pass_context import Context, KVCache, PassLayout, Runner, one_device, run_layers
 from megalith.models.rope import local_rotary_tables, rotary_tables
 from megalith.ops.attention_core import document_mask
-from megalith.ops.cross_entropy import linear_cross_entropy, linear_logits
+from megalith.ops.cross_entropy import linear_cross_entropy, linear_logits, linear_logprobs
 from megalith.ops.dropout import (
     EMBEDDING_OUTPUT,
     DropoutKeys,
@@ -109,6 +110,7 @@ class Transformer(nn.Module):
         self.pass_layout = one_device
         self.runner: Runner = run_layers
         self.loss = sum_of_losses
+        self.logprobs = target_logprobs
         self.logits = all_logits
         self.attention_mask = document_mask
         self.shard_tokens = every_token
@@ -120,8 +122,9 @@ class Transformer(nn.Module):
         input_ids: Tensor,  # int64 [batch, seq]
         *,
         hidden: Tensor | None = None,  # [batch, seq, hidden]: of the stage before; None: this is the first
-        labels: Tensor | None = None,  # int64 [batch, seq]
+        labels: Tensor | None = None,  # int64 [batch, seq], or what an objective asks for: [batch, seq, k]
         loss_mask: Tensor | None = None,  # float32 [batch, seq]; None: every token counts
+        objective: Objective | None = None,  # of the labels' log-probabilities; None: −their sum by loss_mask
         position_ids: Tensor | None = None,  # int64 [batch, seq]; None: the places
         places: Tensor | None = None,  # int64 [seq]: each token's in the whole sequence; None: 0, 1, …
         document_ids: Tensor | None = None,  # int [batch, seq]: attention stays inside a document
@@ -131,7 +134,7 @@ class Transformer(nn.Module):
         future: Future | None = None,  # what further layers predict; None: they are left out
         loss_scale: Tensor | None = None,  # float32 scalar: the loss's gradient is made times this; None: 1
     ) -> Tensor:
-        """Logits [batch, seq, vocab] in the compute dtype, or with labels the float32 sum of the tokens' losses.
+        """Logits [batch, seq, vocab] in the compute dtype, or with labels the loss: a float32 scalar.
 
         A pipeline stage that is not the last gives its hidden states. Raises ConfigError for more tokens than there
         are learned positions.
@@ -155,9 +158,14 @@ class Transformer(nn.Module):
         x = self.final_layernorm(x)
         if labels is None:
             return self.logits(x, self.output_weight, *self._vocabulary, context)
-        if loss_mask is None:
-            loss_mask = torch.ones_like(labels, dtype=torch.float32)
-        loss = self.loss(x, self.output_weight, labels, loss_mask, *self._vocabulary, context, loss_scale)
+        if objective is not None:
+            asked = objective.temperature, objective.needs_entropy
+            found = self.logprobs(x, self.output_weight, labels, *self._vocabulary, context, *asked)
+            loss = with_gradient_times(objective.of(*found), loss_scale)
+        else:
+            if loss_mask is None:
+                loss_mask = torch.ones_like(labels, dtype=torch.float32)
+            loss = self.loss(x, self.output_weight, labels, loss_mask, *self._vocabulary, context, loss_scale)
         if future is None:
             return loss
         return self._with_future(loss, x, future, position_ids, context, loss_scale)
@@ -275,6 +283,19 @@ def sum_of_losses(
     scale: Tensor | None = None,  # float32 scalar: of the gradient; None: 1
 ) -> Tensor:
     return linear_cross_entropy(x, weight, labels, loss_mask, vocab_size, softcap, scale)
+
+
+def target_logprobs(
+    x: Tensor,  # [batch, seq, hidden]
+    weight: Tensor,  # [padded vocab, hidden]
+    targets: Tensor,  # int64 [batch, seq] or [batch, seq, k]
+    vocab_size: int,
+    softcap: float | None,
+    context: Context,
+    temperature: float,
+    entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
+    return linear_logprobs(x, weight, targets, vocab_size, softcap, temperature=temperature, entropy=entropy)
 
 
 def all_logits(x: Tensor, weight: Tensor, vocab_size: int, softcap: float | None, context: Context) -> Tensor:

@@ -30,6 +30,8 @@ SEAMS: dict[type[nn.Module], dict[str, str]] = {
         "shard_tokens": "the residual stream's share of what every token has: (x [batch, seq], layout) → share",
         "attention_mask": "what the cores take as their mask: (document_ids, causal) → mask",
         "loss": "the tokens' losses: (x, weight, labels, loss_mask, vocab_size, softcap, context, scale) → their sum",
+        "logprobs": "the targets' log-probabilities: (x, weight, targets, vocab_size, softcap, context, temperature, "
+        "entropy) → [batch, seq] or [batch, seq, k], and the entropies",
         "logits": "every entry's logits: (x, weight, vocab_size, softcap, context) → [batch, seq, vocab]",
         "embedding": "None where another pipeline stage has it",
         "final_layernorm": "None where another pipeline stage has it",

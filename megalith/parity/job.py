@@ -86,7 +86,7 @@ def run_job(config: RunConfig) -> Outcome:
     middle = (trainer.step + trainer.total_steps) // 2
     with trainer.data.train_loader(trainer.step, trainer.consumed_samples, trainer.device) as batches:
         first = list(islice(batches, trainer.batch_sizes.micro_batches(trainer.consumed_samples)))
-        first_loss = trainer.model.backward(first, trainer.loss_scale.scale)
+        first_loss = trainer.model.backward(first, loss_scale=trainer.loss_scale.scale)
         gradients = gradients_by_name(trainer)
         trainer.model.parameters.clear_gradients()
         batches = chain(first, batches)

@@ -66,7 +66,7 @@ class Run:
     def gradients(self, micro_batches: list[Batch]) -> Tensor:
         """Leaves the step's gradients, times the loss scale, in `.grad`; returns its loss."""
         self._seed_fused_dropout()
-        return self.model.backward(micro_batches, self.loss_scale.scale)
+        return self.model.backward(micro_batches, loss_scale=self.loss_scale.scale)
 
     def tell_of_saves(self, wait: bool = False) -> None:
         """Notes how the saves went that have ended; with `wait`, also the one in flight."""

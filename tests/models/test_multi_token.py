@@ -89,7 +89,7 @@ def test_each_depths_loss_is_the_mean_over_the_tokens_of_the_step_that_it_predic
     mask = torch.ones(BATCH, SEQ)
     mask[0, 3] = mask[1, :4] = 0  # the micro-batches of a sequence have other counts each
     micro_batches = [batch_of(tokens[row : row + 1], mask[row : row + 1]) for row in range(BATCH)]
-    loss = run.backward(micro_batches, torch.tensor(8.0))
+    loss = run.backward(micro_batches, loss_scale=torch.tensor(8.0))
     found = {name: parameter.grad.clone() / 8 for name, parameter in model.named_parameters()}
     model.zero_grad()
     plain = model(tokens[:, :-1].contiguous(), labels=tokens[:, 1:].contiguous(), loss_mask=mask) / mask.sum()
@@ -103,7 +103,9 @@ def test_each_depths_loss_is_the_mean_over_the_tokens_of_the_step_that_it_predic
 
 def test_a_step_whose_tokens_are_all_masked_has_no_loss_and_no_gradient():
     run = run_in_one_process()
-    loss = run.backward([batch_of(model_and_tokens()[1], torch.zeros(BATCH, SEQ))], torch.tensor(8.0))
+    loss = run.backward(
+        [batch_of(model_and_tokens()[1], torch.zeros(BATCH, SEQ))], loss_scale=torch.tensor(8.0)
+    )
     assert loss == 0
     assert not any(parameter.grad.any() for parameter in run.chunks[0].parameters())
 

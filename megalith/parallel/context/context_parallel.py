@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh
 
-from megalith.comm.collectives import Axis, all_gather
+from megalith.comm.collectives import Axis, all_gather, all_gather_alike
 from megalith.models.pass_context import PassLayout
 from megalith.models.transformer import Transformer
 from megalith.ops.attention_core import attention, document_mask
@@ -98,6 +98,12 @@ def unshard(x: Tensor, axis: Axis, dim: int = 1) -> Tensor:
     if axis.size == 1:
         return x
     return natural(all_gather(x[None], axis), dim)
+
+
+def unshard_alike(x: Tensor, axis: Axis) -> Tensor:
+    """As `unshard` along dimension 1, where every rank goes on to compute the same: the gradient is that of its own
+    part."""
+    return x if axis.size == 1 else natural(all_gather_alike(x[None], axis), 1)
 
 
 def context_attention(

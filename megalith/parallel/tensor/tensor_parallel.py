@@ -52,7 +52,7 @@ from megalith.models.moe import GroupedLinear
 from megalith.models.norm import HeadsNorm
 from megalith.models.pass_context import Context, PassLayout
 from megalith.models.transformer import Transformer
-from megalith.ops.cross_entropy import linear_cross_entropy, linear_logits, softcapped
+from megalith.ops.cross_entropy import linear_cross_entropy, linear_logits, linear_logprobs, softcapped
 from megalith.ops.gemm import DeferredWgrad, Gemm, linear
 from megalith.parallel.seams import plug, replace_parameter
 
@@ -143,10 +143,19 @@ class TensorParallel:
         return self.in_shares(x, layout).chunk(self.axis.size, 1)[self.axis.rank] if layout.sharded else x
 
     def in_shares(self, x: Tensor, layout: PassLayout) -> Tensor:
-        """Something that every token has, the ranks' shares of it one behind the other: with SP [1, tokens]."""
+        """Something that every token has [batch, seq, ...], the ranks' shares of it one behind the other: with SP
+        [1, tokens, ...]."""
         if not layout.sharded:
             return x
-        return x.reshape(layout.micro_batches, self.axis.size, -1).transpose(0, 1).reshape(1, -1)
+        shares = x.reshape(layout.micro_batches, self.axis.size, -1, *x.shape[2:]).transpose(0, 1)
+        return shares.reshape(1, -1, *x.shape[2:])
+
+    def in_order(self, shares: Tensor, layout: PassLayout, batch: int) -> Tensor:
+        """The inverse of `in_shares`: [batch, seq, ...]."""
+        if not layout.sharded:
+            return shares
+        x = shares.reshape(self.axis.size, layout.micro_batches, -1, *shares.shape[2:]).transpose(0, 1)
+        return x.reshape(batch, -1, *shares.shape[2:])
 
     def column(self, x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Gemm, context: Context) -> Tensor:
         """weight [out / tp, h], bias [out / tp] -> [batch, seq, out / tp], with SP [1, tokens, out / tp]"""
@@ -252,6 +261,7 @@ def apply_tensor(model: Transformer, axis: Axis, sequence_parallel: bool) -> Ten
         _cut_heads(layer.self_attention, tensor, groups)
     vocabulary = VocabParallel(tensor, model.config.padded_vocab_size)
     plug(model, "loss", vocabulary.loss)
+    plug(model, "logprobs", vocabulary.logprobs)
     plug(model, "logits", vocabulary.logits)
     if model.embedding is not None:
         plug(model.embedding, "lookup", vocabulary.lookup)
@@ -328,6 +338,34 @@ class VocabParallel:
         shard = dict(axis=self.axis, first=self.first, rows=self.rows)
         hidden = self.tensor.gather(hidden, context)
         return linear_cross_entropy(hidden, weight, labels, loss_mask, vocab_size, softcap, scale, **shard)
+
+    def logprobs(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        vocab_size: int,
+        softcap: float | None,
+        context: Context,
+        temperature: float,
+        entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `megalith.ops.cross_entropy.linear_logprobs`, the same on every rank, in the sequences' order."""
+        layout = context.layout
+        found = linear_logprobs(
+            self.tensor.gather(hidden, context),
+            weight,
+            self.tensor.in_shares(targets, layout),
+            vocab_size,
+            softcap,
+            temperature=temperature,
+            entropy=entropy,
+            axis=self.axis,
+            first=self.first,
+            rows=self.rows,
+        )
+        ordered = [None if x is None else self.tensor.in_order(x, layout, context.batch) for x in found]
+        return ordered[0], ordered[1]
 
     def logits(
         self, x: Tensor, weight: Tensor, vocab_size: int, softcap: float | None, context: Context
