@@ -12,13 +12,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalith.comm.collectives import summed
-from megalith.config import RunConfig
+from megalith.config import ParallelConfig
 from megalith.hardware import to_device
-from megalith.models.loss import CrossEntropy, Loss, Objective
+from megalith.models.loss import Loss, Objective
 from megalith.models.mtp import Future, future_of
 from megalith.models.pass_context import KVCache
-from megalith.models.transformer import Transformer
-from megalith.parallel.apply import apply
 from megalith.parallel.context.context_parallel import shard_batch, unshard_alike
 from megalith.parallel.data.data_parallel import (
     micro_batch_begins,
@@ -28,6 +26,7 @@ from megalith.parallel.data.data_parallel import (
 from megalith.parallel.data.gradient_norm import loss_denominators
 from megalith.parallel.expert.expert_parallel import gather_tallies, move_biases
 from megalith.parallel.mesh import Mesh
+from megalith.parallel.model_spec import ModelSpec
 from megalith.parallel.pipeline.executor import Pipeline, residual_shape
 from megalith.parallel.pipeline.stages import reduce_tied_embedding, schedule_kind
 from megalith.parallel.shards import LocalParameters
@@ -66,11 +65,12 @@ class ParallelModel:
     Every rank calls the same methods in the same order; each is given its data-parallel rank's micro-batches.
     """
 
-    def __init__(self, model: Transformer, config: RunConfig, mesh: Mesh, device: torch.device):
-        """`model` is on the meta device; it is taken apart."""
-        self.mesh, self.device, self.config = mesh, device, config.model
-        self._parallel = config.parallel
-        self.chunks = apply(model, config, mesh, device)
+    def __init__(self, spec: ModelSpec, parallel: ParallelConfig, mesh: Mesh, device: torch.device):
+        self.spec, self.mesh, self.device = spec, mesh, device
+        self.config = spec.config  # None: not Megalith's own
+        self._parallel = parallel
+        self._forward = partial(spec.forward, mesh.tp)
+        self.chunks = spec.chunks(parallel, mesh, device)
         self.parameters = LocalParameters(self.chunks)
         self.pipeline = self._pipeline() if mesh.pp.size > 1 else None
         self.tallies: Tensor | None = None  # of the last backward pass: see gather_tallies
@@ -87,9 +87,9 @@ class ParallelModel:
         """Leaves in `.grad` the gradient of loss_scale · the step's loss; returns that loss, float32, on every rank.
 
         The loss is `loss`'s sum over all micro-batches of all data-parallel ranks / the sum of its denominators; None:
-        CrossEntropy, pre-training's. `loss_scale`: a float32 scalar, fp16's.
+        the spec's, which is CrossEntropy for pre-training. `loss_scale`: a float32 scalar, fp16's.
         """
-        loss = loss or CrossEntropy()
+        loss = loss or self.spec.loss
         if not isinstance(loss_scale, Tensor):
             loss_scale = torch.full((), loss_scale, device=self.device)
         parts = self._train(True)._parts(micro_batches, loss)
@@ -99,7 +99,7 @@ class ParallelModel:
             part.loss_scale = factor
             if part.future is not None:
                 part.future.weights = denominators[0] / denominators[1:]
-        if self.config.num_experts:
+        if self.spec.has_experts:
             for part in parts:
                 part.balance_scale = loss_scale / (len(parts) * self.mesh.dp.size)
         self.own_loss = total = self._on_device(parts, factor)
@@ -108,7 +108,9 @@ class ParallelModel:
             reduce_partial_gradients(chunk, self.mesh.tp)
         reduce_tied_embedding(self.chunks, self.mesh.tied)
         self.parameters.attach_gradients()
-        self.tallies = gather_tallies(self.chunks, self.mesh, self._parallel.sequence_parallel, self.device)
+        if self.spec.has_experts:
+            tokens_cut = self._parallel.sequence_parallel
+            self.tallies = gather_tallies(self.chunks, self.mesh, tokens_cut, self.device)
         return self._everywhere(total) / denominators[0]
 
     def end_step(self, skipped: Tensor) -> None:
@@ -118,8 +120,8 @@ class ParallelModel:
 
     @torch.no_grad()
     def evaluate(self, micro_batches: Sequence[Batch], loss: Loss | None = None) -> tuple[Tensor, Tensor]:
-        """The loss's sum, and that of its denominators, on every rank: float32 scalars. None: CrossEntropy."""
-        loss = loss or CrossEntropy()
+        """The loss's sum, and that of its denominators, on every rank: float32 scalars."""
+        loss = loss or self.spec.loss
         parts = self._train(False)._parts(micro_batches, loss)
         denominators = self._denominators(loss, micro_batches, parts)
         return self._everywhere(self._on_device(parts, None)), denominators[0]
@@ -161,7 +163,7 @@ class ParallelModel:
         with torch.compiler.set_stance("force_eager"):  # each call has another length
             if self.pipeline is not None:
                 return self.pipeline.logits(input_ids, cache)
-            return self.chunks[0](input_ids, cache=cache)
+            return self.spec.logits(self.mesh.tp, self.chunks[0], input_ids, cache)
 
     def _train(self, mode: bool) -> ParallelModel:
         for chunk in self.chunks:
@@ -181,7 +183,7 @@ class ParallelModel:
             objective = Objective(of, loss.temperature, loss.needs_entropy)
         given = replace(batch, labels=loss.targets(batch), loss_mask=weights)
         part = RankBatch(*shard_batch(given, self.mesh.cp), objective)
-        if layers := len(self.config.further_layers):
+        if layers := self.spec.further_layers:
             future = future_of(batch.labels, batch.loss_mask, batch.document_ids, layers)
             part.future = future.at(part.places)
         return part
@@ -195,7 +197,7 @@ class ParallelModel:
 
     def _denominators(self, loss: Loss, micro_batches: Sequence[Batch], parts: list[RankBatch]) -> Tensor:
         """float32 [1 + further layers]: those of the step's loss and of each that predicts a further token."""
-        own = torch.zeros(1 + len(self.config.further_layers), dtype=torch.float64)
+        own = torch.zeros(1 + self.spec.further_layers, dtype=torch.float64)
         for batch, part in zip(micro_batches, parts):
             if self.mesh.cp.rank == 0:  # it is of whole sequences
                 own[0] += float(loss.denominator(batch))
@@ -216,7 +218,7 @@ class ParallelModel:
             )
         loss = torch.zeros((), device=self.device)
         for number, part in enumerate(parts):
-            losses = forward(self.chunks[0], part, None)
+            losses = self._forward(self.chunks[0], part, None)
             if factor is not None:
                 micro_batch_begins(self.chunks, self._parallel, is_last=number == len(parts) - 1)
                 losses.backward()
@@ -233,7 +235,7 @@ class ParallelModel:
             self.chunks,
             self.mesh.pp,
             schedule_kind(parallel),
-            forward,
+            self._forward,
             hidden_shape=residual_shape(
                 self.config.hidden_size, self.mesh.tp.size, parallel.sequence_parallel
             ),
@@ -253,22 +255,3 @@ class _Collected(Loss):
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: Batch) -> Tensor:
         self.logprobs.append(logprobs)
         return logprobs.new_zeros(())
-
-
-def forward(chunk: Transformer, part: RankBatch, hidden: Tensor | None) -> Tensor:
-    """A chunk's work on its part of a micro-batch: hidden states, or on the last stage the sum of the losses."""
-    batch = part.batch
-    return chunk(
-        batch.tokens,
-        hidden=hidden,
-        labels=batch.labels,
-        loss_mask=batch.loss_mask,
-        objective=part.objective,
-        position_ids=batch.position_ids,
-        places=part.places,
-        document_ids=batch.document_ids,
-        sample_numbers=batch.sample_numbers,
-        balance_scale=part.balance_scale,
-        future=part.future,
-        loss_scale=part.loss_scale,
-    )

@@ -19,6 +19,7 @@ from megalith.models.mixers.attention import Attention
 from megalith.models.mixers.mla import LatentAttention
 from megalith.models.moe import GroupedLinear, MoE
 from megalith.models.norm import HeadsNorm
+from megalith.models.own_model import Model
 from megalith.models.pass_context import Runnable
 from megalith.models.router import Router
 from megalith.models.transformer import Embedding, Transformer
@@ -38,6 +39,11 @@ SEAMS: dict[type[nn.Module], dict[str, str]] = {
         "output_layer": "None where another pipeline stage has it",
         "partial_gradients": "names of the parameters of which a rank's gradient is a part of a sum over tp",
         "replicated": "the parameters that are copied over data-parallel ranks, and the sums of their gradients",
+    },
+    Model: {
+        "copied": "by name the plain parameters that stand alike on the ranks of an axis",
+        "partial_gradients": "as a Transformer's",
+        "replicated": "as a Transformer's",
     },
     Embedding: {
         "lookup": "the tokens' rows for the residual stream: (input_ids, weight, context) → rows",

@@ -25,6 +25,7 @@ from megalith.models.transformer import Transformer
 from megalith.optim.loss_scale import build_loss_scale
 from megalith.optim.schedule import build_schedule
 from megalith.parallel.mesh import Mesh
+from megalith.parallel.model_spec import TransformerSpec
 from megalith.parallel.parallel_model import ParallelModel
 from megalith.parallel.pipeline.pipeline_rules import check_pipeline
 
@@ -130,7 +131,7 @@ def build_meta_model(config: RunConfig) -> Transformer:
 
 def build_model(config: RunConfig, mesh: Mesh, device: torch.device) -> ParallelModel:
     """This rank's part of the model on `device` with its initial weights, ready to train."""
-    return ParallelModel(build_meta_model(config), config, mesh, device)
+    return ParallelModel(TransformerSpec(build_meta_model(config), config), config.parallel, mesh, device)
 
 
 def vocabulary_rows(config: RunConfig) -> dict[str, int]:

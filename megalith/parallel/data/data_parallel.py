@@ -87,7 +87,7 @@ def apply_data(chunks: Iterable[Transformer], mesh: Mesh, parallel: ParallelConf
             else:
                 ignored |= set(experts.parameters())
         if mesh.dp_cp.size > 1:
-            for layer in chunk.layers.values():
+            for layer in chunk.layers.children():
                 fully_shard(layer, mesh=mesh.fsdp, ignored_params=ignored, **layers)
             fully_shard(
                 chunk,
@@ -100,7 +100,7 @@ def apply_data(chunks: Iterable[Transformer], mesh: Mesh, parallel: ParallelConf
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         if mesh.dp.direct:
-            _reduce_directly(chunk.layers.values(), mesh.fsdp)
+            _reduce_directly(chunk.layers.children(), mesh.fsdp)
             _reduce_directly(_experts(chunk), mesh.expert_fsdp)
 
 
@@ -188,7 +188,8 @@ def _roots(chunks: Iterable[nn.Module]) -> list[FSDPModule]:
 
 
 def _experts(chunk: Transformer) -> Iterator[nn.Module]:
-    return (layer.mlp.experts for layer in chunk.layers.values() if layer.has_experts)
+    layers = chunk.layers.children()
+    return (layer.mlp.experts for layer in layers if getattr(layer, "has_experts", False))
 
 
 def _placement(mesh: Mesh) -> Callable[[nn.Parameter], Shard]:

@@ -133,7 +133,7 @@ def replicate(chunk: Transformer, mesh: Mesh) -> None:
     """
     names, direct = {name for name, _ in chunk.named_parameters()}, mesh.dp.direct
     units = []
-    for number, layer in chunk.layers.items():
+    for number, layer in chunk.layers.named_children():
         own = [f"layers.{number}.{name}" for name, _ in layer.named_parameters()]
         experts = [name for name in own if name.startswith(f"layers.{number}.{EXPERTS}")]
         dense = [name for name in own if name not in experts]
@@ -147,4 +147,4 @@ def replicate(chunk: Transformer, mesh: Mesh) -> None:
 def copies_of(chunk: nn.Module) -> Mapping[str, Axis]:
     """By name the plain copies in a chunk, which a DTensor's placements do not tell of: see Replicated.axes."""
     replicated = getattr(chunk, "replicated", None)
-    return {} if replicated is None else replicated.axes
+    return {**getattr(chunk, "copied", {}), **({} if replicated is None else replicated.axes)}
