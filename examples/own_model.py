@@ -52,7 +52,7 @@ class OwnModel(megalith.Model):
         self.output = ColumnParallelLinear(WIDTH, VOCAB, mesh.tp, bias=False)
 
     def forward(self, batch: megalith.Batch, head: megalith.Head) -> Tensor:
-        x = self.embedding(batch.tokens) + self.positions(batch.position_ids)
+        x = self.embedding(batch.input_ids) + self.positions(batch.position_ids)
         for block in self.layers:
             x = block(x)
         return head(self.norm(x), self.output)

@@ -24,7 +24,7 @@ class ClippedPolicy(megalith.Loss):
     temperature = 0.9
 
     def denominator(self, batch):
-        return len(batch.tokens)
+        return len(batch.input_ids)
 
     def __call__(self, logprobs, entropy, batch):  # [batch, seq], None, Rollouts -> scalar
         ratio, advantages = (logprobs - batch.old_logprobs).exp(), batch.advantages[:, None]

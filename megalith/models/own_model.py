@@ -28,7 +28,7 @@ class Model(nn.Module):
     partial_gradients: frozenset[str] = frozenset()
 
     def forward(self, batch: Batch, head: Any) -> Tensor:
-        """batch.tokens int64 [batch, seq], batch.position_ids and what else it names → head(hidden, output layer)."""
+        """batch.input_ids int64 [batch, seq], and what else the batch names → head(hidden, output layer)."""
         raise NotImplementedError
 
     def initial_std(self, name: str, shape: torch.Size) -> float:

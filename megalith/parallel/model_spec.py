@@ -25,6 +25,7 @@ from megalith.models.transformer import Transformer
 from megalith.parallel.apply import apply
 from megalith.parallel.data.data_parallel import apply_data
 from megalith.parallel.mesh import Mesh
+from megalith.parallel.pipeline.executor import Streams
 from megalith.parallel.shards import to_local_parameters
 from megalith.parallel.tensor.building_blocks import replicate_the_rest, vocabulary_of
 
@@ -102,7 +103,7 @@ class ModelSpec:
         to_local_parameters(model)
         return [model]
 
-    def forward(self, axis: Axis, chunk: Model, part: RankBatch, hidden: Tensor | None) -> Tensor:
+    def forward(self, axis: Axis, chunk: Model, part: RankBatch, streams: Streams | None) -> Streams | Tensor:
         """The loss of this rank's part of a micro-batch; `axis` is tensor parallelism's."""
         return chunk(part.batch, Head(axis, part))
 
@@ -130,12 +131,14 @@ class TransformerSpec(ModelSpec):
     def chunks(self, parallel: ParallelConfig, mesh: Mesh, device: torch.device) -> list[nn.Module]:
         return apply(self.build(mesh), self.run, mesh, device)
 
-    def forward(self, axis: Axis, chunk: Transformer, part: RankBatch, hidden: Tensor | None) -> Tensor:
-        """Hidden states, or on the last pipeline stage the loss."""
+    def forward(
+        self, axis: Axis, chunk: Transformer, part: RankBatch, streams: Streams | None
+    ) -> Streams | Tensor:
+        """What the next pipeline stage gets, or on the last one the loss."""
         batch = part.batch
         return chunk(
-            batch.tokens,
-            hidden=hidden,
+            batch.input_ids,
+            streams=streams,
             labels=batch.labels,
             loss_mask=batch.loss_mask,
             objective=part.objective,
@@ -146,6 +149,7 @@ class TransformerSpec(ModelSpec):
             balance_scale=part.balance_scale,
             future=part.future,
             loss_scale=part.loss_scale,
+            **{name: batch[name] for name in chunk.reads},
         )
 
     def logits(self, axis: Axis, chunk: Transformer, input_ids: Tensor, cache: KVCache | None) -> Tensor:

@@ -47,9 +47,8 @@ class RankBatch:
     future: Future | None = None  # what the layers of multi-token prediction predict
     loss_scale: Tensor | None = None  # of the gradient of the loss; None: no backward pass
 
-    @property
-    def tokens(self) -> Tensor:
-        return self.batch.tokens
+    def __getitem__(self, name: str) -> Tensor:
+        return self.batch[name]
 
     def to(self, device: torch.device) -> RankBatch:
         """On a device; the scales are made there."""

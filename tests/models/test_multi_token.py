@@ -50,8 +50,8 @@ def further_losses(
     model: Transformer, tokens: torch.Tensor, mask: torch.Tensor
 ) -> list[tuple[list[torch.Tensor], float]]:
     """For each further layer the losses of the tokens that it predicts, times their masks, and the masks' sum."""
-    ids, places, further = tokens[:, :-1], torch.arange(SEQ), []
-    context = model.context(places.expand(BATCH, SEQ), places, None, None, None)
+    ids, further = tokens[:, :-1], []
+    context = model.context(ids)
     layers = [model.layers["0"], model.layers["1"]]
     hidden = model.final_layernorm(model.runner(layers, model.embedding(ids, None, context), context))
     for k, number in enumerate(("2", "3"), 1):

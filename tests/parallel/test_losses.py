@@ -59,7 +59,7 @@ class Preference(Loss):
     """DPO: of each pair of neighbouring sequences the first is the better."""
 
     def denominator(self, batch):
-        return len(batch.tokens) // 2
+        return len(batch.input_ids) // 2
 
     def __call__(self, logprobs, entropy, batch):
         gap = ((logprobs - batch.reference_logprobs) * batch.loss_mask).sum(1)
@@ -82,7 +82,7 @@ class Policy(Loss):
     """REINFORCE by a constant divisor: a linear loss, with weights of either sign."""
 
     def denominator(self, batch):
-        return batch.tokens.numel()
+        return batch.input_ids.numel()
 
     def weights(self, batch):
         return batch.advantages[:, None] * batch.loss_mask
@@ -158,7 +158,7 @@ def test_equal_plain_pytorch_on_whole_logits():
     for loss, (value, grads, evaluated) in zip(LOSSES, found, strict=True):
         total, divisor = torch.zeros(()), sum(float(loss.denominator(batch)) for batch in rollouts())
         for number, batch in enumerate(rollouts()):
-            distribution = torch.log_softmax(chunk(batch.tokens) / loss.temperature, -1)
+            distribution = torch.log_softmax(chunk(batch.input_ids) / loss.temperature, -1)
             targets = loss.targets(batch).view(MICRO_BATCH, SEQ, -1)
             gathered = distribution.gather(-1, targets)
             entropy = -(distribution.exp() * distribution).sum(-1)

@@ -46,11 +46,12 @@ from megalith.comm.collectives import (
 )
 from megalith.errors import ConfigError
 from megalith.models.adapters import ADAPTER
-from megalith.models.mixers.attention import Attention, Heads, SelfAttention
+from megalith.models.mixers.attention import Attention, CrossAttention, Heads, SelfAttention
 from megalith.models.mixers.mla import LatentAttention
 from megalith.models.moe import GroupedLinear
 from megalith.models.norm import HeadsNorm
 from megalith.models.pass_context import Context, PassLayout
+from megalith.models.stack import layers_of, stacks_of
 from megalith.models.transformer import Transformer
 from megalith.ops.cross_entropy import linear_cross_entropy, linear_logits, linear_logprobs, softcapped
 from megalith.ops.gemm import DeferredWgrad, Gemm, linear
@@ -87,10 +88,14 @@ ROLES = {
     "linear_kv_down_proj": Role(Replicate(), None, None, UNDER_SP),
     "kv_down_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
     "linear_kv_up_proj": Role(Shard(0), None, "column"),
+    "linear_q": Role(Shard(0), Shard(0), "column"),  # of cross-attention
+    "linear_kv": Role(Shard(0), Shard(0), "column"),
     "q_layernorm": Role(Replicate(), Replicate(), None, ALWAYS, ALWAYS),  # each rank sees its own heads
     "k_layernorm": Role(Replicate(), Replicate(), None, ALWAYS, ALWAYS),
     "linear_proj": Role(Shard(1), Replicate(), "row", NEVER, UNDER_SP),  # the bias is added after the sum
     "post_attention_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
+    "pre_cross_attn_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
+    "post_cross_attn_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
     "pre_mlp_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
     "linear_fc1": Role(Shard(0), Shard(0), "column"),
     "linear_fc2": Role(Shard(1), Replicate(), "row", NEVER, UNDER_SP),
@@ -99,6 +104,7 @@ ROLES = {
     "shared_expert_gate": Role(Replicate(), None, None, UNDER_SP),
     "final_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
     "output_layer": Role(Shard(0)),  # logits of a rank's rows: see tensor_parallel.py
+    "units": Role(Shard(0), Shard(0)),  # what each unit behind a column-parallel matrix has for itself
 }
 # Fewer KV groups than ranks: several ranks share a group, each with some of its query heads and all of its key and
 # value head. No cut of the rows gives that, so every rank holds the matrix and reads its own rows of it.
@@ -209,20 +215,36 @@ def _wgrad(gemm: Gemm, grad: Tensor, x: Tensor, axis: Axis, sharded: bool) -> Te
 
 
 class SharedGroup:
-    """The rows of linear_qkv that a rank uses which shares its KV group with others: its query heads, the group's key
-    and value."""
+    """The rows of linear_qkv, or of linear_kv, that a rank uses which shares its KV group with others: of linear_qkv
+    its query heads, the group's key and value of both."""
 
-    def __init__(self, axis: Axis, attention: SelfAttention, groups: int):
+    def __init__(self, axis: Axis, attention: SelfAttention | CrossAttention, groups: int):
         sharing = axis.size // groups  # ranks of a group
         group, place = divmod(axis.rank, sharing)
         size, heads = attention.head_dim, attention.heads.in_group
+        if isinstance(attention, CrossAttention):
+            self.spans = [(group * 2 * size, 2 * size)]  # first row, rows
+            return
         first = group * (heads + 2) * size
-        self.queries = (first + place * (heads // sharing) * size, heads // sharing * size)  # first row, rows
-        self.key_value = (first + heads * size, 2 * size)
+        queries = (first + place * (heads // sharing) * size, heads // sharing * size)
+        self.spans = [queries, (first + heads * size, 2 * size)]
 
     def rows(self, parameter: Tensor) -> Tensor:
-        """[(query heads here + 2) · head_dim, ...]"""
-        return torch.cat([parameter.narrow(0, *self.queries), parameter.narrow(0, *self.key_value)])
+        """[(query heads here + 2) · head_dim, ...], of linear_kv [2 · head_dim, ...]"""
+        return torch.cat([parameter.narrow(0, *span) for span in self.spans])
+
+
+def _role(model: Transformer, name: str) -> Role:
+    """Of the module of this name: by the table, or by the `roles` of the class that it stands in."""
+    owner, _, leaf = name.rpartition(".")
+    role = getattr(model.get_submodule(owner), "roles", {}).get(leaf, leaf)
+    if role not in ROLES:
+        kind = type(model.get_submodule(owner)).__name__
+        raise ConfigError(
+            f"tensor parallelism knows no role for {name}: give {kind} a class attribute "
+            f'roles = {{"{leaf}": ...}} with one of {", ".join(ROLES)}'
+        )
+    return ROLES[role]
 
 
 def apply_tensor(model: Transformer, axis: Axis, sequence_parallel: bool) -> TensorParallel | None:
@@ -236,8 +258,9 @@ def apply_tensor(model: Transformer, axis: Axis, sequence_parallel: bool) -> Ten
     if axis.size == 1:
         return None
     tensor = TensorParallel(axis, sequence_parallel)
-    plug(model, "pass_layout", tensor.pass_layout)
-    plug(model, "shard_tokens", tensor.shard_tokens)
+    for stack in stacks_of(model):
+        plug(stack, "pass_layout", tensor.pass_layout)
+        plug(stack, "shard_tokens", tensor.shard_tokens)
     groups = model.config.query_groups
     partial_names = []
     for name, module in list(model.named_modules()):
@@ -245,8 +268,8 @@ def apply_tensor(model: Transformer, axis: Axis, sequence_parallel: bool) -> Ten
             continue
         if not any(True for _ in module.parameters(recurse=False)):
             continue
-        role = ROLES[name.rpartition(".")[2]]
-        if groups < axis.size and name.endswith("linear_qkv"):
+        role = _role(model, name)
+        if groups < axis.size and name.endswith(("linear_qkv", "linear_kv")):
             role = SHARED_QKV
         if isinstance(module, HeadsNorm):
             role = HEADS_NORM
@@ -257,8 +280,10 @@ def apply_tensor(model: Transformer, axis: Axis, sequence_parallel: bool) -> Ten
         for kind, when in (("weight", role.partial_weight), ("bias", role.partial_bias)):
             if when == ALWAYS or (when == UNDER_SP and sequence_parallel):
                 partial_names.append(f"{name}.{kind}")
-    for layer in model.layers.values():
-        _cut_heads(layer.self_attention, tensor, groups)
+    for layer in layers_of(model).values():
+        for mixer in layer.mixers:
+            if isinstance(mixer, Attention):
+                _cut_heads(mixer, tensor, groups)
     vocabulary = VocabParallel(tensor, model.config.padded_vocab_size)
     plug(model, "loss", vocabulary.loss)
     plug(model, "logprobs", vocabulary.logprobs)
@@ -304,7 +329,8 @@ def _cut_heads(attention: Attention, tensor: TensorParallel, groups: int) -> Non
     if isinstance(attention, LatentAttention):
         plug(attention, "gather", tensor.gather)
     if groups < size:
-        plug(attention.linear_qkv, "rows", SharedGroup(tensor.axis, attention, groups).rows)
+        shared = attention.linear_kv if isinstance(attention, CrossAttention) else attention.linear_qkv
+        plug(shared, "rows", SharedGroup(tensor.axis, attention, groups).rows)
         in_group = in_group * groups // size
     plug(attention, "heads", Heads(in_group, first))
 
