@@ -7,7 +7,7 @@ all its strategies is put around them here; they have no pipeline stages, contex
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -103,6 +103,11 @@ class ModelSpec:
         to_local_parameters(model)
         return [model]
 
+    def matrices(self, name: str, shape: torch.Size) -> Sequence[int] | None:
+        """The matrices that a parameter of this global shape is made of, for Muon: `Placement.matrices`. None: AdamW
+        steps it, as it does what is outside of the layers."""
+        return shape[-2:-1] if len(shape) == 2 and name.startswith("layers.") else None
+
     def forward(self, axis: Axis, chunk: Model, part: RankBatch, streams: Streams | None) -> Streams | Tensor:
         """The loss of this rank's part of a micro-batch; `axis` is tensor parallelism's."""
         return chunk(part.batch, Head(axis, part))
@@ -130,6 +135,20 @@ class TransformerSpec(ModelSpec):
 
     def chunks(self, parallel: ParallelConfig, mesh: Mesh, device: torch.device) -> list[nn.Module]:
         return apply(self.build(mesh), self.run, mesh, device)
+
+    def matrices(self, name: str, shape: torch.Size) -> Sequence[int] | None:
+        """The linears' and the experts'; routers, embeddings, head and adapters are AdamW's."""
+        config, module = self.config, name.split(".")[-2]
+        if not (module.startswith("linear_") and name.endswith(".weight")):
+            return None
+        heads = config.num_attention_heads // config.query_groups
+        return {
+            "linear_qkv": (heads * config.head_dim, config.head_dim, config.head_dim),
+            "linear_kv": (config.head_dim, config.head_dim),
+            "linear_fc1": (1, 1) if config.gated else None,
+            "linear_kv_down_proj": (config.kv_lora_rank, config.qk_pos_emb_head_dim),
+            "linear_kv_up_proj": (config.qk_head_dim, config.v_head_dim),
+        }.get(module) or shape[-2:-1]
 
     def forward(
         self, axis: Axis, chunk: Transformer, part: RankBatch, streams: Streams | None

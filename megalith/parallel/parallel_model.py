@@ -17,6 +17,7 @@ from megalith.hardware import to_device
 from megalith.models.loss import Loss, Objective
 from megalith.models.mtp import Future, future_of
 from megalith.models.pass_context import KVCache
+from megalith.optim.optimizer import Placement
 from megalith.parallel.context.context_parallel import shard_batch, unshard_alike
 from megalith.parallel.data.data_parallel import (
     micro_batch_begins,
@@ -111,6 +112,10 @@ class ParallelModel:
             tokens_cut = self._parallel.sequence_parallel
             self.tallies = gather_tallies(self.chunks, self.mesh, tokens_cut, self.device)
         return self._everywhere(total) / denominators[0]
+
+    def placements(self) -> dict[str, Placement]:
+        """By name where this rank's shard of each parameter stands, and which matrices it is made of."""
+        return self.parameters.placements(self.spec.matrices)
 
     def end_step(self, skipped: Tensor) -> None:
         """After the optimizer's step, which was `skipped` (1) or not (0): balances the experts by their bias."""

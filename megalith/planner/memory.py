@@ -28,7 +28,12 @@ if TYPE_CHECKING:
 
 MASTER_BYTES = 4  # fp32 weights
 GRADIENT_BYTES = 4  # fp32 gradients
-OPTIMIZER_BYTES = {"adamw": 8, "adam": 8, "sgd": 4}  # fp32 moments, or momentum
+OPTIMIZER_BYTES = {
+    "adamw": 8,
+    "adam": 8,
+    "sgd": 4,
+    "muon": 4,
+}  # fp32 moments, or momentum; of one's own: as AdamW's
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 LOGITS_AT_ONCE = 2**26
 LAYERS_GATHERED = 2  # with optim_grads_params: the one that computes, and the next
@@ -154,7 +159,7 @@ def expected_memory(
             _gradients(share, dense, layer.dense, share.shards, width)
             + _gradients(share, experts, layer.experts, share.expert_shards, width)
         ),
-        optimizer=int(OPTIMIZER_BYTES[optimizer] * trained * (1 - share.offloaded)),
+        optimizer=int(OPTIMIZER_BYTES.get(optimizer, 8) * trained * (1 - share.offloaded)),
         activations=int(width * tokens * _kept_per_token(model, share, layers, held, cuts))
         + _masked_attention(model, share, layers, held, cuts, (micro_batch_size, seq_length), width),
         loss=(4 + 2 * width) * logits + (0 if share.adapters else GRADIENT_BYTES * head),

@@ -68,7 +68,9 @@ class Optimizer:
         """`precision` is the compute type's: fp16 has a dynamic loss scale."""
         mesh, chunks = model.mesh, model.chunks
         self.model, self.config = model, config
-        self.optimizer = build_optimizer(model.parameters.named, config, on_two_stages(chunks, mesh.tied))
+        self.optimizer = build_optimizer(
+            model.parameters.named, config, on_two_stages(chunks, mesh.tied), model.placements(), precision
+        )
         self.loss_scale = build_loss_scale(precision, config, model.device)
         self._squares = GradientSquares(
             model.parameters, mesh.world, sum_of_squares, copies(chunks, mesh.pp), model.device

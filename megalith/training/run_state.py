@@ -37,7 +37,11 @@ class Run:
         self.data = Data(config, self.batch_sizes, self.total_steps, tokenizer, mesh.dp)
         self.model = build_model(config, mesh, device)
         self.optimizer = build_optimizer(
-            self.model.parameters.named, config.optim, on_two_stages(self.model.chunks, mesh.tied)
+            self.model.parameters.named,
+            config.optim,
+            on_two_stages(self.model.chunks, mesh.tied),
+            self.model.placements(),
+            config.train.precision,
         )
         self.loss_scale = build_loss_scale(config.train.precision, config.optim, device)
         self.gradient_squares = GradientSquares(
