@@ -13,6 +13,7 @@ from megalith.errors import SeamError
 from megalith.models.adapters import add_adapters
 from megalith.models.init import initialize
 from megalith.models.linear import Linear
+from megalith.models.own_model import Model
 from megalith.models.transformer import Transformer
 from megalith.parallel.context.context_parallel import apply_context
 from megalith.parallel.memory.activation_offload import apply_activation_offload
@@ -86,7 +87,7 @@ def test_axes_change_nothing_in_a_module_but_its_seams(name):
 def test_the_table_names_what_modules_have():
     met = {}
     for settings in MODELS.values():
-        for module in a_model(**settings).modules():
+        for module in [*a_model(**settings).modules(), Model()]:
             met |= {kind: module for kind in SEAMS if isinstance(module, kind)}
     assert met.keys() == SEAMS.keys()
     for kind, module in met.items():
