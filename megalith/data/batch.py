@@ -50,9 +50,11 @@ class Batch:
         return getattr(self, name)
 
     def to(self, device: torch.device | str) -> Batch:
+        """A copy on a device; the host does not wait for it."""
         return self._each(lambda tensor: to_device(tensor, device))
 
     def pin_memory(self) -> Batch:
+        """A copy in pinned memory."""
         return self._each(lambda tensor: tensor.pin_memory())
 
     def _each(self, change) -> Batch:

@@ -68,8 +68,6 @@ class ModelSpec:
     seed: int = 1234
     """Of the initial weights."""
     loss: Loss = CrossEntropy()  # noqa: RUF009 (it has no state)
-    flops_per_token: float | None = None
-    """Of a forward and backward pass, for MFU; None: not known."""
 
     config = None
     further_layers = 0
