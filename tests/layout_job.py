@@ -71,7 +71,7 @@ def held_after_backward(config: RunConfig) -> tuple[int, int, int]:
     """Bytes of weights, gathered copies and gradients when a step's gradients are there."""
     run = build(config)
     with run.data.train_loader(0, 0, run.device) as batches:
-        run.model.backward([next(batches)], run.loss_scale.scale)
+        run.model.backward([next(batches)], loss_scale=run.loss_scale.scale)
     held = bytes_in_use(run.model.chunks)
     return held.weights, held.gathered, held.gradients
 

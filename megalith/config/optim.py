@@ -13,12 +13,13 @@ Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 class OptimConfig(Section):
-    """AdamW, Adam or SGD; warm-up and decay; clipping; the fp16 loss scale."""
+    """AdamW, Adam, SGD, Muon or one's own; warm-up and decay; clipping; the fp16 loss scale."""
 
     decides: ClassVar[Decides] = Decides.UPDATES
 
-    optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
-    """`adamw` decays weights apart from the gradient; `adam` adds the decay to the gradient."""
+    optimizer: str = "adamw"
+    """`adamw` decays weights apart from the gradient; `adam` adds the decay to the gradient; `sgd`; `muon` makes the
+    momentum of layers' matrices orthogonal, and is AdamW for the rest; or a name given to `register_optimizer`."""
 
     lr: NonNegativeFloat | None = None
     """Highest learning rate. Required for training."""
@@ -79,6 +80,25 @@ class OptimConfig(Section):
 
     sgd_momentum: Decay = 0.9
     """SGD's momentum."""
+
+    muon_momentum: Decay = 0.95
+    """Muon's momentum."""
+
+    muon_nesterov: bool = True
+    """Looks one step of the momentum ahead."""
+
+    muon_num_ns_steps: PositiveInt = 5
+    """Newton-Schulz steps."""
+
+    muon_scale_mode: Literal["spectral", "unit_rms_norm", "shape_scaling"] = "spectral"
+    """What an update of a matrix [rows, columns] is multiplied by: √max(rows, columns), √(rows / columns), or
+    √max(1, rows / columns)."""
+
+    muon_extra_scale_factor: PositiveFloat = 0.2
+    """And by this. 0.2 with `spectral` gives updates the size of AdamW's."""
+
+    muon_fp32_matmul_prec: Literal["medium", "highest"] | None = None
+    """Newton-Schulz in bf16 (`medium`) or fp32 (`highest`). Absent: fp32 where train.precision is, else bf16."""
 
     clip_grad: NonNegativeFloat = 1.0
     """Largest norm of the whole gradient; 0: no clipping."""

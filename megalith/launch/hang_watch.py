@@ -6,7 +6,7 @@ or of a lost machine does not. Each rank watches one other, so that the store ha
 Only after a timeout does a rank read the last heartbeat of all, and says which differ:
 
     rank 1 does not answer (stopped, or its machine is lost): it was in step 7, training; ranks 0, 2, 3: step 7,
-    training, all_reduce number 31 of default_pg, called from valid_tokens (megalith/parallel/data/gradient_norm.py:28)
+    training, all_reduce number 31 of default_pg, called from summed (megalith/comm/collectives.py:147)
 
 The number of a collective is from torch's flight recorder: a rank that left one out has a lower one than the others.
 A save may take any time (`Heartbeat.long_work`). The thread also ends this rank when the process that has started it is

@@ -6,6 +6,7 @@ import torch
 
 from megalith.config import RunConfig
 from megalith.models.init import initialize
+from megalith.models.stack import layers_of
 from megalith.models.transformer import Transformer
 from megalith.parallel.context.context_parallel import apply_context
 from megalith.parallel.data.data_parallel import apply_data
@@ -48,7 +49,7 @@ def apply(model: Transformer, config: RunConfig, mesh: Mesh, device: torch.devic
         apply_recompute(chunk, parallel, mesh.tp)
         if compiles(config, device):
             options = {"options": interleaving()} if parallel.tp_comm_overlap else {}
-            for layer in chunk.layers.values():
+            for layer in layers_of(chunk).values():
                 # the experts' dispatch is no part of a graph
                 layer.compile(fullgraph=not layer.has_experts, **options)
                 if layer.has_experts and layer.mlp.shared_experts is not None:

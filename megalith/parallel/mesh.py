@@ -71,6 +71,11 @@ class Mesh:
     """For fully_shard: dp_cp, or (replicate, shard) where a parameter stands on several ranks. None: no processes, or
     no_shard."""
 
+    @classmethod
+    def alone(cls) -> Mesh:
+        """The mesh of one process, be it one of many: every axis has size 1. No collective call."""
+        return cls(*[Axis()] * 12, experts=None, expert_fsdp=None, fsdp=None)
+
     def describe(self, rank: int) -> Coordinates:
         """The coordinates of any rank of the world."""
         rest, tp = divmod(rank, self.tp.size)
@@ -94,7 +99,7 @@ def build_mesh(
     """
     dp = rules.data_parallel_size(parallel, world_size)
     if world_size == 1 and not dist.is_initialized():
-        return Mesh(*[Axis()] * 12, experts=None, expert_fsdp=None, fsdp=None)
+        return Mesh.alone()
     pp, cp, tp = (
         parallel.pipeline_model_parallel_size,
         parallel.context_parallel_size,

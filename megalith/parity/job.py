@@ -69,7 +69,7 @@ def run_job(config: RunConfig) -> Outcome:
     middle = (run.step + run.total_steps) // 2
     with run.data.train_loader(run.step, run.consumed_samples, run.device) as batches:
         first = list(islice(batches, run.batch_sizes.micro_batches(run.consumed_samples)))
-        first_loss = run.model.backward(first, run.loss_scale.scale)
+        first_loss = run.model.backward(first, loss_scale=run.loss_scale.scale)
         gradients = gradients_by_name(run)
         run.model.parameters.clear_gradients()
         batches = chain(first, batches)

@@ -33,7 +33,7 @@ from megalith.planner.counts import MetaModel, layers_of
 
 MASTER_BYTES = 4  # fp32 weights
 GRADIENT_BYTES = 4  # fp32 gradients
-OPTIMIZER_BYTES = {"adamw": 8, "adam": 8, "sgd": 4}  # fp32 moments, or momentum
+OPTIMIZER_BYTES = {"adamw": 8, "adam": 8, "sgd": 4, "muon": 4}  # fp32 moments; others as AdamW's
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 LOGITS_AT_ONCE = 2**26
 LAYERS_GATHERED = 2  # with optim_grads_params: the one that computes, and the next
@@ -116,7 +116,7 @@ class StageMemory:
                 self._gradients(self.dense + self.outside, self.dense, self.shards)
                 + self._gradients(self.experts, self.experts, self.expert_shards)
             ),
-            optimizer=int(OPTIMIZER_BYTES[optim.optimizer] * trained * (1 - offloaded)),
+            optimizer=int(OPTIMIZER_BYTES.get(optim.optimizer, 8) * trained * (1 - offloaded)),
             activations=int(width * tokens * self._saved_per_token()) + self._masked_attention(),
             loss=(4 + 2 * width) * logits + (0 if self.adapters else GRADIENT_BYTES * head),
         )

@@ -23,8 +23,10 @@ from megalith.errors import ConfigError
 from megalith.models.adapters import add_adapters
 from megalith.models.transformer import Transformer
 from megalith.optim.loss_scale import build_loss_scale
+from megalith.optim.optimizer import check_optimizer
 from megalith.optim.schedule import build_schedule
 from megalith.parallel.mesh import Mesh
+from megalith.parallel.model_spec import TransformerSpec
 from megalith.parallel.parallel_model import ParallelModel
 from megalith.parallel.pipeline.pipeline_rules import check_pipeline
 
@@ -60,6 +62,7 @@ def _shorten_evaluations(config: RunConfig) -> None:
 
 def _check_parts(config: RunConfig, tokenizer: Tokenizer | None) -> None:
     """Makes what takes neither a device nor time, so that what it refuses is refused before a process waits."""
+    check_optimizer(config.optim)
     build_schedule(config.optim, config.train)
     build_loss_scale(config.train.precision, config.optim, "cpu")
     _boundary_rules(config, tokenizer)
@@ -130,7 +133,7 @@ def build_meta_model(config: RunConfig) -> Transformer:
 
 def build_model(config: RunConfig, mesh: Mesh, device: torch.device) -> ParallelModel:
     """This rank's part of the model on `device` with its initial weights, ready to train."""
-    return ParallelModel(build_meta_model(config), config, mesh, device)
+    return ParallelModel(TransformerSpec(build_meta_model(config), config), config.parallel, mesh, device)
 
 
 def vocabulary_rows(config: RunConfig) -> dict[str, int]:

@@ -42,7 +42,11 @@ class Run:
         self.data = Data(config, self.batch_sizes, self.total_steps, tokenizer, mesh.dp)
         self.model = build_model(config, mesh, device)
         self.optimizer = build_optimizer(
-            self.model.parameters.named, config.optim, on_two_stages(self.model.chunks, mesh.tied)
+            self.model.parameters.named,
+            config.optim,
+            on_two_stages(self.model.chunks, mesh.tied),
+            self.model.placements(),
+            config.train.precision,
         )
         self.schedule = build_schedule(config.optim, config.train)
         self.loss_scale = build_loss_scale(config.train.precision, config.optim, device)
@@ -112,7 +116,7 @@ class Run:
     def gradients(self, micro_batches: Sequence[Batch]) -> Tensor:
         """Leaves the step's gradients, times the loss scale, in `.grad`; returns its loss."""
         self._seed_fused_dropout()
-        return self.model.backward(micro_batches, self.loss_scale.scale)
+        return self.model.backward(micro_batches, loss_scale=self.loss_scale.scale)
 
     def mean_loss(
         self,

@@ -51,7 +51,9 @@ class Job:
                 for _ in range(steps):
                     for _ in range(self.schedule.micro_batches(end)):
                         batch = next(batches)
-                        given += list(zip(batch.sample_numbers.tolist(), map(tuple, batch.tokens.tolist())))
+                        given += list(
+                            zip(batch.sample_numbers.tolist(), map(tuple, batch.input_ids.tolist()))
+                        )
                     end += self.schedule.size(end)
         return end, sorted(given)
 

@@ -18,7 +18,7 @@ def spoil(rank: int, seen: Path) -> None:
     inner, bad = Run.gradients, set()
 
     def gradients(self, micro_batches):
-        contents = [hash(batch.tokens.numpy().tobytes()) for batch in micro_batches]
+        contents = [hash(batch.input_ids.numpy().tobytes()) for batch in micro_batches]
         with open(seen.with_name(f"{seen.name}.{rank}"), "a") as file:
             file.write(json.dumps({"step": self.step + 1, "contents": contents}) + "\n")
         if self.step + 1 == SPIKE and not bad:

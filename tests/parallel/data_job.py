@@ -21,7 +21,7 @@ from megalith.parallel.data.data_parallel import (
     wait_for_gradients,
     weight_gradients_added,
 )
-from megalith.parallel.data.gradient_norm import GradientSquares, valid_tokens
+from megalith.parallel.data.gradient_norm import GradientSquares, loss_denominators
 from megalith.parallel.memory.recompute import apply_recompute
 from megalith.parallel.mesh import build_mesh
 from megalith.parallel.pipeline.split_backward import DeferredWgrads, compute
@@ -137,7 +137,8 @@ class Trained:
     def backward(self) -> torch.Tensor:
         """All micro-batches of a step; returns its mean loss and leaves the gradients attached."""
         batches = self.micro_batches()
-        tokens = valid_tokens([batch["loss_mask"] for batch in batches], self.mesh.dp_cp, CPU)
+        own = sum(batch["loss_mask"].sum(dtype=torch.float64) for batch in batches)
+        tokens = loss_denominators(own, self.mesh.dp_cp, CPU)
         loss, later = torch.zeros(()), []
         for number, batch in enumerate(batches):
             is_last = number == len(batches) - 1

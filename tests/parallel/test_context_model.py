@@ -72,7 +72,7 @@ def a_batch(rules: str) -> Batch:
 def loss_and_gradients(model: Transformer, batch: Batch, places: torch.Tensor, axis: Axis):
     """Sums over the axis: the loss, and the gradient of every parameter by its name."""
     loss = model(
-        batch.tokens,
+        batch.input_ids,
         labels=batch.labels,
         loss_mask=batch.loss_mask,
         position_ids=batch.position_ids,
@@ -138,11 +138,11 @@ def logits_in_parts_and_generating(way: tuple, family: str) -> tuple[torch.Tenso
     whole = a_batch("one document")
     with torch.no_grad():
         part, places = shard_batch(whole, axis)
-        in_parts = unshard(model(part.tokens, position_ids=part.position_ids, places=places), axis)
+        in_parts = unshard(model(part.input_ids, position_ids=part.position_ids, places=places), axis)
         cache = KVCache(SEQ)
-        one_by_one = [model(whole.tokens[:, :9], cache=cache)]
-        one_by_one += [model(whole.tokens[:, n : n + 1], cache=cache) for n in range(9, SEQ)]
-        again = unshard(model(part.tokens, position_ids=part.position_ids, places=places), axis)
+        one_by_one = [model(whole.input_ids[:, :9], cache=cache)]
+        one_by_one += [model(whole.input_ids[:, n : n + 1], cache=cache) for n in range(9, SEQ)]
+        again = unshard(model(part.input_ids, position_ids=part.position_ids, places=places), axis)
         assert torch.equal(in_parts, again)
     return in_parts, torch.cat(one_by_one, dim=1)
 
@@ -151,7 +151,7 @@ def logits_in_parts_and_generating(way: tuple, family: str) -> tuple[torch.Tenso
 @pytest.mark.parametrize("way", [(2, "p2p", None), (4, "a2a+p2p", [2, 2])], ids=lambda way: way[1])
 def test_evaluating_in_parts_and_generating_whole_give_one_process_logits(pool, way, family):
     with torch.no_grad():
-        expected = a_model(family).eval()(a_batch("one document").tokens)
+        expected = a_model(family).eval()(a_batch("one document").input_ids)
     for in_parts, one_by_one in pool.run(logits_in_parts_and_generating, way, family, size=way[0]):
         torch.testing.assert_close(in_parts, expected, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(one_by_one, expected, rtol=1e-5, atol=1e-5)
@@ -185,7 +185,7 @@ def test_chunks_of_a_batch_pair_early_with_late_tokens():
     shards = [shard_batch(batch, axis) for axis in axes]
     assert [places.tolist() for _, places in shards][1] == [*range(4, 8), *range(24, 28)]
     for part, places in shards:
-        for name in ("tokens", "labels", "loss_mask", "position_ids", "document_ids"):
+        for name in ("input_ids", "labels", "loss_mask", "position_ids", "document_ids"):
             assert torch.equal(getattr(part, name), getattr(batch, name)[:, places])
         assert part.sample_numbers is batch.sample_numbers
     assert sorted(torch.cat([places for _, places in shards]).tolist()) == list(range(SEQ))

@@ -184,11 +184,11 @@ def test_stages_one_after_the_other_compute_what_the_whole_model_does():
     tokens = torch.randint(16, (2, 8))
     expected = whole.eval()(tokens)
     assignment = assign_layers(config, parallel(4))
-    hidden = None
+    streams = None
     for rank in range(4):
         (stage,) = split_stages(whole, assignment, rank)
-        hidden = stage.eval()(tokens, hidden=hidden)
-    assert torch.equal(hidden, expected)
+        streams = stage.eval()(tokens, streams=streams)
+    assert torch.equal(streams, expected)
 
 
 def run_config(**settings) -> RunConfig:

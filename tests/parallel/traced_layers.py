@@ -78,7 +78,6 @@ def _traced(model: Transformer, config: RunConfig) -> list[Graph]:
         ids = torch.zeros(BATCH, SEQ // cp, dtype=torch.int64)
         stream = (1, BATCH * SEQ // tp) if config.parallel.sequence_parallel else ids.shape
         x = torch.zeros(*stream, config.model.hidden_size, dtype=torch.bfloat16, requires_grad=True)
-        layout = model.pass_layout(ids.numel(), trains=True, has_places=True)
-        context = model.context(ids, ids[0], None, None, None, layout)
+        context = model.context(ids, position_ids=ids, places=ids[0])
         model.runner(list(model.layers.values()), x, context).sum().backward()
     return graphs

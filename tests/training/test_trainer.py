@@ -74,7 +74,7 @@ def test_the_loss_is_the_mean_over_the_tokens_that_count_in_the_whole_batch(run,
     loss, tokens = 0.0, 0.0
     with fresh.data.train_loader(0, 0, torch.device("cpu")) as batches:
         for batch in batches:
-            logits = model(batch.tokens)
+            logits = model(batch.input_ids)
             picked = logits.log_softmax(-1).gather(-1, batch.labels[..., None])[..., 0]
             loss -= (picked * batch.loss_mask).sum().item()
             tokens += batch.loss_mask.sum().item()

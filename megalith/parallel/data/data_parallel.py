@@ -37,6 +37,7 @@ from torch.distributed.tensor import Shard
 
 from megalith.comm.collectives import local
 from megalith.config import ParallelConfig
+from megalith.models.stack import layers_of
 from megalith.models.transformer import Transformer
 from megalith.parallel.data.replicas import replicate
 from megalith.parallel.mesh import Mesh
@@ -85,7 +86,7 @@ def apply_data(chunks: Iterable[Transformer], mesh: Mesh, parallel: ParallelConf
             else:
                 ignored |= set(experts.parameters())
         if mesh.dp_cp.size > 1:
-            for layer in chunk.layers.values():
+            for layer in layers_of(chunk).values():
                 fully_shard(layer, mesh=mesh.fsdp, ignored_params=ignored, **layers)
             fully_shard(
                 chunk,
@@ -98,7 +99,7 @@ def apply_data(chunks: Iterable[Transformer], mesh: Mesh, parallel: ParallelConf
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         if mesh.dp.direct:
-            _reduce_by_copy_engines(chunk.layers.values(), mesh.fsdp)
+            _reduce_by_copy_engines(layers_of(chunk).values(), mesh.fsdp)
             _reduce_by_copy_engines(_experts(chunk), mesh.expert_fsdp)
 
 
@@ -186,7 +187,8 @@ def _roots(chunks: Iterable[nn.Module]) -> list[FSDPModule]:
 
 
 def _experts(chunk: Transformer) -> Iterator[nn.Module]:
-    return (layer.mlp.experts for layer in chunk.layers.values() if layer.has_experts)
+    layers = layers_of(chunk).values()
+    return (layer.mlp.experts for layer in layers if getattr(layer, "has_experts", False))
 
 
 def _placement(mesh: Mesh) -> Callable[[nn.Parameter], Shard]:

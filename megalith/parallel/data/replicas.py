@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed import AllreduceCoalescedOptions, Work
 
 from megalith.comm.collectives import LEAST_BY_COPY_ENGINE, Axis, local
+from megalith.models.stack import layers_of
 from megalith.models.transformer import Transformer
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.overlap.copy_engine_gradients import CopyEngineAllReduce
@@ -132,9 +133,9 @@ def replicate(chunk: Transformer, mesh: Mesh) -> None:
     """
     names, direct = {name for name, _ in chunk.named_parameters()}, mesh.dp.direct
     units = []
-    for number, layer in chunk.layers.items():
-        own = [f"layers.{number}.{name}" for name, _ in layer.named_parameters()]
-        experts = [name for name in own if name.startswith(f"layers.{number}.{EXPERTS}")]
+    for prefix, layer in layers_of(chunk).items():
+        own = [f"{prefix}.{name}" for name, _ in layer.named_parameters()]
+        experts = [name for name in own if name.startswith(f"{prefix}.{EXPERTS}")]
         dense = [name for name in own if name not in experts]
         units += [Unit(mesh.edp, experts, direct), Unit(mesh.dp_cp, dense, direct)]
         names.difference_update(own)
@@ -146,4 +147,4 @@ def replicate(chunk: Transformer, mesh: Mesh) -> None:
 def copies_of(chunk: nn.Module) -> Mapping[str, Axis]:
     """By name the plain copies in a chunk, which a DTensor's placements do not tell of: see Replicated.axes."""
     replicated = getattr(chunk, "replicated", None)
-    return {} if replicated is None else replicated.axes
+    return {**getattr(chunk, "copied", {}), **({} if replicated is None else replicated.axes)}

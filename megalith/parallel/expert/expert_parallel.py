@@ -52,6 +52,7 @@ from megalith.models.load_balance import TokenShare, move_bias
 from megalith.models.moe import Dispatch, ExpertRows, Experts, Shared
 from megalith.models.pass_context import PassLayout
 from megalith.models.router import Router, Routing
+from megalith.models.stack import layers_of
 from megalith.models.transformer import Transformer
 from megalith.ops.grouped_gemm import RowGroups
 from megalith.ops.permute import Order, sum_rows, take_rows, transposed
@@ -76,7 +77,7 @@ def apply_expert(model: Transformer, mesh: Mesh, tensor: TensorParallel | None, 
     """
     sequence_parallel = tensor is not None and tensor.sequence_parallel
     parts = mesh.cp_tp if sequence_parallel else mesh.cp
-    for layer in model.layers.values():
+    for layer in layers_of(model).values():
         if not layer.has_experts:
             continue
         if parts.size > 1:
@@ -279,6 +280,6 @@ def move_biases(chunks: Sequence[Transformer], tallies: Tensor, skipped: Tensor)
 def _routers(chunks: Sequence[Transformer]) -> Iterator[tuple[int, Router]]:
     """The routers here, each with the number of its layer among those with experts."""
     for chunk in chunks:
-        for name, layer in chunk.layers.items():
+        for layer in layers_of(chunk).values():
             if layer.has_experts:
-                yield chunk.config.expert_layers.index(int(name)), layer.mlp.router
+                yield chunk.config.expert_layers.index(layer.number), layer.mlp.router

@@ -27,7 +27,8 @@ from torch.distributed.fsdp import FSDPModule
 from megalith.comm.collectives import local
 from megalith.config import ParallelConfig
 from megalith.models.layer import TransformerLayer
-from megalith.models.pass_context import Context, Runner
+from megalith.models.pass_context import Context
+from megalith.models.stack import Runner, stacks_of
 from megalith.models.transformer import Transformer
 from megalith.parallel.memory.recompute import unit_size
 from megalith.parallel.seams import plug
@@ -41,8 +42,9 @@ def apply_activation_offload(model: Transformer, parallel: ParallelConfig) -> No
     With full recomputation that is the input of each unit of layers; units that begin among these layers count.
     """
     if parallel.cpu_offloading_num_layers:
-        runner = ActivationOffload(model.runner, parallel.cpu_offloading_num_layers, unit_size(parallel))
-        plug(model, "runner", runner)
+        for stack in stacks_of(model):
+            layers = parallel.cpu_offloading_num_layers
+            plug(stack, "runner", ActivationOffload(stack.runner, layers, unit_size(parallel)))
 
 
 class ActivationOffload:
@@ -146,7 +148,8 @@ class _Unit:
 
     def __init__(self, lanes: _Lanes, layers: Sequence[nn.Module], context: Context):
         self._lanes, self._layers = lanes, layers
-        self._shared = [*(context.rotary or ()), context.mask]  # by all layers
+        encoded = context.encoded  # which all layers attend to
+        self._shared = [*(context.rotary or ()), context.mask, None if encoded is None else encoded.hidden]
         self._kept: dict[int, _Kept] = {}
 
     def pack(self, tensor: Tensor) -> Tensor | _Packed:

@@ -27,8 +27,9 @@ from torch import Tensor
 
 from megalith.config import ParallelConfig
 from megalith.models.layer import TransformerLayer
-from megalith.models.pass_context import Context, PassLayout
+from megalith.models.pass_context import Context, Encoded, PassLayout
 from megalith.models.rope import Tables
+from megalith.models.stack import layers_of, stacks_of
 from megalith.models.transformer import Transformer
 from megalith.ops.dropout import output_rows
 from megalith.parallel.seams import plug
@@ -41,11 +42,13 @@ def apply_ping_pong(model: Transformer, parallel: ParallelConfig, tensor: Tensor
     if not parallel.tp_comm_overlap:
         return
     if tensor is None:
-        for layer in model.layers.values():
-            plug(layer.self_attention, "runner", _ping_pong_attention)
+        for layer in layers_of(model).values():
+            for mixer in layer.mixers:
+                plug(mixer, "runner", _ping_pong_attention)
         return
-    plug(model, "pass_layout", partial(_pass_layout, model.pass_layout))
-    plug(model, "runner", _run_side_by_side)
+    for stack in stacks_of(model):
+        plug(stack, "pass_layout", partial(_pass_layout, stack.pass_layout))
+        plug(stack, "runner", _run_side_by_side)
 
 
 def interleaving() -> dict[str, Any]:
@@ -119,4 +122,11 @@ def _part(context: Context, number: int, count: int, stream: Parts) -> Context:
         dropout=dropout,
         output_rows=rows,
         upcoming=own(context.upcoming, stream),
+        encoded=None if context.encoded is None else _encoded_part(context.encoded, number, count),
     )
+
+
+def _encoded_part(encoded: Encoded, number: int, count: int) -> Encoded:
+    stream = _stream_parts if encoded.context.layout.sharded else torch.chunk
+    mask = None if encoded.mask is None else encoded.mask.chunk(count)[number]
+    return Encoded(stream(encoded.hidden, count)[number], _part(encoded.context, number, count, stream), mask)

@@ -43,13 +43,14 @@ from megalith.comm.collectives import (
 )
 from megalith.errors import ConfigError
 from megalith.models.adapters import ADAPTER
-from megalith.models.mixers.attention import Attention, Heads, SelfAttention
+from megalith.models.mixers.attention import Attention, CrossAttention, Heads, SelfAttention
 from megalith.models.mixers.mla import LatentAttention
 from megalith.models.moe import GroupedLinear
 from megalith.models.norm import HeadsNorm
 from megalith.models.pass_context import Context, PassLayout
+from megalith.models.stack import layers_of, stacks_of
 from megalith.models.transformer import Transformer
-from megalith.ops.cross_entropy import linear_cross_entropy, linear_logits, softcapped
+from megalith.ops.cross_entropy import linear_cross_entropy, linear_logits, linear_logprobs, softcapped
 from megalith.ops.gemm import DeferredWgrad, Gemm, linear
 from megalith.parallel.seams import plug, replace_parameter
 
@@ -84,10 +85,14 @@ ROLES = {
     "linear_kv_down_proj": Role(Replicate(), None, None, UNDER_SP),
     "kv_down_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
     "linear_kv_up_proj": Role(Shard(0), None, "column"),
+    "linear_q": Role(Shard(0), Shard(0), "column"),  # of cross-attention
+    "linear_kv": Role(Shard(0), Shard(0), "column"),
     "q_layernorm": Role(Replicate(), Replicate(), None, ALWAYS, ALWAYS),  # each rank sees its own heads
     "k_layernorm": Role(Replicate(), Replicate(), None, ALWAYS, ALWAYS),
     "linear_proj": Role(Shard(1), Replicate(), "row", NEVER, UNDER_SP),  # the bias is added after the sum
     "post_attention_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
+    "pre_cross_attn_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
+    "post_cross_attn_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
     "pre_mlp_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
     "linear_fc1": Role(Shard(0), Shard(0), "column"),
     "linear_fc2": Role(Shard(1), Replicate(), "row", NEVER, UNDER_SP),
@@ -96,6 +101,7 @@ ROLES = {
     "shared_expert_gate": Role(Replicate(), None, None, UNDER_SP),
     "final_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
     "output_layer": Role(Shard(0)),  # logits of a rank's rows: see tensor_parallel.py
+    "units": Role(Shard(0), Shard(0)),  # what each unit behind a column-parallel matrix has for itself
 }
 # Fewer KV groups than ranks: several ranks share a group, each with some of its query heads and all of its key and
 # value head. No cut of the rows gives that, so every rank holds the matrix and reads its own rows of it.
@@ -112,14 +118,16 @@ ADAPTER_ROLES = {
 SHARED_B = Role(Replicate(), None, None, ALWAYS)  # of the keys or values of a shared group
 
 
-def role_of(name: str, module: nn.Module, shares_groups: bool) -> Role:
+def role_of(name: str, module: nn.Module, shares_groups: bool, owner: nn.Module | None = None) -> Role:
     """The role of the module of this name in a model; experts have none (CUTS in expert_parallel.py).
 
-    `shares_groups`: there are fewer KV groups than tensor-parallel ranks.
+    `shares_groups`: there are fewer KV groups than tensor-parallel ranks. Of an `owner` whose class has `roles`, a
+    linear has the one named there. Raises ConfigError for a module without a role.
     """
     linear, _, matrix = name.partition(ADAPTER)
     linear = linear.rpartition(".")[2]
-    shared = shares_groups and linear == "linear_qkv"
+    linear = getattr(owner, "roles", {}).get(linear, linear)
+    shared = shares_groups and linear in ("linear_qkv", "linear_kv")
     if matrix:
         kind, part = matrix.split(".")
         return (
@@ -129,6 +137,11 @@ def role_of(name: str, module: nn.Module, shares_groups: bool) -> Role:
         )
     if isinstance(module, HeadsNorm):
         return HEADS_NORM
+    if linear not in ROLES:
+        raise ConfigError(
+            f"tensor parallelism knows no role for {name}: give {type(owner).__name__} a class attribute "
+            f'roles = {{"{linear}": ...}} with one of {", ".join(ROLES)}'
+        )
     return SHARED_QKV if shared else ROLES[linear]
 
 
@@ -168,10 +181,19 @@ class TensorParallel:
         return self.in_shares(x, layout).chunk(self.axis.size, 1)[self.axis.rank] if layout.sharded else x
 
     def in_shares(self, x: Tensor, layout: PassLayout) -> Tensor:
-        """Something that every token has, the ranks' shares of it one after the other: with SP [1, tokens]."""
+        """Something that every token has [batch, seq, ...], the ranks' shares of it one after the other: with SP
+        [1, tokens, ...]."""
         if not layout.sharded:
             return x
-        return x.reshape(layout.micro_batches, self.axis.size, -1).transpose(0, 1).reshape(1, -1)
+        shares = x.reshape(layout.micro_batches, self.axis.size, -1, *x.shape[2:]).transpose(0, 1)
+        return shares.reshape(1, -1, *x.shape[2:])
+
+    def in_order(self, shares: Tensor, layout: PassLayout, batch: int) -> Tensor:
+        """The inverse of `in_shares`: [batch, seq, ...]."""
+        if not layout.sharded:
+            return shares
+        x = shares.reshape(self.axis.size, layout.micro_batches, -1, *shares.shape[2:]).transpose(0, 1)
+        return x.reshape(batch, -1, *shares.shape[2:])
 
     def column(self, x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Gemm, context: Context) -> Tensor:
         """weight [out / tp, h], bias [out / tp] -> [batch, seq, out / tp], with SP [1, tokens, out / tp]"""
@@ -225,20 +247,23 @@ def _wgrad(gemm: Gemm, grad: Tensor, x: Tensor, axis: Axis, sharded: bool) -> Te
 
 
 class SharedGroup:
-    """The rows of linear_qkv that a rank uses which shares its KV group with others: its query heads, the group's key
-    and value."""
+    """The rows of linear_qkv, or of linear_kv, that a rank uses which shares its KV group with others: of linear_qkv
+    its query heads, the group's key and value of both."""
 
-    def __init__(self, axis: Axis, attention: SelfAttention, groups: int):
+    def __init__(self, axis: Axis, attention: SelfAttention | CrossAttention, groups: int):
         sharing = axis.size // groups  # ranks of a group
         group, place = divmod(axis.rank, sharing)
         size, heads = attention.head_dim, attention.heads.in_group
+        if isinstance(attention, CrossAttention):
+            self.spans = [(group * 2 * size, 2 * size)]  # first row, rows
+            return
         first = group * (heads + 2) * size
-        self.queries = (first + place * (heads // sharing) * size, heads // sharing * size)  # first row, rows
-        self.key_value = (first + heads * size, 2 * size)
+        queries = (first + place * (heads // sharing) * size, heads // sharing * size)
+        self.spans = [queries, (first + heads * size, 2 * size)]
 
     def rows(self, parameter: Tensor) -> Tensor:
-        """[(query heads here + 2) · head_dim, ...]"""
-        return torch.cat([parameter.narrow(0, *self.queries), parameter.narrow(0, *self.key_value)])
+        """[(query heads here + 2) · head_dim, ...], of linear_kv [2 · head_dim, ...]"""
+        return torch.cat([parameter.narrow(0, *span) for span in self.spans])
 
 
 def apply_tensor(model: Transformer, axis: Axis, sequence_parallel: bool) -> TensorParallel | None:
@@ -252,8 +277,9 @@ def apply_tensor(model: Transformer, axis: Axis, sequence_parallel: bool) -> Ten
     if axis.size == 1:
         return None
     tensor = TensorParallel(axis, sequence_parallel)
-    plug(model, "pass_layout", tensor.pass_layout)
-    plug(model, "shard_tokens", tensor.shard_tokens)
+    for stack in stacks_of(model):
+        plug(stack, "pass_layout", tensor.pass_layout)
+        plug(stack, "shard_tokens", tensor.shard_tokens)
     groups = model.config.query_groups
     partial_names = []
     for name, module in list(model.named_modules()):
@@ -261,7 +287,7 @@ def apply_tensor(model: Transformer, axis: Axis, sequence_parallel: bool) -> Ten
             continue
         if not any(True for _ in module.parameters(recurse=False)):
             continue
-        role = role_of(name, module, groups < axis.size)
+        role = role_of(name, module, groups < axis.size, model.get_submodule(name.rpartition(".")[0]))
         if isinstance(module, HeadsNorm):
             plug(module, "total", tensor.sum_of_all)
         place(module, role, axis)
@@ -270,10 +296,13 @@ def apply_tensor(model: Transformer, axis: Axis, sequence_parallel: bool) -> Ten
         for kind, when in (("weight", role.partial_weight), ("bias", role.partial_bias)):
             if when == ALWAYS or (when == UNDER_SP and sequence_parallel):
                 partial_names.append(f"{name}.{kind}")
-    for layer in model.layers.values():
-        _cut_heads(layer.self_attention, tensor, groups)
+    for layer in layers_of(model).values():
+        for mixer in layer.mixers:
+            if isinstance(mixer, Attention):
+                _cut_heads(mixer, tensor, groups)
     vocabulary = VocabParallel(tensor, model.config.padded_vocab_size)
     plug(model, "loss", vocabulary.loss)
+    plug(model, "logprobs", vocabulary.logprobs)
     plug(model, "logits", vocabulary.logits)
     if model.embedding is not None:
         plug(model.embedding, "lookup", vocabulary.lookup)
@@ -316,7 +345,8 @@ def _cut_heads(attention: Attention, tensor: TensorParallel, groups: int) -> Non
     if isinstance(attention, LatentAttention):
         plug(attention, "gather", tensor.gather)
     if groups < size:
-        plug(attention.linear_qkv, "rows", SharedGroup(tensor.axis, attention, groups).rows)
+        shared = attention.linear_kv if isinstance(attention, CrossAttention) else attention.linear_qkv
+        plug(shared, "rows", SharedGroup(tensor.axis, attention, groups).rows)
         in_group = in_group * groups // size
     plug(attention, "heads", Heads(in_group, first))
 
@@ -350,6 +380,34 @@ class VocabParallel:
         shard = dict(axis=self.axis, first=self.first, rows=self.rows)
         hidden = self.tensor.gather(hidden, context)
         return linear_cross_entropy(hidden, weight, labels, loss_mask, vocab_size, softcap, scale, **shard)
+
+    def logprobs(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        vocab_size: int,
+        softcap: float | None,
+        context: Context,
+        temperature: float,
+        entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `megalith.ops.cross_entropy.linear_logprobs`, the same on every rank, in the sequences' order."""
+        layout = context.layout
+        found = linear_logprobs(
+            self.tensor.gather(hidden, context),
+            weight,
+            self.tensor.in_shares(targets, layout),
+            vocab_size,
+            softcap,
+            temperature=temperature,
+            entropy=entropy,
+            axis=self.axis,
+            first=self.first,
+            rows=self.rows,
+        )
+        ordered = [None if x is None else self.tensor.in_order(x, layout, context.batch) for x in found]
+        return ordered[0], ordered[1]
 
     def logits(
         self, x: Tensor, weight: Tensor, vocab_size: int, softcap: float | None, context: Context
