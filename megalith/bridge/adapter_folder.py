@@ -49,10 +49,9 @@ def with_lora_load(config: RunConfig) -> RunConfig:
                 f"lora.{name} is {asked}, but the adapters in {given.load}, which lora.load names, have {theirs}; "
                 f"leave {name} out"
             )
-    config = config.model_copy(deep=True)
-    for name in ("rank", "alpha", "targets"):
-        setattr(config.lora, name, getattr(found, name))
-    return config
+    return config.with_settings(
+        {f"lora.{name}": getattr(found, name) for name in ("rank", "alpha", "targets")}
+    )
 
 
 def begin_from_peft(config: RunConfig, model: Model) -> None:

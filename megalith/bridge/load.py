@@ -18,14 +18,12 @@ from megalith.checkpoint.manifest import MANIFEST
 from megalith.checkpoint.state import MODEL, Model, base_boxes, load_base, own_boxes
 from megalith.comm.collectives import Axis
 from megalith.config import ModelConfig, RunConfig
-from megalith.config.rules.run_rules import check_model
+from megalith.config.base import Decides
+from megalith.config.rules.model_rules import check_model
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import CheckpointError, ConfigError, MegalithError, shorten
 from megalith.parallel.gather import ALONE
 from megalith.parallel.shards import Box
-
-# What a run that begins from other weights may choose anew: how far its rotary positions reach.
-FREE = ("rotary_base", "rope_scaling")
 
 
 @torch.no_grad()
@@ -131,15 +129,14 @@ def with_init_from(config: RunConfig) -> RunConfig:
     given = {name: getattr(config.model, name) for name in config.model.model_fields_set}
     kept = {name: value for name, value in given.items() if value is not None}
     model = ModelConfig.model_validate({**found.model_dump(), "preset": None, **kept})
-    free = FREE + (("max_position_embeddings",) if found.position_embedding_type == "rope" else ())
+    free = ModelConfig.deciding(Decides.REACH)
+    free += ["max_position_embeddings"] if found.position_embedding_type == "rope" else []
     if others := differences(model, found, leave_out=free):
         raise ConfigError(
             f"model has {'; '.join(others)} as the weights in {path}, which model.init_from names; leave out what "
             "the weights decide"
         )
-    config = config.model_copy(deep=True)
-    config.model = model
-    return config
+    return config.model_copy(update={"model": model})
 
 
 def model_of(path: str) -> ModelConfig:

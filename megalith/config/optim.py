@@ -6,10 +6,15 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megalith.config.base import Decides, Section
+from megalith.config import small
+from megalith.config.base import KEPT, Decides, Needs, Section, Shrinks
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
+ADAM = Needs("optimizer", "adamw", "adam")
+WSD = Needs("lr_decay_style", "WSD")
+OFFLOADED = Needs("optimizer_cpu_offload", True)
+FP16 = Needs("train.precision", "fp16")
 
 
 class OptimConfig(Section):
@@ -17,16 +22,21 @@ class OptimConfig(Section):
 
     decides: ClassVar[Decides] = Decides.UPDATES
 
-    optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
+    optimizer: Annotated[Literal["adamw", "adam", "sgd"], KEPT] = "adamw"
     """`adamw` decays weights apart from the gradient; `adam` adds the decay to the gradient."""
 
-    lr: NonNegativeFloat | None = None
+    lr: Annotated[
+        NonNegativeFloat | None,
+        Shrinks(lambda value, _: min(value or small.HIGHEST_RATE, small.HIGHEST_RATE)),
+    ] = None
     """Highest learning rate. Required for training."""
 
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of the decay."""
 
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"
+    lr_decay_style: Annotated[
+        Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"], Shrinks("constant")
+    ] = "cosine"
     """Shape of the decay after the warm-up."""
 
     lr_decay_iters: PositiveInt | None = None
@@ -47,16 +57,18 @@ class OptimConfig(Section):
     lr_warmup_init: NonNegativeFloat = 0.0
     """Learning rate at the start of the warm-up."""
 
-    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    lr_wsd_decay_style: Annotated[Literal["exponential", "linear", "cosine", "minus_sqrt"], WSD] = (
+        "exponential"
+    )
     """WSD: shape of the last decay."""
 
-    lr_wsd_decay_iters: PositiveInt | None = None
+    lr_wsd_decay_iters: Annotated[PositiveInt | None, WSD] = None
     """WSD: iterations of the last decay."""
 
-    lr_wsd_decay_samples: PositiveInt | None = None
+    lr_wsd_decay_samples: Annotated[PositiveInt | None, WSD] = None
     """WSD: samples of the last decay, when training is counted in samples."""
 
-    weight_decay: NonNegativeFloat = 0.01
+    weight_decay: Annotated[NonNegativeFloat, KEPT] = 0.01
     """Decay of matrices; biases and other 1-D parameters have none."""
 
     start_weight_decay: NonNegativeFloat | None = None
@@ -68,41 +80,41 @@ class OptimConfig(Section):
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
     """How the weight decay moves from start to end."""
 
-    adam_beta1: Decay = 0.9
+    adam_beta1: Annotated[Decay, KEPT, ADAM] = 0.9
     """Decay of the first moment."""
 
-    adam_beta2: Decay = 0.999
+    adam_beta2: Annotated[Decay, KEPT, ADAM] = 0.999
     """Decay of the second moment."""
 
-    adam_eps: PositiveFloat = 1e-8
+    adam_eps: Annotated[PositiveFloat, KEPT, ADAM] = 1e-8
     """Added to the square root of the second moment."""
 
-    sgd_momentum: Decay = 0.9
+    sgd_momentum: Annotated[Decay, KEPT, Needs("optimizer", "sgd")] = 0.9
     """SGD's momentum."""
 
-    clip_grad: NonNegativeFloat = 1.0
+    clip_grad: Annotated[NonNegativeFloat, KEPT] = 1.0
     """Largest norm of the whole gradient; 0: no clipping."""
 
     loss_scale: PositiveFloat | None = None
     """A fixed loss scale for fp16. Absent: dynamic."""
 
-    initial_loss_scale: PositiveFloat = 2.0**32
+    initial_loss_scale: Annotated[PositiveFloat, FP16] = 2.0**32
     """The dynamic loss scale's start."""
 
-    min_loss_scale: PositiveFloat = 1.0
+    min_loss_scale: Annotated[PositiveFloat, FP16] = 1.0
     """The dynamic loss scale's floor."""
 
-    loss_scale_window: PositiveInt = 1000
+    loss_scale_window: Annotated[PositiveInt, FP16] = 1000
     """Good steps after which the loss scale doubles."""
 
-    hysteresis: PositiveInt = 2
+    hysteresis: Annotated[PositiveInt, FP16] = 2
     """Overflowing steps before the loss scale halves."""
 
     optimizer_cpu_offload: Annotated[bool, Decides.NOTHING] = False
     """Keeps optimizer state in host memory; the CPU steps the parameters that it belongs to."""
 
-    optimizer_offload_fraction: Annotated[Fraction, Decides.NOTHING] = 1.0
+    optimizer_offload_fraction: Annotated[Fraction, Decides.NOTHING, OFFLOADED] = 1.0
     """Share of the optimizer state that is kept in host memory."""
 
-    overlap_cpu_optimizer_d2h_h2d: Annotated[bool, Decides.NOTHING] = True
+    overlap_cpu_optimizer_d2h_h2d: Annotated[bool, Decides.NOTHING, OFFLOADED] = True
     """Copies to and from the host go on while the CPU steps; false: one after the other, in less pinned memory."""

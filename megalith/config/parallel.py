@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from megalith.config.base import Section
+from megalith.config.base import KEPT, Needs, Section
 
 
 class ParallelConfig(Section):
@@ -54,7 +54,9 @@ class ParallelConfig(Section):
     context_parallel_size: PositiveInt = 1
     """Devices that each sequence is split over (CP)."""
 
-    cp_comm_type: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] = "p2p"
+    cp_comm_type: Annotated[
+        Literal["p2p", "all_gather", "a2a", "a2a+p2p"], Needs("context_parallel_size", above=1)
+    ] = "p2p"
     """How keys and values travel between context-parallel devices."""
 
     hierarchical_context_parallel_sizes: (
@@ -68,7 +70,9 @@ class ParallelConfig(Section):
     expert_tensor_parallel_size: PositiveInt = 1
     """Devices that each expert is split over (ETP)."""
 
-    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
+    moe_token_dispatcher_type: Annotated[Literal["alltoall", "allgather"], Needs("model.num_experts")] = (
+        "alltoall"
+    )
     """How tokens come to their experts: each is sent to those it chose, or all are gathered everywhere."""
 
     data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = (
@@ -79,16 +83,18 @@ class ParallelConfig(Section):
     num_distributed_optimizer_instances: PositiveInt = 1
     """Copies of the sharded state (hybrid sharding): each is spread over data · context / copies devices."""
 
-    recompute_granularity: Literal["full", "selective"] | None = None
+    recompute_granularity: Annotated[Literal["full", "selective"] | None, KEPT] = None
     """Activations recomputed in the backward pass: of whole layers, or of chosen modules."""
 
-    recompute_method: Literal["uniform", "block"] | None = None
+    recompute_method: Annotated[Literal["uniform", "block"] | None, KEPT] = None
     """Full recomputation: `uniform` saves every recompute_num_layers-th input; `block` recomputes the first ones."""
 
-    recompute_num_layers: PositiveInt = 1
+    recompute_num_layers: Annotated[PositiveInt, KEPT, Needs("recompute_granularity", "full")] = 1
     """Full recomputation: layers in a unit (uniform), or layers recomputed in each pipeline stage (block)."""
 
-    recompute_modules: list[Literal["core_attn", "mlp", "layernorm"]] = ["core_attn"]
+    recompute_modules: Annotated[
+        list[Literal["core_attn", "mlp", "layernorm"]], KEPT, Needs("recompute_granularity", "selective")
+    ] = ["core_attn"]
     """Selective recomputation: which modules."""
 
     distribute_saved_activations: bool = False

@@ -70,7 +70,7 @@ class RecordedReport:
 def start(config: RunConfig) -> Trainer:
     """This rank's Trainer, with the initial weights or those of `checkpoint.load`, and a silent report."""
     process = this_process()
-    config, tokenizer = prepare(config, process.world_size)
+    config, tokenizer, _ = prepare(config, process.world_size)
     device = prepare_process(config, process.local_rank)
     mesh = build_mesh(
         config.parallel, process.world_size, device.type, has_experts=config.model.num_experts is not None

@@ -28,6 +28,8 @@ class Run:
 
     report: Report
     """From when the loop begins."""
+    notes: list[str]
+    """What it then tells first."""
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer | None, mesh: Mesh, device: torch.device):
         self.config, self.tokenizer, self.mesh, self.device = config, tokenizer, mesh, device

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,9 +16,8 @@ from megalith.bridge.load import tokenizer_notes
 from megalith.checkpoint import RunRecord, TokenizerRecord
 from megalith.comm.collectives import any_rank
 from megalith.config import RunConfig
-from megalith.config.rules.overlap_notes import overlap_notes
-from megalith.config.rules.run_rules import check_base, offload_notes
-from megalith.config.rules.unused import idle_notes
+from megalith.config.rules.notes import offload_notes, overlap_notes
+from megalith.config.rules.run_rules import check_base
 from megalith.data.batch import Batch
 from megalith.data.dataset import SampleDataset
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
@@ -68,12 +67,11 @@ def train(config: RunConfig) -> TrainingResult:
     time.sleep(pause(attempt))
     starting.mark("imports")
     check_base(config)
-    config, tokenizer = prepare(config, process.world_size)
+    config, tokenizer, notes = prepare(config, process.world_size)
     device = prepare_process(config, process.local_rank)
-    config.notes.extend(idle_notes(config) + offload_notes(config, device.type))
-    config.notes.extend(overlap_notes(config, compiles(config, device)))
+    notes += offload_notes(config, device.type) + overlap_notes(config, compiles(config, device))
     if process.is_first:  # who prints them
-        config.notes.extend(tokenizer_notes(config, tokenizer))
+        notes += tokenizer_notes(config, tokenizer)
     timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
     output = Path(config.train.output_dir)
     with (
@@ -87,12 +85,13 @@ def train(config: RunConfig) -> TrainingResult:
             config.parallel, process.world_size, device.type, has_experts=config.model.num_experts is not None
         )
         if any_rank(goes_on, mesh.world):
-            config.checkpoint.load, config.checkpoint.load_optim = str(output), config.checkpoint.save_optim
+            own = {"checkpoint.load": str(output), "checkpoint.load_optim": config.checkpoint.save_optim}
+            config = config.with_settings(own)
         trainer, pulse = None, Pulse(mesh, timeout)
         starting.mark("settings and processes")
         try:
             with open_watch(pulse, process, timeout, output):
-                trainer = Trainer(config, tokenizer, mesh, device, pulse, signals, starting)
+                trainer = Trainer(config, tokenizer, mesh, device, pulse, signals, starting, notes)
                 result = trainer.run()
         except torch.OutOfMemoryError as error:
             made = (trainer.model.chunks, trainer.optimizer) if trainer else ()
@@ -122,8 +121,11 @@ class Trainer(Run):
         pulse: Pulse | None = None,
         signals: StopSignals | None = None,
         starting: StartClock | None = None,
+        notes: Sequence[str] = (),
     ):
+        """`notes` are what the report is to tell at the start."""
         super().__init__(config, tokenizer, mesh, device)
+        self.notes = [*notes, *self.data.notes]
         self.schedule = build_schedule(config.optim, config.train)
         self.pulse = pulse or Pulse(mesh, TIMEOUT)
         self.stops = Stops(config.train, mesh.world, signals)
@@ -147,6 +149,7 @@ class Trainer(Run):
         with (
             open_report(
                 config,
+                self.notes,
                 self.mesh,
                 self.device,
                 self.step,

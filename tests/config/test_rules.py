@@ -125,6 +125,5 @@ def test_experts_that_can_be_are_taken(model, parallel, size):
 @pytest.mark.parametrize("copies", [2, 3])
 def test_copies_of_shards_need_shards(copies):
     config = RunConfig.from_tree(tree_with({"parallel": {"num_distributed_optimizer_instances": copies}}))
-    config.parallel.data_parallel_sharding_strategy = "no_shard"
     with pytest.raises(ConfigError, match=f"instances is {copies}, but .*no_shard keeps a whole copy"):
         check_training(config)

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from megalith.config import ModelConfig, ParallelConfig
-from megalith.config.rules.run_rules import check_context
+from megalith.config.rules.parallel_rules import check_context
 from megalith.errors import ConfigError
 
 MODEL = ModelConfig(num_layers=1, hidden_size=48, num_attention_heads=12, num_query_groups=2)

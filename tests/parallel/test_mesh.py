@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from megalith.config import ModelConfig, ParallelConfig
-from megalith.config.rules.run_rules import check_tensor, data_parallel_size
+from megalith.config.rules.parallel_rules import check_tensor, data_parallel_size
 from megalith.errors import ConfigError
 from megalith.parallel.mesh import build_mesh
 

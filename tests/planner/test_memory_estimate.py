@@ -170,8 +170,9 @@ def test_activations_that_wait_in_host_memory_leave_one_layer_on_the_device():
     [("no_shard", 18), ("optim", 6 + 12 / 8), ("optim_grads", 2 + 16 / 8), ("optim_grads_params", 16 / 8)],
 )
 def test_sharding_takes_the_bytes_of_its_page(strategy, bytes_a_parameter):
-    model = ModelConfig(num_layers=100, hidden_size=1024, num_attention_heads=8, vocab_size=128)
-    model.max_position_embeddings = 128
+    model = ModelConfig(
+        num_layers=100, hidden_size=1024, num_attention_heads=8, vocab_size=128, max_position_embeddings=128
+    )
     parallel = ParallelConfig(data_parallel_sharding_strategy=strategy)
     sharded = strategy != "no_shard"
     share = Share(parallel=parallel, fsdp=sharded, shards=8 if sharded else 1)

@@ -85,12 +85,12 @@ def check_expert_parallel(model: ModelConfig, parallel: ParallelConfig, world_si
     if model.num_experts % ep:
         raise ConfigError(
             f"model.num_experts {model.num_experts} is not divisible by parallel.expert_model_parallel_size {ep}; "
-            f"each rank holds as many: choose among {_divisors(model.num_experts)}"
+            f"each rank holds as many: choose among {divisors(model.num_experts)}"
         )
     if model.expert_size % etp:
         raise ConfigError(
             f"model.moe_ffn_hidden_size {model.expert_size} is not divisible by parallel.expert_tensor_parallel_size "
-            f"{etp}; choose among {_divisors(model.expert_size)}"
+            f"{etp}; choose among {divisors(model.expert_size)}"
         )
     if ep > 1 and parallel.moe_token_dispatcher_type == "alltoall" and model.hidden_size % 2:
         raise ConfigError(
@@ -102,7 +102,7 @@ def check_expert_parallel(model: ModelConfig, parallel: ParallelConfig, world_si
     if shared and shared % tp:
         raise ConfigError(
             f"model.moe_shared_expert_intermediate_size {shared} is not divisible by "
-            f"parallel.tensor_model_parallel_size {tp}; choose a tensor size among {_divisors(shared)}"
+            f"parallel.tensor_model_parallel_size {tp}; choose a tensor size among {divisors(shared)}"
         )
 
 
@@ -114,7 +114,7 @@ def expert_data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
         raise ConfigError(
             f"a pipeline stage has {ranks} ranks (data × context × tensor), which are not divisible by expert ({ep}) "
             f"× expert tensor ({etp}) = {ep * etp}; choose expert_model_parallel_size among "
-            f"{_divisors(ranks // math.gcd(ranks, etp))}, or another number of processes"
+            f"{divisors(ranks // math.gcd(ranks, etp))}, or another number of processes"
         )
     return ranks // (ep * etp)
 
@@ -127,5 +127,6 @@ def expert_shard_size(parallel: ParallelConfig, world_size: int) -> int:
     return copies // math.gcd(copies, parallel.num_distributed_optimizer_instances)
 
 
-def _divisors(value: int) -> str:
+def divisors(value: int) -> str:
+    """The first of them, for a way out."""
     return ", ".join(str(d) for d in range(1, min(value, 64) + 1) if value % d == 0)
