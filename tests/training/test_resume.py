@@ -1,5 +1,6 @@
 """A run that goes on from a checkpoint: bitwise as if it had never stopped, told where it cannot be, or refused."""
 
+import json
 import re
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from trained_runs import comparable, configuration, losses, stored
 
+from megalith.checkpoint.manifest import content_checksum
 from megalith.config import ModelConfig, RunConfig
 from megalith.config.base import Decides
 from megalith.data.indexed import IndexedWriter
@@ -263,6 +265,27 @@ def test_going_on_with_another_function_is_refused_with_both_values_and_the_way_
     of_positions = name in ("rotary_base", "rope_scaling")
     assert of_positions == (name in ModelConfig.deciding(Decides.REACH))
     assert ("or start a run of its own with model.init_from=run/step" in str(refused.value)) == of_positions
+
+
+@pytest.mark.parametrize(
+    ("section", "other", "told"),
+    [
+        ("model", {"num_layers": None}, "manifest.json: model.num_layers is not set"),
+        ("model", {"hidden_size": 10**6}, "another model than its tensors: .*needed"),
+        ("model", {"num_layers": 9_999}, "9,999 layers, but lists"),
+        ("train", {"global_batch_size": 10**12, "rampup_batch_size": [1, 1, 10**13]}, "999,999,999,999 increments, but at most"),
+        ("train", {"global_batch_size": None}, "manifest.json: train.global_batch_size is not set"),
+        ("optim", {"lr": None}, "manifest.json: optim.lr is not set"),
+    ],
+)  # fmt: skip
+def test_a_manifest_with_a_configuration_that_no_run_can_have_had_is_refused(run, section, other, told):
+    step = run(train=dict(train_iters=1)).checkpoint
+    content = json.loads((step / "manifest.json").read_text())
+    del content["checksum"]
+    content["config"][section] |= other
+    (step / "manifest.json").write_text(json.dumps({"checksum": content_checksum(content), **content}))
+    with pytest.raises(CheckpointError, match=told):
+        run("on", checkpoint=dict(load=str(step)))
 
 
 def test_settings_of_training_and_those_that_the_model_does_not_read_are_no_other_function():
