@@ -52,15 +52,22 @@ class Resolved:
 class Needs:
     """Stands in the annotation of a field that a run reads only together with another setting."""
 
-    def __init__(self, path: str, *values: Any, above: int | None = None):
+    def __init__(self, path: str, *values: Any, above: int | None = None, strict: bool = False):
         """`path` is a field of the same section, or `section.field`. It has to have one of `values` or be above a
-        number; where neither is given, to be set."""
-        self.path, self._values, self._above = path, values, above
+        number; where neither is given, to be set. Without it a value that is not the default is noted, or if `strict`
+        refused."""
+        self.path, self._values, self._above, self.strict = path, values, above, strict
+
+    def found(self, section: Section, whole: Section | None) -> Any:
+        """The other setting's value, for a field of `section`; `whole` is the configuration with all sections."""
+        *outer, name = self.path.split(".")
+        return getattr(getattr(whole, outer[0]) if outer else section, name)
 
     def met(self, section: Section, whole: Section | None) -> bool:
-        """Whether a field of `section` is read; `whole` is the configuration with all sections."""
-        *outer, name = self.path.split(".")
-        value = getattr(getattr(whole, outer[0]) if outer else section, name)
+        """Whether the field is read, as far as can be said without the `whole`."""
+        if whole is None and "." in self.path:
+            return True
+        value = self.found(section, whole)
         if self._above is not None:
             return value > self._above
         return value in self._values if self._values else value is not None
@@ -138,7 +145,8 @@ class Section(BaseModel):
     def needed(cls, name: str) -> list[Needs]:
         """What has to hold for a run to read the field."""
         home = next(base for base in cls.__mro__ if name in vars(base).get("__annotations__", ()))
-        return [need for need in (home.needs, cls._mark(name, Needs)) if need is not None]
+        own = [mark for mark in cls.model_fields[name].metadata if isinstance(mark, Needs)]
+        return own if home.needs is None else [home.needs, *own]
 
     def unread(self, whole: Section | None = None) -> dict[str, Needs]:
         """The fields that are not read, whatever their values, each with what it needs. `whole`: see Needs."""
@@ -146,6 +154,17 @@ class Section(BaseModel):
             name: [n for n in self.needed(name) if not n.met(self, whole)] for name in type(self).model_fields
         }
         return {name: needs[0] for name, needs in lacks.items() if needs}
+
+    def refuse_unmet(self, path: str, whole: Section | None = None) -> None:
+        """Raises ConfigError for a field with a value of its own that strictly needs what is not so."""
+        for name, need in self.unread(whole).items():
+            value = getattr(self, name)
+            if need.strict and value != type(self).model_fields[name].default:
+                outer, found = "" if "." in need.path else f"{path}.", need.found(self, whole)
+                raise ConfigError(
+                    f"{path}.{name} is {value}, but it takes {outer}{need}, which is "
+                    f"{'not set' if found is None else found}; set it, or leave {name} out"
+                )
 
     def shrunk(self, whole: Section) -> dict[str, Any]:
         """The fields of a small run that are not left at their defaults."""

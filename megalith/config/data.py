@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import NonNegativeInt, PositiveInt
 
 from megalith.config import small
-from megalith.config.base import KEPT, Decides, Section, Shrinks
+from megalith.config.base import KEPT, Decides, Needs, Section, Shrinks
 
 DataPath = str | list[Any]
 
@@ -55,7 +55,7 @@ class DataConfig(Section):
     ] = None
     """Kind of tokenizer. Absent: none; model.vocab_size is then needed."""
 
-    tokenizer_model: Annotated[str | None, Decides.NOTHING] = None
+    tokenizer_model: Annotated[str | None, Decides.NOTHING, Needs("tokenizer_type", strict=True)] = None
     """The tokenizer's file or folder (tokenizer.json, .model, .tiktoken), or a name in the local hub cache."""
 
     vocab_file: Annotated[str | None, Decides.NOTHING] = None

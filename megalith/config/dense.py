@@ -62,6 +62,8 @@ class RopeScaling(Section):
 
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
 ROTARY = Needs("position_embedding_type", "rope")
+ROTARY_ONLY = Needs("position_embedding_type", "rope", strict=True)
+WINDOWED = Needs("window_size", strict=True)
 LATENT = Needs("multi_latent_attention", True)
 
 
@@ -114,13 +116,13 @@ class DenseModel(Section):
     rotary_base: Annotated[float, Field(gt=1.0), Decides.REACH, ROTARY] = 10000.0
     """Base of the rotary frequencies (theta)."""
 
-    rotary_base_local: Annotated[Annotated[float, Field(gt=1.0)] | None, ROTARY] = None
+    rotary_base_local: Annotated[Annotated[float, Field(gt=1.0)] | None, ROTARY_ONLY, WINDOWED] = None
     """Base of the rotary frequencies in layers with a window, which are then never scaled (Gemma 3)."""
 
-    rotary_percent: Annotated[float, Field(gt=0.0, le=1.0), ROTARY] = 1.0
+    rotary_percent: Annotated[float, Field(gt=0.0, le=1.0), ROTARY_ONLY] = 1.0
     """Share of a head's dimensions that turn with the position; the others stay as they are."""
 
-    rope_scaling: Annotated[RopeScaling | None, Decides.REACH, ROTARY, Shrinks(small.scaling)] = None
+    rope_scaling: Annotated[RopeScaling | None, Decides.REACH, ROTARY_ONLY, Shrinks(small.scaling)] = None
     """Stretches the rotary frequencies to a longer context."""
 
     window_size: Annotated[
@@ -131,7 +133,7 @@ class DenseModel(Section):
     """Sliding window: tokens before and after itself that a query sees, like [4095, 0]. Absent: all before it."""
 
     window_attn_skip_freq: Annotated[
-        PositiveInt | list[Literal[0, 1]] | None, Resolved(None), Shrinks(small.window_skip)
+        PositiveInt | list[Literal[0, 1]] | None, Resolved(None), WINDOWED, Shrinks(small.window_skip)
     ] = None
     """Layers without the window: every N-th, or where a list with a number a layer has a 0. Absent: none."""
 
@@ -176,7 +178,9 @@ class DenseModel(Section):
     qk_layernorm: bool = False
     """Normalizes queries and keys per head before attention (Qwen3)."""
 
-    qk_layernorm_full_width: bool = False
+    qk_layernorm_full_width: Annotated[
+        bool, Needs("qk_layernorm", True, strict=True), Needs("normalization", "RMSNorm", strict=True)
+    ] = False
     """qk_layernorm goes over all heads together instead (OLMo 2)."""
 
     query_pre_attn_scalar: Annotated[PositiveInt | None, Resolved("attention_divisor")] = None
@@ -218,7 +222,7 @@ class DenseModel(Section):
     v_head_dim: Annotated[PositiveInt, LATENT, Shrinks(small.HEAD_DIM)] = 128
     """MLA: dimensions of a head's value."""
 
-    mtp_num_layers: PositiveInt | None = None
+    mtp_num_layers: Annotated[PositiveInt | None, ROTARY_ONLY] = None
     """Further layers that in training predict the tokens behind the next one, one each (DeepSeek-V3)."""
 
     mtp_loss_scaling_factor: Annotated[PositiveFloat, Decides.UPDATES, Needs("mtp_num_layers")] = 0.1

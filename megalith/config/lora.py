@@ -6,7 +6,7 @@ from typing import Annotated, ClassVar
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from megalith.config.base import DEFAULT, KEPT, Decides, Section, Shrinks
+from megalith.config.base import DEFAULT, KEPT, Decides, Needs, Section, Shrinks
 from megalith.config.dense import Probability
 from megalith.config.model import ModelConfig
 from megalith.errors import ConfigError, nearest_of
@@ -41,6 +41,7 @@ class LoraConfig(Section):
     """Low-rank adapters (LoRA): trains them alone, on frozen weights."""
 
     shrinks: ClassVar[Shrinks] = KEPT
+    needs: ClassVar[Needs] = Needs("rank", strict=True)
 
     rank: Annotated[PositiveInt | None, Decides.FUNCTION] = None
     """Rank of the adapters. Absent: none, every weight is trained."""

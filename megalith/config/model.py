@@ -34,7 +34,7 @@ class ModelConfig(DenseModel):
     ] = None
     """Width of the shared expert, an MLP that every token goes through too. Absent: none."""
 
-    moe_shared_expert_gate: bool = False
+    moe_shared_expert_gate: Annotated[bool, Needs("moe_shared_expert_intermediate_size", strict=True)] = False
     """Weighs the shared expert's output of each token by a sigmoid gate (Qwen2-MoE)."""
 
     moe_shared_expert_overlap: Annotated[bool, Decides.NOTHING] = True
@@ -62,7 +62,9 @@ class ModelConfig(DenseModel):
     ] = None
     """Groups that a token may choose experts from."""
 
-    moe_router_enable_expert_bias: bool = False
+    moe_router_enable_expert_bias: Annotated[
+        bool, Needs("moe_router_score_function", "sigmoid", strict=True)
+    ] = False
     """Balances without a loss: a bias on the scores for choosing alone, moved after each step (DeepSeek-V3)."""
 
     moe_router_bias_update_rate: Annotated[PositiveFloat, Decides.UPDATES] = 1e-3
@@ -85,7 +87,9 @@ class ModelConfig(DenseModel):
     moe_token_drop_policy: Annotated[Literal["probs", "position"], Decides.UPDATES] = "probs"
     """Tokens beyond the capacity that are dropped: those with the lowest weights, or those furthest back."""
 
-    moe_pad_expert_input_to_capacity: Annotated[bool, Decides.NOTHING] = False
+    moe_pad_expert_input_to_capacity: Annotated[
+        bool, Decides.NOTHING, Needs("moe_expert_capacity_factor", strict=True)
+    ] = False
     """Fills every expert up to its capacity, so that sizes are fixed and the host never waits for them."""
 
     moe_router_force_load_balancing: bool = False

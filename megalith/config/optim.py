@@ -13,6 +13,7 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 ADAM = Needs("optimizer", "adamw", "adam")
 WSD = Needs("lr_decay_style", "WSD")
+GROWS = Needs("weight_decay_incr_style", "linear", "cosine", strict=True)
 OFFLOADED = Needs("optimizer_cpu_offload", True)
 FP16 = Needs("train.precision", "fp16")
 
@@ -71,10 +72,10 @@ class OptimConfig(Section):
     weight_decay: Annotated[NonNegativeFloat, KEPT] = 0.01
     """Decay of matrices; biases and other 1-D parameters have none."""
 
-    start_weight_decay: NonNegativeFloat | None = None
+    start_weight_decay: Annotated[NonNegativeFloat | None, GROWS] = None
     """Weight decay at the start, when it changes over the run."""
 
-    end_weight_decay: NonNegativeFloat | None = None
+    end_weight_decay: Annotated[NonNegativeFloat | None, GROWS] = None
     """Weight decay at the end, when it changes over the run."""
 
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"

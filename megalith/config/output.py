@@ -36,7 +36,7 @@ class CheckpointConfig(Section):
     async_save: bool = False
     """Writes checkpoints in the background: training waits for a copy in host memory only."""
 
-    export_hf: bool = False
+    export_hf: Annotated[bool, Needs("save_at_end", True, strict=True)] = False
     """Writes `hf_model/` at the end of the run."""
 
 

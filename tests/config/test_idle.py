@@ -101,7 +101,7 @@ READ_WITH = {
 
 def needs_of(section: type[Section], path: str) -> set[str]:
     """What stands on the fields, in the words of the notes."""
-    needs = [need for name in section.model_fields for need in section.needed(name)]
+    needs = [need for name in section.model_fields for need in section.needed(name) if not need.strict]
     return {str(need) if "." in need.path else f"{path}.{need}" for need in needs}
 
 

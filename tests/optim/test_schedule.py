@@ -141,7 +141,7 @@ SAMPLES = {"train_samples": 400, "global_batch_size": 4}
         ),
         ({"min_lr": 2.0}, ITERS, ["min_lr (2.0)", "lr (1.0)"]),
         ({"lr_warmup_init": 2.0}, ITERS, ["lr_warmup_init (2.0)", "lr (1.0)"]),
-        ({"start_weight_decay": 0.1}, ITERS, ["linear or cosine"]),
+        ({"start_weight_decay": 0.1}, ITERS, ["incr_style linear or cosine, which is constant"]),
         ({"weight_decay_incr_style": "linear"}, ITERS, ["set both"]),
         (
             {"weight_decay_incr_style": "cosine", "start_weight_decay": 0.2, "end_weight_decay": 0.1},

@@ -58,7 +58,3 @@ def test_the_sizes_of_both_levels_have_to_multiply_to_the_context_size(sizes):
     assert str(sizes) in message
     example = [int(size) for size in re.search(r"example \[(\d+), (\d+)\]", message).groups()]
     check_context(MODEL, ParallelConfig(**arguments, hierarchical_context_parallel_sizes=example), 64)
-
-
-def test_sizes_without_two_levels():
-    assert "has one level" in refusal(context_parallel_size=4, hierarchical_context_parallel_sizes=[2, 2])

@@ -101,7 +101,6 @@ MODEL = ModelConfig(
 @pytest.mark.parametrize(
     "model, parallel, seq_length, sentence",
     [
-        ({}, {"sequence_parallel": True}, 32, "tensor_model_parallel_size is 1"),
         (
             {},
             {"tensor_model_parallel_size": 4},

@@ -21,22 +21,6 @@ def check_experts(model: ModelConfig) -> None:
         )
     _check_layers(model)
     _check_groups(model)
-    if model.moe_router_enable_expert_bias and model.moe_router_score_function != "sigmoid":
-        raise ConfigError(
-            "model.moe_router_enable_expert_bias adds to scores that are each between 0 and 1, but "
-            f"model.moe_router_score_function is {model.moe_router_score_function}; set it to sigmoid, or leave the "
-            "bias out"
-        )
-    if model.moe_pad_expert_input_to_capacity and model.moe_expert_capacity_factor is None:
-        raise ConfigError(
-            "model.moe_pad_expert_input_to_capacity needs a capacity, but model.moe_expert_capacity_factor is not "
-            "set; set it, for example to 1.25, or leave the padding out"
-        )
-    if model.moe_shared_expert_gate and model.moe_shared_expert_intermediate_size is None:
-        raise ConfigError(
-            "model.moe_shared_expert_gate weighs the shared expert, but there is none; set "
-            "model.moe_shared_expert_intermediate_size, or leave the gate out"
-        )
 
 
 def _check_layers(model: ModelConfig) -> None:
@@ -75,11 +59,6 @@ def check_expert_parallel(model: ModelConfig, parallel: ParallelConfig, world_si
     """Raises ConfigError unless the experts can be spread over the ranks as asked."""
     ep, etp = parallel.expert_model_parallel_size, parallel.expert_tensor_parallel_size
     if model.num_experts is None:
-        if ep > 1 or etp > 1:
-            raise ConfigError(
-                f"parallel.expert_model_parallel_size is {ep} and parallel.expert_tensor_parallel_size {etp}, but the "
-                "model has no experts; leave them out, or set model.num_experts"
-            )
         return
     expert_data_parallel_size(parallel, world_size)
     if model.num_experts % ep:

@@ -34,6 +34,7 @@ def check_schedule(optim: OptimConfig, train: TrainConfig) -> tuple[float, int, 
             )
         warmup = optim.lr_warmup_fraction * decay
     wsd_decay = getattr(optim, f"lr_wsd_decay_{unit}") or 0
+    optim.refuse_unmet("optim")
     _check_lengths(optim, unit, warmup, decay, wsd_decay)
     _check_weight_decay(optim)
     return warmup, decay, wsd_decay
@@ -82,13 +83,7 @@ def _check_lengths(optim: OptimConfig, unit: str, warmup: float, decay: int, wsd
 
 def _check_weight_decay(optim: OptimConfig) -> None:
     start, end = optim.start_weight_decay, optim.end_weight_decay
-    if optim.weight_decay_incr_style == "constant":
-        if start is not None or end is not None:
-            raise ConfigError(
-                f"optim.start_weight_decay ({start}) and optim.end_weight_decay ({end}) need "
-                "optim.weight_decay_incr_style linear or cosine; a constant one is optim.weight_decay"
-            )
-    elif start is None or end is None or end < start:
+    if optim.weight_decay_incr_style != "constant" and (start is None or end is None or end < start):
         raise ConfigError(
             f"optim.weight_decay_incr_style is {optim.weight_decay_incr_style}, which grows from "
             f"optim.start_weight_decay ({start}) to optim.end_weight_decay ({end}): set both, the end at "

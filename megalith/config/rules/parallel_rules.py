@@ -18,12 +18,13 @@ def check_parallel(config: RunConfig, world_size: int) -> None:
     How a pipeline's layers are assigned and its passes ordered is checked beside that: pipeline/pipeline_rules.py.
     """
     model, parallel = config.model, config.parallel
+    parallel.refuse_unmet("parallel", config)
     data_parallel_size(parallel, world_size)
     shard_size(parallel, world_size)
     check_tensor(model, parallel, config.data.seq_length)
     check_context(model, parallel, config.data.seq_length)
     check_expert_parallel(model, parallel, world_size)
-    _check_recompute(model, parallel)
+    _check_distributed_inputs(model, parallel)
     _check_offload(model, parallel)
     _check_zero_bubble(parallel, config.runtime)
     check_overlap(config)
@@ -63,12 +64,6 @@ def shard_size(parallel: ParallelConfig, world_size: int) -> int:
     ranks = data_parallel_size(parallel, world_size) * parallel.context_parallel_size
     copies, strategy = parallel.num_distributed_optimizer_instances, parallel.data_parallel_sharding_strategy
     if strategy == "no_shard":
-        if copies > 1:
-            raise ConfigError(
-                f"parallel.num_distributed_optimizer_instances is {copies}, but data_parallel_sharding_strategy "
-                "no_shard keeps a whole copy on every rank; leave it at 1, or choose optim, optim_grads or "
-                "optim_grads_params"
-            )
         return 1
     if parallel.pipeline_schedule == "zero_bubble" and strategy != "optim":
         raise ConfigError(
@@ -87,11 +82,6 @@ def shard_size(parallel: ParallelConfig, world_size: int) -> int:
 def check_tensor(model: ModelConfig, parallel: ParallelConfig, seq_length: int) -> None:
     """Raises ConfigError unless the model's matrices, and with sequence_parallel its tokens, can be cut by TP."""
     size = parallel.tensor_model_parallel_size
-    if parallel.sequence_parallel and size == 1:
-        raise ConfigError(
-            "parallel.sequence_parallel splits the tokens over the tensor-parallel ranks, but "
-            "parallel.tensor_model_parallel_size is 1; raise it, or leave sequence_parallel out"
-        )
     for name, value in (
         ("num_attention_heads", model.num_attention_heads),
         ("ffn_hidden_size", model.ffn_size),
@@ -131,11 +121,6 @@ def check_context(model: ModelConfig, parallel: ParallelConfig, seq_length: int)
     """Raises ConfigError unless sequences, and where heads are exchanged the heads, can be cut over CP."""
     size, kind = parallel.context_parallel_size, parallel.cp_comm_type
     sizes = parallel.hierarchical_context_parallel_sizes
-    if sizes is not None and kind != "a2a+p2p":
-        raise ConfigError(
-            f"parallel.hierarchical_context_parallel_sizes is {sizes}, but parallel.cp_comm_type {kind} has one level; "
-            "set it to a2a+p2p, or leave the sizes out"
-        )
     if size == 1:
         return
     if seq_length % (2 * size):
@@ -165,23 +150,10 @@ def check_context(model: ModelConfig, parallel: ParallelConfig, seq_length: int)
         )
 
 
-def _check_recompute(model: ModelConfig, parallel: ParallelConfig) -> None:
-    if parallel.recompute_method is not None and parallel.recompute_granularity != "full":
-        raise ConfigError(
-            f"parallel.recompute_method {parallel.recompute_method} chooses among whole layers, but "
-            f"parallel.recompute_granularity is {parallel.recompute_granularity}; set it to full, or remove the method"
-        )
-    if parallel.distribute_saved_activations:
-        _check_distributed_inputs(model, parallel)
-
-
 def _check_distributed_inputs(model: ModelConfig, parallel: ParallelConfig) -> None:
     size, name = parallel.tensor_model_parallel_size, "parallel.distribute_saved_activations"
-    if parallel.recompute_granularity != "full":
-        raise ConfigError(
-            f"{name} divides the inputs that full recomputation keeps, but parallel.recompute_granularity is "
-            f"{parallel.recompute_granularity}; set it to full, or leave {name} out"
-        )
+    if not parallel.distribute_saved_activations:
+        return
     if size == 1 or parallel.sequence_parallel:
         raise ConfigError(
             f"{name} divides what tensor-parallel ranks hold alike, but parallel.tensor_model_parallel_size is {size} "

@@ -11,7 +11,7 @@ from megalith.config.batch_size import BatchSizeSchedule
 from megalith.config.data import DataConfig
 from megalith.config.lora import WHOLE
 from megalith.config.model import ModelConfig
-from megalith.config.output import CheckpointConfig, LogConfig
+from megalith.config.output import LogConfig
 from megalith.config.rules.model_rules import check_model
 from megalith.config.rules.optim_rules import check_loss_scale, check_schedule
 from megalith.config.rules.parallel_rules import check_parallel, data_parallel_size, divisors
@@ -21,12 +21,12 @@ from megalith.errors import ConfigError
 
 def check_training(config: RunConfig, world_size: int = 1) -> None:
     """Raises ConfigError unless this run can be trained on `world_size` processes."""
-    _check_tokenizer(config.data)
+    config.data.refuse_unmet("data")
+    config.checkpoint.refuse_unmet("checkpoint")
     check_model(config.model)
     _check_available(config)
     check_parallel(config, world_size)
     _check_adapters(config)
-    _check_saving(config.checkpoint)
     _check_lengths(config.model, config.data)
     _check_data(config.data)
     BatchSizeSchedule.from_config(
@@ -65,13 +65,8 @@ def _check_available(config: RunConfig) -> None:
 
 def _check_adapters(config: RunConfig) -> None:
     lora, model = config.lora, config.model
+    lora.refuse_unmet("lora")
     if lora.rank is None:
-        for name, field in type(lora).model_fields.items():
-            if getattr(lora, name) != field.default:
-                raise ConfigError(
-                    f"lora.{name} is {getattr(lora, name)}, but lora.rank is not set, so there are no adapters; set "
-                    f"the rank, or remove {name}"
-                )
         return
     parts = lora.parts(model)
     if model.num_experts is not None and parts.keys() & {"linear_fc1", "linear_fc2"}:
@@ -104,28 +99,12 @@ def _check_adapters(config: RunConfig) -> None:
         )
 
 
-def _check_saving(checkpoint: CheckpointConfig) -> None:
-    if checkpoint.export_hf and not checkpoint.save_at_end:
-        raise ConfigError(
-            "checkpoint.export_hf exports the checkpoint of the run's end, but checkpoint.save_at_end is false; "
-            "set it to true, or turn export_hf off"
-        )
-
-
 def _check_lengths(model: ModelConfig, data: DataConfig) -> None:
     seq_length, longest = data.seq_length, model.max_position_embeddings
     if longest is not None and seq_length > longest:
         raise ConfigError(
             f"data.seq_length {seq_length} is longer than model.max_position_embeddings {longest}; shorten the "
             "sequences, or raise the model's limit"
-        )
-
-
-def _check_tokenizer(data: DataConfig) -> None:
-    if data.tokenizer_type is None and data.tokenizer_model is not None:
-        raise ConfigError(
-            f"data.tokenizer_model is {data.tokenizer_model!r} but data.tokenizer_type is not set; set it, "
-            "for example to HuggingFaceTokenizer"
         )
 
 

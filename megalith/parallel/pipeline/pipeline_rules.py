@@ -35,12 +35,6 @@ def check_pipeline(config: RunConfig, micro_batches: Iterable[int]) -> list[str]
             f"virtual_pipeline_model_parallel_size is {virtual}, but there is only one pipeline rank; raise "
             "pipeline_model_parallel_size to 2 or more, or leave it out"
         )
-    if stages == 1 and parallel.microbatch_group_size_per_virtual_pipeline_stage:
-        raise ConfigError(
-            f"microbatch_group_size_per_virtual_pipeline_stage is "
-            f"{parallel.microbatch_group_size_per_virtual_pipeline_stage}, but there is only one pipeline rank; raise "
-            "pipeline_model_parallel_size to 2 or more, or leave it out"
-        )
     assign_layers(config.model, parallel)
     if stages == 1:
         return []
