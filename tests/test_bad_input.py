@@ -105,7 +105,7 @@ CONFIGURATIONS = [
     (["run.yaml", "--runtime.device", "tpu"], "device 'tpu' is not known; give auto, cpu, cuda"),
     (["run.yaml", "--runtime.device", "cuda:99"], "cuda:99"),
     (["run.yaml", "--data.tokenizer_type", "BertTokenizer"], "data.tokenizer_type is 'BertTokenizer'"),
-    (["run.yaml", "--data.tokenizer_type", "null", "--data.tokenizer_model", "x"], "data.tokenizer_type, which is not set"),
+    (["run.yaml", "--data.tokenizer_type", "null", "--data.tokenizer_model", "x"], "tokenizer_type, which is not set"),
     (["run.yaml", "--data.tokenizer_type", "null"], "model.vocab_size is not set and there is no tokenizer"),
     (["run.yaml", "--data.tokenizer_type", "NullTokenizer"], "NullTokenizer was given vocab_size None"),
     (["run.yaml", "--model.vocab_size", "100"], "tokenizer has 257 entries but model.vocab_size is 100"),

@@ -152,9 +152,9 @@ def model_of(path: str) -> ModelConfig:
     return config.model
 
 
-def tokenizer_notes(config: RunConfig, tokenizer: Tokenizer | None) -> list[str]:
+def tokenizer_notes(model: ModelConfig, tokenizer: Tokenizer | None) -> list[str]:
     """What to tell where the run's tokenizer is not that of the weights that `model.init_from` names."""
-    path = config.model.init_from
+    path = model.init_from
     if path is None or tokenizer is None:
         return []
     try:

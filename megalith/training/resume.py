@@ -49,7 +49,7 @@ def load_run(run: Run) -> Path | None:
             _remember_base(run, checkpoint)
     if checkpoint is None:
         if config.lora.load is not None:
-            begin_from_peft(config, run.model.chunks)
+            begin_from_peft(config.lora.load, config.model, run.model.chunks)
         return None
     restore(run, checkpoint, config.checkpoint.load_optim)
     run.notes += _notes_on_change(run, checkpoint)

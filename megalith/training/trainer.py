@@ -71,7 +71,7 @@ def train(config: RunConfig) -> TrainingResult:
     device = prepare_process(config, process.local_rank)
     notes += offload_notes(config, device.type) + overlap_notes(config, compiles(config, device))
     if process.is_first:  # who prints them
-        notes += tokenizer_notes(config, tokenizer)
+        notes += tokenizer_notes(config.model, tokenizer)
     timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
     output = Path(config.train.output_dir)
     with (

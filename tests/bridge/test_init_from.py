@@ -168,14 +168,14 @@ def test_a_tokenizer_that_is_not_that_of_the_weights_is_told(hf_folder, run, cap
         train_tokenizer([tmp_path / "text.jsonl"], 260, place / "tokenizer.json", min_frequency=1)
     own, another = (build_tokenizer("HuggingFaceTokenizer", place) for place in (folder, other))
     config = run_config(folder, tmp_path / "run")
-    assert tokenizer_notes(config, own) == tokenizer_notes(config, None) == []
-    [note] = tokenizer_notes(config, another)
+    assert tokenizer_notes(config.model, own) == tokenizer_notes(config.model, None) == []
+    [note] = tokenizer_notes(config.model, another)
     assert f"{another.fingerprint[:12]}) is not that of the weights in {folder}" in note
     assert f"({own.vocab_size}, {own.fingerprint[:12]})" in note and "set data.tokenizer_type" in note
     (folder / "tokenizer.json").write_text("{")
-    assert "cannot be compared" in tokenizer_notes(config, own)[0]
+    assert "cannot be compared" in tokenizer_notes(config.model, own)[0]
     (folder / "tokenizer.json").unlink()
-    assert tokenizer_notes(config, own) == []  # it has none
+    assert tokenizer_notes(config.model, own) == []  # it has none
     begun = str(run("begun", train=dict(train_iters=1)).checkpoint)
     capsys.readouterr()
     run("same", model=dict(init_from=begun), train=dict(train_iters=1))
