@@ -73,11 +73,9 @@ class Needs:
         return value in self._values if self._values else value is not None
 
     def __str__(self) -> str:
-        above = f" above {self._above}" if self._above is not None else ""
-        return (
-            f"{self.path} {' or '.join(str(v).lower() if v is True else v for v in self._values)}".strip()
-            + above
-        )
+        above = [f"above {self._above}"] if self._above is not None else []
+        values = ["true" if value is True else value for value in self._values]
+        return f"{self.path} {' or '.join(values + above)}".strip()
 
 
 class Shrinks:
@@ -119,9 +117,7 @@ class Section(BaseModel):
         for name, text in _texts(cls.__module__).get(cls.__name__, {}).items():
             if name in cls.model_fields:
                 cls.model_fields[name].description = text
-        cls.__hash__ = (
-            None  # lists have none; pydantic then copies a default, so that no two objects share one
-        )
+        cls.__hash__ = None  # as of lists: pydantic then copies a default, and no two objects share one
 
     @field_validator("*", mode="before")
     @classmethod
