@@ -101,7 +101,7 @@ CONFIGURATIONS = [
     (["run.yaml", "--train.precision", "fp16", "--optim.min_loss_scale", "1e20"], "min_loss_scale", "lower it"),
     (["run.yaml", "--optim.adam_beta1", "1.0"], "adam_beta1 is 1.0"),
     (["run.yaml", "--parallel.tensor_model_parallel_size", "2"], "world size 1", "tensor (2)"),
-    (["run.yaml", "--parallel.recompute_method", "block"], "recompute_granularity is None"),
+    (["run.yaml", "--parallel.recompute_method", "block"], "recompute_granularity full, which is not set"),
     (["run.yaml", "--runtime.device", "tpu"], "device 'tpu' is not known; give auto, cpu, cuda"),
     (["run.yaml", "--runtime.device", "cuda:99"], "cuda:99"),
     (["run.yaml", "--data.tokenizer_type", "BertTokenizer"], "data.tokenizer_type is 'BertTokenizer'"),

@@ -73,7 +73,7 @@ READ_WITH = {
     "model.multi_latent_attention true":
         ("model.kv_lora_rank=64", "model.multi_latent_attention=true"),
     "model.mtp_num_layers":
-        ("model.mtp_loss_scaling_factor=0.3", "model.mtp_num_layers=1"),
+        ("model.mtp_loss_scaling_factor=0.3", "model.mtp_num_layers=1 model.position_embedding_type=rope"),
     "optim.optimizer adamw or adam":
         ("optim.adam_eps=1e-6", "optim.optimizer=adam"),
     "optim.optimizer sgd":
