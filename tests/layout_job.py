@@ -39,7 +39,7 @@ def configuration(output: Path | str, **sections) -> RunConfig:
 
 def build(config: RunConfig) -> Run:
     size = dist.get_world_size()
-    config, tokenizer = prepare(config, size)
+    config, tokenizer, _ = prepare(config, size)
     device = pick_device(config.runtime.device, dist.get_rank())
     mesh = build_mesh(config.parallel, size, device.type, has_experts=config.model.num_experts is not None)
     return Run(config, tokenizer, mesh, device)

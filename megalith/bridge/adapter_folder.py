@@ -39,7 +39,7 @@ def with_lora_load(config: RunConfig) -> RunConfig:
     given = config.lora
     if given.load is None:
         return config
-    found = _peft(given.load, config).lora
+    found = _peft(given.load, config.model).lora
     for name in ("rank", "alpha", "targets"):
         asked, theirs, default = (getattr(lora, name) for lora in (given, found, LoraConfig()))
         same = (
@@ -50,15 +50,14 @@ def with_lora_load(config: RunConfig) -> RunConfig:
                 f"lora.{name} is {asked}, but the adapters in {given.load}, which lora.load names, have {theirs}; "
                 f"leave {name} out"
             )
-    config = config.model_copy(deep=True)
-    for name in ("rank", "alpha", "targets"):
-        setattr(config.lora, name, getattr(found, name))
-    return config
+    return config.with_settings(
+        {f"lora.{name}": getattr(found, name) for name in ("rank", "alpha", "targets")}
+    )
 
 
-def begin_from_peft(config: RunConfig, model: Model) -> None:
-    """Fills this rank's adapters with those that `lora.load` names, each rank its boxes."""
-    _fill(model, _peft(config.lora.load, config).read)
+def begin_from_peft(path: str, config: ModelConfig, model: Model) -> None:
+    """Fills this rank's adapters with those in `path`, in PEFT's form, each rank its boxes."""
+    _fill(model, _peft(path, config).read)
 
 
 def export_adapters(run: str | Path, out: str | Path, family: str | None = None) -> Family:
@@ -189,8 +188,8 @@ def _reader(checkpoint: Checkpoint) -> Callable[[str], Tensor]:
     return lambda name: checkpoint.read("model", name)
 
 
-def _peft(path: str, config: RunConfig) -> PeftFolder:
-    return PeftFolder(path, _family(config.model), config.model)
+def _peft(path: str, model: ModelConfig) -> PeftFolder:
+    return PeftFolder(path, _family(model), model)
 
 
 def _family(model: ModelConfig, base: str | None = None) -> Family:

@@ -29,7 +29,7 @@ from megalith.bridge.settings import Tree, differences
 from megalith.bridge.transfer import ByteProgress, Scratch, to_theirs
 from megalith.checkpoint import Checkpoint, open_existing
 from megalith.checkpoint.files import Layout, PlacedTensors, byte_count
-from megalith.config import ModelConfig, RunConfig
+from megalith.config import ModelConfig, TrainConfig
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import CheckpointError, ConfigError
 from megalith.io import sync_folder, write_file
@@ -198,10 +198,10 @@ def export_hf(
             f"{opened.folder} holds adapters alone; write them with megalith lora export, or merge them with their "
             "base first: megalith lora merge"
         )
-    origin = read_origin(_origin_folder(opened, config))
+    origin = read_origin(_origin_folder(opened, config.model))
     chosen, notes = _family(config.model, origin, family)
     groups = chosen.groups(config.model)
-    dtypes = _dtypes(groups, config, origin, dtype)
+    dtypes = _dtypes(groups, config.train, origin, dtype)
     tokenizer = saved_tokenizer(opened.tokenizer_folder)
     tensors = {name: (dtypes[name], shape) for group in groups for name, shape in group.sources.items()}
     total = sum(torch.Size(shape).numel() * kind.itemsize for kind, shape in tensors.values())
@@ -217,17 +217,17 @@ def export_hf(
                 for name, value in to_theirs(group, tensor, dtypes, scratch, first_expert=offset[0]):
                     writer.write(name, value)
                     progress.add(value.nbytes)
-        model_dtype = DTYPE_NAMES[dtype] if dtype else _precision(config)
+        model_dtype = DTYPE_NAMES[dtype] if dtype else _precision(config.train)
         writer.write_json(CONFIG, _config_json(chosen, config.model, origin, model_dtype, tokenizer))
         writer.write_json(GENERATION, origin.generation or _generation(tokenizer))
         notes += _write_tokenizer(writer, origin, tokenizer)
     return Export(place(out), chosen, opened, groups, dtypes, notes)
 
 
-def _origin_folder(checkpoint: Checkpoint, config: RunConfig) -> Path | None:
+def _origin_folder(checkpoint: Checkpoint, model: ModelConfig) -> Path | None:
     """Where the small files stand: in the checkpoint, else in the Hugging Face folder that training began from."""
     kept = checkpoint.tokenizer_folder
-    began = config.model.init_from
+    began = model.init_from
     if (kept is None or not (kept / CONFIG).is_file()) and began and is_model_folder(began):
         return Path(began)
     return kept
@@ -254,17 +254,17 @@ def _family(model: ModelConfig, origin: Origin, asked: str | None) -> tuple[Fami
     return chosen, [f"written as {chosen.architecture}, the first family that can say this model"]
 
 
-def _precision(config: RunConfig) -> torch.dtype:
-    return next(dtype for dtype, name in PRECISIONS.items() if name == config.train.precision)
+def _precision(train: TrainConfig) -> torch.dtype:
+    return next(dtype for dtype, name in PRECISIONS.items() if name == train.precision)
 
 
 def _dtypes(
-    groups: list[Group], config: RunConfig, origin: Origin, asked: str | None
+    groups: list[Group], train: TrainConfig, origin: Origin, asked: str | None
 ) -> dict[str, torch.dtype]:
     names = [name for group in groups for name in group.sources]
     if asked is not None:
         return dict.fromkeys(names, DTYPE_NAMES[asked])
-    return {name: origin.dtypes.get(name, _precision(config)) for name in names}
+    return {name: origin.dtypes.get(name, _precision(train)) for name in names}
 
 
 def _config_json(

@@ -23,8 +23,8 @@ from megalith.bridge.origin import check_vocabulary, keep_origin, tokenizer_of
 from megalith.bridge.transfer import ByteProgress
 from megalith.checkpoint import RunRecord, StepWriter, TokenizerRecord
 from megalith.checkpoint.steps import CHECKPOINTS
-from megalith.config import RunConfig
-from megalith.config.rules.run_rules import check_model
+from megalith.config import RunConfig, TrainConfig
+from megalith.config.rules.model_rules import check_model
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import CheckpointError, ConfigError
 from megalith.launch.lock import LOCK_NAME, OutputLock, lock_of
@@ -77,8 +77,7 @@ def write_run(
     Raises as `new_run`.
     """
     model, dtype = fit.groups[0].model, common_dtype(fit)
-    config = RunConfig()
-    config.model, config.train.precision = model, PRECISIONS[dtype]
+    config = RunConfig(model=model, train=TrainConfig(precision=PRECISIONS[dtype]))
     record = RunRecord(
         step=0,
         consumed_samples=0,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from megalith.config.base import Decides, Section
+from megalith.config.base import DEFAULT, KEPT, Decides, Needs, Section, Shrinks
 from megalith.config.dense import Probability
 from megalith.config.model import ModelConfig
 from megalith.errors import ConfigError, nearest_of
@@ -40,6 +40,9 @@ TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
 class LoraConfig(Section):
     """Low-rank adapters (LoRA): trains them alone, on frozen weights."""
 
+    shrinks: ClassVar[Shrinks] = KEPT
+    needs: ClassVar[Needs] = Needs("rank", strict=True)
+
     rank: Annotated[PositiveInt | None, Decides.FUNCTION] = None
     """Rank of the adapters. Absent: none, every weight is trained."""
 
@@ -54,7 +57,7 @@ class LoraConfig(Section):
     )
     """Which linears: linear_qkv, linear_proj, linear_fc1, linear_fc2, or names of transformers like q_proj."""
 
-    load: str | None = None
+    load: Annotated[str | None, DEFAULT] = None
     """A folder in PEFT's format to begin from. Sets rank, alpha and targets."""
 
     def sizes(self, model: ModelConfig) -> dict[str, tuple[int, dict[str, int]]]:

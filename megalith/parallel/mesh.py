@@ -26,7 +26,7 @@ from torch.distributed import DeviceMesh, init_device_mesh
 from megalith.comm.collectives import Axis
 from megalith.config import ParallelConfig
 from megalith.config.rules import expert_rules
-from megalith.config.rules import run_rules as rules
+from megalith.config.rules import parallel_rules as rules
 from megalith.errors import ConfigError
 
 

@@ -52,7 +52,7 @@ class Outcome:
 def start(config: RunConfig) -> Run:
     """This rank's run, with the initial weights or those of `checkpoint.load`."""
     process = this_process()
-    config, tokenizer = prepare(config, process.world_size)
+    config, tokenizer, _ = prepare(config, process.world_size)
     device = prepare_process(config, process.local_rank)
     mesh = build_mesh(
         config.parallel, process.world_size, device.type, has_experts=config.model.num_experts is not None

@@ -13,10 +13,10 @@ from typing import Any
 
 from megalith.config import RunConfig
 from megalith.config.batch_size import BatchSizeSchedule
-from megalith.config.rules.run_rules import check_training, data_parallel_size
+from megalith.config.rules.parallel_rules import data_parallel_size
 from megalith.errors import ConfigError
 from megalith.parallel.mesh import Coordinates
-from megalith.parallel.pipeline.pipeline_rules import check_pipeline
+from megalith.parallel.pipeline.pipeline_rules import check_layout
 from megalith.parallel.pipeline.schedules import Kind, Schedule
 from megalith.parallel.pipeline.simulate import Durations, simulate
 from megalith.parallel.pipeline.stages import Stage, assign_layers, run_schedule
@@ -121,14 +121,9 @@ def build_layout(config: RunConfig, world_size: int) -> Layout:
 
 def alternative(layout: Layout, settings: Mapping[str, Any]) -> Layout | None:
     """The layout of the same run with other settings ("section.field" → value); None where they are refused."""
-    config = layout.config.model_copy(deep=True)
-    for path, value in settings.items():
-        section, name = path.split(".")
-        setattr(getattr(config, section), name, value)
+    config = layout.config.with_settings(settings)
     try:
-        check_training(config, layout.world_size)
-        dp = data_parallel_size(config.parallel, layout.world_size)
-        check_pipeline(config, BatchSizeSchedule.from_config(config.train, dp).all_micro_batches)
+        check_layout(config, layout.world_size)
     except ConfigError:
         return None
     return build_layout(config, layout.world_size)

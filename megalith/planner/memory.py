@@ -25,7 +25,7 @@ from torch import nn
 
 from megalith.config import RunConfig
 from megalith.config.rules.expert_rules import expert_data_parallel_size, expert_shard_size
-from megalith.config.rules.run_rules import shard_size
+from megalith.config.rules.parallel_rules import shard_size
 from megalith.models.linear import Linear
 from megalith.parallel.pipeline.stages import Stage, schedule_kind
 from megalith.parallel.tensor.tensor_parallel import role_of

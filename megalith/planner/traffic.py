@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megalith.config import ParallelConfig, RunConfig
-from megalith.config.rules.run_rules import data_parallel_size, shard_size
+from megalith.config.rules.parallel_rules import data_parallel_size, shard_size
 from megalith.parallel.pipeline.stages import Stage
 from megalith.planner.counts import MetaModel, layers_of
 from megalith.planner.memory import COMPUTE_BYTES, GRADIENT_BYTES

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +65,7 @@ class PendingStep:
 @contextmanager
 def open_report(
     config: RunConfig,
+    notes: Sequence[str],
     mesh: Mesh,
     device: torch.device,
     step: int,
@@ -74,7 +75,7 @@ def open_report(
 ) -> Iterator[Report]:
     """The report of a run that has made `step` of `total_steps` steps. Rank 0 prints and writes, the others keep still.
 
-    At the start it prints the summary, and where there are several ranks the layout, and writes the resolved
+    At the start it prints the summary, where there are several ranks the layout, and `notes`, and writes the resolved
     configuration into the output folder.
     """
     layout = build_layout(config, mesh.world.size)
@@ -90,7 +91,7 @@ def open_report(
     print_summary(layout, device_kind(device))
     if mesh.world.size > 1:
         print(layout_text(layout, [place.host for place in places]))
-    for note in config.notes:
+    for note in notes:
         print(f"note: {note}")
     for note in topology_notes(layout, places):
         print(paragraph(note))

@@ -21,7 +21,7 @@ from megalith.errors import ConfigError
 from megalith.hardware import pick_device
 from megalith.launch.lock import OutputLock, check_output_dir
 from megalith.remote import size_of
-from megalith.training.build import build_meta_model, open_datasets, prepare, vocabulary_rows
+from megalith.training.build import PreparedRun, build_meta_model, open_datasets, prepare, vocabulary_rows
 from megalith.training.resume import fitting
 
 MOST_INDEX_BYTES = (
@@ -36,7 +36,7 @@ def check_job(config: RunConfig, world_sizes: Sequence[int], nproc: int, one_mac
     machine.
     """
     check_base(config)
-    prepared, tokenizer = _prepare_any(config, world_sizes)
+    prepared, tokenizer, _ = _prepare_any(config, world_sizes)
     pick_device(config.runtime.device, nproc - 1)
     _check_data(prepared, tokenizer)
     if one_machine:
@@ -45,7 +45,7 @@ def check_job(config: RunConfig, world_sizes: Sequence[int], nproc: int, one_mac
         _check_checkpoint(prepared, tokenizer)
 
 
-def _prepare_any(config: RunConfig, world_sizes: Sequence[int]) -> tuple[RunConfig, Tokenizer | None]:
+def _prepare_any(config: RunConfig, world_sizes: Sequence[int]) -> PreparedRun:
     for world_size in reversed(world_sizes):
         try:
             return prepare(config, world_size)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megalith.bridge.adapter_folder import begin_from_peft
-from megalith.bridge.load import FREE, begin_from, check_base
+from megalith.bridge.load import begin_from, check_base, config_of
 from megalith.bridge.settings import changed
 from megalith.checkpoint import (
     Checkpoint,
@@ -19,14 +19,14 @@ from megalith.checkpoint import (
     state_boxes,
 )
 from megalith.checkpoint.agree import together
+from megalith.checkpoint.manifest import MANIFEST
 from megalith.checkpoint.state import base_fingerprint
 from megalith.checkpoint.steps import next_save_number, save_order
-from megalith.config import LoraConfig, RunConfig
+from megalith.config import LoraConfig, ModelConfig, RunConfig
 from megalith.config.base import Decides
 from megalith.config.batch_size import BatchSizeSchedule
-from megalith.config.rules.unused import unread_settings
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
-from megalith.errors import CheckpointError
+from megalith.errors import CheckpointError, ConfigError
 from megalith.optim.schedule import build_schedule
 from megalith.remote import StorePath, is_inside, place
 from megalith.training.build import vocabulary_rows
@@ -50,10 +50,10 @@ def load_run(run: Run) -> Path | StorePath | None:
             _remember_base(run, checkpoint)
     if checkpoint is None:
         if config.lora.load is not None:
-            begin_from_peft(config, run.model.chunks)
+            begin_from_peft(config.lora.load, config.model, run.model.chunks)
         return None
     restore(run, checkpoint, config.checkpoint.load_optim)
-    config.notes.extend(_notes_on_change(run, checkpoint))
+    run.notes += _notes_on_change(run, checkpoint)
     return checkpoint.folder
 
 
@@ -61,9 +61,14 @@ def _notes_on_change(run: Run, checkpoint: Checkpoint) -> list[str]:
     """What to tell where the run goes on otherwise than that of the checkpoint would have."""
     if not run.consumed_samples:
         return []
-    before = RunConfig.from_tree(checkpoint.manifest.config)
-    samples = [*_notes_on_samples(run, before, checkpoint)] or [*_notes_on_length(run, before, checkpoint)]
-    return [*samples, *_notes_on_updates(run, before, checkpoint)]
+    before = config_of(checkpoint)
+    try:
+        samples = [*_notes_on_samples(run, before, checkpoint)] or [
+            *_notes_on_length(run, before, checkpoint)
+        ]
+        return [*samples, *_notes_on_updates(run, before, checkpoint)]
+    except ConfigError as error:  # no run can have had it
+        raise CheckpointError(str(error.within(checkpoint.folder / MANIFEST))) from None
 
 
 def _changed(before: RunConfig, config: RunConfig, what: Decides) -> list[str]:
@@ -71,7 +76,7 @@ def _changed(before: RunConfig, config: RunConfig, what: Decides) -> list[str]:
     found = []
     for section in RunConfig.model_fields:
         was, now = getattr(before, section), getattr(config, section)
-        unread = unread_settings(before, section) & unread_settings(config, section)
+        unread = was.unread(before).keys() & now.unread(config).keys()
         for name in was.deciding(what):
             values = getattr(was, name), getattr(now, name)
             if values[0] != values[1] and name not in unread:
@@ -152,7 +157,7 @@ def fitting(
             )
         return None
     _check_tokenizer(checkpoint, tokenizer)
-    check_same_function(checkpoint, config)
+    check_same_function(checkpoint.folder, config_of(checkpoint), config)
     return checkpoint
 
 
@@ -224,23 +229,22 @@ def _check_tokenizer(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> Non
         )
 
 
-def check_same_function(checkpoint: Checkpoint, config: RunConfig) -> None:
-    """Refuses weights which were trained to be used in another way, whether or not their tensors would fit."""
-    trained = RunConfig.from_tree(checkpoint.manifest.config)
+def check_same_function(folder: Path, trained: RunConfig, config: RunConfig) -> None:
+    """Refuses the weights in `folder` which were `trained` to be used in another way, whether or not they would fit."""
     for name in LoraConfig.deciding(Decides.FUNCTION):
         before, now = getattr(trained.lora, name), getattr(config.lora, name)
         if before != now:
             raise CheckpointError(
-                f"{checkpoint.folder} was saved with lora.{name} {before}, but this run has {now}; its adapters would "
+                f"{folder} was saved with lora.{name} {before}, but this run has {now}; its adapters would "
                 "mean something else, or there are none: set it as it was, or merge them first: megalith lora merge"
             )
     rotary = config.model.position_embedding_type == "rope"
     others = changed(trained.model, config.model, leave_out=("max_position_embeddings",) if rotary else ())
     if others:
         raise CheckpointError(
-            f"{checkpoint.folder} is of another model: "
+            f"{folder} is of another model: "
             f"{'; '.join(_was_and_is(f'model.{name}', was, now) for name, was, now in others)}; its weights would "
             "mean something else, or not fit: leave the model as it was"
-            + f", or start a run of its own with model.init_from={checkpoint.folder}"
-            * all(name in FREE for name, _, _ in others)
+            + f", or start a run of its own with model.init_from={folder}"
+            * all(name in ModelConfig.deciding(Decides.REACH) for name, _, _ in others)
         )

@@ -40,6 +40,8 @@ class Run:
         self.batch_sizes = BatchSizeSchedule.from_config(config.train, mesh.dp.size)
         self.total_steps = self.batch_sizes.iterations(config.train)
         self.data = Data(config, self.batch_sizes, self.total_steps, tokenizer, mesh.dp)
+        self.notes: list[str] = list(self.data.notes)
+        """What the report says first."""
         self.model = build_model(config, mesh, device)
         self.optimizer = build_optimizer(
             self.model.parameters.named,

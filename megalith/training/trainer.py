@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
@@ -15,9 +16,8 @@ from megalith.bridge.exporter import export_hf
 from megalith.bridge.load import tokenizer_notes
 from megalith.comm.collectives import any_rank
 from megalith.config import RunConfig
-from megalith.config.rules.overlap_notes import overlap_notes
-from megalith.config.rules.run_rules import check_base, offload_notes
-from megalith.config.rules.unused import idle_notes
+from megalith.config.rules.notes import offload_notes, overlap_notes
+from megalith.config.rules.run_rules import check_base
 from megalith.data.dataset import SampleDataset
 from megalith.launch.hang_watch import open_watch
 from megalith.launch.heartbeat import Heartbeat, longer
@@ -64,12 +64,11 @@ def train(config: RunConfig) -> TrainingResult:
     time.sleep(pause(attempt))
     starting.mark("imports")
     check_base(config)
-    config, tokenizer = prepare(config, process.world_size)
+    config, tokenizer, notes = prepare(config, process.world_size)
     device = prepare_process(config, process.local_rank)
-    config.notes.extend(idle_notes(config) + offload_notes(config, device.type))
-    config.notes.extend(overlap_notes(config, compiles(config, device)))
+    notes += offload_notes(config, device.type) + overlap_notes(config, compiles(config, device))
     if process.is_first:  # who prints them
-        config.notes.extend(tokenizer_notes(config, tokenizer))
+        notes += tokenizer_notes(config.model, tokenizer)
     timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
     output = Path(config.train.output_dir)
     with (
@@ -83,16 +82,17 @@ def train(config: RunConfig) -> TrainingResult:
             config.parallel, process.world_size, device.type, has_experts=config.model.num_experts is not None
         )
         if any_rank(goes_on, mesh.world):
-            config.checkpoint.load, config.checkpoint.load_optim = (
-                config.run_folder,
-                config.checkpoint.save_optim,
-            )
+            own = {
+                "checkpoint.load": config.run_folder,
+                "checkpoint.load_optim": config.checkpoint.save_optim,
+            }
+            config = config.with_settings(own)
         run, heartbeat = None, Heartbeat(mesh, timeout)
         starting.mark("settings and processes")
         try:
             with open_watch(heartbeat, process, timeout, output):
                 run = Run(config, tokenizer, mesh, device)
-                trainer = Trainer(run, heartbeat, signals, starting)
+                trainer = Trainer(run, heartbeat, signals, starting, notes)
                 result = trainer.train()
         except torch.OutOfMemoryError as error:
             made = (run.model.chunks, run.optimizer) if run else ()
@@ -119,8 +119,11 @@ class Trainer:
         heartbeat: Heartbeat | None = None,
         signals: StopSignals | None = None,
         starting: StartClock | None = None,
+        notes: Sequence[str] = (),
     ):
+        """`notes` are what the report is to say at the start."""
         self.run, self.config = run, run.config
+        run.notes[:0] = notes
         self.heartbeat = heartbeat or Heartbeat(run.mesh, TIMEOUT)
         self.stops = Stops(run.config.train, run.mesh.world, signals)
         self.validation_loss: float | None = None
@@ -139,7 +142,14 @@ class Trainer:
         pipeline = run.model.pipeline
         with (
             open_report(
-                config, run.mesh, run.device, run.step, run.total_steps, pipeline, self.starting
+                config,
+                run.notes,
+                run.mesh,
+                run.device,
+                run.step,
+                run.total_steps,
+                pipeline,
+                self.starting,
             ) as self.report,
             run.saver,
         ):

@@ -4,7 +4,7 @@ import pytest
 
 from megalith.config import ModelConfig
 from megalith.config.presets import PRESETS
-from megalith.config.rules.run_rules import check_model
+from megalith.config.rules.model_rules import check_model
 from megalith.planner.counts import count_parameters
 
 # name: layers, width, heads, KV groups, head size, MLP width, vocabulary, positions, parameters (of which the GPT-3

@@ -117,7 +117,7 @@ def test_a_full_disk_at_a_start_or_resume_is_a_refusal_that_no_restart_repeats(d
     megalith.train(config)
     ballast = full / "ballast"
     ballast.write_bytes(bytes(os.statvfs(full).f_bavail * 4096))
-    config.train.train_iters, config.checkpoint.load = 14, str(full / "run")
+    config = config.with_settings({"train.train_iters": 14, "checkpoint.load": str(full / "run")})
     for refused in (config, run_config(full / "new")):
         with pytest.raises(
             ConfigError, match=r"cannot be written: No space left on device.*train.output_dir"

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megalith.comm.collectives import summed
 from megalith.config import ModelConfig, OptimConfig, ParallelConfig
-from megalith.config.rules.run_rules import shard_size
+from megalith.config.rules.parallel_rules import shard_size
 from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
 from megalith.optim import build_loss_scale, build_optimizer, optimizer_step, sum_of_squares

@@ -9,7 +9,8 @@ import torch
 
 from megalith.config import ModelConfig, ParallelConfig, RunConfig
 from megalith.config.presets import PRESETS
-from megalith.config.rules.run_rules import check_training, offload_notes
+from megalith.config.rules.notes import offload_notes
+from megalith.config.rules.run_rules import check_training
 from megalith.errors import ConfigError
 from megalith.models.init import initialize
 from megalith.models.transformer import Transformer

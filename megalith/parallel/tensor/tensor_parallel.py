@@ -269,7 +269,7 @@ class SharedGroup:
 def apply_tensor(model: Transformer, axis: Axis, sequence_parallel: bool) -> TensorParallel | None:
     """Cuts `model`, or a stage of it, on the meta device, over the axis, in place: parameters, matmuls, vocabulary.
 
-    The sizes divide as `megalith.config.rules.run_rules.check_tensor` demands. `model.partial_gradients` gets the
+    The sizes divide as `megalith.config.rules.parallel_rules.check_tensor` demands. `model.partial_gradients` gets the
     names of the parameters for `reduce_partial_gradients`. Returns the collectives; an axis of one changes nothing
     and has none.
     """
