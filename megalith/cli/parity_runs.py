@@ -46,8 +46,7 @@ def run_parity(args: argparse.Namespace) -> int:
     from megalith.bridge.load import with_init_from
     from megalith.config import RunConfig
     from megalith.config.rules.run_rules import check_model
-    from megalith.parity.check import check, choose
-    from megalith.parity.shrink import VOCABULARY, shrink
+    from megalith.parity.check import VOCABULARY, check, choose, shrink
 
     if args.nproc_max < 2 or args.steps < 2:
         raise ConfigError(

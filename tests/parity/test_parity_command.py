@@ -8,10 +8,9 @@ from megalith.config.presets import PRESETS
 from megalith.config.rules.run_rules import check_training
 from megalith.errors import ConfigError
 from megalith.parity import check
-from megalith.parity.check import choose
+from megalith.parity.check import choose, shrink
 from megalith.parity.differences import Errors
 from megalith.parity.layouts import LAYOUTS
-from megalith.parity.shrink import shrink
 
 
 @pytest.fixture
