@@ -89,6 +89,7 @@ class ForkedPopen(subprocess.Popen):
             for descriptor, name in enumerate(("p2cread", "c2pwrite", "errwrite")):
                 if given[name] != -1:
                     os.dup2(given[name], descriptor)
+            os.closerange(3, DESCRIPTORS)
             _run_python(words, given["env"] or dict(os.environ))
         self._child_created = True
         pipes = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
@@ -121,7 +122,6 @@ def _run_python(words: list[str], environment: dict[str, str]) -> None:
             signal.signal(number, signal.SIG_DFL)
     if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.closerange(3, DESCRIPTORS)
     os.environ.clear()
     os.environ.update(environment)
     sys.excepthook = sys.__excepthook__
