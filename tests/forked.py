@@ -33,6 +33,8 @@ class Forked:
         """What it prints is added to `log`, to standard error to `errors` (None: to `log` too)."""
         processes = multiprocessing.get_context("forkserver")
         processes.set_forkserver_preload(PRELOADED)
+        for path in filter(None, (log, errors)):
+            path.touch()
         environment = dict(os.environ if env is None else env)
         given = ([str(word) for word in words], os.getcwd(), environment, str(log), str(errors or log))
         self._process = processes.Process(target=_become, args=given)

@@ -6,8 +6,9 @@ kill_trials.py.
 
 import os
 import signal
+import subprocess
+import sys
 
-import forked
 import pytest
 from ranks import Ranks, is_running, launch, steps, until, words, workers_of
 
@@ -40,5 +41,6 @@ def test_a_rank_whose_launcher_is_gone_before_its_first_line_ends():
     command = "import os; from megalith.launch.parent import *; end_with_launcher(); print(os.environ.get(LAUNCHER))"
     for launcher, code, said in ((os.getpid(), 0, "None\n"), (1, 1, "")):
         environment = {**os.environ, "MEGALITH_LAUNCHER": str(launcher)}
-        ended = forked.run(["-c", command], env=environment)
+        words = [sys.executable, "-c", command]
+        ended = subprocess.run(words, env=environment, capture_output=True, text=True, timeout=60)
         assert (ended.returncode, ended.stdout) == (code, said), ended.stderr
