@@ -3,10 +3,9 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 import yaml
@@ -372,8 +371,7 @@ def test_requests_to_preprocess_that_cannot_be(refused, place):
 )
 def test_a_real_process_ends_with_the_code_and_the_sentence(place, words, exit_code, part):
     before = contents(place)
-    command = [sys.executable, "-m", "megalith.cli", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = forked.run(["-m", "megalith.cli", *words])
     assert done.returncode == exit_code
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and part in done.stderr
     assert contents(place) == before

@@ -132,7 +132,8 @@ class MoE(Runnable):
         routing = self.router(x.flatten(0, -2), context.numbers, context.batch, context.balance_scale)
         return self.dispatch.plan(routing, context.layout)
 
-    @torch.compiler.disable  # what is worth a kernel of its own is compiled by itself
+    # What is worth a kernel of its own is compiled by itself. torch.compiler.disable imports the compiler: seconds.
+    @torch._disable_dynamo
     @runnable
     def forward(self, x: Tensor, plan: NamedTuple, context: Context, stream: Tensor | None = None) -> Tensor:
         """x [batch, seq, hidden] through the experts of its plan, added to `stream` where there is one."""

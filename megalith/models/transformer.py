@@ -50,7 +50,7 @@ class Embedding(nn.Module):
 
 def _table(rows: int, width: int, device: torch.device | str | None) -> nn.Embedding:
     """An embedding without values: torch's own would draw some, from the global random state."""
-    return nn.utils.skip_init(nn.Embedding, rows, width, device=device or torch.get_default_device())
+    return nn.Embedding.from_pretrained(torch.empty(rows, width, device=device), freeze=False)
 
 
 def lookup(input_ids: Tensor, weight: Tensor, context: Context) -> Tensor:

@@ -32,6 +32,8 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
+from megalith.ops.compiled import constant
+
 TILES = ((128, 256), (256, 128), (320, 128), (192, 192))  # of a matmul, as cuBLAS cuts it on Hopper
 PARTS = 4
 HELD = 2 / 3  # of the SMs: where tiles take no more, cuBLAS cuts a matmul itself
@@ -125,7 +127,7 @@ def wgrad_parts(x: Tensor, weight_shape: tuple[int, int]) -> int:
     return 1 if max(count / (ceil(count / processors) * processors) for count in tiles) > FILLED else PARTS
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _processors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 

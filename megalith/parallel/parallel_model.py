@@ -17,6 +17,7 @@ from megalith.hardware import to_device
 from megalith.models.loss import Loss, Objective
 from megalith.models.mtp import Future, future_of
 from megalith.models.pass_context import KVCache
+from megalith.ops.compiled import run_eagerly
 from megalith.optim.optimizer import Placement
 from megalith.parallel.context.context_parallel import shard_batch, unshard_alike
 from megalith.parallel.data.data_parallel import (
@@ -164,7 +165,7 @@ class ParallelModel:
         Every rank gives the same tokens; data- and context-parallel ranks all compute the whole of them.
         """
         input_ids = input_ids.to(self.device)
-        with torch.compiler.set_stance("force_eager"):  # each call has another length
+        with run_eagerly():  # each call has another length
             if self.pipeline is not None:
                 return self.pipeline.logits(input_ids, cache)
             return self.spec.logits(self.mesh.tp, self.chunks[0], input_ids, cache)

@@ -2,11 +2,10 @@
 second SIGTERM ends at once."""
 
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
+from forked import Forked
 from ranks import Ranks, events, saved, steps, stored, until, words
 
 import megalith.checkpoint.saver as saver
@@ -82,10 +81,9 @@ def test_a_second_sigterm_in_the_midst_of_a_save_ends_at_once_and_the_old_checkp
 
 def test_a_sigterm_to_torchrun_reaches_the_ranks_and_they_save(tmp_path):
     output, log = tmp_path / "run", tmp_path / "log"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, "-m", "megalith.cli", *words(output, train__train_iters=100_000)]
-    with open(log, "w") as file:
-        running = subprocess.Popen(command, stdout=file, stderr=file)
+    running = Forked(command, log)
     try:
         until(lambda: len(steps(output)) >= 3, "step 3")
         running.send_signal(signal.SIGTERM)

@@ -64,7 +64,7 @@ def traced(config: RunConfig) -> Outcome:
         return run_job(config)
 
 
-@pytest.mark.parity_full
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "run"),
     [("tp2-sp-ep2", "deepseek documents"), ("ep2", "moe dropping, dropout"), ("tp2-ep2", "moe")],

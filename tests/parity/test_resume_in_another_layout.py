@@ -12,7 +12,7 @@ from megalith.parity.job import start, state_by_name
 from megalith.parity.layouts import LAYOUTS
 from megalith.training.run_state import Run
 
-SAVED_AFTER = 4
+SAVED_AFTER, STEPS = 2, 4
 BIASED = "deepseek documents"
 
 # run, saved in, loaded in (None: one process)
@@ -49,7 +49,7 @@ def go_on(config: RunConfig) -> tuple[dict[str, torch.Tensor], list[float]]:
 
 @functools.cache
 def uninterrupted(run: str) -> list[float]:
-    job = start(run_config(run, None, ""))
+    job = start(run_config(run, None, "", train={"train_iters": STEPS}))
     return train(job, job.total_steps)
 
 
@@ -57,7 +57,8 @@ def uninterrupted(run: str) -> list[float]:
 @pytest.mark.fault(9)
 def test_tensors_to_the_bit_and_losses_as_if_never_stopped(pool, tmp_path, run, saved_in, loaded_in):
     def on_rank_0(function, layout, **checkpoint):
-        config = run_config(run, layout, "", train={"output_dir": str(tmp_path)}, checkpoint=checkpoint)
+        train = {"output_dir": str(tmp_path), "train_iters": STEPS}
+        config = run_config(run, layout, "", train=train, checkpoint=checkpoint)
         if layout is None:
             return function(config)
         return pool.run(function, config, size=LAYOUTS[layout].processes)[0]

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from megalith.comm.collectives import Axis, summed
 from megalith.hardware import to_device
+from megalith.ops.compiled import run_eagerly
 from megalith.parallel.shards import LocalParameters
 
 
@@ -104,7 +105,7 @@ def watched_gradients(chunks: Iterable[nn.Module]) -> Iterator[Watched]:
                 module.register_forward_pre_hook(lambda module, _, prefix=prefix: hook(prefix, module))
             )
     try:
-        with torch.compiler.set_stance("force_eager"):
+        with run_eagerly():
             yield watched
     finally:
         for handle in handles:
