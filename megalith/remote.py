@@ -29,7 +29,10 @@ STORES = {
     "gs": "gcsfs",
     "memory": "fsspec",
 }  # and what they need; file:// is a path like any other
-UPLOADED = 2**25  # bytes of a file that are sent at once, and held until then
+PART, PARTS = (
+    2**25,
+    5000,
+)  # bytes of an object that are sent at once, and held until then; S3 takes 10,000 of them
 
 
 def is_url(path: object) -> bool:
@@ -195,10 +198,14 @@ class StorePath:
             file.close()
 
     @contextmanager
-    def create(self) -> Iterator[Stream]:
-        """A new object, written in order. It is there after a clean exit; after an error its parts are given up."""
+    def create(self, size: int = 0) -> Iterator[Stream]:
+        """A new object of about `size` bytes, at most twice as many, written in order.
+
+        It is there after a clean exit; after an error its parts are given up.
+        """
+        part = max(PART, -(-size // PARTS // 2**18) * 2**18)
         with self.asking() as store:
-            file = store.open(self._name, "wb", block_size=UPLOADED)
+            file = store.open(self._name, "wb", block_size=part)
         try:
             yield Stream(self, file)
             with self.asking():

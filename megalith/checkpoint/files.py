@@ -94,8 +94,9 @@ def write_safetensors(path: Path | StorePath, tensors: Mapping[str, Tensor | Val
     # Wide types first, then by name, as the safetensors library orders them: every tensor is aligned.
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
     head, _ = _head({name: (tensors[name].dtype, tuple(tensors[name].shape)) for name in names})
+    size = sum(byte_count(tensor.shape, tensor.dtype) for tensor in tensors.values())
     digest, count = hashlib.sha256(), 0
-    with path.create() if isinstance(path, StorePath) else open(path, "wb") as file:
+    with path.create(size) if isinstance(path, StorePath) else open(path, "wb") as file:
         for data in chain([head], *(_chunks(tensors[name]) for name in names)):
             for start in range(0, len(data), PIECE):
                 piece = data[start : start + PIECE]

@@ -39,6 +39,8 @@ from megalith.errors import DataError
 from megalith.io import data_errors, make_folder, sync_file, sync_folder
 from megalith.remote import StorePath
 
+TERABYTE = 2**40  # a `.bin` in a store may have two
+
 
 def best_dtype(vocab_size: int) -> np.dtype:
     """uint16 where every id fits with Megatron's margin (vocab_size < 65,500), else int32."""
@@ -172,7 +174,7 @@ class IndexedWriter:
                         "overwrite (--overwrite)"
                     )
             if isinstance(self.bin_path, StorePath):
-                self._file = held.enter_context(self.bin_path.create())
+                self._file = held.enter_context(self.bin_path.create(TERABYTE))
             else:
                 self._file = open(self._partials[0], "xb", buffering=1 << 20)  # noqa: SIM115 (closed in __exit__)
                 held.callback(self._clear)

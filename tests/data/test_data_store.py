@@ -85,7 +85,7 @@ def test_a_writer_that_fails_leaves_no_pair(bucket, monkeypatch):
     with IndexedWriter(f"{bucket}/x", np.uint16, overwrite=True) as writer:
         writer.add_document([1, 2, 3])
     monkeypatch.setattr(
-        StorePath, "create", lambda self: (_ for _ in ()).throw(OSError(28, "quota", str(self)))
+        StorePath, "create", lambda self, size: (_ for _ in ()).throw(OSError(28, "quota", str(self)))
     )
     with pytest.raises(DataError, match=r"cannot write memory://data/x.bin: quota"):
         IndexedWriter(f"{bucket}/x", np.uint16, overwrite=True)
