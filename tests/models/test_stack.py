@@ -147,8 +147,8 @@ def test_a_layer_with_cross_attention_is_one_graph():
     found, (others, mask), ids = [], padded(), tokens(SEQ + 1)
     for compiled in (False, True):
         model = encoder_decoder(num_layers=3, hidden_dropout=0.1, attention_dropout=0.1).train()
-        for layer in layers_of(model).values() if compiled else ():
-            layer.compile(fullgraph=True, backend="eager")
+        if compiled:
+            model.layers["2"].compile(fullgraph=True, backend="eager")
         given = dict(encoder_input_ids=others, encoder_padding_mask=mask)
         model(ids[:, :-1], labels=ids[:, 1:].contiguous(), **given).backward()
         found.append({name: parameter.grad for name, parameter in model.named_parameters()})
