@@ -76,6 +76,8 @@ READ_WITH = {
         ("model.mtp_loss_scaling_factor=0.3", "model.mtp_num_layers=1 model.position_embedding_type=rope"),
     "optim.optimizer adamw or adam":
         ("optim.adam_eps=1e-6", "optim.optimizer=adam"),
+    "optim.optimizer muon":
+        ("optim.muon_momentum=0.9", "optim.optimizer=muon"),
     "optim.optimizer sgd":
         ("optim.sgd_momentum=0.8", "optim.optimizer=sgd"),
     "optim.lr_decay_style WSD":
