@@ -6,7 +6,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megalith.config.base import NOT_YET, Decides, Section
+from megalith.config import small
+from megalith.config.base import KEPT, NOT_YET, Decides, Needs, Section, Shrinks
 
 
 class TrainConfig(Section):
@@ -18,14 +19,19 @@ class TrainConfig(Section):
     train_samples: Annotated[PositiveInt | None, Decides.UPDATES] = None
     """Sequences to train on, in place of train_iters."""
 
-    micro_batch_size: PositiveInt = 1
+    micro_batch_size: Annotated[
+        PositiveInt,
+        Shrinks(lambda _, train: 1 if train.rampup_batch_size else 2),  # 4 replicas share the smallest batch
+    ] = 1
     """Sequences in one forward pass on one device."""
 
-    global_batch_size: Annotated[PositiveInt | None, Decides.UPDATES] = None
+    global_batch_size: Annotated[PositiveInt | None, Decides.UPDATES, Shrinks(small.BATCH)] = None
     """Sequences in one optimizer step: micro × data parallel × accumulation. Required for training."""
 
     rampup_batch_size: Annotated[
-        Annotated[list[int], Field(min_length=3, max_length=3)] | None, Decides.UPDATES
+        Annotated[list[int], Field(min_length=3, max_length=3)] | None,
+        Decides.UPDATES,
+        Shrinks(lambda value, _: value and [small.BATCH // 2, small.BATCH // 2, 2 * small.BATCH]),
     ] = None
     """[start, increment, samples]: the global batch grows from start by increments over this many samples."""
 
@@ -35,13 +41,15 @@ class TrainConfig(Section):
     fp8_format: Annotated[Literal["e4m3", "hybrid"] | None, NOT_YET] = None
     """FP8 matmuls: E4M3 throughout, or E5M2 for gradients (hybrid)."""
 
-    fp8_amax_history_len: Annotated[PositiveInt, NOT_YET] = 1
+    fp8_amax_history_len: Annotated[PositiveInt, NOT_YET, Needs("fp8_format")] = 1
     """FP8: steps that a scale looks back on."""
 
-    fp8_amax_compute_algo: Annotated[Literal["max", "most_recent"], NOT_YET] = "most_recent"
+    fp8_amax_compute_algo: Annotated[Literal["max", "most_recent"], NOT_YET, Needs("fp8_format")] = (
+        "most_recent"
+    )
     """FP8: how a scale is taken from the history."""
 
-    seed: Annotated[int, Field(ge=0, lt=2**32), Decides.SAMPLES] = 1234
+    seed: Annotated[int, Field(ge=0, lt=2**32), Decides.SAMPLES, KEPT] = 1234
     """Initial weights, dropout and the data's order follow from it alone."""
 
     deterministic: bool = False
@@ -53,7 +61,7 @@ class TrainConfig(Section):
     eval_interval: PositiveInt = 1000
     """Steps between evaluations."""
 
-    eval_iters: NonNegativeInt = 100
+    eval_iters: Annotated[NonNegativeInt, Shrinks(1)] = 100
     """Global batches in an evaluation; 0: none. Not set, at most a tenth of the run's steps."""
 
     exit_interval: PositiveInt | None = None
@@ -61,3 +69,10 @@ class TrainConfig(Section):
 
     exit_duration_in_mins: PositiveFloat | None = None
     """Ends the process after so many minutes, with a checkpoint."""
+
+    @property
+    def length(self) -> tuple[Literal["iters", "samples"], int]:
+        """What the run is counted in, and how long it is."""
+        return (
+            ("iters", self.train_iters) if self.train_iters is not None else ("samples", self.train_samples)
+        )

@@ -197,7 +197,7 @@ def _with_gradient(part: _Slice) -> Iterator[_SlicePart]:
 
 
 def _slices(group: dict[str, Any], on_host: Collection[nn.Parameter]) -> Iterator[_Slice]:
-    """The elements of the group's parameters on the host, one behind the other, SLICE at a time."""
+    """The elements of the group's parameters on the host, one after the other, SLICE at a time."""
     pieces: list[_SlicePart] = []
     filled = 0
     for parameter in group["params"]:

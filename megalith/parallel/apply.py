@@ -6,6 +6,7 @@ import torch
 
 from megalith.config import RunConfig
 from megalith.models.init import initialize
+from megalith.models.stack import layers_of
 from megalith.models.transformer import Transformer
 from megalith.parallel.context.context_parallel import apply_context
 from megalith.parallel.data.data_parallel import apply_data
@@ -13,7 +14,7 @@ from megalith.parallel.expert.expert_parallel import apply_expert
 from megalith.parallel.memory.activation_offload import apply_activation_offload
 from megalith.parallel.memory.recompute import apply_recompute
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.overlap.ping_pong import apply_halves, interleaving
+from megalith.parallel.overlap.ping_pong import apply_ping_pong, interleaving
 from megalith.parallel.pipeline.stages import assign_layers, schedule_kind, split_stages
 from megalith.parallel.shards import to_local_parameters
 from megalith.parallel.tensor.lora_shards import cut_adapters
@@ -27,8 +28,8 @@ def apply(model: Transformer, config: RunConfig, mesh: Mesh, device: torch.devic
     2. Tensor: parameters become shards, and a layer then has the heads of this rank; adapters follow their linears.
     3. Context: replaces the core of attention, which those heads go through.
     4. Experts: their own mesh over the same ranks. What they dispatch is what sequence parallelism has left here.
-    5. Halves: layers go through two halves of a micro-batch, each with all the collectives that the axes have put in;
-       attention alone does, where context parallelism has put in all there are.
+    5. Ping-pong micro-batches: layers run two halves of a micro-batch, each with all the collectives of the axes;
+       only attention does, where context parallelism has put in all there are.
     6. Recompute: wraps the code as the axes have left it, their collectives included; a unit of layers has both halves.
     7. Compile: after everything that changes a layer's code. Zero-bubble takes backward passes apart: not compiled.
     8. Offload: outside of compiled layers, and of recomputed ones, whose inputs it can then take away.
@@ -44,11 +45,11 @@ def apply(model: Transformer, config: RunConfig, mesh: Mesh, device: torch.devic
             cut_adapters(chunk, tensor)
         apply_context(chunk, mesh.cp, parallel.cp_comm_type, parallel.hierarchical_context_parallel_sizes)
         apply_expert(chunk, mesh, tensor, parallel.moe_token_dispatcher_type)
-        apply_halves(chunk, parallel, tensor)
+        apply_ping_pong(chunk, parallel, tensor)
         apply_recompute(chunk, parallel, mesh.tp)
         if compiles(config, device):
             options = {"options": interleaving()} if parallel.tp_comm_overlap else {}
-            for layer in chunk.layers.values():
+            for layer in layers_of(chunk).values():
                 # the experts' dispatch is no part of a graph
                 layer.compile(fullgraph=not layer.has_experts, **options)
                 if layer.has_experts and layer.mlp.shared_experts is not None:

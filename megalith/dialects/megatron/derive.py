@@ -448,6 +448,25 @@ def experts(given: Given) -> None:
     given.set("model.moe_aux_loss_coeff", weights[0])
 
 
+def muon(given: Given) -> None:
+    """How --optimizer muon makes matrices orthogonal: each whole in any layout; query, key, value, gate and up each by
+    itself; by the coefficients of Jordan et al. 2024; AdamW for what is no matrix of a layer."""
+    if given["--optimizer"] not in ("muon", "dist_muon"):
+        return
+    for flag, value, way_out in (
+        ("--muon-no-split-qkv", True, "query, key and value are always split here; leave it out"),
+        ("--muon-scalar-optimizer", "lion", "there is adam; choose it"),
+        ("--muon-tp-mode", "blockwise", "a matrix is always whole here; choose duplicated or distributed"),
+    ):
+        if given[flag] == value:
+            given.problems.append(f"{flag if value is True else f'{flag} {value}'} is refused: {way_out}")
+    given.notes.append(
+        f"--optimizer muon: Newton-Schulz has the coefficients of Jordan et al. 2024, not those of "
+        f"--muon-coefficient-type {given['--muon-coefficient-type']}, and the gate and up of a gated MLP are two "
+        "matrices here: runs are alike, not the same"
+    )
+
+
 def recompute(given: Given) -> None:
     """parallel.recompute_granularity, recompute_method, recompute_num_layers and recompute_modules;
     --recompute-activations is selective."""

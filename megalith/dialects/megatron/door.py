@@ -53,7 +53,7 @@ class OwnOptions(argparse.ArgumentParser):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs a command of COMMANDS; without one's name `pretrain-gpt`. A MegalithError is told in a sentence."""
+    """Runs a command of COMMANDS; without one's name `pretrain-gpt`. A MegalithError is printed as its sentence."""
     end_with_launcher()
     words = list(sys.argv[1:] if arguments is None else arguments)
     try:

@@ -75,7 +75,7 @@ class Given:
     world_size: int | None = None
     """Processes of the job, where they are known."""
     misread: set[str] = field(default_factory=set)
-    """Flags that were meant, as far as can be told, but could not be read."""
+    """Flags that were meant, as far as can be seen, but could not be read."""
     tree: dict[str, dict[str, Any]] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
     problems: list[str] = field(default_factory=list)

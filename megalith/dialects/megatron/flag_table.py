@@ -36,7 +36,7 @@ CUDA_GRAPHS = "there are no CUDA graphs: torch.compile is applied to each block"
 RECOVERY = "the launcher, the hang watch and restarts from the newest whole checkpoint are always there"
 CHECKED = "every step is checked: one with NaN or Inf is skipped and counted, and its origin named"
 SCHEDULE = (
-    "the schedule always is what the flags say; on a resume, what differs from the checkpoint's is told"
+    "the schedule always is what the flags say; on a resume, what differs from the checkpoint's is logged"
 )
 SIGNALS = "with --exit-signal-handler SIGTERM, SIGUSR1, SIGINT and SIGHUP all save and end the run"
 INITIAL = "initial weights are the same on every device and in every layout"
@@ -46,7 +46,7 @@ HYBRID_DETAIL = "it is read only in a hybrid or linear-attention model, whose fl
 RL_DETAIL = "it is read only with --perform-rl-step, which is refused"
 LOW_PRECISION_DETAIL = "it is read only with --fp8-format or --fp4-format, which are refused"
 FSDP_DETAIL = "it tunes Megatron's FSDP; sharding is PyTorch's FSDP2 here"
-MUON_DETAIL = "it is read only with an --optimizer that is refused"
+LION_DETAIL = "it is read only with --optimizer lion, which is refused"
 FIM_DETAIL = "it is read only with --fim-data, which is refused"
 MUP_DETAIL = "it is read only with --use-mup, which is refused"
 MHC_DETAIL = "it is read only with --enable-mhc-connections, which is refused"
@@ -189,11 +189,21 @@ FLAGS: dict[str, Flag] = {
     "--start-weight-decay":            Sets("float", "optim.start_weight_decay"),
     "--end-weight-decay":              Sets("float", "optim.end_weight_decay"),
     "--weight-decay-incr-style":       Sets("constant|linear|cosine", "optim.weight_decay_incr_style", default="constant"),
-    "--optimizer":                     Sets("adam|sgd|muon|dist_muon|lion|soap|adaptive_muon", "optim.optimizer", default="adam", values={"adam": "adamw", "sgd": "sgd"}),
+    "--optimizer":                     Sets("adam|sgd|muon|dist_muon|lion|soap|adaptive_muon", "optim.optimizer", default="adam", values={"adam": "adamw", "sgd": "sgd", "muon": "muon", "dist_muon": "muon"}),
     "--adam-beta1":                    Sets("float", "optim.adam_beta1", default=0.9),
     "--adam-beta2":                    Sets("float", "optim.adam_beta2", default=0.999),
     "--adam-eps":                      Sets("float", "optim.adam_eps", default=1e-08),
     "--sgd-momentum":                  Sets("float", "optim.sgd_momentum", default=0.9),
+    "--muon-momentum":                 Sets("float", "optim.muon_momentum", default=0.9),
+    "--muon-nesterov":                 Sets("switch", "optim.muon_nesterov"),
+    "--muon-num-ns-steps":             Sets("int", "optim.muon_num_ns_steps", default=5),
+    "--muon-scale-mode":               Sets("spectral|unit_rms_norm|shape_scaling", "optim.muon_scale_mode", default="spectral"),
+    "--muon-extra-scale-factor":       Sets("float", "optim.muon_extra_scale_factor", default=1.0),
+    "--muon-fp32-matmul-prec":         Sets("low|medium|high", "optim.muon_fp32_matmul_prec", default="medium", values={"medium": "medium", "high": "highest"}),
+    "--muon-coefficient-type":         Derives("text", derive.muon, default="quintic"),
+    "--muon-no-split-qkv":             Derives("switch", derive.muon),
+    "--muon-scalar-optimizer":         Derives("adam|lion", derive.muon, default="adam"),
+    "--muon-tp-mode":                  Derives("blockwise|duplicated|distributed", derive.muon, default="duplicated"),
     "--clip-grad":                     Sets("float", "optim.clip_grad", default=1.0),
     "--loss-scale":                    Sets("float", "optim.loss_scale"),
     "--initial-loss-scale":            Sets("float", "optim.initial_loss_scale", default=4294967296),
@@ -837,21 +847,11 @@ FLAGS: dict[str, Flag] = {
     "--main-grads-dtype":                   NoEffect("fp32|bf16", FP32),
     "--main-params-dtype":                  NoEffect("fp32|fp16", FP32),
     "--use-precision-aware-optimizer":      NoEffect("switch", FP32),
-    # no effect: muon detail
-    "--muon-extra-scale-factor":        NoEffect("float", MUON_DETAIL),
-    "--muon-momentum":                  NoEffect("float", MUON_DETAIL),
-    "--muon-scale-mode":                NoEffect("spectral|unit_rms_norm|shape_scaling", MUON_DETAIL),
-    "--no-use-layer-wise-param-layout": NoEffect("switch", MUON_DETAIL),
-    "--lion-beta1":                     NoEffect("float", MUON_DETAIL),
-    "--lion-beta2":                     NoEffect("float", MUON_DETAIL),
-    "--muon-coefficient-type":          NoEffect("text", MUON_DETAIL),
-    "--muon-fp32-matmul-prec":          NoEffect("low|medium|high", MUON_DETAIL),
-    "--muon-nesterov":                  NoEffect("switch", MUON_DETAIL),
-    "--muon-no-split-qkv":              NoEffect("switch", MUON_DETAIL),
-    "--muon-num-ns-steps":              NoEffect("int", MUON_DETAIL),
-    "--muon-scalar-optimizer":          NoEffect("adam|lion", MUON_DETAIL),
-    "--muon-tp-mode":                   NoEffect("blockwise|duplicated|distributed", MUON_DETAIL),
-    "--muon-use-syrk":                  NoEffect("switch", MUON_DETAIL),
+    # no effect: lion detail
+    "--muon-use-syrk":                  NoEffect("switch", KERNELS),
+    "--no-use-layer-wise-param-layout": NoEffect("switch", FSDP_DETAIL),
+    "--lion-beta1":                     NoEffect("float", LION_DETAIL),
+    "--lion-beta2":                     NoEffect("float", LION_DETAIL),
     # no effect: fsdp detail
     "--megatron-fsdp-grad-comm-dtype":                  NoEffect("fp32|fp16|bf16|auto", FSDP_DETAIL),
     "--megatron-fsdp-main-grads-dtype":                 NoEffect("fp32|bf16|fp16|auto", FSDP_DETAIL),

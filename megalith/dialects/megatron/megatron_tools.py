@@ -90,7 +90,7 @@ def _options() -> ToolOptions:
 def run_convert(words: list[str]) -> int:
     """`python -m megatron.bridge.convert`: between Hugging Face's format and Megatron's, or ours in its place.
 
-    What it writes as `megatron` is a run folder of ours, which any layout loads: sizes are told, and change nothing.
+    What it writes as `megatron` is a run folder of ours, which any layout loads: sizes change nothing, as a note says.
     """
     parser = ToolOptions(prog="megatron.bridge.convert", add_help=False)
     for flag in ("--source", "--target"):

@@ -12,7 +12,6 @@ from typing import Any
 import yaml
 
 from megalith.config import RunConfig
-from megalith.config.rules.unused import unread_settings
 from megalith.dialects.megatron.flag_kinds import Derives, Given, NoEffect, Refused, Sets
 from megalith.dialects.megatron.flag_table import FLAGS
 from megalith.errors import ConfigError
@@ -220,7 +219,7 @@ def _with_defaults(given: Given) -> dict[str, dict[str, Any]]:
         section, _, name = path.partition(".")
         field = RunConfig.model_fields[section].annotation.model_fields.get(name)
         is_ours = field is None or default is None or default == field.default
-        if name not in tree[section] and not is_ours and name not in unread_settings(config, section):
+        if name not in tree[section] and not is_ours and name not in getattr(config, section).unread(config):
             tree[section][name] = default
     if "dataloader_type" not in tree["data"]:
         tree["data"]["dataloader_type"] = "single"
