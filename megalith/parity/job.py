@@ -80,17 +80,19 @@ def start(config: RunConfig) -> Trainer:
     return trainer
 
 
-def run_job(config: RunConfig) -> Outcome:
-    """Trains to `train_iters`. Every rank of a process group calls it; a process without one is alone."""
+def run_job(config: RunConfig, steps: int | None = None) -> Outcome:
+    """Trains to `train_iters`, or for `steps` steps. Every rank of a process group calls it; a process without one
+    is alone."""
     trainer = start(config)
-    middle = (trainer.step + trainer.total_steps) // 2
+    end = trainer.total_steps if steps is None else min(trainer.step + steps, trainer.total_steps)
+    middle = (trainer.step + end) // 2
     with trainer.data.train_loader(trainer.step, trainer.consumed_samples, trainer.device) as batches:
         first = list(islice(batches, trainer.batch_sizes.micro_batches(trainer.consumed_samples)))
         first_loss = trainer.model.backward(first, trainer.loss_scale.scale)
         gradients = gradients_by_name(trainer)
         trainer.model.parameters.clear_gradients()
         batches = chain(first, batches)
-        while trainer.step < trainer.total_steps:
+        while trainer.step < end:
             trainer.train_step(batches)
             if trainer.step == middle:
                 evaluation = trainer.mean_loss(trainer.data.valid)
