@@ -86,6 +86,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     that the CPU has stepped are left as they were.
     """
 
+    _step_supports_amp_scaling = True  # torch's name for one that takes grad_scale and found_inf
+
     def __init__(
         self, optimizer: torch.optim.Optimizer, on_host: Collection[nn.Parameter], overlap: bool = True
     ):

@@ -62,18 +62,20 @@ def start(config: RunConfig) -> Run:
     return run
 
 
-def run_job(config: RunConfig) -> Outcome:
-    """Trains to `train_iters`. Every rank of a process group calls it; a process without one is alone."""
+def run_job(config: RunConfig, step_count: int | None = None) -> Outcome:
+    """Trains to `train_iters`, or for `step_count` steps. Every rank of a process group calls it; a process without one
+    is alone."""
     run = start(config)
     steps: list[PendingStep] = []
-    middle = (run.step + run.total_steps) // 2
+    end = run.total_steps if step_count is None else min(run.step + step_count, run.total_steps)
+    middle = (run.step + end) // 2
     with run.data.train_loader(run.step, run.consumed_samples, run.device) as batches:
         first = list(islice(batches, run.batch_sizes.micro_batches(run.consumed_samples)))
         first_loss = run.model.backward(first, loss_scale=run.loss_scale.scale)
         gradients = gradients_by_name(run)
         run.model.parameters.clear_gradients()
         batches = chain(first, batches)
-        while run.step < run.total_steps:
+        while run.step < end:
             steps.append(run.train_step(batches))
             if run.step == middle:
                 evaluation = run.mean_loss(run.data.valid)

@@ -74,7 +74,7 @@ READ_WITH = {
         ("model.kv_lora_rank=64", "model.multi_latent_attention=true"),
     "model.mtp_num_layers":
         ("model.mtp_loss_scaling_factor=0.3", "model.mtp_num_layers=1 model.position_embedding_type=rope"),
-    "optim.optimizer adamw or adam":
+    "optim.optimizer but sgd":
         ("optim.adam_eps=1e-6", "optim.optimizer=adam"),
     "optim.optimizer muon":
         ("optim.muon_momentum=0.9", "optim.optimizer=muon"),
@@ -120,7 +120,7 @@ def test_each_need_has_its_case():
 @pytest.mark.parametrize("need", READ_WITH)
 def test_a_setting_is_read_with_what_it_needs_and_not_without(need):
     own, beside = (words.split() for words in READ_WITH[need])
-    off = ["optim.optimizer=sgd"] if need.endswith("or adam") else []
+    off = ["optim.optimizer=sgd"] if need.endswith("but sgd") else []
     if "rope_scaling" in need:
         off = ["model.position_embedding_type=rope", "model.rope_scaling.type=linear"]
     notes = idle_notes(RunConfig.load(None, own + off))

@@ -98,8 +98,7 @@ DOCUMENTS = {
 }
 CORPUS = "the prefix of an indexed dataset"  # replaced by the fixture's
 
-# Sections over those of BASE. Every run clips but one, and accumulates gradients but for 4 data-parallel ranks. The
-# gradients of the first step decide; those after it show the optimizer, and that evaluating changes nothing.
+# Sections over those of BASE. Every run clips but one, and accumulates gradients but for 4 data-parallel ranks.
 RUNS: dict[str, dict[str, dict[str, Any]]] = {
     "gpt2": {"model": GPT2},
     "gpt2 dropout": {"model": GPT2 | DROPOUT},
@@ -111,7 +110,7 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "gpt2 single sequences, ramp-up": {
         "model": GPT2,
-        "train": {"micro_batch_size": 1, "rampup_batch_size": [4, 4, 8], "train_iters": 4},
+        "train": {"micro_batch_size": 1, "rampup_batch_size": [4, 4, 8]},
     },
     "llama": {"model": LLAMA},
     "llama tied, documents": {"model": LLAMA | TIED, "data": DOCUMENTS},
@@ -201,7 +200,7 @@ BASE: dict[str, dict[str, Any]] = {
     "data": {"mock": True, "seq_length": SEQUENCE, "num_workers": 0},
     "optim": {"lr": 3e-3, "clip_grad": 0.5},
     "train": {
-        "train_iters": 3,
+        "train_iters": 10,
         "micro_batch_size": 2,
         "global_batch_size": 8,
         "eval_iters": 1,
