@@ -2,7 +2,7 @@
 
 They are no mistake: one file may serve many runs. But whoever sets `recompute_modules` and forgets
 `recompute_granularity` should not have to find that out from the memory that is used. What a setting needs stands in
-its annotation (`Needs`); what a device or a compiled layer makes of it is told here.
+its annotation (`Needs`); what a device or a compiled layer makes of it stands here.
 """
 
 from __future__ import annotations

@@ -118,7 +118,7 @@ def check_tensor(model: ModelConfig, parallel: ParallelConfig, seq_length: int) 
 
 
 def check_context(model: ModelConfig, parallel: ParallelConfig, seq_length: int) -> None:
-    """Raises ConfigError unless sequences, and where heads are exchanged the heads, can be cut over CP."""
+    """Raises ConfigError unless sequences, and with all-to-all the heads, can be cut over CP."""
     size, kind = parallel.context_parallel_size, parallel.cp_comm_type
     sizes = parallel.hierarchical_context_parallel_sizes
     if size == 1:
@@ -182,7 +182,7 @@ def _check_offload(model: ModelConfig, parallel: ParallelConfig) -> None:
     if layers and parallel.pipeline_schedule == "zero_bubble":
         raise ConfigError(
             f"parallel.cpu_offloading_num_layers is {layers}, but pipeline_schedule zero_bubble keeps the inputs of "
-            "all matrices on the device for the weights' gradients; set it to 0, or choose another schedule"
+            "all matrices on the device for wgrad; set it to 0, or choose another schedule"
         )
 
 
@@ -195,7 +195,7 @@ def _check_zero_bubble(parallel: ParallelConfig, runtime: RuntimeConfig) -> None
     if recomputed:
         raise ConfigError(
             f"recompute_granularity {parallel.recompute_granularity} drops the inputs of linear layers, which "
-            "pipeline_schedule zero_bubble keeps for their weights' gradients; recompute core_attn or layernorm only, "
+            "pipeline_schedule zero_bubble keeps for wgrad; recompute core_attn or layernorm only, "
             "or use pipeline_schedule 1f1b"
         )
     if runtime.compile is True:
