@@ -260,7 +260,7 @@ def test_a_run_saves_goes_on_and_exports_by_url(run, store, tmp_path, capsys, br
     plain = run("plain", checkpoint={"save_interval": 2})
     first = run("first", **save, train={"exit_interval": 4})
     assert str(first.checkpoint) == f"{store}/checkpoints/step_00000004"
-    assert f"go on with checkpoint.load={store}" in capsys.readouterr().out
+    assert f"resume with checkpoint.load={store}" in capsys.readouterr().out
     assert not (tmp_path / "first" / "checkpoints").exists()
     with pytest.raises(ConfigError, match=r"holds another run \(metrics.jsonl"):
         run("first", **save)
