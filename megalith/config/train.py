@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megalith.config.base import NOT_YET, Decides, Section
+from megalith.config.base import Decides, Section
 
 
 class TrainConfig(Section):
@@ -32,14 +32,41 @@ class TrainConfig(Section):
     precision: Annotated[Literal["fp32", "bf16", "fp16"], Decides.UPDATES] = "fp32"
     """Compute type. Weights, gradients and optimizer state are fp32 in each."""
 
-    fp8_format: Annotated[Literal["e4m3", "hybrid"] | None, NOT_YET] = None
-    """FP8 matmuls: E4M3 throughout, or E5M2 for gradients (hybrid)."""
+    fp8_format: Annotated[Literal["e4m3", "hybrid"] | None, Decides.UPDATES] = None
+    """FP8 matmuls: E4M3 throughout, or E5M2 for gradients (hybrid). On a CPU they are emulated, slowly."""
 
-    fp8_amax_history_len: Annotated[PositiveInt, NOT_YET] = 1
-    """FP8: steps that a scale looks back on."""
+    fp8_recipe: Annotated[Literal["delayed", "tensorwise", "blockwise", "mxfp8"], Decides.UPDATES] = "delayed"
+    """FP8: scales from the steps before, from each tensor, or from blocks of 128 (e4m3)."""
 
-    fp8_amax_compute_algo: Annotated[Literal["max", "most_recent"], NOT_YET] = "most_recent"
-    """FP8: how a scale is taken from the history."""
+    fp8_margin: Annotated[NonNegativeInt, Decides.UPDATES] = 0
+    """FP8, delayed: scales are this many powers of two smaller."""
+
+    fp8_interval: PositiveInt = 1
+    """Taken for Megatron's scripts; scales follow every step, whatever it is."""
+
+    fp8_amax_history_len: Annotated[PositiveInt, Decides.UPDATES] = 1
+    """FP8, delayed: steps that a scale looks back on."""
+
+    fp8_amax_compute_algo: Annotated[Literal["max", "most_recent"], Decides.UPDATES] = "most_recent"
+    """FP8, delayed: how a scale is taken from the history."""
+
+    fp8_wgrad: Annotated[bool, Decides.UPDATES] = True
+    """FP8: weights' gradients too; off, they are computed in the compute type."""
+
+    fp8_param_gather: bool = False
+    """FP8: send weights in FP8. Not had: they are gathered in the compute type."""
+
+    tp_only_amax_red: bool = False
+    """Taken for Megatron's scripts; amaxes are those of the whole tensor, whatever it is."""
+
+    first_last_layers_bf16: Annotated[bool, Decides.UPDATES] = False
+    """FP8: the first and last layers stay in the compute type."""
+
+    num_layers_at_start_in_bf16: Annotated[NonNegativeInt, Decides.UPDATES] = 1
+    """How many of the first, with first_last_layers_bf16."""
+
+    num_layers_at_end_in_bf16: Annotated[NonNegativeInt, Decides.UPDATES] = 1
+    """How many of the last."""
 
     seed: Annotated[int, Field(ge=0, lt=2**32), Decides.SAMPLES] = 1234
     """Initial weights, dropout and the data's order follow from it alone."""

@@ -24,6 +24,7 @@ from megalith.parallel.data.data_parallel import (
 )
 from megalith.parallel.data.gradient_norm import valid_tokens
 from megalith.parallel.expert.expert_parallel import gather_tallies, move_biases
+from megalith.parallel.fp8_linears import amax_table
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline.executor import Pipeline, residual_shape
 from megalith.parallel.pipeline.stages import reduce_tied_embedding, schedule_kind
@@ -65,7 +66,9 @@ class ParallelModel:
         """`model` is on the meta device; it is taken apart."""
         self.mesh, self.device, self.config = mesh, device, config.model
         self._parallel = config.parallel
-        self.chunks = apply(model, config, mesh, device)
+        self.amaxes = amax_table(model, config, device)
+        """FP8's delayed scales, of the whole model on every rank; None without them."""
+        self.chunks = apply(model, config, mesh, device, self.amaxes)
         self.parameters = LocalParameters(self.chunks)
         self.pipeline = self._pipeline() if mesh.pp.size > 1 else None
         self.tallies: Tensor | None = None  # of the last backward pass: see gather_tallies
@@ -77,6 +80,8 @@ class ParallelModel:
 
         The mean is over the valid tokens of all micro-batches of all data-parallel ranks.
         """
+        if self.amaxes is not None and self.amaxes.ready is False:
+            self._find_first_scales(micro_batches, loss_scale)
         parts = self._train(True)._parts(micro_batches)
         counts = valid_tokens([part.loss_masks for part in parts], self.mesh.dp_cp, self.device)
         tokens = counts[0]
@@ -88,7 +93,11 @@ class ParallelModel:
         if self.config.num_experts:
             for part in parts:
                 part.balance_scale = loss_scale / (len(parts) * self.mesh.dp.size)
+        if self.amaxes is not None:
+            self.amaxes.begin_step()
         self.own_loss = loss = self._on_device(parts, factor)
+        if self.amaxes is not None:
+            self.amaxes.end_passes(self.mesh.world)
         wait_for_gradients(self.chunks, self._parallel)
         for chunk in self.chunks:
             reduce_partial_gradients(chunk, self.mesh.tp)
@@ -97,8 +106,24 @@ class ParallelModel:
         self.tallies = gather_tallies(self.chunks, self.mesh, self._parallel.sequence_parallel, self.device)
         return self._everywhere(loss) / tokens
 
+    def overflow(self) -> Tensor | float:
+        """0, or NaN where FP8's clamp has hidden what was not finite in the last backward pass: added to the squares of
+        the gradient, it has the step skipped."""
+        return 0.0 if self.amaxes is None else self.amaxes.overflow()
+
+    def _find_first_scales(self, micro_batches: Sequence[Batch], loss_scale: Tensor) -> None:
+        """The step's passes in the compute dtype, for the amaxes alone."""
+        self.amaxes.ready = None  # under way
+        with torch.compiler.set_stance("force_eager"):
+            self.backward(micro_batches, loss_scale)
+        self.parameters.clear_gradients()
+        self.amaxes.end_step(skipped=0.0)
+
     def end_step(self, skipped: Tensor) -> None:
-        """After the optimizer's step, which was `skipped` (1) or not (0): balances the experts by their bias."""
+        """After the optimizer's step, which was `skipped` (1) or not (0): moves FP8's scales on, and balances the
+        experts by their bias."""
+        if self.amaxes is not None:
+            self.amaxes.end_step(skipped)
         if self.tallies is not None:
             move_biases(self.chunks, self.tallies, skipped)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,7 +30,7 @@ from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import CheckpointError
 from megalith.optim.schedule import build_schedule
 from megalith.training.build import vocabulary_rows
-from megalith.training.run_state import Run
+from megalith.training.run_state import FP8, Run
 
 
 def load_run(run: Run) -> Path | None:
@@ -161,6 +162,9 @@ def restore(run: Run, checkpoint: Checkpoint, with_optimizer: bool = True) -> No
     load_model(checkpoint, run.model.chunks, rows, world)
     if with_optimizer:
         load_optimizer(checkpoint, run.optimizer, rows, run.model.chunks, world)
+    if run.model.amaxes is not None and FP8 in record.tensors:
+        together(world, lambda: checkpoint.check_contents(record.files_of(FP8)))
+        run.model.amaxes.load_state(record.tensors[FP8], partial(checkpoint.read, FP8))
     run.loss_scale.load_state(record.loss_scale)
     run.step, run.consumed_samples = record.step, record.consumed_samples
     run.left_out = record.left_out

@@ -19,8 +19,11 @@ from megalith.optim.step import sum_of_squares
 from megalith.parallel.data.gradient_norm import GradientSquares
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline.stages import copies, on_two_stages
+from megalith.parallel.shards import Box
 from megalith.report.report import Report
 from megalith.training.build import Data, build_model, vocabulary_rows
+
+FP8 = "fp8"  # the part of a checkpoint
 
 
 class Run:
@@ -67,6 +70,15 @@ class Run:
         """Leaves the step's gradients, times the loss scale, in `.grad`; returns its loss."""
         self._seed_fused_dropout()
         return self.model.backward(micro_batches, self.loss_scale.scale)
+
+    def fp8_boxes(self) -> dict[str, dict[str, Box]]:
+        """FP8's delayed scales as a part of a checkpoint: every rank has them all."""
+        table = self.model.amaxes
+        if table is None:
+            return {}
+        first = self.mesh.world.rank == 0
+        state = {name: x.contiguous() for name, x in table.state().items()}
+        return {FP8: {name: Box(x, (0,) * x.ndim, tuple(x.shape), owned=first) for name, x in state.items()}}
 
     def tell_of_saves(self, wait: bool = False) -> None:
         """Notes how the saves went that have ended; with `wait`, also the one in flight."""

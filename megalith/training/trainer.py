@@ -232,7 +232,10 @@ class Trainer(Run):
         weight_decay = self.schedule.weight_decay(self.step, self.consumed_samples)
         set_learning_rate(self.optimizer, lr, weight_decay)
         result = optimizer_step(
-            self.optimizer, self.loss_scale, self.config.optim.clip_grad, self.gradient_squares
+            self.optimizer,
+            self.loss_scale,
+            self.config.optim.clip_grad,
+            lambda parameters: self.gradient_squares(parameters) + self.model.overflow(),
         )
         self.model.end_step(result.skipped)
         self.model.parameters.clear_gradients()
@@ -301,7 +304,7 @@ class Trainer(Run):
         )
         optimizer = self.optimizer if self.config.checkpoint.save_optim else None
         with self.pulse.long_work("saving"):
-            self.saver.save(record, self.model.chunks, optimizer)
+            self.saver.save(record, self.model.chunks, optimizer, self.fp8_boxes())
         self.tell_of_saves()
 
     def save_last(self, also_new: bool = True) -> Path | None:

@@ -12,6 +12,7 @@ from megalith.config.lora import WHOLE
 from megalith.config.model import ModelConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.rules.expert_rules import check_expert_parallel
+from megalith.config.rules.fp8_rules import check_fp8
 from megalith.config.rules.model_rules import check_model
 from megalith.config.rules.overlap_notes import check_overlap
 from megalith.config.run import RunConfig
@@ -226,7 +227,7 @@ def _divisors(value: int) -> str:
 def check_training(config: RunConfig, world_size: int = 1) -> None:
     """Raises ConfigError unless this run can be trained on `world_size` processes."""
     check_model(config.model)
-    _check_available(config)
+    check_fp8(config)
     data_parallel = data_parallel_size(config.parallel, world_size)
     shard_size(config.parallel, world_size)
     check_tensor(config.model, config.parallel, config.data.seq_length)
@@ -252,22 +253,6 @@ def check_base(config: RunConfig) -> None:
             f"{given}, but model.init_from is not set: adapters would be trained on random weights, which stay as they "
             "are; set it to the weights that they are for, a Hugging Face folder or name, or a run folder"
         )
-
-
-# What this version does not do yet: the field, the one value that it takes, and the field's meaning in words.
-_ONLY = [
-    ("train.fp8_format", None, "FP8 training"),
-]
-
-
-def _check_available(config: RunConfig) -> None:
-    for path, only, meaning in _ONLY:
-        section, name = path.split(".")
-        value = getattr(getattr(config, section), name)
-        if value != only:
-            raise ConfigError(
-                f"{path} is {value}, but this version does not have {meaning}; leave it at {only} or remove it"
-            )
 
 
 def _check_adapters(config: RunConfig) -> None:
