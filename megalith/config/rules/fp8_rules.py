@@ -9,7 +9,6 @@ from megalith.config.run import RunConfig
 from megalith.errors import ConfigError
 
 SIXTEEN, BLOCK = 16, 128  # what sizes have to be multiples of: of any FP8 matmul, and of blocks
-ON_GPUS = "FP8 is emulated on CPUs (runtime.device: cpu); its GPU kernels are not in this version"
 
 
 def check_fp8(config: RunConfig) -> None:
