@@ -13,7 +13,7 @@ from megalith.config import RunConfig
 from megalith.parallel.overlap import interleave
 from megalith.parity.differences import compare
 from megalith.parity.job import Outcome, run_job
-from megalith.training.process import prepare_compiler
+from megalith.training.compiler import prepare_compiler
 
 SMALL = {"model": {"num_layers": 2}, "train": {"train_iters": 2}}
 QUICK = {  # plain C++, and the code of each graph made anew
