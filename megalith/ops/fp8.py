@@ -45,6 +45,12 @@ def scale_of(amax: Tensor, dtype: torch.dtype, margin: int = 0) -> Tensor:
     return torch.where(amax == 0, 1.0, torch.where(amax.isfinite(), scale, torch.nan))
 
 
+def power_of_two(scale: Tensor) -> Tensor:
+    """A positive scale, rounded down to a power of two; NaN stays."""
+    mantissa, exponent = torch.frexp(scale)
+    return torch.ldexp(torch.where(scale.isfinite(), 0.5, mantissa), exponent)
+
+
 def inverse_of(scale: Tensor) -> Tensor:
     return (1 / scale.double()).float()
 
