@@ -1,4 +1,4 @@
-"""FP8 in other layouts against one process: the first step's scales to the bit, runs of ten steps near to each other."""
+"""FP8 in other layouts against one process: the first step's weight scales to the bit, runs of ten steps near."""
 
 import functools
 
