@@ -111,7 +111,7 @@ def worker(run: Path) -> None:
         enable_symm_mem_for_group(tensor.axis.name)
 
     with (
-        mock.patch.object(order, "apply_halves", enable),
+        mock.patch.object(order, "apply_ping_pong", enable),
         mock.patch.object(order, "interleaving", lambda: {"_micro_pipeline_tp": True}),
     ):
         megalith.train(megalith.RunConfig.load(str(run)))

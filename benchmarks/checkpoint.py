@@ -62,7 +62,7 @@ class Bench:
         init_distributed(self.device)
         mesh = build_mesh(config.parallel, process.world_size, self.device.type)
         self.world = mesh.world
-        config.optim.lr = 1e-4
+        config = config.with_settings({"optim.lr": 1e-4})
         self.config, self.folder, self.repeats = config, folder, repeats
         self.rows = vocabulary_rows(config)
         self.model = build_model(config, mesh, self.device)

@@ -82,7 +82,7 @@ def make_source(folder: Path, size: float, dtype: str) -> None:
     from megalith.bridge.exporter import FolderWriter
     from megalith.bridge.families.llama import LLAMA
     from megalith.config import ModelConfig
-    from megalith.planner.flops import count_parameters
+    from megalith.planner.counts import count_parameters
 
     kind = getattr(torch, dtype)
     model = ModelConfig(
@@ -92,7 +92,8 @@ def make_source(folder: Path, size: float, dtype: str) -> None:
     )  # fmt: skip
     counts = count_parameters(model, padded_vocab=False)
     layer = counts.attention + counts.mlp
-    model.num_layers = round((size / kind.itemsize - counts.embedding - counts.head) / layer)
+    layers = round((size / kind.itemsize - counts.embedding - counts.head) / layer)
+    model = model.model_copy(update={"num_layers": layers})
     groups = LLAMA.groups(model)
     tensors = {name: (kind, shape) for group in groups for name, shape in group.sources.items()}
     with FolderWriter(folder, tensors, SHARD_BYTES) as writer:

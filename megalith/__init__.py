@@ -4,6 +4,8 @@ config = megalith.RunConfig.load("run.yaml", ["--train.train_iters", "100"])
 result = megalith.train(config)
 model = megalith.load(result.checkpoint)
 logits = model(input_ids)  # int64 [batch, seq] -> [batch, seq, vocab]
+
+And the pieces of a loop, a loss, a model or an optimizer of one's own: docs/own_model.md.
 """
 
 from __future__ import annotations
@@ -11,13 +13,36 @@ from __future__ import annotations
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["RunConfig", "load", "train"]
-
 _HOMES = {
     "RunConfig": "megalith.config",
     "train": "megalith.training.trainer",
     "load": "megalith.training.loading",
+    # a loop of one's own
+    "init_mesh": "megalith.training.own_loop",
+    "parallelize": "megalith.training.own_loop",
+    "Optimizer": "megalith.training.own_loop",
+    "save_checkpoint": "megalith.training.own_loop",
+    "load_checkpoint": "megalith.training.own_loop",
+    "ParallelModel": "megalith.parallel.parallel_model",
+    "Mesh": "megalith.parallel.mesh",
+    "Loader": "megalith.data.loader",
+    "MockDataset": "megalith.data.dataset",
+    "Batch": "megalith.data.batch",
+    "ModelConfig": "megalith.config",
+    "OptimConfig": "megalith.config",
+    "ParallelConfig": "megalith.config",
+    # a loss, a model, an optimizer of one's own
+    "Loss": "megalith.models.loss",
+    "CrossEntropy": "megalith.models.loss",
+    "Model": "megalith.models.own_model",
+    "ModelSpec": "megalith.parallel.model_spec",
+    "Head": "megalith.parallel.model_spec",
+    "ColumnParallelLinear": "megalith.parallel.tensor.building_blocks",
+    "RowParallelLinear": "megalith.parallel.tensor.building_blocks",
+    "VocabParallelEmbedding": "megalith.parallel.tensor.building_blocks",
+    "register_optimizer": "megalith.optim.optimizer",
 }
+__all__ = list(_HOMES)
 
 
 def __getattr__(name: str) -> Any:

@@ -75,7 +75,7 @@ class SeamError(MegalithError):
 
 
 class HangError(MegalithError):
-    """A rank stands still and the others wait for it."""
+    """A rank hangs and the others wait for it."""
 
     exit_code = 6
 

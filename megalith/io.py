@@ -2,12 +2,14 @@
 
 A file is lost with its folder's entry, however well synced, so folders are synced too. A folder that is written into
 may have come from someone else, with symbolic links in the place of the files that a run writes: what is written here
-never goes through one. Links above the folder are the user's own.
+never goes through one. Links above the folder are the user's own. Whoever syncs a file or renames a folder calls what
+stands here. Places in an object store are remote.py's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import errno
 import os
 import re
@@ -15,6 +17,9 @@ import secrets
 import stat
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
+
+from megalith.errors import DataError
 
 LINK = "it is a symbolic link, which nothing is written through"
 NO_FILE = "it is not a regular file"
@@ -45,6 +50,60 @@ def sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_file(file: IO | int) -> None:
+    """Puts what was written to an open file on the disk. Raises OSError."""
+    if not isinstance(file, int):
+        file.flush()
+    os.fsync(file if isinstance(file, int) else file.fileno())
+
+
+def write_file(path: Path, content: str | bytes) -> None:
+    """Writes a file, text as UTF-8, and syncs it. Raises OSError."""
+    with open(path, "wb") as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        sync_file(file)
+
+
+def take_name(new: Path, name: Path, aside: Path) -> Path | None:
+    """Gives a folder, whose files are on the disk, the name of another, which it exchanges in one call of the kernel.
+
+    Filesystems that have no such call (NFS, Lustre) take two renames, by way of `aside`. Returns where the folder is
+    now that had the name; None where none had. Raises OSError.
+    """
+    old = None
+    if not os.path.lexists(name):
+        os.replace(new, name)
+    elif exchange(new, name):
+        old = new
+    elif os.path.lexists(aside):
+        raise FileExistsError(
+            errno.EEXIST, f"is there already, where the old {name.name} was to go", str(aside)
+        )
+    else:
+        os.replace(name, aside)
+        os.replace(new, name)
+        old = aside
+    sync_folder(name.parent)
+    return old
+
+
+AT_FDCWD, RENAME_EXCHANGE = -100, 2
+NOT_KNOWN = (errno.ENOSYS, errno.EINVAL, errno.EXDEV, errno.EOPNOTSUPP)
+
+
+def exchange(one: Path, other: Path) -> bool:
+    """Two paths change names at once; False where the system cannot. Raises OSError."""
+    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
+    if rename is None:
+        return False
+    if rename(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0:
+        return True
+    number = ctypes.get_errno()
+    if number in NOT_KNOWN:
+        return False
+    raise OSError(number, os.strerror(number), str(other))
 
 
 def open_file(path: Path, flags: int) -> int:
@@ -78,7 +137,7 @@ def replacing(path: Path) -> Iterator[Path]:
     os.close(open_file(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL))
     try:
         yield partial
-        _sync(partial)
+        sync_path(partial)
         os.replace(partial, path)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -99,9 +158,31 @@ def replace_file(path: Path, content: str | bytes) -> None:
         partial.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def _sync(path: Path) -> None:
-    descriptor = open_file(path, os.O_WRONLY)
+def sync_path(path: Path) -> None:
+    """Puts a regular file that someone has written on the disk. Raises OSError, also for a link."""
+    descriptor = open_file(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        sync_file(descriptor)
     finally:
         os.close(descriptor)
+
+
+@contextlib.contextmanager
+def atomic_file(path: str | Path) -> Iterator[IO[bytes]]:
+    """As `replacing`, a file opened for writing; its folder is made. DataError when the file system refuses."""
+    path = Path(path)
+    with data_errors(path):
+        make_folder(path.parent)
+        with replacing(path) as partial, open(partial, "wb") as file:
+            yield file
+
+
+@contextlib.contextmanager
+def data_errors(path: object) -> Iterator[None]:
+    """Makes a DataError of what the file system says against writing `path`."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(
+            f"cannot write {path}: {error.strerror or error}; free some space or choose another place"
+        ) from error

@@ -16,13 +16,21 @@ from megalith.launch.pool import PRELOADED, Pool
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
 # Every process that is forked from then on has them: a second less each time.
-PRELOADED.append("megalith.training.trainer")
+PRELOADED += ["megalith.training.trainer", "megalith.cli.main", "megalith.launch.agent"]
 if not torch.cuda.is_available():  # should importing the compiler start CUDA, what is forked could not use it
     PRELOADED.append("torch._inductor.compile_fx")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.pluginmanager.register(FaultItems(config), "fault_items")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.parent.name in ("faults", "launch") or {"pool", "pool_of_eight"} & set(
+            item.fixturenames
+        ):
+            item.add_marker("processes")
 
 
 @pytest.fixture(scope="session", autouse=True)

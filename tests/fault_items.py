@@ -2,7 +2,8 @@
 
 A test that shows one carries `@pytest.mark.fault(13)`. When a session is over that ran them all, every item has to have
 such tests, and all of these have to have run and passed: a test that was skipped shows nothing. A session of a part of
-the suite is held to that for the items whose tests it has.
+the suite is held to that for the items whose tests it has. The workers of pytest-xdist tell the process that hears how
+all tests ended what they have found.
 """
 
 from __future__ import annotations
@@ -86,7 +87,17 @@ class FaultItems:
                 "an expected failure" if hasattr(report, "wasxfail") else report.outcome
             )
 
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node) -> None:
+        marked, left_out = node.workeroutput["fault_items"]
+        self._marked |= {test: set(items) for test, items in marked.items()}
+        self._left_out |= left_out
+
     def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        if (told := getattr(self._config, "workeroutput", None)) is not None:
+            marked = {test: sorted(items) for test, items in self._marked.items()}
+            told["fault_items"] = (marked, self._left_out)
+            return
         if exitstatus != pytest.ExitCode.OK or self._config.option.collectonly:
             return
         asked = [

@@ -17,8 +17,10 @@ from megalith.parallel.mesh import build_mesh
 from megalith.planner.layout import build_layout
 from megalith.planner.topology import gather_places
 from megalith.report.measured_step import StepMeasure, StepTimes
-from megalith.report.out_of_memory import held_bytes
-from megalith.training.trainer import Trainer, prepare
+from megalith.report.out_of_memory import bytes_in_use
+from megalith.training.build import prepare
+from megalith.training.run_state import Run
+from megalith.training.trainer import Trainer
 
 
 def configuration(output: Path | str, **sections) -> RunConfig:
@@ -35,42 +37,42 @@ def configuration(output: Path | str, **sections) -> RunConfig:
     return RunConfig.from_tree(tree)
 
 
-def build(config: RunConfig) -> Trainer:
+def build(config: RunConfig) -> Run:
     size = dist.get_world_size()
-    config, tokenizer = prepare(config, size)
+    config, tokenizer, _ = prepare(config, size)
     device = pick_device(config.runtime.device, dist.get_rank())
     mesh = build_mesh(config.parallel, size, device.type, has_experts=config.model.num_experts is not None)
-    return Trainer(config, tokenizer, mesh, device)
+    return Run(config, tokenizer, mesh, device)
 
 
 def printed_by_run(config: RunConfig) -> str:
     """Trains on every rank; returns this rank's standard output."""
     Path(config.train.output_dir).mkdir(exist_ok=True)
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        build(config).run()
+        Trainer(build(config)).train()
     return out.getvalue()
 
 
 def weights_expected_and_held(config: RunConfig) -> tuple[int, int, int, int]:
     """Bytes of weights and of the optimizer's moments: expected weights, held weights, expected moments, held."""
-    trainer = build(config)
-    layout = build_layout(trainer.config, dist.get_world_size())
+    run = build(config)
+    layout = build_layout(run.config, dist.get_world_size())
     memory = layout.stage_of(this_process().rank).memory
     moments = sum(
         value.nbytes
-        for state in trainer.optimizer.state.values()
+        for state in run.optimizer.state.values()
         for name, value in state.items()
         if name != "step"
     )
-    return memory.weights, held_bytes(trainer.model.chunks).weights, memory.optimizer, moments
+    return memory.weights, bytes_in_use(run.model.chunks).weights, memory.optimizer, moments
 
 
 def held_after_backward(config: RunConfig) -> tuple[int, int, int]:
     """Bytes of weights, gathered copies and gradients when a step's gradients are there."""
-    trainer = build(config)
-    with trainer.data.train_loader(0, 0, trainer.device) as batches:
-        trainer.model.backward([next(batches)], trainer.loss_scale.scale)
-    held = held_bytes(trainer.model.chunks)
+    run = build(config)
+    with run.data.train_loader(0, 0, run.device) as batches:
+        run.model.backward([next(batches)], loss_scale=run.loss_scale.scale)
+    held = bytes_in_use(run.model.chunks)
     return held.weights, held.gathered, held.gradients
 
 

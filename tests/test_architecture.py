@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from importlinter.cli import lint_imports
 
+from megalith import _HOMES
+
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "megalith"
 BELOW_LAUNCH = ["parallel", "models", "config", "ops", "comm", "hardware.py", "errors.py"]
@@ -199,6 +201,7 @@ def test_folders_are_small_and_few_files_serve_one_other():
     folders = Counter(path.parent for path in files(".") if path.name != "__init__.py")
     assert {str(folder) for folder, count in folders.items() if count > LARGEST_FOLDER} == set()
     readers = Counter(name for path in files(".") for name in imported(path))
+    readers.update(set(_HOMES.values()))
     modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files(".")]
     single = [module for module in modules if readers[module] == 1 and "__" not in module]
     assert len(single) <= ONE_IMPORTER, single

@@ -3,10 +3,9 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 import yaml
@@ -101,11 +100,11 @@ CONFIGURATIONS = [
     (["run.yaml", "--train.precision", "fp16", "--optim.min_loss_scale", "1e20"], "min_loss_scale", "lower it"),
     (["run.yaml", "--optim.adam_beta1", "1.0"], "adam_beta1 is 1.0"),
     (["run.yaml", "--parallel.tensor_model_parallel_size", "2"], "world size 1", "tensor (2)"),
-    (["run.yaml", "--parallel.recompute_method", "block"], "recompute_granularity is None"),
+    (["run.yaml", "--parallel.recompute_method", "block"], "recompute_granularity full, which is not set"),
     (["run.yaml", "--runtime.device", "tpu"], "device 'tpu' is not known; give auto, cpu, cuda"),
     (["run.yaml", "--runtime.device", "cuda:99"], "cuda:99"),
     (["run.yaml", "--data.tokenizer_type", "BertTokenizer"], "data.tokenizer_type is 'BertTokenizer'"),
-    (["run.yaml", "--data.tokenizer_type", "null", "--data.tokenizer_model", "x"], "tokenizer_type is not set"),
+    (["run.yaml", "--data.tokenizer_type", "null", "--data.tokenizer_model", "x"], "tokenizer_type, which is not set"),
     (["run.yaml", "--data.tokenizer_type", "null"], "model.vocab_size is not set and there is no tokenizer"),
     (["run.yaml", "--data.tokenizer_type", "NullTokenizer"], "NullTokenizer was given vocab_size None"),
     (["run.yaml", "--model.vocab_size", "100"], "tokenizer has 257 entries but model.vocab_size is 100"),
@@ -372,8 +371,7 @@ def test_requests_to_preprocess_that_cannot_be(refused, place):
 )
 def test_a_real_process_ends_with_the_code_and_the_sentence(place, words, exit_code, part):
     before = contents(place)
-    command = [sys.executable, "-m", "megalith.cli", *words]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = forked.run(["-m", "megalith.cli", *words])
     assert done.returncode == exit_code
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and part in done.stderr
     assert contents(place) == before

@@ -286,7 +286,10 @@ def test_python_names_are_there_and_others_are_not():
     import megalith.training.loading
     import megalith.training.trainer  # modules that must not take the place of the functions
 
-    assert {"RunConfig", "train", "load"} == set(megalith.__all__)
+    assert {"RunConfig", "train", "load", "Model", "ModelSpec", "parallelize", "Mesh", "Loader"} <= set(
+        megalith.__all__
+    )
+    assert all(getattr(megalith, name) is not None for name in megalith.__all__)
     assert callable(megalith.load) and callable(megalith.train)
     with pytest.raises(AttributeError, match="has no attribute 'trian'"):
         _ = megalith.trian

@@ -9,7 +9,6 @@ from types import SimpleNamespace
 import pytest
 
 import megalith
-from megalith.checkpoint.files import replace_text
 from megalith.checkpoint.store import StepFolder
 from megalith.config import RunConfig
 from megalith.errors import ConfigError
@@ -116,7 +115,7 @@ WRITTEN = {
     "pipeline.json": lambda output: write_timeline(output, Timeline([])),
     "loss.png": draw,
     "flight_recorder_rank0.json": hang,
-    "checkpoints/latest": lambda output: replace_text(output / "checkpoints" / "latest", "step_1"),
+    "checkpoints/latest": lambda output: replace_file(output / "checkpoints" / "latest", "step_1"),
 }
 
 

@@ -18,7 +18,7 @@ from megalith.bridge.family import Family
 from megalith.bridge.folder import CONFIG, find_folder, read_json
 from megalith.bridge.importer import Change, import_hf, new_run, refuse_existing
 from megalith.bridge.load import check_base, config_of, is_source, model_of
-from megalith.bridge.partial import PartialFolder
+from megalith.bridge.partial import partial_folder
 from megalith.bridge.peft import CONFIG_FILE, PeftFolder, is_peft, save_peft
 from megalith.checkpoint import Checkpoint, RunRecord, StepWriter, open_existing
 from megalith.checkpoint.fingerprint import Sample, digest, sample
@@ -28,6 +28,7 @@ from megalith.errors import CheckpointError, ConfigError
 from megalith.models.adapters import adapters, add_adapters
 from megalith.models.transformer import Transformer
 from megalith.parallel.shards import Box
+from megalith.remote import place, remove_all
 
 
 def with_lora_load(config: RunConfig) -> RunConfig:
@@ -38,7 +39,7 @@ def with_lora_load(config: RunConfig) -> RunConfig:
     given = config.lora
     if given.load is None:
         return config
-    found = _peft(given.load, config).lora
+    found = _peft(given.load, config.model).lora
     for name in ("rank", "alpha", "targets"):
         asked, theirs, default = (getattr(lora, name) for lora in (given, found, LoraConfig()))
         same = (
@@ -49,15 +50,14 @@ def with_lora_load(config: RunConfig) -> RunConfig:
                 f"lora.{name} is {asked}, but the adapters in {given.load}, which lora.load names, have {theirs}; "
                 f"leave {name} out"
             )
-    config = config.model_copy(deep=True)
-    for name in ("rank", "alpha", "targets"):
-        setattr(config.lora, name, getattr(found, name))
-    return config
+    return config.with_settings(
+        {f"lora.{name}": getattr(found, name) for name in ("rank", "alpha", "targets")}
+    )
 
 
-def begin_from_peft(config: RunConfig, model: Model) -> None:
-    """Fills this rank's adapters with those that `lora.load` names, each rank its boxes."""
-    _fill(model, _peft(config.lora.load, config).read)
+def begin_from_peft(path: str, config: ModelConfig, model: Model) -> None:
+    """Fills this rank's adapters with those in `path`, in PEFT's form, each rank its boxes."""
+    _fill(model, _peft(path, config).read)
 
 
 def export_adapters(run: str | Path, out: str | Path, family: str | None = None) -> Family:
@@ -66,18 +66,20 @@ def export_adapters(run: str | Path, out: str | Path, family: str | None = None)
     `family` is an architecture or model type; by default that of the base, else the first that can say the model.
     Raises CheckpointError when there are none or something is at `out`; nothing is left there on an error.
     """
-    out = Path(out)
+    out = place(out)
     refuse_existing(out)
     checkpoint, config = _open_run(run)
     chosen = family_named(family, "--family") if family else _family(config.model)
     read = _reader(checkpoint)
-    partial = PartialFolder(out)
+    partial = partial_folder(out)
     try:
         partial.begin()
         save_peft(partial.path, chosen, config.model, config.lora, read, config.model.init_from)
         partial.commit()
     except OSError as error:
-        raise CheckpointError(f"{out} could not be written: {error.strerror}; make room there") from error
+        raise CheckpointError(
+            f"{out} could not be written: {error.strerror or error}; make room there"
+        ) from error
     finally:
         partial.abandon()
     return chosen
@@ -90,7 +92,7 @@ def merge(source: str | Path, out: str | Path, base: str | None = None, show_pro
     a folder in PEFT's format; `base` what they belong to, by default what they name. In memory are the adapters and
     one tensor of the base. Raises ConfigError or CheckpointError where one of the two is not to be had or does not fit.
     """
-    out = Path(out)
+    out = place(out)
     refuse_existing(out)
     base, adapted, trained_on = _adapted(source, base)
     changes = {f"{name}.weight": adapter for name, adapter in adapters(adapted)}
@@ -113,7 +115,7 @@ def merge(source: str | Path, out: str | Path, base: str | None = None, show_pro
         try:
             check_base(trained_on, digest(samples), base)
         except CheckpointError:
-            shutil.rmtree(out, ignore_errors=True)
+            remove_all(out)
             raise
     return merged
 
@@ -186,8 +188,8 @@ def _reader(checkpoint: Checkpoint) -> Callable[[str], Tensor]:
     return lambda name: checkpoint.read("model", name)
 
 
-def _peft(path: str, config: RunConfig) -> PeftFolder:
-    return PeftFolder(path, _family(config.model), config.model)
+def _peft(path: str, model: ModelConfig) -> PeftFolder:
+    return PeftFolder(path, _family(model), model)
 
 
 def _family(model: ModelConfig, base: str | None = None) -> Family:

@@ -9,7 +9,6 @@ to their places in any order. Everything is written into `NAME.partial` beside t
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,25 +20,23 @@ from torch import Tensor
 
 from megalith.bridge.families import family_for, family_named, family_of
 from megalith.bridge.family import Family, Group
-from megalith.bridge.folder import CONFIG, DTYPE_NAMES, GENERATION, is_model_folder
+from megalith.bridge.folder import CONFIG, DTYPE_NAMES, GENERATION, is_model_folder, is_there
 from megalith.bridge.importer import PRECISIONS
 from megalith.bridge.load import config_of
 from megalith.bridge.origin import Origin, read_origin, saved_tokenizer
-from megalith.bridge.partial import PartialFolder
+from megalith.bridge.partial import partial_folder
 from megalith.bridge.settings import Tree, differences
 from megalith.bridge.transfer import ByteProgress, Scratch, to_theirs
 from megalith.checkpoint import Checkpoint, open_existing
-from megalith.checkpoint.files import byte_count, safetensors_head
-from megalith.config import ModelConfig, RunConfig
+from megalith.checkpoint.files import Layout, PlacedTensors, byte_count
+from megalith.config import ModelConfig, TrainConfig
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import CheckpointError, ConfigError
-from megalith.io import sync_folder
+from megalith.io import sync_folder, write_file
 from megalith.parallel.shards import Box
+from megalith.remote import StorePath, place
 
 SHARD_BYTES = 5 * 10**9  # as transformers cuts them
-# A write of several MB has the kernel look for as large blocks of free memory, which a virtual machine may have given
-# back to its host: nine times the processor time of the same bytes in smaller writes, where that is so.
-WRITE_BYTES = 2**20
 
 
 class FolderWriter:
@@ -51,26 +48,28 @@ class FolderWriter:
     def __init__(
         self,
         path: str | Path,
-        tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
+        tensors: Layout,
         shard_bytes: int = SHARD_BYTES,
         replace: bool = False,
     ):
         """Raises CheckpointError when something is at `path`, unless it is to be replaced."""
-        self.path = Path(path)
-        self._place = PartialFolder(self.path)
+        self.path = place(path)
+        self._place = partial_folder(self.path)
         self.partial = self._place.path
         self._tensors = dict(tensors)
         self._shards = _cut(self._tensors, shard_bytes)
-        self._files: dict[str, int] = {}  # open, by name
-        self._places: dict[str, tuple[str, int]] = {}
-        if self.path.exists() and not replace:
-            raise CheckpointError(f"{self.path} is already there; remove it, or choose another place")
+        self._where = {name: file for file, names in self._shards.items() for name in names}
+        self._files: dict[str, PlacedTensors] = {}  # open, by name
+        if is_there(self.path) and not replace:
+            raise CheckpointError(f"{self.path} already exists; remove it, or choose another path")
 
     def __enter__(self) -> FolderWriter:
         try:
             self._place.begin()
             for file, names in self._shards.items():
-                self._begin(file, names)
+                self._files[file] = PlacedTensors(
+                    self.partial / file, {name: self._tensors[name] for name in names}
+                )
         except OSError as error:
             self._abandon()
             raise self._refused(error) from error
@@ -80,12 +79,8 @@ class FolderWriter:
         """Puts a tensor into its place."""
         dtype, shape = self._tensors[name]
         assert (tensor.dtype, tuple(tensor.shape)) == (dtype, shape), name
-        file, start = self._places.pop(name)
-        data = memoryview(tensor.contiguous().flatten().view(torch.uint8).numpy())
         try:
-            while data:
-                written = os.pwrite(self._files[file], data[:WRITE_BYTES], start)
-                data, start = data[written:], start + written
+            self._files[self._where[name]].put(name, tensor)
         except OSError as error:
             raise self._refused(error) from error
 
@@ -101,7 +96,6 @@ class FolderWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if error is None:
-            assert not self._places, f"not written: {list(self._places)}"
             try:
                 self._finish()
                 return
@@ -112,32 +106,21 @@ class FolderWriter:
                 raise
         self._abandon()
 
-    def _begin(self, file: str, names: list[str]) -> None:
-        head, starts = safetensors_head({name: self._tensors[name] for name in names})
-        self._places |= {name: (file, start) for name, start in starts.items()}
-        with open(self.partial / file, "wb") as begun:
-            begun.write(head)
-        self._files[file] = os.open(self.partial / file, os.O_WRONLY)
-
     def _finish(self) -> None:
         if len(self._shards) > 1:
             total = sum(byte_count(shape, dtype) for dtype, shape in self._tensors.values())
-            where = {name: file for file, names in self._shards.items() for name in names}
             self.write_json(
-                "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": where}
+                "model.safetensors.index.json", {"metadata": {"total_size": total}, "weight_map": self._where}
             )
-        for descriptor in self._files.values():
-            os.fsync(descriptor)
+        for file in self._files.values():
+            file.sync()
         self._close()
         sync_folder(self.partial)
         self._place.commit()
 
     def _small(self, name: str, content: bytes) -> None:
         try:
-            with open(self.partial / name, "wb") as file:
-                file.write(content)
-                file.flush()
-                os.fsync(file.fileno())
+            write_file(self.partial / name, content)
         except OSError as error:
             raise self._refused(error) from error
 
@@ -147,7 +130,7 @@ class FolderWriter:
 
     def _close(self) -> None:
         while self._files:
-            os.close(self._files.popitem()[1])
+            self._files.popitem()[1].close()
 
     def _refused(self, error: OSError) -> CheckpointError:
         return CheckpointError(
@@ -156,9 +139,7 @@ class FolderWriter:
         )
 
 
-def _cut(
-    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]], shard_bytes: int
-) -> dict[str, list[str]]:
+def _cut(tensors: Layout, shard_bytes: int) -> dict[str, list[str]]:
     """File names with the tensors in them: one file, or several of at most `shard_bytes` (but for one large tensor)."""
     shards: list[list[str]] = [[]]
     held = 0
@@ -182,7 +163,7 @@ SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 class Export:
     """What an export has written."""
 
-    path: Path
+    path: Path | StorePath
     family: Family
     checkpoint: Checkpoint
     groups: list[Group]
@@ -217,10 +198,10 @@ def export_hf(
             f"{opened.folder} holds adapters alone; write them with megalith lora export, or merge them with their "
             "base first: megalith lora merge"
         )
-    origin = read_origin(_origin_folder(opened, config))
+    origin = read_origin(_origin_folder(opened, config.model))
     chosen, notes = _family(config.model, origin, family)
     groups = chosen.groups(config.model)
-    dtypes = _dtypes(groups, config, origin, dtype)
+    dtypes = _dtypes(groups, config.train, origin, dtype)
     tokenizer = saved_tokenizer(opened.tokenizer_folder)
     tensors = {name: (dtypes[name], shape) for group in groups for name, shape in group.sources.items()}
     total = sum(torch.Size(shape).numel() * kind.itemsize for kind, shape in tensors.values())
@@ -236,17 +217,17 @@ def export_hf(
                 for name, value in to_theirs(group, tensor, dtypes, scratch, first_expert=offset[0]):
                     writer.write(name, value)
                     progress.add(value.nbytes)
-        model_dtype = DTYPE_NAMES[dtype] if dtype else _precision(config)
+        model_dtype = DTYPE_NAMES[dtype] if dtype else _precision(config.train)
         writer.write_json(CONFIG, _config_json(chosen, config.model, origin, model_dtype, tokenizer))
         writer.write_json(GENERATION, origin.generation or _generation(tokenizer))
         notes += _write_tokenizer(writer, origin, tokenizer)
-    return Export(Path(out), chosen, opened, groups, dtypes, notes)
+    return Export(place(out), chosen, opened, groups, dtypes, notes)
 
 
-def _origin_folder(checkpoint: Checkpoint, config: RunConfig) -> Path | None:
+def _origin_folder(checkpoint: Checkpoint, model: ModelConfig) -> Path | None:
     """Where the small files stand: in the checkpoint, else in the Hugging Face folder that training began from."""
     kept = checkpoint.tokenizer_folder
-    began = config.model.init_from
+    began = model.init_from
     if (kept is None or not (kept / CONFIG).is_file()) and began and is_model_folder(began):
         return Path(began)
     return kept
@@ -273,17 +254,17 @@ def _family(model: ModelConfig, origin: Origin, asked: str | None) -> tuple[Fami
     return chosen, [f"written as {chosen.architecture}, the first family that can say this model"]
 
 
-def _precision(config: RunConfig) -> torch.dtype:
-    return next(dtype for dtype, name in PRECISIONS.items() if name == config.train.precision)
+def _precision(train: TrainConfig) -> torch.dtype:
+    return next(dtype for dtype, name in PRECISIONS.items() if name == train.precision)
 
 
 def _dtypes(
-    groups: list[Group], config: RunConfig, origin: Origin, asked: str | None
+    groups: list[Group], train: TrainConfig, origin: Origin, asked: str | None
 ) -> dict[str, torch.dtype]:
     names = [name for group in groups for name in group.sources]
     if asked is not None:
         return dict.fromkeys(names, DTYPE_NAMES[asked])
-    return {name: origin.dtypes.get(name, _precision(config)) for name in names}
+    return {name: origin.dtypes.get(name, _precision(train)) for name in names}
 
 
 def _config_json(

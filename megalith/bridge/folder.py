@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import atexit
 import json
+import shutil
+import tempfile
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from megalith.bridge.family import Family
-from megalith.bridge.stored import Pickled, Stored, list_tensors
+from megalith.bridge.stored import Pickled, list_tensors
+from megalith.checkpoint.files import Stored
+from megalith.checkpoint.manifest import not_answering
 from megalith.data.tokenizers.hub import local_folder
 from megalith.errors import CheckpointError, shorten
+from megalith.remote import StorePath, place
 
 CONFIG = "config.json"
 GENERATION = "generation_config.json"
@@ -23,6 +30,7 @@ TOKENIZER_FILES = (
     "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "tokenizer.model",
     "vocab.json", "merges.txt", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
+FETCHED_ENDINGS = (".safetensors", INDEX_SUFFIX)
 DTYPE_NAMES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
@@ -58,12 +66,27 @@ class SourceFolder:
 
 def is_model_folder(path: str | Path) -> bool:
     """Whether a folder is Hugging Face's rather than one of ours."""
-    return (Path(path) / CONFIG).is_file()
+    return is_there(place(path) / CONFIG)
+
+
+def is_there(path: Path | StorePath) -> bool:
+    """Whether there is a file or folder. Raises CheckpointError where a store does not answer."""
+    try:
+        return path.exists()
+    except OSError as error:
+        if isinstance(path, StorePath):
+            raise not_answering(path, error) from error
+        raise
 
 
 def find_folder(path: str | Path) -> Path:
-    """The folder itself, or that of a hub name: from the local cache, else fetched if the hub's settings allow it."""
-    folder = Path(path)
+    """The folder itself, or that of a hub name: from the local cache, else fetched if the hub's settings allow it.
+
+    What a URL names is fetched, once a process, into a temporary folder.
+    """
+    folder = place(path)
+    if isinstance(folder, StorePath):
+        return _fetched(folder)
     if folder.is_dir():
         return folder
     if folder.exists():
@@ -71,6 +94,21 @@ def find_folder(path: str | Path) -> Path:
     return local_folder(
         str(path), (CONFIG, GENERATION, *TOKENIZER_FILES, "*.safetensors", "*" + INDEX_SUFFIX)
     )
+
+
+@cache
+def _fetched(folder: StorePath) -> Path:
+    if not is_model_folder(folder):
+        raise CheckpointError(f"{folder} has no {CONFIG}; give the URL of a folder of a Hugging Face model")
+    made = Path(tempfile.mkdtemp(prefix="megalith_model_"))
+    atexit.register(shutil.rmtree, made, ignore_errors=True)
+    try:
+        for file in folder.iterdir():
+            if file.name in (CONFIG, GENERATION, *TOKENIZER_FILES) or file.name.endswith(FETCHED_ENDINGS):
+                file.fetch(made / file.name)
+    except OSError as error:
+        raise not_answering(folder, error) from error
+    return made
 
 
 def read_json(path: Path) -> dict[str, Any]:

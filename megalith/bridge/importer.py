@@ -7,7 +7,6 @@ the type that they came in: what `megalith.load` computes in, and what an export
 from __future__ import annotations
 
 import math
-import shutil
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,18 +17,19 @@ import torch
 from torch import Tensor
 
 from megalith.bridge.families import family_of
-from megalith.bridge.folder import SourceFolder
+from megalith.bridge.folder import SourceFolder, is_there
 from megalith.bridge.match import Match, match
 from megalith.bridge.origin import check_vocabulary, keep_origin, tokenizer_of
 from megalith.bridge.transfer import ByteProgress
 from megalith.checkpoint import RunRecord, StepWriter, TokenizerRecord
 from megalith.checkpoint.steps import CHECKPOINTS
-from megalith.config import RunConfig
-from megalith.config.rules.run_rules import check_model
+from megalith.config import RunConfig, TrainConfig
+from megalith.config.rules.model_rules import check_model
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import CheckpointError, ConfigError
-from megalith.launch.lock import LOCK_NAME, OutputLock
+from megalith.launch.lock import LOCK_NAME, OutputLock, lock_of
 from megalith.parallel.shards import Box
+from megalith.remote import StorePath, place, remove_all
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 SHARDS = 64  # files that a checkpoint is cut into, as far as they are then of a good size, in bytes:
@@ -54,7 +54,7 @@ def import_hf(
     Raises ConfigError for a model that cannot be built here, CheckpointError for a damaged folder or when `out` is
     there already or cannot be written: nothing is left then.
     """
-    refuse_existing(Path(out))
+    refuse_existing(place(out))
     fit = open_source(source, allow)
     tokenizer = tokenizer_of(fit.source.path)
     check_vocabulary(fit.source, tokenizer, fit.groups[0].model.vocab_size)
@@ -65,7 +65,7 @@ def import_hf(
 
 def write_run(
     fit: Match,
-    out: str | Path,
+    out: str | Path | StorePath,
     tokenizer: Tokenizer | None,
     keep: Callable[[Path], None] | None = None,
     *,
@@ -77,8 +77,7 @@ def write_run(
     Raises as `new_run`.
     """
     model, dtype = fit.groups[0].model, common_dtype(fit)
-    config = RunConfig()
-    config.model, config.train.precision = model, PRECISIONS[dtype]
+    config = RunConfig(model=model, train=TrainConfig(precision=PRECISIONS[dtype]))
     record = RunRecord(
         step=0,
         consumed_samples=0,
@@ -89,7 +88,7 @@ def write_run(
     elements = sum(math.prod(group.shape) for group in fit.groups)
     shard_bytes = min(max(SMALLEST_SHARD, 4 * elements // SHARDS), LARGEST_SHARD)
     with (
-        new_run(Path(out)) as checkpoints,
+        new_run(place(out)) as checkpoints,
         ByteProgress("import", sum(map(fit.bytes, fit.groups)), show_progress) as progress,
         StepWriter(checkpoints, record, write_tokenizer=keep, shard_bytes=shard_bytes) as writer,
     ):
@@ -102,27 +101,27 @@ def write_run(
 
 
 @contextmanager
-def new_run(out: Path) -> Iterator[Path]:
+def new_run(out: Path | StorePath) -> Iterator[Path | StorePath]:
     """The checkpoints folder of a run that is made at `out`, this process's alone; on an error nothing stays of it.
 
     Raises CheckpointError when something is at `out`, ConfigError while another process makes a run there.
     """
     refuse_existing(out)
-    with OutputLock(out):
+    with lock_of(out):
         refuse_existing(out / CHECKPOINTS)
         try:
             yield out / CHECKPOINTS
         except BaseException:
-            shutil.rmtree(out / CHECKPOINTS, ignore_errors=True)  # the rest goes with the lock
+            remove_all(out / CHECKPOINTS)  # the rest goes with the lock
             raise
 
 
-def refuse_existing(out: Path) -> None:
+def refuse_existing(out: Path | StorePath) -> None:
     """Raises CheckpointError when something is at `out`; ConfigError, naming it, when a process is at work there."""
-    if (out / LOCK_NAME).exists():
+    if isinstance(out, Path) and (out / LOCK_NAME).exists():
         OutputLock(out).release()
-    if out.exists():
-        raise CheckpointError(f"{out} is already there; remove it, or choose another place")
+    if is_there(out):
+        raise CheckpointError(f"{out} already exists; remove it, or choose another path")
 
 
 def blocks(shape: tuple[int, ...], elements: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from megalith.bridge.family import VOCABULARY, without_memory
-from megalith.bridge.folder import find_folder, is_model_folder
+from megalith.bridge.folder import find_folder, is_model_folder, is_there
 from megalith.bridge.importer import open_source
 from megalith.bridge.match import Match
 from megalith.bridge.origin import tokenizer_of
@@ -18,14 +18,13 @@ from megalith.checkpoint.manifest import MANIFEST
 from megalith.checkpoint.state import MODEL, Model, base_boxes, load_base, own_boxes
 from megalith.comm.collectives import Axis
 from megalith.config import ModelConfig, RunConfig
-from megalith.config.rules.run_rules import check_model
+from megalith.config.base import Decides
+from megalith.config.rules.model_rules import check_model
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import CheckpointError, ConfigError, MegalithError, shorten
 from megalith.parallel.gather import ALONE
 from megalith.parallel.shards import Box
-
-# What a run that begins from other weights may choose anew: how far its rotary positions reach.
-FREE = ("rotary_base", "rope_scaling")
+from megalith.remote import place
 
 
 @torch.no_grad()
@@ -116,7 +115,7 @@ def check_base(checkpoint: Checkpoint, found: str, path: str) -> None:
 
 def is_source(path: str | Path) -> bool:
     """Whether weights are in Hugging Face's form: a folder with a config.json, or a hub name."""
-    return is_model_folder(path) or not Path(path).exists()
+    return is_model_folder(path) or not is_there(place(path))
 
 
 def with_init_from(config: RunConfig) -> RunConfig:
@@ -131,15 +130,14 @@ def with_init_from(config: RunConfig) -> RunConfig:
     given = {name: getattr(config.model, name) for name in config.model.model_fields_set}
     kept = {name: value for name, value in given.items() if value is not None}
     model = ModelConfig.model_validate({**found.model_dump(), "preset": None, **kept})
-    free = FREE + (("max_position_embeddings",) if found.position_embedding_type == "rope" else ())
+    free = ModelConfig.deciding(Decides.REACH)
+    free += ["max_position_embeddings"] if found.position_embedding_type == "rope" else []
     if others := differences(model, found, leave_out=free):
         raise ConfigError(
             f"model has {'; '.join(others)} as the weights in {path}, which model.init_from names; leave out what "
             "the weights decide"
         )
-    config = config.model_copy(deep=True)
-    config.model = model
-    return config
+    return config.model_copy(update={"model": model})
 
 
 def model_of(path: str) -> ModelConfig:
@@ -155,9 +153,9 @@ def model_of(path: str) -> ModelConfig:
     return config.model
 
 
-def tokenizer_notes(config: RunConfig, tokenizer: Tokenizer | None) -> list[str]:
+def tokenizer_notes(model: ModelConfig, tokenizer: Tokenizer | None) -> list[str]:
     """What to tell where the run's tokenizer is not that of the weights that `model.init_from` names."""
-    path = config.model.init_from
+    path = model.init_from
     if path is None or tokenizer is None:
         return []
     try:

@@ -12,9 +12,8 @@ from torch import Tensor
 
 from megalith.bridge.family import VOCABULARY, Family, Group
 from megalith.bridge.folder import SourceFolder
-from megalith.bridge.stored import DTYPES
 from megalith.bridge.transfer import to_ours
-from megalith.checkpoint.files import DTYPE_CODES
+from megalith.checkpoint.files import DTYPE_CODES, DTYPES
 from megalith.config import ModelConfig
 from megalith.errors import CheckpointError, shorten
 from megalith.models.init import initial_value
@@ -88,7 +87,7 @@ def match(source: SourceFolder, family: Family, model: ModelConfig, allow: bool 
     if told and not allow:
         raise CheckpointError(
             f"{source.path} is not what its {source.settings_name} says; {'; '.join(told)}; fetch it again, or allow "
-            "it with --allow: missing tensors then begin with initial values, others are left out, types are kept"
+            "it with --allow: missing tensors are then initialized, others ignored, dtypes preserved"
         )
     _check_shapes(source, wanted)
     return Match(source, groups, missing, extra)

@@ -1,27 +1,25 @@
 """A folder that is made beside its place and takes its name whole, without a moment in which neither has it.
 
 `OUT.partial` carries a mark that its maker holds a lock on. What is found there without the mark is someone's own and
-is not touched; what has it and is not locked was left by a conversion that was killed. An old folder in the place
-changes names with the new one in a single call of the kernel. Filesystems that have no such call (NFS, Lustre) take
-two renames; a kill between them is mended by the next conversion to this place.
+is not touched; what has it and is not locked was left by a conversion that was killed. Where an old folder in the place
+takes two renames (`io.take_name`), a kill between them is mended by the next conversion to this place.
 """
 
 from __future__ import annotations
 
 import contextlib
-import ctypes
-import errno
 import fcntl
 import os
 import shutil
+import tempfile
 from pathlib import Path
 
 from megalith.errors import CheckpointError
-from megalith.io import make_folder, sync_folder
+from megalith.io import make_folder, take_name
+from megalith.remote import StorePath
 
 MARK = ".megalith_conversion"
-AT_FDCWD, RENAME_EXCHANGE = -100, 2
-NOT_KNOWN = (errno.ENOSYS, errno.EINVAL, errno.EXDEV, errno.EOPNOTSUPP)
+READ_FIRST = ("config.json", "adapter_config.json")
 
 
 class PartialFolder:
@@ -49,12 +47,10 @@ class PartialFolder:
 
     def commit(self) -> None:
         """Gives the folder, whose files are on the disk, its name; what had it before is removed."""
-        old: Path | None = None
-        if self.out.exists():
-            old = self.path if _exchange(self.path, self.out) else self._rename_twice()
-        else:
-            os.rename(self.path, self.out)
-        sync_folder(self.out.parent)
+        try:
+            old = take_name(self.path, self.out, self._aside)
+        except FileExistsError as error:
+            raise CheckpointError(f"{error.filename} {error.strerror}; move it") from None
         if old is not None:
             os.rename(self.out / MARK, old / MARK)  # what is left of it, should we be killed now, is known
             _remove_marked(old)
@@ -67,15 +63,6 @@ class PartialFolder:
             _remove_marked(self.path)
             self._release()
 
-    def _rename_twice(self) -> Path:
-        if os.path.lexists(self._aside):
-            raise CheckpointError(
-                f"{self._aside} is there already, where the old {self.out.name} was to go; move it"
-            )
-        os.rename(self.out, self._aside)
-        os.rename(self.path, self.out)
-        return self._aside
-
     def _clear_remains(self) -> None:
         """Removes what a killed conversion to this place left, and gives an old folder that it set aside its name."""
         marked = [folder for folder in (self.path, self.out, self._aside) if (folder / MARK).is_file()]
@@ -85,7 +72,7 @@ class PartialFolder:
         if not marked:
             if os.path.lexists(self.path):
                 raise CheckpointError(
-                    f"{self.path} is there, and is not what a conversion left; move it away, or choose another place"
+                    f"{self.path} is there, and is not what a conversion left; move it away, or choose another path"
                 )
             return
         self._hold(marked[0] / MARK)
@@ -116,6 +103,33 @@ class PartialFolder:
             self._lock = None
 
 
+class SentFolder:
+    """The same in an object store: made in a temporary folder and sent, last the file without which none is read."""
+
+    def __init__(self, out: StorePath):
+        self.out = out
+        self._made = tempfile.TemporaryDirectory()
+        self.path = Path(self._made.name)
+
+    def begin(self) -> None: ...
+
+    def commit(self) -> None:
+        for name in READ_FIRST:
+            (self.out / name).unlink(missing_ok=True)
+        self.out.remove()
+        for file in sorted(self.path.iterdir(), key=lambda file: file.name in READ_FIRST):
+            (self.out / file.name).send(file)
+        self.abandon()
+
+    def abandon(self) -> None:
+        self._made.cleanup()
+
+
+def partial_folder(out: Path | StorePath) -> PartialFolder | SentFolder:
+    """What makes a folder at `out` whole."""
+    return SentFolder(out) if isinstance(out, StorePath) else PartialFolder(out)
+
+
 def _remove_marked(folder: Path) -> None:
     """Removes a folder, its mark last: what is left after a kill is still known. Raises nothing."""
     with contextlib.suppress(OSError):
@@ -126,16 +140,3 @@ def _remove_marked(folder: Path) -> None:
                 path.unlink(missing_ok=True)
         (folder / MARK).unlink(missing_ok=True)
         folder.rmdir()
-
-
-def _exchange(one: Path, other: Path) -> bool:
-    """Two paths change names at once; False where the system cannot. Raises OSError."""
-    rename = getattr(ctypes.CDLL(None, use_errno=True), "renameat2", None)
-    if rename is None:
-        return False
-    if rename(AT_FDCWD, os.fsencode(one), AT_FDCWD, os.fsencode(other), RENAME_EXCHANGE) == 0:
-        return True
-    number = ctypes.get_errno()
-    if number in NOT_KNOWN:
-        return False
-    raise OSError(number, os.strerror(number), str(other))

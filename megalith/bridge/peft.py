@@ -18,17 +18,18 @@ from typing import Any
 
 import torch
 from pydantic import ValidationError
-from safetensors.torch import save_file
 from torch import Tensor
 
 from megalith.bridge.family import Family, Group
 from megalith.bridge.folder import read_json
 from megalith.bridge.stored import list_tensors
 from megalith.bridge.transfer import to_ours, to_theirs
+from megalith.checkpoint.files import write_safetensors
 from megalith.config import LoraConfig, ModelConfig
 from megalith.config.base import as_config_error
 from megalith.config.lora import PARTS, WHOLE
 from megalith.errors import CheckpointError, shorten
+from megalith.io import make_folder, sync_folder, write_file
 from megalith.models.adapters import ADAPTER
 
 CONFIG_FILE, TENSORS_FILE = "adapter_config.json", "adapter_model.safetensors"
@@ -109,13 +110,13 @@ def save_peft(
             for part in wanted.get(place.role, ())
         }
         for module, (a, b) in _their_pairs(place, pairs).items():
-            tensors[f"{PREFIX}{module}.lora_A.weight"] = a.clone(memory_format=torch.contiguous_format)
-            tensors[f"{PREFIX}{module}.lora_B.weight"] = b.contiguous()
+            tensors[f"{PREFIX}{module}.lora_A.weight"], tensors[f"{PREFIX}{module}.lora_B.weight"] = a, b
             ranks[module] = len(a)
-    folder.mkdir(parents=True, exist_ok=True)
-    save_file(tensors, folder / TENSORS_FILE, metadata={"format": "pt"})
+    make_folder(folder)
+    write_safetensors(folder / TENSORS_FILE, tensors)
     config = json.dumps(_their_config(family, model, lora, ranks, base), indent=2)
-    (folder / CONFIG_FILE).write_text(config + "\n", encoding="utf-8")
+    write_file(folder / CONFIG_FILE, config + "\n")
+    sync_folder(folder)
 
 
 def _their_pairs(place: AdapterTarget, pairs: Mapping[str, Pair]) -> dict[str, Pair]:

@@ -14,26 +14,22 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, get_args
 
 from megalith.config import ModelConfig, RunConfig
 from megalith.config.base import Decides
 from megalith.config.dense import RopeScaling
-from megalith.config.rules.unused import unread_settings
 from megalith.errors import ConfigError
 
+MSCALES = ("mscale", "mscale_all_dim")  # of yarn: DeepSeek's alone have them
 # What each kind of scaling is made of, by the names that RopeScaling and config.json share.
 PARTS = {
-    "linear": ("factor",),
-    "llama3": ("factor", "original_max_position_embeddings", "low_freq_factor", "high_freq_factor"),
-    "longrope": (
-        "factor",
-        "original_max_position_embeddings",
-        "attention_factor",
-        "short_factor",
-        "long_factor",
-    ),
-    "yarn": ("factor", "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor"),
+    kind: [
+        name
+        for name in RopeScaling.model_fields
+        if name not in ("type", *MSCALES, *RopeScaling(type=kind).unread())
+    ]
+    for kind in get_args(RopeScaling.model_fields["type"].annotation)
 }
 PLAIN = ("default", None)
 
@@ -297,8 +293,9 @@ class WindowsByLayer:
 
 def meaning(model: ModelConfig) -> Tree:
     """What decides which function the weights are: every field of it that this model reads, resolved."""
-    unread = unread_settings(RunConfig(model=model), "model")
-    return dict(model.resolved(name for name in model.deciding(Decides.FUNCTION) if name not in unread))
+    unread = model.unread(RunConfig(model=model))
+    decides = model.deciding(Decides.FUNCTION, Decides.REACH)
+    return dict(model.resolved(name for name in decides if name not in unread))
 
 
 def differences(model: ModelConfig, other: ModelConfig, leave_out: Collection[str] = ()) -> list[str]:

@@ -1,47 +1,19 @@
 """Joint decisions: what one rank finds, every rank learns, so that all go on or all stop.
 
 A save or a load that fails on one rank has failed on all of them; a rank that left on its own would leave the others
-waiting. So each phase is done on every rank, then told to every rank.
+waiting. So each phase runs on every rank, and every rank gets all results.
 
-What is told is JSON in CPU tensors: a rank unpickles nothing. The group is to have a backend for the CPU (gloo); a
+Messages are JSON in CPU tensors: a rank unpickles nothing. The group is to have a backend for the CPU (gloo); a
 background save has one of its own, for the messages of two threads in one group would mix.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
-import torch.distributed as dist
-
-from megalith.comm.collectives import Axis, gather_json, padded_json, read_json
+from megalith.comm.collectives import Axis, gather_json
 from megalith.errors import CheckpointError
-
-
-def collect(value: Any, world: Axis) -> list[Any]:
-    """Every rank's value on rank 0, in the ranks' order; nothing on the others, who need not read it all."""
-    if world.size == 1:
-        return [value]
-    padded, sizes = padded_json(value, world)
-    texts = [torch.empty_like(padded) for _ in sizes] if world.rank == 0 else []
-    dist.gather(padded, texts or None, dst=0, group=world.group)
-    return read_json(texts, sizes)
-
-
-def hand_out(values: Sequence[Any], world: Axis) -> Any:
-    """Of rank 0's `values`, one for each rank, this rank's; the others' are not looked at. Values are plain JSON."""
-    if world.size == 1:
-        return values[0]
-    texts = [json.dumps(value).encode() for value in values] if world.rank == 0 else []
-    longest = torch.tensor([max(map(len, texts), default=0)])
-    dist.broadcast(longest, src=0, group=world.group)
-    size = int(longest)
-    padded = [torch.frombuffer(bytearray(text.ljust(size)), dtype=torch.uint8) for text in texts]
-    own = torch.empty(size, dtype=torch.uint8)
-    dist.scatter(own, padded or None, src=0, group=world.group)
-    return json.loads(own.numpy().tobytes())
 
 
 def together(world: Axis, work: Callable[[], Any]) -> list[Any]:

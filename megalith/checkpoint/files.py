@@ -1,10 +1,11 @@
-"""Files that are on the disk when we say so: safetensors and text, flushed, synced and hashed.
+"""Safetensors, written and read: every file of this form goes through here.
 
 A safetensors file is the length of a JSON header (uint64, little-endian), the header with the type, shape and
 byte range of each tensor, then the bytes. It is written here some megabytes at a time and hashed on the way, so
 saving needs no second copy of the model in memory, and the checksum is that of the bytes meant, not of what
-the disk made of them. It is read by the safetensors library, which checks the header and maps the file: only the
-pages that are used are read.
+the disk made of them. What is read is mapped tensor by tensor: what is not used is not read, and what is done with is
+given back. The safetensors library checks the header; the mapping of the whole file that it makes would count as
+memory until the last of its tensors is done.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import mmap
 import os
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import BinaryIO, Protocol
+from typing import Any, Protocol
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -27,7 +28,8 @@ from torch import Tensor
 
 from megalith.checkpoint.manifest import FileRecord, TensorRecord
 from megalith.errors import CheckpointError
-from megalith.io import replace_file
+from megalith.io import sync_file
+from megalith.remote import StorePath
 
 DTYPE_CODES = {
     torch.float64: "F64",
@@ -43,7 +45,11 @@ DTYPE_CODES = {
 }
 DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 CHUNK = 2**26  # bytes that are copied from a device at once
-PIECE = 2**20  # bytes that are hashed and written at once: they stay in the processor's cache
+# Bytes that are hashed and written at once: they stay in the processor's cache. A write of several MB also has the
+# kernel look for as large blocks of free memory, which a virtual machine may have given back to its host.
+PIECE = 2**20
+
+Layout = Mapping[str, tuple[torch.dtype, tuple[int, ...]]]  # type and shape of each tensor
 
 
 class Values(Protocol):
@@ -83,26 +89,55 @@ def tensor_record(tensor: Tensor | Values) -> TensorRecord:
     return TensorRecord(dtype=DTYPE_CODES[tensor.dtype], shape=list(tensor.shape))
 
 
-def write_safetensors(path: Path, tensors: Mapping[str, Tensor | Values]) -> FileRecord:
-    """Writes named tensors of any device, and syncs the file. Raises OSError."""
+def write_safetensors(path: Path | StorePath, tensors: Mapping[str, Tensor | Values]) -> FileRecord:
+    """Writes named tensors of any device; of a file here it returns once it is synced. Raises OSError."""
     # Wide types first, then by name, as the safetensors library orders them: every tensor is aligned.
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
-    head, _ = safetensors_head({name: (tensors[name].dtype, tuple(tensors[name].shape)) for name in names})
-    digest = hashlib.sha256()
-    with open(path, "wb") as file:
+    head, _ = _head({name: (tensors[name].dtype, tuple(tensors[name].shape)) for name in names})
+    size = sum(byte_count(tensor.shape, tensor.dtype) for tensor in tensors.values())
+    digest, count = hashlib.sha256(), 0
+    with path.create(size) if isinstance(path, StorePath) else open(path, "wb") as file:
         for data in chain([head], *(_chunks(tensors[name]) for name in names)):
             for start in range(0, len(data), PIECE):
                 piece = data[start : start + PIECE]
                 file.write(piece)
                 digest.update(piece)
-        _sync(file)
-        return FileRecord(bytes=file.tell(), sha256=digest.hexdigest())
+                count += len(piece)
+        if not isinstance(path, StorePath):
+            sync_file(file)
+    return FileRecord(bytes=count, sha256=digest.hexdigest())
 
 
-def safetensors_head(
-    tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]],
-) -> tuple[bytes, dict[str, int]]:
-    """What stands before the tensors in a file of these, by type and shape, in this order; and where each begins."""
+class PlacedTensors:
+    """A safetensors file whose tensors come in any order: the header, which has their places, is written first."""
+
+    def __init__(self, path: Path, tensors: Layout):
+        """Raises OSError, as all that follows does."""
+        head, self._starts = _head(tensors)
+        self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._write(head, 0)
+
+    def put(self, name: str, tensor: Tensor) -> None:
+        """Writes a tensor, each once."""
+        self._write(byte_view(tensor).numpy(), self._starts.pop(name))
+
+    def sync(self) -> None:
+        """Puts the file on the disk, once all tensors are written."""
+        assert not self._starts, f"not written: {list(self._starts)}"
+        sync_file(self._file)
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def _write(self, content: Any, start: int) -> None:
+        data = memoryview(content)
+        while data:
+            written = os.pwrite(self._file, data[:PIECE], start)
+            data, start = data[written:], start + written
+
+
+def _head(tensors: Layout) -> tuple[bytes, dict[str, int]]:
+    """What stands before the tensors in a file of these, in this order; and where each begins."""
     header: dict[str, dict] = {"__metadata__": {"format": "pt"}}
     end = 0
     for name, (dtype, shape) in tensors.items():
@@ -120,51 +155,61 @@ def _chunks(values: Tensor | Values) -> Iterator[memoryview]:
             yield memoryview(part.cpu().numpy())
 
 
-@contextmanager
-def open_safetensors(
-    path: Path, table: Mapping[str, TensorRecord] | None
-) -> Iterator[Callable[[str], Tensor]]:
-    """Gives a function from a name to its tensor, mapped from the file.
+@dataclass(frozen=True)
+class Stored:
+    """A tensor of a safetensors file: its type code, its shape, and its first byte in the file."""
 
-    Raises CheckpointError when the file is no safetensors file or holds other tensors than `table` says; with None,
-    they are known.
-    """
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+
+    def read(self) -> Tensor:
+        """The tensor, its bytes read as they are used. It is released with its last view."""
+        if self.dtype not in DTYPES:
+            raise CheckpointError(
+                f"{self.file} has a tensor of type {self.dtype}, known here are {', '.join(DTYPES)}; take the original"
+            )
+        dtype, shape = DTYPES[self.dtype], torch.Size(self.shape)
+        if not shape.numel():
+            return torch.empty(shape, dtype=dtype)
+        page = self.start // mmap.ALLOCATIONGRANULARITY * mmap.ALLOCATIONGRANULARITY
+        length = self.start - page + shape.numel() * dtype.itemsize
+        try:
+            with open(self.file, "rb") as file:
+                mapping = mmap.mmap(file.fileno(), length, access=mmap.ACCESS_COPY, offset=page)
+        except (OSError, ValueError) as error:  # it is gone, or has been cut short since
+            raise CheckpointError(
+                f"{self.file} cannot be read: {error}; fetch it again, or use another"
+            ) from None
+        return torch.frombuffer(mapping, dtype=dtype, count=shape.numel(), offset=self.start - page).view(
+            shape
+        )
+
+
+def list_safetensors(file: Path, way_out: str) -> dict[str, Stored]:
+    """The tensors of a file by name. Raises CheckpointError, with the way out, when it is no safetensors file."""
     try:
-        with safe_open(path, framework="pt") as file:
-            if table is not None:
-                _compare(path, file, table)
-            yield file.get_tensor
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} cannot be read as safetensors: {error}; use another step") from error
+        with safe_open(file, framework="pt") as checked:
+            names = list(checked.keys())
+        with open(file, "rb") as raw:
+            (length,) = struct.unpack("<Q", raw.read(8))
+            header = json.loads(raw.read(length), object_pairs_hook=_without_repetition)
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{file} cannot be read as safetensors: {error}; {way_out}") from None
+    return {
+        name: Stored(file, entry["dtype"], tuple(entry["shape"]), 8 + length + entry["data_offsets"][0])
+        for name in names
+        for entry in [header[name]]
+    }
 
 
-def _compare(path: Path, file: safe_open, table: Mapping[str, TensorRecord]) -> None:
-    if set(file.keys()) != set(table):
-        raise CheckpointError(f"{path} does not hold the tensors that its manifest lists; use another step")
-    for name, wanted in table.items():
-        view = file.get_slice(name)
-        found = TensorRecord(dtype=view.get_dtype(), shape=view.get_shape())
-        if found != wanted:
-            raise CheckpointError(f"{path}: {name} is {found}, its manifest says {wanted}; use another step")
-
-
-def write_text(path: Path, text: str) -> None:
-    """Writes and syncs a text file. Raises OSError."""
-    with open(path, "w", encoding="utf-8") as file:
-        file.write(text)
-        _sync(file)
-
-
-def replace_text(path: Path, text: str) -> None:
-    """Gives a text file new content at once: a reader sees the old or the new, never a part. Raises OSError."""
-    replace_file(path, text)
-
-
-def record_and_sync(path: Path) -> FileRecord:
-    """Size and checksum of a file that someone else has written, once it is on the disk. Raises OSError."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-    return file_record(path)
+def _without_repetition(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Of two entries with one name the library may have checked the other."""
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
+        raise ValueError("its header has a name twice")
+    return entries
 
 
 def file_record(path: Path) -> FileRecord:
@@ -172,8 +217,3 @@ def file_record(path: Path) -> FileRecord:
     with open(path, "rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     return FileRecord(bytes=path.stat().st_size, sha256=digest)
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())

@@ -17,11 +17,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megalith.checkpoint.agree import collect
 from megalith.checkpoint.files import byte_view
 from megalith.checkpoint.read import Checkpoint
 from megalith.checkpoint.rewrite import stored_values
-from megalith.comm.collectives import Axis
+from megalith.comm.collectives import Axis, gather_json
 from megalith.parallel.shards import Box
 
 VALUES = 16  # of each tensor, evenly over its elements
@@ -36,7 +35,7 @@ def fingerprint(boxes: Mapping[str, Box], world: Axis) -> str | None:
     """
     own = {name: list(sample(box).items()) for name, box in boxes.items() if box.owned}
     merged: Sample = {}
-    for named in collect(own, world):
+    for named in gather_json(own, world, to_first=True):
         for name, values in named.items():
             merged.setdefault(name, {}).update((number, value) for number, value in values)
     return None if world.rank else digest(merged)

@@ -26,9 +26,11 @@ from pydantic import (
 
 from megalith.checkpoint.extent import Extent, fills
 from megalith.errors import CheckpointError, printable
+from megalith.remote import StorePath, size_of
 
 MANIFEST = "manifest.json"
 FORMAT, FORMAT_VERSION = "megalith-checkpoint", 2
+MOST_MANIFEST = 2**30  # bytes; those of a run of a thousand ranks have some ten million
 
 
 class DamagedCheckpointError(CheckpointError):
@@ -99,7 +101,7 @@ class StoredTensor(TensorRecord):
     @model_validator(mode="after")
     def _cover_the_tensor(self) -> StoredTensor:
         if not fills(self.shape, [piece.extent for piece in self.pieces]):
-            raise ValueError(f"its pieces do not cover {self} once")
+            raise ValueError(f"its shards do not cover {self} once")
         return self
 
 
@@ -195,13 +197,16 @@ def piece_key(name: str, shape: Sequence[int], extent: Extent) -> str:
     return f"{name}[{','.join(f'{at}:{stop}' for at, stop in zip(extent.offset, extent.end))}]"
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path | StorePath) -> Manifest:
     """Reads a step folder's manifest.
 
-    Raises DamagedCheckpointError when it is absent or damaged, CheckpointError when it is of another version.
+    Raises DamagedCheckpointError when it is absent or damaged, CheckpointError when it is of another version, or in a
+    store that does not give it.
     """
     path = folder / MANIFEST
     try:
+        if (size := size_of(path)) > MOST_MANIFEST:
+            raise ValueError(f"it has {size} bytes, and a manifest at most {MOST_MANIFEST}")
         content = json.loads(path.read_bytes())
         checksum = content.pop("checksum")
         found = content_checksum(content)
@@ -210,6 +215,8 @@ def read_manifest(folder: Path) -> Manifest:
             f"{folder} has no {MANIFEST}, so it is not a whole checkpoint; use another step"
         ) from None
     except (OSError, ValueError, RecursionError, AttributeError, KeyError, TypeError) as error:
+        if isinstance(error, OSError) and isinstance(path, StorePath):
+            raise not_answering(path, error) from error
         raise DamagedCheckpointError(f"{path} is damaged ({error}); use another step") from None
     if checksum != found:
         raise DamagedCheckpointError(
@@ -227,6 +234,14 @@ def read_manifest(folder: Path) -> Manifest:
         raise DamagedCheckpointError(
             f"{path} is not a checkpoint's manifest: {first_problem(error)}; use another step"
         ) from None
+
+
+def not_answering(path: StorePath, error: OSError) -> CheckpointError:
+    """What is said where a store does not give what may well be there."""
+    told = f"{error.strerror or error}{f' ({error.filename})' if error.filename not in (None, str(path)) else ''}"
+    return CheckpointError(
+        f"{path} cannot be fetched: {told}; look at the URL, its credentials and the network"
+    )
 
 
 def first_problem(error: ValidationError) -> str:

@@ -11,31 +11,35 @@ machine hash files of which it needs a part.
 from __future__ import annotations
 
 import re
+import shutil
 import socket
-import stat
+import tempfile
 import warnings
+import weakref
 from collections.abc import Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from megalith.checkpoint.agree import together
-from megalith.checkpoint.files import DTYPES, file_record
+from megalith.checkpoint.files import DTYPES
 from megalith.checkpoint.manifest import (
     MANIFEST,
     DamagedCheckpointError,
-    FileRecord,
     Manifest,
+    not_answering,
     read_manifest,
 )
-from megalith.checkpoint.read import Checkpoint, files_for
-from megalith.checkpoint.steps import CHECKPOINTS, STEP, TOKENIZER, list_steps, save_order
+from megalith.checkpoint.read import Checkpoint, check_file, files_for, is_tokenizer_file
+from megalith.checkpoint.steps import CHECKPOINTS, STEP, list_steps, save_order
 from megalith.comm.collectives import Axis
 from megalith.errors import CheckpointError, printable
 from megalith.parallel.gather import ALONE
 from megalith.parallel.shards import Box
+from megalith.remote import StorePath, place
 
-THREADS = 4  # files hashed at once
+THREADS = 4  # files hashed or fetched at once
+FETCHED = "megalith_checkpoint_"  # temporary folders of what is fetched
 # What a folder holds that is not a run's, by the name of a file in it, and the command that makes a run of it.
 OTHERS = (
     (re.compile(r"config\.json"), "a Hugging Face model", "import-hf"),
@@ -58,8 +62,8 @@ def open_checkpoint(
 
     `what` names parts, None all that were saved.
 
-    `path` is a run's output folder, its `checkpoints`, or one step folder. Of several steps the one saved
-    last is taken; when it is damaged, a warning names it and the one before is tried. None when there is no
+    `path` is a run's output folder, its `checkpoints`, or one step folder, or the URL of one. Of several steps the one
+    saved last is taken; when it is damaged, a warning names it and the one before is tried. None when there is no
     such folder or no step in it yet, as at the first start of a run that loads from where it saves.
 
     Every rank of `world` calls it and gets the same step. With `boxes`, those of this rank by part and name, only the
@@ -68,12 +72,21 @@ def open_checkpoint(
     Raises CheckpointError when a step that was named is absent or damaged, when no step is whole, or when the
     folder holds something else; on every rank alike.
     """
-    path = Path(path)
-    found = together(world, lambda: _candidates(path) if world.rank == 0 else None)[0]
+    path = place(path)
+
+    def candidates() -> list[str] | None:
+        try:
+            return _candidates(path) if world.rank == 0 else None
+        except OSError as error:
+            if isinstance(path, StorePath):
+                raise not_answering(path, error) from error
+            raise
+
+    found = together(world, candidates)[0]
     if found is None:
         return None
     refused: list[str] = []
-    for candidate in map(Path, found):
+    for candidate in map(place, found):
         try:
             checkpoint = _open_step(candidate, what, world, boxes)
         except DamagedCheckpointError as error:
@@ -87,7 +100,7 @@ def open_checkpoint(
                 stacklevel=2,
             )
         return checkpoint
-    raise CheckpointError(f"no checkpoint in {Path(found[0]).parent} is whole: {'; '.join(refused)}")
+    raise CheckpointError(f"no checkpoint in {place(found[0]).parent} is whole: {'; '.join(refused)}")
 
 
 def open_existing(path: str | Path, what: Collection[str] | None = ("model",)) -> Checkpoint:
@@ -100,40 +113,12 @@ def open_existing(path: str | Path, what: Collection[str] | None = ("model",)) -
     return checkpoint
 
 
-def check_file(folder: Path, name: str, wanted: FileRecord) -> None:
-    """Raises DamagedCheckpointError, naming the file, unless it is what the manifest says."""
-    path = folder / name
-    try:
-        if any(parent.is_symlink() for parent in [path, *path.parents[: name.count("/")]]):
-            raise DamagedCheckpointError(
-                f"{path} is a symbolic link, and a checkpoint has none; use another step"
-            )
-        status = path.stat()
-        if not stat.S_ISREG(status.st_mode):
-            raise DamagedCheckpointError(
-                f"{path} is not a file, its manifest lists it as one; use another step"
-            )
-        if status.st_size != wanted.bytes:
-            raise DamagedCheckpointError(
-                f"{path} is damaged: it has {status.st_size} bytes, its manifest says {wanted.bytes}; use another step"
-            )
-        if file_record(path) != wanted:
-            raise DamagedCheckpointError(
-                f"{path} is damaged: its content does not have the SHA-256 that its manifest says; "
-                "use another step"
-            )
-    except FileNotFoundError:
-        raise DamagedCheckpointError(f"{path} is missing, its manifest lists it; use another step") from None
-    except OSError as error:
-        raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror}; use another step") from error
-
-
-def check_files(folder: Path, manifest: Manifest, names: Collection[str]) -> list[str]:
+def check_files(checkpoint: Checkpoint, names: Collection[str]) -> list[str]:
     """What is wrong with the named files, a sentence each; nothing when they are whole."""
 
     def problem(name: str) -> str | None:
         try:
-            check_file(folder, name, manifest.files[name])
+            check_file(checkpoint.folder, checkpoint.files, name, checkpoint.manifest.files[name])
         except DamagedCheckpointError as error:
             return str(error)
         return None
@@ -142,19 +127,19 @@ def check_files(folder: Path, manifest: Manifest, names: Collection[str]) -> lis
         return [found for found in threads.map(problem, sorted(names)) if found]
 
 
-def step_problems(folder: Path) -> list[str]:
+def step_problems(folder: Path | StorePath) -> list[str]:
     """What is wrong with a step: its manifest, any of its files, or the tensors in them; nothing when it is whole."""
     try:
-        manifest = _manifest_of(folder)
-        if problems := check_files(folder, manifest, manifest.files):
+        checkpoint = _with_files(folder, _manifest_of(folder), [{"host": ""}], ALONE)
+        if problems := check_files(checkpoint, checkpoint.manifest.files):
             return problems
-        Checkpoint(folder, manifest).check_contents()
+        checkpoint.check_contents()
     except CheckpointError as error:
         return [str(error)]
     return []
 
 
-def _candidates(path: Path) -> list[str] | None:
+def _candidates(path: Path | StorePath) -> list[str] | None:
     """The step folders to try, in that order."""
     if STEP.fullmatch(path.name) or (path / MANIFEST).exists():
         if not path.is_dir():
@@ -174,7 +159,10 @@ def _candidates(path: Path) -> list[str] | None:
 
 
 def _open_step(
-    folder: Path, what: Collection[str] | None, world: Axis, boxes: Mapping[str, Mapping[str, Box]] | None
+    folder: Path | StorePath,
+    what: Collection[str] | None,
+    world: Axis,
+    boxes: Mapping[str, Mapping[str, Box]] | None,
 ) -> Checkpoint:
     opened: list[Manifest] = []
 
@@ -200,11 +188,30 @@ def _open_step(
         )
     (manifest,) = opened
     mine = _share_of_hashing(answers, manifest, world.rank)
-    _refuse_damage(together(world, lambda: {"damage": check_files(folder, manifest, mine)}))
-    return Checkpoint(folder, manifest)
+    checkpoint = _with_files(folder, manifest, answers, world)
+    _refuse_damage(together(world, lambda: {"damage": check_files(checkpoint, mine)}))
+    return checkpoint
 
 
-def _manifest_of(folder: Path) -> Manifest:
+def _with_files(
+    folder: Path | StorePath, manifest: Manifest, answers: Sequence[Mapping[str, Any]], world: Axis
+) -> Checkpoint:
+    """The step with a folder for what is fetched of it, where it is in a store: one a machine, for all its ranks."""
+    if isinstance(folder, Path):
+        return Checkpoint(folder, manifest, folder)
+    host = answers[world.rank]["host"]
+    first = next(rank for rank, answer in enumerate(answers) if answer["host"] == host)
+    made = together(world, lambda: tempfile.mkdtemp(prefix=FETCHED) if world.rank == first else None)[first]
+    is_own = world.rank == first
+    if not Path(made).is_dir():  # of another container that has the same name
+        made, is_own = tempfile.mkdtemp(prefix=FETCHED), True
+    checkpoint = Checkpoint(folder, manifest, Path(made))
+    if is_own:
+        weakref.finalize(checkpoint, shutil.rmtree, made, ignore_errors=True)
+    return checkpoint
+
+
+def _manifest_of(folder: Path | StorePath) -> Manifest:
     manifest = read_manifest(folder)
     named = STEP.fullmatch(folder.name)
     if named and int(named[1]) != manifest.step:
@@ -222,12 +229,12 @@ def _manifest_of(folder: Path) -> Manifest:
 
 
 def _needed_files(
-    folder: Path,
+    folder: Path | StorePath,
     manifest: Manifest,
     what: Collection[str] | None,
     boxes: Mapping[str, Mapping[str, Box]] | None,
 ) -> set[str]:
-    needed = {name for name in manifest.files if name.startswith(f"{TOKENIZER}/")}
+    needed = set(filter(is_tokenizer_file, manifest.files))
     for part in manifest.tensors if what is None else what:
         if part not in manifest.tensors:
             raise CheckpointError(
@@ -257,12 +264,12 @@ def _refuse_damage(answers: Sequence[Mapping[str, Any]]) -> None:
         raise DamagedCheckpointError("; ".join(damage))
 
 
-def _known_steps(folder: Path) -> str:
+def _known_steps(folder: Path | StorePath) -> str:
     steps = list_steps(folder) if folder.is_dir() else {}
     return f"{folder} has the steps {', '.join(map(str, steps))}" if steps else f"{folder} has no steps"
 
 
-def _refuse_other_weights(folder: Path) -> None:
+def _refuse_other_weights(folder: Path | StorePath) -> None:
     names = sorted(item.name for item in folder.iterdir())
     for mark, what, command in OTHERS:
         if any(mark.fullmatch(name) for name in names):

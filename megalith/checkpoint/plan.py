@@ -16,10 +16,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megalith.checkpoint.agree import collect, hand_out
 from megalith.checkpoint.files import DTYPE_CODES, DTYPES, byte_count
 from megalith.checkpoint.manifest import TensorRecord
-from megalith.comm.collectives import Axis
+from megalith.comm.collectives import Axis, gather_json, scatter_json
 from megalith.parallel.shards import Box
 
 Boxes = Mapping[str, Mapping[str, Box]]  # by part and name
@@ -44,13 +43,13 @@ class Plan:
 
 def make_plan(boxes: Boxes, world: Axis) -> Plan:
     """The plan for `boxes`, of which each rank of the world gives its own; every rank calls it."""
-    table, shares = divide(collect(entries(boxes), world))
+    table, shares = divide(gather_json(entries(boxes), world, to_first=True))
     total = sum(
         byte_count(tensor.shape, DTYPES[tensor.dtype])
         for named in table.values()
         for tensor in named.values()
     )
-    share, total = hand_out([[share, total] for share in shares], world)
+    share, total = scatter_json([[share, total] for share in shares], world)
     return Plan({part: {} for part in boxes} | table, [(part, name) for part, name in share], total)
 
 

@@ -1,13 +1,16 @@
 """A whole step, and its tensors: any box of any of them, wherever its pieces stand.
 
 A reader takes the intersections of the box that it wants with the pieces that are stored. Files are mapped, so of a
-piece only the pages that are wanted are read; and a file is compared with the manifest when it is first opened.
+piece only the pages that are wanted are read; and a file is compared with the manifest when it is first opened. Of a
+step in an object store the files that are read are fetched into a folder of this machine first, whole and checked.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import os
+import secrets
+import stat
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,24 +19,40 @@ import torch
 from torch import Tensor
 
 from megalith.checkpoint.extent import Extent
-from megalith.checkpoint.files import DTYPES, open_safetensors
-from megalith.checkpoint.manifest import Manifest, PieceRecord, StoredTensor, TensorRecord, piece_key
+from megalith.checkpoint.files import DTYPES, Stored, file_record, list_safetensors
+from megalith.checkpoint.manifest import (
+    DamagedCheckpointError,
+    FileRecord,
+    Manifest,
+    PieceRecord,
+    StoredTensor,
+    TensorRecord,
+    not_answering,
+    piece_key,
+)
 from megalith.checkpoint.steps import TOKENIZER
+from megalith.errors import CheckpointError
 from megalith.parallel.shards import Box
+from megalith.remote import StorePath, size_of
 
 
 @dataclass(frozen=True)
 class Checkpoint:
     """A step folder whose files were found to be what its manifest says."""
 
-    folder: Path
+    folder: Path | StorePath
     manifest: Manifest
+    files: Path
+    """Where its files are on this machine: the folder, or that of the files fetched from it."""
 
     @property
     def tokenizer_folder(self) -> Path | None:
         """Where the run's tokenizer was saved, if it was."""
-        folder = self.folder / TOKENIZER
-        return folder if folder.is_dir() else None
+        found = next((name for name in self.manifest.files if is_tokenizer_file(name)), None)
+        if found is None:
+            return None
+        parts = found.split("/")
+        return self.files.joinpath(*parts[: parts.index(TOKENIZER) + 1])
 
     def table(self, part: str) -> dict[str, StoredTensor]:
         """Type and global shape of each tensor of a part (`model`, `optimizer`)."""
@@ -55,27 +74,36 @@ class Checkpoint:
     def fill(self, part: str, boxes: Mapping[str, Box]) -> None:
         """Copies into the values of the boxes, of any device, what is stored. Raises CheckpointError."""
         for file, wanted in self._pieces_for(part, boxes).items():
-            with self._open(file) as tensor:
-                for name, piece, box in wanted:
-                    there = _extent(box)
-                    both = piece.extent.meet(there)
-                    stored = tensor(piece_key(name, box.shape, piece.extent))
-                    box.values[both.slices(there)].copy_(stored[both.slices(piece.extent)])
+            stored = self._tensors_in(file)
+            for name, piece, box in wanted:
+                there = _extent(box)
+                both = piece.extent.meet(there)
+                values = stored[piece_key(name, box.shape, piece.extent)].read()
+                box.values[both.slices(there)].copy_(values[both.slices(piece.extent)])
 
     def check_contents(self, files: Iterable[str] | None = None) -> None:
         """Raises CheckpointError where the tensors in a file (default: any) are not those that the manifest lists."""
         for file in self._contents if files is None else files:
-            with self._open(file):
-                pass
+            self._tensors_in(file)
 
-    @contextmanager
-    def _open(self, file: str) -> Iterator[Callable[[str], Tensor]]:
+    def _tensors_in(self, file: str) -> dict[str, Stored]:
         """A file's tensors by their keys; it is compared with the manifest the first time."""
-        with open_safetensors(
-            self.folder / file, None if file in self._compared else self._contents[file]
-        ) as tensor:
-            self._compared.add(file)
-            yield tensor
+        if file not in self._tables:
+            if isinstance(self.folder, StorePath):
+                check_file(self.folder, self.files, file, self.manifest.files[file])
+            found, wanted = list_safetensors(self.files / file, "use another step"), self._contents[file]
+            if found.keys() != wanted.keys():
+                raise CheckpointError(
+                    f"{self.folder / file} does not hold the tensors that its manifest lists; use another step"
+                )
+            for name, record in wanted.items():
+                there = TensorRecord(dtype=found[name].dtype, shape=list(found[name].shape))
+                if there != record:
+                    raise CheckpointError(
+                        f"{self.folder / file}: {name} is {there}, its manifest says {record}; use another step"
+                    )
+            self._tables[file] = found
+        return self._tables[file]
 
     def _pieces_for(
         self, part: str, boxes: Mapping[str, Box]
@@ -88,9 +116,9 @@ class Checkpoint:
         return files
 
     @cached_property
-    def _compared(self) -> set[str]:
-        """Files that hold what the manifest lists."""
-        return set()
+    def _tables(self) -> dict[str, dict[str, Stored]]:
+        """The tensors of the files that hold what the manifest lists."""
+        return {}
 
     @cached_property
     def _contents(self) -> dict[str, dict[str, TensorRecord]]:
@@ -103,6 +131,11 @@ class Checkpoint:
                     record = TensorRecord(dtype=stored.dtype, shape=piece.shape)
                     contents.setdefault(piece.file, {})[key] = record
         return contents
+
+
+def is_tokenizer_file(name: str) -> bool:
+    """Whether a file of a step, by its name there, is the tokenizer's."""
+    return TOKENIZER in name.split("/")[:-1]
 
 
 def files_for(manifest: Manifest, part: str, boxes: Mapping[str, Box]) -> set[str]:
@@ -119,3 +152,54 @@ def files_for(manifest: Manifest, part: str, boxes: Mapping[str, Box]) -> set[st
 
 def _extent(box: Box) -> Extent:
     return Extent(box.offset, tuple(box.values.shape))
+
+
+def check_file(folder: Path | StorePath, files: Path, name: str, wanted: FileRecord) -> None:
+    """Raises DamagedCheckpointError, naming the file, unless it is what the manifest says.
+
+    One in a store is brought into `files` in the same go, whose content is checked already. Where that fails the step
+    may be whole, so it is a CheckpointError.
+    """
+    path, here = folder / name, files / name
+    is_remote = isinstance(folder, StorePath)
+    if is_remote and here.exists():
+        return
+    try:
+        if not is_remote:
+            _refuse_odd(path, name)
+        size = size_of(path)
+        if size != wanted.bytes:
+            raise DamagedCheckpointError(
+                f"{path} is damaged: it has {size} bytes, its manifest says {wanted.bytes}; use another step"
+            )
+        content = _fetched(path, here) if is_remote else path
+        if file_record(content) != wanted:
+            raise DamagedCheckpointError(
+                f"{path} is damaged: its content does not have the SHA-256 that its manifest says; "
+                "use another step"
+            )
+        if is_remote:
+            os.replace(content, here)
+    except FileNotFoundError:
+        raise DamagedCheckpointError(f"{path} is missing, its manifest lists it; use another step") from None
+    except OSError as error:
+        if is_remote:
+            raise not_answering(path, error) from error
+        raise DamagedCheckpointError(f"{path} cannot be read: {error.strerror}; use another step") from error
+
+
+def _refuse_odd(path: Path, name: str) -> None:
+    if any(parent.is_symlink() for parent in [path, *path.parents[: name.count("/")]]):
+        raise DamagedCheckpointError(
+            f"{path} is a symbolic link, and a checkpoint has none; use another step"
+        )
+    if not stat.S_ISREG(path.stat().st_mode):
+        raise DamagedCheckpointError(f"{path} is not a file, its manifest lists it as one; use another step")
+
+
+def _fetched(path: StorePath, target: Path) -> Path:
+    """A copy beside `target` under a name of this call's own: another rank may be at the same file."""
+    target.parent.mkdir(parents=True, exist_ok=True)
+    copy = target.with_name(f".{target.name}.{secrets.token_hex(4)}")
+    path.fetch(copy)
+    return copy

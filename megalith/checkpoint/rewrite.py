@@ -5,8 +5,6 @@ Tensors go from file to file some megabytes at a time, so a checkpoint of any si
 
 from __future__ import annotations
 
-import contextlib
-import os
 import shutil
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -19,13 +17,14 @@ from torch import Tensor
 from megalith.checkpoint.extent import Extent
 from megalith.checkpoint.files import CHUNK, DTYPES, byte_count, byte_view, write_safetensors
 from megalith.checkpoint.manifest import RunRecord, StoredTensor, TensorRecord
-from megalith.checkpoint.read import Checkpoint
-from megalith.checkpoint.steps import CHECKPOINTS, TOKENIZER
-from megalith.checkpoint.store import StepFolder
+from megalith.checkpoint.read import Checkpoint, is_tokenizer_file
+from megalith.checkpoint.steps import CHECKPOINTS
+from megalith.checkpoint.store import StepFolder, step_folder
 from megalith.checkpoint.writer import ShardWriter, saving
 from megalith.errors import CheckpointError
-from megalith.io import sync_folder
-from megalith.launch.lock import OutputLock
+from megalith.io import make_folder, replacing
+from megalith.launch.lock import lock_of
+from megalith.remote import StorePath
 
 
 @dataclass(frozen=True)
@@ -72,15 +71,15 @@ def row_blocks(extent: Extent, dtype: torch.dtype) -> Iterator[Extent]:
         yield _rows(extent, start, min(rows, extent.shape[0] - start))
 
 
-def reshard(checkpoint: Checkpoint, output: Path, files: int) -> Path:
+def reshard(checkpoint: Checkpoint, output: Path | StorePath, files: int) -> Path | StorePath:
     """Writes the step anew, in `files` files for each part, into `output`/checkpoints; returns its folder.
 
     File r has the r-th part of each tensor's rows: what rank r of so many reads whose state is sharded over all.
     Raises CheckpointError when the step is there already, or cannot be written; ConfigError while a run has the folder.
     """
     manifest = checkpoint.manifest
-    step = StepFolder(output / CHECKPOINTS, manifest.step)
-    with OutputLock(output), saving(step):
+    step = step_folder(output / CHECKPOINTS, manifest.step)
+    with lock_of(output), saving(step):
         if step.final.exists():
             raise CheckpointError(f"{step.final} is there already; choose another output folder")
         step.begin()
@@ -104,35 +103,29 @@ def merge(checkpoint: Checkpoint, part: str, path: Path) -> None:
 
     The latter holds the whole part in memory. Raises CheckpointError for another suffix, or when the disk refuses.
     """
-    temporary = path.with_name(f"{path.name}.tmp")
-    tensors = stored_values(checkpoint, part)
+    if path.suffix not in (".safetensors", ".bin", ".pt"):
+        raise CheckpointError(
+            f"the suffix of {path.name} is not known; end it in .safetensors, or in .bin or .pt for torch.save"
+        )
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if path.suffix == ".safetensors":
-            write_safetensors(temporary, tensors)
-        elif path.suffix in (".bin", ".pt"):
-            torch.save(dict(checkpoint.tensors(part)), temporary)
-        else:
-            raise CheckpointError(
-                f"the suffix of {path.name} is not known; end it in .safetensors, or in .bin or .pt for torch.save"
-            )
-        os.replace(temporary, path)
-        sync_folder(path.parent)
+        make_folder(path.parent)
+        with replacing(path) as temporary:
+            if path.suffix == ".safetensors":
+                write_safetensors(temporary, stored_values(checkpoint, part))
+            else:
+                torch.save(dict(checkpoint.tensors(part)), temporary)
     except (OSError, RuntimeError) as error:  # torch.save tells of a full disk by the latter
-        with contextlib.suppress(OSError):
-            temporary.unlink()
         reason = getattr(error, "strerror", None) or error
         raise CheckpointError(f"{path} could not be written: {reason}") from error
 
 
 def _copy_tokenizer(checkpoint: Checkpoint, folder: Path) -> None:
     """The files that the manifest lists, and so no link out of the checkpoint."""
-    for name in checkpoint.manifest.files:
-        path = Path(name)
-        if path.parts[0] == TOKENIZER:
-            target = folder.parent / path
-            target.parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(checkpoint.folder / path, target)
+    for name in filter(is_tokenizer_file, checkpoint.manifest.files):
+        source = checkpoint.files / name
+        target = folder / source.relative_to(checkpoint.tokenizer_folder)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(source, target)
 
 
 def _write_share(checkpoint: Checkpoint, step: StepFolder, rank: int, files: int) -> dict:

@@ -29,19 +29,20 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalith.checkpoint.agree import JointError, collect, together
+from megalith.checkpoint.agree import JointError, together
 from megalith.checkpoint.extent import Extent
 from megalith.checkpoint.files import HostBytes, Values, byte_count, byte_view
 from megalith.checkpoint.manifest import RunRecord
 from megalith.checkpoint.plan import Boxes, Plan, make_plan
 from megalith.checkpoint.state import Model, state_boxes
-from megalith.checkpoint.store import StepFolder
+from megalith.checkpoint.store import StepFolder, step_folder
 from megalith.checkpoint.writer import ShardWriter, not_saved, shard_bytes_for
-from megalith.comm.collectives import Axis
+from megalith.comm.collectives import Axis, gather_json
 from megalith.errors import CheckpointError
 from megalith.launch.heartbeat import BACKGROUND
 from megalith.parallel.gather import ALONE
 from megalith.parallel.shards import Box
+from megalith.remote import StorePath, place
 
 # How long the ranks that have written wait for the slowest. One that has died is noticed at once all the same.
 PATIENCE = timedelta(hours=2)
@@ -57,7 +58,7 @@ Share = Callable[[], list[Piece]]  # what a rank writes; called when it does
 class Saved:
     """How a save went."""
 
-    folder: Path  # where the step stands, if it was saved
+    folder: Path | StorePath  # where the step stands, if it was saved
     moment: tuple[int, int]  # the run's step and consumed samples
     stalled: float  # seconds that training waited
     seconds: float  # from the beginning to the end
@@ -75,7 +76,7 @@ class Saver:
 
     def __init__(
         self,
-        checkpoints: str | Path,
+        checkpoints: str | Path | StorePath,
         world: Axis = ALONE,
         *,
         unpadded_rows: Mapping[str, int] | None = None,
@@ -94,7 +95,7 @@ class Saver:
         if background and world.size > 1:
             group = dist.new_group(backend="gloo", timeout=PATIENCE, group_desc=BACKGROUND)
             world = Axis(world.size, world.rank, group)
-        self._checkpoints, self._world = Path(checkpoints), world
+        self._checkpoints, self._world = place(checkpoints), world
         self._rows, self._write_tokenizer = unpadded_rows or {}, write_tokenizer
         self._keep_last, self._keep_every = keep_last, keep_every
         self._staging = Staging() if background else None
@@ -125,7 +126,7 @@ class Saver:
         if self._plan is None:
             self._plan = make_plan(boxes, world)
         share = _share(self._plan, boxes)
-        step = StepFolder(self._checkpoints, record.step)
+        step = step_folder(self._checkpoints, record.step)
         if self._staging is None:
             self._write(step, record, lambda: share, world, begin, None)
             self._join()
@@ -186,7 +187,7 @@ class Saver:
 
 
 def save_checkpoint(
-    checkpoints: str | Path,
+    checkpoints: str | Path | StorePath,
     record: RunRecord,
     model: Model,
     optimizer: torch.optim.Optimizer | None,
@@ -196,7 +197,7 @@ def save_checkpoint(
     write_tokenizer: Callable[[Path], None] | None = None,
     keep_last: int | None = None,
     keep_every: int | None = None,
-) -> Path:
+) -> Path | StorePath:
     """Saves a run into `checkpoints/step_NNNNNNNN` and returns that folder when it is whole.
 
     Every rank of `world` calls it with what it holds. The options are those of `Saver`, which one that saves often
@@ -238,9 +239,9 @@ def write_step(
             own.append(shards.finish())
 
     try:
-        together(world, lambda: step.begin() if is_first else None)
+        step.join(together(world, lambda: step.begin() if is_first else None)[0])
         together(world, write_share)
-        written = collect(own[0], world)
+        written = gather_json(own[0], world, to_first=True)
         together(
             world, lambda: step.commit(record, plan.table, written, write_tokenizer) if is_first else None
         )

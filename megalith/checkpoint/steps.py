@@ -6,6 +6,9 @@
 
 A rank R writes its files N of the model and of the optimizer's state; the manifest says what is where.
 
+In an object store the files of a step stand one level deeper, below a name that each save draws anew, and a step
+without its manifest is none.
+
 Loading does not trust `latest`: it goes by the order of saving that the manifests state.
 """
 
@@ -16,8 +19,10 @@ import json
 import re
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from megalith.checkpoint.manifest import MANIFEST
+from megalith.remote import StorePath
 
 CHECKPOINTS = "checkpoints"
 LATEST = "latest"
@@ -26,19 +31,20 @@ STEP = re.compile(r"step_(\d{8,})")
 REPLACED = re.compile(r"step_(\d{8,})\.replaced")
 
 
-def list_steps(checkpoints: Path) -> dict[int, Path]:
+def list_steps(checkpoints: Path | StorePath) -> dict[int, Path | StorePath]:
     """The steps in a checkpoints folder with their folders, in order of the step. They are not checked."""
-    steps: dict[int, Path] = {}
+    steps: dict[int, Path | StorePath] = {}
+    folders = list(checkpoints.iterdir())
     for pattern in (REPLACED, STEP):  # a step that has its name goes before one that was set aside
-        for folder in checkpoints.iterdir():
+        for folder in folders:
             match = pattern.fullmatch(folder.name)
-            if match and folder.is_dir():
+            if match and ((folder / MANIFEST).exists() if isinstance(folder, StorePath) else folder.is_dir()):
                 steps[int(match[1])] = folder
     return dict(sorted(steps.items()))
 
 
 @cache
-def _save_number(path: Path, time: int, size: int) -> int:
+def _save_number(path: Path | StorePath, version: Any) -> int:
     """Read once for each manifest as it is: a large job's has megabytes, and every save asks for that of every step."""
     number = json.loads(path.read_bytes())["save_number"]
     if type(number) is not int:
@@ -46,22 +52,24 @@ def _save_number(path: Path, time: int, size: int) -> int:
     return number
 
 
-def save_number(folder: Path) -> int | None:
+def save_number(folder: Path | StorePath) -> int | None:
     """The order of a step among its folder's saves; None where its manifest is absent or damaged.
 
     Raises OSError where it cannot be read now, as on a network filesystem that does not answer: it may be whole.
     """
     path = folder / MANIFEST
     try:
+        if isinstance(path, StorePath):
+            return _save_number(path, path.version())
         status = path.stat()
-        return _save_number(path, status.st_mtime_ns, status.st_size)
+        return _save_number(path, (status.st_mtime_ns, status.st_size))
     except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
         return None
     except (ValueError, RecursionError, KeyError, TypeError):
         return None
 
 
-def save_order(folder: Path, unreadable: int) -> tuple[int, int, str]:
+def save_order(folder: Path | StorePath, unreadable: int) -> tuple[int, int, str]:
     """Sorts steps by when they were saved; those with an unreadable manifest go last (1) or first (-1)."""
     number = None
     with contextlib.suppress(OSError):
@@ -69,7 +77,7 @@ def save_order(folder: Path, unreadable: int) -> tuple[int, int, str]:
     return (unreadable, 0, folder.name) if number is None else (0, number, folder.name)
 
 
-def next_save_number(checkpoints: Path) -> int:
+def next_save_number(checkpoints: Path | StorePath) -> int:
     """The save number that a step gets which is saved now: above all others, those that cannot be read now too.
 
     These may be the last ones saved, which count up one by one.

@@ -5,6 +5,10 @@ then moves `latest` and deletes steps that need not be kept. So whenever a save 
 whole; its remains are cleared by the next save. A step that is saved again stands aside as
 `step_00000100.replaced` until the new one has its name, and counts as the step if it never gets it.
 
+An object store renames nothing. There a save writes below a name in `step_00000100/` that no other save has, then the
+manifest, which makes the step whole at once (saved again: the new one), then `latest`. A step loses its manifest before
+its first file is deleted, and one without a manifest is a killed save's, which the next save clears.
+
 One process of a job does what stands here; the others only write files into the temporary folder.
 """
 
@@ -12,22 +16,40 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import shutil
+import tempfile
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
 
-from megalith.checkpoint.files import record_and_sync, replace_text, write_text
+from megalith.checkpoint.files import file_record
 from megalith.checkpoint.manifest import MANIFEST, RunRecord, TensorRecord, first_problem, manifest_text
-from megalith.checkpoint.steps import LATEST, REPLACED, TOKENIZER, list_steps, next_save_number, save_number
+from megalith.checkpoint.steps import (
+    LATEST,
+    REPLACED,
+    STEP,
+    TOKENIZER,
+    list_steps,
+    next_save_number,
+    save_number,
+)
 from megalith.errors import CheckpointError
-from megalith.io import make_folder, sync_folder
+from megalith.io import make_folder, replace_file, sync_folder, sync_path, take_name, write_file
+from megalith.remote import StorePath
+
+
+def step_folder(checkpoints: Path | StorePath, step: int) -> StepFolder:
+    """A step to be saved, here or in an object store."""
+    return (StoredStep if isinstance(checkpoints, StorePath) else StepFolder)(checkpoints, step)
 
 
 class StepFolder:
     """`step_NNNNNNNN` in a run's `checkpoints`, from `begin` to `commit` or `abandon`. All raise OSError."""
+
+    shared = "train.output_dir must be a folder that all machines share"
 
     def __init__(self, checkpoints: Path, step: int):
         self.checkpoints = checkpoints
@@ -35,14 +57,20 @@ class StepFolder:
         """Where the step stands once it is whole."""
         self.temporary = checkpoints / f"{self.final.name}.tmp"
         """Where its files are written until then."""
+        self.prefix = ""
+        """What stands before their names in the manifest."""
 
-    def begin(self) -> None:
-        """Makes the temporary folder, after clearing what killed saves have left."""
+    def begin(self) -> str:
+        """Makes the temporary folder, after clearing what killed saves have left. Returns its name, for `join`."""
         make_folder(self.checkpoints)
         _clear_remains(self.checkpoints)
         if self.temporary.exists():  # what could not be removed; here it is in the way
             shutil.rmtree(self.temporary)
         self.temporary.mkdir()
+        return self.temporary.name
+
+    def join(self, name: str) -> None:
+        """Has this process write into the folder that another began."""
 
     def commit(
         self,
@@ -61,9 +89,9 @@ class StepFolder:
             for part, named in table.items()
         }
         for share in written:
-            files |= share["files"]
+            files |= {self.prefix + name: record for name, record in share["files"].items()}
             for part, name, piece in share["pieces"]:
-                tensors[part][name]["pieces"].append(piece)
+                tensors[part][name]["pieces"].append(piece | {"file": self.prefix + piece["file"]})
         self._check_that_files_are_here(files)
         files |= self._write_tokenizer(write_tokenizer)
         number = max([next_save_number(self.checkpoints), *(end for _, end in record.abandoned)])
@@ -72,13 +100,19 @@ class StepFolder:
             text = manifest_text({**kept, "save_number": number, "files": files, "tensors": tensors})
         except ValidationError as error:
             raise CheckpointError(f"what was written is no checkpoint: {first_problem(error)}") from None
-        write_text(self.temporary / MANIFEST, text)
+        self._publish(text)
+
+    def _publish(self, manifest: str) -> None:
+        """Makes the step whole, and `latest` name it."""
+        write_file(self.temporary / MANIFEST, manifest)
         sync_folder(self.temporary)
-        self._move_into_place()
+        aside = self.final.with_name(f"{self.final.name}.replaced")
+        if (old := take_name(self.temporary, self.final, aside)) is not None:
+            _remove(old)
         latest = self.checkpoints / LATEST
         if latest.is_symlink():  # someone's own, whose target is left as it is
             latest.unlink()
-        replace_text(latest, self.final.name + "\n")
+        replace_file(latest, self.final.name + "\n")
 
     def abandon(self) -> None:
         """Removes what was written. What cannot be removed now goes with the next save."""
@@ -101,16 +135,19 @@ class StepFolder:
                     numbers[step] = save_number(folder) or 0
             for step in sorted(numbers, key=lambda step: (numbers[step], step))[:-keep_last]:
                 if steps[step] != self.final and not (keep_every and step % keep_every == 0):
-                    _delete(steps[step])
+                    self._delete(steps[step])
 
     def _check_that_files_are_here(self, files: Mapping[str, Mapping[str, Any]]) -> None:
+        sizes = self._sizes(files)
         for name, record in files.items():
-            path = self.temporary / name
-            if not path.is_file() or path.stat().st_size != record["bytes"]:
+            if sizes.get(name) != record["bytes"]:
                 raise CheckpointError(
-                    f"{path}, which another process has written, is not here; train.output_dir must be a folder that "
-                    "all machines share"
+                    f"{self.final / name}, which another process has written, is not here; {self.shared}"
                 )
+
+    def _sizes(self, names: Iterable[str]) -> dict[str, int]:
+        paths = {name: self.temporary / name for name in names}
+        return {name: path.stat().st_size for name, path in paths.items() if path.is_file()}
 
     def _write_tokenizer(self, write_tokenizer: Callable[[Path], None] | None) -> dict[str, Any]:
         if write_tokenizer is None:
@@ -123,25 +160,69 @@ class StepFolder:
             if path.is_dir():
                 sync_folder(path)
             else:
-                records[path.relative_to(self.temporary).as_posix()] = record_and_sync(path).model_dump()
+                sync_path(path)
+                records[path.relative_to(self.temporary).as_posix()] = file_record(path).model_dump()
         sync_folder(folder)
         return records
 
-    def _move_into_place(self) -> None:
-        replaced = self.final.with_name(f"{self.final.name}.replaced")
-        if os.path.lexists(self.final):
-            os.replace(self.final, replaced)
-        os.replace(self.temporary, self.final)
-        sync_folder(self.checkpoints)
-        _remove(replaced)
+    def _delete(self, step: Path) -> None:
+        """Deletes a step: it has lost its name before its first file goes. What stays goes another time."""
+        doomed = step.with_name(f"{step.name}.deleted.tmp")
+        with contextlib.suppress(OSError):
+            os.replace(step, doomed)
+            _remove(doomed)
 
 
-def _delete(step: Path) -> None:
-    """Deletes a step: it has lost its name before its first file goes. Raises nothing: what stays goes another time."""
-    doomed = step.with_name(f"{step.name}.deleted.tmp")
-    with contextlib.suppress(OSError):
-        os.replace(step, doomed)
-        _remove(doomed)
+class StoredStep(StepFolder):
+    """The same in an object store."""
+
+    shared = "checkpoint.save must be a store that all processes share, which memory:// is not"
+    is_published = False  # or may be: the store may have taken a manifest whose receipt was lost
+
+    def begin(self) -> str:
+        for folder in self.checkpoints.iterdir():
+            if STEP.fullmatch(folder.name) and not (folder / MANIFEST).exists():
+                folder.remove()
+        self.join(secrets.token_hex(4))
+        return self.temporary.name
+
+    def join(self, name: str) -> None:
+        self.temporary, self.prefix = self.final / name, f"{name}/"
+
+    def abandon(self) -> None:
+        with contextlib.suppress(OSError):
+            if not self.is_published:
+                self.temporary.remove()
+
+    def _publish(self, manifest: str) -> None:
+        self.is_published = True
+        (self.final / MANIFEST).write(manifest)
+        (self.checkpoints / LATEST).write(self.final.name + "\n")
+        # What was saved under this number before; where it cannot be removed now it goes with the step.
+        with contextlib.suppress(OSError):
+            for old in self.final.iterdir():
+                if old.name not in (MANIFEST, self.temporary.name):
+                    old.remove()
+
+    def _sizes(self, names: Iterable[str]) -> dict[str, int]:
+        return self.final.sizes()
+
+    def _write_tokenizer(self, write_tokenizer: Callable[[Path], None] | None) -> dict[str, Any]:
+        records = {}
+        with tempfile.TemporaryDirectory() as made:
+            if write_tokenizer is not None:
+                write_tokenizer(Path(made))
+            for path in sorted(Path(made).rglob("*")):
+                if path.is_file():
+                    name = f"{TOKENIZER}/{path.relative_to(made).as_posix()}"
+                    (self.temporary / name).send(path)
+                    records[self.prefix + name] = file_record(path).model_dump()
+        return records
+
+    def _delete(self, step: StorePath) -> None:
+        with contextlib.suppress(OSError):
+            (step / MANIFEST).unlink()
+            step.remove()
 
 
 def _remove(path: Path) -> None:

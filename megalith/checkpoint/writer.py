@@ -22,9 +22,10 @@ from torch import Tensor
 from megalith.checkpoint.extent import Extent
 from megalith.checkpoint.files import Values, byte_count, tensor_record, write_safetensors
 from megalith.checkpoint.manifest import FileRecord, RunRecord, TensorRecord, piece_key
-from megalith.checkpoint.store import StepFolder
+from megalith.checkpoint.store import StepFolder, step_folder
 from megalith.errors import CheckpointError
 from megalith.io import sync_folder
+from megalith.remote import StorePath, place
 
 THREADS = 4  # files written at once: hashing and writing leave Python's lock
 SMALLEST_SHARD, LARGEST_SHARD = 2**26, 2**31
@@ -47,7 +48,7 @@ def shard_bytes_for(total: int) -> int:
 class ShardWriter:
     """Safetensors files of one process in a folder: `model-00003-000.safetensors` is rank 3's first."""
 
-    def __init__(self, folder: Path, rank: int = 0, *, shard_bytes: int):
+    def __init__(self, folder: Path | StorePath, rank: int = 0, *, shard_bytes: int):
         """A file is written when its pieces have come to `shard_bytes`, the rest at the end."""
         self._folder, self._rank, self._shard_bytes = folder, rank, shard_bytes
         self._pending: dict[str, list[_Piece]] = {}
@@ -83,7 +84,8 @@ class ShardWriter:
         for part in list(self._pending):
             self._begin_file(part)
         records = {name: future.result().model_dump() for name, future in self._files.items()}
-        sync_folder(self._folder)
+        if isinstance(self._folder, Path):
+            sync_folder(self._folder)
         return {"files": records, "pieces": self._pieces}
 
     def _begin_file(self, part: str) -> None:
@@ -118,7 +120,7 @@ class StepWriter:
 
     def __init__(
         self,
-        checkpoints: str | Path,
+        checkpoints: str | Path | StorePath,
         record: RunRecord,
         *,
         parts: Collection[str] = ("model",),
@@ -126,7 +128,7 @@ class StepWriter:
         shard_bytes: int = STREAMED_SHARD,
     ):
         """`parts` are in the step even when no tensor is added to them. `write_tokenizer` fills a given folder."""
-        self._step = StepFolder(Path(checkpoints), record.step)
+        self._step = step_folder(place(checkpoints), record.step)
         self._record, self._write_tokenizer, self._shard_bytes = record, write_tokenizer, shard_bytes
         self._table: dict[str, dict[str, TensorRecord]] = {part: {} for part in parts}
         self.folder = self._step.final
@@ -184,11 +186,16 @@ def saving(step: StepFolder) -> Iterator[None]:
 
 def not_saved(step: StepFolder, reason: str, needed: int = 0) -> CheckpointError:
     """What is said of a save that failed; `needed` bytes are its tensors', where that is known."""
+    if isinstance(step.final, StorePath):
+        return CheckpointError(
+            f"the checkpoint {step.final} could not be saved: {reason}; the steps saved before are whole: look at the "
+            "bucket, its credentials and the network"
+        )
     room = ""
     with contextlib.suppress(OSError):
         free = shutil.disk_usage(step.checkpoints).free / 1e9
         room = f" ({f'it takes {needed / 1e9:.3g} GB, ' if needed else ''}{free:.3g} GB are free without it)"
     return CheckpointError(
-        f"the checkpoint {step.final} could not be saved: {reason}{room}; the steps saved before are whole: make room "
-        "or mend the disk"
+        f"the checkpoint {step.final} could not be saved: {reason}{room}; the steps saved before are whole: free "
+        "some space or repair the disk"
     )

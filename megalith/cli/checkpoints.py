@@ -10,9 +10,10 @@ from megalith.errors import CheckpointError, ConfigError, printable
 
 if TYPE_CHECKING:
     from megalith.checkpoint.read import Checkpoint
+    from megalith.remote import StorePath
 
 PARTS = ("model", "optimizer")
-GIVEN = "run folder, its checkpoints folder, or one step folder"
+GIVEN = "run folder, its checkpoints folder, or one step folder, here or by URL"
 
 
 def add_checkpoint_commands(commands: Any) -> None:
@@ -40,7 +41,7 @@ def add_checkpoint_commands(commands: Any) -> None:
     _add_part(diff, "all that there are")
     diff.set_defaults(run=run_diff)
 
-    reshard = commands.add_parser("reshard", help="write a step anew, in another number of files")
+    reshard = commands.add_parser("reshard", help="rewrite a step in another number of files")
     reshard.add_argument("path", help=f"{GIVEN}; of several steps the newest")
     reshard.add_argument("output", help="folder that gets checkpoints/step_NNNNNNNN")
     reshard.add_argument(
@@ -60,9 +61,8 @@ def _add_part(parser: argparse.ArgumentParser, meaning: str, default: str | None
 
 
 def run_list(args: argparse.Namespace) -> int:
-    from datetime import datetime
-
     from megalith.checkpoint.manifest import MANIFEST, read_manifest
+    from megalith.remote import modified
 
     rows = [("step", "samples", "saved", "size", "files", "parts")]
     for folder in _steps(args.path):
@@ -71,7 +71,7 @@ def run_list(args: argparse.Namespace) -> int:
         except CheckpointError as error:
             rows.append((folder.name, "-", "-", "-", "-", f"unreadable: {error}"))
             continue
-        when = datetime.fromtimestamp((folder / MANIFEST).stat().st_mtime)
+        when = modified(folder / MANIFEST)
         size = sum(record.bytes for record in manifest.files.values())
         rows.append(
             (
@@ -133,10 +133,11 @@ def run_diff(args: argparse.Namespace) -> int:
 
 def run_reshard(args: argparse.Namespace) -> int:
     from megalith.checkpoint.rewrite import reshard
+    from megalith.remote import place
 
     if args.files < 1:
         raise ConfigError(f"--files is {args.files}; it counts from 1")
-    step = reshard(_open(args.path, None), Path(args.output), args.files)
+    step = reshard(_open(args.path, None), place(args.output), args.files)
     print(f"wrote {printable(step)}")
     return 0
 
@@ -160,15 +161,20 @@ def _parts(checkpoint: Checkpoint, part: str | None) -> list[str]:
     return list(checkpoint.manifest.tensors) if part is None else [part]
 
 
-def _steps(path: str) -> list[Path]:
+def _steps(path: str) -> list[Path | StorePath]:
     """The step folders under a path, in order. Raises CheckpointError when there are none."""
+    from megalith.checkpoint.manifest import not_answering
     from megalith.checkpoint.steps import CHECKPOINTS, STEP, list_steps
+    from megalith.remote import place
 
-    folder = Path(path)
-    if STEP.fullmatch(folder.name) and folder.is_dir():
-        return [folder]
-    folder = folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
-    steps = list(list_steps(folder).values()) if folder.is_dir() else []
+    folder = place(path)
+    try:
+        if STEP.fullmatch(folder.name) and folder.is_dir():
+            return [folder]
+        folder = folder / CHECKPOINTS if (folder / CHECKPOINTS).is_dir() else folder
+        steps = list(list_steps(folder).values()) if folder.is_dir() else []
+    except OSError as error:
+        raise not_answering(folder, error) from error
     if not steps:
         raise CheckpointError(f"there is no step in {folder}; give a {GIVEN}")
     return steps

@@ -79,7 +79,7 @@ def add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
     )
     _add_input_arguments(parser)
     parser.add_argument(
-        "--output-prefix", required=True, metavar="PREFIX", help="path that the outputs start with"
+        "--output-prefix", required=True, metavar="PREFIX", help="path or URL that the outputs start with"
     )
     parser.add_argument(
         "--tokenizer-type",
@@ -161,7 +161,7 @@ def _add_input_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         required=True,
         metavar="FILE",
-        help=".jsonl, .jsonl.gz or .jsonl.zst files; quoted globs",
+        help=".jsonl, .jsonl.gz or .jsonl.zst files; quoted globs and URLs",
     )
     parser.add_argument(
         "--json-keys",

@@ -19,7 +19,7 @@ from megalith.report.streams import lasting_streams
 Arguments = argparse.Namespace
 
 EXIT_CODES = """exit codes:
-  0 done   1 unexpected error   2 configuration   3 data   4 checkpoint   5 training   6 a rank stands still
+  0 done   1 unexpected error   2 configuration   3 data   4 checkpoint   5 training   6 a rank hangs
   with a checkpoint: 20 exit_interval   21 exit_duration_in_mins   22 SIGTERM   23 SIGUSR1   24 SIGINT   25 SIGHUP
   without one: 143 SIGTERM, 130 SIGINT, where a second one came; 137 SIGKILL, as where host memory runs out"""
 
@@ -78,7 +78,7 @@ class ShowVersion(argparse.Action):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs one subcommand. A MegalithError is told in a sentence, without a traceback."""
+    """Runs one subcommand. A MegalithError is printed as its sentence, without a traceback."""
     end_with_launcher()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     if arguments[:1] != ["train"]:
@@ -97,7 +97,7 @@ def _run_subcommand(arguments: list[str]) -> int:
 
 
 def _told(run: Callable[[], int]) -> int:
-    """The exit code of `run`, whose errors are told."""
+    """The exit code of `run`, whose errors are printed."""
     try:
         return run()
     except MegalithError as error:
@@ -120,7 +120,7 @@ processes:
   --nproc N                  start N processes on this machine, one a GPU
   --nnodes N                 of N machines, each of which runs the same command; MIN:MAX for as many as there are
   --max-restarts N           start again after a failure, up to N times, from the newest whole checkpoint
-  --rdzv-endpoint HOST:PORT  where they meet, on one of them (default with --nnodes: MASTER_ADDR:MASTER_PORT)
+  --rdzv-endpoint HOST:PORT  rendezvous, on one of them (default with --nnodes: MASTER_ADDR:MASTER_PORT)
   --rdzv-id ID               the job's name there, the same on each (default: made of the command)
 """
 
@@ -308,7 +308,7 @@ PRESET_COLUMNS = ("preset", "parameters", "active", "layers", "hidden", "heads",
 
 def _preset_row(name: str) -> tuple[str, ...]:
     from megalith.config import RunConfig
-    from megalith.planner.flops import count_parameters
+    from megalith.planner.counts import count_parameters
     from megalith.report.console import si
 
     model = RunConfig.from_tree({"model": {"preset": name}}).model
@@ -442,7 +442,7 @@ def _add_generate(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--seed", type=int, default=0, help="of the random choices")
     parser.add_argument(
-        "--tokenizer-type", help="a tokenizer in place of the checkpoint's own, as `preprocess` has it"
+        "--tokenizer-type", help="overrides the checkpoint's tokenizer, with `preprocess`'s choices"
     )
     parser.add_argument("--tokenizer-model", help="its file or folder")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")

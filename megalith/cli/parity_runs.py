@@ -21,7 +21,7 @@ def add_parity_arguments(parser: argparse.ArgumentParser) -> None:
         "the first loss, every parameter's gradient, the norms and losses of all steps, evaluation and generation. "
         "Exit code 5 when a layout differs. Settings can be given beside CONFIG, as to `train`: --section.key value."
     )
-    parser.add_argument("config", help="run file; its sizes are cut down, its features kept")
+    parser.add_argument("config", help="run file; it is shrunk, with its features")
     parser.add_argument(
         "--layouts",
         nargs="+",
@@ -45,9 +45,10 @@ def run_parity(args: argparse.Namespace) -> int:
 
     from megalith.bridge.load import with_init_from
     from megalith.config import RunConfig
-    from megalith.config.rules.run_rules import check_model
+    from megalith.config.rules.model_rules import check_model
+    from megalith.config.small import VOCABULARY
     from megalith.parity.check import check, choose
-    from megalith.parity.shrink import VOCABULARY, shrink
+    from megalith.parity.shrink import shrink
 
     if args.nproc_max < 2 or args.steps < 2:
         raise ConfigError(

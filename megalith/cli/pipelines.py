@@ -37,9 +37,7 @@ def add_pipeline_show(parser: argparse.ArgumentParser) -> None:
         "--p2p", type=float, default=0.0, metavar="P", help="what a transfer takes (default: 0)"
     )
     parser.add_argument("--png", metavar="FILE", help="also draw it as an image")
-    parser.add_argument(
-        "--measured", metavar="RUN", help="draw the step that this run's folder has measured beside it"
-    )
+    parser.add_argument("--measured", metavar="RUN", help="also draw the step that this run has measured")
     parser.set_defaults(run=run_pipeline_show)
 
 

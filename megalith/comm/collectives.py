@@ -1,9 +1,9 @@
-"""Collectives that return new tensors and have gradients, and the one door from a parameter to its shard.
+"""Collectives that return new tensors and have gradients, and the one way from a parameter to its shard.
 
 A collective takes the axis of the mesh that it runs over, so a reader sees every transfer and who takes part. Each is
-the gradient of another: the gradient of an all-gather is a reduce-scatter, and that of a sum which every rank then
-uses alike is nothing at all. They are made of torch's functional collectives: nothing returned was written in place,
-so torch.compile traces them whole and orders them by their data.
+the gradient of another: the gradient of an all-gather is a reduce-scatter, and that of an all-reduce whose result every
+rank uses alike is nothing at all. They are torch's functional collectives: nothing returned was written in place, so
+torch.compile traces them whole and orders them by their data.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from torch.distributed import DeviceMesh, ProcessGroup
 from torch.distributed.tensor import DTensor
 
 _ops = torch.ops._c10d_functional
-LEAST_DIRECT = 2**20  # bytes; below, what the ranks' meetings take is most of a direct collective
+LEAST_BY_COPY_ENGINE = 2**20  # bytes; below, what the ranks' meetings take is most of a direct collective
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class Axis:
     direct: bool = False
     """Whether large tensors go by the GPUs' copy engines (copy_engine.py)."""
 
-    def goes_direct(self, x: Tensor) -> bool:
-        return self.direct and x.is_cuda and x.numel() * x.element_size() >= LEAST_DIRECT
+    def by_copy_engine(self, x: Tensor) -> bool:
+        return self.direct and x.is_cuda and x.numel() * x.element_size() >= LEAST_BY_COPY_ENGINE
 
 
 def local(parameter: Tensor) -> Tensor:
@@ -83,7 +83,7 @@ def all_reduce_gradient(x: Tensor, axis: Axis) -> Tensor:
 
 
 def all_gather(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
-    """The ranks' x one behind the other along `dim`; the gradient is reduce-scattered.
+    """The ranks' x one after the other along `dim`; the gradient is reduce-scattered.
 
     Every rank's x has the same shape. Free of copies when the dimensions before `dim` have size 1.
     """
@@ -150,7 +150,7 @@ def summed(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
 
 
 def gathered(x: Tensor, axis: Axis) -> Tensor:
-    """The ranks' x one behind the other along dimension 0, for values that need no gradient."""
+    """The ranks' x one after the other along dimension 0, for values that need no gradient."""
     return x if axis.size == 1 else _all_gather(x, axis, 0)
 
 
@@ -159,45 +159,52 @@ def any_rank(here: bool, axis: Axis) -> bool:
     return bool(summed(torch.tensor(float(here)), axis, "max"))
 
 
-def gather_json(value: Any, axis: Axis) -> list[Any]:
-    """Every rank's value, in the ranks' order, on every rank. Values are plain JSON: a rank unpickles nothing."""
+def gather_json(value: Any, axis: Axis, to_first: bool = False) -> list[Any]:
+    """Every rank's value, in the ranks' order, on every rank, or on the first alone (nothing on the others).
+
+    Values are plain JSON in tensors: a rank unpickles nothing. The text of each takes the place of the longest.
+    """
     if axis.size == 1:
         return [value]
-    padded, sizes = padded_json(value, axis)
-    texts = [torch.empty_like(padded) for _ in sizes]
-    dist.all_gather(texts, padded, group=axis.group)
-    return read_json(texts, sizes)
-
-
-def padded_json(value: Any, axis: Axis) -> tuple[Tensor, list[int]]:
-    """A value's text, uint8, as long as the longest of all ranks', and the lengths of all, in bytes."""
     data = torch.frombuffer(bytearray(json.dumps(value).encode()), dtype=torch.uint8)
-    device = (
-        axis.mesh.device_type if axis.mesh is not None else "cpu"
-    )  # the world's group has a backend for both
+    # The world's group has a backend for both.
+    device = axis.mesh.device_type if axis.mesh is not None else "cpu"
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(axis.size)]
     dist.all_gather(sizes, torch.tensor([len(data)], device=device), group=axis.group)
     padded = torch.zeros(int(max(sizes)), dtype=torch.uint8, device=device)
     padded[: len(data)] = data
-    return padded, [int(size) for size in sizes]
+    texts = [torch.empty_like(padded) for _ in sizes] if axis.rank == 0 or not to_first else []
+    if to_first:
+        dist.gather(padded, texts or None, dst=0, group=axis.group)
+    else:
+        dist.all_gather(texts, padded, group=axis.group)
+    return [json.loads(text[: int(size)].cpu().numpy().tobytes()) for text, size in zip(texts, sizes)]
 
 
-def read_json(texts: Sequence[Tensor], sizes: Sequence[int]) -> list[Any]:
-    """The values of texts that `padded_json` made."""
-    return [json.loads(text[:size].cpu().numpy().tobytes()) for text, size in zip(texts, sizes)]
+def scatter_json(values: Sequence[Any], axis: Axis) -> Any:
+    """Of the first rank's `values`, one for each rank, this rank's; the others' are not looked at. By the CPU."""
+    if axis.size == 1:
+        return values[0]
+    texts = [json.dumps(value).encode() for value in values] if axis.rank == 0 else []
+    longest = torch.tensor([max(map(len, texts), default=0)])
+    dist.broadcast(longest, src=0, group=axis.group)
+    padded = [torch.frombuffer(bytearray(text.ljust(int(longest))), dtype=torch.uint8) for text in texts]
+    own = torch.empty(int(longest), dtype=torch.uint8)
+    dist.scatter(own, padded or None, src=0, group=axis.group)
+    return json.loads(own.numpy().tobytes())
 
 
 def begin_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor | Shares:
     """What `wait` turns into the sum of x over the axis, while other work goes on; without gradient."""
     x = x.contiguous()
-    if op == "sum" and axis.goes_direct(x) and x.numel() % axis.size == 0:
+    if op == "sum" and axis.by_copy_engine(x) and x.numel() % axis.size == 0:
         return Shares(begin_reduce_scatter(x.view(-1), axis), axis, x.shape)
     return _ops.all_reduce(x, op, axis.name)
 
 
 def begin_all_gather(x: Tensor, axis: Axis) -> Tensor:
-    """As begin_all_reduce, for the ranks' x one behind the other along dimension 0."""
-    if axis.goes_direct(x):
+    """As begin_all_reduce, for the ranks' x one after the other along dimension 0."""
+    if axis.by_copy_engine(x):
         return torch.ops.megalith_direct.all_gather(x.contiguous(), axis.size, axis.name)
     return _ops.all_gather_into_tensor(x.contiguous(), axis.size, axis.name)
 
@@ -220,7 +227,7 @@ class Parts:
 def begin_reduce_scatter(x: Tensor, axis: Axis) -> Tensor | Parts:
     """As begin_all_reduce, for this rank's part, along dimension 0, of the sum."""
     x = x.contiguous()
-    if axis.goes_direct(x):
+    if axis.by_copy_engine(x):
         others = torch.ops.megalith_direct.scatter(x, axis.size, axis.name)
         return Parts(x.chunk(axis.size)[axis.rank], others)
     return _ops.reduce_scatter_tensor(x, "sum", axis.size, axis.name)

@@ -1,14 +1,14 @@
 """Collectives by the GPUs' copy engines, between GPUs of one host that reach each other's memory over NVLink.
 
-NCCL's kernels take multiprocessors from the products that they run beside: 20 gathers of 7.1 ms beside products of
-5.8 ms take 10.1 ms on two H200, and by copy engines 6.2 (benchmarks/RESULTS.md). Here a rank copies what it gives
-into memory that all ranks of the group can read (symmetric memory), they tell each other by flags, and each fetches its
-share by copies. None of that takes a multiprocessor: a kernel by which ranks meet would wait for the product that was
-begun before it, 0.2 ms in GPT-2-large.
+NCCL's kernels take SMs from the matmuls that they overlap: 20 all-gathers of 7.1 ms beside matmuls of 5.8 ms take
+10.1 ms on two H200, and by copy engines 6.2 (benchmarks/RESULTS.md). Here a rank copies its input into symmetric
+memory, which all ranks of the group can read, they signal each other by flags, and each fetches its share by copies.
+None of that takes an SM: a kernel that synchronizes ranks would wait for the matmul begun before it, 0.2 ms in
+GPT-2-large.
 
-Each function begins a collective on a stream of its own and returns what `torch.ops._c10d_functional.wait_tensor` makes
-whole, as torch's functional collectives do, so compiled code traces them. All ranks of a group call the same ones with
-the same shapes in the same order. The input may be freed or overwritten by kernels that are launched afterwards.
+Each function begins a collective on a stream of its own and returns what `torch.ops._c10d_functional.wait_tensor`
+completes, as torch's functional collectives do, so compiled code traces them. All ranks of a group call the same ones
+with the same shapes in the same order. The input may be freed or overwritten by kernels that are launched afterwards.
 Raises TrainingError where the GPUs of a group do not reach each other's memory.
 """
 
@@ -64,7 +64,7 @@ def _others(x: Tensor, size: int, group: str) -> Tensor:
 
 @operator("all_gather(Tensor x, int size, str group) -> Tensor", _gathered)
 def all_gather(x: Tensor, size: int, group: str) -> Tensor:
-    """The ranks' contiguous x, one behind the other along dimension 0, on all of the `size` ranks of `group`."""
+    """The ranks' contiguous x, one after the other along dimension 0, on all of the `size` ranks of `group`."""
     out, part = _gathered(x, size, group), x.nbytes
 
     def give(slot: Slot, stream: int) -> None:
@@ -102,11 +102,11 @@ def scatter(x: Tensor, size: int, group: str) -> Tensor:
 
 
 class Slot:
-    """Memory for what a rank gives, which its peers can read, and flags by which they say how far they are.
+    """Symmetric memory for a rank's input, which its peers can read, and flags for their progress.
 
-    Each use of a slot is a turn, in which the ranks meet, once or more often. Behind the memory every rank has two
-    flags for each other one: the last meeting for which that one has given what is in its slot, and the last after
-    which it has fetched what is in this one.
+    Each use of a slot is a turn, in which the ranks synchronize in one or more rounds. After the memory every rank has
+    two flags for each peer: the last round for which that one has filled its slot, and the last after which it has
+    fetched this one.
     """
 
     def __init__(self, size: int, group: str):
@@ -134,7 +134,7 @@ class Slot:
         whole = self._memory.shape, self._memory.dtype
         self.addresses = [self.of(rank, *whole).data_ptr() for rank in range(self.ranks)]
         """Where on this GPU stands what each rank gives."""
-        self._meetings = 0
+        self._rounds = 0
         self._read = torch.cuda.Event()  # by this rank itself
         self._given = torch.cuda.Event()
 
@@ -148,7 +148,7 @@ class Slot:
         # A call of the driver for each step of a turn.
         here, peers = self.rank, self.peers
         self._before = Flags(awaited=[fetched(here, by) for by in peers])
-        self._meeting = Flags([given(at, here) for at in peers], [given(here, by) for by in peers])
+        self._round = Flags([given(at, here) for at in peers], [given(here, by) for by in peers])
         self._behind = Flags([fetched(at, here) for at in peers])
 
     def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -161,21 +161,21 @@ class Slot:
     def begin(self, stream: torch.cuda.Stream) -> None:
         """The next turn: the stream goes on when all, this rank too, have read what the slot held."""
         self._read.wait(stream)
-        self._before(self._meetings, stream.cuda_stream)
+        self._before(self._rounds, stream.cuda_stream)
 
     def follow(self, giver: torch.cuda.Stream, fetcher: torch.cuda.Stream) -> None:
         """One stream goes on when what stands in the other is done."""
         self._given.record(giver)  # waited for at once, so that one event serves every turn
         self._given.wait(fetcher)
 
-    def meet(self, stream: torch.cuda.Stream) -> None:
+    def synchronize(self, stream: torch.cuda.Stream) -> None:
         """What the slot holds is given, by what stands before in the stream; it goes on when all have given theirs."""
-        self._meetings += 1
-        self._meeting(self._meetings, stream.cuda_stream)
+        self._rounds += 1
+        self._round(self._rounds, stream.cuda_stream)
 
     def end(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         """What all have given is read, by what stands before in the stream; the event comes after it."""
-        self._behind(self._meetings, stream.cuda_stream)
+        self._behind(self._rounds, stream.cuda_stream)
         self._read = stream.record_event()
         return self._read
 
@@ -188,7 +188,7 @@ class _Slots:
 
     def next(self, size: int) -> Slot:
         if size > self._size:
-            torch.cuda.synchronize()  # nobody reads the old ones any more when all have met to make the new ones
+            torch.cuda.synchronize()  # nobody reads the old ones any more when all have come to make the new ones
             torch.cuda.empty_cache()  # memory for others comes from the driver, and not from what PyTorch keeps free
             self._size = size
             self._turns = cycle([Slot(size, self._group) for _ in range(self._count)])
@@ -241,7 +241,7 @@ def exchange(out: Tensor, size: int, group: str, give: Part, fetch: Part) -> Ten
     slot.begin(here)
     give(slot, here.cuda_stream)
     slot.follow(here, stream)
-    slot.meet(stream)
+    slot.synchronize(stream)
     fetch(slot, stream.cuda_stream)
     torch._C._distributed_c10d._register_work(out, _Begun(slot.end(stream), device))
     return out

@@ -1,8 +1,8 @@
 """What copy engines need of CUDA's driver: copies from address to address, strided ones too, and flags between GPUs.
 
-A flag is an int32 in device memory, of this GPU or of one that it reaches over NVLink. A stream raises it to a number
-when all before it is done, or goes on when it has that number or a later one; numbers may wrap around. Neither takes
-a multiprocessor, where a kernel that meets the others' would wait for the product that runs on all of them.
+A flag is an int32 in device memory, of this GPU or of one that it reaches over NVLink. A stream sets it to a number
+when all before it is done, or waits until it has that number or a later one; numbers may wrap around. Neither takes an
+SM, where a kernel that synchronizes with other ranks would wait for the matmul that runs on all of them.
 
 A stream is its handle, addresses are those of the device. Raises TrainingError with the driver's answer where it
 refuses, and where the package cuda-bindings is missing.

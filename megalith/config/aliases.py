@@ -4,7 +4,7 @@ The table is read before validation. A `Rename` moves the value; a `Choose` tran
 an `Already` is accepted and changes nothing, because Megalith always does it or has no use for it: the note says
 which, and is shown when the run starts; a `Derive` computes from the rest of the tree.
 
-What other systems call our settings: a name of theirs is not accepted, but told what it is here.
+What other systems call our settings: their names are refused, with ours in the error.
 """
 
 from __future__ import annotations
@@ -14,11 +14,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from megalith.errors import ConfigError
+from megalith.remote import is_url
 
 
 @dataclass(frozen=True)
 class Rename:
     path: str
+    for_url: str | None = None  # what it is where the value is a URL
 
 
 @dataclass(frozen=True)
@@ -80,8 +82,8 @@ ALIASES: dict[str, Rename | Choose | Already | Derive] = {
     "parallel.accumulate_allreduce_grads_in_fp32":    Already(_FP32_SUMS),
     "parallel.grad_reduce_in_fp32":                   Already(_FP32_SUMS),
     "parallel.average_in_collective":                 Already("gradients are summed; the loss is divided by the step's count of valid tokens"),
-    "parallel.overlap_grad_reduce":                   Already("gradients are always reduced while the backward pass goes on"),
-    "parallel.overlap_param_gather":                  Already("parameters are always gathered while the forward pass goes on"),
+    "parallel.overlap_grad_reduce":                   Already("gradient reduction always overlaps the backward pass"),
+    "parallel.overlap_param_gather":                  Already("parameter all-gathers always overlap the forward pass"),
     "parallel.dp_comm_overlap_bucket_size":           Already("a bucket is a transformer block", int),
 
     "model.seq_length":                               Rename("data.seq_length"),
@@ -104,7 +106,7 @@ ALIASES: dict[str, Rename | Choose | Already | Derive] = {
     "train.clip_grad":                                Rename("optim.clip_grad"),
     "train.dataloader_type":                          Rename("data.dataloader_type"),
     "train.split":                                    Rename("data.split"),
-    "train.save":                                     Rename("train.output_dir"),
+    "train.save":                                     Rename("train.output_dir", for_url="checkpoint.save"),
     "train.load":                                     Rename("checkpoint.load"),
     "train.save_interval":                            Rename("checkpoint.save_interval"),
 
@@ -113,7 +115,7 @@ ALIASES: dict[str, Rename | Choose | Already | Derive] = {
     "data.index_cache":                               Already(_SAMPLES, str),
     "data.data_cache_path":                           Already(_SAMPLES, str),
 
-    "checkpoint.save":                                Rename("train.output_dir"),
+    "checkpoint.save":                                Rename("train.output_dir", for_url="checkpoint.save"),
     "checkpoint.no_save_optim":                       Choose("checkpoint.save_optim", {True: False, False: True}),
     "checkpoint.no_load_optim":                       Choose("checkpoint.load_optim", {True: False, False: True}),
     "checkpoint.no_save_rng":                         Already(_NO_RNG),
@@ -136,13 +138,13 @@ def give_way(tree: dict[str, dict[str, Any]], name: str, value: Any) -> None:
 
     A spelling that is false says what a setting is not, so what sets it to something else stays.
     """
-    path, denied = _target(name), None
+    path, denied = _target(name, value), None
     if isinstance(ALIASES.get(name), Choose) and value is False:
         denied = ALIASES[name].values[True]
     for section, values in tree.items():
         for key in list(values):
             other = f"{section}.{key}"
-            if other == name or _target(other) != path:
+            if other == name or _target(other, values[key]) != path:
                 continue
             meaning, stands = ALIASES.get(other), values[key]
             if isinstance(meaning, Choose) and isinstance(stands, bool):
@@ -151,9 +153,11 @@ def give_way(tree: dict[str, dict[str, Any]], name: str, value: Any) -> None:
                 del values[key]
 
 
-def _target(name: str) -> str:
-    """The setting that the setting or spelling `name` sets."""
+def _target(name: str, value: Any) -> str:
+    """The setting that the setting or spelling `name` sets to `value`."""
     meaning = ALIASES.get(name)
+    if isinstance(meaning, Rename) and meaning.for_url and is_url(value):
+        return meaning.for_url
     return meaning.path if isinstance(meaning, Rename | Choose | Derive) else name
 
 
@@ -172,8 +176,8 @@ def apply_aliases(tree: dict[str, dict[str, Any]], preset: dict[str, Any]) -> li
             case Already(note=note, takes=takes):
                 _check_taken(name, value, takes)
                 notes.append(f"{name} = {value}: {note}")
-            case Rename(path=path):
-                _set(tree, path, value, name)
+            case Rename():
+                _set(tree, _target(name, value), value, name)
             case Derive(path=path, takes=takes, compute=compute, note=note):
                 _check_taken(name, value, takes)
                 whole = {**tree, "model": {**preset, **tree["model"]}}

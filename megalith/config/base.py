@@ -1,4 +1,4 @@
-"""What every section of the configuration is made of, and how its mistakes are told.
+"""What every section of the configuration is made of, and the errors for its mistakes.
 
 A section is a pydantic model: typed, closed to unknown keys, its documentation standing under each field.
 That one text is the help of the command line, the JSON Schema for editors and the reference page.
@@ -15,7 +15,7 @@ import itertools
 import typing
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
@@ -25,6 +25,8 @@ from megalith.errors import ConfigError
 NOT_YET = "not yet"
 """Annotates a setting whose name is taken for what this version does not have: it is documented as that alone."""
 
+Mark = TypeVar("Mark")
+
 
 class Decides(enum.Enum):
     """What a setting decides beside memory and speed; stands in the annotation of a field, or once for its section.
@@ -33,6 +35,7 @@ class Decides(enum.Enum):
     """
 
     FUNCTION = "which function the weights are"
+    REACH = "how far rotary positions reach: the function too, but a run that begins from other weights may choose it"
     SAMPLES = "which samples are trained on, and in which order"
     UPDATES = "how a sample moves the weights"
     NOTHING = "none of these"
@@ -46,15 +49,71 @@ class Resolved:
     """The property that has its value once all are heard; None: it is heard in those of other fields alone."""
 
 
+class Needs:
+    """Stands in the annotation of a field that a run reads only together with another setting."""
+
+    def __init__(
+        self, path: str, *values: Any, above: int | None = None, but: Any = None, strict: bool = False
+    ):
+        """`path` is a field of the same section, or `section.field`. It has to have one of `values`, to be above a
+        number, or anything `but` one value; where none is given, to be set. Without it a value that is not the default
+        is noted, or if `strict` refused."""
+        self.path, self._values, self._above, self._but, self.strict = path, values, above, but, strict
+
+    def found(self, section: Section, whole: Section | None) -> Any:
+        """The other setting's value, for a field of `section`; `whole` is the configuration with all sections."""
+        *outer, name = self.path.split(".")
+        return getattr(getattr(whole, outer[0]) if outer else section, name)
+
+    def met(self, section: Section, whole: Section | None) -> bool:
+        """Whether the field is read, as far as can be said without the `whole`."""
+        if whole is None and "." in self.path:
+            return True
+        value = self.found(section, whole)
+        if self._above is not None:
+            return value > self._above
+        if self._but is not None:
+            return value != self._but
+        return value in self._values if self._values else value is not None
+
+    def __str__(self) -> str:
+        values = ["true" if value is True else value for value in self._values]
+        values += [
+            f"{word} {each}"
+            for word, each in (("above", self._above), ("but", self._but))
+            if each is not None
+        ]
+        return f"{self.path} {' or '.join(values)}".strip()
+
+
+class Shrinks:
+    """Stands in the annotation of a field: what it is in a small run that shows parity (parity/shrink.py)."""
+
+    def __init__(self, to: Any):
+        """`to` is the value, or a function of the value and its section that gives it."""
+        self._to = to
+
+    def value(self, value: Any, section: Section) -> Any:
+        return self._to(value, section) if callable(self._to) else self._to
+
+
+KEPT = Shrinks(lambda value, section: value)
+DEFAULT = Shrinks(None)
+"""It is left out, whatever its default."""
+
+
 class Section(BaseModel):
-    """A group of settings. Unknown keys are refused; assignment is checked like loading."""
+    """A group of settings. Unknown keys are refused, and nothing is assigned: see `RunConfig.with_settings`."""
 
     decides: ClassVar[Decides] = Decides.NOTHING
-    """Of the fields that do not say it themselves."""
+    """Of the fields that do not say it themselves. So is `shrinks`."""
+    shrinks: ClassVar[Shrinks] = DEFAULT
+    needs: ClassVar[Needs | None] = None
+    """Of all fields that the class itself adds, beside what they say."""
 
     model_config = ConfigDict(
         extra="forbid",
-        validate_assignment=True,
+        frozen=True,
         defer_build=True,
         allow_inf_nan=False,
         protected_namespaces=(),
@@ -66,6 +125,7 @@ class Section(BaseModel):
         for name, text in _texts(cls.__module__).get(cls.__name__, {}).items():
             if name in cls.model_fields:
                 cls.model_fields[name].description = text
+        cls.__hash__ = None  # as of lists: pydantic then copies a default, and no two objects share one
 
     @field_validator("*", mode="before")
     @classmethod
@@ -77,19 +137,53 @@ class Section(BaseModel):
         return value
 
     @classmethod
+    def _mark(cls, name: str, kind: type[Mark], default: Mark | None = None) -> Mark | None:
+        return next((mark for mark in cls.model_fields[name].metadata if isinstance(mark, kind)), default)
+
+    @classmethod
     def deciding(cls, *what: Decides) -> list[str]:
         """The fields that decide one of `what`."""
-        return [
-            name
-            for name, field in cls.model_fields.items()
-            if next((mark for mark in field.metadata if isinstance(mark, Decides)), cls.decides) in what
-        ]
+        return [name for name in cls.model_fields if cls._mark(name, Decides, cls.decides) in what]
+
+    @classmethod
+    def needed(cls, name: str) -> list[Needs]:
+        """What has to hold for a run to read the field."""
+        home = next(base for base in cls.__mro__ if name in vars(base).get("__annotations__", ()))
+        own = [mark for mark in cls.model_fields[name].metadata if isinstance(mark, Needs)]
+        return own if home.needs is None else [home.needs, *own]
+
+    def unread(self, whole: Section | None = None) -> dict[str, Needs]:
+        """The fields that are not read, whatever their values, each with what it needs. `whole`: see Needs."""
+        lacks = {
+            name: [n for n in self.needed(name) if not n.met(self, whole)] for name in type(self).model_fields
+        }
+        return {name: needs[0] for name, needs in lacks.items() if needs}
+
+    def refuse_unmet(self, path: str, whole: Section | None = None) -> None:
+        """Raises ConfigError for a field with a value of its own that strictly needs what is not so."""
+        for name, need in self.unread(whole).items():
+            value = getattr(self, name)
+            if need.strict and value != type(self).model_fields[name].default:
+                outer, found = "" if "." in need.path else f"{path}.", need.found(self, whole)
+                raise ConfigError(
+                    f"{path}.{name} is {value}, but it takes {outer}{need}, which is "
+                    f"{'not set' if found is None else found}; set it, or leave {name} out"
+                )
+
+    def shrunk(self, whole: Section) -> dict[str, Any]:
+        """The fields of a small run that are not left at their defaults."""
+        marks = {name: self._mark(name, Shrinks, self.shrinks) for name in type(self).model_fields}
+        unread = self.unread(whole)
+        return {
+            name: mark.value(getattr(self, name), self)
+            for name, mark in marks.items()
+            if mark is not DEFAULT and name not in unread
+        }
 
     def resolved(self, names: Iterable[str]) -> Iterator[tuple[str, Any]]:
         """These fields with their values once rules and other fields are heard."""
         for name in names:
-            marks = type(self).model_fields[name].metadata
-            by = next((mark.by for mark in marks if isinstance(mark, Resolved)), name)
+            by = self._mark(name, Resolved, Resolved(name)).by
             if by is not None:
                 yield name, getattr(self, by)
 

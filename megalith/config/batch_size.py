@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from megalith.config.train import TrainConfig
 from megalith.errors import ConfigError
 
+MOST_SIZES = 10_000
+
 
 @dataclass(frozen=True)
 class BatchSizeSchedule:
@@ -65,6 +67,11 @@ class BatchSizeSchedule:
             raise ConfigError(
                 f"{written} does not reach train.global_batch_size ({self.global_batch_size}): "
                 f"{self.global_batch_size} − {start} = {growth} is not divisible by the increment {increment}"
+            )
+        if growth // increment > MOST_SIZES:
+            raise ConfigError(
+                f"{written} grows in {growth // increment:,} increments, but at most {MOST_SIZES:,} are followed; "
+                "choose a larger increment"
             )
         self._check_divides("the start of train.rampup_batch_size", start)
         if growth:

@@ -6,7 +6,8 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import NonNegativeInt, PositiveInt
 
-from megalith.config.base import Decides, Section
+from megalith.config import small
+from megalith.config.base import KEPT, Decides, Needs, Section, Shrinks
 
 DataPath = str | list[Any]
 
@@ -17,7 +18,7 @@ class DataConfig(Section):
     decides: ClassVar[Decides] = Decides.SAMPLES
 
     data_path: DataPath | None = None
-    """Dataset prefix (the path without .bin), or a blend: `"0.7 a 0.3 b"`, or a YAML list of the same."""
+    """Dataset prefix (the path or URL without .bin), or a blend: `"0.7 a 0.3 b"`, or a YAML list of the same."""
 
     train_data_path: DataPath | None = None
     """Datasets for training alone; with valid_data_path and test_data_path in place of data_path and split."""
@@ -28,13 +29,13 @@ class DataConfig(Section):
     test_data_path: Annotated[DataPath | None, Decides.NOTHING] = None
     """Datasets for the test after training alone."""
 
-    mock: bool = False
+    mock: Annotated[bool, Shrinks(True)] = False
     """Synthetic tokens in place of a dataset, for speed measurements and tests."""
 
     split: str = "99,1,0"
     """Shares of the documents for training, validation and test."""
 
-    seq_length: PositiveInt = 1024
+    seq_length: Annotated[PositiveInt, Shrinks(small.SEQUENCE)] = 1024
     """Tokens in a training sequence."""
 
     tokenizer_type: Annotated[
@@ -50,10 +51,11 @@ class DataConfig(Section):
             | None
         ),
         Decides.NOTHING,
+        Shrinks(small.tokenizer),
     ] = None
     """Kind of tokenizer. Absent: none; model.vocab_size is then needed."""
 
-    tokenizer_model: Annotated[str | None, Decides.NOTHING] = None
+    tokenizer_model: Annotated[str | None, Decides.NOTHING, Needs("tokenizer_type", strict=True)] = None
     """The tokenizer's file or folder (tokenizer.json, .model, .tiktoken), or a name in the local hub cache."""
 
     vocab_file: Annotated[str | None, Decides.NOTHING] = None
@@ -62,17 +64,17 @@ class DataConfig(Section):
     merge_file: Annotated[str | None, Decides.NOTHING] = None
     """GPT2BPETokenizer: merges.txt."""
 
-    dataloader_type: Literal["cyclic", "single"] = "cyclic"
+    dataloader_type: Annotated[Literal["cyclic", "single"], KEPT] = "cyclic"
     """`single`: the dataset's order, once. `cyclic`: a new permutation each epoch, for ever."""
 
-    reset_position_ids: Annotated[bool, Decides.UPDATES] = False
+    reset_position_ids: Annotated[bool, Decides.UPDATES, KEPT] = False
     """Positions start again at 0 after each end of document."""
 
-    reset_attention_mask: Annotated[bool, Decides.UPDATES] = False
+    reset_attention_mask: Annotated[bool, Decides.UPDATES, KEPT] = False
     """Attention stops at document ends."""
 
-    eod_mask_loss: Annotated[bool, Decides.UPDATES] = False
+    eod_mask_loss: Annotated[bool, Decides.UPDATES, KEPT] = False
     """No loss on what follows an end-of-document token."""
 
-    num_workers: Annotated[NonNegativeInt, Decides.NOTHING] = 2
+    num_workers: Annotated[NonNegativeInt, Decides.NOTHING, Shrinks(0)] = 2
     """Threads that prepare batches ahead of training; 0: the training thread does it between steps."""

@@ -10,7 +10,8 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megalith.config.base import Decides, Resolved, Section
+from megalith.config import small
+from megalith.config.base import DEFAULT, KEPT, Decides, Needs, Resolved, Section, Shrinks
 
 
 class RopeScaling(Section):
@@ -22,34 +23,36 @@ class RopeScaling(Section):
     factor: PositiveFloat = 8.0
     """How many times longer than the original the context becomes."""
 
-    original_max_position_embeddings: PositiveInt = 8192
+    original_max_position_embeddings: Annotated[PositiveInt, Needs("type", "llama3", "yarn", "longrope")] = (
+        8192
+    )
     """The context length of the first training, in tokens."""
 
-    low_freq_factor: PositiveFloat = 1.0
+    low_freq_factor: Annotated[PositiveFloat, Needs("type", "llama3")] = 1.0
     """llama3: wavelengths longer than original / low_freq_factor are divided by factor."""
 
-    high_freq_factor: PositiveFloat = 4.0
+    high_freq_factor: Annotated[PositiveFloat, Needs("type", "llama3")] = 4.0
     """llama3: wavelengths shorter than original / high_freq_factor are kept."""
 
-    beta_fast: PositiveFloat = 32.0
+    beta_fast: Annotated[PositiveFloat, Needs("type", "yarn")] = 32.0
     """yarn: dimensions that turn more often than this over the original length are kept."""
 
-    beta_slow: PositiveFloat = 1.0
+    beta_slow: Annotated[PositiveFloat, Needs("type", "yarn")] = 1.0
     """yarn: dimensions that turn less often than this over the original length are divided by factor."""
 
-    attention_factor: PositiveFloat | None = None
+    attention_factor: Annotated[PositiveFloat | None, Needs("type", "yarn", "longrope")] = None
     """Scale of the cosines and sines. Absent: yarn 0.1 · ln(factor) + 1, longrope √(1 + ln(factor) / ln(original))."""
 
-    mscale: PositiveFloat | None = None
+    mscale: Annotated[PositiveFloat | None, Needs("type", "yarn")] = None
     """yarn: cosines and sines are scaled by (0.1 · mscale · ln(factor) + 1) / the same of mscale_all_dim (DeepSeek)."""
 
-    mscale_all_dim: PositiveFloat | None = None
+    mscale_all_dim: Annotated[PositiveFloat | None, Needs("type", "yarn")] = None
     """yarn: attention scores are multiplied by (0.1 · mscale_all_dim · ln(factor) + 1)²."""
 
-    short_factor: list[PositiveFloat] | None = None
+    short_factor: Annotated[list[PositiveFloat] | None, Needs("type", "longrope")] = None
     """longrope: what each frequency is divided by, in sequences not longer than the original."""
 
-    long_factor: list[PositiveFloat] | None = None
+    long_factor: Annotated[list[PositiveFloat] | None, Needs("type", "longrope")] = None
     """longrope: what each frequency is divided by, in longer sequences."""
 
     def magnitude(self, mscale: float = 1.0) -> float:
@@ -58,67 +61,80 @@ class RopeScaling(Section):
 
 
 Probability = Annotated[float, Field(ge=0.0, lt=1.0)]
+ROTARY = Needs("position_embedding_type", "rope")
+ROTARY_ONLY = Needs("position_embedding_type", "rope", strict=True)
+WINDOWED = Needs("window_size", strict=True)
+LATENT = Needs("multi_latent_attention", True)
 
 
 class DenseModel(Section):
-    """The settings of `model` that every model has; ModelConfig adds those of experts."""
+    """The settings of `model` that every model has; ModelConfig adds those of layers with experts."""
 
     decides: ClassVar[Decides] = Decides.FUNCTION
+    shrinks: ClassVar[Shrinks] = KEPT
 
-    preset: Annotated[str | None, Decides.NOTHING] = None
+    preset: Annotated[str | None, Decides.NOTHING, DEFAULT] = None
     """A published shape by name (`megalith config presets` lists them). Fields given beside it win over it."""
 
-    init_from: Annotated[str | None, Decides.NOTHING] = None
-    """Weights and shape to begin from: a Hugging Face folder or hub name, or a run folder. A loaded run goes before."""
+    init_from: Annotated[str | None, Decides.NOTHING, DEFAULT] = None
+    """Weights and shape to begin from: a Hugging Face folder or hub name, or a run folder. checkpoint.load wins."""
 
-    num_layers: Annotated[PositiveInt, Field(le=10_000)] | None = None
+    num_layers: Annotated[Annotated[PositiveInt, Field(le=10_000)] | None, Shrinks(small.LAYERS)] = None
     """Transformer layers."""
 
-    hidden_size: PositiveInt | None = None
+    hidden_size: Annotated[PositiveInt | None, Shrinks(small.hidden)] = None
     """Width of the residual stream."""
 
-    ffn_hidden_size: Annotated[PositiveInt | None, Resolved("ffn_size")] = None
+    ffn_hidden_size: Annotated[PositiveInt | None, Resolved("ffn_size"), Shrinks(small.ffn)] = None
     """Width of the MLP. Absent: 4 · hidden_size, of a gated MLP 8/3 · hidden_size rounded down to a multiple of 64."""
 
-    num_attention_heads: PositiveInt | None = None
+    num_attention_heads: Annotated[PositiveInt | None, Shrinks(small.heads)] = None
     """Query heads."""
 
-    num_query_groups: Annotated[NonNegativeInt, Resolved("query_groups")] = 0
+    num_query_groups: Annotated[NonNegativeInt, Resolved("query_groups"), Shrinks(small.query_groups)] = 0
     """Key and value heads, each shared by a group of query heads. 0: as many as query heads (MHA)."""
 
-    kv_channels: Annotated[PositiveInt | None, Resolved("head_dim")] = None
+    kv_channels: Annotated[
+        PositiveInt | None, Resolved("head_dim"), Shrinks(lambda value, _: value and small.HEAD_DIM)
+    ] = None
     """Size of one head. Absent: hidden_size / num_attention_heads."""
 
-    vocab_size: PositiveInt | None = None
+    vocab_size: Annotated[PositiveInt | None, Shrinks(small.VOCABULARY)] = None
     """Entries of the vocabulary, unpadded. Absent: the tokenizer's. With NullTokenizer the last is its end."""
 
-    make_vocab_size_divisible_by: Annotated[PositiveInt, Decides.NOTHING] = 128
+    make_vocab_size_divisible_by: Annotated[
+        PositiveInt, Decides.NOTHING, Shrinks(lambda value, _: min(value, small.PADDED_TO))
+    ] = 128
     """The embedding's rows are padded to a multiple of this. Never depends on the layout."""
 
-    max_position_embeddings: PositiveInt | None = None
+    max_position_embeddings: Annotated[PositiveInt | None, Shrinks(small.SEQUENCE)] = None
     """Longest sequence the model can take, in tokens. Absent: data.seq_length."""
 
     position_embedding_type: Literal["learned_absolute", "rope"] = "learned_absolute"
     """Learned positions added to the embedding, or rotary positions in attention."""
 
-    rotary_base: Annotated[float, Field(gt=1.0)] = 10000.0
+    rotary_base: Annotated[float, Field(gt=1.0), Decides.REACH, ROTARY] = 10000.0
     """Base of the rotary frequencies (theta)."""
 
-    rotary_base_local: Annotated[float, Field(gt=1.0)] | None = None
+    rotary_base_local: Annotated[Annotated[float, Field(gt=1.0)] | None, ROTARY_ONLY, WINDOWED] = None
     """Base of the rotary frequencies in layers with a window, which are then never scaled (Gemma 3)."""
 
-    rotary_percent: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    rotary_percent: Annotated[float, Field(gt=0.0, le=1.0), ROTARY_ONLY] = 1.0
     """Share of a head's dimensions that turn with the position; the others stay as they are."""
 
-    rope_scaling: RopeScaling | None = None
+    rope_scaling: Annotated[RopeScaling | None, Decides.REACH, ROTARY_ONLY, Shrinks(small.scaling)] = None
     """Stretches the rotary frequencies to a longer context."""
 
     window_size: Annotated[
-        Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)] | None, Resolved("windows")
+        Annotated[list[NonNegativeInt], Field(min_length=2, max_length=2)] | None,
+        Resolved("windows"),
+        Shrinks(lambda value, _: value and [min(value[0], small.WINDOW), 0]),
     ] = None
     """Sliding window: tokens before and after itself that a query sees, like [4095, 0]. Absent: all before it."""
 
-    window_attn_skip_freq: Annotated[PositiveInt | list[Literal[0, 1]] | None, Resolved(None)] = None
+    window_attn_skip_freq: Annotated[
+        PositiveInt | list[Literal[0, 1]] | None, Resolved(None), WINDOWED, Shrinks(small.window_skip)
+    ] = None
     """Layers without the window: every N-th, or where a list with a number a layer has a 0. Absent: none."""
 
     scale_embeddings: bool = False
@@ -162,7 +178,9 @@ class DenseModel(Section):
     qk_layernorm: bool = False
     """Normalizes queries and keys per head before attention (Qwen3)."""
 
-    qk_layernorm_full_width: bool = False
+    qk_layernorm_full_width: Annotated[
+        bool, Needs("qk_layernorm", True, strict=True), Needs("normalization", "RMSNorm", strict=True)
+    ] = False
     """qk_layernorm goes over all heads together instead (OLMo 2)."""
 
     query_pre_attn_scalar: Annotated[PositiveInt | None, Resolved("attention_divisor")] = None
@@ -187,28 +205,33 @@ class DenseModel(Section):
     """Standard deviation of initial weights; attention output and MLP down projections use std / √(2 · layers)."""
 
     multi_latent_attention: bool = False
-    """Keys and values of all heads from one narrow latent, the position in a part of its own (DeepSeek's MLA)."""
+    """Multi-head latent attention (MLA): keys and values of all heads from one low-rank latent (DeepSeek)."""
 
-    q_lora_rank: PositiveInt | None = None
+    q_lora_rank: Annotated[PositiveInt | None, LATENT, Shrinks(lambda value, _: value and 10)] = None
     """MLA: width of the latent that queries come from. Absent: queries come straight from the residual stream."""
 
-    kv_lora_rank: PositiveInt = 512
+    kv_lora_rank: Annotated[PositiveInt, LATENT, Shrinks(12)] = 512
     """MLA: width of the latent that keys and values come from."""
 
-    qk_head_dim: PositiveInt = 128
+    qk_head_dim: Annotated[PositiveInt, LATENT, Shrinks(6)] = 128
     """MLA: dimensions of a head's query and key that have no position."""
 
-    qk_pos_emb_head_dim: PositiveInt = 64
+    qk_pos_emb_head_dim: Annotated[PositiveInt, LATENT, Shrinks(4)] = 64
     """MLA: dimensions of a head's query and key that turn with the position; all heads share the key's."""
 
-    v_head_dim: PositiveInt = 128
+    v_head_dim: Annotated[PositiveInt, LATENT, Shrinks(small.HEAD_DIM)] = 128
     """MLA: dimensions of a head's value."""
 
-    mtp_num_layers: PositiveInt | None = None
-    """Further layers that in training predict the tokens behind the next one, one each (DeepSeek-V3)."""
+    mtp_num_layers: Annotated[PositiveInt | None, ROTARY_ONLY] = None
+    """Multi-token prediction (MTP): layers that in training each predict one token further (DeepSeek-V3)."""
 
-    mtp_loss_scaling_factor: Annotated[PositiveFloat, Decides.UPDATES] = 0.1
-    """Weight of the mean of their losses."""
+    mtp_loss_scaling_factor: Annotated[PositiveFloat, Decides.UPDATES, Needs("mtp_num_layers")] = 0.1
+    """Weight of the mean MTP loss."""
+
+    num_experts: Annotated[
+        PositiveInt | None, Shrinks(lambda value, _: value and min(value, small.EXPERTS))
+    ] = None
+    """Experts in each mixture-of-experts layer."""
 
     @property
     def query_groups(self) -> int:

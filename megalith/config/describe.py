@@ -1,4 +1,4 @@
-"""The configuration told in words, from the fields' own documentation: help, reference page, JSON Schema."""
+"""The configuration described, from the fields' own documentation: help, reference page, JSON Schema."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def json_schema() -> dict[str, Any]:
     for name, meaning in ALIASES.items():
         section, key = name.split(".")
         definition = schema["$defs"][RunConfig.model_fields[section].annotation.__name__]
-        definition["properties"][key] = _alias_schema(meaning, schema)
+        definition["properties"].setdefault(key, _alias_schema(meaning, schema))
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **schema}
 
 
@@ -129,8 +129,8 @@ def alias_words() -> Iterator[tuple[str, str]]:
 
 def _meaning(meaning: Rename | Choose | Already | Derive) -> str:
     match meaning:
-        case Rename(path=path):
-            return f"{path}"
+        case Rename(path=path, for_url=for_url):
+            return path + (f"; a URL: {for_url}" if for_url else "")
         case Choose(path=path, values=values):
             return f"true: {path} = {values[True]}"
         case Derive(path=path, note=note):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from megalith.config.base import Decides, Section
+from megalith.config.base import DEFAULT, KEPT, Decides, Needs, Section, Shrinks
 from megalith.config.dense import Probability
 from megalith.config.model import ModelConfig
 from megalith.errors import ConfigError, nearest_of
@@ -40,6 +40,9 @@ TARGETS: dict[str, dict[str, tuple[str, ...]]] = {
 class LoraConfig(Section):
     """Low-rank adapters (LoRA): trains them alone, on frozen weights."""
 
+    shrinks: ClassVar[Shrinks] = KEPT
+    needs: ClassVar[Needs] = Needs("rank", strict=True)
+
     rank: Annotated[PositiveInt | None, Decides.FUNCTION] = None
     """Rank of the adapters. Absent: none, every weight is trained."""
 
@@ -54,7 +57,7 @@ class LoraConfig(Section):
     )
     """Which linears: linear_qkv, linear_proj, linear_fc1, linear_fc2, or names of transformers like q_proj."""
 
-    load: str | None = None
+    load: Annotated[str | None, DEFAULT] = None
     """A folder in PEFT's format to begin from. Sets rank, alpha and targets."""
 
     def sizes(self, model: ModelConfig) -> dict[str, tuple[int, dict[str, int]]]:
@@ -75,18 +78,6 @@ class LoraConfig(Section):
             linear: (shapes[linear][0], {part: shapes[linear][1][part] for part in parts})
             for linear, parts in self.parts(model).items()
         }
-
-    def parameters(self, model: ModelConfig, tensor: int = 1) -> int:
-        """The adapters' in a layer, on one of `tensor` tensor-parallel ranks; 0 without a rank."""
-        if self.rank is None:
-            return 0
-        total = 0
-        for linear, (inputs, parts) in self.sizes(model).items():
-            row = linear in ("linear_proj", "linear_fc2")  # cut along its inputs, and not along its rows
-            for part, rows in parts.items():
-                shared = part in ("k", "v") and model.query_groups < tensor
-                total += inputs // (tensor if row else 1) + rows // (1 if row or shared else tensor)
-        return self.rank * total
 
     def parts(self, model: ModelConfig) -> dict[str, tuple[str, ...]]:
         """For each linear with adapters the parts of its rows that have one, in the order of PARTS.

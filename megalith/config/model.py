@@ -5,36 +5,42 @@ The settings of its experts stand here, all others in dense.py.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import NonNegativeFloat, PositiveFloat, PositiveInt
 
-from megalith.config.base import Decides, Resolved
+from megalith.config import small
+from megalith.config.base import DEFAULT, Decides, Needs, Resolved, Shrinks
 from megalith.config.dense import DenseModel
 
 
 class ModelConfig(DenseModel):
     """A decoder-only transformer: GPT-2, Llama, Mistral, Qwen, Gemma, OLMo, Phi and what lies between them."""
 
-    num_experts: PositiveInt | None = None
-    """Experts in each mixture-of-experts layer."""
+    needs: ClassVar[Needs] = Needs("num_experts")
 
-    moe_layer_freq: Annotated[PositiveInt | list[Literal[0, 1]], Resolved("expert_layers")] = 1
+    moe_layer_freq: Annotated[
+        PositiveInt | list[Literal[0, 1]], Resolved("expert_layers"), Shrinks(small.expert_layers)
+    ] = 1
     """Layers with experts: every n-th from layer 0 on, or a list with a 1 or 0 for each layer."""
 
-    moe_ffn_hidden_size: Annotated[PositiveInt | None, Resolved("expert_size")] = None
+    moe_ffn_hidden_size: Annotated[
+        PositiveInt | None, Resolved("expert_size"), Shrinks(lambda value, _: value and 3 * small.HEAD_DIM)
+    ] = None
     """Width of an expert. Absent: ffn_hidden_size."""
 
-    moe_shared_expert_intermediate_size: PositiveInt | None = None
+    moe_shared_expert_intermediate_size: Annotated[
+        PositiveInt | None, Shrinks(lambda value, _: value and 2 * small.HEAD_DIM)
+    ] = None
     """Width of the shared expert, an MLP that every token goes through too. Absent: none."""
 
-    moe_shared_expert_gate: bool = False
+    moe_shared_expert_gate: Annotated[bool, Needs("moe_shared_expert_intermediate_size", strict=True)] = False
     """Weighs the shared expert's output of each token by a sigmoid gate (Qwen2-MoE)."""
 
     moe_shared_expert_overlap: Annotated[bool, Decides.NOTHING] = True
-    """Computes the shared expert while rows travel, where parallel.moe_token_dispatcher_type is alltoall."""
+    """Overlaps the shared expert with the all-to-alls, where parallel.moe_token_dispatcher_type is alltoall."""
 
-    moe_router_topk: PositiveInt = 2
+    moe_router_topk: Annotated[PositiveInt, Shrinks(small.experts_of_token)] = 2
     """Experts that each token goes to."""
 
     moe_router_score_function: Literal["softmax", "sigmoid"] = "softmax"
@@ -46,13 +52,19 @@ class ModelConfig(DenseModel):
     moe_router_topk_scaling_factor: Annotated[PositiveFloat | None, Resolved("expert_weight_factor")] = None
     """Multiplies the weights of the chosen experts."""
 
-    moe_router_num_groups: PositiveInt | None = None
+    moe_router_num_groups: Annotated[
+        PositiveInt | None, Shrinks(lambda value, _: value and small.EXPERT_GROUPS)
+    ] = None
     """Groups of experts for group-limited routing: a token chooses among the experts of its best groups."""
 
-    moe_router_group_topk: PositiveInt | None = None
+    moe_router_group_topk: Annotated[
+        PositiveInt | None, Shrinks(lambda value, _: value and min(value, small.BEST_GROUPS))
+    ] = None
     """Groups that a token may choose experts from."""
 
-    moe_router_enable_expert_bias: bool = False
+    moe_router_enable_expert_bias: Annotated[
+        bool, Needs("moe_router_score_function", "sigmoid", strict=True)
+    ] = False
     """Balances without a loss: a bias on the scores for choosing alone, moved after each step (DeepSeek-V3)."""
 
     moe_router_bias_update_rate: Annotated[PositiveFloat, Decides.UPDATES] = 1e-3
@@ -75,16 +87,18 @@ class ModelConfig(DenseModel):
     moe_token_drop_policy: Annotated[Literal["probs", "position"], Decides.UPDATES] = "probs"
     """Tokens beyond the capacity that are dropped: those with the lowest weights, or those furthest back."""
 
-    moe_pad_expert_input_to_capacity: Annotated[bool, Decides.NOTHING] = False
+    moe_pad_expert_input_to_capacity: Annotated[
+        bool, Decides.NOTHING, Needs("moe_expert_capacity_factor", strict=True)
+    ] = False
     """Fills every expert up to its capacity, so that sizes are fixed and the host never waits for them."""
 
     moe_router_force_load_balancing: bool = False
     """Sends tokens to the experts in turn, whatever the scores: for benchmarks."""
 
-    moe_grouped_gemm: Annotated[bool, Decides.NOTHING] = False
+    moe_grouped_gemm: Annotated[bool, Decides.NOTHING, DEFAULT] = False
     """All local experts in one grouped matmul, on GPUs in bf16; otherwise a matmul for each expert."""
 
-    moe_permute_fusion: Annotated[bool, Decides.NOTHING] = False
+    moe_permute_fusion: Annotated[bool, Decides.NOTHING, DEFAULT] = False
     """Compiles what is around the experts' matmuls, activation and sum by token, into a kernel each, on GPUs."""
 
     @property

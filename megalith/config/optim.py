@@ -6,27 +6,40 @@ from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megalith.config.base import Decides, Section
+from megalith.config import small
+from megalith.config.base import KEPT, Decides, Needs, Section, Shrinks
 
 Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
+ADAM = Needs("optimizer", but="sgd")
+MUON = Needs("optimizer", "muon")
+WSD = Needs("lr_decay_style", "WSD")
+GROWS = Needs("weight_decay_incr_style", "linear", "cosine", strict=True)
+OFFLOADED = Needs("optimizer_cpu_offload", True)
+FP16 = Needs("train.precision", "fp16")
 
 
 class OptimConfig(Section):
-    """AdamW, Adam or SGD; warm-up and decay; clipping; the fp16 loss scale."""
+    """AdamW, Adam, SGD, Muon or one's own; warm-up and decay; clipping; the fp16 loss scale."""
 
     decides: ClassVar[Decides] = Decides.UPDATES
 
-    optimizer: Literal["adamw", "adam", "sgd"] = "adamw"
-    """`adamw` decays weights apart from the gradient; `adam` adds the decay to the gradient."""
+    optimizer: Annotated[str, KEPT] = "adamw"
+    """`adamw` decays weights apart from the gradient; `adam` adds the decay to the gradient; `sgd`; `muon` makes the
+    momentum of layers' matrices orthogonal, and is AdamW for the rest; or a name given to `register_optimizer`."""
 
-    lr: NonNegativeFloat | None = None
+    lr: Annotated[
+        NonNegativeFloat | None,
+        Shrinks(lambda value, _: min(value or small.HIGHEST_RATE, small.HIGHEST_RATE)),
+    ] = None
     """Highest learning rate. Required for training."""
 
     min_lr: NonNegativeFloat = 0.0
     """Learning rate at the end of the decay."""
 
-    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"] = "cosine"
+    lr_decay_style: Annotated[
+        Literal["constant", "linear", "cosine", "inverse-square-root", "WSD"], Shrinks("constant")
+    ] = "cosine"
     """Shape of the decay after the warm-up."""
 
     lr_decay_iters: PositiveInt | None = None
@@ -47,62 +60,83 @@ class OptimConfig(Section):
     lr_warmup_init: NonNegativeFloat = 0.0
     """Learning rate at the start of the warm-up."""
 
-    lr_wsd_decay_style: Literal["exponential", "linear", "cosine", "minus_sqrt"] = "exponential"
+    lr_wsd_decay_style: Annotated[Literal["exponential", "linear", "cosine", "minus_sqrt"], WSD] = (
+        "exponential"
+    )
     """WSD: shape of the last decay."""
 
-    lr_wsd_decay_iters: PositiveInt | None = None
+    lr_wsd_decay_iters: Annotated[PositiveInt | None, WSD] = None
     """WSD: iterations of the last decay."""
 
-    lr_wsd_decay_samples: PositiveInt | None = None
+    lr_wsd_decay_samples: Annotated[PositiveInt | None, WSD] = None
     """WSD: samples of the last decay, when training is counted in samples."""
 
-    weight_decay: NonNegativeFloat = 0.01
+    weight_decay: Annotated[NonNegativeFloat, KEPT] = 0.01
     """Decay of matrices; biases and other 1-D parameters have none."""
 
-    start_weight_decay: NonNegativeFloat | None = None
+    start_weight_decay: Annotated[NonNegativeFloat | None, GROWS] = None
     """Weight decay at the start, when it changes over the run."""
 
-    end_weight_decay: NonNegativeFloat | None = None
+    end_weight_decay: Annotated[NonNegativeFloat | None, GROWS] = None
     """Weight decay at the end, when it changes over the run."""
 
     weight_decay_incr_style: Literal["constant", "linear", "cosine"] = "constant"
     """How the weight decay moves from start to end."""
 
-    adam_beta1: Decay = 0.9
+    adam_beta1: Annotated[Decay, KEPT, ADAM] = 0.9
     """Decay of the first moment."""
 
-    adam_beta2: Decay = 0.999
+    adam_beta2: Annotated[Decay, KEPT, ADAM] = 0.999
     """Decay of the second moment."""
 
-    adam_eps: PositiveFloat = 1e-8
+    adam_eps: Annotated[PositiveFloat, KEPT, ADAM] = 1e-8
     """Added to the square root of the second moment."""
 
-    sgd_momentum: Decay = 0.9
+    sgd_momentum: Annotated[Decay, KEPT, Needs("optimizer", "sgd")] = 0.9
     """SGD's momentum."""
 
-    clip_grad: NonNegativeFloat = 1.0
+    muon_momentum: Annotated[Decay, MUON] = 0.95
+    """Muon's momentum."""
+
+    muon_nesterov: Annotated[bool, MUON] = True
+    """Looks one step of the momentum ahead."""
+
+    muon_num_ns_steps: Annotated[PositiveInt, MUON] = 5
+    """Newton-Schulz steps."""
+
+    muon_scale_mode: Annotated[Literal["spectral", "unit_rms_norm", "shape_scaling"], MUON] = "spectral"
+    """What an update of a matrix [rows, columns] is multiplied by: √max(rows, columns), √(rows / columns), or
+    √max(1, rows / columns)."""
+
+    muon_extra_scale_factor: Annotated[PositiveFloat, MUON] = 0.2
+    """And by this. 0.2 with `spectral` gives updates the size of AdamW's."""
+
+    muon_fp32_matmul_prec: Annotated[Literal["medium", "highest"] | None, MUON] = None
+    """Newton-Schulz in bf16 (`medium`) or fp32 (`highest`). Absent: fp32 where train.precision is, else bf16."""
+
+    clip_grad: Annotated[NonNegativeFloat, KEPT] = 1.0
     """Largest norm of the whole gradient; 0: no clipping."""
 
     loss_scale: PositiveFloat | None = None
     """A fixed loss scale for fp16. Absent: dynamic."""
 
-    initial_loss_scale: PositiveFloat = 2.0**32
+    initial_loss_scale: Annotated[PositiveFloat, FP16] = 2.0**32
     """The dynamic loss scale's start."""
 
-    min_loss_scale: PositiveFloat = 1.0
+    min_loss_scale: Annotated[PositiveFloat, FP16] = 1.0
     """The dynamic loss scale's floor."""
 
-    loss_scale_window: PositiveInt = 1000
+    loss_scale_window: Annotated[PositiveInt, FP16] = 1000
     """Good steps after which the loss scale doubles."""
 
-    hysteresis: PositiveInt = 2
+    hysteresis: Annotated[PositiveInt, FP16] = 2
     """Overflowing steps before the loss scale halves."""
 
     optimizer_cpu_offload: Annotated[bool, Decides.NOTHING] = False
     """Keeps optimizer state in host memory; the CPU steps the parameters that it belongs to."""
 
-    optimizer_offload_fraction: Annotated[Fraction, Decides.NOTHING] = 1.0
+    optimizer_offload_fraction: Annotated[Fraction, Decides.NOTHING, OFFLOADED] = 1.0
     """Share of the optimizer state that is kept in host memory."""
 
-    overlap_cpu_optimizer_d2h_h2d: Annotated[bool, Decides.NOTHING] = True
+    overlap_cpu_optimizer_d2h_h2d: Annotated[bool, Decides.NOTHING, OFFLOADED] = True
     """Copies to and from the host go on while the CPU steps; false: one after the other, in less pinned memory."""

@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from megalith.config.base import Section
+from megalith.config.base import Needs, Section, Shrinks
 
 
 class CheckpointConfig(Section):
@@ -18,8 +18,11 @@ class CheckpointConfig(Section):
     save_at_end: bool = True
     """Saves a checkpoint when the run is through; one that is stopped early always does."""
 
+    save: str | None = None
+    """URL to save steps at (s3://, gs://), below its `checkpoints`. Absent: output_dir, which a folder here sets."""
+
     load: str | None = None
-    """A run folder or one of its steps to go on from. It may be the folder written to, empty at first."""
+    """A run's folder or URL, or one of its steps, to go on from. It may be where the run saves, empty at first."""
 
     save_optim: bool = True
     """Saves the optimizer's state, without which a run cannot go on exactly."""
@@ -30,13 +33,13 @@ class CheckpointConfig(Section):
     keep_last: PositiveInt | None = None
     """Keeps only this many of the newest checkpoints. Absent: all."""
 
-    keep_every: PositiveInt | None = None
+    keep_every: Annotated[PositiveInt | None, Needs("keep_last")] = None
     """Keeps also every checkpoint whose step is divisible by this."""
 
     async_save: bool = False
     """Writes checkpoints in the background: training waits for a copy in host memory only."""
 
-    export_hf: bool = False
+    export_hf: Annotated[bool, Needs("save_at_end", True, strict=True)] = False
     """Writes `hf_model/` at the end of the run."""
 
 
@@ -55,19 +58,19 @@ class LogConfig(Section):
     wandb: bool = False
     """Logs to Weights & Biases."""
 
-    wandb_project: str = "megalith"
+    wandb_project: Annotated[str, Needs("wandb", True)] = "megalith"
     """Weights & Biases project."""
 
-    wandb_name: str | None = None
+    wandb_name: Annotated[str | None, Needs("wandb", True)] = None
     """Weights & Biases run name. Absent: the output folder's name."""
 
     profile: bool = False
     """Traces a window of steps with torch's profiler into `output_dir/profile`."""
 
-    profile_step_start: PositiveInt = 10
+    profile_step_start: Annotated[PositiveInt, Needs("profile", True)] = 10
     """First step of the profiler's window."""
 
-    profile_step_end: PositiveInt = 12
+    profile_step_end: Annotated[PositiveInt, Needs("profile", True)] = 12
     """First step after the profiler's window."""
 
 
@@ -77,14 +80,14 @@ class RuntimeConfig(Section):
     device: str = "auto"
     """`auto` (a GPU if there is one), `cpu`, `cuda` or `cuda:N`."""
 
-    compile: Literal["auto"] | bool = "auto"
+    compile: Annotated[Literal["auto"] | bool, Shrinks(False)] = "auto"
     """torch.compile for each transformer block. `auto`: on GPUs."""
 
     activation_memory_budget: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """Share of its activations that a compiled block keeps; below 1 it computes the cheapest ones again, on GPUs."""
+    """Share of its activations that a compiled block saves; below 1 it recomputes the cheapest ones, on GPUs."""
 
     distributed_timeout_minutes: PositiveFloat = 10
-    """A run whose ranks wait for each other for so long in a step is ended, the rank that stands still named."""
+    """A run whose ranks wait for each other for so long in a step is ended, and the rank that hangs named."""
 
     max_bad_steps: PositiveInt = 20
     """Steps in a row with NaN or Inf in loss or gradients, all of them skipped, after which the run ends."""
@@ -95,7 +98,7 @@ class RuntimeConfig(Section):
     loss_spike_threshold: Annotated[float, Field(gt=1)] | None = None
     """A loss so many times the mean before it is a spike: the run goes back and leaves out its data. Absent: never."""
 
-    loss_spike_window: PositiveInt = 100
+    loss_spike_window: Annotated[PositiveInt, Needs("loss_spike_threshold")] = 100
     """Steps that the mean before a spike is taken over."""
 
     check_weight_hash_across_dp_replicas_interval: PositiveInt | None = None
@@ -104,8 +107,8 @@ class RuntimeConfig(Section):
     enable_straggler_detection: bool = False
     """Measures how long each rank computes, and names those that are slower than the others."""
 
-    straggler_interval: PositiveInt = 100
+    straggler_interval: Annotated[PositiveInt, Needs("enable_straggler_detection", True)] = 100
     """Steps between these measurements; the measured step runs under the profiler."""
 
-    straggler_threshold: Annotated[float, Field(gt=1)] = 1.25
+    straggler_threshold: Annotated[float, Field(gt=1), Needs("enable_straggler_detection", True)] = 1.25
     """A rank is slow when it computes so many times as long as the median of the ranks with the same work."""

@@ -6,7 +6,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveInt
 
-from megalith.config.base import Section
+from megalith.config.base import KEPT, Needs, Section
+
+FULL = Needs("recompute_granularity", "full", strict=True)
+EXPERTS = Needs("model.num_experts", strict=True)
 
 
 class ParallelConfig(Section):
@@ -15,14 +18,14 @@ class ParallelConfig(Section):
     tensor_model_parallel_size: PositiveInt = 1
     """Devices that each layer is split over (TP)."""
 
-    sequence_parallel: bool = False
+    sequence_parallel: Annotated[bool, Needs("tensor_model_parallel_size", above=1, strict=True)] = False
     """Splits norms, dropout and the residual stream over the tensor-parallel devices along the sequence (SP)."""
 
     tp_comm_overlap: bool = False
-    """Runs micro-batches as two halves: one computes while the other's collectives (TP, or CP's a2a) are under way."""
+    """Ping-pong micro-batches: of two halves one computes while the other's collectives (TP, or CP's a2a) run."""
 
     symmetric_memory_groups: list[Literal["tp", "cp", "dp"]] = []
-    """Axes whose large collectives (dp: sums of gradients) go by the GPUs' copy engines: one host, NVLink between."""
+    """Axes whose large collectives (dp: gradient reduction) use the GPUs' copy engines, on one host with NVLink."""
 
     pipeline_model_parallel_size: PositiveInt = 1
     """Stages that the layers are split over (PP)."""
@@ -30,7 +33,9 @@ class ParallelConfig(Section):
     virtual_pipeline_model_parallel_size: PositiveInt | None = None
     """Model chunks on each pipeline rank (interleaving)."""
 
-    microbatch_group_size_per_virtual_pipeline_stage: PositiveInt | None = None
+    microbatch_group_size_per_virtual_pipeline_stage: Annotated[
+        PositiveInt | None, Needs("pipeline_model_parallel_size", above=1, strict=True)
+    ] = None
     """Interleaving: micro-batches that go through a chunk before the next chunk's turn; by default one a stage."""
 
     pipeline_schedule: Literal["1f1b", "interleaved", "zero_bubble"] = "1f1b"
@@ -54,45 +59,55 @@ class ParallelConfig(Section):
     context_parallel_size: PositiveInt = 1
     """Devices that each sequence is split over (CP)."""
 
-    cp_comm_type: Literal["p2p", "all_gather", "a2a", "a2a+p2p"] = "p2p"
-    """How keys and values travel between context-parallel devices."""
+    cp_comm_type: Annotated[
+        Literal["p2p", "all_gather", "a2a", "a2a+p2p"], Needs("context_parallel_size", above=1)
+    ] = "p2p"
+    """How keys and values reach the queries: p2p is a ring, a2a is Ulysses, a2a+p2p both, on two levels."""
 
-    hierarchical_context_parallel_sizes: (
-        Annotated[list[PositiveInt], Field(min_length=2, max_length=2)] | None
-    ) = None
+    hierarchical_context_parallel_sizes: Annotated[
+        Annotated[list[PositiveInt], Field(min_length=2, max_length=2)] | None,
+        Needs("cp_comm_type", "a2a+p2p", strict=True),
+    ] = None
     """a2a+p2p: the sizes of its a2a, among neighbouring devices, and of its p2p; their product is the context size."""
 
-    expert_model_parallel_size: PositiveInt = 1
+    expert_model_parallel_size: Annotated[PositiveInt, EXPERTS] = 1
     """Devices that the experts are spread over (EP)."""
 
-    expert_tensor_parallel_size: PositiveInt = 1
+    expert_tensor_parallel_size: Annotated[PositiveInt, EXPERTS] = 1
     """Devices that each expert is split over (ETP)."""
 
-    moe_token_dispatcher_type: Literal["alltoall", "allgather"] = "alltoall"
-    """How tokens come to their experts: each is sent to those it chose, or all are gathered everywhere."""
+    moe_token_dispatcher_type: Annotated[Literal["alltoall", "allgather"], Needs("model.num_experts")] = (
+        "alltoall"
+    )
+    """How tokens reach their experts: by all-to-all, or by all-gather and reduce-scatter."""
 
     data_parallel_sharding_strategy: Literal["no_shard", "optim", "optim_grads", "optim_grads_params"] = (
         "no_shard"
     )
     """What is sharded over data-parallel devices: nothing, or in turn optimizer state, gradients, parameters."""
 
-    num_distributed_optimizer_instances: PositiveInt = 1
-    """Copies of the sharded state (hybrid sharding): each is spread over data · context / copies devices."""
+    num_distributed_optimizer_instances: Annotated[
+        PositiveInt,
+        Needs("data_parallel_sharding_strategy", "optim", "optim_grads", "optim_grads_params", strict=True),
+    ] = 1
+    """Replicas of the sharded state (hybrid sharding): each is sharded over data · context / replicas devices."""
 
-    recompute_granularity: Literal["full", "selective"] | None = None
+    recompute_granularity: Annotated[Literal["full", "selective"] | None, KEPT] = None
     """Activations recomputed in the backward pass: of whole layers, or of chosen modules."""
 
-    recompute_method: Literal["uniform", "block"] | None = None
+    recompute_method: Annotated[Literal["uniform", "block"] | None, KEPT, FULL] = None
     """Full recomputation: `uniform` saves every recompute_num_layers-th input; `block` recomputes the first ones."""
 
-    recompute_num_layers: PositiveInt = 1
+    recompute_num_layers: Annotated[PositiveInt, KEPT, Needs("recompute_granularity", "full")] = 1
     """Full recomputation: layers in a unit (uniform), or layers recomputed in each pipeline stage (block)."""
 
-    recompute_modules: list[Literal["core_attn", "mlp", "layernorm"]] = ["core_attn"]
+    recompute_modules: Annotated[
+        list[Literal["core_attn", "mlp", "layernorm"]], KEPT, Needs("recompute_granularity", "selective")
+    ] = ["core_attn"]
     """Selective recomputation: which modules."""
 
-    distribute_saved_activations: bool = False
-    """Full recomputation: each tensor-parallel device keeps its part of a saved input, where it would keep all."""
+    distribute_saved_activations: Annotated[bool, FULL] = False
+    """Full recomputation: saved inputs are sharded over tensor-parallel devices, not replicated."""
 
     cpu_offloading_num_layers: NonNegativeInt = 0
-    """Layers of each pipeline stage, its first ones, whose activations wait in host memory for the backward pass."""
+    """First layers of each pipeline stage whose saved activations are offloaded to host memory."""

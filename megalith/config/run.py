@@ -1,15 +1,14 @@
 """RunConfig: the whole of a run. YAML, dotted overrides, presets and Megatron's spellings all end here.
 
-YAML without surprises: no tag builds an object, no key stands twice, and no alias expands without end.
+YAML without surprises: no tag builds an object, no key is given twice, and no alias expands without end.
 """
 
 from __future__ import annotations
 
-import copy
 import difflib
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +44,17 @@ class RunConfig(Section):
     log: LogConfig = LogConfig()
     runtime: RuntimeConfig = RuntimeConfig()
 
-    _notes: list[str] = PrivateAttr(default_factory=list)
+    _notes: tuple[str, ...] = PrivateAttr(())
 
     @property
-    def notes(self) -> list[str]:
-        """What the user should know of settings that were accepted but change nothing."""
+    def notes(self) -> tuple[str, ...]:
+        """What the user should know of spellings that were accepted but change nothing, found in loading."""
         return self._notes
+
+    @property
+    def run_folder(self) -> str:
+        """What holds the run's `checkpoints`: the output folder, or the URL that stands in for it."""
+        return self.checkpoint.save or self.train.output_dir
 
     @classmethod
     def load(cls, path: str | Path | None = None, overrides: Sequence[str] = ()) -> RunConfig:
@@ -74,12 +78,28 @@ class RunConfig(Section):
         preset = _preset(tree["model"].get("preset"))
         notes = apply_aliases(tree, preset)
         tree["model"] = {**preset, **tree["model"]}
+        return cls._validated(tree, notes)
+
+    @classmethod
+    def _validated(cls, tree: Mapping[str, Any], notes: Iterable[str]) -> RunConfig:
         try:
             config = cls.model_validate(tree)
         except ValidationError as error:
             raise as_config_error(error) from None
-        config._notes = notes
+        config._notes = tuple(notes)
         return config
+
+    def with_settings(self, settings: Mapping[str, Any]) -> RunConfig:
+        """The configuration with other values, "section.field" → value, checked like loading. Raises ConfigError."""
+        tree: dict[str, Any] = dict(self)
+        for path, value in settings.items():
+            section, _, field = path.partition(".")
+            if isinstance(tree.get(section, {}), Section):
+                tree[section] = {
+                    name: getattr(tree[section], name) for name in tree[section].model_fields_set
+                }
+            tree.setdefault(section, {})[field] = value
+        return self._validated(tree, self._notes)
 
     def to_tree(self) -> Tree:
         """Every field with its value, as plain dicts."""
@@ -241,7 +261,7 @@ def _elsewhere(*keys: str) -> str:
 def _preset(name: Any) -> dict[str, Any]:
     if name is not None and (not isinstance(name, str) or name not in PRESETS):
         raise ConfigError(f"there is no preset {name!r}{nearest_of(str(name), PRESETS)}")
-    return copy.deepcopy(PRESETS[name]) if name else {}
+    return PRESETS.get(name, {})
 
 
 def _empty_tree() -> Tree:
@@ -315,5 +335,5 @@ def _refuse_twins(keys: list[yaml.Node]) -> None:
         if not isinstance(key, yaml.ScalarNode):
             continue
         if key.value in seen:
-            raise ComposerError(None, None, f"the key {key.value!r} stands twice", key.start_mark)
+            raise ComposerError(None, None, f"the key {key.value!r} is given twice", key.start_mark)
         seen.add(key.value)

@@ -32,9 +32,12 @@ class BoundaryRules:
 
 @dataclass
 class Batch:
-    """One micro-batch of a data-parallel rank."""
+    """One micro-batch of a data-parallel rank: tensors by the names that the model's forward has for them.
 
-    tokens: Tensor  # int64 [batch, seq]
+    What else a model or a loss reads are the fields of a subclass.
+    """
+
+    input_ids: Tensor  # int64 [batch, seq]
     labels: Tensor  # int64 [batch, seq], the token after each token
     loss_mask: Tensor  # float32 [batch, seq], 0 where the label does not count
     position_ids: Tensor  # int64 [batch, seq]
@@ -43,25 +46,30 @@ class Batch:
     )  # int32 [batch, seq], the number of the document within the sample; None: one, or no matter
     sample_numbers: Tensor  # int64 [batch], the position of each sample in the run's stream
 
+    def __getitem__(self, name: str) -> Tensor | None:
+        return getattr(self, name)
+
     def to(self, device: torch.device | str) -> Batch:
+        """A copy on a device; the host does not wait for it."""
         return self._each(lambda tensor: to_device(tensor, device))
 
     def pin_memory(self) -> Batch:
+        """A copy in pinned memory."""
         return self._each(lambda tensor: tensor.pin_memory())
 
     def _each(self, change) -> Batch:
         values = (getattr(self, field.name) for field in fields(self))
-        return Batch(*(None if value is None else change(value) for value in values))
+        return type(self)(*(None if value is None else change(value) for value in values))
 
 
 def make_batch(samples: np.ndarray, sample_numbers: np.ndarray, rules: BoundaryRules) -> Batch:
     """A Batch from int64 samples [batch, seq + 1] and their places in the stream, int64 [batch]."""
-    tokens = samples[:, :-1]  # [batch, seq]
-    position_ids = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
-    loss_mask = np.ones(tokens.shape, dtype=np.float32)
+    input_ids = samples[:, :-1]  # [batch, seq]
+    position_ids = np.broadcast_to(np.arange(input_ids.shape[1]), input_ids.shape)
+    loss_mask = np.ones(input_ids.shape, dtype=np.float32)
     document_ids = None
     if rules.eod is not None:
-        ends = tokens == rules.eod  # [batch, seq]
+        ends = input_ids == rules.eod  # [batch, seq]
         begins = np.zeros_like(ends)
         begins[:, 1:] = ends[:, :-1]
         if rules.eod_mask_loss:
@@ -71,7 +79,7 @@ def make_batch(samples: np.ndarray, sample_numbers: np.ndarray, rules: BoundaryR
         if rules.reset_attention_mask and begins.any():
             document_ids = torch.from_numpy(np.cumsum(begins, axis=1, dtype=np.int32))
     return Batch(
-        tokens=torch.from_numpy(np.ascontiguousarray(tokens)),
+        input_ids=torch.from_numpy(np.ascontiguousarray(input_ids)),
         labels=torch.from_numpy(np.ascontiguousarray(samples[:, 1:])),
         loss_mask=torch.from_numpy(loss_mask),
         position_ids=torch.from_numpy(np.array(position_ids, dtype=np.int64)),

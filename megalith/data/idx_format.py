@@ -1,4 +1,4 @@
-"""The layout of Megatron's `.idx`, and the mapping of both files into memory.
+"""The layout of Megatron's `.idx`, and both files as they are read, from a disk or an object store.
 
 Little-endian: a header of 34 bytes and then plain arrays.
 
@@ -15,18 +15,21 @@ Little-endian: a header of 34 bytes and then plain arrays.
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-import glob
 import mmap
 import os
 import struct
+import tempfile
 from collections.abc import Iterator
+from functools import lru_cache
 from io import FileIO
 from pathlib import Path
 
 import numpy as np
 
 from megalith.errors import DataError
+from megalith.remote import StorePath, is_url, place, size_of
 
 MAGIC = b"MMIDIDX\x00\x00"
 VERSION = 1
@@ -42,12 +45,16 @@ DTYPES = {
 }  # 6 and 7 are float64 and float32, which cannot hold token ids
 CODES = {dtype: code for code, dtype in DTYPES.items()}
 
+BLOCK, BLOCKS = (
+    1 << 18,
+    256,
+)  # bytes of a `.bin` in a store that are fetched at once, and how many of them are kept
 CHUNK = 1 << 22  # elements treated at once: 100 million sequences then need no large temporaries
 
 
-def file_pair(prefix: str | Path) -> tuple[Path, Path]:
-    """The `.bin` and the `.idx` of a prefix."""
-    return Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+def file_pair(prefix: str | Path) -> tuple[Path | StorePath, Path | StorePath]:
+    """The `.bin` and the `.idx` of a prefix, which may be a URL."""
+    return place(f"{prefix}.bin"), place(f"{prefix}.idx")
 
 
 def chunks(n: int) -> Iterator[slice]:
@@ -55,9 +62,8 @@ def chunks(n: int) -> Iterator[slice]:
     return (slice(start, min(start + CHUNK, n)) for start in range(0, n, CHUNK))
 
 
-def read_header(path: Path, index: mmap.mmap | bytes) -> tuple[np.dtype, int, int]:
-    """The token dtype, S and D of an `.idx` whose header and size hold; a DataError otherwise."""
-    size = len(index)
+def read_header(path: Path | StorePath, index: mmap.mmap | bytes, size: int) -> tuple[np.dtype, int, int]:
+    """The token dtype, S and D of an `.idx` of `size` bytes whose header and size hold; a DataError otherwise."""
     if size < HEADER.size:
         raise DataError(
             f"{path} has {size} bytes, but the header alone takes {HEADER.size}; "
@@ -88,14 +94,17 @@ def read_header(path: Path, index: mmap.mmap | bytes) -> tuple[np.dtype, int, in
     return DTYPES[code], sequences, documents
 
 
-def require_files(prefix: str) -> tuple[Path, Path]:
+def require_files(prefix: str) -> tuple[Path | StorePath, Path | StorePath]:
     """The `.bin` and the `.idx` of a prefix, both there; a DataError with the nearest name otherwise."""
     bin_path, idx_path = file_pair(prefix)
-    missing = [str(path) for path in (idx_path, bin_path) if not path.is_file()]
+    with _reading(prefix):
+        missing = [str(path) for path in (idx_path, bin_path) if not path.is_file()]
     if not missing:
         return bin_path, idx_path
     folder, name = os.path.split(prefix)
-    there = sorted(path[:-4] for path in glob.glob("*.idx", root_dir=folder or None) if path != idx_path.name)
+    there: list[str] = []
+    with contextlib.suppress(OSError):
+        there = sorted(path.name[:-4] for path in idx_path.parent.iterdir() if path.suffix == ".idx")
     near = [other for other in there if other.startswith(name)] or difflib.get_close_matches(name, there)
     if prefix.endswith((".bin", ".idx")):
         way_out = f"a data path has no ending: write {prefix[:-4]}"
@@ -106,24 +115,79 @@ def require_files(prefix: str) -> tuple[Path, Path]:
     raise DataError(f"{' and '.join(missing)} not found, but a dataset is a .bin and an .idx; {way_out}")
 
 
-def map_file(path: Path) -> mmap.mmap | bytes:
-    """The file's bytes, memory-mapped. An empty file, which cannot be mapped, is b""."""
-    with open_file(path) as file:
-        if os.fstat(file.fileno()).st_size == 0:
-            return b""
-        try:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except OSError as error:
-            raise _cannot_read(path, error) from error
+def map_index(path: Path | StorePath) -> mmap.mmap | bytes:
+    """An `.idx`, memory-mapped. An empty file, which cannot be mapped, is b"".
+
+    One in a store is fetched into a file without a name, once its header has told that it is as large as it may be.
+    """
+    with _reading(path):
+        if isinstance(path, Path):
+            with FileIO(path) as file:
+                return _map(file)
+        size = path.size()
+        read_header(path, path.read_range(0, HEADER.size), size)
+        with tempfile.TemporaryDirectory() as folder:
+            path.fetch(Path(folder, "idx"))
+            with FileIO(Path(folder, "idx")) as file:
+                return _map(file)
 
 
-def open_file(path: Path) -> FileIO:
-    """The file, to be read without a buffer. DataError where it cannot be."""
+def _map(file: FileIO) -> mmap.mmap | bytes:
+    return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) if os.fstat(file.fileno()).st_size else b""
+
+
+class TokenFile:
+    """A `.bin`, read in ranges by any number of threads. DataError where it cannot be."""
+
+    def __init__(self, path: Path | StorePath):
+        self._path = path
+        with _reading(path):
+            self.size = size_of(path)
+            if isinstance(path, StorePath):
+                self._version = path.version()
+                self._part = self._part_of_a_block
+                return
+            self._file = FileIO(path)
+        self._part = lambda count, start: os.pread(self._file.fileno(), count, start)
+        # Samples lie anywhere: for each the system would read megabytes ahead.
+        if hasattr(os, "posix_fadvise"):
+            os.posix_fadvise(self._file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+
+    def read(self, start: int, count: int) -> bytes:
+        """The bytes `[start, start + count)`."""
+        parts = []
+        while count:
+            try:
+                part = self._part(count, start)
+            except OSError as error:
+                raise DataError(
+                    f"cannot read {self._path} at byte {start}: {error.strerror or error}; check its disk"
+                    + " or its network" * is_url(self._path)
+                ) from error
+            if not part:
+                raise DataError(
+                    f"{self._path} ends before byte {start + count}, but had {self.size} bytes when it was opened; "
+                    "it has been cut short since: copy it again or preprocess again"
+                )
+            parts.append(part)
+            start, count = start + len(part), count - len(part)
+        return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    def _part_of_a_block(self, count: int, start: int) -> bytes:
+        at = start % BLOCK
+        end = min(start - at + BLOCK, self.size)
+        return _fetched(self._path, self._version, start - at, end)[at : at + count]
+
+
+@lru_cache(BLOCKS)  # of all datasets that a process reads
+def _fetched(path: StorePath, version: str, start: int, end: int) -> bytes:
+    return path.read_range(start, end)
+
+
+@contextlib.contextmanager
+def _reading(path: object) -> Iterator[None]:
     try:
-        return FileIO(path)
+        yield
     except OSError as error:
-        raise _cannot_read(path, error) from error
-
-
-def _cannot_read(path: Path, error: OSError) -> DataError:
-    return DataError(f"cannot read {path}: {error.strerror}; check its permissions and its disk")
+        what = "the URL, its credentials and the network" if is_url(path) else "its permissions and its disk"
+        raise DataError(f"cannot read {path}: {error.strerror or error}; check {what}") from error

@@ -3,7 +3,8 @@
 Opening reads only the `.idx` (laid out in idx_format.py), memory-mapped, and checks all of it. Tokens are read from the
 `.bin` where they are asked for: a read lets other threads go on while the disk is slow, and one that ends early is an
 error, where a map of a file that has been cut short since would be a SIGBUS. The writer works beside its target and
-renames at the end, the `.idx` last, so that a pair of files is always whole.
+renames at the end, the `.idx` last, so that a pair of files is always whole. In an object store the `.bin` is sent as
+it is made, and the `.idx` after it.
 """
 
 from __future__ import annotations
@@ -17,24 +18,28 @@ import shutil
 from array import array
 from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
+from typing import IO
 
 import numpy as np
 
-from megalith.data.atomic import writing
 from megalith.data.idx_format import (
     CODES,
     HEADER,
     MAGIC,
     VERSION,
+    TokenFile,
     chunks,
     file_pair,
-    map_file,
-    open_file,
+    map_index,
     read_header,
     require_files,
 )
 from megalith.errors import DataError
-from megalith.io import make_folder, sync_folder
+from megalith.io import data_errors, make_folder, sync_file, sync_folder
+from megalith.remote import StorePath
+
+TERABYTE = 2**40  # a `.bin` in a store may have two
 
 
 def best_dtype(vocab_size: int) -> np.dtype:
@@ -52,13 +57,9 @@ class IndexedDataset:
     def __init__(self, prefix: str | Path) -> None:
         self.prefix = str(prefix)
         self.bin_path, self.idx_path = require_files(self.prefix)
-        index = map_file(self.idx_path)
-        self._tokens = open_file(self.bin_path)
-        self._size = os.fstat(self._tokens.fileno()).st_size
-        # Samples lie anywhere: for each the system would read megabytes ahead.
-        if hasattr(os, "posix_fadvise"):
-            os.posix_fadvise(self._tokens.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-        self.dtype, sequences, documents = read_header(self.idx_path, index)
+        index = self._index = map_index(self.idx_path)
+        self._tokens = TokenFile(self.bin_path)
+        self.dtype, sequences, documents = read_header(self.idx_path, index, len(index))
         at = HEADER.size
         self.sequence_lengths = np.frombuffer(index, "<i4", sequences, at)
         at += self.sequence_lengths.nbytes
@@ -87,13 +88,11 @@ class IndexedDataset:
 
     def identity(self) -> dict[str, int | str]:
         """`bin_bytes` and `idx_bytes`, the files' sizes, and `idx_sha256`: reads the `.idx`, not the tokens."""
-        with open_file(self.idx_path) as file:
-            digest = hashlib.file_digest(file, "sha256").hexdigest()
-            return {
-                "bin_bytes": self._size,
-                "idx_bytes": os.fstat(file.fileno()).st_size,
-                "idx_sha256": digest,
-            }
+        return {
+            "bin_bytes": self._tokens.size,
+            "idx_bytes": len(self._index),
+            "idx_sha256": hashlib.sha256(self._index).hexdigest(),
+        }
 
     def get(self, i: int, offset: int = 0, length: int | None = None) -> np.ndarray:
         """Tokens `[offset, offset + length)` of sequence i (to its end without `length`), read-only."""
@@ -104,25 +103,7 @@ class IndexedDataset:
                 f"tokens [{offset}, {offset + length}) of sequence {i} of {self.prefix}, which has {whole}"
             )
         start = int(self.sequence_offsets[i]) + offset * self.dtype.itemsize
-        return np.frombuffer(self._read(start, length * self.dtype.itemsize), self.dtype)
-
-    def _read(self, start: int, count: int) -> bytes:
-        parts = []
-        while count:
-            try:
-                part = os.pread(self._tokens.fileno(), count, start)
-            except OSError as error:
-                raise DataError(
-                    f"cannot read {self.bin_path} at byte {start}: {error.strerror}; check its disk"
-                ) from error
-            if not part:
-                raise DataError(
-                    f"{self.bin_path} ends before byte {start + count}, but had {self._size} bytes when it was opened; "
-                    "it has been cut short since: copy it again or preprocess again"
-                )
-            parts.append(part)
-            start, count = start + len(part), count - len(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        return np.frombuffer(self._tokens.read(start, length * self.dtype.itemsize), self.dtype)
 
     def is_packed(self) -> bool:
         """Whether the sequences fill the `.bin` in order and without gaps, as every writer leaves them."""
@@ -131,10 +112,10 @@ class IndexedDataset:
             offsets, end = _packed_offsets(self.sequence_lengths[rows], self.dtype, end)
             if not np.array_equal(self.sequence_offsets[rows], offsets):
                 return False
-        return end == self._size
+        return end == self._tokens.size
 
     def _check_sequences(self) -> None:
-        size, item = self._size, self.dtype.itemsize
+        size, item = self._tokens.size, self.dtype.itemsize
         for rows in chunks(len(self)):
             lengths, offsets = self.sequence_lengths[rows], self.sequence_offsets[rows]
             bad = (lengths < 0) | (offsets < 0) | (offsets > size - lengths * np.int64(item))
@@ -179,44 +160,43 @@ class IndexedWriter:
         if self.dtype not in CODES:
             known = ", ".join(str(d) for d in CODES)
             raise DataError(f"token dtype {self.dtype} cannot be written; choose one of {known}")
-        self._lock = _PrefixLock(prefix)
         self._lengths = array("i")  # tokens of each sequence
         self._documents = array("q", [0])  # the document indices
         mine = f"partial-{os.getpid()}-{secrets.token_hex(4)}"
-        self._partial_bin, self._partial_idx = (
-            Path(f"{self.bin_path}.{mine}"),
-            Path(f"{self.idx_path}.{mine}"),
-        )
-        try:
-            if not overwrite:
-                self._refuse_existing()
-            with writing(self._partial_bin):
-                self._file = open(self._partial_bin, "xb", buffering=1 << 20)  # noqa: SIM115 (closed in __exit__)
-        except DataError:
-            self._lock.close()
-            raise
-
-    def _refuse_existing(self) -> None:
-        for path in (self.bin_path, self.idx_path):
-            if path.exists():
-                raise DataError(
-                    f"{path} exists and is not overwritten; remove it, choose another output prefix, or set overwrite "
-                    "(--overwrite)"
-                )
+        self._partials = [Path(f"{path}.{mine}") for path in (self.bin_path, self.idx_path)]
+        with data_errors(self.bin_path), contextlib.ExitStack() as held:
+            if isinstance(self.bin_path, Path):
+                held.callback(_PrefixLock(prefix).close)
+            for path in () if overwrite else (self.bin_path, self.idx_path):
+                if path.exists():
+                    raise DataError(
+                        f"{path} exists and is not overwritten; remove it, choose another output prefix, or set "
+                        "overwrite (--overwrite)"
+                    )
+            if isinstance(self.bin_path, StorePath):
+                self._file = held.enter_context(self.bin_path.create(TERABYTE))
+            else:
+                self._file = open(self._partials[0], "xb", buffering=1 << 20)  # noqa: SIM115 (closed in __exit__)
+                held.callback(self._clear)
+            self._held = held.pop_all()
 
     def __enter__(self) -> IndexedWriter:
         return self
 
-    def __exit__(self, kind: type | None, error: object, trace: object) -> None:
-        try:
-            if kind is None:
-                self._finish()
-        finally:
-            with contextlib.suppress(OSError):
-                self._file.close()
-            self._partial_bin.unlink(missing_ok=True)
-            self._partial_idx.unlink(missing_ok=True)
-            self._lock.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is not None:
+            self._held.__exit__(kind, error, trace)
+            return
+        with data_errors(self.bin_path), self._held:
+            self._finish()
+
+    def _clear(self) -> None:
+        with contextlib.suppress(OSError):
+            self._file.close()
+        for path in self._partials:
+            path.unlink(missing_ok=True)
 
     def add_document(self, tokens: np.ndarray, sequence_lengths: Sequence[int] | None = None) -> None:
         """One document: `tokens` [n], any integer dtype, as one sequence or cut into `sequence_lengths`."""
@@ -242,9 +222,9 @@ class IndexedWriter:
             )
         if dataset.has_modes:
             raise DataError(f"{dataset.idx_path} has modes (a multimodal dataset), which a merge would lose")
-        with writing(self._partial_bin):
+        with data_errors(self.bin_path):
             if dataset.is_packed():
-                with open(dataset.bin_path, "rb") as source:
+                with dataset.bin_path.open("rb") as source:
                     shutil.copyfileobj(source, self._file, 1 << 24)
             else:
                 for i in range(len(dataset)):
@@ -271,29 +251,34 @@ class IndexedWriter:
                     f"{tokens.dtype} token ids {low} to {high} do not fit {self.dtype} "
                     f"({limits.min} to {limits.max}); open the writer with best_dtype(vocab_size)"
                 )
-        with writing(self._partial_bin):
+        with data_errors(self.bin_path):
             self._file.write(np.ascontiguousarray(tokens, self.dtype).data)
         self._lengths.frombytes(lengths.astype(np.int32).tobytes())
 
     def _finish(self) -> None:
-        with writing(self._partial_bin):
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        with writing(self._partial_idx), open(self._partial_idx, "xb") as file:
-            lengths, end = np.frombuffer(self._lengths, np.int32), 0
-            file.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(lengths), len(self._documents)))
-            file.write(lengths.data)
-            for rows in chunks(len(lengths)):
-                offsets, end = _packed_offsets(lengths[rows], self.dtype, end)
-                file.write(offsets.data)
-            file.write(self._documents)
-            file.flush()
-            os.fsync(file.fileno())
-        with writing(self.idx_path):
+        if isinstance(self.idx_path, StorePath):
             self.idx_path.unlink(missing_ok=True)  # an old .idx must never stand beside a new .bin
-            os.replace(self._partial_bin, self.bin_path)
-            os.replace(self._partial_idx, self.idx_path)
-            sync_folder(self.idx_path.parent)
+            self._held.pop_all().close()  # the .bin is there from here on
+            with self.idx_path.create() as file:
+                self._write_index(file)
+            return
+        sync_file(self._file)
+        with open(self._partials[1], "xb") as file:
+            self._write_index(file)
+            sync_file(file)
+        self.idx_path.unlink(missing_ok=True)
+        for partial, path in zip(self._partials, (self.bin_path, self.idx_path)):
+            os.replace(partial, path)
+        sync_folder(self.idx_path.parent)
+
+    def _write_index(self, file: IO[bytes]) -> None:
+        lengths, end = np.frombuffer(self._lengths, np.int32), 0
+        file.write(HEADER.pack(MAGIC, VERSION, CODES[self.dtype], len(lengths), len(self._documents)))
+        file.write(lengths.data)
+        for rows in chunks(len(lengths)):
+            offsets, end = _packed_offsets(lengths[rows], self.dtype, end)
+            file.write(offsets.data)
+        file.write(self._documents)
 
 
 class _PrefixLock:
@@ -307,7 +292,7 @@ class _PrefixLock:
             self._descriptor = self._acquire()
 
     def _acquire(self) -> int | None:
-        with writing(self.path):
+        with data_errors(self.path):
             make_folder(self.path.parent)
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
         try:

@@ -20,7 +20,7 @@ import torch
 
 from megalith.data.batch import Batch, BoundaryRules, make_batch
 from megalith.data.dataset import SampleDataset
-from megalith.data.order import SampleOrder
+from megalith.data.order import SampleOrder, SingleOrder
 from megalith.errors import ConfigError, DataError, MegalithError
 
 Request = tuple[range, list[int]]  # positions in the stream, and the dataset's samples that stand there
@@ -29,6 +29,7 @@ Request = tuple[range, list[int]]  # positions in the stream, and the dataset's 
 class Loader:
     """An iterator of Batch, one micro-batch each. Close it, or use it in a `with`, to stop its threads.
 
+    `order` says which sample stands where in the stream; None: the dataset's own order, again and again.
     `batch_sizes` gives the global batch size of each coming step; the loader ends with it. `consumed_samples` is
     where in the stream it begins. Iterating draws from no global random state, and the number of threads changes
     nothing but the speed; together they are at most `ahead` micro-batches ahead. A bad token or the end of the data
@@ -38,7 +39,7 @@ class Loader:
     def __init__(
         self,
         dataset: SampleDataset,
-        order: SampleOrder,
+        order: SampleOrder | None = None,
         *,
         micro_batch_size: int,
         batch_sizes: Iterable[int],
@@ -51,6 +52,7 @@ class Loader:
         pin_memory: bool = False,
         rules: BoundaryRules | None = None,
     ) -> None:
+        order = order or SingleOrder(len(dataset), wrap=True)
         positions = micro_batch_positions(
             batch_sizes, micro_batch_size, data_parallel_rank, data_parallel_size, consumed_samples
         )

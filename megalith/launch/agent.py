@@ -1,7 +1,7 @@
 """The launcher's own process: torch's elastic agent, and what a training job needs of it besides.
 
-The agent starts this machine's processes, watches them, and after a failure meets the other machines again and starts
-them anew, with as many ranks as there are then. Here it also
+The agent starts this machine's processes, watches them, and after a failure joins the other machines in a new
+rendezvous and restarts them, with as many ranks as there are then. Here it also
 
 - hands stop signals on to its processes and lets them take their time, which a checkpoint needs;
 - ends the other ranks at once when one has failed: all that they could do is wait for it;
@@ -260,7 +260,7 @@ class Agent(LocalElasticAgent):
             self._remaining_restarts = 0
         if self._remaining_restarts:
             again = f"starting again ({len(self.failures)} of {self._worker_group.spec.max_restarts})"
-            print(failure.tell(self.world_size), again, sep="\n", file=sys.stderr)
+            print(failure.sentence(self.world_size), again, sep="\n", file=sys.stderr)
 
 
 def _wait_for(processes: Sequence[Popen], seconds: float) -> None:

@@ -41,7 +41,7 @@ class RankLost(TrainingError):
 def report(error: BaseException) -> int:
     """Tells of an error that ends this process, and returns its exit code.
 
-    A MegalithError is told in its sentence, another error with its traceback, on stderr. A launched worker tells the
+    A MegalithError is printed as its sentence, another error with its traceback, on stderr. A launched worker tells the
     launcher and does not return but ends at once: the interpreter's own ending could wait for collectives that the
     other ranks will never join.
     """
@@ -94,14 +94,14 @@ def _hand_over(path: str, error: BaseException, expected: bool, code: int) -> No
 
 
 def _collectives() -> str:
-    """This rank's last ones, for the launcher to tell where another has died without a word."""
+    """This rank's last ones, for the launcher to sentence where another has died without a word."""
     if "torch.distributed" not in sys.modules:
         return ""
     from megalith.launch.last_collectives import last_collectives
 
     try:
         return last_collectives(COLLECTIVES_TOLD)
-    except Exception:  # torch has no recorder here, or it is broken: the error itself is to be told
+    except Exception:  # torch has no recorder here, or it is broken: the error itself is to be printed
         return ""
 
 
@@ -140,7 +140,7 @@ class Failure:
             return (2 if self.said["collective"] else 0), self.said["nanoseconds"]
         return (3 if -self.ended in (signal.SIGTERM, signal.SIGINT) else 1), 0
 
-    def tell(self, world_size: int = 1) -> str:
+    def sentence(self, world_size: int = 1) -> str:
         """What the launcher prints; with a `world_size` above 1 also of the others."""
         others = f"; the other {world_size - 1} were stopped" if world_size > 1 else ""
         if self.said is None and self.ended < 0:
@@ -154,7 +154,7 @@ class Failure:
             return f"error: rank {self.rank}: {self.said['py_callstack']}"
         what = "failed"
         if self.said["collective"]:
-            what = "lost the others (of several machines, the one where it began tells why)"
+            what = "lost the others (with several machines, the one where it began prints why)"
         return f"error: rank {self.rank} {what}{others}\n{self.said['py_callstack'].rstrip()}"
 
 

@@ -1,16 +1,16 @@
-"""A rank that stands still is found and named, with the collective that the others wait in, and the job ends.
+"""The hang watch: finds a rank that hangs, names it and the collective that the others wait in, and ends the job.
 
-A thread of each rank writes into the job's store how far the rank has come, and looks at two things: whether its own
-loop has come further within the time-out, and whether the next rank's thread still writes, which that of a stopped
-process or of a lost machine does not. Each rank looks at one other, so that the store has little to do in a job of any
-size. Only when something has stood still does a rank read what all of them last said, and tells which differ:
+A thread of each rank writes its progress (heartbeat) into the job's store, and watches two things: whether its own loop
+has made progress within the timeout, and whether the next rank's thread still writes, which that of a stopped process
+or of a lost machine does not. Each rank watches one other, so that the store has little to do in a job of any size.
+Only after a timeout does a rank read the last heartbeat of all, and says which differ:
 
     rank 1 does not answer (stopped, or its machine is lost): it was in step 7, training; ranks 0, 2, 3: step 7,
-    training, all_reduce number 31 of default_pg, called from valid_tokens (megalith/parallel/data/gradient_norm.py:28)
+    training, all_reduce number 31 of default_pg, called from summed (megalith/comm/collectives.py:147)
 
 The number of a collective is from torch's flight recorder: a rank that left one out has a lower one than the others.
-A save takes as long as it takes (`Pulse.long_work`). The thread also ends this rank when the process that has started
-it is gone, or the store is, so that none is left behind.
+A save may take any time (`Heartbeat.long_work`). The thread also ends this rank when the process that has started it is
+gone, or the store is, so that none is left behind.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch.distributed import PrefixStore, Store, distributed_c10d
 from megalith.errors import HangError, TrainingError
 from megalith.io import replace_file
 from megalith.launch.failure import CRASH_FILE, RankLost, report
-from megalith.launch.heartbeat import Pulse
+from megalith.launch.heartbeat import Heartbeat
 from megalith.launch.last_collectives import flight_recorder, standing_in
 from megalith.launch.launcher import Process
 from megalith.launch.restart import this_attempt
@@ -56,14 +56,20 @@ class Sign:
 
 
 class HangWatch:
-    """Watches over `pulse`, which the main thread of `rank` beats, in its `with`."""
+    """Watches over `heartbeat`, which the main thread of `rank` beats, in its `with`."""
 
     def __init__(
-        self, pulse: Pulse, rank: int, world_size: int, timeout: float, store: Store | None, output: Path
+        self,
+        heartbeat: Heartbeat,
+        rank: int,
+        world_size: int,
+        timeout: float,
+        store: Store | None,
+        output: Path,
     ):
         """`timeout` in seconds. `store` is this thread's own connection; without one, for a single rank, only the
         launcher is watched. A dump of the flight recorder goes into `output`."""
-        self._pulse, self._rank, self._world_size, self._timeout = pulse, rank, world_size, timeout
+        self._heartbeat, self._rank, self._world_size, self._timeout = heartbeat, rank, world_size, timeout
         self._store, self._output = store, output
         self._parent = os.getppid() if this_attempt().launcher else None
         self._crash = os.environ.get(CRASH_FILE)
@@ -101,7 +107,7 @@ class HangWatch:
                 answered_at = now
                 if said != heard:
                     heard, heard_at = said, now
-                stands = not self._pulse.is_long and now - self._pulse.last_beat > self._timeout
+                stands = not self._heartbeat.is_long and now - self._heartbeat.last_beat > self._timeout
                 if stands or (heard and now - heard_at > self._timeout):
                     self._end(look, interval)
             except RuntimeError as error:  # torch's errors of a store and its connection
@@ -110,10 +116,10 @@ class HangWatch:
                     os._exit(TrainingError.exit_code)
 
     def _say(self, look: int, interval: float) -> None:
-        pulse = self._pulse
-        still = time.monotonic() - pulse.last_beat > 2 * interval
-        where = standing_in(self._main) if still and not pulse.is_long else ""
-        sign = Sign(look, pulse.step, pulse.phase, where)
+        heartbeat = self._heartbeat
+        still = time.monotonic() - heartbeat.last_beat > 2 * interval
+        where = standing_in(self._main) if still and not heartbeat.is_long else ""
+        sign = Sign(look, heartbeat.step, heartbeat.phase, where)
         self._store.set(f"rank{self._rank}", json.dumps(asdict(sign)))
 
     def _read(self, rank: int) -> str:
@@ -165,7 +171,7 @@ class HangWatch:
 
 
 def tell_hang(signs: Mapping[int, Sign], silent: set[int], world_size: int, timeout: float) -> str:
-    """The sentence for a job that stands still. `signs`: what the ranks wrote last; `silent`: who writes no more."""
+    """The sentence for a job that hangs. `signs`: what the ranks wrote last; `silent`: who writes no more."""
     parts = []
     for rank in sorted(silent):
         last = f": it was in {signs[rank].text()}" if rank in signs else ""
@@ -180,7 +186,7 @@ def tell_hang(signs: Mapping[int, Sign], silent: set[int], world_size: int, time
         parts.append(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}: {text}")
     return (
         f"no progress within {timeout:g} s (runtime.distributed_timeout_minutes): {'; '.join(parts)}; start the job "
-        "again, it goes on from the newest checkpoint"
+        "again, it resumes from the newest checkpoint"
     )
 
 
@@ -203,11 +209,13 @@ def _no_answer(error: RuntimeError) -> TrainingError:
     return TrainingError(f"the store that the ranks met at does not answer: {error}")
 
 
-def open_watch(pulse: Pulse, process: Process, timeout: timedelta, output: Path) -> AbstractContextManager:
+def open_watch(
+    heartbeat: Heartbeat, process: Process, timeout: timedelta, output: Path
+) -> AbstractContextManager:
     """The watch of a process that has others or a launcher; one that does nothing where it stands by itself."""
     if process.world_size == 1 and this_attempt().launcher is None:
         return nullcontext()
     store = None
     if process.world_size > 1:
         store = _own_connection()
-    return HangWatch(pulse, process.rank, process.world_size, timeout.total_seconds(), store, output)
+    return HangWatch(heartbeat, process.rank, process.world_size, timeout.total_seconds(), store, output)

@@ -18,12 +18,12 @@ PATIENCE = timedelta(days=1)  # of a collective while a rank may be busy with it
 BACKGROUND = "background"  # describes a group that keeps the patience it was made with: no step waits for it
 
 
-class Pulse:
+class Heartbeat:
     """`beat` whenever the loop has come further. In `long_work`, and before the first `settle`, nothing has to.
 
-    Collectives wait for longer than `timeout`, after which the watch ends a step that stands still: its words say more
+    Collectives wait for longer than `timeout`, after which the watch ends a step that hangs: its words say more
     than theirs. In long work they wait for a day: there one rank may take longer, for its disk, than another may
-    wait. The ranks meet at its end, so that none waits for it in a step.
+    wait. The ranks synchronize at its end, so that none waits for it in a step.
     """
 
     def __init__(self, mesh: Mesh, timeout: timedelta):

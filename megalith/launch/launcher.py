@@ -92,25 +92,25 @@ def init_distributed(device: torch.device, timeout: timedelta = TIMEOUT) -> Proc
     for name in ("MASTER_ADDR", "MASTER_PORT"):
         if name not in os.environ:
             raise ConfigError(
-                f"WORLD_SIZE is {process.world_size} but {name} is not set, so the processes cannot meet; start them "
+                f"WORLD_SIZE is {process.world_size} but {name} is not set, so there is no rendezvous; start them "
                 "with --nproc or torchrun, or set it to the first process's"
             )
     if is_loopback(os.environ["MASTER_ADDR"]):  # all of the job is on this machine
         stay_on_loopback()
-    meeting = dict(
-        store=meet(process, timeout), rank=process.rank, world_size=process.world_size, timeout=timeout
+    options = dict(
+        store=open_store(process, timeout), rank=process.rank, world_size=process.world_size, timeout=timeout
     )
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **meeting)
+        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **options)
     else:
-        dist.init_process_group("gloo", **meeting)
+        dist.init_process_group("gloo", **options)
     if not process.is_first:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (to the end of the process)
     return process
 
 
-def meet(process: Process, timeout: timedelta) -> dist.Store:
+def open_store(process: Process, timeout: timedelta) -> dist.Store:
     """The store at MASTER_ADDR:MASTER_PORT, with the keys of this start of the job only.
 
     An elastic launcher's store outlives its ranks, and gloo would take the addresses that the last attempt left there
@@ -196,7 +196,7 @@ def launch(
     if check is not None:
         check(range(least * nproc, most * nproc + 1, nproc))
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, len(os.sched_getaffinity(0)) // nproc)))
-    logging.disable(logging.CRITICAL)  # the agent's own account of what is told below
+    logging.disable(logging.CRITICAL)  # the agent's own account of what is printed below
     try:
         with tempfile.TemporaryDirectory(prefix="megalith-") as folder:
             code_file = os.environ[STOP_CODE_FILE] = os.path.join(folder, "stop_code")
@@ -214,16 +214,16 @@ def launch(
     except SignalException as error:  # before there were processes to hand it to
         return 128 + error.sigval
     except RendezvousError as error:
-        print(f"error: the machines of the job could not meet: {error}", file=sys.stderr)
+        print(f"error: the machines of the job could not rendezvous: {error}", file=sys.stderr)
         return 1
     finally:
         for name in (STOP_CODE_FILE, CRASH_FILE, LAUNCHER, JOB):  # they were for the workers
             os.environ.pop(name, None)
         logging.disable(logging.NOTSET)
     first, last = agent.failures[0], agent.failures[-1]
-    print(last.tell(agent.world_size), file=sys.stderr)
+    print(last.sentence(agent.world_size), file=sys.stderr)
     if first is not last:
-        print(f"the first of these {len(agent.failures)} failures: {first.tell()}", file=sys.stderr)
+        print(f"the first of these {len(agent.failures)} failures: {first.sentence()}", file=sys.stderr)
     return last.exit_code
 
 
@@ -241,7 +241,7 @@ def _check(nproc: int, nnodes: str, max_restarts: int, rdzv_endpoint: str | None
         )
     if most > 1 and rdzv_endpoint is None:
         raise ConfigError(
-            f"--nnodes is {nnodes} but there is no --rdzv-endpoint for the machines to meet at; give each the same "
+            f"--nnodes is {nnodes} but there is no --rdzv-endpoint for the machines' rendezvous; give each the same "
             "host:port, on one of them"
         )
     return least, most

@@ -21,6 +21,7 @@ from types import TracebackType
 
 from megalith.errors import ConfigError
 from megalith.io import make_folder, open_file
+from megalith.remote import StorePath, is_inside, is_url, place
 
 LOCK_NAME = ".lock"
 
@@ -32,6 +33,11 @@ class OutputLock:
     """
 
     def __init__(self, output_dir: str | Path):
+        if is_url(output_dir):
+            raise ConfigError(
+                f"train.output_dir is {output_dir}, but a run's log and lock stand in a folder of its machine: name "
+                "one, and set checkpoint.save to the URL"
+            )
         folder = Path(output_dir)
         self.path = folder / LOCK_NAME
         self._made = [path for path in (folder, *folder.parents) if not os.path.exists(path)]
@@ -110,12 +116,22 @@ def _close_in_forked_children(lock: OutputLock) -> None:
     os.register_at_fork(after_in_child=forget)
 
 
+def lock_of(output: Path | StorePath) -> contextlib.AbstractContextManager:
+    """The lock of a folder. An object store has none: there nothing guards two jobs from each other."""
+    return contextlib.nullcontext() if isinstance(output, StorePath) else OutputLock(output)
+
+
 @contextlib.contextmanager
-def refused(folder: Path) -> Iterator[None]:
+def refused(folder: Path | StorePath) -> Iterator[None]:
     """Makes a ConfigError of what the file system says against a run's first files in its output folder."""
     try:
         yield
     except OSError as error:
+        if isinstance(folder, StorePath):
+            raise ConfigError(
+                f"{folder} cannot be reached: {error.strerror or error}; look at the bucket, its credentials and the "
+                "network (checkpoint.save)"
+            ) from None
         where = f" ({error.filename})" if error.filename not in (None, str(folder)) else ""
         raise ConfigError(
             f"the output folder {folder} cannot be written: {error.strerror}{where}; "
@@ -141,36 +157,47 @@ def _read_holder(descriptor: int) -> str:
     return "another process"
 
 
-def check_output_dir(output_dir: str | Path, load: str | Path | None) -> None:
+def check_output_dir(
+    output_dir: str | Path, load: str | Path | StorePath | None, save: str | None = None
+) -> None:
     """Refuses, with a ConfigError, an output folder that holds another run. Changes nothing.
 
     A folder holds a run when it has metrics or checkpoints. It is this run's own when `load` (the setting
-    `checkpoint.load`) names the folder, its `checkpoints`, or a step in there.
+    `checkpoint.load`) names the folder, its `checkpoints`, or a step in there. The same of `save`, where the run's
+    steps go into an object store; a `load` of there makes both its own.
     """
     folder = Path(output_dir)
     if folder.exists() and not folder.is_dir():
         raise ConfigError(f"train.output_dir is {folder}, which is a file; name a folder")
-    found = _traces_of_a_run(folder)
-    if not found or (load is not None and _is_inside(Path(load), folder)):
+    folders = [folder] + ([] if save is None else [place(save)])
+    if load is not None and any(is_inside(place(load), own) for own in folders):
         return
-    loads = f"checkpoint.load is {load}" if load is not None else "checkpoint.load is not set"
-    raise ConfigError(
-        f"the output folder {folder} holds another run ({found}), and {loads}; to go on with that run set "
-        f"checkpoint.load to {folder}, to start a new one set train.output_dir to another folder"
-    )
+    for own in folders:
+        if found := _traces_of_a_run(own):
+            loads = f"checkpoint.load is {load}" if load is not None else "checkpoint.load is not set"
+            setting = "train.output_dir" if own is folder else "checkpoint.save"
+            raise ConfigError(
+                f"the output folder {own} holds another run ({found}), and {loads}; to go on with that run set "
+                f"checkpoint.load to {own}, to start a new one set {setting} to another folder"
+            )
 
 
-def _traces_of_a_run(folder: Path) -> str:
+def _traces_of_a_run(folder: Path | StorePath) -> str:
     """What of an earlier run stands in `folder`, in words; empty when nothing does."""
     found = []
     metrics = folder / "metrics.jsonl"
-    if metrics.is_file() and metrics.stat().st_size > 0:
+    if isinstance(folder, Path) and metrics.is_file() and metrics.stat().st_size > 0:
         found.append("metrics.jsonl")
-    steps = sorted((folder / "checkpoints").glob("step_*"))
+    with refused(folder):
+        checkpoints = folder / "checkpoints"
+        there = [
+            step
+            for step in (checkpoints.iterdir() if checkpoints.is_dir() else ())
+            if step.name[:5] == "step_"
+        ]
+        if isinstance(folder, StorePath):  # where a killed save leaves a beginning
+            there = [step for step in there if (step / "manifest.json").exists()]
+        steps = sorted(step.name for step in there)
     if steps:
-        found.append(f"{len(steps)} checkpoint{'s' if len(steps) > 1 else ''}, the last {steps[-1].name}")
+        found.append(f"{len(steps)} checkpoint{'s' if len(steps) > 1 else ''}, the last {steps[-1]}")
     return "; ".join(found)
-
-
-def _is_inside(path: Path, folder: Path) -> bool:
-    return path.resolve().is_relative_to(folder.resolve())

@@ -1,9 +1,9 @@
-"""Where the processes of a job find each other: a store that one of them holds, and what listens for it.
+"""Rendezvous: the store of a job, which one of its processes serves, and what listens for it.
 
-The processes of one machine meet on its loopback interface, which no other machine reaches. torch's own store listens
-on every interface whatever address it is given, so it gets a socket here that is bound already. Launchers of several
-machines meet at `--rdzv-endpoint` through torch elastic's rendezvous, which pickles its state: everyone who reaches
-that port is trusted (docs/reliability.md).
+The processes of one machine use its loopback interface, which no other machine reaches. torch's own store listens on
+every interface whatever address it is given, so it gets a socket here that is bound already. Launchers of several
+machines rendezvous at `--rdzv-endpoint` through torch elastic, which pickles its state: everyone who reaches that port
+is trusted (docs/reliability.md).
 """
 
 from __future__ import annotations

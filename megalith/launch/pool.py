@@ -21,7 +21,7 @@ import signal
 import sys
 import tempfile
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -33,7 +33,7 @@ PRELOADED = ["torch.distributed.tensor", "torch.distributed.fsdp", "megalith.mod
 
 
 ENDED = "the process ended with"
-CAUSE = 1.0  # seconds that the end of a rank may be told later than by those who lost its connection
+CAUSE = 1.0  # seconds that the end of a rank may be reported later than by those who lost its connection
 
 
 class RankFailed(Exception):
@@ -77,6 +77,16 @@ class Pool:
                 results[rank] = self._receive(rank, pipe, waiting)
         return results
 
+    def run_cases(
+        self, function: Callable, cases: Mapping[Hashable, tuple], size: int | None = None
+    ) -> dict[Hashable, list[Any]]:
+        """`function(*args)` of each case's args in one job, one after the other: the values of its ranks, by case.
+
+        Raises RankFailed for the first that fails, with its name in the traceback.
+        """
+        ranks = self.run(_run_each, function, list(cases.items()), size=size)
+        return {name: list(values) for name, values in zip(cases, zip(*ranks))}
+
     def close(self) -> None:
         """Ends the workers; the next job starts new ones."""
         for process, pipe in self._workers:
@@ -117,6 +127,17 @@ class Pool:
             process.start()
             theirs.close()
             self._workers.append((process, ours))
+
+
+def _run_each(function: Callable, cases: Sequence[tuple[Hashable, tuple]]) -> list[Any]:
+    values = []
+    for name, args in cases:
+        try:
+            values.append(function(*args))
+        except BaseException as error:
+            error.add_note(f"in the case {name}")
+            raise
+    return values
 
 
 def _work(pipe: Connection) -> None:

@@ -23,6 +23,7 @@ from megalith.io import make_subfolder, open_file, replace_file
 from megalith.launch.lock import OutputLock, check_output_dir, refused
 from megalith.launch.meeting import JOB
 from megalith.launch.parent import boot_id, started_at
+from megalith.remote import StorePath, place
 
 MARK = ".job"
 FAILURES = "failures"
@@ -64,15 +65,19 @@ def claimed(config: RunConfig, attempt: Attempt) -> Iterator[bool]:
 
     Rank 0 calls it. Raises ConfigError where another job has the folder, or has left a run in it.
     """
-    output = Path(config.train.output_dir)
+    output, saved = Path(config.train.output_dir), place(config.run_folder)
     with OutputLock(output):
         if _is_marked(output, attempt):
-            yield _has_saved(output)
+            with refused(saved):  # no clock is asked: it may have been set back
+                has_saved = not _saves(saved) <= set(_mark(output)[1:])
+            yield has_saved
             return
-        check_output_dir(output, config.checkpoint.load)
+        check_output_dir(output, config.checkpoint.load, config.checkpoint.save)
         if attempt.launcher is not None:
+            with refused(saved):
+                before = sorted(_saves(saved))
             with refused(output):
-                replace_file(output / MARK, "\n".join([attempt.launcher, *sorted(_saves(output))]))
+                replace_file(output / MARK, "\n".join([attempt.launcher, *before]))
         try:
             yield False
         finally:
@@ -93,14 +98,12 @@ def _mark(output: Path) -> list[str]:
     return (output / MARK).read_text("utf-8").split("\n")
 
 
-def _has_saved(output: Path) -> bool:
-    """Whether there is a checkpoint that was not there before. No clock is asked: it may have been set back."""
-    return not _saves(output) <= set(_mark(output)[1:])
-
-
-def _saves(output: Path) -> set[str]:
-    manifests = (output / "checkpoints").glob("step_*/manifest.json")
-    return {f"{manifest.parent.name} {manifest.stat().st_mtime_ns}" for manifest in manifests}
+def _saves(folder: Path | StorePath) -> set[str]:
+    if isinstance(folder, StorePath):
+        manifests = [step / "manifest.json" for step in (folder / "checkpoints").iterdir()]
+        return {f"{file.parent.name} {file.version()}" for file in manifests if file.exists()}
+    found = (folder / "checkpoints").glob("step_*/manifest.json")
+    return {f"{manifest.parent.name} {manifest.stat().st_mtime_ns}" for manifest in found}
 
 
 def _has_begun(output: Path) -> bool:
@@ -114,7 +117,7 @@ def failures_kept(output: Path, attempt: Attempt, rank: int) -> Iterator[None]:
         yield
     except Exception as error:
         if _has_begun(output):
-            with suppress(OSError):  # the error is told elsewhere too
+            with suppress(OSError):  # the error is printed elsewhere too
                 _write_down(error, output / FAILURES / f"attempt_{attempt.number:03d}_rank_{rank:05d}.txt")
         raise
 

@@ -89,7 +89,7 @@ class StopSignals:
             os._exit(128 + number)
 
     def _knows_of(self, number: signal.Signals, first: float) -> bool:
-        """Whether who sends a signal again has reason to: the loop acts on it, or it was a user's, who was told."""
+        """Whether who sends a signal again has reason to: the loop acts on it, or it was a user's, who was asked to."""
         return number is signal.SIGINT or (self._obeyed is not None and first <= self._obeyed)
 
 

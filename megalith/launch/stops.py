@@ -1,4 +1,4 @@
-"""When a run ends before its last step, all ranks after the same one, and the exit code that tells why.
+"""When a run ends before its last step, all ranks after the same one, and the exit code that says why.
 
 Every rank knows for itself that a signal came or that its time is up, at different moments. So at the head of each
 step, and of each batch of an evaluation, a rank gives what it wishes into one small all-reduce on the host, which goes

@@ -21,6 +21,7 @@ from megalith.config.lora import WHOLE
 from megalith.models.linear import Linear
 from megalith.models.mixers.attention import Heads
 from megalith.models.pass_context import Context, own_tokens
+from megalith.models.stack import layers_of
 from megalith.models.transformer import Transformer
 from megalith.ops.dropout import ADAPTER_INPUTS, column_keys, counter_dropout
 
@@ -98,7 +99,7 @@ def add_adapters(model: Transformer, lora: LoraConfig) -> None:
     model.requires_grad_(False)
     model.has_adapters = True
     model.draws_dropout = model.draws_dropout or lora.dropout > 0
-    for layer in model.layers.values():
+    for layer in layers_of(model).values():
         for name, (inputs, rows) in lora.sizes(config).items():
             owner = layer.self_attention if name in ("linear_qkv", "linear_proj") else layer.mlp
             kind = {"linear_qkv": QKVAdapter, "linear_fc1": GateUpAdapter}.get(name, Adapter)

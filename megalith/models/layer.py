@@ -1,6 +1,7 @@
-"""A layer of the model: a mixer and a feed-forward half, each added to the residual stream.
+"""A layer of the model: mixers and a feed-forward half, each added to the residual stream.
 
-A mixer (mixers/) lets tokens see each other; the feed-forward half, an MLP or experts, takes each by itself.
+A mixer (mixers/) lets tokens see each other, a second one those of another sequence; the feed-forward half, an MLP or
+experts, takes each by itself.
 """
 
 from __future__ import annotations
@@ -9,20 +10,30 @@ import torch
 from torch import Tensor, nn
 
 from megalith.config import ModelConfig
-from megalith.models.mixers import make_mixer
+from megalith.models.mixers import MakeMixer, make_mixer
+from megalith.models.mixers.attention import CrossAttention
 from megalith.models.mlp import MLP
 from megalith.models.moe import MoE
 from megalith.models.mtp import Join
 from megalith.models.norm import Norm, normed_after
 from megalith.models.pass_context import Context
-from megalith.ops.dropout import ATTENTION_OUTPUT, MLP_OUTPUT, Mask
+from megalith.ops.dropout import ATTENTION_OUTPUT, CROSS_ATTENTION_OUTPUT, MLP_OUTPUT, Mask
 from megalith.ops.fused_norm import add
 
 
 class TransformerLayer(nn.Module):
-    """x + mixer(norm(x)), then x + mlp(norm(x)): norms where `norm_placement` says, dropout before additions."""
+    """x + mixer(norm(x)), then x + mlp(norm(x)): norms where `norm_placement` says, dropout before additions. With
+    `cross` there is x + cross_attention(norm(x)) between them."""
 
-    def __init__(self, config: ModelConfig, number: int, device: torch.device | None = None):
+    def __init__(
+        self,
+        config: ModelConfig,
+        number: int,
+        device: torch.device | None = None,
+        *,
+        cross: bool = False,
+        mixer: MakeMixer = make_mixer,
+    ):
         super().__init__()
         self.number = number
         self.dropout = config.hidden_dropout
@@ -32,8 +43,13 @@ class TransformerLayer(nn.Module):
             return Norm(config, config.hidden_size, device) if wanted else None
 
         self.input_layernorm = norm("pre", "sandwich")
-        self.self_attention = make_mixer(config, number, device)
+        self.self_attention = mixer(config, number, device)  # its name in checkpoints, whatever it is
         self.post_attention_layernorm = norm("post", "sandwich")
+        self.pre_cross_attn_layernorm = self.cross_attention = self.post_cross_attn_layernorm = None
+        if cross:
+            self.pre_cross_attn_layernorm = norm("pre", "sandwich")
+            self.cross_attention = CrossAttention(config, number, device)
+            self.post_cross_attn_layernorm = norm("post", "sandwich")
         self.pre_mlp_layernorm = norm("pre", "sandwich")
         self.join = self.final_layernorm = None
         if number in config.further_layers:
@@ -50,7 +66,12 @@ class TransformerLayer(nn.Module):
             x = self.join(x, context)
         x, h = normed_after(self.input_layernorm, x)
         y = normed(self.post_attention_layernorm, self.self_attention(h, context))
-        x, h = normed_after(self.pre_mlp_layernorm, x, y, self._mask(context, ATTENTION_OUTPUT))
+        mask = self._mask(context, ATTENTION_OUTPUT)
+        if self.cross_attention is not None:
+            x, h = normed_after(self.pre_cross_attn_layernorm, x, y, mask)
+            y = normed(self.post_cross_attn_layernorm, self.cross_attention(h, context))
+            mask = self._mask(context, CROSS_ATTENTION_OUTPUT)
+        x, h = normed_after(self.pre_mlp_layernorm, x, y, mask)
         mask = self._mask(context, MLP_OUTPUT)
         if self.has_experts:  # they are no part of a graph, but what routes tokens to them is: see moe.py
             plan = self.mlp.plan(h, context)
@@ -65,8 +86,11 @@ class TransformerLayer(nn.Module):
     def _mask(self, context: Context, site: int) -> Mask | None:
         if context.dropout is None or self.dropout == 0:
             return None
-        rows = context.dropout.outputs[site - ATTENTION_OUTPUT]
-        return Mask(self.dropout, rows, context.dropout.columns)
+        return Mask(self.dropout, context.dropout.output_rows(site), context.dropout.columns)
+
+    @property
+    def mixers(self) -> list[nn.Module]:
+        return [self.self_attention] + ([] if self.cross_attention is None else [self.cross_attention])
 
 
 def normed(norm: Norm | None, x: Tensor) -> Tensor:

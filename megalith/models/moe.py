@@ -5,7 +5,7 @@
     x ──shared expert, if there is one──▶ added to y
 
 A row is multiplied by its weight between the two matrices of its expert, where it is narrower than at either end, so
-that the sum is a plain one and the experts' output need not be kept for the weights' gradient. Behind that stands the
+that the sum is a plain one and the experts' output need not be saved for wgrad. Behind that stands the
 bias of linear_fc2, if experts have biases: it is multiplied by the weight itself, so that a row is weight · (what the
 expert's MLP gives), as in Megatron-LM.
 
@@ -132,7 +132,8 @@ class MoE(Runnable):
         routing = self.router(x.flatten(0, -2), context.numbers, context.batch, context.balance_scale)
         return self.dispatch.plan(routing, context.layout)
 
-    @torch.compiler.disable  # what is worth a kernel of its own is compiled by itself
+    # What is worth a kernel of its own is compiled by itself. torch.compiler.disable imports the compiler: seconds.
+    @torch._disable_dynamo
     @runnable
     def forward(self, x: Tensor, plan: NamedTuple, context: Context, stream: Tensor | None = None) -> Tensor:
         """x [batch, seq, hidden] through the experts of its plan, added to `stream` where there is one."""

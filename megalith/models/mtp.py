@@ -30,7 +30,7 @@ from megalith.models.pass_context import Context
 class Future:
     """The tokens behind the next one, for each further layer: [layers, batch, seq]."""
 
-    tokens: Tensor  # int64: the token k places ahead, which layer k is told
+    tokens: Tensor  # int64: the token k places ahead, which is layer k's input
     labels: Tensor  # int64: the one behind it
     loss_mask: Tensor  # float32: 0 where there is none, or where it belongs to another document
     weights: Tensor | float = (

@@ -2,27 +2,22 @@
 
 Keys and values of the tokens already seen, so that generating a token costs one token's work.
 
-How modules are run: a stack's layers one behind the other, a module's formula at once; unless something is plugged.
-
-Recomputation, ping-pong micro-batches and offloaded activations are runners of a list of layers, and some of them run
-the parts of a layer. They are functions, the same one for every layer, so that all layers share compiled code.
+How a part of a layer is run: its formula at once, unless something is plugged. What is plugged is a function, the same
+one for every layer, so that all layers share compiled code.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from megalith.models.rope import Tables
 from megalith.ops.dropout import DropoutKeys
-
-if TYPE_CHECKING:
-    from megalith.models.layer import TransformerLayer
 
 
 @dataclass(frozen=True)
@@ -47,6 +42,7 @@ class Context:
     batch: int  # sequences; the residual stream may hold their tokens in one row, or a part of them
     layout: PassLayout = PassLayout()
     causal: bool = True  # whether a token sees those before it alone
+    position_ids: Tensor | None = None  # int64 [batch, seq]
     rotary: Tables | None = None
     rotary_local: Tables | None = None  # of layers with a window, where they have a base of their own
     mask: Any = None  # what the core takes, by default bool [batch, 1, queries, keys]; None: as `causal` says
@@ -55,8 +51,11 @@ class Context:
     output_rows: Tensor | None = None  # int32 [num_layers, 2, …]: see ops.dropout.output_rows
     cache: KVCache | None = None  # None: every token is here
     numbers: Tensor | None = None  # int64 [tokens of the stream]: place · batch + sequence, for experts
-    upcoming: Tensor | None = None  # [batch, seq, hidden]: embeddings of the tokens that an MTP layer is told
+    upcoming: Tensor | None = (
+        None  # [batch, seq, hidden]: embeddings of the tokens that are an MTP layer's input
+    )
     balance_scale: Tensor | None = None  # of the balancing losses' gradient; None: no backward pass follows
+    encoded: Encoded | None = None  # the other sequence that cross-attention attends to
 
     def at_layer(self, number: int) -> Context:
         """This context with a layer's number in its dropout keys: a tensor, so that layers share compiled code."""
@@ -64,6 +63,15 @@ class Context:
             return self
         dropout = replace(self.dropout, layer=self.layers[number], outputs=self.output_rows[number])
         return replace(self, layers=None, output_rows=None, dropout=dropout)
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What a stack has made of another sequence, for cross-attention to attend to."""
+
+    hidden: Tensor  # [batch, keys, hidden], as the residual stream of its own pass
+    context: Context  # of that pass
+    mask: Tensor | None = None  # bool [batch, 1, queries or 1, keys], True where a query may look; None: all
 
 
 def own_tokens(x: Tensor, context: Context | None) -> Tensor:
@@ -88,16 +96,6 @@ class KVCache:
         both = self._layers[layer]
         both[:, :, self.length : end] = torch.stack([key, value])
         return both[0, :, :end], both[1, :, :end]
-
-
-Runner = Callable[["Sequence[TransformerLayer]", Tensor, "Context"], Tensor]
-
-
-def run_layers(layers: Sequence[TransformerLayer], x: Tensor, context: Context) -> Tensor:
-    """x [batch, seq, hidden] through these layers."""
-    for layer in layers:
-        x = layer(x, context.at_layer(layer.number))
-    return x
 
 
 class Runnable(nn.Module):

@@ -48,7 +48,7 @@ class Block:
     scale: float | None = None  # of query · keyᵀ; None: 1 / √head_dim
     dropout: float = 0.0
     dropout_rows: Tensor | None = None  # int32 [batch, queries]: what the mask of dropout depends on,
-    key_places: Tensor | None = None  # int64 [keys]: the keys' places in the whole sequence,
+    key_positions: Tensor | None = None  # int64 [keys]: the keys' places in the whole sequence,
     first_head: int = 0  # and the number of the first head among all
 
 
@@ -284,7 +284,7 @@ def _probabilities(scores: Tensor, lse: Tensor) -> Tensor:
 
 def _drop(x: Tensor, block: Block) -> Tensor:
     kept = attention_keep_mask(
-        block.dropout_rows, x.shape[1], block.key_places, block.dropout, block.first_head
+        block.dropout_rows, x.shape[1], block.key_positions, block.dropout, block.first_head
     )
     return torch.where(kept, x / (1.0 - block.dropout), 0.0)
 

@@ -26,6 +26,7 @@ from megalith.ops.attention_blocks import (
     warn_of_plain_attention,
     window_mask,
 )
+from megalith.ops.compiled import constant
 from megalith.ops.dropout import attention_keep_mask
 
 # With heads as _on_gpu gives them, one of the first three takes any shape; MATH is for devices that lack them.
@@ -130,7 +131,7 @@ def takes_heads(query: Tensor, key: Tensor) -> bool:
     return query.dtype in (torch.float16, torch.bfloat16) and query.shape[3] <= _widest_grouped_head()
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _widest_grouped_head() -> int:
     """Of flash, on this kind of device, with its backward pass."""
     capability = torch.cuda.get_device_capability()

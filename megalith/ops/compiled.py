@@ -1,12 +1,30 @@
-"""Elementwise steps outside of compiled layers, as one kernel on a GPU: eager, they go through memory several times."""
+"""What this package asks of torch's compiler, without importing it before something is compiled: it takes seconds.
+
+Elementwise steps outside of compiled layers run as one kernel on a GPU: eager, they go through memory several times.
+"""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import cache
 
 import torch
 from torch import Tensor
+
+
+def constant(function: Callable) -> Callable:
+    """torch.compiler.assume_constant_result: what `function` returns is a constant of compiled code."""
+    function._dynamo_marked_constant = True
+    return function
+
+
+def run_eagerly() -> AbstractContextManager:
+    """In it, compiled code runs as it was written."""
+    if "torch._dynamo" not in sys.modules:  # nothing is compiled
+        return nullcontext()
+    return torch.compiler.set_stance("force_eager")
 
 
 def as_one_kernel(function: Callable, *args, sizes_vary: bool = False, rows_vary: bool = False):

@@ -7,6 +7,9 @@ exist. The gradient is made in the forward pass, where the softmax is at hand; t
 The vocabulary may be cut over ranks. A chunk's logits are then those of a rank's own entries, and two numbers a token
 are exchanged: the log of the sum of exponentials (a MAX and a SUM all-reduce put the ranks' together) and the label's
 logit, which one rank has.
+
+A loss that is not linear in the log-probabilities gives their gradient only when it has seen all of them.
+`linear_logprobs` therefore keeps two numbers a token, and its backward pass makes each chunk's logits a second time.
 """
 
 from __future__ import annotations
@@ -20,7 +23,7 @@ from megalith.comm.collectives import Axis, summed
 from megalith.ops import kernels as fused
 from megalith.ops.compiled import as_one_kernel
 
-# Logits that exist at once. On an H200 the products of 3,328 tokens of GPT-2's vocabulary leave no multiprocessor idle:
+# Logits that exist at once. On an H200 the GEMMs of 3,328 tokens with GPT-2's vocabulary leave no SM idle:
 # with 2,560 tokens the gradient's takes a quarter more time.
 CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 5 * 2**25}
 CHUNK_MULTIPLE = 256  # tokens; matmuls like round numbers
@@ -51,18 +54,23 @@ def linear_cross_entropy(
         not torch.is_grad_enabled()
     ):  # an autograd function still sees a parameter as one that needs a gradient
         hidden, weight = hidden.detach(), weight.detach()
-    tokens = CHUNK_ELEMENTS[hidden.device.type] // (rows or weight.shape[0])
     return _LinearCrossEntropy.apply(
         hidden.reshape(-1, hidden.shape[-1]),
         weight,
         labels.reshape(-1) - first,
         loss_mask.reshape(-1),
         max(0, vocab_size - first),
-        max(1, tokens - tokens % CHUNK_MULTIPLE if tokens > CHUNK_MULTIPLE else tokens),
+        _chunk(hidden, rows or weight.shape[0]),
         softcap,
         axis,
         scale,
     )
+
+
+def _chunk(hidden: Tensor, rows: int) -> int:
+    """The number of tokens whose logits, of so many entries each, exist at once."""
+    tokens = CHUNK_ELEMENTS[hidden.device.type] // rows
+    return max(1, tokens - tokens % CHUNK_MULTIPLE if tokens > CHUNK_MULTIPLE else tokens)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -97,7 +105,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             if wants_gradient:
                 grads.append(grad @ matrix)
                 if grad_weight is not None:  # else the matrix is frozen
-                    grad_weight = _add_product(grad_weight, grad.T, x)
+                    grad_weight = _add_matmul(grad_weight, grad.T, x)
         if wants_gradient:
             ctx.save_for_backward(torch.cat(grads), grad_weight)
         return torch.stack(losses).sum() / factor
@@ -130,13 +138,137 @@ def _loss_and_gradient(
     logits[:, real:] = float("-inf")
     own = (index >= 0) & (index < logits.shape[1])
     row = index.clamp(0, logits.shape[1] - 1)[:, None]
-    log_sum, label = _whole(*as_one_kernel(_log_sum_and_label, logits, row), own, axis)
+    log_sum, label = as_one_kernel(_log_sum_and_label, logits, row)
+    log_sum, label, _ = _whole(log_sum, label[:, None], own[:, None], None, axis)
+    label = label[:, 0]
     loss = ((log_sum - label) * mask).sum()
     if not wants_gradient:
         return loss, None
     grad = as_one_kernel(_weighted_softmax, logits, log_sum, mask)
     grad.scatter_add_(1, row, -(mask * own)[:, None].to(grad.dtype))
     return loss, grad if softcap is None else grad * _softcap_slope(logits, softcap)
+
+
+def linear_logprobs(
+    hidden: Tensor,  # [..., hidden]
+    weight: Tensor,  # [padded vocab, hidden], any float type; cast to hidden's
+    targets: Tensor,  # int64 [...] or [..., k], each < vocab_size
+    vocab_size: int,
+    softcap: float | None = None,
+    *,
+    temperature: float = 1.0,
+    entropy: bool = False,
+    axis: Axis = Axis(),  # noqa: B008 (immutable)
+    first: int = 0,
+    rows: int | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """log softmax(hidden · weightᵀ / temperature)[target], float32 like targets; with `entropy` also that of each
+    softmax, float32 [...], else None.
+
+    Padding, softcap (it comes before the temperature) and `axis` are as `linear_cross_entropy` has them: both results
+    are the same on every rank, and the gradient of hidden is a part of a sum.
+    """
+    if not torch.is_grad_enabled():
+        hidden, weight = hidden.detach(), weight.detach()
+    tokens = hidden.shape[:-1]
+    logprobs, entropies = _LinearLogprobs.apply(
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight,
+        targets.reshape(tokens.numel(), -1) - first,
+        max(0, vocab_size - first),
+        _chunk(hidden, rows or weight.shape[0]),
+        softcap,
+        temperature,
+        entropy,
+        axis,
+    )
+    return logprobs.view(targets.shape), None if entropies is None else entropies.view(tokens)
+
+
+class _LinearLogprobs(torch.autograd.Function):
+    """Of logits z with p = softmax(z): ∂ log p_t / ∂ z_j = δ_tj − p_j, ∂ entropy / ∂ z_j = −p_j (log p_j + entropy)."""
+
+    @staticmethod
+    def forward(
+        ctx,
+        hidden: Tensor,  # [tokens, hidden]
+        weight: Tensor,  # [rows, hidden]
+        index: Tensor,  # int64 [tokens, k]: the targets' rows in weight; outside of it where another rank has them
+        real: int,  # rows from here on are padding
+        chunk: int,  # tokens
+        softcap: float | None,
+        temperature: float,
+        entropy: bool,
+        axis: Axis,
+    ) -> tuple[Tensor, Tensor | None]:  # float32 [tokens, k] and [tokens]
+        ctx.real, ctx.chunk, ctx.softcap, ctx.temperature = real, chunk, softcap, temperature
+        matrix, found = weight.to(hidden.dtype), []
+        for x, targets in zip(hidden.split(chunk), index.split(chunk)):
+            logits, row, own = _real_logits(x, matrix, targets, real, softcap)
+            parts = as_one_kernel(_logit_statistics, logits, row, temperature, entropy)
+            found.append(_whole(parts[0], parts[1], own, parts[2], axis))
+        log_sum, logit, entropies = (None if part[0] is None else torch.cat(part) for part in zip(*found))
+        ctx.save_for_backward(hidden, weight, index, log_sum, entropies)
+        return logit - log_sum[:, None], entropies
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_logprobs: Tensor, grad_entropy: Tensor | None):
+        hidden, weight, index, log_sum, entropy = ctx.saved_tensors
+        matrix, grads = weight.to(hidden.dtype), []
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
+        if entropy is None:
+            entropy = grad_entropy = torch.zeros_like(log_sum)
+        whole = (
+            hidden,
+            index,
+            grad_logprobs / ctx.temperature,
+            grad_entropy / ctx.temperature,
+            log_sum,
+            entropy,
+        )
+        for x, targets, grad, *softmax in zip(*(tensor.split(ctx.chunk) for tensor in whole)):
+            logits, row, own = _real_logits(x, matrix, targets, ctx.real, ctx.softcap)
+            product = as_one_kernel(_softmax_gradient, logits, grad.sum(1), *softmax, ctx.temperature)
+            product.scatter_add_(1, row, (grad * own).to(product.dtype))
+            if ctx.softcap is not None:
+                product = product * _softcap_slope(logits, ctx.softcap)
+            grads.append(product @ matrix)
+            if grad_weight is not None:
+                grad_weight = _add_matmul(grad_weight, product.T, x)
+        return torch.cat(grads), grad_weight, *[None] * 7
+
+
+def _real_logits(
+    x: Tensor, matrix: Tensor, index: Tensor, real: int, softcap: float | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Softcapped logits [tokens, rows], those of padding so low that their share is 0, as is its product with them;
+    the targets' rows [tokens, k], 0 for those of other ranks, and which ones are here."""
+    logits = softcapped(x @ matrix.T, softcap)
+    logits[:, real:] = max(torch.finfo(logits.dtype).min, -1e30)
+    own = (index >= 0) & (index < logits.shape[1])
+    return logits, torch.where(own, index, 0), own
+
+
+def _logit_statistics(
+    logits: Tensor, row: Tensor, temperature: float, entropy: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Of logits [tokens, rows] / temperature, in fp32: log Σ exp [tokens], entries at row [tokens, k], and with
+    `entropy` that of their softmax [tokens]."""
+    z = logits.float() / temperature
+    log_sum = z.logsumexp(-1)
+    log_p = z - log_sum[:, None]
+    return log_sum, z.gather(1, row), -(log_p.exp() * log_p).sum(-1) if entropy else None
+
+
+def _softmax_gradient(
+    logits: Tensor, logprobs: Tensor, entropies: Tensor, log_sum: Tensor, entropy: Tensor, temperature: float
+) -> Tensor:
+    """−p · (logprobs + entropies · (log p + entropy)) in the type of logits [tokens, rows], p being the softmax of
+    logits / temperature; the first two are the gradients [tokens] of a token's log-probabilities and entropy."""
+    log_p = logits.float() / temperature - log_sum[:, None]
+    by_entropy = entropies[:, None] * (log_p + entropy[:, None])
+    return (-log_p.exp() * (logprobs[:, None] + by_entropy)).to(logits.dtype)
 
 
 def linear_logits(hidden: Tensor, weight: Tensor, softcap: float | None = None) -> Tensor:
@@ -164,16 +296,25 @@ def _weighted_softmax(logits: Tensor, log_sum: Tensor, mask: Tensor) -> Tensor:
     return ((logits.float() - log_sum[:, None]).exp() * mask[:, None]).to(logits.dtype)
 
 
-def _whole(log_sum: Tensor, label: Tensor, own: Tensor, axis: Axis) -> tuple[Tensor, Tensor]:
-    """Both over the whole vocabulary, from each rank's part of it; `own` where the label is this rank's."""
+def _whole(
+    log_sum: Tensor, targets: Tensor, own: Tensor, entropy: Tensor | None, axis: Axis
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """All three over the whole vocabulary, from each rank's part of it: log Σ exp [tokens], the targets' logits
+    [tokens, k], which count where `own` says that they are this rank's, and the softmax's entropy [tokens]."""
     if axis.size == 1:
-        return log_sum, label
+        return log_sum, targets, entropy
     largest = summed(log_sum, axis, "max")
-    total, label = summed(torch.stack([(log_sum - largest).exp(), torch.where(own, label, 0.0)]), axis)
-    return largest + total.log(), label
+    share = (log_sum - largest).exp()
+    parts = [share, *torch.where(own, targets, 0.0).unbind(1)]
+    if entropy is not None:
+        parts.append(share * (entropy - (log_sum - largest)))
+    total, *sums = summed(torch.stack(parts), axis)
+    if entropy is not None:
+        entropy = sums.pop() / total + total.log()
+    return largest + total.log(), torch.stack(sums, 1), entropy
 
 
-def _add_product(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Adds a · b to total, float32. On a GPU the matmul itself adds, and nothing is rounded to the type of a and b."""
     if a.is_cuda and a.dtype != torch.float32:
         return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)

@@ -9,7 +9,7 @@ The hash is murmur3's 32-bit finalizer (Appleby 2011), applied to the row key xo
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -19,6 +19,7 @@ from megalith.ops.compiled import as_one_kernel
 
 # Sites of dropout inside a layer; the embedding's output is a layer of its own, numbered -1.
 ATTENTION_PROBABILITIES, ATTENTION_OUTPUT, MLP_OUTPUT, EMBEDDING_OUTPUT = 0, 1, 2, 3
+CROSS_ATTENTION_OUTPUT = -1  # cross-attention has layers of its own: -2 - layer, numbered below all others
 ADAPTER_INPUTS = {"linear_qkv": 4, "linear_proj": 5, "linear_fc1": 6, "linear_fc2": 7}
 
 
@@ -43,6 +44,16 @@ class DropoutKeys:
     def token_rows(self, site: int) -> Tensor:
         """As stream_rows, of all tokens here, where the stream may hold a part of them: int32 [batch, seq]."""
         return mix(self.queries ^ self._place(site))
+
+    def of_cross_attention(self) -> DropoutKeys:
+        """The keys of this layer's cross-attention."""
+        return replace(self, layer=-2 - self.layer, outputs=None)
+
+    def output_rows(self, site: int) -> Tensor:
+        """Keys of the residual stream's tokens for what a part of this layer adds to it: int32, in its shape."""
+        if site == CROSS_ATTENTION_OUTPUT:
+            return self.of_cross_attention().stream_rows(ATTENTION_OUTPUT)
+        return self.outputs[site - ATTENTION_OUTPUT]
 
     def _place(self, site: int) -> Tensor:
         return mix(self.layer * 8 + (site + 1))
@@ -113,15 +124,15 @@ def _drop(x: Tensor, probability: float, rows: Tensor, columns: Tensor) -> Tenso
 
 
 def attention_keep_mask(
-    rows: Tensor, heads: int, key_places: Tensor, probability: float, first_head: int = 0
+    rows: Tensor, heads: int, key_positions: Tensor, probability: float, first_head: int = 0
 ) -> Tensor:
     """Which attention probabilities stay: bool [batch, heads, queries, keys], from rows int32 [batch, queries].
 
-    `key_places` int64 [keys] is where the keys stand in the whole sequence, `first_head` the number of the first of
+    `key_positions` int64 [keys] is where the keys stand in the whole sequence, `first_head` the number of the first of
     these heads among all of the layer's.
     """
     head = torch.arange(first_head, first_head + heads, device=rows.device)[:, None]
-    columns = _mixed_indices((head + 1) * 0x1000000 ^ key_places)  # [heads, keys]
+    columns = _mixed_indices((head + 1) * 0x1000000 ^ key_positions)  # [heads, keys]
     return keep(rows[:, None, :, None] ^ columns[None, :, None, :], probability)
 
 

@@ -4,14 +4,15 @@
     dgrad     grad · weight                 the gradient of x, grad [tokens, out] being that of y
     wgrad     gradᵀ · x                     the gradient of weight
 
-Linears compose around it: plain here, column- and row-parallel in parallel/tensor/, with wgrads that wait for a
-zero-bubble schedule in parallel/pipeline/split_backward.py. Whoever wants other arithmetic gives them another Gemm.
+Linears compose around it: plain here, column- and row-parallel in parallel/tensor/, with deferred wgrads for a
+zero-bubble schedule in parallel/pipeline/split_backward.py. Other arithmetic is another Gemm.
 
-wgrad is a matmul over all tokens. A GPU computes it in tiles, one per multiprocessor at a time. When the tiles fill the
-multiprocessors one and a half times, the second round leaves half of them without work: on an H200 the two of
-GPT-2-large's MLP (1280 × 5120, 32,768 tokens) reach 573 TFLOP/s, and 755 to 790 when the tokens are cut into four
-matmuls that run as one batch and are summed in fp32. So do those of its halves under tensor parallelism, whose tiles
-fill the multiprocessors to three quarters: 602 and, in a step, 689.
+Split-K. wgrad is a matmul over all tokens. A GPU computes it in tiles, one per SM at a time. When there are one and a
+half times as many tiles as SMs, the second wave leaves half of them idle: on an H200 the two of GPT-2-large's MLP
+(1280 × 5120, 32,768 tokens) reach 573 TFLOP/s, and 755 to 790 when the tokens are split into four matmuls that run as
+one batch and are added in fp32. So do those of its shards under tensor parallelism, whose tiles fill three quarters of
+the SMs: 602 and, in a step, 689.
+
 """
 
 from __future__ import annotations
@@ -27,9 +28,11 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.nn import functional as F
 
+from megalith.ops.compiled import constant
+
 TILES = ((128, 256), (256, 128), (320, 128), (192, 192))  # of a matmul, as cuBLAS cuts it on Hopper
 PARTS = 4
-HELD = 2 / 3  # of the multiprocessors: where tiles take no more, cuBLAS cuts a matmul itself
+HELD = 2 / 3  # of the SMs: where tiles take no more, cuBLAS cuts a matmul itself
 FILLED = 0.8  # from here on cutting gains nothing
 LEAST_TOKENS = 8192
 
@@ -131,7 +134,7 @@ def wgrad_parts(x: Tensor, weight_shape: tuple[int, int]) -> int:
     return 1 if max(count / (ceil(count / processors) * processors) for count in tiles) > FILLED else PARTS
 
 
-@torch.compiler.assume_constant_result
+@constant
 def _processors(device: int) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
@@ -188,18 +191,18 @@ class _WideProduct(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return _product(x, weight.T)
+        return _matmul_to_fp32(x, weight.T)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
         x, weight = ctx.saved_tensors
         high = grad.to(x.dtype)
         parts = torch.cat([high, (grad - high.float()).to(x.dtype)], 1)  # [tokens, 2 · out]
-        grad_x = _product(parts, torch.cat([weight, weight])).to(x.dtype)
-        of_high, of_low = _product(parts.T, x).chunk(2)  # [out, in]
+        grad_x = _matmul_to_fp32(parts, torch.cat([weight, weight])).to(x.dtype)
+        of_high, of_low = _matmul_to_fp32(parts.T, x).chunk(2)  # [out, in]
         return grad_x, (of_high + of_low).to(weight.dtype)
 
 
-def _product(a: Tensor, b: Tensor) -> Tensor:
+def _matmul_to_fp32(a: Tensor, b: Tensor) -> Tensor:
     """a · b in fp32."""
     return torch.mm(a, b, out_dtype=torch.float32) if a.is_cuda else a.float() @ b.float()

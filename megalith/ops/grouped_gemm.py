@@ -1,17 +1,17 @@
-"""Matmuls of consecutive groups of rows, each group with a matrix of its own: what the experts of a layer compute.
+"""Grouped GEMM: matmuls of consecutive groups of rows, each group with its own matrix, for the experts of a layer.
 
-On a GPU, in bf16, torch's grouped GEMM takes all groups in one kernel and reads where they end on the device. Groups
-of one size are a batched matmul. Anything else is a loop, which needs the sizes on the host.
+On a GPU, in bf16, torch's grouped GEMM computes all groups in one kernel and reads their ends on the device. Groups of
+one size are a batched matmul. Anything else is a loop, which needs the sizes on the host.
 
-wgrad is computed apart from dgrad, in the backward pass of what prepared the weight. Nobody waits
-for it but the optimizer, so what comes between the two forward comes before it in the backward pass: an exchange of
-rows that begins there is under way while the weights' gradients are computed.
+wgrad is computed apart from dgrad, in the backward pass of what prepared the weight. Only the optimizer waits for it,
+so what comes between the two in the forward pass comes before it in the backward pass: an all-to-all that begins there
+overlaps the wgrads.
 
-A group may have a bias too. Its gradient is what a weight's is for one more column of the input, which holds ones, or
-the factors that the bias was multiplied by; so the same kernels make it, in the same order of additions.
+A group may have a bias. Its gradient is what a weight's is for one more column of the input, which has ones, or the
+factors that the bias was multiplied by; so the same kernels compute it, in the same order of additions.
 
-The backward pass keeps a weight as its parameter has it and casts it again: what was cast for the forward pass would
-stay until then, for every layer and every micro-batch in flight.
+For the backward pass the parameter itself is saved and cast again: a saved cast would stay in memory for every layer
+and every micro-batch in flight.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ class Order:
 
 
 def transposed(sizes: Tensor, rows: int) -> Order:
-    """Blocks of rows one behind the other, sizes int64 [m, n] of them, which stood in [m, n] and shall in [n, m].
+    """Blocks of rows one after the other, sizes int64 [m, n] of them, which stood in [m, n] and shall in [n, m].
 
     `rows` is how many there are of all blocks.
     """
@@ -70,7 +70,7 @@ def places(groups: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def starts(sizes: Tensor) -> Tensor:
-    """Where groups of these sizes, int64 [n], start that stand one behind the other."""
+    """Where groups of these sizes, int64 [n], start that stand one after the other."""
     return sizes.cumsum(0) - sizes
 
 

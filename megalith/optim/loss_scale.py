@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megalith.config import OptimConfig
-from megalith.errors import ConfigError
+from megalith.config.rules.optim_rules import check_loss_scale
 
 LARGEST_SCALE = 2.0**127  # the largest power of two in fp32
 
@@ -50,11 +50,6 @@ class DynamicLossScale:
         hysteresis: int,
         device: torch.device | str,
     ) -> None:
-        if min_scale > initial_scale:
-            raise ConfigError(
-                f"optim.min_loss_scale ({min_scale}) is above optim.initial_loss_scale ({initial_scale}); "
-                "lower it"
-            )
         self.min_scale = min_scale
         self.growth_interval = growth_interval
         self.hysteresis = hysteresis
@@ -95,7 +90,11 @@ LossScale = ConstantLossScale | DynamicLossScale
 
 
 def build_loss_scale(precision: str, config: OptimConfig, device: torch.device | str) -> LossScale:
-    """The fixed scale if `loss_scale` is set; else dynamic in fp16 and 1 in bf16 and fp32."""
+    """The fixed scale if `loss_scale` is set; else dynamic in fp16 and 1 in bf16 and fp32.
+
+    Raises ConfigError as `check_loss_scale`.
+    """
+    check_loss_scale(config, precision)
     if config.loss_scale is not None:
         return ConstantLossScale(config.loss_scale, device)
     if precision != "fp16":

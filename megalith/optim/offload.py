@@ -86,6 +86,8 @@ class OffloadedOptimizer(torch.optim.Optimizer):
     that the CPU has stepped are left as they were.
     """
 
+    _step_supports_amp_scaling = True  # torch's name for one that takes grad_scale and found_inf
+
     def __init__(
         self, optimizer: torch.optim.Optimizer, on_host: Collection[nn.Parameter], overlap: bool = True
     ):
@@ -197,7 +199,7 @@ def _with_gradient(part: _Slice) -> Iterator[_SlicePart]:
 
 
 def _slices(group: dict[str, Any], on_host: Collection[nn.Parameter]) -> Iterator[_Slice]:
-    """The elements of the group's parameters on the host, one behind the other, SLICE at a time."""
+    """The elements of the group's parameters on the host, one after the other, SLICE at a time."""
     pieces: list[_SlicePart] = []
     filled = 0
     for parameter in group["params"]:

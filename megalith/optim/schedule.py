@@ -17,7 +17,7 @@ import math
 from dataclasses import dataclass
 
 from megalith.config import OptimConfig, TrainConfig
-from megalith.errors import ConfigError
+from megalith.config.rules.optim_rules import check_schedule
 
 
 @dataclass(frozen=True)
@@ -93,28 +93,14 @@ _DECAYS = {  # ratio 0 → 1, ratio 1 → 0
 def build_schedule(optim: OptimConfig, train: TrainConfig) -> ParamSchedule:
     """The schedule of a run counted in `train_iters` or in `train_samples`.
 
-    Absent decay lengths are the whole run. Raises ConfigError for lengths in the other unit, a warm-up given
-    twice or as long as the decay, a WSD decay that does not fit, and ends that are on the wrong side of each
-    other.
+    Absent decay lengths are the whole run. Raises ConfigError as `check_schedule`.
     """
-    if optim.lr is None:
-        raise ConfigError("optim.lr is not set; training needs the highest learning rate, for example 3e-4")
-    unit, total = _unit(train)
-    _refuse_other_unit(optim, unit)
-    decay = getattr(optim, f"lr_decay_{unit}") or total
-    warmup = getattr(optim, f"lr_warmup_{unit}")
-    if optim.lr_warmup_fraction is not None:
-        if warmup:
-            raise ConfigError(
-                f"optim.lr_warmup_fraction ({optim.lr_warmup_fraction}) and optim.lr_warmup_{unit} ({warmup}) "
-                "are both set; keep one of them"
-            )
-        warmup = optim.lr_warmup_fraction * decay
-    wsd_decay = getattr(optim, f"lr_wsd_decay_{unit}") or 0
-    _check_lengths(optim, unit, warmup, decay, wsd_decay)
-    start_weight_decay, end_weight_decay = _weight_decay_ends(optim)
-
-    scale = _iteration_samples(train) if unit == "iters" else 1
+    warmup, decay, wsd_decay = check_schedule(optim, train)
+    counted, total = train.length
+    start, end = optim.start_weight_decay, optim.end_weight_decay
+    if optim.weight_decay_incr_style == "constant":
+        start = end = optim.weight_decay
+    scale = train.global_batch_size if counted == "iters" else 1
     return ParamSchedule(
         lr=optim.lr,
         min_lr=optim.min_lr,
@@ -124,79 +110,9 @@ def build_schedule(optim: OptimConfig, train: TrainConfig) -> ParamSchedule:
         warmup_init=optim.lr_warmup_init,
         wsd_decay_style=optim.lr_wsd_decay_style,
         wsd_decay_steps=wsd_decay * scale,
-        start_weight_decay=start_weight_decay,
-        end_weight_decay=end_weight_decay,
+        start_weight_decay=start,
+        end_weight_decay=end,
         weight_decay_steps=total * scale,
         weight_decay_style=optim.weight_decay_incr_style,
-        samples_per_iteration=scale if unit == "iters" else None,
+        samples_per_iteration=scale if counted == "iters" else None,
     )
-
-
-def _unit(train: TrainConfig) -> tuple[str, int]:
-    """(`iters` or `samples`, length of the run)."""
-    if train.train_iters is not None and train.train_samples is not None:
-        raise ConfigError(
-            f"train.train_iters ({train.train_iters}) and train.train_samples ({train.train_samples}) "
-            "are both set; keep one of them"
-        )
-    if train.train_iters is not None:
-        return "iters", train.train_iters
-    if train.train_samples is not None:
-        return "samples", train.train_samples
-    raise ConfigError("neither train.train_iters nor train.train_samples is set; training needs one of them")
-
-
-def _iteration_samples(train: TrainConfig) -> int:
-    if train.global_batch_size is None:
-        raise ConfigError("train.global_batch_size is not set; training needs it")
-    return train.global_batch_size
-
-
-def _refuse_other_unit(optim: OptimConfig, unit: str) -> None:
-    other = "samples" if unit == "iters" else "iters"
-    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
-        value = getattr(optim, f"{name}_{other}")
-        if value:
-            raise ConfigError(
-                f"optim.{name}_{other} is {value}, but the run is counted in train.train_{unit}; "
-                f"set optim.{name}_{unit} instead"
-            )
-
-
-def _check_lengths(optim: OptimConfig, unit: str, warmup: float, decay: int, wsd_decay: int) -> None:
-    for name in ("min_lr", "lr_warmup_init"):
-        if getattr(optim, name) > optim.lr:
-            raise ConfigError(
-                f"optim.{name} ({getattr(optim, name)}) is above optim.lr ({optim.lr}); lower it"
-            )
-    if optim.lr_decay_style == "constant":
-        return
-    if warmup >= decay:
-        raise ConfigError(
-            f"the warm-up ({warmup:g} {unit}) must be shorter than the decay it is part of ({decay} {unit}); "
-            f"shorten the warm-up or set optim.lr_decay_{unit} above it"
-        )
-    if optim.lr_decay_style == "WSD" and not 0 < wsd_decay <= decay - warmup:
-        given = f"is {wsd_decay}" if wsd_decay else "is not set"
-        raise ConfigError(
-            f"optim.lr_wsd_decay_{unit} {given}; WSD needs its last decay to be between 1 and "
-            f"{decay - warmup:g} {unit}: the decay ({decay}) less the warm-up ({warmup:g})"
-        )
-
-
-def _weight_decay_ends(optim: OptimConfig) -> tuple[float, float]:
-    start, end = optim.start_weight_decay, optim.end_weight_decay
-    if optim.weight_decay_incr_style == "constant":
-        if start is not None or end is not None:
-            raise ConfigError(
-                f"optim.start_weight_decay ({start}) and optim.end_weight_decay ({end}) need "
-                "optim.weight_decay_incr_style linear or cosine; a constant one is optim.weight_decay"
-            )
-        return optim.weight_decay, optim.weight_decay
-    if start is None or end is None or end < start:
-        raise ConfigError(
-            f"optim.weight_decay_incr_style is {optim.weight_decay_incr_style}, which grows from "
-            f"optim.start_weight_decay ({start}) to optim.end_weight_decay ({end}): set both, the end at "
-            "or above the start"
-        )
-    return start, end

@@ -79,9 +79,13 @@ def optimizer_step(
     found_inf = (~norm.isfinite()).to(torch.float32)
     clip = (clip_grad / (norm + 1e-6)).clamp(max=1.0) if clip_grad > 0 else torch.ones_like(norm)
 
-    optimizer.grad_scale = scale / clip
-    optimizer.found_inf = found_inf
-    optimizer.step()
-    del optimizer.grad_scale, optimizer.found_inf
+    if getattr(optimizer, "_step_supports_amp_scaling", False):
+        optimizer.grad_scale = scale / clip
+        optimizer.found_inf = found_inf
+        optimizer.step()
+        del optimizer.grad_scale, optimizer.found_inf
+    elif not found_inf.item():  # an optimizer of one's own
+        torch._foreach_div_([parameter.grad for parameter in parameters], scale / clip)
+        optimizer.step()
     loss_scale.update(found_inf)
     return StepResult(grad_norm=norm, skipped=found_inf, loss_scale=scale)

@@ -6,6 +6,7 @@ import torch
 
 from megalith.config import RunConfig
 from megalith.models.init import initialize
+from megalith.models.stack import layers_of
 from megalith.models.transformer import Transformer
 from megalith.ops.fp8 import AmaxTable
 from megalith.parallel.context.context_parallel import apply_context
@@ -15,7 +16,7 @@ from megalith.parallel.fp8_linears import apply_fp8
 from megalith.parallel.memory.activation_offload import apply_activation_offload
 from megalith.parallel.memory.recompute import apply_recompute
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.overlap.ping_pong import apply_halves, interleaving
+from megalith.parallel.overlap.ping_pong import apply_ping_pong, interleaving
 from megalith.parallel.pipeline.stages import assign_layers, schedule_kind, split_stages
 from megalith.parallel.shards import to_local_parameters
 from megalith.parallel.tensor.lora_shards import cut_adapters
@@ -32,8 +33,8 @@ def apply(
     3. Context: replaces the core of attention, which those heads go through.
     4. Experts: their own mesh over the same ranks. What they dispatch is what sequence parallelism has left here.
     5. FP8: linears and experts, as they stand now, get other matmuls; `table` has the scales of delayed ones.
-    6. Halves: layers go through two halves of a micro-batch, each with all the collectives that the axes have put in;
-       attention alone does, where context parallelism has put in all there are.
+    6. Ping-pong micro-batches: layers run two halves of a micro-batch, each with all the collectives of the axes;
+       only attention does, where context parallelism has put in all there are.
     7. Recompute: wraps the code as the axes have left it, their collectives included; a unit of layers has both halves.
     8. Compile: after everything that changes a layer's code. Zero-bubble takes backward passes apart: not compiled.
     9. Offload: outside of compiled layers, and of recomputed ones, whose inputs it can then take away.
@@ -50,11 +51,11 @@ def apply(
         apply_context(chunk, mesh.cp, parallel.cp_comm_type, parallel.hierarchical_context_parallel_sizes)
         apply_expert(chunk, mesh, tensor, parallel.moe_token_dispatcher_type)
         apply_fp8(chunk, config, mesh, table)
-        apply_halves(chunk, parallel, tensor)
+        apply_ping_pong(chunk, parallel, tensor)
         apply_recompute(chunk, parallel, mesh.tp)
         if compiles(config, device):
             options = {"options": interleaving()} if parallel.tp_comm_overlap else {}
-            for layer in chunk.layers.values():
+            for layer in layers_of(chunk).values():
                 # the experts' dispatch is no part of a graph
                 layer.compile(fullgraph=not layer.has_experts, **options)
                 if layer.has_experts and layer.mlp.shared_experts is not None:

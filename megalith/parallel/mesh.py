@@ -1,18 +1,18 @@
-"""The mesh: which rank stands where along the pipeline, data, context and tensor axes.
+"""The mesh: each rank's coordinates along the pipeline, data, context and tensor axes.
 
-Ranks are counted with tensor fastest, then context, data and pipeline, so that the axis that talks most has its ranks
-next to each other, on one machine. With 16 processes, tensor 2, context 2, pipeline 2 and so data 2:
+Tensor is the fastest axis, then context, data and pipeline, so that the axis that communicates most has adjacent ranks,
+on one machine. With 16 processes, tensor 2, context 2, pipeline 2 and so data 2:
 
     rank = ((pp · 2 + dp) · 2 + cp) · 2 + tp
 
-Gradients are summed over data and context together, so that is the axis of replicas, or that FSDP2 shards over.
+Gradients are reduced over data and context together, so that is the axis of replicas, or that FSDP2 shards over.
 
-The experts of a model see the ranks of a pipeline stage in another order: dp · cp · tp ranks are divided into edp
-copies of all experts, each copy spread over ep ranks, each expert cut over etp. With 8 ranks a stage, ep 2 and etp 2:
+The experts of a model have another mesh over the ranks of a pipeline stage: dp · cp · tp ranks are edp replicas of all
+experts, each replica spread over ep ranks, each expert sharded over etp. With 8 ranks a stage, ep 2 and etp 2:
 
     rank in the stage = (edp · 2 + ep) · 2 + etp
 
-The gradients of experts are summed over edp: every token's rows come to one copy.
+The gradients of experts are reduced over edp: every token's rows go to one replica.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch.distributed import DeviceMesh, init_device_mesh
 from megalith.comm.collectives import Axis
 from megalith.config import ParallelConfig
 from megalith.config.rules import expert_rules
-from megalith.config.rules import run_rules as rules
+from megalith.config.rules import parallel_rules as rules
 from megalith.errors import ConfigError
 
 
@@ -71,6 +71,11 @@ class Mesh:
     """For fully_shard: dp_cp, or (replicate, shard) where a parameter stands on several ranks. None: no processes, or
     no_shard."""
 
+    @classmethod
+    def alone(cls) -> Mesh:
+        """The mesh of one process, be it one of many: every axis has size 1. No collective call."""
+        return cls(*[Axis()] * 12, experts=None, expert_fsdp=None, fsdp=None)
+
     def describe(self, rank: int) -> Coordinates:
         """The coordinates of any rank of the world."""
         rest, tp = divmod(rank, self.tp.size)
@@ -94,7 +99,7 @@ def build_mesh(
     """
     dp = rules.data_parallel_size(parallel, world_size)
     if world_size == 1 and not dist.is_initialized():
-        return Mesh(*[Axis()] * 12, experts=None, expert_fsdp=None, fsdp=None)
+        return Mesh.alone()
     pp, cp, tp = (
         parallel.pipeline_model_parallel_size,
         parallel.context_parallel_size,

@@ -19,23 +19,34 @@ from megalith.models.mixers.attention import Attention
 from megalith.models.mixers.mla import LatentAttention
 from megalith.models.moe import GroupedLinear, MoE
 from megalith.models.norm import HeadsNorm
+from megalith.models.own_model import Model
 from megalith.models.pass_context import Runnable
 from megalith.models.router import Router
+from megalith.models.stack import Stack
 from megalith.models.transformer import Embedding, Transformer
 
 SEAMS: dict[type[nn.Module], dict[str, str]] = {
-    Transformer: {
+    Stack: {
         "pass_layout": "how the tokens of a pass stand here: (tokens, trains=, has_places=) → PassLayout",
         "runner": "how a list of layers is run: (layers, x, context) → x",
         "shard_tokens": "the residual stream's share of what every token has: (x [batch, seq], layout) → share",
         "attention_mask": "what the cores take as their mask: (document_ids, causal) → mask",
-        "loss": "the tokens' losses: (x, weight, labels, loss_mask, vocab_size, softcap, context, scale) → their sum",
-        "logits": "every entry's logits: (x, weight, vocab_size, softcap, context) → [batch, seq, vocab]",
         "embedding": "None where another pipeline stage has it",
         "final_layernorm": "None where another pipeline stage has it",
+    },
+    Transformer: {
+        "loss": "the tokens' losses: (x, weight, labels, loss_mask, vocab_size, softcap, context, scale) → their sum",
+        "logprobs": "the targets' log-probabilities: (x, weight, targets, vocab_size, softcap, context, temperature, "
+        "entropy) → [batch, seq] or [batch, seq, k], and the entropies",
+        "logits": "every entry's logits: (x, weight, vocab_size, softcap, context) → [batch, seq, vocab]",
         "output_layer": "None where another pipeline stage has it",
         "partial_gradients": "names of the parameters of which a rank's gradient is a part of a sum over tp",
         "replicated": "the parameters that are copied over data-parallel ranks, and the sums of their gradients",
+    },
+    Model: {
+        "copied": "by name the plain parameters that stand alike on the ranks of an axis",
+        "partial_gradients": "as a Transformer's",
+        "replicated": "as a Transformer's",
     },
     Embedding: {
         "lookup": "the tokens' rows for the residual stream: (input_ids, weight, context) → rows",

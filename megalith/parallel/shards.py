@@ -11,15 +11,17 @@ compiled code is given, it compares placements, takes it apart and puts its grad
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from megalith.comm.collectives import Axis, local_place
+from megalith.optim.optimizer import Placement
 from megalith.parallel.data.replicas import copies_of
 from megalith.parallel.seams import replace_parameter
 
@@ -104,6 +106,18 @@ class LocalParameters:
         self.named = [(name, self._plain(name, parameter)) for name, parameter in self._state]
         """Names and plain fp32 parameters of their local shape, some of them empty; share storage with the state."""
 
+    def placements(self, matrices: Callable[[str, torch.Size], Sequence[int] | None]) -> dict[str, Placement]:
+        """By name, for an optimizer. `matrices` says which matrices a parameter of a name and shape is made of."""
+        made = {}
+        for name, parameter in self._state:
+            tensor, box = placed(parameter), self.boxes[name]
+            parts = matrices(name, tensor.shape)
+            if isinstance(tensor, DTensor):
+                made[name] = Placement(partial(_gathered, tensor), partial(_own_part, tensor, box), parts)
+            else:
+                made[name] = Placement(matrices=parts)
+        return made
+
     @torch.no_grad()  # else to_local is a step of autograd for each
     def attach_gradients(self) -> None:
         """Gives each plain parameter its shard of the gradient, without a copy."""
@@ -120,3 +134,24 @@ class LocalParameters:
         if not isinstance(parameter, DTensor):
             return parameter
         return nn.Parameter(self.boxes[name].values, requires_grad=parameter.requires_grad)
+
+
+def _gathered(like: DTensor, shard: Tensor) -> Tensor:
+    """The whole of which `shard` is this rank's box, as `like` is placed; of experts [experts, rows, columns] those of
+    the ranks that hold their parts. An all-gather over the axes that shard it."""
+    placements = [
+        place if len(like.shape) == 3 and getattr(place, "dim", None) == 0 else Replicate()
+        for place in like.placements
+    ]
+    tensor = DTensor.from_local(
+        shard, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=like.stride()
+    )
+    return tensor.redistribute(placements=placements).to_local()
+
+
+def _own_part(like: DTensor, box: Box, whole: Tensor) -> Tensor:
+    """This rank's box of what `_gathered` gives, as a view."""
+    if whole.shape == like.shape:
+        return box.cut_from(whole)
+    first = (0, *box.offset[1:])  # its own experts are all there
+    return whole[tuple(slice(at, at + size) for at, size in zip(first, box.values.shape))]

@@ -1,6 +1,6 @@
 """The job: a training run made of the same pieces as any other, looked at from close by.
 
-A rank builds the Trainer of its configuration and drives its steps itself. The first step's gradients are taken
+A rank builds the Run of its configuration and drives its steps itself. The first step's gradients are taken
 before the optimizer uses them up; in the middle of the run the model is evaluated and generates, as in a real one,
 which must not disturb the steps that follow.
 """
@@ -13,7 +13,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from itertools import chain, islice
 
-import torch
 from torch import Tensor
 
 from megalith.checkpoint.state import STATE_WITH_ROWS, model_boxes, optimizer_boxes
@@ -24,11 +23,11 @@ from megalith.launch.launcher import this_process
 from megalith.parallel.gather import global_tensors
 from megalith.parallel.mesh import build_mesh
 from megalith.parallel.shards import Box
-from megalith.report.measured_step import StepClock
 from megalith.report.report import PendingStep
-from megalith.training.build import vocabulary_rows
+from megalith.training.build import prepare, vocabulary_rows
 from megalith.training.process import prepare_process
-from megalith.training.trainer import Trainer, prepare
+from megalith.training.resume import load_run
+from megalith.training.run_state import Run
 
 PROMPTS = [[5, 9, 2], [7, 1, 4, 4, 11]]
 NEW_TOKENS = 6
@@ -50,52 +49,37 @@ class Outcome:
     unequal_copies: list[str]  # tensors that several ranks hold, and not all alike to the bit, at the end
 
 
-class RecordedReport:
-    """Stands in the place of a run's report: keeps the steps, and says nothing."""
-
-    def __init__(self, device: torch.device):
-        self.clock = StepClock(device)
-        self.steps: list[PendingStep] = []
-
-    def add(self, step: PendingStep) -> None:
-        self.steps.append(step)
-
-    def flush(self) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-    def evaluating(self, step: int, done: int, total: int) -> None: ...
-
-
-def start(config: RunConfig) -> Trainer:
-    """This rank's Trainer, with the initial weights or those of `checkpoint.load`, and a silent report."""
+def start(config: RunConfig) -> Run:
+    """This rank's run, with the initial weights or those of `checkpoint.load`."""
     process = this_process()
-    config, tokenizer = prepare(config, process.world_size)
+    config, tokenizer, _ = prepare(config, process.world_size)
     device = prepare_process(config, process.local_rank)
     mesh = build_mesh(
         config.parallel, process.world_size, device.type, has_experts=config.model.num_experts is not None
     )
-    trainer = Trainer(config, tokenizer, mesh, device)
-    trainer.report = RecordedReport(device)
-    return trainer
+    run = Run(config, tokenizer, mesh, device)
+    load_run(run)
+    return run
 
 
-def run_job(config: RunConfig) -> Outcome:
-    """Trains to `train_iters`. Every rank of a process group calls it; a process without one is alone."""
-    trainer = start(config)
-    middle = (trainer.step + trainer.total_steps) // 2
-    with trainer.data.train_loader(trainer.step, trainer.consumed_samples, trainer.device) as batches:
-        first = list(islice(batches, trainer.batch_sizes.micro_batches(trainer.consumed_samples)))
-        first_loss = trainer.model.backward(first, trainer.loss_scale.scale)
-        gradients = gradients_by_name(trainer)
-        trainer.model.parameters.clear_gradients()
+def run_job(config: RunConfig, step_count: int | None = None) -> Outcome:
+    """Trains to `train_iters`, or for `step_count` steps. Every rank of a process group calls it; a process without one
+    is alone."""
+    run = start(config)
+    steps: list[PendingStep] = []
+    end = run.total_steps if step_count is None else min(run.step + step_count, run.total_steps)
+    middle = (run.step + end) // 2
+    with run.data.train_loader(run.step, run.consumed_samples, run.device) as batches:
+        first = list(islice(batches, run.batch_sizes.micro_batches(run.consumed_samples)))
+        first_loss = run.model.backward(first, loss_scale=run.loss_scale.scale)
+        gradients = gradients_by_name(run)
+        run.model.parameters.clear_gradients()
         batches = chain(first, batches)
-        while trainer.step < trainer.total_steps:
-            trainer.train_step(batches)
-            if trainer.step == middle:
-                evaluation = trainer.mean_loss(trainer.data.valid)
-                generated = generate(trainer.model, PROMPTS, max_new_tokens=NEW_TOKENS, temperature=0)
-    steps = trainer.report.steps
+        while run.step < end:
+            steps.append(run.train_step(batches))
+            if run.step == middle:
+                evaluation = run.mean_loss(run.data.valid)
+                generated = generate(run.model, PROMPTS, max_new_tokens=NEW_TOKENS, temperature=0)
     return Outcome(
         first_loss=first_loss.item(),
         gradients=gradients,
@@ -105,34 +89,33 @@ def run_job(config: RunConfig) -> Outcome:
         loss_scales=[step.loss_scale.item() for step in steps],
         evaluation=evaluation,
         generated=generated,
-        state=state_by_name(trainer),
-        unequal_copies=unequal_copies(trainer),
+        state=state_by_name(run),
+        unequal_copies=unequal_copies(run),
     )
 
 
-def gradients_by_name(trainer: Trainer) -> dict[str, Tensor]:
+def gradients_by_name(run: Run) -> dict[str, Tensor]:
     """The attached gradients, unscaled, as global tensors on rank 0."""
-    parameters = trainer.model.parameters
+    parameters = run.model.parameters
     boxes = {
         name: replace(parameters.boxes[name], values=plain.grad)
         for name, plain in parameters.named
         if plain.requires_grad
     }
-    scale = trainer.loss_scale.scale.cpu()
-    return {name: gradient / scale for name, gradient in _whole(trainer, boxes).items()}
+    scale = run.loss_scale.scale.cpu()
+    return {name: gradient / scale for name, gradient in _whole(run, boxes).items()}
 
 
-def state_by_name(trainer: Trainer) -> dict[str, Tensor]:
+def state_by_name(run: Run) -> dict[str, Tensor]:
     """Parameters and optimizer state as a checkpoint would hold them, on rank 0."""
-    return _whole(trainer, _state(trainer))
+    return _whole(run, _state(run))
 
 
-def unequal_copies(trainer: Trainer) -> list[str]:
+def unequal_copies(run: Run) -> list[str]:
     """Names of the state's tensors of which two ranks hold the same box with other bits; the same on every rank."""
-    world = trainer.mesh.world
+    world = run.mesh.world
     own = [
-        [name, box.offset, tuple(box.values.shape), _digest(box.values)]
-        for name, box in _state(trainer).items()
+        [name, box.offset, tuple(box.values.shape), _digest(box.values)] for name, box in _state(run).items()
     ]
     digests: dict[tuple, set[str]] = {}
     for name, offset, shape, digest in chain.from_iterable(gather_json(own, world)):
@@ -144,18 +127,18 @@ def _digest(values: Tensor) -> str:
     return hashlib.blake2b(values.cpu().contiguous().numpy().tobytes(), digest_size=8).hexdigest()
 
 
-def _state(trainer: Trainer) -> dict[str, Box]:
-    return model_boxes(trainer.model.chunks) | optimizer_boxes(trainer.optimizer, trainer.model.chunks)
+def _state(run: Run) -> dict[str, Box]:
+    return model_boxes(run.model.chunks) | optimizer_boxes(run.optimizer, run.model.chunks)
 
 
-def _whole(trainer: Trainer, boxes: Mapping[str, Box]) -> dict[str, Tensor]:
-    rows = vocabulary_rows(trainer.config)
+def _whole(run: Run, boxes: Mapping[str, Box]) -> dict[str, Tensor]:
+    rows = vocabulary_rows(run.config)
     for name, count in list(rows.items()):
         rows |= {f"optim.{name}.{key}": count for key in STATE_WITH_ROWS}
     boxes = {name: box.first_rows(rows[name]) if name in rows else box for name, box in boxes.items()}
     tensors = {}
-    for name, tensor in global_tensors(boxes, trainer.mesh.world).items():
+    for name, tensor in global_tensors(boxes, run.mesh.world).items():
         held = sum(math.prod(part.shape) for part in tensor.parts)
         assert held == math.prod(tensor.shape), f"{name}: ranks own {held} elements of {tensor.shape}"
         tensors[name] = tensor.whole()
-    return {} if trainer.mesh.world.rank else tensors
+    return {} if run.mesh.world.rank else tensors

@@ -127,7 +127,7 @@ LAYOUTS: dict[str, ParityLayout] = {
     "tp4-sp-pp2": ParityLayout(8, TP4 | SP | PP2),
     "cp4-a2a+p2p-dp2-zero2": ParityLayout(8, CP4 | A2A_P2P | ZERO2),
     "pp4-dp2-zero3": ParityLayout(8, PP4 | ZERO3),
-    # micro-batches in halves, so that one computes while the other's collectives are under way
+    # ping-pong micro-batches
     "tp2-overlap": ParityLayout(2, TP2 | HALVES),
     "tp2-sp-overlap": ParityLayout(2, TP2 | SP | HALVES),
     "tp4-sp-overlap": ParityLayout(4, TP4 | SP | HALVES),

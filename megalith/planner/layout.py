@@ -13,22 +13,15 @@ from typing import Any
 
 from megalith.config import RunConfig
 from megalith.config.batch_size import BatchSizeSchedule
-from megalith.config.rules.expert_rules import expert_data_parallel_size, expert_shard_size
-from megalith.config.rules.run_rules import check_training, data_parallel_size, shard_size
+from megalith.config.rules.parallel_rules import data_parallel_size
 from megalith.errors import ConfigError
 from megalith.parallel.mesh import Coordinates
-from megalith.parallel.pipeline.pipeline_rules import check_pipeline
+from megalith.parallel.pipeline.pipeline_rules import check_layout
 from megalith.parallel.pipeline.schedules import Kind, Schedule
 from megalith.parallel.pipeline.simulate import Durations, simulate
-from megalith.parallel.pipeline.stages import Stage, assign_layers, run_schedule, schedule_kind
-from megalith.planner.flops import flops_per_token
-from megalith.planner.layer_sizes import layer_size
-from megalith.planner.memory import (
-    MemoryEstimate,
-    Share,
-    expected_memory,
-    outside_parameters,
-)
+from megalith.parallel.pipeline.stages import Stage, assign_layers, run_schedule
+from megalith.planner.counts import MetaModel, flops_per_token, layers_of
+from megalith.planner.memory import MemoryEstimate, StageMemory
 from megalith.planner.traffic import Transfer, transfers
 
 
@@ -111,7 +104,8 @@ def build_layout(config: RunConfig, world_size: int) -> Layout:
         schedule = run_schedule(parallel, micro_batches)
         bubble = simulate(schedule).bubble
         weighed = simulate(schedule, _durations(config, assignment)).bubble
-    stages = [_stage(config, world_size, chunks, schedule, micro_batches) for chunks in assignment]
+    meta = MetaModel(config.model, config.lora)
+    stages = [_stage(config, meta, world_size, chunks, schedule, micro_batches) for chunks in assignment]
     return Layout(
         config=config,
         coordinates=[Coordinates(*place) for place in product(*map(range, axes))],
@@ -119,20 +113,17 @@ def build_layout(config: RunConfig, world_size: int) -> Layout:
         micro_batches=micro_batches,
         bubble=bubble,
         weighed_bubble=weighed,
-        transfers=transfers(config, world_size, [stage.chunks for stage in stages], micro_batches),
+        transfers=transfers(
+            config, meta.on_rank(parallel), world_size, [stage.chunks for stage in stages], micro_batches
+        ),
     )
 
 
 def alternative(layout: Layout, settings: Mapping[str, Any]) -> Layout | None:
     """The layout of the same run with other settings ("section.field" → value); None where they are refused."""
-    config = layout.config.model_copy(deep=True)
-    for path, value in settings.items():
-        section, name = path.split(".")
-        setattr(getattr(config, section), name, value)
+    config = layout.config.with_settings(settings)
     try:
-        check_training(config, layout.world_size)
-        dp = data_parallel_size(config.parallel, layout.world_size)
-        check_pipeline(config, BatchSizeSchedule.from_config(config.train, dp).all_micro_batches)
+        check_layout(config, layout.world_size)
     except ConfigError:
         return None
     return build_layout(config, layout.world_size)
@@ -140,56 +131,27 @@ def alternative(layout: Layout, settings: Mapping[str, Any]) -> Layout | None:
 
 def _stage(
     config: RunConfig,
+    meta: MetaModel,
     world_size: int,
     chunks: Sequence[Stage],
     schedule: Schedule | None,
     micro_batches: int,
 ) -> StageLayout:
-    model, parallel, train = config.model, config.parallel, config.train
-    layers = [len(chunk.layers) + len(model.further_layers) * chunk.head for chunk in chunks]
-    embedding, head = any(chunk.embedding for chunk in chunks), any(chunk.head for chunk in chunks)
+    model = config.model
+    layers = [len(layers_of(model, [chunk])) for chunk in chunks]
     in_flight, held = 1, sum(layers)
     if schedule is not None:
         in_flight = most_held(schedule, chunks[0].rank, [1] * len(chunks))
         held = most_held(schedule, chunks[0].rank, layers)
-    is_sharded = parallel.data_parallel_sharding_strategy != "no_shard"
-    copies = world_size // parallel.pipeline_model_parallel_size // parallel.tensor_model_parallel_size
-    here = [
-        layer for chunk in chunks for layer in (*chunk.layers, *(model.further_layers if chunk.head else ()))
-    ]
-    with_experts = [layer in model.expert_layers for layer in here]
-    share = Share(
-        parallel=parallel,
-        layers=len(here),
-        layers_with_experts=sum(with_experts),
-        layers_held=held,
-        embedding=embedding,
-        head=head,
-        chunks=len(chunks),
-        compiled=config.runtime.compile is not False and schedule_kind(parallel) != "zero_bubble",
-        fsdp=copies > 1 and is_sharded,
-        shards=shard_size(parallel, world_size),
-        expert_fsdp=expert_data_parallel_size(parallel, world_size) > 1 and is_sharded,
-        expert_shards=expert_shard_size(parallel, world_size),
-        accumulates=micro_batches > 1,
-        adapters=sum(layers) * config.lora.parameters(model, parallel.tensor_model_parallel_size),
-        offloaded=config.optim.optimizer_offload_fraction if config.optim.optimizer_cpu_offload else 0.0,
-        documents=config.data.reset_attention_mask,
-    )
+    whole = meta.in_layers(layers_of(model, chunks)) + meta.outside(chunks)
     return StageLayout(
         number=chunks[0].rank,
         chunks=tuple(chunks),
-        parameters=sum(layer_size(model, has_experts).total for has_experts in with_experts)
-        + outside_parameters(model, embedding, head),
+        parameters=whole.total() - whole["adapters"],
         in_flight=in_flight,
-        memory=expected_memory(
-            model,
-            train.micro_batch_size,
-            config.data.seq_length,
-            train.precision,
-            config.optim.optimizer,
-            share,
-        ),
+        memory=StageMemory(
+            config, meta.on_rank(config.parallel), world_size, chunks, held, micro_batches > 1
+        ).estimate(),
     )
 
 
@@ -209,7 +171,7 @@ def most_held(schedule: Schedule, rank: int, weights: Sequence[int]) -> int:
 def _durations(config: RunConfig, assignment: list[list[Stage]]) -> list[Durations]:
     """How long each stage takes by its FLOPs, in the model's order.
 
-    A layer's forward pass and the two halves of its backward pass are alike; the loss makes the head's gradients in the
+    A layer's forward pass, dgrad and wgrad are alike; the loss makes the head's gradients in the
     forward pass (ops/cross_entropy.py).
     """
     cost = flops_per_token(config.model, config.data.seq_length, config.lora)

@@ -1,7 +1,8 @@
 """The memory that a device of a run is expected to take, from the configuration alone.
 
-Weights, gradients and optimizer state are exact: so many bytes a parameter that is here. Activations are an estimate,
-the tensors that the backward pass must find again (after Korthikanti et al., 2022, section 4), under assumptions:
+Weights, gradients and optimizer state are exact: so many bytes a parameter that is here (counts.py). Saved activations
+are an estimate, the tensors that the backward pass must find again (after Korthikanti et al., 2022, section 4), under
+assumptions:
 
 - attention runs in a fused kernel, so the matrix of probabilities is never whole, but the mask of documents or of a
   window is, and as a bias while a layer computes, beside keys and values repeated for each head of a group;
@@ -12,23 +13,27 @@ the tensors that the backward pass must find again (after Korthikanti et al., 20
 Experts are taken to have as many tokens each; what a token's rows take is estimated, not measured.
 
 The parts do not all peak at the same moment (a layer's activations go as its gradients come), so their sum is what a
-step needs at most. Nothing here imports torch.
+step needs at most.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING
 
-from megalith.planner.layer_sizes import layer_size
+from torch import nn
 
-if TYPE_CHECKING:
-    from megalith.config import ModelConfig, ParallelConfig
+from megalith.config import RunConfig
+from megalith.config.rules.expert_rules import expert_data_parallel_size, expert_shard_size
+from megalith.config.rules.parallel_rules import shard_size
+from megalith.models.linear import Linear
+from megalith.parallel.pipeline.stages import Stage, schedule_kind
+from megalith.parallel.tensor.tensor_parallel import role_of
+from megalith.planner.counts import MetaModel, layers_of
 
 MASTER_BYTES = 4  # fp32 weights
 GRADIENT_BYTES = 4  # fp32 gradients
-OPTIMIZER_BYTES = {"adamw": 8, "adam": 8, "sgd": 4}  # fp32 moments, or momentum
+OPTIMIZER_BYTES = {"adamw": 8, "adam": 8, "sgd": 4, "muon": 4}  # fp32 moments; others as AdamW's
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 LOGITS_AT_ONCE = 2**26
 LAYERS_GATHERED = 2  # with optim_grads_params: the one that computes, and the next
@@ -54,290 +59,213 @@ class MemoryEstimate:
         return sum(getattr(self, part.name) for part in fields(self))
 
 
-@dataclass(frozen=True)
-class Share:
-    """The part of a run that one device has, as far as its memory depends on it. By default all of it.
+class StageMemory:
+    """What a device of a pipeline rank takes at the peak of a training step."""
 
-    How a layer is cut (tensor, sequence, context) stands in `parallel`; the numbers here are what the pipeline and
-    the number of processes make of it.
-    """
+    def __init__(
+        self,
+        config: RunConfig,
+        meta: MetaModel,
+        world_size: int,
+        chunks: Sequence[Stage],
+        layers_held: int | None = None,
+        accumulates: bool = True,
+    ):
+        """`meta`: the model of `config`, on a rank. `layers_held`: layers whose activations are kept at the fullest
+        moment, counted once a micro-batch; None: all of its own once. `accumulates`: whether a step has several
+        micro-batches."""
+        self.config, self.model, self.parallel = config, config.model, config.parallel
+        parallel = config.parallel
+        self.tensor, self.context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+        self.sequence = self.tensor if parallel.sequence_parallel else 1
+        self.width = COMPUTE_BYTES[config.train.precision]
+        self.compiled = config.runtime.compile is not False and schedule_kind(parallel) != "zero_bubble"
+        is_sharded = parallel.data_parallel_sharding_strategy != "no_shard"
+        copies = world_size // parallel.pipeline_model_parallel_size // self.tensor
+        self.fsdp, self.shards = is_sharded and copies > 1, shard_size(parallel, world_size)
+        self.expert_fsdp = is_sharded and expert_data_parallel_size(parallel, world_size) > 1
+        self.expert_shards = expert_shard_size(parallel, world_size)
+        self.accumulates = accumulates
 
-    parallel: ParallelConfig | None = None
-    """None: one device."""
-    layers: int | None = None
-    """Layers whose parameters are here; None: all."""
-    layers_with_experts: int | None = None
-    """How many of them have experts; None: as many as of all layers, in proportion."""
-    layers_held: int | None = None
-    """Layers whose activations are kept at the fullest moment, counted once a micro-batch; None: `layers`."""
-    embedding: bool = True
-    head: bool = True
-    """The final norm, and the output matrix with the loss."""
-    chunks: int = 1
-    """Pieces of the model that these layers make up: virtual pipeline stages."""
-    compiled: bool = True
-    fsdp: bool = False
-    """Whether FSDP2 shards the parameters over data × context, and so there is a gathered copy of them."""
-    shards: int = 1
-    """Ranks over which the state is sharded."""
-    expert_fsdp: bool = False
-    """As `fsdp`, of the experts over the ranks that have the same."""
-    expert_shards: int = 1
-    """Ranks over which the state of an expert is sharded."""
-    accumulates: bool = True
-    """Whether a step has several micro-batches."""
-    adapters: int = 0
-    """Parameters of adapters here. They alone have gradients and optimizer state then; 0: every parameter has."""
-    offloaded: float = 0.0
-    """Share of the optimizer state that is kept in host memory, 0 to 1."""
-    documents: bool = False
-    """Whether attention stays inside documents."""
+        self.meta = meta
+        self.chunks, self.head = len(chunks), any(chunk.head for chunk in chunks)
+        self.numbers = layers_of(config.model, chunks)
+        self.layers = len(self.numbers)
+        self.held = self.layers if layers_held is None else layers_held
+        here = meta.in_layers(self.numbers)
+        self.experts, self.adapters = here["experts"], here["adapters"]
+        self.dense = here.total() - self.experts - self.adapters
+        self.outside = meta.outside(chunks).total()
 
-
-@dataclass(frozen=True)
-class Cuts:
-    """The sizes that a layer is cut by."""
-
-    tensor: int = 1
-    sequence: int = 1  # tensor, or 1 without sequence parallelism
-    context: int = 1
-    experts: int = 1  # expert · expert tensor
-    expert_tensor: int = 1
-
-    @classmethod
-    def of(cls, parallel: ParallelConfig | None) -> Cuts:
-        if parallel is None:
-            return cls()
-        tensor = parallel.tensor_model_parallel_size
-        return cls(
-            tensor,
-            tensor if parallel.sequence_parallel else 1,
-            parallel.context_parallel_size,
-            parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size,
-            parallel.expert_tensor_parallel_size,
+    def estimate(self) -> MemoryEstimate:
+        optim, width, train = self.config.optim, self.width, self.config.train
+        state = (self.dense + self.outside) / self.shards + self.experts / self.expert_shards
+        trained = (
+            self.adapters / self.shards if self.adapters else state
+        )  # adapters alone, where there are any
+        rows = -(-self.model.padded_vocab_size // self.tensor)
+        head = rows * self.model.hidden_size if self.head else 0
+        tokens = train.micro_batch_size * self.config.data.seq_length // self.context
+        logits = min(tokens * rows, LOGITS_AT_ONCE) if self.head else 0
+        offloaded = optim.optimizer_offload_fraction if optim.optimizer_cpu_offload else 0.0
+        return MemoryEstimate(
+            weights=int(MASTER_BYTES * (state + self.adapters / self.shards)),
+            compute_copy=self._copies() + (0 if train.precision == "fp32" else width * head),
+            gradients=GRADIENT_BYTES * self.adapters
+            or int(
+                self._gradients(self.dense + self.outside, self.dense, self.shards)
+                + self._gradients(self.experts, self.experts, self.expert_shards)
+            ),
+            optimizer=int(OPTIMIZER_BYTES.get(optim.optimizer, 8) * trained * (1 - offloaded)),
+            activations=int(width * tokens * self._saved_per_token()) + self._masked_attention(),
+            loss=(4 + 2 * width) * logits + (0 if self.adapters else GRADIENT_BYTES * head),
         )
 
+    def _whole_layers(self) -> tuple[int, int]:
+        """Of the layers whose activations are held: how many save their input alone, how many everything.
 
-def expected_memory(
-    model: ModelConfig,
-    micro_batch_size: int,
-    seq_length: int,
-    precision: str = "bf16",
-    optimizer: str = "adamw",
-    share: Share = Share(),
-) -> MemoryEstimate:
-    """Peak memory of a training step on a device that has `share` of the run, in bytes.
+        What is recomputed is there whole once, while its backward pass runs; of what waits in host memory, a layer.
+        """
+        parallel, layers, held = self.parallel, self.layers, self.held
+        if not layers:
+            return 0, held
+        if first := min(parallel.cpu_offloading_num_layers * self.chunks, layers):
+            held += 1 - held * first // layers
+        if parallel.recompute_granularity != "full":
+            return 0, held
+        if parallel.recompute_method == "block":  # the first layers of each chunk, each by itself
+            again = held * min(parallel.recompute_num_layers * self.chunks, layers) // layers
+            return again, held - again + 1
+        unit = min(parallel.recompute_num_layers, layers)
+        return -(-held // unit), unit
 
-    `precision` is fp32, bf16 or fp16, `optimizer` adamw, adam or sgd.
-    """
-    cuts = Cuts.of(share.parallel)
-    layers = model.num_layers if share.layers is None else share.layers
-    held = layers if share.layers_held is None else share.layers_held
-    width = COMPUTE_BYTES[precision]
-    layer = _mean_layer(model, share, layers, cuts)
-    outside = outside_parameters(model, share.embedding, share.head, cuts.tensor)
-    dense, experts = layers * layer.dense + outside, layers * layer.experts
-    state = dense / share.shards + experts / share.expert_shards
-    if share.adapters:
-        state += share.adapters / share.shards
-    trained = share.adapters / share.shards if share.adapters else state
-    rows = -(-model.padded_vocab_size // cuts.tensor)
-    head = rows * model.hidden_size if share.head else 0
-    tokens = micro_batch_size * seq_length // cuts.context
-    logits = min(tokens * rows, LOGITS_AT_ONCE) if share.head else 0
-    return MemoryEstimate(
-        weights=int(MASTER_BYTES * state),
-        compute_copy=_copies(share, layers, held, layer, outside, width)
-        + (0 if precision == "fp32" else width * head),
-        gradients=GRADIENT_BYTES * share.adapters
-        or int(
-            _gradients(share, dense, layer.dense, share.shards, width)
-            + _gradients(share, experts, layer.experts, share.expert_shards, width)
-        ),
-        optimizer=int(OPTIMIZER_BYTES[optimizer] * trained * (1 - share.offloaded)),
-        activations=int(width * tokens * _kept_per_token(model, share, layers, held, cuts))
-        + _masked_attention(model, share, layers, held, cuts, (micro_batch_size, seq_length), width),
-        loss=(4 + 2 * width) * logits + (0 if share.adapters else GRADIENT_BYTES * head),
-    )
+    def _saved_per_token(self) -> float:
+        """Elements saved of each token, over the layers that are held, after what recomputation saves."""
+        parallel, stream = self.parallel, self.model.hidden_size // self.sequence
+        inputs, whole = self._whole_layers()
+
+        def mean(recomputed: Collection[str] = ()) -> float:
+            kinds = self.meta.kinds(self.numbers).items()
+            saved = sum(
+                times * saved_activations(self.meta, n, self.compiled, recomputed) for n, times in kinds
+            )
+            return saved / max(self.layers, 1)
+
+        everything = mean()
+        saved = inputs * stream / (self.tensor if parallel.distribute_saved_activations else 1)
+        saved += whole * everything
+        if parallel.recompute_granularity == "selective":
+            saved -= max(whole - 1, 0) * (everything - mean(parallel.recompute_modules))
+        if self.head:
+            saved += 2 * stream + self.model.hidden_size  # the last norm's input and output; its gradient
+        return saved
+
+    def _masked_attention(self) -> int:
+        """What attention takes where it has a mask (ops/attention_blocks.py).
+
+        The mask of documents, a byte a score, stays for each micro-batch in flight. Bias, bools, and keys and values
+        for each head with their gradients are there while one layer computes, but that torch's own function, which
+        alone has attention dropout, keeps bias, keys and values of every layer. A ring has masks of its blocks alone.
+        """
+        model, width, documents = self.model, self.width, self.config.data.reset_attention_mask
+        sequences, seq = self.config.train.micro_batch_size, self.config.data.seq_length
+        windowed = sum((window or seq) < seq for window in model.windows)
+        if not documents and not windowed:
+            return 0
+        exchanged = self.context == 1 or self.parallel.cp_comm_type == "a2a"
+        scores = (sequences if documents else 1) * (seq if exchanged else seq // self.context) ** 2
+        repeated = 0
+        if model.query_groups < model.num_attention_heads:
+            heads = model.num_attention_heads // self.tensor
+            repeated = 2 * sequences * seq // self.context * heads * model.head_dim
+        in_flight = -(-self.held // max(self.layers, 1))
+        mask = in_flight * scores if documents and exchanged else 0
+        taken = mask + (2 + width) * scores + 2 * width * repeated
+        if model.attention_dropout:
+            masked = 1 if documents else windowed / model.num_layers
+            taken += int(width * masked * max(self._whole_layers()[1] - 1, 0) * (scores + repeated))
+        return taken
+
+    def _copies(self) -> int:
+        copies = self._compute_copy(self.dense, self.fsdp)
+        if self.expert_fsdp:
+            copies += self._compute_copy(self.experts, True)
+        elif self.width != MASTER_BYTES:  # cast for each pass (ops/grouped_gemm.py)
+            copies += self.width * self._mean(self.experts)
+        return int(copies + (MASTER_BYTES * self.outside if self.fsdp else 0))
+
+    def _compute_copy(self, here: int, fsdp: bool) -> float:
+        layer = self.width * self._mean(here)
+        if not fsdp:  # autograd keeps the cast weights of each micro-batch in flight
+            return 0 if self.width == MASTER_BYTES else layer * self._whole_layers()[1]
+        frees = self.parallel.data_parallel_sharding_strategy == "optim_grads_params"
+        return layer * (min(LAYERS_GATHERED, self.layers) if frees else self.layers)
+
+    def _gradients(self, here: int, in_layers: int, shards: int) -> float:
+        each = self.parallel.data_parallel_sharding_strategy != "optim"
+        if shards == 1 or (not each and self.accumulates):  # summed whole, cut at the end of the step
+            return GRADIENT_BYTES * here
+        return GRADIENT_BYTES * here / shards + (self.width + GRADIENT_BYTES) * self._mean(in_layers)
+
+    def _mean(self, in_layers: int) -> float:
+        """Of a layer."""
+        return in_layers / max(self.layers, 1)
 
 
-@dataclass(frozen=True)
-class _MeanLayer:
-    """What a layer here has on average."""
-
-    dense: float
-    experts: float
-    with_experts: float  # the share of layers that have them
-
-
-def _mean_layer(model: ModelConfig, share: Share, layers: int, cuts: Cuts) -> _MeanLayer:
-    if not model.expert_layers or not layers:
-        return _MeanLayer(layer_size(model, False, cuts.tensor).dense, 0, 0)
-    if share.layers_with_experts is None:
-        part = len(model.expert_layers) / model.num_layers
-    else:
-        part = share.layers_with_experts / layers
-    with_experts = layer_size(model, True, cuts.tensor, cuts.experts)
-    dense = part * with_experts.dense + (1 - part) * layer_size(model, False, cuts.tensor).dense
-    return _MeanLayer(dense, part * with_experts.experts, part)
-
-
-def outside_parameters(model: ModelConfig, embedding: bool = True, head: bool = True, tensor: int = 1) -> int:
-    """Parameters outside the layers, on one of `tensor` tensor-parallel ranks of a stage with embedding or head.
-
-    A stage with a head and no embedding has a copy of it where the head is tied, or predicts several tokens.
-    """
-    table = -(-model.padded_vocab_size // tensor) * model.hidden_size
-    total = table if embedding else 0
-    if embedding and model.position_embedding_type == "learned_absolute":
-        total += model.max_position_embeddings * model.hidden_size
-    if head:
-        total += (2 if model.normalization == "LayerNorm" else 1) * model.hidden_size
-        if model.untie_embeddings_and_output_weights:
-            total += table
-        if model.embedding_at_head and not embedding:
-            total += table
-        norm = 2 if model.normalization == "LayerNorm" else 1
-        total += len(model.further_layers) * (2 * model.hidden_size + 3 * norm) * model.hidden_size
-    return total
-
-
-def layer_activations(
-    model: ModelConfig,
-    cuts: Cuts = Cuts(),
-    compiled: bool = True,
-    recomputed: Collection[str] = (),
-    has_experts: bool = False,
+def saved_activations(
+    meta: MetaModel, number: int = 0, compiled: bool = True, recomputed: Collection[str] = ()
 ) -> float:
-    """Elements that the backward pass keeps of each token in a layer, in the compute dtype, on one rank.
+    """Elements that the backward pass finds again of each token in layer `number`, in the compute dtype, on one rank.
 
+    Each matrix saves what it takes; what comes out of a column-parallel one is what attention or an activation saves.
     `recomputed` are the modules of selective recomputation. The compiler can make a norm's output and attention's
-    again; without it the next matrix keeps them. With sequence parallelism the compiler keeps the gathered tokens
+    again; without it the next matrix saves them. With sequence parallelism the compiler saves the gathered tokens
     rather than gather them twice.
     """
-    groups = max(model.query_groups // cuts.tensor, 1)
-    query = model.num_attention_heads // cuts.tensor * model.head_dim
+    model, parallel, layer = meta.config, meta.parallel, meta.layer(number)
+    tensor = parallel.tensor_model_parallel_size
+    sequence = tensor if parallel.sequence_parallel else 1
+    groups = max(model.query_groups // tensor, 1)
+    query = model.num_attention_heads // tensor * model.head_dim
     key_value = 2 * groups * model.head_dim
-    gathers = compiled and cuts.sequence > 1
-    norm_inputs = model.norms_in_layer * model.hidden_size // cuts.sequence
-    norm_outputs = 2 * model.hidden_size // (1 if gathers else cuts.sequence)  # what the matrices take
-    if compiled and not gathers and "layernorm" in recomputed:
-        norm_outputs = (
-            model.hidden_size // cuts.sequence if "mlp" in recomputed else 0
-        )  # the MLP's input is kept
+    gathers = compiled and sequence > 1
+    norm_inputs = model.norms_in_layer * model.hidden_size // sequence
+    norm_outputs = 2 * model.hidden_size // (1 if gathers else sequence)  # what the matrices take
+    if compiled and not gathers and "layernorm" in recomputed:  # the input of a recomputed MLP is saved
+        norm_outputs = model.hidden_size // sequence if "mlp" in recomputed else 0
     attention = query + key_value
     if model.qk_layernorm or model.position_embedding_type == "rope":
         attention += query + key_value // 2  # queries and keys before it, in one piece with the values
     if not (compiled and "core_attn" in recomputed):
         attention += query  # the output
-    mlp = (3 if model.gated else 2) * model.ffn_size // cuts.tensor  # up (and gate), its activation
-    if has_experts:
-        mlp = _expert_activations(model, cuts)
-    return norm_inputs + norm_outputs + attention + (0 if "mlp" in recomputed else mlp)
+    saved = norm_inputs + norm_outputs + attention
+    if "mlp" not in recomputed:
+        saved += _between_matrices(layer.mlp) // tensor
+        if layer.has_experts:
+            saved += _expert_rows(meta, layer.mlp.experts)
+    return saved
 
 
-def _expert_activations(model: ModelConfig, cuts: Cuts) -> float:
-    """Of a token in a layer of experts, each with as many tokens as another: its rows, between the matrices too."""
-    between = (3 if model.gated else 2) if model.moe_permute_fusion else (6 if model.gated else 3)
-    row = model.hidden_size + between * model.expert_size / cuts.expert_tensor
-    shared = (model.moe_shared_expert_intermediate_size or 0) // cuts.tensor
-    own = 1 / cuts.tensor  # each rank of the tensor axis has its part of the tokens
-    if cuts.expert_tensor > 1:
-        own *= cuts.expert_tensor  # gathered
-    return model.moe_router_topk * row * own + (3 if model.gated else 2) * shared
+def _between_matrices(mlp: nn.Module) -> int:
+    """Of a token in an MLP, or the shared expert: out of the column-parallel matrix, into the row-parallel one."""
+    saved = 0
+    for name, linear in mlp.named_modules():
+        if isinstance(linear, Linear):
+            rows, columns = linear.weight.shape
+            saved += {"column": rows, "row": columns, None: 0}[role_of(name, linear, False).style]
+    return saved
 
 
-def _kept(share: Share, layers: int, held: int) -> tuple[int, int]:
-    """Of the layers whose activations are held: how many keep their input alone, how many everything.
-
-    What is recomputed is there whole once, while its backward pass runs; of what waits in host memory, a layer.
-    """
-    parallel = share.parallel
-    if parallel is None or not layers:
-        return 0, held
-    if first := min(parallel.cpu_offloading_num_layers * share.chunks, layers):
-        held += 1 - held * first // layers
-    if parallel.recompute_granularity != "full":
-        return 0, held
-    if parallel.recompute_method == "block":  # the first layers of each chunk, each by itself
-        first = min(parallel.recompute_num_layers * share.chunks, layers)
-        again = held * first // layers
-        return again, held - again + 1
-    unit = min(parallel.recompute_num_layers, layers)
-    return -(-held // unit), unit
-
-
-def _kept_per_token(model: ModelConfig, share: Share, layers: int, held: int, cuts: Cuts) -> float:
-    """Elements kept of each token, over the layers that are held, after what recomputation saves."""
-    parallel, stream = share.parallel, model.hidden_size // cuts.sequence
-    inputs, whole = _kept(share, layers, held)
-    distributed = parallel is not None and parallel.distribute_saved_activations
-    part = _mean_layer(model, share, layers, cuts).with_experts
-
-    def activations(recomputed: Collection[str] = ()) -> float:
-        kinds = [(1 - part, False)] + ([(part, True)] if part else [])
-        return sum(
-            share_of * layer_activations(model, cuts, share.compiled, recomputed, has)
-            for share_of, has in kinds
-        )
-
-    everything = activations()
-    kept = inputs * (stream // cuts.tensor if distributed else stream) + whole * everything
-    if parallel is not None and parallel.recompute_granularity == "selective":
-        kept -= max(whole - 1, 0) * (everything - activations(parallel.recompute_modules))
-    if share.head:
-        kept += 2 * stream + model.hidden_size  # the last norm's input and output; its gradient
-    return kept
-
-
-def _masked_attention(
-    model: ModelConfig, share: Share, layers: int, held: int, cuts: Cuts, batch: tuple[int, int], width: int
-) -> int:
-    """What attention takes where it has a mask (ops/attention_blocks.py); `batch` is sequences and tokens in each.
-
-    The mask of documents, a byte a score, stays for each micro-batch in flight. Bias, bools, and keys and values for
-    each head with their gradients are there while one layer computes, but that torch's own function, which alone has
-    attention dropout, keeps bias, keys and values of every layer. A ring has masks of its blocks alone.
-    """
-    sequences, seq = batch
-    windowed = sum((window or seq) < seq for window in model.windows)
-    if not share.documents and not windowed:
-        return 0
-    exchanged = cuts.context == 1 or share.parallel.cp_comm_type == "a2a"
-    scores = (sequences if share.documents else 1) * (seq if exchanged else seq // cuts.context) ** 2
-    repeated = 0
-    if model.query_groups < model.num_attention_heads:
-        heads = model.num_attention_heads // cuts.tensor
-        repeated = 2 * sequences * seq // cuts.context * heads * model.head_dim
-    in_flight = -(-held // max(layers, 1))
-    mask = in_flight * scores if share.documents and exchanged else 0
-    taken = mask + (2 + width) * scores + 2 * width * repeated
-    if model.attention_dropout:
-        masked = 1 if share.documents else windowed / model.num_layers
-        taken += int(width * masked * max(_kept(share, layers, held)[1] - 1, 0) * (scores + repeated))
-    return taken
-
-
-def _copies(share: Share, layers: int, held: int, layer: _MeanLayer, outside: int, width: int) -> int:
-    dense = _compute_copy(share, layers, held, layer.dense, share.fsdp, width)
-    if share.expert_fsdp:
-        experts = _compute_copy(share, layers, held, layer.experts, True, width)
-    else:  # cast for each pass (ops/grouped_gemm.py)
-        experts = 0 if width == MASTER_BYTES else width * layer.experts
-    return int(dense + experts + (MASTER_BYTES * outside if share.fsdp else 0))
-
-
-def _compute_copy(share: Share, layers: int, held: int, layer: float, fsdp: bool, width: int) -> float:
-    if not fsdp:  # autograd keeps the cast weights of each micro-batch in flight
-        return 0 if width == MASTER_BYTES else width * layer * _kept(share, layers, held)[1]
-    frees = share.parallel.data_parallel_sharding_strategy == "optim_grads_params"
-    return width * layer * (min(LAYERS_GATHERED, layers) if frees else layers)
-
-
-def _gradients(share: Share, here: float, layer: float, shards: int, width: int) -> float:
-    if shards == 1:
-        return GRADIENT_BYTES * here
-    each = share.parallel.data_parallel_sharding_strategy != "optim"
-    if not each and share.accumulates:  # summed whole, cut at the end of the step
-        return GRADIENT_BYTES * here
-    return GRADIENT_BYTES * here / shards + (width + GRADIENT_BYTES) * layer
+def _expert_rows(meta: MetaModel, experts: nn.Module) -> float:
+    """Of a token in experts, each with as many tokens as another: its rows, between the matrices too."""
+    model, parallel = meta.config, meta.parallel
+    fc1, fc2 = experts.linear_fc1.weight.shape[1], experts.linear_fc2.weight.shape[2]
+    between = fc1 + fc2 if model.moe_permute_fusion else (fc1 + fc2) * 2 if model.gated else fc1 + 2 * fc2
+    row = model.hidden_size + between / parallel.expert_tensor_parallel_size
+    # Each rank of the tensor axis has its part of the tokens; ranks that an expert is cut over gather each other's.
+    return (
+        model.moe_router_topk
+        * row
+        * parallel.expert_tensor_parallel_size
+        / parallel.tensor_model_parallel_size
+    )

@@ -1,6 +1,6 @@
 """How the devices of a run are linked, and what a layout should know of it.
 
-Tensor parallelism talks several times a layer and waits for what it says, so its ranks belong on one machine with
+Tensor parallelism communicates several times a layer, exposed, so its ranks belong on one machine with
 NVLink between them. Whether two GPUs have it the driver says, through NVML (the optional package nvidia-ml-py), else
 through nvidia-smi; where neither is there, nothing is said.
 """
@@ -142,7 +142,7 @@ def _over_pcie(size: int, places: Sequence[RankPlace]) -> Iterable[str]:
             if link == PCIE:
                 yield (
                     f"warning: tensor-parallel ranks {rank} and {other} on {place.host} have no NVLink between them: "
-                    f"they talk over PCIe, and every layer waits for it; lower parallel.tensor_model_parallel_size "
+                    f"they communicate over PCIe, and every layer waits; lower parallel.tensor_model_parallel_size "
                     f"from {size}, or use pipeline_model_parallel_size or a data_parallel_sharding_strategy, which "
                     "move less"
                 )

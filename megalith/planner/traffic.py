@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megalith.config import ParallelConfig, RunConfig
-from megalith.config.rules.run_rules import data_parallel_size, shard_size
+from megalith.config.rules.parallel_rules import data_parallel_size, shard_size
 from megalith.parallel.pipeline.stages import Stage
-from megalith.planner.layer_sizes import layer_size
-from megalith.planner.memory import COMPUTE_BYTES, GRADIENT_BYTES, outside_parameters
+from megalith.planner.counts import MetaModel, layers_of
+from megalith.planner.memory import COMPUTE_BYTES, GRADIENT_BYTES
 
 FP32 = 4
 
@@ -33,9 +33,14 @@ class Transfer:
 
 
 def transfers(
-    config: RunConfig, world_size: int, stages: Sequence[Sequence[Stage]], micro_batches: int
+    config: RunConfig,
+    meta: MetaModel,
+    world_size: int,
+    stages: Sequence[Sequence[Stage]],
+    micro_batches: int,
 ) -> list[Transfer]:
-    """The axes with more than one rank, tensor first. `stages` are the chunks of each pipeline rank."""
+    """The axes with more than one rank, tensor first. `stages`: the chunks of each pipeline rank; `meta`: the model, on
+    a rank."""
     parallel = config.parallel
     data_context = data_parallel_size(parallel, world_size) * parallel.context_parallel_size
     found = []
@@ -53,7 +58,7 @@ def transfers(
             Transfer("pipeline", size, sent, "hidden states to the next stage, their gradients back")
         )
     if data_context > 1:
-        sent = max(data_bytes(config, world_size, chunks, micro_batches) for chunks in stages)
+        sent = max(data_bytes(config, meta, world_size, chunks, micro_batches) for chunks in stages)
         words = DATA_WORDS[parallel.data_parallel_sharding_strategy]
         found.append(Transfer("data × context", data_context, sent, words))
     if (size := parallel.expert_model_parallel_size) > 1:
@@ -111,17 +116,18 @@ def hidden_bytes(config: RunConfig) -> int:
     return _tokens(config) * config.model.hidden_size * COMPUTE_BYTES[config.train.precision] // cut
 
 
-def data_bytes(config: RunConfig, world_size: int, chunks: Sequence[Stage], micro_batches: int) -> int:
+def data_bytes(
+    config: RunConfig, meta: MetaModel, world_size: int, chunks: Sequence[Stage], micro_batches: int
+) -> int:
     """Sent by a rank in a step: gradients, and parameters where these are sharded."""
-    model, parallel = config.model, config.parallel
-    tensor = parallel.tensor_model_parallel_size
+    parallel = config.parallel
     ranks = data_parallel_size(parallel, world_size) * parallel.context_parallel_size
     shards = shard_size(parallel, world_size)
     copies = ranks // shards
-    has_experts = [layer in model.expert_layers for chunk in chunks for layer in chunk.layers]
-    layers = sum(layer_size(model, has, tensor).dense for has in has_experts)
-    ends = outside_parameters(model, any(c.embedding for c in chunks), any(c.head for c in chunks), tensor)
-    adapters = len(has_experts) * config.lora.parameters(model, tensor)
+    parts = meta.in_layers(layers_of(config.model, chunks))
+    adapters = parts["adapters"]
+    layers = parts.total() - adapters - parts["experts"]
+    ends = meta.outside(chunks).total()
     reduced = GRADIENT_BYTES * (adapters or layers + ends)
     strategy = parallel.data_parallel_sharding_strategy
     gathers, passes = (micro_batches, 2) if strategy == "optim_grads_params" else (1, 1)
@@ -144,24 +150,24 @@ def _tokens(config: RunConfig) -> int:
 
 def _tensor_words(parallel: ParallelConfig) -> str:
     if parallel.tp_comm_overlap:
-        return "tokens and sums of each layer, of one half of a micro-batch behind the other half's work"
+        return "each layer's collectives, overlapped by ping-pong micro-batches"
     if parallel.sequence_parallel:
-        return "a layer: 4 all-gathers and reduce-scatters forward, 6 backward, 4 of these behind matmuls"
-    return "a layer: 2 all-reduces forward, 2 backward, these behind matmuls"
+        return "a layer: 4 all-gathers and reduce-scatters forward, 6 backward, 4 of them overlapped"
+    return "a layer: 2 all-reduces forward, 2 backward, the latter overlapped with matmuls"
 
 
 CONTEXT_WORDS = {
-    "p2p": "keys and values round a ring, their gradients back, behind the computation",
+    "p2p": "keys and values around a ring, their gradients back, overlapped",
     "all_gather": "keys and values gathered, their gradients reduced",
-    "a2a": "heads exchanged for tokens, before and after attention",
-    "a2a+p2p": "heads exchanged among neighbours, keys and values round a ring of groups",
+    "a2a": "all-to-alls of heads for tokens, before and after attention",
+    "a2a+p2p": "all-to-alls among adjacent ranks, keys and values around a ring of groups",
 }
 EXPERT_WORDS = {
     "alltoall": "each token's rows to its experts and back, their gradients the other way",
-    "allgather": "all tokens gathered, the experts' parts summed, and gradients",
+    "allgather": "tokens all-gathered, outputs reduce-scattered, and gradients",
 }
 DATA_WORDS = {
-    "no_shard": "gradients summed, once a step, behind the last backward pass",
+    "no_shard": "gradients all-reduced once a step, after the last backward pass",
     "optim": "parameters gathered and gradients reduced, once a step",
     "optim_grads": "parameters gathered once a step, gradients reduced for each micro-batch",
     "optim_grads_params": "parameters gathered twice, gradients reduced, for each micro-batch",

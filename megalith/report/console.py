@@ -11,23 +11,37 @@ import math
 import sys
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from datetime import datetime, timedelta
-from types import TracebackType
-from typing import Protocol, TextIO
+from typing import TextIO
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.table import Table
 from rich.text import Text
 
 from megalith.errors import LINES, printable
 from megalith.report.metrics import StepMetrics, perplexity
 
+WIDTH = 100  # of what is printed into a file or a pipe
 
-class TrainingConsole(Protocol):
+
+class TrainingConsole(AbstractContextManager):
     """Takes what the loop reports. One process of a run has one; use it as a context manager."""
+
+    def __init__(self, total_steps: int, log_interval: int):
+        self._total_steps, self._log_interval = total_steps, log_interval
+        self._interval = Interval()
 
     def log_step(self, metrics: StepMetrics) -> None:
         """Takes every step; prints at each log interval and at the last step."""
+        self._interval.steps.append(metrics)
+        if metrics.step % self._log_interval == 0 or metrics.step == self._total_steps:
+            self._log_interval_of(self._interval)
+            self._interval = Interval()
+
+    def _log_interval_of(self, interval: Interval) -> None:
+        raise NotImplementedError
 
     def evaluating(self, step: int, done: int, total: int) -> None:
         """Shows how far an evaluation after `step` has come: so many of its batches are done, from 0 to all."""
@@ -37,12 +51,6 @@ class TrainingConsole(Protocol):
 
     def note(self, text: str) -> None:
         """Prints a line of its own, such as a checkpoint's path."""
-
-    def __enter__(self) -> TrainingConsole: ...
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None: ...
 
 
 def open_console(total_steps: int, log_interval: int, stream: TextIO | None = None) -> TrainingConsole:
@@ -58,9 +66,6 @@ class Interval:
 
     def __init__(self) -> None:
         self.steps: list[StepMetrics] = []
-
-    def add(self, metrics: StepMetrics) -> None:
-        self.steps.append(metrics)
 
     @property
     def last(self) -> StepMetrics:
@@ -93,7 +98,7 @@ class Interval:
         return sum(value * s.step_time_ms for value, s in zip(values, self.steps)) / total
 
 
-class LogConsole:
+class LogConsole(TrainingConsole):
     """Megatron's lines, one a log interval, flushed at once."""
 
     def __init__(
@@ -103,15 +108,11 @@ class LogConsole:
         stream: TextIO,
         clock: Callable[[], datetime] = datetime.now,
     ):
-        self._total_steps, self._log_interval = total_steps, log_interval
+        super().__init__(total_steps, log_interval)
         self._stream, self._clock = stream, clock
-        self._interval = Interval()
 
-    def log_step(self, metrics: StepMetrics) -> None:
-        self._interval.add(metrics)
-        if metrics.step % self._log_interval == 0 or metrics.step == self._total_steps:
-            self.note(megatron_line(self._interval, self._total_steps, self._clock()))
-            self._interval = Interval()
+    def _log_interval_of(self, interval: Interval) -> None:
+        self.note(megatron_line(interval, self._total_steps, self._clock()))
 
     def evaluating(self, step: int, done: int, total: int) -> None:
         if done == 0:
@@ -126,12 +127,7 @@ class LogConsole:
         self._stream.write(printable(text, LINES) + "\n")
         self._stream.flush()
 
-    def __enter__(self) -> LogConsole:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._stream.flush()
 
 
@@ -169,13 +165,12 @@ def megatron_evaluation_line(step: int, validation_loss: float) -> str:
     )
 
 
-class LiveConsole:
+class LiveConsole(TrainingConsole):
     """A line that follows each step at the bottom of a terminal, above it one line a log interval."""
 
     def __init__(self, total_steps: int, log_interval: int, console: Console, refresh_seconds: float = 0.1):
+        super().__init__(total_steps, log_interval)
         self._refresh_seconds, self._refreshed = refresh_seconds, -math.inf
-        self._total_steps, self._log_interval = total_steps, log_interval
-        self._interval = Interval()
         self._step_ms = 0.0  # a moving mean, for the time left
         # Refreshed from log_step rather than by a thread, which could hold a lock while data workers fork.
         self._progress = Progress(
@@ -191,7 +186,6 @@ class LiveConsole:
         self._evaluation: TaskID | None = None
 
     def log_step(self, metrics: StepMetrics) -> None:
-        self._interval.add(metrics)
         weight = 0.9 if self._step_ms else 0.0
         self._step_ms = weight * self._step_ms + (1 - weight) * metrics.step_time_ms
         left = timedelta(seconds=round((self._total_steps - metrics.step) * self._step_ms / 1000))
@@ -199,9 +193,7 @@ class LiveConsole:
         if metrics.tokens_per_second_per_device is not None:
             status += f"  {si(metrics.tokens_per_second_per_device)} tok/s"
         self._progress.update(self._task, completed=metrics.step, status=f"{status}  ETA {left}")
-        if metrics.step % self._log_interval == 0 or metrics.step == self._total_steps:
-            self._print(self._interval_line())
-            self._interval = Interval()
+        super().log_step(metrics)
         self._refresh()
 
     def evaluating(self, step: int, done: int, total: int) -> None:
@@ -227,8 +219,8 @@ class LiveConsole:
     def note(self, text: str) -> None:
         self._print(Text(printable(text, LINES)))
 
-    def _interval_line(self) -> Text:
-        interval, last = self._interval, self._interval.last
+    def _log_interval_of(self, interval: Interval) -> None:
+        last = interval.last
         line = self._position(last.step)
         line.append(
             f"  loss {_loss(interval.loss)}",
@@ -251,7 +243,7 @@ class LiveConsole:
             line.append(f"  {interval.skipped} skipped", style="yellow")
         if interval.nan_iterations:
             line.append(f"  {interval.nan_iterations} NaN", style="bold red")
-        return line
+        self._print(line)
 
     def _position(self, step: int) -> Text:
         return Text(f"{step:>{len(str(self._total_steps))}}/{self._total_steps}")
@@ -263,10 +255,16 @@ class LiveConsole:
         self._progress.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self._progress.stop()
+
+
+def render(table: Table) -> str:
+    """The table as plain lines, none longer than WIDTH."""
+    console = Console(width=WIDTH, force_terminal=False, color_system=None)
+    with console.capture() as capture:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
 def si(value: float, digits: int = 3) -> str:

@@ -1,8 +1,6 @@
-"""A run's layout on the screen: where each rank stands, what each stage has, and what that costs. 100 columns wide.
+"""A run's layout as text, 100 columns wide: ranks and stages at the start, a measured step, the peak memory at the end.
 
-A run over several ranks, explained as it goes: its layout at the start, one measured step, the peak at the end.
-
-Of a pipeline the step after the measured one, which no profiler slows down, is kept as a timeline, for
+For a pipeline the step after the measured one, which no profiler slows down, is recorded as a timeline, for
 `megalith pipeline show --measured`.
 """
 
@@ -15,7 +13,6 @@ from textwrap import fill
 
 import torch
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
 from megalith.comm.collectives import gather_json
@@ -25,10 +22,9 @@ from megalith.parallel.pipeline.executor import Pipeline
 from megalith.parallel.pipeline.stages import schedule_kind
 from megalith.parallel.pipeline.timeline import write_timeline
 from megalith.planner.layout import Layout, StageLayout
-from megalith.report.console import si
+from megalith.report.console import WIDTH, render, si
 from megalith.report.measured_step import StepMeasure, StepTimes, peak_memory, with_last_wait
 
-WIDTH = 100
 MOST_ROWS = 16  # of ranks; a larger world is shown by ranges
 UNEVEN = 1.05  # the largest stage against the smallest
 
@@ -55,14 +51,6 @@ def layout_text(layout: Layout, hosts: Sequence[str] | None = None) -> str:
 def paragraph(text: str) -> str:
     """The text in lines of WIDTH."""
     return fill(text, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
-
-
-def render(table: Table) -> str:
-    """The table as plain lines, none longer than WIDTH."""
-    console = Console(width=WIDTH, force_terminal=False, color_system=None)
-    with console.capture() as capture:
-        console.print(table)
-    return "\n".join(line.rstrip() for line in capture.get().splitlines())
 
 
 def plain_table(*headings: str, left: int = 1) -> Table:
@@ -221,11 +209,8 @@ def transfers_table(layout: Layout) -> Table:
     table = plain_table("axis", "ranks", "sent a step", "what moves", left=1)
     table.columns[-1].justify = "left"
     for transfer in layout.transfers:
-        sent = (
-            f"{amount(transfer.bytes, 1e9)} GB"
-            if transfer.bytes >= 1e9
-            else f"{amount(transfer.bytes, 1e6)} MB"
-        )
+        unit, size = memory_unit([transfer.bytes])
+        sent = f"{amount(transfer.bytes, size)} {unit}"
         table.add_row(transfer.axis, str(transfer.size), sent, transfer.what)
     return table
 

@@ -1,21 +1,25 @@
-"""Where the time of one step went on this rank: computing, exposed communication, the pipeline's bubble, or nothing.
+"""Where the time of one step went on this rank: compute, exposed communication, pipeline bubble, or idle.
 
-One step is run under torch's profiler, and its spans are laid over each other. On a GPU these are the spans of
-kernels on the device:
+One step runs under torch's profiler, and its spans are overlaid. On a GPU these are the spans of kernels on the device:
 
-    compute         some kernel runs that is not NCCL's, nor on a stream that copies from other GPUs (copy_engine.py)
-    communication   only those run, others than a pipeline's sends and receives: it is exposed, not hidden; with what
-                    stands still before such a copy, as a flag is waited for by no kernel
+    compute         any kernel runs that is not NCCL's, nor on a stream that copies from other GPUs (copy_engine.py)
+    communication   only those run, except a pipeline's sends and receives: it is exposed; with the idle time before
+                    such a copy, as no kernel waits for a flag
     bubble          only a pipeline's sends and receives run: the rank waits for another stage
     idle            nothing runs: the device waits for the host
 
 On a CPU the device is the host. Communication is the time of gloo's collectives less the operations that the rank
-computed meanwhile, the bubble is the time that the pipeline stood waiting for a receive, and the rest is compute.
+computed meanwhile, the bubble is the time that the pipeline waited for a receive, and the rest is compute.
 
-The ranks meet before the step and the device is waited for after it, so what a rank waits in a collective is due to
-the step itself.
+The ranks synchronize before the step, and the device after it, so what a rank waits in a collective is due to the step
+itself.
 
-How long each step took, without waiting for the device until the figures are read; how old the process is.
+Stragglers are ranks that compute for longer than others with the same work, for whom all of them wait in every step. A
+step takes as long on every rank, for they meet in its collectives. So every so many steps one is measured, and what a
+rank neither spent in communication nor waited for the pipeline is its own time. It is compared with that of the ranks
+at the same pipeline stage.
+
+Also here: how long each step took, without waiting for the device until the figures are read, and the process's age.
 """
 
 from __future__ import annotations
@@ -25,14 +29,17 @@ import resource
 import sys
 import time
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from statistics import median_low
 
 import torch
 import torch.distributed as dist
 
-from megalith.comm.collectives import Axis
+from megalith.comm.collectives import Axis, gather_json
+from megalith.config import RuntimeConfig
 from megalith.launch.parent import started_at
+from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline.executor import PASS, WAITS
 
 MARK = "megalith: the measured step"
@@ -101,6 +108,63 @@ class StepMeasure:
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+class Stragglers:
+    """`before_step` and `after_step` of every step, on every rank; `tell` is called with what was found, a sentence
+    and its figures."""
+
+    def __init__(
+        self,
+        config: RuntimeConfig,
+        mesh: Mesh,
+        device: torch.device,
+        is_traced: Callable[[int], bool],
+        tell: Callable[..., None],
+    ):
+        """`is_traced` says of a step whether a profiler runs in it already."""
+        self._interval = config.straggler_interval
+        self._enabled = config.enable_straggler_detection and mesh.world.size > 1
+        self._threshold = config.straggler_threshold
+        self._mesh, self._device, self._is_traced, self._tell = mesh, device, is_traced, tell
+        self._measure: StepMeasure | None = None
+        self._step = 0
+
+    def before_step(self, step: int) -> None:
+        if self._enabled and step % self._interval == 0 and not self._is_traced(step):
+            self._step, self._measure = step, StepMeasure(self._device, self._mesh.world)
+            self._measure.start()
+
+    def after_step(self) -> None:
+        if self._measure is None:
+            return
+        times = self._measure.stop()
+        self._measure = None
+        own = dict(enumerate(gather_json(own_time(times), self._mesh.world)))
+        stages: dict[int, dict[int, float]] = {}
+        for rank, milliseconds in own.items():
+            stages.setdefault(self._mesh.describe(rank).pp, {})[rank] = milliseconds
+        for stage in stages.values():
+            for rank, ratio in slow_ranks(stage, self._threshold).items():
+                self._tell(
+                    f"rank {rank} is slow: in step {self._step} it computed for {own[rank]:.1f} ms, {ratio:.2f} times "
+                    f"the median of ranks with the same work; look at its device's clock and temperature",
+                    event="straggler",
+                    step=self._step,
+                    rank=rank,
+                    ratio=ratio,
+                )
+
+
+def own_time(times: StepTimes) -> float:
+    """Milliseconds that a rank took for itself."""
+    return times.step - times.communication - times.bubble
+
+
+def slow_ranks(milliseconds: Mapping[int, float], threshold: float) -> dict[int, float]:
+    """Rank → how many times the median it took, of those above `threshold`. Of two ranks the quicker is the median."""
+    usual = median_low(milliseconds.values())
+    return {rank: own / usual for rank, own in milliseconds.items() if own > threshold * usual}
 
 
 def device_times(events: Iterable) -> StepTimes:
@@ -187,7 +251,7 @@ def _times(
 
 
 def waits_before(copies: Iterable[Span], compute: list[Span]) -> list[Span]:
-    """What stands still before copies that begin while nothing is computed; `compute` is a union."""
+    """The idle time before copies that begin while nothing is computed; `compute` is a union."""
     ends = [end for _, end in compute]
     before = [(bisect_right(ends, start), start) for start, _ in copies]
     return [

@@ -5,7 +5,7 @@ that order; every line of
 `evaluations.jsonl` has `step`, `validation_loss` and `validation_perplexity`. A figure that is not known is null.
 So is one that is NaN or infinite, for JSON has neither: a loss that was lost shows as `"loss": null` with
 `"nan_iterations": 1`. A run that goes on from step k first cuts off what an earlier process wrote beyond k, so
-that no step stands twice. `events.jsonl` keeps everything: a line for each thing out of the ordinary, with its `time`,
+that no step is there twice. `events.jsonl` keeps everything: a line for each unusual event, with its `time`,
 the `event`'s kind, a `text` for a reader, and its figures. Models with experts have `experts.jsonl` too: at every log
 interval `tokens`, for each layer the tokens sent to each of its experts.
 
@@ -25,7 +25,6 @@ from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from torch import Tensor
@@ -61,7 +60,7 @@ class StepMetrics:
     step_time_ms: float
     tokens_per_second_per_device: float | None
     tflops_per_device: float | None
-    """In the causal convention (see planner/flops.py)."""
+    """In the causal convention (see planner/counts.py)."""
     mfu: float | None
     """0 to 1; None on a device without a known peak."""
     max_memory_gb: float | None
@@ -185,9 +184,7 @@ class MetricsWriter:
     def __enter__(self) -> MetricsWriter:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
 
@@ -205,7 +202,7 @@ def read_records(path: str | Path) -> list[dict[str, Any]]:
     for number, record in enumerate(records, start=1):
         if record is None:
             raise DataError(
-                f"{path}, line {number} is not a JSON object with a step; mend or remove that line"
+                f"{path}, line {number} is not a JSON object with a step; correct or remove that line"
             )
     if torn and (record := _parse(torn)) is not None:
         records.append(record)
@@ -245,39 +242,26 @@ def _parse(line: str | bytes) -> dict[str, Any] | None:
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
-@dataclass(frozen=True)
-class ExpertLoad:
-    """One step."""
+def with_expert_load(
+    metrics: StepMetrics, tallies: Tensor, config: RunConfig
+) -> tuple[ExpertStepMetrics, dict[int, list[int]]]:
+    """A step's metrics with those of its experts, and the tokens sent to each expert, by layer number.
 
-    aux_loss: float | None
-    """Mean over layers and micro-batches, before its coefficient: 1 when balanced; None where there is none."""
-    z_loss: float | None
-    """As aux_loss."""
-    dropped: float
-    """Share of the pairs of token and expert that capacities dropped, 0 to 1."""
-    imbalance: float
-    """The most tokens of an expert against the mean of its layer, averaged over layers; 1 when balanced."""
-    tokens: dict[int, list[int]]
-    """Tokens sent to each expert, by layer number."""
-
-
-def expert_load(tallies: Tensor, config: RunConfig, batch_size: int) -> ExpertLoad:
-    """From the tallies float32 [layers with experts, experts + 3] of a step of `batch_size` sequences.
-
-    Reads them on the host.
+    From the tallies float32 [layers with experts, experts + 3], which it reads on the host.
     """
     model, rows = config.model, tallies.double().cpu()
-    micro_batches = batch_size // config.train.micro_batch_size
+    micro_batches = metrics.global_batch_size // config.train.micro_batch_size
     counts = rows[:, : model.num_experts]
     losses = rows[:, [AUX, Z]].mean(0).div(micro_batches).tolist()
     balances = model.moe_aux_loss_coeff > 0 and model.moe_router_load_balancing_type != "none"
-    return ExpertLoad(
-        aux_loss=losses[0] if balances else None,
-        z_loss=losses[1] if model.moe_z_loss_coeff > 0 else None,
-        dropped=(rows[:, DROPPED].sum() / counts.sum()).item(),
-        imbalance=(counts.amax(1) / counts.mean(1)).mean().item(),
-        tokens=dict(zip(model.expert_layers, counts.long().tolist())),
+    found = ExpertStepMetrics(
+        **vars(metrics),
+        moe_aux_loss=losses[0] if balances else None,
+        moe_z_loss=losses[1] if model.moe_z_loss_coeff > 0 else None,
+        moe_dropped=(rows[:, DROPPED].sum() / counts.sum()).item(),
+        moe_imbalance=(counts.amax(1) / counts.mean(1)).mean().item(),
     )
+    return found, dict(zip(model.expert_layers, counts.long().tolist()))
 
 
 class LineFile:
@@ -307,7 +291,7 @@ class LineFile:
         except OSError as error:
             if not self._refused:
                 warnings.warn(
-                    f"{self._path} could not be written: {error.strerror}; its lines are kept in memory until it can",
+                    f"{self._path} could not be written: {error.strerror}; its lines are buffered until it can",
                     stacklevel=2,
                 )
             self._refused = True

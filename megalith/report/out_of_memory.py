@@ -45,7 +45,7 @@ def out_of_memory(
         f"{device} of rank {rank} (pp {place.pp}, dp {place.dp}, cp {place.cp}, tp {place.tp}; stage {stage.number} of "
         f"{len(layout.stages)}, layers {layers_text(stage)})"
     )
-    held = what_is_held(device, chunks, optimizer)
+    held = memory_in_use(device, chunks, optimizer)
     name, unit = memory_unit([size for _, size in held] or [0])
     holders = ", ".join(f"{what} {amount(size, unit)} {name}" for what, size in held)
     remedies = ", ".join(
@@ -72,13 +72,13 @@ def what_was_asked(error: torch.OutOfMemoryError) -> str:
     return f"{asked[1]} were asked for" + (f", {free[2]} of {free[1]} were free" if free else "")
 
 
-def what_is_held(
+def memory_in_use(
     device: torch.device, chunks: Sequence[nn.Module], optimizer: Optimizer | None
 ) -> list[tuple[str, int]]:
     """(name, bytes), counted from the tensors; on a GPU what is left of the peak are the activations."""
     if not chunks:
         return []
-    state = held_bytes(chunks)
+    state = bytes_in_use(chunks)
     moments = _optimizer_tensors(optimizer, device)
     found = [
         ("weights", state.weights),
@@ -152,7 +152,7 @@ class Held:
     gradients: int
 
 
-def held_bytes(chunks: Iterable[nn.Module]) -> Held:
+def bytes_in_use(chunks: Iterable[nn.Module]) -> Held:
     """The weights, gathered copies and gradients of the chunks, each tensor's memory counted once."""
     weights: list[Tensor | None] = []
     gathered: list[Tensor | None] = []

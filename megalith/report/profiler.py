@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from megalith.config import LogConfig
@@ -23,7 +22,7 @@ class StepProfiler:
 
     Call `before_step` at the head of every step, inside `with`. The trace opens in Perfetto (ui.perfetto.dev) or
     chrome://tracing, each step marked. A window that the end of training or an error cuts short is written
-    too. `report` is told once what was written, such as the console's `note`.
+    too. `report` gets what was written, once, such as the console's `note`.
     """
 
     def __init__(
@@ -86,8 +85,6 @@ class StepProfiler:
     def __enter__(self) -> StepProfiler:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         if self._profile is not None:
             self._finish()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,23 +18,21 @@ from megalith.io import replace_file
 from megalith.launch.lock import refused
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline.executor import Pipeline
-from megalith.planner.flops import flops_per_token, throughput
+from megalith.planner.counts import flops_per_token, throughput
 from megalith.planner.layout import Layout, build_layout
 from megalith.planner.topology import gather_places, topology_notes
 from megalith.report.console import TrainingConsole, open_console
 from megalith.report.health import ReadStep
 from megalith.report.layout_text import LayoutReport, layout_text, paragraph
-from megalith.report.measured_step import StartClock, StepClock
+from megalith.report.measured_step import StartClock, StepClock, Stragglers
 from megalith.report.metrics import (
     METRICS_FILE,
-    ExpertStepMetrics,
     MetricsWriter,
     StepMetrics,
-    expert_load,
     last_step,
+    with_expert_load,
 )
 from megalith.report.profiler import StepProfiler, traced_steps
-from megalith.report.stragglers import Stragglers
 from megalith.report.summary import print_summary
 from megalith.report.trackers import open_sinks
 
@@ -67,6 +65,7 @@ class PendingStep:
 @contextmanager
 def open_report(
     config: RunConfig,
+    notes: Sequence[str],
     mesh: Mesh,
     device: torch.device,
     step: int,
@@ -76,7 +75,7 @@ def open_report(
 ) -> Iterator[Report]:
     """The report of a run that has made `step` of `total_steps` steps. Rank 0 prints and writes, the others keep still.
 
-    At the start it prints the summary, and where there are several ranks the layout, and writes the resolved
+    At the start it prints the summary, where there are several ranks the layout, and `notes`, and writes the resolved
     configuration into the output folder.
     """
     layout = build_layout(config, mesh.world.size)
@@ -89,10 +88,10 @@ def open_report(
         sinks = open_sinks(config, step, last_step(output / METRICS_FILE) if config.log.wandb else 0)
         replace_file(output / "config.yaml", config.to_yaml())
         metrics = MetricsWriter(output, step, sinks)
-    print_summary(config, device_kind(device), mesh.dp.size)
+    print_summary(layout, device_kind(device))
     if mesh.world.size > 1:
         print(layout_text(layout, [place.host for place in places]))
-    for note in config.notes:
+    for note in notes:
         print(f"note: {note}")
     for note in topology_notes(layout, places):
         print(paragraph(note))
@@ -121,7 +120,7 @@ class Report:
     ):
         """`step` is the last step that was made before."""
         self._config = config = layout.config
-        self.clock = StepClock(device)
+        self._clock = StepClock(device)
         self.last_loss: float | None = None
         self._metrics, self._console, self._profiler = metrics, console, profiler
         self._starting = starting or StartClock()
@@ -139,14 +138,16 @@ class Report:
         self._traced = traced_steps(config.log)
 
     def before_step(self, step: int) -> None:
-        """To be called at the head of every step."""
+        """To be called at the head of every step; its time begins here and ends with `add`."""
         if self._profiler is not None:
             self._profiler.before_step(step)
         self._layout.before_step(step)
         self._stragglers.before_step(step)
+        self._clock.start()
 
     def add(self, step: PendingStep) -> None:
         """Takes a step; its figures are read at the end of the log interval."""
+        self._clock.stop()
         self._layout.after_step()
         self._stragglers.after_step()
         self._pending.append(step)
@@ -159,7 +160,7 @@ class Report:
 
     def flush(self) -> None:
         """Reads what is pending and hands it to the log."""
-        times = self.clock.milliseconds()
+        times = self._clock.milliseconds()
         pending, self._pending = self._pending, []
         for step, milliseconds in zip(pending, times):
             read = step.read()
@@ -168,7 +169,9 @@ class Report:
             if self._metrics is not None:
                 metrics = self._figures(read, step.lr, milliseconds)
                 if step.tallies is not None:
-                    metrics = self._with_experts(metrics, step.tallies)
+                    metrics, tokens = with_expert_load(metrics, step.tallies, self._config)
+                    if step.step % self._config.log.log_interval == 0:
+                        self._metrics.log_experts(step.step, tokens)
                 self._metrics.log_step(metrics)
                 self._console.log_step(metrics)
 
@@ -226,18 +229,6 @@ class Report:
             skipped=int(step.skipped),
             nan_iterations=int(not math.isfinite(step.loss)),
             loss_scale=step.loss_scale if self._fp16 else None,
-        )
-
-    def _with_experts(self, metrics: StepMetrics, tallies: Tensor) -> ExpertStepMetrics:
-        load = expert_load(tallies, self._config, metrics.global_batch_size)
-        if metrics.step % self._config.log.log_interval == 0:
-            self._metrics.log_experts(metrics.step, load.tokens)
-        return ExpertStepMetrics(
-            **vars(metrics),
-            moe_aux_loss=load.aux_loss,
-            moe_z_loss=load.z_loss,
-            moe_dropped=load.dropped,
-            moe_imbalance=load.imbalance,
         )
 
     def _is_traced(self, step: int) -> bool:

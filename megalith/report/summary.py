@@ -6,6 +6,7 @@ In a file or a pipe Megatron-LM's parameter lines follow, for the scripts that l
 from __future__ import annotations
 
 import sys
+from dataclasses import fields
 from typing import TextIO
 
 from rich.console import Console
@@ -15,73 +16,58 @@ from rich.text import Text
 from megalith.config import RunConfig
 from megalith.config.batch_size import BatchSizeSchedule
 from megalith.hardware import DeviceInfo
-from megalith.planner.flops import count_parameters, flops_per_token
-from megalith.planner.layout import build_layout
-from megalith.report.console import si
-
-PLAIN_WIDTH = 100
+from megalith.planner.counts import ParameterCounts, count_parameters, flops_per_token
+from megalith.planner.layout import Layout
+from megalith.report.console import render, si
 
 
-def print_summary(
-    config: RunConfig, device: DeviceInfo, data_parallel_size: int = 1, stream: TextIO | None = None
-) -> None:
-    """Prints the summary of a resolved `config` (its vocabulary known) to `stream`, or to standard output."""
+def print_summary(layout: Layout, device: DeviceInfo, stream: TextIO | None = None) -> None:
+    """Prints the summary of a run (its vocabulary known) to `stream`, or to standard output."""
     stream = stream or sys.stdout
-    table = summary_table(summary_rows(config, device, data_parallel_size))
-    if stream.isatty():
-        Console(file=stream, force_terminal=True).print(table)
-    else:
-        console = Console(file=stream, force_terminal=False, width=PLAIN_WIDTH)
-        with console.capture() as capture:
-            console.print(table)
-        lines = [line.rstrip() for line in capture.get().splitlines()]
-        lines += megatron_parameter_lines(config, data_parallel_size)
-        stream.write("\n".join(lines) + "\n")
-    stream.flush()
-
-
-def summary_table(rows: list[tuple[str, str]]) -> Table:
-    """The rows as a borderless table that wraps within the console's width."""
+    counts = count_parameters(layout.config.model, lora=layout.config.lora)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold cyan", no_wrap=True)
     table.add_column()
-    for name, text in rows:
+    for name, text in summary_rows(layout, counts, device):
         table.add_row(Text(name), Text(text))
-    return table
+    if stream.isatty():
+        Console(file=stream, force_terminal=True).print(table)
+    else:
+        stream.write("\n".join([render(table), *megatron_parameter_lines(layout, counts)]) + "\n")
+    stream.flush()
 
 
-def summary_rows(config: RunConfig, device: DeviceInfo, data_parallel_size: int) -> list[tuple[str, str]]:
+def summary_rows(layout: Layout, counts: ParameterCounts, device: DeviceInfo) -> list[tuple[str, str]]:
     """(heading, text) in the order shown."""
+    config = layout.config
+    schedule = BatchSizeSchedule.from_config(config.train, layout.size.dp)
     return [
         ("model", _model(config)),
-        ("parameters", _parameters(config)),
+        ("parameters", _parameters(config, counts)),
         ("FLOPs a token", _flops(config)),
-        ("batch", _batch(config, data_parallel_size)),
-        ("length", _length(config, data_parallel_size)),
-        ("memory", _memory(config, device, data_parallel_size)),
-        ("device", _device(config, device, data_parallel_size)),
+        ("batch", _batch(layout, schedule)),
+        ("length", _length(config, schedule, counts)),
+        ("memory", _memory(layout, device)),
+        ("device", _device(layout, device)),
         ("output", config.train.output_dir),
     ]
 
 
-def megatron_parameter_lines(config: RunConfig, data_parallel_size: int) -> list[str]:
+def megatron_parameter_lines(layout: Layout, counts: ParameterCounts) -> list[str]:
     """Megatron-LM's counts in billions. Its embedding layers are the vocabulary's, without positions.
 
     A shard is a tensor-parallel rank's part of a pipeline stage; experts count whole in it.
     """
-    model, parallel = config.model, config.parallel
-    block = count_parameters(model).non_embedding
-    matrices = 2 if model.untie_embeddings_and_output_weights else 1
-    embedding = matrices * model.padded_vocab_size * model.hidden_size
-    positions = count_parameters(model).embedding - model.padded_vocab_size * model.hidden_size
-    stages = build_layout(config, _world_size(config, data_parallel_size)).stages
-    fullest = max(stage.parameters - positions * stage.embedding for stage in stages)
-    shard = fullest / parallel.tensor_model_parallel_size
+    model, block = layout.config.model, counts.non_embedding
+    table = model.padded_vocab_size * model.hidden_size
+    positions = counts.embedding - table
+    embedding = table + counts.head
+    fullest = max(stage.parameters - positions * stage.embedding for stage in layout.stages)
     return [
         f" Number of parameters in transformer block in billions: {block / 1e9: .2f}",
         f" Number of parameters in embedding layers in billions: {embedding / 1e9:.2f}",
         f" Total number of parameters in billions: {(block + embedding) / 1e9:.2f}",
-        f" Number of parameters in most loaded shard in billions: {shard / 1e9:.4f}",
+        f" Number of parameters in most loaded shard in billions: {fullest / layout.size.tp / 1e9:.4f}",
     ]
 
 
@@ -107,8 +93,7 @@ def _model(config: RunConfig) -> str:
     )
 
 
-def _parameters(config: RunConfig) -> str:
-    counts = count_parameters(config.model)
+def _parameters(config: RunConfig, counts: ParameterCounts) -> str:
     parts = {
         "embedding": counts.embedding,
         "attention": counts.attention,
@@ -122,8 +107,7 @@ def _parameters(config: RunConfig) -> str:
     text = f"{counts.total:,}{active}, without embedding and head {counts.non_embedding:,}\n= {shown}{tied}"
     if config.lora.rank is None:
         return text
-    trained = config.model.num_layers * config.lora.parameters(config.model)
-    return f"{text}\nfrozen; trained are adapters of rank {config.lora.rank}: {trained:,}"
+    return f"{text}\nfrozen; trained are adapters of rank {config.lora.rank}: {counts.adapters:,}"
 
 
 def _flops(config: RunConfig) -> str:
@@ -131,14 +115,12 @@ def _flops(config: RunConfig) -> str:
     return f"{_flop(cost.causal)} causal (as in the log), {_flop(cost.full)} full (attention matrix whole)"
 
 
-def _batch(config: RunConfig, data_parallel_size: int) -> str:
-    train, seq_length = config.train, config.data.seq_length
-    schedule = BatchSizeSchedule.from_config(train, data_parallel_size)
+def _batch(layout: Layout, schedule: BatchSizeSchedule) -> str:
+    train, seq_length = layout.config.train, layout.config.data.seq_length
     size = schedule.global_batch_size
-    accumulation = size // (train.micro_batch_size * data_parallel_size)
     text = (
-        f"{size} = micro {train.micro_batch_size} × data parallel {data_parallel_size} × accumulation {accumulation}"
-        f"; × {seq_length:,} = {size * seq_length:,} tokens a step"
+        f"{size} = micro {train.micro_batch_size} × data parallel {layout.size.dp} × accumulation "
+        f"{layout.micro_batches}; × {seq_length:,} = {size * seq_length:,} tokens a step"
     )
     if schedule.rampup_batch_size is not None:
         start, increment, samples = schedule.rampup_batch_size
@@ -146,29 +128,19 @@ def _batch(config: RunConfig, data_parallel_size: int) -> str:
     return text
 
 
-def _length(config: RunConfig, data_parallel_size: int) -> str:
-    train = config.train
-    schedule = BatchSizeSchedule.from_config(train, data_parallel_size)
-    steps = schedule.iterations(train)
+def _length(config: RunConfig, schedule: BatchSizeSchedule, counts: ParameterCounts) -> str:
+    steps = schedule.iterations(config.train)
     samples = schedule.samples_for_iterations(steps)
     tokens = samples * config.data.seq_length
-    per_parameter = tokens / count_parameters(config.model).total
-    return f"{steps:,} steps, {samples:,} sequences, {si(tokens)} tokens ({si(per_parameter)} a parameter)"
+    each = si(tokens / counts.total)
+    return f"{steps:,} steps, {samples:,} sequences, {si(tokens)} tokens ({each} a parameter)"
 
 
-def _memory(config: RunConfig, device: DeviceInfo, data_parallel_size: int) -> str:
-    layout = build_layout(config, _world_size(config, data_parallel_size))
+def _memory(layout: Layout, device: DeviceInfo) -> str:
     stage = max(layout.stages, key=lambda stage: stage.memory.total)
     memory = stage.memory
-    copy = "gathered copy" if layout.gathers else f"{config.train.precision} copy"
-    parts = {
-        "weights": memory.weights,
-        copy: memory.compute_copy,
-        "gradients": memory.gradients,
-        "optimizer": memory.optimizer,
-        "activations": memory.activations,
-        "loss": memory.loss,
-    }
+    words = {"compute_copy": "gathered copy" if layout.gathers else f"{layout.config.train.precision} copy"}
+    parts = {words.get(part.name, part.name): getattr(memory, part.name) for part in fields(memory)}
     shown = " + ".join(f"{name} {_bytes(size)}" for name, size in parts.items() if size)
     where = "each device" if len(layout.stages) == 1 else f"a device of stage {stage.number}, the fullest"
     text = f"about {_bytes(memory.total)} on {where}\n= {shown}"
@@ -177,25 +149,15 @@ def _memory(config: RunConfig, device: DeviceInfo, data_parallel_size: int) -> s
     return text
 
 
-def _device(config: RunConfig, device: DeviceInfo, data_parallel_size: int) -> str:
-    precision = config.train.precision
-    text = f"{_world_size(config, data_parallel_size)} × {device.name}"
+def _device(layout: Layout, device: DeviceInfo) -> str:
+    precision = layout.config.train.precision
+    text = f"{layout.world_size} × {device.name}"
     if device.memory_bytes is not None:
         text += f", {_bytes(device.memory_bytes)}"
     peak = device.peak(precision)
     if peak is None:
         return f"{text}, {precision}; its peak is not known, so no MFU"
     return f"{text}, {precision} peak {peak / 1e12:,.0f} TFLOP/s"
-
-
-def _world_size(config: RunConfig, data_parallel_size: int) -> int:
-    parallel = config.parallel
-    return (
-        data_parallel_size
-        * parallel.context_parallel_size
-        * parallel.pipeline_model_parallel_size
-        * parallel.tensor_model_parallel_size
-    )
 
 
 def _flop(flops: int) -> str:

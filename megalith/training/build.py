@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -12,7 +13,7 @@ from megalith.bridge.load import with_init_from
 from megalith.comm.collectives import Axis
 from megalith.config import RunConfig
 from megalith.config.batch_size import BatchSizeSchedule
-from megalith.config.rules.run_rules import check_training, data_parallel_size
+from megalith.config.rules.notes import idle_notes
 from megalith.data.batch import BoundaryRules
 from megalith.data.blend import build_datasets, indexed_datasets
 from megalith.data.dataset import MockDataset, SampleDataset, parse_split
@@ -22,48 +23,47 @@ from megalith.data.tokenizers.open_tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import ConfigError
 from megalith.models.adapters import add_adapters
 from megalith.models.transformer import Transformer
-from megalith.optim.loss_scale import build_loss_scale
-from megalith.optim.schedule import build_schedule
+from megalith.optim.optimizer import check_optimizer
 from megalith.parallel.mesh import Mesh
+from megalith.parallel.model_spec import TransformerSpec
 from megalith.parallel.parallel_model import ParallelModel
-from megalith.parallel.pipeline.pipeline_rules import check_pipeline
+from megalith.parallel.pipeline.pipeline_rules import check_layout
 
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-def prepare(config: RunConfig, world_size: int) -> tuple[RunConfig, Tokenizer | None]:
-    """The configuration with what it left to the tokenizer and the data, found possible; and the tokenizer.
+class PreparedRun(NamedTuple):
+    """A run that is possible."""
 
-    Raises ConfigError where it cannot be trained on `world_size` processes; what is only unwise becomes a note.
-    """
+    config: RunConfig
+    """With what it left to the tokenizer and the data."""
+    tokenizer: Tokenizer | None
+    notes: list[str]
+    """What the user should know: settings that change nothing, and what is only unwise."""
+
+
+def prepare(config: RunConfig, world_size: int) -> PreparedRun:
+    """Raises ConfigError where the run cannot be trained on `world_size` processes."""
     config = with_init_from(config)
     tokenizer = build_run_tokenizer(config)
     config = with_lora_load(complete(config, tokenizer))
-    check_training(config, world_size)
-    _check_parts(config, tokenizer)
-    _shorten_evaluations(config)
-    if config.checkpoint.export_hf:
-        family_for(config.model)  # there has to be one
-    dp = data_parallel_size(config.parallel, world_size)
-    warnings = check_pipeline(config, BatchSizeSchedule.from_config(config.train, dp).all_micro_batches)
-    config.notes.extend(warnings)
-    return config, tokenizer
-
-
-def _shorten_evaluations(config: RunConfig) -> None:
-    """Where the run does not say how long an evaluation is, it takes no longer than a tenth of the run's steps."""
-    train = config.train
-    if "eval_iters" not in train.model_fields_set:
-        steps = BatchSizeSchedule.from_config(train, data_parallel_size=1).iterations(train)
-        train.eval_iters = max(1, min(train.eval_iters, steps // 10))
-
-
-def _check_parts(config: RunConfig, tokenizer: Tokenizer | None) -> None:
-    """Makes what takes neither a device nor time, so that what it refuses is refused before a process waits."""
-    build_schedule(config.optim, config.train)
-    build_loss_scale(config.train.precision, config.optim, "cpu")
+    warnings = check_layout(config, world_size)
+    check_optimizer(config.optim)
     _boundary_rules(config, tokenizer)
     parse_split(config.data.split)
+    config = _with_short_evaluations(config)
+    if config.checkpoint.export_hf:
+        family_for(config.model)  # there has to be one
+    return PreparedRun(config, tokenizer, [*config.notes, *warnings, *idle_notes(config)])
+
+
+def _with_short_evaluations(config: RunConfig) -> RunConfig:
+    """Where the run does not say how long an evaluation is, it takes no longer than a tenth of the run's steps."""
+    train = config.train
+    if "eval_iters" in train.model_fields_set:
+        return config
+    steps = BatchSizeSchedule.from_config(train, data_parallel_size=1).iterations(train)
+    return config.with_settings({"train.eval_iters": max(1, min(train.eval_iters, steps // 10))})
 
 
 def _boundary_rules(config: RunConfig, tokenizer: Tokenizer | None) -> BoundaryRules:
@@ -75,11 +75,6 @@ def build_run_tokenizer(config: RunConfig) -> Tokenizer | None:
     """The tokenizer that `data` names, or None when it names none."""
     data = config.data
     if data.tokenizer_type is None:
-        if data.tokenizer_model is not None:
-            raise ConfigError(
-                f"data.tokenizer_model is {data.tokenizer_model!r} but data.tokenizer_type is not set; set it, "
-                "for example to HuggingFaceTokenizer"
-            )
         return None
     vocab_size = None
     if data.tokenizer_type == "TikTokenizer":
@@ -100,19 +95,17 @@ def complete(config: RunConfig, tokenizer: Tokenizer | None) -> RunConfig:
 
     Raises ConfigError for a tokenizer with more entries than the model has.
     """
-    config = config.model_copy(deep=True)
-    model = config.model
-    if tokenizer is not None:
-        if model.vocab_size is None:
-            model.vocab_size = tokenizer.vocab_size
-        if tokenizer.vocab_size > model.vocab_size:
-            raise ConfigError(
-                f"the tokenizer has {tokenizer.vocab_size} entries but model.vocab_size is {model.vocab_size}; "
-                "raise it, or leave it out to take the tokenizer's"
-            )
+    model, found = config.model, {}
+    if tokenizer is not None and model.vocab_size is None:
+        found["model.vocab_size"] = tokenizer.vocab_size
+    elif tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
+        raise ConfigError(
+            f"the tokenizer has {tokenizer.vocab_size} entries but model.vocab_size is {model.vocab_size}; "
+            "raise it, or leave it out to take the tokenizer's"
+        )
     if model.max_position_embeddings is None:
-        model.max_position_embeddings = config.data.seq_length
-    return config
+        found["model.max_position_embeddings"] = config.data.seq_length
+    return config.with_settings(found)
 
 
 def build_meta_model(config: RunConfig) -> Transformer:
@@ -130,7 +123,7 @@ def build_meta_model(config: RunConfig) -> Transformer:
 
 def build_model(config: RunConfig, mesh: Mesh, device: torch.device) -> ParallelModel:
     """This rank's part of the model on `device` with its initial weights, ready to train."""
-    return ParallelModel(build_meta_model(config), config, mesh, device)
+    return ParallelModel(TransformerSpec(build_meta_model(config), config), config.parallel, mesh, device)
 
 
 def vocabulary_rows(config: RunConfig) -> dict[str, int]:
@@ -190,8 +183,9 @@ class Data:
         samples = (batch_sizes.samples_for_iterations(total_steps), evaluated, evaluated)
         self.train, self.valid, self.test = open_datasets(config, samples, self._rules.eod)
         again = [f"{prefix} {count} times" for prefix, count in self.train.epochs().items() if count > 1]
+        self.notes: list[str] = []
         if again and config.data.dataloader_type == "single":
-            config.notes.append(
+            self.notes.append(
                 f"data.dataloader_type single reads the run's {samples[0]:,} samples in order, each once, and these go "
                 f"over the documents more than once: {', '.join(again)}"
             )

@@ -1,4 +1,4 @@
-"""What torch.compile is told about the kernels of a layer, once for the process."""
+"""torch.compile's options for layers, set once for the process."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class _Choices(InductorChoices):
         scheduler: Scheduler, node1: BaseSchedulerNode, node2: BaseSchedulerNode, shared_data_score: int
     ) -> bool:
         """The halves of a micro-batch share weights, for which Inductor would put the norms of both into one kernel:
-        it would wait for the collectives of both, and neither would hide behind the other's products."""
+        it would wait for the collectives of both, and neither would overlap the other's matmuls."""
         if isinstance(config.post_grad_custom_post_pass, Interleave) and _awaited(
             scheduler, node1
         ) != _awaited(scheduler, node2):

@@ -20,7 +20,8 @@ from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import ConfigError
 from megalith.hardware import pick_device
 from megalith.launch.lock import OutputLock, check_output_dir
-from megalith.training.build import build_meta_model, open_datasets, prepare, vocabulary_rows
+from megalith.remote import size_of
+from megalith.training.build import PreparedRun, build_meta_model, open_datasets, prepare, vocabulary_rows
 from megalith.training.resume import fitting
 
 MOST_INDEX_BYTES = (
@@ -35,16 +36,16 @@ def check_job(config: RunConfig, world_sizes: Sequence[int], nproc: int, one_mac
     machine.
     """
     check_base(config)
-    prepared, tokenizer = _prepare_any(config, world_sizes)
+    prepared, tokenizer, _ = _prepare_any(config, world_sizes)
     pick_device(config.runtime.device, nproc - 1)
     _check_data(prepared, tokenizer)
     if one_machine:
         with OutputLock(config.train.output_dir):
-            check_output_dir(config.train.output_dir, config.checkpoint.load)
+            check_output_dir(config.train.output_dir, config.checkpoint.load, config.checkpoint.save)
         _check_checkpoint(prepared, tokenizer)
 
 
-def _prepare_any(config: RunConfig, world_sizes: Sequence[int]) -> tuple[RunConfig, Tokenizer | None]:
+def _prepare_any(config: RunConfig, world_sizes: Sequence[int]) -> PreparedRun:
     for world_size in reversed(world_sizes):
         try:
             return prepare(config, world_size)
@@ -56,7 +57,7 @@ def _prepare_any(config: RunConfig, world_sizes: Sequence[int]) -> tuple[RunConf
 
 def _check_data(config: RunConfig, tokenizer: Tokenizer | None) -> None:
     """Its files are there, and small ones whole and enough for the splits."""
-    index_bytes = [require_files(prefix)[1].stat().st_size for prefix in dataset_prefixes(config.data)]
+    index_bytes = [size_of(require_files(prefix)[1]) for prefix in dataset_prefixes(config.data)]
     if sum(index_bytes) <= MOST_INDEX_BYTES:
         evaluated = min(config.train.eval_iters, 1)
         open_datasets(config, (1, evaluated, evaluated), tokenizer and tokenizer.eod)

@@ -9,6 +9,7 @@ import torch
 from megalith.config import RunConfig
 from megalith.errors import ConfigError
 from megalith.hardware import pick_device
+from megalith.parallel.apply import compiles
 
 RECOMPILE_LIMIT = 64  # shapes and modes (training, evaluation) of one layer's code
 
@@ -36,7 +37,10 @@ def prepare_process(config: RunConfig, local_rank: int) -> torch.device:
             prepare_compiler(config.runtime.activation_memory_budget)
     if config.train.deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read when cuBLAS first starts
-    torch.use_deterministic_algorithms(config.train.deterministic)
-    # Every model of this process counts against one limit per function; past it torch refuses to go on.
-    torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
+    if device.type == "cuda" or compiles(config, device):
+        torch.use_deterministic_algorithms(config.train.deterministic)
+        # Every model of this process counts against one limit per function; past it torch refuses to go on.
+        torch._dynamo.config.recompile_limit = max(torch._dynamo.config.recompile_limit, RECOMPILE_LIMIT)
+    else:  # the same, but that it does not import the compiler to tell it too: seconds
+        torch.set_deterministic_debug_mode("error" if config.train.deterministic else "default")
     return device

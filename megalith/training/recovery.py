@@ -19,6 +19,7 @@ from megalith.parallel.data.data_parallel import free_gathered
 from megalith.parallel.data.gradient_norm import watched_gradients
 from megalith.parallel.mesh import Mesh
 from megalith.report.health import Health, ReadStep, Verdict
+from megalith.report.report import Report
 from megalith.training.resume import open_until, restore
 from megalith.training.run_state import Run
 
@@ -29,8 +30,8 @@ MOST_RETURNS = 3  # to one checkpoint
 class Faults:
     """Looks after `run`: `second_try` inside a step, `look_after` behind it."""
 
-    def __init__(self, run: Run):
-        self._run = run
+    def __init__(self, run: Run, report: Report):
+        self._run, self._report = run, report
         self._rerun = run.config.runtime.rerun_bad_steps
         self._most = run.config.runtime.max_bad_steps
         self._health = Health(run.config, run.mesh.world)
@@ -41,7 +42,7 @@ class Faults:
 
         Raises TrainingError when too many steps in a row were lost, or spikes come again and again.
         """
-        verdict = self._health.judge(self._run.report.take_read())
+        verdict = self._health.judge(self._report.take_read())
         if verdict.lost is not None:
             self._find_origin(verdict.lost)
         if verdict.too_many:
@@ -77,7 +78,7 @@ class Faults:
             if again
             else f"it did not come again ({where}): a passing fault of the hardware; the second result is used"
         )
-        run.report.event(
+        self._report.event(
             f"step {run.step + 1} had loss {first[0]:.4g} and gradient norm {first[1]:.4g}, repeated "
             f"{second[0]:.4g} and {second[1]:.4g}: {what}",
             event=f"{kind}_fault",
@@ -112,7 +113,7 @@ class Faults:
         found = gather_json((loss_is_lost, watched.names()), run.mesh.world)
         met = {rank: names for rank, (own, names) in enumerate(found) if own or names}
         ranks = _origins(met, run.mesh)
-        run.report.event(
+        self._report.event(
             f"step {lost.step} was skipped for its loss {lost.loss:.4g} and gradient norm {lost.grad_norm:.4g}; "
             + (_tell_origin(ranks, found) if ranks else self._tell_gone(lost)),
             event="lost_step",
@@ -130,11 +131,11 @@ class Faults:
         """Loads the last checkpoint from before the spike and leaves the data of its step, and the one before, out."""
         run, spike, before = self._run, verdict.spike, verdict.before_spike
         spiked = f"step {spike.step} has loss {spike.loss:.4g}, a spike above those before it"
-        run.tell_of_saves(wait=True)
+        run.log_saves(wait=True)
         checkpoint = open_until(run, before.step - 1)
         if checkpoint is None:
-            run.report.event(
-                f"{spiked}; there is no checkpoint from before it, so the run goes on",
+            self._report.event(
+                f"{spiked}; there is no checkpoint from before it, so the run continues",
                 event="loss_spike",
                 step=spike.step,
                 loss=spike.loss,
@@ -153,8 +154,8 @@ class Faults:
         restore(run, checkpoint)
         run.left_out = left_out
         self._health.went_back(step)
-        run.report.rewind(step)
-        run.report.event(
+        self._report.rewind(step)
+        self._report.event(
             f"{spiked}: back to step {step}, and on without the samples of steps {before.step} and {spike.step}",
             event="loss_spike",
             step=spike.step,

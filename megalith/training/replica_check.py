@@ -1,10 +1,10 @@
-"""The weights that several ranks hold have to be the same on all of them, bit for bit: whether they are.
+"""Replica check: weights that several ranks have must be bitwise the same on all of them.
 
-Copies are there where parameters are replicated: over data parallelism without sharding or between the instances of
-hybrid sharding, the norms over tensor parallelism, and a tied embedding on the first and the last pipeline stage. Their
-copies get the same sums and make the same updates, so a difference is a fault of a rank's memory or arithmetic, which
-no loss curve would show for a long time. Each rank takes two integers of each parameter's bits, and the ranks compare.
-A checkpoint holds each parameter once, so a run that goes on from one begins with equal copies.
+Parameters are replicated over data parallelism without sharding or between the replicas of hybrid sharding, norms over
+tensor parallelism, and a tied embedding on the first and the last pipeline stage. Replicas get the same reduced
+gradients and make the same updates, so a difference is a fault of a rank's memory or arithmetic, which no loss curve
+would show for a long time. Each rank takes two integers of each parameter's bits, and the ranks compare. A checkpoint
+has each parameter once, so a resumed run starts with equal replicas.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megalith.bridge.adapter_folder import begin_from_peft
-from megalith.bridge.load import FREE, begin_from, check_base
+from megalith.bridge.load import begin_from, check_base, config_of
 from megalith.bridge.settings import changed
 from megalith.checkpoint import (
     Checkpoint,
@@ -20,20 +20,21 @@ from megalith.checkpoint import (
     state_boxes,
 )
 from megalith.checkpoint.agree import together
+from megalith.checkpoint.manifest import MANIFEST
 from megalith.checkpoint.state import base_fingerprint
-from megalith.checkpoint.steps import CHECKPOINTS, next_save_number, save_order
-from megalith.config import LoraConfig, RunConfig
+from megalith.checkpoint.steps import next_save_number, save_order
+from megalith.config import LoraConfig, ModelConfig, RunConfig
 from megalith.config.base import Decides
 from megalith.config.batch_size import BatchSizeSchedule
-from megalith.config.rules.unused import unread_settings
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
-from megalith.errors import CheckpointError
+from megalith.errors import CheckpointError, ConfigError
 from megalith.optim.schedule import build_schedule
+from megalith.remote import StorePath, is_inside, place
 from megalith.training.build import vocabulary_rows
-from megalith.training.run_state import FP8, Run
+from megalith.training.run_state import AMAXES, Run
 
 
-def load_run(run: Run) -> Path | None:
+def load_run(run: Run) -> Path | StorePath | None:
     """Fills a new run from the checkpoint that `checkpoint.load` names; returns its folder.
 
     None where there is none: then the weights are those of `model.init_from`, or the initial ones, and adapters those
@@ -50,10 +51,10 @@ def load_run(run: Run) -> Path | None:
             _remember_base(run, checkpoint)
     if checkpoint is None:
         if config.lora.load is not None:
-            begin_from_peft(config, run.model.chunks)
+            begin_from_peft(config.lora.load, config.model, run.model.chunks)
         return None
     restore(run, checkpoint, config.checkpoint.load_optim)
-    config.notes.extend(_notes_on_change(run, checkpoint))
+    run.notes += _notes_on_change(run, checkpoint)
     return checkpoint.folder
 
 
@@ -61,9 +62,14 @@ def _notes_on_change(run: Run, checkpoint: Checkpoint) -> list[str]:
     """What to tell where the run goes on otherwise than that of the checkpoint would have."""
     if not run.consumed_samples:
         return []
-    before = RunConfig.from_tree(checkpoint.manifest.config)
-    samples = [*_notes_on_samples(run, before, checkpoint)] or [*_notes_on_length(run, before, checkpoint)]
-    return [*samples, *_notes_on_updates(run, before, checkpoint)]
+    before = config_of(checkpoint)
+    try:
+        samples = [*_notes_on_samples(run, before, checkpoint)] or [
+            *_notes_on_length(run, before, checkpoint)
+        ]
+        return [*samples, *_notes_on_updates(run, before, checkpoint)]
+    except ConfigError as error:  # no run can have had it
+        raise CheckpointError(str(error.within(checkpoint.folder / MANIFEST))) from None
 
 
 def _changed(before: RunConfig, config: RunConfig, what: Decides) -> list[str]:
@@ -71,7 +77,7 @@ def _changed(before: RunConfig, config: RunConfig, what: Decides) -> list[str]:
     found = []
     for section in RunConfig.model_fields:
         was, now = getattr(before, section), getattr(config, section)
-        unread = unread_settings(before, section) & unread_settings(config, section)
+        unread = was.unread(before).keys() & now.unread(config).keys()
         for name in was.deciding(what):
             values = getattr(was, name), getattr(now, name)
             if values[0] != values[1] and name not in unread:
@@ -92,7 +98,7 @@ def _notes_on_samples(run: Run, before: RunConfig, checkpoint: Checkpoint) -> It
     if others:
         yield (
             f"samples need not be those that the run of {checkpoint.folder} would have taken: {'; '.join(others)}; "
-            f"training goes on behind the first {run.consumed_samples:,} of what is set now. To begin its data anew, "
+            f"training continues after the first {run.consumed_samples:,} of what is set now. To restart its data, "
             f"start a run of its own with model.init_from={checkpoint.folder}"
         )
 
@@ -104,7 +110,7 @@ def _notes_on_updates(run: Run, before: RunConfig, checkpoint: Checkpoint) -> It
     if was != now:
         others.append(f"the learning rate of the next step would have been {was:.4g} and is {now:.4g}")
     if others:
-        yield f"training goes on otherwise than the run of {checkpoint.folder} would have: {'; '.join(others)}"
+        yield f"training continues otherwise than the run of {checkpoint.folder} would have: {'; '.join(others)}"
 
 
 def _notes_on_length(run: Run, before: RunConfig, checkpoint: Checkpoint) -> Iterator[str]:
@@ -136,23 +142,23 @@ def _first_checkpoint(run: Run) -> Checkpoint | None:
     settings = run.config.checkpoint
     if settings.load is None:
         return None
-    return fitting(_open(run, Path(settings.load), settings.load_optim), run.config, run.tokenizer)
+    return fitting(_open(run, place(settings.load), settings.load_optim), run.config, run.tokenizer)
 
 
 def fitting(
     checkpoint: Checkpoint | None, config: RunConfig, tokenizer: Tokenizer | None
 ) -> Checkpoint | None:
     """What was found in `checkpoint.load`, if the run can go on from it. Raises CheckpointError where it cannot."""
-    load, output = Path(config.checkpoint.load), Path(config.train.output_dir)
+    load, output = place(config.checkpoint.load), place(config.run_folder)
     if checkpoint is None:
-        if not load.resolve().is_relative_to(output.resolve()):
+        if not is_inside(load, output):
             raise CheckpointError(
                 f"there is no checkpoint in {load}, which checkpoint.load names; only the run's own folder {output} "
                 "may be empty, at the first start: correct the path, or leave it out"
             )
         return None
     _check_tokenizer(checkpoint, tokenizer)
-    check_same_function(checkpoint, config)
+    check_same_function(checkpoint.folder, config_of(checkpoint), config)
     return checkpoint
 
 
@@ -162,9 +168,9 @@ def restore(run: Run, checkpoint: Checkpoint, with_optimizer: bool = True) -> No
     load_model(checkpoint, run.model.chunks, rows, world)
     if with_optimizer:
         load_optimizer(checkpoint, run.optimizer, rows, run.model.chunks, world)
-    if run.model.amaxes is not None and FP8 in record.tensors:
-        together(world, lambda: checkpoint.check_contents(record.files_of(FP8)))
-        run.model.amaxes.load_state(record.tensors[FP8], partial(checkpoint.read, FP8))
+    if run.model.amaxes is not None and AMAXES in record.tensors:
+        together(world, lambda: checkpoint.check_contents(record.files_of(AMAXES)))
+        run.model.amaxes.load_state(record.tensors[AMAXES], partial(checkpoint.read, AMAXES))
     run.loss_scale.load_state(record.loss_scale)
     run.step, run.consumed_samples = record.step, record.consumed_samples
     run.left_out = record.left_out
@@ -176,8 +182,8 @@ def _abandoned(run: Run, checkpoint: Checkpoint) -> list[list[int]]:
 
     As ranges [first, end) of save numbers: what `checkpoint` had left behind, and what was saved after it.
     """
-    folder = run.output / CHECKPOINTS
-    if checkpoint.folder.parent.resolve() != folder.resolve():
+    folder = run.saves
+    if not is_inside(checkpoint.folder, folder):
         return []
     after = checkpoint.manifest.save_number + 1
     end = together(run.mesh.world, lambda: None if run.mesh.world.rank else next_save_number(folder))[0]
@@ -189,9 +195,9 @@ def open_until(run: Run, last_step: int) -> Checkpoint | None:
 
     The same on every rank, all of which call it; what is damaged is noted and passed over.
     """
-    folder = run.output / CHECKPOINTS
+    folder = run.saves
 
-    def is_past(step: Path) -> bool:
+    def is_past(step: Path | StorePath) -> bool:
         number = save_order(step, unreadable=0)[1]
         return not any(first <= number < end for first, end in run.abandoned)
 
@@ -204,13 +210,13 @@ def open_until(run: Run, last_step: int) -> Checkpoint | None:
 
     for path in together(run.mesh.world, candidates)[0] or []:
         try:
-            return _open(run, Path(path), with_optimizer=True)
+            return _open(run, place(path), with_optimizer=True)
         except CheckpointError as error:
-            run.report.note(str(error))
+            run.log(str(error))
     return None
 
 
-def _open(run: Run, path: Path, with_optimizer: bool) -> Checkpoint | None:
+def _open(run: Run, path: Path | StorePath, with_optimizer: bool) -> Checkpoint | None:
     parts = ("model", "optimizer") if with_optimizer else ("model",)
     boxes = state_boxes(run.model.chunks, run.optimizer, vocabulary_rows(run.config))
     return open_checkpoint(path, parts, world=run.mesh.world, boxes=boxes)
@@ -227,23 +233,22 @@ def _check_tokenizer(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> Non
         )
 
 
-def check_same_function(checkpoint: Checkpoint, config: RunConfig) -> None:
-    """Refuses weights which were trained to be used in another way, whether or not their tensors would fit."""
-    trained = RunConfig.from_tree(checkpoint.manifest.config)
+def check_same_function(folder: Path, trained: RunConfig, config: RunConfig) -> None:
+    """Refuses the weights in `folder` which were `trained` to be used in another way, whether or not they would fit."""
     for name in LoraConfig.deciding(Decides.FUNCTION):
         before, now = getattr(trained.lora, name), getattr(config.lora, name)
         if before != now:
             raise CheckpointError(
-                f"{checkpoint.folder} was saved with lora.{name} {before}, but this run has {now}; its adapters would "
+                f"{folder} was saved with lora.{name} {before}, but this run has {now}; its adapters would "
                 "mean something else, or there are none: set it as it was, or merge them first: megalith lora merge"
             )
     rotary = config.model.position_embedding_type == "rope"
     others = changed(trained.model, config.model, leave_out=("max_position_embeddings",) if rotary else ())
     if others:
         raise CheckpointError(
-            f"{checkpoint.folder} is of another model: "
+            f"{folder} is of another model: "
             f"{'; '.join(_was_and_is(f'model.{name}', was, now) for name, was, now in others)}; its weights would "
             "mean something else, or not fit: leave the model as it was"
-            + f", or start a run of its own with model.init_from={checkpoint.folder}"
-            * all(name in FREE for name, _, _ in others)
+            + f", or start a run of its own with model.init_from={folder}"
+            * all(name in ModelConfig.deciding(Decides.REACH) for name, _, _ in others)
         )

@@ -1,53 +1,65 @@
-"""A run in progress, as one rank has it: what it is made of, and where in the run it stands."""
+"""A run in progress, as one rank has it: what it is made of, where it stands, one step, evaluation or save of it."""
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from megalith.checkpoint import DataRecord, Saver
+from megalith.checkpoint import DataRecord, RunRecord, Saver, TokenizerRecord
+from megalith.checkpoint.steps import CHECKPOINTS
 from megalith.config import RunConfig
 from megalith.config.batch_size import BatchSizeSchedule
 from megalith.data.batch import Batch
+from megalith.data.dataset import SampleDataset
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.optim.loss_scale import build_loss_scale
-from megalith.optim.optimizer import build_optimizer
-from megalith.optim.step import sum_of_squares
+from megalith.optim.optimizer import build_optimizer, set_learning_rate
+from megalith.optim.schedule import build_schedule
+from megalith.optim.step import optimizer_step, sum_of_squares
 from megalith.parallel.data.gradient_norm import GradientSquares
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline.stages import copies, on_two_stages
 from megalith.parallel.shards import Box
-from megalith.report.report import Report
+from megalith.remote import StorePath, place
+from megalith.report.report import PendingStep
 from megalith.training.build import Data, build_model, vocabulary_rows
+from megalith.training.replica_check import ReplicaCheck
 
-FP8 = "fp8"  # the part of a checkpoint
+AMAXES = "amaxes"  # the part of a checkpoint
 
 
 class Run:
     """The pieces and the position of a run. The loop that moves it is the trainer's (trainer.py)."""
 
-    report: Report
-    """From when the loop begins."""
-
     def __init__(self, config: RunConfig, tokenizer: Tokenizer | None, mesh: Mesh, device: torch.device):
+        """With the initial weights; `load_run` (resume.py) puts it where a checkpoint stands."""
         self.config, self.tokenizer, self.mesh, self.device = config, tokenizer, mesh, device
         self.output = Path(config.train.output_dir)
+        self.saves = place(config.run_folder) / CHECKPOINTS
         self.batch_sizes = BatchSizeSchedule.from_config(config.train, mesh.dp.size)
         self.total_steps = self.batch_sizes.iterations(config.train)
         self.data = Data(config, self.batch_sizes, self.total_steps, tokenizer, mesh.dp)
+        self.notes: list[str] = list(self.data.notes)
+        """What the report says first."""
         self.model = build_model(config, mesh, device)
         self.optimizer = build_optimizer(
-            self.model.parameters.named, config.optim, on_two_stages(self.model.chunks, mesh.tied)
+            self.model.parameters.named,
+            config.optim,
+            on_two_stages(self.model.chunks, mesh.tied),
+            self.model.placements(),
+            config.train.precision,
         )
+        self.schedule = build_schedule(config.optim, config.train)
         self.loss_scale = build_loss_scale(config.train.precision, config.optim, device)
         self.gradient_squares = GradientSquares(
             self.model.parameters, mesh.world, sum_of_squares, copies(self.model.chunks, mesh.pp), device
         )
         self.saver = Saver(
-            self.output / "checkpoints",
+            self.saves,
             mesh.world,
             unpadded_rows=vocabulary_rows(config),
             write_tokenizer=tokenizer.save if tokenizer else None,
@@ -55,6 +67,11 @@ class Run:
             keep_every=config.checkpoint.keep_every,
             background=config.checkpoint.async_save,
         )
+        self.replicas = None
+        if config.runtime.check_weight_hash_across_dp_replicas_interval:
+            self.replicas = ReplicaCheck(self.model.chunks, self.model.parameters, mesh.world, mesh.tied)
+        self.log: Callable[[str], None] = lambda text: None
+        """Takes a line for the reader of the run's log."""
         self.step = 0  # updates made, skipped ones included
         self.consumed_samples = 0
         self.left_out: list[list[int]] = []  # ranges of the data's stream, after loss spikes
@@ -66,10 +83,48 @@ class Run:
             list[int]
         ] = []  # ranges of save numbers in the output folder, of steps gone back from
 
-    def gradients(self, micro_batches: list[Batch]) -> Tensor:
+    def train_step(
+        self,
+        batches: Iterator[Batch],
+        second_try: Callable[[Tensor, Sequence[Batch]], Tensor] = lambda loss, micro_batches: loss,
+    ) -> PendingStep:
+        """One update, by the gradient of the mean loss over the global batch.
+
+        `second_try` gets the step's loss and micro-batches before the optimizer uses the gradients, and may make them
+        anew; it returns the loss that holds.
+        """
+        batch_size = self.batch_sizes.size(self.consumed_samples)
+        micro_batches = [next(batches) for _ in range(self.batch_sizes.micro_batches(self.consumed_samples))]
+        loss = second_try(self.gradients(micro_batches), micro_batches)
+        lr = self.schedule.learning_rate(self.step, self.consumed_samples)
+        weight_decay = self.schedule.weight_decay(self.step, self.consumed_samples)
+        set_learning_rate(self.optimizer, lr, weight_decay)
+        result = optimizer_step(
+            self.optimizer,
+            self.loss_scale,
+            self.config.optim.clip_grad,
+            lambda parameters: self.gradient_squares(parameters) + self.model.overflow(),
+        )
+        self.model.end_step(result.skipped)
+        self.model.parameters.clear_gradients()
+        self.step += 1
+        self.consumed_samples += batch_size
+        return PendingStep(
+            step=self.step,
+            consumed_samples=self.consumed_samples,
+            batch_size=batch_size,
+            lr=lr,
+            loss=loss,
+            grad_norm=result.grad_norm,
+            skipped=result.skipped,
+            loss_scale=result.loss_scale,
+            tallies=self.model.tallies,
+        )
+
+    def gradients(self, micro_batches: Sequence[Batch]) -> Tensor:
         """Leaves the step's gradients, times the loss scale, in `.grad`; returns its loss."""
         self._seed_fused_dropout()
-        return self.model.backward(micro_batches, self.loss_scale.scale)
+        return self.model.backward(micro_batches, loss_scale=self.loss_scale.scale)
 
     def fp8_boxes(self) -> dict[str, dict[str, Box]]:
         """FP8's delayed scales as a part of a checkpoint: every rank has them all."""
@@ -78,15 +133,81 @@ class Run:
             return {}
         first = self.mesh.world.rank == 0
         state = {name: x.contiguous() for name, x in table.state().items()}
-        return {FP8: {name: Box(x, (0,) * x.ndim, tuple(x.shape), owned=first) for name, x in state.items()}}
+        return {
+            AMAXES: {name: Box(x, (0,) * x.ndim, tuple(x.shape), owned=first) for name, x in state.items()}
+        }
 
-    def tell_of_saves(self, wait: bool = False) -> None:
-        """Notes how the saves went that have ended; with `wait`, also the one in flight."""
+    def mean_loss(
+        self,
+        dataset: SampleDataset | None,
+        before: Callable[[int], None] = lambda done: None,
+        stops: Callable[[], str | None] = lambda: None,
+    ) -> float | None:
+        """The mean loss over the evaluation's tokens of `dataset`; None where there is nothing to evaluate.
+
+        `before` is called ahead of each global batch with the number done, `stops` after it: what is true ends it.
+        """
+        total = self.config.train.eval_iters
+        if dataset is None or total == 0:
+            return None
+        count = self.batch_sizes.global_batch_size // (self.config.train.micro_batch_size * self.mesh.dp.size)
+        loss, tokens = torch.zeros(2, dtype=torch.float64, device=self.device)
+        with self.data.evaluation_loader(dataset, self.device) as batches:
+            for done in range(total):
+                before(done)
+                more_loss, more_tokens = self.model.evaluate([next(batches) for _ in range(count)])
+                loss, tokens = loss + more_loss, tokens + more_tokens
+                if stops():
+                    return None
+        return (loss / tokens).item()
+
+    def save(self) -> None:
+        """Saves this moment, or begins to with `async_save`. A save that fails is logged, and training goes on."""
+        optimizer = self.optimizer if self.config.checkpoint.save_optim else None
+        self.saver.save(self._record(), self.model.chunks, optimizer, self.fp8_boxes())
+        self.log_saves()
+
+    def save_last(self, also_new: bool = True) -> Path | StorePath | None:
+        """Leaves a checkpoint of this moment, which may be saved already, and returns its folder.
+
+        Without `also_new` it waits for what is being saved, and returns the last folder, if there is one.
+        Raises CheckpointError when it cannot be saved.
+        """
+        self.log_saves(wait=True)
+        if also_new and not self._is_saved():
+            self.save()
+            self.log_saves(wait=True)
+        last = self.saver.last
+        if last is not None and last.error is not None:
+            raise last.error
+        return last and last.folder
+
+    def log_saves(self, wait: bool = False) -> None:
+        """Logs how the saves went that have ended; with `wait`, also the one in flight."""
         for saved in self.saver.finished(wait):
-            self.report.note(str(saved))
+            self.log(str(saved))
+
+    def _is_saved(self) -> bool:
+        last = self.saver.last
+        return last is not None and last.error is None and last.moment == (self.step, self.consumed_samples)
+
+    def _record(self) -> RunRecord:
+        tokenizer = self.tokenizer
+        return RunRecord(
+            step=self.step,
+            consumed_samples=self.consumed_samples,
+            config=self.config.to_tree(),
+            loss_scale=self.loss_scale.state(),
+            left_out=self.left_out,
+            abandoned=self.abandoned,
+            base=self.base,
+            data=self.data_files,
+            tokenizer=tokenizer
+            and TokenizerRecord(fingerprint=tokenizer.fingerprint, vocab_size=tokenizer.vocab_size),
+        )
 
     def _seed_fused_dropout(self) -> None:
-        """A GPU kernel's attention dropout is the one user of a random state: it starts anew from each step."""
+        """A GPU kernel's attention dropout is the one user of a random state: it is seeded by each step."""
         if self.device.type == "cuda" and self.config.model.attention_dropout:
             key = f"{self.config.train.seed}/attention dropout/{self.step}/{self.mesh.world.rank}".encode()
             torch.cuda.manual_seed(int.from_bytes(hashlib.blake2b(key, digest_size=7).digest(), "little"))

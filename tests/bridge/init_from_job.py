@@ -7,7 +7,7 @@ from torch import Tensor
 
 from megalith.bridge.exporter import export_hf
 from megalith.bridge.folder import SourceFolder
-from megalith.checkpoint import open as opening
+from megalith.checkpoint import read as opening
 from megalith.config import RunConfig
 from megalith.parity.job import start, state_by_name
 

@@ -241,9 +241,9 @@ def test_a_full_disk_leaves_nothing_of_an_export_and_what_was_there_stays(
 
 def test_what_is_there_is_not_overwritten(folder: Path, tmp_path: Path) -> None:
     import_hf(folder, tmp_path / "run", show_progress=False)
-    with pytest.raises(CheckpointError, match="is already there"):
+    with pytest.raises(CheckpointError, match="already exists"):
         import_hf(folder, tmp_path / "run")
-    with pytest.raises(CheckpointError, match="is already there"):
+    with pytest.raises(CheckpointError, match="already exists"):
         export_hf(tmp_path / "run", folder)
 
 
@@ -274,7 +274,7 @@ def test_the_commands_convert_and_tell_mistakes_in_a_sentence(
     assert f"wrote {run}/checkpoints/step_00000000" in printed.out
     assert f"verified: {out}.certificate.json" in printed.out and "GB/s" in printed.err
     assert main(["export-hf", run, out]) == 4
-    assert "is already there" in capsys.readouterr().err
+    assert "already exists" in capsys.readouterr().err
     assert main(["export-hf", str(tmp_path / "nothing"), out]) == 4
     with_config(folder, architectures=["FalconForCausalLM"])
     assert main(["import-hf", str(folder), str(tmp_path / "other")]) == 2

@@ -26,7 +26,7 @@ from megalith.bridge.origin import read_origin
 from megalith.bridge.peft import PeftFolder
 from megalith.bridge.stored import list_tensors
 from megalith.config import ModelConfig
-from megalith.config.rules.run_rules import check_model
+from megalith.config.rules.model_rules import check_model
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.transformer import Transformer
 

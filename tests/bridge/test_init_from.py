@@ -116,8 +116,8 @@ def test_a_run_begins_there_trains_and_ends_with_a_folder_that_transformers_load
     resumed = run_config(
         hf_folder("llama"), tmp_path / "run", checkpoint={"export_hf": True, "load": str(tmp_path / "run")}
     )
-    resumed.train.train_iters = 3
-    assert megalith.train(resumed).step == 3  # what was trained goes before the folder
+    longer = resumed.with_settings({"train.train_iters": 3})
+    assert megalith.train(longer).step == 3  # what was trained goes before the folder
 
 
 def test_the_shape_comes_from_the_folder_and_what_training_may_choose_from_the_run(
@@ -149,8 +149,9 @@ def test_a_field_that_contradicts_the_weights_is_refused(hf_folder, tmp_path: Pa
 def test_a_tokenizer_larger_than_the_vocabulary_and_an_empty_place_are_refused(
     hf_folder, tmp_path: Path
 ) -> None:
-    config = run_config(hf_folder("llama"), tmp_path / "run")
-    config.data.tokenizer_type = "ByteTokenizer"
+    config = run_config(hf_folder("llama"), tmp_path / "run").with_settings(
+        {"data.tokenizer_type": "ByteTokenizer"}
+    )
     with pytest.raises(ConfigError, match=r"the tokenizer has 257 entries but model.vocab_size is 151"):
         prepare(config, 1)
     (tmp_path / "empty").mkdir()
@@ -167,14 +168,14 @@ def test_a_tokenizer_that_is_not_that_of_the_weights_is_told(hf_folder, run, cap
         train_tokenizer([tmp_path / "text.jsonl"], 260, place / "tokenizer.json", min_frequency=1)
     own, another = (build_tokenizer("HuggingFaceTokenizer", place) for place in (folder, other))
     config = run_config(folder, tmp_path / "run")
-    assert tokenizer_notes(config, own) == tokenizer_notes(config, None) == []
-    [note] = tokenizer_notes(config, another)
+    assert tokenizer_notes(config.model, own) == tokenizer_notes(config.model, None) == []
+    [note] = tokenizer_notes(config.model, another)
     assert f"{another.fingerprint[:12]}) is not that of the weights in {folder}" in note
     assert f"({own.vocab_size}, {own.fingerprint[:12]})" in note and "set data.tokenizer_type" in note
     (folder / "tokenizer.json").write_text("{")
-    assert "cannot be compared" in tokenizer_notes(config, own)[0]
+    assert "cannot be compared" in tokenizer_notes(config.model, own)[0]
     (folder / "tokenizer.json").unlink()
-    assert tokenizer_notes(config, own) == []  # it has none
+    assert tokenizer_notes(config.model, own) == []  # it has none
     begun = str(run("begun", train=dict(train_iters=1)).checkpoint)
     capsys.readouterr()
     run("same", model=dict(init_from=begun), train=dict(train_iters=1))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megalith.bridge import partial
+from megalith import io
 from megalith.bridge.partial import MARK, PartialFolder
 from megalith.errors import CheckpointError
 
@@ -26,7 +26,7 @@ def killed(work, at: int) -> bool:
     pid = os.fork()
     if pid:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == -signal.SIGKILL
-    seen, exchange = [], partial._exchange
+    seen, exchange = [], io.exchange
 
     def event(name: str = "", *_: object) -> None:
         if name in EVENTS:
@@ -40,7 +40,7 @@ def killed(work, at: int) -> bool:
         return done
 
     try:
-        partial._exchange = exchanged
+        io.exchange = exchanged
         sys.addaudithook(lambda name, arguments: event(name))
         work()
     finally:
@@ -52,7 +52,7 @@ def test_a_kill_at_any_moment_loses_nothing_and_the_next_conversion_mends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_exchange: bool
 ) -> None:
     if not can_exchange:
-        monkeypatch.setattr(partial, "_exchange", lambda one, other: False)
+        monkeypatch.setattr(io, "exchange", lambda one, other: False)
     absent = []
     for at in range(100):
         out = tmp_path / str(at) / "hf_model"
@@ -101,7 +101,7 @@ def test_a_folder_named_replaced_is_not_removed(tmp_path: Path, monkeypatch: pyt
     (tmp_path / "out.replaced" / "thesis.txt").write_text("mine")
     replace(tmp_path / "out", "one")
     replace(tmp_path / "out", "two")
-    monkeypatch.setattr(partial, "_exchange", lambda one, other: False)
+    monkeypatch.setattr(io, "exchange", lambda one, other: False)
     folder = PartialFolder(tmp_path / "out")
     folder.begin()
     with pytest.raises(CheckpointError, match=r"out\.replaced is there already"):

@@ -63,8 +63,7 @@ def test_adapters_go_from_peft_to_a_run_and_back_bitwise_and_compute_the_same(
     theirs = their_logits(name, given)
     assert (theirs - their_logits(name)).abs().max() > 1e-2 * theirs.abs().max()
     config = run_config(hf_folder(name), tmp_path / "run", lora={"load": str(given)}, optim={"lr": 0.0})
-    config.train.train_iters = 1
-    step = megalith.train(config).checkpoint
+    step = megalith.train(config.with_settings({"train.train_iters": 1})).checkpoint
     with torch.no_grad():
         assert close(megalith.load(step)(IDS), theirs)
     export_adapters(tmp_path / "run", tmp_path / "back")
@@ -107,9 +106,7 @@ def test_a_run_goes_on_with_its_adapters_and_holds_nothing_else(hf_folder, tmp_p
         hf_folder("llama"), tmp_path / "part", lora=lora, checkpoint={"load": str(tmp_path / "part")}
     )
     result = megalith.train(whole)
-    part.train.exit_interval = 2
-    assert megalith.train(part).step == 2
-    part.train.exit_interval = None
+    assert megalith.train(part.with_settings({"train.exit_interval": 2})).step == 2
     ends = [megalith.load(run.checkpoint).state_dict() for run in (result, megalith.train(part))]
     assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
     stored = sum(file.stat().st_size for file in result.checkpoint.rglob("*.safetensors"))
@@ -130,8 +127,7 @@ def test_a_base_that_was_trained_on_since_is_refused_and_one_of_its_steps_is_not
     megalith.train(run_config(base, run, **goes_on))
     merge(run, tmp_path / "merged", show_progress=False)
     further = run_config(hf_folder(name), base, checkpoint={"load": str(base)})
-    further.train.train_iters = 4
-    megalith.train(further)
+    megalith.train(further.with_settings({"train.train_iters": 4}))
     told = r"step_00000003 were trained on other weights than those in .*base, which have been trained on"
     for refused in (
         lambda: megalith.train(run_config(base, run, **goes_on)),

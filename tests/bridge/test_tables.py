@@ -93,9 +93,9 @@ def test_a_preset_is_written_in_the_family_that_it_was_published_in(preset: str,
 
 def test_a_model_that_no_family_can_say_is_refused_with_the_reason_of_each() -> None:
     model = ModelConfig(
-        num_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=100, max_position_embeddings=64
-    )
-    model.position_embedding_type = "rope"
+        num_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=100, max_position_embeddings=64,
+        position_embedding_type="rope",
+    )  # fmt: skip
     with pytest.raises(ConfigError) as error:
         family_for(model)
     assert all(name in str(error.value) for name in FAMILIES)

@@ -2,8 +2,8 @@
 
 import torch
 
-from megalith.checkpoint.agree import hand_out
 from megalith.checkpoint.plan import divide, entries
+from megalith.comm.collectives import scatter_json
 from megalith.config import ParallelConfig
 from megalith.parallel.mesh import build_mesh
 from megalith.parallel.shards import Box
@@ -47,7 +47,7 @@ def test_a_rank_that_has_shards_of_its_own_gets_fewer_copies():
 
 def handed_out():
     world = build_mesh(ParallelConfig(), 3, "cpu").world
-    return hand_out(["ä", [["model", "w"]] * 5, []] if world.rank == 0 else [], world)
+    return scatter_json(["ä", [["model", "w"]] * 5, []] if world.rank == 0 else [], world)
 
 
 def test_each_rank_gets_its_own_value_whatever_their_lengths(pool):

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file
 
 from megalith.checkpoint import list_steps, load_model, load_optimizer, open_checkpoint
-from megalith.checkpoint.files import open_safetensors, tensor_record, write_safetensors
+from megalith.checkpoint.files import list_safetensors, tensor_record, write_safetensors
 from megalith.errors import CheckpointError
 
 OPTIMIZERS = {
@@ -198,9 +198,11 @@ def test_every_type_and_odd_shape_round_trips_and_the_library_agrees(tmp_path):
     path = tmp_path / "x.safetensors"
     record = write_safetensors(path, tensors)
     assert record.bytes == path.stat().st_size
-    table = {name: tensor_record(tensor) for name, tensor in tensors.items()}
-    with open_safetensors(path, table) as tensor:
-        ours = {name: tensor(name) for name in table}
+    listed = list_safetensors(path, "")
+    assert [f"{stored.dtype} {list(stored.shape)}" for stored in listed.values()] == [
+        str(tensor_record(tensors[name])) for name in listed
+    ]
+    ours = {name: stored.read() for name, stored in listed.items()}
     for read in (load_file(path), ours):
         assert read.keys() == tensors.keys()
         for name, tensor in tensors.items():

@@ -3,10 +3,9 @@
 import errno
 import os
 import resource
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 
@@ -20,12 +19,13 @@ from megalith.errors import CheckpointError
 # is left is loaded, then saved into again. Audit events are what Python itself reports of opens, renames and
 # removals, so every phase of a save is met without knowing how it is written.
 KILLED_SAVES = """
-import os, signal, shutil, sys
+import os, signal, shutil, sys, warnings
+warnings.simplefilter("error", UserWarning)
 from pathlib import Path
 
 import torch
 
-from conftest import TinyRun
+from checkpoint.conftest import TinyRun
 from megalith.checkpoint import list_steps, open_checkpoint
 
 PHASES = ("open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate", "shutil.rmtree")
@@ -75,14 +75,7 @@ print(event_number, "kills")
 @pytest.mark.parametrize("scenario", ["next step", "same step"])
 @pytest.mark.fault(2)
 def test_a_save_killed_at_any_moment_leaves_a_whole_step(tmp_path, scenario):
-    done = subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", "-c", KILLED_SAVES, scenario, str(tmp_path / "run")],
-        cwd=Path(__file__).parent,
-        env={"PYTHONPATH": f"{Path(__file__).parent}:{Path(__file__).parents[2]}", "PATH": "/usr/bin:/bin"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
+    done = forked.run(["-c", KILLED_SAVES, scenario, tmp_path / "run"])
     assert done.returncode == 0, done.stdout + done.stderr
     assert int(done.stdout.split()[0]) > 15
 

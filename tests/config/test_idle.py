@@ -2,9 +2,10 @@
 
 import pytest
 
-from megalith.config import RunConfig
+from megalith.config import RopeScaling, RunConfig
+from megalith.config.base import Section
 from megalith.config.presets import PRESETS
-from megalith.config.rules.unused import DEPENDENTS, idle_notes
+from megalith.config.rules.notes import idle_notes
 
 
 @pytest.mark.parametrize(
@@ -47,13 +48,18 @@ def test_nothing_of_a_preset_is_idle(preset):
     assert idle_notes(RunConfig.load(None, [f"model.preset={preset}"])) == []
 
 
-def test_every_setting_of_the_table_exists():
-    for group in DEPENDENTS:
-        assert set(group.names) <= set(RunConfig.model_fields[group.section].annotation.model_fields)
-
-
 # Of each group one setting with a value of its own, and what makes a run read it.
 READ_WITH = {
+    "model.rope_scaling.type llama3":
+        ("model.rope_scaling.low_freq_factor=2", "model.rope_scaling.type=llama3"),
+    "model.rope_scaling.type yarn":
+        ("model.rope_scaling.beta_slow=2", "model.rope_scaling.type=yarn"),
+    "model.rope_scaling.type yarn or longrope":
+        ("model.rope_scaling.attention_factor=2", "model.rope_scaling.type=longrope"),
+    "model.rope_scaling.type longrope":
+        ("model.rope_scaling.short_factor=[1,1]", "model.rope_scaling.type=longrope"),
+    "model.rope_scaling.type llama3 or yarn or longrope":
+        ("model.rope_scaling.original_max_position_embeddings=9", "model.rope_scaling.type=yarn"),
     "parallel.recompute_granularity selective":
         ("parallel.recompute_modules=[mlp]", "parallel.recompute_granularity=selective"),
     "parallel.recompute_granularity full":
@@ -67,9 +73,11 @@ READ_WITH = {
     "model.multi_latent_attention true":
         ("model.kv_lora_rank=64", "model.multi_latent_attention=true"),
     "model.mtp_num_layers":
-        ("model.mtp_loss_scaling_factor=0.3", "model.mtp_num_layers=1"),
-    "optim.optimizer adamw or adam":
+        ("model.mtp_loss_scaling_factor=0.3", "model.mtp_num_layers=1 model.position_embedding_type=rope"),
+    "optim.optimizer but sgd":
         ("optim.adam_eps=1e-6", "optim.optimizer=adam"),
+    "optim.optimizer muon":
+        ("optim.muon_momentum=0.9", "optim.optimizer=muon"),
     "optim.optimizer sgd":
         ("optim.sgd_momentum=0.8", "optim.optimizer=sgd"),
     "optim.lr_decay_style WSD":
@@ -93,13 +101,25 @@ READ_WITH = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    "group", {group.needs: group for group in DEPENDENTS}.values(), ids=lambda group: group.needs
-)
-def test_each_group_is_read_with_what_it_names_and_not_without(group):
-    own, beside = (words.split() for words in READ_WITH[group.needs])
-    off = ["optim.optimizer=sgd"] if group.needs.endswith("or adam") else []
+def needs_of(section: type[Section], path: str) -> set[str]:
+    """What stands on the fields, in the words of the notes."""
+    needs = [need for name in section.model_fields for need in section.needed(name) if not need.strict]
+    return {str(need) if "." in need.path else f"{path}.{need}" for need in needs}
+
+
+def test_each_need_has_its_case():
+    sections = {name: field.annotation for name, field in RunConfig.model_fields.items()}
+    every = set().union(*(needs_of(section, name) for name, section in sections.items()))
+    assert every | needs_of(RopeScaling, "model.rope_scaling") == READ_WITH.keys()
+
+
+@pytest.mark.parametrize("need", READ_WITH)
+def test_a_setting_is_read_with_what_it_needs_and_not_without(need):
+    own, beside = (words.split() for words in READ_WITH[need])
+    off = ["optim.optimizer=sgd"] if need.endswith("but sgd") else []
+    if "rope_scaling" in need:
+        off = ["model.position_embedding_type=rope", "model.rope_scaling.type=linear"]
     notes = idle_notes(RunConfig.load(None, own + off))
-    assert [note.partition(" ")[0] for note in notes] == sorted(word.partition("=")[0] for word in own)[::-1]
-    assert all(note.endswith(f"changes nothing: it takes {group.needs}") for note in notes)
-    assert idle_notes(RunConfig.load(None, own + beside)) == []
+    assert [note.partition(" ")[0] for note in notes] == [word.partition("=")[0] for word in own]
+    assert all(note.endswith(f"changes nothing: it takes {need}") for note in notes)
+    assert idle_notes(RunConfig.load(None, own + off + beside)) == []

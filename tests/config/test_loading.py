@@ -4,8 +4,9 @@ import re
 
 import pytest
 import yaml
+from pydantic import ValidationError
 
-from megalith.config import ModelConfig, RunConfig
+from megalith.config import RunConfig
 from megalith.config.aliases import OTHER_NAMES
 from megalith.config.presets import PRESETS
 from megalith.config.run import known_keys
@@ -28,9 +29,30 @@ def test_nothing_gives_the_defaults(load):
 
 def test_two_configurations_share_nothing():
     first, second = RunConfig(), RunConfig()
-    first.train.seed = 7
     first.parallel.recompute_modules.append("mlp")
-    assert second == RunConfig() and second.train.seed == 1234
+    assert first != second == RunConfig()
+    windowed = RunConfig.from_tree({"model": {"preset": "mistral-7b"}})
+    windowed.model.window_size.append(1)
+    assert PRESETS["mistral-7b"]["window_size"] == [4095, 0]
+
+
+def test_nothing_is_assigned_and_other_settings_make_another_configuration(load):
+    config = load(
+        "train: {attention_softmax_in_fp32: true, micro_batch_size: 4}\nmodel: {preset: tiny-llama}"
+    )
+    for section, name, value in ((config.train, "seed", 7), (config, "train", config.train)):
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(section, name, value)
+    other = config.with_settings({"train.seed": 7, "model.num_layers": 3})
+    assert (config.train.seed, config.model.num_layers) == (1234, 2)
+    assert (other.train.seed, other.model.num_layers) == (7, 3)
+    assert other.to_tree() == load(config.to_yaml(), "--train.seed", "7", "--model.num_layers", "3").to_tree()
+    assert other.train.model_fields_set == {"micro_batch_size", "seed"}, "what was left to rules still is"
+    assert other.notes == config.notes and len(other.notes) == 1
+    with pytest.raises(ConfigError, match=r"^train\.seed is 'x': a whole number is needed$"):
+        config.with_settings({"train.seed": "x"})
+    with pytest.raises(ConfigError, match="there is no such setting"):
+        config.with_settings({"nowhere.seed": 1})
 
 
 def test_the_command_line_wins_over_the_file_and_the_file_over_the_preset(load):
@@ -216,8 +238,8 @@ REFUSED = [
     ("model.num_layers: 2", "there is no section 'model.num_layers'"),
     # YAML that is broken or hostile
     ("model: {num_layers: 2", r"not valid YAML: while parsing a flow mapping at line 1, column 8: .* at line 1, col"),
-    ("model: {num_layers: 2}\nmodel: {hidden_size: 4}", "the key 'model' stands twice"),
-    ("model: {num_layers: 2, num_layers: 4}", "the key 'num_layers' stands twice"),
+    ("model: {num_layers: 2}\nmodel: {hidden_size: 4}", "the key 'model' is given twice"),
+    ("model: {num_layers: 2, num_layers: 4}", "the key 'num_layers' is given twice"),
     ("train: !!python/object/apply:os.system ['touch PWNED']", "not valid YAML.*python/object/apply"),
     ("train: !!python/object/new:os.system ['touch PWNED']", "not valid YAML.*python/object"),
     ("train: {seed: !!python/name:os.system }", "not valid YAML.*python/name"),
@@ -305,14 +327,8 @@ def test_a_tree_from_python_is_checked_as_a_file_is(tree):
 def test_a_tree_from_python_is_not_changed():
     tree = {"model": {"preset": "llama3.1-8b", "disable_bias_linear": True}, "train": {"bf16": True}}
     before = {section: dict(values) for section, values in tree.items()}
-    RunConfig.from_tree(tree).model.rope_scaling.factor = 3.0
+    RunConfig.from_tree(tree)
     assert tree == before
-    assert RunConfig.from_tree(tree).model.rope_scaling.factor == 8.0
-
-
-def test_assignment_is_checked_like_loading():
-    with pytest.raises(ValueError, match="greater than 0"):
-        ModelConfig().num_layers = 0
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path):

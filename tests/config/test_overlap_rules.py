@@ -5,7 +5,7 @@ import re
 import pytest
 
 from megalith.config import RunConfig
-from megalith.config.rules.overlap_notes import overlap_notes
+from megalith.config.rules.notes import overlap_notes
 from megalith.config.rules.run_rules import check_training
 from megalith.errors import ConfigError
 

@@ -4,8 +4,8 @@ import pytest
 
 from megalith.config import ModelConfig
 from megalith.config.presets import PRESETS
-from megalith.config.rules.run_rules import check_model
-from megalith.planner.flops import count_parameters
+from megalith.config.rules.model_rules import check_model
+from megalith.planner.counts import count_parameters
 
 # name: layers, width, heads, KV groups, head size, MLP width, vocabulary, positions, parameters (of which the GPT-3
 # ones are the paper's table 2.1, in words)

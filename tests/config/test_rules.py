@@ -23,21 +23,21 @@ IMPOSSIBLE = [
     ({"model": {"num_query_groups": 8}}, "num_attention_heads 4 is not divisible by model.num_query_groups 8"),
     ({"model": {**ROPE, "kv_channels": 15}}, "15 of a head's 15 turn"),
     ({"model": {**ROPE, "rotary_percent": 0.2}}, "3 of a head's 16 turn .*rotary_percent 0.2.*an even number does"),
-    ({"model": {"rotary_percent": 0.5}}, "rotary_percent needs model.position_embedding_type rope"),
-    ({"model": {**ROPE, "rotary_base_local": 1e4}}, "for layers with a window, but model.window_size is not set"),
+    ({"model": {"rotary_percent": 0.5}}, "rotary_percent is 0.5, but it takes model.position_embedding_type rope"),
+    ({"model": {**ROPE, "rotary_base_local": 1e4}}, "base_local is 10000.0, but it takes model.window_size"),
     ({"model": {**ROPE, "rope_scaling": {"type": "longrope", "short_factor": [1.0]}}}, "short_factor has 1 .*8 pairs"),
     ({"model": {"window_size": [7, 1]}}, r"lets a query see 1 tokens behind its own.*set it to \[7, 0\]"),
     ({"model": {"window_size": [7, 0], "window_attn_skip_freq": [1]}}, "has 1 numbers, but model.num_layers is 2"),
-    ({"model": {"window_attn_skip_freq": 2}}, "which layers have no window, but model.window_size is not set"),
-    ({"model": {"qk_layernorm_full_width": True}}, "needs model.qk_layernorm, which is off, and .*which is LayerNorm"),
-    ({"model": {"rope_scaling": {"factor": 2}}}, "rope_scaling needs model.position_embedding_type rope, which is"),
+    ({"model": {"window_attn_skip_freq": 2}}, "is 2, but it takes model.window_size, which is not set; set it"),
+    ({"model": {"qk_layernorm_full_width": True}}, "takes model.qk_layernorm true, which is False"),
+    ({"model": {"rope_scaling": {"factor": 2}}}, "it takes model.position_embedding_type rope, which is learned"),
     ({"model": {**ROPE, "rope_scaling": {"low_freq_factor": 4}}}, "low_freq_factor 4.0 is not below high_freq"),
     ({"model": {**ROPE, "rope_scaling": {"type": "yarn", "beta_fast": 1}}}, "beta_slow 1.0 is not below beta_fast 1.0"),
     ({"lora": {"rank": 2, "targets": ["q_pro"]}}, "lora.targets names 'q_pro'; did you mean 'q_proj'"),
     ({"lora": {"rank": 2, "targets": ["gate_proj"]}}, "names gate_proj, but the MLP has no gate"),
     ({"lora": {"rank": 2, "targets": ["c_attn", "q_proj"]}}, "gives linear_qkv an adapter for all its rows and others"),
-    ({"lora": {"alpha": 2}}, "lora.alpha is 2.0, but lora.rank is not set"),
-    ({"checkpoint": {"export_hf": True, "save_at_end": False}}, "export_hf exports the checkpoint of the run's end"),
+    ({"lora": {"alpha": 2}}, "lora.alpha is 2.0, but it takes lora.rank, which is not set; set it, or leave alpha out"),
+    ({"checkpoint": {"export_hf": True, "save_at_end": False}}, "takes checkpoint.save_at_end true, which is False"),
     ({"lora": {"rank": 2}, "checkpoint": {"export_hf": True}}, "export_hf writes a whole model, but with lora.rank 2"),
     ({"model": {"max_position_embeddings": 16}}, "seq_length 32 is longer than model.max_position_embeddings 16"),
     ({"data": {"mock": False}}, "there is nothing to train on; set data.data_path"),
@@ -53,10 +53,14 @@ IMPOSSIBLE = [
     ({"train": {"rampup_batch_size": [2, 4, 50]}}, "8 − 2 = 6 is not divisible by the increment 4"),
     ({"optim": {"lr": None}}, "optim.lr is not set; training needs the highest learning rate"),
     ({"log": {"profile": True, "profile_step_end": 3}}, "profile_step_end 3 must come after log.profile_step_start 10"),
-    ({"parallel": {"recompute_method": "block"}}, "recompute_method block .*granularity is None; set it to full"),
-    ({"parallel": {"recompute_method": "block", "recompute_granularity": "selective"}}, "is selective; set it to full"),
-    ({"parallel": {"distribute_saved_activations": True}}, "recompute_granularity is None; set it to full"),
+    ({"parallel": {"recompute_method": "block"}}, "method is block, but it takes .*full, which is not set"),
+    ({"parallel": {"recompute_method": "block", "recompute_granularity": "selective"}}, "full, which is selective"),
+    ({"parallel": {"distribute_saved_activations": True}}, "takes .*granularity full, which is not set"),
     ({"parallel": {"distribute_saved_activations": True, "recompute_granularity": "full"}}, "parallel_size is 1"),
+    ({"parallel": {"sequence_parallel": True}}, "takes parallel.tensor_model_parallel_size above 1, which is 1; set"),
+    ({"parallel": {"hierarchical_context_parallel_sizes": [2, 2]}}, r"takes parallel.cp_comm_type a2a\+p2p"),
+    ({"model": {"mtp_num_layers": 1}}, "mtp_num_layers is 1, but it takes model.position_embedding_type rope"),
+    ({"data": {"tokenizer_model": "x"}}, "tokenizer_model is x, but it takes data.tokenizer_type, which is not set"),
     ({"parallel": {"tensor_model_parallel_size": 2}}, r"world size 1 .*tensor \(2\)"),
     ({"parallel": {"pipeline_model_parallel_size": 2, "context_parallel_size": 2}}, r"pipeline \(2\) × context \(2\)"),
 ]  # fmt: skip
@@ -80,9 +84,9 @@ IMPOSSIBLE_WITH_EXPERTS = [  # of the model, of parallel, the number of processe
     ({"moe_router_topk": 5}, {}, 1, "moe_router_topk 5 is more than model.num_experts 4"),
     ({"moe_layer_freq": [1]}, {}, 1, "has 1 entries, 1 of them 1, and model.num_layers is 2"),
     ({"moe_layer_freq": [0, 0]}, {}, 1, "with at least one 1"),
-    ({"moe_pad_expert_input_to_capacity": True}, {}, 1, "needs a capacity"),
-    ({"moe_shared_expert_gate": True}, {}, 1, "weighs the shared expert, but there is none"),
-    ({"moe_router_enable_expert_bias": True}, {}, 1, "score_function is softmax; set it to sigmoid"),
+    ({"moe_pad_expert_input_to_capacity": True}, {}, 1, "takes model.moe_expert_capacity_factor, which is not set"),
+    ({"moe_shared_expert_gate": True}, {}, 1, "takes model.moe_shared_expert_intermediate_size, which is not set"),
+    ({"moe_router_enable_expert_bias": True}, {}, 1, "score_function sigmoid, which is softmax; set it"),
     ({"moe_router_num_groups": 2}, {}, 1, "num_groups is 2 and model.moe_router_group_topk None"),
     ({"moe_router_num_groups": 3, "moe_router_group_topk": 1}, {}, 1, "have to divide the experts"),
     ({"moe_router_num_groups": 4, "moe_router_group_topk": 1}, {}, 1, "1 groups of 1 experts are fewer experts than"),
@@ -90,8 +94,8 @@ IMPOSSIBLE_WITH_EXPERTS = [  # of the model, of parallel, the number of processe
     ({}, {"expert_model_parallel_size": 2}, 3, r"a pipeline stage has 3 ranks .*expert \(2\)"),
     ({"num_experts": 6}, {"expert_model_parallel_size": 4}, 4, "6 is not divisible by .*size 4.*among 1, 2, 3, 6"),
     ({"moe_ffn_hidden_size": 33}, {"expert_tensor_parallel_size": 2}, 2, "moe_ffn_hidden_size 33 is not divisible"),
-    ({"num_experts": None}, {"expert_model_parallel_size": 2}, 2, "expert_model_parallel_size is 2 and .*no experts"),
-    ({"num_experts": None}, {"expert_tensor_parallel_size": 2}, 2, "expert_tensor_parallel_size 2, but .*no experts"),
+    ({"num_experts": None}, {"expert_model_parallel_size": 2}, 2, "is 2, but it takes model.num_experts"),
+    ({"num_experts": None}, {"expert_tensor_parallel_size": 2}, 2, "is 2, but it takes model.num_experts"),
     ({"hidden_size": 33, "num_attention_heads": 3}, {"expert_model_parallel_size": 2}, 2, "hidden_size 33 is odd"),
 ]  # fmt: skip
 POSSIBLE_WITH_EXPERTS = [
@@ -125,6 +129,5 @@ def test_experts_that_can_be_are_taken(model, parallel, size):
 @pytest.mark.parametrize("copies", [2, 3])
 def test_copies_of_shards_need_shards(copies):
     config = RunConfig.from_tree(tree_with({"parallel": {"num_distributed_optimizer_instances": copies}}))
-    config.parallel.data_parallel_sharding_strategy = "no_shard"
-    with pytest.raises(ConfigError, match=f"instances is {copies}, but .*no_shard keeps a whole copy"):
+    with pytest.raises(ConfigError, match=f"instances is {copies}, but .*which is no_shard"):
         check_training(config)

@@ -178,7 +178,7 @@ def test_zero_query_groups_are_multi_head_attention():
 def test_recompute_activations_leaves_a_granularity_that_is_given():
     both = {"parallel.recompute_activations": True, "parallel.recompute_granularity": "selective"}
     chosen = RunConfig.from_tree(tree_of(both))
-    assert chosen.parallel.recompute_granularity == "selective" and chosen.notes == []
+    assert chosen.parallel.recompute_granularity == "selective" and chosen.notes == ()
     assert RunConfig.from_tree(tree_of({"parallel.recompute_activations": False})) == RunConfig()
     (note,) = RunConfig.from_tree(tree_of({"parallel.recompute_activations": True})).notes
     assert "recompute_granularity = full: every layer is recomputed whole" in note

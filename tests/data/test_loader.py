@@ -52,12 +52,15 @@ def tensors(batch):
 def test_each_rank_takes_its_part_of_each_sub_block():
     for rank, expected in ((0, [[0, 1], [4, 5], [8, 9]]), (1, [[2, 3], [6, 7], [10, 11]])):
         loader = load(batch_sizes=[8, 4], data_parallel_rank=rank, data_parallel_size=2)
-        assert [batch.tokens[:, 0].tolist() for batch in loader] == expected
+        assert [batch.input_ids[:, 0].tolist() for batch in loader] == expected
 
 
 def test_a_batch_holds_inputs_labels_and_stream_positions():
     batch = next(load(consumed_samples=3))
-    assert batch.tokens.tolist() == [[3, 4, 5], [4, 5, 6]] and batch.labels.tolist() == [[4, 5, 6], [5, 6, 7]]
+    assert batch.input_ids.tolist() == [[3, 4, 5], [4, 5, 6]] and batch.labels.tolist() == [
+        [4, 5, 6],
+        [5, 6, 7],
+    ]
     assert batch.position_ids.tolist() == [[0, 1, 2]] * 2 and batch.loss_mask.tolist() == [[1.0] * 3] * 2
     assert batch.document_ids is None and batch.sample_numbers.tolist() == [3, 4]
     dtypes = [torch.int64, torch.int64, torch.float32, torch.int64, None, torch.int64]
@@ -92,7 +95,7 @@ def test_restarts_and_changes_of_data_parallel_size_leave_one_stream(kind):
                     consumed_samples=consumed,
                 )
                 for batch in loader:
-                    for position, index in zip(batch.sample_numbers.tolist(), batch.tokens[:, 0].tolist()):
+                    for position, index in zip(batch.sample_numbers.tolist(), batch.input_ids[:, 0].tolist()):
                         assert position not in stream
                         stream[position] = index
             consumed += batch_size * steps
@@ -101,7 +104,7 @@ def test_restarts_and_changes_of_data_parallel_size_leave_one_stream(kind):
 
 def test_a_batch_size_ramp_shifts_steps_but_not_the_stream():
     batches = list(load(batch_sizes=[2, 4, 6]))
-    assert [i for batch in batches for i in batch.tokens[:, 0].tolist()] == list(range(12))
+    assert [i for batch in batches for i in batch.input_ids[:, 0].tolist()] == list(range(12))
 
 
 @pytest.mark.parametrize("workers", [1, 2])

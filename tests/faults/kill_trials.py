@@ -22,7 +22,7 @@ from pathlib import Path
 
 from ranks import Ranks, records, stored, words
 
-from megalith.launch.heartbeat import Pulse
+from megalith.launch.heartbeat import Heartbeat
 
 SIZE = 2
 SURVIVORS_END_WITHIN = 60.0  # seconds
@@ -47,7 +47,7 @@ def tell_phase(rank: int, path: Path) -> None:
     """Writes what the rank is doing to its place in the file at `path`, where it outlives the process."""
     with open(path, "r+b") as file:
         memory = mmap.mmap(file.fileno(), 0)
-    inner = {name: getattr(Pulse, name) for name in ("beat", "begin_long")}
+    inner = {name: getattr(Heartbeat, name) for name in ("beat", "begin_long")}
 
     def write(self) -> None:
         memory[rank * PHASE_BYTES : (rank + 1) * PHASE_BYTES] = self.phase.encode().ljust(PHASE_BYTES)
@@ -60,7 +60,7 @@ def tell_phase(rank: int, path: Path) -> None:
         inner["begin_long"](self, phase)
         write(self)
 
-    Pulse.beat, Pulse.begin_long = beat, begin_long
+    Heartbeat.beat, Heartbeat.begin_long = beat, begin_long
 
 
 def phase_of(path: Path, rank: int, output: Path) -> str:

@@ -9,13 +9,13 @@ import multiprocessing
 import os
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
+from forked import Forked
 
 from megalith.launch.pool import PRELOADED
 
@@ -60,7 +60,7 @@ class Ranks:
         """`prepare(rank)`, at the top of a module, is called in each process before the command. What the ranks print
         goes to `log`, each into a file with its number."""
         processes = multiprocessing.get_context("forkserver")
-        processes.set_forkserver_preload([*PRELOADED, "megalith.training.trainer"])
+        processes.set_forkserver_preload(PRELOADED)
         self.logs = [log.with_name(f"{log.name}.{rank}") for rank in range(size)]
         port = free_port()
         self.processes = [
@@ -175,15 +175,12 @@ sys.exit(main(sys.argv[1:]))
 """
 
 
-def launch(command: Sequence[str], *options: str, log: Path) -> subprocess.Popen:
+def launch(command: Sequence[str], *options: str, log: Path) -> Forked:
     """`megalith train …` with a launcher's options, as a process; what it prints goes to `log`."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
-    with open(log, "a") as file:
-        words = [sys.executable, "-c", LAUNCHER, *command, *options]
-        return subprocess.Popen(words, stdout=file, stderr=file, env=environment)
+    return Forked(["-c", LAUNCHER, *command, *options], log, env={**os.environ, "OMP_NUM_THREADS": "1"})
 
 
-def workers_of(launcher: subprocess.Popen) -> list[int]:
+def workers_of(launcher: Forked) -> list[int]:
     """The process ids of the ranks that a launcher has started and that still run."""
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
     return sorted(int(pid) for pid in children if is_running(int(pid)))

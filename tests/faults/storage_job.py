@@ -9,7 +9,7 @@ from pathlib import Path
 from megalith.config import RunConfig
 from megalith.errors import CheckpointError
 from megalith.parity.job import start
-from megalith.training.trainer import Trainer
+from megalith.training.run_state import Run
 
 ZERO1 = {"data_parallel_sharding_strategy": "optim"}
 TP2 = {"tensor_model_parallel_size": 2}
@@ -34,28 +34,28 @@ def run_config(output: Path | str, parallel: dict | None = None, **checkpoint) -
     )  # fmt: skip
 
 
-def started(config: RunConfig) -> tuple[Trainer, list[str]]:
-    """This rank's trainer, and the list that gets what it tells."""
-    trainer = start(config)
+def started(config: RunConfig) -> tuple[Run, list[str]]:
+    """This rank's run, and the list that gets what it tells."""
+    run = start(config)
     told: list[str] = []
-    trainer.report.note = told.append
-    return trainer, told
+    run.log = told.append
+    return run, told
 
 
-def train(trainer: Trainer, steps: int, save_each: bool = True) -> None:
+def train(run: Run, steps: int, save_each: bool = True) -> None:
     """Steps, with a save after each."""
-    with trainer.data.train_loader(trainer.step, trainer.consumed_samples, trainer.device) as batches:
+    with run.data.train_loader(run.step, run.consumed_samples, run.device) as batches:
         for _ in range(steps):
-            trainer.train_step(batches)
+            run.train_step(batches)
             if save_each:
-                trainer.save()
+                run.save()
 
 
 def save_steps(config: RunConfig, steps: int) -> None:
     """Trains and saves each step."""
-    trainer, _ = started(config)
-    train(trainer, steps)
-    trainer.save_last()
+    run, _ = started(config)
+    train(run, steps)
+    run.save_last()
 
 
 def save_on_a_bad_disk(config: RunConfig, steps: int, limited: dict[int, int]) -> tuple[int, list[str], str]:
@@ -64,15 +64,15 @@ def save_on_a_bad_disk(config: RunConfig, steps: int, limited: dict[int, int]) -
     On the ranks of `limited` files can have no more than so many bytes. Returns the steps made, what was told, and how
     the last save failed.
     """
-    trainer, told = started(config)
-    with file_size_limit(limited.get(trainer.mesh.world.rank)):
-        train(trainer, steps)
+    run, told = started(config)
+    with file_size_limit(limited.get(run.mesh.world.rank)):
+        train(run, steps)
         try:
-            trainer.save_last()
+            run.save_last()
             failure = ""
         except CheckpointError as error:
             failure = str(error)
-    return trainer.step, told, failure
+    return run.step, told, failure
 
 
 @contextmanager

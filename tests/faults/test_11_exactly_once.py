@@ -37,7 +37,7 @@ class Job:
     """The data of one start of a run on `size` data-parallel ranks."""
 
     def __init__(self, config: RunConfig, size: int):
-        config, tokenizer = prepare(config, size)
+        config, tokenizer, _ = prepare(config, size)
         self.schedule = BatchSizeSchedule.from_config(config.train, size)
         axes = [Axis(size, rank) for rank in range(size)]
         self.ranks = [Data(config, self.schedule, STEPS, tokenizer, axis) for axis in axes]
@@ -51,7 +51,9 @@ class Job:
                 for _ in range(steps):
                     for _ in range(self.schedule.micro_batches(end)):
                         batch = next(batches)
-                        given += list(zip(batch.sample_numbers.tolist(), map(tuple, batch.tokens.tolist())))
+                        given += list(
+                            zip(batch.sample_numbers.tolist(), map(tuple, batch.input_ids.tolist()))
+                        )
                     end += self.schedule.size(end)
         return end, sorted(given)
 

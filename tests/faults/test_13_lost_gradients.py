@@ -15,14 +15,14 @@ from megalith.config.presets import PRESETS
 from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
 from megalith.parallel.data.gradient_norm import watched_gradients
-from megalith.training.trainer import Trainer
+from megalith.training.run_state import Run
 
 SKIPPED_STEP = 4
 
 
 def poison(rank: int, samples: range, times: int, value: float = math.nan) -> None:
     """On rank 1 the gradient behind layer 1 becomes `value`, `times` times, when a step has one of these samples."""
-    inner, left = Trainer.gradients, [times]
+    inner, left = Run.gradients, [times]
 
     def gradients(self, micro_batches):
         numbers = {int(number) for batch in micro_batches for number in batch.sample_numbers}
@@ -41,7 +41,7 @@ def poison(rank: int, samples: range, times: int, value: float = math.nan) -> No
         finally:
             hook.remove()
 
-    Trainer.gradients = gradients
+    Run.gradients = gradients
 
 
 def step_samples(step: int) -> range:

@@ -8,24 +8,24 @@ import pytest
 from ranks import Ranks, events, records, saved, words
 
 from megalith.cli.main import main
-from megalith.training.trainer import Trainer
+from megalith.training.run_state import Run
 
 SPIKE = 8  # the step whose data has a bad sample
 
 
 def spoil(rank: int, seen: Path) -> None:
     """A loss 50 times as high whenever the data of step 8 comes; what comes is written to `seen`."""
-    inner, bad = Trainer.gradients, set()
+    inner, bad = Run.gradients, set()
 
     def gradients(self, micro_batches):
-        contents = [hash(batch.tokens.numpy().tobytes()) for batch in micro_batches]
+        contents = [hash(batch.input_ids.numpy().tobytes()) for batch in micro_batches]
         with open(seen.with_name(f"{seen.name}.{rank}"), "a") as file:
             file.write(json.dumps({"step": self.step + 1, "contents": contents}) + "\n")
         if self.step + 1 == SPIKE and not bad:
             bad.update(contents)
         return inner(self, micro_batches) * (50 if bad.intersection(contents) else 1)
 
-    Trainer.gradients = gradients
+    Run.gradients = gradients
 
 
 @pytest.mark.fault(14)
@@ -61,7 +61,7 @@ def test_without_a_checkpoint_from_before_it_the_run_goes_on_and_says_so(tmp_pat
 
 @pytest.mark.fault(14)
 def test_a_run_that_went_back_by_hand_returns_to_no_step_of_the_branch_it_left(tmp_path, monkeypatch):
-    output, inner, begun = tmp_path / "run", Trainer.gradients, []
+    output, inner, begun = tmp_path / "run", Run.gradients, []
 
     def train(**settings):
         length = dict(train__train_iters=20, train__deterministic=False)
@@ -74,7 +74,7 @@ def test_a_run_that_went_back_by_hand_returns_to_no_step_of_the_branch_it_left(t
     assert train(checkpoint__save_interval=3, train__exit_interval=9) == 20
     older = str(output / "checkpoints" / "step_00000003")
     assert train(checkpoint__load=older, train__exit_interval=5) == 20
-    monkeypatch.setattr(Trainer, "gradients", gradients)
+    monkeypatch.setattr(Run, "gradients", gradients)
     watch = dict(runtime__loss_spike_threshold=3, runtime__loss_spike_window=4)
     assert (
         train(**watch, train__exit_interval=12) == 20

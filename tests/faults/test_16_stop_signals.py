@@ -2,11 +2,10 @@
 second SIGTERM ends at once."""
 
 import signal
-import subprocess
-import sys
 import time
 
 import pytest
+from forked import Forked
 from ranks import Ranks, events, saved, steps, stored, until, words
 
 import megalith.checkpoint.saver as saver
@@ -77,15 +76,14 @@ def test_a_second_sigterm_in_the_midst_of_a_save_ends_at_once_and_the_old_checkp
     assert time.monotonic() - sent < 5 and "a second SIGTERM: leaving at once" in running.text()
     assert saved(output) == ["step_00000004"] and stored(output, 4) == before
     again = Ranks([*command, "--train.exit_interval", "5"], 1, tmp_path / "log")
-    assert again.end() == [20] and "going on from" in again.text()
+    assert again.end() == [20] and "resuming from" in again.text()
 
 
 def test_a_sigterm_to_torchrun_reaches_the_ranks_and_they_save(tmp_path):
     output, log = tmp_path / "run", tmp_path / "log"
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*torchrun, "-m", "megalith.cli", *words(output, train__train_iters=100_000)]
-    with open(log, "w") as file:
-        running = subprocess.Popen(command, stdout=file, stderr=file)
+    running = Forked(command, log)
     try:
         until(lambda: len(steps(output)) >= 3, "step 3")
         running.send_signal(signal.SIGTERM)
@@ -93,5 +91,5 @@ def test_a_sigterm_to_torchrun_reaches_the_ranks_and_they_save(tmp_path):
     finally:
         running.kill()
         running.wait()
-    assert "by SIGTERM; go on with checkpoint.load" in log.read_text()
+    assert "by SIGTERM; resume with checkpoint.load" in log.read_text()
     assert saved(output) == [f"step_{steps(output)[-1]:08d}"]

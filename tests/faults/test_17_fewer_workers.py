@@ -33,7 +33,7 @@ def test_a_killed_rank_is_started_again_from_the_newest_checkpoint_and_sigterm_r
     try:
         until(lambda: saved(output), "a checkpoint")
         os.kill(workers_of(launcher)[1], signal.SIGKILL)
-        until(lambda: "going on from" in log.read_text(), "the restart")
+        until(lambda: "resuming from" in log.read_text(), "the restart")
         until(lambda: len(steps(output)) > 20, "step 21")
         launcher.send_signal(signal.SIGTERM)
         assert launcher.wait(60) == 22, log.read_text()
@@ -42,7 +42,7 @@ def test_a_killed_rank_is_started_again_from_the_newest_checkpoint_and_sigterm_r
         launcher.wait()
     told = log.read_text()
     assert "was ended by SIGKILL" in told and "starting again (1 of 1)" in told
-    assert told.count("going on from") == 1
+    assert told.count("resuming from") == 1
     done = steps(output)
     assert done == list(range(1, len(done) + 1)) and saved(output)[-1] == f"step_{done[-1]:08d}"
 
@@ -64,11 +64,11 @@ def test_a_machine_that_comes_late_is_taken_in_and_when_it_is_lost_the_job_of_on
         second = launch(command, *options, "--max-restarts", "2", log=tmp_path / "log2")
         until(lambda: "2 ranks = " in both(), "the job of two")
         until(lambda: saved(output)[-1] > saved(output)[0], "another checkpoint")
-        assert both().count("going on from") == 1 and f"waiting at 127.0.0.1:{port}" in both()
+        assert both().count("resuming from") == 1 and f"waiting at 127.0.0.1:{port}" in both()
         orphans = workers_of(second)
         second.kill()
         until(lambda: not any(map(is_running, orphans)), "the end of the lost launcher's rank", within=30)
-        until(lambda: both().count("going on from") == 2, "the job of one", within=120)
+        until(lambda: both().count("resuming from") == 2, "the job of one", within=120)
         before = len(steps(output))
         until(lambda: len(steps(output)) > before + 3, "more steps")
         first.send_signal(signal.SIGTERM)

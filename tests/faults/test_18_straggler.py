@@ -5,21 +5,21 @@ import time
 import pytest
 from ranks import Ranks, events, words
 
-from megalith.report.stragglers import slow_ranks
-from megalith.training.trainer import Trainer
+from megalith.report.measured_step import slow_ranks
+from megalith.training.run_state import Run
 
 INTERVAL = 4
 
 
 def slow(rank: int) -> None:
-    inner = Trainer.gradients
+    inner = Run.gradients
 
     def gradients(self, micro_batches):
         if rank == 1 and (self.step + 1) % INTERVAL == 0:  # in the steps that are measured
             time.sleep(1.0)  # long against what a step takes on a machine with much else to do
         return inner(self, micro_batches)
 
-    Trainer.gradients = gradients
+    Run.gradients = gradients
 
 
 @pytest.mark.fault(18)

@@ -1,6 +1,7 @@
 """Each fault that a run has to survive is shown by tests that assert it, that run, and that pass (fault_items.py)."""
 
 import ast
+import functools
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ CHECKS = {
 }  # functions that assert for their caller: pytest's, and a fixture of test_bad_input.py
 
 
+@functools.cache
 def marked_tests() -> dict[int, list[tuple[str, ast.FunctionDef]]]:
     """The tests of each item as they stand in the files, with their names."""
     found: dict[int, list[tuple[str, ast.FunctionDef]]] = {}

@@ -117,7 +117,7 @@ def test_a_full_disk_at_a_start_or_resume_is_a_refusal_that_no_restart_repeats(d
     megalith.train(config)
     ballast = full / "ballast"
     ballast.write_bytes(bytes(os.statvfs(full).f_bavail * 4096))
-    config.train.train_iters, config.checkpoint.load = 14, str(full / "run")
+    config = config.with_settings({"train.train_iters": 14, "checkpoint.load": str(full / "run")})
     for refused in (config, run_config(full / "new")):
         with pytest.raises(
             ConfigError, match=r"cannot be written: No space left on device.*train.output_dir"
@@ -133,7 +133,7 @@ def test_a_full_disk_at_a_start_or_resume_is_a_refusal_that_no_restart_repeats(d
 def test_a_run_that_cannot_save_its_end_ends_with_the_exit_code_of_checkpoints(disk):
     full = disk(200_000)  # for the log, not for the state
     with pytest.raises(
-        CheckpointError, match=r"step_00000012 could not be saved: No space left.*make room"
+        CheckpointError, match=r"step_00000012 could not be saved: No space left.*free some space"
     ) as error:
         megalith.train(run_config(full / "run", save_interval=5))
     assert error.value.exit_code == 4

@@ -1,12 +1,10 @@
 """A rank killed in any phase of a save of several ranks: a whole step is left, and no rank waits for the dead one."""
 
 import json
-import os
 import signal
-import subprocess
-import sys
 from pathlib import Path
 
+import forked
 import pytest
 
 HERE = Path(__file__).parent
@@ -14,13 +12,7 @@ HERE = Path(__file__).parent
 
 @pytest.mark.fault(2)
 def test_a_rank_killed_in_any_phase_of_a_save_leaves_the_newest_whole_step(tmp_path):
-    done = subprocess.run(
-        [sys.executable, str(HERE / "storage_kill_job.py"), str(tmp_path)],
-        env={**os.environ, "PYTHONPATH": str(HERE.parents[1])},
-        capture_output=True,
-        text=True,
-        timeout=200,
-    )
+    done = forked.run([HERE / "storage_kill_job.py", tmp_path], timeout=200)
     assert done.returncode == 0, done.stdout + done.stderr
     trials = [json.loads(line) for line in done.stdout.splitlines()]
     killed = [trial for trial in trials if trial["codes"][trial["victim"]] != 0]

@@ -163,3 +163,32 @@ def test_attention_without_a_fused_kernel_says_so():
     query, key, value, _ = inputs((8, 2, 64), torch.bfloat16)
     with pytest.warns(UserWarning, match="without a fused kernel.* softcap 50.5"):
         attention(query, key, value, softcap=50.5)
+
+
+@pytest.mark.parametrize("dtype", ROUNDING, ids=["fp32", "fp16", "bf16"])
+@pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_cross_attention_over_a_sequence_of_another_length_gives_the_formula(dtype, padded, compiled):
+    heads, groups, size, keys = 16, 4, 64, 200
+    query, key, value, grad = inputs((heads, groups, size), dtype)
+    key, value = (x.detach()[:, :keys].clone().requires_grad_() for x in (key, value))
+    ends = torch.tensor([[150], [keys]], device=query.device)
+    seen = (torch.arange(keys, device=query.device) < ends)[:, None, None]  # [batch, 1, 1, keys]
+    mask = seen.expand(-1, -1, SEQ, -1) if padded else None
+
+    def ours(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return attention(query, key, value, causal=False, mask=mask)
+
+    def plain(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        query, key, value = (x.float().transpose(1, 2) for x in (query, key, value))
+        key, value = (x.repeat_interleave(heads // groups, 1) for x in (key, value))
+        scores = query @ key.mT * size**-0.5
+        if padded:
+            scores = scores.masked_fill(~seen, -torch.inf)
+        return (scores.softmax(-1) @ value).transpose(1, 2)
+
+    run = torch.compile(ours, fullgraph=True) if compiled else ours
+    tensors = [query, key, value, grad]
+    for found, expected in zip(with_gradients(run, tensors), with_gradients(plain, tensors), strict=True):
+        assert (found.float() - expected.float()).norm() <= ROUNDING[dtype] * expected.float().norm()
+    assert not slow(kernels(lambda: with_gradients(run, tensors)))

@@ -12,7 +12,7 @@ from megalith.config import RunConfig
 from megalith.launch.pool import Pool
 from megalith.parallel.data import replicas as replicated
 from megalith.parallel.overlap import copy_engine_gradients as direct_data
-from megalith.parallel.overlap.copy_engine_gradients import DirectReduceScatter, DirectSum
+from megalith.parallel.overlap.copy_engine_gradients import CopyEngineAllReduce, CopyEngineReduceScatter
 from megalith.parity.differences import compare, gradient_errors, relative_error
 from megalith.parity.job import Outcome, run_job
 from megalith.parity.layouts import LAYOUTS
@@ -32,11 +32,11 @@ def on_gpus(function, size: int, *args) -> list:
 
 
 def unlike_sums(lengths: list[int], at_once: int, late: int) -> list[int]:
-    """The reductions, queued one behind the other over the same memory as FSDP2 queues them, whose result is not to
+    """The reductions, queued one after the other over the same memory as FSDP2 queues them, whose result is not to
     the bit the sum in the ranks' order."""
     group, stream = dist.group.WORLD, torch.cuda.Stream()
     size, rank, found = group.size(), group.rank(), []
-    reduce_scatter = DirectReduceScatter(group)
+    reduce_scatter = CopyEngineReduceScatter(group)
     generator = torch.Generator("cuda").manual_seed(rank)
     given = [torch.randn(size * length, device="cuda", generator=generator) for length in lengths]
     with mock.patch.object(direct_data, "FETCHED_AT_ONCE", at_once):
@@ -78,7 +78,7 @@ def unlike_copies(lengths: list[int], late: int) -> list[float]:
     begun = []
     for tensors in given:
         torch.cuda._sleep(5_000_000 * (group.rank() == late))
-        begun.append(DirectSum(tensors, group))
+        begun.append(CopyEngineAllReduce(tensors, group))
         beside @ beside
     for tensors, sums, right in zip(given, begun, expected, strict=True):
         sums.wait()
@@ -101,8 +101,8 @@ def both_ways(config: RunConfig) -> tuple[Outcome, Outcome, int]:
     tree = config.model_dump()
     tree["parallel"]["symmetric_memory_groups"] = ["dp"]
     with (
-        mock.patch.object(Slot, "meet", autospec=True, side_effect=Slot.meet) as meet,
-        mock.patch.object(replicated, "LEAST_DIRECT", 0),
+        mock.patch.object(Slot, "synchronize", autospec=True, side_effect=Slot.synchronize) as meet,
+        mock.patch.object(replicated, "LEAST_BY_COPY_ENGINE", 0),
     ):
         found = run_job(RunConfig.from_tree(tree))
     return found, run_job(config), meet.call_count

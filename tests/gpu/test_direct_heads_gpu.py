@@ -44,7 +44,7 @@ def axes(size: int) -> tuple[comm.Axis, comm.Axis]:
 
 
 def results(case: tuple, dtype: torch.dtype, axis: comm.Axis, compiled: bool) -> list[torch.Tensor]:
-    """Of both exchanges one behind the other, and the gradient of what they start from."""
+    """Of both exchanges one after the other, and the gradient of what they start from."""
     groups, heads_in_group, head_dim, batch, seq = case
     width = groups * (heads_in_group + 2) * head_dim
     generator = torch.Generator("cuda").manual_seed(axis.rank)

@@ -13,7 +13,7 @@ from megalith.ops.compiled import as_one_kernel
 from megalith.ops.gemm import wide_product
 from megalith.ops.grouped_gemm import GroupedGemm, RowGroups, add_bias, grouped_linear, has_kernel, prepared
 from megalith.ops.permute import sum_rows
-from megalith.parallel.expert.dispatch_buffer import Parcels, pack, parcels, unpack
+from megalith.parallel.expert.dispatch_buffer import DispatchPlan, pack, plan_dispatch, unpack
 
 BATCH, SEQ, HIDDEN = 2, 128, 256
 MODEL = dict(num_layers=2, hidden_size=HIDDEN, ffn_hidden_size=512, num_attention_heads=4, swiglu=True,
@@ -61,8 +61,8 @@ def test_a_routers_product_in_bf16_is_that_in_fp32():
         assert relative(ours, theirs) < 1.05 * relative(theirs.bfloat16(), theirs)
 
 
-def alone(weights: torch.Tensor, destinations: torch.Tensor) -> Parcels:
-    return parcels(weights, destinations, Axis(), 64)
+def alone(weights: torch.Tensor, destinations: torch.Tensor) -> DispatchPlan:
+    return plan_dispatch(weights, destinations, Axis(), 64)
 
 
 @pytest.mark.parametrize("tokens", [4096, 16384, 5000])

@@ -153,18 +153,18 @@ def test_resuming_is_bitwise_going_on(tmp_path: Path, preset: str) -> None:
 
 @PRESETS
 def test_steps_between_log_lines_never_wait_for_the_device(tmp_path: Path, monkeypatch, preset: str) -> None:
-    from megalith.training.trainer import Trainer
+    from megalith.training.run_state import Run
 
-    inner = Trainer.train_step
+    inner = Run.train_step
 
-    def watched(self, batches):
+    def watched(self, *given):
         quiet = self.step > 5 and (self.step + 1) % 10 != 0  # compiled by then, and not the step that logs
         torch.cuda.set_sync_debug_mode("error" if quiet else "default")
         try:
-            inner(self, batches)
+            return inner(self, *given)
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
-    monkeypatch.setattr(Trainer, "train_step", watched)
+    monkeypatch.setattr(Run, "train_step", watched)
     for precision in ("bf16", "fp16"):
         assert len(run(tmp_path / precision, preset, "--train.precision", precision)) == 40

@@ -12,7 +12,7 @@ from megalith.checkpoint.saver import PATIENCE, Saver
 from megalith.config import ParallelConfig
 from megalith.launch import hang_watch
 from megalith.launch.hang_watch import HangWatch
-from megalith.launch.heartbeat import Pulse, longer
+from megalith.launch.heartbeat import Heartbeat, longer
 from megalith.parallel.context.context_parallel import _levels
 from megalith.parallel.mesh import build_mesh
 from megalith.parallel.pipeline.executor import Links
@@ -37,8 +37,8 @@ class CountingStore:
 
 
 def watch(store: CountingStore, rank: int) -> HangWatch:
-    pulse = SimpleNamespace(step=7, phase="training", last_beat=0.0, is_long=True)
-    return HangWatch(pulse, rank, RANKS, 60.0, store, Path("unused"))
+    heartbeat = SimpleNamespace(step=7, phase="training", last_beat=0.0, is_long=True)
+    return HangWatch(heartbeat, rank, RANKS, 60.0, store, Path("unused"))
 
 
 def test_a_verdict_takes_a_few_requests_of_each_rank():
@@ -79,7 +79,7 @@ def timeouts() -> tuple[set[timedelta], timedelta]:
     _levels(build_mesh(ParallelConfig(context_parallel_size=4), 4, "cpu").cp, "a2a+p2p", [2, 2])
     Links(build_mesh(ParallelConfig(pipeline_model_parallel_size=4), 4, "cpu").pp, 1)
     background = Saver("unused", mesh.world, background=True)._world.group
-    Pulse(mesh, timedelta(minutes=3)).settle("training")
+    Heartbeat(mesh, timedelta(minutes=3)).settle("training")
 
     def timeout(group) -> timedelta:
         return group._get_backend(torch.device("cpu")).options._timeout

@@ -4,10 +4,10 @@ import json
 import os
 import re
 import subprocess
-import sys
 import time
 from pathlib import Path
 
+import forked
 import pytest
 import torch
 from sockets import LOOPBACK_INTERFACE
@@ -22,10 +22,9 @@ WORKER = Path(__file__).parent / "launched.py"
 LAUNCHER = "import sys; from megalith.launch.launcher import launch; sys.exit(launch(2, sys.argv[1:]))"
 
 
-def start(folder: Path, what: str, launcher=(sys.executable, "-c", LAUNCHER)) -> subprocess.CompletedProcess:
+def start(folder: Path, what: str, launcher=("-c", LAUNCHER)) -> subprocess.CompletedProcess:
     environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
-    command = [*launcher, str(WORKER), str(folder), what]
-    return subprocess.run(command, capture_output=True, text=True, timeout=90, env=environment)
+    return forked.run([*launcher, WORKER, folder, what], env=environment)
 
 
 def seen(folder: Path, rank: int) -> dict:
@@ -95,7 +94,7 @@ def test_a_rank_that_crashes_leaves_its_stacks_and_the_others_their_last_collect
 
 
 def test_torchrun_starts_the_same_worker(tmp_path):
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+    torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     result = start(tmp_path, "raise", torchrun)
     assert result.returncode == 1
     root_cause = result.stderr.partition("Root Cause")[2]

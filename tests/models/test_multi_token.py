@@ -10,7 +10,7 @@ from megalith.models.mtp import future_of
 from megalith.models.transformer import Transformer
 from megalith.parallel.mesh import build_mesh
 from megalith.parallel.parallel_model import ParallelModel
-from megalith.planner.flops import count_parameters
+from megalith.planner.counts import count_parameters
 from megalith.training.build import build_model
 
 BATCH, SEQ = 2, 10
@@ -50,8 +50,8 @@ def further_losses(
     model: Transformer, tokens: torch.Tensor, mask: torch.Tensor
 ) -> list[tuple[list[torch.Tensor], float]]:
     """For each further layer the losses of the tokens that it predicts, times their masks, and the masks' sum."""
-    ids, places, further = tokens[:, :-1], torch.arange(SEQ), []
-    context = model.context(places.expand(BATCH, SEQ), places, None, None, None)
+    ids, further = tokens[:, :-1], []
+    context = model.context(ids)
     layers = [model.layers["0"], model.layers["1"]]
     hidden = model.final_layernorm(model.runner(layers, model.embedding(ids, None, context), context))
     for k, number in enumerate(("2", "3"), 1):
@@ -89,7 +89,7 @@ def test_each_depths_loss_is_the_mean_over_the_tokens_of_the_step_that_it_predic
     mask = torch.ones(BATCH, SEQ)
     mask[0, 3] = mask[1, :4] = 0  # the micro-batches of a sequence have other counts each
     micro_batches = [batch_of(tokens[row : row + 1], mask[row : row + 1]) for row in range(BATCH)]
-    loss = run.backward(micro_batches, torch.tensor(8.0))
+    loss = run.backward(micro_batches, loss_scale=torch.tensor(8.0))
     found = {name: parameter.grad.clone() / 8 for name, parameter in model.named_parameters()}
     model.zero_grad()
     plain = model(tokens[:, :-1].contiguous(), labels=tokens[:, 1:].contiguous(), loss_mask=mask) / mask.sum()
@@ -103,7 +103,9 @@ def test_each_depths_loss_is_the_mean_over_the_tokens_of_the_step_that_it_predic
 
 def test_a_step_whose_tokens_are_all_masked_has_no_loss_and_no_gradient():
     run = run_in_one_process()
-    loss = run.backward([batch_of(model_and_tokens()[1], torch.zeros(BATCH, SEQ))], torch.tensor(8.0))
+    loss = run.backward(
+        [batch_of(model_and_tokens()[1], torch.zeros(BATCH, SEQ))], loss_scale=torch.tensor(8.0)
+    )
     assert loss == 0
     assert not any(parameter.grad.any() for parameter in run.chunks[0].parameters())
 

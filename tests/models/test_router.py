@@ -28,7 +28,7 @@ def x() -> torch.Tensor:
 
 
 def numbers() -> torch.Tensor:
-    """Three sequences of 16 tokens, one behind the other."""
+    """Three sequences of 16 tokens, one after the other."""
     places = torch.arange(TOKENS // BATCH)
     return (places[None] * BATCH + torch.arange(BATCH)[:, None]).flatten()
 

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounter
 
 from megalith.ops import compiled, permute
-from megalith.ops.compiled import as_one_kernel
+from megalith.ops.compiled import as_one_kernel, constant
 from megalith.ops.permute import Order, sum_rows, take_rows
 
 
@@ -64,3 +64,8 @@ def test_copies_compiled_are_those_of_eager(counter):
     assert torch.equal(found[0], sizes) and torch.equal(found[2], row)
     assert rows and torch.equal(found[1][:rows], token[:rows])
     assert counter.frame_count == 1
+
+
+def test_a_constant_is_marked_as_torch_marks_one():
+    ours, theirs = constant(lambda: 1), torch.compiler.assume_constant_result(lambda: 1)
+    assert vars(ours) == vars(theirs) != {}

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from megalith.ops import cross_entropy
-from megalith.ops.cross_entropy import linear_cross_entropy
+from megalith.ops.cross_entropy import linear_cross_entropy, linear_logprobs
 
 VOCAB, PADDED, HIDDEN = 61, 64, 24
 
@@ -153,3 +153,31 @@ def test_in_fp16_the_scale_keeps_probabilities_that_would_vanish():
     exact = loss_and_gradients(on_whole_logits, (hidden.detach().float(), *arguments[1:]), scale)
     for i in (1, 2):  # made without the scale and multiplied behind, they are 3 % and 13 % off
         assert (found[i].float() - exact[i]).norm() < 0.005 * exact[i].norm()
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("temperature", [0.3, 1.0])
+def test_log_probabilities_and_entropies_of_chunks_equal_torch(softcap, temperature, monkeypatch):
+    monkeypatch.setitem(cross_entropy.CHUNK_ELEMENTS, "cpu", 7 * PADDED)
+    targets = torch.randint(0, VOCAB, (3, 10, 2), generator=torch.Generator().manual_seed(1))
+
+    def found(hidden, weight):
+        return linear_logprobs(hidden, weight, targets, VOCAB, softcap, temperature=temperature, entropy=True)
+
+    def expected(hidden, weight):
+        logits = hidden @ weight[:VOCAB].T
+        if softcap is not None:
+            logits = softcap * torch.tanh(logits / softcap)
+        distribution = (logits / temperature).log_softmax(-1)
+        return distribution.gather(-1, targets), -(distribution.exp() * distribution).sum(-1)
+
+    results = []
+    for function in (found, expected):
+        hidden, weight = (x.detach().clone().requires_grad_() for x in inputs()[:2])
+        logprobs, entropy = function(hidden, weight)
+        (torch.sin(logprobs).sum() + 3 * (entropy**2).sum()).backward()
+        results.append((logprobs, entropy, hidden.grad, weight.grad))
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
+    logprobs, entropy = linear_logprobs(*inputs()[:3], VOCAB, softcap, temperature=temperature)
+    assert entropy is None and logprobs.dtype == torch.float32

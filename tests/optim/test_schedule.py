@@ -125,7 +125,7 @@ SAMPLES = {"train_samples": 400, "global_batch_size": 4}
         ({"lr": None}, ITERS, ["optim.lr is not set"]),
         ({}, {"global_batch_size": 4}, ["train_iters", "train_samples"]),
         ({}, {"train_iters": 4}, ["train.global_batch_size is not set"]),
-        ({}, {**ITERS, "train_samples": 400}, ["train_iters (100)", "train_samples (400)", "keep one"]),
+        ({}, {**ITERS, "train_samples": 400}, ["train_iters is 100", "train_samples is 400", "exactly one"]),
         ({"lr_warmup_iters": 100}, ITERS, ["100 iters", "lr_decay_iters"]),
         ({"lr_warmup_iters": 50, "lr_decay_iters": 40}, ITERS, ["50 iters", "40 iters"]),
         ({"lr_warmup_fraction": 1.0}, ITERS, ["100 iters"]),
@@ -141,7 +141,7 @@ SAMPLES = {"train_samples": 400, "global_batch_size": 4}
         ),
         ({"min_lr": 2.0}, ITERS, ["min_lr (2.0)", "lr (1.0)"]),
         ({"lr_warmup_init": 2.0}, ITERS, ["lr_warmup_init (2.0)", "lr (1.0)"]),
-        ({"start_weight_decay": 0.1}, ITERS, ["linear or cosine"]),
+        ({"start_weight_decay": 0.1}, ITERS, ["incr_style linear or cosine, which is constant"]),
         ({"weight_decay_incr_style": "linear"}, ITERS, ["set both"]),
         (
             {"weight_decay_incr_style": "cosine", "start_weight_decay": 0.2, "end_weight_decay": 0.1},

@@ -10,7 +10,7 @@ import torch.distributed as dist
 
 from megalith.comm.collectives import summed
 from megalith.config import ModelConfig, OptimConfig, ParallelConfig
-from megalith.config.rules.run_rules import shard_size
+from megalith.config.rules.parallel_rules import shard_size
 from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
 from megalith.optim import build_loss_scale, build_optimizer, optimizer_step, sum_of_squares
@@ -21,7 +21,7 @@ from megalith.parallel.data.data_parallel import (
     wait_for_gradients,
     weight_gradients_added,
 )
-from megalith.parallel.data.gradient_norm import GradientSquares, valid_tokens
+from megalith.parallel.data.gradient_norm import GradientSquares, loss_denominators
 from megalith.parallel.memory.recompute import apply_recompute
 from megalith.parallel.mesh import build_mesh
 from megalith.parallel.pipeline.split_backward import DeferredWgrads, compute
@@ -71,7 +71,7 @@ class Job:
     model: ModelConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     precision: str = "fp32"
-    steps: int = 10
+    steps: int = 4
     samples: int = 8  # in a global batch
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-2, clip_grad=1.0))
     compile: bool = False
@@ -102,7 +102,7 @@ class Trained:
         self.model = Transformer(job.model, compute_dtype=DTYPES[job.precision], seed=5, device="meta")
         apply_tensor(self.model, self.mesh.tp, job.parallel.sequence_parallel)
         apply_recompute(self.model, job.parallel)
-        self.put_off = DeferredWgrads([self.model]) if job.puts_off_weights else None
+        self.deferred_wgrads = DeferredWgrads([self.model]) if job.puts_off_weights else None
         if job.compile:
             for layer in self.model.layers.values():
                 layer.compile(fullgraph=True, backend="aot_eager")
@@ -137,16 +137,17 @@ class Trained:
     def backward(self) -> torch.Tensor:
         """All micro-batches of a step; returns its mean loss and leaves the gradients attached."""
         batches = self.micro_batches()
-        tokens = valid_tokens([batch["loss_mask"] for batch in batches], self.mesh.dp_cp, CPU)
+        own = sum(batch["loss_mask"].sum(dtype=torch.float64) for batch in batches)
+        tokens = loss_denominators(own, self.mesh.dp_cp, CPU)
         loss, later = torch.zeros(()), []
         for number, batch in enumerate(batches):
             is_last = number == len(batches) - 1
-            micro_batch_begins([self.model], self.job.parallel, is_last and not self.put_off)
+            micro_batch_begins([self.model], self.job.parallel, is_last and not self.deferred_wgrads)
             loss_sum = self.model(**batch)
             (loss_sum * (self.loss_scale.scale / tokens * self.poison())).backward()
             loss += loss_sum.detach()
-            later.append(self.put_off.take() if self.put_off else [])
-        for number, work in enumerate(later if self.put_off else []):
+            later.append(self.deferred_wgrads.take() if self.deferred_wgrads else [])
+        for number, work in enumerate(later if self.deferred_wgrads else []):
             compute(work)
             weight_gradients_added([self.model], self.job.parallel, is_last=number == len(later) - 1)
         wait_for_gradients([self.model], self.job.parallel)

@@ -21,7 +21,7 @@ from megalith.parallel.data.data_parallel import (
     weight_gradients_added,
 )
 from megalith.parallel.mesh import build_mesh
-from megalith.parallel.pipeline.executor import Pipeline, residual_shape
+from megalith.parallel.pipeline.executor import Pipeline, Streams, residual_shape
 from megalith.parallel.pipeline.stages import (
     assign_layers,
     reduce_tied_embedding,
@@ -105,7 +105,7 @@ def run(model: ModelConfig, parallel: ParallelConfig, micro_batches: int, dtype=
         loss=float(summed(loss, mesh.dp) * factor),
         gradients=gradients,
         evaluation=float(summed(evaluation, mesh.dp) * factor),
-        logits=generate_two(pipeline.logits, batches[0].tokens).float(),
+        logits=generate_two(pipeline.logits, batches[0].input_ids).float(),
         timeline=pipeline.gather_timeline(),
     )
 
@@ -125,7 +125,7 @@ def run_alone(model: ModelConfig, micro_batches: int, dtype=torch.float32) -> Ou
     whole.eval()
     with torch.no_grad():
         evaluation = sum(float(forward(whole, batch, None) * factor) for batch in batches)
-        logits = generate_two(lambda ids, cache: whole(ids, cache=cache), batches[0].tokens).float()
+        logits = generate_two(lambda ids, cache: whole(ids, cache=cache), batches[0].input_ids).float()
     return Outcome(loss, gradients, evaluation, logits, None)
 
 
@@ -147,10 +147,10 @@ def _near(value: float, bound: float):
     return pytest.approx(value, rel=bound)
 
 
-def forward(chunk: Transformer, batch: Batch, hidden: Tensor | None) -> Tensor:
+def forward(chunk: Transformer, batch: Batch, streams: Streams | None) -> Streams | Tensor:
     return chunk(
-        batch.tokens,
-        hidden=hidden,
+        batch.input_ids,
+        streams=streams,
         labels=batch.labels,
         loss_mask=batch.loss_mask,
         position_ids=batch.position_ids,
@@ -180,7 +180,7 @@ def make_batches(count: int) -> list[Batch]:
         tokens = torch.randint(151, (BATCH, SEQ + 1), generator=generator)
         batches.append(
             Batch(
-                tokens=tokens[:, :-1].contiguous(),
+                input_ids=tokens[:, :-1].contiguous(),
                 labels=tokens[:, 1:].contiguous(),
                 loss_mask=(torch.rand(BATCH, SEQ, generator=generator) < (number + 1) / count).float(),
                 position_ids=torch.arange(SEQ).expand(BATCH, SEQ).contiguous(),

@@ -9,7 +9,8 @@ import torch
 
 from megalith.config import ModelConfig, ParallelConfig, RunConfig
 from megalith.config.presets import PRESETS
-from megalith.config.rules.run_rules import check_training, offload_notes
+from megalith.config.rules.notes import offload_notes
+from megalith.config.rules.run_rules import check_training
 from megalith.errors import ConfigError
 from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
@@ -125,7 +126,9 @@ def test_parameters_and_what_all_layers_share_stay_and_views_go_once(kept, monke
     model = build("tiny-qwen", layers=2)
     contexts = []
     inner = model.context
-    monkeypatch.setattr(model, "context", lambda *args: contexts.append(inner(*args)) or contexts[-1])
+    monkeypatch.setattr(
+        model, "context", lambda *args, **given: contexts.append(inner(*args, **given)) or contexts[-1]
+    )
     loss = loss_of(model)
     (context,) = contexts
     staying = {tensor.data_ptr() for tensor in (*model.parameters(), *context.rotary, context.mask)}

@@ -53,7 +53,7 @@ def collectives(config: RunConfig) -> list[tuple[str, ...]]:
         trainer.data.train_loader(0, 0, trainer.device) as batches,
         Recorded() as recorded,
     ):
-        trainer.model.backward(list(islice(batches, 2)), trainer.loss_scale.scale)
+        trainer.model.backward(list(islice(batches, 2)), loss_scale=trainer.loss_scale.scale)
     return recorded.seen
 
 

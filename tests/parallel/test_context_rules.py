@@ -5,7 +5,7 @@ import re
 import pytest
 
 from megalith.config import ModelConfig, ParallelConfig
-from megalith.config.rules.run_rules import check_context
+from megalith.config.rules.parallel_rules import check_context
 from megalith.errors import ConfigError
 
 MODEL = ModelConfig(num_layers=1, hidden_size=48, num_attention_heads=12, num_query_groups=2)
@@ -58,7 +58,3 @@ def test_the_sizes_of_both_levels_have_to_multiply_to_the_context_size(sizes):
     assert str(sizes) in message
     example = [int(size) for size in re.search(r"example \[(\d+), (\d+)\]", message).groups()]
     check_context(MODEL, ParallelConfig(**arguments, hierarchical_context_parallel_sizes=example), 64)
-
-
-def test_sizes_without_two_levels():
-    assert "has one level" in refusal(context_parallel_size=4, hierarchical_context_parallel_sizes=[2, 2])

@@ -50,11 +50,11 @@ def test_gradients_of_two_passes_worked_off_later_add_up_to_the_bit():
         loss(expected, shift).backward()
     model = make()
     weights = DeferredWgrads([model])
-    put_off = []
+    deferred_wgrads = []
     for shift in (1, 2):
         loss(model, shift).backward()
-        put_off.append(weights.take())
-    for pending in put_off:
+        deferred_wgrads.append(weights.take())
+    for pending in deferred_wgrads:
         compute(pending)
     for (name, parameter), reference in zip(model.named_parameters(), expected.parameters()):
         assert torch.equal(parameter.grad, reference.grad), name

@@ -100,7 +100,7 @@ def test_ranks_wait_for_what_is_given_and_for_what_is_fetched(monkeypatch):
     slots, flags = slots_of(3, monkeypatch)
 
     def everyone(step: str) -> int:
-        """How many flags were missing when all ranks took a step, one behind the other."""
+        """How many flags were missing when all ranks took a step, one after the other."""
         flags.missing.clear()
         for flags.writer, slot in enumerate(slots):
             getattr(slot, step)(mock.Mock())
@@ -109,10 +109,10 @@ def test_ranks_wait_for_what_is_given_and_for_what_is_fetched(monkeypatch):
     for _ in range(3):
         assert everyone("begin") == 0
         assert (
-            everyone("meet") == 2 + 1
+            everyone("synchronize") == 2 + 1
         )  # the first has to wait for two, the second for one, the last for none
         assert everyone("end") == 0
-    everyone("begin"), everyone("meet")
+    everyone("begin"), everyone("synchronize")
     assert everyone("begin") == 3 * 2  # nobody has fetched
     assert len(flags.numbers) == 2 * 3 * 2
     assert all(len(writers) == 1 for writers in flags.writers.values())

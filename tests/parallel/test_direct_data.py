@@ -17,12 +17,12 @@ from megalith.errors import TrainingError
 from megalith.parallel.data import replicas as replicated
 from megalith.parallel.mesh import build_mesh
 from megalith.parallel.overlap import copy_engine_gradients as direct_data
-from megalith.parallel.overlap.copy_engine_gradients import DirectReduceScatter, DirectSum
+from megalith.parallel.overlap.copy_engine_gradients import CopyEngineAllReduce, CopyEngineReduceScatter
 from megalith.parity import job
 from megalith.parity.differences import compare
 
-TURN = ["begin", "meet", "end"]
-SUM = ["begin", "meet", "meet", "end"]  # of replicas
+TURN = ["begin", "synchronize", "end"]
+SUM = ["begin", "synchronize", "synchronize", "end"]  # of replicas
 
 
 def memory_of(size: int) -> int:
@@ -58,7 +58,7 @@ class Memory:
 
 @contextmanager
 def shared_memory():
-    """Memory that ranks share, and a record of what becomes of slots: "begin", "meet" and "end" of each turn."""
+    """Memory that ranks share, and a record of what becomes of slots: "begin", "synchronize" and "end" of each turn."""
     asked: list[str] = []
     Memory.made.clear()
     direct.slots.cache_clear()
@@ -72,7 +72,8 @@ def shared_memory():
         return call
 
     steps = {
-        name: step(name, effect) for name, effect in (("begin", None), ("meet", "send"), ("end", "spoil"))
+        name: step(name, effect)
+        for name, effect in (("begin", None), ("synchronize", "send"), ("end", "spoil"))
     }
     with ExitStack() as patches:
         patches.enter_context(
@@ -86,7 +87,7 @@ def shared_memory():
             )
         )
         patches.enter_context(mock.patch.object(direct_data, "_stream"))
-        patches.enter_context(mock.patch.object(replicated, "LEAST_DIRECT", 0))
+        patches.enter_context(mock.patch.object(replicated, "LEAST_BY_COPY_ENGINE", 0))
         patches.enter_context(mock.patch.multiple(direct.Slot, **steps))
         patches.enter_context(mock.patch.object(direct, "Flags"))
         patches.enter_context(
@@ -172,10 +173,10 @@ def test_experts_and_layers_over_other_ranks_and_in_another_order_of_sums(pool, 
 
 
 def reduced(lengths: list[int], at_once: int) -> list[bool]:
-    """Whether each reduction, one behind the other over the same memory, is to the bit the sum in the ranks' order."""
+    """Whether each reduction, one after the other over the same memory, is to the bit the sum in the ranks' order."""
     group, found = dist.group.WORLD, []
     size, rank = group.size(), group.rank()
-    reduce_scatter = DirectReduceScatter(group)
+    reduce_scatter = CopyEngineReduceScatter(group)
     with shared_memory() as asked, mock.patch.object(direct_data, "FETCHED_AT_ONCE", at_once):
         for length in lengths:
             torch.manual_seed(rank)
@@ -206,7 +207,7 @@ def summed_in_place(shapes: list[tuple[int, ...]], at_once: int) -> list[float]:
     mine = [torch.randn(shape) for shape in shapes]
     found = [x.clone() for x in mine]
     with shared_memory() as asked, mock.patch.object(direct_data, "FETCHED_AT_ONCE", at_once):
-        DirectSum(found, group).wait()
+        CopyEngineAllReduce(found, group).wait()
         assert asked == SUM
     exact = [x.double() for x in mine]
     for x in exact:
@@ -225,7 +226,7 @@ def told(calls: str, op: dist.ReduceOp.RedOpType) -> str:
     """What is said when FSDP2 asks for memory and the reduction in this order: i input, o output."""
     device = torch.device("cpu")
     with shared_memory():
-        reduce_scatter = DirectReduceScatter(dist.group.WORLD)
+        reduce_scatter = CopyEngineReduceScatter(dist.group.WORLD)
         lengths = {"i": 8, "o": 4}
         memory = {
             call: reduce_scatter.allocate((lengths[call],), dtype=torch.float32, device=device)

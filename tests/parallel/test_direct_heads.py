@@ -139,7 +139,7 @@ def by_gloo(xs, out, size, group, to_heads) -> torch.Tensor:
 
 
 def there_and_back(case: tuple, axis: Axis, backend: str | None) -> list[torch.Tensor]:
-    """Of both exchanges one behind the other, and the gradient of what they start from."""
+    """Of both exchanges one after the other, and the gradient of what they start from."""
     heads, head_dim, batch, seq = case
 
     def function(qkv):
@@ -158,7 +158,7 @@ def as_if_direct() -> Iterator[None]:
     """Heads, and nothing else, go as by copy engines."""
     with (
         mock.patch.object(direct_heads, "_begin", by_gloo),
-        mock.patch.object(Axis, "goes_direct", lambda axis, x: x.ndim > 2 and x.is_floating_point()),
+        mock.patch.object(Axis, "by_copy_engine", lambda axis, x: x.ndim > 2 and x.is_floating_point()),
     ):
         yield
 

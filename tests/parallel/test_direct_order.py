@@ -185,7 +185,7 @@ def test_gradients_in_one_slot_are_not_overwritten_before_all_have_read_them(see
             slot.begin(compute)
             machine.write(slot, (rank, number), compute)
             side.wait_stream(compute)
-            slot.meet(side)
+            slot.synchronize(side)
             for peer in range(2):
                 machine.read(slot, peer, (peer, number), side)
             slot.end(side)
@@ -196,8 +196,8 @@ def test_gradients_in_one_slot_are_not_overwritten_before_all_have_read_them(see
 @pytest.mark.parametrize("ranks", [2, 3])
 @pytest.mark.parametrize("seed", range(12))
 def test_sums_of_replicas_meet_twice_in_a_turn(ranks, seed, monkeypatch):
-    """As DirectSum uses a slot: a rank puts the sum of its part where it has given that, and fetches the other sums to
-    where their makers have read what it gave."""
+    """As CopyEngineAllReduce uses a slot: a rank puts its reduced shard where it has given its input, and fetches the
+    other shards to where their makers have read what it gave."""
     machine, everyone = Machine(ranks, monkeypatch), range(ranks)
     for rank in everyone:
         group = machine.host(rank)
@@ -207,11 +207,11 @@ def test_sums_of_replicas_meet_twice_in_a_turn(ranks, seed, monkeypatch):
             slot.begin(stream)
             for part in everyone:
                 machine.write(slot, (rank, number), stream, part)
-            slot.meet(stream)
+            slot.synchronize(stream)
             for peer in everyone:
                 machine.read(slot, peer, (peer, number), stream, rank)
             machine.write(slot, ("sum", rank, number), stream, rank)
-            slot.meet(stream)
+            slot.synchronize(stream)
             for peer in slot.peers:
                 machine.read(slot, peer, ("sum", peer, number), stream, peer)
                 machine.write(slot, ("sum", peer, number), stream, peer)

@@ -51,7 +51,7 @@ def events(config: RunConfig) -> list[str]:
         mock.patch.object(MoE, "_shared", compute_shared),
         trainer.data.train_loader(0, 0, trainer.device) as batches,
     ):
-        trainer.model.backward([next(batches)], trainer.loss_scale.scale)
+        trainer.model.backward([next(batches)], loss_scale=trainer.loss_scale.scale)
     return seen
 
 
@@ -103,7 +103,7 @@ def begun_and_waited_for(config: RunConfig) -> tuple[int, int]:
         mock.patch.object(comm, "wait", end),
         trainer.data.train_loader(0, 0, trainer.device) as batches,
     ):
-        trainer.model.backward([next(batches)], trainer.loss_scale.scale)
+        trainer.model.backward([next(batches)], loss_scale=trainer.loss_scale.scale)
     return sum(len(pending) > 0 for pending in begun), waited
 
 

@@ -64,7 +64,7 @@ def traced(config: RunConfig) -> Outcome:
         return run_job(config)
 
 
-@pytest.mark.parity_full
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("layout", "run"),
     [("tp2-sp-ep2", "deepseek documents"), ("ep2", "moe dropping, dropout"), ("tp2-ep2", "moe")],
@@ -161,10 +161,3 @@ def test_odd_hidden_size_is_refused_where_tokens_travel():
         check_expert_parallel(model, ParallelConfig(expert_model_parallel_size=2), 2)
     gathered = ParallelConfig(expert_model_parallel_size=2, moe_token_dispatcher_type="allgather")
     check_expert_parallel(model, gathered, 2)
-
-
-def test_expert_sizes_for_a_model_without_experts_are_refused():
-    with pytest.raises(ConfigError, match="the model has no experts; leave them out"):
-        check_expert_parallel(
-            run_config("llama", None, "").model, ParallelConfig(expert_model_parallel_size=2), 2
-        )

@@ -10,7 +10,7 @@ from megalith.config import RunConfig
 from megalith.generation.sampling import generate
 from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
-from megalith.parallel.overlap.ping_pong import apply_halves
+from megalith.parallel.overlap.ping_pong import apply_ping_pong
 
 SIZES = dict(num_layers=2, hidden_size=32, num_attention_heads=4, vocab_size=64, max_position_embeddings=32)
 FAMILIES = {
@@ -28,7 +28,7 @@ def whole_and_halved(family: str) -> tuple[Transformer, Transformer]:
     whole = Transformer(config.model)
     initialize(whole, config.model, seed=3)
     halved = copy.deepcopy(whole)
-    apply_halves(halved, config.parallel, None)
+    apply_ping_pong(halved, config.parallel, None)
     return whole, halved
 
 

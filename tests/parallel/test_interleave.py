@@ -56,7 +56,7 @@ class Tracer:
 
 
 def forward_graph(modules: int = 3) -> Graph:
-    """Two halves one behind the other through pairs of matrices, with sequence parallelism."""
+    """Two halves one after the other through pairs of matrices, with sequence parallelism."""
     t = Tracer()
     halves = [t.input(f"x{half}", TOKENS // RANKS, HIDDEN) for half in (0, 1)]
     master = [(t.input(f"a{m}", HIDDEN, FFN), t.input(f"b{m}", FFN, HIDDEN)) for m in range(modules)]
@@ -250,7 +250,7 @@ def test_a_layer_of_gpt2_large_exposes_only_what_it_has_nothing_to_hide_behind(p
 
 def test_sums_of_tensor_parallelism_by_copy_engines_expose_the_last_of_the_forward_pass(monkeypatch):
     """An all-reduce is a scatter and a gather of what it sums up to, each of which the other half can hide."""
-    monkeypatch.setattr(Axis, "goes_direct", lambda axis, x: True)
+    monkeypatch.setattr(Axis, "by_copy_engine", lambda axis, x: True)
     forward, backward = (ordered(graph) for graph in layer_graphs(tensor_model_parallel_size=2))
     for nodes in (forward, backward):
         kinds = [str(node.target) for node in nodes if begins_collective(node)]

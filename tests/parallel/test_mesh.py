@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from megalith.config import ModelConfig, ParallelConfig
-from megalith.config.rules.run_rules import check_tensor, data_parallel_size
+from megalith.config.rules.parallel_rules import check_tensor, data_parallel_size
 from megalith.errors import ConfigError
 from megalith.parallel.mesh import build_mesh
 
@@ -101,7 +101,6 @@ MODEL = ModelConfig(
 @pytest.mark.parametrize(
     "model, parallel, seq_length, sentence",
     [
-        ({}, {"sequence_parallel": True}, 32, "tensor_model_parallel_size is 1"),
         (
             {},
             {"tensor_model_parallel_size": 4},

@@ -7,7 +7,7 @@ from torch import Tensor
 from megalith.comm.collectives import Axis, begin_all_to_all, end_all_to_all
 from megalith.config import ParallelConfig
 from megalith.ops.permute import sum_rows
-from megalith.parallel.expert.dispatch_buffer import pack, parcels, unpack
+from megalith.parallel.expert.dispatch_buffer import pack, plan_dispatch, unpack
 from megalith.parallel.mesh import build_mesh
 
 EXPERTS, TOPK, HIDDEN = 6, 3, 8
@@ -24,7 +24,7 @@ def choices(tokens: int, seed: int) -> tuple[Tensor, Tensor]:
 def there_and_back(x: Tensor, weights: Tensor, destinations: Tensor, axis: Axis, fused: bool = False):
     """Each row as it was unpacked, its weight, and the sums of weight · row² · (number of its expert + 1)."""
     here = EXPERTS // axis.size
-    plan = parcels(weights, destinations, axis, here)
+    plan = plan_dispatch(weights, destinations, axis, here)
     values = plan.sizes.tolist()
     there, back, counts = values[: axis.size], values[axis.size : -here], values[-here:]
     assert counts == plan.counts.tolist()

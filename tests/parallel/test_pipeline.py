@@ -65,14 +65,37 @@ def alone(family: str, micro_batches: int):
     return run_alone(FAMILIES[family], micro_batches)
 
 
+@pytest.fixture(scope="module")
+def runs(pool):
+    """What each rank gives, by number of stages, family and layout; those beside other axes by their layout."""
+    runs = {}
+    for size, layouts in ((2, TWO), (4, FOUR)):
+        cases = {
+            (size, family, name): (
+                FAMILIES[family],
+                ParallelConfig(pipeline_model_parallel_size=size, **settings),
+                n,
+            )
+            for family in FAMILIES
+            for name, (settings, n) in layouts.items()
+        }
+        if size == 4:
+            cases |= {
+                name: (GPT2, ParallelConfig(pipeline_model_parallel_size=2, **settings), 8)
+                for name, settings in COMBINED.items()
+            }
+        runs |= pool.run_cases(run, cases, size)
+    return runs
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(
     ("size", "layout"), [(2, name) for name in TWO] + [(4, name) for name in FOUR], ids=lambda x: str(x)
 )
-def test_every_schedule_equals_one_process(pool, family, size, layout):
+def test_every_schedule_equals_one_process(runs, family, size, layout):
     settings, micro_batches = (TWO if size == 2 else FOUR)[layout]
     parallel = ParallelConfig(pipeline_model_parallel_size=size, **settings)
-    results = pool.run(run, FAMILIES[family], parallel, micro_batches, size=size)
+    results = runs[size, family, layout]
     expected = alone(family, micro_batches)
     for result in results:
         assert_equal(result, expected)
@@ -84,9 +107,8 @@ def test_every_schedule_equals_one_process(pool, family, size, layout):
 
 
 @pytest.mark.parametrize("layout", COMBINED)
-def test_two_stages_beside_another_axis_equal_one_process(pool, layout):
-    parallel = ParallelConfig(pipeline_model_parallel_size=2, **COMBINED[layout])
-    for result in pool.run(run, GPT2, parallel, 8):
+def test_two_stages_beside_another_axis_equal_one_process(runs, layout):
+    for result in runs[layout]:
         assert_equal(result, alone("gpt2, tied", 8))
 
 

@@ -5,6 +5,7 @@ import torch
 
 from megalith.comm.collectives import Axis
 from megalith.config import ModelConfig, ParallelConfig, RunConfig
+from megalith.config.rules.parallel_rules import check_parallel
 from megalith.errors import ConfigError
 from megalith.models.transformer import Transformer
 from megalith.parallel.pipeline.pipeline_rules import check_pipeline
@@ -184,11 +185,11 @@ def test_stages_one_after_the_other_compute_what_the_whole_model_does():
     tokens = torch.randint(16, (2, 8))
     expected = whole.eval()(tokens)
     assignment = assign_layers(config, parallel(4))
-    hidden = None
+    streams = None
     for rank in range(4):
         (stage,) = split_stages(whole, assignment, rank)
-        hidden = stage.eval()(tokens, hidden=hidden)
-    assert torch.equal(hidden, expected)
+        streams = stage.eval()(tokens, streams=streams)
+    assert torch.equal(streams, expected)
 
 
 def run_config(**settings) -> RunConfig:
@@ -210,7 +211,7 @@ def test_a_run_is_warned_of_few_micro_batches_only():
     [
         (
             {"data_parallel_sharding_strategy": "optim_grads"},
-            "use the strategy optim, or pipeline_schedule 1f1b",
+            "zero_bubble puts those of weights off; choose optim or no_shard, or another schedule",
         ),
         ({"recompute_granularity": "full"}, "recompute core_attn or layernorm only"),
         (
@@ -226,7 +227,7 @@ def test_a_run_is_warned_of_few_micro_batches_only():
 def test_what_zero_bubble_cannot_have_is_refused(settings, message):
     config = run_config(pipeline_model_parallel_size=2, pipeline_schedule="zero_bubble", **settings)
     with pytest.raises(ConfigError, match=message):
-        check_pipeline(config, [4])
+        check_parallel(config, 2)
 
 
 def test_chunks_on_a_single_rank_are_refused():

@@ -1,5 +1,6 @@
 """A parameter starts from the same values in every layout, each rank making its slice of the global tensor."""
 
+import itertools
 from unittest import mock
 
 import pytest
@@ -39,16 +40,26 @@ UNEVEN = GPT2.model_copy(update={"make_vocab_size_divisible_by": 1})
 SHARED = LLAMA.model_copy(update={"num_query_groups": 1})
 
 
-@pytest.mark.parametrize("model", [GPT2, UNEVEN, LLAMA, SHARED], ids=["gpt2", "uneven", "llama", "one group"])
-@pytest.mark.parametrize(
-    "tp, cp, shard_size", [(4, 1, None), (2, 1, None), (2, 2, None), (1, 1, None), (1, 1, 2), (2, 1, 1)]
-)
-def test_every_layout_starts_from_the_same_weights(pool, model, tp, cp, shard_size):
-    parallel = ParallelConfig(
-        tensor_model_parallel_size=tp, context_parallel_size=cp, data_parallel_sharding_strategy="optim"
-    )
-    alone = initial(model, 1, ParallelConfig(), None)
-    for parameters in pool.run(initial, model, 4, parallel, shard_size):
+MODELS = {"gpt2": GPT2, "uneven": UNEVEN, "llama": LLAMA, "one group": SHARED}
+LAYOUTS = [(4, 1, None), (2, 1, None), (2, 2, None), (1, 1, None), (1, 1, 2), (2, 1, 1)]  # tp, cp, shard_size
+
+
+@pytest.fixture(scope="module")
+def everywhere(pool):
+    """What each of four ranks starts from, by model and layout."""
+    cases = {}
+    for name, (tp, cp, shard_size) in itertools.product(MODELS, LAYOUTS):
+        sizes = {"tensor_model_parallel_size": tp, "context_parallel_size": cp}
+        parallel = ParallelConfig(**sizes, data_parallel_sharding_strategy="optim")
+        cases[name, tp, cp, shard_size] = (MODELS[name], 4, parallel, shard_size)
+    return pool.run_cases(initial, cases)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("tp, cp, shard_size", LAYOUTS)
+def test_every_layout_starts_from_the_same_weights(everywhere, name, tp, cp, shard_size):
+    alone = initial(MODELS[name], 1, ParallelConfig(), None)
+    for parameters in everywhere[name, tp, cp, shard_size]:
         assert parameters.keys() == alone.keys()
         for name, value in alone.items():
             assert torch.equal(parameters[name], value), name

@@ -1,6 +1,7 @@
 """Loss, logits and every parameter's gradient of a model cut over the tensor axis equal those of one process."""
 
 import functools
+import itertools
 
 import pytest
 import torch
@@ -48,11 +49,23 @@ def alone(name: str):
 WITH_AND_WITHOUT_SP = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp+sp"])
 
 
+@pytest.fixture(scope="module")
+def passes(pool):
+    """By number of ranks, then by name and whether with sequence parallelism."""
+    ways = list(itertools.product(MODELS, (False, True)))
+    return {
+        size: pool.run_cases(
+            outcome, {(name, sp): (MODELS[name], layout(size, sp)) for name, sp in ways}, size
+        )
+        for size in (2, 4)
+    }
+
+
 @WITH_AND_WITHOUT_SP
 @pytest.mark.parametrize("size", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
-def test_one_pass_equals_one_process(pool, name, size, sequence_parallel):
-    for result in pool.run(outcome, MODELS[name], layout(size, sequence_parallel), size=size):
+def test_one_pass_equals_one_process(passes, name, size, sequence_parallel):
+    for result in passes[size][name, sequence_parallel]:
         assert_equal(result, alone(name))
 
 
@@ -82,7 +95,8 @@ def test_generated_tokens_equal_one_process(pool, name, sequence_parallel):
 
 
 @pytest.mark.parametrize(
-    "name, sequence_parallel", [("gpt2 dropout", True), ("llama one group, dropout", False)]
+    "name, sequence_parallel",
+    [("gpt2 dropout", True), pytest.param("llama one group, dropout", False, marks=pytest.mark.full)],
 )
 def test_a_layer_traced_in_one_graph_equals_one_process(pool, name, sequence_parallel):
     model = change(MODELS[name], num_layers=1)
@@ -90,6 +104,7 @@ def test_a_layer_traced_in_one_graph_equals_one_process(pool, name, sequence_par
         assert_equal(result, outcome(model))
 
 
+@pytest.mark.full
 def test_a_layer_compiled_to_machine_code_equals_one_process(pool):
     model = change(LLAMA, num_layers=1)
     for result in pool.run(outcome, model, layout(2, True), "inductor", size=2):

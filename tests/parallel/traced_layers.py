@@ -20,7 +20,7 @@ from megalith.comm.collectives import Axis, local
 from megalith.config import RunConfig
 from megalith.models.transformer import Transformer
 from megalith.parallel.context.context_parallel import apply_context
-from megalith.parallel.overlap.ping_pong import apply_halves
+from megalith.parallel.overlap.ping_pong import apply_ping_pong
 from megalith.parallel.tensor.tensor_parallel import apply_tensor
 
 BATCH, SEQ = 64, 1024
@@ -52,7 +52,7 @@ def _model(config: RunConfig) -> Transformer:
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
     tensor = apply_tensor(model, axis if tp > 1 else Axis(), parallel.sequence_parallel)
     apply_context(model, axis if cp > 1 else Axis(), parallel.cp_comm_type)
-    apply_halves(model, parallel, tensor)
+    apply_ping_pong(model, parallel, tensor)
     return model
 
 
@@ -78,7 +78,6 @@ def _traced(model: Transformer, config: RunConfig) -> list[Graph]:
         ids = torch.zeros(BATCH, SEQ // cp, dtype=torch.int64)
         stream = (1, BATCH * SEQ // tp) if config.parallel.sequence_parallel else ids.shape
         x = torch.zeros(*stream, config.model.hidden_size, dtype=torch.bfloat16, requires_grad=True)
-        layout = model.pass_layout(ids.numel(), trains=True, has_places=True)
-        context = model.context(ids, ids[0], None, None, None, layout)
+        context = model.context(ids, position_ids=ids, places=ids[0])
         model.runner(list(model.layers.values()), x, context).sum().backward()
     return graphs

@@ -110,7 +110,7 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "gpt2 single sequences, ramp-up": {
         "model": GPT2,
-        "train": {"micro_batch_size": 1, "rampup_batch_size": [4, 4, 16]},
+        "train": {"micro_batch_size": 1, "rampup_batch_size": [4, 4, 8]},
     },
     "llama": {"model": LLAMA},
     "llama tied, documents": {"model": LLAMA | TIED, "data": DOCUMENTS},
@@ -319,17 +319,20 @@ SHOWN_WITH = {
     "tp2-sp-cp2-pp2-ep2-etp2": "moe",
 }
 
-# Every axis alone and every pair take at most 4 processes. Of the layouts of 8 these are tried by default.
-EIGHT_BY_DEFAULT = {
-    "tp2-sp-pp2-dp2-zero1",
-    "tp2-sp-pp2-dp2-zero3",
-    "tp2-sp-pp2-zero_bubble-dp2",
-    "tp2-sp-cp2-dp2-zero2-hybrid",
-    "tp2-sp-cp2-a2a-pp2-interleaved",
-    "tp2-sp-pp2-dp2-ep4-zero1",
-    "tp2-cp2-dp2-ep2-etp2-zero3",
-}
-BY_DEFAULT = [name for name, layout in LAYOUTS.items() if layout.processes <= 4 or name in EIGHT_BY_DEFAULT]
+# What is tried by default, the rest by `make test-all`: every axis with its variants, on as few ranks as show it, every
+# pair of axes, two triples, the halves and the experts. Every run is among them.
+BY_DEFAULT = (
+    "tp2", "tp4", "tp2-sp", "cp2", "cp2-all_gather", "cp2-a2a", "cp4-a2a+p2p", "pp2", "pp2-interleaved",
+    "pp4-interleaved", "pp2-zero_bubble", "pp2-uneven", "pp3-counted", "pp4-uneven", "dp2", "dp2-zero1", "dp2-zero2",
+    "dp2-zero3", "dp4-zero2-hybrid", "dp4-zero3-hybrid",
+    "tp2-sp-cp2", "tp2-sp-cp2-a2a", "tp2-pp2", "tp2-sp-pp2-zero_bubble", "tp2-dp2-zero2", "tp2-sp-dp2-zero3",
+    "cp2-pp2", "cp2-a2a-pp2-interleaved", "cp2-all_gather-pp2-zero_bubble", "cp2-a2a-dp2-zero1", "cp2-dp2-zero3",
+    "pp2-dp2-zero3", "pp2-interleaved-dp2-zero2", "pp2-zero_bubble-dp2-zero1",
+    "tp2-sp-pp2-dp2-zero3", "tp2-sp-cp2-a2a-pp2-interleaved",
+    "tp2-sp-overlap", "cp2-a2a-overlap", "tp2-sp-cp2-overlap",
+    "ep2", "ep4", "ep2-allgather", "ep2-dp4-zero1", "ep2-dp4-zero3", "tp2-etp2", "tp2-sp-etp2-ep2", "cp2-ep2",
+    "pp2-interleaved-ep2-zero2", "pp2-zero_bubble-tp2-sp-ep2", "tp2-cp2-dp2-ep2-etp2-zero3", "ep4-zero3",
+)  # fmt: skip
 
 
 def run_config(run: str, layout: str | None, corpus: str, **changes: dict[str, Any]) -> RunConfig:

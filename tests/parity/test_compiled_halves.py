@@ -62,7 +62,7 @@ def alone() -> Outcome:
     [  # of a layer's forward pass, of its backward pass, and in evaluation: how many are hidden, and of how many
         ("tp2-sp-overlap", [(6, 8), (7, 8), (6, 8)]),
         # With the keys of attention's dropout, gathered.
-        pytest.param("cp2-a2a-overlap", [(6, 6), (4, 4), (4, 4)], marks=pytest.mark.parity_full),
+        pytest.param("cp2-a2a-overlap", [(6, 6), (4, 4), (4, 4)], marks=pytest.mark.full),
     ],
 )
 def test_compiled_layers_hide_collectives_and_equal_one_process(pool, layout, expected):

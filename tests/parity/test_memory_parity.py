@@ -21,29 +21,18 @@ GPT2, LLAMA, MOE = "gpt2 untied, documents, dropout", "llama dropout", "moe drop
 MULTI_TOKEN = "multi-token prediction"
 CASES = [  # layout, run, what is done for memory
     ("tp2", GPT2, EACH_LAYER | DISTRIBUTED),
-    ("tp2-cp2", LLAMA, PAIRS | DISTRIBUTED),
     ("tp2-pp2-interleaved", LLAMA, BLOCK | DISTRIBUTED),
     ("tp2-dp2-zero2", GPT2, EACH_LAYER | DISTRIBUTED),
-    ("tp2-sp", GPT2, PAIRS),
-    ("tp2-sp", LLAMA, MODULES),
     ("tp2-sp", GPT2, OFFLOAD | MODULES),
     ("tp2-sp-overlap", GPT2, OFFLOAD | EACH_LAYER),
-    ("cp2", GPT2, CORE),
     ("cp2", LLAMA, OFFLOAD | EACH_LAYER),
     ("cp2-a2a", LLAMA, OFFLOAD | CORE),
     ("cp2-all_gather", GPT2, MODULES),
-    ("dp2-zero1", GPT2, OFFLOAD),
-    ("dp2-zero3", LLAMA, MODULES),
-    ("dp2-zero3", GPT2, PAIRS),
-    ("dp2-zero3", GPT2, BLOCK),
     ("dp2-zero3", LLAMA, OFFLOAD | BLOCK),
-    ("dp2-zero3", GPT2, OFFLOAD),
-    ("pp2", GPT2, PAIRS),
-    ("pp2-interleaved", LLAMA, BLOCK),
+    ("dp2-zero3", GPT2, PAIRS),
     ("pp2-uneven", LLAMA, {"cpu_offloading_num_layers": 2} | BLOCK),
     ("pp2-interleaved", GPT2, OFFLOAD),
     ("ep2", MOE, MODULES),
-    ("ep4-zero3", MOE, OFFLOAD | BLOCK),
     (
         "ep2-dp4-zero3",
         MULTI_TOKEN,
@@ -51,16 +40,31 @@ CASES = [  # layout, run, what is done for memory
     ),  # experts are freed before their layer ends
     ("pp2-zero_bubble", LLAMA, CORE | {"recompute_modules": ["core_attn", "layernorm"]}),
 ]
+MORE = [
+    ("tp2-cp2", LLAMA, PAIRS | DISTRIBUTED),
+    ("tp2-sp", GPT2, PAIRS),
+    ("tp2-sp", LLAMA, MODULES),
+    ("cp2", GPT2, CORE),
+    ("dp2-zero1", GPT2, OFFLOAD),
+    ("dp2-zero3", LLAMA, MODULES),
+    ("dp2-zero3", GPT2, BLOCK),
+    ("dp2-zero3", GPT2, OFFLOAD),
+    ("pp2", GPT2, PAIRS),
+    ("pp2-interleaved", LLAMA, BLOCK),
+    ("ep4-zero3", MOE, OFFLOAD | BLOCK),
+]
 
 
 @functools.cache
 def alone(run: str, corpus: str) -> Outcome:
-    return run_job(run_config(run, None, corpus, model={"num_layers": 4}, train={"train_iters": 4}))
+    return run_job(run_config(run, None, corpus, model={"num_layers": 4}, train={"train_iters": 2}))
 
 
-@pytest.mark.parametrize("layout, run, memory", CASES)
+@pytest.mark.parametrize(
+    "layout, run, memory", CASES + [pytest.param(*case, marks=pytest.mark.full) for case in MORE]
+)
 def test_saving_memory_changes_nothing_else(pool, corpus, layout, run, memory):
-    changes = dict(model={"num_layers": 4}, train={"train_iters": 4}, parallel=memory)
+    changes = dict(model={"num_layers": 4}, train={"train_iters": 2}, parallel=memory)
     config = run_config(run, layout, corpus, **changes)
     ranks = pool.run(run_offloading, config, size=LAYOUTS[layout].processes)
     errors = compare(ranks, alone(run, corpus))

@@ -24,7 +24,7 @@ def in_precision(precision: str, layout: str | None, num_layers: int, run: str =
         layout,
         "",
         model={"num_layers": num_layers},
-        train={"precision": precision},
+        train={"precision": precision, "train_iters": 10 if precision == "fp16" else 4},
         optim={"initial_loss_scale": 2.0**14, "hysteresis": 1, "loss_scale_window": 3},
     )
 
@@ -33,8 +33,8 @@ def run_overflowing_job(config: RunConfig) -> Outcome:
     """The job, with one gradient of one rank overflowing once."""
     backward, passes = ParallelModel.backward, iter(range(1, 100))
 
-    def overflow(self, micro_batches, loss_scale):
-        loss = backward(self, micro_batches, loss_scale)
+    def overflow(self, micro_batches, *, loss_scale):
+        loss = backward(self, micro_batches, loss_scale=loss_scale)
         world, parameters = self.mesh.world, self.parameters
         if next(passes) == OVERFLOWING and world.rank == world.size - 1:
             owned = [
@@ -98,7 +98,7 @@ def run_traced_job(config: RunConfig) -> Outcome:
 
 @pytest.mark.parametrize("layout", ["tp2-sp", "cp2", "pp2"])
 def test_compiled_layers_equal_one_process_in_eager_mode(pool, layout):
-    small = {"model": {"num_layers": 2}, "train": {"train_iters": 4}}
+    small = {"model": {"num_layers": 2}, "train": {"train_iters": 2}}
     config = run_config(RUN, layout, "", **small, runtime={"compile": True})
     ranks = pool.run(run_traced_job, config, size=LAYOUTS[layout].processes)
     errors = compare(ranks, run_job(run_config(RUN, None, "", **small)))

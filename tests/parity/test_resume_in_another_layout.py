@@ -10,9 +10,9 @@ from megalith.config import RunConfig
 from megalith.parity.differences import BOUND, relative_error
 from megalith.parity.job import start, state_by_name
 from megalith.parity.layouts import LAYOUTS
-from megalith.training.trainer import Trainer
+from megalith.training.run_state import Run
 
-SAVED_AFTER = 4
+SAVED_AFTER, STEPS = 2, 4
 BIASED = "deepseek documents"
 
 # run, saved in, loaded in (None: one process)
@@ -27,39 +27,38 @@ CASES = [
 ]
 
 
-def train(trainer: Trainer, steps: int) -> list[float]:
-    with trainer.data.train_loader(trainer.step, trainer.consumed_samples, trainer.device) as batches:
-        for _ in range(steps):
-            trainer.train_step(batches)
-    return [step.loss.item() for step in trainer.report.steps]
+def train(job: Run, steps: int) -> list[float]:
+    with job.data.train_loader(job.step, job.consumed_samples, job.device) as batches:
+        return [job.train_step(batches).loss.item() for _ in range(steps)]
 
 
 def save(config: RunConfig) -> dict[str, torch.Tensor]:
     """Trains SAVED_AFTER steps; returns what a checkpoint then holds."""
-    trainer = start(config)
-    train(trainer, SAVED_AFTER)
-    trainer.save()
-    return state_by_name(trainer)
+    job = start(config)
+    train(job, SAVED_AFTER)
+    job.save()
+    return state_by_name(job)
 
 
 def go_on(config: RunConfig) -> tuple[dict[str, torch.Tensor], list[float]]:
     """What the checkpoint gave, and the losses from there to the end."""
-    trainer = start(config)
-    assert trainer.step == SAVED_AFTER
-    return state_by_name(trainer), train(trainer, trainer.total_steps - trainer.step)
+    job = start(config)
+    assert job.step == SAVED_AFTER
+    return state_by_name(job), train(job, job.total_steps - job.step)
 
 
 @functools.cache
 def uninterrupted(run: str) -> list[float]:
-    trainer = start(run_config(run, None, ""))
-    return train(trainer, trainer.total_steps)
+    job = start(run_config(run, None, "", train={"train_iters": STEPS}))
+    return train(job, job.total_steps)
 
 
 @pytest.mark.parametrize("run, saved_in, loaded_in", CASES, ids=str)
 @pytest.mark.fault(9)
 def test_tensors_to_the_bit_and_losses_as_if_never_stopped(pool, tmp_path, run, saved_in, loaded_in):
     def on_rank_0(function, layout, **checkpoint):
-        config = run_config(run, layout, "", train={"output_dir": str(tmp_path)}, checkpoint=checkpoint)
+        train = {"output_dir": str(tmp_path), "train_iters": STEPS}
+        config = run_config(run, layout, "", train=train, checkpoint=checkpoint)
         if layout is None:
             return function(config)
         return pool.run(function, config, size=LAYOUTS[layout].processes)[0]

@@ -59,6 +59,8 @@ def test_parameters_of_the_stages_are_the_models_and_a_copy_of_a_tied_embedding(
 
 LAYOUTS = {
     "tensor": dict(tensor_model_parallel_size=2),
+    "tensor, a KV group of two ranks": dict(tensor_model_parallel_size=2),
+    "tensor, norms over all heads": dict(tensor_model_parallel_size=2),
     "pipeline": dict(pipeline_model_parallel_size=2),
     "data, whole": dict(data_parallel_sharding_strategy="no_shard"),
     "data, sharded": dict(data_parallel_sharding_strategy="optim_grads_params"),
@@ -67,12 +69,19 @@ LAYOUTS = {
         tensor_model_parallel_size=2, context_parallel_size=2, data_parallel_sharding_strategy="optim"
     ),
 }
+MODELS = {
+    "tensor, a KV group of two ranks": dict(num_query_groups=1),
+    "tensor, norms over all heads": dict(
+        qk_layernorm=True, qk_layernorm_full_width=True, normalization="RMSNorm"
+    ),
+    "pipeline": dict(mtp_num_layers=1, position_embedding_type="rope"),
+}
 
 
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_expected_weights_and_moments_are_those_that_ranks_hold(pool, tmp_path, name):
     parallel = LAYOUTS[name]
-    config = configuration(tmp_path, parallel=parallel)
+    config = configuration(tmp_path, parallel=parallel, model=MODELS.get(name, {}))
     for expected, held, moments, held_moments in pool.run(
         weights_expected_and_held, config, size=4 if " and " in name else 2
     ):
@@ -81,11 +90,17 @@ def test_expected_weights_and_moments_are_those_that_ranks_hold(pool, tmp_path, 
         assert held_moments == pytest.approx(moments, rel=0.02 if "optim" in str(parallel) else 0)
 
 
-EXPERTS = dict(num_experts=4, add_bias_linear=False)
+EXPERTS = dict(num_experts=4, add_bias_linear=False, add_mlp_bias=True)
 
 
 @pytest.mark.parametrize(
-    "parallel", [dict(expert_model_parallel_size=2), dict(tensor_model_parallel_size=2)], ids=str
+    "parallel",
+    [
+        dict(expert_model_parallel_size=2),
+        dict(tensor_model_parallel_size=2),
+        dict(tensor_model_parallel_size=2, expert_tensor_parallel_size=2),
+    ],
+    ids=str,
 )
 def test_experts_beside_sharded_state_count_among_the_weights(pool, tmp_path, parallel):
     """Of the experts each rank has its own alone, or FSDP2 shards them and nothing else."""
@@ -110,6 +125,18 @@ def test_each_axis_moves_what_its_page_says():
     assert sent["pipeline"] == stream // 2 * micro_batches  # sequence parallelism halves it
     layers, ends = 18 * 9_840_640, (50304 // 2 + 1024) * 1280
     assert sent["data × context"] == pytest.approx(((2 + 4) * layers + (4 + 4) * ends) / 2, rel=0.01)
+
+
+def test_layers_of_multi_token_prediction_are_sent_like_others():
+    def sent(**model):
+        config = large(2).config.model_copy(deep=True)
+        config.model = config.model.model_copy(update=model)
+        (data,) = build_layout(config, 2).transfers
+        return data.bytes
+
+    layer = sent(num_layers=37) - sent()
+    join, norms = 2 * 1280 * 1280, 3 * 2 * 1280
+    assert sent(mtp_num_layers=1) - sent() == layer + 4 * (join + norms)
 
 
 @pytest.mark.parametrize("kind, pieces", [("p2p", 4), ("all_gather", 4), ("a2a", 2)])

@@ -220,7 +220,7 @@ def test_tensorboard_holds_the_resumed_curve_once(tmp_path):
 
 
 def tensorboard(folder, name) -> dict[int, float]:
-    """What TensorBoard shows of a run, by step; no step stands twice."""
+    """What TensorBoard shows of a run, by step; no step is given twice."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(folder / "tensorboard"))

@@ -8,8 +8,7 @@ from test_layout import large
 import megalith
 from megalith.errors import TrainingError
 from megalith.models.transformer import Transformer
-from megalith.planner.layer_sizes import layer_size
-from megalith.planner.memory import outside_parameters
+from megalith.planner.counts import count_parameters
 from megalith.report.out_of_memory import find_remedies, out_of_memory, what_was_asked
 
 TORCHS = (
@@ -66,7 +65,7 @@ def test_run_out_of_memory_says_what_its_tensors_hold(tmp_path, monkeypatch):
 def test_state_is_counted_through_every_sharding(pool, tmp_path, strategy, shards):
     config = configuration(tmp_path, parallel=dict(data_parallel_sharding_strategy=strategy))
     model = config.model.model_copy(update={"max_position_embeddings": 32})
-    whole = 4 * (4 * layer_size(model, False).total + outside_parameters(model))
+    whole = 4 * count_parameters(model).total
     for weights, _, gradients in pool.run(held_after_backward, config, size=2):
         assert weights == pytest.approx(whole / shards, rel=0.02)
         assert gradients == pytest.approx(whole / shards, rel=0.02)

@@ -9,6 +9,7 @@ import pytest
 
 from megalith.config import RunConfig
 from megalith.hardware import DeviceInfo, device_info
+from megalith.planner.layout import build_layout
 from megalith.report.summary import print_summary
 
 GPT2_LARGE = [
@@ -21,7 +22,9 @@ H200 = device_info("NVIDIA H200", memory_bytes=150_754_820_096)
 
 def _summary(*changes, device=H200, data_parallel_size=2):
     stream = io.StringIO()
-    print_summary(RunConfig.load(None, [*GPT2_LARGE, *changes]), device, data_parallel_size, stream)
+    config = RunConfig.load(None, [*GPT2_LARGE, *changes])
+    stages = config.parallel.pipeline_model_parallel_size * config.parallel.tensor_model_parallel_size
+    print_summary(build_layout(config, data_parallel_size * stages), device, stream)
     return stream.getvalue()
 
 
@@ -71,7 +74,7 @@ def test_most_loaded_shard_is_a_tensor_parallel_rank_of_the_fullest_stage():
 def test_terminal_gets_colour_and_no_lines_for_scripts():
     parent, child = pty.openpty()
     with os.fdopen(child, "w") as terminal:
-        print_summary(RunConfig.load(None, GPT2_LARGE), H200, 1, terminal)
+        print_summary(build_layout(RunConfig.load(None, GPT2_LARGE), 1), H200, terminal)
         text = os.read(parent, 65536).decode()
     os.close(parent)
     assert "\x1b[1;36m" in text

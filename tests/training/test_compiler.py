@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from megalith.ops.attention_core import _CAUSAL
 from megalith.ops.gemm import linear
-from megalith.training import process as compiler
+from megalith.training import compiler
 
 
 def layer(x: Tensor, weight: Tensor) -> Tensor:  # [tokens, width] -> [1, 1, tokens, width]

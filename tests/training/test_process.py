@@ -1,6 +1,8 @@
 """What is set for the whole process before a run."""
 
 import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -30,3 +32,9 @@ def test_copy_engines_get_more_queues_before_cuda_is_asked_for_devices(monkeypat
     )
     assert process.prepare_process(config, 3) == torch.device("cpu")
     assert asked == [("cpu", 3, seen)]
+
+
+def test_importing_the_trainer_imports_no_compiler():
+    compiler = "{'torch._dynamo', 'torch._inductor'}"
+    code = f"import sys, megalith.training.trainer; sys.exit(bool({compiler} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

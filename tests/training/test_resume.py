@@ -1,13 +1,14 @@
 """A run that goes on from a checkpoint: bitwise as if it had never stopped, told where it cannot be, or refused."""
 
+import json
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 from trained_runs import comparable, configuration, losses, stored
 
+from megalith.checkpoint.manifest import content_checksum
 from megalith.config import ModelConfig, RunConfig
 from megalith.config.base import Decides
 from megalith.data.indexed import IndexedWriter
@@ -15,8 +16,8 @@ from megalith.errors import CheckpointError
 from megalith.parallel.mesh import build_mesh
 from megalith.report.metrics import read_records
 from megalith.training.build import prepare
-from megalith.training.resume import check_same_function
-from megalith.training.trainer import Trainer
+from megalith.training.resume import check_same_function, load_run
+from megalith.training.run_state import Run
 
 CASES = {
     "plain": dict(),
@@ -89,11 +90,10 @@ def test_moments_that_are_loaded_go_on_and_those_that_are_not_begin_at_zero(run,
         tree = config.to_tree()
         del tree["checkpoint"]["load_optim"]
         tree["checkpoint"]["no_load_optim"] = left_out
-        config, tokenizer = prepare(RunConfig.from_tree(tree), 1)
-        trainer = Trainer(config, tokenizer, build_mesh(config.parallel, 1, "cpu"), torch.device("cpu"))
-        found[left_out] = sum(
-            value["exp_avg"].abs().sum().item() for value in trainer.optimizer.state.values()
-        )
+        config, tokenizer, _ = prepare(RunConfig.from_tree(tree), 1)
+        again = Run(config, tokenizer, build_mesh(config.parallel, 1, "cpu"), torch.device("cpu"))
+        load_run(again)
+        found[left_out] = sum(value["exp_avg"].abs().sum().item() for value in again.optimizer.state.values())
     assert found[True] == 0 < found[False]
 
 
@@ -148,7 +148,7 @@ def test_a_run_that_goes_on_with_other_data_says_which_settings_differ_and_how_t
     run("again", **other, checkpoint=dict(load=str(first.checkpoint)))
     printed = " ".join(capsys.readouterr().out.split())
     assert "data.dataloader_type was 'cyclic' and is 'single'; train.seed was 1234 and is 77" in printed
-    assert "training goes on behind the first 16 of what is set now" in printed
+    assert "training continues after the first 16 of what is set now" in printed
     anew = run("anew", **other, model=dict(init_from=str(first.checkpoint)))
     assert (anew.step, anew.consumed_samples) == (4, 32)
     assert "samples need not be" not in capsys.readouterr().out
@@ -230,14 +230,9 @@ OTHER_FUNCTIONS = {
 }  # fmt: skip
 
 
-def saved_as(config: RunConfig) -> SimpleNamespace:
-    """What is asked of a checkpoint that was saved with `config`."""
-    return SimpleNamespace(folder=Path("run/step"), manifest=SimpleNamespace(config=config.to_tree()))
-
-
 def test_every_setting_of_the_model_is_known_to_decide_the_function_or_not():
     """One that says nothing decides it, so that a new one is refused until it says that it does not."""
-    assert OTHER_FUNCTIONS.keys() == set(ModelConfig.deciding(Decides.FUNCTION))
+    assert OTHER_FUNCTIONS.keys() == set(ModelConfig.deciding(Decides.FUNCTION, Decides.REACH))
     for section in RunConfig.model_fields:
         kind = RunConfig.model_fields[section].annotation
         each = [name for what in Decides for name in kind.deciding(what)]
@@ -248,10 +243,10 @@ def test_every_setting_of_the_model_is_known_to_decide_the_function_or_not():
 def test_going_on_with_another_function_is_refused_with_both_values_and_the_way_out(name):
     value, model = OTHER_FUNCTIONS[name]
     before = RunConfig.from_tree({"model": model})
-    check_same_function(saved_as(before), before)
+    check_same_function(Path("run/step"), before, before)
     now = RunConfig.from_tree({"model": {**model, name: value}})
     with pytest.raises(CheckpointError) as refused:
-        check_same_function(saved_as(before), now)
+        check_same_function(Path("run/step"), before, now)
     said = {
         "window_attn_skip_freq": "window_size was [8, 8, 8, 8] and is [8, None, 8, None]",
         "swiglu": "activation was 'gelu_tanh' and is 'silu'; model.gated_linear_unit was False and is True",
@@ -267,7 +262,29 @@ def test_going_on_with_another_function_is_refused_with_both_values_and_the_way_
     )
     assert "leave the model as it was" in str(refused.value)
     of_positions = name in ("rotary_base", "rope_scaling")
+    assert of_positions == (name in ModelConfig.deciding(Decides.REACH))
     assert ("or start a run of its own with model.init_from=run/step" in str(refused.value)) == of_positions
+
+
+@pytest.mark.parametrize(
+    ("section", "other", "told"),
+    [
+        ("model", {"num_layers": None}, "manifest.json: model.num_layers is not set"),
+        ("model", {"hidden_size": 10**6}, "another model than its tensors: .*needed"),
+        ("model", {"num_layers": 9_999}, "9,999 layers, but lists"),
+        ("train", {"global_batch_size": 10**12, "rampup_batch_size": [1, 1, 10**13]}, "999,999,999,999 incr.* at most"),
+        ("train", {"global_batch_size": None}, "manifest.json: train.global_batch_size is not set"),
+        ("optim", {"lr": None}, "manifest.json: optim.lr is not set"),
+    ],
+)  # fmt: skip
+def test_a_manifest_with_a_configuration_that_no_run_can_have_had_is_refused(run, section, other, told):
+    step = run(train=dict(train_iters=1)).checkpoint
+    content = json.loads((step / "manifest.json").read_text())
+    del content["checksum"]
+    content["config"][section] |= other
+    (step / "manifest.json").write_text(json.dumps({"checksum": content_checksum(content), **content}))
+    with pytest.raises(CheckpointError, match=told):
+        run("on", checkpoint=dict(load=str(step)))
 
 
 def test_settings_of_training_and_those_that_the_model_does_not_read_are_no_other_function():
@@ -277,10 +294,10 @@ def test_settings_of_training_and_those_that_the_model_does_not_read_are_no_othe
         "kv_lora_rank": 64, "mtp_loss_scaling_factor": 0.5, "kv_channels": 16,
     }  # fmt: skip
     before = RunConfig.from_tree({"model": WHOLE})
-    check_same_function(saved_as(before), RunConfig.from_tree({"model": {**WHOLE, **changes}}))
+    check_same_function(Path("run/step"), before, RunConfig.from_tree({"model": {**WHOLE, **changes}}))
     before = RunConfig.from_tree({"model": LEARNED})
     changes = {"moe_router_topk": 4, "moe_router_pre_softmax": True, "rotary_base": 5e5}
-    check_same_function(saved_as(before), RunConfig.from_tree({"model": {**LEARNED, **changes}}))
+    check_same_function(Path("run/step"), before, RunConfig.from_tree({"model": {**LEARNED, **changes}}))
 
 
 def goes_on(name, run, capsys, folder, **sections) -> str:
@@ -294,7 +311,7 @@ def goes_on(name, run, capsys, folder, **sections) -> str:
 def test_a_run_that_goes_on_with_other_updates_says_which_settings_differ(run, capsys):
     folder = run(train=dict(train_iters=8, exit_interval=4)).checkpoint
     same = goes_on("same", run, capsys, folder, train=dict(micro_batch_size=2), optim=dict(adam_eps=1e-8))
-    assert "training goes on otherwise" not in same and "samples need not" not in same
+    assert "training continues otherwise" not in same and "samples need not" not in same
     other = goes_on(
         "other",
         run,
@@ -305,7 +322,7 @@ def test_a_run_that_goes_on_with_other_updates_says_which_settings_differ(run, c
         train=dict(global_batch_size=16),
     )
     assert (
-        f"training goes on otherwise than the run of {folder} would have: model.hidden_dropout was 0.0 and is 0.1; "
+        f"training continues otherwise than the run of {folder} would have: model.hidden_dropout was 0.0 and is 0.1; "
         "optim.lr was 0.01 and is 0.005; train.global_batch_size was 8 and is 16; the learning rate of the next step "
         "would have been 0.005 and is 0.0025"
     ) in other

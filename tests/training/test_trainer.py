@@ -17,7 +17,7 @@ from megalith.errors import ConfigError
 from megalith.parallel.mesh import build_mesh
 from megalith.report.metrics import read_records
 from megalith.training.build import build_run_tokenizer, prepare
-from megalith.training.trainer import Trainer
+from megalith.training.run_state import Run
 
 METRICS = ["step", "loss", "grad_norm", "lr", "global_batch_size", "consumed_samples", "step_time_ms",
            "tokens_per_second_per_device", "tflops_per_device", "mfu", "max_memory_gb", "skipped", "nan_iterations",
@@ -70,11 +70,11 @@ def test_the_loss_is_the_mean_over_the_tokens_that_count_in_the_whole_batch(run,
     run(train=dict(train_iters=1, micro_batch_size=1), data=dict(eod_mask_loss=True), optim=dict(lr=0.0))
     config = read_yaml(tmp_path / "run" / "config.yaml")
     model = megalith.load(tmp_path / "run")  # lr 0: still the initial weights
-    trainer = _trainer(RunConfig.from_tree(config))
+    fresh = _run(RunConfig.from_tree(config))
     loss, tokens = 0.0, 0.0
-    with trainer.data.train_loader(0, 0, torch.device("cpu")) as batches:
+    with fresh.data.train_loader(0, 0, torch.device("cpu")) as batches:
         for batch in batches:
-            logits = model(batch.tokens)
+            logits = model(batch.input_ids)
             picked = logits.log_softmax(-1).gather(-1, batch.labels[..., None])[..., 0]
             loss -= (picked * batch.loss_mask).sum().item()
             tokens += batch.loss_mask.sum().item()
@@ -82,9 +82,9 @@ def test_the_loss_is_the_mean_over_the_tokens_that_count_in_the_whole_batch(run,
     assert losses(tmp_path / "run")[0] == pytest.approx(loss / tokens, rel=1e-5)
 
 
-def _trainer(config: RunConfig) -> Trainer:
+def _run(config: RunConfig) -> Run:
     mesh = build_mesh(config.parallel, 1, "cpu")
-    return Trainer(config, build_run_tokenizer(config), mesh, torch.device("cpu"))
+    return Run(config, build_run_tokenizer(config), mesh, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
@@ -183,10 +183,11 @@ def test_an_evaluation_of_no_set_length_takes_at_most_a_tenth_of_the_runs_steps(
 ):
     config = configuration(corpus, tmp_path / "run", train=given)
     if "eval_iters" not in given:
-        config.train.__pydantic_fields_set__.discard("eval_iters")
-        config.train.__dict__["eval_iters"] = type(config.train).model_fields["eval_iters"].default
-    prepared, _ = prepare(config, 1)
-    again, _ = prepare(RunConfig.from_tree(prepared.to_tree()), 1)
+        tree = config.to_tree()
+        del tree["train"]["eval_iters"]
+        config = RunConfig.from_tree(tree)
+    prepared = prepare(config, 1).config
+    again = prepare(RunConfig.from_tree(prepared.to_tree()), 1).config
     assert prepared.train.eval_iters == again.train.eval_iters == iters
 
 
@@ -245,8 +246,7 @@ def test_the_saved_configuration_is_resolved_and_gives_the_same_run_again(run, t
     first = run(train=dict(deterministic=True))
     saved = RunConfig.load(tmp_path / "run" / "config.yaml")
     assert (saved.model.vocab_size, saved.model.max_position_embeddings) == (257, 16)
-    saved.train.output_dir = str(tmp_path / "again")
-    again = megalith.train(saved)
+    again = megalith.train(saved.with_settings({"train.output_dir": str(tmp_path / "again")}))
     assert stored(again.checkpoint) == stored(first.checkpoint)
     texts = [(tmp_path / name / "config.yaml").read_text() for name in ("run", "again")]
     assert texts[0].replace(str(tmp_path / "run"), str(tmp_path / "again")) == texts[1]
@@ -257,8 +257,7 @@ def test_a_null_tokenizer_resolves_to_the_same_vocabulary_each_time(run, tmp_pat
     run(model=dict(vocab_size=50), data=null)
     saved = RunConfig.load(tmp_path / "run" / "config.yaml")
     assert saved.model.vocab_size == 50
-    saved.train.output_dir = str(tmp_path / "again")
-    megalith.train(saved)
+    megalith.train(saved.with_settings({"train.output_dir": str(tmp_path / "again")}))
     assert RunConfig.load(tmp_path / "again" / "config.yaml").model.vocab_size == 50
 
 

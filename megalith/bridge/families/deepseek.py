@@ -9,7 +9,7 @@ from megalith.bridge.families.llama import IGNORED, SIZES, TENSORS, UNTIED
 from megalith.bridge.families.mixtral import EXPERTS
 from megalith.bridge.family import Family
 from megalith.bridge.rows import RowRun, Rule, gate_up, same
-from megalith.bridge.settings import Field, Ours, Rope, Theirs, Tree, Writes
+from megalith.bridge.settings import MSCALES, Field, Ours, Rope, Theirs, Tree, Writes
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
 
@@ -106,11 +106,9 @@ class LatentHeads:
 class StretchedRope(Rope):
     """As Rope, with YaRN's mscale and mscale_all_dim."""
 
-    NAMES = ("mscale", "mscale_all_dim")
-
     def read(self, theirs: Mapping[str, Any]) -> Tree:
         given = dict(theirs.get("rope_parameters") or theirs.get("rope_scaling") or {})
-        scales = {name: value for name in self.NAMES if (value := given.pop(name, None))}
+        scales = {name: value for name in MSCALES if (value := given.pop(name, None))}
         fields = super().read({**theirs, "rope_parameters": given})
         if "rope_scaling" in fields:
             fields["rope_scaling"] |= scales
@@ -119,7 +117,7 @@ class StretchedRope(Rope):
     def write(self, model: ModelConfig) -> Tree:
         tree = super().write(model)
         if model.rope_scaling is not None:
-            scales = {name: getattr(model.rope_scaling, name) for name in self.NAMES}
+            scales = {name: getattr(model.rope_scaling, name) for name in MSCALES}
             tree["rope_scaling"] |= {name: value for name, value in scales.items() if value is not None}
         return tree
 

@@ -229,7 +229,7 @@ def _check_pieces(folder: Path, name: str, tensor: Distributed) -> None:
         if not 0 <= piece.start <= piece.start + piece.length <= piece.file.stat().st_size:
             raise CheckpointError(f"{piece.file} ends before {name} does; copy the checkpoint again")
     if not fills(tensor.whole, [piece.extent for piece in tensor.pieces]):
-        raise CheckpointError(f"{folder}: the pieces of {name} do not cover it; copy the checkpoint again")
+        raise CheckpointError(f"{folder}: the shards of {name} do not cover it; copy the checkpoint again")
 
 
 def _layers(name: str, tensor: Distributed) -> dict[str, Distributed]:

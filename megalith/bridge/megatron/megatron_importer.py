@@ -15,7 +15,7 @@ from megalith.bridge.match import Match, match
 from megalith.bridge.megatron.legacy import METADATA, arguments_in, list_torch_dist, read_legacy
 from megalith.bridge.megatron.table import FUSED_NORMS, GPT
 from megalith.bridge.megatron.unpickle import load_torch
-from megalith.config.rules.run_rules import check_model
+from megalith.config.rules.model_rules import check_model
 from megalith.errors import CheckpointError, ConfigError
 
 LATEST = "latest_checkpointed_iteration.txt"

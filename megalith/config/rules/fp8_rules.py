@@ -26,10 +26,6 @@ def check_fp8(config: RunConfig) -> None:
             f"train.fp8_format is {train.fp8_format}, but blocks have scales of their own and stay in e4m3 "
             "throughout; set it to e4m3 with train.fp8_recipe blockwise"
         )
-    if train.fp8_param_gather:
-        raise ConfigError(
-            "train.fp8_param_gather is true, but weights are gathered in the compute type here; leave it out"
-        )
     kept = train.num_layers_at_start_in_bf16 + train.num_layers_at_end_in_bf16
     if train.first_last_layers_bf16 and kept >= config.model.num_layers:
         raise ConfigError(

@@ -18,6 +18,7 @@ def check_model(model: ModelConfig) -> None:
             )
     if model.vocab_size is None:
         raise ConfigError("model.vocab_size is not set and there is no tokenizer to take it from; set either")
+    model.refuse_unmet("model")
     if model.kv_channels is None and model.hidden_size % model.num_attention_heads:
         raise ConfigError(
             f"model.hidden_size {model.hidden_size} is not divisible by model.num_attention_heads "
@@ -28,14 +29,7 @@ def check_model(model: ModelConfig) -> None:
             f"model.num_attention_heads {model.num_attention_heads} is not divisible by model.num_query_groups "
             f"{model.query_groups}: each key and value head serves as many query heads; choose a divisor, or 0"
         )
-    if model.qk_layernorm_full_width and not (model.qk_layernorm and model.normalization == "RMSNorm"):
-        raise ConfigError(
-            "model.qk_layernorm_full_width needs model.qk_layernorm, which is "
-            f"{'on' if model.qk_layernorm else 'off'}, and model.normalization RMSNorm, which is "
-            f"{model.normalization}; set both, or leave it out"
-        )
     _check_latent_attention(model)
-    _check_further_layers(model)
     _check_rotary(model)
     _check_window(model)
     check_experts(model)
@@ -68,37 +62,12 @@ def _check_latent_attention(model: ModelConfig) -> None:
         )
 
 
-def _check_further_layers(model: ModelConfig) -> None:
-    if model.mtp_num_layers is not None and model.position_embedding_type != "rope":
-        raise ConfigError(
-            f"model.mtp_num_layers {model.mtp_num_layers} needs model.position_embedding_type rope, which is "
-            f"{model.position_embedding_type}: the layers of multi-token prediction look tokens up without positions; "
-            "set it, or leave mtp_num_layers out"
-        )
-
-
 def _check_rotary(model: ModelConfig) -> None:
-    rotary = model.position_embedding_type == "rope"
-    for name, given in (
-        ("rope_scaling", model.rope_scaling is not None),
-        ("rotary_base_local", model.rotary_base_local is not None),
-        ("rotary_percent", model.rotary_percent < 1),
-    ):
-        if given and not rotary:
-            raise ConfigError(
-                f"model.{name} needs model.position_embedding_type rope, which is "
-                f"{model.position_embedding_type}; set it, or remove {name}"
-            )
-    if rotary and (model.rotary_size % 2 or not model.rotary_size):
+    if model.position_embedding_type == "rope" and (model.rotary_size % 2 or not model.rotary_size):
         raise ConfigError(
             f"rotary positions turn pairs of dimensions, but {model.rotary_size} of a head's {model.head_dim} turn "
             f"(model.rotary_percent {model.rotary_percent}); choose model.kv_channels and rotary_percent so that an "
             "even number does"
-        )
-    if model.rotary_base_local is not None and model.window_size is None:
-        raise ConfigError(
-            f"model.rotary_base_local {model.rotary_base_local} is for layers with a window, but model.window_size is "
-            "not set; set it, or remove rotary_base_local"
         )
     if model.rope_scaling is not None:
         _check_rope_scaling(model.rope_scaling, model.rotary_size // 2)
@@ -107,11 +76,6 @@ def _check_rotary(model: ModelConfig) -> None:
 def _check_window(model: ModelConfig) -> None:
     skip = model.window_attn_skip_freq
     if model.window_size is None:
-        if skip is not None:
-            raise ConfigError(
-                f"model.window_attn_skip_freq {skip} says which layers have no window, but model.window_size is not "
-                "set; set it, or remove window_attn_skip_freq"
-            )
         return
     if model.window_size[1]:
         before, after = model.window_size

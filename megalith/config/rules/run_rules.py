@@ -1,247 +1,42 @@
-"""The rules that no single field can check. Whoever refuses a run, refuses it by these.
+"""The rules that no single field can check. Whoever refuses a run, refuses it by `check_training`.
 
-Those of the model alone stand in model_rules.py.
+Those of the model alone stand in model_rules.py, of how it is spread in parallel_rules.py and expert_rules.py, of its
+length and schedules in optim_rules.py.
 """
 
 from __future__ import annotations
 
-import math
-
+from megalith.config.base import NOT_YET
 from megalith.config.batch_size import BatchSizeSchedule
+from megalith.config.data import DataConfig
 from megalith.config.lora import WHOLE
 from megalith.config.model import ModelConfig
-from megalith.config.parallel import ParallelConfig
-from megalith.config.rules.expert_rules import check_expert_parallel
+from megalith.config.output import LogConfig
 from megalith.config.rules.fp8_rules import check_fp8
 from megalith.config.rules.model_rules import check_model
-from megalith.config.rules.overlap_notes import check_overlap
+from megalith.config.rules.optim_rules import check_loss_scale, check_schedule
+from megalith.config.rules.parallel_rules import check_parallel, data_parallel_size, divisors
 from megalith.config.run import RunConfig
 from megalith.errors import ConfigError
 
 
-def _check_recompute(model: ModelConfig, parallel: ParallelConfig) -> None:
-    if parallel.recompute_method is not None and parallel.recompute_granularity != "full":
-        raise ConfigError(
-            f"parallel.recompute_method {parallel.recompute_method} chooses among whole layers, but "
-            f"parallel.recompute_granularity is {parallel.recompute_granularity}; set it to full, or remove the method"
-        )
-    if parallel.distribute_saved_activations:
-        _check_distributed_inputs(model, parallel)
-
-
-def _check_distributed_inputs(model: ModelConfig, parallel: ParallelConfig) -> None:
-    size, name = parallel.tensor_model_parallel_size, "parallel.distribute_saved_activations"
-    if parallel.recompute_granularity != "full":
-        raise ConfigError(
-            f"{name} divides the inputs that full recomputation keeps, but parallel.recompute_granularity is "
-            f"{parallel.recompute_granularity}; set it to full, or leave {name} out"
-        )
-    if size == 1 or parallel.sequence_parallel:
-        raise ConfigError(
-            f"{name} divides what tensor-parallel ranks hold alike, but parallel.tensor_model_parallel_size is {size} "
-            f"and parallel.sequence_parallel {parallel.sequence_parallel}, under which they hold nothing alike; leave "
-            "it out"
-        )
-    if parallel.cpu_offloading_num_layers:
-        raise ConfigError(
-            f"{name} and parallel.cpu_offloading_num_layers {parallel.cpu_offloading_num_layers} both take away the "
-            "inputs that recomputation keeps; leave one out"
-        )
-    if model.hidden_size % size:
-        raise ConfigError(
-            f"{name} divides hidden states over parallel.tensor_model_parallel_size {size}, which does not divide "
-            f"model.hidden_size {model.hidden_size}; leave it out"
-        )
-
-
-def _check_offload(config: RunConfig) -> None:
-    layers, of = config.parallel.cpu_offloading_num_layers, config.model.num_layers
-    if layers > of:
-        raise ConfigError(
-            f"parallel.cpu_offloading_num_layers {layers} is more than model.num_layers {of}; lower it: "
-            "the last layers of a stage gain least, as their backward passes come first"
-        )
-    if layers and config.parallel.pipeline_schedule == "zero_bubble":
-        raise ConfigError(
-            f"parallel.cpu_offloading_num_layers is {layers}, but pipeline_schedule zero_bubble keeps the inputs of "
-            "all matrices on the device for the weights' gradients; set it to 0, or choose another schedule"
-        )
-
-
-def offload_notes(config: RunConfig, device_type: str) -> list[str]:
-    """What to tell of offloading where the device's memory is the host's."""
-    if device_type != "cpu":
-        return []
-    notes = []
-    if config.optim.optimizer_cpu_offload:
-        notes.append(
-            "optim.optimizer_cpu_offload changes nothing on a CPU: the state is in host memory anyway"
-        )
-    if config.parallel.cpu_offloading_num_layers:
-        notes.append(
-            "parallel.cpu_offloading_num_layers saves nothing on a CPU: activations are copied in its memory"
-        )
-    return notes
-
-
-def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
-    """What tensor, pipeline and context parallelism leave of the world: world / (tensor · pipeline · context).
-
-    Raises ConfigError where that is not a whole number.
-    """
-    sizes = {
-        "pipeline": parallel.pipeline_model_parallel_size,
-        "context": parallel.context_parallel_size,
-        "tensor": parallel.tensor_model_parallel_size,
-    }
-    product = math.prod(sizes.values())
-    if world_size % product == 0:
-        return world_size // product
-    ways_out = [
-        f"lower {name}{'_model' if name != 'context' else ''}_parallel_size to {lower}, or "
-        for name, size in sizes.items()
-        for lower in range(size - 1, 0, -1)
-        if world_size % (product // size * lower) == 0
-    ]
-    raise ConfigError(
-        f"world size {world_size} is not divisible by tensor ({sizes['tensor']}) × pipeline ({sizes['pipeline']}) × "
-        f"context ({sizes['context']}) = {product}; {ways_out[0] if ways_out else ''}start "
-        f"{-(-world_size // product) * product} processes"
-    )
-
-
-def shard_size(parallel: ParallelConfig, world_size: int) -> int:
-    """Over how many ranks of data × context a parameter's optimizer state is sharded; 1 with no_shard.
-
-    Raises ConfigError where num_distributed_optimizer_instances does not divide them.
-    """
-    ranks = data_parallel_size(parallel, world_size) * parallel.context_parallel_size
-    copies, strategy = parallel.num_distributed_optimizer_instances, parallel.data_parallel_sharding_strategy
-    if strategy == "no_shard":
-        if copies > 1:
-            raise ConfigError(
-                f"parallel.num_distributed_optimizer_instances is {copies}, but data_parallel_sharding_strategy "
-                "no_shard keeps a whole copy on every rank; leave it at 1, or choose optim, optim_grads or "
-                "optim_grads_params"
-            )
-        return 1
-    if parallel.pipeline_schedule == "zero_bubble" and strategy != "optim":
-        raise ConfigError(
-            f"parallel.data_parallel_sharding_strategy {strategy} reduces gradients after each micro-batch, but "
-            "pipeline_schedule zero_bubble puts those of weights off; choose optim or no_shard, or another schedule"
-        )
-    if ranks % copies:
-        raise ConfigError(
-            f"parallel.num_distributed_optimizer_instances {copies} does not divide the {ranks} ranks of data "
-            f"({ranks // parallel.context_parallel_size}) × context ({parallel.context_parallel_size}), over which "
-            f"the state is sharded; choose among {_divisors(ranks)}"
-        )
-    return ranks // copies
-
-
-def check_tensor(model: ModelConfig, parallel: ParallelConfig, seq_length: int) -> None:
-    """Raises ConfigError unless the model's matrices, and with sequence_parallel its tokens, can be cut by TP."""
-    size = parallel.tensor_model_parallel_size
-    if parallel.sequence_parallel and size == 1:
-        raise ConfigError(
-            "parallel.sequence_parallel splits the tokens over the tensor-parallel ranks, but "
-            "parallel.tensor_model_parallel_size is 1; raise it, or leave sequence_parallel out"
-        )
-    for name, value in (
-        ("num_attention_heads", model.num_attention_heads),
-        ("ffn_hidden_size", model.ffn_size),
-    ):
-        if value % size:
-            raise ConfigError(
-                f"model.{name} {value} is not divisible by parallel.tensor_model_parallel_size {size}; each rank "
-                f"takes as many; choose a tensor size among {_divisors(value)}"
-            )
-    if model.query_groups % size and size % model.query_groups:
-        raise ConfigError(
-            f"model.num_query_groups {model.query_groups} and parallel.tensor_model_parallel_size {size}: one has to "
-            "divide the other, so that a rank has whole key and value heads or shares one; change either"
-        )
-    if model.qk_layernorm_full_width and model.query_groups % size:
-        raise ConfigError(
-            f"model.qk_layernorm_full_width goes over all {model.query_groups} key heads, which "
-            f"parallel.tensor_model_parallel_size {size} does not divide; choose a tensor size among "
-            f"{_divisors(model.query_groups)}"
-        )
-    rows = -(-model.padded_vocab_size // size)
-    if rows * (size - 1) >= model.padded_vocab_size:
-        raise ConfigError(
-            f"a padded vocabulary of {model.padded_vocab_size} rows leaves nothing to the last of "
-            f"{size} tensor-parallel ranks at {rows} rows each; raise model.make_vocab_size_divisible_by"
-        )
-    tokens = seq_length // parallel.context_parallel_size
-    if parallel.sequence_parallel and tokens % size:
-        raise ConfigError(
-            f"parallel.sequence_parallel cuts the {tokens} tokens of a sequence (data.seq_length {seq_length} / "
-            f"context_parallel_size {parallel.context_parallel_size}) over tensor_model_parallel_size {size} ranks, "
-            "which does not divide them; change one, or leave sequence_parallel out"
-        )
-
-
-def check_context(model: ModelConfig, parallel: ParallelConfig, seq_length: int) -> None:
-    """Raises ConfigError unless sequences, and where heads are exchanged the heads, can be cut over CP."""
-    size, kind = parallel.context_parallel_size, parallel.cp_comm_type
-    sizes = parallel.hierarchical_context_parallel_sizes
-    if sizes is not None and kind != "a2a+p2p":
-        raise ConfigError(
-            f"parallel.hierarchical_context_parallel_sizes is {sizes}, but parallel.cp_comm_type {kind} has one level; "
-            "set it to a2a+p2p, or leave the sizes out"
-        )
-    if size == 1:
-        return
-    if seq_length % (2 * size):
-        lower = max(s for s in range(1, size) if s == 1 or seq_length % (2 * s) == 0)
-        shorter, longer = seq_length // (2 * size) * 2 * size, -(-seq_length // (2 * size)) * 2 * size
-        lengths = f"{shorter} or {longer}" if shorter else str(longer)
-        raise ConfigError(
-            f"data.seq_length {seq_length} cannot be cut into 2 · parallel.context_parallel_size = {2 * size} equal "
-            "chunks, an early and a late one for each rank; choose a length of "
-            f"{lengths}, or a context size of {lower}"
-        )
-    if kind == "a2a+p2p" and (sizes is None or math.prod(sizes) != size):
-        inner = max(s for s in range(1, size + 1) if size % s == 0 and (s == 1 or s * s <= size))
-        raise ConfigError(
-            f"parallel.cp_comm_type a2a+p2p needs parallel.hierarchical_context_parallel_sizes, the sizes of its a2a "
-            f"and p2p, whose product is context_parallel_size {size}, but they are {sizes}; for example "
-            f"[{inner}, {size // inner}]"
-        )
-    heads = model.num_attention_heads // parallel.tensor_model_parallel_size
-    exchange = {"a2a": size, "a2a+p2p": sizes[0] if sizes else 1}.get(kind, 1)
-    if heads % exchange:
-        raise ConfigError(
-            f"parallel.cp_comm_type {kind} exchanges heads among {exchange} ranks, which do not divide the {heads} of "
-            f"a tensor-parallel rank (model.num_attention_heads {model.num_attention_heads} / "
-            f"tensor_model_parallel_size {parallel.tensor_model_parallel_size}); choose among {_divisors(heads)}, or "
-            "cp_comm_type p2p, which cuts no heads"
-        )
-
-
-def _divisors(value: int) -> str:
-    return ", ".join(str(d) for d in range(1, min(value, 64) + 1) if value % d == 0)
-
-
 def check_training(config: RunConfig, world_size: int = 1) -> None:
     """Raises ConfigError unless this run can be trained on `world_size` processes."""
+    config.data.refuse_unmet("data")
+    config.checkpoint.refuse_unmet("checkpoint")
     check_model(config.model)
+    _check_available(config)
     check_fp8(config)
-    data_parallel = data_parallel_size(config.parallel, world_size)
-    shard_size(config.parallel, world_size)
-    check_tensor(config.model, config.parallel, config.data.seq_length)
-    check_context(config.model, config.parallel, config.data.seq_length)
-    check_expert_parallel(config.model, config.parallel, world_size)
+    check_parallel(config, world_size)
     _check_adapters(config)
-    _check_recompute(config.model, config.parallel)
-    _check_offload(config)
-    check_overlap(config)
-    _check_saving(config)
-    _check_lengths(config)
-    _check_data(config)
-    _check_duration(config)
-    BatchSizeSchedule.from_config(config.train, data_parallel_size=data_parallel)
+    _check_lengths(config.model, config.data)
+    _check_data(config.data)
+    BatchSizeSchedule.from_config(
+        config.train, data_parallel_size=data_parallel_size(config.parallel, world_size)
+    )
+    check_schedule(config.optim, config.train)
+    check_loss_scale(config.optim, config.train.precision)
+    _check_profile(config.log)
 
 
 def check_base(config: RunConfig) -> None:
@@ -255,15 +50,25 @@ def check_base(config: RunConfig) -> None:
         )
 
 
+def _check_available(config: RunConfig) -> None:
+    """What this version does not do yet stands on the fields (NOT_YET)."""
+    for section in RunConfig.model_fields:
+        values = getattr(config, section)
+        unread = values.unread(config)
+        for name, field in type(values).model_fields.items():
+            value = getattr(values, name)
+            if NOT_YET in field.metadata and name not in unread and value != field.default:
+                meaning = field.description.partition(":")[0]
+                raise ConfigError(
+                    f"{section}.{name} is {value}, but this version does not have {meaning}; leave it at "
+                    f"{field.default} or remove it"
+                )
+
+
 def _check_adapters(config: RunConfig) -> None:
     lora, model = config.lora, config.model
+    lora.refuse_unmet("lora")
     if lora.rank is None:
-        for name, field in type(lora).model_fields.items():
-            if getattr(lora, name) != field.default:
-                raise ConfigError(
-                    f"lora.{name} is {getattr(lora, name)}, but lora.rank is not set, so there are no adapters; set "
-                    f"the rank, or remove {name}"
-                )
         return
     parts = lora.parts(model)
     if model.num_experts is not None and parts.keys() & {"linear_fc1", "linear_fc2"}:
@@ -292,21 +97,12 @@ def _check_adapters(config: RunConfig) -> None:
             f"lora.targets {', '.join(lora.targets)} has one adapter for all rows of linear_qkv, but "
             f"parallel.tensor_model_parallel_size {size} does not divide model.num_query_groups {model.query_groups}; "
             "name linear_qkv, which has one each for queries, keys and values, or choose a tensor size among "
-            f"{_divisors(model.query_groups)}"
+            f"{divisors(model.query_groups)}"
         )
 
 
-def _check_saving(config: RunConfig) -> None:
-    checkpoint = config.checkpoint
-    if checkpoint.export_hf and not checkpoint.save_at_end:
-        raise ConfigError(
-            "checkpoint.export_hf exports the checkpoint of the run's end, but checkpoint.save_at_end is false; "
-            "set it to true, or turn export_hf off"
-        )
-
-
-def _check_lengths(config: RunConfig) -> None:
-    seq_length, longest = config.data.seq_length, config.model.max_position_embeddings
+def _check_lengths(model: ModelConfig, data: DataConfig) -> None:
+    seq_length, longest = data.seq_length, model.max_position_embeddings
     if longest is not None and seq_length > longest:
         raise ConfigError(
             f"data.seq_length {seq_length} is longer than model.max_position_embeddings {longest}; shorten the "
@@ -314,8 +110,7 @@ def _check_lengths(config: RunConfig) -> None:
         )
 
 
-def _check_data(config: RunConfig) -> None:
-    data = config.data
+def _check_data(data: DataConfig) -> None:
     parts = {name: getattr(data, name) for name in ("train_data_path", "valid_data_path", "test_data_path")}
     given = [name for name, path in parts.items() if path is not None]
     sources = [bool(data.mock), data.data_path is not None, bool(given)]
@@ -333,17 +128,9 @@ def _check_data(config: RunConfig) -> None:
         raise ConfigError(f"{', '.join(given)} is set but data.train_data_path is not; set it too")
 
 
-def _check_duration(config: RunConfig) -> None:
-    train = config.train
-    if (train.train_iters is None) == (train.train_samples is None):
+def _check_profile(log: LogConfig) -> None:
+    if log.profile and log.profile_step_end <= log.profile_step_start:
         raise ConfigError(
-            f"train.train_iters is {train.train_iters} and train.train_samples is {train.train_samples}; set "
-            "exactly one: the run's length in steps or in sequences"
-        )
-    if config.optim.lr is None:
-        raise ConfigError("optim.lr is not set; training needs the highest learning rate, for example 3e-4")
-    if config.log.profile and config.log.profile_step_end <= config.log.profile_step_start:
-        raise ConfigError(
-            f"log.profile_step_end {config.log.profile_step_end} must come after log.profile_step_start "
-            f"{config.log.profile_step_start}"
+            f"log.profile_step_end {log.profile_step_end} must come after log.profile_step_start "
+            f"{log.profile_step_start}"
         )

@@ -12,8 +12,8 @@ import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
 
-from megalith.data.atomic import atomic_file
 from megalith.errors import DataError
+from megalith.io import atomic_file
 
 EXCLUDED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 EXCLUDED_PREFIXES = ("_sysconfigdata_",)  # this machine's build, full of its own paths

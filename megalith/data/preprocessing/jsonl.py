@@ -19,6 +19,7 @@ from typing import BinaryIO
 import zstandard
 
 from megalith.errors import DataError
+from megalith.remote import StorePath, place
 
 BLOCK_BYTES = 1 << 18
 MAX_LINE_BYTES = 32 << 20
@@ -34,7 +35,7 @@ class LineBlock:
     `position`: the bytes of the (compressed) file read so far.
     """
 
-    path: Path
+    path: Path | StorePath
     first_line: int
     offset: int
     data: bytes
@@ -45,7 +46,7 @@ class LineBlock:
 class BadLine:
     """A line that holds no usable document. `line` counts from 1, `offset` is the line's first byte."""
 
-    path: Path
+    path: Path | StorePath
     line: int
     offset: int
     reason: str
@@ -63,14 +64,17 @@ class TextRecord:
     texts: list[str]
 
 
-def expand_inputs(inputs: Sequence[str | Path]) -> list[Path]:
-    """The files of `inputs`, in order; a glob's matches are sorted. DataError: missing, or named twice."""
-    paths: list[Path] = []
+def expand_inputs(inputs: Sequence[str | Path]) -> list[Path | StorePath]:
+    """The files and URLs of `inputs`, in order; a glob's matches are sorted. DataError: missing, or named twice."""
+    paths: list[Path | StorePath] = []
     for given in map(str, inputs):
-        matches = [given] if Path(given).exists() else sorted(glob.glob(given, recursive=True))
+        try:
+            matches = _matches(given)
+        except OSError as error:
+            raise DataError(f"cannot look for {given!r}: {error.strerror or error}; check the path") from None
         if not matches:
             raise DataError(f"no file matches the input {given!r}; check the path")
-        paths += map(Path, matches)
+        paths += matches
     if not paths:
         raise DataError("no input was given; name at least one JSONL file")
     seen: set[Path] = set()
@@ -83,8 +87,17 @@ def expand_inputs(inputs: Sequence[str | Path]) -> list[Path]:
     return paths
 
 
+def _matches(given: str) -> list[Path | StorePath]:
+    path = place(given)
+    if path.exists():
+        return [path]
+    return (
+        path.glob() if isinstance(path, StorePath) else [*map(Path, sorted(glob.glob(given, recursive=True)))]
+    )
+
+
 def read_blocks(
-    path: Path, max_line_bytes: int = MAX_LINE_BYTES, block_bytes: int = BLOCK_BYTES
+    path: Path | StorePath, max_line_bytes: int = MAX_LINE_BYTES, block_bytes: int = BLOCK_BYTES
 ) -> Iterator[LineBlock]:
     """The file in blocks of whole lines, of about `block_bytes` each.
 
@@ -134,7 +147,9 @@ def parse_block(
     return records, bad_lines
 
 
-def read_texts(path: Path, json_keys: Sequence[str], max_line_bytes: int = MAX_LINE_BYTES) -> Iterator[str]:
+def read_texts(
+    path: Path | StorePath, json_keys: Sequence[str], max_line_bytes: int = MAX_LINE_BYTES
+) -> Iterator[str]:
     """Every text of the file, one key after another within a line. DataError at the first bad line."""
     for block in read_blocks(path, max_line_bytes):
         records, bad_lines = parse_block(block, json_keys, max_line_bytes)
@@ -192,10 +207,10 @@ def _reason(error: ValueError | RecursionError) -> str:
     return str(error)
 
 
-def _pieces(path: Path, size: int) -> Iterator[tuple[bytes, int]]:
+def _pieces(path: Path | StorePath, size: int) -> Iterator[tuple[bytes, int]]:
     """The file's uncompressed content in pieces of about `size`, each with the position in the file itself."""
     try:
-        with open(path, "rb") as file:
+        with path.open("rb") as file:
             if path.suffix == ".zst":
                 pieces = _unzstd(file, size)
             elif path.suffix == ".gz":
@@ -210,7 +225,7 @@ def _pieces(path: Path, size: int) -> Iterator[tuple[bytes, int]]:
             f"{path} is not a whole {path.suffix} file ({error}); it is damaged or cut short: copy it again"
         ) from error
     except OSError as error:
-        raise DataError(f"cannot read {path}: {error.strerror}; check the file") from error
+        raise DataError(f"cannot read {path}: {error.strerror or error}; check the file") from error
 
 
 def _unzstd(file: BinaryIO, size: int) -> Iterator[bytes]:

@@ -33,6 +33,7 @@ from megalith.data.preprocessing.jsonl import MAX_LINE_BYTES, BadLine, LineBlock
 from megalith.data.preprocessing.preprocess_progress import Progress
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import ConfigError, DataError
+from megalith.remote import StorePath, size_of
 
 BLOCKS_PER_WORKER = 4  # read ahead, so that a slow block holds nobody up
 BAD_LINES_KEPT = 20
@@ -79,7 +80,7 @@ def preprocess(
     max_line_bytes: int = MAX_LINE_BYTES,
     show_progress: bool = True,
 ) -> PreprocessSummary:
-    """Encode JSONL files (also .gz, .zst; globs) into `{output_prefix}_{key}_document.{bin,idx}`.
+    """Encode JSONL files (also .gz, .zst; globs) into `{output_prefix}_{key}_document.{bin,idx}`; all may be URLs.
 
     `json_keys`: the texts to take from each line, each key a dataset of its own. `append_eod`: end each
     document with the tokenizer's end of document. `split_sentences`: each sentence a sequence of its own,
@@ -160,9 +161,9 @@ def _write(writer: IndexedWriter, column: Column) -> None:
         first_token, first_sequence = end, first_sequence + int(count)
 
 
-def _places(paths: Sequence[Path]) -> tuple[dict[Path, int], int]:
+def _places(paths: Sequence[Path | StorePath]) -> tuple[dict[Path | StorePath, int], int]:
     """The bytes of input before each file, and of all files."""
-    sizes = [path.stat().st_size for path in paths]
+    sizes = [size_of(path) for path in paths]
     return dict(zip(paths, itertools.accumulate(sizes, initial=0))), sum(sizes)
 
 

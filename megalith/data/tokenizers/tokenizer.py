@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
 
-from megalith.data.atomic import atomic_file
 from megalith.errors import DataError
+from megalith.io import atomic_file
 
 SPEC_FILE = "megalith_tokenizer.json"
 

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megalith.data.atomic import atomic_file
 from megalith.data.preprocessing.jsonl import MAX_LINE_BYTES, expand_inputs, read_texts
 from megalith.errors import ConfigError, DataError
+from megalith.io import atomic_file
 
 END_OF_TEXT = "<|endoftext|>"
 SMALLEST_VOCAB_SIZE = 256 + 1  # the bytes and the end of text

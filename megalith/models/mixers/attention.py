@@ -1,11 +1,14 @@
-"""Self-attention with grouped queries (Ainslie et al. 2023): each key and value head serves a group of query heads.
+"""Attention with grouped queries (Ainslie et al. 2023): each key and value head serves a group of query heads.
 
 `groups` equal to the number of query heads is multi-head attention. Rows of linear_qkv stand by group: its query
-heads, then its key head, then its value head, so that a slice of rows is a slice of whole groups.
+heads, then its key head, then its value head, so that a slice of rows is a slice of whole groups. Cross-attention
+(Vaswani et al. 2017) has its keys and values from another sequence: rows of linear_kv are a key head and a value head
+for each group. Positions turn nothing there, and every token that the mask leaves is looked at.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -26,6 +29,11 @@ class Heads(NamedTuple):
 
     in_group: int  # that share a key and value head
     first: int = 0  # the number of the first of them among all of the layer's
+
+
+def by_head(x: Tensor, batch: int, size: int) -> Tensor:
+    """All tokens' heads of this size, [batch, seq, heads, size], from the rows of them as they come."""
+    return x.reshape(batch, -1, x.shape[-1]).unflatten(-1, (-1, size))
 
 
 class Attention(Runnable):
@@ -96,4 +104,31 @@ class SelfAttention(Attention):
                 tables = context.rotary_local
             query, key = rotate(query, tables), rotate(key, tables)
         out = self.attend(query, key, value, context)  # [batch, seq, heads, head_dim]
+        return self.linear_proj(out.flatten(2), context)
+
+
+class CrossAttention(Attention):
+    """linear_q of the stream, linear_kv of `context.encoded`, attention, linear_proj."""
+
+    def __init__(self, config: ModelConfig, number: int, device: torch.device | None = None):
+        super().__init__(config, number)
+        self.window = None
+        self.head_dim = config.head_dim
+        self.heads = Heads(config.num_attention_heads // config.query_groups)
+        width, bias = config.num_attention_heads * config.head_dim, config.qkv_bias
+        self.linear_q = Linear(config.hidden_size, width, bias=bias, device=device)
+        rows = 2 * config.query_groups * config.head_dim
+        self.linear_kv = Linear(config.hidden_size, rows, bias=bias, device=device)
+        self.linear_proj = Linear(width, config.hidden_size, bias=config.proj_bias, device=device)
+
+    @runnable
+    def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
+        encoded = context.encoded
+        query = by_head(self.linear_q(x, context), context.batch, self.head_dim)
+        keys_values = self.linear_kv(encoded.hidden, encoded.context)
+        key, value = by_head(keys_values, context.batch, 2 * self.head_dim).chunk(2, dim=-1)
+        dropout = None if context.dropout is None else context.dropout.of_cross_attention()
+        mask = None if encoded.mask is None else encoded.mask.expand(-1, -1, query.shape[1], -1)
+        apart = replace(context, causal=False, mask=mask, dropout=dropout, cache=None)
+        out = self.attend(query, key, value, apart)  # [batch, seq, heads, head_dim]
         return self.linear_proj(out.flatten(2), context)

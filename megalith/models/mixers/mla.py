@@ -7,7 +7,7 @@
 
 A head's query and key are the part without position followed by the rotary part, so that their product is the sum of
 both. A value may be narrower than a key: it is filled up with zeros for the attention's kernels, which every layout
-shares, and what comes out is cut. The narrow products are small: tensor parallelism leaves them whole on every rank
+shares, and what comes out is cut. The low-rank matmuls are small: tensor parallelism leaves them whole on every rank
 and cuts the heads. The cache of generation holds keys and values of the heads, not the latent.
 """
 
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megalith.config import ModelConfig
 from megalith.models.linear import Linear
-from megalith.models.mixers.attention import Attention
+from megalith.models.mixers.attention import Attention, by_head
 from megalith.models.norm import Norm
 from megalith.models.pass_context import Context, own_tokens, runnable
 from megalith.models.rope import rotate
@@ -50,17 +50,16 @@ class LatentAttention(Attention):
 
     @runnable
     def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
-        plain, turning = self._heads(self._queries(x, context), context, sum(self.parts)).split(
-            self.parts, dim=-1
-        )
+        queries = by_head(self._queries(x, context), context.batch, sum(self.parts))
+        plain, turning = queries.split(self.parts, dim=-1)
         query = torch.cat([plain, rotate(turning, context.rotary)], dim=-1)
 
         latent, turning = self.linear_kv_down_proj(x, context).split([self.latent, self.parts[1]], dim=-1)
         up = self.linear_kv_up_proj(self.kv_down_layernorm(latent), context)
-        plain, value = self._heads(up, context, self.parts[0] + self.value_size).split(
-            [self.parts[0], self.value_size], dim=-1
-        )  # [batch, seq, heads, ·]
-        turned = rotate(self._heads(self.gather(turning, context), context, self.parts[1]), context.rotary)
+        sizes = [self.parts[0], self.value_size]
+        plain, value = by_head(up, context.batch, sum(sizes)).split(sizes, dim=-1)  # [batch, seq, heads, ·]
+        turning = by_head(self.gather(turning, context), context.batch, self.parts[1])
+        turned = rotate(turning, context.rotary)
         key = torch.cat([plain, turned.expand(-1, -1, plain.shape[2], -1)], dim=-1)
 
         value = nn.functional.pad(value, (0, sum(self.parts) - self.value_size))
@@ -71,8 +70,3 @@ class LatentAttention(Attention):
         if self.linear_q_proj is not None:
             return self.linear_q_proj(x, context)
         return self.linear_q_up_proj(self.q_down_layernorm(self.linear_q_down_proj(x, context)), context)
-
-    @staticmethod
-    def _heads(x: Tensor, context: Context, size: int) -> Tensor:
-        """All tokens' heads of this size, [batch, seq, heads, size], from the rows of them as they come."""
-        return x.reshape(context.batch, -1, x.shape[-1]).unflatten(-1, (-1, size))

@@ -1,10 +1,9 @@
-"""Gradients that kernels of our own make, where Inductor's would read memory more often than they must.
+"""Backward kernels in Triton, where Inductor's would read memory more often than they must.
 
-In compiled code on a GPU some functions of ops/ take their backward pass from here. A kernel that makes the gradient
-of what a linear has given also sums it over the tokens, which is the gradient of the linear's bias: the linear then
-gets its bias detached, and the function takes the bias itself and returns its gradient. Triton, in which the kernels
-are written, comes with PyTorch's builds for GPUs; elsewhere, and outside of compiled code, PyTorch's own operators do
-the same.
+In compiled code on a GPU some functions of ops/ take their backward pass from here. A kernel that computes the gradient
+of a linear's output also sums it over the tokens, which is the gradient of the linear's bias: the linear then gets its
+bias detached, and the function takes the bias itself and returns its gradient. Triton comes with PyTorch's builds for
+GPUs; elsewhere, and outside of compiled code, PyTorch's own operators do the same.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What a rank gives and keeps when heads are exchanged for tokens, in one pass over memory
+"""The local part of Ulysses' all-to-all by copy engines, in one pass over memory
 (parallel/overlap/copy_engine_heads.py).
 
 A program copies some columns of some tokens of one sequence, for one rank of the axis: into the slot, from which that
-rank fetches them, or, where the rank is this one, to their places in the result.
+rank fetches them, or, where the rank is this one, to their place in the result.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def share_heads(xs: list[Tensor], slot: Tensor, out: Tensor, rank: int, to_heads
 
     With `to_heads` xs are this rank's tokens [batch, seq, heads, size] and `out` is [batch, ranks · seq, share of all
     heads, size]; without, xs are [batch, ranks · seq, share of the heads, size] and `out` is [batch, seq, all heads,
-    size], the ranks' shares one behind the other. `slot` has a part for each of the others, in their order: [ranks - 1,
+    size], the ranks' shares one after the other. `slot` has a part for each of the others, in their order: [ranks - 1,
     batch, seq, share of all heads, size]. Both are contiguous. A share has its heads of the first tensor, then of the
     second, then of the third; without `to_heads` it has them so in each of as many groups as the third has heads.
 

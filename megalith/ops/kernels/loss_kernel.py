@@ -17,7 +17,7 @@ from torch import Tensor
 
 # Of rows that are held: the widest; warps; pairs of entries that a lane has in a tile; entries that are held, all
 # others being read again; registers of a lane. With 8 warps a row of 50,304 entries takes 100 of 128, and a
-# multiprocessor has two programs: one reads while the other computes.
+# SM has two programs: one reads while the other computes.
 WIDEST, HELD_WARPS, PAIRS, HELD, REGISTERS = 2**16, 8, 4, 51200, 128
 # A row that is read twice: entries at a time, ROWS for each of the LANES.
 ROWS, LANES, WARPS = 4, 2048, 8

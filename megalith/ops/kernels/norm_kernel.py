@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 from torch.library import triton_op, wrap_triton
 
-# Programs, of which each takes every so-many-th row: 8 and 4 on each multiprocessor of an H200.
+# Programs, of which each takes every so-many-th row: 8 and 4 on each SM of an H200.
 FORWARD_PROGRAMS, PROGRAMS = 1056, 528
 ELEMENTS = 512  # of the first piece for a warp
 STAGES, STAGED = 3, 2**14  # rows that a program has on their way from memory; up to how many bytes a row

@@ -1,19 +1,20 @@
-"""Context parallelism: each rank has a part of every sequence, and attention alone has to talk.
+"""Context parallelism: each rank has a shard of every sequence, and only attention communicates.
 
-Every rank of the axis holds an early and a late chunk of each sequence (zigzag.py), and the model runs on them as it
-is: positions, dropout and the loss go by each token's place in the whole sequence. Attention needs every earlier key
-and value, and `cp_comm_type` says how they meet the queries:
+Every rank of the axis has an early and a late chunk of each sequence (zigzag.py). Positions, dropout and the loss use
+each token's global position, so the model runs on them unchanged. Attention needs all earlier keys and values, by
+`cp_comm_type`:
 
-    p2p         keys and values go round a ring, hidden behind the computation
-    all_gather  keys and values are gathered
-    a2a         heads are exchanged for tokens: each rank has the whole sequence of some heads (Jacobs et al. 2023)
-    a2a+p2p     a2a among near ranks, a ring among the groups of them
+    p2p         keys and values go around a ring, overlapped with compute (Liu et al. 2023)
+    all_gather  keys and values are all-gathered
+    a2a         Ulysses: an all-to-all of heads for tokens, so a rank has the whole sequence of some heads
+                (Jacobs et al. 2023)
+    a2a+p2p     a2a among adjacent ranks, a ring among the groups of them
 
-All are one algorithm on two levels: an exchange of heads over `inner`, which may have size 1, around a ring or a
-gather over `outer`, which may have size 1. Neighbouring ranks make up an inner group, so that after the exchange their
-chunks join into the two chunks that zigzag gives to the group in the ring of groups.
+All are one algorithm on two levels: an all-to-all over `inner`, which may have size 1, within a ring or all-gather over
+`outer`, which may have size 1. Adjacent ranks form an inner group, so that after the all-to-all their chunks join into
+the two chunks that zigzag gives to the group in the ring of groups.
 
-Gradients of the parameters are partial sums: they are summed over data and context together.
+Gradients of the parameters are partial: they are reduced over data and context together.
 """
 
 from __future__ import annotations
@@ -27,8 +28,11 @@ import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh
 
-from megalith.comm.collectives import Axis, all_gather
+from megalith.comm.collectives import Axis, all_gather, all_gather_alike
+from megalith.errors import ConfigError
+from megalith.models.mixers.attention import Attention, CrossAttention
 from megalith.models.pass_context import PassLayout
+from megalith.models.stack import Stack, stacks_of
 from megalith.models.transformer import Transformer
 from megalith.ops.attention_core import attention, document_mask
 from megalith.parallel.context.ring import ring_attention
@@ -46,14 +50,30 @@ def apply_context(
     """Lets `model`, in place, attend over sequences that are cut over `axis` as shard_batch cuts them.
 
     `hierarchical_sizes` are those of a2a and of p2p, for a2a+p2p alone. A collective call: it makes process groups.
+    Raises ConfigError for what is not causal self-attention.
     """
     if axis.size == 1:
         return
+    stacks = stacks_of(model)
+    _check_cut(stacks, axis)
     core, mask = context_core(axis, cp_comm_type, hierarchical_sizes)
-    for layer in model.layers.values():
-        plug(layer.self_attention, "core", core)
-    plug(model, "attention_mask", mask)
-    plug(model, "pass_layout", partial(_pass_layout, model.pass_layout, axis.size))
+    for stack in stacks:
+        for layer in stack.layers.values():
+            plug(layer.self_attention, "core", core)
+        plug(stack, "attention_mask", mask)
+        plug(stack, "pass_layout", partial(_pass_layout, stack.pass_layout, axis.size))
+
+
+def _check_cut(stacks: Sequence[Stack], axis: Axis) -> None:
+    for stack in stacks:
+        mixers = [mixer for layer in stack.layers.values() for mixer in layer.mixers]
+        others = [m for m in mixers if isinstance(m, CrossAttention) or not isinstance(m, Attention)]
+        if not stack.causal or others:
+            what = type(others[0]).__name__ if others else "attention without a causal mask"
+            raise ConfigError(
+                f"context_parallel_size {axis.size} cuts sequences for causal self-attention alone, and the model has "
+                f"{what}; set context_parallel_size to 1 and use tensor or sequence parallelism"
+            )
 
 
 def context_core(
@@ -69,7 +89,7 @@ def context_core(
 def _pass_layout(
     before: Callable[..., PassLayout], parts: int, tokens: int, *, trains: bool, has_places: bool
 ) -> PassLayout:
-    """A pass that is told the places of its tokens has a part of every sequence; any other, as one that generates a
+    """A pass that gets the positions of its tokens has a shard of every sequence; any other, as one that generates a
     token at a time, has whole ones, the same on every rank."""
     layout = before(tokens, trains=trains, has_places=has_places)
     if not has_places:
@@ -82,15 +102,21 @@ def shard_batch(batch: Batch, axis: Axis) -> tuple[Batch, Tensor]:
 
     The places are those of `Transformer.forward(places=...)`. seq is a multiple of 2 · size (rules.check_context).
     """
-    seq = batch.tokens.shape[1]
+    seq = batch.input_ids.shape[1]
     if axis.size == 1:
-        return batch, torch.arange(seq, device=batch.tokens.device)
+        return batch, torch.arange(seq, device=batch.input_ids.device)
     assert seq % (2 * axis.size) == 0, f"{seq} tokens cannot be cut into 2 · {axis.size} chunks"
     places = torch.cat([torch.arange(s.start, s.stop) for s in spans(axis.rank, axis.size, seq // axis.size)])
-    places = places.to(batch.tokens.device)
-    names = ("tokens", "labels", "loss_mask", "position_ids", "document_ids")
-    whole = {name: getattr(batch, name) for name in names}
-    return replace(batch, **{n: None if x is None else x[:, places] for n, x in whole.items()}), places
+    places = places.to(batch.input_ids.device)
+    part = replace(
+        batch,
+        input_ids=batch.input_ids[:, places],
+        labels=batch.labels[:, places],
+        loss_mask=batch.loss_mask[:, places],
+        position_ids=batch.position_ids[:, places],
+        document_ids=None if batch.document_ids is None else batch.document_ids[:, places],
+    )
+    return part, places
 
 
 def unshard(x: Tensor, axis: Axis, dim: int = 1) -> Tensor:
@@ -98,6 +124,12 @@ def unshard(x: Tensor, axis: Axis, dim: int = 1) -> Tensor:
     if axis.size == 1:
         return x
     return natural(all_gather(x[None], axis), dim)
+
+
+def unshard_alike(x: Tensor, axis: Axis) -> Tensor:
+    """As `unshard` along dimension 1, where every rank goes on to compute the same: the gradient is that of its own
+    part."""
+    return x if axis.size == 1 else natural(all_gather_alike(x[None], axis), 1)
 
 
 def context_attention(

@@ -1,23 +1,22 @@
-"""Causal attention over a sequence that is cut over ranks: keys and values travel, queries stay.
+"""Causal attention over a sequence that is sharded over ranks: keys and values are sent, queries stay.
 
-Each rank holds an early and a late chunk of the sequence (zigzag.py). What rank r's queries may see of rank s's keys
-is then one of three blocks without a ragged edge:
+Each rank has an early and a late chunk of the sequence (zigzag.py). What rank r's queries see of rank s's keys is then
+one of three dense blocks:
 
-    s = r    the causal block: both chunks stand in order
+    s = r    the causal block: both chunks are in order
     s < r    all queries see the whole first chunk, and none the second
     s > r    queries of the second chunk see both chunks whole, and those of the first see none
 
-Each is half of the square, so every step of the ring takes every rank the same time. Results are merged by their
-log-sum-exp (ops/attention_blocks.py). Keys and values reach a rank by one of two routes:
+Each is half of the square, so every ring step takes every rank the same time. Blocks are merged by their log-sum-exp
+(ops/attention_blocks.py). Keys and values reach a rank by one of two ways:
 
-- ring (Liu et al. 2023): a piece is handed to the next rank while it is computed with, size − 1 times. In the
-  backward pass the pieces go round again, and each one's gradient travels a step behind it, gathering what each rank
-  adds, until it is home.
-- gather (Llama 3): one all-gather while the rank's own block is computed; in the backward pass the all-gather again,
-  and one reduce-scatter of the gradients.
+- ring (Liu et al. 2023): a shard is sent to the next rank while it is computed with, size − 1 times. In the backward
+  pass the shards go around again, each one's gradient one step behind it, accumulating on the way, until it is home.
+- gather (Llama 3): one all-gather, overlapped with the rank's own block; in the backward pass the all-gather again, and
+  one reduce-scatter of the gradients.
 
-Both are a pair of custom ops, so that torch.compile takes them as they stand and nothing else sees that they talk.
-Gradients of keys and values are summed in float32. Each rank's group is named by a string.
+Both are a pair of custom ops, so that torch.compile takes them as they are and the communication is hidden from it.
+Gradients of keys and values are accumulated in float32. Each rank's group is named by a string.
 """
 
 from __future__ import annotations
@@ -74,19 +73,19 @@ class _Route(ABC):
     def __init__(self, pair: Tensor, size: int, rank: int, group: str):
         self.pair, self.size, self.rank, self.group = pair.contiguous(), size, rank, group
         self.seq = pair.shape[2]
-        self.own_piece = _KeyBlock(self.pair, spans(rank, size, self.seq), causal=True)
+        self.own_shard = _KeyBlock(self.pair, spans(rank, size, self.seq), causal=True)
 
     @abstractmethod
-    def pieces(self) -> Iterator[_KeyBlock]:
-        """The pieces that this rank's queries see, its own first. More are under way while one is computed with."""
+    def shards(self) -> Iterator[_KeyBlock]:
+        """The shards that this rank's queries see, its own first. More are under way while one is computed with."""
 
     @abstractmethod
-    def send(self, piece: _KeyBlock, grad: Tensor) -> None:
-        """Takes the float32 gradient [2, batch, keys, groups, head_dim] of a piece that is not this rank's own."""
+    def send(self, shard: _KeyBlock, grad: Tensor) -> None:
+        """Takes the float32 gradient [2, batch, keys, groups, head_dim] of a shard that is not this rank's own."""
 
     @abstractmethod
     def arrived(self) -> Tensor:
-        """What all other ranks gave for this rank's own piece, when all is sent: float32, in its shape."""
+        """What all other ranks gave for this rank's own shard, when all is sent: float32, in its shape."""
 
 
 class _Ring(_Route):
@@ -94,10 +93,10 @@ class _Ring(_Route):
 
     _travelling: Tensor | None = None
 
-    def pieces(self) -> Iterator[_KeyBlock]:
+    def shards(self) -> Iterator[_KeyBlock]:
         half = self.seq // 2
         coming = self._pass_on(self.pair)
-        yield self.own_piece
+        yield self.own_shard
         for step in range(1, self.size):
             pair = _ops.wait_tensor(coming)
             if step < self.size - 1:
@@ -109,8 +108,8 @@ class _Ring(_Route):
             else:
                 yield _KeyBlock(pair, [early, late], half)
 
-    def send(self, piece: _KeyBlock, grad: Tensor) -> None:
-        # The gradient of a piece follows it one step later: what comes now is for the piece that was just computed.
+    def send(self, shard: _KeyBlock, grad: Tensor) -> None:
+        # The gradient of a shard follows it one step later: what comes now is for the shard that was just computed.
         if grad.shape[2] < self.seq:
             grad = torch.cat([grad, torch.zeros_like(grad)], dim=2)
         if self._travelling is not None:
@@ -132,10 +131,10 @@ class _Gather(_Route):
 
     _grad: Tensor | None = None
 
-    def pieces(self) -> Iterator[_KeyBlock]:
+    def shards(self) -> Iterator[_KeyBlock]:
         half, size, rank = self.seq // 2, self.size, self.rank
         coming = _ops.all_gather_into_tensor(self.pair, size, self.group)
-        yield self.own_piece
+        yield self.own_shard
         shards = _ops.wait_tensor(coming).view(size, *self.pair.shape)
         whole = natural(shards, dim=2)  # [2, batch, size · seq, groups, head_dim]
         before = range(rank * half)
@@ -145,11 +144,11 @@ class _Gather(_Route):
         if between:
             yield _KeyBlock(whole[:, :, between.start : between.stop], [between], half)
 
-    def send(self, piece: _KeyBlock, grad: Tensor) -> None:
+    def send(self, shard: _KeyBlock, grad: Tensor) -> None:
         if self._grad is None:
             batch, _, *rest = self.pair.shape[1:]
             self._grad = grad.new_zeros(2, batch, self.size * self.seq, *rest)
-        (places,) = piece.places
+        (places,) = shard.places
         self._grad[:, :, places.start : places.stop] = grad
 
     def arrived(self) -> Tensor:
@@ -170,33 +169,33 @@ class _Masks:
         scale: float | None,
         dropout: float,
         first_head: int,
-        own_places: list[range],
+        own_positions: list[range],
     ):
         self.document_ids, self.dropout_rows = document_ids, dropout_rows
         self.window, self.softcap, self.scale = window, softcap, scale
         self.dropout, self.first_head = dropout, first_head
-        self.own_places = own_places
+        self.own_positions = own_positions
 
-    def block(self, piece: _KeyBlock) -> Block:
-        mask = key_places = rows = None
-        batch, device = piece.pair.shape[1], piece.pair.device
+    def block(self, shard: _KeyBlock) -> Block:
+        mask = key_positions = rows = None
+        batch, device = shard.pair.shape[1], shard.pair.device
         if self.document_ids is not None:
-            queries = self._documents(self.own_places)[:, piece.first_query :]
-            mask = (queries[:, :, None] == self._documents(piece.places)[:, None])[:, None]
+            queries = self._documents(self.own_positions)[:, shard.first_query :]
+            mask = (queries[:, :, None] == self._documents(shard.places)[:, None])[:, None]
         if self.window is not None:
             queries, keys = (
-                _joined(self.own_places, device)[piece.first_query :],
-                _joined(piece.places, device),
+                _joined(self.own_positions, device)[shard.first_query :],
+                _joined(shard.places, device),
             )
             near = (queries[:, None] - keys < self.window)[None, None]
             mask = near.expand(batch, -1, -1, -1) if mask is None else mask & near
-        if mask is not None and piece.causal:
+        if mask is not None and shard.causal:
             mask = mask.tril()
         if self.dropout:
-            rows = self.dropout_rows[:, piece.first_query :]
-            key_places = _joined(piece.places, device)
+            rows = self.dropout_rows[:, shard.first_query :]
+            key_positions = _joined(shard.places, device)
         scores = (mask, self.softcap, self.scale)
-        return Block(piece.causal, *scores, self.dropout, rows, key_places, self.first_head)
+        return Block(shard.causal, *scores, self.dropout, rows, key_positions, self.first_head)
 
     def _documents(self, places: list[range]) -> Tensor:
         return torch.cat([self.document_ids[:, span.start : span.stop] for span in places], dim=1)
@@ -207,7 +206,7 @@ def _joined(places: list[range], device: torch.device) -> Tensor:
 
 
 def _steps(size: int, gather: bool) -> int:
-    """Rows in the table of random states: at most so many pieces."""
+    """Rows in the table of random states: at most so many shards."""
     return 3 if gather else size
 
 
@@ -233,12 +232,12 @@ def _forward(
     """Result, its log-sum-exp float32 [batch, heads, seq], and the kernels' random states int64 [steps, 2]."""
     route = (_Gather if gather else _Ring)(torch.stack([key, value]), size, rank, group)
     scores = (window, softcap, scale)
-    masks = _Masks(document_ids, dropout_rows, *scores, dropout, first_head, route.own_piece.places)
+    masks = _Masks(document_ids, dropout_rows, *scores, dropout, first_head, route.own_shard.places)
     query = query.transpose(1, 2)  # [batch, heads, seq, head_dim]
     states = query.new_zeros(_steps(size, gather), 2, dtype=torch.int64)
-    for step, piece in enumerate(route.pieces()):
-        seen = slice(piece.first_query, None)
-        block = block_forward(query[:, :, seen], *piece.pair.transpose(2, 3), masks.block(piece))
+    for step, shard in enumerate(route.shards()):
+        seen = slice(shard.first_query, None)
+        block = block_forward(query[:, :, seen], *shard.pair.transpose(2, 3), masks.block(shard))
         if step == 0:
             out, lse = block[0].float(), block[1].contiguous()
         else:
@@ -280,19 +279,19 @@ def _backward(
     """Gradients of query, key and value."""
     route = (_Gather if gather else _Ring)(torch.stack([key, value]), size, rank, group)
     scores = (window, softcap, scale)
-    masks = _Masks(document_ids, dropout_rows, *scores, dropout, first_head, route.own_piece.places)
+    masks = _Masks(document_ids, dropout_rows, *scores, dropout, first_head, route.own_shard.places)
     grad, query, out = (x.transpose(1, 2) for x in (grad, query, out))  # [batch, heads, seq, head_dim]
     d_query = torch.zeros_like(query, dtype=torch.float32)
-    for step, piece in enumerate(route.pieces()):
-        seen, pair = slice(piece.first_query, None), piece.pair.transpose(2, 3)
+    for step, shard in enumerate(route.shards()):
+        seen, pair = slice(shard.first_query, None), shard.pair.transpose(2, 3)
         mine = (query[:, :, seen], *pair, out[:, :, seen], lse[:, :, seen])
-        block = block_backward(grad[:, :, seen], *mine, states[step], masks.block(piece))
+        block = block_backward(grad[:, :, seen], *mine, states[step], masks.block(shard))
         d_query[:, :, seen] += block[0]
         d_pair = torch.stack([x.transpose(1, 2) for x in block[1:]]).float()  # [2, batch, keys, groups, ·]
         if step == 0:
             d_own = d_pair
         else:
-            route.send(piece, d_pair)
+            route.send(shard, d_pair)
     d_key, d_value = (x.to(key.dtype, copy=True) for x in d_own + route.arrived())
     return d_query.transpose(1, 2).to(query.dtype).contiguous(), d_key, d_value
 

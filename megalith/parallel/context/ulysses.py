@@ -1,7 +1,7 @@
-"""Heads exchanged for tokens, the a2a of context parallelism (Jacobs et al. 2023), and the way back.
+"""Ulysses, the a2a of context parallelism (Jacobs et al. 2023): the all-to-all of heads for tokens, and back.
 
-By NCCL or gloo the shares are put side by side, sent and put in order. By copy engines (copy_engine_heads.py) they are
-fetched to their places, so that nothing is moved before or after.
+By NCCL or gloo the shares are packed, sent and unpacked. By copy engines (copy_engine_heads.py) they are fetched to
+their final addresses, so that nothing is packed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def heads_from_tokens(query: Tensor, key: Tensor, value: Tensor, axis: Axis) -> 
     copies = math.lcm(groups, axis.size) // groups
     if copies > 1:
         key, value = key.repeat_interleave(copies, dim=2), value.repeat_interleave(copies, dim=2)
-    if axis.goes_direct(query):
+    if axis.by_copy_engine(query):
         return _HeadsFromTokens.apply(query, key, value, axis)
     shares = [x.unflatten(2, (axis.size, -1)) for x in (query, key, value)]  # [batch, seq, size, ·, head_dim]
     widths = [share.shape[3] for share in shares]
@@ -40,7 +40,7 @@ def tokens_from_heads(out: Tensor, axis: Axis) -> Tensor:
     """The way back: [batch, size · seq, heads / size, head_dim] → [batch, seq, heads, head_dim]."""
     if axis.size == 1:
         return out
-    if axis.goes_direct(out):
+    if axis.by_copy_engine(out):
         return _TokensFromHeads.apply(out, axis)
     return all_to_all(zigzag(out, axis.size, dim=1), axis).movedim(0, 2).flatten(2, 3)
 

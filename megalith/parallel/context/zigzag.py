@@ -1,7 +1,7 @@
-"""How context parallelism cuts a sequence: into 2·size chunks, of which rank r holds r and 2·size − 1 − r.
+"""How context parallelism shards a sequence: into 2·size chunks, of which rank r has r and 2·size − 1 − r.
 
 Causal attention gives late tokens more work than early ones. With an early and a late chunk each, all ranks have the
-same (Brandon et al. 2023; Megatron-LM cuts alike). For size 2: rank 0 has chunks 0 and 3, rank 1 has 1 and 2.
+same (Brandon et al. 2023; Megatron-LM does the same). For size 2: rank 0 has chunks 0 and 3, rank 1 has 1 and 2.
 """
 
 from __future__ import annotations

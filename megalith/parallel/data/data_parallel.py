@@ -1,29 +1,27 @@
-"""Data parallelism: replicas, or FSDP2 (`fully_shard`), in Megatron's words and with Megatron's sums.
+"""Data parallelism: replicas, or FSDP2 (`fully_shard`), by Megatron's names and with Megatron's reductions.
 
-Every rank of data × context runs the model on tokens of its own, and the gradients are summed over them. What differs
-between the strategies is what a rank keeps of the state in the meantime (ZeRO, Rajbhandari et al. 2020):
+Every rank of data × context runs the model on its own tokens, and gradients are reduced over them. Strategies differ in
+what is sharded between the steps (ZeRO, Rajbhandari et al. 2020):
 
-    strategy              optimizer state   gradients        parameters         moved on each micro-batch
-    no_shard              whole             whole            whole              nothing; the last: all-reduce
-    optim (ZeRO-1)        a shard           whole            whole in a step    nothing; once a step gather and reduce
-    optim_grads (ZeRO-2)  a shard           a shard          whole in a step    reduce-scatter
-    optim_grads_params    a shard           a shard          a layer at a time  two gathers, reduce-scatter
+    strategy              optimizer state   gradients        parameters         sent for each micro-batch
+    no_shard              replicated        replicated       replicated         nothing; the last: all-reduce
+    optim (ZeRO-1)        sharded           whole            whole in a step    nothing; once a step gather and reduce
+    optim_grads (ZeRO-2)  sharded           sharded          whole in a step    reduce-scatter
+    optim_grads_params    sharded           sharded          a layer at a time  two all-gathers, reduce-scatter
       (ZeRO-3)
 
-A layer is the unit that is gathered and reduced, and embedding, final norm and head are one together, so that a tied
-weight has one gradient. With no_shard parameters are what they are on one process, and replicas.py sums their
-gradients while backward goes on. The other strategies are FSDP2's: it gathers the next layer while one computes, and
-reduces the last one's gradients while backward goes on; in hybrid sharding the shards' sums are then all-reduced over
-the copies.
+The bucket is a layer; embedding, final norm and head are one together, so that a tied weight has one gradient. With
+no_shard parameters are those of one process, and replicas.py all-reduces their gradients during the backward pass. The
+other strategies are FSDP2's: it prefetches the next layer while one computes, and reduces gradients during the backward
+pass; with hybrid sharding the reduced shards are then all-reduced over the replicas.
 
-Gradients are summed, never averaged: the loss is divided by the count of valid tokens everywhere. FSDP2 gathers a layer
-in the compute dtype, and what it gives for a micro-batch is added up and reduced in fp32. Embedding and head are
-gathered in fp32, as one process has them: a common token's row is the sum of thousands of gradients. So a run in bf16,
-too, is one process's run, up to the order of its sums.
+Gradients are summed, never averaged: the loss is divided by the global count of valid tokens. FSDP2 gathers a layer in
+the compute dtype, and accumulates and reduces its gradients in fp32. Embedding and head are gathered in fp32, as one
+process has them: a common token's row is the sum of thousands of gradients. So a bf16 run, too, is one process's run,
+up to the order of additions.
 
-With dp among `symmetric_memory_groups` copy engines reduce the gradients of layers and experts
-(copy_engine_gradients.py). Those of embedding and head, whose reduction ends a backward pass and so has nothing
-beside it, stay with NCCL.
+With dp in `symmetric_memory_groups` copy engines reduce the gradients of layers and experts (copy_engine_gradients.py).
+Those of embedding and head, whose reduction comes last and overlaps with nothing, stay with NCCL.
 """
 
 from __future__ import annotations
@@ -39,10 +37,11 @@ from torch.distributed.tensor import Shard
 
 from megalith.comm.collectives import local
 from megalith.config import ParallelConfig
+from megalith.models.stack import layers_of
 from megalith.models.transformer import Transformer
 from megalith.parallel.data.replicas import replicate
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.overlap.copy_engine_gradients import DirectReduceScatter
+from megalith.parallel.overlap.copy_engine_gradients import CopyEngineReduceScatter
 
 
 @dataclass(frozen=True)
@@ -87,7 +86,7 @@ def apply_data(chunks: Iterable[Transformer], mesh: Mesh, parallel: ParallelConf
             else:
                 ignored |= set(experts.parameters())
         if mesh.dp_cp.size > 1:
-            for layer in chunk.layers.values():
+            for layer in layers_of(chunk).values():
                 fully_shard(layer, mesh=mesh.fsdp, ignored_params=ignored, **layers)
             fully_shard(
                 chunk,
@@ -100,8 +99,8 @@ def apply_data(chunks: Iterable[Transformer], mesh: Mesh, parallel: ParallelConf
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
         if mesh.dp.direct:
-            _reduce_directly(chunk.layers.values(), mesh.fsdp)
-            _reduce_directly(_experts(chunk), mesh.expert_fsdp)
+            _reduce_by_copy_engines(layers_of(chunk).values(), mesh.fsdp)
+            _reduce_by_copy_engines(_experts(chunk), mesh.expert_fsdp)
 
 
 def micro_batch_begins(chunks: Iterable[nn.Module], parallel: ParallelConfig, is_last: bool) -> None:
@@ -122,7 +121,7 @@ def micro_batch_begins(chunks: Iterable[nn.Module], parallel: ParallelConfig, is
 
 
 def weight_gradients_added(chunks: Iterable[nn.Module], parallel: ParallelConfig, is_last: bool) -> None:
-    """To be called after weights' gradients were added apart from the backward pass, as a zero-bubble schedule does.
+    """To be called after wgrads were added outside of the backward pass, as a zero-bubble schedule does.
 
     What has come in the compute dtype is added to the fp32 sums; the `is_last` call of the step reduces them.
     """
@@ -160,11 +159,11 @@ def _are_whole(parallel: ParallelConfig) -> bool:
     return parallel.data_parallel_sharding_strategy == "no_shard"
 
 
-def _reduce_directly(modules: Iterable[FSDPModule], mesh: DeviceMesh | None) -> None:
+def _reduce_by_copy_engines(modules: Iterable[FSDPModule], mesh: DeviceMesh | None) -> None:
     """Where these are sharded over the last dimension of the mesh, copy engines move what its ranks sum up."""
     if mesh is None or mesh.size(mesh.ndim - 1) == 1:
         return
-    reduce_scatter = DirectReduceScatter(mesh.get_group(mesh.ndim - 1))
+    reduce_scatter = CopyEngineReduceScatter(mesh.get_group(mesh.ndim - 1))
     for module in modules:
         module.set_custom_reduce_scatter(reduce_scatter)
 
@@ -188,7 +187,8 @@ def _roots(chunks: Iterable[nn.Module]) -> list[FSDPModule]:
 
 
 def _experts(chunk: Transformer) -> Iterator[nn.Module]:
-    return (layer.mlp.experts for layer in chunk.layers.values() if layer.has_experts)
+    layers = layers_of(chunk).values()
+    return (layer.mlp.experts for layer in layers if getattr(layer, "has_experts", False))
 
 
 def _placement(mesh: Mesh) -> Callable[[nn.Parameter], Shard]:

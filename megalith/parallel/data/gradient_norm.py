@@ -1,4 +1,4 @@
-"""The gradient as one vector over all ranks: how many tokens its loss is divided by, and its norm.
+"""The gradient as one vector over all ranks: what its loss is divided by, and its norm.
 
 Where NaN or Inf began: each rank's own gradients, looked at before they are summed over the ranks.
 
@@ -18,18 +18,18 @@ from torch.distributed.tensor import DTensor
 
 from megalith.comm.collectives import Axis, summed
 from megalith.hardware import to_device
+from megalith.ops.compiled import run_eagerly
 from megalith.parallel.shards import LocalParameters
 
 
-def valid_tokens(loss_masks: Iterable[Tensor], dp_cp: Axis, device: torch.device) -> Tensor:
-    """Sum of all the step's loss masks over `dp_cp`, at least 1, on `device`: a float32 scalar, or [n] of n losses.
+def loss_denominators(own: Tensor, dp_cp: Axis, device: torch.device) -> Tensor:
+    """What the step's losses are divided by, from what this rank adds to each, float64 [n]: float32 [n] on `device`.
 
-    The masks [batch, seq], or [n, batch, seq], are this rank's own, float32 on the host, cut by context parallelism.
-    Neither the sum nor the collective makes the host wait for the device: the counts go into the factor of the loss
-    before the first backward.
+    1 where the sum is 0, as that of a step without a valid token is. `own` is on the host, and neither the sum nor the
+    collective makes the host wait for the device: they go into the factor of the loss before the first backward.
     """
-    own = sum(mask.sum((-2, -1), dtype=torch.float64) for mask in loss_masks)
-    return summed(to_device(own, device), dp_cp).clamp(min=1.0).float()
+    total = summed(to_device(own, device), dp_cp)
+    return torch.where(total > 0, total, 1.0).float()
 
 
 class GradientSquares:
@@ -105,7 +105,7 @@ def watched_gradients(chunks: Iterable[nn.Module]) -> Iterator[Watched]:
                 module.register_forward_pre_hook(lambda module, _, prefix=prefix: hook(prefix, module))
             )
     try:
-        with torch.compiler.set_stance("force_eager"):
+        with run_eagerly():
             yield watched
     finally:
         for handle in handles:

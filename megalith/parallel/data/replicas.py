@@ -1,17 +1,16 @@
-"""Replicas: parameters that stand whole on every rank of an axis, as one process has them, and their gradients' sums.
+"""Replicas: parameters that are whole on every rank of an axis, and the all-reduce of their gradients.
 
-With `no_shard` every rank has one process's parameters, which layers cast where they use them, and the fp32 gradients
-that autograd adds up over the micro-batches. They are summed over the ranks, in place, in the backward pass of the
-step's last micro-batch: as soon as every parameter of a unit has its gradient, one all-reduce of them all begins, and
-goes on while the layers before are still at their backward passes. A layer is a unit; its experts are one by
-themselves, for fewer ranks hold copies of them; and what stands outside of the layers is one, so that a tied weight is
-summed once. With dp among `symmetric_memory_groups` copy engines sum the gradients of layers and experts
-(copy_engine_gradients.py).
+With `no_shard` every rank has all parameters of one process, which layers cast where they use them, and the fp32
+gradients that autograd accumulates over the micro-batches. They are all-reduced in place in the backward pass of the
+step's last micro-batch: as soon as every parameter of a bucket has its gradient, one all-reduce starts, and overlaps
+the backward passes of the layers before. A layer is a bucket; its experts are one of their own, as fewer ranks have
+replicas of them; and what is outside of the layers is one, so that a tied weight is reduced once. With dp in
+`symmetric_memory_groups` copy engines reduce the gradients of layers and experts (copy_engine_gradients.py).
 
-All ranks of an axis have to begin their sums in the same order. They run the same code on their micro-batches, and of
-the nodes that wait autograd takes the one that was made last: a layer's gradients are all there before anything of the
-layer before it, on every rank. A unit of which some parameter got no gradient in that pass, which depends on the
-configuration alone, is begun after it, in the model's order.
+All ranks of an axis have to start their all-reduces in the same order. They run the same code on their micro-batches,
+and of the ready nodes autograd takes the one made last: a layer's gradients are complete before any of the layer before
+it, on every rank. A bucket in which some parameter got no gradient in that pass, which depends on the configuration
+only, is started after it, in the model's order.
 """
 
 from __future__ import annotations
@@ -25,10 +24,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import AllreduceCoalescedOptions, Work
 
-from megalith.comm.collectives import LEAST_DIRECT, Axis, local
+from megalith.comm.collectives import LEAST_BY_COPY_ENGINE, Axis, local
+from megalith.models.stack import layers_of
 from megalith.models.transformer import Transformer
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.overlap.copy_engine_gradients import DirectSum
+from megalith.parallel.overlap.copy_engine_gradients import CopyEngineAllReduce
 from megalith.parallel.seams import plug
 
 EXPERTS = "mlp.experts."  # what the names of a layer's experts begin with
@@ -45,7 +45,7 @@ class Unit:
     trained: list[nn.Parameter] = field(default_factory=list)
     missing: int = 0
     """How many have no gradient yet from the pass that goes on."""
-    sums: Work | DirectSum | None = None
+    sums: Work | CopyEngineAllReduce | None = None
     """Under way."""
 
     @torch.no_grad()
@@ -54,8 +54,8 @@ class Unit:
         if self.sums is not None:
             return
         gradients = [local(parameter.grad) for parameter in self.trained if parameter.grad is not None]
-        if self.direct and sum(gradient.nbytes for gradient in gradients) >= LEAST_DIRECT:
-            self.sums = DirectSum(gradients, self.axis.group)
+        if self.direct and sum(gradient.nbytes for gradient in gradients) >= LEAST_BY_COPY_ENGINE:
+            self.sums = CopyEngineAllReduce(gradients, self.axis.group)
         elif gradients:
             options = AllreduceCoalescedOptions()  # a sum
             options.asyncOp = True
@@ -133,9 +133,9 @@ def replicate(chunk: Transformer, mesh: Mesh) -> None:
     """
     names, direct = {name for name, _ in chunk.named_parameters()}, mesh.dp.direct
     units = []
-    for number, layer in chunk.layers.items():
-        own = [f"layers.{number}.{name}" for name, _ in layer.named_parameters()]
-        experts = [name for name in own if name.startswith(f"layers.{number}.{EXPERTS}")]
+    for prefix, layer in layers_of(chunk).items():
+        own = [f"{prefix}.{name}" for name, _ in layer.named_parameters()]
+        experts = [name for name in own if name.startswith(f"{prefix}.{EXPERTS}")]
         dense = [name for name in own if name not in experts]
         units += [Unit(mesh.edp, experts, direct), Unit(mesh.dp_cp, dense, direct)]
         names.difference_update(own)
@@ -147,4 +147,4 @@ def replicate(chunk: Transformer, mesh: Mesh) -> None:
 def copies_of(chunk: nn.Module) -> Mapping[str, Axis]:
     """By name the plain copies in a chunk, which a DTensor's placements do not tell of: see Replicated.axes."""
     replicated = getattr(chunk, "replicated", None)
-    return {} if replicated is None else replicated.axes
+    return {**getattr(chunk, "copied", {}), **({} if replicated is None else replicated.axes)}

@@ -1,13 +1,13 @@
-"""What travels between ranks that share out the experts: a token and all that is to be known of it, as one row.
+"""The dispatch buffer of expert parallelism: a token and its routing as one row.
 
     row of a parcel    | x [hidden] | weights of its experts, float32 [topk] | numbers of its rows, int32 [topk] |
 
-in one tensor of x's dtype, whose last columns hold the bits of other dtypes: nothing may calculate with them. The ranks
-tell each other how many pairs of a token and an expert they have for every expert. So a sender can number the rows that
-the experts of all ranks are given: expert by expert, in each rank by rank, in the tokens' order. Who gets a parcel
-takes of its numbers those that are rows here, and neither sorts nor counts.
+in one tensor of x's dtype, whose last columns have the bits of other dtypes: no arithmetic may touch them. The ranks
+exchange how many pairs of token and expert they have for every expert. So a sender can number the rows of the experts
+of all ranks: expert by expert, in each rank by rank, in the tokens' order. The receiver of a parcel takes those of its
+numbers that are rows here, and neither sorts nor counts.
 
-The gradient of a parcel is one: x's, the weights', and zeros.
+The gradient of a parcel is a parcel: x's, the weights', and zeros.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megalith.ops.permute import Order, copies, inverse, places, rows_at, starts
 NOWHERE = 2**31 - 1  # behind all rows
 
 
-class Parcels(NamedTuple):
+class DispatchPlan(NamedTuple):
     """Which tokens go where; every parcel's place is known, but not how many there are."""
 
     weights: Tensor  # float32 [tokens, topk]
@@ -36,11 +36,11 @@ class Parcels(NamedTuple):
     sizes: Tensor  # int64 [2 · ranks + experts here]: parcels to each rank, from each rank, and counts
 
 
-def parcels(weights: Tensor, destinations: Tensor, axis: Axis, here: int) -> Parcels:
+def plan_dispatch(weights: Tensor, destinations: Tensor, axis: Axis, here: int) -> DispatchPlan:
     """Of tokens with weights float32 and experts int64 [tokens, topk], `here` of them on each rank of the axis; the
     number behind the last expert is nowhere."""
     ranks, experts = axis.size, here * axis.size
-    # Experts and ranks are numbered one behind the other, each with a number for nowhere at their end.
+    # Experts and ranks are numbered one after the other, each with a number for nowhere at their end.
     groups = torch.cat([destinations, destinations // here + experts + 1], 1)
     sizes, before, has = places(groups, experts + ranks + 2)
     to = slice(experts + 1, -1)
@@ -55,16 +55,16 @@ def parcels(weights: Tensor, destinations: Tensor, axis: Axis, here: int) -> Par
     own = slice(axis.rank * here, axis.rank * here + here)
     counts = totals[own]
     told = torch.cat([to_ranks[axis.rank], to_ranks[:, axis.rank], counts])
-    return Parcels(weights, choices, token, row, begin[own][:1].clone(), counts.clone(), told)
+    return DispatchPlan(weights, choices, token, row, begin[own][:1].clone(), counts.clone(), told)
 
 
-def pack(x: Tensor, plan: Parcels, count: int, fused: bool) -> tuple[Tensor, Order]:
+def pack(x: Tensor, plan: DispatchPlan, count: int, fused: bool) -> tuple[Tensor, Order]:
     """The `count` parcels of the tokens x [tokens, hidden], and the order that they are in."""
     order = Order(plan.token[:count], plan.row, all_kept=False)
     return _Pack.apply(x, plan.weights, plan.choices, order, fused), order
 
 
-def unpack(packed: Tensor, plan: Parcels, count: int, fused: bool) -> tuple[Tensor, Tensor, Order]:
+def unpack(packed: Tensor, plan: DispatchPlan, count: int, fused: bool) -> tuple[Tensor, Tensor, Order]:
     """Of the parcels that have come the `count` rows of the experts here, [rows, hidden], and their weights, float32
     [rows, 1]; and the order of these rows."""
     topk = plan.weights.shape[1]

@@ -1,28 +1,28 @@
-"""Expert parallelism (Lepikhin et al. 2020): the experts of a layer are spread over ranks, and tokens travel to them.
+"""Expert parallelism (Lepikhin et al. 2020): the experts of a layer are spread over ranks, and tokens are dispatched.
 
-The ranks of a pipeline stage, which for everything else are data × context × tensor, are for the experts edp copies
-of ep ranks, each expert cut over etp of them (mesh.py). Every rank brings the tokens that it has:
+The ranks of a pipeline stage, which for everything else are data × context × tensor, are for the experts edp replicas
+of ep ranks, each expert sharded over etp of them (mesh.py). Every rank brings the tokens that it has:
 
-    1. Ranks of the tensor axis have the same tokens, but for sequence parallelism: each takes its share.
-    2. Ranks that an expert is cut over need the same tokens: they gather each other's.
-    3. alltoall   each token goes to the ranks that have its experts, once to each, and what these add to it, in one
-                  sum, comes back: less travels than a row for each pair of a token and an expert
-       allgather  all ranks that have experts gather all tokens; each computes what its experts add
-    4. The parts of the sums are added where they were gathered, and the shares of 1 joined.
+    1. Without sequence parallelism the TP ranks have the same tokens: each dispatches its share.
+    2. The etp ranks of an expert need the same tokens: they all-gather each other's.
+    3. alltoall   each token goes to the ranks that have its experts, once to each, and the sum of these experts'
+                  outputs comes back: fewer bytes than a row for each pair of token and expert
+       allgather  all ranks that have experts all-gather all tokens; each computes what its experts add
+    4. Partial outputs are reduced where tokens were gathered, and the shares of 1 are all-gathered.
 
-What alltoall sends depends on the tokens, so the host reads the sizes, once a layer. With a capacity that experts are
-filled up to, each pair is a row of its own: sizes are fixed then, and it reads nothing. A token and what is to be known
-of its experts travel as one row (dispatch_buffer.py). Every step is the gradient of another, so an expert's gradient
-is that of all tokens of its copy, whole, and is summed over edp alone (data.py).
+What alltoall sends depends on the tokens, so the host reads the sizes, once a layer. With experts padded to their
+capacity each pair is a row: sizes are fixed, and the host reads nothing. A token and its routing are one row of the
+dispatch buffer (dispatch_buffer.py). Every step is the gradient of another, so an expert's gradient is that of all
+tokens of its replica, complete, and is reduced over edp only.
 
-What needs no tokens is computed while they travel. In the backward pass the order is the other way round, so the same
-two lines hide its exchanges as well:
+What needs no tokens overlaps the all-to-alls. In the backward pass the order is reversed, so the same two lines hide
+its all-to-alls too:
 
                      forward                              backward, read upwards
-    tokens there     weights cast, while the host reads   gradients of the experts' weights
-    sums back        shared expert                        shared expert's backward pass
+    dispatch         weights cast, while the host reads   wgrads of the experts
+    combine          shared expert                        shared expert's backward pass
 
-How many tokens each expert got in a step, over all ranks, and the expert bias that follows from it.
+Also here: the tokens of each expert in a step, over all ranks, and the expert bias that follows from them.
 """
 
 from __future__ import annotations
@@ -52,10 +52,11 @@ from megalith.models.load_balance import TokenShare, move_bias
 from megalith.models.moe import Dispatch, ExpertRows, Experts, Shared
 from megalith.models.pass_context import PassLayout
 from megalith.models.router import Router, Routing
+from megalith.models.stack import layers_of
 from megalith.models.transformer import Transformer
 from megalith.ops.grouped_gemm import RowGroups
 from megalith.ops.permute import Order, sum_rows, take_rows, transposed
-from megalith.parallel.expert.dispatch_buffer import Parcels, pack, parcels, unpack
+from megalith.parallel.expert.dispatch_buffer import DispatchPlan, pack, plan_dispatch, unpack
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.seams import plug, replace_parameter
 from megalith.parallel.tensor.tensor_parallel import TensorParallel
@@ -76,7 +77,7 @@ def apply_expert(model: Transformer, mesh: Mesh, tensor: TensorParallel | None, 
     """
     sequence_parallel = tensor is not None and tensor.sequence_parallel
     parts = mesh.cp_tp if sequence_parallel else mesh.cp
-    for layer in model.layers.values():
+    for layer in layers_of(model).values():
         if not layer.has_experts:
             continue
         if parts.size > 1:
@@ -131,7 +132,7 @@ class ExpertParallel(Dispatch):
         self.gathered = mesh.etp if dispatcher == "alltoall" else mesh.ep_etp
         self.micro_batches = _micro_batches(self.gathered.size, mesh.cp.size * mesh.tp.size)
 
-    def plan(self, routing: Routing, layout: PassLayout) -> Parcels | ExpertRows:
+    def plan(self, routing: Routing, layout: PassLayout) -> DispatchPlan | ExpertRows:
         weights, destinations = routing.weights, routing.destinations(self.experts)
         if self._shares(layout):
             # What fills the last ranks up weighs nothing. It goes anywhere, but where experts have a capacity nowhere.
@@ -145,13 +146,13 @@ class ExpertParallel(Dispatch):
             return self.rows(weights, destinations, capacity, self.local_experts)
         if capacity is not None and self.fills_up:
             return self.rows(weights, destinations, capacity, self.experts)
-        return parcels(weights, destinations, self.ep, self.local_experts)
+        return plan_dispatch(weights, destinations, self.ep, self.local_experts)
 
     def __call__(
-        self, x: Tensor, plan: Parcels | ExpertRows, experts: Experts, shared: Shared, layout: PassLayout
+        self, x: Tensor, plan: DispatchPlan | ExpertRows, experts: Experts, shared: Shared, layout: PassLayout
     ) -> Tensor:
         """x [tokens, hidden] through the experts of its plan, plus what `shared` gives: [tokens, hidden]."""
-        sizes = HostCopy(plan.sizes) if isinstance(plan, Parcels) else None
+        sizes = HostCopy(plan.sizes) if isinstance(plan, DispatchPlan) else None
         shared = None if shared is None else cache(shared)  # called early, where it overlaps
         beside = shared if self.overlaps else None
         tokens, shares = len(x), self._shares(layout)
@@ -175,7 +176,9 @@ class ExpertParallel(Dispatch):
         missing = x.new_zeros(-len(x) % self.tensor.axis.size, x.shape[1]) + filler
         return own_part(torch.cat([x, missing.to(x.dtype)]), self.tensor.axis)
 
-    def _send(self, x: Tensor, plan: Parcels, sizes: HostCopy, experts: Experts, beside: Shared) -> Tensor:
+    def _send(
+        self, x: Tensor, plan: DispatchPlan, sizes: HostCopy, experts: Experts, beside: Shared
+    ) -> Tensor:
         """What the experts of all ranks make of x [tokens, hidden]: each token goes once to each rank that has some of
         its experts, and comes back as the sum of what these add.
 
@@ -186,7 +189,7 @@ class ExpertParallel(Dispatch):
         there, back, counts = values[:ranks], values[ranks : 2 * ranks], tuple(values[2 * ranks :])
         packed, order = pack(x, plan, sum(there), self.fusion)
         way = begin_all_to_all(packed, self.ep, there, back)
-        # Made here, the weights' gradients are computed in the backward pass while those of the tokens travel.
+        # Made here, wgrads are computed in the backward pass during the all-to-all of the tokens' gradients.
         matrices = None if cast is None else experts.prepared(cast)
         rows, row_weights, here = unpack(end_all_to_all(way), plan, sum(counts), self.fusion)
         rows = experts(rows, row_weights, RowGroups(plan.counts, counts), matrices)
@@ -277,6 +280,6 @@ def move_biases(chunks: Sequence[Transformer], tallies: Tensor, skipped: Tensor)
 def _routers(chunks: Sequence[Transformer]) -> Iterator[tuple[int, Router]]:
     """The routers here, each with the number of its layer among those with experts."""
     for chunk in chunks:
-        for name, layer in chunk.layers.items():
+        for layer in layers_of(chunk).values():
             if layer.has_experts:
-                yield chunk.config.expert_layers.index(int(name)), layer.mlp.router
+                yield chunk.config.expert_layers.index(layer.number), layer.mlp.router

@@ -1,15 +1,15 @@
-"""Activations in host memory: what some layers keep for the backward pass waits there until it is needed again.
+"""Activation offloading: the saved activations of some layers are in host memory until the backward pass needs them.
 
-The first layers of a stage wait longest, so it is theirs that go. While a layer computes, what it saves is copied to
-pinned memory on a stream of its own; when the next layer is through, the device's memory is free. In the backward pass
-the gradient that reaches the layer above calls a layer's tensors back, so that they arrive while that one computes:
+The first layers of a stage wait longest, so theirs are offloaded. While a layer computes, what it saves is copied to
+pinned memory on a separate stream; when the next layer is done, the device's memory is free. In the backward pass the
+gradient that reaches the layer above starts a layer's copies back, so that they arrive while that one computes:
 
     forward    [ layer 0 ][ layer 1 ][ layer 2 ] …      backward  … [ layer 2 ][ layer 1 ][ layer 0 ]
     down                  [0        ][1        ]        up          [1        ][0        ]
 
-What goes is storage, not tensors: views of the same memory, saved by several operations, go once. Parameters stay,
-those that FSDP2 has gathered included, and what all layers share, and what is small. It hides as long as copying a
-layer takes no longer than computing it.
+What is copied is storage, not tensors: views of the same memory, saved by several operations, are copied once. Not
+offloaded are parameters (those that FSDP2 has gathered included), what all layers share, and small tensors. It is
+hidden as long as copying a layer takes no longer than computing it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from torch.distributed.fsdp import FSDPModule
 from megalith.comm.collectives import local
 from megalith.config import ParallelConfig
 from megalith.models.layer import TransformerLayer
-from megalith.models.pass_context import Context, Runner
+from megalith.models.pass_context import Context
+from megalith.models.stack import Runner, stacks_of
 from megalith.models.transformer import Transformer
 from megalith.parallel.memory.recompute import unit_size
 from megalith.parallel.seams import plug
@@ -41,8 +42,9 @@ def apply_activation_offload(model: Transformer, parallel: ParallelConfig) -> No
     With full recomputation that is the input of each unit of layers; units that begin among these layers count.
     """
     if parallel.cpu_offloading_num_layers:
-        runner = ActivationOffload(model.runner, parallel.cpu_offloading_num_layers, unit_size(parallel))
-        plug(model, "runner", runner)
+        for stack in stacks_of(model):
+            layers = parallel.cpu_offloading_num_layers
+            plug(stack, "runner", ActivationOffload(stack.runner, layers, unit_size(parallel)))
 
 
 class ActivationOffload:
@@ -146,7 +148,8 @@ class _Unit:
 
     def __init__(self, lanes: _Lanes, layers: Sequence[nn.Module], context: Context):
         self._lanes, self._layers = lanes, layers
-        self._shared = [*(context.rotary or ()), context.mask]  # by all layers
+        encoded = context.encoded  # which all layers attend to
+        self._shared = [*(context.rotary or ()), context.mask, None if encoded is None else encoded.hidden]
         self._kept: dict[int, _Kept] = {}
 
     def pack(self, tensor: Tensor) -> Tensor | _Packed:

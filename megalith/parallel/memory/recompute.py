@@ -1,11 +1,11 @@
-"""Activation recomputation: trade a second forward pass for memory (Chen et al. 2016; Korthikanti et al. 2022).
+"""Activation recomputation: a second forward pass instead of memory (Chen et al. 2016; Korthikanti et al. 2022).
 
-`full` keeps the input of a unit of layers alone and computes the unit again in the backward pass: with `uniform`
-every unit of recompute_num_layers layers, with `block` the first recompute_num_layers layers, each by itself. Of a
-pipeline each stage has units and first layers of its own. Tensor-parallel ranks hold that input alike where there is no
-sequence parallelism; with distribute_saved_activations each keeps a part, and they gather it when it is needed.
-`selective` does so for chosen modules inside each layer. Dropout is keyed by position, so there is no random state
-to put back but that of a GPU kernel's attention dropout.
+`full` saves only the input of a unit of layers and recomputes the unit in the backward pass: with `uniform` every unit
+of recompute_num_layers layers, with `block` the first recompute_num_layers layers, each by itself. Each pipeline stage
+has units and first layers of its own. Without sequence parallelism TP ranks have the same input; with
+distribute_saved_activations each saves a shard, and they all-gather it when it is needed. `selective` does so for
+chosen modules inside each layer. Dropout is keyed by position, so there is no random state to restore but that of a GPU
+kernel's attention dropout.
 """
 
 from __future__ import annotations
@@ -20,7 +20,9 @@ from torch.utils.checkpoint import checkpoint
 from megalith.comm.collectives import Axis, gathered
 from megalith.config import ParallelConfig
 from megalith.models.layer import TransformerLayer
-from megalith.models.pass_context import Context, Runner
+from megalith.models.mixers.attention import Attention
+from megalith.models.pass_context import Context
+from megalith.models.stack import Runner, Stack, layers_of, stacks_of
 from megalith.models.transformer import Transformer
 from megalith.parallel.seams import plug
 
@@ -30,6 +32,8 @@ MODULES = {
     "layernorm": [
         "input_layernorm",
         "post_attention_layernorm",
+        "pre_cross_attn_layernorm",
+        "post_cross_attn_layernorm",
         "pre_mlp_layernorm",
         "post_mlp_layernorm",
     ],
@@ -39,14 +43,16 @@ MODULES = {
 def apply_recompute(model: Transformer, parallel: ParallelConfig, tensor: Axis | None = None) -> None:
     """Plugs runners that recompute, in place. `tensor` is the axis that saved inputs are distributed over."""
     again = partial(checkpoint, use_reentrant=False, preserve_rng_state=model.config.attention_dropout > 0)
+    first_layers = list(layers_of(model).values())[: parallel.recompute_num_layers]
     if parallel.recompute_granularity == "full":
         if parallel.distribute_saved_activations:
             again = partial(_with_input_distributed, again, tensor)
-        plug(model, "runner", _recompute_layers(model, parallel, again))
+        for stack in stacks_of(model):
+            plug(stack, "runner", _recompute_layers(stack, first_layers, parallel, again))
     elif parallel.recompute_granularity == "selective":
         if "core_attn" in parallel.recompute_modules:
             _recompute_cores(model, again)
-        for layer in model.layers.values():
+        for layer in layers_of(model).values():
             for name, parts in MODULES.items():
                 for part in parts if name in parallel.recompute_modules else ():
                     if (module := getattr(layer, part)) is not None:
@@ -55,9 +61,10 @@ def apply_recompute(model: Transformer, parallel: ParallelConfig, tensor: Axis |
 
 def _recompute_cores(model: Transformer, again: Callable) -> None:
     cores: dict[Callable, Callable] = {}  # layers that share a core go on to share one
-    for layer in model.layers.values():
-        core = layer.self_attention.core
-        plug(layer.self_attention, "core", cores.setdefault(core, partial(again, core)))
+    for layer in layers_of(model).values():
+        for mixer in layer.mixers:
+            if isinstance(mixer, Attention):
+                plug(mixer, "core", cores.setdefault(mixer.core, partial(again, mixer.core)))
 
 
 def _with_input_distributed(
@@ -90,9 +97,10 @@ def unit_size(parallel: ParallelConfig) -> int:
     return parallel.recompute_num_layers if uniform else 1
 
 
-def _recompute_layers(model: Transformer, parallel: ParallelConfig, again: Callable) -> Runner:
-    run_layers, size = model.runner, unit_size(parallel)
-    first_layers = list(model.layers.values())[: parallel.recompute_num_layers]
+def _recompute_layers(
+    stack: Stack, first_layers: Sequence[TransformerLayer], parallel: ParallelConfig, again: Callable
+) -> Runner:
+    run_layers, size = stack.runner, unit_size(parallel)
 
     def uniform(layers: Sequence[TransformerLayer], x: Tensor, context: Context) -> Tensor:
         for first in range(0, len(layers), size):

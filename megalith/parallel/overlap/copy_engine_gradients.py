@@ -1,17 +1,16 @@
-"""Gradients summed by the GPUs' copy engines (copy_engine.py): of replicas, and in the place of FSDP2's own
-reduce-scatter.
+"""Gradients reduced by the GPUs' copy engines (copy_engine.py): all-reduce of replicas, and FSDP2's reduce-scatter.
 
-Replicas copy a layer's gradients into memory that the other ranks can read, and meet; each fetches its part from every
-other and adds the parts up; they meet again, each fetches the other parts of the sum, and copies it all back.
+Replicas copy a layer's gradients into symmetric memory and synchronize; each rank fetches its shard from every other
+and adds in fp32; they synchronize again, each fetches the other reduced shards, and copies it all back.
 
-FSDP2 asks for the memory that it reduces from, casts and copies a layer's gradients into it, asks for memory for the
-result, and hands both over on a stream of its own:
+FSDP2 allocates the memory that it reduces from, casts and copies a layer's gradients into it, allocates memory for the
+result, and calls the reduction on a stream of its own:
 
-    allocate   memory that the other ranks can read, so that what FSDP2 copies in is all that is copied here
-    the call   ranks meet; each fetches its part from every other and adds the parts up by rank
+    allocate   symmetric memory, so that what FSDP2 copies in needs no further copy
+    the call   ranks synchronize; each fetches its shard from every other and adds them in the order of ranks
 
-The additions, and replicas' two copies, are all that takes multiprocessors: 1 ms of a step of GPT-2-large on two H200
-by arithmetic, and 4 with the copies, where NCCL's kernels hold 24 of the 132 for 31 ms.
+Only the additions, and replicas' two copies, take SMs: 1 ms of a step of GPT-2-large on two H200 by arithmetic, and 4
+with the copies, where NCCL's kernels take 24 of the 132 SMs for 31 ms.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ SLOTS = 1  # a reduction ends before the next one's gradients are copied
 FETCHED_AT_ONCE = 2**28  # bytes: what is fetched waits for its sum in ordinary memory
 
 
-class DirectSum:
+class CopyEngineAllReduce:
     """Gradients on their way to be summed over the ranks of a group, in place. All ranks give the same shapes."""
 
     def __init__(self, gradients: Sequence[Tensor], group: ProcessGroup):
@@ -46,11 +45,11 @@ class DirectSum:
             given, parts = wholes[slot.rank], [whole.tensor_split(slot.ranks) for whole in wholes]
             copies = [part.view_as(gradient) for part, gradient in zip(given.split(sizes), gradients)]
             torch._foreach_copy_(copies, list(gradients))
-            slot.meet(stream)
+            slot.synchronize(stream)
             for peer in slot.peers:
-                for total, part in _pieces(slot, parts[slot.rank][slot.rank], parts[peer][slot.rank]):
+                for total, part in _chunks(slot, parts[slot.rank][slot.rank], parts[peer][slot.rank]):
                     total += part.clone()
-            slot.meet(stream)
+            slot.synchronize(stream)
             for peer in slot.peers:  # who has fetched this part of what was given
                 parts[slot.rank][peer].copy_(parts[peer][peer])
             torch._foreach_copy_(list(gradients), copies)
@@ -67,13 +66,13 @@ def _stream(device: int) -> torch.cuda.Stream:
     return torch.cuda.Stream(device, priority=-1)
 
 
-def _pieces(slot: Slot, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+def _chunks(slot: Slot, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Alike tensors, piece by piece, so that what is fetched of all ranks at once stays small."""
     step = max(1, FETCHED_AT_ONCE // (slot.ranks - 1) // tensors[0].element_size())
     return zip(*(tensor.split(step) for tensor in tensors), strict=True)
 
 
-class DirectReduceScatter:
+class CopyEngineReduceScatter:
     """What `FSDPModule.set_custom_reduce_scatter` takes, for modules that are sharded over `group`."""
 
     def __init__(self, group: ProcessGroup):
@@ -117,11 +116,11 @@ class DirectReduceScatter:
         wholes = [slot.of(rank, given.shape, given.dtype) for rank in range(slot.ranks)]
         parts = [whole.chunk(slot.ranks)[slot.rank] for whole in wholes]
         stream = torch.cuda.current_stream()
-        slot.meet(stream)
-        for total, *pieces in _pieces(slot, output_tensor, *parts):
-            fetched = {slot.rank: pieces[slot.rank]}
+        slot.synchronize(stream)
+        for total, *chunks in _chunks(slot, output_tensor, *parts):
+            fetched = {slot.rank: chunks[slot.rank]}
             for peer in slot.peers:
-                fetched[peer] = pieces[peer].clone()
+                fetched[peer] = chunks[peer].clone()
             torch.add(fetched[0], fetched[1], out=total)
             for rank in range(2, slot.ranks):
                 total += fetched[rank]

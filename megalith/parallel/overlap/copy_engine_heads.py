@@ -1,13 +1,12 @@
-"""Heads exchanged for tokens by the GPUs' copy engines (copy_engine.py): one local pass over memory, and strided
-copies.
+"""The all-to-all of Ulysses by the GPUs' copy engines (copy_engine.py): one local kernel, and strided copies.
 
-One kernel reads what a rank gives. What the others are to get it writes into the slot, a part for each, and the rank's
-own share to its place in the result. The others fetch their parts by two-dimensional copies (rows of so many bytes,
-one pitch apart here and another there), which put every row where it belongs:
+One kernel reads a rank's tensors. What the others are to get it writes into the slot, a region for each, and the rank's
+own share to its place in the result. The others fetch their regions by two-dimensional copies (rows of so many bytes,
+with one pitch here and another there), which put every row where it belongs:
 
-    slot          [ranks - 1, batch, seq, share of all heads, head_dim]: a part for each of the others, in their order
-    to heads      of a part, each of its two chunks of tokens (zigzag.py) goes to one span of every sequence
-    to tokens     of a part, the heads of every token go to the giver's place among all heads
+    slot          [ranks - 1, batch, seq, share of all heads, head_dim]: a region for each of the others, in order
+    to heads      of a region, each of its two chunks of tokens (zigzag.py) goes to one span of every sequence
+    to tokens     of a region, the heads of every token go to the sender's place among all heads
 
 Such copies are as fast as contiguous ones, 360 GB/s between two H200 with rows of 1,280 bytes.
 """

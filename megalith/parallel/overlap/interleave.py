@@ -1,24 +1,24 @@
-"""The order in which a compiled layer runs the two halves of a micro-batch, so that one computes while the other talks.
+"""The order in which a compiled layer runs ping-pong micro-batches, so that one computes while the other communicates.
 
-A layer that is traced for one half and then for the other (ping_pong.py) is a graph of two chains that share nothing
-but weights, or what stands before both and behind both. Inductor runs a graph's nodes in the order in which they
-stand, so standing in the right order is enough:
+A layer that is traced for one half of a micro-batch and then for the other (ping_pong.py) is a graph of two chains that
+share only weights, and what is before or after both. Inductor runs a graph's nodes in their order, so ordering the
+nodes is enough:
 
-    half 0   product ─▶ sum begins ·············▶ wait, add, norm ─▶ gather begins ············▶ wait, product
-    half 1               wait ─▶ product, attention, product ─▶ sum begins ··············▶ wait, add, norm …
+    half 0   matmul ─▶ reduce-scatter ············▶ wait, add, norm ─▶ all-gather ··············▶ wait, matmul
+    half 1               wait ─▶ matmul, attention, matmul ─▶ reduce-scatter ···············▶ wait, add, norm …
 
 Each half keeps its own order. The two are merged by simulating a device with one queue of kernels and one of
-collectives: whenever a product ends, the half goes on that does not have to wait, and of two such halves the one that
-comes to its next collective first. A collective begins as soon as what it sends is there, though not before those of
-its half that stand earlier: so the gather of a column-parallel linear's backward pass, whose input was kept, has begun
-long before its product.
+collectives: whenever a matmul ends, the half continues that does not have to wait, and of two such halves the one that
+comes to its next collective first. A collective begins as soon as its input is there, though not before earlier ones of
+its half: so the all-gather of a column-parallel linear's backward pass, whose input was saved, begins long before its
+matmul.
 
-What no later collective depends on, as the gradients of weights do, is in no hurry: such products leave their chains,
-which come to their collectives the earlier, and fill the times at which both halves would wait; those that are left
-come last, and hide the last collectives. What they take stays in memory until then, within one layer.
+What no later collective depends on, such as wgrads, can wait: these matmuls leave their chains, which come to their
+collectives the earlier, and fill the times at which both halves would wait; the rest come last, and overlap the last
+collectives. Their inputs stay in memory until then, within one layer.
 
-The simulation knows sizes, and the rates of one kind of device: it takes the same decisions on every rank, as
-collectives demand, and chooses among orders that are all right.
+The simulation uses sizes, and the rates of one kind of device: it decides the same on every rank, as collectives
+demand, and chooses only among valid orders.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from torch.utils.flop_counter import flop_registry
 
 from megalith.ops import attention_blocks  # noqa: F401 (it registers operators)
 
-FLOPS = 600e12  # a second, of products and of attention counted whole: an H200's
-LINK = 180e9  # bytes a second that a rank sends by NCCL beside products; by copy engines it is twice as much
+FLOPS = 600e12  # a second, of matmuls and of attention counted whole: an H200's
+LINK = 180e9  # bytes a second that a rank sends by NCCL beside matmuls; by copy engines it is twice as much
 LATENCY = 20e-6  # seconds that a collective takes at least
-MARGIN = 0.5  # of its time, by which a collective may be late and still be hidden, where there are products to fill in
+MARGIN = 0.5  # of its time, by which a collective may be late and still be hidden, where there are matmuls to fill in
 
 
 def _attention_flops(first: int, over_keys: int, over_values: int) -> Callable[..., int]:
@@ -151,7 +151,7 @@ class Merge:
         return min((number for number, chain in enumerate(self._chains) if chain), key=key)
 
     def _stall(self, step: Node, margin: float = 0.0) -> float:
-        """How long the device would stand still if it went on with this step, collectives being late by `margin`."""
+        """How long the device would be idle if it went on with this step, collectives being late by `margin`."""
         starts = [awaited(node) for node in (*self._missing(step), step) if waits(node)]
         over = [self._done.get(start, math.inf) + margin * self._seconds[start] for start in starts]
         stall = max(over, default=0.0) - self._now
@@ -241,7 +241,7 @@ def _is_functional_collective(node: Node) -> bool:
 
 def seconds(node: Node) -> float:
     """How long a node keeps the device, or a collective the link. What only goes through memory counts for nothing: it
-    runs as a part of some other kernel, or beside the products hardly matters."""
+    runs as a part of some other kernel, or beside the matmuls hardly matters."""
     if begins_collective(node):
         return LATENCY + _bytes_sent(node) / LINK
     target = getattr(node.target, "overloadpacket", None)

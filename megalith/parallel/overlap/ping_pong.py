@@ -1,18 +1,18 @@
-"""A micro-batch as two halves of its sequences, side by side: while one half's collective is under way, the other
-computes (as in Domino, Wang et al. 2024).
+"""Ping-pong micro-batches (as in Domino, Wang et al. 2024): while the collective of one half of a micro-batch's
+sequences runs, the other half computes.
 
-With tensor parallelism each layer is given both halves and goes through one and then the other, each as if it were the
-micro-batch; nothing in the layer knows. Compiled, that is one graph of two chains without an edge between them, and
-interleave.py puts its nodes in such an order that a collective of either has products of the other to hide behind,
-forward and backward. Not compiled, the halves run one behind the other and nothing is gained.
+With tensor parallelism each layer gets both halves and runs one after the other, each as if it were the micro-batch;
+the layer is unchanged. Compiled, that is one graph of two chains without an edge between them, whose nodes
+interleave.py orders so that a collective of either overlaps matmuls of the other, forward and backward. Not compiled,
+the halves run one after the other and nothing is gained.
 
-With context parallelism alone nothing but attention talks, and so attention and its matrices are all that goes through
-one half and then the other, as a part of the layer's graph. Norms and MLP take the micro-batch whole: larger products,
-and gradients of weights over more tokens, run better.
+With context parallelism alone only attention communicates, so only attention and its linears run as two halves, as a
+part of the layer's graph. Norms and MLP take the whole micro-batch: larger matmuls, and wgrads over more tokens, are
+faster.
 
-Weights are gathered once for both (a layer is FSDP's unit), their gradients summed in the layer's backward pass. What
-stands before the layers and behind them takes the micro-batch whole. With sequence parallelism each half is cut over
-the ranks by itself, so a rank's share of the stream is its share of one half and then of the other.
+Weights are gathered once for both (a layer is FSDP's unit), their gradients are added in the layer's backward pass.
+What is before and after the layers takes the whole micro-batch. With sequence parallelism each half is sharded by
+itself, so a rank's share of the residual stream is its share of one half and then of the other.
 """
 
 from __future__ import annotations
@@ -27,35 +27,38 @@ from torch import Tensor
 
 from megalith.config import ParallelConfig
 from megalith.models.layer import TransformerLayer
-from megalith.models.pass_context import Context, PassLayout
+from megalith.models.pass_context import Context, Encoded, PassLayout
 from megalith.models.rope import Tables
+from megalith.models.stack import layers_of, stacks_of
 from megalith.models.transformer import Transformer
 from megalith.ops.dropout import output_rows
 from megalith.parallel.seams import plug
 from megalith.parallel.tensor.tensor_parallel import TensorParallel
 
 
-def apply_halves(model: Transformer, parallel: ParallelConfig, tensor: TensorParallel | None) -> None:
+def apply_ping_pong(model: Transformer, parallel: ParallelConfig, tensor: TensorParallel | None) -> None:
     """Lets `model`, in place, run its layers, or attention alone, on two halves of each micro-batch, where the
     configuration says so. `tensor` None: there is no tensor parallelism."""
     if not parallel.tp_comm_overlap:
         return
     if tensor is None:
-        for layer in model.layers.values():
-            plug(layer.self_attention, "runner", _half_by_half)
+        for layer in layers_of(model).values():
+            for mixer in layer.mixers:
+                plug(mixer, "runner", _ping_pong_attention)
         return
-    plug(model, "pass_layout", partial(_pass_layout, model.pass_layout))
-    plug(model, "runner", _run_side_by_side)
+    for stack in stacks_of(model):
+        plug(stack, "pass_layout", partial(_pass_layout, stack.pass_layout))
+        plug(stack, "runner", _run_side_by_side)
 
 
 def interleaving() -> dict[str, Any]:
-    """What Inductor is told of layers that run halves: the order of their nodes, and to leave it as it is."""
+    """Inductor's options for ping-pong layers: the order of their nodes, and to leave it as it is."""
     from megalith.parallel.overlap.interleave import Interleave  # imports torch's compiler: seconds
 
     return {"post_grad_custom_post_pass": Interleave(), "reorder_for_peak_memory": False}
 
 
-def _half_by_half(forward: Callable[[Tensor, Context], Tensor], x: Tensor, context: Context) -> Tensor:
+def _ping_pong_attention(forward: Callable[[Tensor, Context], Tensor], x: Tensor, context: Context) -> Tensor:
     """A runner of attention, its linears included, for one half of the sequences and then for the other: x [batch, seq,
     hidden]. One function for all layers, so that they share compiled code."""
     if context.cache is not None or context.batch % 2:  # generation
@@ -71,7 +74,7 @@ def _half_by_half(forward: Callable[[Tensor, Context], Tensor], x: Tensor, conte
 def _pass_layout(
     before: Callable[..., PassLayout], tokens: int, *, trains: bool, has_places: bool
 ) -> PassLayout:
-    """Training and evaluation run in halves, generation does not."""
+    """Training and evaluation ping-pong, generation does not."""
     layout = before(tokens, trains=trains, has_places=has_places)
     return replace(layout, micro_batches=2 if trains else 1)
 
@@ -119,4 +122,11 @@ def _part(context: Context, number: int, count: int, stream: Parts) -> Context:
         dropout=dropout,
         output_rows=rows,
         upcoming=own(context.upcoming, stream),
+        encoded=None if context.encoded is None else _encoded_part(context.encoded, number, count),
     )
+
+
+def _encoded_part(encoded: Encoded, number: int, count: int) -> Encoded:
+    stream = _stream_parts if encoded.context.layout.sharded else torch.chunk
+    mask = None if encoded.mask is None else encoded.mask.chunk(count)[number]
+    return Encoded(stream(encoded.hidden, count)[number], _part(encoded.context, number, count, stream), mask)

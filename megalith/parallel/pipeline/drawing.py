@@ -26,7 +26,7 @@ COLOURS = {
 }
 TEXT_LEGEND = (
     "digit: forward of that micro-batch (last digit); letter: backward (a of micro-batch 0, b of 1, …); "
-    "capital: of weights; ·: waiting"
+    "capital: its wgrad; ·: waiting"
 )
 _ROW_INCHES = 0.42
 _LABEL_INCHES = 0.16  # a box narrower than this has no number

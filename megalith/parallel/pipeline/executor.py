@@ -1,28 +1,27 @@
-"""Pipeline parallelism: each rank works through its list of a schedule's actions (schedule.py).
+"""Pipeline parallelism: each rank runs its list of a schedule's actions (schedules.py).
 
-What moves: the hidden states of a micro-batch, [batch, seq, hidden] in the compute dtype, from each stage to the next,
-and their gradient back. A receive is asked for one action ahead, so that the transfer goes on during the action
-before; sends wait for nothing. The first pass over micro-batches of a shape asks for nothing ahead: on a GPU a kernel
-that runs for the first time is loaded, compiled or tuned, which waits for all work on the device, a receive included,
-while the sender may stand in the same way before its own receive.
+Sent are a micro-batch's streams from each stage to the next, and their gradients back. A stream is the residual
+stream of some tokens, [batch, seq, hidden] in the compute dtype: a decoder has one, an encoder-decoder two, and a
+stage hands on what it has nothing to do with. A receive is posted one action ahead, so that the transfer overlaps the
+action before; sends wait for nothing. The first pass over micro-batches of a shape posts nothing ahead: on a GPU a
+kernel that runs for the first time is loaded, compiled or tuned, which waits for all work on the device, a receive
+included, while the sender may wait in the same way before its own receive.
 
-Of a micro-batch a stage keeps its input and the graph of its work, but not its output: the gradient comes back to the
-graph's edge.
+For each micro-batch in flight a stage saves its inputs and its autograd graph, but not its outputs: the gradients come
+back to the graph's edges.
 
-Transfers between pipeline stages: for each pair of neighbours, direction and pass a communicator of its own.
+Each pair of neighbours has a communicator for each direction and pass. NCCL processes the transfers of a communicator
+in the order in which a rank posted them, and each blocks those after it until both ends have reached it. With one
+communicator for several neighbours or for both passes, schedules deadlock (schedule_check.py shows which). One that
+carries one kind of tensor from one rank to one other cannot: its sender and its receiver follow the same order.
 
-NCCL works off the transfers of a communicator in the order in which a rank asked for them, and each blocks those
-behind it until both ends have come to it. With one communicator for several neighbours or for both passes, schedules
-deadlock (schedule_check.py shows which). A link that carries one kind of tensor from one rank to one other cannot: its
-sender and its receiver follow the same order.
-
-A sent tensor is kept until it has gone; nothing waits for it before the end of the step.
+A sent tensor stays in memory until it has been sent; nothing waits for that before the end of the step.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -44,7 +43,8 @@ from megalith.parallel.pipeline.schedules import (
     build_forward_schedule,
     build_schedule,
 )
-from megalith.parallel.pipeline.timeline import Span, Stopwatch, Timeline, span_rows, timeline_of
+from megalith.parallel.pipeline.stopwatch import Stopwatch
+from megalith.parallel.pipeline.timeline import Span, Timeline, span_rows, timeline_of
 
 
 class Links:
@@ -72,7 +72,7 @@ class Links:
     def _open(self, axis: Axis) -> None:
         """Sends a first number over every link, in an order that all ranks share.
 
-        NCCL makes a communicator at its first use, when each end stands still until the other comes; in a step, where
+        NCCL makes a communicator at its first use, when each end waits for the other; in a step, where
         receives are asked for ahead, they might wait for each other for ever.
         """
         for (sender, receiver, _), group in self._groups.items():
@@ -108,12 +108,14 @@ PASS, WAITS = "megalith: pipeline", "megalith: waiting for a stage"
 class MicroBatch(Protocol):
     """What the pipeline itself reads of a micro-batch; the rest is for `forward`."""
 
-    tokens: Tensor  # int64 [batch, seq]
+    def __getitem__(self, name: str) -> Tensor:
+        """The tensor of this name: int64 [batch, seq] where it is tokens."""
 
 
-# A chunk's work on a micro-batch: the hidden states that it gives, or on the last stage the float32 sum of the losses.
-Forward = Callable[[Transformer, Any, Tensor | None], Tensor]
-# The shape of a stage's hidden states, from batch and seq of the micro-batch's tokens.
+Streams = Mapping[str, Tensor]
+# A chunk's work on a micro-batch: the streams that it gives, or on the last stage the float32 sum of the losses.
+Forward = Callable[[Transformer, Any, Streams | None], Streams | Tensor]
+# The shape of a stream, from batch and seq of its tokens.
 HiddenShape = Callable[[int, int], tuple[int, ...]]
 
 
@@ -136,7 +138,7 @@ class Pipeline:
 
     Every rank of `axis` calls the same methods with the same micro-batches. `before_backward(chunk, last)` is called
     before each backward pass through a chunk, `last` for the chunk's last one in the step: what data parallelism
-    switches its reduction by. With `zero_bubble` it is never the last, for weights' gradients come later, outside of
+    switches its reduction by. With `zero_bubble` it is never the last, for wgrads come later, outside of
     a pass; `after_weights(chunk, last)` is called when those of a micro-batch have come.
     """
 
@@ -192,12 +194,12 @@ class Pipeline:
         """
         seen = cache.length if cache is not None else 0
 
-        def forward(chunk: Transformer, batch: _Tokens, hidden: Tensor | None) -> Tensor:
+        def forward(chunk: Transformer, batch: MicroBatch, streams: Streams | None) -> Streams | Tensor:
             if cache is not None:
                 cache.length = seen  # each chunk moves it on
-            return chunk(batch.tokens, hidden=hidden, cache=cache)
+            return chunk(batch["input_ids"], streams=streams, cache=cache)
 
-        run = _Pass(self, self._forward_schedule(1), [_Tokens(input_ids)])
+        run = _Pass(self, self._forward_schedule(1), [{"input_ids": input_ids}])
         run.forward = forward
         run.run()
         if self.is_last:
@@ -219,11 +221,6 @@ class Pipeline:
         return timeline_of(gather_json(span_rows(self.timeline), self.axis))
 
 
-class _Tokens:
-    def __init__(self, tokens: Tensor):
-        self.tokens = tokens
-
-
 class _Pass:
     """One run of a schedule: what is under way between its actions."""
 
@@ -240,13 +237,13 @@ class _Pass:
         self.rank, self.links, self.chunks = pipeline.axis.rank, pipeline._links, pipeline.chunks
         self.loss_factor = loss_factor
         self.record = record
-        self.warm = (micro_batches[0].tokens.shape, torch.is_grad_enabled())
-        self.device = micro_batches[0].tokens.device
+        self.warm = (tuple(self._shapes(0).values()), torch.is_grad_enabled())
+        self.device = micro_batches[0]["input_ids"].device
         self.loss = torch.zeros((), device=self.device)
         self.output: Tensor | None = None  # the last stage's, of the last micro-batch
-        # By (micro-batch, chunk): input and graph between forward and backward, work put off between its two halves.
-        self.held: dict[tuple[int, int], tuple[Tensor | None, GradientEdge | None]] = {}
-        self.put_off: dict[tuple[int, int], list[deferred.DeferredWgrad]] = {}
+        # By (micro-batch, chunk): inputs and graph between forward and backward, deferred wgrads.
+        self.held: dict[tuple[int, int], tuple[Streams | None, list[GradientEdge | None]]] = {}
+        self.deferred_wgrads: dict[tuple[int, int], list[deferred.DeferredWgrad]] = {}
         self.ended: Counter[int] = Counter()  # backward passes of each chunk that are whole
 
     @record_function(PASS)
@@ -259,18 +256,20 @@ class _Pass:
             arriving, received = received or self._ask_for(action), None
             if ahead and number + 1 < len(actions):
                 received = self._ask_for(actions[number + 1])
-            tensor = None
+            streams = None
             if arriving is not None:
-                work, tensor = arriving
+                works, streams = arriving
                 with record_function(WAITS):
-                    work.wait()
+                    for work in works:
+                        work.wait()
             if stopwatch:
                 stopwatch.start()
-            output = self._perform(action, tensor)
+            outputs = self._perform(action, streams)
             if stopwatch:
                 stopwatch.stop()
             if target := self.schedule.target(self.rank, action):
-                self.links.send(output, target.rank, action.kind is Kind.FORWARD)
+                for output in outputs.values():
+                    self.links.send(output, target.rank, action.kind is Kind.FORWARD)
         with record_function(WAITS):
             self.links.finish()
         self.pipeline._warm.add(self.warm)
@@ -280,51 +279,66 @@ class _Pass:
             ]
         return self.loss
 
-    def _ask_for(self, action: Action) -> tuple[Work, Tensor] | None:
+    def _shapes(self, number: int) -> dict[str, tuple[int, ...]]:
+        """Of a micro-batch's streams, in the order in which they are sent."""
+        batch, shape = self.micro_batches[number], self.pipeline._hidden_shape
+        return {name: shape(*batch[tokens].shape) for name, tokens in self.chunks[0].streams.items()}
+
+    def _ask_for(self, action: Action) -> tuple[list[Work], Streams] | None:
         """Begins to receive what the action takes in."""
         source = self.schedule.source(self.rank, action)
         if source is None:
             return None
-        shape = self.pipeline._hidden_shape(*self.micro_batches[action.micro_batch].tokens.shape)
-        tensor = torch.empty(shape, dtype=self.chunks[action.chunk].compute_dtype, device=self.device)
-        return self.links.receive(tensor, source.rank, action.kind is Kind.FORWARD), tensor
+        options = dict(dtype=self.chunks[action.chunk].compute_dtype, device=self.device)
+        streams = {
+            name: torch.empty(shape, **options) for name, shape in self._shapes(action.micro_batch).items()
+        }
+        forward = action.kind is Kind.FORWARD
+        return [self.links.receive(each, source.rank, forward) for each in streams.values()], streams
 
-    def _perform(self, action: Action, received: Tensor | None) -> Tensor | None:
+    def _perform(self, action: Action, received: Streams | None) -> Streams | None:
         """Does the action with what it received; returns what it has for another stage."""
         match action.kind:
             case Kind.FORWARD:
                 return self._go_forward(action, received)
             case Kind.BACKWARD_INPUT:
                 grad = self._go_backward(action, received, last=False)
-                self.put_off[action[1:]] = self.pipeline._weights.take()
+                self.deferred_wgrads[action[1:]] = self.pipeline._weights.take()
                 return grad
             case Kind.BACKWARD_WEIGHT:
-                deferred.compute(self.put_off.pop(action[1:]))
+                deferred.compute(self.deferred_wgrads.pop(action[1:]))
                 self.pipeline._after_weights(self.chunks[action.chunk], self._count_backward(action.chunk))
                 return None
             case Kind.BACKWARD:
                 return self._go_backward(action, received, self._count_backward(action.chunk))
 
-    def _go_forward(self, action: Action, hidden: Tensor | None) -> Tensor:
+    def _go_forward(self, action: Action, streams: Streams | None) -> Streams:
         chunk = self.chunks[action.chunk]
-        if hidden is not None:
-            hidden.requires_grad_(torch.is_grad_enabled())
-        output = self.forward(chunk, self.micro_batches[action.micro_batch], hidden)
+        for stream in () if streams is None else streams.values():
+            stream.requires_grad_(torch.is_grad_enabled())
+        outputs = self.forward(chunk, self.micro_batches[action.micro_batch], streams)
+        if isinstance(outputs, Tensor):
+            self.output = outputs.detach()
+            if outputs.ndim == 0:
+                self.loss += self.output
+            outputs = {"output": outputs}
+        else:
+            outputs = {name: outputs[name] for name in chunk.streams}  # in the order of the receives
         if torch.is_grad_enabled():
-            self.held[action[1:]] = hidden, get_gradient_edge(output) if output.requires_grad else None
-        output = output.detach()
-        if self.schedule.target(self.rank, action) is None:
-            self.output = output
-            if output.ndim == 0:
-                self.loss += output
-        return output
+            edges = [get_gradient_edge(x) if x.requires_grad else None for x in outputs.values()]
+            self.held[action[1:]] = streams, edges
+        return {name: x.detach() for name, x in outputs.items()}
 
-    def _go_backward(self, action: Action, grad: Tensor | None, last: bool) -> Tensor | None:
+    def _go_backward(self, action: Action, grads: Streams | None, last: bool) -> Streams | None:
         self.pipeline._before_backward(self.chunks[action.chunk], last)
-        hidden, edge = self.held.pop(action[1:])
-        if edge is not None:  # else the stage is frozen, and so is all before it
-            torch.autograd.backward(edge, self.loss_factor if grad is None else grad)
-        return None if hidden is None else hidden.grad
+        streams, edges = self.held.pop(action[1:])
+        given = [self.loss_factor] if grads is None else grads.values()
+        trained = [both for both in zip(edges, given, strict=True) if both[0] is not None]
+        if trained:  # else the stage is frozen, and so is all before it
+            torch.autograd.backward(*zip(*trained))
+        if streams is None:
+            return None
+        return {name: torch.zeros_like(x) if x.grad is None else x.grad for name, x in streams.items()}
 
     def _count_backward(self, chunk: int) -> bool:
         """Counts a micro-batch's whole backward pass of the chunk; whether it is the step's last."""

@@ -11,8 +11,8 @@ simulator (simulate.py) and the drawings (drawing.py) all read the same lists.
   which divides the bubble by their number and multiplies the transfers by it. Micro-batches go through the chunks in
   groups. In groups of as many as there are ranks, the fewest, each is back from the lap just when its rank wants it;
   larger groups leave time for the transfer, and hold more activations (breadth-first, Lamy-Poirier 2023).
-- `zero_bubble` (ZB-H1; Qi et al. 2023): the backward pass is cut in two. The gradient of the input goes to the stage
-  before at once; that of the weights, which nobody waits for, fills what was the bubble.
+- `zero_bubble` (ZB-H1; Qi et al. 2023): the backward pass is split. dgrad goes to the stage before at once; wgrad,
+  which nobody waits for, fills what was the bubble.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from megalith.errors import ConfigError
 
 class Kind(Enum):
     FORWARD = "forward"
-    BACKWARD = "backward"  # the gradients of input and weights together
+    BACKWARD = "backward"  # dgrad and wgrad together
     BACKWARD_INPUT = "backward input"
     BACKWARD_WEIGHT = "backward weight"
 

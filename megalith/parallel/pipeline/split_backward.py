@@ -1,11 +1,11 @@
-"""Wgrads put off: what lets a zero-bubble schedule run the two halves of a backward pass apart.
+"""Deferred wgrads: what lets a zero-bubble schedule run dgrad and wgrad of a backward pass separately.
 
 A linear's backward pass has two matmuls: dgrad, which the stage before waits for, and wgrad, which nobody does. Here
 every linear has a Gemm that puts its wgrads into a list, with the edge of autograd's graph where each belongs; later
-the list is worked off, and adds to the parameters' gradients as any backward pass does.
+the list is run, and accumulates into the parameters' gradients as any backward pass does.
 
-Torch.compile does not see through it, so compiled layers cannot hold it. Every linear's input is kept until its wgrad's
-turn, so a layer that is recomputed gains nothing.
+torch.compile does not see through it, so layers are not compiled. Every linear's input is saved until its wgrad runs,
+so recomputing a layer gains nothing.
 """
 
 from __future__ import annotations
@@ -39,6 +39,6 @@ class DeferredWgrads:
 
 
 def compute(wgrads: list[DeferredWgrad]) -> None:
-    """Works off a list: adds to the gradients of weights."""
+    """Runs the deferred wgrads of a list."""
     if wgrads:
         torch.autograd.backward([each.weight for each in wgrads], [each.compute() for each in wgrads])

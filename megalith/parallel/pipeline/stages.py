@@ -20,19 +20,16 @@ import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import count
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
 from megalith.comm.collectives import Axis, local
 from megalith.config import ModelConfig, ParallelConfig
 from megalith.errors import ConfigError
+from megalith.models.stack import stacks_of
 from megalith.models.transformer import Transformer
 from megalith.parallel.pipeline.schedules import Schedule, build_schedule
-
-if TYPE_CHECKING:
-    from megalith.models.transformer import Transformer
-
+from megalith.parallel.seams import plug
 
 _LONGEST_LAYOUT = 100_000  # letters after repetition; no model has as many layers
 
@@ -121,17 +118,18 @@ def split_stages(model: Transformer, assignment: list[list[Stage]], rank: int) -
 
 def _keep(model: Transformer, stage: Stage) -> Transformer:
     """`model` without what `stage` does not hold."""
-    from megalith.parallel.seams import plug  # imports torch and the model: seconds
-
     if stage.head and model.config.embedding_at_head and not stage.embedding:
         plug(model.embedding, "position_embeddings", None)
     elif not stage.embedding:
         plug(model, "embedding", None)
-    layers = [*stage.layers, *(model.config.further_layers if stage.head else ())]
-    for number in set(model.layers) - {str(layer) for layer in layers}:
-        del model.layers[number]
+    layers = {*map(str, stage.layers), *(map(str, model.config.further_layers) if stage.head else ())}
+    for stack in stacks_of(model):
+        ends_here = stage.head if stack is model else [*stack.layers][-1] in layers
+        for number in set(stack.layers) - layers:
+            del stack.layers[number]
+        if not ends_here:
+            plug(stack, "final_layernorm", None)
     if not stage.head:
-        plug(model, "final_layernorm", None)
         plug(model, "output_layer", None)
     return model
 
@@ -200,7 +198,7 @@ def _by_layout(model: ModelConfig, parallel: ParallelConfig) -> list[int]:
     )
     if given := [name for name in others if getattr(parallel, name)]:
         raise ConfigError(
-            f"pipeline_model_parallel_layout {layout!r} says where every layer stands, and {', '.join(given)} too; "
+            f"pipeline_model_parallel_layout {layout!r} places every layer, and {', '.join(given)} too; "
             "keep one or the other"
         )
     letters = expand_layout(layout)

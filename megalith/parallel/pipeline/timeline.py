@@ -1,21 +1,13 @@
-"""When the actions of a step ran: the form that simulated and measured pipelines share, and its file.
-
-When a rank's actions ran: on a GPU by events in its stream, so that measuring holds nothing up.
-"""
+"""When the actions of a step ran: the form that simulated and measured pipelines share, and its file."""
 
 from __future__ import annotations
 
 import json
 import math
-import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
-from megalith.comm.collectives import Axis
 from megalith.errors import DataError
 from megalith.io import replace_file
 from megalith.parallel.pipeline.schedules import Action, Kind
@@ -102,37 +94,3 @@ def _span(rank: int, kind: str, micro_batch: int, chunk: int, start: float, end:
     ):
         raise ValueError(f"rank {rank} has an action {[kind, micro_batch, chunk, start, end]}")
     return Span(rank, Action(Kind(kind), micro_batch, chunk), start, end)
-
-
-class Stopwatch:
-    """Starts and stops of one rank, in milliseconds since all ranks of `axis` stood at the same point."""
-
-    def __init__(self, device: torch.device, axis: Axis):
-        self._cuda = device.type == "cuda"
-        if self._cuda:
-            torch.cuda.synchronize(device)
-        dist.barrier(group=axis.group)
-        self._zero = self._now()
-        self._marks: list = []
-
-    def start(self) -> None:
-        self._marks.append(self._now())
-
-    def stop(self) -> None:
-        self._marks.append(self._now())
-
-    def read(self) -> list[tuple[float, float]]:
-        """(start, end) of each pair of marks; waits for the device to come to the last."""
-        if self._cuda:
-            self._marks[-1].synchronize()
-            times = [self._zero.elapsed_time(mark) for mark in self._marks]
-        else:
-            times = [1000.0 * (mark - self._zero) for mark in self._marks]
-        return list(zip(times[::2], times[1::2]))
-
-    def _now(self) -> torch.cuda.Event | float:
-        if not self._cuda:
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event

@@ -1,28 +1,26 @@
-"""Low-rank adapters over the tensor axis: A and B of each are cut as the linear that they stand beside.
+"""LoRA adapters over the tensor axis: A and B are sharded like their linear.
 
-Beside a column-parallel linear every rank holds A whole and the rows of B of its own heads or units. A works on the
-tokens that the rank has; then the few columns of A's product, and not x, are gathered (with SP) for B. Beside a
-row-parallel one a rank holds the columns of A of its own inputs; the parts of A's product are summed over the ranks as
-the linear's own are, and every rank goes on with B whole.
+At a column-parallel linear A is replicated and B has the rows of the rank's heads or columns. x · Aᵀ is computed on the
+rank's tokens; with SP its few columns, and not x, are all-gathered for B. At a row-parallel linear A has the columns of
+the rank's inputs, x · Aᵀ is reduced as the linear's own output is, and B is replicated.
 
     linear   A           B           between them              partial gradients
     column   Replicate   Shard(0)    gathered as x is          A under SP: of a rank's tokens
-    row      Shard(1)    Replicate   summed as the output is   B under SP: of a rank's tokens
+    row      Shard(1)    Replicate   reduced as the output is  B under SP: of a rank's tokens
 
-Where ranks share a KV group, B of keys and values are whole on every rank, which reads the group's rows of them; their
-gradients are always partial.
+Where ranks share a KV group, B of keys and values is replicated, and each rank uses the group's rows of it; its
+gradient is always partial.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
-from torch.distributed.tensor import Replicate, Shard
 
-from megalith.models.adapters import ADAPTER, QKVAdapter, adapters
+from megalith.models.adapters import QKVAdapter, adapters
 from megalith.models.mixers.attention import Heads
 from megalith.models.transformer import Transformer
 from megalith.parallel.seams import plug
-from megalith.parallel.tensor.tensor_parallel import ROLES, Role, TensorParallel, place
+from megalith.parallel.tensor.tensor_parallel import ROLES, TensorParallel
 
 
 class SharedRows:
@@ -36,33 +34,17 @@ class SharedRows:
 
 
 def cut_adapters(model: Transformer, tensor: TensorParallel) -> None:
-    """Cuts the adapters of `model`, or of a stage of it, in place, after apply_tensor has cut its linears.
-
-    Adds the names of parameters with partial gradients to `model.partial_gradients`.
-    """
+    """Gives the adapters of `model`, or of a stage of it, their collectives, in place, after apply_tensor has placed
+    their matrices."""
     groups, axis = model.config.query_groups, tensor.axis
-    always, under_sp = [], []
     for name, adapter in adapters(model):
         column = ROLES[name.rpartition(".")[2]].style == "column"
-        for part, a in adapter.lora_A.items():
-            place(a, Role(Replicate() if column else Shard(1)), axis)
-            if column:
-                under_sp.append(f"{name}{ADAPTER}lora_A.{part}.weight")
-        for part, b in adapter.lora_B.items():
-            full = f"{name}{ADAPTER}lora_B.{part}.weight"
-            if isinstance(adapter, QKVAdapter) and groups < axis.size and part != "q":
-                place(b, Role(Replicate()), axis)
-                plug(b, "rows", SharedRows(axis.rank * groups // axis.size, adapter.head_dim).rows)
-                always.append(full)
-            else:
-                place(b, Role(Shard(0) if column else Replicate()), axis)
-                if not column:
-                    under_sp.append(full)
         plug(adapter, "gather", tensor.gather if column else tensor.reduce)
         if not column:
             columns = next(iter(adapter.lora_A.values())).weight.shape[1]
             plug(adapter, "first_column", axis.rank * columns // axis.size)
         if isinstance(adapter, QKVAdapter) and groups < axis.size:
             plug(adapter, "heads", Heads(adapter.heads.in_group * groups // axis.size))
-    names = {*always, *(under_sp if tensor.sequence_parallel else ())}
-    plug(model, "partial_gradients", model.partial_gradients | names)
+            for part, b in adapter.lora_B.items():
+                if part != "q":
+                    plug(b, "rows", SharedRows(axis.rank * groups // axis.size, adapter.head_dim).rows)

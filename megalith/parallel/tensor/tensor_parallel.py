@@ -1,23 +1,20 @@
 """Tensor parallelism (Shoeybi et al. 2019) and sequence parallelism (Korthikanti et al. 2022).
 
-Matmuls come in pairs, and a pair needs one exchange. The first matrix is cut by output rows (column parallel: each
-rank computes some of the heads or of the MLP's units), the second by input columns (row parallel), so that each rank
-holds a part of a sum; the parts are summed over the ranks. The residual stream between pairs is the same on every
-rank. With sequence parallelism it is not: the tokens of the micro-batch, all sequences one behind the other, are cut
-into equal parts, a part a rank, for norms, dropout and additions. The sum then becomes a reduce-scatter, and an
-all-gather stands before the next pair: the same bytes, and 1/tp of the stream's memory.
+Linears come in pairs, and a pair needs one collective each way. The first is column parallel (output rows are sharded:
+each rank computes some of the heads or of the MLP's columns), the second row parallel (input columns are sharded), so
+that each rank has a partial sum, which is reduced. Without SP the residual stream is replicated. With SP it is sharded
+by tokens (all sequences of the micro-batch concatenated) for norms, dropout and additions; the reduction is then a
+reduce-scatter, and an all-gather comes before the next pair: the same bytes, and 1/tp of the stream's memory.
 
-    without SP   x ──(gradient summed)── column ── row ──all-reduce──────────────── + bias
+    without SP   x ──(dgrad all-reduced)─ column ── row ──all-reduce──────────────── + bias
     with SP      x ──all-gather───────── column ── row ──reduce-scatter──────────── + bias
 
-Parameters are DTensors over the axis, placed by the table ROLES. A parameter that every rank holds whole but uses on
-its own tokens or heads only gets a part of its gradient; after the backward pass one all-reduce sums those.
+Parameters are DTensors over the axis, placed by the table ROLES. A replicated parameter that a rank uses on its own
+tokens or heads only has a partial gradient there; one all-reduce after the backward pass completes those.
 
-The vocabulary cut over the tensor axis: lookup, loss and logits.
-
-Each rank holds a run of rows of the padded embedding and of the output matrix: ⌈rows / tp⌉ of them, the last ranks
-fewer where that does not come out even. The padding is the model's own and never depends on the axis. A token's row is
-found by one rank and the others add zeros. For the loss no rank ever sees a whole row of logits (ops/cross_entropy.py).
+Vocabulary: each rank has ⌈rows / tp⌉ consecutive rows of the padded embedding and of the output matrix, the last ranks
+fewer where that is uneven. The padding is the model's own and never depends on the axis. A token's row comes from one
+rank, the others add zeros. In the loss no rank has a whole row of logits (ops/cross_entropy.py).
 """
 
 from __future__ import annotations
@@ -46,13 +43,14 @@ from megalith.comm.collectives import (
 )
 from megalith.errors import ConfigError
 from megalith.models.adapters import ADAPTER
-from megalith.models.mixers.attention import Attention, Heads, SelfAttention
+from megalith.models.mixers.attention import Attention, CrossAttention, Heads, SelfAttention
 from megalith.models.mixers.mla import LatentAttention
 from megalith.models.moe import GroupedLinear
 from megalith.models.norm import HeadsNorm
 from megalith.models.pass_context import Context, PassLayout
+from megalith.models.stack import layers_of, stacks_of
 from megalith.models.transformer import Transformer
-from megalith.ops.cross_entropy import linear_cross_entropy, linear_logits, softcapped
+from megalith.ops.cross_entropy import linear_cross_entropy, linear_logits, linear_logprobs, softcapped
 from megalith.ops.gemm import DeferredWgrad, Gemm, Operand, linear
 from megalith.parallel.seams import plug, replace_parameter
 
@@ -87,10 +85,14 @@ ROLES = {
     "linear_kv_down_proj": Role(Replicate(), None, None, UNDER_SP),
     "kv_down_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
     "linear_kv_up_proj": Role(Shard(0), None, "column"),
+    "linear_q": Role(Shard(0), Shard(0), "column"),  # of cross-attention
+    "linear_kv": Role(Shard(0), Shard(0), "column"),
     "q_layernorm": Role(Replicate(), Replicate(), None, ALWAYS, ALWAYS),  # each rank sees its own heads
     "k_layernorm": Role(Replicate(), Replicate(), None, ALWAYS, ALWAYS),
     "linear_proj": Role(Shard(1), Replicate(), "row", NEVER, UNDER_SP),  # the bias is added after the sum
     "post_attention_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
+    "pre_cross_attn_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
+    "post_cross_attn_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
     "pre_mlp_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
     "linear_fc1": Role(Shard(0), Shard(0), "column"),
     "linear_fc2": Role(Shard(1), Replicate(), "row", NEVER, UNDER_SP),
@@ -99,12 +101,48 @@ ROLES = {
     "shared_expert_gate": Role(Replicate(), None, None, UNDER_SP),
     "final_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
     "output_layer": Role(Shard(0)),  # logits of a rank's rows: see tensor_parallel.py
+    "units": Role(Shard(0), Shard(0)),  # what each unit behind a column-parallel matrix has for itself
 }
 # Fewer KV groups than ranks: several ranks share a group, each with some of its query heads and all of its key and
 # value head. No cut of the rows gives that, so every rank holds the matrix and reads its own rows of it.
 SHARED_QKV = Role(Replicate(), Replicate(), "column", ALWAYS, ALWAYS)
 # A norm over all heads together: each rank has the weights of its own, and the sum of squares is made whole.
 HEADS_NORM = Role(Shard(0))
+# An adapter's matrices, by the style of the linear that they stand beside: see lora_shards.py.
+ADAPTER_ROLES = {
+    ("column", "lora_A"): Role(Replicate(), None, None, UNDER_SP),  # of a rank's tokens
+    ("column", "lora_B"): Role(Shard(0)),
+    ("row", "lora_A"): Role(Shard(1)),
+    ("row", "lora_B"): Role(Replicate(), None, None, UNDER_SP),
+}
+SHARED_B = Role(Replicate(), None, None, ALWAYS)  # of the keys or values of a shared group
+
+
+def role_of(name: str, module: nn.Module, shares_groups: bool, owner: nn.Module | None = None) -> Role:
+    """The role of the module of this name in a model; experts have none (CUTS in expert_parallel.py).
+
+    `shares_groups`: there are fewer KV groups than tensor-parallel ranks. Of an `owner` whose class has `roles`, a
+    linear has the one named there. Raises ConfigError for a module without a role.
+    """
+    linear, _, matrix = name.partition(ADAPTER)
+    linear = linear.rpartition(".")[2]
+    linear = getattr(owner, "roles", {}).get(linear, linear)
+    shared = shares_groups and linear in ("linear_qkv", "linear_kv")
+    if matrix:
+        kind, part = matrix.split(".")
+        return (
+            SHARED_B
+            if shared and kind == "lora_B" and part != "q"
+            else ADAPTER_ROLES[ROLES[linear].style, kind]
+        )
+    if isinstance(module, HeadsNorm):
+        return HEADS_NORM
+    if linear not in ROLES:
+        raise ConfigError(
+            f"tensor parallelism knows no role for {name}: give {type(owner).__name__} a class attribute "
+            f'roles = {{"{linear}": ...}} with one of {", ".join(ROLES)}'
+        )
+    return SHARED_QKV if shared else ROLES[linear]
 
 
 class TensorParallel:
@@ -143,10 +181,19 @@ class TensorParallel:
         return self.in_shares(x, layout).chunk(self.axis.size, 1)[self.axis.rank] if layout.sharded else x
 
     def in_shares(self, x: Tensor, layout: PassLayout) -> Tensor:
-        """Something that every token has, the ranks' shares of it one behind the other: with SP [1, tokens]."""
+        """Something that every token has [batch, seq, ...], the ranks' shares of it one after the other: with SP
+        [1, tokens, ...]."""
         if not layout.sharded:
             return x
-        return x.reshape(layout.micro_batches, self.axis.size, -1).transpose(0, 1).reshape(1, -1)
+        shares = x.reshape(layout.micro_batches, self.axis.size, -1, *x.shape[2:]).transpose(0, 1)
+        return shares.reshape(1, -1, *x.shape[2:])
+
+    def in_order(self, shares: Tensor, layout: PassLayout, batch: int) -> Tensor:
+        """The inverse of `in_shares`: [batch, seq, ...]."""
+        if not layout.sharded:
+            return shares
+        x = shares.reshape(self.axis.size, layout.micro_batches, -1, *shares.shape[2:]).transpose(0, 1)
+        return x.reshape(batch, -1, *shares.shape[2:])
 
     def column(self, x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Gemm, context: Context) -> Tensor:
         """weight [out / tp, h], bias [out / tp] -> [batch, seq, out / tp], with SP [1, tokens, out / tp]"""
@@ -215,26 +262,29 @@ def _as_bytes(x: Tensor) -> Tensor:
 
 
 class SharedGroup:
-    """The rows of linear_qkv that a rank uses which shares its KV group with others: its query heads, the group's key
-    and value."""
+    """The rows of linear_qkv, or of linear_kv, that a rank uses which shares its KV group with others: of linear_qkv
+    its query heads, the group's key and value of both."""
 
-    def __init__(self, axis: Axis, attention: SelfAttention, groups: int):
+    def __init__(self, axis: Axis, attention: SelfAttention | CrossAttention, groups: int):
         sharing = axis.size // groups  # ranks of a group
         group, place = divmod(axis.rank, sharing)
         size, heads = attention.head_dim, attention.heads.in_group
+        if isinstance(attention, CrossAttention):
+            self.spans = [(group * 2 * size, 2 * size)]  # first row, rows
+            return
         first = group * (heads + 2) * size
-        self.queries = (first + place * (heads // sharing) * size, heads // sharing * size)  # first row, rows
-        self.key_value = (first + heads * size, 2 * size)
+        queries = (first + place * (heads // sharing) * size, heads // sharing * size)
+        self.spans = [queries, (first + heads * size, 2 * size)]
 
     def rows(self, parameter: Tensor) -> Tensor:
-        """[(query heads here + 2) · head_dim, ...]"""
-        return torch.cat([parameter.narrow(0, *self.queries), parameter.narrow(0, *self.key_value)])
+        """[(query heads here + 2) · head_dim, ...], of linear_kv [2 · head_dim, ...]"""
+        return torch.cat([parameter.narrow(0, *span) for span in self.spans])
 
 
 def apply_tensor(model: Transformer, axis: Axis, sequence_parallel: bool) -> TensorParallel | None:
     """Cuts `model`, or a stage of it, on the meta device, over the axis, in place: parameters, matmuls, vocabulary.
 
-    The sizes divide as `megalith.config.rules.run_rules.check_tensor` demands. `model.partial_gradients` gets the
+    The sizes divide as `megalith.config.rules.parallel_rules.check_tensor` demands. `model.partial_gradients` gets the
     names of the parameters for `reduce_partial_gradients`. Returns the collectives; an axis of one changes nothing
     and has none.
     """
@@ -242,20 +292,18 @@ def apply_tensor(model: Transformer, axis: Axis, sequence_parallel: bool) -> Ten
     if axis.size == 1:
         return None
     tensor = TensorParallel(axis, sequence_parallel)
-    plug(model, "pass_layout", tensor.pass_layout)
-    plug(model, "shard_tokens", tensor.shard_tokens)
+    for stack in stacks_of(model):
+        plug(stack, "pass_layout", tensor.pass_layout)
+        plug(stack, "shard_tokens", tensor.shard_tokens)
     groups = model.config.query_groups
     partial_names = []
     for name, module in list(model.named_modules()):
-        if isinstance(module, GroupedLinear) or ADAPTER in name:  # cut by expert_parallel.py and adapters.py
+        if isinstance(module, GroupedLinear):  # cut by expert_parallel.py
             continue
         if not any(True for _ in module.parameters(recurse=False)):
             continue
-        role = ROLES[name.rpartition(".")[2]]
-        if groups < axis.size and name.endswith("linear_qkv"):
-            role = SHARED_QKV
+        role = role_of(name, module, groups < axis.size, model.get_submodule(name.rpartition(".")[0]))
         if isinstance(module, HeadsNorm):
-            role = HEADS_NORM
             plug(module, "total", tensor.sum_of_all)
         place(module, role, axis)
         if role.style is not None:
@@ -263,10 +311,13 @@ def apply_tensor(model: Transformer, axis: Axis, sequence_parallel: bool) -> Ten
         for kind, when in (("weight", role.partial_weight), ("bias", role.partial_bias)):
             if when == ALWAYS or (when == UNDER_SP and sequence_parallel):
                 partial_names.append(f"{name}.{kind}")
-    for layer in model.layers.values():
-        _cut_heads(layer.self_attention, tensor, groups)
+    for layer in layers_of(model).values():
+        for mixer in layer.mixers:
+            if isinstance(mixer, Attention):
+                _cut_heads(mixer, tensor, groups)
     vocabulary = VocabParallel(tensor, model.config.padded_vocab_size)
     plug(model, "loss", vocabulary.loss)
+    plug(model, "logprobs", vocabulary.logprobs)
     plug(model, "logits", vocabulary.logits)
     if model.embedding is not None:
         plug(model.embedding, "lookup", vocabulary.lookup)
@@ -303,13 +354,14 @@ def place(module: nn.Module, role: Role, axis: Axis) -> None:
 
 
 def _cut_heads(attention: Attention, tensor: TensorParallel, groups: int) -> None:
-    """A rank's query heads stand one behind the other in the order of all heads, with or without shared groups."""
+    """A rank's query heads stand one after the other in the order of all heads, with or without shared groups."""
     size, in_group = tensor.axis.size, attention.heads.in_group
     first = tensor.axis.rank * groups * in_group // size
     if isinstance(attention, LatentAttention):
         plug(attention, "gather", tensor.gather)
     if groups < size:
-        plug(attention.linear_qkv, "rows", SharedGroup(tensor.axis, attention, groups).rows)
+        shared = attention.linear_kv if isinstance(attention, CrossAttention) else attention.linear_qkv
+        plug(shared, "rows", SharedGroup(tensor.axis, attention, groups).rows)
         in_group = in_group * groups // size
     plug(attention, "heads", Heads(in_group, first))
 
@@ -343,6 +395,34 @@ class VocabParallel:
         shard = dict(axis=self.axis, first=self.first, rows=self.rows)
         hidden = self.tensor.gather(hidden, context)
         return linear_cross_entropy(hidden, weight, labels, loss_mask, vocab_size, softcap, scale, **shard)
+
+    def logprobs(
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        vocab_size: int,
+        softcap: float | None,
+        context: Context,
+        temperature: float,
+        entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `megalith.ops.cross_entropy.linear_logprobs`, the same on every rank, in the sequences' order."""
+        layout = context.layout
+        found = linear_logprobs(
+            self.tensor.gather(hidden, context),
+            weight,
+            self.tensor.in_shares(targets, layout),
+            vocab_size,
+            softcap,
+            temperature=temperature,
+            entropy=entropy,
+            axis=self.axis,
+            first=self.first,
+            rows=self.rows,
+        )
+        ordered = [None if x is None else self.tensor.in_order(x, layout, context.batch) for x in found]
+        return ordered[0], ordered[1]
 
     def logits(
         self, x: Tensor, weight: Tensor, vocab_size: int, softcap: float | None, context: Context

@@ -9,7 +9,7 @@ from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
 from megalith.config.presets import PRESETS
 from megalith.models.transformer import Transformer
-from megalith.planner.flops import count_parameters, flops_per_token, throughput
+from megalith.planner.counts import count_parameters, flops_per_token, throughput
 
 
 def _preset(name, **fields):
@@ -213,11 +213,11 @@ def test_frozen_weights_cost_two_products_and_adapters_three():
     plain, adapted = flops_per_token(model, 32), flops_per_token(model, 32, lora)
     assert 3 * adapted.mlp == 2 * plain.mlp and 3 * adapted.head == 2 * plain.head
     assert adapted.attention_matrix == plain.attention_matrix
-    assert adapted.adapters == 6 * model.num_layers * lora.parameters(model)
+    assert adapted.adapters == 6 * count_parameters(model, lora=lora).adapters
 
 
 def test_a_window_counts_with_the_keys_that_it_leaves():
-    fields = dict(num_layers=3, hidden_size=64, num_attention_heads=4, vocab_size=100)
+    fields = dict(PRESETS["tiny-gpt"], num_layers=3, vocab_size=100, max_position_embeddings=1000)
     whole = flops_per_token(ModelConfig(**fields), 1000)
     some = flops_per_token(ModelConfig(**fields, window_size=[99, 0], window_attn_skip_freq=3), 1000)
     one_layer = whole.attention_matrix // 3

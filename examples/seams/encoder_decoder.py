@@ -1,0 +1,58 @@
+"""An encoder-decoder (Vaswani et al. 2017): a stack without a causal mask, and a model whose layers attend to it too.
+
+Layers are numbered through both, so that a pipeline can be cut anywhere. Both residual streams go from stage to stage:
+while the encoder's layers last, the decoder's embedded tokens go along; after that, what the encoder has made.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from megalith.config import ModelConfig
+from megalith.data.batch import Batch
+from megalith.models.pass_context import Encoded
+from megalith.models.stack import Stack
+from megalith.models.transformer import Transformer
+
+
+@dataclass
+class Pairs(Batch):
+    """Two sequences a sample."""
+
+    encoder_input_ids: Tensor  # int64 [batch, encoder seq]
+    encoder_padding_mask: Tensor  # bool [batch, encoder seq], False for what fills up
+
+
+class EncoderDecoder(Transformer):
+    streams = {"encoded": "encoder_input_ids", "hidden": "input_ids"}
+    reads = ("encoder_input_ids", "encoder_padding_mask")
+
+    def __init__(self, config: ModelConfig, encoder_layers: int, *, device=None, seed: int = 0):
+        decoder = range(encoder_layers, config.num_layers)
+        super().__init__(config, numbers=decoder, cross=True, device=device, seed=seed)
+        self.encoder = Stack(config, range(encoder_layers), causal=False, device=device, seed=seed)
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        *,
+        encoder_input_ids: Tensor,
+        encoder_padding_mask: Tensor,
+        streams: Mapping[str, Tensor] | None = None,
+        sample_numbers: Tensor | None = None,
+        **rest,
+    ) -> Tensor | dict[str, Tensor]:
+        context = self.encoder.context(
+            encoder_input_ids,
+            trains=rest.get("labels") is not None,
+            padding_mask=encoder_padding_mask,
+            sample_numbers=sample_numbers,
+        )
+        x = self.embed(encoder_input_ids, context) if streams is None else streams["encoded"]
+        x = self.encoder(x, context)  # those of its layers that are on this stage
+        encoded = Encoded(x, context, mask=encoder_padding_mask[:, None, None])
+        y = super().forward(
+            input_ids, streams=streams, encoded=encoded, sample_numbers=sample_numbers, **rest
+        )
+        return y if isinstance(y, Tensor) else {"encoded": x} | y

@@ -1,0 +1,91 @@
+"""The rules of a run's length, and of the schedules over it."""
+
+from __future__ import annotations
+
+from megalith.config.optim import OptimConfig
+from megalith.config.train import TrainConfig
+from megalith.errors import ConfigError
+
+
+def check_schedule(optim: OptimConfig, train: TrainConfig) -> tuple[float, int, int]:
+    """Warm-up, decay and the last decay of WSD, in the unit of the run's length; absent, the decay is all of it.
+
+    Raises ConfigError for lengths in the other unit, a warm-up given twice or as long as the decay, a WSD decay that
+    does not fit, and ends that are on the wrong side of each other.
+    """
+    if (train.train_iters is None) == (train.train_samples is None):
+        raise ConfigError(
+            f"train.train_iters is {train.train_iters} and train.train_samples is {train.train_samples}; set "
+            "exactly one: the run's length in steps or in sequences"
+        )
+    if train.global_batch_size is None:
+        raise ConfigError("train.global_batch_size is not set; training needs it")
+    if optim.lr is None:
+        raise ConfigError("optim.lr is not set; training needs the highest learning rate, for example 3e-4")
+    unit, total = train.length
+    _refuse_other_unit(optim, unit)
+    decay = getattr(optim, f"lr_decay_{unit}") or total
+    warmup = getattr(optim, f"lr_warmup_{unit}")
+    if optim.lr_warmup_fraction is not None:
+        if warmup:
+            raise ConfigError(
+                f"optim.lr_warmup_fraction ({optim.lr_warmup_fraction}) and optim.lr_warmup_{unit} ({warmup}) "
+                "are both set; keep one of them"
+            )
+        warmup = optim.lr_warmup_fraction * decay
+    wsd_decay = getattr(optim, f"lr_wsd_decay_{unit}") or 0
+    optim.refuse_unmet("optim")
+    _check_lengths(optim, unit, warmup, decay, wsd_decay)
+    _check_weight_decay(optim)
+    return warmup, decay, wsd_decay
+
+
+def check_loss_scale(optim: OptimConfig, precision: str) -> None:
+    """Raises ConfigError for a dynamic loss scale that begins below its floor."""
+    if precision == "fp16" and optim.loss_scale is None and optim.min_loss_scale > optim.initial_loss_scale:
+        raise ConfigError(
+            f"optim.min_loss_scale ({optim.min_loss_scale}) is above optim.initial_loss_scale "
+            f"({optim.initial_loss_scale}); lower it"
+        )
+
+
+def _refuse_other_unit(optim: OptimConfig, unit: str) -> None:
+    other = "samples" if unit == "iters" else "iters"
+    for name in ("lr_decay", "lr_warmup", "lr_wsd_decay"):
+        value = getattr(optim, f"{name}_{other}")
+        if value:
+            raise ConfigError(
+                f"optim.{name}_{other} is {value}, but the run is counted in train.train_{unit}; "
+                f"set optim.{name}_{unit} instead"
+            )
+
+
+def _check_lengths(optim: OptimConfig, unit: str, warmup: float, decay: int, wsd_decay: int) -> None:
+    for name in ("min_lr", "lr_warmup_init"):
+        if getattr(optim, name) > optim.lr:
+            raise ConfigError(
+                f"optim.{name} ({getattr(optim, name)}) is above optim.lr ({optim.lr}); lower it"
+            )
+    if optim.lr_decay_style == "constant":
+        return
+    if warmup >= decay:
+        raise ConfigError(
+            f"the warm-up ({warmup:g} {unit}) must be shorter than the decay it is part of ({decay} {unit}); "
+            f"shorten the warm-up or set optim.lr_decay_{unit} above it"
+        )
+    if optim.lr_decay_style == "WSD" and not 0 < wsd_decay <= decay - warmup:
+        given = f"is {wsd_decay}" if wsd_decay else "is not set"
+        raise ConfigError(
+            f"optim.lr_wsd_decay_{unit} {given}; WSD needs its last decay to be between 1 and "
+            f"{decay - warmup:g} {unit}: the decay ({decay}) less the warm-up ({warmup:g})"
+        )
+
+
+def _check_weight_decay(optim: OptimConfig) -> None:
+    start, end = optim.start_weight_decay, optim.end_weight_decay
+    if optim.weight_decay_incr_style != "constant" and (start is None or end is None or end < start):
+        raise ConfigError(
+            f"optim.weight_decay_incr_style is {optim.weight_decay_incr_style}, which grows from "
+            f"optim.start_weight_decay ({start}) to optim.end_weight_decay ({end}): set both, the end at "
+            "or above the start"
+        )

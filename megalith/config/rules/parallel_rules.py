@@ -1,0 +1,235 @@
+"""The rules of how a run is spread: sizes that divide, and what cannot be had together."""
+
+from __future__ import annotations
+
+import math
+
+from megalith.config.model import ModelConfig
+from megalith.config.output import RuntimeConfig
+from megalith.config.parallel import ParallelConfig
+from megalith.config.rules.expert_rules import check_expert_parallel, divisors
+from megalith.config.run import RunConfig
+from megalith.errors import ConfigError
+
+
+def check_parallel(config: RunConfig, world_size: int) -> None:
+    """Raises ConfigError unless the run can be spread over `world_size` processes as it says.
+
+    How a pipeline's layers are assigned and its passes ordered is checked beside that: pipeline/pipeline_rules.py.
+    """
+    model, parallel = config.model, config.parallel
+    parallel.refuse_unmet("parallel", config)
+    data_parallel_size(parallel, world_size)
+    shard_size(parallel, world_size)
+    check_tensor(model, parallel, config.data.seq_length)
+    check_context(model, parallel, config.data.seq_length)
+    check_expert_parallel(model, parallel, world_size)
+    _check_distributed_inputs(model, parallel)
+    _check_offload(model, parallel)
+    _check_zero_bubble(parallel, config.runtime)
+    check_overlap(config)
+
+
+def data_parallel_size(parallel: ParallelConfig, world_size: int) -> int:
+    """What tensor, pipeline and context parallelism leave of the world: world / (tensor · pipeline · context).
+
+    Raises ConfigError where that is not a whole number.
+    """
+    sizes = {
+        "pipeline": parallel.pipeline_model_parallel_size,
+        "context": parallel.context_parallel_size,
+        "tensor": parallel.tensor_model_parallel_size,
+    }
+    product = math.prod(sizes.values())
+    if world_size % product == 0:
+        return world_size // product
+    ways_out = [
+        f"lower {name}{'_model' if name != 'context' else ''}_parallel_size to {lower}, or "
+        for name, size in sizes.items()
+        for lower in range(size - 1, 0, -1)
+        if world_size % (product // size * lower) == 0
+    ]
+    raise ConfigError(
+        f"world size {world_size} is not divisible by tensor ({sizes['tensor']}) × pipeline ({sizes['pipeline']}) × "
+        f"context ({sizes['context']}) = {product}; {ways_out[0] if ways_out else ''}start "
+        f"{-(-world_size // product) * product} processes"
+    )
+
+
+def shard_size(parallel: ParallelConfig, world_size: int) -> int:
+    """Over how many ranks of data × context a parameter's optimizer state is sharded; 1 with no_shard.
+
+    Raises ConfigError where num_distributed_optimizer_instances does not divide them.
+    """
+    ranks = data_parallel_size(parallel, world_size) * parallel.context_parallel_size
+    copies, strategy = parallel.num_distributed_optimizer_instances, parallel.data_parallel_sharding_strategy
+    if strategy == "no_shard":
+        return 1
+    if parallel.pipeline_schedule == "zero_bubble" and strategy != "optim":
+        raise ConfigError(
+            f"parallel.data_parallel_sharding_strategy {strategy} reduces gradients after each micro-batch, but "
+            "pipeline_schedule zero_bubble puts those of weights off; choose optim or no_shard, or another schedule"
+        )
+    if ranks % copies:
+        raise ConfigError(
+            f"parallel.num_distributed_optimizer_instances {copies} does not divide the {ranks} ranks of data "
+            f"({ranks // parallel.context_parallel_size}) × context ({parallel.context_parallel_size}), over which "
+            f"the state is sharded; choose among {divisors(ranks)}"
+        )
+    return ranks // copies
+
+
+def check_tensor(model: ModelConfig, parallel: ParallelConfig, seq_length: int) -> None:
+    """Raises ConfigError unless the model's matrices, and with sequence_parallel its tokens, can be cut by TP."""
+    size = parallel.tensor_model_parallel_size
+    for name, value in (
+        ("num_attention_heads", model.num_attention_heads),
+        ("ffn_hidden_size", model.ffn_size),
+    ):
+        if value % size:
+            raise ConfigError(
+                f"model.{name} {value} is not divisible by parallel.tensor_model_parallel_size {size}; each rank "
+                f"takes as many; choose a tensor size among {divisors(value)}"
+            )
+    if model.query_groups % size and size % model.query_groups:
+        raise ConfigError(
+            f"model.num_query_groups {model.query_groups} and parallel.tensor_model_parallel_size {size}: one has to "
+            "divide the other, so that a rank has whole key and value heads or shares one; change either"
+        )
+    if model.qk_layernorm_full_width and model.query_groups % size:
+        raise ConfigError(
+            f"model.qk_layernorm_full_width goes over all {model.query_groups} key heads, which "
+            f"parallel.tensor_model_parallel_size {size} does not divide; choose a tensor size among "
+            f"{divisors(model.query_groups)}"
+        )
+    rows = -(-model.padded_vocab_size // size)
+    if rows * (size - 1) >= model.padded_vocab_size:
+        raise ConfigError(
+            f"a padded vocabulary of {model.padded_vocab_size} rows leaves nothing to the last of "
+            f"{size} tensor-parallel ranks at {rows} rows each; raise model.make_vocab_size_divisible_by"
+        )
+    tokens = seq_length // parallel.context_parallel_size
+    if parallel.sequence_parallel and tokens % size:
+        raise ConfigError(
+            f"parallel.sequence_parallel cuts the {tokens} tokens of a sequence (data.seq_length {seq_length} / "
+            f"context_parallel_size {parallel.context_parallel_size}) over tensor_model_parallel_size {size} ranks, "
+            "which does not divide them; change one, or leave sequence_parallel out"
+        )
+
+
+def check_context(model: ModelConfig, parallel: ParallelConfig, seq_length: int) -> None:
+    """Raises ConfigError unless sequences, and where heads are exchanged the heads, can be cut over CP."""
+    size, kind = parallel.context_parallel_size, parallel.cp_comm_type
+    sizes = parallel.hierarchical_context_parallel_sizes
+    if size == 1:
+        return
+    if seq_length % (2 * size):
+        lower = max(s for s in range(1, size) if s == 1 or seq_length % (2 * s) == 0)
+        shorter, longer = seq_length // (2 * size) * 2 * size, -(-seq_length // (2 * size)) * 2 * size
+        lengths = f"{shorter} or {longer}" if shorter else str(longer)
+        raise ConfigError(
+            f"data.seq_length {seq_length} cannot be cut into 2 · parallel.context_parallel_size = {2 * size} equal "
+            "chunks, an early and a late one for each rank; choose a length of "
+            f"{lengths}, or a context size of {lower}"
+        )
+    if kind == "a2a+p2p" and (sizes is None or math.prod(sizes) != size):
+        inner = max(s for s in range(1, size + 1) if size % s == 0 and (s == 1 or s * s <= size))
+        raise ConfigError(
+            f"parallel.cp_comm_type a2a+p2p needs parallel.hierarchical_context_parallel_sizes, the sizes of its a2a "
+            f"and p2p, whose product is context_parallel_size {size}, but they are {sizes}; for example "
+            f"[{inner}, {size // inner}]"
+        )
+    heads = model.num_attention_heads // parallel.tensor_model_parallel_size
+    exchange = {"a2a": size, "a2a+p2p": sizes[0] if sizes else 1}.get(kind, 1)
+    if heads % exchange:
+        raise ConfigError(
+            f"parallel.cp_comm_type {kind} exchanges heads among {exchange} ranks, which do not divide the {heads} of "
+            f"a tensor-parallel rank (model.num_attention_heads {model.num_attention_heads} / "
+            f"tensor_model_parallel_size {parallel.tensor_model_parallel_size}); choose among {divisors(heads)}, or "
+            "cp_comm_type p2p, which cuts no heads"
+        )
+
+
+def _check_distributed_inputs(model: ModelConfig, parallel: ParallelConfig) -> None:
+    size, name = parallel.tensor_model_parallel_size, "parallel.distribute_saved_activations"
+    if not parallel.distribute_saved_activations:
+        return
+    if size == 1 or parallel.sequence_parallel:
+        raise ConfigError(
+            f"{name} divides what tensor-parallel ranks hold alike, but parallel.tensor_model_parallel_size is {size} "
+            f"and parallel.sequence_parallel {parallel.sequence_parallel}, under which they hold nothing alike; leave "
+            "it out"
+        )
+    if parallel.cpu_offloading_num_layers:
+        raise ConfigError(
+            f"{name} and parallel.cpu_offloading_num_layers {parallel.cpu_offloading_num_layers} both take away the "
+            "inputs that recomputation keeps; leave one out"
+        )
+    if model.hidden_size % size:
+        raise ConfigError(
+            f"{name} divides hidden states over parallel.tensor_model_parallel_size {size}, which does not divide "
+            f"model.hidden_size {model.hidden_size}; leave it out"
+        )
+
+
+def _check_offload(model: ModelConfig, parallel: ParallelConfig) -> None:
+    layers, of = parallel.cpu_offloading_num_layers, model.num_layers
+    if layers > of:
+        raise ConfigError(
+            f"parallel.cpu_offloading_num_layers {layers} is more than model.num_layers {of}; lower it: "
+            "the last layers of a stage gain least, as their backward passes come first"
+        )
+    if layers and parallel.pipeline_schedule == "zero_bubble":
+        raise ConfigError(
+            f"parallel.cpu_offloading_num_layers is {layers}, but pipeline_schedule zero_bubble keeps the inputs of "
+            "all matrices on the device for the weights' gradients; set it to 0, or choose another schedule"
+        )
+
+
+def _check_zero_bubble(parallel: ParallelConfig, runtime: RuntimeConfig) -> None:
+    if parallel.pipeline_schedule != "zero_bubble" or parallel.pipeline_model_parallel_size == 1:
+        return
+    recomputed = parallel.recompute_granularity == "full" or (
+        parallel.recompute_granularity == "selective" and "mlp" in parallel.recompute_modules
+    )
+    if recomputed:
+        raise ConfigError(
+            f"recompute_granularity {parallel.recompute_granularity} drops the inputs of linear layers, which "
+            "pipeline_schedule zero_bubble keeps for their weights' gradients; recompute core_attn or layernorm only, "
+            "or use pipeline_schedule 1f1b"
+        )
+    if runtime.compile is True:
+        raise ConfigError(
+            "runtime.compile is true, but compiled layers make all their gradients in one go, which pipeline_schedule "
+            "zero_bubble takes apart; set it to false, or pipeline_schedule to 1f1b"
+        )
+
+
+def check_overlap(config: RunConfig) -> None:
+    """Raises ConfigError unless, with tp_comm_overlap, micro-batches have two halves and something that one can hide of
+    the other."""
+    parallel, size = config.parallel, config.train.micro_batch_size
+    if not parallel.tp_comm_overlap:
+        return
+    exchanges = parallel.context_parallel_size > 1 and parallel.cp_comm_type in ("a2a", "a2a+p2p")
+    if parallel.tensor_model_parallel_size == 1 and not exchanges:
+        raise ConfigError(
+            "parallel.tp_comm_overlap hides collectives of tensor parallelism, and a2a of context parallelism, but "
+            f"tensor_model_parallel_size is 1, and context_parallel_size {parallel.context_parallel_size} with "
+            f"cp_comm_type {parallel.cp_comm_type} has none; leave it out, or set cp_comm_type to a2a"
+        )
+    if size % 2:
+        raise ConfigError(
+            f"parallel.tp_comm_overlap runs a micro-batch as two halves, but train.micro_batch_size is {size}; make it "
+            "even, or leave tp_comm_overlap out"
+        )
+    if config.model.num_experts is not None:
+        raise ConfigError(
+            f"parallel.tp_comm_overlap does not know the exchange of tokens of model.num_experts "
+            f"{config.model.num_experts} experts; leave it out"
+        )
+    if parallel.pipeline_schedule == "zero_bubble":
+        raise ConfigError(
+            "parallel.tp_comm_overlap orders the work inside compiled layers, but pipeline_schedule zero_bubble takes "
+            "backward passes apart and compiles none; choose another schedule, or leave tp_comm_overlap out"
+        )

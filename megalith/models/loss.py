@@ -1,0 +1,102 @@
+"""What a backward pass makes the gradient of: a function of the log-probabilities of given tokens.
+
+A loss is written as for one device. In every layout it gets whole micro-batches: log-probabilities [batch, seq] of
+whole sequences, though tensor parallelism shards the vocabulary, context parallelism the sequences, and the last
+pipeline stage alone has them. No rank ever holds whole logits.
+
+    class Policy(Loss):                                      # REINFORCE, averaged over the tokens of the step
+        def __call__(self, logprobs, entropy, batch):
+            return -(batch.advantages[:, None] * logprobs * batch.loss_mask).sum()
+
+The loss of a step is Σ of these over all micro-batches of all data-parallel ranks / Σ of their `denominator`. To that
+the model adds losses of its own: the balance of experts, and multi-token prediction.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from megalith.data.batch import Batch
+
+
+class Loss:
+    """A loss of a step. Subclasses give `__call__`, or `weights` where it is linear, and change what else they need.
+
+    Every method gets a whole micro-batch of a data-parallel rank. What else than tokens a loss reads (advantages, the
+    log-probabilities of a reference) are fields of the Batch's subclass that the caller passes.
+    """
+
+    temperature: float = 1.0
+    """The log-probabilities are those of logits / temperature."""
+    needs_entropy: bool = False
+
+    def denominator(self, batch: Batch) -> Tensor | float:
+        """What the micro-batch adds to the step's divisor: a scalar, known before any pass. Here its valid tokens.
+
+        Where the step's is 0 it counts as 1.
+        """
+        return batch.loss_mask.sum(dtype=torch.float64)
+
+    def targets(self, batch: Batch) -> Tensor:
+        """The tokens whose log-probabilities are asked for: int64 [batch, seq], or [batch, seq, k] for k candidates
+        each, as distillation from a teacher's likeliest tokens has them."""
+        return batch.labels
+
+    def weights(self, batch: Batch) -> Tensor | None:
+        """float32 w [batch, seq], of any sign, where the loss is −Σ w · log-probability; None: it is not linear.
+
+        A linear loss takes one pass over the output matrix where another takes two; `__call__` is not called, unless
+        the temperature is not 1 or it needs the entropy.
+        """
+        return None
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: Batch) -> Tensor:
+        """The micro-batch's sum, a float32 scalar with a gradient.
+
+        `logprobs`: float32, as `targets`, with a gradient. `entropy`: float32 [batch, seq], that of each token's
+        distribution, with a gradient; None unless `needs_entropy`. `batch` is on their device.
+        """
+        weights = self.weights(batch)
+        if weights is None:
+            raise NotImplementedError(f"{type(self).__name__} has neither __call__ nor weights")
+        return -(weights * logprobs).sum()
+
+
+class CrossEntropy(Loss):
+    """Pre-training's: the mean of −log-probability over the valid tokens of the step."""
+
+    def weights(self, batch: Batch) -> Tensor:
+        return batch.loss_mask
+
+
+@dataclass
+class Objective:
+    """A loss with its micro-batch, as a pass through the model takes it."""
+
+    of: Callable[
+        [Tensor, Tensor | None], Tensor
+    ]  # (logprobs, entropy) of this rank's tokens -> float32 scalar
+    temperature: float = 1.0
+    needs_entropy: bool = False
+
+
+def with_gradient_times(loss: Tensor, scale: Tensor | None) -> Tensor:
+    """`loss` as it is, with `scale` times its gradient: float32 scalars."""
+    return loss if scale is None else _ScaledGradient.apply(loss, scale)
+
+
+class _ScaledGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, loss: Tensor, scale: Tensor) -> Tensor:
+        ctx.save_for_backward(scale)
+        return loss.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return grad * ctx.saved_tensors[0], None

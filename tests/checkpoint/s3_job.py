@@ -1,0 +1,47 @@
+"""What ranks do in the test of a run over S3."""
+
+from __future__ import annotations
+
+import os
+
+from megalith.config import RunConfig
+from megalith.errors import CheckpointError
+from megalith.parity.job import start
+
+
+def s3_config(corpus: str, parallel: dict, output: str, iterations: int, **checkpoint: object) -> RunConfig:
+    return RunConfig.from_tree(
+        {
+            "model": {
+                "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 16,
+                "hidden_dropout": 0.0, "attention_dropout": 0.0,
+            },
+            "parallel": parallel,
+            "data": {"data_path": corpus, "split": "100,0,0", "seq_length": 16, "tokenizer_type": "ByteTokenizer"},
+            "optim": {"lr": 1e-2},
+            "train": {"train_iters": iterations, "micro_batch_size": 1, "global_batch_size": 4, "eval_iters": 0,
+                      "output_dir": output},
+            "checkpoint": checkpoint,
+            "runtime": {"device": "cpu"},
+        }
+    )  # fmt: skip
+
+
+def train_and_save(
+    environment: dict[str, str], config: RunConfig, until: int
+) -> tuple[list[float], list[str], str]:
+    """Trains to a step with a save after each. Returns the losses, what was told, and how the last save failed."""
+    os.environ.update(environment)
+    trainer, told = start(config), []
+    trainer.report.note = told.append
+    losses, failure = [], ""
+    with trainer.data.train_loader(trainer.step, trainer.consumed_samples, trainer.device) as batches:
+        while trainer.step < until:
+            trainer.train_step(batches)
+            losses.append(trainer.report.steps[-1].loss.item())
+            trainer.save()
+    try:
+        trainer.save_last()
+    except CheckpointError as error:
+        failure = str(error)
+    return losses, told, failure

@@ -1,0 +1,177 @@
+"""Muon: torch's numerics, whole matrices in every layout, and optimizers of one's own."""
+
+import functools
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import megalith
+from megalith.config import OptimConfig, RunConfig
+from megalith.errors import ConfigError
+from megalith.optim import build_loss_scale, build_optimizer, optimizer_step
+from megalith.optim.muon import orthogonalized
+from megalith.optim.optimizer import Placement, decay_groups
+from megalith.parallel.mesh import build_mesh
+from megalith.parity.differences import relative_error
+from megalith.parity.layouts import LAYOUTS
+
+CPU = torch.device("cpu")
+GATED = dict(num_layers=4, hidden_size=32, ffn_hidden_size=24, num_attention_heads=4, num_query_groups=2, vocab_size=61,
+             make_vocab_size_divisible_by=8, swiglu=True, normalization="RMSNorm", position_embedding_type="rope",
+             hidden_dropout=0.0, attention_dropout=0.0, init_method_std=0.1)  # fmt: skip
+EXPERTS = GATED | dict(num_layers=2, num_experts=4, moe_router_topk=2, moe_shared_expert_intermediate_size=16)
+LATENT = GATED | dict(num_query_groups=0, multi_latent_attention=True, q_lora_rank=12, kv_lora_rank=16,
+                      qk_head_dim=6, qk_pos_emb_head_dim=4, v_head_dim=8)  # fmt: skip
+
+
+def optimizer_of(weights: dict, config: OptimConfig, matrices: dict) -> torch.optim.Optimizer:
+    placements = {name: Placement(matrices=sizes) for name, sizes in matrices.items()}
+    return build_optimizer(weights.items(), config, placements=placements)
+
+
+@pytest.mark.parametrize("shape", [(6, 10), (10, 6)])
+@pytest.mark.parametrize("mode", ["shape_scaling", "spectral"])
+def test_steps_as_torchs_muon_and_the_rest_as_adamw(shape, mode):
+    config = OptimConfig(optimizer="muon", lr=0.03, weight_decay=0.1, clip_grad=0, muon_scale_mode=mode,
+                         muon_extra_scale_factor={"spectral": 0.2, "shape_scaling": 1.0}[mode])  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    start = {
+        "layers.w": torch.randn(shape, generator=generator),
+        "head": torch.randn(5, 4, generator=generator),
+    }
+    ours, theirs = ({n: torch.nn.Parameter(w.clone()) for n, w in start.items()} for _ in range(2))
+    optimizer = optimizer_of(ours, config, {"layers.w": shape[:1]})
+    adjust = {"spectral": "match_rms_adamw", "shape_scaling": "original"}[mode]
+    settings = dict(lr=0.03, weight_decay=0.1)
+    muon = torch.optim.Muon([theirs["layers.w"]], momentum=0.95, adjust_lr_fn=adjust, **settings)
+    adamw = torch.optim.AdamW([theirs["head"]], betas=(config.adam_beta1, config.adam_beta2), **settings)
+    for _ in range(4):
+        for name, weight in start.items():
+            gradient = torch.randn(weight.shape, generator=generator)
+            ours[name].grad, theirs[name].grad = gradient.clone(), gradient.clone()
+        optimizer_step(optimizer, build_loss_scale("fp32", config, "cpu"), 0)
+        with mock.patch.object(torch.Tensor, "bfloat16", torch.Tensor.clone):  # torch's own is in bf16 alone
+            muon.step()
+        adamw.step()
+    for name in start:
+        torch.testing.assert_close(ours[name], theirs[name], rtol=1e-5, atol=1e-5)
+    assert (ours["layers.w"] - start["layers.w"]).abs().max() > 0.02
+
+
+def test_fused_weights_are_several_matrices_and_a_skipped_step_changes_nothing():
+    config = OptimConfig(optimizer="muon", lr=0.1, weight_decay=0.0, muon_num_ns_steps=30)
+    weight = torch.nn.Parameter(torch.zeros(12, 5))
+    gradient = torch.randn(12, 5, generator=torch.Generator().manual_seed(1))
+    optimizer = optimizer_of({"w": weight}, config, {"w": (2, 1, 1)})
+    scale = build_loss_scale("fp16", OptimConfig(lr=0.1, loss_scale=8.0), "cpu")
+    weight.grad = gradient * torch.inf
+    assert optimizer_step(optimizer, scale, 1.0).skipped == 1
+    assert not weight.any() and not optimizer.state[weight]["momentum_buffer"].any()
+    weight.grad = gradient * 8
+    optimizer_step(optimizer, scale, 0)
+    units = weight.detach().view(3, 4, 5) / -0.1 / 0.2
+    for part in (units[:, :2].reshape(6, 5), units[:, 2], units[:, 3]):
+        singular = torch.linalg.svdvals(part / max(part.shape) ** 0.5)
+        assert singular.min() > 0.6 and singular.max() < 1.3
+    assert torch.linalg.svdvals(weight.detach()).max() > 0.1 * 0.2 * 12**0.5  # it is not one matrix
+    x = torch.randn(3, 8, 4, dtype=torch.float64)
+    u, _, v = torch.linalg.svd(x, full_matrices=False)
+    cosine = (orthogonalized(x, 5, torch.float64) * (u @ v)).sum((-2, -1)) / 4
+    assert (cosine > 0.7).all()
+
+
+def configuration(layout: str, model: dict) -> RunConfig:
+    return RunConfig.from_tree(
+        {
+            "model": model,
+            "parallel": dict(LAYOUTS[layout].parallel) if layout else {},
+            "data": {"seq_length": 16, "mock": True},
+            "optim": {"optimizer": "muon", "lr": 3e-3, "weight_decay": 0.1, "clip_grad": 0.5},
+            "train": {"train_iters": 6, "micro_batch_size": 2, "global_batch_size": 16},
+            "runtime": {"device": "cpu", "compile": False},
+        }
+    )
+
+
+def losses(config: RunConfig, save: str | None = None, load: str | None = None) -> list[float]:
+    """Of six steps, or of the last three after loading what the first three saved; and the last gradient norm."""
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    mesh = build_mesh(config.parallel, size, "cpu", has_experts=config.model.num_experts is not None)
+    optimizer = megalith.Optimizer(megalith.parallelize(config, mesh, CPU), config.optim)
+    first = megalith.load_checkpoint(load, optimizer).step if load else 0
+    loader = megalith.Loader(megalith.MockDataset(61, 16, 200, seed=0), micro_batch_size=2,
+                             batch_sizes=[16] * (6 - first), vocab_size=61, data_parallel_rank=mesh.dp.rank,
+                             data_parallel_size=mesh.dp.size, consumed_samples=16 * first)  # fmt: skip
+    found = []
+    for step in range(first, 6):
+        loss = optimizer.model.backward([next(loader) for _ in range(8 // mesh.dp.size)])
+        found.append(loss.item())
+        norm = optimizer.step().grad_norm.item()
+        if save and step == 2:
+            megalith.save_checkpoint(save, optimizer, 3)
+    return [*found, norm]
+
+
+def outcomes(configs: list[RunConfig], save: str, load: str) -> list[tuple[list[float], list[float]]]:
+    """In each layout all steps, saved on the way, and the last ones after loading one process's."""
+    return [
+        (losses(config, save=f"{save}/{number}"), losses(config, load=load))
+        for number, config in enumerate(configs)
+    ]
+
+
+@functools.cache
+def alone(kind: str) -> RunConfig:
+    return configuration("", {"gated": GATED, "experts": EXPERTS, "latent": LATENT}[kind])
+
+
+CASES = {
+    "gated": ["tp2-sp-pp2", "tp4", "tp2-dp2-zero2", "dp4-zero3-hybrid", "cp2-dp2-zero2"],
+    "experts": ["ep2-dp4-zero3", "tp2-sp-etp2-ep2", "tp2-dp2"],
+    "latent": ["tp2-sp-dp2-zero3"],
+}
+
+
+@pytest.mark.parametrize("kind", CASES)
+def test_muon_equals_one_process_in_every_layout_and_goes_on_in_any_other(pool, tmp_path, kind):
+    config = alone(kind)
+    one = losses(config, save=str(tmp_path / "one"))
+    assert one[5] < one[0] - 0.05
+    configs = [configuration(layout, config.to_tree()["model"]) for layout in CASES[kind]]
+    for rank in pool.run(outcomes, configs, str(tmp_path), str(tmp_path / "one")):
+        for layout, (whole, resumed) in zip(CASES[kind], rank, strict=True):
+            assert relative_error(whole, one) < 1e-5, layout
+            assert relative_error(resumed, one[3:]) < 1e-5, layout
+    for number, layout in enumerate(CASES[kind]):
+        assert relative_error(losses(config, load=str(tmp_path / str(number))), one[3:]) < 1e-5, layout
+
+
+def test_an_optimizer_of_ones_own_is_named_in_the_configuration():
+    @megalith.register_optimizer("sign")
+    def build(parameters, config, precision):
+        return Sign(decay_groups(parameters), {"lr": config.lr})
+
+    class Sign(torch.optim.Optimizer):
+        @torch.no_grad()
+        def step(self):
+            for group in self.param_groups:
+                for parameter in group["params"]:
+                    parameter.sub_(group["lr"] * parameter.grad.sign() * (parameter.grad.abs() > 1))
+
+    config = OptimConfig(optimizer="sign", lr=0.5)
+    weight = torch.nn.Parameter(torch.zeros(3))
+    optimizer = build_optimizer([("w", weight)], config)
+    scale = build_loss_scale("fp16", OptimConfig(lr=0.1, loss_scale=8.0), "cpu")
+    for gradient in (
+        [torch.inf, 8.0, 8.0],
+        [-16.0, 4.0, 16.0],
+    ):  # the first is skipped; the second is divided by 8
+        weight.grad = torch.tensor(gradient)
+        optimizer_step(optimizer, scale, 0)
+    assert weight.tolist() == [0.5, 0.0, -0.5]
+    with pytest.raises(ConfigError, match=r"optim.optimizer 'muom' is not known.*'muon'.*register_optimizer"):
+        build_optimizer([("w", weight)], OptimConfig(optimizer="muom", lr=0.5))
+    with pytest.raises(ConfigError, match="optimizer_cpu_offload keeps the state of adamw, adam, sgd"):
+        build_optimizer([("w", weight)], OptimConfig(optimizer="muon", lr=0.5, optimizer_cpu_offload=True))

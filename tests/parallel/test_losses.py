@@ -1,0 +1,203 @@
+"""Losses of one's own equal plain PyTorch on whole logits in one process, and one process in every layout."""
+
+import functools
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megalith.config import RunConfig
+from megalith.data.batch import Batch
+from megalith.models.loss import CrossEntropy, Loss
+from megalith.parallel.gather import global_tensors
+from megalith.parallel.mesh import build_mesh
+from megalith.parallel.parallel_model import ParallelModel
+from megalith.parity.differences import BOUND, gradient_errors, relative_error
+from megalith.parity.layouts import LAYOUTS
+from megalith.training.build import build_model
+
+VOCAB, SEQ, SAMPLES, MICRO_BATCH, CANDIDATES = 61, 16, 8, 2, 3
+DENSE = dict(num_layers=4, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4, vocab_size=VOCAB,
+             make_vocab_size_divisible_by=8, max_position_embeddings=SEQ, hidden_dropout=0.0, attention_dropout=0.0,
+             init_method_std=0.3, normalization="RMSNorm", final_logit_softcapping=5.0)  # fmt: skip
+EXPERTS = dict(num_layers=2, num_experts=4, moe_router_topk=2, moe_aux_loss_coeff=0.1, mtp_num_layers=1,
+               position_embedding_type="rope", final_logit_softcapping=None)  # fmt: skip
+
+
+@dataclass
+class Rollouts(Batch):
+    """What policy gradients, preferences and distillation read besides the tokens."""
+
+    advantages: Tensor  # float32 [batch]
+    old_logprobs: Tensor  # float32 [batch, seq]
+    reference_logprobs: Tensor  # float32 [batch, seq]
+    candidates: Tensor  # int64 [batch, seq, CANDIDATES]
+    teacher: Tensor  # float32 [batch, seq, CANDIDATES]
+
+
+class Grpo(Loss):
+    """The clipped ratio, a KL penalty and an entropy bonus: means of sequences, over those with a token in the loss."""
+
+    temperature, needs_entropy = 0.7, True
+
+    def denominator(self, batch):
+        return batch.loss_mask.any(1).sum()
+
+    def __call__(self, logprobs, entropy, batch):
+        ratio = (logprobs - batch.old_logprobs).exp()
+        advantages = batch.advantages[:, None]
+        policy = -torch.min(ratio * advantages, ratio.clamp(0.8, 1.28) * advantages)
+        gap = batch.reference_logprobs - logprobs
+        losses = policy + 0.04 * (gap.exp() - gap - 1) - 0.1 * entropy
+        mask = batch.loss_mask
+        return ((losses * mask).sum(1) / mask.sum(1).clamp(min=1)).sum()
+
+
+class Preference(Loss):
+    """DPO: of each pair of neighbouring sequences the first is the better."""
+
+    def denominator(self, batch):
+        return len(batch.input_ids) // 2
+
+    def __call__(self, logprobs, entropy, batch):
+        gap = ((logprobs - batch.reference_logprobs) * batch.loss_mask).sum(1)
+        return -torch.nn.functional.logsigmoid(0.1 * (gap[::2] - gap[1::2])).sum()
+
+
+class Distillation(Loss):
+    """The teacher's likeliest tokens: −Σ p log q."""
+
+    temperature = 2.0
+
+    def targets(self, batch):
+        return batch.candidates
+
+    def __call__(self, logprobs, entropy, batch):
+        return -((batch.teacher * logprobs).sum(-1) * batch.loss_mask).sum()
+
+
+class Policy(Loss):
+    """REINFORCE by a constant divisor: a linear loss, with weights of either sign."""
+
+    def denominator(self, batch):
+        return batch.input_ids.numel()
+
+    def weights(self, batch):
+        return batch.advantages[:, None] * batch.loss_mask
+
+
+LOSSES = (CrossEntropy(), Grpo(), Preference(), Distillation(), Policy())
+
+
+def configuration(layout: str, **model) -> RunConfig:
+    return RunConfig.from_tree(
+        {
+            "model": DENSE | model,
+            "parallel": dict(LAYOUTS[layout].parallel) if layout else {},
+            "data": {"seq_length": SEQ, "mock": True},
+            "optim": {"lr": 1e-3},
+            "train": {"micro_batch_size": MICRO_BATCH, "global_batch_size": SAMPLES},
+            "runtime": {"device": "cpu", "compile": False},
+        }
+    )
+
+
+def rollouts() -> list[Rollouts]:
+    """The micro-batches of a step, of which one sequence has no token in the loss."""
+    generator = torch.Generator().manual_seed(5)
+    rand = functools.partial(torch.rand, generator=generator)
+    tokens = torch.randint(0, VOCAB, (SAMPLES, SEQ + 1), generator=generator)
+    mask = (torch.arange(SEQ) >= torch.randint(1, 9, (SAMPLES, 1), generator=generator)).float()
+    mask[3] = 0
+    whole = Rollouts(
+        tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), mask, torch.arange(SEQ).expand(SAMPLES, SEQ), None,
+        torch.arange(SAMPLES), 2 * rand(SAMPLES) - 1, -4 - rand(SAMPLES, SEQ), -4 - rand(SAMPLES, SEQ),
+        torch.randint(0, VOCAB, (SAMPLES, SEQ, CANDIDATES), generator=generator), rand(SAMPLES, SEQ, CANDIDATES),
+    )  # fmt: skip
+    rows = range(0, SAMPLES, MICRO_BATCH)
+    return [whole._each(lambda x, row=row: x[row : row + MICRO_BATCH]) for row in rows]
+
+
+def gradients(model: ParallelModel) -> dict[str, Tensor]:
+    boxes = model.parameters.boxes
+    own = {name: replace(boxes[name], values=plain.grad) for name, plain in model.parameters.named}
+    found = {name: x.whole() for name, x in global_tensors(own, model.mesh.world).items()}
+    model.parameters.clear_gradients()
+    return found
+
+
+def outcome(config: RunConfig) -> list[tuple]:
+    """Of every loss: its value, its gradients on rank 0, its evaluation; and the log-probabilities here."""
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    mesh = build_mesh(config.parallel, size, "cpu", has_experts=config.model.num_experts is not None)
+    model = build_model(config, mesh, torch.device("cpu"))
+    own = rollouts()[mesh.dp.rank :: mesh.dp.size]
+    results = []
+    for loss in LOSSES:
+        value = model.backward(own, loss, loss_scale=4.0).item()
+        found = gradients(model)
+        evaluated, divisor = model.evaluate(own, loss)
+        results.append((value, found, (evaluated / divisor).item()))
+    logprobs = model.all_logprobs(own, 0.7)
+    assert torch.equal(model.logprobs(own[0], 0.7), logprobs[0])
+    return [*results, torch.stack(logprobs)]
+
+
+@functools.cache
+def alone(**model) -> list[tuple]:
+    return outcome(configuration("", **model))
+
+
+def test_equal_plain_pytorch_on_whole_logits():
+    *found, logprobs = alone()
+    config = configuration("")
+    model = build_model(config, build_mesh(config.parallel, 1, "cpu"), torch.device("cpu"))
+    (chunk,) = model.chunks
+    for loss, (value, grads, evaluated) in zip(LOSSES, found, strict=True):
+        total, divisor = torch.zeros(()), sum(float(loss.denominator(batch)) for batch in rollouts())
+        for number, batch in enumerate(rollouts()):
+            distribution = torch.log_softmax(chunk(batch.input_ids) / loss.temperature, -1)
+            targets = loss.targets(batch).view(MICRO_BATCH, SEQ, -1)
+            gathered = distribution.gather(-1, targets)
+            entropy = -(distribution.exp() * distribution).sum(-1)
+            total = total + loss(gathered.view(loss.targets(batch).shape), entropy, batch)
+            if isinstance(loss, Grpo):
+                torch.testing.assert_close(logprobs[number], gathered[..., 0].detach(), rtol=1e-5, atol=1e-6)
+        (4 * total / divisor).backward()
+        expected = {name: parameter.grad for name, parameter in chunk.named_parameters()}
+        assert max(gradient_errors(grads, expected).values()) < BOUND, type(loss)
+        assert relative_error([value, evaluated], [(total / divisor).item()] * 2) < BOUND
+        chunk.zero_grad()
+
+
+def same_as_alone(ranks: list[list[tuple]], one: list[tuple], layout: str) -> None:
+    for number, loss in enumerate(LOSSES):
+        value, grads, evaluated = one[number]
+        for rank in ranks:
+            assert relative_error([rank[number][0], rank[number][2]], [value, evaluated]) < BOUND, (
+                layout,
+                loss,
+            )
+        assert max(gradient_errors(ranks[0][number][1], grads).values()) < BOUND, (layout, loss)
+    for rank in ranks:  # of its data-parallel rank's own micro-batches
+        copies = len(one[-1]) // len(rank[-1])
+        mine = [one[-1][first::copies] for first in range(copies)]
+        assert any(torch.allclose(rank[-1], each, rtol=1e-5, atol=1e-5) for each in mine), layout
+
+
+def outcomes(configs: list[RunConfig]) -> list[list[tuple]]:
+    return [outcome(config) for config in configs]
+
+
+DENSE_LAYOUTS = ["tp2-pp2", "tp2-sp-cp2-a2a-overlap", "tp2-sp-pp2-overlap", "cp2-a2a-pp2-interleaved", "cp2-dp2-zero3",
+                 "pp2-zero_bubble-dp2-zero1", "tp2-sp-dp2-zero3"]  # fmt: skip
+EXPERT_LAYOUTS = ["tp2-sp-etp2-ep2", "pp2-ep2", "tp2-sp-cp2-a2a-ep4"]
+
+
+@pytest.mark.parametrize(("layouts", "model"), [(DENSE_LAYOUTS, {}), (EXPERT_LAYOUTS, EXPERTS)])
+def test_equal_one_process_in_every_layout(pool, layouts, model):
+    ranks = pool.run(outcomes, [configuration(layout, **model) for layout in layouts], size=4)
+    for number, layout in enumerate(layouts):
+        same_as_alone([rank[number] for rank in ranks], alone(**model), layout)

@@ -1,0 +1,105 @@
+"""The examples run as written, and what they say of other layouts is true."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import megalith
+from megalith.errors import ConfigError
+from megalith.parallel.mesh import build_mesh
+from megalith.parity.differences import relative_error
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+CPU = torch.device("cpu")
+
+
+def example(name: str):
+    spec = importlib.util.spec_from_file_location("example_" + Path(name).stem, EXAMPLES / name)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_loop_by_hand_trains_saves_and_goes_on_under_torchrun(tmp_path):
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, EXAMPLES / "train_loop.py", tmp_path / "saved"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", done.stdout)]
+    assert len(losses) == 20 and losses[-1] < losses[9] < losses[0] - 0.5
+    assert (tmp_path / "saved" / "step_00000010" / "manifest.json").exists()
+
+
+def policy_losses(**parallel) -> list[float]:
+    custom = example("seams/custom_loss.py")
+    config = custom.configuration(**parallel)
+    mesh = build_mesh(config.parallel, 4, "cpu") if parallel else megalith.Mesh.alone()
+    return custom.losses(config, mesh, CPU)
+
+
+def test_a_loss_of_ones_own_equals_one_process_in_tp2_pp2_and_in_cp2(pool):
+    one = policy_losses()
+    assert one[0] == -0.25 and one[2] < one[1] < -0.26
+    tp = dict(tensor_model_parallel_size=2)
+    for other in (
+        dict(pipeline_model_parallel_size=2),
+        dict(context_parallel_size=2, sequence_parallel=True),
+    ):
+        for found in pool.run(_policy, tp | other):
+            assert relative_error(found, one) < 1e-5, other
+
+
+def _policy(parallel: dict) -> list[float]:
+    return policy_losses(**parallel)
+
+
+def own_model(folder: Path, parallel: megalith.ParallelConfig, saves: bool) -> list[float]:
+    """Ten steps' losses and then a save; or two steps' after loading it."""
+    own = example("own_model.py")
+    size = torch.distributed.get_world_size() if torch.distributed.is_initialized() else 1
+    mesh = build_mesh(parallel, size, "cpu")
+    optimizer = own.start(mesh, CPU, parallel)
+    if saves:
+        losses = own.train(optimizer, mesh, range(10))
+        megalith.save_checkpoint(folder, optimizer, step=10)
+        return losses
+    return own.train(optimizer, mesh, range(megalith.load_checkpoint(folder, optimizer).step, 12))
+
+
+@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads_params"])
+def test_a_model_of_ones_own_equals_one_process_and_loads_in_any_layout(pool, tmp_path, strategy):
+    plain = megalith.ParallelConfig()
+    spread = megalith.ParallelConfig(tensor_model_parallel_size=2, data_parallel_sharding_strategy=strategy)
+    one = own_model(tmp_path / "one", plain, saves=True)
+    assert one[-1] < one[0] - 0.4
+    for found in pool.run(own_model, tmp_path / "spread", spread, True):
+        assert relative_error(found, one) < 1e-5
+    resumed = own_model(tmp_path / "one", plain, saves=False)
+    for found in pool.run(own_model, tmp_path / "one", spread, False):
+        assert relative_error(found, resumed) < 1e-5
+    assert relative_error(own_model(tmp_path / "spread", plain, saves=False), resumed) < 1e-5
+
+
+def test_a_model_of_ones_own_refuses_layouts_that_it_cannot_be_in():
+    own, mesh = example("own_model.py"), megalith.Mesh.alone()
+    for setting in ("sequence_parallel",):
+        with pytest.raises(ConfigError, match=f"parallel.{setting} is True.*leave it out"):
+            own.start(mesh, CPU, megalith.ParallelConfig(tensor_model_parallel_size=2, **{setting: True}))
+
+    class Buffered(own.OwnModel):
+        def __init__(self, mesh):
+            super().__init__(mesh)
+            self.register_buffer("table", torch.zeros(3))
+
+    with pytest.raises(ConfigError, match=r"has buffers \(table\).*in forward"):
+        megalith.parallelize(megalith.ModelSpec(Buffered), mesh, CPU)
