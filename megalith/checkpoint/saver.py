@@ -41,6 +41,7 @@ from megalith.comm.collectives import Axis, gather_json
 from megalith.errors import CheckpointError
 from megalith.launch.heartbeat import BACKGROUND
 from megalith.parallel.gather import ALONE
+from megalith.parallel.shards import Box
 from megalith.remote import StorePath, place
 
 # How long the ranks that have written wait for the slowest. One that has died is noticed at once all the same.
@@ -105,16 +106,23 @@ class Saver:
         self.last: Saved | None = None
         """The last save that has ended."""
 
-    def save(self, record: RunRecord, model: Model, optimizer: torch.optim.Optimizer | None) -> None:
+    def save(
+        self,
+        record: RunRecord,
+        model: Model,
+        optimizer: torch.optim.Optimizer | None,
+        more: Mapping[str, Mapping[str, Box]] | None = None,
+    ) -> None:
         """Saves a run at this moment into `step_NNNNNNNN`; how it went, `finished` tells.
 
+        `more` are boxes of further parts, by part and name.
         In the background it returns when the state is copied, else when the step is whole or has failed. The shapes
         and shards are those of the first save. Without `optimizer` the weights alone are saved.
         """
         begin = time.monotonic()
         self._join()
         world = self._world
-        boxes = state_boxes(model, optimizer, self._rows)
+        boxes = state_boxes(model, optimizer, self._rows) | dict(more or {})
         if self._plan is None:
             self._plan = make_plan(boxes, world)
         share = _share(self._plan, boxes)

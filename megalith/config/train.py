@@ -38,16 +38,45 @@ class TrainConfig(Section):
     precision: Annotated[Literal["fp32", "bf16", "fp16"], Decides.UPDATES] = "fp32"
     """Compute type. Weights, gradients and optimizer state are fp32 in each."""
 
-    fp8_format: Annotated[Literal["e4m3", "hybrid"] | None, NOT_YET] = None
-    """FP8 matmuls: E4M3 throughout, or E5M2 for gradients (hybrid)."""
+    fp8_format: Annotated[Literal["e4m3", "hybrid"] | None, Decides.UPDATES] = None
+    """FP8 matmuls: E4M3 throughout, or E5M2 for gradients (hybrid). On a CPU they are emulated, slowly."""
 
-    fp8_amax_history_len: Annotated[PositiveInt, NOT_YET, Needs("fp8_format")] = 1
-    """FP8: steps that a scale looks back on."""
+    fp8_recipe: Annotated[
+        Literal["delayed", "tensorwise", "blockwise", "mxfp8"], Decides.UPDATES, Needs("fp8_format")
+    ] = "delayed"
+    """FP8: scales from the steps before, from each tensor, or from blocks of 128 (e4m3)."""
 
-    fp8_amax_compute_algo: Annotated[Literal["max", "most_recent"], NOT_YET, Needs("fp8_format")] = (
+    fp8_margin: Annotated[NonNegativeInt, Decides.UPDATES, Needs("fp8_format")] = 0
+    """FP8, delayed: scales are this many powers of two smaller."""
+
+    fp8_interval: PositiveInt = 1
+    """Taken for Megatron's scripts; scales follow every step, whatever it is."""
+
+    fp8_amax_history_len: Annotated[PositiveInt, Decides.UPDATES, Needs("fp8_format")] = 1
+    """FP8, delayed: steps that a scale looks back on."""
+
+    fp8_amax_compute_algo: Annotated[Literal["max", "most_recent"], Decides.UPDATES, Needs("fp8_format")] = (
         "most_recent"
     )
-    """FP8: how a scale is taken from the history."""
+    """FP8, delayed: how a scale is taken from the history."""
+
+    fp8_wgrad: Annotated[bool, Decides.UPDATES, Needs("fp8_format")] = True
+    """FP8: wgrad too; off, it is computed in the compute type."""
+
+    fp8_param_gather: Annotated[bool, NOT_YET, Needs("fp8_format")] = False
+    """Gathering weights in FP8: they are gathered in the compute type."""
+
+    tp_only_amax_red: bool = False
+    """Taken for Megatron's scripts; amaxes are those of the whole tensor, whatever it is."""
+
+    first_last_layers_bf16: Annotated[bool, Decides.UPDATES, Needs("fp8_format")] = False
+    """FP8: the first and last layers stay in the compute type."""
+
+    num_layers_at_start_in_bf16: Annotated[NonNegativeInt, Decides.UPDATES, Needs("fp8_format")] = 1
+    """How many of the first, with first_last_layers_bf16."""
+
+    num_layers_at_end_in_bf16: Annotated[NonNegativeInt, Decides.UPDATES, Needs("fp8_format")] = 1
+    """How many of the last."""
 
     seed: Annotated[int, Field(ge=0, lt=2**32), Decides.SAMPLES, KEPT] = 1234
     """Initial weights, dropout and the data's order follow from it alone."""

@@ -13,10 +13,6 @@ half times as many tiles as SMs, the second wave leaves half of them idle: on an
 one batch and are added in fp32. So do those of its shards under tensor parallelism, whose tiles fill three quarters of
 the SMs: 602 and, in a step, 689.
 
-A router's matmul in bf16 has an fp32 result, since its scores depend on small differences. A product of two bf16
-numbers fits into fp32, so tensor cores, which accumulate in fp32, are as exact as a matmul of the matrices cast to fp32
-and take a fraction of its time. The gradient that comes back is fp32 and does not fit: it is split into two bf16
-numbers, which together keep 16 of its 24 bits, more than its gradients in bf16 have.
 """
 
 from __future__ import annotations
@@ -49,28 +45,39 @@ class DeferredWgrad:
     weight: GradientEdge
 
 
+Operand = tuple[Tensor, ...]
+"""A matrix as a Gemm takes it: itself, or codes and their scales. Dimension 0 is that of the tokens, and of a tensor
+without dimensions (a scale of the whole matrix) every shard has the same."""
+
+
 class Gemm:
     """The matmuls in the dtype of their operands, which they share."""
 
     deferred: list[DeferredWgrad] | None = None
     """Where wgrads are put off; None: the backward pass computes them."""
 
-    def input(self, x: Tensor) -> Tensor:
-        """x as `forward` and `wgrad` take it, an all-gather moves it and the backward pass saves it."""
-        return x
+    def input(self, x: Tensor) -> Operand:
+        """x [tokens, in] as `forward` takes it and an all-gather moves it."""
+        return (x,)
 
-    def gradient(self, grad: Tensor) -> Tensor:
-        """The gradient of y as `dgrad` and `wgrad` take it."""
-        return grad
+    def saved(self, x: Tensor, operand: Operand) -> Operand:
+        """What the backward pass saves of x for `wgrad`; `operand` is what `input` made of it."""
+        return operand
 
-    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return F.linear(x, weight, bias)  # [tokens, out]
+    def gradient(self, grad: Tensor) -> Operand:
+        """The gradient of y [tokens, out] as `dgrad` and `wgrad` take it."""
+        return (grad,)
 
-    def dgrad(self, grad: Tensor, weight: Tensor) -> Tensor:
-        return grad @ weight  # [tokens, in]
+    def forward(self, x: Operand, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x[0], weight, bias)  # [tokens, out]
 
-    def wgrad(self, grad: Tensor, x: Tensor) -> Tensor:
-        return wgrad_in_parts(grad, x, wgrad_parts(x, (grad.shape[-1], x.shape[-1])))  # [out, in]
+    def dgrad(self, grad: Operand, weight: Tensor) -> Tensor:
+        return grad[0] @ weight  # [tokens, in]
+
+    def wgrad(self, grad: Operand, x: Operand) -> Tensor:
+        """x as `saved` gave it → [out, in]"""
+        (grad,), (x,) = grad, x
+        return wgrad_in_parts(grad, x, wgrad_parts(x, (grad.shape[-1], x.shape[-1])))
 
     def deferring(self, wgrads: list[DeferredWgrad]) -> Gemm:
         """The same matmuls with wgrads put off into this list."""
@@ -135,14 +142,14 @@ def _processors(device: int) -> int:
 class _Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Gemm, edge) -> Tensor:
-        x = gemm.input(x)  # [tokens, in]
-        ctx.save_for_backward(x if weight.requires_grad else None, weight)
+        operand = gemm.input(x)  # of [tokens, in]
+        ctx.save_for_backward(weight, *(gemm.saved(x, operand) if weight.requires_grad else ()))
         ctx.gemm, ctx.edge = gemm, edge
-        return gemm.forward(x, weight, bias)
+        return gemm.forward(operand, weight, bias)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        x, weight = ctx.saved_tensors
+        weight, *x = ctx.saved_tensors
         gemm, grad_x, grad_weight = ctx.gemm, None, None
         grad = gemm.gradient(grad)
         if ctx.needs_input_grad[0]:
@@ -168,7 +175,13 @@ class _BiasGradient(torch.autograd.Function):
 
 
 def wide_product(x: Tensor, weight: Tensor) -> Tensor:
-    """x · weightᵀ: x [tokens, in], weight [out, in] of x's dtype → float32 [tokens, out], computed in fp32."""
+    """x · weightᵀ: x [tokens, in], weight [out, in] of x's dtype → float32 [tokens, out], computed in fp32: a router's,
+    whose scores hang on small differences.
+
+    A product of two bf16 numbers fits into fp32, so tensor cores, which add up in fp32, lose nothing that a matmul in
+    fp32 keeps, and take a small part of its time. The gradient that comes back is fp32 and does not fit: it is cut into
+    two bf16 numbers, which together keep 16 of its 24 bits, more than its gradients in bf16 have.
+    """
     if x.dtype == torch.bfloat16:
         return _WideProduct.apply(x, weight)
     return x.float() @ weight.float().T

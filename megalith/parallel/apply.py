@@ -8,9 +8,11 @@ from megalith.config import RunConfig
 from megalith.models.init import initialize
 from megalith.models.stack import layers_of
 from megalith.models.transformer import Transformer
+from megalith.ops.fp8 import AmaxTable
 from megalith.parallel.context.context_parallel import apply_context
 from megalith.parallel.data.data_parallel import apply_data
 from megalith.parallel.expert.expert_parallel import apply_expert
+from megalith.parallel.fp8_linears import apply_fp8
 from megalith.parallel.memory.activation_offload import apply_activation_offload
 from megalith.parallel.memory.recompute import apply_recompute
 from megalith.parallel.mesh import Mesh
@@ -21,21 +23,24 @@ from megalith.parallel.tensor.lora_shards import cut_adapters
 from megalith.parallel.tensor.tensor_parallel import apply_tensor
 
 
-def apply(model: Transformer, config: RunConfig, mesh: Mesh, device: torch.device) -> list[Transformer]:
+def apply(
+    model: Transformer, config: RunConfig, mesh: Mesh, device: torch.device, table: AmaxTable | None = None
+) -> list[Transformer]:
     """This rank's chunks of `model`, which is on the meta device, with their initial weights on `device`.
 
     1. Pipeline: what other stages hold goes first, so that nothing after it works on what is not here.
     2. Tensor: parameters become shards, and a layer then has the heads of this rank; adapters follow their linears.
     3. Context: replaces the core of attention, which those heads go through.
     4. Experts: their own mesh over the same ranks. What they dispatch is what sequence parallelism has left here.
-    5. Ping-pong micro-batches: layers run two halves of a micro-batch, each with all the collectives of the axes;
+    5. FP8: linears and experts, as they stand now, get other matmuls; `table` has the scales of delayed ones.
+    6. Ping-pong micro-batches: layers run two halves of a micro-batch, each with all the collectives of the axes;
        only attention does, where context parallelism has put in all there are.
-    6. Recompute: wraps the code as the axes have left it, their collectives included; a unit of layers has both halves.
-    7. Compile: after everything that changes a layer's code. Zero-bubble takes backward passes apart: not compiled.
-    8. Offload: outside of compiled layers, and of recomputed ones, whose inputs it can then take away.
-    9. Data: shards the parameters as tensor parallelism has left them; a layer is its unit.
-    10. Storage is made, and filled: weights depend on their names and places alone, not on the steps before.
-    11. Layers have plain parameters on that storage, but for FSDP2's modules.
+    7. Recompute: wraps the code as the axes have left it, their collectives included; a unit of layers has both halves.
+    8. Compile: after everything that changes a layer's code. Zero-bubble takes backward passes apart: not compiled.
+    9. Offload: outside of compiled layers, and of recomputed ones, whose inputs it can then take away.
+    10. Data: shards the parameters as tensor parallelism has left them; a layer is its unit.
+    11. Storage is made, and filled: weights depend on their names and places alone, not on the steps before.
+    12. Layers have plain parameters on that storage, but for FSDP2's modules.
     """
     parallel = config.parallel
     chunks = split_stages(model, assign_layers(config.model, parallel), mesh.pp.rank)
@@ -45,6 +50,7 @@ def apply(model: Transformer, config: RunConfig, mesh: Mesh, device: torch.devic
             cut_adapters(chunk, tensor)
         apply_context(chunk, mesh.cp, parallel.cp_comm_type, parallel.hierarchical_context_parallel_sizes)
         apply_expert(chunk, mesh, tensor, parallel.moe_token_dispatcher_type)
+        apply_fp8(chunk, config, mesh, table)
         apply_ping_pong(chunk, parallel, tensor)
         apply_recompute(chunk, parallel, mesh.tp)
         if compiles(config, device):

@@ -22,8 +22,10 @@ from megalith.models.loss import CrossEntropy, Loss, with_gradient_times
 from megalith.models.own_model import Model
 from megalith.models.pass_context import Context, KVCache
 from megalith.models.transformer import Transformer
+from megalith.ops.fp8 import AmaxTable
 from megalith.parallel.apply import apply
 from megalith.parallel.data.data_parallel import apply_data
+from megalith.parallel.fp8_linears import amax_table
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline.executor import Streams
 from megalith.parallel.shards import to_local_parameters
@@ -73,7 +75,13 @@ class ModelSpec:
     further_layers = 0
     has_experts = False
 
-    def chunks(self, parallel: ParallelConfig, mesh: Mesh, device: torch.device) -> list[nn.Module]:
+    def amax_table(self, device: torch.device) -> AmaxTable | None:
+        """FP8's delayed scales of the whole model; None where there are none. Asked for before `chunks`."""
+        return None
+
+    def chunks(
+        self, parallel: ParallelConfig, mesh: Mesh, device: torch.device, table: AmaxTable | None = None
+    ) -> list[nn.Module]:
         """This rank's part of the model, with its initial weights on `device`. Raises ConfigError for a layout that a
         model of one's own cannot be in."""
         refused = {
@@ -131,8 +139,13 @@ class TransformerSpec(ModelSpec):
         self.further_layers = len(run.model.further_layers)
         self.has_experts = run.model.num_experts is not None
 
-    def chunks(self, parallel: ParallelConfig, mesh: Mesh, device: torch.device) -> list[nn.Module]:
-        return apply(self.build(mesh), self.run, mesh, device)
+    def amax_table(self, device: torch.device) -> AmaxTable | None:
+        return amax_table(self.build(None), self.run, device)
+
+    def chunks(
+        self, parallel: ParallelConfig, mesh: Mesh, device: torch.device, table: AmaxTable | None = None
+    ) -> list[nn.Module]:
+        return apply(self.build(mesh), self.run, mesh, device, table)
 
     def matrices(self, name: str, shape: torch.Size) -> Sequence[int] | None:
         """The linears' and the experts'; routers, embeddings, head and adapters are AdamW's."""

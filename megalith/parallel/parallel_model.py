@@ -71,7 +71,9 @@ class ParallelModel:
         self.config = spec.config  # None: not Megalith's own
         self._parallel = parallel
         self._forward = partial(spec.forward, mesh.tp)
-        self.chunks = spec.chunks(parallel, mesh, device)
+        self.amaxes = spec.amax_table(device)
+        """FP8's delayed scales, of the whole model on every rank; None without them."""
+        self.chunks = spec.chunks(parallel, mesh, device, self.amaxes)
         self.parameters = LocalParameters(self.chunks)
         self.pipeline = self._pipeline() if mesh.pp.size > 1 else None
         self.tallies: Tensor | None = None  # of the last backward pass: see gather_tallies
@@ -93,6 +95,8 @@ class ParallelModel:
         loss = loss or self.spec.loss
         if not isinstance(loss_scale, Tensor):
             loss_scale = torch.full((), loss_scale, device=self.device)
+        if self.amaxes is not None and self.amaxes.ready is False:
+            self._find_first_scales(micro_batches, loss, loss_scale)
         parts = self._train(True)._parts(micro_batches, loss)
         denominators = self._denominators(loss, micro_batches, parts)
         factor = loss_scale / denominators[0]
@@ -103,7 +107,11 @@ class ParallelModel:
         if self.spec.has_experts:
             for part in parts:
                 part.balance_scale = loss_scale / (len(parts) * self.mesh.dp.size)
+        if self.amaxes is not None:
+            self.amaxes.begin_step()
         self.own_loss = total = self._on_device(parts, factor)
+        if self.amaxes is not None:
+            self.amaxes.end_passes(self.mesh.world)
         wait_for_gradients(self.chunks, self._parallel)
         for chunk in self.chunks:
             reduce_partial_gradients(chunk, self.mesh.tp)
@@ -118,8 +126,24 @@ class ParallelModel:
         """By name where this rank's shard of each parameter stands, and which matrices it is made of."""
         return self.parameters.placements(self.spec.matrices)
 
+    def overflow(self) -> Tensor | float:
+        """0, or NaN where FP8's clamp has hidden what was not finite in the last backward pass: added to the squares of
+        the gradient, it has the step skipped."""
+        return 0.0 if self.amaxes is None else self.amaxes.overflow()
+
+    def _find_first_scales(self, micro_batches: Sequence[Batch], loss: Loss, loss_scale: Tensor) -> None:
+        """The step's passes in the compute dtype, for the amaxes alone."""
+        self.amaxes.ready = None  # under way
+        with run_eagerly():
+            self.backward(micro_batches, loss, loss_scale=loss_scale)
+        self.parameters.clear_gradients()
+        self.amaxes.end_step(skipped=0.0)
+
     def end_step(self, skipped: Tensor) -> None:
-        """After the optimizer's step, which was `skipped` (1) or not (0): balances the experts by their bias."""
+        """After the optimizer's step, which was `skipped` (1) or not (0): moves FP8's scales on, and balances the
+        experts by their bias."""
+        if self.amaxes is not None:
+            self.amaxes.end_step(skipped)
         if self.tallies is not None:
             move_biases(self.chunks, self.tallies, skipped)
 

@@ -7,6 +7,7 @@ import os
 import torch
 
 from megalith.config import RunConfig
+from megalith.errors import ConfigError
 from megalith.hardware import pick_device
 from megalith.parallel.apply import compiles
 
@@ -22,6 +23,11 @@ def prepare_process(config: RunConfig, local_rank: int) -> torch.device:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     device = pick_device(config.runtime.device, local_rank)
     if device.type == "cuda":
+        if config.train.fp8_format is not None:
+            raise ConfigError(
+                f"train.fp8_format is {config.train.fp8_format}, but FP8 is emulated on CPUs alone in this version; "
+                "leave it out, or set runtime.device to cpu"
+            )
         torch.cuda.set_device(device)
         torch.backends.cuda.matmul.fp32_precision = "ieee"
         torch.backends.cudnn.conv.fp32_precision = "ieee"

@@ -23,10 +23,13 @@ from megalith.optim.step import optimizer_step, sum_of_squares
 from megalith.parallel.data.gradient_norm import GradientSquares
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline.stages import copies, on_two_stages
+from megalith.parallel.shards import Box
 from megalith.remote import StorePath, place
 from megalith.report.report import PendingStep
 from megalith.training.build import Data, build_model, vocabulary_rows
 from megalith.training.replica_check import ReplicaCheck
+
+AMAXES = "amaxes"  # the part of a checkpoint
 
 
 class Run:
@@ -99,7 +102,10 @@ class Run:
         decoupled_lr = decoupled and decoupled.learning_rate(self.step, self.consumed_samples)
         set_learning_rate(self.optimizer, lr, weight_decay, decoupled_lr)
         result = optimizer_step(
-            self.optimizer, self.loss_scale, self.config.optim.clip_grad, self.gradient_squares
+            self.optimizer,
+            self.loss_scale,
+            self.config.optim.clip_grad,
+            lambda parameters: self.gradient_squares(parameters) + self.model.overflow(),
         )
         self.model.end_step(result.skipped)
         self.model.parameters.clear_gradients()
@@ -121,6 +127,17 @@ class Run:
         """Leaves the step's gradients, times the loss scale, in `.grad`; returns its loss."""
         self._seed_fused_dropout()
         return self.model.backward(micro_batches, loss_scale=self.loss_scale.scale)
+
+    def fp8_boxes(self) -> dict[str, dict[str, Box]]:
+        """FP8's delayed scales as a part of a checkpoint: every rank has them all."""
+        table = self.model.amaxes
+        if table is None:
+            return {}
+        first = self.mesh.world.rank == 0
+        state = {name: x.contiguous() for name, x in table.state().items()}
+        return {
+            AMAXES: {name: Box(x, (0,) * x.ndim, tuple(x.shape), owned=first) for name, x in state.items()}
+        }
 
     def mean_loss(
         self,
@@ -149,7 +166,7 @@ class Run:
     def save(self) -> None:
         """Saves this moment, or begins to with `async_save`. A save that fails is logged, and training goes on."""
         optimizer = self.optimizer if self.config.checkpoint.save_optim else None
-        self.saver.save(self._record(), self.model.chunks, optimizer)
+        self.saver.save(self._record(), self.model.chunks, optimizer, self.fp8_boxes())
         self.log_saves()
 
     def save_last(self, also_new: bool = True) -> Path | StorePath | None:

@@ -12,6 +12,7 @@ from megalith.config.data import DataConfig
 from megalith.config.lora import WHOLE
 from megalith.config.model import ModelConfig
 from megalith.config.output import LogConfig
+from megalith.config.rules.fp8_rules import check_fp8
 from megalith.config.rules.model_rules import check_model
 from megalith.config.rules.optim_rules import check_loss_scale, check_schedule
 from megalith.config.rules.parallel_rules import check_parallel, data_parallel_size, divisors
@@ -25,6 +26,7 @@ def check_training(config: RunConfig, world_size: int = 1) -> None:
     config.checkpoint.refuse_unmet("checkpoint")
     check_model(config.model)
     _check_available(config)
+    check_fp8(config)
     check_parallel(config, world_size)
     _check_adapters(config)
     _check_lengths(config.model, config.data)

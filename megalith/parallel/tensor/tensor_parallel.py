@@ -51,7 +51,7 @@ from megalith.models.pass_context import Context, PassLayout
 from megalith.models.stack import layers_of, stacks_of
 from megalith.models.transformer import Transformer
 from megalith.ops.cross_entropy import linear_cross_entropy, linear_logits, linear_logprobs, softcapped
-from megalith.ops.gemm import DeferredWgrad, Gemm, linear
+from megalith.ops.gemm import DeferredWgrad, Gemm, Operand, linear
 from megalith.parallel.seams import plug, replace_parameter
 
 NEVER, UNDER_SP, ALWAYS = "never", "under sequence parallelism", "always"
@@ -219,22 +219,24 @@ class _ColumnLinear(torch.autograd.Function):
     def forward(
         ctx, x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Gemm, edge, axis: Axis, sharded: bool
     ) -> Tensor:  # x [tokens, or with SP tokens / tp, h] -> [tokens, out / tp]
-        x = gemm.input(x)
-        ctx.save_for_backward(x if weight.requires_grad else None, weight)
+        operand = gemm.input(x)
+        ctx.save_for_backward(weight, *(gemm.saved(x, operand) if weight.requires_grad else ()))
         ctx.gemm, ctx.edge, ctx.axis, ctx.sharded = gemm, edge, axis, sharded
-        return gemm.forward(wait(begin_all_gather(x, axis)) if sharded else x, weight, bias)
+        if sharded:
+            operand = end_gather(begin_gather(operand, axis), operand)
+        return gemm.forward(operand, weight, bias)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        x, weight = ctx.saved_tensors
+        weight, *x = ctx.saved_tensors
         gemm, axis, grad_weight = ctx.gemm, ctx.axis, None
         grad = gemm.gradient(grad)
         gathers = ctx.sharded and ctx.needs_input_grad[1] and ctx.edge is None
-        gathering = begin_all_gather(x, axis) if gathers else None
+        gathering = begin_gather(x, axis) if gathers else None
         begin = begin_reduce_scatter if ctx.sharded else begin_all_reduce
         summing = begin(gemm.dgrad(grad, weight), axis)
         if gathering is not None:
-            x = wait(gathering)
+            x = end_gather(gathering, x)
         if ctx.edge is not None:
             gemm.deferred.append(DeferredWgrad(partial(_wgrad, gemm, grad, x, axis, ctx.sharded), ctx.edge))
         elif ctx.needs_input_grad[1]:
@@ -242,8 +244,21 @@ class _ColumnLinear(torch.autograd.Function):
         return wait(summing), grad_weight, None, None, None, None, None
 
 
-def _wgrad(gemm: Gemm, grad: Tensor, x: Tensor, axis: Axis, sharded: bool) -> Tensor:
-    return gemm.wgrad(grad, wait(begin_all_gather(x, axis)) if sharded else x)
+def _wgrad(gemm: Gemm, grad: Operand, x: Operand, axis: Axis, sharded: bool) -> Tensor:
+    return gemm.wgrad(grad, end_gather(begin_gather(x, axis), x) if sharded else x)
+
+
+def begin_gather(operand: Operand, axis: Axis) -> list[Tensor]:
+    """What `end_gather` turns into the operand of all ranks' tokens. Codes travel as bytes: gloo knows no FP8."""
+    return [begin_all_gather(_as_bytes(each), axis) if each.dim() else each for each in operand]
+
+
+def end_gather(begun: list[Tensor], operand: Operand) -> list[Tensor]:
+    return [wait(each).view(own.dtype) if own.dim() else each for each, own in zip(begun, operand)]
+
+
+def _as_bytes(x: Tensor) -> Tensor:
+    return x.view(torch.uint8) if x.itemsize == 1 else x
 
 
 class SharedGroup:

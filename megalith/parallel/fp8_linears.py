@@ -1,0 +1,91 @@
+"""Which of a model's matmuls are in FP8, and the scales that they share.
+
+The linears of attention and MLP, latents' among them, and the experts. Embedding, output layer, router, norms, the
+core of attention and the loss stay in the compute dtype; so do the first and last layers that `first_last_layers_bf16`
+names.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from megalith.comm.collectives import Axis
+from megalith.config import RunConfig
+from megalith.models.linear import Linear
+from megalith.models.moe import GroupedLinear
+from megalith.models.transformer import Transformer
+from megalith.ops.fp8 import (
+    AmaxTable,
+    BlockGemm,
+    CurrentScaling,
+    DelayedScaling,
+    Fp8Gemm,
+    Fp8GroupedGemm,
+)
+from megalith.ops.gemm import Gemm
+from megalith.parallel.mesh import Mesh
+from megalith.parallel.seams import plug
+
+NAMES = {
+    "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2",
+    "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj",
+}  # fmt: skip
+
+
+def fp8_modules(model: Transformer, config: RunConfig) -> dict[str, nn.Module]:
+    """The linears and experts of a model, or of a stage of it, that compute in FP8, by name."""
+    train, last = config.train, config.model.num_layers
+    first = 0
+    if train.first_last_layers_bf16:
+        first, last = train.num_layers_at_start_in_bf16, last - train.num_layers_at_end_in_bf16
+    found: dict[str, nn.Module] = {}
+    for name, module in model.named_modules():
+        parts = name.split(".")
+        if (
+            parts[0] != "layers"
+            or len(parts) < 3
+            or config.model.num_layers > int(parts[1]) not in range(first, last)
+        ):
+            continue
+        if isinstance(module, GroupedLinear) or (isinstance(module, Linear) and parts[-1] in NAMES):
+            found[name] = module
+    return found
+
+
+def amax_table(model: Transformer, config: RunConfig, device: torch.device) -> AmaxTable | None:
+    """The table of delayed scaling for the whole `model`; None where there is none."""
+    train = config.train
+    if train.fp8_format is None or train.fp8_recipe != "delayed":
+        return None
+    linears = [name for name, each in fp8_modules(model, config).items() if isinstance(each, Linear)]
+    return AmaxTable(
+        linears,
+        train.fp8_format,
+        train.fp8_amax_history_len,
+        train.fp8_amax_compute_algo,
+        train.fp8_margin,
+        device,
+    )
+
+
+def apply_fp8(chunk: Transformer, config: RunConfig, mesh: Mesh, table: AmaxTable | None) -> None:
+    """Gives the chunk's linears and experts their Gemms, in place; nothing without `fp8_format`."""
+    if config.train.fp8_format is None:
+        return
+    for name, module in fp8_modules(chunk, config).items():
+        if isinstance(module, GroupedLinear):
+            # expert tensor parallelism cuts what fc1 gives and fc2 takes
+            axes = (Axis(), mesh.etp) if name.endswith("linear_fc1") else (mesh.etp, Axis())
+            plug(module, "gemm", Fp8GroupedGemm(module.gemm.kernel, *axes))
+        else:
+            plug(module, "gemm", _gemm(name, config, mesh, table, chunk.compute_dtype))
+
+
+def _gemm(name: str, config: RunConfig, mesh: Mesh, table: AmaxTable | None, dtype: torch.dtype) -> Gemm:
+    train = config.train
+    if train.fp8_recipe == "blockwise":
+        return BlockGemm(dtype)
+    if table is not None:
+        return Fp8Gemm(DelayedScaling(table, name), dtype, train.fp8_wgrad)
+    return Fp8Gemm(CurrentScaling(train.fp8_format, (mesh.tp, mesh.cp)), dtype, train.fp8_wgrad)

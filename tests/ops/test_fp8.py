@@ -1,0 +1,211 @@
+"""FP8 on a CPU: codes, scales and the three matmuls, against definitions written out here."""
+
+import math
+
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from megalith.comm.collectives import Axis
+from megalith.ops import fp8
+from megalith.ops.fp8 import (
+    E4M3,
+    E5M2,
+    GRADIENT,
+    INPUT,
+    WEIGHT,
+    AmaxTable,
+    BlockGemm,
+    CurrentScaling,
+    DelayedScaling,
+    Fp8Gemm,
+)
+from megalith.ops.gemm import linear
+
+TOKENS, WIDTH, OUT = 128, 256, 128
+
+
+def numbers(*shape: int, seed: int = 0, spread: float = 1.0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)) * spread
+
+
+@pytest.mark.parametrize(("dtype", "largest"), [(E4M3, 448.0), (E5M2, 57344.0)])
+def test_codes_saturate_and_keep_nan(dtype, largest):
+    x = torch.tensor([0.0, 1.0, -3.0, 2 * largest, -math.inf, math.nan, largest * 1.03])
+    codes = fp8.codes_of(x, torch.tensor(1.0), dtype).float()
+    assert codes[:3].tolist() == [0.0, 1.0, -3.0]
+    assert codes[[3, 4, 6]].tolist() == [largest, -largest, largest] and codes[5].isnan()
+
+
+def test_a_scale_is_the_largest_code_over_the_amax_and_tells_what_is_not_finite():
+    amax = torch.tensor([3.0, 0.0, math.inf, math.nan, 1e-44])
+    scale = fp8.scale_of(amax, E4M3)
+    assert scale[0] == torch.tensor(448.0 / 3.0).float() and scale[1] == 1.0
+    assert scale[2:4].isnan().all() and scale[4] == torch.finfo(torch.float32).max
+    assert fp8.scale_of(amax[:1], E4M3, margin=2) == torch.tensor(448.0 / 3.0 / 4)
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_codes_of_shards_are_shards_of_the_codes(dim):
+    x = numbers(TOKENS, WIDTH)
+    scaling = CurrentScaling("hybrid")
+    whole, inverse = scaling.codes(INPUT, x)
+    scale = fp8.scale_of(torch.stack([shard.abs().amax() for shard in x.chunk(4, dim)]).amax(), E4M3)
+    shards = [fp8.codes_of(shard, scale, E4M3) for shard in x.chunk(4, dim)]
+    assert torch.equal(torch.cat(shards, dim).view(torch.uint8), whole.view(torch.uint8))
+    assert inverse == 1 / scale
+
+
+def test_products_of_codes_are_the_same_in_any_order():
+    a, b = (fp8.codes_of(numbers(64, 4096, seed=n, spread=50.0), torch.tensor(1.0), E4M3) for n in (1, 2))
+    one = torch.tensor(1.0)
+    order = torch.randperm(4096, generator=torch.Generator().manual_seed(0))
+    whole = fp8.scaled_matmul((a, one), (b, one), torch.float64)
+    assert torch.equal(whole, fp8.scaled_matmul((a[:, order], one), (b[:, order], one), torch.float64))
+
+
+def decoded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """What x becomes with one scale, by the definition."""
+    scale = (torch.finfo(dtype).max / x.abs().max().double()).float()
+    codes = (x * scale).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
+    return codes.double() * (1 / scale.double()).float().double()
+
+
+def passes(gemm, x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
+    """y and the gradients of x and weight."""
+    x, weight = (t.clone().requires_grad_() for t in (x, weight))
+    y = linear(x, weight, None, gemm)
+    return [y.detach(), *torch.autograd.grad(y, (x, weight), grad)]
+
+
+OPERANDS = (numbers(TOKENS, WIDTH), numbers(OUT, WIDTH, seed=1), numbers(TOKENS, OUT, seed=2, spread=1e-3))
+
+
+def check(found: list[torch.Tensor], expected: list[torch.Tensor]) -> None:
+    """To fp32's rounding of the results, or where they were added up in fp32 of the largest of them."""
+    for a, b in zip(found, expected):
+        torch.testing.assert_close(a.double(), b, rtol=1e-6, atol=5e-7 * b.abs().max().item())
+
+
+@pytest.mark.parametrize("fp8_wgrad", [True, False])
+@pytest.mark.parametrize(("formats", "of_gradient"), [("hybrid", E5M2), ("e4m3", E4M3)])
+def test_tensorwise_matmuls_are_those_of_the_codes(formats, of_gradient, fp8_wgrad):
+    x, weight, grad = OPERANDS
+    x8, w8, g8 = decoded(x, E4M3), decoded(weight, E4M3), decoded(grad, of_gradient)
+    wgrad = g8.T @ x8 if fp8_wgrad else grad.double().T @ x.double()
+    gemm = Fp8Gemm(CurrentScaling(formats), torch.float32, fp8_wgrad)
+    check(passes(gemm, x, weight, grad), [x8 @ w8.T, g8 @ w8, wgrad])
+
+
+def blocks(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    """What x becomes with a scale a block, rounded down to a power of two."""
+    result = torch.empty_like(x, dtype=torch.float64)
+    for i in range(0, x.shape[0], rows):
+        for j in range(0, x.shape[1], columns):
+            block = x[i : i + rows, j : j + columns]
+            scale = 2.0 ** math.floor(math.log2(448.0 / block.abs().max().item()))
+            result[i : i + rows, j : j + columns] = (block * scale).to(E4M3).double() / scale
+    return result
+
+
+def test_blockwise_matmuls_are_those_of_the_codes():
+    x, weight, grad = OPERANDS
+    w8 = blocks(weight, 128, 128)
+    expected = [
+        blocks(x, 1, 128) @ w8.T,
+        blocks(grad, 1, 128) @ w8,
+        blocks(grad, 128, 1).T @ blocks(x, 128, 1),
+    ]
+    check(passes(BlockGemm(torch.float32), x, weight, grad), expected)
+
+
+def transcribed(amaxes: list[float], length: int, algo: str, largest: float) -> list[float]:
+    """Scales after each step by Transformer Engine's rule, one micro-batch a step: slot 0 collects, the scale follows
+    the largest slot or slot 0, slots roll towards 0, slot 0 is cleared."""
+    history, scale, scales = [0.0] * length, 1.0, []
+    for amax in amaxes:
+        history[0] = amax
+        chosen = max(history) if algo == "max" else history[0]
+        if chosen > 0 and math.isfinite(chosen):
+            scale = largest / chosen
+        history = [0.0, *history[2:], history[0]][-length:] if length > 1 else [0.0]
+        scales.append(scale)
+    return scales
+
+
+@pytest.mark.parametrize(("length", "algo"), [(1, "most_recent"), (3, "max"), (4, "most_recent")])
+def test_delayed_scales_follow_transformer_engines_rule(length, algo):
+    amaxes = [4.0, 1.0, 8.0, 2.0, 1.5, 1.0, 0.5, 0.25]
+    table = AmaxTable(["a"], "hybrid", length, algo, 0, torch.device("cpu"))
+    found = []
+    for amax in amaxes:
+        table.begin_step()
+        table.seen[0, INPUT] = amax
+        table.end_passes(Axis())
+        table.end_step(torch.tensor(0.0))
+        found.append(table.scale[0, INPUT].item())
+    assert found == pytest.approx(transcribed(amaxes, length, algo, 448.0), rel=1e-7)
+
+
+def test_a_skipped_step_and_one_that_saw_nothing_leave_the_scales():
+    table = AmaxTable(["a"], "hybrid", 2, "max", 0, torch.device("cpu"))
+    table.seen.fill_(2.0)
+    table.end_step(0.0)
+    before = table.scale.clone(), table.history.clone()
+    for amax, skipped in ((9.0, 1.0), (0.0, 0.0)):
+        table.seen.fill_(amax)
+        table.end_step(torch.tensor(skipped))
+        assert torch.equal(table.scale, before[0]) and torch.equal(table.history, before[1])
+    table.seen[0, GRADIENT] = math.inf
+    assert table.overflow().isnan()
+    table.begin_step()
+    assert table.overflow() == 0
+
+
+def test_state_goes_to_a_table_of_another_length_with_the_newest():
+    cpu = torch.device("cpu")
+    long, short = (AmaxTable(["a", "b"], "hybrid", length, "max", 0, cpu) for length in (3, 2))
+    for amax in (4.0, 2.0, 1.0):
+        long.seen.fill_(amax)
+        long.end_step(0.0)
+    state = {name: x.clone() for name, x in long.state().items()}
+    short.load_state(state.keys(), state.__getitem__)
+    assert short.ready and short.history[:, 1, WEIGHT].tolist() == [1.0, 2.0]
+    assert torch.equal(short.scale, long.scale) and torch.equal(short.inverse, long.inverse)
+    fresh = AmaxTable(["a", "c"], "hybrid", 2, "max", 0, cpu)
+    fresh.load_state(state.keys(), state.__getitem__)
+    assert not fresh.ready  # c's are still to be found
+
+
+def two_layers(table: AmaxTable, compiled: bool, recomputed: bool) -> list[torch.Tensor]:
+    """Two micro-batches through two linears: gradients, and what the table has seen."""
+    weights = [numbers(WIDTH, WIDTH, seed=n, spread=0.05).requires_grad_() for n in (3, 4)]
+    layers = []
+    for name, weight in zip(table.rows, weights):
+        gemm = Fp8Gemm(DelayedScaling(table, name), torch.float32)
+
+        def layer(x, weight=weight, gemm=gemm):
+            return torch.tanh(linear(x, weight, None, gemm))
+
+        layers.append(torch.compile(layer, backend="aot_eager", fullgraph=True) if compiled else layer)
+    table.begin_step()
+    for seed in (5, 6):
+        x = numbers(TOKENS, WIDTH, seed=seed).requires_grad_()
+        for layer in layers:
+            x = checkpoint(layer, x, use_reentrant=False) if recomputed else layer(x)
+        x.square().sum().backward()
+    return [weight.grad for weight in weights] + [table.seen.clone()]
+
+
+def test_delayed_scaling_is_the_same_compiled_and_recomputed():
+    def table() -> AmaxTable:
+        made = AmaxTable(["a", "b"], "hybrid", 1, "most_recent", 0, torch.device("cpu"))
+        made.seen.copy_(torch.tensor([[4.0, 0.25, 2.0]]))
+        made.end_step(0.0)
+        return made
+
+    plain = two_layers(table(), False, False)
+    assert (plain[-1] > 0).all()
+    for compiled, recomputed in ((False, True), (True, False), (True, True)):
+        found = two_layers(table(), compiled, recomputed)
+        assert all(torch.equal(a, b) for a, b in zip(plain, found)), (compiled, recomputed)

@@ -1,0 +1,42 @@
+"""A job in FP8, and the scales of its first step."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+from parity_cases import run_config
+from torch import Tensor
+
+from megalith.config import RunConfig
+from megalith.ops.fp8 import AmaxTable
+from megalith.parity.job import Outcome, run_job
+
+# Sizes that FP8 matmuls take, on two tensor-parallel ranks too.
+LLAMA = {"hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 16,
+         "num_layers": 4}  # fmt: skip
+
+
+@dataclass
+class Fp8Outcome:
+    outcome: Outcome
+    first_scale: Tensor | None  # float32 [linears, 3]: of the first step, with delayed scaling
+
+
+def fp8_config(layout: str | None, run: str = "llama", **train: Any) -> RunConfig:
+    return run_config(run, layout, "", model=LLAMA, train={"fp8_format": "hybrid", **train})
+
+
+def run_fp8_job(config: RunConfig) -> Fp8Outcome:
+    """The parity job, with the scales that the first step's matmuls took."""
+    scales: list[Tensor] = []
+    end_step = AmaxTable.end_step
+
+    def noted(self: AmaxTable, skipped: Tensor | float) -> None:
+        end_step(self, skipped)
+        scales.append(self.scale.clone())
+
+    with mock.patch.object(AmaxTable, "end_step", noted):
+        outcome = run_job(config)
+    return Fp8Outcome(outcome, scales[0] if scales else None)
