@@ -178,4 +178,4 @@ def _type_words(annotation: Any) -> str:
 
 
 def _cell(text: str) -> str:
-    return text.replace("|", "\\|")
+    return " ".join(text.split()).replace("|", "\\|")

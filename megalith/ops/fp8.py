@@ -120,6 +120,10 @@ class AmaxTable:
         """Whether there are scales. Before, linears compute in the compute dtype and record; None while they do so for
         the first."""
 
+    def begin_first(self) -> None:
+        """The first scales are looked for: the next passes record alone."""
+        self.ready = None
+
     def begin_step(self) -> None:
         """Forgets what has been seen since the last step, as in an evaluation."""
         self.seen.zero_()

@@ -133,7 +133,7 @@ class ParallelModel:
 
     def _find_first_scales(self, micro_batches: Sequence[Batch], loss: Loss, loss_scale: Tensor) -> None:
         """The step's passes in the compute dtype, for the amaxes alone."""
-        self.amaxes.ready = None  # under way
+        self.amaxes.begin_first()
         with run_eagerly():
             self.backward(micro_batches, loss, loss_scale=loss_scale)
         self.parameters.clear_gradients()
