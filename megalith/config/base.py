@@ -10,7 +10,6 @@ import ast
 import enum
 import functools
 import importlib.util
-import inspect
 import itertools
 import typing
 from collections.abc import Iterable, Iterator
@@ -195,7 +194,7 @@ def _texts(module: str) -> dict[str, dict[str, str]]:
     classes = [node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)]
     return {
         node.name: {
-            field.target.id: inspect.cleandoc(text.value.value)
+            field.target.id: " ".join(text.value.value.split())
             for field, text in itertools.pairwise(node.body)
             if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr)
         }
