@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import PrivateAttr, ValidationError
+from pydantic import Field, PrivateAttr, ValidationError
 from yaml.composer import ComposerError
 
 from megalith.config.aliases import ALIASES, Rename, apply_aliases, give_way, hint_of_other_name
@@ -34,15 +34,15 @@ Tree = dict[str, dict[str, Any]]
 class RunConfig(Section):
     """One run: what is trained, on what, how, and what it leaves behind."""
 
-    model: ModelConfig = ModelConfig()
-    parallel: ParallelConfig = ParallelConfig()
-    data: DataConfig = DataConfig()
-    optim: OptimConfig = OptimConfig()
-    lora: LoraConfig = LoraConfig()
-    train: TrainConfig = TrainConfig()
-    checkpoint: CheckpointConfig = CheckpointConfig()
-    log: LogConfig = LogConfig()
-    runtime: RuntimeConfig = RuntimeConfig()
+    model: ModelConfig = Field(default_factory=ModelConfig)
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    data: DataConfig = Field(default_factory=DataConfig)
+    optim: OptimConfig = Field(default_factory=OptimConfig)
+    lora: LoraConfig = Field(default_factory=LoraConfig)
+    train: TrainConfig = Field(default_factory=TrainConfig)
+    checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
+    log: LogConfig = Field(default_factory=LogConfig)
+    runtime: RuntimeConfig = Field(default_factory=RuntimeConfig)
 
     _notes: tuple[str, ...] = PrivateAttr(())
 

@@ -32,16 +32,15 @@ def train_and_save(
 ) -> tuple[list[float], list[str], str]:
     """Trains to a step with a save after each. Returns the losses, what was told, and how the last save failed."""
     os.environ.update(environment)
-    trainer, told = start(config), []
-    trainer.report.note = told.append
+    run, told = start(config), []
+    run.log = told.append
     losses, failure = [], ""
-    with trainer.data.train_loader(trainer.step, trainer.consumed_samples, trainer.device) as batches:
-        while trainer.step < until:
-            trainer.train_step(batches)
-            losses.append(trainer.report.steps[-1].loss.item())
-            trainer.save()
+    with run.data.train_loader(run.step, run.consumed_samples, run.device) as batches:
+        while run.step < until:
+            losses.append(run.train_step(batches).loss.item())
+            run.save()
     try:
-        trainer.save_last()
+        run.save_last()
     except CheckpointError as error:
         failure = str(error)
     return losses, told, failure

@@ -37,7 +37,8 @@ def test_a_layout_trains_as_one_process(pool, recipe, layout, gradients):
     found = pool.run(run_fp8_job, fp8_config(layout, fp8_recipe=recipe), size=LAYOUTS[layout].processes)
     errors = compare([rank.outcome for rank in found], one.outcome)
     assert errors.loss < 1e-6 and errors.gradient < gradients, errors
-    assert errors.losses < 2e-4 and not errors.different, errors
+    # a greedy token may fall otherwise where two are within a flipped code of each other
+    assert errors.losses < 2e-4 and set(errors.different) <= {"generated tokens"}, errors
     if one.first_scale is not None:
         for rank in found:
             assert torch.equal(rank.first_scale[:, 1], one.first_scale[:, 1])  # weights'

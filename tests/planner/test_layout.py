@@ -129,8 +129,7 @@ def test_each_axis_moves_what_its_page_says():
 
 def test_layers_of_multi_token_prediction_are_sent_like_others():
     def sent(**model):
-        config = large(2).config.model_copy(deep=True)
-        config.model = config.model.model_copy(update=model)
+        config = large(2).config.with_settings({f"model.{name}": value for name, value in model.items()})
         (data,) = build_layout(config, 2).transfers
         return data.bytes
 
