@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from megalith.comm.collectives import Axis
 from megalith.config import ParallelConfig, RunConfig
+from megalith.config.presets import PRESETS
 from megalith.hardware import pick_device
 from megalith.launch.launcher import this_process
 from megalith.parallel.mesh import build_mesh
@@ -35,6 +36,22 @@ def configuration(output: Path | str, **sections) -> RunConfig:
     for section, values in sections.items():
         tree[section] = {**tree.get(section, {}), **values}
     return RunConfig.from_tree(tree)
+
+
+def large(world_size: int, micro_batch_size: int = 8, **parallel):
+    """GPT-2-large in bf16."""
+    config = RunConfig.from_tree(
+        {
+            "model": dict(PRESETS["gpt2-large"]),
+            "data": dict(mock=True, seq_length=1024),
+            "optim": dict(lr=1e-4),
+            "train": dict(
+                train_iters=10, micro_batch_size=micro_batch_size, global_batch_size=64, precision="bf16"
+            ),
+            "parallel": parallel,
+        }
+    )
+    return build_layout(config, world_size)
 
 
 def build(config: RunConfig) -> Run:

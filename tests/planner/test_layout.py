@@ -1,31 +1,13 @@
 """The layout of a run: what stands where, what it is expected to take, and what it says on the screen."""
 
 import pytest
-from layout_job import configuration, printed_by_run, weights_expected_and_held
+from layout_job import configuration, large, printed_by_run, weights_expected_and_held
 
-from megalith.config import RunConfig
-from megalith.config.presets import PRESETS
 from megalith.parallel.mesh import Coordinates
 from megalith.parallel.pipeline.schedules import build_schedule, in_flight_bound
 from megalith.parallel.pipeline.timeline import read_timeline
 from megalith.planner.layout import alternative, build_layout, most_held
 from megalith.report.layout_text import layout_text
-
-
-def large(world_size: int, micro_batch_size: int = 8, **parallel):
-    """GPT-2-large in bf16."""
-    config = RunConfig.from_tree(
-        {
-            "model": dict(PRESETS["gpt2-large"]),
-            "data": dict(mock=True, seq_length=1024),
-            "optim": dict(lr=1e-4),
-            "train": dict(
-                train_iters=10, micro_batch_size=micro_batch_size, global_batch_size=64, precision="bf16"
-            ),
-            "parallel": parallel,
-        }
-    )
-    return build_layout(config, world_size)
 
 
 def test_ranks_stand_with_tensor_fastest_and_pipeline_slowest():

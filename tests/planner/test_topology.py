@@ -3,7 +3,7 @@
 import sys
 from types import SimpleNamespace
 
-from test_layout import large
+from layout_job import large
 
 from megalith.planner.topology import RankPlace, parse_topology, read_links, topology_notes
 

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from layout_job import configuration, held_after_backward
-from test_layout import large
+from layout_job import configuration, held_after_backward, large
 
 import megalith
 from megalith.errors import TrainingError
