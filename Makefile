@@ -1,7 +1,7 @@
 # Two commands on a fresh machine with Python 3.11 and make:
 #   make train   creates .venv, prepares Python's standard library as a corpus, trains on it, shows the result
-#   make test    creates .venv, tests everything: 6 minutes on two cores
-#   make test-quick  what needs one process: 2 minutes; make test-all  every layout with every feature too: hours
+#   make test    creates .venv, tests everything: 18 minutes on two cores
+#   make test-quick  what needs one process alone; make test-all  every layout with every feature too
 #   make faults  creates .venv, runs the tests of faults and kills a hundred runs at random moments
 PYTHON ?= python3
 VENV := .venv

@@ -191,6 +191,7 @@ def save_checkpoint(
     record: RunRecord,
     model: Model,
     optimizer: torch.optim.Optimizer | None,
+    more: Mapping[str, Mapping[str, Box]] | None = None,
     *,
     world: Axis = ALONE,
     unpadded_rows: Mapping[str, int] | None = None,
@@ -211,7 +212,7 @@ def save_checkpoint(
         keep_last=keep_last,
         keep_every=keep_every,
     )
-    saver.save(record, model, optimizer)
+    saver.save(record, model, optimizer, more)
     (saved,) = saver.finished()
     if saved.error is not None:
         raise saved.error

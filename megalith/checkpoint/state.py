@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
@@ -27,11 +28,12 @@ from megalith.checkpoint.read import Checkpoint, files_for
 from megalith.comm.collectives import Axis, gather_json
 from megalith.errors import CheckpointError, shorten
 from megalith.models.adapters import ADAPTER
+from megalith.ops.fp8 import AmaxTable
 from megalith.parallel.data.replicas import copies_of
 from megalith.parallel.gather import ALONE
 from megalith.parallel.shards import Box, box_of
 
-MODEL, OPTIMIZER = "model", "optimizer"
+MODEL, OPTIMIZER, AMAXES = "model", "optimizer", "amaxes"
 STATE_WITH_ROWS = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # shaped like their parameter
 
 
@@ -142,6 +144,39 @@ def load_optimizer(
     CheckpointError naming tensors that are missing, unexpected, or of another shape or type, the same on every rank.
     """
     _fill(checkpoint, OPTIMIZER, optimizer_boxes(optimizer, model), _state_rows(unpadded_rows or {}), world)
+
+
+def amax_boxes(table: AmaxTable | None, world: Axis) -> dict[str, dict[str, Box]]:
+    """FP8's delayed scales as a part of a checkpoint, of which every rank has the whole; none without a table."""
+    state = {} if table is None else table.state()
+    boxes = {
+        name: Box(values.contiguous(), (0,) * values.ndim, tuple(values.shape), owned=world.rank == 0)
+        for name, values in state.items()
+    }
+    return {AMAXES: boxes} if boxes else {}
+
+
+def load_amaxes(checkpoint: Checkpoint, table: AmaxTable | None, world: Axis = ALONE) -> None:
+    """Fills a table with what the checkpoint has of it, which may be nothing. Every rank of `world` calls it.
+
+    Raises CheckpointError, the same on every rank, for what is of another shape or damaged.
+    """
+    stored = checkpoint.manifest.tensors.get(AMAXES, {})
+    if table is None or not stored:
+        return
+    others = [
+        f"{name} {stored[name].shape}"
+        for name, values in table.state().items()
+        if name in stored  # histories may be of another length
+        and (len(stored[name].shape), *stored[name].shape[-1:]) != (values.ndim, values.shape[-1])
+    ]
+    if others:
+        raise CheckpointError(
+            f"{checkpoint.folder} has FP8 scales of another shape: {shorten(others)}; start from its weights alone, by "
+            "model.init_from"
+        )
+    together(world, lambda: checkpoint.check_contents(checkpoint.manifest.files_of(AMAXES)))
+    table.load_state(stored, partial(checkpoint.read, AMAXES))
 
 
 def _state_rows(unpadded_rows: Mapping[str, int]) -> dict[str, int]:

@@ -61,13 +61,9 @@ def codes_of(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (x.float() * scale).clamp(-largest, largest).to(dtype)
 
 
-def scaled_matmul(a: Operand, b: Operand, dtype: torch.dtype, fast: bool = False) -> Tensor:
-    """a · bᵀ of codes a [m, k] and b [n, k] with their inverses → [m, n]. `fast`: adds up in fewer bits on Hopper."""
+def scaled_matmul(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
+    """a · bᵀ of codes a [m, k] and b [n, k] with their inverses → [m, n], computed in fp64."""
     (left, left_inverse), (right, right_inverse) = a, b
-    if left.is_cuda:
-        return torch._scaled_mm(
-            left, right.t(), left_inverse, right_inverse, out_dtype=dtype, use_fast_accum=fast
-        )
     product = left.double() @ right.double().T
     return (product * (left_inverse.double() * right_inverse.double())).to(dtype)
 
@@ -225,7 +221,7 @@ class Fp8Gemm(Gemm):
         weight_codes = self._codes(WEIGHT, weight)
         if not self.scaling.ready:
             return GEMM.forward(x, weight, bias)
-        y = scaled_matmul(x, weight_codes, self.dtype, fast=True)
+        y = scaled_matmul(x, weight_codes, self.dtype)
         return y if bias is None else y + bias
 
     def dgrad(self, grad: Operand, weight: Tensor) -> Tensor:
@@ -274,10 +270,7 @@ class BlockGemm(Gemm):
 def _block_codes(blocks: Tensor, dims: tuple[int, ...]) -> Operand:
     """Codes of blocks along `dims`, and their inverses."""
     scale = scale_of(blocks.abs().amax(dims, keepdim=True).float(), E4M3)
-    mantissa, exponent = torch.frexp(scale)
-    scale = torch.ldexp(
-        torch.where(scale.isfinite(), 0.5, mantissa), exponent
-    )  # rounded down to a power of two
+    scale = power_of_two(scale)
     return codes_of(blocks, scale, E4M3), inverse_of(scale).squeeze(dims)
 
 

@@ -87,9 +87,7 @@ class Gemm:
 
     def edge(self, weight: Tensor) -> GradientEdge | None:
         """Where a wgrad that is put off goes; None where it is not."""
-        if self.deferred is None or not (torch.is_grad_enabled() and weight.requires_grad):
-            return None
-        return get_gradient_edge(weight)
+        return get_gradient_edge(weight) if self.deferred is not None and has_wgrad(weight) else None
 
 
 GEMM = Gemm()
@@ -102,8 +100,13 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, gemm: Gemm = G
     """
     if bias is not None:
         bias = bias.detach()
-    y = _Linear.apply(x.flatten(0, -2), weight, bias, gemm, gemm.edge(weight))
+    y = _Linear.apply(x.flatten(0, -2), weight, bias, gemm, gemm.edge(weight), has_wgrad(weight))
     return y.unflatten(0, x.shape[:-1])
+
+
+def has_wgrad(weight: Tensor) -> bool:
+    """Whether a matmul by `weight` saves its input. Asked outside of its autograd function, where gradients are on."""
+    return torch.is_grad_enabled() and weight.requires_grad
 
 
 def add_bias_gradient(y: Tensor, bias: Tensor | None) -> Tensor:
@@ -141,9 +144,9 @@ def _processors(device: int) -> int:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Gemm, edge) -> Tensor:
+    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Gemm, edge, saves: bool) -> Tensor:
         operand = gemm.input(x)  # of [tokens, in]
-        ctx.save_for_backward(weight, *(gemm.saved(x, operand) if weight.requires_grad else ()))
+        ctx.save_for_backward(weight, *(gemm.saved(x, operand) if saves else ()))
         ctx.gemm, ctx.edge = gemm, edge
         return gemm.forward(operand, weight, bias)
 
@@ -158,7 +161,7 @@ class _Linear(torch.autograd.Function):
             gemm.deferred.append(DeferredWgrad(partial(gemm.wgrad, grad, x), ctx.edge))
         elif ctx.needs_input_grad[1]:
             grad_weight = gemm.wgrad(grad, x)
-        return grad_x, grad_weight, None, None, None
+        return grad_x, grad_weight, None, None, None, None
 
 
 class _BiasGradient(torch.autograd.Function):

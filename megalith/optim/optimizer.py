@@ -58,7 +58,7 @@ _REGISTERED: dict[str, Builder] = {}
 def register_optimizer(name: str) -> Callable[[Builder], Builder]:
     """Lets `optim.optimizer` name what the decorated function builds.
 
-    Its groups are those of `decay_groups`, or others with `param_names`, `decays` and `decoupled`. State that it makes
+    Its groups are those of `decay_groups`, or others with `param_names` and `decays`. State that it makes
     at once, and not in its first step, is there to load a checkpoint into; in it, what is named as in STATE_WITH_ROWS
     of checkpoint/state.py is sharded as its parameter is. `step` takes no argument. Where the class has
     `_step_supports_amp_scaling`, it divides gradients by `self.grad_scale` and changes nothing where `self.found_inf`
@@ -207,7 +207,7 @@ def set_learning_rate(
 ) -> None:
     """Sets this step's learning rates, and the weight decay of the groups that have one."""
     for group in optimizer.param_groups:
-        group["lr"] = lr if decoupled_lr is None or not group["decoupled"] else decoupled_lr
+        group["lr"] = lr if decoupled_lr is None or not group.get("decoupled") else decoupled_lr
         group["weight_decay"] = weight_decay if group["decays"] else 0.0
 
 

@@ -126,11 +126,6 @@ class ParallelModel:
         """By name where this rank's shard of each parameter stands, and which matrices it is made of."""
         return self.parameters.placements(self.spec.matrices)
 
-    def overflow(self) -> Tensor | float:
-        """0, or NaN where FP8's clamp has hidden what was not finite in the last backward pass: added to the squares of
-        the gradient, it has the step skipped."""
-        return 0.0 if self.amaxes is None else self.amaxes.overflow()
-
     def _find_first_scales(self, micro_batches: Sequence[Batch], loss: Loss, loss_scale: Tensor) -> None:
         """The step's passes in the compute dtype, for the amaxes alone."""
         self.amaxes.begin_first()

@@ -108,6 +108,9 @@ class StageMemory:
         tokens = train.micro_batch_size * self.config.data.seq_length // self.context
         logits = min(tokens * rows, LOGITS_AT_ONCE) if self.head else 0
         offloaded = optim.optimizer_offload_fraction if optim.optimizer_cpu_offload else 0.0
+        moments = OPTIMIZER_BYTES.get(optim.optimizer, 8) * trained
+        if optim.optimizer == "muon" and not self.adapters:  # which is AdamW outside of the layers
+            moments += (OPTIMIZER_BYTES["adamw"] - OPTIMIZER_BYTES["muon"]) * self.outside / self.shards
         return MemoryEstimate(
             weights=int(MASTER_BYTES * (state + self.adapters / self.shards)),
             compute_copy=self._copies() + (0 if train.precision == "fp32" else width * head),
@@ -116,7 +119,7 @@ class StageMemory:
                 self._gradients(self.dense + self.outside, self.dense, self.shards)
                 + self._gradients(self.experts, self.experts, self.expert_shards)
             ),
-            optimizer=int(OPTIMIZER_BYTES.get(optim.optimizer, 8) * trained * (1 - offloaded)),
+            optimizer=int(moments * (1 - offloaded)),
             activations=int(width * tokens * self._saved_per_token()) + self._masked_attention(),
             loss=(4 + 2 * width) * logits + (0 if self.adapters else GRADIENT_BYTES * head),
         )

@@ -14,9 +14,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from megalith.checkpoint import RunRecord, load_model, load_optimizer, open_checkpoint
 from megalith.checkpoint.saver import save_checkpoint as save_step
+from megalith.checkpoint.state import amax_boxes, load_amaxes
 from megalith.config import OptimConfig, ParallelConfig, RunConfig
 from megalith.errors import CheckpointError
 from megalith.hardware import pick_device
@@ -72,21 +74,26 @@ class Optimizer:
             model.parameters.named, config, on_two_stages(chunks, mesh.tied), model.placements(), precision
         )
         self.loss_scale = build_loss_scale(precision, config, model.device)
-        self._squares = GradientSquares(
+        self.gradient_squares = GradientSquares(
             model.parameters, mesh.world, sum_of_squares, copies(chunks, mesh.pp), model.device
         )
 
-    def step(self, lr: float | None = None, weight_decay: float | None = None) -> StepResult:
+    def step(
+        self, lr: float | None = None, weight_decay: float | None = None, decoupled_lr: float | None = None
+    ) -> StepResult:
         """Clips and applies the gradients that `model.backward(…, loss_scale=self.loss_scale.scale)` has left, and
         clears them; a step whose gradient is not finite changes nothing. None: what the configuration says."""
-        lr = self.config.lr if lr is None else lr
-        set_learning_rate(
-            self.optimizer, lr, self.config.weight_decay if weight_decay is None else weight_decay
-        )
-        result = optimizer_step(self.optimizer, self.loss_scale, self.config.clip_grad, self._squares)
+        asked, config = (lr, weight_decay, decoupled_lr), self.config
+        given = (config.lr, config.weight_decay, config.decoupled_lr)
+        set_learning_rate(self.optimizer, *(b if a is None else a for a, b in zip(asked, given)))
+        result = optimizer_step(self.optimizer, self.loss_scale, config.clip_grad, self._total_squares)
         self.model.end_step(result.skipped)
         self.model.parameters.clear_gradients()
         return result
+
+    def _total_squares(self, parameters: list[Tensor]) -> Tensor:
+        squares, amaxes = self.gradient_squares(parameters), self.model.amaxes
+        return squares if amaxes is None else squares + amaxes.overflow()
 
 
 def save_checkpoint(folder: str | Path, optimizer: Optimizer, step: int, consumed_samples: int = 0) -> Path:
@@ -104,7 +111,13 @@ def save_checkpoint(folder: str | Path, optimizer: Optimizer, step: int, consume
     )
     rows = {} if run is None else vocabulary_rows(run)
     return save_step(
-        folder, record, model.chunks, optimizer.optimizer, world=model.mesh.world, unpadded_rows=rows
+        folder,
+        record,
+        model.chunks,
+        optimizer.optimizer,
+        amax_boxes(model.amaxes, model.mesh.world),
+        world=model.mesh.world,
+        unpadded_rows=rows,
     )
 
 
@@ -124,5 +137,6 @@ def load_checkpoint(folder: str | Path, optimizer: Optimizer) -> RunRecord:
         )
     load_model(checkpoint, model.chunks, rows, world)
     load_optimizer(checkpoint, optimizer.optimizer, rows, model.chunks, world)
+    load_amaxes(checkpoint, model.amaxes, world)
     optimizer.loss_scale.load_state(checkpoint.manifest.loss_scale)
     return checkpoint.manifest

@@ -93,7 +93,7 @@ class Faults:
         """Loss and gradient norm; waits for the device."""
         run = self._run
         parameters = [plain for _, plain in run.model.parameters.named if plain.grad is not None]
-        norm = run.gradient_squares(parameters).sqrt() / run.loss_scale.scale
+        norm = run.updates.gradient_squares(parameters).sqrt() / run.loss_scale.scale
         return loss.item(), norm.item()
 
     def _looks_wrong(self, loss: float, norm: float) -> bool:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from megalith.checkpoint import (
 )
 from megalith.checkpoint.agree import together
 from megalith.checkpoint.manifest import MANIFEST
-from megalith.checkpoint.state import base_fingerprint
+from megalith.checkpoint.state import base_fingerprint, load_amaxes
 from megalith.checkpoint.steps import next_save_number, save_order
 from megalith.config import LoraConfig, ModelConfig, RunConfig
 from megalith.config.base import Decides
@@ -31,7 +30,7 @@ from megalith.errors import CheckpointError, ConfigError
 from megalith.optim.schedule import build_schedule
 from megalith.remote import StorePath, is_inside, place
 from megalith.training.build import vocabulary_rows
-from megalith.training.run_state import AMAXES, Run
+from megalith.training.run_state import Run
 
 
 def load_run(run: Run) -> Path | StorePath | None:
@@ -168,9 +167,7 @@ def restore(run: Run, checkpoint: Checkpoint, with_optimizer: bool = True) -> No
     load_model(checkpoint, run.model.chunks, rows, world)
     if with_optimizer:
         load_optimizer(checkpoint, run.optimizer, rows, run.model.chunks, world)
-    if run.model.amaxes is not None and AMAXES in record.tensors:
-        together(world, lambda: checkpoint.check_contents(record.files_of(AMAXES)))
-        run.model.amaxes.load_state(record.tensors[AMAXES], partial(checkpoint.read, AMAXES))
+    load_amaxes(checkpoint, run.model.amaxes, world)
     run.loss_scale.load_state(record.loss_scale)
     run.step, run.consumed_samples = record.step, record.consumed_samples
     run.left_out = record.left_out

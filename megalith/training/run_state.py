@@ -10,26 +10,20 @@ import torch
 from torch import Tensor
 
 from megalith.checkpoint import DataRecord, RunRecord, Saver, TokenizerRecord
+from megalith.checkpoint.state import amax_boxes
 from megalith.checkpoint.steps import CHECKPOINTS
 from megalith.config import RunConfig
 from megalith.config.batch_size import BatchSizeSchedule
 from megalith.data.batch import Batch
 from megalith.data.dataset import SampleDataset
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
-from megalith.optim.loss_scale import build_loss_scale
-from megalith.optim.optimizer import build_optimizer, set_learning_rate
 from megalith.optim.schedule import build_schedule
-from megalith.optim.step import optimizer_step, sum_of_squares
-from megalith.parallel.data.gradient_norm import GradientSquares
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.pipeline.stages import copies, on_two_stages
-from megalith.parallel.shards import Box
 from megalith.remote import StorePath, place
 from megalith.report.report import PendingStep
 from megalith.training.build import Data, build_model, vocabulary_rows
+from megalith.training.own_loop import Optimizer
 from megalith.training.replica_check import ReplicaCheck
-
-AMAXES = "amaxes"  # the part of a checkpoint
 
 
 class Run:
@@ -46,18 +40,9 @@ class Run:
         self.notes: list[str] = list(self.data.notes)
         """What the report says first."""
         self.model = build_model(config, mesh, device)
-        self.optimizer = build_optimizer(
-            self.model.parameters.named,
-            config.optim,
-            on_two_stages(self.model.chunks, mesh.tied),
-            self.model.placements(),
-            config.train.precision,
-        )
+        self.updates = Optimizer(self.model, config.optim, config.train.precision)
+        self.optimizer, self.loss_scale = self.updates.optimizer, self.updates.loss_scale
         self.schedule = build_schedule(config.optim, config.train)
-        self.loss_scale = build_loss_scale(config.train.precision, config.optim, device)
-        self.gradient_squares = GradientSquares(
-            self.model.parameters, mesh.world, sum_of_squares, copies(self.model.chunks, mesh.pp), device
-        )
         self.saver = Saver(
             self.saves,
             mesh.world,
@@ -100,15 +85,7 @@ class Run:
         weight_decay = self.schedule.weight_decay(self.step, self.consumed_samples)
         decoupled = self.schedule.decoupled
         decoupled_lr = decoupled and decoupled.learning_rate(self.step, self.consumed_samples)
-        set_learning_rate(self.optimizer, lr, weight_decay, decoupled_lr)
-        result = optimizer_step(
-            self.optimizer,
-            self.loss_scale,
-            self.config.optim.clip_grad,
-            lambda parameters: self.gradient_squares(parameters) + self.model.overflow(),
-        )
-        self.model.end_step(result.skipped)
-        self.model.parameters.clear_gradients()
+        result = self.updates.step(lr, weight_decay, decoupled_lr)
         self.step += 1
         self.consumed_samples += batch_size
         return PendingStep(
@@ -127,17 +104,6 @@ class Run:
         """Leaves the step's gradients, times the loss scale, in `.grad`; returns its loss."""
         self._seed_fused_dropout()
         return self.model.backward(micro_batches, loss_scale=self.loss_scale.scale)
-
-    def fp8_boxes(self) -> dict[str, dict[str, Box]]:
-        """FP8's delayed scales as a part of a checkpoint: every rank has them all."""
-        table = self.model.amaxes
-        if table is None:
-            return {}
-        first = self.mesh.world.rank == 0
-        state = {name: x.contiguous() for name, x in table.state().items()}
-        return {
-            AMAXES: {name: Box(x, (0,) * x.ndim, tuple(x.shape), owned=first) for name, x in state.items()}
-        }
 
     def mean_loss(
         self,
@@ -166,7 +132,8 @@ class Run:
     def save(self) -> None:
         """Saves this moment, or begins to with `async_save`. A save that fails is logged, and training goes on."""
         optimizer = self.optimizer if self.config.checkpoint.save_optim else None
-        self.saver.save(self._record(), self.model.chunks, optimizer, self.fp8_boxes())
+        amaxes = amax_boxes(self.model.amaxes, self.mesh.world)
+        self.saver.save(self._record(), self.model.chunks, optimizer, amaxes)
         self.log_saves()
 
     def save_last(self, also_new: bool = True) -> Path | StorePath | None:

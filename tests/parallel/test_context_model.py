@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from test_direct_heads import as_if_direct
+from copies_by_gloo import as_if_direct
 
 from megalith.comm.collectives import Axis, summed
 from megalith.config import ModelConfig, ParallelConfig

@@ -24,8 +24,23 @@ class Fp8Outcome:
     first_scale: Tensor | None  # float32 [linears, 3]: of the first step, with delayed scaling
 
 
+# And blocks of 128: of weights, and of 128 tokens on each of two tensor-parallel ranks.
+BLOCKS = {"hidden_size": 128, "ffn_hidden_size": 256, "num_attention_heads": 8, "num_query_groups": 4,
+          "kv_channels": 32, "num_layers": 2, "max_position_embeddings": 128}  # fmt: skip
+MOE = LLAMA | {"num_layers": 2, "moe_ffn_hidden_size": 32}
+
+
 def fp8_config(layout: str | None, run: str = "llama", **train: Any) -> RunConfig:
     return run_config(run, layout, "", model=LLAMA, train={"fp8_format": "hybrid", **train})
+
+
+def block_config(layout: str | None) -> RunConfig:
+    train = {"fp8_format": "e4m3", "fp8_recipe": "blockwise"}
+    return run_config("llama", layout, "", model=BLOCKS, data={"seq_length": 128}, train=train)
+
+
+def expert_config(layout: str | None) -> RunConfig:
+    return run_config("moe", layout, "", model=MOE, train={"fp8_format": "hybrid"})
 
 
 def run_fp8_job(config: RunConfig) -> Fp8Outcome:

@@ -6,6 +6,7 @@ from typing import Any
 
 from megalith.config import RunConfig
 from megalith.parity.layouts import LAYOUTS
+from megalith.training.run_state import Run
 
 SEQUENCE = 32
 
@@ -356,3 +357,9 @@ def layers(layout: str) -> int:
         "pipeline_model_parallel_layout",
     }
     return 4 if parallel.get("pipeline_model_parallel_size", 1) > 2 or cut_finely & parallel.keys() else 2
+
+
+def train(job: Run, steps: int) -> list[float]:
+    """The losses of so many steps."""
+    with job.data.train_loader(job.step, job.consumed_samples, job.device) as batches:
+        return [job.train_step(batches).loss.item() for _ in range(steps)]

@@ -4,13 +4,12 @@ import functools
 
 import pytest
 import torch
-from parity_cases import run_config
+from parity_cases import run_config, train
 
 from megalith.config import RunConfig
 from megalith.parity.differences import BOUND, relative_error
 from megalith.parity.job import start, state_by_name
 from megalith.parity.layouts import LAYOUTS
-from megalith.training.run_state import Run
 
 SAVED_AFTER, STEPS = 2, 4
 BIASED = "deepseek documents"
@@ -25,11 +24,6 @@ CASES = [
     (BIASED, "tp2-sp-etp2-ep2", "ep4-zero3"),
     (BIASED, "ep2-dp4-zero1", None),
 ]
-
-
-def train(job: Run, steps: int) -> list[float]:
-    with job.data.train_loader(job.step, job.consumed_samples, job.device) as batches:
-        return [job.train_step(batches).loss.item() for _ in range(steps)]
 
 
 def save(config: RunConfig) -> dict[str, torch.Tensor]:

@@ -51,7 +51,7 @@ from megalith.models.pass_context import Context, PassLayout
 from megalith.models.stack import layers_of, stacks_of
 from megalith.models.transformer import Transformer
 from megalith.ops.cross_entropy import linear_cross_entropy, linear_logits, linear_logprobs, softcapped
-from megalith.ops.gemm import DeferredWgrad, Gemm, Operand, linear
+from megalith.ops.gemm import DeferredWgrad, Gemm, Operand, has_wgrad, linear
 from megalith.parallel.seams import plug, replace_parameter
 
 NEVER, UNDER_SP, ALWAYS = "never", "under sequence parallelism", "always"
@@ -198,7 +198,9 @@ class TensorParallel:
     def column(self, x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Gemm, context: Context) -> Tensor:
         """weight [out / tp, h], bias [out / tp] -> [batch, seq, out / tp], with SP [1, tokens, out / tp]"""
         sharded = context.layout.sharded
-        y = _ColumnLinear.apply(x.flatten(0, -2), weight, bias, gemm, gemm.edge(weight), self.axis, sharded)
+        y = _ColumnLinear.apply(
+            x.flatten(0, -2), weight, bias, gemm, gemm.edge(weight), has_wgrad(weight), self.axis, sharded
+        )
         return y[None] if sharded else y.unflatten(0, x.shape[:-1])
 
     def row(self, x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Gemm, context: Context) -> Tensor:
@@ -217,10 +219,18 @@ class _ColumnLinear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Gemm, edge, axis: Axis, sharded: bool
+        ctx,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        gemm: Gemm,
+        edge,
+        saves: bool,
+        axis: Axis,
+        sharded: bool,
     ) -> Tensor:  # x [tokens, or with SP tokens / tp, h] -> [tokens, out / tp]
         operand = gemm.input(x)
-        ctx.save_for_backward(weight, *(gemm.saved(x, operand) if weight.requires_grad else ()))
+        ctx.save_for_backward(weight, *(gemm.saved(x, operand) if saves else ()))
         ctx.gemm, ctx.edge, ctx.axis, ctx.sharded = gemm, edge, axis, sharded
         if sharded:
             operand = end_gather(begin_gather(operand, axis), operand)
@@ -241,7 +251,7 @@ class _ColumnLinear(torch.autograd.Function):
             gemm.deferred.append(DeferredWgrad(partial(_wgrad, gemm, grad, x, axis, ctx.sharded), ctx.edge))
         elif ctx.needs_input_grad[1]:
             grad_weight = gemm.wgrad(grad, x)
-        return wait(summing), grad_weight, None, None, None, None, None
+        return wait(summing), grad_weight, None, None, None, None, None, None
 
 
 def _wgrad(gemm: Gemm, grad: Operand, x: Operand, axis: Axis, sharded: bool) -> Tensor:
