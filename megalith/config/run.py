@@ -24,7 +24,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.optim import OptimConfig
 from megalith.config.output import CheckpointConfig, LogConfig, RuntimeConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.config.presets import PRESETS
+from megalith.config.presets import PRESETS, UNAVAILABLE
 from megalith.config.train import TrainConfig
 from megalith.errors import ConfigError, did_you_mean, nearest_of
 
@@ -260,7 +260,8 @@ def _elsewhere(*keys: str) -> str:
 
 def _preset(name: Any) -> dict[str, Any]:
     if name is not None and (not isinstance(name, str) or name not in PRESETS):
-        raise ConfigError(f"there is no preset {name!r}{nearest_of(str(name), PRESETS)}")
+        why = f", whose {UNAVAILABLE[name]}" if name in UNAVAILABLE else nearest_of(str(name), PRESETS)
+        raise ConfigError(f"there is no preset {name!r}{why}")
     return PRESETS.get(name, {})
 
 

@@ -1,14 +1,18 @@
 """Presets have the published shapes, written out here once more, and the parameter counts that follow."""
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
-from megalith.config import ModelConfig
-from megalith.config.presets import PRESETS
+from megalith.bridge.families import family_for
+from megalith.config import ModelConfig, RunConfig
+from megalith.config.presets import PRESETS, UNAVAILABLE
 from megalith.config.rules.model_rules import check_model
+from megalith.errors import ConfigError
 from megalith.planner.counts import count_parameters
 
 # name: layers, width, heads, KV groups, head size, MLP width, vocabulary, positions, parameters (of which the GPT-3
-# ones are the paper's table 2.1, in words)
+# ones are the paper's table 2.1, and of gpt3-39b Narayanan et al. 2021's, in words)
 PUBLISHED = {
     "gpt2": (12, 768, 12, 12, 64, 3072, 50257, 1024, 124_439_808),
     "gpt2-medium": (24, 1024, 16, 16, 64, 4096, 50257, 1024, 354_823_168),
@@ -36,6 +40,33 @@ PUBLISHED = {
     "qwen3-30b-a3b": (48, 2048, 32, 4, 128, 6144, 151936, 40960, 30_532_122_624),
     "deepseek-v2-lite": (27, 2048, 16, 16, 192, 10944, 102400, 163840, 15_706_484_224),
     "olmoe-1b-7b": (16, 2048, 16, 16, 128, 1024, 50304, 4096, 6_919_161_856),
+    "gpt3-345m": (12, 512, 8, 8, 64, 2048, 50257, 1024, 64_085_504),
+    "gpt3-857m": (24, 1024, 16, 16, 64, 4096, 50257, 2048, 355_871_744),
+    "gpt3-39b": (48, 8192, 64, 64, 128, 32768, 50257, 2048, 39.1e9),
+    "llama2-7b": (32, 4096, 32, 32, 128, 11008, 32000, 4096, 6_738_415_616),
+    "llama2-13b": (40, 5120, 40, 40, 128, 13824, 32000, 4096, 13_015_864_320),
+    "llama2-70b": (80, 8192, 64, 8, 128, 28672, 32000, 4096, 68_976_648_192),
+    "llama3.2-1b": (16, 2048, 32, 8, 64, 8192, 128256, 131072, 1_235_814_400),
+    "llama3.2-3b": (28, 3072, 24, 8, 128, 8192, 128256, 131072, 3_212_749_824),
+    "llama3.3-70b": (80, 8192, 64, 8, 128, 28672, 128256, 131072, 70_553_706_496),
+    "qwen2.5-0.5b": (24, 896, 14, 2, 64, 4864, 151936, 32768, 494_032_768),
+    "qwen2.5-1.5b": (28, 1536, 12, 2, 128, 8960, 151936, 32768, 1_543_714_304),
+    "qwen2.5-3b": (36, 2048, 16, 2, 128, 11008, 151936, 32768, 3_085_938_688),
+    "qwen2.5-7b": (28, 3584, 28, 4, 128, 18944, 152064, 131072, 7_615_616_512),
+    "qwen2.5-14b": (48, 5120, 40, 8, 128, 13824, 152064, 131072, 14_770_033_664),
+    "qwen2.5-32b": (64, 5120, 40, 8, 128, 27648, 152064, 131072, 32_763_876_352),
+    "qwen2.5-72b": (80, 8192, 64, 8, 128, 29568, 152064, 131072, 72_706_203_648),
+    "qwen3-1.7b": (28, 2048, 16, 8, 128, 6144, 151936, 40960, 1_720_574_976),
+    "qwen3-4b": (36, 2560, 32, 8, 128, 9728, 151936, 40960, 4_022_468_096),
+    "qwen3-14b": (40, 5120, 40, 8, 128, 17408, 151936, 40960, 14_768_307_200),
+    "qwen3-32b": (64, 5120, 64, 8, 128, 25600, 151936, 40960, 32_762_123_264),
+    "gemma3-270m": (18, 640, 4, 1, 256, 2048, 262144, 32768, 268_098_176),
+    "gemma3-4b": (34, 2560, 8, 4, 256, 10240, 262208, 131072, 3_880_263_168),
+    "gemma3-12b": (48, 3840, 16, 8, 256, 15360, 262208, 131072, 11_766_034_176),
+    "gemma3-27b": (62, 5376, 32, 16, 128, 21504, 262208, 131072, 27_009_346_304),
+    "mixtral-8x22b": (56, 6144, 48, 8, 128, 16384, 32000, 65536, 140_620_634_112),
+    "qwen3-235b-a22b": (94, 4096, 64, 4, 128, 12288, 151936, 40960, 235_093_634_560),
+    "deepseek-v3": (61, 7168, 128, 128, 192, 18432, 129280, 163840, 671_026_404_352),
 }
 
 
@@ -60,8 +91,30 @@ def test_shape_and_size_are_the_published_ones(name):
     )
 
 
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_layer_of_each_kind_has_as_many_parameters_in_transformers(name):
+    model = ModelConfig(**PRESETS[name])
+    frequency = model.moe_layer_freq
+    first = {"num_layers": 4, "moe_layer_freq": frequency[:4] if isinstance(frequency, list) else frequency}
+    model = model.model_copy(update=first)
+    theirs = AutoConfig.for_model(**family_for(model).write_config(model))
+    with torch.device("meta"):
+        built = AutoModelForCausalLM.from_config(theirs)
+    built.tie_weights()
+    assert count_parameters(model, padded_vocab=False).total == sum(p.numel() for p in built.parameters())
+
+
+def test_what_is_asked_for_and_cannot_be_is_refused_with_the_reason():
+    for name in UNAVAILABLE:
+        with pytest.raises(ConfigError, match=f"there is no preset '{name}', whose attention and MLP"):
+            RunConfig.from_tree({"model": {"preset": name}})
+
+
 def test_every_preset_is_listed_here_or_a_tiny_one():
     assert {name for name in PRESETS if not name.startswith("tiny-")} == set(PUBLISHED)
+
+
+TIED_QWEN = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "qwen3-0.6b", "qwen3-1.7b", "qwen3-4b")
 
 
 @pytest.mark.parametrize(
@@ -73,21 +126,23 @@ def test_features_are_those_of_the_family(name):
     assert gpt + llama + qwen == 1
     assert (model.position_embedding_type == "learned_absolute") == gpt
     assert (model.normalization == "LayerNorm") == gpt
-    assert model.add_bias_linear == gpt and not model.add_qkv_bias
-    assert model.swiglu == (not gpt) and model.qk_layernorm == qwen
+    assert model.add_bias_linear == gpt and model.add_qkv_bias == name.startswith("qwen2.5")
+    assert model.swiglu == (not gpt) and model.qk_layernorm == (qwen and "2.5" not in name)
     assert model.hidden_dropout == model.attention_dropout == (0.1 if gpt else 0.0)
-    tied = gpt or name in ("qwen3-0.6b", "tiny-qwen")
+    tied = gpt or name == "tiny-qwen" or "llama3.2" in name or name in TIED_QWEN
     assert model.untie_embeddings_and_output_weights == (not tied)
     if "tiny" not in name:
-        assert model.rotary_base == (500000.0 if llama else 1000000.0 if qwen else 10000.0)
-        assert model.layernorm_epsilon == (1e-6 if qwen else 1e-5)
-    scaled = name.startswith("llama3.1") or name == "llama3-405b"
+        llama3 = llama and not name.startswith("llama2")
+        assert model.rotary_base == (500000.0 if llama3 else 1000000.0 if qwen else 10000.0)
+        coarse = name in ("qwen2.5-14b", "qwen2.5-32b", "qwen2.5-72b")
+        assert model.layernorm_epsilon == (1e-6 if qwen and not coarse else 1e-5)
+    scaled = "llama3." in name or name == "llama3-405b"
     assert (model.rope_scaling is not None) == scaled
     if scaled:
         scaling = model.rope_scaling
         assert (scaling.type, scaling.factor, scaling.original_max_position_embeddings) == (
             "llama3",
-            8.0,
+            32.0 if "llama3.2" in name else 8.0,
             8192,
         )
         assert (scaling.low_freq_factor, scaling.high_freq_factor) == (1.0, 4.0)
@@ -98,7 +153,11 @@ WINDOWS = {
     "mistral-7b": (4096, 6, (1e4, None), (None, None), "pre", 1e-5),
     "gemma2-2b": (4096, 3, (1e4, None), (50.0, 30.0), "sandwich", 1e-6),
     "gemma2-9b": (4096, 3, (1e4, None), (50.0, 30.0), "sandwich", 1e-6),
+    "gemma3-270m": (512, 5, (1e6, 1e4), (None, None), "sandwich", 1e-6),
     "gemma3-1b": (512, 5, (1e6, 1e4), (None, None), "sandwich", 1e-6),
+    "gemma3-4b": (1024, 5, (1e6, 1e4), (None, None), "sandwich", 1e-6),
+    "gemma3-12b": (1024, 5, (1e6, 1e4), (None, None), "sandwich", 1e-6),
+    "gemma3-27b": (1024, 5, (1e6, 1e4), (None, None), "sandwich", 1e-6),
     "olmo2-7b": (None, 0, (5e5, None), (None, None), "post", 1e-6),
     "phi3-mini": (2047, 6, (1e4, None), (None, None), "pre", 1e-5),
 }
@@ -122,13 +181,16 @@ def test_windows_caps_and_norms_are_those_of_the_family(name):
     assert model.scale_embeddings == model.layernorm_zero_centered_gamma == gemma
     assert model.mlp_activation == ("gelu_tanh" if gemma else "silu") and model.gated
     assert model.untie_embeddings_and_output_weights != gemma
-    assert model.qk_layernorm == (name in ("gemma3-1b", "olmo2-7b"))
+    assert model.qk_layernorm == ("gemma3" in name or name == "olmo2-7b")
 
 
 # name: experts, layers with them, topk, widths of an expert and of the shared one, billions of parameters a token meets
 EXPERTS = {
     "mixtral-8x7b": (8, 32, 2, 14336, None, 12.9),
+    "mixtral-8x22b": (8, 56, 2, 16384, None, 39.2),
     "qwen3-30b-a3b": (128, 48, 8, 768, None, 3.3),
+    "qwen3-235b-a22b": (128, 94, 8, 1536, None, 22.2),
+    "deepseek-v3": (256, 58, 8, 2048, 2048, 37.6),
     "deepseek-v2-lite": (64, 26, 6, 1408, 2816, 2.7),
     "olmoe-1b-7b": (64, 16, 8, 1024, None, 1.3),
 }
@@ -147,8 +209,8 @@ def test_experts_are_those_of_the_family(name):
     ]
     assert count_parameters(model, padded_vocab=False).active / 1e9 == pytest.approx(active, abs=0.06)
     assert model.moe_router_pre_softmax == (name in ("deepseek-v2-lite", "olmoe-1b-7b"))
-    assert model.multi_latent_attention == (name == "deepseek-v2-lite")
-    assert model.rotary_base == (1e6 if name in ("mixtral-8x7b", "qwen3-30b-a3b") else 1e4)
+    assert model.multi_latent_attention == name.startswith("deepseek")
+    assert model.rotary_base == (1e6 if name.startswith(("mixtral", "qwen")) else 1e4)
 
 
 def test_a_tiny_preset_takes_its_vocabulary_from_elsewhere():

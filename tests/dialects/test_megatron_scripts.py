@@ -27,7 +27,7 @@ SCRIPTS = {
     "gpt2_large_pp2": ("gpt3/06_pp2_gpt2_large.sh", []),
     "gpt3_175b": ("gpt3/train_gpt3_175b_distributed.sh", ["ckpt", "tb", "vocab.json", "merges.txt", "data"]),
     "llama_7b": ("llama/pretrain_llama.sh", []),
-    "llama3_8b_bf16": ("llama/train_llama3_8b_h100_fp8.sh", ["ckpt", "tb"]),
+    "llama3_8b_fp8": ("llama/train_llama3_8b_h100_fp8.sh", ["ckpt", "tb"]),
     "mixtral_8x7b": ("mixtral/train_mixtral_8x7b_distributed.sh", ["ckpt", "tokenizer.model", "data"]),
 }
 LINE = re.compile(
@@ -65,7 +65,7 @@ def test_each_script_means_its_golden_run_file(name, tmp_path, monkeypatch):
 
 
 def test_the_fp8_script_is_refused_by_its_fp8_flag_alone(tmp_path):
-    words = words_of(*SCRIPTS["llama3_8b_bf16"], tmp_path)
+    words = words_of(*SCRIPTS["llama3_8b_fp8"], tmp_path)
     flags = words[words.index("megalith.dialects.megatron") + 1 :]
     with pytest.raises(ConfigError) as raised:
         translate(

@@ -44,7 +44,8 @@ INFERENCE = "it concerns inference, not training"
 OTHER_MODELS = "pretrain_gpt does not read it: it belongs to vision, BERT or retrieval models"
 HYBRID_DETAIL = "it is read only in a hybrid or linear-attention model, whose flags are refused"
 RL_DETAIL = "it is read only with --perform-rl-step, which is refused"
-LOW_PRECISION_DETAIL = "it is read only with --fp8-format or --fp4-format, which are refused"
+LOW_PRECISION_DETAIL = "it is read only with --fp4-format, which is refused"
+FP8_DETAIL = "weights are gathered in the compute type, scales follow every step, and experts are padded where their matmuls need it"
 FSDP_DETAIL = "it tunes Megatron's FSDP; sharding is PyTorch's FSDP2 here"
 LION_DETAIL = "it is read only with --optimizer lion, which is refused"
 FIM_DETAIL = "it is read only with --fim-data, which is refused"
@@ -55,7 +56,7 @@ DISTILL_DETAIL = "it is read only with --logits-save-dir or --logits-load-dir, w
 PACKED_DETAIL = "it is read only with --hybrid-context-parallel, which is refused"
 
 # Why a flag is refused, and the way out. Each goes on from "is refused: ".
-FP8 = "FP8 matmuls are not there yet; leave it out to train in bf16"
+FP8_OTHER = "which matmuls are in FP8 follows from --fp8-recipe and --first-last-layers-bf16; leave it out"
 FP4 = "there are no FP4 matmuls; leave it out to train in bf16"
 HYBRID = "there are no state-space or linear-attention layers; train a transformer without it"
 SPEC = (
@@ -222,6 +223,16 @@ FLAGS: dict[str, Flag] = {
     "--deterministic-mode":    Sets("switch", "train.deterministic"),
     "--exit-interval":         Sets("int", "train.exit_interval"),
     "--exit-duration-in-mins": Sets("int", "train.exit_duration_in_mins"),
+    "--fp8-format":            Sets("e4m3|hybrid", "train.fp8_format"),
+    "--fp8-recipe":            Sets("tensorwise|delayed|mxfp8|blockwise|custom", "train.fp8_recipe", default="delayed"),
+    "--fp8-margin":            Sets("int", "train.fp8_margin", default=0),
+    "--fp8-amax-history-len":  Sets("int", "train.fp8_amax_history_len", default=1),
+    "--fp8-amax-compute-algo": Sets("most_recent|max", "train.fp8_amax_compute_algo", default="most_recent"),
+    "--no-fp8-wgrad":          Sets("switch", "train.fp8_wgrad", values=NOT),
+    "--disable-fp8-wgrad":     Sets("switch", "train.fp8_wgrad", values=NOT),
+    "--first-last-layers-bf16":       Sets("switch", "train.first_last_layers_bf16"),
+    "--num-layers-at-start-in-bf16":  Sets("int", "train.num_layers_at_start_in_bf16", default=1),
+    "--num-layers-at-end-in-bf16":    Sets("int", "train.num_layers_at_end_in_bf16", default=1),
     # sets: checkpoint
     "--save-interval":            Sets("int", "checkpoint.save_interval"),
     "--persistent-save-interval": Sets("int", "checkpoint.save_interval"),
@@ -708,28 +719,17 @@ FLAGS: dict[str, Flag] = {
     "--use-one-sent-docs":                    NoEffect("switch", OTHER_MODELS),
     "--vision-backbone-type":                 NoEffect("vit|mit|swin", OTHER_MODELS),
     "--vision-pretraining-type":              NoEffect("classify|inpaint|dino", OTHER_MODELS),
+    # no effect: fp8 detail
+    "--fp8-param-gather":                    NoEffect("switch", FP8_DETAIL),
+    "--fp8-interval":                        NoEffect("int", FP8_DETAIL),
+    "--keep-fp8-transpose-cache":            NoEffect("switch", FP8_DETAIL),
+    "--moe-router-padding-for-quantization": NoEffect("switch", FP8_DETAIL),
+    "--moe-router-padding-for-fp8":          NoEffect("switch", FP8_DETAIL),
+    "--reuse-grad-buf-for-mxfp8-param-ag":   NoEffect("switch", FP8_DETAIL),
     # no effect: low precision detail
-    "--fp8-recipe":                          NoEffect("tensorwise|delayed|mxfp8|blockwise|custom", LOW_PRECISION_DETAIL),
-    "--fp8-param-gather":                    NoEffect("switch", LOW_PRECISION_DETAIL),
-    "--first-last-layers-bf16":              NoEffect("switch", LOW_PRECISION_DETAIL),
-    "--fp8-amax-compute-algo":               NoEffect("most_recent|max", LOW_PRECISION_DETAIL),
-    "--fp8-amax-history-len":                NoEffect("int", LOW_PRECISION_DETAIL),
-    "--num-layers-at-end-in-bf16":           NoEffect("int", LOW_PRECISION_DETAIL),
-    "--num-layers-at-start-in-bf16":         NoEffect("int", LOW_PRECISION_DETAIL),
-    "--moe-router-padding-for-quantization": NoEffect("switch", LOW_PRECISION_DETAIL),
-    "--reuse-grad-buf-for-mxfp8-param-ag":   NoEffect("switch", LOW_PRECISION_DETAIL),
-    "--fp8-interval":                        NoEffect("int", LOW_PRECISION_DETAIL),
-    "--fp8-margin":                          NoEffect("int", LOW_PRECISION_DETAIL),
-    "--disable-fp8-wgrad":                   NoEffect("switch", LOW_PRECISION_DETAIL),
     "--fp4-param-gather":                    NoEffect("switch", LOW_PRECISION_DETAIL),
     "--fp4-quantizer-factory":               NoEffect("text", LOW_PRECISION_DETAIL),
     "--fp4-recipe":                          NoEffect("nvfp4|custom", LOW_PRECISION_DETAIL),
-    "--fp8-output-proj":                     NoEffect("switch", LOW_PRECISION_DETAIL),
-    "--fp8-quantizer-factory":               NoEffect("text", LOW_PRECISION_DETAIL),
-    "--keep-fp8-transpose-cache":            NoEffect("switch", LOW_PRECISION_DETAIL),
-    "--moe-router-padding-for-fp8":          NoEffect("switch", LOW_PRECISION_DETAIL),
-    "--no-fp8-wgrad":                        NoEffect("switch", LOW_PRECISION_DETAIL),
-    "--te-precision-config-file":            NoEffect("text", LOW_PRECISION_DETAIL),
     # no effect: hybrid detail
     "--mamba-num-heads":                       NoEffect("int", HYBRID_DETAIL),
     "--mamba-head-dim":                        NoEffect("int", HYBRID_DETAIL),
@@ -935,7 +935,9 @@ FLAGS: dict[str, Flag] = {
     "--spec":                                     Refused("text*", SPEC),
     "--heterogeneous-layers-config-encoded-json": Refused("text", SPEC),
     "--heterogeneous-layers-config-path":         Refused("text", SPEC),
-    "--fp8-format":                               Refused("e4m3|hybrid", FP8),
+    "--fp8-output-proj":                          Refused("switch", FP8_OTHER),
+    "--fp8-quantizer-factory":                    Refused("text", FP8_OTHER),
+    "--te-precision-config-file":                 Refused("text", FP8_OTHER),
     "--vocab-extra-ids":                          Refused("int", SENTINELS, default=0),
     "--perform-rl-step":                          Refused("switch", RL),
     "--apply-wd-to-qk-layernorm":                 Refused("switch", DECAY),
