@@ -257,6 +257,43 @@ def generate(args: Arguments) -> int:
     return 0
 
 
+def evaluate(args: Arguments) -> int:
+    from megalith.bridge.load import config_of
+    from megalith.checkpoint.open import open_existing
+    from megalith.config import RunConfig
+    from megalith.config.run import parse_overrides
+
+    checkpoint = open_existing(args.checkpoint, None)
+    tree = config_of(checkpoint).to_tree() | {"parallel": {}}
+    for section, key, value in parse_overrides(args.settings):
+        tree.setdefault(section, {})[key] = value
+    tree["train"] |= {"skip_train": True, "rampup_batch_size": None, "step_batch_size_schedule": None}
+    tree["checkpoint"] = {"load": args.checkpoint, "load_optim": False}
+    config = RunConfig.from_tree(tree)
+    if args.nproc is not None:
+        from megalith.launch.launcher import launch
+        from megalith.training.precheck import check_job
+
+        json_too = ["--json"] if args.json else []
+        return launch(
+            args.nproc,
+            ["-m", "megalith.cli", "evaluate", args.checkpoint, *json_too, *args.settings],
+            check=lambda world_sizes: check_job(config, world_sizes, args.nproc, True),
+        )
+    from megalith.launch.stops import exit_code
+    from megalith.report.metrics import finite, perplexity
+    from megalith.training.trainer import train
+
+    result = train(config)
+    if args.json and os.environ.get("RANK", "0") == "0":
+        losses = {"validation": result.validation_loss, "test": result.test_loss}
+        known = {name: loss for name, loss in losses.items() if loss is not None}
+        figures = {f"{name}_loss": finite(loss) for name, loss in known.items()}
+        figures |= {f"{name}_perplexity": finite(perplexity(loss)) for name, loss in known.items()}
+        print(json.dumps({"step": result.step, **figures}))
+    return exit_code(result.ended)
+
+
 def data_show(args: Arguments) -> int:
     from megalith.data.show import render_samples, show_samples
 
@@ -427,6 +464,12 @@ def build_parser() -> argparse.ArgumentParser:
     _add_data_show(_leaf(data, "show", "print samples as training would read them", data_show))
 
     _add_generate(_leaf(commands, "generate", "continue prompts with a trained model", generate))
+    text = "the loss and perplexity of a checkpoint, by its run's settings or `--section.key value`, in any layout"
+    parser = _leaf(commands, "evaluate", text, evaluate)
+    parser.add_argument("checkpoint", help="a run's folder, or one of its steps")
+    parser.add_argument("--nproc", type=int, help="start so many processes; or use torchrun")
+    parser.add_argument("--json", action="store_true", help="print an object with the figures")
+    parser.set_defaults(takes_settings=True)
 
     add_checkpoint_commands(_group(commands, "checkpoint", "look at checkpoints, and rewrite them"))
 

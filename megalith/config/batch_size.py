@@ -2,7 +2,8 @@
 
 `rampup_batch_size: [start, increment, ramp_samples]` grows the batch from `start` to `global_batch_size` by
 `increment`, in stages that share `ramp_samples` evenly, as Megatron does (Smith et al., "Don't decay the
-learning rate, increase the batch size"). Since the size depends on nothing but the samples consumed, a
+learning rate, increase the batch size"). `step_batch_size_schedule: [[0, size], [samples, size], …]` changes it at
+counts of consumed samples. Since the size depends on nothing but the samples consumed, a
 resumed run finds it with no state of its own.
 """
 
@@ -10,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 
 from megalith.config.train import TrainConfig
 from megalith.errors import ConfigError
@@ -29,6 +31,7 @@ class BatchSizeSchedule:
     micro_batch_size: int = 1
     data_parallel_size: int = 1
     rampup_batch_size: tuple[int, int, int] | None = None  # start, increment, ramp_samples
+    steps: tuple[tuple[int, int], ...] | None = None  # (consumed samples, size from there on)
 
     @classmethod
     def from_config(cls, train: TrainConfig, data_parallel_size: int) -> BatchSizeSchedule:
@@ -44,10 +47,13 @@ class BatchSizeSchedule:
             train.micro_batch_size,
             data_parallel_size,
             tuple(rampup) if rampup is not None else None,
+            steps=train.step_batch_size_schedule and tuple(map(tuple, train.step_batch_size_schedule)),
         )
 
     def __post_init__(self) -> None:
         self._check_divides("train.global_batch_size", self.global_batch_size)
+        if self.steps is not None:
+            self._check_steps()
         if self.rampup_batch_size is None:
             return
         start, increment, ramp_samples = self.rampup_batch_size
@@ -77,6 +83,24 @@ class BatchSizeSchedule:
         if growth:
             self._check_divides("the increment of train.rampup_batch_size", increment)
 
+    def _check_steps(self) -> None:
+        written = f"train.step_batch_size_schedule {list(map(list, self.steps))}"
+        starts, sizes = zip(*self.steps)
+        if starts[0] != 0 or any(a >= b for a, b in pairwise(starts)) or min(sizes) < 1:
+            raise ConfigError(
+                f"{written} must be [samples, size] pairs, the first with 0 samples and each with more than the one "
+                "before, of sizes above 0"
+            )
+        if sizes[-1] != self.global_batch_size:
+            raise ConfigError(
+                f"{written} ends with {sizes[-1]}, but train.global_batch_size is {self.global_batch_size}; make them "
+                "the same"
+            )
+        if self.rampup_batch_size is not None:
+            raise ConfigError(f"{written} and train.rampup_batch_size exclude each other; leave one out")
+        for size in sizes:
+            self._check_divides("a size of train.step_batch_size_schedule", size)
+
     def _check_divides(self, what: str, size: int) -> None:
         slice_size = self.micro_batch_size * self.data_parallel_size
         if size % slice_size == 0:
@@ -91,6 +115,8 @@ class BatchSizeSchedule:
 
     def size(self, consumed_samples: int) -> int:
         """Samples of the step that begins after `consumed_samples`."""
+        if self.steps is not None:
+            return [size for start, size in self.steps if start <= consumed_samples][-1]
         if not self._increments or consumed_samples > self.rampup_batch_size[2]:
             return self.global_batch_size
         start, increment, _ = self.rampup_batch_size
@@ -143,8 +169,12 @@ class BatchSizeSchedule:
         return int(consumed_samples / (self.rampup_batch_size[2] / self._increments))
 
     def _stages(self) -> Iterator[tuple[int, int]]:
-        """(batch size, number of steps) of each stage of the ramp; after the last, the size is constant."""
+        """(batch size, number of steps) of each stage of ramp or schedule; after the last, the size is constant."""
         consumed = 0
+        for (_, size), (end, _) in pairwise(self.steps or ()):
+            steps = max(0, -(-(end - consumed) // size))
+            consumed += steps * size
+            yield size, steps
         for stage in range(self._increments):
             start, increment, ramp_samples = self.rampup_batch_size
             size = start + stage * increment

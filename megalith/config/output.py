@@ -58,6 +58,18 @@ class LogConfig(Section):
     log_throughput: bool = True
     """The log lines name TFLOP/s a device."""
 
+    log_params_norm: bool = False
+    """Each log interval has the norm of all weights."""
+
+    log_num_zeros_in_grad: bool = False
+    """Each log interval has the number of gradient elements that are 0."""
+
+    timing_log_level: Literal[0, 1, 2] = 0
+    """Each log interval has the times, over the ranks, of 1: forward-backward and optimizer, 2: batches too."""
+
+    timing_log_option: Annotated[Literal["minmax", "max", "all"], Needs("timing_log_level", 1, 2)] = "minmax"
+    """The least and greatest time of a rank, the greatest, or all."""
+
     layout_report: bool = True
     """Several processes: profiles one of the first steps and prints each rank's memory and where its time went."""
 

@@ -21,7 +21,9 @@ class TrainConfig(Section):
 
     micro_batch_size: Annotated[
         PositiveInt,
-        Shrinks(lambda _, train: 1 if train.rampup_batch_size else 2),  # 4 replicas share the smallest batch
+        Shrinks(
+            lambda _, train: 1 if train.rampup_batch_size or train.step_batch_size_schedule else 2
+        ),  # 4 replicas share the smallest batch
     ] = 1
     """Sequences in one forward pass on one device."""
 
@@ -34,6 +36,16 @@ class TrainConfig(Section):
         Shrinks(lambda value, _: value and [small.BATCH // 2, small.BATCH // 2, 2 * small.BATCH]),
     ] = None
     """[start, increment, samples]: the global batch grows from start by increments over this many samples."""
+
+    step_batch_size_schedule: Annotated[
+        Annotated[list[tuple[NonNegativeInt, PositiveInt]], Field(min_length=1)] | None,
+        Decides.UPDATES,
+        Shrinks(lambda value, _: value and [(0, small.BATCH // 2), (2 * small.BATCH, small.BATCH)]),
+    ] = None
+    """[[0, size], [samples, size], …]: the global batch from each count of consumed samples on; in place of a ramp."""
+
+    calculate_per_token_loss: Annotated[bool, Decides.UPDATES, Needs("data.eod_mask_loss", True), KEPT] = True
+    """Every valid token of a step counts the same; off, every micro-batch, however many of its tokens are valid."""
 
     precision: Annotated[Literal["fp32", "bf16", "fp16"], Decides.UPDATES] = "fp32"
     """Compute type. Weights, gradients and optimizer state are fp32 in each."""
@@ -92,6 +104,9 @@ class TrainConfig(Section):
 
     eval_iters: Annotated[NonNegativeInt, Shrinks(1)] = 100
     """Global batches in an evaluation; 0: none. Not set, at most a tenth of the run's steps."""
+
+    skip_train: bool = False
+    """Evaluates the weights of checkpoint.load or model.init_from, and neither trains nor writes anything."""
 
     exit_interval: PositiveInt | None = None
     """Ends the process after a step divisible by this, with a checkpoint."""

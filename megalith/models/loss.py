@@ -75,6 +75,16 @@ class CrossEntropy(Loss):
         return batch.loss_mask
 
 
+class MicroBatchMean(CrossEntropy):
+    """The mean over the step's micro-batches of each one's mean: Megatron-LM's without calculate_per_token_loss."""
+
+    def denominator(self, batch: Batch) -> float:
+        return 1.0
+
+    def weights(self, batch: Batch) -> Tensor:
+        return batch.loss_mask / batch.loss_mask.sum().clamp(min=1)
+
+
 @dataclass
 class Objective:
     """A loss with its micro-batch, as a pass through the model takes it."""

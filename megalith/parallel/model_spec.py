@@ -18,7 +18,7 @@ from megalith.comm.collectives import Axis, local
 from megalith.config import ParallelConfig, RunConfig
 from megalith.data.batch import Batch
 from megalith.errors import ConfigError
-from megalith.models.loss import CrossEntropy, Loss, with_gradient_times
+from megalith.models.loss import CrossEntropy, Loss, MicroBatchMean, with_gradient_times
 from megalith.models.own_model import Model
 from megalith.models.pass_context import Context, KVCache
 from megalith.models.transformer import Transformer
@@ -134,7 +134,8 @@ class TransformerSpec(ModelSpec):
 
     def __init__(self, model: Transformer, run: RunConfig):
         """`model` is on the meta device; it is taken apart."""
-        super().__init__(build=lambda mesh: model)
+        loss = CrossEntropy() if run.train.calculate_per_token_loss else MicroBatchMean()
+        super().__init__(build=lambda mesh: model, loss=loss)
         self.run, self.config = run, run.model
         self.further_layers = len(run.model.further_layers)
         self.has_experts = run.model.num_experts is not None

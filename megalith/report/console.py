@@ -152,6 +152,10 @@ def megatron_line(interval: Interval, total_steps: int, now: datetime, throughpu
     ]
     if last.grad_norm is not None:
         fields.append(f"grad norm: {last.grad_norm:.3f}")
+    if last.num_zeros is not None:
+        fields.append(f"num zeros: {last.num_zeros:.1f}")
+    if last.params_norm is not None:
+        fields.append(f"params norm: {last.params_norm:.3f}")
     fields += [
         f"number of skipped iterations: {interval.skipped:3d}",
         f"number of nan iterations: {interval.nan_iterations:3d}",
@@ -159,10 +163,10 @@ def megatron_line(interval: Interval, total_steps: int, now: datetime, throughpu
     return f" [{now:%Y-%m-%d %H:%M:%S.%f}] " + " | ".join(fields) + " |"
 
 
-def megatron_evaluation_line(step: int, validation_loss: float) -> str:
+def megatron_evaluation_line(step: int, validation_loss: float, where: str = "") -> str:
     """Megatron-LM's line for an evaluation, with its trailing blank."""
     return (
-        f" validation loss at iteration {step} | lm loss value: {validation_loss:.6E}"
+        f" validation loss at iteration {step}{where} | lm loss value: {validation_loss:.6E}"
         f" | lm loss PPL: {perplexity(validation_loss):.6E} | "
     )
 

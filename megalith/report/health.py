@@ -30,6 +30,8 @@ class ReadStep:
     grad_norm: float
     skipped: bool
     loss_scale: float
+    num_zeros: float | None = None
+    params_norm: float | None = None
 
     @property
     def first_sample(self) -> int:

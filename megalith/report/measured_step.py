@@ -29,9 +29,11 @@ import resource
 import sys
 import time
 from bisect import bisect_right
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from statistics import median_low
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -357,3 +359,41 @@ class StepClock:
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
+
+
+class PhaseTimers:
+    """Times the phases of each step, by Megatron-LM's names and levels: those above `level` are not timed."""
+
+    LEVELS: ClassVar = {"forward-backward": 1, "optimizer": 1, "batch-generator": 2}
+
+    def __init__(self, device: torch.device, level: int):
+        self._clocks = {name: StepClock(device) for name, own in self.LEVELS.items() if own <= level}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Around a phase of LEVELS; never waits for the device."""
+        clock = self._clocks.get(name)
+        if clock is not None:
+            clock.start()
+        yield
+        if clock is not None:
+            clock.stop()
+
+    def means(self) -> dict[str, float]:
+        """Milliseconds a step of each phase since the last call; waits for the device."""
+        spans = {name: clock.milliseconds() for name, clock in self._clocks.items()}
+        return {name: sum(times) / len(times) for name, times in spans.items() if times}
+
+
+def timers_text(ranks: Sequence[Mapping[str, float]], option: str) -> str:
+    """Megatron-LM's lines of each rank's times in ms: the least and greatest, the greatest alone, or all."""
+    heads = {"minmax": "(min, max) time", "max": "max time", "all": "times"}
+    lines = [f"{heads[option]} across ranks (ms):"]
+    for name in ranks[0]:
+        times = [rank[name] for rank in ranks]
+        if option == "all":
+            lines += [f"  {name}:", *(f"     rank {rank:2d}: {time:.2f}" for rank, time in enumerate(times))]
+        else:
+            shown = f"({min(times):.2f}, {max(times):.2f})" if option == "minmax" else f"{max(times):.2f}"
+            lines.append(f"    {f'{name} '.ljust(48, '.')}: {shown}")
+    return "\n".join(lines)

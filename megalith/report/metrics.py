@@ -39,6 +39,7 @@ METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 EVENTS_FILE = "events.jsonl"
 EXPERTS_FILE = "experts.jsonl"
+ASKED_FOR = ("num_zeros", "params_norm")  # keys that a line has where there is a figure
 MAX_PERPLEXITY_EXPONENT = 20  # Megatron's: a perplexity beyond e^20 says no more
 
 
@@ -71,6 +72,10 @@ class StepMetrics:
     """1 when the loss was NaN or infinite, else 0: a sum over lines counts them."""
     loss_scale: float | None = None
     """fp16 only."""
+    num_zeros: float | None = None
+    """Elements of the gradient that are 0: a key at the log intervals of log.log_num_zeros_in_grad alone."""
+    params_norm: float | None = None
+    """Norm of the weights after the step: likewise, of log.log_params_norm."""
 
 
 @dataclass(frozen=True)
@@ -136,9 +141,17 @@ class MetricsWriter:
         self._events.write(json.dumps(line, allow_nan=False))
 
     def log_step(self, metrics: StepMetrics) -> None:
-        record = {key: finite(value) for key, value in asdict(metrics).items()}
+        record = {
+            key: finite(value)
+            for key, value in asdict(metrics).items()
+            if value is not None or key not in ASKED_FOR
+        }
         self._metrics.write(json.dumps(record, allow_nan=False))
         self._send("train", record)
+
+    def log_timers(self, step: int, times: dict[str, float]) -> None:
+        """`times`: milliseconds a step of each phase, of the slowest rank; for the trackers alone."""
+        self._send("timers", {"step": step, **times})
 
     def log_experts(self, step: int, tokens: dict[int, list[int]]) -> None:
         """`tokens`: those sent to each expert, by layer number."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalith.comm.collectives import gather_json
 from megalith.config import RunConfig
 from megalith.hardware import device_kind
 from megalith.io import replace_file
@@ -25,7 +26,7 @@ from megalith.planner.topology import gather_places, topology_notes
 from megalith.report.console import TrainingConsole, open_console
 from megalith.report.health import ReadStep
 from megalith.report.layout_text import LayoutReport, layout_text, paragraph
-from megalith.report.measured_step import StartClock, StepClock, Stragglers
+from megalith.report.measured_step import PhaseTimers, StartClock, StepClock, Stragglers, timers_text
 from megalith.report.metrics import (
     METRICS_FILE,
     MetricsWriter,
@@ -50,17 +51,25 @@ class PendingStep:
     grad_norm: Tensor
     skipped: Tensor
     loss_scale: Tensor
+    num_zeros: Tensor | None = None
+    """Elements of the gradient that are 0, where it was counted."""
+    params_norm: Tensor | None = None
+    """Norm of the weights after the step, where it was taken."""
+    timers: PhaseTimers | None = None
+    """Of the run, with the times since the last log line."""
     tallies: Tensor | None = None
     """What the experts got, float32 [layers with experts, experts + 3]."""
 
     def read(self) -> ReadStep:
         """Its figures on the host; waits for the device."""
-        loss, grad_norm, skipped, loss_scale = torch.stack(
-            [self.loss, self.grad_norm, self.skipped, self.loss_scale]
-        ).tolist()
-        return ReadStep(
-            self.step, self.consumed_samples, self.batch_size, loss, grad_norm, bool(skipped), loss_scale
-        )
+        figures = {
+            name: figure
+            for name in ("loss", "grad_norm", "skipped", "loss_scale", "num_zeros", "params_norm")
+            if (figure := getattr(self, name)) is not None
+        }
+        read = dict(zip(figures, torch.stack([figure.double() for figure in figures.values()]).tolist()))
+        read["skipped"] = bool(read["skipped"])
+        return ReadStep(self.step, self.consumed_samples, self.batch_size, **read)
 
 
 @contextmanager
@@ -156,6 +165,8 @@ class Report:
         self._pending.append(step)
         if step.step == self._first or step.step % self._interval == 0:
             self.flush()
+        if step.timers is not None and step.step % self._config.log.log_interval == 0:
+            self._log_timers(step.step, step.timers)
         if step.step == self._first:
             self._starting.mark("first step")
             if parts := str(self._starting):
@@ -177,6 +188,15 @@ class Report:
                         self._metrics.log_experts(step.step, tokens)
                 self._metrics.log_step(metrics)
                 self._console.log_step(metrics)
+
+    def _log_timers(self, step: int, timers: PhaseTimers) -> None:
+        means = timers.means()
+        if not means:
+            return
+        ranks = gather_json(means, self._world, to_first=True)
+        if self._metrics is not None:
+            self.note(timers_text(ranks, self._config.log.timing_log_option))
+            self._metrics.log_timers(step, {name: max(rank[name] for rank in ranks) for name in means})
 
     def take_read(self) -> list[ReadStep]:
         """The steps whose figures were read since the last call, on every rank."""
@@ -232,6 +252,8 @@ class Report:
             skipped=int(step.skipped),
             nan_iterations=int(not math.isfinite(step.loss)),
             loss_scale=step.loss_scale if self._fp16 else None,
+            num_zeros=step.num_zeros,
+            params_norm=step.params_norm,
         )
 
     def _is_traced(self, step: int) -> bool:

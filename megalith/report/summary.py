@@ -122,6 +122,8 @@ def _batch(layout: Layout, schedule: BatchSizeSchedule) -> str:
         f"{size} = micro {train.micro_batch_size} × data parallel {layout.size.dp} × accumulation "
         f"{layout.micro_batches}; × {seq_length:,} = {size * seq_length:,} tokens a step"
     )
+    if schedule.steps is not None:
+        text += f"\nfrom {', '.join(f'{size} at {start:,}' for start, size in schedule.steps)} sequences on"
     if schedule.rampup_batch_size is not None:
         start, increment, samples = schedule.rampup_batch_size
         text += f"\nramped up from {start} by {increment} over {samples:,} sequences"

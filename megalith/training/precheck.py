@@ -39,7 +39,9 @@ def check_job(config: RunConfig, world_sizes: Sequence[int], nproc: int, one_mac
     prepared, tokenizer, _ = _prepare_any(config, world_sizes)
     pick_device(config.runtime.device, nproc - 1)
     _check_data(prepared, tokenizer)
-    if one_machine:
+    if config.train.skip_train:  # it writes nothing
+        _check_checkpoint(prepared, tokenizer)
+    elif one_machine:
         with OutputLock(config.train.output_dir):
             check_output_dir(config.train.output_dir, config.checkpoint.load, config.checkpoint.save)
         _check_checkpoint(prepared, tokenizer)

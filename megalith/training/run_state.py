@@ -17,9 +17,11 @@ from megalith.config.batch_size import BatchSizeSchedule
 from megalith.data.batch import Batch
 from megalith.data.dataset import SampleDataset
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
+from megalith.models.loss import CrossEntropy
 from megalith.optim.schedule import build_schedule
 from megalith.parallel.mesh import Mesh
 from megalith.remote import StorePath, place
+from megalith.report.measured_step import PhaseTimers
 from megalith.report.report import PendingStep
 from megalith.training.build import Data, build_model, vocabulary_rows
 from megalith.training.own_loop import Optimizer
@@ -55,6 +57,7 @@ class Run:
         self.replicas = None
         if config.runtime.check_weight_hash_across_dp_replicas_interval:
             self.replicas = ReplicaCheck(self.model.chunks, self.model.parameters, mesh.world, mesh.tied)
+        self.timers = PhaseTimers(device, config.log.timing_log_level)
         self.log: Callable[[str], None] = lambda text: None
         """Takes a line for the reader of the run's log."""
         self.step = 0  # updates made, skipped ones included
@@ -79,13 +82,20 @@ class Run:
         anew; it returns the loss that holds.
         """
         batch_size = self.batch_sizes.size(self.consumed_samples)
-        micro_batches = [next(batches) for _ in range(self.batch_sizes.micro_batches(self.consumed_samples))]
-        loss = second_try(self.gradients(micro_batches), micro_batches)
+        count = self.batch_sizes.micro_batches(self.consumed_samples)
+        with self.timers("batch-generator"):
+            micro_batches = [next(batches) for _ in range(count)]
+        with self.timers("forward-backward"):
+            loss = second_try(self.gradients(micro_batches), micro_batches)
         lr = self.schedule.learning_rate(self.step, self.consumed_samples)
         weight_decay = self.schedule.weight_decay(self.step, self.consumed_samples)
         decoupled = self.schedule.decoupled
         decoupled_lr = decoupled and decoupled.learning_rate(self.step, self.consumed_samples)
-        result = self.updates.step(lr, weight_decay, decoupled_lr)
+        log, squares = self.config.log, self.updates.gradient_squares
+        is_logged = (self.step + 1) % log.log_interval == 0 or self.step + 1 == self.total_steps
+        zeros = squares.zeros() if is_logged and log.log_num_zeros_in_grad else None
+        with self.timers("optimizer"):
+            result = self.updates.step(lr, weight_decay, decoupled_lr)
         self.step += 1
         self.consumed_samples += batch_size
         return PendingStep(
@@ -97,7 +107,10 @@ class Run:
             grad_norm=result.grad_norm,
             skipped=result.skipped,
             loss_scale=result.loss_scale,
+            num_zeros=zeros,
+            params_norm=squares.of_weights().sqrt() if is_logged and log.log_params_norm else None,
             tallies=self.model.tallies,
+            timers=self.timers,
         )
 
     def gradients(self, micro_batches: Sequence[Batch]) -> Tensor:
@@ -123,7 +136,9 @@ class Run:
         with self.data.evaluation_loader(dataset, self.device) as batches:
             for done in range(total):
                 before(done)
-                more_loss, more_tokens = self.model.evaluate([next(batches) for _ in range(count)])
+                more_loss, more_tokens = self.model.evaluate(
+                    [next(batches) for _ in range(count)], CrossEntropy()
+                )
                 loss, tokens = loss + more_loss, tokens + more_tokens
                 if stops():
                     return None

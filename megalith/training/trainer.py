@@ -19,6 +19,7 @@ from megalith.config import CheckpointConfig, RunConfig
 from megalith.config.rules.notes import offload_notes, overlap_notes
 from megalith.config.rules.run_rules import check_base
 from megalith.data.dataset import SampleDataset
+from megalith.errors import ConfigError
 from megalith.launch.hang_watch import open_watch
 from megalith.launch.heartbeat import Heartbeat, longer
 from megalith.launch.launcher import TIMEOUT, end_distributed, init_distributed, this_process
@@ -27,11 +28,13 @@ from megalith.launch.signals import StopSignals
 from megalith.launch.stops import Stops
 from megalith.parallel.apply import compiles
 from megalith.parallel.mesh import build_mesh
+from megalith.planner.layout import build_layout
 from megalith.remote import StorePath
+from megalith.report.console import megatron_evaluation_line
 from megalith.report.measured_step import StartClock
 from megalith.report.metrics import perplexity
 from megalith.report.out_of_memory import out_of_memory
-from megalith.report.report import open_report
+from megalith.report.report import Report, open_report
 from megalith.report.streams import lasting_streams
 from megalith.training.build import prepare
 from megalith.training.process import prepare_process
@@ -52,6 +55,7 @@ class TrainingResult:
         Path | StorePath | None
     )  # the last one saved; None where `checkpoint.save_at_end` is off and none was
     ended: str  # why: a key of runtime.stops.EXIT_CODES, "train_iters" at the run's end
+    test_loss: float | None = None  # after training
 
 
 def train(config: RunConfig) -> TrainingResult:
@@ -70,11 +74,11 @@ def train(config: RunConfig) -> TrainingResult:
     if process.is_first:  # who prints them
         notes += tokenizer_notes(config.model, tokenizer)
     timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
-    output = Path(config.train.output_dir)
+    output, writes = Path(config.train.output_dir), not config.train.skip_train
     with (
         lasting_streams() if process.is_first else nullcontext(),
         StopSignals(process.is_first, config.checkpoint.save_when_stopped == "always") as signals,
-        claimed(config, attempt) if process.is_first else nullcontext(False) as goes_on,
+        claimed(config, attempt) if process.is_first and writes else nullcontext(False) as goes_on,
         failures_kept(output, attempt, process.rank),
     ):
         init_distributed(device, longer(timeout))
@@ -102,6 +106,7 @@ def train(config: RunConfig) -> TrainingResult:
         is_exported = result.checkpoint == trainer.loaded_from and exported.exists()
         if (
             process.is_first
+            and writes
             and config.checkpoint.export_hf
             and result.ended == "train_iters"
             and not is_exported
@@ -135,6 +140,7 @@ class Trainer:
         self.heartbeat = heartbeat or Heartbeat(run.mesh, TIMEOUT)
         self.stops = Stops(run.config.train, run.mesh.world, signals)
         self.validation_loss: float | None = None
+        self.test_loss: float | None = None
         self.loaded_from = load_run(run)
         self.starting = starting or StartClock()
         self.starting.mark("data and model")
@@ -145,6 +151,8 @@ class Trainer:
         A run that is over writes nothing.
         """
         run, config = self.run, self.config
+        if config.train.skip_train:
+            return self._evaluate_alone()
         if self.loaded_from and run.step >= run.total_steps:
             return self._nothing_left()
         pipeline = run.model.pipeline
@@ -188,6 +196,7 @@ class Trainer:
                     reason=ended,
                 )
             elif (test_loss := self.mean_loss(run.data.test)) is not None:
+                self.test_loss = test_loss
                 run.log(f"test loss {test_loss:.4f}, perplexity {perplexity(test_loss):.2f}")
         return self._result(checkpoint, ended, self.report.last_loss)
 
@@ -248,7 +257,22 @@ class Trainer:
 
     def _result(self, checkpoint: Path | None, ended: str, loss: float | None) -> TrainingResult:
         run = self.run
-        return TrainingResult(run.step, run.consumed_samples, loss, self.validation_loss, checkpoint, ended)
+        position, evaluated = (run.step, run.consumed_samples), (loss, self.validation_loss)
+        return TrainingResult(*position, *evaluated, checkpoint, ended, self.test_loss)
+
+    def _evaluate_alone(self) -> TrainingResult:
+        """The loss of the weights as they are on the validation and the test data, printed as Megatron-LM does."""
+        run = self.run
+        self.report = Report(build_layout(self.config, run.mesh.world.size), run.mesh, run.device, run.step)
+        self.validation_loss, self.test_loss = map(self.mean_loss, (run.data.valid, run.data.test))
+        if run.data.valid is run.data.test is None:
+            raise ConfigError(
+                "the data have no validation and no test part to evaluate; give data.split shares for them"
+            )
+        for name, loss in (("validation", self.validation_loss), ("test", self.test_loss)):
+            if loss is not None and run.mesh.world.rank == 0:
+                print(megatron_evaluation_line(run.step, loss, f" on {name} set"), flush=True)
+        return self._result(self.loaded_from, self.stops.hurry or "train_iters", None)
 
     def evaluate(self) -> None:
         """The mean loss over the evaluation's tokens, reported and kept."""

@@ -36,6 +36,32 @@ def test_iterations_and_samples_agree_with_walking_the_steps(start, increment, r
         consumed += schedule.size(consumed)
 
 
+def test_a_schedule_of_steps_is_followed_at_every_sample_count():
+    schedule = BatchSizeSchedule(16, 2, 2, steps=((0, 4), (10, 8), (50, 16)))
+    consumed = 0
+    for iteration in range(20):
+        assert schedule.size(consumed) == (16 if consumed >= 50 else 8 if consumed >= 10 else 4)
+        assert schedule.samples_for_iterations(iteration) == consumed
+        assert schedule.iterations_for_samples(consumed) == iteration
+        consumed += schedule.size(consumed)
+    assert schedule.all_micro_batches == [1, 2, 4]
+
+
+@pytest.mark.parametrize(
+    ("steps", "words"),
+    [
+        ([[1, 8]], "the first with 0 samples"),
+        ([[0, 4], [9, 6], [9, 8]], "more than the one before"),
+        ([[0, 8], [9, 4]], "ends with 4, but train.global_batch_size is 8"),
+        ([[0, 3], [9, 8]], r"a size of train.step_batch_size_schedule \(3\) is not"),
+    ],
+)
+def test_a_schedule_of_steps_that_cannot_be_is_refused(steps, words):
+    train = TrainConfig(global_batch_size=8, micro_batch_size=2, step_batch_size_schedule=steps)
+    with pytest.raises(ConfigError, match=words):
+        BatchSizeSchedule.from_config(train, 1)
+
+
 def test_constant_batch_size():
     schedule = BatchSizeSchedule.from_config(TrainConfig(global_batch_size=24, micro_batch_size=2), 4)
     assert (schedule.size(0), schedule.size(10**12), schedule.micro_batches(5)) == (24, 24, 3)

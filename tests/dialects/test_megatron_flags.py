@@ -175,6 +175,8 @@ CASES = [
      {"model.moe_layer_freq": [0, 0, 1, 1, 1], "model.moe_aux_loss_coeff": 0.01}, ""),
     ("--eval-interval 5", {"train.eval_interval": 5, "train.eval_iters": 100}, ""),
     ("--rampup-batch-size 2 2 100", {"train.rampup_batch_size": [2, 2, 100]}, ""),
+    ("--step-batch-size-schedule '0:2 3.2K:4 1M:8'",
+     {"train.step_batch_size_schedule": [(0, 2), (100, 4), (31250, 8)], "train.global_batch_size": 8}, ""),
     ("--save-interval 4 --save-retain-interval 8", {"checkpoint.keep_last": 1, "checkpoint.keep_every": 8}, ""),
     ("--exit-signal-handler", {"checkpoint.save_when_stopped": "always"}, ""),
     ("--tensorboard-dir tb", {"log.tensorboard": True, "log.tensorboard_dir": "tb"}, ""),
@@ -184,11 +186,19 @@ CASES = [
     ("--load nowhere", {"checkpoint.load": None}, "holds no checkpoint: training begins at step 0"),
     ("--load nowhere --exit-on-missing-checkpoint", {"checkpoint.load": "nowhere"}, ""),
     ("--load out", {"checkpoint.load": "out", "train.output_dir": "out"}, ""),
-    ("--eod-mask-loss", {"data.eod_mask_loss": True}, "without --calculate-per-token-loss"),
+    ("--eod-mask-loss", {"data.eod_mask_loss": True, "train.calculate_per_token_loss": False}, ""),
+    ("--eod-mask-loss --calculate-per-token-loss", {"train.calculate_per_token_loss": True}, ""),
+    ("--log-params-norm --log-num-zeros-in-grad --timing-log-level 2 --timing-log-option max",
+     {"log.log_params_norm": True, "log.log_num_zeros_in_grad": True, "log.timing_log_level": 2,
+      "log.timing_log_option": "max"}, ""),
+    ("--fp8-format hybrid --fp8-amax-history-len 1024 --fp8-amax-compute-algo max --no-fp8-wgrad "
+     "--first-last-layers-bf16", {"train.fp8_format": "hybrid", "train.fp8_recipe": "delayed",
+                                  "train.fp8_amax_history_len": 1024, "train.fp8_amax_compute_algo": "max",
+                                  "train.fp8_wgrad": False, "train.first_last_layers_bf16": True}, ""),
     ("--no-load-optim", {"checkpoint.load_optim": False}, ""),
     ("--lr=2e-4 --adam-beta2=.95", {"optim.lr": 2e-4, "optim.adam_beta2": 0.95}, ""),
     ("--tensor-model-par 2", {"parallel.tensor_model_parallel_size": 2}, "taken for --tensor-model-parallel-size"),
-    ("--fp8-recipe delayed --transformer-impl local --use-flash-attn", {}, "these flags have no effect here"),
+    ("--fp8-param-gather --transformer-impl local --use-flash-attn", {}, "these flags have no effect here"),
     ("--softmax-type vanilla --moe-token-dispatcher-type alltoall --error-injection-rate 0", {}, ""),
 ]  # fmt: skip
 
@@ -251,7 +261,7 @@ def test_finetune_begins_from_the_weights_alone(tmp_path):
 def test_all_that_is_wrong_is_told_at_once():
     told = problems(
         "--num-layers 2 --hiden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --lr fast --bf16 "
-        "--fp16 --train-iters 5 --train-samples 9 --moe-token-dispatcher-type flex --fp8-format hybrid --warmup 3 "
+        "--fp16 --train-iters 5 --train-samples 9 --moe-token-dispatcher-type flex --fp8-recipe custom --warmup 3 "
         "--position-embedding-type relative --optimizer lion --num 3 --swiglu yes --frobnicate 7 --split --sft"
     )
     for words in (
@@ -261,7 +271,7 @@ def test_all_that_is_wrong_is_told_at_once():
         "--bf16 and --fp16 contradict each other",
         "--train-iters and --train-samples contradict each other",
         "--moe-token-dispatcher-type flex is refused: there is alltoall, allgather",
-        "--fp8-format is refused",
+        "--fp8-recipe custom is refused: there is delayed, tensorwise, blockwise, mxfp8",
         "--warmup is refused: Megatron has removed it; give --lr-warmup-fraction",
         "--position-embedding-type relative is refused",
         "--optimizer lion is refused: there is adam, sgd",
@@ -300,6 +310,8 @@ def test_all_that_is_wrong_is_told_at_once():
             "--muon-tp-mode blockwise is refused: a matrix is always whole",
         ),
         ("--optimizer muon --muon-no-split-qkv", "--muon-no-split-qkv is refused"),
+        ("--step-batch-size-schedule 5:8", "TOKENS:SIZE pairs are needed, the first from 0"),
+        ("--step-batch-size-schedule 0:2,1K:4", "which ends with 4, contradict"),
         ("--data-path a", "--data-path and --mock-data contradict"),
         ("--wandb-project p", "needs --wandb-exp-name"),
         ("--tokenizer-type Null", "one of BertWordPieceLowerCase"),

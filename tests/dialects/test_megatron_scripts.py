@@ -48,7 +48,6 @@ def words_of(script: str, arguments: list[str], tmp_path: Path) -> list[str]:
     (tmp_path / "torchrun").write_text('#!/bin/bash\nprintf "%s\\n" "$@" > "$WORDS"\n')
     (tmp_path / "torchrun").chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}", "WORDS": str(tmp_path / "words")}
-    environment |= {"PRECISION": "bf16"}
     subprocess.run(["bash", str(ROOT / "examples" / script), *arguments], env=environment, check=True)
     return (tmp_path / "words").read_text().splitlines()
 
@@ -62,16 +61,6 @@ def test_each_script_means_its_golden_run_file(name, tmp_path, monkeypatch):
     result = translate(words[at + 1 :], int(sizes["nproc_per_node"]) * int(sizes["nnodes"]))
     assert result.to_yaml() == (GOLDEN / f"{name}.yaml").read_text(), "\n".join(result.notes)
     assert RunConfig.load(GOLDEN / f"{name}.yaml") == result.config()
-
-
-def test_the_fp8_script_is_refused_by_its_fp8_flag_alone(tmp_path):
-    words = words_of(*SCRIPTS["llama3_8b_fp8"], tmp_path)
-    flags = words[words.index("megalith.dialects.megatron") + 1 :]
-    with pytest.raises(ConfigError) as raised:
-        translate(
-            [*flags, "--fp8-format", "hybrid", "--fp8-recipe", "delayed", "--fp8-amax-history-len", "1024"]
-        )
-    assert str(raised.value).startswith("--fp8-format is refused") and "\n" not in str(raised.value)
 
 
 def test_emit_writes_the_run_file_and_trains_nothing(tmp_path, monkeypatch, capsys):

@@ -11,14 +11,16 @@ import torch
 from trained_runs import configuration, losses, stored
 
 import megalith
+from megalith.cli.main import main
 from megalith.config import CheckpointConfig, RunConfig
 from megalith.config.run import read_yaml
 from megalith.errors import ConfigError
 from megalith.parallel.mesh import build_mesh
+from megalith.parity.job import start
 from megalith.report.metrics import read_records
 from megalith.training.build import build_run_tokenizer, prepare
 from megalith.training.run_state import Run
-from megalith.training.trainer import _saves_when
+from megalith.training.trainer import Trainer, _saves_when, train
 
 METRICS = ["step", "loss", "grad_norm", "lr", "global_batch_size", "consumed_samples", "step_time_ms",
            "tokens_per_second_per_device", "tflops_per_device", "mfu", "max_memory_gb", "skipped", "nan_iterations",
@@ -67,20 +69,24 @@ def test_several_micro_batches_are_one_large_one(run, tmp_path):
         assert losses(tmp_path / other) == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
 
 
-def test_the_loss_is_the_mean_over_the_tokens_that_count_in_the_whole_batch(run, corpus, tmp_path):
-    run(train=dict(train_iters=1, micro_batch_size=1), data=dict(eod_mask_loss=True), optim=dict(lr=0.0))
+@pytest.mark.parametrize("per_token", [True, False])
+def test_the_loss_is_the_mean_over_the_tokens_that_count_or_over_the_micro_batches(run, tmp_path, per_token):
+    length = dict(train_iters=1, micro_batch_size=1, calculate_per_token_loss=per_token)
+    run(train=length, data=dict(eod_mask_loss=True), optim=dict(lr=0.0))
     config = read_yaml(tmp_path / "run" / "config.yaml")
     model = megalith.load(tmp_path / "run")  # lr 0: still the initial weights
     fresh = _run(RunConfig.from_tree(config))
-    loss, tokens = 0.0, 0.0
+    loss, divisor, fewest = 0.0, 0.0, 16
     with fresh.data.train_loader(0, 0, torch.device("cpu")) as batches:
         for batch in batches:
             logits = model(batch.input_ids)
             picked = logits.log_softmax(-1).gather(-1, batch.labels[..., None])[..., 0]
-            loss -= (picked * batch.loss_mask).sum().item()
-            tokens += batch.loss_mask.sum().item()
-    assert tokens < 8 * 16
-    assert losses(tmp_path / "run")[0] == pytest.approx(loss / tokens, rel=1e-5)
+            tokens = batch.loss_mask.sum().item()
+            loss -= (picked * batch.loss_mask).sum().item() / (1 if per_token else tokens)
+            divisor += tokens if per_token else 1
+            fewest = min(fewest, tokens)
+    assert fewest < 16
+    assert losses(tmp_path / "run")[0] == pytest.approx(loss / divisor, rel=1e-5)
 
 
 def _run(config: RunConfig) -> Run:
@@ -153,6 +159,33 @@ def test_evaluations_come_at_their_interval_and_at_the_end_and_use_the_same_samp
     assert records[0]["validation_perplexity"] == pytest.approx(math.exp(records[0]["validation_loss"]))
     run("uneven", train=dict(train_iters=5, eval_interval=2))
     assert [r["step"] for r in read_records(tmp_path / "uneven" / "evaluations.jsonl")] == [2, 4, 5]
+
+
+def evaluated_alone(tree: dict) -> tuple[float, float]:
+    result = Trainer(start(RunConfig.from_tree(tree))).train()
+    return result.validation_loss, result.test_loss
+
+
+def test_a_checkpoint_is_evaluated_alone_in_any_layout_and_nothing_is_written(run, pool, tmp_path, capsys):
+    trained = run(train=dict(train_iters=4))
+    folder = tmp_path / "run"
+    before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    expected = pytest.approx((trained.validation_loss, trained.test_loss), rel=1e-5)
+    tree = read_yaml(folder / "config.yaml")
+    tree["train"]["skip_train"], tree["checkpoint"] = True, {"load": str(folder)}
+    for parallel in ({"tensor_model_parallel_size": 2}, {"pipeline_model_parallel_size": 2}, {}):
+        for found in pool.run(evaluated_alone, tree | {"parallel": parallel}, size=2):
+            assert found == expected
+    assert main(["evaluate", str(folder), "--json", "--train.micro_batch_size", "2"]) == 0
+    *_, valid, test, figures = capsys.readouterr().out.splitlines()
+    assert valid.startswith(" validation loss at iteration 4 on validation set | lm loss value: ")
+    assert " on test set | lm loss value: " in test and "lm loss PPL: " in test
+    figures = json.loads(figures)
+    assert (figures["validation_loss"], figures["test_loss"]) == expected and figures["step"] == 4
+    assert figures["test_perplexity"] == pytest.approx(math.exp(figures["test_loss"]))
+    assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    with pytest.raises(ConfigError, match="there are no weights to evaluate"):
+        train(RunConfig.from_tree(tree | {"checkpoint": {}}))
 
 
 def test_evaluation_leaves_the_training_as_it_is(run, tmp_path):

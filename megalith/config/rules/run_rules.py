@@ -40,13 +40,29 @@ def check_training(config: RunConfig, world_size: int = 1) -> None:
 
 
 def check_base(config: RunConfig) -> None:
-    """Raises ConfigError for adapters that would be trained on frozen random weights."""
+    """Raises ConfigError for adapters that would be trained on frozen random weights, or where none are to evaluate."""
+    _check_evaluation(config)
     lora = config.lora
     if config.model.init_from is None and (lora.rank is not None or lora.load is not None):
         given = f"lora.rank is {lora.rank}" if lora.load is None else f"lora.load is {lora.load}"
         raise ConfigError(
             f"{given}, but model.init_from is not set: adapters would be trained on random weights, which stay as they "
             "are; set it to the weights that they are for, a Hugging Face folder or name, or a run folder"
+        )
+
+
+def _check_evaluation(config: RunConfig) -> None:
+    if not config.train.skip_train:
+        return
+    if config.checkpoint.load is None and config.model.init_from is None:
+        raise ConfigError(
+            "train.skip_train is true, but there are no weights to evaluate; name them by checkpoint.load or "
+            "model.init_from, or leave it out to train"
+        )
+    if not config.train.eval_iters:
+        raise ConfigError(
+            "train.skip_train is true and train.eval_iters 0, so there is nothing to do; set it to the number of "
+            "global batches to evaluate"
         )
 
 

@@ -246,8 +246,22 @@ def lengths(given: Given) -> None:
 
 
 def batch(given: Given) -> None:
-    """train.global_batch_size: without it one micro-batch on each model replica."""
+    """train.global_batch_size: without it one micro-batch on each model replica; or the last of
+    train.step_batch_size_schedule, whose thresholds are tokens in the flag and samples here."""
     size = given["--global-batch-size"]
+    if given["--step-batch-size-schedule"] is not None:
+        steps = _batch_steps(given, given["--step-batch-size-schedule"])
+        if steps and size not in (None, steps[-1][1]):
+            given.problems.append(
+                f"--global-batch-size {size} and --step-batch-size-schedule, which ends with {steps[-1][1]}, "
+                "contradict each other; leave the first out"
+            )
+        if steps and given["--rampup-batch-size"] is not None:
+            given.problems.append(
+                "--rampup-batch-size and --step-batch-size-schedule contradict each other; leave one"
+            )
+        given.set("train.step_batch_size_schedule", steps)
+        size = steps[-1][1] if steps else 1
     if size is None and given["--micro-batch-size"] is not None:
         devices = math.prod(given[f"--{name}-size"] for name in ("tensor-model-parallel", "pipeline-model-parallel",
                                                                  "context-parallel"))  # fmt: skip
@@ -255,6 +269,22 @@ def batch(given: Given) -> None:
         given.notes.append(f"without --global-batch-size it is {size}: a micro-batch on each model replica")
     if size is not None:
         given.set("train.global_batch_size", size)
+
+
+def _batch_steps(given: Given, text: str) -> list[list[int]]:
+    """`0:768 250B:1536`, tokens and sizes → [samples, size] each."""
+    length = given["--seq-length"] or given["--encoder-seq-length"] or 1
+    found = [
+        re.fullmatch(r"(\d+(?:\.\d+)?)([KMBT]?):(\d+)", step) for step in re.split(r"[\s,]+", text.strip())
+    ]
+    if not all(found) or float(found[0][1]) != 0:
+        given.problems.append(
+            f"--step-batch-size-schedule is {text!r}: TOKENS:SIZE pairs are needed, the first from 0, like "
+            "'0:768 250B:1536'"
+        )
+        return []
+    factors = {"": 1, "K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+    return [[int(float(step[1]) * factors[step[2]]) // length, int(step[3])] for step in found]
 
 
 def datasets(given: Given) -> None:
@@ -307,11 +337,11 @@ def _text(given: Given, flag: str) -> str:
 
 
 def evaluation(given: Given) -> None:
-    """train.eval_interval and train.eval_iters; without --eval-interval there is none."""
+    """train.eval_interval and train.eval_iters; without --eval-interval there is none, but with --skip-train."""
     interval = given["--eval-interval"]
     if interval:
         given.set("train.eval_interval", interval)
-    given.set("train.eval_iters", given["--eval-iters"] if interval else 0)
+    given.set("train.eval_iters", given["--eval-iters"] if interval or given["--skip-train"] else 0)
 
 
 def saving(given: Given) -> None:
@@ -517,10 +547,7 @@ def trackers(given: Given) -> None:
 
 
 def per_token_loss(given: Given) -> None:
-    """The mean over the step's valid tokens, which the loss always is: without the flag Megatron takes the mean of the
-    micro-batches' means, the same where all have as many valid tokens."""
-    if not given["--calculate-per-token-loss"] and given["--eod-mask-loss"]:
-        given.notes.append(
-            "--eod-mask-loss without --calculate-per-token-loss: each valid token counts the same here, where Megatron "
-            "gives each micro-batch the same weight"
-        )
+    """train.calculate_per_token_loss: without it every micro-batch counts the same, which makes a difference where
+    --eod-mask-loss leaves them different numbers of valid tokens."""
+    if given["--eod-mask-loss"]:
+        given.set("train.calculate_per_token_loss", given["--calculate-per-token-loss"])

@@ -66,7 +66,7 @@ FORMULA = "it changes the model's or the optimizer's formula, and this version d
 INIT = "weights begin as N(0, --init-method-std); leave it out, or load weights with --load and --finetune"
 DECAY = "matrices alone have weight decay; leave it out"
 BATCH_SCHEDULE = (
-    "the batch grows by --rampup-batch-size START INCREMENT SAMPLES alone; use that, or leave it out"
+    "the batch grows by --rampup-batch-size or --step-batch-size-schedule alone; use these, or leave it out"
 )
 DATA = "samples are Megatron's GPTDataset's, without this change of them; leave it out"
 SFT = "it trains on conversations; this command trains on indexed datasets"
@@ -221,6 +221,7 @@ FLAGS: dict[str, Flag] = {
     "--rampup-batch-size":     Sets("int{3}", "train.rampup_batch_size"),
     "--seed":                  Sets("int", "train.seed", default=1234),
     "--deterministic-mode":    Sets("switch", "train.deterministic"),
+    "--skip-train":            Sets("switch", "train.skip_train"),
     "--exit-interval":         Sets("int", "train.exit_interval"),
     "--exit-duration-in-mins": Sets("int", "train.exit_duration_in_mins"),
     "--fp8-format":            Sets("e4m3|hybrid", "train.fp8_format"),
@@ -242,6 +243,10 @@ FLAGS: dict[str, Flag] = {
     # sets: log
     "--log-interval":       Sets("int", "log.log_interval", default=100),
     "--log-throughput":     Sets("switch", "log.log_throughput"),
+    "--log-params-norm":       Sets("switch", "log.log_params_norm"),
+    "--log-num-zeros-in-grad": Sets("switch", "log.log_num_zeros_in_grad"),
+    "--timing-log-level":      Sets("int", "log.timing_log_level", default=0),
+    "--timing-log-option":     Sets("max|minmax|all", "log.timing_log_option", default="minmax"),
     "--wandb-entity":       Sets("text", "log.wandb_entity"),
     "--wandb-save-dir":     Sets("text", "log.wandb_dir"),
     "--profile":            Sets("switch", "log.profile"),
@@ -290,6 +295,7 @@ FLAGS: dict[str, Flag] = {
     "--encoder-seq-length":                    Derives("int", derive.lengths),
     "--encoder-num-layers":                    Derives("int", derive.lengths),
     "--global-batch-size":                     Derives("int", derive.batch),
+    "--step-batch-size-schedule":              Derives("text", derive.batch),
     "--data-path":                             Derives("text*", derive.datasets),
     "--split":                                 Derives("text", derive.datasets),
     "--data-args-path":                        Derives("text", derive.datasets),
@@ -328,14 +334,10 @@ FLAGS: dict[str, Flag] = {
     "--wandb-exp-name":                        Derives("text", derive.trackers),
     "--calculate-per-token-loss":              Derives("switch", derive.per_token_loss),
     # no effect: logging
-    "--log-num-zeros-in-grad":                   NoEffect("switch", LOGGING),
     "--log-timers-to-tensorboard":               NoEffect("switch", LOGGING),
     "--log-memory-to-tensorboard":               NoEffect("switch", LOGGING),
     "--log-validation-ppl-to-tensorboard":       NoEffect("switch", LOGGING),
-    "--timing-log-level":                        NoEffect("int", LOGGING),
-    "--log-params-norm":                         NoEffect("switch", LOGGING),
     "--logging-level":                           NoEffect("int", LOGGING),
-    "--timing-log-option":                       NoEffect("max|minmax|all", LOGGING),
     "--log-progress":                            NoEffect("switch", LOGGING),
     "--straggler-minmax-count":                  NoEffect("int", LOGGING),
     "--tensorboard-log-interval":                NoEffect("int", LOGGING),
@@ -967,7 +969,6 @@ FLAGS: dict[str, Flag] = {
     "--mtp-standalone":                           Refused("switch", FORMULA),
     "--qk-clip":                                  Refused("switch", FORMULA),
     "--qk-l2-norm":                               Refused("switch", FORMULA),
-    "--step-batch-size-schedule":                 Refused("text", BATCH_SCHEDULE),
     "--decrease-batch-size-if-needed":            Refused("switch", BATCH_SCHEDULE),
     "--phase-transition-iterations":              Refused("text", BATCH_SCHEDULE),
     "--error-injection-rate":                     Refused("int", INJECTION, default=0, harmless=True),
@@ -978,7 +979,6 @@ FLAGS: dict[str, Flag] = {
     "--eval-micro-batch-size":                    Refused("int", EVALUATION),
     "--full-validation":                          Refused("switch", EVALUATION),
     "--multiple-validation-sets":                 Refused("switch", EVALUATION),
-    "--skip-train":                               Refused("switch", EVALUATION),
     "--start-eval-at-iter":                       Refused("int", EVALUATION),
     "--fim-data":                                 Refused("switch", DATA),
     "--dataloader-inter-document-masking":        Refused("switch", DATA),

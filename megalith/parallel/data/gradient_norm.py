@@ -1,4 +1,4 @@
-"""The gradient as one vector over all ranks: what its loss is divided by, and its norm.
+"""The gradient as one vector over all ranks: what its loss is divided by, its norm and its zeros; the weights' norm.
 
 Where NaN or Inf began: each rank's own gradients, looked at before they are summed over the ranks.
 
@@ -53,19 +53,31 @@ class GradientSquares:
         """`device` is the parameters' own; a rank may have none."""
         self._world, self._device = world, device
         self._local_squares = local_squares
-        self._counted = {
+        self._weights = [
             plain
             for name, plain in parameters.named
             if parameters.boxes[name].owned and plain.numel() and name not in counted_elsewhere
-        }
+        ]
+        self._counted = set(self._weights)
 
     def __call__(self, parameters: list[Tensor]) -> Tensor:
-        counted = [parameter for parameter in parameters if parameter in self._counted]
-        if counted:
-            squares = self._local_squares([parameter.grad for parameter in counted])
-        else:
-            squares = torch.zeros((), device=self._device)
-        return summed(squares, self._world)
+        return self._squares([parameter.grad for parameter in parameters if parameter in self._counted])
+
+    @torch.no_grad()
+    def of_weights(self) -> Tensor:
+        """The sum of the squares of all weights, frozen ones too, counted likewise."""
+        return self._squares(self._weights)
+
+    def zeros(self) -> Tensor:
+        """How many elements of the whole gradient are 0: an int64 scalar, the same on every rank."""
+        own = torch.zeros((), dtype=torch.int64, device=self._device)
+        for gradient in (weight.grad for weight in self._weights if weight.grad is not None):
+            own += gradient.numel() - gradient.count_nonzero()
+        return summed(own, self._world)
+
+    def _squares(self, tensors: list[Tensor]) -> Tensor:
+        own = self._local_squares(tensors) if tensors else torch.zeros((), device=self._device)
+        return summed(own, self._world)
 
 
 class Watched:

@@ -1,0 +1,116 @@
+"""What a run logs where it is asked to: the weights' norm, the gradient's zeros, the phases' times."""
+
+import json
+import re
+
+import pytest
+import torch
+
+from megalith.config import RunConfig
+from megalith.parity.job import start
+from megalith.report.measured_step import timers_text
+from megalith.training.trainer import Trainer
+
+ASKED = {"log_params_norm": True, "log_num_zeros_in_grad": True, "log_interval": 1}
+TREE = {
+    "model": {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "vocab_size": 60},
+    "data": {"mock": True, "seq_length": 16, "num_workers": 0},
+    "optim": {"lr": 1e-2},
+    "train": {"train_iters": 2, "micro_batch_size": 1, "global_batch_size": 4, "eval_iters": 0},
+    "runtime": {"device": "cpu"},
+    "log": ASKED,
+}
+LAYOUTS = {
+    "tensor": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pipeline, of a tied embedding": {"pipeline_model_parallel_size": 2},
+    "sharded": {"data_parallel_sharding_strategy": "optim_grads_params"},
+    "replicated": {},
+    "experts": {"expert_model_parallel_size": 2},
+}
+
+
+def with_layout(name: str, untied: bool) -> dict:
+    experts = {"num_experts": 4} if name == "experts" else {}
+    model = TREE["model"] | {"untie_embeddings_and_output_weights": untied} | experts
+    return TREE | {"parallel": LAYOUTS.get(name, {}), "model": model}
+
+
+def figures(tree: dict, output: str) -> list[tuple[float, float]]:
+    """Zeros of the gradient and norm of the weights, of each step."""
+    run = start(RunConfig.from_tree(tree | {"train": tree["train"] | {"output_dir": output}}))
+    with run.data.train_loader(0, 0, run.device) as batches:
+        read = [run.train_step(batches).read() for _ in range(2)]
+    return [(step.num_zeros, step.params_norm) for step in read]
+
+
+def test_norms_and_zeros_count_each_logical_weight_once_in_every_layout(pool, tmp_path):
+    cases = {
+        name: (with_layout(name, untied="tied" not in name), str(tmp_path / str(number)))
+        for number, name in enumerate(LAYOUTS)
+    }
+    for name, ranks in pool.run_cases(figures, cases, size=2).items():
+        tree = with_layout(name, untied="tied" not in name) | {"parallel": {}}
+        alone = figures(tree, str(tmp_path / "alone"))
+        for rank in ranks:
+            assert [zeros for zeros, _ in rank] == [zeros for zeros, _ in alone], name
+            assert [norm for _, norm in rank] == pytest.approx([norm for _, norm in alone], rel=1e-6), name
+
+
+def test_the_figures_of_one_process_are_those_of_its_tensors(tmp_path):
+    run = start(
+        RunConfig.from_tree(with_layout("one", True) | {"train": TREE["train"] | {"output_dir": "one"}})
+    )
+    zeros, step = [], run.updates.step
+    run.updates.step = lambda *rates: (
+        zeros.append(sum((weight.grad == 0).sum().item() for weight in run.model.chunks[0].parameters()))
+        or step(*rates)
+    )
+    with run.data.train_loader(0, 0, run.device) as batches:
+        read = run.train_step(batches).read()
+    squares = sum(weight.detach().double().square().sum() for weight in run.model.chunks[0].parameters())
+    assert read.params_norm == pytest.approx(squares.sqrt().item(), rel=1e-6)
+    assert [read.num_zeros] == zeros and zeros[
+        0
+    ] > 32 * 60  # rows of tokens that are in no sample, and padding
+
+
+def test_they_stand_in_the_line_the_file_and_the_trackers_at_each_log_interval(tmp_path, capsys):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    log = ASKED | {"log_interval": 2, "console": "lines", "timing_log_level": 2, "tensorboard": True}
+    tree = TREE | {"log": log, "train": TREE["train"] | {"train_iters": 4}}
+    Trainer(start(RunConfig.from_tree(tree))).train()
+    out = capsys.readouterr().out
+    line = r"grad norm: \d+\.\d{3} \| num zeros: \d+\.0 \| params norm: \d+\.\d{3} \| number of skipped"
+    assert len(re.findall(line, out)) == 2
+    phases = ["forward-backward", "optimizer", "batch-generator"]
+    shown = "".join(rf"\n    {name} \.+: \(\d+\.\d\d, \d+\.\d\d\)" for name in phases)
+    assert len(re.findall(rf"\(min, max\) time across ranks \(ms\):{shown}", out)) == 2
+    records = [json.loads(line) for line in (tmp_path / "output" / "metrics.jsonl").read_text().splitlines()]
+    assert ["params_norm" in record and "num_zeros" in record for record in records] == [False, True] * 2
+    events = EventAccumulator(str(tmp_path / "output" / "tensorboard"))
+    events.Reload()
+    for tag in ("train/num_zeros", "train/params_norm", *(f"timers/{name}" for name in phases)):
+        assert [event.step for event in events.Scalars(tag)] == [2, 4]
+
+
+def test_times_are_written_as_megatron_writes_them():
+    ranks = [{"optimizer": 1.0, "forward-backward": 20.0}, {"optimizer": 2.5, "forward-backward": 10.0}]
+    dots = "." * (48 - len("optimizer "))
+    assert timers_text(ranks, "minmax").splitlines()[:2] == [
+        "(min, max) time across ranks (ms):",
+        f"    optimizer {dots}: (1.00, 2.50)",
+    ]
+    assert timers_text(ranks, "max").endswith("forward-backward " + "." * 31 + ": 20.00")
+    assert timers_text(ranks, "all").splitlines()[1:4] == [
+        "  optimizer:",
+        "     rank  0: 1.00",
+        "     rank  1: 2.50",
+    ]
+
+
+def test_without_being_asked_nothing_is_counted(tmp_path):
+    tree = with_layout("one", True)
+    assert figures(tree | {"log": {"log_interval": 1}}, "one") == [(None, None)] * 2
+    (none, _), (zeros, norm) = figures(tree | {"log": ASKED | {"log_interval": 2}}, "two")
+    assert none is None and zeros > 0 and torch.tensor(norm).isfinite()
