@@ -464,12 +464,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_data_show(_leaf(data, "show", "print samples as training would read them", data_show))
 
     _add_generate(_leaf(commands, "generate", "continue prompts with a trained model", generate))
-    text = "the loss and perplexity of a checkpoint, by its run's settings or `--section.key value`, in any layout"
-    parser = _leaf(commands, "evaluate", text, evaluate)
-    parser.add_argument("checkpoint", help="a run's folder, or one of its steps")
-    parser.add_argument("--nproc", type=int, help="start so many processes; or use torchrun")
-    parser.add_argument("--json", action="store_true", help="print an object with the figures")
-    parser.set_defaults(takes_settings=True)
+    _add_evaluate(_leaf(commands, "evaluate", "the loss and perplexity of a checkpoint", evaluate))
 
     add_checkpoint_commands(_group(commands, "checkpoint", "look at checkpoints, and rewrite them"))
 
@@ -498,6 +493,17 @@ def _add_data_show(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help='print [{"index": i, "tokens": [...]}]')
     parser.add_argument("--tokenizer-type", help="also print the text")
     parser.add_argument("--tokenizer-model", help="its file or folder")
+
+
+def _add_evaluate(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "The mean loss and perplexity of a checkpoint on the validation and the test data of its run, in one process "
+        "or any layout: `--section.key value` changes its settings, as to `train`. Nothing is written."
+    )
+    parser.add_argument("checkpoint", help="a run's folder, or one of its steps")
+    parser.add_argument("--nproc", type=int, help="start so many processes; torchrun works as well")
+    parser.add_argument("--json", action="store_true", help="also print an object with the figures")
+    parser.set_defaults(takes_settings=True)
 
 
 def _add_generate(parser: argparse.ArgumentParser) -> None:

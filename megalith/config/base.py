@@ -235,4 +235,6 @@ def _sentence(item: Any) -> str:
 
 def _is_union_branch(part: str | int) -> bool:
     """Pydantic adds the name of the tried type to the location of a union's error, like `list[int]`."""
-    return isinstance(part, str) and (part in {"str", "int", "float", "bool"} or "[" in part)
+    return isinstance(part, str) and (
+        part in {"str", "int", "float", "bool"} or part.startswith("constrained-") or "[" in part
+    )

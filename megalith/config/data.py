@@ -43,7 +43,10 @@ class DataConfig(Section):
             Literal[
                 "HuggingFaceTokenizer",
                 "SentencePieceTokenizer",
+                "Llama2Tokenizer",
                 "GPT2BPETokenizer",
+                "BertWordPieceLowerCase",
+                "BertWordPieceCase",
                 "TikTokenizer",
                 "ByteTokenizer",
                 "NullTokenizer",
@@ -59,7 +62,7 @@ class DataConfig(Section):
     """The tokenizer's file or folder (tokenizer.json, .model, .tiktoken), or a name in the local hub cache."""
 
     vocab_file: Annotated[str | None, Decides.NOTHING] = None
-    """GPT2BPETokenizer: vocab.json."""
+    """GPT2BPETokenizer: vocab.json; BertWordPieceLowerCase and BertWordPieceCase: vocab.txt."""
 
     merge_file: Annotated[str | None, Decides.NOTHING] = None
     """GPT2BPETokenizer: merges.txt."""

@@ -16,7 +16,7 @@ from rich.text import Text
 from megalith.config import RunConfig
 from megalith.config.batch_size import BatchSizeSchedule
 from megalith.hardware import DeviceInfo
-from megalith.planner.counts import ParameterCounts, count_parameters, flops_per_token
+from megalith.planner.counts import MetaModel, ParameterCounts, count_parameters, flops_per_token
 from megalith.planner.layout import Layout
 from megalith.report.console import render, si
 
@@ -33,7 +33,7 @@ def print_summary(layout: Layout, device: DeviceInfo, stream: TextIO | None = No
     if stream.isatty():
         Console(file=stream, force_terminal=True).print(table)
     else:
-        stream.write("\n".join([render(table), *megatron_parameter_lines(layout, counts)]) + "\n")
+        stream.write("\n".join([render(table), *megatron_parameter_lines(layout)]) + "\n")
     stream.flush()
 
 
@@ -53,21 +53,25 @@ def summary_rows(layout: Layout, counts: ParameterCounts, device: DeviceInfo) ->
     ]
 
 
-def megatron_parameter_lines(layout: Layout, counts: ParameterCounts) -> list[str]:
-    """Megatron-LM's counts in billions. Its embedding layers are the vocabulary's, without positions.
+def megatron_parameter_lines(layout: Layout) -> list[str]:
+    """Megatron-LM's counts in billions, by its formula: matrices, and two vectors for each norm of pre-norm layers and
+    the last one, whatever norms and biases there are; of the embedding the vocabulary alone.
 
-    A shard is a tensor-parallel rank's part of a pipeline stage; experts count whole in it.
+    The most loaded shard has a tensor-parallel rank's part of an even pipeline stage, and of both matrices of the
+    vocabulary where there is one stage.
     """
-    model, block = layout.config.model, counts.non_embedding
+    model, size = layout.config.model, layout.size
+    matrices = MetaModel(model).in_layers(range(model.num_layers), matrices=True).total()
+    block = matrices + (4 * model.num_layers + 2) * model.hidden_size
     table = model.padded_vocab_size * model.hidden_size
-    positions = counts.embedding - table
-    embedding = table + counts.head
-    fullest = max(stage.parameters - positions * stage.embedding for stage in layout.stages)
+    untied = table if model.untie_embeddings_and_output_weights else 0
+    fullest = (block / size.pp + table + (untied if size.pp == 1 else 0)) / size.tp
+    embedding = table + untied
     return [
         f" Number of parameters in transformer block in billions: {block / 1e9: .2f}",
         f" Number of parameters in embedding layers in billions: {embedding / 1e9:.2f}",
         f" Total number of parameters in billions: {(block + embedding) / 1e9:.2f}",
-        f" Number of parameters in most loaded shard in billions: {fullest / layout.size.tp / 1e9:.4f}",
+        f" Number of parameters in most loaded shard in billions: {fullest / 1e9:.4f}",
     ]
 
 

@@ -13,7 +13,7 @@ import transformers
 from megalith.data.tokenizers import tiktoken as ours_tiktoken
 from megalith.data.tokenizers.open_tokenizer import build_tokenizer
 from megalith.data.tokenizers.train_tokenizer import train_tokenizer
-from megalith.errors import ConfigError
+from megalith.errors import ConfigError, DataError
 
 TEXTS = [
     "The quick brown fox jumps over the lazy dog; it doesn't look back.",
@@ -118,6 +118,35 @@ def test_gpt2_tokenizer_takes_the_folder_of_both_files(bpe):
         "GPT2BPETokenizer", vocab_file=bpe / "vocab.json", merge_file=bpe / "merges.txt"
     )
     assert by_folder.fingerprint == by_file.fingerprint
+
+
+def test_llama_2s_tokenizer_begins_each_text_and_reads_what_was_trained_with_the_plain_one(
+    sentencepiece_model,
+):
+    tokenizer = build_tokenizer("Llama2Tokenizer", sentencepiece_model)
+    reference = sentencepiece.SentencePieceProcessor(model_file=str(sentencepiece_model), add_bos=True)
+    assert_matches(tokenizer, reference.encode)
+    assert tokenizer.fingerprint == build_tokenizer("SentencePieceTokenizer", sentencepiece_model).fingerprint
+
+
+@pytest.mark.parametrize("kind", ["BertWordPieceLowerCase", "BertWordPieceCase"])
+def test_word_pieces_match_transformers(tmp_path, kind):
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "the", "quick", "The", "brown", "##s", "fox", "##es", "a", "##b", ",",
+             ".", "'", "nai", "##ve", "naïve", "(", ")", "1", "##2", "##3"]  # fmt: skip
+    (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n")
+    tokenizer = build_tokenizer(kind, vocab_file=tmp_path / "vocab.txt")
+    reference = transformers.BertTokenizer(
+        {word: i for i, word in enumerate(words)}, do_lower_case=kind == "BertWordPieceLowerCase"
+    )
+    texts = [*TEXTS, "The quick foxes, naïve (browns) 123 ab."]
+    assert_matches(tokenizer, lambda text: reference.encode(text, add_special_tokens=False), texts)
+    assert (tokenizer.vocab_size, tokenizer.eod) == (len(words), None)
+    assert tokenizer.encode("foxes") == [words.index("fox"), words.index("##es")]
+    with pytest.raises(ConfigError, match="needs vocab_file"):
+        build_tokenizer(kind)
+    (tmp_path / "vocab.txt").write_text("no\npieces\n")
+    with pytest.raises(DataError, match=r"has no \[UNK\]"):
+        build_tokenizer(kind, vocab_file=tmp_path / "vocab.txt")
 
 
 def test_sentencepiece_tokenizer_matches_the_library(sentencepiece_model):

@@ -11,9 +11,10 @@ import pytest
 from megalith.cli.main import main
 from megalith.config import RunConfig
 from megalith.config.aliases import ALIASES
+from megalith.config.rules.run_rules import check_training
 from megalith.dialects.megatron.flag_kinds import Derives, NoEffect, Refused, Sets
 from megalith.dialects.megatron.flag_table import FLAGS
-from megalith.dialects.megatron.translate import Translation, translate
+from megalith.dialects.megatron.translate import Translation, in_flags, translate
 from megalith.errors import ConfigError
 
 LINES = [line for line in (Path(__file__).parent / "megatron_parser.tsv").open() if not line.startswith("# ")]
@@ -270,11 +271,11 @@ def test_all_that_is_wrong_is_told_at_once():
         "--lr is fast: a number is needed",
         "--bf16 and --fp16 contradict each other",
         "--train-iters and --train-samples contradict each other",
-        "--moe-token-dispatcher-type flex is refused: there is alltoall, allgather",
-        "--fp8-recipe custom is refused: there is delayed, tensorwise, blockwise, mxfp8",
+        "--moe-token-dispatcher-type flex is refused: there are alltoall, allgather",
+        "--fp8-recipe custom is refused: there are delayed, tensorwise, blockwise, mxfp8",
         "--warmup is refused: Megatron has removed it; give --lr-warmup-fraction",
         "--position-embedding-type relative is refused",
-        "--optimizer lion is refused: there is adam, sgd",
+        "--optimizer lion is refused: there are adam, sgd",
         "--num could be --num-layers",
         "--swiglu is yes: it takes no value",
         "there is no flag --frobnicate",
@@ -288,6 +289,7 @@ def test_all_that_is_wrong_is_told_at_once():
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
+        ("−−lr 3", "'−−lr' begins with another sign than -; write --lr"),
         ("stray", "--save is out stray: one value is needed"),
         ("--seed nan", "a whole number is needed"),
         ("--weight-decay inf", "a finite number is needed"),
@@ -304,7 +306,7 @@ def test_all_that_is_wrong_is_told_at_once():
         ("--num-experts 2 --moe-layer-freq [0]*(9999*9999*9999)*2", "lists of numbers with"),
         ("--num-experts 2 --moe-router-load-balancing-type sinkhorn", "one loss at a time"),
         ("--num-experts 2 --moe-aux-loss-coeff 1e-2 1e-3", "one loss at a time"),
-        ("--tokenizer-type BertWordPieceCase", "is refused: there are GPT2BPETokenizer"),
+        ("--tokenizer-type MultimodalTokenizer", "is refused: there are GPT2BPETokenizer"),
         (
             "--optimizer muon --muon-tp-mode blockwise",
             "--muon-tp-mode blockwise is refused: a matrix is always whole",
@@ -321,6 +323,35 @@ def test_all_that_is_wrong_is_told_at_once():
 )
 def test_a_flag_that_cannot_be_is_refused_with_a_way_out(flags, told):
     assert any(told in line for line in problems(LEAST + flags))
+
+
+@pytest.mark.parametrize(
+    ("flags", "told"),
+    [
+        ("--seed -3", "--seed is -3: input should be greater than or equal to 0"),
+        ("--save-interval 0", "--save-interval is 0:"),
+        (
+            "--tensor-model-parallel-size 0",
+            "--tensor-model-parallel-size is 0: input should be greater than 0",
+        ),
+        ("--num-experts 2 --moe-layer-freq 0", "--moe-layer-freq is 0: input should be greater than 0"),
+        ("--hidden-size 66", "--hidden-size 66 is not divisible by --num-attention-heads 4"),
+        ("--global-batch-size 7 --micro-batch-size 2", "--global-batch-size (7) is not micro_batch_size (2)"),
+        ("--seq-length 64", "--seq-length 64 is longer than --max-position-embeddings 32"),
+    ],
+)
+def test_what_the_settings_refuse_is_told_in_flags(flags, told):
+    with pytest.raises(ConfigError) as raised, in_flags():
+        check_training(config_of(flags))
+    assert str(raised.value).startswith(told)
+
+
+def test_what_is_missing_stands_in_one_line():
+    (line, length) = problems("--num-layers 2 --lr 1e-3 --seq-length 8")
+    assert line.startswith(
+        "--hidden-size, --num-attention-heads, --max-position-embeddings, --micro-batch-size are missing"
+    )
+    assert length.startswith("--train-iters or --train-samples is missing")
 
 
 def test_ignore_unknown_passes_over_what_changes_no_result_and_over_nothing_else():

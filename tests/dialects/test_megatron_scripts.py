@@ -129,8 +129,8 @@ def test_preprocess_data_writes_what_megatrons_tool_would(tmp_path, monkeypatch)
     assert run_command(["preprocess", *words.split(), "--append-eod"]) == 0  # over what is there
     data = IndexedDataset("out_text_document")
     assert [data.get(number).tolist() for number in range(2)] == [[5, 6, 7, 9], [8, 9]]
-    with pytest.raises(ConfigError, match="Llama2Tokenizer is refused"):
-        run_command(["preprocess", *words.replace("NullTokenizer", "Llama2Tokenizer").split()])
+    with pytest.raises(ConfigError, match="MultimodalTokenizer is refused: there are GPT2BPETokenizer"):
+        run_command(["preprocess", *words.replace("NullTokenizer", "MultimodalTokenizer").split()])
 
 
 def test_bridges_convert_goes_between_hugging_face_and_a_run(tmp_path, monkeypatch, capsys):

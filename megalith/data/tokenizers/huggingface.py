@@ -1,11 +1,11 @@
-"""Tokenizers of the `tokenizers` library: a tokenizer.json, or GPT-2's vocab.json and merges.txt."""
+"""Tokenizers of the `tokenizers` library: a tokenizer.json, GPT-2's vocab.json and merges.txt, BERT's vocab.txt."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import tokenizers
 
@@ -25,6 +25,7 @@ EOD_TOKENS = ("<|endoftext|>", "</s>", "<|end_of_text|>")
 """Tried in turn when no file beside the tokenizer names its end of sequence."""
 
 VOCAB, MERGES = "vocab.json", "merges.txt"
+PIECES, UNKNOWN = "vocab.txt", "[UNK]"
 
 
 class _RustTokenizer(Tokenizer):
@@ -168,6 +169,46 @@ class GPT2BPETokenizer(_RustTokenizer):
                 "or tokenizer_model: the folder that holds both, or a hub name such as gpt2"
             )
         return cls({VOCAB: read_file(vocab_file, "vocabulary"), MERGES: read_file(merge_file, "merges file")})
+
+
+class BertWordPieceLowerCase(_RustTokenizer):
+    """BERT's word pieces in lower case and without accents, from its vocab.txt. It has no end of document."""
+
+    required_files = (PIECES,)
+    lower_case: ClassVar[bool] = True
+
+    def __init__(self, files: Mapping[str, bytes], vocab_size: int | None = None) -> None:
+        super().__init__(files, vocab_size)
+        try:
+            pieces = self.files[PIECES].decode("utf-8").split("\n")
+        except UnicodeDecodeError as error:
+            raise DataError(
+                f"the vocabulary of word pieces is not UTF-8 ({error}); give BERT's {PIECES}"
+            ) from error
+        vocab = {piece.rstrip("\r"): number for number, piece in enumerate(pieces) if piece.strip()}
+        if UNKNOWN not in vocab:
+            raise DataError(
+                f"the vocabulary of {len(vocab)} word pieces has no {UNKNOWN}; give BERT's {PIECES}, a piece a line"
+            )
+        self._tokenizer = tokenizers.Tokenizer(tokenizers.models.WordPiece(vocab, unk_token=UNKNOWN))
+        self._tokenizer.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=self.lower_case)
+        self._tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+        self._tokenizer.decoder = tokenizers.decoders.WordPiece()
+        self._set_vocab_size()
+        self.eod = None
+
+    @classmethod
+    def from_paths(cls, named: Named) -> Self:
+        path = named.vocab_file or named.tokenizer_model
+        if path is None:
+            raise ConfigError(f"{cls.__name__} needs vocab_file: BERT's {PIECES}")
+        return cls({PIECES: read_file(path, "vocabulary of word pieces")})
+
+
+class BertWordPieceCase(BertWordPieceLowerCase):
+    """As BertWordPieceLowerCase, with the text as it is."""
+
+    lower_case = False
 
 
 def _is_unicode(text: str) -> bool:

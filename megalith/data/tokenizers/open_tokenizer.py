@@ -17,7 +17,10 @@ __all__ = ["TOKENIZER_TYPES", "Tokenizer", "build_tokenizer", "load_tokenizer"]
 TOKENIZER_TYPES: dict[str, str] = {  # kind → the module that defines it, imported when it is asked for
     "HuggingFaceTokenizer": "megalith.data.tokenizers.huggingface",
     "SentencePieceTokenizer": "megalith.data.tokenizers.sentencepiece",
+    "Llama2Tokenizer": "megalith.data.tokenizers.sentencepiece",
     "GPT2BPETokenizer": "megalith.data.tokenizers.huggingface",
+    "BertWordPieceLowerCase": "megalith.data.tokenizers.huggingface",
+    "BertWordPieceCase": "megalith.data.tokenizers.huggingface",
     "TikTokenizer": "megalith.data.tokenizers.tiktoken",
     "ByteTokenizer": "megalith.data.tokenizers.plain",
     "NullTokenizer": "megalith.data.tokenizers.plain",
@@ -35,8 +38,9 @@ def build_tokenizer(
     """The tokenizer of kind `tokenizer_type`.
 
     `tokenizer_model`: HuggingFaceTokenizer, a tokenizer.json, a folder with one, or a hub name;
-    SentencePieceTokenizer, a .model file; TikTokenizer, a .tiktoken file or Megatron's JSON list;
+    SentencePieceTokenizer and Llama2Tokenizer, a .model file; TikTokenizer, a .tiktoken file or Megatron's JSON list;
     GPT2BPETokenizer, the folder of vocab.json and merges.txt, else `vocab_file` and `merge_file` name them.
+    BertWordPieceLowerCase and -Case: `vocab_file` is BERT's vocab.txt.
     `vocab_size`: NullTokenizer (needed), TikTokenizer with the JSON list; the other kinds have their own.
     ConfigError: unknown kind, a missing argument or package. DataError: a missing or damaged file.
     """

@@ -42,7 +42,7 @@ class SentencePieceTokenizer(Tokenizer):
     @classmethod
     def from_paths(cls, named: Named) -> Self:
         if named.tokenizer_model is None:
-            raise ConfigError("SentencePieceTokenizer needs tokenizer_model: the path of a .model file")
+            raise ConfigError(f"{cls.__name__} needs tokenizer_model: the path of a .model file")
         return cls({MODEL: read_file(named.tokenizer_model, "SentencePiece model")})
 
     def encode(self, text: str) -> list[int]:
@@ -53,3 +53,23 @@ class SentencePieceTokenizer(Tokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._model.decode(list(ids))
+
+
+class Llama2Tokenizer(SentencePieceTokenizer):
+    """As SentencePieceTokenizer, with the model's `<s>` before every text, as in Megatron."""
+
+    @property
+    def fingerprint(self) -> str:
+        """That of the SentencePieceTokenizer: each id means the same."""
+        return SentencePieceTokenizer(self.files).fingerprint
+
+    def encode(self, text: str) -> list[int]:
+        return [*self._begin, *super().encode(text)]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
+        return [[*self._begin, *ids] for ids in super().encode_batch(texts)]
+
+    @property
+    def _begin(self) -> list[int]:
+        begin = self._model.bos_id()
+        return [begin] if begin >= 0 else []

@@ -28,7 +28,9 @@ TOKENIZERS = {
     "HuggingFaceTokenizer": "HuggingFaceTokenizer",
     "SentencePieceTokenizer": "SentencePieceTokenizer",
     "GPTSentencePieceTokenizer": "SentencePieceTokenizer",
-    "Llama2Tokenizer": "SentencePieceTokenizer",
+    "Llama2Tokenizer": "Llama2Tokenizer",
+    "BertWordPieceLowerCase": "BertWordPieceLowerCase",
+    "BertWordPieceCase": "BertWordPieceCase",
     "TikTokenizer": "TikTokenizer",
     "NullTokenizer": "NullTokenizer",
 }
@@ -209,7 +211,7 @@ def vocabulary(given: Given) -> None:
         given.notes.append(
             f"--vocab-size {size} has no effect: the vocabulary is the {kind}'s, as in Megatron"
         )
-    multiple = given["--make-vocab-size-divisible-by"] * given["--tensor-model-parallel-size"]
+    multiple = given["--make-vocab-size-divisible-by"] * max(given["--tensor-model-parallel-size"], 1)
     if given["--no-pad-vocab-size"] or given["--disable-pad-vocab-size"]:
         multiple = 1
     if given["--padded-vocab-size"] is not None:

@@ -80,7 +80,7 @@ def run_command(words: list[str]) -> int:
 
 def pretrain_gpt(words: list[str]) -> int:
     """Trains as Megatron's pretrain_gpt.py would with these flags, or prints the run file that they mean."""
-    from megalith.dialects.megatron.translate import translate
+    from megalith.dialects.megatron.translate import in_flags, translate
 
     if {"-h", "--help"} & set(words):
         print(f"{__doc__}\n`megalith megatron flags` lists Megatron's flags and what each means here.")
@@ -111,15 +111,17 @@ def pretrain_gpt(words: list[str]) -> int:
         from megalith.training.precheck import check_job
 
         more = ["--ignore-unknown"] if own.ignore_unknown else []
-        return launch(
-            own.nproc,
-            ["-m", "megalith.dialects.megatron", *flags, *more],
-            check=lambda world_sizes: check_job(config, world_sizes, own.nproc, True),
-        )
+        with in_flags():
+            return launch(
+                own.nproc,
+                ["-m", "megalith.dialects.megatron", *flags, *more],
+                check=lambda world_sizes: check_job(config, world_sizes, own.nproc, True),
+            )
     from megalith.launch.stops import exit_code
     from megalith.training.trainer import train
 
-    return exit_code(train(config).ended)
+    with in_flags():
+        return exit_code(train(config).ended)
 
 
 def pretrain_other(program: str, model: str) -> NoReturn:

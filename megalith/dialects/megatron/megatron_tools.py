@@ -31,12 +31,9 @@ def run_preprocess_data(words: list[str]) -> int:
     """Writes `PREFIX_KEY_document.bin` and `.idx` (`_sentence` with --split-sentences) as Megatron's tool does, also in
     the place of files that are there. Raises ConfigError for options that would change what is written."""
     options = _options().parse_args(words)
-    if options.tokenizer_type not in TOKENIZERS or options.tokenizer_type == "Llama2Tokenizer":
-        known = [kind for kind in TOKENIZERS if kind != "Llama2Tokenizer"]
+    if options.tokenizer_type not in TOKENIZERS:
         raise ConfigError(
-            f"--tokenizer-type {options.tokenizer_type} is refused: there are {', '.join(known)}"
-            + " (Llama2Tokenizer puts <s> before each document)"
-            * (options.tokenizer_type == "Llama2Tokenizer")
+            f"--tokenizer-type {options.tokenizer_type} is refused: there are {', '.join(TOKENIZERS)}"
         )
     if options.split_sentences and (options.keep_newlines or options.lang != "english"):
         raise ConfigError(

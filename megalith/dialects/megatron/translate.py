@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import difflib
 import math
+import re
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +22,25 @@ REQUIRED = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-len
             "--micro-batch-size", "--lr")  # fmt: skip
 OF_THE_MODEL = ("--num-layers", "--hidden-size", "--num-attention-heads", "--max-position-embeddings")
 STAND_INS = {"--num-layers": "--encoder-num-layers", "--seq-length": "--encoder-seq-length"}
+DERIVED = {  # settings that one flag decides, though by a row that derives
+    "data.seq_length": "--seq-length",
+    "data.data_path": "--data-path",
+    "data.split": "--split",
+    "train.global_batch_size": "--global-batch-size",
+    "train.eval_interval": "--eval-interval",
+    "train.eval_iters": "--eval-iters",
+    "train.output_dir": "--save",
+    "checkpoint.load": "--load",
+    "model.init_from": "--finetune",
+    "model.num_query_groups": "--num-query-groups",
+    "model.moe_layer_freq": "--moe-layer-freq",
+    "model.vocab_size": "--vocab-size",
+    "model.window_size": "--window-size",
+    "parallel.cp_comm_type": "--cp-comm-type",
+    "parallel.sequence_parallel": "--sequence-parallel",
+    "parallel.expert_tensor_parallel_size": "--expert-tensor-parallel-size",
+}
+DASHES = "\u2010\u2011\u2012\u2013\u2014\u2212"  # what an editor or a page makes of --
 CONTRADICTIONS = (
     ("--train-iters", "--train-samples"),
     ("--lr-warmup-fraction", "--lr-warmup-iters"),
@@ -41,12 +62,24 @@ class Translation:
     notes: list[str]
 
     def config(self) -> RunConfig:
-        """The run. Raises ConfigError."""
-        return RunConfig.from_tree(self.tree)
+        """The run. Raises ConfigError, in the words of the flags."""
+        with in_flags():
+            return RunConfig.from_tree(self.tree)
 
     def to_yaml(self) -> str:
         """The run file: what differs from our defaults, or was given."""
         return yaml.safe_dump(self.tree, sort_keys=False, allow_unicode=True)
+
+
+@contextmanager
+def in_flags() -> Iterator[None]:
+    """In it a ConfigError names flags where it would name the settings that they set."""
+    try:
+        yield
+    except ConfigError as error:
+        names = {row.path: flag for flag, row in reversed(FLAGS.items()) if isinstance(row, Sets)} | DERIVED
+        told = re.sub(r"\b[a-z]+\.[a-z][a-z0-9_]*", lambda found: names.get(found[0], found[0]), str(error))
+        raise ConfigError(*told.split("\n")) from None
 
 
 def translate(
@@ -72,7 +105,9 @@ def translate(
     if given.problems:
         raise ConfigError(*given.problems)
     idle = _idle(given)
-    return Translation(_with_defaults(given), [*given.notes, *([idle] if idle else [])])
+    with in_flags():
+        tree = _with_defaults(given)
+    return Translation(tree, [*given.notes, *([idle] if idle else [])])
 
 
 def read_words(words: Sequence[str], ignore_unknown: bool = False) -> Given:
@@ -82,11 +117,23 @@ def read_words(words: Sequence[str], ignore_unknown: bool = False) -> Given:
         word = words[index]
         index += 1
         name, equals, text = word.partition("=")
+        if word[0:1] and word[0] in DASHES:
+            given.problems.append(
+                f"{word!r} begins with another sign than -; write --{word.lstrip(DASHES + '-')}"
+            )
+            while index < len(words) and not _is_flag(words[index]):
+                index += 1
+            continue
         if not _is_flag(word):
             given.problems.append(f"{word!r} stands where a flag is needed; flags begin with --")
             continue
         values = [text] if equals else []
-        while not equals and index < len(words) and not _is_flag(words[index]):
+        while (
+            not equals
+            and index < len(words)
+            and not _is_flag(words[index])
+            and words[index][:1] not in [*DASHES]
+        ):
             values.append(words[index])
             index += 1
         flag = _known(given, name, ignore_unknown)
@@ -160,10 +207,13 @@ def _one_value(one: str, text: str) -> Any:
 
 def _check(given: Given) -> None:
     stored = given["--use-checkpoint-args"] and given["--load"] is not None
-    for flag in REQUIRED:
-        told = {flag, STAND_INS.get(flag)} & {*given.values, *given.misread}
-        if not told and not (stored and flag in OF_THE_MODEL):
-            given.problems.append(f"{flag} is missing: Megatron has no default for it; give it")
+    known = {*given.values, *given.misread}
+    missing = [flag for flag in REQUIRED if not {flag, STAND_INS.get(flag)} & known]
+    if missing := [flag for flag in missing if not (stored and flag in OF_THE_MODEL)]:
+        given.problems.append(
+            f"{', '.join(missing)} {'are' if missing[1:] else 'is'} missing, and Megatron has no default; give "
+            f"{'them' if missing[1:] else 'it'}"
+        )
     if not {"--train-iters", "--train-samples"} & {*given.values, *given.misread}:
         given.problems.append("--train-iters or --train-samples is missing: the run's length; give one")
     for pair in CONTRADICTIONS:
@@ -177,7 +227,7 @@ def _set(given: Given, flag: str, row: Sets, value: Any) -> None:
     if (row.values is not None and value not in row.values) or (
         row.values is None and there and value not in there
     ):
-        _refuse(given, f"{flag} {value}", f"there is {', '.join(map(str, there))}", False)
+        _refuse(given, f"{flag} {value}", f"there are {', '.join(map(str, there))}", False)
         return
     given.set(row.path, ours)
 

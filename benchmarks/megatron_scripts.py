@@ -1,0 +1,136 @@
+"""How many of Megatron-LM's own training scripts pass whole, and which flags they are refused for.
+
+    python benchmarks/megatron_scripts.py CHECKOUT [--all]
+
+Reads the functional tests' model_config.yaml files and the shell scripts below CHECKOUT (a folder with Megatron-LM,
+which is not part of this repository), takes their flags and asks what they mean to `megalith pretrain-gpt`. What a
+script takes from its environment is filled in: a number where a number is needed, a word elsewhere. A script passes
+whole if nothing is refused, unknown or contradictory; files of inference, multimodal, reinforcement-learning, hybrid,
+BERT and T5 runs are left out, unless --all. Nothing is trained.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shlex
+from collections import Counter
+from pathlib import Path
+
+import yaml
+
+from megalith.dialects.megatron.flag_kinds import Refused
+from megalith.dialects.megatron.flag_table import FLAGS
+from megalith.dialects.megatron.translate import REQUIRED, translate
+from megalith.errors import ConfigError
+
+LEFT_OUT = re.compile(
+    r"inference|multimodal|mimo|llava|vlm|grpo|/rl/|mamba|hybrid|bert|t5|retro|vision|export|msdp|detxoify"
+)
+VARIABLE = re.compile(r"\$\{?\w+[^\s\"']*|\$\(.*?\)")
+FILLED_IN = {"--train-iters": "10", **dict.fromkeys(REQUIRED, "8"), "--lr": "1e-3", "--vocab-size": "8"}
+
+
+def flags_of_yaml(path: Path) -> list[str] | None:
+    """The words of MODEL_ARGS; None where there are none."""
+    try:
+        tree = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError):
+        return None
+    given = tree.get("MODEL_ARGS") if isinstance(tree, dict) else None
+    if not isinstance(given, dict):
+        return None
+    words: list[str] = []
+    for flag, value in given.items():
+        if value is not False and value is not None:
+            words += [flag] if value is True else [flag, *shlex.split(str(value))]
+    return words
+
+
+def flags_of_script(path: Path) -> list[str] | None:
+    """The words of a script's arrays and command lines; None where it starts no pretrain_….py."""
+    text = path.read_text(encoding="utf-8", errors="replace")
+    if not re.search(r"pretrain_\w+\.py", text):
+        return None
+    words: list[str] = []
+    for line in text.splitlines():
+        line = re.sub(r"(^|\s)#.*", "", line).strip().removesuffix("\\").strip(" ()")
+        line = re.sub(r"^[\w]+\+?=[\"(']*\s*", "", line)
+        if line.startswith("--"):
+            try:
+                words += shlex.split(line)
+            except ValueError:
+                words += line.replace('"', "").replace("'", "").split()
+    return words
+
+
+def in_words_of_ours(words: list[str]) -> list[str]:
+    """Without torchrun's flags and what stands behind no flag; with a value in the place of each variable."""
+    result: list[str] = []
+    takes = None  # what the last flag takes, if it may have more words
+    for word in words:
+        if word.startswith("--"):
+            flag = word.partition("=")[0]
+            takes = FLAGS[flag].takes if flag in FLAGS else None
+            if flag not in TORCHRUN:
+                result.append(VARIABLE.sub("1", word))
+            else:
+                takes = "switch"
+        elif takes != "switch" and result:
+            number = takes is not None and takes.startswith(("int", "float"))
+            result.append(VARIABLE.sub("8" if number else "word", word))
+    return result
+
+
+TORCHRUN = ("--nproc_per_node", "--nproc-per-node", "--nnodes", "--node_rank", "--node-rank", "--master_addr",
+            "--master_port", "--master-addr", "--master-port", "--rdzv_id", "--rdzv_backend",
+            "--rdzv_endpoint")  # fmt: skip
+
+
+def problems_of(words: list[str]) -> list[str]:
+    """Why a command line does not pass; what is missing is filled in first."""
+    known = {word.partition("=")[0] for word in words}
+    for flag, value in FILLED_IN.items():
+        if flag not in known and not (flag == "--train-iters" and "--train-samples" in known):
+            words = [*words, flag, value]
+    try:
+        translate(words, ignore_unknown=False)
+    except ConfigError as error:
+        return str(error).split("\n")
+    return []
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("checkout", type=Path)
+    parser.add_argument(
+        "--all", action="store_true", help="also inference, multimodal, RL, hybrid, BERT and T5 files"
+    )
+    options = parser.parse_args()
+    readers = {"model_config.yaml": flags_of_yaml, "*.sh": flags_of_script}
+    whole, files, uses, refused, reasons = 0, 0, 0, Counter[str](), Counter[str]()
+    for pattern, read in readers.items():
+        for path in sorted(options.checkout.rglob(pattern)):
+            if not options.all and LEFT_OUT.search(str(path.relative_to(options.checkout)).lower()):
+                continue
+            words = read(path)
+            if not words:
+                continue
+            flags = {word.partition("=")[0] for word in words if word.startswith("--")} - {*TORCHRUN}
+            files, uses = files + 1, uses + len(flags)
+            refused.update(flag for flag in flags if flag not in FLAGS or isinstance(FLAGS[flag], Refused))
+            told = problems_of(in_words_of_ours(words))
+            whole += not told
+            reasons.update(re.sub(r" is .*", "", line) for line in told)
+    print(
+        f"{whole} of {files} scripts pass whole; of {uses:,} uses of flags {sum(refused.values())} are of refused or "
+        "unknown ones"
+    )
+    for name, count in reasons.most_common():
+        print(f"{count:5d}  {name}")
+
+
+if __name__ == "__main__":
+    main()
