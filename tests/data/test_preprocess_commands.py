@@ -128,5 +128,20 @@ def test_a_dataset_of_the_hub_is_written_as_json_lines_and_encoded(tmp_path, mon
         with pytest.raises(MegalithError, match=re.escape(told)):
             run("preprocess", *arguments, *out, *kind)
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(MegalithError, match="pip install datasets"):
+    with pytest.raises(MegalithError, match=r"\[datasets\]"):
         run("preprocess", "--dataset", "some/set", "--overwrite", *out, *kind)
+
+
+def test_a_parquet_file_is_encoded_as_its_rows(tmp_path):
+    parquet = pytest.importorskip("pyarrow.parquet")
+    from pyarrow import table
+
+    parquet.write_table(table({"body": ["5 6", "7"], "id": [0, 1]}), tmp_path / "rows.parquet")
+    kind = ("--tokenizer-type", "NullTokenizer", "--vocab-size", 9, "--workers", 0, "--json-keys", "body")
+    out = ("--output-prefix", tmp_path / "out")
+    assert run("preprocess", "--dataset", tmp_path / "rows.parquet", *out, *kind) == 0
+    data = IndexedDataset(tmp_path / "out_body_document")
+    assert [data.get(number).tolist() for number in range(2)] == [[5, 6], [7]]
+    (tmp_path / "torn.parquet").write_bytes(b"PAR1 no more")
+    with pytest.raises(MegalithError, match="cannot be read as parquet"):
+        run("preprocess", "--dataset", tmp_path / "torn.parquet", "--overwrite", *out, *kind)

@@ -1,5 +1,8 @@
 """Megatron-LM's scripts: what each of ours means as a run file, and that a script runs as it is, by any path."""
 
+import contextlib
+import io
+import json
 import os
 import re
 import shlex
@@ -8,12 +11,16 @@ import subprocess
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from megalith.cli.main import main
 from megalith.config import RunConfig
+from megalith.data.tokenizers.train_tokenizer import train_tokenizer
 from megalith.dialects.megatron.door import FILES, install, run_command, run_script
 from megalith.dialects.megatron.translate import translate
 from megalith.errors import ConfigError
+from megalith.parity.job import start
+from megalith.training.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = Path(__file__).parent / "golden"
@@ -61,6 +68,49 @@ def test_each_script_means_its_golden_run_file(name, tmp_path, monkeypatch):
     result = translate(words[at + 1 :], int(sizes["nproc_per_node"]) * int(sizes["nnodes"]))
     assert result.to_yaml() == (GOLDEN / f"{name}.yaml").read_text(), "\n".join(result.notes)
     assert RunConfig.load(GOLDEN / f"{name}.yaml") == result.config()
+
+
+def trained_as(words: list[str], folder: str) -> str:
+    """What a script's words print when they train, in a folder with its data. Every rank calls it."""
+    os.chdir(folder)
+    config = translate(words, dist.get_world_size() if dist.is_initialized() else 1).config()
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        Trainer(start(config)).train()
+    return out.getvalue()
+
+
+def test_every_script_of_the_notes_trains_two_steps_shrunk(pool, tmp_path, monkeypatch):
+    """With the data that `make prepare-ds-openwebtext-10k` writes, here of a small file, and the flags as they are."""
+    data = tmp_path / "owt-ds"
+    data.mkdir()
+    lines = [json.dumps({"text": f"one two three four {number}"}) for number in range(80)]
+    (data / "openwebtext-10k.jsonl").write_text("\n".join(lines))
+    train_tokenizer([data / "openwebtext-10k.jsonl"], 300, data)
+    model = json.loads((data / "tokenizer.json").read_text())["model"]
+    (data / "gpt2-vocab.json").write_text(json.dumps(model["vocab"]))
+    (data / "gpt2-merges.txt").write_text("".join(f"{a} {b}\n" for a, b in model["merges"]))
+    monkeypatch.chdir(tmp_path)
+    made = (
+        "--output-prefix owt-ds/openwebtext-10k --tokenizer-type GPT2BPETokenizer --append-eod --overwrite "
+        "--vocab-file owt-ds/gpt2-vocab.json --merge-file owt-ds/gpt2-merges.txt --workers 0"
+    )
+    assert main(["preprocess", "--dataset", "owt-ds/openwebtext-10k.jsonl", *made.split()]) == 0
+    cases: dict[int, dict[str, tuple]] = {1: {}, 2: {}}
+    for name in [name for name in SCRIPTS if name.startswith(("gpt3_345m", "gpt2_large"))]:
+        words = words_of(*SCRIPTS[name], tmp_path)
+        processes = int(words[words.index("--nproc_per_node") + 1])
+        flags = words[words.index("megalith.dialects.megatron") + 1 :]
+        own = ["--save", name, "--load", name, "--tensorboard-dir", f"{name}/tb", "--log-interval", "1"]
+        cases[processes][name] = (
+            [*flags, *SHRUNK.split(), *own, "--initial-loss-scale", "1024"],
+            str(tmp_path),
+        )
+    assert [len(few) for few in cases.values()] == [2, 5]
+    for size, jobs in cases.items():
+        for name, (printed, *_) in pool.run_cases(trained_as, jobs, size=size).items():
+            assert len(LINE.findall(printed)) == 2, name
+            assert "[before the start of training step]" in printed
+            assert (tmp_path / name / "checkpoints" / "step_00000002").is_dir()
 
 
 def test_emit_writes_the_run_file_and_trains_nothing(tmp_path, monkeypatch, capsys):

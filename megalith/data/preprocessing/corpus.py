@@ -16,7 +16,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from megalith.errors import DataError
+from megalith.errors import DataError, install_line
 from megalith.io import atomic_file
 
 EXCLUDED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
@@ -91,7 +91,7 @@ def _package(module: str, package: str) -> ModuleType:
         return importlib.import_module(module)
     except ImportError as error:
         raise DataError(
-            f"the {package} package is not installed ({error}); run: pip install {package}"
+            f"the {package} package is not installed ({error}); run: {install_line('datasets')}"
         ) from error
 
 

@@ -524,6 +524,23 @@ def recompute(given: Given) -> None:
         del given.tree["parallel"]["recompute_granularity"]
 
 
+def stages(given: Given) -> None:
+    """parallel.pipeline_model_parallel_layout; layers of multi-token prediction, m, always stand beside the head."""
+    layout = given["--pipeline-model-parallel-layout"]
+    if layout is None:
+        return
+    *others, last = layout.split("|")
+    if any("m" in stage for stage in others):
+        given.problems.append(
+            f"--pipeline-model-parallel-layout {layout} is refused: the layers of multi-token prediction (m) stand in "
+            "the last stage, beside the head; put them there"
+        )
+        return
+    given.set(
+        "parallel.pipeline_model_parallel_layout", "|".join([*others, re.sub(r"m(\*\d+)?,?", "", last)])
+    )
+
+
 def context(given: Given) -> None:
     """parallel.cp_comm_type: one for all layers."""
     kinds = given["--cp-comm-type"]
