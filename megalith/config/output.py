@@ -67,7 +67,9 @@ class LogConfig(Section):
     timing_log_level: Literal[0, 1, 2] = 0
     """Each log interval has the times, over the ranks, of 1: forward-backward and optimizer, 2: batches too."""
 
-    timing_log_option: Annotated[Literal["minmax", "max", "all"], Needs("timing_log_level", 1, 2)] = "minmax"
+    timing_log_option: Annotated[Literal["minmax", "max", "all"], Needs("timing_log_level", above=0)] = (
+        "minmax"
+    )
     """The least and greatest time of a rank, the greatest, or all."""
 
     layout_report: bool = True

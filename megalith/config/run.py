@@ -260,7 +260,7 @@ def _elsewhere(*keys: str) -> str:
 
 def _preset(name: Any) -> dict[str, Any]:
     if name is not None and (not isinstance(name, str) or name not in PRESETS):
-        why = f", whose {UNAVAILABLE[name]}" if name in UNAVAILABLE else nearest_of(str(name), PRESETS)
+        why = f", whose {UNAVAILABLE[name]}" if str(name) in UNAVAILABLE else nearest_of(str(name), PRESETS)
         raise ConfigError(f"there is no preset {name!r}{why}")
     return PRESETS.get(name, {})
 

@@ -96,6 +96,10 @@ READ_WITH = {
         ("log.wandb_name=a", "log.wandb=true"),
     "log.tensorboard true":
         ("log.tensorboard_dir=a", "log.tensorboard=true"),
+    "log.timing_log_level above 0":
+        ("log.timing_log_option=max", "log.timing_log_level=2"),
+    "data.eod_mask_loss true":
+        ("train.calculate_per_token_loss=false", "data.eod_mask_loss=true"),
     "log.profile true":
         ("log.profile_step_end=20", "log.profile=true"),
     "runtime.loss_spike_threshold":

@@ -83,7 +83,7 @@ def test_every_script_of_the_notes_trains_two_steps_shrunk(pool, tmp_path, monke
     """With the data that `make prepare-ds-openwebtext-10k` writes, here of a small file, and the flags as they are."""
     data = tmp_path / "owt-ds"
     data.mkdir()
-    lines = [json.dumps({"text": f"one two three four {number}"}) for number in range(80)]
+    lines = [json.dumps({"text": " ".join(map(str, range(n, n + 40)))}) for n in range(1000)]
     (data / "openwebtext-10k.jsonl").write_text("\n".join(lines))
     train_tokenizer([data / "openwebtext-10k.jsonl"], 300, data)
     model = json.loads((data / "tokenizer.json").read_text())["model"]
