@@ -103,6 +103,8 @@ def test_fused_weights_are_several_matrices_and_a_skipped_step_changes_nothing()
     assert not weight.any() and not optimizer.state[weight]["momentum_buffer"].any()
     weight.grad = gradient * 8
     optimizer_step(optimizer, scale, 0)
+    momentum = optimizer.state[weight]["momentum_buffer"]
+    torch.testing.assert_close(momentum, 0.05 * gradient)  # without the loss scale
     units = weight.detach().view(3, 4, 5) / -0.1 / 0.2
     for part in (units[:, :2].reshape(6, 5), units[:, 2], units[:, 3]):
         singular = torch.linalg.svdvals(part / max(part.shape) ** 0.5)
