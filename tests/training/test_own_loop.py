@@ -8,7 +8,8 @@ from megalith.parallel.mesh import build_mesh
 
 MODEL = dict(num_layers=1, hidden_size=32, ffn_hidden_size=32, num_attention_heads=2, vocab_size=32, num_experts=4,
              moe_router_topk=1, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True,
-             add_bias_linear=False, position_embedding_type="rope", hidden_dropout=0.0, attention_dropout=0.0)  # fmt: skip
+             add_bias_linear=False, position_embedding_type="rope", hidden_dropout=0.0,
+             attention_dropout=0.0)  # fmt: skip
 
 
 def optimizer(**optim) -> megalith.Optimizer:
