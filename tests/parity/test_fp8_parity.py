@@ -14,9 +14,11 @@ from megalith.config import RunConfig
 from megalith.config.rules.fp8_rules import check_fp8
 from megalith.errors import CheckpointError, ConfigError
 from megalith.ops.fp8 import AmaxTable
+from megalith.parallel.fp8_linears import fp8_modules
 from megalith.parity.differences import compare
 from megalith.parity.job import start, state_by_name
 from megalith.parity.layouts import LAYOUTS
+from megalith.training.build import build_meta_model
 
 MAKERS = {
     "delayed": fp8_config,
@@ -38,7 +40,7 @@ CASES = [
     ("delayed", "cp2", 1e-5, 1e-4),
     ("delayed", "pp2-zero_bubble", 1e-6, 1e-4),
     ("delayed", "tp2-sp-dp2-zero3", 1e-5, 1e-4),
-    ("tensorwise", "tp2-sp", 1e-5, 2e-4),
+    ("tensorwise", "tp2-sp-cp2", 1e-5, 2e-4),
     ("tensorwise", "pp2", 1e-6, 1e-4),
     ("blockwise", "tp2-sp", 5e-3, 1e-3),
     ("blockwise", "pp2", 1e-6, 1e-6),
@@ -111,6 +113,12 @@ def test_what_cannot_be_is_refused_with_its_sizes(settings, words):
     config: RunConfig = fp8_config(None).with_settings(settings)
     with pytest.raises(ConfigError, match=words):
         check_fp8(config)
+
+
+def test_as_many_first_and_last_layers_as_are_asked_for_stay_in_the_compute_dtype():
+    train = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 2, "num_layers_at_end_in_bf16": 1}
+    config = fp8_config(None, **train)
+    assert {name.split(".")[1] for name in fp8_modules(build_meta_model(config), config)} == {"2"}
 
 
 def test_a_checkpoint_with_scales_of_another_shape_is_refused():
