@@ -10,11 +10,12 @@ from parity_cases import train
 
 from megalith.checkpoint.manifest import TensorRecord
 from megalith.checkpoint.state import load_amaxes
+from megalith.comm.collectives import Axis
 from megalith.config import RunConfig
 from megalith.config.rules.fp8_rules import check_fp8
 from megalith.errors import CheckpointError, ConfigError
 from megalith.ops.fp8 import AmaxTable
-from megalith.parallel.fp8_linears import fp8_modules
+from megalith.parallel.fp8_linears import apply_fp8, fp8_modules
 from megalith.parity.differences import compare
 from megalith.parity.job import start, state_by_name
 from megalith.parity.layouts import LAYOUTS
@@ -40,7 +41,7 @@ CASES = [
     ("delayed", "cp2", 1e-5, 1e-4),
     ("delayed", "pp2-zero_bubble", 1e-6, 1e-4),
     ("delayed", "tp2-sp-dp2-zero3", 1e-5, 1e-4),
-    ("tensorwise", "tp2-sp-cp2", 1e-5, 2e-4),
+    ("tensorwise", "tp2-sp", 1e-5, 2e-4),
     ("tensorwise", "pp2", 1e-6, 1e-4),
     ("blockwise", "tp2-sp", 5e-3, 1e-3),
     ("blockwise", "pp2", 1e-6, 1e-6),
@@ -119,6 +120,16 @@ def test_as_many_first_and_last_layers_as_are_asked_for_stay_in_the_compute_dtyp
     train = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 2, "num_layers_at_end_in_bf16": 1}
     config = fp8_config(None, **train)
     assert {name.split(".")[1] for name in fp8_modules(build_meta_model(config), config)} == {"2"}
+
+
+def test_the_scale_of_a_tensor_is_that_of_all_ranks_that_hold_shards_of_it():
+    axes = {"tp": Axis(2, 0), "cp": Axis(2, 1), "etp": Axis(4, 0)}
+    model = build_meta_model(config := expert_config(None).with_settings({"train.fp8_recipe": "tensorwise"}))
+    apply_fp8(model, config, SimpleNamespace(**axes), None)
+    layer = model.layers["0"]
+    assert layer.self_attention.linear_qkv.gemm.scaling.axes == (axes["tp"], axes["cp"])
+    cuts = [(fc.gemm.cut.size, fc.gemm.cut_gradient.size) for fc in layer.mlp.experts.children()]
+    assert cuts == [(1, 4), (4, 1)]  # of what fc1 gives and fc2 takes
 
 
 def test_a_checkpoint_with_scales_of_another_shape_is_refused():
