@@ -28,7 +28,7 @@ def change(model: ModelConfig, **fields) -> ModelConfig:
 
 MODELS = {
     "gpt2": GPT2,
-    "gpt2 untied": change(GPT2, untie_embeddings_and_output_weights=True),
+    "gpt2 untied, norms of heads": change(GPT2, untie_embeddings_and_output_weights=True, qk_layernorm=True),
     "gpt2 dropout": change(GPT2, hidden_dropout=0.2, attention_dropout=0.2),
     "gpt2 uneven vocabulary": change(GPT2, make_vocab_size_divisible_by=1),
     "llama": LLAMA,
