@@ -28,11 +28,17 @@ def change(model: ModelConfig, **fields) -> ModelConfig:
 
 MODELS = {
     "gpt2": GPT2,
-    "gpt2 untied, norms of heads": change(GPT2, untie_embeddings_and_output_weights=True, qk_layernorm=True),
+    "gpt2 untied": change(GPT2, untie_embeddings_and_output_weights=True),
     "gpt2 dropout": change(GPT2, hidden_dropout=0.2, attention_dropout=0.2),
     "gpt2 uneven vocabulary": change(GPT2, make_vocab_size_divisible_by=1),
     "llama": LLAMA,
-    "llama tied, qkv biases": change(LLAMA, untie_embeddings_and_output_weights=False, add_qkv_bias=True),
+    "llama tied, qkv biases, norms of heads": change(
+        LLAMA,
+        untie_embeddings_and_output_weights=False,
+        add_qkv_bias=True,
+        qk_layernorm=True,
+        normalization="LayerNorm",
+    ),
     "llama two groups": change(LLAMA, num_query_groups=2, add_bias_linear=True),
     "llama one group, dropout": change(
         LLAMA, num_query_groups=1, hidden_dropout=0.2, attention_dropout=0.2, add_qkv_bias=True
