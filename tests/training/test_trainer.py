@@ -16,7 +16,7 @@ from megalith.config.run import read_yaml
 from megalith.errors import ConfigError
 from megalith.parallel.mesh import build_mesh
 from megalith.report.metrics import read_records
-from megalith.training.build import build_run_tokenizer, prepare
+from megalith.training.build import build_run_tokenizer, open_datasets, prepare
 from megalith.training.run_state import Run
 from megalith.training.trainer import _saves_when
 
@@ -153,6 +153,12 @@ def test_evaluations_come_at_their_interval_and_at_the_end_and_use_the_same_samp
     assert records[0]["validation_perplexity"] == pytest.approx(math.exp(records[0]["validation_loss"]))
     run("uneven", train=dict(train_iters=5, eval_interval=2))
     assert [r["step"] for r in read_records(tmp_path / "uneven" / "evaluations.jsonl")] == [2, 4, 5]
+
+
+def test_made_up_samples_are_others_in_each_split(tmp_path):
+    config = configuration("", tmp_path, model=dict(vocab_size=64), data=dict(mock=True, data_path=None))
+    train, valid, test = open_datasets(config, (8, 8, 8), eod=None)
+    assert len({bytes(samples[i]) for samples in (train, valid, test) for i in range(8)}) == 24
 
 
 def test_evaluation_leaves_the_training_as_it_is(run, tmp_path):
