@@ -179,6 +179,11 @@ def test_phi_3_as_older_versions_wrote_it_is_the_same_model() -> None:
     assert differences(read, model_of("phi3, long of longrope")) == []
 
 
+def test_every_other_layer_of_qwen3_moe_has_experts_the_second_being_the_first() -> None:
+    theirs = their_tree("qwen3-moe, a dense layer") | {"decoder_sparse_step": 2, "mlp_only_layers": []}
+    assert family_named_by("qwen3-moe, a dense layer").read_config(theirs).moe_layer_freq == [0, 1, 0]
+
+
 def test_unknown_architectures_are_refused_with_the_known_ones() -> None:
     with pytest.raises(
         ConfigError, match=r"BertForMaskedLM, which cannot be built here; known: GPT2LMHeadModel, Llama"

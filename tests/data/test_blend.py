@@ -161,9 +161,9 @@ def test_a_weighted_path_is_a_blend_of_the_datasets_built_for_their_shares(tmp_p
 
 
 def test_paths_without_weights_count_by_their_tokens(tmp_path):
-    a, b = write(tmp_path, "a", 30), write(tmp_path, "b", 10)
+    a, b = write(tmp_path, "a", 30), write(tmp_path, "b", 10, length=40)
     by_tokens, _, _ = build_datasets(f"{a} {b}", "1", 8, (40, 0, 0), seed=1)
-    by_weight, _, _ = build_datasets(f"600 {a} 200 {b}", "1", 8, (40, 0, 0), seed=1)
+    by_weight, _, _ = build_datasets(f"600 {a} 400 {b}", "1", 8, (40, 0, 0), seed=1)
     assert [by_tokens[i].tolist() for i in range(40)] == [by_weight[i].tolist() for i in range(40)]
 
 

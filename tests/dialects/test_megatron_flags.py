@@ -3,6 +3,7 @@
 import ast
 import csv
 import json
+import math
 import re
 import shlex
 from pathlib import Path
@@ -148,6 +149,10 @@ CASES = [
      {"model.rope_scaling.type": "yarn", "model.rope_scaling.factor": 40.0, "model.rope_scaling.mscale": 0.7,
       "model.rope_scaling.original_max_position_embeddings": 4096, "model.kv_lora_rank": 32,
       "model.qk_layernorm": False}, ""),
+    ("--position-embedding-type yarn --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 64 --mscale 0.7 "
+     "--mscale-all-dim 0.5",
+     {"model.rope_scaling.beta_fast": 32, "model.rope_scaling.beta_slow": 1,
+      "model.rope_scaling.attention_factor": (0.1 * 0.7 * math.log(4) + 1) / (0.1 * 0.5 * math.log(4) + 1)}, ""),
     ("--window-size (15,0) --window-attn-skip-freq 2", {"model.window_size": [15, 0],
                                                         "model.window_attn_skip_freq": 2}, ""),
     ("--tensor-model-parallel-size 4", {"model.padded_vocab_size": 512}, ""),

@@ -49,17 +49,20 @@ def test_softmax_weights(x, pre):
         assert weights.tolist() == pytest.approx(expected, rel=1e-5)
 
 
-def test_sigmoid_weights_with_groups_and_bias(x):
-    router = router_of(**SIGMOID, **GROUPS, moe_router_topk=4, moe_router_enable_expert_bias=True)
-    router.expert_bias += torch.linspace(-0.4, 0.4, 8)
+@pytest.mark.parametrize(("size", "counted"), [(2, 2), (4, 3)])
+def test_sigmoid_weights_with_groups_and_bias(x, size, counted):
+    """Two of four groups of so many experts, by the sum of the best topk / 2 of each."""
+    settings = dict(num_experts=4 * size, moe_router_topk=2 * counted, moe_router_enable_expert_bias=True)
+    router = router_of(**SIGMOID, **GROUPS, **settings)
+    router.expert_bias += torch.linspace(-0.4, 0.4, 4 * size)
     routing = routed(router, x)
     for token, experts, weights in zip(x, routing.experts, routing.weights):
         scores = torch.sigmoid(router.weight @ token)
         biased = (scores + router.expert_bias).tolist()
-        value = [sum(sorted(biased[2 * g : 2 * g + 2])[-2:]) for g in range(4)]
+        value = [sum(sorted(biased[size * g : size * g + size])[-counted:]) for g in range(4)]
         groups = sorted(range(4), key=lambda g: -value[g])[:2]
-        allowed = [e for e in range(8) if e // 2 in groups]
-        best = sorted(allowed, key=lambda e: -biased[e])[:4]
+        allowed = [e for e in range(4 * size) if e // size in groups]
+        best = sorted(allowed, key=lambda e: -biased[e])[: 2 * counted]
         assert experts.tolist() == best
         chosen = [scores[e].item() for e in best]
         assert weights.tolist() == pytest.approx([s / sum(chosen) for s in chosen], rel=1e-5)

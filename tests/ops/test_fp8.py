@@ -152,7 +152,7 @@ def test_a_skipped_step_and_one_that_saw_nothing_leave_the_scales():
     table.seen.fill_(2.0)
     table.end_step(0.0)
     before = table.scale.clone(), table.history.clone()
-    for amax, skipped in ((9.0, 1.0), (0.0, 0.0)):
+    for amax, skipped in ((9.0, 1.0), (0.0, 0.0), (math.inf, 0.0)):  # the last as of the first scales' passes
         table.seen.fill_(amax)
         table.end_step(torch.tensor(skipped))
         assert torch.equal(table.scale, before[0]) and torch.equal(table.history, before[1])

@@ -32,9 +32,10 @@ def optimizer_of(weights: dict, config: OptimConfig, matrices: dict) -> torch.op
 
 
 @pytest.mark.parametrize("shape", [(6, 10), (10, 6)])
-@pytest.mark.parametrize("mode", ["shape_scaling", "spectral"])
-def test_steps_as_torchs_muon_and_the_rest_as_adamw(shape, mode):
-    config = OptimConfig(optimizer="muon", lr=0.03, weight_decay=0.1, clip_grad=0, muon_scale_mode=mode,
+@pytest.mark.parametrize(("mode", "nesterov"), [("shape_scaling", True), ("spectral", False)])
+def test_steps_as_torchs_muon_and_the_rest_as_adamw(shape, mode, nesterov):
+    config = OptimConfig(optimizer="muon", lr=0.03, weight_decay=0.1, clip_grad=0, muon_nesterov=nesterov,
+                         muon_scale_mode=mode,
                          muon_extra_scale_factor={"spectral": 0.2, "shape_scaling": 1.0}[mode])  # fmt: skip
     generator = torch.Generator().manual_seed(0)
     start = {
@@ -45,7 +46,9 @@ def test_steps_as_torchs_muon_and_the_rest_as_adamw(shape, mode):
     optimizer = optimizer_of(ours, config, {"layers.w": shape[:1]})
     adjust = {"spectral": "match_rms_adamw", "shape_scaling": "original"}[mode]
     settings = dict(lr=0.03, weight_decay=0.1)
-    muon = torch.optim.Muon([theirs["layers.w"]], momentum=0.95, adjust_lr_fn=adjust, **settings)
+    muon = torch.optim.Muon(
+        [theirs["layers.w"]], momentum=0.95, nesterov=nesterov, adjust_lr_fn=adjust, **settings
+    )
     adamw = torch.optim.AdamW([theirs["head"]], betas=(config.adam_beta1, config.adam_beta2), **settings)
     for _ in range(4):
         for name, weight in start.items():
@@ -60,6 +63,35 @@ def test_steps_as_torchs_muon_and_the_rest_as_adamw(shape, mode):
     assert (ours["layers.w"] - start["layers.w"]).abs().max() > 0.02
 
 
+@pytest.mark.parametrize(("shape", "spectral", "unit"), [((8, 2), 2**0.5, 1.0), ((2, 8), 8**0.5, 0.5)])
+def test_the_modes_scale_an_update_by_its_matrixs_shape(shape, spectral, unit):
+    norms = {}
+    for mode in ("spectral", "unit_rms_norm", "shape_scaling"):
+        weight = torch.nn.Parameter(torch.zeros(shape))
+        weight.grad = torch.randn(shape, generator=torch.Generator().manual_seed(1))
+        config = OptimConfig(optimizer="muon", lr=0.1, muon_scale_mode=mode)
+        optimizer = optimizer_of({"w": weight}, config, {"w": shape[:1]})
+        optimizer_step(optimizer, build_loss_scale("fp32", config, "cpu"), 0)
+        norms[mode] = weight.norm().item()
+    assert norms["spectral"] == pytest.approx(spectral * norms["shape_scaling"])
+    assert norms["unit_rms_norm"] == pytest.approx(unit * norms["shape_scaling"])
+
+
+def test_newton_schulz_is_in_fp32_where_the_run_is_or_where_it_is_asked_for():
+    weight = torch.nn.Parameter(torch.zeros(4, 4))
+    for precision, asked, dtype in (
+        ("fp32", None, torch.float32), ("bf16", None, torch.bfloat16),
+        ("fp32", "medium", torch.bfloat16), ("bf16", "highest", torch.float32),
+    ):  # fmt: skip
+        config = OptimConfig(optimizer="muon", lr=0.1, muon_fp32_matmul_prec=asked)
+        placements = {"w": Placement(matrices=(4,))}
+        optimizer = build_optimizer([("w", weight)], config, (), placements, precision)
+        with mock.patch("megalith.optim.muon.orthogonalized", side_effect=orthogonalized) as made:
+            weight.grad = torch.eye(4)
+            optimizer_step(optimizer, build_loss_scale("fp32", config, "cpu"), 0)
+        assert made.call_args.args[2] == dtype
+
+
 def test_fused_weights_are_several_matrices_and_a_skipped_step_changes_nothing():
     config = OptimConfig(optimizer="muon", lr=0.1, weight_decay=0.0, muon_num_ns_steps=30)
     weight = torch.nn.Parameter(torch.zeros(12, 5))
@@ -71,6 +103,8 @@ def test_fused_weights_are_several_matrices_and_a_skipped_step_changes_nothing()
     assert not weight.any() and not optimizer.state[weight]["momentum_buffer"].any()
     weight.grad = gradient * 8
     optimizer_step(optimizer, scale, 0)
+    momentum = optimizer.state[weight]["momentum_buffer"]
+    torch.testing.assert_close(momentum, 0.05 * gradient)  # without the loss scale
     units = weight.detach().view(3, 4, 5) / -0.1 / 0.2
     for part in (units[:, :2].reshape(6, 5), units[:, 2], units[:, 3]):
         singular = torch.linalg.svdvals(part / max(part.shape) ** 0.5)

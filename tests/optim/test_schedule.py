@@ -170,6 +170,9 @@ def test_decoupled_rates_follow_the_same_schedule_between_their_own_ends():
     rates = [schedule.decoupled.learning_rate(iteration, 0) for iteration in (0, 5, 10)]
     assert rates == pytest.approx([4e-3, 3e-3, 2e-3])
     assert schedule.learning_rate(10, 0) == pytest.approx(1e-4)
+    without = optim.model_copy(update={"decoupled_min_lr": None})
+    schedule = build_schedule(without, TrainConfig(train_iters=10, global_batch_size=2))
+    assert schedule.decoupled.learning_rate(10, 0) == pytest.approx(1e-4)
     with pytest.raises(ConfigError, match=r"optim\.decoupled_lr .1e-05. is below"):
         build_schedule(
             optim.model_copy(update={"decoupled_lr": 1e-5}), TrainConfig(train_iters=9, global_batch_size=2)

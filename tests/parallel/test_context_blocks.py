@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from megalith.ops.attention_blocks import KERNELS, Block, block_backward, block_forward, merge
+from megalith.parallel.context import ring
 
 BATCH, HEADS, SEQ = 2, 4, 96
 WITHOUT_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -81,6 +82,36 @@ def test_merged_blocks_equal_the_whole(monkeypatch, device, kernel, dtype, group
     for name, mine, exact in zip(("o", "dq", "dk", "dv"), ours, formula(query, key, value, grad, visible)):
         error = (mine.double() - exact).norm() / exact.norm()
         assert error < TOLERANCES[dtype], f"{name}: relative error {error:.1e}"
+
+
+class SameKeys(ring._Route):
+    """The ring's way, where every other rank has this one's keys and values, and all of them are before its queries."""
+
+    def shards(self):
+        yield self.own_shard
+        for _ in range(1, self.size):
+            yield ring._KeyBlock(self.pair, self.own_shard.places)
+
+    def send(self, shard, grad):
+        self.sum = grad + getattr(self, "sum", 0.0)
+
+    def arrived(self):
+        return self.sum
+
+
+def test_the_gradients_of_many_bf16_blocks_are_added_up_in_fp32(monkeypatch):
+    monkeypatch.setattr(ring, "_Ring", SameKeys)
+    query, key, value, grad = inputs(2, 64, torch.bfloat16, "cpu")
+    tensors = [x.transpose(1, 2).contiguous().requires_grad_() for x in (query, key, value)]
+    size = 17
+    out = ring.ring_attention(*tensors, size=size, rank=size - 1, group="", gather=False)
+    ours = torch.autograd.grad(out, tensors, grad.transpose(1, 2))
+    visible = torch.ones(SEQ, SEQ, dtype=torch.bool)
+    visible = torch.cat([visible.tril()] + [visible] * (size - 1), dim=1)
+    _, *exact = formula(query, key.repeat(1, 1, size, 1), value.repeat(1, 1, size, 1), grad, visible)
+    exact[1:] = [x.unflatten(2, (size, -1)).sum(2) for x in exact[1:]]
+    errors = [(a.transpose(1, 2) - b).norm() / b.norm() for a, b in zip(ours, exact)]
+    assert max(errors) < 5e-3, errors
 
 
 @pytest.mark.gpu

@@ -1,5 +1,6 @@
 """Experts over ranks where parity's runs do not go: ranks without tokens, traced layers, uneven shares, the mesh."""
 
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -7,13 +8,15 @@ import torch
 import torch.distributed as dist
 from parity.parity_cases import run_config
 
-from megalith.comm.collectives import begin_all_to_all, end_all_to_all, own_part
-from megalith.config import ParallelConfig, RunConfig
+from megalith.comm.collectives import Axis, begin_all_to_all, end_all_to_all, own_part
+from megalith.config import ModelConfig, ParallelConfig, RunConfig
 from megalith.config.rules.expert_rules import check_expert_parallel
 from megalith.errors import ConfigError
-from megalith.models.router import Router
-from megalith.parallel.expert.expert_parallel import _micro_batches
+from megalith.models.pass_context import PassLayout
+from megalith.models.router import Router, Routing
+from megalith.parallel.expert.expert_parallel import ExpertParallel, _micro_batches
 from megalith.parallel.mesh import build_mesh
+from megalith.parallel.tensor.tensor_parallel import TensorParallel
 from megalith.parity.differences import compare
 from megalith.parity.job import Outcome, run_job
 from megalith.parity.layouts import LAYOUTS
@@ -109,6 +112,17 @@ def test_uneven_exchanges_and_shares_and_their_gradients(pool):
     assert first[3] == second[3] == [1.0, 1.0, 2.0, 2.0]
     empty, all_of_them = pool.run(exchange, [[0, 2], [0, 2]], size=2)
     assert empty[0] == [] and all_of_them[0] == [0.0, 1.0, 100.0, 101.0]
+
+
+def test_what_fills_a_share_up_takes_no_place_of_an_experts_capacity():
+    """Three tokens over two TP ranks: the second dispatches the last one and a filler."""
+    config, tp = ModelConfig(num_experts=4, moe_router_topk=2), Axis(2, 1)
+    axes = dict.fromkeys(("ep", "etp", "ep_etp", "cp"), Axis())
+    mesh = SimpleNamespace(**axes, tp=tp, expert_fsdp=None)
+    dispatch = ExpertParallel(config, mesh, TensorParallel(tp, sequence_parallel=False), "allgather")
+    experts = torch.tensor([[0, 1], [1, 2], [2, 3]])
+    routing = Routing(experts, torch.ones(3, 2), torch.ones(3, 2, dtype=torch.bool), capacity=2)
+    assert dispatch.plan(routing, PassLayout()).counts.tolist() == [0, 0, 1, 1]
 
 
 def members(parallel: ParallelConfig) -> dict:

@@ -32,7 +32,13 @@ MODELS = {
     "gpt2 dropout": change(GPT2, hidden_dropout=0.2, attention_dropout=0.2),
     "gpt2 uneven vocabulary": change(GPT2, make_vocab_size_divisible_by=1),
     "llama": LLAMA,
-    "llama tied, qkv biases": change(LLAMA, untie_embeddings_and_output_weights=False, add_qkv_bias=True),
+    "llama tied, qkv biases, norms of heads": change(
+        LLAMA,
+        untie_embeddings_and_output_weights=False,
+        add_qkv_bias=True,
+        qk_layernorm=True,
+        normalization="LayerNorm",
+    ),
     "llama two groups": change(LLAMA, num_query_groups=2, add_bias_linear=True),
     "llama one group, dropout": change(
         LLAMA, num_query_groups=1, hidden_dropout=0.2, attention_dropout=0.2, add_qkv_bias=True

@@ -10,13 +10,16 @@ from parity_cases import train
 
 from megalith.checkpoint.manifest import TensorRecord
 from megalith.checkpoint.state import load_amaxes
+from megalith.comm.collectives import Axis
 from megalith.config import RunConfig
 from megalith.config.rules.fp8_rules import check_fp8
 from megalith.errors import CheckpointError, ConfigError
 from megalith.ops.fp8 import AmaxTable
+from megalith.parallel.fp8_linears import apply_fp8, fp8_modules
 from megalith.parity.differences import compare
 from megalith.parity.job import start, state_by_name
 from megalith.parity.layouts import LAYOUTS
+from megalith.training.build import build_meta_model
 
 MAKERS = {
     "delayed": fp8_config,
@@ -111,6 +114,22 @@ def test_what_cannot_be_is_refused_with_its_sizes(settings, words):
     config: RunConfig = fp8_config(None).with_settings(settings)
     with pytest.raises(ConfigError, match=words):
         check_fp8(config)
+
+
+def test_as_many_first_and_last_layers_as_are_asked_for_stay_in_the_compute_dtype():
+    train = {"first_last_layers_bf16": True, "num_layers_at_start_in_bf16": 2, "num_layers_at_end_in_bf16": 1}
+    config = fp8_config(None, **train)
+    assert {name.split(".")[1] for name in fp8_modules(build_meta_model(config), config)} == {"2"}
+
+
+def test_the_scale_of_a_tensor_is_that_of_all_ranks_that_hold_shards_of_it():
+    axes = {"tp": Axis(2, 0), "cp": Axis(2, 1), "etp": Axis(4, 0)}
+    model = build_meta_model(config := expert_config(None).with_settings({"train.fp8_recipe": "tensorwise"}))
+    apply_fp8(model, config, SimpleNamespace(**axes), None)
+    layer = model.layers["0"]
+    assert layer.self_attention.linear_qkv.gemm.scaling.axes == (axes["tp"], axes["cp"])
+    cuts = [(fc.gemm.cut.size, fc.gemm.cut_gradient.size) for fc in layer.mlp.experts.children()]
+    assert cuts == [(1, 4), (4, 1)]  # of what fc1 gives and fc2 takes
 
 
 def test_a_checkpoint_with_scales_of_another_shape_is_refused():

@@ -8,6 +8,7 @@ from megalith.errors import TrainingError
 from megalith.optim.offload import kept_on_host
 from megalith.parallel.pipeline.stages import NAME
 from megalith.parity.job import start
+from megalith.training.replica_check import digest
 
 
 def flipped_in_a_tied_copy(tree: dict, output: str) -> tuple[str, bool, list[float]]:
@@ -60,6 +61,14 @@ def test_a_tied_embeddings_copies_are_compared_and_a_checkpoint_makes_them_the_s
     held = [values for _, _, values in results if values]
     last = size - size // stages  # the first rank of the last stage
     assert len(held) == 2 * size // stages and results[0][2] == results[last][2]
+
+
+def test_a_digest_tells_values_apart_that_stand_in_another_order_whatever_its_blocks(monkeypatch):
+    values = torch.arange(12, dtype=torch.float32)
+    whole = digest(values)
+    monkeypatch.setattr("megalith.training.replica_check.BLOCK", 4)
+    assert torch.equal(digest(values), whole)
+    assert not torch.equal(digest(values.roll(4)), whole)
 
 
 def test_state_that_two_stages_hold_is_kept_on_the_device_by_both_or_on_the_host_by_both():

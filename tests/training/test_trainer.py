@@ -18,7 +18,7 @@ from megalith.errors import ConfigError
 from megalith.parallel.mesh import build_mesh
 from megalith.parity.job import start
 from megalith.report.metrics import read_records
-from megalith.training.build import build_run_tokenizer, prepare
+from megalith.training.build import build_run_tokenizer, open_datasets, prepare
 from megalith.training.run_state import Run
 from megalith.training.trainer import Trainer, _saves_when, train
 
@@ -186,6 +186,12 @@ def test_a_checkpoint_is_evaluated_alone_in_any_layout_and_nothing_is_written(ru
     assert before == {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     with pytest.raises(ConfigError, match="there are no weights to evaluate"):
         train(RunConfig.from_tree(tree | {"checkpoint": {}}))
+
+
+def test_made_up_samples_are_others_in_each_split(tmp_path):
+    config = configuration("", tmp_path, model=dict(vocab_size=64), data=dict(mock=True, data_path=None))
+    train, valid, test = open_datasets(config, (8, 8, 8), eod=None)
+    assert len({bytes(samples[i]) for samples in (train, valid, test) for i in range(8)}) == 24
 
 
 def test_evaluation_leaves_the_training_as_it_is(run, tmp_path):
