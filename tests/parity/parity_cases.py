@@ -111,7 +111,7 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "gpt2 single sequences, ramp-up": {
         "model": GPT2,
-        "train": {"micro_batch_size": 1, "rampup_batch_size": [4, 4, 8]},
+        "train": {"micro_batch_size": 1, "rampup_batch_size": [4, 4, 4]},
     },
     "llama": {"model": LLAMA},
     "llama tied, documents": {"model": LLAMA | TIED, "data": DOCUMENTS},
