@@ -23,6 +23,12 @@ PRELOADED += ["megalith.training.trainer", "megalith.cli.main", "megalith.launch
 if not torch.cuda.is_available():  # should these start CUDA, what is forked could not use it
     PRELOADED += ["torch._inductor.compile_fx", "warm"]
 _ensure_running = forkserver._forkserver.ensure_running
+LONGEST = (
+    "faults",
+    "optim",
+    "parallel",
+    "parity",
+)  # these come first: no worker ends long before another
 
 
 def _start_where_tests_are_found() -> None:
@@ -46,6 +52,7 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.parent.name not in LONGEST)
     for item in items:
         if item.path.parent.name in ("faults", "launch") or {"pool", "pool_of_eight"} & set(
             item.fixturenames

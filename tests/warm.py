@@ -13,12 +13,15 @@ import torch.distributed as dist
 gc.disable()  # while modules are imported, nothing is garbage
 
 from torch.testing._internal.distributed.fake_pg import FakeStore  # noqa: E402
+
 from megalith.config import RunConfig  # noqa: E402
 from megalith.parity.job import run_job, start  # noqa: E402
 
 torch.set_num_threads(1)  # autograd's and OpenMP's pools would not live through a fork
 SMALL = {
-    "model": dict(num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=32, max_position_embeddings=16),
+    "model": dict(
+        num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=32, max_position_embeddings=16
+    ),
     "data": dict(mock=True, seq_length=16, num_workers=0),
     "optim": dict(lr=1e-3),
     "train": dict(train_iters=2, micro_batch_size=1, global_batch_size=1, eval_iters=1),
@@ -26,8 +29,8 @@ SMALL = {
 }
 run_job(RunConfig.from_tree(SMALL))
 
-# And sharded, with collectives that do nothing. torch caches by mesh what rank 0 would do: the ranks of these meshes are
-# those of no mesh of the tests.
+# And sharded, with collectives that do nothing. torch caches by mesh what rank 0 would do: no mesh of the tests has the
+# ranks of these.
 TP, SIZE = 16, 64
 os.environ |= {"RANK": "0", "WORLD_SIZE": str(SIZE), "LOCAL_RANK": "0"}
 dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=SIZE)

@@ -96,7 +96,7 @@ def run_traced_job(config: RunConfig) -> Outcome:
         return run_job(config)
 
 
-@pytest.mark.parametrize("layout", ["tp2-sp", "cp2", "pp2"])
+@pytest.mark.parametrize("layout", ["tp2-sp-overlap", "cp2", "pp2"])
 def test_compiled_layers_equal_one_process_in_eager_mode(pool, layout):
     small = {"model": {"num_layers": 2}, "train": {"train_iters": 2}}
     config = run_config(RUN, layout, "", **small, runtime={"compile": True})
