@@ -219,6 +219,7 @@ SHOWN_WITH = {
     "cp2": "gemma documents, dropout",
     "cp2-all_gather": "gpt2 documents, recompute all",
     "cp2-a2a": "gpt2 untied, documents, dropout",
+    "cp2-auto": "llama tied, documents",
     "cp4": "gpt2 untied, documents, dropout",
     "cp4-all_gather": "llama tied, documents",
     "cp4-a2a": "llama one group, biases, no clipping",
