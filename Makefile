@@ -8,7 +8,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/ready
 RUN := runs/quickstart
-PYTEST := $(BIN)/python -m pytest tests --numprocesses 2 --dist loadfile
+PYTEST := $(BIN)/python -m pytest tests --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup train test test-quick test-all faults lint clean
 

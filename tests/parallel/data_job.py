@@ -71,7 +71,7 @@ class Job:
     model: ModelConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     precision: str = "fp32"
-    steps: int = 4
+    steps: int = 2
     samples: int = 8  # in a global batch
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-2, clip_grad=1.0))
     compile: bool = False

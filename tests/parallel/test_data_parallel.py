@@ -46,23 +46,23 @@ JOBS: dict[int, dict[str, Job]] = {
     },
     2: {
         **{
-            f"an evaluation between the steps, {s}": sharded(Job(GPT2, evaluate_after=2), s)
+            f"an evaluation between the steps, {s}": sharded(Job(GPT2, evaluate_after=1), s)
             for s in STRATEGIES
         },
         **{
-            f"recomputed {name}, {s}": sharded(Job(GPT2, steps=3), s, **recompute)
+            f"recomputed {name}, {s}": sharded(Job(GPT2), s, **recompute)
             for name, recompute in RECOMPUTED.items()
             for s in ("no_shard", "optim_grads_params")
         },
         **{
-            f"the other embedding, {f}": sharded(Job(OTHER_EMBEDDING[f], steps=3), "optim_grads_params")
+            f"the other embedding, {f}": sharded(Job(OTHER_EMBEDDING[f]), "optim_grads_params")
             for f in FAMILIES
         },
         **{
             f"weight gradients that come later, {s}": sharded(Job(GPT2, puts_off_weights=True), s)
             for s in ("no_shard", "optim")
         },
-        "compiled": sharded(Job(GPT2, steps=3, compile=True), "optim_grads_params"),
+        "compiled": sharded(Job(GPT2, compile=True), "optim_grads_params"),
     },
 }
 

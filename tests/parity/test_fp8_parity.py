@@ -1,4 +1,4 @@
-"""FP8 in other layouts against one process: the first step's weight scales to the bit, runs of ten steps near."""
+"""FP8 in other layouts against one process: the first step's weight scales to the bit, runs of some steps near."""
 
 import functools
 from types import SimpleNamespace
@@ -34,7 +34,7 @@ def alone(kind: str) -> Fp8Outcome:
     return run_fp8_job(MAKERS[kind](None))
 
 
-# The first step's gradients and ten steps' losses. A rounding before a cast may flip a code; where scales are of the
+# The first step's gradients and the steps' losses. A rounding before a cast may flip a code; where scales are of the
 # tensor or block itself and not of the step before, it may move the scale too, and with it other codes.
 CASES = [
     ("delayed", "tp2-sp", 1e-5, 1e-4),
@@ -107,7 +107,7 @@ def test_an_infinity_that_the_clamp_hides_skips_the_step_and_leaves_the_scales()
             "a rank's chunk 32",
         ),
         ({"model.ffn_hidden_size": 40}, "ffn_hidden_size 40"),
-        ({"train.first_last_layers_bf16": True, "train.num_layers_at_end_in_bf16": 3}, "leave none of the 4"),
+        ({"train.first_last_layers_bf16": True, "train.num_layers_at_end_in_bf16": 3}, "leave none of the 2"),
     ],
 )
 def test_what_cannot_be_is_refused_with_its_sizes(settings, words):

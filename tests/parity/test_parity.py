@@ -14,7 +14,7 @@ from megalith.training.trainer import prepare
 
 # The gradients of the first step decide. Those after it show the optimizer, the ramp of the batch, and that evaluating
 # and generating in between changes nothing.
-STEPS = 3
+STEPS = 2
 
 
 def by_default(layout: str):

@@ -15,7 +15,7 @@ from megalith.parity.job import Outcome, run_job
 from megalith.parity.layouts import LAYOUTS
 
 RUN = "gpt2 untied, documents, dropout"
-OVERFLOWING = 4  # the pass in which the last rank finds an infinity
+OVERFLOWING = 3  # the pass in which the last rank finds an infinity
 
 
 def in_precision(precision: str, layout: str | None, num_layers: int, run: str = RUN) -> RunConfig:
@@ -24,8 +24,8 @@ def in_precision(precision: str, layout: str | None, num_layers: int, run: str =
         layout,
         "",
         model={"num_layers": num_layers},
-        train={"precision": precision, "train_iters": 10 if precision == "fp16" else 4},
-        optim={"initial_loss_scale": 2.0**14, "hysteresis": 1, "loss_scale_window": 3},
+        train={"precision": precision, "train_iters": 7 if precision == "fp16" else 3},
+        optim={"initial_loss_scale": 2.0**14, "hysteresis": 1, "loss_scale_window": 2},
     )
 
 
@@ -96,7 +96,7 @@ def run_traced_job(config: RunConfig) -> Outcome:
         return run_job(config)
 
 
-@pytest.mark.parametrize("layout", ["tp2-sp", "cp2", "pp2"])
+@pytest.mark.parametrize("layout", ["tp2-sp-overlap", "cp2", "pp2"])
 def test_compiled_layers_equal_one_process_in_eager_mode(pool, layout):
     small = {"model": {"num_layers": 2}, "train": {"train_iters": 2}}
     config = run_config(RUN, layout, "", **small, runtime={"compile": True})
