@@ -2,9 +2,7 @@
 
 import gc
 import json
-import os
 from collections.abc import Callable, Iterator
-from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
@@ -20,25 +18,9 @@ from megalith.launch.pool import PRELOADED, Pool
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
 # Every process that is forked from then on has them: a second less each time.
 PRELOADED += ["megalith.training.trainer", "megalith.cli.main", "megalith.launch.agent"]
-if not torch.cuda.is_available():  # should these start CUDA, what is forked could not use it
-    PRELOADED += ["torch._inductor.compile_fx", "warm"]
-_ensure_running = forkserver._forkserver.ensure_running
-LONGEST = (
-    "faults",
-    "optim",
-    "parallel",
-    "parity",
-)  # these come first: no worker ends long before another
-
-
-def _start_where_tests_are_found() -> None:
-    """Python 3.11's server gets no sys.path."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", os.path.dirname(__file__), prepend=os.pathsep)
-        _ensure_running()
-
-
-forkserver._forkserver.ensure_running = _start_where_tests_are_found
+if not torch.cuda.is_available():  # should importing the compiler start CUDA, what is forked could not use it
+    PRELOADED.append("torch._inductor.compile_fx")
+LONGEST = "faults", "optim", "parallel", "parity"  # these come first: no worker ends long before another
 
 
 def pytest_configure(config: pytest.Config) -> None:
