@@ -325,7 +325,8 @@ SHOWN_WITH = {
 # pair of axes, a triple, the halves and the experts. Every run is among them.
 BY_DEFAULT = (
     "tp4", "cp4-a2a+p2p", "pp2-interleaved", "pp4-interleaved", "pp3-counted", "pp4-uneven", "dp2", "dp4-zero3-hybrid",
-    "cp2-auto", "tp2-sp-cp2", "tp2-sp-cp2-a2a", "tp2-pp2", "tp2-sp-pp2-zero_bubble", "tp2-dp2-zero2", "tp2-sp-dp2-zero3",
+    "cp2-auto", "tp2-sp-cp2",
+    "tp2-sp-cp2-a2a", "tp2-pp2", "tp2-sp-pp2-zero_bubble", "tp2-dp2-zero2", "tp2-sp-dp2-zero3",
     "cp2-pp2", "cp2-a2a-pp2-interleaved", "cp2-all_gather-pp2-zero_bubble", "cp2-a2a-dp2-zero1", "cp2-dp2-zero3",
     "pp2-dp2-zero3", "pp2-interleaved-dp2-zero2", "pp2-zero_bubble-dp2-zero1", "tp2-sp-pp2-dp2-zero3",
     "tp2-sp-overlap", "cp2-a2a-overlap",
