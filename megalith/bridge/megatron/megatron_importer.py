@@ -13,7 +13,8 @@ from torch import Tensor
 from megalith.bridge.importer import write_run
 from megalith.bridge.match import Match, match
 from megalith.bridge.megatron.legacy import METADATA, arguments_in, list_torch_dist, read_legacy
-from megalith.bridge.megatron.table import FUSED_NORMS, GPT
+from megalith.bridge.megatron.megatron_names import plain_name
+from megalith.bridge.megatron.table import GPT
 from megalith.bridge.megatron.unpickle import load_torch
 from megalith.config.rules.model_rules import check_model
 from megalith.errors import CheckpointError, ConfigError
@@ -79,17 +80,27 @@ def import_megatron(
     default that of the checkpoint's arguments, else the padded one. `allow` is `import_hf`'s. Returns the step. Raises
     ConfigError for a model that cannot be built here, CheckpointError for damaged files: nothing is left then.
     """
+    fit = open_megatron(source, trust, vocab_size, allow)
+    return write_run(fit, out, None, show_progress=show_progress)
+
+
+def is_megatron_folder(path: str | Path) -> bool:
+    """Whether a folder here is Megatron's: its save folder, or an iteration in it."""
+    folder = Path(path)
+    found = any((folder / name).is_file() for name in (LATEST, METADATA))
+    return found or (folder.is_dir() and any(folder.glob("mp_rank_*")))
+
+
+def open_megatron(
+    source: str | Path, trust: bool, vocab_size: int | None = None, allow: bool = False
+) -> Match:
+    """The tensors of a checkpoint, matched with the model of its arguments. As `import_megatron`."""
     folder = _iteration(Path(source))
     if not trust:
         raise CheckpointError(
             f"{source} is of pickles, which can name code to run; they are read by a list of what is allowed, but only "
-            "when you trust where they come from: give --trust"
+            "when you trust where they come from: give --trust, or in a run file checkpoint.trust: true"
         )
-    return write_run(open_megatron(folder, vocab_size, allow), out, None, show_progress=show_progress)
-
-
-def open_megatron(folder: Path, vocab_size: int | None = None, allow: bool = False) -> Match:
-    """The tensors of one iteration's folder, matched with the model of its arguments. Raises as `import_megatron`."""
     if (folder / METADATA).is_file():
         tensors, common = list_torch_dist(folder), load_torch(folder / COMMON)
         args = arguments_in(common)
@@ -125,10 +136,7 @@ def _core_names(folder: Path, tensors: dict[str, Any]) -> dict[str, Any]:
     for name, tensor in tensors.items():
         if not name.startswith(prefix) or name.startswith(NOT_THE_MODEL) or "_extra_state" in name:
             continue
-        name = name.removeprefix(prefix)
-        for fused, own in FUSED_NORMS.items():
-            name = name.replace(fused, own)
-        named[name] = tensor
+        named[plain_name(name.removeprefix(prefix))] = tensor
     return named
 
 
