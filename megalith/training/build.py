@@ -46,7 +46,11 @@ def prepare(config: RunConfig, world_size: int) -> PreparedRun:
     """Raises ConfigError where the run cannot be trained on `world_size` processes."""
     load = config.checkpoint.load
     config = with_foreign_load(config)
-    begins = [f"{load} is no run of ours: its weights are the initial ones"] if config.checkpoint.load != load else []
+    begins = (
+        [f"{load} is no run of ours: its weights are the initial ones"]
+        if config.checkpoint.load != load
+        else []
+    )
     config = with_init_from(config)
     tokenizer = build_run_tokenizer(config)
     config = with_lora_load(complete(config, tokenizer))

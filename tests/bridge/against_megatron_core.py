@@ -1,14 +1,12 @@
 """Exported checkpoints against Megatron core itself, on CPUs: `make megatron-core` installs it and runs this.
 
-Of each model a run of two steps is exported in both forms. Megatron core's own `dist_checkpointing.load` fills a
+Of each model a run with random weights is exported in both forms. Megatron core's own `dist_checkpointing.load` fills a
 GPTModel of its own, and each `mp_rank` file goes through `load_state_dict(strict=True)`; every tensor has to have the
 bits that it has here, and the logits have to be ours. The optimizers are Megatron's too.
 """
 
 import contextlib
 import dataclasses
-import os
-import sys
 import tempfile
 import types
 from pathlib import Path
@@ -22,17 +20,23 @@ from megatron.core.optimizer import optimizer as core_optimizer
 from megatron.core.tensor_parallel.random import CudaRNGStatesTracker
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.moe import experts, moe_utils
-from megatron_checkpoint import core_state
+from megatron_checkpoint import core_state, save_run
 from torch import distributed
 
 import megalith
 from megalith.bridge.megatron.megatron_exporter import export_megatron
+from megalith.bridge.megatron.megatron_names import experts_together
 from megalith.checkpoint import open_existing
-from megalith.config import RunConfig
+from megalith.config import ModelConfig
+from megalith.models.transformer import Transformer
+
+PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
-
-def grouped_matmul(x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, trans_b: bool) -> torch.Tensor:
+def grouped_matmul(
+    x: torch.Tensor, weight: torch.Tensor, counts: torch.Tensor, trans_b: bool
+) -> torch.Tensor:
     """What the library grouped_gemm computes, which is for GPUs alone."""
     assert not trans_b
     return torch.cat([rows @ matrix for rows, matrix in zip(x.split(counts.tolist()), weight)])
@@ -50,31 +54,19 @@ DENSE = dict(num_layers=4, hidden_size=32, num_attention_heads=4, vocab_size=151
 LLAMA = dict(DENSE, ffn_hidden_size=48, num_query_groups=2, kv_channels=12, position_embedding_type="rope", swiglu=True,
              normalization="RMSNorm", add_bias_linear=False, untie_embeddings_and_output_weights=True)  # fmt: skip
 EXPERTS = dict(LLAMA, num_experts=4, moe_router_topk=2, moe_ffn_hidden_size=16)
-MODELS = {
-    "gpt": DENSE,
-    "llama": LLAMA,
-    "qk norms": dict(LLAMA, qk_layernorm=True, add_qkv_bias=True),
-    "sequential experts": dict(EXPERTS, moe_shared_expert_intermediate_size=32),
-    "grouped experts": dict(EXPERTS, moe_grouped_gemm=True),
-    "experts in some layers": dict(EXPERTS, moe_layer_freq=2),
-    "biased experts": dict(DENSE, num_experts=4, moe_router_topk=2),
-    "expert bias": dict(EXPERTS, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True),
+MODELS = {  # with the precision of the run
+    "gpt": (DENSE, "fp32"),
+    "llama": (LLAMA, "fp32"),
+    "qk norms": (dict(LLAMA, qk_layernorm=True, add_qkv_bias=True), "bf16"),
+    "sequential experts": (dict(EXPERTS, moe_shared_expert_intermediate_size=32), "fp32"),
+    "grouped experts": (dict(EXPERTS, moe_grouped_gemm=True), "bf16"),
+    "experts in some layers": (dict(EXPERTS, moe_layer_freq=2), "fp32"),
+    "expert bias": (
+        dict(EXPERTS, moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True),
+        "fp32",
+    ),
 }
-LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
-
-
-def trained(model: dict, folder: Path, precision: str = "fp32") -> Path:
-    """A run of two steps."""
-    tree = {
-        "model": model,
-        "data": {"mock": True, "seq_length": 16},
-        "optim": {"lr": 0.02},
-        "train": {"train_iters": 2, "micro_batch_size": 2, "global_batch_size": 2, "output_dir": str(folder),
-                  "precision": precision},
-        "runtime": {"device": "cpu"},
-    }  # fmt: skip
-    megalith.train(RunConfig.from_tree(tree))
-    return folder
+BOUNDS = {"fp32": 1e-5, "bf16": 3e-2}  # of the largest logit
 
 
 def core_model(args: types.SimpleNamespace) -> GPTModel:
@@ -94,7 +86,9 @@ def core_model(args: types.SimpleNamespace) -> GPTModel:
            "pipeline_dtype": args.params_dtype, "moe_router_load_balancing_type": "none", "moe_aux_loss_coeff": 0.0}
     )  # fmt: skip
     if args.num_experts:
-        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization=args.normalization)
+        spec = get_gpt_decoder_block_spec(
+            config, use_transformer_engine=False, normalization=args.normalization
+        )
     else:
         spec = get_gpt_layer_local_spec(qk_layernorm=args.qk_layernorm, normalization=args.normalization)
     return GPTModel(
@@ -122,7 +116,10 @@ def load_distributed(folder: Path) -> GPTModel:
 
 
 def load_rank_file(folder: Path) -> GPTModel:
-    tp, pp = parallel_state.get_tensor_model_parallel_rank(), parallel_state.get_pipeline_model_parallel_rank()
+    tp, pp = (
+        parallel_state.get_tensor_model_parallel_rank(),
+        parallel_state.get_pipeline_model_parallel_rank(),
+    )
     stages = parallel_state.get_pipeline_model_parallel_world_size()
     file = folder / (f"mp_rank_{tp:02d}" + (f"_{pp:03d}" if stages > 1 else "")) / "model_optim_rng.pt"
     saved = torch.load(file, weights_only=False)
@@ -131,10 +128,139 @@ def load_rank_file(folder: Path) -> GPTModel:
     return model.eval()
 
 
-def tensors_of(model: GPTModel) -> dict[str, torch.Tensor]:
-    return {name: value for name, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+def check_one_process(name: str, run: Path, ours: Transformer, out: Path) -> str:
+    """Both forms in one process against our tensors and logits."""
+    expected = core_state(ours, te=False)
+    precision = MODELS[name][1]
+    expected = {one: value.to(PRECISIONS[precision]) if "expert_bias" not in one else value
+                for one, value in expected.items()}  # fmt: skip
+    distributed_model = load_distributed(export_megatron(run, out / "torch_dist", transformer_impl="local"))
+    legacy = export_megatron(run, out / "torch", ckpt_format="torch", transformer_impl="local")
+    legacy_model = load_rank_file(legacy)
+    if "grouped" in name:
+        expected = experts_together(expected)
+    counts = []
+    for model in (distributed_model, legacy_model):
+        whole = {one: value for one, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+        assert whole.keys() == expected.keys(), whole.keys() ^ expected.keys()
+        for one, value in whole.items():
+            rows = 151 if one in PADDED else None
+            assert torch.equal(value[:rows], expected[one][:rows]), one
+            assert rows is None or not value[rows:].any(), one
+        counts.append(len(whole))
+    ids = torch.randint(0, 151, (2, 16), generator=torch.Generator().manual_seed(0))
+    hidden = torch.ones(1, 1, 16, 16, dtype=torch.bool).tril().logical_not()
+    with torch.no_grad():
+        mine = ours.to(PRECISIONS[precision])(ids).float()
+        theirs = distributed_model(ids, torch.arange(16).expand(2, 16), hidden)[..., :151].float()
+    difference, largest = (mine - theirs).abs().max().item(), mine.abs().max().item()
+    assert difference <= BOUNDS[precision] * largest, (difference, largest)
+    return (
+        f"{counts[0]} + {counts[1]} tensors bitwise, logits within {difference / largest:.1e} of the largest"
+    )
 
 
-def different(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> list[str]:
-    assert one.keys() == other.keys(), one.keys() ^ other.keys()
-    return [name for name, value in one.items() if not torch.equal(value, other[name])]
+def check_layout(tp: int, pp: int, out: Path) -> int:
+    """Every rank's model from its file is the one from the distributed checkpoint; how many tensors."""
+    count = 0
+    for name in MODELS:
+        whole = load_distributed(next((out / name / "torch_dist").glob("iter_*")))
+        ranks = load_rank_file(next((out / name / f"torch tp{tp} pp{pp}").glob("iter_*")))
+        one, other = (
+            {key: value for key, value in model.state_dict().items() if isinstance(value, torch.Tensor)}
+            for model in (whole, ranks)
+        )
+        assert one.keys() == other.keys(), (name, one.keys() ^ other.keys())
+        assert all(torch.equal(value, other[key]) for key, value in one.items()), name
+        count += len(one)
+    return count
+
+
+def check_optimizer(run: Path, ours: Transformer, out: Path) -> str:
+    """Megatron's plain optimizer takes the exported state, and the distributed one's tensors are there."""
+    folder = export_megatron(run, out / "optimizer", transformer_impl="local", with_optimizer=True)
+    model = core_model(arguments_of(folder))
+    decays = [value for value in model.parameters() if value.ndim > 1]
+    others = [value for value in model.parameters() if value.ndim < 2]
+    groups = [
+        {
+            "params": values,
+            "wd_mult": weight,
+            "lr_mult": 1.0,
+            "is_expert_parallel": False,
+            "is_decoupled_lr": False,
+        }
+        for values, weight in ((decays, 1.0), (others, 0.0))
+    ]
+    inner = torch.optim.AdamW(groups, lr=1.0)
+    optimizer = object.__new__(core_optimizer.FP32Optimizer)  # its constructor asks for a GPU
+    optimizer.optimizer, optimizer.config = inner, types.SimpleNamespace(optimizer="adam")
+    optimizer.init_state_fn, optimizer.is_stub_optimizer = begin_state, False
+    metadata = dist_checkpointing.load_content_metadata(str(folder))
+    wanted = model.sharded_state_dict(metadata=metadata)
+    asked = {"model": wanted, "optimizer": optimizer.sharded_state_dict(wanted, is_loading=True)}
+    also = {
+        f"{key}.{name}": dataclasses.replace(tensor, key=f"optimizer.state.{key}.{tensor.key}", data=None)
+        for key in ("param", "exp_avg", "exp_avg_sq")
+        for name, tensor in model.sharded_state_dict(metadata=metadata).items()
+        if isinstance(tensor, dist_checkpointing.ShardedTensor)
+    }
+    loaded = dist_checkpointing.load({**asked, "distributed": also}, str(folder))
+    optimizer.load_state_dict(loaded["optimizer"])
+    checkpoint = open_existing(run, ("model", "optimizer"))
+    count = 0
+    for key in ("exp_avg", "exp_avg_sq"):
+        state = {
+            name: checkpoint.read("optimizer", f"optim.{name}.{key}") for name, _ in ours.named_parameters()
+        }
+        state = {name: torch.cat([value, value.new_zeros(256 - 151, value.shape[1])]) if name in PADDED else value
+                 for name, value in state.items()}  # fmt: skip
+        holder = Transformer(ours.config)
+        holder.load_state_dict(state)
+        expected = core_state(holder, te=False)
+        for name, parameter in model.named_parameters():
+            value = inner.state[parameter][key]
+            assert torch.equal(value[: len(expected[name])], expected[name]), (key, name)
+            count += 1
+    assert {int(state["step"]) for state in inner.state.values()} == {2}
+    assert [group["weight_decay"] for group in inner.param_groups] == [0.1, 0.0]
+    return f"{count} tensors of the plain optimizer's state bitwise; {len(also)} read by the distributed one's names"
+
+
+def begin_state(optimizer: torch.optim.Optimizer, config: object) -> None:
+    for group in optimizer.param_groups:
+        for value in group["params"]:
+            optimizer.state[value] = {"exp_avg": torch.zeros_like(value), "exp_avg_sq": torch.zeros_like(value),
+                                      "step": torch.tensor(0.0)}  # fmt: skip
+
+
+def work(rank: int, tp: int, pp: int, store: str, out: Path) -> None:
+    distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=tp * pp)
+    parallel_state.initialize_model_parallel(tp, pp)
+    if tp * pp == 1:
+        for name, (model, precision) in MODELS.items():
+            run = out / name / "run"
+            ours = megalith.load(run)
+            print(f"{name}: {check_one_process(name, run, ours, out / name)}", flush=True)
+            if name in ("gpt", "llama"):
+                print(f"{name}: {check_optimizer(run, ours, out / name)}", flush=True)
+    else:
+        count = check_layout(tp, pp, out)
+        print(f"TP {tp}, PP {pp}, rank {rank}: {count} tensors of both forms bitwise", flush=True)
+    distributed.destroy_process_group()
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder)
+        for name, (model, precision) in MODELS.items():
+            save_run(out / name / "run", ModelConfig(**model), precision=precision)
+            for tp, pp in LAYOUTS[1:]:
+                options = dict(ckpt_format="torch", tp=tp, pp=pp, transformer_impl="local")
+                export_megatron(out / name / "run", out / name / f"torch tp{tp} pp{pp}", **options)
+        for tp, pp in LAYOUTS:
+            torch.multiprocessing.spawn(work, (tp, pp, f"{folder}/store {tp} {pp}", out), nprocs=tp * pp)
+
+
+if __name__ == "__main__":
+    main()

@@ -16,7 +16,12 @@ from megalith.bridge.exporter import export_hf
 from megalith.bridge.folder import DTYPE_NAMES, is_there
 from megalith.bridge.importer import PRECISIONS, SEED, common_dtype, import_hf
 from megalith.bridge.load import config_of, is_source, open_weights
-from megalith.bridge.megatron.megatron_importer import LATEST, import_megatron, is_megatron_folder
+from megalith.bridge.megatron.megatron_importer import (
+    LATEST,
+    arguments_of,
+    import_megatron,
+    is_megatron_folder,
+)
 from megalith.bridge.megatron.megatron_writer import CoreTensors, Read, write_ranks, write_torch_dist
 from megalith.bridge.megatron.table import GPT
 from megalith.bridge.partial import new_folder
@@ -139,6 +144,11 @@ def _arguments(exported: _Exported, tp: int, pp: int, dtype: torch.dtype, divisi
         raise ConfigError(
             f"Megatron core's GPT model as it is written here cannot say this one: {error}"
         ) from None
+    if model.num_experts and model.mlp_bias:
+        raise ConfigError(
+            "its experts have biases, and Megatron core has one in the router then too, which is not here; export it "
+            "to Hugging Face's format, or train without model.add_mlp_bias"
+        )
     _check_sizes(model, tp, pp, divisible_by)
     rows = divisible_by * tp
     return Namespace(
@@ -241,20 +251,50 @@ def _optimizer(exported: _Exported) -> dict[str, Any]:
     }
 
 
-def convert(source: str | Path, out: str | Path, target: str, *, trust: bool = False, **options: Any) -> Path:
-    """Writes weights of any form (a run of ours, Hugging Face's, Megatron's) in the form `target`; returns the place.
+def convert(
+    path: str | Path,
+    out: str | Path,
+    target: str,
+    source: str | None = None,
+    sizes: tuple[int | None, int | None] = (None, None),
+    trust: bool = False,
+    **options: Any,
+) -> Path:
+    """Writes weights of any form (Hugging Face's, Megatron's, a run of ours) in the form `target`; returns the place.
 
-    `target` is `hf`, `megatron` (with `options` of export_megatron) or `megalith`, a run of ours. Raises as these.
+    `target` is `hf`, `megatron` (with `options` of export_megatron) or `megalith`, a run of ours. What `path` holds is
+    found out; `source`, and the source's TP and PP `sizes`, have to agree with it, but a run of ours passes for
+    `megatron` too. Raises ConfigError where they do not, and as what reads and writes these forms.
     """
-    from_megatron = is_megatron_folder(source)
+    kind = "hf"
+    if is_megatron_folder(path):
+        kind = "megatron"
+        _check_source(path, sizes, trust)
+    elif not is_source(path):
+        kind = "megalith"
+    if source not in (None, kind) and (source, kind) != ("megatron", "megalith"):
+        raise ConfigError(f"the source is said to be {source}, but {path} is {kind}; correct one of them")
+    if kind == target != "megatron":
+        raise ConfigError(f"{path} is {kind} already, so this converts nothing; choose another target")
     if target == "megatron":
-        return export_megatron(source, out, trust=trust, **options)
+        return export_megatron(path, out, trust=trust, **options)
     if target == "megalith":
-        return import_megatron(source, out, trust=trust) if from_megatron else import_hf(source, out)
-    if not is_source(source):
-        return export_hf(source, out).path
+        return import_megatron(path, out, trust=trust) if kind == "megatron" else import_hf(path, out)
+    if kind == "megalith":
+        return export_hf(path, out).path
     if is_there(place(out)):
         raise CheckpointError(f"{out} already exists; remove it, or choose another path")
     with tempfile.TemporaryDirectory(dir=Path(out).absolute().parent) as between:
-        import_megatron(source, f"{between}/run", trust=trust)
+        import_megatron(path, f"{between}/run", trust=trust)
         return export_hf(f"{between}/run", out).path
+
+
+def _check_source(path: str | Path, sizes: tuple[int | None, int | None], trust: bool) -> None:
+    """What is said of a Megatron checkpoint's layout is what it says itself."""
+    stored = arguments_of(path, trust)
+    for name, said in zip(("tensor", "pipeline"), sizes):
+        found = stored.get(f"{name}_model_parallel_size")
+        if said is not None and found is not None and said != found:
+            raise ConfigError(
+                f"--source-{name[0]}p is {said}, but {path} was written with {found}; correct it"
+            )

@@ -91,19 +91,21 @@ def is_megatron_folder(path: str | Path) -> bool:
     return found or (folder.is_dir() and any(folder.glob("mp_rank_*")))
 
 
+def arguments_of(source: str | Path, trust: bool) -> dict[str, Any]:
+    """The arguments that a checkpoint keeps. Raises as `import_megatron`."""
+    folder = _trusted(source, trust)
+    if (folder / METADATA).is_file():
+        return arguments_in(load_torch(folder / COMMON))
+    return read_legacy(folder)[1]
+
+
 def open_megatron(
     source: str | Path, trust: bool, vocab_size: int | None = None, allow: bool = False
 ) -> Match:
     """The tensors of a checkpoint, matched with the model of its arguments. As `import_megatron`."""
-    folder = _iteration(Path(source))
-    if not trust:
-        raise CheckpointError(
-            f"{source} is of pickles, which can name code to run; they are read by a list of what is allowed, but only "
-            "when you trust where they come from: give --trust, or in a run file checkpoint.trust: true"
-        )
+    folder = _trusted(source, trust)
     if (folder / METADATA).is_file():
-        tensors, common = list_torch_dist(folder), load_torch(folder / COMMON)
-        args = arguments_in(common)
+        tensors, args = list_torch_dist(folder), arguments_in(load_torch(folder / COMMON))
     else:
         tensors, args = read_legacy(folder)
     if not args:
@@ -138,6 +140,17 @@ def _core_names(folder: Path, tensors: dict[str, Any]) -> dict[str, Any]:
             continue
         named[plain_name(name.removeprefix(prefix))] = tensor
     return named
+
+
+def _trusted(source: str | Path, trust: bool) -> Path:
+    """The iteration's folder, whose pickles may be read."""
+    folder = _iteration(Path(source))
+    if not trust:
+        raise CheckpointError(
+            f"{source} is of pickles, which can name code to run; they are read by a list of what is allowed, but only "
+            "when you trust where they come from: give --trust, or in a run file checkpoint.trust: true"
+        )
+    return folder
 
 
 def _iteration(folder: Path) -> Path:
