@@ -30,6 +30,7 @@ from megalith.checkpoint import open_existing
 from megalith.config import ModelConfig
 from megalith.models.transformer import Transformer
 
+LAYOUTS = [(1, 1), (2, 1), (1, 2), (2, 2)]
 PADDED = ("embedding.word_embeddings.weight", "output_layer.weight")
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -238,7 +239,7 @@ def work(rank: int, tp: int, pp: int, store: str, out: Path) -> None:
     distributed.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=tp * pp)
     parallel_state.initialize_model_parallel(tp, pp)
     if tp * pp == 1:
-        for name, (model, precision) in MODELS.items():
+        for name in MODELS:
             run = out / name / "run"
             ours = megalith.load(run)
             print(f"{name}: {check_one_process(name, run, ours, out / name)}", flush=True)

@@ -31,15 +31,17 @@ def core_state(model: Transformer, te: bool) -> dict[str, Tensor]:
                 [value[: model.config.vocab_size], torch.full((PADDED_VOCAB, value.shape[1]), 9.0)]
             )
             value = value[:PADDED_VOCAB]
+        apart = (
+            name.split(".pre_mlp")[0] + ".mlp.router.weight" in model.state_dict()
+        )  # the norm before experts
         if name.startswith(("layers.", "final_layernorm.")):
             name = f"decoder.{name}"
-        apart = "router" in " ".join(key for key in model.state_dict() if key[:9] == name[8:17])
         if te:
             name = name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
         if te and not apart:
             name = name.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
         parts = {name: value}
-        if ".mlp.experts." in name:
+        if ".mlp.experts." in name:  # [experts, rows, columns]
             parts = {
                 name.replace("experts", f"experts.local_experts.{e}"): part for e, part in enumerate(value)
             }

@@ -90,10 +90,7 @@ def test_a_distributed_checkpoint_has_megatrons_tensors_and_optimizer(tmp_path: 
             model.load_state_dict(values)
         for name, value in core_state(model, te=True).items():
             found = tensors[prefix + stacked(name)]
-            layer, expert = (
-                int(word) if word.isdigit() else None for word in (name + "....").split(".")[2:7:4]
-            )
-            found = found if layer is None else found[layer]
+            found = found[int(name.split(".")[2])] if name.startswith("decoder.layers.") else found
             found = (
                 found[int(name.split("local_experts.")[1].split(".")[0])]
                 if "local_experts" in name
