@@ -79,8 +79,9 @@ def test_a_distributed_checkpoint_has_megatrons_tensors_and_optimizer(tmp_path: 
                if hasattr(one, "size")}  # fmt: skip
     dcp.load(tensors, checkpoint_id=folder)
     checkpoint = megalith.checkpoint.open_existing(tmp_path / "run", ("model", "optimizer"))
-    for prefix, part in {"": None, "optimizer.state.exp_avg.": "exp_avg", "optimizer.state.param.": None,
-                         "optimizer.state.fp32_param.": None}.items():  # fmt: skip
+    checked = {"": None, "optimizer.state.param.": None, "optimizer.state.fp32_param.": None,
+               "optimizer.state.exp_avg.": "exp_avg", "optimizer.state.exp_avg_sq.": "exp_avg_sq"}  # fmt: skip
+    for prefix, part in checked.items():
         if part:
             values = {
                 name: checkpoint.read("optimizer", f"optim.{name}.{part}") for name in model.state_dict()
