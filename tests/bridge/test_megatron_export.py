@@ -3,6 +3,7 @@
 That Megatron core itself loads it is what `make megatron-core` shows (against_megatron_core.py).
 """
 
+import errno
 from pathlib import Path
 
 import pytest
@@ -13,6 +14,7 @@ from torch.distributed import checkpoint as dcp
 import megalith
 from megalith.bridge.megatron.megatron_exporter import convert, export_megatron
 from megalith.bridge.megatron.megatron_importer import import_megatron
+from megalith.bridge.megatron.megatron_writer import CoreTensors
 from megalith.bridge.verify import same_bits
 from megalith.cli.main import main
 from megalith.config import ModelConfig, RunConfig
@@ -178,6 +180,21 @@ def test_bad_input_is_refused_and_leaves_nothing(tmp_path: Path, capsys: pytest.
     with pytest.raises(CheckpointError, match="is not what a conversion left"):
         export_megatron(tmp_path / "run", tmp_path / "new")
     assert {path.name for path in (*tmp_path.glob("out/*"), *tmp_path.glob("new*/*"))} == {"own"}
+
+
+@pytest.mark.parametrize("ckpt_format", ["torch_dist", "torch"])
+def test_a_disk_that_is_full_leaves_nothing(ckpt_format: str, tmp_path: Path, monkeypatch) -> None:
+    save_run(tmp_path / "run", MODELS["gpt"])
+
+    def refused(*ignored: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(CoreTensors, "value", refused)
+    with pytest.raises(
+        CheckpointError, match="could not be written: No space left on device; nothing of it is left"
+    ):
+        export_megatron(tmp_path / "run", tmp_path / "out", ckpt_format=ckpt_format)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_convert_goes_between_all_forms(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture) -> None:

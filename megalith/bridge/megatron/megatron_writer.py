@@ -11,6 +11,7 @@ The legacy form is a file a tensor and pipeline rank, which is whole in memory w
 from __future__ import annotations
 
 import io
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.default_planner import create_default_global_save_plan
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -134,8 +136,15 @@ def write_torch_dist(
             index = MetadataIndex(stored, torch.Size(at + (0,) * len(shape)))
             dtype = tensors.dtype_of(name) if part == "model" else torch.float32
             pieces[index] = _Piece(stack + shape, index.offset, (1,) * len(at) + shape, dtype, name, part)
-    states = [state for state in states if not state.startswith("output_layer.")]
-    dcp.save({}, storage_writer=_Writer(folder), planner=_Planner(tensors, pieces, states), no_dist=True)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # torch's, that this is one process
+            dcp.save(
+                {}, storage_writer=_Writer(folder), planner=_Planner(tensors, pieces, states), no_dist=True
+            )
+    except CheckpointException as error:  # torch's, around what went wrong
+        [(cause, _), *_] = error.failures.values()
+        raise cause from None
     torch.save(dict(common), folder / "common.pt")
     (folder / "metadata.json").write_text(
         '{"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", '
