@@ -36,6 +36,7 @@ def core_state(model: Transformer, te: bool) -> dict[str, Tensor]:
         )  # the norm before experts
         if name.startswith(("layers.", "final_layernorm.")):
             name = f"decoder.{name}"
+        name = name.replace(".shared_expert_gate.weight", ".shared_experts.gate_weight")
         if te:
             name = name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
         if te and not apart:
