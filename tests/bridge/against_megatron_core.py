@@ -200,14 +200,17 @@ def check_optimizer(run: Path, ours: Transformer, out: Path) -> str:
     metadata = dist_checkpointing.load_content_metadata(str(folder))
     wanted = model.sharded_state_dict(metadata=metadata)
     asked = {"model": wanted, "optimizer": optimizer.sharded_state_dict(wanted, is_loading=True)}
-    also = {
-        f"{key}.{name}": dataclasses.replace(tensor, key=f"optimizer.state.{key}.{tensor.key}", data=None)
-        for key in ("param", "exp_avg", "exp_avg_sq")
+    loaded = dist_checkpointing.load(asked, str(folder))
+    optimizer.load_state_dict(loaded["optimizer"])
+    weights = {  # as the distributed optimizer asks for the fp32 weights
+        name: dataclasses.replace(
+            tensor, key=f"optimizer.state.param.{tensor.key}", data=torch.empty_like(tensor.data)
+        )
         for name, tensor in model.sharded_state_dict(metadata=metadata).items()
         if isinstance(tensor, dist_checkpointing.ShardedTensor)
     }
-    loaded = dist_checkpointing.load({**asked, "distributed": also}, str(folder))
-    optimizer.load_state_dict(loaded["optimizer"])
+    found = dist_checkpointing.load(dict(weights), str(folder))
+    assert all(torch.equal(found[name], loaded["model"][name]) for name in weights)
     checkpoint = open_existing(run, ("model", "optimizer"))
     count = 0
     for key in ("exp_avg", "exp_avg_sq"):
@@ -225,7 +228,7 @@ def check_optimizer(run: Path, ours: Transformer, out: Path) -> str:
             count += 1
     assert {int(state["step"]) for state in inner.state.values()} == {2}
     assert [group["weight_decay"] for group in inner.param_groups] == [0.1, 0.0]
-    return f"{count} tensors of the plain optimizer's state bitwise; {len(also)} read by the distributed one's names"
+    return f"{count} tensors of the optimizer's state and {len(weights)} fp32 weights bitwise"
 
 
 def begin_state(optimizer: torch.optim.Optimizer, config: object) -> None:

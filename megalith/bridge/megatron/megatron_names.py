@@ -75,8 +75,8 @@ def cut_of(name: str, gated: bool) -> str:
     return "rows" if name.endswith(ROWS) else "copies"
 
 
-def part_of(tensor: Tensor, kind: str, rank: int, ranks: int) -> Tensor:
-    """A tensor rank's part of a tensor, memory of its own."""
+def shard_of(tensor: Tensor, kind: str, rank: int, ranks: int) -> Tensor:
+    """A tensor rank's shard of a tensor, memory of its own."""
     if kind == "copies" or ranks == 1:
         return tensor.clone()
     if kind == "gated":
@@ -84,14 +84,14 @@ def part_of(tensor: Tensor, kind: str, rank: int, ranks: int) -> Tensor:
     return tensor.chunk(ranks, dim=1 if kind == "columns" else 0)[rank].clone()
 
 
-def joined(parts: Sequence[Tensor], kind: str) -> Tensor:
-    """The tensor whose parts, of all tensor ranks, these are."""
+def joined(shards: Sequence[Tensor], kind: str) -> Tensor:
+    """The tensor whose shards, of all tensor ranks, these are."""
     if kind == "copies":
-        return parts[0]
+        return shards[0]
     if kind == "gated":
-        halves = [part.chunk(2) for part in parts]
+        halves = [shard.chunk(2) for shard in shards]
         return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
-    return torch.cat(list(parts), dim=1 if kind == "columns" else 0)
+    return torch.cat(list(shards), dim=1 if kind == "columns" else 0)
 
 
 def experts_together(state: dict[str, Tensor]) -> dict[str, Tensor]:

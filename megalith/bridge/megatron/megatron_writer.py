@@ -1,7 +1,7 @@
 """Megatron's two forms of a checkpoint, written a tensor at a time.
 
 `torch_dist` is a torch.distributed.checkpoint directory. Layers that are alike are one tensor with the layers as its
-first dimension, a layer's experts likewise; each layer or expert is a piece, and is only made when its turn comes. Any
+first dimension, a layer's experts likewise; each layer or expert is a shard, and is only made when its turn comes. Any
 layout reads it. Of the optimizer's state one tensor has two names, as Megatron's two kinds of optimizer call the fp32
 weights otherwise; both point to the same bytes.
 
@@ -43,7 +43,7 @@ from megalith.bridge.megatron.megatron_names import (
     cut_of,
     experts_together,
     layer_of,
-    part_of,
+    shard_of,
     states_beside,
     stored_name,
 )
@@ -107,7 +107,7 @@ SAME_BYTES = ("optimizer.state.fp32_param.", "optimizer.state.param.")
 
 
 @dataclass(frozen=True)
-class _Piece:
+class _Shard:
     """A box of a stored tensor, which is the whole of one of Megatron's: what it is a tensor or the state of."""
 
     size: tuple[int, ...]
@@ -122,7 +122,7 @@ def write_torch_dist(
     folder: Path, tensors: CoreTensors, common: Mapping[str, Any], transformer_engine: bool, with_state: bool
 ) -> None:
     """Fills an iteration's folder; `common` is what stands beside the tensors. Raises OSError."""
-    pieces: dict[MetadataIndex, _Piece] = {}
+    shards: dict[MetadataIndex, _Shard] = {}
     states: list[str] = []
     for name in tensors.names:
         key, stack, at = _placed(name, tensors.model, transformer_engine)
@@ -135,12 +135,12 @@ def write_torch_dist(
         for stored, part in parts.items():
             index = MetadataIndex(stored, torch.Size(at + (0,) * len(shape)))
             dtype = tensors.dtype_of(name) if part == "model" else torch.float32
-            pieces[index] = _Piece(stack + shape, index.offset, (1,) * len(at) + shape, dtype, name, part)
+            shards[index] = _Shard(stack + shape, index.offset, (1,) * len(at) + shape, dtype, name, part)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch's, that this is one process
             dcp.save(
-                {}, storage_writer=_Writer(folder), planner=_Planner(tensors, pieces, states), no_dist=True
+                {}, storage_writer=_Writer(folder), planner=_Planner(tensors, shards, states), no_dist=True
             )
     except CheckpointException as error:  # torch's, around what went wrong
         [(cause, _), *_] = error.failures.values()
@@ -172,12 +172,12 @@ def _dotted(numbers: tuple[int, ...]) -> str:
 
 
 class _Planner(SavePlanner):
-    """Has torch write the pieces, each made when it is asked for, and the states, which are None."""
+    """Has torch write the shards, each made when it is asked for, and the states, which are None."""
 
-    def __init__(self, tensors: CoreTensors, pieces: Mapping[MetadataIndex, _Piece], states: Sequence[str]):
+    def __init__(self, tensors: CoreTensors, shards: Mapping[MetadataIndex, _Shard], states: Sequence[str]):
         self._tensors, self._states = tensors, states
-        self._pieces = {(index.fqn, index.offset): piece for index, piece in pieces.items()}
-        self._items = [_item(index, piece) for index, piece in pieces.items()]
+        self._shards = {(index.fqn, index.offset): shard for index, shard in shards.items()}
+        self._items = [_item(index, shard) for index, shard in shards.items()]
 
     def set_up_planner(self, *ignored: Any, **options: Any) -> None: ...
 
@@ -195,15 +195,15 @@ class _Planner(SavePlanner):
         if write_item.type == WriteItemType.BYTE_IO:
             torch.save([None], content := io.BytesIO())
             return content
-        piece = self._pieces[write_item.index.fqn, write_item.index.offset]
-        return self._tensors.value(piece.name, piece.part).contiguous().view(piece.shape)
+        shard = self._shards[write_item.index.fqn, write_item.index.offset]
+        return self._tensors.value(shard.name, shard.part).contiguous().view(shard.shape)
 
 
-def _item(index: MetadataIndex, piece: _Piece) -> WriteItem:
+def _item(index: MetadataIndex, shard: _Shard) -> WriteItem:
     data = TensorWriteData(
-        chunk=ChunkStorageMetadata(index.offset, torch.Size(piece.shape)),
-        properties=TensorProperties(dtype=piece.dtype),
-        size=torch.Size(piece.size),
+        chunk=ChunkStorageMetadata(index.offset, torch.Size(shard.shape)),
+        properties=TensorProperties(dtype=shard.dtype),
+        size=torch.Size(shard.size),
     )
     return WriteItem(index, WriteItemType.SHARD, tensor_data=data)
 
@@ -244,7 +244,7 @@ def write_ranks(
         for rank in range(ranks):
             state: dict[str, Any] = {}
             for name, source in held.items():
-                state[name] = part_of(tensors.value(source), cut_of(name, model.gated), rank, ranks)
+                state[name] = shard_of(tensors.value(source), cut_of(name, model.gated), rank, ranks)
             if model.moe_grouped_gemm and not transformer_engine:
                 state = experts_together(state)
             state = {stored_name(name, model, transformer_engine): value for name, value in state.items()}
