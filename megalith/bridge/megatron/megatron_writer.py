@@ -11,6 +11,7 @@ The legacy form is a file a tensor and pipeline rank, which is whole in memory w
 from __future__ import annotations
 
 import io
+import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -102,6 +103,12 @@ STATE = {  # the optimizer's: how Megatron names it, and the part that it is rea
     "exp_avg_sq": "exp_avg_sq",
     "fp32_param": "master",
 }
+BACKENDS = {
+    "sharded_backend": "torch_dist",
+    "sharded_backend_version": 1,
+    "common_backend": "torch",
+    "common_backend_version": 1,
+}
 SAME_BYTES = ("optimizer.state.fp32_param.", "optimizer.state.param.")
 """The fp32 weights, by the optimizer that has them whole and by the distributed one."""
 
@@ -146,10 +153,7 @@ def write_torch_dist(
         [(cause, _), *_] = error.failures.values()
         raise cause from None
     torch.save(dict(common), folder / "common.pt")
-    (folder / "metadata.json").write_text(
-        '{"sharded_backend": "torch_dist", "sharded_backend_version": 1, "common_backend": "torch", '
-        '"common_backend_version": 1}'
-    )
+    (folder / "metadata.json").write_text(json.dumps(BACKENDS))
 
 
 def _placed(
