@@ -224,7 +224,8 @@ def check_optimizer(run: Path, ours: Transformer, out: Path) -> str:
         expected = core_state(holder, te=False)
         for name, parameter in model.named_parameters():
             value = inner.state[parameter][key]
-            assert torch.equal(value[: len(expected[name])], expected[name]), (key, name)
+            rows = 151 if name in PADDED else None
+            assert torch.equal(value[:rows], expected[name][:rows]), (key, name)
             count += 1
     assert {int(state["step"]) for state in inner.state.values()} == {2}
     assert [group["weight_decay"] for group in inner.param_groups] == [0.1, 0.0]
