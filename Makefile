@@ -2,6 +2,7 @@
 #   make train   creates .venv, prepares Python's standard library as a corpus, trains on it, shows the result
 #   make test    creates .venv, tests everything: 18 minutes on two cores
 #   make test-quick  what needs one process alone; make test-all  every layout with every feature too
+#   make megatron-core  installs Megatron core beside .venv, has it load what is exported to it
 #   make faults  creates .venv, runs the tests of faults and kills a hundred runs at random moments
 PYTHON ?= python3
 VENV := .venv
@@ -10,7 +11,7 @@ READY := $(VENV)/ready
 RUN := runs/quickstart
 PYTEST := $(BIN)/python -m pytest tests --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup train test test-quick test-all faults lint clean
+.PHONY: setup train test test-quick test-all megatron-core faults lint clean
 
 setup: $(READY)
 
@@ -50,9 +51,16 @@ test-quick: $(READY) lint
 test-all: $(READY) lint
 	$(PYTEST) -m 'full or not full'
 
+MEGATRON := .megatron-core
+$(MEGATRON)/megatron: | $(READY)
+	$(BIN)/pip install --quiet --no-deps --target $(MEGATRON) megatron-core==0.16.1
+
+megatron-core: $(MEGATRON)/megatron
+	PYTHONPATH=$(CURDIR):$(MEGATRON) $(BIN)/python tests/bridge/against_megatron_core.py
+
 faults: $(READY)
 	$(BIN)/python -m pytest tests/faults
 	$(BIN)/python tests/faults/kill_trials.py --trials $(or $(TRIALS),100)
 
 clean:
-	rm -rf $(VENV) data runs
+	rm -rf $(VENV) $(MEGATRON) data runs

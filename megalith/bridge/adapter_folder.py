@@ -18,7 +18,8 @@ from megalith.bridge.family import Family
 from megalith.bridge.folder import CONFIG, find_folder, read_json
 from megalith.bridge.importer import Change, import_hf, new_run, refuse_existing
 from megalith.bridge.load import check_base, config_of, is_source, model_of
-from megalith.bridge.partial import partial_folder
+from megalith.bridge.megatron.megatron_importer import is_megatron_folder
+from megalith.bridge.partial import new_folder
 from megalith.bridge.peft import CONFIG_FILE, PeftFolder, is_peft, save_peft
 from megalith.checkpoint import Checkpoint, RunRecord, StepWriter, open_existing
 from megalith.checkpoint.fingerprint import Sample, digest, sample
@@ -71,17 +72,8 @@ def export_adapters(run: str | Path, out: str | Path, family: str | None = None)
     checkpoint, config = _open_run(run)
     chosen = family_named(family, "--family") if family else _family(config.model)
     read = _reader(checkpoint)
-    partial = partial_folder(out)
-    try:
-        partial.begin()
-        save_peft(partial.path, chosen, config.model, config.lora, read, config.model.init_from)
-        partial.commit()
-    except OSError as error:
-        raise CheckpointError(
-            f"{out} could not be written: {error.strerror or error}; make room there"
-        ) from error
-    finally:
-        partial.abandon()
+    with new_folder(out) as folder:
+        save_peft(folder, chosen, config.model, config.lora, read, config.model.init_from)
     return chosen
 
 
@@ -147,6 +139,10 @@ def _adapted(source: str | Path, base: str | None) -> tuple[str, Transformer, Ch
 def _known(base: str | None, source: str | Path) -> str:
     if not isinstance(base, str):
         raise ConfigError(f"{source} does not say what its adapters belong to; name it with --base")
+    if is_megatron_folder(base):
+        raise ConfigError(
+            f"{base} is a checkpoint of Megatron-LM; write it as a run first, megalith import-megatron, and name that"
+        )
     return base
 
 
@@ -195,7 +191,7 @@ def _peft(path: str, model: ModelConfig) -> PeftFolder:
 def _family(model: ModelConfig, base: str | None = None) -> Family:
     """The family of a base in Hugging Face's form, else the first that can say the model."""
     base = base or model.init_from
-    if base is not None and is_source(base):
+    if base is not None and is_source(base) and not is_megatron_folder(base):
         folder = find_folder(base)
         return family_of(read_json(folder / CONFIG), str(folder))
     return family_for(model)

@@ -1,4 +1,4 @@
-"""Weights of a Hugging Face folder straight into a model, whole or in any layout, and the model that they are of."""
+"""Weights of another form straight into a model, whole or in any layout, and the model that they are of."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ from megalith.bridge.family import VOCABULARY, without_memory
 from megalith.bridge.folder import find_folder, is_model_folder, is_there
 from megalith.bridge.importer import open_source
 from megalith.bridge.match import Match
+from megalith.bridge.megatron.megatron_importer import is_megatron_folder, open_megatron
 from megalith.bridge.origin import tokenizer_of
 from megalith.bridge.settings import differences
 from megalith.checkpoint import Checkpoint, open_checkpoint
 from megalith.checkpoint.manifest import MANIFEST
 from megalith.checkpoint.state import MODEL, Model, base_boxes, load_base, own_boxes
+from megalith.checkpoint.steps import CHECKPOINTS, list_steps
 from megalith.comm.collectives import Axis
 from megalith.config import ModelConfig, RunConfig
 from megalith.config.base import Decides
@@ -24,7 +26,7 @@ from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import CheckpointError, ConfigError, MegalithError, shorten
 from megalith.parallel.gather import ALONE
 from megalith.parallel.shards import Box
-from megalith.remote import place
+from megalith.remote import StorePath, place
 
 
 @torch.no_grad()
@@ -45,13 +47,15 @@ def load_source(fit: Match, model: Model, seed: int) -> None:
             box.values[len(held.values) :].zero_()
 
 
-def begin_from(path: str, model: Model, rows: dict[str, int], seed: int, world: Axis) -> None:
-    """Fills the chunks of this rank with the weights that `model.init_from` names: of either kind.
+def begin_from(
+    path: str, model: Model, rows: dict[str, int], seed: int, world: Axis, trust: bool = False
+) -> None:
+    """Fills the chunks of this rank with the weights that `model.init_from` names: of any kind.
 
     `rows` are those of `build.vocabulary_rows`. Every rank of `world` calls it.
     """
     if is_source(path):
-        load_source(open_source(path), model, seed)
+        load_source(open_weights(path, trust, rows[VOCABULARY[0]]), model, seed)
     else:
         boxes = {"model": base_boxes(model)}
         load_base(_checkpoint(path, ("model",), world, boxes), model, rows, world)
@@ -114,8 +118,38 @@ def check_base(checkpoint: Checkpoint, found: str, path: str) -> None:
 
 
 def is_source(path: str | Path) -> bool:
-    """Whether weights are in Hugging Face's form: a folder with a config.json, or a hub name."""
-    return is_model_folder(path) or not is_there(place(path))
+    """Whether weights are of another form than ours: Hugging Face's folder or hub name, or Megatron's folder."""
+    return is_foreign(path) or not is_there(place(path))
+
+
+def is_foreign(path: str | Path) -> bool:
+    """Whether a folder is Hugging Face's or Megatron's. One that has steps of a run of ours is ours."""
+    folder = place(path)
+    if not (is_model_folder(path) or (isinstance(folder, Path) and is_megatron_folder(folder))):
+        return False
+    return not ((folder / CHECKPOINTS).is_dir() and list_steps(folder / CHECKPOINTS))
+
+
+def open_weights(
+    path: str | Path, trust: bool = False, vocab_size: int | None = None, allow: bool = False
+) -> Match:
+    """What `is_source` is true of. `trust` and `vocab_size` are `import_megatron`'s, `allow` is `import_hf`'s."""
+    if not isinstance(place(path), StorePath) and is_megatron_folder(path) and not is_model_folder(path):
+        return open_megatron(path, trust, vocab_size, allow)
+    return open_source(path, allow)
+
+
+def with_foreign_load(config: RunConfig) -> RunConfig:
+    """`config` that begins from the weights of `checkpoint.load` where these are of another form than ours."""
+    load = config.checkpoint.load
+    if load is None or not is_foreign(load):
+        return config
+    if config.model.init_from is not None:
+        raise ConfigError(
+            f"checkpoint.load names {load}, which is no run of ours, and model.init_from {config.model.init_from}: "
+            "both are weights to begin from; leave one out"
+        )
+    return config.with_settings({"model.init_from": load, "checkpoint.load": None})
 
 
 def with_init_from(config: RunConfig) -> RunConfig:
@@ -126,7 +160,7 @@ def with_init_from(config: RunConfig) -> RunConfig:
     path = config.model.init_from
     if path is None:
         return config
-    found = model_of(path)
+    found = model_of(path, config.checkpoint.trust, config.model.vocab_size)
     given = {name: getattr(config.model, name) for name in config.model.model_fields_set}
     kept = {name: value for name, value in given.items() if value is not None}
     model = ModelConfig.model_validate({**found.model_dump(), "preset": None, **kept})
@@ -140,10 +174,10 @@ def with_init_from(config: RunConfig) -> RunConfig:
     return config.model_copy(update={"model": model})
 
 
-def model_of(path: str) -> ModelConfig:
-    """The model of weights of either kind. Raises ConfigError for adapters, which are no whole model."""
+def model_of(path: str, trust: bool = False, vocab_size: int | None = None) -> ModelConfig:
+    """The model of weights of any kind. Raises ConfigError for adapters, which are no whole model."""
     if is_source(path):
-        return open_source(path).groups[0].model
+        return open_weights(path, trust, vocab_size).groups[0].model
     config = config_of(_checkpoint(path, ()))
     if config.lora.rank is not None:
         raise ConfigError(
@@ -156,7 +190,7 @@ def model_of(path: str) -> ModelConfig:
 def tokenizer_notes(model: ModelConfig, tokenizer: Tokenizer | None) -> list[str]:
     """What to tell where the run's tokenizer is not that of the weights that `model.init_from` names."""
     path = model.init_from
-    if path is None or tokenizer is None:
+    if path is None or tokenizer is None or is_megatron_folder(path):  # which has none
         return []
     try:
         theirs = (

@@ -12,14 +12,16 @@ import fcntl
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
+from megalith.bridge.folder import is_there
 from megalith.errors import CheckpointError
-from megalith.io import make_folder, take_name
+from megalith.io import make_folder, sync_folder, sync_path, take_name
 from megalith.remote import StorePath
 
 MARK = ".megalith_conversion"
-READ_FIRST = ("config.json", "adapter_config.json")
+READ_FIRST = ("config.json", "adapter_config.json", "latest_checkpointed_iteration.txt")
 
 
 class PartialFolder:
@@ -117,8 +119,9 @@ class SentFolder:
         for name in READ_FIRST:
             (self.out / name).unlink(missing_ok=True)
         self.out.remove()
-        for file in sorted(self.path.iterdir(), key=lambda file: file.name in READ_FIRST):
-            (self.out / file.name).send(file)
+        files = (file for file in self.path.rglob("*") if file.is_file())
+        for file in sorted(files, key=lambda file: file.name in READ_FIRST):
+            (self.out / file.relative_to(self.path).as_posix()).send(file)
         self.abandon()
 
     def abandon(self) -> None:
@@ -128,6 +131,31 @@ class SentFolder:
 def partial_folder(out: Path | StorePath) -> PartialFolder | SentFolder:
     """What makes a folder at `out` whole."""
     return SentFolder(out) if isinstance(out, StorePath) else PartialFolder(out)
+
+
+@contextlib.contextmanager
+def new_folder(out: Path | StorePath) -> Iterator[Path]:
+    """A folder to fill that becomes `out` on a clean exit, its files and folders synced; on an error nothing is left.
+
+    Raises CheckpointError where something is at `out`, or it cannot be written.
+    """
+    if is_there(out):
+        raise CheckpointError(f"{out} already exists; remove it, or choose another path")
+    folder = partial_folder(out)
+    try:
+        folder.begin()
+        yield folder.path
+        for path in folder.path.rglob("*"):
+            sync_folder(path) if path.is_dir() else sync_path(path)
+        sync_folder(folder.path)
+        folder.commit()
+    except OSError as error:
+        raise CheckpointError(
+            f"{out} could not be written: {error.strerror or error}; nothing of it is left: make room, or choose "
+            "another place"
+        ) from error
+    finally:
+        folder.abandon()
 
 
 def _remove_marked(folder: Path) -> None:

@@ -7,6 +7,9 @@ import sys
 
 from megalith.errors import printable
 
+DTYPES = ("float32", "bfloat16", "float16")
+FORMATS = ("torch_dist", "torch")
+
 
 def add_import_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Write a Hugging Face model as a checkpoint to train or generate from."
@@ -53,6 +56,88 @@ def run_megatron(args: argparse.Namespace) -> int:
     return 0
 
 
+def add_megatron_export_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = "Write a checkpoint as one that Megatron core loads."
+    parser.add_argument("checkpoint", metavar="CKPT", help="run folder or one of its step folders")
+    parser.add_argument("out", metavar="MEGATRON_DIR", help="save folder to write")
+    parser.add_argument("--format", choices=FORMATS, default="torch_dist", help="its form")
+    parser.add_argument("--tp", type=int, default=1, metavar="N", help="tensor-parallel ranks")
+    parser.add_argument("--pp", type=int, default=1, metavar="N", help="pipeline ranks")
+    parser.add_argument(
+        "--optimizer", action="store_true", help="with the optimizer's state and the schedule (torch_dist)"
+    )
+    _add_written_arguments(parser)
+
+
+def run_megatron_export(args: argparse.Namespace) -> int:
+    from megalith.bridge.megatron.megatron_exporter import export_megatron
+
+    options = dict(ckpt_format=args.format, tp=args.tp, pp=args.pp, with_optimizer=args.optimizer)
+    print(f"wrote {printable(export_megatron(args.checkpoint, args.out, **options, **_written(args)))}")
+    return 0
+
+
+def add_convert_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Convert weights between Hugging Face's form, Megatron's and ours; also python -m megalith.convert."
+    )
+    kinds = {"source": ("hf", "megatron", "megalith"), "target": ("hf", "megatron", "megalith")}
+    for side, choices in kinds.items():
+        parser.add_argument(f"--{side}", required=True, choices=choices)
+    parser.add_argument("--input-path", required=True, metavar="PATH", help="folder to read, or a hub name")
+    parser.add_argument("--output-path", required=True, metavar="DIR", help="folder to write")
+    parser.add_argument("--target-tp", "--tensor-model-parallel-size", "--tp", type=int, default=1, metavar="N",
+                        help="tensor-parallel ranks of the target, where it is megatron")  # fmt: skip
+    parser.add_argument("--target-pp", "--pipeline-model-parallel-size", "--pp", type=int, default=1, metavar="N",
+                        help="pipeline ranks of the target, where it is megatron")  # fmt: skip
+    parser.add_argument(
+        "--source-tp", type=int, metavar="N", help="of the source; compared with what it says"
+    )
+    parser.add_argument(
+        "--source-pp", type=int, metavar="N", help="of the source; compared with what it says"
+    )
+    parser.add_argument("--ckpt-format", choices=FORMATS, default="torch_dist", help="the target's form")
+    parser.add_argument(
+        "--trust", action="store_true", help="read Megatron's pickles, by a list of what is allowed"
+    )
+    _add_written_arguments(parser)
+
+
+def run_convert(args: argparse.Namespace) -> int:
+    from megalith.bridge.megatron.megatron_exporter import convert
+
+    options = {}
+    if args.target == "megatron":
+        options = dict(ckpt_format=args.ckpt_format, tp=args.target_tp, pp=args.target_pp, **_written(args))
+    sizes = args.source_tp, args.source_pp
+    done = convert(args.input_path, args.output_path, args.target, args.source, sizes, args.trust, **options)
+    print(f"wrote {printable(done)}")
+    return 0
+
+
+def _add_written_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--dtype", choices=DTYPES, help="type of the weights (default: the run's precision)")
+    parser.add_argument(
+        "--transformer-impl",
+        choices=("transformer_engine", "local"),
+        default="transformer_engine",
+        help="that of the job which is to load it",
+    )
+    parser.add_argument(
+        "--make-vocab-size-divisible-by",
+        type=int,
+        default=128,
+        metavar="N",
+        help="that job's: its vocabulary is padded to a multiple of N · tensor-parallel ranks",
+    )
+
+
+def _written(args: argparse.Namespace) -> dict[str, object]:
+    return {
+        name: getattr(args, name) for name in ("dtype", "transformer_impl", "make_vocab_size_divisible_by")
+    }
+
+
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Write a checkpoint as a folder that transformers loads."
     parser.add_argument("checkpoint", metavar="CKPT", help="run folder or one of its step folders")
@@ -60,7 +145,7 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--family", metavar="NAME", help="architecture or model type (default: what fits)")
     parser.add_argument(
         "--dtype",
-        choices=("float32", "bfloat16", "float16"),
+        choices=DTYPES,
         help="type of the weights (default: the run's precision)",
     )
     parser.add_argument(

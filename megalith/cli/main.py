@@ -445,6 +445,18 @@ def build_parser() -> argparse.ArgumentParser:
         _leaf(commands, "export-hf", "write a checkpoint as a Hugging Face model", bridge.run_export)
     )
 
+    bridge.add_megatron_export_arguments(
+        _leaf(
+            commands,
+            "export-megatron",
+            "write a checkpoint as one that Megatron-LM loads",
+            bridge.run_megatron_export,
+        )
+    )
+    bridge.add_convert_arguments(
+        _leaf(commands, "convert", "convert between Hugging Face, Megatron-LM and ours", bridge.run_convert)
+    )
+
     lora = _group(commands, "lora", "adapters: write them for PEFT, merge them")
     bridge.add_lora_export_arguments(
         _leaf(lora, "export", "write a run's adapters in PEFT's format", bridge.run_lora_export)

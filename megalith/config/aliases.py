@@ -64,7 +64,7 @@ def _granularity(recompute: Any, tree: dict[str, dict[str, Any]]) -> str | None:
 
 _FP32_SUMS = "gradients are always accumulated and reduced in fp32"
 _NO_RNG = "there is no random state to save: initial weights, dropout and data order follow from train.seed"
-_ONE_FORMAT = "there is one checkpoint format, loadable in any layout and detected by itself"
+_ONE_FORMAT = "checkpoints have one format, loadable in any layout; Hugging Face's and Megatron's are detected by themselves"
 _CHECKED = "every step is checked; one with NaN or Inf in loss or gradients is skipped, and its origin named"
 _ALL_LAYERS = (
     "every layer is recomputed whole; Megatron's flag of this name recomputes the core of attention alone, which is "

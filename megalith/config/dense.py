@@ -77,7 +77,8 @@ class DenseModel(Section):
     """A published shape by name (`megalith config presets` lists them). Fields given beside it win over it."""
 
     init_from: Annotated[str | None, Decides.NOTHING, DEFAULT] = None
-    """Weights and shape to begin from: a Hugging Face folder or hub name, or a run folder. checkpoint.load wins."""
+    """Weights and shape to begin from: Hugging Face's folder or hub name, Megatron-LM's folder (with checkpoint.trust),
+    or a run folder. checkpoint.load wins."""
 
     num_layers: Annotated[Annotated[PositiveInt, Field(le=10_000)] | None, Shrinks(small.LAYERS)] = None
     """Transformer layers."""

@@ -22,7 +22,11 @@ class CheckpointConfig(Section):
     """URL to save steps at (s3://, gs://), below its `checkpoints`. Absent: output_dir, which a folder here sets."""
 
     load: str | None = None
-    """A run's folder or URL, or one of its steps, to go on from. It may be where the run saves, empty at first."""
+    """A run's folder or URL, or one of its steps, to go on from. It may be where the run saves, empty at first. Of
+    Hugging Face's or Megatron-LM's folder the weights are the initial ones, as with model.init_from."""
+
+    trust: bool = False
+    """Reads the pickles of a Megatron-LM checkpoint, by a list of what may be named in them."""
 
     save_optim: bool = True
     """Saves the optimizer's state, without which a run cannot go on exactly."""

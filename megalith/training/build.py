@@ -9,7 +9,7 @@ import torch
 
 from megalith.bridge.adapter_folder import with_lora_load
 from megalith.bridge.families import family_for
-from megalith.bridge.load import with_init_from
+from megalith.bridge.load import with_foreign_load, with_init_from
 from megalith.comm.collectives import Axis
 from megalith.config import RunConfig
 from megalith.config.batch_size import BatchSizeSchedule
@@ -44,6 +44,13 @@ class PreparedRun(NamedTuple):
 
 def prepare(config: RunConfig, world_size: int) -> PreparedRun:
     """Raises ConfigError where the run cannot be trained on `world_size` processes."""
+    load = config.checkpoint.load
+    config = with_foreign_load(config)
+    begins = (
+        [f"{load} is no run of ours: its weights are the initial ones"]
+        if config.checkpoint.load != load
+        else []
+    )
     config = with_init_from(config)
     tokenizer = build_run_tokenizer(config)
     config = with_lora_load(complete(config, tokenizer))
@@ -54,7 +61,7 @@ def prepare(config: RunConfig, world_size: int) -> PreparedRun:
     config = _with_short_evaluations(config)
     if config.checkpoint.export_hf:
         family_for(config.model)  # there has to be one
-    return PreparedRun(config, tokenizer, [*config.notes, *warnings, *idle_notes(config)])
+    return PreparedRun(config, tokenizer, [*config.notes, *begins, *warnings, *idle_notes(config)])
 
 
 def _with_short_evaluations(config: RunConfig) -> RunConfig:

@@ -45,7 +45,7 @@ def load_run(run: Run) -> Path | StorePath | None:
     frozen = config.lora.rank is not None  # a checkpoint then holds the adapters alone
     if config.model.init_from is not None and (frozen or checkpoint is None):
         chunks, rows = run.model.chunks, vocabulary_rows(config)
-        begin_from(config.model.init_from, chunks, rows, config.train.seed, world)
+        begin_from(config.model.init_from, chunks, rows, config.train.seed, world, config.checkpoint.trust)
         if frozen:
             _remember_base(run, checkpoint)
     if checkpoint is None:

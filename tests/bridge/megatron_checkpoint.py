@@ -13,8 +13,11 @@ import torch
 from torch import Tensor
 from torch.distributed import checkpoint as dcp
 
-from megalith.config import ModelConfig
+from megalith.checkpoint import RunRecord, save_checkpoint
+from megalith.config import ModelConfig, RunConfig
 from megalith.models.transformer import Transformer
+from megalith.optim import build_optimizer
+from megalith.training.build import vocabulary_rows
 
 PADDED_VOCAB = 256
 
@@ -28,15 +31,50 @@ def core_state(model: Transformer, te: bool) -> dict[str, Tensor]:
                 [value[: model.config.vocab_size], torch.full((PADDED_VOCAB, value.shape[1]), 9.0)]
             )
             value = value[:PADDED_VOCAB]
-        if ".mlp.linear_fc1." in name and model.config.swiglu:
-            value = torch.cat([value[0::2], value[1::2]])
+        apart = (
+            name.split(".pre_mlp")[0] + ".mlp.router.weight" in model.state_dict()
+        )  # the norm before experts
         if name.startswith(("layers.", "final_layernorm.")):
             name = f"decoder.{name}"
+        name = name.replace(".shared_expert_gate.weight", ".shared_experts.gate_weight")
         if te:
             name = name.replace(".input_layernorm.", ".self_attention.linear_qkv.layer_norm_")
+        if te and not apart:
             name = name.replace(".pre_mlp_layernorm.", ".mlp.linear_fc1.layer_norm_")
-        state[name] = value.clone()
+        parts = {name: value}
+        if ".mlp.experts." in name:  # [experts, rows, columns]
+            parts = {
+                name.replace("experts", f"experts.local_experts.{e}"): part for e, part in enumerate(value)
+            }
+        for one, part in parts.items():
+            if "linear_fc1.weight" in one and model.config.swiglu:
+                part = torch.cat([part[0::2], part[1::2]])
+            state[one] = part.clone()
     return state
+
+
+def save_run(
+    folder: Path, model: ModelConfig, optimizer: str = "adamw", precision: str = "fp32"
+) -> Transformer:
+    """A run at step 2 whose weights and optimizer's state are random, as a checkpoint; its model."""
+    config = RunConfig.from_tree({
+        "model": model.model_dump(exclude_unset=True),
+        "train": {"precision": precision, "train_iters": 8, "micro_batch_size": 4, "global_batch_size": 4},
+        "optim": {"lr": 0.01, "optimizer": optimizer, "weight_decay": 0.1},
+    })  # fmt: skip
+    built = Transformer(config.model)
+    generator = torch.Generator().manual_seed(5)
+    stepped = build_optimizer(built.named_parameters(), config.optim)
+    states = [value for state in stepped.state.values() for value in state.values()]
+    with torch.no_grad():
+        for value in (*built.parameters(), *built.buffers(), *states):
+            value.fill_(2) if value.ndim == 0 else value.normal_(0, 0.1, generator=generator)
+        for state in stepped.state.values():
+            for key in state.keys() & {"exp_avg_sq"}:
+                state[key].abs_()
+    record = RunRecord(step=2, consumed_samples=8, config=config.to_tree())
+    save_checkpoint(folder / "checkpoints", record, built, stepped, unpadded_rows=vocabulary_rows(config))
+    return built.eval()
 
 
 def arguments(model: ModelConfig, **others: object) -> argparse.Namespace:

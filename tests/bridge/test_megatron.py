@@ -131,16 +131,16 @@ def test_pickles_are_read_only_when_trusted_and_even_then_run_nothing(
 def test_what_cannot_be_built_or_is_missing_is_named(tmp_path: Path) -> None:
     model = random_model("llama")
     state = core_state(model, True)
-    experts = arguments(model.config)
-    experts.num_experts = 8
-    write_torch_dist(tmp_path / "experts", state, experts)
+    latent = arguments(model.config)
+    latent.multi_latent_attention = True
+    write_torch_dist(tmp_path / "latent", state, latent)
     write_torch_dist(
         tmp_path / "missing", {k: v for k, v in state.items() if "proj" not in k}, arguments(model.config)
     )
     write_legacy(tmp_path / "legacy", state, arguments(model.config), 2, 2, 1)
     forget_megatron()
-    with pytest.raises(ConfigError, match=r"its args have num_experts 8"):
-        import_megatron(tmp_path / "experts", tmp_path / "run", trust=True)
+    with pytest.raises(ConfigError, match=r"its args have multi_latent_attention True"):
+        import_megatron(tmp_path / "latent", tmp_path / "run", trust=True)
     with pytest.raises(
         CheckpointError,
         match=r"its record of arguments says; missing: decoder.layers.0.self_attention.linear_p",

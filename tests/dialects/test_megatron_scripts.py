@@ -5,9 +5,11 @@ import io
 import json
 import os
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -183,35 +185,22 @@ def test_preprocess_data_writes_what_megatrons_tool_would(tmp_path, monkeypatch)
         run_command(["preprocess", *words.replace("NullTokenizer", "MultimodalTokenizer").split()])
 
 
-def test_bridges_convert_goes_between_hugging_face_and_a_run(tmp_path, monkeypatch, capsys):
-    """By the installed files, as `python -m megatron.bridge.convert` and tools/checkpoint/convert.py."""
+def test_the_installed_convert_goes_from_hugging_face_to_megatron_and_back(tmp_path, monkeypatch):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     monkeypatch.chdir(tmp_path)
-    GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=11, n_positions=4)).save_pretrained(
-        "hf"
-    )
-    convert = ["convert", "--tensor-model-parallel-size", "4", "--input-path"]
-    assert (
-        run_command([*convert, "hf", "--output-path", "run", "--source", "hf", "--target", "megatron"]) == 0
-    )
-    assert "--tensor-model-parallel-size have no effect" in capsys.readouterr().out
-    assert (
-        run_command([*convert, "run", "--output-path", "hf2", "--source", "megatron", "--target", "hf"]) == 0
-    )
-    assert (
-        run_command(
-            [*convert, "run", "--output-path", "run2", "--source", "megatron", "--target", "megatron"]
-        )
-        == 0
-    )
-    old, new = (GPT2LMHeadModel.from_pretrained(folder).state_dict() for folder in ("hf", "hf2"))
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=11, n_positions=4))
+    model.save_pretrained("hf")
+    install(tmp_path)
+    for words in (
+        "--source hf --target megatron --input-path hf --output-path megatron_dir --tensor-model-parallel-size 2",
+        "--source megatron --target hf --input-path megatron_dir --output-path hf2 --source-tp 2 --trust",
+    ):
+        monkeypatch.setattr(sys, "argv", ["convert.py", *words.split()])
+        with pytest.raises(SystemExit, match=r"^0$"):
+            runpy.run_path(str(tmp_path / "megatron/bridge/convert.py"), run_name="__main__")
+    old, new = model.state_dict(), GPT2LMHeadModel.from_pretrained("hf2").state_dict()
     assert old.keys() == new.keys() and all(value.equal(new[name]) for name, value in old.items())
-    words = "--model-type GPT --loader mixtral_hf --saver core --load-dir hf --save-dir run3"
-    assert run_command(["convert-checkpoint", *words.split(), "--target-tensor-parallel-size", "2"]) == 0
-    assert all(list(Path(run, "checkpoints").glob("step_*")) for run in ("run", "run2", "run3"))
-    with pytest.raises(ConfigError, match="converts nothing"):
-        run_command([*convert, "hf", "--output-path", "no", "--source", "hf", "--target", "hf"])
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make")

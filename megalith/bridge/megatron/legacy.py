@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from megalith.bridge.family import MOST_LAYERS
+from megalith.bridge.megatron.megatron_names import LAYER, cut_of, experts_apart, joined, layer_of
 from megalith.bridge.megatron.unpickle import load_pickle, load_torch
 from megalith.checkpoint.extent import Extent, fills
 from megalith.checkpoint.files import DTYPE_CODES
@@ -30,10 +31,6 @@ from megalith.errors import CheckpointError
 
 FILE = "model_optim_rng.pt"
 RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
-LAYER = re.compile(r"^decoder\.layers\.(\d+)\.")
-CUT_BY_ROWS = ("word_embeddings.weight", "output_layer.weight", "linear_qkv.weight", "linear_qkv.bias")
-CUT_BY_COLUMNS = ("linear_proj.weight", "linear_fc2.weight")
-GATED = ("linear_fc1.weight", "linear_fc1.bias")  # by rows; with swiglu each rank has its gate, then its up
 
 
 @dataclass(frozen=True)
@@ -56,12 +53,7 @@ class Joined:
 
     def read(self) -> Tensor:
         """The whole tensor."""
-        if self.kind == "copies":
-            return self.parts[0]
-        if self.kind == "gated":
-            halves = [part.chunk(2) for part in self.parts]
-            return torch.cat([gate for gate, _ in halves] + [up for _, up in halves])
-        return torch.cat(self.parts, dim=1 if self.kind == "columns" else 0)
+        return joined(self.parts, self.kind)
 
 
 def read_legacy(folder: Path) -> tuple[dict[str, Joined], dict[str, Any]]:
@@ -77,8 +69,17 @@ def read_legacy(folder: Path) -> tuple[dict[str, Joined], dict[str, Any]]:
         )
     chunks = sorted(key for key in first if isinstance(key, str) and re.fullmatch(r"model\d*", key))
     try:
-        return _joined(states, chunks, tensor_ranks, stages, bool(args.get("swiglu"))), args
-    except (KeyError, TypeError, AttributeError, ValueError) as error:
+        if (ranks := args.get("expert_model_parallel_size") or 1) > 1:
+            raise CheckpointError(
+                f"{folder} is of {ranks} expert-parallel ranks, whose files of this form cannot be put together; save "
+                "it with --ckpt-format torch_dist"
+            )
+        experts = int(args.get("num_experts") or 0)
+        for state in states.values():
+            state.update({chunk: experts_apart(state[chunk], experts) for chunk in chunks})
+        gated = bool(args.get("swiglu") or args.get("quick_geglu"))
+        return _joined(states, chunks, tensor_ranks, stages, gated), args
+    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError, ZeroDivisionError) as error:
         raise CheckpointError(f"{folder} is damaged ({error!r}); copy the checkpoint again") from None
 
 
@@ -100,10 +101,10 @@ def _joined(
     for chunk in chunks:
         for pp in range(stages):
             shards = [states[tp, pp][chunk] for tp in range(tensor_ranks)]
-            layers = {int(match[1]) for name in shards[0] if (match := LAYER.match(name))}
+            layers = {layer for name in shards[0] if (layer := layer_of(name)) is not None}
             for name, value in shards[0].items():
                 if isinstance(value, Tensor):
-                    kind, parts = _kind(name, gated), [shard[name] for shard in shards]
+                    kind, parts = cut_of(name, gated), [shard[name] for shard in shards]
                     dimensions = {"copies": 0, "columns": 2}.get(kind, 1)
                     if value.ndim < dimensions or any(part.shape != value.shape for part in parts):
                         raise ValueError(f"{name} is {[list(part.shape) for part in parts]}")
@@ -126,16 +127,9 @@ def _files(folder: Path) -> dict[tuple[int, int], dict[str, Any]]:
     return states
 
 
-def _kind(name: str, gated: bool) -> str:
-    if name.endswith(CUT_BY_COLUMNS):
-        return "columns"
-    if name.endswith(GATED):
-        return "gated" if gated else "rows"
-    return "rows" if name.endswith(CUT_BY_ROWS) else "copies"
-
-
 METADATA = ".metadata"
 STACKED = "decoder.layers."
+EXPERTS = ".experts.experts."
 
 
 @dataclass(frozen=True)
@@ -164,22 +158,20 @@ class Piece:
 
 @dataclass(frozen=True)
 class Distributed:
-    """A tensor in pieces; with `layer`, that layer's part of a stack."""
+    """A tensor in pieces; `at` is which layer, or layer and expert, of a stack of them."""
 
     whole: tuple[int, ...]
     dtype: str
     pieces: list[Piece]
-    layer: int | None = None
+    at: tuple[int, ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.whole if self.layer is None else self.whole[1:]
+        return self.whole[len(self.at) :]
 
     def read(self) -> Tensor:
         """The tensor, from the pieces that have a part of it."""
-        wanted = Extent.whole(self.whole)
-        if self.layer is not None:
-            wanted = Extent((self.layer, *wanted.offset[1:]), (1, *self.whole[1:]))
+        wanted = Extent(self.at + (0,) * len(self.shape), (1,) * len(self.at) + self.shape)
         out: Tensor | None = None
         for piece in self.pieces:
             both = piece.extent.meet(wanted)
@@ -190,8 +182,27 @@ class Distributed:
         return torch.empty(self.shape) if out is None else out.view(self.shape)
 
 
-def list_torch_dist(folder: Path) -> dict[str, Distributed]:
-    """Every tensor by its name, layers apart. Raises CheckpointError for missing files and pieces."""
+@dataclass(frozen=True)
+class GateAndUp:
+    """A gated matrix whose halves are stored apart, as `NAME_w` and `NAME_v`."""
+
+    gate: Distributed
+    up: Distributed
+
+    @property
+    def dtype(self) -> str:
+        return self.gate.dtype
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (self.gate.shape[0] + self.up.shape[0], *self.gate.shape[1:])
+
+    def read(self) -> Tensor:
+        return torch.cat([self.gate.read(), self.up.read()])
+
+
+def list_torch_dist(folder: Path) -> dict[str, Distributed | GateAndUp]:
+    """Every tensor by its name, layers and experts apart. Raises CheckpointError for missing files and pieces."""
     metadata = load_pickle(folder / METADATA)
     try:
         entries = {
@@ -214,12 +225,12 @@ def list_torch_dist(folder: Path) -> dict[str, Distributed]:
             code = DTYPE_CODES.get(entry.properties.dtype, str(entry.properties.dtype))
             whole = Distributed(tuple(entry.size), code, pieces)
             _check_pieces(folder, name, whole)
-            tensors |= _layers(name, whole)
+            tensors |= _apart(name, whole)
+        return _with_halves(tensors)
     except (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
         raise CheckpointError(
             f"{folder / METADATA} is damaged ({error!r}); copy the checkpoint again"
         ) from None
-    return tensors
 
 
 def _check_pieces(folder: Path, name: str, tensor: Distributed) -> None:
@@ -232,14 +243,33 @@ def _check_pieces(folder: Path, name: str, tensor: Distributed) -> None:
         raise CheckpointError(f"{folder}: the shards of {name} do not cover it; copy the checkpoint again")
 
 
-def _layers(name: str, tensor: Distributed) -> dict[str, Distributed]:
-    """A stack of layers as single ones, under the names that they have otherwise."""
+def _apart(name: str, tensor: Distributed) -> dict[str, Distributed]:
+    """A stack of layers, or of a layer's experts, or both as single ones, under the names that they have otherwise."""
     before, found, rest = name.partition(STACKED)
-    if not found or rest.split(".")[0].isdigit():
-        return {name: tensor}
-    if tensor.whole[0] > MOST_LAYERS:
-        raise ValueError(f"{name} has {tensor.whole[0]:,} layers")
+    names: dict[tuple[int, ...], str] = {(): name}
+    if found and not rest.split(".")[0].isdigit():
+        names = {(layer,): f"{before}{STACKED}{layer}.{rest}" for layer in range(_count(name, tensor, 0))}
+    if EXPERTS in name and not name.partition(EXPERTS)[2].split(".")[0].isdigit():
+        names = {
+            (*at, expert): one.replace(EXPERTS, f"{EXPERTS}{expert}.")
+            for at, one in names.items()
+            for expert in range(_count(name, tensor, len(at)))
+        }
     return {
-        f"{before}{STACKED}{layer}.{rest}": Distributed(tensor.whole, tensor.dtype, tensor.pieces, layer)
-        for layer in range(tensor.whole[0])
+        one.replace(EXPERTS, ".experts.local_experts."): Distributed(
+            tensor.whole, tensor.dtype, tensor.pieces, at
+        )
+        for at, one in names.items()
     }
+
+
+def _count(name: str, tensor: Distributed, dimension: int) -> int:
+    if tensor.whole[dimension] > MOST_LAYERS:
+        raise ValueError(f"{name} has {tensor.whole[dimension]:,} layers or experts")
+    return tensor.whole[dimension]
+
+
+def _with_halves(tensors: dict[str, Distributed]) -> dict[str, Distributed | GateAndUp]:
+    halves = {name[:-2] for name in tensors if name.endswith("_w") and f"{name[:-2]}_v" in tensors}
+    whole = {name: GateAndUp(tensors.pop(f"{name}_w"), tensors.pop(f"{name}_v")) for name in halves}
+    return {**tensors, **whole}

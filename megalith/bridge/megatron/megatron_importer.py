@@ -13,7 +13,8 @@ from torch import Tensor
 from megalith.bridge.importer import write_run
 from megalith.bridge.match import Match, match
 from megalith.bridge.megatron.legacy import METADATA, arguments_in, list_torch_dist, read_legacy
-from megalith.bridge.megatron.table import FUSED_NORMS, GPT
+from megalith.bridge.megatron.megatron_names import plain_name
+from megalith.bridge.megatron.table import GPT
 from megalith.bridge.megatron.unpickle import load_torch
 from megalith.config.rules.model_rules import check_model
 from megalith.errors import CheckpointError, ConfigError
@@ -79,20 +80,32 @@ def import_megatron(
     default that of the checkpoint's arguments, else the padded one. `allow` is `import_hf`'s. Returns the step. Raises
     ConfigError for a model that cannot be built here, CheckpointError for damaged files: nothing is left then.
     """
-    folder = _iteration(Path(source))
-    if not trust:
-        raise CheckpointError(
-            f"{source} is of pickles, which can name code to run; they are read by a list of what is allowed, but only "
-            "when you trust where they come from: give --trust"
-        )
-    return write_run(open_megatron(folder, vocab_size, allow), out, None, show_progress=show_progress)
+    fit = open_megatron(source, trust, vocab_size, allow)
+    return write_run(fit, out, None, show_progress=show_progress)
 
 
-def open_megatron(folder: Path, vocab_size: int | None = None, allow: bool = False) -> Match:
-    """The tensors of one iteration's folder, matched with the model of its arguments. Raises as `import_megatron`."""
+def is_megatron_folder(path: str | Path) -> bool:
+    """Whether a folder here is Megatron's: its save folder, or an iteration in it."""
+    folder = Path(path)
+    found = any((folder / name).is_file() for name in (LATEST, METADATA))
+    return found or (folder.is_dir() and any(folder.glob("mp_rank_*")))
+
+
+def arguments_of(source: str | Path, trust: bool) -> dict[str, Any]:
+    """The arguments that a checkpoint keeps. Raises as `import_megatron`."""
+    folder = _trusted(source, trust)
     if (folder / METADATA).is_file():
-        tensors, common = list_torch_dist(folder), load_torch(folder / COMMON)
-        args = arguments_in(common)
+        return arguments_in(load_torch(folder / COMMON))
+    return read_legacy(folder)[1]
+
+
+def open_megatron(
+    source: str | Path, trust: bool, vocab_size: int | None = None, allow: bool = False
+) -> Match:
+    """The tensors of a checkpoint, matched with the model of its arguments. As `import_megatron`."""
+    folder = _trusted(source, trust)
+    if (folder / METADATA).is_file():
+        tensors, args = list_torch_dist(folder), arguments_in(load_torch(folder / COMMON))
     else:
         tensors, args = read_legacy(folder)
     if not args:
@@ -125,11 +138,19 @@ def _core_names(folder: Path, tensors: dict[str, Any]) -> dict[str, Any]:
     for name, tensor in tensors.items():
         if not name.startswith(prefix) or name.startswith(NOT_THE_MODEL) or "_extra_state" in name:
             continue
-        name = name.removeprefix(prefix)
-        for fused, own in FUSED_NORMS.items():
-            name = name.replace(fused, own)
-        named[name] = tensor
+        named[plain_name(name.removeprefix(prefix))] = tensor
     return named
+
+
+def _trusted(source: str | Path, trust: bool) -> Path:
+    """The iteration's folder, whose pickles may be read."""
+    folder = _iteration(Path(source))
+    if not trust:
+        raise CheckpointError(
+            f"{source} is of pickles, which can name code to run; they are read by a list of what is allowed, but only "
+            "when you trust where they come from: give --trust, or in a run file checkpoint.trust: true"
+        )
+    return folder
 
 
 def _iteration(folder: Path) -> Path:

@@ -1,7 +1,8 @@
 """Megatron core's GPT model as a family: its tensors and its arguments, whose names are mostly ours.
 
 Fused SwiGLU matrices hold the gate before the up, there; ours alternate. Queries, keys and values stand by group in
-both. Transformer Engine keeps a norm with the matrix behind it; the reader gives it the name that it has without.
+both. The names here are those of the layers without Transformer Engine, experts one by one: readers and writers
+rename from and to the others (`megatron_names.py`).
 """
 
 from __future__ import annotations
@@ -41,15 +42,24 @@ TENSORS = {
             "mlp.linear_fc2.weight", "mlp.linear_fc2.bias",
         )
     },
-    "layers.{layer}.mlp.linear_fc1.weight": fc1("decoder.layers.{layer}.mlp.linear_fc1.weight"),
-    "layers.{layer}.mlp.linear_fc1.bias":   fc1("decoder.layers.{layer}.mlp.linear_fc1.bias"),
+    **{
+        f"layers.{{layer}}.mlp.{ours}.{kind}": rule(f"decoder.layers.{{layer}}.mlp.{theirs}.{kind}")
+        for ours, theirs, rule in (
+            ("linear_fc1", "linear_fc1", fc1),
+            ("shared_experts.linear_fc1", "shared_experts.linear_fc1", fc1),
+            ("shared_experts.linear_fc2", "shared_experts.linear_fc2", same),
+            ("experts.linear_fc1", "experts.local_experts.{expert}.linear_fc1", fc1),
+            ("experts.linear_fc2", "experts.local_experts.{expert}.linear_fc2", same),
+        )
+        for kind in ("weight", "bias")
+    },
+    "layers.{layer}.mlp.router.weight":      same("decoder.layers.{layer}.mlp.router.weight"),
+    "layers.{layer}.mlp.router.expert_bias": same("decoder.layers.{layer}.mlp.router.expert_bias"),
+    "layers.{layer}.mlp.shared_expert_gate.weight":
+        same("decoder.layers.{layer}.mlp.shared_experts.gate_weight"),
     "final_layernorm.weight":               same("decoder.final_layernorm.weight"),
     "final_layernorm.bias":                 same("decoder.final_layernorm.bias"),
     "output_layer.weight":                  same("output_layer.weight"),
-}
-FUSED_NORMS = {
-    ".self_attention.linear_qkv.layer_norm_": ".input_layernorm.",
-    ".mlp.linear_fc1.layer_norm_": ".pre_mlp_layernorm.",
 }
 # fmt: on
 
@@ -64,15 +74,62 @@ class _Groups:
             else 0
         }
 
+    def write(self, model: ModelConfig) -> Tree:
+        grouped = model.query_groups != model.num_attention_heads
+        return {"group_query_attention": grouped, "num_query_groups": model.query_groups if grouped else 1}
+
 
 class _Activation:
-    """Without swiglu GELU: exact, or by tanh in Megatron's fused kernel and with openai_gelu."""
+    """Without swiglu and the like GELU: exact, or by tanh in Megatron's fused kernel and with openai_gelu."""
 
     def read(self, theirs: Mapping[str, Any]) -> Tree:
         if theirs.get("swiglu"):
             return {"swiglu": True}
+        if theirs.get("quick_geglu"):
+            return {"gated_linear_unit": True, "activation": "quick_gelu"}
+        if theirs.get("squared_relu"):
+            return {"activation": "squared_relu"}
         by_tanh = theirs.get("openai_gelu") or theirs.get("bias_gelu_fusion", True)
         return {"activation": "gelu_tanh" if by_tanh else "gelu"}
+
+    def write(self, model: ModelConfig) -> Tree:
+        by_tanh = not model.gated and model.mlp_activation == "gelu_tanh"
+        return {
+            "swiglu": model.gated and model.mlp_activation == "silu",
+            "quick_geglu": model.gated and model.mlp_activation == "quick_gelu",
+            "squared_relu": model.mlp_activation == "squared_relu",
+            "bias_gelu_fusion": by_tanh and model.mlp_bias,
+            "openai_gelu": by_tanh and not model.mlp_bias,
+        }
+
+
+class _Biases:
+    """add_bias_linear, in every linear layer, and add_qkv_bias."""
+
+    def read(self, theirs: Mapping[str, Any]) -> Tree:
+        return {name: theirs[name] for name in ("add_bias_linear", "add_qkv_bias") if name in theirs}
+
+    def write(self, model: ModelConfig) -> Tree:
+        return {"add_bias_linear": model.proj_bias and model.mlp_bias, "add_qkv_bias": model.qkv_bias}
+
+
+class _Experts:
+    """num_experts and what is said of them, under our names; without it, as Megatron's arguments have defaults too."""
+
+    def read(self, theirs: Mapping[str, Any]) -> Tree:
+        if not theirs.get("num_experts"):
+            return {}
+        return {name: theirs[name] for name in EXPERTS if theirs.get(name) is not None}
+
+    def write(self, model: ModelConfig) -> Tree:
+        if model.num_experts is None:
+            return {"num_experts": None}
+        layers = [int(layer in model.expert_layers) for layer in range(model.num_layers)]
+        return {
+            **{name: getattr(model, name) for name in EXPERTS},
+            "moe_ffn_hidden_size": model.expert_size,
+            "moe_layer_freq": 1 if all(layers) else layers,
+        }
 
 
 class _Positions:
@@ -102,13 +159,32 @@ class _Positions:
             }
         return fields
 
+    def write(self, model: ModelConfig) -> Tree:
+        scaling = model.rope_scaling
+        stretched, linear = (scaling is not None and scaling.type == kind for kind in ("llama3", "linear"))
+        return {
+            "position_embedding_type": model.position_embedding_type,
+            "rotary_base": int(base) if (base := model.rotary_base).is_integer() else base,
+            "rotary_percent": model.rotary_percent,
+            "use_rope_scaling": stretched,
+            "rope_scaling_factor": scaling.factor if stretched else 8.0,
+            "rotary_seq_len_interpolation_factor": scaling.factor if linear else None,
+        }
+
 
 SAME_NAMES = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "max_position_embeddings", "normalization",
 )  # fmt: skip
 OPTIONAL = (  # absent: our default
-    "kv_channels", "make_vocab_size_divisible_by", "add_bias_linear", "add_qkv_bias", "qk_layernorm",
-    "untie_embeddings_and_output_weights", "hidden_dropout", "attention_dropout", "init_method_std",
+    "kv_channels", "make_vocab_size_divisible_by", "qk_layernorm", "untie_embeddings_and_output_weights",
+    "hidden_dropout", "attention_dropout", "init_method_std",
+)  # fmt: skip
+EXPERTS = (
+    "num_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
+    "moe_shared_expert_gate", "moe_router_topk", "moe_router_score_function", "moe_router_pre_softmax",
+    "moe_router_topk_scaling_factor", "moe_router_num_groups", "moe_router_group_topk",
+    "moe_router_enable_expert_bias", "moe_router_bias_update_rate", "moe_z_loss_coeff",
+    "moe_expert_capacity_factor", "moe_token_drop_policy", "moe_grouped_gemm",
 )  # fmt: skip
 
 GPT = Family(
@@ -123,10 +199,12 @@ GPT = Family(
         Field("layernorm_zero_centered_gamma", "apply_layernorm_1p", default=False),
         _Groups(),
         _Activation(),
+        _Biases(),
+        _Experts(),
         _Positions(),
         Theirs(
-            num_experts=None, multi_latent_attention=False, mtp_num_layers=None, window_size=None, squared_relu=False,
-            rotary_interleaved=False, quick_geglu=False, apply_residual_connection_post_layernorm=False,
+            multi_latent_attention=False, mtp_num_layers=None, window_size=None, rotary_interleaved=False,
+            apply_residual_connection_post_layernorm=False,
         ),
     ),
     tied="output_layer.weight",

@@ -422,10 +422,15 @@ def _is_empty(folder: Path) -> bool:
 
 def _take_stored(given: Given, load: str, section: str, names: Collection[str]) -> None:
     """Puts what the checkpoint's run had in place of what the flags say."""
-    from megalith.checkpoint.open import open_checkpoint  # torch: only where it is asked for
+    from megalith.bridge.load import is_foreign  # torch: only where it is asked for
+    from megalith.checkpoint.open import open_checkpoint
     from megalith.errors import MegalithError
 
     try:
+        if is_foreign(load):  # its model is taken where nothing is said of it; of its schedule nothing is
+            own = given.tree.get(section, {})
+            given.tree[section] = {name: value for name, value in own.items() if name not in names}
+            return
         checkpoint = open_checkpoint(load, ())
     except MegalithError as error:
         given.problems.extend(str(error).split("\n"))

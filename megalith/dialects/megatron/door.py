@@ -1,6 +1,7 @@
 """The commands of Megatron-LM's door: its programs by their flags, running its scripts, and the list of flags.
 
-    pretrain-gpt FLAGS [--emit FILE] [--ignore-unknown] [--nproc N]   also `torchrun … -m megalith.dialects.megatron`
+    pretrain-gpt FLAGS [--emit FILE] [--ignore-unknown] [--trust] [--nproc N]   also `torchrun … -m
+                                                                   megalith.dialects.megatron`
     run SCRIPT.sh [ARGUMENTS] [--override 'FLAGS']
     install DIR
     flags [--json]
@@ -30,7 +31,7 @@ from megalith.report.streams import lasting_streams
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 MARK = "# Written by `megalith megatron install`: hands Megatron-LM's command line to Megalith."
-FILES = {  # the file in Megatron-LM's checkout → the command of door.py that answers for it
+FILES = {  # the file in Megatron-LM's checkout → the command that answers for it
     "pretrain_gpt.py": "pretrain-gpt",
     "pretrain_bert.py": "pretrain-bert",
     "pretrain_t5.py": "pretrain-t5",
@@ -39,6 +40,7 @@ FILES = {  # the file in Megatron-LM's checkout → the command of door.py that 
     # Without an __init__.py, so that a package of the same name which is installed goes before it.
     "megatron/bridge/convert.py": "convert",
 }
+OURS = ("convert",)  # commands of `megalith` itself
 WRAPPERS = {"torchrun": "-m torch.distributed.run", "python": "", "python3": ""}
 
 
@@ -88,10 +90,11 @@ def pretrain_gpt(words: list[str]) -> int:
     parser = OwnOptions("pretrain-gpt")
     parser.add_argument("--emit", metavar="FILE")
     parser.add_argument("--ignore-unknown", action="store_true")
+    parser.add_argument("--trust", action="store_true")
     parser.add_argument("--nproc", type=int)
     own, flags = parser.parse_known_args(words)
     world_size = own.nproc or int(os.environ.get("WORLD_SIZE", 0)) or None
-    result = translate(flags, world_size, ignore_unknown=own.ignore_unknown)
+    result = translate(flags, world_size, ignore_unknown=own.ignore_unknown, trust=own.trust)
     is_first = os.environ.get("RANK", "0") == "0"
     if os.environ.get(QUEUES) == "1" and not own.emit:
         del os.environ[QUEUES]
@@ -110,7 +113,7 @@ def pretrain_gpt(words: list[str]) -> int:
         from megalith.launch.launcher import launch
         from megalith.training.precheck import check_job
 
-        more = ["--ignore-unknown"] if own.ignore_unknown else []
+        more = ["--ignore-unknown"] * own.ignore_unknown + ["--trust"] * own.trust
         with in_flags():
             return launch(
                 own.nproc,
@@ -188,8 +191,9 @@ def install(folder: str | Path) -> list[Path]:
             raise ConfigError(f"{path} is there, and not ours; choose a folder without it, or move it away")
     for path, command in paths.items():
         path.parent.mkdir(parents=True, exist_ok=True)
+        home = "cli.main" if command in OURS else "dialects.megatron.door"
         path.write_text(
-            f"{MARK}\nimport sys\n\nfrom megalith.dialects.megatron.door import main\n\n"
+            f"{MARK}\nimport sys\n\nfrom megalith.{home} import main\n\n"
             f'if __name__ == "__main__":\n    sys.exit(main(["{command}", *sys.argv[1:]]))\n',
             encoding="utf-8",
         )
@@ -247,7 +251,6 @@ COMMANDS = {
     "pretrain-bert": lambda words: pretrain_other("pretrain_bert.py", "BERT"),
     "pretrain-t5": lambda words: pretrain_other("pretrain_t5.py", "T5"),
     "preprocess": tool("run_preprocess_data"),
-    "convert": tool("run_convert"),
     "convert-checkpoint": tool("run_convert_checkpoint"),
     "run": run,
     "install": install_files,

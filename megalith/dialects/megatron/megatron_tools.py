@@ -1,10 +1,8 @@
-"""Megatron-LM's tools by their own options: preprocess_data.py, checkpoint/convert.py, and megatron.bridge.convert."""
+"""Megatron-LM's tools by their own options: preprocess_data.py and checkpoint/convert.py."""
 
 from __future__ import annotations
 
 import argparse
-import tempfile
-from pathlib import Path
 
 from megalith.dialects.megatron.derive import TOKENIZERS
 from megalith.errors import ConfigError, printable
@@ -16,7 +14,6 @@ SPREAD = ("--partitions", "--log-interval", "--workers-to-check", "--max-documen
 SPREAD_SWITCHES = ("--keep-sequential-samples", "--find-optimal-num-workers", "--trust-remote-code")
 
 
-SIZES = ("tensor-model-parallel-size", "pipeline-model-parallel-size", "tp", "pp", "ep", "etp")
 HF_LOADERS = ("llama_mistral", "mixtral_hf")
 
 
@@ -84,75 +81,35 @@ def _options() -> ToolOptions:
     return parser
 
 
-def run_convert(words: list[str]) -> int:
-    """`python -m megatron.bridge.convert`: between Hugging Face's format and Megatron's, or ours in its place.
-
-    What it writes as `megatron` is a run folder of ours, which any layout loads: sizes change nothing, as a note says.
-    """
-    parser = ToolOptions(prog="megatron.bridge.convert", add_help=False)
-    for flag in ("--source", "--target"):
-        parser.add_argument(flag, required=True, choices=("hf", "megatron"))
-    for flag in ("--input-path", "--output-path"):
-        parser.add_argument(flag, required=True)
-    for size in (*SIZES, *(f"{side}-{name}" for side in ("source", "target") for name in SIZES)):
-        parser.add_argument(f"--{size}", type=int)
-    parser.add_argument("--trust", action="store_true")
-    given = parser.parse_args(words)
-    sizes = [
-        f"--{name.replace('_', '-')}"
-        for name, value in vars(given).items()
-        if name.endswith(("tp", "pp", "ep", "size")) and value is not None
-    ]
-    if sizes:
-        print(
-            f"note: {' '.join(sizes)} have no effect: a checkpoint is of no layout, and any layout loads it"
-        )
-    return _convert(given.source, given.target, given.input_path, given.output_path, given.trust)
-
-
 def run_convert_checkpoint(words: list[str]) -> int:
-    """Megatron's tools/checkpoint/convert.py, of a GPT: `--loader` says what is read, a run of ours is written."""
+    """Megatron's tools/checkpoint/convert.py, of a GPT: `--loader` says what is read, rank files are written."""
     parser = ToolOptions(prog="tools/checkpoint/convert.py", add_help=False)
     for flag in ("--model-type", "--loader", "--saver", "--load-dir", "--save-dir"):
         parser.add_argument(flag, required=True)
+    for flag in ("--target-tensor-parallel-size", "--target-pipeline-parallel-size"):
+        parser.add_argument(flag, type=int, default=1)
+    parser.add_argument("--make-vocab-size-divisible-by", type=int, default=128)
+    parser.add_argument("--target-transformer-impl", choices=("transformer_engine", "local"))
     parser.add_argument("--trust", action="store_true")
     given, more = parser.parse_known_args(words)
     if given.model_type != "GPT":
         raise ConfigError(f"--model-type is {given.model_type}; there is GPT")
     if more:
-        print(
-            f"note: {' '.join(more)} have no effect: what is written is of no layout, and any layout loads it"
-        )
-    source = "hf" if given.loader in HF_LOADERS else "megatron"
-    return _convert(source, "megatron", given.load_dir, given.save_dir, given.trust)
+        print(f"note: {' '.join(more)} have no effect: what is read and written says it itself")
+    from megalith.bridge.megatron.megatron_exporter import convert
 
-
-def _convert(source: str, target: str, path: str, output: str, trust: bool) -> int:
-    from megalith.bridge.exporter import export_hf
-    from megalith.bridge.importer import import_hf
-    from megalith.bridge.megatron.megatron_importer import import_megatron
-
-    is_ours = (Path(path) / "checkpoints").is_dir() or (Path(path) / "manifest.json").is_file()
-    match source, target:
-        case "hf", "megatron":
-            written = import_hf(path, output)
-        case "megatron", "hf" if is_ours:
-            written = export_hf(path, output).path
-        case "megatron", "hf":
-            with tempfile.TemporaryDirectory(dir=Path(output).absolute().parent) as between:
-                import_megatron(path, f"{between}/run", trust=trust)
-                written = export_hf(f"{between}/run", output).path
-        case "megatron", "megatron" if not is_ours:
-            written = import_megatron(path, output, trust=trust)
-        case "megatron", "megatron":
-            from megalith.checkpoint.open import open_existing
-            from megalith.checkpoint.rewrite import reshard
-
-            written = reshard(open_existing(path, None), Path(output), 1)
-        case _:
-            raise ConfigError(
-                "--source hf with --target hf converts nothing; choose megatron for one of them"
-            )
+    written = convert(
+        given.load_dir,
+        given.save_dir,
+        "megatron",
+        "hf" if given.loader in HF_LOADERS else "megatron",
+        trust=given.trust,
+        ckpt_format="torch",
+        tp=given.target_tensor_parallel_size,
+        pp=given.target_pipeline_parallel_size,
+        transformer_impl=given.target_transformer_impl or "transformer_engine",
+        make_vocab_size_divisible_by=given.make_vocab_size_divisible_by,
+    )
     print(f"wrote {printable(written)}")
     return 0
 

@@ -83,15 +83,22 @@ def in_flags() -> Iterator[None]:
 
 
 def translate(
-    words: Sequence[str], world_size: int | None = None, *, ignore_unknown: bool = False
+    words: Sequence[str],
+    world_size: int | None = None,
+    *,
+    ignore_unknown: bool = False,
+    trust: bool = False,
 ) -> Translation:
     """The run that the flags `words` mean, on `world_size` processes where that is known.
 
     `ignore_unknown` passes over flags that are not known at all, and over refused ones that leave the training the
-    same. Raises ConfigError with all that is wrong, a sentence each.
+    same. `trust` lets pickles of the checkpoint to load be read. Raises ConfigError with all that is wrong, a sentence
+    each.
     """
     given = read_words(words, ignore_unknown)
     given.world_size = world_size
+    if trust:
+        given.set("checkpoint.trust", True)
     _check(given)
     for flag, value in given.values.items():
         match row := FLAGS[flag]:

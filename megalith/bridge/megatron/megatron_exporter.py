@@ -1,0 +1,300 @@
+"""`megalith export-megatron`: a run, or weights of another form, as what Megatron core loads; and `convert`."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import tempfile
+from argparse import Namespace
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megalith.bridge.exporter import export_hf
+from megalith.bridge.folder import DTYPE_NAMES, is_there
+from megalith.bridge.importer import PRECISIONS, SEED, common_dtype, import_hf
+from megalith.bridge.load import config_of, is_source, open_weights
+from megalith.bridge.megatron.megatron_importer import (
+    LATEST,
+    arguments_of,
+    import_megatron,
+    is_megatron_folder,
+)
+from megalith.bridge.megatron.megatron_writer import CoreTensors, Read, write_ranks, write_torch_dist
+from megalith.bridge.megatron.table import GPT
+from megalith.bridge.partial import new_folder
+from megalith.checkpoint import Checkpoint, open_existing
+from megalith.checkpoint.extent import Extent
+from megalith.config import ModelConfig, RunConfig
+from megalith.errors import CheckpointError, ConfigError
+from megalith.optim.schedule import build_schedule
+from megalith.remote import place
+
+FORMATS = ("torch_dist", "torch")
+IMPLEMENTATIONS = ("transformer_engine", "local")
+VERSION = 3.0  # of how queries, keys and values stand in a matrix
+
+
+@dataclass(frozen=True)
+class _Exported:
+    """What is exported: the run's configuration as far as it is known, and where its tensors are read."""
+
+    config: RunConfig
+    read: Read
+    step: int = 0
+    samples: int = 0
+    updates: int | None = None
+    """Steps that the optimizer has made; None: there is no state of it."""
+
+
+def export_megatron(
+    source: str | Path,
+    out: str | Path,
+    *,
+    ckpt_format: str = "torch_dist",
+    tp: int = 1,
+    pp: int = 1,
+    dtype: str | None = None,
+    transformer_impl: str = "transformer_engine",
+    make_vocab_size_divisible_by: int = 128,
+    with_optimizer: bool = False,
+    trust: bool = False,
+) -> Path:
+    """Writes a run's newest checkpoint, one step of it, or a Hugging Face or Megatron folder, as Megatron's folder.
+
+    `tp` and `pp` are Megatron's sizes: the legacy format `torch` has a file for each of its ranks, `torch_dist` is
+    loaded in any layout and notes them alone. `dtype` (float32, bfloat16, float16) is by default what the run computes
+    in. `transformer_impl` is that of the job that is to load it. `with_optimizer` puts AdamW's state and the schedule
+    in, of a run of ours and in `torch_dist`; `trust` is import_megatron's. Returns the iteration's folder, of step 0
+    `release`. Raises ConfigError where Megatron core cannot say the model or sizes do not divide, CheckpointError
+    where there is no whole checkpoint, or `out` is there or cannot be written: nothing is left then.
+    """
+    exported = _opened(source, trust, with_optimizer)
+    if with_optimizer and ckpt_format != "torch_dist":
+        raise ConfigError(
+            "the optimizer's state is written in the format torch_dist alone; choose it, or leave it out"
+        )
+    model, kind = exported.config.model, DTYPE_NAMES.get(dtype) or _precision(exported.config)
+    arguments = _arguments(exported, tp, pp, kind, make_vocab_size_divisible_by)
+    arguments.ckpt_format, arguments.transformer_impl = ckpt_format, transformer_impl
+    groups = GPT.groups(model)
+    tensors = CoreTensors(groups, exported.read, kind, arguments.padded_vocab_size)
+    common = {"args": arguments, "checkpoint_version": VERSION, "iteration": exported.step}
+    name = f"iter_{exported.step:07d}" if exported.step else "release"
+    by_engine = transformer_impl == "transformer_engine"
+    with new_folder(place(out)) as folder:
+        if ckpt_format == "torch_dist":
+            common |= _optimizer(exported) if with_optimizer else {}
+            write_torch_dist(folder / name, tensors, common, by_engine, with_optimizer)
+        else:
+            write_ranks(folder / name, tensors, common, by_engine, tp, pp)
+        (folder / LATEST).write_text(str(exported.step or "release"))
+    return place(out) / name
+
+
+def _opened(source: str | Path, trust: bool, with_optimizer: bool) -> _Exported:
+    if is_source(source):
+        if with_optimizer:
+            raise ConfigError(f"{source} is no run of ours, so no optimizer's state is written; leave it out")
+        fit = open_weights(source, trust)
+        by_name = {group.name: group for group in fit.groups}
+        config = RunConfig.from_tree({"train": {"precision": PRECISIONS[common_dtype(fit)]}})
+        config = config.model_copy(update={"model": fit.groups[0].model})
+        return _Exported(config, lambda part, name, *box: fit.ours(by_name[name], SEED, *box))
+    checkpoint = open_existing(source, ("model", "optimizer") if with_optimizer else ("model",))
+    config = config_of(checkpoint)
+    if config.lora.rank is not None:
+        raise ConfigError(
+            f"{checkpoint.folder} holds adapters alone; merge them with their base first: megalith lora merge"
+        )
+
+    def read(part: str, name: str, offset: tuple[int, ...], shape: tuple[int, ...]) -> torch.Tensor:
+        of_model = part == "model"
+        stored = name if of_model else f"optim.{name}.{part}"
+        return checkpoint.read("model" if of_model else "optimizer", stored, Extent(offset, shape))
+
+    record = checkpoint.manifest
+    updates = _updates(checkpoint, config) if with_optimizer else None
+    return _Exported(config, read, record.step, record.consumed_samples, updates)
+
+
+def _updates(checkpoint: Checkpoint, config: RunConfig) -> int:
+    if config.optim.optimizer not in ("adamw", "adam"):
+        raise ConfigError(
+            f"{checkpoint.folder} has the state of {config.optim.optimizer}, which has no form of Megatron's here; "
+            "export the weights alone"
+        )
+    name = next(name for name in checkpoint.table("optimizer") if name.endswith(".step"))
+    return int(checkpoint.read("optimizer", name))
+
+
+def _precision(config: RunConfig) -> torch.dtype:
+    return next(dtype for dtype, name in PRECISIONS.items() if name == config.train.precision)
+
+
+def _arguments(exported: _Exported, tp: int, pp: int, dtype: torch.dtype, divisible_by: int) -> Namespace:
+    """What Megatron keeps of its command line. Raises ConfigError."""
+    config = exported.config
+    model = config.model
+    try:
+        said = GPT.write_config(model)
+    except ConfigError as error:
+        raise ConfigError(
+            f"Megatron core's GPT model as it is written here cannot say this one: {error}"
+        ) from None
+    if model.num_experts and model.mlp_bias:
+        raise ConfigError(
+            "its experts have biases, and Megatron core has one in the router then too, which is not here; export it "
+            "to Hugging Face's format, or train without model.add_mlp_bias"
+        )
+    _check_sizes(model, tp, pp, divisible_by)
+    rows = divisible_by * tp
+    return Namespace(
+        **{name: value for name, value in said.items() if name not in ("architectures", "model_type")}
+        | {
+            "layernorm_epsilon": said["norm_epsilon"],
+            "make_vocab_size_divisible_by": divisible_by,
+            "padded_vocab_size": math.ceil(model.vocab_size / rows) * rows,
+            "seq_length": config.data.seq_length or model.max_position_embeddings,
+            "encoder_num_layers": model.num_layers,
+            "add_position_embedding": True,
+            "use_rotary_position_embeddings": model.position_embedding_type == "rope",
+            "apply_query_key_layer_scaling": False,
+            "moe_router_load_balancing_type": config.model.moe_router_load_balancing_type,
+            "moe_aux_loss_coeff": model.moe_aux_loss_coeff,
+            "tokenizer_type": config.data.tokenizer_type,
+            "tokenizer_model": config.data.tokenizer_model,
+            "params_dtype": dtype,
+            "bf16": dtype == torch.bfloat16,
+            "fp16": dtype == torch.float16,
+            "tensor_model_parallel_size": tp,
+            "pipeline_model_parallel_size": pp,
+            "virtual_pipeline_model_parallel_size": None,
+            "context_parallel_size": 1,
+            "expert_model_parallel_size": 1,
+            "expert_tensor_parallel_size": tp,
+            "data_parallel_size": 1,
+            "world_size": tp * pp,
+            "use_distributed_optimizer": exported.updates is not None,
+            "no_save_optim": exported.updates is None,
+            "no_save_rng": True,
+            "iteration": exported.step,
+            "consumed_train_samples": exported.samples,
+            "skipped_train_samples": 0,
+            "consumed_valid_samples": 0,
+        }
+    )
+
+
+def _check_sizes(model: ModelConfig, tp: int, pp: int, divisible_by: int) -> None:
+    if min(tp, pp, divisible_by) < 1:
+        raise ConfigError(
+            f"tp is {tp}, pp {pp} and make_vocab_size_divisible_by {divisible_by}; give numbers from 1"
+        )
+    cut = {
+        "num_attention_heads": model.num_attention_heads,
+        "num_query_groups": model.query_groups,
+        "ffn_hidden_size": model.ffn_size,
+        "moe_ffn_hidden_size": model.expert_size if model.num_experts else None,
+        "moe_shared_expert_intermediate_size": model.moe_shared_expert_intermediate_size,
+    }
+    others = [f"{name} {size}" for name, size in cut.items() if size and size % tp]
+    if others:
+        raise ConfigError(f"tp is {tp}, which does not divide {', '.join(others)}; choose one that does")
+    if model.num_layers % pp:
+        raise ConfigError(
+            f"pp is {pp}, which does not divide num_layers {model.num_layers}; choose one that does"
+        )
+
+
+def _optimizer(exported: _Exported) -> dict[str, Any]:
+    """Of the optimizer what is no tensor, in the shapes that Megatron's optimizers have it, and the schedule.
+
+    The plain one over fp32 weights has groups and `state` at the top, the others below `optimizer`.
+    """
+    config = exported.config
+    optim, schedule = config.optim, build_schedule(config.optim, config.train)
+    position = exported.step, exported.samples
+    decay, kinds = schedule.weight_decay(*position), [False] + [True] * (optim.decoupled_lr is not None)
+    groups = [
+        {
+            "wd_mult": float(decays), "lr_mult": 1.0, "is_expert_parallel": False, "is_decoupled_lr": decoupled,
+            "default_config": decays and not decoupled, "lr": schedule.learning_rate(*position),
+            "weight_decay": decay * decays, "betas": (optim.adam_beta1, optim.adam_beta2), "eps": optim.adam_eps,
+            "bias_correction": True, "step": exported.updates,
+        }
+        for decoupled, decays in itertools.product(kinds, (True, False))
+        if decays or not decoupled  # the embedding and the head decay
+    ]  # fmt: skip
+    inner = {"param_groups": groups, "state": {"common_step": torch.tensor(float(exported.updates))}}
+    per_step = schedule.samples_per_iteration
+    return {
+        "optimizer": {**inner, "optimizer": inner, "param_state_sharding_type": "fully_reshardable"},
+        "opt_param_scheduler": {
+            "max_lr": schedule.lr,
+            "min_lr": schedule.min_lr,
+            "lr_warmup_steps": schedule.warmup_steps,
+            "lr_decay_style": schedule.decay_style,
+            "lr_decay_steps": schedule.decay_steps,
+            "num_steps": exported.samples if per_step is None else exported.step * per_step,
+            "start_wd": schedule.start_weight_decay,
+            "end_wd": schedule.end_weight_decay,
+            "wd_incr_style": schedule.weight_decay_style,
+            "wd_incr_steps": schedule.weight_decay_steps,
+        },
+        "content_metadata": {
+            "distrib_optim_sharding_type": "fully_reshardable",
+            "chained_optim_avoid_prefix": True,
+        },
+    }
+
+
+def convert(
+    path: str | Path,
+    out: str | Path,
+    target: str,
+    source: str | None = None,
+    sizes: tuple[int | None, int | None] = (None, None),
+    trust: bool = False,
+    **options: Any,
+) -> Path:
+    """Writes weights of any form (Hugging Face's, Megatron's, a run of ours) in the form `target`; returns the place.
+
+    `target` is `hf`, `megatron` (with `options` of export_megatron) or `megalith`, a run of ours. What `path` holds is
+    found out; `source`, and the source's TP and PP `sizes`, have to agree with it, but a run of ours passes for
+    `megatron` too. Raises ConfigError where they do not, and as what reads and writes these forms.
+    """
+    kind = "hf"
+    if is_megatron_folder(path):
+        kind = "megatron"
+        _check_source(path, sizes, trust)
+    elif not is_source(path):
+        kind = "megalith"
+    if source not in (None, kind) and (source, kind) != ("megatron", "megalith"):
+        raise ConfigError(f"the source is said to be {source}, but {path} is {kind}; correct one of them")
+    if kind == target != "megatron":
+        raise ConfigError(f"{path} is {kind} already, so this converts nothing; choose another target")
+    if target == "megatron":
+        return export_megatron(path, out, trust=trust, **options)
+    if target == "megalith":
+        return import_megatron(path, out, trust=trust) if kind == "megatron" else import_hf(path, out)
+    if kind == "megalith":
+        return export_hf(path, out).path
+    if is_there(place(out)):
+        raise CheckpointError(f"{out} already exists; remove it, or choose another path")
+    with tempfile.TemporaryDirectory(dir=Path(out).absolute().parent) as between:
+        import_megatron(path, f"{between}/run", trust=trust)
+        return export_hf(f"{between}/run", out).path
+
+
+def _check_source(path: str | Path, sizes: tuple[int | None, int | None], trust: bool) -> None:
+    """What is said of a Megatron checkpoint's layout is what it says itself."""
+    stored = arguments_of(path, trust)
+    for name, said in zip(("tensor", "pipeline"), sizes):
+        found = stored.get(f"{name}_model_parallel_size")
+        if said is not None and found is not None and said != found:
+            raise ConfigError(
+                f"--source-{name[0]}p is {said}, but {path} was written with {found}; correct it"
+            )

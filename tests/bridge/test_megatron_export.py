@@ -1,0 +1,287 @@
+"""What is exported to Megatron is read again as it was, and stands where Megatron core looks for it.
+
+That Megatron core itself loads it is what `make megatron-core` shows (against_megatron_core.py).
+"""
+
+import errno
+from pathlib import Path
+
+import pytest
+import torch
+from megatron_checkpoint import core_state, save_run
+from torch.distributed import checkpoint as dcp
+
+import megalith
+from megalith.bridge.megatron.megatron_exporter import convert, export_megatron
+from megalith.bridge.megatron.megatron_importer import import_megatron
+from megalith.bridge.megatron.megatron_writer import CoreTensors
+from megalith.bridge.verify import same_bits
+from megalith.cli.main import main
+from megalith.config import ModelConfig, RunConfig
+from megalith.dialects.megatron.door import run_command
+from megalith.errors import CheckpointError, ConfigError
+from megalith.models.transformer import Transformer
+from megalith.training.build import prepare
+
+SHAPE = dict(num_layers=4, hidden_size=32, num_attention_heads=4, vocab_size=151, max_position_embeddings=64)
+LLAMA = dict(SHAPE, ffn_hidden_size=48, num_query_groups=2, kv_channels=12, position_embedding_type="rope", swiglu=True,
+             normalization="RMSNorm", add_bias_linear=False, untie_embeddings_and_output_weights=True)  # fmt: skip
+EXPERTS = dict(LLAMA, num_experts=4, moe_ffn_hidden_size=16, moe_shared_expert_intermediate_size=32)
+MODELS = {
+    "gpt": ModelConfig(**SHAPE),
+    "llama": ModelConfig(**LLAMA, qk_layernorm=True, rope_scaling={"type": "llama3"}),
+    "experts": ModelConfig(**EXPERTS, moe_shared_expert_gate=True),
+    "some experts": ModelConfig(
+        **EXPERTS, moe_layer_freq=2, moe_grouped_gemm=True, moe_router_score_function="sigmoid",
+        moe_router_enable_expert_bias=True,
+    ),
+}  # fmt: skip
+FORMS = [
+    dict(ckpt_format="torch_dist", tp=2, pp=2),
+    dict(ckpt_format="torch_dist", transformer_impl="local", with_optimizer=True),
+    dict(ckpt_format="torch"),
+    dict(ckpt_format="torch", tp=2, transformer_impl="local"),
+    dict(ckpt_format="torch", tp=2, pp=4),
+]
+
+
+def assert_same(run: Path, model: Transformer) -> None:
+    loaded, expected = megalith.load(run), model.state_dict()
+    assert loaded.state_dict().keys() == expected.keys()
+    rows = {
+        name: 151 if "word_embeddings" in name or name == "output_layer.weight" else None for name in expected
+    }
+    for name, value in loaded.state_dict().items():
+        assert same_bits(value[: rows[name]], expected[name][: rows[name]]), name
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_is_exported_comes_back_bitwise(name: str, tmp_path: Path) -> None:
+    model = save_run(tmp_path / "run", MODELS[name])
+    for number, form in enumerate(FORMS):
+        out, back = tmp_path / f"megatron{number}", tmp_path / f"back{number}"
+        export_megatron(tmp_path / "run", out, **form)
+        import_megatron(out, back, trust=True, show_progress=False)
+        assert_same(back, model)
+
+
+def test_a_distributed_checkpoint_has_megatrons_tensors_and_optimizer(tmp_path: Path) -> None:
+    model = save_run(tmp_path / "run", MODELS["experts"], precision="bf16")
+    folder = export_megatron(tmp_path / "run", tmp_path / "out", with_optimizer=True)
+    assert folder == tmp_path / "out/iter_0000002"
+    assert (tmp_path / "out/latest_checkpointed_iteration.txt").read_text() == "2"
+    assert {path.name for path in folder.iterdir()} == {
+        ".metadata",
+        "__0_0.distcp",
+        "common.pt",
+        "metadata.json",
+    }
+    stored = dcp.FileSystemReader(folder).read_metadata().state_dict_metadata
+    tensors = {name: torch.empty(one.size, dtype=one.properties.dtype) for name, one in stored.items()
+               if hasattr(one, "size")}  # fmt: skip
+    dcp.load(tensors, checkpoint_id=folder)
+    checkpoint = megalith.checkpoint.open_existing(tmp_path / "run", ("model", "optimizer"))
+    checked = {"": None, "optimizer.state.param.": None, "optimizer.state.fp32_param.": None,
+               "optimizer.state.exp_avg.": "exp_avg", "optimizer.state.exp_avg_sq.": "exp_avg_sq"}  # fmt: skip
+    for prefix, part in checked.items():
+        if part:
+            values = {
+                name: checkpoint.read("optimizer", f"optim.{name}.{part}") for name in model.state_dict()
+            }
+            for name in ("embedding.word_embeddings.weight", "output_layer.weight"):
+                values[name] = torch.cat([values[name], torch.zeros(256 - 151, 32)])
+            model.load_state_dict(values)
+        for name, value in core_state(model, te=True).items():
+            found = tensors[prefix + stacked(name)]
+            found = found[int(name.split(".")[2])] if name.startswith("decoder.layers.") else found
+            found = (
+                found[int(name.split("local_experts.")[1].split(".")[0])]
+                if "local_experts" in name
+                else found
+            )
+            value = value if prefix else value.bfloat16()
+            rows = 151 if "word_embeddings" in name or name == "output_layer.weight" else None
+            assert same_bits(found[:rows], value[:rows]), (prefix, name)
+            assert rows is None or not found[rows:].any()
+    assert "decoder.layers.mlp.experts.experts.linear_fc1._extra_state/shard_3.2_4.4" in stored
+    assert "decoder.layers.self_attention.core_attention._extra_state/shard_0_4" in stored
+    common = torch.load(folder / "common.pt", weights_only=False)
+    assert (common["args"].padded_vocab_size, common["args"].num_experts, common["args"].bf16) == (
+        256,
+        4,
+        True,
+    )
+    assert [group["wd_mult"] for group in common["optimizer"]["param_groups"]] == [1.0, 0.0]
+    assert common["opt_param_scheduler"]["num_steps"] == 8 and not common["args"].no_save_optim
+
+
+def stacked(name: str) -> str:
+    """The name of the stored tensor that one of Megatron's is in."""
+    words = name.split(".")
+    if words[:2] == ["decoder", "layers"]:
+        del words[2]
+    if "local_experts" in words:
+        at = words.index("local_experts")
+        words[at : at + 2] = ["experts"]
+    return ".".join(words)
+
+
+def test_rank_files_have_the_names_of_the_layers_that_load_them(tmp_path: Path) -> None:
+    save_run(tmp_path / "run", MODELS["some experts"])
+    files = {}
+    for implementation in ("local", "transformer_engine"):
+        out = tmp_path / implementation
+        folder = export_megatron(
+            tmp_path / "run", out, ckpt_format="torch", tp=2, pp=2, transformer_impl=implementation
+        )
+        assert {path.name for path in folder.iterdir()} == {
+            f"mp_rank_{tp:02d}_{pp:03d}" for tp in (0, 1) for pp in (0, 1)
+        }
+        files[implementation] = torch.load(folder / "mp_rank_01_001/model_optim_rng.pt", weights_only=False)
+    local, engine = (files[name]["model"] for name in ("local", "transformer_engine"))
+    assert local["decoder.layers.0.mlp.experts.weight1"].shape == (32, 4 * 16)
+    assert local["decoder.layers.0.mlp.experts.weight2"].shape == (4 * 8, 32)
+    assert engine["decoder.layers.0.mlp.experts.linear_fc1.weight3"].shape == (16, 32)
+    assert "decoder.layers.0.pre_mlp_layernorm.weight" in engine  # apart, before experts
+    assert "decoder.layers.1.mlp.linear_fc1.layer_norm_weight" in engine
+    assert "decoder.layers.1.pre_mlp_layernorm.weight" in local
+    assert (
+        engine["output_layer.weight"].shape == (256 // 2, 32)
+        and "embedding.word_embeddings.weight" not in engine
+    )
+    assert engine["output_layer._extra_state"] is None and files["local"]["checkpoint_version"] == 3.0
+
+
+def test_bad_input_is_refused_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    save_run(tmp_path / "run", MODELS["llama"])
+    save_run(tmp_path / "sgd", MODELS["gpt"], "sgd")
+    biased = ModelConfig(**SHAPE, num_experts=4)
+    save_run(tmp_path / "biased", biased)
+    save_run(tmp_path / "window", ModelConfig(**LLAMA, window_size=[15, 0]))
+    before = set(tmp_path.iterdir())
+    for source, options, told in (
+        ("run", dict(tp=4), "tp is 4, which does not divide num_query_groups 2"),
+        ("run", dict(pp=3), "pp is 3, which does not divide num_layers 4"),
+        ("run", dict(tp=0), "tp is 0"),
+        ("run", dict(ckpt_format="torch", with_optimizer=True), "in the format torch_dist alone"),
+        ("sgd", dict(with_optimizer=True), "has the state of sgd"),
+        ("biased", {}, "Megatron core has one in the router"),
+        ("window", {}, "cannot say this one: it has window_size"),
+    ):
+        with pytest.raises(ConfigError, match=told):
+            export_megatron(tmp_path / source, tmp_path / "out", **options)
+    assert set(tmp_path.iterdir()) == before
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out/own").write_text("kept")
+    assert main(["export-megatron", str(tmp_path / "run"), str(tmp_path / "out")]) == 4
+    assert "already exists" in capsys.readouterr().err
+    (tmp_path / "new.partial").mkdir()
+    (tmp_path / "new.partial/own").write_text("kept")
+    with pytest.raises(CheckpointError, match="is not what a conversion left"):
+        export_megatron(tmp_path / "run", tmp_path / "new")
+    assert {path.name for path in (*tmp_path.glob("out/*"), *tmp_path.glob("new*/*"))} == {"own"}
+
+
+@pytest.mark.parametrize("ckpt_format", ["torch_dist", "torch"])
+def test_a_disk_that_is_full_leaves_nothing(ckpt_format: str, tmp_path: Path, monkeypatch) -> None:
+    save_run(tmp_path / "run", MODELS["gpt"])
+
+    def refused(*ignored: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(CoreTensors, "value", refused)
+    with pytest.raises(
+        CheckpointError, match="could not be written: No space left on device; nothing of it is left"
+    ):
+        export_megatron(tmp_path / "run", tmp_path / "out", ckpt_format=ckpt_format)
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+
+
+def test_convert_goes_between_all_forms(tmp_path: Path, monkeypatch, capsys: pytest.CaptureFixture) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = save_run(tmp_path / "run", MODELS["llama"].model_copy(update={"qk_layernorm": False}))
+
+    def convert_by_command(source: str, target: str, path: str, out: str, *more: str) -> int:
+        words = ["--source", source, "--target", target, "--input-path", path, "--output-path", out, *more]
+        return main(["convert", *words])
+
+    megatron = [
+        "--tensor-model-parallel-size",
+        "2",
+        "--pipeline-model-parallel-size",
+        "2",
+        "--ckpt-format",
+        "torch",
+    ]
+    assert convert_by_command("megatron", "hf", "run", "hf") == 0
+    assert convert_by_command("hf", "megatron", "hf", "tp2", *megatron) == 0
+    assert Path("tp2/release/mp_rank_01_001/model_optim_rng.pt").is_file()
+    resharded = ["--source-tp", "2", "--source-pp", "2", "--target-tp", "1", "--target-pp", "4"]
+    capsys.readouterr()
+    assert convert_by_command("megatron", "megatron", "tp2", "pp4", *resharded) == 4
+    assert "give --trust" in capsys.readouterr().err
+    resharded[1] = "4"
+    assert convert_by_command("megatron", "megatron", "tp2", "pp4", *resharded, "--trust") == 2
+    assert "--source-tp is 4, but tp2 was written with 2" in capsys.readouterr().err
+    resharded[1] = "2"
+    assert convert_by_command("megatron", "megatron", "tp2", "pp4", *resharded, "--trust") == 0
+    assert convert_by_command("megatron", "hf", "pp4", "hf2", "--trust") == 0
+    assert convert_by_command("megatron", "megalith", "pp4", "again", "--trust") == 0
+    assert_same(Path("again"), model)
+    assert_same(Path("hf2"), model)
+    for source, target, path in (
+        ("hf", "hf", "hf"),
+        ("hf", "megatron", "run"),
+        ("megalith", "megalith", "run"),
+    ):
+        assert convert_by_command(source, target, path, "no") == 2 and not Path("no").exists()
+    words = "--model-type GPT --loader core --saver core --load-dir pp4 --save-dir tools --trust"
+    assert run_command(["convert-checkpoint", *words.split(), "--target-tensor-parallel-size", "2"]) == 0
+    assert len(list(Path("tools/release").glob("mp_rank_*"))) == 2
+
+
+def test_a_run_begins_from_a_checkpoint_of_megatrons(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
+    model = save_run(tmp_path / "run", MODELS["llama"])
+    export_megatron(tmp_path / "run", tmp_path / "megatron", make_vocab_size_divisible_by=1)
+    settings = {
+        "checkpoint": {"load": str(tmp_path / "megatron")},
+        "data": {"mock": True, "seq_length": 16, "num_workers": 0},
+        "optim": {"lr": 0.0, "weight_decay": 0.0},
+        "train": {
+            "train_iters": 1,
+            "micro_batch_size": 2,
+            "global_batch_size": 2,
+            "output_dir": str(tmp_path / "out"),
+        },
+        "runtime": {"device": "cpu"},
+    }
+    with pytest.raises(CheckpointError, match=r"checkpoint\.trust: true"):
+        prepare(RunConfig.from_tree(settings), 1)
+    settings["checkpoint"]["trust"] = True
+    with pytest.raises(ConfigError, match="num_layers 2, not 4"):
+        prepare(RunConfig.from_tree({**settings, "model": {"num_layers": 2}}), 1)
+    with pytest.raises(ConfigError, match="both are weights to begin from"):
+        prepare(RunConfig.from_tree({**settings, "model": {"init_from": "elsewhere"}}), 1)
+    megalith.train(RunConfig.from_tree(settings))
+    assert "its weights are the initial ones" in capsys.readouterr().out
+    assert_same(tmp_path / "out", model)
+    flags = "--use-checkpoint-args --seq-length 16 --micro-batch-size 1 --lr 1e-3 --train-iters 1 --mock-data --load"
+    assert (
+        run_command(["pretrain-gpt", *flags.split(), str(tmp_path / "megatron"), "--trust", "--emit", "-"])
+        == 0
+    )
+    assert "trust: true" in capsys.readouterr().out
+
+
+def test_a_run_begins_from_a_hugging_face_folder_that_load_names(tmp_path: Path) -> None:
+    save_run(tmp_path / "run", MODELS["gpt"])
+    convert(tmp_path / "run", tmp_path / "hf", "hf")
+    tree = {
+        "checkpoint": {"load": str(tmp_path / "hf")},
+        "data": {"mock": True, "seq_length": 16},
+        "optim": {"lr": 0.01},
+        "train": {"train_iters": 1, "micro_batch_size": 2, "global_batch_size": 2},
+    }
+    prepared = prepare(RunConfig.from_tree(tree), 1).config
+    assert (prepared.model.init_from, prepared.checkpoint.load) == (str(tmp_path / "hf"), None)
+    assert prepared.model.num_layers == 4
