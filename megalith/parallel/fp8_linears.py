@@ -83,9 +83,12 @@ def apply_fp8(chunk: Transformer, config: RunConfig, mesh: Mesh, table: AmaxTabl
 
 
 def _gemm(name: str, config: RunConfig, mesh: Mesh, table: AmaxTable | None, dtype: torch.dtype) -> Gemm:
-    train = config.train
+    train, parallel = config.train, config.parallel
+    # else whole weights would stay where only shards do, or codes of them for each micro-batch in the pipeline
+    saves_weights = parallel.data_parallel_sharding_strategy != "optim_grads_params" and mesh.pp.size == 1
     if train.fp8_recipe == "blockwise":
-        return BlockGemm(dtype)
+        return BlockGemm(dtype, saves_weights)
     if table is not None:
-        return Fp8Gemm(DelayedScaling(table, name), dtype, train.fp8_wgrad)
-    return Fp8Gemm(CurrentScaling(train.fp8_format, (mesh.tp, mesh.cp)), dtype, train.fp8_wgrad)
+        return Fp8Gemm(DelayedScaling(table, name), dtype, train.fp8_wgrad, saves_weights)
+    scaling = CurrentScaling(train.fp8_format, (mesh.tp, mesh.cp))
+    return Fp8Gemm(scaling, dtype, train.fp8_wgrad, saves_weights)

@@ -49,11 +49,15 @@ def test_a_scale_is_the_largest_code_over_the_amax_and_tells_what_is_not_finite(
 def test_codes_of_shards_are_shards_of_the_codes(dim):
     x = numbers(TOKENS, WIDTH)
     scaling = CurrentScaling("hybrid")
-    whole, inverse = scaling.codes(INPUT, x)
+    (whole, inverse), (by_column, _) = scaling.codes(INPUT, x, True, True)
     scale = fp8.scale_of(torch.stack([shard.abs().amax() for shard in x.chunk(4, dim)]).amax(), E4M3)
     shards = [fp8.codes_of(shard, scale, E4M3) for shard in x.chunk(4, dim)]
     assert torch.equal(torch.cat(shards, dim).view(torch.uint8), whole.view(torch.uint8))
-    assert inverse == 1 / scale
+    assert (
+        inverse == 1 / scale
+        and by_column.t().is_contiguous()
+        and torch.equal(by_column.float(), whole.float())
+    )
 
 
 def test_products_of_codes_are_the_same_in_any_order():
