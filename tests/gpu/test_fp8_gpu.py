@@ -76,13 +76,6 @@ def test_blocks_are_those_of_the_cpu(kind, tiles):
         assert found.shape == expected.shape and same(found, expected)
 
 
-def table(seen: list[float]) -> AmaxTable:
-    made = AmaxTable(["linear"], "hybrid", 1, "most_recent", 0, torch.device("cuda"))
-    made.seen.copy_(torch.tensor([seen]))
-    made.end_step(0.0)
-    return made
-
-
 def gemm(recipe: str, device: str, saves_weights: bool, dtype: torch.dtype):
     if recipe == "blockwise":
         return BlockGemm(dtype, saves_weights)
