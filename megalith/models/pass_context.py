@@ -40,7 +40,7 @@ class Context:
     """Layout, positions, mask, dropout keys and cache of a forward pass."""
 
     batch: int  # sequences; the residual stream may hold their tokens in one row, or a part of them
-    layout: PassLayout = PassLayout()
+    layout: PassLayout  # without a default: compilers of torch 2.11 cannot take one that is an object
     causal: bool = True  # whether a token sees those before it alone
     position_ids: Tensor | None = None  # int64 [batch, seq]
     rotary: Tables | None = None

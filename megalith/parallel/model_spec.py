@@ -20,7 +20,7 @@ from megalith.data.batch import Batch
 from megalith.errors import ConfigError
 from megalith.models.loss import CrossEntropy, Loss, with_gradient_times
 from megalith.models.own_model import Model
-from megalith.models.pass_context import Context, KVCache
+from megalith.models.pass_context import Context, KVCache, PassLayout
 from megalith.models.transformer import Transformer
 from megalith.ops.fp8 import AmaxTable
 from megalith.parallel.apply import apply
@@ -50,7 +50,7 @@ class Head:
         logits of a loss.
         """
         vocabulary, size = vocabulary_of(output, self.axis)
-        weight, context = local(output.weight), Context(batch=len(hidden))
+        weight, context = local(output.weight), Context(len(hidden), PassLayout())
         if self.asked is None:
             return vocabulary.logits(hidden, weight, size, None, context)
         batch, objective, scale = self.asked.batch, self.asked.objective, self.asked.loss_scale

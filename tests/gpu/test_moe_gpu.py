@@ -7,7 +7,7 @@ from megalith.comm.collectives import Axis
 from megalith.config import ModelConfig
 from megalith.models.init import initialize
 from megalith.models.moe import MoE
-from megalith.models.pass_context import Context
+from megalith.models.pass_context import Context, PassLayout
 from megalith.models.transformer import Transformer
 from megalith.ops.compiled import as_one_kernel
 from megalith.ops.gemm import wide_product
@@ -95,7 +95,9 @@ def layer(**settings) -> MoE:
 
 def context() -> Context:
     numbers = torch.arange(SEQ, device="cuda")[None] * BATCH + torch.arange(BATCH, device="cuda")[:, None]
-    return Context(BATCH, numbers=numbers.flatten(), balance_scale=torch.ones((), device="cuda"))
+    return Context(
+        BATCH, PassLayout(), numbers=numbers.flatten(), balance_scale=torch.ones((), device="cuda")
+    )
 
 
 def passes(moe: MoE, inputs: Context) -> list[torch.Tensor]:

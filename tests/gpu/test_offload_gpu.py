@@ -9,7 +9,7 @@ from torch import Tensor, nn
 import megalith
 from megalith.config import ModelConfig, OptimConfig, ParallelConfig, RunConfig
 from megalith.models.init import initialize
-from megalith.models.pass_context import Context
+from megalith.models.pass_context import Context, PassLayout
 from megalith.models.transformer import Transformer
 from megalith.optim import build_loss_scale, build_optimizer, offload, optimizer_step
 from megalith.optim.offload import OffloadedOptimizer
@@ -145,7 +145,7 @@ def test_activations_come_back_as_they_went_however_late(offloaded, monkeypatch)
         before = torch.cuda.memory_allocated()
         for _ in range(3):
             inputs = [(x * factor).requires_grad_() for factor in (1.0, -0.5)]
-            outputs = [runner(list(model.layers), each, Context(1)) for each in inputs]
+            outputs = [runner(list(model.layers), each, Context(1, PassLayout())) for each in inputs]
             held.append(torch.cuda.memory_allocated() - before)
             for output in outputs:  # two micro-batches in flight
                 output.sum().backward()

@@ -10,7 +10,7 @@ from torch.nn.functional import silu
 from megalith.config import ModelConfig, OptimConfig
 from megalith.models.init import initialize
 from megalith.models.moe import GroupedLinear, MoE
-from megalith.models.pass_context import Context
+from megalith.models.pass_context import Context, PassLayout
 from megalith.models.transformer import Transformer
 from megalith.ops import compiled as one_kernel
 from megalith.optim import build_optimizer
@@ -34,7 +34,10 @@ def moe_of(**settings) -> MoE:
 def context(scale: float | None = 1.0) -> Context:
     numbers = torch.arange(SEQ)[None] * BATCH + torch.arange(BATCH)[:, None]
     return Context(
-        BATCH, numbers=numbers.flatten(), balance_scale=None if scale is None else torch.tensor(scale)
+        BATCH,
+        PassLayout(),
+        numbers=numbers.flatten(),
+        balance_scale=None if scale is None else torch.tensor(scale),
     )
 
 

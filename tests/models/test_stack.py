@@ -9,7 +9,7 @@ from examples.seams.causal_convolution import TAPS, CausalConvolution
 from examples.seams.encoder_decoder import EncoderDecoder
 from megalith.config import ModelConfig
 from megalith.models.init import initialize
-from megalith.models.pass_context import Context, Encoded
+from megalith.models.pass_context import Context, Encoded, PassLayout
 from megalith.models.stack import Stack, layers_of, stacks_of
 from megalith.models.transformer import Transformer
 
@@ -49,7 +49,7 @@ def test_a_layer_with_cross_attention_is_its_formula(placement):
     x, other = (torch.randn(BATCH, seq, HIDDEN, generator=random) for seq in (SEQ, KEYS))
     _, mask = padded()
     context = model.context(tokens(SEQ))
-    context.encoded = Encoded(other, Context(BATCH), mask[:, None, None])
+    context.encoded = Encoded(other, Context(BATCH, PassLayout()), mask[:, None, None])
     found = layer(x, context)
 
     def norm(kind: str, x: Tensor, *placements: str) -> Tensor:

@@ -63,3 +63,11 @@ def test_logits_and_generated_text_are_those_of_the_whole(batch):
     prompts = tokens(batch)[:, :5].tolist()
     first, second = (generate(model, prompts, max_new_tokens=6, temperature=0.0) for model in (whole, halved))
     assert first == second
+
+
+def test_a_layer_whose_attention_runs_in_halves_is_one_graph():
+    _, halved = whole_and_halved("llama")
+    eager = halved(tokens(4)).detach()
+    next(iter(halved.layers.values())).compile(fullgraph=True, backend="eager")
+    torch.testing.assert_close(halved(tokens(4)), eager, rtol=1e-5, atol=1e-5)
+    torch._dynamo.reset()

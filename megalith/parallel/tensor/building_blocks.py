@@ -17,14 +17,14 @@ from megalith.comm.collectives import Axis, local
 from megalith.errors import ConfigError
 from megalith.models.linear import Linear
 from megalith.models.own_model import Model
-from megalith.models.pass_context import Context
+from megalith.models.pass_context import Context, PassLayout
 from megalith.parallel.seams import plug, replace_parameter
 from megalith.parallel.tensor.tensor_parallel import Role, TensorParallel, VocabParallel, place
 
 
 class _ShardedLinear(Linear):
     def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x, Context(batch=len(x)))
+        return super().forward(x, Context(len(x), PassLayout()))
 
 
 class ColumnParallelLinear(_ShardedLinear):
@@ -66,7 +66,7 @@ class VocabParallelEmbedding(nn.Module):
             place(self, Role(Shard(0)), axis)
 
     def forward(self, input_ids: Tensor) -> Tensor:
-        return self._vocabulary.lookup(input_ids, local(self.weight), Context(batch=len(input_ids)))
+        return self._vocabulary.lookup(input_ids, local(self.weight), Context(len(input_ids), PassLayout()))
 
 
 def vocabulary_of(output: nn.Module, axis: Axis) -> tuple[VocabParallel, int]:
