@@ -2,7 +2,7 @@
 
     recipe       scale of a tensor                         codes
     delayed      largest / amax of the steps before        inputs and weights e4m3, gradients e5m2 (`hybrid`) or e4m3
-    tensorwise   largest / amax of this tensor             the same
+    tensorwise   of this tensor, rounded down to 2ⁿ        the same
     blockwise    of each block, rounded down to 2ⁿ         1 × 128 along the sum of inputs and gradients, 128 × 128 of
                                                            weights; e4m3 throughout
     experts      of each row along the sum (any recipe)    e4m3; their wgrads stay in the compute dtype
@@ -10,8 +10,10 @@
 codes = round(clamp(x · scale)), x ≈ codes · inverse with inverse = 1 / scale. A scale belongs to the whole tensor,
 however it is sharded: a maximum is exact and has no order, so codes of a shard are the shard of the codes. Delayed
 scales are constants of a step: the amax is a maximum over all micro-batches and all ranks, taken at the step's end, so
-neither recomputation nor a schedule changes it. A run's first step has no step before it: its forward and backward
-passes run once more, before, in the compute dtype, for the amaxes alone.
+neither recomputation nor a schedule changes it. A run's first step has no step before it: its scales are tensorwise.
+
+A current scale is rounded down to a power of two, as a block's is: a rounding of an amax, as between layouts, would
+otherwise move all codes of the tensor; so it moves none, but where it crosses a power of two.
 
 A clamp hides infinities, so an amax that is not finite becomes a scale of NaN (tensorwise, blockwise), or makes the
 step one that is skipped (delayed), which records nothing.
@@ -40,6 +42,7 @@ FORMATS = {"hybrid": (E4M3, E4M3, E5M2), "e4m3": (E4M3, E4M3, E4M3)}  # of input
 INPUT, WEIGHT, GRADIENT = 0, 1, 2
 BLOCK = 128
 LARGEST_SCALE = torch.finfo(torch.float32).max
+EXPONENT_BITS = 0x7F800000  # of a float32
 
 
 def scale_of(amax: Tensor, dtype: torch.dtype, margin: int = 0) -> Tensor:
@@ -49,9 +52,9 @@ def scale_of(amax: Tensor, dtype: torch.dtype, margin: int = 0) -> Tensor:
 
 
 def power_of_two(scale: Tensor) -> Tensor:
-    """A positive scale, rounded down to a power of two; NaN stays."""
-    mantissa, exponent = torch.frexp(scale)
-    return torch.ldexp(torch.where(scale.isfinite(), 0.5, mantissa), exponent)
+    """A positive scale in fp32 that is not subnormal, rounded down to a power of two; NaN stays."""
+    power = (scale.view(torch.int32) & EXPONENT_BITS).view(torch.float32)
+    return torch.where(scale.isfinite(), power, scale)
 
 
 def inverse_of(scale: Tensor) -> Tensor:
@@ -103,7 +106,12 @@ def cast(
         with torch.autograd._unsafe_preserve_version_counter(seen):
             seen.copy_(torch.maximum(seen, x.abs().amax().float()))
     codes, none = codes_of(x, scale, dtype).contiguous(), x.new_empty(0, dtype=dtype)
-    return (codes if by_row else none), (codes.t().contiguous() if by_column else none.clone())
+    return (codes if by_row else none), (_turned(codes) if by_column else none.clone())
+
+
+def _turned(x: Tensor) -> Tensor:
+    """x [m, n] → [n, m] in memory of its own, which an operator's results must have even where m or n is 1."""
+    return x.t().clone(memory_format=torch.contiguous_format)
 
 
 @cast.register_fake
@@ -126,7 +134,7 @@ def _(x: Tensor) -> Tensor:
 @torch.library.custom_op("megalith::fp8_transpose", mutates_args=())
 def transpose(codes: Tensor) -> Tensor:
     """Codes [m, n] → [n, m], contiguous."""
-    return codes.t().contiguous()
+    return _turned(codes)
 
 
 @transpose.register_fake
@@ -147,7 +155,7 @@ def cast_blocks(
     if tiles:
         codes, inverse = _block_codes(x.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)), (1, 3))
         codes = codes.flatten(2).flatten(0, 1)
-        return codes, inverse, codes.t().contiguous() if by_column else none[0], none[1]
+        return codes, inverse, _turned(codes) if by_column else none[0], none[1]
     found = []
     for asked, dim in ((by_row, 1), (by_column, 0)):
         codes, inverse = _block_codes(x.unflatten(dim, (-1, BLOCK)), (dim + 1,)) if asked else none
@@ -193,19 +201,22 @@ def _(a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, tiles: bool, d
 
 
 @block_matmul.register_kernel("cuda")
-def _(a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, tiles: bool, dtype: torch.dtype) -> Tensor:
-    blocks = F.ScalingType
+def block_matmul_on_gpu(
+    a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, tiles: bool, dtype: torch.dtype
+) -> Tensor:
+    """As block_matmul, with scales where cuBLAS looks for them."""
+    blocks, rows = F.ScalingType, len(a)
     if tiles:  # in memory the blocks along k are a multiple of 4
         b_inverse = F.pad(b_inverse, (0, -b_inverse.shape[1] % 4)).contiguous().t()
         kind = blocks.BlockWise128x128
     else:
         b_inverse, kind = _first_fastest(b_inverse), blocks.BlockWise1x128
-    rows = len(a)
     if rows % BLOCK:  # of a prompt, not of training
         more = (0, 0, 0, -rows % BLOCK)
         a, a_inverse = F.pad(a.view(torch.uint8), more).view(a.dtype), F.pad(a_inverse, more)
     a_inverse = _first_fastest(a_inverse)
-    return F.scaled_mm(a, b.t(), a_inverse, blocks.BlockWise1x128, b_inverse, kind, output_dtype=dtype)
+    y = F.scaled_mm(a, b.t(), a_inverse, blocks.BlockWise1x128, b_inverse, kind, output_dtype=dtype)
+    return y[:rows]
 
 
 def _first_fastest(x: Tensor) -> Tensor:
@@ -237,20 +248,15 @@ class AmaxTable:
     ):
         """`algo`: the scale follows the "most_recent" amax or the "max" of `history_len` steps."""
         self.rows = {name: row for row, name in enumerate(names)}
-        self.formats, self.algo, self.margin = FORMATS[formats], algo, margin
+        self.formats, self.algo, self.margin = formats, algo, margin
         # a number has 16 bytes to itself: a kernel's launch is cheaper at such an address
         self.seen, self.scale, self.inverse = (
             torch.full((len(names), 3, 4), first, device=device)[..., 0] for first in (0.0, 1.0, 1.0)
         )
         """The amax of this step so far; scales, and their inverses."""
         self.history = torch.zeros(history_len, len(names), 3, device=device)  # the newest first
-        self.ready: bool | None = False
-        """Whether there are scales. Before, linears compute in the compute dtype and record; None while they do so for
-        the first."""
-
-    def begin_first(self) -> None:
-        """The first scales are looked for: the next passes record alone."""
-        self.ready = None
+        self.ready = False
+        """Whether there are scales. Before, linears scale currently."""
 
     def begin_step(self) -> None:
         """Forgets what has been seen since the last step, as in an evaluation."""
@@ -265,17 +271,20 @@ class AmaxTable:
         return (self.seen * 0).sum()
 
     def end_step(self, skipped: Tensor | float) -> None:
-        """Moves history and scales on, unless the step was `skipped` (1). A tensor that was not seen stays."""
+        """Moves history and scales on, unless the step was `skipped` (1). A tensor that was not seen stays.
+
+        Waits for `skipped` on the host until a step has given the first scales.
+        """
         moves = (
             (self.seen > 0) & self.seen.isfinite() & ~torch.as_tensor(skipped, device=self.seen.device).bool()
         )
         self.history.copy_(torch.where(moves, torch.cat([self.seen[None], self.history[:-1]]), self.history))
         amax = self.history[0] if self.algo == "most_recent" else self.history.amax(0)
-        for kind, dtype in enumerate(self.formats):
+        for kind, dtype in enumerate(FORMATS[self.formats]):
             scale = scale_of(amax[:, kind], dtype, self.margin)
             self.scale[:, kind] = torch.where(amax[:, kind] > 0, scale, self.scale[:, kind])
         self.inverse.copy_(inverse_of(self.scale))
-        self.ready = True
+        self.ready = self.ready or not bool(skipped)
 
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint holds: of each linear its history [len, 3] and its scales [3], views of what is here."""
@@ -283,55 +292,55 @@ class AmaxTable:
         return rows | {f"{name}.scale": self.scale[row] for name, row in self.rows.items()}
 
     def load_state(self, names: Collection[str], read: Callable[[str], Tensor]) -> None:
-        """Fills it with what `read` has of `names`; of a history of another length the newest. Ready if it has all."""
+        """Fills it with what `read` has of `names`; of a history of another length the newest. Ready if it has all
+        and they are a step's."""
         state = self.state()
         for name in state.keys() & names:
             stored = read(name).to(state[name].device)
             length = min(len(stored), len(state[name]))
             state[name][:length] = stored[:length]
         self.inverse.copy_(inverse_of(self.scale))
-        self.ready = state.keys() <= set(names)
-
-
-class DelayedScaling:
-    """A linear's row of an AmaxTable."""
-
-    def __init__(self, table: AmaxTable, name: str):
-        row = table.rows[name]
-        self.table = table
-        # views made here: an index would be a constant of what is compiled, and of each linear another
-        self.scales, self.inverses, self.seen = (
-            tuple(each[row].unbind()) for each in (table.scale, table.inverse, table.seen)
-        )
-
-    @property
-    def ready(self) -> bool:
-        return self.table.ready
-
-    def codes(self, kind: int, x: Tensor, by_row: bool, by_column: bool) -> tuple[Operand, Operand]:
-        """Codes of x [m, n] by row, and by column with the same shape, of what was asked for."""
-        scale, seen = self.scales[kind], self.seen[kind]
-        return _both(cast(x, scale, seen, self.table.formats[kind], by_row, by_column), self.inverses[kind])
-
-    def record(self, kind: int, x: Tensor) -> None:
-        self.seen[kind].copy_(torch.maximum(self.seen[kind], x.detach().abs().amax().float()))
+        self.ready = state.keys() <= set(names) and bool(self.history.any())
 
 
 class CurrentScaling:
     """Scales from the tensors themselves, each the maximum over the `axes` whose ranks hold its shards."""
 
-    ready = True
-
     def __init__(self, formats: str, axes: Sequence[Axis] = ()):
         self.formats, self.axes = FORMATS[formats], axes
 
     def codes(self, kind: int, x: Tensor, by_row: bool, by_column: bool) -> tuple[Operand, Operand]:
-        """As DelayedScaling's."""
+        """Codes of x [m, n] by row, and by column with the same shape, of what was asked for."""
+        scale = self.scale(kind, x)
+        return _both(cast(x, scale, None, self.formats[kind], by_row, by_column), inverse_of(scale))
+
+    def scale(self, kind: int, x: Tensor) -> Tensor:
         largest = amax(x)
         for axis in self.axes:
             largest = summed(largest, axis, "max")
-        scale = scale_of(largest, self.formats[kind])
-        return _both(cast(x, scale, None, self.formats[kind], by_row, by_column), inverse_of(scale))
+        return power_of_two(scale_of(largest, self.formats[kind]))
+
+
+class DelayedScaling:
+    """A linear's row of an AmaxTable; while that has no scales, current ones over the `axes`."""
+
+    def __init__(self, table: AmaxTable, name: str, axes: Sequence[Axis] = ()):
+        row = table.rows[name]
+        self.table, self.current = table, CurrentScaling(table.formats, axes)
+        # views made here: an index would be a constant of what is compiled, and of each linear another
+        self.scales, self.inverses, self.seen = (
+            tuple(each[row].unbind()) for each in (table.scale, table.inverse, table.seen)
+        )
+
+    def codes(self, kind: int, x: Tensor, by_row: bool, by_column: bool) -> tuple[Operand, Operand]:
+        """As CurrentScaling's, with x's amax recorded."""
+        if self.table.ready:
+            scale, inverse = self.scales[kind], self.inverses[kind]
+        else:
+            scale = self.current.scale(kind, x)
+            inverse = inverse_of(scale)
+        dtype = self.current.formats[kind]
+        return _both(cast(x, scale, self.seen[kind], dtype, by_row, by_column), inverse)
 
 
 def _both(codes: tuple[Tensor, Tensor], inverse: Tensor) -> tuple[Operand, Operand]:
@@ -362,9 +371,6 @@ class Fp8Gemm(Gemm):
         )
 
     def inputs(self, x: Tensor, saves: bool, sharded: bool = False) -> tuple[Operand, Operand]:
-        if not self.scaling.ready:
-            self.scaling.record(INPUT, x)
-            return super().inputs(x, saves)
         codes, by_column = self.scaling.codes(INPUT, x, True, saves and self.fp8_wgrad and not sharded)
         if not saves:
             return codes, ()
@@ -373,30 +379,20 @@ class Fp8Gemm(Gemm):
         return codes, codes if sharded else by_column  # gathered rows are transposed afterwards
 
     def weights(self, weight: Tensor, trains: bool) -> tuple[Operand, Operand]:
-        if not self.scaling.ready:
-            self.scaling.record(WEIGHT, weight)
-            return (weight,), (weight,)
         saves = trains and self.saves_weights
         codes, by_column = self.scaling.codes(WEIGHT, weight, True, saves)
         return codes, by_column if saves else (weight,)
 
     def gradients(self, grad: Tensor, has_wgrad: bool) -> tuple[Operand, Operand]:
-        if not self.scaling.ready:
-            self.scaling.record(GRADIENT, grad)
-            return super().gradients(grad, has_wgrad)
         codes, by_column = self.scaling.codes(GRADIENT, grad, True, has_wgrad and self.fp8_wgrad)
         if not has_wgrad:
             return codes, ()
         return codes, by_column if self.fp8_wgrad else (grad,)
 
     def forward(self, x: Operand, weight: Operand, bias: Tensor | None = None) -> Tensor:
-        if len(x) == 1:
-            return super().forward(x, weight, bias)
         return scaled_matmul(x, weight, self.dtype, bias, fast=True)
 
     def dgrad(self, grad: Operand, weight: Operand) -> Tensor:
-        if len(grad) == 1:
-            return super().dgrad(grad, weight)
         if len(weight) == 1:
             weight = self.scaling.codes(WEIGHT, weight[0], False, True)[1]
         return scaled_matmul(grad, transposed(weight), self.dtype)

@@ -88,7 +88,6 @@ def _gemm(name: str, config: RunConfig, mesh: Mesh, table: AmaxTable | None, dty
     saves_weights = parallel.data_parallel_sharding_strategy != "optim_grads_params" and mesh.pp.size == 1
     if train.fp8_recipe == "blockwise":
         return BlockGemm(dtype, saves_weights)
-    if table is not None:
-        return Fp8Gemm(DelayedScaling(table, name), dtype, train.fp8_wgrad, saves_weights)
-    scaling = CurrentScaling(train.fp8_format, (mesh.tp, mesh.cp))
+    axes = mesh.tp, mesh.cp
+    scaling = CurrentScaling(train.fp8_format, axes) if table is None else DelayedScaling(table, name, axes)
     return Fp8Gemm(scaling, dtype, train.fp8_wgrad, saves_weights)

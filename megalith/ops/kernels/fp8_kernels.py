@@ -3,6 +3,9 @@
 A tile is ROWS × COLUMNS of the matrix. Hopper multiplies only what is contiguous along the sum, and the three matmuls
 of a linear sum along different dimensions, so that codes are needed both ways. An amax is a maximum of the bits of |x|
 as whole numbers: the order is that of the numbers, with infinity and then NaN above them all.
+
+bf16 is turned in shared memory before it becomes codes, and so read once. Of fp32 Triton 3.6 turns the codes instead,
+where they are stored by row too, and gets them wrong: those take two launches.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ from torch import Tensor
 
 from megalith.ops.kernels.kernel_launch import Launcher
 
-ROWS, COLUMNS, WARPS = 128, 128, 8
+ROWS, COLUMNS, WARPS = 64, 128, 4  # of a cast
+SIDE, TRANSPOSE_WARPS = 128, 8  # of a transpose
 AMAX_ELEMENTS, AMAX_WARPS = 16384, 8
 BLOCK, BLOCK_WARPS = tl.constexpr(128), 8
 _ABSOLUTE, _INFINITY = tl.constexpr(0x7FFFFFFF), tl.constexpr(0x7F800000)
@@ -134,6 +138,9 @@ def cast(
     x: Tensor, scale: Tensor, seen: Tensor | None, dtype: torch.dtype, by_row: bool, by_column: bool
 ) -> tuple[Tensor, Tensor]:
     """As ops.fp8.cast: codes of x [m, n] and their transpose [n, m], |x|'s maximum added to `seen`."""
+    if by_column and x.dtype == torch.float32:
+        codes, none = cast(x, scale, seen, dtype, True, False)
+        return codes if by_row else none, transpose(codes)
     x = x.contiguous()
     rows, columns = x.shape
     codes = x.new_empty(x.shape if by_row else 0, dtype=dtype)
@@ -165,14 +172,15 @@ def transpose(codes: Tensor) -> Tensor:
     """Codes [m, n] of one byte each → [n, m]."""
     rows, columns = codes.shape
     out = codes.new_empty(columns, rows)
-    _launch_transpose(
-        (-(-rows // ROWS), -(-columns // COLUMNS), 1),
-        (codes.contiguous().view(torch.uint8), out.view(torch.uint8)),
-        (rows, columns),
-        (),
-        (ROWS, COLUMNS),
-        WARPS,
-    )
+    if codes.numel():
+        _launch_transpose(
+            (-(-rows // SIDE), -(-columns // SIDE), 1),
+            (codes.contiguous().view(torch.uint8), out.view(torch.uint8)),
+            (rows, columns),
+            (),
+            (SIDE, SIDE),
+            TRANSPOSE_WARPS,
+        )
     return out
 
 
@@ -185,6 +193,9 @@ def cast_blocks(
         padded = torch.nn.functional.pad(x, (0, 0, 0, -rows % size))
         codes, inverses, *none = cast_blocks(padded, True, False, False)
         return codes[:rows], inverses[:, :rows].contiguous(), *none
+    if tiles and by_column and x.dtype == torch.float32:
+        codes, inverses, _, none = cast_blocks(x, True, False, True)
+        return codes, inverses, transpose(codes), none
     x = x.contiguous()
     codes = x.new_empty(x.shape if by_row else 0, dtype=dtype)
     transposed = x.new_empty((columns, rows) if by_column else 0, dtype=dtype)
