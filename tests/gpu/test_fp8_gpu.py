@@ -66,10 +66,11 @@ def test_codes_and_amax_are_those_of_the_cpu(shape, kind, dtype):
     assert same(fp8.transpose(codes.cuda()), codes.t())
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("tiles", [False, True])
-def test_blocks_are_those_of_the_cpu(kind, tiles):
-    x = numbers(384, 640, kind, torch.float32)
+def test_blocks_are_those_of_the_cpu(kind, tiles, dtype):
+    x = numbers(384, 640, kind, dtype)
     for found, expected in zip(
         fp8.cast_blocks(x.cuda(), True, True, tiles), fp8.cast_blocks(x, True, True, tiles)
     ):
@@ -99,7 +100,7 @@ def test_matmuls_are_those_of_their_codes_in_fp64(recipe, saves_weights, compile
     results = []
     for device, dtype in (("cpu", torch.float64), ("cuda", torch.bfloat16)):
         one = gemm(recipe, device, saves_weights, dtype)
-        given = [t.to(device).requires_grad_() for t in (x, weight)]
+        given = [t.to(device, dtype).requires_grad_() for t in (x, weight)]
 
         def function(x, weight, one=one):
             return linear(x, weight, None, one)
