@@ -2,7 +2,8 @@
 
 Each matmul of a Llama-3-8B layer is timed in bf16 and as the recipes compute it, with its share of the device's peak;
 the casts of ops/fp8.py in several shapes of tile, in GB/s of what they read and write. Then a layer's linears, each as
-ops/gemm.py's `linear` runs it, forward and backward, casts included. Medians of 5; operands are not zero.
+ops/gemm.py's `linear` runs it, forward and backward, casts included. Medians of 5; operands are not zero. The last
+table has both by recipe.
 """
 
 from __future__ import annotations
@@ -50,8 +51,11 @@ def normal(*shape: int, spread: float = 1.0) -> Tensor:
     return torch.randn(*shape, device="cuda", dtype=BF16) * spread
 
 
-def matmuls(tokens: int) -> None:
-    """Time and share of the peak of each matmul: bf16, one scale a tensor with fast and with exact sums, blocks."""
+def matmuls(tokens: int) -> dict[str, float]:
+    """Time and share of the peak of each matmul: bf16, one scale a tensor with fast and with exact sums, blocks.
+
+    Returns the ms of a layer's matmuls as each recipe computes them."""
+    total = dict.fromkeys(("bf16", "delayed", "tensorwise", "blockwise"), 0.0)
     peaks = device_kind("cuda")
     print(
         f"{'matmul':22}{'bf16':>16}{'fp8 fast':>16}{'fp8 exact':>16}{'fp8 blocks':>16}   ms, share of the peak"
@@ -81,6 +85,11 @@ def matmuls(tokens: int) -> None:
                 share = "" if peak is None else f" {2 * m * k * n / time * 1e3 / peak:5.0%}"
                 cells.append(f"{time:9.3f}{share:>7}")
             print(f"{name:14}{kind:8}{''.join(cells)}", flush=True)
+            plain, fast, exact, blocks = times
+            one_scale = fast if kind == "forward" else exact
+            for recipe, time in zip(total, (plain, one_scale, one_scale, blocks), strict=True):
+                total[recipe] += time
+    return total
 
 
 def casts(tokens: int) -> None:
@@ -100,14 +109,13 @@ def casts(tokens: int) -> None:
         fp8_kernels.ROWS, fp8_kernels.COLUMNS, fp8_kernels.WARPS = tile
         both = [rate(lambda d=d: fp8.cast(x, scale, seen, d, True, True), 4) for d in (E4M3, E5M2)]
         row, column = (rate(lambda r=r: fp8.cast(x, scale, seen, E4M3, r, not r), 3) for r in (True, False))
-        codes = fp8.cast(x, scale, seen, E4M3, True, False)[0]
-        turned = rate(lambda c=codes: fp8.transpose(c), 2)
         rows, columns, warps = tile
         mark = " (used)" if tile == own else ""
         print(f"  {rows:3} × {columns:3}, {warps} warps: both ways e4m3 {both[0]}, e5m2 {both[1]}; by row {row}, by "
-              f"column {column}; transpose {turned}{mark}", flush=True)  # fmt: skip
+              f"column {column}{mark}", flush=True)  # fmt: skip
     fp8_kernels.ROWS, fp8_kernels.COLUMNS, fp8_kernels.WARPS = own
-    print(f"  amax {rate(lambda: fp8.amax(x), 2)}; blocks both ways "
+    codes = fp8.cast(x, scale, seen, E4M3, True, False)[0]
+    print(f"  amax {rate(lambda: fp8.amax(x), 2)}; transpose {rate(lambda: fp8.transpose(codes), 2)}; blocks both ways "
           f"{rate(lambda: fp8.cast_blocks(x, True, True, False), 4)}, 128 × 128 "
           f"{rate(lambda: fp8.cast_blocks(x, True, True, True), 4)}")  # fmt: skip
 
@@ -160,13 +168,15 @@ def main() -> None:
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, {args.tokens} tokens")
     if "casts" in parts:
         casts(args.tokens)
-    if "matmuls" in parts:
-        matmuls(args.tokens)
-    if "layer" in parts:
-        times = layer(args.tokens)
-        print("a layer's linears, casts included:")
-        for recipe, time in times.items():
-            print(f"  {recipe:12}{time:8.2f} ms {times['bf16'] / time:6.2f} ×")
+    summed = matmuls(args.tokens) if "matmuls" in parts else {}
+    times = layer(args.tokens) if "layer" in parts else {}
+    print(f"{'a layer, ms':14}{'matmuls':>10}{'':8}{'linears with casts':>20}")
+    for recipe in summed or times:
+        cells = [
+            f"{found[recipe]:10.2f}{found['bf16'] / found[recipe]:6.2f} ×" if found else f"{'–':>18}"
+            for found in (summed, times)
+        ]
+        print(f"{recipe:14}{cells[0]}  {cells[1]}")
 
 
 if __name__ == "__main__":

@@ -31,20 +31,20 @@ def alone(kind: str) -> Fp8Outcome:
     return run_fp8_job(MAKERS[kind](None))
 
 
-# The first step's gradients and ten steps' losses. A rounding before a cast may flip a code; where scales are of the
-# tensor or block itself and not of the step before, it may move the scale too, and with it other codes.
+# The first step's gradients and ten steps' losses. A rounding before a cast may flip a code; a scale that is no power of
+# two (delayed after the first step, experts) moves with it, and with it other codes, as blocks' do where they cross one.
 CASES = [
-    ("delayed", "tp2-sp", 1e-5, 1e-4),
-    ("delayed", "cp2", 1e-5, 1e-4),
-    ("delayed", "pp2-zero_bubble", 1e-6, 1e-4),
-    ("delayed", "tp2-sp-dp2-zero3", 1e-5, 1e-4),
-    ("tensorwise", "tp2-sp", 1e-5, 2e-4),
-    ("tensorwise", "cp2", 2e-3, 1e-4),
-    ("tensorwise", "pp2", 1e-6, 1e-4),
+    ("delayed", "tp2-sp", 1e-6, 2e-4),
+    ("delayed", "cp2", 1e-4, 2e-4),
+    ("delayed", "pp2-zero_bubble", 1e-7, 1e-6),
+    ("delayed", "tp2-sp-dp2-zero3", 1e-6, 2e-4),
+    ("tensorwise", "tp2-sp", 1e-6, 2e-4),
+    ("tensorwise", "cp2", 1e-4, 2e-4),
+    ("tensorwise", "pp2", 1e-7, 1e-6),
     ("blockwise", "tp2-sp", 5e-3, 1e-3),
-    ("blockwise", "pp2", 1e-6, 1e-6),
-    ("experts", "ep2", 1e-5, 2e-4),
-    ("experts", "tp2-etp2", 1e-5, 2e-4),
+    ("blockwise", "pp2", 1e-7, 1e-6),
+    ("experts", "ep2", 1e-6, 2e-4),
+    ("experts", "tp2-etp2", 5e-6, 2e-4),
 ]
 
 
@@ -53,7 +53,6 @@ def test_a_layout_trains_as_one_process(pool, kind, layout, gradients, losses):
     one = alone(kind)
     found = pool.run(run_fp8_job, MAKERS[kind](layout), size=LAYOUTS[layout].processes)
     errors = compare([rank.outcome for rank in found], one.outcome)
-    print(f"{kind} {layout}: {errors.loss:.1e} {errors.gradient:.1e} {errors.losses:.1e}")
     assert errors.loss < 1e-6 and errors.gradient < gradients and errors.losses < losses, errors
     # a greedy token may fall otherwise where two are within a flipped code of each other
     assert set(errors.different) <= {"generated tokens"}, errors
