@@ -252,6 +252,24 @@ def test_the_first_step_scales_currently_and_records():
     check(delayed, delayed_by_definition(*OPERANDS))
 
 
+def test_compiled_code_leaves_current_scales_after_the_first_step():
+    def two_steps(compiled: bool) -> list[torch.Tensor]:
+        table = AmaxTable(["a"], "hybrid", 1, "most_recent", 0, torch.device("cpu"))
+        gemm = Fp8Gemm(DelayedScaling(table, "a"), torch.float32)
+        function = torch.compile(linear, backend="aot_eager", fullgraph=True) if compiled else linear
+        found = []
+        for _ in range(2):
+            x, weight = (t.clone().requires_grad_() for t in OPERANDS[:2])
+            y = function(x, weight, None, gemm)
+            found += [y.detach(), *torch.autograd.grad(y, (x, weight), OPERANDS[2])]
+            table.end_step(torch.tensor(0.0))
+        return found
+
+    eager = two_steps(False)
+    assert all(torch.equal(a, b) for a, b in zip(eager, two_steps(True)))
+    assert not torch.equal(eager[0], eager[3])
+
+
 def delayed_by_definition(x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
     x8, w8, g8 = (
         fp8.codes_of(t, scale, dtype).double() * fp8.inverse_of(scale).double()

@@ -31,8 +31,8 @@ def alone(kind: str) -> Fp8Outcome:
     return run_fp8_job(MAKERS[kind](None))
 
 
-# The first step's gradients and ten steps' losses. A rounding before a cast may flip a code; a scale that is no power of
-# two (delayed after the first step, experts) moves with it, and with it other codes, as blocks' do where they cross one.
+# The first step's gradients and ten steps' losses. A rounding before a cast may flip a code; a scale that is no power
+# of two (delayed after the first step, experts) moves with it, and with it other codes; blocks' where they cross one.
 CASES = [
     ("delayed", "tp2-sp", 1e-6, 2e-4),
     ("delayed", "cp2", 1e-4, 2e-4),
