@@ -181,21 +181,21 @@ class Slot:
 
 
 class _Slots:
-    """`count` slots of a group, which take turns, as large as its largest collective so far."""
+    """SLOTS slots of a group, which take turns, as large as its largest collective so far."""
 
-    def __init__(self, group: str, count: int):
-        self._group, self._count, self._size = group, count, 0
+    def __init__(self, group: str):
+        self._group, self._size = group, 0
 
     def next(self, size: int) -> Slot:
         if size > self._size:
             torch.cuda.synchronize()  # nobody reads the old ones any more when all have come to make the new ones
             torch.cuda.empty_cache()  # memory for others comes from the driver, and not from what PyTorch keeps free
             self._size = size
-            self._turns = cycle([Slot(size, self._group) for _ in range(self._count)])
+            self._turns = cycle([Slot(size, self._group) for _ in range(SLOTS)])
         return next(self._turns)
 
 
-slots = cache(_Slots)  # by the name of the group, and how many
+slots = cache(_Slots)  # by the name of the group
 
 
 @cache
@@ -236,7 +236,7 @@ def exchange(out: Tensor, size: int, group: str, give: Part, fetch: Part) -> Ten
     makes `out` of the slots of all, on the stream of such collectives. Both are given the handle of their stream;
     the second is not the current one.
     """
-    slot, device = slots(group, SLOTS).next(size), out.device.index
+    slot, device = slots(group).next(size), out.device.index
     here, stream = _current_stream(device), _stream(device)
     slot.begin(here)
     give(slot, here.cuda_stream)

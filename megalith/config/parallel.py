@@ -21,11 +21,11 @@ class ParallelConfig(Section):
     sequence_parallel: Annotated[bool, Needs("tensor_model_parallel_size", above=1, strict=True)] = False
     """Splits norms, dropout and the residual stream over the tensor-parallel devices along the sequence (SP)."""
 
-    tp_comm_overlap: bool = False
+    tp_comm_overlap: bool | Literal["auto"] = "auto"
     """Ping-pong micro-batches: of two halves one computes while the other's collectives (TP, or CP's a2a) run."""
 
-    symmetric_memory_groups: list[Literal["tp", "cp", "dp"]] = []
-    """Axes whose large collectives (dp: gradient reduction) use the GPUs' copy engines, on one host with NVLink."""
+    symmetric_memory_groups: list[Literal["tp", "cp", "dp"]] | Literal["auto"] = "auto"
+    """Axes whose large collectives use the GPUs' copy engines, on one host with NVLink; dp is heard and has none."""
 
     pipeline_model_parallel_size: PositiveInt = 1
     """Stages that the layers are split over (PP)."""
@@ -60,9 +60,10 @@ class ParallelConfig(Section):
     """Devices that each sequence is split over (CP)."""
 
     cp_comm_type: Annotated[
-        Literal["p2p", "all_gather", "a2a", "a2a+p2p"], Needs("context_parallel_size", above=1)
-    ] = "p2p"
-    """How keys and values reach the queries: p2p is a ring, a2a is Ulysses, a2a+p2p both, on two levels."""
+        Literal["auto", "p2p", "all_gather", "a2a", "a2a+p2p"], Needs("context_parallel_size", above=1)
+    ] = "auto"
+    """How keys and values reach the queries: p2p is a ring, a2a is Ulysses, a2a+p2p both, on two levels; auto: a2a
+    among the devices of one host where its heads divide, a ring else and between hosts."""
 
     hierarchical_context_parallel_sizes: Annotated[
         Annotated[list[PositiveInt], Field(min_length=2, max_length=2)] | None,
@@ -111,3 +112,18 @@ class ParallelConfig(Section):
 
     cpu_offloading_num_layers: NonNegativeInt = 0
     """First layers of each pipeline stage whose saved activations are offloaded to host memory."""
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether micro-batches are run as two halves; an `auto` that nobody has chosen for is off."""
+        return self.tp_comm_overlap is True
+
+    @property
+    def direct_axes(self) -> set[str]:
+        """The axes whose collectives copy engines do."""
+        return set() if self.symmetric_memory_groups == "auto" else set(self.symmetric_memory_groups) - {"dp"}
+
+    @property
+    def cp_exchange(self) -> str:
+        """The cp_comm_type; an `auto` that nobody has chosen for is the ring."""
+        return "p2p" if self.cp_comm_type == "auto" else self.cp_comm_type

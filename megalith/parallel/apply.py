@@ -48,13 +48,13 @@ def apply(
         tensor = apply_tensor(chunk, mesh.tp, parallel.sequence_parallel)
         if tensor is not None:
             cut_adapters(chunk, tensor)
-        apply_context(chunk, mesh.cp, parallel.cp_comm_type, parallel.hierarchical_context_parallel_sizes)
+        apply_context(chunk, mesh.cp, parallel.cp_exchange, parallel.hierarchical_context_parallel_sizes)
         apply_expert(chunk, mesh, tensor, parallel.moe_token_dispatcher_type)
         apply_fp8(chunk, config, mesh, table)
         apply_ping_pong(chunk, parallel, tensor)
         apply_recompute(chunk, parallel, mesh.tp)
         if compiles(config, device):
-            options = {"options": interleaving()} if parallel.tp_comm_overlap else {}
+            options = {"options": interleaving()} if parallel.overlaps else {}
             for layer in layers_of(chunk).values():
                 # the experts' dispatch is no part of a graph
                 layer.compile(fullgraph=not layer.has_experts, **options)

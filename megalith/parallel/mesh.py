@@ -123,7 +123,7 @@ def build_mesh(
         fsdp = None
     elif shard_size < dp * cp:
         fsdp = dp_cp._unflatten(0, (dp * cp // shard_size, shard_size), ("replicate", "shard"))
-    direct = set(parallel.symmetric_memory_groups) if device_type == "cuda" else set()
+    direct = parallel.direct_axes if device_type == "cuda" else set()
     if direct:
         import megalith.parallel.overlap.copy_engine_heads  # noqa: F401 (it and copy_engine.py register operators)
     axes = {name: replace(_axis(root[name]), direct=name in direct) for name in ("pp", "dp", "cp", "tp")}

@@ -18,6 +18,7 @@ from torch import Tensor
 from megalith.checkpoint.state import STATE_WITH_ROWS, model_boxes, optimizer_boxes
 from megalith.comm.collectives import gather_json
 from megalith.config import RunConfig
+from megalith.config.rules.fastest import with_fastest
 from megalith.generation.sampling import generate
 from megalith.launch.launcher import this_process
 from megalith.parallel.gather import global_tensors
@@ -25,7 +26,7 @@ from megalith.parallel.mesh import build_mesh
 from megalith.parallel.shards import Box
 from megalith.report.report import PendingStep
 from megalith.training.build import prepare, vocabulary_rows
-from megalith.training.process import prepare_process
+from megalith.training.process import machine_of, prepare_process
 from megalith.training.resume import load_run
 from megalith.training.run_state import Run
 
@@ -54,6 +55,7 @@ def start(config: RunConfig) -> Run:
     process = this_process()
     config, tokenizer, _ = prepare(config, process.world_size)
     device = prepare_process(config, process.local_rank)
+    config, _ = with_fastest(config, machine_of(config, device))
     mesh = build_mesh(
         config.parallel, process.world_size, device.type, has_experts=config.model.num_experts is not None
     )

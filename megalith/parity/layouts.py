@@ -23,8 +23,8 @@ class ParityLayout:
 TP2 = {"tensor_model_parallel_size": 2}
 TP4 = {"tensor_model_parallel_size": 4}
 SP = {"sequence_parallel": True}
-CP2 = {"context_parallel_size": 2}
-CP4 = {"context_parallel_size": 4}
+CP2 = {"context_parallel_size": 2, "cp_comm_type": "p2p"}
+CP4 = {"context_parallel_size": 4, "cp_comm_type": "p2p"}
 GATHER = {"cp_comm_type": "all_gather"}
 A2A = {"cp_comm_type": "a2a"}
 A2A_P2P = {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": [2, 2]}
@@ -54,6 +54,7 @@ LAYOUTS: dict[str, ParityLayout] = {
     "tp2-sp": ParityLayout(2, TP2 | SP),
     "tp4-sp": ParityLayout(4, TP4 | SP),
     "cp2": ParityLayout(2, CP2),
+    "cp2-auto": ParityLayout(2, {"context_parallel_size": 2}),
     "cp2-all_gather": ParityLayout(2, CP2 | GATHER),
     "cp2-a2a": ParityLayout(2, CP2 | A2A),
     "cp4": ParityLayout(4, CP4),

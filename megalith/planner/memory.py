@@ -183,7 +183,7 @@ class StageMemory:
         windowed = sum((window or seq) < seq for window in model.windows)
         if not documents and not windowed:
             return 0
-        exchanged = self.context == 1 or self.parallel.cp_comm_type == "a2a"
+        exchanged = self.context == 1 or self.parallel.cp_exchange == "a2a"
         scores = (sequences if documents else 1) * (seq if exchanged else seq // self.context) ** 2
         repeated = 0
         if model.query_groups < model.num_attention_heads:

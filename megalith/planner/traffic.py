@@ -50,7 +50,7 @@ def transfers(
     if (size := parallel.context_parallel_size) > 1:
         layers = max(sum(len(chunk.layers) for chunk in chunks) for chunks in stages)
         sent = layers * micro_batches * context_bytes(config)
-        found.append(Transfer("context", size, sent, CONTEXT_WORDS[parallel.cp_comm_type]))
+        found.append(Transfer("context", size, sent, CONTEXT_WORDS[parallel.cp_exchange]))
     if (size := parallel.pipeline_model_parallel_size) > 1:
         most = max(_neighbours(chunks, last=size * len(chunks) - 1, ranks=size) for chunks in stages)
         sent = most * micro_batches * hidden_bytes(config)
@@ -97,7 +97,7 @@ def tensor_bytes(config: RunConfig, chunks: Sequence[Stage]) -> int:
 def context_bytes(config: RunConfig) -> int:
     """Sent by a rank for a layer and a micro-batch, forward and backward."""
     model, parallel = config.model, config.parallel
-    size, kind = parallel.context_parallel_size, parallel.cp_comm_type
+    size, kind = parallel.context_parallel_size, parallel.cp_exchange
     heads = model.num_attention_heads // parallel.tensor_model_parallel_size
     groups = max(model.query_groups // parallel.tensor_model_parallel_size, 1)
     width = COMPUTE_BYTES[config.train.precision]
@@ -149,7 +149,7 @@ def _tokens(config: RunConfig) -> int:
 
 
 def _tensor_words(parallel: ParallelConfig) -> str:
-    if parallel.tp_comm_overlap:
+    if parallel.overlaps:
         return "each layer's collectives, overlapped by ping-pong micro-batches"
     if parallel.sequence_parallel:
         return "a layer: 4 all-gathers and reduce-scatters forward, 6 backward, 4 of them overlapped"

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import importlib.util
+import itertools
+import math
 import os
+import socket
+import zlib
 
 import torch
+import torch.distributed as dist
 
 from megalith.config import RunConfig
+from megalith.config.rules.fastest import Machine
 from megalith.errors import ConfigError
 from megalith.hardware import pick_device
 from megalith.ops import kernels
 from megalith.parallel.apply import compiles
+from megalith.planner.topology import NVLINK, read_links
 
 RECOMPILE_LIMIT = 64  # shapes and modes (training, evaluation) of one layer's code
 
@@ -21,7 +29,7 @@ FP8_CAPABILITY, BLOCK_CAPABILITY = (8, 9), (9, 0)  # of GPUs with FP8 matmuls, a
 def prepare_process(config: RunConfig, local_rank: int) -> torch.device:
     """The device of process `local_rank` of this machine, as pick_device gives it, ready for the run: deterministic
     kernels where asked for, no TF32 in a run that is fp32, room to compile several models."""
-    if config.parallel.symmetric_memory_groups:
+    if config.parallel.symmetric_memory_groups == "auto" or config.parallel.direct_axes:
         # A stream that awaits another rank's flag holds up the streams that share its queue to the device; the driver's
         # own choice is 8 queues. Read when CUDA starts, which it does when it is asked for its devices.
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
@@ -72,3 +80,26 @@ def check_fp8_device(config: RunConfig, capability: tuple[int, int], has_triton:
             f"train.fp8_format is {train.fp8_format}, but its casts on a GPU take Triton, which is not installed; "
             "install PyTorch's build for this GPU, which brings it"
         )
+
+
+def machine_of(config: RunConfig, device: torch.device) -> Machine:
+    """What the job's ranks have between them, alike on all of them. A collective call, where there are several."""
+    compiled = device.type == "cuda" and compiles(config, device)
+    if not dist.is_initialized():
+        return Machine(compiled=compiled)
+    own = torch.tensor([zlib.crc32(socket.gethostname().encode()), _has_nvlink(device)], device=device)
+    every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, own)
+    hosts, linked = torch.stack(every, 1).tolist()
+    per_host = math.gcd(*(len(list(run)) for _, run in itertools.groupby(hosts)))
+    return Machine(per_host, compiled, all(linked))
+
+
+def _has_nvlink(device: torch.device) -> bool:
+    """Whether this rank's GPU reaches all others that this process sees over NVLink, by copy engines."""
+    if device.type != "cuda" or importlib.util.find_spec("cuda.bindings") is None:
+        return False
+    gpus = {n: f"GPU-{torch.cuda.get_device_properties(n).uuid}" for n in range(torch.cuda.device_count())}
+    own = gpus.pop(device.index)
+    links = read_links(own, gpus)
+    return bool(gpus) and all(links.get(number) == NVLINK for number in gpus)

@@ -16,6 +16,7 @@ from megalith.bridge.exporter import export_hf
 from megalith.bridge.load import tokenizer_notes
 from megalith.comm.collectives import any_rank
 from megalith.config import CheckpointConfig, RunConfig
+from megalith.config.rules.fastest import with_fastest
 from megalith.config.rules.notes import offload_notes, overlap_notes
 from megalith.config.rules.run_rules import check_base
 from megalith.data.dataset import SampleDataset
@@ -34,7 +35,7 @@ from megalith.report.out_of_memory import out_of_memory
 from megalith.report.report import open_report
 from megalith.report.streams import lasting_streams
 from megalith.training.build import prepare
-from megalith.training.process import prepare_process
+from megalith.training.process import machine_of, prepare_process
 from megalith.training.recovery import Faults
 from megalith.training.resume import load_run
 from megalith.training.run_state import Run
@@ -66,7 +67,7 @@ def train(config: RunConfig) -> TrainingResult:
     check_base(config)
     config, tokenizer, notes = prepare(config, process.world_size)
     device = prepare_process(config, process.local_rank)
-    notes += offload_notes(config, device.type) + overlap_notes(config, compiles(config, device))
+    notes += offload_notes(config, device.type)
     if process.is_first:  # who prints them
         notes += tokenizer_notes(config.model, tokenizer)
     timeout = timedelta(minutes=config.runtime.distributed_timeout_minutes)
@@ -78,6 +79,8 @@ def train(config: RunConfig) -> TrainingResult:
         failures_kept(output, attempt, process.rank),
     ):
         init_distributed(device, longer(timeout))
+        config, chosen = with_fastest(config, machine_of(config, device))
+        notes += chosen + overlap_notes(config, compiles(config, device))
         mesh = build_mesh(
             config.parallel, process.world_size, device.type, has_experts=config.model.num_experts is not None
         )

@@ -49,12 +49,11 @@ def test_what_it_cannot_do_is_refused(config, sentence):
         check_training(config, world_size=4)
 
 
-DIRECT = {"symmetric_memory_groups": ["dp"]}
-
-
-@pytest.mark.parametrize("strategy", ["no_shard", "optim", "optim_grads", "optim_grads_params"])
-def test_copy_engines_sum_gradients_in_every_strategy(strategy):
-    check_training(run(DIRECT | {"data_parallel_sharding_strategy": strategy}), world_size=4)
+def test_copy_engines_for_gradients_are_noted_and_change_nothing():
+    config = run({"symmetric_memory_groups": ["dp"]})
+    check_training(config, world_size=4)
+    (note,) = overlap_notes(config, compiled=True)
+    assert "NCCL sums as fast" in note and not config.parallel.direct_axes
 
 
 def test_without_compilation_a_note_says_that_nothing_is_hidden():

@@ -67,7 +67,7 @@ SETTINGS = [
     # communication
     ("parallel.overlap_grad_reduce",                   True, None, None, None),
     ("parallel.overlap_param_gather",                  True, None, None, None),
-    ("parallel.tp_comm_overlap",                       True, "parallel.tp_comm_overlap", True, False),
+    ("parallel.tp_comm_overlap",                       True, "parallel.tp_comm_overlap", True, "auto"),
     ("parallel.dp_comm_overlap_bucket_size",           40000000, None, None, None),
     # memory
     ("parallel.recompute_activations",                 True, "parallel.recompute_granularity", "full", None),

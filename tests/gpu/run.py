@@ -21,7 +21,6 @@ FOLDER = Path(__file__).parent
 SEVERAL = [
     "test_layout_gpu",
     "test_direct_gpu",
-    "test_direct_data_gpu",
     "test_direct_heads_gpu",
     "test_hang_gpu",
 ]

@@ -42,12 +42,12 @@ def test_memory_that_pytorch_keeps_free_is_given_back_before_slots_are_made(monk
     monkeypatch.setattr(torch.cuda, "synchronize", calls.synchronize)
     monkeypatch.setattr(torch.cuda, "empty_cache", calls.empty_cache)
     monkeypatch.setattr(direct, "Slot", calls.slot)
-    slots = direct._Slots("tp", 2)
+    slots = direct._Slots("tp")
     for size in (100, 50, 100, 101):
         slots.next(size)
     made = [mock.call.synchronize(), mock.call.empty_cache()]
     assert calls.mock_calls == [
-        call for size in (100, 101) for call in (*made, *[mock.call.slot(size, "tp")] * 2)
+        call for size in (100, 101) for call in (*made, *[mock.call.slot(size, "tp")] * direct.SLOTS)
     ]
 
 

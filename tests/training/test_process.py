@@ -15,7 +15,9 @@ QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 
 
 @pytest.mark.parametrize(
-    ("groups", "before", "seen"), [(["dp"], None, "32"), (["dp"], "1", "1"), ([], None, None)], ids=str
+    ("groups", "before", "seen"),
+    [(["tp"], None, "32"), ("auto", None, "32"), (["tp"], "1", "1"), ([], None, None)],
+    ids=str,
 )
 def test_copy_engines_get_more_queues_before_cuda_is_asked_for_devices(monkeypatch, groups, before, seen):
     monkeypatch.setenv(QUEUES, before or "")

@@ -49,15 +49,19 @@ def offload_notes(config: RunConfig, device_type: str) -> list[str]:
 def overlap_notes(config: RunConfig, compiled: bool) -> list[str]:
     """What to tell of tp_comm_overlap where layers are not compiled, and of copy engines that have nothing to move."""
     parallel, notes = config.parallel, []
-    if parallel.tp_comm_overlap and not compiled:
+    if parallel.overlaps and not compiled:
         notes.append(
             "parallel.tp_comm_overlap hides nothing without runtime.compile: the halves of a micro-batch run one "
             "behind the other"
         )
-    direct = parallel.symmetric_memory_groups
-    if "cp" in direct and parallel.context_parallel_size > 1 and "a2a" not in parallel.cp_comm_type:
+    if "dp" in parallel.symmetric_memory_groups:
+        notes.append(
+            "parallel.symmetric_memory_groups has dp, whose gradients NCCL sums as fast: it changes nothing"
+        )
+    alone = parallel.context_parallel_size > 1 and "a2a" not in parallel.cp_exchange
+    if "cp" in parallel.direct_axes and alone:
         notes.append(
             "parallel.symmetric_memory_groups has cp, but copy engines exchange heads, which cp_comm_type "
-            f"{parallel.cp_comm_type} does not; choose a2a or a2a+p2p where heads divide"
+            f"{parallel.cp_exchange} does not; choose a2a or a2a+p2p where heads divide"
         )
     return notes

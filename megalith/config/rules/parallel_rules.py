@@ -119,7 +119,7 @@ def check_tensor(model: ModelConfig, parallel: ParallelConfig, seq_length: int) 
 
 def check_context(model: ModelConfig, parallel: ParallelConfig, seq_length: int) -> None:
     """Raises ConfigError unless sequences, and with all-to-all the heads, can be cut over CP."""
-    size, kind = parallel.context_parallel_size, parallel.cp_comm_type
+    size, kind = parallel.context_parallel_size, parallel.cp_exchange
     sizes = parallel.hierarchical_context_parallel_sizes
     if size == 1:
         return
@@ -209,14 +209,14 @@ def check_overlap(config: RunConfig) -> None:
     """Raises ConfigError unless, with tp_comm_overlap, micro-batches have two halves and something that one can hide of
     the other."""
     parallel, size = config.parallel, config.train.micro_batch_size
-    if not parallel.tp_comm_overlap:
+    if not parallel.overlaps:
         return
-    exchanges = parallel.context_parallel_size > 1 and parallel.cp_comm_type in ("a2a", "a2a+p2p")
+    exchanges = parallel.context_parallel_size > 1 and "a2a" in parallel.cp_exchange
     if parallel.tensor_model_parallel_size == 1 and not exchanges:
         raise ConfigError(
             "parallel.tp_comm_overlap hides collectives of tensor parallelism, and a2a of context parallelism, but "
             f"tensor_model_parallel_size is 1, and context_parallel_size {parallel.context_parallel_size} with "
-            f"cp_comm_type {parallel.cp_comm_type} has none; leave it out, or set cp_comm_type to a2a"
+            f"cp_comm_type {parallel.cp_exchange} has none; leave it out, or set cp_comm_type to a2a"
         )
     if size % 2:
         raise ConfigError(

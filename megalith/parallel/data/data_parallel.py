@@ -19,9 +19,6 @@ Gradients are summed, never averaged: the loss is divided by the global count of
 the compute dtype, and accumulates and reduces its gradients in fp32. Embedding and head are gathered in fp32, as one
 process has them: a common token's row is the sum of thousands of gradients. So a bf16 run, too, is one process's run,
 up to the order of additions.
-
-With dp in `symmetric_memory_groups` copy engines reduce the gradients of layers and experts (copy_engine_gradients.py).
-Those of embedding and head, whose reduction comes last and overlaps with nothing, stay with NCCL.
 """
 
 from __future__ import annotations
@@ -31,7 +28,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
-from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
@@ -41,7 +37,6 @@ from megalith.models.stack import layers_of
 from megalith.models.transformer import Transformer
 from megalith.parallel.data.replicas import replicate
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.overlap.copy_engine_gradients import CopyEngineReduceScatter
 
 
 @dataclass(frozen=True)
@@ -98,9 +93,6 @@ def apply_data(chunks: Iterable[Transformer], mesh: Mesh, parallel: ParallelConf
         for module in _sharded_modules(chunk):  # neither setting passes to the modules inside
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-        if mesh.dp.direct:
-            _reduce_by_copy_engines(layers_of(chunk).values(), mesh.fsdp)
-            _reduce_by_copy_engines(_experts(chunk), mesh.expert_fsdp)
 
 
 def micro_batch_begins(chunks: Iterable[nn.Module], parallel: ParallelConfig, is_last: bool) -> None:
@@ -157,15 +149,6 @@ def free_gathered(chunks: Iterable[nn.Module]) -> None:
 
 def _are_whole(parallel: ParallelConfig) -> bool:
     return parallel.data_parallel_sharding_strategy == "no_shard"
-
-
-def _reduce_by_copy_engines(modules: Iterable[FSDPModule], mesh: DeviceMesh | None) -> None:
-    """Where these are sharded over the last dimension of the mesh, copy engines move what its ranks sum up."""
-    if mesh is None or mesh.size(mesh.ndim - 1) == 1:
-        return
-    reduce_scatter = CopyEngineReduceScatter(mesh.get_group(mesh.ndim - 1))
-    for module in modules:
-        module.set_custom_reduce_scatter(reduce_scatter)
 
 
 def _precision(gathered: torch.dtype) -> MixedPrecisionPolicy:

@@ -4,8 +4,7 @@ With `no_shard` every rank has all parameters of one process, which layers cast 
 gradients that autograd accumulates over the micro-batches. They are all-reduced in place in the backward pass of the
 step's last micro-batch: as soon as every parameter of a bucket has its gradient, one all-reduce starts, and overlaps
 the backward passes of the layers before. A layer is a bucket; its experts are one of their own, as fewer ranks have
-replicas of them; and what is outside of the layers is one, so that a tied weight is reduced once. With dp in
-`symmetric_memory_groups` copy engines reduce the gradients of layers and experts (copy_engine_gradients.py).
+replicas of them; and what is outside of the layers is one, so that a tied weight is reduced once.
 
 All ranks of an axis have to start their all-reduces in the same order. They run the same code on their micro-batches,
 and of the ready nodes autograd takes the one made last: a layer's gradients are complete before any of the layer before
@@ -24,11 +23,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import AllreduceCoalescedOptions, Work
 
-from megalith.comm.collectives import LEAST_BY_COPY_ENGINE, Axis, local
+from megalith.comm.collectives import Axis, local
 from megalith.models.stack import layers_of
 from megalith.models.transformer import Transformer
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.overlap.copy_engine_gradients import CopyEngineAllReduce
 from megalith.parallel.seams import plug
 
 EXPERTS = "mlp.experts."  # what the names of a layer's experts begin with
@@ -40,12 +38,10 @@ class Unit:
 
     axis: Axis
     names: Sequence[str]
-    direct: bool = False
-    """Whether copy engines sum them, unless they are small."""
     trained: list[nn.Parameter] = field(default_factory=list)
     missing: int = 0
     """How many have no gradient yet from the pass that goes on."""
-    sums: Work | CopyEngineAllReduce | None = None
+    sums: Work | None = None
     """Under way."""
 
     @torch.no_grad()
@@ -54,9 +50,7 @@ class Unit:
         if self.sums is not None:
             return
         gradients = [local(parameter.grad) for parameter in self.trained if parameter.grad is not None]
-        if self.direct and sum(gradient.nbytes for gradient in gradients) >= LEAST_BY_COPY_ENGINE:
-            self.sums = CopyEngineAllReduce(gradients, self.axis.group)
-        elif gradients:
+        if gradients:
             options = AllreduceCoalescedOptions()  # a sum
             options.asyncOp = True
             self.sums = self.axis.group.allreduce_coalesced(gradients, options)
@@ -128,16 +122,14 @@ class Replicated:
 def replicate(chunk: Transformer, mesh: Mesh) -> None:
     """Lets this rank's chunk have its parameters whole, in place: `chunk.replicated` sums their gradients.
 
-    Dense parameters are copied over mesh.dp_cp, experts over mesh.edp. What stands outside of the layers ends a
-    backward pass and has nothing beside it: NCCL is as good there, and needs no memory.
+    Dense parameters are copied over mesh.dp_cp, experts over mesh.edp.
     """
-    names, direct = {name for name, _ in chunk.named_parameters()}, mesh.dp.direct
-    units = []
+    names, units = {name for name, _ in chunk.named_parameters()}, []
     for prefix, layer in layers_of(chunk).items():
         own = [f"{prefix}.{name}" for name, _ in layer.named_parameters()]
         experts = [name for name in own if name.startswith(f"{prefix}.{EXPERTS}")]
         dense = [name for name in own if name not in experts]
-        units += [Unit(mesh.edp, experts, direct), Unit(mesh.dp_cp, dense, direct)]
+        units += [Unit(mesh.edp, experts), Unit(mesh.dp_cp, dense)]
         names.difference_update(own)
     units.append(Unit(mesh.dp_cp, sorted(names)))
     units = [unit for unit in units if unit.names and unit.axis.size > 1]

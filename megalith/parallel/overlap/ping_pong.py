@@ -39,7 +39,7 @@ from megalith.parallel.tensor.tensor_parallel import TensorParallel
 def apply_ping_pong(model: Transformer, parallel: ParallelConfig, tensor: TensorParallel | None) -> None:
     """Lets `model`, in place, run its layers, or attention alone, on two halves of each micro-batch, where the
     configuration says so. `tensor` None: there is no tensor parallelism."""
-    if not parallel.tp_comm_overlap:
+    if not parallel.overlaps:
         return
     if tensor is None:
         for layer in layers_of(model).values():

@@ -1,0 +1,88 @@
+"""What `auto` stands for: of the ways that change the speed and nothing else, the fastest that a run has.
+
+Figures: docs/parallelism.md. A choice that a rule would refuse where it stands in a run file is not made.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megalith.config.run import RunConfig
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a run's ranks have between them."""
+
+    ranks_per_host: int = 1
+    """Neighbouring ranks that share a host, the same number on every host."""
+    compiled: bool = False
+    """Layers are compiled for GPUs, which can then run two things at a time."""
+    nvlink: bool = False
+    """Every GPU reaches the memory of the others of its host over NVLink, with the package cuda-bindings."""
+
+
+def with_fastest(config: RunConfig, machine: Machine) -> tuple[RunConfig, list[str]]:
+    """`config` without an `auto` of its section parallel, and a line that says what was chosen, where something was."""
+    parallel, told = config.parallel, []
+    if parallel.cp_comm_type == "auto" and parallel.context_parallel_size > 1:
+        config, why = _with_exchange(config, machine)
+        told.append(f"cp_comm_type {config.parallel.cp_comm_type} ({why})")
+    if parallel.tp_comm_overlap == "auto":
+        hidden = parallel.tensor_model_parallel_size > 1 or _exchanges_heads(config)
+        obstacle = _obstacle(config) if hidden and machine.compiled else ""
+        overlaps = hidden and machine.compiled and not obstacle
+        config = config.with_settings({"parallel.tp_comm_overlap": overlaps})
+        if overlaps or obstacle:
+            told.append(f"tp_comm_overlap {str(overlaps).lower()}{obstacle and f' ({obstacle})'}")
+    if parallel.symmetric_memory_groups == "auto":
+        groups = _direct_axes(config, machine) if machine.nvlink and machine.compiled else []
+        config = config.with_settings({"parallel.symmetric_memory_groups": groups})
+        if groups:
+            told.append(f"symmetric_memory_groups [{', '.join(groups)}] (NVLink)")
+    return config, [f"chosen by auto, of parallel: {'; '.join(told)}"] if told else []
+
+
+def _with_exchange(config: RunConfig, machine: Machine) -> tuple[RunConfig, str]:
+    """All-to-alls within a host, a ring between hosts and where heads do not divide."""
+    parallel = config.parallel
+    size, tensor = parallel.context_parallel_size, parallel.tensor_model_parallel_size
+    heads = config.model.num_attention_heads // tensor
+    near = [d for d in range(1, size + 1) if size % d == 0 and machine.ranks_per_host % (d * tensor) == 0]
+    most = max((d for d in near if heads % d == 0), default=1)
+    ranks = f"the {heads} heads of a tensor-parallel rank over ranks of one host"
+    if most == size:
+        return config.with_settings({"parallel.cp_comm_type": "a2a"}), ranks
+    if most == 1:
+        why = "no two ranks share a host" if max(near, default=1) == 1 else f"{heads} heads do not divide"
+        return config.with_settings({"parallel.cp_comm_type": "p2p"}), why
+    levels = [most, size // most]
+    two = {"parallel.cp_comm_type": "a2a+p2p", "parallel.hierarchical_context_parallel_sizes": levels}
+    return config.with_settings(two), f"{ranks}, {most} at a time, a ring between the {size // most}"
+
+
+def _exchanges_heads(config: RunConfig) -> bool:
+    return config.parallel.context_parallel_size > 1 and "a2a" in config.parallel.cp_exchange
+
+
+def _obstacle(config: RunConfig) -> str:
+    """What keeps micro-batches from being run as two halves; empty where nothing does."""
+    if config.train.micro_batch_size % 2:
+        return f"train.micro_batch_size {config.train.micro_batch_size} has no two halves"
+    if config.model.num_experts is not None:
+        return "not with experts"
+    if config.parallel.pipeline_schedule == "zero_bubble":
+        return "not with zero_bubble"
+    return ""
+
+
+def _direct_axes(config: RunConfig, machine: Machine) -> list[str]:
+    """Axes within a host whose collectives copy engines do better than NCCL."""
+    parallel, axes = config.parallel, []
+    tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
+    if tensor > 1 and parallel.overlaps and machine.ranks_per_host % tensor == 0:
+        axes.append("tp")
+    inner = (parallel.hierarchical_context_parallel_sizes or [context])[0]
+    if _exchanges_heads(config) and machine.ranks_per_host % (inner * tensor) == 0:
+        axes.append("cp")
+    return axes

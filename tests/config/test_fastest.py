@@ -1,0 +1,83 @@
+"""What `auto` stands for on which machine; and that what it chooses would be accepted where it stands in a run file."""
+
+import itertools
+
+import pytest
+
+from megalith.config import RunConfig
+from megalith.config.rules.fastest import Machine, with_fastest
+from megalith.config.rules.run_rules import check_training
+
+NODE = Machine(ranks_per_host=8, compiled=True, nvlink=True)
+TP2, CP2, CP4 = {"tensor_model_parallel_size": 2}, {"context_parallel_size": 2}, {"context_parallel_size": 4}
+CHOSEN = "cp_comm_type", "hierarchical_context_parallel_sizes", "tp_comm_overlap", "symmetric_memory_groups"
+
+
+def run(parallel: dict, micro_batch_size: int = 2, **model) -> RunConfig:
+    return RunConfig.from_tree(
+        {
+            "model": {"preset": "gpt2", **model},
+            "parallel": parallel,
+            "data": {"mock": True, "seq_length": 64},
+            "optim": {"lr": 1e-3},
+            "train": {"micro_batch_size": micro_batch_size, "global_batch_size": 24, "train_iters": 1},
+        }
+    )
+
+
+def chosen(config: RunConfig, machine: Machine) -> list:
+    found, notes = with_fastest(config, machine)
+    assert len(notes) <= 1 and found.parallel.tp_comm_overlap != "auto"
+    return [getattr(found.parallel, name) for name in CHOSEN]
+
+
+@pytest.mark.parametrize(
+    "config, machine, expected",
+    [
+        (run(TP2), NODE, ["auto", None, True, ["tp"]]),
+        (run(TP2), Machine(2, compiled=True), ["auto", None, True, []]),  # no NVLink
+        (run(TP2), Machine(1, True, True), ["auto", None, True, []]),  # over two hosts
+        (run(TP2), Machine(8), ["auto", None, False, []]),  # CPUs
+        (run(TP2, 1), NODE, ["auto", None, False, []]),  # no halves
+        (run(TP2, num_experts=2), NODE, ["auto", None, False, []]),
+        (run(CP2), NODE, ["a2a", None, True, ["cp"]]),
+        (run(CP2, 1), NODE, ["a2a", None, False, ["cp"]]),
+        (run(CP2), Machine(1, True, True), ["p2p", None, False, []]),
+        (run(CP4), Machine(2, True, True), ["a2a+p2p", [2, 2], True, ["cp"]]),
+        (run(CP2, num_attention_heads=3), NODE, ["p2p", None, False, []]),
+        (run(CP4, num_attention_heads=6), NODE, ["a2a+p2p", [2, 2], True, ["cp"]]),
+        (run(TP2 | CP4), Machine(4, True, True), ["a2a+p2p", [2, 2], True, ["tp", "cp"]]),
+        (run({}), NODE, ["auto", None, False, []]),
+    ],
+)  # fmt: skip
+def test_what_the_machine_has_is_used(config, machine, expected):
+    assert chosen(config, machine) == expected
+
+
+def test_what_is_set_by_hand_stays():
+    by_hand = {"cp_comm_type": "p2p", "tp_comm_overlap": False, "symmetric_memory_groups": []}
+    config = run(TP2 | CP2 | by_hand)
+    assert with_fastest(config, NODE) == (config, [])
+
+
+def test_a_line_says_what_was_chosen_and_why():
+    _, (line,) = with_fastest(run(TP2 | CP2, 1), NODE)
+    assert line == (
+        "chosen by auto, of parallel: cp_comm_type a2a (the 6 heads of a tensor-parallel rank over ranks of one host); "
+        "tp_comm_overlap false (train.micro_batch_size 1 has no two halves); symmetric_memory_groups [cp] (NVLink)"
+    )
+
+
+def test_every_choice_would_be_accepted_from_a_run_file():
+    axes = itertools.product((1, 2), (1, 2, 4), (1, 2), (None, 2), ("1f1b", "zero_bubble"))
+    for (tensor, context, pipeline, experts, schedule), per_host, micro in itertools.product(
+        axes, (1, 2, 4, 8), (1, 2)
+    ):
+        if schedule == "zero_bubble" and pipeline == 1:
+            continue
+        sizes = dict(
+            tensor_model_parallel_size=tensor, context_parallel_size=context, pipeline_schedule=schedule
+        )
+        config = run(sizes | {"pipeline_model_parallel_size": pipeline}, micro, num_experts=experts)
+        found, _ = with_fastest(config, Machine(per_host, True, True))
+        check_training(found, world_size=tensor * context * pipeline)
