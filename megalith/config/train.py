@@ -115,6 +115,11 @@ class TrainConfig(Section):
     """Ends the process after so many minutes, with a checkpoint."""
 
     @property
+    def peak_dtype(self) -> str:
+        """Whose peak MFU is a share of: the layers' matmuls'."""
+        return self.precision if self.fp8_format is None else "fp8"
+
+    @property
     def length(self) -> tuple[Literal["iters", "samples"], int]:
         """What the run is counted in, and how long it is."""
         return (

@@ -2,7 +2,7 @@
 
     recipe       scale of a tensor                         codes
     delayed      largest / amax of the steps before        inputs and weights e4m3, gradients e5m2 (`hybrid`) or e4m3
-    tensorwise   largest / amax of this tensor             the same
+    tensorwise   of this tensor, rounded down to 2ⁿ        the same
     blockwise    of each block, rounded down to 2ⁿ         1 × 128 along the sum of inputs and gradients, 128 × 128 of
                                                            weights; e4m3 throughout
     experts      of each row along the sum (any recipe)    e4m3; their wgrads stay in the compute dtype
@@ -10,8 +10,10 @@
 codes = round(clamp(x · scale)), x ≈ codes · inverse with inverse = 1 / scale. A scale belongs to the whole tensor,
 however it is sharded: a maximum is exact and has no order, so codes of a shard are the shard of the codes. Delayed
 scales are constants of a step: the amax is a maximum over all micro-batches and all ranks, taken at the step's end, so
-neither recomputation nor a schedule changes it. A run's first step has no step before it: its forward and backward
-passes run once more, before, in the compute dtype, for the amaxes alone.
+neither recomputation nor a schedule changes it. A run's first step has no step before it: its scales are tensorwise.
+
+A current scale is rounded down to a power of two, as a block's is: a rounding of an amax, as between layouts, would
+otherwise move all codes of the tensor; so it moves none, but where it crosses a power of two.
 
 A clamp hides infinities, so an amax that is not finite becomes a scale of NaN (tensorwise, blockwise), or makes the
 step one that is skipped (delayed), which records nothing.
@@ -26,9 +28,12 @@ from collections.abc import Callable, Collection, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from megalith.comm.collectives import Axis, summed
-from megalith.ops.gemm import GEMM, Gemm, Operand
+from megalith.ops import kernels
+from megalith.ops.compiled import as_one_kernel
+from megalith.ops.gemm import Gemm, Operand
 from megalith.ops.grouped_gemm import GroupedGemm, RowGroups
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -37,6 +42,7 @@ FORMATS = {"hybrid": (E4M3, E4M3, E5M2), "e4m3": (E4M3, E4M3, E4M3)}  # of input
 INPUT, WEIGHT, GRADIENT = 0, 1, 2
 BLOCK = 128
 LARGEST_SCALE = torch.finfo(torch.float32).max
+EXPONENT_BITS = 0x7F800000  # of a float32
 
 
 def scale_of(amax: Tensor, dtype: torch.dtype, margin: int = 0) -> Tensor:
@@ -46,9 +52,9 @@ def scale_of(amax: Tensor, dtype: torch.dtype, margin: int = 0) -> Tensor:
 
 
 def power_of_two(scale: Tensor) -> Tensor:
-    """A positive scale, rounded down to a power of two; NaN stays."""
-    mantissa, exponent = torch.frexp(scale)
-    return torch.ldexp(torch.where(scale.isfinite(), 0.5, mantissa), exponent)
+    """A positive scale in fp32 that is not subnormal, rounded down to a power of two; NaN stays."""
+    power = (scale.view(torch.int32) & EXPONENT_BITS).view(torch.float32)
+    return torch.where(scale.isfinite(), power, scale)
 
 
 def inverse_of(scale: Tensor) -> Tensor:
@@ -61,33 +67,168 @@ def codes_of(x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
     return (x.float() * scale).clamp(-largest, largest).to(dtype)
 
 
-def scaled_matmul(a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
-    """a · bᵀ of codes a [m, k] and b [n, k] with their inverses → [m, n], computed in fp64."""
+def scaled_matmul(
+    a: Operand, b: Operand, dtype: torch.dtype, bias: Tensor | None = None, fast: bool = False
+) -> Tensor:
+    """a · bᵀ + bias of codes a [m, k] and b [n, k] with their inverses, contiguous along k → [m, n].
+
+    On a CPU computed in fp64. `fast`: Hopper adds up with about 14 bits all the way, and not only 128 numbers long.
+    """
     (left, left_inverse), (right, right_inverse) = a, b
-    product = left.double() @ right.double().T
-    return (product * (left_inverse.double() * right_inverse.double())).to(dtype)
+    if left.is_cuda:
+        inside = bias if dtype != torch.float32 else None
+        y = torch._scaled_mm(
+            left, right.t(), left_inverse, right_inverse, bias=inside, out_dtype=dtype, use_fast_accum=fast
+        )
+        bias = None if inside is not None else bias
+    else:
+        y = (left.double() @ right.double().T * (left_inverse.double() * right_inverse.double())).to(dtype)
+    return y if bias is None else y + bias
 
 
 def transposed(operand: Operand) -> Operand:
-    codes, inverse = operand
-    return codes.t().contiguous(), inverse
+    """Codes [m, n] → [n, m], contiguous; without a copy where they were written by column."""
+    codes, *inverse = operand
+    return codes.t() if codes.t().is_contiguous() else transpose(codes), *inverse
 
 
 @torch.library.custom_op("megalith::fp8_cast", mutates_args=())
-def cast_and_record(x: Tensor, scale: Tensor, seen: Tensor, dtype: torch.dtype) -> Tensor:
-    """codes_of(x, scale), with |x|'s maximum added to `seen`, float32 scalar.
+def cast(
+    x: Tensor, scale: Tensor, seen: Tensor | None, dtype: torch.dtype, by_row: bool, by_column: bool
+) -> tuple[Tensor, Tensor]:
+    """codes_of(x, scale) [m, n] and their transpose, contiguous [n, m], each empty unless asked for; |x|'s maximum is
+    added to `seen`, float32 scalar.
 
     autograd is not told that `seen` changes: it is no part of what it computes, and a maximum that is taken twice, as
     where a layer is recomputed, is the same.
     """
-    with torch.autograd._unsafe_preserve_version_counter(seen):
-        seen.copy_(torch.maximum(seen, x.abs().amax().float()))
-    return codes_of(x, scale, dtype)
+    if seen is not None:
+        with torch.autograd._unsafe_preserve_version_counter(seen):
+            seen.copy_(torch.maximum(seen, x.abs().amax().float()))
+    codes, none = codes_of(x, scale, dtype).contiguous(), x.new_empty(0, dtype=dtype)
+    return (codes if by_row else none), (_turned(codes) if by_column else none.clone())
 
 
-@cast_and_record.register_fake
-def _(x: Tensor, scale: Tensor, seen: Tensor, dtype: torch.dtype) -> Tensor:
-    return torch.empty_like(x, dtype=dtype)
+def _turned(x: Tensor) -> Tensor:
+    """x [m, n] → [n, m] in memory of its own, which an operator's results must have even where m or n is 1."""
+    return x.t().clone(memory_format=torch.contiguous_format)
+
+
+@cast.register_fake
+def _(x: Tensor, scale: Tensor, seen, dtype, by_row: bool, by_column: bool) -> tuple[Tensor, Tensor]:
+    shapes = x.shape if by_row else (0,), x.shape[::-1] if by_column else (0,)
+    return tuple(x.new_empty(shape, dtype=dtype) for shape in shapes)
+
+
+@torch.library.custom_op("megalith::fp8_amax", mutates_args=())
+def amax(x: Tensor) -> Tensor:
+    """The maximum of |x|: float32 scalar."""
+    return x.abs().amax().float()
+
+
+@amax.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty((), dtype=torch.float32)
+
+
+@torch.library.custom_op("megalith::fp8_transpose", mutates_args=())
+def transpose(codes: Tensor) -> Tensor:
+    """Codes [m, n] → [n, m], contiguous."""
+    return _turned(codes)
+
+
+@transpose.register_fake
+def _(codes: Tensor) -> Tensor:
+    return codes.new_empty(codes.shape[::-1])
+
+
+@torch.library.custom_op("megalith::fp8_cast_blocks", mutates_args=())
+def cast_blocks(
+    x: Tensor, by_row: bool, by_column: bool, tiles: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """e4m3 codes of x [m, n] and of its transpose [n, m], each with its inverses, and each empty unless asked for.
+
+    Blocks are 1 × 128 and 128 × 1, whose inverses are [n / 128, m] and [m / 128, n]; or `tiles` of 128 × 128, with one
+    [m / 128, n / 128] for both.
+    """
+    none = x.new_empty(0, dtype=E4M3), x.new_empty(0, dtype=torch.float32)
+    if tiles:
+        codes, inverse = _block_codes(x.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)), (1, 3))
+        codes = codes.flatten(2).flatten(0, 1)
+        return codes, inverse, _turned(codes) if by_column else none[0], none[1]
+    found = []
+    for asked, dim in ((by_row, 1), (by_column, 0)):
+        codes, inverse = _block_codes(x.unflatten(dim, (-1, BLOCK)), (dim + 1,)) if asked else none
+        if asked:
+            codes = codes.flatten(dim, dim + 1)
+            codes, inverse = (codes, inverse.t()) if dim == 1 else (codes.t(), inverse)
+        found += [codes.contiguous(), inverse.contiguous()]
+    return tuple(each.clone() if not each.numel() else each for each in found)
+
+
+@cast_blocks.register_fake
+def _(x: Tensor, by_row: bool, by_column: bool, tiles: bool) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    (m, n), none = x.shape, (0,)
+    codes = [
+        x.new_empty(shape, dtype=E4M3)
+        for shape in ((m, n) if by_row else none, (n, m) if by_column else none)
+    ]
+    if tiles:
+        shapes = (m // BLOCK, n // BLOCK), none
+    else:
+        shapes = (n // BLOCK, m) if by_row else none, (m // BLOCK, n) if by_column else none
+    inverses = [x.new_empty(shape, dtype=torch.float32) for shape in shapes]
+    return codes[0], inverses[0], codes[1], inverses[1]
+
+
+@torch.library.custom_op("megalith::fp8_block_matmul", mutates_args=())
+def block_matmul(
+    a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, tiles: bool, dtype: torch.dtype
+) -> Tensor:
+    """a · bᵀ of e4m3 codes a [m, k] and b [n, k], contiguous along k → [m, n]. Inverses are [m, k / 128] and
+    [n, k / 128], or of `tiles` of b [n / 128, k / 128]."""
+    over = b_inverse.double().repeat_interleave(BLOCK, 0) if tiles else b_inverse.double()
+    a, b = (
+        codes.double().unflatten(1, (-1, BLOCK)) * inverse.double()[..., None]
+        for codes, inverse in ((a, a_inverse), (b, over))
+    )
+    return (a.flatten(1) @ b.flatten(1).T).to(dtype)
+
+
+@block_matmul.register_fake
+def _(a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, tiles: bool, dtype: torch.dtype) -> Tensor:
+    return a.new_empty(len(a), len(b), dtype=dtype)
+
+
+@block_matmul.register_kernel("cuda")
+def block_matmul_on_gpu(
+    a: Tensor, a_inverse: Tensor, b: Tensor, b_inverse: Tensor, tiles: bool, dtype: torch.dtype
+) -> Tensor:
+    """As block_matmul, with scales where cuBLAS looks for them."""
+    blocks, rows = F.ScalingType, len(a)
+    if tiles:  # in memory the blocks along k are a multiple of 4
+        b_inverse = F.pad(b_inverse, (0, -b_inverse.shape[1] % 4)).contiguous().t()
+        kind = blocks.BlockWise128x128
+    else:
+        b_inverse, kind = _first_fastest(b_inverse), blocks.BlockWise1x128
+    if rows % BLOCK:  # of a prompt, not of training
+        more = (0, 0, 0, -rows % BLOCK)
+        a, a_inverse = F.pad(a.view(torch.uint8), more).view(a.dtype), F.pad(a_inverse, more)
+    a_inverse = _first_fastest(a_inverse)
+    y = F.scaled_mm(a, b.t(), a_inverse, blocks.BlockWise1x128, b_inverse, kind, output_dtype=dtype)
+    return y[:rows]
+
+
+def _first_fastest(x: Tensor) -> Tensor:
+    """The same numbers [m, n], dimension 0 contiguous in memory."""
+    return x.t().contiguous().t()
+
+
+if kernels.AVAILABLE:
+    cast.register_kernel("cuda")(kernels.fp8_kernels.cast)
+    amax.register_kernel("cuda")(kernels.fp8_kernels.amax)
+    transpose.register_kernel("cuda")(kernels.fp8_kernels.transpose)
+    cast_blocks.register_kernel("cuda")(kernels.fp8_kernels.cast_blocks)
 
 
 class AmaxTable:
@@ -107,18 +248,15 @@ class AmaxTable:
     ):
         """`algo`: the scale follows the "most_recent" amax or the "max" of `history_len` steps."""
         self.rows = {name: row for row, name in enumerate(names)}
-        self.formats, self.algo, self.margin = FORMATS[formats], algo, margin
-        zeros = torch.zeros(len(names), 3, device=device)
-        self.seen = zeros  # the amax of this step so far
-        self.history = zeros.expand(history_len, -1, -1).clone()  # the newest first
-        self.scale, self.inverse = torch.ones_like(zeros), torch.ones_like(zeros)
-        self.ready: bool | None = False
-        """Whether there are scales. Before, linears compute in the compute dtype and record; None while they do so for
-        the first."""
-
-    def begin_first(self) -> None:
-        """The first scales are looked for: the next passes record alone."""
-        self.ready = None
+        self.formats, self.algo, self.margin = formats, algo, margin
+        # a number has 16 bytes to itself: a kernel's launch is cheaper at such an address
+        self.seen, self.scale, self.inverse = (
+            torch.full((len(names), 3, 4), first, device=device)[..., 0] for first in (0.0, 1.0, 1.0)
+        )
+        """The amax of this step so far; scales, and their inverses."""
+        self.history = torch.zeros(history_len, len(names), 3, device=device)  # the newest first
+        self.ready = False
+        """Whether there are scales. Before, linears scale currently."""
 
     def begin_step(self) -> None:
         """Forgets what has been seen since the last step, as in an evaluation."""
@@ -133,17 +271,20 @@ class AmaxTable:
         return (self.seen * 0).sum()
 
     def end_step(self, skipped: Tensor | float) -> None:
-        """Moves history and scales on, unless the step was `skipped` (1). A tensor that was not seen stays."""
+        """Moves history and scales on, unless the step was `skipped` (1). A tensor that was not seen stays.
+
+        Waits for `skipped` on the host until a step has given the first scales.
+        """
         moves = (
             (self.seen > 0) & self.seen.isfinite() & ~torch.as_tensor(skipped, device=self.seen.device).bool()
         )
         self.history.copy_(torch.where(moves, torch.cat([self.seen[None], self.history[:-1]]), self.history))
         amax = self.history[0] if self.algo == "most_recent" else self.history.amax(0)
-        for kind, dtype in enumerate(self.formats):
+        for kind, dtype in enumerate(FORMATS[self.formats]):
             scale = scale_of(amax[:, kind], dtype, self.margin)
             self.scale[:, kind] = torch.where(amax[:, kind] > 0, scale, self.scale[:, kind])
         self.inverse.copy_(inverse_of(self.scale))
-        self.ready = True
+        self.ready = self.ready or not bool(skipped)
 
     def state(self) -> dict[str, Tensor]:
         """What a checkpoint holds: of each linear its history [len, 3] and its scales [3], views of what is here."""
@@ -151,120 +292,159 @@ class AmaxTable:
         return rows | {f"{name}.scale": self.scale[row] for name, row in self.rows.items()}
 
     def load_state(self, names: Collection[str], read: Callable[[str], Tensor]) -> None:
-        """Fills it with what `read` has of `names`; of a history of another length the newest. Ready if it has all."""
+        """Fills it with what `read` has of `names`; of a history of another length the newest. Ready if it has all
+        and they are a step's."""
         state = self.state()
         for name in state.keys() & names:
             stored = read(name).to(state[name].device)
             length = min(len(stored), len(state[name]))
             state[name][:length] = stored[:length]
         self.inverse.copy_(inverse_of(self.scale))
-        self.ready = state.keys() <= set(names)
-
-
-class DelayedScaling:
-    """A linear's row of an AmaxTable."""
-
-    def __init__(self, table: AmaxTable, name: str):
-        row = table.rows[name]
-        self.table = table
-        # views made here: an index would be a constant of what is compiled, and of each linear another
-        self.scales, self.inverses, self.seen = (
-            tuple(each[row].unbind()) for each in (table.scale, table.inverse, table.seen)
-        )
-
-    @property
-    def ready(self) -> bool:
-        return self.table.ready
-
-    def codes(self, kind: int, x: Tensor) -> Operand:
-        codes = cast_and_record(x, self.scales[kind], self.seen[kind], self.table.formats[kind])
-        return codes, self.inverses[kind]
-
-    def record(self, kind: int, x: Tensor) -> None:
-        self.seen[kind].copy_(torch.maximum(self.seen[kind], x.detach().abs().amax().float()))
+        self.ready = state.keys() <= set(names) and bool(self.history.any())
 
 
 class CurrentScaling:
     """Scales from the tensors themselves, each the maximum over the `axes` whose ranks hold its shards."""
 
-    ready = True
-
     def __init__(self, formats: str, axes: Sequence[Axis] = ()):
         self.formats, self.axes = FORMATS[formats], axes
 
-    def codes(self, kind: int, x: Tensor) -> Operand:
-        amax = x.abs().amax().float()
+    def codes(self, kind: int, x: Tensor, by_row: bool, by_column: bool) -> tuple[Operand, Operand]:
+        """Codes of x [m, n] by row, and by column with the same shape, of what was asked for."""
+        scale = self.scale(kind, x)
+        return _both(cast(x, scale, None, self.formats[kind], by_row, by_column), inverse_of(scale))
+
+    def scale(self, kind: int, x: Tensor) -> Tensor:
+        largest = amax(x)
         for axis in self.axes:
-            amax = summed(amax, axis, "max")
-        scale = scale_of(amax, self.formats[kind])
-        return codes_of(x, scale, self.formats[kind]), inverse_of(scale)
+            largest = summed(largest, axis, "max")
+        return power_of_two(scale_of(largest, self.formats[kind]))
+
+
+class DelayedScaling:
+    """A linear's row of an AmaxTable; while that has no scales, current ones over the `axes`."""
+
+    def __init__(self, table: AmaxTable, name: str, axes: Sequence[Axis] = ()):
+        row = table.rows[name]
+        self.table, self.current = table, CurrentScaling(table.formats, axes)
+        # views made here: an index would be a constant of what is compiled, and of each linear another
+        self.scales, self.inverses, self.seen = (
+            tuple(each[row].unbind()) for each in (table.scale, table.inverse, table.seen)
+        )
+
+    def codes(self, kind: int, x: Tensor, by_row: bool, by_column: bool) -> tuple[Operand, Operand]:
+        """As CurrentScaling's, with x's amax recorded."""
+        if self.table.ready:
+            scale, inverse = self.scales[kind], self.inverses[kind]
+        else:
+            scale = self.current.scale(kind, x)
+            inverse = inverse_of(scale)
+        dtype = self.current.formats[kind]
+        return _both(cast(x, scale, self.seen[kind], dtype, by_row, by_column), inverse)
+
+
+def _both(codes: tuple[Tensor, Tensor], inverse: Tensor) -> tuple[Operand, Operand]:
+    by_row, by_column = codes
+    return (by_row, inverse), (by_column.t(), inverse)
 
 
 class Fp8Gemm(Gemm):
-    """Matmuls of codes with one scale a tensor. wgrad is in FP8 too, or with `fp8_wgrad` off in the compute dtype."""
+    """Matmuls of codes with one scale a tensor. wgrad is in FP8 too, or with `fp8_wgrad` off in the compute dtype.
 
-    def __init__(self, scaling: DelayedScaling | CurrentScaling, dtype: torch.dtype, fp8_wgrad: bool = True):
+    What a matmul sums along lies contiguous in memory: codes for wgrad are written by column, and so are a weight's
+    for dgrad. These are saved; or, unless it `saves_weights`, the weight itself, which dgrad casts again.
+    """
+
+    def __init__(
+        self,
+        scaling: DelayedScaling | CurrentScaling,
+        dtype: torch.dtype,
+        fp8_wgrad: bool = True,
+        saves_weights: bool = True,
+    ):
         """`dtype` is that of results."""
-        self.scaling, self.dtype, self.fp8_wgrad = scaling, dtype, fp8_wgrad
+        self.scaling, self.dtype, self.fp8_wgrad, self.saves_weights = (
+            scaling,
+            dtype,
+            fp8_wgrad,
+            saves_weights,
+        )
 
-    def input(self, x: Tensor) -> Operand:
-        return self._codes(INPUT, x)
+    def inputs(self, x: Tensor, saves: bool, sharded: bool = False) -> tuple[Operand, Operand]:
+        codes, by_column = self.scaling.codes(INPUT, x, True, saves and self.fp8_wgrad and not sharded)
+        if not saves:
+            return codes, ()
+        if not self.fp8_wgrad:
+            return codes, (x,)
+        return codes, codes if sharded else by_column  # gathered rows are transposed afterwards
 
-    def saved(self, x: Tensor, operand: Operand) -> Operand:
-        return operand if self.fp8_wgrad else (x,)
+    def weights(self, weight: Tensor, trains: bool) -> tuple[Operand, Operand]:
+        saves = trains and self.saves_weights
+        codes, by_column = self.scaling.codes(WEIGHT, weight, True, saves)
+        return codes, by_column if saves else (weight,)
 
-    def gradient(self, grad: Tensor) -> Operand:
-        codes = self._codes(GRADIENT, grad)
-        return codes if self.fp8_wgrad or not self.scaling.ready else (*codes, grad)
+    def gradients(self, grad: Tensor, has_wgrad: bool) -> tuple[Operand, Operand]:
+        codes, by_column = self.scaling.codes(GRADIENT, grad, True, has_wgrad and self.fp8_wgrad)
+        if not has_wgrad:
+            return codes, ()
+        return codes, by_column if self.fp8_wgrad else (grad,)
 
-    def forward(self, x: Operand, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        weight_codes = self._codes(WEIGHT, weight)
-        if not self.scaling.ready:
-            return GEMM.forward(x, weight, bias)
-        y = scaled_matmul(x, weight_codes, self.dtype)
-        return y if bias is None else y + bias
+    def forward(self, x: Operand, weight: Operand, bias: Tensor | None = None) -> Tensor:
+        return scaled_matmul(x, weight, self.dtype, bias, fast=True)
 
-    def dgrad(self, grad: Operand, weight: Tensor) -> Tensor:
-        if not self.scaling.ready:
-            return GEMM.dgrad(grad, weight)
-        return scaled_matmul(grad[:2], transposed(self._codes(WEIGHT, weight)), self.dtype)
+    def dgrad(self, grad: Operand, weight: Operand) -> Tensor:
+        if len(weight) == 1:
+            weight = self.scaling.codes(WEIGHT, weight[0], False, True)[1]
+        return scaled_matmul(grad, transposed(weight), self.dtype)
 
     def wgrad(self, grad: Operand, x: Operand) -> Tensor:
         if len(x) == 1:
-            return GEMM.wgrad(grad[-1:], x)
+            return super().wgrad(grad, x)
         return scaled_matmul(transposed(grad), transposed(x), self.dtype)
-
-    def _codes(self, kind: int, x: Tensor) -> Operand:
-        if self.scaling.ready:
-            return self.scaling.codes(kind, x)
-        self.scaling.record(kind, x)
-        return (x,)
 
 
 class BlockGemm(Gemm):
-    """Matmuls of e4m3 codes with a scale a block, a power of two. Sizes and tokens are multiples of 128."""
+    """Matmuls of e4m3 codes with a scale a block, a power of two. Sizes and tokens are multiples of 128.
 
-    def __init__(self, dtype: torch.dtype):
-        self.dtype = dtype
+    x and gradients have blocks of 1 × 128 along each of their dimensions, and so codes of two kinds; a weight's blocks
+    are 128 × 128. `saves_weights` is as Fp8Gemm's.
+    """
 
-    def input(self, x: Tensor) -> Operand:
-        return rows_in_blocks(x)
+    def __init__(self, dtype: torch.dtype, saves_weights: bool = True):
+        self.dtype, self.saves_weights = dtype, saves_weights
 
-    def saved(self, x: Tensor, operand: Operand) -> Operand:
-        return tokens_in_blocks(x)
+    def inputs(self, x: Tensor, saves: bool, sharded: bool = False) -> tuple[Operand, Operand]:
+        return _in_blocks(x, saves)
 
-    def gradient(self, grad: Tensor) -> Operand:
-        return *rows_in_blocks(grad), *tokens_in_blocks(grad)
+    def weights(self, weight: Tensor, trains: bool) -> tuple[Operand, Operand]:
+        saves = trains and self.saves_weights
+        codes, inverse, by_column, _ = cast_blocks(weight, True, saves, True)
+        return (codes, inverse), (by_column.t(), inverse) if saves else (weight,)
 
-    def forward(self, x: Operand, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        y = (decoded_rows(x) @ decoded_tiles(tiles(weight)).T).to(self.dtype)
+    def gradients(self, grad: Tensor, has_wgrad: bool) -> tuple[Operand, Operand]:
+        return _in_blocks(grad, has_wgrad)
+
+    def forward(self, x: Operand, weight: Operand, bias: Tensor | None = None) -> Tensor:
+        y = block_matmul(*x, *weight, True, self.dtype)
         return y if bias is None else y + bias
 
-    def dgrad(self, grad: Operand, weight: Tensor) -> Tensor:
-        return (decoded_rows(grad[:2]) @ decoded_tiles(tiles(weight))).to(self.dtype)
+    def dgrad(self, grad: Operand, weight: Operand) -> Tensor:
+        if len(weight) == 1:
+            _, inverse, codes, _ = cast_blocks(weight[0], True, True, True)
+        else:
+            (codes,), inverse = transposed(weight[:1]), weight[1]
+        return block_matmul(*grad, codes, inverse.t(), True, self.dtype)
 
     def wgrad(self, grad: Operand, x: Operand) -> Tensor:
-        return (decoded_tokens(grad[2:]).T @ decoded_tokens(x)).to(self.dtype)
+        (a, b), inverses = transposed((grad[0],)) + transposed((x[0],)), (grad[1], x[1])
+        return block_matmul(a, inverses[0].t(), b, inverses[1].t(), False, self.dtype)
+
+
+def _in_blocks(x: Tensor, by_column: bool) -> tuple[Operand, Operand]:
+    """x [tokens, k] in blocks 1 × 128: codes [tokens, k], inverses [tokens, k / 128]; and `by_column` in blocks of 128
+    tokens × 1, which are the rows that travel together: codes [tokens, k], inverses [tokens / 128, k]."""
+    codes, inverse, codes_t, inverse_t = cast_blocks(x, True, by_column, False)
+    return (codes, inverse.t()), (codes_t.t(), inverse_t) if by_column else ()
 
 
 def _block_codes(blocks: Tensor, dims: tuple[int, ...]) -> Operand:
@@ -272,39 +452,6 @@ def _block_codes(blocks: Tensor, dims: tuple[int, ...]) -> Operand:
     scale = scale_of(blocks.abs().amax(dims, keepdim=True).float(), E4M3)
     scale = power_of_two(scale)
     return codes_of(blocks, scale, E4M3), inverse_of(scale).squeeze(dims)
-
-
-def rows_in_blocks(x: Tensor) -> Operand:
-    """x [tokens, k] in blocks 1 × 128: codes [tokens, k], inverses [tokens, k / 128]."""
-    codes, inverse = _block_codes(x.unflatten(1, (-1, BLOCK)), (2,))
-    return codes.flatten(1), inverse
-
-
-def tokens_in_blocks(x: Tensor) -> Operand:
-    """x [tokens, k] in blocks of 128 tokens × 1, which are the rows that travel together: codes [tokens / 128, 128, k],
-    inverses [tokens / 128, k]."""
-    return _block_codes(x.unflatten(0, (-1, BLOCK)), (1,))
-
-
-def tiles(weight: Tensor) -> Operand:
-    """weight [n, k] in blocks 128 × 128: codes [n / 128, 128, k / 128, 128], inverses [n / 128, k / 128]."""
-    return _block_codes(weight.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)), (1, 3))
-
-
-def decoded_rows(operand: Operand) -> Tensor:
-    """What codes stand for, in fp64: [tokens, k]."""
-    codes, inverse = operand
-    return (codes.double().unflatten(1, (-1, BLOCK)) * inverse.double()[..., None]).flatten(1)
-
-
-def decoded_tokens(operand: Operand) -> Tensor:
-    codes, inverse = operand
-    return (codes.double() * inverse.double()[:, None]).flatten(0, 1)
-
-
-def decoded_tiles(operand: Operand) -> Tensor:
-    codes, inverse = operand
-    return (codes.double() * inverse.double()[:, None, :, None]).flatten(2).flatten(0, 1)
 
 
 class Fp8GroupedGemm(GroupedGemm):
@@ -316,18 +463,32 @@ class Fp8GroupedGemm(GroupedGemm):
         self.cut, self.cut_gradient = cut or Axis(), cut_gradient or Axis()
 
     def forward(self, x: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
-        return self._in_codes(x, weight.mT, groups, self.cut)
+        return self._in_codes(x, weight, groups, self.cut, fast=True)
 
     def dgrad(self, grad: Tensor, weight: Tensor, groups: RowGroups) -> Tensor:
-        return self._in_codes(grad, weight, groups, self.cut_gradient)
+        return self._in_codes(grad, weight.mT, groups, self.cut_gradient, fast=False)
 
-    def _in_codes(self, rows: Tensor, matrices: Tensor, groups: RowGroups, cut: Axis) -> Tensor:
-        """Each group's rows [rows, k] by its matrix [groups, k, ·]."""
-        decoded = [_decoded_by_row(rows, 1, cut), _decoded_by_row(matrices, 1, cut)]
-        return self._by_rows(*decoded, groups).to(rows.dtype)
+    def _in_codes(self, rows: Tensor, matrices: Tensor, groups: RowGroups, cut: Axis, fast: bool) -> Tensor:
+        """Each group's rows [rows, k] by its matrix [groups, ·, k], transposed."""
+        (a, a_inverse), (b, b_inverse) = _rows_in_codes(rows, cut, True), _rows_in_codes(matrices, cut, False)
+        if rows.is_cuda and len(rows):
+            return torch._scaled_grouped_mm(
+                a, b.mT, a_inverse, b_inverse, offs=groups.ends, out_dtype=rows.dtype, use_fast_accum=fast
+            )
+        a, b = a.double() * a_inverse.double()[..., None], b.double() * b_inverse.double()[..., None]
+        return self._by_rows(a, b.mT, groups).to(rows.dtype)
 
 
-def _decoded_by_row(x: Tensor, dim: int, cut: Axis) -> Tensor:
-    """What e4m3 codes of x stand for, with a scale for each row along `dim`, in fp64."""
-    scale = scale_of(summed(x.abs().amax(dim, keepdim=True).float(), cut, "max"), E4M3)
-    return codes_of(x, scale, E4M3).double() * inverse_of(scale).double()
+def _rows_in_codes(x: Tensor, cut: Axis, rows_vary: bool) -> Operand:
+    """e4m3 codes of x [..., k], contiguous, and inverses [...]: a scale for each row, whose parts `cut` has."""
+    largest = summed(as_one_kernel(_row_amax, x, rows_vary=rows_vary), cut, "max")
+    return as_one_kernel(_row_codes, x, largest, rows_vary=rows_vary)
+
+
+def _row_amax(x: Tensor) -> Tensor:
+    return x.abs().amax(-1, keepdim=True).float()
+
+
+def _row_codes(x: Tensor, largest: Tensor) -> Operand:
+    scale = scale_of(largest, E4M3)
+    return codes_of(x, scale, E4M3).contiguous(), inverse_of(scale).squeeze(-1)

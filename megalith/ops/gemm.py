@@ -56,26 +56,27 @@ class Gemm:
     deferred: list[DeferredWgrad] | None = None
     """Where wgrads are put off; None: the backward pass computes them."""
 
-    def input(self, x: Tensor) -> Operand:
-        """x [tokens, in] as `forward` takes it and an all-gather moves it."""
-        return (x,)
+    def inputs(self, x: Tensor, saves: bool, sharded: bool = False) -> tuple[Operand, Operand]:
+        """x [tokens, in] as `forward` takes it and an all-gather moves it, and what the backward pass saves of it for
+        `wgrad`: nothing unless it `saves`. `sharded`: that is gathered too."""
+        return (x,), (x,) if saves else ()
 
-    def saved(self, x: Tensor, operand: Operand) -> Operand:
-        """What the backward pass saves of x for `wgrad`; `operand` is what `input` made of it."""
-        return operand
+    def weights(self, weight: Tensor, trains: bool) -> tuple[Operand, Operand]:
+        """The weight as `forward` takes it, and what is saved of it for `dgrad`. `trains`: there is a backward pass."""
+        return (weight,), (weight,)
 
-    def gradient(self, grad: Tensor) -> Operand:
-        """The gradient of y [tokens, out] as `dgrad` and `wgrad` take it."""
-        return (grad,)
+    def gradients(self, grad: Tensor, has_wgrad: bool) -> tuple[Operand, Operand]:
+        """The gradient of y [tokens, out] as `dgrad` and as `wgrad` takes it, nothing unless it `has_wgrad`."""
+        return (grad,), (grad,) if has_wgrad else ()
 
-    def forward(self, x: Operand, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        return F.linear(x[0], weight, bias)  # [tokens, out]
+    def forward(self, x: Operand, weight: Operand, bias: Tensor | None = None) -> Tensor:
+        return F.linear(x[0], weight[0], bias)  # [tokens, out]
 
-    def dgrad(self, grad: Operand, weight: Tensor) -> Tensor:
-        return grad[0] @ weight  # [tokens, in]
+    def dgrad(self, grad: Operand, weight: Operand) -> Tensor:
+        return grad[0] @ weight[0]  # [tokens, in]
 
     def wgrad(self, grad: Operand, x: Operand) -> Tensor:
-        """x as `saved` gave it → [out, in]"""
+        """grad as of `gradients` and x as `inputs` gave it to save → [out, in]"""
         (grad,), (x,) = grad, x
         return wgrad_in_parts(grad, x, wgrad_parts(x, (grad.shape[-1], x.shape[-1])))
 
@@ -100,7 +101,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, gemm: Gemm = G
     """
     if bias is not None:
         bias = bias.detach()
-    y = _Linear.apply(x.flatten(0, -2), weight, bias, gemm, gemm.edge(weight), has_wgrad(weight))
+    edge, saves, trains = gemm.edge(weight), has_wgrad(weight), torch.is_grad_enabled()
+    y = _Linear.apply(x.flatten(0, -2), weight, bias, gemm, edge, saves, trains)
     return y.unflatten(0, x.shape[:-1])
 
 
@@ -144,24 +146,28 @@ def _processors(device: int) -> int:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Gemm, edge, saves: bool) -> Tensor:
-        operand = gemm.input(x)  # of [tokens, in]
-        ctx.save_for_backward(weight, *(gemm.saved(x, operand) if saves else ()))
-        ctx.gemm, ctx.edge = gemm, edge
+    def forward(
+        ctx, x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Gemm, edge, saves: bool, trains: bool
+    ) -> Tensor:
+        operand, saved = gemm.inputs(x, saves)  # of [tokens, in]
+        weight, saved_weight = gemm.weights(weight, trains)
+        ctx.save_for_backward(*saved_weight, *saved)
+        ctx.gemm, ctx.edge, ctx.parts = gemm, edge, len(saved_weight)
         return gemm.forward(operand, weight, bias)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        weight, *x = ctx.saved_tensors
+        saved = ctx.saved_tensors  # asked for once: a recomputed layer gives them once
+        weight, x = saved[: ctx.parts], saved[ctx.parts :]
         gemm, grad_x, grad_weight = ctx.gemm, None, None
-        grad = gemm.gradient(grad)
+        of_rows, grad = gemm.gradients(grad, ctx.needs_input_grad[1])
         if ctx.needs_input_grad[0]:
-            grad_x = gemm.dgrad(grad, weight)
+            grad_x = gemm.dgrad(of_rows, weight)
         if ctx.edge is not None:
             gemm.deferred.append(DeferredWgrad(partial(gemm.wgrad, grad, x), ctx.edge))
         elif ctx.needs_input_grad[1]:
             grad_weight = gemm.wgrad(grad, x)
-        return grad_x, grad_weight, None, None, None, None
+        return grad_x, grad_weight, None, None, None, None, None
 
 
 class _BiasGradient(torch.autograd.Function):

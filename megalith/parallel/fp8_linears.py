@@ -33,20 +33,30 @@ NAMES = {
 }  # fmt: skip
 
 
+def is_in_fp8(number: int, config: RunConfig) -> bool:
+    """Whether layer `number` computes in FP8; those of multi-token prediction come after the model's."""
+    train, layers = config.train, config.model.num_layers
+    if train.fp8_format is None:
+        return False
+    if not train.first_last_layers_bf16 or number >= layers:
+        return True
+    return train.num_layers_at_start_in_bf16 <= number < layers - train.num_layers_at_end_in_bf16
+
+
+def saves_weight_codes(config: RunConfig) -> bool:
+    """Whether a weight's codes are saved for dgrad, and not the weight: else whole weights would stay where only shards
+    do, or codes of them for each micro-batch in the pipeline."""
+    parallel = config.parallel
+    sharded = parallel.data_parallel_sharding_strategy == "optim_grads_params"
+    return not sharded and parallel.pipeline_model_parallel_size == 1
+
+
 def fp8_modules(model: Transformer, config: RunConfig) -> dict[str, nn.Module]:
     """The linears and experts of a model, or of a stage of it, that compute in FP8, by name."""
-    train, last = config.train, config.model.num_layers
-    first = 0
-    if train.first_last_layers_bf16:
-        first, last = train.num_layers_at_start_in_bf16, last - train.num_layers_at_end_in_bf16
     found: dict[str, nn.Module] = {}
     for name, module in model.named_modules():
         parts = name.split(".")
-        if (
-            parts[0] != "layers"
-            or len(parts) < 3
-            or config.model.num_layers > int(parts[1]) not in range(first, last)
-        ):
+        if parts[0] != "layers" or len(parts) < 3 or not is_in_fp8(int(parts[1]), config):
             continue
         if isinstance(module, GroupedLinear) or (isinstance(module, Linear) and parts[-1] in NAMES):
             found[name] = module
@@ -83,9 +93,9 @@ def apply_fp8(chunk: Transformer, config: RunConfig, mesh: Mesh, table: AmaxTabl
 
 
 def _gemm(name: str, config: RunConfig, mesh: Mesh, table: AmaxTable | None, dtype: torch.dtype) -> Gemm:
-    train = config.train
+    train, saves_weights = config.train, saves_weight_codes(config)
     if train.fp8_recipe == "blockwise":
-        return BlockGemm(dtype)
-    if table is not None:
-        return Fp8Gemm(DelayedScaling(table, name), dtype, train.fp8_wgrad)
-    return Fp8Gemm(CurrentScaling(train.fp8_format, (mesh.tp, mesh.cp)), dtype, train.fp8_wgrad)
+        return BlockGemm(dtype, saves_weights)
+    axes = mesh.tp, mesh.cp
+    scaling = CurrentScaling(train.fp8_format, axes) if table is None else DelayedScaling(table, name, axes)
+    return Fp8Gemm(scaling, dtype, train.fp8_wgrad, saves_weights)

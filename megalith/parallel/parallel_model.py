@@ -95,8 +95,6 @@ class ParallelModel:
         loss = loss or self.spec.loss
         if not isinstance(loss_scale, Tensor):
             loss_scale = torch.full((), loss_scale, device=self.device)
-        if self.amaxes is not None and self.amaxes.ready is False:
-            self._find_first_scales(micro_batches, loss, loss_scale)
         parts = self._train(True)._parts(micro_batches, loss)
         denominators = self._denominators(loss, micro_batches, parts)
         factor = loss_scale / denominators[0]
@@ -125,14 +123,6 @@ class ParallelModel:
     def placements(self) -> dict[str, Placement]:
         """By name where this rank's shard of each parameter stands, and which matrices it is made of."""
         return self.parameters.placements(self.spec.matrices)
-
-    def _find_first_scales(self, micro_batches: Sequence[Batch], loss: Loss, loss_scale: Tensor) -> None:
-        """The step's passes in the compute dtype, for the amaxes alone."""
-        self.amaxes.begin_first()
-        with run_eagerly():
-            self.backward(micro_batches, loss, loss_scale=loss_scale)
-        self.parameters.clear_gradients()
-        self.amaxes.end_step(skipped=0.0)
 
     def end_step(self, skipped: Tensor) -> None:
         """After the optimizer's step, which was `skipped` (1) or not (0): moves FP8's scales on, and balances the

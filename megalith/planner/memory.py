@@ -27,6 +27,7 @@ from megalith.config import RunConfig
 from megalith.config.rules.expert_rules import expert_data_parallel_size, expert_shard_size
 from megalith.config.rules.parallel_rules import shard_size
 from megalith.models.linear import Linear
+from megalith.parallel.fp8_linears import is_in_fp8, saves_weight_codes
 from megalith.parallel.pipeline.stages import Stage, schedule_kind
 from megalith.parallel.tensor.tensor_parallel import role_of
 from megalith.planner.counts import MetaModel, layers_of
@@ -92,6 +93,8 @@ class StageMemory:
         self.numbers = layers_of(config.model, chunks)
         self.layers = len(self.numbers)
         self.held = self.layers if layers_held is None else layers_held
+        self.fp8 = sum(is_in_fp8(number, config) for number in self.numbers) / max(self.layers, 1)
+        """The share of the layers that compute in FP8."""
         here = meta.in_layers(self.numbers)
         self.experts, self.adapters = here["experts"], here["adapters"]
         self.dense = here.total() - self.experts - self.adapters
@@ -147,12 +150,17 @@ class StageMemory:
         parallel, stream = self.parallel, self.model.hidden_size // self.sequence
         inputs, whole = self._whole_layers()
 
-        def mean(recomputed: Collection[str] = ()) -> float:
+        def mean_of(recomputed: Collection[str], code: float | None) -> float:
             kinds = self.meta.kinds(self.numbers).items()
             saved = sum(
-                times * saved_activations(self.meta, n, self.compiled, recomputed) for n, times in kinds
+                times * saved_activations(self.meta, n, self.compiled, recomputed, code) for n, times in kinds
             )
             return saved / max(self.layers, 1)
+
+        def mean(recomputed: Collection[str] = ()) -> float:
+            code = 1 / self.width if self.config.train.fp8_wgrad else None
+            of_codes = self.fp8 * mean_of(recomputed, code) if self.fp8 else 0.0
+            return of_codes + (1 - self.fp8) * mean_of(recomputed, None)
 
         everything = mean()
         saved = inputs * stream / (self.tensor if parallel.distribute_saved_activations else 1)
@@ -190,19 +198,22 @@ class StageMemory:
         return taken
 
     def _copies(self) -> int:
-        copies = self._compute_copy(self.dense, self.fsdp)
+        codes = self.fp8 if saves_weight_codes(self.config) else 0.0
+        copies = self._compute_copy(self.dense, self.fsdp, codes)
         if self.expert_fsdp:
             copies += self._compute_copy(self.experts, True)
         elif self.width != MASTER_BYTES:  # cast for each pass (ops/grouped_gemm.py)
             copies += self.width * self._mean(self.experts)
         return int(copies + (MASTER_BYTES * self.outside if self.fsdp else 0))
 
-    def _compute_copy(self, here: int, fsdp: bool) -> float:
-        layer = self.width * self._mean(here)
+    def _compute_copy(self, here: int, fsdp: bool, codes: float = 0.0) -> float:
+        """`codes`: the share of the weights of which FP8 codes are saved, and not the cast weights."""
+        layer, whole = self.width * self._mean(here), self._whole_layers()[1]
+        saved = codes * self._mean(here) * whole
         if not fsdp:  # autograd keeps the cast weights of each micro-batch in flight
-            return 0 if self.width == MASTER_BYTES else layer * self._whole_layers()[1]
+            return saved + (0 if self.width == MASTER_BYTES else (1 - codes) * layer * whole)
         frees = self.parallel.data_parallel_sharding_strategy == "optim_grads_params"
-        return layer * (min(LAYERS_GATHERED, self.layers) if frees else self.layers)
+        return saved + layer * (min(LAYERS_GATHERED, self.layers) if frees else self.layers)
 
     def _gradients(self, here: int, in_layers: int, shards: int) -> float:
         each = self.parallel.data_parallel_sharding_strategy != "optim"
@@ -216,14 +227,19 @@ class StageMemory:
 
 
 def saved_activations(
-    meta: MetaModel, number: int = 0, compiled: bool = True, recomputed: Collection[str] = ()
+    meta: MetaModel,
+    number: int = 0,
+    compiled: bool = True,
+    recomputed: Collection[str] = (),
+    code: float | None = None,
 ) -> float:
     """Elements that the backward pass finds again of each token in layer `number`, in the compute dtype, on one rank.
 
     Each matrix saves what it takes; what comes out of a column-parallel one is what attention or an activation saves.
     `recomputed` are the modules of selective recomputation. The compiler can make a norm's output and attention's
     again; without it the next matrix saves them. With sequence parallelism the compiler saves the gathered tokens
-    rather than gather them twice.
+    rather than gather them twice. In FP8 matrices save codes of what they take, each so many elements as `code`;
+    attention saves its output beside them.
     """
     model, parallel, layer = meta.config, meta.parallel, meta.layer(number)
     tensor = parallel.tensor_model_parallel_size
@@ -241,21 +257,24 @@ def saved_activations(
         attention += query + key_value // 2  # queries and keys before it, in one piece with the values
     if not (compiled and "core_attn" in recomputed):
         attention += query  # the output
-    saved = norm_inputs + norm_outputs + attention
+    if code is not None:
+        attention += code * query
+    taken = 1.0 if code is None else code  # an element of what a matrix takes
+    saved = norm_inputs + taken * norm_outputs + attention
     if "mlp" not in recomputed:
-        saved += _between_matrices(layer.mlp) // tensor
+        saved += _between_matrices(layer.mlp, taken) / tensor
         if layer.has_experts:
             saved += _expert_rows(meta, layer.mlp.experts)
     return saved
 
 
-def _between_matrices(mlp: nn.Module) -> int:
+def _between_matrices(mlp: nn.Module, taken: float) -> float:
     """Of a token in an MLP, or the shared expert: out of the column-parallel matrix, into the row-parallel one."""
-    saved = 0
+    saved = 0.0
     for name, linear in mlp.named_modules():
         if isinstance(linear, Linear):
             rows, columns = linear.weight.shape
-            saved += {"column": rows, "row": columns, None: 0}[role_of(name, linear, False).style]
+            saved += {"column": rows, "row": taken * columns, None: 0}[role_of(name, linear, False).style]
     return saved
 
 

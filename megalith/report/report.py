@@ -146,7 +146,7 @@ class Report:
         self._fp16 = config.train.precision == "fp16"
         self._tokens = config.data.seq_length
         self._flops = flops_per_token(config.model, config.data.seq_length, config.lora).causal
-        self._peak = device_kind(device).peak(config.train.precision)
+        self._peak = device_kind(device).peak(config.train.peak_dtype)
         self._traced = traced_steps(config.log)
 
     def before_step(self, step: int) -> None:

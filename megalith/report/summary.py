@@ -156,7 +156,7 @@ def _memory(layout: Layout, device: DeviceInfo) -> str:
 
 
 def _device(layout: Layout, device: DeviceInfo) -> str:
-    precision = layout.config.train.precision
+    precision = layout.config.train.peak_dtype
     text = f"{layout.world_size} × {device.name}"
     if device.memory_bytes is not None:
         text += f", {_bytes(device.memory_bytes)}"

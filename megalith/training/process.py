@@ -16,10 +16,14 @@ from megalith.config import RunConfig
 from megalith.config.rules.fastest import Machine
 from megalith.errors import ConfigError
 from megalith.hardware import pick_device
+from megalith.ops import kernels
 from megalith.parallel.apply import compiles
 from megalith.planner.topology import NVLINK, read_links
 
 RECOMPILE_LIMIT = 64  # shapes and modes (training, evaluation) of one layer's code
+
+
+FP8_CAPABILITY, BLOCK_CAPABILITY = (8, 9), (9, 0)  # of GPUs with FP8 matmuls, and with scales of 128 × 128
 
 
 def prepare_process(config: RunConfig, local_rank: int) -> torch.device:
@@ -31,12 +35,8 @@ def prepare_process(config: RunConfig, local_rank: int) -> torch.device:
         os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
     device = pick_device(config.runtime.device, local_rank)
     if device.type == "cuda":
-        if config.train.fp8_format is not None:
-            raise ConfigError(
-                f"train.fp8_format is {config.train.fp8_format}, but FP8 is emulated on CPUs alone in this version; "
-                "leave it out, or set runtime.device to cpu"
-            )
         torch.cuda.set_device(device)
+        check_fp8_device(config, torch.cuda.get_device_capability(device), kernels.AVAILABLE)
         torch.backends.cuda.matmul.fp32_precision = "ieee"
         torch.backends.cudnn.conv.fp32_precision = "ieee"
         if config.runtime.compile is not False:
@@ -52,6 +52,34 @@ def prepare_process(config: RunConfig, local_rank: int) -> torch.device:
     else:  # the same, but that it does not import the compiler to tell it too: seconds
         torch.set_deterministic_debug_mode("error" if config.train.deterministic else "default")
     return device
+
+
+def check_fp8_device(config: RunConfig, capability: tuple[int, int], has_triton: bool) -> None:
+    """Raises ConfigError where a GPU of this compute capability cannot train in the FP8 that is asked for."""
+    train, found = config.train, ".".join(map(str, capability))
+    if train.fp8_format is None:
+        return
+    if capability < FP8_CAPABILITY:
+        raise ConfigError(
+            f"train.fp8_format is {train.fp8_format}, but this GPU has compute capability {found}, and FP8 matmuls "
+            "take 8.9; leave it out to train in bf16"
+        )
+    if train.fp8_recipe == "blockwise" and capability != BLOCK_CAPABILITY:
+        raise ConfigError(
+            f"train.fp8_recipe is blockwise, but this GPU has compute capability {found}, and only 9.0 multiplies "
+            "blocks of 128 with scales of their own; choose delayed or tensorwise"
+        )
+    if config.model.num_experts is not None and (capability != BLOCK_CAPABILITY or train.precision != "bf16"):
+        raise ConfigError(
+            f"train.fp8_format is {train.fp8_format} with experts on a GPU of compute capability {found} in "
+            f"{train.precision}, but torch's grouped FP8 matmul takes 9.0 and gives bf16; set train.precision to bf16 "
+            "on such a GPU, or leave train.fp8_format out"
+        )
+    if not has_triton:
+        raise ConfigError(
+            f"train.fp8_format is {train.fp8_format}, but its casts on a GPU take Triton, which is not installed; "
+            "install PyTorch's build for this GPU, which brings it"
+        )
 
 
 def machine_of(config: RunConfig, device: torch.device) -> Machine:

@@ -45,15 +45,40 @@ def test_a_scale_is_the_largest_code_over_the_amax_and_tells_what_is_not_finite(
     assert fp8.scale_of(amax[:1], E4M3, margin=2) == torch.tensor(448.0 / 3.0 / 4)
 
 
+def test_a_power_of_two_is_below_its_scale_by_less_than_half():
+    scale = torch.tensor([1.0, 1.9999999, 2.0, 448 / 3e38, torch.finfo(torch.float32).max, math.nan])
+    assert fp8.power_of_two(scale)[:5].tolist() == [1.0, 1.0, 2.0, 2.0**-120, 2.0**127]
+    assert fp8.power_of_two(scale)[5].isnan()
+
+
+@pytest.mark.parametrize("shape", [(1, 16), (16, 1), (1, 1)])
+def test_operators_give_memory_of_their_own(shape):
+    """A matrix of one row is its transpose in the same memory, which torch refuses of an operator."""
+    x = numbers(*shape)
+    for by_row, by_column in ((True, True), (True, False), (False, True)):
+        codes, turned = fp8.cast(x, torch.tensor(1.0), None, E4M3, by_row, by_column)
+        assert codes.shape == (shape if by_row else (0,))
+        assert turned.shape == (shape[::-1] if by_column else (0,))
+    codes = fp8.codes_of(x, torch.tensor(1.0), E4M3)
+    assert torch.equal(fp8.transpose(codes).float(), codes.t().float())
+    rows = fp8.cast_blocks(numbers(1, 128), True, False, False)
+    assert rows[0].shape == (1, 128) and rows[1].shape == (1, 1)
+
+
 @pytest.mark.parametrize("dim", [0, 1])
 def test_codes_of_shards_are_shards_of_the_codes(dim):
     x = numbers(TOKENS, WIDTH)
     scaling = CurrentScaling("hybrid")
-    whole, inverse = scaling.codes(INPUT, x)
-    scale = fp8.scale_of(torch.stack([shard.abs().amax() for shard in x.chunk(4, dim)]).amax(), E4M3)
+    (whole, inverse), (by_column, _) = scaling.codes(INPUT, x, True, True)
+    amax = torch.stack([shard.abs().amax() for shard in x.chunk(4, dim)]).amax()
+    scale = fp8.power_of_two(fp8.scale_of(amax, E4M3))
     shards = [fp8.codes_of(shard, scale, E4M3) for shard in x.chunk(4, dim)]
     assert torch.equal(torch.cat(shards, dim).view(torch.uint8), whole.view(torch.uint8))
-    assert inverse == 1 / scale
+    assert (
+        inverse == 1 / scale
+        and by_column.t().is_contiguous()
+        and torch.equal(by_column.float(), whole.float())
+    )
 
 
 def test_products_of_codes_are_the_same_in_any_order():
@@ -65,10 +90,10 @@ def test_products_of_codes_are_the_same_in_any_order():
 
 
 def decoded(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """What x becomes with one scale, by the definition."""
-    scale = (torch.finfo(dtype).max / x.abs().max().double()).float()
+    """What x becomes with one scale, a power of two, by the definition."""
+    scale = 2.0 ** math.floor(math.log2(torch.finfo(dtype).max / x.abs().max().item()))
     codes = (x * scale).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
-    return codes.double() * (1 / scale.double()).float().double()
+    return codes.double() / scale
 
 
 def passes(gemm, x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
@@ -209,3 +234,72 @@ def test_delayed_scaling_is_the_same_compiled_and_recomputed():
     for compiled, recomputed in ((False, True), (True, False), (True, True)):
         found = two_layers(table(), compiled, recomputed)
         assert all(torch.equal(a, b) for a, b in zip(plain, found)), (compiled, recomputed)
+
+
+def test_the_first_step_scales_currently_and_records():
+    table = AmaxTable(["a"], "hybrid", 1, "most_recent", 0, torch.device("cpu"))
+    gemm = Fp8Gemm(DelayedScaling(table, "a"), torch.float32)
+    current = Fp8Gemm(CurrentScaling("hybrid"), torch.float32)
+    for a, b in zip(passes(gemm, *OPERANDS), passes(current, *OPERANDS)):
+        assert torch.equal(a, b)
+    assert table.seen[0].tolist() == [x.abs().max().item() for x in OPERANDS]
+    table.end_step(torch.tensor(1.0))
+    assert not table.ready and not table.history.any()  # skipped: the next step is the first
+    table.end_step(torch.tensor(0.0))
+    assert table.ready
+    delayed = passes(gemm, *OPERANDS)
+    assert not torch.equal(delayed[0], passes(current, *OPERANDS)[0])
+    check(delayed, delayed_by_definition(*OPERANDS))
+
+
+def test_compiled_code_leaves_current_scales_after_the_first_step():
+    def two_steps(compiled: bool) -> list[torch.Tensor]:
+        table = AmaxTable(["a"], "hybrid", 1, "most_recent", 0, torch.device("cpu"))
+        gemm = Fp8Gemm(DelayedScaling(table, "a"), torch.float32)
+        function = torch.compile(linear, backend="aot_eager", fullgraph=True) if compiled else linear
+        found = []
+        for _ in range(2):
+            x, weight = (t.clone().requires_grad_() for t in OPERANDS[:2])
+            y = function(x, weight, None, gemm)
+            found += [y.detach(), *torch.autograd.grad(y, (x, weight), OPERANDS[2])]
+            table.end_step(torch.tensor(0.0))
+        return found
+
+    eager = two_steps(False)
+    assert all(torch.equal(a, b) for a, b in zip(eager, two_steps(True)))
+    assert not torch.equal(eager[0], eager[3])
+
+
+def delayed_by_definition(x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> list[torch.Tensor]:
+    x8, w8, g8 = (
+        fp8.codes_of(t, scale, dtype).double() * fp8.inverse_of(scale).double()
+        for t, dtype in ((x, E4M3), (weight, E4M3), (grad, E5M2))
+        for scale in [fp8.scale_of(t.abs().max(), dtype)]
+    )
+    return [x8 @ w8.T, g8 @ w8, g8.T @ x8]
+
+
+@pytest.mark.parametrize("tiles", [True, False])
+@pytest.mark.parametrize("rows", [1, 6, 128, 200])
+def test_a_gpus_block_matmul_gets_whole_blocks_and_gives_the_rows_alone(monkeypatch, rows, tiles):
+    """cuBLAS in blocks, as its documentation has the layouts of scales, multiplied here in fp64."""
+
+    def scaled_mm(a, b, a_inverse, kind_a, b_inverse, kind_b, output_dtype):
+        assert (
+            len(a) % 128 == 0 and a_inverse.shape == (len(a), a.shape[1] // 128) and a_inverse.stride(0) == 1
+        )
+        assert b.stride(0) == 1 and b_inverse.stride(0) == 1
+        b, blocks = b.t(), a.shape[1] // 128
+        if kind_b == torch.nn.functional.ScalingType.BlockWise128x128:
+            assert b_inverse.shape == (-(-blocks // 4) * 4, len(b) // 128)
+            b_inverse = b_inverse[:blocks].t().contiguous()
+        return fp8.block_matmul(
+            a, a_inverse, b, b_inverse, kind_b != torch.nn.functional.ScalingType.BlockWise1x128, output_dtype
+        )
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_mm", scaled_mm)
+    a, a_inverse, *_ = fp8.cast_blocks(numbers(rows, 384), True, False, False)
+    b, b_inverse, *_ = fp8.cast_blocks(numbers(256, 384, seed=1), True, False, tiles)
+    given = a, a_inverse.t(), b, b_inverse if tiles else b_inverse.t(), tiles, torch.float32
+    found = fp8.block_matmul_on_gpu(*given)
+    assert found.shape == (rows, 256) and torch.equal(found, fp8.block_matmul(*given))

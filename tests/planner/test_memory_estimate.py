@@ -225,3 +225,24 @@ def test_ranks_that_an_expert_is_cut_over_gather_each_others_tokens():
     )
     more = saved_activations(cut) - saved_activations(whole)
     assert more == 2 * 64 / 2  # of each pair of a token and an expert the row, which is as wide on both
+
+
+def test_fp8_saves_a_byte_of_what_matrices_take_and_of_weights():
+    model = ONE_LAYER | dict(ffn_hidden_size=192, swiglu=True, position_embedding_type="rope")
+    hybrid = dict(fp8_format="hybrid")
+    plain, fp8 = expected(model), expected(model, train=hybrid)
+    # both norms' outputs and fc2's input take a byte less, proj's input one more than attention's output alone
+    layer = 2 * 64 + 192 - 64
+    assert plain.activations - fp8.activations == 10 * 1024 * layer
+    assert fp8.compute_copy - plain.compute_copy == -in_layers(model).total()
+    ends = hybrid | dict(first_last_layers_bf16=True, num_layers_at_end_in_bf16=4)
+    assert plain.activations - expected(model, train=ends).activations == 5 * 1024 * layer
+    kept = expected(model, train=hybrid | dict(fp8_wgrad=False))
+    assert kept.activations == plain.activations
+    wide = expected(model, train=hybrid | dict(precision="fp32"))
+    assert wide.compute_copy == in_layers(model).total()
+    sharded = dict(data_parallel_sharding_strategy="optim_grads_params")
+    assert (
+        expected(model, devices=2, parallel=sharded, train=hybrid).compute_copy
+        == expected(model, devices=2, parallel=sharded).compute_copy
+    )

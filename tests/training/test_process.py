@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from megalith.config import RunConfig
+from megalith.errors import ConfigError
 from megalith.training import process
 
 QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
@@ -40,3 +41,39 @@ def test_importing_the_trainer_imports_no_compiler():
     compiler = "{'torch._dynamo', 'torch._inductor'}"
     code = f"import sys, megalith.training.trainer; sys.exit(bool({compiler} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+DENSE = dict(model=dict(num_layers=2), train=dict(fp8_format="hybrid", precision="bf16"))
+BLOCKS = dict(DENSE, train=dict(fp8_format="e4m3", fp8_recipe="blockwise", precision="bf16"))
+EXPERTS = dict(DENSE, model=dict(num_layers=2, num_experts=4))
+IN_FP16 = dict(EXPERTS, train=dict(fp8_format="hybrid", precision="fp16"))
+
+
+@pytest.mark.parametrize(
+    ("tree", "capability", "triton", "words"),
+    [
+        ({}, (7, 5), False, None),
+        (DENSE, (8, 0), True, "compute capability 8.0, and FP8 matmuls take 8.9"),
+        (DENSE, (8, 9), True, None),
+        (DENSE, (9, 0), False, "take Triton, which is not installed"),
+        (BLOCKS, (8, 9), True, "compute capability 8.9, and only 9.0 multiplies blocks of 128"),
+        (BLOCKS, (10, 0), True, "compute capability 10.0, and only 9.0"),
+        (BLOCKS, (9, 0), True, None),
+        (EXPERTS, (8, 9), True, "grouped FP8 matmul takes 9.0"),
+        (IN_FP16, (9, 0), True, "compute capability 9.0 in fp16"),
+        (EXPERTS, (9, 0), True, None),
+    ],
+)
+def test_a_gpu_that_cannot_train_in_fp8_is_refused_with_its_capability(
+    monkeypatch, tree, capability, triton, words
+):
+    monkeypatch.setattr(process, "pick_device", lambda request, local_rank: torch.device("cuda", local_rank))
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(process.kernels, "AVAILABLE", triton)
+    config = RunConfig.from_tree({**tree, "runtime": {"compile": False}})
+    if words is None:
+        process.prepare_process(config, 0)
+    else:
+        with pytest.raises(ConfigError, match=words):
+            process.prepare_process(config, 0)

@@ -21,6 +21,7 @@ LEAST_WIDTH, WIDEST_ROW = 256, 8192  # of a norm: a program holds whole rows in 
 if AVAILABLE:
     from megalith.ops.kernels import (
         column_kernels,  # noqa: F401 (they register operators)
+        fp8_kernels,  # noqa: F401
         norm_kernel,  # noqa: F401 (they register operators)
     )
     from megalith.ops.kernels.adam_kernel import adamw_  # noqa: F401

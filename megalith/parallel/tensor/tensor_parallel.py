@@ -197,10 +197,9 @@ class TensorParallel:
 
     def column(self, x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Gemm, context: Context) -> Tensor:
         """weight [out / tp, h], bias [out / tp] -> [batch, seq, out / tp], with SP [1, tokens, out / tp]"""
-        sharded = context.layout.sharded
-        y = _ColumnLinear.apply(
-            x.flatten(0, -2), weight, bias, gemm, gemm.edge(weight), has_wgrad(weight), self.axis, sharded
-        )
+        sharded, edge = context.layout.sharded, gemm.edge(weight)
+        saves, trains = has_wgrad(weight), torch.is_grad_enabled()
+        y = _ColumnLinear.apply(x.flatten(0, -2), weight, bias, gemm, edge, saves, trains, self.axis, sharded)
         return y[None] if sharded else y.unflatten(0, x.shape[:-1])
 
     def row(self, x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Gemm, context: Context) -> Tensor:
@@ -226,32 +225,35 @@ class _ColumnLinear(torch.autograd.Function):
         gemm: Gemm,
         edge,
         saves: bool,
+        trains: bool,
         axis: Axis,
         sharded: bool,
     ) -> Tensor:  # x [tokens, or with SP tokens / tp, h] -> [tokens, out / tp]
-        operand = gemm.input(x)
-        ctx.save_for_backward(weight, *(gemm.saved(x, operand) if saves else ()))
-        ctx.gemm, ctx.edge, ctx.axis, ctx.sharded = gemm, edge, axis, sharded
+        operand, saved = gemm.inputs(x, saves, sharded)
+        weight, saved_weight = gemm.weights(weight, trains)
+        ctx.save_for_backward(*saved_weight, *saved)
+        ctx.gemm, ctx.edge, ctx.axis, ctx.sharded, ctx.parts = gemm, edge, axis, sharded, len(saved_weight)
         if sharded:
             operand = end_gather(begin_gather(operand, axis), operand)
         return gemm.forward(operand, weight, bias)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        weight, *x = ctx.saved_tensors
+        saved = ctx.saved_tensors  # asked for once: a recomputed layer gives them once
+        weight, x = saved[: ctx.parts], saved[ctx.parts :]
         gemm, axis, grad_weight = ctx.gemm, ctx.axis, None
-        grad = gemm.gradient(grad)
+        of_rows, grad = gemm.gradients(grad, ctx.needs_input_grad[1])
         gathers = ctx.sharded and ctx.needs_input_grad[1] and ctx.edge is None
         gathering = begin_gather(x, axis) if gathers else None
         begin = begin_reduce_scatter if ctx.sharded else begin_all_reduce
-        summing = begin(gemm.dgrad(grad, weight), axis)
+        summing = begin(gemm.dgrad(of_rows, weight), axis)
         if gathering is not None:
             x = end_gather(gathering, x)
         if ctx.edge is not None:
             gemm.deferred.append(DeferredWgrad(partial(_wgrad, gemm, grad, x, axis, ctx.sharded), ctx.edge))
         elif ctx.needs_input_grad[1]:
             grad_weight = gemm.wgrad(grad, x)
-        return wait(summing), grad_weight, None, None, None, None, None, None
+        return wait(summing), grad_weight, None, None, None, None, None, None, None
 
 
 def _wgrad(gemm: Gemm, grad: Operand, x: Operand, axis: Axis, sharded: bool) -> Tensor:

@@ -1,0 +1,214 @@
+"""Casts to FP8: a matrix is read once, and its codes, their transpose and its amax are written by the same program.
+
+A tile is ROWS × COLUMNS of the matrix. Hopper multiplies only what is contiguous along the sum, and the three matmuls
+of a linear sum along different dimensions, so that codes are needed both ways. An amax is a maximum of the bits of |x|
+as whole numbers: the order is that of the numbers, with infinity and then NaN above them all.
+
+bf16 is turned in shared memory before it becomes codes, and so read once. Of fp32 Triton 3.6 turns the codes instead,
+where they are stored by row too, and gets them wrong: those take two launches.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from megalith.ops.kernels.kernel_launch import Launcher
+
+ROWS, COLUMNS, WARPS = 64, 128, 4  # of a cast
+SIDE, TRANSPOSE_WARPS = 128, 8  # of a transpose
+AMAX_ELEMENTS, AMAX_WARPS = 16384, 8
+BLOCK, BLOCK_WARPS = tl.constexpr(128), 8
+_ABSOLUTE, _INFINITY = tl.constexpr(0x7FFFFFFF), tl.constexpr(0x7F800000)
+
+
+@triton.jit
+def _cast(
+    x, scale, codes, transposed, seen, rows, columns,
+    LARGEST: tl.constexpr, BY_ROW: tl.constexpr, BY_COLUMN: tl.constexpr, RECORDS: tl.constexpr, EVEN: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)[None, :]
+    if EVEN:
+        value = tl.load(x + row * columns + column).to(tl.float32)
+    else:
+        here = (row < rows) & (column < columns)
+        value = tl.load(x + row * columns + column, mask=here, other=0.0).to(tl.float32)
+    if RECORDS:
+        _record(seen, value)
+    code = _code(value * tl.load(scale), LARGEST, codes.dtype.element_ty)
+    if EVEN:
+        if BY_ROW:
+            tl.store(codes + row * columns + column, code)
+        if BY_COLUMN:
+            tl.store(transposed + tl.trans(column) * rows + tl.trans(row), tl.trans(code))
+    else:
+        if BY_ROW:
+            tl.store(codes + row * columns + column, code, mask=here)
+        if BY_COLUMN:
+            tl.store(
+                transposed + tl.trans(column) * rows + tl.trans(row), tl.trans(code), mask=tl.trans(here)
+            )
+
+
+@triton.jit
+def _amax(x, seen, count, ELEMENTS: tl.constexpr):
+    place = tl.program_id(0).to(tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
+    value = tl.load(x + place, mask=place < count, other=0.0).to(tl.float32)
+    tl.atomic_max(seen, tl.max(value.to(tl.int32, bitcast=True) & _ABSOLUTE, 0))
+
+
+@triton.jit
+def _transpose(x, out, rows, columns, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)[:, None]
+    column = (tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)).to(tl.int64)[None, :]
+    here = (row < rows) & (column < columns)
+    code = tl.load(x + row * columns + column, mask=here, other=0)
+    tl.store(out + tl.trans(column) * rows + tl.trans(row), tl.trans(code), mask=tl.trans(here))
+
+
+@triton.jit
+def _cast_blocks(
+    x, codes, inverses, transposed, inverses_t, rows, columns,
+    LARGEST: tl.constexpr, BY_ROW: tl.constexpr, BY_COLUMN: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    # A tile is a block of 128 × 128, or 128 blocks each way.
+    row = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)
+    value = tl.load(x + row[:, None] * columns + column[None, :]).to(tl.float32)
+    bits = value.to(tl.int32, bitcast=True) & _ABSOLUTE
+    by_row, by_column = tl.max(bits, 1), tl.max(bits, 0)
+    places_t = transposed + column[:, None] * rows + row[None, :]
+    if TILES:
+        scale, inverse = _power_of_two(tl.max(by_row, 0))
+        code = _code(value * scale, LARGEST, codes.dtype.element_ty)
+        if BY_ROW:
+            tl.store(codes + row[:, None] * columns + column[None, :], code)
+        tl.store(inverses + tl.program_id(0) * (columns // BLOCK) + tl.program_id(1), inverse)
+        if BY_COLUMN:
+            tl.store(places_t, tl.trans(code))
+    else:
+        if BY_ROW:
+            scale, inverse = _power_of_two(by_row)
+            code = _code(value * scale[:, None], LARGEST, codes.dtype.element_ty)
+            tl.store(codes + row[:, None] * columns + column[None, :], code)
+            tl.store(inverses + tl.program_id(1) * rows + row, inverse)
+        if BY_COLUMN:
+            scale, inverse = _power_of_two(by_column)
+            code = _code(value * scale[None, :], LARGEST, codes.dtype.element_ty)
+            tl.store(places_t, tl.trans(code))
+            tl.store(inverses_t + tl.program_id(0) * columns + column, inverse)
+
+
+@triton.jit
+def _record(seen, value):
+    bits = value.to(tl.int32, bitcast=True) & _ABSOLUTE
+    tl.atomic_max(seen, tl.max(tl.max(bits, 1), 0))
+
+
+@triton.jit
+def _code(scaled, LARGEST: tl.constexpr, dtype: tl.constexpr):
+    scaled = tl.where(scaled > LARGEST, LARGEST, scaled)  # NaN stays
+    return tl.where(scaled < -LARGEST, -LARGEST, scaled).to(dtype)
+
+
+@triton.jit
+def _power_of_two(amax):
+    """448 / amax rounded down to a power of two, of the bits of amax, and its inverse: fp8.power_of_two."""
+    exponent, mantissa = amax >> 23, amax & 0x7FFFFF
+    power = 8 - (exponent - 127) - (mantissa > 0x600000).to(tl.int32)  # 448 = 1.75 · 2⁸
+    power = tl.where(power > 127, 127, power)
+    power = tl.where(amax == 0, 0, power)
+    scale = (power + 127) << 23
+    inverse = tl.where(power == 127, 0x400000, (127 - power) << 23)  # 2⁻¹²⁷ has no exponent of its own
+    scale, inverse = scale.to(tl.float32, bitcast=True), inverse.to(tl.float32, bitcast=True)
+    finite = amax < _INFINITY
+    return tl.where(finite, scale, float("nan")), tl.where(finite, inverse, float("nan"))
+
+
+_launch_cast, _launch_amax, _launch_transpose, _launch_blocks = (
+    Launcher(kernel) for kernel in (_cast, _amax, _transpose, _cast_blocks)
+)
+
+
+def cast(
+    x: Tensor, scale: Tensor, seen: Tensor | None, dtype: torch.dtype, by_row: bool, by_column: bool
+) -> tuple[Tensor, Tensor]:
+    """As ops.fp8.cast: codes of x [m, n] and their transpose [n, m], |x|'s maximum added to `seen`."""
+    if by_column and x.dtype == torch.float32:
+        codes, none = cast(x, scale, seen, dtype, True, False)
+        return codes if by_row else none, transpose(codes)
+    x = x.contiguous()
+    rows, columns = x.shape
+    codes = x.new_empty(x.shape if by_row else 0, dtype=dtype)
+    transposed = x.new_empty((columns, rows) if by_column else 0, dtype=dtype)
+    if x.numel():
+        _launch_cast(
+            (-(-rows // ROWS), -(-columns // COLUMNS), 1),
+            (x, scale, codes, transposed, scale if seen is None else seen.view(torch.int32)),
+            (rows, columns),
+            (),
+            (torch.finfo(dtype).max, by_row, by_column, seen is not None,
+             rows % ROWS == 0 and columns % COLUMNS == 0, ROWS, COLUMNS),
+            WARPS,
+        )  # fmt: skip
+    return codes, transposed
+
+
+def amax(x: Tensor) -> Tensor:
+    """The maximum of |x|: float32 scalar, NaN where x has one."""
+    x = x.contiguous()
+    found = torch.zeros((), dtype=torch.int32, device=x.device)
+    if x.numel():
+        grid = (-(-x.numel() // AMAX_ELEMENTS), 1, 1)
+        _launch_amax(grid, (x, found), (x.numel(),), (), (AMAX_ELEMENTS,), AMAX_WARPS)
+    return found.view(torch.float32)
+
+
+def transpose(codes: Tensor) -> Tensor:
+    """Codes [m, n] of one byte each → [n, m]."""
+    rows, columns = codes.shape
+    out = codes.new_empty(columns, rows)
+    if codes.numel():
+        _launch_transpose(
+            (-(-rows // SIDE), -(-columns // SIDE), 1),
+            (codes.contiguous().view(torch.uint8), out.view(torch.uint8)),
+            (rows, columns),
+            (),
+            (SIDE, SIDE),
+            TRANSPOSE_WARPS,
+        )
+    return out
+
+
+def cast_blocks(
+    x: Tensor, by_row: bool, by_column: bool, tiles: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """As ops.fp8.cast_blocks; rows that fill no block are taken where there are codes by row alone."""
+    dtype, (rows, columns), size = torch.float8_e4m3fn, x.shape, BLOCK.value
+    if rows % size:
+        padded = torch.nn.functional.pad(x, (0, 0, 0, -rows % size))
+        codes, inverses, *none = cast_blocks(padded, True, False, False)
+        return codes[:rows], inverses[:, :rows].contiguous(), *none
+    if tiles and by_column and x.dtype == torch.float32:
+        codes, inverses, _, none = cast_blocks(x, True, False, True)
+        return codes, inverses, transpose(codes), none
+    x = x.contiguous()
+    codes = x.new_empty(x.shape if by_row else 0, dtype=dtype)
+    transposed = x.new_empty((columns, rows) if by_column else 0, dtype=dtype)
+    places = (
+        ((rows // size, columns // size), 0) if tiles else ((columns // size, rows), (rows // size, columns))
+    )
+    inverses, inverses_t = (x.new_empty(place, dtype=torch.float32) for place in places)
+    _launch_blocks(
+        (rows // size, columns // size, 1),
+        (x, codes, inverses, transposed, inverses_t),
+        (rows, columns),
+        (),
+        (torch.finfo(dtype).max, by_row, by_column, tiles),
+        BLOCK_WARPS,
+    )
+    return codes, inverses, transposed, inverses_t

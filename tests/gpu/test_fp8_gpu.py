@@ -1,0 +1,222 @@
+"""FP8 on a GPU: casts to the bit of the CPU's emulation, matmuls against fp64 of their codes, and training runs."""
+
+import copy
+import math
+
+import pytest
+import torch
+
+import megalith
+from megalith.config import RunConfig
+from megalith.launch.pool import Pool
+from megalith.ops import fp8
+from megalith.ops.fp8 import (
+    E4M3,
+    E5M2,
+    AmaxTable,
+    BlockGemm,
+    CurrentScaling,
+    DelayedScaling,
+    Fp8Gemm,
+    Fp8GroupedGemm,
+)
+from megalith.ops.gemm import linear
+from megalith.ops.grouped_gemm import RowGroups
+from megalith.parity.job import run_job
+
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+ROUNDING = 2**-8  # of one number in bf16, relative
+KINDS = ("normal", "wide", "nan", "inf", "zero")
+
+
+def numbers(rows: int, columns: int, kind: str, dtype: torch.dtype) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(rows + columns)
+    x = torch.randn(rows, columns, generator=generator)
+    if kind == "wide":
+        x = x * torch.exp2(torch.randint(-20, 12, x.shape, generator=generator).float())
+    elif kind != "normal":
+        x[rows // 2, columns // 3] = {"nan": math.nan, "inf": -math.inf, "zero": 0.0}[kind]
+    return (x * 0 if kind == "zero" else x).to(dtype)
+
+
+def same(found: torch.Tensor, expected: torch.Tensor) -> bool:
+    """To the bit, but that a NaN is any NaN."""
+    a, b = found.cpu().float(), expected.float()
+    return torch.equal(a.isnan(), b.isnan()) and torch.equal(a.nan_to_num(-1.5), b.nan_to_num(-1.5))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("shape", [(256, 384), (1, 16), (1003, 77), (4100, 1280)])
+def test_codes_and_amax_are_those_of_the_cpu(shape, kind, dtype):
+    x = numbers(*shape, kind, dtype)
+    for code in (E4M3, E5M2):
+        for scale in (1.0, 37.3, 3e4, math.nan):
+            given, seen = torch.tensor(scale), torch.zeros(2)
+            expected = fp8.cast(x, given, seen[0], code, True, True)
+            found = fp8.cast(x.cuda(), given.cuda(), seen.cuda()[1], code, True, True)
+            assert all(same(a, b) for a, b in zip(found, expected)), (code, scale)
+        on_gpu = torch.zeros((), device="cuda")
+        row, none = fp8.cast(x.cuda(), given.cuda(), on_gpu, code, True, False)
+        column = fp8.cast(x.cuda(), given.cuda(), None, code, False, True)[1]
+        assert same(row, expected[0]) and same(column, expected[1]) and not none.numel()
+        assert same(on_gpu, seen[0])
+    assert same(fp8.amax(x.cuda()), x.abs().amax())
+    codes = fp8.codes_of(x, torch.tensor(1.0), E4M3)
+    assert same(fp8.transpose(codes.cuda()), codes.t())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("tiles", [False, True])
+def test_blocks_are_those_of_the_cpu(kind, tiles, dtype):
+    x = numbers(384, 640, kind, dtype)
+    for found, expected in zip(
+        fp8.cast_blocks(x.cuda(), True, True, tiles), fp8.cast_blocks(x, True, True, tiles)
+    ):
+        assert found.shape == expected.shape and same(found, expected)
+
+
+def gemm(recipe: str, device: str, saves_weights: bool, dtype: torch.dtype):
+    if recipe == "blockwise":
+        return BlockGemm(dtype, saves_weights)
+    if recipe == "tensorwise":
+        return Fp8Gemm(CurrentScaling("hybrid"), dtype, True, saves_weights)
+    made = AmaxTable(["linear"], "hybrid", 1, "most_recent", 0, torch.device(device))
+    made.seen.copy_(torch.tensor([[4.5, 0.4, 4.5]]))
+    made.end_step(0.0)
+    return Fp8Gemm(DelayedScaling(made, "linear"), dtype, recipe == "delayed", saves_weights)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("saves_weights", [True, False])
+@pytest.mark.parametrize("recipe", ["delayed", "wgrad in bf16", "tensorwise", "blockwise"])
+def test_matmuls_are_those_of_their_codes_in_fp64(recipe, saves_weights, compiled):
+    """The CPU's emulation multiplies the same codes in fp64."""
+    x, weight, grad = (
+        numbers(*shape, "normal", torch.bfloat16) * spread
+        for shape, spread in (((512, 1280), 1), ((768, 1280), 0.05), ((512, 768), 1))
+    )
+    results = []
+    for device, dtype in (("cpu", torch.float64), ("cuda", torch.bfloat16)):
+        one = gemm(recipe, device, saves_weights, dtype)
+        given = [t.to(device, dtype).requires_grad_() for t in (x, weight)]
+
+        def function(x, weight, one=one):
+            return linear(x, weight, None, one)
+
+        if compiled and device == "cuda":
+            function = torch.compile(function, fullgraph=True)
+        y = function(*given)
+        results.append([y, *torch.autograd.grad(y, given, grad.to(device, y.dtype))])
+    for name, exact, found in zip(("y", "grad of x", "grad of weight"), *results):
+        error = (found.cpu().double() - exact.double()).norm() / exact.double().norm()
+        print(f"{recipe}, {name}: {error:.1e}")
+        assert error < ROUNDING, name
+
+
+@pytest.mark.parametrize("sizes", [(128, 128, 128), (0, 300, 7, 77)], ids=str)
+def test_experts_matmuls_are_those_of_their_codes(sizes):
+    rows, groups = sum(sizes), RowGroups(torch.tensor(sizes))
+    x, grad = (numbers(rows, width, "normal", torch.bfloat16) for width in (256, 512))
+    weight = numbers(len(sizes) * 512, 256, "normal", torch.bfloat16).view(len(sizes), 512, 256) * 0.05
+    one = Fp8GroupedGemm(kernel=True)
+    exact = one.forward(x, weight, groups), one.dgrad(grad, weight, groups)
+    on_gpu = RowGroups(groups.counts.cuda())
+    found = one.forward(x.cuda(), weight.cuda(), on_gpu), one.dgrad(grad.cuda(), weight.cuda(), on_gpu)
+    for a, b in zip(found, exact):
+        assert (a.cpu().double() - b.double()).norm() < 2 * ROUNDING * b.double().norm()
+
+
+LLAMA = dict(num_layers=2, hidden_size=256, ffn_hidden_size=512, num_attention_heads=4, num_query_groups=2,
+             vocab_size=512, max_position_embeddings=128, position_embedding_type="rope", normalization="RMSNorm",
+             swiglu=True, add_bias_linear=False, untie_embeddings_and_output_weights=True, hidden_dropout=0.0,
+             attention_dropout=0.0)  # fmt: skip
+MOE = LLAMA | dict(num_experts=4, moe_router_topk=2, moe_ffn_hidden_size=256, moe_grouped_gemm=True)
+SKIPS = {"first_last_layers_bf16": True, "num_layers_at_end_in_bf16": 0}
+
+
+def configuration(output, model=LLAMA, device="cuda", **settings) -> RunConfig:
+    config = RunConfig.from_tree(
+        {
+            "model": model,
+            "data": dict(mock=True, seq_length=128, num_workers=0),
+            "optim": dict(lr=1e-3),
+            "train": dict(train_iters=10, micro_batch_size=2, global_batch_size=4, eval_iters=0, precision="bf16",
+                          fp8_format="hybrid", output_dir=str(output)),
+            "runtime": dict(device=device),
+        }
+    )  # fmt: skip
+    return config.with_settings(settings)
+
+
+RECIPES = {
+    "delayed": {},
+    "history": {"train.fp8_amax_history_len": 4, "train.fp8_amax_compute_algo": "max"},
+    "tensorwise": {"train.fp8_recipe": "tensorwise"},
+    "blockwise": {"train.fp8_recipe": "blockwise", "train.fp8_format": "e4m3"},
+    "bf16 wgrad": {"train.fp8_wgrad": False},
+    "first layer in bf16": {f"train.{name}": value for name, value in SKIPS.items()},
+    "recomputed": {"parallel.recompute_granularity": "full"},
+    "lora": {"lora.rank": 8},
+}
+emulated: dict[str, list[float]] = {}
+
+
+def losses(config: RunConfig) -> list[float]:
+    return run_job(config).losses
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+@pytest.mark.parametrize("recipe", [*RECIPES, "moe"])
+def test_ten_steps_are_those_of_the_cpu(tmp_path, recipe, compiled):
+    model, settings = (MOE, {}) if recipe == "moe" else (LLAMA, RECIPES[recipe])
+    if recipe not in emulated:
+        emulated[recipe] = losses(configuration(tmp_path / "cpu", model, "cpu", **settings))
+    config = configuration(tmp_path / "gpu", model, **settings, **{"runtime.compile": compiled})
+    found = losses(config)
+    worst = max(abs(a - b) / b for a, b in zip(found, emulated[recipe], strict=True))
+    print(f"{recipe}: {worst:.1e}")
+    assert worst < 2e-3 and found[-1] < found[0]  # bf16 rounds attention and norms otherwise on a CPU
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "tensorwise", "blockwise"])
+def test_recomputing_and_resuming_are_bitwise(tmp_path, recipe):
+    """A kill is a run that ends after its fifth step's checkpoint."""
+
+    def run(name: str, **settings) -> dict[str, torch.Tensor]:
+        config = configuration(
+            tmp_path / name, **RECIPES[recipe], **{"train.deterministic": True}, **settings
+        )
+        megalith.train(config)
+        return megalith.load(tmp_path / name).state_dict()
+
+    whole = run("whole")
+    recomputed = run("recomputed", **{"parallel.recompute_granularity": "full"})
+    parts = {"checkpoint.load": str(tmp_path / "parts")}
+    run("parts", **parts, **{"train.exit_interval": 5})
+    resumed = run("parts", **parts)
+    for name, other in (("recomputed", recomputed), ("resumed", resumed)):
+        assert all(torch.equal(whole[key], other[key]) for key in whole), name
+
+
+@two_gpus
+def test_two_gpus_train_as_one(tmp_path):
+    one = {
+        kind: losses(configuration(tmp_path, **RECIPES[kind]))
+        for kind in ("delayed", "tensorwise", "blockwise")
+    }
+    pool = Pool(2, timeout=300.0, device_type="cuda")
+    try:
+        for kind, expected in one.items():
+            for layout in (
+                {"parallel.tensor_model_parallel_size": 2, "parallel.sequence_parallel": True},
+                {"parallel.data_parallel_sharding_strategy": "optim_grads_params"},
+                {"parallel.pipeline_model_parallel_size": 2},
+            ):
+                found = pool.run(losses, configuration(tmp_path, **copy.copy(RECIPES[kind]), **layout))[0]
+                worst = max(abs(a - b) / b for a, b in zip(found, expected, strict=True))
+                print(f"{kind}, {layout}: {worst:.1e}")
+                assert worst < 2e-3, (kind, layout)
+    finally:
+        pool.close()
