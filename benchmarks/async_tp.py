@@ -22,12 +22,11 @@ import yaml
 
 from benchmarks.train import WORKLOADS
 
-COPY_ENGINES = {"symmetric_memory_groups": ["tp"]}
 VARIANTS = {
-    "plain": {},
-    "ours": {"tp_comm_overlap": True},
-    "ours, copy engines": {"tp_comm_overlap": True, **COPY_ENGINES},
-    "pytorch": {"tp_comm_overlap": True},
+    "plain": {"tp_comm_overlap": False},
+    "ours": {"tp_comm_overlap": True, "symmetric_memory_groups": []},
+    "ours, copy engines": {"tp_comm_overlap": True, "symmetric_memory_groups": ["tp"]},
+    "pytorch": {"tp_comm_overlap": True, "symmetric_memory_groups": []},
 }
 
 

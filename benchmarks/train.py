@@ -66,6 +66,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {  # processes, sequences of a micro-batch 
     "tp2":         dict(processes=2, micro=1.0, parallel=dict(tensor_model_parallel_size=2)),
     "tp2+sp":      dict(processes=2, micro=1.0, parallel=dict(tensor_model_parallel_size=2, sequence_parallel=True)),
     "cp2":         dict(processes=2, micro=1.0, parallel=dict(context_parallel_size=2)),
+    "cp2-ring":    dict(processes=2, micro=1.0, parallel=dict(context_parallel_size=2, cp_comm_type="p2p")),
     "cp2-gather":  dict(processes=2, micro=1.0, parallel=dict(context_parallel_size=2, cp_comm_type="all_gather")),
     "cp2-a2a":     dict(processes=2, micro=1.0, parallel=dict(context_parallel_size=2, cp_comm_type="a2a")),
     "pp2":         dict(processes=2, micro=0.125, parallel=dict(pipeline_model_parallel_size=2)),
