@@ -20,7 +20,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import partial
@@ -135,8 +135,9 @@ class MetricsWriter:
         line = {"time": now, **{key: finite(value) for key, value in record.items()}}
         self._events.write(json.dumps(line, allow_nan=False))
 
-    def log_step(self, metrics: StepMetrics) -> None:
-        record = {key: finite(value) for key, value in asdict(metrics).items()}
+    def log_step(self, metrics: StepMetrics, more: Mapping[str, Any] | None = None) -> None:
+        """`more`: what the line has besides."""
+        record = {key: finite(value) for key, value in (asdict(metrics) | dict(more or {})).items()}
         self._metrics.write(json.dumps(record, allow_nan=False))
         self._send("train", record)
 

@@ -105,7 +105,7 @@ class Faults:
         run = self._run
         start = (lost.step - 1, lost.first_sample, run.device, run.left_out)
         with run.data.train_loader(*start) as batches:
-            micro_batches = list(islice(batches, run.batch_sizes.micro_batches(lost.first_sample)))
+            micro_batches = list(islice(batches, run.data.micro_batches(lost.first_sample)))
         with watched_gradients(run.model.chunks) as watched:
             run.gradients(micro_batches)
         run.model.parameters.clear_gradients()

@@ -16,6 +16,7 @@ from megalith.config.rules.fp8_rules import check_fp8
 from megalith.config.rules.model_rules import check_model
 from megalith.config.rules.optim_rules import check_loss_scale, check_schedule
 from megalith.config.rules.parallel_rules import check_parallel, data_parallel_size, divisors
+from megalith.config.rules.rl_rules import check_rl
 from megalith.config.run import RunConfig
 from megalith.errors import ConfigError
 
@@ -30,7 +31,8 @@ def check_training(config: RunConfig, world_size: int = 1) -> None:
     check_parallel(config, world_size)
     _check_adapters(config)
     _check_lengths(config.model, config.data)
-    _check_data(config.data)
+    _check_data(config.data, bool(config.rl.files))
+    check_rl(config)
     BatchSizeSchedule.from_config(
         config.train, data_parallel_size=data_parallel_size(config.parallel, world_size)
     )
@@ -110,7 +112,7 @@ def _check_lengths(model: ModelConfig, data: DataConfig) -> None:
         )
 
 
-def _check_data(data: DataConfig) -> None:
+def _check_data(data: DataConfig, has_rollouts: bool) -> None:
     parts = {name: getattr(data, name) for name in ("train_data_path", "valid_data_path", "test_data_path")}
     given = [name for name, path in parts.items() if path is not None]
     sources = [bool(data.mock), data.data_path is not None, bool(given)]
@@ -119,7 +121,12 @@ def _check_data(data: DataConfig) -> None:
             f"data.mock is {data.mock}, data.data_path is {data.data_path!r} and {', '.join(given) or 'no part'} "
             "has a path of its own; give exactly one of mock, data_path, or paths for each part"
         )
-    if not any(sources):
+    if has_rollouts and any(sources):
+        raise ConfigError(
+            f"rl.rollouts is what is trained on, but data.mock is {data.mock}, data.data_path is {data.data_path!r} "
+            f"and {', '.join(given) or 'no part'} has a path of its own; leave these out"
+        )
+    if not any(sources) and not has_rollouts:
         raise ConfigError(
             "there is nothing to train on; set data.data_path to the prefix that `megalith preprocess` wrote, or "
             "data.mock to true"

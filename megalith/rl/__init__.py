@@ -1,0 +1,1 @@
+"""Training on what a model has generated: objectives, advantages, rollouts, and the runs made of them."""
