@@ -58,9 +58,9 @@ class TrainingResult:
 def train(config: RunConfig, task: Task | None = None) -> TrainingResult:
     """Trains as `config` says, from its start or from the checkpoint that `checkpoint.load` names.
 
-    `task`: what for, where it is not pre-training. Every process of the run calls it; where torchrun or `launch` started
-    several, they find each other first.
-    Raises ConfigError, DataError or CheckpointError before anything is written when the run is not possible.
+    `task`: what for, where it is not pre-training. Every process of the run calls it; where torchrun or `launch`
+    started several, they find each other first. Raises ConfigError, DataError or CheckpointError before anything is
+    written when the run is not possible.
     """
     process, attempt, starting = this_process(), this_attempt(), StartClock()
     time.sleep(pause(attempt))

@@ -1,4 +1,4 @@
-"""The objectives are the published formulas, written out plainly here, and their gradients those of finite differences."""
+"""The objectives are the published formulas, written out plainly here; their gradients are finite differences."""
 
 import itertools
 import math
@@ -22,8 +22,7 @@ def batch_of(
     numbers = torch.tensor([[0] * 5 + [1] * 2, [2] * 4 + [3] * 3])
     mask = torch.zeros(2, SEQ)
     for number, count in enumerate(TOKENS):
-        row, begin = divmod(number, 2)
-        first = (0, 5, 0, 4)[number]
+        row, first = number // 2, (0, 5, 0, 4)[number]
         mask[row, first : first + count] = 1
 
     def random() -> torch.Tensor:
