@@ -39,7 +39,7 @@ def require_rollouts(config: RunConfig) -> None:
     """Raises ConfigError for a run that names none."""
     if not config.rl.files:
         raise ConfigError(
-            "rl.rollouts is not set; name the files of rollouts to train on, which megalith.rl.rollouts.save_rollouts "
+            "rl.rollouts is not set; name the files of rollouts to train on, which megalith.rl.save_rollouts "
             "writes (docs/grpo_objective.md)"
         )
 

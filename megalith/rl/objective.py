@@ -6,6 +6,13 @@ that a sum over a sequence is the same function for padded and for packed rows.
 
 A step's loss is Σ over all micro-batches / a global count, known before the first backward: tokens, or sequences.
 The division by a sequence's own tokens happens here, for a sequence is never cut between micro-batches.
+
+Direct preference optimization (Rafailov et al. 2023) stands at the end: of two answers to a prompt the chosen one
+becomes likelier,
+
+    ℓ = −(1 − λ) · log σ(β · h) − λ · log σ(−β · h)       h = Σ_chosen (log π − log π_ref) − Σ_rejected (the same)
+
+where λ, the label smoothing, is how often the choice is wrong. The step's loss is the mean over the pairs.
 """
 
 from __future__ import annotations
@@ -14,6 +21,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn.functional import logsigmoid
 
 from megalith.config.rl import RlConfig
 from megalith.data.batch import Batch
@@ -213,3 +221,30 @@ class PolicyLoss(Loss):
         not asked for a loss."""
         sums, self._sums = self._sums, None
         return sums
+
+
+@dataclass
+class PreferenceBatch(Batch):
+    """Neighbouring rows are a pair, the chosen one first; `loss_mask` is 1 where the label is the answer's."""
+
+    reference_logprobs: Tensor | None = None  # float32 [batch, seq]
+
+
+class SigmoidPreference(Loss):
+    """DPO's loss, for `ParallelModel.backward` with micro-batches of PreferenceBatch."""
+
+    def __init__(self, beta: float = 0.1, label_smoothing: float = 0.0):
+        self.beta, self.label_smoothing = beta, label_smoothing
+
+    def denominator(self, batch: PreferenceBatch) -> float:
+        return len(batch.input_ids) // 2
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: PreferenceBatch) -> Tensor:
+        gaps = torch.where(batch.loss_mask > 0, logprobs - batch.reference_logprobs, 0.0).sum(1)  # [batch]
+        return preference_losses(gaps[::2], gaps[1::2], self.beta, self.label_smoothing).sum()
+
+
+def preference_losses(chosen: Tensor, rejected: Tensor, beta: float, label_smoothing: float = 0.0) -> Tensor:
+    """Of each pair, from Σ (log π − log π_ref) of both: [pairs] → [pairs]."""
+    margin = beta * (chosen - rejected)
+    return -(1 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)

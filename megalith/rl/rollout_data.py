@@ -25,7 +25,7 @@ from megalith.config import RunConfig
 from megalith.remote import place
 from megalith.rl.advantages import NO_SPREAD, Advantages, advantages
 from megalith.rl.objective import RolloutBatch
-from megalith.rl.rollouts import Completion, Group, Rollouts, without_spread
+from megalith.rl.rollouts import Completion, PromptGroup, Rollouts, without_spread
 from megalith.training.run_state import Run
 
 LogProbs = Callable[[Sequence[RolloutBatch]], list[Tensor]]
@@ -239,13 +239,13 @@ def make_batch(config: RunConfig, rows: Sequence[Sequence[Sample]], first_row: i
     )
 
 
-def _advantages(rl, groups: Sequence[Group]) -> Advantages:
+def _advantages(rl, groups: Sequence[PromptGroup]) -> Advantages:
     rewards = np.array([[completion.rewards for completion in group.completions] for group in groups])
     lengths = np.array([[len(completion.ids) for completion in group.completions] for group in groups])
     return advantages(rl, rewards, lengths)
 
 
-def _figures(groups: Sequence[Group], found: Advantages) -> dict[str, float]:
+def _figures(groups: Sequence[PromptGroup], found: Advantages) -> dict[str, float]:
     """What metrics.jsonl says of a rollout batch."""
     completions = [completion for group in groups for completion in group.completions]
     rewards, lengths = found.rewards[~np.isnan(found.rewards)], [len(one.ids) for one in completions]

@@ -44,7 +44,7 @@ class Completion:
 
 
 @dataclass(frozen=True)
-class Group:
+class PromptGroup:
     """A prompt with its completions."""
 
     prompt_ids: np.ndarray  # int64 [tokens], at least one
@@ -56,7 +56,7 @@ class Group:
 class Rollouts:
     """The groups of one or several files, in order."""
 
-    groups: list[Group]
+    groups: list[PromptGroup]
     rewards: list[str]
     """The names of the kinds of reward."""
     tokenizer: str | None = None
@@ -77,7 +77,7 @@ def save_rollouts(path: str | Path, rollouts: Rollouts) -> None:
         file.write(zstandard.compress(content) if str(path).endswith(".zst") else content)
 
 
-def _group_record(group: Group) -> dict[str, Any]:
+def _group_record(group: PromptGroup) -> dict[str, Any]:
     samples = []
     for completion in group.completions:
         sample = {
@@ -142,7 +142,7 @@ class _Reader:
     max_tokens: int | None
     num_generations: int | None
 
-    def file(self, path: str | Path) -> tuple[dict[str, Any], list[Group]]:
+    def file(self, path: str | Path) -> tuple[dict[str, Any], list[PromptGroup]]:
         lines = _lines(path)
         header = self._header(path, next(lines, None))
         groups = []
@@ -173,7 +173,7 @@ class _Reader:
             raise DataError(f"{where} has tokenizer {made_by!r}; a fingerprint or null is needed")
         return {"rewards": names, "tokenizer": made_by}
 
-    def _group(self, where: str, record: dict[str, Any], kinds: int) -> Group:
+    def _group(self, where: str, record: dict[str, Any], kinds: int) -> PromptGroup:
         prompt = self._ids(where, "prompt_ids", record.get("prompt_ids"))
         samples = record.get("samples")
         if not isinstance(samples, list) or not samples:
@@ -189,7 +189,7 @@ class _Reader:
             if not isinstance(sample, dict):
                 raise DataError(f"{at} is {_short(sample)}, not an object")
             completions.append(self._completion(at, sample, kinds, len(prompt)))
-        return Group(prompt, completions, where)
+        return PromptGroup(prompt, completions, where)
 
     def _completion(self, at: str, sample: dict[str, Any], kinds: int, prompt_tokens: int) -> Completion:
         ids = self._ids(at, "completion_ids", sample.get("completion_ids"))
@@ -283,6 +283,6 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else f"{text[:59]}…"
 
 
-def without_spread(groups: Iterable[Group], spread: np.ndarray, no_spread: float) -> list[Group]:
+def without_spread(groups: Iterable[PromptGroup], spread: np.ndarray, no_spread: float) -> list[PromptGroup]:
     """The groups whose rewards differ, by the standard deviation of each."""
     return [group for group, deviation in zip(groups, spread) if deviation > no_spread]

@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from megalith.config import RlConfig, RunConfig
-from megalith.config.rules.rl_rules import check_rl
+from megalith.config.rules.run_rules import check_rollouts
 from megalith.errors import ConfigError
-from megalith.rl.objective import PolicyLoss, RolloutBatch, divisor
+from megalith.rl.objective import PolicyLoss, PreferenceBatch, RolloutBatch, SigmoidPreference, divisor
 
 SEQ, TOKENS = 7, (5, 1, 3, 0)  # tokens in the loss of each sequence: the last has none
 
@@ -240,7 +240,7 @@ REFUSED = [
 @pytest.mark.parametrize(("rl", "sentence"), REFUSED)
 def test_settings_that_cannot_be_are_refused(rl, sentence):
     with pytest.raises(ConfigError, match=sentence):
-        check_rl(
+        check_rollouts(
             RunConfig.from_tree(
                 {
                     "rl": dict(rollouts="x") | rl,
@@ -249,3 +249,26 @@ def test_settings_that_cannot_be_are_refused(rl, sentence):
                 }
             )
         )
+
+
+def test_preferences_are_the_published_formula_and_their_gradient_raises_the_chosen_answer():
+    generator = torch.Generator().manual_seed(4)
+    ids = torch.zeros(4, SEQ, dtype=torch.long)
+    mask = (torch.rand(4, SEQ, generator=generator) > 0.5).float()
+    reference = -torch.rand(4, SEQ, generator=generator, dtype=torch.float64)
+    batch = PreferenceBatch(ids, ids, mask, ids, None, ids[:, 0], reference)
+    logprobs = (-torch.rand(4, SEQ, generator=generator, dtype=torch.float64)).requires_grad_()
+    loss = SigmoidPreference(beta=0.3, label_smoothing=0.1)
+    value, expected = loss(logprobs, None, batch), 0.0
+    for pair in (0, 2):
+        gaps = [
+            sum((logprobs - reference)[pair + k].tolist()[i] for i in range(SEQ) if mask[pair + k, i])
+            for k in (0, 1)
+        ]
+        chosen = 1 / (1 + math.exp(-0.3 * (gaps[0] - gaps[1])))
+        expected -= 0.9 * math.log(chosen) + 0.1 * math.log(1 - chosen)
+    assert value.item() == pytest.approx(expected, rel=1e-12) and loss.denominator(batch) == 2
+    (grad,) = torch.autograd.grad(value, logprobs)
+    assert (grad[::2][mask[::2] > 0] < 0).all() and (grad[1::2][mask[1::2] > 0] > 0).all()
+    assert (grad[mask == 0] == 0).all()
+    assert torch.autograd.gradcheck(lambda x: loss(x, None, batch), logprobs)
