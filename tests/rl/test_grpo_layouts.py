@@ -128,3 +128,29 @@ def test_on_policy_the_ratio_is_1_and_the_kl_0_bitwise(folder):
         lora = dict(rank=2) if rl else {}
         found = outcome(configuration(folder, beta=0.1, train=dict(train_iters=1), lora=lora, **rl))
         assert (found["figures"][0]["ratio"], found["figures"][0]["kl"]) == (1.0, 0.0)
+
+
+def test_with_adapters_the_reference_is_the_model_without_them_in_every_layout(pool, folder):
+    """As it is by the first step's weights: adapters begin as nothing."""
+    lora = dict(rank=2, alpha=64)
+    one = outcome(at(folder, "", "padded", lora=lora))
+    assert one["figures"][0]["kl"] == 0 and one["figures"][-1]["kl"] > 1e-6
+    cases = ["tp2-sp", "pp2"]
+    found = pool.run(outcomes, [at(folder, layout, "padded", lora=lora) for layout in cases], size=2)
+    for layout, mine in zip(cases, found[0], strict=True):
+        assert_same(mine, one, layout)
+
+
+def test_the_reference_stays_while_the_policy_moves(folder):
+    """A second model: its log-probabilities of the rollout batch that is met again are those of the first step."""
+    config = configuration(folder, beta=0.1, train=dict(train_iters=6, global_batch_size=16))
+    run = run_of(config)
+    seen = []
+    with run.data.train_loader(0, 0, run.device) as batches:
+        for _ in range(2):
+            taken = [next(batches) for _ in range(run.data.micro_batches(0))]
+            seen.append([batch.reference_logprobs for batch in taken])
+            run.train_step(iter(taken))
+        moved = run.model.all_logprobs(taken)
+    for first, again, policy in zip(*seen, moved, strict=True):
+        assert torch.equal(first, again) and not torch.allclose(policy, first, atol=1e-4)
