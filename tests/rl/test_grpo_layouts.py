@@ -71,13 +71,16 @@ def assert_same(found: dict, one: dict, what: object) -> None:
             assert mine[name] == (value and pytest.approx(value, rel=1e-5, abs=1e-6)), (what, name)
 
 
+PART = dict(
+    vllm_importance_sampling_mode="token_truncate"
+)  # as much as the rollouts' log-probabilities are made up
 OFF_POLICY = dict(
     mini_batches=2, num_iterations=2, beta=0.1, entropy_coef=0.01, temperature=0.8, loss_type="grpo"
 )
 SEQUENCE = dict(importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4, num_iterations=3,
                 overlong_buffer_len=8, mask_truncated_completions=True, clip_ratio_c=3.0,
                 entropy_coef=0.05)  # fmt: skip
-RUNS = {"padded": OFF_POLICY, "packed": SEQUENCE | dict(packing=True)}
+RUNS = {"padded": OFF_POLICY | PART, "packed": SEQUENCE | PART | dict(packing=True)}
 DENSE = ["tp2-sp", "cp2", "pp2", "dp2", "dp2-zero3"]
 
 
