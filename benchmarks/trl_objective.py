@@ -83,9 +83,11 @@ def tensors() -> dict[str, torch.Tensor]:
 def compare(folder: Path, name: str) -> tuple[float, float]:
     """The relative errors of loss and of the worst gradient."""
     from transformers import LlamaConfig, LlamaForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
     from megalith.parity.differences import gradient_errors
 
+    disable_progress_bar()
     torch.manual_seed(1)
     shape = LlamaConfig(vocab_size=VOCAB, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
                         num_attention_heads=4, num_key_value_heads=2, initializer_range=0.2)  # fmt: skip
@@ -98,6 +100,7 @@ def compare(folder: Path, name: str) -> tuple[float, float]:
     model.save_pretrained(folder / "gradients")
     expected = {key: value.detach() for key, value in ours_of(folder / "gradients").parameters.named}
     mine, gradients = ours(folder, batch, OBJECTIVES[name])
+    assert max(gradient.abs().max() for gradient in expected.values()) > 1e-3, "nothing is compared"
     return abs(mine - loss) / abs(loss), max(gradient_errors(gradients, expected).values())
 
 
@@ -128,8 +131,11 @@ def theirs(folder: Path, batch: dict, settings: dict, name: str) -> tuple[torch.
         logits = model(ids, attention_mask=mask, position_ids=positions).logits[:, PROMPT - 1 : -1]
         logits = logits / settings.get("temperature", 1.0)
         now = logits.log_softmax(-1).gather(-1, batch["completion_ids"][..., None])[..., 0]
-    batch["old"] = None if name == "on policy" else now + batch["noise"][0]
-    batch["reference"] = now + batch["noise"][1] if settings.get("beta") else None
+    noise = (
+        batch["noise"] * settings.get("epsilon", 0.2) / 0.2
+    )  # so that some ratios are clipped and some not
+    batch["old"] = None if name == "on policy" else now + noise[0]
+    batch["reference"] = now + noise[1] if settings.get("beta") else None
     given = {
         key: batch[key]
         for key in ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
