@@ -186,7 +186,7 @@ class PolicyLoss(Loss):
         """The old policy's log-probabilities [batch, seq], without a gradient."""
         if batch.old_logprobs is not None:
             return batch.old_logprobs
-        if self.rl.old_logprobs == "rollout":
+        if self.rl.old_logprobs == "rollout" and rollout is not None:  # it is where nothing is in the loss
             return torch.where(rollout.isnan(), logprobs.detach(), rollout)
         return logprobs.detach()
 

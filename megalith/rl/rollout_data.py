@@ -21,7 +21,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megalith.config import RunConfig
+from megalith.config import RlConfig, RunConfig
+from megalith.errors import DataError
 from megalith.remote import place
 from megalith.rl.advantages import NO_SPREAD, Advantages, advantages
 from megalith.rl.objective import RolloutBatch
@@ -67,6 +68,8 @@ class RolloutData:
         self._size = config.train.global_batch_size
         self._made: tuple[int, list[RolloutStep]] | None = None  # the rollout batch last asked for
         self.notes: list[str] = []
+        if self._rl.old_logprobs == "rollout":
+            _require_logprobs(self._groups)
         if self._rl.filter_zero_std:
             self._leave_out_without_spread()
         again = run.total_steps // self._rl.num_iterations * self._size / self._completions
@@ -239,7 +242,17 @@ def make_batch(config: RunConfig, rows: Sequence[Sequence[Sample]], first_row: i
     )
 
 
-def _advantages(rl, groups: Sequence[PromptGroup]) -> Advantages:
+def _require_logprobs(groups: Sequence[PromptGroup]) -> None:
+    for group in groups:
+        for number, completion in enumerate(group.completions):
+            if completion.logprobs is None:
+                raise DataError(
+                    f"{group.where}, sample {number} has no logprobs, but rl.old_logprobs is rollout; sample with "
+                    "log-probabilities, or set it to policy"
+                )
+
+
+def _advantages(rl: RlConfig, groups: Sequence[PromptGroup]) -> Advantages:
     rewards = np.array([[completion.rewards for completion in group.completions] for group in groups])
     lengths = np.array([[len(completion.ids) for completion in group.completions] for group in groups])
     return advantages(rl, rewards, lengths)

@@ -136,3 +136,24 @@ def test_a_run_without_rollouts_and_pre_training_with_them_are_refused(tmp_path,
     assert "use `megalith grpo`" in capsys.readouterr().err
     assert megalith.cli.main.main(["grpo", str(path), "--data.mock"]) == 2
     assert "rl.rollouts is what is trained on, but data.mock is True" in capsys.readouterr().err
+
+
+def test_a_run_stopped_inside_of_a_rollout_batch_goes_on_and_says_what_is_not_as_it_was(tmp_path, capsys):
+    config = configuration(tmp_path, train=dict(train_iters=4, exit_interval=1), mini_batches=2)
+    assert train_grpo(config).step == 1
+    again = config.with_settings({"checkpoint.load": str(tmp_path / "run"), "train.exit_interval": None})
+    assert train_grpo(again).step == 4
+    assert "step 1 stands inside of a rollout batch of 2 steps" in capsys.readouterr().out
+    assert len(read_records(tmp_path / "run" / "metrics.jsonl")) == 4
+
+
+def test_the_rollouts_own_logprobs_can_be_the_old_ones_and_have_to_be_there(tmp_path):
+    settings = dict(old_logprobs="rollout", packing=True)
+    train_grpo(configuration(tmp_path, train=dict(train_iters=1, micro_batch_size=8), **settings))
+    (line,) = read_records(tmp_path / "run" / "metrics.jsonl")
+    assert line["ratio"] != 1.0 and line["drift"] == 0.0  # the old policy is the rollouts'
+    save_rollouts(tmp_path / "none.jsonl", rollouts(logprobs=False))
+    other = {"rl.rollouts": str(tmp_path / "none.jsonl"), "train.output_dir": str(tmp_path / "other")}
+    config = configuration(tmp_path, **settings).with_settings(other)
+    with pytest.raises(DataError, match=r"line 2, sample 0 has no logprobs, but rl\.old_logprobs is rollout"):
+        train_grpo(config)
