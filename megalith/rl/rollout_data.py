@@ -231,9 +231,7 @@ def make_batch(config: RunConfig, rows: Sequence[Sequence[Sample]], first_row: i
         labels,
         mask,
         positions,
-        documents
-        if config.rl.packing
-        else None,  # what follows a single sample is padding, which it cannot see
+        documents if config.rl.packing else None,  # a single sample cannot see the padding behind it
         torch.arange(first_row, first_row + len(rows)),
         advantage,
         numbers,
