@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     end_with_launcher()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     own = {
-        "train": train,
+        **dict.fromkeys(("train", "grpo"), train),
         **dict.fromkeys((*MEGATRON_PROGRAMS, "megatron"), megatron),
     }  # they read their own options
     if not arguments or arguments[0] not in own:
@@ -117,9 +117,10 @@ def _told(run: Callable[[], int]) -> int:
         return 1
 
 
-TRAIN_USAGE = """usage: megalith train [run.yaml] [--nproc N] [--section.key value …]
+TRAIN_USAGE = """usage: megalith train|grpo [run.yaml] [--nproc N] [--section.key value …]
 
 Trains as the run file says, with the settings on the command line in place of the file's. torchrun works as well.
+`grpo` trains on rollouts (rl.rollouts) by GRPO and its kin.
 
 processes:
   --nproc N                  start N processes on this machine, one a GPU
@@ -146,15 +147,15 @@ def megatron(words: list[str]) -> int:
 
 
 def train(arguments: list[str]) -> int:
-    """`megalith train [run.yaml] [--nproc N] [--section.key value …]`"""
-    arguments = arguments[1:]
+    """`megalith train|grpo [run.yaml] [--nproc N] [--section.key value …]`"""
+    program, *arguments = arguments
     if {"-h", "--help"} & set(arguments):
         from megalith.config.describe import help_text
 
         print(TRAIN_USAGE)
         print(help_text())
         return 0
-    _say_that_it_starts(arguments)
+    _say_that_it_starts(program, arguments)
     from megalith.config import RunConfig
     from megalith.config.run import begins_override
 
@@ -166,7 +167,12 @@ def train(arguments: list[str]) -> int:
         from megalith.training.precheck import check_job
 
         one_machine = launcher.nnodes == "1"
-        command = ["-m", "megalith.cli", "train", *arguments]
+        command, check_data = ["-m", "megalith.cli", program, *arguments], None
+        if program == "grpo":
+            from megalith.rl.grpo import open_rollouts as check_data
+            from megalith.rl.grpo import require_rollouts
+
+            require_rollouts(config)
         return launch(
             launcher.nproc,
             command,
@@ -174,19 +180,21 @@ def train(arguments: list[str]) -> int:
             max_restarts=launcher.max_restarts,
             rdzv_endpoint=launcher.rdzv_endpoint or (None if one_machine else _meeting_place()),
             rdzv_id=launcher.rdzv_id,
-            check=lambda world_sizes: check_job(config, world_sizes, launcher.nproc, one_machine),
+            check=lambda world_sizes: check_job(config, world_sizes, launcher.nproc, one_machine, check_data),
         )
     from megalith.launch.stops import exit_code
     from megalith.training.trainer import train
 
+    if program == "grpo":
+        from megalith.rl.grpo import train_grpo as train
     return exit_code(train(config).ended)
 
 
-def _say_that_it_starts(arguments: list[str]) -> None:
+def _say_that_it_starts(program: str, arguments: list[str]) -> None:
     """A line on the first rank's screen: what is imported next takes seconds."""
     rank, ranks = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
     if rank == "0":
-        who = f"rank 0 of {ranks}" if ranks != "1" else " ".join(["train", *arguments[:1]])
+        who = f"rank 0 of {ranks}" if ranks != "1" else " ".join([program, *arguments[:1]])
         with contextlib.suppress(OSError):  # a screen that is gone is no reason not to train
             print(f"megalith {megalith.__version__}: {who}, loading PyTorch", flush=True)
 
@@ -411,6 +419,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=ShowVersion, nargs=0, help="print the version")
     commands = parser.add_subparsers(required=True, metavar="command")
     commands.add_parser("train", help="train as a run file says; `megalith train --help` lists every setting")
+    commands.add_parser("grpo", help="train on rollouts by GRPO, as a run file says")
     commands.add_parser("pretrain-gpt", help="train by Megatron-LM's flags")
     for program in MEGATRON_PROGRAMS[1:]:
         commands.add_parser(program, help="Megatron-LM's program of this name: says that it is not there yet")

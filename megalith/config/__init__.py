@@ -7,6 +7,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.optim import OptimConfig
 from megalith.config.output import CheckpointConfig, LogConfig, RuntimeConfig
 from megalith.config.parallel import ParallelConfig
+from megalith.config.rl import RlConfig
 from megalith.config.run import RunConfig
 from megalith.config.train import TrainConfig
 
@@ -18,6 +19,7 @@ __all__ = [
     "ModelConfig",
     "OptimConfig",
     "ParallelConfig",
+    "RlConfig",
     "RopeScaling",
     "RunConfig",
     "RuntimeConfig",

@@ -112,6 +112,21 @@ ALIASES: dict[str, Rename | Choose | Already | Derive] = {
 
     "optim.cpu_offload_optimizer":                    Rename("optim.optimizer_cpu_offload"),
 
+    "rl.clip_ratio_low":                              Rename("rl.epsilon"),  # verl
+    "rl.clip_ratio_high":                             Rename("rl.epsilon_high"),
+    "rl.kl_loss_coef":                                Rename("rl.beta"),
+    "rl.entropy_coeff":                               Rename("rl.entropy_coef"),
+    "rl.ppo_epochs":                                  Rename("rl.num_iterations"),
+    "rl.num_generations_per_prompt":                  Rename("rl.num_generations"),  # NeMo-RL
+    "rl.ratio_clip_min":                              Rename("rl.epsilon"),
+    "rl.ratio_clip_max":                              Rename("rl.epsilon_high"),
+    "rl.ratio_clip_c":                                Rename("rl.clip_ratio_c"),
+    "rl.reference_policy_kl_penalty":                 Rename("rl.beta"),
+    "rl.clamp_eps_lower":                             Rename("rl.epsilon"),  # Oumi
+    "rl.clamp_eps_upper":                             Rename("rl.epsilon_high"),
+    "rl.kl_beta":                                     Rename("rl.beta"),
+    "rl.entropy_weight":                              Rename("rl.entropy_coef"),
+
     "data.index_cache":                               Already(_SAMPLES, str),
     "data.data_cache_path":                           Already(_SAMPLES, str),
 

@@ -73,6 +73,7 @@ SEAMS: dict[type[nn.Module], dict[str, str]] = {
     Adapter: {
         "gather": "what B takes of A's result: (low, context) → low",
         "first_column": "the number of A's first column among all",
+        "scaling": "what its result is multiplied by: 0 switches it off",
     },
     QKVAdapter: {"heads": "as Attention's"},
 }

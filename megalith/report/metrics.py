@@ -20,7 +20,7 @@ import json
 import math
 import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime
 from functools import partial
@@ -140,10 +140,11 @@ class MetricsWriter:
         line = {"time": now, **{key: finite(value) for key, value in record.items()}}
         self._events.write(json.dumps(line, allow_nan=False))
 
-    def log_step(self, metrics: StepMetrics) -> None:
+    def log_step(self, metrics: StepMetrics, more: Mapping[str, Any] | None = None) -> None:
+        """`more`: what the line has besides."""
         record = {
             key: finite(value)
-            for key, value in asdict(metrics).items()
+            for key, value in (asdict(metrics) | dict(more or {})).items()
             if value is not None or key not in ASKED_FOR
         }
         self._metrics.write(json.dumps(record, allow_nan=False))

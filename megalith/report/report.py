@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
@@ -59,6 +59,8 @@ class PendingStep:
     """Of the run, with the times since the last log line."""
     tallies: Tensor | None = None
     """What the experts got, float32 [layers with experts, experts + 3]."""
+    figures: Callable[[], dict[str, Any]] | None = None
+    """Gives what else the step's line has; waits for the device."""
 
     def read(self) -> ReadStep:
         """Its figures on the host; waits for the device."""
@@ -186,7 +188,7 @@ class Report:
                     metrics, tokens = with_expert_load(metrics, step.tallies, self._config)
                     if step.step % self._config.log.log_interval == 0:
                         self._metrics.log_experts(step.step, tokens)
-                self._metrics.log_step(metrics)
+                self._metrics.log_step(metrics, step.figures() if step.figures else {})
                 self._console.log_step(metrics)
 
     def _log_timers(self, step: int, timers: PhaseTimers) -> None:

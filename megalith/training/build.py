@@ -146,6 +146,10 @@ def open_datasets(
 ) -> tuple[SampleDataset, SampleDataset | None, SampleDataset | None]:
     """The train, valid and test data for so many samples each; None where a split has none or none are asked for."""
     data, model, seed = config.data, config.model, config.train.seed
+    if config.rl.files:
+        raise ConfigError(
+            "rl.rollouts is what to train on: use `megalith grpo`, or leave it out to pre-train"
+        )
     if data.mock:
         train, valid, test = (
             MockDataset(model.vocab_size, data.seq_length, count, seed + part, eod) if count else None
@@ -216,6 +220,10 @@ class Data:
         data, seed = self._config.data, self._config.train.seed
         order = sample_order(data.dataloader_type, len(self.train), seed, left_out)
         return self._loader(self.train, order, sizes(), device, consumed_samples)
+
+    def micro_batches(self, consumed_samples: int) -> int:
+        """Of the step that begins after `consumed_samples`, on each data-parallel rank."""
+        return self._batch_sizes.micro_batches(consumed_samples)
 
     def files(self) -> dict[str, dict[str, int | str]]:
         """Of each indexed dataset that is trained on, by its prefix, what tells whether it is the same (`identity`)."""

@@ -8,7 +8,7 @@ its checkpoints are left to rank 0: a launcher that joins a running job finds th
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from megalith.checkpoint import open_checkpoint
 from megalith.checkpoint.state import check_model_fits
@@ -29,16 +29,22 @@ MOST_INDEX_BYTES = (
 )  # of .idx files that are read whole here: six million documents, a fraction of a second
 
 
-def check_job(config: RunConfig, world_sizes: Sequence[int], nproc: int, one_machine: bool) -> None:
+def check_job(
+    config: RunConfig,
+    world_sizes: Sequence[int],
+    nproc: int,
+    one_machine: bool,
+    check_data: Callable[[RunConfig, Tokenizer | None], object] | None = None,
+) -> None:
     """Raises the MegalithError with which every rank would refuse `config`.
 
     `world_sizes` are those that the job may have: one of them has to be possible. `nproc` processes are on this
-    machine.
+    machine. `check_data` is of data that is not pre-training's.
     """
     check_base(config)
     prepared, tokenizer, _ = _prepare_any(config, world_sizes)
     pick_device(config.runtime.device, nproc - 1)
-    _check_data(prepared, tokenizer)
+    (check_data or _check_data)(prepared, tokenizer)
     if config.train.skip_train:  # it writes nothing
         _check_checkpoint(prepared, tokenizer)
     elif one_machine:

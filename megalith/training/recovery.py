@@ -105,9 +105,10 @@ class Faults:
         run = self._run
         start = (lost.step - 1, lost.first_sample, run.device, run.left_out)
         with run.data.train_loader(*start) as batches:
-            micro_batches = list(islice(batches, run.batch_sizes.micro_batches(lost.first_sample)))
+            micro_batches = list(islice(batches, run.data.micro_batches(lost.first_sample)))
         with watched_gradients(run.model.chunks) as watched:
             run.gradients(micro_batches)
+        run.task.figures(run)  # these passes count for no step
         run.model.parameters.clear_gradients()
         loss_is_lost = not math.isfinite(run.model.own_loss.item())
         found = gather_json((loss_is_lost, watched.names()), run.mesh.world)

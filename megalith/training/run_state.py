@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,7 +18,7 @@ from megalith.config.batch_size import BatchSizeSchedule
 from megalith.data.batch import Batch
 from megalith.data.dataset import SampleDataset
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
-from megalith.models.loss import CrossEntropy
+from megalith.models.loss import CrossEntropy, Loss
 from megalith.optim.schedule import build_schedule
 from megalith.parallel.mesh import Mesh
 from megalith.remote import StorePath, place
@@ -28,17 +29,40 @@ from megalith.training.own_loop import Optimizer
 from megalith.training.replica_check import ReplicaCheck
 
 
+class Task:
+    """What a run trains for: its data, its loss and further figures of a step. This one is pre-training's."""
+
+    loss: Loss | None = None
+    """None: the model's own."""
+
+    def begin(self, run: Run) -> Data:
+        """The run's data. It is asked for first, when `run` has its configuration, tokenizer, mesh and device alone."""
+        return Data(run.config, run.batch_sizes, run.total_steps, run.tokenizer, run.mesh.dp)
+
+    def figures(self, run: Run) -> Callable[[], dict[str, Any]] | None:
+        """What reads the figures of the step that has its gradients, for metrics.jsonl. Every rank calls it."""
+        return None
+
+
 class Run:
     """The pieces and the position of a run. The loop that moves it is the trainer's (trainer.py)."""
 
-    def __init__(self, config: RunConfig, tokenizer: Tokenizer | None, mesh: Mesh, device: torch.device):
+    def __init__(
+        self,
+        config: RunConfig,
+        tokenizer: Tokenizer | None,
+        mesh: Mesh,
+        device: torch.device,
+        task: Task | None = None,
+    ):
         """With the initial weights; `load_run` (resume.py) puts it where a checkpoint stands."""
         self.config, self.tokenizer, self.mesh, self.device = config, tokenizer, mesh, device
         self.output = Path(config.train.output_dir)
         self.saves = place(config.run_folder) / CHECKPOINTS
         self.batch_sizes = BatchSizeSchedule.from_config(config.train, mesh.dp.size)
         self.total_steps = self.batch_sizes.iterations(config.train)
-        self.data = Data(config, self.batch_sizes, self.total_steps, tokenizer, mesh.dp)
+        self.task = task or Task()
+        self.data = self.task.begin(self)
         self.notes: list[str] = list(self.data.notes)
         """What the report says first."""
         self.model = build_model(config, mesh, device)
@@ -82,11 +106,12 @@ class Run:
         anew; it returns the loss that holds.
         """
         batch_size = self.batch_sizes.size(self.consumed_samples)
-        count = self.batch_sizes.micro_batches(self.consumed_samples)
+        count = self.data.micro_batches(self.consumed_samples)
         with self.timers("batch-generator"):
             micro_batches = [next(batches) for _ in range(count)]
         with self.timers("forward-backward"):
             loss = second_try(self.gradients(micro_batches), micro_batches)
+        figures = self.task.figures(self)
         lr = self.schedule.learning_rate(self.step, self.consumed_samples)
         weight_decay = self.schedule.weight_decay(self.step, self.consumed_samples)
         decoupled = self.schedule.decoupled
@@ -111,12 +136,13 @@ class Run:
             params_norm=squares.of_weights().sqrt() if is_logged and log.log_params_norm else None,
             tallies=self.model.tallies,
             timers=self.timers,
+            figures=figures,
         )
 
     def gradients(self, micro_batches: Sequence[Batch]) -> Tensor:
         """Leaves the step's gradients, times the loss scale, in `.grad`; returns its loss."""
         self._seed_fused_dropout()
-        return self.model.backward(micro_batches, loss_scale=self.loss_scale.scale)
+        return self.model.backward(micro_batches, self.task.loss, loss_scale=self.loss_scale.scale)
 
     def mean_loss(
         self,

@@ -41,7 +41,7 @@ from megalith.training.build import prepare
 from megalith.training.process import machine_of, prepare_process
 from megalith.training.recovery import Faults
 from megalith.training.resume import load_run
-from megalith.training.run_state import Run
+from megalith.training.run_state import Run, Task
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,12 @@ class TrainingResult:
     test_loss: float | None = None  # after training
 
 
-def train(config: RunConfig) -> TrainingResult:
+def train(config: RunConfig, task: Task | None = None) -> TrainingResult:
     """Trains as `config` says, from its start or from the checkpoint that `checkpoint.load` names.
 
-    Every process of the run calls it; where torchrun or `launch` started several, they find each other first.
-    Raises ConfigError, DataError or CheckpointError before anything is written when the run is not possible.
+    `task`: what for, where it is not pre-training. Every process of the run calls it; where torchrun or `launch`
+    started several, they find each other first. Raises ConfigError, DataError or CheckpointError before anything is
+    written when the run is not possible.
     """
     process, attempt, starting = this_process(), this_attempt(), StartClock()
     time.sleep(pause(attempt))
@@ -98,7 +99,7 @@ def train(config: RunConfig) -> TrainingResult:
         starting.mark("settings and processes")
         try:
             with open_watch(heartbeat, process, timeout, output):
-                run = Run(config, tokenizer, mesh, device)
+                run = Run(config, tokenizer, mesh, device, task)
                 trainer = Trainer(run, heartbeat, signals, starting, notes)
                 result = trainer.train()
         except torch.OutOfMemoryError as error:

@@ -106,6 +106,14 @@ READ_WITH = {
         ("runtime.loss_spike_window=9", "runtime.loss_spike_threshold=2"),
     "runtime.enable_straggler_detection true":
         ("runtime.straggler_interval=9", "runtime.enable_straggler_detection=true"),
+    "rl.rollouts":
+        ("rl.epsilon_high=0.28", "rl.rollouts=a"),
+    "rl.beta above 0":
+        ("rl.kl_estimator=k1", "rl.beta=0.1 rl.rollouts=a"),
+    "rl.overlong_buffer_len above 0":
+        ("rl.overlong_penalty_factor=2", "rl.overlong_buffer_len=9 rl.rollouts=a"),
+    "rl.vllm_importance_sampling_correction true":
+        ("rl.vllm_importance_sampling_clip_max=2", "rl.vllm_importance_sampling_correction=true rl.rollouts=a"),
 }  # fmt: skip
 
 
@@ -127,6 +135,8 @@ def test_a_setting_is_read_with_what_it_needs_and_not_without(need):
     off = ["optim.optimizer=sgd"] if need.endswith("but sgd") else []
     if "rope_scaling" in need:
         off = ["model.position_embedding_type=rope", "model.rope_scaling.type=linear"]
+    if need.startswith("rl.") and need != "rl.rollouts":
+        off = ["rl.rollouts=a", "rl.vllm_importance_sampling_correction=false"]
     notes = idle_notes(RunConfig.load(None, own + off))
     assert [note.partition(" ")[0] for note in notes] == [word.partition("=")[0] for word in own]
     assert all(note.endswith(f"changes nothing: it takes {need}") for note in notes)

@@ -16,6 +16,7 @@ from megalith.parallel.mesh import build_mesh
 from megalith.parallel.parallel_model import ParallelModel
 from megalith.parity.differences import BOUND, gradient_errors, relative_error
 from megalith.parity.layouts import LAYOUTS
+from megalith.rl import SigmoidPreference
 from megalith.training.build import build_model
 
 VOCAB, SEQ, SAMPLES, MICRO_BATCH, CANDIDATES = 61, 16, 8, 2, 3
@@ -55,17 +56,6 @@ class Grpo(Loss):
         return ((losses * mask).sum(1) / mask.sum(1).clamp(min=1)).sum()
 
 
-class Preference(Loss):
-    """DPO: of each pair of neighbouring sequences the first is the better."""
-
-    def denominator(self, batch):
-        return len(batch.input_ids) // 2
-
-    def __call__(self, logprobs, entropy, batch):
-        gap = ((logprobs - batch.reference_logprobs) * batch.loss_mask).sum(1)
-        return -torch.nn.functional.logsigmoid(0.1 * (gap[::2] - gap[1::2])).sum()
-
-
 class Distillation(Loss):
     """The teacher's likeliest tokens: −Σ p log q."""
 
@@ -88,7 +78,7 @@ class Policy(Loss):
         return batch.advantages[:, None] * batch.loss_mask
 
 
-LOSSES = (CrossEntropy(), Grpo(), Preference(), Distillation(), Policy())
+LOSSES = (CrossEntropy(), Grpo(), SigmoidPreference(), Distillation(), Policy())
 
 
 def configuration(layout: str, **model) -> RunConfig:

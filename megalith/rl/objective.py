@@ -1,0 +1,250 @@
+"""GRPO's objective and its kin: a loss of log-probabilities, by the formulas of docs/grpo_objective.md.
+
+Everything here is a pure function of tensors that stand alike, [batch, seq], one number a token. Rows may hold several
+sequences (packing), so what is of a sequence is found by `numbers`: each token's sequence within the micro-batch. With
+that a sum over a sequence is the same function for padded and for packed rows.
+
+A step's loss is Σ over all micro-batches / a global count, known before the first backward: tokens, or sequences.
+The division by a sequence's own tokens happens here, for a sequence is never cut between micro-batches.
+
+Direct preference optimization (Rafailov et al. 2023) stands at the end: of two answers to a prompt the chosen one
+becomes likelier,
+
+    ℓ = −(1 − λ) · log σ(β · h) − λ · log σ(−β · h)       h = Σ_chosen (log π − log π_ref) − Σ_rejected (the same)
+
+where λ, the label smoothing, is how often the choice is wrong. The step's loss is the mean over the pairs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.functional import logsigmoid
+
+from megalith.config.rl import RlConfig
+from megalith.data.batch import Batch
+from megalith.models.loss import Loss
+
+
+@dataclass
+class RolloutBatch(Batch):
+    """Completions behind their prompts; `loss_mask` is 1 where the label is a completion's token in the loss.
+
+    Without `old_logprobs` the old policy is the one that is trained: the ratio is 1, with its gradient.
+    """
+
+    advantages: Tensor  # float32 [batch, seq], that of the token's sequence
+    numbers: Tensor  # int64 [batch, seq], of the token's sequence within the micro-batch; 0 for what fills up
+    sequence_tokens: Tensor  # float32 [sequences], the tokens in the loss of each; 0 for one without
+    rollout_logprobs: Tensor | None = None  # float32 [batch, seq], the engine's
+    old_logprobs: Tensor | None = None  # float32 [batch, seq]
+    reference_logprobs: Tensor | None = None  # float32 [batch, seq]
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Which tokens of [batch, seq] are in the loss, and whose they are."""
+
+    mask: Tensor  # bool [batch, seq]
+    numbers: Tensor  # int64 [batch, seq]
+    tokens: Tensor  # float [sequences], one at least
+
+    @classmethod
+    def of(cls, batch: RolloutBatch) -> Sequences:
+        """Those of a micro-batch; one without a sequence gets one without tokens."""
+        tokens = batch.sequence_tokens
+        return cls(batch.loss_mask > 0, batch.numbers, tokens if len(tokens) else tokens.new_zeros(1))
+
+    def inside(self, x: Tensor | None) -> Tensor | None:
+        """x at the tokens in the loss, 0 elsewhere: what stands there, of prompts and padding, reaches nothing."""
+        return None if x is None else torch.where(self.mask, x, 0.0)
+
+    def sums(self, x: Tensor) -> Tensor:
+        """Σ m · x of each sequence: [batch, seq] → [sequences]."""
+        masked = self.inside(x).flatten()
+        return masked.new_zeros(len(self.tokens)).index_add(0, self.numbers.flatten(), masked)
+
+    def at_tokens(self, x: Tensor) -> Tensor:
+        """[sequences] → [batch, seq], each token that of its sequence."""
+        return x[self.numbers]
+
+    def means(self, x: Tensor) -> Tensor:
+        """Mean over the tokens in the loss of each sequence: [batch, seq] → [sequences], 0 for one without."""
+        return self.sums(x) / self.tokens.clamp(min=1)
+
+
+def log_ratio(rl: RlConfig, logprobs: Tensor, old: Tensor, sequences: Sequences) -> Tensor:
+    """log π − log π_old of each token, or at level `sequence` its mean over the token's sequence (GSPO)."""
+    ratio = sequences.inside(logprobs - old)
+    if rl.importance_sampling_level == "sequence":
+        return sequences.at_tokens(sequences.means(ratio))
+    return ratio
+
+
+def policy_losses(rl: RlConfig, ratio: Tensor, logprobs: Tensor, advantages: Tensor) -> Tensor:
+    """The policy's part of each token's loss, [batch, seq]: PPO's clipped ratio, or CISPO's weighted logarithm."""
+    if rl.loss_type == "cispo":
+        return -ratio.detach().clamp(max=rl.upper_epsilon) * advantages * logprobs
+    clipped = ratio.clamp(1 - rl.epsilon, 1 + rl.upper_epsilon)
+    free = ratio if rl.delta is None else ratio.clamp(max=rl.delta)
+    losses = -torch.min(free * advantages, clipped * advantages)
+    if rl.clip_ratio_c is not None:
+        most = -rl.clip_ratio_c * advantages
+        losses = torch.where(advantages < 0, torch.min(losses, most), losses)
+    return losses
+
+
+def kl_losses(rl: RlConfig, logprobs: Tensor, reference: Tensor, ratio: Tensor) -> Tensor:
+    """The estimate of KL(π ‖ π_ref) at each token, [batch, seq]; `ratio` is the token's, for the unbiased gradient."""
+    d = reference - logprobs
+    match rl.kl_estimator:
+        case "k1":
+            kl = -d
+        case "k2":
+            kl = d.square() / 2
+        case _:
+            kl = d.exp() - d - 1
+    return kl * ratio if rl.use_bias_correction_kl else kl
+
+
+def mismatch_weights(rl: RlConfig, old: Tensor, rollout: Tensor, sequences: Sequences) -> Tensor:
+    """exp(log π_old − log π_rollout) within its bounds, [batch, seq], without a gradient: what engine and trainer
+    compute differently. At level `sequence` of the sum over the sequence. A log-probability that is NaN counts as
+    equal."""
+    level, _, beyond = rl.vllm_importance_sampling_mode.partition("_")
+    gap = (old - rollout).detach().nan_to_num(nan=0.0)
+    gap = sequences.at_tokens(sequences.sums(gap)) if level == "sequence" else gap
+    weights = gap.exp()
+    low, high = rl.vllm_importance_sampling_clip_min, rl.vllm_importance_sampling_clip_max
+    if beyond == "truncate":
+        return weights.clamp(low, high) if (low, high) != (None, None) else weights
+    inside = torch.ones_like(weights, dtype=torch.bool)
+    if low is not None:
+        inside &= weights >= low
+    if high is not None:
+        inside &= weights <= high
+    return torch.where(inside, weights, 0.0)
+
+
+def aggregate(rl: RlConfig, losses: Tensor, sequences: Sequences) -> Tensor:
+    """What a micro-batch adds to the numerator of the step's loss, a scalar; see `divisor`."""
+    sums = sequences.means(losses) if rl.loss_type == "grpo" else sequences.sums(losses)
+    return sums.sum()
+
+
+def divisor(rl: RlConfig, sequence_tokens: Tensor) -> Tensor:
+    """What it adds to the denominator, from the tokens in the loss of each of its sequences.
+
+    Tokens for dapo and cispo, sequences with a token in the loss for grpo and luspo; for dr_grpo a constant for each
+    sequence, whatever is in the loss.
+    """
+    if rl.loss_type in ("dapo", "cispo"):
+        return sequence_tokens.sum(dtype=torch.float64)
+    if rl.loss_type == "dr_grpo":
+        return torch.tensor(float(len(sequence_tokens) * rl.max_completion_length), dtype=torch.float64)
+    return (sequence_tokens > 0).sum().double()
+
+
+class PolicyLoss(Loss):
+    """The step's loss by a section `rl`, for `ParallelModel.backward` with micro-batches of RolloutBatch.
+
+    It adds up what its figures are made of, on the device, over all micro-batches since they were taken.
+    """
+
+    FIGURES = ("tokens", "ratio", "clip_low", "clip_high", "kl", "entropy", "drift", "mismatch")
+
+    def __init__(self, rl: RlConfig):
+        self.rl = rl
+        self.temperature = rl.temperature
+        self.needs_entropy = rl.entropy_coef != 0 or rl.log_entropy
+        self._sums: Tensor | None = None
+
+    def denominator(self, batch: RolloutBatch) -> Tensor:
+        return divisor(self.rl, batch.sequence_tokens)
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: RolloutBatch) -> Tensor:
+        rl, sequences = self.rl, Sequences.of(batch)
+        inside = sequences.inside
+        logprobs, rollout = inside(logprobs), inside(batch.rollout_logprobs)
+        old = inside(self._old(logprobs, rollout, batch))
+        ratio = log_ratio(rl, logprobs, old, sequences).exp()
+        losses, kl = policy_losses(rl, ratio, logprobs, batch.advantages), None
+        if rl.vllm_importance_sampling_correction and rollout is not None:
+            losses = losses * mismatch_weights(rl, old, rollout, sequences)
+        if rl.beta:
+            kl = kl_losses(rl, logprobs, inside(batch.reference_logprobs), (logprobs - old).exp())
+            losses = losses + rl.beta * kl
+        if rl.entropy_coef:
+            losses = losses - rl.entropy_coef * entropy
+        gap = None if rollout is None else (old - rollout).nan_to_num(nan=0.0).abs()
+        self._add_figures(sequences, ratio, batch.advantages, kl, entropy, gap)
+        return aggregate(rl, losses, sequences)
+
+    def _old(self, logprobs: Tensor, rollout: Tensor | None, batch: RolloutBatch) -> Tensor:
+        """The old policy's log-probabilities [batch, seq], without a gradient."""
+        if batch.old_logprobs is not None:
+            return batch.old_logprobs
+        if self.rl.old_logprobs == "rollout" and rollout is not None:  # it is where nothing is in the loss
+            return torch.where(rollout.isnan(), logprobs.detach(), rollout)
+        return logprobs.detach()
+
+    @torch.no_grad()
+    def _add_figures(
+        self,
+        sequences: Sequences,
+        ratio: Tensor,
+        a: Tensor,
+        kl: Tensor | None,
+        entropy: Tensor | None,
+        gap: Tensor | None,
+    ) -> None:
+        rl, zero = self.rl, torch.zeros_like(ratio)
+        lowest = -torch.inf if rl.loss_type == "cispo" else 1 - rl.epsilon
+        highest = rl.upper_epsilon if rl.loss_type == "cispo" else 1 + rl.upper_epsilon
+        each = (
+            torch.ones_like(ratio),
+            ratio,
+            (ratio < lowest) & (a < 0),
+            (ratio > highest) & (a > 0),
+            zero if kl is None else kl,
+            zero if entropy is None else entropy,
+            zero if gap is None else gap,
+            zero if gap is None else gap.exp(),
+        )
+        sums = torch.stack([sequences.inside(x).sum(dtype=torch.float64) for x in each])
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def take_sums(self) -> Tensor | None:
+        """Of FIGURES, float64 [figures], over the tokens in the loss since the last call; None where this rank was
+        not asked for a loss."""
+        sums, self._sums = self._sums, None
+        return sums
+
+
+@dataclass
+class PreferenceBatch(Batch):
+    """Neighbouring rows are a pair, the chosen one first; `loss_mask` is 1 where the label is the answer's."""
+
+    reference_logprobs: Tensor | None = None  # float32 [batch, seq]
+
+
+class SigmoidPreference(Loss):
+    """DPO's loss, for `ParallelModel.backward` with micro-batches of PreferenceBatch."""
+
+    def __init__(self, beta: float = 0.1, label_smoothing: float = 0.0):
+        self.beta, self.label_smoothing = beta, label_smoothing
+
+    def denominator(self, batch: PreferenceBatch) -> float:
+        return len(batch.input_ids) // 2
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: PreferenceBatch) -> Tensor:
+        gaps = torch.where(batch.loss_mask > 0, logprobs - batch.reference_logprobs, 0.0).sum(1)  # [batch]
+        return preference_losses(gaps[::2], gaps[1::2], self.beta, self.label_smoothing).sum()
+
+
+def preference_losses(chosen: Tensor, rejected: Tensor, beta: float, label_smoothing: float = 0.0) -> Tensor:
+    """Of each pair, from Σ (log π − log π_ref) of both: [pairs] → [pairs]."""
+    margin = beta * (chosen - rejected)
+    return -(1 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)

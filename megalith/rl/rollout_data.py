@@ -1,0 +1,283 @@
+"""The stream of micro-batches that a run of GRPO reads out of its rollouts.
+
+Rollout batch b is the b-th run of `global_batch_size` × `mini_batches` completions, in whole groups, in the files'
+order and again from their beginning. It is trained on for `steps_per_batch` steps: step s of it takes its mini-batch
+s mod `mini_batches`. So what a step reads follows from its number alone, whatever the layout and wherever the run was
+resumed. Advantages are made of the whole rollout batch on every rank; log-probabilities of the old policy and of the
+reference by passes of the model before its first step.
+
+A row of data.seq_length tokens holds one completion behind its prompt, or with packing as many as fit, with attention
+kept apart. Rows are dealt out to the data-parallel ranks; those that are missing to as many for each are empty.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megalith.config import RlConfig, RunConfig
+from megalith.errors import DataError
+from megalith.remote import place
+from megalith.rl.advantages import NO_SPREAD, Advantages, advantages
+from megalith.rl.objective import RolloutBatch
+from megalith.rl.rollouts import Completion, PromptGroup, Rollouts, without_spread
+from megalith.training.run_state import Run
+
+LogProbs = Callable[[Sequence[RolloutBatch]], list[Tensor]]
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A completion behind its prompt, as a row holds it."""
+
+    prompt_ids: np.ndarray
+    completion: Completion
+    advantage: float
+    in_loss: bool
+
+    @property
+    def tokens(self) -> int:
+        """What it takes of a row: the last token is a label alone."""
+        return len(self.prompt_ids) + len(self.completion.ids) - 1
+
+
+@dataclass(frozen=True)
+class RolloutStep:
+    """A mini-batch: its rows, the same in every layout, and what is known of it without a pass."""
+
+    rows: list[list[Sample]]
+    figures: dict[str, float]
+
+
+class RolloutData:
+    """In the place of pre-training's Data: the rollouts of a run, and micro-batches out of them."""
+
+    train = valid = test = None
+
+    def __init__(self, run: Run, rollouts: Rollouts, reference: LogProbs | None):
+        """`reference` gives the log-probabilities of micro-batches by the reference; None without one."""
+        config = run.config
+        self._run, self._rl, self._reference = run, config.rl, reference
+        self._groups = rollouts.groups
+        self._size = config.train.global_batch_size
+        self._made: tuple[int, list[RolloutStep]] | None = None  # the rollout batch last asked for
+        self.notes: list[str] = []
+        if self._rl.old_logprobs == "rollout":
+            _require_logprobs(self._groups)
+        if self._rl.filter_zero_std:
+            self._leave_out_without_spread()
+        again = run.total_steps // self._rl.num_iterations * self._size / self._completions
+        if again > 1:
+            self.notes.append(
+                f"the run goes over the rollouts {again:.1f} times: they are of {len(self._groups):,} prompts"
+            )
+
+    @property
+    def _completions(self) -> int:
+        return len(self._groups) * self._rl.num_generations
+
+    def _leave_out_without_spread(self) -> None:
+        kept = without_spread(self._groups, _advantages(self._rl, self._groups).spread, NO_SPREAD)
+        left_out = len(self._groups) - len(kept)
+        if left_out:
+            self.notes.append(
+                f"rl.filter_zero_std leaves out {left_out:,} of {len(self._groups):,} groups, whose rewards are equal"
+            )
+        self._groups = kept or self._groups
+
+    def train_loader(
+        self, step: int, consumed_samples: int, device: torch.device, left_out: Sequence[Sequence[int]] = ()
+    ) -> closing:
+        """Micro-batches from after `step` steps to the end of the run. Every rank iterates alike."""
+        return closing(self._from(step))
+
+    def micro_batches(self, consumed_samples: int) -> int:
+        """Of the step that begins after `consumed_samples`, on each data-parallel rank."""
+        together = self._run.config.train.micro_batch_size * self._run.mesh.dp.size
+        return -(-len(self.step(consumed_samples // self._size).rows) // together)
+
+    def files(self) -> dict[str, dict[str, int | str]]:
+        """Of each file what tells whether it is the same."""
+        return {path: _identity(path) for path in self._rl.files}
+
+    def in_order_of(self, num_samples: int) -> bool:
+        """Whether a run of so many samples takes the same ones, as far as both go."""
+        return True
+
+    def step(self, step: int) -> RolloutStep:
+        """What the step after `step` steps is made of."""
+        batch, within = divmod(step, self._rl.steps_per_batch)
+        if self._made is None or self._made[0] != batch:
+            self._made = (batch, self._batch(batch))
+        return self._made[1][within % self._rl.mini_batches]
+
+    def _batch(self, number: int) -> list[RolloutStep]:
+        rl = self._rl
+        count = self._size * rl.mini_batches // rl.num_generations
+        places = range(number * count, (number + 1) * count)
+        groups = [self._groups[at % len(self._groups)] for at in places]
+        found = _advantages(rl, groups)
+        figures = _figures(groups, found)
+        samples = [
+            Sample(
+                group.prompt_ids,
+                completion,
+                advantage,
+                not (rl.mask_truncated_completions and completion.truncated),
+            )
+            for group, values in zip(groups, found.values.tolist())
+            for completion, advantage in zip(group.completions, values)
+        ]
+        longest = self._run.config.data.seq_length if rl.packing else 0
+        cuts = range(0, len(samples), self._size)
+        return [RolloutStep(rows_of(samples[cut : cut + self._size], longest), figures) for cut in cuts]
+
+    def _from(self, step: int) -> Iterator[RolloutBatch]:
+        rl, ready = self._rl, None
+        if step % rl.steps_per_batch and rl.computes_old:
+            self._run.log(
+                f"step {step} stands inside of a rollout batch of {rl.steps_per_batch} steps: for the rest of it the "
+                "old log-probabilities are those of the weights now"
+            )
+        while step < self._run.total_steps:
+            batch, within = divmod(step, rl.steps_per_batch)
+            if ready is None or within == 0:
+                first = batch * rl.steps_per_batch
+                made = [self._own(first + number) for number in range(rl.mini_batches)]
+                ready = self._with_logprobs(made)
+            yield from ready[within % rl.mini_batches]
+            step += 1
+
+    def _own(self, step: int) -> list[RolloutBatch]:
+        """This data-parallel rank's micro-batches of a step."""
+        config, dp = self._run.config, self._run.mesh.dp
+        rows, size = self.step(step).rows, config.train.micro_batch_size
+        together = size * dp.size
+        rows = rows + [[] for _ in range(-len(rows) % together)]
+        firsts = range(dp.rank * size, len(rows), together)
+        return [make_batch(config, rows[at : at + size], step * self._size + at) for at in firsts]
+
+    def _with_logprobs(self, steps: list[list[RolloutBatch]]) -> list[list[RolloutBatch]]:
+        """The micro-batches with the log-probabilities that the loss reads."""
+        flat, more = [batch for step in steps for batch in step], {}
+        if self._rl.computes_old:
+            more["old_logprobs"] = self._run.model.all_logprobs(flat, self._rl.temperature)
+        if self._reference is not None:
+            more["reference_logprobs"] = self._reference(flat)
+        flat = [
+            replace(batch, **{name: found[number] for name, found in more.items()})
+            for number, batch in enumerate(flat)
+        ]
+        each = iter(flat)
+        return [[next(each) for _ in step] for step in steps]
+
+
+def rows_of(samples: Sequence[Sample], longest: int) -> list[list[Sample]]:
+    """The samples in rows, the longest ones first: one each, or best fit decreasing into rows of `longest` tokens."""
+    by_length = sorted(samples, key=lambda sample: -sample.tokens)
+    if not longest:
+        return [[sample] for sample in by_length]
+    rows: list[list[Sample]] = []
+    room: list[int] = []
+    for sample in by_length:
+        fits = [(space, at) for at, space in enumerate(room) if space >= sample.tokens]
+        if fits:
+            space, at = min(fits)
+            rows[at].append(sample)
+            room[at] = space - sample.tokens
+        else:
+            rows.append([sample])
+            room.append(longest - sample.tokens)
+    return rows
+
+
+def make_batch(config: RunConfig, rows: Sequence[Sequence[Sample]], first_row: int) -> RolloutBatch:
+    """A micro-batch of rows of data.seq_length tokens; a row without samples has no token in the loss.
+
+    `first_row`: the number of its first row in the run, the key of dropout.
+    """
+    shape = (len(rows), config.data.seq_length)
+    ids, labels, positions, numbers = (np.zeros(shape, dtype=np.int64) for _ in range(4))
+    mask, advantage, logprobs = (np.zeros(shape, dtype=np.float32) for _ in range(3))
+    documents = np.zeros(shape, dtype=np.int32)
+    tokens: list[float] = []
+    for at, row in enumerate(rows):
+        begin = 0
+        for number, sample in enumerate(row):
+            whole = np.concatenate([sample.prompt_ids, sample.completion.ids])
+            end = begin + sample.tokens
+            of_completion = slice(begin + len(sample.prompt_ids) - 1, end)
+            ids[at, begin:end], labels[at, begin:end] = whole[:-1], whole[1:]
+            positions[at, begin:end] = np.arange(sample.tokens)
+            documents[at, begin:end] = number
+            numbers[at, begin:end] = len(tokens)
+            mask[at, of_completion] = sample.in_loss
+            advantage[at, begin:end] = sample.advantage
+            given = sample.completion.logprobs
+            logprobs[at, of_completion] = np.nan if given is None else given
+            tokens.append(float(mask[at, begin:end].sum()))
+            begin = end
+        documents[at, begin:] = len(row)
+    tensors = map(torch.from_numpy, (ids, labels, mask, positions, documents, advantage, numbers, logprobs))
+    ids, labels, mask, positions, documents, advantage, numbers, logprobs = tensors
+    return RolloutBatch(
+        ids,
+        labels,
+        mask,
+        positions,
+        documents if config.rl.packing else None,  # a single sample cannot see the padding behind it
+        torch.arange(first_row, first_row + len(rows)),
+        advantage,
+        numbers,
+        torch.tensor(tokens),
+        None if logprobs[mask > 0].isnan().all() else logprobs,
+    )
+
+
+def _require_logprobs(groups: Sequence[PromptGroup]) -> None:
+    for group in groups:
+        for number, completion in enumerate(group.completions):
+            if completion.logprobs is None:
+                raise DataError(
+                    f"{group.where}, sample {number} has no logprobs, but rl.old_logprobs is rollout; sample with "
+                    "log-probabilities, or set it to policy"
+                )
+
+
+def _advantages(rl: RlConfig, groups: Sequence[PromptGroup]) -> Advantages:
+    rewards = np.array([[completion.rewards for completion in group.completions] for group in groups])
+    lengths = np.array([[len(completion.ids) for completion in group.completions] for group in groups])
+    return advantages(rl, rewards, lengths)
+
+
+def _figures(groups: Sequence[PromptGroup], found: Advantages) -> dict[str, float]:
+    """What metrics.jsonl says of a rollout batch."""
+    completions = [completion for group in groups for completion in group.completions]
+    rewards, lengths = found.rewards[~np.isnan(found.rewards)], [len(one.ids) for one in completions]
+    return {
+        "rewards_mean": float(rewards.mean()) if len(rewards) else float("nan"),
+        "rewards_std": float(rewards.std(ddof=1)) if len(rewards) > 1 else 0.0,
+        "rewards_absent": int(np.isnan(found.rewards).sum()),
+        "advantages_mean": float(found.values.mean()),
+        "advantages_std": float(found.values.std(ddof=1)) if found.values.size > 1 else 0.0,
+        "groups_without_spread": float((found.spread <= NO_SPREAD).mean()),
+        "completion_length": float(np.mean(lengths)),
+        "completion_length_max": max(lengths),
+        "completions_truncated": float(np.mean([one.truncated for one in completions])),
+    }
+
+
+def _identity(path: str) -> dict[str, int | str]:
+    """As a DataRecord has it, which counts an index of no bytes."""
+    digest, size = hashlib.sha256(), 0
+    with place(path).open("rb") as file:
+        while piece := file.read(1 << 20):
+            digest.update(piece)
+            size += len(piece)
+    return {"bin_bytes": size, "idx_bytes": 0, "idx_sha256": digest.hexdigest()}

@@ -1,0 +1,288 @@
+"""Files of rollouts: what a model has generated, with its rewards, to be trained on again anywhere.
+
+JSONL, or compressed .jsonl.zst. The first line is a header, every other line a group: a prompt and its completions.
+
+    {"format": "megalith-rollouts", "version": 1, "tokenizer": fingerprint or null, "rewards": ["gsm8k", …]}
+    {"prompt_ids": [5, 17], "samples": [{"completion_ids": [3, 2], "logprobs": [-0.1, -1.2], "rewards": [1.0],
+                                         "version": 40, "truncated": false}, …]}
+
+`logprobs` are the engine's, at its temperature, one a token of the completion, and may be absent; a token without one
+has null. A reward that could not be given is null. `version` says by which step's weights the completion was sampled:
+one number, or one a token; absent: not known. Ids, never text: a text may be tokenized otherwise.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import zstandard
+
+from megalith.data.preprocessing.jsonl import read_blocks
+from megalith.errors import DataError
+from megalith.io import atomic_file
+from megalith.remote import place
+
+FORMAT, VERSION = "megalith-rollouts", 1
+MAX_LINE_BYTES = 256 << 20  # of a group: a thousand completions of ten thousand tokens
+
+
+@dataclass(frozen=True)
+class Completion:
+    """One answer to a prompt."""
+
+    ids: np.ndarray  # int64 [tokens], at least one
+    rewards: np.ndarray  # float64 [kinds], NaN where one could not be given
+    logprobs: np.ndarray | None = None  # float32 [tokens], the engine's; NaN for a token without
+    version: np.ndarray | None = None  # int64 [1] or [tokens]: the step of the weights that sampled it
+    truncated: bool = False  # cut off at its longest
+
+
+@dataclass(frozen=True)
+class PromptGroup:
+    """A prompt with its completions."""
+
+    prompt_ids: np.ndarray  # int64 [tokens], at least one
+    completions: list[Completion]
+    where: str = ""  # file and line, for errors
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """The groups of one or several files, in order."""
+
+    groups: list[PromptGroup]
+    rewards: list[str]
+    """The names of the kinds of reward."""
+    tokenizer: str | None = None
+    """The fingerprint of the tokenizer that made the ids."""
+
+
+def save_rollouts(path: str | Path, rollouts: Rollouts) -> None:
+    """Writes a file of rollouts, compressed where its name ends in .zst. DataError where it cannot be written."""
+    header = {
+        "format": FORMAT,
+        "version": VERSION,
+        "tokenizer": rollouts.tokenizer,
+        "rewards": rollouts.rewards,
+    }
+    lines = [header, *map(_group_record, rollouts.groups)]
+    content = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines).encode()
+    with atomic_file(path) as file:
+        file.write(zstandard.compress(content) if str(path).endswith(".zst") else content)
+
+
+def _group_record(group: PromptGroup) -> dict[str, Any]:
+    samples = []
+    for completion in group.completions:
+        sample = {
+            "completion_ids": completion.ids.tolist(),
+            "rewards": _or_null(completion.rewards),
+            "truncated": completion.truncated,
+        }
+        if completion.logprobs is not None:
+            sample["logprobs"] = _or_null(completion.logprobs)
+        if completion.version is not None:
+            version = completion.version.tolist()
+            sample["version"] = version[0] if len(version) == 1 else version
+        samples.append(sample)
+    return {"prompt_ids": group.prompt_ids.tolist(), "samples": samples}
+
+
+def _or_null(values: np.ndarray) -> list[float | None]:
+    return [None if math.isnan(value) else value for value in values.tolist()]
+
+
+def load_rollouts(
+    paths: str | Path | Sequence[str | Path],
+    *,
+    vocab_size: int | None = None,
+    max_tokens: int | None = None,
+    num_generations: int | None = None,
+    tokenizer: str | None = None,
+) -> Rollouts:
+    """The groups of `paths`, in order.
+
+    Refused, by file, line and sample, with a DataError: what is not of the format, ids outside of `vocab_size`, a
+    prompt and completion of more than `max_tokens`, a group of another size than `num_generations`, a file of another
+    tokenizer than that with the fingerprint `tokenizer`.
+    """
+    paths = [paths] if isinstance(paths, str | Path) else list(paths)
+    reader = _Reader(vocab_size, max_tokens, num_generations)
+    whole: Rollouts | None = None
+    for path in paths:
+        header, groups = reader.file(path)
+        names, made_by = header["rewards"], header["tokenizer"]
+        if None not in (tokenizer, made_by) and tokenizer != made_by:
+            raise DataError(
+                f"{path} has the ids of another tokenizer (fingerprint {made_by[:12]}) than the run's "
+                f"({tokenizer[:12]}); use the tokenizer that sampled it, or sample again"
+            )
+        if whole is not None and (names, made_by) != (whole.rewards, whole.tokenizer):
+            raise DataError(
+                f"{path} has rewards {names} and tokenizer {made_by}, the files before it {whole.rewards} and "
+                f"{whole.tokenizer}; train on files that were made alike"
+            )
+        whole = Rollouts([*(whole.groups if whole else []), *groups], names, made_by)
+    if whole is None or not whole.groups:
+        raise DataError(
+            f"there is no group of rollouts in {', '.join(map(str, paths)) or 'no file'}; sample some"
+        )
+    return whole
+
+
+@dataclass(frozen=True)
+class _Reader:
+    vocab_size: int | None
+    max_tokens: int | None
+    num_generations: int | None
+
+    def file(self, path: str | Path) -> tuple[dict[str, Any], list[PromptGroup]]:
+        lines = _lines(path)
+        header = self._header(path, next(lines, None))
+        groups = []
+        for number, line in lines:
+            where = f"{path}, line {number}"
+            groups.append(self._group(where, _object(where, line), len(header["rewards"])))
+        return header, groups
+
+    def _header(self, path: str | Path, first: tuple[int, bytes] | None) -> dict[str, Any]:
+        where = f"{path}, line 1"
+        header = _object(where, first[1]) if first else {}
+        if header.get("format") != FORMAT:
+            raise DataError(
+                f'{where} is not the header of a file of rollouts, {{"format": "{FORMAT}", …}}; give a file that '
+                "save_rollouts wrote"
+            )
+        if header.get("version") != VERSION or isinstance(header["version"], bool):
+            raise DataError(
+                f"{where} says format version {header.get('version')!r}, but this Megalith reads {VERSION}; write the "
+                "file again, or read it with the version that wrote it"
+            )
+        names, made_by = header.get("rewards"), header.get("tokenizer")
+        if not _is_list(names, str) or not names or len(set(names)) < len(names):
+            raise DataError(
+                f"{where} has rewards {names!r}; a list of different names is needed, one at least"
+            )
+        if made_by is not None and not isinstance(made_by, str):
+            raise DataError(f"{where} has tokenizer {made_by!r}; a fingerprint or null is needed")
+        return {"rewards": names, "tokenizer": made_by}
+
+    def _group(self, where: str, record: dict[str, Any], kinds: int) -> PromptGroup:
+        prompt = self._ids(where, "prompt_ids", record.get("prompt_ids"))
+        samples = record.get("samples")
+        if not isinstance(samples, list) or not samples:
+            raise DataError(f"{where} has no list of samples; a group has one completion at least")
+        if self.num_generations not in (None, len(samples)):
+            raise DataError(
+                f"{where} has {len(samples)} samples, but rl.num_generations is {self.num_generations}: the group is "
+                "not whole; set rl.num_generations to the size of the groups, or leave out those that are not whole"
+            )
+        completions = []
+        for number, sample in enumerate(samples):
+            at = f"{where}, sample {number}"
+            if not isinstance(sample, dict):
+                raise DataError(f"{at} is {_short(sample)}, not an object")
+            completions.append(self._completion(at, sample, kinds, len(prompt)))
+        return PromptGroup(prompt, completions, where)
+
+    def _completion(self, at: str, sample: dict[str, Any], kinds: int, prompt_tokens: int) -> Completion:
+        ids = self._ids(at, "completion_ids", sample.get("completion_ids"))
+        if self.max_tokens is not None and prompt_tokens + len(ids) > self.max_tokens:
+            raise DataError(
+                f"{at} has {prompt_tokens} tokens of prompt and {len(ids)} of completion, but at most "
+                f"{self.max_tokens} fit, data.seq_length + 1; raise it, or sample shorter completions"
+            )
+        truncated = sample.get("truncated", False)
+        if not isinstance(truncated, bool):
+            raise DataError(f"{at} has truncated {_short(truncated)}; true or false is needed")
+        logprobs = sample.get("logprobs")
+        if logprobs is not None:
+            logprobs = _numbers(at, "logprobs", logprobs, len(ids)).astype(np.float32)
+            if (logprobs > 1e-3).any():
+                raise DataError(
+                    f"{at} has a log-probability of {logprobs[~np.isnan(logprobs)].max():.4g}, above 0; a "
+                    "probability is at most 1: write natural logarithms of probabilities"
+                )
+        rewards = _numbers(at, "rewards", sample.get("rewards"), kinds)
+        return Completion(ids, rewards, logprobs, _version(at, sample.get("version"), len(ids)), truncated)
+
+    def _ids(self, at: str, key: str, value: Any) -> np.ndarray:
+        if not _is_list(value, int) or not value:
+            raise DataError(f"{at} has {key} {_short(value)}; a list of token ids is needed, one at least")
+        low, high = min(value), max(value)
+        size = 2**62 if self.vocab_size is None else self.vocab_size
+        if low < 0 or high >= size:
+            wrong = low if low < 0 else high
+            raise DataError(
+                f"{at} has token id {wrong} at position {value.index(wrong)} of {key}, but the vocabulary has "
+                f"{self.vocab_size or 'no such'} entries; use the model and tokenizer that sampled it"
+            )
+        return np.array(value, dtype=np.int64)
+
+
+def _lines(path: str | Path) -> Iterator[tuple[int, bytes]]:
+    """The lines with their numbers from 1; blank ones are left out."""
+    for block in read_blocks(place(str(path)), MAX_LINE_BYTES):
+        for number, line in enumerate(block.data.split(b"\n"), block.first_line):
+            if len(line) > MAX_LINE_BYTES:
+                raise DataError(
+                    f"{path}, line {number} is longer than {MAX_LINE_BYTES} bytes; cut the group up"
+                )
+            if line.strip():
+                yield number, line
+
+
+def _object(where: str, line: bytes) -> dict[str, Any]:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where} is not JSON ({error}); it is damaged or cut short") from None
+    if not isinstance(value, dict):
+        raise DataError(f"{where} is {_short(value)}, not an object")
+    return value
+
+
+def _is_list(value: Any, kind: type) -> bool:
+    return isinstance(value, list) and all(type(each) is kind for each in value)
+
+
+def _numbers(at: str, key: str, value: Any, count: int) -> np.ndarray:
+    """float64 [count] of a list of numbers and nulls, which become NaN as NaN itself does."""
+    fits = isinstance(value, list) and all(each is None or type(each) in (int, float) for each in value)
+    if not fits or len(value) != count:
+        told = f"{len(value)} values" if isinstance(value, list) else _short(value)
+        raise DataError(f"{at} has {told} for {key}; {count} numbers or nulls are needed")
+    try:
+        found = np.array([math.nan if each is None else float(each) for each in value])
+    except OverflowError:
+        found = np.array([math.inf])
+    if np.isinf(found).any():
+        raise DataError(f"{at} has an infinite number in {key}; null stands for what is not known")
+    return found
+
+
+def _version(at: str, value: Any, tokens: int) -> np.ndarray | None:
+    if value is None:
+        return None
+    value = value if isinstance(value, list) else [value]
+    if not _is_list(value, int) or len(value) not in (1, tokens) or not all(0 <= v < 2**62 for v in value):
+        raise DataError(
+            f"{at} has version {_short(value)}; a step is needed, or one for each of its {tokens} tokens"
+        )
+    return np.array(value, dtype=np.int64)
+
+
+def _short(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:59]}…"
+
+
+def without_spread(groups: Iterable[PromptGroup], spread: np.ndarray, no_spread: float) -> list[PromptGroup]:
+    """The groups whose rewards differ, by the standard deviation of each."""
+    return [group for group, deviation in zip(groups, spread) if deviation > no_spread]

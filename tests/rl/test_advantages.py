@@ -1,0 +1,65 @@
+"""Rewards become advantages by the formulas, and what is absent, without spread or too long counts as it says."""
+
+import numpy as np
+import pytest
+
+from megalith.config import RlConfig
+from megalith.errors import ConfigError
+from megalith.rl.advantages import advantages, overlong_penalty
+
+NAN = float("nan")
+REWARDS = np.array([[1.0, 0.0, 0.0, 1.0], [2.0, 2.0, 2.0, 2.0], [0.0, NAN, 3.0, 6.0]])[..., None]
+LENGTHS = np.full((3, 4), 5)
+
+
+def found(rewards=REWARDS, lengths=LENGTHS, **rl):
+    return advantages(RlConfig(rollouts="x", **rl), rewards, lengths)
+
+
+def test_by_group_mean_and_unbiased_deviation():
+    result = found()
+    s = np.std([1, 0, 0, 1], ddof=1) + 1e-4
+    assert result.values[0] == pytest.approx(np.array([0.5, -0.5, -0.5, 0.5]) / s, rel=1e-12)
+    assert (result.values[1] == 0).all() and result.spread[1] == 0
+    assert result.values[2] == pytest.approx(
+        np.array([-3, 0, 0, 3]) / (3 + 1e-4), rel=1e-12
+    )  # NaN is in no baseline
+    assert np.isnan(result.rewards[2, 1])
+
+
+def test_by_the_batch_or_not_at_all():
+    there = REWARDS[~np.isnan(REWARDS)]
+    plain = found(scale_rewards="none").values
+    assert plain[2] == pytest.approx([-3, 0, 0, 3])
+    assert found(scale_rewards="batch").values == pytest.approx(
+        plain / (np.std(there, ddof=1) + 1e-4), rel=1e-12
+    )
+
+
+def test_leave_one_out_takes_the_mean_of_the_others():
+    values = found(advantage_baseline="leave_one_out", scale_rewards="none").values
+    assert values[0] == pytest.approx([2 / 3, -2 / 3, -2 / 3, 2 / 3])
+    assert values[2] == pytest.approx([-4.5, 0, 0, 4.5])
+
+
+def test_a_lone_reward_of_a_group_has_advantage_0():
+    rewards = np.array([[5.0, NAN, NAN, NAN]])[..., None]
+    for baseline in ("group", "leave_one_out"):
+        assert (found(rewards, LENGTHS[:1], advantage_baseline=baseline).values == 0).all()
+
+
+def test_several_rewards_are_weighted_and_summed_first_over_those_that_are_there():
+    rewards = np.array([[[1.0, 2.0], [NAN, 4.0], [3.0, NAN], [NAN, NAN]]])
+    result = found(rewards, LENGTHS[:1], reward_weights=[2.0, 0.5], scale_rewards="none")
+    assert result.rewards[0, :3] == pytest.approx([3.0, 2.0, 6.0]) and np.isnan(result.rewards[0, 3])
+    assert result.values[0] == pytest.approx(np.array([-2 / 3, -5 / 3, 7 / 3, 0]))
+    with pytest.raises(ConfigError, match="reward_weights has 1 weights, but the rollouts have 2 rewards"):
+        found(rewards, LENGTHS[:1], reward_weights=[1.0])
+
+
+def test_the_overlong_penalty_grows_over_the_buffer():
+    rl = RlConfig(rollouts="x", max_completion_length=20, overlong_buffer_len=8, overlong_penalty_factor=2.0)
+    assert overlong_penalty(rl, np.array([1, 12, 14, 20, 25])) == pytest.approx([0, 0, 0.5, 2.0, 2.0])
+    lengths = np.array([[20, 5, 5, 20]])
+    result = found(REWARDS[:1], lengths, max_completion_length=20, overlong_buffer_len=8)
+    assert result.rewards[0] == pytest.approx([0, 0, 0, 0])

@@ -1,0 +1,159 @@
+"""GRPO from one file of rollouts is one process's run in every layout; so is packing; on policy the ratio is 1."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.distributed as dist
+from rollout_files import configuration
+
+from megalith.config import RunConfig
+from megalith.parallel.gather import global_tensors
+from megalith.parallel.mesh import build_mesh
+from megalith.parity.differences import BOUND, gradient_errors, relative_error
+from megalith.parity.layouts import LAYOUTS
+from megalith.rl.grpo import PolicyTask
+from megalith.training.build import prepare
+from megalith.training.resume import load_run
+from megalith.training.run_state import Run
+
+STEPS = 3
+
+
+def run_of(config: RunConfig) -> Run:
+    size = dist.get_world_size() if dist.is_initialized() else 1
+    config, tokenizer, _ = prepare(config, size)
+    mesh = build_mesh(config.parallel, size, "cpu", has_experts=config.model.num_experts is not None)
+    run = Run(config, tokenizer, mesh, torch.device("cpu"), PolicyTask())
+    load_run(run)
+    return run
+
+
+def gradients_of(run: Run) -> dict:
+    boxes = run.model.parameters.boxes
+    trained = [(name, plain) for name, plain in run.model.parameters.named if plain.requires_grad]
+    own = {name: replace(boxes[name], values=plain.grad) for name, plain in trained}
+    return {name: x.whole() for name, x in global_tensors(own, run.mesh.world).items()}
+
+
+def outcome(config: RunConfig) -> dict:
+    """The first step's gradients, on rank 0, and of every step loss, norm and figures."""
+    run = run_of(config)
+    found = {"losses": [], "norms": [], "figures": [], "gradients": None}
+
+    def second_try(loss, micro_batches):
+        found["gradients"] = found["gradients"] or gradients_of(run)
+        return loss
+
+    with run.data.train_loader(0, 0, run.device) as batches:
+        for _ in range(run.total_steps):
+            step = run.train_step(batches, second_try)
+            found["losses"].append(step.loss.item())
+            found["norms"].append(step.grad_norm.item())
+            found["figures"].append(step.figures())
+    if run.mesh.world.rank:
+        found["gradients"] = None
+    return found
+
+
+def outcomes(configs: list[RunConfig]) -> list[dict]:
+    return [outcome(config) for config in configs]
+
+
+def assert_same(found: dict, one: dict, what: object) -> None:
+    assert relative_error(found["losses"], one["losses"]) < BOUND, what
+    assert relative_error(found["norms"], one["norms"]) < BOUND, what
+    if found["gradients"] is not None:
+        assert max(gradient_errors(found["gradients"], one["gradients"]).values()) < BOUND, what
+    for mine, theirs in zip(found["figures"], one["figures"], strict=True):
+        assert mine.keys() == theirs.keys()
+        for name, value in theirs.items():
+            assert mine[name] == (value and pytest.approx(value, rel=1e-5, abs=1e-6)), (what, name)
+
+
+PART = dict(
+    vllm_importance_sampling_mode="token_truncate"
+)  # as much as the rollouts' log-probabilities are made up
+OFF_POLICY = dict(
+    mini_batches=2, num_iterations=2, beta=0.1, entropy_coef=0.01, temperature=0.8, loss_type="grpo"
+)
+SEQUENCE = dict(importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4, num_iterations=3,
+                overlong_buffer_len=8, mask_truncated_completions=True, clip_ratio_c=3.0,
+                entropy_coef=0.05)  # fmt: skip
+RUNS = {"padded": OFF_POLICY | PART, "packed": SEQUENCE | PART | dict(packing=True)}
+DENSE = ["tp2-sp", "cp2", "pp2", "dp2", "dp2-zero3"]
+
+
+def at(folder, layout: str, kind: str, **more) -> RunConfig:
+    train = dict(train_iters=STEPS + 1)
+    return configuration(
+        folder, LAYOUTS[layout].parallel if layout else None, train=train, **RUNS[kind], **more
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("grpo")
+
+
+def test_every_layout_is_one_process(pool, folder):
+    ones = {kind: outcome(at(folder, "", kind)) for kind in RUNS}
+    cases = [(layout, kind) for layout in DENSE for kind in RUNS]
+    found = pool.run(outcomes, [at(folder, *case) for case in cases], size=2)
+    for rank in found:
+        for (layout, kind), mine in zip(cases, rank, strict=True):
+            assert_same(mine, ones[kind], (layout, kind))
+
+
+def test_experts_and_three_axes_are_one_process(pool, folder):
+    experts = dict(num_experts=4, moe_router_topk=2, num_layers=2)
+    cases = [("ep2", experts), ("tp2-sp-cp2", {}), ("cp2-dp2", {})]
+    ones = [outcome(at(folder, "", "padded", model=model)) for _, model in cases[:2]]
+    found = pool.run(outcomes, [at(folder, cases[0][0], "padded", model=experts)], size=2)
+    assert_same(found[0][0], ones[0], "ep2")
+    found = pool.run(outcomes, [at(folder, layout, "padded") for layout, _ in cases[1:]], size=4)
+    for (layout, _), mine in zip(cases[1:], found[0], strict=True):
+        assert_same(mine, ones[1], layout)
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_packed_is_padded(folder, level):
+    runs = [
+        outcome(at(folder, "", "padded", importance_sampling_level=level, packing=packing))
+        for packing in (False, True)
+    ]
+    assert_same(runs[1], runs[0], level)
+
+
+def test_on_policy_the_ratio_is_1_and_the_kl_0_bitwise(folder):
+    """Also where the old log-probabilities have a pass of their own, and the reference a model of its own."""
+    for rl in (dict(num_iterations=2), dict()):
+        lora = dict(rank=2) if rl else {}
+        found = outcome(configuration(folder, beta=0.1, train=dict(train_iters=1), lora=lora, **rl))
+        assert (found["figures"][0]["ratio"], found["figures"][0]["kl"]) == (1.0, 0.0)
+
+
+def test_with_adapters_the_reference_is_the_model_without_them_in_every_layout(pool, folder):
+    """As it is by the first step's weights: adapters begin as nothing."""
+    lora = dict(rank=2, alpha=64)
+    one = outcome(at(folder, "", "padded", lora=lora))
+    assert one["figures"][0]["kl"] == 0 and one["figures"][-1]["kl"] > 1e-6
+    cases = ["tp2-sp", "pp2"]
+    found = pool.run(outcomes, [at(folder, layout, "padded", lora=lora) for layout in cases], size=2)
+    for layout, mine in zip(cases, found[0], strict=True):
+        assert_same(mine, one, layout)
+
+
+def test_the_reference_stays_while_the_policy_moves(folder):
+    """A second model: its log-probabilities of the rollout batch that is met again are those of the first step."""
+    config = configuration(folder, beta=0.1, train=dict(train_iters=6, global_batch_size=16))
+    run = run_of(config)
+    seen = []
+    with run.data.train_loader(0, 0, run.device) as batches:
+        for _ in range(2):
+            taken = [next(batches) for _ in range(run.data.micro_batches(0))]
+            seen.append([batch.reference_logprobs for batch in taken])
+            run.train_step(iter(taken))
+        moved = run.model.all_logprobs(taken)
+    for first, again, policy in zip(*seen, moved, strict=True):
+        assert torch.equal(first, again) and not torch.allclose(policy, first, atol=1e-4)

@@ -1,0 +1,274 @@
+"""The objectives are the published formulas, written out plainly here; their gradients are finite differences."""
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+
+from megalith.config import RlConfig, RunConfig
+from megalith.config.rules.run_rules import check_rollouts
+from megalith.errors import ConfigError
+from megalith.rl.objective import PolicyLoss, PreferenceBatch, RolloutBatch, SigmoidPreference, divisor
+
+SEQ, TOKENS = 7, (5, 1, 3, 0)  # tokens in the loss of each sequence: the last has none
+
+
+def batch_of(
+    generator: torch.Generator, dtype=torch.float64, old: bool = True
+) -> tuple[RolloutBatch, torch.Tensor]:
+    """Four sequences, two in each row; and log-probabilities."""
+    numbers = torch.tensor([[0] * 5 + [1] * 2, [2] * 4 + [3] * 3])
+    mask = torch.zeros(2, SEQ)
+    for number, count in enumerate(TOKENS):
+        row, first = number // 2, (0, 5, 0, 4)[number]
+        mask[row, first : first + count] = 1
+
+    def random() -> torch.Tensor:
+        return -0.5 - torch.rand(2, SEQ, generator=generator, dtype=dtype)
+
+    logprobs = random()
+    advantages = torch.tensor([1.2, -0.7, -1.4, 0.6], dtype=dtype)[numbers]
+    ids = torch.zeros(2, SEQ, dtype=torch.long)
+    batch = RolloutBatch(
+        ids, ids, mask, ids, None, torch.arange(2), advantages, numbers, torch.tensor(TOKENS).float(),
+        random(), random() if old else None, random(),
+    )  # fmt: skip
+    return batch, logprobs
+
+
+def plain(rl: RlConfig, logprobs: np.ndarray, entropy: np.ndarray, batch: RolloutBatch) -> float:
+    """The step's loss by loops and scalars: Σ / denominator, from what the papers write."""
+    high = rl.epsilon if rl.epsilon_high is None else rl.epsilon_high
+    per_sequence = []
+    for number in range(len(TOKENS)):
+        where = np.argwhere(((batch.numbers == number) & (batch.loss_mask > 0)).numpy())
+        at = [tuple(place) for place in where]
+        pi, old, ref, engine = (
+            [float(x[place]) for place in at]
+            for x in (logprobs, batch.old_logprobs, batch.reference_logprobs, batch.rollout_logprobs)
+        )
+        ratios = [math.exp(p - o) for p, o in zip(pi, old)]
+        if rl.importance_sampling_level == "sequence" and at:
+            ratios = [math.prod(ratios) ** (1 / len(at))] * len(at)
+        weights = [math.exp(o - e) for o, e in zip(old, engine)]
+        if rl.vllm_importance_sampling_mode.startswith("sequence"):
+            weights = [math.prod(weights)] * len(at)
+        low = rl.vllm_importance_sampling_clip_min or 0.0
+        top = rl.vllm_importance_sampling_clip_max
+        if rl.vllm_importance_sampling_mode.endswith("mask"):
+            weights = [w if low <= w <= top else 0.0 for w in weights]
+        else:
+            weights = [min(max(w, low), top) for w in weights]
+        losses = []
+        for k, place in enumerate(at):
+            a, r = float(batch.advantages[place]), ratios[k]
+            if rl.loss_type == "cispo":
+                loss = -min(math.exp(pi[k] - old[k]), high) * a * pi[k]
+            else:
+                loss = -min(min(r, rl.delta or math.inf) * a, min(max(r, 1 - rl.epsilon), 1 + high) * a)
+                if rl.clip_ratio_c and a < 0:
+                    loss = min(loss, -rl.clip_ratio_c * a)
+            loss *= weights[k] if rl.vllm_importance_sampling_correction else 1
+            d = ref[k] - pi[k]
+            kl = {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - d - 1}[rl.kl_estimator]
+            loss += rl.beta * kl * (math.exp(pi[k] - old[k]) if rl.use_bias_correction_kl else 1)
+            losses.append(loss - rl.entropy_coef * float(entropy[place]))
+        per_sequence.append(losses)
+    total, filled = sum(map(sum, per_sequence)), [one for one in per_sequence if one]
+    return {
+        "dapo": lambda: total / sum(TOKENS),
+        "cispo": lambda: total / sum(TOKENS),
+        "grpo": lambda: sum(sum(one) / len(one) for one in filled) / len(filled),
+        "luspo": lambda: total / len(filled),
+        "dr_grpo": lambda: total / (len(TOKENS) * rl.max_completion_length),
+    }[rl.loss_type]()
+
+
+def loss_of(rl: RlConfig, logprobs: torch.Tensor, entropy: torch.Tensor, batch: RolloutBatch) -> torch.Tensor:
+    return PolicyLoss(rl)(logprobs, entropy, batch) / divisor(rl, batch.sequence_tokens)
+
+
+OBJECTIVES = {
+    "ppo": dict(),
+    "dapo": dict(epsilon_high=0.28),
+    "two-sided": dict(delta=1.5),
+    "dual clip": dict(clip_ratio_c=1.3),
+    "gspo": dict(importance_sampling_level="sequence", epsilon=0.1, epsilon_high=0.15),
+    "cispo": dict(loss_type="cispo", epsilon_high=1.2),
+    "k1": dict(beta=0.3, kl_estimator="k1"),
+    "k2": dict(beta=0.3, kl_estimator="k2", use_bias_correction_kl=False),
+    "k3": dict(beta=0.3),
+    "k3 biased": dict(beta=0.3, use_bias_correction_kl=False),
+    "entropy": dict(entropy_coef=0.2),
+    **{
+        f"{level} {beyond}": dict(vllm_importance_sampling_mode=f"{level}_{beyond}",
+                                  vllm_importance_sampling_clip_max=1.2, vllm_importance_sampling_clip_min=0.7)
+        for level in ("token", "sequence") for beyond in ("truncate", "mask")
+    },
+}  # fmt: skip
+CASES = [(name, None) for name in OBJECTIVES] + list(
+    itertools.product(("ppo", "gspo", "k3", "entropy"), ("grpo", "dr_grpo", "luspo"))
+)
+
+
+def settings(name: str, loss_type: str | None) -> RlConfig:
+    more = {"loss_type": loss_type} if loss_type else {}
+    plain = {"vllm_importance_sampling_mode": "token_truncate", "max_completion_length": 9}
+    return RlConfig(rollouts="x", **plain | OBJECTIVES[name] | more)
+
+
+@pytest.mark.parametrize(("name", "loss_type"), CASES)
+def test_the_loss_is_the_published_formula(name, loss_type):
+    rl, generator = settings(name, loss_type), torch.Generator().manual_seed(1)
+    clipped = 0
+    for _ in range(5):
+        batch, logprobs = batch_of(generator)
+        entropy = torch.rand(2, SEQ, generator=generator, dtype=torch.float64)
+        expected = plain(rl, logprobs.numpy(), entropy.numpy(), batch)
+        assert loss_of(rl, logprobs, entropy, batch).item() == pytest.approx(expected, rel=1e-12)
+        clipped += ((logprobs - batch.old_logprobs).abs() > 0.2).sum()
+    assert clipped > 20  # both sides of the clips were met
+
+
+@pytest.mark.parametrize(("name", "loss_type"), CASES)
+def test_gradients_are_finite_differences(name, loss_type):
+    rl, generator = settings(name, loss_type), torch.Generator().manual_seed(2)
+    batch, logprobs = batch_of(generator)
+    entropy = torch.rand(2, SEQ, generator=generator, dtype=torch.float64, requires_grad=True)
+    logprobs.requires_grad_()
+    held = (logprobs - batch.old_logprobs).exp().clamp(max=rl.upper_epsilon).detach()
+
+    def loss(x: torch.Tensor, e: torch.Tensor) -> torch.Tensor:
+        if rl.loss_type != "cispo":
+            return loss_of(rl, x, e, batch)
+        weights = (
+            (batch.old_logprobs - batch.rollout_logprobs).exp().clamp(max=3.0)
+        )  # the ratio has no gradient
+        return (-held * batch.advantages * x * weights * batch.loss_mask).sum() / sum(TOKENS)
+
+    grads = torch.autograd.grad(loss_of(rl, logprobs, entropy, batch), (logprobs, entropy), allow_unused=True)
+    for x, grad in zip((logprobs, entropy), grads):
+        for place in np.ndindex(2, SEQ):
+            moved = torch.zeros(2, SEQ, dtype=torch.float64)
+            moved[place] = 1e-6
+            ends = [
+                loss(*(y + sign * moved if y is x else y for y in (logprobs, entropy))).item()
+                for sign in (1, -1)
+            ]
+            found = 0.0 if grad is None else grad[place].item()
+            assert (ends[0] - ends[1]) / 2e-6 == pytest.approx(found, rel=1e-5, abs=1e-9), place
+            assert found == 0 or batch.loss_mask[place] == 1
+
+
+KINKS = [  # advantage, ratio, settings, one-sided derivatives by the ratio below and above
+    (1.0, 1.2, {}, (-1.0, 0.0)),
+    (1.0, 0.8, {}, (-1.0, -1.0)),
+    (-1.0, 0.8, {}, (0.0, 1.0)),
+    (-1.0, 1.2, {}, (1.0, 1.0)),
+    (-1.0, 1.5, {"delta": 1.5}, (1.0, 0.0)),
+    (-1.0, 3.0, {"clip_ratio_c": 3.0}, (1.0, 0.0)),
+]
+
+
+@pytest.mark.parametrize(("advantage", "ratio", "given", "sides"), KINKS)
+def test_at_a_kink_the_gradient_is_between_those_of_its_sides(advantage, ratio, given, sides):
+    rl = RlConfig(rollouts="x", **given)
+    ids = torch.zeros(1, 1, dtype=torch.long)
+
+    def loss(log_ratio: torch.Tensor) -> torch.Tensor:
+        batch = RolloutBatch(ids, ids, torch.ones(1, 1), ids, None, ids[0], torch.full((1, 1), advantage).double(),
+                             ids, torch.ones(1), None, torch.zeros(1, 1).double())  # fmt: skip
+        return loss_of(rl, log_ratio, None, batch)
+
+    x = torch.full((1, 1), ratio, dtype=torch.float64).log().requires_grad_()
+    for sign, side in zip((-1, 1), sides):
+        moved = (loss(x + sign * 1e-7) - loss(x)).item() / (sign * 1e-7)
+        assert moved == pytest.approx(side * ratio, abs=1e-5)
+    grad = torch.autograd.grad(loss(x), x)[0].item()
+    assert min(sides) * ratio - 1e-9 <= grad <= max(sides) * ratio + 1e-9
+
+
+def test_on_policy_the_gradient_is_reinforce_and_the_ratio_1():
+    rl = RlConfig(rollouts="x", vllm_importance_sampling_correction=False)
+    batch, logprobs = batch_of(torch.Generator().manual_seed(3), old=False)
+    logprobs.requires_grad_()
+    loss = PolicyLoss(rl)
+    (grad,) = torch.autograd.grad(loss(logprobs, torch.zeros(2, SEQ), batch), logprobs)
+    assert torch.equal(grad, -batch.advantages * batch.loss_mask)
+    figures = dict(zip(loss.FIGURES, loss.take_sums().tolist()))
+    assert figures["ratio"] == figures["tokens"] == sum(TOKENS)
+    assert loss.take_sums() is None
+
+
+def test_what_stands_outside_of_the_loss_reaches_nothing():
+    rl = RlConfig(rollouts="x", beta=0.1)
+    batch, logprobs = batch_of(torch.Generator().manual_seed(3))
+    outside = batch.loss_mask == 0
+    first = loss_of(rl, logprobs, torch.zeros(2, SEQ), batch)
+    for x in (batch.old_logprobs, batch.reference_logprobs, batch.rollout_logprobs):
+        x[outside] = torch.nan
+    logprobs[outside] = torch.inf
+    logprobs.requires_grad_()
+    second = loss_of(rl, logprobs, torch.zeros(2, SEQ), batch)
+    assert torch.equal(first, second)
+    assert torch.autograd.grad(second, logprobs)[0].isfinite().all()
+
+
+def test_a_micro_batch_without_a_sequence_adds_nothing():
+    rl, ids = RlConfig(rollouts="x", loss_type="grpo"), torch.zeros(1, SEQ, dtype=torch.long)
+    zeros = torch.zeros(1, SEQ)
+    batch = RolloutBatch(ids, ids, zeros, ids, None, ids[0, :1], zeros, ids, torch.zeros(0))
+    logprobs = torch.randn(1, SEQ, requires_grad=True)
+    loss = PolicyLoss(rl)(logprobs, zeros, batch)
+    assert loss.item() == 0 and divisor(rl, batch.sequence_tokens) == 0
+    assert torch.equal(torch.autograd.grad(loss, logprobs)[0], zeros)
+
+
+REFUSED = [
+    (dict(loss_type="bnpo"), "rl.loss_type is 'bnpo': it divides by each micro-batch's tokens"),
+    (dict(num_generations=3), "= 8 completions are not whole groups of rl.num_generations 3"),
+    (dict(delta=1.1), "rl.delta 1.1 is not above 1 \\+ epsilon_high"),
+    (dict(loss_type="cispo", delta=3.0), "rl.delta is 3.0, but loss_type cispo"),
+    (dict(loss_type="cispo", importance_sampling_level="sequence"), "cispo caps each token's ratio"),
+    (dict(num_iterations=3), "checkpoint.save_interval 4 would save inside of a rollout batch, which is 3 steps"),
+    (dict(vllm_importance_sampling_clip_min=4.0), "clip_min 4.0 is above"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rl", "sentence"), REFUSED)
+def test_settings_that_cannot_be_are_refused(rl, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        check_rollouts(
+            RunConfig.from_tree(
+                {
+                    "rl": dict(rollouts="x") | rl,
+                    "train": dict(global_batch_size=8),
+                    "checkpoint": dict(save_interval=4),
+                }
+            )
+        )
+
+
+def test_preferences_are_the_published_formula_and_their_gradient_raises_the_chosen_answer():
+    generator = torch.Generator().manual_seed(4)
+    ids = torch.zeros(4, SEQ, dtype=torch.long)
+    mask = (torch.rand(4, SEQ, generator=generator) > 0.5).float()
+    reference = -torch.rand(4, SEQ, generator=generator, dtype=torch.float64)
+    batch = PreferenceBatch(ids, ids, mask, ids, None, ids[:, 0], reference)
+    logprobs = (-torch.rand(4, SEQ, generator=generator, dtype=torch.float64)).requires_grad_()
+    loss = SigmoidPreference(beta=0.3, label_smoothing=0.1)
+    value, expected = loss(logprobs, None, batch), 0.0
+    for pair in (0, 2):
+        gaps = [
+            sum((logprobs - reference)[pair + k].tolist()[i] for i in range(SEQ) if mask[pair + k, i])
+            for k in (0, 1)
+        ]
+        chosen = 1 / (1 + math.exp(-0.3 * (gaps[0] - gaps[1])))
+        expected -= 0.9 * math.log(chosen) + 0.1 * math.log(1 - chosen)
+    assert value.item() == pytest.approx(expected, rel=1e-12) and loss.denominator(batch) == 2
+    (grad,) = torch.autograd.grad(value, logprobs)
+    assert (grad[::2][mask[::2] > 0] < 0).all() and (grad[1::2][mask[1::2] > 0] > 0).all()
+    assert (grad[mask == 0] == 0).all()
+    assert torch.autograd.gradcheck(lambda x: loss(x, None, batch), logprobs)

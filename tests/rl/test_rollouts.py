@@ -1,0 +1,159 @@
+"""Files of rollouts come back as they were; what is wrong in one is named by file, line and sample."""
+
+import json
+
+import numpy as np
+import pytest
+from rollout_files import VOCAB, configuration, rollouts
+
+import megalith.cli.main
+from megalith.errors import ConfigError, DataError
+from megalith.report.metrics import read_records
+from megalith.rl.grpo import train_grpo
+from megalith.rl.rollout_data import Sample, make_batch, rows_of
+from megalith.rl.rollouts import load_rollouts, save_rollouts
+
+
+@pytest.mark.parametrize("name", ["rollouts.jsonl", "rollouts.jsonl.zst"])
+def test_what_is_saved_is_loaded(tmp_path, name):
+    whole = rollouts()
+    save_rollouts(tmp_path / name, whole)
+    back = load_rollouts(tmp_path / name, vocab_size=VOCAB, max_tokens=33, num_generations=4)
+    assert back.rewards == whole.rewards
+    for ours, theirs in zip(back.groups, whole.groups, strict=True):
+        assert np.array_equal(ours.prompt_ids, theirs.prompt_ids)
+        for a, b in zip(ours.completions, theirs.completions, strict=True):
+            assert np.array_equal(a.ids, b.ids) and np.array_equal(a.logprobs, b.logprobs)
+            assert np.array_equal(a.rewards, b.rewards, equal_nan=True)
+            assert np.array_equal(a.version, b.version) and a.truncated == b.truncated
+
+
+HEADER = {"format": "megalith-rollouts", "version": 1, "tokenizer": "abc", "rewards": ["right"]}
+SAMPLE = {"completion_ids": [3, 4], "logprobs": [-1.0, None], "rewards": [1.0], "version": [3, 4]}
+HOSTILE = [  # header, group, the sentence
+    ({"format": "text"}, {}, "line 1 is not the header"),
+    ({"version": 2}, {}, "format version 2, but this Megalith reads 1"),
+    ({"version": True}, {}, "format version True"),
+    ({"rewards": []}, {}, "has rewards \\[\\]"),
+    ({"tokenizer": "other"}, {}, "has the ids of another tokenizer \\(fingerprint other\\)"),
+    ({}, {"prompt_ids": []}, "line 2 has prompt_ids \\[\\]"),
+    ({}, {"prompt_ids": [1, True]}, "line 2 has prompt_ids"),
+    ({}, {"samples": []}, "line 2 has no list of samples"),
+    ({}, {"samples": [SAMPLE]}, "line 2 has 1 samples, but rl.num_generations is 2: the group is not whole"),
+    ({}, {"samples": [SAMPLE, 3]}, "line 2, sample 1 is 3, not an object"),
+    ({}, {"completion_ids": []}, "sample 1 has completion_ids \\[\\]"),
+    ({}, {"completion_ids": [3, VOCAB]}, f"sample 1 has token id {VOCAB} at position 1 of completion_ids"),
+    ({}, {"completion_ids": [-1, 3]}, "sample 1 has token id -1 at position 0"),
+    ({}, {"completion_ids": [3] * 20, "logprobs": None}, "has 2 tokens of prompt and 20 of completion, but at most 12"),
+    ({}, {"completion_ids": [10**400, 1]}, "sample 1 has token id 1000"),
+    ({}, {"logprobs": [-1.0]}, "sample 1 has 1 values for logprobs; 2 numbers or nulls"),
+    ({}, {"logprobs": [-1.0, 0.5]}, "log-probability of 0.5, above 0"),
+    ({}, {"logprobs": [-1.0, -(10**400)]}, "infinite number in logprobs"),
+    ({}, {"rewards": {}}, "sample 1 has {} for rewards; 1 numbers"),
+    ({}, {"rewards": [float("inf")]}, "infinite number in rewards"),
+    ({}, {"version": [1]*3}, "sample 1 has version \\[1, 1, 1\\]; a step is needed, or one for each of its 2"),
+    ({}, {"truncated": "no"}, "sample 1 has truncated 'no'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("header", "wrong", "sentence"), HOSTILE)
+def test_what_is_wrong_is_named_by_file_line_and_sample(tmp_path, header, wrong, sentence):
+    of_sample = wrong.keys() <= SAMPLE.keys() | {"truncated"} and bool(wrong)
+    group = {"prompt_ids": [1, 2], "samples": [SAMPLE, SAMPLE | wrong if of_sample else SAMPLE]}
+    group |= {} if of_sample else wrong
+    path = tmp_path / "r.jsonl"
+    path.write_text(json.dumps(HEADER | header) + "\n" + json.dumps(group) + "\n")
+    with pytest.raises(DataError, match=sentence) as error:
+        load_rollouts(path, vocab_size=VOCAB, max_tokens=12, num_generations=2, tokenizer="abc")
+    assert str(path) in str(error.value)
+
+
+@pytest.mark.parametrize(
+    "content", ["", "{", "[1]\n", json.dumps(HEADER), json.dumps(HEADER) + '\n{"prompt_ids": [1']
+)
+def test_a_file_that_is_none_or_cut_short_is_refused(tmp_path, content):
+    path = tmp_path / "r.jsonl"
+    path.write_text(content)
+    with pytest.raises(DataError, match=r"r\.jsonl"):
+        load_rollouts(path)
+    path.with_suffix(".jsonl.zst").write_bytes(b"\x28\xb5\x2f\xfd" + content.encode())
+    with pytest.raises(DataError, match=r"not a whole \.zst file"):
+        load_rollouts(path.with_suffix(".jsonl.zst"))
+
+
+def test_rows_are_packed_best_fit_and_every_token_of_a_completion_is_in_one(tmp_path):
+    config = configuration(tmp_path, packing=True)
+    samples = [Sample(g.prompt_ids, c, 1.0, True) for g in rollouts(8).groups for c in g.completions]
+    rows = rows_of(samples, config.data.seq_length)
+    assert sum(map(len, rows)) == len(samples) > 1.5 * len(rows)
+    assert all(sum(sample.tokens for sample in row) <= config.data.seq_length for row in rows)
+    batch = make_batch(config, rows, 0)
+    assert batch.loss_mask.sum() == batch.sequence_tokens.sum() == sum(len(s.completion.ids) for s in samples)
+    flat = [sample for row in rows for sample in row]
+    for number, sample in enumerate(flat):
+        where = (batch.numbers == number) & (batch.loss_mask > 0)
+        assert batch.labels[where].tolist() == sample.completion.ids.tolist()
+        assert torch_equal(batch.rollout_logprobs[where], sample.completion.logprobs)
+        assert batch.position_ids[where].tolist() == list(range(len(sample.prompt_ids) - 1, sample.tokens))
+
+
+def torch_equal(tensor, array) -> bool:
+    return np.array_equal(tensor.numpy(), array)
+
+
+def test_the_command_trains_from_a_file_alone_goes_on_bitwise_and_writes_its_figures(tmp_path):
+    config = configuration(tmp_path, train=dict(train_iters=4), mini_batches=2)
+    result = train_grpo(config)
+    lines = read_records(tmp_path / "run" / "metrics.jsonl")
+    assert [line["step"] for line in lines] == [1, 2, 3, 4] and result.ended == "train_iters"
+    first = lines[0]
+    assert first["ratio"] == 1.0 and first["kl"] is None and first["groups_without_spread"] == 0.25
+    assert first["completion_length_max"] <= 20 and first["entropy"] > 3 and first["rewards_absent"] == 1
+    assert lines[1]["ratio"] != 1.0
+
+    half = configuration(
+        tmp_path, train=dict(train_iters=2, output_dir=str(tmp_path / "half")), mini_batches=2
+    )
+    train_grpo(half)
+    more = {"train.train_iters": 4, "checkpoint.load": str(tmp_path / "half")}
+    train_grpo(half.with_settings(more))
+    again = read_records(tmp_path / "half" / "metrics.jsonl")
+    for name in ("loss", "grad_norm", "entropy", "ratio"):
+        assert [line[name] for line in again] == [line[name] for line in lines]
+
+
+def test_groups_without_spread_can_be_left_out_and_are_counted(tmp_path, capsys):
+    train_grpo(configuration(tmp_path, train=dict(train_iters=1, global_batch_size=4), filter_zero_std=True))
+    assert "rl.filter_zero_std leaves out 1 of 4 groups" in capsys.readouterr().out
+
+
+def test_a_run_without_rollouts_and_pre_training_with_them_are_refused(tmp_path, capsys):
+    with pytest.raises(ConfigError, match=r"rl\.rollouts is not set"):
+        train_grpo(configuration(tmp_path).with_settings({"rl.rollouts": None}))
+    path = tmp_path / "run.yaml"
+    path.write_text(configuration(tmp_path).to_yaml())
+    assert megalith.cli.main.main(["train", str(path)]) == 2
+    assert "use `megalith grpo`" in capsys.readouterr().err
+    assert megalith.cli.main.main(["grpo", str(path), "--data.mock"]) == 2
+    assert "rl.rollouts is what is trained on, but data.mock is True" in capsys.readouterr().err
+
+
+def test_a_run_stopped_inside_of_a_rollout_batch_goes_on_and_says_what_is_not_as_it_was(tmp_path, capsys):
+    config = configuration(tmp_path, train=dict(train_iters=4, exit_interval=1), mini_batches=2)
+    assert train_grpo(config).step == 1
+    again = config.with_settings({"checkpoint.load": str(tmp_path / "run"), "train.exit_interval": None})
+    assert train_grpo(again).step == 4
+    assert "step 1 stands inside of a rollout batch of 2 steps" in capsys.readouterr().out
+    assert len(read_records(tmp_path / "run" / "metrics.jsonl")) == 4
+
+
+def test_the_rollouts_own_logprobs_can_be_the_old_ones_and_have_to_be_there(tmp_path):
+    settings = dict(old_logprobs="rollout", packing=True)
+    train_grpo(configuration(tmp_path, train=dict(train_iters=1, micro_batch_size=8), **settings))
+    (line,) = read_records(tmp_path / "run" / "metrics.jsonl")
+    assert line["ratio"] != 1.0 and line["drift"] == 0.0  # the old policy is the rollouts'
+    save_rollouts(tmp_path / "none.jsonl", rollouts(logprobs=False))
+    other = {"rl.rollouts": str(tmp_path / "none.jsonl"), "train.output_dir": str(tmp_path / "other")}
+    config = configuration(tmp_path, **settings).with_settings(other)
+    with pytest.raises(DataError, match=r"line 2, sample 0 has no logprobs, but rl\.old_logprobs is rollout"):
+        train_grpo(config)
