@@ -84,6 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     own = {
         "train": train,
+        "sft": sft,
         **dict.fromkeys((*MEGATRON_PROGRAMS, "megatron"), megatron),
     }  # they read their own options
     if not arguments or arguments[0] not in own:
@@ -117,8 +118,9 @@ def _told(run: Callable[[], int]) -> int:
         return 1
 
 
-TRAIN_USAGE = """usage: megalith train [run.yaml] [--nproc N] [--section.key value …]
+TRAIN_USAGE = """usage: megalith train|sft [run.yaml] [--nproc N] [--section.key value …]
 
+`sft` fine-tunes on conversations: it is `train` with sft.enabled.
 Trains as the run file says, with the settings on the command line in place of the file's. torchrun works as well.
 
 processes:
@@ -180,6 +182,11 @@ def train(arguments: list[str]) -> int:
     from megalith.training.trainer import train
 
     return exit_code(train(config).ended)
+
+
+def sft(arguments: list[str]) -> int:
+    """`megalith sft [run.yaml] …`: `train` on conversations."""
+    return train([*arguments, "--sft.enabled"])
 
 
 def _say_that_it_starts(arguments: list[str]) -> None:
@@ -374,6 +381,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=ShowVersion, nargs=0, help="print the version")
     commands = parser.add_subparsers(required=True, metavar="command")
     commands.add_parser("train", help="train as a run file says; `megalith train --help` lists every setting")
+    commands.add_parser("sft", help="fine-tune on conversations as a run file says; takes what `train` takes")
     commands.add_parser("pretrain-gpt", help="train by Megatron-LM's flags")
     for program in MEGATRON_PROGRAMS[1:]:
         commands.add_parser(program, help="Megatron-LM's program of this name: says that it is not there yet")
