@@ -1,6 +1,6 @@
 """Writes conversations about sums as chat data, a tiny data set to fine-tune on, and their text for a tokenizer.
 
-    python examples/sft/make_chat.py data [conversations]        # data/chat.jsonl, data/chat_text.jsonl
+python examples/sft/make_chat.py data [conversations]        # data/chat.jsonl, data/chat_text.jsonl
 """
 
 import json

@@ -61,7 +61,8 @@ def _check_data(config: RunConfig, tokenizer: Tokenizer | None) -> None:
     if config.sft.enabled:  # tokenized by the ranks, unless its length was needed already
         data = config.data
         for path in (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path):
-            chat_files(path or [])
+            if path is not None:
+                chat_files(path)
         return
     index_bytes = [size_of(require_files(prefix)[1]) for prefix in dataset_prefixes(config.data)]
     if sum(index_bytes) <= MOST_INDEX_BYTES:
