@@ -113,11 +113,14 @@ class TokenizerRecord(_Record):
 
 
 class DataRecord(_Record):
-    """The files of an indexed dataset: their sizes in bytes, and the `.idx`'s SHA-256 in hexadecimal."""
+    """The files of an indexed dataset: their sizes in bytes, and the `.idx`'s SHA-256 in hexadecimal; or, of chat data,
+    how many rows it makes, and the SHA-256 of its samples."""
 
-    bin_bytes: Count
-    idx_bytes: Count
-    idx_sha256: str
+    bin_bytes: Count = 0
+    idx_bytes: Count = 0
+    idx_sha256: str = ""
+    rows: Count = 0
+    samples_sha256: str = ""
 
 
 class RunRecord(_Record):

@@ -83,7 +83,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     end_with_launcher()
     arguments = list(sys.argv[1:] if arguments is None else arguments)
     own = {
-        **dict.fromkeys(("train", "grpo"), train),
+        **dict.fromkeys(("train", "sft", "grpo"), train),
         **dict.fromkeys((*MEGATRON_PROGRAMS, "megatron"), megatron),
     }  # they read their own options
     if not arguments or arguments[0] not in own:
@@ -117,8 +117,9 @@ def _told(run: Callable[[], int]) -> int:
         return 1
 
 
-TRAIN_USAGE = """usage: megalith train|grpo [run.yaml] [--nproc N] [--section.key value …]
+TRAIN_USAGE = """usage: megalith train|sft|grpo [run.yaml] [--nproc N] [--section.key value …]
 
+`sft` fine-tunes on conversations: it is `train` with sft.enabled.
 Trains as the run file says, with the settings on the command line in place of the file's. torchrun works as well.
 `grpo` trains on rollouts (rl.rollouts) by GRPO and its kin.
 
@@ -147,8 +148,10 @@ def megatron(words: list[str]) -> int:
 
 
 def train(arguments: list[str]) -> int:
-    """`megalith train|grpo [run.yaml] [--nproc N] [--section.key value …]`"""
+    """`megalith train|sft|grpo [run.yaml] [--nproc N] [--section.key value …]`"""
     program, *arguments = arguments
+    if program == "sft":  # `train` on conversations
+        program, arguments = "train", [*arguments, "--sft.enabled"]
     if {"-h", "--help"} & set(arguments):
         from megalith.config.describe import help_text
 
@@ -419,6 +422,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action=ShowVersion, nargs=0, help="print the version")
     commands = parser.add_subparsers(required=True, metavar="command")
     commands.add_parser("train", help="train as a run file says; `megalith train --help` lists every setting")
+    commands.add_parser("sft", help="fine-tune on conversations as a run file says; takes what `train` takes")
     commands.add_parser("grpo", help="train on rollouts by GRPO, as a run file says")
     commands.add_parser("pretrain-gpt", help="train by Megatron-LM's flags")
     for program in MEGATRON_PROGRAMS[1:]:

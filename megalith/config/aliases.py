@@ -110,6 +110,7 @@ ALIASES: dict[str, Rename | Choose | Already | Derive] = {
     "train.load":                                     Rename("checkpoint.load"),
     "train.save_interval":                            Rename("checkpoint.save_interval"),
 
+    "sft.max_length":                                 Rename("data.seq_length"),
     "optim.cpu_offload_optimizer":                    Rename("optim.optimizer_cpu_offload"),
 
     "rl.clip_ratio_low":                              Rename("rl.epsilon"),  # verl

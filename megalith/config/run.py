@@ -26,6 +26,7 @@ from megalith.config.output import CheckpointConfig, LogConfig, RuntimeConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.presets import PRESETS, UNAVAILABLE
 from megalith.config.rl import RlConfig
+from megalith.config.sft import SftConfig
 from megalith.config.train import TrainConfig
 from megalith.errors import ConfigError, did_you_mean, nearest_of
 
@@ -40,6 +41,7 @@ class RunConfig(Section):
     data: DataConfig = Field(default_factory=DataConfig)
     optim: OptimConfig = Field(default_factory=OptimConfig)
     lora: LoraConfig = Field(default_factory=LoraConfig)
+    sft: SftConfig = Field(default_factory=SftConfig)
     rl: RlConfig = Field(default_factory=RlConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)

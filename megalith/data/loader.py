@@ -12,7 +12,7 @@ what may be slow, reading the file and pinning the memory, leaves the interprete
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -23,6 +23,7 @@ from megalith.data.dataset import SampleDataset
 from megalith.data.order import SampleOrder, SingleOrder
 from megalith.errors import ConfigError, DataError, MegalithError
 
+Collate = Callable[[np.ndarray, np.ndarray], Batch]  # of samples, and their places in the stream
 Request = tuple[range, list[int]]  # positions in the stream, and the dataset's samples that stand there
 
 
@@ -32,7 +33,8 @@ class Loader:
     `order` says which sample stands where in the stream; None: the dataset's own order, again and again.
     `batch_sizes` gives the global batch size of each coming step; the loader ends with it. `consumed_samples` is
     where in the stream it begins. Iterating draws from no global random state, and the number of threads changes
-    nothing but the speed; together they are at most `ahead` micro-batches ahead. A bad token or the end of the data
+    nothing but the speed; together they are at most `ahead` micro-batches ahead. `collate` makes the Batch of a dataset
+    whose samples are not tokens alone, and has checked them. A bad token or the end of the data
     is a DataError from `next`, at the micro-batch that it belongs to.
     """
 
@@ -51,12 +53,13 @@ class Loader:
         ahead: int = 4,
         pin_memory: bool = False,
         rules: BoundaryRules | None = None,
+        collate: Collate | None = None,
     ) -> None:
         order = order or SingleOrder(len(dataset), wrap=True)
         positions = micro_batch_positions(
             batch_sizes, micro_batch_size, data_parallel_rank, data_parallel_size, consumed_samples
         )
-        self._make = _MicroBatches(dataset, vocab_size, rules or BoundaryRules(), pin_memory)
+        self._make = _MicroBatches(dataset, vocab_size, rules or BoundaryRules(), pin_memory, collate)
         self._requests: Iterator[Request] | None = (
             (span, [order(position) for position in span]) for span in positions
         )
@@ -134,18 +137,28 @@ class _MicroBatches:
     """Makes the micro-batch that a request asks for."""
 
     def __init__(
-        self, dataset: SampleDataset, vocab_size: int, rules: BoundaryRules, pin_memory: bool
+        self,
+        dataset: SampleDataset,
+        vocab_size: int,
+        rules: BoundaryRules,
+        pin_memory: bool,
+        collate: Collate | None,
     ) -> None:
         self.dataset = dataset
         self.vocab_size = vocab_size
         self.rules = rules
+        self.collate = collate
         self.pin_memory = pin_memory
 
     def __call__(self, request: Request) -> Batch:
         positions, indices = request
-        samples = np.stack([self.dataset[i] for i in indices])  # [batch, seq + 1]
-        self._check_tokens(samples, indices)
-        batch = make_batch(samples, np.array(positions, dtype=np.int64), self.rules)
+        samples = np.stack([self.dataset[i] for i in indices])  # [batch, seq + 1], or as collate takes them
+        numbers = np.array(positions, dtype=np.int64)
+        if self.collate is not None:
+            batch = self.collate(samples, numbers)
+        else:
+            self._check_tokens(samples, indices)
+            batch = make_batch(samples, numbers, self.rules)
         return batch.pin_memory() if self.pin_memory else batch
 
     def _check_tokens(self, samples: np.ndarray, indices: list[int]) -> None:

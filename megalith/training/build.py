@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -14,11 +16,15 @@ from megalith.comm.collectives import Axis
 from megalith.config import RunConfig
 from megalith.config.batch_size import BatchSizeSchedule
 from megalith.config.rules.notes import idle_notes
+from megalith.config.rules.run_rules import check_epochs
 from megalith.data.batch import BoundaryRules
 from megalith.data.blend import build_datasets, indexed_datasets
+from megalith.data.chat.chat_dataset import ChatDataset, ChatSplits, make_chat_batch, open_chat_data
+from megalith.data.chat.chat_template import read_template
 from megalith.data.dataset import MockDataset, SampleDataset, parse_split
 from megalith.data.loader import Loader
 from megalith.data.order import SampleOrder, SingleOrder, sample_order
+from megalith.data.tokenizers.huggingface import CHAT_TEMPLATE
 from megalith.data.tokenizers.open_tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import ConfigError
 from megalith.models.adapters import add_adapters
@@ -51,24 +57,58 @@ def prepare(config: RunConfig, world_size: int) -> PreparedRun:
         if config.checkpoint.load != load
         else []
     )
-    config = with_init_from(config)
+    config = _with_tokenizer_of_weights(with_init_from(config))
     tokenizer = build_run_tokenizer(config)
-    config = with_lora_load(complete(config, tokenizer))
+    config = _with_epochs(with_lora_load(complete(config, tokenizer)), tokenizer)
     warnings = check_layout(config, world_size)
     check_optimizer(config.optim)
     _boundary_rules(config, tokenizer)
     parse_split(config.data.split)
-    config = _with_short_evaluations(config)
+    config = _with_short_evaluations(config, tokenizer)
     if config.checkpoint.export_hf:
         family_for(config.model)  # there has to be one
     return PreparedRun(config, tokenizer, [*config.notes, *begins, *warnings, *idle_notes(config)])
 
 
-def _with_short_evaluations(config: RunConfig) -> RunConfig:
-    """Where the run does not say how long an evaluation is, it takes no longer than a tenth of the run's steps."""
+def _with_tokenizer_of_weights(config: RunConfig) -> RunConfig:
+    """Where fine-tuning names no tokenizer, it is that in the Hugging Face folder of its weights."""
+    folder = config.model.init_from
+    if not config.sft.enabled or config.data.tokenizer_type is not None or folder is None:
+        return config
+    if not (Path(folder) / "tokenizer.json").is_file():
+        return config
+    return config.with_settings(
+        {"data.tokenizer_type": "HuggingFaceTokenizer", "data.tokenizer_model": folder}
+    )
+
+
+def open_chat(config: RunConfig, tokenizer: Tokenizer | None) -> ChatSplits:
+    """The run's chat data, tokenized."""
+    return open_chat_data(config.data, config.sft, tokenizer, config.model.vocab_size, config.train.seed)
+
+
+def _with_epochs(config: RunConfig, tokenizer: Tokenizer | None) -> RunConfig:
+    """With the steps that sft.num_train_epochs takes in its place. The last one is whole: it may begin another pass."""
+    epochs = config.sft.num_train_epochs
+    if not config.sft.enabled or epochs is None:
+        return config
+    check_epochs(config)
+    rows = len(open_chat(config, tokenizer).train)
+    steps = math.ceil(epochs * rows / config.train.global_batch_size)
+    return config.with_settings({"train.train_iters": steps, "sft.num_train_epochs": None})
+
+
+def _with_short_evaluations(config: RunConfig, tokenizer: Tokenizer | None) -> RunConfig:
+    """Where the run does not say how long an evaluation is, it takes no longer than a tenth of the run's steps; one of
+    chat data takes all of it, once."""
     train = config.train
     if "eval_iters" in train.model_fields_set:
         return config
+    if config.sft.enabled:
+        rows = [len(split) for split in open_chat(config, tokenizer)[1:3] if split is not None]
+        return config.with_settings(
+            {"train.eval_iters": math.ceil(max(rows, default=0) / train.global_batch_size)}
+        )
     steps = BatchSizeSchedule.from_config(train, data_parallel_size=1).iterations(train)
     return config.with_settings({"train.eval_iters": max(1, min(train.eval_iters, steps // 10))})
 
@@ -88,13 +128,17 @@ def build_run_tokenizer(config: RunConfig) -> Tokenizer | None:
         vocab_size = config.model.vocab_size
     if data.tokenizer_type == "NullTokenizer" and config.model.vocab_size is not None:
         vocab_size = config.model.vocab_size - 1  # it adds the end of document, which model.vocab_size counts
-    return build_tokenizer(
+    tokenizer = build_tokenizer(
         data.tokenizer_type,
         data.tokenizer_model,
         vocab_file=data.vocab_file,
         merge_file=data.merge_file,
         vocab_size=vocab_size,
     )
+    if config.sft.enabled and config.sft.chat_template_path is not None:
+        # Among its files it goes into the checkpoints and the export.
+        tokenizer.files[CHAT_TEMPLATE] = read_template(config.sft.chat_template_path)
+    return tokenizer
 
 
 def complete(config: RunConfig, tokenizer: Tokenizer | None) -> RunConfig:
@@ -142,7 +186,7 @@ def vocabulary_rows(config: RunConfig) -> dict[str, int]:
 
 
 def open_datasets(
-    config: RunConfig, samples: tuple[int, int, int], eod: int | None
+    config: RunConfig, samples: tuple[int, int, int], tokenizer: Tokenizer | None
 ) -> tuple[SampleDataset, SampleDataset | None, SampleDataset | None]:
     """The train, valid and test data for so many samples each; None where a split has none or none are asked for."""
     data, model, seed = config.data, config.model, config.train.seed
@@ -150,7 +194,12 @@ def open_datasets(
         raise ConfigError(
             "rl.rollouts is what to train on: use `megalith grpo`, or leave it out to pre-train"
         )
+    if config.sft.enabled:
+        train, *others = open_chat(config, tokenizer)[:3]
+        valid, test = (split and split.filled_up(config.train.global_batch_size) for split in others)
+        return train, valid, test
     if data.mock:
+        eod = tokenizer and tokenizer.eod
         train, valid, test = (
             MockDataset(model.vocab_size, data.seq_length, count, seed + part, eod) if count else None
             for part, count in enumerate(samples)
@@ -192,9 +241,9 @@ class Data:
         self._rules = _boundary_rules(config, tokenizer)
         evaluated = config.train.eval_iters * batch_sizes.global_batch_size
         samples = (batch_sizes.samples_for_iterations(total_steps), evaluated, evaluated)
-        self.train, self.valid, self.test = open_datasets(config, samples, self._rules.eod)
+        self.train, self.valid, self.test = open_datasets(config, samples, tokenizer)
         again = [f"{prefix} {count} times" for prefix, count in self.train.epochs().items() if count > 1]
-        self.notes: list[str] = []
+        self.notes: list[str] = list(open_chat(config, tokenizer).notes) if config.sft.enabled else []
         if again and config.data.dataloader_type == "single":
             self.notes.append(
                 f"data.dataloader_type single reads the run's {samples[0]:,} samples in order, each once, and these go "
@@ -227,6 +276,8 @@ class Data:
 
     def files(self) -> dict[str, dict[str, int | str]]:
         """Of each indexed dataset that is trained on, by its prefix, what tells whether it is the same (`identity`)."""
+        if isinstance(self.train, ChatDataset):
+            return {"chat data": self.train.identity()}
         return {indexed.prefix: indexed.identity() for indexed in indexed_datasets(self.train)}
 
     def in_order_of(self, num_samples: int) -> bool:
@@ -259,4 +310,5 @@ class Data:
             ahead=2 * max(self._batch_sizes.all_micro_batches),  # two steps
             pin_memory=device.type == "cuda",
             rules=self._rules,
+            collate=make_chat_batch if isinstance(dataset, ChatDataset) else None,
         )

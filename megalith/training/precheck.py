@@ -15,6 +15,7 @@ from megalith.checkpoint.state import check_model_fits
 from megalith.config import RunConfig
 from megalith.config.rules.run_rules import check_base
 from megalith.data.blend import dataset_prefixes
+from megalith.data.chat.conversations import chat_files
 from megalith.data.idx_format import require_files
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import ConfigError
@@ -65,10 +66,16 @@ def _prepare_any(config: RunConfig, world_sizes: Sequence[int]) -> PreparedRun:
 
 def _check_data(config: RunConfig, tokenizer: Tokenizer | None) -> None:
     """Its files are there, and small ones whole and enough for the splits."""
+    if config.sft.enabled:  # tokenized by the ranks, unless its length was needed already
+        data = config.data
+        for path in (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path):
+            if path is not None:
+                chat_files(path)
+        return
     index_bytes = [size_of(require_files(prefix)[1]) for prefix in dataset_prefixes(config.data)]
     if sum(index_bytes) <= MOST_INDEX_BYTES:
         evaluated = min(config.train.eval_iters, 1)
-        open_datasets(config, (1, evaluated, evaluated), tokenizer and tokenizer.eod)
+        open_datasets(config, (1, evaluated, evaluated), tokenizer)
 
 
 def _check_checkpoint(config: RunConfig, tokenizer: Tokenizer | None) -> None:

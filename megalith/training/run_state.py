@@ -157,6 +157,7 @@ class Run:
         total = self.config.train.eval_iters
         if dataset is None or total == 0:
             return None
+        total = min(total, -(-len(dataset) // self.batch_sizes.global_batch_size))
         count = self.batch_sizes.global_batch_size // (self.config.train.micro_batch_size * self.mesh.dp.size)
         loss, tokens = torch.zeros(2, dtype=torch.float64, device=self.device)
         with self.data.evaluation_loader(dataset, self.device) as batches:

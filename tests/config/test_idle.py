@@ -102,6 +102,8 @@ READ_WITH = {
         ("train.calculate_per_token_loss=false", "data.eod_mask_loss=true"),
     "log.profile true":
         ("log.profile_step_end=20", "log.profile=true"),
+    "sft.enabled true":
+        ("sft.packing=false", "sft.enabled=true"),
     "runtime.loss_spike_threshold":
         ("runtime.loss_spike_window=9", "runtime.loss_spike_threshold=2"),
     "runtime.enable_straggler_detection true":

@@ -32,6 +32,7 @@ def check_training(config: RunConfig, world_size: int = 1) -> None:
     _check_lengths(config.model, config.data)
     _check_data(config.data, bool(config.rl.files))
     check_rollouts(config)
+    _check_fine_tuning(config)
     BatchSizeSchedule.from_config(
         config.train, data_parallel_size=data_parallel_size(config.parallel, world_size)
     )
@@ -148,6 +149,36 @@ def _check_data(data: DataConfig, has_rollouts: bool) -> None:
         )
     if given and data.train_data_path is None:
         raise ConfigError(f"{', '.join(given)} is set but data.train_data_path is not; set it too")
+
+
+def _check_fine_tuning(config: RunConfig) -> None:
+    data = config.data
+    if not config.sft.enabled:
+        return
+    taken = ("mock", "reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+    if given := [name for name in taken if getattr(data, name)]:
+        raise ConfigError(
+            f"data.{' and data.'.join(given)} {'are' if given[1:] else 'is'} on, but sft.enabled reads chat data, "
+            "whose samples are apart anyway; leave it out, and give the data's paths"
+        )
+    if config.sft.num_train_epochs is not None:
+        check_epochs(config)
+
+
+def check_epochs(config: RunConfig) -> None:
+    """Raises ConfigError where sft.num_train_epochs cannot say how long the run is."""
+    train = config.train
+    given = {name: getattr(train, name) for name in ("train_iters", "train_samples", "rampup_batch_size")}
+    given = [f"train.{name} is {value}" for name, value in given.items() if value is not None]
+    if given:
+        raise ConfigError(
+            f"sft.num_train_epochs is {config.sft.num_train_epochs} and {' and '.join(given)}; both would say how long "
+            "the run is: leave out one"
+        )
+    if train.global_batch_size is None:
+        raise ConfigError(
+            "train.global_batch_size is not set; sft.num_train_epochs needs it, as training does"
+        )
 
 
 def _check_profile(log: LogConfig) -> None:

@@ -14,7 +14,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 import zstandard
 
@@ -159,8 +159,25 @@ def read_texts(
             yield from record.texts
 
 
-def _parse_line(line: bytes, json_keys: Sequence[str], max_line_bytes: int) -> list[str]:
-    """The strings under `json_keys`. ValueError (of which JSON and Unicode errors are kinds): the reason."""
+def read_objects(
+    path: Path | StorePath, max_line_bytes: int = MAX_LINE_BYTES
+) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Every line's number and object; blank lines are none. DataError at the first bad line."""
+    for block in read_blocks(path, max_line_bytes):
+        offset = block.offset
+        for number, line in enumerate(block.data.split(b"\n"), block.first_line):
+            if line and not line.isspace():
+                try:
+                    content = line.removeprefix(codecs.BOM_UTF8) if offset == 0 else line
+                    yield number, _parse_object(content, max_line_bytes)
+                except (ValueError, RecursionError) as error:
+                    bad = BadLine(path, number, offset, _reason(error))
+                    raise DataError(f"{bad}; correct or remove the line") from error
+            offset += len(line) + 1
+
+
+def _parse_object(line: bytes, max_line_bytes: int) -> dict[str, Any]:
+    """ValueError (of which JSON and Unicode errors are kinds): the reason."""
     if len(line) > max_line_bytes:
         raise ValueError(
             f"it is longer than the limit of {max_line_bytes} bytes; cut the document into parts, or raise "
@@ -169,6 +186,12 @@ def _parse_line(line: bytes, json_keys: Sequence[str], max_line_bytes: int) -> l
     content = json.loads(line.decode("utf-8"))
     if not isinstance(content, dict):
         raise ValueError(f"it holds {_JSON_NAMES[type(content)]}, not a JSON object")
+    return content
+
+
+def _parse_line(line: bytes, json_keys: Sequence[str], max_line_bytes: int) -> list[str]:
+    """The strings under `json_keys`. ValueError: the reason."""
+    content = _parse_object(line, max_line_bytes)
     texts = []
     for key in json_keys:
         if key not in content:

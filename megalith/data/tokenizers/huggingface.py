@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
+import numpy as np
 import tokenizers
 
 from megalith.data.tokenizers.hub import local_folder
@@ -43,6 +44,22 @@ class _RustTokenizer(Tokenizer):
     def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]
+
+    def encode_marked(
+        self, texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]
+    ) -> list[tuple[list[int], list[bool]] | str]:
+        """By the characters that each token is of: one that reaches into a span is in it, as in transformers."""
+        result = []
+        for encoding, text, of_text in zip(
+            self._tokenizer.encode_batch(list(texts), add_special_tokens=False), texts, spans
+        ):
+            inside = np.zeros(len(text) + 1, dtype=np.int64)  # characters of spans before each
+            for start, end in of_text:
+                inside[start + 1 : end + 1] = 1
+            inside = np.cumsum(inside)
+            first, last = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2).T
+            result.append((encoding.ids, (inside[last] > inside[first]).tolist()))
+        return result
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._tokenizer.decode(list(ids), skip_special_tokens=False)

@@ -63,6 +63,29 @@ class Tokenizer(ABC):
         """`encode` of each text; ids may come as lists or as numpy integer arrays."""
         return [self.encode(text) for text in texts]
 
+    def encode_marked(
+        self, texts: Sequence[str], spans: Sequence[Sequence[tuple[int, int]]]
+    ) -> list[tuple[list[int], list[bool]] | str]:
+        """Of each text its ids, and which of them lie in one of its spans of characters, sorted and apart.
+
+        In the place of one whose tokens cross the bounds of its spans stands the reason, as text.
+        """
+        return [self._encode_between(text, of_text) for text, of_text in zip(texts, spans)]
+
+    def _encode_between(
+        self, text: str, spans: Sequence[tuple[int, int]]
+    ) -> tuple[list[int], list[bool]] | str:
+        ids, marks, at = [], [], 0
+        for start, end in [*spans, (len(text), len(text))]:
+            for stretch, mark in ((text[at:start], False), (text[start:end], True)):
+                found = self.encode(stretch) if stretch else []
+                ids += found
+                marks += [mark] * len(found)
+            at = end
+        if list(self.encode(text)) != ids:
+            return "a token of it lies both in and outside of what is learned"
+        return ids, marks
+
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; bytes that are not UTF-8 become U+FFFD."""

@@ -1,0 +1,287 @@
+"""What a record of chat data says: a conversation, a prompt with its completion, or tokens.
+
+| form | keys of a record |
+|---|---|
+| conversation | `messages`: [{role, content}], and perhaps `tools`, `chat_template_kwargs` |
+| prompt and completion | `prompt`, `completion`: two texts, or two lists of messages |
+| ShareGPT | `conversations`: [{from, value}], and perhaps `system`, `tools` |
+| Alpaca | `instruction`, `output`, and perhaps `input`, `system` |
+| tokens | `input_ids`, and perhaps `labels` (−100: not learned) or `completion_mask` |
+
+A record that says none of them, or says it badly, is a ValueError with the reason; the reader (samples.py) adds file,
+line and sample.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from megalith.data.blend import DataPath, parse_data_path
+from megalith.data.preprocessing.jsonl import expand_inputs, read_objects
+from megalith.errors import ConfigError, DataError
+from megalith.remote import StorePath, place
+
+Record = Mapping[str, Any]
+Message = dict[str, Any]
+
+IGNORED = -100  # the label that transformers and TRL leave out of the loss
+ROLES = {
+    "system": "system",
+    "developer": "system",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "model": "assistant",
+    "chatgpt": "assistant",
+    "bing": "assistant",
+    "tool": "tool",
+    "function": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+FOLLOWS = {  # who may speak after whom
+    None: ("system", "user"),
+    "system": ("user",),
+    "user": ("assistant",),
+    "assistant": ("user", "tool"),
+    "tool": ("tool", "assistant"),
+}
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A conversation. What stands before message `first` is a prompt, of which no turn is learned."""
+
+    messages: list[Message]
+    first: int = 0
+    more: dict[str, Any] = field(default_factory=dict)  # what else the chat template is given
+
+
+@dataclass(frozen=True)
+class Text:
+    prompt: str
+    completion: str
+
+
+@dataclass(frozen=True)
+class Tokens:
+    ids: list[int]
+    learned: list[bool]
+
+
+def parse_record(record: Record) -> Chat | Text | Tokens:
+    """What a record says. ValueError: the reason why it cannot be used."""
+    for keys, parse in FORMS.items():
+        if all(record.get(key) is not None for key in keys):
+            return parse(record)
+    forms = "; ".join(" and ".join(keys) for keys in FORMS)
+    raise ValueError(f"its keys are {', '.join(map(repr, record)) or 'none'}, and none of the forms: {forms}")
+
+
+def _tokens(record: Record) -> Tokens:
+    ids, labels, mask = record["input_ids"], record.get("labels"), record.get("completion_mask")
+    for name, values in (("input_ids", ids), ("labels", labels), ("completion_mask", mask)):
+        if values is not None and (
+            not isinstance(values, Sequence) or any(type(value) is not int for value in values)
+        ):
+            raise ValueError(f"{name} is not a list of whole numbers")
+        if values is not None and len(values) != len(ids):
+            raise ValueError(f"{name} has {len(values)} entries and input_ids has {len(ids)}")
+    if labels is None:
+        return Tokens(list(ids), [bool(one) for one in mask] if mask is not None else [True] * len(ids))
+    for at, (token, label) in enumerate(zip(ids, labels)):
+        if label not in (token, IGNORED):
+            raise ValueError(f"label {at} is {label}, neither its token {token} nor {IGNORED}")
+    return Tokens(list(ids), [label != IGNORED for label in labels])
+
+
+def _messages(record: Record) -> Chat:
+    return Chat(_checked(record["messages"], "role", "content"), more=_more(record))
+
+
+def _prompt_completion(record: Record) -> Chat | Text:
+    prompt, completion = record["prompt"], record["completion"]
+    if isinstance(prompt, str) and isinstance(completion, str):
+        if not completion.strip():
+            raise ValueError("its completion is empty")
+        return Text(_unicode(prompt), _unicode(completion))
+    if isinstance(prompt, str) or isinstance(completion, str):
+        raise ValueError("one of prompt and completion is text and the other a list of messages")
+    messages = _checked([*prompt, *completion], "role", "content")
+    return Chat(messages, first=len(prompt), more=_more(record))
+
+
+def _sharegpt(record: Record) -> Chat:
+    turns = list(record["conversations"])
+    if record.get("system"):
+        turns.insert(0, {"from": "system", "value": record["system"]})
+    return Chat(_checked(turns, "from", "value"), more=_more(record))
+
+
+def _alpaca(record: Record) -> Chat:
+    asked = "\n\n".join(part for part in (record["instruction"], record.get("input")) if part)
+    turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": record["output"]}]
+    if record.get("system"):
+        turns.insert(0, {"role": "system", "content": record["system"]})
+    return Chat(_checked(turns, "role", "content"))
+
+
+FORMS: dict[tuple[str, ...], Callable[[Record], Chat | Text | Tokens]] = {
+    ("input_ids",): _tokens,
+    ("messages",): _messages,
+    ("prompt", "completion"): _prompt_completion,
+    ("conversations",): _sharegpt,
+    ("instruction", "output"): _alpaca,
+}
+
+
+def _more(record: Record) -> dict[str, Any]:
+    more = dict(record.get("chat_template_kwargs") or {})
+    tools = record.get("tools")
+    if tools:
+        more["tools"] = json.loads(tools) if isinstance(tools, str) else tools
+    return more
+
+
+def _checked(turns: Any, role_key: str, content_key: str) -> list[Message]:
+    """The turns as {role, content, …}, in an order that a conversation can have and none of them empty."""
+    if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
+        raise ValueError("its conversation is not a list of messages, or has none")
+    messages, before = [], None
+    for number, turn in enumerate(turns, 1):
+        if not isinstance(turn, Mapping) or role_key not in turn:
+            raise ValueError(f"message {number} is not an object with {role_key!r} and {content_key!r}")
+        role = ROLES.get(turn[role_key]) if isinstance(turn[role_key], str) else None
+        if role is None:
+            raise ValueError(
+                f"message {number} is of the role {turn[role_key]!r}; there are {', '.join(ROLES)}"
+            )
+        if role not in FOLLOWS[before]:
+            raise ValueError(
+                f"message {number} is the {role}'s {f'after the {before}' if before else 'at the start'}, where it has "
+                f"to be the {' or '.join(FOLLOWS[before])}'s"
+            )
+        rest = {
+            key: value
+            for key, value in turn.items()
+            if key not in (role_key, content_key) and value is not None
+        }
+        content = _content(turn.get(content_key))
+        if not content.strip() and not rest.get("tool_calls"):
+            raise ValueError(f"message {number}, the {role}'s, is empty")
+        messages.append({"role": role, "content": content, **rest})
+        before = role
+    if all(message["role"] != "assistant" for message in messages):
+        raise ValueError("the assistant says nothing in it")
+    return messages
+
+
+def _content(content: Any) -> str:
+    if isinstance(content, Sequence) and not isinstance(content, str):
+        parts = [part.get("text") if isinstance(part, Mapping) else part for part in content]
+        if not all(isinstance(part, str) for part in parts):
+            raise ValueError("a message has a part that is not text")
+        content = "".join(parts)
+    if not isinstance(content, str | None):
+        raise ValueError(f"a message's content is {content!r}, not text")
+    return _unicode(content or "")
+
+
+def _unicode(text: str) -> str:
+    text.encode("utf-8")  # half of a surrogate pair, which JSON may escape, is no character
+    return text
+
+
+# The files
+
+
+def chat_files(path: DataPath) -> list[Path | StorePath]:
+    """The files and saved datasets that a data path names, globs among them. ConfigError: weights."""
+    prefixes, weights = parse_data_path(path)
+    if weights is not None:
+        raise ConfigError(
+            f"data_path {path!r} has weights, which chat data does not take; name files alone, a file twice to "
+            "have its samples twice as often"
+        )
+    files: list[Path | StorePath] = []
+    for prefix in prefixes:
+        files += [Path(prefix)] if Path(prefix).is_dir() else expand_inputs([prefix])
+    return files
+
+
+def read_records(path: Path | StorePath) -> Iterator[tuple[str, Record]]:
+    """Each record with where it stands in the file: "line 3", "row 3", "entry 3", counted from 1.
+
+    DataError: a file that cannot be read, or a line that is not a JSON object. ConfigError: a missing package.
+    """
+    if isinstance(path, Path) and path.is_dir():
+        yield from _numbered("row", _saved_dataset(path))
+    elif path.suffix == ".parquet":
+        yield from _numbered("row", _parquet(path))
+    elif path.suffix == ".json" and (entries := _whole_json(path)) is not None:
+        yield from _numbered("entry", entries)
+    else:
+        for line, record in read_objects(path):
+            yield f"line {line}", record
+
+
+def _numbered(what: str, records: Any) -> Iterator[tuple[str, Record]]:
+    for number, record in enumerate(records, 1):
+        yield f"{what} {number}", record
+
+
+def _saved_dataset(path: Path) -> Iterator[Record]:
+    datasets = _package("datasets", path)
+    try:
+        found = datasets.load_from_disk(str(path))
+    except Exception as error:  # the library has no kind of its own
+        raise DataError(f"{path} is not a dataset that `save_to_disk` wrote ({error})") from error
+    if isinstance(found, Mapping):
+        raise ConfigError(
+            f"{path} holds the splits {', '.join(found)}; name their folders as data.train_data_path and its kin"
+        )
+    yield from found
+
+
+def _parquet(path: Path | StorePath) -> Iterator[Record]:
+    parquet = _package("pyarrow.parquet", path)
+    try:
+        with path.open("rb") as file:
+            for batch in parquet.ParquetFile(file).iter_batches():
+                yield from batch.to_pylist()
+    except (OSError, ValueError) as error:  # pyarrow's own are kinds of these
+        raise DataError(
+            f"{path} cannot be read as parquet ({error}); it is damaged or another kind of file"
+        ) from error
+
+
+def _package(name: str, path: Path | StorePath) -> Any:
+    import importlib
+
+    try:
+        return importlib.import_module(name)
+    except ImportError as error:
+        raise ConfigError(
+            f"{path} takes the {name.partition('.')[0]} package, which is not installed; run: "
+            "pip install 'megalith[hf]', or give JSONL"
+        ) from error
+
+
+def _whole_json(path: Path | StorePath) -> list[Record] | None:
+    """The entries of a file that is one JSON array; None: it is JSON Lines."""
+    try:
+        with place(str(path)).open("rb") as file:
+            if file.read(1) != b"[":
+                return None
+        with place(str(path)).open("rb") as file:
+            entries = json.loads(file.read().decode("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        raise DataError(f"{path} is not JSON ({error}); correct the file") from error
+    if bad := next((n for n, entry in enumerate(entries, 1) if not isinstance(entry, dict)), None):
+        raise DataError(f"{path} entry {bad} is not an object; correct or remove it")
+    return entries

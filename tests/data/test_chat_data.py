@@ -1,0 +1,249 @@
+"""Chat data: what each form says, what of it is learned, how it is packed, and what is refused."""
+
+import json
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megalith.config.sft import SftConfig
+from megalith.data.chat.chat_dataset import ChatDataset, best_fit_decreasing, make_chat_batch
+from megalith.data.chat.chat_template import ChatTemplate, template_of
+from megalith.data.chat.conversations import Chat
+from megalith.data.chat.samples import Samples, read_samples
+from megalith.data.tokenizers.open_tokenizer import build_tokenizer
+from megalith.data.tokenizers.train_tokenizer import train_tokenizer
+from megalith.errors import ConfigError, DataError
+
+PLAIN = """{%- for m in messages -%}
+<|{{ m.role }}|>{{ m.content }}{{ eos_token }}
+{% endfor -%}
+{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"""
+MARKED = """{%- for m in messages -%}
+<|{{ m.role }}|>{% if m.role == 'assistant' %}{% generation %}{{ m.content }}{{ eos_token }}{% endgeneration -%}
+{% else %}{{ m.content }}{{ eos_token }}{% endif %}{{ '\\n' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}<|assistant|>{%- endif -%}"""
+REWRITES = "{% for m in messages %}{{ m.content if loop.last else m.content[:2] }};{% endfor %}"
+
+TURNS = [("user", "two and two?"), ("assistant", "four, café ☕"), ("user", "sure?"), ("assistant", "yes")]
+MESSAGES = [{"role": role, "content": content} for role, content in TURNS]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A byte-pair tokenizer with `<|endoftext|>`, in a folder as transformers has them."""
+    folder = tmp_path_factory.mktemp("tokenizer")
+    text = "\n".join(f"<|{role}|>{content}" for role, content in TURNS * 9)
+    (folder / "text.jsonl").write_text(json.dumps({"text": text}) + "\n")
+    train_tokenizer([folder / "text.jsonl"], 300, folder)
+    return folder
+
+
+def tokenizer_with(folder: Path, template: str | None):
+    tokenizer = build_tokenizer("HuggingFaceTokenizer", folder)
+    if template is not None:
+        tokenizer.files["chat_template.jinja"] = template.encode()
+    return tokenizer
+
+
+def read(tokenizer, *records, longest=200, name="chat.jsonl", **settings) -> Samples:
+    """The samples of a file with a record a line; text stands there as it is."""
+    lines = (one if isinstance(one, str) else json.dumps(one) for one in records)
+    Path(name).write_text("".join(line + "\n" for line in lines))
+    vocab_size = tokenizer.vocab_size if tokenizer else 60
+    return read_samples([Path(name)], tokenizer, SftConfig(enabled=True, **settings), longest, vocab_size)
+
+
+def learned_text(tokenizer, samples: Samples, i: int = 0) -> str:
+    span = slice(*samples.starts[i : i + 2])
+    return tokenizer.decode(samples.tokens[span][samples.learned[span]].tolist())
+
+
+FORMS = {
+    "messages": {"messages": MESSAGES},
+    "ShareGPT": {"conversations": [{"from": {"user": "human", "assistant": "gpt"}[r], "value": c} for r, c in TURNS]},
+    "prompt and completion": {"prompt": MESSAGES[:1], "completion": MESSAGES[1:]},
+    "parts": {"messages": [{**m, "content": [{"type": "text", "text": m["content"]}]} for m in MESSAGES]},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["by prefixes", "by marks"])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_a_conversation_is_the_same_sample_with_the_assistants_turns_learned(
+    folder, form, template
+):
+    tokenizer = tokenizer_with(folder, template)
+    samples = read(tokenizer, FORMS[form])
+    text = "".join(f"<|{role}|>{content}<|endoftext|>\n" for role, content in TURNS)
+    assert tokenizer.decode(samples.tokens.tolist()) == text
+    end = "<|endoftext|>" if template is MARKED else "<|endoftext|>\n"
+    assert learned_text(tokenizer, samples) == f"four, café ☕{end}yes{end}"
+    whole = read(tokenizer, FORMS[form], assistant_only_loss=False, completion_only_loss=False)
+    assert whole.learned.all() and np.array_equal(whole.tokens, samples.tokens)
+
+
+def test_alpaca_and_texts_learn_the_answer_alone(folder):
+    tokenizer = tokenizer_with(folder, PLAIN)
+    alpaca = {"instruction": "Add.", "input": "2 2", "output": "four", "system": "Be brief."}
+    samples = read(tokenizer, alpaca, {"prompt": "two and two is ", "completion": "four"})
+    assert learned_text(tokenizer, samples, 0) == "four<|endoftext|>\n"
+    assert "Add.\n\n2 2" in tokenizer.decode(samples.tokens.tolist())
+    assert learned_text(tokenizer, samples, 1) == "four<|endoftext|>"
+    assert read(tokenizer, {"prompt": "a ", "completion": "b"}, completion_only_loss=False).learned.all()
+
+
+def test_of_a_completion_the_earlier_turns_of_the_assistant_are_a_prompt(folder):
+    record = {"prompt": MESSAGES[:3], "completion": MESSAGES[3:]}
+    for template in (PLAIN, MARKED):
+        tokenizer = tokenizer_with(folder, template)
+        assert learned_text(tokenizer, read(tokenizer, record)).strip() == "yes<|endoftext|>"
+        assert "four" in learned_text(tokenizer, read(tokenizer, record, completion_only_loss=False))
+
+
+def test_ids_and_masks_are_those_of_transformers(folder):
+    transformers = pytest.importorskip("transformers")
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    tokenizer = tokenizer_with(folder, MARKED)
+    samples = read(tokenizer, {"messages": MESSAGES})
+    found = theirs.apply_chat_template(
+        MESSAGES, chat_template=MARKED, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+    )
+    assert samples.tokens.tolist() == found["input_ids"]
+    assert samples.learned.astype(int).tolist() == found["assistant_masks"]
+    asked = theirs.apply_chat_template(
+        MESSAGES[:1], chat_template=PLAIN, tokenize=False, add_generation_prompt=True
+    )
+    assert template_of(tokenizer_with(folder, PLAIN)).render(MESSAGES[:1], ask=True) == asked
+
+
+def test_other_tokenizers_encode_the_text_between_the_bounds_and_refuse_a_token_across_one():
+    tokenizer = build_tokenizer("ByteTokenizer")
+    assert tokenizer.encode_marked(["abcd"], [[(1, 3)]]) == [(list(b"abcd"), [False, True, True, False])]
+    numbers = build_tokenizer("NullTokenizer", vocab_size=90)
+    assert numbers.encode_marked(["1 23"], [[(1, 4)]]) == [([1, 23], [False, True])]
+    assert "both in and outside" in numbers.encode_marked(["1 23"], [[(3, 4)]])[0]
+
+
+def test_a_template_stays_in_its_sandbox():
+    with pytest.raises(ValueError, match="refuses it"):
+        ChatTemplate("{{ messages.__class__.__mro__ }}{{ messages.append(1) }}", {}).render(MESSAGES)
+    with pytest.raises(ConfigError, match="not one"):
+        ChatTemplate("{% for %}", {})
+
+
+BAD = {
+    "no JSON": ("{", "not JSON"),
+    "no form": ({"text": "a"},  "its keys are 'text'"),
+    "role": ({"messages": [{"role": "pirate", "content": "a"}]}, "message 1 is of the role 'pirate'"),
+    "order": ({"messages": [MESSAGES[0], MESSAGES[0]]}, "message 2 is the user's after the user, where it has to be"),
+    "start": ({"messages": MESSAGES[1:]}, "message 1 is the assistant's at the start"),
+    "late system": ({"messages": [*MESSAGES, {"role": "system", "content": "a"}]}, "message 5 is the system's"),
+    "empty": ({"messages": [MESSAGES[0], {"role": "assistant", "content": " "}]}, "2, the assistant's, is empty"),
+    "no answer": ({"messages": MESSAGES[:1]}, "the assistant says nothing"),
+    "no list": ({"messages": "hello"}, "not a list of messages"),
+    "image": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "a part that is not text"),
+    "mixed": ({"prompt": "a", "completion": MESSAGES[1:]}, "one of prompt and completion is text"),
+    "surrogate": ('{"prompt": "a", "completion": "\\ud800"}', "half of a surrogate pair"),
+    "beyond": ({"input_ids": [1, 300]}, "token 1 is 300, but the vocabulary has"),
+    "labels": ({"input_ids": [1, 2], "labels": [1, 3]}, "label 1 is 3, neither its token 2"),
+    "lengths": ({"input_ids": [1, 2], "labels": [1]}, "labels has 1 entries and input_ids has 2"),
+    "nothing": ({"input_ids": [1, 2], "labels": [1, -100]}, "no token to learn"),
+    "long": ({"input_ids": [1] * 201}, "201 tokens, more than data.seq_length 200"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_sample_is_named_by_file_line_and_number_or_counted(folder, case):
+    record, reason = BAD[case]
+    tokenizer = tokenizer_with(folder, PLAIN)
+    with pytest.raises(DataError) as found:
+        read(tokenizer, {"messages": MESSAGES}, "", record)
+    assert "chat.jsonl line 3 (" in str(found.value) and reason in str(found.value)
+    if case == "no JSON":  # a file that is damaged is no sample
+        return
+    assert "(sample 2)" in str(found.value)
+    samples = read(tokenizer, {"messages": MESSAGES}, "", record, skip_bad_samples=True)
+    assert len(samples) == 1 and samples.counts == {"skipped as unusable": 1} and reason in samples.first_bad
+
+
+def test_a_chat_without_a_template_or_with_one_that_rewrites_turns_is_refused(folder):
+    with pytest.raises(DataError, match=r"chat.jsonl line 1 \(sample 1\): .*sft.chat_template_path"):
+        read(tokenizer_with(folder, None), {"messages": MESSAGES})
+    with pytest.raises(DataError, match=r"line 1 \(sample 1\).* put \{% generation %\}"):
+        read(tokenizer_with(folder, REWRITES), {"messages": MESSAGES})
+    with pytest.raises(DataError, match=r"data\.tokenizer_type"):
+        read(None, {"messages": MESSAGES})
+    raising = "{{ raise_exception('only two turns') }}"
+    with pytest.raises(DataError, match="only two turns"):
+        read(tokenizer_with(folder, raising), {"messages": MESSAGES})
+
+
+@pytest.mark.parametrize(
+    ("mode", "kept"), [("keep_start", [5, 6, 7]), ("keep_end", [7, 8, 9]), ("drop", None)]
+)
+def test_what_is_too_long_is_cut_or_dropped_as_chosen_and_counted(mode, kept):
+    long = {"input_ids": [5, 6, 7, 8, 9], "completion_mask": [0, 1, 1, 1, 1]}
+    unlearned = {"input_ids": [1, 2, 3, 4], "labels": [-100, -100, -100, 4]}
+    samples = read(None, long, unlearned, {"input_ids": [3, 4]}, longest=3, truncation_mode=mode)
+    of_samples = [samples.tokens[a:b].tolist() for a, b in zip(samples.starts, samples.starts[1:])]
+    assert of_samples[0] == (kept or [3, 4]) and of_samples[-1] == [3, 4]
+    assert sum(samples.counts.values()) == 2
+    if mode == "keep_start":
+        assert samples.counts["dropped, with nothing to learn after truncation"] == 1
+
+
+def test_packing_fits_every_sample_once_tightly_and_by_the_seed_alone():
+    lengths = np.clip(np.random.default_rng(1).lognormal(5.86, 0.9, 3000).astype(int), 2, 4096)
+    rows = best_fit_decreasing(lengths, 4096, seed=5)
+    assert sorted(i for row in rows for i in row) == list(range(3000))
+    assert max(lengths[row].sum() for row in rows) <= 4096
+    assert len(rows) <= 1.01 * lengths.sum() / 4096 + 1
+    assert rows == best_fit_decreasing(lengths, 4096, seed=5) != best_fit_decreasing(lengths, 4096, seed=6)
+    assert best_fit_decreasing(np.array([3, 6, 4, 7]), 10, seed=0) == [[0, 3], [1, 2]]
+
+
+def test_a_row_keeps_its_samples_apart_and_learns_no_first_token():
+    samples = read(None, {"input_ids": [1, 2, 3]}, {"input_ids": [4, 5], "completion_mask": [0, 1]})
+    packed = ChatDataset(samples, 0, 2, 8, packing=True, seed=0, padding=9)
+    batch = make_chat_batch(packed[0][None], np.array([7]))
+    assert batch.input_ids.tolist() == [[1, 2, 3, 4, 5, 9, 9, 9]]
+    assert batch.labels[0, [0, 1, 3]].tolist() == [2, 3, 5]
+    assert batch.loss_mask.tolist() == [[1, 1, 0, 1, 0, 0, 0, 0]]
+    assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
+    assert batch.document_ids.tolist() == [[0, 0, 0, 1, 1, 1, 1, 1]]
+    assert packed.note(True) == "1 rows of 8: 62.5 % of tokens, 2.0 sequences a row"
+    padded = ChatDataset(samples, 0, 2, 8, packing=False, seed=0, padding=9).filled_up(4)
+    batch = make_chat_batch(np.stack([padded[i] for i in range(4)]), np.arange(4))
+    assert batch.document_ids is None and batch.loss_mask.sum(1).tolist() == [2, 1, 0, 0]
+
+
+def test_parquet_and_saved_datasets_ask_for_their_package_and_name_the_row(monkeypatch, tmp_path):
+    Path("chat.parquet").touch()
+    Path("saved").mkdir()
+    sft = SftConfig(enabled=True)
+    for path, package in (("chat.parquet", "pyarrow"), ("saved", "datasets")):
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(ConfigError, match=rf"{package} package.*megalith\[hf\]"):
+            read_samples([Path(path)], None, sft, 8, 60)
+    rows = [{"input_ids": [1, 2], "labels": None}, {"input_ids": [1]}]
+    library = types.SimpleNamespace(load_from_disk=lambda path: rows)
+    monkeypatch.setitem(sys.modules, "datasets", library)
+    with pytest.raises(DataError, match=r"saved row 2 \(sample 2\)"):
+        read_samples([Path("saved")], None, sft, 8, 60)
+    library.load_from_disk = lambda path: {"train": rows}
+    with pytest.raises(ConfigError, match="holds the splits train"):
+        read_samples([Path("saved")], None, sft, 8, 60)
+    Path("alpaca.json").write_text(json.dumps(rows))
+    with pytest.raises(DataError, match=r"alpaca.json entry 2 \(sample 2\)"):
+        read_samples([Path("alpaca.json")], None, sft, 8, 60)
+
+
+def test_tools_and_keywords_reach_the_template():
+    template = ChatTemplate("{{ tools | tojson }} {{ mood }}", {})
+    assert (
+        template.text_and_spans(Chat(MESSAGES, more={"tools": [{"n": "é"}], "mood": 1}), False)[0]
+        == '[{"n": "é"}] 1'
+    )

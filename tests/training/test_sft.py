@@ -1,0 +1,177 @@
+"""Fine-tuning on chat data is one run, whichever way its samples are laid out and over however many processes."""
+
+import json
+import random
+import runpy
+from pathlib import Path
+
+import pytest
+import torch
+from models.reference import CASES, random_reference
+from trained_runs import comparable, losses
+
+from megalith.cli.main import main
+from megalith.config import RunConfig
+from megalith.errors import ConfigError, DataError
+from megalith.parity.differences import compare, gradient_errors
+from megalith.parity.job import Outcome, gradients_by_name, run_job, start
+from megalith.parity.layouts import LAYOUTS
+from megalith.training.precheck import check_job
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "sft"
+SEQ, VOCAB = 32, 151
+
+
+def samples(count: int) -> list[dict]:
+    """Tokens of 2 to 32: the first has one token that is learned, the second fills a row."""
+    rng = random.Random(3)
+    records = []
+    for number in range(count):
+        length = {0: 9, 1: SEQ}.get(number, rng.randrange(2, SEQ))
+        ids = [rng.randrange(VOCAB) for _ in range(length)]
+        mask = [0] * (length - 1) + [1] if number == 0 else [int(rng.random() < 0.6) for _ in ids]
+        records.append({"input_ids": ids, "completion_mask": [*mask[:-1], 1]})
+    return records
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    """A run of two steps from a tiny Llama of transformers, over 24 samples of tokens."""
+    folder = tmp_path_factory.mktemp("sft")
+    random_reference(CASES["llama"][0]()).save_pretrained(folder / "base")
+    for name, count in (("train", 24), ("valid", 5)):
+        (folder / f"{name}.jsonl").write_text("".join(json.dumps(one) + "\n" for one in samples(count)))
+    return {
+        "model": {"init_from": str(folder / "base"), "hidden_dropout": 0.0, "attention_dropout": 0.0},
+        "data": {"train_data_path": str(folder / "train.jsonl"), "valid_data_path": str(folder / "valid.jsonl"),
+                 "seq_length": SEQ, "num_workers": 0},
+        "sft": {"enabled": True},
+        "optim": {"lr": 1e-3, "lr_warmup_iters": 0},
+        "train": {"train_iters": 2, "micro_batch_size": 2, "global_batch_size": 8, "output_dir": str(folder / "run")},
+    }  # fmt: skip
+
+
+def config_of(tree: dict, **sections) -> RunConfig:
+    return RunConfig.from_tree(tree | {name: tree.get(name, {}) | more for name, more in sections.items()})
+
+
+@pytest.fixture(scope="module")
+def alone(tree: dict) -> Outcome:
+    return run_job(config_of(tree))
+
+
+def test_packed_rows_in_every_layout_equal_one_process(pool, tree: dict, alone: Outcome):
+    """Rows hold samples that context parallelism cuts, and one with a single token to learn."""
+    cases = {}
+    for name in ("tp2-sp", "cp2", "cp2-a2a", "pp2", "dp2-zero2"):
+        parallel = dict(LAYOUTS[name].parallel)
+        if name == "pp2":
+            parallel["decoder_first_pipeline_num_layers"] = 1  # the model has 3 layers
+        cases[name] = (config_of(tree, parallel=parallel),)
+    cases["padded, cp2"] = (config_of(tree, parallel=LAYOUTS["cp2"].parallel, sft={"packing": False}),)
+    adapted = config_of(tree, lora={"rank": 2})
+    cases["lora, tp2-sp"] = (config_of(tree, lora={"rank": 2}, parallel=LAYOUTS["tp2-sp"].parallel),)
+    found = pool.run_cases(run_job, cases, size=2)
+    ones = {"padded, cp2": run_job(config_of(tree, sft={"packing": False})), "lora, tp2-sp": run_job(adapted)}
+    assert all("lora" in name for name in ones["lora, tp2-sp"].gradients)
+    for name, ranks in found.items():
+        errors = compare(ranks, ones.get(name, alone))
+        assert errors.within(), (name, errors)
+
+
+def whole_step(config: RunConfig):
+    """The loss and gradients of all rows in one step."""
+    run = start(config)
+    with run.data.train_loader(0, 0, run.device) as batches:
+        loss = run.gradients([next(batches) for _ in range(run.batch_sizes.micro_batches(0))])
+    return run, loss.item(), gradients_by_name(run)
+
+
+def test_packed_equals_padded_and_the_loss_of_transformers(tree: dict):
+    _, loss, gradients = whole_step(config_of(tree, sft={"packing": False}, train={"global_batch_size": 24}))
+    rows = len(start(config_of(tree)).data.train)
+    assert rows < 16
+    packed = config_of(tree, train={"global_batch_size": rows, "micro_batch_size": 1})
+    _, packed_loss, packed_gradients = whole_step(packed)
+    assert packed_loss == pytest.approx(loss, rel=1e-5)
+    assert max(gradient_errors(packed_gradients, gradients).values()) < 1e-5
+
+    theirs = random_reference(CASES["llama"][0]())
+    records = samples(24)
+    ids = torch.zeros(24, SEQ, dtype=torch.long)
+    labels, attended = torch.full((24, SEQ), -100), torch.zeros(24, SEQ, dtype=torch.long)
+    for row, record in enumerate(records):
+        count = len(record["input_ids"])
+        ids[row, :count], attended[row, :count] = torch.tensor(record["input_ids"]), 1
+        learned = torch.tensor(record["completion_mask"], dtype=torch.bool)
+        labels[row, :count] = torch.where(learned, ids[row, :count], -100)
+    expected = theirs(input_ids=ids, attention_mask=attended, labels=labels).loss
+    assert loss == pytest.approx(expected.item(), rel=1e-5)
+    expected.backward()
+    norm = sum(p.grad.double().square().sum() for p in theirs.parameters()).sqrt().item()
+    ours = sum(g.double().square().sum() for g in gradients.values()).sqrt().item()
+    assert ours == pytest.approx(norm, rel=1e-5)
+
+
+def test_an_evaluation_takes_each_row_once(tree: dict, alone: Outcome):
+    run = start(config_of(tree))
+    assert run.config.train.eval_iters == 1 and len(run.data.valid) == 8 > run.data.valid.num_rows
+    first = run.mean_loss(run.data.valid)
+    other = start(config_of(tree, train={"global_batch_size": 2}, sft={"packing": False}))
+    assert other.config.train.eval_iters == 3 and len(other.data.valid) == 6
+    assert other.mean_loss(other.data.valid) == pytest.approx(first, rel=1e-5)
+
+
+def test_epochs_say_the_length_and_nothing_else_may(tree: dict):
+    endless = {"train_iters": None, "global_batch_size": 4}
+    run = start(config_of(tree, sft={"num_train_epochs": 2.5, "packing": False}, train=endless))
+    assert run.total_steps == 15 and RunConfig.from_tree(run.config.to_tree()).train.train_iters == 15
+    check_job(config_of(tree), [2], 2, one_machine=False)
+    with pytest.raises(DataError, match="no file matches"):
+        check_job(config_of(tree, data={"valid_data_path": "nowhere.jsonl"}), [2], 2, one_machine=False)
+    with pytest.raises(ConfigError, match="train_iters is 2; both would say"):
+        start(config_of(tree, sft={"num_train_epochs": 1}))
+    with pytest.raises(ConfigError, match="reset_attention_mask is on"):
+        start(config_of(tree, data={"reset_attention_mask": True}))
+    with pytest.raises(ConfigError, match="has weights"):
+        start(config_of(tree, data={"train_data_path": "0.5 a 0.5 b"}))
+
+
+@pytest.fixture
+def prepared(tmp_path, monkeypatch) -> list[str]:
+    """The example's data and tokenizer, as docs/sft.md makes them; the command that trains on them, shortened."""
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    monkeypatch.setattr("sys.argv", ["make_chat.py", "data", "60"])
+    runpy.run_path(str(EXAMPLE / "make_chat.py"), run_name="__main__")
+    trained = ["tokenizer", "train", "--input", "data/chat_text.jsonl", "--vocab-size", "300", "--output"]
+    assert main([*trained, "data/sft_tokenizer"]) == 0
+    small = ["--model.num_layers", "1", "--model.hidden_size", "32", "--data.num_workers", "0",
+             "--sft.num_train_epochs", "3", "--optim.lr_warmup_iters", "1", "--train.eval_interval", "4"]  # fmt: skip
+    return ["sft", "examples/sft/run.yaml", *small]
+
+
+def test_the_example_trains_evaluates_resumes_and_exports(prepared, capsys):
+    deterministic = [*prepared, "--train.deterministic", "true", "--checkpoint.save_interval", "3"]
+    assert main([*deterministic, "--train.output_dir", "whole", "--checkpoint.export_hf", "true"]) == 0
+    out = capsys.readouterr().out
+    assert "train: 57 samples in " in out and "% of tokens, " in out and "sequences a row" in out
+    found = losses(Path("whole"))
+    assert found[-1] < found[0]
+    assert "validation loss at iteration 4" in out
+    assert "{% generation %}" in Path("whole/hf_model/chat_template.jinja").read_text()
+
+    assert main([*deterministic, "--train.output_dir", "parts", "--train.exit_interval", "3"]) == 20
+    assert main([*deterministic, "--train.output_dir", "parts", "--checkpoint.load", "parts"]) == 0
+    assert comparable(Path("parts")) == comparable(Path("whole"))
+    torch.use_deterministic_algorithms(False)
+
+
+def test_a_bad_line_ends_the_command_with_its_name(prepared, capsys):
+    with open("data/chat.jsonl", "a") as file:
+        file.write('{"messages": [{"role": "user", "content": ""}]}\n')
+    assert main(prepared) == 3
+    assert (
+        "data/chat.jsonl line 61 (sample 61) is unusable: message 1, the user's, is empty"
+        in capsys.readouterr().err
+    )
