@@ -190,7 +190,7 @@ def test_a_checkpoint_is_evaluated_alone_in_any_layout_and_nothing_is_written(ru
 
 def test_made_up_samples_are_others_in_each_split(tmp_path):
     config = configuration("", tmp_path, model=dict(vocab_size=64), data=dict(mock=True, data_path=None))
-    train, valid, test = open_datasets(config, (8, 8, 8), eod=None)
+    train, valid, test = open_datasets(config, (8, 8, 8), tokenizer=None)
     assert len({bytes(samples[i]) for samples in (train, valid, test) for i in range(8)}) == 24
 
 

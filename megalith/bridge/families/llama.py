@@ -1,10 +1,15 @@
-"""Llama 2 and 3.x, and what is built like them: Mistral, Qwen2 and Qwen3 change a few rows."""
+"""Llama 2 and 3.x, and what is built like them: Mistral, Qwen2 and Qwen3 change a few rows.
+
+Mistral: Llama, in some releases with a sliding window.
+
+Phi-3: Llama with fused matrices, in some releases a window, LongRoPE, or heads that turn in part (Phi-4 mini).
+"""
 
 from __future__ import annotations
 
 from megalith.bridge.family import Family
 from megalith.bridge.rows import gate_up, qkv, same
-from megalith.bridge.settings import Field, Ours, Rope, Theirs
+from megalith.bridge.settings import Field, LongRope, Ours, Rope, Theirs, Window, Writes
 
 # fmt: off
 TENSORS = {
@@ -84,3 +89,41 @@ LLAMA = Family(
     tied="lm_head.weight",
     ignored=IGNORED,
 )
+
+
+MISTRAL = Family(
+    architecture="MistralForCausalLM",
+    model_type="mistral",
+    absent={"num_key_value_heads": 8},
+    tensors=TENSORS,
+    settings=(*SETTINGS, Window(default=4096)),
+    tied="lm_head.weight",
+    ignored=IGNORED,
+)
+
+
+# fmt: off
+PHI3 = Family(
+    architecture="Phi3ForCausalLM",
+    model_type="phi3",
+    absent={"rms_norm_eps": 1e-5},
+    tensors={
+        **TENSORS,
+        "layers.{layer}.self_attention.linear_qkv.weight":
+            qkv("model.layers.{layer}.self_attn.qkv_proj.weight"),
+        "layers.{layer}.mlp.linear_fc1.weight":
+            gate_up("model.layers.{layer}.mlp.gate_up_proj.weight"),
+    },
+    settings=(
+        *SIZES,
+        UNTIED,
+        LongRope(),
+        Window(default=None),
+        Ours(normalization="RMSNorm", swiglu=True, add_bias_linear=False, hidden_dropout=0.0),
+        Theirs(hidden_act="silu"),
+        Writes(pad_token_id=None),  # by default an entry that a smaller vocabulary does not have
+    ),
+    tied="lm_head.weight",
+    ignored=IGNORED,
+)
+# fmt: on
