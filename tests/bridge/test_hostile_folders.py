@@ -188,7 +188,7 @@ def test_every_argument_of_a_megatron_folder(form: str, megatron_model, tmp_path
 
     def read(content: dict) -> None:
         torch.save({"args": argparse.Namespace(**content), **whole}, file)
-        open_megatron(folder)
+        open_megatron(folder, True)
 
     more = ("rope_scaling_factor", "use_rope_scaling", "rotary_seq_len_interpolation_factor")
     if form == "torch_dist":  # the arguments are read alike
@@ -198,7 +198,7 @@ def test_every_argument_of_a_megatron_folder(form: str, megatron_model, tmp_path
 
     def read_whole(content: object) -> None:
         torch.save(content, file)
-        open_megatron(folder)
+        open_megatron(folder, True)
 
     first = dict(list(state.items())[:3])
     cases = [*spoiled({"args": 1, "model": first}), *((repr(v), v) for v in VALUES)]
@@ -243,10 +243,10 @@ def test_every_value_of_torch_dists_metadata(megatron_model, tmp_path: Path) -> 
         }
         changes[place]()
         file.write_bytes(pickle.dumps(metadata))
-        for name, stored in open_megatron(folder).source.tensors.items():
+        for name, stored in open_megatron(folder, True).source.tensors.items():
             if name.startswith("layers."):
                 stored.read()
-        fit = open_megatron(folder)
+        fit = open_megatron(folder, True)
         for group in fit.groups:
             fit.ours(group, 1)
 

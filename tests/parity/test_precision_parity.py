@@ -33,8 +33,8 @@ def run_overflowing_job(config: RunConfig) -> Outcome:
     """The job, with one gradient of one rank overflowing once."""
     backward, passes = ParallelModel.backward, iter(range(1, 100))
 
-    def overflow(self, micro_batches, *, loss_scale):
-        loss = backward(self, micro_batches, loss_scale=loss_scale)
+    def overflow(self, micro_batches, of=None, *, loss_scale):
+        loss = backward(self, micro_batches, of, loss_scale=loss_scale)
         world, parameters = self.mesh.world, self.parameters
         if next(passes) == OVERFLOWING and world.rank == world.size - 1:
             owned = [
