@@ -16,6 +16,7 @@ from megalith.config import RunConfig
 from megalith.config.rules.fastest import Machine
 from megalith.errors import ConfigError
 from megalith.hardware import pick_device
+from megalith.launch.parent import boot_id
 from megalith.ops import kernels
 from megalith.parallel.apply import compiles
 from megalith.planner.topology import NVLINK, read_links
@@ -87,7 +88,8 @@ def machine_of(config: RunConfig, device: torch.device) -> Machine:
     compiled = device.type == "cuda" and compiles(config, device)
     if not dist.is_initialized():
         return Machine(compiled=compiled)
-    own = torch.tensor([zlib.crc32(socket.gethostname().encode()), _has_nvlink(device)], device=device)
+    host = zlib.crc32(f"{socket.gethostname()} {boot_id()}".encode())  # names alone repeat among containers
+    own = torch.tensor([host, _has_nvlink(device)], device=device)
     every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(every, own)
     hosts, linked = torch.stack(every, 1).tolist()
