@@ -14,7 +14,8 @@ import torch
 import yaml
 
 import megalith
-from megalith.cli.main import Parser, build_parser, main
+from megalith.cli.main import build_parser, main
+from megalith.cli.parser import Parser
 from megalith.config.describe import reference_page
 from megalith.config.presets import PRESETS
 from megalith.errors import install_line

@@ -5,10 +5,28 @@ from __future__ import annotations
 import argparse
 import sys
 
+from megalith.cli.parser import group, leaf
 from megalith.errors import printable
 
 DTYPES = ("float32", "bfloat16", "float16")
 FORMATS = ("torch_dist", "torch")
+
+
+def add_conversion_commands(commands: argparse._SubParsersAction) -> None:
+    for name, text, add_arguments, run in (
+        ("import-hf", "write a Hugging Face model as a checkpoint", add_import_arguments, run_import),
+        ("import-megatron", "write a checkpoint of Megatron-LM as one of ours", add_megatron_arguments, run_megatron),
+        ("export-hf", "write a checkpoint as a Hugging Face model", add_export_arguments, run_export),
+        ("export-megatron", "write a checkpoint as one that Megatron-LM loads",
+         add_megatron_export_arguments, run_megatron_export),
+        ("convert", "convert between Hugging Face, Megatron-LM and ours", add_convert_arguments, run_convert),
+    ):  # fmt: skip
+        add_arguments(leaf(commands, name, text, run))
+    lora = group(commands, "lora", "adapters: write them for PEFT, merge them")
+    add_lora_export_arguments(
+        leaf(lora, "export", "write a run's adapters in PEFT's format", run_lora_export)
+    )
+    add_lora_merge_arguments(leaf(lora, "merge", "write base + adapters as a checkpoint", run_lora_merge))
 
 
 def add_import_arguments(parser: argparse.ArgumentParser) -> None:

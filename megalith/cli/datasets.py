@@ -9,7 +9,21 @@ from __future__ import annotations
 import argparse
 import time
 
+from megalith.cli.parser import group, leaf
 from megalith.errors import ConfigError, printable
+
+
+def add_dataset_commands(commands: argparse._SubParsersAction) -> None:
+    add_corpus_arguments(
+        leaf(commands, "corpus", "write Python's standard library as JSONL, a first corpus", run_corpus)
+    )
+    tokenizer = group(commands, "tokenizer", "make a tokenizer")
+    add_tokenizer_train_arguments(
+        leaf(tokenizer, "train", "train a byte-pair encoding of one's own", run_tokenizer_train)
+    )
+    add_preprocess_arguments(
+        leaf(commands, "preprocess", "tokenize JSONL into an indexed dataset", run_preprocess)
+    )
 
 
 def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:

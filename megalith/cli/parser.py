@@ -1,0 +1,64 @@
+"""Groups of commands and commands; a mistake on the command line is a ConfigError like any other."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from megalith.errors import ConfigError, did_you_mean
+
+Arguments = argparse.Namespace
+
+
+class Parser(argparse.ArgumentParser):
+    """A command or a group of commands. A mistake is a ConfigError like any other; a group alone shows its help."""
+
+    commands: Any = None
+    """Of a group: argparse's action that has them."""
+
+    def __init__(self, *args: Any, **options: Any):
+        super().__init__(*args, **options)
+        self.set_defaults(parser=self, takes_settings=False)
+
+    def add_subparsers(self, **options: Any) -> Any:
+        self.commands = super().add_subparsers(**options)
+        return self.commands
+
+    def add_argument(self, *names: Any, **options: Any) -> argparse.Action:
+        """As argparse has it, with the default at the end of the help."""
+        default, text = options.get("default"), options.get("help") or ""
+        if default not in (None, argparse.SUPPRESS) and "(default" not in text:
+            options["help"] = f"{text} (default: %(default)s)".lstrip()
+        return super().add_argument(*names, **options)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        if self.commands is not None:
+            if not args:
+                self.print_help()
+                self.exit()
+            known = self.commands.choices
+            if args[0] not in known and not args[0].startswith("-"):
+                hint = did_you_mean(args[0], known) or f"; `{self.prog} --help` lists them all"
+                raise ConfigError(f"there is no command `{self.prog} {args[0]}`{hint}")
+        return super().parse_known_args(args, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; `{self.prog} --help` says what it takes")
+
+    def refuse(self, words: Sequence[str]) -> NoReturn:
+        """Refuses words that are no arguments of this command, with the nearest that is one."""
+        known = set(re.findall(r"--[a-z][-a-z0-9]*", self.format_help()))
+        hint = did_you_mean(words[0].partition("=")[0], known) or f"; `{self.prog} --help` says what it takes"
+        raise ConfigError(f"`{self.prog}` takes no {' '.join(words)!r}{hint}")
+
+
+def group(commands, name: str, help: str):
+    return commands.add_parser(name, help=help).add_subparsers(required=True, metavar="command")
+
+
+def leaf(commands, name: str, help: str, run: Callable[[Arguments], int]) -> argparse.ArgumentParser:
+    parser = commands.add_parser(name, help=help)
+    parser.set_defaults(run=run)
+    return parser
