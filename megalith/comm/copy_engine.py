@@ -23,7 +23,6 @@ from typing import Any
 import torch
 import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torch.distributed.distributed_c10d import Work
 from torch.library import Library, register_fake
 
@@ -231,13 +230,7 @@ Part = Callable[[Slot, int], object]
 
 
 def exchange(out: Tensor, size: int, group: str, give: Part, fetch: Part) -> Tensor:
-    """Begins a collective that makes `out` whole; what it gives and fetches is as `begin` has it."""
-    torch._C._distributed_c10d._register_work(out, begin(out, size, group, give, fetch))
-    return out
-
-
-def begin(out: Tensor, size: int, group: str, give: Part, fetch: Part) -> _Begun:
-    """Begins a collective that makes `out` whole; what is returned waits for it.
+    """Begins a collective that makes `out` whole.
 
     `give` puts at most `size` bytes, as many on every rank, into this rank's slot, on the current stream, and `fetch`
     makes `out` of the slots of all, on the stream of such collectives. Both are given the handle of their stream;
@@ -250,45 +243,5 @@ def begin(out: Tensor, size: int, group: str, give: Part, fetch: Part) -> _Begun
     slot.follow(here, stream)
     slot.synchronize(stream)
     fetch(slot, stream.cuda_stream)
-    return _Begun(slot.end(stream), device)
-
-
-class ShardedGather:
-    """FSDP2's all-gather, for FSDPModule.set_custom_all_gather: the current stream, FSDP2's own, waits for it."""
-
-    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
-
-    def __call__(
-        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
-    ) -> None:
-        """`input_tensor` is this rank's part of `output_tensor`, which FSDP2 has filled in place."""
-        part = input_tensor.nbytes
-
-        def give(slot: Slot, stream: int) -> None:
-            copy(input_tensor.data_ptr(), slot.addresses[slot.rank], part, stream)
-
-        def fetch(slot: Slot, stream: int) -> None:
-            for rank in slot.peers:
-                copy(slot.addresses[rank], output_tensor.data_ptr() + rank * part, part, stream)
-
-        begin(output_tensor, part, group.group_name, give, fetch).wait()
-
-
-class ShardedSum(ShardedGather):
-    """FSDP2's reduce-scatter, for FSDPModule.set_custom_reduce_scatter: ranks' shares come by copies, and are added."""
-
-    def __call__(  # type: ignore[override]
-        self,
-        output_tensor: Tensor,
-        input_tensor: Tensor,
-        group: ProcessGroup,
-        op: Any,
-        async_op: bool = False,
-    ) -> None:
-        own = input_tensor.chunk(group.size())[group.rank()]
-        others = scatter(input_tensor, group.size(), group.group_name)
-        first, *rest = torch.ops._c10d_functional.wait_tensor(others)
-        torch.add(own, first, out=output_tensor)
-        for share in rest:
-            output_tensor += share
+    torch._C._distributed_c10d._register_work(out, _Begun(slot.end(stream), device))
+    return out

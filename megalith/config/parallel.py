@@ -121,7 +121,7 @@ class ParallelConfig(Section):
     @property
     def direct_axes(self) -> set[str]:
         """The axes whose collectives copy engines do."""
-        return set() if self.symmetric_memory_groups == "auto" else set(self.symmetric_memory_groups)
+        return set() if self.symmetric_memory_groups == "auto" else set(self.symmetric_memory_groups) - {"dp"}
 
     @property
     def cp_exchange(self) -> str:

@@ -134,7 +134,7 @@ def build_mesh(
         experts["cp_tp"] = _axis(root["cp", "tp"]._flatten("cp_tp"))
     return Mesh(
         **axes,
-        dp_cp=replace(_axis(dp_cp), direct="dp" in direct),
+        dp_cp=_axis(dp_cp),
         tied=_tied(axes["pp"]),
         world=Axis(world_size, dist.get_rank(), dist.group.WORLD, dist.group.WORLD.group_name),
         **experts,

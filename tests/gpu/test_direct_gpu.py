@@ -6,10 +6,9 @@ import pytest
 import torch
 
 from megalith.comm import collectives as comm
-from megalith.config import ParallelConfig, RunConfig
+from megalith.config import ParallelConfig
 from megalith.launch.pool import Pool
 from megalith.parallel.mesh import build_mesh
-from megalith.parity.job import run_job
 
 pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 ROWS = (2**10, 2**12, 2**9, 2**13)  # the second and the last need more memory than those before
@@ -81,31 +80,3 @@ def gradients(compiled: bool) -> list[float]:
 def test_gradients_equal_nccls(gpus, compiled):
     for differences in gpus.run(gradients, compiled):
         assert max(differences) < 1e-2
-
-
-LLAMA = dict(num_layers=3, hidden_size=1024, ffn_hidden_size=2048, num_attention_heads=8, num_query_groups=2,
-             vocab_size=2048, position_embedding_type="rope", normalization="RMSNorm", swiglu=True,
-             add_bias_linear=False, hidden_dropout=0.0, attention_dropout=0.0)  # fmt: skip
-
-
-def losses_of_sharded(output: str, strategy: str, groups: list[str]) -> list[float]:
-    config = RunConfig.from_tree(
-        {
-            "model": LLAMA,
-            "data": dict(mock=True, seq_length=256, num_workers=0),
-            "optim": dict(lr=1e-3),
-            "train": dict(train_iters=6, micro_batch_size=2, global_batch_size=8, eval_iters=0, precision="bf16",
-                          output_dir=output),
-            "parallel": dict(data_parallel_sharding_strategy=strategy, symmetric_memory_groups=groups),
-            "runtime": dict(device="cuda"),
-        }
-    )  # fmt: skip
-    return run_job(config).losses
-
-
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
-def test_sharded_parameters_train_bitwise_as_by_nccl(gpus, tmp_path, strategy):
-    by_nccl, direct = (
-        gpus.run(losses_of_sharded, str(tmp_path), strategy, groups) for groups in ([], ["dp"])
-    )
-    assert by_nccl == direct and direct[0][-1] < direct[0][0]

@@ -83,8 +83,6 @@ def apply_data(chunks: Iterable[Transformer], mesh: Mesh, parallel: ParallelConf
         if mesh.dp_cp.size > 1:
             for layer in layers_of(chunk).values():
                 fully_shard(layer, mesh=mesh.fsdp, ignored_params=ignored, **layers)
-                if mesh.dp_cp.direct:
-                    _by_copy_engines(layer)
             fully_shard(
                 chunk,
                 mesh=mesh.fsdp,
@@ -95,13 +93,6 @@ def apply_data(chunks: Iterable[Transformer], mesh: Mesh, parallel: ParallelConf
         for module in _sharded_modules(chunk):  # neither setting passes to the modules inside
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-
-
-def _by_copy_engines(layer: FSDPModule) -> None:
-    from megalith.comm.copy_engine import ShardedGather, ShardedSum
-
-    layer.set_custom_all_gather(ShardedGather())
-    layer.set_custom_reduce_scatter(ShardedSum())
 
 
 def micro_batch_begins(chunks: Iterable[nn.Module], parallel: ParallelConfig, is_last: bool) -> None:
