@@ -20,6 +20,8 @@ class Machine:
     """Layers are compiled for GPUs, which can then run two things at a time."""
     nvlink: bool = False
     """Every GPU reaches the memory of the others of its host over NVLink, with the package cuda-bindings."""
+    memory: int = 0
+    """Bytes of the GPU that has least; 0 without GPUs."""
 
 
 def with_fastest(config: RunConfig, machine: Machine) -> tuple[RunConfig, list[str]]:
