@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megalith.config.rules.fp8_rules import check_fp8
 from megalith.config.run import RunConfig
+from megalith.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,10 @@ def _obstacle(config: RunConfig) -> str:
         return "not with experts"
     if config.parallel.pipeline_schedule == "zero_bubble":
         return "not with zero_bubble"
+    try:
+        check_fp8(config.with_settings({"parallel.tp_comm_overlap": True}))
+    except ConfigError:
+        return f"FP8 cannot take half of {config.train.micro_batch_size} × {config.data.seq_length} tokens"
     return ""
 
 
