@@ -17,7 +17,7 @@ from megalith.launch.pool import PRELOADED, Pool
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
 # Every process that is forked from then on has them: a second less each time.
-PRELOADED += ["megalith.training.trainer", "megalith.cli.main", "megalith.launch.agent"]
+PRELOADED += ["megalith.training.trainer", "megalith.cli.main", "megalith.launch.agent", "pytest"]
 if not torch.cuda.is_available():  # should importing the compiler start CUDA, what is forked could not use it
     PRELOADED.append("torch._inductor.compile_fx")
 LONGEST = "faults", "optim", "parallel", "parity"  # these come first: no worker ends long before another
