@@ -96,7 +96,10 @@ def run_traced_job(config: RunConfig) -> Outcome:
         return run_job(config)
 
 
-@pytest.mark.parametrize("layout", ["tp2-sp-overlap", "cp2", "pp2"])
+# By default parallel/test_context_model.py traces layers of context parallelism.
+@pytest.mark.parametrize(
+    "layout", ["tp2-sp-overlap", *(pytest.param(name, marks=pytest.mark.full) for name in ("cp2", "pp2"))]
+)
 def test_compiled_layers_equal_one_process_in_eager_mode(pool, layout):
     small = {"model": {"num_layers": 2}, "train": {"train_iters": 2}}
     config = run_config(RUN, layout, "", **small, runtime={"compile": True})
