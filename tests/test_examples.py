@@ -26,6 +26,7 @@ def example(name: str):
     return module
 
 
+@pytest.mark.processes
 def test_the_loop_by_hand_trains_saves_and_goes_on_under_torchrun(tmp_path):
     command = ["-m", "torch.distributed.run", "--nproc-per-node", "2"]
     done = forked.run([*command, EXAMPLES / "train_loop.py", tmp_path / "saved"])

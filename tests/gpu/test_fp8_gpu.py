@@ -8,7 +8,6 @@ import torch
 
 import megalith
 from megalith.config import RunConfig
-from megalith.launch.pool import Pool
 from megalith.ops import fp8
 from megalith.ops.fp8 import (
     E4M3,
@@ -24,7 +23,6 @@ from megalith.ops.gemm import linear
 from megalith.ops.grouped_gemm import RowGroups
 from megalith.parity.job import run_job
 
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 ROUNDING = 2**-8  # of one number in bf16, relative
 KINDS = ("normal", "wide", "nan", "inf", "zero")
 
@@ -200,23 +198,18 @@ def test_recomputing_and_resuming_are_bitwise(tmp_path, recipe):
         assert all(torch.equal(whole[key], other[key]) for key in whole), name
 
 
-@two_gpus
-def test_two_gpus_train_as_one(tmp_path):
+def test_two_gpus_train_as_one(gpus, tmp_path):
     one = {
         kind: losses(configuration(tmp_path, **RECIPES[kind]))
         for kind in ("delayed", "tensorwise", "blockwise")
     }
-    pool = Pool(2, timeout=300.0, device_type="cuda")
-    try:
-        for kind, expected in one.items():
-            for layout in (
-                {"parallel.tensor_model_parallel_size": 2, "parallel.sequence_parallel": True},
-                {"parallel.data_parallel_sharding_strategy": "optim_grads_params"},
-                {"parallel.pipeline_model_parallel_size": 2},
-            ):
-                found = pool.run(losses, configuration(tmp_path, **copy.copy(RECIPES[kind]), **layout))[0]
-                worst = max(abs(a - b) / b for a, b in zip(found, expected, strict=True))
-                print(f"{kind}, {layout}: {worst:.1e}")
-                assert worst < 2e-3, (kind, layout)
-    finally:
-        pool.close()
+    for kind, expected in one.items():
+        for layout in (
+            {"parallel.tensor_model_parallel_size": 2, "parallel.sequence_parallel": True},
+            {"parallel.data_parallel_sharding_strategy": "optim_grads_params"},
+            {"parallel.pipeline_model_parallel_size": 2},
+        ):
+            found = gpus.run(losses, configuration(tmp_path, **copy.copy(RECIPES[kind]), **layout))[0]
+            worst = max(abs(a - b) / b for a, b in zip(found, expected, strict=True))
+            print(f"{kind}, {layout}: {worst:.1e}")
+            assert worst < 2e-3, (kind, layout)
