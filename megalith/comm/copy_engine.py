@@ -104,9 +104,8 @@ def scatter(x: Tensor, size: int, group: str) -> Tensor:
 class Slot:
     """Symmetric memory for a rank's input, which its peers can read, and flags for their progress.
 
-    Each use of a slot is a turn, in which the ranks synchronize in one or more rounds. After the memory every rank has
-    two flags for each peer: the last round for which that one has filled its slot, and the last after which it has
-    fetched this one.
+    Each use of a slot is a turn. After the memory every rank has two flags for each peer: the last turn for which that
+    one has filled its slot, and the last in which it has fetched this one.
     """
 
     def __init__(self, size: int, group: str):
@@ -134,7 +133,7 @@ class Slot:
         whole = self._memory.shape, self._memory.dtype
         self.addresses = [self.of(rank, *whole).data_ptr() for rank in range(self.ranks)]
         """Where on this GPU stands what each rank gives."""
-        self._rounds = 0
+        self._turns = 0
         self._read = torch.cuda.Event()  # by this rank itself
         self._given = torch.cuda.Event()
 
@@ -148,7 +147,7 @@ class Slot:
         # A call of the driver for each step of a turn.
         here, peers = self.rank, self.peers
         self._before = Flags(awaited=[fetched(here, by) for by in peers])
-        self._round = Flags([given(at, here) for at in peers], [given(here, by) for by in peers])
+        self._filled = Flags([given(at, here) for at in peers], [given(here, by) for by in peers])
         self._behind = Flags([fetched(at, here) for at in peers])
 
     def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -161,7 +160,7 @@ class Slot:
     def begin(self, stream: torch.cuda.Stream) -> None:
         """The next turn: the stream goes on when all, this rank too, have read what the slot held."""
         self._read.wait(stream)
-        self._before(self._rounds, stream.cuda_stream)
+        self._before(self._turns, stream.cuda_stream)
 
     def follow(self, giver: torch.cuda.Stream, fetcher: torch.cuda.Stream) -> None:
         """One stream goes on when what stands in the other is done."""
@@ -170,12 +169,12 @@ class Slot:
 
     def synchronize(self, stream: torch.cuda.Stream) -> None:
         """What the slot holds is given, by what stands before in the stream; it goes on when all have given theirs."""
-        self._rounds += 1
-        self._round(self._rounds, stream.cuda_stream)
+        self._turns += 1
+        self._filled(self._turns, stream.cuda_stream)
 
     def end(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         """What all have given is read, by what stands before in the stream; the event comes after it."""
-        self._behind(self._rounds, stream.cuda_stream)
+        self._behind(self._turns, stream.cuda_stream)
         self._read = stream.record_event()
         return self._read
 
@@ -191,8 +190,8 @@ class _Slots:
             torch.cuda.synchronize()  # nobody reads the old ones any more when all have come to make the new ones
             torch.cuda.empty_cache()  # memory for others comes from the driver, and not from what PyTorch keeps free
             self._size = size
-            self._turns = cycle([Slot(size, self._group) for _ in range(SLOTS)])
-        return next(self._turns)
+            self._slots = cycle([Slot(size, self._group) for _ in range(SLOTS)])
+        return next(self._slots)
 
 
 slots = cache(_Slots)  # by the name of the group
