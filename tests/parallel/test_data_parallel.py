@@ -28,6 +28,8 @@ JOBS: dict[int, dict[str, Job]] = {
     },
     2: {
         "recomputed": sharded(Job(GPT2), "optim_grads_params", **RECOMPUTED),
+        "the last layer is not freed": sharded(Job(GPT2), "optim_grads_params", fsdp_unsharded_layers=1),
+        "no layer is freed": sharded(Job(GPT2), "optim_grads_params", fsdp_unsharded_layers=2),
         "a tied embedding": sharded(Job(TIED), "optim_grads_params"),
         "weight gradients that come later": sharded(Job(GPT2, puts_off_weights=True), "no_shard"),
         "compiled": sharded(Job(GPT2, compile=True), "optim_grads_params"),
