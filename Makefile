@@ -1,7 +1,7 @@
 # Two commands on a fresh machine with Python 3.11 and make:
 #   make train   creates .venv, prepares Python's standard library as a corpus, trains on it, shows the result
 #   make test    creates .venv, tests everything: 15 minutes on two cores
-#   make test-quick  what needs one process alone; make test-all  every layout with every feature too
+#   make test-quick  what needs one process alone and no compiler: two minutes; make test-all  every layout with every feature too
 #   make megatron-core  installs Megatron core beside .venv, has it load what is exported to it
 #   make faults  creates .venv, runs the tests of faults and kills a hundred runs at random moments
 PYTHON ?= python3
@@ -46,7 +46,7 @@ test: $(READY) lint
 	$(PYTEST)
 
 test-quick: $(READY) lint
-	$(PYTEST) -m 'not full and not processes'
+	$(PYTEST) -m 'not full and not processes and not compiled'
 
 test-all: $(READY) lint
 	$(PYTEST) -m 'full or not full'

@@ -17,9 +17,10 @@ from megalith.launch.pool import PRELOADED, Pool
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
 # Every process that is forked from then on has them: a second less each time.
-PRELOADED += ["megalith.training.trainer", "megalith.cli.main", "megalith.launch.agent"]
+PRELOADED += ["megalith.training.trainer", "megalith.cli.main", "megalith.launch.agent", "pytest"]
 if not torch.cuda.is_available():  # should importing the compiler start CUDA, what is forked could not use it
     PRELOADED.append("torch._inductor.compile_fx")
+COMPILING = "test_compiler.py", "test_fused.py", "test_interleave.py"
 LONGEST = "faults", "optim", "parallel", "parity"  # these come first: no worker ends long before another
 
 
@@ -40,6 +41,10 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.fixturenames
         ):
             item.add_marker("processes")
+        if item.path.name in COMPILING or any(
+            word in item.name for word in ("compiled", "traced", "one_graph")
+        ):
+            item.add_marker("compiled")
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -1,6 +1,7 @@
 """The house stands: floors import downwards only, and what must not be known below a floor is not known there."""
 
 import ast
+import functools
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,10 +22,16 @@ def files(*names: str) -> Iterator[Path]:
         yield from [path] if path.is_file() else sorted(path.rglob("*.py"))
 
 
+@functools.cache
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@functools.cache
 def imported(path: Path) -> set[str]:
     """Every module that a file imports, anywhere in it."""
     names = set()
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         if isinstance(node, ast.Import):
             names |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -32,15 +39,16 @@ def imported(path: Path) -> set[str]:
     return names
 
 
+@functools.cache
 def names_in(path: Path) -> set[str]:
     """Every dotted name that a file uses, like os.environ.get."""
-    nodes = ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    nodes = ast.walk(parsed(path))
     return {ast.unparse(node) for node in nodes if isinstance(node, ast.Attribute | ast.Name)}
 
 
 def calls_of(function: str, path: Path) -> list[ast.Call]:
     """Every call of a function; it may not be named otherwise."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = parsed(path)
     calls = [
         node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == function
     ]
@@ -105,7 +113,7 @@ def test_what_a_run_writes_into_its_folder_goes_through_the_helpers_that_follow_
     for path in files("launch", "report", "training", "planner", "parallel"):
         if path.name in apart:
             continue
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        for node in ast.walk(parsed(path)):
             called = ast.unparse(node.func) if isinstance(node, ast.Call) else ""
             is_open = called in ("open", "os.open", "tempfile.mkstemp") and "os.devnull" not in ast.unparse(
                 node
@@ -140,7 +148,7 @@ SET_IN_PARALLEL = {
 
 def attributes_set(path: Path) -> set[str]:
     """Every attribute that a file sets or deletes but on `self` and on autograd's `ctx`, and calls that do so."""
-    tree = ast.parse(path.read_text(encoding="utf-8"))
+    tree = parsed(path)
     changed = (ast.Store, ast.Del)
     nodes = [
         node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, changed)
@@ -171,7 +179,7 @@ def test_linears_and_experts_write_no_matmul():
     """The Gemms of ops/ do; what an adapter adds to a weight is merged by one, outside of any pass."""
     matmuls = {"mm", "bmm", "addmm", "matmul", "einsum", "baddbmm"}
     for path in files("models", "parallel"):
-        tree = ast.parse(path.read_text(encoding="utf-8"))
+        tree = parsed(path)
         called = {ast.unparse(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
         assert {name.rpartition(".")[2] for name in called}.isdisjoint(matmuls), path
         assert called.isdisjoint({"F.linear", "nn.functional.linear", "functional.linear"}), path
@@ -187,14 +195,14 @@ def test_the_model_names_no_kernel():
 
 def test_a_name_stands_for_one_file_and_one_class():
     paths = [path for path in files(".") if not path.name.startswith("__")]
-    nodes = [node for path in files(".") for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))]
+    nodes = [node for path in files(".") for node in ast.walk(parsed(path))]
     classes = [node.name for node in nodes if isinstance(node, ast.ClassDef) and node.name[0] != "_"]
     for names in ([path.name for path in paths], classes):
         assert [name for name, count in Counter(names).items() if count > 1] == []
 
 
 LARGEST_FOLDER = 17
-ONE_IMPORTER = 64  # files of which one other file alone knows
+ONE_IMPORTER = 54  # files of which one other file alone knows
 
 
 def test_folders_are_small_and_few_files_serve_one_other():

@@ -361,6 +361,7 @@ def test_requests_to_preprocess_that_cannot_be(refused, place):
     refused([*words, "out", *BYTES], DATA, "out_text_document.bin exists", "another output prefix")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize(
     ("words", "exit_code", "part"),
     [

@@ -65,6 +65,7 @@ def collect(checkout: Path) -> None:
     )
 
 
+@pytest.mark.processes
 def test_make_train_and_then_make_test(checkout, monkeypatch, tmp_path):
     (tmp_path / "stdlib").mkdir()
     for source in Path(sysconfig.get_path("stdlib")).glob("[a-d]*.py"):

@@ -1,6 +1,6 @@
 """Saving a run from all its ranks, at once or in the background.
 
-Each rank writes its share (plan.py) into files of its own; the first makes the folder before, and the step whole
+Each rank writes its share (saver.py) into files of its own; the first makes the folder before, and the step whole
 after (store.py). Between these phases all ranks tell each other how it went (agree.py): when one cannot write, all
 learn it, the folder is removed, and the steps before stay as they were.
 
@@ -14,16 +14,28 @@ A background save writes what the state was when the save began, so the state is
 training wait. From a GPU the copies go into page-locked memory, at the full speed of the bus, all of them queued and
 waited for once. The buffers are slabs of a power of two, for torch's allocator of page-locked memory rounds up to one;
 a tensor may lie in several.
+
+Who saves what: each piece of a run's state once, the bytes spread evenly over the ranks that hold copies.
+
+Every rank tells rank 0 its boxes, which makes the plan from all of them and tells each its share. A box that several
+ranks hold (under data parallelism without sharding, or a norm under tensor parallelism) goes to the one of them that
+has least to write so far, the largest boxes first.
+
+PyTorch's planner (torch.distributed.checkpoint) was weighed and left: it plans over DTensors, and our optimizer state
+is plain local shards whose padding rows are cut off, each of which would have to be dressed as a DTensor with a
+placement that does not exist; its plans and metadata are pickled between ranks and into the checkpoint; and what it
+gives, this file has in full.
 """
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,18 +43,85 @@ from torch import Tensor
 
 from megalith.checkpoint.agree import JointError, together
 from megalith.checkpoint.extent import Extent
-from megalith.checkpoint.files import HostBytes, Values, byte_count, byte_view
-from megalith.checkpoint.manifest import RunRecord
-from megalith.checkpoint.plan import Boxes, Plan, make_plan
+from megalith.checkpoint.files import DTYPE_CODES, DTYPES, HostBytes, Values, byte_count, byte_view
+from megalith.checkpoint.manifest import RunRecord, TensorRecord
 from megalith.checkpoint.state import Model, state_boxes
 from megalith.checkpoint.store import StepFolder, step_folder
 from megalith.checkpoint.writer import ShardWriter, not_saved, shard_bytes_for
-from megalith.comm.collectives import Axis, gather_json
+from megalith.comm.collectives import Axis, gather_json, scatter_json
 from megalith.errors import CheckpointError
 from megalith.launch.heartbeat import BACKGROUND
 from megalith.parallel.gather import ALONE
 from megalith.parallel.shards import Box
 from megalith.remote import StorePath, place
+
+Boxes = Mapping[str, Mapping[str, Box]]  # by part and name
+Table = dict[str, dict[str, TensorRecord]]  # by part and name
+Key = tuple[str, str]  # part and name
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is stored, and this rank's share of the writing."""
+
+    table: Table
+    """Every part, and on rank 0, which writes the manifest, the world's global tensors in it. A part may have none:
+    SGD without momentum has no state."""
+
+    share: list[Key]
+    """The boxes that this rank writes."""
+
+    total_bytes: int
+    """What all ranks' shares take; every rank has it, for all tell the same where the disk is full."""
+
+
+def make_plan(boxes: Boxes, world: Axis) -> Plan:
+    """The plan for `boxes`, of which each rank of the world gives its own; every rank calls it."""
+    table, shares = divide(gather_json(entries(boxes), world, to_first=True))
+    total = sum(
+        byte_count(tensor.shape, DTYPES[tensor.dtype])
+        for named in table.values()
+        for tensor in named.values()
+    )
+    share, total = scatter_json([[share, total] for share in shares], world)
+    return Plan({part: {} for part in boxes} | table, [(part, name) for part, name in share], total)
+
+
+def entries(boxes: Boxes) -> list[list[Any]]:
+    """What a rank tells of its boxes, plain JSON: part, name, type, global shape, offset and shape of the box."""
+    return [
+        [part, name, DTYPE_CODES[box.values.dtype], list(box.shape), list(box.offset), list(box.values.shape)]
+        for part, named in boxes.items()
+        for name, box in named.items()
+    ]
+
+
+def divide(told: Sequence[list[list[Any]]]) -> tuple[Table, list[list[Key]]]:
+    """Every tensor, and each rank's share, from what each rank has told.
+
+    Boxes of a tensor are alike or apart, as axes copy it or cut it.
+    """
+    table: Table = {}
+    holders: dict[tuple, list[int]] = {}  # of a box: part, name, offset and shape
+    sizes: dict[tuple, int] = {}
+    for rank, boxes in enumerate(told):
+        for part, name, code, whole, offset, shape in boxes:
+            named = table.setdefault(part, {})
+            if name not in named:
+                named[name] = TensorRecord(dtype=code, shape=whole)
+            box = (part, name, *offset, *shape)
+            if box in holders:
+                holders[box].append(rank)
+            elif 0 not in shape:
+                holders[box], sizes[box] = [rank], byte_count(shape, DTYPES[code])
+    load = [0] * len(told)
+    shares: list[list[Key]] = [[] for _ in told]
+    for box in sorted(holders, key=sizes.__getitem__, reverse=True):
+        rank = min(holders[box], key=load.__getitem__)
+        load[rank] += sizes[box]
+        shares[rank].append(box[:2])
+    return table, shares
+
 
 # How long the ranks that have written wait for the slowest. One that has died is noticed at once all the same.
 PATIENCE = timedelta(hours=2)

@@ -47,8 +47,7 @@ def run_parity(args: argparse.Namespace) -> int:
     from megalith.config import RunConfig
     from megalith.config.rules.model_rules import check_model
     from megalith.config.small import VOCABULARY
-    from megalith.parity.check import check, choose
-    from megalith.parity.shrink import shrink
+    from megalith.parity.check import check, choose, shrink
 
     if args.nproc_max < 2 or args.steps < 2:
         raise ConfigError(

@@ -86,7 +86,7 @@ class Needs:
 
 
 class Shrinks:
-    """Stands in the annotation of a field: what it is in a small run that shows parity (parity/shrink.py)."""
+    """Stands in the annotation of a field: what it is in a small run that shows parity (parity/check.py)."""
 
     def __init__(self, to: Any):
         """`to` is the value, or a function of the value and its section that gives it."""

@@ -13,6 +13,7 @@ nothing of a job is left for the next: no threads or descriptors of its groups, 
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -148,6 +149,7 @@ def _work(pipe: Connection) -> None:
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     stacks = tempfile.TemporaryFile("w+")  # noqa: SIM115 (of a child that a signal ends)
+    gc.freeze()  # the modules are no garbage: jobs look through what they make themselves
     while True:
         try:
             path, job = pipe.recv()

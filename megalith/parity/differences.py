@@ -58,7 +58,7 @@ def compare(ranks: Sequence[Outcome], one: Outcome) -> Errors:
         if not same
     ]
     return Errors(
-        loss=relative_error([outcome.first_loss], [one.first_loss]),
+        loss=relative_error(outcome.losses[:1], one.losses[:1]),
         gradient=gradients[worst],
         worst_gradient=worst,
         norm=relative_error(outcome.norms, one.norms),
@@ -70,7 +70,7 @@ def compare(ranks: Sequence[Outcome], one: Outcome) -> Errors:
 
 def _told(outcome: Outcome) -> str:
     """What every rank knows, and all the same to the bit; as text, in which NaN is NaN."""
-    numbers = (outcome.first_loss, outcome.losses, outcome.norms, outcome.evaluation)
+    numbers = (outcome.losses, outcome.norms, outcome.evaluation)
     return repr((*numbers, outcome.skipped, outcome.generated))
 
 

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, islice
+from itertools import chain
 
 from torch import Tensor
 
@@ -19,6 +19,7 @@ from megalith.checkpoint.state import STATE_WITH_ROWS, model_boxes, optimizer_bo
 from megalith.comm.collectives import gather_json
 from megalith.config import RunConfig
 from megalith.config.rules.fastest import with_fastest
+from megalith.data.batch import Batch
 from megalith.generation.sampling import generate
 from megalith.launch.launcher import this_process
 from megalith.parallel.gather import global_tensors
@@ -31,14 +32,13 @@ from megalith.training.resume import load_run
 from megalith.training.run_state import Run
 
 PROMPTS = [[5, 9, 2], [7, 1, 4, 4, 11]]
-NEW_TOKENS = 6
+NEW_TOKENS = 3
 
 
 @dataclass
 class Outcome:
     """What came of the job. Tensors are global, by name, without the rows that pad the vocabulary; rank 0 has them."""
 
-    first_loss: float
     gradients: dict[str, Tensor]  # of the first step, fp32, unscaled
     losses: list[float]
     norms: list[float]
@@ -69,21 +69,22 @@ def run_job(config: RunConfig, step_count: int | None = None) -> Outcome:
     is alone."""
     run = start(config)
     steps: list[PendingStep] = []
+    gradients: dict[str, Tensor] = {}
+
+    def look(loss: Tensor, micro_batches: Sequence[Batch]) -> Tensor:
+        if not steps:
+            gradients.update(gradients_by_name(run))
+        return loss
+
     end = run.total_steps if step_count is None else min(run.step + step_count, run.total_steps)
     middle = (run.step + end) // 2
     with run.data.train_loader(run.step, run.consumed_samples, run.device) as batches:
-        first = list(islice(batches, run.batch_sizes.micro_batches(run.consumed_samples)))
-        first_loss = run.model.backward(first, loss_scale=run.loss_scale.scale)
-        gradients = gradients_by_name(run)
-        run.model.parameters.clear_gradients()
-        batches = chain(first, batches)
         while run.step < end:
-            steps.append(run.train_step(batches))
+            steps.append(run.train_step(batches, look))
             if run.step == middle:
                 evaluation = run.mean_loss(run.data.valid)
                 generated = generate(run.model, PROMPTS, max_new_tokens=NEW_TOKENS, temperature=0)
     return Outcome(
-        first_loss=first_loss.item(),
         gradients=gradients,
         losses=[step.loss.item() for step in steps],
         norms=[step.grad_norm.item() for step in steps],

@@ -35,6 +35,7 @@ from megalith.parallel.model_spec import TransformerSpec
 from megalith.parallel.parallel_model import ParallelModel
 from megalith.parallel.pipeline.pipeline_rules import check_layout
 
+RunConfig.model_rebuild()  # its validators: 0.2 s that processes forked from one which has this module need not spend
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

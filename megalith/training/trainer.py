@@ -269,12 +269,12 @@ class Trainer:
     def _evaluate_alone(self) -> TrainingResult:
         """The loss of the weights as they are on the validation and the test data, printed as Megatron-LM does."""
         run = self.run
-        self.report = Report(build_layout(self.config, run.mesh.world.size), run.mesh, run.device, run.step)
-        self.validation_loss, self.test_loss = map(self.mean_loss, (run.data.valid, run.data.test))
         if run.data.valid is run.data.test is None:
             raise ConfigError(
                 "the data have no validation and no test part to evaluate; give data.split shares for them"
             )
+        self.report = Report(build_layout(self.config, run.mesh.world.size), run.mesh, run.device, run.step)
+        self.validation_loss, self.test_loss = map(self.mean_loss, (run.data.valid, run.data.test))
         for name, loss in (("validation", self.validation_loss), ("test", self.test_loss)):
             if loss is not None and run.mesh.world.rank == 0:
                 print(megatron_evaluation_line(run.step, loss, f" on {name} set"), flush=True)

@@ -47,38 +47,51 @@ def run_config(source: Path, output: Path, parallel: dict | None = None, **secti
 TENSORS_OF_THEIR_OWN = [name for name in CASES if "rope" not in name]  # the others have Llama's
 
 
-@pytest.mark.parametrize(
-    ("name", "layout"),
-    [(name, "tp2-pp2") for name in TENSORS_OF_THEIR_OWN]
-    + [(name, "tp2-sp-dp2-zero3") for name in ("gpt2", "llama, biases", "qwen3")],
-)
+READ = [(name, "tp2-pp2") for name in TENSORS_OF_THEIR_OWN] + [
+    (name, "tp2-sp-dp2-zero3") for name in ("gpt2", "llama, biases", "qwen3")
+]
+
+
+@pytest.fixture(scope="module")
+def written(pool, hf_folder, tmp_path_factory) -> dict[tuple[str, str], Path]:
+    """Each folder loaded in a layout, saved as a checkpoint by all ranks, and exported."""
+    folders = {case: tmp_path_factory.mktemp("written") for case in READ}
+    cases = {
+        (name, layout): (run_config(hf_folder(name), folder / "run", LAYOUTS[layout]), folder / "out")
+        for (name, layout), folder in folders.items()
+    }
+    pool.run_cases(export_from, cases)
+    return folders
+
+
+@pytest.mark.parametrize(("name", "layout"), READ)
 def test_any_layout_reads_its_slices_and_writes_the_same_bits_back(
-    pool, hf_folder, tmp_path: Path, name: str, layout: str
+    written, hf_folder, name: str, layout: str
 ) -> None:
-    """Loaded from the folder, saved as a checkpoint by all ranks, exported: the folder that came in."""
-    config = run_config(hf_folder(name), tmp_path / "run", LAYOUTS[layout])
-    pool.run(export_from, config, tmp_path / "out")
-    before, after = (load_file(path / "model.safetensors") for path in (hf_folder(name), tmp_path / "out"))
+    before, after = (
+        load_file(path / "model.safetensors") for path in (hf_folder(name), written[name, layout] / "out")
+    )
     assert before.keys() == after.keys()
     assert [key for key in before if not same_bits(before[key], after[key])] == []
 
 
 def test_a_checkpoint_is_begun_from_as_a_folder_is(pool, hf_folder, tmp_path: Path) -> None:
     import_hf(hf_folder("qwen3"), tmp_path / "imported", show_progress=False)
-    states = [
-        pool.run(begin, run_config(source, tmp_path / "run", LAYOUTS["tp2-pp2"]))[0]
+    cases = {
+        source: (run_config(source, tmp_path / "run", LAYOUTS["tp2-pp2"]),)
         for source in (hf_folder("qwen3"), tmp_path / "imported")
-    ]
+    }
+    states = [ranks[0] for ranks in pool.run_cases(begin, cases).values()]
     assert states[0].keys() == states[1].keys()
     assert all(same_bits(states[0][name], states[1][name]) for name in states[0])
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_base_has_one_fingerprint_in_every_layout(pool, hf_folder, tmp_path: Path, layout: str) -> None:
+def test_a_base_has_one_fingerprint_in_every_layout(pool, hf_folder, tmp_path: Path) -> None:
     source, lora = hf_folder("gpt2"), {"rank": 2}
     alone = base_of(run_config(source, tmp_path / "run", lora=lora))
-    cut = run_config(source, tmp_path / "run", LAYOUTS[layout], lora=lora)
-    assert len(alone) == 64 and pool.run(base_of, cut) == [alone, None, None, None]
+    cases = {name: (run_config(source, tmp_path / "run", LAYOUTS[name], lora=lora),) for name in LAYOUTS}
+    assert len(alone) == 64
+    assert pool.run_cases(base_of, cases) == {name: [alone, None, None, None] for name in LAYOUTS}
 
 
 def test_the_ranks_of_a_machine_hash_a_checkpoint_that_they_begin_from_once(

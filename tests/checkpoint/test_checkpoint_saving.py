@@ -72,6 +72,7 @@ print(event_number, "kills")
 """
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("scenario", ["next step", "same step"])
 @pytest.mark.fault(2)
 def test_a_save_killed_at_any_moment_leaves_a_whole_step(tmp_path, scenario):

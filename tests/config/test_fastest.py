@@ -3,6 +3,7 @@
 import itertools
 
 import pytest
+from gpt2_runs import run
 
 from megalith.config import RunConfig
 from megalith.config.rules.fastest import Machine, with_fastest
@@ -11,18 +12,6 @@ from megalith.config.rules.run_rules import check_training
 NODE = Machine(ranks_per_host=8, compiled=True, nvlink=True)
 TP2, CP2, CP4 = {"tensor_model_parallel_size": 2}, {"context_parallel_size": 2}, {"context_parallel_size": 4}
 CHOSEN = "cp_comm_type", "hierarchical_context_parallel_sizes", "tp_comm_overlap", "symmetric_memory_groups"
-
-
-def run(parallel: dict, micro_batch_size: int = 2, **model) -> RunConfig:
-    return RunConfig.from_tree(
-        {
-            "model": {"preset": "gpt2", **model},
-            "parallel": parallel,
-            "data": {"mock": True, "seq_length": 64},
-            "optim": {"lr": 1e-3},
-            "train": {"micro_batch_size": micro_batch_size, "global_batch_size": 24, "train_iters": 1},
-        }
-    )
 
 
 def chosen(config: RunConfig, machine: Machine) -> list:

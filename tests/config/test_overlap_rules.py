@@ -3,26 +3,14 @@
 import re
 
 import pytest
+from gpt2_runs import run
 
-from megalith.config import RunConfig
 from megalith.config.rules.notes import overlap_notes
 from megalith.config.rules.run_rules import check_training
 from megalith.errors import ConfigError
 
 TP2 = {"tensor_model_parallel_size": 2, "tp_comm_overlap": True}
 A2A = {"context_parallel_size": 2, "cp_comm_type": "a2a", "tp_comm_overlap": True}
-
-
-def run(parallel: dict, micro_batch_size: int = 2, **model) -> RunConfig:
-    return RunConfig.from_tree(
-        {
-            "model": {"preset": "gpt2", **model},
-            "parallel": parallel,
-            "data": {"mock": True, "seq_length": 64},
-            "optim": {"lr": 1e-3},
-            "train": {"micro_batch_size": micro_batch_size, "global_batch_size": 24, "train_iters": 1},
-        }
-    )
 
 
 @pytest.mark.parametrize("parallel", [TP2, TP2 | {"sequence_parallel": True}, A2A, TP2 | A2A])

@@ -68,6 +68,7 @@ def assert_nothing_looks_whole(folder):
         IndexedDataset(folder / "out_text_document")
 
 
+@pytest.mark.processes
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_killed_run_leaves_no_dataset_and_no_worker(start, tmp_path, workers):
     process = start(workers)

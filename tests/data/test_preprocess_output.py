@@ -9,8 +9,7 @@ import pytest
 import zstandard
 
 from megalith.data.indexed import IndexedDataset
-from megalith.data.preprocessing.encoding import split_sentences
-from megalith.data.preprocessing.preprocess import preprocess
+from megalith.data.preprocessing.preprocess import preprocess, split_sentences
 from megalith.data.tokenizers.open_tokenizer import build_tokenizer
 from megalith.data.tokenizers.train_tokenizer import train_tokenizer
 

@@ -81,6 +81,7 @@ def trained_as(words: list[str], folder: str) -> str:
     return out.getvalue()
 
 
+@pytest.mark.processes
 def test_every_script_of_the_notes_trains_two_steps_shrunk(pool, tmp_path, monkeypatch):
     """With the data that `make prepare-ds-openwebtext-10k` writes, here of a small file, and the flags as they are."""
     data = tmp_path / "owt-ds"
@@ -140,6 +141,7 @@ def test_a_run_in_one_process_logs_megatrons_lines_and_goes_on_from_its_folder(t
     assert [line.split("|")[0].split()[-1] for line in LINE.findall(capfd.readouterr().out)] == ["3"]
 
 
+@pytest.mark.processes
 def test_a_script_runs_as_it_is_with_two_processes(tmp_path, monkeypatch, capfd):
     """It names ../../pretrain_gpt.py, which is nowhere, and nccl, which is not there without GPUs."""
     monkeypatch.chdir(tmp_path)

@@ -4,6 +4,8 @@ import pytest
 from storage_job import run_config, started, train
 from trained_runs import stored
 
+from megalith.config import RunConfig
+
 EXPERTS = {"num_experts": 4, "moe_router_topk": 2, "add_bias_linear": False}
 LAYOUTS = {
     "tp2-sp": ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, {}),
@@ -17,28 +19,37 @@ LAYOUTS = {
 }
 
 
-def train_and_save(config, steps: int) -> int:
-    """Makes `steps` steps from where the run stands and saves; returns the step it stands at then."""
-    trainer, _ = started(config)
-    train(trainer, steps, save_each=False)
-    trainer.save_last()
-    return trainer.step
+def train_on(config, steps: int) -> int:
+    """Makes `steps` steps from where the run stands, with a save after every second; returns where it stands then."""
+    run, _ = started(config)
+    for _ in range(steps // 2):
+        train(run, 2, save_each=False)
+        run.save()
+    return run.step
+
+
+@pytest.fixture(scope="module")
+def states(pool, tmp_path_factory) -> dict[str, list[dict[str, bytes]]]:
+    """What is stored after four steps, by layout: of a run that went on, and of one that ended after two."""
+    folder = tmp_path_factory.mktemp("runs")
+
+    def run(kind: str, steps: int, load: str | None = None) -> None:
+        cases = {}
+        for layout, (parallel, model) in LAYOUTS.items():
+            start = {"load": folder / layout / load} if load else {}
+            tree = run_config(folder / layout / kind, parallel, **start).to_tree()
+            tree["model"].update(model, hidden_dropout=0.1)
+            cases[layout] = (RunConfig.from_tree(tree), steps)
+        assert pool.run_cases(train_on, cases, size=2) == {layout: [4, 4] for layout in LAYOUTS}
+
+    run("straight", 4)
+    run("ended", 2, load="straight/checkpoints/step_00000002")
+    step = "checkpoints/step_00000004"
+    return {name: [stored(folder / name / kind / step) for kind in ("straight", "ended")] for name in LAYOUTS}
 
 
 @pytest.mark.fault(9)
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_in_every_parallel_mode_going_on_is_bitwise_going_straight_on(pool, tmp_path, layout):
-    parallel, model = LAYOUTS[layout]
-
-    def run(name: str, steps: int, **checkpoint) -> None:
-        config = run_config(tmp_path / name, parallel, **checkpoint)
-        tree = config.to_tree()
-        tree["model"].update(model, hidden_dropout=0.1)
-        assert pool.run(train_and_save, config.from_tree(tree), steps, size=2) in ([2, 2], [4, 4])
-
-    run("straight", 4)
-    run("stopped", 2)
-    run("stopped", 2, load=tmp_path / "stopped")
-    step = "checkpoints/step_00000004"
-    straight, stopped = (stored(tmp_path / name / step) for name in ("straight", "stopped"))
-    assert straight and straight == stopped
+def test_in_every_parallel_mode_going_on_is_bitwise_going_straight_on(states, layout):
+    straight, ended = states[layout]
+    assert straight and straight == ended

@@ -9,7 +9,7 @@ import pytest
 import torch
 from storage_job import ZERO1, run_config, started, train
 
-SAVES = int(os.environ.get("MEGALITH_SAVES", 60))
+SAVES = int(os.environ.get("MEGALITH_SAVES", 30))
 # an old step may just be going
 COME_AND_GO = {"descriptors": 3, "threads": 0, "entries": 6, "memory": 4_000_000}
 

@@ -1,6 +1,8 @@
 import pytest
 import torch
 
+from megalith.launch.pool import Pool
+
 
 def pytest_collection_modifyitems(items):
     """Every test of this folder needs a CUDA device."""
@@ -15,3 +17,13 @@ def pytest_collection_modifyitems(items):
 def fresh_compiler():
     """Compiled code of one test does not count against the next one's limit."""
     torch._dynamo.reset()
+
+
+@pytest.fixture(scope="module")
+def gpus():
+    """Two processes with a GPU each."""
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    pool = Pool(2, timeout=300.0, device_type="cuda")
+    yield pool
+    pool.close()

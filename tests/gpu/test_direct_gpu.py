@@ -7,18 +7,9 @@ import torch
 
 from megalith.comm import collectives as comm
 from megalith.config import ParallelConfig
-from megalith.launch.pool import Pool
 from megalith.parallel.mesh import build_mesh
 
-pytestmark = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 ROWS = (2**10, 2**12, 2**9, 2**13)  # the second and the last need more memory than those before
-
-
-@pytest.fixture(scope="module")
-def gpus():
-    pool = Pool(2, timeout=300.0, device_type="cuda")
-    yield pool
-    pool.close()
 
 
 def axes() -> tuple[comm.Axis, comm.Axis]:

@@ -8,7 +8,6 @@ import torch
 
 import megalith
 from megalith.config import RunConfig
-from megalith.launch.pool import Pool
 from megalith.ops import fp8
 from megalith.ops.fp8 import (
     E4M3,
@@ -25,7 +24,6 @@ from megalith.ops.grouped_gemm import RowGroups
 from megalith.parity.job import run_job
 from megalith.report.metrics import read_records
 
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 ROUNDING = 2**-8  # of one number in bf16, relative
 KINDS = ("normal", "wide", "nan", "inf", "zero")
 
@@ -222,19 +220,11 @@ TWO_GPUS = {
 }
 
 
-@pytest.fixture(scope="module")
-def pool():
-    pool = Pool(2, timeout=300.0, device_type="cuda")
-    yield pool
-    pool.close()
-
-
-@two_gpus
 @pytest.mark.parametrize("kind", ["delayed", "tensorwise", "blockwise"])
-def test_two_gpus_train_as_one(tmp_path, pool, kind):
+def test_two_gpus_train_as_one(tmp_path, gpus, kind):
     expected = losses(configuration(tmp_path, **RECIPES[kind]))
     for name, layout in TWO_GPUS.items():
-        found = pool.run(losses, configuration(tmp_path, **copy.copy(RECIPES[kind]), **layout))[0]
+        found = gpus.run(losses, configuration(tmp_path, **copy.copy(RECIPES[kind]), **layout))[0]
         worst = max(abs(a - b) / b for a, b in zip(found, expected, strict=True))
         print(f"{kind}, {name}: {worst:.1e}")
         assert worst < 2e-3, name

@@ -8,23 +8,14 @@ from layout_job import configuration, links_between, printed_by_run
 
 import megalith
 from megalith.errors import TrainingError
-from megalith.launch.pool import Pool
 from megalith.report.metrics import read_records
 
-two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 MODEL = dict(num_layers=8, hidden_size=1024, num_attention_heads=16, vocab_size=32000)
 WIDE = dict(MODEL, hidden_size=2048)  # enough work that the GPU, not the host, sets the pace
 LLAMA = dict(num_query_groups=4, swiglu=True, ffn_hidden_size=5504, normalization="RMSNorm", add_bias_linear=False,
              position_embedding_type="rope", untie_embeddings_and_output_weights=True)  # fmt: skip
 MODELS = pytest.mark.parametrize("model", [WIDE, dict(WIDE, **LLAMA)], ids=["gpt", "llama"])
 RANK, EXPECTED, MEASURED, STEP, COMPUTE, COMMUNICATION, BUBBLE, IDLE = 0, 5, 6, 7, 8, 9, 10, 11
-
-
-@pytest.fixture(scope="module")
-def gpus():
-    pool = Pool(2, timeout=300.0, device_type="cuda")
-    yield pool
-    pool.close()
 
 
 def large(output, model=MODEL, micro=8, **parallel):
@@ -44,7 +35,6 @@ def measured_rows(text: str) -> list[list[float]]:
     return [[float(cell) for cell in line.split()] for line in table.splitlines()[3:5]]
 
 
-@two_gpus
 @MODELS
 @pytest.mark.parametrize(
     "parallel",
@@ -75,7 +65,6 @@ def test_measured_step_adds_up_and_memory_is_near_the_estimate(gpus, tmp_path, p
         assert 0.05 < sum(row[BUBBLE] for row in rows) / sum(row[STEP] for row in rows) < 0.6
 
 
-@two_gpus
 @MODELS
 @pytest.mark.parametrize(
     "parallel",
@@ -97,7 +86,6 @@ def test_what_auto_chooses_is_faster_than_without_overlap(gpus, tmp_path, parall
     assert times[1] < 0.99 * times[0]
 
 
-@two_gpus
 def test_driver_says_what_links_the_gpus(gpus):
     for rank, links in enumerate(gpus.run(links_between, "cuda")):
         assert set(links) <= {1 - rank}

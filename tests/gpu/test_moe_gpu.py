@@ -13,7 +13,7 @@ from megalith.ops.compiled import as_one_kernel
 from megalith.ops.gemm import wide_product
 from megalith.ops.grouped_gemm import GroupedGemm, RowGroups, add_bias, grouped_linear, has_kernel, prepared
 from megalith.ops.permute import sum_rows
-from megalith.parallel.expert.dispatch_buffer import DispatchPlan, pack, plan_dispatch, unpack
+from megalith.parallel.expert.expert_parallel import DispatchPlan, pack, plan_dispatch, unpack
 
 BATCH, SEQ, HIDDEN = 2, 128, 256
 MODEL = dict(num_layers=2, hidden_size=HIDDEN, ffn_hidden_size=512, num_attention_heads=4, swiglu=True,

@@ -11,14 +11,13 @@ import megalith
 from megalith.config import OptimConfig, RunConfig
 from megalith.errors import ConfigError
 from megalith.optim import build_loss_scale, build_optimizer, optimizer_step
-from megalith.optim.muon import orthogonalized
-from megalith.optim.optimizer import Placement, decay_groups
+from megalith.optim.optimizer import Placement, decay_groups, orthogonalized
 from megalith.parallel.mesh import build_mesh
 from megalith.parity.differences import relative_error
 from megalith.parity.layouts import LAYOUTS
 
 CPU = torch.device("cpu")
-STEPS, BATCH = 4, 8  # saved after two steps
+STEPS, BATCH = 3, 8  # saved after the first, so that the last loss is of a momentum that was loaded
 GATED = dict(num_layers=2, hidden_size=32, ffn_hidden_size=24, num_attention_heads=4, num_query_groups=2, vocab_size=61,
              make_vocab_size_divisible_by=8, swiglu=True, normalization="RMSNorm", position_embedding_type="rope",
              hidden_dropout=0.0, attention_dropout=0.0, init_method_std=0.1)  # fmt: skip
@@ -87,7 +86,7 @@ def test_newton_schulz_is_in_fp32_where_the_run_is_or_where_it_is_asked_for():
         config = OptimConfig(optimizer="muon", lr=0.1, muon_fp32_matmul_prec=asked)
         placements = {"w": Placement(matrices=(4,))}
         optimizer = build_optimizer([("w", weight)], config, (), placements, precision)
-        with mock.patch("megalith.optim.muon.orthogonalized", side_effect=orthogonalized) as made:
+        with mock.patch("megalith.optim.optimizer.orthogonalized", side_effect=orthogonalized) as made:
             weight.grad = torch.eye(4)
             optimizer_step(optimizer, build_loss_scale("fp32", config, "cpu"), 0)
         assert made.call_args.args[2] == dtype
@@ -131,7 +130,7 @@ def configuration(layout: str, model: dict) -> RunConfig:
 
 
 def losses(config: RunConfig, save: str | None = None, load: str | None = None) -> list[float]:
-    """Of all steps, or of the last two after loading what the first two saved; and the last gradient norm."""
+    """Of all steps, or of those after the first after loading what the first saved; and the last gradient norm."""
     size = dist.get_world_size() if dist.is_initialized() else 1
     mesh = build_mesh(config.parallel, size, "cpu", has_experts=config.model.num_experts is not None)
     optimizer = megalith.Optimizer(megalith.parallelize(config, mesh, CPU), config.optim)
@@ -144,8 +143,8 @@ def losses(config: RunConfig, save: str | None = None, load: str | None = None) 
         loss = optimizer.model.backward([next(loader) for _ in range(BATCH // 2 // mesh.dp.size)])
         found.append(loss.item())
         norm = optimizer.step().grad_norm.item()
-        if save and step == 1:
-            megalith.save_checkpoint(save, optimizer, 2)
+        if save and step == 0:
+            megalith.save_checkpoint(save, optimizer, 1)
     return [*found, norm]
 
 
@@ -163,24 +162,28 @@ def alone(kind: str) -> RunConfig:
 
 
 CASES = {
-    "gated": ["tp2-sp-pp2", "tp4", "tp2-dp2-zero2", "dp4-zero3-hybrid", "cp2-dp2-zero2"],
-    "experts": ["ep2-dp4-zero3", "tp2-sp-etp2-ep2", "tp2-dp2"],
+    "gated": ["tp2-sp-pp2", "tp4", "dp4-zero3-hybrid"],
+    "experts": ["ep2-dp4-zero3", "tp2-sp-etp2-ep2"],
     "latent": ["tp2-sp-dp2-zero3"],
 }
+MORE = {"gated": ["tp2-dp2-zero2", "cp2-dp2-zero2"], "experts": ["tp2-dp2"]}
 
 
-@pytest.mark.parametrize("kind", CASES)
-def test_muon_equals_one_process_in_every_layout_and_goes_on_in_any_other(pool, tmp_path, kind):
+@pytest.mark.parametrize(
+    ("kind", "layouts"),
+    [*CASES.items(), *(pytest.param(*case, marks=pytest.mark.full) for case in MORE.items())],
+)
+def test_muon_equals_one_process_in_every_layout_and_goes_on_in_any_other(pool, tmp_path, kind, layouts):
     config = alone(kind)
     one = losses(config, save=str(tmp_path / "one"))
-    assert one[STEPS - 1] < one[0] - 0.05
-    configs = [configuration(layout, config.to_tree()["model"]) for layout in CASES[kind]]
+    assert one[2] < one[0]
+    configs = [configuration(layout, config.to_tree()["model"]) for layout in layouts]
     for rank in pool.run(outcomes, configs, str(tmp_path), str(tmp_path / "one")):
-        for layout, (whole, resumed) in zip(CASES[kind], rank, strict=True):
+        for layout, (whole, resumed) in zip(layouts, rank, strict=True):
             assert relative_error(whole, one) < 1e-5, layout
-            assert relative_error(resumed, one[2:]) < 1e-5, layout
-    for number, layout in enumerate(CASES[kind]):
-        assert relative_error(losses(config, load=str(tmp_path / str(number))), one[2:]) < 1e-5, layout
+            assert relative_error(resumed, one[1:]) < 1e-5, layout
+    for number, layout in enumerate(layouts):
+        assert relative_error(losses(config, load=str(tmp_path / str(number))), one[1:]) < 1e-5, layout
 
 
 def test_an_optimizer_of_ones_own_is_named_in_the_configuration():

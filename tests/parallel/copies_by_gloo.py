@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megalith.comm.collectives import Axis
 from megalith.comm.cuda_driver import StridedRows
 from megalith.parallel.context.zigzag import spans
-from megalith.parallel.overlap import copy_engine_heads as direct_heads
+from megalith.parallel.overlap import copy_engine as direct_heads
 
 
 def places(rank: int, size: int, seq: int) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -24,7 +23,7 @@ from megalith.parallel.data.data_parallel import (
 from megalith.parallel.data.gradient_norm import GradientSquares, loss_denominators
 from megalith.parallel.memory.recompute import apply_recompute
 from megalith.parallel.mesh import build_mesh
-from megalith.parallel.pipeline.split_backward import DeferredWgrads, compute
+from megalith.parallel.pipeline.executor import DeferredWgrads, compute
 from megalith.parallel.shards import LocalParameters
 from megalith.parallel.tensor.tensor_parallel import apply_tensor, reduce_partial_gradients
 
@@ -76,7 +75,6 @@ class Job:
     optim: OptimConfig = field(default_factory=lambda: OptimConfig(lr=1e-2, clip_grad=1.0))
     compile: bool = False
     puts_off_weights: bool = False  # to the end of the step, as a zero-bubble schedule does with some
-    poisoned_step: int | None = None  # the step in which the last rank's gradient is not a number
     evaluate_after: int | None = None  # a forward without a backward after this step
 
     def with_parallel(self, **fields) -> Job:
@@ -87,9 +85,7 @@ class Job:
 class Outcome:
     losses: list[float]
     norms: list[float]
-    skipped: list[float]
     gradients: dict[str, tuple]  # of the first step: the owned box as (offset, shape, values)
-    parameters: dict[str, tuple]  # at the end
 
 
 class Trained:
@@ -144,7 +140,7 @@ class Trained:
             is_last = number == len(batches) - 1
             micro_batch_begins([self.model], self.job.parallel, is_last and not self.deferred_wgrads)
             loss_sum = self.model(**batch)
-            (loss_sum * (self.loss_scale.scale / tokens * self.poison())).backward()
+            (loss_sum * (self.loss_scale.scale / tokens)).backward()
             loss += loss_sum.detach()
             later.append(self.deferred_wgrads.take() if self.deferred_wgrads else [])
         for number, work in enumerate(later if self.deferred_wgrads else []):
@@ -155,12 +151,8 @@ class Trained:
         self.local.attach_gradients()
         return summed(loss, self.mesh.dp_cp) / tokens
 
-    def poison(self) -> float:
-        on_this_rank = self.mesh.world.rank == self.mesh.world.size - 1
-        return math.nan if on_this_rank and self.step == self.job.poisoned_step else 1.0
-
-    def train_step(self) -> tuple[float, float, float]:
-        """Loss, gradient norm and whether the step was skipped."""
+    def train_step(self) -> tuple[float, float]:
+        """Loss and gradient norm."""
         loss = self.backward()
         result = optimizer_step(self.optimizer, self.loss_scale, self.job.optim.clip_grad, self.squares)
         self.local.clear_gradients()
@@ -171,7 +163,7 @@ class Trained:
                 self.model(**self.micro_batches()[0])
                 self.model.train()
             free_gathered([self.model])
-        return loss.item(), result.grad_norm.item(), result.skipped.item()
+        return loss.item(), result.grad_norm.item()
 
     def owned(self, kind: str) -> dict[str, tuple]:
         """The boxes that this rank owns of the parameters ("data") or of their gradients ("grad")."""
@@ -189,8 +181,8 @@ def train(job: Job) -> Outcome:
     run.backward()
     gradients = run.owned("grad")
     run.local.clear_gradients()
-    losses, norms, skipped = zip(*(run.train_step() for _ in range(job.steps)))
-    return Outcome(list(losses), list(norms), list(skipped), gradients, run.owned("data"))
+    losses, norms = zip(*(run.train_step() for _ in range(job.steps)))
+    return Outcome(list(losses), list(norms), gradients)
 
 
 def assemble(boxes_of_ranks: list[dict[str, tuple]]) -> dict[str, torch.Tensor]:

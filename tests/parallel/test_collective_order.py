@@ -5,12 +5,11 @@ what was begun first waits for nothing but kernels that end by themselves.
 """
 
 from itertools import islice
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
-from parity.parity_cases import LAYOUTS, run_config
+from parity.parity_cases import run_config
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megalith.config import RunConfig
@@ -57,18 +56,24 @@ def collectives(config: RunConfig) -> list[tuple[str, ...]]:
     return recorded.seen
 
 
-@pytest.mark.parametrize(
-    ("layout", "parallel"),
-    [("ep4", {}), ("ep2-dp4", {}), ("ep2-dp4-zero1", {}), ("ep2-dp4-zero3", RECOMPUTED)],
-    ids=str,
-)
-def test_every_rank_begins_the_same_collectives_in_the_same_order(
-    pool, layout: str, parallel: dict[str, Any]
-):
+CASES = {"ep4": {}, "ep2-dp4": {}, "ep2-dp4-zero1": {}, "ep2-dp4-zero3": RECOMPUTED}
+
+
+@pytest.fixture(scope="module")
+def recorded(pool) -> dict[str, list]:
     model = {"num_layers": 2, "moe_layer_freq": [0, 1]}
-    config = run_config("deepseek documents", layout, "", model=model, parallel=parallel)
-    assert config.model.num_experts == EXPERTS and config.model.moe_router_topk == TOPK
-    ranks = pool.run(collectives, config, size=LAYOUTS[layout].processes)
+    configs = {
+        layout: run_config("deepseek documents", layout, "", model=model, parallel=parallel)
+        for layout, parallel in CASES.items()
+    }
+    for config in configs.values():
+        assert config.model.num_experts == EXPERTS and config.model.moe_router_topk == TOPK
+    return pool.run_cases(collectives, {layout: (config,) for layout, config in configs.items()})
+
+
+@pytest.mark.parametrize("layout", CASES)
+def test_every_rank_begins_the_same_collectives_in_the_same_order(recorded, layout: str):
+    ranks = recorded[layout]
     exchanges = [event for event in ranks[0] if "all_to_all_single" in event[0]]
     assert len(exchanges) >= 2 * 4  # micro-batches; what goes there and back, forward and backward
     for rank in ranks[1:]:

@@ -166,7 +166,7 @@ def place_of_rows(rows: int) -> tuple[int, int, tuple[int, ...], tuple[int, ...]
     return int(here[0]), len(here), *comm.local_place(module.rows)
 
 
-@pytest.mark.parametrize("rows", [250, 70])
-def test_place_of_rows_that_tensor_and_data_parallelism_cut_unevenly(pool_of_eight, rows):
-    for first, length, shape, place in pool_of_eight.run(place_of_rows, rows):
-        assert ((length,), (first,)) == (shape, place)
+def test_place_of_rows_that_tensor_and_data_parallelism_cut_unevenly(pool_of_eight):
+    for ranks in pool_of_eight.run_cases(place_of_rows, {rows: (rows,) for rows in (250, 70)}).values():
+        for first, length, shape, place in ranks:
+            assert ((length,), (first,)) == (shape, place)

@@ -7,9 +7,9 @@ from unittest import mock
 import pytest
 import torch
 
-from megalith.comm import copy_engine as direct
 from megalith.comm import cuda_driver as driver
 from megalith.errors import TrainingError
+from megalith.parallel.overlap import copy_engine as direct
 
 CALLS = ("cudaMemcpyAsync", "cudaMemcpy2DAsync", "cuStreamBatchMemOp")
 

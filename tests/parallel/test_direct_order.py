@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import torch
 
-from megalith.comm import copy_engine as direct
+from megalith.parallel.overlap import copy_engine as direct
 
 COLLECTIVES = 11  # more than two turns of each slot
 

@@ -52,57 +52,74 @@ def alone(name: str):
     return outcome(MODELS[name])
 
 
-WITH_AND_WITHOUT_SP = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "tp+sp"])
+# ranks, whether with sequence parallelism: both of the smallest models, and what is cut unevenly or held twice
+WAYS = {
+    2: [("gpt2", False), ("llama", False), *((name, True) for name in MODELS)],
+    4: [
+        ("gpt2", True),
+        ("gpt2 uneven vocabulary", False),
+        ("gpt2 uneven vocabulary", True),
+        ("llama two groups", False),
+        ("llama two groups", True),
+        ("llama one group, dropout", False),
+        ("llama one group, dropout", True),
+        ("llama tied, qkv biases, norms of heads", False),
+    ],
+}
+SHARDED = [
+    ("gpt2 uneven vocabulary", "no_shard"),
+    ("gpt2 uneven vocabulary", "optim_grads"),
+    ("llama one group, dropout", "optim_grads_params"),
+]
 
 
 @pytest.fixture(scope="module")
 def passes(pool):
-    """By number of ranks, then by name and whether with sequence parallelism."""
-    ways = list(itertools.product(MODELS, (False, True)))
-    return {
-        size: pool.run_cases(
-            outcome, {(name, sp): (MODELS[name], layout(size, sp)) for name, sp in ways}, size
-        )
-        for size in (2, 4)
-    }
-
-
-@WITH_AND_WITHOUT_SP
-@pytest.mark.parametrize("size", [2, 4])
-@pytest.mark.parametrize("name", MODELS)
-def test_one_pass_equals_one_process(passes, name, size, sequence_parallel):
-    for result in passes[size][name, sequence_parallel]:
-        assert_equal(result, alone(name))
-
-
-@pytest.mark.parametrize("strategy", ["no_shard", "optim_grads", "optim_grads_params"])
-@pytest.mark.parametrize("name", ["gpt2 uneven vocabulary", "llama one group, dropout"])
-def test_partial_gradients_are_summed_where_data_parallelism_shards_them(pool, name, strategy):
-    for result in pool.run(outcome, MODELS[name], layout(2, True, strategy)):
-        assert_equal(result, alone(name))
-
-
-@WITH_AND_WITHOUT_SP
-@pytest.mark.parametrize("softcap", [None, 0.5])
-@pytest.mark.parametrize("name", ["gpt2", "llama uneven vocabulary"])
-def test_gradients_through_the_gathered_logits_equal_one_process(pool, name, softcap, sequence_parallel):
-    model = change(MODELS[name], final_logit_softcapping=softcap)
-    whole = outcome_of_logits(model)
-    for result in pool.run(outcome_of_logits, model, layout(2, sequence_parallel), size=2):
-        assert_equal(result, whole)
-
-
-@WITH_AND_WITHOUT_SP
-@pytest.mark.parametrize("name", ["gpt2", "llama one group, dropout"])
-def test_generated_tokens_equal_one_process(pool, name, sequence_parallel):
-    expected = generated(MODELS[name])
-    for tokens in pool.run(generated, MODELS[name], layout(4, sequence_parallel)):
-        assert tokens == expected
+    """By number of ranks, name, and whether with sequence parallelism, or the strategy of data parallelism."""
+    found = {}
+    for size, ways in WAYS.items():
+        cases = {(size, name, sp): (MODELS[name], layout(size, sp)) for name, sp in ways}
+        if size == 4:
+            cases |= {(4, name, kind): (MODELS[name], layout(2, True, kind)) for name, kind in SHARDED}
+        found |= pool.run_cases(outcome, cases, size)
+    return found
 
 
 @pytest.mark.parametrize(
-    "name, sequence_parallel",
-    [("gpt2 dropout", True), pytest.param("llama one group, dropout", False, marks=pytest.mark.full)],
+    "size, name, sequence_parallel", [(size, *way) for size, ways in WAYS.items() for way in ways]
+)
+def test_one_pass_equals_one_process(passes, size, name, sequence_parallel):
+    for result in passes[size, name, sequence_parallel]:
+        assert_equal(result, alone(name))
+
+
+@pytest.mark.parametrize("name, strategy", SHARDED)
+def test_partial_gradients_are_summed_where_data_parallelism_shards_them(passes, name, strategy):
+    for result in passes[4, name, strategy]:
+        assert_equal(result, alone(name))
+
+
+def test_gradients_through_the_gathered_logits_equal_one_process(pool):
+    ways = itertools.product(("gpt2", "llama uneven vocabulary"), ((None, True), (0.5, False)))
+    models = {(name, sp): change(MODELS[name], final_logit_softcapping=cap) for name, (cap, sp) in ways}
+    cases = {(name, sp): (model, layout(2, sp)) for (name, sp), model in models.items()}
+    for way, results in pool.run_cases(outcome_of_logits, cases, size=2).items():
+        whole = outcome_of_logits(models[way])
+        for result in results:
+            assert_equal(result, whole)
+
+
+def test_generated_tokens_equal_one_process(pool):
+    names = {"gpt2": True, "llama one group, dropout": False}
+    cases = {name: (MODELS[name], layout(4, sp)) for name, sp in names.items()}
+    for name, results in pool.run_cases(generated, cases).items():
+        assert results == [generated(MODELS[name])] * 4
+
+
+# By default parity/test_precision_parity.py traces layers of tensor and sequence parallelism, in halves.
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "name, sequence_parallel", [("gpt2 dropout", True), ("llama one group, dropout", False)]
 )
 def test_a_layer_traced_in_one_graph_equals_one_process(pool, name, sequence_parallel):
     model = change(MODELS[name], num_layers=1)

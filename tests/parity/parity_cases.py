@@ -325,12 +325,12 @@ SHOWN_WITH = {
 # pair of axes, a triple, the halves and the experts. Every run is among them.
 BY_DEFAULT = (
     "tp4", "cp4-a2a+p2p", "pp2-interleaved", "pp4-interleaved", "pp3-counted", "pp4-uneven", "dp2", "dp4-zero3-hybrid",
-    "cp2-auto", "tp2-sp-cp2",
+    "cp2-auto",
     "tp2-sp-cp2-a2a", "tp2-pp2", "tp2-sp-pp2-zero_bubble", "tp2-dp2-zero2", "tp2-sp-dp2-zero3",
-    "cp2-pp2", "cp2-a2a-pp2-interleaved", "cp2-all_gather-pp2-zero_bubble", "cp2-a2a-dp2-zero1", "cp2-dp2-zero3",
+    "cp2-a2a-pp2-interleaved", "cp2-all_gather-pp2-zero_bubble", "cp2-a2a-dp2-zero1", "cp2-dp2-zero3",
     "pp2-dp2-zero3", "pp2-interleaved-dp2-zero2", "pp2-zero_bubble-dp2-zero1", "tp2-sp-pp2-dp2-zero3",
     "tp2-sp-overlap", "cp2-a2a-overlap",
-    "ep4", "ep2-allgather", "ep2-dp4-zero3", "tp2-sp-etp2-ep2", "cp2-ep2", "pp2-interleaved-ep2-zero2",
+    "ep2-allgather", "ep2-dp4-zero3", "tp2-sp-etp2-ep2", "cp2-ep2", "pp2-interleaved-ep2-zero2",
     "pp2-zero_bubble-tp2-sp-ep2", "ep4-zero3",
 )  # fmt: skip
 
@@ -356,6 +356,13 @@ def layers(layout: str) -> int:
         "pipeline_model_parallel_layout",
     }
     return 4 if parallel.get("pipeline_model_parallel_size", 1) > 2 or cut_finely & parallel.keys() else 2
+
+
+def samples(layout: str) -> int:
+    """In a global batch: two micro-batches where neither stages nor data-parallel ranks share them, else four."""
+    parallel = LAYOUTS[layout].parallel
+    ranks = parallel.get("tensor_model_parallel_size", 1) * parallel.get("context_parallel_size", 1)
+    return 4 if LAYOUTS[layout].processes == ranks else 8
 
 
 def train(job: Run, steps: int) -> list[float]:

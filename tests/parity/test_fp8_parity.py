@@ -12,7 +12,7 @@ from megalith.checkpoint.manifest import TensorRecord
 from megalith.checkpoint.state import load_amaxes
 from megalith.comm.collectives import Axis
 from megalith.config import RunConfig
-from megalith.config.rules.fp8_rules import check_fp8
+from megalith.config.rules.run_rules import check_fp8
 from megalith.errors import CheckpointError, ConfigError
 from megalith.ops.fp8 import E4M3, AmaxTable, codes_of
 from megalith.parallel.fp8_counts import KINDS, count
@@ -41,21 +41,26 @@ def alone(kind: str) -> Fp8Outcome:
 # The first step's gradients and the steps' losses. A rounding before a cast may flip a code; a scale that is no power
 # of two (delayed after the first step, experts) moves with it, and with it other codes; blocks' where they cross one.
 CASES = [
-    ("delayed", "tp2-sp", 1e-6, 2e-4),
-    ("delayed", "cp2", 1e-4, 2e-4),
+    ("delayed", "cp2", 1e-4, 1e-4),
     ("delayed", "pp2-zero_bubble", 1e-7, 1e-6),
-    ("delayed", "tp2-sp-dp2-zero3", 1e-6, 2e-4),
-    ("tensorwise", "tp2-sp", 1e-6, 2e-4),
-    ("tensorwise", "cp2", 1e-4, 2e-4),
+    ("delayed", "tp2-sp-dp2-zero3", 1e-6, 1e-4),
+    ("tensorwise", "tp2-sp", 1e-6, 1e-4),
+    ("blockwise", "tp2-sp", 5e-3, 5e-4),
+    ("experts", "ep2", 1e-6, 1e-4),
+    ("experts", "tp2-etp2", 5e-6, 1e-4),
+]
+MORE = [
+    ("delayed", "tp2-sp", 1e-6, 1e-4),
+    ("tensorwise", "cp2", 1e-4, 1e-4),
     ("tensorwise", "pp2", 1e-7, 1e-6),
-    ("blockwise", "tp2-sp", 5e-3, 1e-3),
     ("blockwise", "pp2", 1e-7, 1e-6),
-    ("experts", "ep2", 1e-6, 2e-4),
-    ("experts", "tp2-etp2", 5e-6, 2e-4),
 ]
 
 
-@pytest.mark.parametrize(("kind", "layout", "gradients", "losses"), CASES)
+@pytest.mark.parametrize(
+    ("kind", "layout", "gradients", "losses"),
+    CASES + [pytest.param(*case, marks=pytest.mark.full) for case in MORE],
+)
 def test_a_layout_trains_as_one_process(pool, kind, layout, gradients, losses):
     one = alone(kind)
     found = pool.run(run_fp8_job, MAKERS[kind](layout), size=LAYOUTS[layout].processes)

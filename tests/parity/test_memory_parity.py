@@ -4,7 +4,7 @@ import functools
 
 import pytest
 from memory_job import run_offloading
-from parity_cases import layers, run_config
+from parity_cases import layers, run_config, samples
 
 from megalith.parity.differences import compare
 from megalith.parity.job import Outcome, run_job
@@ -22,16 +22,12 @@ MULTI_TOKEN = "multi-token prediction"
 CASES = [  # layout, run, what is done for memory
     ("tp2", GPT2, EACH_LAYER | DISTRIBUTED),
     ("tp2-pp2-interleaved", LLAMA, BLOCK | DISTRIBUTED),
-    ("tp2-dp2-zero2", GPT2, EACH_LAYER | DISTRIBUTED),
     ("tp2-sp", GPT2, OFFLOAD | MODULES),
     ("tp2-sp-overlap", GPT2, OFFLOAD | EACH_LAYER),
-    ("cp2", LLAMA, OFFLOAD | EACH_LAYER),
     ("cp2-a2a", LLAMA, OFFLOAD | CORE),
-    ("cp2-all_gather", GPT2, MODULES),
     ("dp2-zero3", LLAMA, OFFLOAD | BLOCK),
     ("dp2-zero3", GPT2, PAIRS),
     ("pp2-uneven", LLAMA, {"cpu_offloading_num_layers": 2} | BLOCK),
-    ("pp2-interleaved", GPT2, OFFLOAD),
     ("ep2", MOE, MODULES),
     (
         "ep2-dp4-zero3",
@@ -41,6 +37,10 @@ CASES = [  # layout, run, what is done for memory
     ("pp2-zero_bubble", LLAMA, CORE | {"recompute_modules": ["core_attn", "layernorm"]}),
 ]
 MORE = [
+    ("pp2-interleaved", GPT2, OFFLOAD),
+    ("cp2-all_gather", GPT2, MODULES),
+    ("cp2", LLAMA, OFFLOAD | EACH_LAYER),
+    ("tp2-dp2-zero2", GPT2, EACH_LAYER | DISTRIBUTED),
     ("tp2-cp2", LLAMA, PAIRS | DISTRIBUTED),
     ("tp2-sp", GPT2, PAIRS),
     ("tp2-sp", LLAMA, MODULES),
@@ -56,14 +56,16 @@ MORE = [
 
 
 def changes(layout: str, memory: dict) -> dict:
-    """2 layers, 4 where the stages or the groups of layers take as many."""
+    """Two steps of 2 layers, 4 where the stages or the groups of layers take as many."""
     some = memory.get("cpu_offloading_num_layers", 1) > 1 or memory.get("recompute_num_layers", 1) > 1
-    return dict(model={"num_layers": 4 if some else layers(layout)}, train={"train_iters": 2})
+    train = {"train_iters": 2, "global_batch_size": samples(layout)}
+    return dict(model={"num_layers": 4 if some else layers(layout)}, train=train)
 
 
 @functools.cache
-def alone(run: str, num_layers: int, corpus: str) -> Outcome:
-    return run_job(run_config(run, None, corpus, model={"num_layers": num_layers}, train={"train_iters": 2}))
+def alone(run: str, num_layers: int, samples: int, corpus: str) -> Outcome:
+    train = {"train_iters": 2, "global_batch_size": samples}
+    return run_job(run_config(run, None, corpus, model={"num_layers": num_layers}, train=train))
 
 
 @pytest.mark.parametrize(
@@ -72,5 +74,5 @@ def alone(run: str, num_layers: int, corpus: str) -> Outcome:
 def test_saving_memory_changes_nothing_else(pool, corpus, layout, run, memory):
     config = run_config(run, layout, corpus, **changes(layout, memory), parallel=memory)
     ranks = pool.run(run_offloading, config, size=LAYOUTS[layout].processes)
-    errors = compare(ranks, alone(run, config.model.num_layers, corpus))
+    errors = compare(ranks, alone(run, config.model.num_layers, samples(layout), corpus))
     assert errors.within(), errors

@@ -3,7 +3,7 @@
 import functools
 
 import pytest
-from parity_cases import BY_DEFAULT, RUNS, SHOWN_WITH, layers, run_config
+from parity_cases import BY_DEFAULT, RUNS, SHOWN_WITH, layers, run_config, samples
 
 from megalith.errors import ConfigError
 from megalith.launch.pool import RankFailed
@@ -22,19 +22,24 @@ def by_default(layout: str):
 
 
 @functools.cache
-def alone(run: str, num_layers: int, corpus: str) -> Outcome:
-    return run_job(run_config(run, None, corpus, model={"num_layers": num_layers}), STEPS)
+def alone(run: str, num_layers: int, samples: int, corpus: str) -> Outcome:
+    return run_job(run_config(run, None, corpus, **sizes(num_layers, samples)), STEPS)
+
+
+def sizes(num_layers: int, samples: int) -> dict:
+    return {"model": {"num_layers": num_layers}, "train": {"global_batch_size": samples}}
 
 
 @pytest.fixture
 def assert_equal(pool, pool_of_eight, corpus):
     def check(layout: str, run: str) -> None:
-        config = run_config(run, layout, corpus, model={"num_layers": layers(layout)})
+        size = layers(layout), 8 if "ramp-up" in run else samples(layout)
+        config = run_config(run, layout, corpus, **sizes(*size))
         processes = LAYOUTS[layout].processes
         ranks = (pool if processes <= pool.size else pool_of_eight).run(
             run_job, config, STEPS, size=processes
         )
-        errors = compare(ranks, alone(run, layers(layout), corpus))
+        errors = compare(ranks, alone(run, *size, corpus))
         assert errors.within(), errors
 
     return check

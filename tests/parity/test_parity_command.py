@@ -8,10 +8,9 @@ from megalith.config.presets import PRESETS
 from megalith.config.rules.run_rules import check_training
 from megalith.errors import ConfigError
 from megalith.parity import check
-from megalith.parity.check import choose
+from megalith.parity.check import choose, shrink
 from megalith.parity.differences import Errors
 from megalith.parity.layouts import LAYOUTS
-from megalith.parity.shrink import shrink
 
 
 @pytest.fixture
@@ -71,6 +70,7 @@ def test_layouts_that_are_not_or_are_too_large_are_refused(run_file):
         choose(config, ["tp4-sp-pp2"], most_processes=4)
 
 
+@pytest.mark.processes
 def test_a_table_of_the_errors_ends_the_command(run_file, capsys):
     assert main(["parity", run_file, "train.seed=7", "--layouts", "tp2-sp", "--steps", "2"]) == 0
     lines = capsys.readouterr().out.splitlines()

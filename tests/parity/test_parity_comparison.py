@@ -38,7 +38,7 @@ def test_gradients_that_are_all_zero_are_equal_to_zero_alone():
 def test_ranks_that_all_met_nan_agree():
     def outcome(norm):
         gradients = {"a": torch.ones(2)}
-        return Outcome(1.0, gradients, [1.0], [norm], [True], [1.0], 1.0, [[1]], gradients, [])
+        return Outcome(gradients, [1.0], [norm], [True], [1.0], 1.0, [[1]], gradients, [])
 
     ranks = [outcome(float("nan")), outcome(float("nan"))]
     assert compare(ranks, outcome(float("nan"))).within()

@@ -18,10 +18,12 @@ BIASED = "deepseek documents"
 CASES = [
     ("gpt2 untied, documents, dropout", "tp4", "pp2-zero_bubble-dp2-zero1"),
     ("gpt2 untied, documents, dropout", None, "tp2-sp-dp2-zero3"),
-    ("llama tied, documents", "pp4-uneven", "tp2-cp2"),
-    ("llama tied, documents", "dp4-zero1-hybrid", "tp2-pp2-interleaved"),
     ("llama tied, documents", "cp2-dp2-zero3", None),
     (BIASED, "tp2-sp-etp2-ep2", "ep4-zero3"),
+]
+MORE = [  # checkpoint/test_checkpoint_layouts.py goes through more by default
+    ("llama tied, documents", "pp4-uneven", "tp2-cp2"),
+    ("llama tied, documents", "dp4-zero1-hybrid", "tp2-pp2-interleaved"),
     (BIASED, "ep2-dp4-zero1", None),
 ]
 
@@ -47,7 +49,11 @@ def uninterrupted(run: str, num_layers: int) -> list[float]:
     return train(job, job.total_steps)
 
 
-@pytest.mark.parametrize("run, saved_in, loaded_in", CASES, ids=str)
+@pytest.mark.parametrize(
+    "run, saved_in, loaded_in",
+    CASES + [pytest.param(*case, marks=pytest.mark.full) for case in MORE],
+    ids=str,
+)
 @pytest.mark.fault(9)
 def test_tensors_to_the_bit_and_losses_as_if_never_stopped(pool, tmp_path, run, saved_in, loaded_in):
     num_layers = max(layers(layout) for layout in (saved_in, loaded_in) if layout)

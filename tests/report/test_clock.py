@@ -4,11 +4,13 @@ import subprocess
 import sys
 import time
 
+import pytest
 import torch
 
 from megalith.report.measured_step import StartClock, StepClock, process_age
 
 
+@pytest.mark.processes
 def test_a_process_knows_its_age():
     program = "import time; time.sleep(0.3)\n"
     program += "from megalith.report.measured_step import process_age; print(process_age())"

@@ -144,6 +144,7 @@ def test_a_last_line_that_lacks_only_its_newline_is_kept_and_the_next_one_stands
     assert [line["event"] for line in _lines(tmp_path, "events.jsonl")] == ["stop", "stop"]
 
 
+@pytest.mark.processes
 def test_killed_process_loses_no_line(tmp_path):
     code = (
         "import os, sys; sys.path.insert(0, sys.argv[2]); from test_metrics import _step, MetricsWriter\n"

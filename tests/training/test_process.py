@@ -37,6 +37,7 @@ def test_copy_engines_get_more_queues_before_cuda_is_asked_for_devices(monkeypat
     assert asked == [("cpu", 3, seen)]
 
 
+@pytest.mark.processes
 def test_importing_the_trainer_imports_no_compiler():
     compiler = "{'torch._dynamo', 'torch._inductor'}"
     code = f"import sys, megalith.training.trainer; sys.exit(bool({compiler} & set(sys.modules)))"

@@ -14,7 +14,7 @@ from __future__ import annotations
 import io
 import re
 from argparse import Namespace
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -183,25 +183,21 @@ class Distributed:
 
 
 @dataclass(frozen=True)
-class GateAndUp:
+class MadeWhenRead:
+    """A tensor that is made of stored ones when it is read."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+
+def gate_and_up(gate: Distributed, up: Distributed) -> MadeWhenRead:
     """A gated matrix whose halves are stored apart, as `NAME_w` and `NAME_v`."""
-
-    gate: Distributed
-    up: Distributed
-
-    @property
-    def dtype(self) -> str:
-        return self.gate.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (self.gate.shape[0] + self.up.shape[0], *self.gate.shape[1:])
-
-    def read(self) -> Tensor:
-        return torch.cat([self.gate.read(), self.up.read()])
+    shape = (gate.shape[0] + up.shape[0], *gate.shape[1:])
+    return MadeWhenRead(gate.dtype, shape, lambda: torch.cat([gate.read(), up.read()]))
 
 
-def list_torch_dist(folder: Path) -> dict[str, Distributed | GateAndUp]:
+def list_torch_dist(folder: Path) -> dict[str, Distributed | MadeWhenRead]:
     """Every tensor by its name, layers and experts apart. Raises CheckpointError for missing files and pieces."""
     metadata = load_pickle(folder / METADATA)
     try:
@@ -269,7 +265,7 @@ def _count(name: str, tensor: Distributed, dimension: int) -> int:
     return tensor.whole[dimension]
 
 
-def _with_halves(tensors: dict[str, Distributed]) -> dict[str, Distributed | GateAndUp]:
+def _with_halves(tensors: dict[str, Distributed]) -> dict[str, Distributed | MadeWhenRead]:
     halves = {name[:-2] for name in tensors if name.endswith("_w") and f"{name[:-2]}_v" in tensors}
-    whole = {name: GateAndUp(tensors.pop(f"{name}_w"), tensors.pop(f"{name}_v")) for name in halves}
+    whole = {name: gate_and_up(tensors.pop(f"{name}_w"), tensors.pop(f"{name}_v")) for name in halves}
     return {**tensors, **whole}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from megalith.bridge.importer import write_run
 from megalith.bridge.match import Match, match
-from megalith.bridge.megatron.legacy import METADATA, arguments_in, list_torch_dist, read_legacy
+from megalith.bridge.megatron.legacy import METADATA, MadeWhenRead, arguments_in, list_torch_dist, read_legacy
 from megalith.bridge.megatron.megatron_names import plain_name
 from megalith.bridge.megatron.table import GPT
 from megalith.bridge.megatron.unpickle import load_torch
@@ -26,23 +25,10 @@ PREFIXES = ("", "model.", "module.", "model.module.", "model.module.module.")
 NOT_THE_MODEL = ("optimizer.", "rng_state", "rerun_state", "opt_param_scheduler")
 
 
-@dataclass(frozen=True)
-class FirstRows:
+def first_rows(stored: Any, rows: int) -> MadeWhenRead:
     """A stored tensor without the rows that pad the vocabulary."""
-
-    stored: Any
-    rows: int
-
-    @property
-    def dtype(self) -> str:
-        return self.stored.dtype
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return (min(self.rows, self.stored.shape[0]), *self.stored.shape[1:])
-
-    def read(self) -> Tensor:
-        return self.stored.read()[: self.rows]
+    shape = (min(rows, stored.shape[0]), *stored.shape[1:])
+    return MadeWhenRead(stored.dtype, shape, lambda: stored.read()[:rows])
 
 
 class MegatronSource:
@@ -122,7 +108,7 @@ def open_megatron(
     tensors = _core_names(folder, tensors)
     for name in (EMBEDDING, "output_layer.weight"):
         if name in tensors and tensors[name].shape:
-            tensors[name] = FirstRows(tensors[name], model.vocab_size)
+            tensors[name] = first_rows(tensors[name], model.vocab_size)
     return match(MegatronSource(folder, tensors), GPT, model, allow)
 
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megalith.config.rules.fp8_rules import check_fp8
+from megalith.config.rules.run_rules import check_fp8
 from megalith.config.run import RunConfig
 from megalith.errors import ConfigError
 

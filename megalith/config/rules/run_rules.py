@@ -2,9 +2,13 @@
 
 Those of the model alone stand in model_rules.py, of how it is spread in parallel_rules.py and expert_rules.py, of its
 length and schedules in optim_rules.py.
+
+Which runs can be in FP8, and in which sizes.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from megalith.config.base import NOT_YET
 from megalith.config.batch_size import BatchSizeSchedule
@@ -12,7 +16,6 @@ from megalith.config.data import DataConfig
 from megalith.config.lora import WHOLE
 from megalith.config.model import ModelConfig
 from megalith.config.output import LogConfig
-from megalith.config.rules.fp8_rules import check_fp8
 from megalith.config.rules.model_rules import check_model
 from megalith.config.rules.optim_rules import check_loss_scale, check_schedule
 from megalith.config.rules.parallel_rules import check_parallel, data_parallel_size, divisors
@@ -254,3 +257,82 @@ def _check_saves(config: RunConfig) -> None:
             f"{rl.steps_per_batch} steps (rl.num_iterations {rl.num_iterations} × rl.mini_batches "
             f"{rl.mini_batches}); choose a multiple of it"
         )
+
+
+SIXTEEN, BLOCK = 16, 128  # what sizes have to be multiples of: of any FP8 matmul, and of blocks
+
+
+def check_fp8(config: RunConfig) -> None:
+    """Raises ConfigError unless the run's FP8 settings can be had, with the sizes that do not divide."""
+    train = config.train
+    if train.fp8_format is None:
+        return
+    if train.fp8_recipe == "mxfp8":
+        raise ConfigError(
+            "train.fp8_recipe is mxfp8, whose blocks of 32 only GPUs of compute capability 10 multiply; choose "
+            "delayed, tensorwise or blockwise"
+        )
+    if train.fp8_recipe == "blockwise" and train.fp8_format != "e4m3":
+        raise ConfigError(
+            f"train.fp8_format is {train.fp8_format}, but blocks have scales of their own and stay in e4m3 "
+            "throughout; set it to e4m3 with train.fp8_recipe blockwise"
+        )
+    kept = train.num_layers_at_start_in_bf16 + train.num_layers_at_end_in_bf16
+    if train.first_last_layers_bf16 and kept >= config.model.num_layers:
+        raise ConfigError(
+            f"train.num_layers_at_start_in_bf16 {train.num_layers_at_start_in_bf16} and num_layers_at_end_in_bf16 "
+            f"{train.num_layers_at_end_in_bf16} leave none of the {config.model.num_layers} layers to FP8; lower them, "
+            "or leave train.fp8_format out"
+        )
+    multiple = BLOCK if train.fp8_recipe == "blockwise" else SIXTEEN
+    wrong = [f"{name} {value}" for name, value in (*_widths(config), *_tokens(config)) if value % multiple]
+    if wrong:
+        raise ConfigError(
+            f"train.fp8_recipe {train.fp8_recipe} takes multiples of {multiple}, and on a rank there are "
+            f"{', '.join(dict.fromkeys(wrong))}; change these sizes or their parallel sizes, or leave "
+            "train.fp8_format out"
+        )
+
+
+def _tokens(config: RunConfig) -> Iterator[tuple[str, int]]:
+    parallel = config.parallel
+    tokens = config.train.micro_batch_size * config.data.seq_length // parallel.context_parallel_size
+    yield "tokens of a micro-batch", tokens
+    if parallel.overlaps:  # by halves
+        tokens //= 2
+        yield "tokens of half a micro-batch", tokens
+    if parallel.context_parallel_size > 1 and config.train.fp8_recipe == "blockwise":
+        # else a block would have other tokens than in one process
+        yield "tokens of a rank's chunk", config.data.seq_length // (2 * parallel.context_parallel_size)
+    if parallel.sequence_parallel:
+        yield "tokens under sequence_parallel", tokens // parallel.tensor_model_parallel_size
+
+
+def _widths(config: RunConfig) -> Iterator[tuple[str, int]]:
+    """What goes into and comes out of the matmuls of a rank."""
+    model, size = config.model, config.parallel.tensor_model_parallel_size
+    yield "model.hidden_size", model.hidden_size
+    if model.multi_latent_attention:
+        yield from _latent_widths(model, size)
+    else:
+        heads, groups = model.num_attention_heads // size, max(model.query_groups // size, 1)
+        yield "rows of linear_qkv", (heads + 2 * groups) * model.head_dim
+        yield "columns of linear_proj", heads * model.head_dim
+    if len(model.expert_layers) < model.num_layers + len(model.further_layers):
+        yield "ffn_hidden_size", model.ffn_size // size
+    if model.num_experts is not None:
+        yield "moe_ffn_hidden_size", model.expert_size // config.parallel.expert_tensor_parallel_size
+    if model.moe_shared_expert_intermediate_size:
+        yield "moe_shared_expert_intermediate_size", model.moe_shared_expert_intermediate_size // size
+
+
+def _latent_widths(model: ModelConfig, size: int) -> Iterator[tuple[str, int]]:
+    heads = model.num_attention_heads // size
+    keys = model.qk_head_dim + model.qk_pos_emb_head_dim
+    if model.q_lora_rank:
+        yield "q_lora_rank", model.q_lora_rank
+    yield "rows of queries", heads * keys
+    yield "kv_lora_rank", model.kv_lora_rank
+    yield "rows of linear_kv_down_proj", model.kv_lora_rank + model.qk_pos_emb_head_dim
+    yield "rows of linear_kv_up_proj", heads * (model.qk_head_dim + model.v_head_dim)
+    yield "columns of linear_proj", heads * model.v_head_dim

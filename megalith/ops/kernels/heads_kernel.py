@@ -1,5 +1,5 @@
 """The local part of Ulysses' all-to-all by copy engines, in one pass over memory
-(parallel/overlap/copy_engine_heads.py).
+(parallel/overlap/copy_engine.py).
 
 A program copies some columns of some tokens of one sequence, for one rank of the axis: into the slot, from which that
 rank fetches them, or, where the rank is this one, to their place in the result.

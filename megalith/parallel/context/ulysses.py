@@ -1,6 +1,6 @@
 """Ulysses, the a2a of context parallelism (Jacobs et al. 2023): the all-to-all of heads for tokens, and back.
 
-By NCCL or gloo the shares are packed, sent and unpacked. By copy engines (copy_engine_heads.py) they are fetched to
+By NCCL or gloo the shares are packed, sent and unpacked. By copy engines (copy_engine.py) they are fetched to
 their final addresses, so that nothing is packed.
 """
 

@@ -12,7 +12,7 @@ of ep ranks, each expert sharded over etp of them (mesh.py). Every rank brings t
 
 What alltoall sends depends on the tokens, so the host reads the sizes, once a layer. With experts padded to their
 capacity each pair is a row: sizes are fixed, and the host reads nothing. A token and its routing are one row of the
-dispatch buffer (dispatch_buffer.py). Every step is the gradient of another, so an expert's gradient is that of all
+dispatch buffer (expert_parallel.py). Every step is the gradient of another, so an expert's gradient is that of all
 tokens of its replica, complete, and is reduced over edp only.
 
 What needs no tokens overlaps the all-to-alls. In the backward pass the order is reversed, so the same two lines hide
@@ -23,6 +23,17 @@ its all-to-alls too:
     combine          shared expert                        shared expert's backward pass
 
 Also here: the tokens of each expert in a step, over all ranks, and the expert bias that follows from them.
+
+The dispatch buffer of expert parallelism: a token and its routing as one row.
+
+    row of a parcel    | x [hidden] | weights of its experts, float32 [topk] | numbers of its rows, int32 [topk] |
+
+in one tensor of x's dtype, whose last columns have the bits of other dtypes: no arithmetic may touch them. The ranks
+exchange how many pairs of token and expert they have for every expert. So a sender can number the rows of the experts
+of all ranks: expert by expert, in each rank by rank, in the tokens' order. The receiver of a parcel takes those of its
+numbers that are rows here, and neither sorts nor counts.
+
+The gradient of a parcel is a parcel: x's, the weights', and zeros.
 """
 
 from __future__ import annotations
@@ -30,6 +41,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from functools import cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -54,12 +66,129 @@ from megalith.models.pass_context import PassLayout
 from megalith.models.router import Router, Routing
 from megalith.models.stack import layers_of
 from megalith.models.transformer import Transformer
+from megalith.ops.compiled import as_one_kernel
 from megalith.ops.grouped_gemm import RowGroups
-from megalith.ops.permute import Order, sum_rows, take_rows, transposed
-from megalith.parallel.expert.dispatch_buffer import DispatchPlan, pack, plan_dispatch, unpack
+from megalith.ops.permute import (
+    Order,
+    copies,
+    inverse,
+    places,
+    rows_at,
+    starts,
+    sum_at,
+    sum_rows,
+    take_rows,
+    transposed,
+)
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.seams import plug, replace_parameter
 from megalith.parallel.tensor.tensor_parallel import TensorParallel
+
+NOWHERE = 2**31 - 1  # behind all rows
+
+
+class DispatchPlan(NamedTuple):
+    """Which tokens go where; every parcel's place is known, but not how many there are."""
+
+    weights: Tensor  # float32 [tokens, topk]
+    choices: Tensor  # int32 [tokens, 2 · topk]: the bits of the weights, and the numbers of the rows
+    token: Tensor  # int64 [parcels or more]
+    row: Tensor  # int64 [tokens, ranks]: the parcels of each token, by the rank that they go to
+    first: Tensor  # int64 [1]: the number of the first row here
+    counts: Tensor  # int64 [experts here]: rows of each
+    sizes: Tensor  # int64 [2 · ranks + experts here]: parcels to each rank, from each rank, and counts
+
+
+def plan_dispatch(weights: Tensor, destinations: Tensor, axis: Axis, here: int) -> DispatchPlan:
+    """Of tokens with weights float32 and experts int64 [tokens, topk], `here` of them on each rank of the axis; the
+    number behind the last expert is nowhere."""
+    ranks, experts = axis.size, here * axis.size
+    # Experts and ranks are numbered one after the other, each with a number for nowhere at their end.
+    groups = torch.cat([destinations, destinations // here + experts + 1], 1)
+    sizes, before, has = places(groups, experts + ranks + 2)
+    to = slice(experts + 1, -1)
+    token, row = copies(sizes[to], before[:, to], has[:, to])
+    table = gathered(torch.cat([sizes[to], sizes[:experts]]), axis).view(ranks, -1)
+    to_ranks, to_experts = table[:, :ranks], table[:, ranks:]  # of each rank
+    totals = to_experts.sum(0)
+    begin = starts(totals)
+    mine = begin + to_experts[: axis.rank].sum(0)
+    number = torch.cat([mine, totals.sum()[None]])[destinations] + before.gather(1, destinations)
+    choices = torch.cat([weights.detach().view(torch.int32), number.int()], 1)
+    own = slice(axis.rank * here, axis.rank * here + here)
+    counts = totals[own]
+    told = torch.cat([to_ranks[axis.rank], to_ranks[:, axis.rank], counts])
+    return DispatchPlan(weights, choices, token, row, begin[own][:1].clone(), counts.clone(), told)
+
+
+def pack(x: Tensor, plan: DispatchPlan, count: int, fused: bool) -> tuple[Tensor, Order]:
+    """The `count` parcels of the tokens x [tokens, hidden], and the order that they are in."""
+    order = Order(plan.token[:count], plan.row, all_kept=False)
+    return _Pack.apply(x, plan.weights, plan.choices, order, fused), order
+
+
+def unpack(packed: Tensor, plan: DispatchPlan, count: int, fused: bool) -> tuple[Tensor, Tensor, Order]:
+    """Of the parcels that have come the `count` rows of the experts here, [rows, hidden], and their weights, float32
+    [rows, 1]; and the order of these rows."""
+    topk = plan.weights.shape[1]
+    rows, weights, token, row = _Unpack.apply(packed, plan.first, topk, count, fused)
+    return rows, weights, Order(token, row, all_kept=False)
+
+
+class _Pack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weights: Tensor, choices: Tensor, order: Order, fused: bool) -> Tensor:
+        ctx.hidden, ctx.topk, ctx.row, ctx.fused = x.shape[1], weights.shape[1], order.row, fused
+        return torch.cat([x, choices.view(x.dtype)], 1).index_select(0, order.token)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        weights = grad[:, ctx.hidden :].view(torch.float32)[:, : ctx.topk]
+        args = grad[:, : ctx.hidden], weights, ctx.row
+        sums = as_one_kernel(_both_sums, *args, rows_vary=True) if ctx.fused else _both_sums(*args)
+        return *sums, None, None, None
+
+
+class _Unpack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, packed: Tensor, first: Tensor, topk: int, count: int, fused: bool):
+        bits = packed.view(torch.int32)
+        weights, numbers = bits[:, -2 * topk : -topk].view(torch.float32), bits[:, -topk:]
+        x = packed.narrow(1, 0, packed.shape[1] - 2 * topk * 4 // packed.element_size())
+        args = x, weights, numbers, first, packed.new_empty(count, dtype=torch.bool)
+        found = as_one_kernel(_unpacked, *args, rows_vary=True) if fused else _unpacked(*args)
+        rows, row_weights, token, ctx.row = found
+        ctx.fused = fused
+        ctx.mark_non_differentiable(token, ctx.row)
+        return rows, row_weights, token, ctx.row
+
+    @staticmethod
+    def backward(ctx, grad: Tensor, grad_weights: Tensor, *nothing):
+        args = grad, grad_weights, ctx.row
+        x, weights = as_one_kernel(_both_taken, *args, rows_vary=True) if ctx.fused else _both_taken(*args)
+        return torch.cat([x, weights.view(x.dtype)], 1), None, None, None, None
+
+
+def _both_sums(x: Tensor, weights: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of a token's parcels, added."""
+    return sum_at(x, row, False), sum_at(weights, row, False)
+
+
+def _unpacked(x: Tensor, weights: Tensor, numbers: Tensor, first: Tensor, rows: Tensor) -> tuple[Tensor, ...]:
+    """The rows, as many as `rows` has, and their weights; the parcel of each row, and the rows of each parcel."""
+    topk, count = numbers.shape[1], len(rows)
+    row = numbers - first
+    row = torch.where(row < 0, NOWHERE, row).clamp(max=count)
+    pair = inverse(row.flatten(), count + 1)[:-1]
+    token = pair // topk
+    return x[token], weights.reshape(-1, 1)[pair], token, row
+
+
+def _both_taken(grad: Tensor, grad_weights: Tensor, row: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of the parcels' x, and those of their weights beside zeros: float32 [parcels, 2 · topk]."""
+    weights = rows_at(grad_weights, row.flatten(), False).view(row.shape)
+    return sum_at(grad, row, False), torch.cat([weights, torch.zeros_like(weights)], 1)
+
 
 # The dimensions of weights [experts, out, in] and biases [experts, out] that are cut over ep and over etp: columns of
 # fc1, rows of fc2. Of the bias of fc2 each rank adds some columns, so that the ranks' sum has it once, and none shares

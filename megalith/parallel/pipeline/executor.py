@@ -16,26 +16,40 @@ communicator for several neighbours or for both passes, schedules deadlock (sche
 carries one kind of tensor from one rank to one other cannot: its sender and its receiver follow the same order.
 
 A sent tensor stays in memory until it has been sent; nothing waits for that before the end of the step.
+
+Deferred wgrads: what lets a zero-bubble schedule run dgrad and wgrad of a backward pass separately.
+
+A linear's backward pass has two matmuls: dgrad, which the stage before waits for, and wgrad, which nobody does. Here
+every linear has a Gemm that puts its wgrads into a list, with the edge of autograd's graph where each belongs; later
+the list is run, and accumulates into the parameters' gradients as any backward pass does.
+
+torch.compile does not see through it, so layers are not compiled. Every linear's input is saved until its wgrad runs,
+so recomputing a layer gains nothing.
+
+When a rank's actions ran: on a GPU by events in its stream, so that measuring holds nothing up.
 """
 
 from __future__ import annotations
 
+import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import ProcessGroup, Work
 from torch.profiler import record_function
 
 from megalith.comm.collectives import Axis, gather_json, summed
+from megalith.models.linear import Linear
 from megalith.models.pass_context import KVCache
 from megalith.models.transformer import Transformer
-from megalith.parallel.pipeline import split_backward as deferred
+from megalith.ops.gemm import DeferredWgrad
+from megalith.parallel.pipeline import executor as deferred
 from megalith.parallel.pipeline.schedules import (
     Action,
     Kind,
@@ -43,8 +57,66 @@ from megalith.parallel.pipeline.schedules import (
     build_forward_schedule,
     build_schedule,
 )
-from megalith.parallel.pipeline.stopwatch import Stopwatch
 from megalith.parallel.pipeline.timeline import Span, Timeline, span_rows, timeline_of
+from megalith.parallel.seams import plug
+
+
+class Stopwatch:
+    """Starts and stops of one rank, in milliseconds since all ranks of `axis` stood at the same point."""
+
+    def __init__(self, device: torch.device, axis: Axis):
+        self._cuda = device.type == "cuda"
+        if self._cuda:
+            torch.cuda.synchronize(device)
+        dist.barrier(group=axis.group)
+        self._zero = self._now()
+        self._marks: list = []
+
+    def start(self) -> None:
+        self._marks.append(self._now())
+
+    def stop(self) -> None:
+        self._marks.append(self._now())
+
+    def read(self) -> list[tuple[float, float]]:
+        """(start, end) of each pair of marks; waits for the device to come to the last."""
+        if self._cuda:
+            self._marks[-1].synchronize()
+            times = [self._zero.elapsed_time(mark) for mark in self._marks]
+        else:
+            times = [1000.0 * (mark - self._zero) for mark in self._marks]
+        return list(zip(times[::2], times[1::2]))
+
+    def _now(self) -> torch.cuda.Event | float:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+
+class DeferredWgrads:
+    """The list of what one backward pass has put off."""
+
+    def __init__(self, modules: Iterable[nn.Module]):
+        """Of every Linear in `modules`."""
+        self._wgrads: list[DeferredWgrad] = []
+        for module in modules:
+            for linear in module.modules():
+                if isinstance(linear, Linear):
+                    plug(linear, "gemm", linear.gemm.deferring(self._wgrads))
+
+    def take(self) -> list[DeferredWgrad]:
+        """What has been put off since the last call."""
+        taken = list(self._wgrads)
+        self._wgrads.clear()
+        return taken
+
+
+def compute(wgrads: list[DeferredWgrad]) -> None:
+    """Runs the deferred wgrads of a list."""
+    if wgrads:
+        torch.autograd.backward([each.weight for each in wgrads], [each.compute() for each in wgrads])
 
 
 class Links:

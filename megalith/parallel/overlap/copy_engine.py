@@ -10,6 +10,17 @@ Each function begins a collective on a stream of its own and returns what `torch
 completes, as torch's functional collectives do, so compiled code traces them. All ranks of a group call the same ones
 with the same shapes in the same order. The input may be freed or overwritten by kernels that are launched afterwards.
 Raises TrainingError where the GPUs of a group do not reach each other's memory.
+
+The all-to-all of Ulysses takes one local kernel, and strided copies. The kernel reads a rank's tensors. What the others
+are to get it writes into the slot, a region for each, and the rank's own share to its place in the result. The others
+fetch their regions by two-dimensional copies (rows of so many bytes, with one pitch here and another there), which put
+every row where it belongs:
+
+    slot          [ranks - 1, batch, seq, share of all heads, head_dim]: a region for each of the others, in order
+    to heads      of a region, each of its two chunks of tokens (zigzag.py) goes to one span of every sequence
+    to tokens     of a region, the heads of every token go to the sender's place among all heads
+
+Such copies are as fast as contiguous ones, 360 GB/s between two H200 with rows of 1,280 bytes.
 """
 
 from __future__ import annotations
@@ -26,8 +37,10 @@ from torch import Tensor
 from torch.distributed.distributed_c10d import Work
 from torch.library import Library, register_fake
 
-from megalith.comm.cuda_driver import Flags, copy
+from megalith.comm.cuda_driver import Flags, StridedRows, copy, copy_rows
 from megalith.errors import TrainingError
+from megalith.ops import kernels as fused
+from megalith.parallel.context.zigzag import spans
 
 SLOTS = 4  # collectives of a group under way before the next one waits for the memory of the first
 FLAG = 64  # bytes from one flag to the next, which is written by another GPU
@@ -104,9 +117,8 @@ def scatter(x: Tensor, size: int, group: str) -> Tensor:
 class Slot:
     """Symmetric memory for a rank's input, which its peers can read, and flags for their progress.
 
-    Each use of a slot is a turn, in which the ranks synchronize in one or more rounds. After the memory every rank has
-    two flags for each peer: the last round for which that one has filled its slot, and the last after which it has
-    fetched this one.
+    Each use of a slot is a turn. After the memory every rank has two flags for each peer: the last turn for which that
+    one has filled its slot, and the last in which it has fetched this one.
     """
 
     def __init__(self, size: int, group: str):
@@ -134,7 +146,7 @@ class Slot:
         whole = self._memory.shape, self._memory.dtype
         self.addresses = [self.of(rank, *whole).data_ptr() for rank in range(self.ranks)]
         """Where on this GPU stands what each rank gives."""
-        self._rounds = 0
+        self._turns = 0
         self._read = torch.cuda.Event()  # by this rank itself
         self._given = torch.cuda.Event()
 
@@ -148,7 +160,7 @@ class Slot:
         # A call of the driver for each step of a turn.
         here, peers = self.rank, self.peers
         self._before = Flags(awaited=[fetched(here, by) for by in peers])
-        self._round = Flags([given(at, here) for at in peers], [given(here, by) for by in peers])
+        self._filled = Flags([given(at, here) for at in peers], [given(here, by) for by in peers])
         self._behind = Flags([fetched(at, here) for at in peers])
 
     def of(self, rank: int, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -161,7 +173,7 @@ class Slot:
     def begin(self, stream: torch.cuda.Stream) -> None:
         """The next turn: the stream goes on when all, this rank too, have read what the slot held."""
         self._read.wait(stream)
-        self._before(self._rounds, stream.cuda_stream)
+        self._before(self._turns, stream.cuda_stream)
 
     def follow(self, giver: torch.cuda.Stream, fetcher: torch.cuda.Stream) -> None:
         """One stream goes on when what stands in the other is done."""
@@ -170,12 +182,12 @@ class Slot:
 
     def synchronize(self, stream: torch.cuda.Stream) -> None:
         """What the slot holds is given, by what stands before in the stream; it goes on when all have given theirs."""
-        self._rounds += 1
-        self._round(self._rounds, stream.cuda_stream)
+        self._turns += 1
+        self._filled(self._turns, stream.cuda_stream)
 
     def end(self, stream: torch.cuda.Stream) -> torch.cuda.Event:
         """What all have given is read, by what stands before in the stream; the event comes after it."""
-        self._behind(self._rounds, stream.cuda_stream)
+        self._behind(self._turns, stream.cuda_stream)
         self._read = stream.record_event()
         return self._read
 
@@ -191,8 +203,8 @@ class _Slots:
             torch.cuda.synchronize()  # nobody reads the old ones any more when all have come to make the new ones
             torch.cuda.empty_cache()  # memory for others comes from the driver, and not from what PyTorch keeps free
             self._size = size
-            self._turns = cycle([Slot(size, self._group) for _ in range(SLOTS)])
-        return next(self._turns)
+            self._slots = cycle([Slot(size, self._group) for _ in range(SLOTS)])
+        return next(self._slots)
 
 
 slots = cache(_Slots)  # by the name of the group
@@ -245,3 +257,80 @@ def exchange(out: Tensor, size: int, group: str, give: Part, fetch: Part) -> Ten
     fetch(slot, stream.cuda_stream)
     torch._C._distributed_c10d._register_work(out, _Begun(slot.end(stream), device))
     return out
+
+
+def _heads(xs: list[Tensor], size: int, group: str) -> Tensor:
+    batch, seq, _, head_dim = xs[0].shape
+    return xs[0].new_empty(batch, size * seq, sum(x.shape[2] for x in xs) // size, head_dim)
+
+
+def _tokens(xs: list[Tensor], size: int, group: str) -> Tensor:
+    batch, seq, _, head_dim = xs[0].shape
+    return xs[0].new_empty(batch, seq // size, sum(x.shape[2] for x in xs) * size, head_dim)
+
+
+@operator("heads_from_tokens(Tensor[] xs, int size, str group) -> Tensor", _heads)
+def heads_from_tokens(xs: list[Tensor], size: int, group: str) -> Tensor:
+    """Some tokens of all heads → all tokens, in order, of this rank's share of the heads.
+
+    From one tensor or three [batch, seq, heads of each, head_dim] to one, contiguous, [batch, size · seq, heads of all
+    / size, head_dim]: this rank's heads of the first, then of the second, then of the third.
+    """
+    return _begin(xs, _heads(xs, size, group), size, group, to_heads=True)
+
+
+@operator("tokens_from_heads(Tensor[] xs, int size, str group) -> Tensor", _tokens)
+def tokens_from_heads(xs: list[Tensor], size: int, group: str) -> Tensor:
+    """The way back: from [batch, size · seq, heads of each / size, head_dim] to [batch, seq, heads of all, head_dim].
+
+    Of three tensors the heads then stand by group as in linear_qkv, a group for each head of the last: its heads of
+    the first, its head of the second, its head of the third. So a rank's share is one span of them.
+    """
+    return _begin(xs, _tokens(xs, size, group), size, group, to_heads=False)
+
+
+def _begin(xs: list[Tensor], out: Tensor, size: int, group: str, to_heads: bool) -> Tensor:
+    """Begins what makes `out` whole."""
+    batch, seq, _, head_dim = (xs[0] if to_heads else out).shape
+    shape = size - 1, batch, seq, out.shape[2] // (1 if to_heads else size), head_dim  # of what is in a slot
+    row = shape[3] * head_dim * out.element_size()
+    pulls = heads_pulls if to_heads else tokens_pulls
+
+    def give(slot: Slot, stream: int) -> None:
+        fused.share_heads(xs, slot.of(slot.rank, shape, out.dtype), out, slot.rank, to_heads)
+
+    def fetch(slot: Slot, stream: int) -> None:
+        target = out.data_ptr()
+        for peer in slot.peers:
+            for pull in pulls(slot.rank, peer, size, batch, seq, row):
+                copy_rows(pull, slot.addresses[peer], target, stream)
+
+    return exchange(out, out.nbytes // size * (size - 1), group, give, fetch)
+
+
+@cache
+def heads_pulls(rank: int, peer: int, size: int, batch: int, seq: int, row: int) -> list[StridedRows]:
+    """What `rank` fetches from `peer` for heads_from_tokens: a rank's share of a token takes `row` bytes, and `seq`
+    tokens of a sequence are a rank's."""
+    chunk = seq // 2
+    start = _part(rank, peer) * batch * seq * row
+    pulls = []
+    for number, span in enumerate(spans(peer, size, seq)):
+        source, target = start + number * chunk * row, span.start * row
+        if batch > 1:
+            pulls.append(StridedRows(source, seq * row, target, size * seq * row, chunk * row, batch))
+        else:  # by token, as a pitch is less than 2 GiB
+            pulls.append(StridedRows(source, row, target, row, row, chunk))
+    return pulls
+
+
+@cache
+def tokens_pulls(rank: int, peer: int, size: int, batch: int, seq: int, row: int) -> list[StridedRows]:
+    """The same for tokens_from_heads."""
+    start = _part(rank, peer) * batch * seq * row
+    return [StridedRows(start, row, peer * row, size * row, row, batch * seq)]
+
+
+def _part(rank: int, peer: int) -> int:
+    """Where the part for `rank` stands among those in the slot of `peer`."""
+    return rank - (rank > peer)
