@@ -92,7 +92,7 @@ def step_time(
             parts[name] += micro_batches * seconds
     timeline = None
     if len(work) > 1:
-        schedule, rest = _schedule(parallel, micro_batches)
+        schedule, rest = short_schedule(parallel, micro_batches)
         total = busy[slowest] * (1 + _bubble(parallel, micro_batches))
         if exact:
             timeline = simulate(schedule, model.durations(work, zero=schedule.kind == "zero_bubble"))
@@ -106,7 +106,7 @@ def step_time(
     return StepTime(seconds, dict(parts), timeline)
 
 
-def _schedule(parallel: ParallelConfig, micro_batches: int) -> tuple[Schedule, int]:
+def short_schedule(parallel: ParallelConfig, micro_batches: int) -> tuple[Schedule, int]:
     """That of as many micro-batches as show its form, and how many are left out of it."""
     most = LONGEST_SIMULATED * (parallel.microbatch_group_size_per_virtual_pipeline_stage or 0)
     most = max(most, LONGEST_SIMULATED * parallel.pipeline_model_parallel_size)
