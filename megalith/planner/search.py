@@ -17,7 +17,8 @@ from typing import Any
 
 from megalith.config import RunConfig
 from megalith.config.rules.fastest import Machine, with_fastest
-from megalith.config.rules.parallel_rules import data_parallel_size
+from megalith.config.rules.fp8_rules import check_fp8
+from megalith.config.rules.parallel_rules import check_parallel, data_parallel_size
 from megalith.config.rules.run_rules import check_training
 from megalith.errors import ConfigError
 from megalith.parallel.pipeline.pipeline_rules import check_layout
@@ -32,7 +33,7 @@ from megalith.planner.topology import NVLINK
 
 SPARE = 0.98, 3e9  # of a device's memory, for fragments; bytes of libraries and contexts
 SIMULATED = 20  # of the best by formula
-LARGEST_MICRO_BATCH = 2**17  # tokens
+LARGEST_MICRO_BATCH = 2**16  # tokens
 SHORTEST_SHARD = 2048  # tokens of a sequence that a context-parallel rank has at least
 PARALLEL = "parallel."
 CLEAN = {  # what a search decides
@@ -70,9 +71,10 @@ class PlannedLayout:
     world_size: int
     memory: list[MemoryEstimate]
     """Of a device of each pipeline rank; in a search of those that may be the fullest."""
-    time: StepTime
-    speed: Throughput
-    fits: bool
+    time: StepTime | None = None
+    """None: not asked, since it does not fit."""
+    speed: Throughput | None = None
+    fits: bool = False
 
     @property
     def bytes(self) -> int:
@@ -146,6 +148,7 @@ def plan(
     rates = rates or rates_of(device)
     answer = PlanAnswer(config, gpus, gpus_per_node, rates, usable_bytes(rates))
     search = _Search(answer)
+    check_training(search.clean.with_settings({"train.micro_batch_size": 1}), 1)
     search.run({})
     if not answer.fitting:
         search.run(OFFLOADED)
@@ -205,7 +208,8 @@ class _Search:
         try:
             config = self.clean.with_settings(settings)
             config, _ = with_fastest(config, self.machine)
-            check_training(config, self.world)
+            check_parallel(config, self.world)
+            check_fp8(config)
             assignment = assign_layers(config.model, config.parallel)
         except ConfigError as error:
             self.answer.refused[str(error)] += 1
@@ -213,14 +217,16 @@ class _Search:
         dp = data_parallel_size(config.parallel, self.world)
         micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * dp)
         memory = self._memory(config, assignment, micro_batches)
-        fits = max(each.total for each in memory) <= self.answer.usable
-        time = step_time(config, self.meta, self.world, self.rates, self.answer.gpus_per_node, exact=False)
-        return self._layout(config, settings, memory, time, fits)
+        if max(each.total for each in memory) > self.answer.usable:
+            return PlannedLayout(config, settings, self.world, memory)
+        return self._timed(config, settings, memory, exact=False)
 
-    def _layout(self, config: RunConfig, settings: dict, memory: list, time: StepTime, fits: bool) -> PlannedLayout:
+    def _timed(self, config: RunConfig, settings: dict, memory: list, exact: bool = True) -> PlannedLayout:
+        time = step_time(config, self.meta, self.world, self.rates, self.answer.gpus_per_node, exact)
         tokens = config.train.global_batch_size * config.data.seq_length
         peak = peak_flops(self.rates, config.train.peak_dtype)
         speed = throughput(tokens, time.seconds, self.world, self.flops, peak)
+        fits = max(each.total for each in memory) <= self.answer.usable
         return PlannedLayout(config, settings, self.world, memory, time, speed, fits)
 
     def _memory(self, config: RunConfig, assignment: list, micro_batches: int) -> list[MemoryEstimate]:
@@ -252,9 +258,7 @@ class _Search:
         config, _ = with_fastest(config, self.machine)
         stages = self.stages(config)
         memory = [stage.memory for stage in stages]
-        time = step_time(config, self.meta, self.world, self.rates, self.answer.gpus_per_node)
-        fits = max(each.total for each in memory) <= self.answer.usable
-        return self._layout(config, settings, memory, time, fits)
+        return self._timed(config, settings, memory)
 
     def stages(self, config: RunConfig) -> list[StageLayout]:
         parallel = config.parallel

@@ -92,9 +92,9 @@ def step_time(
             parts[name] += micro_batches * seconds
     timeline = None
     if len(work) > 1:
-        schedule, rest = short_schedule(parallel, micro_batches)
         total = busy[slowest] * (1 + _bubble(parallel, micro_batches))
         if exact:
+            schedule, rest = short_schedule(parallel, micro_batches)
             timeline = simulate(schedule, model.durations(work, zero=schedule.kind == "zero_bubble"))
             total = timeline.total + rest * busy[slowest] / micro_batches
         parts["bubble"] = total - busy[slowest]
@@ -141,6 +141,7 @@ class _Model:
         self.frozen = config.lora.rank is not None
         self.fp8 = train.fp8_format is not None and "fp8" in rates.matmuls
         self._layers: dict[int, tuple[Counter[str], Counter[str]]] = {}
+        self._chunks: dict[tuple, tuple[Counter[str], Counter[str]]] = {}
 
     def link(self, size: int, stride: int) -> tuple[str, float]:
         """Of a group of `size` ranks, `stride` apart: the slowest link on its ring, and the bytes/s a rank sends."""
@@ -160,10 +161,19 @@ class _Model:
 
     def chunk(self, chunk: Stage) -> tuple[Counter[str], Counter[str]]:
         """Forward and backward, seconds by part."""
-        forward, backward = Counter(), Counter()
         numbers = layers_of(self.model, [chunk])
+        kinds = self.meta.kinds(numbers)
+        key = (*kinds.items(), chunk.embedding, chunk.head)
+        if key not in self._chunks:
+            self._chunks[key] = self._chunk(chunk, numbers, kinds)
+        return self._chunks[key]
+
+    def _chunk(
+        self, chunk: Stage, numbers: Sequence[int], kinds: Counter[int]
+    ) -> tuple[Counter[str], Counter[str]]:
+        forward, backward = Counter(), Counter()
         recomputed = self._recomputed(len(numbers))
-        for number, times in self.meta.kinds(numbers).items():
+        for number, times in kinds.items():
             there, back = self._layer(number)
             for name in there | back:
                 forward[name] += times * there[name]
