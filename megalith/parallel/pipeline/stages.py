@@ -113,7 +113,16 @@ def split_stages(model: Transformer, assignment: list[list[Stage]], rank: int) -
     """
     if len(assignment) == 1:
         return [model]
-    return [_keep(copy.deepcopy(model), stage) for stage in assignment[rank]]
+    return [_keep(_copy(model, stage), stage) for stage in assignment[rank]]
+
+
+def _copy(model: Transformer, stage: Stage) -> Transformer:
+    """`model` with modules of its own, but for layers that `_keep` takes away."""
+    layers = {*map(str, stage.layers), *(map(str, model.config.further_layers) if stage.head else ())}
+    others = [
+        layer for stack in stacks_of(model) for name, layer in stack.layers.items() if name not in layers
+    ]
+    return copy.deepcopy(model, {id(layer): layer for layer in others})
 
 
 def _keep(model: Transformer, stage: Stage) -> Transformer:
