@@ -40,24 +40,34 @@ def run_calibrate(args: Arguments) -> int:
 
 def _calibrate_options(parser: Parser) -> None:
     parser.description = "Measure this machine's rates, in about three minutes, as a file for --device-json."
-    parser.add_argument("--nproc", type=int, help="start so many processes, one a GPU: collectives are measured too")
+    parser.add_argument(
+        "--nproc", type=int, help="start so many processes, one a GPU: collectives are measured too"
+    )
     parser.add_argument("--output", help="the file; without it the table is printed")
-    parser.add_argument("--seconds", type=float, default=120.0, help="about how long GEMMs and attention may take")
+    parser.add_argument(
+        "--seconds", type=float, default=120.0, help="about how long GEMMs and attention may take"
+    )
 
 
 def _job_options(parser: Parser) -> None:
     """What a job runs on, and how large it is."""
     parser.add_argument("job", help="a run file, or the name of a preset (`megalith config presets`)")
     parser.add_argument("--gpus", type=int, required=True, help="of the whole job")
-    parser.add_argument("--device", help="as the driver calls it, or H100, A100-40GB, B200, … (default: H200)")
-    parser.add_argument("--device-json", help="rates that `megalith plan calibrate` measured, in place of a name")
+    parser.add_argument(
+        "--device", help="as the driver calls it, or H100, A100-40GB, B200, … (default: H200)"
+    )
+    parser.add_argument(
+        "--device-json", help="rates that `megalith plan calibrate` measured, in place of a name"
+    )
     parser.add_argument("--gpus-per-node", type=int, default=8, help="joined by NVLink")
     parser.add_argument("--seq-length", type=int, help="in place of the run file's; of a preset up to 8,192")
     parser.add_argument("--global-batch-size", type=int, help="in place of the run file's")
     parser.add_argument("--tokens", type=float, help="to train on: adds the days")
     parser.add_argument("--price-per-gpu-hour", type=float, help="adds the cost, with --tokens")
     parser.add_argument("--json", action="store_true", help="print an object in place of the tables")
-    parser.add_argument("--png", metavar="FILE", help="draw memory by stage, the pipeline, and the best layouts")
+    parser.add_argument(
+        "--png", metavar="FILE", help="draw memory by stage, the pipeline, and the best layouts"
+    )
 
 
 def _layout_options(parser: Parser) -> None:
@@ -68,7 +78,9 @@ def _layout_options(parser: Parser) -> None:
     )
     _job_options(parser)
     parser.add_argument("--top", type=int, default=10, help="layouts to show")
-    parser.add_argument("--explain", action="store_true", help="why others are slower, do not fit, or are refused")
+    parser.add_argument(
+        "--explain", action="store_true", help="why others are slower, do not fit, or are refused"
+    )
     parser.add_argument("--write", metavar="FILE", help="write the run file with the best layout")
     parser.add_argument("--longest", action="store_true", help="the longest sequence of which a layout fits")
 
@@ -81,7 +93,9 @@ def run_layouts(args: Arguments) -> int:
     if args.longest:
         answer = longest_sequence(config, args.gpus, rates, args.gpus_per_node)
         if answer is None:
-            raise ConfigError(f"not even 1,024 tokens fit {args.gpus} {rates.device}; take more, or larger ones")
+            raise ConfigError(
+                f"not even 1,024 tokens fit {args.gpus} {rates.device}; take more, or larger ones"
+            )
     else:
         answer = plan(config, args.gpus, rates=rates, gpus_per_node=args.gpus_per_node, top=args.top)
     if args.json:
@@ -109,7 +123,9 @@ def run_show(args: Arguments) -> int:
     else:
         ms, tokens, mfu, *_ = figures(layout)
         room = f"{layout.bytes / GB:.1f} GB of {answer.usable / GB:.1f}"
-        print(f"{args.gpus} {rates.device}: {'fits' if layout.fits else 'does NOT fit'}, {room} on the fullest GPU")
+        print(
+            f"{args.gpus} {rates.device}: {'fits' if layout.fits else 'does NOT fit'}, {room} on the fullest GPU"
+        )
         print(f"{ms} ms a step, {tokens} tokens/s/GPU, MFU {mfu} (causal); rates: {rates.source}")
         if args.tokens:
             print(f"{answer.days(layout, args.tokens):.1f} days for {args.tokens:.3g} tokens")
@@ -122,13 +138,26 @@ def run_show(args: Arguments) -> int:
 def _goodput_options(parser: Parser) -> None:
     from megalith.planner.goodput import FAILURES_A_GPU_HOUR, Costs
 
-    parser.description = "The best save interval of a job, and the share of its time that trains, with failures."
+    parser.description = (
+        "The best save interval of a job, and the share of its time that trains, with failures."
+    )
     parser.add_argument("job", help="a run file, or the name of a preset")
     parser.add_argument("--gpus", type=int, nargs="+", help="sizes of the job (default: 8 to 100,000)")
-    parser.add_argument("--failures-per-gpu-hour", type=float, default=FAILURES_A_GPU_HOUR, help="(default: Llama 3's, 419 of 16,384 GPUs in 54 days)")
-    parser.add_argument("--stall", type=float, default=Costs.stall, help="seconds that training waits for a save")
-    parser.add_argument("--notice", type=float, default=Costs.notice, help="seconds from a failure to new processes")
-    parser.add_argument("--start", type=float, default=Costs.start, help="seconds from there to the first step")
+    parser.add_argument(
+        "--failures-per-gpu-hour",
+        type=float,
+        default=FAILURES_A_GPU_HOUR,
+        help="(default: Llama 3's, 419 of 16,384 GPUs in 54 days)",
+    )
+    parser.add_argument(
+        "--stall", type=float, default=Costs.stall, help="seconds that training waits for a save"
+    )
+    parser.add_argument(
+        "--notice", type=float, default=Costs.notice, help="seconds from a failure to new processes"
+    )
+    parser.add_argument(
+        "--start", type=float, default=Costs.start, help="seconds from there to the first step"
+    )
     parser.add_argument("--disk", type=float, default=Costs.disk, help="GB/s that a rank writes and reads")
     parser.add_argument("--store", type=float, default=Costs.store, help="GB/s of the whole file system")
     parser.add_argument("--json", action="store_true", help="print a list of objects, seconds and bytes")
@@ -158,7 +187,9 @@ def _refuse_nonsense(args: Arguments, *names: str) -> None:
 def _job(args: Arguments):
     from megalith.planner.rates import rates_of
 
-    _refuse_nonsense(args, "gpus", "gpus_per_node", "seq_length", "global_batch_size", "tokens", "price_per_gpu_hour")
+    _refuse_nonsense(
+        args, "gpus", "gpus_per_node", "seq_length", "global_batch_size", "tokens", "price_per_gpu_hour"
+    )
     rates = rates_of(args.device, args.device_json)
     return _config(args, args.gpus), rates
 
@@ -172,7 +203,11 @@ def _config(args: Arguments, gpus: int):
     from megalith.planner.search import preset_config, with_batch
 
     seq, batch = (getattr(args, name, None) for name in ("seq_length", "global_batch_size"))
-    if args.job in PRESETS or args.job in UNAVAILABLE or not (Path(args.job).suffix or Path(args.job).exists()):
+    if (
+        args.job in PRESETS
+        or args.job in UNAVAILABLE
+        or not (Path(args.job).suffix or Path(args.job).exists())
+    ):
         config = preset_config(args.job, gpus, seq, batch)
         given = {f"{section}.{key}": value for section, key, value in parse_overrides(args.settings)}
         return config.with_settings(given) if given else config
@@ -218,7 +253,9 @@ def _write(answer, args: Arguments) -> None:
     try:
         write_file(Path(args.write), text + yaml.safe_dump(tree, sort_keys=False))
     except OSError as error:
-        raise ConfigError(f"{args.write} cannot be written: {error.strerror}; choose another --write") from None
+        raise ConfigError(
+            f"{args.write} cannot be written: {error.strerror}; choose another --write"
+        ) from None
     print(f"wrote {args.write}", file=sys.stderr)
 
 

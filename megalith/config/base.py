@@ -153,7 +153,10 @@ class Section(BaseModel):
 
     def unread(self, whole: Section | None = None) -> dict[str, Needs]:
         """The fields that are not read, whatever their values, each with what it needs. `whole`: see Needs."""
-        lacks = ((name, next((n for n in needs if not n.met(self, whole)), None)) for name, needs in _conditions(type(self)))
+        lacks = (
+            (name, next((n for n in needs if not n.met(self, whole)), None))
+            for name, needs in _conditions(type(self))
+        )
         return {name: need for name, need in lacks if need is not None}
 
     def refuse_unmet(self, path: str, whole: Section | None = None) -> None:

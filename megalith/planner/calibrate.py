@@ -39,7 +39,12 @@ ATTENTION = [
     (1, 32, 8192, 128), (1, 8, 8192, 128), (1, 8, 32768, 128), (4, 32, 4096, 64),
 ]  # fmt: skip
 MEGABYTES = (0.25, 2, 16, 84, 256)  # that a rank sends
-BACKENDS = [SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+BACKENDS = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 SMALLER = 32  # times, on a CPU, in each dimension
 
 
@@ -71,7 +76,9 @@ def _wiring(name: str, memory: int | None, device: torch.device) -> Wiring:
     if name in WIRING:
         known = WIRING[name]
         return Wiring(memory_gb, known.inside, known.outside, known.link, known.processors)
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    processors = (
+        torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    )
     return Wiring(memory_gb, 32, 12.5, PCIE, processors)
 
 
@@ -183,7 +190,11 @@ class _Bench:
         """[kind, link, ranks, MB sent, ms]. Every rank calls it; ranks that are not in a group wait for the others."""
         world = dist.get_world_size() if dist.is_initialized() else 1
         sizes = sorted({2, world} - ({1} if world > 1 else {1, 2}))
-        link = NVLINK if self.cuda and torch.cuda.can_device_access_peer(0, 1 % torch.cuda.device_count()) else PCIE
+        link = (
+            NVLINK
+            if self.cuda and torch.cuda.can_device_access_peer(0, 1 % torch.cuda.device_count())
+            else PCIE
+        )
         for size in sizes:
             group = dist.new_group(range(size))
             if dist.get_rank() < size:

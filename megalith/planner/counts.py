@@ -118,7 +118,9 @@ class MetaModel:
             weight = getattr(module, "weight", None)
             if weight is not None and _part(name, module) not in ("embedding", "norms"):
                 *experts, rows, columns = self._shape(name, module, "weight", weight.shape)
-                style = None if experts else role_of(name, module, False).style if ADAPTER not in name else None
+                style = (
+                    None if experts else role_of(name, module, False).style if ADAPTER not in name else None
+                )
                 found.append(Matmul(rows, columns, experts[0] if experts else 0, style))
         return found
 

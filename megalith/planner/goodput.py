@@ -18,7 +18,9 @@ from megalith.planner.counts import count_parameters
 from megalith.planner.memory import MASTER_BYTES, OPTIMIZER_BYTES
 
 HOURS_OF_LLAMA3 = 54 * 24
-FAILURES_A_GPU_HOUR = 419 / 16384 / HOURS_OF_LLAMA3  # The Llama 3 Herd of Models: 419 unexpected stops in 54 days
+FAILURES_A_GPU_HOUR = (
+    419 / 16384 / HOURS_OF_LLAMA3
+)  # The Llama 3 Herd of Models: 419 unexpected stops in 54 days
 SIZES = (8, 64, 512, 1024, 4096, 16384, 32768, 100_000)
 MANIFEST_BYTES = 83  # of JSON a shard: docs/checkpoints.md
 MANIFEST_SECONDS = 1.66e-5  # of rank 0's CPU a shard

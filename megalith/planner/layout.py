@@ -105,7 +105,9 @@ def build_layout(config: RunConfig, world_size: int) -> Layout:
         bubble = simulate(schedule).bubble
         weighed = simulate(schedule, _durations(config, assignment)).bubble
     meta = MetaModel(config.model, config.lora)
-    stages = [stage_layout(config, meta, world_size, chunks, schedule, micro_batches) for chunks in assignment]
+    stages = [
+        stage_layout(config, meta, world_size, chunks, schedule, micro_batches) for chunks in assignment
+    ]
     return Layout(
         config=config,
         coordinates=[Coordinates(*place) for place in product(*map(range, axes))],

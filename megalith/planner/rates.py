@@ -150,7 +150,9 @@ _TABLES: dict[str, Rates] = {}
 def _matmul(key: str, m: int, k: int, n: int, dtype: str) -> float:
     rates = _TABLES[key]
     rows = rates.matmuls[dtype]
-    (tera,) = _near([row[:3] for row in rows], [[row[3] / _waves(rates, *row[:3])] for row in rows], (m, k, n))
+    (tera,) = _near(
+        [row[:3] for row in rows], [[row[3] / _waves(rates, *row[:3])] for row in rows], (m, k, n)
+    )
     return 2.0 * m * k * n / (tera * TERA * _waves(rates, m, k, n)) + 2e-6
 
 
@@ -158,10 +160,14 @@ def _waves(rates: Rates, m: float, k: float, n: float) -> float:
     """How full the SMs are: the tiles of the output, and where these are few of its inner dimension too."""
     tiles = math.ceil(m / TILE[0]) * math.ceil(n / TILE[1])
     at_once = rates.wiring.processors
-    return max(count / (math.ceil(count / at_once) * at_once) for count in (tiles, tiles * max(k // SPLIT_K, 1)))
+    return max(
+        count / (math.ceil(count / at_once) * at_once) for count in (tiles, tiles * max(k // SPLIT_K, 1))
+    )
 
 
-def _near(points: Sequence[Sequence[float]], values: Sequence[Sequence[float]], at: Sequence[float]) -> list[float]:
+def _near(
+    points: Sequence[Sequence[float]], values: Sequence[Sequence[float]], at: Sequence[float]
+) -> list[float]:
     """The mean of `values`, a point counting by the inverse square of its distance in logarithms."""
     weights = [
         1 / (sum(math.log(max(a, 1) / max(b, 1)) ** 2 for a, b in zip(point, at)) + 1e-3) for point in points
@@ -202,7 +208,9 @@ def rates_of(device: str | None = None, device_json: str | Path | None = None) -
         try:
             return read_rates(Path(device_json).read_text(encoding="utf-8"), str(device_json))
         except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{device_json} cannot be read: {error}; give a file of `plan calibrate`") from None
+            raise ConfigError(
+                f"{device_json} cannot be read: {error}; give a file of `plan calibrate`"
+            ) from None
     name = SHORT.get((device or "h200").lower().replace(" ", "-"), device)
     shipped = measured()
     if name == shipped.device:

@@ -21,6 +21,7 @@ from megalith.config.rules.fp8_rules import check_fp8
 from megalith.config.rules.parallel_rules import check_parallel, data_parallel_size
 from megalith.config.rules.run_rules import check_training
 from megalith.errors import ConfigError
+from megalith.optim.optimizer import check_optimizer
 from megalith.parallel.pipeline.pipeline_rules import check_layout
 from megalith.parallel.pipeline.schedules import Schedule, in_flight_bound
 from megalith.parallel.pipeline.stages import assign_layers, schedule_kind, suggested_layout, virtual_size
@@ -94,7 +95,11 @@ class PlannedLayout:
         }
         dp = data_parallel_size(parallel, self.world_size)
         words = [f"{axis}{size}" for axis, size in sizes.items() if size > 1] + [f"DP{dp}"]
-        found = [" ".join(words), f"micro-batch {train.micro_batch_size}", parallel.data_parallel_sharding_strategy]
+        found = [
+            " ".join(words),
+            f"micro-batch {train.micro_batch_size}",
+            parallel.data_parallel_sharding_strategy,
+        ]
         if parallel.pipeline_schedule != "1f1b":
             found.append(parallel.pipeline_schedule)
         if granularity := parallel.recompute_granularity:
@@ -149,11 +154,14 @@ def plan(
     answer = PlanAnswer(config, gpus, gpus_per_node, rates, usable_bytes(rates))
     search = _Search(answer)
     check_training(search.clean.with_settings({"train.micro_batch_size": 1}), 1)
+    check_optimizer(config.optim)
     search.run({})
     if not answer.fitting:
         search.run(OFFLOADED)
     if not answer.tried:
-        raise ConfigError(answer.refused.most_common(1)[0][0] if answer.refused else "there is no layout to try")
+        raise ConfigError(
+            answer.refused.most_common(1)[0][0] if answer.refused else "there is no layout to try"
+        )
     finalists = heapq.nsmallest(max(SIMULATED, 2 * top), search.found, key=lambda each: each.time.seconds)
     exact = [done for each in finalists if (done := search.exact(each)) is not None]
     answer.best = sorted((each for each in exact if each.fits), key=lambda each: each.time.seconds)[:top]
@@ -170,6 +178,7 @@ def usable_bytes(rates: Rates) -> float:
 def planned(config: RunConfig, gpus: int, rates: Rates, gpus_per_node: int = 8) -> PlannedLayout:
     """The layout that `config` says, in full. Raises ConfigError where the trainer refuses it."""
     check_layout(config, gpus)
+    check_optimizer(config.optim)
     answer = PlanAnswer(config, gpus, gpus_per_node, rates, usable_bytes(rates))
     search = _Search(answer)
     return search.laid_out(config, {})
@@ -192,7 +201,9 @@ class _Search:
         for sizes in self._sizes():
             for further in self._further(sizes):
                 for recomputed in RECOMPUTED:
-                    settings = sizes | further | {PARALLEL + name: value for name, value in recomputed.items()}
+                    settings = (
+                        sizes | further | {PARALLEL + name: value for name, value in recomputed.items()}
+                    )
                     layout = self._try(settings | more)
                     if layout is None:
                         continue
@@ -264,7 +275,9 @@ class _Search:
         parallel = config.parallel
         dp = data_parallel_size(parallel, self.world)
         micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * dp)
-        schedule = short_schedule(parallel, micro_batches)[0] if parallel.pipeline_model_parallel_size > 1 else None
+        schedule = (
+            short_schedule(parallel, micro_batches)[0] if parallel.pipeline_model_parallel_size > 1 else None
+        )
         return [
             stage_layout(config, self.meta, self.world, chunks, schedule, micro_batches)
             for chunks in assign_layers(config.model, parallel)
@@ -347,7 +360,11 @@ def longest_sequence(config: RunConfig, gpus: int, rates: Rates, gpus_per_node: 
         seq = 1024 * blocks
         positions = max(seq, config.model.max_position_embeddings or 0)
         batch = max(2 ** max(tokens // seq, 1).bit_length() // 2, 1)
-        asked = {"data.seq_length": seq, "model.max_position_embeddings": positions, "train.global_batch_size": batch}
+        asked = {
+            "data.seq_length": seq,
+            "model.max_position_embeddings": positions,
+            "train.global_batch_size": batch,
+        }
         try:
             found = plan(config.with_settings(asked), gpus, rates=rates, gpus_per_node=gpus_per_node, top=1)
         except ConfigError:
@@ -402,5 +419,3 @@ def changed(layout: PlannedLayout) -> dict[str, dict[str, Any]]:
         if CLEAN.get(path, ...) != value:
             tree.setdefault(section, {})[name] = value
     return tree
-
-

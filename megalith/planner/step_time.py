@@ -48,7 +48,18 @@ ACTION = 6e-4  # seconds between two passes of a pipeline's rank: transfers begu
 WAITS = 1.012  # ranks for the slowest
 LONGEST_SIMULATED = 3  # micro-batches a stage; the others take what the slowest stage does
 
-PARTS = ("GEMMs", "attention", "elementwise", "host", "tensor", "context", "expert", "data", "bubble", "optimizer")
+PARTS = (
+    "GEMMs",
+    "attention",
+    "elementwise",
+    "host",
+    "tensor",
+    "context",
+    "expert",
+    "data",
+    "bubble",
+    "optimizer",
+)
 
 
 @dataclass(frozen=True)
@@ -98,7 +109,9 @@ def step_time(
             timeline = simulate(schedule, model.durations(work, zero=schedule.kind == "zero_bubble"))
             total = timeline.total + rest * busy[slowest] / micro_batches
         parts["bubble"] = total - busy[slowest]
-    ends = [model.once(chunks, micro_batches, sum(b.total() for _, b in w)) for chunks, w in zip(assignment, work)]
+    ends = [
+        model.once(chunks, micro_batches, sum(b.total() for _, b in w)) for chunks, w in zip(assignment, work)
+    ]
     for name, seconds in max(ends, key=Counter.total).items():
         parts[name] += seconds
     seconds = parts.total() * (WAITS if world_size > 1 else 1.0)
@@ -179,7 +192,10 @@ class _Model:
                 forward[name] += times * there[name]
                 again = 0.0 if name == "data" else recomputed  # the backward pass has gathered them already
                 backward[name] += times * (back[name] + again * there[name])
-        forward, backward = self._host(forward, numbers, 0.45), self._host(backward, numbers, 0.55 + 0.45 * recomputed)
+        forward, backward = (
+            self._host(forward, numbers, 0.45),
+            self._host(backward, numbers, 0.55 + 0.45 * recomputed),
+        )
         if chunk.embedding:
             rows = self.tokens * self.model.hidden_size * self.width / self.streams
             forward["elementwise"] += 2 * rows
@@ -256,7 +272,11 @@ class _Model:
                 back["GEMMs"] += one if is_mlp else 0.0
             if dtype == "fp8":  # what goes in and the gradient that comes out, both ways up; the weight
                 scan = 2 if self.config.train.fp8_recipe == "tensorwise" else 0
-                cast = (tokens * columns * (4 + scan), tokens * rows * (4 + scan), rows * columns * (experts or 1) * 6)
+                cast = (
+                    tokens * columns * (4 + scan),
+                    tokens * rows * (4 + scan),
+                    rows * columns * (experts or 1) * 6,
+                )
                 there["elementwise"] += (cast[0] + cast[2]) / self.streams
                 back["elementwise"] += cast[1] / self.streams
 
@@ -366,7 +386,9 @@ class _Model:
             back["context"] += hidden * whole * 2 / 3
         ep = parallel.expert_model_parallel_size
         if ep > 1 and number in self.model.expert_layers:
-            whole = self.moves("all_to_all", ep, parallel.expert_tensor_parallel_size, expert_bytes(self.config))
+            whole = self.moves(
+                "all_to_all", ep, parallel.expert_tensor_parallel_size, expert_bytes(self.config)
+            )
             there["expert"] += whole / 2
             back["expert"] += whole / 2
 
@@ -396,9 +418,7 @@ class _Model:
         p2p = self.rates.moves("copy", link, 2, hidden_bytes(self.config), bandwidth)
         stages = [chunks[c] for c in range(len(work[0])) for chunks in work]
         split = 0.5 if zero else 1.0
-        return [
-            Durations(f.total(), split * b.total(), (1 - split) * b.total(), p2p=p2p) for f, b in stages
-        ]
+        return [Durations(f.total(), split * b.total(), (1 - split) * b.total(), p2p=p2p) for f, b in stages]
 
     def once(self, chunks: Sequence[Stage], micro_batches: int, backward: float) -> Counter[str]:
         """After the micro-batches: gradients reduced as far as the last backward pass does not hide it, the update."""
@@ -413,22 +433,32 @@ class _Model:
         if ranks > 1 and self.fsdp:
             gathered = 0 if strategy == "optim_grads_params" else 2 * dense
             reduced = ends if each else trained
-            seconds = self.moves("all_gather", shards, self.tensor, (gathered + 4 * ends) * (shards - 1) / shards)
+            seconds = self.moves(
+                "all_gather", shards, self.tensor, (gathered + 4 * ends) * (shards - 1) / shards
+            )
             seconds += self.moves("reduce_scatter", shards, self.tensor, 4 * reduced * (shards - 1) / shards)
-            found["elementwise"] += (GATHERING * (gathered / 2) + REDUCING * (0 if each else dense)) / self.streams
+            found["elementwise"] += (
+                GATHERING * (gathered / 2) + REDUCING * (0 if each else dense)
+            ) / self.streams
         else:
-            seconds = 2 * self.moves("all_gather", ranks, self.tensor, 4 * trained * (ranks - 1) / max(ranks, 1))
+            seconds = 2 * self.moves(
+                "all_gather", ranks, self.tensor, 4 * trained * (ranks - 1) / max(ranks, 1)
+            )
         copies = ranks // shards if self.fsdp else 1
         if copies > 1:
             stride = self.tensor * shards
-            seconds += 2 * self.moves("all_gather", copies, stride, 4 * trained / shards * (copies - 1) / copies)
+            seconds += 2 * self.moves(
+                "all_gather", copies, stride, 4 * trained / shards * (copies - 1) / copies
+            )
         replicas = expert_data_parallel_size(parallel, self.world) if experts and not adapters else 1
         if replicas > 1:
             stride = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
             seconds += 2 * self.moves("all_gather", replicas, stride, 4 * experts * (replicas - 1) / replicas)
         # Behind the last backward pass (and the first forward pass, where parameters are gathered).
         found["data"] += max(BESIDE["NCCL"] * seconds, seconds - backward)
-        state = (adapters or dense + ends) / shards + (0 if adapters else experts / (shards and replicas if self.fsdp else 1))
+        state = (adapters or dense + ends) / shards + (
+            0 if adapters else experts / (shards and replicas if self.fsdp else 1)
+        )
         offloaded = config.optim.optimizer_offload_fraction if config.optim.optimizer_cpu_offload else 0.0
         moments = OPTIMIZER_BYTES.get(config.optim.optimizer, 8)
         found["optimizer"] += (UPDATE - 16 + 2 * moments) * state * (1 - offloaded) / self.streams
@@ -438,4 +468,3 @@ class _Model:
                 8 * offloaded * state / (self.rates.host_link * GIGA),
             )
         return found
-

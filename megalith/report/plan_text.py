@@ -15,7 +15,18 @@ from megalith.report.console import render, si
 from megalith.report.layout_text import MEMORY_HEADINGS, amount, paragraph, plain_table
 
 GB = 1e9
-COLOURS = ("#1f6feb", "#74a9e8", "#8cc79a", "#adb5bd", "#d9480f", "#f0a35e", "#862e9c", "#c2255c", "#ced4da", "#2b8a3e")
+COLOURS = (
+    "#1f6feb",
+    "#74a9e8",
+    "#8cc79a",
+    "#adb5bd",
+    "#d9480f",
+    "#f0a35e",
+    "#862e9c",
+    "#c2255c",
+    "#ced4da",
+    "#2b8a3e",
+)
 EXPLAINED = 5
 
 
@@ -72,8 +83,16 @@ def layout_details(layout: PlannedLayout) -> str:
     """Where a layout's time and memory go."""
     memory = plain_table("stage", *MEMORY_HEADINGS.values(), "total GB", left=1)
     for number, stage in enumerate(layout.memory):
-        memory.add_row(str(number), *(amount(getattr(stage, part), GB) for part in MEMORY_HEADINGS), amount(stage.total, GB))
-    shares = ", ".join(f"{name} {layout.time.parts[name] / layout.time.seconds:.1%}" for name in PARTS if layout.time.parts[name])
+        memory.add_row(
+            str(number),
+            *(amount(getattr(stage, part), GB) for part in MEMORY_HEADINGS),
+            amount(stage.total, GB),
+        )
+    shares = ", ".join(
+        f"{name} {layout.time.parts[name] / layout.time.seconds:.1%}"
+        for name in PARTS
+        if layout.time.parts[name]
+    )
     return "\n".join(
         [
             paragraph(f"{layout.name}: {1e3 * layout.time.seconds:,.1f} ms a step: {shares}"),
@@ -129,7 +148,9 @@ def plan_json(answer: PlanAnswer, tokens: float | None = None, price: float | No
         "tried": answer.tried,
         "fitting": answer.fitting,
         "best": [layout_json(each, answer, tokens, price) for each in answer.best],
-        "too_large": [{"name": each.name, "settings": changed(each), "bytes": each.bytes} for each in answer.too_large],
+        "too_large": [
+            {"name": each.name, "settings": changed(each), "bytes": each.bytes} for each in answer.too_large
+        ],
         "refused": dict(answer.refused.most_common(20)),
     }
 
@@ -175,18 +196,28 @@ def draw_plan(answer: PlanAnswer, path: str | Path) -> Path:
     _stack(bars, places, {name: [1e3 * each.time.parts[name] for each in answer.best] for name in PARTS})
     bars.set_yticks(places, [each.name for each in answer.best], fontsize=7)
     bars.invert_yaxis()
-    parts = {MEMORY_HEADINGS[part]: [getattr(stage, part) / GB for stage in best.memory] for part in MEMORY_HEADINGS}
+    parts = {
+        MEMORY_HEADINGS[part]: [getattr(stage, part) / GB for stage in best.memory]
+        for part in MEMORY_HEADINGS
+    }
     _stack(memory, range(len(best.memory)), parts)
     memory.axvline(answer.usable / GB, color="#c2255c", linewidth=1.2, linestyle="--")
     memory.set_yticks(range(len(best.memory)), [f"stage {n}" for n in range(len(best.memory))], fontsize=7)
-    titles = [(bars, "ms a step, by part"), (memory, f"GB a GPU by stage: {best.name} (dashed: what a GPU has)")]
+    titles = [
+        (bars, "ms a step, by part"),
+        (memory, f"GB a GPU by stage: {best.name} (dashed: what a GPU has)"),
+    ]
     if timeline is not None:
         for rank, spans in enumerate(timeline.spans):
             for kind, colour in PASSES.items():
                 boxes = [(1e3 * s.start, 1e3 * (s.end - s.start)) for s in spans if s.action.kind is kind]
-                axes[2].broken_barh(boxes, (rank - 0.42, 0.84), facecolors=colour, edgecolor="white", linewidth=0.3)
+                axes[2].broken_barh(
+                    boxes, (rank - 0.42, 0.84), facecolors=colour, edgecolor="white", linewidth=0.3
+                )
         axes[2].invert_yaxis()
-        titles.append((axes[2], "the pipeline's first micro-batches, ms by rank (blue: forward, orange: backward)"))
+        titles.append(
+            (axes[2], "the pipeline's first micro-batches, ms by rank (blue: forward, orange: backward)")
+        )
     for each, title in titles:
         each.set_title(title, loc="left", fontsize=10, color="#343a40")
         each.tick_params(labelsize=7, colors="#495057", length=0)
@@ -204,7 +235,9 @@ def _stack(axes: Any, places: range, parts: dict[str, list[float]]) -> None:
     for colour, (name, values) in zip(COLOURS, parts.items()):
         axes.barh(places, values, 0.75, start, color=colour, label=name)
         start = [a + b for a, b in zip(start, values)]
-    axes.legend(loc="lower right", bbox_to_anchor=(1, 1), ncols=5, frameon=False, fontsize=7, borderaxespad=0.2)
+    axes.legend(
+        loc="lower right", bbox_to_anchor=(1, 1), ncols=5, frameon=False, fontsize=7, borderaxespad=0.2
+    )
 
 
 def goodput_table(found: Sequence[Goodput]) -> str:

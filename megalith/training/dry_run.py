@@ -54,10 +54,13 @@ def dry_run(config: RunConfig, world_size: int, gpus_per_node: int = 8) -> str:
     ranks = build_ranks(layout)
     lines = [*map(paragraph, [*notes, *chosen]), layout_text(layout)]
     for built in ranks:
-        lines.append(f"rank {built.rank}: {built.weights / 1e9:.4f} GB of weights built, {built.expected / 1e9:.4f} planned")
+        lines.append(
+            f"rank {built.rank}: {built.weights / 1e9:.4f} GB of weights built, {built.expected / 1e9:.4f} planned"
+        )
     if wrong := [built.rank for built in ranks if not built.agrees]:
         raise TrainingError(
-            f"ranks {', '.join(map(str, wrong))} have other weights than the planner counts:\n" + "\n".join(lines[-len(ranks) :])
+            f"ranks {', '.join(map(str, wrong))} have other weights than the planner counts:\n"
+            + "\n".join(lines[-len(ranks) :])
         )
     return "\n".join([*lines, f"dry run: {world_size} processes can train this; no device was used"])
 
@@ -66,13 +69,18 @@ def build_ranks(layout: Layout) -> list[BuiltRank]:
     """The first rank, the last, and one of each pipeline stage (of at most MOST_STAGES)."""
     each = layout.world_size // len(layout.stages)
     step = -(-len(layout.stages) // MOST_STAGES)
-    return [_build(layout, rank) for rank in sorted({*range(0, layout.world_size, each * step), layout.world_size - 1})]
+    return [
+        _build(layout, rank)
+        for rank in sorted({*range(0, layout.world_size, each * step), layout.world_size - 1})
+    ]
 
 
 def _build(layout: Layout, rank: int) -> BuiltRank:
     config, meta = layout.config, torch.device("meta")
     with _alone_among(layout.world_size, rank):
-        mesh = build_mesh(config.parallel, layout.world_size, "cpu", has_experts=config.model.num_experts is not None)
+        mesh = build_mesh(
+            config.parallel, layout.world_size, "cpu", has_experts=config.model.num_experts is not None
+        )
         chunks = apply(build_meta_model(config), config.with_settings({"runtime.compile": False}), mesh, meta)
         weights = sum(local(p).nbytes for chunk in chunks for p in _own(chunk.parameters()))
     return BuiltRank(rank, weights, layout.stage_of(rank).memory.weights)

@@ -59,6 +59,7 @@ ONE, TWO, LONG = (32, 32, 1024), (64, 64, 1024), (1, 2, 8192)
 # fmt: off
 ROWS = [
     Row("one GPU", FIT, 1, LARGE, ONE, {}, 320.5, 60.7),
+    Row("one GPU, 64 sequences", OLD, 1, LARGE, TWO, {}, None, 109.5),
     Row("one GPU, fp16, dropout", FIT, 1, DROPPING, ONE, {}, 353.9, 60.6, FP16),
     Row("DP2", FIT, 2, LARGE, (32, 64, 1024), {}, 332.7, 60.7),
     Row("DP2, fp16, dropout", TOLD, 2, DROPPING, (32, 64, 1024), {}, 362.1, None, FP16),

@@ -38,7 +38,9 @@ class Published(NamedTuple):
 
 
 def sizes(tp: int, pp: int, cp: int = 1, vp: int | None = None, **more) -> dict:
-    found = dict(tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp, **more)
+    found = dict(
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp, **more
+    )
     return found | ({} if vp is None else dict(virtual_pipeline_model_parallel_size=vp))
 
 
@@ -72,7 +74,9 @@ SC21 = [
 # fmt: on
 
 
-def sc21_row(name: str, layers: int, hidden: int, heads: int, tp: int, pp: int, gpus: int, batch: int, tera: int):
+def sc21_row(
+    name: str, layers: int, hidden: int, heads: int, tp: int, pp: int, gpus: int, batch: int, tera: int
+):
     model = dict(num_layers=layers, hidden_size=hidden, num_attention_heads=heads, vocab_size=51200,
                  hidden_dropout=0.0, attention_dropout=0.0)  # fmt: skip
     parallel = sizes(tp, pp, recompute_granularity="full")
