@@ -26,7 +26,7 @@ from megalith.parallel.pipeline.pipeline_rules import check_layout
 from megalith.parallel.pipeline.schedules import Schedule, in_flight_bound
 from megalith.parallel.pipeline.stages import assign_layers, schedule_kind, suggested_layout, virtual_size
 from megalith.planner.counts import MetaModel, Throughput, flops_per_token, layers_of, throughput
-from megalith.planner.layout import StageLayout, stage_layout
+from megalith.planner.layout import USABLE, StageLayout, stage_layout, with_unsharded_layers
 from megalith.planner.memory import MemoryEstimate, StageMemory
 from megalith.planner.rates import Rates, peak_flops, rates_of
 from megalith.planner.step_time import StepTime, short_schedule, step_time
@@ -50,7 +50,7 @@ CLEAN = {  # what a search decides
         "data_parallel_sharding_strategy": "no_shard", "num_distributed_optimizer_instances": 1,
         "recompute_granularity": None, "recompute_method": None, "recompute_num_layers": 1,
         "recompute_modules": ["core_attn"], "distribute_saved_activations": False, "cpu_offloading_num_layers": 0,
-        "tp_comm_overlap": "auto", "symmetric_memory_groups": "auto",
+        "tp_comm_overlap": "auto", "fsdp_unsharded_layers": "auto", "symmetric_memory_groups": "auto",
     }.items()
 }  # fmt: skip
 # From the cheapest on.
@@ -191,7 +191,9 @@ class _Search:
         self.meta = MetaModel(self.config.model, self.config.lora)
         self.flops = flops_per_token(self.config.model, self.config.data.seq_length, self.config.lora).causal
         near = min(answer.gpus_per_node, self.world)
-        self.machine = Machine(near, compiled=True, nvlink=self.rates.wiring.link == NVLINK)
+        self.machine = Machine(near, compiled=True, nvlink=self.rates.wiring.link == NVLINK,
+            memory=int(self.rates.wiring.memory * 1e9),
+        )
         self.found: list[PlannedLayout] = []
         self.too_large: list[PlannedLayout] = []
         self.clean = self.config.with_settings(CLEAN | {"optim.optimizer_cpu_offload": False})
@@ -227,7 +229,7 @@ class _Search:
             return None
         dp = data_parallel_size(config.parallel, self.world)
         micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * dp)
-        memory = self._memory(config, assignment, micro_batches)
+        config, memory = self._gathered(config, assignment, micro_batches)
         if max(each.total for each in memory) > self.answer.usable:
             return PlannedLayout(config, settings, self.world, memory)
         return self._timed(config, settings, memory, exact=False)
@@ -239,6 +241,16 @@ class _Search:
         speed = throughput(tokens, time.seconds, self.world, self.flops, peak)
         fits = max(each.total for each in memory) <= self.answer.usable
         return PlannedLayout(config, settings, self.world, memory, time, speed, fits)
+
+    def _gathered(self, config: RunConfig, assignment: list, micro_batches: int) -> tuple[RunConfig, list[MemoryEstimate]]:
+        """With fsdp_unsharded_layers for the search: all layers or none; `laid_out` has what the trainer chooses."""
+        auto = config.parallel.fsdp_unsharded_layers == "auto"
+        if auto and config.parallel.data_parallel_sharding_strategy == "optim_grads_params":
+            every = config.with_settings({PARALLEL + "fsdp_unsharded_layers": config.model.num_layers})
+            memory = self._memory(every, assignment, micro_batches)
+            if max(each.total for each in memory) <= USABLE * self.rates.wiring.memory * 1e9:
+                return every, memory
+        return config, self._memory(config, assignment, micro_batches)
 
     def _memory(self, config: RunConfig, assignment: list, micro_batches: int) -> list[MemoryEstimate]:
         """Of the ranks that may be the fullest: the first, which holds most, the second, and the last, with the head."""
@@ -266,7 +278,10 @@ class _Search:
         return self.laid_out(layout.config, layout.settings)
 
     def laid_out(self, config: RunConfig, settings: dict[str, Any]) -> PlannedLayout:
+        if PARALLEL + "fsdp_unsharded_layers" not in settings and settings:
+            config = config.with_settings({PARALLEL + "fsdp_unsharded_layers": "auto"})
         config, _ = with_fastest(config, self.machine)
+        config, _ = with_unsharded_layers(config, self.world, self.machine.memory)
         stages = self.stages(config)
         memory = [stage.memory for stage in stages]
         return self._timed(config, settings, memory)

@@ -22,7 +22,7 @@ from megalith.hardware import GIGA
 from megalith.parallel.fp8_linears import is_in_fp8
 from megalith.parallel.pipeline.schedules import Schedule
 from megalith.parallel.pipeline.simulate import Durations, simulate
-from megalith.parallel.pipeline.stages import Stage, assign_layers, run_schedule, schedule_kind
+from megalith.parallel.pipeline.stages import Stage, assign_layers, run_schedule, schedule_kind, virtual_size
 from megalith.parallel.pipeline.timeline import Timeline
 from megalith.planner.counts import MetaModel, layers_of
 from megalith.planner.memory import COMPUTE_BYTES, OPTIMIZER_BYTES
@@ -152,6 +152,10 @@ class _Model:
         self.streams = rates.memory * GIGA * STREAMS
         self.fsdp = parallel.data_parallel_sharding_strategy != "no_shard" and self.dp * self.context > 1
         self.frozen = config.lora.rank is not None
+        chunk = self.model.num_layers / parallel.pipeline_model_parallel_size / virtual_size(parallel)
+        frees = parallel.data_parallel_sharding_strategy == "optim_grads_params"
+        self.freed = max(1 - parallel.unsharded_layers / chunk, 0.0) if frees else 0.0
+        """The share of the layers that FSDP2 gathers for each pass."""
         self.fp8 = train.fp8_format is not None and "fp8" in rates.matmuls
         self._layers: dict[int, tuple[Counter[str], Counter[str]]] = {}
         self._chunks: dict[tuple, tuple[Counter[str], Counter[str]]] = {}
@@ -345,11 +349,10 @@ class _Model:
     def _sharded(self, own: float, there: Counter[str], back: Counter[str]) -> None:
         """What FSDP2 copies of a layer for each micro-batch; what it does once a step is in `once`."""
         strategy = self.parallel.data_parallel_sharding_strategy
-        if strategy == "optim_grads_params":
-            there["elementwise"] += GATHERING * own / self.streams
-            back["elementwise"] += GATHERING * own / self.streams
-            there["data"] += self._beside("all_gather", 2 * own)
-            back["data"] += self._beside("all_gather", 2 * own)
+        if freed := self.freed * own:
+            for work in (there, back):
+                work["elementwise"] += GATHERING * freed / self.streams
+                work["data"] += self._beside("all_gather", 2 * freed)
         if strategy == "optim":
             back["elementwise"] += SUMMING * own / self.streams
         else:
@@ -431,7 +434,7 @@ class _Model:
         strategy = parallel.data_parallel_sharding_strategy
         each = strategy in ("optim_grads", "optim_grads_params")
         if ranks > 1 and self.fsdp:
-            gathered = 0 if strategy == "optim_grads_params" else 2 * dense
+            gathered = 2 * dense * (1 - self.freed)
             reduced = ends if each else trained
             seconds = self.moves(
                 "all_gather", shards, self.tensor, (gathered + 4 * ends) * (shards - 1) / shards
