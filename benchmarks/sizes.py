@@ -139,11 +139,11 @@ def _nearest(row: SizeRow, layout: PlannedLayout) -> str:
 TEXT = """# Which model on which GPUs
 
 By `make sizes`, from the planner: estimates for bf16 with AdamW and sequence parallelism wherever TP is above 1, a
-micro-batch of one sequence but for GPT-2-large's notes (32 a GPU), ping-pong, copy engines and the like as `auto` chooses
-them. A GPU has {rooms} to give. Times of an A100 and an H100 are the H200's measured rates by the ratio of the datasheets.
+micro-batch of one sequence but for GPT-2-large's notes (32 a GPU), and what `auto` chooses. A GPU has {rooms} to give.
+Times of an A100 and an H100 are the H200's measured rates by the ratio of the datasheets.
 A row is taken as its guide writes it: where it names no sharding of the optimizer's state, there is none.
 
-| guide | row | preset | GPUs | TP / PP / CP / DP | micro-batches | sequence | as written | ms a step | the nearest that fits |
+| guide | row | preset | GPUs | TP/PP/CP/DP | batches | sequence | as written | ms a step | the nearest that fits |
 |---|---|---|---|---|---|---|---|---|---|
 {lines}
 
@@ -151,15 +151,15 @@ A row is taken as its guide writes it: where it names no sharding of the optimiz
 
 What the guides leave open, and how it is read here:
 
-- Without `use_distributed_optimizer` the optimizer's state is on every replica, and none of the larger rows fits 80 GB: the
-  guides imply `data_parallel_sharding_strategy: optim`.
+- Without `use_distributed_optimizer` the optimizer's state is on every replica, and few rows fit 80 GB: the guides
+  imply `data_parallel_sharding_strategy: optim`.
 - 126 layers over 8 or 16 stages come out even with `account_for_embedding_in_pipeline_split` and
   `account_for_loss_in_pipeline_split`, which count embedding and loss as a layer.
 - `virtual_pipeline_model_parallel_size: 32` of 16 stages means 32 chunks in all in Oumi's guide, 2 a rank here.
 - GPUs = TP × PP × CP × DP: experts are spread over the same ranks, not over others.
 
-"Thresholds" of the guides, as the planner judges them for a plan of your own: `megalith plan PRESET --gpus N --explain`. TP
-is for what does not fit otherwise and stays in a node; more micro-batches make a pipeline's bubble, (PP − 1) / (VP ·
+The guides' thresholds, as the planner judges them for your job: `megalith plan PRESET --gpus N --explain`. TP is for
+what does not fit otherwise and stays in a node; more micro-batches make a pipeline's bubble, (PP − 1) / (VP ·
 micro-batches) of the work, smaller and change no memory beyond PP of them.
 """
 

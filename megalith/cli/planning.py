@@ -72,7 +72,7 @@ def _job_options(parser: Parser) -> None:
 
 def _layout_options(parser: Parser) -> None:
     parser.description = (
-        "Every layout of a job that the trainer accepts and that fits, by its time; `megalith plan show|goodput|calibrate "
+        "Every layout of a job that the trainer accepts and that fits, by its time; `plan show|goodput|calibrate "
         "--help` for one given layout, for failures and saves, and for this machine's rates. Further settings as to "
         "`train`, --section.key value."
     )
@@ -239,10 +239,11 @@ def _write(answer, args: Arguments) -> None:
     from megalith.planner.search import changed
 
     best = answer.best[0]
-    tree = {section: values for section, values in read_yaml(args.job).items() if values} if Path(args.job).exists() else {
-        "model": {"preset": args.job}, "data": {"mock": True}, "optim": {"lr": 1e-4},
-        "train": {"train_iters": 1, "precision": "bf16"},
-    }  # fmt: skip
+    if Path(args.job).exists():
+        tree = {section: values for section, values in read_yaml(args.job).items() if values}
+    else:
+        train = {"train_iters": 1, "precision": "bf16"}
+        tree = {"model": {"preset": args.job}, "data": {"mock": True}, "optim": {"lr": 1e-4}, "train": train}
     tree["parallel"] = {}
     for section, values in changed(best).items():
         tree.setdefault(section, {}).update(values)

@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 from torch import nn
@@ -86,7 +87,8 @@ class MetaModel:
         """The parameters of these layers; with `matrices` of those alone that tokens are multiplied with."""
         total: Counter[str] = Counter()
         for number, times in self.kinds(numbers).items():
-            one = self._once(("layer", number, matrices), lambda: self._count(self.layer(number), matrices))
+            count = partial(self._count, self.layer(number), matrices)
+            one = self._once(("layer", number, matrices), count)
             total.update({part: times * size for part, size in one.items()})
         return total
 

@@ -1,10 +1,11 @@
 """Goodput: the share of time in which a job trains, with failures, saves and restarts.
 
-Failures come at random (exponentially) at a rate a GPU, so the mean time between those of a job of N GPUs is M = 1 / (N ·
-rate). A save stalls training for δ seconds each interval τ, and a failure costs R seconds (it is noticed, the job starts
-again, the checkpoint is loaded) and what was trained since the last save. Then (Daly, 2006) τ seconds of work take
-M · e^(R/M) · (e^((τ+δ)/M) − 1) on average, and the best interval is about √(2δM) (Young, 1974), with Daly's correction
-√(2δM)·(1 + √(δ/2M)/3 + δ/18M) − δ. A save in the background cannot begin before the last is on the disk: τ is no shorter.
+Failures come at random (exponentially) at a rate a GPU, so the mean time between those of a job of N GPUs is M = 1 /
+(N · rate). A save stalls training for δ seconds each interval τ, and a failure costs R seconds (it is noticed, the
+job starts again, the checkpoint is loaded) and what was trained since the last save. Then (Daly, 2006) τ seconds of
+work take M · e^(R/M) · (e^((τ+δ)/M) − 1) on average, and the best interval is about √(2δM) (Young, 1974), with Daly's
+correction √(2δM)·(1 + √(δ/2M)/3 + δ/18M) − δ. A save in the background cannot begin before the last is on the disk: τ
+is no shorter.
 """
 
 from __future__ import annotations

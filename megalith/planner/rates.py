@@ -216,9 +216,10 @@ def rates_of(device: str | None = None, device_json: str | Path | None = None) -
     if name == shipped.device:
         return shipped
     if name not in WIRING:
+        near = nearest_of(str(device), [*WIRING, *map(str.upper, SHORT)])
         raise ConfigError(
-            f"there is no GPU {device!r} in the planner's tables{nearest_of(str(device), [*WIRING, *map(str.upper, SHORT)])}; "
-            "or measure it by `megalith plan calibrate` and give the file as --device-json"
+            f"there is no GPU {device!r} in the planner's tables{near}; or measure it by `megalith plan calibrate` and "
+            "give the file as --device-json"
         )
     return _by_ratio(shipped, name)
 

@@ -3,8 +3,8 @@
 The candidates are all sizes of tensor, context, pipeline and expert parallelism that divide the job, with chunks of
 layers, micro-batch sizes, ways to shard and ways to recompute. What a candidate may be is asked of the trainer's own
 rules. The model is counted once on the meta device; memory and time of a candidate are then arithmetic, with the
-pipeline's bubble by its formula. Recomputation is tried from the cheapest on, and ends with the first that fits. The best
-few are laid out in full and their pipelines simulated, with stages as unequal as they are.
+pipeline's bubble by its formula. Recomputation is tried from the cheapest on, and ends with the first that fits. The
+best few are laid out in full and their pipelines simulated, with stages as unequal as they are.
 """
 
 from __future__ import annotations
@@ -191,7 +191,10 @@ class _Search:
         self.meta = MetaModel(self.config.model, self.config.lora)
         self.flops = flops_per_token(self.config.model, self.config.data.seq_length, self.config.lora).causal
         near = min(answer.gpus_per_node, self.world)
-        self.machine = Machine(near, compiled=True, nvlink=self.rates.wiring.link == NVLINK,
+        self.machine = Machine(
+            near,
+            compiled=True,
+            nvlink=self.rates.wiring.link == NVLINK,
             memory=int(self.rates.wiring.memory * 1e9),
         )
         self.found: list[PlannedLayout] = []
@@ -242,7 +245,9 @@ class _Search:
         fits = max(each.total for each in memory) <= self.answer.usable
         return PlannedLayout(config, settings, self.world, memory, time, speed, fits)
 
-    def _gathered(self, config: RunConfig, assignment: list, micro_batches: int) -> tuple[RunConfig, list[MemoryEstimate]]:
+    def _gathered(
+        self, config: RunConfig, assignment: list, micro_batches: int
+    ) -> tuple[RunConfig, list[MemoryEstimate]]:
         """With fsdp_unsharded_layers for the search: all layers or none; `laid_out` has what the trainer chooses."""
         auto = config.parallel.fsdp_unsharded_layers == "auto"
         if auto and config.parallel.data_parallel_sharding_strategy == "optim_grads_params":
@@ -253,7 +258,7 @@ class _Search:
         return config, self._memory(config, assignment, micro_batches)
 
     def _memory(self, config: RunConfig, assignment: list, micro_batches: int) -> list[MemoryEstimate]:
-        """Of the ranks that may be the fullest: the first, which holds most, the second, and the last, with the head."""
+        """Of the ranks that may be the fullest: the first, which holds most, the second, the last with the head."""
         parallel, meta = config.parallel, self.meta.on_rank(config.parallel)
         ranks, found = len(assignment), []
         for rank in sorted({0, min(1, ranks - 1), ranks - 1}):
@@ -412,7 +417,7 @@ def with_batch(config: RunConfig, seq_length: int | None, global_batch_size: int
 
 
 def preset_config(preset: str, gpus: int, seq_length: int | None, global_batch_size: int | None) -> RunConfig:
-    """A pre-training job of a preset in bf16: its sequence up to 8,192 tokens, at least eight sequences for eight GPUs."""
+    """A pre-training job of a preset in bf16: its sequence up to 8,192 tokens, a sequence for every eight GPUs."""
     config = RunConfig.from_tree(
         {
             "model": {"preset": preset},

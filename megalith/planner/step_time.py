@@ -1,11 +1,12 @@
 """How long a step takes, from the configuration and a chip's table of rates (rates.py), without devices.
 
-A layer's passes over a micro-batch are its GEMMs at their shapes, its attention, and the bytes that everything between
-them reads and writes; the sizes come from the model on the meta device. Collectives come on top as far as nothing hides
-them: those of tensor and context parallelism by the bytes of traffic.py, and of what runs beside GEMMs the share that it
-slows them down by (BESIDE). A host that starts kernels more slowly than the GPU runs them sets the pace. A pipeline's step
-is the simulated one of its schedule, with the stages as unequal as they are. What is added once a step: the gradient
-reduction as far as the last backward pass does not hide it, the optimizer, and waits of ranks for each other.
+A layer's passes over a micro-batch are its GEMMs at their shapes, its attention, and the bytes that everything
+between them reads and writes; the sizes come from the model on the meta device. Collectives come on top as far as
+nothing hides them: those of tensor and context parallelism by the bytes of traffic.py, and of what runs beside GEMMs
+the share that it slows them down by (BESIDE). A host that starts kernels more slowly than the GPU runs them sets the
+pace. A pipeline's step is the simulated one of its schedule, with the stages as unequal as they are. What is added
+once a step: the gradient reduction as far as the last backward pass does not hide it, the optimizer, and waits of
+ranks for each other.
 """
 
 from __future__ import annotations

@@ -34,11 +34,13 @@ def plan_text(answer: PlanAnswer, tokens: float | None, price: float | None, exp
     """The whole answer, a hundred columns wide."""
     config, rates = answer.config, answer.rates
     batch, seq = config.train.global_batch_size, config.data.seq_length
+    precision = "FP8" if config.train.fp8_format else config.train.precision
+    room = f"{answer.fitting} fit in {answer.usable / GB:.0f} GB a GPU"
     parts = [
         paragraph(
             f"{config.model.preset or 'the model'} on {answer.gpus} {rates.device}, {answer.gpus_per_node} a node: "
-            f"{batch} sequences of {seq:,} tokens a step, {config.train.fp8_format and 'FP8' or config.train.precision}. "
-            f"{answer.tried} layouts tried, {answer.fitting} fit in {answer.usable / GB:.0f} GB a GPU. Rates: {rates.source}."
+            f"{batch} sequences of {seq:,} tokens a step, {precision}. "
+            f"{answer.tried} layouts tried, {room}. Rates: {rates.source}."
         )
     ]
     if not answer.best:
@@ -242,8 +244,18 @@ def _stack(axes: Any, places: range, parts: dict[str, list[float]]) -> None:
 
 def goodput_table(found: Sequence[Goodput]) -> str:
     """A row a size of the job."""
-    table = plain_table("GPUs", "a failure each", "best save interval", "trains", "restart", "checkpoint", "files", "saved in",
-                        "manifest", "ranks at the store", left=0)  # fmt: skip
+    headings = (
+        "GPUs",
+        "a failure each",
+        "save each",
+        "trains",
+        "restart",
+        "checkpoint",
+        "files",
+        "saved in",
+        "manifest",
+    )
+    table = plain_table(*headings, left=0)
     for each in found:
         table.add_row(
             f"{each.gpus:,}",
@@ -254,8 +266,7 @@ def goodput_table(found: Sequence[Goodput]) -> str:
             f"{each.checkpoint_bytes / GB:,.0f} GB",
             f"{each.files:,}",
             _time(each.save),
-            f"{each.manifest_bytes / 1e6:.0f} MB, {_time(each.manifest_seconds)}",
-            f"{each.connections:,}",
+            f"{each.manifest_bytes / 1e6:.0f} MB",
         )
     return render(table)
 

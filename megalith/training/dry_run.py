@@ -1,8 +1,8 @@
 """`megalith train run.yaml --dry-run --world-size N`: a run up to its first step, without its devices.
 
-Settings, tokenizer, data and checkpoint are opened as a run would. The layout is then built as rank 0, the last rank and
-one rank of each pipeline stage would build it, over a process group that exchanges nothing and on the meta device, and
-the bytes of weights that each has are laid beside the planner's.
+Settings, tokenizer, data and checkpoint are opened as a run would. The layout is then built as rank 0, the last rank
+and one rank of each pipeline stage would build it, over a process group that exchanges nothing and on the meta
+device, and the bytes of weights that each has are laid beside the planner's.
 """
 
 from __future__ import annotations

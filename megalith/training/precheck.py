@@ -55,8 +55,8 @@ def check_job(
 
 
 def opened(config: RunConfig, world_size: int) -> tuple[RunConfig, list[str]]:
-    """The prepared configuration of a run on `world_size` processes, and its notes, once its data and its checkpoint are
-    opened: what a dry run asks. Raises the MegalithError with which every rank would refuse it."""
+    """The prepared configuration of a run on `world_size` processes, and its notes, once data and checkpoint are open:
+    what a dry run asks. Raises the MegalithError with which every rank would refuse it."""
     check_base(config)
     prepared, tokenizer, notes = prepare(config, world_size)
     _check_data(prepared, tokenizer)

@@ -1,4 +1,4 @@
-"""The rows of benchmarks/RESULTS.md and docs/performance.md that the planner is held to: runs of this version on H200."""
+"""The rows of benchmarks/RESULTS.md and docs/performance.md that the planner is held to, of H200."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ ROWS = [
     Row("PP2, 3 chunks", TOLD, 2, LARGE, (16, 64, 1024), V3, 376.7, 55.0),
     Row("PP2, 2 chunks, 8 micro-batches", OLD, 2, LARGE, (8, 64, 1024),
         dict(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2), 451.8, 24.0),
-    Row("TP2 + SP, PP2, a slow host", OLD, 4, LARGE, (8, 64, 1024), dict(SP, pipeline_model_parallel_size=2), 481.2, 11.1),
+    Row("TP2 + SP, PP2, a slow host", OLD, 4, LARGE, (8, 64, 1024), 
+        dict(SP, pipeline_model_parallel_size=2), 481.2, 11.1),
     Row("Llama-3-8B, recomputed", FIT, 1, LLAMA, LONG, FULL, 1997, 135.1),
     Row("Llama-3-8B, half recomputed, half on the host", FIT, 1, LLAMA, LONG,
         dict(FULL, recompute_method="block", recompute_num_layers=16), 2857, 128.5, HALF),
@@ -93,7 +94,8 @@ ROWS = [
         1610, 129.9),
     Row("the same, FP8 delayed", TOLD, 2, LLAMA, (1, 4, 8192), dict(WHOLE, fsdp_unsharded_layers=32), 1214, 125.1,
         dict(train=dict(fp8_format="hybrid"))),
-    Row("the same, FP8, freed", TOLD, 2, LLAMA, (1, 4, 8192), WHOLE, 1308, 107.8, dict(train=dict(fp8_format="hybrid"))),
+    Row("the same, FP8, freed", TOLD, 2, LLAMA, (1, 4, 8192), WHOLE, 1308, 107.8,
+        dict(train=dict(fp8_format="hybrid"))),
     Row("Llama-3-8B, optim_grads", TOLD, 2, LLAMA, (1, 4, 8192),
         dict(data_parallel_sharding_strategy="optim_grads"), 1634, 126.1),
     Row("Llama-3-8B, TP2 + SP", TOLD, 2, LLAMA, (2, 4, 8192), SP, 1630.6, 118),
@@ -104,7 +106,8 @@ ROWS = [
     Row("the same, FP8 blockwise", FIT, 1, LLAMA16, (1, 1, 8192), {}, 358.1, 79.8,
         dict(train=dict(fp8_format="e4m3", fp8_recipe="blockwise"))),
     Row("Llama-3-8B, 16 layers, TP2 + SP", TOLD, 2, LLAMA16, (2, 2, 8192), dict(SP, **ALONE), 448.8, None),
-    Row("the same, ping-pong by NCCL", TOLD, 2, LLAMA16, (2, 2, 8192), dict(SP, symmetric_memory_groups=[]), 441.1, None),
+    Row("the same, ping-pong by NCCL", TOLD, 2, LLAMA16, (2, 2, 8192), 
+        dict(SP, symmetric_memory_groups=[]), 441.1, None),
     Row("the same, ping-pong, copy engines", TOLD, 2, LLAMA16, (2, 2, 8192), SP, 439.2, None),
     Row("Qwen3-30B-A3B, 8 layers, EP2", FIT, 2, dict(QWEN, num_layers=8), (1, 4, 4096),
         dict(expert_model_parallel_size=2, data_parallel_sharding_strategy="optim"), 179.2, 55.9),
