@@ -270,11 +270,18 @@ COMMANDS: dict[str, tuple[Callable[[Parser], None], Callable[[Arguments], int]]]
 
 def plan(words: list[str]) -> int:
     """`megalith plan RUN|PRESET …`, and `megalith plan show|goodput|calibrate …`"""
+    args = read_words(words)
+    return args.run(args)
+
+
+def read_words(words: list[str]) -> Arguments:
+    """The options of `plan …`, with what runs them. Raises ConfigError for words that it does not take."""
     name = words[1] if len(words) > 1 and words[1] in COMMANDS else ""
     add_options, run = COMMANDS[name]
     parser = Parser(prog=f"megalith plan {name}".rstrip(), allow_abbrev=False)
+    parser.set_defaults(run=run)
     add_options(parser)
     args, args.settings = parser.parse_known_args(words[2 if name else 1 :])
     if args.settings and (name == "calibrate" or "." not in args.settings[0]):
         parser.refuse(args.settings)
-    return run(args)
+    return args

@@ -1,8 +1,8 @@
 """`megalith plan calibrate`: the table of rates of this machine's device, in about three minutes.
 
-Each point is run until it has taken long enough to be told from its launch, on random data (a GEMM on zeros is faster
-than it is in training), and its median kept. With several processes, collectives are measured over all ranks and over
-the first two; without a GPU the same is done with small shapes, which says nothing of a GPU but that it runs.
+Each point is run until it has taken much longer than its launch, on random data (a GEMM on zeros is faster than it is
+in training), and its median kept. With several processes, collectives are measured over all ranks and over the first
+two; without a GPU the same is done with small shapes, which says nothing of a GPU but that it runs.
 """
 
 from __future__ import annotations
