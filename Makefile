@@ -3,6 +3,7 @@
 #   make test    creates .venv, tests everything: 15 minutes on two cores
 #   make test-quick  what needs one process alone and no compiler: two minutes; make test-all  every layout with every feature too
 #   make megatron-core  installs Megatron core beside .venv, has it load what is exported to it
+#   make sizes   writes docs/sizes.md, from the planner
 #   make faults  creates .venv, runs the tests of faults and kills a hundred runs at random moments
 PYTHON ?= python3
 VENV := .venv
@@ -11,7 +12,7 @@ READY := $(VENV)/ready
 RUN := runs/quickstart
 PYTEST := $(BIN)/python -m pytest tests --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup train test test-quick test-all megatron-core faults lint clean
+.PHONY: setup train test test-quick test-all megatron-core faults sizes lint clean
 
 setup: $(READY)
 
@@ -41,6 +42,9 @@ train: $(READY) data/stdlib_text_document.idx
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+sizes: $(READY)
+	$(BIN)/python -m benchmarks.sizes > docs/sizes.md
 
 test: $(READY) lint
 	$(PYTEST)

@@ -17,6 +17,7 @@ _HOMES = {
     "RunConfig": "megalith.config",
     "train": "megalith.training.trainer",
     "load": "megalith.training.loading",
+    "plan": "megalith.planner.search",
     # a loop of one's own
     "init_mesh": "megalith.training.own_loop",
     "parallelize": "megalith.training.own_loop",

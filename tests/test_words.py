@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from megalith.cli.main import build_parser
+from megalith.cli.planning import read_words
 
 ROOT = Path(__file__).parents[1]
 DOCS = [ROOT / "README.md", ROOT / "benchmarks" / "RESULTS.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -76,4 +77,5 @@ def test_every_command_of_the_documentation_is_one_that_the_command_line_takes()
     }  # these take settings too, or read their own options
     assert len(commands) > 20
     for line in commands:
-        assert parser.parse_args(shlex.split(line, comments=True)), line
+        words = shlex.split(line, comments=True)
+        assert read_words(words) if words[0] == "plan" else parser.parse_args(words), line

@@ -9,6 +9,7 @@ from typing import Any
 
 import megalith
 from megalith.cli.parser import Parser, group
+from megalith.cli.planning import plan
 from megalith.cli.training import PROGRAMS, train
 from megalith.errors import MegalithError
 from megalith.launch.parent import end_with_launcher
@@ -39,6 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     own = {
         **dict.fromkeys(PROGRAMS, train),
         **dict.fromkeys((*MEGATRON_PROGRAMS, "megatron"), megatron),
+        "plan": plan,
     }  # they read their own options
     if not arguments or arguments[0] not in own:
         return _told(lambda: _run_subcommand(arguments))
@@ -109,6 +111,7 @@ def build_parser() -> argparse.ArgumentParser:
     commands.add_parser(
         "megatron", help="run Megatron-LM's scripts, install its programs' names, list its flags"
     )
+    commands.add_parser("plan", help="layouts, memory, time and cost of a job, without its devices")
     datasets.add_dataset_commands(commands)
     conversion.add_conversion_commands(commands)
     pipeline = group(commands, "pipeline", "look at pipeline schedules")

@@ -28,6 +28,8 @@ processes:
   --nnodes N                 of N machines, each of which runs the same command; MIN:MAX for as many as there are
   --max-restarts N           start again after a failure, up to N times, from the newest whole checkpoint
   --rdzv-endpoint HOST:PORT  rendezvous, on one of them (default with --nnodes: MASTER_ADDR:MASTER_PORT)
+  --dry-run                  everything but the devices: settings, data, layout, memory; trains nothing
+  --world-size N             with --dry-run: the job's processes (default: --nproc, or 1)
   --rdzv-id ID               the job's name there, the same on each (default: made of the command)
 """
 
@@ -50,6 +52,11 @@ def train(arguments: list[str]) -> int:
     launcher, arguments = _launcher_options().parse_known_args(arguments)
     path = arguments[0] if arguments and not begins_override(arguments[0]) else None
     config = RunConfig.load(path, arguments[1 if path else 0 :])
+    if launcher.dry_run:
+        from megalith.training.dry_run import dry_run
+
+        print(dry_run(config, launcher.world_size or launcher.nproc or 1))
+        return 0
     if launcher.nproc is not None:
         from megalith.launch.launcher import launch
         from megalith.training.precheck import check_job
@@ -90,6 +97,8 @@ def _say_that_it_starts(program: str, arguments: list[str]) -> None:
 def _launcher_options() -> Parser:
     parser = Parser("megalith train", add_help=False, allow_abbrev=False)
     parser.add_argument("--nproc", type=int)
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--world-size", type=int)
     parser.add_argument("--nnodes", default="1")
     parser.add_argument("--max-restarts", type=int, default=0)
     parser.add_argument("--rdzv-endpoint")

@@ -153,10 +153,11 @@ class Section(BaseModel):
 
     def unread(self, whole: Section | None = None) -> dict[str, Needs]:
         """The fields that are not read, whatever their values, each with what it needs. `whole`: see Needs."""
-        lacks = {
-            name: [n for n in self.needed(name) if not n.met(self, whole)] for name in type(self).model_fields
-        }
-        return {name: needs[0] for name, needs in lacks.items() if needs}
+        lacks = (
+            (name, next((n for n in needs if not n.met(self, whole)), None))
+            for name, needs in _conditions(type(self))
+        )
+        return {name: need for name, need in lacks if need is not None}
 
     def refuse_unmet(self, path: str, whole: Section | None = None) -> None:
         """Raises ConfigError for a field with a value of its own that strictly needs what is not so."""
@@ -185,6 +186,12 @@ class Section(BaseModel):
             by = self._mark(name, Resolved, Resolved(name)).by
             if by is not None:
                 yield name, getattr(self, by)
+
+
+@functools.cache
+def _conditions(section: type[Section]) -> list[tuple[str, list[Needs]]]:
+    """The fields that need something, with what: the search of a plan asks thousands of times."""
+    return [(name, needs) for name in section.model_fields if (needs := section.needed(name))]
 
 
 @functools.cache

@@ -64,7 +64,8 @@ def apply(
     apply_data(chunks, mesh, parallel)
     for chunk in chunks:
         chunk.to_empty(device=device)
-        initialize(chunk, config.model, config.train.seed)
+        if device.type != "meta":  # which has shapes alone: a dry run
+            initialize(chunk, config.model, config.train.seed)
         to_local_parameters(chunk)
     return chunks
 

@@ -19,9 +19,11 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
+from functools import partial
+from typing import NamedTuple
 
 from torch import nn
 from torch.distributed.tensor import Shard
@@ -40,12 +42,26 @@ FORWARD_AND_BACKWARD = 3  # the backward costs twice the forward
 MULTIPLY_ADD = 2  # FLOPs
 
 
+class Matmul(NamedTuple):
+    """A weight [out, in] that tokens are multiplied with, as a rank has it."""
+
+    rows: int
+    """out."""
+    columns: int
+    """in."""
+    experts: int
+    """So many of them, each for its own tokens; 0: one, for all tokens."""
+    style: str | None
+    """`column` or `row` of tensor parallelism; None: not sharded by it."""
+
+
 class MetaModel:
     """A model on the meta device with one layer of each kind, and its parameters by part: embedding, attention, mlp,
     experts, norms, head, adapters. Biases count with their part."""
 
     def __init__(self, model: ModelConfig, lora: LoraConfig | None = None):
         self.config, self.parallel = model, ParallelConfig()
+        self._counted: dict[tuple, Counter[str]] = {}  # by what was counted and how it is cut
         self.numbers = [*range(model.num_layers), *model.further_layers]
         self._special = set(model.expert_layers), set(model.further_layers)
         self._first = {self._kind(number): number for number in reversed(self.numbers)}
@@ -71,7 +87,8 @@ class MetaModel:
         """The parameters of these layers; with `matrices` of those alone that tokens are multiplied with."""
         total: Counter[str] = Counter()
         for number, times in self.kinds(numbers).items():
-            one = self._count(self.layer(number), matrices)
+            count = partial(self._count, self.layer(number), matrices)
+            one = self._once(("layer", number, matrices), count)
             total.update({part: times * size for part, size in one.items()})
         return total
 
@@ -84,13 +101,41 @@ class MetaModel:
         if chunks is None:
             return self._count(self._model)
         ends = [chunk for chunk in chunks if chunk.embedding or chunk.head]
-        kept = split_stages(self._model, [ends, []], rank=0)  # as if there were another rank
-        return sum(map(self._count, kept), Counter())
+
+        def count() -> Counter[str]:
+            kept = split_stages(self._model, [ends, []], rank=0)  # as if there were another rank
+            return sum(map(self._count, kept), Counter())
+
+        return self._once(tuple((chunk.embedding, chunk.head) for chunk in ends), count)
 
     @property
     def output_matrix(self) -> int:
         """Elements of the output matrix, whole."""
         return self._model.output_weight.numel()
+
+    def matmuls(self, number: int) -> list[Matmul]:
+        """The matrices of a layer that tokens are multiplied with, as a rank has them."""
+        found = []
+        for name, module in self.layer(number).named_modules():
+            weight = getattr(module, "weight", None)
+            if weight is not None and _part(name, module) not in ("embedding", "norms"):
+                *experts, rows, columns = self._shape(name, module, "weight", weight.shape)
+                style = (
+                    None if experts else role_of(name, module, False).style if ADAPTER not in name else None
+                )
+                found.append(Matmul(rows, columns, experts[0] if experts else 0, style))
+        return found
+
+    def _once(self, key: tuple, count: Callable[[], Counter[str]]) -> Counter[str]:
+        parallel = self.parallel
+        cut = (
+            parallel.tensor_model_parallel_size,
+            parallel.expert_model_parallel_size,
+            parallel.expert_tensor_parallel_size,
+        )
+        if (*key, cut) not in self._counted:
+            self._counted[*key, cut] = count()
+        return self._counted[*key, cut]
 
     def _kind(self, number: int) -> tuple[bool, ...]:
         return tuple(number in layers for layers in self._special)
@@ -108,6 +153,9 @@ class MetaModel:
 
     def _here(self, name: str, module: nn.Module, kind: str, shape: Sequence[int]) -> int:
         """What a rank has of a parameter."""
+        return math.prod(self._shape(name, module, kind, shape))
+
+    def _shape(self, name: str, module: nn.Module, kind: str, shape: Sequence[int]) -> list[int]:
         parallel, shape = self.parallel, list(shape)
         tensor = parallel.tensor_model_parallel_size
         if isinstance(module, GroupedLinear):
@@ -121,7 +169,7 @@ class MetaModel:
             cuts = [(placement.dim, tensor)] if isinstance(placement, Shard) else []
         for dim, size in cuts:
             shape[dim] = -(-shape[dim] // size)
-        return math.prod(shape)
+        return shape
 
 
 def layers_of(model: ModelConfig, chunks: Iterable[Stage]) -> list[int]:

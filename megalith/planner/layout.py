@@ -106,7 +106,9 @@ def build_layout(config: RunConfig, world_size: int) -> Layout:
         bubble = simulate(schedule).bubble
         weighed = simulate(schedule, _durations(config, assignment)).bubble
     meta = MetaModel(config.model, config.lora)
-    stages = [_stage(config, meta, world_size, chunks, schedule, micro_batches) for chunks in assignment]
+    stages = [
+        stage_layout(config, meta, world_size, chunks, schedule, micro_batches) for chunks in assignment
+    ]
     return Layout(
         config=config,
         coordinates=[Coordinates(*place) for place in product(*map(range, axes))],
@@ -160,7 +162,7 @@ def alternative(layout: Layout, settings: Mapping[str, Any]) -> Layout | None:
     return build_layout(config, layout.world_size)
 
 
-def _stage(
+def stage_layout(
     config: RunConfig,
     meta: MetaModel,
     world_size: int,
@@ -168,6 +170,7 @@ def _stage(
     schedule: Schedule | None,
     micro_batches: int,
 ) -> StageLayout:
+    """What a pipeline rank has. `schedule`: of all micro-batches, or of as many as show the fullest moment."""
     model = config.model
     layers = [len(layers_of(model, [chunk])) for chunk in chunks]
     in_flight, held = 1, sum(layers)

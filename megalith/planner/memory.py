@@ -12,8 +12,9 @@ assumptions:
 
 Experts are taken to have as many tokens each; what a token's rows take is estimated, not measured.
 
-The parts do not all peak at the same moment (a layer's activations go as its gradients come), so their sum is what a
-step needs at most.
+Of a step with several micro-batches the sum of the parts is what it needs at most: the last ones' gradients are there
+while activations are. With one micro-batch a layer's activations go as its gradients come, so the fullest moment is the
+end of the forward pass, without gradients, or that of the backward pass, without activations.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class MemoryEstimate:
     compute_copy: int
     """The weights in bf16 or fp16, or as FSDP2 has gathered them; 0 in fp32 without it."""
     gradients: int
+    """With one micro-batch a step: what is there of them at the fullest moment, for activations go as they come."""
     optimizer: int
     activations: int
     """Of every micro-batch in flight."""
@@ -114,17 +116,19 @@ class StageMemory:
         moments = OPTIMIZER_BYTES.get(optim.optimizer, 8) * trained
         if optim.optimizer == "muon" and not self.adapters:  # which is AdamW outside of the layers
             moments += (OPTIMIZER_BYTES["adamw"] - OPTIMIZER_BYTES["muon"]) * self.outside / self.shards
+        activations = int(width * tokens * self._saved_per_token()) + self._masked_attention()
+        loss = (4 + 2 * width) * logits + (0 if self.adapters else GRADIENT_BYTES * head)
+        gradients = GRADIENT_BYTES * self.adapters or int(
+            self._gradients(self.dense + self.outside, self.dense, self.shards)
+            + self._gradients(self.experts, self.experts, self.expert_shards)
+        )
         return MemoryEstimate(
             weights=int(MASTER_BYTES * (state + self.adapters / self.shards)),
             compute_copy=self._copies() + (0 if train.precision == "fp32" else width * head),
-            gradients=GRADIENT_BYTES * self.adapters
-            or int(
-                self._gradients(self.dense + self.outside, self.dense, self.shards)
-                + self._gradients(self.experts, self.experts, self.expert_shards)
-            ),
+            gradients=gradients if self.accumulates else max(gradients - activations - loss, 0),
             optimizer=int(moments * (1 - offloaded)),
-            activations=int(width * tokens * self._saved_per_token()) + self._masked_attention(),
-            loss=(4 + 2 * width) * logits + (0 if self.adapters else GRADIENT_BYTES * head),
+            activations=activations,
+            loss=loss,
         )
 
     def _whole_layers(self) -> tuple[int, int]:
@@ -258,6 +262,8 @@ def saved_activations(
         attention += query + key_value // 2  # queries and keys before it, in one piece with the values
     if not (compiled and "core_attn" in recomputed):
         attention += query  # the output
+    if parallel.context_parallel_size > 1 and "a2a" in parallel.cp_exchange:
+        attention += query  # and the output as the all-to-all gives it to the next matrix
     if code is not None:
         attention += code * query
     taken = 1.0 if code is None else code  # an element of what a matrix takes

@@ -54,6 +54,16 @@ def check_job(
         _check_checkpoint(prepared, tokenizer)
 
 
+def opened(config: RunConfig, world_size: int) -> tuple[RunConfig, list[str]]:
+    """The prepared configuration of a run on `world_size` processes, and its notes, once data and checkpoint are open:
+    what a dry run asks. Raises the MegalithError with which every rank would refuse it."""
+    check_base(config)
+    prepared, tokenizer, notes = prepare(config, world_size)
+    _check_data(prepared, tokenizer)
+    _check_checkpoint(prepared, tokenizer)
+    return prepared, notes
+
+
 def _prepare_any(config: RunConfig, world_sizes: Sequence[int]) -> PreparedRun:
     for world_size in reversed(world_sizes):
         try:

@@ -75,10 +75,10 @@ def _check_available(config: RunConfig) -> None:
     """What this version does not do yet stands on the fields (NOT_YET)."""
     for section in RunConfig.model_fields:
         values = getattr(config, section)
-        unread = values.unread(config)
         for name, field in type(values).model_fields.items():
-            value = getattr(values, name)
-            if NOT_YET in field.metadata and name not in unread and value != field.default:
+            if NOT_YET not in field.metadata or (value := getattr(values, name)) == field.default:
+                continue
+            if name not in values.unread(config):
                 meaning = field.description.partition(":")[0]
                 raise ConfigError(
                     f"{section}.{name} is {value}, but this version does not have {meaning}; leave it at "

@@ -113,7 +113,16 @@ def split_stages(model: Transformer, assignment: list[list[Stage]], rank: int) -
     """
     if len(assignment) == 1:
         return [model]
-    return [_keep(copy.deepcopy(model), stage) for stage in assignment[rank]]
+    return [_keep(_copy(model, stage), stage) for stage in assignment[rank]]
+
+
+def _copy(model: Transformer, stage: Stage) -> Transformer:
+    """`model` with modules of its own, but for layers that `_keep` takes away."""
+    layers = {*map(str, stage.layers), *(map(str, model.config.further_layers) if stage.head else ())}
+    others = [
+        layer for stack in stacks_of(model) for name, layer in stack.layers.items() if name not in layers
+    ]
+    return copy.deepcopy(model, {id(layer): layer for layer in others})
 
 
 def _keep(model: Transformer, stage: Stage) -> Transformer:
@@ -146,7 +155,7 @@ def _evenly(model: ModelConfig, parallel: ParallelConfig, virtual: int) -> list[
             f"{counted}{'' if places == layers else f' = {places}'} is not divisible by pipeline ({ranks}) × "
             f"virtual ({virtual}) = {stages} stages; set pipeline_model_parallel_size to one of "
             f"{', '.join(map(str, sizes)) or 'none'}, or pipeline_model_parallel_layout to "
-            f"'{_suggested_layout(layers, stages)}'"
+            f"'{suggested_layout(layers, stages)}'"
         )
     sizes = [places // stages] * stages
     sizes[0] -= embedding
@@ -175,7 +184,7 @@ def _by_first_and_last(model: ModelConfig, parallel: ParallelConfig, virtual: in
             f"model.num_layers {layers} − first ({first or 0}) − last ({last or 0}) = {rest} layers are not divisible "
             f"by the other {middle} pipeline ranks; change decoder_first_pipeline_num_layers or "
             f"decoder_last_pipeline_num_layers, or set pipeline_model_parallel_layout to "
-            f"'{_suggested_layout(layers, ranks * virtual)}' in their place"
+            f"'{suggested_layout(layers, ranks * virtual)}' in their place"
         )
     each = rest // middle if middle else 0
     by_rank = [first or each] + [each] * (ranks - 2) + [last or each]
@@ -212,12 +221,12 @@ def _by_layout(model: ModelConfig, parallel: ParallelConfig) -> list[int]:
         stages = letters.count("|") + 1
         raise ConfigError(
             f"pipeline_model_parallel_layout {layout!r} has {plain.count('t')} layers (t), but model.num_layers is "
-            f"{model.num_layers}; change one, for example to '{_suggested_layout(model.num_layers, stages)}'"
+            f"{model.num_layers}; change one, for example to '{suggested_layout(model.num_layers, stages)}'"
         )
     return [stage.count("t") for stage in letters.split("|")]
 
 
-def _suggested_layout(layers: int, stages: int) -> str:
+def suggested_layout(layers: int, stages: int) -> str:
     """A layout as even as can be, the first and last stage having the fewest."""
     each, more = divmod(layers, stages)
     start = (stages - more + 1) // 2

@@ -1,0 +1,174 @@
+"""docs/sizes.md: the rows of the size guides that people begin with, as the planner judges them.
+
+`python -m benchmarks.sizes` prints the page; `make sizes` writes it.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from megalith.config import RunConfig
+from megalith.errors import ConfigError
+from megalith.planner.rates import rates_of
+from megalith.planner.search import PlannedLayout, planned, usable_bytes
+
+A100, H100, H200 = "A100-80GB", "H100", "H200"
+OPTIM = {"data_parallel_sharding_strategy": "optim"}
+GRADS = {"data_parallel_sharding_strategy": "optim_grads"}
+FULL = {"recompute_granularity": "full"}
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
+HOST = {"optimizer_cpu_offload": True, "optimizer_offload_fraction": 1.0}
+ENDS = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
+
+
+class SizeRow(NamedTuple):
+    guide: str
+    label: str
+    preset: str
+    device: str
+    gpus: int
+    tp: int
+    pp: int
+    cp: int
+    micro_batches: int
+    seq: int
+    parallel: dict[str, Any] = {}
+    optim: dict[str, Any] = {}
+
+
+# fmt: off
+ROWS = [
+    SizeRow("Accelerate's guide", "7B", "llama2-7b", A100, 8, 1, 1, 1, 1, 2048),
+    SizeRow("Accelerate's guide", "13B", "llama2-13b", A100, 8, 2, 1, 1, 1, 2048),
+    SizeRow("Accelerate's guide", "20B ¹", "gpt3-13b", A100, 16, 4, 1, 1, 1, 2048),
+    SizeRow("Accelerate's guide", "40B", "gpt3-39b", A100, 32, 4, 2, 1, 4, 2048),
+    SizeRow("Accelerate's guide", "70B", "llama2-70b", A100, 64, 8, 2, 1, 8, 2048),
+    SizeRow("Accelerate's guide", "175B", "gpt3-175b", A100, 128, 8, 4, 1, 16, 2048),
+    SizeRow("Megatron's guide", "7B", "llama2-7b", A100, 8, 1, 1, 1, 4, 4096),
+    SizeRow("Megatron's guide", "13B", "llama2-13b", A100, 8, 2, 1, 1, 4, 4096),
+    SizeRow("Megatron's guide", "70B", "llama2-70b", A100, 32, 4, 2, 1, 8, 4096),
+    SizeRow("Megatron's guide", "175B", "gpt3-175b", A100, 128, 8, 4, 1, 16, 2048),
+    SizeRow("Megatron's guide", "405B", "llama3-405b", H100, 256, 8, 8, 1, 16, 4096, ENDS),
+    SizeRow("Oumi's guide", "70B", "llama3-70b", A100, 16, 8, 2, 1, 8, 8192, SELECTIVE),
+    SizeRow("Oumi's guide", "64 GPUs", "llama3-70b", A100, 64, 8, 4, 2, 16, 8192),
+    SizeRow("Oumi's guide", "128 GPUs", "llama3-70b", A100, 128, 8, 8, 2, 32, 8192),
+    SizeRow("Oumi's guide", "405B", "llama3-405b", H100, 256, 8, 16, 2, 32, 8192,
+            dict(ENDS, **FULL, virtual_pipeline_model_parallel_size=2), HOST),
+    SizeRow("GPT-2-large's notes", "one GPU", "gpt2-large", H200, 1, 1, 1, 1, 1, 1024),
+    SizeRow("GPT-2-large's notes", "DP2", "gpt2-large", H200, 2, 1, 1, 1, 1, 1024),
+    SizeRow("GPT-2-large's notes", "TP2 + SP", "gpt2-large", H200, 2, 2, 1, 1, 1, 1024),
+    SizeRow("GPT-2-large's notes", "CP2", "gpt2-large", H200, 2, 1, 1, 2, 1, 1024),
+    SizeRow("GPT-2-large's notes", "PP2", "gpt2-large", H200, 2, 1, 2, 1, 1, 1024),
+]
+# fmt: on
+NEARER = [  # what is added until a row fits, from the cheapest on
+    (OPTIM, {}),
+    (OPTIM | FULL, {}),
+    (GRADS | FULL, {}),
+    (OPTIM | FULL, HOST),
+    (GRADS | FULL, HOST),
+]
+
+
+def layout_of(row: SizeRow, parallel: dict[str, Any], optim: dict[str, Any]) -> PlannedLayout:
+    """A row as it stands, with these settings besides."""
+    dp = row.gpus // (row.tp * row.pp * row.cp)
+    micro = {"GPT-2-large's notes": 32 * row.tp * row.cp * row.pp}.get(row.guide, 1)
+    heads = {"num_attention_heads": 16} if row.preset == "gpt2-large" else {}
+    model = dict(preset=row.preset, hidden_dropout=0.0, attention_dropout=0.0, **heads)
+    sizes = dict(
+        tensor_model_parallel_size=row.tp, pipeline_model_parallel_size=row.pp, context_parallel_size=row.cp,
+        sequence_parallel=row.tp > 1,
+    )  # fmt: skip
+    model["max_position_embeddings"] = max(row.seq, 2048)
+    config = RunConfig.from_tree(
+        {
+            "model": model,
+            "data": dict(mock=True, seq_length=row.seq),
+            "parallel": sizes | row.parallel | parallel,
+            "optim": dict(lr=1e-4) | row.optim | optim,
+            "train": dict(train_iters=1, precision="bf16", micro_batch_size=micro,
+                          global_batch_size=micro * dp * row.micro_batches),
+        }
+    )  # fmt: skip
+    return planned(config, row.gpus, rates_of(row.device))
+
+
+def line(row: SizeRow) -> str:
+    """A row of the page."""
+    sizes = f"{row.tp} / {row.pp} / {row.cp} / {row.gpus // (row.tp * row.pp * row.cp)}"
+    cells = [
+        row.guide,
+        row.label,
+        f"`{row.preset}`",
+        f"{row.gpus} × {row.device}",
+        sizes,
+        str(row.micro_batches),
+        f"{row.seq:,}",
+    ]
+    try:
+        layout = layout_of(row, {}, {})
+    except ConfigError as error:
+        return "| " + " | ".join([*cells, f"refused: {error}", "", ""]) + " |"
+    verdict = f"fits, {layout.bytes / 1e9:.1f} GB" if layout.fits else f"**no**, {layout.bytes / 1e9:.1f} GB"
+    return (
+        "| "
+        + " | ".join([*cells, verdict, f"{1e3 * layout.time.seconds:,.0f}", _nearest(row, layout)])
+        + " |"
+    )
+
+
+def _nearest(row: SizeRow, layout: PlannedLayout) -> str:
+    if layout.fits:
+        return ""
+    for parallel, optim in NEARER:
+        if row.gpus == row.tp * row.pp * row.cp and parallel != OPTIM | FULL:
+            continue
+        try:
+            other = layout_of(row, parallel, optim)
+        except ConfigError:
+            continue
+        if other.fits:
+            added = [f"`{value}`" for name, value in parallel.items() if name != "recompute_granularity"]
+            added += ["full recomputation"] * ("recompute_granularity" in parallel)
+            added += ["optimizer state on the host"] * bool(optim)
+            return f"{', '.join(added)}: {other.bytes / 1e9:.1f} GB, {1e3 * other.time.seconds:,.0f} ms"
+    return "none in this layout"
+
+
+TEXT = """# Which model on which GPUs
+
+By `make sizes`, from the planner: estimates for bf16 with AdamW and sequence parallelism wherever TP is above 1, a
+micro-batch of one sequence but for GPT-2-large's notes (32 a GPU), and what `auto` chooses. A GPU has {rooms} to give.
+Times of an A100 and an H100 are the H200's measured rates by the ratio of the datasheets.
+A row is taken as its guide writes it: where it names no sharding of the optimizer's state, there is none.
+
+| guide | row | preset | GPUs | TP/PP/CP/DP | batches | sequence | as written | ms a step | the nearest that fits |
+|---|---|---|---|---|---|---|---|---|---|
+{lines}
+
+¹ No preset has 20B: GPT-NeoX's attention and MLP stand side by side. `gpt3-13b` is the next smaller.
+
+What the guides leave open, and how it is read here:
+
+- Without `use_distributed_optimizer` the optimizer's state is on every replica, and few rows fit 80 GB: the guides
+  imply `data_parallel_sharding_strategy: optim`.
+- 126 layers over 8 or 16 stages come out even with `account_for_embedding_in_pipeline_split` and
+  `account_for_loss_in_pipeline_split`, which count embedding and loss as a layer.
+- `virtual_pipeline_model_parallel_size: 32` of 16 stages means 32 chunks in all in Oumi's guide, 2 a rank here.
+- GPUs = TP × PP × CP × DP: experts are spread over the same ranks, not over others.
+
+The guides' thresholds, as the planner judges them for your job: `megalith plan PRESET --gpus N --explain`. TP is for
+what does not fit otherwise and stays in a node; more micro-batches make a pipeline's bubble, (PP − 1) / (VP ·
+micro-batches) of the work, smaller and change no memory beyond PP of them.
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    rooms = ", ".join(f"{usable_bytes(rates_of(name)) / 1e9:.0f} GB ({name})" for name in (A100, H100, H200))
+    return TEXT.format(lines="\n".join(map(line, ROWS)), rooms=rooms)
+
+
+if __name__ == "__main__":
+    print(page(), end="")

@@ -1,0 +1,287 @@
+"""`megalith plan …`: layouts, memory, time and goodput of a job without its devices, and this machine's rates."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+
+from megalith.cli.parser import Arguments, Parser
+from megalith.errors import ConfigError
+
+
+def run_calibrate(args: Arguments) -> int:
+    if args.nproc is not None:
+        from megalith.launch.launcher import launch
+
+        command = ["-m", "megalith.cli", "plan", "calibrate", "--seconds", str(args.seconds)]
+        return launch(args.nproc, [*command, *(["--output", args.output] if args.output else [])])
+    from pathlib import Path
+
+    from megalith.hardware import pick_device
+    from megalith.io import write_file
+    from megalith.launch.launcher import end_distributed, init_distributed, this_process
+    from megalith.planner.calibrate import calibrate
+
+    process = this_process()
+    device = pick_device("auto", process.local_rank)
+    init_distributed(device)
+    table = calibrate(device, args.seconds).to_json()
+    if process.is_first:
+        if args.output:
+            try:
+                write_file(Path(args.output), table)
+            except OSError as error:
+                raise ConfigError(f"{args.output} cannot be written: {error.strerror}") from None
+        print(args.output or table)
+    end_distributed()
+    return 0
+
+
+def _calibrate_options(parser: Parser) -> None:
+    parser.description = "Measure this machine's rates, in about three minutes, as a file for --device-json."
+    parser.add_argument(
+        "--nproc", type=int, help="start so many processes, one a GPU: collectives are measured too"
+    )
+    parser.add_argument("--output", help="the file; without it the table is printed")
+    parser.add_argument(
+        "--seconds", type=float, default=120.0, help="about how long GEMMs and attention may take"
+    )
+
+
+def _job_options(parser: Parser) -> None:
+    """What a job runs on, and how large it is."""
+    parser.add_argument("job", help="a run file, or the name of a preset (`megalith config presets`)")
+    parser.add_argument("--gpus", type=int, required=True, help="of the whole job")
+    parser.add_argument(
+        "--device", help="as the driver calls it, or H100, A100-40GB, B200, … (default: H200)"
+    )
+    parser.add_argument(
+        "--device-json", help="rates that `megalith plan calibrate` measured, in place of a name"
+    )
+    parser.add_argument("--gpus-per-node", type=int, default=8, help="joined by NVLink")
+    parser.add_argument("--seq-length", type=int, help="in place of the run file's; of a preset up to 8,192")
+    parser.add_argument("--global-batch-size", type=int, help="in place of the run file's")
+    parser.add_argument("--tokens", type=float, help="to train on: adds the days")
+    parser.add_argument("--price-per-gpu-hour", type=float, help="adds the cost, with --tokens")
+    parser.add_argument("--json", action="store_true", help="print an object in place of the tables")
+    parser.add_argument(
+        "--png", metavar="FILE", help="draw memory by stage, the pipeline, and the best layouts"
+    )
+
+
+def _layout_options(parser: Parser) -> None:
+    parser.description = (
+        "Every layout of a job that the trainer accepts and that fits, by its time; `plan show|goodput|calibrate "
+        "--help` for one given layout, for failures and saves, and for this machine's rates. Further settings as to "
+        "`train`, --section.key value."
+    )
+    _job_options(parser)
+    parser.add_argument("--top", type=int, default=10, help="layouts to show")
+    parser.add_argument(
+        "--explain", action="store_true", help="why others are slower, do not fit, or are refused"
+    )
+    parser.add_argument("--write", metavar="FILE", help="write the run file with the best layout")
+    parser.add_argument("--longest", action="store_true", help="the longest sequence of which a layout fits")
+
+
+def run_layouts(args: Arguments) -> int:
+    from megalith.planner.search import longest_sequence, plan
+    from megalith.report.plan_text import plan_json, plan_text
+
+    config, rates = _job(args)
+    if args.longest:
+        answer = longest_sequence(config, args.gpus, rates, args.gpus_per_node)
+        if answer is None:
+            raise ConfigError(
+                f"not even 1,024 tokens fit {args.gpus} {rates.device}; take more, or larger ones"
+            )
+    else:
+        answer = plan(config, args.gpus, rates=rates, gpus_per_node=args.gpus_per_node, top=args.top)
+    if args.json:
+        print(json.dumps(plan_json(answer, args.tokens, args.price_per_gpu_hour)))
+    else:
+        if args.longest:
+            print(f"longest sequence: {answer.config.data.seq_length:,} tokens")
+        print(plan_text(answer, args.tokens, args.price_per_gpu_hour, args.explain))
+    if answer.best and args.png:
+        _draw(answer, args.png)
+    if answer.best and args.write:
+        _write(answer, args)
+    return 0 if answer.best else ConfigError.exit_code
+
+
+def run_show(args: Arguments) -> int:
+    from megalith.planner.search import PlanAnswer, planned, usable_bytes
+    from megalith.report.plan_text import GB, figures, layout_details, layout_json
+
+    config, rates = _job(args)
+    layout = planned(config, args.gpus, rates, args.gpus_per_node)
+    answer = PlanAnswer(config, args.gpus, args.gpus_per_node, rates, usable_bytes(rates), [layout])
+    if args.json:
+        print(json.dumps(layout_json(layout, answer, args.tokens, args.price_per_gpu_hour)))
+    else:
+        ms, tokens, mfu, *_ = figures(layout)
+        room = f"{layout.bytes / GB:.1f} GB of {answer.usable / GB:.1f}"
+        print(
+            f"{args.gpus} {rates.device}: {'fits' if layout.fits else 'does NOT fit'}, {room} on the fullest GPU"
+        )
+        print(f"{ms} ms a step, {tokens} tokens/s/GPU, MFU {mfu} (causal); rates: {rates.source}")
+        if args.tokens:
+            print(f"{answer.days(layout, args.tokens):.1f} days for {args.tokens:.3g} tokens")
+        print(layout_details(layout))
+    if args.png:
+        _draw(answer, args.png)
+    return 0
+
+
+def _goodput_options(parser: Parser) -> None:
+    from megalith.planner.goodput import FAILURES_A_GPU_HOUR, Costs
+
+    parser.description = (
+        "The best save interval of a job, and the share of its time that trains, with failures."
+    )
+    parser.add_argument("job", help="a run file, or the name of a preset")
+    parser.add_argument("--gpus", type=int, nargs="+", help="sizes of the job (default: 8 to 100,000)")
+    parser.add_argument(
+        "--failures-per-gpu-hour",
+        type=float,
+        default=FAILURES_A_GPU_HOUR,
+        help="(default: Llama 3's, 419 of 16,384 GPUs in 54 days)",
+    )
+    parser.add_argument(
+        "--stall", type=float, default=Costs.stall, help="seconds that training waits for a save"
+    )
+    parser.add_argument(
+        "--notice", type=float, default=Costs.notice, help="seconds from a failure to new processes"
+    )
+    parser.add_argument(
+        "--start", type=float, default=Costs.start, help="seconds from there to the first step"
+    )
+    parser.add_argument("--disk", type=float, default=Costs.disk, help="GB/s that a rank writes and reads")
+    parser.add_argument("--store", type=float, default=Costs.store, help="GB/s of the whole file system")
+    parser.add_argument("--json", action="store_true", help="print a list of objects, seconds and bytes")
+
+
+def run_goodput(args: Arguments) -> int:
+    from dataclasses import asdict
+
+    from megalith.planner.goodput import SIZES, Costs, goodput
+    from megalith.report.plan_text import goodput_table
+
+    _refuse_nonsense(args, "failures_per_gpu_hour", "disk", "store")
+    config = _config(args, 8)
+    costs = Costs(args.stall, args.notice, args.start, args.disk, args.store)
+    found = [goodput(config, gpus, costs, args.failures_per_gpu_hour) for gpus in args.gpus or SIZES]
+    print(json.dumps([asdict(each) for each in found]) if args.json else goodput_table(found))
+    return 0
+
+
+def _refuse_nonsense(args: Arguments, *names: str) -> None:
+    for name in names:
+        value = getattr(args, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise ConfigError(f"--{name.replace('_', '-')} is {value}; give a number above 0")
+
+
+def _job(args: Arguments):
+    from megalith.planner.rates import rates_of
+
+    _refuse_nonsense(
+        args, "gpus", "gpus_per_node", "seq_length", "global_batch_size", "tokens", "price_per_gpu_hour"
+    )
+    rates = rates_of(args.device, args.device_json)
+    return _config(args, args.gpus), rates
+
+
+def _config(args: Arguments, gpus: int):
+    from pathlib import Path
+
+    from megalith.config import RunConfig
+    from megalith.config.presets import PRESETS, UNAVAILABLE
+    from megalith.config.run import parse_overrides
+    from megalith.planner.search import preset_config, with_batch
+
+    seq, batch = (getattr(args, name, None) for name in ("seq_length", "global_batch_size"))
+    if (
+        args.job in PRESETS
+        or args.job in UNAVAILABLE
+        or not (Path(args.job).suffix or Path(args.job).exists())
+    ):
+        config = preset_config(args.job, gpus, seq, batch)
+        given = {f"{section}.{key}": value for section, key, value in parse_overrides(args.settings)}
+        return config.with_settings(given) if given else config
+    config = RunConfig.load(args.job, args.settings)
+    if config.model.vocab_size is None or config.model.max_position_embeddings is None:
+        from megalith.training.build import build_run_tokenizer, complete
+
+        config = complete(config, build_run_tokenizer(config))
+    return with_batch(config, seq, batch)
+
+
+def _draw(answer, path: str) -> None:
+    from megalith.report.plan_text import draw_plan
+
+    try:
+        print(f"wrote {draw_plan(answer, path)}", file=sys.stderr)
+    except OSError as error:
+        raise ConfigError(f"{path} cannot be written: {error.strerror}; choose another --png") from None
+
+
+def _write(answer, args: Arguments) -> None:
+    """The job's run file with the best layout's settings in place of its own."""
+    from pathlib import Path
+
+    import yaml
+
+    from megalith.config.run import read_yaml
+    from megalith.io import write_file
+    from megalith.planner.search import changed
+
+    best = answer.best[0]
+    if Path(args.job).exists():
+        tree = {section: values for section, values in read_yaml(args.job).items() if values}
+    else:
+        train = {"train_iters": 1, "precision": "bf16"}
+        tree = {"model": {"preset": args.job}, "data": {"mock": True}, "optim": {"lr": 1e-4}, "train": train}
+    tree["parallel"] = {}
+    for section, values in changed(best).items():
+        tree.setdefault(section, {}).update(values)
+    data, train = answer.config.data, answer.config.train
+    tree.setdefault("data", {})["seq_length"] = data.seq_length
+    tree.setdefault("train", {})["global_batch_size"] = train.global_batch_size
+    text = f"# by `megalith plan` for {answer.gpus} {answer.rates.device}: {best.name}\n"
+    try:
+        write_file(Path(args.write), text + yaml.safe_dump(tree, sort_keys=False))
+    except OSError as error:
+        raise ConfigError(
+            f"{args.write} cannot be written: {error.strerror}; choose another --write"
+        ) from None
+    print(f"wrote {args.write}", file=sys.stderr)
+
+
+COMMANDS: dict[str, tuple[Callable[[Parser], None], Callable[[Arguments], int]]] = {
+    "": (_layout_options, run_layouts),
+    "show": (_job_options, run_show),
+    "goodput": (_goodput_options, run_goodput),
+    "calibrate": (_calibrate_options, run_calibrate),
+}
+
+
+def plan(words: list[str]) -> int:
+    """`megalith plan RUN|PRESET …`, and `megalith plan show|goodput|calibrate …`"""
+    args = read_words(words)
+    return args.run(args)
+
+
+def read_words(words: list[str]) -> Arguments:
+    """The options of `plan …`, with what runs them. Raises ConfigError for words that it does not take."""
+    name = words[1] if len(words) > 1 and words[1] in COMMANDS else ""
+    add_options, run = COMMANDS[name]
+    parser = Parser(prog=f"megalith plan {name}".rstrip(), allow_abbrev=False)
+    parser.set_defaults(run=run)
+    add_options(parser)
+    args, args.settings = parser.parse_known_args(words[2 if name else 1 :])
+    if args.settings and (name == "calibrate" or "." not in args.settings[0]):
+        parser.refuse(args.settings)
+    return args

@@ -1,0 +1,263 @@
+"""What a chip does in a second: measured (`megalith plan calibrate`), or another chip's by the ratio of datasheets.
+
+A table has the rates of GEMMs by shape, of attention by shape, of collectives by kind, link, ranks and bytes, of the
+memory, and of the host that starts kernels. A time between measured points is interpolated: GEMMs and attention by the
+logarithms of their sizes, collectives by the bytes that a rank sends, above the largest measured ones at their rate.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, replace
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from megalith.errors import ConfigError, nearest_of
+from megalith.hardware import GIGA, KNOWN_DEVICES, TERA, Datasheet, device_info
+from megalith.planner.topology import NVLINK, PCIE
+
+NETWORK = "network"
+HOP = {NVLINK: 1e-6, PCIE: 5e-6, NETWORK: 3e-6}  # seconds a rank of a ring adds to a collective
+START = 8e-6  # seconds before a collective moves anything
+TILE, SPLIT_K = (128, 256), 4096  # of a GEMM's output, that an SM makes at a time; of its inner dimension
+
+
+@dataclass(frozen=True)
+class Wiring:
+    """What stands around a chip: bytes/s that a GPU sends one way, and its memory as the driver counts it."""
+
+    memory: float
+    """GB (10^9 bytes) that PyTorch can have."""
+    inside: float
+    """GB/s to the other GPUs of its node, all together."""
+    outside: float
+    """GB/s of its own network card to other nodes."""
+    link: str = NVLINK
+    processors: int = 132
+    """SMs."""
+
+
+# NVLink one way by generation (V100 150, A100 300, H100 450, B200 900; A800 200, H800 200); PCIe 4 and 5 32 and 64.
+# Network: the card a GPU that NVIDIA's own systems of the generation have (DGX A100 200 Gb/s, H100 400, B200 400).
+# fmt: off
+WIRING: dict[str, Wiring] = {
+    "Tesla V100-SXM2-16GB":  Wiring(16.9, 150, 12.5, processors=80),
+    "Tesla V100-SXM2-32GB":  Wiring(34.0, 150, 12.5, processors=80),
+    "NVIDIA A100-SXM4-40GB": Wiring(42.3, 300, 25, processors=108),
+    "NVIDIA A100-SXM4-80GB": Wiring(85.0, 300, 25, processors=108),
+    "NVIDIA A800-SXM4-80GB": Wiring(85.0, 200, 25, processors=108),
+    "NVIDIA A100 80GB PCIe": Wiring(85.0, 32, 12.5, PCIE, 108),
+    "NVIDIA H100 80GB HBM3": Wiring(85.0, 450, 50),
+    "NVIDIA H800":           Wiring(85.0, 200, 50),
+    "NVIDIA H100 PCIe":      Wiring(85.0, 64, 25, PCIE, 114),
+    "NVIDIA H200":           Wiring(150.1, 450, 50),
+    "NVIDIA H20":            Wiring(102.0, 450, 50, processors=78),
+    "NVIDIA B200":           Wiring(191.5, 900, 50, processors=148),
+    "NVIDIA GB200":          Wiring(198.0, 900, 50, processors=152),
+    "NVIDIA L40S":           Wiring(47.6, 32, 12.5, PCIE, 142),
+    "NVIDIA L4":             Wiring(23.6, 32, 6, PCIE, 58),
+    "NVIDIA GeForce RTX 4090": Wiring(25.2, 32, 3, PCIE, 128),
+    "NVIDIA GeForce RTX 5090": Wiring(33.7, 64, 3, PCIE, 170),
+}
+# fmt: on
+SHORT = {
+    "v100": "Tesla V100-SXM2-32GB",
+    "a100": "NVIDIA A100-SXM4-80GB",
+    "a100-40gb": "NVIDIA A100-SXM4-40GB",
+    "a100-80gb": "NVIDIA A100-SXM4-80GB",
+    "h100": "NVIDIA H100 80GB HBM3",
+    "h100-80gb": "NVIDIA H100 80GB HBM3",
+    "h200": "NVIDIA H200",
+    "b200": "NVIDIA B200",
+    "gb200": "NVIDIA GB200",
+}
+
+
+@dataclass(frozen=True)
+class Rates:
+    """One chip's table."""
+
+    device: str
+    source: str
+    """Where the figures are from, for whoever reads an answer."""
+    matmuls: dict[str, list[list[float]]]
+    """dtype → [m, k, n, TFLOP/s] of an m × k matrix with a k × n one."""
+    attention: list[list[float]]
+    """[sequences, heads, sequence, head dim, forward, backward]: causal TFLOP/s, the matrix counted at half."""
+    memory: float
+    """GB/s, read plus written."""
+    collectives: list[list[Any]]
+    """[kind, link, ranks, MB that a rank sends, ms]; kind: all_gather, reduce_scatter, all_to_all, copy (of a copy
+    engine)."""
+    launch: float = 5.6
+    """Microseconds of the host for an operator."""
+    host_link: float = 50
+    """GB/s between device and host, one way."""
+    host_adam: float = 3.9
+    """10^9 parameters a second that the host's cores of a GPU update."""
+    wiring: Wiring = field(default_factory=lambda: WIRING["NVIDIA H200"])
+
+    def matmul(self, m: int, k: int, n: int, dtype: str, factor: float = 1.0) -> float:
+        """Seconds of a GEMM; its rate is `factor` times the table's."""
+        if min(m, k, n) < 1:
+            return 0.0
+        return _matmul(self.key, m, k, n, dtype) / factor
+
+    def attends(self, seq: float, head_dim: int) -> tuple[float, float]:
+        """FLOP/s forward and backward of causal attention."""
+        forward, backward = _near(
+            [(row[2], row[3]) for row in self.attention],
+            [row[4:6] for row in self.attention],
+            (seq, head_dim),
+        )
+        return forward * TERA, backward * TERA
+
+    def moves(self, kind: str, link: str, ranks: int, sent: float, bandwidth: float) -> float:
+        """Seconds of a collective of which each of `ranks` sends so many bytes.
+
+        `bandwidth`: bytes/s where the table does not have the link.
+        """
+        if ranks == 1 or sent <= 0:
+            return 0.0
+        hops = (ranks - 1) * HOP[link]
+        rows = sorted((r[3] * 1e6, r[4] / 1e3, r[2]) for r in self.collectives if r[:2] == [kind, link])
+        if link != self.wiring.link or not rows:
+            return START + hops + sent / bandwidth
+        near = min({row[2] for row in rows}, key=lambda size: abs(math.log(size / ranks)))
+        rows = [row for row in rows if row[2] == near]
+        size, seconds, _ = min(rows, key=lambda row: abs(math.log(row[0] / sent)))
+        rate = size / max(seconds - START, 1e-9)
+        return START + hops + sent / rate
+
+    @property
+    def key(self) -> str:
+        """For a cache: a table that was measured again is another."""
+        _TABLES[self.device + self.source] = self
+        return self.device + self.source
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), indent=1)
+
+
+_TABLES: dict[str, Rates] = {}
+
+
+@cache
+def _matmul(key: str, m: int, k: int, n: int, dtype: str) -> float:
+    rates = _TABLES[key]
+    rows = rates.matmuls[dtype]
+    (tera,) = _near(
+        [row[:3] for row in rows], [[row[3] / _waves(rates, *row[:3])] for row in rows], (m, k, n)
+    )
+    return 2.0 * m * k * n / (tera * TERA * _waves(rates, m, k, n)) + 2e-6
+
+
+def _waves(rates: Rates, m: float, k: float, n: float) -> float:
+    """How full the SMs are: the tiles of the output, and where these are few of its inner dimension too."""
+    tiles = math.ceil(m / TILE[0]) * math.ceil(n / TILE[1])
+    at_once = rates.wiring.processors
+    return max(
+        count / (math.ceil(count / at_once) * at_once) for count in (tiles, tiles * max(k // SPLIT_K, 1))
+    )
+
+
+def _near(
+    points: Sequence[Sequence[float]], values: Sequence[Sequence[float]], at: Sequence[float]
+) -> list[float]:
+    """The mean of `values`, a point counting by the inverse square of its distance in logarithms."""
+    weights = [
+        1 / (sum(math.log(max(a, 1) / max(b, 1)) ** 2 for a, b in zip(point, at)) + 1e-3) for point in points
+    ]
+    return [
+        sum(w * value[i] for w, value in zip(weights, values)) / sum(weights) for i in range(len(values[0]))
+    ]
+
+
+def measured() -> Rates:
+    """The table that is shipped: the H200's."""
+    return read_rates((files("megalith.planner") / "h200.json").read_text(encoding="utf-8"), "h200.json")
+
+
+def read_rates(text: str, name: str) -> Rates:
+    """A table that `calibrate` wrote. Raises ConfigError for anything else."""
+    try:
+        found = json.loads(text)
+        wiring = found.pop("wiring", None)
+        if wiring is None:
+            wiring = asdict(WIRING.get(found["device"], WIRING["NVIDIA H200"]))
+        table = Rates(**found, wiring=Wiring(**wiring))
+        if not table.matmuls["bf16"] or not table.attention:
+            raise ValueError("it has no GEMMs in bf16 or no attention")
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
+        raise ConfigError(
+            f"{name} is no table of rates: {error}; `megalith plan calibrate --output FILE` writes one"
+        ) from None
+    return table
+
+
+def rates_of(device: str | None = None, device_json: str | Path | None = None) -> Rates:
+    """The rates of a chip by the driver's name, or a short one like H100; the H200's by default.
+
+    Raises ConfigError, with the nearest names, for one that is not known.
+    """
+    if device_json is not None:
+        try:
+            return read_rates(Path(device_json).read_text(encoding="utf-8"), str(device_json))
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(
+                f"{device_json} cannot be read: {error}; give a file of `plan calibrate`"
+            ) from None
+    name = SHORT.get((device or "h200").lower().replace(" ", "-"), device)
+    shipped = measured()
+    if name == shipped.device:
+        return shipped
+    if name not in WIRING:
+        near = nearest_of(str(device), [*WIRING, *map(str.upper, SHORT)])
+        raise ConfigError(
+            f"there is no GPU {device!r} in the planner's tables{near}; or measure it by `megalith plan calibrate` and "
+            "give the file as --device-json"
+        )
+    return _by_ratio(shipped, name)
+
+
+def _by_ratio(table: Rates, name: str) -> Rates:
+    """Another chip's rates: GEMMs and attention by its peak, memory by its bandwidth, links by NVLink's."""
+    here, there = KNOWN_DEVICES[table.device], KNOWN_DEVICES[name]
+    wiring, own = WIRING[name], table.wiring
+    compute = _peak(there) / _peak(here)
+    matmuls = {"bf16": [[*row[:3], row[3] * compute] for row in table.matmuls["bf16"]]}
+    if there.fp8 is not None and here.fp8 is not None:
+        matmuls["fp8"] = [[*row[:3], row[3] * there.fp8 / here.fp8] for row in table.matmuls["fp8"]]
+    return replace(
+        table,
+        device=name,
+        source=f"{table.device}'s measured rates by the ratio of the datasheets, not measured on {name}",
+        matmuls=matmuls,
+        attention=[[*row[:4], row[4] * compute, row[5] * compute] for row in table.attention],
+        memory=table.memory * there.bandwidth / here.bandwidth,
+        collectives=[
+            [row[0], wiring.link, *row[2:4], row[4] * own.inside / wiring.inside]
+            for row in table.collectives
+            if wiring.link == NVLINK or row[0] != "copy"
+        ],
+        host_link=min(table.host_link, 50 if there.bandwidth > 3000 else 25),
+        wiring=wiring,
+    )
+
+
+def _peak(sheet: Datasheet) -> float:
+    return sheet.bf16 or sheet.fp16
+
+
+def peak_flops(rates: Rates, dtype: str) -> float | None:
+    """Dense FLOP/s by the datasheet; None where it is not known."""
+    return device_info(rates.device).peak(dtype)
+
+
+def bytes_per_second(rates: Rates, link: str) -> float:
+    """What a GPU sends over a link where no collective was measured: nine tenths of the datasheet's."""
+    return 0.9 * GIGA * (rates.wiring.outside if link == NETWORK else rates.wiring.inside)

@@ -1,0 +1,278 @@
+"""A plan as text and JSON, and as a PNG: memory by stage, the pipeline's timeline, the best layouts by their time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from megalith.io import replacing
+from megalith.planner.goodput import Goodput
+from megalith.planner.search import PlanAnswer, PlannedLayout, changed
+from megalith.planner.step_time import PARTS
+from megalith.report.console import render, si
+from megalith.report.layout_text import MEMORY_HEADINGS, amount, paragraph, plain_table
+
+GB = 1e9
+COLOURS = (
+    "#1f6feb",
+    "#74a9e8",
+    "#8cc79a",
+    "#adb5bd",
+    "#d9480f",
+    "#f0a35e",
+    "#862e9c",
+    "#c2255c",
+    "#ced4da",
+    "#2b8a3e",
+)
+EXPLAINED = 5
+
+
+def plan_text(answer: PlanAnswer, tokens: float | None, price: float | None, explain: bool = False) -> str:
+    """The whole answer, a hundred columns wide."""
+    config, rates = answer.config, answer.rates
+    batch, seq = config.train.global_batch_size, config.data.seq_length
+    precision = "FP8" if config.train.fp8_format else config.train.precision
+    room = f"{answer.fitting} fit in {answer.usable / GB:.0f} GB a GPU"
+    parts = [
+        paragraph(
+            f"{config.model.preset or 'the model'} on {answer.gpus} {rates.device}, {answer.gpus_per_node} a node: "
+            f"{batch} sequences of {seq:,} tokens a step, {precision}. "
+            f"{answer.tried} layouts tried, {room}. Rates: {rates.source}."
+        )
+    ]
+    if not answer.best:
+        return "\n".join([*parts, *map(paragraph, _nothing_fits(answer))])
+    parts += [render(best_table(answer, tokens, price)), MFU_NOTE]
+    parts.append(layout_details(answer.best[0]))
+    if explain:
+        parts += map(paragraph, explained(answer))
+    return "\n".join(parts)
+
+
+MFU_NOTE = "MFU by the causal convention (attention's matrix at half); memory of the fullest GPU, estimated."
+
+
+def best_table(answer: PlanAnswer, tokens: float | None, price: float | None) -> Any:
+    headings = ["", "ms a step", "tokens/s/GPU", "MFU", "GB", "bubble", "exposed"]
+    headings += (["days"] if tokens else []) + (["cost"] if tokens and price else []) + ["layout"]
+    table = plain_table(*headings, left=0)
+    table.columns[-1].justify = "left"
+    for number, each in enumerate(answer.best, 1):
+        row = [str(number), *figures(each)]
+        if tokens:
+            days = answer.days(each, tokens)
+            row += [f"{days:.1f}"] + ([si(days * 24 * answer.gpus * price)] if price else [])
+        table.add_row(*row, each.name)
+    return table
+
+
+def figures(layout: PlannedLayout) -> list[str]:
+    time, speed = layout.time, layout.speed
+    return [
+        f"{1e3 * time.seconds:,.0f}",
+        f"{speed.tokens_per_second_per_device:,.0f}",
+        "–" if speed.mfu is None else f"{speed.mfu:.1%}",
+        f"{layout.bytes / GB:.1f}",
+        f"{time.bubble:.1%}",
+        f"{time.exposed:.1%}",
+    ]
+
+
+def layout_details(layout: PlannedLayout) -> str:
+    """Where a layout's time and memory go."""
+    memory = plain_table("stage", *MEMORY_HEADINGS.values(), "total GB", left=1)
+    for number, stage in enumerate(layout.memory):
+        memory.add_row(
+            str(number),
+            *(amount(getattr(stage, part), GB) for part in MEMORY_HEADINGS),
+            amount(stage.total, GB),
+        )
+    shares = ", ".join(
+        f"{name} {layout.time.parts[name] / layout.time.seconds:.1%}"
+        for name in PARTS
+        if layout.time.parts[name]
+    )
+    return "\n".join(
+        [
+            paragraph(f"{layout.name}: {1e3 * layout.time.seconds:,.1f} ms a step: {shares}"),
+            paragraph("(tensor, context, expert, data: communication that is waited for)"),
+            render(memory),
+        ]
+    )
+
+
+def explained(answer: PlanAnswer) -> Iterator[str]:
+    """Why the next ones are slower, why others do not fit, and what the trainer refused."""
+    best = answer.best[0]
+    for number, each in enumerate(answer.best[1:], 2):
+        more = {name: each.time.parts[name] - best.time.parts[name] for name in PARTS}
+        worst = sorted(more, key=more.__getitem__, reverse=True)[:2]
+        why = ", ".join(f"{name} +{1e3 * more[name]:,.0f} ms" for name in worst if more[name] > 0)
+        yield f"{number}. {each.time.seconds / best.time.seconds - 1:+.1%}: {why or 'as fast'} ({each.name})"
+    for each in answer.too_large[:EXPLAINED]:
+        yield f"does not fit: {_too_large(each, answer)}"
+    for sentence, times in answer.refused.most_common(EXPLAINED):
+        yield f"refused by the trainer ({times} times): {sentence}"
+
+
+def _too_large(layout: PlannedLayout, answer: PlanAnswer) -> str:
+    fullest = max(layout.memory, key=lambda stage: stage.total)
+    part = max(MEMORY_HEADINGS, key=lambda name: getattr(fullest, name))
+    return (
+        f"{layout.name} takes {layout.bytes / GB:.1f} GB of {answer.usable / GB:.1f}, most of it "
+        f"{part.replace('_', ' ')} ({getattr(fullest, part) / GB:.1f} GB)"
+    )
+
+
+def _nothing_fits(answer: PlanAnswer) -> Iterator[str]:
+    yield f"no layout fits {answer.gpus} × {answer.usable / GB:.1f} GB. The nearest:"
+    for each in answer.too_large[:3]:
+        yield f"  {_too_large(each, answer)}"
+    least = answer.too_large[0]
+    more = 2 ** max((int(answer.gpus * least.bytes / answer.usable) - 1).bit_length(), 1)
+    yield (
+        f"It would take about {least.bytes / GB:.0f} GB a GPU, or about {more} of these GPUs; a shorter "
+        "--seq-length and a smaller --global-batch-size take less, as do adapters (lora.rank)"
+    )
+
+
+def plan_json(answer: PlanAnswer, tokens: float | None = None, price: float | None = None) -> dict[str, Any]:
+    """The answer as plain values: seconds, bytes, shares 0 to 1."""
+    return {
+        "gpus": answer.gpus,
+        "gpus_per_node": answer.gpus_per_node,
+        "device": answer.rates.device,
+        "rates": answer.rates.source,
+        "usable_bytes": int(answer.usable),
+        "tried": answer.tried,
+        "fitting": answer.fitting,
+        "best": [layout_json(each, answer, tokens, price) for each in answer.best],
+        "too_large": [
+            {"name": each.name, "settings": changed(each), "bytes": each.bytes} for each in answer.too_large
+        ],
+        "refused": dict(answer.refused.most_common(20)),
+    }
+
+
+def layout_json(
+    layout: PlannedLayout, answer: PlanAnswer, tokens: float | None = None, price: float | None = None
+) -> dict[str, Any]:
+    found = {
+        "name": layout.name,
+        "settings": changed(layout),
+        "fits": layout.fits,
+        "bytes": layout.bytes,
+        "memory": [asdict(stage) for stage in layout.memory],
+        "seconds": layout.time.seconds,
+        "parts": layout.time.parts,
+        "bubble": layout.time.bubble,
+        "exposed": layout.time.exposed,
+        "tokens_per_second_per_device": layout.speed.tokens_per_second_per_device,
+        "tflops_per_device": layout.speed.tflops_per_device,
+        "mfu": layout.speed.mfu,
+        "convention": "causal",
+    }
+    if tokens:
+        found["days"] = answer.days(layout, tokens)
+        if price:
+            found["cost"] = found["days"] * 24 * answer.gpus * price
+    return found
+
+
+def draw_plan(answer: PlanAnswer, path: str | Path) -> Path:
+    """Memory by stage and the pipeline's timeline of the best layout, and bars of the best ones by part."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    from megalith.parallel.pipeline.drawing import COLOURS as PASSES
+
+    best, timeline = answer.best[0], answer.best[0].time.timeline
+    rows = 2 + (timeline is not None)
+    figure = Figure(figsize=(12, 4.2 * rows), dpi=110, layout="constrained")
+    axes = list(figure.subplots(rows, 1, squeeze=False)[:, 0])
+    bars, memory = axes[0], axes[1]
+    places = range(len(answer.best))
+    _stack(bars, places, {name: [1e3 * each.time.parts[name] for each in answer.best] for name in PARTS})
+    bars.set_yticks(places, [each.name for each in answer.best], fontsize=7)
+    bars.invert_yaxis()
+    parts = {
+        MEMORY_HEADINGS[part]: [getattr(stage, part) / GB for stage in best.memory]
+        for part in MEMORY_HEADINGS
+    }
+    _stack(memory, range(len(best.memory)), parts)
+    memory.axvline(answer.usable / GB, color="#c2255c", linewidth=1.2, linestyle="--")
+    memory.set_yticks(range(len(best.memory)), [f"stage {n}" for n in range(len(best.memory))], fontsize=7)
+    titles = [
+        (bars, "ms a step, by part"),
+        (memory, f"GB a GPU by stage: {best.name} (dashed: what a GPU has)"),
+    ]
+    if timeline is not None:
+        for rank, spans in enumerate(timeline.spans):
+            for kind, colour in PASSES.items():
+                boxes = [(1e3 * s.start, 1e3 * (s.end - s.start)) for s in spans if s.action.kind is kind]
+                axes[2].broken_barh(
+                    boxes, (rank - 0.42, 0.84), facecolors=colour, edgecolor="white", linewidth=0.3
+                )
+        axes[2].invert_yaxis()
+        titles.append(
+            (axes[2], "the pipeline's first micro-batches, ms by rank (blue: forward, orange: backward)")
+        )
+    for each, title in titles:
+        each.set_title(title, loc="left", fontsize=10, color="#343a40")
+        each.tick_params(labelsize=7, colors="#495057", length=0)
+        for side in ("top", "right", "left"):
+            each.spines[side].set_visible(False)
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with replacing(path) as partial:
+        FigureCanvasAgg(figure).print_png(str(partial))
+    return path
+
+
+def _stack(axes: Any, places: range, parts: dict[str, list[float]]) -> None:
+    start = [0.0] * len(places)
+    for colour, (name, values) in zip(COLOURS, parts.items()):
+        axes.barh(places, values, 0.75, start, color=colour, label=name)
+        start = [a + b for a, b in zip(start, values)]
+    axes.legend(
+        loc="lower right", bbox_to_anchor=(1, 1), ncols=5, frameon=False, fontsize=7, borderaxespad=0.2
+    )
+
+
+def goodput_table(found: Sequence[Goodput]) -> str:
+    """A row a size of the job."""
+    headings = (
+        "GPUs",
+        "a failure each",
+        "save each",
+        "trains",
+        "restart",
+        "checkpoint",
+        "files",
+        "saved in",
+        "manifest",
+    )
+    table = plain_table(*headings, left=0)
+    for each in found:
+        table.add_row(
+            f"{each.gpus:,}",
+            _time(each.between_failures),
+            _time(each.interval),
+            f"{each.share:.2%}",
+            _time(each.restart),
+            f"{each.checkpoint_bytes / GB:,.0f} GB",
+            f"{each.files:,}",
+            _time(each.save),
+            f"{each.manifest_bytes / 1e6:.0f} MB",
+        )
+    return render(table)
+
+
+def _time(seconds: float) -> str:
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= 1.5 * size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.0f} s"

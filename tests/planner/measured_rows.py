@@ -1,0 +1,117 @@
+"""The rows of benchmarks/RESULTS.md and docs/performance.md that the planner is held to, of H200."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megalith.config import RunConfig
+
+FIT, TOLD = "fit", "told"
+OLD = "old"  # of an older version: its memory holds, its kernels were slower
+
+
+class Row(NamedTuple):
+    name: str
+    use: str
+    """Whether the time model's figures were fitted on it, or it is told whether they hold."""
+    processes: int
+    model: dict
+    batch: tuple[int, int, int]
+    """Micro-batch, global batch, sequence."""
+    parallel: dict
+    ms: float | None
+    gigabytes: float | None
+    more: dict = {}
+
+    def config(self) -> RunConfig:
+        micro, batch, seq = self.batch
+        more = {section: dict(values) for section, values in self.more.items()}
+        train = dict(train_iters=10, micro_batch_size=micro, global_batch_size=batch, precision="bf16")
+        tree = {
+            "model": self.model,
+            "data": dict(mock=True, seq_length=seq),
+            "parallel": self.parallel,
+            "optim": dict(lr=1e-4) | more.get("optim", {}),
+            "train": train | more.get("train", {}),
+        }
+        return RunConfig.from_tree(tree)
+
+
+DROPPING = dict(preset="gpt2-large", num_attention_heads=16)
+LARGE = dict(DROPPING, hidden_dropout=0.0, attention_dropout=0.0)
+LLAMA = dict(preset="llama3-8b", vocab_size=128256)
+LLAMA16 = dict(LLAMA, num_layers=16)
+BALANCED = dict(moe_router_force_load_balancing=True, moe_permute_fusion=True, moe_grouped_gemm=True)
+QWEN = dict(BALANCED, preset="qwen3-30b-a3b")
+DEEPSEEK = dict(BALANCED, preset="deepseek-v2-lite", num_layers=14, moe_layer_freq=[0] + [1] * 13)
+SP = dict(tensor_model_parallel_size=2, sequence_parallel=True)
+ALONE = dict(tp_comm_overlap=False, symmetric_memory_groups=[])
+PP = dict(pipeline_model_parallel_size=2, microbatch_group_size_per_virtual_pipeline_stage=4)
+CP = dict(context_parallel_size=2)
+WHOLE = dict(data_parallel_sharding_strategy="optim_grads_params")
+FULL = dict(recompute_granularity="full")
+FP16 = dict(train=dict(precision="fp16"))
+HALF = dict(optim=dict(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5))
+V4 = dict(PP, pipeline_model_parallel_layout="E|t*2|(t*5|)*3t*6|t*9|t*4L")
+V3 = dict(PP, pipeline_model_parallel_layout="Et|t*4|t*10|t*10|t*8|t*3L")
+ONE, TWO, LONG = (32, 32, 1024), (64, 64, 1024), (1, 2, 8192)
+
+# fmt: off
+ROWS = [
+    Row("one GPU", FIT, 1, LARGE, ONE, {}, 320.5, 60.7),
+    Row("one GPU, 64 sequences", OLD, 1, LARGE, TWO, {}, None, 109.5),
+    Row("one GPU, fp16, dropout", FIT, 1, DROPPING, ONE, {}, 353.9, 60.6, FP16),
+    Row("DP2", FIT, 2, LARGE, (32, 64, 1024), {}, 332.7, 60.7),
+    Row("DP2, fp16, dropout", TOLD, 2, DROPPING, (32, 64, 1024), {}, 362.1, None, FP16),
+    Row("DP2, optim", TOLD, 2, LARGE, (32, 64, 1024), dict(data_parallel_sharding_strategy="optim"), 331.0, None),
+    Row("DP2, optim_grads_params", OLD, 2, LARGE, (32, 64, 1024), WHOLE, 362.6, 54.8),
+    Row("TP2", OLD, 2, LARGE, TWO, dict(tensor_model_parallel_size=2, **ALONE), 439.0, 67.4),
+    Row("TP2, ping-pong, copy engines", TOLD, 2, LARGE, TWO, dict(tensor_model_parallel_size=2), 398.2, 67.6),
+    Row("TP2 + SP", TOLD, 2, LARGE, TWO, SP, 375.7, 61.6),
+    Row("TP2 + SP, fp16, dropout", TOLD, 2, DROPPING, TWO, SP, 413.9, None, FP16),
+    Row("TP2 + SP, no overlap", FIT, 2, LARGE, TWO, dict(SP, **ALONE), 411.8, 61.3),
+    Row("TP2 + SP, ping-pong by NCCL", FIT, 2, LARGE, TWO, dict(SP, symmetric_memory_groups=[]), 410.3, 61.4),
+    Row("CP2", TOLD, 2, LARGE, TWO, CP, 347.4, 63.7),
+    Row("CP2, fp16, dropout", TOLD, 2, DROPPING, TWO, CP, 381.7, None, FP16),
+    Row("CP2, a2a by NCCL", OLD, 2, LARGE, TWO, dict(CP, cp_comm_type="a2a", **ALONE), 405.8, 63.9),
+    Row("CP2, a2a by copy engines", TOLD, 2, LARGE, TWO,
+        dict(CP, cp_comm_type="a2a", tp_comm_overlap=False, symmetric_memory_groups=["cp"]), 382.6, 63.9),
+    Row("CP2, ring", FIT, 2, LARGE, TWO, dict(CP, cp_comm_type="p2p", **ALONE), 470.6, 61.8),
+    Row("CP2, all_gather", OLD, 2, LARGE, TWO, dict(CP, cp_comm_type="all_gather", **ALONE), 615.5, 63.1),
+    Row("PP2, 4 chunks", FIT, 2, LARGE, (16, 64, 1024), V4, 358.5, 54.3),
+    Row("PP2, 4 chunks, fp16, dropout", TOLD, 2, DROPPING, (16, 64, 1024), V4, 396.6, None, FP16),
+    Row("PP2, 3 chunks", TOLD, 2, LARGE, (16, 64, 1024), V3, 376.7, 55.0),
+    Row("PP2, 2 chunks, 8 micro-batches", OLD, 2, LARGE, (8, 64, 1024),
+        dict(pipeline_model_parallel_size=2, virtual_pipeline_model_parallel_size=2), 451.8, 24.0),
+    Row("TP2 + SP, PP2, a slow host", OLD, 4, LARGE, (8, 64, 1024), 
+        dict(SP, pipeline_model_parallel_size=2), 481.2, 11.1),
+    Row("Llama-3-8B, recomputed", FIT, 1, LLAMA, LONG, FULL, 1997, 135.1),
+    Row("Llama-3-8B, half recomputed, half on the host", FIT, 1, LLAMA, LONG,
+        dict(FULL, recompute_method="block", recompute_num_layers=16), 2857, 128.5, HALF),
+    Row("Llama-3-8B, FSDP2", FIT, 2, LLAMA, (1, 4, 8192), WHOLE, 1700, 112.6),
+    Row("Llama-3-8B, FSDP2, recomputed", TOLD, 2, LLAMA, (1, 4, 8192), dict(WHOLE, **FULL), 2135, 76.3),
+    Row("Llama-3-8B, FSDP2, all layers gathered", TOLD, 2, LLAMA, (1, 4, 8192), dict(WHOLE, fsdp_unsharded_layers=32),
+        1610, 129.9),
+    Row("the same, FP8 delayed", TOLD, 2, LLAMA, (1, 4, 8192), dict(WHOLE, fsdp_unsharded_layers=32), 1214, 125.1,
+        dict(train=dict(fp8_format="hybrid"))),
+    Row("the same, FP8, freed", TOLD, 2, LLAMA, (1, 4, 8192), WHOLE, 1308, 107.8,
+        dict(train=dict(fp8_format="hybrid"))),
+    Row("Llama-3-8B, optim_grads", TOLD, 2, LLAMA, (1, 4, 8192),
+        dict(data_parallel_sharding_strategy="optim_grads"), 1634, 126.1),
+    Row("Llama-3-8B, TP2 + SP", TOLD, 2, LLAMA, (2, 4, 8192), SP, 1630.6, 118),
+    Row("Llama-3-8B, 16 layers", TOLD, 1, LLAMA16, (1, 1, 8192), {}, 422.7, 85.6),
+    Row("the same, FP8 delayed", FIT, 1, LLAMA16, (1, 1, 8192), {}, 322.6, 79.7, dict(train=dict(fp8_format="hybrid"))),
+    Row("the same, FP8 tensorwise", TOLD, 1, LLAMA16, (1, 1, 8192), {}, 329.8, 79.7,
+        dict(train=dict(fp8_format="hybrid", fp8_recipe="tensorwise"))),
+    Row("the same, FP8 blockwise", FIT, 1, LLAMA16, (1, 1, 8192), {}, 358.1, 79.8,
+        dict(train=dict(fp8_format="e4m3", fp8_recipe="blockwise"))),
+    Row("Llama-3-8B, 16 layers, TP2 + SP", TOLD, 2, LLAMA16, (2, 2, 8192), dict(SP, **ALONE), 448.8, None),
+    Row("the same, ping-pong by NCCL", TOLD, 2, LLAMA16, (2, 2, 8192), 
+        dict(SP, symmetric_memory_groups=[]), 441.1, None),
+    Row("the same, ping-pong, copy engines", TOLD, 2, LLAMA16, (2, 2, 8192), SP, 439.2, None),
+    Row("Qwen3-30B-A3B, 8 layers, EP2", FIT, 2, dict(QWEN, num_layers=8), (1, 4, 4096),
+        dict(expert_model_parallel_size=2, data_parallel_sharding_strategy="optim"), 179.2, 55.9),
+    Row("DeepSeek-V2-Lite, 14 layers, EP2", TOLD, 2, DEEPSEEK, (2, 8, 4096),
+        dict(expert_model_parallel_size=2, data_parallel_sharding_strategy="optim"), 446.9, None),
+]
+# fmt: on

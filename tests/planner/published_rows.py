@@ -1,0 +1,86 @@
+"""What others have published of H100 and A100, as configurations of ours and figures a GPU."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from megalith.config import RunConfig
+
+A100, H100 = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3"
+
+
+class Published(NamedTuple):
+    name: str
+    device: str
+    gpus: int
+    model: dict
+    batch: tuple[int, int, int]
+    """Micro-batch, global batch, sequence."""
+    parallel: dict
+    figure: float
+    """TFLOP/s a GPU, or tokens a second a GPU."""
+    unit: str
+    fp8: bool = False
+
+    def config(self) -> RunConfig:
+        micro, batch, seq = self.batch
+        train = dict(train_iters=1, micro_batch_size=micro, global_batch_size=batch, precision="bf16")
+        return RunConfig.from_tree(
+            {
+                "model": dict(max_position_embeddings=seq) | self.model,
+                "data": dict(mock=True, seq_length=seq),
+                "optim": dict(lr=1e-4),
+                "parallel": dict(sequence_parallel=self.parallel.get("tensor_model_parallel_size", 1) > 1)
+                | self.parallel,
+                "train": train | (dict(fp8_format="hybrid", fp8_recipe="tensorwise") if self.fp8 else {}),
+            }
+        )
+
+
+def sizes(tp: int, pp: int, cp: int = 1, vp: int | None = None, **more) -> dict:
+    found = dict(
+        tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp, context_parallel_size=cp, **more
+    )
+    return found | ({} if vp is None else dict(virtual_pipeline_model_parallel_size=vp))
+
+
+ENDS = dict(account_for_embedding_in_pipeline_split=True, account_for_loss_in_pipeline_split=True)
+OPTIM = dict(data_parallel_sharding_strategy="optim")
+LLAMA405, LLAMA70 = dict(preset="llama3-405b"), dict(preset="llama3-70b")
+META = dict(**ENDS, **OPTIM)
+BALANCED = dict(moe_router_force_load_balancing=True, moe_permute_fusion=True, moe_grouped_gemm=True)
+
+# fmt: off
+H100_ROWS = [  # The Llama 3 Herd of Models, table 4; Megatron-Bridge's table of 2026
+    Published("Meta, 8,192 GPUs", H100, 8192, LLAMA405, (1, 2048, 8192), sizes(8, 16, 1, 8, **META), 430, "TFLOP/s"),
+    Published("Meta, 16,384 GPUs", H100, 16384, LLAMA405, (1, 2048, 8192), sizes(8, 16, 1, 8, **META), 400, "TFLOP/s"),
+    Published("Meta, 131,072 tokens", H100, 16384, LLAMA405, (1, 128, 131072),
+              sizes(8, 16, 16, 8, **META), 380, "TFLOP/s"),
+    Published("Bridge, Llama-3-70B, FP8", H100, 64, LLAMA70, (1, 256, 8192), 
+              sizes(4, 8, 1, 5, **OPTIM), 1664, "tokens/s", True),
+    Published("Bridge, Llama-3-405B, FP8", H100, 1024, LLAMA405, (1, 1536, 8192), 
+              sizes(8, 8, 2, 8, **META), 328, "tokens/s", True),
+    Published("Bridge, Qwen3-235B, FP8", H100, 256, dict(BALANCED, preset="qwen3-235b-a22b"), (1, 8192, 4096),
+              sizes(2, 8, expert_model_parallel_size=32, decoder_last_pipeline_num_layers=10, **OPTIM),
+              1712, "tokens/s", True),
+    Published("Bridge, Qwen3-30B, FP8", H100, 16, dict(BALANCED, preset="qwen3-30b-a3b"), (1, 1024, 4096),
+              sizes(1, 1, expert_model_parallel_size=16, **OPTIM), 8960, "tokens/s", True),
+]
+# Narayanan et al. 2021, table 1: layers, hidden, heads, TP, PP, GPUs, batch, TFLOP/s (the recomputation counted).
+SC21 = [
+    ("1.7B", 24, 2304, 24, 1, 1, 32, 512, 137), ("3.6B", 30, 3072, 32, 2, 1, 64, 512, 138),
+    ("7.5B", 36, 4096, 32, 4, 1, 128, 512, 142), ("18.4B", 40, 6144, 48, 8, 1, 256, 1024, 135),
+    ("39.1B", 48, 8192, 64, 8, 2, 512, 1536, 138), ("76.1B", 60, 10240, 80, 8, 4, 1024, 1792, 140),
+    ("145.6B", 80, 12288, 96, 8, 8, 1536, 2304, 148), ("310B", 96, 16384, 128, 8, 16, 1920, 2160, 155),
+    ("530B", 105, 20480, 128, 8, 35, 2520, 2520, 163), ("1T", 128, 25600, 160, 8, 64, 3072, 3072, 163),
+]
+# fmt: on
+
+
+def sc21_row(
+    name: str, layers: int, hidden: int, heads: int, tp: int, pp: int, gpus: int, batch: int, tera: int
+):
+    model = dict(num_layers=layers, hidden_size=hidden, num_attention_heads=heads, vocab_size=51200,
+                 hidden_dropout=0.0, attention_dropout=0.0)  # fmt: skip
+    parallel = sizes(tp, pp, recompute_granularity="full")
+    return Published(name, A100, gpus, model, (1, batch, 2048), parallel, tera, "TFLOP/s")

@@ -1,0 +1,239 @@
+"""The plan: memory and time against what was measured and published, its search, goodput, calibration and dry run."""
+
+import json
+import math
+
+import pytest
+import torch
+import yaml
+from measured_rows import OLD, ROWS, TOLD
+from published_rows import H100_ROWS, SC21, sc21_row
+
+import megalith
+from benchmarks.sizes import ROWS as SIZE_ROWS
+from benchmarks.sizes import line
+from megalith.cli.main import main
+from megalith.config import RunConfig
+from megalith.config.rules.fastest import Machine, with_fastest
+from megalith.errors import ConfigError
+from megalith.parallel.pipeline.pipeline_rules import check_layout
+from megalith.planner.calibrate import calibrate
+from megalith.planner.counts import MetaModel
+from megalith.planner.goodput import SIZES, best_interval, goodput, simulated_share, training_share
+from megalith.planner.layout import build_layout
+from megalith.planner.rates import rates_of, read_rates
+from megalith.planner.search import plan, planned, preset_config
+from megalith.planner.step_time import step_time
+from megalith.training.dry_run import build_ranks, dry_run
+
+SMALL = ["--model.num_layers", "4", "--data.seq_length", "1024", "--model.vocab_size", "50304"]
+
+
+@pytest.mark.parametrize("row", [row for row in ROWS if row.gigabytes], ids=lambda row: row.name)
+def test_memory_is_within_five_percent_of_every_measured_row(row):
+    config, _ = with_fastest(row.config(), Machine(row.processes, compiled=True, nvlink=True))
+    memory = build_layout(config, row.processes).stages[0].memory
+    assert memory.total / 1e9 == pytest.approx(row.gigabytes, rel=0.05)
+
+
+@pytest.mark.parametrize(
+    "row", [row for row in ROWS if row.use != OLD], ids=lambda row: f"{row.name} ({row.use})"
+)
+def test_time_is_within_ten_percent_of_rows_that_nothing_was_fitted_on(row):
+    config, _ = with_fastest(row.config(), Machine(row.processes, compiled=True, nvlink=True))
+    found = step_time(config, MetaModel(config.model), row.processes, rates_of(), 8)
+    assert 1e3 * found.seconds == pytest.approx(row.ms, rel=0.1)
+    assert sum(found.parts.values()) == pytest.approx(found.seconds)
+
+
+def test_half_of_the_measured_rows_were_left_to_be_told():
+    current = [row for row in ROWS if row.use != OLD]
+    assert 2 * sum(row.use == TOLD for row in current) >= len(current)
+
+
+DENSE_FP8 = ("Bridge, Llama-3-70B, FP8", "Bridge, Llama-3-405B, FP8")  # hide tensor parallelism's collectives
+
+
+@pytest.mark.parametrize("row", [row for row in H100_ROWS if "131" not in row.name], ids=lambda row: row.name)
+def test_published_rows_on_h100(row):
+    """Within 20 %; but for dense FP8 runs, whose trainer hides collectives with one sequence a micro-batch, and ours
+    cannot: they are predicted 26 and 36 % slower, which this holds to."""
+    speed = planned(row.config(), row.gpus, rates_of(row.device)).speed
+    found = speed.tflops_per_device if row.unit == "TFLOP/s" else speed.tokens_per_second_per_device
+    if row.name in DENSE_FP8:
+        assert 0.6 <= found / row.figure <= 0.8
+    else:
+        assert found == pytest.approx(row.figure, rel=0.2)
+
+
+def test_a_decade_of_models_comes_in_the_papers_order():
+    """The seven of SC21's ten whose tensor-parallel size is 8; a recomputed forward pass counts, as there."""
+    rows = [sc21_row(*row) for row in SC21 if row[4] == 8]
+    found = [
+        planned(row.config(), row.gpus, rates_of(row.device)).speed.tflops_per_device for row in rows[:5]
+    ]
+    assert found == sorted(found)
+    for value, row in zip(found, rows):
+        assert 4 / 3 * value == pytest.approx(row.figure, rel=0.2)
+
+
+@pytest.fixture(scope="module")
+def llama():
+    config = preset_config("llama3-8b", 8, 8192, 32)
+    return config, plan(config, 8, "H200", top=10)
+
+
+def test_what_is_found_is_what_the_trainer_accepts_in_order_and_in_memory(llama):
+    _, answer = llama
+    times = [each.time.seconds for each in answer.best]
+    assert len(times) == 10 and times == sorted(times) and answer.fitting > 100
+    for each in answer.best:
+        check_layout(each.config, 8)
+        assert each.bytes <= answer.usable
+        stages = build_layout(each.config, 8).stages
+        assert max(stage.memory.total for stage in stages) == each.bytes
+    assert all(each.bytes > answer.usable for each in answer.too_large)
+
+
+def test_a_published_layout_fits_and_is_no_faster_than_the_best(llama):
+    """Megatron-LM's layouts of Llama-3-8B on 8 H200."""
+    config, answer = llama
+    for settings in (
+        {"parallel.data_parallel_sharding_strategy": "optim"},
+        {
+            "parallel.tensor_model_parallel_size": 2,
+            "parallel.sequence_parallel": True,
+            "parallel.pipeline_model_parallel_size": 2,
+            "parallel.virtual_pipeline_model_parallel_size": 4,
+            "parallel.data_parallel_sharding_strategy": "optim",
+        },
+    ):
+        published = planned(config.with_settings(settings), 8, rates_of("H200"))
+        assert published.fits
+        assert answer.best[0].time.seconds <= published.time.seconds
+
+
+def test_where_nothing_fits_the_plan_says_what_it_would_take(capsys):
+    assert main(["plan", "llama3-405b", "--gpus", "8", "--device", "A100-40GB", "--seq-length", "2048"]) == 2
+    text = " ".join(capsys.readouterr().out.split())
+    assert "no layout fits 8 × 38.5 GB" in text and "It would take about" in text
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["plan", "gpt2", "--gpus", "8", "--device", "H10"], "did you mean 'H100'"),
+        (["plan", "gpt2-lage", "--gpus", "8"], "gpt2-large"),
+        (["plan", "gpt2", "--gpus", "0"], "--gpus is 0; give a number above 0"),
+        (["plan", "gpt2", "--gpus", "8", "--device-json", "nowhere.json"], "nowhere.json cannot be read"),
+        (["plan", "gpt2", "--gpus", "8", "--tok", "3"], "takes no '--tok 3'"),
+        (
+            ["plan", "show", "gpt2", "--gpus", "8", "--parallel.tensor_model_parallel_size", "8"],
+            "model.num_attention_heads 12 is not divisible by parallel.tensor_model_parallel_size 8",
+        ),
+        (["plan", "gpt2", "--gpus", "8", "--optim.optimizer", "adamm"], "adamm"),
+    ],
+)
+def test_mistakes_get_a_sentence(words, told, capsys):
+    assert main(words) == 2
+    printed = capsys.readouterr()
+    assert told in printed.err + printed.out
+
+
+def test_the_file_that_is_written_is_the_layout_that_was_planned(tmp_path, capsys):
+    file, picture = tmp_path / "run.yaml", tmp_path / "plan.png"
+    words = ["plan", "gpt2", "--gpus", "4", "--json", "--tokens", "1e9", "--price-per-gpu-hour", "2"]
+    assert main([*words, "--write", str(file), "--png", str(picture)]) == 0
+    best = json.loads(capsys.readouterr().out)["best"][0]
+    assert best["cost"] == pytest.approx(best["days"] * 24 * 4 * 2)
+    assert picture.stat().st_size > 10_000
+    assert main(["plan", "show", str(file), "--gpus", "4", "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
+    assert (shown["seconds"], shown["bytes"]) == (best["seconds"], best["bytes"])
+    assert main(["plan", "gpt2", "--gpus", "2", "--explain", "--top", "3"]) == 0
+    assert "MFU by the causal convention" in capsys.readouterr().out
+
+
+def test_the_longest_sequence_fits_and_twice_as_many_tokens_do_not(capsys):
+    words = ["plan", "gpt2-large", "--gpus", "1", "--device", "A100-40GB", "--json"]
+    assert main([*words, "--longest", "--global-batch-size", "1"]) == 0
+    assert json.loads(capsys.readouterr().out)["best"][0]["fits"]
+
+
+def test_python_gives_what_the_command_does():
+    config = preset_config("gpt2", 2, 1024, 16)
+    answer = megalith.plan(config, 2, "NVIDIA B200", top=2)
+    assert "not measured on NVIDIA B200" in answer.rates.source
+    assert answer.best[0].time.seconds < megalith.plan(config, 2, "A100", top=1).best[0].time.seconds
+
+
+@pytest.mark.parametrize("gpus", SIZES)
+def test_random_failures_give_the_share_that_the_formula_says(gpus):
+    found = goodput(preset_config("llama3-405b", 8, 8192, 64), gpus)
+    simulated = simulated_share(found.interval, 0.8, found.restart, found.between_failures)
+    assert simulated == pytest.approx(found.share, abs=0.003)
+
+
+def test_the_best_interval_is_better_than_others():
+    between, stall, restart = 3 * 3600.0, 20.0, 300.0
+    best = best_interval(stall, between)
+    assert best == pytest.approx(math.sqrt(2 * stall * between), rel=0.05)
+    for other in (best / 2, best * 2):
+        assert training_share(other, stall, restart, between) < training_share(best, stall, restart, between)
+
+
+def test_goodput_is_shown_for_sizes_of_ones_own(capsys):
+    assert main(["plan", "goodput", "llama3-8b", "--gpus", "8", "64", "--json"]) == 0
+    eight, more = json.loads(capsys.readouterr().out)
+    assert eight["between_failures"] == pytest.approx(8 * more["between_failures"])
+    assert eight["checkpoint_bytes"] == pytest.approx(12 * 8.03e9, rel=0.01)
+
+
+def test_a_table_that_was_measured_here_is_read_again_and_planned_with(tmp_path, capsys):
+    table = calibrate(torch.device("cpu"), seconds=1.0)
+    assert read_rates(table.to_json(), "it") == table
+    file = tmp_path / "here.json"
+    file.write_text(table.to_json())
+    assert (
+        main(
+            ["plan", "gpt2", "--gpus", "2", "--device-json", str(file), "--json", "--global-batch-size", "4"]
+        )
+        == 0
+    )
+    assert json.loads(capsys.readouterr().out)["rates"].startswith("measured on CPU")
+    with pytest.raises(ConfigError, match="no table of rates"):
+        read_rates('{"device": "x"}', "it")
+
+
+def test_a_dry_run_builds_the_ranks_that_the_plan_counts(tmp_path, capsys):
+    tree = {
+        "model": dict(preset="gpt2", num_layers=4, vocab_size=1024),
+        "data": dict(mock=True, seq_length=64),
+        "optim": dict(lr=1e-4),
+        "train": dict(train_iters=2, micro_batch_size=1, global_batch_size=16, output_dir=str(tmp_path)),
+        "parallel": dict(
+            tensor_model_parallel_size=2,
+            sequence_parallel=True,
+            pipeline_model_parallel_size=2,
+            data_parallel_sharding_strategy="optim",
+        ),
+    }
+    config = RunConfig.from_tree(tree)
+    ranks = build_ranks(build_layout(config, 32))
+    assert [built.rank for built in ranks] == [0, 16, 31]
+    assert all(built.agrees for built in ranks)
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    assert main(["train", str(file), "--dry-run", "--world-size", "32"]) == 0
+    assert "32 processes can train this" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="world size 30"):
+        dry_run(config, 30)
+
+
+def test_the_page_of_sizes_is_of_this_planner():
+    from test_architecture import ROOT
+
+    page = (ROOT / "docs" / "sizes.md").read_text(encoding="utf-8")
+    for row in SIZE_ROWS[:2] + SIZE_ROWS[-3:]:
+        assert line(row) in page
+    assert page.count("\n| ") == 1 + len(SIZE_ROWS)
