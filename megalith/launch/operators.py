@@ -127,7 +127,7 @@ def _endpoint(environ: Mapping[str, str], address: str, port: str) -> str | None
 
 
 def _reachable(endpoint: str | None, environ: Mapping[str, str], rank: str) -> str | None:
-    """The first pod may be told `localhost`, where the others are told its name."""
+    """The first pod may have `localhost` for its address, where the others have its name."""
     from megalith.launch.meeting import is_loopback  # which imports torch: seconds
 
     host, _, port = (endpoint or "").rpartition(":")

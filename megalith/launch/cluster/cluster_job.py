@@ -44,7 +44,7 @@ class ClusterJob:
     gpus: int
     """Of each node, with a process each."""
     grace: int
-    """Seconds before its end that the job is told, for a last checkpoint."""
+    """Seconds before its end at which the job gets a signal, for a last checkpoint."""
     restarts: int = 3
     """Failures of a process after which the launchers start all again by themselves."""
     time: str | None = None
