@@ -52,7 +52,7 @@ SUPPORTED = {
     "Python": ((3, 11), (3, 14)),
     "torch": ((2, 11), (2, 13)),
 }
-"""Oldest that works, and newest that was tried."""
+"""Oldest that works, and newest that is known to."""
 
 DRIVERS = {
     (12, 6): (560, 28),
@@ -88,7 +88,7 @@ def software_checks() -> Iterator[Check]:
         if numbers(found) < SUPPORTED[name][0]:
             yield Check(name, BAD, found, f"install {name} {oldest} to {newest}")
         else:
-            do = f"tried up to {newest}: if something fails, install that"
+            do = f"newer than {newest}, which is known to work: if something fails, install that"
             yield graded(name, found, numbers(found) <= SUPPORTED[name][1], do)
 
 
