@@ -4,6 +4,7 @@
 #   make test-quick  what needs one process alone and no compiler: two minutes; make test-all  every layout with every feature too
 #   make megatron-core  installs Megatron core beside .venv, has it load what is exported to it
 #   make sizes   writes docs/sizes.md, from the planner
+#   make cluster-models  installs Kubernetes' and Kubeflow's models beside .venv, has them read deploy/'s manifests
 #   make faults  creates .venv, runs the tests of faults and kills a hundred runs at random moments
 PYTHON ?= python3
 VENV := .venv
@@ -12,7 +13,7 @@ READY := $(VENV)/ready
 RUN := runs/quickstart
 PYTEST := $(BIN)/python -m pytest tests --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup train test test-quick test-all megatron-core faults sizes lint clean
+.PHONY: setup train test test-quick test-all megatron-core cluster-models faults sizes lint clean
 
 setup: $(READY)
 
@@ -62,9 +63,16 @@ $(MEGATRON)/megatron: | $(READY)
 megatron-core: $(MEGATRON)/megatron
 	PYTHONPATH=$(CURDIR):$(MEGATRON) $(BIN)/python tests/bridge/against_megatron_core.py
 
+CLUSTER_MODELS := .cluster-models
+$(CLUSTER_MODELS)/kubeflow_trainer_api: | $(READY)
+	$(BIN)/pip install --quiet --target $(CLUSTER_MODELS) kubeflow-trainer-api==2.3.0 kubeflow-training==1.9.4
+
+cluster-models: $(CLUSTER_MODELS)/kubeflow_trainer_api
+	PYTHONPATH=$(CURDIR)/$(CLUSTER_MODELS) $(BIN)/python tests/launch/against_cluster_models.py
+
 faults: $(READY)
 	$(BIN)/python -m pytest tests/faults
 	$(BIN)/python tests/faults/kill_trials.py --trials $(or $(TRIALS),100)
 
 clean:
-	rm -rf $(VENV) $(MEGATRON) data runs
+	rm -rf $(VENV) $(MEGATRON) $(CLUSTER_MODELS) data runs

@@ -33,10 +33,11 @@ COUNTS = (
     "n_embd", "n_inner", "n_head", "n_positions", "num_experts", "num_local_experts", "n_routed_experts",
     "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group",
     "decoder_sparse_step", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
+    "num_kv_heads", "ffn_hidden_size", "num_ln_in_parallel_attn",
 )
 NUMBERS = (
     "rope_theta", "rope_local_base_freq", "partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor",
-    "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim",
+    "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "rotary_pct", "rotary_emb_base",
 )
 NAMES = ("model_type", "rope_type", "type", "topk_method")
 OBJECTS = ("rope_scaling", "rope_parameters", "full_attention", "sliding_attention")  # of these keys again
@@ -144,18 +145,22 @@ class Family:
             raise ConfigError(f"it has {'; '.join(found)}")
         return theirs
 
+    def table(self, model: ModelConfig) -> Mapping[str, Rule]:
+        """The tensors of this model: a family whose names depend on its configuration has more than one table."""
+        return self.tensors
+
     def groups(self, model: ModelConfig) -> list[Group]:
         """Each tensor of the model with the tensors of theirs that it is made of, in the model's order."""
-        groups = []
+        groups, table = [], self.table(model)
         for name, tensor in without_memory(model).state_dict().items():
             layer = LAYER.match(name)
             row = LAYER.sub("layers.{layer}.", name)
-            if row not in self.tensors:
+            if row not in table:
                 raise ConfigError(f"{self.architecture} has nothing for {name}")
             shape = tuple(tensor.shape)
             if name in VOCABULARY:
                 shape = (model.vocab_size, *shape[1:])
-            groups.append(Group(name, shape, self.tensors[row], layer and layer[1], model))
+            groups.append(Group(name, shape, table[row], layer and layer[1], model))
         return groups
 
 

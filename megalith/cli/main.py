@@ -90,7 +90,7 @@ def megatron(words: list[str]) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Every subcommand with its options. Those that read their own, like `train`, are listed here alone."""
-    from megalith.cli import conversion, datasets, generation, looking, training
+    from megalith.cli import clusters, conversion, datasets, generation, looking, training
     from megalith.cli.checkpoints import add_checkpoint_commands
     from megalith.cli.parity_runs import add_parity_arguments
     from megalith.cli.pipelines import add_pipeline_show
@@ -122,5 +122,6 @@ def build_parser() -> argparse.ArgumentParser:
     generation.add_generate_command(commands)
     training.add_evaluate_command(commands)
     add_checkpoint_commands(group(commands, "checkpoint", "look at checkpoints, and rewrite them"))
+    clusters.add_cluster_commands(commands)
     looking.add_commands(commands)
     return parser

@@ -9,6 +9,7 @@ import os
 
 import megalith
 from megalith.cli.parser import Arguments, Parser, leaf
+from megalith.launch.operators import placement
 
 PROGRAMS = {
     "train": "train as a run file says; `megalith train --help` lists every setting",
@@ -31,6 +32,7 @@ processes:
   --dry-run                  everything but the devices: settings, data, layout, memory; trains nothing
   --world-size N             with --dry-run: the job's processes (default: --nproc, or 1)
   --rdzv-id ID               the job's name there, the same on each (default: made of the command)
+What Kubeflow's operators (PET_*, RANK and WORLD_SIZE of pods) and Slurm's srun say in the environment is read first.
 """
 
 
@@ -50,18 +52,20 @@ def train(arguments: list[str]) -> int:
     from megalith.config.run import begins_override
 
     launcher, arguments = _launcher_options().parse_known_args(arguments)
+    place = placement(os.environ, launcher.nproc, launcher.nnodes)
+    os.environ |= place.variables
     path = arguments[0] if arguments and not begins_override(arguments[0]) else None
     config = RunConfig.load(path, arguments[1 if path else 0 :])
     if launcher.dry_run:
         from megalith.training.dry_run import dry_run
 
-        print(dry_run(config, launcher.world_size or launcher.nproc or 1))
+        print(dry_run(config, launcher.world_size or place.nproc or 1))
         return 0
-    if launcher.nproc is not None:
+    if place.nproc is not None:
         from megalith.launch.launcher import launch
         from megalith.training.precheck import check_job
 
-        one_machine = launcher.nnodes == "1"
+        one_machine = place.nnodes == "1"
         command, check_data = ["-m", "megalith.cli", program, *arguments], None
         if program == "grpo":
             from megalith.rl.grpo import open_rollouts as check_data
@@ -69,13 +73,13 @@ def train(arguments: list[str]) -> int:
 
             require_rollouts(config)
         return launch(
-            launcher.nproc,
+            place.nproc,
             command,
-            nnodes=launcher.nnodes,
-            max_restarts=launcher.max_restarts,
-            rdzv_endpoint=launcher.rdzv_endpoint or (None if one_machine else _meeting_place()),
+            nnodes=place.nnodes,
+            max_restarts=launcher.max_restarts or place.max_restarts,
+            rdzv_endpoint=launcher.rdzv_endpoint or (None if one_machine else place.endpoint),
             rdzv_id=launcher.rdzv_id,
-            check=lambda world_sizes: check_job(config, world_sizes, launcher.nproc, one_machine, check_data),
+            check=lambda world_sizes: check_job(config, world_sizes, place.nproc, one_machine, check_data),
         )
     from megalith.launch.stops import exit_code
     from megalith.training.trainer import train
@@ -99,17 +103,11 @@ def _launcher_options() -> Parser:
     parser.add_argument("--nproc", type=int)
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--world-size", type=int)
-    parser.add_argument("--nnodes", default="1")
+    parser.add_argument("--nnodes")
     parser.add_argument("--max-restarts", type=int, default=0)
     parser.add_argument("--rdzv-endpoint")
     parser.add_argument("--rdzv-id")
     return parser
-
-
-def _meeting_place() -> str | None:
-    """Where a scheduler says that the machines of a job meet, if it does."""
-    address = os.environ.get("MASTER_ADDR")
-    return f"{address}:{os.environ.get('MASTER_PORT', 29500)}" if address else None
 
 
 def add_evaluate_command(commands: argparse._SubParsersAction) -> None:

@@ -153,6 +153,12 @@ class DenseModel(Section):
     norm_placement: Literal["pre", "post", "sandwich"] = "pre"
     """A norm before each attention and MLP, on what they add to the residual stream (OLMo 2), or both (Gemma 2)."""
 
+    parallel_attn_mlp: Annotated[bool, Needs("norm_placement", "pre", strict=True)] = False
+    """Attention and MLP side by side: x + attention(norm(x)) + mlp(norm(x)) (GPT-NeoX, Falcon)."""
+
+    shared_layernorm: Annotated[bool, Needs("parallel_attn_mlp", True, strict=True)] = False
+    """parallel_attn_mlp: one norm for both, instead of one each (Falcon-7B)."""
+
     activation: Annotated[
         Literal["gelu", "gelu_tanh", "quick_gelu", "relu", "squared_relu", "silu"], Resolved("mlp_activation")
     ] = "gelu_tanh"
@@ -294,8 +300,8 @@ class DenseModel(Section):
 
     @property
     def norms_in_layer(self) -> int:
-        """Norms of the residual stream's width in a layer."""
-        return 4 if self.norm_placement == "sandwich" else 2
+        """Tensors of the residual stream's width that the norms of a layer take."""
+        return 4 if self.norm_placement == "sandwich" else 1 if self.parallel_attn_mlp else 2
 
     @property
     def rotary_size(self) -> int:

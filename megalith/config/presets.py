@@ -4,8 +4,8 @@ Sources: GPT-2, Radford et al. 2019; GPT-3, Brown et al. 2020, table 2.1 (whose 
 count, 24 × 128 in a width of 2048, are taken as the 5120 and 16 that its parameter counts imply); gpt3-345m and
 gpt3-857m, whose names say more than they have, Megatron-LM's example; gpt3-39b, Narayanan et al. 2021; Llama 2, Touvron
 et al. 2023; Llama 3, Grattafiori et al. 2024; Llama 3.2 and 3.3, Mistral, Mixtral, Qwen2.5, Qwen3, the text models of
-Gemma 2 and 3, OLMo 2, OLMoE, Phi-3, DeepSeek-V2-Lite and V3 (without its layer of multi-token prediction), their
-published configurations.
+Gemma 2 and 3, OLMo 2, OLMoE, Phi-3, GPT-NeoX-20B, Falcon, DeepSeek-V2-Lite and V3 (with its layer of multi-token
+prediction), their published configurations.
 """
 
 from __future__ import annotations
@@ -14,6 +14,14 @@ from typing import Any
 
 _GPT2 = dict(vocab_size=50257, max_position_embeddings=1024)
 _GPT3 = dict(vocab_size=50257, max_position_embeddings=2048)
+_NEOX = dict(
+    position_embedding_type="rope",
+    parallel_attn_mlp=True,
+    max_position_embeddings=2048,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+)
+_FALCON = dict(_NEOX, activation="gelu", add_bias_linear=False, vocab_size=65024)
 _LLAMA = dict(
     position_embedding_type="rope",
     normalization="RMSNorm",
@@ -157,6 +165,12 @@ PRESETS: dict[str, dict[str, Any]] = {
     "gpt3-39b":     dict(_GPT3, num_layers=48, hidden_size=8192, num_attention_heads=64),
     "gpt3-175b":    dict(_GPT3, num_layers=96, hidden_size=12288, num_attention_heads=96),
 
+    "gpt-neox-20b": dict(_NEOX, num_layers=44, hidden_size=6144, num_attention_heads=64, rotary_percent=0.25,
+                         vocab_size=50432, untie_embeddings_and_output_weights=True),
+    "falcon-7b":    dict(_FALCON, num_layers=32, hidden_size=4544, num_attention_heads=71, num_query_groups=1,
+                         shared_layernorm=True),
+    "falcon-40b":   dict(_FALCON, num_layers=60, hidden_size=8192, num_attention_heads=128, num_query_groups=8),
+
     "llama2-7b":    dict(_LLAMA2, num_layers=32, hidden_size=4096, ffn_hidden_size=11008, num_attention_heads=32),
     "llama2-13b":   dict(_LLAMA2, num_layers=40, hidden_size=5120, ffn_hidden_size=13824, num_attention_heads=40),
     "llama2-70b":   dict(_LLAMA2, num_layers=80, hidden_size=8192, ffn_hidden_size=28672, num_attention_heads=64,
@@ -230,7 +244,7 @@ PRESETS: dict[str, dict[str, Any]] = {
                              moe_router_pre_softmax=True, moe_ffn_hidden_size=1408,
                              moe_shared_expert_intermediate_size=2816),
     "deepseek-v3":  dict(_DEEPSEEK, num_layers=61, hidden_size=7168, ffn_hidden_size=18432, num_attention_heads=128,
-                         q_lora_rank=1536, vocab_size=129280, max_position_embeddings=163840,
+                         mtp_num_layers=1, q_lora_rank=1536, vocab_size=129280, max_position_embeddings=163840,
                          rope_scaling=dict(type="yarn", factor=40.0, original_max_position_embeddings=4096, mscale=1.0,
                                            mscale_all_dim=1.0),
                          num_experts=256, moe_layer_freq=[0] * 3 + [1] * 58, moe_router_topk=8,
@@ -241,8 +255,3 @@ PRESETS: dict[str, dict[str, Any]] = {
                          vocab_size=50304, max_position_embeddings=4096, num_experts=64),
 }
 # fmt: on
-
-UNAVAILABLE = {  # what is asked for by name, and why it cannot be: "there is no preset NAME, whose …"
-    "gpt-neox-20b": "attention and MLP read one input side by side, which no model here does",
-    "falcon-40b": "attention and MLP read one input side by side, which no model here does; gpt3-39b is as large",
-}

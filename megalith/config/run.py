@@ -24,7 +24,7 @@ from megalith.config.model import ModelConfig
 from megalith.config.optim import OptimConfig
 from megalith.config.output import CheckpointConfig, LogConfig, RuntimeConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.config.presets import PRESETS, UNAVAILABLE
+from megalith.config.presets import PRESETS
 from megalith.config.rl import RlConfig
 from megalith.config.sft import SftConfig
 from megalith.config.train import TrainConfig
@@ -264,7 +264,7 @@ def _elsewhere(*keys: str) -> str:
 
 def _preset(name: Any) -> dict[str, Any]:
     if name is not None and (not isinstance(name, str) or name not in PRESETS):
-        why = f", whose {UNAVAILABLE[name]}" if str(name) in UNAVAILABLE else nearest_of(str(name), PRESETS)
+        why = nearest_of(str(name), PRESETS)
         raise ConfigError(f"there is no preset {name!r}{why}")
     return PRESETS.get(name, {})
 

@@ -49,6 +49,7 @@ from megalith.launch.meeting import (
     ANSWER_PATIENCE,
     LOOPBACK,
     address_towards,
+    await_name,
     hold_store,
     is_here,
     join_store,
@@ -126,6 +127,7 @@ class SeveralMachines(RendezvousHandler):
         """The store where the launchers meet, and the name of this start of the job."""
         key, timeout = "megalith/job", timedelta(seconds=60)
         self._address = self._host
+        await_name(self._host)
         if is_here(self._host):
             with suppress(OSError):  # taken: by another launcher of this machine, it is to be hoped
                 store, job = hold_store(self._host, self._port, timeout), uuid.uuid4().hex

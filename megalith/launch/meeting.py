@@ -125,6 +125,18 @@ def no_rendezvous(host: str, port: int) -> ConfigError:
     )
 
 
+def await_name(host: str, patience: float = HOST_PATIENCE) -> None:
+    """Returns when `host` is a name that resolves, for at most `patience` seconds: a pod may start before its name is
+    known, to itself too."""
+    deadline = time.monotonic() + patience
+    while host != socket.gethostname() and time.monotonic() < deadline:
+        try:
+            socket.getaddrinfo(host, None)
+            return
+        except OSError:
+            time.sleep(0.5)
+
+
 def is_here(host: str) -> bool:
     """Whether `host` is this machine: its own name, or an address that one of its interfaces has."""
     if is_loopback(host) or host in (socket.gethostname(), socket.getfqdn()):

@@ -23,7 +23,8 @@ from megalith.ops.fused_norm import add
 
 class TransformerLayer(nn.Module):
     """x + mixer(norm(x)), then x + mlp(norm(x)): norms where `norm_placement` says, dropout before additions. With
-    `cross` there is x + cross_attention(norm(x)) between them."""
+    `cross` there is x + cross_attention(norm(x)) between them. With parallel_attn_mlp (Wang and Komatsuzaki 2021)
+    x + mixer(norm(x)) + mlp(norm(x)), the norms two or one."""
 
     def __init__(
         self,
@@ -37,6 +38,7 @@ class TransformerLayer(nn.Module):
         super().__init__()
         self.number = number
         self.dropout = config.hidden_dropout
+        self.side_by_side = config.parallel_attn_mlp
 
         def norm(*placements: str) -> Norm | None:
             wanted = config.norm_placement in placements
@@ -50,7 +52,7 @@ class TransformerLayer(nn.Module):
             self.pre_cross_attn_layernorm = norm("pre", "sandwich")
             self.cross_attention = CrossAttention(config, number, device)
             self.post_cross_attn_layernorm = norm("post", "sandwich")
-        self.pre_mlp_layernorm = norm("pre", "sandwich")
+        self.pre_mlp_layernorm = None if config.shared_layernorm else norm("pre", "sandwich")
         self.join = self.final_layernorm = None
         if number in config.further_layers:
             self.join, self.final_layernorm = Join(config, device), Norm(config, config.hidden_size, device)
@@ -67,6 +69,10 @@ class TransformerLayer(nn.Module):
         x, h = normed_after(self.input_layernorm, x)
         y = normed(self.post_attention_layernorm, self.self_attention(h, context))
         mask = self._mask(context, ATTENTION_OUTPUT)
+        if self.side_by_side:
+            h = h if self.pre_mlp_layernorm is None else self.pre_mlp_layernorm(x)
+            x = add(add(x, y, mask), self.mlp(h, context), self._mask(context, MLP_OUTPUT))
+            return normed(self.final_layernorm, x)
         if self.cross_attention is not None:
             x, h = normed_after(self.pre_cross_attn_layernorm, x, y, mask)
             y = normed(self.post_cross_attn_layernorm, self.cross_attention(h, context))

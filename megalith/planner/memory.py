@@ -254,7 +254,8 @@ def saved_activations(
     key_value = 2 * groups * model.head_dim
     gathers = compiled and sequence > 1
     norm_inputs = model.norms_in_layer * model.hidden_size // sequence
-    norm_outputs = 2 * model.hidden_size // (1 if gathers else sequence)  # what the matrices take
+    normed = 1 if model.shared_layernorm else 2
+    norm_outputs = normed * model.hidden_size // (1 if gathers else sequence)  # what the matrices take
     if compiled and not gathers and "layernorm" in recomputed:  # the input of a recomputed MLP is saved
         norm_outputs = model.hidden_size // sequence if "mlp" in recomputed else 0
     attention = query + key_value

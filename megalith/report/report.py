@@ -27,6 +27,7 @@ from megalith.planner.counts import flops_per_token, throughput
 from megalith.planner.layout import Layout, build_layout
 from megalith.planner.topology import gather_places, topology_notes
 from megalith.report.console import TrainingConsole, open_console
+from megalith.report.gpu_health import GpuWatch
 from megalith.report.health import ReadStep
 from megalith.report.layout_text import LayoutReport, layout_text, paragraph
 from megalith.report.measured_step import PhaseTimers, StartClock, StepClock, Stragglers, timers_text
@@ -223,6 +224,8 @@ class Report:
         self._world, self._device = mesh.world, device
         self._layout = LayoutReport(layout, mesh, device, step + 1, self.note, pipeline)
         self._stragglers = Stragglers(config.runtime, mesh, device, self._is_traced, self.event)
+        self._gpus = GpuWatch(device, mesh.world, self.event)
+        self._gpu_figures: dict[int, dict[str, float]] = {}  # of the step at the last log interval
         self._read: list[ReadStep] = []
         self._pending: list[PendingStep] = []
         self._first = step + 1
@@ -247,6 +250,8 @@ class Report:
         self._layout.after_step()
         self._stragglers.after_step()
         self._pending.append(step)
+        if step.step % self._config.log.log_interval == 0:
+            self._gpu_figures = {step.step: self._gpus.read(step.step)}
         if step.step == self._first or step.step % self._interval == 0:
             self.flush()
         if step.timers is not None and step.step % self._config.log.log_interval == 0:
@@ -270,7 +275,8 @@ class Report:
                     metrics, tokens = with_expert_load(metrics, step.tallies, self._config)
                     if step.step % self._config.log.log_interval == 0:
                         self._metrics.log_experts(step.step, tokens)
-                self._metrics.log_step(metrics, step.figures() if step.figures else {})
+                more = step.figures() if step.figures else {}
+                self._metrics.log_step(metrics, more | self._gpu_figures.pop(step.step, {}))
                 self._console.log_step(metrics)
 
     def _log_timers(self, step: int, timers: PhaseTimers) -> None:

@@ -174,7 +174,7 @@ def test_a_model_of_our_own_is_written_in_the_family_that_fits(
 
 
 def test_a_model_that_no_family_can_say_is_refused_before_anything_is_written(tmp_path: Path) -> None:
-    run = own_run(tmp_path, preset="tiny-gpt", position_embedding_type="rope")
+    run = own_run(tmp_path, preset="tiny-gpt", qk_layernorm=True)
     with pytest.raises(ConfigError, match="no family of transformers can say this model"):
         export_hf(run, tmp_path / "hf")
     assert not list(tmp_path.glob("hf*"))

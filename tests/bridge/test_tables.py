@@ -84,6 +84,9 @@ def test_tensors_go_there_and_back_bitwise_and_any_box_is_a_part_of_the_whole(na
         ("gemma2-9b", "gemma2"),
         ("gemma3-1b", "gemma3_text"),
         ("olmo2-7b", "olmo2"),
+        ("gpt-neox-20b", "gpt_neox"),
+        ("falcon-7b", "falcon"),
+        ("falcon-40b", "falcon"),
     ],
 )
 def test_a_preset_is_written_in_the_family_that_it_was_published_in(preset: str, model_type: str) -> None:
@@ -94,7 +97,7 @@ def test_a_preset_is_written_in_the_family_that_it_was_published_in(preset: str,
 def test_a_model_that_no_family_can_say_is_refused_with_the_reason_of_each() -> None:
     model = ModelConfig(
         num_layers=2, hidden_size=64, num_attention_heads=4, vocab_size=100, max_position_embeddings=64,
-        position_embedding_type="rope",
+        position_embedding_type="rope", qk_layernorm=True,
     )  # fmt: skip
     with pytest.raises(ConfigError) as error:
         family_for(model)
@@ -117,6 +120,10 @@ def test_a_model_that_no_family_can_say_is_refused_with_the_reason_of_each() -> 
         ("qwen3", {"layer_types": ["full_attention", "sliding_attention"]}, "'sliding_attention'"),
         ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx True"),
         ("gpt2", {"activation_function": "swish"}, "activation_function 'swish'"),
+        ("gpt-neox", {"hidden_act": "swish"}, "hidden_act 'swish'"),
+        ("gpt-neox", {"rotary_pct": -1}, "rotary_pct -1"),
+        ("falcon, multi-query", {"alibi": True}, "alibi True"),
+        ("falcon, multi-query", {"parallel_attn": False}, "parallel_attn False"),
     ],
 )
 def test_a_config_json_that_asks_for_more_is_refused_by_its_key(name: str, change: dict, told: str) -> None:

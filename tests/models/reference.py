@@ -36,6 +36,17 @@ PHI3 = dict(LLAMA, pad_token_id=None, rms_norm_eps=1e-6)
 LONG_FACTORS = dict(short_factor=[1.0, 1.1, 1.3, 1.7, 2.0, 2.5], long_factor=[1.5, 2.0, 3.0, 5.0, 8.0, 9.0])
 LONG_ROPE = dict(rope_type="longrope", partial_rotary_factor=0.75, rope_theta=10000.0, **LONG_FACTORS)
 
+NEOX = dict(vocab_size=VOCAB, hidden_size=64, intermediate_size=112, num_hidden_layers=3, num_attention_heads=4,
+            max_position_embeddings=256)  # fmt: skip
+OUR_NEOX = dict(vocab_size=VOCAB, hidden_size=64, ffn_hidden_size=112, num_layers=3, num_attention_heads=4,
+                max_position_embeddings=256, position_embedding_type="rope", parallel_attn_mlp=True,
+                untie_embeddings_and_output_weights=True)  # fmt: skip
+FALCON = dict(vocab_size=VOCAB, hidden_size=64, ffn_hidden_size=112, num_hidden_layers=3, num_attention_heads=4,
+              max_position_embeddings=256)  # fmt: skip
+OUR_FALCON = dict(
+    OUR_NEOX, activation="gelu", add_bias_linear=False, untie_embeddings_and_output_weights=False
+)
+
 EXPERTS = dict(num_experts=8, num_experts_per_tok=3)
 OUR_EXPERTS = dict(num_experts=8, moe_router_topk=3)
 DEEPSEEK = dict({**LLAMA, "num_key_value_heads": 4}, n_routed_experts=8, num_experts_per_tok=4, n_shared_experts=2,
@@ -165,6 +176,32 @@ CASES: dict[str, tuple[Callable, dict]] = {
              rope_scaling=dict(type="yarn", factor=4.0, original_max_position_embeddings=64, mscale=0.7,
                                mscale_all_dim=0.9)),
     ),
+    "gpt-neox": (
+        lambda: transformers.GPTNeoXConfig(**NEOX, hidden_act="gelu_fast"),
+        dict(OUR_NEOX, activation="gelu_tanh", rotary_percent=0.25),
+    ),
+    "gpt-neox, one behind the other, other positions": (
+        lambda: transformers.GPTNeoXConfig(**NEOX, use_parallel_residual=False, attention_bias=False,
+            tie_word_embeddings=True, rope_parameters=dict(LINEAR_ROPE, partial_rotary_factor=0.5)),
+        dict(OUR_NEOX, activation="gelu", rotary_percent=0.5, rope_scaling=dict(type="linear", factor=2.0),
+             parallel_attn_mlp=False, add_bias_linear=False, add_mlp_bias=True,
+             untie_embeddings_and_output_weights=False),
+    ),
+    "falcon, new decoder": (
+        lambda: transformers.FalconConfig(**FALCON, new_decoder_architecture=True, num_kv_heads=2,
+                                          num_ln_in_parallel_attn=2),
+        dict(OUR_FALCON, num_query_groups=2),
+    ),
+    "falcon, new decoder, one norm, biases": (
+        lambda: transformers.FalconConfig(**FALCON, new_decoder_architecture=True, num_kv_heads=2, bias=True,
+                                          num_ln_in_parallel_attn=1, tie_word_embeddings=False),
+        dict(OUR_FALCON, num_query_groups=2, shared_layernorm=True, add_bias_linear=True,
+             untie_embeddings_and_output_weights=True),
+    ),
+    "falcon, multi-query": (
+        lambda: transformers.FalconConfig(**FALCON),
+        dict(OUR_FALCON, num_query_groups=1, shared_layernorm=True),
+    ),
     "deepseek-v2, as lite": (
         lambda: transformers.DeepseekV2Config(**DEEPSEEK, q_lora_rank=None),
         dict(OUR_DEEPSEEK, moe_router_pre_softmax=True),
@@ -203,8 +240,10 @@ def reference_and_ours(name: str, std: float = 0.1) -> tuple[nn.Module, Transfor
     reference = random_reference(their_config(), std)
     model = Transformer(ModelConfig(**our_config))
     family = FAMILIES[type(reference).__name__]
-    has_experts = model.config.num_experts is not None
-    theirs = saved_tensors(reference) if has_experts else reference.state_dict()
+    as_stored = (
+        model.config.num_experts is not None or family.model_type == "gpt_neox"
+    )  # under other names in memory
+    theirs = saved_tensors(reference) if as_stored else reference.state_dict()
     ours = model.state_dict()
     for group in family.groups(model.config):
         value = to_ours(group, theirs.__getitem__)

@@ -68,6 +68,14 @@ OLMO = LLAMA | {
         "long_factor": [1.5, 4.0],
     },
 }
+NEOX = GPT2 | {"position_embedding_type": "rope", "rotary_percent": 0.25, "parallel_attn_mlp": True}
+FALCON = NEOX | {
+    "rotary_percent": 1.0,
+    "num_query_groups": 2,
+    "shared_layernorm": True,
+    "add_bias_linear": False,
+    "activation": "gelu",
+}
 MOE = LLAMA | {
     "num_experts": 8,
     "moe_ffn_hidden_size": 24,
@@ -135,6 +143,14 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
             "recompute_modules": ["core_attn", "layernorm", "mlp"],
         },
     },
+    "neox recompute some, dropout": {
+        "model": NEOX | UNTIED | DROPOUT,
+        "parallel": {
+            "recompute_granularity": "selective",
+            "recompute_modules": ["core_attn", "layernorm", "mlp"],
+        },
+    },
+    "falcon documents": {"model": FALCON, "data": DOCUMENTS},
     "moe": {"model": MOE},
     "deepseek documents": {
         "model": MOE
@@ -228,7 +244,7 @@ SHOWN_WITH = {
     "pp4": "gpt2 dropout",
     "pp2-interleaved": "llama recompute some",
     "pp4-interleaved": "llama tied, documents",
-    "pp2-zero_bubble": "llama dropout",
+    "pp2-zero_bubble": "falcon documents",
     "pp4-zero_bubble": "gpt2 untied, documents, dropout",
     "pp2-uneven": "gpt2 documents, recompute all",
     "pp3-counted": "llama text",
@@ -245,7 +261,7 @@ SHOWN_WITH = {
     "dp4-zero2-hybrid": "llama dropout",
     "dp4-zero3-hybrid": "gpt2",
     "tp2-cp2": "gpt2 untied, documents, dropout",
-    "tp2-sp-cp2": "llama one group, biases, no clipping",
+    "tp2-sp-cp2": "neox recompute some, dropout",
     "tp2-cp2-all_gather": "llama dropout",
     "tp2-sp-cp2-a2a": "gpt2 documents, recompute all",
     "tp2-pp2": "gpt2 lora on some rows",
@@ -256,7 +272,7 @@ SHOWN_WITH = {
     "tp2-sp-dp2-zero1": "llama text",
     "tp2-dp2-zero2": "llama one group, biases, no clipping",
     "tp2-sp-dp2-zero3": "llama lora, dropout",
-    "cp2-pp2": "llama tied, documents",
+    "cp2-pp2": "falcon documents",
     "cp2-a2a-pp2-interleaved": "gpt2 dropout",
     "cp2-all_gather-pp2-zero_bubble": "gemma documents, dropout",
     "cp2-dp2": "gpt2 documents, recompute all",
@@ -290,7 +306,7 @@ SHOWN_WITH = {
     "cp4-a2a+p2p-dp2-zero2": "llama one group, biases, no clipping",
     "pp4-dp2-zero3": "llama tied, documents",
     "tp2-overlap": "olmo recompute some",
-    "tp2-sp-overlap": "gemma documents, dropout",
+    "tp2-sp-overlap": "falcon documents",
     "tp4-sp-overlap": "gpt2 untied, documents, dropout",
     "cp2-a2a-overlap": "gpt2 untied, documents, dropout",
     "tp2-sp-cp2-a2a-overlap": "llama one group, biases, no clipping",

@@ -191,6 +191,7 @@ WHOLE = {  # a model that reads every setting but those of MLA
     "qk_layernorm": True, "normalization": "RMSNorm", "num_experts": 8, "moe_router_score_function": "sigmoid",
     "moe_router_num_groups": 4, "moe_router_group_topk": 2, "moe_shared_expert_intermediate_size": 32,
 }  # fmt: skip
+SIDE_BY_SIDE = {**WHOLE, "parallel_attn_mlp": True}
 LATENT = {
     "num_layers": 4, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 100, "max_position_embeddings": 64,
     "position_embedding_type": "rope", "add_bias_linear": False, "multi_latent_attention": True,
@@ -213,7 +214,8 @@ OTHER_FUNCTIONS = {
     "rope_scaling": ({"type": "linear", "factor": 4.0}, WHOLE), "window_size": ([8, 0], WHOLE),
     "window_attn_skip_freq": (2, WHOLE), "scale_embeddings": (True, WHOLE), "normalization": ("LayerNorm", WHOLE),
     "layernorm_epsilon": (1e-6, WHOLE), "layernorm_zero_centered_gamma": (True, WHOLE),
-    "norm_placement": ("post", WHOLE), "activation": ("relu", WHOLE), "gated_linear_unit": (True, WHOLE),
+    "norm_placement": ("post", WHOLE), "parallel_attn_mlp": (True, WHOLE), "shared_layernorm": (True, SIDE_BY_SIDE),
+    "activation": ("relu", WHOLE), "gated_linear_unit": (True, WHOLE),
     "swiglu": (True, WHOLE), "add_bias_linear": (True, WHOLE), "add_qkv_bias": (True, WHOLE),
     "add_proj_bias": (True, WHOLE), "add_mlp_bias": (True, WHOLE), "qk_layernorm": (False, WHOLE),
     "qk_layernorm_full_width": (True, WHOLE), "query_pre_attn_scalar": (20, WHOLE),

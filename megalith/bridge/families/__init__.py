@@ -13,6 +13,7 @@ from megalith.bridge.families.gemma import GEMMA2, GEMMA3
 from megalith.bridge.families.gpt2 import GPT2
 from megalith.bridge.families.llama import LLAMA, MISTRAL, PHI3
 from megalith.bridge.families.mixtral import MIXTRAL, OLMOE
+from megalith.bridge.families.neox import FALCON, GPT_NEOX
 from megalith.bridge.families.olmo import OLMO2
 from megalith.bridge.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from megalith.bridge.family import Family, check_kinds
@@ -31,6 +32,8 @@ FAMILIES: dict[str, Family] = {
         GEMMA3,
         OLMO2,
         PHI3,
+        GPT_NEOX,
+        FALCON,
         MIXTRAL,
         QWEN3_MOE,
         OLMOE,

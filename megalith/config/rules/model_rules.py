@@ -29,6 +29,11 @@ def check_model(model: ModelConfig) -> None:
             f"model.num_attention_heads {model.num_attention_heads} is not divisible by model.num_query_groups "
             f"{model.query_groups}: each key and value head serves as many query heads; choose a divisor, or 0"
         )
+    if model.parallel_attn_mlp and model.num_experts is not None:
+        raise ConfigError(
+            f"model.parallel_attn_mlp sets attention and MLP side by side, but model.num_experts is "
+            f"{model.num_experts}, and experts are only built behind attention; leave out one of the two"
+        )
     _check_latent_attention(model)
     _check_rotary(model)
     _check_window(model)

@@ -1,0 +1,206 @@
+"""GPT-NeoX (and Pythia) and Falcon, whose attention and MLP read the residual stream side by side.
+
+Their queries, keys and values are one tensor in our own order of rows: by group its query heads, its key, its value.
+NeoX has a group a head, and heads that turn in part. Falcon has two norms before the halves (40B), or one (7B, whose
+heads share one key and value; 11B), and names them otherwise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megalith.bridge.family import Family
+from megalith.bridge.rows import Rule, same
+from megalith.bridge.settings import Field, Ours, Rope, Theirs, Tree
+from megalith.config import ModelConfig
+
+# fmt: off
+NEOX_TENSORS = {
+    "embedding.word_embeddings.weight":
+        same("gpt_neox.embed_in.weight"),
+    "layers.{layer}.input_layernorm.weight":
+        same("gpt_neox.layers.{layer}.input_layernorm.weight"),
+    "layers.{layer}.input_layernorm.bias":
+        same("gpt_neox.layers.{layer}.input_layernorm.bias"),
+    "layers.{layer}.self_attention.linear_qkv.weight":
+        same("gpt_neox.layers.{layer}.attention.query_key_value.weight"),
+    "layers.{layer}.self_attention.linear_qkv.bias":
+        same("gpt_neox.layers.{layer}.attention.query_key_value.bias"),
+    "layers.{layer}.self_attention.linear_proj.weight":
+        same("gpt_neox.layers.{layer}.attention.dense.weight"),
+    "layers.{layer}.self_attention.linear_proj.bias":
+        same("gpt_neox.layers.{layer}.attention.dense.bias"),
+    "layers.{layer}.pre_mlp_layernorm.weight":
+        same("gpt_neox.layers.{layer}.post_attention_layernorm.weight"),
+    "layers.{layer}.pre_mlp_layernorm.bias":
+        same("gpt_neox.layers.{layer}.post_attention_layernorm.bias"),
+    "layers.{layer}.mlp.linear_fc1.weight":
+        same("gpt_neox.layers.{layer}.mlp.dense_h_to_4h.weight"),
+    "layers.{layer}.mlp.linear_fc1.bias":
+        same("gpt_neox.layers.{layer}.mlp.dense_h_to_4h.bias"),
+    "layers.{layer}.mlp.linear_fc2.weight":
+        same("gpt_neox.layers.{layer}.mlp.dense_4h_to_h.weight"),
+    "layers.{layer}.mlp.linear_fc2.bias":
+        same("gpt_neox.layers.{layer}.mlp.dense_4h_to_h.bias"),
+    "final_layernorm.weight":
+        same("gpt_neox.final_layer_norm.weight"),
+    "final_layernorm.bias":
+        same("gpt_neox.final_layer_norm.bias"),
+    "output_layer.weight":
+        same("embed_out.weight"),
+}
+
+
+class NeoxRope:
+    """As Rope, under the names that NeoX has for the base and for the share of a head that turns."""
+
+    def read(self, theirs: Mapping[str, Any]) -> Tree:
+        given = dict(theirs.get("rope_parameters") or theirs.get("rope_scaling") or {})
+        percent = given.pop("partial_rotary_factor", None) or theirs.get("rotary_pct") or 0.25
+        given.setdefault("rope_theta", theirs.get("rotary_emb_base") or 10000.0)
+        return Rope().read({**theirs, "rope_parameters": given}) | {"rotary_percent": percent}
+
+    def write(self, model: ModelConfig) -> Tree:
+        tree = Rope().write(model)
+        return {"rotary_emb_base": tree.pop("rope_theta"), "rotary_pct": model.rotary_percent, **tree}
+
+
+GPT_NEOX = Family(
+    architecture="GPTNeoXForCausalLM",
+    model_type="gpt_neox",
+    tensors=NEOX_TENSORS,
+    settings=(
+        Field("num_layers", "num_hidden_layers"),
+        Field("hidden_size", "hidden_size"),
+        Field("ffn_hidden_size", "intermediate_size"),
+        Field("num_attention_heads", "num_attention_heads"),
+        Field("vocab_size", "vocab_size"),
+        Field("max_position_embeddings", "max_position_embeddings"),
+        Field("layernorm_epsilon", "layer_norm_eps", default=1e-5),
+        Field("activation", "hidden_act", default="gelu",
+              values={"gelu": "gelu", "gelu_fast": "gelu_tanh", "gelu_new": "gelu_tanh",
+                      "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "silu": "silu"}),
+        Field("hidden_dropout", "hidden_dropout", default=0.0),
+        Field("attention_dropout", "attention_dropout", default=0.0),
+        Field("init_method_std", "initializer_range", default=0.02),
+        Field("parallel_attn_mlp", "use_parallel_residual", default=True),
+        Field("add_qkv_bias", "attention_bias", default=True),
+        Field("add_proj_bias", "attention_bias", default=True),
+        Field("untie_embeddings_and_output_weights", "tie_word_embeddings", default=False,
+              values={True: False, False: True}),
+        NeoxRope(),
+        Ours(add_bias_linear=False, add_mlp_bias=True),
+    ),
+    tied="embed_out.weight",
+    ignored=(r"\.attention\.(masked_)?bias$", r"rotary_emb\.inv_freq$"),
+    prefix="gpt_neox.",
+)
+
+
+FALCON_TENSORS = {
+    "embedding.word_embeddings.weight":
+        same("transformer.word_embeddings.weight"),
+    "layers.{layer}.input_layernorm.weight":
+        same("transformer.h.{layer}.ln_attn.weight"),
+    "layers.{layer}.input_layernorm.bias":
+        same("transformer.h.{layer}.ln_attn.bias"),
+    "layers.{layer}.self_attention.linear_qkv.weight":
+        same("transformer.h.{layer}.self_attention.query_key_value.weight"),
+    "layers.{layer}.self_attention.linear_qkv.bias":
+        same("transformer.h.{layer}.self_attention.query_key_value.bias"),
+    "layers.{layer}.self_attention.linear_proj.weight":
+        same("transformer.h.{layer}.self_attention.dense.weight"),
+    "layers.{layer}.self_attention.linear_proj.bias":
+        same("transformer.h.{layer}.self_attention.dense.bias"),
+    "layers.{layer}.pre_mlp_layernorm.weight":
+        same("transformer.h.{layer}.ln_mlp.weight"),
+    "layers.{layer}.pre_mlp_layernorm.bias":
+        same("transformer.h.{layer}.ln_mlp.bias"),
+    "layers.{layer}.mlp.linear_fc1.weight":
+        same("transformer.h.{layer}.mlp.dense_h_to_4h.weight"),
+    "layers.{layer}.mlp.linear_fc1.bias":
+        same("transformer.h.{layer}.mlp.dense_h_to_4h.bias"),
+    "layers.{layer}.mlp.linear_fc2.weight":
+        same("transformer.h.{layer}.mlp.dense_4h_to_h.weight"),
+    "layers.{layer}.mlp.linear_fc2.bias":
+        same("transformer.h.{layer}.mlp.dense_4h_to_h.bias"),
+    "final_layernorm.weight":
+        same("transformer.ln_f.weight"),
+    "final_layernorm.bias":
+        same("transformer.ln_f.bias"),
+    "output_layer.weight":
+        same("lm_head.weight"),
+}
+ONE_NORM_TENSORS = {
+    **FALCON_TENSORS,
+    "layers.{layer}.input_layernorm.weight":
+        same("transformer.h.{layer}.input_layernorm.weight"),
+    "layers.{layer}.input_layernorm.bias":
+        same("transformer.h.{layer}.input_layernorm.bias"),
+}
+# fmt: on
+
+
+class FalconDecoder:
+    """Falcon's two decoders: the new one with groups of heads and two norms or one, the first with one norm, and one
+    key and value for all heads or each head its own."""
+
+    def read(self, theirs: Mapping[str, Any]) -> Tree:
+        heads = theirs.get("num_attention_heads")
+        if theirs.get("new_decoder_architecture"):
+            norms, groups = theirs.get("num_ln_in_parallel_attn"), theirs.get("num_kv_heads") or heads
+        else:
+            norms, groups = 1, 1 if theirs.get("multi_query", True) else heads
+        return {"parallel_attn_mlp": True, "shared_layernorm": norms == 1, "num_query_groups": groups}
+
+    def write(self, model: ModelConfig) -> Tree:
+        if model.shared_layernorm and model.query_groups == 1:
+            first = {"multi_query": True, "num_kv_heads": model.num_attention_heads}
+            return {"new_decoder_architecture": False, "num_ln_in_parallel_attn": None, **first}
+        norms = 1 if model.shared_layernorm else 2
+        groups = {"multi_query": True, "num_kv_heads": model.query_groups}
+        return {"new_decoder_architecture": True, "num_ln_in_parallel_attn": norms, **groups}
+
+
+class FalconFamily(Family):
+    """Names of norms follow from how many there are."""
+
+    def table(self, model: ModelConfig) -> Mapping[str, Rule]:
+        return ONE_NORM_TENSORS if model.shared_layernorm else FALCON_TENSORS
+
+
+# fmt: off
+FALCON = FalconFamily(
+    architecture="FalconForCausalLM",
+    model_type="falcon",
+    tensors=FALCON_TENSORS,
+    settings=(
+        Field("num_layers", "num_hidden_layers"),
+        Field("hidden_size", "hidden_size"),
+        Field("ffn_hidden_size", "ffn_hidden_size", default=None),
+        Field("num_attention_heads", "num_attention_heads"),
+        Field("vocab_size", "vocab_size"),
+        Field("max_position_embeddings", "max_position_embeddings", default=2048),
+        Field("layernorm_epsilon", "layer_norm_epsilon", default=1e-5),
+        Field("activation", "activation", default="gelu",
+              values={"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
+                      "relu": "relu", "silu": "silu"}),
+        Field("hidden_dropout", "hidden_dropout", default=0.0),
+        Field("attention_dropout", "attention_dropout", default=0.0),
+        Field("init_method_std", "initializer_range", default=0.02),
+        Field("add_qkv_bias", "bias", default=False),
+        Field("add_proj_bias", "bias", default=False),
+        Field("add_mlp_bias", "bias", default=False),
+        Field("untie_embeddings_and_output_weights", "tie_word_embeddings", default=True,
+              values={True: False, False: True}),
+        FalconDecoder(),
+        Rope(),
+        Ours(add_bias_linear=False),
+        Theirs(alibi=False, parallel_attn=True),
+    ),
+    tied="lm_head.weight",
+    ignored=(r"rotary_emb\.inv_freq$",),
+    prefix="transformer.",
+)
+# fmt: on

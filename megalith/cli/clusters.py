@@ -1,0 +1,238 @@
+"""`megalith doctor` and `megalith launch`: what a machine has and lacks, and the job files of clusters."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from megalith.cli.parser import Arguments, group, leaf
+from megalith.errors import ConfigError, printable
+from megalith.io import atomic_file
+
+if TYPE_CHECKING:
+    from megalith.config import RunConfig
+    from megalith.launch.cluster.cluster_job import ClusterJob
+    from megalith.report.doctor import Check
+
+
+def add_cluster_commands(commands: argparse._SubParsersAction) -> None:
+    parser = leaf(commands, "doctor", "what this machine has and lacks", doctor)
+    parser.description = (
+        "Checks this machine for training: software, GPUs and their links, shared memory, the output's disk, optional "
+        "packages, ports. Exit code 1 where something is bad."
+    )
+    parser.add_argument("--output", default=".", help="folder on the disk that runs will write to")
+    parser.add_argument("--reach", action="append", default=[], metavar="HOST:PORT",
+                        help="also try to connect there, such as to the rendezvous on another machine")  # fmt: skip
+    parser.add_argument("--quick", action="store_true", help="no measurements: no all-reduce, no disk speed")
+    parser.add_argument("--json", action="store_true", help="print one object")
+    _add_launch(group(commands, "launch", "write the job files of a cluster, or submit them"))
+
+
+def doctor(args: Arguments) -> int:
+    import torch
+
+    from megalith.report import doctor as checks
+    from megalith.report.device_checks import device_checks
+
+    found: list[Check] = []
+    gpus = torch.cuda.device_count()
+
+    def take(more) -> None:
+        for check in more:
+            found.append(check)
+            if not args.json:
+                print(_line(check), flush=True)
+
+    take(checks.software_checks())
+    take(device_checks(measured=not args.quick))
+    take([checks.shared_memory_check(gpus)])
+    take(checks.disk_checks(Path(args.output), measured=not args.quick))
+    take(checks.package_checks(gpus > 0))
+    take(checks.network_checks(os.environ))
+    take(checks.reach_check(endpoint) for endpoint in args.reach)
+    worst = checks.worst(found)
+    if args.json:
+        print(json.dumps({"worst": worst, "checks": [vars(check) for check in found]}, ensure_ascii=False))
+    else:
+        counts = {state: sum(check.state == state for check in found) for state in ("good", "warn", "bad")}
+        print(", ".join(f"{count} {state}" for state, count in counts.items()))
+    return int(worst == checks.BAD)
+
+
+def _line(check: Check) -> str:
+    do = f"\n{'':26}→ {check.do}" if check.do else ""
+    return f"{check.state:<5} {check.name:<19} {printable(check.found)}{printable(do, keep=chr(10))}"
+
+
+def _add_launch(launch: argparse._SubParsersAction) -> None:
+    for system, text in (("slurm", "a Slurm batch file"), ("kubernetes", "Kubernetes manifests")):
+        parser = leaf(launch, system, f"write {text} for a run, and submit it", launch_job)
+        parser.description = (
+            f"Prints {text} for a run; --submit hands it over. The run is checked by the trainer's own rules first. "
+            "`--section.key value` changes its settings, as to `train`."
+        )
+        parser.set_defaults(system=system, takes_settings=True)
+        parser.add_argument("run_file", help="the run file")
+        parser.add_argument("--nodes", type=int, required=True, help="machines")
+        parser.add_argument("--gpus-per-node", type=int, default=8, help="GPUs, and processes, of each")
+        parser.add_argument("--program", choices=("train", "sft", "grpo"), default="train")
+        parser.add_argument("--name", help="the job's name (default: made of the run file's)")
+        parser.add_argument(
+            "--grace", type=int, help="seconds for a last save (default: by the model's size)"
+        )
+        parser.add_argument("--max-restarts", type=int, default=3)
+        parser.add_argument("--cpus", type=int, help="CPU cores of a node")
+        parser.add_argument("--memory", help="of a node, as the system writes it: 900G, 900Gi")
+        parser.add_argument("--image", help="container image")
+        parser.add_argument("--env", action="append", default=[], metavar="NAME=VALUE")
+        parser.add_argument("--volume", action="append", default=[], metavar="SOURCE:/PATH",
+                            help="a claim, or for Slurm's containers a folder, and where the job sees it")  # fmt: skip
+        parser.add_argument("--efa", type=int, default=0, metavar="N", help="N EFA devices a node (AWS)")
+        parser.add_argument("--before", action="append", default=[], metavar="'preprocess …'",
+                            help="a command of megalith to run before, as a job of its own")  # fmt: skip
+        parser.add_argument("--after", action="append", default=[], metavar="'export-hf …'", help="and after")
+        parser.add_argument(
+            "--write", metavar="FOLDER", help="write the files there instead of printing them"
+        )
+        parser.add_argument("--submit", action="store_true", help="hand them to sbatch or kubectl")
+        OPTIONS[system](parser)
+
+
+def _slurm_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--time", help="limit, as 24:00:00; the job saves before it and is queued again")
+    parser.add_argument("--partition", dest="queue")
+    parser.add_argument("--account")
+    parser.add_argument(
+        "--switches", dest="topology", help="of the network that the nodes may be spread over"
+    )
+    parser.add_argument("--array", metavar="SECTION.KEY=A,B,…", help="a run of its own for each value")
+    parser.set_defaults(namespace=None)
+
+
+def _kubernetes_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--kind", choices=("trainjob", "pytorchjob", "jobset"), default="trainjob")
+    parser.add_argument("--namespace")
+    parser.add_argument("--queue", help="Kueue's")
+    parser.add_argument(
+        "--topology", metavar="LABEL", help="nodes with the same value of it are near each other"
+    )
+    parser.set_defaults(time=None, account=None, array=None)
+
+
+OPTIONS = {"slurm": _slurm_options, "kubernetes": _kubernetes_options}
+
+
+def launch_job(args: Arguments) -> int:
+    from megalith.launch.cluster.kubernetes import kubernetes_files, submit_manifests, text_of
+    from megalith.launch.cluster.slurm import slurm_files, submit
+
+    job, array = _cluster_job(args)
+    if args.system == "slurm":
+        files = slurm_files(job, array)
+    else:
+        manifests = kubernetes_files(job, args.kind, Path(args.run_file).read_text(encoding="utf-8"))
+        files = {name: text_of(documents) for name, documents in manifests.items()}
+    if args.write is not None:
+        for name, text in files.items():
+            with atomic_file(Path(args.write) / name) as file:
+                file.write(text.encode())
+            print(Path(args.write) / name)
+    if args.submit:
+        print("\n".join(submit(files) if args.system == "slurm" else submit_manifests(job, manifests)))
+    elif args.write is None:
+        for name, text in files.items():
+            print(f"# {name}\n{text}" if len(files) > 1 and args.system == "slurm" else text, end="")
+    return 0
+
+
+def _cluster_job(args: Arguments) -> tuple[ClusterJob, tuple[str, list[str]] | None]:
+    """The job that is asked for, and the array's setting and values. Raises ConfigError where it cannot be trained."""
+    from megalith.config import RunConfig
+    from megalith.launch.cluster import cluster_job as cluster
+
+    config = RunConfig.load(args.run_file, args.settings)
+    array = _array(args.array)
+    name = args.name or cluster.job_name(args.run_file)
+    cluster.check_name(name)
+    if args.nodes < 1 or args.gpus_per_node < 1:
+        raise ConfigError(
+            f"--nodes is {args.nodes} and --gpus-per-node {args.gpus_per_node}; both count from 1"
+        )
+    resumes = cluster.check_resumes(config)
+    volumes = cluster.volumes(args.volume)
+    if args.system == "kubernetes":
+        cluster.check_on_volumes(config, volumes)
+    notes = cluster.check_within_nodes(config, args.gpus_per_node)
+    changed = [[f"--{array[0]}", value] for value in array[1]] if array else [[]]
+    every = [RunConfig.load(args.run_file, [*args.settings, *words]) for words in changed]
+    for each in every:
+        parameters, more = _check(each, args.nodes * args.gpus_per_node)
+    for note in [*notes, *more]:
+        print(f"note: {printable(note)}", file=sys.stderr)
+    job = cluster.ClusterJob(
+        name=name,
+        program=args.program,
+        run_file=args.run_file,
+        settings=(*args.settings, *([] if array else resumes)),
+        output=config.train.output_dir,
+        nodes=args.nodes,
+        gpus=args.gpus_per_node,
+        grace=args.grace or cluster.grace_seconds(parameters, args.nodes),
+        restarts=args.max_restarts,
+        time=args.time,
+        cpus=args.cpus,
+        memory=args.memory,
+        image=args.image,
+        variables=cluster.variables(args.env),
+        volumes=volumes,
+        queue=args.queue,
+        account=args.account,
+        topology=args.topology,
+        efa=args.efa,
+        namespace=args.namespace,
+        before=tuple(tuple(shlex.split(words)) for words in args.before),
+        after=tuple(tuple(shlex.split(words)) for words in args.after),
+    )
+    return job, array
+
+
+def _array(given: str | None) -> tuple[str, list[str]] | None:
+    if given is None:
+        return None
+    setting, _, values = given.partition("=")
+    if not re.fullmatch(r"\w+\.\w+", setting) or not values:
+        raise ConfigError(f"--array is {given!r}; give a setting and its values, as optim.lr=1e-4,3e-4")
+    return setting, values.split(",")
+
+
+UNKNOWN_VOCABULARY = 32_000
+
+
+def _check(config: RunConfig, world_size: int) -> tuple[int, list[str]]:
+    """The model's parameters, and notes. Raises the MegalithError with which the trainer would refuse the run.
+
+    What stands on the cluster's disks alone is left out of the check, and said so.
+    """
+    from megalith.planner.counts import count_parameters
+    from megalith.training.build import prepare
+
+    notes, stands_in = [], {}
+    tokenizer, weights = config.data.tokenizer_model, config.model.init_from
+    if tokenizer is not None and not os.path.exists(tokenizer):
+        notes.append(
+            f"data.tokenizer_model {tokenizer} is not on this machine, and its vocabulary not checked"
+        )
+        stands_in = {"data.tokenizer_type": None, "data.tokenizer_model": None}
+        stands_in["model.vocab_size"] = config.model.vocab_size or UNKNOWN_VOCABULARY
+    if weights is not None and not os.path.exists(weights):
+        notes.append(f"model.init_from {weights} is not on this machine, and the model is not checked")
+        return 0, notes
+    prepared = prepare(config.with_settings(stands_in | {"checkpoint.load": None}), world_size)
+    return count_parameters(prepared.config.model).total, notes

@@ -1,0 +1,1 @@
+"""Job files of clusters, written as text: Slurm's and Kubernetes'."""

@@ -1,0 +1,209 @@
+"""`megalith doctor` finds what is wrong with a machine, and says what to do."""
+
+import errno
+import itertools
+import json
+import os
+import socket
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megalith.cli.main import main
+from megalith.errors import ConfigError
+from megalith.launch.pool import RankFailed
+from megalith.report import device_checks, doctor
+from megalith.report.doctor import EXTRAS, MINIMUM_DRIVERS, SUPPORTED, driver_check
+from megalith.report.gpu_health import GpuState
+
+ROOT = Path(__file__).parents[2]
+
+
+def states(checks) -> dict[str, str]:
+    return {check.name: check.state for check in checks}
+
+
+def test_the_doctor_prints_one_object_and_its_exit_code_says_whether_something_is_bad(tmp_path, capsys):
+    assert main(["doctor", "--quick", "--json", "--output", str(tmp_path)]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["worst"] in ("good", "warn")
+    names = [check["name"] for check in told["checks"]]
+    assert {"Python", "torch", "devices", "output disk", "disk: lock", "ports", "[gpu]"} <= set(names)
+    assert os.listdir(tmp_path) == []
+    with socket.socket() as probe:  # bound, and nobody listens
+        probe.bind(("127.0.0.1", 0))
+        there = f"127.0.0.1:{probe.getsockname()[1]}"
+        assert main(["doctor", "--quick", "--output", str(tmp_path), "--reach", there]) == 1
+    out = capsys.readouterr().out
+    assert (
+        f"bad   reach {there}" in out
+        and "Connection refused\n" in out
+        and "→ start the job's first machine" in out
+    )
+
+
+def test_processes_of_a_machine_without_gpus_are_measured_over_gloo(pool):
+    (rates, other) = pool.run(device_checks.all_reduce_rates, [(0, 1)], size=2)
+    assert rates.keys() == other.keys() == {(0, 1)} and rates[0, 1] > 1e6
+
+
+def test_a_pool_that_fails_is_bad_with_its_last_line(monkeypatch):
+    class Broken:
+        def __init__(self, *args): ...
+        def run(self, *args):
+            raise RankFailed("rank 1:\nTraceback\nRuntimeError: no route")
+
+        def close(self): ...
+
+    monkeypatch.setattr(device_checks, "Pool", Broken)
+    check = device_checks.gloo_check(1.0)
+    assert (check.state, check.found) == ("bad", "RuntimeError: no route") and "firewall" in check.do
+
+
+def test_versions_are_judged_by_the_table(monkeypatch):
+    monkeypatch.setattr(doctor.torch, "__version__", "2.10.1+cu128")
+    python, torch_check = doctor.software_checks()
+    assert python.state == "good" and torch_check.state == "bad"
+    assert torch_check.do == "install torch 2.11 to 2.13"
+    with pytest.raises(ConfigError, match=r"torch is 2.10.1\+cu128; install torch"):
+        doctor.check_megatron_bridge_available()
+    monkeypatch.setattr(doctor.torch, "__version__", "2.99.0")
+    assert states(doctor.software_checks())["torch"] == "warn"
+    doctor.check_megatron_bridge_available()
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["requires-python"] == ">=" + ".".join(map(str, SUPPORTED["Python"][0]))
+    assert "torch>=" + ".".join(map(str, SUPPORTED["torch"][0])) in project["dependencies"]
+
+
+@pytest.mark.parametrize(
+    ("driver", "cuda", "state", "do"),
+    [
+        ("580.65.06", "13.0", "good", ""),
+        ("570.86.15", "13.0", "bad", "a driver of 580.65"),
+        ("550.54.15", "12.8", "warn", "came with 570.26"),
+        ("470.82", "12.8", "bad", "525.60"),
+        (None, "12.8", "warn", "nvidia-smi"),
+        ("600.1", "14.2", "good", ""),  # newer than the table
+    ],
+)
+def test_the_driver_has_to_serve_torchs_cuda(driver, cuda, state, do):
+    check = driver_check(driver, cuda)
+    assert check.state == state and do in check.do
+    assert set(MINIMUM_DRIVERS) == {12, 13}
+
+
+def test_the_line_that_installs_an_extra_names_one_that_there_is(monkeypatch):
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    assert set(EXTRAS) <= set(extras)
+    for extra, (modules, _) in EXTRAS.items():
+        named = " ".join(extras[extra]).replace("nvidia-ml-py", "pynvml")
+        assert all(module in named for module in modules), extra
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None)
+    checks = {check.name: check for check in doctor.package_checks(has_gpu=True)}
+    assert checks["[gpu]"].state == "warn" and "[gpu]'" in checks["[gpu]"].do
+    assert checks["[log]"].state == "good" and checks["[log]"].do.startswith("if wanted: pip install")
+
+
+def test_little_shared_memory_is_bad_only_where_gpus_share_it(monkeypatch):
+    usage = SimpleNamespace(total=64 * 2**20, free=64 * 2**20)  # docker's default
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: usage)
+    assert doctor.shared_memory_check(8).state == "bad" and "--ipc=host" in doctor.shared_memory_check(8).do
+    assert doctor.shared_memory_check(0).state == "warn"
+
+
+def test_a_disk_that_fails_is_named(tmp_path, monkeypatch):
+    (missing,) = doctor.disk_checks(tmp_path / "missing")
+    assert missing.state == "bad" and "No such file" in missing.found
+    real = doctor.fcntl.flock
+
+    def no_locks(descriptor, how):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(doctor.fcntl, "flock", no_locks)
+    assert states(doctor.disk_checks(tmp_path, measured=False))["disk: lock"] == "warn"
+    monkeypatch.setattr(doctor.fcntl, "flock", lambda descriptor, how: None)
+    found = {check.name: check for check in doctor.disk_checks(tmp_path, measured=False)}
+    assert found["disk: lock"].found == "two holders got the same lock"
+    monkeypatch.setattr(doctor.fcntl, "flock", real)
+
+    def full(descriptor):
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+
+    monkeypatch.setattr(doctor, "sync_file", full)
+    *_, last = doctor.disk_checks(tmp_path)
+    assert (last.state, last.found) == ("bad", "Disk quota exceeded")
+    assert os.listdir(tmp_path) == []
+
+
+def test_the_speed_of_the_disk_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(doctor, "DISK_BYTES", 2**24)
+    check = doctor.write_check(tmp_path / "data")
+    assert "MB/s" in check.found and (tmp_path / "data").stat().st_size == 2**24
+
+
+def test_a_port_that_is_taken_is_named():
+    with socket.create_server(("", 0)) as taken:
+        port = taken.getsockname()[1]
+        checks = list(doctor.network_checks({"MASTER_PORT": str(port)}))
+    assert f"{port} (MASTER_PORT) in use" in checks[0].found and checks[0].state == "warn"
+    with pytest.raises(ConfigError, match="--reach is 'nowhere'; give host:port"):
+        doctor.reach_check("nowhere")
+
+
+def test_a_pair_of_gpus_that_is_far_slower_than_the_best_is_named():
+    rates = {pair: 340e9 for pair in itertools.combinations(range(4), 2)} | {(1, 3): 42e9}
+    line, slow = device_checks.judge_pairs(rates)
+    assert line.state == "good" and "0-1 340" in line.found
+    assert slow.state == "warn" and slow.found.startswith("GPUs 1 and 3: 42.0 GB/s, the fastest pair has 340")
+
+
+def test_a_machine_with_four_gpus_is_looked_at(monkeypatch):
+    """By what torch and the driver would say there; the measurement itself is made on GPUs."""
+    cuda, groups = device_checks.torch.cuda, []
+    answers = {
+        "is_available": lambda: True,
+        "device_count": lambda: 4,
+        "get_device_properties": lambda n: SimpleNamespace(name="NVIDIA H200", major=9, minor=0, uuid=str(n)),
+        "mem_get_info": lambda n: (10e9 if n == 2 else 139e9, 140e9),
+        "can_device_access_peer": lambda one, other: {one, other} != {0, 3},
+    }
+    for name, answer in answers.items():
+        monkeypatch.setattr(cuda, name, answer)
+    monkeypatch.setattr(cuda.nccl, "version", lambda: (2, 28, 9))
+    monkeypatch.setattr(torch.version, "cuda", "13.0")
+    monkeypatch.setattr(device_checks, "driver_version", lambda: "580.95.05")
+    hot = GpuState("NVIDIA H200", 92, 100, slowed=0x40, clock=345, max_clock=1980)
+    well = GpuState("NVIDIA H200", 40, 0, ecc_errors=0)
+    monkeypatch.setattr(device_checks, "read_gpu", lambda uuid: hot if uuid == "GPU-1" else well)
+    monkeypatch.setattr(
+        device_checks,
+        "read_links",
+        lambda own, peers: {
+            n: "PCIe" if {own, u} == {"GPU-0", "GPU-3"} else "NVLink" for n, u in peers.items()
+        },
+    )
+
+    class FakePool:
+        def __init__(self, size, timeout, device_type):
+            assert (size, device_type) == (4, "cuda")
+
+        def run(self, function, given):
+            groups.extend(given)
+            return [{group: 300e9 for group in given if rank in group} for rank in range(4)]
+
+        def close(self): ...
+
+    monkeypatch.setattr(device_checks, "Pool", FakePool)
+    checks = {check.name: check for check in device_checks.device_checks()}
+    assert len(groups) == 7 and groups[-1] == (0, 1, 2, 3)
+    assert checks["driver"].state == checks["GPU 0"].state == checks["GPU 0: health"].state == "good"
+    assert checks["GPU 1: health"].state == "bad" and "cooling" in checks["GPU 1: health"].do
+    assert checks["GPU 2: memory"].state == "warn"
+    assert (
+        "no NVLink between 0-3" in checks["NVLink"].do
+        and "not between 0-3, 3-0" in checks["peer access"].found
+    )
+    assert checks["NCCL"].found == "2.28.9" and checks["all-reduce over 4"].state == "good"

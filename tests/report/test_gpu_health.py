@@ -1,0 +1,124 @@
+"""What the driver tells of a GPU becomes figures of the log, and a GPU that is slowed or fails is named once."""
+
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from megalith.comm.collectives import Axis
+from megalith.report import gpu_health
+from megalith.report.gpu_health import GpuState, GpuWatch, gpu_figures, read_gpu
+
+
+class NVMLError(Exception):
+    pass
+
+
+def refused(*arguments):
+    raise NVMLError("Not Supported")
+
+
+def nvml(**changes):
+    answers = {
+        "nvmlInit": None,
+        "nvmlDeviceGetHandleByUUID": "handle",
+        "nvmlDeviceGetName": "NVIDIA H200",
+        "nvmlDeviceGetUtilizationRates": SimpleNamespace(gpu=100),
+        "nvmlDeviceGetMemoryInfo": SimpleNamespace(used=80161 * 2**20, total=143771 * 2**20),
+        "nvmlDeviceGetPowerUsage": 612_400,
+        "nvmlDeviceGetEnforcedPowerLimit": 700_000,
+        "nvmlDeviceGetTemperature": 60,
+        "nvmlDeviceGetClockInfo": 1755,
+        "nvmlDeviceGetMaxClockInfo": 1980,
+        "nvmlDeviceGetCurrentClocksEventReasons": 0x04,  # the power cap: how a busy GPU runs
+        "nvmlDeviceGetTotalEccErrors": 0,
+        "nvmlDeviceGetRemappedRows": (0, 0, 0, 0),
+    } | changes
+    functions = {
+        name: value if callable(value) else (lambda *given, value=value: value)
+        for name, value in answers.items()
+    }
+    constants = (
+        "NVML_TEMPERATURE_GPU",
+        "NVML_CLOCK_SM",
+        "NVML_MEMORY_ERROR_TYPE_UNCORRECTED",
+        "NVML_VOLATILE_ECC",
+    )
+    return SimpleNamespace(NVMLError=NVMLError, **functions, **dict.fromkeys(constants, 0))
+
+
+def test_a_healthy_gpu_is_one_line_and_no_fault(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", nvml())
+    gpu = read_gpu("GPU-a")
+    assert str(gpu) == "NVIDIA H200 | 60 °C, 100 % | 80161 / 143771 MB | 612 / 700 W | 1755 / 1980 MHz"
+    assert gpu.faults() == []
+
+
+def test_what_a_gpu_does_not_tell_is_left_out(monkeypatch):
+    monkeypatch.setitem(
+        sys.modules,
+        "pynvml",
+        nvml(
+            nvmlDeviceGetTotalEccErrors=refused,
+            nvmlDeviceGetRemappedRows=refused,
+            nvmlDeviceGetPowerUsage=refused,
+            nvmlDeviceGetCurrentClocksEventReasons=refused,
+            nvmlDeviceGetCurrentClocksThrottleReasons=0x40,  # the older name
+        ),
+    )
+    gpu = read_gpu("GPU-a")
+    assert (gpu.ecc_errors, gpu.power, gpu.slowed) == (None, None, 0x40)
+    assert "gpu_ecc_errors" not in gpu_figures([gpu]) and gpu_figures([gpu])["gpu_clock_mhz"] == 1755
+
+
+def test_without_the_package_or_an_answer_nothing_is_known(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", nvml(nvmlDeviceGetHandleByUUID=refused))
+    assert read_gpu("GPU-a") is None
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    assert read_gpu("GPU-a") is None
+
+
+@pytest.mark.parametrize(
+    ("state", "said"),
+    [
+        (dict(slowed=0x40, temperature=91, clock=345, max_clock=1980), "for heat by hardware, at 91 °C and 345 of"),
+        (dict(ecc_errors=3), "3 memory errors that ECC could not correct: reset it, and replace"),
+        (dict(rows_failed=True, rows_pending=True), "could not be replaced: replace the GPU"),
+        (dict(rows_pending=True), "waits to be replaced: reset it"),
+    ],
+)  # fmt: skip
+def test_a_fault_says_what_to_do(state, said):
+    (fault,) = GpuState("NVIDIA H200", **state).faults()
+    assert said in fault
+
+
+def test_the_worst_gpu_of_all_stands_in_the_log():
+    cool, hot = (
+        GpuState("x", 50, 99, clock=1980, ecc_errors=0),
+        GpuState("x", 90, 12, clock=700, ecc_errors=2),
+    )
+    assert gpu_figures([cool, hot]) == {
+        "gpu_temperature": 90, "gpu_utilization": 12, "gpu_clock_mhz": 700, "gpu_ecc_errors": 2,
+    }  # fmt: skip
+
+
+def test_a_fault_is_told_when_it_begins_and_again_when_it_comes_back(monkeypatch):
+    monkeypatch.setattr(gpu_health, "uuid_of", lambda device: "GPU-a")
+    heat = iter([60, 60, 91, 93, 60, 91])  # the first is asked for at the start
+    monkeypatch.setattr(
+        gpu_health,
+        "read_gpu",
+        lambda uuid: GpuState("NVIDIA H200", (t := next(heat)), slowed=0x40 * (t > 90)),
+    )
+    told = []
+    watch = GpuWatch(torch.device("cuda", 0), Axis(), lambda text, **figures: told.append((figures, text)))
+    figures = [watch.read(step) for step in (10, 20, 30, 40, 50)]
+    assert [each["gpu_temperature"] for each in figures] == [60, 91, 93, 60, 91]
+    assert [figures["step"] for figures, _ in told if figures["event"] == "gpu"] == [20, 50]
+    assert told[1][1].startswith("warning: the GPU of rank 0 on ") and "look at its cooling" in told[1][1]
+
+
+def test_no_driver_is_asked_of_a_cpu():
+    watch = GpuWatch(torch.device("cpu"), Axis(), print)
+    assert not watch.enabled and watch.read(10) == {}
