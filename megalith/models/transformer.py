@@ -110,7 +110,8 @@ class Transformer(Stack):
         objective: Objective | None = None,  # of the labels' log-probabilities; None: −their sum by loss_mask
         position_ids: Tensor | None = None,  # int64 [batch, seq]; None: the places
         places: Tensor | None = None,  # int64 [seq]: each token's in the whole sequence; None: 0, 1, …
-        document_ids: Tensor | None = None,  # int [batch, seq]: attention stays inside a document
+        document_ends: Tensor
+        | None = None,  # int32 [batch, documents] (ops/documents.py): attention stays inside
         padding_mask: Tensor | None = None,  # bool [batch, seq], False for what fills up; None: nothing does
         sample_numbers: Tensor | None = None,  # int64 [batch]: places in the run's stream, the key of dropout
         encoded: Encoded | None = None,  # what cross-attention attends to
@@ -129,7 +130,7 @@ class Transformer(Stack):
             trains=labels is not None,
             position_ids=position_ids,
             places=places,
-            document_ids=document_ids,
+            document_ends=document_ends,
             padding_mask=padding_mask,
             sample_numbers=sample_numbers,
             cache=cache,

@@ -30,7 +30,6 @@ SEAMS: dict[type[nn.Module], dict[str, str]] = {
         "pass_layout": "how the tokens of a pass stand here: (tokens, trains=, has_places=) → PassLayout",
         "runner": "how a list of layers is run: (layers, x, context) → x",
         "shard_tokens": "the residual stream's share of what every token has: (x [batch, seq], layout) → share",
-        "attention_mask": "what the cores take as their mask: (document_ids, causal) → mask",
         "embedding": "None where another pipeline stage has it",
         "final_layernorm": "None where another pipeline stage has it",
     },

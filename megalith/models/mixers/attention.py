@@ -62,6 +62,7 @@ class Attention(Runnable):
             value,
             causal=context.causal and query.shape[1] > 1,
             mask=context.mask,
+            documents=context.documents,
             window=self.window,
             softcap=self.softcap,
             scale=self.scale,
@@ -129,6 +130,6 @@ class CrossAttention(Attention):
         key, value = by_head(keys_values, context.batch, 2 * self.head_dim).chunk(2, dim=-1)
         dropout = None if context.dropout is None else context.dropout.of_cross_attention()
         mask = None if encoded.mask is None else encoded.mask.expand(-1, -1, query.shape[1], -1)
-        apart = replace(context, causal=False, mask=mask, dropout=dropout, cache=None)
+        apart = replace(context, causal=False, mask=mask, documents=None, dropout=dropout, cache=None)
         out = self.attend(query, key, value, apart)  # [batch, seq, heads, head_dim]
         return self.linear_proj(out.flatten(2), context)
