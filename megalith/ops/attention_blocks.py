@@ -98,14 +98,18 @@ def _chosen(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[_K
         for name in ("cudnn", "flash"):
             if KERNELS[name].suits(query, key, value, block):
                 return KERNELS[name], block
-    mask = dense_mask(query, key, block.mask, block.documents, block.causal, block.window)
-    block = replace(block, causal=block.causal and mask is None, mask=mask, documents=None, window=None)
+    block = _masked(query, key, block)
     kernel = KERNELS["plain"]
     if block.softcap is None:
         kernel = next(kernel for kernel in KERNELS.values() if kernel.suits(query, key, value, block))
     if kernel is KERNELS["plain"] and query.is_cuda:
         warn_of_plain_attention(block.softcap, block.dropout, query.dtype, query.shape[3])
     return kernel, block
+
+
+def _masked(query: Tensor, key: Tensor, block: Block) -> Block:
+    mask = dense_mask(query, key, block.mask, block.documents, block.causal, block.window)
+    return replace(block, causal=block.causal and mask is None, mask=mask, documents=None, window=None)
 
 
 @cache  # once for a process
@@ -129,12 +133,8 @@ def _parameters(query: Tensor, key: Tensor, value: Tensor, block: Block) -> SDPA
 
 def _cudnn_suits(query: Tensor, key: Tensor, value: Tensor, block: Block) -> bool:
     whole = block.mask is None and block.documents is None and block.window is None
-    return (
-        query.is_cuda
-        and whole
-        and block.dropout == 0.0
-        and can_use_cudnn_attention(_parameters(query, key, value, block))
-    )
+    plain = query.is_cuda and whole and block.dropout == 0.0
+    return plain and can_use_cudnn_attention(_parameters(query, key, value, block))
 
 
 def _cudnn_forward(query: Tensor, key: Tensor, value: Tensor, block: Block) -> Result:
@@ -160,8 +160,9 @@ def _cudnn_keeps_last_dimension(device: torch.device) -> bool:
     return _aten._scaled_dot_product_cudnn_attention(x, x, x, None, True)[1].dim() == 4
 
 
-# Flash: GPU, fp16 and bf16, documents and windows, which it skips, but no mask; draws its own dropout. It takes tokens
-# [batch, seq, heads, head_dim], or where there are documents [batch · seq, heads, head_dim] with l [heads, batch · seq].
+# Flash: GPU, fp16 and bf16, no mask, but documents and windows, of which it skips what is closed; draws its own
+# dropout. It takes tokens [batch, seq, heads, head_dim], or in documents [batch · seq, heads, head_dim], where it has
+# l [heads, batch · seq].
 
 
 def _flash_suits(query: Tensor, key: Tensor, value: Tensor, block: Block) -> bool:

@@ -1,12 +1,12 @@
 """Scaled dot-product attention: PyTorch's kernels, chosen by what is asked for.
 
 On a GPU the causal case runs on cuDNN's kernel where it can, about twice as fast as torch's flash kernel on training
-shapes. Documents and windows in fp16 and bf16 take flash's kernel, which skips what they close: its time follows what is
-seen, and no mask is made. Any other mask, and fp32, take the memory-efficient kernel with a dense mask, since cuDNN's
-has given NaN gradients with one. That kernel wants a head of keys and values for each head of queries, and left to
-itself torch would take its slowest for grouped heads: attention_blocks.py repeats them inside of an operator. On a CPU
-attention dropout takes a plain path whose mask is keyed by position; on a GPU the fused kernel draws its own, the one
-dropout that depends on the layout, and has documents and windows as a dense mask.
+shapes. Documents and windows in fp16 and bf16 take flash's kernel, which skips what they close: no mask is made, and
+the time follows what is seen. Any other mask, and fp32, take the memory-efficient kernel with a dense mask, since
+cuDNN's has given NaN gradients with one. That kernel wants a head of keys and values for each head of queries, and
+left to itself torch would take its slowest for grouped heads: attention_blocks.py repeats them inside of an operator.
+On a CPU attention dropout takes a plain path whose mask is keyed by position; on a GPU the fused kernel draws its own,
+the one dropout that depends on the layout, and has documents and windows as a dense mask.
 
 Soft-capped scores have no fused kernel: they take the plain path, or in compiled code on a GPU flex_attention, which
 makes a kernel of the formula. A warning tells once of plain attention on a GPU.

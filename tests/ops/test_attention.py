@@ -166,7 +166,7 @@ def test_half_precision_is_near_the_formula_and_keeps_its_dtype(dropout):
 def test_cumulative_lengths_and_numbers_of_random_documents_mean_the_mask_of_a_token_by_token_walk(causal):
     """So does what a rank of context parallelism has of them, which need not be a piece of the sequence."""
     random = np.random.default_rng(1)
-    for case in range(40):
+    for _ in range(40):
         seq = int(random.integers(2, 40))
         begins = random.random((int(random.integers(1, 4)), seq)) < random.choice([0.05, 0.3, 0.9])
         begins[:, 0] = random.random() < 0.5  # which says nothing
@@ -239,7 +239,7 @@ def test_flash_gets_documents_and_windows_as_it_takes_them(monkeypatch, where):
         return out, lse if query.dim() == 3 else by_row(lse, len(query)), torch.zeros(2), None, None
 
     def backward(grad, query, key, value, out, lse, *lengths, **given):
-        *lengths, dropout, causal, _, _ = lengths
+        *lengths, _, causal, _, _ = lengths
         shape, of_keys = query.shape, key.shape
         if lengths[0] is None:
             lse = lse.transpose(0, 1).flatten(1)

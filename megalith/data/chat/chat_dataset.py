@@ -2,8 +2,8 @@
 
 Packing is best fit, decreasing: the longest samples first, each into the row with the least room that still takes it.
 It leaves a few per cent of padding, cuts no sample, and follows from the lengths and the seed alone. In a packed row
-attention stays inside a sample (`document_ends`) and positions begin again at 0 with each, so a sample's loss is what it
-is alone. A row is a sequence to everything else: batch sizes, epochs and the position in the data count rows.
+attention stays inside a sample (`document_ends`) and positions begin again at 0 with each, so a sample's loss is what
+it is alone. A row is a sequence to everything else: batch sizes, epochs and the position in the data count rows.
 """
 
 from __future__ import annotations
