@@ -30,6 +30,7 @@ from torch.backends.cuda import (
 )
 from torch.nn.functional import pad
 
+from megalith.ops.alibi import alibi_bias
 from megalith.ops.documents import cumulative_lengths, dense_mask
 from megalith.ops.dropout import attention_keep_mask
 
@@ -55,6 +56,12 @@ class Block:
     dropout_rows: Tensor | None = None  # int32 [batch, queries]: what the mask of dropout depends on,
     key_positions: Tensor | None = None  # int64 [keys]: the keys' places in the whole sequence,
     first_head: int = 0  # and the number of the first head among all
+    slopes: Tensor | None = None  # float32 [heads], of ALiBi, which depends on the keys' places and on
+    query_positions: Tensor | None = None  # the queries', int64 [queries]
+
+    @property
+    def changes_scores(self) -> bool:
+        return self.softcap is not None or self.slopes is not None
 
 
 def block_forward(query: Tensor, key: Tensor, value: Tensor, block: Block) -> Result:
@@ -94,16 +101,17 @@ class _Kernel:
 
 def _chosen(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[_Kernel, Block]:
     """The first kernel that suits, and the block as it takes it: all but two know documents and windows as a mask."""
-    if block.softcap is None:
+    if not block.changes_scores:
         for name in ("cudnn", "flash"):
             if KERNELS[name].suits(query, key, value, block):
                 return KERNELS[name], block
     block = _masked(query, key, block)
     kernel = KERNELS["plain"]
-    if block.softcap is None:
+    if not block.changes_scores:
         kernel = next(kernel for kernel in KERNELS.values() if kernel.suits(query, key, value, block))
     if kernel is KERNELS["plain"] and query.is_cuda:
-        warn_of_plain_attention(block.softcap, block.dropout, query.dtype, query.shape[3])
+        asked = block.softcap, block.slopes is not None, block.dropout
+        warn_of_plain_attention(*asked, query.dtype, query.shape[3])
     return kernel, block
 
 
@@ -113,11 +121,14 @@ def _masked(query: Tensor, key: Tensor, block: Block) -> Block:
 
 
 @cache  # once for a process
-def warn_of_plain_attention(softcap: float | None, dropout: float, dtype: torch.dtype, head_dim: int) -> None:
+def warn_of_plain_attention(
+    softcap: float | None, alibi: bool, dropout: float, dtype: torch.dtype, head_dim: int
+) -> None:
     """Says that attention on a GPU has no fused kernel for what is asked of it."""
     warnings.warn(
-        f"attention runs without a fused kernel, every score in memory: none takes softcap {softcap}, dropout "
-        f"{dropout}, {dtype} and head_dim {head_dim} here; a model without dropout, compiled, in bf16 is faster",
+        f"attention runs without a fused kernel, every score in memory: none takes softcap {softcap}, "
+        f"{'ALiBi, ' * alibi}dropout {dropout}, {dtype} and head_dim {head_dim} here; a model without dropout, "
+        "compiled, in bf16 is faster",
         stacklevel=2,
     )
 
@@ -327,6 +338,8 @@ def _scores(query: Tensor, key: Tensor, block: Block) -> Tensor:
     scores = (query @ for_each_head(key, query).mT).float() * _scale(query, block)
     if block.softcap is not None:
         scores = block.softcap * torch.tanh(scores / block.softcap)
+    if block.slopes is not None:
+        scores = scores + alibi_bias(block.slopes, block.query_positions, block.key_positions)
     mask = block.mask
     if mask is None and block.causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()

@@ -8,8 +8,8 @@ left to itself torch would take its slowest for grouped heads: attention_blocks.
 On a CPU attention dropout takes a plain path whose mask is keyed by position; on a GPU the fused kernel draws its own,
 the one dropout that depends on the layout, and has documents and windows as a dense mask.
 
-Soft-capped scores have no fused kernel: they take the plain path, or in compiled code on a GPU flex_attention, which
-makes a kernel of the formula. A warning tells once of plain attention on a GPU.
+Soft-capped scores and ALiBi's have no fused kernel: they take the plain path, or in compiled code on a GPU
+flex_attention, which makes a kernel of the formula. A warning tells once of plain attention on a GPU.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from megalith.ops.alibi import alibi_bias, alibi_slopes
 from megalith.ops.attention_blocks import (
     block_attention,
     for_each_head,
@@ -59,21 +60,25 @@ def attention(
     dropout: float = 0.0,
     dropout_rows: Tensor | None = None,  # int32 [batch, queries]
     first_head: int = 0,  # the number of the first of these heads among all of the layer's: a key of dropout
+    alibi: int | None = None,  # the number of all of the layer's heads, where ops/alibi.py biases the scores
 ) -> Tensor:
     """softmax(scale · query · keyᵀ) · value → [batch, queries, heads, head_dim], softmax in fp32."""
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [batch, heads, seq, head_dim]
     key, value, mask, window = _in_window(query, key, value, mask, window)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     seen = Seen(causal and mask is None, mask, documents, window)
-    if query.is_cuda and softcap is None:
+    changed = softcap is not None or alibi is not None
+    if query.is_cuda and not changed:
         return _on_gpu(query, key, value, seen, scale, dropout).transpose(1, 2)
-    if softcap is not None and query.is_cuda and torch.compiler.is_compiling() and not dropout:
-        return _flex(query, key, value, seen, softcap, scale).transpose(1, 2)
+    slopes = None if alibi is None else alibi_slopes(alibi, first_head, query.shape[1], query.device)
+    if changed and query.is_cuda and torch.compiler.is_compiling() and not dropout:
+        return _flex(query, key, value, seen, softcap, scale, slopes).transpose(1, 2)
     causal, mask = seen.dense(query, key)
-    if softcap is not None or dropout:
+    if changed or dropout:
         if query.is_cuda and not torch.compiler.is_compiling():
-            warn_of_plain_attention(softcap, dropout, query.dtype, query.shape[3])
-        out = _plain(query, key, value, causal, mask, softcap, scale, dropout, dropout_rows, first_head)
+            warn_of_plain_attention(softcap, alibi is not None, dropout, query.dtype, query.shape[3])
+        drops = dropout, dropout_rows, first_head
+        out = _plain(query, key, value, causal, mask, softcap, scale, *drops, slopes)
     else:
         out = _fused(query, key, value, causal, mask, scale, 0.0)
     return out.transpose(1, 2)
@@ -156,14 +161,25 @@ def _fused(
     )
 
 
-def _flex(query: Tensor, key: Tensor, value: Tensor, seen: Seen, softcap: float, scale: float) -> Tensor:
+def _flex(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: Seen,
+    softcap: float | None,
+    scale: float,
+    slopes: Tensor | None = None,
+) -> Tensor:
     """By a kernel that is made of the formula; nothing of [queries, keys] is in memory but a given mask."""
     causal, mask, documents, window = seen
     numbers = None if documents is None else document_ids(documents, query.shape[2])
     before = key.shape[2] - query.shape[2]
 
     def bounded(score, batch, head, row, column):
-        score = softcap * torch.tanh(score / softcap)
+        if softcap is not None:
+            score = softcap * torch.tanh(score / softcap)
+        if slopes is not None:
+            score = score + slopes[head] * (column - row - before)
         allowed = []
         if mask is not None:
             allowed.append(mask[batch % mask.shape[0], 0, row, column])
@@ -191,12 +207,16 @@ def _plain(
     dropout: float,
     dropout_rows: Tensor | None,
     first_head: int,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """The formula, with dropout of the probabilities keyed by position."""
     key, value = (for_each_head(x, query) for x in (key, value))
     scores = (query @ key.mT).float() * scale  # [batch, heads, queries, keys]
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
+    if slopes is not None:
+        keys = torch.arange(scores.shape[3], device=scores.device)
+        scores = scores + alibi_bias(slopes, keys[keys.shape[0] - scores.shape[2] :], keys)
     if causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if mask is not None:

@@ -50,6 +50,7 @@ SEAMS: dict[type[nn.Module], dict[str, str]] = {
     Embedding: {
         "lookup": "the tokens' rows for the residual stream: (input_ids, weight, context) → rows",
         "position_embeddings": "None where another pipeline stage has them",
+        "layernorm": "None where another pipeline stage has it",
     },
     Linear: {
         "gemm": "the three matmuls: a Gemm of ops/gemm.py",

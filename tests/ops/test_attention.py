@@ -34,7 +34,7 @@ def dropout_rows(samples=(0, 1), positions=range(SEQ)):
     ).query_rows()
 
 
-def formula(query, key, value, allowed, kept=None, p=0.0, softcap=None, scale=HEAD_DIM**-0.5):
+def formula(query, key, value, allowed, kept=None, p=0.0, softcap=None, scale=HEAD_DIM**-0.5, bias=0.0):
     """Softmax attention written out in float64; allowed and kept bool [batch or 1, heads or 1, queries, keys]."""
     shared = query.shape[2] // key.shape[2]
     query, key, value = (x.double().transpose(1, 2) for x in (query, key, value))
@@ -42,7 +42,7 @@ def formula(query, key, value, allowed, kept=None, p=0.0, softcap=None, scale=HE
     scores = query @ key.mT * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    probabilities = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
+    probabilities = (scores + bias).masked_fill(~allowed, -torch.inf).softmax(-1)
     if kept is not None:
         probabilities = probabilities * kept / (1 - p)
     return (probabilities @ value).transpose(1, 2)
@@ -101,6 +101,44 @@ def test_window_softcap_and_scale_are_the_formula_in_value_and_gradient(
     expected.backward(weight.double())
     for a, b in zip(inputs, other):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
+
+
+def published_slopes(heads):
+    """As the paper's code has them: a geometric sequence, and every second one of the next longer sequence."""
+    if heads & (heads - 1) == 0:
+        return [2 ** (-8 * (k + 1) / heads) for k in range(heads)]
+    power = 2 ** (heads.bit_length() - 1)
+    return published_slopes(power) + published_slopes(2 * power)[::2][: heads - power]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("heads", [4, 6, 12, 14])
+@pytest.mark.parametrize("documents, window", [(None, None), (DOCUMENTS, None), (None, 7)])
+def test_alibi_biases_scores_by_distance_with_the_slopes_of_all_heads(heads, documents, window):
+    first = heads - HEADS  # these are the last of them
+    inputs, other = qkv(groups=2), qkv(groups=2)
+    out = attention(*inputs, documents=documents, window=window, alibi=heads, first_head=first)
+    distance = torch.arange(SEQ)[:, None] - torch.arange(SEQ)
+    slopes = torch.tensor(published_slopes(heads)[first:], dtype=torch.float64)
+    allowed = (CAUSAL if documents is None else INSIDE) & (distance < (window or SEQ))
+    expected = formula(*other, allowed, bias=-slopes[:, None, None] * distance)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    out.backward(weight)
+    expected.backward(weight.double())
+    for a, b in zip(inputs, other):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
+    for queries in (1, 3):  # with a cache: the last tokens
+        mask = None if queries == 1 else CAUSAL[:, :, -queries:]
+        if documents is None:
+            own = inputs[0][:, -queries:]
+            last = attention(
+                own, *inputs[1:], causal=False, mask=mask, window=window, alibi=heads, first_head=first
+            )
+            torch.testing.assert_close(last, out[:, -queries:])
+    swapped = [x.detach().transpose(1, 2) for x in inputs]
+    made = _flex(*swapped, Seen(True, None, documents, window), None, HEAD_DIM**-0.5, slopes.float())
+    torch.testing.assert_close(made.transpose(1, 2), out.detach(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("queries", [1, 3, 12])

@@ -44,7 +44,8 @@ LLAMA = ModelConfig(
     attention_dropout=0.0,
 )
 QKV_ROWS = 3 * GPT2.hidden_size
-FAMILIES = {"gpt2": GPT2, "llama": LLAMA}
+BLOOM = GPT2.model_copy(update=dict(position_embedding_type="alibi", embedding_layernorm=True))
+FAMILIES = {"gpt2": GPT2, "llama": LLAMA, "bloom": BLOOM}
 RULES = {
     "one document": BoundaryRules(),
     "documents": BoundaryRules(END, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True),

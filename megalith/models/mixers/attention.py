@@ -46,6 +46,7 @@ class Attention(Runnable):
         self.window = config.window(number)
         self.softcap = config.attn_logit_softcapping
         self.scale = config.attention_scale
+        self.alibi = config.num_attention_heads if config.position_embedding_type == "alibi" else None
         self.core = attention
         self.heads = Heads(in_group=1)
 
@@ -69,6 +70,7 @@ class Attention(Runnable):
             dropout=self.dropout if drops else 0.0,
             dropout_rows=context.dropout.query_rows() if drops else None,
             first_head=self.heads.first,
+            alibi=self.alibi,
         )
 
 
@@ -113,7 +115,7 @@ class CrossAttention(Attention):
 
     def __init__(self, config: ModelConfig, number: int, device: torch.device | None = None):
         super().__init__(config, number)
-        self.window = None
+        self.window = self.alibi = None
         self.head_dim = config.head_dim
         self.heads = Heads(config.num_attention_heads // config.query_groups)
         width, bias = config.num_attention_heads * config.head_dim, config.qkv_bias

@@ -144,6 +144,7 @@ def context_attention(
     dropout: float = 0.0,
     dropout_rows: Tensor | None = None,  # int32 [batch, seq]
     first_head: int = 0,
+    alibi: int | None = None,
 ) -> Tensor:
     """What ops.attention.attention gives, where the sequence is cut: [batch, seq, heads, head_dim]."""
     assert causal and mask is None, "context parallelism cuts causal attention alone"
@@ -158,6 +159,7 @@ def context_attention(
         dropout=dropout,
         dropout_rows=dropout_rows,
         first_head=first_head + inner.rank * query.shape[2],
+        alibi=alibi,
     )
     if outer.size == 1:
         out = attention(query, key, value, **settings)
