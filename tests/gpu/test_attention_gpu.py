@@ -11,6 +11,7 @@ from megalith.config.presets import PRESETS
 from megalith.data.batch import document_ends
 from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
+from megalith.ops.alibi import alibi_slopes
 from megalith.ops.attention_blocks import Block, block_backward, block_forward
 from megalith.ops.attention_core import attention
 from megalith.ops.documents import document_ids, ends_within, mask_of_ids
@@ -66,7 +67,14 @@ def inside() -> Tensor:
     return mask_of_ids(numbers, numbers, causal=True)
 
 
-def formula(query: Tensor, key: Tensor, value: Tensor, has_documents: bool, window: int | None) -> Tensor:
+def formula(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    has_documents: bool,
+    window: int | None,
+    slopes: Tensor | None = None,
+) -> Tensor:
     places = torch.arange(SEQ, device="cuda")
     distance = places[:, None] - places
     allowed = (distance >= 0) & (distance < (window or SEQ))
@@ -75,8 +83,10 @@ def formula(query: Tensor, key: Tensor, value: Tensor, has_documents: bool, wind
     shared = query.shape[2] // key.shape[2]
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))
     key, value = key.repeat_interleave(shared, 1), value.repeat_interleave(shared, 1)
-    scores = (query @ key.mT * query.shape[3] ** -0.5).masked_fill(~allowed, -torch.inf)
-    return (scores.softmax(-1) @ value).transpose(1, 2)
+    scores = query @ key.mT * query.shape[3] ** -0.5
+    if slopes is not None:
+        scores = scores - slopes[:, None, None] * distance
+    return (scores.masked_fill(~allowed, -torch.inf).softmax(-1) @ value).transpose(1, 2)
 
 
 def with_gradients(function, tensors: list[Tensor]) -> list[Tensor]:
@@ -157,7 +167,7 @@ def test_documents_and_windows_take_the_memory_of_their_results(has_documents, w
 def test_documents_across_two_pieces_of_a_sequence_are_those_of_the_mask(causal, dtype):
     """A ring's block: the queries' documents end elsewhere than the keys', and some queries see no key at all."""
     tensors = [x.detach().transpose(1, 2) for x in inputs((16, 4, 128), dtype)]
-    places = (range(200), range(200)) if causal else (range(120, SEQ), range(40, 160))
+    places = (range(200), range(200)) if causal else (range(120, SEQ), range(40, 100))
     query, key, value = (
         x[:, :, span.start : span.stop] for x, span in zip(tensors[:3], (*places, places[1]), strict=True)
     )
@@ -209,17 +219,45 @@ def test_a_compiled_layer_takes_batches_of_any_documents_in_one_graph():
     model = Transformer(config, compute_dtype=torch.bfloat16, device="cuda").train()
     initialize(model, config, seed=1)
     torch._dynamo.reset()
-    torch._dynamo.utils.counters.clear()
     for layer in model.layers.values():
         layer.compile(fullgraph=True)
     random = np.random.default_rng(2)
     ids = torch.randint(0, 512, (BATCH, SEQ), device="cuda")
+    counts = torch._dynamo.utils.counters["stats"]
+    first = None  # the layers' graph, and those of what stands before and behind them
     for share in (0.01, 0.02, 0.1, 0.5, 0.9):  # of tokens at which a document begins: from 8 to 512 documents
         ends = document_ends(random.random((BATCH, SEQ)) < share)
         loss = model(ids, labels=ids, document_ends=ends.cuda())
         loss.backward()
         assert loss.isfinite()
-        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1, share
+        first = first or counts["unique_graphs"]
+        assert counts["unique_graphs"] == first, share
+
+
+@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize("shape", [(16, 16, 64), (6, 2, 128)], ids=lambda shape: "-".join(map(str, shape)))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
+def test_compiled_alibi_takes_a_kernel_of_its_formula(dtype, shape, where, recwarn):
+    has_documents, window = WHERE[where]
+    tensors = inputs(shape, dtype)
+    ends = documents() if has_documents else None
+    heads = 2 * shape[0]  # of which these are the second half
+
+    def run(query, key, value):
+        return attention(query, key, value, documents=ends, window=window, alibi=heads, first_head=shape[0])
+
+    slopes = alibi_slopes(heads, shape[0], shape[0], torch.device("cuda")).double()
+    exact_inputs = [x.detach().double().requires_grad_() for x in tensors]
+    exact = with_gradients(lambda *x: formula(*x, has_documents, window, slopes), exact_inputs)
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True)
+    for name, a, b in zip(
+        ("out", "query", "key", "value"), with_gradients(compiled, tensors), exact, strict=True
+    ):
+        assert (a.double() - b).norm() <= max(ROUNDING[dtype], 2e-3) * b.norm(), name  # fp32: by TF32
+    names = kernels(lambda: with_gradients(compiled, tensors))
+    assert not slow(names), "\n".join(names)
+    assert not [w for w in recwarn if "without a fused kernel" in str(w.message)]
 
 
 @pytest.mark.parametrize("where", ["documents", "both"])

@@ -25,7 +25,16 @@ GEMMA = dict(QWEN, hidden_dropout=0.0, swiglu=False, gated_linear_unit=True, nor
              window_size=[99, 0], window_attn_skip_freq=2, attn_logit_softcapping=5.0, final_logit_softcapping=3.0,
              query_pre_attn_scalar=50, layernorm_zero_centered_gamma=True, scale_embeddings=True)  # fmt: skip
 MISTRAL = dict(QWEN, hidden_dropout=0.0, qk_layernorm=False, window_size=[99, 0])
-FAMILIES = {"gpt": dict(GPT, attention_dropout=0.0), "qwen": QWEN, "mistral": MISTRAL, "gemma": GEMMA}
+BLOOM = dict(
+    GPT, hidden_dropout=0.0, attention_dropout=0.0, position_embedding_type="alibi", embedding_layernorm=True
+)
+FAMILIES = {
+    "gpt": dict(GPT, attention_dropout=0.0),
+    "bloom": BLOOM,
+    "qwen": QWEN,
+    "mistral": MISTRAL,
+    "gemma": GEMMA,
+}
 
 
 def loss_and_gradients(fields: dict, dtype: torch.dtype, compiled: bool, ids: torch.Tensor, documents=None):
