@@ -165,7 +165,7 @@ def with_init_from(config: RunConfig) -> RunConfig:
     kept = {name: value for name, value in given.items() if value is not None}
     model = ModelConfig.model_validate({**found.model_dump(), "preset": None, **kept})
     free = ModelConfig.deciding(Decides.REACH)
-    free += ["max_position_embeddings"] if found.position_embedding_type == "rope" else []
+    free += ["max_position_embeddings"] if found.position_embedding_type != "learned_absolute" else []
     if others := differences(model, found, leave_out=free):
         raise ConfigError(
             f"model has {'; '.join(others)} as the weights in {path}, which model.init_from names; leave out what "

@@ -158,9 +158,10 @@ class Field:
     theirs: str
     default: Any = REQUIRED  # of theirs, where config.json leaves it out
     values: Mapping[Any, Any] | None = None
+    other: str | None = None  # a further name that the key has in some files
 
     def read(self, theirs: Mapping[str, Any]) -> Tree:
-        value = theirs.get(self.theirs, self.default)
+        value = theirs.get(self.theirs, theirs.get(self.other, self.default))
         if value is REQUIRED:
             raise ConfigError(f"config.json has no {self.theirs}, which gives model.{self.ours}; add it")
         if value is None:

@@ -111,8 +111,8 @@ class DenseModel(Section):
     max_position_embeddings: Annotated[PositiveInt | None, Shrinks(small.SEQUENCE)] = None
     """Longest sequence the model can take, in tokens. Absent: data.seq_length."""
 
-    position_embedding_type: Literal["learned_absolute", "rope"] = "learned_absolute"
-    """Learned positions added to the embedding, or rotary positions in attention."""
+    position_embedding_type: Literal["learned_absolute", "rope", "alibi"] = "learned_absolute"
+    """Learned positions added to the embedding, rotary positions in attention, or its scores biased by distance."""
 
     rotary_base: Annotated[float, Field(gt=1.0), Decides.REACH, ROTARY] = 10000.0
     """Base of the rotary frequencies (theta)."""
@@ -137,6 +137,9 @@ class DenseModel(Section):
         PositiveInt | list[Literal[0, 1]] | None, Resolved(None), WINDOWED, Shrinks(small.window_skip)
     ] = None
     """Layers without the window: every N-th, or where a list with a number a layer has a 0. Absent: none."""
+
+    embedding_layernorm: bool = False
+    """A norm between the embedding and the layers (BLOOM)."""
 
     scale_embeddings: bool = False
     """Multiplies the embedding's output by √hidden_size (Gemma)."""

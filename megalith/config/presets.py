@@ -4,7 +4,7 @@ Sources: GPT-2, Radford et al. 2019; GPT-3, Brown et al. 2020, table 2.1 (whose 
 count, 24 × 128 in a width of 2048, are taken as the 5120 and 16 that its parameter counts imply); gpt3-345m and
 gpt3-857m, whose names say more than they have, Megatron-LM's example; gpt3-39b, Narayanan et al. 2021; Llama 2, Touvron
 et al. 2023; Llama 3, Grattafiori et al. 2024; Llama 3.2 and 3.3, Mistral, Mixtral, Qwen2.5, Qwen3, the text models of
-Gemma 2 and 3, OLMo 2, OLMoE, Phi-3, GPT-NeoX-20B, Falcon, DeepSeek-V2-Lite and V3 (with its layer of multi-token
+Gemma 2 and 3, OLMo 2, OLMoE, BLOOM, Phi-3, GPT-NeoX-20B, Falcon, DeepSeek-V2-Lite and V3 (with its layer of multi-token
 prediction), their published configurations.
 """
 
@@ -22,6 +22,14 @@ _NEOX = dict(
     attention_dropout=0.0,
 )
 _FALCON = dict(_NEOX, activation="gelu", add_bias_linear=False, vocab_size=65024)
+_BLOOM = dict(
+    position_embedding_type="alibi",
+    embedding_layernorm=True,
+    hidden_dropout=0.0,
+    attention_dropout=0.0,
+    vocab_size=250880,
+    max_position_embeddings=2048,
+)
 _LLAMA = dict(
     position_embedding_type="rope",
     normalization="RMSNorm",
@@ -208,6 +216,9 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-14b":    dict(_QWEN3, num_layers=40, hidden_size=5120, ffn_hidden_size=17408, num_attention_heads=40),
     "qwen3-32b":    dict(_QWEN3, num_layers=64, hidden_size=5120, ffn_hidden_size=25600, num_attention_heads=64),
 
+    "bloom-560m":   dict(_BLOOM, num_layers=24, hidden_size=1024, num_attention_heads=16),
+    "bloom-7b1":    dict(_BLOOM, num_layers=30, hidden_size=4096, num_attention_heads=32),
+    "bloom-176b":   dict(_BLOOM, num_layers=70, hidden_size=14336, num_attention_heads=112),
     "gemma2-2b":    dict(_GEMMA2, num_layers=26, hidden_size=2304, ffn_hidden_size=9216, num_attention_heads=8,
                          num_query_groups=4),
     "gemma2-9b":    dict(_GEMMA2, num_layers=42, hidden_size=3584, ffn_hidden_size=14336, num_attention_heads=16,

@@ -18,7 +18,7 @@ class BoundaryRules:
 
     eod: int | None = None
     reset_position_ids: bool = False  # positions begin again at 0 after it
-    reset_attention_mask: bool = False  # attention does not reach across it (`document_ids`)
+    reset_attention_mask: bool = False  # attention does not reach across it (`document_ends`)
     eod_mask_loss: bool = False  # what follows it, the first token of an unknown document, is not learnt
 
     def __post_init__(self) -> None:
@@ -41,9 +41,9 @@ class Batch:
     labels: Tensor  # int64 [batch, seq], the token after each token
     loss_mask: Tensor  # float32 [batch, seq], 0 where the label does not count
     position_ids: Tensor  # int64 [batch, seq]
-    document_ids: (
+    document_ends: (
         Tensor | None
-    )  # int32 [batch, seq], the number of the document within the sample; None: one, or no matter
+    )  # int32 [batch, documents], as ops/documents.py has them; None: one document, or no matter
     sample_numbers: Tensor  # int64 [batch], the position of each sample in the run's stream
 
     def __getitem__(self, name: str) -> Tensor | None:
@@ -67,7 +67,7 @@ def make_batch(samples: np.ndarray, sample_numbers: np.ndarray, rules: BoundaryR
     input_ids = samples[:, :-1]  # [batch, seq]
     position_ids = np.broadcast_to(np.arange(input_ids.shape[1]), input_ids.shape)
     loss_mask = np.ones(input_ids.shape, dtype=np.float32)
-    document_ids = None
+    ends_of_documents = None
     if rules.eod is not None:
         ends = input_ids == rules.eod  # [batch, seq]
         begins = np.zeros_like(ends)
@@ -76,13 +76,29 @@ def make_batch(samples: np.ndarray, sample_numbers: np.ndarray, rules: BoundaryR
             loss_mask[ends] = 0.0
         if rules.reset_position_ids:
             position_ids = position_ids - np.maximum.accumulate(np.where(begins, position_ids, 0), axis=1)
-        if rules.reset_attention_mask and begins.any():
-            document_ids = torch.from_numpy(np.cumsum(begins, axis=1, dtype=np.int32))
+        if rules.reset_attention_mask:
+            ends_of_documents = document_ends(begins)
     return Batch(
         input_ids=torch.from_numpy(np.ascontiguousarray(input_ids)),
         labels=torch.from_numpy(np.ascontiguousarray(samples[:, 1:])),
         loss_mask=torch.from_numpy(loss_mask),
         position_ids=torch.from_numpy(np.array(position_ids, dtype=np.int64)),
-        document_ids=document_ids,
+        document_ends=ends_of_documents,
         sample_numbers=torch.from_numpy(sample_numbers),
     )
+
+
+def document_ends(begins: np.ndarray) -> Tensor | None:
+    """The documents' ends, int32 [batch, documents], from bool [batch, seq], True where another document begins; None
+    where none does but at place 0.
+
+    Their number is a power of two from 8 on, so that compiled layers meet few.
+    """
+    batch, seq = begins.shape
+    rows, places = np.nonzero(begins[:, 1:])
+    if not len(rows):
+        return None
+    counts = np.bincount(rows, minlength=batch)
+    ends = np.full((batch, max(8, 1 << int(counts.max()).bit_length())), seq, dtype=np.int32)
+    ends[rows, np.arange(len(rows)) - (np.cumsum(counts) - counts)[rows]] = places + 1
+    return torch.from_numpy(ends)

@@ -24,6 +24,7 @@ from megalith.hardware import to_device
 from megalith.models.linear import Linear
 from megalith.models.norm import Norm
 from megalith.models.pass_context import Context
+from megalith.ops.documents import document_ids
 
 
 @dataclass
@@ -49,14 +50,16 @@ class Future:
         return Future(*(to_device(part, device) for part in parts), self.weights)
 
 
-def future_of(labels: Tensor, loss_mask: Tensor, document_ids: Tensor | None, layers: int) -> Future:
-    """From what a batch of whole sequences has: each [batch, seq], the label being the next token."""
+def future_of(labels: Tensor, loss_mask: Tensor, document_ends: Tensor | None, layers: int) -> Future:
+    """From what a batch of whole sequences has: each [batch, seq], the label being the next token, and the documents'
+    ends [batch, documents]."""
     seq = labels.shape[1]
+    numbers = None if document_ends is None else document_ids(document_ends, seq)
     counts = torch.zeros(layers, *labels.shape)
     for k in range(1, min(layers, seq - 1) + 1):
         counts[k - 1, :, : seq - k] = loss_mask[:, k:]
-        if document_ids is not None:
-            counts[k - 1, :, : seq - k] *= document_ids[:, k:] == document_ids[:, : seq - k]
+        if numbers is not None:
+            counts[k - 1, :, : seq - k] *= numbers[:, k:] == numbers[:, : seq - k]
     return Future(
         tokens=torch.stack([labels.roll(-k, 1) for k in range(layers)]),
         labels=torch.stack([labels.roll(-k, 1) for k in range(1, layers + 1)]),

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial, wraps
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +44,12 @@ class Context:
     position_ids: Tensor | None = None  # int64 [batch, seq]
     rotary: Tables | None = None
     rotary_local: Tables | None = None  # of layers with a window, where they have a base of their own
-    mask: Any = None  # what the core takes, by default bool [batch, 1, queries, keys]; None: as `causal` says
+    mask: Tensor | None = (
+        None  # bool [batch, 1, queries, keys], True where a query may look; None: as `causal` says
+    )
+    documents: Tensor | None = (
+        None  # int32 [batch, documents] (ops/documents.py), of whole sequences everywhere
+    )
     dropout: DropoutKeys | None = None  # None: no dropout
     layers: Tensor | None = None  # the numbers of the layers, int32 [num_layers], where there is dropout
     output_rows: Tensor | None = None  # int32 [num_layers, 2, …]: see ops.dropout.output_rows

@@ -19,7 +19,7 @@ from megalith.models.mixers import MakeMixer, make_mixer
 from megalith.models.norm import Norm
 from megalith.models.pass_context import Context, KVCache, PassLayout, one_device
 from megalith.models.rope import local_rotary_tables, rotary_tables
-from megalith.ops.attention_core import document_mask
+from megalith.ops.documents import document_ids, mask_of_ids, prepared
 from megalith.ops.dropout import DropoutKeys, column_keys, output_rows, token_keys
 
 PADDING = -1  # the document of tokens that fill up: they see each other alone, and nobody sees them
@@ -74,7 +74,6 @@ class Stack(nn.Module):
         # Seams: parallel/seams.py says what each is for.
         self.pass_layout = one_device
         self.runner: Runner = run_layers
-        self.attention_mask = document_mask
         self.shard_tokens = every_token
 
     def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
@@ -89,7 +88,8 @@ class Stack(nn.Module):
         trains: bool = True,  # whether a loss follows; else generation
         position_ids: Tensor | None = None,  # int64 [batch, seq]; None: the places
         places: Tensor | None = None,  # int64 [seq]: each token's in the whole sequence; None: 0, 1, …
-        document_ids: Tensor | None = None,  # int [batch, seq]: attention stays inside a document
+        document_ends: Tensor
+        | None = None,  # int32 [batch, documents] (ops/documents.py): attention stays inside
         padding_mask: Tensor | None = None,  # bool [batch, seq], False for what fills up; None: nothing does
         sample_numbers: Tensor | None = None,  # int64 [batch]: places in the run's stream, the key of dropout
         cache: KVCache | None = None,
@@ -115,10 +115,13 @@ class Stack(nn.Module):
             numbers = places[None] * batch + torch.arange(batch, device=device)[:, None]
             context.numbers = self.shard_tokens(numbers, layout).flatten()
         if padding_mask is not None:
-            documents = torch.zeros_like(input_ids) if document_ids is None else document_ids
-            document_ids = documents.masked_fill(~padding_mask, PADDING)
-        if document_ids is not None:
-            context.mask = self.attention_mask(document_ids, self.causal)
+            numbers = (
+                torch.zeros_like(input_ids) if document_ends is None else document_ids(document_ends, seq)
+            )
+            numbers = numbers.masked_fill(~padding_mask, PADDING)
+            context.mask = mask_of_ids(numbers, numbers, self.causal)
+        elif document_ends is not None:
+            context.documents = prepared(document_ends)
         elif past and seq > 1:
             context.mask = (torch.arange(past + seq, device=device) <= places[:, None])[None, None]
         if self.training and self.draws_dropout:

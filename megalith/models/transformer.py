@@ -15,10 +15,12 @@ from torch import Tensor, nn
 
 from megalith.comm.collectives import local
 from megalith.config import ModelConfig
+from megalith.models.layer import normed
 from megalith.models.linear import Linear
 from megalith.models.loss import Objective, with_gradient_times
 from megalith.models.mixers import MakeMixer, make_mixer
 from megalith.models.mtp import Future, with_further_losses
+from megalith.models.norm import Norm
 from megalith.models.pass_context import Context, Encoded, KVCache
 from megalith.models.stack import Stack
 from megalith.ops.cross_entropy import linear_cross_entropy, linear_logits, linear_logprobs
@@ -26,7 +28,7 @@ from megalith.ops.dropout import EMBEDDING_OUTPUT, counter_dropout
 
 
 class Embedding(nn.Module):
-    """Rows of word_embeddings, plus those of position_embeddings where positions are learned.
+    """Rows of word_embeddings, plus those of position_embeddings where positions are learned, and perhaps a norm.
 
     `lookup` is a seam of tensor parallelism.
     """
@@ -39,13 +41,14 @@ class Embedding(nn.Module):
         self.position_embeddings = None
         if config.position_embedding_type == "learned_absolute":
             self.position_embeddings = _table(config.max_position_embeddings, width, device)
+        self.layernorm = Norm(config, width, device) if config.embedding_layernorm else None
 
     def forward(self, input_ids: Tensor, position_ids: Tensor, context: Context) -> Tensor:
         """int64 [batch, seq], and the stream's share of its positions -> the stream [batch, seq, hidden]"""
         x = self.lookup(input_ids, local(self.word_embeddings.weight), context)
         if self.position_embeddings is not None:
             x = x + nn.functional.embedding(position_ids, local(self.position_embeddings.weight))
-        return x
+        return normed(self.layernorm, x)
 
 
 def _table(rows: int, width: int, device: torch.device | str | None) -> nn.Embedding:
@@ -110,7 +113,8 @@ class Transformer(Stack):
         objective: Objective | None = None,  # of the labels' log-probabilities; None: −their sum by loss_mask
         position_ids: Tensor | None = None,  # int64 [batch, seq]; None: the places
         places: Tensor | None = None,  # int64 [seq]: each token's in the whole sequence; None: 0, 1, …
-        document_ids: Tensor | None = None,  # int [batch, seq]: attention stays inside a document
+        document_ends: Tensor
+        | None = None,  # int32 [batch, documents] (ops/documents.py): attention stays inside
         padding_mask: Tensor | None = None,  # bool [batch, seq], False for what fills up; None: nothing does
         sample_numbers: Tensor | None = None,  # int64 [batch]: places in the run's stream, the key of dropout
         encoded: Encoded | None = None,  # what cross-attention attends to
@@ -129,7 +133,7 @@ class Transformer(Stack):
             trains=labels is not None,
             position_ids=position_ids,
             places=places,
-            document_ids=document_ids,
+            document_ends=document_ends,
             padding_mask=padding_mask,
             sample_numbers=sample_numbers,
             cache=cache,

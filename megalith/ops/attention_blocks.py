@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 
 import torch
@@ -30,6 +30,8 @@ from torch.backends.cuda import (
 )
 from torch.nn.functional import pad
 
+from megalith.ops.alibi import alibi_bias
+from megalith.ops.documents import cumulative_lengths, dense_mask
 from megalith.ops.dropout import attention_keep_mask
 
 _aten = torch.ops.aten
@@ -44,17 +46,28 @@ class Block:
 
     causal: bool = False  # the keys are the queries' own tokens: each sees those up to itself
     mask: Tensor | None = None  # bool [batch, 1, queries, keys], True where a query may look, causal included
+    documents: tuple[Tensor, Tensor] | None = (
+        None  # the ends of the queries' and of the keys' (ops/documents.py)
+    )
+    window: int | None = None  # the keys that a query sees at most, the queries being the last tokens: causal
     softcap: float | None = None  # scores become softcap · tanh(score / softcap)
     scale: float | None = None  # of query · keyᵀ; None: 1 / √head_dim
     dropout: float = 0.0
     dropout_rows: Tensor | None = None  # int32 [batch, queries]: what the mask of dropout depends on,
     key_positions: Tensor | None = None  # int64 [keys]: the keys' places in the whole sequence,
     first_head: int = 0  # and the number of the first head among all
+    slopes: Tensor | None = None  # float32 [heads], of ALiBi, which depends on the keys' places and on
+    query_positions: Tensor | None = None  # the queries', int64 [queries]
+
+    @property
+    def changes_scores(self) -> bool:
+        return self.softcap is not None or self.slopes is not None
 
 
 def block_forward(query: Tensor, key: Tensor, value: Tensor, block: Block) -> Result:
     """(o, l, the state int64 [2] of the kernel's random numbers, or None where it draws none)."""
-    return _kernel_for(query, key, value, block).forward(query, key, value, block)
+    kernel, block = _chosen(query, key, value, block)
+    return kernel.forward(query, key, value, block)
 
 
 def block_backward(
@@ -69,7 +82,8 @@ def block_backward(
 ) -> Gradients:
     """Gradients of query, key and value through this block."""
     lse = lse.contiguous()
-    return _kernel_for(query, key, value, block).backward(grad, query, key, value, out, lse, random, block)
+    kernel, block = _chosen(query, key, value, block)
+    return kernel.backward(grad, query, key, value, out, lse, random, block)
 
 
 def merge(out: Tensor, lse: Tensor, block_out: Tensor, block_lse: Tensor) -> None:
@@ -85,21 +99,36 @@ class _Kernel:
     backward: Callable[..., Gradients]
 
 
-def _kernel_for(query: Tensor, key: Tensor, value: Tensor, block: Block) -> _Kernel:
+def _chosen(query: Tensor, key: Tensor, value: Tensor, block: Block) -> tuple[_Kernel, Block]:
+    """The first kernel that suits, and the block as it takes it: all but two know documents and windows as a mask."""
+    if not block.changes_scores:
+        for name in ("cudnn", "flash"):
+            if KERNELS[name].suits(query, key, value, block):
+                return KERNELS[name], block
+    block = _masked(query, key, block)
     kernel = KERNELS["plain"]
-    if block.softcap is None:
+    if not block.changes_scores:
         kernel = next(kernel for kernel in KERNELS.values() if kernel.suits(query, key, value, block))
     if kernel is KERNELS["plain"] and query.is_cuda:
-        warn_of_plain_attention(block.softcap, block.dropout, query.dtype, query.shape[3])
-    return kernel
+        asked = block.softcap, block.slopes is not None, block.dropout
+        warn_of_plain_attention(*asked, query.dtype, query.shape[3])
+    return kernel, block
+
+
+def _masked(query: Tensor, key: Tensor, block: Block) -> Block:
+    mask = dense_mask(query, key, block.mask, block.documents, block.causal, block.window)
+    return replace(block, causal=block.causal and mask is None, mask=mask, documents=None, window=None)
 
 
 @cache  # once for a process
-def warn_of_plain_attention(softcap: float | None, dropout: float, dtype: torch.dtype, head_dim: int) -> None:
+def warn_of_plain_attention(
+    softcap: float | None, alibi: bool, dropout: float, dtype: torch.dtype, head_dim: int
+) -> None:
     """Says that attention on a GPU has no fused kernel for what is asked of it."""
     warnings.warn(
-        f"attention runs without a fused kernel, every score in memory: none takes softcap {softcap}, dropout "
-        f"{dropout}, {dtype} and head_dim {head_dim} here; a model without dropout, compiled, in bf16 is faster",
+        f"attention runs without a fused kernel, every score in memory: none takes softcap {softcap}, "
+        f"{'ALiBi, ' * alibi}dropout {dropout}, {dtype} and head_dim {head_dim} here; a model without dropout, "
+        "compiled, in bf16 is faster",
         stacklevel=2,
     )
 
@@ -114,7 +143,8 @@ def _parameters(query: Tensor, key: Tensor, value: Tensor, block: Block) -> SDPA
 
 
 def _cudnn_suits(query: Tensor, key: Tensor, value: Tensor, block: Block) -> bool:
-    plain = query.is_cuda and block.mask is None and block.dropout == 0.0
+    whole = block.mask is None and block.documents is None and block.window is None
+    plain = query.is_cuda and whole and block.dropout == 0.0
     return plain and can_use_cudnn_attention(_parameters(query, key, value, block))
 
 
@@ -141,25 +171,65 @@ def _cudnn_keeps_last_dimension(device: torch.device) -> bool:
     return _aten._scaled_dot_product_cudnn_attention(x, x, x, None, True)[1].dim() == 4
 
 
-# Flash: GPU, fp16 and bf16, no mask; draws its own dropout.
+# Flash: GPU, fp16 and bf16, no mask, but documents and windows, of which it skips what is closed; draws its own
+# dropout. It takes tokens [batch, seq, heads, head_dim], or in documents [batch · seq, heads, head_dim], where it has
+# l [heads, batch · seq].
 
 
 def _flash_suits(query: Tensor, key: Tensor, value: Tensor, block: Block) -> bool:
-    plain = query.is_cuda and block.mask is None and query.shape[3] % 8 == 0
-    return plain and can_use_flash_attention(_parameters(query, key, value, block))
+    if not query.is_cuda or block.mask is not None or query.shape[3] % 8:
+        return False
+    square = block.causal and block.window is None  # what it asks of all others: as many keys as queries
+    return can_use_flash_attention(_parameters(query, key, value, replace(block, causal=square)))
 
 
 def _flash_forward(query: Tensor, key: Tensor, value: Tensor, block: Block) -> Result:
-    out, lse, _, _, _, _, random, *_ = _aten._scaled_dot_product_flash_attention(
-        query, key, value, block.dropout, block.causal, scale=block.scale
+    tokens = [_tokens(x, block) for x in (query, key, value)]
+    lengths, settings = _flash_settings(query, key, block)
+    out, lse, random, *_ = _aten._flash_attention_forward(
+        *tokens, *lengths, block.dropout, _is_causal(block), False, **settings
     )
-    return out, lse, random.view(torch.int64) if block.dropout else None
+    if block.documents is not None:
+        out, lse = (
+            out.unflatten(0, (query.shape[0], -1)),
+            lse.unflatten(1, (query.shape[0], -1)).transpose(0, 1),
+        )
+        lse = lse.masked_fill(
+            lse == float("inf"), float("-inf")
+        )  # of a query that sees no key, as it tells it
+    return out.transpose(1, 2), lse, random.view(torch.int64) if block.dropout else None
 
 
 def _flash_backward(grad, query, key, value, out, lse, random, block):
-    random, sizes = random.view(torch.uint64), (query.shape[2], key.shape[2])
-    saved = (query, key, value, out, lse, None, None, *sizes, block.dropout, block.causal, random, random)
-    return _aten._scaled_dot_product_flash_attention_backward(grad, *saved, scale=block.scale)
+    tokens = [_tokens(x, block) for x in (grad, query, key, value, out)]
+    if block.documents is not None:
+        lse = lse.transpose(0, 1).flatten(1)
+    lengths, settings = _flash_settings(query, key, block)
+    random = random.view(torch.uint64)
+    saved = (*tokens, lse.contiguous(), *lengths, block.dropout, _is_causal(block), random, random)
+    gradients = _aten._flash_attention_backward(*saved, **settings)
+    if block.documents is not None:
+        gradients = [x.unflatten(0, (query.shape[0], -1)) for x in gradients]
+    return tuple(x.transpose(1, 2) for x in gradients)
+
+
+def _tokens(x: Tensor, block: Block) -> Tensor:
+    """[batch, heads, seq, head_dim] as flash takes it."""
+    x = x.transpose(1, 2)
+    return x if block.documents is None else x.flatten(0, 1)
+
+
+def _is_causal(block: Block) -> bool:
+    return block.causal or block.window is not None
+
+
+def _flash_settings(query: Tensor, key: Tensor, block: Block) -> tuple[tuple, dict[str, float | int | None]]:
+    """Cumulative and longest lengths of the queries and the keys; scale and window."""
+    lengths, longest = (None, None), (query.shape[2], key.shape[2])
+    if block.documents is not None:
+        lengths = tuple(cumulative_lengths(*x) for x in zip(block.documents, longest, strict=True))
+    window = dict(window_size_left=block.window - 1, window_size_right=0) if block.window else {}
+    return (*lengths, *longest), dict(scale=block.scale, **window)
 
 
 # Memory-efficient: GPU, any dtype, masks. It wants a head of keys for each head of queries, rows of the bias at
@@ -268,6 +338,8 @@ def _scores(query: Tensor, key: Tensor, block: Block) -> Tensor:
     scores = (query @ for_each_head(key, query).mT).float() * _scale(query, block)
     if block.softcap is not None:
         scores = block.softcap * torch.tanh(scores / block.softcap)
+    if block.slopes is not None:
+        scores = scores + alibi_bias(block.slopes, block.query_positions, block.key_positions)
     mask = block.mask
     if mask is None and block.causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
@@ -309,7 +381,7 @@ KERNELS = {
 
 
 # Attention as one block: what the kernels above do that torch's own function gives to none but its slowest. Between
-# the passes it keeps neither repeated heads nor a bias, and the mask of a window is never kept.
+# the passes it keeps neither repeated heads nor a bias, and no mask of a window or of documents.
 
 
 @torch.library.custom_op("megalith::block_attention", mutates_args=())
@@ -318,18 +390,19 @@ def block_attention(
     key: Tensor,  # [batch, groups, keys, head_dim]
     value: Tensor,  # [batch, groups, keys, head_dim]
     mask: Tensor | None,  # bool [batch or 1, 1, queries, keys], True where a query may look
+    documents: Tensor | None,  # int32 [batch, documents], the ends of the queries' and the keys' alike
     causal: bool,
     window: int | None,  # as ops.attention.attention has it, with or without a mask
     scale: float,
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale · query · keyᵀ) · value [batch, heads, queries, head_dim], and its log-sum-exp float32 [batch,
     heads, queries]."""
-    out, lse, _ = block_forward(query, key, value, _whole(query, key, mask, causal, window, scale))
+    out, lse, _ = block_forward(query, key, value, _whole(mask, documents, causal, window, scale))
     return out.transpose(1, 2).contiguous().transpose(1, 2), lse.contiguous()
 
 
 @block_attention.register_fake
-def _(query, key, value, mask, causal, window, scale):
+def _(query, key, value, mask, documents, causal, window, scale):
     batch, heads, queries, head_dim = query.shape
     out = query.new_empty(batch, queries, heads, head_dim).transpose(1, 2)
     return out, query.new_empty(batch, heads, queries, dtype=torch.float32)
@@ -344,12 +417,13 @@ def block_attention_backward(
     out: Tensor,
     lse: Tensor,
     mask: Tensor | None,
+    documents: Tensor | None,
     causal: bool,
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value."""
-    block = _whole(query, key, mask, causal, window, scale)
+    block = _whole(mask, documents, causal, window, scale)
     no_state = torch.zeros(2, dtype=torch.int64, device=query.device)
     gradients = block_backward(grad, query, key, value, out, lse, no_state, block)
     return tuple(x.transpose(1, 2).contiguous().transpose(1, 2) for x in gradients)
@@ -362,28 +436,19 @@ def _(grad, query, key, value, *rest):
 
 
 def _whole(
-    query: Tensor, key: Tensor, mask: Tensor | None, causal: bool, window: int | None, scale: float
+    mask: Tensor | None, documents: Tensor | None, causal: bool, window: int | None, scale: float
 ) -> Block:
-    if window is not None:
-        inside = window_mask(query.shape[2], key.shape[2], window, query.device)
-        mask = inside if mask is None else mask & inside
-    return Block(causal and mask is None, mask, scale=scale)
-
-
-def window_mask(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
-    """Causal attention over the last `window` keys, the queries being the last tokens: bool [1, 1, queries, keys]."""
-    places = torch.arange(keys, device=device)
-    own = places[keys - queries :, None]
-    return ((places <= own) & (places > own - window))[None, None]
+    both = None if documents is None else (documents, documents)
+    return Block(causal and mask is None, mask, both, window, scale=scale)
 
 
 def _save(ctx, inputs, output) -> None:
-    query, key, value, mask, *ctx.plain = inputs
-    ctx.save_for_backward(query, key, value, *output, mask)
+    query, key, value, mask, documents, *ctx.plain = inputs
+    ctx.save_for_backward(query, key, value, *output, mask, documents)
 
 
 def _gradients(ctx, grad: Tensor, _lse: None):
-    return *block_attention_backward(grad, *ctx.saved_tensors, *ctx.plain), *[None] * 4
+    return *block_attention_backward(grad, *ctx.saved_tensors, *ctx.plain), *[None] * 5
 
 
 block_attention.register_autograd(_gradients, setup_context=_save)

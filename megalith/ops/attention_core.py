@@ -1,18 +1,20 @@
 """Scaled dot-product attention: PyTorch's kernels, chosen by what is asked for.
 
 On a GPU the causal case runs on cuDNN's kernel where it can, about twice as fast as torch's flash kernel on training
-shapes. A mask (documents, a window) takes the memory-efficient kernel, since cuDNN's has given NaN gradients with one.
-That kernel wants a head of keys and values for each head of queries, and left to itself torch would take its slowest
-for grouped heads: attention_blocks.py repeats them inside of an operator, as it does for whatever else cuDNN's and
-flash do not take, fp32 before all. On a CPU attention dropout takes a plain path whose mask is keyed by position; on a
-GPU the fused kernel draws its own, the one dropout that depends on the layout.
+shapes. Documents and windows in fp16 and bf16 take flash's kernel, which skips what they close: no mask is made, and
+the time follows what is seen. Any other mask, and fp32, take the memory-efficient kernel with a dense mask, since
+cuDNN's has given NaN gradients with one. That kernel wants a head of keys and values for each head of queries, and
+left to itself torch would take its slowest for grouped heads: attention_blocks.py repeats them inside of an operator.
+On a CPU attention dropout takes a plain path whose mask is keyed by position; on a GPU the fused kernel draws its own,
+the one dropout that depends on the layout, and has documents and windows as a dense mask.
 
-A sliding window is a mask, but where all keys are inside of it. Soft-capped scores have no fused kernel: they take the
-plain path, or in compiled code on a GPU flex_attention, which makes a kernel of the formula. A warning tells once of
-plain attention on a GPU.
+Soft-capped scores and ALiBi's have no fused kernel: they take the plain path, or in compiled code on a GPU
+flex_attention, which makes a kernel of the formula. A warning tells once of plain attention on a GPU.
 """
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -20,13 +22,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
 
+from megalith.ops.alibi import alibi_bias, alibi_slopes
 from megalith.ops.attention_blocks import (
     block_attention,
     for_each_head,
     warn_of_plain_attention,
-    window_mask,
 )
 from megalith.ops.compiled import constant
+from megalith.ops.documents import dense_mask, document_ids
 from megalith.ops.dropout import attention_keep_mask
 
 # With heads as _on_gpu gives them, one of the first three takes any shape; MATH is for devices that lack them.
@@ -48,6 +51,8 @@ def attention(
     causal: bool = True,
     mask: Tensor
     | None = None,  # bool [batch, 1, queries, keys], True where a query may look; replaces causal
+    documents: Tensor
+    | None = None,  # int32 [batch, documents], as ops/documents.py has them: attention stays inside of each
     window: int
     | None = None,  # the keys that a query sees at most, its own included; the queries are the last tokens
     softcap: float | None = None,  # scores become softcap · tanh(score / softcap)
@@ -55,25 +60,48 @@ def attention(
     dropout: float = 0.0,
     dropout_rows: Tensor | None = None,  # int32 [batch, queries]
     first_head: int = 0,  # the number of the first of these heads among all of the layer's: a key of dropout
+    alibi: int | None = None,  # the number of all of the layer's heads, where ops/alibi.py biases the scores
 ) -> Tensor:
     """softmax(scale · query · keyᵀ) · value → [batch, queries, heads, head_dim], softmax in fp32."""
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [batch, heads, seq, head_dim]
     key, value, mask, window = _in_window(query, key, value, mask, window)
-    causal = causal and mask is None and window is None
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    if query.is_cuda and softcap is None:
-        out = _on_gpu(query, key, value, causal, mask, window, scale, dropout)
-        return out.transpose(1, 2)
-    mask = _with_window(query, key, mask, window)
-    if softcap is not None and query.is_cuda and torch.compiler.is_compiling() and not dropout:
-        out = _flex(query, key, value, causal, mask, softcap, scale)
-    elif softcap is not None or dropout:
+    seen = Seen(causal and mask is None, mask, documents, window)
+    changed = softcap is not None or alibi is not None
+    if query.is_cuda and not changed:
+        return _on_gpu(query, key, value, seen, scale, dropout).transpose(1, 2)
+    slopes = None if alibi is None else alibi_slopes(alibi, first_head, query.shape[1], query.device)
+    if changed and query.is_cuda and torch.compiler.is_compiling() and not dropout:
+        return _flex(query, key, value, seen, softcap, scale, slopes).transpose(1, 2)
+    causal, mask = seen.dense(query, key)
+    if changed or dropout:
         if query.is_cuda and not torch.compiler.is_compiling():
-            warn_of_plain_attention(softcap, dropout, query.dtype, query.shape[3])
-        out = _plain(query, key, value, causal, mask, softcap, scale, dropout, dropout_rows, first_head)
+            warn_of_plain_attention(softcap, alibi is not None, dropout, query.dtype, query.shape[3])
+        drops = dropout, dropout_rows, first_head
+        out = _plain(query, key, value, causal, mask, softcap, scale, *drops, slopes)
     else:
         out = _fused(query, key, value, causal, mask, scale, 0.0)
     return out.transpose(1, 2)
+
+
+class Seen(NamedTuple):
+    """Which keys a query sees: `attention` says what each is."""
+
+    causal: bool
+    mask: Tensor | None = None
+    documents: Tensor | None = None
+    window: int | None = None
+
+    @property
+    def whole(self) -> bool:
+        """Whether nothing is closed but by causality."""
+        return self.mask is None and self.documents is None and self.window is None
+
+    def dense(self, query: Tensor, key: Tensor) -> tuple[bool, Tensor | None]:
+        """The same as a mask alone, or as causality alone; query and key [batch, ·, seq, head_dim]."""
+        both = None if self.documents is None else (self.documents, self.documents)
+        mask = dense_mask(query, key, self.mask, both, self.causal, self.window)
+        return self.causal and mask is None, mask
 
 
 def _in_window(
@@ -88,35 +116,19 @@ def _in_window(
     return key[:, :, -keys:], value[:, :, -keys:], mask, window if queries > 1 else None
 
 
-def _with_window(query: Tensor, key: Tensor, mask: Tensor | None, window: int | None) -> Tensor | None:
-    if window is None:
-        return mask
-    inside = window_mask(query.shape[2], key.shape[2], window, query.device)
-    return inside if mask is None else mask & inside
-
-
-def _on_gpu(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    causal: bool,
-    mask: Tensor | None,
-    window: int | None,
-    scale: float,
-    dropout: float,
-) -> Tensor:
+def _on_gpu(query: Tensor, key: Tensor, value: Tensor, seen: Seen, scale: float, dropout: float) -> Tensor:
     """By a fused kernel, whatever is asked for."""
     head_dim = query.shape[3]
     if head_dim % _MULTIPLE:  # zeros add nothing to a score, and their results are left out
         query, key, value = (pad(x, (0, -head_dim % _MULTIPLE)) for x in (query, key, value))
-    whole = mask is None and window is None
-    if whole and takes_heads(query, key):
+    if seen.whole and takes_heads(query, key):
         with sdpa_kernel(_CAUSAL, set_priority=True):
-            out = _fused(query, key, value, causal, None, scale, dropout)
+            out = _fused(query, key, value, seen.causal, None, scale, dropout)
     elif not dropout:
-        out, _ = block_attention(query, key, value, mask, causal, window, scale)
+        causal, mask, documents, window = seen
+        out, _ = block_attention(query, key, value, mask, documents, causal, window, scale)
     else:  # whose random numbers torch keeps
-        mask = _with_window(query, key, mask, window)
+        causal, mask = seen.dense(query, key)
         key, value = (for_each_head(x, query) for x in (key, value))
         with sdpa_kernel(_MASKED, set_priority=True):
             out = _fused(query, key, value, causal, mask, scale, dropout)
@@ -150,17 +162,36 @@ def _fused(
 
 
 def _flex(
-    query: Tensor, key: Tensor, value: Tensor, causal: bool, mask: Tensor | None, softcap: float, scale: float
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: Seen,
+    softcap: float | None,
+    scale: float,
+    slopes: Tensor | None = None,
 ) -> Tensor:
+    """By a kernel that is made of the formula; nothing of [queries, keys] is in memory but a given mask."""
+    causal, mask, documents, window = seen
+    numbers = None if documents is None else document_ids(documents, query.shape[2])
+    before = key.shape[2] - query.shape[2]
+
     def bounded(score, batch, head, row, column):
-        score = softcap * torch.tanh(score / softcap)
+        if softcap is not None:
+            score = softcap * torch.tanh(score / softcap)
+        if slopes is not None:
+            score = score + slopes[head] * (column - row - before)
+        allowed = []
         if mask is not None:
-            seen = mask[batch % mask.shape[0], 0, row, column]
-        elif causal:
-            seen = row >= column
-        else:
-            return score
-        return torch.where(seen, score, float("-inf"))
+            allowed.append(mask[batch % mask.shape[0], 0, row, column])
+        if numbers is not None:
+            allowed.append(numbers[batch, row] == numbers[batch, column])
+        if causal or window is not None:
+            allowed.append(row + before >= column)
+        if window is not None:
+            allowed.append(column > row + before - window)
+        for one in allowed:
+            score = torch.where(one, score, float("-inf"))
+        return score
 
     return flex_attention(query, key, value, bounded, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
 
@@ -176,12 +207,16 @@ def _plain(
     dropout: float,
     dropout_rows: Tensor | None,
     first_head: int,
+    slopes: Tensor | None = None,
 ) -> Tensor:
     """The formula, with dropout of the probabilities keyed by position."""
     key, value = (for_each_head(x, query) for x in (key, value))
     scores = (query @ key.mT).float() * scale  # [batch, heads, queries, keys]
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
+    if slopes is not None:
+        keys = torch.arange(scores.shape[3], device=scores.device)
+        scores = scores + alibi_bias(slopes, keys[keys.shape[0] - scores.shape[2] :], keys)
     if causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if mask is not None:
@@ -192,9 +227,3 @@ def _plain(
         kept = attention_keep_mask(dropout_rows, scores.shape[1], places, dropout, first_head)
         probabilities = torch.where(kept, probabilities / (1.0 - dropout), 0.0)
     return probabilities.to(value.dtype) @ value
-
-
-def document_mask(document_ids: Tensor, causal: bool = True) -> Tensor:
-    """Attention inside each document: bool [batch, 1, seq, seq] from document_ids int [batch, seq]."""
-    same = document_ids[:, :, None] == document_ids[:, None, :]
-    return (same.tril() if causal else same)[:, None]

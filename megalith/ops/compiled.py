@@ -27,6 +27,12 @@ def run_eagerly() -> AbstractContextManager:
     return torch.compiler.set_stance("force_eager")
 
 
+def varies(x: Tensor, dim: int) -> None:
+    """Lets compiled code take x with any number of entries along `dim`."""
+    if "torch._dynamo" in sys.modules and not torch.compiler.is_compiling():
+        torch._dynamo.maybe_mark_dynamic(x, dim)
+
+
 def as_one_kernel(function: Callable, *args, sizes_vary: bool = False, rows_vary: bool = False):
     """function(*args), of which the first is a tensor: compiled on a GPU, but as a part of what is being compiled.
 

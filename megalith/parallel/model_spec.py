@@ -175,7 +175,7 @@ class TransformerSpec(ModelSpec):
             objective=part.objective,
             position_ids=batch.position_ids,
             places=part.places,
-            document_ids=batch.document_ids,
+            document_ends=batch.document_ends,
             sample_numbers=batch.sample_numbers,
             balance_scale=part.balance_scale,
             future=part.future,

@@ -198,7 +198,7 @@ class ParallelModel:
         given = replace(batch, labels=loss.targets(batch), loss_mask=weights)
         part = RankBatch(*shard_batch(given, self.mesh.cp), objective)
         if layers := self.spec.further_layers:
-            future = future_of(batch.labels, batch.loss_mask, batch.document_ids, layers)
+            future = future_of(batch.labels, batch.loss_mask, batch.document_ends, layers)
             part.future = future.at(part.places)
         return part
 

@@ -30,7 +30,6 @@ SEAMS: dict[type[nn.Module], dict[str, str]] = {
         "pass_layout": "how the tokens of a pass stand here: (tokens, trains=, has_places=) → PassLayout",
         "runner": "how a list of layers is run: (layers, x, context) → x",
         "shard_tokens": "the residual stream's share of what every token has: (x [batch, seq], layout) → share",
-        "attention_mask": "what the cores take as their mask: (document_ids, causal) → mask",
         "embedding": "None where another pipeline stage has it",
         "final_layernorm": "None where another pipeline stage has it",
     },
@@ -51,6 +50,7 @@ SEAMS: dict[type[nn.Module], dict[str, str]] = {
     Embedding: {
         "lookup": "the tokens' rows for the residual stream: (input_ids, weight, context) → rows",
         "position_embeddings": "None where another pipeline stage has them",
+        "layernorm": "None where another pipeline stage has it",
     },
     Linear: {
         "gemm": "the three matmuls: a Gemm of ops/gemm.py",

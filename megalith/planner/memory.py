@@ -4,8 +4,9 @@ Weights, gradients and optimizer state are exact: so many bytes a parameter that
 are an estimate, the tensors that the backward pass must find again (after Korthikanti et al., 2022, section 4), under
 assumptions:
 
-- attention runs in a fused kernel, so the matrix of probabilities is never whole, but the mask of documents or of a
-  window is, and as a bias while a layer computes, beside keys and values repeated for each head of a group;
+- attention runs in a fused kernel, so the matrix of probabilities is never whole; a mask of documents or of a window is
+  made in fp32 and with attention dropout alone, and stands as a bias while a layer computes, beside keys and values
+  repeated for each head of a group;
 - dropout masks are computed again rather than kept;
 - the loss takes the logits a chunk at a time (ops/cross_entropy.py), at most 2^26 of them;
 - the allocator's fragments, the libraries' workspaces and the CUDA context (about 1 GB) come on top.
@@ -178,24 +179,24 @@ class StageMemory:
     def _masked_attention(self) -> int:
         """What attention takes where it has a mask (ops/attention_blocks.py).
 
-        The mask of documents, a byte a score, stays for each micro-batch in flight. Bias, bools, and keys and values
-        for each head with their gradients are there while one layer computes, but that torch's own function, which
-        alone has attention dropout, keeps bias, keys and values of every layer. A ring has masks of its blocks alone.
+        In bf16 and fp16 its kernel has documents and windows without one, but with dropout, or in a ring a window.
+        Bias, bools, and keys and values for each head with their gradients are there while one layer computes, but
+        that torch's own function, which alone has attention dropout, keeps bias, keys and values of every layer. A
+        ring has masks of its blocks alone.
         """
         model, width, documents = self.model, self.width, self.config.data.reset_attention_mask
         sequences, seq = self.config.train.micro_batch_size, self.config.data.seq_length
         windowed = sum((window or seq) < seq for window in model.windows)
-        if not documents and not windowed:
-            return 0
         exchanged = self.context == 1 or self.parallel.cp_exchange == "a2a"
+        makes_mask = width == MASTER_BYTES or (model.attention_dropout if exchanged else windowed)
+        if not makes_mask or not (documents or windowed):
+            return 0
         scores = (sequences if documents else 1) * (seq if exchanged else seq // self.context) ** 2
         repeated = 0
         if model.query_groups < model.num_attention_heads:
             heads = model.num_attention_heads // self.tensor
             repeated = 2 * sequences * seq // self.context * heads * model.head_dim
-        in_flight = -(-self.held // max(self.layers, 1))
-        mask = in_flight * scores if documents and exchanged else 0
-        taken = mask + (2 + width) * scores + 2 * width * repeated
+        taken = (2 + width) * scores + 2 * width * repeated
         if model.attention_dropout:
             masked = 1 if documents else windowed / model.num_layers
             taken += int(width * masked * max(self._whole_layers()[1] - 1, 0) * (scores + repeated))

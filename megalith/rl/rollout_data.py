@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from megalith.config import RlConfig, RunConfig
+from megalith.data.batch import document_ends
 from megalith.errors import DataError
 from megalith.remote import place
 from megalith.rl.advantages import NO_SPREAD, Advantages, advantages
@@ -205,17 +206,17 @@ def make_batch(config: RunConfig, rows: Sequence[Sequence[Sample]], first_row: i
     shape = (len(rows), config.data.seq_length)
     ids, labels, positions, numbers = (np.zeros(shape, dtype=np.int64) for _ in range(4))
     mask, advantage, logprobs = (np.zeros(shape, dtype=np.float32) for _ in range(3))
-    documents = np.zeros(shape, dtype=np.int32)
+    begins = np.zeros(shape, dtype=bool)
     tokens: list[float] = []
     for at, row in enumerate(rows):
         begin = 0
-        for number, sample in enumerate(row):
+        for sample in row:
             whole = np.concatenate([sample.prompt_ids, sample.completion.ids])
             end = begin + sample.tokens
             of_completion = slice(begin + len(sample.prompt_ids) - 1, end)
             ids[at, begin:end], labels[at, begin:end] = whole[:-1], whole[1:]
             positions[at, begin:end] = np.arange(sample.tokens)
-            documents[at, begin:end] = number
+            begins[at, begin] = True
             numbers[at, begin:end] = len(tokens)
             mask[at, of_completion] = sample.in_loss
             advantage[at, begin:end] = sample.advantage
@@ -223,15 +224,17 @@ def make_batch(config: RunConfig, rows: Sequence[Sequence[Sample]], first_row: i
             logprobs[at, of_completion] = np.nan if given is None else given
             tokens.append(float(mask[at, begin:end].sum()))
             begin = end
-        documents[at, begin:] = len(row)
-    tensors = map(torch.from_numpy, (ids, labels, mask, positions, documents, advantage, numbers, logprobs))
-    ids, labels, mask, positions, documents, advantage, numbers, logprobs = tensors
+        begins[at, begin : begin + 1] = True  # of the padding
+    tensors = map(torch.from_numpy, (ids, labels, mask, positions, advantage, numbers, logprobs))
+    ids, labels, mask, positions, advantage, numbers, logprobs = tensors
     return RolloutBatch(
         ids,
         labels,
         mask,
         positions,
-        documents if config.rl.packing else None,  # a single sample cannot see the padding behind it
+        document_ends(begins)
+        if config.rl.packing
+        else None,  # a single sample cannot see the padding behind it
         torch.arange(first_row, first_row + len(rows)),
         advantage,
         numbers,

@@ -213,11 +213,11 @@ def test_a_row_keeps_its_samples_apart_and_learns_no_first_token():
     assert batch.labels[0, [0, 1, 3]].tolist() == [2, 3, 5]
     assert batch.loss_mask.tolist() == [[1, 1, 0, 1, 0, 0, 0, 0]]
     assert batch.position_ids.tolist() == [[0, 1, 2, 0, 1, 2, 3, 4]]
-    assert batch.document_ids.tolist() == [[0, 0, 0, 1, 1, 1, 1, 1]]
+    assert batch.document_ends.tolist() == [[3] + [8] * 7]
     assert packed.note(True) == "1 rows of 8: 62.5 % of tokens, 2.0 sequences a row"
     padded = ChatDataset(samples, 0, 2, 8, packing=False, seed=0, padding=9).filled_up(4)
     batch = make_chat_batch(np.stack([padded[i] for i in range(4)]), np.arange(4))
-    assert batch.document_ids is None and batch.loss_mask.sum(1).tolist() == [2, 1, 0, 0]
+    assert batch.document_ends is None and batch.loss_mask.sum(1).tolist() == [2, 1, 0, 0]
 
 
 def test_parquet_and_saved_datasets_ask_for_their_package_and_name_the_row(monkeypatch, tmp_path):

@@ -14,6 +14,7 @@ from megalith.data.dataset import MockDataset
 from megalith.data.loader import Loader
 from megalith.data.order import CyclicOrder, SingleOrder, leave_out, sample_order, stream_position
 from megalith.errors import ConfigError, DataError
+from megalith.ops.documents import document_ids
 
 
 class Numbered:
@@ -62,7 +63,7 @@ def test_a_batch_holds_inputs_labels_and_stream_positions():
         [5, 6, 7],
     ]
     assert batch.position_ids.tolist() == [[0, 1, 2]] * 2 and batch.loss_mask.tolist() == [[1.0] * 3] * 2
-    assert batch.document_ids is None and batch.sample_numbers.tolist() == [3, 4]
+    assert batch.document_ends is None and batch.sample_numbers.tolist() == [3, 4]
     dtypes = [torch.int64, torch.int64, torch.float32, torch.int64, None, torch.int64]
     assert [tensor if tensor is None else tensor.dtype for tensor in tensors(batch)] == dtypes
 
@@ -209,24 +210,25 @@ def test_document_ends_follow_megatrons_rules():
     numbers = np.array([0, 1])
     batch = make_batch(samples, numbers, BoundaryRules(0, True, True, True))
     assert batch.position_ids.tolist() == [[0, 1, 0, 1, 2, 0, 0], [0, 1, 2, 3, 4, 5, 6]]
-    assert batch.document_ids.tolist() == [[0, 0, 1, 1, 1, 2, 3], [0] * 7]
-    assert batch.document_ids.dtype == torch.int32
+    assert batch.document_ends.tolist() == [[2, 5, 6, 7, 7, 7, 7, 7], [7] * 8]
+    assert batch.document_ends.dtype == torch.int32
     assert batch.loss_mask.tolist() == [[1, 0, 1, 1, 0, 0, 1], [1] * 7]
     alone = make_batch(samples[1:], numbers[1:], BoundaryRules(0, True, True, True))
-    assert alone.document_ids is None  # so that attention need not look for other documents
+    assert alone.document_ends is None  # so that attention need not look for other documents
     plain = make_batch(samples, numbers, BoundaryRules(0))
     assert plain.position_ids.tolist() == [[0, 1, 2, 3, 4, 5, 6]] * 2
-    assert plain.document_ids is None and plain.loss_mask.min() == 1
+    assert plain.document_ends is None and plain.loss_mask.min() == 1
 
 
 def test_document_ends_equal_a_token_by_token_walk():
     rng = np.random.default_rng(0)
     samples = rng.integers(0, 4, (40, 33))
     batch = make_batch(samples, np.arange(40), BoundaryRules(0, True, True, True))
+    numbers = document_ids(batch.document_ends, 32)
     for row in range(40):
         position = document = 0
         for i in range(32):
-            assert batch.position_ids[row, i] == position and batch.document_ids[row, i] == document
+            assert batch.position_ids[row, i] == position and numbers[row, i] == document
             assert batch.loss_mask[row, i] == (samples[row, i] != 0)
             position += 1
             if samples[row, i] == 0:

@@ -8,9 +8,10 @@ import torch
 
 import megalith
 from megalith.config import ModelConfig, RunConfig
+from megalith.data.batch import document_ends
 from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
-from megalith.ops.attention_core import attention, document_mask
+from megalith.ops.attention_core import attention
 from megalith.ops.cross_entropy import linear_cross_entropy
 from megalith.ops.dropout import attention_keep_mask, column_keys, counter_dropout, token_keys
 
@@ -24,7 +25,16 @@ GEMMA = dict(QWEN, hidden_dropout=0.0, swiglu=False, gated_linear_unit=True, nor
              window_size=[99, 0], window_attn_skip_freq=2, attn_logit_softcapping=5.0, final_logit_softcapping=3.0,
              query_pre_attn_scalar=50, layernorm_zero_centered_gamma=True, scale_embeddings=True)  # fmt: skip
 MISTRAL = dict(QWEN, hidden_dropout=0.0, qk_layernorm=False, window_size=[99, 0])
-FAMILIES = {"gpt": dict(GPT, attention_dropout=0.0), "qwen": QWEN, "mistral": MISTRAL, "gemma": GEMMA}
+BLOOM = dict(
+    GPT, hidden_dropout=0.0, attention_dropout=0.0, position_embedding_type="alibi", embedding_layernorm=True
+)
+FAMILIES = {
+    "gpt": dict(GPT, attention_dropout=0.0),
+    "bloom": BLOOM,
+    "qwen": QWEN,
+    "mistral": MISTRAL,
+    "gemma": GEMMA,
+}
 
 
 def loss_and_gradients(fields: dict, dtype: torch.dtype, compiled: bool, ids: torch.Tensor, documents=None):
@@ -34,7 +44,7 @@ def loss_and_gradients(fields: dict, dtype: torch.dtype, compiled: bool, ids: to
     if compiled:
         for layer in model.layers.values():
             layer.compile(fullgraph=True)
-    loss = model(ids, labels=ids.roll(-1, 1), document_ids=documents) / ids.numel()
+    loss = model(ids, labels=ids.roll(-1, 1), document_ends=documents) / ids.numel()
     (loss * SCALE).backward()
     return loss, {name: p.grad / SCALE for name, p in model.named_parameters()}
 
@@ -46,7 +56,7 @@ def test_compiled_blocks_give_the_gradients_of_fp32_eager(
     family: str, dtype: torch.dtype, has_documents: bool
 ) -> None:
     ids = torch.randint(0, 1000, (4, 256), device="cuda")
-    documents = (ids < 20).cumsum(1) if has_documents else None
+    documents = document_ends((ids < 20).cpu().numpy()).cuda() if has_documents else None
     expected, reference = loss_and_gradients(FAMILIES[family], torch.float32, False, ids, documents)
     loss, gradients = loss_and_gradients(FAMILIES[family], dtype, True, ids, documents)
     bound = 1e-5 if dtype == torch.float32 else 3e-2
@@ -87,11 +97,11 @@ def test_causal_attention_runs_on_cudnn(head_dim: int) -> None:
 
 @pytest.mark.parametrize("seq", [192, 256, 320])  # seq % 128 == 64 is where cuDNN's masked kernel gives NaN
 def test_documents_do_not_see_each_other_and_gradients_are_finite(seq: int) -> None:
-    documents = (torch.arange(seq, device="cuda") >= 100).int().expand(2, seq)
+    documents = torch.tensor([[100, seq]] * 2, dtype=torch.int32, device="cuda")
     q, k, v = (
         torch.randn(2, seq, 4, 64, device="cuda", dtype=torch.bfloat16, requires_grad=True) for _ in range(3)
     )
-    out = attention(q, k, v, mask=document_mask(documents))
+    out = attention(q, k, v, documents=documents)
     out.sum().backward()
     assert all(x.grad.isfinite().all() for x in (q, k, v))
     alone = attention(q[:, 100:], k[:, 100:], v[:, 100:])

@@ -98,6 +98,11 @@ CASES: dict[str, tuple[Callable, dict]] = {
         dict(vocab_size=VOCAB, hidden_size=64, num_layers=2, num_attention_heads=4, max_position_embeddings=64,
              ffn_hidden_size=96, activation="relu", untie_embeddings_and_output_weights=True),
     ),
+    "bloom": (  # of heads that are no power of two
+        lambda: transformers.BloomConfig(vocab_size=VOCAB, hidden_size=48, n_layer=3, n_head=6, seq_length=64),
+        dict(vocab_size=VOCAB, hidden_size=48, num_layers=3, num_attention_heads=6, max_position_embeddings=64,
+             position_embedding_type="alibi", embedding_layernorm=True, hidden_dropout=0.0, attention_dropout=0.0),
+    ),
     "qwen3": (
         lambda: transformers.Qwen3Config(**LLAMA, head_dim=32, tie_word_embeddings=False),
         dict(OURS, kv_channels=32, qk_layernorm=True),

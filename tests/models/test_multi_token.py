@@ -112,7 +112,7 @@ def test_a_step_whose_tokens_are_all_masked_has_no_loss_and_no_gradient():
 
 def test_a_future_in_another_document_does_not_count():
     labels = torch.tensor([[1, 2, 3, 4]])
-    future = future_of(labels, torch.tensor([[1.0, 1.0, 1.0, 0.0]]), torch.tensor([[0, 0, 1, 1]]), 2)
+    future = future_of(labels, torch.tensor([[1.0, 1.0, 1.0, 0.0]]), torch.tensor([[2, 4]]), 2)
     assert future.tokens[:, 0].tolist() == [[1, 2, 3, 4], [2, 3, 4, 1]]
     assert future.labels[:, 0, :3].tolist() == [[2, 3, 4], [3, 4, 1]]
     assert future.loss_mask[:, 0].tolist() == [[1.0, 0.0, 0.0, 0.0], [0.0, 0.0, 0.0, 0.0]]

@@ -79,10 +79,10 @@ def test_padding_is_seen_by_no_token(causal):
     logits = model(ids, padding_mask=mask)
     torch.testing.assert_close(logits[:1], model(ids[:1]), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(logits[1:, :-3], model(ids[1:, :-3]), rtol=1e-5, atol=1e-5)
-    documents = torch.tensor([[0] * 4 + [1] * 5] * BATCH)
+    documents = torch.tensor([[4, 9]] * BATCH, dtype=torch.int32)
     changed = ids.clone()
     changed[:, :4] = changed[:, -3:-2] = 7
-    first, second = (model(x, document_ids=documents, padding_mask=mask) for x in (ids, changed))
+    first, second = (model(x, document_ends=documents, padding_mask=mask) for x in (ids, changed))
     assert torch.equal(first[1, 4:-3], second[1, 4:-3]) and torch.isfinite(first).all()
 
 

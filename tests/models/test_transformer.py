@@ -70,8 +70,8 @@ def test_without_a_causal_mask_a_token_sees_all_others_of_its_document():
     changed = ids.clone()
     changed[:, 9] = (ids[:, 9] + 1) % VOCAB
     assert ((model(ids) - model(changed)).abs().amax(-1) > 1e-6).all()
-    documents = (torch.arange(16) // 8).expand(2, 16)
-    difference = [model(x, document_ids=documents) for x in (ids, changed)]
+    documents = torch.tensor([[8, 16]] * 2, dtype=torch.int32)
+    difference = [model(x, document_ends=documents) for x in (ids, changed)]
     moved = (difference[0] - difference[1]).abs().amax(-1)
     assert not moved[:, :8].any() and (moved[:, 8:] > 1e-6).all()
 
@@ -80,10 +80,10 @@ def test_without_a_causal_mask_a_token_sees_all_others_of_its_document():
 @pytest.mark.parametrize("training", [False, True])
 def test_a_document_does_not_see_the_one_before_it(family, training):
     model, ids = build(family, dropout=0.1).train(training), tokens()
-    documents = torch.tensor([[0] * 7 + [1] * 9] * 2, dtype=torch.int32)
+    documents = torch.tensor([[7, 16]] * 2, dtype=torch.int32)
     changed = ids.clone()
     changed[:, :7] = (ids[:, :7] + 5) % VOCAB
-    first, second = (model(x, document_ids=documents) for x in (ids, changed))
+    first, second = (model(x, document_ends=documents) for x in (ids, changed))
     assert torch.equal(first[:, 7:], second[:, 7:])
     assert not torch.equal(first[:, :7], second[:, :7])
     assert not torch.equal(model(ids)[:, 7:], first[:, 7:])
@@ -92,17 +92,17 @@ def test_a_document_does_not_see_the_one_before_it(family, training):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_with_positions_reset_a_document_in_a_sample_is_the_document_alone(family):
     model, ids = build(family).eval(), tokens()
-    documents = torch.tensor([[0] * 7 + [1] * 9] * 2, dtype=torch.int32)
+    documents = torch.tensor([[7, 16]] * 2, dtype=torch.int32)
     positions = torch.tensor([[*range(7), *range(9)]] * 2)
-    together = model(ids, document_ids=documents, position_ids=positions)
+    together = model(ids, document_ends=documents, position_ids=positions)
     torch.testing.assert_close(together[:, :7], model(ids[:, :7]), rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(together[:, 7:], model(ids[:, 7:]), rtol=1e-5, atol=1e-5)
 
 
 def test_learned_positions_that_are_not_reset_tell_the_second_document_from_one_alone():
     model, ids = build("gpt").eval(), tokens()
-    documents = torch.tensor([[0] * 7 + [1] * 9] * 2, dtype=torch.int32)
-    assert (model(ids, document_ids=documents)[:, 7:] - model(ids[:, 7:])).abs().max() > 1e-3
+    documents = torch.tensor([[7, 16]] * 2, dtype=torch.int32)
+    assert (model(ids, document_ends=documents)[:, 7:] - model(ids[:, 7:])).abs().max() > 1e-3
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -182,12 +182,12 @@ def test_float_and_its_like_change_what_the_layers_compute_in():
 
 @pytest.mark.parametrize("family", ["gpt", "qwen"])  # some 10 s each the first time: the C++ compiler
 def test_compiled_layers_give_the_loss_and_gradients_of_eager(family, quick_compile):
-    documents = torch.tensor([[0] * 7 + [1] * 9, [0] * 16], dtype=torch.int32)
-    loss, gradients = loss_and_gradients(build(family, dropout=0.1).train(), document_ids=documents)
+    documents = torch.tensor([[7, 16], [16, 16]], dtype=torch.int32)
+    loss, gradients = loss_and_gradients(build(family, dropout=0.1).train(), document_ends=documents)
     compiled = build(family, dropout=0.1).train()
     for layer in compiled.layers.values():
         layer.compile(fullgraph=True)
-    compiled_loss, compiled_gradients = loss_and_gradients(compiled, document_ids=documents)
+    compiled_loss, compiled_gradients = loss_and_gradients(compiled, document_ends=documents)
     assert compiled_loss == pytest.approx(loss, rel=1e-6)
     for name, gradient in gradients.items():
         assert (compiled_gradients[name] - gradient).norm() <= 1e-5 * gradient.norm(), name

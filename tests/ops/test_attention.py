@@ -1,14 +1,18 @@
 """Attention: the plain path is the fused one, dropout is keyed by place, and a document mask stops attention."""
 
+import itertools
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
+from megalith.data.batch import document_ends
 from megalith.ops import attention_blocks
 from megalith.ops import attention_core as chosen
-from megalith.ops.attention_core import _flex, _on_gpu, _plain, attention, document_mask, takes_heads
+from megalith.ops.attention_core import Seen, _flex, _on_gpu, _plain, attention, takes_heads
+from megalith.ops.documents import cumulative_lengths, document_ids, ends_within, mask_of_ids
 from megalith.ops.dropout import DropoutKeys, attention_keep_mask, token_keys
 
 BATCH, SEQ, HEADS, HEAD_DIM = 2, 24, 4, 16
@@ -30,7 +34,7 @@ def dropout_rows(samples=(0, 1), positions=range(SEQ)):
     ).query_rows()
 
 
-def formula(query, key, value, allowed, kept=None, p=0.0, softcap=None, scale=HEAD_DIM**-0.5):
+def formula(query, key, value, allowed, kept=None, p=0.0, softcap=None, scale=HEAD_DIM**-0.5, bias=0.0):
     """Softmax attention written out in float64; allowed and kept bool [batch or 1, heads or 1, queries, keys]."""
     shared = query.shape[2] // key.shape[2]
     query, key, value = (x.double().transpose(1, 2) for x in (query, key, value))
@@ -38,22 +42,24 @@ def formula(query, key, value, allowed, kept=None, p=0.0, softcap=None, scale=HE
     scores = query @ key.mT * scale
     if softcap is not None:
         scores = softcap * torch.tanh(scores / softcap)
-    probabilities = scores.masked_fill(~allowed, -torch.inf).softmax(-1)
+    probabilities = (scores + bias).masked_fill(~allowed, -torch.inf).softmax(-1)
     if kept is not None:
         probabilities = probabilities * kept / (1 - p)
     return (probabilities @ value).transpose(1, 2)
 
 
 CAUSAL = torch.ones(1, 1, SEQ, SEQ, dtype=torch.bool).tril()
-DOCUMENTS = torch.tensor([[0] * 9 + [1] * 15, [0] * 1 + [1] * 20 + [2] * 3])
+DOCUMENTS = torch.tensor([[9, SEQ, SEQ], [1, 21, SEQ]], dtype=torch.int32)  # where they end
+NUMBERS = torch.tensor([[0] * 9 + [1] * 15, [0] * 1 + [1] * 20 + [2] * 3])
+INSIDE = CAUSAL & (NUMBERS[:, :, None] == NUMBERS[:, None])[:, None]
 
 
 @pytest.mark.parametrize("groups", [1, 2, HEADS])
 @pytest.mark.parametrize("masked", [False, True])
 def test_fused_and_plain_path_are_the_formula_in_value_and_gradient(groups, masked):
-    mask = document_mask(DOCUMENTS) if masked else None
+    mask = INSIDE if masked else None
     inputs, other = qkv(groups), qkv(groups)
-    fused = attention(*inputs, causal=True, mask=mask)
+    fused = attention(*inputs, causal=True, documents=DOCUMENTS if masked else None)
     swapped = [x.transpose(1, 2) for x in other]
     plain = _plain(*swapped, mask is None, mask, None, HEAD_DIM**-0.5, 0.0, None, 0).transpose(1, 2)
     expected = formula(*inputs, mask if masked else CAUSAL)
@@ -75,11 +81,10 @@ def test_window_softcap_and_scale_are_the_formula_in_value_and_gradient(
     window, softcap, scale, dropout, masked
 ):
     inputs, other = qkv(groups=2), qkv(groups=2)
-    documents = document_mask(DOCUMENTS) if masked else None
     rows = dropout_rows() if dropout else None
     out = attention(
         *inputs,
-        mask=documents,
+        documents=DOCUMENTS if masked else None,
         window=window,
         softcap=softcap,
         scale=scale,
@@ -87,7 +92,7 @@ def test_window_softcap_and_scale_are_the_formula_in_value_and_gradient(
         dropout_rows=rows,
     )
     distance = torch.arange(SEQ)[:, None] - torch.arange(SEQ)
-    allowed = (documents if masked else CAUSAL) & (distance < (window or SEQ))
+    allowed = (INSIDE if masked else CAUSAL) & (distance < (window or SEQ))
     kept = attention_keep_mask(rows, HEADS, torch.arange(SEQ), dropout) if dropout else None
     expected = formula(*other, allowed, kept, dropout, softcap, scale or HEAD_DIM**-0.5)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
@@ -96,6 +101,44 @@ def test_window_softcap_and_scale_are_the_formula_in_value_and_gradient(
     expected.backward(weight.double())
     for a, b in zip(inputs, other):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
+
+
+def published_slopes(heads):
+    """As the paper's code has them: a geometric sequence, and every second one of the next longer sequence."""
+    if heads & (heads - 1) == 0:
+        return [2 ** (-8 * (k + 1) / heads) for k in range(heads)]
+    power = 2 ** (heads.bit_length() - 1)
+    return published_slopes(power) + published_slopes(2 * power)[::2][: heads - power]
+
+
+@pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
+@pytest.mark.parametrize("heads", [4, 6, 12, 14])
+@pytest.mark.parametrize("documents, window", [(None, None), (DOCUMENTS, None), (None, 7)])
+def test_alibi_biases_scores_by_distance_with_the_slopes_of_all_heads(heads, documents, window):
+    first = heads - HEADS  # these are the last of them
+    inputs, other = qkv(groups=2), qkv(groups=2)
+    out = attention(*inputs, documents=documents, window=window, alibi=heads, first_head=first)
+    distance = torch.arange(SEQ)[:, None] - torch.arange(SEQ)
+    slopes = torch.tensor(published_slopes(heads)[first:], dtype=torch.float64)
+    allowed = (CAUSAL if documents is None else INSIDE) & (distance < (window or SEQ))
+    expected = formula(*other, allowed, bias=-slopes[:, None, None] * distance)
+    torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
+    weight = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+    out.backward(weight)
+    expected.backward(weight.double())
+    for a, b in zip(inputs, other):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
+    for queries in (1, 3):  # with a cache: the last tokens
+        mask = None if queries == 1 else CAUSAL[:, :, -queries:]
+        if documents is None:
+            own = inputs[0][:, -queries:]
+            last = attention(
+                own, *inputs[1:], causal=False, mask=mask, window=window, alibi=heads, first_head=first
+            )
+            torch.testing.assert_close(last, out[:, -queries:])
+    swapped = [x.detach().transpose(1, 2) for x in inputs]
+    made = _flex(*swapped, Seen(True, None, documents, window), None, HEAD_DIM**-0.5, slopes.float())
+    torch.testing.assert_close(made.transpose(1, 2), out.detach(), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("queries", [1, 3, 12])
@@ -109,21 +152,24 @@ def test_the_window_of_the_last_tokens_is_that_of_the_whole_sequence(queries):
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-@pytest.mark.parametrize("masked", [False, True])
-def test_the_kernel_made_of_the_capped_formula_is_the_plain_path(masked):
+@pytest.mark.parametrize("documents, window", [(None, None), (DOCUMENTS, None), (None, 7), (DOCUMENTS, 7)])
+def test_the_kernel_made_of_the_capped_formula_is_the_plain_path(documents, window):
     inputs = [x.detach().transpose(1, 2) for x in qkv(groups=2)]
-    mask = document_mask(DOCUMENTS) if masked else None
-    arguments = (not masked, mask, 0.8, 0.3)
-    torch.testing.assert_close(_flex(*inputs, *arguments), _plain(*inputs, *arguments, 0.0, None, 0))
+    for seen in (
+        Seen(True, documents=documents, window=window),
+        Seen(False, documents=documents),
+        Seen(False, INSIDE, window=window),
+    ):
+        plain = _plain(*inputs, *seen.dense(*inputs[:2]), 0.8, 0.3, 0.0, None, 0)
+        torch.testing.assert_close(_flex(*inputs, seen, 0.8, 0.3), plain)
 
 
 @pytest.mark.parametrize("masked", [False, True])
 def test_dropout_drops_the_probabilities_that_their_place_says(masked):
     p, inputs = 0.3, qkv(groups=2)
-    mask = document_mask(DOCUMENTS) if masked else None
-    out = attention(*inputs, mask=mask, dropout=p, dropout_rows=dropout_rows())
+    out = attention(*inputs, documents=DOCUMENTS if masked else None, dropout=p, dropout_rows=dropout_rows())
     kept = attention_keep_mask(dropout_rows(), HEADS, torch.arange(SEQ), p)
-    expected = formula(*inputs, mask if masked else CAUSAL, kept, p)
+    expected = formula(*inputs, INSIDE if masked else CAUSAL, kept, p)
     torch.testing.assert_close(out.double(), expected, rtol=1e-5, atol=1e-6)
 
 
@@ -154,34 +200,157 @@ def test_half_precision_is_near_the_formula_and_keeps_its_dtype(dropout):
     assert (out.double() - expected).norm() < 0.01 * expected.norm()
 
 
-def test_document_mask_is_causal_within_a_document_and_closed_between_two():
-    mask = document_mask(DOCUMENTS)
-    assert mask.shape == (2, 1, SEQ, SEQ)
-    for row, documents in enumerate(DOCUMENTS.tolist()):
-        for query in range(SEQ):
-            for key in range(SEQ):
-                allowed = key <= query and documents[key] == documents[query]
-                assert mask[row, 0, query, key] == allowed
+@pytest.mark.parametrize("causal", [False, True])
+def test_cumulative_lengths_and_numbers_of_random_documents_mean_the_mask_of_a_token_by_token_walk(causal):
+    """So does what a rank of context parallelism has of them, which need not be a piece of the sequence."""
+    random = np.random.default_rng(1)
+    for _ in range(40):
+        seq = int(random.integers(2, 40))
+        begins = random.random((int(random.integers(1, 4)), seq)) < random.choice([0.05, 0.3, 0.9])
+        begins[:, 0] = random.random() < 0.5  # which says nothing
+        ends = document_ends(begins)
+        if ends is None:
+            assert not begins[:, 1:].any()
+            continue
+        assert ends.shape[1] >= 8 and ends.shape[1].bit_count() == 1 and (ends[:, -1] == seq).all()
+        walked, places = np.zeros(begins.shape, int), np.arange(seq)
+        for at in range(1, seq):
+            walked[:, at] = walked[:, at - 1] + begins[:, at]
+        allowed = (walked[:, :, None] == walked[:, None]) & (~causal | (places[:, None] >= places))
+        numbers = document_ids(ends, seq)
+        assert (numbers.numpy() == walked).all()
+        assert (mask_of_ids(numbers, numbers, causal)[:, 0].numpy() == allowed).all()
+        lengths = cumulative_lengths(ends, seq)
+        assert lengths.dtype == torch.int32 and lengths[0] == 0 and lengths[-1] == begins.size
+        found = np.zeros((begins.size, begins.size), bool)
+        for first, last in itertools.pairwise(lengths.tolist()):
+            found[first:last, first:last] = np.tri(last - first) if causal else True
+        for row in range(len(begins)):
+            own = slice(row * seq, (row + 1) * seq)
+            assert (found[own, own] == allowed[row]).all() and found[own].sum() == allowed[row].sum()
+        early, late = sorted(random.integers(0, seq + 1, 2))
+        spans = [range(early // 2, early), range(late, seq)]
+        here = [place for span in spans for place in span]
+        part = ends_within(ends, spans)
+        assert (document_ids(part, len(here)).numpy() == walked[:, here]).all()
+
+
+def flash_of(query, key, value, lengths, own_lengths, longest, own_longest, causal, left):
+    """What flash does with cumulative lengths, token by token: the result, and its log-sum-exp as flash gives it."""
+    shared = query.shape[1] // key.shape[1]
+    allowed = torch.zeros(len(query), len(key), dtype=torch.bool)
+    for (a, b), (c, d) in zip(itertools.pairwise(lengths), itertools.pairwise(own_lengths), strict=True):
+        assert b - a <= longest and d - c <= own_longest
+        behind = torch.arange(c, d) - (torch.arange(a, b) + (d - c) - (b - a) - a + c)[:, None]
+        allowed[a:b, c:d] = ((behind <= 0) | (not causal)) & ((behind >= -left) | (left < 0))
+    key, value = (x.repeat_interleave(shared, 1) for x in (key, value))
+    scores = torch.einsum("qhd,khd->hqk", query, key).masked_fill(~allowed, -torch.inf)
+    lse = scores.logsumexp(-1)  # [heads, queries]
+    probabilities = (scores - lse.nan_to_num(neginf=0.0)[..., None]).exp()
+    return probabilities, torch.where(lse.isinf(), torch.inf, lse), key, value
+
+
+@pytest.mark.parametrize("where", ["documents", "window", "documents and window", "across"])
+def test_flash_gets_documents_and_windows_as_it_takes_them(monkeypatch, where):
+    """Its operator alone replaced: tokens in rows, cumulative lengths, a window to the left; no mask."""
+
+    def prepared(query, key, value, lengths, own_lengths, longest, own_longest, causal, scale, left, right):
+        assert causal or left == -1
+        assert right == (0 if left >= 0 else -1)
+        if lengths is None:
+            batch = query.shape[0]
+            lengths, own_lengths = (torch.arange(batch + 1) * x.shape[1] for x in (query, key))
+            query, key, value = (x.flatten(0, 1) for x in (query, key, value))
+        else:
+            assert lengths.dtype == own_lengths.dtype == torch.int32 and query.dim() == 3
+        both = lengths.tolist(), own_lengths.tolist()
+        return flash_of(query * scale, key, value, *both, longest, own_longest, causal, left)
+
+    def settings(window_size_left=-1, window_size_right=-1, *, scale):
+        return scale, window_size_left, window_size_right
+
+    def forward(query, key, value, *lengths, **given):
+        *lengths, dropout, causal, debug = lengths
+        assert not dropout and not debug
+        probabilities, lse, _, value = prepared(query, key, value, *lengths, causal, *settings(**given))
+        out = torch.einsum("hqk,khd->qhd", probabilities, value).view(query.shape)
+        return out, lse if query.dim() == 3 else by_row(lse, len(query)), torch.zeros(2), None, None
+
+    def backward(grad, query, key, value, out, lse, *lengths, **given):
+        *lengths, _, causal, _, _ = lengths
+        shape, of_keys = query.shape, key.shape
+        if lengths[0] is None:
+            lse = lse.transpose(0, 1).flatten(1)
+        probabilities, _, keys, values = prepared(query, key, value, *lengths, causal, *settings(**given))
+        scale = given["scale"]
+        grad, out, query = (x.reshape(-1, *x.shape[-2:]) for x in (grad, out, query))
+        scores = torch.einsum("qhd,khd->hqk", query * scale, keys)
+        probabilities = torch.where(probabilities > 0, (scores - lse[..., None]).exp(), 0.0)
+        d_probabilities = torch.einsum("qhd,khd->hqk", grad, values)
+        d_scores = probabilities * (d_probabilities - (grad * out).sum(-1).T[..., None]) * scale
+        d_query = torch.einsum("hqk,khd->qhd", d_scores, keys).view(shape)
+        groups = of_keys[-2]
+        d_key, d_value = (
+            torch.einsum("hqk,qhd->khd", a, b).unflatten(1, (groups, -1)).sum(2).view(of_keys)
+            for a, b in ((d_scores, query), (probabilities, grad))
+        )
+        return d_query, d_key, d_value
+
+    def by_row(lse, batch):
+        return lse.unflatten(1, (batch, -1)).transpose(0, 1).contiguous()
+
+    aten = SimpleNamespace(_flash_attention_forward=forward, _flash_attention_backward=backward)
+    monkeypatch.setattr(attention_blocks, "_aten", aten)
+    flash = attention_blocks.KERNELS["flash"]
+    monkeypatch.setattr(attention_blocks, "_chosen", lambda query, key, value, block: (flash, block))
+    inputs = qkv(groups=2)
+    if (
+        where == "across"
+    ):  # some queries over other keys, as a block of a ring has them, and some that see none
+        rows, keys = range(12, SEQ), range(3, 15)
+        parts = inputs[0][:, 12:], inputs[1][:, 3:15], inputs[2][:, 3:15]
+        block = attention_blocks.Block(
+            documents=tuple(ends_within(DOCUMENTS, [x]) for x in (rows, keys)), scale=0.25
+        )
+        heads = [x.transpose(1, 2).detach().requires_grad_() for x in parts]
+        out, lse, _ = attention_blocks.block_forward(*heads, block)
+        grad = torch.randn(out.shape, generator=torch.Generator().manual_seed(1))
+        found = attention_blocks.block_backward(grad, *heads, out, lse, torch.zeros(2).long(), block)
+        monkeypatch.undo()
+        expected, expected_lse, _ = attention_blocks.block_forward(*heads, block)
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(lse, expected_lse)
+        assert lse.isinf().any() and (lse.isinf() == (lse == -torch.inf)).all()
+        exact = attention_blocks.block_backward(
+            grad, *heads, expected, lse, torch.zeros(2, dtype=torch.int64), block
+        )
+    else:
+        found = value_and_gradients(lambda *x: on_gpu(*x, WHERE[where]), inputs)
+        allowed = allowed_by(WHERE[where])
+        exact = value_and_gradients(lambda *x: formula(*x, allowed).float(), inputs)
+    for a, b in zip(found, exact, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 # What a GPU is asked for, on a CPU: its operator takes the kernels that are here.
 WHERE = {
-    "documents": dict(mask=document_mask(DOCUMENTS), window=None),
-    "window": dict(mask=None, window=7),
-    "documents and window": dict(mask=document_mask(DOCUMENTS), window=7),
-    "nothing": dict(mask=None, window=None),
+    "documents": Seen(True, documents=DOCUMENTS),
+    "window": Seen(True, window=7),
+    "documents and window": Seen(True, documents=DOCUMENTS, window=7),
+    "mask": Seen(False, INSIDE),
+    "nothing": Seen(True),
 }
 
 
-def on_gpu(query, key, value, mask, window):
+def on_gpu(query, key, value, seen):
     heads = [x.transpose(1, 2) for x in (query, key, value)]
-    causal = mask is None and window is None
-    return _on_gpu(*heads, causal, mask, window, query.shape[3] ** -0.5, 0.0).transpose(1, 2)
+    return _on_gpu(*heads, seen, query.shape[3] ** -0.5, 0.0).transpose(1, 2)
 
 
-def allowed_by(mask, window):
+def allowed_by(seen):
     distance = torch.arange(SEQ)[:, None] - torch.arange(SEQ)
-    return (CAUSAL if mask is None else mask) & (distance < (window or SEQ))
+    inside = CAUSAL if seen.mask is None and seen.documents is None else INSIDE
+    return inside & (distance < (seen.window or SEQ))
 
 
 def value_and_gradients(function, inputs):
@@ -196,8 +365,8 @@ def value_and_gradients(function, inputs):
 def test_masks_and_windows_with_grouped_heads_are_the_formula(monkeypatch, where, groups, head_dim, widest):
     monkeypatch.setattr(chosen, "_widest_grouped_head", lambda: widest)
     inputs = qkv(groups, head_dim=head_dim)
-    found = value_and_gradients(lambda *x: on_gpu(*x, **WHERE[where]), inputs)
-    allowed = allowed_by(**WHERE[where])
+    found = value_and_gradients(lambda *x: on_gpu(*x, WHERE[where]), inputs)
+    allowed = allowed_by(WHERE[where])
     exact = value_and_gradients(lambda *x: formula(*x, allowed, scale=head_dim**-0.5).float(), inputs)
     for a, b in zip(found, exact, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
@@ -209,9 +378,9 @@ def test_compiled_and_recomputed_the_gpus_choice_is_the_same(monkeypatch, where)
     inputs = qkv(groups=2, dtype=torch.bfloat16)
 
     def layer(*x):
-        return checkpoint(on_gpu, *x, **WHERE[where], use_reentrant=False)
+        return checkpoint(on_gpu, *x, WHERE[where], use_reentrant=False)
 
-    expected = value_and_gradients(lambda *x: on_gpu(*x, **WHERE[where]), inputs)
+    expected = value_and_gradients(lambda *x: on_gpu(*x, WHERE[where]), inputs)
     torch._dynamo.reset()
     found = value_and_gradients(torch.compile(layer, fullgraph=True, backend="aot_eager"), inputs)
     torch._dynamo.reset()
@@ -221,13 +390,12 @@ def test_compiled_and_recomputed_the_gpus_choice_is_the_same(monkeypatch, where)
 
 def test_the_operator_keeps_the_rules_of_torchs_operators():
     inputs = [x.transpose(1, 2) for x in qkv(groups=2)]
-    for where in WHERE.values():
-        torch.library.opcheck(
-            torch.ops.megalith.block_attention, (*inputs, where["mask"], False, where["window"], 0.25)
-        )
+    for causal, mask, documents, window in WHERE.values():
+        arguments = (*inputs, mask, documents, causal, window, 0.25)
+        torch.library.opcheck(torch.ops.megalith.block_attention, arguments)
 
 
-@pytest.mark.parametrize("where", ["documents", "window", "documents and window"])
+@pytest.mark.parametrize("where", ["documents", "window", "documents and window", "mask"])
 def test_the_masked_kernel_gets_a_head_of_keys_for_each_of_queries_and_rows_of_16(monkeypatch, where):
     """torch's operator asks for both, and looks at neither."""
 
@@ -250,11 +418,16 @@ def test_the_masked_kernel_gets_a_head_of_keys_for_each_of_queries_and_rows_of_1
     name = "_scaled_dot_product_efficient_attention"
     aten = SimpleNamespace(**{name: forward, f"{name}_backward": backward})
     monkeypatch.setattr(attention_blocks, "_aten", aten)
-    monkeypatch.setattr(attention_blocks, "_kernel_for", lambda *_: attention_blocks.KERNELS["efficient"])
+    chosen_kernel = attention_blocks._chosen
+
+    def efficient(*given):
+        return attention_blocks.KERNELS["efficient"], chosen_kernel(*given)[1]
+
+    monkeypatch.setattr(attention_blocks, "_chosen", efficient)
     monkeypatch.setattr(chosen, "_widest_grouped_head", lambda: 256)
     inputs = qkv(groups=2)
-    found = value_and_gradients(lambda *x: on_gpu(*x, **WHERE[where]), inputs)
-    exact = value_and_gradients(lambda *x: formula(*x, allowed_by(**WHERE[where])).float(), inputs)
+    found = value_and_gradients(lambda *x: on_gpu(*x, WHERE[where]), inputs)
+    exact = value_and_gradients(lambda *x: formula(*x, allowed_by(WHERE[where])).float(), inputs)
     for a, b in zip(found, exact, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 

@@ -154,7 +154,7 @@ def forward(chunk: Transformer, batch: Batch, streams: Streams | None) -> Stream
         labels=batch.labels,
         loss_mask=batch.loss_mask,
         position_ids=batch.position_ids,
-        document_ids=batch.document_ids,
+        document_ends=batch.document_ends,
         sample_numbers=batch.sample_numbers,
     )
 
@@ -184,7 +184,7 @@ def make_batches(count: int) -> list[Batch]:
                 labels=tokens[:, 1:].contiguous(),
                 loss_mask=(torch.rand(BATCH, SEQ, generator=generator) < (number + 1) / count).float(),
                 position_ids=torch.arange(SEQ).expand(BATCH, SEQ).contiguous(),
-                document_ids=(torch.arange(SEQ) > 9).int().expand(BATCH, SEQ).contiguous(),
+                document_ends=torch.tensor([[10, SEQ]] * BATCH, dtype=torch.int32),
                 sample_numbers=torch.arange(BATCH) + BATCH * number,
             )
         )

@@ -67,8 +67,8 @@ def build(
 
 def loss_of(model: Transformer, seed: int = 0) -> torch.Tensor:
     ids = torch.randint(0, VOCAB, (2, 17), generator=torch.Generator().manual_seed(seed))
-    documents = torch.tensor([[0] * 7 + [1] * 9, [0] * 16])
-    return model(ids[:, :-1], labels=ids[:, 1:], document_ids=documents)
+    documents = torch.tensor([[7, 16], [16, 16]], dtype=torch.int32)
+    return model(ids[:, :-1], labels=ids[:, 1:], document_ends=documents)
 
 
 def gradients(model: Transformer) -> dict[str, torch.Tensor]:
@@ -131,7 +131,7 @@ def test_parameters_and_what_all_layers_share_stay_and_views_go_once(kept, monke
     )
     loss = loss_of(model)
     (context,) = contexts
-    staying = {tensor.data_ptr() for tensor in (*model.parameters(), *context.rotary, context.mask)}
+    staying = {tensor.data_ptr() for tensor in (*model.parameters(), *context.rotary, context.documents)}
     sources = [one.on_device.data_ptr() for one in kept if one.on_device is not None]
     assert not staying & set(sources)
     packed_twice = [one for one in kept if one.uses > 1]

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megalith.config import ParallelConfig
-from megalith.ops.attention_core import attention, document_mask
+from megalith.ops.attention_core import attention
 from megalith.ops.dropout import token_keys
 from megalith.parallel.context.context_parallel import context_core, unshard
 from megalith.parallel.context.zigzag import spans
@@ -38,32 +38,33 @@ SHAPES = {
     "window": (4, 2, 8, False, 0.0, {"window": 5, "scale": 0.3}),
     "window, documents, dropout": (4, 4, 8, True, 0.3, {"window": 7}),
     "soft-capped": (4, 2, 8, False, 0.0, {"softcap": 0.9}),
+    "ALiBi": (4, 2, 8, False, 0.0, {"alibi": 12}),
+    "ALiBi of all heads, documents, dropout": (6, 6, 8, True, 0.3, {"alibi": 11}),
+    "ALiBi and window": (4, 4, 8, False, 0.0, {"alibi": 12, "window": 5}),
     "all of them": (8, 4, 8, True, 0.3, {"window": 9, "softcap": 0.9, "scale": 0.3}),
 }
 
 
 def whole_problem(heads: int, groups: int, head_dim: int, documents: bool, dropout: float, *_: dict):
-    """Query, key, value and the weights of the result, over the whole sequence; document ids and rows of dropout."""
+    """Query, key, value and the weights of the result, over the whole sequence; documents' ends and rows of dropout."""
     random = torch.Generator().manual_seed(3)
     counts = (heads, groups, groups, heads)
     tensors = [torch.randn(BATCH, SEQ, count, head_dim, generator=random) for count in counts]
-    ids = None
+    ends = None
     if documents:  # long and short ones, and ends inside chunks, at their edges and alone in a chunk
-        ends = torch.zeros(BATCH, SEQ, dtype=torch.int32)
-        ends[0, [3, 9, 10, 18]] = 1
-        ends[1, [12]] = 1
-        ids = ends.cumsum(1, dtype=torch.int32)
+        ends = torch.tensor([[3, 9, 10, 18, SEQ, SEQ], [12] + [SEQ] * 5], dtype=torch.int32)
     rows = token_keys(7, torch.arange(BATCH), torch.arange(SEQ)) if dropout else None
-    return tensors, ids, rows
+    return tensors, ends, rows
 
 
 def by_one_process(shape: tuple) -> list[torch.Tensor]:
     """Result and gradients of query, key and value: [batch, seq, ·, head_dim] each."""
-    (query, key, value, weights), ids, rows = whole_problem(*shape)
+    (query, key, value, weights), ends, rows = whole_problem(*shape)
     inputs = [x.requires_grad_() for x in (query, key, value)]
-    mask = None if ids is None else document_mask(ids)
     scores = shape[5] if len(shape) > 5 else {}
-    out = attention(*inputs, mask=mask, dropout=shape[4], dropout_rows=rows, first_head=5, **scores).sin()
+    out = attention(
+        *inputs, documents=ends, dropout=shape[4], dropout_rows=rows, first_head=5, **scores
+    ).sin()
     (out * weights).sum().backward()
     return [out.detach(), *(x.grad for x in inputs)]
 
@@ -72,25 +73,24 @@ def by_ranks(way: tuple, shapes: list[tuple], backend: str | None = None) -> lis
     """The same for each shape, gathered to the whole sequence; compiled if a `backend` is given."""
     size, cp_comm_type, sizes = way
     axis = build_mesh(ParallelConfig(context_parallel_size=size), size, "cpu").cp
-    core, attention_mask = context_core(axis, cp_comm_type, sizes)
+    core = context_core(axis, cp_comm_type, sizes)
     places = torch.cat([torch.tensor(span) for span in spans(axis.rank, size, SEQ // size)])
     answers = []
     for shape in shapes:
-        (query, key, value, weights), ids, rows = whole_problem(*shape)
+        (query, key, value, weights), ends, rows = whole_problem(*shape)
         inputs = [x[:, places].requires_grad_() for x in (query, key, value)]
-        mask = None if ids is None else attention_mask(ids[:, places], True)
         rows = None if rows is None else rows[:, places]
 
         scores = shape[5] if len(shape) > 5 else {}
 
-        def attend(query, key, value, mask, rows, dropout=shape[4], scores=scores):
-            arguments = dict(mask=mask, dropout=dropout, dropout_rows=rows, first_head=5, **scores)
+        def attend(query, key, value, ends, rows, dropout=shape[4], scores=scores):
+            arguments = dict(documents=ends, dropout=dropout, dropout_rows=rows, first_head=5, **scores)
             return core(query * 1.0, key * 1.0, value * 1.0, **arguments).sin()
 
         if backend is not None:
             torch._dynamo.reset()
             attend = torch.compile(attend, fullgraph=True, backend=backend)
-        out = attend(*inputs, mask, rows)
+        out = attend(*inputs, ends, rows)
         (out * weights[:, places]).sum().backward()
         answers.append([unshard(x, axis) for x in (out.detach(), *(x.grad for x in inputs))])
     return answers

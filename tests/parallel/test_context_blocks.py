@@ -3,7 +3,9 @@
 import pytest
 import torch
 
+from megalith.ops import attention_blocks
 from megalith.ops.attention_blocks import KERNELS, Block, block_backward, block_forward, merge
+from megalith.ops.documents import ends_within
 from megalith.parallel.context import ring
 
 BATCH, HEADS, SEQ = 2, 4, 96
@@ -35,12 +37,18 @@ def formula(query, key, value, grad, mask):
     return out.detach(), *torch.autograd.grad(out, tensors, grad.double())
 
 
-def in_blocks(query, key, value, grad, mask):
+def documents(ends, queries: slice, keys: slice):
+    if ends is None:
+        return None
+    return tuple(ends_within(ends, [range(SEQ)[places]]) for places in (queries, keys))
+
+
+def in_blocks(query, key, value, grad, ends):
     """The causal square of the first half, then the second half's queries on the first half's keys and on their own."""
     half, square = SEQ // 2, slice(0, SEQ // 2)
     late = slice(half, None)
     parts = [(square, square, True), (late, late, True), (late, square, False)]
-    blocks = [Block(c, None if mask is None else mask[:, :, q, k].contiguous()) for q, k, c in parts]
+    blocks = [Block(c, documents=documents(ends, q, k)) for q, k, c in parts]
     out = torch.zeros(query.shape, dtype=torch.float32, device=query.device)
     lse, states = torch.zeros_like(out[..., 0]), []
     for (q, k, _), block in zip(parts, blocks):
@@ -61,24 +69,32 @@ def in_blocks(query, key, value, grad, mask):
     return out, d_query, d_key, d_value
 
 
-@pytest.mark.parametrize("documents", [False, True], ids=["one document", "documents"])
+@pytest.mark.parametrize("has_documents", [False, True], ids=["one document", "documents"])
 @pytest.mark.parametrize("groups, head_dim", [(4, 64), (2, 80)], ids=["multi-head", "grouped, head dim 80"])
 @pytest.mark.parametrize("dtype", TOLERANCES, ids=["fp32", "bf16"])
 @pytest.mark.parametrize("device, kernel", PLACES)
-def test_merged_blocks_equal_the_whole(monkeypatch, device, kernel, dtype, groups, head_dim, documents):
+def test_merged_blocks_equal_the_whole(monkeypatch, device, kernel, dtype, groups, head_dim, has_documents):
     query, key, value, grad = inputs(groups, head_dim, dtype, device)
     visible = torch.ones(SEQ, SEQ, dtype=torch.bool, device=device).tril().expand(BATCH, 1, SEQ, SEQ)
-    if documents:  # the second begins inside the late half, so some late queries see no early key
-        ids = torch.arange(SEQ, device=device).gt(SEQ * 2 // 3)
+    ends = None
+    if has_documents:  # the second begins inside the late half, so some late queries see no early key
+        ends = torch.tensor([[SEQ * 2 // 3, SEQ, SEQ]] * BATCH, dtype=torch.int32, device=device)
+        ids = torch.arange(SEQ, device=device).ge(SEQ * 2 // 3)
         visible = visible & (ids[:, None] == ids)
-    mask = visible if documents else None
     if kernel != "chosen":
-        half = SEQ // 2
-        first = None if mask is None else mask[..., :half, :half].contiguous()
-        if not KERNELS[kernel].suits(*(x[:, :, :half] for x in (query, key, value)), Block(True, first)):
+        half = slice(0, SEQ // 2)
+
+        def told(query, key, value, block):
+            masked = block if kernel in ("cudnn", "flash") else attention_blocks._masked(query, key, block)
+            return KERNELS[kernel], masked
+
+        first = [x[:, :, half] for x in (query, key, value)]
+        if not KERNELS[kernel].suits(
+            *first, told(*first, Block(True, documents=documents(ends, half, half)))[1]
+        ):
             pytest.skip(f"{kernel} is not for {dtype} on {device} here")
-        monkeypatch.setattr("megalith.ops.attention_blocks._kernel_for", lambda *_: KERNELS[kernel])
-    ours = in_blocks(query, key, value, grad, mask)
+        monkeypatch.setattr(attention_blocks, "_chosen", told)
+    ours = in_blocks(query, key, value, grad, ends)
     for name, mine, exact in zip(("o", "dq", "dk", "dv"), ours, formula(query, key, value, grad, visible)):
         error = (mine.double() - exact).norm() / exact.norm()
         assert error < TOLERANCES[dtype], f"{name}: relative error {error:.1e}"

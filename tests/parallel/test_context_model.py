@@ -44,7 +44,8 @@ LLAMA = ModelConfig(
     attention_dropout=0.0,
 )
 QKV_ROWS = 3 * GPT2.hidden_size
-FAMILIES = {"gpt2": GPT2, "llama": LLAMA}
+BLOOM = GPT2.model_copy(update=dict(position_embedding_type="alibi", embedding_layernorm=True))
+FAMILIES = {"gpt2": GPT2, "llama": LLAMA, "bloom": BLOOM}
 RULES = {
     "one document": BoundaryRules(),
     "documents": BoundaryRules(END, reset_position_ids=True, reset_attention_mask=True, eod_mask_loss=True),
@@ -79,7 +80,7 @@ def loss_and_gradients(model: Transformer, batch: Batch, places: torch.Tensor, a
         loss_mask=batch.loss_mask,
         position_ids=batch.position_ids,
         places=places,
-        document_ids=batch.document_ids,
+        document_ends=batch.document_ends,
         sample_numbers=batch.sample_numbers,
     )
     loss.backward()
@@ -196,7 +197,7 @@ def test_chunks_of_a_batch_pair_early_with_late_tokens():
     shards = [shard_batch(batch, axis) for axis in axes]
     assert [places.tolist() for _, places in shards][1] == [*range(4, 8), *range(24, 28)]
     for part, places in shards:
-        for name in ("input_ids", "labels", "loss_mask", "position_ids", "document_ids"):
+        for name in ("input_ids", "labels", "loss_mask", "position_ids"):
             assert torch.equal(getattr(part, name), getattr(batch, name)[:, places])
-        assert part.sample_numbers is batch.sample_numbers
+        assert part.sample_numbers is batch.sample_numbers and part.document_ends is batch.document_ends
     assert sorted(torch.cat([places for _, places in shards]).tolist()) == list(range(SEQ))

@@ -46,8 +46,8 @@ def build(family: str, **parallel) -> Transformer:
 
 def loss_and_gradients(model: Transformer) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     ids = torch.randint(0, VOCAB, (2, 17), generator=torch.Generator().manual_seed(0))
-    documents = torch.tensor([[0] * 7 + [1] * 9, [0] * 16])
-    loss = model(ids[:, :-1], labels=ids[:, 1:], document_ids=documents)
+    documents = torch.tensor([[7, 16], [16, 16]], dtype=torch.int32)
+    loss = model(ids[:, :-1], labels=ids[:, 1:], document_ends=documents)
     loss.backward()
     return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
 

@@ -39,6 +39,12 @@ LLAMA = {
     "hidden_dropout": 0.0,
     "attention_dropout": 0.0,
 }
+BLOOM = GPT2 | {
+    "position_embedding_type": "alibi",
+    "embedding_layernorm": True,
+    "num_attention_heads": 12,  # no power of two
+    "kv_channels": 4,
+}
 GEMMA = LLAMA | {
     "layernorm_epsilon": 1e-3,  # all that a norm divides by where a token's whole attention was dropped
     "untie_embeddings_and_output_weights": False,
@@ -117,6 +123,7 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
         "data": DOCUMENTS,
         "parallel": {"recompute_granularity": "full", "recompute_method": "uniform"},
     },
+    "bloom documents, dropout": {"model": BLOOM | DROPOUT, "data": DOCUMENTS},
     "gpt2 single sequences, ramp-up": {
         "model": GPT2,
         "train": {"micro_batch_size": 1, "rampup_batch_size": [4, 4, 4]},
@@ -263,7 +270,7 @@ SHOWN_WITH = {
     "tp2-cp2": "gpt2 untied, documents, dropout",
     "tp2-sp-cp2": "neox recompute some, dropout",
     "tp2-cp2-all_gather": "llama dropout",
-    "tp2-sp-cp2-a2a": "gpt2 documents, recompute all",
+    "tp2-sp-cp2-a2a": "bloom documents, dropout",
     "tp2-pp2": "gpt2 lora on some rows",
     "tp2-sp-pp2": "olmo recompute some",
     "tp2-pp2-interleaved": "gpt2 single sequences, ramp-up",

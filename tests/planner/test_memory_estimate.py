@@ -95,39 +95,51 @@ def test_recomputation_keeps_inputs_and_one_unit():
     assert _activations(**full) - _activations(**full, distribute_saved_activations=True) == 10 / 2
 
 
-def _mask_bytes(documents=True, layers=2, sequences=1, seq=8192, parallel=None, devices=1, **model):
-    """What a mask adds, in bf16."""
+def _mask_bytes(documents=True, layers=2, sequences=1, seq=8192, parallel=None, devices=1, width=2, **model):
+    """What documents or a window add."""
     fields = dict(PRESETS["llama3-8b"], num_layers=layers) | model
 
     def activations(fields, documents):
-        data = dict(reset_attention_mask=documents)
+        data, train = dict(reset_attention_mask=documents), dict(precision={2: "bf16", 4: "fp32"}[width])
         return expected(
-            fields, sequences, seq, devices, micro_batches=1, parallel=parallel or {}, data=data
+            fields, sequences, seq, devices, micro_batches=1, parallel=parallel or {}, data=data, train=train
         ).activations
 
     return activations(fields, documents) - activations(dict(fields, window_size=None), False)
 
 
+def test_documents_and_windows_take_nothing_where_the_kernel_has_them():
+    assert _mask_bytes() == _mask_bytes(False, window_size=[99, 0]) == 0
+    for way in ("a2a", "p2p"):
+        assert _mask_bytes(parallel=dict(context_parallel_size=4, cp_comm_type=way), devices=4) == 0
+
+
 def test_a_mask_takes_bytes_of_its_scores_and_repeated_heads_in_one_layer_at_a_time():
     scores, repeated = 8192**2, 2 * 8192 * 4096
-    assert _mask_bytes(documents=False) == 0
-    assert _mask_bytes() == (1 + 2 + 2) * scores + 2 * 2 * repeated
-    assert _mask_bytes(layers=30) == _mask_bytes()
-    assert _mask_bytes(num_query_groups=32) == 5 * scores
-    assert _mask_bytes(sequences=3) == 3 * _mask_bytes()
-    assert _mask_bytes(False, window_size=[99, 0], sequences=3) == 4 * scores + 2 * 2 * 3 * repeated
-    assert _mask_bytes(False, window_size=[8191, 0]) == 0
-    dropping = _mask_bytes(attention_dropout=0.1, layers=30)  # whose bias and heads every layer keeps
-    assert dropping == _mask_bytes() + 29 * 2 * (scores + repeated)
+    assert _mask_bytes(documents=False, width=4) == 0
+    assert _mask_bytes(width=4) == (2 + 4) * scores + 2 * 4 * repeated
+    assert _mask_bytes(layers=30, width=4) == _mask_bytes(width=4)
+    assert _mask_bytes(num_query_groups=32, width=4) == 6 * scores
+    assert _mask_bytes(sequences=3, width=4) == 3 * _mask_bytes(width=4)
+    assert _mask_bytes(False, window_size=[99, 0], sequences=3, width=4) == 6 * scores + 2 * 4 * 3 * repeated
+    assert _mask_bytes(False, window_size=[8191, 0], width=4) == 0
+    dropping = [_mask_bytes(attention_dropout=0.1, layers=n) for n in (1, 30)]
+    assert dropping[0] == 4 * scores + 2 * 2 * repeated
+    assert dropping[1] == dropping[0] + 29 * 2 * (scores + repeated)  # whose bias and heads every layer keeps
 
 
 def test_a_mask_of_a_part_of_the_heads_or_of_the_sequence_takes_its_part():
     scores, repeated = 8192**2, 2 * 8192 * 4096
-    assert _mask_bytes(parallel=dict(tensor_model_parallel_size=4), devices=4) == 5 * scores + repeated
+    assert (
+        _mask_bytes(parallel=dict(tensor_model_parallel_size=4), devices=4, width=4)
+        == 6 * scores + 2 * repeated
+    )
     exchanged = dict(context_parallel_size=4, cp_comm_type="a2a")
-    assert _mask_bytes(parallel=exchanged, devices=4) == 5 * scores + repeated
+    assert _mask_bytes(parallel=exchanged, devices=4, width=4) == 6 * scores + 2 * repeated
     ring = dict(context_parallel_size=4, cp_comm_type="p2p")
-    assert _mask_bytes(parallel=ring, devices=4) == 4 * scores // 16 + repeated
+    assert _mask_bytes(parallel=ring, devices=4, width=4) == 6 * scores // 16 + 2 * repeated
+    windowed = _mask_bytes(False, parallel=ring, devices=4, window_size=[99, 0])
+    assert windowed == 4 * scores // 16 + repeated
 
 
 def test_activations_that_wait_in_host_memory_leave_one_layer_on_the_device():

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megalith.bridge.families.bloom import BLOOM
 from megalith.bridge.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from megalith.bridge.families.gemma import GEMMA2, GEMMA3
 from megalith.bridge.families.gpt2 import GPT2
@@ -39,6 +40,7 @@ FAMILIES: dict[str, Family] = {
         OLMOE,
         DEEPSEEK_V2,
         DEEPSEEK_V3,
+        BLOOM,
     )
 }
 

@@ -36,6 +36,7 @@ def check_model(model: ModelConfig) -> None:
         )
     _check_latent_attention(model)
     _check_rotary(model)
+    _check_alibi(model)
     _check_window(model)
     check_experts(model)
 
@@ -76,6 +77,19 @@ def _check_rotary(model: ModelConfig) -> None:
         )
     if model.rope_scaling is not None:
         _check_rope_scaling(model.rope_scaling, model.rotary_size // 2)
+
+
+def _check_alibi(model: ModelConfig) -> None:
+    if model.position_embedding_type == "alibi" and model.attn_logit_softcapping is not None:
+        raise ConfigError(
+            f"model.attn_logit_softcapping {model.attn_logit_softcapping} and model.position_embedding_type alibi both "
+            "change the scores, and no model says in which order; leave one out"
+        )
+    if model.embedding_layernorm and model.mtp_num_layers:
+        raise ConfigError(
+            f"model.mtp_num_layers {model.mtp_num_layers} reads the embedding in the last pipeline stage too, which "
+            "has no norm behind it there; set model.embedding_layernorm to false, or leave mtp_num_layers out"
+        )
 
 
 def _check_window(model: ModelConfig) -> None:

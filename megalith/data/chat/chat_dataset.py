@@ -2,8 +2,8 @@
 
 Packing is best fit, decreasing: the longest samples first, each into the row with the least room that still takes it.
 It leaves a few per cent of padding, cuts no sample, and follows from the lengths and the seed alone. In a packed row
-attention stays inside a sample (`document_ids`) and positions begin again at 0 with each, so a sample's loss is what it
-is alone. A row is a sequence to everything else: batch sizes, epochs and the position in the data count rows.
+attention stays inside a sample (`document_ends`) and positions begin again at 0 with each, so a sample's loss is what
+it is alone. A row is a sequence to everything else: batch sizes, epochs and the position in the data count rows.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from megalith.config.data import DataConfig
 from megalith.config.sft import SftConfig
-from megalith.data.batch import Batch
+from megalith.data.batch import Batch, document_ends
 from megalith.data.chat.conversations import chat_files
 from megalith.data.chat.samples import Samples, read_samples
 from megalith.data.dataset import SPLITS, split_ranges
@@ -136,9 +136,7 @@ class ChatDataset:
 
 def make_chat_batch(rows: np.ndarray, sample_numbers: np.ndarray) -> Batch:
     """A Batch from int64 rows [batch, 4, seq] and their places in the stream, int64 [batch]."""
-    tokens, labels, learned, documents = (
-        torch.from_numpy(rows[:, k].copy()) for k in range(4)
-    )  # [batch, seq]
+    tokens, labels, learned = (torch.from_numpy(rows[:, k].copy()) for k in range(3))  # [batch, seq]
     positions = np.broadcast_to(np.arange(rows.shape[2]), tokens.shape)
     begins = np.diff(rows[:, 3], axis=1, prepend=rows[:, 3, :1]) != 0
     positions = positions - np.maximum.accumulate(np.where(begins, positions, 0), axis=1)
@@ -147,7 +145,7 @@ def make_chat_batch(rows: np.ndarray, sample_numbers: np.ndarray) -> Batch:
         labels=labels,
         loss_mask=learned.float(),
         position_ids=torch.from_numpy(positions),
-        document_ids=documents.int() if begins.any() else None,
+        document_ends=document_ends(begins),
         sample_numbers=torch.from_numpy(sample_numbers),
     )
 

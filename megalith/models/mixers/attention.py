@@ -46,6 +46,7 @@ class Attention(Runnable):
         self.window = config.window(number)
         self.softcap = config.attn_logit_softcapping
         self.scale = config.attention_scale
+        self.alibi = config.num_attention_heads if config.position_embedding_type == "alibi" else None
         self.core = attention
         self.heads = Heads(in_group=1)
 
@@ -62,12 +63,14 @@ class Attention(Runnable):
             value,
             causal=context.causal and query.shape[1] > 1,
             mask=context.mask,
+            documents=context.documents,
             window=self.window,
             softcap=self.softcap,
             scale=self.scale,
             dropout=self.dropout if drops else 0.0,
             dropout_rows=context.dropout.query_rows() if drops else None,
             first_head=self.heads.first,
+            alibi=self.alibi,
         )
 
 
@@ -112,7 +115,7 @@ class CrossAttention(Attention):
 
     def __init__(self, config: ModelConfig, number: int, device: torch.device | None = None):
         super().__init__(config, number)
-        self.window = None
+        self.window = self.alibi = None
         self.head_dim = config.head_dim
         self.heads = Heads(config.num_attention_heads // config.query_groups)
         width, bias = config.num_attention_heads * config.head_dim, config.qkv_bias
@@ -129,6 +132,6 @@ class CrossAttention(Attention):
         key, value = by_head(keys_values, context.batch, 2 * self.head_dim).chunk(2, dim=-1)
         dropout = None if context.dropout is None else context.dropout.of_cross_attention()
         mask = None if encoded.mask is None else encoded.mask.expand(-1, -1, query.shape[1], -1)
-        apart = replace(context, causal=False, mask=mask, dropout=dropout, cache=None)
+        apart = replace(context, causal=False, mask=mask, documents=None, dropout=dropout, cache=None)
         out = self.attend(query, key, value, apart)  # [batch, seq, heads, head_dim]
         return self.linear_proj(out.flatten(2), context)

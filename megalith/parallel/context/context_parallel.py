@@ -34,7 +34,7 @@ from megalith.models.mixers.attention import Attention, CrossAttention
 from megalith.models.pass_context import PassLayout
 from megalith.models.stack import Stack, stacks_of
 from megalith.models.transformer import Transformer
-from megalith.ops.attention_core import attention, document_mask
+from megalith.ops.attention_core import attention
 from megalith.parallel.context.ring import ring_attention
 from megalith.parallel.context.ulysses import heads_from_tokens, tokens_from_heads
 from megalith.parallel.context.zigzag import natural, spans
@@ -56,11 +56,10 @@ def apply_context(
         return
     stacks = stacks_of(model)
     _check_cut(stacks, axis)
-    core, mask = context_core(axis, cp_comm_type, hierarchical_sizes)
+    core = context_core(axis, cp_comm_type, hierarchical_sizes)
     for stack in stacks:
         for layer in stack.layers.values():
             plug(layer.self_attention, "core", core)
-        plug(stack, "attention_mask", mask)
         plug(stack, "pass_layout", partial(_pass_layout, stack.pass_layout, axis.size))
 
 
@@ -76,14 +75,10 @@ def _check_cut(stacks: Sequence[Stack], axis: Axis) -> None:
             )
 
 
-def context_core(
-    axis: Axis, cp_comm_type: str, hierarchical_sizes: Sequence[int] | None = None
-) -> tuple[Callable, Callable]:
-    """The core of attention over sequences that are cut over `axis`, and what makes its mask."""
+def context_core(axis: Axis, cp_comm_type: str, hierarchical_sizes: Sequence[int] | None = None) -> Callable:
+    """The core of attention over sequences that are cut over `axis`."""
     inner, outer = _levels(axis, cp_comm_type, hierarchical_sizes)
-    core = partial(context_attention, inner=inner, outer=outer, gather=cp_comm_type == "all_gather")
-    whole = replace(axis, direct=False)  # it may go across hosts; copy engines serve `inner`
-    return core, partial(_attention_mask, axis=whole, ring=outer.size > 1)
+    return partial(context_attention, inner=inner, outer=outer, gather=cp_comm_type == "all_gather")
 
 
 def _pass_layout(
@@ -99,6 +94,7 @@ def _pass_layout(
 
 def shard_batch(batch: Batch, axis: Axis) -> tuple[Batch, Tensor]:
     """This rank's part of `batch` along seq, and where its tokens stand in the whole sequence: int64 [seq / size].
+    Documents' ends stay those of the whole sequence.
 
     The places are those of `Transformer.forward(places=...)`. seq is a multiple of 2 · size (rules.check_context).
     """
@@ -114,7 +110,6 @@ def shard_batch(batch: Batch, axis: Axis) -> tuple[Batch, Tensor]:
         labels=batch.labels[:, places],
         loss_mask=batch.loss_mask[:, places],
         position_ids=batch.position_ids[:, places],
-        document_ids=None if batch.document_ids is None else batch.document_ids[:, places],
     )
     return part, places
 
@@ -141,42 +136,37 @@ def context_attention(
     outer: Axis,
     gather: bool,
     causal: bool = True,
-    mask: Tensor | None = None,  # as _attention_mask gave it
+    mask: Tensor | None = None,
+    documents: Tensor | None = None,  # int32 [batch, documents], of the whole sequences
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
     dropout_rows: Tensor | None = None,  # int32 [batch, seq]
     first_head: int = 0,
+    alibi: int | None = None,
 ) -> Tensor:
     """What ops.attention.attention gives, where the sequence is cut: [batch, seq, heads, head_dim]."""
-    assert causal, "context parallelism cuts causal attention alone"
+    assert causal and mask is None, "context parallelism cuts causal attention alone"
     query, key, value = heads_from_tokens(query, key, value, inner)
     if dropout and inner.size > 1:
         dropout_rows = unshard(dropout_rows, inner)
     settings = dict(
+        documents=documents,
         window=window,
         softcap=softcap,
         scale=scale,
         dropout=dropout,
         dropout_rows=dropout_rows,
         first_head=first_head + inner.rank * query.shape[2],
+        alibi=alibi,
     )
     if outer.size == 1:
-        out = attention(query, key, value, mask=mask, **settings)
+        out = attention(query, key, value, **settings)
     else:
         ring = dict(size=outer.size, rank=outer.rank, group=outer.name, gather=gather)
-        out = ring_attention(query, key, value, document_ids=mask, **ring, **settings)
+        out = ring_attention(query, key, value, **ring, **settings)
     return tokens_from_heads(out, inner)
-
-
-def _attention_mask(document_ids: Tensor, causal: bool, axis: Axis, ring: bool) -> Tensor:
-    """What the core takes as its mask, from this rank's document_ids int [batch, seq].
-
-    The ring makes its masks block by block, from the ids of the whole sequence.
-    """
-    whole = unshard(document_ids, axis)
-    return whole if ring else document_mask(whole)
 
 
 def _levels(axis: Axis, cp_comm_type: str, hierarchical_sizes: Sequence[int] | None) -> tuple[Axis, Axis]:

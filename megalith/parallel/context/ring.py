@@ -28,7 +28,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from megalith.ops.alibi import alibi_slopes
 from megalith.ops.attention_blocks import Block, block_backward, block_forward, merge
+from megalith.ops.documents import ends_within
 from megalith.parallel.context.zigzag import natural, spans, zigzag
 
 _ops = torch.ops._c10d_functional
@@ -43,17 +45,18 @@ def ring_attention(
     rank: int,
     group: str,
     gather: bool,
-    document_ids: Tensor | None = None,  # int32 [batch, size · seq], in the order of the whole sequence
+    documents: Tensor | None = None,  # int32 [batch, documents], the ends in the whole sequence
     window: int | None = None,  # the keys that a query sees at most, its own included
     softcap: float | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
     dropout_rows: Tensor | None = None,  # int32 [batch, seq]
     first_head: int = 0,
+    alibi: int | None = None,  # the number of all of the layer's heads, where they have ALiBi
 ) -> Tensor:
     """Causal attention of this rank's queries over the whole sequence: [batch, seq, heads, head_dim]."""
-    scores = (window, softcap, scale)
-    arguments = (document_ids, dropout_rows, *scores, dropout, first_head, size, rank, group, gather)
+    scores = (window, softcap, scale, alibi)
+    arguments = (documents, dropout_rows, *scores, dropout, first_head, size, rank, group, gather)
     return _forward(query, key, value, *arguments)[0]
 
 
@@ -162,43 +165,42 @@ class _Masks:
 
     def __init__(
         self,
-        document_ids: Tensor | None,
+        documents: Tensor | None,
         dropout_rows: Tensor | None,
         window: int | None,
         softcap: float | None,
         scale: float | None,
+        alibi: int | None,
         dropout: float,
         first_head: int,
-        own_positions: list[range],
+        heads: int,
+        own_shard: _KeyBlock,
     ):
-        self.document_ids, self.dropout_rows = document_ids, dropout_rows
+        self.documents, self.dropout_rows = documents, dropout_rows
         self.window, self.softcap, self.scale = window, softcap, scale
         self.dropout, self.first_head = dropout, first_head
-        self.own_positions = own_positions
+        self.own_positions = own_shard.places
+        device = own_shard.pair.device
+        self.slopes = None if alibi is None else alibi_slopes(alibi, first_head, heads, device)
 
     def block(self, shard: _KeyBlock) -> Block:
-        mask = key_positions = rows = None
-        batch, device = shard.pair.shape[1], shard.pair.device
-        if self.document_ids is not None:
-            queries = self._documents(self.own_positions)[:, shard.first_query :]
-            mask = (queries[:, :, None] == self._documents(shard.places)[:, None])[:, None]
+        mask = documents = queries = keys = rows = None
+        device = shard.pair.device
+        if self.documents is not None:
+            own = (ends_within(self.documents, self.own_positions) - shard.first_query).clamp(min=0)
+            documents = own, ends_within(self.documents, shard.places)
+        if self.window is not None or self.dropout or self.slopes is not None:
+            queries = _joined(self.own_positions, device)[shard.first_query :]
+            keys = _joined(shard.places, device)
         if self.window is not None:
-            queries, keys = (
-                _joined(self.own_positions, device)[shard.first_query :],
-                _joined(shard.places, device),
-            )
-            near = (queries[:, None] - keys < self.window)[None, None]
-            mask = near.expand(batch, -1, -1, -1) if mask is None else mask & near
-        if mask is not None and shard.causal:
-            mask = mask.tril()
+            distance = queries[:, None] - keys
+            mask = ((distance >= 0) & (distance < self.window))[None, None]
         if self.dropout:
             rows = self.dropout_rows[:, shard.first_query :]
-            key_positions = _joined(shard.places, device)
-        scores = (mask, self.softcap, self.scale)
-        return Block(shard.causal, *scores, self.dropout, rows, key_positions, self.first_head)
-
-    def _documents(self, places: list[range]) -> Tensor:
-        return torch.cat([self.document_ids[:, span.start : span.stop] for span in places], dim=1)
+        scores = dict(softcap=self.softcap, scale=self.scale, slopes=self.slopes)
+        dropped = dict(dropout=self.dropout, dropout_rows=rows, key_positions=keys, query_positions=queries)
+        causal = shard.causal and mask is None
+        return Block(causal, mask, documents, **scores, **dropped, first_head=self.first_head)
 
 
 def _joined(places: list[range], device: torch.device) -> Tensor:
@@ -217,11 +219,12 @@ def _forward(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    document_ids: Tensor | None,
+    documents: Tensor | None,
     dropout_rows: Tensor | None,
     window: int | None,
     softcap: float | None,
     scale: float | None,
+    alibi: int | None,
     dropout: float,
     first_head: int,
     size: int,
@@ -231,9 +234,10 @@ def _forward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Result, its log-sum-exp float32 [batch, heads, seq], and the kernels' random states int64 [steps, 2]."""
     route = (_Gather if gather else _Ring)(torch.stack([key, value]), size, rank, group)
-    scores = (window, softcap, scale)
-    masks = _Masks(document_ids, dropout_rows, *scores, dropout, first_head, route.own_shard.places)
+    scores = (window, softcap, scale, alibi)
     query = query.transpose(1, 2)  # [batch, heads, seq, head_dim]
+    heads = (first_head, query.shape[1])
+    masks = _Masks(documents, dropout_rows, *scores, dropout, *heads, route.own_shard)
     states = query.new_zeros(_steps(size, gather), 2, dtype=torch.int64)
     for step, shard in enumerate(route.shards()):
         seen = slice(shard.first_query, None)
@@ -248,7 +252,8 @@ def _forward(
 
 
 @_forward.register_fake
-def _(query, key, value, documents, rows, window, softcap, scale, dropout, first, size, rank, group, gather):
+def _(query, key, value, documents, rows, window, softcap, scale, alibi, dropout, first, size, rank, *rest):
+    _, gather = rest
     batch, seq, heads, _ = query.shape
     lse = query.new_empty(batch, heads, seq, dtype=torch.float32)
     states = query.new_empty(_steps(size, gather), 2, dtype=torch.int64)
@@ -264,11 +269,12 @@ def _backward(
     out: Tensor,
     lse: Tensor,
     states: Tensor,
-    document_ids: Tensor | None,
+    documents: Tensor | None,
     dropout_rows: Tensor | None,
     window: int | None,
     softcap: float | None,
     scale: float | None,
+    alibi: int | None,
     dropout: float,
     first_head: int,
     size: int,
@@ -278,9 +284,10 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value."""
     route = (_Gather if gather else _Ring)(torch.stack([key, value]), size, rank, group)
-    scores = (window, softcap, scale)
-    masks = _Masks(document_ids, dropout_rows, *scores, dropout, first_head, route.own_shard.places)
+    scores = (window, softcap, scale, alibi)
     grad, query, out = (x.transpose(1, 2) for x in (grad, query, out))  # [batch, heads, seq, head_dim]
+    heads = (first_head, query.shape[1])
+    masks = _Masks(documents, dropout_rows, *scores, dropout, *heads, route.own_shard)
     d_query = torch.zeros_like(query, dtype=torch.float32)
     for step, shard in enumerate(route.shards()):
         seen, pair = slice(shard.first_query, None), shard.pair.transpose(2, 3)
@@ -302,12 +309,12 @@ def _(grad, query, key, value, *rest):
 
 
 def _save(ctx, inputs, output) -> None:
-    query, key, value, document_ids, dropout_rows, *ctx.plain = inputs
-    ctx.save_for_backward(query, key, value, *output, document_ids, dropout_rows)
+    query, key, value, documents, dropout_rows, *ctx.plain = inputs
+    ctx.save_for_backward(query, key, value, *output, documents, dropout_rows)
 
 
 def _gradients(ctx, grad: Tensor, _lse: None, _states: None):
-    return *_backward(grad, *ctx.saved_tensors, *ctx.plain), *[None] * 11
+    return *_backward(grad, *ctx.saved_tensors, *ctx.plain), *[None] * 12
 
 
 _forward.register_autograd(_gradients, setup_context=_save)

@@ -149,7 +149,8 @@ class _Unit:
     def __init__(self, lanes: _Lanes, layers: Sequence[nn.Module], context: Context):
         self._lanes, self._layers = lanes, layers
         encoded = context.encoded  # which all layers attend to
-        self._shared = [*(context.rotary or ()), context.mask, None if encoded is None else encoded.hidden]
+        read = None if encoded is None else encoded.hidden
+        self._shared = [*(context.rotary or ()), context.mask, context.documents, read]
         self._kept: dict[int, _Kept] = {}
 
     def pack(self, tensor: Tensor) -> Tensor | _Packed:

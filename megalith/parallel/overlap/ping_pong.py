@@ -119,6 +119,7 @@ def _part(context: Context, number: int, count: int, stream: Parts) -> Context:
         rotary=tables(context.rotary),
         rotary_local=tables(context.rotary_local),
         mask=own(context.mask),
+        documents=own(context.documents),
         dropout=dropout,
         output_rows=rows,
         upcoming=own(context.upcoming, stream),

@@ -129,6 +129,7 @@ def _keep(model: Transformer, stage: Stage) -> Transformer:
     """`model` without what `stage` does not hold."""
     if stage.head and model.config.embedding_at_head and not stage.embedding:
         plug(model.embedding, "position_embeddings", None)
+        plug(model.embedding, "layernorm", None)
     elif not stage.embedding:
         plug(model, "embedding", None)
     layers = {*map(str, stage.layers), *(map(str, model.config.further_layers) if stage.head else ())}

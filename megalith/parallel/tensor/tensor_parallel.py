@@ -73,6 +73,7 @@ ROLES = {
     # module             weight       bias         style           partial gradients: weight, bias
     "word_embeddings": Role(Shard(0)),  # lookup of a rank's rows, summed
     "position_embeddings": Role(Replicate(), partial_weight=UNDER_SP),
+    "layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),  # of the embedding
     "embedding_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
     "hidden_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
     "linear_join": Role(Replicate(), None, None, UNDER_SP),

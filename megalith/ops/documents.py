@@ -1,0 +1,77 @@
+"""Documents that stand one behind the other in a sequence, and attention that stays inside of them.
+
+They are described by where they end: int32 [batch, documents], ascending, `ends[b, d]` the place behind the last token
+of document d in sequence b; the last one is the sequence's length. Rows are filled up by repeating it, which means
+documents without tokens: their number changes from batch to batch, and what is compiled would be compiled anew.
+
+All that attention asks for comes from the ends, on their device and without waiting for it: the cumulative lengths of
+variable-length kernels, or for kernels without such the numbers of the documents and a mask. Some of the tokens, as a
+rank of context parallelism has them, keep the description: `ends_within` gives theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from megalith.ops.compiled import varies
+
+
+def prepared(ends: Tensor) -> Tensor:
+    """The ends as compiled layers may take them: however many documents there are."""
+    varies(ends, 1)
+    return ends
+
+
+def document_ids(ends: Tensor, seq: int) -> Tensor:
+    """The number of each token's document: int32 [batch, seq]."""
+    places = torch.arange(seq, dtype=ends.dtype, device=ends.device).expand(ends.shape[0], seq)
+    return torch.searchsorted(ends.contiguous(), places.contiguous(), right=True, out_int32=True)
+
+
+def mask_of_ids(queries: Tensor, keys: Tensor, causal: bool) -> Tensor:
+    """Attention between tokens of the same number: bool [batch, 1, queries, keys] from int [batch, queries] and int
+    [batch, keys]."""
+    same = queries[:, :, None] == keys[:, None, :]
+    return (same.tril() if causal else same)[:, None]
+
+
+def window_mask(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
+    """Causal attention over the last `window` keys, the queries being the last tokens: bool [1, 1, queries, keys]."""
+    places = torch.arange(keys, device=device)
+    own = places[keys - queries :, None]
+    return ((places <= own) & (places > own - window))[None, None]
+
+
+def dense_mask(
+    query: Tensor,  # [batch, heads, queries, head_dim]
+    key: Tensor,  # [batch, groups, keys, head_dim]
+    mask: Tensor | None,
+    documents: tuple[Tensor, Tensor] | None,  # the ends of the queries' documents, and of the keys'
+    causal: bool,
+    window: int | None,
+) -> Tensor | None:
+    """All that is said of who sees whom as one mask bool [batch or 1, 1, queries, keys], or None where causal says it
+    all. A mask has what is causal in it."""
+    queries, keys = query.shape[2], key.shape[2]
+    if documents is not None:
+        numbers = (document_ids(ends, seq) for ends, seq in zip(documents, (queries, keys), strict=True))
+        inside = mask_of_ids(*numbers, causal and window is None)
+        mask = inside if mask is None else mask & inside
+    if window is not None:
+        near = window_mask(queries, keys, window, query.device)
+        mask = near if mask is None else mask & near
+    return mask
+
+
+def ends_within(ends: Tensor, spans: Sequence[range]) -> Tensor:
+    """The ends among the tokens of these spans alone, one behind the other: int32 [batch, documents]."""
+    return sum((ends - span.start).clamp(0, len(span)) for span in spans)
+
+
+def cumulative_lengths(ends: Tensor, seq: int) -> Tensor:
+    """Where each document begins among all tokens of the batch, and the end: int32 [batch · documents + 1]."""
+    rows = torch.arange(ends.shape[0], dtype=ends.dtype, device=ends.device)[:, None] * seq
+    return torch.nn.functional.pad((ends + rows).flatten(), (1, 0))
