@@ -1,14 +1,14 @@
 """The engine: many prompts continued at once, on one device or over a tensor-parallel axis.
 
-It runs the modules of models/ with a static cache of keys and values (static_cache.py). A row of the cache is a sequence
-under way; a row that ends is given to the next prompt (continuous batching).
+It runs the modules of models/ with a static cache of keys and values (static_cache.py). A row of the cache is a
+sequence under way; a row that ends is given to the next prompt (continuous batching).
 
     prompt ──all tokens but the last──▶ prefill: keys and values into the row        (of several prompts in one pass)
     last token ──▶ decode step ──▶ logits ──▶ Gumbel sampling ──▶ next token, and so on, all rows in one pass
 
 All that a step reads and writes stays on the device: tokens, places, how many tokens a row may still have, whether it
-has ended. So a step is one CUDA graph, and the host waits for none: it launches a window of steps, and while they run it
-reads what the window before has written. A row that has ended goes on idle, on one key, until the host has seen it.
+has ended. So a step is one CUDA graph, and the host waits for none: it launches a window of steps, and while they run
+it reads what the window before has written. A row that has ended goes on idle, on one key, until the host has seen it.
 
 What is sampled depends on the weights and on (seed, the prompt's key, the number of the generation, the index in the
 completion), not on rows, order, batch or layout (ops/gumbel.py). LongRoPE turns a sequence by other angles once it is
@@ -21,6 +21,7 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,6 +41,7 @@ from megalith.ops.compiled import run_eagerly
 from megalith.ops.cross_entropy import linear_logits
 from megalith.ops.dropout import column_keys, mix, token_keys
 from megalith.ops.gumbel import sample
+from megalith.parallel.data.replicas import copies_of
 from megalith.parallel.shards import Box, box_of, to_local_parameters
 from megalith.parallel.tensor.lora_shards import cut_adapters
 from megalith.parallel.tensor.tensor_parallel import apply_tensor
@@ -182,6 +184,7 @@ class Engine:
         self._places = column_keys(max_tokens, self.device)  # a key for each index in a completion
         self._cache: Tensor | None = None
         self._graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
+        self.source: Any = None  # where `sync` (sync.py) has its weights from
 
     def _build(self, lora: LoraConfig | None) -> Transformer:
         """The model without values, in this rank's part: matrices in the engine's type; what the layers compute in fp32
@@ -213,7 +216,9 @@ class Engine:
             if name not in self.boxes:
                 if self.of_further_layers(name):
                     continue
-                raise ConfigError(f"the engine has no tensor {name}; load the weights of the model that it is for")
+                raise ConfigError(
+                    f"the engine has no tensor {name}; load the weights of the model that it is for"
+                )
             box = self.boxes[name]
             if tuple(tensor.shape) != box.shape:
                 raise ConfigError(
@@ -223,7 +228,9 @@ class Engine:
             box.values.copy_(box.cut_from(tensor))
             missing.discard(name)
         if missing:
-            raise ConfigError(f"{sorted(missing)[0]} and {len(missing) - 1} others got no values; give every tensor")
+            raise ConfigError(
+                f"{sorted(missing)[0]} and {len(missing) - 1} others got no values; give every tensor"
+            )
         self.version = version
 
     def of_further_layers(self, name: str) -> bool:
@@ -302,7 +309,7 @@ class Engine:
         config = self.config
         if not len(prompt):
             raise ConfigError(f"prompt {number} has no tokens; give it at least one")
-        if not (0 <= min(prompt) and max(prompt) < config.vocab_size):
+        if not (min(prompt) >= 0 and max(prompt) < config.vocab_size):
             token = next(token for token in prompt if not 0 <= token < config.vocab_size)
             raise ConfigError(
                 f"prompt {number} has token {token}, but the model's vocabulary has {config.vocab_size}; "
@@ -322,9 +329,13 @@ class Engine:
     @staticmethod
     def _check_keys(keys: Sequence[int], prompts: int, num_generations: int) -> None:
         if len(keys) != prompts or any(not 0 <= key < MOST_KEYS for key in keys):
-            raise ConfigError(f"there are {len(keys)} keys for {prompts} prompts; give each one from 0 to 2^47 - 1")
+            raise ConfigError(
+                f"there are {len(keys)} keys for {prompts} prompts; give each one from 0 to 2^47 - 1"
+            )
         if not 1 <= num_generations <= MOST_GENERATIONS:
-            raise ConfigError(f"num_generations is {num_generations}; it has to be from 1 to {MOST_GENERATIONS}")
+            raise ConfigError(
+                f"num_generations is {num_generations}; it has to be from 1 to {MOST_GENERATIONS}"
+            )
 
     # What is on the device.
 
@@ -391,8 +402,8 @@ class Engine:
             self._state[:, hole] = self._state[:, row]
 
     def _prefill(self, begun: Sequence[tuple[int, _Sequence]]) -> None:
-        """Keys and values of all tokens but the last of these sequences into their rows. Completions of one prompt share
-        its pass."""
+        """Keys and values of all tokens but the last of these sequences into their rows. Completions of one prompt
+        share its pass."""
         alike: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
         for row, sequence in begun:
             name = (sequence.prompt_index, sequence.number if sequence.ids else -1)
@@ -403,7 +414,8 @@ class Engine:
         for tokens, rows in sorted(alike.values(), key=lambda each: len(each[0])):
             is_long = len(tokens) + 1 > self._original
             if batch and (
-                len(tokens) * (len(batch) + 1) > PREFILL_TOKENS or is_long != (len(batch[0][0]) + 1 > self._original)
+                len(tokens) * (len(batch) + 1) > PREFILL_TOKENS
+                or is_long != (len(batch[0][0]) + 1 > self._original)
             ):
                 self._prefill_pass(batch)
                 batch = []
@@ -555,8 +567,9 @@ def named_boxes(chunks: Iterable[torch.nn.Module]) -> dict[str, Box]:
     named: dict[str, Box] = {}
     seen: set[int] = set()
     for chunk in chunks:
+        copies = copies_of(chunk)
         for name, tensor in chunk.state_dict(keep_vars=True).items():
             if id(tensor) not in seen:
                 seen.add(id(tensor))
-                named[name] = box_of(tensor)
+                named[name] = box_of(tensor, copies.get(name))
     return named

@@ -59,8 +59,8 @@ class Context:
     encoded: Encoded | None = None  # the other sequence that cross-attention attends to
 
     def at_layer(self, number: int) -> Context:
-        """This context with a layer's cache, and its number in the dropout keys: a tensor, so that layers share compiled
-        code."""
+        """This context with a layer's cache, and its number in the dropout keys: a tensor, so that layers share
+        compiled code."""
         cache = None if self.cache is None else self.cache.at_layer(number)
         if self.dropout is None:
             return self if cache is None else replace(self, cache=cache)

@@ -1,7 +1,8 @@
 """Attention of generation: one new token a row, over what a static cache has of the tokens before it.
 
-On a GPU by a kernel that reads no more of the cache than is filled (kernels/decode_kernel.py). On a CPU by torch's, over
-the longest row's length: the query heads of a group stand as the queries of one head, so that keys are not repeated.
+On a GPU by a kernel that reads no more of the cache than is filled (kernels/decode_kernel.py). On a CPU by torch's,
+over the longest row's length: the query heads of a group stand as the queries of one head, so that keys are not
+repeated.
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ def cached_attention(
     seen = keys <= places[:, None]
     if window is not None:
         seen &= keys > places[:, None] - window
-    groups = query[:, 0].unflatten(1, (key.shape[2], -1)).transpose(1, 2)  # [rows, in group, groups, head_dim]
+    groups = (
+        query[:, 0].unflatten(1, (key.shape[2], -1)).transpose(1, 2)
+    )  # [rows, in group, groups, head_dim]
     mask = seen[:, None, None].expand(-1, 1, groups.shape[1], -1)
     filled = cache[:, :, :longest]
     out = attention(groups, filled[0], filled[1], causal=False, mask=mask, softcap=softcap, scale=scale)

@@ -53,7 +53,13 @@ def sample(
 
 
 def sampled_blocks(
-    logits: Tensor, keys: Tensor, least: Tensor | None, first: int, real: int, temperature: float, inverse: float
+    logits: Tensor,
+    keys: Tensor,
+    least: Tensor | None,
+    first: int,
+    real: int,
+    temperature: float,
+    inverse: float,
 ) -> Tensor:
     """What is found in each block of a row's first `real` entries, float32 [rows, blocks, 5]: the largest of logit +
     temperature · noise, its entry and its logit, the largest logit and Σ exp((logit − largest) · inverse)."""

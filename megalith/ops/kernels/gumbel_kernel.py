@@ -70,7 +70,13 @@ def _sample(
 
 
 def sampled_blocks(
-    logits: Tensor, keys: Tensor, least: Tensor | None, first: int, real: int, temperature: float, inverse: float
+    logits: Tensor,
+    keys: Tensor,
+    least: Tensor | None,
+    first: int,
+    real: int,
+    temperature: float,
+    inverse: float,
 ) -> Tensor:
     """As ops.gumbel.sampled_blocks, on a GPU."""
     rows, width = logits.shape
