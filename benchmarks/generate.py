@@ -19,7 +19,9 @@ import torch
 from megalith.config import ModelConfig
 from megalith.config.run import RunConfig
 from megalith.generation.engine import Engine, Sampling
+from megalith.generation.sync import engine_for, sync
 from megalith.models.init import initial_value
+from megalith.models.transformer import Transformer
 
 SHAPES = {
     "qwen2.5-1.5b": dict(preset="qwen2.5-1.5b"),
@@ -55,10 +57,16 @@ def main() -> None:
     parser.add_argument("--peer", choices=["hf"])
     parser.add_argument("--peer-tokens", type=int, default=64, help="new tokens of the peer, which is slow")
     parser.add_argument("--trace")
+    parser.add_argument(
+        "--sync", action="store_true", help="only weights in fp32 to an engine on the same device"
+    )
     args = parser.parse_args()
     shape = dict(SHAPES[args.shape]) | ({"vocab_size": args.vocab} if args.vocab else {})
     config = RunConfig.from_tree({"model": shape}).model
     dtype = torch.bfloat16 if args.device.startswith("cuda") else torch.float32
+    if args.sync:
+        report(synced(config, dtype, args), shape=args.shape, who="megalith")
+        return
     for batch in args.batch:
         for room in args.room or [args.prompt + args.new_tokens]:
             report(
@@ -113,6 +121,18 @@ def ours(config: ModelConfig, dtype: torch.dtype, batch: int, room: int, args: a
     if args.trace:
         trace(engine, args.trace)
     return found
+
+
+def synced(config: ModelConfig, dtype: torch.dtype, args: argparse.Namespace) -> dict:
+    model = Transformer(config, device="meta")
+    model.to_empty(device=args.device)
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    engine = engine_for(model, max_rows=1, max_tokens=2, dtype=dtype)
+    reports = [sync(engine, model) for _ in range(4)]
+    return dict(
+        gb=round(reports[0].bytes / 1e9, 2), gb_per_second=[round(r.gb_per_second, 1) for r in reports]
+    )
 
 
 def step_time(engine: Engine, steps: int = 100) -> float:

@@ -19,6 +19,7 @@ from megalith.cli.parser import Parser
 from megalith.config.describe import reference_page
 from megalith.config.presets import PRESETS
 from megalith.errors import install_line
+from megalith.generation.engine import Completion
 
 MEGALITH = [sys.executable, "-m", "megalith.cli"]
 
@@ -103,10 +104,14 @@ def test_generate_takes_several_prompts_and_a_file_of_them(call, trained, tmp_pa
 
 def test_generate_samples_the_entries_of_the_tokenizer_alone(call, trained, monkeypatch):
     given = {}
-    monkeypatch.setattr(
-        "megalith.generation.sampling.generate", lambda *args, **options: given.update(options) or [[65]]
-    )
-    assert call("generate", trained, "--prompt", "a", "--device", "cpu")[:2] == (0, "A\n")
+    completion = Completion(0, 0, [66], [-0.5], truncated=True)
+
+    def complete(model, prompts, sampling, **options):
+        given.update(vars(sampling))
+        return [completion]
+
+    monkeypatch.setattr("megalith.generation.sampling.complete", complete)
+    assert call("generate", trained, "--prompt", "A", "--device", "cpu")[:2] == (0, "AB\n")
     assert given["vocab_size"] == 257
 
 

@@ -510,7 +510,9 @@ class Engine:
         token, place, count, limit, noise, alive = self._state[:, :rows]
         cache = Decode(self._cache[:, :, :rows], place, longest)
         hidden = self._hidden(token[:, None], place[:, None], cache)[:, 0]  # [rows, hidden]
-        logits = linear_logits(hidden, self.model.output_weight, self.config.final_logit_softcapping)
+        logits = linear_logits(
+            hidden, self.model.output_weight, self.config.final_logit_softcapping
+        )  # own entries
         first = self.tp.rank * -(-self.config.padded_vocab_size // self.tp.size)
         temperature, top_k, top_p, min_p, vocabulary = self._how(sampling)
         keys = mix(noise.to(torch.int32) ^ self._places[count])
