@@ -131,9 +131,10 @@ class _Source:
         boxes, device = self.engine.boxes, self.engine.device
         _wait(device)
         began = time.perf_counter()
-        torch._foreach_copy_(
-            [boxes[name].values for name in self.local], [self.own[name].values for name in self.local]
-        )
+        if self.local:
+            torch._foreach_copy_(
+                [boxes[name].values for name in self.local], [self.own[name].values for name in self.local]
+            )
         for bucket in self._buckets():
             self._broadcast(bucket)
         _wait(device)

@@ -10,7 +10,7 @@ from megalith.generation.engine import Engine, Sampling
 from megalith.generation.sync import engine_for, sync
 from megalith.models.init import initial_value
 from megalith.parallel.mesh import build_mesh
-from megalith.training.own_loop import init_mesh, parallelize
+from megalith.training.own_loop import parallelize
 
 PROMPTS = [[5, 9, 2], [7, 1, 4, 4, 11, 80], [3]]
 SAMPLING = Sampling(max_new_tokens=12, temperature=1.3, seed=3, top_p=0.97)
@@ -41,8 +41,9 @@ def from_a_trainer(model: dict, parallel: dict) -> tuple[bool, int, list]:
             "runtime": dict(device="cpu"),
         }
     )
-    mesh, device = init_mesh(run.parallel, "cpu", has_experts=run.model.num_experts is not None)
-    trainer = parallelize(run, mesh, device)
+    size = torch.distributed.get_world_size()
+    mesh = build_mesh(run.parallel, size, "cpu", has_experts=run.model.num_experts is not None)
+    trainer = parallelize(run, mesh, torch.device("cpu"))
     engine = engine_for(trainer, max_rows=2, max_tokens=32)
     right = agrees(engine, run, 1.0)
     tokens = [each.ids for each in engine.generate(PROMPTS, SAMPLING)]
@@ -58,7 +59,8 @@ def agrees(engine: Engine, run: RunConfig, factor: float) -> bool:
     buffers = dict(engine.model.named_buffers())
     return all(
         torch.equal(
-            box.values, box.cut_from(factor * initial_value(name, box.shape, run.model, run.train.seed))
+            box.values,
+            box.cut_from(factor * initial_value(name, torch.Size(box.shape), run.model, run.train.seed)),
         )
         for name, box in engine.boxes.items()
         if name not in buffers

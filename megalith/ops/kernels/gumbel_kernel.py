@@ -41,7 +41,8 @@ def _sample(
     logits += row.to(tl.int64) * row_stride
     key = tl.load(keys + row).to(tl.uint32, bitcast=True)
     lanes = tl.arange(0, LANES)
-    best, at, of_best = (tl.full([LANES], float("-inf"), tl.float32) for _ in range(3))
+    best = tl.full([LANES], float("-inf"), tl.float32)
+    at, of_best = best, best
     largest, total = tl.full([LANES], -1e30, tl.float32), tl.zeros([LANES], tl.float32)
     for begin in tl.static_range(0, BLOCK, LANES):
         columns = block * BLOCK + begin + lanes
