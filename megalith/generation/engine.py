@@ -39,6 +39,7 @@ from megalith.models.stack import Stack, layers_of
 from megalith.models.transformer import Transformer
 from megalith.ops.compiled import run_eagerly
 from megalith.ops.cross_entropy import linear_logits
+from megalith.ops.decode_attention import seen_places
 from megalith.ops.dropout import column_keys, mix, token_keys
 from megalith.ops.gumbel import sample
 from megalith.parallel.data.replicas import copies_of
@@ -508,7 +509,7 @@ class Engine:
     def _step(self, sampling: Sampling, rows: int, longest: int) -> None:
         """One token more for each of the first `rows` rows that goes on."""
         token, place, count, limit, noise, alive = self._state[:, :rows]
-        cache = Decode(self._cache[:, :, :rows], place, longest)
+        cache = Decode(self._cache[:, :, :rows], place, seen_places(place, longest))
         hidden = self._hidden(token[:, None], place[:, None], cache)[:, 0]  # [rows, hidden]
         logits = linear_logits(
             hidden, self.model.output_weight, self.config.final_logit_softcapping

@@ -48,11 +48,11 @@ class Decode:
 
     keys_values: Tensor  # as Prefill's, of the rows that the pass has
     places: Tensor  # int64 [rows]: where the tokens stand
-    longest: int  # no row has more tokens; on a GPU it is not looked at
+    seen: Tensor | None  # of them, as ops.decode_attention.seen_places gives
 
     def at_layer(self, number: int) -> Decode:
         return replace(self, keys_values=self.keys_values[number])
 
     def attend(self, core: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, **how) -> Tensor:
         how = {name: how[name] for name in ("window", "softcap", "scale")}
-        return cached_attention(query, key, value, self.keys_values, self.places, self.longest, **how)
+        return cached_attention(query, key, value, self.keys_values, self.places, self.seen, **how)

@@ -49,7 +49,7 @@ def sample(
         least = least_logit(logits[:, :real], inverse, top_k, top_p, min_p, axis)
     found = sampled_blocks(logits, keys, least, first, real, temperature, inverse)
     found = gathered(found[None], axis).transpose(0, 1).flatten(1, 2)  # [rows, blocks of all ranks, 5]
-    return as_one_kernel(_put_together, found, inverse)
+    return _put_together(found, inverse)
 
 
 def sampled_blocks(
@@ -70,22 +70,24 @@ def sampled_blocks(
     z = logits[:, :real].float()
     if least is not None:
         z = z.masked_fill(z < least[:, None], -math.inf)
-    noisy = z
-    if temperature:
+    largest, index = z.max(-1)
+    weights = z.sub(largest[:, None]).mul_(inverse).exp_()
+    sums, peak = weights.sum(-1), largest
+    if (
+        temperature
+    ):  # the largest of log weight + noise is the least of exponential / weight: a logarithm less
         columns = column_keys(real, z.device, first)
-        noisy = torch.add(z, gumbel(keys[:, None] ^ columns), alpha=temperature)
-    peak, index = noisy.max(-1)
-    chosen, largest = z.gather(1, index[:, None])[:, 0], z.amax(-1)
-    sums = ((z - largest[:, None]) * inverse).exp().sum(-1)
+        ratio, index = exponential(keys[:, None] ^ columns).div_(weights).min(-1)
+        peak = largest - temperature * ratio.log()
+    chosen = z.gather(1, index[:, None])[:, 0]
     return torch.stack([peak, index + float(first), chosen, largest, sums], -1)[:, None]
 
 
-def gumbel(keys: Tensor) -> Tensor:
-    """Gumbel noise, float32, of int32 keys: −log(−log(1 − v)), where v in (0, 1) has all 32 bits where it is small, and
-    so the noise where it is large."""
-    bits = mix(keys)
-    v = ((torch.where(bits < 0, 2.0**32, 0.0) + bits + 0.5) * 2.0**-32).clamp_(max=1 - 2.0**-24)
-    return -(-torch.log1p(-v)).log()
+def exponential(keys: Tensor) -> Tensor:
+    """Exponential noise, float32, of int32 keys: −log(1 − v), where v in (0, 1) has 31 bits, which all count where
+    it is small. −log of that is Gumbel noise."""
+    v = (mix(keys) & 0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31)
+    return v.neg_().log1p_().neg_()
 
 
 def _put_together(found: Tensor, inverse: float) -> tuple[Tensor, Tensor]:
@@ -121,7 +123,7 @@ def least_logit(
         low, high = _ordered(least), _ordered(top)
         for _ in range(32):
             middle = (low >> 1) + (high >> 1) + (low & high & 1)
-            mass = as_one_kernel(_mass_above, z, weights, _ordered(middle, back=True))
+            mass = as_one_kernel(_mass_above, z, weights, _ordered(middle, back=True), sizes_vary=True)
             enough = summed(mass, axis) < goal
             low, high = torch.where(enough, low, middle + 1), torch.where(enough, middle, high)
         least = torch.maximum(least, _ordered(high, back=True))

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from megalith.config import ModelConfig
+from megalith.generation.engine import Completion
 from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
 
@@ -48,17 +49,20 @@ def trained_model(steps: int = 40, device: str = "cpu", **changes) -> tuple[Tran
 
 
 @torch.no_grad()
-def scored(model: Transformer, prompt: list[int], ids: list[int], temperature: float = 1.0) -> Tensor:
-    """The model's own log-probabilities, float32 [ids]."""
-    tokens = torch.tensor([[*prompt, *ids]], device=model.device)
-    targets = tokens[:, 1:]
-    found = model.logprobs  # the seam that a loss takes
-    hidden = {}
+def scored(
+    model: Transformer, prompts: list[list[int]], done: list[Completion], temperature: float
+) -> Tensor:
+    """The model's own log-probabilities of all completions, one after the other: float32 [tokens]."""
+    whole = [[*prompts[each.prompt], *each.ids] for each in done]
+    longest = max(map(len, whole))
+    tokens = torch.tensor([row + [0] * (longest - len(row)) for row in whole], device=model.device)
+    hidden: dict[str, Tensor] = {}
     handle = model.final_layernorm.register_forward_hook(lambda *given: hidden.update(out=given[-1]))
     model(tokens[:, :-1])
     handle.remove()
-    logprobs, _ = found(
-        hidden["out"], model.output_weight, targets, model.config.vocab_size,
-        model.config.final_logit_softcapping, None, temperature, False,
-    )  # fmt: skip
-    return logprobs[0, len(prompt) - 1 :].cpu()
+    sizes = model.config.vocab_size, model.config.final_logit_softcapping
+    found, _ = model.logprobs(
+        hidden["out"], model.output_weight, tokens[:, 1:], *sizes, None, temperature, False
+    )
+    rows = [row[len(prompts[each.prompt]) - 1 :][: len(each.ids)] for row, each in zip(found.cpu(), done)]
+    return torch.cat(rows)

@@ -25,21 +25,24 @@ _LOG2_E = tl.constexpr(log2(2.718281828459045))
 
 @triton.jit
 def _write(
-    key, value, cache, places, key_row, value_row, cache_half, cache_row, cache_place,
-    COLUMNS: tl.constexpr, WIDTH: tl.constexpr,
+    key, value, cache, places, key_row, key_head, value_row, value_head, cache_half, cache_row, cache_place,
+    COLUMNS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, WIDTH)
     inside = columns < COLUMNS
+    head, dim = columns // SIZE, columns % SIZE
     there = cache + row * cache_row + tl.load(places + row) * cache_place + columns
-    tl.store(there, tl.load(key + row * key_row + columns, mask=inside), mask=inside)
-    tl.store(there + cache_half, tl.load(value + row * value_row + columns, mask=inside), mask=inside)
+    new_key = tl.load(key + row * key_row + head * key_head + dim, mask=inside)
+    new_value = tl.load(value + row * value_row + head * value_head + dim, mask=inside)
+    tl.store(there, new_key, mask=inside)
+    tl.store(there + cache_half, new_value, mask=inside)
 
 
 @triton.jit
 def _attend(
     query, cache, places, out, stats, scale, softcap, window,
-    query_row, cache_half, cache_row, cache_place,
+    query_row, query_head, cache_half, cache_row, cache_place,
     HEADS: tl.constexpr, IN_GROUP: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr,
     KEYS: tl.constexpr, SPLITS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -54,7 +57,7 @@ def _attend(
     queries, dims, keys = tl.arange(0, QUERIES), tl.arange(0, WIDTH), tl.arange(0, KEYS)
     heads = group * IN_GROUP + queries
     own = (queries < IN_GROUP)[:, None] & (dims < SIZE)[None, :]
-    q = tl.load(query + row * query_row + heads[:, None] * SIZE + dims[None, :], mask=own, other=0.0)
+    q = tl.load(query + row * query_row + heads[:, None] * query_head + dims[None, :], mask=own, other=0.0)
     cached = cache + row * cache_row + group * SIZE + dims[None, :]
     largest = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
@@ -109,12 +112,13 @@ def decode_attention(
 ) -> Tensor:
     """query [rows, heads, head_dim], key and value [rows, groups, head_dim], cache as above, places int64 [rows]:
     [rows, heads, head_dim]. `window` and `softcap`: 0 for none."""
-    query, key, value = (x if x[0].is_contiguous() else x.contiguous() for x in (query, key, value))
+    query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
     (rows, heads, size), groups = query.shape, key.shape[1]
     width, in_group, columns = triton.next_power_of_2(size), heads // groups, groups * size
     strides = cache.stride()[:3]
     _write[(rows,)](
-        key, value, cache, places, key.stride(0), value.stride(0), *strides, columns, triton.next_power_of_2(columns)
+        key, value, cache, places, *key.stride()[:2], *value.stride()[:2], *strides,
+        COLUMNS=columns, SIZE=size, WIDTH=triton.next_power_of_2(columns),
     )  # fmt: skip
     splits = min(triton.next_power_of_2(triton.cdiv(PROGRAMS, rows * groups)), MOST_SPLITS)
     out = torch.empty(rows, heads, size, dtype=query.dtype, device=query.device)
@@ -123,7 +127,7 @@ def decode_attention(
         parts = torch.empty(rows, heads, splits, size, dtype=torch.float32, device=query.device)
         stats = torch.empty(rows, heads, splits, 2, dtype=torch.float32, device=query.device)
     _attend[(rows, groups, splits)](
-        query, cache, places, parts, stats, scale, softcap, window, query.stride(0), *strides,
+        query, cache, places, parts, stats, scale, softcap, window, *query.stride()[:2], *strides,
         HEADS=heads, IN_GROUP=in_group, SIZE=size, WIDTH=width,
         QUERIES=max(triton.next_power_of_2(in_group), LEAST_QUERIES),
         KEYS=max(min(TILE_BYTES // (width * cache.itemsize), 64), 16), SPLITS=splits,

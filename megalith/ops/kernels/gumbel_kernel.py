@@ -24,10 +24,9 @@ def _mix(h):
 
 @triton.jit
 def _noise(keys):
-    """ops.gumbel.gumbel of the keys, uint32."""
-    bits = _mix(keys)
-    v = (bits.to(tl.float32) + 0.5) * 2.3283064365386963e-10
-    v = tl.minimum(v, 0.99999994)
+    """−log of ops.gumbel.exponential of the keys, uint32."""
+    bits = (_mix(keys) & 0x7FFFFFFF).to(tl.int32)
+    v = (bits.to(tl.float32) + 0.5) * 4.656612873077393e-10
     near = v * (1 + v * (1 / 2 + v * (1 / 3 + v * (1 / 4 + v * (1 / 5)))))
     return -tl.log(tl.where(v < 0.0625, near, -tl.log(1 - v)))
 
