@@ -14,6 +14,7 @@ import torch
 import yaml
 
 import megalith
+from megalith.cli.generation import _without_nproc
 from megalith.cli.main import build_parser, main
 from megalith.cli.parser import Parser
 from megalith.config.describe import reference_page
@@ -100,6 +101,31 @@ def test_generate_takes_several_prompts_and_a_file_of_them(call, trained, tmp_pa
     assert code == 0 and [part[:7] for part in parts] == ["one dog", "the cat", "a mat" + parts[2][5:7]]
     step = trained / "checkpoints" / "step_00000004"
     assert call("generate", step, "--prompt", "one dog", *options)[1] == parts[0]
+
+
+def test_generate_prints_json_and_streams_the_text_that_it_prints_whole(call, trained, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "one dog"}\n\n{"prompt": "the cat"}\n')
+    options = ["--max-new-tokens", 6, "--seed", 4, "--device", "cpu"]
+    words = ["--prompt-file", tmp_path / "prompts.jsonl", "--num-generations", 2, "--min-p", 0.01, "--json"]
+    code, out, _ = call("generate", trained, *words, *options)
+    found = [json.loads(line) for line in out.splitlines()]
+    assert code == 0 and [(each["prompt"], each["generation"]) for each in found] == [
+        ("one dog", 0), ("one dog", 1), ("the cat", 0), ("the cat", 1),
+    ]  # fmt: skip
+    assert all(len(each["ids"]) == len(each["logprobs"]) == 6 and each["truncated"] for each in found)
+    whole, stream = (
+        call("generate", trained, "--prompt", "one dog", *options, *w)[1] for w in ([], ["--stream"])
+    )
+    assert stream == whole
+    code, _, err = call("generate", trained, "--prompt", "a", "--prompt", "b", "--stream", *options)
+    assert code != 0 and "--stream shows one completion as it comes, and there are 2" in err
+
+
+def test_the_processes_of_generate_get_its_words_without_nproc():
+    words = ["run", "--prompt=-a b", "--prompt=c", "--top-k=3", "--seed=5", "--json"]
+    args = build_parser().parse_args(["generate", *words, "--nproc", "2", "--temperature", "1"])
+    again = _without_nproc(args)
+    assert build_parser().parse_args(["generate", *again]) == build_parser().parse_args(["generate", *words])
 
 
 def test_generate_samples_the_entries_of_the_tokenizer_alone(call, trained, monkeypatch):

@@ -7,8 +7,10 @@ from generation.brief_training import LLAMA
 
 from megalith.config import ModelConfig, ParallelConfig, RunConfig
 from megalith.generation.engine import Engine, Sampling
+from megalith.generation.sampling import complete_in_shares
 from megalith.generation.sync import engine_for, sync
 from megalith.models.init import initial_value
+from megalith.models.transformer import Transformer
 from megalith.parallel.mesh import build_mesh
 from megalith.training.own_loop import parallelize
 
@@ -27,6 +29,17 @@ def over_tensor_ranks(
     engine = Engine(config, "cpu", torch.float32, max_rows=3, max_tokens=128, tp=mesh.tp)
     engine.load(weights.items())
     return engine.generate(prompts, sampling)
+
+
+def in_shares(
+    config: ModelConfig, weights: dict[str, torch.Tensor], prompts, sampling: Sampling, tp: int
+) -> list:
+    """What `megalith generate --nproc` does: tensor-parallel replicas share out the prompts."""
+    model = Transformer(config)
+    model.load_state_dict(weights)
+    size = torch.distributed.get_world_size()
+    mesh = build_mesh(ParallelConfig(tensor_model_parallel_size=tp), size, "cpu")
+    return complete_in_shares(model, prompts, sampling, mesh, torch.device("cpu"), num_generations=2)
 
 
 def from_a_trainer(model: dict, parallel: dict) -> tuple[bool, int, list]:

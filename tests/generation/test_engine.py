@@ -3,11 +3,12 @@
 import pytest
 import torch
 from generation.brief_training import LLAMA, chains, scored, trained_model
-from generation.engine_job import EXPERTS, PROMPTS, SAMPLING, from_a_trainer, over_tensor_ranks
+from generation.engine_job import EXPERTS, PROMPTS, SAMPLING, from_a_trainer, in_shares, over_tensor_ranks
 
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
 from megalith.generation.engine import Engine, Sampling
+from megalith.generation.sampling import complete
 from megalith.generation.sync import engine_for
 from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
@@ -165,13 +166,26 @@ def test_tensor_parallel_ranks_sample_the_tokens_of_one_process(pool, trained):
                 assert each.logprobs == pytest.approx(other.logprobs, abs=1e-4)
 
 
+def test_replicas_share_out_prompts_and_the_first_rank_has_all(pool, trained):
+    model, _ = trained
+    sampling = Sampling(max_new_tokens=10, seed=2)
+    alone = complete(model, CHAINS[:5], sampling, num_generations=2)
+    first, *others = pool.run(
+        in_shares, model.config, dict(model.state_dict()), CHAINS[:5], sampling, 2, size=4
+    )
+    assert [(e.prompt, e.generation, e.ids, e.truncated) for e in first] == [
+        (e.prompt, e.generation, e.ids, e.truncated) for e in alone
+    ]
+    assert others == [[]] * 3
+
+
 LAYOUTS = {  # settings of model and parallel, and whether tensors travel
     "tp2-sp": ({}, dict(tensor_model_parallel_size=2, sequence_parallel=True), False),
     "tp2-pp2": ({}, dict(tensor_model_parallel_size=2, pipeline_model_parallel_size=2), True),
     "zero3": ({}, dict(data_parallel_sharding_strategy="optim_grads_params"), True),
     "tp2-zero1": ({}, dict(tensor_model_parallel_size=2, data_parallel_sharding_strategy="optim"), True),
     "ep2": (EXPERTS, dict(expert_model_parallel_size=2), True),
-    "tp2-etp2": (EXPERTS, dict(tensor_model_parallel_size=2), True),
+    "tp2-etp2": (EXPERTS, dict(tensor_model_parallel_size=2, expert_tensor_parallel_size=2), True),
     "cp2": ({}, dict(context_parallel_size=2), False),
     "mtp": (dict(mtp_num_layers=1), dict(tensor_model_parallel_size=2), False),
 }
