@@ -23,6 +23,7 @@ from megalith.ops.fp8 import (
 from megalith.ops.gemm import linear
 from megalith.ops.grouped_gemm import RowGroups
 from megalith.parity.job import run_job
+from megalith.report.metrics import read_records
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 ROUNDING = 2**-8  # of one number in bf16, relative
@@ -200,23 +201,40 @@ def test_recomputing_and_resuming_are_bitwise(tmp_path, recipe):
         assert all(torch.equal(whole[key], other[key]) for key in whole), name
 
 
-@two_gpus
-def test_two_gpus_train_as_one(tmp_path):
-    one = {
-        kind: losses(configuration(tmp_path, **RECIPES[kind]))
-        for kind in ("delayed", "tensorwise", "blockwise")
-    }
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
+def test_counts_in_compiled_layers_change_nothing(tmp_path, recipe):
+    found = {}
+    for interval in (0, 4):
+        settings = RECIPES[recipe] | {"log.log_fp8_interval": interval, "log.log_interval": 1}
+        config = configuration(tmp_path / str(interval), **settings)
+        megalith.train(config)
+        found[interval] = read_records(tmp_path / str(interval) / "metrics.jsonl")
+    assert [each["loss"] for each in found[0]] == [each["loss"] for each in found[4]]
+    counted = {each["step"]: {k: v for k, v in each.items() if k.startswith("fp8_")} for each in found[4]}
+    assert all(bool(figures) == (step in (4, 8)) for step, figures in counted.items())
+    assert all(value > 0 for key, value in counted[8].items() if key.startswith("fp8_amax"))
+
+
+TWO_GPUS = {
+    "tp2-sp": {"parallel.tensor_model_parallel_size": 2, "parallel.sequence_parallel": True},
+    "zero3": {"parallel.data_parallel_sharding_strategy": "optim_grads_params"},
+    "pp2": {"parallel.pipeline_model_parallel_size": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def pool():
     pool = Pool(2, timeout=300.0, device_type="cuda")
-    try:
-        for kind, expected in one.items():
-            for layout in (
-                {"parallel.tensor_model_parallel_size": 2, "parallel.sequence_parallel": True},
-                {"parallel.data_parallel_sharding_strategy": "optim_grads_params"},
-                {"parallel.pipeline_model_parallel_size": 2},
-            ):
-                found = pool.run(losses, configuration(tmp_path, **copy.copy(RECIPES[kind]), **layout))[0]
-                worst = max(abs(a - b) / b for a, b in zip(found, expected, strict=True))
-                print(f"{kind}, {layout}: {worst:.1e}")
-                assert worst < 2e-3, (kind, layout)
-    finally:
-        pool.close()
+    yield pool
+    pool.close()
+
+
+@two_gpus
+@pytest.mark.parametrize("kind", ["delayed", "tensorwise", "blockwise"])
+def test_two_gpus_train_as_one(tmp_path, pool, kind):
+    expected = losses(configuration(tmp_path, **RECIPES[kind]))
+    for name, layout in TWO_GPUS.items():
+        found = pool.run(losses, configuration(tmp_path, **copy.copy(RECIPES[kind]), **layout))[0]
+        worst = max(abs(a - b) / b for a, b in zip(found, expected, strict=True))
+        print(f"{kind}, {name}: {worst:.1e}")
+        assert worst < 2e-3, name
