@@ -28,7 +28,7 @@ from megalith.report.report import PendingStep
 from megalith.training.build import prepare, vocabulary_rows
 from megalith.training.process import machine_of, prepare_process
 from megalith.training.resume import load_run
-from megalith.training.run_state import Run
+from megalith.training.run_state import Run, Task
 
 PROMPTS = [[5, 9, 2], [7, 1, 4, 4, 11]]
 NEW_TOKENS = 6
@@ -50,7 +50,7 @@ class Outcome:
     unequal_copies: list[str]  # tensors that several ranks hold, and not all alike to the bit, at the end
 
 
-def start(config: RunConfig) -> Run:
+def start(config: RunConfig, task: Task | None = None) -> Run:
     """This rank's run, with the initial weights or those of `checkpoint.load`."""
     process = this_process()
     config, tokenizer, _ = prepare(config, process.world_size)
@@ -59,21 +59,21 @@ def start(config: RunConfig) -> Run:
     mesh = build_mesh(
         config.parallel, process.world_size, device.type, has_experts=config.model.num_experts is not None
     )
-    run = Run(config, tokenizer, mesh, device)
+    run = Run(config, tokenizer, mesh, device, task)
     load_run(run)
     return run
 
 
-def run_job(config: RunConfig, step_count: int | None = None) -> Outcome:
+def run_job(config: RunConfig, step_count: int | None = None, task: Task | None = None) -> Outcome:
     """Trains to `train_iters`, or for `step_count` steps. Every rank of a process group calls it; a process without one
     is alone."""
-    run = start(config)
+    run = start(config, task)
     steps: list[PendingStep] = []
     end = run.total_steps if step_count is None else min(run.step + step_count, run.total_steps)
     middle = (run.step + end) // 2
     with run.data.train_loader(run.step, run.consumed_samples, run.device) as batches:
         first = list(islice(batches, run.batch_sizes.micro_batches(run.consumed_samples)))
-        first_loss = run.model.backward(first, loss_scale=run.loss_scale.scale)
+        first_loss = run.gradients(first)
         gradients = gradients_by_name(run)
         run.model.parameters.clear_gradients()
         batches = chain(first, batches)
