@@ -10,7 +10,10 @@ from pathlib import Path
 
 QUESTIONS = ("What is {a} and {b}?", "Please add {b} to {a}.", "{a} + {b} = ?")
 BRIEF = ("It is {c}.", "{c}.", "The sum is {c}.")
-WORDY = ("Well, let me see: {a} and {b} make {c}, I think.", "If you add {b} to {a}, as you ask, {c} comes out.")
+WORDY = (
+    "Well, let me see: {a} and {b} make {c}, I think.",
+    "If you add {b} to {a}, as you ask, {c} comes out.",
+)
 
 
 def preference(rng: random.Random) -> dict[str, list[dict[str, str]]]:

@@ -44,6 +44,7 @@ def open_rollouts(config: RunConfig, tokenizer: Tokenizer | None) -> Rollouts:
         vocab_size=config.model.vocab_size,
         max_tokens=config.data.seq_length + 1,
         num_generations=config.rl.num_generations,
+        version=config.rl.rollout_version,
         tokenizer=tokenizer and tokenizer.fingerprint,
     )
 
