@@ -169,6 +169,9 @@ def test_the_example_trains_evaluates_resumes_and_exports(prepared, capsys):
     assert "train: 57 samples in 2 × 57 rows of 80" in out and "rewards/accuracies: " in out
     records = read_records("whole/metrics.jsonl")
     assert records[0]["loss"] == pytest.approx(0.6931472) and records[0]["rewards/margins"] == 0
+    for one in records:  # what is trained on, of 16 rows: not the padding, which is two thirds
+        tokens = one["tokens_per_second_per_device"] * one["step_time_ms"] / 1e3
+        assert 0.2 * 16 * 80 < tokens < 0.5 * 16 * 80
     assert records[-1]["rewards/margins"] > 0 and records[-1]["rewards/accuracies"] > 0.6
     evaluations = read_records("whole/evaluations.jsonl")
     assert evaluations[-1]["validation_rewards/margins"] > 0

@@ -172,8 +172,9 @@ def _stored(path: Path, vocab_size: int) -> Samples | None:
         about = json.loads((path / "about.json").read_bytes())
         found = {name: np.load(path / f"{name}.npy", mmap_mode="r") for name in ARRAYS}
         tokens, learned, starts, letters, ends = found.values()
-        each, counts, first_bad = int(about["each"]), Counter(about["counts"]), str(about["first_bad"])
-    except (OSError, ValueError, TypeError, KeyError, EOFError):
+        each, first_bad = int(about["each"]), str(about["first_bad"])
+        counts = Counter({what: int(count) for what, count in about["counts"].items()})
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, EOFError):
         return None
     whole = (
         all(array.dtype == kind and array.ndim == 1 for array, kind in zip(found.values(), ARRAYS.values()))
