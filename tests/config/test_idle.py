@@ -84,6 +84,8 @@ READ_WITH = {
         ("optim.lr_wsd_decay_iters=5", "optim.lr_decay_style=WSD"),
     "optim.decoupled_lr":
         ("optim.decoupled_min_lr=1e-5", "optim.decoupled_lr=1e-3"),
+    "parallel.data_parallel_sharding_strategy optim_grads_params":
+        ("parallel.fsdp_unsharded_layers=1", "parallel.data_parallel_sharding_strategy=optim_grads_params"),
     "optim.optimizer_cpu_offload true":
         ("optim.optimizer_offload_fraction=0.5", "optim.optimizer_cpu_offload=true"),
     "train.precision fp16":
