@@ -94,14 +94,20 @@ def compare(folder: Path, name: str) -> tuple[float, float]:
     LlamaForCausalLM(shape).save_pretrained(folder / "model")
     batch = tensors()
     model, loss = theirs(folder, batch, OBJECTIVES[name], name)
+    expected = in_our_names(model, folder)
+    mine, gradients = ours(folder, batch, OBJECTIVES[name])
+    return abs(mine - loss) / abs(loss), max(gradient_errors(gradients, expected).values())
+
+
+def in_our_names(model: torch.nn.Module, folder: Path) -> dict[str, torch.Tensor]:
+    """The gradients of a model of transformers by our parameters' names. The model is used up."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.copy_(parameter.grad)
     model.save_pretrained(folder / "gradients")
-    expected = {key: value.detach() for key, value in ours_of(folder / "gradients").parameters.named}
-    mine, gradients = ours(folder, batch, OBJECTIVES[name])
-    assert max(gradient.abs().max() for gradient in expected.values()) > 1e-3, "nothing is compared"
-    return abs(mine - loss) / abs(loss), max(gradient_errors(gradients, expected).values())
+    found = {key: value.detach() for key, value in ours_of(folder / "gradients").parameters.named}
+    assert max(gradient.abs().max() for gradient in found.values()) > 1e-3, "nothing is compared"
+    return found
 
 
 def theirs(folder: Path, batch: dict, settings: dict, name: str) -> tuple[torch.nn.Module, float]:

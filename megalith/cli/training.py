@@ -1,4 +1,4 @@
-"""`megalith train`, `sft`, `grpo` and `evaluate`: in one process, or by starting some."""
+"""`megalith train`, `sft`, `dpo`, `grpo` and `evaluate`: in one process, or by starting some."""
 
 from __future__ import annotations
 
@@ -14,14 +14,16 @@ from megalith.launch.operators import placement
 PROGRAMS = {
     "train": "train as a run file says; `megalith train --help` lists every setting",
     "sft": "fine-tune on conversations as a run file says; takes what `train` takes",
+    "dpo": "train on preferences, chosen and rejected answers, as a run file says",
     "grpo": "train on rollouts by GRPO, as a run file says",
 }
 """The commands that take a run file, with their help."""
 
-TRAIN_USAGE = """usage: megalith train|sft|grpo [run.yaml] [--nproc N] [--section.key value …]
+TRAIN_USAGE = """usage: megalith train|sft|dpo|grpo [run.yaml] [--nproc N] [--section.key value …]
 
 `sft` fine-tunes on conversations: it is `train` with sft.enabled.
 Trains as the run file says, with the settings on the command line in place of the file's. torchrun works as well.
+`dpo` trains on pairs of a chosen and a rejected answer, with dpo.enabled.
 `grpo` trains on rollouts (rl.rollouts) by GRPO and its kin.
 
 processes:
@@ -37,10 +39,12 @@ What Kubeflow's operators (PET_*, RANK and WORLD_SIZE of pods) and Slurm's srun 
 
 
 def train(arguments: list[str]) -> int:
-    """`megalith train|sft|grpo [run.yaml] [--nproc N] [--section.key value …]`"""
+    """`megalith train|sft|dpo|grpo [run.yaml] [--nproc N] [--section.key value …]`"""
     program, *arguments = arguments
+    if program in ("sft", "dpo"):
+        arguments = [*arguments, f"--{program}.enabled"]
     if program == "sft":  # `train` on conversations
-        program, arguments = "train", [*arguments, "--sft.enabled"]
+        program = "train"
     if {"-h", "--help"} & set(arguments):
         from megalith.config.describe import help_text
 
@@ -86,6 +90,8 @@ def train(arguments: list[str]) -> int:
 
     if program == "grpo":
         from megalith.rl.grpo import train_grpo as train
+    if program == "dpo":
+        from megalith.rl.dpo import train_dpo as train
     return exit_code(train(config).ended)
 
 
@@ -149,6 +155,8 @@ def run_evaluate(args: Arguments) -> int:
     from megalith.report.metrics import finite, perplexity
     from megalith.training.trainer import train
 
+    if config.dpo.enabled:
+        from megalith.rl.dpo import train_dpo as train
     result = train(config)
     if args.json and os.environ.get("RANK", "0") == "0":
         losses = {"validation": result.validation_loss, "test": result.test_loss}

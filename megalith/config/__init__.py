@@ -9,11 +9,14 @@ from megalith.config.output import CheckpointConfig, LogConfig, RuntimeConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.rl import RlConfig
 from megalith.config.run import RunConfig
+from megalith.config.sft import ChatConfig, DpoConfig, SftConfig
 from megalith.config.train import TrainConfig
 
 __all__ = [
+    "ChatConfig",
     "CheckpointConfig",
     "DataConfig",
+    "DpoConfig",
     "LogConfig",
     "LoraConfig",
     "ModelConfig",
@@ -23,5 +26,6 @@ __all__ = [
     "RopeScaling",
     "RunConfig",
     "RuntimeConfig",
+    "SftConfig",
     "TrainConfig",
 ]

@@ -110,6 +110,8 @@ ALIASES: dict[str, Rename | Choose | Already | Derive] = {
     "train.save_interval":                            Rename("checkpoint.save_interval"),
 
     "sft.max_length":                                 Rename("data.seq_length"),
+    "dpo.max_length":                                 Rename("data.seq_length"),
+    "dpo.reference_policy_kl_penalty":                Rename("dpo.beta"),  # NeMo-RL
     "optim.cpu_offload_optimizer":                    Rename("optim.optimizer_cpu_offload"),
 
     "rl.clip_ratio_low":                              Rename("rl.epsilon"),  # verl

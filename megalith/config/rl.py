@@ -19,6 +19,9 @@ class RlConfig(Section):
     rollouts: Annotated[str | list[str] | None, Decides.SAMPLES] = None
     """Files of rollouts to train on, JSONL or .jsonl.zst, in this order (`megalith grpo`)."""
 
+    rollout_version: Annotated[NonNegativeInt | None, Decides.NOTHING] = None
+    """The step of the weights that sampled the rollouts; those of another are refused. Absent: any."""
+
     packing: bool = False
     """Packs several completions with their prompts into a row of data.seq_length tokens, attention kept apart."""
 

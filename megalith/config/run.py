@@ -26,7 +26,7 @@ from megalith.config.output import CheckpointConfig, LogConfig, RuntimeConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.presets import PRESETS
 from megalith.config.rl import RlConfig
-from megalith.config.sft import SftConfig
+from megalith.config.sft import ChatConfig, DpoConfig, SftConfig
 from megalith.config.train import TrainConfig
 from megalith.errors import ConfigError, did_you_mean, nearest_of
 
@@ -42,6 +42,7 @@ class RunConfig(Section):
     optim: OptimConfig = Field(default_factory=OptimConfig)
     lora: LoraConfig = Field(default_factory=LoraConfig)
     sft: SftConfig = Field(default_factory=SftConfig)
+    dpo: DpoConfig = Field(default_factory=DpoConfig)
     rl: RlConfig = Field(default_factory=RlConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)
@@ -54,6 +55,11 @@ class RunConfig(Section):
     def notes(self) -> tuple[str, ...]:
         """What the user should know of spellings that were accepted but change nothing, found in loading."""
         return self._notes
+
+    @property
+    def chat(self) -> ChatConfig | None:
+        """The section by which the run is fine-tuned on chat data; None where it is not."""
+        return next((section for section in (self.sft, self.dpo) if section.enabled), None)
 
     @property
     def run_folder(self) -> str:

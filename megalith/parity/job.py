@@ -29,7 +29,7 @@ from megalith.report.report import PendingStep
 from megalith.training.build import prepare, vocabulary_rows
 from megalith.training.process import machine_of, prepare_process
 from megalith.training.resume import load_run
-from megalith.training.run_state import Run
+from megalith.training.run_state import Run, Task
 
 PROMPTS = [[5, 9, 2], [7, 1, 4, 4, 11]]
 NEW_TOKENS = 3
@@ -50,7 +50,7 @@ class Outcome:
     unequal_copies: list[str]  # tensors that several ranks hold, and not all alike to the bit, at the end
 
 
-def start(config: RunConfig) -> Run:
+def start(config: RunConfig, task: Task | None = None) -> Run:
     """This rank's run, with the initial weights or those of `checkpoint.load`."""
     process = this_process()
     config, tokenizer, _ = prepare(config, process.world_size)
@@ -59,15 +59,15 @@ def start(config: RunConfig) -> Run:
     mesh = build_mesh(
         config.parallel, process.world_size, device.type, has_experts=config.model.num_experts is not None
     )
-    run = Run(config, tokenizer, mesh, device)
+    run = Run(config, tokenizer, mesh, device, task)
     load_run(run)
     return run
 
 
-def run_job(config: RunConfig, step_count: int | None = None) -> Outcome:
+def run_job(config: RunConfig, step_count: int | None = None, task: Task | None = None) -> Outcome:
     """Trains to `train_iters`, or for `step_count` steps. Every rank of a process group calls it; a process without one
     is alone."""
-    run = start(config)
+    run = start(config, task)
     steps: list[PendingStep] = []
     gradients: dict[str, Tensor] = {}
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import math
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from datetime import datetime, timedelta
+from types import MappingProxyType
 from typing import TextIO
 
 from rich.console import Console
@@ -25,6 +26,8 @@ from megalith.errors import LINES, printable
 from megalith.report.metrics import StepMetrics, perplexity
 
 WIDTH = 100  # of what is printed into a file or a pipe
+Figures = Mapping[str, float | None]
+NO_FIGURES: Figures = MappingProxyType({})
 
 
 class TrainingConsole(AbstractContextManager):
@@ -34,9 +37,10 @@ class TrainingConsole(AbstractContextManager):
         self._total_steps, self._log_interval = total_steps, log_interval
         self._interval = Interval()
 
-    def log_step(self, metrics: StepMetrics) -> None:
-        """Takes every step; prints at each log interval and at the last step."""
+    def log_step(self, metrics: StepMetrics, figures: Figures = NO_FIGURES) -> None:
+        """Takes every step, with further figures; prints at each log interval and at the last step."""
         self._interval.steps.append(metrics)
+        self._interval.figures.append(figures)
         if metrics.step % self._log_interval == 0 or metrics.step == self._total_steps:
             self._log_interval_of(self._interval)
             self._interval = Interval()
@@ -47,8 +51,9 @@ class TrainingConsole(AbstractContextManager):
     def evaluating(self, step: int, done: int, total: int) -> None:
         """Shows how far an evaluation after `step` has come: so many of its batches are done, from 0 to all."""
 
-    def log_evaluation(self, step: int, validation_loss: float) -> None:
-        """Prints the validation loss (mean over tokens, in nats) and perplexity after `step`."""
+    def log_evaluation(self, step: int, validation_loss: float, figures: Figures | None = None) -> None:
+        """Prints the validation loss after `step` with `figures`; None: it is a mean over tokens, in nats, and has a
+        perplexity."""
 
     def note(self, text: str) -> None:
         """Prints a line of its own, such as a checkpoint's path."""
@@ -67,6 +72,7 @@ class Interval:
 
     def __init__(self) -> None:
         self.steps: list[StepMetrics] = []
+        self.figures: list[Figures] = []
 
     @property
     def last(self) -> StepMetrics:
@@ -81,6 +87,15 @@ class Interval:
     @property
     def step_time_ms(self) -> float:
         return sum(s.step_time_ms for s in self.steps) / len(self.steps)
+
+    @property
+    def means(self) -> dict[str, float]:
+        """Of the further figures, over the steps that have them."""
+        return {
+            name: sum(known) / len(known)
+            for name in self.figures[-1]
+            if (known := [value for each in self.figures if (value := each.get(name)) is not None])
+        }
 
     @property
     def skipped(self) -> int:
@@ -120,8 +135,8 @@ class LogConsole(TrainingConsole):
         if done == 0:
             self.note(f" evaluating after iteration {step} on {total} global batches")
 
-    def log_evaluation(self, step: int, validation_loss: float) -> None:
-        line = megatron_evaluation_line(step, validation_loss)
+    def log_evaluation(self, step: int, validation_loss: float, figures: Figures | None = None) -> None:
+        line = megatron_evaluation_line(step, validation_loss, figures=figures)
         rule = "-" * (len(line) + 1)
         self.note(f"{rule}\n{line}\n{rule}")
 
@@ -156,6 +171,7 @@ def megatron_line(interval: Interval, total_steps: int, now: datetime, throughpu
         fields.append(f"num zeros: {last.num_zeros:.1f}")
     if last.params_norm is not None:
         fields.append(f"params norm: {last.params_norm:.3f}")
+    fields += [f"{name}: {value:.4f}" for name, value in interval.means.items()]
     fields += [
         f"number of skipped iterations: {interval.skipped:3d}",
         f"number of nan iterations: {interval.nan_iterations:3d}",
@@ -163,12 +179,16 @@ def megatron_line(interval: Interval, total_steps: int, now: datetime, throughpu
     return f" [{now:%Y-%m-%d %H:%M:%S.%f}] " + " | ".join(fields) + " |"
 
 
-def megatron_evaluation_line(step: int, validation_loss: float, where: str = "") -> str:
-    """Megatron-LM's line for an evaluation, with its trailing blank."""
-    return (
-        f" validation loss at iteration {step}{where} | lm loss value: {validation_loss:.6E}"
-        f" | lm loss PPL: {perplexity(validation_loss):.6E} | "
-    )
+def megatron_evaluation_line(
+    step: int, validation_loss: float, where: str = "", figures: Figures | None = None
+) -> str:
+    """Megatron-LM's line for an evaluation, with its trailing blank. `figures`: in place of the perplexity."""
+    more = {"lm loss PPL": f"{perplexity(validation_loss):.6E}"}
+    if figures is not None:
+        more = {name: f"{value:.4f}" for name, value in figures.items()}
+    told = {"lm loss value": f"{validation_loss:.6E}"} | more
+    fields = "".join(f" | {name}: {value}" for name, value in told.items())
+    return f" validation loss at iteration {step}{where}{fields} | "
 
 
 class LiveConsole(TrainingConsole):
@@ -191,7 +211,7 @@ class LiveConsole(TrainingConsole):
         self._task = self._progress.add_task("step", total=total_steps, status="starting")
         self._evaluation: TaskID | None = None
 
-    def log_step(self, metrics: StepMetrics) -> None:
+    def log_step(self, metrics: StepMetrics, figures: Figures = NO_FIGURES) -> None:
         weight = 0.9 if self._step_ms else 0.0
         self._step_ms = weight * self._step_ms + (1 - weight) * metrics.step_time_ms
         left = timedelta(seconds=round((self._total_steps - metrics.step) * self._step_ms / 1000))
@@ -199,7 +219,7 @@ class LiveConsole(TrainingConsole):
         if metrics.tokens_per_second_per_device is not None:
             status += f"  {si(metrics.tokens_per_second_per_device)} tok/s"
         self._progress.update(self._task, completed=metrics.step, status=f"{status}  ETA {left}")
-        super().log_step(metrics)
+        super().log_step(metrics, figures)
         self._refresh()
 
     def evaluating(self, step: int, done: int, total: int) -> None:
@@ -216,10 +236,13 @@ class LiveConsole(TrainingConsole):
             self._refreshed = time.monotonic()
             self._progress.refresh()
 
-    def log_evaluation(self, step: int, validation_loss: float) -> None:
+    def log_evaluation(self, step: int, validation_loss: float, figures: Figures | None = None) -> None:
         line = self._position(step)
         line.append(f"  validation loss {_loss(validation_loss)}", style="bold green")
-        line.append(f"  perplexity {perplexity(validation_loss):.2f}", style="green")
+        if figures is None:
+            line.append(f"  perplexity {perplexity(validation_loss):.2f}", style="green")
+        for name, value in (figures or {}).items():
+            line.append(f"  {name} {value:.4f}", style="green")
         self._print(line)
 
     def note(self, text: str) -> None:
@@ -235,6 +258,8 @@ class LiveConsole(TrainingConsole):
         if last.grad_norm is not None:
             line.append(f"  grad {last.grad_norm:.2f}")
         line.append(f"  lr {last.lr:.2e}")
+        for name, value in interval.means.items():
+            line.append(f"  {name} {value:.4f}")
         tokens, tflops = interval.rate("tokens_per_second_per_device"), interval.rate("tflops_per_device")
         if tokens is not None:
             line.append(f"  {si(tokens)} tok/s", style="bold")

@@ -158,13 +158,13 @@ class MetricsWriter:
         """`tokens`: those sent to each expert, by layer number."""
         self._experts.write(json.dumps({"step": step, "tokens": tokens}))
 
-    def log_evaluation(self, step: int, validation_loss: float) -> None:
-        """`validation_loss`: mean over tokens, in nats."""
-        record = {
-            "step": step,
-            "validation_loss": finite(validation_loss),
-            "validation_perplexity": finite(perplexity(validation_loss)),
-        }
+    def log_evaluation(
+        self, step: int, validation_loss: float, figures: Mapping[str, float] | None = None
+    ) -> None:
+        """`figures`: what the line has besides; None: the loss is a mean over tokens, in nats, and has a perplexity."""
+        figures = {"perplexity": perplexity(validation_loss)} if figures is None else figures
+        named = {f"validation_{name}": value for name, value in {"loss": validation_loss, **figures}.items()}
+        record = {"step": step, **{name: finite(value) for name, value in named.items()}}
         self._evaluations.write(json.dumps(record, allow_nan=False))
         self._send("validation", record)
 

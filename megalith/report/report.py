@@ -6,12 +6,12 @@ A window of steps under torch's profiler, on request: a Chrome trace and a table
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -122,6 +122,14 @@ class StepProfiler:
             self._finish()
 
 
+class Work(NamedTuple):
+    """How much a step trained on, over all ranks, without padding."""
+
+    tokens: int
+    squares: int
+    """Σ of the squared lengths of what attends to itself alone."""
+
+
 @dataclass(frozen=True)
 class PendingStep:
     """A step whose figures may still be on the device."""
@@ -144,6 +152,10 @@ class PendingStep:
     """What the experts got, float32 [layers with experts, experts + 3]."""
     figures: Callable[[], dict[str, Any]] | None = None
     """Gives what else the step's line has; waits for the device."""
+    shown: Sequence[str] = ()
+    """Which of these the console shows."""
+    work: Work | None = None
+    """What the step trained on; None: whole sequences."""
 
     def read(self) -> ReadStep:
         """Its figures on the host; waits for the device."""
@@ -200,6 +212,14 @@ def open_report(
         yield Report(layout, mesh, device, step, pipeline, metrics, console, profiler, starting)
 
 
+def flops_by_length(config: RunConfig) -> Callable[[float], float]:
+    """A token's FLOPs by the length of its sequence, or the mean that its sequences have over their tokens, Σ n² / Σ n:
+    linear in it, but for windows of attention."""
+    length = config.data.seq_length
+    short, whole = (flops_per_token(config.model, n, config.lora).causal for n in (1, length))
+    return lambda mean: whole + (whole - short) * (mean - length) / max(length - 1, 1)
+
+
 class Report:
     """Turns steps into metrics at each log interval, so that between two the host never waits for the device."""
 
@@ -232,7 +252,7 @@ class Report:
         self._interval = config.log.log_interval if device.type == "cuda" else 1
         self._fp16 = config.train.precision == "fp16"
         self._tokens = config.data.seq_length
-        self._flops = flops_per_token(config.model, config.data.seq_length, config.lora).causal
+        self._flops = flops_by_length(config)
         self._peak = device_kind(device).peak(config.train.peak_dtype)
         self._traced = traced_steps(config.log)
 
@@ -270,14 +290,14 @@ class Report:
             self._read.append(read)
             self.last_loss = read.loss
             if self._metrics is not None:
-                metrics = self._figures(read, step.lr, milliseconds)
+                metrics = self._figures(read, step, milliseconds)
                 if step.tallies is not None:
                     metrics, tokens = with_expert_load(metrics, step.tallies, self._config)
                     if step.step % self._config.log.log_interval == 0:
                         self._metrics.log_experts(step.step, tokens)
                 more = step.figures() if step.figures else {}
                 self._metrics.log_step(metrics, more | self._gpu_figures.pop(step.step, {}))
-                self._console.log_step(metrics)
+                self._console.log_step(metrics, {name: more[name] for name in step.shown})
 
     def _log_timers(self, step: int, timers: PhaseTimers) -> None:
         means = timers.means()
@@ -307,11 +327,11 @@ class Report:
         if self._console is not None:
             self._console.evaluating(step, done, total)
 
-    def evaluation(self, step: int, loss: float) -> None:
-        """Logs the validation loss, the mean over tokens, after `step`."""
+    def evaluation(self, step: int, loss: float, figures: Mapping[str, float] | None = None) -> None:
+        """Logs the validation loss after `step` with `figures`; None: it is a mean over tokens."""
         if self._metrics is not None:
-            self._metrics.log_evaluation(step, loss)
-            self._console.log_evaluation(step, loss)
+            self._metrics.log_evaluation(step, loss, figures)
+            self._console.log_evaluation(step, loss, figures)
 
     def note(self, text: str) -> None:
         """Prints a line of its own."""
@@ -324,14 +344,17 @@ class Report:
         if self._metrics is not None:
             self._metrics.log_event({"event": event, **figures, "text": text})
 
-    def _figures(self, step: ReadStep, lr: float, milliseconds: float) -> StepMetrics:
-        tokens, devices = step.batch_size * self._tokens, self._world.size
-        speed = throughput(tokens, milliseconds / 1e3, devices, self._flops, self._peak)
+    def _figures(self, step: ReadStep, pending: PendingStep, milliseconds: float) -> StepMetrics:
+        tokens, flops = step.batch_size * self._tokens, self._flops(self._tokens)
+        if pending.work is not None:
+            tokens = pending.work.tokens
+            flops = self._flops(pending.work.squares / max(tokens, 1))
+        speed = throughput(tokens, milliseconds / 1e3, self._world.size, flops, self._peak)
         return StepMetrics(
             step=step.step,
             loss=step.loss,
             grad_norm=step.grad_norm,
-            lr=lr,
+            lr=pending.lr,
             global_batch_size=step.batch_size,
             consumed_samples=step.consumed_samples,
             step_time_ms=milliseconds,

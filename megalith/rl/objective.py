@@ -12,20 +12,25 @@ becomes likelier,
 
     ℓ = −(1 − λ) · log σ(β · h) − λ · log σ(−β · h)       h = Σ_chosen (log π − log π_ref) − Σ_rejected (the same)
 
-where λ, the label smoothing, is how often the choice is wrong. The step's loss is the mean over the pairs.
+where λ, the label smoothing, is how often the choice is wrong. The step's loss is the mean over the pairs. Its kin
+make another function of h, or of means over the tokens (docs/preference.md).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
+from megalith.comm.collectives import summed
 from megalith.config.rl import RlConfig
+from megalith.config.sft import DpoConfig
 from megalith.data.batch import Batch
 from megalith.models.loss import Loss
+from megalith.parallel.mesh import Mesh
 
 
 @dataclass
@@ -147,11 +152,38 @@ def divisor(rl: RlConfig, sequence_tokens: Tensor) -> Tensor:
     return (sequence_tokens > 0).sum().double()
 
 
-class PolicyLoss(Loss):
-    """The step's loss by a section `rl`, for `ParallelModel.backward` with micro-batches of RolloutBatch.
+class SummedLoss(Loss):
+    """A loss that adds up what its FIGURES are made of, on the device, over micro-batches until they are taken."""
 
-    It adds up what its figures are made of, on the device, over all micro-batches since they were taken.
-    """
+    FIGURES: tuple[str, ...]
+    """The first is a count."""
+    _sums: Tensor | None = None
+
+    def add_figures(self, each: Sequence[Tensor]) -> None:
+        """A micro-batch's: of each figure what is to be summed, any shape."""
+        sums = torch.stack([x.sum(dtype=torch.float64) for x in each])
+        self._sums = sums if self._sums is None else self._sums + sums
+
+    def take_sums(self) -> Tensor | None:
+        """Of FIGURES, float64 [figures], since the last call; None where this rank was not asked for a loss."""
+        sums, self._sums = self._sums, None
+        return sums
+
+    def take_all_sums(self, mesh: Mesh, device: torch.device) -> Tensor:
+        """`take_sums` over all ranks, each of which calls it."""
+        sums = self.take_sums()
+        if sums is None:
+            sums = torch.zeros(len(self.FIGURES), dtype=torch.float64, device=device)
+        return summed(summed(sums, mesh.dp), mesh.pp)
+
+    def means(self, sums: Tensor) -> dict[str, float]:
+        """Of what was taken: all but the count, over it. Waits for the device."""
+        count, *rest = sums.tolist()
+        return dict(zip(self.FIGURES[1:], (value / max(count, 1) for value in rest)))
+
+
+class PolicyLoss(SummedLoss):
+    """The step's loss by a section `rl`, for `ParallelModel.backward` with micro-batches of RolloutBatch."""
 
     FIGURES = ("tokens", "ratio", "clip_low", "clip_high", "kl", "entropy", "drift", "mismatch")
 
@@ -159,7 +191,6 @@ class PolicyLoss(Loss):
         self.rl = rl
         self.temperature = rl.temperature
         self.needs_entropy = rl.entropy_coef != 0 or rl.log_entropy
-        self._sums: Tensor | None = None
 
     def denominator(self, batch: RolloutBatch) -> Tensor:
         return divisor(self.rl, batch.sequence_tokens)
@@ -213,38 +244,66 @@ class PolicyLoss(Loss):
             zero if gap is None else gap,
             zero if gap is None else gap.exp(),
         )
-        sums = torch.stack([sequences.inside(x).sum(dtype=torch.float64) for x in each])
-        self._sums = sums if self._sums is None else self._sums + sums
-
-    def take_sums(self) -> Tensor | None:
-        """Of FIGURES, float64 [figures], over the tokens in the loss since the last call; None where this rank was
-        not asked for a loss."""
-        sums, self._sums = self._sums, None
-        return sums
+        self.add_figures([sequences.inside(x) for x in each])
 
 
 @dataclass
 class PreferenceBatch(Batch):
-    """Neighbouring rows are a pair, the chosen one first; `loss_mask` is 1 where the label is the answer's."""
+    """Sequences 2k and 2k + 1 are a pair, the chosen one first; `loss_mask` is 1 where the label is the answer's."""
 
+    numbers: Tensor  # int64 [batch, seq], of the token's sequence within the micro-batch
+    sequence_tokens: Tensor  # float32 [sequences], the answer's tokens of each; 0 of what fills up
     reference_logprobs: Tensor | None = None  # float32 [batch, seq]
 
 
-class SigmoidPreference(Loss):
-    """DPO's loss, for `ParallelModel.backward` with micro-batches of PreferenceBatch."""
+class PreferenceLoss(SummedLoss):
+    """The step's loss by a section `dpo`, for `ParallelModel.backward` with micro-batches of PreferenceBatch."""
 
-    def __init__(self, beta: float = 0.1, label_smoothing: float = 0.0):
-        self.beta, self.label_smoothing = beta, label_smoothing
+    FIGURES = (
+        "pairs",
+        "rewards/chosen",
+        "rewards/rejected",
+        "rewards/accuracies",
+        "rewards/margins",
+        "logps/chosen",
+        "logps/rejected",
+    )
 
-    def denominator(self, batch: PreferenceBatch) -> float:
-        return len(batch.input_ids) // 2
+    def __init__(self, dpo: DpoConfig):
+        self.dpo = dpo
+
+    def denominator(self, batch: PreferenceBatch) -> Tensor:
+        return (batch.sequence_tokens[::2] > 0).sum().double()
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: PreferenceBatch) -> Tensor:
-        gaps = torch.where(batch.loss_mask > 0, logprobs - batch.reference_logprobs, 0.0).sum(1)  # [batch]
-        return preference_losses(gaps[::2], gaps[1::2], self.beta, self.label_smoothing).sum()
+        sequences = Sequences.of(batch)
+        logps = sequences.sums(logprobs)  # [sequences]
+        gaps = sequences.sums(logprobs - batch.reference_logprobs)
+        there = batch.sequence_tokens[::2] > 0  # [pairs]
+        rewards = (self.dpo.beta * gaps.detach()).unflatten(0, (-1, 2)).T  # [2, pairs]
+        margins = rewards[0] - rewards[1]
+        self.add_figures([there, *rewards, margins > 0, margins, *logps.detach().unflatten(0, (-1, 2)).T])
+        return torch.where(there, preference_losses(self.dpo, gaps, sequences.tokens), 0.0).sum()
 
 
-def preference_losses(chosen: Tensor, rejected: Tensor, beta: float, label_smoothing: float = 0.0) -> Tensor:
-    """Of each pair, from Σ (log π − log π_ref) of both: [pairs] → [pairs]."""
-    margin = beta * (chosen - rejected)
-    return -(1 - label_smoothing) * logsigmoid(margin) - label_smoothing * logsigmoid(-margin)
+def preference_losses(dpo: DpoConfig, gaps: Tensor, tokens: Tensor) -> Tensor:
+    """Of each pair, float32 [pairs], from Σ (log π − log π_ref) of each sequence and its tokens, [sequences]."""
+    if dpo.loss_type in ("ipo", "sigmoid_norm"):
+        gaps = gaps / tokens.clamp(min=1)
+    margin = gaps[::2] - gaps[1::2]
+    right, wrong, smoothing = (
+        logsigmoid(dpo.beta * margin),
+        logsigmoid(-dpo.beta * margin),
+        dpo.label_smoothing,
+    )
+    match dpo.loss_type:
+        case "hinge":
+            return torch.relu(1 - dpo.beta * margin)
+        case "ipo":
+            return (margin - 1 / (2 * dpo.beta)).square()
+        case "robust":
+            return (smoothing * wrong - (1 - smoothing) * right) / (1 - 2 * smoothing)
+        case "sigmoid_norm":
+            return -right
+        case _:
+            return -(1 - smoothing) * right - smoothing * wrong

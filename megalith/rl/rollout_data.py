@@ -13,24 +13,23 @@ kept apart. Rows are dealt out to the data-parallel ranks; those that are missin
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from megalith.config import RlConfig, RunConfig
 from megalith.data.batch import document_ends
 from megalith.errors import DataError
 from megalith.remote import place
+from megalith.report.report import Work
 from megalith.rl.advantages import NO_SPREAD, Advantages, advantages
 from megalith.rl.objective import RolloutBatch
+from megalith.rl.reference import LogProbs
 from megalith.rl.rollouts import Completion, PromptGroup, Rollouts, without_spread
 from megalith.training.run_state import Run
-
-LogProbs = Callable[[Sequence[RolloutBatch]], list[Tensor]]
 
 
 @dataclass(frozen=True)
@@ -102,6 +101,11 @@ class RolloutData:
         """Of the step that begins after `consumed_samples`, on each data-parallel rank."""
         together = self._run.config.train.micro_batch_size * self._run.mesh.dp.size
         return -(-len(self.step(consumed_samples // self._size).rows) // together)
+
+    def work(self, consumed_samples: int, batch_size: int) -> Work:
+        """What the step that begins after `consumed_samples` trains on."""
+        lengths = [one.tokens for row in self.step(consumed_samples // self._size).rows for one in row]
+        return Work(sum(lengths), sum(length * length for length in lengths))
 
     def files(self) -> dict[str, dict[str, int | str]]:
         """Of each file what tells whether it is the same."""

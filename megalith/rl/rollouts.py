@@ -105,15 +105,17 @@ def load_rollouts(
     max_tokens: int | None = None,
     num_generations: int | None = None,
     tokenizer: str | None = None,
+    version: int | None = None,
 ) -> Rollouts:
     """The groups of `paths`, in order.
 
     Refused, by file, line and sample, with a DataError: what is not of the format, ids outside of `vocab_size`, a
     prompt and completion of more than `max_tokens`, a group of another size than `num_generations`, a file of another
-    tokenizer than that with the fingerprint `tokenizer`.
+    tokenizer than that with the fingerprint `tokenizer`, a token that other weights sampled than those of step
+    `version`.
     """
     paths = [paths] if isinstance(paths, str | Path) else list(paths)
-    reader = _Reader(vocab_size, max_tokens, num_generations)
+    reader = _Reader(vocab_size, max_tokens, num_generations, version)
     whole: Rollouts | None = None
     for path in paths:
         header, groups = reader.file(path)
@@ -141,6 +143,7 @@ class _Reader:
     vocab_size: int | None
     max_tokens: int | None
     num_generations: int | None
+    version: int | None
 
     def file(self, path: str | Path) -> tuple[dict[str, Any], list[PromptGroup]]:
         lines = _lines(path)
@@ -210,7 +213,18 @@ class _Reader:
                     "probability is at most 1: write natural logarithms of probabilities"
                 )
         rewards = _numbers(at, "rewards", sample.get("rewards"), kinds)
-        return Completion(ids, rewards, logprobs, _version(at, sample.get("version"), len(ids)), truncated)
+        version = _version(at, sample.get("version"), len(ids))
+        if self.version is not None and (version is None or (version != self.version).any()):
+            found = (
+                "of no version that is known"
+                if version is None
+                else f"of version {_short(sample['version'])}"
+            )
+            raise DataError(
+                f"{at} is {found}, but rl.rollout_version is {self.version}: other weights sampled it; sample again, "
+                "or leave rl.rollout_version out to train on rollouts of any"
+            )
+        return Completion(ids, rewards, logprobs, version, truncated)
 
     def _ids(self, at: str, key: str, value: Any) -> np.ndarray:
         if not _is_list(value, int) or not value:

@@ -34,6 +34,7 @@ from megalith.parallel.mesh import Mesh
 from megalith.parallel.model_spec import TransformerSpec
 from megalith.parallel.parallel_model import ParallelModel
 from megalith.parallel.pipeline.pipeline_rules import check_layout
+from megalith.report.report import Work
 
 RunConfig.model_rebuild()  # its validators: 0.2 s that processes forked from one which has this module need not spend
 COMPUTE_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -74,7 +75,7 @@ def prepare(config: RunConfig, world_size: int) -> PreparedRun:
 def _with_tokenizer_of_weights(config: RunConfig) -> RunConfig:
     """Where fine-tuning names no tokenizer, it is that in the Hugging Face folder of its weights."""
     folder = config.model.init_from
-    if not config.sft.enabled or config.data.tokenizer_type is not None or folder is None:
+    if config.chat is None or config.data.tokenizer_type is not None or folder is None:
         return config
     if not (Path(folder) / "tokenizer.json").is_file():
         return config
@@ -85,18 +86,21 @@ def _with_tokenizer_of_weights(config: RunConfig) -> RunConfig:
 
 def open_chat(config: RunConfig, tokenizer: Tokenizer | None) -> ChatSplits:
     """The run's chat data, tokenized."""
-    return open_chat_data(config.data, config.sft, tokenizer, config.model.vocab_size, config.train.seed)
+    vocab_size, train = config.model.vocab_size, config.train
+    cache = Path(train.output_dir) / "cache"
+    return open_chat_data(
+        config.data, config.chat, tokenizer, vocab_size, train.seed, cache, may_write=not train.skip_train
+    )
 
 
 def _with_epochs(config: RunConfig, tokenizer: Tokenizer | None) -> RunConfig:
-    """With the steps that sft.num_train_epochs takes in its place. The last one is whole: it may begin another pass."""
-    epochs = config.sft.num_train_epochs
-    if not config.sft.enabled or epochs is None:
+    """With the steps that num_train_epochs takes in its place. The last one is whole: it may begin another pass."""
+    if config.chat is None or config.chat.num_train_epochs is None:
         return config
     check_epochs(config)
     rows = len(open_chat(config, tokenizer).train)
-    steps = math.ceil(epochs * rows / config.train.global_batch_size)
-    return config.with_settings({"train.train_iters": steps, "sft.num_train_epochs": None})
+    steps = math.ceil(config.chat.num_train_epochs * rows / config.train.global_batch_size)
+    return config.with_settings({"train.train_iters": steps, f"{config.chat.name}.num_train_epochs": None})
 
 
 def _with_short_evaluations(config: RunConfig, tokenizer: Tokenizer | None) -> RunConfig:
@@ -105,7 +109,7 @@ def _with_short_evaluations(config: RunConfig, tokenizer: Tokenizer | None) -> R
     train = config.train
     if "eval_iters" in train.model_fields_set:
         return config
-    if config.sft.enabled:
+    if config.chat is not None:
         rows = [len(split) for split in open_chat(config, tokenizer)[1:3] if split is not None]
         return config.with_settings(
             {"train.eval_iters": math.ceil(max(rows, default=0) / train.global_batch_size)}
@@ -136,9 +140,9 @@ def build_run_tokenizer(config: RunConfig) -> Tokenizer | None:
         merge_file=data.merge_file,
         vocab_size=vocab_size,
     )
-    if config.sft.enabled and config.sft.chat_template_path is not None:
+    if config.chat is not None and config.chat.chat_template_path is not None:
         # Among its files it goes into the checkpoints and the export.
-        tokenizer.files[CHAT_TEMPLATE] = read_template(config.sft.chat_template_path)
+        tokenizer.files[CHAT_TEMPLATE] = read_template(config.chat.chat_template_path)
     return tokenizer
 
 
@@ -195,10 +199,6 @@ def open_datasets(
         raise ConfigError(
             "rl.rollouts is what to train on: use `megalith grpo`, or leave it out to pre-train"
         )
-    if config.sft.enabled:
-        train, *others = open_chat(config, tokenizer)[:3]
-        valid, test = (split and split.filled_up(config.train.global_batch_size) for split in others)
-        return train, valid, test
     if data.mock:
         eod = tokenizer and tokenizer.eod
         train, valid, test = (
@@ -227,6 +227,9 @@ def open_datasets(
 class Data:
     """The datasets of a run and the loaders over them."""
 
+    make_chat_batch = staticmethod(make_chat_batch)
+    """Collates rows of chat data."""
+
     def __init__(
         self,
         config: RunConfig,
@@ -242,9 +245,15 @@ class Data:
         self._rules = _boundary_rules(config, tokenizer)
         evaluated = config.train.eval_iters * batch_sizes.global_batch_size
         samples = (batch_sizes.samples_for_iterations(total_steps), evaluated, evaluated)
-        self.train, self.valid, self.test = open_datasets(config, samples, tokenizer)
+        self.notes: list[str] = []
+        if config.chat is not None:
+            self.train, *others, self.notes = open_chat(config, tokenizer)
+            self.valid, self.test = (
+                split and split.filled_up(batch_sizes.global_batch_size) for split in others
+            )
+        else:
+            self.train, self.valid, self.test = open_datasets(config, samples, tokenizer)
         again = [f"{prefix} {count} times" for prefix, count in self.train.epochs().items() if count > 1]
-        self.notes: list[str] = list(open_chat(config, tokenizer).notes) if config.sft.enabled else []
         if again and config.data.dataloader_type == "single":
             self.notes.append(
                 f"data.dataloader_type single reads the run's {samples[0]:,} samples in order, each once, and these go "
@@ -268,8 +277,15 @@ class Data:
                 consumed += size
 
         data, seed = self._config.data, self._config.train.seed
-        order = sample_order(data.dataloader_type, len(self.train), seed, left_out)
-        return self._loader(self.train, order, sizes(), device, consumed_samples)
+        self._order = sample_order(data.dataloader_type, len(self.train), seed, left_out)
+        return self._loader(self.train, self._order, sizes(), device, consumed_samples)
+
+    def work(self, consumed_samples: int, batch_size: int) -> Work | None:
+        """What the next `batch_size` samples of the loader that was made last are; None: whole sequences."""
+        if not isinstance(self.train, ChatDataset):
+            return None
+        rows = [self._order(consumed_samples + at) for at in range(batch_size)]
+        return Work(*(int(each) for each in self.train.work[rows].sum(0)))
 
     def micro_batches(self, consumed_samples: int) -> int:
         """Of the step that begins after `consumed_samples`, on each data-parallel rank."""
@@ -311,5 +327,5 @@ class Data:
             ahead=2 * max(self._batch_sizes.all_micro_batches),  # two steps
             pin_memory=device.type == "cuda",
             rules=self._rules,
-            collate=make_chat_batch if isinstance(dataset, ChatDataset) else None,
+            collate=self.make_chat_batch if isinstance(dataset, ChatDataset) else None,
         )

@@ -76,7 +76,7 @@ def _prepare_any(config: RunConfig, world_sizes: Sequence[int]) -> PreparedRun:
 
 def _check_data(config: RunConfig, tokenizer: Tokenizer | None) -> None:
     """Its files are there, and small ones whole and enough for the splits."""
-    if config.sft.enabled:  # tokenized by the ranks, unless its length was needed already
+    if config.chat is not None:  # tokenized by the ranks, unless its length was needed already
         data = config.data
         for path in (data.data_path, data.train_data_path, data.valid_data_path, data.test_data_path):
             if path is not None:

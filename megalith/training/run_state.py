@@ -31,7 +31,7 @@ from megalith.config.batch_size import BatchSizeSchedule
 from megalith.data.batch import Batch
 from megalith.data.dataset import SampleDataset
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
-from megalith.errors import TrainingError
+from megalith.errors import ConfigError, TrainingError
 from megalith.models.loss import CrossEntropy, Loss
 from megalith.models.transformer import Transformer
 from megalith.optim.schedule import build_schedule
@@ -148,13 +148,24 @@ class Task:
 
     loss: Loss | None = None
     """None: the model's own."""
+    evaluation_loss: Loss = CrossEntropy()
+    shown: tuple[str, ...] = ()
+    """The figures that the console shows."""
 
     def begin(self, run: Run) -> Data:
         """The run's data. It is asked for first, when `run` has its configuration, tokenizer, mesh and device alone."""
+        if run.config.dpo.enabled:
+            raise ConfigError(
+                "dpo.enabled is what `megalith dpo` sets; use that, or leave it out to pre-train"
+            )
         return Data(run.config, run.batch_sizes, run.total_steps, run.tokenizer, run.mesh.dp)
 
     def figures(self, run: Run) -> Callable[[], dict[str, Any]] | None:
         """What reads the figures of the step that has its gradients, for metrics.jsonl. Every rank calls it."""
+        return None
+
+    def evaluation_figures(self, run: Run) -> dict[str, float] | None:
+        """Of the evaluation that has just ended; None: its loss is a mean over tokens. Every rank calls it."""
         return None
 
 
@@ -243,6 +254,7 @@ class Run:
         zeros = squares.zeros() if is_logged and log.log_num_zeros_in_grad else None
         with self.timers("optimizer"):
             result = self.updates.step(lr, weight_decay, decoupled_lr)
+        work = self.data.work(self.consumed_samples, batch_size)
         self.step += 1
         self.consumed_samples += batch_size
         return PendingStep(
@@ -259,6 +271,8 @@ class Run:
             tallies=self.model.tallies,
             timers=self.timers,
             figures=figures,
+            shown=self.task.shown,
+            work=work,
         )
 
     def gradients(self, micro_batches: Sequence[Batch]) -> Tensor:
@@ -286,7 +300,7 @@ class Run:
             for done in range(total):
                 before(done)
                 more_loss, more_tokens = self.model.evaluate(
-                    [next(batches) for _ in range(count)], CrossEntropy()
+                    [next(batches) for _ in range(count)], self.task.evaluation_loss
                 )
                 loss, tokens = loss + more_loss, tokens + more_tokens
                 if stops():

@@ -202,8 +202,10 @@ class Trainer:
                     reason=ended,
                 )
             elif (test_loss := self.mean_loss(run.data.test)) is not None:
-                self.test_loss = test_loss
-                run.log(f"test loss {test_loss:.4f}, perplexity {perplexity(test_loss):.2f}")
+                self.test_loss, figures = test_loss, run.task.evaluation_figures(run)
+                figures = {"perplexity": perplexity(test_loss)} if figures is None else figures
+                told = "".join(f", {name} {value:.4g}" for name, value in figures.items())
+                run.log(f"test loss {test_loss:.4f}{told}")
         return self._result(checkpoint, ended, self.report.last_loss)
 
     def _train_on(self) -> str | None:
@@ -274,10 +276,15 @@ class Trainer:
                 "the data have no validation and no test part to evaluate; give data.split shares for them"
             )
         self.report = Report(build_layout(self.config, run.mesh.world.size), run.mesh, run.device, run.step)
-        self.validation_loss, self.test_loss = map(self.mean_loss, (run.data.valid, run.data.test))
-        for name, loss in (("validation", self.validation_loss), ("test", self.test_loss)):
-            if loss is not None and run.mesh.world.rank == 0:
-                print(megatron_evaluation_line(run.step, loss, f" on {name} set"), flush=True)
+        losses = []
+        for name, dataset in (("validation", run.data.valid), ("test", run.data.test)):
+            losses.append(self.mean_loss(dataset))
+            if losses[-1] is None:
+                continue
+            figures = run.task.evaluation_figures(run)
+            if run.mesh.world.rank == 0:
+                print(megatron_evaluation_line(run.step, losses[-1], f" on {name} set", figures), flush=True)
+        self.validation_loss, self.test_loss = losses
         return self._result(self.loaded_from, self.stops.hurry or "train_iters", None)
 
     def evaluate(self) -> None:
@@ -286,7 +293,7 @@ class Trainer:
         loss = self.mean_loss(self.run.data.valid)
         if loss is not None:
             self.validation_loss = loss
-            self.report.evaluation(self.run.step, loss)
+            self.report.evaluation(self.run.step, loss, self.run.task.evaluation_figures(self.run))
 
     def mean_loss(self, dataset: SampleDataset | None) -> float | None:
         """As the run's; None also where a stop signal breaks it off."""

@@ -108,6 +108,10 @@ READ_WITH = {
         ("log.profile_step_end=20", "log.profile=true"),
     "sft.enabled true":
         ("sft.packing=false", "sft.enabled=true"),
+    "dpo.enabled true":
+        ("dpo.beta=0.2", "dpo.enabled=true"),
+    "dpo.loss_type sigmoid or robust":
+        ("dpo.label_smoothing=0.1", "dpo.loss_type=robust"),
     "runtime.loss_spike_threshold":
         ("runtime.loss_spike_window=9", "runtime.loss_spike_threshold=2"),
     "runtime.enable_straggler_detection true":
@@ -143,6 +147,8 @@ def test_a_setting_is_read_with_what_it_needs_and_not_without(need):
         off = ["parallel.data_parallel_sharding_strategy=optim"]
     if "rope_scaling" in need:
         off = ["model.position_embedding_type=rope", "model.rope_scaling.type=linear"]
+    if need.startswith("dpo.loss_type"):
+        off = ["dpo.enabled=true", "dpo.loss_type=ipo"]
     if need.startswith("rl.") and need != "rl.rollouts":
         off = ["rl.rollouts=a", "rl.vllm_importance_sampling_correction=false"]
     notes = idle_notes(RunConfig.load(None, own + off))

@@ -8,11 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalith.config.sft import SftConfig
+from megalith.config.sft import DpoConfig, SftConfig
+from megalith.data.chat import samples as sample_files
 from megalith.data.chat.chat_dataset import ChatDataset, best_fit_decreasing, make_chat_batch
 from megalith.data.chat.chat_template import ChatTemplate, template_of
 from megalith.data.chat.conversations import Chat
-from megalith.data.chat.samples import Samples, read_samples
+from megalith.data.chat.samples import EQUAL, Samples, cached_samples, read_samples
 from megalith.data.tokenizers.open_tokenizer import build_tokenizer
 from megalith.data.tokenizers.train_tokenizer import train_tokenizer
 from megalith.errors import ConfigError, DataError
@@ -54,7 +55,8 @@ def read(tokenizer, *records, longest=200, name="chat.jsonl", **settings) -> Sam
     lines = (one if isinstance(one, str) else json.dumps(one) for one in records)
     Path(name).write_text("".join(line + "\n" for line in lines))
     vocab_size = tokenizer.vocab_size if tokenizer else 60
-    return read_samples([Path(name)], tokenizer, SftConfig(enabled=True, **settings), longest, vocab_size)
+    kind = DpoConfig if name.startswith("pairs") else SftConfig
+    return read_samples([Path(name)], tokenizer, kind(enabled=True, **settings), longest, vocab_size)
 
 
 def learned_text(tokenizer, samples: Samples, i: int = 0) -> str:
@@ -247,3 +249,115 @@ def test_tools_and_keywords_reach_the_template():
         template.text_and_spans(Chat(MESSAGES, more={"tools": [{"n": "é"}], "mood": 1}), False)[0]
         == '[{"n": "é"}] 1'
     )
+
+
+# Preferences
+
+WRONG = {"role": "assistant", "content": "five"}
+PAIRS = {
+    "messages": {"prompt": MESSAGES[:1], "chosen": MESSAGES[1:2], "rejected": [WRONG]},
+    "conversations": {"prompt": None, "chosen": MESSAGES[:2], "rejected": [MESSAGES[0], WRONG]},
+    "texts": {"prompt": "two and two? ", "chosen": "four, café ☕", "rejected": "five"},
+    "texts with their prompt": {"chosen": "two and two? four, café ☕", "rejected": "two and two? two"},
+}
+
+
+@pytest.mark.parametrize("template", [PLAIN, MARKED], ids=["plain", "marked"])
+@pytest.mark.parametrize("form", PAIRS)
+def test_every_form_of_a_preference_learns_both_answers_behind_the_prompt(folder, form, template):
+    tokenizer = tokenizer_with(folder, template)
+    samples = read(tokenizer, PAIRS[form], name="pairs.jsonl")
+    assert (len(samples), samples.each, len(samples.lengths)) == (1, 2, 2)
+    end = "<|endoftext|>" if "texts" in form else "<|endoftext|>\n"
+    answers = ("four, café ☕", "two" if form == "texts with their prompt" else "five")
+    prompt = "two and two? " if "texts" in form else "<|user|>two and two?<|endoftext|>\n<|assistant|>"
+    if form == "texts with their prompt":  # the space goes with the word
+        prompt, answers = prompt[:-1], tuple(f" {answer}" for answer in answers)
+    for i, answer in enumerate(answers):
+        assert learned_text(tokenizer, samples, i) == answer + end
+        assert (
+            tokenizer.decode(samples.tokens[slice(*samples.starts[i : i + 2])].tolist())
+            == prompt + answer + end
+        )
+
+
+BAD_PAIRS = {
+    "missing": ({"prompt": "a", "rejected": "b"}, "its keys are 'prompt', 'rejected', and none of the forms"),
+    "null": ({"prompt": "a", "chosen": None, "rejected": "b"}, "none of the forms"),
+    "empty": ({"prompt": "a", "chosen": " ", "rejected": "b"}, "its chosen answer is empty"),
+    "empty turn": (
+        {"prompt": MESSAGES[:1], "chosen": MESSAGES[1:2], "rejected": [{"role": "assistant", "content": ""}]},
+        "of the rejected conversation message 2, the assistant's, is empty",
+    ),
+    "role": (
+        {"prompt": MESSAGES[:1], "chosen": MESSAGES[:1], "rejected": [WRONG]},
+        "of the chosen conversation message 2 is the user's after the user",
+    ),
+    "mixed": ({"prompt": "a", "chosen": MESSAGES[:2], "rejected": MESSAGES[:2]}, "leave the prompt out"),
+    "no prompt": ({"chosen": "four", "rejected": "two"}, "no common beginning"),
+    "equal": ({"chosen": MESSAGES[:2], "rejected": MESSAGES[:2]}, "are equal, so where their answers begin"),
+    "beyond": ({"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [300]}, "token 1 of its rejected answer is 300"),
+    "nothing": ({"prompt_ids": [1], "chosen_ids": [], "rejected_ids": [3]}, "its chosen answer has no token"),
+    "long": ({"prompt_ids": [1], "chosen_ids": [1], "rejected_ids": [1] * 200}, "rejected answer has 201 tokens"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_PAIRS)
+def test_a_bad_preference_is_named_by_file_line_and_number_or_counted(folder, case):
+    record, reason = BAD_PAIRS[case]
+    tokenizer, name = tokenizer_with(folder, PLAIN), "pairs.jsonl"
+    with pytest.raises(DataError) as found:
+        read(tokenizer, PAIRS["texts"], "", record, name=name)
+    assert "pairs.jsonl line 3 (sample 2) is unusable: " in str(found.value) and reason in str(found.value)
+    samples = read(tokenizer, PAIRS["texts"], "", record, name=name, skip_bad_samples=True)
+    assert len(samples) == 1 and samples.counts == {"skipped as unusable": 1} and reason in samples.first_bad
+
+
+def test_pairs_of_equal_answers_are_counted_and_long_ones_cut_or_dropped_whole():
+    equal = {"prompt_ids": [1, 2], "chosen_ids": [3, 4], "rejected_ids": [3, 4]}
+    long = {"prompt_ids": [1, 2], "chosen_ids": [3, 4, 5], "rejected_ids": [6]}
+    asked = {"prompt_ids": [1, 2, 3, 4], "chosen_ids": [5], "rejected_ids": [6]}
+    for mode, kept in (("keep_start", 2), ("keep_end", 3), ("drop", 1)):
+        samples = read(None, equal, long, asked, longest=4, truncation_mode=mode, name="pairs.jsonl")
+        assert (len(samples), samples.counts[EQUAL], sum(samples.counts.values())) == (kept, 1, 3)
+    assert read(None, long, longest=5, name="pairs.jsonl").counts == {}
+
+
+# Once a run
+
+
+def test_samples_are_read_once_and_mapped_until_files_settings_or_template_change(
+    folder, tmp_path, monkeypatch
+):
+    reads, cache = [], tmp_path / "cache"
+    plain = read_samples
+
+    def counted(*wanted) -> Samples:
+        reads.append(1)
+        return plain(*wanted)
+
+    monkeypatch.setattr(sample_files, "read_samples", counted)
+    tokenizer, file = tokenizer_with(folder, PLAIN), Path("chat.jsonl")
+    own = read(tokenizer, FORMS["messages"], {"messages": []}, FORMS["parts"], skip_bad_samples=True)
+
+    def opened(tokenizer=tokenizer, longest=200, **settings) -> Samples:
+        sft = SftConfig(enabled=True, skip_bad_samples=True, **settings)
+        return cached_samples(cache, [file], tokenizer, sft, longest, tokenizer.vocab_size)
+
+    first, again = opened(), opened(packing=False)
+    assert len(reads) == 1 and isinstance(again.tokens, np.memmap)
+    for found in (first, again):
+        assert found.identity() == own.identity() and list(found.places) == own.places
+        assert (found.counts, found.first_bad, len(found)) == (own.counts, own.first_bad, 2)
+    opened(assistant_only_loss=False), opened(longest=150), opened(tokenizer_with(folder, MARKED))
+    assert len(reads) == 4
+    file.write_text(file.read_text() + json.dumps(FORMS["messages"]) + "\n")
+    assert len(opened()) == 3 and len(reads) == 5
+    (tokens,) = [
+        path for path in cache.glob("chat-*/tokens.npy") if len(np.load(path)) == len(opened().tokens)
+    ]
+    np.save(tokens, np.load(tokens) + 10**6)  # damaged
+    assert opened().tokens.max() < 10**6 and len(reads) == 6
+    cache.joinpath("lock").unlink()
+    cache.joinpath("lock").symlink_to("elsewhere")  # nothing is written through it
+    assert len(opened()) == 3 and len(reads) == 7 and not Path("elsewhere").exists()

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megalith.config import RunConfig
+from megalith.config import DpoConfig, RunConfig
 from megalith.data.batch import Batch
 from megalith.models.loss import CrossEntropy, Loss
 from megalith.parallel.gather import global_tensors
@@ -16,7 +16,7 @@ from megalith.parallel.mesh import build_mesh
 from megalith.parallel.parallel_model import ParallelModel
 from megalith.parity.differences import BOUND, gradient_errors, relative_error
 from megalith.parity.layouts import LAYOUTS
-from megalith.rl import SigmoidPreference
+from megalith.rl import PreferenceLoss
 from megalith.training.build import build_model
 
 VOCAB, SEQ, SAMPLES, MICRO_BATCH, CANDIDATES = 61, 16, 4, 2, 3
@@ -36,6 +36,8 @@ class Rollouts(Batch):
     reference_logprobs: Tensor  # float32 [batch, seq]
     candidates: Tensor  # int64 [batch, seq, CANDIDATES]
     teacher: Tensor  # float32 [batch, seq, CANDIDATES]
+    numbers: Tensor  # int64 [batch, seq]: each row is a sequence
+    sequence_tokens: Tensor  # float32 [batch]
 
 
 class Grpo(Loss):
@@ -78,7 +80,7 @@ class Policy(Loss):
         return batch.advantages[:, None] * batch.loss_mask
 
 
-LOSSES = (CrossEntropy(), Grpo(), SigmoidPreference(), Distillation(), Policy())
+LOSSES = (CrossEntropy(), Grpo(), PreferenceLoss(DpoConfig()), Distillation(), Policy())
 
 
 def configuration(layout: str, **model) -> RunConfig:
@@ -105,6 +107,7 @@ def rollouts() -> list[Rollouts]:
         tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), mask, torch.arange(SEQ).expand(SAMPLES, SEQ), None,
         torch.arange(SAMPLES), 2 * rand(SAMPLES) - 1, -4 - rand(SAMPLES, SEQ), -4 - rand(SAMPLES, SEQ),
         torch.randint(0, VOCAB, (SAMPLES, SEQ, CANDIDATES), generator=generator), rand(SAMPLES, SEQ, CANDIDATES),
+        (torch.arange(SAMPLES) % MICRO_BATCH)[:, None].expand(SAMPLES, SEQ), mask.sum(1),
     )  # fmt: skip
     rows = range(0, SAMPLES, MICRO_BATCH)
     return [whole._each(lambda x, row=row: x[row : row + MICRO_BATCH]) for row in rows]

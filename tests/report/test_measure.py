@@ -6,8 +6,9 @@ import pytest
 from layout_job import step_with_a_slow_rank
 from torch.autograd import DeviceType
 
-from megalith.config import LogConfig
+from megalith.config import LogConfig, RunConfig
 from megalith.parallel.pipeline.executor import PASS
+from megalith.planner.counts import flops_per_token
 from megalith.report.layout_text import measured_step
 from megalith.report.measured_step import (
     MARK,
@@ -18,6 +19,7 @@ from megalith.report.measured_step import (
     with_last_wait,
     without,
 )
+from megalith.report.report import flops_by_length
 
 MS = 1_000_000
 
@@ -138,3 +140,13 @@ def test_step_that_the_profiler_traces_is_not_measured():
     assert measured_step(LogConfig(), first_step=101) == 105
     assert measured_step(LogConfig(profile=True, profile_step_start=3, profile_step_end=6), 1) == 7
     assert measured_step(LogConfig(layout_report=False), 1) is None
+
+
+def test_a_tokens_flops_by_the_length_of_its_sequence_are_those_of_sequences_of_that_length():
+    """Between two lengths too: packed rows of 100 and 300 tokens cost what the two sequences do."""
+    config = RunConfig.load(None, ["model.preset=llama3-8b", "data.seq_length=4096"])
+    flops = flops_by_length(config)
+    of = {n: flops_per_token(config.model, n).causal for n in (1, 100, 300, 4096)}
+    assert {n: flops(n) for n in of} == pytest.approx(of)
+    mean = (100**2 + 300**2) / 400
+    assert 400 * flops(mean) == pytest.approx(100 * of[100] + 300 * of[300])

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from megalith.config import RlConfig, RunConfig
+from megalith.config import DpoConfig, RlConfig, RunConfig
 from megalith.config.rules.run_rules import check_rollouts
 from megalith.errors import ConfigError
-from megalith.rl.objective import PolicyLoss, PreferenceBatch, RolloutBatch, SigmoidPreference, divisor
+from megalith.rl.objective import PolicyLoss, PreferenceBatch, PreferenceLoss, RolloutBatch, divisor
 
 SEQ, TOKENS = 7, (5, 1, 3, 0)  # tokens in the loss of each sequence: the last has none
 
@@ -251,24 +251,50 @@ def test_settings_that_cannot_be_are_refused(rl, sentence):
         )
 
 
-def test_preferences_are_the_published_formula_and_their_gradient_raises_the_chosen_answer():
-    generator = torch.Generator().manual_seed(4)
+def log_sigmoid(x: float) -> float:
+    return -math.log1p(math.exp(-x))
+
+
+PREFERENCES = {  # ℓ of β · the margin of sums, and of means
+    "sigmoid": lambda sums, means: -0.9 * log_sigmoid(sums) - 0.1 * log_sigmoid(-sums),
+    "robust": lambda sums, means: (0.1 * log_sigmoid(-sums) - 0.9 * log_sigmoid(sums)) / 0.8,
+    "hinge": lambda sums, means: max(0, 1 - sums),
+    "ipo": lambda sums, means: (means / 0.3 - 1 / 0.6) ** 2,
+    "sigmoid_norm": lambda sums, means: -log_sigmoid(means),
+}
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("loss_type", PREFERENCES)
+def test_preferences_are_their_formulas_and_what_fills_up_is_nothing(loss_type, packed):
+    generator = torch.Generator().manual_seed(3)
     ids = torch.zeros(4, SEQ, dtype=torch.long)
     mask = (torch.rand(4, SEQ, generator=generator) > 0.5).float()
+    mask[:, -1] = mask[:, 0] = 1
+    numbers = torch.arange(4)[:, None].expand(4, SEQ)
+    if packed:  # two pairs in two rows, and a third that is empty
+        numbers = torch.tensor([[0] * 3 + [2] * 4, [1] * 2 + [3] * 5, [4] * SEQ, [5] * SEQ])
+        mask[2:] = 0
+    tokens = torch.zeros(int(numbers.max()) + 1).index_add_(0, numbers.flatten(), mask.flatten())
     reference = -torch.rand(4, SEQ, generator=generator, dtype=torch.float64)
-    batch = PreferenceBatch(ids, ids, mask, ids, None, ids[:, 0], reference)
+    batch = PreferenceBatch(ids, ids, mask, ids, None, ids[:, 0], numbers, tokens, reference)
     logprobs = (-torch.rand(4, SEQ, generator=generator, dtype=torch.float64)).requires_grad_()
-    loss = SigmoidPreference(beta=0.3, label_smoothing=0.1)
-    value, expected = loss(logprobs, None, batch), 0.0
-    for pair in (0, 2):
-        gaps = [
-            sum((logprobs - reference)[pair + k].tolist()[i] for i in range(SEQ) if mask[pair + k, i])
-            for k in (0, 1)
-        ]
-        chosen = 1 / (1 + math.exp(-0.3 * (gaps[0] - gaps[1])))
-        expected -= 0.9 * math.log(chosen) + 0.1 * math.log(1 - chosen)
-    assert value.item() == pytest.approx(expected, rel=1e-12) and loss.denominator(batch) == 2
+    smoothing = {"label_smoothing": 0.1} if loss_type in ("sigmoid", "robust") else {}
+    loss = PreferenceLoss(DpoConfig(loss_type=loss_type, beta=0.3, **smoothing))
+    value, expected, margins = loss(logprobs, None, batch), 0.0, []
+    for pair in range(2):
+        of_pair = [(numbers == 2 * pair + k) & (mask > 0) for k in (0, 1)]
+        sums = [(logprobs - reference)[where].sum().item() for where in of_pair]
+        means = [(logprobs - reference)[where].mean().item() for where in of_pair]
+        margins.append(0.3 * (sums[0] - sums[1]))
+        expected += PREFERENCES[loss_type](margins[-1], 0.3 * (means[0] - means[1]))
+    assert value.item() == pytest.approx(expected, rel=1e-9) and loss.denominator(batch) == 2
+    figures = loss.means(loss._sums)
+    assert figures["rewards/margins"] == pytest.approx(sum(margins) / 2)
+    assert figures["rewards/accuracies"] == sum(margin > 0 for margin in margins) / 2
     (grad,) = torch.autograd.grad(value, logprobs)
-    assert (grad[::2][mask[::2] > 0] < 0).all() and (grad[1::2][mask[1::2] > 0] > 0).all()
+    rejected = (numbers % 2).bool()
+    if loss_type != "ipo":  # whose margin may be too large
+        assert (grad[~rejected & (mask > 0)] < 0).all() and (grad[rejected & (mask > 0)] > 0).all()
     assert (grad[mask == 0] == 0).all()
     assert torch.autograd.gradcheck(lambda x: loss(x, None, batch), logprobs)

@@ -68,6 +68,24 @@ def test_what_is_wrong_is_named_by_file_line_and_sample(tmp_path, header, wrong,
     assert str(path) in str(error.value)
 
 
+def test_rollouts_of_other_weights_are_refused_where_a_version_is_asked_for(tmp_path):
+    path = tmp_path / "r.jsonl"
+
+    def write(*versions) -> None:
+        samples = [SAMPLE | {"version": version} for version in versions]
+        group = {"prompt_ids": [1, 2], "samples": samples}
+        path.write_text(json.dumps(HEADER) + "\n" + json.dumps(group) + "\n")
+
+    write(4, [4, 4])
+    assert len(load_rollouts(path, version=4).groups) == 1
+    for version, found in ((5, "of version 5"), ([3, 4], r"of version \[3, 4\]"), (None, "of no version")):
+        write(4, version)
+        with pytest.raises(
+            DataError, match=rf"r\.jsonl, line 2, sample 1 is {found}.*rl\.rollout_version is 4"
+        ):
+            load_rollouts(path, version=4)
+
+
 @pytest.mark.parametrize(
     "content", ["", "{", "[1]\n", json.dumps(HEADER), json.dumps(HEADER) + '\n{"prompt_ids": [1']
 )

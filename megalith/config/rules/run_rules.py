@@ -155,33 +155,41 @@ def _check_data(data: DataConfig, has_rollouts: bool) -> None:
 
 
 def _check_fine_tuning(config: RunConfig) -> None:
-    data = config.data
-    if not config.sft.enabled:
+    data, chat = config.data, config.chat
+    if chat is None:
         return
+    if config.sft.enabled and config.dpo.enabled:
+        raise ConfigError(
+            "sft.enabled and dpo.enabled are both on, and a run trains by one; leave out the other"
+        )
     taken = ("mock", "reset_position_ids", "reset_attention_mask", "eod_mask_loss")
     if given := [name for name in taken if getattr(data, name)]:
         raise ConfigError(
-            f"data.{' and data.'.join(given)} {'are' if given[1:] else 'is'} on, but sft.enabled reads chat data, "
-            "whose samples are apart anyway; leave it out, and give the data's paths"
+            f"data.{' and data.'.join(given)} {'are' if given[1:] else 'is'} on, but {chat.name}.enabled reads chat "
+            "data, whose samples are apart anyway; leave it out, and give the data's paths"
         )
-    if config.sft.num_train_epochs is not None:
+    if chat.num_train_epochs is not None:
         check_epochs(config)
+    fp8 = config.train.fp8_format
+    if config.dpo.enabled and fp8 is not None:
+        raise ConfigError(
+            f"train.fp8_format is {fp8}, but dpo asks the reference for log-probabilities before a backward pass has "
+            "given FP8 its scales; leave it out"
+        )
 
 
 def check_epochs(config: RunConfig) -> None:
-    """Raises ConfigError where sft.num_train_epochs cannot say how long the run is."""
-    train = config.train
+    """Raises ConfigError where the chat data's num_train_epochs cannot say how long the run is."""
+    train, setting = config.train, f"{config.chat.name}.num_train_epochs"
     given = {name: getattr(train, name) for name in ("train_iters", "train_samples", "rampup_batch_size")}
     given = [f"train.{name} is {value}" for name, value in given.items() if value is not None]
     if given:
         raise ConfigError(
-            f"sft.num_train_epochs is {config.sft.num_train_epochs} and {' and '.join(given)}; both would say how long "
-            "the run is: leave out one"
+            f"{setting} is {config.chat.num_train_epochs} and {' and '.join(given)}; both would say how long the run "
+            "is: leave out one"
         )
     if train.global_batch_size is None:
-        raise ConfigError(
-            "train.global_batch_size is not set; sft.num_train_epochs needs it, as training does"
-        )
+        raise ConfigError(f"train.global_batch_size is not set; {setting} needs it, as training does")
 
 
 def _check_profile(log: LogConfig) -> None:

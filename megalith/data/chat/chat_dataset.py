@@ -9,7 +9,6 @@ it is alone. A row is a sequence to everything else: batch sizes, epochs and the
 from __future__ import annotations
 
 import copy
-import functools
 from bisect import bisect_left, insort
 from pathlib import Path
 from typing import NamedTuple
@@ -18,10 +17,10 @@ import numpy as np
 import torch
 
 from megalith.config.data import DataConfig
-from megalith.config.sft import SftConfig
+from megalith.config.sft import ChatConfig
 from megalith.data.batch import Batch, document_ends
 from megalith.data.chat.conversations import chat_files
-from megalith.data.chat.samples import Samples, read_samples
+from megalith.data.chat.samples import Samples, cached_samples
 from megalith.data.dataset import SPLITS, split_ranges
 from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.errors import DataError
@@ -62,7 +61,8 @@ class ChatDataset:
     """Rows of `seq_length` tokens out of samples [first, last) of `samples`.
 
     Row i is int64 [4, seq_length]: tokens, the label of each, 1 where the label is learned, and the sample's number
-    in the row; `make_chat_batch` makes a Batch of several. Padding follows the last sample and belongs to it.
+    in the row; `make_chat_batch` makes a Batch of several. Padding follows the last sample and belongs to it. Of pairs
+    it is two rows, [2, 4, seq_length]: one with the chosen answers of its samples, one with the rejected ones.
     """
 
     def __init__(
@@ -77,14 +77,20 @@ class ChatDataset:
         padding: int,
     ):
         self.samples, self.seq_length, self.padding = samples, seq_length, padding
-        lengths = samples.lengths[first:last]
+        self.shape = (4, seq_length) if samples.each == 1 else (samples.each, 4, seq_length)
+        of_samples = samples.lengths.reshape(-1, samples.each)[first:last]  # [samples, each]
+        lengths = of_samples.max(1)
         rows = (
             best_fit_decreasing(lengths, seq_length, seed) if packing else [[i] for i in range(len(lengths))]
         )
         self._members = first + np.array([i for row in rows for i in row], dtype=np.int64)
         self._starts = np.cumsum([0, *map(len, rows)])
+        sizes = of_samples[self._members - first]  # [members, each]
+        of_members = np.stack([sizes.sum(1), np.square(sizes).sum(1)], axis=1)
+        self.work = np.add.reduceat(of_members, self._starts[:-1])
+        """Of each row its tokens, and the sum of its sequences' squared lengths: int64 [rows, 2]."""
         self._length, self.num_rows = len(rows), len(rows)
-        self.num_samples, self.num_tokens = len(lengths), int(lengths.sum())
+        self.num_samples, self.num_tokens = len(lengths), int(of_samples.sum())
 
     def filled_up(self, global_batch_size: int) -> ChatDataset:
         """The same with rows of nothing but padding behind it, to whole global batches: an evaluation takes each row
@@ -99,10 +105,15 @@ class ChatDataset:
     def __getitem__(self, i: int) -> np.ndarray:
         if not 0 <= i < len(self):
             raise IndexError(f"row {i} of chat data that has {len(self)}")
+        members, each = self._samples_of(i), self.samples.each
+        rows = [self._row([sample * each + side for sample in members]) for side in range(each)]
+        return np.stack(rows).reshape(self.shape)
+
+    def _row(self, sequences: list[int]) -> np.ndarray:
         row = np.zeros((4, self.seq_length), dtype=np.int64)
         row[:2], at = self.padding, 0
-        for number, sample in enumerate(self._samples_of(i)):
-            start, end = self.samples.starts[sample : sample + 2]
+        for number, sequence in enumerate(sequences):
+            start, end = self.samples.starts[sequence : sequence + 2]
             length = int(end - start)
             row[0, at : at + length] = self.samples.tokens[start:end]
             row[1, at : at + length - 1] = self.samples.tokens[start + 1 : end]
@@ -129,9 +140,11 @@ class ChatDataset:
 
     def note(self, packing: bool) -> str:
         """How full the rows are."""
-        share = 100 * self.num_tokens / (self.num_rows * self.seq_length)
-        packed = f", {self.num_samples / self.num_rows:.1f} sequences a row" if packing else ", padded"
-        return f"{self.num_rows:,} rows of {self.seq_length:,}: {share:.1f} % of tokens{packed}"
+        each, sequences = self.samples.each, self.num_samples / self.num_rows
+        share = 100 * self.num_tokens / (self.num_rows * each * self.seq_length)
+        packed = f", {sequences:.1f} sequences a row" if packing else ", padded"
+        twice = "" if each == 1 else f"{each} × "
+        return f"{twice}{self.num_rows:,} rows of {self.seq_length:,}: {share:.1f} % of tokens{packed}"
 
 
 def make_chat_batch(rows: np.ndarray, sample_numbers: np.ndarray) -> Batch:
@@ -160,54 +173,45 @@ class ChatSplits(NamedTuple):
 
 
 def open_chat_data(
-    data: DataConfig, sft: SftConfig, tokenizer: Tokenizer | None, vocab_size: int, seed: int
+    data: DataConfig,
+    chat: ChatConfig,
+    tokenizer: Tokenizer | None,
+    vocab_size: int,
+    seed: int,
+    cache: Path,
+    may_write: bool = True,
 ) -> ChatSplits:
     """The rows of the run's splits: shares of data_path by `split`, or what the data path of each names, whole.
 
-    All of it is tokenized, and kept until other data is opened. DataError: a bad sample, or a split without any.
+    All of it is tokenized, by one process of those that share `cache` (`cached_samples`). DataError: a bad sample, or a
+    split without any.
     """
     own = (data.train_data_path, data.valid_data_path, data.test_data_path)
     named = own if data.data_path is None else (data.data_path,)
-    files = tuple(() if path is None else tuple(chat_files(path)) for path in named)
-    changed = tuple(path.stat().st_mtime_ns for split in files for path in split if isinstance(path, Path))
-    return _opened(
-        files, changed, data.split, data.seq_length, sft.model_dump_json(), tokenizer, vocab_size, seed
-    )
-
-
-@functools.lru_cache(maxsize=1)  # a run asks for its length first, and for its data later
-def _opened(
-    files: tuple,
-    changed: tuple,
-    split: str,
-    seq_length: int,
-    settings: str,
-    tokenizer,
-    vocab_size: int,
-    seed: int,
-) -> ChatSplits:
-    sft = SftConfig.model_validate_json(settings)
-    padding = tokenizer.eod if tokenizer is not None and tokenizer.eod is not None else 0
-    parts: list[ChatDataset | None] = []
-    notes = []
+    files = [None if path is None else chat_files(path) for path in named]
+    longest = data.seq_length
     of_files = [
-        read_samples(each, tokenizer, sft, seq_length, vocab_size) if each else None for each in files
+        cached_samples(cache, each, tokenizer, chat, longest, vocab_size, may_write) if each else None
+        for each in files
     ]
     if len(files) == 1:
-        ranges = split_ranges(split, len(of_files[0]))
+        ranges = split_ranges(data.split, len(of_files[0]))
         of_files *= len(SPLITS)
     else:
         ranges = [(0, len(samples)) if samples else (0, 0) for samples in of_files]
+    padding = tokenizer.eod if tokenizer is not None and tokenizer.eod is not None else 0
+    parts: list[ChatDataset | None] = []
+    notes = []
     for name, samples, (first, last) in zip(SPLITS, of_files, ranges):
         if first == last:
             parts.append(None)
             continue
-        rows = ChatDataset(samples, first, last, seq_length, packing=sft.packing, seed=seed, padding=padding)
+        rows = ChatDataset(samples, first, last, longest, packing=chat.packing, seed=seed, padding=padding)
         parts.append(rows)
-        notes.append(f"{name}: {rows.num_samples:,} samples in {rows.note(sft.packing)}")
+        notes.append(f"{name}: {rows.num_samples:,} samples in {rows.note(chat.packing)}")
     if parts[0] is None:
         raise DataError(
-            f"the train share of data.split {split} has none of the samples; give it a larger one, or add data"
+            f"the train share of data.split {data.split} has none of the samples; give it a larger one, or add data"
         )
     for samples in {id(samples): samples for samples in of_files if samples}.values():
         notes += [f"{count:,} samples were {what}" for what, count in samples.counts.items()]

@@ -8,6 +8,14 @@
 | Alpaca | `instruction`, `output`, and perhaps `input`, `system` |
 | tokens | `input_ids`, and perhaps `labels` (−100: not learned) or `completion_mask` |
 
+And of a preference, two answers to one prompt:
+
+| form | keys of a record |
+|---|---|
+| prompt and answers | `prompt`, `chosen`, `rejected`: three texts, or three lists of messages |
+| answers with their prompt | `chosen`, `rejected`: two texts or conversations, whose common beginning is the prompt |
+| tokens | `prompt_ids`, `chosen_ids`, `rejected_ids` |
+
 A record that says none of them, or says it badly, is a ValueError with the reason; the reader (samples.py) adds file,
 line and sample.
 """
@@ -74,22 +82,32 @@ class Tokens:
     learned: list[bool]
 
 
-def parse_record(record: Record) -> Chat | Text | Tokens:
-    """What a record says. ValueError: the reason why it cannot be used."""
-    for keys, parse in FORMS.items():
+Said = Chat | Text | Tokens
+
+
+def parse_record(record: Record) -> list[Said]:
+    """What a record says, as one sequence. ValueError: the reason why it cannot be used."""
+    return [_parsed(record, FORMS)]
+
+
+def parse_preference(record: Record) -> list[Said]:
+    """The chosen and the rejected answer of a record, each behind its prompt. ValueError as above."""
+    return _parsed(record, PREFERENCES)
+
+
+def _parsed(record: Record, all_forms: dict[tuple[str, ...], Callable[[Record], Any]]) -> Any:
+    for keys, parse in all_forms.items():
         if all(record.get(key) is not None for key in keys):
             return parse(record)
-    forms = "; ".join(" and ".join(keys) for keys in FORMS)
+    forms = "; ".join(" and ".join(keys) for keys in all_forms)
     raise ValueError(f"its keys are {', '.join(map(repr, record)) or 'none'}, and none of the forms: {forms}")
 
 
 def _tokens(record: Record) -> Tokens:
     ids, labels, mask = record["input_ids"], record.get("labels"), record.get("completion_mask")
     for name, values in (("input_ids", ids), ("labels", labels), ("completion_mask", mask)):
-        if values is not None and (
-            not isinstance(values, Sequence) or any(type(value) is not int for value in values)
-        ):
-            raise ValueError(f"{name} is not a list of whole numbers")
+        if values is not None:
+            _require_ids(name, values)
         if values is not None and len(values) != len(ids):
             raise ValueError(f"{name} has {len(values)} entries and input_ids has {len(ids)}")
     if labels is None:
@@ -98,6 +116,11 @@ def _tokens(record: Record) -> Tokens:
         if label not in (token, IGNORED):
             raise ValueError(f"label {at} is {label}, neither its token {token} nor {IGNORED}")
     return Tokens(list(ids), [label != IGNORED for label in labels])
+
+
+def _require_ids(name: str, values: Any) -> None:
+    if not isinstance(values, Sequence) or any(type(value) is not int for value in values):
+        raise ValueError(f"{name} is not a list of whole numbers")
 
 
 def _messages(record: Record) -> Chat:
@@ -131,12 +154,76 @@ def _alpaca(record: Record) -> Chat:
     return Chat(_checked(turns, "role", "content"))
 
 
-FORMS: dict[tuple[str, ...], Callable[[Record], Chat | Text | Tokens]] = {
+FORMS: dict[tuple[str, ...], Callable[[Record], Said]] = {
     ("input_ids",): _tokens,
     ("messages",): _messages,
     ("prompt", "completion"): _prompt_completion,
     ("conversations",): _sharegpt,
     ("instruction", "output"): _alpaca,
+}
+
+
+def _token_answers(record: Record) -> list[Said]:
+    for name in ("prompt_ids", "chosen_ids", "rejected_ids"):
+        _require_ids(name, record[name])
+    prompt = list(record["prompt_ids"])
+    answers = (list(record[name]) for name in ("chosen_ids", "rejected_ids"))
+    return [Tokens(prompt + ids, [False] * len(prompt) + [True] * len(ids)) for ids in answers]
+
+
+def _prompted_answers(record: Record) -> list[Said]:
+    prompt = record["prompt"]
+    of_text = [isinstance(record[name], str) for name in ("prompt", "chosen", "rejected")]
+    if any(of_text) and not all(of_text):
+        raise ValueError(
+            "some of prompt, chosen and rejected are text and others lists of messages; where these are whole "
+            "conversations, leave the prompt out"
+        )
+    return [_answer(name, prompt, record[name], _more(record)) for name in ("chosen", "rejected")]
+
+
+def _whole_answers(record: Record) -> list[Said]:
+    chosen, rejected = record["chosen"], record["rejected"]
+    if isinstance(chosen, str) != isinstance(rejected, str):
+        raise ValueError("one of chosen and rejected is text and the other a list of messages")
+    if chosen == rejected:
+        raise ValueError(
+            "chosen and rejected are equal, so where their answers begin is not known; give the prompt"
+        )
+    first = next(
+        (at for at, (one, other) in enumerate(zip(chosen, rejected)) if one != other),
+        min(len(chosen), len(rejected)),
+    )
+    if (
+        isinstance(chosen, str) and chosen[first - 1 : first] == " "
+    ):  # the space goes with the word, as in TRL
+        first -= 1
+    if not first:
+        raise ValueError(
+            "chosen and rejected have no common beginning, which would be their prompt; give the prompt"
+        )
+    prompt = chosen[:first]
+    return [
+        _answer(name, prompt, whole[first:], _more(record))
+        for name, whole in (("chosen", chosen), ("rejected", rejected))
+    ]
+
+
+def _answer(name: str, prompt: Any, answer: Any, more: dict[str, Any]) -> Chat | Text:
+    if not answer or (isinstance(answer, str) and not answer.strip()):
+        raise ValueError(f"its {name} answer is empty")
+    if isinstance(answer, str):
+        return Text(_unicode(prompt), _unicode(answer))
+    try:
+        return Chat(_checked([*prompt, *answer], "role", "content"), first=len(prompt), more=more)
+    except ValueError as error:
+        raise ValueError(f"of the {name} conversation {error}") from None
+
+
+PREFERENCES: dict[tuple[str, ...], Callable[[Record], list[Said]]] = {
+    ("prompt_ids", "chosen_ids", "rejected_ids"): _token_answers,
+    ("prompt", "chosen", "rejected"): _prompted_answers,
+    ("chosen", "rejected"): _whole_answers,
 }
 
 

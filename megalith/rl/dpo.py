@@ -1,0 +1,117 @@
+"""`megalith dpo`: a run that is trained on preferences, by the trainer's own loop.
+
+Data are chat data whose samples are pairs: a unit of the batch sizes is two rows, one of chosen answers and one of the
+rejected ones, which no micro-batch and no rank takes apart. The reference's log-probabilities are made a step at a
+time, for all of its micro-batches at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import fields, replace
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+
+from megalith.config import RunConfig
+from megalith.data.batch import Batch
+from megalith.data.chat.chat_dataset import make_chat_batch
+from megalith.data.dataset import SampleDataset
+from megalith.errors import ConfigError
+from megalith.rl.objective import PreferenceBatch, PreferenceLoss
+from megalith.rl.reference import reference_logprobs
+from megalith.training.build import Data
+from megalith.training.run_state import Run, Task
+from megalith.training.trainer import TrainingResult, train
+
+
+def train_dpo(config: RunConfig) -> TrainingResult:
+    """Trains on pairs of a chosen and a rejected answer, as `megalith.train` does on a dataset; raises as it does."""
+    if not config.dpo.enabled:
+        raise ConfigError("dpo.enabled is off, so there are no preferences to train on; turn it on")
+    return train(config, PreferenceTask())
+
+
+class PreferenceTask(Task):
+    """What the trainer's loop needs to know of DPO."""
+
+    shown = ("rewards/accuracies", "rewards/margins")
+
+    def begin(self, run: Run) -> PreferenceData:
+        self.loss, self.evaluation_loss = (PreferenceLoss(run.config.dpo) for _ in range(2))
+        return PreferenceData(run)
+
+    def figures(self, run: Run) -> Callable[[], dict[str, Any]]:
+        sums = self.loss.take_all_sums(run.mesh, run.device)
+        return lambda: self.loss.means(sums)
+
+    def evaluation_figures(self, run: Run) -> dict[str, float]:
+        return self.evaluation_loss.means(self.evaluation_loss.take_all_sums(run.mesh, run.device))
+
+
+def make_preference_batch(rows: np.ndarray, sample_numbers: np.ndarray) -> PreferenceBatch:
+    """A PreferenceBatch of int64 rows [batch, 2, 4, seq] (ChatDataset) and their places in the stream, int64 [batch].
+
+    It has 2 · batch rows of tokens, and as many sequences for each unit as the one with the most has.
+    """
+    batch, each, _, seq = rows.shape
+    flat: Batch = make_chat_batch(
+        rows.reshape(batch * each, 4, seq), (sample_numbers[:, None] * each + np.arange(each)).reshape(-1)
+    )
+    documents = rows[:, :, 3]  # [batch, 2, seq]
+    most = int(documents.max()) + 1
+    pairs = np.arange(batch)[:, None, None] * most + documents
+    numbers = torch.from_numpy((pairs * each + np.arange(each)[:, None]).reshape(batch * each, seq))
+    tokens = torch.zeros(batch * most * each)
+    tokens.index_add_(0, numbers.flatten(), flat.loss_mask.flatten())
+    return PreferenceBatch(*(getattr(flat, field.name) for field in fields(Batch)), numbers, tokens)
+
+
+class PreferenceData(Data):
+    """A run's pairs, in micro-batches with the reference's log-probabilities."""
+
+    make_chat_batch = staticmethod(make_preference_batch)
+
+    def __init__(self, run: Run):
+        super().__init__(run.config, run.batch_sizes, run.total_steps, run.tokenizer, run.mesh.dp)
+        self._reference = reference_logprobs(run)
+        model = run.config.model
+        if dropout := {name for name in ("hidden_dropout", "attention_dropout") if getattr(model, name)}:
+            self.notes.append(
+                f"model.{' and model.'.join(sorted(dropout))} blur the policy's log-probabilities, and not the "
+                "reference's, which is without dropout; TRL turns dropout off for preferences"
+            )
+
+    def train_loader(
+        self, step: int, consumed_samples: int, device: torch.device, left_out: Sequence[Sequence[int]] = ()
+    ) -> closing:
+        loader = super().train_loader(step, consumed_samples, device, left_out)
+        sizes = self._batch_sizes
+
+        def counts() -> Iterator[int]:
+            consumed = consumed_samples
+            while True:
+                yield sizes.micro_batches(consumed)
+                consumed += sizes.size(consumed)
+
+        return closing(self._with_reference(loader, counts()))
+
+    def evaluation_loader(self, dataset: SampleDataset, device: torch.device) -> closing:
+        loader = super().evaluation_loader(dataset, device)
+        train = self._config.train
+        count = self._batch_sizes.global_batch_size // (train.micro_batch_size * self._dp.size)
+        return closing(self._with_reference(loader, iter(lambda: count, None)))
+
+    def _with_reference(self, loader: Any, counts: Iterator[int]) -> Iterator[PreferenceBatch]:
+        with loader as batches:
+            for count in counts:
+                step = list(islice(batches, count))
+                if not step:
+                    return
+                found = self._reference(step)
+                yield from (
+                    replace(batch, reference_logprobs=x) for batch, x in zip(step, found, strict=True)
+                )

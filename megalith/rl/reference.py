@@ -1,0 +1,58 @@
+"""The reference policy: the weights that a run began from, which the policy is kept close to.
+
+With adapters it is the model with them switched off. Else it is a second model in the run's layout, sharded like the
+first, whose weights are loaded when it is first asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from megalith.bridge.load import begin_from
+from megalith.data.batch import Batch
+from megalith.models.adapters import adapters
+from megalith.parallel.parallel_model import ParallelModel
+from megalith.parallel.seams import plug
+from megalith.training.build import build_model, vocabulary_rows
+from megalith.training.run_state import Run
+
+LogProbs = Callable[[Sequence[Batch]], list[Tensor]]
+"""Of micro-batches the log-probabilities of their labels, float32 [batch, seq] each. Every rank calls it."""
+
+
+def reference_logprobs(run: Run, temperature: float = 1.0) -> LogProbs:
+    """The reference's, of logits / temperature. `run` may be without its model until it is first asked."""
+    if run.config.lora.rank is not None:
+        return lambda batches: _without_adapters(run.model, batches, temperature)
+    models: list[ParallelModel] = []
+
+    def logprobs(batches: Sequence[Batch]) -> list[Tensor]:
+        if not models:
+            models.append(_first_weights(run))
+        return models[0].all_logprobs(batches, temperature)
+
+    return logprobs
+
+
+def _first_weights(run: Run) -> ParallelModel:
+    """A model in the run's layout with the weights that it began from."""
+    config, model = run.config, build_model(run.config, run.mesh, run.device)
+    if config.model.init_from is not None:
+        rows = vocabulary_rows(config)
+        trust = config.checkpoint.trust
+        begin_from(config.model.init_from, model.chunks, rows, config.train.seed, run.mesh.world, trust)
+    return model
+
+
+def _without_adapters(model: ParallelModel, batches: Sequence[Batch], temperature: float) -> list[Tensor]:
+    found = [adapter for chunk in model.chunks for _, adapter in adapters(chunk)]
+    scalings = [adapter.scaling for adapter in found]
+    for adapter in found:
+        plug(adapter, "scaling", 0.0)
+    try:
+        return model.all_logprobs(batches, temperature)
+    finally:
+        for adapter, scaling in zip(found, scalings):
+            plug(adapter, "scaling", scaling)
