@@ -1,4 +1,4 @@
-"""`from megalith.accelerate import Accelerator, MegatronLMPlugin`: Accelerate's scripts on Megalith; docs/accelerate.md.
+"""`from megalith.accelerate import Accelerator, MegatronLMPlugin`: Accelerate's own loops (docs/accelerate.md).
 
 python -m megalith.accelerate SCRIPT.py ARGUMENTS     a script that imports from accelerate itself
 """

@@ -44,6 +44,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA)),
     "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**LLAMA, num_local_experts=4)),
 }
+RATE = 1e4
 BATCH, STEPS = 8, 3  # samples of an optimizer step's pass, and optimizer steps
 
 
@@ -77,8 +78,8 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
-    """Of which one step shows the gradient."""
-    return torch.optim.SGD(model.parameters(), lr=1.0)
+    """Of which one step shows the gradient: beside it the weights, and their rounding, are nothing."""
+    return torch.optim.SGD(model.parameters(), lr=RATE)
 
 
 OPTIMIZERS = {"adamw": adamw, "sgd": plain_sgd}

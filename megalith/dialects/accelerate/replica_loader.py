@@ -20,7 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSa
 from megalith.errors import ConfigError
 
 IGNORED = -100  # the label of what does not count
-MADE_ANEW = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last", "generator")
+MADE_ANEW = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
 
 
 class ReplicaBatches(BatchSampler):
