@@ -8,7 +8,6 @@ from accelerate_job import (
     BATCH,
     RATE,
     STEPS,
-    VOCAB,
     adamw,
     check,
     fresh_accelerator,
@@ -280,7 +279,7 @@ def saved(folder, layout, other, **more):
 def together(wanted, folder):
     """What every rank of two checks of one layout."""
     accelerator = fresh_accelerator(tp_degree=2, sequence_parallelism=True, return_logits=True)
-    model, own, loader, _ = prepared(accelerator, "llama", samples(BATCH))
+    model, _, loader, _ = prepared(accelerator, "llama", samples(BATCH))
     batch, plain = next(iter(loader)), model_of("llama")
     outputs = model(**batch)
     close(outputs.logits, plain(**batch).logits)
@@ -314,7 +313,6 @@ def replicas(folder):
     assert torch.equal(torch.cat(seen), stacked(rows)["input_ids"])
     assert accelerator.gather_for_metrics(["a", "b"]) == ["a", "b"] * 2
     assert accelerator.reduce(torch.tensor(2.0), "mean") == 2.0
-    assert VOCAB > int(torch.cat(seen).max())
 
 
 def test_two_processes(pool, tmp_path):

@@ -107,14 +107,13 @@ class Accelerator(accelerate.Accelerator):
     def _prepare_megatron_lm(self, *args: Any) -> Any:
         """What `prepare` does: every argument in its turn. Every rank calls it alike."""
         plugin = self._plugin
-        loaders = [one for one in args if isinstance(one, DataLoader)]
         modules = [one for one in args if isinstance(one, nn.Module) and not isinstance(one, MegatronEngine)]
         if len(modules) > 1 or (modules and self._engine is not None):
             raise ConfigError(
                 "prepare was given a second model; one Accelerator trains one here: prepare the others by another "
                 "without the plugin, or leave them unprepared"
             )
-        self._set_batch(loaders)
+        self._set_batch(args)
         optimizer = next((one for one in args if isinstance(one, torch.optim.Optimizer)), None)
         for one in args:
             if isinstance(one, MegatronLMDummyScheduler):
@@ -164,10 +163,14 @@ class Accelerator(accelerate.Accelerator):
             return self.prepare_scheduler(one)
         return one
 
-    def _set_batch(self, loaders: list[DataLoader]) -> None:
+    def _set_batch(self, args: Sequence[Any]) -> None:
         """The plugin's batch sizes: a dataloader's batch is the micro-batch."""
-        sizes = [getattr(loader, "batch_size", None) or getattr(loader.batch_sampler, "batch_size", None)
-                 for loader in loaders]  # fmt: skip
+        sizes = []
+        for one in args:
+            if isinstance(one, DataLoader):
+                sizes.append(one.batch_size or getattr(one.batch_sampler, "batch_size", None))
+            elif isinstance(one, MegatronLMDummyDataLoader):
+                sizes.append(one.dataset_args.get("micro_batch_size"))
         sizes = [size for size in sizes if size is not None]
         if sizes or not hasattr(self._plugin, "micro_batch_size"):
             size = 1 if not sizes else min(sizes) if self._plugin.is_train_batch_min else max(sizes)

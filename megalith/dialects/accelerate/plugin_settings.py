@@ -14,6 +14,7 @@ from megalith.config.base import Decides
 from megalith.config.rules.model_rules import check_model
 from megalith.config.rules.notes import idle_notes
 from megalith.dialects.accelerate.plugin import MegatronLMPlugin
+from megalith.dialects.megatron.flag_kinds import Sets
 from megalith.dialects.megatron.flag_table import FLAGS
 from megalith.dialects.megatron.translate import translate
 from megalith.errors import ConfigError
@@ -165,9 +166,10 @@ def _with_other_arguments(
     plain = _command_line(config)
     with_them = translate([*plain, *_words(given)], processes)
     before, changed = translate(plain, processes).tree, {}
+    named = {FLAGS[word].path for word in _words(given) if isinstance(FLAGS.get(word), Sets)}
     for section, values in with_them.tree.items():
         for name, value in values.items():
-            if before.get(section, {}).get(name, values) != value:
+            if before.get(section, {}).get(name, values) != value or f"{section}.{name}" in named:
                 changed[f"{section}.{name}"] = value
     for name in ModelConfig.deciding(Decides.FUNCTION):
         path = f"model.{name}"
