@@ -90,13 +90,19 @@ def cosine(optimizer: torch.optim.Optimizer) -> Any:
 
 
 def reference(
-    kind: str, accumulation: int = 1, optimizer: str = "adamw", steps: int = STEPS, clip: float = 1.0
+    kind: str,
+    accumulation: int = 1,
+    optimizer: str = "adamw",
+    steps: int = STEPS,
+    clip: float = 1.0,
+    data: list | None = None,
 ):
     """Losses of every pass and the weights behind them, by plain PyTorch in one process."""
+    data = samples(BATCH * accumulation * steps) if data is None else data
     model = model_of(kind)
     adam = OPTIMIZERS[optimizer](model)
     schedule, losses = cosine(adam), []
-    batches = iter(DataLoader(samples(BATCH * accumulation * steps), batch_size=BATCH))
+    batches = iter(DataLoader(data, batch_size=BATCH))
     for _ in range(steps):
         adam.zero_grad()
         for _ in range(accumulation):
@@ -172,3 +178,13 @@ def checked(
 ) -> None:
     """`run`, and the comparison on every rank, so that no weights are sent."""
     check(run(kind, accumulation, optimizer, steps, **layout), wanted)
+
+
+def stacked(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """A batch of these samples."""
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def close(one: Tensor, other: Tensor, tolerance: float = 1e-5) -> None:
+    """They are equal, relative to the norm of the second."""
+    assert (one - other).norm() <= tolerance * other.norm(), (one, other)

@@ -9,21 +9,27 @@ from accelerate.utils import MegatronLMPlugin
 from transformers import GPT2Config, GPT2LMHeadModel
 
 
+def small_model() -> GPT2LMHeadModel:
+    config = GPT2Config(
+        n_layer=2, n_head=4, n_embd=32, vocab_size=64, n_positions=16, bos_token_id=0, eos_token_id=0,
+        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
+    )  # fmt: skip
+    return GPT2LMHeadModel(config)
+
+
+def tokens() -> torch.Tensor:
+    return torch.randint(0, 64, (32, 16), generator=torch.Generator().manual_seed(1))
+
+
 def main(layout: str, folder: str) -> None:
     degrees = {"2,1": dict(tp_degree=2), "1,2": dict(pp_degree=2), "env": None}[layout]
     plugin = degrees and MegatronLMPlugin(**degrees, num_micro_batches=4, gradient_clipping=1.0)
     accelerator = Accelerator(gradient_accumulation_steps=2, megatron_lm_plugin=plugin)
     torch.manual_seed(0)
-    config = GPT2Config(
-        n_layer=2, n_head=4, n_embd=32, vocab_size=64, n_positions=16, bos_token_id=0, eos_token_id=0,
-        resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0,
-    )  # fmt: skip
-    model = GPT2LMHeadModel(config)
+    model = small_model()
     optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4)
-    tokens = torch.randint(0, 64, (32, 16), generator=torch.Generator().manual_seed(1))
-    train_loader = torch.utils.data.DataLoader(
-        [{"input_ids": row, "labels": row} for row in tokens], batch_size=2
-    )
+    rows = [{"input_ids": row, "labels": row} for row in tokens()]
+    train_loader = torch.utils.data.DataLoader(rows, batch_size=2)
     model, optimizer, train_loader = accelerator.prepare(model, optimizer, train_loader)
     model.train()
     losses = []

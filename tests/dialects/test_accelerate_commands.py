@@ -6,10 +6,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import accelerate_script
 import pytest
+import torch
 import yaml
 from accelerate_job import fresh_accelerator, model_of
 
+import megalith.accelerate
 from megalith.accelerate import MegatronLMPlugin
 from megalith.cli.main import main
 from megalith.dialects.accelerate import launch_door
@@ -61,22 +64,43 @@ def launched(folder, *words):
     return found[0].split()
 
 
+def plain_script():
+    """What the script prints, by plain PyTorch in this process: two passes a step of 2 × 4 samples each."""
+    torch.manual_seed(0)
+    model, losses = accelerate_script.small_model(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4)
+    for number, tokens in enumerate(accelerate_script.tokens().split(8)):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        losses.append(loss.item())
+        (loss / 2).backward()
+        if number % 2:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return [*losses, sum(weight.double().abs().sum().item() for weight in model.state_dict().values())]
+
+
+def check_launched(folder, *way):
+    result, kind, *figures = launched(folder, *way)
+    assert (result, kind) == ("result", "MEGATRON_LM")
+    assert [float(figure) for figure in figures] == pytest.approx(plain_script(), rel=1e-5)
+    assert (folder / "checkpoint-epoch-0" / "megalith").is_dir()
+
+
 @pytest.mark.processes
-def test_an_untouched_script_trains_alike_by_every_way_to_start_it(tmp_path):
-    """The plugin in the script, a configuration file, and Accelerate's own launcher with our module."""
+def test_an_untouched_script_trains_by_our_launcher_and_a_configuration_file(tmp_path):
     content = {**DOCUMENTED, "num_processes": 2, "mixed_precision": "no"}
     plugin = {"tp_degree": 1, "pp_degree": 2, "num_micro_batches": 4}
     content["megatron_lm_config"] = {f"megatron_lm_{name}": value for name, value in plugin.items()}
-    (tmp_path / "config.yaml").write_text(yaml.safe_dump(content))
-    ways = [
-        ("megalith.cli accelerate launch", "--config_file", str(tmp_path / "config.yaml"), str(SCRIPT), "env"),
-        ("accelerate.commands.launch", "--use_megatron_lm", "--num_processes", "2", "-m", "megalith.accelerate",
-         str(SCRIPT), "2,1"),
-    ]  # fmt: skip
-    first, second = (launched(tmp_path, *way) for way in ways)
-    assert first[:2] == second[:2] == ["result", "MEGATRON_LM"]
-    assert [float(n) for n in first[2:]] == pytest.approx([float(n) for n in second[2:]], rel=1e-5)
-    assert (tmp_path / "checkpoint-epoch-0" / "megalith").is_dir()
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(content))
+    check_launched(tmp_path, "megalith.cli accelerate launch", "--config_file", str(file), str(SCRIPT), "env")
+
+
+@pytest.mark.full
+def test_an_untouched_script_trains_by_accelerates_launcher_with_our_module(tmp_path):
+    options = ["--use_megatron_lm", "--num_processes", "2", "-m", "megalith.accelerate"]
+    check_launched(tmp_path, "accelerate.commands.launch", *options, str(SCRIPT), "2,1")
 
 
 def test_the_wizard_asks_the_guides_questions_and_writes_its_file(tmp_path, monkeypatch, capsys):
@@ -112,17 +136,19 @@ def test_the_wizard_refuses_what_cannot_be(tmp_path, monkeypatch, answers, told)
     assert not (tmp_path / "file").exists()
 
 
-def test_the_hook_is_written_and_removed(tmp_path, monkeypatch):
+def test_the_hook_is_written_and_removed_and_acts_in_launched_processes_alone(tmp_path, monkeypatch):
+    patched = []
     monkeypatch.setattr(launch_door.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(megalith.accelerate, "patch", lambda: patched.append(True))
     launch_door.run_command(["enable"])
     (hook,) = tmp_path.iterdir()
-    for asked in ("", "true"):
-        code = f"import sys; exec({hook.read_text()!r}); print('megalith.accelerate' in sys.modules)"
-        env = {**os.environ, "ACCELERATE_USE_MEGATRON_LM": asked, "RANK": "0"}
-        told = subprocess.run(
-            [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
-        ).stdout
-        assert told.strip() == str(asked == "true")
+    for name, value in (("RANK", None), ("ACCELERATE_USE_MEGATRON_LM", "false"), (None, None)):
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("ACCELERATE_USE_MEGATRON_LM", "true")
+        if name is not None:
+            monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
+        exec(hook.read_text())
+        assert bool(patched) == (name is None)
     launch_door.run_command(["disable"])
     assert not list(tmp_path.iterdir())
 

@@ -10,25 +10,21 @@ from accelerate_job import (
     STEPS,
     adamw,
     check,
+    close,
     fresh_accelerator,
     model_of,
     prepared,
     reference,
     samples,
+    stacked,
     train,
 )
+from test_accelerate_steps import with_own_loss
 from torch import nn
 from torch.utils.data import DataLoader
 
+from megalith.cli.main import main
 from megalith.errors import ConfigError
-
-
-def stacked(rows):
-    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
-
-
-def close(one, other, tolerance=1e-5):
-    assert (one - other).norm() <= tolerance * other.norm(), (one, other)
 
 
 def one_step(kind="llama", optimizer="sgd", data=None, **plugin):
@@ -264,10 +260,14 @@ def test_without_the_plugin_it_is_accelerates_own(monkeypatch):
 def saved(folder, layout, other, **more):
     """Trains STEPS turns in one layout and saves, and as many in another that loads; compares with no save."""
     half = samples(2 * STEPS * BATCH)
-    accelerator = fresh_accelerator(**layout)
+    accelerator = fresh_accelerator(**layout, legacy_bin=True)
     first = prepared(accelerator, "llama", half[: STEPS * BATCH])
     losses = train(accelerator, first)
     accelerator.save_state(folder)
+    parts = [folder / f"{name}_tp_{tp}_pp_0.bin" for name in ("pytorch_model", "optimizer") for tp in (0, 1)]
+    shards = [torch.load(part, weights_only=True) for part in parts]
+    assert shards[0]["output_layer.weight"].shape[0] * 2 == first[0].run.model.padded_vocab_size
+    assert "optim.output_layer.weight.exp_avg" in shards[2]
     again = fresh_accelerator(**other)
     second = prepared(again, "llama", half[STEPS * BATCH :])
     again.load_state(folder)
@@ -277,7 +277,8 @@ def saved(folder, layout, other, **more):
 
 
 def together(wanted, folder):
-    """What every rank of two checks of one layout."""
+    """What every rank of two checks."""
+    with_own_loss()
     accelerator = fresh_accelerator(tp_degree=2, sequence_parallelism=True, return_logits=True)
     model, _, loader, _ = prepared(accelerator, "llama", samples(BATCH))
     batch, plain = next(iter(loader)), model_of("llama")
@@ -318,3 +319,10 @@ def replicas(folder):
 def test_two_processes(pool, tmp_path):
     wanted = reference("llama", steps=2 * STEPS)
     pool.run(together, wanted, tmp_path, size=2)
+    assert (
+        main(["checkpoint", "merge", "--hf", str(tmp_path / "state"), str(tmp_path / "pytorch_model.bin")])
+        == 0
+    )
+    wanted = reference("llama", data=samples(2 * STEPS * BATCH))[1]
+    merged = type(model_of("llama")).from_pretrained(tmp_path)  # by its config.json
+    check(([], merged.state_dict()), ([], wanted))

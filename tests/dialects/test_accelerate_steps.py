@@ -2,8 +2,17 @@
 
 import pytest
 import torch
-from accelerate_job import BATCH, RATE, fresh_accelerator, model_of, plain_sgd, prepared, samples
-from test_accelerate_loop import close, stacked
+from accelerate_job import (
+    BATCH,
+    RATE,
+    close,
+    fresh_accelerator,
+    model_of,
+    plain_sgd,
+    prepared,
+    samples,
+    stacked,
+)
 
 from megalith.accelerate import (
     AbstractTrainStep,
@@ -69,6 +78,7 @@ def gradient_of(accelerator, model, own, batch):
 
 
 def with_own_loss():
+    """On two pipeline stages; test_accelerate_loop.py has the processes."""
     layout = dict(num_micro_batches=2, gradient_clipping=0.0, custom_loss_function=own_loss)
     accelerator = fresh_accelerator(**layout, pp_degree=2)
     model, own, loader, _ = prepared(accelerator, "llama", samples(BATCH), "sgd")
@@ -82,10 +92,6 @@ def with_own_loss():
     for name, parameter in plain.named_parameters():
         close(found[name], parameter.grad)
     assert torch.equal(gather_across_data_parallel_groups([torch.ones(2)])[0], torch.ones(2))
-
-
-def test_a_loss_of_the_scripts_own_on_two_stages(pool):
-    pool.run(with_own_loss, size=2)
 
 
 def test_a_train_step_of_the_scripts_own_with_its_batch_and_mask():

@@ -24,17 +24,28 @@ def test_one_process_is_plain_pytorch(kind, accumulation):
     check(run(kind, accumulation, num_micro_batches=2), reference(kind, accumulation))
 
 
-@pytest.mark.parametrize("size", LAYOUTS)
-def test_every_layout_is_plain_pytorch(pool, size):
-    """One job: importing transformers takes a rank as long as five cases."""
+def cases_of(size, every):
+    """(losses and weights, model, accumulation, layout) by name; not `every` one of them in make test."""
     cases = {}
-    for kind in KINDS:
-        wanted = {accumulation: reference(kind, accumulation) for accumulation in (1, 4)}
-        for name, layout in LAYOUTS[size].items():
-            for accumulation in (1, 4) if kind == "gpt2" and size == 2 else (1,):
+    for number, kind in enumerate(KINDS):
+        wanted = {accumulation: reference(kind, accumulation) for accumulation in ((1, 4) if every else (1,))}
+        for place, (name, layout) in enumerate(LAYOUTS[size].items()):
+            for accumulation in wanted if every or kind == "gpt2" or place == number else ():
                 cases[kind, name, accumulation] = (wanted[accumulation], kind, accumulation, layout)
-    if size == 4:
-        layout = dict(tp_degree=2, pp_degree=2, num_micro_batches=2, gradient_clipping=0.0)
-        gradient = reference("llama", 1, "sgd", steps=1, clip=0.0)
-        cases["the gradient"] = (gradient, "llama", 1, layout, "sgd", 1)
+    if not every:
+        cases["accumulation"] = (reference("llama", 4), "llama", 4, LAYOUTS[size]["TP2 + SP"])
+    layout = dict(tp_degree=2, num_micro_batches=2, gradient_clipping=0.0)
+    gradient = reference("llama", 1, "sgd", steps=1, clip=0.0)
+    cases["the gradient"] = (gradient, "llama", 1, {**layout, "pp_degree": size // 2}, "sgd", 1)
+    return cases
+
+
+@pytest.mark.parametrize("size, every", [
+    (2, False),
+    pytest.param(2, True, marks=pytest.mark.full),
+    pytest.param(4, True, marks=pytest.mark.full),
+])  # fmt: skip
+def test_every_layout_is_plain_pytorch(pool, size, every):
+    """One job: importing transformers takes a rank as long as five cases."""
+    cases = cases_of(size, every)
     pool.run_cases(checked, cases, size=size)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from megalith.checkpoint import RunRecord, load_model, load_optimizer, open_checkpoint
 from megalith.checkpoint.saver import Saver
-from megalith.checkpoint.state import amax_boxes, load_amaxes
+from megalith.checkpoint.state import amax_boxes, load_amaxes, model_boxes, optimizer_boxes
 from megalith.comm.collectives import summed
 from megalith.config import RunConfig
 from megalith.config.rules.fastest import with_fastest
@@ -247,8 +247,21 @@ class MegatronEngine(nn.Module):
         saver.save(record, self.model.chunks, inner, amax_boxes(self.model.amaxes, self.mesh.world))
         if saver.last.error is not None:
             raise saver.last.error
-        if keeps and self.mesh.world.rank == 0:
-            self.optimizer.save_groups(Path(output_dir) / GROUPS)
+        if self.mesh.world.rank == 0:
+            self.config.save_pretrained(output_dir)
+            if keeps:
+                self.optimizer.save_groups(Path(output_dir) / GROUPS)
+        if self.plugin.legacy_bin and self.mesh.dp_cp.rank == 0:
+            self._save_parts(Path(output_dir), keeps)
+
+    def _save_parts(self, folder: Path, with_optimizer: bool) -> None:
+        """A file of this tensor- and pipeline-rank's shards by our names, and one of its optimizer's state."""
+        place = f"tp_{self.mesh.tp.rank}_pp_{self.mesh.pp.rank}.bin"
+        model = {name: box.values.cpu() for name, box in model_boxes(self.model.chunks).items()}
+        torch.save(model, folder / f"pytorch_model_{place}")
+        if with_optimizer:
+            boxes = optimizer_boxes(self.optimizer.inner, self.model.chunks)
+            torch.save({name: box.values.cpu() for name, box in boxes.items()}, folder / f"optimizer_{place}")
 
     def load_checkpoint(self, input_dir: str | Path) -> None:
         """What `load_state` calls: what `save_checkpoint` saved in whatever layout. Every rank calls it."""
