@@ -1,27 +1,35 @@
-"""What a workload's model costs elsewhere, on one GPU: Hugging Face under torch.compile, and plain PyTorch.
+"""What a workload costs elsewhere: plain PyTorch, and transformers alone or under FSDP2, with liger-kernel too.
 
-`python -m benchmarks.peers hf gpt2-large` prints one line of JSON; benchmarks/train.py calls it. Both train on random
+`python -m benchmarks.peers hf gpt2-large` prints one line of JSON; benchmarks/train.py calls it. All train on random
 tokens with fused AdamW, bf16 compute over fp32 weights and gradient clipping, as a user would write it in an evening:
-`hf` is transformers' model for causal language modelling under autocast, `plain` a GPT-2 of 60 lines with a compiled
-block, PyTorch's attention, and the logits whole.
+`hf` is transformers' model for causal language modelling compiled whole, under autocast; `plain` a GPT-2 of 60 lines
+with a compiled block, PyTorch's attention, and the logits whole; `fsdp2` transformers' model, each layer compiled and
+sharded by fully_shard, in as many processes as torchrun starts; `liger` the same, eager, with liger-kernel's patches of
+Llama (norms, RoPE, SwiGLU, and a loss without whole logits). `--recompute` recomputes every layer of these two.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
 
 from benchmarks.train import WORKLOADS
 from megalith.bridge.families import family_for
 from megalith.config import RunConfig
 from megalith.config.model import ModelConfig
+
+Peer = tuple[Callable[[Tensor, Tensor], Tensor], nn.Module]
+"""The loss of tokens and labels, both [batch, seq]; the model."""
 
 
 def main() -> None:
@@ -30,28 +38,35 @@ def main() -> None:
     )
     parser.add_argument("peer", choices=PEERS)
     parser.add_argument("workload", choices=WORKLOADS)
-    parser.add_argument("--batch", type=int)
+    parser.add_argument("--batch", type=int, help="sequences of a process's step")
+    parser.add_argument("--micro-batches", type=int, default=1)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--warmup", type=int, default=10)
+    parser.add_argument("--recompute", action="store_true")
     args = parser.parse_args()
     workload = WORKLOADS[args.workload]
     config = RunConfig.from_tree(
         {"model": {"vocab_size": 50257, **workload["model"]}, "data": {"seq_length": workload["seq_length"]}}
     ).model
-    batch = args.batch or workload["batch"]
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = begin_processes()
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     began = time.perf_counter()
-    loss_of, parameters = PEERS[args.peer](config, workload["seq_length"], device)
+    loss_of, model = PEERS[args.peer](config, workload["seq_length"], device)
+    if args.recompute:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
     times = []
+    rows = (args.batch or workload["batch"]) // args.micro_batches
     for step in range(args.steps):
-        ids = torch.randint(config.vocab_size, (batch, workload["seq_length"] + 1), device=device)
+        ids = torch.randint(
+            config.vocab_size, (args.micro_batches, rows, workload["seq_length"] + 1), device=device
+        )
         synchronize()
         start = time.perf_counter()
-        with torch.autocast(device, torch.bfloat16):
-            loss = loss_of(ids[:, :-1], ids[:, 1:])
-        loss.backward()
+        for micro_batch in ids:
+            loss = loss_of(micro_batch[:, :-1], micro_batch[:, 1:]) / args.micro_batches
+            loss.backward()
         torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -59,31 +74,87 @@ def main() -> None:
         times.append(1e3 * (time.perf_counter() - start))
         if step == 0:
             first = time.perf_counter() - began
-    print(
-        json.dumps(
-            {
-                "step_time_ms": statistics.median(times[args.warmup :]),
-                "max_memory_gb": torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else None,
-                "first_step_s": first,
-            }
-        )
-    )
+    time_ms = statistics.median(times[args.warmup :])
+    found = {
+        "step_time_ms": time_ms,
+        "tokens_per_second_per_device": args.micro_batches * rows * workload["seq_length"] / time_ms * 1e3,
+        "max_memory_gb": torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else None,
+        "first_step_s": first,
+    }
+    if os.environ.get("RANK", "0") == "0":
+        print(json.dumps(found), flush=True)
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
-def hugging_face(
-    config: ModelConfig, seq_length: int, device: str
-) -> tuple[Callable[[Tensor, Tensor], Tensor], list[nn.Parameter]]:
+def begin_processes() -> str:
+    """Joins the processes that torchrun has started, if it has; returns the type of device."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    if "RANK" in os.environ:
+        if device == "cuda":
+            torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    return device
+
+
+def under_autocast(
+    loss: Callable[[Tensor, Tensor], Tensor], device: str
+) -> Callable[[Tensor, Tensor], Tensor]:
+    def autocast(tokens: Tensor, labels: Tensor) -> Tensor:
+        with torch.autocast(device, torch.bfloat16):
+            return loss(tokens, labels)
+
+    return autocast
+
+
+def build_hugging_face(config: ModelConfig, device: str) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = AutoConfig.for_model(**family_for(config).write_config(config))
-    model = AutoModelForCausalLM.from_config(settings, attn_implementation="sdpa").to(device).train()
-    compiled = torch.compile(model)
+    settings.use_cache = False
+    with torch.device(device):
+        return AutoModelForCausalLM.from_config(settings, attn_implementation="sdpa").train()
 
+
+def loss_by_logits(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
     def loss(tokens: Tensor, labels: Tensor) -> Tensor:
-        logits = compiled(input_ids=tokens, use_cache=False).logits
+        logits = model(input_ids=tokens, use_cache=False).logits
         return F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
 
-    return loss, list(model.parameters())
+    return loss
+
+
+def hugging_face(config: ModelConfig, seq_length: int, device: str) -> Peer:
+    model = build_hugging_face(config, device)
+    return under_autocast(loss_by_logits(torch.compile(model)), device), model
+
+
+def fsdp2(config: ModelConfig, seq_length: int, device: str) -> Peer:
+    model = build_hugging_face(config, device)
+    for layer in model.model.layers:
+        layer.compile()
+    return loss_by_logits(sharded(model)), model
+
+
+def liger(config: ModelConfig, seq_length: int, device: str) -> Peer:
+    """Its loss takes the head's weight and the hidden states, for labels that stand one place ahead of their logits."""
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+    apply_liger_kernel_to_llama()
+    model = sharded(build_hugging_face(config, device))
+
+    def loss(tokens: Tensor, labels: Tensor) -> Tensor:
+        return model(input_ids=tokens, labels=tokens, shift_labels=labels, use_cache=False).loss
+
+    return loss, model
+
+
+def sharded(model: nn.Module) -> nn.Module:
+    """By FSDP2, bf16 over fp32 with gradients reduced in fp32, parameters freed after their use."""
+    precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer, mp_policy=precision)
+    return fully_shard(model, mp_policy=precision)
 
 
 class Block(nn.Module):
@@ -124,16 +195,14 @@ class PlainGPT(nn.Module):
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
-def plain(
-    config: ModelConfig, seq_length: int, device: str
-) -> tuple[Callable[[Tensor, Tensor], Tensor], list[nn.Parameter]]:
+def plain(config: ModelConfig, seq_length: int, device: str) -> Peer:
     if config.position_embedding_type != "learned_absolute":
         raise SystemExit("the plain peer is a GPT-2; choose a gpt2 workload, or --peer hf")
     model = PlainGPT(config, seq_length).to(device)
-    return model, list(model.parameters())
+    return under_autocast(model, device), model
 
 
-PEERS = {"hf": hugging_face, "plain": plain}
+PEERS = {"hf": hugging_face, "plain": plain, "fsdp2": fsdp2, "liger": liger}
 
 if __name__ == "__main__":
     main()

@@ -7,9 +7,9 @@ GPUs the time of one step is shared out (compute, exposed communication, bubble)
 are told, and `--kernels` lists the costliest and, for experts, shares the step out among its parts (breakdown.py).
 
 `--real` runs each layout a second time, on an indexed dataset of real text, and lays the times beside each other.
-`--peer hf` or `plain` runs the same model elsewhere (peers.py), on the same GPU, in the same call. `--losses` prints
-the losses of some steps, to lay layouts beside each other. `--results FILE` appends each run as a line of JSON, with
-the hardware, the versions and the commit.
+`--peer` runs the same model elsewhere (peers.py), on the same GPUs, in the same call: `hf` and `plain` on one, `fsdp2`
+and `liger` in the processes of the last layout. `--losses` prints the losses of some steps, to lay layouts beside each
+other. `--results FILE` appends each run as a line of JSON, with the hardware, the versions and the commit.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def main() -> None:
     parser.add_argument(
         "--real", type=int, nargs="?", const=REAL_MEGABYTES, metavar="MB", help="of text (default: %(const)s)"
     )
-    parser.add_argument("--peer", choices=("hf", "plain"))
+    parser.add_argument("--peer", choices=("hf", "plain", "fsdp2", "liger"), nargs="+", default=[])
     parser.add_argument("--results", type=Path)
     parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value", help="further settings")
     args = parser.parse_args()
@@ -146,8 +146,8 @@ def main() -> None:
                 on_text = measure(args, layout, real)
                 show(args, f"{layout} on real text", on_text)
                 compare(found, on_text)
-    if args.peer:
-        show(args, args.peer, measure_peer(args))
+    for peer in args.peer:
+        show(args, peer, measure_peer(args, peer))
 
 
 def show(args: argparse.Namespace, name: str, found: dict[str, Any]) -> None:
@@ -247,11 +247,22 @@ def stage_times(timeline: Timeline) -> str:
     return f"stages, forward+backward ms: {', '.join(shown)}; bubble {timeline.bubble:.1%} of {timeline.total:.1f} ms"
 
 
-def measure_peer(args: argparse.Namespace) -> dict[str, Any]:
-    """The figures of the same model elsewhere."""
-    command = [sys.executable, "-m", "benchmarks.peers", args.peer, args.workload]
-    command += ["--steps", str(args.steps), "--warmup", str(args.warmup)]
-    command += ["--batch", str(args.batch)] if args.batch else []
+def measure_peer(args: argparse.Namespace, peer: str) -> dict[str, Any]:
+    """The figures of the same model elsewhere, in the processes and micro-batches of the last layout."""
+    last = args.layout[-1]
+    train, processes = run_tree(args, last, {}, "")["train"], LAYOUTS[last]["processes"]
+    given = {name: value for name, _, value in (setting.partition("=") for setting in args.set)}
+    micro = int(given.get("train.micro_batch_size", train["micro_batch_size"]))
+    batch = train["global_batch_size"] // processes
+    several = ["torch.distributed.run", "--nproc-per-node", str(processes), "-m"] if processes > 1 else []
+    command = [sys.executable, "-m", *several, "benchmarks.peers", peer, args.workload]
+    command += ["--steps", str(args.steps), "--warmup", str(args.warmup), "--batch", str(batch)]
+    command += ["--micro-batches", str(max(1, batch // micro))]
+    if "full" in (
+        given.get("parallel.recompute_granularity"),
+        LAYOUTS[last]["parallel"].get("recompute_granularity"),
+    ):
+        command.append("--recompute")
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         return {"failed": f"failed with {done.returncode}: {(done.stdout + done.stderr)[-2000:]}"}

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from megalith.comm.collectives import Axis
 from megalith.config import ParallelConfig, RunConfig
 from megalith.config.presets import PRESETS
+from megalith.config.rules.fastest import with_fastest
 from megalith.hardware import pick_device
 from megalith.launch.launcher import this_process
 from megalith.parallel.mesh import build_mesh
@@ -20,6 +21,7 @@ from megalith.planner.topology import gather_places
 from megalith.report.measured_step import StepMeasure, StepTimes
 from megalith.report.out_of_memory import bytes_in_use
 from megalith.training.build import prepare
+from megalith.training.process import machine_of
 from megalith.training.run_state import Run
 from megalith.training.trainer import Trainer
 
@@ -63,9 +65,12 @@ def build(config: RunConfig) -> Run:
 
 
 def printed_by_run(config: RunConfig) -> str:
-    """Trains on every rank; returns this rank's standard output."""
+    """Trains on every rank by the fastest that it has; returns this rank's standard output."""
     Path(config.train.output_dir).mkdir(exist_ok=True)
+    device = pick_device(config.runtime.device, dist.get_rank())
+    config, chosen = with_fastest(config, machine_of(config, device))
     with contextlib.redirect_stdout(io.StringIO()) as out:
+        print("\n".join(chosen), end="")
         Trainer(build(config)).train()
     return out.getvalue()
 

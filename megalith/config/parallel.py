@@ -87,6 +87,11 @@ class ParallelConfig(Section):
     )
     """What is sharded over data-parallel devices: nothing, or in turn optimizer state, gradients, parameters."""
 
+    fsdp_unsharded_layers: Annotated[
+        NonNegativeInt | Literal["auto"], Needs("data_parallel_sharding_strategy", "optim_grads_params")
+    ] = "auto"
+    """Last layers of each stage whose parameters stay gathered for a whole step; auto: as many as GPU memory allows."""
+
     num_distributed_optimizer_instances: Annotated[
         PositiveInt,
         Needs("data_parallel_sharding_strategy", "optim", "optim_grads", "optim_grads_params", strict=True),
@@ -122,6 +127,11 @@ class ParallelConfig(Section):
     def direct_axes(self) -> set[str]:
         """The axes whose collectives copy engines do."""
         return set() if self.symmetric_memory_groups == "auto" else set(self.symmetric_memory_groups) - {"dp"}
+
+    @property
+    def unsharded_layers(self) -> int:
+        """The fsdp_unsharded_layers; an `auto` that nobody has chosen for is none."""
+        return 0 if self.fsdp_unsharded_layers == "auto" else self.fsdp_unsharded_layers
 
     @property
     def cp_exchange(self) -> str:

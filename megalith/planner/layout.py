@@ -6,6 +6,7 @@ screen.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -117,6 +118,36 @@ def build_layout(config: RunConfig, world_size: int) -> Layout:
             config, meta.on_rank(parallel), world_size, [stage.chunks for stage in stages], micro_batches
         ),
     )
+
+
+USABLE = 0.9  # of a GPU's memory: the rest is the allocator's, the libraries', and what the estimate is off
+
+
+def with_unsharded_layers(config: RunConfig, world_size: int, memory: int) -> tuple[RunConfig, list[str]]:
+    """`config` without an `auto` of fsdp_unsharded_layers, and a line where layers were chosen: as many as are expected
+    to fit into `memory`, bytes of a device (0: not known, none)."""
+    parallel = config.parallel
+    if parallel.fsdp_unsharded_layers != "auto":
+        return config, []
+    sharded = parallel.data_parallel_sharding_strategy == "optim_grads_params"
+    ranks = world_size // parallel.tensor_model_parallel_size // parallel.pipeline_model_parallel_size
+    stages = assign_layers(config.model, parallel)
+    most = max(len(chunk.layers) for chunks in stages for chunk in chunks) if sharded and ranks > 1 else 0
+
+    def keeping(number: int) -> RunConfig:
+        return config.with_settings({"parallel.fsdp_unsharded_layers": number})
+
+    def expected(number: int) -> int:
+        return max(stage.memory.total for stage in build_layout(keeping(number), world_size).stages)
+
+    most = most if memory else 0
+    number = bisect_right(range(1, most + 1), USABLE * memory, key=expected)
+    if not number:
+        return keeping(0), []
+    figures = f"{expected(number) / 1e9:.1f} GB expected on a GPU of {memory / 1e9:.1f}"
+    return keeping(number), [
+        f"chosen by auto, of parallel: fsdp_unsharded_layers {number} of {most} ({figures})"
+    ]
 
 
 def alternative(layout: Layout, settings: Mapping[str, Any]) -> Layout | None:

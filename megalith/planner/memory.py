@@ -213,7 +213,8 @@ class StageMemory:
         if not fsdp:  # autograd keeps the cast weights of each micro-batch in flight
             return saved + (0 if self.width == MASTER_BYTES else (1 - codes) * layer * whole)
         frees = self.parallel.data_parallel_sharding_strategy == "optim_grads_params"
-        return saved + layer * (min(LAYERS_GATHERED, self.layers) if frees else self.layers)
+        stay = LAYERS_GATHERED + self.parallel.unsharded_layers * self.chunks if frees else self.layers
+        return saved + layer * min(stay, self.layers)
 
     def _gradients(self, here: int, in_layers: int, shards: int) -> float:
         each = self.parallel.data_parallel_sharding_strategy != "optim"

@@ -130,7 +130,11 @@ def data_bytes(
     ends = meta.outside(chunks).total()
     reduced = GRADIENT_BYTES * (adapters or layers + ends)
     strategy = parallel.data_parallel_sharding_strategy
-    gathers, passes = (micro_batches, 2) if strategy == "optim_grads_params" else (1, 1)
+    gathers, passes = micro_batches if strategy == "optim_grads_params" else 1, 1.0
+    if strategy == "optim_grads_params":
+        stay = sum(min(parallel.unsharded_layers, len(chunk.layers)) for chunk in chunks)
+        freed = 1 - stay / max(sum(len(chunk.layers) for chunk in chunks), 1)
+        passes = 2 * freed + (1 - freed) / micro_batches
     gathered = passes * COMPUTE_BYTES[config.train.precision] * (layers + adapters) + FP32 * ends
     reductions = micro_batches if strategy in ("optim_grads", "optim_grads_params") else 1
     within = (shards - 1) / shards * (gathers * gathered + reductions * reduced)

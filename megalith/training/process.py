@@ -86,15 +86,16 @@ def check_fp8_device(config: RunConfig, capability: tuple[int, int], has_triton:
 def machine_of(config: RunConfig, device: torch.device) -> Machine:
     """What the job's ranks have between them, alike on all of them. A collective call, where there are several."""
     compiled = device.type == "cuda" and compiles(config, device)
+    memory = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
     if not dist.is_initialized():
-        return Machine(compiled=compiled)
+        return Machine(compiled=compiled, memory=memory)
     host = zlib.crc32(f"{socket.gethostname()} {boot_id()}".encode())  # names alone repeat among containers
-    own = torch.tensor([host, _has_nvlink(device)], device=device)
+    own = torch.tensor([host, _has_nvlink(device), memory], device=device)
     every = [torch.empty_like(own) for _ in range(dist.get_world_size())]
     dist.all_gather(every, own)
-    hosts, linked = torch.stack(every, 1).tolist()
+    hosts, linked, memories = torch.stack(every, 1).tolist()
     per_host = math.gcd(*(len(list(run)) for _, run in itertools.groupby(hosts)))
-    return Machine(per_host, compiled, all(linked))
+    return Machine(per_host, compiled, all(linked), min(memories))
 
 
 def _has_nvlink(device: torch.device) -> bool:

@@ -54,6 +54,14 @@ def test_what_the_machine_has_is_used(config, machine, expected):
     assert chosen(config, machine) == expected
 
 
+def test_halves_that_fp8_cannot_take_are_not_made():
+    blocks = {"train.fp8_format": "e4m3", "train.fp8_recipe": "blockwise", "data.seq_length": 128}
+    for sequence_parallel, halves in ((False, True), (True, False)):  # 128 tokens, and on a rank 64
+        config = run(TP2, hidden_size=768).with_settings(blocks)
+        config = config.with_settings({"parallel.sequence_parallel": sequence_parallel})
+        assert chosen(config, NODE)[2] is halves
+
+
 def test_what_is_set_by_hand_stays():
     by_hand = {"cp_comm_type": "p2p", "tp_comm_overlap": False, "symmetric_memory_groups": []}
     config = run(TP2 | CP2 | by_hand)

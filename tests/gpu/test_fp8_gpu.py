@@ -200,23 +200,26 @@ def test_recomputing_and_resuming_are_bitwise(tmp_path, recipe):
         assert all(torch.equal(whole[key], other[key]) for key in whole), name
 
 
-@two_gpus
-def test_two_gpus_train_as_one(tmp_path):
-    one = {
-        kind: losses(configuration(tmp_path, **RECIPES[kind]))
-        for kind in ("delayed", "tensorwise", "blockwise")
-    }
+TWO_GPUS = {
+    "tp2-sp": {"parallel.tensor_model_parallel_size": 2, "parallel.sequence_parallel": True},
+    "zero3": {"parallel.data_parallel_sharding_strategy": "optim_grads_params"},
+    "pp2": {"parallel.pipeline_model_parallel_size": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def pool():
     pool = Pool(2, timeout=300.0, device_type="cuda")
-    try:
-        for kind, expected in one.items():
-            for layout in (
-                {"parallel.tensor_model_parallel_size": 2, "parallel.sequence_parallel": True},
-                {"parallel.data_parallel_sharding_strategy": "optim_grads_params"},
-                {"parallel.pipeline_model_parallel_size": 2},
-            ):
-                found = pool.run(losses, configuration(tmp_path, **copy.copy(RECIPES[kind]), **layout))[0]
-                worst = max(abs(a - b) / b for a, b in zip(found, expected, strict=True))
-                print(f"{kind}, {layout}: {worst:.1e}")
-                assert worst < 2e-3, (kind, layout)
-    finally:
-        pool.close()
+    yield pool
+    pool.close()
+
+
+@two_gpus
+@pytest.mark.parametrize("kind", ["delayed", "tensorwise", "blockwise"])
+def test_two_gpus_train_as_one(tmp_path, pool, kind):
+    expected = losses(configuration(tmp_path, **RECIPES[kind]))
+    for name, layout in TWO_GPUS.items():
+        found = pool.run(losses, configuration(tmp_path, **copy.copy(RECIPES[kind]), **layout))[0]
+        worst = max(abs(a - b) / b for a, b in zip(found, expected, strict=True))
+        print(f"{kind}, {name}: {worst:.1e}")
+        assert worst < 2e-3, name

@@ -82,10 +82,10 @@ def test_measured_step_adds_up_and_memory_is_near_the_estimate(gpus, tmp_path, p
     ],
     ids=["tp2-sp", "cp2-a2a"],
 )
-def test_halves_leave_less_communication_in_the_open(gpus, tmp_path, parallel, model):
+def test_what_auto_chooses_leaves_less_communication_in_the_open(gpus, tmp_path, parallel, model):
     exposed = []
-    for overlap in (False, True):
-        config = large(tmp_path / str(overlap), model, micro=32, **parallel, tp_comm_overlap=overlap)
+    for name, how in (("plain", dict(tp_comm_overlap=False, symmetric_memory_groups=[])), ("auto", {})):
+        config = large(tmp_path / name, model, micro=32, **parallel, **how)
         text = gpus.run(printed_by_run, config)[0]
         print(text)
         exposed.append(sum(row[COMMUNICATION] for row in measured_rows(text)))

@@ -54,6 +54,8 @@ JOBS: dict[int, dict[str, Job]] = {
             for name, recompute in RECOMPUTED.items()
             for s in ("no_shard", "optim_grads_params")
         },
+        "the last layer is not freed": sharded(Job(GPT2), "optim_grads_params", fsdp_unsharded_layers=1),
+        "no layer is freed": sharded(Job(GPT2), "optim_grads_params", fsdp_unsharded_layers=2),
         **{
             f"the other embedding, {f}": sharded(Job(OTHER_EMBEDDING[f]), "optim_grads_params")
             for f in FAMILIES

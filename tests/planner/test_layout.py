@@ -6,8 +6,10 @@ from layout_job import configuration, large, printed_by_run, weights_expected_an
 from megalith.parallel.mesh import Coordinates
 from megalith.parallel.pipeline.schedules import build_schedule, in_flight_bound
 from megalith.parallel.pipeline.timeline import read_timeline
-from megalith.planner.layout import alternative, build_layout, most_held
+from megalith.planner.layout import alternative, build_layout, most_held, with_unsharded_layers
 from megalith.report.layout_text import layout_text
+
+FIELD = "parallel.fsdp_unsharded_layers"
 
 
 def test_ranks_stand_with_tensor_fastest_and_pipeline_slowest():
@@ -144,6 +146,28 @@ def test_many_ranks_are_shown_by_ranges_and_even_stages_without_a_reason():
     text = layout_text(layout)
     assert "60–63   0    15   0    0–3   E 0–35 L" in text
     assert "uneven" not in text and "bubble" not in text
+
+
+def test_auto_leaves_as_many_layers_gathered_as_nine_tenths_of_the_memory_hold():
+    config = large(2, data_parallel_sharding_strategy="optim_grads_params").config
+
+    def total(layers: int) -> int:
+        return build_layout(config.with_settings({FIELD: layers}), 2).stages[0].memory.total
+
+    for memory, layers in (
+        (0, 0),
+        (total(0), 0),
+        (total(7) / 0.9 + 1, 7),
+        (total(9) / 0.9 - 1, 8),
+        (10**13, 36),
+    ):
+        found, notes = with_unsharded_layers(config, 2, int(memory))
+        assert found.parallel.fsdp_unsharded_layers == layers and len(notes) == bool(layers)
+    by_hand = config.with_settings({FIELD: 3})
+    assert with_unsharded_layers(by_hand, 2, 10**13) == (by_hand, [])
+    sent = [build_layout(by_hand.with_settings({FIELD: n}), 2).transfers[0].bytes for n in (0, 36)]
+    layers, micro_batches = 36 * 2 * 9_840_640, 4
+    assert sent[0] - sent[1] == pytest.approx((2 * micro_batches - 1) * 2 * layers / 2, rel=0.01)
 
 
 def test_alternative_that_the_trainer_refuses_is_none():

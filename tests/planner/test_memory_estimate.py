@@ -204,10 +204,10 @@ def test_sharded_gradients_take_a_shard_and_the_layer_that_is_being_reduced():
     assert gradients == total(ONE_LAYER) + (2 + 4) * in_layers(ONE_LAYER).total() // 10
 
 
-@pytest.mark.parametrize(("layers", "gathered"), [(1, 1), (10, 2)])
-def test_two_layers_are_gathered_at_a_time_where_there_are_two(layers, gathered):
+@pytest.mark.parametrize(("layers", "stay", "gathered"), [(1, 0, 1), (10, 0, 2), (10, 3, 5), (10, 9, 10)])
+def test_two_layers_are_gathered_at_a_time_beside_those_that_stay(layers, stay, gathered):
     model = ONE_LAYER | dict(num_layers=layers)
-    parallel = dict(data_parallel_sharding_strategy="optim_grads_params")
+    parallel = dict(data_parallel_sharding_strategy="optim_grads_params", fsdp_unsharded_layers=stay)
     all_layers = in_layers(model).total()
     copies = 2 * gathered * all_layers // layers + 4 * (total(model) - all_layers) + 2 * 128 * 64
     assert expected(model, devices=4, parallel=parallel).compute_copy == copies

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megalith.config.rules.fp8_rules import check_fp8
 from megalith.config.run import RunConfig
+from megalith.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -20,6 +22,8 @@ class Machine:
     """Layers are compiled for GPUs, which can then run two things at a time."""
     nvlink: bool = False
     """Every GPU reaches the memory of the others of its host over NVLink, with the package cuda-bindings."""
+    memory: int = 0
+    """Bytes of the GPU that has least; 0 without GPUs."""
 
 
 def with_fastest(config: RunConfig, machine: Machine) -> tuple[RunConfig, list[str]]:
@@ -73,6 +77,10 @@ def _obstacle(config: RunConfig) -> str:
         return "not with experts"
     if config.parallel.pipeline_schedule == "zero_bubble":
         return "not with zero_bubble"
+    try:
+        check_fp8(config.with_settings({"parallel.tp_comm_overlap": True}))
+    except ConfigError:
+        return f"FP8 cannot take half of {config.train.micro_batch_size} × {config.data.seq_length} tokens"
     return ""
 
 

@@ -47,6 +47,9 @@ def _tokens(config: RunConfig) -> Iterator[tuple[str, int]]:
     parallel = config.parallel
     tokens = config.train.micro_batch_size * config.data.seq_length // parallel.context_parallel_size
     yield "tokens of a micro-batch", tokens
+    if parallel.overlaps:  # by halves
+        tokens //= 2
+        yield "tokens of half a micro-batch", tokens
     if parallel.context_parallel_size > 1 and config.train.fp8_recipe == "blockwise":
         # else a block would have other tokens than in one process
         yield "tokens of a rank's chunk", config.data.seq_length // (2 * parallel.context_parallel_size)
