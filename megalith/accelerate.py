@@ -15,7 +15,16 @@ except ImportError:
 from megalith.dialects.accelerate.patch import OURS, patch
 
 globals().update(OURS)
-__all__ = [*OURS, "patch"]
+__all__ = [*OURS, "MegalithTrainer", "patch"]
+
+
+def __getattr__(name: str) -> object:
+    if name != "MegalithTrainer":  # whose imports take seconds
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from megalith.dialects.accelerate.hugging_face_trainer import MegalithTrainer
+
+    return MegalithTrainer
+
 
 if __name__ == "__main__":
     from megalith.dialects.accelerate.launch_door import run_script

@@ -99,6 +99,14 @@ class Accelerator(accelerate.Accelerator):
         return self.state.megatron_lm_plugin
 
     @property
+    def _order_seed(self) -> int | None:
+        """Of the dataloaders' random order, where the script asks for Accelerate's seedable sampler."""
+        given = self.dataloader_config
+        if not given.use_seedable_sampler:
+            return None
+        return torch.random.initial_seed() if given.data_seed is None else given.data_seed
+
+    @property
     def _replica(self) -> tuple[int, int]:
         """The number of this rank's data-parallel replica, and how many there are."""
         plugin, replicas = self._plugin, self._plugin.data_parallel_size_of(self.num_processes)
@@ -154,7 +162,15 @@ class Accelerator(accelerate.Accelerator):
         if isinstance(one, DataLoader):
             rng_types = [str(getattr(kind, "value", kind)) for kind in self.rng_types or []]
             self._dataloaders.append(
-                prepare_loader(one, self.device, self._plugin.num_micro_batches, replicas, replica, rng_types)
+                prepare_loader(
+                    one,
+                    self.device,
+                    self._plugin.num_micro_batches,
+                    replicas,
+                    replica,
+                    rng_types,
+                    self._order_seed,
+                )
             )
             return self._dataloaders[-1]
         if isinstance(one, MegatronLMDummyDataLoader):

@@ -41,6 +41,7 @@ from megalith.errors import CheckpointError, ConfigError
 from megalith.models.loss import Loss
 from megalith.parallel.data.data_parallel import free_gathered
 from megalith.parallel.mesh import Mesh, build_mesh
+from megalith.planner.layout import with_unsharded_layers
 from megalith.training.build import build_model, complete, vocabulary_rows
 from megalith.training.process import machine_of, prepare_process
 
@@ -88,8 +89,10 @@ class MegatronEngine(nn.Module):
         given, self.notes = run_config(plugin, family, theirs, precision, processes, device.type)
         given = complete(given, None)
         prepare_process(given, device.index or 0)
-        self.run, chosen = with_fastest(given, machine_of(given, device))
-        self.notes += chosen
+        machine = machine_of(given, device)
+        given, chosen = with_fastest(given, machine)
+        self.run, kept = with_unsharded_layers(given, processes, machine.memory)
+        self.notes += chosen + kept
         self.mesh = self._mesh(self.run, processes)
         self.model = build_model(self.run, self.mesh, device)
         self.groups = load_module(module, family, self.run.model, self.model.chunks)
@@ -131,17 +134,18 @@ class MegatronEngine(nn.Module):
         """
         if input_ids is not None:
             batch["input_ids"] = input_ids
-        asked = _checked(batch)
+        # What decides the passes is read on the host; a script's own functions get tensors of the device.
+        where = "cpu" if self.custom is None else self.device
+        asked = {name: v.to(where) if isinstance(v, Tensor) else v for name, v in _checked(batch).items()}
         trains = self.training and torch.is_grad_enabled()
         loss = logits = None
         if self.custom is not None or any(asked[name] is not None for name in LABELS):
             micro_batches, objective = self._micro_batches(asked)
-            tokens = self._tokens(micro_batches)
             loss = (
                 self._train(micro_batches, objective) if trains else self._evaluate(micro_batches, objective)
             )
             if (items := asked.get("num_items_in_batch")) is not None:
-                loss = loss * (tokens / items)
+                loss = loss * (self._tokens(micro_batches) / torch.as_tensor(items, device=self.device))
         if loss is None or self.plugin.return_logits:
             logits = _NoGradient.apply(self._logits(asked), self._anchor, FROM_LOGITS)
         return self._outputs(loss, logits, batch.get("return_dict"))
@@ -184,7 +188,7 @@ class MegatronEngine(nn.Module):
             parts, objective = [next_tokens(batch, self._masked_rows(rows), self._eod)], None
         whole = [filled_up(part, token_multiple(self.plugin)) for part in parts]
         if self.custom is None:
-            whole = split_rows(whole[0], count)
+            whole = split_rows(whole[0], count, 2 if self.run.parallel.overlaps else 1)
         first = self.consumed_samples + self.mesh.dp.rank * sum(len(part.input_ids) for part in whole)
         for part in whole:
             part.sample_numbers = torch.arange(first, first + len(part.input_ids))
@@ -400,9 +404,9 @@ def filled_up(batch: Batch, multiple: int) -> Batch:
     return batch._each(lambda tensor: tensor if tensor.dim() == 1 else nn.functional.pad(tensor, (0, more)))
 
 
-def split_rows(batch: Batch, count: int) -> list[Batch]:
-    """So many batches of one size, with samples at the end that do not count where they do not divide."""
-    size = -(-len(batch.input_ids) // count)
+def split_rows(batch: Batch, count: int, multiple: int = 1) -> list[Batch]:
+    """So many batches of one size, a multiple, with samples at the end that do not count where they do not divide."""
+    size = -(-len(batch.input_ids) // (count * multiple)) * multiple
     more = size * count - len(batch.input_ids)
     if more:
         batch = batch._each(lambda tensor: torch.cat([tensor, tensor[:1].expand(more, *tensor.shape[1:])]))

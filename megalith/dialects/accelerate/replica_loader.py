@@ -13,7 +13,12 @@ from itertools import islice
 from typing import Any
 
 import torch
-from accelerate.data_loader import _PYTORCH_DATALOADER_KWARGS, DataLoaderShard, prepare_data_loader
+from accelerate.data_loader import (
+    _PYTORCH_DATALOADER_KWARGS,
+    DataLoaderShard,
+    SeedableRandomSampler,
+    prepare_data_loader,
+)
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
@@ -112,9 +117,13 @@ def prepare_loader(
     replicas: int,
     replica: int,
     rng_types: list[str],
+    seed: int | None = None,
     skip: int = 0,
 ) -> DataLoader:
     """The script's loader, for one of the replicas, without the first `skip` turns. Every rank calls it alike.
+
+    `seed`: of a random order that begins anew in each epoch, as DataLoaderConfiguration(use_seedable_sampler=True) has
+    it; None: the sampler's own.
 
     Raises ConfigError for a loader without batches.
     """
@@ -126,6 +135,11 @@ def prepare_loader(
             "a dataloader without a batch size has no micro-batches; give it batch_size, or a batch sampler with one"
         )
     sampler = getattr(batches, "sampler", None)
+    if isinstance(sampler, RandomSampler) and seed is not None:
+        batches.sampler = sampler = SeedableRandomSampler(
+            sampler.data_source, sampler.replacement, sampler._num_samples, sampler.generator, data_seed=seed
+        )
+        sampler.generator = torch.Generator()
     if isinstance(sampler, RandomSampler) and sampler.generator is None:
         sampler.generator = (
             torch.Generator()
@@ -148,7 +162,7 @@ def prepare_loader(
         **kept,
     )
     prepared.without_first = partial(
-        prepare_loader, loader, device, micro_batches, replicas, replica, rng_types
+        prepare_loader, loader, device, micro_batches, replicas, replica, rng_types, None
     )
     return prepared
 
