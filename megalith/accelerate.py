@@ -15,7 +15,7 @@ except ImportError:
 from megalith.dialects.accelerate.patch import OURS, patch
 
 globals().update(OURS)
-__all__ = [*OURS, "MegalithTrainer", "patch"]
+__all__ = [*OURS, "patch"]
 
 
 def __getattr__(name: str) -> object:
