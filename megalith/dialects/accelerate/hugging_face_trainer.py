@@ -36,7 +36,7 @@ class MegalithTrainer(Trainer):
         if self._plugin.pp_degree > 1:
             raise ConfigError(
                 f"pp_degree is {self._plugin.pp_degree}, but the Trainer gives the model its micro-batches one by one, "
-                "and a pipeline with one micro-batch at a time stands still but for one stage; use tp_degree, "
+                "and with one at a time all stages of a pipeline but one are idle; use tp_degree, "
                 "context_parallel_size and data parallelism, or a loop of your own"
             )
         super().__init__(*args, **options)
