@@ -10,6 +10,7 @@ from accelerate_job import (
     STEPS,
     adamw,
     check,
+    checked,
     close,
     fresh_accelerator,
     model_of,
@@ -20,6 +21,7 @@ from accelerate_job import (
     train,
 )
 from test_accelerate_steps import with_own_loss
+from test_accelerate_training import cases_of
 from torch import nn
 from torch.utils.data import DataLoader
 
@@ -276,8 +278,10 @@ def saved(folder, layout, other, **more):
     check((losses, again.get_state_dict(second[0])), more["wanted"])
 
 
-def together(wanted, folder):
+def together(wanted, folder, cases):
     """What every rank of two checks."""
+    for case in cases.values():
+        checked(*case)
     with_own_loss()
     accelerator = fresh_accelerator(tp_degree=2, sequence_parallelism=True, return_logits=True)
     model, _, loader, _ = prepared(accelerator, "llama", samples(BATCH))
@@ -317,8 +321,9 @@ def replicas(folder):
 
 
 def test_two_processes(pool, tmp_path):
+    """One job: importing transformers takes a rank as long as five cases."""
     wanted = reference("llama", steps=2 * STEPS)
-    pool.run(together, wanted, tmp_path, size=2)
+    pool.run(together, wanted, tmp_path, cases_of(2, every=False), size=2)
     assert (
         main(["checkpoint", "merge", "--hf", str(tmp_path / "state"), str(tmp_path / "pytorch_model.bin")])
         == 0

@@ -40,12 +40,8 @@ def cases_of(size, every):
     return cases
 
 
-@pytest.mark.parametrize("size, every", [
-    (2, False),
-    pytest.param(2, True, marks=pytest.mark.full),
-    pytest.param(4, True, marks=pytest.mark.full),
-])  # fmt: skip
-def test_every_layout_is_plain_pytorch(pool, size, every):
-    """One job: importing transformers takes a rank as long as five cases."""
-    cases = cases_of(size, every)
-    pool.run_cases(checked, cases, size=size)
+@pytest.mark.full
+@pytest.mark.parametrize("size", LAYOUTS)
+def test_every_layout_is_plain_pytorch(pool, size):
+    """The first of them are in test_accelerate_loop.py."""
+    pool.run_cases(checked, cases_of(size, every=True), size=size)

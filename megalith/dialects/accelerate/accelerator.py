@@ -4,36 +4,35 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import accelerate
-import accelerate.accelerator as stock
 import torch
-import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
-from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, recursively_apply
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from megalith.comm.collectives import Axis, gather_json, summed
+from megalith.comm.collectives import Axis, gather_json
 from megalith.dialects.accelerate.dummies import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
 from megalith.dialects.accelerate.engine import MegatronEngine
 from megalith.dialects.accelerate.plugin import MegatronLMPlugin
+from megalith.dialects.accelerate.process_state import (
+    barrier,
+    gather_over,
+    megalith_for_megatron,
+    set_replicas,
+)
 from megalith.dialects.accelerate.replica_loader import prepare_loader
 from megalith.dialects.accelerate.train_steps import custom_step
 from megalith.errors import ConfigError
-from megalith.hardware import pick_device
-from megalith.launch.launcher import TIMEOUT, init_distributed, this_process
 
 SCHEDULERS = "schedulers.json"
-REPLICAS = "megalith_replicas"  # the data-parallel axis, in Accelerate's state of the process
 ASKED_FOR = "ACCELERATE_USE_MEGATRON_LM"  # by the launcher
 
 
@@ -82,7 +81,7 @@ class Accelerator(accelerate.Accelerator):
                 "run the script by `megalith accelerate launch`"
             )
         cpu = cpu or not torch.cuda.is_available()
-        with _megalith_for_megatron(cpu):
+        with megalith_for_megatron(cpu):
             super().__init__(*args, cpu=cpu, megatron_lm_plugin=megatron_lm_plugin, **options)
         megatron_lm_plugin.data_parallel_size_of(self.num_processes)
 
@@ -149,7 +148,7 @@ class Accelerator(accelerate.Accelerator):
         for note in engine.notes:
             self.print(f"note: {note}", flush=True)
         engine.custom = custom_step(self, self._plugin, engine)
-        AcceleratorState._shared_state[REPLICAS] = engine.mesh.dp
+        set_replicas(engine.mesh.dp)
         return engine
 
     def _prepared(self, one: Any) -> Any:
@@ -347,7 +346,7 @@ class Accelerator(accelerate.Accelerator):
     def wait_for_everyone(self) -> None:
         """Waits for all processes, which Accelerate itself does not under Megatron."""
         if self._is_ours:
-            _barrier()
+            barrier()
         else:
             super().wait_for_everyone()
 
@@ -364,96 +363,10 @@ class Accelerator(accelerate.Accelerator):
     @contextmanager
     def _first(self, goes: bool) -> Iterator[None]:
         if not goes:
-            _barrier()
+            barrier()
         yield
         if goes:
-            _barrier()
-
-
-class _GlooState(AcceleratorState):
-    """The state of processes without GPUs, for which Accelerate does not take Megatron into account."""
-
-    def __init__(self, *args: Any, megatron_lm_plugin: Any = None, **options: Any):
-        first = not AcceleratorState._shared_state
-        super().__init__(*args, megatron_lm_plugin=megatron_lm_plugin, **options)
-        if first and self.distributed_type in (
-            DistributedType.MULTI_CPU,
-            DistributedType.NO,
-            DistributedType.MULTI_GPU,
-        ):
-            self.distributed_type = DistributedType.MEGATRON_LM
-            megatron_lm_plugin.set_mixed_precision(self._mixed_precision)
-            self.megatron_lm_plugin = megatron_lm_plugin
-            PartialState._shared_state["distributed_type"] = self.distributed_type
-
-
-@contextmanager
-def _megalith_for_megatron(cpu: bool) -> Iterator[None]:
-    """In it Accelerate makes an Accelerator as if Megatron were installed, over process groups of ours."""
-    _join_processes(cpu)
-    before = {
-        name: getattr(stock, name)
-        for name in ("is_megatron_lm_available", "AcceleratorState", "MegatronLMPlugin")
-    }
-    after: dict[str, Callable] = {
-        "is_megatron_lm_available": lambda: True,
-        "AcceleratorState": _GlooState,
-        "MegatronLMPlugin": MegatronLMPlugin,
-    }
-    for name, value in after.items():
-        setattr(stock, name, value)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            setattr(stock, name, value)
-
-
-def _join_processes(cpu: bool, timeout: timedelta = TIMEOUT) -> None:
-    """The process group, of both gloo and NCCL on GPUs, before Accelerate makes one of NCCL alone."""
-    process = this_process()
-    if process.world_size > 1:  # which Accelerate asks for without GPUs
-        os.environ.setdefault("LOCAL_WORLD_SIZE", str(process.local_world_size))
-    if dist.is_initialized():
-        return
-    if process.world_size > 1:
-        init_distributed(pick_device("cpu" if cpu else "cuda", process.local_rank), timeout, one_speaks=False)
-    else:  # Accelerate broadcasts under Megatron, be it alone
-        dist.init_process_group(
-            "gloo" if cpu else "cpu:gloo,cuda:nccl", store=dist.HashStore(), rank=0, world_size=1
-        )
-
-
-def gather_over(tensor: Tensor, axis: Axis) -> Tensor:
-    """The tensors of all ranks of an axis, one behind the other; scalars as a row."""
-    own = (tensor[None] if tensor.dim() == 0 else tensor).detach().contiguous()
-    if axis.size == 1:
-        return own
-    every = [torch.empty_like(own) for _ in range(axis.size)]
-    dist.all_gather(every, own, group=axis.group)
-    return torch.cat(every)
-
-
-def current_replicas() -> Axis:
-    """The data-parallel axis of the prepared model of this process; one of size 1 before there is one."""
-    return AcceleratorState._shared_state.get(REPLICAS, Axis())
-
-
-def avg_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
-    """Each of the losses averaged over the data-parallel replicas: a tensor with one number a loss."""
-    mean, axis = torch.stack([loss.detach().float().reshape(()) for loss in losses]), current_replicas()
-    return summed(mean, axis) / axis.size
-
-
-def gather_across_data_parallel_groups(tensor: Any) -> Any:
-    """Tensors, in lists and dictionaries too, of all data-parallel replicas, one behind the other."""
-    axis = current_replicas()
-    return recursively_apply(lambda one: gather_over(one, axis), tensor, error_on_other_type=True)
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
+            barrier()
 
 
 def _has_tensors_alone(data: Any) -> bool:

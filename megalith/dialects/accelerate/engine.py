@@ -35,7 +35,14 @@ from megalith.dialects.accelerate.published_weights import (
     load_module,
     origins,
 )
-from megalith.dialects.accelerate.replica_loader import IGNORED
+from megalith.dialects.accelerate.script_batches import (
+    LABELS,
+    checked_batch,
+    filled_up,
+    is_right_padded,
+    next_tokens,
+    split_rows,
+)
 from megalith.dialects.accelerate.script_optimizer import EngineOptimizer
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.loss import Loss
@@ -45,15 +52,6 @@ from megalith.planner.layout import with_unsharded_layers
 from megalith.training.build import build_model, complete, vocabulary_rows
 from megalith.training.process import machine_of, prepare_process
 
-LABELS = ("labels", "shift_labels")  # those of the same tokens, and of the next ones
-TAKEN = ("input_ids", *LABELS, "attention_mask", "position_ids", "num_items_in_batch")
-WITHOUT_EFFECT = (
-    "use_cache",
-    "return_dict",
-    "output_attentions",
-    "output_hidden_states",
-    "output_router_logits",
-)
 STATE = "megalith"  # the folder of our checkpoint in that of save_state
 GROUPS = "optimizer_groups.json"
 FROM_LOGITS = (
@@ -136,7 +134,9 @@ class MegatronEngine(nn.Module):
             batch["input_ids"] = input_ids
         # What decides the passes is read on the host; a script's own functions get tensors of the device.
         where = "cpu" if self.custom is None else self.device
-        asked = {name: v.to(where) if isinstance(v, Tensor) else v for name, v in _checked(batch).items()}
+        asked = {
+            name: v.to(where) if isinstance(v, Tensor) else v for name, v in checked_batch(batch).items()
+        }
         trains = self.training and torch.is_grad_enabled()
         loss = logits = None
         if self.custom is not None or any(asked[name] is not None for name in LABELS):
@@ -213,7 +213,7 @@ class MegatronEngine(nn.Module):
         apart = documents is not None and bool((documents.diff(dim=1) != 0).any())
         seq = whole.input_ids.shape[1]
         counted = bool((whole.position_ids == torch.arange(seq, device=whole.position_ids.device)).all())
-        ends_padded = _is_right_padded(batch.get("attention_mask"))
+        ends_padded = is_right_padded(batch.get("attention_mask"))
         self.model.eval()
         if counted and (not apart or ends_padded):  # no token sees what comes after it
             return self.model(whole.input_ids)
@@ -332,87 +332,3 @@ class _NoGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         raise ConfigError(ctx.told)
-
-
-def _checked(batch: Mapping[str, Any]) -> dict[str, Any]:
-    others = [
-        name for name, value in batch.items() if name not in (*TAKEN, *WITHOUT_EFFECT) and value is not None
-    ]
-    if others:
-        raise ConfigError(
-            f"the model was called with {', '.join(others)}, which decoder-only models here do not take; they take "
-            f"{', '.join(TAKEN)}: leave it out of the batch"
-        )
-    if batch.get("input_ids") is None or batch["input_ids"].dim() != 2:
-        raise ConfigError(
-            "the model is called with input_ids [batch, seq]; give the batch by name: model(**batch)"
-        )
-    mask = batch.get("attention_mask")
-    if mask is not None and mask.shape != batch["input_ids"].shape:
-        raise ConfigError(
-            f"attention_mask has the shape {list(mask.shape)}, not that of input_ids {list(batch['input_ids'].shape)}; "
-            "give one number a token, or tell packed samples apart by position_ids"
-        )
-    return {name: batch.get(name) for name in TAKEN}
-
-
-def next_tokens(batch: Mapping[str, Any], masked_rows: int, eod: int | None) -> Batch:
-    """A batch of transformers as one of ours: what stands at a place predicts the label of the next one.
-
-    Labels of −100, the last `masked_rows` samples and padding (attention_mask 0) do not count. Padding, and samples
-    that position_ids tell apart where there is no mask, are documents of their own.
-    """
-    tokens, mask, positions = batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids")
-    labels = torch.full_like(tokens, IGNORED)
-    if batch.get("shift_labels") is not None:
-        labels.copy_(batch["shift_labels"])
-    elif batch.get("labels") is not None:
-        labels[:, :-1] = batch["labels"][:, 1:]
-    documents = None
-    if mask is not None and not bool(mask.all()):
-        labels = labels.masked_fill(mask == 0, IGNORED)
-        documents = (mask != 0).to(torch.int32)
-    places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
-    if positions is None:
-        positions = places
-    else:
-        positions = positions.expand_as(tokens)
-        if mask is None and bool((positions.diff(dim=1) != 1).any()):
-            begins = torch.zeros_like(tokens, dtype=torch.int32)
-            begins[:, 1:] = positions.diff(dim=1) != 1
-            documents = begins.cumsum(1, dtype=torch.int32)
-    if masked_rows:
-        labels[-masked_rows:] = IGNORED
-    if eod is not None:
-        labels = labels.masked_fill(torch.isin(tokens, torch.as_tensor(eod, device=tokens.device)), IGNORED)
-    counts = labels != IGNORED
-    return Batch(
-        input_ids=tokens,
-        labels=labels.masked_fill(~counts, 0),
-        loss_mask=counts.float(),
-        position_ids=positions.contiguous(),
-        document_ids=documents,
-        sample_numbers=torch.arange(len(tokens)),
-    )
-
-
-def filled_up(batch: Batch, multiple: int) -> Batch:
-    """With tokens at the end that do not count, so that the length is a multiple."""
-    more = -batch.input_ids.shape[1] % multiple
-    if not more:
-        return batch
-    return batch._each(lambda tensor: tensor if tensor.dim() == 1 else nn.functional.pad(tensor, (0, more)))
-
-
-def split_rows(batch: Batch, count: int, multiple: int = 1) -> list[Batch]:
-    """So many batches of one size, a multiple, with samples at the end that do not count where they do not divide."""
-    size = -(-len(batch.input_ids) // (count * multiple)) * multiple
-    more = size * count - len(batch.input_ids)
-    if more:
-        batch = batch._each(lambda tensor: torch.cat([tensor, tensor[:1].expand(more, *tensor.shape[1:])]))
-        batch.loss_mask[-more:] = 0
-    return [batch._each(lambda tensor, n=n: tensor[n * size : (n + 1) * size]) for n in range(count)]
-
-
-def _is_right_padded(mask: Tensor | None) -> bool:
-    return mask is not None and bool((mask.diff(dim=1) <= 0).all())

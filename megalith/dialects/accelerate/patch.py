@@ -7,7 +7,7 @@ import sys
 
 import accelerate
 
-from megalith.dialects.accelerate import accelerator, dummies, engine, plugin, train_steps
+from megalith.dialects.accelerate import accelerator, dummies, engine, plugin, process_state, train_steps
 
 OURS = {
     "Accelerator": accelerator.Accelerator,
@@ -21,8 +21,8 @@ OURS = {
     "GPTTrainStep": train_steps.GPTTrainStep,
     "BertTrainStep": train_steps.BertTrainStep,
     "T5TrainStep": train_steps.T5TrainStep,
-    "avg_losses_across_data_parallel_group": accelerator.avg_losses_across_data_parallel_group,
-    "gather_across_data_parallel_groups": accelerator.gather_across_data_parallel_groups,
+    "avg_losses_across_data_parallel_group": process_state.avg_losses_across_data_parallel_group,
+    "gather_across_data_parallel_groups": process_state.gather_across_data_parallel_groups,
 }
 HOMES = ("accelerate", "accelerate.accelerator", "accelerate.utils", "accelerate.utils.dataclasses",
          "accelerate.utils.megatron_lm")  # fmt: skip
