@@ -84,7 +84,6 @@ ALIASES: dict[str, Rename | Choose | Already | Derive] = {
     "parallel.average_in_collective":                 Already("gradients are summed; the loss is divided by the step's count of valid tokens"),
     "parallel.overlap_grad_reduce":                   Already("gradient reduction always overlaps the backward pass"),
     "parallel.overlap_param_gather":                  Already("parameter all-gathers always overlap the forward pass"),
-    "parallel.dp_comm_overlap_bucket_size":           Already("a bucket is a transformer block", int),
 
     "model.seq_length":                               Rename("data.seq_length"),
     "model.norm_epsilon":                             Rename("model.layernorm_epsilon"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from megalith.config.base import Needs, Section, Shrinks
 
@@ -67,6 +67,9 @@ class LogConfig(Section):
 
     log_num_zeros_in_grad: bool = False
     """Each log interval has the number of gradient elements that are 0."""
+
+    log_fp8_interval: Annotated[NonNegativeInt, Needs("train.fp8_format")] = 0
+    """Steps between those whose FP8 amaxes, overflow and underflow are counted, by linear; 0: none."""
 
     timing_log_level: Literal[0, 1, 2] = 0
     """Each log interval has the times, over the ranks, of 1: forward-backward and optimizer, 2: batches too."""

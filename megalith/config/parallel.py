@@ -87,6 +87,11 @@ class ParallelConfig(Section):
     )
     """What is sharded over data-parallel devices: nothing, or in turn optimizer state, gradients, parameters."""
 
+    dp_comm_overlap_bucket_size: Annotated[
+        PositiveInt | None, Needs("data_parallel_sharding_strategy", "no_shard")
+    ] = None
+    """Bytes of fp32 gradients that replicas reduce together, at least; absent: a layer's."""
+
     fsdp_unsharded_layers: Annotated[
         NonNegativeInt | Literal["auto"], Needs("data_parallel_sharding_strategy", "optim_grads_params")
     ] = "auto"

@@ -50,7 +50,7 @@ def apply(
             cut_adapters(chunk, tensor)
         apply_context(chunk, mesh.cp, parallel.cp_exchange, parallel.hierarchical_context_parallel_sizes)
         apply_expert(chunk, mesh, tensor, parallel.moe_token_dispatcher_type)
-        apply_fp8(chunk, config, mesh, table)
+        apply_fp8(chunk, config, mesh, device, table)
         apply_ping_pong(chunk, parallel, tensor)
         apply_recompute(chunk, parallel, mesh.tp)
         if compiles(config, device):

@@ -24,6 +24,7 @@ from megalith.ops.fp8 import (
     Fp8GroupedGemm,
 )
 from megalith.ops.gemm import Gemm
+from megalith.parallel.fp8_counts import CountedGemm
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.seams import plug
 
@@ -79,8 +80,11 @@ def amax_table(model: Transformer, config: RunConfig, device: torch.device) -> A
     )
 
 
-def apply_fp8(chunk: Transformer, config: RunConfig, mesh: Mesh, table: AmaxTable | None) -> None:
-    """Gives the chunk's linears and experts their Gemms, in place; nothing without `fp8_format`."""
+def apply_fp8(
+    chunk: Transformer, config: RunConfig, mesh: Mesh, device: torch.device, table: AmaxTable | None
+) -> None:
+    """Gives the chunk's linears and experts their Gemms, in place; nothing without `fp8_format`. With
+    `log_fp8_interval` the linears' operands can be counted."""
     if config.train.fp8_format is None:
         return
     for name, module in fp8_modules(chunk, config).items():
@@ -89,7 +93,8 @@ def apply_fp8(chunk: Transformer, config: RunConfig, mesh: Mesh, table: AmaxTabl
             axes = (Axis(), mesh.etp) if name.endswith("linear_fc1") else (mesh.etp, Axis())
             plug(module, "gemm", Fp8GroupedGemm(module.gemm.kernel, *axes))
         else:
-            plug(module, "gemm", _gemm(name, config, mesh, table, chunk.compute_dtype))
+            gemm = _gemm(name, config, mesh, table, chunk.compute_dtype)
+            plug(module, "gemm", CountedGemm(gemm, device) if config.log.log_fp8_interval else gemm)
 
 
 def _gemm(name: str, config: RunConfig, mesh: Mesh, table: AmaxTable | None, dtype: torch.dtype) -> Gemm:

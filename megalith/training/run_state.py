@@ -20,6 +20,7 @@ from megalith.data.dataset import SampleDataset
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.models.loss import CrossEntropy, Loss
 from megalith.optim.schedule import build_schedule
+from megalith.parallel.fp8_counts import counted, counters
 from megalith.parallel.mesh import Mesh
 from megalith.remote import StorePath, place
 from megalith.report.measured_step import PhaseTimers
@@ -78,6 +79,7 @@ class Run:
             keep_every=config.checkpoint.keep_every,
             background=config.checkpoint.async_save,
         )
+        self.counters = counters(self.model.chunks)
         self.replicas = None
         if config.runtime.check_weight_hash_across_dp_replicas_interval:
             self.replicas = ReplicaCheck(self.model.chunks, self.model.parameters, mesh.world, mesh.tied)
@@ -109,9 +111,16 @@ class Run:
         count = self.data.micro_batches(self.consumed_samples)
         with self.timers("batch-generator"):
             micro_batches = [next(batches) for _ in range(count)]
+        interval = self.config.log.log_fp8_interval if self.config.train.fp8_format else 0
+        counts = interval > 0 and (self.step + 1) % interval == 0
+        for counter in self.counters.values():
+            counter.begin_step(counts)
         with self.timers("forward-backward"):
             loss = second_try(self.gradients(micro_batches), micro_batches)
         figures = self.task.figures(self)
+        if counts:
+            of_task, of_fp8 = figures or dict, counted(self.counters, self.mesh.world)
+            figures = lambda: {**of_task(), **of_fp8}  # noqa: E731
         lr = self.schedule.learning_rate(self.step, self.consumed_samples)
         weight_decay = self.schedule.weight_decay(self.step, self.consumed_samples)
         decoupled = self.schedule.decoupled

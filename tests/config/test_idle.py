@@ -84,6 +84,10 @@ READ_WITH = {
         ("optim.lr_wsd_decay_iters=5", "optim.lr_decay_style=WSD"),
     "optim.decoupled_lr":
         ("optim.decoupled_min_lr=1e-5", "optim.decoupled_lr=1e-3"),
+    "parallel.data_parallel_sharding_strategy no_shard":
+        ("parallel.dp_comm_overlap_bucket_size=9", "parallel.data_parallel_sharding_strategy=no_shard"),
+    "parallel.data_parallel_sharding_strategy optim_grads_params":
+        ("parallel.fsdp_unsharded_layers=1", "parallel.data_parallel_sharding_strategy=optim_grads_params"),
     "optim.optimizer_cpu_offload true":
         ("optim.optimizer_offload_fraction=0.5", "optim.optimizer_cpu_offload=true"),
     "train.precision fp16":
@@ -135,6 +139,8 @@ def test_each_need_has_its_case():
 def test_a_setting_is_read_with_what_it_needs_and_not_without(need):
     own, beside = (words.split() for words in READ_WITH[need])
     off = ["optim.optimizer=sgd"] if need.endswith("but sgd") else []
+    if need.endswith("no_shard"):
+        off = ["parallel.data_parallel_sharding_strategy=optim"]
     if "rope_scaling" in need:
         off = ["model.position_embedding_type=rope", "model.rope_scaling.type=linear"]
     if need.startswith("rl.") and need != "rl.rollouts":

@@ -68,7 +68,7 @@ SETTINGS = [
     ("parallel.overlap_grad_reduce",                   True, None, None, None),
     ("parallel.overlap_param_gather",                  True, None, None, None),
     ("parallel.tp_comm_overlap",                       True, "parallel.tp_comm_overlap", True, "auto"),
-    ("parallel.dp_comm_overlap_bucket_size",           40000000, None, None, None),
+    ("parallel.dp_comm_overlap_bucket_size",           40000000, "parallel.dp_comm_overlap_bucket_size", 40000000, None),
     # memory
     ("parallel.recompute_activations",                 True, "parallel.recompute_granularity", "full", None),
     ("parallel.recompute_granularity",                 "selective", "parallel.recompute_granularity", "selective", None),
@@ -215,7 +215,6 @@ WRONG_TYPES = [
     ("train.bf16", "yes please", "true or false is needed"),
     ("parallel.recompute_activations", "false", "true or false is needed"),
     ("parallel.overlap_grad_reduce", 3, "true or false is needed"),
-    ("parallel.dp_comm_overlap_bucket_size", True, "a whole number is needed"),
     ("checkpoint.ckpt_format", "zip", "one of torch, torch_dist"),
     ("parallel.num_layers_per_virtual_pipeline_stage", "2", "a whole number is needed"),
     ("train.lr", "fast", "optim.lr is 'fast': a number is needed"),

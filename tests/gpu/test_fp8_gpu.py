@@ -23,6 +23,7 @@ from megalith.ops.fp8 import (
 from megalith.ops.gemm import linear
 from megalith.ops.grouped_gemm import RowGroups
 from megalith.parity.job import run_job
+from megalith.report.metrics import read_records
 
 two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 ROUNDING = 2**-8  # of one number in bf16, relative
@@ -198,6 +199,20 @@ def test_recomputing_and_resuming_are_bitwise(tmp_path, recipe):
     resumed = run("parts", **parts)
     for name, other in (("recomputed", recomputed), ("resumed", resumed)):
         assert all(torch.equal(whole[key], other[key]) for key in whole), name
+
+
+@pytest.mark.parametrize("recipe", ["delayed", "blockwise"])
+def test_counts_in_compiled_layers_change_nothing(tmp_path, recipe):
+    found = {}
+    for interval in (0, 4):
+        settings = RECIPES[recipe] | {"log.log_fp8_interval": interval, "log.log_interval": 1}
+        config = configuration(tmp_path / str(interval), **settings)
+        megalith.train(config)
+        found[interval] = read_records(tmp_path / str(interval) / "metrics.jsonl")
+    assert [each["loss"] for each in found[0]] == [each["loss"] for each in found[4]]
+    counted = {each["step"]: {k: v for k, v in each.items() if k.startswith("fp8_")} for each in found[4]}
+    assert all(bool(figures) == (step in (4, 8)) for step, figures in counted.items())
+    assert all(value > 0 for key, value in counted[8].items() if key.startswith("fp8_amax"))
 
 
 TWO_GPUS = {

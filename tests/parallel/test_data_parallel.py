@@ -54,6 +54,8 @@ JOBS: dict[int, dict[str, Job]] = {
             for name, recompute in RECOMPUTED.items()
             for s in ("no_shard", "optim_grads_params")
         },
+        "small buckets": sharded(Job(GPT2), "no_shard", dp_comm_overlap_bucket_size=4_000),
+        "one bucket": sharded(Job(GPT2), "no_shard", dp_comm_overlap_bucket_size=10_000_000),
         "the last layer is not freed": sharded(Job(GPT2), "optim_grads_params", fsdp_unsharded_layers=1),
         "no layer is freed": sharded(Job(GPT2), "optim_grads_params", fsdp_unsharded_layers=2),
         **{

@@ -57,6 +57,26 @@ def test_nothing_is_summed_before_the_last_micro_batch(pool):
         assert counts == [0, 0, 3]
 
 
+def buckets(job: Job) -> list[list[tuple[str, int]]]:
+    model = Trained(job).model
+    sizes = {name: 4 * parameter.numel() for name, parameter in model.named_parameters()}
+    assert len(sizes) == sum(len(unit.names) for unit in model.replicated._units)
+    return [[(name, sizes[name]) for name in unit.names] for unit in model.replicated._units]
+
+
+def test_buckets_hold_the_bytes_asked_for_from_the_last_layer_on(pool):
+    job = Job(GPT2).with_parallel(dp_comm_overlap_bucket_size=20_000)
+    for rank in pool.run(buckets, job, size=2):
+        *layers, _ = rank  # embedding and final norm are the last
+        assert {name[:9] for name, _ in layers[0]} == {"layers.1."} and layers[-1][-1][0].startswith(
+            "layers.0."
+        )
+        for bucket in layers[:-1]:
+            held = sum(size for _, size in bucket)
+            assert held >= 20_000 > held - bucket[-1][1]
+        assert 1 < len(layers) < len([name for bucket in layers for name in bucket])
+
+
 class Pair(nn.Module):
     """Two linears; the second one's bias is used in some passes alone, and the first one's weight is frozen."""
 

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from megalith.config import RunConfig
 from megalith.ops.fp8 import AmaxTable
-from megalith.parity.job import Outcome, run_job
+from megalith.parallel.fp8_counts import KINDS
+from megalith.parity.job import Outcome, run_job, start
 
 STEPS = 4  # the scales of three of them are of steps before
 # Sizes that FP8 matmuls take, on two tensor-parallel ranks too.
@@ -56,3 +57,24 @@ def run_fp8_job(config: RunConfig) -> Fp8Outcome:
     with mock.patch.object(AmaxTable, "end_step", noted):
         outcome = run_job(config, STEPS)
     return Fp8Outcome(outcome, scales[0] if scales else None)
+
+
+@dataclass
+class Steps:
+    losses: list[float]
+    figures: list[dict[str, float]]
+    amaxes: dict[str, float]  # after the second step, with delayed scaling; as in its figures
+
+
+def figures_of_steps(config: RunConfig) -> Steps:
+    run, found = start(config), Steps([], [], {})
+    with run.data.train_loader(run.step, run.consumed_samples, run.device) as batches:
+        for number in range(3):
+            step = run.train_step(batches)
+            found.losses.append(step.loss.item())
+            found.figures.append(step.figures() if step.figures else {})
+            if number == 1 and run.model.amaxes is not None:
+                for name, row in run.model.amaxes.rows.items():
+                    amaxes = run.model.amaxes.history[0, row].tolist()
+                    found.amaxes |= {f"fp8_amax/{name}.{kind}": amax for kind, amax in zip(KINDS, amaxes)}
+    return found

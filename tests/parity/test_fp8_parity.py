@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fp8_job import Fp8Outcome, block_config, expert_config, fp8_config, run_fp8_job
+from fp8_job import Fp8Outcome, block_config, expert_config, figures_of_steps, fp8_config, run_fp8_job
 from parity_cases import train
 
 from megalith.checkpoint.manifest import TensorRecord
@@ -14,7 +14,8 @@ from megalith.comm.collectives import Axis
 from megalith.config import RunConfig
 from megalith.config.rules.fp8_rules import check_fp8
 from megalith.errors import CheckpointError, ConfigError
-from megalith.ops.fp8 import AmaxTable
+from megalith.ops.fp8 import E4M3, AmaxTable, codes_of
+from megalith.parallel.fp8_counts import KINDS, count
 from megalith.parallel.fp8_linears import apply_fp8, fp8_modules
 from megalith.parity.differences import compare
 from megalith.parity.job import start, state_by_name
@@ -27,6 +28,9 @@ MAKERS = {
     "blockwise": block_config,
     "experts": expert_config,
 }
+
+
+LINEARS = "self_attention.linear_qkv", "self_attention.linear_proj", "mlp.linear_fc1", "mlp.linear_fc2"
 
 
 @functools.cache
@@ -80,6 +84,34 @@ def test_a_resumed_run_is_bitwise_the_one_that_went_on(tmp_path, length):
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
+@pytest.mark.parametrize("kind", ["delayed", "blockwise"])
+def test_counts_are_of_the_whole_run_and_change_nothing(pool, kind):
+    counted = {"log.log_fp8_interval": 2}
+    one, plain = (figures_of_steps(MAKERS[kind](None).with_settings(s)) for s in (counted, {}))
+    assert one.losses == plain.losses and one.figures[0] == one.figures[2] == {} == plain.figures[1]
+    names = {f"layers.{n}.{name}" for n in (0, 1) for name in LINEARS}
+    keys = {f"fp8_{f}/{n}.{k}" for f in ("amax", "overflow", "underflow") for n in names for k in KINDS}
+    assert one.figures[1].keys() == keys
+    if kind == "delayed":
+        assert all(one.figures[1][key] == amax for key, amax in one.amaxes.items())
+    layout = MAKERS[kind]("tp2-sp").with_settings(counted)
+    first, second = pool.run(figures_of_steps, layout, size=2)
+    assert second.figures[1] == {} and first.figures[1] == pytest.approx(one.figures[1], rel=2e-2, abs=2e-3)
+
+
+def test_a_code_is_counted_where_it_is_the_largest_or_lost_a_number():
+    x = torch.tensor([[0.0, 2.0**-20, -3.0, 500.0], [1.0, -0.0, 900.0, -2000.0]])
+    sums = torch.tensor([7.0, 1, 1, 1], dtype=torch.float64)
+    codes = codes_of(x, torch.tensor(1.0), E4M3)
+    assert torch.equal(count(codes, x, sums).float(), codes.float())
+    assert sums.tolist() == [
+        2000.0,
+        9,
+        4,
+        2,
+    ]  # 500, 900 and −2000 are cut to 448; one of seven others became 0
+
+
 def test_an_infinity_that_the_clamp_hides_skips_the_step_and_leaves_the_scales():
     run = start(fp8_config(None, train_iters=4))
     train(run, 1)
@@ -126,7 +158,7 @@ def test_as_many_first_and_last_layers_as_are_asked_for_stay_in_the_compute_dtyp
 def test_the_scale_of_a_tensor_is_that_of_all_ranks_that_hold_shards_of_it():
     axes = {"tp": Axis(2, 0), "cp": Axis(2, 1), "etp": Axis(4, 0)}
     model = build_meta_model(config := expert_config(None).with_settings({"train.fp8_recipe": "tensorwise"}))
-    apply_fp8(model, config, SimpleNamespace(**axes), None)
+    apply_fp8(model, config, SimpleNamespace(**axes), torch.device("meta"), None)
     layer = model.layers["0"]
     assert layer.self_attention.linear_qkv.gemm.scaling.axes == (axes["tp"], axes["cp"])
     cuts = [(fc.gemm.cut.size, fc.gemm.cut_gradient.size) for fc in layer.mlp.experts.children()]

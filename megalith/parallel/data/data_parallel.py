@@ -70,7 +70,7 @@ def apply_data(chunks: Iterable[Transformer], mesh: Mesh, parallel: ParallelConf
     """
     if _are_whole(parallel):
         for chunk in chunks:
-            replicate(chunk, mesh)
+            replicate(chunk, mesh, parallel.dp_comm_overlap_bucket_size)
         return
     strategy = STRATEGIES[parallel.data_parallel_sharding_strategy]
     frees = (

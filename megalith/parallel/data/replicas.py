@@ -37,7 +37,7 @@ class Unit:
     """Parameters whose gradients are summed together, over the axis that they are copied over."""
 
     axis: Axis
-    names: Sequence[str]
+    names: list[str]
     trained: list[nn.Parameter] = field(default_factory=list)
     missing: int = 0
     """How many have no gradient yet from the pass that goes on."""
@@ -119,10 +119,11 @@ class Replicated:
             unit.begin()
 
 
-def replicate(chunk: Transformer, mesh: Mesh) -> None:
+def replicate(chunk: Transformer, mesh: Mesh, bucket_size: int | None = None) -> None:
     """Lets this rank's chunk have its parameters whole, in place: `chunk.replicated` sums their gradients.
 
-    Dense parameters are copied over mesh.dp_cp, experts over mesh.edp.
+    Dense parameters are copied over mesh.dp_cp, experts over mesh.edp. `bucket_size`: the least bytes of gradients that
+    are reduced together, of layers that follow each other; None: a layer's.
     """
     names, units = {name for name, _ in chunk.named_parameters()}, []
     for prefix, layer in layers_of(chunk).items():
@@ -131,9 +132,26 @@ def replicate(chunk: Transformer, mesh: Mesh) -> None:
         dense = [name for name in own if name not in experts]
         units += [Unit(mesh.edp, experts), Unit(mesh.dp_cp, dense)]
         names.difference_update(own)
+    if bucket_size is not None:
+        units = [
+            bucket for axis in (mesh.edp, mesh.dp_cp) for bucket in _buckets(chunk, units, axis, bucket_size)
+        ]
     units.append(Unit(mesh.dp_cp, sorted(names)))
     units = [unit for unit in units if unit.names and unit.axis.size > 1]
     plug(chunk, "replicated", Replicated(chunk, units))
+
+
+def _buckets(chunk: nn.Module, units: Sequence[Unit], axis: Axis, size: int) -> list[Unit]:
+    """The parameters of the units over `axis` in buckets of `size` bytes or somewhat more, from the model's end."""
+    parameters = dict(chunk.named_parameters())
+    buckets, left = [], 0
+    for name in reversed([name for unit in units if unit.axis is axis for name in unit.names]):
+        if left <= 0:
+            buckets.append(Unit(axis, []))
+            left = size
+        buckets[-1].names.append(name)
+        left -= 4 * local(parameters[name]).numel()  # fp32
+    return buckets
 
 
 def copies_of(chunk: nn.Module) -> Mapping[str, Axis]:
