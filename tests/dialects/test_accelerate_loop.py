@@ -14,6 +14,7 @@ from accelerate_job import (
     close,
     fresh_accelerator,
     model_of,
+    plain_sgd,
     prepared,
     reference,
     samples,
@@ -223,6 +224,21 @@ def test_the_weights_go_back_into_the_scripts_model_and_files(tmp_path):
     stored = load_file(tmp_path / "model" / "model.safetensors")
     assert stored.keys() == module.state_dict().keys()
     assert (tmp_path / "model" / "config.json").exists()
+
+
+def test_a_model_without_weights_gets_those_of_a_checkpoint(tmp_path):
+    accelerator, model, own, batch = one_step("mixtral")
+    accelerator.backward(model(**batch).loss)
+    own.step()
+    for _ in range(2):  # the second time into the same folder
+        accelerator.save_state(tmp_path / "state")
+    wanted = accelerator.get_state_dict(model)
+    accelerator = fresh_accelerator()
+    with torch.device("meta"):
+        empty = model_of("mixtral")
+    model, _ = accelerator.prepare(empty, plain_sgd(empty))
+    accelerator.load_state(tmp_path / "state")
+    check(([], accelerator.get_state_dict(model)), ([], wanted))
 
 
 def test_bf16_and_a_model_that_is_bf16():

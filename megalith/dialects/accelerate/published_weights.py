@@ -67,7 +67,8 @@ class ModuleWeights:
 
 
 def load_module(module: nn.Module, family: Family, model: ModelConfig, chunks: Model) -> list[Group]:
-    """Fills the chunks of this rank from a module, and returns the groups of the model.
+    """Fills the chunks of this rank from a module, and returns the groups of the model. One on the meta device, as of
+    accelerate.init_empty_weights, leaves initial weights there, for a checkpoint to be loaded.
 
     Raises ConfigError for tensors that are missing, of another shape, or of no use here.
     """
@@ -83,7 +84,8 @@ def load_module(module: nn.Module, family: Family, model: ModelConfig, chunks: M
             f"{type(module).__name__} has not the tensors that its config says: {shorten(other)}; give the model as "
             "transformers makes it"
         )
-    load_source(ModuleWeights(groups, state), chunks, 0)
+    if not any(tensor.is_meta for tensor in state.values()):
+        load_source(ModuleWeights(groups, state), chunks, 0)
     return groups
 
 

@@ -44,7 +44,7 @@ class ReplicaBatches(BatchSampler):
         skip: int = 0,
     ):
         """`skip`: turns that are left out at the beginning."""
-        self.batches, self.micro_batches, self.replicas, self.replica = (
+        self.batch_sampler, self.micro_batches, self.replicas, self.replica = (
             batches,
             micro_batches,
             replicas,
@@ -57,11 +57,11 @@ class ReplicaBatches(BatchSampler):
 
     def __len__(self) -> int:
         turn = self.micro_batches * self.replicas
-        turns = len(self.batches) // turn if self.drop_last else -(-len(self.batches) // turn)
+        turns = len(self.batch_sampler) // turn if self.drop_last else -(-len(self.batch_sampler) // turn)
         return max(turns - self.skip, 0)
 
     def __iter__(self) -> Iterator[list[int]]:
-        source, whole = iter(self.batches), self.batch_size * self.replicas
+        source, whole = iter(self.batch_sampler), self.batch_size * self.replicas
         first: list[int] = []
         turn = 0
         while taken := list(islice(source, self.micro_batches * self.replicas)):
