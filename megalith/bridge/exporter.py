@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from megalith.bridge.families import family_for, family_named, family_of
@@ -222,6 +223,37 @@ def export_hf(
         writer.write_json(GENERATION, origin.generation or _generation(tokenizer))
         notes += _write_tokenizer(writer, origin, tokenizer)
     return Export(place(out), chosen, opened, groups, dtypes, notes)
+
+
+def merge_hf(checkpoint: str | Path, path: Path) -> None:
+    """Writes a run's weights into one file by Hugging Face's names, in float32, and config.json beside it unless one is
+    there: `.safetensors`, or `.bin` or `.pt` for torch.load. Holds the whole model in memory.
+
+    Raises CheckpointError for another suffix, or where the checkpoint is not whole or the disk refuses; ConfigError
+    where no family can say the model.
+    """
+    if path.suffix not in (".safetensors", ".bin", ".pt"):
+        raise CheckpointError(f"the suffix of {path.name} is not known; end it in .safetensors, .bin or .pt")
+    opened = open_existing(checkpoint, ("model",))
+    model = config_of(opened).model
+    family, found = family_for(model), {}
+    for group in family.groups(model):
+        whole = torch.empty(group.shape)
+        opened.fill("model", {group.name: Box(whole, (0,) * len(group.shape), group.shape, owned=True)})
+        dtypes = dict.fromkeys(group.sources, torch.float32)
+        found.update({name: value.clone() for name, value in to_theirs(group, whole, dtypes)})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        if path.suffix == ".safetensors":
+            save_file(found, path, metadata={"format": "pt"})
+        else:
+            torch.save(found, path)
+        if not (path.parent / CONFIG).exists():
+            (path.parent / CONFIG).write_text(json.dumps(family.write_config(model), indent=2) + "\n")
+    except (OSError, RuntimeError) as error:  # torch.save tells of a full disk by the latter
+        raise CheckpointError(
+            f"{path} could not be written: {error}; make room, or choose another place"
+        ) from error
 
 
 def _origin_folder(checkpoint: Checkpoint, model: ModelConfig) -> Path | None:

@@ -53,6 +53,9 @@ def add_checkpoint_commands(commands: Any) -> None:
     merge.add_argument("path", help=f"{GIVEN}; of several steps the newest")
     merge.add_argument("output", help="file to write: .safetensors, or .bin or .pt for torch.load")
     _add_part(merge, "model", default="model")
+    merge.add_argument(
+        "--hf", action="store_true", help="the weights by Hugging Face's names, with config.json beside them"
+    )
     merge.set_defaults(run=run_merge)
 
 
@@ -145,7 +148,14 @@ def run_reshard(args: argparse.Namespace) -> int:
 def run_merge(args: argparse.Namespace) -> int:
     from megalith.checkpoint.rewrite import merge
 
-    merge(_open(args.path, args.part), args.part, Path(args.output))
+    state = Path(args.path) / "megalith"  # in a folder of Accelerate's save_state
+    path = state if state.is_dir() else args.path
+    if args.hf:
+        from megalith.bridge.exporter import merge_hf
+
+        merge_hf(path, Path(args.output))
+    else:
+        merge(_open(path, args.part), args.part, Path(args.output))
     print(f"wrote {printable(args.output)}")
     return 0
 

@@ -41,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         **dict.fromkeys(PROGRAMS, train),
         **dict.fromkeys((*MEGATRON_PROGRAMS, "megatron"), megatron),
         "plan": plan,
+        "accelerate": accelerate,
     }  # they read their own options
     if not arguments or arguments[0] not in own:
         return _told(lambda: _run_subcommand(arguments))
@@ -88,6 +89,13 @@ def megatron(words: list[str]) -> int:
     return door.run_command(words)
 
 
+def accelerate(words: list[str]) -> int:
+    """`megalith accelerate launch|config|enable|disable …`"""
+    from megalith.dialects.accelerate.launch_door import run_command
+
+    return run_command(words[1:])
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Every subcommand with its options. Those that read their own, like `train`, are listed here alone."""
     from megalith.cli import clusters, conversion, datasets, generation, looking, training
@@ -112,6 +120,7 @@ def build_parser() -> argparse.ArgumentParser:
         "megatron", help="run Megatron-LM's scripts, install its programs' names, list its flags"
     )
     commands.add_parser("plan", help="layouts, memory, time and cost of a job, without its devices")
+    commands.add_parser("accelerate", help="run Accelerate's scripts on Megalith, and configure its launcher")
     datasets.add_dataset_commands(commands)
     conversion.add_conversion_commands(commands)
     pipeline = group(commands, "pipeline", "look at pipeline schedules")

@@ -78,11 +78,11 @@ def _number_here(rank: int) -> int:
     return rank % gpus if gpus else rank
 
 
-def init_distributed(device: torch.device, timeout: timedelta = TIMEOUT) -> Process:
+def init_distributed(device: torch.device, timeout: timedelta = TIMEOUT, one_speaks: bool = True) -> Process:
     """Joins the job's other processes, if it has any; a single process gets no process group.
 
     `timeout` is how long a collective waits for the others. `device` is this process's own. Of many processes only
-    the first keeps its standard output.
+    the first keeps its standard output, where `one_speaks`.
     """
     end_with_launcher()
     process = this_process()
@@ -105,7 +105,7 @@ def init_distributed(device: torch.device, timeout: timedelta = TIMEOUT) -> Proc
         dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **options)
     else:
         dist.init_process_group("gloo", **options)
-    if not process.is_first:
+    if one_speaks and not process.is_first:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (to the end of the process)
     return process
 

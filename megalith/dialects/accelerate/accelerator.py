@@ -1,0 +1,392 @@
+"""Accelerator: Accelerate's own, with Megalith behind it where it has a MegatronLMPlugin; else it is the same."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import accelerate
+import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
+from accelerate.utils import DistributedType, recursively_apply
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from megalith.comm.collectives import Axis, gather_json
+from megalith.dialects.accelerate.dummies import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
+from megalith.dialects.accelerate.engine import MegatronEngine
+from megalith.dialects.accelerate.plugin import MegatronLMPlugin
+from megalith.dialects.accelerate.process_state import (
+    barrier,
+    gather_over,
+    megalith_for_megatron,
+    set_replicas,
+)
+from megalith.dialects.accelerate.replica_loader import prepare_loader
+from megalith.dialects.accelerate.train_steps import custom_step
+from megalith.errors import ConfigError
+
+SCHEDULERS = "schedulers.json"
+ASKED_FOR = "ACCELERATE_USE_MEGATRON_LM"  # by the launcher
+
+
+class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
+    """The prepared optimizer: it steps, and forgets its gradients, where `accumulate` says that a step is whole."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        super().__init__(optimizer, device_placement=False, scaler=None)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step changed nothing, for its gradient was not finite."""
+        return self.optimizer.was_skipped
+
+
+class MegatronLMSchedulerWrapper(AcceleratedScheduler):
+    """The prepared scheduler: a step of the optimizer is one of its own, on however many processes."""
+
+    def __init__(self, scheduler: Any, optimizers: Any, fp16: bool = False, step_with_optimizer: bool = True):
+        """`fp16`: steps are skipped while the loss scale is sought, and the rate waits for them."""
+        super().__init__(scheduler, optimizers, step_with_optimizer=step_with_optimizer, split_batches=True)
+        self._waits = fp16
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Moves on, where `accumulate` says that a step is whole."""
+        if not self.step_with_optimizer or (
+            self.gradient_state.sync_gradients
+            and not (self._waits and any(o.step_was_skipped for o in self.optimizers))
+        ):
+            self.scheduler.step(*args, **kwargs)
+
+
+class Accelerator(accelerate.Accelerator):
+    """Accelerate's Accelerator. With a MegatronLMPlugin, given or asked for by the environment, models of transformers
+    are trained by Megalith, in any layout, by the loop that a script has for DDP."""
+
+    def __init__(self, *args: Any, megatron_lm_plugin: Any = None, cpu: bool = False, **options: Any):
+        if megatron_lm_plugin is None and os.environ.get(ASKED_FOR, "false").lower() == "true":
+            megatron_lm_plugin = MegatronLMPlugin()
+        if megatron_lm_plugin is None:
+            super().__init__(*args, cpu=cpu, **options)
+            return
+        if not isinstance(megatron_lm_plugin, MegatronLMPlugin):
+            raise ConfigError(
+                "megatron_lm_plugin is Accelerate's own class; import MegatronLMPlugin from megalith.accelerate, or "
+                "run the script by `megalith accelerate launch`"
+            )
+        cpu = cpu or not torch.cuda.is_available()
+        with megalith_for_megatron(cpu):
+            super().__init__(*args, cpu=cpu, megatron_lm_plugin=megatron_lm_plugin, **options)
+        megatron_lm_plugin.data_parallel_size_of(self.num_processes)
+
+    @property
+    def _engine(self) -> MegatronEngine | None:
+        return next((model for model in self._models if isinstance(model, MegatronEngine)), None)
+
+    @property
+    def _is_ours(self) -> bool:
+        return self.distributed_type == DistributedType.MEGATRON_LM
+
+    @property
+    def _plugin(self) -> MegatronLMPlugin:
+        return self.state.megatron_lm_plugin
+
+    @property
+    def _order_seed(self) -> int | None:
+        """Of the dataloaders' random order, where the script asks for Accelerate's seedable sampler."""
+        given = self.dataloader_config
+        if not given.use_seedable_sampler:
+            return None
+        return torch.random.initial_seed() if given.data_seed is None else given.data_seed
+
+    @property
+    def _replica(self) -> tuple[int, int]:
+        """The number of this rank's data-parallel replica, and how many there are."""
+        plugin, replicas = self._plugin, self._plugin.data_parallel_size_of(self.num_processes)
+        return self.process_index // (plugin.tp_degree * plugin.context_parallel_size) % replicas, replicas
+
+    def _prepare_megatron_lm(self, *args: Any) -> Any:
+        """What `prepare` does: every argument in its turn. Every rank calls it alike."""
+        plugin = self._plugin
+        modules = [one for one in args if isinstance(one, nn.Module) and not isinstance(one, MegatronEngine)]
+        if len(modules) > 1 or (modules and self._engine is not None):
+            raise ConfigError(
+                "prepare was given a second model; one Accelerator trains one here: prepare the others by another "
+                "without the plugin, or leave them unprepared"
+            )
+        self._set_batch(args)
+        optimizer = next((one for one in args if isinstance(one, torch.optim.Optimizer)), None)
+        for one in args:
+            if isinstance(one, MegatronLMDummyScheduler):
+                plugin.set_scheduler_args(one)
+        if modules:
+            if optimizer is not None:
+                plugin.set_optimizer_type(optimizer)
+            plugin.set_network_size_args(modules[0])
+            engine = self._build_engine(modules[0], optimizer)
+            self._models.append(engine)
+        elif optimizer is not None:
+            raise ConfigError("prepare was given an optimizer without its model; give both to one call")
+        made, result = {}, []
+        for one in args:
+            if id(one) not in made or isinstance(one, MegatronLMDummyDataLoader):
+                made[id(one)] = self._prepared(one)
+            result.append(made[id(one)])
+        return tuple(result)
+
+    def _build_engine(self, module: nn.Module, optimizer: torch.optim.Optimizer | None) -> MegatronEngine:
+        custom = self._plugin.custom_prepare_model_function
+        if custom is not None:
+            module = custom(self._plugin.custom_model_provider_function or (lambda *args, **options: module))
+        engine = MegatronEngine(module, optimizer, self._plugin, self.mixed_precision, self.device)
+        for note in engine.notes:
+            self.print(f"note: {note}", flush=True)
+        engine.custom = custom_step(self, self._plugin, engine)
+        set_replicas(engine.mesh.dp)
+        return engine
+
+    def _prepared(self, one: Any) -> Any:
+        replica, replicas = self._replica
+        if isinstance(one, nn.Module):
+            return self._engine
+        if isinstance(one, torch.optim.Optimizer):
+            self._optimizers.append(MegatronLMOptimizerWrapper(self._engine.optimizer))
+            return self._optimizers[-1]
+        if isinstance(one, DataLoader):
+            rng_types = [str(getattr(kind, "value", kind)) for kind in self.rng_types or []]
+            self._dataloaders.append(
+                prepare_loader(
+                    one,
+                    self.device,
+                    self._plugin.num_micro_batches,
+                    replicas,
+                    replica,
+                    rng_types,
+                    self._order_seed,
+                )
+            )
+            return self._dataloaders[-1]
+        if isinstance(one, MegatronLMDummyDataLoader):
+            return one.next_split(self._engine, self._plugin, self.device)
+        if isinstance(one, (LRScheduler, MegatronLMDummyScheduler)):
+            return self.prepare_scheduler(one)
+        return one
+
+    def _set_batch(self, args: Sequence[Any]) -> None:
+        """The plugin's batch sizes: a dataloader's batch is the micro-batch."""
+        sizes = []
+        for one in args:
+            if isinstance(one, DataLoader):
+                sizes.append(one.batch_size or getattr(one.batch_sampler, "batch_size", None))
+            elif isinstance(one, MegatronLMDummyDataLoader):
+                sizes.append(one.dataset_args.get("micro_batch_size"))
+        sizes = [size for size in sizes if size is not None]
+        if sizes or not hasattr(self._plugin, "micro_batch_size"):
+            size = 1 if not sizes else min(sizes) if self._plugin.is_train_batch_min else max(sizes)
+            self._plugin.set_training_args(size, self._replica[1])
+
+    def prepare_scheduler(self, scheduler: Any) -> Any:
+        if not self._is_ours:
+            return super().prepare_scheduler(scheduler)
+        optimizers = self._optimizers
+        if self._engine is None or self._engine.optimizer is None:
+            raise ConfigError("prepare was given a scheduler before its optimizer; give both to one call")
+        if isinstance(scheduler, MegatronLMDummyScheduler):
+            scheduler = scheduler.real(self._engine.optimizer, self._plugin)
+        else:
+            scheduler.optimizer = self._engine.optimizer
+        fp16 = self._engine.run.train.precision == "fp16"
+        wrapper = MegatronLMSchedulerWrapper(
+            scheduler, optimizers or self._engine.optimizer, fp16, self.step_scheduler_with_optimizer
+        )
+        self._schedulers.append(wrapper)
+        return wrapper
+
+    def backward(self, loss: Tensor, **kwargs: Any) -> None:
+        """Adds d(loss / gradient_accumulation_steps) to the gradients of the step."""
+        if not self._is_ours:
+            super().backward(loss, **kwargs)
+            return
+        (loss / self.gradient_accumulation_steps).backward(**kwargs)
+
+    def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        """Clips the gradients of the whole model, in the place of the plugin's gradient_clipping; their norm."""
+        if not self._is_ours:
+            return super().clip_grad_norm_(parameters, max_norm, norm_type)
+        if norm_type != 2:
+            raise ConfigError(
+                f"clip_grad_norm_ was given norm_type {norm_type}; gradients are clipped by their 2-norm"
+            )
+        return self._optimizer().clip_norm(max_norm)
+
+    def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
+        """Cuts off every element of the gradients at ±clip_value."""
+        if not self._is_ours:
+            super().clip_grad_value_(parameters, clip_value)
+            return
+        self._optimizer().clip_value(clip_value)
+
+    def _optimizer(self) -> Any:
+        if self._engine is None or self._engine.optimizer is None:
+            raise ConfigError(
+                "there are no gradients to clip; give model and optimizer to one call of prepare"
+            )
+        return self._engine.optimizer
+
+    def gather(self, tensor: Any) -> Any:
+        """Tensors of all data-parallel replicas, one behind the other; every rank calls it, and has them."""
+        return (
+            recursively_apply(self._gather_one, tensor, error_on_other_type=True)
+            if self._is_ours
+            else super().gather(tensor)
+        )
+
+    def _gather_one(self, tensor: Tensor) -> Tensor:
+        return gather_over(tensor, self._replicas)
+
+    @property
+    def _replicas(self) -> Axis:
+        return Axis() if self._engine is None else self._engine.mesh.dp
+
+    def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+        """The sum or the mean over the data-parallel replicas."""
+        if not self._is_ours:
+            return super().reduce(tensor, reduction, scale)
+
+        def one(own: Tensor) -> Tensor:
+            every = self._gather_one(own[None])
+            found = {"sum": every.sum(0), "mean": every.mean(0, dtype=None), "max": every.amax(0)}.get(
+                reduction, own
+            )
+            return found * scale if scale != 1.0 else found
+
+        return recursively_apply(one, tensor, error_on_other_type=True)
+
+    def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
+        """As `gather`, without the samples that only fill up the last batch of the dataloader."""
+        if not self._is_ours:
+            return super().gather_for_metrics(input_data, use_gather_object)
+        tensors = not use_gather_object and _has_tensors_alone(input_data)
+        data = self.gather(input_data) if tensors else self._gather_objects(input_data)
+        state = self.gradient_state
+        if not (state.end_of_dataloader and state.remainder > 0):
+            return data
+        return recursively_apply(lambda t: t[: state.remainder], data) if tensors else data[: state.remainder]
+
+    def _gather_objects(self, objects: Any) -> list:
+        every = gather_json(objects, self._replicas)
+        return [one for objects in every for one in objects]
+
+    def unwrap_model(self, model: nn.Module, *args: Any, **options: Any) -> nn.Module:
+        """The script's own model with the weights of now. Of a prepared one every rank calls it."""
+        if isinstance(model, MegatronEngine):
+            return model.hugging_face_module()
+        return super().unwrap_model(model, *args, **options)
+
+    def get_state_dict(self, model: nn.Module, unwrap: bool = True) -> dict[str, Tensor]:
+        """The whole model's weights by its own names, on every rank's CPU. Of a prepared one every rank calls it."""
+        if isinstance(model, MegatronEngine):
+            return model.hugging_face_module().state_dict()
+        return super().get_state_dict(model, unwrap)
+
+    def save_model(
+        self, model: nn.Module, save_directory: str | os.PathLike, *args: Any, **options: Any
+    ) -> None:
+        """Writes the whole model's weights, and beside them config.json. Of a prepared one every rank calls it."""
+        if not isinstance(model, MegatronEngine):
+            super().save_model(model, save_directory, *args, **options)
+            return
+        module = model.hugging_face_module()
+        super().save_model(module, save_directory, *args, **options)
+        if self.is_main_process:
+            module.config.save_pretrained(save_directory)
+        self.wait_for_everyone()
+
+    def save_state(self, output_dir: str | None = None, *args: Any, **options: Any) -> Any:
+        """Accelerate's own, with the schedulers. Every rank calls it; any layout loads it."""
+        where = super().save_state(output_dir, *args, **options)
+        if self._is_ours and self.is_main_process:
+            states = [_plain(scheduler.state_dict()) for scheduler in self._schedulers]
+            Path(where, SCHEDULERS).write_text(json.dumps(states, indent=1), encoding="utf-8")
+        self.wait_for_everyone()
+        return where
+
+    def load_state(self, input_dir: str | None = None, *args: Any, **options: Any) -> None:
+        """Loads what `save_state` saved, in whatever layout. Every rank calls it."""
+        super().load_state(input_dir, *args, **options)
+        if not self._is_ours or input_dir is None or self._plugin.no_load_optim:
+            return
+        file = Path(input_dir).expanduser() / SCHEDULERS
+        states = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
+        for scheduler, state in zip(self._schedulers, states):
+            scheduler.load_state_dict(state)
+
+    def skip_first_batches(self, dataloader: DataLoader, num_batches: int = 0) -> DataLoader:
+        """A loader that leaves out so many turns, without reading them."""
+        again = getattr(dataloader, "without_first", None) if self._is_ours else None
+        return (
+            again(num_batches) if again is not None else super().skip_first_batches(dataloader, num_batches)
+        )
+
+    @contextmanager
+    def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:
+        """Every replica has as many turns as the others: there is nothing to join."""
+        if self._is_ours:
+            yield
+        else:
+            with super().join_uneven_inputs(joinables, even_batches):
+                yield
+
+    def wait_for_everyone(self) -> None:
+        """Waits for all processes, which Accelerate itself does not under Megatron."""
+        if self._is_ours:
+            barrier()
+        else:
+            super().wait_for_everyone()
+
+    @contextmanager
+    def main_process_first(self) -> Iterator[None]:
+        with self._first(self.is_main_process) if self._is_ours else super().main_process_first():
+            yield
+
+    @contextmanager
+    def local_main_process_first(self) -> Iterator[None]:
+        with self._first(self.is_local_main_process) if self._is_ours else super().local_main_process_first():
+            yield
+
+    @contextmanager
+    def _first(self, goes: bool) -> Iterator[None]:
+        if not goes:
+            barrier()
+        yield
+        if goes:
+            barrier()
+
+
+def _has_tensors_alone(data: Any) -> bool:
+    try:
+        recursively_apply(lambda tensor: tensor, data, error_on_other_type=True)
+    except TypeError:
+        return False
+    return True
+
+
+def _plain(state: dict[str, Any]) -> dict[str, Any]:
+    """What of a scheduler's state JSON can say: its functions, which torch leaves out of it too, are the script's."""
+    kinds = (int, float, str, bool, type(None))
+    flat = {k: v for k, v in state.items() if isinstance(v, (*kinds, list, tuple, dict))}
+    return {
+        k: v
+        for k, v in flat.items()
+        if isinstance(v, kinds) or all(isinstance(one, kinds) for one in _values(v))
+    }
+
+
+def _values(value: Any) -> list[Any]:
+    return [*value.values()] if isinstance(value, dict) else [*value]

@@ -1,0 +1,152 @@
+"""`megalith accelerate config`: the questions of Accelerate's guide to Megatron-LM, in its order and words, and the
+configuration file that they make. An empty line takes the default; from a pipe the answers are lines."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from megalith.errors import ConfigError
+
+YES = {"yes": True, "y": True, "true": True, "1": True, "no": False, "n": False, "false": False, "0": False}
+OTHER = "`accelerate config` asks for that; `megalith accelerate config` makes files for Megatron-LM's plugin"
+
+
+def run_wizard(words: list[str]) -> int:
+    """Asks, and writes the file. Raises ConfigError for an answer that cannot be, where nobody can be asked again."""
+    parser = argparse.ArgumentParser(prog="megalith accelerate config", description=__doc__)
+    parser.add_argument("--config_file", type=Path, default=default_file(), help="the file to write")
+    file = parser.parse_args(words).config_file
+    content = ask_all()
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(yaml.safe_dump(content), encoding="utf-8")
+    print(f"wrote {file}; start a script with: megalith accelerate launch SCRIPT.py")
+    return 0
+
+
+def default_file() -> Path:
+    """Where Accelerate's launcher looks: below HF_HOME, else XDG_CACHE_HOME, else ~/.cache."""
+    cache = os.environ.get("XDG_CACHE_HOME", "~/.cache")
+    home = os.environ.get("HF_HOME", f"{cache}/huggingface")
+    return Path(home).expanduser() / "accelerate" / "default_config.yaml"
+
+
+def ask_all() -> dict[str, Any]:
+    """The content of the file: the guide's eleven questions, then what Accelerate asks besides."""
+    ask("In which compute environment are you running?", "This machine", one_of("This machine"))
+    kind = ask("Which type of machine are you using?", "Multi-GPU", one_of("Multi-GPU", "multi-CPU"))
+    machines = ask("How many different machines will you use?", 1, count)
+    refuse(ask("Do you want to use DeepSpeed/FSDP?", "No", truth), True)
+    refuse(ask("Do you want to use Megatron-LM?", "Yes", truth), False)
+    tp = ask("What is the Tensor Parallelism degree? [1-8]", 2, count)
+    sequence = ask("Do you want to enable Sequence Parallelism?", "No", truth)
+    pp = ask("What is the Pipeline Parallelism degree? [1-8]", 2, count)
+    dp = ask("What is the Data Parallelism degree? [1-8]", 2, count)
+    where = ("SELECTIVE", "FULL", "NONE")
+    recompute = ask(f"Where to perform activation checkpointing? {list(where)}", "SELECTIVE", one_of(*where))
+    where = ("SEQUENTIAL", "UNIFORM")
+    partition = ask(f"Where to perform activation partitioning? {list(where)}", "SEQUENTIAL", one_of(*where))
+    micro_batches = ask("What is the number of micro-batches?", 1, count) if pp > 1 else 1
+    sharded = ask("Do you want to use distributed optimizer which shards optimizer state and gradients across "
+                  "data parallel ranks?", "No", truth)  # fmt: skip
+    clipping = ask("What is the gradient clipping value based on global L2 Norm (0 to disable)?", 1.0, float)
+    processes = ask("How many processes (GPUs) should be used for distributed training?", tp * pp * dp, count)
+    if processes != tp * pp * dp:
+        raise ConfigError(
+            f"{processes} processes are not tensor {tp} × pipeline {pp} × data {dp} = {tp * pp * dp}; change one"
+        )
+    precision = ask(
+        "Do you wish to use mixed precision? [no/fp16/bf16]", "bf16", one_of("no", "fp16", "bf16")
+    )
+    plugin = {
+        "gradient_clipping": clipping,
+        "learning_rate_decay_iters": 320000,
+        "num_micro_batches": micro_batches,
+        "pp_degree": pp,
+        "recompute_activations": recompute != "NONE",
+        "sequence_parallelism": sequence,
+        "tp_degree": tp,
+    }
+    plugin |= {"checkpoint_num_layers": 1} if recompute == "FULL" else {}
+    plugin |= {"distribute_checkpointed_activations": True} if partition == "UNIFORM" else {}
+    plugin |= {"use_distributed_optimizer": True} if sharded else {}
+    content = {
+        "compute_environment": "LOCAL_MACHINE",
+        "distributed_type": "MEGATRON_LM",
+        "downcast_bf16": "no",
+        "machine_rank": 0,
+        "main_training_function": "main",
+        "megatron_lm_config": {f"megatron_lm_{name}": value for name, value in plugin.items()},
+        "mixed_precision": precision,
+        "num_machines": machines,
+        "num_processes": processes,
+        "rdzv_backend": "static",
+        "same_network": True,
+        "tpu_env": [],
+        "tpu_use_cluster": False,
+        "tpu_use_sudo": False,
+        "use_cpu": False,
+    }
+    if machines > 1:
+        content["machine_rank"] = ask("What is the rank of this machine?", 0, int)
+        host = "What is the IP address of the machine that will host the main process?"
+        content["main_process_ip"] = ask(host, "127.0.0.1", str)
+        port = "What is the port you will use to communicate with the main process?"
+        content["main_process_port"] = ask(port, 29500, count)
+    if kind == "multi-CPU":
+        print("its processes exchange by gloo, without GPUs")
+    return content
+
+
+def ask(question: str, default: Any, read: Callable[[str], Any]) -> Any:
+    """The answer as `read` understands it; on a terminal it is asked again until it does."""
+    while True:
+        print(f"{question}\n> ", end="", flush=True)
+        answer = sys.stdin.readline()
+        if not sys.stdin.isatty():
+            print(answer.strip() or default)
+        try:
+            return read(answer.strip() or str(default))
+        except ValueError as error:
+            told = f"{answer.strip()!r} is no answer to {question!r}: {error}"
+            if not sys.stdin.isatty():
+                raise ConfigError(told) from None
+            print(told)
+
+
+def one_of(*choices: str) -> Callable[[str], str]:
+    """Reads one of these, in any case."""
+
+    def read(answer: str) -> str:
+        found = next((choice for choice in choices if choice.lower() == answer.lower()), None)
+        if found is None:
+            raise ValueError(f"one of {', '.join(choices)} is needed ({OTHER})")
+        return found
+
+    return read
+
+
+def truth(answer: str) -> bool:
+    """Reads yes or no."""
+    if answer.lower() not in YES:
+        raise ValueError("yes or no is needed")
+    return YES[answer.lower()]
+
+
+def count(answer: str) -> int:
+    """Reads a whole number from 1."""
+    if not answer.isdecimal() or int(answer) < 1:
+        raise ValueError("a whole number from 1 is needed")
+    return int(answer)
+
+
+def refuse(answer: bool, unwanted: bool) -> None:
+    """Raises ConfigError where the answer leads away from Megatron."""
+    if answer is unwanted:
+        raise ConfigError(OTHER)

@@ -1,0 +1,149 @@
+"""Stand-ins that a script gives to `prepare`: a schedule by its length, and data in Megatron's indexed form."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
+
+from megalith.config import RunConfig
+from megalith.data.order import SingleOrder, sample_order
+from megalith.errors import ConfigError
+from megalith.optim.schedule import build_schedule
+from megalith.training.build import open_datasets
+
+if TYPE_CHECKING:
+    from megalith.dialects.accelerate.engine import MegatronEngine
+    from megalith.dialects.accelerate.plugin import MegatronLMPlugin
+
+
+class MegatronLMDummyScheduler:
+    """A schedule of `total_num_steps` steps of the script's optimizer, the first `warmup_num_steps` of them a linear
+    warm-up; the plugin's lr_decay_style and min_lr say the rest."""
+
+    def __init__(
+        self, optimizer: Any, total_num_steps: int | None = None, warmup_num_steps: int = 0, **kwargs: Any
+    ):
+        self.optimizer, self.total_num_steps, self.warmup_num_steps = (
+            optimizer,
+            total_num_steps,
+            warmup_num_steps,
+        )
+        self.kwargs = kwargs
+
+    def real(self, optimizer: torch.optim.Optimizer, plugin: MegatronLMPlugin) -> LambdaLR:
+        """A scheduler of torch over the prepared optimizer: Megatron's curve, of each group's own highest rate."""
+        steps = plugin.train_iters or self.total_num_steps
+        if steps is None:
+            raise ConfigError(
+                "MegatronLMDummyScheduler has no total_num_steps and the plugin no train_iters; give one"
+            )
+        highest = optimizer.param_groups[0]["lr"]
+        lengths = {"lr_decay_iters": plugin.lr_decay_iters, "lr_warmup_fraction": plugin.lr_warmup_fraction}
+        settings = {
+            "train.train_iters": steps,
+            "train.global_batch_size": 1,
+            "optim.lr": highest,
+            "optim.min_lr": plugin.min_lr,
+            "optim.lr_decay_style": plugin.lr_decay_style,
+            **{f"optim.{name}": value for name, value in lengths.items() if value is not None},
+        }
+        if plugin.lr_warmup_fraction is None:
+            settings["optim.lr_warmup_iters"] = plugin.lr_warmup_iters or self.warmup_num_steps
+        config = RunConfig().with_settings(settings)
+        schedule = build_schedule(config.optim, config.train)
+
+        def factor(step: int) -> float:
+            return schedule.learning_rate(step, step) / highest if highest else 1.0
+
+        return LambdaLR(optimizer, factor)
+
+
+class MegatronLMDummyDataLoader:
+    """Indexed datasets, as `megalith preprocess` and Megatron write them: `data_path`, `split`, `seq_length`,
+    `micro_batch_size`. Given to `prepare` three times, it is the training, the validation and the test data."""
+
+    def __init__(self, **dataset_kwargs: Any):
+        known = ("data_path", "split", "seq_length", "micro_batch_size", "train_data_path", "valid_data_path",
+                 "test_data_path", "seed", "splits_string", "eod_mask_loss")  # fmt: skip
+        self.dataset_args = {"split": "969,30,1", **dataset_kwargs, "megatron_dataset_flag": True}
+        if unknown := [name for name in dataset_kwargs if name not in known]:
+            raise ConfigError(
+                f"MegatronLMDummyDataLoader has no {', '.join(unknown)}; it takes {', '.join(known)}"
+            )
+        self._splits: list[Any] | None = None
+        self._next = 0
+
+    def next_split(self, engine: MegatronEngine, plugin: MegatronLMPlugin, device: torch.device) -> Any:
+        """The iterator of the next of the three splits; None where it is empty."""
+        if self._splits is None:
+            self._splits = self._open(engine, plugin)
+        split, self._next = self._splits[self._next % 3], self._next + 1
+        if split is None:
+            return None
+        consumed = (plugin.consumed_samples or [0, 0, 0])[(self._next - 1) % 3]
+        return IndexedBatches(
+            split, engine, self._next > 1, self.dataset_args.get("seed", 1234), consumed, device
+        )
+
+    def _open(self, engine: MegatronEngine, plugin: MegatronLMPlugin) -> list[Any]:
+        args, step = self.dataset_args, plugin.global_batch_size
+        iterations = plugin.train_iters or 1
+        evaluations = (iterations // plugin.eval_interval + 1) * plugin.eval_iters
+        counts = (iterations * step, evaluations * step, plugin.eval_iters * step)
+        if plugin.custom_megatron_datasets_provider_function is not None:
+            return list(plugin.custom_megatron_datasets_provider_function(counts))
+        path = args.get("data_path")
+        names = ("train_data_path", "valid_data_path", "test_data_path")
+        settings = {
+            "data.mock": False,
+            "data.seq_length": args.get("seq_length") or engine.run.data.seq_length,
+            "data.split": args["split"],
+            "data.data_path": [path] if isinstance(path, str) else path,
+            **{
+                f"data.{name}": [args[name]] if isinstance(args[name], str) else args[name]
+                for name in names
+                if name in args
+            },
+            "train.seed": args.get("seed", 1234),
+        }
+        config = engine.run.with_settings(
+            {name: value for name, value in settings.items() if value is not None}
+        )
+        return list(open_datasets(config, counts, None))
+
+
+class IndexedBatches:
+    """An iterator of this replica's share of each global batch: `input_ids` [batch, seq] and `shift_labels`, the token
+    after each."""
+
+    def __init__(
+        self,
+        dataset: Any,
+        engine: MegatronEngine,
+        repeats: bool,
+        seed: int,
+        consumed: int,
+        device: torch.device,
+    ):
+        self.dataset, self.engine, self.device, self._at = dataset, engine, device, consumed
+        self._order = (
+            SingleOrder(len(dataset), wrap=True)
+            if repeats
+            else sample_order("cyclic", len(dataset), seed, ())
+        )
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return self
+
+    def __next__(self) -> dict[str, Tensor]:
+        plugin, dp = self.engine.plugin, self.engine.mesh.dp
+        own = plugin.micro_batch_size * plugin.num_micro_batches
+        first = self._at + dp.rank * own
+        self._at += own * dp.size
+        rows = [torch.as_tensor(self.dataset[self._order(n)]) for n in range(first, first + own)]
+        tokens = torch.stack([row.to(torch.int64) for row in rows]).to(self.device)  # [own, seq + 1]
+        return {"input_ids": tokens[:, :-1], "shift_labels": tokens[:, 1:]}

@@ -1,0 +1,334 @@
+"""The engine behind a prepared model: a call runs the whole schedule, and its loss has a gradient that is real.
+
+Pipelines make forward and backward passes together. So a call in training makes all of them at once, for the factor 1,
+and keeps the gradients; the loss that it returns is the output of an autograd function whose backward pass gets
+d(the script's loss)/d(this loss), and adds so many times those gradients to the step's. What a script makes of the loss
+(`loss * 0.5`, a sum of two calls' losses, the division by the steps of accumulation) is exact in every layout.
+
+The loss is the mean over the valid tokens of the global batch, that of one process with all of its samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from accelerate.state import GradientState
+from torch import Tensor, nn
+
+from megalith.checkpoint import RunRecord, load_model, load_optimizer, open_checkpoint
+from megalith.checkpoint.saver import Saver
+from megalith.checkpoint.state import amax_boxes, load_amaxes, model_boxes, optimizer_boxes
+from megalith.comm.collectives import summed
+from megalith.config import RunConfig
+from megalith.config.rules.fastest import with_fastest
+from megalith.data.batch import Batch
+from megalith.dialects.accelerate.plugin import MegatronLMPlugin
+from megalith.dialects.accelerate.plugin_settings import PRECISIONS, run_config, token_multiple
+from megalith.dialects.accelerate.published_weights import (
+    family_of_module,
+    fill_module,
+    gather_state,
+    load_module,
+    origins,
+)
+from megalith.dialects.accelerate.script_batches import (
+    LABELS,
+    checked_batch,
+    filled_up,
+    is_right_padded,
+    next_tokens,
+    split_rows,
+)
+from megalith.dialects.accelerate.script_optimizer import EngineOptimizer
+from megalith.errors import CheckpointError, ConfigError
+from megalith.models.loss import Loss
+from megalith.parallel.data.data_parallel import free_gathered
+from megalith.parallel.mesh import Mesh, build_mesh
+from megalith.planner.layout import with_unsharded_layers
+from megalith.training.build import build_model, complete, vocabulary_rows
+from megalith.training.process import machine_of, prepare_process
+
+STATE = "megalith"  # the folder of our checkpoint in that of save_state
+GROUPS = "optimizer_groups.json"
+FROM_LOGITS = (
+    "a loss computed from the model's logits has no gradient here: a pipeline makes its backward passes in the call, "
+    "and no rank holds whole logits in them; give the model labels and use outputs.loss, or give MegatronLMPlugin a "
+    "custom_loss_function"
+)
+
+
+class MegatronEngine(nn.Module):
+    """A prepared model. `engine(**batch)` takes this replica's samples and gives what the Hugging Face model would.
+
+    Every rank calls it alike; the ranks of a replica with the same samples.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: torch.optim.Optimizer | None,
+        plugin: MegatronLMPlugin,
+        mixed_precision: str,
+        device: torch.device,
+    ):
+        """`module` is emptied: its weights go to the ranks. Raises ConfigError where it cannot be trained so."""
+        super().__init__()
+        processes = dist.get_world_size() if dist.is_initialized() else 1
+        self.plugin, self.device = plugin, device
+        family, theirs = family_of_module(module)
+        self._dtype = next(module.parameters()).dtype
+        precision = PRECISIONS[mixed_precision]
+        if precision == "fp32" and self._dtype in (torch.bfloat16, torch.float16):
+            precision = "bf16" if self._dtype == torch.bfloat16 else "fp16"
+        given, self.notes = run_config(plugin, family, theirs, precision, processes, device.type)
+        given = complete(given, None)
+        prepare_process(given, device.index or 0)
+        machine = machine_of(given, device)
+        given, chosen = with_fastest(given, machine)
+        self.run, kept = with_unsharded_layers(given, processes, machine.memory)
+        self.notes += chosen + kept
+        self.mesh = self._mesh(self.run, processes)
+        self.model = build_model(self.run, self.mesh, device)
+        self.groups = load_module(module, family, self.run.model, self.model.chunks)
+        free_gathered(self.model.chunks)
+        self.optimizer = None
+        if optimizer is not None:
+            found = origins(module, self.groups)
+            self.optimizer = EngineOptimizer(self.model, optimizer, self.run.optim, found, precision)
+        self._module = [module.to("meta")]  # in a list: it is no part of this module
+        self.custom: Any = (
+            None  # what makes micro-batches and losses, where the script has its own: train_steps.py
+        )
+        self.consumed_samples = 0
+        self._loaded_step = 0
+        self._eod = theirs.get("eos_token_id") if plugin.eod_mask_loss else None
+        self._anchor = torch.zeros((), device=device, requires_grad=True)
+
+    @property
+    def config(self) -> Any:
+        """The Hugging Face model's own."""
+        return self._module[0].config
+
+    @property
+    def iteration(self) -> int:
+        """Steps of the optimizer so far, those before a resume included."""
+        return self._loaded_step + (0 if self.optimizer is None else self.optimizer.steps)
+
+    def _mesh(self, config: RunConfig, processes: int) -> Mesh:
+        if processes == 1:
+            return Mesh.alone()
+        experts = config.model.num_experts is not None
+        return build_mesh(config.parallel, processes, self.device.type, has_experts=experts)
+
+    def forward(self, input_ids: Tensor | None = None, **batch: Any) -> Any:
+        """The outputs of transformers: `loss` where there are labels, the same on every rank; `logits` [batch, seq,
+        vocab] of this replica, where there are none or the plugin's return_logits says so.
+
+        In training (`train()`, gradients enabled) it makes forward and backward passes; else forward passes alone.
+        """
+        if input_ids is not None:
+            batch["input_ids"] = input_ids
+        # What decides the passes is read on the host; a script's own functions get tensors of the device.
+        where = "cpu" if self.custom is None else self.device
+        asked = {
+            name: v.to(where) if isinstance(v, Tensor) else v for name, v in checked_batch(batch).items()
+        }
+        trains = self.training and torch.is_grad_enabled()
+        loss = logits = None
+        if self.custom is not None or any(asked[name] is not None for name in LABELS):
+            micro_batches, objective = self._micro_batches(asked)
+            loss = (
+                self._train(micro_batches, objective) if trains else self._evaluate(micro_batches, objective)
+            )
+            if (items := asked.get("num_items_in_batch")) is not None:
+                loss = loss * (self._tokens(micro_batches) / torch.as_tensor(items, device=self.device))
+        if loss is None or self.plugin.return_logits:
+            logits = _NoGradient.apply(self._logits(asked), self._anchor, FROM_LOGITS)
+        return self._outputs(loss, logits, batch.get("return_dict"))
+
+    def _outputs(self, loss: Tensor | None, logits: Tensor | None, return_dict: bool | None) -> Any:
+        from transformers.modeling_outputs import CausalLMOutputWithPast
+
+        outputs = CausalLMOutputWithPast(loss=loss, logits=logits)
+        whole = getattr(self.config, "return_dict", True) if return_dict is None else return_dict
+        return outputs if whole else outputs.to_tuple()
+
+    def _train(self, micro_batches: Sequence[Batch], objective: Loss | None) -> Tensor:
+        if self.optimizer is None:
+            raise ConfigError(
+                "the model was prepared without an optimizer; give both to one call of prepare, or eval()"
+            )
+        self.model.parameters.clear_gradients()  # of a step, which are kept apart
+        scale = self.optimizer.loss_scale.scale
+        value = self.model.backward(micro_batches, objective, loss_scale=scale)
+        made = Pass(self.optimizer, self.optimizer.gradients.take(), self.model.tallies)
+        self.model.parameters.clear_gradients()
+        self.consumed_samples += self.mesh.dp.size * sum(len(batch.input_ids) for batch in micro_batches)
+        return _PassLoss.apply(self._anchor, value.detach(), made)
+
+    def _evaluate(self, micro_batches: Sequence[Batch], objective: Loss | None) -> Tensor:
+        total, tokens = self.model.evaluate(micro_batches, objective)
+        told = "this loss was made in eval(), without a backward pass; call train() before"
+        return (
+            _NoGradient.apply(total / tokens, self._anchor, told)
+            if torch.is_grad_enabled()
+            else total / tokens
+        )
+
+    def _micro_batches(self, batch: Mapping[str, Any]) -> tuple[list[Batch], Loss | None]:
+        """This replica's samples as num_micro_batches micro-batches of one size, and their loss; None: the model's."""
+        rows, count = len(batch["input_ids"]), self.plugin.num_micro_batches
+        if self.custom is not None:
+            parts, objective = self.custom.micro_batches(batch, count)
+        else:
+            parts, objective = [next_tokens(batch, self._masked_rows(rows), self._eod)], None
+        whole = [filled_up(part, token_multiple(self.plugin)) for part in parts]
+        if self.custom is None:
+            whole = split_rows(whole[0], count, 2 if self.run.parallel.overlaps else 1)
+        first = self.consumed_samples + self.mesh.dp.rank * sum(len(part.input_ids) for part in whole)
+        for part in whole:
+            part.sample_numbers = torch.arange(first, first + len(part.input_ids))
+            first += len(part.input_ids)
+        return whole, objective
+
+    def _masked_rows(self, rows: int) -> int:
+        """How many samples at the end only fill up the batch of the dataloader that the script loops over."""
+        loader = GradientState().active_dataloader
+        if loader is None or getattr(loader, "total_batch_size", None) != rows * self.mesh.dp.size:
+            return 0
+        return getattr(loader, "padding", 0)
+
+    def _tokens(self, micro_batches: Sequence[Batch]) -> Tensor:
+        own = sum(batch.loss_mask.sum(dtype=torch.float64) for batch in micro_batches)
+        return summed(own.to(self.device), self.mesh.dp).float()
+
+    @torch.no_grad()
+    def _logits(self, batch: Mapping[str, Any]) -> Tensor:
+        whole = next_tokens(batch, 0, None)
+        documents = whole.document_ids
+        apart = documents is not None and bool((documents.diff(dim=1) != 0).any())
+        seq = whole.input_ids.shape[1]
+        counted = bool((whole.position_ids == torch.arange(seq, device=whole.position_ids.device)).all())
+        ends_padded = is_right_padded(batch.get("attention_mask"))
+        self.model.eval()
+        if counted and (not apart or ends_padded):  # no token sees what comes after it
+            return self.model(whole.input_ids)
+        if self.mesh.pp.size * self.mesh.cp.size > 1:
+            raise ConfigError(
+                "logits of sequences that are padded at their beginning or packed are not had under pipeline or "
+                "context parallelism; pad them at the end, or leave return_logits out"
+            )
+        part = whole.to(self.device)
+        chunk = self.model.chunks[0]
+        return chunk(part.input_ids, position_ids=part.position_ids, document_ids=part.document_ids)
+
+    def published_state(self) -> dict[str, Tensor]:
+        """The whole model's tensors under the names of Hugging Face's files, float32, on every rank's CPU."""
+        free_gathered(self.model.chunks)
+        return gather_state(self.groups, self.model.chunks, self.mesh.world, self.device)
+
+    def hugging_face_module(self) -> nn.Module:
+        """The script's model with the weights of now, on the CPU, in its type. Every rank calls it."""
+        module = self._module[0]
+        fill_module(module, self.published_state(), self._dtype)
+        return module.train(self.training)
+
+    def save_checkpoint(self, output_dir: str | Path) -> None:
+        """What `save_state` calls: everything of model and optimizer, for any layout. Every rank calls it."""
+        folder, keeps = Path(output_dir) / STATE, self.optimizer is not None and not self.plugin.no_save_optim
+        record = RunRecord(
+            step=self.iteration,
+            consumed_samples=self.consumed_samples,
+            config=self.run.to_tree(),
+            loss_scale=self.optimizer.loss_scale.state() if keeps else {},
+        )
+        saver = Saver(folder, self.mesh.world, unpadded_rows=vocabulary_rows(self.run), keep_last=1)
+        inner = self.optimizer.inner if keeps else None
+        saver.save(record, self.model.chunks, inner, amax_boxes(self.model.amaxes, self.mesh.world))
+        if saver.last.error is not None:
+            raise saver.last.error
+        if self.mesh.world.rank == 0:
+            self.config.save_pretrained(output_dir)
+            if keeps:
+                self.optimizer.save_groups(Path(output_dir) / GROUPS)
+        if self.plugin.legacy_bin and self.mesh.dp_cp.rank == 0:
+            self._save_parts(Path(output_dir), keeps)
+
+    def _save_parts(self, folder: Path, with_optimizer: bool) -> None:
+        """A file of this tensor- and pipeline-rank's shards by our names, and one of its optimizer's state."""
+        place = f"tp_{self.mesh.tp.rank}_pp_{self.mesh.pp.rank}.bin"
+        model = {name: box.values.cpu() for name, box in model_boxes(self.model.chunks).items()}
+        torch.save(model, folder / f"pytorch_model_{place}")
+        if with_optimizer:
+            boxes = optimizer_boxes(self.optimizer.inner, self.model.chunks)
+            torch.save({name: box.values.cpu() for name, box in boxes.items()}, folder / f"optimizer_{place}")
+
+    def load_checkpoint(self, input_dir: str | Path) -> None:
+        """What `load_state` calls: what `save_checkpoint` saved in whatever layout. Every rank calls it."""
+        folder, rows, world = Path(input_dir) / STATE, vocabulary_rows(self.run), self.mesh.world
+        checkpoint = open_checkpoint(folder, world=world)
+        if checkpoint is None:
+            raise CheckpointError(
+                f"there is no checkpoint in {folder}; give load_state the folder of a save_state"
+            )
+        free_gathered(self.model.chunks)
+        load_model(checkpoint, self.model.chunks, rows, world)
+        if self.optimizer is not None and not self.plugin.no_load_optim:
+            load_optimizer(checkpoint, self.optimizer.inner, rows, self.model.chunks, world)
+            load_amaxes(checkpoint, self.model.amaxes, world)
+            self.optimizer.loss_scale.load_state(checkpoint.manifest.loss_scale)
+            self.optimizer.load_groups(Path(input_dir) / GROUPS)
+            self.optimizer.zero_grad()
+        self._loaded_step = checkpoint.manifest.step - (0 if self.optimizer is None else self.optimizer.steps)
+        self.consumed_samples = checkpoint.manifest.consumed_samples
+
+
+class Pass:
+    """The gradients of one call, until its loss has a backward pass."""
+
+    def __init__(self, optimizer: EngineOptimizer, made: list[Tensor | None], tallies: Tensor | None):
+        self._optimizer, self._made, self._tallies = optimizer, made, tallies
+
+    def count(self, weight: Tensor) -> None:
+        """They are the step's, `weight` times. Raises ConfigError the second time."""
+        if self._made is None:
+            raise ConfigError(
+                "this loss has had its backward pass, whose gradients are used up; call the model again for another"
+            )
+        optimizer = self._optimizer
+        optimizer.gradients.add(self._made, weight)
+        if self._tallies is not None:
+            before = optimizer.tallies
+            optimizer.tallies = self._tallies if before is None else before + self._tallies
+        self._made = None
+
+
+class _PassLoss(torch.autograd.Function):
+    """The loss of a call, whose gradients are made: a backward pass says how often they count."""
+
+    @staticmethod
+    def forward(ctx, anchor: Tensor, value: Tensor, made: Pass) -> Tensor:
+        ctx.made = made
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, weight: Tensor):
+        ctx.made.count(weight)
+        return None, None, None
+
+
+class _NoGradient(torch.autograd.Function):
+    """A tensor that no backward pass can start from: it says why."""
+
+    @staticmethod
+    def forward(ctx, value: Tensor, anchor: Tensor, told: str) -> Tensor:
+        ctx.told = told
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        raise ConfigError(ctx.told)

@@ -1,0 +1,97 @@
+"""MegalithTrainer: transformers' Trainer with Megalith behind it, in every layout without pipeline stages.
+
+The Trainer makes its own Accelerator, calls the model once a micro-batch with the number of tokens of the whole step,
+and saves from its first process. What differs here are the Accelerator, that number's meaning (the tokens of all
+replicas, whose losses are one loss here and not averaged), and that every rank takes part in saving.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
+
+import torch
+import transformers.trainer as stock
+from torch import Tensor, nn
+from transformers import Trainer
+
+from megalith.dialects.accelerate.accelerator import Accelerator
+from megalith.dialects.accelerate.engine import MegatronEngine
+from megalith.dialects.accelerate.plugin import MegatronLMPlugin
+from megalith.errors import ConfigError
+
+SCHEDULER = "scheduler.pt"
+
+
+class MegalithTrainer(Trainer):
+    """transformers' Trainer. `megatron_lm_plugin` says the layout; its `num_micro_batches` stays 1, for
+    gradient_accumulation_steps of the TrainingArguments is what it would be."""
+
+    def __init__(self, *args: Any, megatron_lm_plugin: MegatronLMPlugin | None = None, **options: Any):
+        """Raises ConfigError for pipeline stages."""
+        self._plugin = megatron_lm_plugin or MegatronLMPlugin()
+        if self._plugin.pp_degree > 1:
+            raise ConfigError(
+                f"pp_degree is {self._plugin.pp_degree}, but the Trainer gives the model its micro-batches one by one, "
+                "and with one at a time all stages of a pipeline but one are idle; use tp_degree, "
+                "context_parallel_size and data parallelism, or a loop of your own"
+            )
+        super().__init__(*args, **options)
+        self.args.average_tokens_across_devices = True
+
+    @property
+    def _engine(self) -> MegatronEngine | None:
+        return self.model_wrapped if isinstance(self.model_wrapped, MegatronEngine) else None
+
+    def create_accelerator_and_postprocess(self) -> None:
+        made, stock.Accelerator = stock.Accelerator, partial(Accelerator, megatron_lm_plugin=self._plugin)
+        try:
+            super().create_accelerator_and_postprocess()
+        finally:
+            stock.Accelerator = made
+
+    def _wrap_model(self, model: nn.Module, training: bool = True, dataloader: Any = None) -> nn.Module:
+        return self._engine or model
+
+    def compute_loss(self, model: nn.Module, inputs: dict[str, Any], *args: Any, **options: Any) -> Any:
+        """As the Trainer's, without its factor for the average over processes."""
+        self.args.average_tokens_across_devices = False
+        try:
+            return super().compute_loss(model, inputs, *args, **options)
+        finally:
+            self.args.average_tokens_across_devices = True
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Every rank calls it, as the Trainer does."""
+        with self._whole_model():
+            super().save_model(output_dir, _internal_call)
+
+    @contextmanager
+    def _whole_model(self) -> Iterator[None]:
+        """In it `model` has the weights of now."""
+        if self._engine is None:
+            yield
+            return
+        self._engine.hugging_face_module()
+        yield
+        self.model.to("meta")
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        self._engine.save_checkpoint(output_dir)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), os.path.join(output_dir, SCHEDULER))
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        if checkpoint is None or self._engine is None:
+            return
+        self._engine.load_checkpoint(checkpoint)
+        self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER), weights_only=True))
+
+    def _clip_grad_norm(self, model: nn.Module) -> Tensor:
+        return self.accelerator.clip_grad_norm_((), self.args.max_grad_norm)
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor:
+        return self.accelerator.clip_grad_norm_((), float("inf")) if grad_norm is None else grad_norm

@@ -1,0 +1,135 @@
+"""`megalith accelerate launch|config|enable|disable`: Accelerate's own commands with Megalith behind its plugin.
+
+    launch ARGS script.py …    Accelerate's own parser; as `accelerate launch ARGS -m megalith.accelerate script.py …`
+    config [--config_file F]   the questions of Accelerate's guide, from a terminal or a pipe, and the file they make
+    enable | disable           for plain `accelerate launch script.py`: a file beside the installed packages, which does
+                               nothing unless ACCELERATE_USE_MEGATRON_LM is true, as that launcher sets it
+
+A configuration file's or `--use_megatron_lm`'s choice of Megatron goes before `--multi_gpu`, which in Accelerate hides
+it. PyTorch is imported when it is needed.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import sys
+import sysconfig
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megalith.errors import ConfigError, nearest_of
+
+HOOK = "megalith_accelerate.pth"
+LINE = (
+    "import os; os.environ.get('ACCELERATE_USE_MEGATRON_LM', '').lower() == 'true' and 'RANK' in os.environ and "
+    "__import__('megalith.accelerate', fromlist=['patch']).patch()\n"
+)
+MODULE = "megalith.accelerate"
+
+
+def run_command(words: Sequence[str]) -> int:
+    """The exit code of a command and its words. Raises MegalithError."""
+    if not words or words[0] in ("-h", "--help"):
+        print(__doc__)
+        return 0
+    if words[0] not in COMMANDS:
+        raise ConfigError(
+            f"there is no command `megalith accelerate {words[0]}`{nearest_of(words[0], COMMANDS)}"
+        )
+    return COMMANDS[words[0]](list(words[1:]))
+
+
+def launch(words: list[str]) -> int:
+    """Starts a script by Accelerate's launcher, with our classes in the place of Accelerate's in its processes."""
+    from accelerate.commands import launch as theirs
+
+    args = theirs.launch_command_parser().parse_args(words)
+    if args.no_python:
+        raise ConfigError(
+            "--no_python starts a program that is no Python script; megalith accelerate launch needs one"
+        )
+    args.training_script_args = [
+        *(["-m"] if args.module else []),
+        args.training_script,
+        *args.training_script_args,
+    ]
+    args.training_script, args.module = MODULE, True
+    asked = _file_of(args)
+    if asked.get("distributed_type") == "MEGATRON_LM":
+        args.use_megatron_lm, args.multi_gpu = True, False
+    os.environ.update({k: v for k, v in _environment(asked).items() if k not in os.environ})
+    theirs.launch_command(args)
+    return 0
+
+
+def _file_of(args: Any) -> dict[str, Any]:
+    """The configuration file that the launcher will read; empty where there is none."""
+    import yaml
+    from accelerate.commands.config.config_args import default_config_file
+
+    file = Path(args.config_file or default_config_file)
+    if not file.is_file():
+        return {}
+    content = yaml.safe_load(file.read_text(encoding="utf-8"))
+    return content if isinstance(content, dict) else {}
+
+
+def _environment(asked: dict[str, Any]) -> dict[str, str]:
+    """What the file says of the plugin: Accelerate's launcher hands on a part of its fields."""
+    from megalith.dialects.accelerate.plugin import environment_of
+
+    section = asked.get("megatron_lm_config") or {}
+    return environment_of(section)
+
+
+def run_script(words: Sequence[str]) -> int:
+    """Runs a script, or `-m` a module, of this process with our classes in the place of Accelerate's."""
+    if not words or words == ["-m"]:
+        raise ConfigError(
+            "python -m megalith.accelerate needs a script: python -m megalith.accelerate SCRIPT.py …"
+        )
+    from megalith.dialects.accelerate.patch import patch
+
+    patch()
+    if words[0] == "-m":
+        sys.argv = list(words[1:])
+        runpy.run_module(words[1], run_name="__main__", alter_sys=True)
+        return 0
+    sys.argv = list(words)
+    sys.path.insert(0, str(Path(words[0]).resolve().parent))
+    runpy.run_path(words[0], run_name="__main__")
+    return 0
+
+
+def enable(words: list[str]) -> int:
+    """Lets plain `accelerate launch script.py` use Megalith wherever it asks for Megatron."""
+    file = _hook(words)
+    file.write_text(LINE, encoding="utf-8")
+    print(f"wrote {file}; `megalith accelerate disable` removes it")
+    return 0
+
+
+def disable(words: list[str]) -> int:
+    """Undoes `enable`."""
+    file = _hook(words)
+    print(f"removed {file}" if file.exists() else f"{file} is not there")
+    file.unlink(missing_ok=True)
+    return 0
+
+
+def _hook(words: list[str]) -> Path:
+    if words:
+        raise ConfigError(f"megalith accelerate enable and disable take no {' '.join(words)!r}")
+    return Path(sysconfig.get_path("purelib")) / HOOK
+
+
+def config(words: list[str]) -> int:
+    """Asks the questions and writes the file."""
+    from megalith.dialects.accelerate.config_wizard import run_wizard
+
+    return run_wizard(words)
+
+
+COMMANDS = {"launch": launch, "config": config, "enable": enable, "disable": disable}

@@ -1,0 +1,43 @@
+"""Accelerate's own names, ours: for scripts that say `from accelerate import Accelerator`."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+
+import accelerate
+
+from megalith.dialects.accelerate import accelerator, dummies, engine, plugin, process_state, train_steps
+
+OURS = {
+    "Accelerator": accelerator.Accelerator,
+    "MegatronLMPlugin": plugin.MegatronLMPlugin,
+    "MegatronEngine": engine.MegatronEngine,
+    "MegatronLMDummyDataLoader": dummies.MegatronLMDummyDataLoader,
+    "MegatronLMDummyScheduler": dummies.MegatronLMDummyScheduler,
+    "MegatronLMOptimizerWrapper": accelerator.MegatronLMOptimizerWrapper,
+    "MegatronLMSchedulerWrapper": accelerator.MegatronLMSchedulerWrapper,
+    "AbstractTrainStep": train_steps.AbstractTrainStep,
+    "GPTTrainStep": train_steps.GPTTrainStep,
+    "BertTrainStep": train_steps.BertTrainStep,
+    "T5TrainStep": train_steps.T5TrainStep,
+    "avg_losses_across_data_parallel_group": process_state.avg_losses_across_data_parallel_group,
+    "gather_across_data_parallel_groups": process_state.gather_across_data_parallel_groups,
+}
+HOMES = ("accelerate", "accelerate.accelerator", "accelerate.utils", "accelerate.utils.dataclasses",
+         "accelerate.utils.megatron_lm")  # fmt: skip
+IMPORTERS = ("transformers.trainer",)  # that have taken a name over before
+
+
+def patch() -> None:
+    """Puts our classes in the place of Accelerate's, in this process. Call it before anything imports them by name.
+
+    A script without a MegatronLMPlugin runs as before. Twice is as once.
+    """
+    for module in [importlib.import_module(home) for home in HOMES] + [
+        sys.modules[name] for name in IMPORTERS if name in sys.modules
+    ]:
+        for name, ours in OURS.items():
+            if hasattr(module, name):
+                setattr(module, name, ours)
+    assert accelerate.Accelerator is accelerator.Accelerator

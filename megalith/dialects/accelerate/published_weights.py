@@ -1,0 +1,142 @@
+"""A Hugging Face model in memory ↔ this rank's part of ours, by the families of the bridge.
+
+The families know the names of published files. In memory transformers 5 has some tensors otherwise, such as the
+experts of a layer in one; it can tell what a file would have, and read that back.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megalith.bridge.families import FAMILIES, family_of
+from megalith.bridge.family import Family, Group
+from megalith.bridge.load import load_source
+from megalith.bridge.transfer import to_ours, to_theirs
+from megalith.checkpoint.state import Model, base_boxes
+from megalith.comm.collectives import Axis
+from megalith.config import ModelConfig
+from megalith.errors import ConfigError, shorten
+from megalith.parallel.gather import global_tensors
+
+
+def family_of_module(module: nn.Module) -> tuple[Family, dict[str, Any]]:
+    """The family of a model of transformers, and its config as config.json has it. Raises ConfigError."""
+    kind, config = type(module), getattr(module, "config", None)
+    if not hasattr(config, "to_dict"):
+        raise ConfigError(
+            f"prepare was given a {kind.__name__} without a config of transformers; give a model of transformers, of "
+            f"{', '.join(FAMILIES)}"
+        )
+    known = next((base.__name__ for base in kind.__mro__ if base.__name__ in FAMILIES), None)
+    if known is not None and known != kind.__name__:
+        raise ConfigError(
+            f"{kind.__name__} is a class of the script's own over {known}, and what it changes would be lost; give a "
+            f"{known}"
+        )
+    theirs = {**config.to_dict(), "architectures": [kind.__name__]}
+    return family_of(theirs, kind.__name__), theirs
+
+
+def as_published(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """A state dict of `module` under the names, and in the shapes, of published files. It may share memory."""
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # before transformers 5 both were the same
+        return dict(state)
+    return revert_weight_conversion(module, dict(state))
+
+
+@dataclass(frozen=True)
+class ModuleWeights:
+    """The tensors of a module as the groups of a model: what `load_source` reads from."""
+
+    groups: list[Group]
+    state: Mapping[str, Tensor]
+
+    def ours(
+        self, group: Group, seed: int, offset: Sequence[int] | None, shape: Sequence[int] | None
+    ) -> Tensor:
+        return to_ours(group, self.state.__getitem__, offset, shape)
+
+
+def load_module(module: nn.Module, family: Family, model: ModelConfig, chunks: Model) -> list[Group]:
+    """Fills the chunks of this rank from a module, and returns the groups of the model. One on the meta device, as of
+    accelerate.init_empty_weights, leaves initial weights there, for a checkpoint to be loaded.
+
+    Raises ConfigError for tensors that are missing, of another shape, or of no use here.
+    """
+    groups, state = family.groups(model), as_published(module, module.state_dict())
+    wanted = {name: shape for group in groups for name, shape in group.sources.items()}
+    spare = {name for name in state if any(re.search(pattern, name) for pattern in family.ignored)}
+    if not model.untie_embeddings_and_output_weights:
+        spare.add(family.tied)
+    other = [n for n, shape in wanted.items() if n not in state or tuple(state[n].shape) != tuple(shape)]
+    other += [name for name in state if name not in wanted and name not in spare]
+    if other:
+        raise ConfigError(
+            f"{type(module).__name__} has not the tensors that its config says: {shorten(other)}; give the model as "
+            "transformers makes it"
+        )
+    if not any(tensor.is_meta for tensor in state.values()):
+        load_source(ModuleWeights(groups, state), chunks, 0)
+    return groups
+
+
+def origins(module: nn.Module, groups: Sequence[Group]) -> dict[str, list[nn.Parameter]]:
+    """By our names the parameters of `module` that each tensor of ours is made of."""
+    parameters = dict(module.named_parameters(remove_duplicate=False))
+    marks = {
+        name: torch.tensor(number).expand(parameter.shape)
+        for number, (name, parameter) in enumerate(parameters.items())
+    }
+    listed, published = list(parameters.values()), as_published(module, marks)
+    found = {}
+    for group in groups:
+        numbers = [published[name].flatten()[:1].tolist() for name in group.sources if name in published]
+        found[group.name] = [listed[number] for number in dict.fromkeys(n for one in numbers for n in one)]
+    return found
+
+
+def gather_state(
+    groups: Sequence[Group], chunks: Model, world: Axis, device: torch.device
+) -> dict[str, Tensor]:
+    """The whole model's tensors under published names, float32 on every rank's CPU. Every rank calls it."""
+    tensors, found = global_tensors(base_boxes(chunks), world), {}
+    for group in groups:
+        whole = tensors[group.name].whole()
+        if world.size > 1:
+            shape = tensors[group.name].shape
+            own = whole.to(device) if whole is not None else torch.empty(shape, device=device)
+            dist.broadcast(own, 0, group=world.group)
+            whole = own.cpu()
+        ours = whole[: group.shape[0]] if group.shape else whole
+        dtypes = dict.fromkeys(group.sources, torch.float32)
+        found.update({name: tensor.clone() for name, tensor in to_theirs(group, ours, dtypes)})
+    return found
+
+
+def fill_module(module: nn.Module, state: dict[str, Tensor], dtype: torch.dtype) -> None:
+    """Gives a module, which may be on the meta device, the tensors of published names."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        fresh = type(module).from_pretrained(None, config=module.config, state_dict=state)
+    finally:
+        if shown:
+            logging.enable_progress_bar()
+    module.load_state_dict(fresh.to(dtype).state_dict(), assign=True)
+    buffers = dict(fresh.named_buffers())
+    for name, own in module.named_modules():
+        for kind in own._non_persistent_buffers_set:
+            own.register_buffer(kind, buffers[f"{name}.{kind}".lstrip(".")], persistent=False)
+    if hasattr(module, "tie_weights"):
+        module.tie_weights()

@@ -1,0 +1,109 @@
+"""A batch as transformers' models take it, and as ours: what counts, what is kept apart, and its micro-batches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megalith.data.batch import Batch
+from megalith.dialects.accelerate.replica_loader import IGNORED
+from megalith.errors import ConfigError
+
+LABELS = ("labels", "shift_labels")  # those of the same tokens, and of the next ones
+TAKEN = ("input_ids", *LABELS, "attention_mask", "position_ids", "num_items_in_batch")
+WITHOUT_EFFECT = (
+    "use_cache",
+    "return_dict",
+    "output_attentions",
+    "output_hidden_states",
+    "output_router_logits",
+)
+
+
+def checked_batch(batch: Mapping[str, Any]) -> dict[str, Any]:
+    """What of a call's arguments is read; None where it was not given. Raises ConfigError for what is not had."""
+    others = [
+        name for name, value in batch.items() if name not in (*TAKEN, *WITHOUT_EFFECT) and value is not None
+    ]
+    if others:
+        raise ConfigError(
+            f"the model was called with {', '.join(others)}, which decoder-only models here do not take; they take "
+            f"{', '.join(TAKEN)}: leave it out of the batch"
+        )
+    if batch.get("input_ids") is None or batch["input_ids"].dim() != 2:
+        raise ConfigError(
+            "the model is called with input_ids [batch, seq]; give the batch by name: model(**batch)"
+        )
+    mask = batch.get("attention_mask")
+    if mask is not None and mask.shape != batch["input_ids"].shape:
+        raise ConfigError(
+            f"attention_mask has the shape {list(mask.shape)}, not that of input_ids {list(batch['input_ids'].shape)}; "
+            "give one number a token, or tell packed samples apart by position_ids"
+        )
+    return {name: batch.get(name) for name in TAKEN}
+
+
+def next_tokens(batch: Mapping[str, Any], masked_rows: int, eod: int | None) -> Batch:
+    """A batch of transformers as one of ours: what stands at a place predicts the label of the next one.
+
+    Labels of −100, the last `masked_rows` samples and padding (attention_mask 0) do not count. Padding, and samples
+    that position_ids tell apart where there is no mask, are documents of their own.
+    """
+    tokens, mask, positions = batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids")
+    labels = torch.full_like(tokens, IGNORED)
+    if batch.get("shift_labels") is not None:
+        labels.copy_(batch["shift_labels"])
+    elif batch.get("labels") is not None:
+        labels[:, :-1] = batch["labels"][:, 1:]
+    documents = None
+    if mask is not None and not bool(mask.all()):
+        labels = labels.masked_fill(mask == 0, IGNORED)
+        documents = (mask != 0).to(torch.int32)
+    places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+    if positions is None:
+        positions = places
+    else:
+        positions = positions.expand_as(tokens)
+        if mask is None and bool((positions.diff(dim=1) != 1).any()):
+            begins = torch.zeros_like(tokens, dtype=torch.int32)
+            begins[:, 1:] = positions.diff(dim=1) != 1
+            documents = begins.cumsum(1, dtype=torch.int32)
+    if masked_rows:
+        labels[-masked_rows:] = IGNORED
+    if eod is not None:
+        labels = labels.masked_fill(torch.isin(tokens, torch.as_tensor(eod, device=tokens.device)), IGNORED)
+    counts = labels != IGNORED
+    return Batch(
+        input_ids=tokens,
+        labels=labels.masked_fill(~counts, 0),
+        loss_mask=counts.float(),
+        position_ids=positions.contiguous(),
+        document_ids=documents,
+        sample_numbers=torch.arange(len(tokens)),
+    )
+
+
+def filled_up(batch: Batch, multiple: int) -> Batch:
+    """With tokens at the end that do not count, so that the length is a multiple."""
+    more = -batch.input_ids.shape[1] % multiple
+    if not more:
+        return batch
+    return batch._each(lambda tensor: tensor if tensor.dim() == 1 else nn.functional.pad(tensor, (0, more)))
+
+
+def split_rows(batch: Batch, count: int, multiple: int = 1) -> list[Batch]:
+    """So many batches of one size, a multiple, with samples at the end that do not count where they do not divide."""
+    size = -(-len(batch.input_ids) // (count * multiple)) * multiple
+    more = size * count - len(batch.input_ids)
+    if more:
+        batch = batch._each(lambda tensor: torch.cat([tensor, tensor[:1].expand(more, *tensor.shape[1:])]))
+        batch.loss_mask[-more:] = 0
+    return [batch._each(lambda tensor, n=n: tensor[n * size : (n + 1) * size]) for n in range(count)]
+
+
+def is_right_padded(mask: Tensor | None) -> bool:
+    """Whether there is a mask, of sequences that are filled up at their ends alone."""
+    return mask is not None and bool((mask.diff(dim=1) <= 0).all())

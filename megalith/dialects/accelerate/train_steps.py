@@ -1,0 +1,226 @@
+"""A script's own train step, batch and loss, as Megatron's forward step has them.
+
+A step of the script's gets a micro-batch out of an iterator and calls the model with tokens, positions, mask and
+labels; what it returns is a function of the losses of the tokens. Its call of the model is recorded, all micro-batches
+go through the schedule together, and the function is called where the losses are: on the last pipeline stage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from megalith.data.batch import Batch
+from megalith.dialects.accelerate.engine import MegatronEngine
+from megalith.dialects.accelerate.plugin import MegatronLMPlugin
+from megalith.dialects.accelerate.script_batches import next_tokens
+from megalith.errors import ConfigError
+from megalith.models.loss import Loss
+
+NO_ENCODERS = "{} trains {}, which this version does not have; GPTTrainStep trains decoder-only models"
+
+
+class AbstractTrainStep:
+    """A train step: `get_batch_func`, `get_forward_step_func` and `get_loss_func` say what it is."""
+
+    def __init__(self, name: str):
+        self.name = name
+
+    def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable:
+        """A function of an iterator of micro-batches: tokens, labels, loss mask, attention mask, position ids."""
+        raise NotImplementedError(f"{type(self).__name__} has no get_batch_func; give it one")
+
+    def get_forward_step_func(self) -> Callable:
+        """A function of an iterator of micro-batches and the model: the model's output, and a function of it."""
+        raise NotImplementedError(f"{type(self).__name__} has no get_forward_step_func; give it one")
+
+    def get_loss_func(self, accelerator: Any) -> Callable:
+        """A function of the loss mask [batch, seq] and the losses [batch, seq]: the micro-batch's loss, and figures."""
+        raise NotImplementedError(f"{type(self).__name__} has no get_loss_func; give it one")
+
+
+class GPTTrainStep(AbstractTrainStep):
+    """Decoder-only models: each token predicts the next."""
+
+    def __init__(self, accelerator: Any, args: Any):
+        """`args`: `megatron_dataset_flag` and `eos_token_id` are read."""
+        super().__init__("GPTTrainStep")
+        self.eod_token = self.pad_token = getattr(args, "eos_token_id", None)
+        self.get_batch = self.get_batch_func(accelerator, getattr(args, "megatron_dataset_flag", False))
+        self.loss_func = self.get_loss_func(accelerator)
+        self.forward_step = self.get_forward_step_func()
+
+    def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable:
+        plugin = accelerator.state.megatron_lm_plugin
+        if plugin.custom_get_batch_function is not None:
+            return plugin.custom_get_batch_function
+
+        def get_batch(data_iterator: Iterator[Mapping[str, Tensor]]) -> tuple[Tensor, ...]:
+            batch = next_tokens(next(data_iterator), 0, None)
+            return batch.input_ids, batch.labels, batch.loss_mask, batch.document_ids, batch.position_ids
+
+        return get_batch
+
+    def get_forward_step_func(self) -> Callable:
+        def forward_step(
+            data_iterator: Iterator[Mapping[str, Tensor]], model: Callable
+        ) -> tuple[Tensor, Callable]:
+            tokens, labels, loss_mask, attention_mask, position_ids = self.get_batch(data_iterator)
+            output = model(tokens, position_ids, attention_mask, labels=labels)
+            return output, lambda losses: self.loss_func(loss_mask.to(losses.device), losses)
+
+        return forward_step
+
+    def get_loss_func(self, accelerator: Any) -> Callable:
+        plugin = accelerator.state.megatron_lm_plugin
+        if plugin.custom_loss_function is not None:
+            return plugin.custom_loss_function
+
+        def loss_func(loss_mask: Tensor, losses: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+            loss = (losses * loss_mask).sum() / loss_mask.sum().clamp(min=1)
+            return loss, {"lm loss": loss.detach()}
+
+        return loss_func
+
+
+class BertTrainStep(AbstractTrainStep):
+    """Refused: there are no encoders."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ConfigError(NO_ENCODERS.format("BertTrainStep", "BERT"))
+
+
+class T5TrainStep(AbstractTrainStep):
+    """Refused: there are no encoder-decoders."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> NoReturn:
+        raise ConfigError(NO_ENCODERS.format("T5TrainStep", "T5"))
+
+
+@dataclass
+class CustomBatch(Batch):
+    """A micro-batch with its number in the step, by which its loss is found."""
+
+    number: Tensor = None  # int64 [1]
+
+
+class CustomStep:
+    """A train step of the script's: the micro-batches of a call, and their loss."""
+
+    def __init__(self, handler: Any):
+        self._handler = handler
+
+    def micro_batches(self, batch: Mapping[str, Any], count: int) -> tuple[list[Batch], Loss]:
+        """The micro-batches of this replica's samples. Raises ConfigError for a mask that cannot be had."""
+        given = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.dim()}
+        rows = len(next(iter(given.values())))
+        if rows % count:
+            raise ConfigError(
+                f"a train step of the script's own was given {rows} samples for num_micro_batches {count}, which does "
+                "not divide them; set drop_last in the dataloader"
+            )
+        size, made, functions = rows // count, [], []
+        for number in range(count):
+            part = {name: value[number * size : (number + 1) * size] for name, value in given.items()}
+            call = _RecordedCall()
+            output, function = self._handler.forward_step(iter([part]), call)
+            if output is not call.output:
+                raise ConfigError(
+                    "the forward step has changed what the model gave before it returned it; do that in the function "
+                    "that it returns, which gets the losses of the tokens"
+                )
+            made.append(call.batch(number))
+            functions.append(function)
+        return made, CustomLoss(functions, made[0].input_ids.shape[1])
+
+
+class CustomLoss(Loss):
+    """The mean over the step's micro-batches of what the script's function makes of each one's losses."""
+
+    def __init__(self, functions: Sequence[Callable[[Tensor], Any]], seq: int):
+        """`seq`: the tokens of a sequence, without those that fill it up for parallelism."""
+        self._functions, self._seq = functions, seq
+
+    def denominator(self, batch: Batch) -> float:
+        return 1.0
+
+    def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: CustomBatch) -> Tensor:
+        """logprobs [batch, seq]; the script's function gets the losses [batch, seq]."""
+        function = self._functions[int(batch.number[0])]
+        made = function(-logprobs[:, : self._seq])
+        return (made[0] if isinstance(made, tuple) else made).float()
+
+
+class _RecordedCall:
+    """Stands for the model in a forward step, and keeps what it is called with."""
+
+    def __init__(self) -> None:
+        self.output = torch.empty(0)
+
+    def __call__(self, input_ids: Tensor, position_ids: Tensor | None = None, attention_mask: Any = None,
+                 labels: Tensor | None = None, **others: Any) -> Tensor:  # fmt: skip
+        if labels is None:
+            raise ConfigError(
+                "the forward step called the model without labels; give it the tokens to predict"
+            )
+        self._input_ids, self._labels = input_ids, labels
+        self._position_ids, self._mask = position_ids, attention_mask
+        return self.output
+
+    def batch(self, number: int) -> CustomBatch:
+        tokens = self._input_ids
+        places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
+        return CustomBatch(
+            input_ids=tokens,
+            labels=self._labels.clamp(min=0),
+            loss_mask=(self._labels >= 0).float(),
+            position_ids=(places if self._position_ids is None else self._position_ids).contiguous(),
+            document_ids=documents_of(self._mask, tokens),
+            sample_numbers=torch.arange(len(tokens)),
+            number=torch.tensor([number]),
+        )
+
+
+def documents_of(mask: Any, tokens: Tensor) -> Tensor | None:
+    """The documents that a mask of Megatron's, bool [batch or 1, 1, seq, seq] with True where a token must not look,
+    keeps apart; int [batch, seq] is taken as it is. Raises ConfigError for another mask."""
+    if mask is None or mask.dim() == 2:
+        return mask
+    seq = tokens.shape[1]
+    hidden = mask.bool()[:, 0]  # [batch or 1, seq, seq]
+    first = (~hidden).to(torch.int32).argmax(-1)  # of each token the first that it sees
+    places = torch.arange(seq, device=mask.device)
+    causal = (places > places[:, None])[None] | (places < first[..., None])
+    if hidden.shape[-2:] != (seq, seq) or not bool((hidden == causal).all()):
+        raise ConfigError(
+            "the attention mask of the script's batch function is neither causal nor one of documents one behind the "
+            "other; there is no other mask here: give None for a causal one"
+        )
+    starts = (first == places).to(torch.int32)
+    return starts.cumsum(1, dtype=torch.int32).expand_as(tokens).contiguous()
+
+
+def custom_step(accelerator: Any, plugin: MegatronLMPlugin, engine: MegatronEngine) -> CustomStep | None:
+    """The script's own train step; None where it has none. Raises ConfigError for what cannot be had together."""
+    given = [
+        name
+        for name in ("custom_train_step_class", "custom_get_batch_function", "custom_loss_function")
+        if getattr(plugin, name) is not None
+    ]
+    if not given:
+        return None
+    if plugin.return_logits:
+        raise ConfigError(
+            f"return_logits and {given[0]} cannot be had together: no rank holds whole logits in training"
+        )
+    args = SimpleNamespace(
+        **plugin.megatron_lm_default_args, eos_token_id=getattr(engine.config, "eos_token_id", None)
+    )
+    if plugin.custom_train_step_class is not None:
+        return CustomStep(plugin.custom_train_step_class(args, **(plugin.custom_train_step_kwargs or {})))
+    return CustomStep(GPTTrainStep(accelerator, args))

@@ -1,0 +1,190 @@
+"""Small Hugging Face models trained by the loops of Accelerate's scripts, and the same by plain PyTorch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
+)
+
+VOCAB, SEQ, WIDTH, LAYERS = 96, 16, 32, 4
+LLAMA = dict(
+    vocab_size=VOCAB,
+    hidden_size=WIDTH,
+    intermediate_size=64,
+    num_hidden_layers=LAYERS,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=32,
+)
+GPT2 = dict(
+    vocab_size=VOCAB,
+    n_positions=32,
+    n_embd=WIDTH,
+    n_layer=LAYERS,
+    n_head=4,
+    resid_pdrop=0.0,
+    embd_pdrop=0.0,
+    attn_pdrop=0.0,
+    bos_token_id=0,
+    eos_token_id=0,
+)
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**GPT2)),
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA)),
+    "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**LLAMA, num_local_experts=4)),
+}
+RATE = 1e4
+BATCH, STEPS = 8, 3  # samples of an optimizer step's pass, and optimizer steps
+
+
+def model_of(kind: str) -> nn.Module:
+    """With biases and norms that are not all alike, as they are at first."""
+    torch.manual_seed(0)
+    model = MODELS[kind]()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter += 0.1 * torch.randn_like(parameter)
+    return model
+
+
+def samples(count: int) -> list[dict[str, Tensor]]:
+    """Random tokens; the first labels and a fifth of the others are −100."""
+    draw = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, VOCAB, (count, SEQ), generator=draw)
+    labels = ids.clone()
+    labels[torch.rand(count, SEQ, generator=draw) < 0.2] = -100
+    labels[:, :3] = -100
+    return [{"input_ids": a, "labels": b} for a, b in zip(ids, labels)]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    """Two groups of two rates. `eps` is no less than rounding: the gradient of GPT-2's key bias is that alone."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0, "lr": 2e-3}]
+    return torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.98), eps=1e-4)
+
+
+def plain_sgd(model: nn.Module) -> torch.optim.Optimizer:
+    """Of which one step shows the gradient: beside it the weights, and their rounding, are nothing."""
+    return torch.optim.SGD(model.parameters(), lr=RATE)
+
+
+OPTIMIZERS = {"adamw": adamw, "sgd": plain_sgd}
+
+
+def cosine(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 2 * STEPS)
+
+
+def reference(
+    kind: str,
+    accumulation: int = 1,
+    optimizer: str = "adamw",
+    steps: int = STEPS,
+    clip: float = 1.0,
+    data: list | None = None,
+):
+    """Losses of every pass and the weights behind them, by plain PyTorch in one process."""
+    data = samples(BATCH * accumulation * steps) if data is None else data
+    model = model_of(kind)
+    adam = OPTIMIZERS[optimizer](model)
+    schedule, losses = cosine(adam), []
+    batches = iter(DataLoader(data, batch_size=BATCH))
+    for _ in range(steps):
+        adam.zero_grad()
+        for _ in range(accumulation):
+            loss = model(**next(batches)).loss
+            losses.append(loss.item())
+            (loss / accumulation).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        adam.step()
+        schedule.step()
+    return losses, {name: value.clone() for name, value in model.state_dict().items()}
+
+
+def fresh_accelerator(accumulation: int = 1, precision: str = "no", **plugin: Any) -> Any:
+    """An Accelerator as of a process that has none."""
+    from accelerate.state import AcceleratorState, GradientState
+
+    from megalith.accelerate import Accelerator, MegatronLMPlugin
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    return Accelerator(
+        mixed_precision=precision,
+        gradient_accumulation_steps=accumulation,
+        megatron_lm_plugin=MegatronLMPlugin(**plugin),
+    )
+
+
+def prepared(accelerator: Any, kind: str, data: list, optimizer: str = "adamw") -> Any:
+    """Model, optimizer, loader of BATCH samples a turn over all replicas, and schedule, as `prepare` gives them."""
+    plugin = accelerator.state.megatron_lm_plugin
+    micro = BATCH // plugin.num_micro_batches // plugin.data_parallel_size_of(accelerator.num_processes)
+    model = model_of(kind)
+    own = OPTIMIZERS[optimizer](model)
+    return accelerator.prepare(model, own, DataLoader(data, batch_size=micro), cosine(own))
+
+
+def train(accelerator: Any, objects: Any, turns: Iterator | None = None) -> list[float]:
+    """The documents' loop: the loss of every turn."""
+    model, optimizer, loader, schedule = objects
+    losses = []
+    model.train()
+    for batch in loader if turns is None else turns:
+        with accelerator.accumulate(model):
+            outputs = model(**batch)
+            losses.append(outputs.loss.item())
+            accelerator.backward(outputs.loss)
+            optimizer.step()
+            schedule.step()
+            optimizer.zero_grad()
+    return losses
+
+
+def run(kind: str, accumulation: int = 1, optimizer: str = "adamw", steps: int = STEPS, **plugin: Any):
+    """As `reference`, by Megalith."""
+    accelerator = fresh_accelerator(accumulation, **plugin)
+    objects = prepared(accelerator, kind, samples(BATCH * accumulation * steps), optimizer)
+    return train(accelerator, objects), accelerator.get_state_dict(objects[0])
+
+
+def check(found: tuple, wanted: tuple, tolerance: float = 1e-5) -> None:
+    """Losses and weights of two runs are equal, relative to the losses and to each tensor's norm."""
+    for one, other in zip(found[0], wanted[0], strict=True):
+        assert abs(one - other) <= tolerance * abs(other), (found[0], wanted[0])
+    assert found[1].keys() == wanted[1].keys()
+    for name, weight in wanted[1].items():
+        difference = (found[1][name] - weight).norm() / weight.norm().clamp(min=1e-6)
+        assert difference <= tolerance, (name, float(difference))
+
+
+def checked(
+    wanted: tuple, kind: str, accumulation: int, layout: dict, optimizer: str = "adamw", steps: int = STEPS
+) -> None:
+    """`run`, and the comparison on every rank, so that no weights are sent."""
+    check(run(kind, accumulation, optimizer, steps, **layout), wanted)
+
+
+def stacked(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """A batch of these samples."""
+    return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
+
+
+def close(one: Tensor, other: Tensor, tolerance: float = 1e-5) -> None:
+    """They are equal, relative to the norm of the second."""
+    assert (one - other).norm() <= tolerance * other.norm(), (one, other)

@@ -1,0 +1,240 @@
+"""`megalith accelerate`: the launcher, the wizard, the hook; and what the plugin's fields mean."""
+
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import accelerate_script
+import pytest
+import torch
+import yaml
+from accelerate_job import fresh_accelerator, model_of
+
+import megalith.accelerate
+from megalith.accelerate import MegatronLMPlugin
+from megalith.cli.main import main
+from megalith.dialects.accelerate import launch_door
+from megalith.dialects.accelerate.plugin import environment_of
+from megalith.dialects.accelerate.plugin_settings import run_config
+from megalith.dialects.accelerate.published_weights import family_of_module
+from megalith.errors import ConfigError
+
+SCRIPT = Path(__file__).parent / "accelerate_script.py"
+ANSWERS = ["This machine", "Multi-GPU", "1", "No", "Yes", "2", "No", "2", "2", "SELECTIVE", "SEQUENTIAL"]
+DOCUMENTED = {
+    "compute_environment": "LOCAL_MACHINE",
+    "distributed_type": "MEGATRON_LM",
+    "downcast_bf16": "no",
+    "machine_rank": 0,
+    "main_training_function": "main",
+    "megatron_lm_config": {
+        "megatron_lm_gradient_clipping": 1.0,
+        "megatron_lm_learning_rate_decay_iters": 320000,
+        "megatron_lm_num_micro_batches": 1,
+        "megatron_lm_pp_degree": 2,
+        "megatron_lm_recompute_activations": True,
+        "megatron_lm_sequence_parallelism": False,
+        "megatron_lm_tp_degree": 2,
+    },
+    "mixed_precision": "bf16",
+    "num_machines": 1,
+    "num_processes": 8,
+    "rdzv_backend": "static",
+    "same_network": True,
+    "tpu_env": [],
+    "tpu_use_cluster": False,
+    "tpu_use_sudo": False,
+    "use_cpu": False,
+}
+
+
+def launched(folder, *words):
+    """What the script printed, started by a command line of its own."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    words = [sys.executable, "-m", *words[0].split(), "--main_process_port", port, *words[1:], str(folder)]
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE", "MEGATRON", "RANK"))}
+    clean |= {"OMP_NUM_THREADS": "1", "HF_HOME": str(folder)}
+    done = subprocess.run(words, capture_output=True, text=True, env=clean)
+    found = [line for line in done.stdout.splitlines() if line.startswith("result")]
+    assert len(found) == 1, done.stdout + done.stderr
+    return found[0].split()
+
+
+def plain_script():
+    """What the script prints, by plain PyTorch in this process: two passes a step of 2 × 4 samples each."""
+    torch.manual_seed(0)
+    model, losses = accelerate_script.small_model(), []
+    optimizer = torch.optim.AdamW(model.parameters(), lr=6e-4)
+    for number, tokens in enumerate(accelerate_script.tokens().split(8)):
+        loss = model(input_ids=tokens, labels=tokens).loss
+        losses.append(loss.item())
+        (loss / 2).backward()
+        if number % 2:
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    return [*losses, sum(weight.double().abs().sum().item() for weight in model.state_dict().values())]
+
+
+def check_launched(folder, *way):
+    result, kind, *figures = launched(folder, *way)
+    assert (result, kind) == ("result", "MEGATRON_LM")
+    assert [float(figure) for figure in figures] == pytest.approx(plain_script(), rel=1e-5)
+    assert (folder / "checkpoint-epoch-0" / "megalith").is_dir()
+
+
+@pytest.mark.processes
+def test_an_untouched_script_trains_by_our_launcher_and_a_configuration_file(tmp_path):
+    content = {**DOCUMENTED, "num_processes": 2, "mixed_precision": "no"}
+    plugin = {"tp_degree": 1, "pp_degree": 2, "num_micro_batches": 4}
+    content["megatron_lm_config"] = {f"megatron_lm_{name}": value for name, value in plugin.items()}
+    file = tmp_path / "config.yaml"
+    file.write_text(yaml.safe_dump(content))
+    check_launched(tmp_path, "megalith.cli accelerate launch", "--config_file", str(file), str(SCRIPT), "env")
+
+
+@pytest.mark.full
+def test_an_untouched_script_trains_by_accelerates_launcher_with_our_module(tmp_path):
+    options = ["--use_megatron_lm", "--num_processes", "2", "-m", "megalith.accelerate"]
+    check_launched(tmp_path, "accelerate.commands.launch", *options, str(SCRIPT), "2,1")
+
+
+def test_the_wizard_asks_the_guides_questions_and_writes_its_file(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    (tmp_path / "answers").write_text("\n".join(ANSWERS) + "\n")
+    with open(tmp_path / "answers") as answers:
+        monkeypatch.setattr(sys, "stdin", answers)
+        assert main(["accelerate", "config"]) == 0
+    assert yaml.safe_load((tmp_path / "accelerate" / "default_config.yaml").read_text()) == DOCUMENTED
+    asked = [line for line in capsys.readouterr().out.splitlines() if line.endswith(("?", "]"))]
+    assert asked[:3] == [
+        "In which compute environment are you running?",
+        "Which type of machine are you using?",
+        "How many different machines will you use?",
+    ]
+    assert asked[9:11] == [
+        "Where to perform activation checkpointing? ['SELECTIVE', 'FULL', 'NONE']",
+        "Where to perform activation partitioning? ['SEQUENTIAL', 'UNIFORM']",
+    ]
+
+
+@pytest.mark.parametrize("answers, told", [
+    (["This machine", "TPU"], "one of Multi-GPU"),
+    (["", "", "", "yes"], "`accelerate config` asks for that"),
+    ([*ANSWERS, "4", "no", "1.0", "7"], "7 processes are not tensor 2 × pipeline 2 × data 2 = 8"),
+])  # fmt: skip
+def test_the_wizard_refuses_what_cannot_be(tmp_path, monkeypatch, answers, told):
+    (tmp_path / "answers").write_text("\n".join(answers) + "\n")
+    with open(tmp_path / "answers") as lines:
+        monkeypatch.setattr(sys, "stdin", lines)
+        with pytest.raises(ConfigError, match=told):
+            launch_door.run_command(["config", "--config_file", str(tmp_path / "file")])
+    assert not (tmp_path / "file").exists()
+
+
+def test_the_hook_is_written_and_removed_and_acts_in_launched_processes_alone(tmp_path, monkeypatch):
+    patched = []
+    monkeypatch.setattr(launch_door.sysconfig, "get_path", lambda name: str(tmp_path))
+    monkeypatch.setattr(megalith.accelerate, "patch", lambda: patched.append(True))
+    launch_door.run_command(["enable"])
+    (hook,) = tmp_path.iterdir()
+    for name, value in (("RANK", None), ("ACCELERATE_USE_MEGATRON_LM", "false"), (None, None)):
+        monkeypatch.setenv("RANK", "0")
+        monkeypatch.setenv("ACCELERATE_USE_MEGATRON_LM", "true")
+        if name is not None:
+            monkeypatch.setenv(name, value) if value else monkeypatch.delenv(name)
+        exec(hook.read_text())
+        assert bool(patched) == (name is None)
+    launch_door.run_command(["disable"])
+    assert not list(tmp_path.iterdir())
+
+
+def settings(processes=1, kind="llama", **plugin):
+    plugin = MegatronLMPlugin(**plugin)
+    plugin.set_training_args(1, plugin.data_parallel_size_of(processes))
+    return run_config(plugin, *family_of_module(model_of(kind)), "fp32", processes, "cpu")
+
+
+RECOMPUTED = [
+    ({}, (None, None, 1)),
+    (dict(recompute_activations=True), ("selective", None, 1)),
+    (dict(recompute_activations=True, checkpoint_num_layers=2), ("full", "uniform", 2)),
+    (
+        dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=3),
+        ("full", "block", 3),
+    ),
+]
+
+
+@pytest.mark.parametrize("given, wanted", RECOMPUTED)
+def test_recomputation_is_what_was_asked_for_and_none_by_default(given, wanted):
+    parallel = settings(**given)[0].parallel
+    assert (
+        parallel.recompute_granularity,
+        parallel.recompute_method,
+        parallel.recompute_num_layers,
+    ) == wanted
+
+
+def test_the_guides_plugin_blocks_can_all_be_made(monkeypatch):
+    blocks = {
+        8: dict(tp_degree=2, pp_degree=2, num_micro_batches=4, gradient_clipping=1.0, sequence_parallelism=False,
+                recompute_activations=True, use_distributed_optimizer=True, custom_prepare_model_function=None),
+        1: dict(recompute_activations=True, checkpoint_num_layers=1, distribute_checkpointed_activations=True,
+                partition_activations=True, check_for_nan_in_loss_and_grad=True),
+        16: dict(pp_degree=4, num_micro_batches=16),
+        4: dict(tp_degree=4, sequence_parallelism=True),
+        2: dict(use_distributed_optimizer=True),
+    }  # fmt: skip
+    made = {processes: settings(processes, **block) for processes, block in blocks.items()}
+    assert made[8][0].parallel.data_parallel_sharding_strategy == "optim"
+    assert any("partition_activations have no effect" in note for note in made[1][1])
+    assert made[4][0].parallel.sequence_parallel
+    assert made[16][0].train.global_batch_size == 16 * 4
+
+
+def test_fields_come_from_the_environment_and_the_file(monkeypatch):
+    section = {
+        "megatron_lm_tp_degree": 2,
+        "megatron_lm_learning_rate_decay_iters": 320000,
+        "megatron_lm_legacy_bin": True,
+    }
+    for name, value in environment_of(section).items():
+        monkeypatch.setenv(name, value)
+    plugin = MegatronLMPlugin()
+    assert (plugin.tp_degree, plugin.lr_decay_iters, plugin.legacy_bin) == (2, 320000, True)
+    assert plugin.context_parallel_size == 1 and plugin.has("tp_degree") and not plugin.has("pp_degree")
+    with pytest.raises(ConfigError, match="did you mean 'megatron_lm_tp_degree'"):
+        environment_of({"megatron_lm_tp_degre": 2})
+
+
+def test_other_arguments_go_through_the_table_of_megatrons_flags():
+    given = {
+        "data_parallel_sharding_strategy": "optim_grads",
+        "moe_aux_loss_coeff": 0.01,
+        "no_rope_fusion": True,
+    }
+    config, notes = settings(kind="mixtral", other_megatron_args=given)
+    assert config.model.moe_aux_loss_coeff == 0.01
+    assert any("--no-rope-fusion" in note for note in notes)
+    with pytest.raises(ConfigError, match="did you mean"):
+        settings(other_megatron_args={"sequence_paralel": True})
+    with pytest.raises(ConfigError, match="the Hugging Face model's config decides"):
+        settings(kind="gpt2", other_megatron_args={"position_embedding_type": "rope"})
+
+
+def test_the_models_dropout_and_positions_are_its_own():
+    config = settings(kind="gpt2", use_rotary_position_embeddings=True)[0]
+    assert config.model.position_embedding_type == "learned_absolute"
+    assert settings(kind="gpt2", hidden_dropout=0.25)[0].model.hidden_dropout == 0.25
+
+
+def test_processes_that_do_not_divide_are_refused():
+    with pytest.raises(ConfigError, match="1 processes are not divisible by tp_degree 2"):
+        fresh_accelerator(tp_degree=2)
+    with pytest.raises(ConfigError, match="a whole number from 1"):
+        MegatronLMPlugin(pp_degree=0)

@@ -1,0 +1,349 @@
+"""What a loop over Accelerate may do with a prepared model, beside plain PyTorch's answer."""
+
+import copy
+
+import pytest
+import torch
+from accelerate_job import (
+    BATCH,
+    RATE,
+    STEPS,
+    adamw,
+    check,
+    checked,
+    close,
+    fresh_accelerator,
+    model_of,
+    plain_sgd,
+    prepared,
+    reference,
+    samples,
+    stacked,
+    train,
+)
+from test_accelerate_steps import with_own_loss
+from test_accelerate_training import cases_of
+from torch import nn
+from torch.utils.data import DataLoader
+
+from megalith.cli.main import main
+from megalith.errors import ConfigError
+
+
+def one_step(kind="llama", optimizer="sgd", data=None, **plugin):
+    """Accelerator, model and optimizer of one process, and the batch of a step."""
+    plugin = {"gradient_clipping": 0.0, **plugin}
+    accelerator = fresh_accelerator(**plugin)
+    model, own, loader, _ = prepared(accelerator, kind, data or samples(BATCH), optimizer)
+    model.train()
+    return accelerator, model, own, next(iter(loader))
+
+
+def gradients(accelerator, model, kind="llama"):
+    """By one step of SGD."""
+    before, after = model_of(kind).state_dict(), accelerator.get_state_dict(model)
+    return {name: (before[name] - after[name]) / RATE for name in before}
+
+
+def padded(side):
+    batch = stacked(samples(BATCH))
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    for row in range(BATCH):
+        where = slice(0, row % 5) if side == "left" else slice(16 - row % 5, 16)
+        batch["attention_mask"][row, where] = 0
+        batch["labels"][row, where] = -100
+        batch["labels"][row, row % 5] = -100  # transformers has padding predict it
+    return batch
+
+
+def packed():
+    batch = stacked(samples(BATCH))
+    batch["position_ids"] = torch.cat([torch.arange(7), torch.arange(9)]).expand(BATCH, 16)
+    batch["labels"][:, 7] = -100
+    return batch
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+@pytest.mark.parametrize("make", [lambda: padded("left"), lambda: padded("right"), packed])
+def test_masks_and_positions_mean_what_they_mean_to_transformers(kind, make):
+    batch, plain = make(), model_of(kind)
+    _, model, _, _ = one_step(kind, num_micro_batches=2, return_logits=True)
+    model.eval()
+    with torch.no_grad():
+        found, wanted = model(**batch), plain(**batch, use_cache=False)  # with one it packs nothing
+    close(found.loss, wanted.loss)
+    seen = batch["attention_mask"].bool() if "attention_mask" in batch else torch.ones(BATCH, 16, dtype=bool)
+    close(found.logits[seen], wanted.logits[seen])
+
+
+def test_what_a_script_makes_of_the_loss_is_its_gradient():
+    """loss · 0.5 and the sum of two calls; a loss without a backward pass does not count."""
+    accelerator, model, own, batch = one_step()
+    model(**batch)  # dropped
+    half = model(**batch).loss * 0.5
+    accelerator.backward(half)
+    both = model(**batch).loss + 2 * model(**batch).loss
+    accelerator.backward(both)
+    own.step()
+    plain = model_of("llama")
+    (plain(**batch).loss * 3.5).backward()
+    found = gradients(accelerator, model)
+    for name, parameter in plain.named_parameters():
+        close(found[name], parameter.grad)
+
+
+def test_a_second_backward_pass_and_one_from_logits_are_refused():
+    accelerator, model, _, batch = one_step(return_logits=True)
+    outputs = model(**batch)
+    accelerator.backward(outputs.loss)
+    with pytest.raises(ConfigError, match="gradients are used up"):
+        outputs.loss.backward()
+    with pytest.raises(ConfigError, match="custom_loss_function"):
+        nn.functional.cross_entropy(outputs.logits.flatten(0, 1), batch["input_ids"].flatten()).backward()
+    model.eval()
+    with pytest.raises(ConfigError, match=r"call train\(\)"):
+        model(**batch).loss.backward()
+
+
+def test_clipping_by_the_script_is_torchs_and_takes_the_place_of_the_plugins():
+    accelerator, model, own, batch = one_step(gradient_clipping=1e-3)
+    accelerator.backward(model(**batch).loss)
+    norm = accelerator.clip_grad_norm_(model.parameters(), 0.25)
+    own.step()
+    plain = model_of("llama")
+    plain(**batch).loss.backward()
+    close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.25))
+    found = gradients(accelerator, model)
+    for name, parameter in plain.named_parameters():
+        close(found[name], parameter.grad)
+
+
+def test_zero_grad_forgets_and_a_step_without_gradients_changes_nothing():
+    accelerator, model, own, batch = one_step()
+    accelerator.backward(model(**batch).loss)
+    own.zero_grad()
+    own.step()
+    assert all(not change.any() for change in gradients(accelerator, model).values())
+
+
+@pytest.mark.parametrize("make", [
+    lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, nesterov=True),
+    lambda model: torch.optim.Adam(model.parameters(), lr=1e-3, weight_decay=0.1, eps=1e-4),
+])  # fmt: skip
+def test_sgd_with_momentum_and_adam_with_l2(make):
+    accelerator, plain = fresh_accelerator(gradient_clipping=0.0), model_of("gpt2")
+    model = model_of("gpt2")
+    loader = DataLoader(samples(STEPS * BATCH), batch_size=BATCH)
+    theirs, (model, own, turns) = make(plain), accelerator.prepare(model, make(model), loader)
+    model.train()
+    for batch in turns:
+        for one, optimizer in ((plain, theirs), (model, own)):
+            optimizer.zero_grad()
+            one(**batch).loss.backward()
+            optimizer.step()
+    found = accelerator.get_state_dict(model)
+    for name, weight in plain.state_dict().items():
+        close(found[name], weight)
+
+
+def test_parameters_that_are_one_tensor_here_cannot_have_two_decays():
+    model = model_of("llama")
+    queries = [p for name, p in model.named_parameters() if "q_proj" in name]
+    others = [p for name, p in model.named_parameters() if "q_proj" not in name]
+    groups = [{"params": queries, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    with pytest.raises(ConfigError, match="put them in one group"):
+        fresh_accelerator().prepare(model, torch.optim.AdamW(groups))
+
+
+def test_frozen_parameters_stay_and_others_train():
+    accelerator, model = fresh_accelerator(gradient_clipping=0.0), model_of("llama")
+    model.model.embed_tokens.requires_grad_(False)
+    model, own = accelerator.prepare(model, torch.optim.SGD(model.parameters(), lr=1.0))
+    model.train()
+    accelerator.backward(model(**stacked(samples(4))).loss)
+    own.step()
+    moved = {name for name, change in gradients(accelerator, model).items() if change.any()}
+    assert "model.embed_tokens.weight" not in moved and "lm_head.weight" in moved
+
+
+def test_a_gradient_with_nan_is_skipped_and_said_so():
+    accelerator, model, own, batch = one_step()
+    accelerator.backward(model(**batch).loss * float("nan"))
+    own.step()
+    assert accelerator.optimizer_step_was_skipped
+    assert all(not change.any() for change in gradients(accelerator, model).values())
+    accelerator.backward(model(**batch).loss)
+    own.step()
+    assert not accelerator.optimizer_step_was_skipped
+
+
+def test_the_last_batch_is_filled_up_with_samples_that_do_not_count():
+    rows, losses = samples(11), []
+    accelerator = fresh_accelerator(num_micro_batches=2)
+    model, loader = accelerator.prepare(model_of("llama"), DataLoader(rows, batch_size=2))
+    model.eval()
+    seen, plain = [], model_of("llama")
+    for batch in loader:
+        with torch.no_grad():
+            losses.append(model(**batch).loss)
+        seen.append(accelerator.gather_for_metrics(batch["input_ids"]))
+        assert len(batch["input_ids"]) == 4
+    assert torch.equal(torch.cat(seen), stacked(rows)["input_ids"])
+    wanted = [plain(**stacked(rows[at : at + 4])).loss for at in (0, 4, 8)]
+    close(torch.stack(losses), torch.stack(wanted))
+
+
+def test_the_loaders_order_is_the_scripts_and_turns_can_be_left_out():
+    def loader():
+        return DataLoader(range(20), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(3))
+
+    accelerator = fresh_accelerator(num_micro_batches=3)
+    turns = accelerator.prepare(loader())
+    wanted = torch.cat(list(loader()))
+    assert torch.equal(torch.cat(list(turns))[:20], wanted) and len(turns) == 4
+    rest = accelerator.skip_first_batches(accelerator.prepare(loader()), 2)
+    assert torch.equal(torch.cat(list(rest))[:8], wanted[12:]) and len(rest) == 2
+
+
+def test_the_weights_go_back_into_the_scripts_model_and_files(tmp_path):
+    accelerator, model, own, batch = one_step("mixtral")
+    accelerator.backward(model(**batch).loss)
+    own.step()
+    module = accelerator.unwrap_model(model)
+    assert type(module) is type(model_of("mixtral"))
+    accelerator.save_model(model, tmp_path / "model")
+    module.save_pretrained(tmp_path / "published")
+    again = type(module).from_pretrained(tmp_path / "published").eval()
+    model.eval()
+    with torch.no_grad():
+        wanted = model(**batch).loss
+        for one in (module.eval(), again):
+            close(one(**batch).loss, wanted)
+    from safetensors.torch import load_file
+
+    stored = load_file(tmp_path / "model" / "model.safetensors")
+    assert stored.keys() == module.state_dict().keys()
+    assert (tmp_path / "model" / "config.json").exists()
+
+
+def test_a_model_without_weights_gets_those_of_a_checkpoint(tmp_path):
+    accelerator, model, own, batch = one_step("mixtral")
+    accelerator.backward(model(**batch).loss)
+    own.step()
+    for _ in range(2):  # the second time into the same folder
+        accelerator.save_state(tmp_path / "state")
+    wanted = accelerator.get_state_dict(model)
+    accelerator = fresh_accelerator()
+    with torch.device("meta"):
+        empty = model_of("mixtral")
+    model, _ = accelerator.prepare(empty, plain_sgd(empty))
+    accelerator.load_state(tmp_path / "state")
+    check(([], accelerator.get_state_dict(model)), ([], wanted))
+
+
+def test_bf16_and_a_model_that_is_bf16():
+    for precision, kind in (("bf16", torch.float32), ("no", torch.bfloat16)):
+        accelerator = fresh_accelerator(precision=precision)
+        model = model_of("llama").to(kind)
+        model, own = accelerator.prepare(model, adamw(model))
+        assert model.run.train.precision == "bf16"
+        model.train()
+        loss = model(**stacked(samples(4))).loss
+        accelerator.backward(loss)
+        own.step()
+        close(loss.detach(), model_of("llama")(**stacked(samples(4))).loss.detach(), 1e-2)
+        assert next(accelerator.unwrap_model(model).parameters()).dtype == kind
+
+
+def test_without_the_plugin_it_is_accelerates_own(monkeypatch):
+    monkeypatch.delenv("ACCELERATE_USE_MEGATRON_LM", raising=False)
+    from accelerate.state import AcceleratorState, GradientState
+
+    from megalith.accelerate import Accelerator
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+    linear, accelerator = nn.Linear(3, 1), Accelerator(cpu=True)
+    plain = copy.deepcopy(linear)
+    model, own = accelerator.prepare(linear, torch.optim.SGD(linear.parameters(), lr=0.1))
+    for one, backward, optimizer in (
+        (model, accelerator.backward, own),
+        (plain, torch.Tensor.backward, torch.optim.SGD(plain.parameters(), lr=0.1)),
+    ):
+        backward(one(torch.ones(2, 3)).sum())
+        optimizer.step()
+    assert torch.equal(model.weight, plain.weight)
+
+
+def saved(folder, layout, other, **more):
+    """Trains STEPS turns in one layout and saves, and as many in another that loads; compares with no save."""
+    half = samples(2 * STEPS * BATCH)
+    accelerator = fresh_accelerator(**layout, legacy_bin=True)
+    first = prepared(accelerator, "llama", half[: STEPS * BATCH])
+    losses = train(accelerator, first)
+    accelerator.save_state(folder)
+    parts = [folder / f"{name}_tp_{tp}_pp_0.bin" for name in ("pytorch_model", "optimizer") for tp in (0, 1)]
+    shards = [torch.load(part, weights_only=True) for part in parts]
+    assert shards[0]["output_layer.weight"].shape[0] * 2 == first[0].run.model.padded_vocab_size
+    assert "optim.output_layer.weight.exp_avg" in shards[2]
+    again = fresh_accelerator(**other)
+    second = prepared(again, "llama", half[STEPS * BATCH :])
+    again.load_state(folder)
+    assert second[0].iteration == STEPS
+    losses += train(again, second)
+    check((losses, again.get_state_dict(second[0])), more["wanted"])
+
+
+def together(wanted, folder, cases):
+    """What every rank of two checks."""
+    for case in cases.values():
+        checked(*case)
+    with_own_loss()
+    accelerator = fresh_accelerator(tp_degree=2, sequence_parallelism=True, return_logits=True)
+    model, _, loader, _ = prepared(accelerator, "llama", samples(BATCH))
+    batch, plain = next(iter(loader)), model_of("llama")
+    outputs = model(**batch)
+    close(outputs.logits, plain(**batch).logits)
+    accelerator.backward(outputs.loss)
+    plain(**batch).loss.backward()
+    close(
+        accelerator.clip_grad_norm_(model.parameters(), 1.0),
+        nn.utils.clip_grad_norm_(plain.parameters(), 1.0),
+    )
+    assert accelerator.gather(torch.ones(2)).shape == (2,)  # one replica
+    assert accelerator.is_main_process == (accelerator.process_index == 1)
+    with accelerator.main_process_first():
+        if accelerator.is_main_process:
+            (folder / "first").write_text("here")
+        assert (folder / "first").exists()
+    saved(folder / "state", dict(tp_degree=2, sequence_parallelism=True), dict(pp_degree=2), wanted=wanted)
+    replicas(folder)
+
+
+def replicas(folder):
+    """Two replicas share out an incomplete last batch: the loss is that of its samples, and metrics are theirs."""
+    rows, plain = samples(11), model_of("llama")
+    accelerator = fresh_accelerator()
+    model, loader = accelerator.prepare(model_of("llama"), DataLoader(rows, batch_size=4))
+    model.eval()
+    with torch.no_grad():
+        found = [model(**batch).loss for batch in loader]
+        wanted = [plain(**stacked(rows[at : at + 8])).loss for at in (0, 8)]
+    close(torch.stack(found), torch.stack(wanted))
+    seen = [accelerator.gather_for_metrics(batch["input_ids"]) for batch in loader]
+    assert torch.equal(torch.cat(seen), stacked(rows)["input_ids"])
+    assert accelerator.gather_for_metrics(["a", "b"]) == ["a", "b"] * 2
+    assert accelerator.reduce(torch.tensor(2.0), "mean") == 2.0
+
+
+def test_two_processes(pool, tmp_path):
+    """One job: importing transformers takes a rank as long as five cases."""
+    wanted = reference("llama", steps=2 * STEPS)
+    pool.run(together, wanted, tmp_path, cases_of(2, every=False), size=2)
+    assert (
+        main(["checkpoint", "merge", "--hf", str(tmp_path / "state"), str(tmp_path / "pytorch_model.bin")])
+        == 0
+    )
+    wanted = reference("llama", data=samples(2 * STEPS * BATCH))[1]
+    merged = type(model_of("llama")).from_pretrained(tmp_path)  # by its config.json
+    check(([], merged.state_dict()), ([], wanted))

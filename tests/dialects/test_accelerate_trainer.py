@@ -1,0 +1,86 @@
+"""transformers' Trainer on Megalith beside the Trainer itself."""
+
+import os
+
+import pytest
+import torch
+from accelerate_job import check, model_of, samples
+from transformers import Trainer, TrainingArguments
+
+from megalith.accelerate import MegalithTrainer, MegatronLMPlugin
+from megalith.errors import ConfigError
+
+
+def arguments(folder, batch=2, **more):
+    return TrainingArguments(
+        output_dir=str(folder), use_cpu=True, per_device_train_batch_size=batch, gradient_accumulation_steps=2,
+        learning_rate=1e-3, weight_decay=0.1, adam_epsilon=1e-4, logging_steps=1, report_to=[], disable_tqdm=True,
+        lr_scheduler_type="cosine", num_train_epochs=1, **{"save_strategy": "no", **more},
+    )  # fmt: skip
+
+
+def reset():
+    from accelerate.state import AcceleratorState, GradientState
+
+    AcceleratorState._reset_state(True)
+    GradientState._reset_state()
+
+
+def losses_of(trainer):
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+
+
+def plain(folder):
+    reset()
+    trainer = Trainer(model_of("llama"), arguments(folder, 4), train_dataset=samples(24))
+    trainer.train()
+    return losses_of(trainer), trainer.model.state_dict(), trainer.evaluate(samples(6))["eval_loss"]
+
+
+def ours(folder, wanted, batch, plugin):
+    os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))  # as torchrun says it
+    reset()
+    options = dict(train_dataset=samples(24), megatron_lm_plugin=MegatronLMPlugin(**plugin))
+    trainer = MegalithTrainer(model_of("llama"), arguments(folder, batch), **options)
+    trainer.train()
+    evaluated = trainer.evaluate(samples(6))["eval_loss"]
+    weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+    check((losses_of(trainer), weights), wanted[:2])
+    assert evaluated == pytest.approx(wanted[2], rel=1e-5)
+    trainer.save_model(str(folder / "model"))
+    again = type(model_of("llama")).from_pretrained(folder / "model")
+    check(([], again.state_dict()), ([], wanted[1]))
+
+
+def test_the_trainer_gives_its_own_losses_and_weights(tmp_path, monkeypatch):
+    monkeypatch.delenv("ACCELERATE_USE_MEGATRON_LM", raising=False)
+    wanted = plain(tmp_path)
+    ours(tmp_path, wanted, 4, {})
+
+
+def test_a_resumed_run_is_the_same_run(tmp_path, monkeypatch):
+    monkeypatch.delenv("ACCELERATE_USE_MEGATRON_LM", raising=False)
+    wanted = plain(tmp_path)
+    for resumed in (False, True):
+        reset()
+        saving = arguments(tmp_path, 4, save_strategy="steps", save_steps=2)
+        trainer = MegalithTrainer(model_of("llama"), saving, train_dataset=samples(24))
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2") if resumed else None)
+        weights = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+        check(([], weights), ([], wanted[1]))
+    assert trainer.state.global_step == 3 and trainer.model_wrapped.iteration == 3
+
+
+def test_pipelines_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="one by one"):
+        MegalithTrainer(model_of("llama"), megatron_lm_plugin=MegatronLMPlugin(pp_degree=2))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("batch, plugin", [(4, dict(tp_degree=2, sequence_parallelism=True)), (2, {})])
+def test_in_two_processes(pool, tmp_path, monkeypatch, batch, plugin):
+    monkeypatch.delenv("ACCELERATE_USE_MEGATRON_LM", raising=False)
+    wanted = plain(tmp_path)
+    wanted = wanted[0], {name: value.clone() for name, value in wanted[1].items()}, wanted[2]
+    pool.run(ours, tmp_path, wanted, batch, plugin, size=2)
+    assert torch.is_tensor(wanted[1]["lm_head.weight"])
