@@ -14,11 +14,13 @@ import torch
 import yaml
 
 import megalith
+from megalith.cli.generation import _without_nproc
 from megalith.cli.main import build_parser, main
 from megalith.cli.parser import Parser
 from megalith.config.describe import reference_page
 from megalith.config.presets import PRESETS
 from megalith.errors import install_line
+from megalith.generation.engine import Completion
 
 MEGALITH = [sys.executable, "-m", "megalith.cli"]
 
@@ -101,12 +103,43 @@ def test_generate_takes_several_prompts_and_a_file_of_them(call, trained, tmp_pa
     assert call("generate", step, "--prompt", "one dog", *options)[1] == parts[0]
 
 
+def test_generate_prints_json_and_streams_the_text_that_it_prints_whole(call, trained, tmp_path):
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "one dog"}\n\n{"prompt": "the cat"}\n')
+    options = ["--max-new-tokens", 6, "--seed", 4, "--device", "cpu"]
+    words = ["--prompt-file", tmp_path / "prompts.jsonl", "--num-generations", 2, "--min-p", 0.01, "--json"]
+    code, out, _ = call("generate", trained, *words, *options)
+    found = [json.loads(line) for line in out.splitlines()]
+    assert code == 0 and [(each["prompt"], each["generation"]) for each in found] == [
+        ("one dog", 0), ("one dog", 1), ("the cat", 0), ("the cat", 1),
+    ]  # fmt: skip
+    assert all(len(each["ids"]) == len(each["logprobs"]) == 6 and each["truncated"] for each in found)
+    whole, stream = (
+        call("generate", trained, "--prompt", "one dog", *options, *w)[1] for w in ([], ["--stream"])
+    )
+    assert stream == whole
+    code, _, err = call("generate", trained, "--prompt", "a", "--prompt", "b", "--stream", *options)
+    assert code != 0 and "--stream shows one completion as it comes, and there are 2" in err
+
+
+def test_the_processes_of_generate_get_its_words_without_nproc():
+    words = ["run", "--prompt=-a b", "--prompt=c", "--top-k=3", "--seed=5", "--json"]
+    args = build_parser().parse_args(["generate", *words, "--nproc", "2", "--temperature", "1"])
+    again, given = (
+        vars(build_parser().parse_args(["generate", *each])) for each in (_without_nproc(args), words)
+    )
+    assert again | {"parser": None} == given | {"parser": None}
+
+
 def test_generate_samples_the_entries_of_the_tokenizer_alone(call, trained, monkeypatch):
     given = {}
-    monkeypatch.setattr(
-        "megalith.generation.sampling.generate", lambda *args, **options: given.update(options) or [[65]]
-    )
-    assert call("generate", trained, "--prompt", "a", "--device", "cpu")[:2] == (0, "A\n")
+    completion = Completion(0, 0, [66], [-0.5], truncated=True)
+
+    def complete(model, prompts, sampling, **options):
+        given.update(vars(sampling))
+        return [completion]
+
+    monkeypatch.setattr("megalith.generation.sampling.complete", complete)
+    assert call("generate", trained, "--prompt", "A", "--device", "cpu")[:2] == (0, "AB\n")
     assert given["vocab_size"] == 257
 
 

@@ -16,6 +16,7 @@ from megalith.cli.main import main
 from megalith.data.indexed import IndexedWriter
 from megalith.data.tokenizers.open_tokenizer import build_tokenizer
 from megalith.errors import LINES, CheckpointError, printable
+from megalith.generation.engine import Completion
 from megalith.launch import failure
 
 HOSTILE = "a\x1b]0;owned\x07\x9b2J\r\nerror:forged\x7f\u202e\u2028\udcff"
@@ -110,9 +111,9 @@ def test_generate(capsys, monkeypatch):
     monkeypatch.setattr(
         megalith.training.loading, "load_with_tokenizer", lambda path, device: (model, tokenizer)
     )
-    ids = tokenizer.encode("\x1b]52;c;cm0=\x07two\nlines")
-    monkeypatch.setattr(megalith.generation.sampling, "generate", lambda *args, **options: [ids])
-    code, text = said(capsys, "generate", "x", "--prompt", "p")
+    done = Completion(0, 0, tokenizer.encode("]52;c;cm0=\x07two\nlines"), [], truncated=True)
+    monkeypatch.setattr(megalith.generation.sampling, "complete", lambda *args, **options: [done])
+    code, text = said(capsys, "generate", "x", "--prompt", "\x1b")
     assert code == 0 and text == "\\x1b]52;c;cm0=\\x07two\nlines\n"
 
 

@@ -1,50 +1,127 @@
-"""`megalith generate`: a trained model continues prompts."""
+"""`megalith generate`: a trained model continues prompts, in one process or spread over several."""
 
 from __future__ import annotations
 
 import argparse
+import json
+from typing import TYPE_CHECKING
 
 from megalith.cli.parser import Arguments, leaf
 from megalith.errors import LINES, ConfigError, DataError, printable
 
+if TYPE_CHECKING:
+    from megalith.data.tokenizers.open_tokenizer import Tokenizer
+    from megalith.generation.engine import Completion, OnToken, Sampling
+    from megalith.models.transformer import Transformer
+
+RULE = "-" * 80
+
 
 def add_generate_command(commands: argparse._SubParsersAction) -> None:
     parser = leaf(commands, "generate", "continue prompts with a trained model", run_generate)
-    parser.add_argument("checkpoint", help="run folder or one of its step folders")
-    parser.add_argument("--prompt", action="append", help="text to continue; several make a batch")
-    parser.add_argument("--prompt-file", help="file with a prompt a line")
-    parser.add_argument("--max-new-tokens", type=int, default=128, metavar="N", help="most tokens to add")
-    parser.add_argument("--temperature", type=float, default=1.0, help="0: always the likeliest token")
-    parser.add_argument("--top-k", type=int, default=0, help="only the k likeliest tokens; 0: all")
-    parser.add_argument(
-        "--top-p", type=float, default=1.0, help="only the likeliest tokens up to this probability"
+    add = parser.add_argument
+    add("checkpoint", help="run folder or one of its step folders, or a Hugging Face folder")
+    add("--prompt", action="append", help="text to continue; several make a batch")
+    add("--prompt-file", help='file with a prompt a line; .jsonl: an object a line with "prompt"')
+    add("--max-new-tokens", type=int, default=128, metavar="N", help="most tokens to add")
+    add("--num-generations", type=int, default=1, metavar="N", help="completions of each prompt")
+    add("--temperature", type=float, default=1.0, help="0: always the likeliest token")
+    add("--top-k", type=int, default=0, help="only the k likeliest tokens; 0: all")
+    add("--top-p", type=float, default=1.0, help="only the likeliest tokens up to this probability")
+    add("--min-p", type=float, default=0.0, help="only tokens with this share of the likeliest's probability")
+    add("--seed", type=int, default=0, help="of the random choices")
+    add("--stream", action="store_true", help="show the text of one prompt as it comes")
+    add(
+        "--json", action="store_true", help="an object a completion: its prompt, text, ids, log-probabilities"
     )
-    parser.add_argument("--seed", type=int, default=0, help="of the random choices")
-    parser.add_argument(
-        "--tokenizer-type", help="overrides the checkpoint's tokenizer, with `preprocess`'s choices"
-    )
-    parser.add_argument("--tokenizer-model", help="its file or folder")
-    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    add("--nproc", type=int, metavar="N", help="start N processes; torchrun works as well")
+    add(
+        "--tensor-model-parallel-size", type=int, default=1, metavar="N",
+        help="processes that each layer is split over; the others share out the prompts",
+    )  # fmt: skip
+    add("--tokenizer-type", help="overrides the checkpoint's tokenizer, with `preprocess`'s choices")
+    add("--tokenizer-model", help="its file or folder")
+    add("--device", default="auto", help="auto, cpu, cuda or cuda:N")
 
 
 def run_generate(args: Arguments) -> int:
-    from pathlib import Path
+    prompts = _prompts(args)
+    if args.stream and (len(prompts), args.num_generations, args.json) != (1, 1, False):
+        raise ConfigError(
+            f"--stream shows one completion as it comes, and there are {len(prompts) * args.num_generations}; give one "
+            "--prompt without --json, or leave --stream out"
+        )
+    if args.nproc is not None:
+        from megalith.launch.launcher import launch
 
-    from megalith.generation.sampling import generate
+        return launch(args.nproc, ["-m", "megalith.cli", "generate", *_without_nproc(args)])
+    from megalith.generation.engine import Sampling
     from megalith.hardware import pick_device
+    from megalith.launch.launcher import this_process
     from megalith.training.loading import load_with_tokenizer
+
+    process = this_process()
+    device = pick_device(args.device, process.local_rank)
+    alone = process.world_size == 1
+    model, tokenizer = load_with_tokenizer(args.checkpoint, device if alone else "cpu")
+    tokenizer = _tokenizer(args, tokenizer, model.config.vocab_size)
+    sampling = Sampling(
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        top_p=args.top_p,
+        min_p=args.min_p,
+        seed=args.seed,
+        stop=() if tokenizer.eod is None else (tokenizer.eod,),
+        vocab_size=tokenizer.vocab_size,
+    )
+    ids = [tokenizer.encode(prompt) for prompt in prompts]
+    shown = _Stream(tokenizer, ids[0], process.is_first) if args.stream else None
+    done = _complete(args, model, ids, sampling, device, shown)
+    if process.is_first:
+        _print(args, tokenizer, prompts, ids, done)
+    return 0
+
+
+def _prompts(args: Arguments) -> list[str]:
+    from pathlib import Path
 
     prompts = list(args.prompt or [])
     if args.prompt_file:
         try:
-            prompts += Path(args.prompt_file).read_text(encoding="utf-8").splitlines()
+            lines = Path(args.prompt_file).read_text(encoding="utf-8").splitlines()
+            if args.prompt_file.endswith(".jsonl"):
+                lines = [json.loads(line)["prompt"] for line in lines if line.strip()]
+            prompts += lines
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"the prompts cannot be read: {error}; give a text file in UTF-8") from None
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f'{args.prompt_file} has a line that is no object with a "prompt" ({error}); give {{"prompt": "text"}} '
+                "on each"
+            ) from None
     if not prompts:
         raise ConfigError(
             "there is no prompt; give --prompt TEXT, several times for a batch, or --prompt-file"
         )
-    model, tokenizer = load_with_tokenizer(args.checkpoint, pick_device(args.device))
+    return prompts
+
+
+def _without_nproc(args: Arguments) -> list[str]:
+    """The command's words again, for the processes that it starts."""
+    words = [args.checkpoint]
+    known = {action.dest: action for action in args.parser._actions if action.option_strings}
+    for name, action in known.items():
+        value = getattr(args, name, None)
+        if name in ("nproc", "help") or value in (None, False, action.default):
+            continue
+        option = action.option_strings[-1]
+        values = value if isinstance(value, list) else [value]
+        words += [option] if value is True else [f"{option}={each}" for each in values]
+    return words
+
+
+def _tokenizer(args: Arguments, tokenizer: Tokenizer | None, vocab_size: int) -> Tokenizer:
     if args.tokenizer_type:
         from megalith.data.tokenizers.open_tokenizer import build_tokenizer
 
@@ -54,24 +131,73 @@ def run_generate(args: Arguments) -> int:
             f"{args.checkpoint} carries no tokenizer; name the one that it was trained with by --tokenizer-type and "
             "--tokenizer-model"
         )
-    if tokenizer.vocab_size > model.config.vocab_size:
+    if tokenizer.vocab_size > vocab_size:
         raise ConfigError(
-            f"the tokenizer has {tokenizer.vocab_size:,} entries and the model {model.config.vocab_size:,}; name the "
+            f"the tokenizer has {tokenizer.vocab_size:,} entries and the model {vocab_size:,}; name the "
             "tokenizer that it was trained with"
         )
-    texts = generate(
-        model,
-        [tokenizer.encode(prompt) for prompt in prompts],
-        max_new_tokens=args.max_new_tokens,
-        temperature=args.temperature,
-        top_k=args.top_k,
-        top_p=args.top_p,
-        seed=args.seed,
-        eod=tokenizer.eod,
-        vocab_size=tokenizer.vocab_size,
-    )
-    for number, ids in enumerate(texts):
-        if number:
-            print("-" * 80)
-        print(printable(tokenizer.decode(ids), LINES))
-    return 0
+    return tokenizer
+
+
+def _complete(
+    args: Arguments,
+    model: Transformer,
+    ids: list[list[int]],
+    sampling: Sampling,
+    device,
+    on_token: OnToken | None,
+) -> list[Completion]:
+    """All completions; of several processes on the first."""
+    from megalith.generation.sampling import complete, complete_in_shares
+    from megalith.launch.launcher import end_distributed, init_distributed, this_process
+
+    size = this_process().world_size
+    if size == 1:
+        return complete(model, ids, sampling, num_generations=args.num_generations, on_token=on_token)
+    from megalith.config import ParallelConfig
+    from megalith.parallel.mesh import build_mesh
+
+    init_distributed(device)
+    try:
+        parallel = ParallelConfig(tensor_model_parallel_size=args.tensor_model_parallel_size)
+        mesh = build_mesh(parallel, size, device.type)
+        return complete_in_shares(model, ids, sampling, mesh, device, args.num_generations, on_token)
+    finally:
+        end_distributed()
+
+
+def _print(
+    args: Arguments, tokenizer: Tokenizer, prompts: list[str], ids: list[list[int]], done: list[Completion]
+) -> None:
+    for number, each in enumerate(done):
+        kept = each.ids if each.truncated else each.ids[:-1]
+        if args.json:
+            fields = dict(
+                prompt=prompts[each.prompt], generation=each.generation, text=tokenizer.decode(kept)
+            )
+            print(json.dumps(fields | dict(ids=each.ids, logprobs=each.logprobs, truncated=each.truncated)))
+        elif not args.stream:
+            if number:
+                print(RULE)
+            print(printable(tokenizer.decode([*ids[each.prompt], *kept]), LINES))
+    if args.stream:
+        print()
+
+
+class _Stream:
+    """Prints the text of a prompt and what follows it, as far as its characters are whole."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: list[int], prints: bool):
+        self._tokenizer, self._prints, self._ids, self._shown = tokenizer, prints, list(prompt), 0
+        self._show()
+
+    def __call__(self, prompt: int, generation: int, token: int) -> None:
+        if token != self._tokenizer.eod:
+            self._ids.append(token)
+            self._show()
+
+    def _show(self) -> None:
+        text = self._tokenizer.decode(self._ids)
+        if self._prints and not text.endswith("\ufffd"):  # half a character
+            print(printable(text[self._shown :], LINES), end="", flush=True)
+            self._shown = len(text)

@@ -9,9 +9,10 @@ one for every layer, so that all layers share compiled code.
 from __future__ import annotations
 
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial, wraps
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +50,7 @@ class Context:
     dropout: DropoutKeys | None = None  # None: no dropout
     layers: Tensor | None = None  # the numbers of the layers, int32 [num_layers], where there is dropout
     output_rows: Tensor | None = None  # int32 [num_layers, 2, …]: see ops.dropout.output_rows
-    cache: KVCache | None = None  # None: every token is here
+    cache: Cache | None = None  # None: every token is here
     numbers: Tensor | None = None  # int64 [tokens of the stream]: place · batch + sequence, for experts
     upcoming: Tensor | None = (
         None  # [batch, seq, hidden]: embeddings of the tokens that are an MTP layer's input
@@ -58,11 +59,13 @@ class Context:
     encoded: Encoded | None = None  # the other sequence that cross-attention attends to
 
     def at_layer(self, number: int) -> Context:
-        """This context with a layer's number in its dropout keys: a tensor, so that layers share compiled code."""
+        """This context with a layer's cache, and its number in the dropout keys: a tensor, so that layers share
+        compiled code."""
+        cache = None if self.cache is None else self.cache.at_layer(number)
         if self.dropout is None:
-            return self
+            return self if cache is None else replace(self, cache=cache)
         dropout = replace(self.dropout, layer=self.layers[number], outputs=self.output_rows[number])
-        return replace(self, layers=None, output_rows=None, dropout=dropout)
+        return replace(self, cache=cache, layers=None, output_rows=None, dropout=dropout)
 
 
 @dataclass(frozen=True)
@@ -79,23 +82,39 @@ def own_tokens(x: Tensor, context: Context | None) -> Tensor:
     return x
 
 
+class Cache(Protocol):
+    """Keys and values of the tokens before those of a pass. Another than KVCache: generation/static_cache.py."""
+
+    def at_layer(self, number: int) -> Cache:
+        """What a layer gets: the cache of its own keys and values."""
+
+    def attend(self, core: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, **how) -> Tensor:
+        """What `core` gives with these arguments over the layer's cached tokens and the new ones, which are kept."""
+
+
 class KVCache:
     """Room for `max_length` tokens in every layer that uses it; made when a layer first does."""
 
     def __init__(self, max_length: int):
         self.max_length = max_length
         self.length = 0  # tokens seen by every layer
+        self._layer = 0
         self._layers: dict[int, Tensor] = {}  # [2, batch, max_length, groups, head_dim]
 
-    def extend(self, layer: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Writes key and value [batch, new, groups, head_dim] behind what is there; returns all of them."""
-        if layer not in self._layers:
+    def at_layer(self, number: int) -> KVCache:
+        own = copy(self)
+        own._layer = number
+        return own
+
+    def attend(self, core: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, **how) -> Tensor:
+        """Writes key and value [batch, new, groups, head_dim] behind what is there; the core gets all of them."""
+        if self._layer not in self._layers:
             batch, _, groups, head_dim = key.shape
-            self._layers[layer] = key.new_empty(2, batch, self.max_length, groups, head_dim)
+            self._layers[self._layer] = key.new_empty(2, batch, self.max_length, groups, head_dim)
         end = self.length + key.shape[1]
-        both = self._layers[layer]
+        both = self._layers[self._layer]
         both[:, :, self.length : end] = torch.stack([key, value])
-        return both[0, :, :end], both[1, :, :end]
+        return core(query, both[0, :, :end], both[1, :, :end], **how)
 
 
 class Runnable(nn.Module):

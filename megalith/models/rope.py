@@ -39,14 +39,6 @@ def rotate(x: Tensor, tables: Tables) -> Tensor:
     return turned if size == x.shape[-1] else torch.cat([turned, x[..., size:]], dim=-1)
 
 
-def changes_frequencies(config: ModelConfig, before: int, after: int) -> bool:
-    """Whether a sequence that grows from `before` to `after` tokens turns by other angles from its first token on."""
-    scaling = config.rope_scaling
-    if scaling is None or scaling.type != "longrope":
-        return False
-    return before <= scaling.original_max_position_embeddings < after
-
-
 def _tables(position_ids: Tensor, frequencies: Tensor, magnitude: float) -> Tables:
     angles = position_ids[..., None, None].float() * frequencies  # [batch, seq, 1, size / 2]
     return angles.cos() * magnitude, angles.sin() * magnitude

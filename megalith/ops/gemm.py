@@ -99,6 +99,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, gemm: Gemm = G
 
     The bias gets no gradient here: `add_bias_gradient` gives it.
     """
+    if gemm is GEMM and not torch.is_grad_enabled():
+        return F.linear(x, weight, bias)  # without the host's work for a backward pass
     if bias is not None:
         bias = bias.detach()
     edge, saves, trains = gemm.edge(weight), has_wgrad(weight), torch.is_grad_enabled()

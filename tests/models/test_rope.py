@@ -6,7 +6,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from megalith.config import ModelConfig
-from megalith.models.rope import changes_frequencies, local_rotary_tables, rotary_tables
+from megalith.models.rope import local_rotary_tables, rotary_tables
 
 POSITIONS = torch.arange(0, 60, 7)[None]
 PAIRS = 8  # of a head of 16 dimensions
@@ -98,11 +98,3 @@ def test_layers_with_a_window_have_a_base_of_their_own_and_no_scaling():
     )
     plain = rotary_tables(model(rotary_base=300.0), POSITIONS, 60)
     assert all(torch.equal(a, b) for a, b in zip(local_rotary_tables(config, POSITIONS), plain))
-
-
-def test_a_sequence_that_grows_past_the_original_length_of_longrope_turns_otherwise_from_its_first_token_on():
-    config = model(rope_scaling=LONG)
-    grown = [(31, 32), (32, 33), (33, 34), (1, 33), (31, 33)]
-    assert [changes_frequencies(config, *lengths) for lengths in grown] == [False, True, False, True, True]
-    assert not changes_frequencies(model(rope_scaling=dict(type="linear")), 32, 33)
-    assert not changes_frequencies(model(), 32, 33)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from megalith.comm.collectives import local, local_place, summed
 from megalith.config import ModelConfig, ParallelConfig
-from megalith.generation.sampling import generate
+from megalith.generation.engine import Engine, Sampling
 from megalith.models.transformer import Transformer
 from megalith.parallel.data.data_parallel import apply_data, micro_batch_begins, wait_for_gradients
 from megalith.parallel.mesh import Mesh, build_mesh
@@ -135,8 +135,16 @@ def outcome_of_logits(model: ModelConfig, parallel: ParallelConfig = ALONE) -> O
 
 
 def generated(model: ModelConfig, parallel: ParallelConfig = ALONE) -> list[list[int]]:
-    transformer, _ = tensor_parallel_model(model, parallel)
-    return generate(transformer, [[5, 9, 2], [7, 1, 4, 4]], max_new_tokens=8, temperature=0.7, seed=1)
+    """By an engine over the tensor axis."""
+    transformer, mesh = tensor_parallel_model(model, parallel)
+    engine = Engine(model, "cpu", torch.float32, max_rows=2, max_tokens=12, tp=mesh.tp)
+    engine.load(
+        (name, random_like(name, parameter.shape)) for name, parameter in transformer.named_parameters()
+    )
+    done = engine.generate(
+        [[5, 9, 2], [7, 1, 4, 4]], Sampling(max_new_tokens=8, temperature=0.7, seed=1, top_p=0.9)
+    )
+    return [each.ids for each in done]
 
 
 def whole_gradients(transformer: Transformer, mesh: Mesh) -> dict[str, Tensor]:

@@ -52,10 +52,10 @@ class Attention(Runnable):
     def attend(self, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
         """Queries [batch, seq, heads, head_dim] over keys and values [batch, seq, groups, head_dim], and the cache's:
         [batch, seq, heads, head_dim]."""
-        if context.cache is not None:
-            key, value = context.cache.extend(self.number, key, value)
         drops = self.dropout > 0 and context.dropout is not None
         core = attention if context.layout.whole_sequences else self.core
+        if context.cache is not None:
+            core = partial(context.cache.attend, core)
         return core(
             query,
             key,

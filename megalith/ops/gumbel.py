@@ -1,0 +1,143 @@
+"""Sampling on the device by the Gumbel-max trick: argmax(logits / T + noise) has softmax(logits / T)'s distribution.
+
+The noise of an entry of the vocabulary is a function of a row's key and of the entry's number (ops/dropout.py's hash),
+not of a random state. So a token does not depend on which rows stand beside it, nor on how the vocabulary is cut over
+ranks: each finds the best of its own entries, and five numbers a row are exchanged.
+
+Top-k, top-p and min-p keep the entries from a least logit on, which is found without sorting the vocabulary: the mass
+of all likelier entries falls as the logit rises, so the least logit of which it is below top_p is found by bisection
+over the 2^32 floats. Entries of equal logits are kept or left together, in whatever order they stand.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from megalith.comm.collectives import Axis, gathered, summed
+from megalith.ops import kernels
+from megalith.ops.compiled import as_one_kernel
+from megalith.ops.dropout import column_keys, mix
+
+ALONE = Axis()
+LOWEST = -1e30  # in the place of the largest of no logits
+
+if kernels.AVAILABLE:
+    from megalith.ops.kernels.gumbel_kernel import sampled_blocks as _by_kernel
+
+
+def sample(
+    logits: Tensor,  # [rows, entries here], any float type
+    keys: Tensor,  # int32 [rows]: of the noise
+    temperature: float,  # 0: the likeliest entry
+    *,
+    vocab_size: int,  # entries from here on are never sampled
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    axis: Axis = ALONE,  # that the vocabulary is cut over
+    first: int = 0,  # the number of the first entry here
+) -> tuple[Tensor, Tensor]:
+    """int64 [rows], and float32 [rows] their log-probabilities under softmax(logits / temperature) over what top_k,
+    top_p and min_p keep (temperature 0: under softmax(logits)); the same on every rank of the axis."""
+    real = min(max(vocab_size - first, 0), logits.shape[1])
+    inverse = 1 / max(temperature, 1e-30) if temperature else 1.0
+    least = None
+    if temperature and (top_k or top_p < 1 or min_p):
+        least = least_logit(logits[:, :real], inverse, top_k, top_p, min_p, axis)
+    found = sampled_blocks(logits, keys, least, first, real, temperature, inverse)
+    found = gathered(found[None], axis).transpose(0, 1).flatten(1, 2)  # [rows, blocks of all ranks, 5]
+    return _put_together(found, inverse)
+
+
+def sampled_blocks(
+    logits: Tensor,
+    keys: Tensor,
+    least: Tensor | None,
+    first: int,
+    real: int,
+    temperature: float,
+    inverse: float,
+) -> Tensor:
+    """What is found in each block of a row's first `real` entries, float32 [rows, blocks, 5]: the largest of logit +
+    temperature · noise, its entry and its logit, the largest logit and Σ exp((logit − largest) · inverse)."""
+    if logits.is_cuda and kernels.AVAILABLE:
+        return _by_kernel(logits, keys, least, first, real, temperature, inverse)
+    if not real:
+        return logits.new_tensor([-math.inf, 0, 0, LOWEST, 0], dtype=torch.float32).repeat(len(logits), 1, 1)
+    z = logits[:, :real].float()
+    if least is not None:
+        z = z.masked_fill(z < least[:, None], -math.inf)
+    largest, index = z.max(-1)
+    weights = z.sub(largest[:, None]).mul_(inverse).exp_()
+    sums, peak = weights.sum(-1), largest
+    if (
+        temperature
+    ):  # the largest of log weight + noise is the least of exponential / weight: a logarithm less
+        columns = column_keys(real, z.device, first)
+        ratio, index = exponential(keys[:, None] ^ columns).div_(weights).min(-1)
+        peak = largest - temperature * ratio.log()
+    chosen = z.gather(1, index[:, None])[:, 0]
+    return torch.stack([peak, index + float(first), chosen, largest, sums], -1)[:, None]
+
+
+def exponential(keys: Tensor) -> Tensor:
+    """Exponential noise, float32, of int32 keys: −log(1 − v), where v in (0, 1) has 31 bits, which all count where
+    it is small. −log of that is Gumbel noise."""
+    v = (mix(keys) & 0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31)
+    return v.neg_().log1p_().neg_()
+
+
+def _put_together(found: Tensor, inverse: float) -> tuple[Tensor, Tensor]:
+    """The sampled entries and their log-probabilities, of what was found in each block: [rows, blocks, 5]."""
+    peak, entry, chosen, largest, sums = found.unbind(-1)  # [rows, blocks] each
+    best = peak.argmax(-1, keepdim=True)
+    top = largest.amax(-1)
+    total = (sums * ((largest - top[:, None]) * inverse).exp()).sum(-1)
+    logprob = (chosen.gather(1, best)[:, 0] - top) * inverse - total.log()
+    return entry.gather(1, best)[:, 0].long().clamp_(min=0), logprob  # 0 where no logit is a number
+
+
+def least_logit(
+    logits: Tensor, inverse: float, top_k: int, top_p: float, min_p: float, axis: Axis = ALONE
+) -> Tensor:
+    """The least logit that top_k, then top_p, and min_p keep of logits [rows, entries here]: float32 [rows].
+
+    Kept are entries of which fewer than top_k are likelier; of which the likelier ones have together less than top_p of
+    what top_k has kept; whose probability is at least min_p of the likeliest's.
+    """
+    z = logits.float() if logits.shape[1] else logits.new_full((len(logits), 1), LOWEST, dtype=torch.float32)
+    top = summed(z.amax(-1), axis, "max")
+    least = torch.full_like(top, -math.inf)
+    if top_k:
+        best = z.topk(min(top_k, z.shape[1])).values
+        if axis.size > 1:
+            best = torch.nn.functional.pad(best, (0, top_k - best.shape[1]), value=-math.inf)
+            best = gathered(best[None], axis).transpose(0, 1).flatten(1).topk(top_k).values
+        least = best[:, -1]
+    if top_p < 1:
+        weights = ((z - top[:, None]) * inverse).exp().masked_fill(z < least[:, None], 0.0)
+        goal = summed(weights.sum(-1), axis) * top_p
+        low, high = _ordered(least), _ordered(top)
+        for _ in range(32):
+            middle = (low >> 1) + (high >> 1) + (low & high & 1)
+            mass = as_one_kernel(_mass_above, z, weights, _ordered(middle, back=True), sizes_vary=True)
+            enough = summed(mass, axis) < goal
+            low, high = torch.where(enough, low, middle + 1), torch.where(enough, middle, high)
+        least = torch.maximum(least, _ordered(high, back=True))
+    if min_p:
+        least = torch.maximum(least, top + math.log(min_p) / inverse)
+    return least
+
+
+def _mass_above(z: Tensor, weights: Tensor, bound: Tensor) -> Tensor:
+    return torch.where(z > bound[:, None], weights, 0.0).sum(-1)
+
+
+def _ordered(x: Tensor, back: bool = False) -> Tensor:
+    """float32 as int32 of the same order, and `back`."""
+    bits = x if back else x.view(torch.int32)
+    bits = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return bits.view(torch.float32) if back else bits

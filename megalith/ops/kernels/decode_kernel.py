@@ -1,0 +1,143 @@
+"""Attention of one new token a row over a cache of keys and values, of which each row has filled another part.
+
+    cache [2, rows, room, groups, head_dim]: keys, values          places [rows]: where the new token stands
+
+A first kernel writes the new keys and values to their places. Then a program has the query heads of one group of a row,
+and a split of the keys that the row has filled: how many these are it reads on the device, so that a CUDA graph serves
+every length, and room that is not filled is never read. Where there are splits, a last kernel puts them together
+(flash-decoding; Dao et al. 2023). Query heads of a group are the rows of one matmul: keys are not repeated for them.
+"""
+
+from __future__ import annotations
+
+from math import log2
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+PROGRAMS, MOST_SPLITS = 528, 32  # 4 on each SM of an H200
+TILE_BYTES = 2**14  # of keys
+LEAST_QUERIES = 16  # rows of a matmul on tensor cores
+_LOG2_E = tl.constexpr(log2(2.718281828459045))
+
+
+@triton.jit
+def _write(
+    key, value, cache, places, key_row, key_head, value_row, value_head, cache_half, cache_row, cache_place,
+    COLUMNS: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, WIDTH)
+    inside = columns < COLUMNS
+    head, dim = columns // SIZE, columns % SIZE
+    there = cache + row * cache_row + tl.load(places + row) * cache_place + columns
+    new_key = tl.load(key + row * key_row + head * key_head + dim, mask=inside)
+    new_value = tl.load(value + row * value_row + head * value_head + dim, mask=inside)
+    tl.store(there, new_key, mask=inside)
+    tl.store(there + cache_half, new_value, mask=inside)
+
+
+@triton.jit
+def _attend(
+    query, cache, places, out, stats, scale, softcap, window,
+    query_row, query_head, cache_half, cache_row, cache_place,
+    HEADS: tl.constexpr, IN_GROUP: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr,
+    KEYS: tl.constexpr, SPLITS: tl.constexpr, CAPPED: tl.constexpr, WINDOWED: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    row, group, split = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.program_id(2)
+    count = tl.load(places + row).to(tl.int32) + 1
+    first = 0
+    if WINDOWED:
+        first = tl.maximum(count - window, 0)
+    share = tl.cdiv(tl.cdiv(count - first, SPLITS), KEYS) * KEYS
+    begin = first + split * share
+    end = tl.minimum(begin + share, count)
+    queries, dims, keys = tl.arange(0, QUERIES), tl.arange(0, WIDTH), tl.arange(0, KEYS)
+    heads = group * IN_GROUP + queries
+    own = (queries < IN_GROUP)[:, None] & (dims < SIZE)[None, :]
+    q = tl.load(query + row * query_row + heads[:, None] * query_head + dims[None, :], mask=own, other=0.0)
+    cached = cache + row * cache_row + group * SIZE + dims[None, :]
+    largest = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    summed = tl.zeros([QUERIES, WIDTH], tl.float32)
+    for at in tl.range(begin, end, KEYS):
+        inside = at + keys < end
+        taken = inside[:, None] & (dims < SIZE)[None, :]
+        here = cached + (at + keys).to(tl.int64)[:, None] * cache_place
+        k = tl.load(here, mask=taken, other=0.0)  # [keys, head_dim]
+        scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * scale
+        if CAPPED:
+            scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)
+        scores = tl.where(inside[None, :], scores * _LOG2_E, float("-inf"))
+        above = tl.maximum(largest, tl.max(scores, 1))
+        weights = tl.exp2(scores - above[:, None])
+        shrink = tl.exp2(largest - above)
+        v = tl.load(here + cache_half, mask=taken, other=0.0)
+        summed = summed * shrink[:, None] + tl.dot(weights.to(v.dtype), v, input_precision=PRECISION)
+        total = total * shrink + tl.sum(weights, 1)
+        largest = above
+    place = (row * HEADS + heads) * SPLITS + split
+    here = out + place[:, None] * SIZE + dims[None, :]
+    if SPLITS == 1:
+        tl.store(here, (summed / total[:, None]).to(out.dtype.element_ty), mask=own)
+    else:
+        tl.store(here, summed, mask=own)
+        tl.store(stats + place * 2, largest, mask=queries < IN_GROUP)
+        tl.store(stats + place * 2 + 1, total, mask=queries < IN_GROUP)
+
+
+@triton.jit
+def _together(parts, stats, out, SIZE: tl.constexpr, WIDTH: tl.constexpr, SPLITS: tl.constexpr):
+    head = tl.program_id(0).to(tl.int64)
+    splits, dims = head * SPLITS + tl.arange(0, SPLITS), tl.arange(0, WIDTH)
+    largest, total = tl.load(stats + splits * 2), tl.load(stats + splits * 2 + 1)
+    factors = tl.exp2(largest - tl.max(largest, 0))  # 0 for a split without keys
+    summed = tl.load(parts + splits[:, None] * SIZE + dims[None, :], mask=(dims < SIZE)[None, :], other=0.0)
+    result = tl.sum(summed * factors[:, None], 0) / tl.sum(total * factors, 0)
+    tl.store(out + head * SIZE + dims, result.to(out.dtype.element_ty), mask=dims < SIZE)
+
+
+@torch.library.custom_op("megalith::decode_attention", mutates_args=("cache",))
+def decode_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cache: Tensor,
+    places: Tensor,
+    window: int,
+    softcap: float,
+    scale: float,
+) -> Tensor:
+    """query [rows, heads, head_dim], key and value [rows, groups, head_dim], cache as above, places int64 [rows]:
+    [rows, heads, head_dim]. `window` and `softcap`: 0 for none."""
+    query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (query, key, value))
+    (rows, heads, size), groups = query.shape, key.shape[1]
+    width, in_group, columns = triton.next_power_of_2(size), heads // groups, groups * size
+    strides = cache.stride()[:3]
+    _write[(rows,)](
+        key, value, cache, places, *key.stride()[:2], *value.stride()[:2], *strides,
+        COLUMNS=columns, SIZE=size, WIDTH=triton.next_power_of_2(columns),
+    )  # fmt: skip
+    splits = min(triton.next_power_of_2(triton.cdiv(PROGRAMS, rows * groups)), MOST_SPLITS)
+    out = torch.empty(rows, heads, size, dtype=query.dtype, device=query.device)
+    parts, stats = out, out
+    if splits > 1:
+        parts = torch.empty(rows, heads, splits, size, dtype=torch.float32, device=query.device)
+        stats = torch.empty(rows, heads, splits, 2, dtype=torch.float32, device=query.device)
+    _attend[(rows, groups, splits)](
+        query, cache, places, parts, stats, scale, softcap, window, *query.stride()[:2], *strides,
+        HEADS=heads, IN_GROUP=in_group, SIZE=size, WIDTH=width,
+        QUERIES=max(triton.next_power_of_2(in_group), LEAST_QUERIES),
+        KEYS=max(min(TILE_BYTES // (width * cache.itemsize), 64), 16), SPLITS=splits,
+        CAPPED=softcap > 0, WINDOWED=window > 0, PRECISION="ieee", num_warps=4, num_stages=2,
+    )  # fmt: skip
+    if splits > 1:
+        _together[(rows * heads,)](parts, stats, out, size, width, splits, num_warps=1)
+    return out
+
+
+@decode_attention.register_fake
+def _(query, key, value, cache, places, window, softcap, scale):
+    return query.new_empty(query.shape)

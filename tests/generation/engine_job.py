@@ -1,0 +1,80 @@
+"""What the tests of the engine run on every rank of the pool."""
+
+from __future__ import annotations
+
+import torch
+from generation.brief_training import LLAMA
+
+from megalith.config import ModelConfig, ParallelConfig, RunConfig
+from megalith.generation.engine import Engine, Sampling
+from megalith.generation.sampling import complete_in_shares
+from megalith.generation.sync import engine_for, sync
+from megalith.models.init import initial_value
+from megalith.models.transformer import Transformer
+from megalith.parallel.mesh import build_mesh
+from megalith.training.own_loop import parallelize
+
+PROMPTS = [[5, 9, 2], [7, 1, 4, 4, 11, 80], [3]]
+SAMPLING = Sampling(max_new_tokens=12, temperature=1.3, seed=3, top_p=0.97)
+EXPERTS = dict(num_experts=4, moe_ffn_hidden_size=32, moe_router_topk=2, moe_shared_expert_intermediate_size=32,
+               moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)  # fmt: skip
+
+
+def over_tensor_ranks(
+    config: ModelConfig, weights: dict[str, torch.Tensor], prompts, sampling: Sampling
+) -> list:
+    """Every rank's completions by one engine over all ranks."""
+    size = torch.distributed.get_world_size()
+    mesh = build_mesh(ParallelConfig(tensor_model_parallel_size=size), size, "cpu")
+    engine = Engine(config, "cpu", torch.float32, max_rows=3, max_tokens=128, tp=mesh.tp)
+    engine.load(weights.items())
+    return engine.generate(prompts, sampling)
+
+
+def in_shares(
+    config: ModelConfig, weights: dict[str, torch.Tensor], prompts, sampling: Sampling, tp: int
+) -> list:
+    """What `megalith generate --nproc` does: tensor-parallel replicas share out the prompts."""
+    model = Transformer(config)
+    model.load_state_dict(weights)
+    size = torch.distributed.get_world_size()
+    mesh = build_mesh(ParallelConfig(tensor_model_parallel_size=tp), size, "cpu")
+    return complete_in_shares(model, prompts, sampling, mesh, torch.device("cpu"), num_generations=2)
+
+
+def from_a_trainer(model: dict, parallel: dict) -> tuple[bool, int, list]:
+    """Whether an engine of this trainer's layout has its weights to the bit, before and after they change; how many
+    tensors travelled; the tokens of the initial weights."""
+    run = RunConfig.from_tree(
+        {
+            "model": LLAMA | model,
+            "data": dict(mock=True, seq_length=32),
+            "parallel": parallel,
+            "train": dict(micro_batch_size=1, global_batch_size=4),
+            "runtime": dict(device="cpu"),
+        }
+    )
+    size = torch.distributed.get_world_size()
+    mesh = build_mesh(run.parallel, size, "cpu", has_experts=run.model.num_experts is not None)
+    trainer = parallelize(run, mesh, torch.device("cpu"))
+    engine = engine_for(trainer, max_rows=2, max_tokens=32)
+    right = agrees(engine, run, 1.0)
+    tokens = [each.ids for each in engine.generate(PROMPTS, SAMPLING)]
+    with torch.no_grad():
+        for _, parameter in trainer.parameters.named:
+            parameter.mul_(-0.5)
+    report = sync(engine, trainer, version=7)
+    return right and agrees(engine, run, -0.5) and engine.version == 7, report.gathered, tokens
+
+
+def agrees(engine: Engine, run: RunConfig, factor: float) -> bool:
+    """With the initial weights, which follow from names alone, times a factor."""
+    buffers = dict(engine.model.named_buffers())
+    return all(
+        torch.equal(
+            box.values,
+            box.cut_from(factor * initial_value(name, torch.Size(box.shape), run.model, run.train.seed)),
+        )
+        for name, box in engine.boxes.items()
+        if name not in buffers
+    )
