@@ -9,11 +9,12 @@ import os
 
 import megalith
 from megalith.cli.parser import Arguments, Parser, leaf
+from megalith.errors import ConfigError
 
 PROGRAMS = {
     "train": "train as a run file says; `megalith train --help` lists every setting",
     "sft": "fine-tune on conversations as a run file says; takes what `train` takes",
-    "grpo": "train on rollouts by GRPO, as a run file says",
+    "grpo": "train by GRPO on what the model samples, or on rollouts from files, as a run file says",
 }
 """The commands that take a run file, with their help."""
 
@@ -21,7 +22,8 @@ TRAIN_USAGE = """usage: megalith train|sft|grpo [run.yaml] [--nproc N] [--sectio
 
 `sft` fine-tunes on conversations: it is `train` with sft.enabled.
 Trains as the run file says, with the settings on the command line in place of the file's. torchrun works as well.
-`grpo` trains on rollouts (rl.rollouts) by GRPO and its kin.
+`grpo` trains by GRPO and its kin on completions of rl.prompts, or on files of rollouts (rl.rollouts); with --dry-run it
+reads the prompts, calls the rewards once, says layout and memory, and ends.
 
 processes:
   --nproc N                  start N processes on this machine, one a GPU
@@ -50,6 +52,12 @@ def train(arguments: list[str]) -> int:
     launcher, arguments = _launcher_options().parse_known_args(arguments)
     path = arguments[0] if arguments and not begins_override(arguments[0]) else None
     config = RunConfig.load(path, arguments[1 if path else 0 :])
+    if launcher.dry_run:
+        if program != "grpo":
+            raise ConfigError(f"--dry-run is of grpo; for {program} use `megalith plan`")
+        from megalith.cli.rollout_command import dry_run
+
+        return dry_run(config, launcher.nproc or 1)
     if launcher.nproc is not None:
         from megalith.launch.launcher import launch
         from megalith.training.precheck import check_job
@@ -57,10 +65,10 @@ def train(arguments: list[str]) -> int:
         one_machine = launcher.nnodes == "1"
         command, check_data = ["-m", "megalith.cli", program, *arguments], None
         if program == "grpo":
-            from megalith.rl.grpo import open_rollouts as check_data
-            from megalith.rl.grpo import require_rollouts
+            from megalith.rl.grpo import check_grpo_data as check_data
+            from megalith.rl.grpo import require_source
 
-            require_rollouts(config)
+            require_source(config)
         return launch(
             launcher.nproc,
             command,
@@ -94,6 +102,7 @@ def _launcher_options() -> Parser:
     parser.add_argument("--max-restarts", type=int, default=0)
     parser.add_argument("--rdzv-endpoint")
     parser.add_argument("--rdzv-id")
+    parser.add_argument("--dry-run", action="store_true")
     return parser
 
 
