@@ -71,15 +71,23 @@ FAULTS = {  # what is planted, after how many good steps it shows, and what the 
 }  # fmt: skip
 
 
+def total(completion_ids, **columns) -> list[float]:
+    """A reward with a spread, so that every step moves the weights."""
+    return [float(sum(ids)) for ids in completion_ids]
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_planted_fault_stops_the_run_and_is_named(tmp_path, monkeypatch, fault):
     plant, good_steps, said = FAULTS[fault]
     plant(monkeypatch)
     config = configuration(
-        tmp_path, optim=dict(lr=3e-2), rl=dict(temperature=0.7), checkpoint=dict(save_at_end=False)
+        tmp_path,
+        optim=dict(lr=3e-2),
+        rl=dict(temperature=0.7, reward_workers=0),
+        checkpoint=dict(save_at_end=False),
     )
     with pytest.raises(TrainingError, match=said) as raised:
-        train_grpo(config)
+        train_grpo(config, total)
     place = rf"most at prompt q\d+ of the canary, token \d+: the trainer, with weights of step {good_steps}, says -"
     assert raised.match(place) and raised.match(rf"the engine, of step {good_steps}, -")
     assert len(metrics(tmp_path / "run")) == good_steps
