@@ -16,6 +16,7 @@ __version__ = "0.1.0"
 _HOMES = {
     "RunConfig": "megalith.config",
     "train": "megalith.training.trainer",
+    "grpo": "megalith.rl.grpo",
     "load": "megalith.training.loading",
     "plan": "megalith.planner.search",
     # a loop of one's own

@@ -102,6 +102,7 @@ def build_parser() -> argparse.ArgumentParser:
     from megalith.cli.checkpoints import add_checkpoint_commands
     from megalith.cli.parity_runs import add_parity_arguments
     from megalith.cli.pipelines import add_pipeline_show
+    from megalith.cli.rollout_command import add_rollout_command
 
     parser = Parser(
         prog="megalith",
@@ -129,6 +130,7 @@ def build_parser() -> argparse.ArgumentParser:
         commands.add_parser("parity", help="compare a small run in many layouts with one process")
     )
     generation.add_generate_command(commands)
+    add_rollout_command(commands)
     training.add_evaluate_command(commands)
     add_checkpoint_commands(group(commands, "checkpoint", "look at checkpoints, and rewrite them"))
     clusters.add_cluster_commands(commands)

@@ -15,7 +15,7 @@ PROGRAMS = {
     "train": "train as a run file says; `megalith train --help` lists every setting",
     "sft": "fine-tune on conversations as a run file says; takes what `train` takes",
     "dpo": "train on preferences, chosen and rejected answers, as a run file says",
-    "grpo": "train on rollouts by GRPO, as a run file says",
+    "grpo": "train by GRPO on what the model samples, or on rollouts from files, as a run file says",
 }
 """The commands that take a run file, with their help."""
 
@@ -24,7 +24,8 @@ TRAIN_USAGE = """usage: megalith train|sft|dpo|grpo [run.yaml] [--nproc N] [--se
 `sft` fine-tunes on conversations: it is `train` with sft.enabled.
 Trains as the run file says, with the settings on the command line in place of the file's. torchrun works as well.
 `dpo` trains on pairs of a chosen and a rejected answer, with dpo.enabled.
-`grpo` trains on rollouts (rl.rollouts) by GRPO and its kin.
+`grpo` trains by GRPO and its kin on completions of rl.prompts, or on files of rollouts (rl.rollouts); with --dry-run it
+reads the prompts, calls the rewards once, says layout and memory, and ends.
 
 processes:
   --nproc N                  start N processes on this machine, one a GPU
@@ -61,6 +62,10 @@ def train(arguments: list[str]) -> int:
     path = arguments[0] if arguments and not begins_override(arguments[0]) else None
     config = RunConfig.load(path, arguments[1 if path else 0 :])
     if launcher.dry_run:
+        if program == "grpo":
+            from megalith.cli.rollout_command import dry_run as rollout_dry_run
+
+            return rollout_dry_run(config, place.nproc or 1)
         from megalith.training.dry_run import dry_run
 
         print(dry_run(config, launcher.world_size or place.nproc or 1))
@@ -72,10 +77,10 @@ def train(arguments: list[str]) -> int:
         one_machine = place.nnodes == "1"
         command, check_data = ["-m", "megalith.cli", program, *arguments], None
         if program == "grpo":
-            from megalith.rl.grpo import open_rollouts as check_data
-            from megalith.rl.grpo import require_rollouts
+            from megalith.rl.grpo import check_grpo_data as check_data
+            from megalith.rl.grpo import require_source
 
-            require_rollouts(config)
+            require_source(config)
         return launch(
             place.nproc,
             command,
@@ -113,6 +118,7 @@ def _launcher_options() -> Parser:
     parser.add_argument("--max-restarts", type=int, default=0)
     parser.add_argument("--rdzv-endpoint")
     parser.add_argument("--rdzv-id")
+    parser.add_argument("--dry-run", action="store_true")
     return parser
 
 

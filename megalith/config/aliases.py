@@ -128,6 +128,19 @@ ALIASES: dict[str, Rename | Choose | Already | Derive] = {
     "rl.clamp_eps_upper":                             Rename("rl.epsilon_high"),
     "rl.kl_beta":                                     Rename("rl.beta"),
     "rl.entropy_weight":                              Rename("rl.entropy_coef"),
+    "rl.load_rollouts":                               Rename("rl.rollouts"),
+    "rl.reward_functions":                            Rename("rl.reward_funcs"),
+    "rl.max_new_tokens":                              Rename("rl.max_completion_length"),  # NeMo-RL
+    "rl.max_response_length":                         Rename("rl.max_completion_length"),  # verl
+    "rl.prompt_key":                                  Rename("rl.prompt_column"),
+    "rl.train_files":                                 Rename("rl.prompts"),
+    "rl.shuffle":                                     Rename("rl.shuffle_dataset"),
+    "rl.filter_overlong_prompts":                     Choose("rl.overlong_prompts", {True: "drop", False: "refuse"}),
+    "rl.max_num_gen_batches":                         Rename("rl.max_resamples"),
+    "rl.filter_groups":                               Rename("rl.filter_zero_std"),
+    "rl.use_dynamic_sampling":                        Rename("rl.filter_zero_std"),  # NeMo-RL
+    "rl.overlong_filtering":                          Rename("rl.mask_truncated_completions"),
+    "rl.n":                                           Rename("rl.num_generations"),
 
     "data.index_cache":                               Already(_SAMPLES, str),
     "data.data_cache_path":                           Already(_SAMPLES, str),

@@ -11,13 +11,70 @@ from megalith.config.base import Decides, Needs, Section
 
 
 class RlConfig(Section):
-    """GRPO and its kin: rollouts, advantages, objective (docs/grpo_objective.md has the formulas)."""
+    """GRPO and its kin: rollouts, advantages, objective (docs/grpo.md; docs/grpo_objective.md has the formulas)."""
 
     decides: ClassVar[Decides] = Decides.UPDATES
-    needs: ClassVar[Needs] = Needs("rollouts")
+    needs: ClassVar[Needs] = Needs("prompts_or_rollouts")
+
+    prompts: Annotated[str | list[str] | None, Decides.SAMPLES] = None
+    """What the policy is asked (`megalith grpo`): JSONL, parquet or a folder of `save_to_disk`, several or with a glob.
+    It samples completions, which reward_funcs judge."""
 
     rollouts: Annotated[str | list[str] | None, Decides.SAMPLES] = None
-    """Files of rollouts to train on, JSONL or .jsonl.zst, in this order (`megalith grpo`)."""
+    """Files of rollouts to train on in the place of prompts, JSONL or .jsonl.zst, in this order."""
+
+    reward_funcs: Annotated[str | list[str] | None, Needs("prompts", strict=True)] = None
+    """How completions are judged: gsm8k, gsm8k_flexible, countdown, arithmetic, sort, format, length, or
+    path.py:function with TRL's or verl's signature; several are weighted by reward_weights."""
+
+    reward_workers: Annotated[NonNegativeInt, Needs("prompts"), Decides.NOTHING] = 4
+    """Processes on each rank for reward functions of your own; 0: in the trainer's, without a time-out."""
+
+    reward_timeout: Annotated[PositiveFloat, Needs("prompts"), Decides.NOTHING] = 60.0
+    """Seconds that a reward function may take for the completions of one prompt."""
+
+    prompt_column: Annotated[str, Needs("prompts"), Decides.SAMPLES] = "prompt"
+    """The key of a record that has the prompt: a text, or a list of messages for the tokenizer's chat template."""
+
+    chat_prompts: Annotated[bool, Needs("prompts"), Decides.SAMPLES] = False
+    """Makes a prompt that is text the message of a user."""
+
+    shuffle_dataset: Annotated[bool, Needs("prompts"), Decides.SAMPLES] = True
+    """Takes the prompts in another order in each pass, by train.seed; else in the files' order."""
+
+    max_prompt_length: Annotated[PositiveInt | None, Needs("prompts"), Decides.SAMPLES] = None
+    """The most tokens of a prompt; absent: what data.seq_length + 1 leaves beside max_completion_length."""
+
+    overlong_prompts: Annotated[Literal["refuse", "drop"], Needs("prompts"), Decides.SAMPLES] = "refuse"
+    """What becomes of a longer one; how many were dropped is said at the start."""
+
+    top_p: Annotated[float, Needs("prompts")] = 1.0
+    """Stays 1: probabilities of tokens cut off by the engine would not be the trainer's, and the ratio biased."""
+
+    top_k: Annotated[NonNegativeInt, Needs("prompts")] = 0
+    """Stays 0, likewise."""
+
+    min_p: Annotated[float, Needs("prompts")] = 0.0
+    """Stays 0, likewise."""
+
+    generation_rows: Annotated[PositiveInt, Needs("prompts"), Decides.NOTHING] = 256
+    """Completions that a rank generates at a time, at most: the rows of its KV cache."""
+
+    max_resamples: Annotated[NonNegativeInt, Needs("filter_zero_std", True), Needs("prompts")] = 0
+    """How often a rollout batch asks further prompts in the place of those whose rewards are all equal (DAPO)."""
+
+    max_drift: Annotated[PositiveFloat | None, Needs("prompts"), Decides.NOTHING] = None
+    """The run stops where the mean of exp|log π_trainer − log π_engine| over a step's tokens is above; absent: 1.002
+    in fp32, else 1.1."""
+
+    save_rollouts: Annotated[bool, Needs("prompts"), Decides.NOTHING] = False
+    """Keeps every rollout batch as OUTPUT/rollouts/batch_%08d.jsonl.zst, to be trained on again as rl.rollouts."""
+
+    log_completions: Annotated[bool, Needs("prompts"), Decides.NOTHING] = False
+    """Logs completions of each rollout batch with their rewards, and writes all into OUTPUT/completions.jsonl."""
+
+    num_completions_to_print: Annotated[PositiveInt, Needs("log_completions", True), Decides.NOTHING] = 2
+    """How many of them go to the log."""
 
     rollout_version: Annotated[NonNegativeInt | None, Decides.NOTHING] = None
     """The step of the weights that sampled the rollouts; those of another are refused. Absent: any."""
@@ -126,6 +183,25 @@ class RlConfig(Section):
             )
             raise PydanticCustomError("bnpo", text)
         return value
+
+    @property
+    def prompts_or_rollouts(self) -> str | list[str] | None:
+        """rl.prompts or rl.rollouts, what there is to train on."""
+        return self.prompts or self.rollouts
+
+    @property
+    def prompt_files(self) -> list[str]:
+        """The files of prompts."""
+        return [self.prompts] if isinstance(self.prompts, str) else list(self.prompts or ())
+
+    @property
+    def rewards(self) -> list[str]:
+        """The reward functions."""
+        return [self.reward_funcs] if isinstance(self.reward_funcs, str) else list(self.reward_funcs or ())
+
+    def drift_limit(self, precision: str) -> float:
+        """max_drift, or what it is in this train.precision."""
+        return self.max_drift or (1.002 if precision == "fp32" else 1.1)
 
     @property
     def files(self) -> list[str]:

@@ -3,15 +3,17 @@ them."""
 
 from megalith.rl.dpo import train_dpo
 from megalith.rl.grpo import train_grpo
+from megalith.rl.grpo_trainer import GRPOTrainer
 from megalith.rl.objective import PolicyLoss, PreferenceBatch, PreferenceLoss, RolloutBatch
-from megalith.rl.rollouts import Completion, PromptGroup, Rollouts, load_rollouts, save_rollouts
+from megalith.rl.rollouts import PromptGroup, RatedCompletion, Rollouts, load_rollouts, save_rollouts
 
 __all__ = [
-    "Completion",
+    "GRPOTrainer",
     "PolicyLoss",
     "PreferenceBatch",
     "PreferenceLoss",
     "PromptGroup",
+    "RatedCompletion",
     "RolloutBatch",
     "Rollouts",
     "load_rollouts",

@@ -1,12 +1,13 @@
-"""`megalith grpo`: a run that is trained on rollouts from files, by the trainer's own loop.
+"""`megalith grpo`: a policy trained on what it samples, or on rollouts from files, by the trainer's own loop.
 
 The loop, optimizer, checkpoints and report are those of pre-training; what differs is the Task: the data, the loss and
-the figures of a step.
+the figures of a step. Where rollouts come from: rollout_data.py (files) and loop.py (prompts).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -14,27 +15,67 @@ from torch import Tensor
 from megalith.config import RunConfig
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import ConfigError
+from megalith.rl.drift import Gap, step_gap, stop_for
+from megalith.rl.loop import LiveRollouts
 from megalith.rl.objective import PolicyLoss
+from megalith.rl.prompts import run_prompts
 from megalith.rl.reference import reference_logprobs
-from megalith.rl.rollout_data import RolloutData
+from megalith.rl.rewards import Rewards, reward_function
+from megalith.rl.rollout_data import FileRollouts, RolloutData
 from megalith.rl.rollouts import Rollouts, load_rollouts
 from megalith.training.run_state import Run, Task
 from megalith.training.trainer import TrainingResult, train
 
-
-def train_grpo(config: RunConfig) -> TrainingResult:
-    """Trains on the files that `rl.rollouts` names, as `megalith.train` does on a dataset; raises as it does."""
-    require_rollouts(config)
-    return train(config, PolicyTask())
+RewardGiven = Callable[..., Any]
 
 
-def require_rollouts(config: RunConfig) -> None:
-    """Raises ConfigError for a run that names none."""
-    if not config.rl.files:
-        raise ConfigError(
-            "rl.rollouts is not set; name the files of rollouts to train on, which megalith.rl.save_rollouts "
-            "writes (docs/grpo_objective.md)"
+def grpo(
+    config: RunConfig,
+    reward_funcs: str | RewardGiven | Sequence[str | RewardGiven] | None = None,
+    train_dataset: Iterable[Mapping[str, Any]] | None = None,
+) -> TrainingResult:
+    """Trains on the prompts that `rl.prompts` names, or on the files of `rl.rollouts`, as `megalith.train` does on a
+    dataset; raises as it does.
+
+    `reward_funcs`: names or functions (rewards.py) in the place of `rl.reward_funcs`. `train_dataset`: records with
+    prompts in the place of `rl.prompts`.
+    """
+    if reward_funcs is not None:
+        reward_funcs = (
+            [reward_funcs] if isinstance(reward_funcs, str) or callable(reward_funcs) else [*reward_funcs]
         )
+        names = [one if isinstance(one, str) else getattr(one, "__name__", "reward") for one in reward_funcs]
+        config = config.with_settings({"rl.reward_funcs": names})
+    if train_dataset is not None:
+        config = config.with_settings({"rl.prompts": "train_dataset"})
+    require_source(config)
+    task = PolicyTask(reward_funcs, train_dataset)
+    try:
+        return train(config, task)
+    finally:
+        task.close()
+
+
+train_grpo = grpo  # as megalith.rl has it, where the module bears the short name
+
+
+def require_source(config: RunConfig) -> None:
+    """Raises ConfigError for a run that has nothing to train on."""
+    if not config.rl.prompts_or_rollouts:
+        raise ConfigError(
+            "neither rl.prompts nor rl.rollouts is set; name the prompts to sample completions of, with "
+            "rl.reward_funcs, or files of rollouts (docs/grpo.md)"
+        )
+
+
+def check_grpo_data(config: RunConfig, tokenizer: Tokenizer | None) -> None:
+    """Raises what opening the run's prompts and rewards, or rollouts, would."""
+    if config.rl.prompts:
+        run_prompts(config, tokenizer)
+        for name in config.rl.rewards:
+            reward_function(name)
+    else:
+        open_rollouts(config, tokenizer)
 
 
 def open_rollouts(config: RunConfig, tokenizer: Tokenizer | None) -> Rollouts:
@@ -52,20 +93,110 @@ def open_rollouts(config: RunConfig, tokenizer: Tokenizer | None) -> Rollouts:
 class PolicyTask(Task):
     """What the trainer's loop needs to know of GRPO."""
 
+    def __init__(
+        self,
+        reward_funcs: Sequence[str | RewardGiven] | None = None,
+        records: Iterable[Mapping[str, Any]] | None = None,
+    ):
+        """In the place of `rl.reward_funcs` and of the files of `rl.prompts`."""
+        self._reward_funcs, self._records = reward_funcs, records
+        self._live: LiveRollouts | None = None
+
     def begin(self, run: Run) -> RolloutData:
-        self.loss = PolicyLoss(run.config.rl)
-        rl = run.config.rl
-        reference = reference_logprobs(run, rl.temperature) if rl.beta else None
-        return RolloutData(run, open_rollouts(run.config, run.tokenizer), reference)
+        config = run.config
+        self.loss = PolicyLoss(config.rl)
+        reference = reference_logprobs(run, config.rl.temperature) if config.rl.beta else None
+        if not config.rl.prompts:
+            return RolloutData(run, FileRollouts(run, open_rollouts(config, run.tokenizer)), reference)
+        prompts, rl = run_prompts(config, run.tokenizer, self._records), config.rl
+        rewards = Rewards(
+            self._reward_funcs or rl.rewards,
+            prompts.prompts,
+            longest=rl.max_completion_length,
+            workers=rl.reward_workers if run.mesh.tp.rank == 0 else 0,
+            timeout=rl.reward_timeout,
+        )
+        self._live = LiveRollouts(run, prompts, rewards)
+        self._began = time.perf_counter()
+        return RolloutData(run, self._live, reference)
+
+    def close(self) -> None:
+        if self._live is not None:
+            self._live.close()
 
     def figures(self, run: Run) -> Callable[[], dict[str, Any]]:
-        """Of the step that `run` is about to count. Every rank calls it."""
+        """Of the step that `run` is about to count. Every rank calls it. Raises TrainingError for drift."""
         sums = self.loss.take_all_sums(run.mesh, run.device)
-        known = run.data.step(run.step).figures
-        return lambda: {**self._read(sums), **known}
+        gap = step_gap(run, self.loss.take_largest())
+        step = run.data.step(run.step)
+        known = step.figures | ({"drift_largest": gap.size} if gap else {})
+        if self._live is None:
+            return lambda: {**self._read(sums), **known}
+        self._check_drift(run, self._read(sums)["mismatch"], gap)
+        known |= self._times(
+            run, sum(len(s.prompt_ids) + len(s.completion.ids) for row in step.rows for s in row)
+        )
+
+        def read() -> dict[str, Any]:
+            found = {**self._read(sums), **known}
+            run.log(step_line(run.step, found))
+            return found
+
+        return read
+
+    def _check_drift(self, run: Run, ratio: float, gap: Gap | None) -> None:
+        """Where the old policy is the one that sampled."""
+        rl, limit = run.config.rl, run.config.rl.drift_limit(run.config.train.precision)
+        comparable = rl.computes_old or run.step % rl.steps_per_batch == 0
+        if comparable and gap is not None and not ratio <= limit:
+            version = run.step - run.step % rl.steps_per_batch
+            raise stop_for(
+                ratio, limit, f"over the tokens of step {run.step + 1}", gap, (version, version), STEP_CAUSE
+            )
+
+    def _times(self, run: Run, tokens: int) -> dict[str, Any]:
+        """Seconds of the step by phase, and tokens a second over all of it. A step is timed from the moment that the
+        one before has its gradients."""
+        now = time.perf_counter()
+        whole, self._began = now - self._began, now
+        seconds, found = self._live.take_figures()
+        seconds["training"] = max(0.0, whole - sum(seconds.values()))
+        times = {f"time_{phase}": value for phase, value in seconds.items()}
+        rate = tokens / whole / run.mesh.world.size
+        return {**found, **times, "tokens_per_second_per_device": rate}
 
     def _read(self, sums: Tensor) -> dict[str, float | None]:
         found = self.loss.means(sums)
         found["kl"] = found["kl"] if self.loss.rl.beta else None
         found["entropy"] = found["entropy"] if self.loss.needs_entropy else None
         return found
+
+
+STEP_CAUSE = (
+    "the canary agreed, so the weights are the same; log-probabilities differ with the length or the batch: kernels, "
+    "precision, or routes of experts that flip"
+)
+
+
+def step_line(step: int, found: Mapping[str, Any]) -> str:
+    """What a reader of the log sees of a step; a figure that is not known is a dash."""
+
+    def of(name: str, form: str) -> str:
+        return "–" if found.get(name) is None else format(found[name], form)
+
+    seconds = ", ".join(
+        f"{name.removeprefix('time_')} {found[name]:.2f}" for name in found if name.startswith("time_")
+    )
+    parts = [
+        f"step {step}",
+        f"reward {of('rewards_mean', '.4f')} ± {of('rewards_std', '.4f')}",
+        f"without spread {of('groups_without_spread', '.0%')}",
+        f"length {of('completion_length', '.1f')}, truncated {of('completions_truncated', '.0%')}",
+        f"entropy {of('entropy', '.3f')}",
+        f"KL {of('kl', '.2e')}",
+        f"clipped {of('clip_low', '.1%')} / {of('clip_high', '.1%')}",
+        f"drift {of('mismatch', '.6f')}, largest {of('drift_largest', '.1e')}",
+        f"seconds: {seconds}",
+        f"{of('tokens_per_second_per_device', ',.0f')} tok/s/GPU",
+    ]
+    return " | ".join(parts)

@@ -185,12 +185,14 @@ class SummedLoss(Loss):
 class PolicyLoss(SummedLoss):
     """The step's loss by a section `rl`, for `ParallelModel.backward` with micro-batches of RolloutBatch."""
 
-    FIGURES = ("tokens", "ratio", "clip_low", "clip_high", "kl", "entropy", "drift", "mismatch")
+    FIGURES = ("tokens", "ratio", "clip_low", "clip_high", "kl", "entropy", "drift", "mismatch", "drift_k3",
+               "drift_above_1")  # fmt: skip
 
     def __init__(self, rl: RlConfig):
         self.rl = rl
         self.temperature = rl.temperature
         self.needs_entropy = rl.entropy_coef != 0 or rl.log_entropy
+        self._largest: list[Tensor] = []
 
     def denominator(self, batch: RolloutBatch) -> Tensor:
         return divisor(self.rl, batch.sequence_tokens)
@@ -209,7 +211,11 @@ class PolicyLoss(SummedLoss):
             losses = losses + rl.beta * kl
         if rl.entropy_coef:
             losses = losses - rl.entropy_coef * entropy
-        gap = None if rollout is None else (old - rollout).nan_to_num(nan=0.0).abs()
+        gap = None
+        if rollout is not None:
+            mine = logprobs.detach() if batch.old_logprobs is None else old
+            gap = (mine - rollout).nan_to_num(nan=0.0)
+            self._add_largest(gap, mine, rollout)
         self._add_figures(sequences, ratio, batch.advantages, kl, entropy, gap)
         return aggregate(rl, losses, sequences)
 
@@ -241,10 +247,22 @@ class PolicyLoss(SummedLoss):
             (ratio > highest) & (a > 0),
             zero if kl is None else kl,
             zero if entropy is None else entropy,
-            zero if gap is None else gap,
-            zero if gap is None else gap.exp(),
+            *(4 * [zero] if gap is None else (gap.abs(), gap.abs().exp(), gap.expm1() - gap, gap.abs() > 1)),
         )
         self.add_figures([sequences.inside(x) for x in each])
+
+    @torch.no_grad()
+    def _add_largest(self, gap: Tensor, mine: Tensor, rollout: Tensor) -> None:
+        """Where trainer and engine differ most in this micro-batch, on the device."""
+        at = gap.abs().flatten().argmax()
+        values = [x.flatten()[at].double() for x in (mine, rollout)]
+        self._largest.append(torch.stack([at.double(), *values]))
+
+    def take_largest(self) -> Tensor | None:
+        """Of each micro-batch since the last call: index into [batch, seq], log-probability of the trainer and of the
+        rollout, float64 [micro-batches, 3]; None as `take_sums`."""
+        found, self._largest = self._largest, []
+        return torch.stack(found) if found else None
 
 
 @dataclass

@@ -1,10 +1,10 @@
 """The stream of micro-batches that a run of GRPO reads out of its rollouts.
 
-Rollout batch b is the b-th run of `global_batch_size` × `mini_batches` completions, in whole groups, in the files'
-order and again from their beginning. It is trained on for `steps_per_batch` steps: step s of it takes its mini-batch
-s mod `mini_batches`. So what a step reads follows from its number alone, whatever the layout and wherever the run was
-resumed. Advantages are made of the whole rollout batch on every rank; log-probabilities of the old policy and of the
-reference by passes of the model before its first step.
+Rollout batch b is the b-th run of `global_batch_size` × `mini_batches` completions, in whole groups: of files, in their
+order and again from their beginning, or sampled when they are asked for (loop.py). It is trained on for
+`steps_per_batch` steps: step s of it takes its mini-batch s mod `mini_batches`. Advantages are made of the whole
+rollout batch on every rank; log-probabilities of the old policy and of the reference by passes of the model before
+its first step.
 
 A row of data.seq_length tokens holds one completion behind its prompt, or with packing as many as fit, with attention
 kept apart. Rows are dealt out to the data-parallel ranks; those that are missing to as many for each are empty.
@@ -14,8 +14,9 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -28,7 +29,7 @@ from megalith.report.report import Work
 from megalith.rl.advantages import NO_SPREAD, Advantages, advantages
 from megalith.rl.objective import RolloutBatch
 from megalith.rl.reference import LogProbs
-from megalith.rl.rollouts import Completion, PromptGroup, Rollouts, without_spread
+from megalith.rl.rollouts import PromptGroup, RatedCompletion, Rollouts, without_spread
 from megalith.training.run_state import Run
 
 
@@ -37,9 +38,10 @@ class Sample:
     """A completion behind its prompt, as a row holds it."""
 
     prompt_ids: np.ndarray
-    completion: Completion
+    completion: RatedCompletion
     advantage: float
     in_loss: bool
+    where: str = ""  # prompt and number, for errors
 
     @property
     def tokens(self) -> int:
@@ -55,41 +57,69 @@ class RolloutStep:
     figures: dict[str, float]
 
 
-class RolloutData:
-    """In the place of pre-training's Data: the rollouts of a run, and micro-batches out of them."""
+class RolloutSource(Protocol):
+    """Where rollout batches come from."""
 
-    train = valid = test = None
+    notes: list[str]
 
-    def __init__(self, run: Run, rollouts: Rollouts, reference: LogProbs | None):
-        """`reference` gives the log-probabilities of micro-batches by the reference; None without one."""
-        config = run.config
-        self._run, self._rl, self._reference = run, config.rl, reference
-        self._groups = rollouts.groups
-        self._size = config.train.global_batch_size
-        self._made: tuple[int, list[RolloutStep]] | None = None  # the rollout batch last asked for
-        self.notes: list[str] = []
-        if self._rl.old_logprobs == "rollout":
+    def batch(self, number: int, groups: int) -> list[PromptGroup]:
+        """The groups of a rollout batch. Every rank calls it, and gets the same."""
+
+    def files(self) -> dict[str, dict[str, int | str]]:
+        """Of each file what tells whether it is the same."""
+
+    def timed(self, phase: str) -> AbstractContextManager:
+        """Around a phase of the step."""
+
+
+class FileRollouts:
+    """Rollout batches out of files."""
+
+    def __init__(self, run: Run, rollouts: Rollouts):
+        rl, self.notes = run.config.rl, []
+        self._groups, self._paths = rollouts.groups, rl.files
+        if rl.old_logprobs == "rollout":
             _require_logprobs(self._groups)
-        if self._rl.filter_zero_std:
-            self._leave_out_without_spread()
-        again = run.total_steps // self._rl.num_iterations * self._size / self._completions
+        if rl.filter_zero_std:
+            self._leave_out_without_spread(rl)
+        completions = len(self._groups) * rl.num_generations
+        again = run.total_steps // rl.num_iterations * run.config.train.global_batch_size / completions
         if again > 1:
             self.notes.append(
                 f"the run goes over the rollouts {again:.1f} times: they are of {len(self._groups):,} prompts"
             )
 
-    @property
-    def _completions(self) -> int:
-        return len(self._groups) * self._rl.num_generations
-
-    def _leave_out_without_spread(self) -> None:
-        kept = without_spread(self._groups, _advantages(self._rl, self._groups).spread, NO_SPREAD)
+    def _leave_out_without_spread(self, rl: RlConfig) -> None:
+        kept = without_spread(self._groups, advantages_of(rl, self._groups).spread, NO_SPREAD)
         left_out = len(self._groups) - len(kept)
         if left_out:
             self.notes.append(
                 f"rl.filter_zero_std leaves out {left_out:,} of {len(self._groups):,} groups, whose rewards are equal"
             )
         self._groups = kept or self._groups
+
+    def batch(self, number: int, groups: int) -> list[PromptGroup]:
+        return [self._groups[at % len(self._groups)] for at in range(number * groups, (number + 1) * groups)]
+
+    def files(self) -> dict[str, dict[str, int | str]]:
+        return {path: _identity(path) for path in self._paths}
+
+    def timed(self, phase: str) -> AbstractContextManager:
+        return nullcontext()
+
+
+class RolloutData:
+    """In the place of pre-training's Data: the rollouts of a run, and micro-batches out of them."""
+
+    train = valid = test = None
+
+    def __init__(self, run: Run, source: RolloutSource, reference: LogProbs | None):
+        """`reference` gives the log-probabilities of micro-batches by the reference; None without one."""
+        config = run.config
+        self._run, self._rl, self._reference = run, config.rl, reference
+        self._size = config.train.global_batch_size
+        self._made: tuple[int, list[RolloutStep]] | None = None  # the rollout batch last asked for
+        self.source, self.notes, self.files = source, source.notes, source.files
 
     def train_loader(
         self, step: int, consumed_samples: int, device: torch.device, left_out: Sequence[Sequence[int]] = ()
@@ -107,10 +137,6 @@ class RolloutData:
         lengths = [one.tokens for row in self.step(consumed_samples // self._size).rows for one in row]
         return Work(sum(lengths), sum(length * length for length in lengths))
 
-    def files(self) -> dict[str, dict[str, int | str]]:
-        """Of each file what tells whether it is the same."""
-        return {path: _identity(path) for path in self._rl.files}
-
     def in_order_of(self, num_samples: int) -> bool:
         """Whether a run of so many samples takes the same ones, as far as both go."""
         return True
@@ -125,20 +151,16 @@ class RolloutData:
     def _batch(self, number: int) -> list[RolloutStep]:
         rl = self._rl
         count = self._size * rl.mini_batches // rl.num_generations
-        places = range(number * count, (number + 1) * count)
-        groups = [self._groups[at % len(self._groups)] for at in places]
-        found = _advantages(rl, groups)
+        groups = self.source.batch(number, count)
+        found = advantages_of(rl, groups)
         figures = _figures(groups, found)
-        samples = [
-            Sample(
-                group.prompt_ids,
-                completion,
-                advantage,
-                not (rl.mask_truncated_completions and completion.truncated),
-            )
-            for group, values in zip(groups, found.values.tolist())
-            for completion, advantage in zip(group.completions, values)
-        ]
+        samples = []
+        for group, values, spread in zip(groups, found.values.tolist(), found.spread.tolist()):
+            teaches = spread > NO_SPREAD or not (rl.filter_zero_std and rl.prompts)
+            for n, (one, advantage) in enumerate(zip(group.completions, values)):
+                in_loss = teaches and not (rl.mask_truncated_completions and one.truncated)
+                name = group.where if group.id is None else f"prompt {group.id}"
+                samples.append(Sample(group.prompt_ids, one, advantage, in_loss, f"{name}, completion {n}"))
         longest = self._run.config.data.seq_length if rl.packing else 0
         cuts = range(0, len(samples), self._size)
         return [RolloutStep(rows_of(samples[cut : cut + self._size], longest), figures) for cut in cuts]
@@ -161,20 +183,25 @@ class RolloutData:
 
     def _own(self, step: int) -> list[RolloutBatch]:
         """This data-parallel rank's micro-batches of a step."""
-        config, dp = self._run.config, self._run.mesh.dp
-        rows, size = self.step(step).rows, config.train.micro_batch_size
+        config, rows = self._run.config, self.own_rows(step)
+        return [make_batch(config, some, step * self._size + at) for at, some in rows]
+
+    def own_rows(self, step: int) -> list[tuple[int, list[list[Sample]]]]:
+        """Of each of these micro-batches the number of its first row in the step, and its rows."""
+        dp, rows, size = self._run.mesh.dp, self.step(step).rows, self._run.config.train.micro_batch_size
         together = size * dp.size
         rows = rows + [[] for _ in range(-len(rows) % together)]
-        firsts = range(dp.rank * size, len(rows), together)
-        return [make_batch(config, rows[at : at + size], step * self._size + at) for at in firsts]
+        return [(at, rows[at : at + size]) for at in range(dp.rank * size, len(rows), together)]
 
     def _with_logprobs(self, steps: list[list[RolloutBatch]]) -> list[list[RolloutBatch]]:
         """The micro-batches with the log-probabilities that the loss reads."""
         flat, more = [batch for step in steps for batch in step], {}
         if self._rl.computes_old:
-            more["old_logprobs"] = self._run.model.all_logprobs(flat, self._rl.temperature)
+            with self.source.timed("old_logprobs"):
+                more["old_logprobs"] = self._run.model.all_logprobs(flat, self._rl.temperature)
         if self._reference is not None:
-            more["reference_logprobs"] = self._reference(flat)
+            with self.source.timed("reference_logprobs"):
+                more["reference_logprobs"] = self._reference(flat)
         flat = [
             replace(batch, **{name: found[number] for name, found in more.items()})
             for number, batch in enumerate(flat)
@@ -257,7 +284,7 @@ def _require_logprobs(groups: Sequence[PromptGroup]) -> None:
                 )
 
 
-def _advantages(rl: RlConfig, groups: Sequence[PromptGroup]) -> Advantages:
+def advantages_of(rl: RlConfig, groups: Sequence[PromptGroup]) -> Advantages:
     rewards = np.array([[completion.rewards for completion in group.completions] for group in groups])
     lengths = np.array([[len(completion.ids) for completion in group.completions] for group in groups])
     return advantages(rl, rewards, lengths)

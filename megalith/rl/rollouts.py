@@ -8,7 +8,8 @@ JSONL, or compressed .jsonl.zst. The first line is a header, every other line a 
 
 `logprobs` are the engine's, at its temperature, one a token of the completion, and may be absent; a token without one
 has null. A reward that could not be given is null. `version` says by which step's weights the completion was sampled:
-one number, or one a token; absent: not known. Ids, never text: a text may be tokenized otherwise.
+one number, or one a token; absent: not known. A group may have a `prompt_id`, a text or a number.
+Ids, never text: a text may be tokenized otherwise.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +34,7 @@ MAX_LINE_BYTES = 256 << 20  # of a group: a thousand completions of ten thousand
 
 
 @dataclass(frozen=True)
-class Completion:
+class RatedCompletion:
     """One answer to a prompt."""
 
     ids: np.ndarray  # int64 [tokens], at least one
@@ -41,6 +42,7 @@ class Completion:
     logprobs: np.ndarray | None = None  # float32 [tokens], the engine's; NaN for a token without
     version: np.ndarray | None = None  # int64 [1] or [tokens]: the step of the weights that sampled it
     truncated: bool = False  # cut off at its longest
+    extra: dict[str, str] = field(default_factory=dict)  # what a reward function logs of it; in no file
 
 
 @dataclass(frozen=True)
@@ -48,8 +50,9 @@ class PromptGroup:
     """A prompt with its completions."""
 
     prompt_ids: np.ndarray  # int64 [tokens], at least one
-    completions: list[Completion]
+    completions: list[RatedCompletion]
     where: str = ""  # file and line, for errors
+    id: str | int | None = None  # the prompt's own
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,8 @@ def _group_record(group: PromptGroup) -> dict[str, Any]:
             version = completion.version.tolist()
             sample["version"] = version[0] if len(version) == 1 else version
         samples.append(sample)
-    return {"prompt_ids": group.prompt_ids.tolist(), "samples": samples}
+    own = {} if group.id is None else {"prompt_id": group.id}
+    return {**own, "prompt_ids": group.prompt_ids.tolist(), "samples": samples}
 
 
 def _or_null(values: np.ndarray) -> list[float | None]:
@@ -192,9 +196,12 @@ class _Reader:
             if not isinstance(sample, dict):
                 raise DataError(f"{at} is {_short(sample)}, not an object")
             completions.append(self._completion(at, sample, kinds, len(prompt)))
-        return PromptGroup(prompt, completions, where)
+        id = record.get("prompt_id")
+        if id is not None and type(id) not in (int, str):
+            raise DataError(f"{where} has prompt_id {_short(id)}; a text or a number is needed, or none")
+        return PromptGroup(prompt, completions, where, id)
 
-    def _completion(self, at: str, sample: dict[str, Any], kinds: int, prompt_tokens: int) -> Completion:
+    def _completion(self, at: str, sample: dict[str, Any], kinds: int, prompt_tokens: int) -> RatedCompletion:
         ids = self._ids(at, "completion_ids", sample.get("completion_ids"))
         if self.max_tokens is not None and prompt_tokens + len(ids) > self.max_tokens:
             raise DataError(
@@ -224,7 +231,7 @@ class _Reader:
                 f"{at} is {found}, but rl.rollout_version is {self.version}: other weights sampled it; sample again, "
                 "or leave rl.rollout_version out to train on rollouts of any"
             )
-        return Completion(ids, rewards, logprobs, version, truncated)
+        return RatedCompletion(ids, rewards, logprobs, version, truncated)
 
     def _ids(self, at: str, key: str, value: Any) -> np.ndarray:
         if not _is_list(value, int) or not value:

@@ -73,9 +73,10 @@ def prepare(config: RunConfig, world_size: int) -> PreparedRun:
 
 
 def _with_tokenizer_of_weights(config: RunConfig) -> RunConfig:
-    """Where fine-tuning names no tokenizer, it is that in the Hugging Face folder of its weights."""
+    """Where post-training names no tokenizer, it is that in the Hugging Face folder of its weights."""
     folder = config.model.init_from
-    if config.chat is None or config.data.tokenizer_type is not None or folder is None:
+    wanted = config.chat is not None or config.rl.prompts
+    if not wanted or config.data.tokenizer_type is not None or folder is None:
         return config
     if not (Path(folder) / "tokenizer.json").is_file():
         return config
@@ -195,10 +196,9 @@ def open_datasets(
 ) -> tuple[SampleDataset, SampleDataset | None, SampleDataset | None]:
     """The train, valid and test data for so many samples each; None where a split has none or none are asked for."""
     data, model, seed = config.data, config.model, config.train.seed
-    if config.rl.files:
-        raise ConfigError(
-            "rl.rollouts is what to train on: use `megalith grpo`, or leave it out to pre-train"
-        )
+    if config.rl.prompts_or_rollouts:
+        name = "prompts" if config.rl.prompts else "rollouts"
+        raise ConfigError(f"rl.{name} is what to train on: use `megalith grpo`, or leave it out to pre-train")
     if data.mock:
         eod = tokenizer and tokenizer.eod
         train, valid, test = (

@@ -170,7 +170,7 @@ def restore(run: Run, checkpoint: Checkpoint, with_optimizer: bool = True) -> No
     load_amaxes(checkpoint, run.model.amaxes, world)
     run.loss_scale.load_state(record.loss_scale)
     run.step, run.consumed_samples = record.step, record.consumed_samples
-    run.left_out = record.left_out
+    run.totals, run.left_out = dict(record.counters), record.left_out
     run.abandoned = _abandoned(run, checkpoint)
 
 

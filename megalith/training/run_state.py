@@ -212,6 +212,7 @@ class Run:
         """Takes a line for the reader of the run's log."""
         self.step = 0  # updates made, skipped ones included
         self.consumed_samples = 0
+        self.totals: dict[str, int | float] = {}  # running ones of the task, kept in checkpoints
         self.left_out: list[list[int]] = []  # ranges of the data's stream, after loss spikes
         self.base: str | None = (
             None  # with adapters: the fingerprint of the weights from init_from; on rank 0
@@ -345,6 +346,7 @@ class Run:
             consumed_samples=self.consumed_samples,
             config=self.config.to_tree(),
             loss_scale=self.loss_scale.state(),
+            counters=dict(self.totals),
             left_out=self.left_out,
             abandoned=self.abandoned,
             base=self.base,

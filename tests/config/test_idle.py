@@ -116,7 +116,13 @@ READ_WITH = {
         ("runtime.loss_spike_window=9", "runtime.loss_spike_threshold=2"),
     "runtime.enable_straggler_detection true":
         ("runtime.straggler_interval=9", "runtime.enable_straggler_detection=true"),
-    "rl.rollouts":
+    "rl.prompts":
+        ("rl.prompt_column=question", "rl.prompts=a"),
+    "rl.filter_zero_std true":
+        ("rl.max_resamples=2", "rl.filter_zero_std=true rl.prompts=a"),
+    "rl.log_completions true":
+        ("rl.num_completions_to_print=5", "rl.log_completions=true rl.prompts=a"),
+    "rl.prompts_or_rollouts":
         ("rl.epsilon_high=0.28", "rl.rollouts=a"),
     "rl.beta above 0":
         ("rl.kl_estimator=k1", "rl.beta=0.1 rl.rollouts=a"),
@@ -149,7 +155,7 @@ def test_a_setting_is_read_with_what_it_needs_and_not_without(need):
         off = ["model.position_embedding_type=rope", "model.rope_scaling.type=linear"]
     if need.startswith("dpo.loss_type"):
         off = ["dpo.enabled=true", "dpo.loss_type=ipo"]
-    if need.startswith("rl.") and need != "rl.rollouts":
+    if need.startswith("rl.") and need != "rl.prompts_or_rollouts":
         off = ["rl.rollouts=a", "rl.vllm_importance_sampling_correction=false"]
     notes = idle_notes(RunConfig.load(None, own + off))
     assert [note.partition(" ")[0] for note in notes] == [word.partition("=")[0] for word in own]

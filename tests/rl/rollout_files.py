@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 
 from megalith.config import RunConfig
-from megalith.rl.rollouts import Completion, PromptGroup, Rollouts, save_rollouts
+from megalith.rl.rollouts import PromptGroup, RatedCompletion, Rollouts, save_rollouts
 
 VOCAB, SEQ, GROUPS, EACH = 61, 32, 4, 4
 MODEL = dict(num_layers=4, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4, vocab_size=VOCAB,
@@ -29,7 +29,7 @@ def rollouts(groups: int = GROUPS, each: int = EACH, seed: int = 3, logprobs: bo
                 rewards[:] = np.nan
             given = (-3 - 2 * rng.random(tokens)).astype(np.float32) if logprobs else None
             ids = rng.integers(0, VOCAB, tokens)
-            completions.append(Completion(ids, rewards, given, np.array([7]), bool(tokens > 18)))
+            completions.append(RatedCompletion(ids, rewards, given, np.array([7]), bool(tokens > 18)))
         made.append(PromptGroup(rng.integers(0, VOCAB, int(rng.integers(1, 10))), completions))
     return Rollouts(made, ["right", "style"])
 

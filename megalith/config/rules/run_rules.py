@@ -16,6 +16,7 @@ from megalith.config.data import DataConfig
 from megalith.config.lora import WHOLE
 from megalith.config.model import ModelConfig
 from megalith.config.output import LogConfig
+from megalith.config.rl import RlConfig
 from megalith.config.rules.model_rules import check_model
 from megalith.config.rules.optim_rules import check_loss_scale, check_schedule
 from megalith.config.rules.parallel_rules import check_parallel, data_parallel_size, divisors
@@ -33,7 +34,7 @@ def check_training(config: RunConfig, world_size: int = 1) -> None:
     check_parallel(config, world_size)
     _check_adapters(config)
     _check_lengths(config.model, config.data)
-    _check_data(config.data, bool(config.rl.files))
+    _check_data(config.data, config.rl)
     check_rollouts(config)
     _check_fine_tuning(config)
     BatchSizeSchedule.from_config(
@@ -131,7 +132,7 @@ def _check_lengths(model: ModelConfig, data: DataConfig) -> None:
         )
 
 
-def _check_data(data: DataConfig, has_rollouts: bool) -> None:
+def _check_data(data: DataConfig, rl: RlConfig) -> None:
     parts = {name: getattr(data, name) for name in ("train_data_path", "valid_data_path", "test_data_path")}
     given = [name for name, path in parts.items() if path is not None]
     sources = [bool(data.mock), data.data_path is not None, bool(given)]
@@ -140,12 +141,13 @@ def _check_data(data: DataConfig, has_rollouts: bool) -> None:
             f"data.mock is {data.mock}, data.data_path is {data.data_path!r} and {', '.join(given) or 'no part'} "
             "has a path of its own; give exactly one of mock, data_path, or paths for each part"
         )
-    if has_rollouts and any(sources):
+    if rl.prompts_or_rollouts and any(sources):
         raise ConfigError(
-            f"rl.rollouts is what is trained on, but data.mock is {data.mock}, data.data_path is {data.data_path!r} "
-            f"and {', '.join(given) or 'no part'} has a path of its own; leave these out"
+            f"rl.{'prompts' if rl.prompts else 'rollouts'} is what is trained on, but data.mock is {data.mock}, "
+            f"data.data_path is {data.data_path!r} and {', '.join(given) or 'no part'} has a path of its own; "
+            "leave these out"
         )
-    if not any(sources) and not has_rollouts:
+    if not any(sources) and not rl.prompts_or_rollouts:
         raise ConfigError(
             "there is nothing to train on; set data.data_path to the prefix that `megalith preprocess` wrote, or "
             "data.mock to true"
@@ -203,8 +205,11 @@ def _check_profile(log: LogConfig) -> None:
 def check_rollouts(config: RunConfig) -> None:
     """Raises ConfigError unless the run can be trained on its rollouts. A run without any passes."""
     rl, train = config.rl, config.train
-    if not rl.files:
+    rl.refuse_unmet("rl")
+    if not rl.prompts_or_rollouts:
         return
+    if rl.prompts:
+        _check_prompts(config)
     if train.rampup_batch_size is not None:
         raise ConfigError(
             f"train.rampup_batch_size is {train.rampup_batch_size}, but rollout batches are of one size; leave it out"
@@ -227,6 +232,39 @@ def check_rollouts(config: RunConfig) -> None:
         )
     _check_clips(config)
     _check_saves(config)
+
+
+def _check_prompts(config: RunConfig) -> None:
+    rl, seq_length = config.rl, config.data.seq_length
+    if rl.rollouts:
+        raise ConfigError(
+            f"rl.prompts is {rl.prompts!r} and rl.rollouts {rl.rollouts!r}; either sample or read: leave out one"
+        )
+    if not rl.rewards:
+        raise ConfigError("rl.prompts is set but rl.reward_funcs is not; say how completions are judged")
+    if rl.reward_weights is not None and len(rl.reward_weights) != len(rl.rewards):
+        raise ConfigError(
+            f"rl.reward_weights has {len(rl.reward_weights)} weights for {len(rl.rewards)} reward_funcs; give one each"
+        )
+    for name, neutral in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+        if getattr(rl, name) != neutral:
+            raise ConfigError(
+                f"rl.{name} is {getattr(rl, name)}, but the trainer's probabilities are those of all tokens, so the "
+                f"ratio would be biased; leave it at {neutral}"
+            )
+    room = seq_length + 1 - rl.max_completion_length
+    if (rl.max_prompt_length or 1) > room:
+        raise ConfigError(
+            f"rl.max_prompt_length {rl.max_prompt_length or 'of one token'} and rl.max_completion_length "
+            f"{rl.max_completion_length} do not fit into data.seq_length + 1 = {seq_length + 1}; raise it, or shorten "
+            "one of them"
+        )
+    interval = config.checkpoint.save_interval
+    if interval is not None and interval % rl.steps_per_batch and not rl.computes_old:
+        raise ConfigError(
+            f"checkpoint.save_interval {interval} would save inside of a rollout batch, which is {rl.steps_per_batch} "
+            f"steps (rl.num_iterations {rl.num_iterations} × rl.mini_batches {rl.mini_batches}); choose a multiple"
+        )
 
 
 def _check_clips(config: RunConfig) -> None:

@@ -235,7 +235,15 @@ def _more(record: Record) -> dict[str, Any]:
     return more
 
 
-def _checked(turns: Any, role_key: str, content_key: str) -> list[Message]:
+def prompt_messages(turns: Any) -> list[Message]:
+    """The messages that an answer is asked to: the last one is not the assistant's. ValueError: the reason why not."""
+    messages = _checked(turns, "role", "content", answered=False)
+    if messages[-1]["role"] == "assistant":
+        raise ValueError("its last message is the assistant's, so there is nothing to answer")
+    return messages
+
+
+def _checked(turns: Any, role_key: str, content_key: str, answered: bool = True) -> list[Message]:
     """The turns as {role, content, …}, in an order that a conversation can have and none of them empty."""
     if not isinstance(turns, Sequence) or isinstance(turns, str) or not turns:
         raise ValueError("its conversation is not a list of messages, or has none")
@@ -263,7 +271,7 @@ def _checked(turns: Any, role_key: str, content_key: str) -> list[Message]:
             raise ValueError(f"message {number}, the {role}'s, is empty")
         messages.append({"role": role, "content": content, **rest})
         before = role
-    if all(message["role"] != "assistant" for message in messages):
+    if answered and all(message["role"] != "assistant" for message in messages):
         raise ValueError("the assistant says nothing in it")
     return messages
 

@@ -1,0 +1,168 @@
+"""`megalith rollout`: judged completions of prompts, and pass@k, without training; `megalith grpo --dry-run`."""
+
+from __future__ import annotations
+
+import argparse
+from typing import TYPE_CHECKING
+
+from megalith.cli.parser import Arguments, leaf
+from megalith.errors import ConfigError, printable
+
+if TYPE_CHECKING:
+    from megalith.config import RunConfig
+
+
+def add_rollout_command(commands: argparse._SubParsersAction) -> None:
+    parser = leaf(
+        commands, "rollout", "sample completions of prompts, judge them, and give pass@k", run_rollout
+    )
+    parser.add_argument("checkpoint", help="run folder, one of its step folders, or a Hugging Face folder")
+    parser.add_argument("prompts", help="JSONL, parquet or a folder of save_to_disk")
+    parser.add_argument("--reward", action="append", required=True, metavar="NAME|FILE:FUNCTION",
+                        help="as rl.reward_funcs; several are added up")  # fmt: skip
+    parser.add_argument("--num-generations", type=int, default=8, metavar="G", help="completions of a prompt")
+    parser.add_argument("--max-completion-length", type=int, default=256, metavar="N", help="tokens at most")
+    parser.add_argument("--temperature", type=float, default=1.0, help="0: always the likeliest token")
+    parser.add_argument("--top-k", type=int, default=0, help="only the k likeliest tokens; 0: all")
+    parser.add_argument("--top-p", type=float, default=1.0, help="only the likeliest up to this probability")
+    parser.add_argument("--seed", type=int, default=0, help="of the random choices")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first N prompts")
+    parser.add_argument(
+        "--pass-at", type=float, default=1.0, metavar="R", help="a completion passes with this reward"
+    )
+    parser.add_argument("--prompt-column", default="prompt", help="as rl.prompt_column")
+    parser.add_argument("--chat-prompts", action="store_true", help="as rl.chat_prompts")
+    parser.add_argument("--rows", type=int, default=256, help="completions that are generated at a time")
+    parser.add_argument(
+        "--output", metavar="FILE", help="write them as a file of rollouts, which rl.rollouts takes"
+    )
+    parser.add_argument("--json", action="store_true", help="also print an object with the figures")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+
+
+def run_rollout(args: Arguments) -> int:
+    import json
+
+    import numpy as np
+
+    from megalith.config.rl import RlConfig
+    from megalith.generation.engine import Engine, Sampling
+    from megalith.generation.sync import engine_for
+    from megalith.hardware import pick_device
+    from megalith.rl.loop import sample_groups
+    from megalith.rl.prompts import open_prompts
+    from megalith.rl.rewards import Rewards
+    from megalith.rl.rollouts import Rollouts, save_rollouts
+    from megalith.training.loading import load_with_tokenizer
+
+    model, tokenizer = load_with_tokenizer(args.checkpoint, pick_device(args.device))
+    if tokenizer is None:
+        raise ConfigError(f"{args.checkpoint} carries no tokenizer, so its completions have no text to judge")
+    room, longest = model.config.max_position_embeddings, args.max_completion_length
+    if longest >= room:
+        raise ConfigError(
+            f"--max-completion-length {longest} leaves no room for a prompt in {room} positions; lower it"
+        )
+    settings = {
+        "prompts": args.prompts,
+        "prompt_column": args.prompt_column,
+        "chat_prompts": args.chat_prompts,
+    }
+    rl = RlConfig(**settings, reward_funcs=args.reward)
+    vocabulary = model.config.vocab_size
+    prompts = open_prompts(rl, tokenizer, longest=room - longest, vocab_size=vocabulary, seed=0).prompts[
+        : args.limit
+    ]
+    rewards = Rewards(args.reward, prompts, longest=longest)
+    stop = () if tokenizer.eod is None else (tokenizer.eod,)
+    drawn = longest, args.temperature, args.top_k, args.top_p
+    sampling = Sampling(*drawn, seed=args.seed, stop=stop, vocab_size=tokenizer.vocab_size)
+    sizes = dict(max_rows=min(args.rows, len(prompts) * args.num_generations), max_tokens=room)
+    if model.has_adapters:
+        engine = Engine(model.config, model.device, model.compute_dtype, model=model, **sizes)
+    else:
+        engine = engine_for(model, **sizes)
+    asked = [(number, number) for number in range(len(prompts))]
+    try:
+        records = sample_groups(engine, prompts, rewards, tokenizer, asked, sampling, args.num_generations)[0]
+    finally:
+        rewards.close()
+    groups = [record.group(prompts, version=0) for record in records]
+    if args.output:
+        save_rollouts(args.output, Rollouts(groups, rewards.names, tokenizer.fingerprint))
+        print(f"wrote {len(groups):,} groups into {args.output}")
+    totals = np.array(
+        [[np.nansum(one.rewards) for one in group.completions] for group in groups]
+    )  # [prompts, G]
+    each = [one for group in groups for one in group.completions]
+    figures = {
+        "prompts": len(groups),
+        "reward": float(totals.mean()),
+        "reward_std": float(totals.std()),
+        "completion_length": float(np.mean([len(one.ids) for one in each])),
+        "truncated": float(np.mean([one.truncated for one in each])),
+    }
+    passed = (totals >= args.pass_at - 1e-9).sum(1)
+    k = 1
+    while k <= args.num_generations:
+        figures[f"pass@{k}"] = float(np.mean([_pass_at(k, args.num_generations, int(c)) for c in passed]))
+        k *= 2
+    first = tokenizer.decode(groups[0].completions[0].ids.tolist())
+    print(printable(f"prompt {groups[0].id}: {prompts[0].text!r} → {first!r}"))
+    for name, value in figures.items():
+        print(f"{name:20} {value:,.4f}" if isinstance(value, float) else f"{name:20} {value:,}")
+    if args.json:
+        print(json.dumps(figures))
+    return 0
+
+
+def _pass_at(k: int, of: int, passed: int) -> float:
+    """The chance that one of k completions drawn out of `of` passes (Chen et al. 2021)."""
+    from math import comb
+
+    return 1 - comb(of - passed, k) / comb(of, k)
+
+
+def dry_run(config: RunConfig, processes: int) -> int:
+    """Prompts are read and rewards called once; layout and memory are said. Nothing is trained or written."""
+    from megalith.hardware import device_kind, pick_device
+    from megalith.planner.layout import build_layout
+    from megalith.report.layout_text import layout_text
+    from megalith.report.summary import print_summary
+    from megalith.rl.prompts import run_prompts
+    from megalith.rl.rewards import Rewards
+    from megalith.training.build import prepare
+
+    config, tokenizer, notes = prepare(config, processes)
+    layout = build_layout(config, processes)
+    print_summary(layout, device_kind(pick_device(config.runtime.device)))
+    if processes > 1:
+        print(layout_text(layout, ["this machine"] * processes))
+    for note in notes:
+        print(f"note: {note}")
+    rl = config.rl
+    if not rl.prompts:
+        print("rl.prompts is not set: rollouts are read from files, which the run checks")
+        return 0
+    found = run_prompts(config, tokenizer)
+    lengths = [len(prompt.ids) for prompt in found.prompts]
+    print(
+        f"prompts        {len(found):,} of {min(lengths):,} to {max(lengths):,} tokens; {found.dropped:,} dropped"
+    )
+    first = found.prompts[0]
+    print(printable(f"the first      {first.id} ({first.where}): {first.text!r}"))
+    text = first.text  # any that the tokenizer takes
+    rewards = Rewards(rl.rewards, found.prompts, longest=rl.max_completion_length, workers=rl.reward_workers,
+                      timeout=rl.reward_timeout)  # fmt: skip
+    try:
+        verdicts = rewards([(0, [text] * 2, [list(map(int, tokenizer.encode(text)))] * 2)])
+    finally:
+        rewards.close()
+    for name, value in zip(rewards.names, verdicts.rewards[0][0]):
+        print(f"reward         {name} of {text!r}: {value:g}")
+    size = config.train.global_batch_size
+    print(
+        f"rollout batch  {size * rl.mini_batches // rl.num_generations:,} prompts × {rl.num_generations} completions, "
+        f"{rl.steps_per_batch:,} steps of {size:,} completions each"
+    )
+    return 0

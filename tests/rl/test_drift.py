@@ -1,0 +1,109 @@
+"""The drift check stops a run at the first step in which engine and trainer differ, and names the planted fault."""
+
+from dataclasses import replace
+
+import pytest
+from small_policy import configuration, metrics
+
+from megalith.errors import TrainingError
+from megalith.generation.engine import Engine
+from megalith.rl import loop
+from megalith.rl.drift import CANARY_KEY
+from megalith.rl.grpo import train_grpo
+
+QKV = "layers.1.self_attention.linear_qkv.weight"
+
+
+def not_synced(monkeypatch):
+    first = {}
+
+    def sync(engine, model, version):
+        report = REAL_SYNC(engine, model, version=version)
+        values = engine.boxes[QKV].values
+        values.copy_(first.setdefault(QKV, values.clone()))
+        return report
+
+    monkeypatch.setattr(loop, "sync", sync)
+
+
+def permuted(monkeypatch):
+    def sync(engine, model, version):
+        report = REAL_SYNC(engine, model, version=version)
+        values = engine.boxes[QKV].values
+        values.copy_(values.roll(5, 0))
+        return report
+
+    monkeypatch.setattr(loop, "sync", sync)
+
+
+def behind(monkeypatch):
+    kept = []
+
+    def sync(engine, model, version):
+        kept[:] = kept or [REAL_SYNC(engine, model, version=version)]
+        engine.version = version
+        return kept[0]
+
+    monkeypatch.setattr(loop, "sync", sync)
+
+
+def generates(change):
+    def plant(monkeypatch):
+        def generate(engine, prompts, sampling, **more):
+            return REAL_GENERATE(engine, *change(prompts, sampling), **more)
+
+        monkeypatch.setattr(Engine, "generate", generate)
+
+    return plant
+
+
+REAL_SYNC, REAL_GENERATE = loop.sync, Engine.generate
+FAULTS = {  # what is planted, after how many good steps it shows, and what the error says
+    "a tensor not synced": (not_synced, 1, rf"{QKV} of the engine was not synced"),
+    "rows permuted": (permuted, 0, rf"{QKV} of the engine has its rows permuted"),
+    "one version behind": (behind, 1, "the engine's weights are one version behind"),
+    "temperature forgotten": (
+        generates(lambda prompts, s: (prompts, replace(s, temperature=1.0))), 0,
+        r"are those at temperature 1, not at rl.temperature 0.7",
+    ),
+    "BOS doubled": (generates(lambda prompts, s: ([p[:1] + p for p in prompts], s)), 0, r"\(BOS\) doubled"),
+    "top-p renormalised": (generates(lambda prompts, s: (prompts, replace(s, top_p=0.7))), 0, "top-p"),
+}  # fmt: skip
+
+
+def total(completion_ids, **columns) -> list[float]:
+    """A reward with a spread, so that every step moves the weights."""
+    return [float(sum(ids)) for ids in completion_ids]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_planted_fault_stops_the_run_and_is_named(tmp_path, monkeypatch, fault):
+    plant, good_steps, said = FAULTS[fault]
+    plant(monkeypatch)
+    config = configuration(
+        tmp_path,
+        optim=dict(lr=3e-2),
+        rl=dict(temperature=0.7, reward_workers=0),
+        checkpoint=dict(save_at_end=False),
+    )
+    with pytest.raises(TrainingError, match=said) as raised:
+        train_grpo(config, total)
+    place = rf"most at prompt q\d+ of the canary, token \d+: the trainer, with weights of step {good_steps}, says -"
+    assert raised.match(place) and raised.match(rf"the engine, of step {good_steps}, -")
+    assert len(metrics(tmp_path / "run")) == good_steps
+
+
+def test_what_the_canary_does_not_show_stops_the_step_that_has_it(tmp_path, monkeypatch):
+    """The first token's log-probability is wrong, but not of the canary."""
+
+    def generate(engine, prompts, sampling, keys, **more):
+        found = REAL_GENERATE(engine, prompts, sampling, keys=keys, **more)
+        if keys[0] >= CANARY_KEY:
+            return found
+        return [replace(one, logprobs=[one.logprobs[0] - 1, *one.logprobs[1:]]) for one in found]
+
+    monkeypatch.setattr(Engine, "generate", generate)
+    with pytest.raises(
+        TrainingError, match=r"most at prompt q\d+, completion \d, token 0: .*the canary agreed"
+    ):
+        train_grpo(configuration(tmp_path, rl=dict(packing=True)))

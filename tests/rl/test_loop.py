@@ -1,0 +1,293 @@
+"""The loop: the same rollouts and losses in every layout, from its own files, and after a kill in any phase."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import zstandard
+from small_policy import MODEL, configuration, metrics, tree, write_prompts
+
+import megalith
+from megalith.cli.main import main
+from megalith.config import RunConfig
+from megalith.errors import ConfigError, DataError
+from megalith.parallel.mesh import build_mesh
+from megalith.parity.differences import BOUND
+from megalith.rl import GRPOTrainer, loop
+from megalith.rl.grpo import PolicyTask, train_grpo
+from megalith.rl.rollouts import load_rollouts
+from megalith.training.build import prepare
+from megalith.training.run_state import Run
+from megalith.training.trainer import train
+
+PHASES = dict(num_iterations=2, mini_batches=2, beta=0.1, packing=True, temperature=0.9, save_rollouts=True)
+
+
+def losses(folder) -> list[float]:
+    return [step["loss"] for step in metrics(folder)]
+
+
+def contents(folder) -> dict[str, list[dict]]:
+    """The rollout files of a run: tokens and rewards exactly, log-probabilities apart."""
+    found = {}
+    for path in sorted((Path(folder) / "rollouts").glob("*.zst")):
+        lines = zstandard.decompress(path.read_bytes(), max_output_size=1 << 24).splitlines()
+        found[path.name] = [json.loads(line) for line in lines]
+    return found
+
+
+def without_logprobs(files: dict) -> dict:
+    def plain(group: dict) -> dict:
+        samples = [{k: v for k, v in one.items() if k != "logprobs"} for one in group.get("samples", [])]
+        return group | {"samples": samples}
+
+    return {name: [plain(group) for group in groups] for name, groups in files.items()}
+
+
+def run_of(config: RunConfig, size: int) -> Run:
+    config, tokenizer, _ = prepare(config, size)
+    return Run(config, tokenizer, build_mesh(config.parallel, size, "cpu"), torch.device("cpu"), PolicyTask())
+
+
+def layout_losses(folder: str, name: str, parallel: dict) -> list[float]:
+    """Of 8 steps, whose rollouts are left in folder/name."""
+    sections = tree(Path(folder), parallel=parallel, rl=PHASES)
+    sections["train"] |= dict(train_iters=8, output_dir=str(Path(folder) / name))
+    sections["optim"]["lr"] = 1e-3  # the losses of many large steps would amplify the rounding
+    run = run_of(RunConfig.from_tree(sections), 2 if parallel else 1)
+    with run.data.train_loader(0, 0, run.device) as batches:
+        return [run.train_step(batches).loss.item() for _ in range(8)]
+
+
+LAYOUTS = {
+    "tp2": dict(tensor_model_parallel_size=2),
+    "dp2": dict(data_parallel_sharding_strategy="optim_grads_params"),
+    "pp2": dict(pipeline_model_parallel_size=2),
+}
+
+
+def test_every_layout_gives_the_rollouts_and_losses_of_one_process(pool, tmp_path):
+    write_prompts(tmp_path)
+    one = layout_losses(str(tmp_path), "one", {})
+    cases = {name: (str(tmp_path), name, parallel) for name, parallel in LAYOUTS.items()}
+    found = pool.run_cases(layout_losses, cases, size=2)
+    rollouts = contents(tmp_path / "one")
+    assert len(rollouts) == 2 and len(rollouts["batch_00000001.jsonl.zst"]) == 5  # a header and 16 / 4 groups
+    for name, ranks in found.items():
+        assert without_logprobs(contents(tmp_path / name)) == without_logprobs(rollouts), name
+        for mine in ranks:  # a policy's loss is around 0: the largest is the measure
+            assert np.abs(np.subtract(mine, one)).max() / np.abs(one).max() < BOUND, name
+
+
+def test_a_run_from_its_own_rollouts_has_its_losses(tmp_path):
+    train_grpo(
+        configuration(tmp_path, rl=PHASES, train=dict(train_iters=8, output_dir=str(tmp_path / "live")))
+    )
+    files = sorted(map(str, (tmp_path / "live" / "rollouts").iterdir()))
+    again = {"rollouts": files, "num_generations": 4, "max_completion_length": 8}
+    again |= {name: value for name, value in PHASES.items() if name != "save_rollouts"}
+    sections = tree(tmp_path, train=dict(train_iters=8, output_dir=str(tmp_path / "replay"))) | {"rl": again}
+    train_grpo(RunConfig.from_tree(sections))
+    assert losses(tmp_path / "live") == losses(tmp_path / "replay")
+
+
+class Killed(BaseException):
+    """Takes the place of SIGKILL: nothing catches it."""
+
+
+KILLS = {  # where, and in which of its calls
+    "after the sync": (loop.LiveRollouts, "_sampled", 2),
+    "between generation and rewards": (loop.Rewards, "__call__", 2),
+    "after a rollout file": (loop.LiveRollouts, "_keep", 2),
+    "in training": (PolicyTask, "figures", 7),
+}
+
+
+@pytest.mark.parametrize("moment", KILLS)
+def test_a_run_killed_in_any_phase_goes_on_with_the_same_rollouts(tmp_path, monkeypatch, moment):
+    rl, checkpoint = PHASES | dict(num_iterations=1), dict(save_interval=2)
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+
+    def run(folder: Path) -> None:
+        sections = tree(tmp_path, rl=rl, train=dict(train_iters=8, output_dir=str(folder)))
+        sections["checkpoint"] = checkpoint | ({"load": str(folder)} if folder.exists() else {})
+        train_grpo(RunConfig.from_tree(sections))
+
+    run(whole)
+    owner, method, call = KILLS[moment]
+    real, calls = getattr(owner, method), []
+
+    def dies(*args, **more):
+        calls.append(1)
+        if len(calls) == call:
+            raise Killed
+        return real(*args, **more)
+
+    monkeypatch.setattr(owner, method, dies)
+    with pytest.raises(Killed):
+        run(cut)
+    monkeypatch.undo()
+    run(cut)
+    assert contents(cut) == contents(whole)
+    assert losses(cut) == losses(whole)
+
+
+def test_a_run_that_stopped_inside_of_a_rollout_batch_reads_it_again(tmp_path):
+    """Its old policy being the engine's, no old log-probabilities are lost."""
+    rl = dict(mini_batches=4, old_logprobs="rollout")
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    for folder, train_ in ((whole, {}), (cut, dict(exit_interval=6)), (cut, {})):
+        sections = tree(tmp_path, rl=rl, train=dict(train_iters=8, output_dir=str(folder)) | train_)
+        sections["checkpoint"] = {"load": str(folder)} if folder.exists() else {}
+        train_grpo(RunConfig.from_tree(sections))
+    assert losses(cut) == losses(whole)
+
+
+def test_groups_without_spread_are_asked_again_and_the_position_is_kept(tmp_path):
+    def rare(completions, completion_ids, **columns):
+        return [float(ids[0] == 3) for ids in completion_ids]
+
+    rl = dict(filter_zero_std=True, max_resamples=3)
+    whole, cut = tmp_path / "whole", tmp_path / "cut"
+    for folder, train_ in ((whole, {}), (cut, dict(exit_interval=2)), (cut, {})):
+        sections = tree(tmp_path, rl=rl, train=dict(train_iters=4, output_dir=str(folder)) | train_)
+        sections["checkpoint"] = {"load": str(folder)} if folder.exists() else {}
+        train_grpo(RunConfig.from_tree(sections), rare)
+    found = metrics(whole)
+    assert found[-1]["prompts_consumed"] == sum(step["prompts_asked"] for step in found) > 2 * len(found)
+    assert losses(cut) == losses(whole)
+
+
+def test_what_a_user_sees(tmp_path, capsys):
+    (tmp_path / "own.py").write_text(
+        "def shout(completions, log_extra, log_metric, **columns):\n"
+        "    log_metric('mean_words', 2.0)\n"
+        "    log_extra('loud', [c.upper() for c in completions])\n"
+        "    return [float(len(c)) for c in completions]\n"
+    )
+    rl = dict(
+        reward_funcs=["length", f"{tmp_path}/own.py:shout"], reward_weights=[1.0, 0.1], log_completions=True
+    )
+    result = megalith.grpo(configuration(tmp_path, rl=rl, train=dict(train_iters=2)))
+    out, found = capsys.readouterr().out, metrics(tmp_path / "run")[1]
+    for words in (
+        "rewards: length, shout",
+        "step 2 | reward ",
+        "| drift 1.00000",
+        "generation ",
+        "tok/s/GPU",
+        "prompt q",
+    ):
+        assert words in out, words
+    names = (
+        "rewards_mean groups_without_spread entropy clip_high mismatch drift_k3 drift_largest drift_above_1"
+    )
+    for name in [
+        *names.split(),
+        "drift_canary",
+        "time_generation",
+        "time_rewards",
+        "time_training",
+        "mean_words",
+    ]:
+        assert isinstance(found[name], float), name
+    assert found["mismatch"] < 1.0001 and found["ratio"] == 1.0
+    lines = [json.loads(line) for line in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
+    assert len(lines) == 16 and lines[-1]["step"] == 2 and lines[0]["loud"] == lines[0]["loud"].upper()
+    manifest = json.loads((Path(result.checkpoint) / "manifest.json").read_text())
+    assert manifest["counters"] == {"prompts": 4, "engine_version": 1}
+
+
+def test_a_reward_that_fails_ends_the_run_on_every_rank(pool, tmp_path):
+    (tmp_path / "own.py").write_text(
+        "def bad(completions, **columns):\n    return [1 / 0 for c in completions]\n"
+    )
+    write_prompts(tmp_path)
+    found = pool.run(_failing, str(tmp_path), size=2)
+    assert all("it raised ZeroDivisionError" in said and "completion 0" in said for said in found)
+
+
+def _failing(folder: str) -> str:
+    run = run_of(
+        configuration(Path(folder), rl=dict(reward_funcs=f"{folder}/own.py:bad", reward_workers=0)), 2
+    )
+    with pytest.raises(DataError) as raised:
+        run.data.step(0)
+    run.task.close()
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("rl", "said"),
+    [
+        (dict(reward_funcs=None), "rl.reward_funcs is not"),
+        (dict(top_p=0.9), "rl.top_p is 0.9"),
+        (dict(rollouts="r.jsonl"), "leave out one"),
+        (dict(reward_weights=[1.0, 2.0]), "2 weights for 1 reward_funcs"),
+        (dict(max_completion_length=25), "do not fit"),
+        (dict(max_prompt_length=20), "do not fit"),
+    ],
+)
+def test_what_cannot_be_is_refused(tmp_path, rl, said):
+    with pytest.raises(ConfigError, match=said):
+        train_grpo(configuration(tmp_path, rl=rl))
+
+
+def test_the_trainer_with_trls_signature(tmp_path):
+    train(RunConfig.from_tree(tree(tmp_path, model=MODEL, train=dict(train_iters=1)) | {"rl": {}}
+                              | {"data": dict(mock=True, seq_length=24, tokenizer_type="NullTokenizer")}))  # fmt: skip
+
+    def reward(prompts, completions, answer, **more):
+        return [float(str(number) in text.split()) for number, text in zip(answer, completions)]
+
+    args = dict(max_steps=2, per_device_train_batch_size=4, gradient_accumulation_steps=2, num_generations=4,
+                max_completion_length=8, max_prompt_length=16, learning_rate=1e-3, output_dir=str(tmp_path / "trl"),
+                logging_steps=1, beta=0.0, loss_type="grpo")  # fmt: skip
+    records = [{"prompt": "1 2 3", "answer": 3}, {"prompt": "4 5 6", "answer": 6}]
+    settings = {"data.tokenizer_type": "NullTokenizer", "runtime.device": "cpu", "runtime.compile": False}
+    trainer = GRPOTrainer(str(tmp_path / "run"), reward, args, records, settings=settings)
+    assert trainer.train().step == 2
+    steps = metrics(tmp_path / "trl")
+    assert steps[-1]["global_batch_size"] == 8 and np.isfinite(steps[-1]["rewards_mean"])
+    with pytest.raises(ConfigError, match="no argument 'learning_rat'; did you mean"):
+        GRPOTrainer(str(tmp_path / "run"), reward, dict(learning_rat=1), records)
+
+
+def test_rollout_and_dry_run_from_the_command_line(tmp_path, capsys):
+    config = configuration(tmp_path, train=dict(train_iters=1), rl=dict(save_rollouts=True))
+    (tmp_path / "run.yaml").write_text(config.to_yaml())
+    assert main(["grpo", str(tmp_path / "run.yaml"), "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    for words in (
+        "64 of 3 to 3 tokens; 0 dropped",
+        "reward         length of",
+        "2 prompts × 4 completions",
+        "memory",
+    ):
+        assert words in out, words
+    assert not (tmp_path / "run").exists()
+    train_grpo(config)
+    command = [
+        "rollout",
+        str(tmp_path / "run"),
+        str(tmp_path / "prompts.jsonl"),
+        "--reward",
+        "length",
+        "--limit",
+        "6",
+    ]
+    options = ["--num-generations", "4", "--max-completion-length", "8", "--pass-at", "0.5", "--json"]
+    assert main([*command, *options, "--output", "r.jsonl", "--device", "cpu"]) == 0
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])
+    groups = load_rollouts("r.jsonl").groups
+    passed = [sum(one.rewards[0] >= 0.5 for one in group.completions) for group in groups]
+    assert figures["pass@1"] == pytest.approx(np.mean(passed) / 4) and figures["prompts"] == len(groups) == 6
+    assert figures["pass@4"] == np.mean([count > 0 for count in passed]) and "pass@8" not in figures
+
+
+def test_rollout_files_carry_the_prompts_ids(tmp_path):
+    train_grpo(configuration(tmp_path, rl=dict(save_rollouts=True), train=dict(train_iters=1)))
+    found = load_rollouts(tmp_path / "run" / "rollouts" / "batch_00000000.jsonl.zst")
+    assert all(str(group.id).startswith("q") for group in found.groups) and found.rewards == ["length"]

@@ -1,0 +1,151 @@
+"""Rewards: formulas that have a name, functions of the user's own in both signatures, and what goes wrong in them."""
+
+import asyncio
+import time
+
+import numpy as np
+import pytest
+
+from megalith.errors import ConfigError, DataError
+from megalith.rl.prompts import Prompt
+from megalith.rl.rewards import NAMED, Rewards
+
+
+def prompt(text="p", messages=None, **columns) -> Prompt:
+    return Prompt("q1", [1], text, messages, columns, "p.jsonl, line 1")
+
+
+# fmt: off
+GRADED = [
+    ("gsm8k", "so 70+2\n#### 1,072", dict(answer="Half…\n#### 1,072"), 1.0),
+    ("gsm8k", "#### 5 no\n#### 72", dict(reward_model={"ground_truth": "72"}), 1.0),
+    ("gsm8k", "it is 72", dict(answer="#### 72"), 0.0),
+    ("gsm8k", "#### 72.0", dict(answer="#### 72"), 0.0),  # strict: as strings
+    ("gsm8k_flexible", "it is 72.0, I think", dict(answer="#### 72"), 1.0),
+    ("gsm8k_flexible", "it is 72, or 73", dict(answer="#### 72"), 0.0),
+    ("arithmetic", "12", dict(answer=12), 1.0),
+    ("arithmetic", "-12", dict(answer=12), 0.0),
+    ("arithmetic", "", dict(answer=12), 0.0),
+    ("countdown", "first\n<answer>(7 - 3) * 25</answer>", dict(target=100, nums=[3, 7, 25]), 1.0),
+    ("countdown", "<answer>25 * 4</answer>", dict(target=100, nums=[3, 7, 25]), 0.0),
+    ("countdown", "<answer>7 + 7</answer>", dict(target=14, nums=[7]), 0.0),
+    ("countdown", "<answer>__import__('os')</answer>", dict(target=1, nums=[]), 0.0),
+    ("countdown", "<answer>9**9**9</answer>", dict(target=1, nums=[9, 9, 9]), 0.0),
+    ("countdown", "<answer>1/0</answer>", dict(target=1, nums=[1, 0]), 0.0),
+    ("format", "<think>a</think>\n<answer>b</answer>", {}, 1.0),
+    ("format", "<answer>b</answer><think>a</think>", {}, 0.0),
+    ("length", "", {}, 0.7),
+    ("length", "", dict(length=6), 0.5),
+    ("length", "", dict(length=1), 0.0),
+]
+# fmt: on
+
+
+@pytest.mark.parametrize(("name", "text", "columns", "worth"), GRADED)
+def test_a_named_reward_gives_what_its_formula_says(name, text, columns, worth):
+    assert NAMED[name](text, prompt(**columns), [1, 2, 3], 10) == pytest.approx(worth)
+
+
+def test_sort_counts_the_places_that_are_right():
+    asked = prompt("sort these:\n9 3 7")
+    found = [NAMED["sort"](text, asked, [], 10) for text in ("3 7 9", "3 9 7", "3 7 9 9", "")]
+    assert found == [1.0, pytest.approx(1 / 3), 0.75, 0.0]
+
+
+def test_a_missing_column_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"line 1 has no column 'answer', only x"):
+        Rewards(["gsm8k"], [prompt(x=1)], longest=10)([(0, ["#### 1"], [[1]])])
+
+
+GROUP = (0, ["a", "bb"], [[5], [6, 7]])
+
+
+def rewards(*functions, timeout=10.0, workers=2, asked=None) -> Rewards:
+    given = dict(longest=10, timeout=timeout, workers=workers)
+    return Rewards(functions, [asked or prompt(answer=3)], **given)
+
+
+def test_both_signatures_async_logs_and_absent_rewards_in_processes_of_their_own(tmp_path):
+    seen = {}
+
+    def trl(prompts, completions, completion_ids, answer, trainer_state, log_metric, log_extra):
+        seen["here"] = True  # a closure, in another process
+        log_metric("answers", sum(answer))
+        log_extra("upper", [text.upper() for text in completions])
+        return [trainer_state.global_step + len(ids) for ids in completion_ids]
+
+    async def later(completions, **columns):
+        await asyncio.sleep(0)
+        return [None, np.float32(0.5)]
+
+    (tmp_path / "own.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    return {'score': len(solution_str) + ground_truth, 'acc': 1.0}\n"
+    )
+    judge = rewards(trl, later, "length", f"{tmp_path}/own.py:compute_score")
+    found = judge([GROUP, GROUP], step=4)
+    judge.close()
+    assert judge.names == ["trl", "later", "length", "compute_score"] and not seen
+    for rows in found.rewards:
+        np.testing.assert_allclose(rows, [[5, np.nan, 0.9, 4], [6, 0.5, 0.8, 5]])
+    assert found.metrics == {"answers": [6.0, 6.0], "acc": [1.0] * 4}
+    assert found.extras[0] == [{"upper": "A"}, {"upper": "BB"}]
+
+
+def test_a_conversation_is_given_as_messages():
+    asked = prompt(messages=[{"role": "user", "content": "hi"}])
+
+    def chat(prompts, completions, **columns):
+        assert prompts[0][0]["content"] == "hi"
+        return [len(one[0]["content"]) for one in completions]
+
+    assert rewards(chat, workers=0, asked=asked)([GROUP]).rewards[0][:, 0].tolist() == [1, 2]
+
+
+def raises(completions, **columns):
+    return [1 / (len(text) - 2) for text in completions]
+
+
+def hangs(completions, **columns):
+    if "bb" in completions:
+        time.sleep(60)
+    return [0.0] * len(completions)
+
+
+def ends(completions, **columns):
+    import os
+
+    os._exit(3)
+
+
+WRONG = {
+    "raises": (raises, r"completion 1, 'bb', of prompt q1 \(p.jsonl, line 1\): it raised ZeroDivisionError"),
+    "hangs": (hangs, r"completion 1, 'bb', .* did not return within 0.3 s"),
+    "ends": (ends, r"its process ended with exit code 3"),
+    "few": (lambda completions, **c: [1.0], r"returned 1 rewards for 2 completions"),
+    "text": (lambda completions, **c: ["good", 1], r"returned 'good' for completion 0"),
+    "none": (lambda completions, **c: None, r"returned None, not a list"),
+    "infinite": (lambda completions, **c: [0, np.inf], r"returned inf for completion 1"),
+}
+
+
+@pytest.mark.parametrize("how", WRONG)
+def test_a_reward_that_fails_names_function_and_completion(how):
+    function, said = WRONG[how]
+    judge = rewards(function, timeout=0.3 if how == "hangs" else 10.0)
+    with pytest.raises(DataError, match=said):
+        judge([GROUP])
+    judge.close()
+
+
+def test_a_function_that_there_is_not_is_refused(tmp_path):
+    (tmp_path / "bad.py").write_text("1 / 0\n")
+    (tmp_path / "good.py").write_text("x = 1\n")
+    for given, said in (
+        ("gsm8", r"did you mean"),
+        ("none.py:f", "there is no file none.py"),
+        (f"{tmp_path}/bad.py:f", "importing it raised ZeroDivisionError"),
+        (f"{tmp_path}/good.py:f", "has no function f"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            rewards(given)
