@@ -118,7 +118,6 @@ def _launcher_options() -> Parser:
     parser.add_argument("--max-restarts", type=int, default=0)
     parser.add_argument("--rdzv-endpoint")
     parser.add_argument("--rdzv-id")
-    parser.add_argument("--dry-run", action="store_true")
     return parser
 
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from megalith.config import RunConfig
 from megalith.config.rules.fastest import Machine, with_fastest
-from megalith.config.rules.fp8_rules import check_fp8
+from megalith.config.rules.run_rules import check_fp8
 from megalith.config.rules.parallel_rules import check_parallel, data_parallel_size
 from megalith.config.rules.run_rules import check_training
 from megalith.errors import ConfigError

@@ -20,7 +20,7 @@ from torch.utils.data import DataLoader
 
 from megalith.comm.collectives import Axis, gather_json
 from megalith.dialects.accelerate.dummies import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
-from megalith.dialects.accelerate.engine import MegatronEngine
+from megalith.dialects.accelerate.script_engine import MegatronEngine
 from megalith.dialects.accelerate.plugin import MegatronLMPlugin
 from megalith.dialects.accelerate.process_state import (
     barrier,

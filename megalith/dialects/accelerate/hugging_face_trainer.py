@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from megalith.dialects.accelerate.accelerator import Accelerator
-from megalith.dialects.accelerate.engine import MegatronEngine
+from megalith.dialects.accelerate.script_engine import MegatronEngine
 from megalith.dialects.accelerate.plugin import MegatronLMPlugin
 from megalith.errors import ConfigError
 
