@@ -198,16 +198,12 @@ def _config(args: Arguments, gpus: int):
     from pathlib import Path
 
     from megalith.config import RunConfig
-    from megalith.config.presets import PRESETS, UNAVAILABLE
+    from megalith.config.presets import PRESETS
     from megalith.config.run import parse_overrides
     from megalith.planner.search import preset_config, with_batch
 
     seq, batch = (getattr(args, name, None) for name in ("seq_length", "global_batch_size"))
-    if (
-        args.job in PRESETS
-        or args.job in UNAVAILABLE
-        or not (Path(args.job).suffix or Path(args.job).exists())
-    ):
+    if args.job in PRESETS or not (Path(args.job).suffix or Path(args.job).exists()):
         config = preset_config(args.job, gpus, seq, batch)
         given = {f"{section}.{key}": value for section, key, value in parse_overrides(args.settings)}
         return config.with_settings(given) if given else config

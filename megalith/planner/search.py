@@ -17,9 +17,8 @@ from typing import Any
 
 from megalith.config import RunConfig
 from megalith.config.rules.fastest import Machine, with_fastest
-from megalith.config.rules.run_rules import check_fp8
 from megalith.config.rules.parallel_rules import check_parallel, data_parallel_size
-from megalith.config.rules.run_rules import check_training
+from megalith.config.rules.run_rules import check_fp8, check_training
 from megalith.errors import ConfigError
 from megalith.optim.optimizer import check_optimizer
 from megalith.parallel.pipeline.pipeline_rules import check_layout

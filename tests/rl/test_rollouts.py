@@ -146,7 +146,7 @@ def test_groups_without_spread_can_be_left_out_and_are_counted(tmp_path, capsys)
 
 
 def test_a_run_without_rollouts_and_pre_training_with_them_are_refused(tmp_path, capsys):
-    with pytest.raises(ConfigError, match=r"rl\.rollouts is not set"):
+    with pytest.raises(ConfigError, match=r"neither rl\.prompts nor rl\.rollouts is set"):
         train_grpo(configuration(tmp_path).with_settings({"rl.rollouts": None}))
     path = tmp_path / "run.yaml"
     path.write_text(configuration(tmp_path).to_yaml())
@@ -169,7 +169,9 @@ def test_the_rollouts_own_logprobs_can_be_the_old_ones_and_have_to_be_there(tmp_
     settings = dict(old_logprobs="rollout", packing=True)
     train_grpo(configuration(tmp_path, train=dict(train_iters=1, micro_batch_size=8), **settings))
     (line,) = read_records(tmp_path / "run" / "metrics.jsonl")
-    assert line["ratio"] != 1.0 and line["drift"] == 0.0  # the old policy is the rollouts'
+    assert (
+        line["ratio"] != 1.0 and line["drift"] > 0.0
+    )  # the old policy is the rollouts', which others sampled
     save_rollouts(tmp_path / "none.jsonl", rollouts(logprobs=False))
     other = {"rl.rollouts": str(tmp_path / "none.jsonl"), "train.output_dir": str(tmp_path / "other")}
     config = configuration(tmp_path, **settings).with_settings(other)

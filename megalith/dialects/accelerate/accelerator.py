@@ -20,7 +20,6 @@ from torch.utils.data import DataLoader
 
 from megalith.comm.collectives import Axis, gather_json
 from megalith.dialects.accelerate.dummies import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
-from megalith.dialects.accelerate.script_engine import MegatronEngine
 from megalith.dialects.accelerate.plugin import MegatronLMPlugin
 from megalith.dialects.accelerate.process_state import (
     barrier,
@@ -29,6 +28,7 @@ from megalith.dialects.accelerate.process_state import (
     set_replicas,
 )
 from megalith.dialects.accelerate.replica_loader import prepare_loader
+from megalith.dialects.accelerate.script_engine import MegatronEngine
 from megalith.dialects.accelerate.train_steps import custom_step
 from megalith.errors import ConfigError
 

@@ -16,8 +16,8 @@ from megalith.optim.schedule import build_schedule
 from megalith.training.build import open_datasets
 
 if TYPE_CHECKING:
-    from megalith.dialects.accelerate.script_engine import MegatronEngine
     from megalith.dialects.accelerate.plugin import MegatronLMPlugin
+    from megalith.dialects.accelerate.script_engine import MegatronEngine
 
 
 class MegatronLMDummyScheduler:

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from transformers import Trainer
 
 from megalith.dialects.accelerate.accelerator import Accelerator
-from megalith.dialects.accelerate.script_engine import MegatronEngine
 from megalith.dialects.accelerate.plugin import MegatronLMPlugin
+from megalith.dialects.accelerate.script_engine import MegatronEngine
 from megalith.errors import ConfigError
 
 SCHEDULER = "scheduler.pt"

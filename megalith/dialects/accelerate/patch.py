@@ -7,12 +7,19 @@ import sys
 
 import accelerate
 
-from megalith.dialects.accelerate import accelerator, dummies, engine, plugin, process_state, train_steps
+from megalith.dialects.accelerate import (
+    accelerator,
+    dummies,
+    plugin,
+    process_state,
+    script_engine,
+    train_steps,
+)
 
 OURS = {
     "Accelerator": accelerator.Accelerator,
     "MegatronLMPlugin": plugin.MegatronLMPlugin,
-    "MegatronEngine": engine.MegatronEngine,
+    "MegatronEngine": script_engine.MegatronEngine,
     "MegatronLMDummyDataLoader": dummies.MegatronLMDummyDataLoader,
     "MegatronLMDummyScheduler": dummies.MegatronLMDummyScheduler,
     "MegatronLMOptimizerWrapper": accelerator.MegatronLMOptimizerWrapper,

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from megalith.data.batch import Batch
-from megalith.dialects.accelerate.script_engine import MegatronEngine
 from megalith.dialects.accelerate.plugin import MegatronLMPlugin
 from megalith.dialects.accelerate.script_batches import next_tokens
+from megalith.dialects.accelerate.script_engine import MegatronEngine
 from megalith.errors import ConfigError
 from megalith.models.loss import Loss
 
