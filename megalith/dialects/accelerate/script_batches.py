@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from megalith.data.batch import Batch
+from megalith.data.batch import Batch, document_ends
 from megalith.dialects.accelerate.replica_loader import IGNORED
 from megalith.errors import ConfigError
 
@@ -62,6 +63,7 @@ def next_tokens(batch: Mapping[str, Any], masked_rows: int, eod: int | None) -> 
     if mask is not None and not bool(mask.all()):
         labels = labels.masked_fill(mask == 0, IGNORED)
         documents = (mask != 0).to(torch.int32)
+        _require_one_run(documents)
     places = torch.arange(tokens.shape[1], device=tokens.device).expand_as(tokens)
     if positions is None:
         positions = places
@@ -81,17 +83,34 @@ def next_tokens(batch: Mapping[str, Any], masked_rows: int, eod: int | None) -> 
         labels=labels.masked_fill(~counts, 0),
         loss_mask=counts.float(),
         position_ids=positions.contiguous(),
-        document_ids=documents,
+        document_ends=None if documents is None else ends_of(documents),
         sample_numbers=torch.arange(len(tokens)),
     )
 
 
+def ends_of(documents: Tensor) -> Tensor | None:
+    """The documents' ends, as a Batch has them, from int [batch, seq], another number where another begins."""
+    return document_ends(nn.functional.pad(documents.diff(dim=1) != 0, (1, 0)).cpu().numpy())
+
+
+def _require_one_run(mask: Tensor) -> None:
+    runs = (nn.functional.pad(mask, (1, 0)).diff(dim=1) > 0).sum(1)  # of 1s in each sample
+    if bool((runs > 1).any()):
+        raise ConfigError(
+            f"attention_mask of sample {int(runs.argmax())} has zeros between its tokens; there is no such mask here: "
+            "pad at the beginning or the end"
+        )
+
+
 def filled_up(batch: Batch, multiple: int) -> Batch:
-    """With tokens at the end that do not count, so that the length is a multiple."""
-    more = -batch.input_ids.shape[1] % multiple
+    """With tokens at the end that do not count, so that the length is a multiple; they join the last document."""
+    seq = batch.input_ids.shape[1]
+    more = -seq % multiple
     if not more:
         return batch
-    return batch._each(lambda tensor: tensor if tensor.dim() == 1 else nn.functional.pad(tensor, (0, more)))
+    ends = batch.document_ends
+    longer = batch._each(lambda tensor: tensor if tensor.dim() == 1 else nn.functional.pad(tensor, (0, more)))
+    return replace(longer, document_ends=None if ends is None else torch.where(ends == seq, seq + more, ends))
 
 
 def split_rows(batch: Batch, count: int, multiple: int = 1) -> list[Batch]:

@@ -209,8 +209,7 @@ class MegatronEngine(nn.Module):
     @torch.no_grad()
     def _logits(self, batch: Mapping[str, Any]) -> Tensor:
         whole = next_tokens(batch, 0, None)
-        documents = whole.document_ids
-        apart = documents is not None and bool((documents.diff(dim=1) != 0).any())
+        apart = whole.document_ends is not None
         seq = whole.input_ids.shape[1]
         counted = bool((whole.position_ids == torch.arange(seq, device=whole.position_ids.device)).all())
         ends_padded = is_right_padded(batch.get("attention_mask"))
@@ -224,7 +223,7 @@ class MegatronEngine(nn.Module):
             )
         part = whole.to(self.device)
         chunk = self.model.chunks[0]
-        return chunk(part.input_ids, position_ids=part.position_ids, document_ids=part.document_ids)
+        return chunk(part.input_ids, position_ids=part.position_ids, document_ends=part.document_ends)
 
     def published_state(self) -> dict[str, Tensor]:
         """The whole model's tensors under the names of Hugging Face's files, float32, on every rank's CPU."""

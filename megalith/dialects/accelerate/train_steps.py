@@ -17,10 +17,11 @@ from torch import Tensor
 
 from megalith.data.batch import Batch
 from megalith.dialects.accelerate.plugin import MegatronLMPlugin
-from megalith.dialects.accelerate.script_batches import next_tokens
+from megalith.dialects.accelerate.script_batches import ends_of, next_tokens
 from megalith.dialects.accelerate.script_engine import MegatronEngine
 from megalith.errors import ConfigError
 from megalith.models.loss import Loss
+from megalith.ops.documents import document_ids
 
 NO_ENCODERS = "{} trains {}, which this version does not have; GPTTrainStep trains decoder-only models"
 
@@ -62,7 +63,9 @@ class GPTTrainStep(AbstractTrainStep):
 
         def get_batch(data_iterator: Iterator[Mapping[str, Tensor]]) -> tuple[Tensor, ...]:
             batch = next_tokens(next(data_iterator), 0, None)
-            return batch.input_ids, batch.labels, batch.loss_mask, batch.document_ids, batch.position_ids
+            ends = batch.document_ends
+            documents = None if ends is None else document_ids(ends, batch.input_ids.shape[1])
+            return batch.input_ids, batch.labels, batch.loss_mask, documents, batch.position_ids
 
         return get_batch
 
@@ -180,17 +183,17 @@ class _RecordedCall:
             labels=self._labels.clamp(min=0),
             loss_mask=(self._labels >= 0).float(),
             position_ids=(places if self._position_ids is None else self._position_ids).contiguous(),
-            document_ids=documents_of(self._mask, tokens),
+            document_ends=documents_of(self._mask, tokens),
             sample_numbers=torch.arange(len(tokens)),
             number=torch.tensor([number]),
         )
 
 
 def documents_of(mask: Any, tokens: Tensor) -> Tensor | None:
-    """The documents that a mask of Megatron's, bool [batch or 1, 1, seq, seq] with True where a token must not look,
-    keeps apart; int [batch, seq] is taken as it is. Raises ConfigError for another mask."""
+    """The ends of the documents that a mask of Megatron's, bool [batch or 1, 1, seq, seq] with True where a token must
+    not look, keeps apart, or int [batch, seq] tells apart. Raises ConfigError for another mask."""
     if mask is None or mask.dim() == 2:
-        return mask
+        return None if mask is None else ends_of(mask)
     seq = tokens.shape[1]
     hidden = mask.bool()[:, 0]  # [batch or 1, seq, seq]
     first = (~hidden).to(torch.int32).argmax(-1)  # of each token the first that it sees
@@ -202,7 +205,7 @@ def documents_of(mask: Any, tokens: Tensor) -> Tensor | None:
             "other; there is no other mask here: give None for a causal one"
         )
     starts = (first == places).to(torch.int32)
-    return starts.cumsum(1, dtype=torch.int32).expand_as(tokens).contiguous()
+    return ends_of(starts.cumsum(1, dtype=torch.int32).expand_as(tokens))
 
 
 def custom_step(accelerator: Any, plugin: MegatronLMPlugin, engine: MegatronEngine) -> CustomStep | None:
