@@ -290,7 +290,7 @@ SHOWN_WITH = {
     "pp2-dp2": "gpt2 untied, documents, dropout",
     "pp2-dp2-zero1": "llama tied, documents",
     "pp2-dp2-zero2": "gpt2",
-    "pp2-dp2-zero3": "gemma documents, dropout",
+    "pp2-dp2-zero3": "neox recompute some, dropout",
     "pp2-interleaved-dp2-zero2": "llama dropout",
     "pp2-zero_bubble-dp2-zero1": "llama lora, dropout",
     "tp2-pp2-dp2": "gpt2 dropout",
