@@ -18,7 +18,8 @@ import torch
 
 from megalith.config import ModelConfig
 from megalith.config.run import RunConfig
-from megalith.generation.engine import Engine, Sampling
+from megalith.generation.engine import Engine
+from megalith.generation.requests import Sampling
 from megalith.generation.sync import engine_for, sync
 from megalith.models.init import initial_value
 from megalith.models.transformer import Transformer

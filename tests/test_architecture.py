@@ -141,7 +141,7 @@ SET_IN_PARALLEL = {
     "gather.py": {"tensor.own"},
     "memory/activation_offload.py": {"kept.uses"},
     "parallel_model.py": {"part.balance_scale", "part.future", "part.future.weights", "part.loss_scale"},
-    "pipeline/executor.py": {"cache.length", "run.forward", "self.pipeline.timeline"},
+    "pipeline/executor.py": {"run.forward", "self.pipeline.timeline"},
     "shards.py": {"plain.grad", "parameter.grad", "made[parameter].placed"},  # of parameters
 }
 

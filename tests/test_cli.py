@@ -20,7 +20,7 @@ from megalith.cli.parser import Parser
 from megalith.config.describe import reference_page
 from megalith.config.presets import PRESETS
 from megalith.errors import install_line
-from megalith.generation.engine import Completion
+from megalith.generation.requests import Completion
 
 MEGALITH = [sys.executable, "-m", "megalith.cli"]
 

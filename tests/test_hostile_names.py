@@ -16,7 +16,7 @@ from megalith.cli.main import main
 from megalith.data.indexed import IndexedWriter
 from megalith.data.tokenizers.open_tokenizer import build_tokenizer
 from megalith.errors import LINES, CheckpointError, printable
-from megalith.generation.engine import Completion
+from megalith.generation.requests import Completion
 from megalith.launch import failure
 
 HOSTILE = "a\x1b]0;owned\x07\x9b2J\r\nerror:forged\x7f\u202e\u2028\udcff"

@@ -11,7 +11,8 @@ from megalith.errors import LINES, ConfigError, DataError, printable
 
 if TYPE_CHECKING:
     from megalith.data.tokenizers.open_tokenizer import Tokenizer
-    from megalith.generation.engine import Completion, OnToken, Sampling
+    from megalith.generation.engine import OnToken
+    from megalith.generation.requests import Completion, Sampling
     from megalith.models.transformer import Transformer
 
 RULE = "-" * 80
@@ -55,7 +56,7 @@ def run_generate(args: Arguments) -> int:
         from megalith.launch.launcher import launch
 
         return launch(args.nproc, ["-m", "megalith.cli", "generate", *_without_nproc(args)])
-    from megalith.generation.engine import Sampling
+    from megalith.generation.requests import Sampling
     from megalith.hardware import pick_device
     from megalith.launch.launcher import this_process
     from megalith.training.loading import load_with_tokenizer

@@ -46,7 +46,8 @@ def run_rollout(args: Arguments) -> int:
     import numpy as np
 
     from megalith.config.rl import RlConfig
-    from megalith.generation.engine import Engine, Sampling
+    from megalith.generation.engine import Engine
+    from megalith.generation.requests import Sampling
     from megalith.generation.sync import engine_for
     from megalith.hardware import pick_device
     from megalith.rl.loop import sample_groups

@@ -20,7 +20,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -29,6 +29,14 @@ from torch import Tensor
 from megalith.comm.collectives import Axis
 from megalith.config import LoraConfig, ModelConfig
 from megalith.errors import ConfigError
+from megalith.generation.requests import (
+    MOST_GENERATIONS,
+    Completion,
+    RowSequence,
+    Sampling,
+    check_keys,
+    sequences_of,
+)
 from megalith.generation.static_cache import Decode, Prefill, empty_cache
 from megalith.hardware import to_device
 from megalith.models.adapters import add_adapters
@@ -49,88 +57,13 @@ from megalith.parallel.tensor.tensor_parallel import apply_tensor
 
 WINDOW = {"cpu": 1, "cuda": 8}  # steps that are launched before the host reads what was sampled
 PREFILL_TOKENS = 2**14  # of a pass
-MOST_GENERATIONS, MOST_KEYS = 2**16, 2**47
-
-
-@dataclass(frozen=True)
-class Sampling:
-    """How tokens are drawn, and when a completion ends."""
-
-    max_new_tokens: int = 256
-    temperature: float = 1.0
-    """0: the likeliest token."""
-    top_k: int = 0
-    """Only the k likeliest; 0: all."""
-    top_p: float = 1.0
-    """Only the likeliest that together reach this probability (Holtzman et al. 2020)."""
-    min_p: float = 0.0
-    """Only those with at least this share of the likeliest's probability."""
-    seed: int = 0
-    stop: tuple[int, ...] = ()
-    """Ids that end a completion, and stay in it."""
-    forced_lengths: Sequence[int] | None = None
-    """Completion i, counted over prompts and generations, ends after so many tokens, whatever they are: benchmarks."""
-    vocab_size: int | None = None
-    """Only ids below are sampled, where a model has more rows than its tokenizer entries. None: all of the model's."""
-
-    def check(self) -> None:
-        """Raises ConfigError for a value out of range."""
-        for name, fits, rule in (
-            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
-            ("temperature", 0 <= self.temperature < math.inf, "0 (the likeliest token) or more"),
-            ("top_k", self.top_k >= 0, "0 (all tokens) or more"),
-            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
-            ("min_p", 0 <= self.min_p <= 1, "from 0 (off) to 1"),
-            ("seed", 0 <= self.seed < 2**32, "from 0 to 2^32 - 1"),
-        ):
-            if not fits:
-                raise ConfigError(f"{name} is {getattr(self, name)}; it has to be {rule}")
-
-
-@dataclass(frozen=True)
-class Completion:
-    """What follows a prompt."""
-
-    prompt: int
-    """Its index in what `generate` was given."""
-    generation: int
-    ids: list[int]
-    logprobs: list[float]
-    """Of each id, under softmax(logits / temperature) over what top_k, top_p and min_p keep; at temperature 0 under
-    softmax(logits)."""
-    truncated: bool
-    """It ends with no stop id."""
-
-
-@dataclass
-class _Sequence:
-    """A completion under way."""
-
-    number: int
-    prompt: Sequence[int]
-    prompt_index: int
-    generation: int
-    limit: int  # tokens of the completion at most
-    stop: frozenset[int]
-    pause: int = 0  # so many tokens its row may give before it is filled anew
-    launched: int = 0  # tokens that the steps launched so far give at most
-    ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-
-    @property
-    def length(self) -> int:
-        return len(self.prompt) + len(self.ids)
-
-    @property
-    def ended(self) -> bool:
-        return len(self.ids) >= self.limit or bool(self.ids and self.ids[-1] in self.stop)
 
 
 @dataclass
 class _Window:
     """Steps that were launched: what they have sampled, and whose rows these were."""
 
-    owners: list[_Sequence | None]
+    owners: list[RowSequence | None]
     ids: Tensor  # int64 [steps, rows] on the host, -1 where a row was idle
     logprobs: Tensor  # float32 [steps, rows]
     copied: torch.cuda.Event | None
@@ -266,14 +199,14 @@ class Engine:
         prompt, a token outside the vocabulary, more tokens than the model or a row has room for, or settings out of
         range.
         """
-        sequences = self._sequences(prompts, sampling, num_generations)
+        sequences = sequences_of(prompts, sampling, num_generations, self.config, self.max_tokens)
         keys = range(len(prompts)) if keys is None else keys
-        self._check_keys(keys, len(prompts), num_generations)
+        check_keys(keys, len(prompts), num_generations)
         numbers = torch.tensor([key * MOST_GENERATIONS + g for key in keys for g in range(num_generations)])
         noise = token_keys(sampling.seed, numbers, torch.zeros(1, dtype=torch.int64))[:, 0].tolist()
         self._begin(sampling)
         waiting, pending = deque(sequences), deque()
-        owners: list[_Sequence | None] = [None] * self.max_rows
+        owners: list[RowSequence | None] = [None] * self.max_rows
         while waiting or any(owners) or pending:
             self._fill(owners, waiting, noise)
             if any(owners):
@@ -284,59 +217,6 @@ class Engine:
             Completion(s.prompt_index, s.generation, s.ids, s.logprobs, not (s.ids and s.ids[-1] in s.stop))
             for s in sequences
         ]
-
-    def _sequences(
-        self, prompts: Sequence[Sequence[int]], sampling: Sampling, num_generations: int
-    ) -> list[_Sequence]:
-        sampling.check()
-        count, forced = len(prompts) * num_generations, sampling.forced_lengths
-        if forced is not None and len(forced) != count:
-            raise ConfigError(
-                f"forced_lengths has {len(forced)} lengths for {count} completions; give one for each"
-            )
-        if forced is not None and min(forced, default=1) < 1:
-            raise ConfigError(f"forced_lengths has {min(forced)}; every completion has at least 1 token")
-        stop = frozenset() if forced is not None else frozenset(sampling.stop)
-        made = []
-        for index, prompt in enumerate(prompts):
-            for generation in range(num_generations):
-                limit = sampling.max_new_tokens if forced is None else forced[len(made)]
-                if generation == 0 or forced is not None:
-                    self._check_prompt(index, prompt, limit)
-                made.append(_Sequence(len(made), prompt, index, generation, limit, stop))
-        return made
-
-    def _check_prompt(self, number: int, prompt: Sequence[int], new_tokens: int) -> None:
-        config = self.config
-        if not len(prompt):
-            raise ConfigError(f"prompt {number} has no tokens; give it at least one")
-        if not (min(prompt) >= 0 and max(prompt) < config.vocab_size):
-            token = next(token for token in prompt if not 0 <= token < config.vocab_size)
-            raise ConfigError(
-                f"prompt {number} has token {token}, but the model's vocabulary has {config.vocab_size}; "
-                "use the tokenizer that the model was trained with"
-            )
-        longest = len(prompt) + new_tokens
-        for most, of in (
-            (config.max_position_embeddings, "the model has {} positions"),
-            (self.max_tokens, "a row of the engine has room for {}"),
-        ):
-            if longest > most:
-                raise ConfigError(
-                    f"prompt {number} has {len(prompt)} tokens and {new_tokens} are to follow, {longest} in all, but "
-                    f"{of.format(most)}; lower max_new_tokens or shorten it"
-                )
-
-    @staticmethod
-    def _check_keys(keys: Sequence[int], prompts: int, num_generations: int) -> None:
-        if len(keys) != prompts or any(not 0 <= key < MOST_KEYS for key in keys):
-            raise ConfigError(
-                f"there are {len(keys)} keys for {prompts} prompts; give each one from 0 to 2^47 - 1"
-            )
-        if not 1 <= num_generations <= MOST_GENERATIONS:
-            raise ConfigError(
-                f"num_generations is {num_generations}; it has to be from 1 to {MOST_GENERATIONS}"
-            )
 
     # What is on the device.
 
@@ -360,11 +240,11 @@ class Engine:
         if self._graphed:
             self._graph(sampling)
 
-    def _fill(self, owners: list[_Sequence | None], waiting: deque[_Sequence], noise: list[int]) -> None:
+    def _fill(self, owners: list[RowSequence | None], waiting: deque[RowSequence], noise: list[int]) -> None:
         """Gives idle rows to those that wait. On a CPU, where a pass has only so many rows as are in use, the last ones
         then take the place of idle rows between."""
         idle = [row for row, owner in enumerate(owners) if owner is None]
-        begun: list[tuple[int, _Sequence]] = []
+        begun: list[tuple[int, RowSequence]] = []
         for row in idle:
             if not waiting:
                 break
@@ -378,7 +258,7 @@ class Engine:
         if self.device.type == "cpu" and not waiting:
             self._compact(owners)
 
-    def _first_state(self, sequence: _Sequence, noise: int) -> list[int]:
+    def _first_state(self, sequence: RowSequence, noise: int) -> list[int]:
         last = sequence.ids[-1] if sequence.ids else sequence.prompt[-1]
         sequence.pause, sequence.launched = sequence.limit, len(sequence.ids)
         if sequence.length <= self._original:
@@ -392,7 +272,7 @@ class Engine:
         is_long = scaling is not None and scaling.type == "longrope"
         return scaling.original_max_position_embeddings if is_long else math.inf
 
-    def _compact(self, owners: list[_Sequence | None]) -> None:
+    def _compact(self, owners: list[RowSequence | None]) -> None:
         used = sum(owner is not None for owner in owners)
         holes = [row for row in range(used) if owners[row] is None]
         moved = [row for row in range(used, len(owners)) if owners[row] is not None]
@@ -402,7 +282,7 @@ class Engine:
             self._cache[:, :, hole, :length] = self._cache[:, :, row, :length]
             self._state[:, hole] = self._state[:, row]
 
-    def _prefill(self, begun: Sequence[tuple[int, _Sequence]]) -> None:
+    def _prefill(self, begun: Sequence[tuple[int, RowSequence]]) -> None:
         """Keys and values of all tokens but the last of these sequences into their rows. Completions of one prompt
         share its pass."""
         alike: dict[tuple[int, int], tuple[list[int], list[int]]] = {}
@@ -455,7 +335,7 @@ class Engine:
         is_long = (places >= original)[..., None, None]
         return tuple(torch.where(is_long, b, a) for a, b in zip(short, long))
 
-    def _launch(self, owners: list[_Sequence | None], sampling: Sampling) -> _Window:
+    def _launch(self, owners: list[RowSequence | None], sampling: Sampling) -> _Window:
         """A window of steps, and the copy of what they sample to the host, of which none is waited for on a GPU."""
         rows, longest = self.max_rows, self.max_tokens
         if self.device.type == "cpu":
@@ -540,8 +420,8 @@ class Engine:
     def _read(
         self,
         window: _Window,
-        owners: list[_Sequence | None],
-        waiting: deque[_Sequence],
+        owners: list[RowSequence | None],
+        waiting: deque[RowSequence],
         on_token: OnToken | None,
     ) -> None:
         """Hands the tokens of a window to the sequences that they are of, and frees the rows of those that ended."""

@@ -12,7 +12,8 @@ import torch
 
 from megalith.comm.collectives import gather_json
 from megalith.errors import ConfigError
-from megalith.generation.engine import Completion, Engine, OnToken, Sampling
+from megalith.generation.engine import Engine, OnToken
+from megalith.generation.requests import Completion, Sampling
 from megalith.generation.sync import engine_for
 from megalith.models.transformer import Transformer
 from megalith.parallel.mesh import Mesh

@@ -9,12 +9,10 @@ one for every layer, so that all layers share compiled code.
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import copy
 from dataclasses import dataclass, replace
 from functools import partial, wraps
 from typing import Protocol
 
-import torch
 from torch import Tensor, nn
 
 from megalith.models.rope import Tables
@@ -88,38 +86,13 @@ def own_tokens(x: Tensor, context: Context | None) -> Tensor:
 
 
 class Cache(Protocol):
-    """Keys and values of the tokens before those of a pass. Another than KVCache: generation/static_cache.py."""
+    """Keys and values of the tokens before those of a pass: generation/static_cache.py has two."""
 
     def at_layer(self, number: int) -> Cache:
         """What a layer gets: the cache of its own keys and values."""
 
     def attend(self, core: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, **how) -> Tensor:
         """What `core` gives with these arguments over the layer's cached tokens and the new ones, which are kept."""
-
-
-class KVCache:
-    """Room for `max_length` tokens in every layer that uses it; made when a layer first does."""
-
-    def __init__(self, max_length: int):
-        self.max_length = max_length
-        self.length = 0  # tokens seen by every layer
-        self._layer = 0
-        self._layers: dict[int, Tensor] = {}  # [2, batch, max_length, groups, head_dim]
-
-    def at_layer(self, number: int) -> KVCache:
-        own = copy(self)
-        own._layer = number
-        return own
-
-    def attend(self, core: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, **how) -> Tensor:
-        """Writes key and value [batch, new, groups, head_dim] behind what is there; the core gets all of them."""
-        if self._layer not in self._layers:
-            batch, _, groups, head_dim = key.shape
-            self._layers[self._layer] = key.new_empty(2, batch, self.max_length, groups, head_dim)
-        end = self.length + key.shape[1]
-        both = self._layers[self._layer]
-        both[:, :, self.length : end] = torch.stack([key, value])
-        return core(query, both[0, :, :end], both[1, :, :end], **how)
 
 
 class Runnable(nn.Module):

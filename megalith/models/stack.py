@@ -17,7 +17,7 @@ from megalith.errors import ConfigError
 from megalith.models.layer import TransformerLayer, normed
 from megalith.models.mixers import MakeMixer, make_mixer
 from megalith.models.norm import Norm
-from megalith.models.pass_context import Context, KVCache, PassLayout, one_device
+from megalith.models.pass_context import Context, PassLayout, one_device
 from megalith.models.rope import local_rotary_tables, rotary_tables
 from megalith.ops.documents import document_ids, mask_of_ids, prepared
 from megalith.ops.dropout import DropoutKeys, column_keys, output_rows, token_keys
@@ -92,7 +92,6 @@ class Stack(nn.Module):
         | None = None,  # int32 [batch, documents] (ops/documents.py): attention stays inside
         padding_mask: Tensor | None = None,  # bool [batch, seq], False for what fills up; None: nothing does
         sample_numbers: Tensor | None = None,  # int64 [batch]: places in the run's stream, the key of dropout
-        cache: KVCache | None = None,
     ) -> Context:
         """What the layers need to know of these tokens.
 
@@ -100,15 +99,14 @@ class Stack(nn.Module):
         """
         (batch, seq), device = input_ids.shape, input_ids.device
         layout = self.pass_layout(input_ids.numel(), trains=trains, has_places=places is not None)
-        past = cache.length if cache is not None else 0
         if places is None:
-            _check_positions(self.config, past + seq)
-            places = torch.arange(past, past + seq, device=device)
+            _check_positions(self.config, seq)
+            places = torch.arange(seq, device=device)
         if position_ids is None:
             position_ids = places.expand(batch, seq)
-        context = Context(batch, layout, self.causal, position_ids=position_ids, cache=cache)
+        context = Context(batch, layout, self.causal, position_ids=position_ids)
         if self.config.position_embedding_type == "rope":
-            context.rotary = rotary_tables(self.config, position_ids, (past + seq) * layout.sequence_parts)
+            context.rotary = rotary_tables(self.config, position_ids, seq * layout.sequence_parts)
             if self.config.rotary_base_local is not None:
                 context.rotary_local = local_rotary_tables(self.config, position_ids)
         if self.config.num_experts:
@@ -122,8 +120,6 @@ class Stack(nn.Module):
             context.mask = mask_of_ids(numbers, numbers, self.causal)
         elif document_ends is not None:
             context.documents = prepared(document_ends)
-        elif past and seq > 1:
-            context.mask = (torch.arange(past + seq, device=device) <= places[:, None])[None, None]
         if self.training and self.draws_dropout:
             self._key_dropout(context, sample_numbers, places)
         return context

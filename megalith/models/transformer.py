@@ -21,7 +21,7 @@ from megalith.models.loss import Objective, with_gradient_times
 from megalith.models.mixers import MakeMixer, make_mixer
 from megalith.models.mtp import Future, with_further_losses
 from megalith.models.norm import Norm
-from megalith.models.pass_context import Context, Encoded, KVCache
+from megalith.models.pass_context import Context, Encoded
 from megalith.models.stack import Stack
 from megalith.ops.cross_entropy import linear_cross_entropy, linear_logits, linear_logprobs
 from megalith.ops.dropout import EMBEDDING_OUTPUT, counter_dropout
@@ -118,7 +118,6 @@ class Transformer(Stack):
         padding_mask: Tensor | None = None,  # bool [batch, seq], False for what fills up; None: nothing does
         sample_numbers: Tensor | None = None,  # int64 [batch]: places in the run's stream, the key of dropout
         encoded: Encoded | None = None,  # what cross-attention attends to
-        cache: KVCache | None = None,
         balance_scale: Tensor | None = None,  # float32 scalar: of the balancing losses' gradient; None: none
         future: Future | None = None,  # what further layers predict; None: they are left out
         loss_scale: Tensor | None = None,  # float32 scalar: the loss's gradient is made times this; None: 1
@@ -136,13 +135,10 @@ class Transformer(Stack):
             document_ends=document_ends,
             padding_mask=padding_mask,
             sample_numbers=sample_numbers,
-            cache=cache,
         )
         context.balance_scale, context.encoded = balance_scale, encoded
         x = self.embed(input_ids, context) if streams is None else streams["hidden"]
         x = super().forward(x, context)  # [batch, seq, hidden]
-        if cache is not None:
-            cache.length += input_ids.shape[1]
         if self.final_layernorm is None:
             return {"hidden": x}
         if labels is None:

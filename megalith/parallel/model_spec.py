@@ -20,7 +20,7 @@ from megalith.data.batch import Batch
 from megalith.errors import ConfigError
 from megalith.models.loss import CrossEntropy, Loss, MicroBatchMean, with_gradient_times
 from megalith.models.own_model import Model
-from megalith.models.pass_context import Context, KVCache, PassLayout
+from megalith.models.pass_context import Context, PassLayout
 from megalith.models.transformer import Transformer
 from megalith.ops.fp8 import AmaxTable
 from megalith.parallel.apply import apply
@@ -118,10 +118,8 @@ class ModelSpec:
         """The loss of this rank's part of a micro-batch; `axis` is tensor parallelism's."""
         return chunk(part.batch, Head(axis, part))
 
-    def logits(self, axis: Axis, chunk: Model, input_ids: Tensor, cache: KVCache | None) -> Tensor:
+    def logits(self, axis: Axis, chunk: Model, input_ids: Tensor) -> Tensor:
         """Logits [batch, seq, vocab]."""
-        if cache is not None:
-            raise ConfigError("a ModelSpec's own model keeps no KV cache; call it without")
         rows, seq = input_ids.shape
         places = torch.arange(seq, device=input_ids.device).expand(rows, seq)
         numbers = torch.arange(rows, device=input_ids.device)
@@ -183,5 +181,5 @@ class TransformerSpec(ModelSpec):
             **{name: batch[name] for name in chunk.reads},
         )
 
-    def logits(self, axis: Axis, chunk: Transformer, input_ids: Tensor, cache: KVCache | None) -> Tensor:
-        return chunk(input_ids, cache=cache)
+    def logits(self, axis: Axis, chunk: Transformer, input_ids: Tensor) -> Tensor:
+        return chunk(input_ids)

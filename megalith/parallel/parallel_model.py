@@ -16,7 +16,6 @@ from megalith.config import ParallelConfig
 from megalith.hardware import to_device
 from megalith.models.loss import Loss, Objective
 from megalith.models.mtp import Future, future_of
-from megalith.models.pass_context import KVCache
 from megalith.ops.compiled import run_eagerly
 from megalith.optim.optimizer import Placement
 from megalith.parallel.context.context_parallel import shard_batch, unshard_alike
@@ -168,16 +167,16 @@ class ParallelModel:
         return self._train(False)
 
     @torch.no_grad()
-    def __call__(self, input_ids: Tensor, *, cache: KVCache | None = None) -> Tensor:
-        """Logits [batch, seq, vocab] in the compute dtype of int64 [batch, seq], on every rank: what generation calls.
+    def __call__(self, input_ids: Tensor) -> Tensor:
+        """Logits [batch, seq, vocab] in the compute dtype of int64 [batch, seq], on every rank.
 
         Every rank gives the same tokens; data- and context-parallel ranks all compute the whole of them.
         """
         input_ids = input_ids.to(self.device)
         with run_eagerly():  # each call has another length
             if self.pipeline is not None:
-                return self.pipeline.logits(input_ids, cache)
-            return self.spec.logits(self.mesh.tp, self.chunks[0], input_ids, cache)
+                return self.pipeline.logits(input_ids)
+            return self.spec.logits(self.mesh.tp, self.chunks[0], input_ids)
 
     def _train(self, mode: bool) -> ParallelModel:
         for chunk in self.chunks:

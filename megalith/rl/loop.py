@@ -27,7 +27,8 @@ from torch import Tensor
 from megalith.comm.collectives import gather_json
 from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.errors import DataError
-from megalith.generation.engine import Engine, Sampling
+from megalith.generation.engine import Engine
+from megalith.generation.requests import Sampling
 from megalith.generation.sync import engine_for, sync
 from megalith.report.metrics import LineFile, cut_after_step, finite
 from megalith.rl.advantages import NO_SPREAD

@@ -202,7 +202,7 @@ def test_a_model_without_a_family_is_refused_before_training_when_a_folder_is_as
     tmp_path: Path,
 ) -> None:
     tree = {
-        "model": {"preset": "tiny-gpt", "position_embedding_type": "rope", "vocab_size": 100},
+        "model": {"preset": "tiny-gpt", "embedding_layernorm": True, "vocab_size": 100},
         "data": {"mock": True, "seq_length": 16},
         "optim": {"lr": 1e-3},
         "train": {

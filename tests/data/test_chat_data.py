@@ -227,7 +227,8 @@ def test_parquet_and_saved_datasets_ask_for_their_package_and_name_the_row(monke
     Path("saved").mkdir()
     sft = SftConfig(enabled=True)
     for path, package in (("chat.parquet", "pyarrow"), ("saved", "datasets")):
-        monkeypatch.setitem(sys.modules, package, None)
+        for module in [package, *(name for name in sys.modules if name.startswith(f"{package}."))]:
+            monkeypatch.setitem(sys.modules, module, None)
         with pytest.raises(ConfigError, match=rf"{package} package.*megalith\[hf\]"):
             read_samples([Path(path)], None, sft, 8, 60)
     rows = [{"input_ids": [1, 2], "labels": None}, {"input_ids": [1]}]

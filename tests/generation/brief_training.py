@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megalith.config import ModelConfig
-from megalith.generation.engine import Completion
+from megalith.generation.requests import Completion
 from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
 

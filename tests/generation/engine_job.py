@@ -6,7 +6,8 @@ import torch
 from generation.brief_training import LLAMA
 
 from megalith.config import ModelConfig, ParallelConfig, RunConfig
-from megalith.generation.engine import Engine, Sampling
+from megalith.generation.engine import Engine
+from megalith.generation.requests import Sampling
 from megalith.generation.sampling import complete_in_shares
 from megalith.generation.sync import engine_for, sync
 from megalith.models.init import initial_value

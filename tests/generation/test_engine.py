@@ -7,7 +7,8 @@ from generation.engine_job import EXPERTS, PROMPTS, SAMPLING, from_a_trainer, in
 
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
-from megalith.generation.engine import Engine, Sampling
+from megalith.generation.engine import Engine
+from megalith.generation.requests import Sampling
 from megalith.generation.sampling import complete
 from megalith.generation.sync import engine_for
 from megalith.models.init import initialize

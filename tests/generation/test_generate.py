@@ -8,7 +8,6 @@ from models.reference import CASES, VOCAB, reference_and_ours
 
 from megalith.errors import ConfigError
 from megalith.generation.sampling import generate
-from megalith.models.pass_context import KVCache
 from megalith.ops.gumbel import sample
 
 PROMPTS = [[3, 1, 4, 1, 5], [9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2], [42]]
@@ -32,16 +31,6 @@ def test_greedy_is_that_of_transformers_on_the_same_weights(name):
             pad_token_id=0,
         )
         assert generate(ours, [prompt], max_new_tokens=20, temperature=0) == expected.tolist()
-
-
-@pytest.mark.parametrize("name", ["gpt2", "llama3 rope"])
-@pytest.mark.parametrize("cuts", [[1] * 12, [5, 7], [4, 1, 3, 4], [12]])
-def test_logits_of_tokens_given_in_pieces_are_those_of_all_at_once(name, cuts):
-    ours = reference_and_ours(name)[1]
-    ids, cache = torch.tensor(PROMPTS[1:2]), KVCache(12)
-    pieces = [ours(piece, cache=cache) for piece in ids.split(cuts, dim=1)]
-    torch.testing.assert_close(torch.cat(pieces, dim=1), ours(ids), rtol=1e-4, atol=1e-5)
-    assert cache.length == 12
 
 
 def test_prompts_of_any_lengths_in_a_batch_give_what_each_gives_alone(model):

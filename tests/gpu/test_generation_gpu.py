@@ -5,7 +5,8 @@ import torch
 from generation.brief_training import chains, scored, trained_model
 
 from megalith.config import ModelConfig, ParallelConfig
-from megalith.generation.engine import Engine, Sampling
+from megalith.generation.engine import Engine
+from megalith.generation.requests import Sampling
 from megalith.generation.sync import engine_for, sync
 from megalith.launch.pool import Pool
 from megalith.ops.decode_attention import cached_attention, seen_places

@@ -12,7 +12,6 @@ from megalith.comm.collectives import summed
 from megalith.config import ModelConfig, ParallelConfig
 from megalith.data.batch import Batch
 from megalith.models.init import initialize
-from megalith.models.pass_context import KVCache
 from megalith.models.transformer import Transformer
 from megalith.parallel.data.data_parallel import (
     apply_data,
@@ -105,7 +104,7 @@ def run(model: ModelConfig, parallel: ParallelConfig, micro_batches: int, dtype=
         loss=float(summed(loss, mesh.dp) * factor),
         gradients=gradients,
         evaluation=float(summed(evaluation, mesh.dp) * factor),
-        logits=generate_two(pipeline.logits, batches[0].input_ids).float(),
+        logits=pipeline.logits(batches[0].input_ids).float(),
         timeline=pipeline.gather_timeline(),
     )
 
@@ -125,7 +124,7 @@ def run_alone(model: ModelConfig, micro_batches: int, dtype=torch.float32) -> Ou
     whole.eval()
     with torch.no_grad():
         evaluation = sum(float(forward(whole, batch, None) * factor) for batch in batches)
-        logits = generate_two(lambda ids, cache: whole(ids, cache=cache), batches[0].input_ids).float()
+        logits = whole(batches[0].input_ids).float()
     return Outcome(loss, gradients, evaluation, logits, None)
 
 
@@ -157,12 +156,6 @@ def forward(chunk: Transformer, batch: Batch, streams: Streams | None) -> Stream
         document_ends=batch.document_ends,
         sample_numbers=batch.sample_numbers,
     )
-
-
-def generate_two(logits, tokens: Tensor) -> Tensor:
-    """Logits of seven tokens at once and of the one behind them, with a cache."""
-    cache = KVCache(SEQ)
-    return torch.cat([logits(tokens[:, :7], cache), logits(tokens[:, 7:8], cache)], dim=1)
 
 
 def fill(chunks: list[Transformer], model: ModelConfig) -> None:

@@ -12,7 +12,8 @@ from torch.distributed.tensor import DTensor
 
 from megalith.comm.collectives import local, local_place, summed
 from megalith.config import ModelConfig, ParallelConfig
-from megalith.generation.engine import Engine, Sampling
+from megalith.generation.engine import Engine
+from megalith.generation.requests import Sampling
 from megalith.models.transformer import Transformer
 from megalith.parallel.data.data_parallel import apply_data, micro_batch_begins, wait_for_gradients
 from megalith.parallel.mesh import Mesh, build_mesh

@@ -10,7 +10,6 @@ from megalith.comm.collectives import Axis, summed
 from megalith.config import ModelConfig, ParallelConfig
 from megalith.data.batch import Batch, BoundaryRules, make_batch
 from megalith.models.init import initialize
-from megalith.models.pass_context import KVCache
 from megalith.models.transformer import Transformer
 from megalith.parallel.context.context_parallel import apply_context, shard_batch, unshard
 from megalith.parallel.mesh import build_mesh
@@ -143,7 +142,7 @@ def test_exchanges_by_copy_engines_give_one_process_gradients(pool, one_process,
         torch.testing.assert_close(gradients, expected, rtol=1e-5, atol=1e-6)
 
 
-def logits_in_parts_and_generating(way: tuple, family: str) -> tuple[torch.Tensor, torch.Tensor]:
+def logits_in_parts_and_at_once(way: tuple, family: str) -> tuple[torch.Tensor, torch.Tensor]:
     size, cp_comm_type, sizes = way
     axis = build_mesh(ParallelConfig(context_parallel_size=size), size, "cpu").cp
     model = a_model(family).eval()
@@ -152,22 +151,20 @@ def logits_in_parts_and_generating(way: tuple, family: str) -> tuple[torch.Tenso
     with torch.no_grad():
         part, places = shard_batch(whole, axis)
         in_parts = unshard(model(part.input_ids, position_ids=part.position_ids, places=places), axis)
-        cache = KVCache(SEQ)
-        one_by_one = [model(whole.input_ids[:, :9], cache=cache)]
-        one_by_one += [model(whole.input_ids[:, n : n + 1], cache=cache) for n in range(9, SEQ)]
+        at_once = model(whole.input_ids)
         again = unshard(model(part.input_ids, position_ids=part.position_ids, places=places), axis)
         assert torch.equal(in_parts, again)
-    return in_parts, torch.cat(one_by_one, dim=1)
+    return in_parts, at_once
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("way", [(2, "p2p", None), (4, "a2a+p2p", [2, 2])], ids=lambda way: way[1])
-def test_evaluating_in_parts_and_generating_whole_give_one_process_logits(pool, way, family):
+def test_evaluating_in_parts_and_whole_sequences_give_one_process_logits(pool, way, family):
     with torch.no_grad():
         expected = a_model(family).eval()(a_batch("one document").input_ids)
-    for in_parts, one_by_one in pool.run(logits_in_parts_and_generating, way, family, size=way[0]):
+    for in_parts, at_once in pool.run(logits_in_parts_and_at_once, way, family, size=way[0]):
         torch.testing.assert_close(in_parts, expected, rtol=1e-5, atol=1e-5)
-        torch.testing.assert_close(one_by_one, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(at_once, expected, rtol=1e-5, atol=1e-5)
 
 
 def one_step_compiled_and_eager(way: tuple, family: str):

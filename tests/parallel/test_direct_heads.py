@@ -131,19 +131,19 @@ def test_compiled_code_hands_over_views_as_they_are(monkeypatch, quick_compile, 
 
 
 def axes_of_levels(kind: str, sizes: list[int] | None) -> list[tuple[int, bool]]:
-    """Size and whether copy engines serve it: of the exchange of heads, the ring, the gather of document numbers."""
+    """Size and whether copy engines serve it: of the exchange of heads, and of the ring."""
     mesh = build_mesh(
         ParallelConfig(context_parallel_size=dist.get_world_size()), dist.get_world_size(), "cpu"
     )
     model = Transformer(RunConfig.from_tree({"model": TINY}).model, device=torch.device("meta"))
     apply_context(model, replace(mesh.cp, direct=True), kind, sizes)
-    core, mask = model.layers["0"].self_attention.core.keywords, model.attention_mask.keywords
-    return [(axis.size, axis.direct) for axis in (core["inner"], core["outer"], mask["axis"])]
+    core = model.layers["0"].self_attention.core.keywords
+    return [(axis.size, axis.direct) for axis in (core["inner"], core["outer"])]
 
 
 def test_copy_engines_serve_the_exchange_of_heads_alone(pool):
     """Where there is a ring too, it goes across hosts."""
     for found in pool.run(axes_of_levels, "a2a", None):
-        assert found == [(4, True), (1, False), (4, False)]
+        assert found == [(4, True), (1, False)]
     for found in pool.run(axes_of_levels, "a2a+p2p", [2, 2]):
-        assert found == [(2, True), (2, False), (4, False)]
+        assert found == [(2, True), (2, False)]

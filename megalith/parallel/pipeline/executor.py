@@ -46,7 +46,6 @@ from torch.profiler import record_function
 
 from megalith.comm.collectives import Axis, gather_json, summed
 from megalith.models.linear import Linear
-from megalith.models.pass_context import KVCache
 from megalith.models.transformer import Transformer
 from megalith.ops.gemm import DeferredWgrad
 from megalith.parallel.pipeline import executor as deferred
@@ -259,17 +258,11 @@ class Pipeline:
         return _Pass(self, self._forward_schedule(len(micro_batches)), micro_batches).run()
 
     @torch.no_grad()
-    def logits(self, input_ids: Tensor, cache: KVCache | None = None) -> Tensor:
-        """The logits [batch, seq, vocab] of input_ids int64 [batch, seq], on every rank.
-
-        `cache` is this rank's own: it holds the keys and values of its layers.
-        """
-        seen = cache.length if cache is not None else 0
+    def logits(self, input_ids: Tensor) -> Tensor:
+        """The logits [batch, seq, vocab] of input_ids int64 [batch, seq], on every rank."""
 
         def forward(chunk: Transformer, batch: MicroBatch, streams: Streams | None) -> Streams | Tensor:
-            if cache is not None:
-                cache.length = seen  # each chunk moves it on
-            return chunk(batch["input_ids"], streams=streams, cache=cache)
+            return chunk(batch["input_ids"], streams=streams)
 
         run = _Pass(self, self._forward_schedule(1), [{"input_ids": input_ids}])
         run.forward = forward
