@@ -50,9 +50,11 @@ STORED = [
     "bloom",  # those of a head beside each other
     "qwen3",  # grouped heads with norms
     "gemma2",  # four norms a layer, tied
+    "olmo2",  # norms across the heads, which are cut
     "phi3, window",  # gate and up in one tensor
     "mixtral",  # a tensor an expert
     "falcon, new decoder",  # those of a group beside each other
+    "falcon, multi-query",  # one head of keys and values, which two ranks have
     "deepseek-v3",  # latent attention, a dense layer, shared experts
 ]
 READ = [(name, "tp2-pp2") for name in STORED] + [("llama, biases", "tp2-sp-dp2-zero3")]
