@@ -72,7 +72,7 @@ def own_model(folder: Path, parallel: megalith.ParallelConfig, saves: bool) -> l
     return own.train(optimizer, mesh, range(megalith.load_checkpoint(folder, optimizer).step, 12))
 
 
-@pytest.mark.parametrize("strategy", ["optim", "optim_grads_params"])
+@pytest.mark.parametrize("strategy", ["optim_grads_params", pytest.param("optim", marks=pytest.mark.full)])
 def test_a_model_of_ones_own_equals_one_process_and_loads_in_any_layout(pool, tmp_path, strategy):
     plain = megalith.ParallelConfig()
     spread = megalith.ParallelConfig(tensor_model_parallel_size=2, data_parallel_sharding_strategy=strategy)

@@ -142,19 +142,20 @@ def test_a_run_in_one_process_logs_megatrons_lines_and_goes_on_from_its_folder(t
 
 
 @pytest.mark.processes
-def test_a_script_runs_as_it_is_with_two_processes(tmp_path, monkeypatch, capfd):
+@pytest.mark.parametrize("processes", ["1", pytest.param("2", marks=pytest.mark.full)])
+def test_a_script_runs_as_it_is(tmp_path, monkeypatch, capfd, processes):
     """It names ../../pretrain_gpt.py, which is nowhere, and nccl, which is not there without GPUs."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.sh").write_text(
         "export CUDA_DEVICE_MAX_CONNECTIONS=1\n"
-        "ARGS=(--tensor-model-parallel-size 2 --sequence-parallel --distributed-backend nccl --fp16 --lr 6e-5)\n"
+        "ARGS=(--tensor-model-parallel-size $1 --sequence-parallel --distributed-backend nccl --fp16 --lr 6e-5)\n"
         "torchrun --nproc_per_node $1 --master_addr localhost --master_port 0 --rdzv_backend c10d "
         "--rdzv_endpoint localhost:0 ../../pretrain_gpt.py ${ARGS[@]} --mock-data --vocab-size 60 --num-layers 96 "
         "--log-interval 1 --tensorboard-dir tb\n"
     )
-    assert run_script("train.sh", ["2"], override=SHRUNK + " --initial-loss-scale 1024") == 0
+    assert run_script("train.sh", [processes], override=SHRUNK + " --initial-loss-scale 1024") == 0
     out = capfd.readouterr().out
-    assert len(LINE.findall(out)) == 2 and "tensor 2" in out
+    assert len(LINE.findall(out)) == 2 and ("tensor 2" in out) == (processes == "2")
     assert list((tmp_path / "tb").glob("events*")) and not (tmp_path / "output" / "checkpoints").exists()
 
 

@@ -130,7 +130,9 @@ def test_a_fused_permutation_changes_nothing(quick_compile):
     assert torch.equal(results[0], results[2]) and torch.equal(results[1], results[3])
 
 
-@pytest.mark.parametrize("settings", [{}, BIASES, BIASES | DROP], ids=str)
+@pytest.mark.parametrize(
+    "settings", [*(pytest.param(few, marks=pytest.mark.full) for few in ({}, BIASES)), BIASES | DROP], ids=str
+)
 def test_fused_steps_as_they_are_traced_change_nothing(monkeypatch, settings):
     @functools.cache
     def traced(function, dynamic):

@@ -180,7 +180,9 @@ def test_float_and_its_like_change_what_the_layers_compute_in():
     assert model.bfloat16()(tokens()).dtype == model.compute_dtype == torch.bfloat16
 
 
-@pytest.mark.parametrize("family", ["gpt", "qwen"])  # some 10 s each the first time: the C++ compiler
+@pytest.mark.parametrize(
+    "family", ["gpt", pytest.param("qwen", marks=pytest.mark.full)]
+)  # some 10 s each the first time: the C++ compiler
 def test_compiled_layers_give_the_loss_and_gradients_of_eager(family, quick_compile):
     documents = torch.tensor([[7, 16], [16, 16]], dtype=torch.int32)
     loss, gradients = loss_and_gradients(build(family, dropout=0.1).train(), document_ends=documents)

@@ -112,7 +112,11 @@ def test_result_and_gradients_equal_one_process(pool, way):
         assert_same(answers, shapes)
 
 
-@pytest.mark.parametrize("way", ["p2p of 2", "all_gather of 2", "a2a of 2", "a2a of 2, p2p of 2"])
+# By default test_context_model.py traces whole layers with "a2a of 2".
+@pytest.mark.parametrize(
+    "way",
+    ["p2p of 2", "all_gather of 2", pytest.param("a2a of 2", marks=pytest.mark.full), "a2a of 2, p2p of 2"],
+)
 def test_traced_in_one_graph_equals_one_process(pool, way):
     shapes = [SHAPES["grouped"], SHAPES["all of them"]] if way == "p2p of 2" else [SHAPES["all of them"]]
     for answers in pool.run(by_ranks, WAYS[way], shapes, "aot_eager", size=WAYS[way][0]):

@@ -101,7 +101,7 @@ def unlike(size: int, case: tuple, backend: str | None) -> list[int]:
         (4, [8, 8, 8], None),
         (4, [16, 8, 8], None),
         (4, [8, 2, 2], None),  # keys and values are repeated
-        (2, [8, 1, 1], "aot_eager"),
+        pytest.param(2, [8, 1, 1], "aot_eager", marks=pytest.mark.full),
         (2, [8, 4, 4], "aot_eager"),
     ],
 )

@@ -187,13 +187,16 @@ def outcomes(configs: list[RunConfig]) -> list[list[tuple]]:
 
 LAYOUTS_OF = [  # one with each axis and the halves by default
     (
-        ["tp2-pp2", "tp2-sp-cp2-a2a-overlap", "pp2-zero_bubble-dp2-zero1", "tp2-sp-dp2-zero3"],
+        ["tp2-sp-cp2-a2a-overlap", "pp2-zero_bubble-dp2-zero1", "tp2-sp-dp2-zero3"],
         {"num_layers": 2},
     ),
     (["cp2-a2a-pp2-interleaved"], {}),
-    (["pp2-ep2", "tp2-sp-cp2-a2a-ep4"], EXPERTS),
+    (["tp2-sp-cp2-a2a-ep4"], EXPERTS),
 ]
-MORE_OF = [(["tp2-sp-pp2-overlap", "cp2-dp2-zero3"], {}), (["tp2-sp-etp2-ep2"], EXPERTS)]
+MORE_OF = [
+    (["tp2-pp2", "tp2-sp-pp2-overlap", "cp2-dp2-zero3"], {}),
+    (["pp2-ep2", "tp2-sp-etp2-ep2"], EXPERTS),
+]
 
 
 @pytest.mark.parametrize(

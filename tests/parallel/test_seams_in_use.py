@@ -58,7 +58,6 @@ MODELS = {
     "convolution": (lambda config: Transformer(config, mixer=CausalConvolution, device="meta", seed=7), {}),
 }  # fmt: skip
 CASES = [
-    ("encoder-decoder", TP | PP),
     ("encoder-decoder", SP | PP | {"pipeline_model_parallel_layout": "Ettt|tL"}),
     ("encoder-decoder", SP | CHUNKS),
     ("encoder-decoder", TP | PP | {"pipeline_schedule": "zero_bubble"}),
@@ -67,7 +66,6 @@ CASES = [
     ("encoder-decoder", SP | {"tp_comm_overlap": True}),
     ("encoder-decoder, llama", SP | PP | {"pipeline_model_parallel_layout": "Ett|tL"}),
     ("encoder", SP | PP),
-    ("convolution", TP | PP),
     ("convolution", SP | CHUNKS),
 ]
 

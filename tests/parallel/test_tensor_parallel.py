@@ -117,10 +117,9 @@ def test_generated_tokens_equal_one_process(pool):
         assert results == [generated(MODELS[name])] * 4
 
 
-# By default parity/test_precision_parity.py traces layers of tensor and sequence parallelism, in halves.
-@pytest.mark.full
 @pytest.mark.parametrize(
-    "name, sequence_parallel", [("gpt2 dropout", True), ("llama one group, dropout", False)]
+    "name, sequence_parallel",
+    [("gpt2 dropout", True), pytest.param("llama one group, dropout", False, marks=pytest.mark.full)],
 )
 def test_a_layer_traced_in_one_graph_equals_one_process(pool, name, sequence_parallel):
     model = change(MODELS[name], num_layers=1)

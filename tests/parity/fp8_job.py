@@ -14,7 +14,7 @@ from megalith.ops.fp8 import AmaxTable
 from megalith.parallel.fp8_counts import KINDS
 from megalith.parity.job import Outcome, run_job, start
 
-STEPS = 4  # the scales of three of them are of steps before
+STEPS = 3  # the scales of two of them are of steps before
 # Sizes that FP8 matmuls take, on two tensor-parallel ranks too.
 LLAMA = {"hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2, "kv_channels": 16,
          "num_layers": 2}  # fmt: skip

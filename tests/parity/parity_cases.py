@@ -250,7 +250,7 @@ SHOWN_WITH = {
     "pp2": "gpt2 untied, documents, dropout",
     "pp4": "gpt2 dropout",
     "pp2-interleaved": "llama recompute some",
-    "pp4-interleaved": "llama tied, documents",
+    "pp4-interleaved": "neox recompute some, dropout",
     "pp2-zero_bubble": "falcon documents",
     "pp4-zero_bubble": "gpt2 untied, documents, dropout",
     "pp2-uneven": "gpt2 documents, recompute all",
@@ -290,7 +290,7 @@ SHOWN_WITH = {
     "pp2-dp2": "gpt2 untied, documents, dropout",
     "pp2-dp2-zero1": "llama tied, documents",
     "pp2-dp2-zero2": "gpt2",
-    "pp2-dp2-zero3": "neox recompute some, dropout",
+    "pp2-dp2-zero3": "llama tied, documents",
     "pp2-interleaved-dp2-zero2": "llama dropout",
     "pp2-zero_bubble-dp2-zero1": "llama lora, dropout",
     "tp2-pp2-dp2": "gpt2 dropout",
@@ -347,13 +347,13 @@ SHOWN_WITH = {
 # What is tried by default, the rest by `make test-all`: every variant of every axis beside another axis or alone, every
 # pair of axes, a triple, the halves and the experts. Every run is among them.
 BY_DEFAULT = (
-    "tp4", "cp4-a2a+p2p", "pp2-interleaved", "pp4-interleaved", "pp3-counted", "pp4-uneven", "dp2", "dp4-zero3-hybrid",
+    "tp4", "cp4-a2a+p2p", "pp2-interleaved", "pp4-interleaved", "pp3-counted", "pp4-uneven", "dp4-zero3-hybrid",
     "cp2-auto",
-    "tp2-sp-cp2-a2a", "tp2-pp2", "tp2-sp-pp2-zero_bubble", "tp2-dp2-zero2", "tp2-sp-dp2-zero3",
-    "cp2-a2a-pp2-interleaved", "cp2-all_gather-pp2-zero_bubble", "cp2-a2a-dp2-zero1", "cp2-dp2-zero3",
-    "pp2-dp2-zero3", "pp2-interleaved-dp2-zero2", "pp2-zero_bubble-dp2-zero1", "tp2-sp-pp2-dp2-zero3",
+    "tp2-sp-cp2-a2a", "tp2-pp2", "tp2-sp-pp2-zero_bubble", "tp2-dp2-zero2",
+    "cp2-a2a-pp2-interleaved", "cp2-all_gather-pp2-zero_bubble", "cp2-dp2-zero3",
+    "pp2-interleaved-dp2-zero2", "pp2-zero_bubble-dp2-zero1", "tp2-sp-pp2-dp2-zero3",
     "tp2-sp-overlap", "cp2-a2a-overlap",
-    "ep2-allgather", "ep2-dp4-zero3", "tp2-sp-etp2-ep2", "cp2-ep2", "pp2-interleaved-ep2-zero2",
+    "ep2-allgather", "tp2-sp-etp2-ep2", "cp2-ep2", "pp2-interleaved-ep2-zero2",
     "pp2-zero_bubble-tp2-sp-ep2", "ep4-zero3",
 )  # fmt: skip
 

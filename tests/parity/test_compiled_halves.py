@@ -58,7 +58,7 @@ def alone() -> Outcome:
     return run_job(run_config("gpt2 dropout", None, "", **SMALL))
 
 
-# By default parallel/test_interleave.py shows the order, and test_precision_parity.py halves that are traced.
+# By default parallel/test_interleave.py shows the order in halves that are traced.
 @pytest.mark.full
 @pytest.mark.parametrize(
     "layout, expected",

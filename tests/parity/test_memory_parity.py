@@ -21,7 +21,6 @@ GPT2, LLAMA, MOE = "gpt2 untied, documents, dropout", "llama dropout", "moe drop
 MULTI_TOKEN = "multi-token prediction"
 CASES = [  # layout, run, what is done for memory
     ("tp2", GPT2, EACH_LAYER | DISTRIBUTED),
-    ("tp2-pp2-interleaved", LLAMA, BLOCK | DISTRIBUTED),
     ("tp2-sp", GPT2, OFFLOAD | MODULES),
     ("tp2-sp-overlap", GPT2, OFFLOAD | EACH_LAYER),
     ("cp2-a2a", LLAMA, OFFLOAD | CORE),
@@ -37,6 +36,7 @@ CASES = [  # layout, run, what is done for memory
     ("pp2-zero_bubble", LLAMA, CORE | {"recompute_modules": ["core_attn", "layernorm"]}),
 ]
 MORE = [
+    ("tp2-pp2-interleaved", LLAMA, BLOCK | DISTRIBUTED),
     ("pp2-interleaved", GPT2, OFFLOAD),
     ("cp2-all_gather", GPT2, MODULES),
     ("cp2", LLAMA, OFFLOAD | EACH_LAYER),

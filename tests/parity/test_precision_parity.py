@@ -71,7 +71,7 @@ def test_fp16_ranks_skip_together_and_share_a_loss_scale(pool, layout):
         assert relative_error(rank.losses, one.losses) < 2e-3
 
 
-@pytest.mark.parametrize("layout", by_default("tp2-sp-pp2", "dp4-zero2", more=("cp2-dp2-zero3",)))
+@pytest.mark.parametrize("layout", by_default("tp2-sp-pp2", more=("dp4-zero2", "cp2-dp2-zero3")))
 def test_bf16_follows_one_process_in_bf16(pool, layout):
     one = alone("bf16", layers(layout))
     for rank in pool.run(run_job, in_precision("bf16", layout, layers(layout))):
@@ -102,8 +102,10 @@ def run_traced_job(config: RunConfig) -> Outcome:
         return run_job(config)
 
 
-# By default parallel/test_context_model.py traces layers of context parallelism.
-@pytest.mark.parametrize("layout", by_default("tp2-sp-overlap", more=("cp2", "pp2")))
+# By default parallel/test_tensor_parallel.py and test_context_model.py trace layers, test_interleave.py halves of them,
+# and test_parity.py shows halves in eager mode.
+@pytest.mark.full
+@pytest.mark.parametrize("layout", ["tp2-sp-overlap", "cp2", "pp2"])
 def test_compiled_layers_equal_one_process_in_eager_mode(pool, layout):
     small = {"model": {"num_layers": 2}, "train": {"train_iters": 2}}
     config = run_config(RUN, layout, "", **small, runtime={"compile": True})
