@@ -22,8 +22,7 @@ from megalith.models.norm import HeadsNorm
 from megalith.models.own_model import Model
 from megalith.models.pass_context import Runnable
 from megalith.models.router import Router
-from megalith.models.stack import Stack
-from megalith.models.transformer import Embedding, Transformer
+from megalith.models.transformer import Embedding, Stack, Transformer
 
 SEAMS: dict[type[nn.Module], dict[str, str]] = {
     Stack: {

@@ -32,8 +32,7 @@ from megalith.comm.collectives import Axis, all_gather, all_gather_alike
 from megalith.errors import ConfigError
 from megalith.models.mixers.attention import Attention, CrossAttention
 from megalith.models.pass_context import PassLayout
-from megalith.models.stack import Stack, stacks_of
-from megalith.models.transformer import Transformer
+from megalith.models.transformer import Stack, Transformer, stacks_of
 from megalith.ops.attention_core import attention
 from megalith.parallel.context.ring import ring_attention
 from megalith.parallel.context.ulysses import heads_from_tokens, tokens_from_heads

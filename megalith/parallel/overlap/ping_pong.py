@@ -26,11 +26,9 @@ import torch
 from torch import Tensor
 
 from megalith.config import ParallelConfig
-from megalith.models.layer import TransformerLayer
 from megalith.models.pass_context import Context, Encoded, PassLayout
 from megalith.models.rope import Tables
-from megalith.models.stack import layers_of, stacks_of
-from megalith.models.transformer import Transformer
+from megalith.models.transformer import Transformer, TransformerLayer, layers_of, stacks_of
 from megalith.ops.dropout import output_rows
 from megalith.parallel.seams import plug
 from megalith.parallel.tensor.tensor_parallel import TensorParallel

@@ -48,8 +48,7 @@ from megalith.models.mixers.mla import LatentAttention
 from megalith.models.moe import GroupedLinear
 from megalith.models.norm import HeadsNorm
 from megalith.models.pass_context import Context, PassLayout
-from megalith.models.stack import layers_of, stacks_of
-from megalith.models.transformer import Transformer
+from megalith.models.transformer import Transformer, layers_of, stacks_of
 from megalith.ops.cross_entropy import linear_cross_entropy, linear_logits, linear_logprobs, softcapped
 from megalith.ops.gemm import DeferredWgrad, Gemm, Operand, has_wgrad, linear
 from megalith.parallel.seams import plug, replace_parameter
