@@ -1,8 +1,8 @@
-"""A linear layer. `gemm` (its matmuls), `style` (the collectives around them) and `rows` are seams.
+"""A linear layer, and the MLP that two of them make.
 
-It may have an adapter (adapters.py), whose result is added to its own.
-
-The feed-forward half of a layer: GELU as in GPT-2, or gated (Shazeer 2020): SiLU as in Llama, GELU as in Gemma.
+`gemm` (its matmuls), `style` (the collectives around them) and `rows` are a linear's seams. It may have an adapter
+(adapters.py), whose result is added to its own. An MLP's activation is GELU as in GPT-2, or gated (Shazeer 2020): SiLU
+as in Llama, GELU as in Gemma.
 """
 
 from __future__ import annotations

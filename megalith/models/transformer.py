@@ -1,18 +1,13 @@
-"""The model: embedding, a loop over layers, a norm, and the output matmul or the loss.
+"""The model: an embedding, a stack of layers, and the output matmul or the loss; one device's PyTorch.
 
-One device's PyTorch, with nothing in it of how a run is spread over devices. Parameters are fp32; the embedding's
-output is cast to the compute dtype, and every layer computes in the dtype it is given.
-
-A stack: layers one behind the other and a norm, from hidden states to hidden states.
-
-Causal or not, with or without cross-attention to what another stack has made: an encoder, a decoder and all that has no
+A layer is mixers and a feed-forward half, each added to the residual stream. A mixer (mixers/) lets tokens see each
+other, a second one those of another sequence; the feed-forward half, an MLP or experts, takes each by itself. A stack
+is a list of layers and a norm, from hidden states to hidden states: an encoder, a decoder and all that has no
 vocabulary is one. What its layers need to know of the tokens of a pass is made once, in `context`. Recomputation,
 ping-pong micro-batches and offloaded activations are other runners of its list of layers than `run_layers`.
 
-A layer of the model: mixers and a feed-forward half, each added to the residual stream.
-
-A mixer (mixers/) lets tokens see each other, a second one those of another sequence; the feed-forward half, an MLP or
-experts, takes each by itself.
+Nothing here knows how a run is spread over devices. Parameters are fp32; the embedding's output is cast to the compute
+dtype, and every layer computes in the dtype it is given.
 """
 
 from __future__ import annotations
@@ -28,7 +23,7 @@ from megalith.comm.collectives import local
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
 from megalith.models.linear import MLP, Linear
-from megalith.models.loss import Objective, with_gradient_times
+from megalith.models.loss import Objective, all_logits, sum_of_losses, target_logprobs, with_gradient_times
 from megalith.models.mixers import MakeMixer, make_mixer
 from megalith.models.mixers.attention import CrossAttention
 from megalith.models.moe import MoE
@@ -36,7 +31,6 @@ from megalith.models.mtp import Future, Join, with_further_losses
 from megalith.models.norm import Norm, normed_after
 from megalith.models.pass_context import Context, Encoded, PassLayout, one_device
 from megalith.models.rope import local_rotary_tables, rotary_tables
-from megalith.ops.cross_entropy import linear_cross_entropy, linear_logits, linear_logprobs
 from megalith.ops.documents import document_ids, mask_of_ids, prepared
 from megalith.ops.dropout import (
     ATTENTION_OUTPUT,
@@ -451,33 +445,3 @@ class Transformer(Stack):
     def output_weight(self) -> Tensor:
         """The output matrix [padded vocab, hidden]: the embedding's own where they are tied."""
         return local(self.output_layer.weight if self.output_layer else self.embedding.word_embeddings.weight)
-
-
-def sum_of_losses(
-    x: Tensor,  # [batch, seq, hidden]
-    weight: Tensor,  # [padded vocab, hidden]
-    labels: Tensor,  # int64 [batch, seq]
-    loss_mask: Tensor,  # float32 [batch, seq]
-    vocab_size: int,
-    softcap: float | None,
-    context: Context,
-    scale: Tensor | None = None,  # float32 scalar: of the gradient; None: 1
-) -> Tensor:
-    return linear_cross_entropy(x, weight, labels, loss_mask, vocab_size, softcap, scale)
-
-
-def target_logprobs(
-    x: Tensor,  # [batch, seq, hidden]
-    weight: Tensor,  # [padded vocab, hidden]
-    targets: Tensor,  # int64 [batch, seq] or [batch, seq, k]
-    vocab_size: int,
-    softcap: float | None,
-    context: Context,
-    temperature: float,
-    entropy: bool,
-) -> tuple[Tensor, Tensor | None]:
-    return linear_logprobs(x, weight, targets, vocab_size, softcap, temperature=temperature, entropy=entropy)
-
-
-def all_logits(x: Tensor, weight: Tensor, vocab_size: int, softcap: float | None, context: Context) -> Tensor:
-    return linear_logits(x, weight[:vocab_size], softcap)

@@ -31,8 +31,7 @@ from megalith.models.adapters import add_adapters
 from megalith.models.transformer import Transformer
 from megalith.optim.optimizer import check_optimizer
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.model_spec import TransformerSpec
-from megalith.parallel.parallel_model import ParallelModel
+from megalith.parallel.parallel_model import ParallelModel, TransformerSpec
 from megalith.parallel.pipeline.pipeline_rules import check_layout
 from megalith.report.report import Work
 
