@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megalith.comm.collectives import Axis, all_to_all, wait
-from megalith.ops.qkv import split_heads
+from megalith.ops.attention_core import split_heads
 from megalith.parallel.context.zigzag import natural, zigzag
 
 
