@@ -101,7 +101,7 @@ def build_parser() -> argparse.ArgumentParser:
     from megalith.cli import clusters, conversion, datasets, generation, looking, training
     from megalith.cli.checkpoints import add_checkpoint_commands
     from megalith.cli.parity_runs import add_parity_arguments
-    from megalith.cli.pipelines import add_pipeline_show
+    from megalith.cli.planning import add_pipeline_show
     from megalith.cli.rollout_command import add_rollout_command
 
     parser = Parser(
