@@ -1,7 +1,5 @@
-"""`megalith plan …`: layouts, memory, time and goodput of a job without its devices, and this machine's rates.
-
-The command line of pipelines: `megalith pipeline show`. Importing this file is cheap.
-"""
+"""`megalith plan …`: layouts, memory, time and goodput of a job without its devices, and this machine's rates; and
+`megalith pipeline show`. Importing this file is cheap."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""`megalith train`, `sft`, `dpo`, `grpo` and `evaluate`: in one process, or by starting some.
+"""`megalith train`, `sft`, `dpo`, `grpo`, `evaluate` and `parity`: in one process, or by starting some.
 
-The command line of parity: `megalith parity`. Importing this file is cheap.
+Importing this file is cheap.
 """
 
 from __future__ import annotations

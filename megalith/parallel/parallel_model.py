@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -47,12 +46,6 @@ from megalith.parallel.pipeline.stages import reduce_tied_embedding, schedule_ki
 from megalith.parallel.shards import LocalParameters, to_local_parameters
 from megalith.parallel.tensor.building_blocks import replicate_the_rest, vocabulary_of
 from megalith.parallel.tensor.tensor_parallel import reduce_partial_gradients
-
-if TYPE_CHECKING:
-    from megalith.parallel.parallel_model import RankBatch
-
-if TYPE_CHECKING:
-    from megalith.data.batch import Batch
 
 
 class Head:

@@ -1,8 +1,7 @@
 """The same job in one layout after the other, each against one process.
 
-A configuration made small: what each field becomes stands on it (`Shrinks`), the sizes in config/small.py.
-
-The layouts that parity is shown in: each axis alone, every pair, and triples, with their variants.
+A configuration made small: what each field becomes stands on it (`Shrinks`), the sizes in config/small.py. The
+layouts are each axis alone, every pair, and triples, with their variants.
 """
 
 from __future__ import annotations

@@ -1,13 +1,13 @@
-"""How a GPU is: heat, clocks, power, memory and its errors, asked of the driver by NVML (the package nvidia-ml-py).
+"""How GPUs are and what links them: heat, clocks, power, memory and its errors, asked of the driver by NVML (the
+package nvidia-ml-py).
 
 A run reads its GPUs at every log interval, while they work: the figures stand in the line of that step, the hottest,
 slowest and least busy GPU's of all ranks, and a GPU that is slowed by heat or power, or whose memory fails, is named
 when that begins. One slow GPU slows all: they meet in every collective. `megalith doctor` reads the same.
 
-The devices part of `megalith doctor`: GPUs, what links them, and how fast NCCL (on a CPU machine gloo) is.
-
-Every pair of GPUs makes an all-reduce of 64 MB, one pair after the other, in a process for each GPU. A pair that is far
-slower than the best one is named: its link is what every collective over it waits for.
+`megalith doctor` also measures how fast NCCL (on a CPU machine gloo) is over what links them. Every pair of GPUs
+makes an all-reduce of 64 MB, one pair after the other, in a process for each GPU. A pair that is far slower than the
+best one is named: its link is what every collective over it waits for.
 """
 
 from __future__ import annotations

@@ -1,13 +1,11 @@
 """`megalith import-megatron`: a checkpoint of Megatron-LM as one of ours.
 
-The legacy form: `mp_rank_TT[_PPP]/model_optim_rng.pt`, one file for each tensor and pipeline rank.
+The legacy form is `mp_rank_TT[_PPP]/model_optim_rng.pt`, one file for each tensor and pipeline rank. A tensor rank
+holds a part of each matrix, by rows or by columns; a pipeline rank numbers its layers from 0. With interleaving a
+file has `model0`, `model1`, …: chunk v of stage p comes after chunk v of all stages before p.
 
-A tensor rank holds a part of each matrix, by rows or by columns; a pipeline rank numbers its layers from 0. With
-interleaving a file has `model0`, `model1`, …: chunk v of stage p comes after chunk v of all stages before p.
-
-The `torch_dist` form: a torch.distributed.checkpoint directory, its global tensors put together from their pieces.
-
-`.metadata` says for each tensor which box of it stands where in which `.distcp` file; each piece is a tensor that
+The `torch_dist` form is a torch.distributed.checkpoint directory, its global tensors put together from their shards.
+`.metadata` says for each tensor which box of it stands where in which `.distcp` file; each shard is a tensor that
 torch.save wrote. Layers that are alike are one tensor, with the layers as its first dimension.
 """
 

@@ -1,6 +1,7 @@
 """Tokenizers of the `tokenizers` library: a tokenizer.json, GPT-2's vocab.json and merges.txt, BERT's vocab.txt.
 
-Trains a byte-level byte-pair encoding of one's own, as GPT-2's: every text can be encoded, none is lost.
+`train_tokenizer` trains a byte-level byte-pair encoding of one's own, as GPT-2's: every text can be encoded, none is
+lost.
 
 Text is cut into words (GPT-2's pattern: a word keeps the space before it), words into bytes, and the most
 frequent neighbours are merged, one pair at a time, until the vocabulary is full. [Sennrich et al. 2016,

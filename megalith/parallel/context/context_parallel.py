@@ -16,10 +16,8 @@ the two chunks that zigzag gives to the group in the ring of groups.
 
 Gradients of the parameters are partial: they are reduced over data and context together.
 
-Ulysses, the a2a of context parallelism (Jacobs et al. 2023): the all-to-all of heads for tokens, and back.
-
-By NCCL or gloo the shares are packed, sent and unpacked. By copy engines (copy_engine.py) they are fetched to
-their final addresses, so that nothing is packed.
+By NCCL or gloo the shares of an all-to-all are packed, sent and unpacked. By copy engines (copy_engine.py) they are
+fetched to their final addresses, so that nothing is packed.
 """
 
 from __future__ import annotations

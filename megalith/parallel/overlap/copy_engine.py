@@ -22,11 +22,10 @@ every row where it belongs:
 
 Such copies are as fast as contiguous ones, 360 GB/s between two H200 with rows of 1,280 bytes.
 
-What copy engines need of CUDA's driver: copies from address to address, strided ones too, and flags between GPUs.
-
-A flag is an int32 in device memory, of this GPU or of one that it reaches over NVLink. A stream sets it to a number
-when all before it is done, or waits until it has that number or a later one; numbers may wrap around. Neither takes an
-SM, where a kernel that synchronizes with other ranks would wait for the matmul that runs on all of them.
+CUDA's driver copies from address to address, strided too, and sets the flags. A flag is an int32 in device memory, of
+this GPU or of one that it reaches over NVLink. A stream sets it to a number when all before it is done, or waits
+until it has that number or a later one; numbers may wrap around. Neither takes an SM, where a kernel that
+synchronizes with other ranks would wait for the matmul that runs on all of them.
 
 A stream is its handle, addresses are those of the device. Raises TrainingError with the driver's answer where it
 refuses, and where the package cuda-bindings is missing.
