@@ -205,7 +205,7 @@ class Stack(nn.Module):
         Raises ConfigError for more tokens than there are learned positions.
         """
         (batch, seq), device = input_ids.shape, input_ids.device
-        layout = self.pass_layout(input_ids.numel(), trains=trains, has_places=places is not None)
+        layout = self.pass_layout(input_ids.numel(), trains=trains, has_position_ids=places is not None)
         if places is None:
             _check_positions(self.config, seq)
             places = torch.arange(seq, device=device)

@@ -26,7 +26,7 @@ from megalith.models.transformer import Embedding, Stack, Transformer
 
 SEAMS: dict[type[nn.Module], dict[str, str]] = {
     Stack: {
-        "pass_layout": "how the tokens of a pass stand here: (tokens, trains=, has_places=) → PassLayout",
+        "pass_layout": "how the tokens of a pass stand here: (tokens, trains=, has_position_ids=) → PassLayout",
         "runner": "how a list of layers is run: (layers, x, context) → x",
         "shard_tokens": "the residual stream's share of what every token has: (x [batch, seq], layout) → share",
         "embedding": "None where another pipeline stage has it",

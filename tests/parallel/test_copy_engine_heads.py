@@ -118,7 +118,7 @@ def test_compiled_code_hands_over_views_as_they_are(monkeypatch, quick_compile, 
 
     def function(x, w):
         xs = split_heads((x @ w).view(2, 8, -1), 1, 16)
-        tokens = getattr(torch.ops.megalith_direct, name)(list(xs), 2, "")
+        tokens = getattr(torch.ops.megalith_copy_engine, name)(list(xs), 2, "")
         return torch.ops._c10d_functional.wait_tensor(tokens)
 
     monkeypatch.setattr(direct_heads, "_begin", begin)

@@ -84,13 +84,13 @@ class _HeadsFromTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query: Tensor, key: Tensor, value: Tensor, axis: Axis) -> tuple[Tensor, ...]:
         ctx.axis, xs = axis, [query, key, value]
-        heads = wait(torch.ops.megalith_direct.heads_from_tokens(xs, axis.size, axis.name))
+        heads = wait(torch.ops.megalith_copy_engine.heads_from_tokens(xs, axis.size, axis.name))
         return heads.split([x.shape[2] // axis.size for x in xs], dim=2)
 
     @staticmethod
     def backward(ctx, *grads: Tensor):
         axis, (query, key, _) = ctx.axis, grads
-        tokens = wait(torch.ops.megalith_direct.tokens_from_heads(list(grads), axis.size, axis.name))
+        tokens = wait(torch.ops.megalith_copy_engine.tokens_from_heads(list(grads), axis.size, axis.name))
         return *split_heads(tokens.flatten(2), query.shape[2] // key.shape[2], key.shape[3]), None
 
 
@@ -98,11 +98,13 @@ class _TokensFromHeads(torch.autograd.Function):
     @staticmethod
     def forward(ctx, out: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis
-        return wait(torch.ops.megalith_direct.tokens_from_heads([out], axis.size, axis.name))
+        return wait(torch.ops.megalith_copy_engine.tokens_from_heads([out], axis.size, axis.name))
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return wait(torch.ops.megalith_direct.heads_from_tokens([grad], ctx.axis.size, ctx.axis.name)), None
+        return wait(
+            torch.ops.megalith_copy_engine.heads_from_tokens([grad], ctx.axis.size, ctx.axis.name)
+        ), None
 
 
 def apply_context(
@@ -143,12 +145,12 @@ def context_core(axis: Axis, cp_comm_type: str, hierarchical_sizes: Sequence[int
 
 
 def _pass_layout(
-    before: Callable[..., PassLayout], parts: int, tokens: int, *, trains: bool, has_places: bool
+    before: Callable[..., PassLayout], parts: int, tokens: int, *, trains: bool, has_position_ids: bool
 ) -> PassLayout:
     """A pass that gets the positions of its tokens has a shard of every sequence; any other, as one that generates a
     token at a time, has whole ones, the same on every rank."""
-    layout = before(tokens, trains=trains, has_places=has_places)
-    if not has_places:
+    layout = before(tokens, trains=trains, has_position_ids=has_position_ids)
+    if not has_position_ids:
         return replace(layout, whole_sequences=True)
     return replace(layout, sequence_parts=parts)
 

@@ -147,7 +147,7 @@ FLAG = 64  # bytes from one flag to the next, which is written by another GPU
 MOST_RANKS = 72  # that NVLink joins
 
 
-_library = Library("megalith_direct", "DEF")
+_library = Library("megalith_copy_engine", "DEF")
 
 
 def operator(schema: str, fake: Callable) -> Callable[[Callable], Callable]:
@@ -161,7 +161,7 @@ def operator(schema: str, fake: Callable) -> Callable[[Callable], Callable]:
         name = schema.partition("(")[0]
         _library.define(schema, tags=(torch.Tag.needs_exact_strides,))
         _library.impl(name, function, "CompositeExplicitAutograd")
-        register_fake(f"megalith_direct::{name}", fake, lib=_library)
+        register_fake(f"megalith_copy_engine::{name}", fake, lib=_library)
         return function
 
     return define

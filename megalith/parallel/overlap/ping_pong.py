@@ -70,10 +70,10 @@ def _ping_pong_attention(forward: Callable[[Tensor, Context], Tensor], x: Tensor
 
 
 def _pass_layout(
-    before: Callable[..., PassLayout], tokens: int, *, trains: bool, has_places: bool
+    before: Callable[..., PassLayout], tokens: int, *, trains: bool, has_position_ids: bool
 ) -> PassLayout:
     """Training and evaluation ping-pong, generation does not."""
-    layout = before(tokens, trains=trains, has_places=has_places)
+    layout = before(tokens, trains=trains, has_position_ids=has_position_ids)
     return replace(layout, micro_batches=2 if trains else 1)
 
 

@@ -152,7 +152,7 @@ class TensorParallel:
         self.axis = axis
         self.sequence_parallel = sequence_parallel
 
-    def pass_layout(self, tokens: int, *, trains: bool, has_places: bool) -> PassLayout:
+    def pass_layout(self, tokens: int, *, trains: bool, has_position_ids: bool) -> PassLayout:
         """Generation feeds a token at a time, which cannot be sharded; training always is."""
         divides = tokens % self.axis.size == 0
         if self.sequence_parallel and not divides and torch.is_grad_enabled():
