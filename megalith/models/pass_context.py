@@ -30,7 +30,7 @@ class PassLayout:
 
 
 def one_device(tokens: int, *, trains: bool, has_position_ids: bool) -> PassLayout:
-    """The layout of a pass over so many tokens; `trains`: with labels, `has_position_ids`: told where its tokens stand."""
+    """The layout of a pass over so many tokens; `trains`: with labels, `has_position_ids`: given them."""
     return PassLayout()
 
 

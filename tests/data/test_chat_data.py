@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalith.config.sft import DpoConfig, SftConfig
+from megalith.config.rl import DpoConfig, SftConfig
 from megalith.data.chat import samples as sample_files
 from megalith.data.chat.chat_dataset import ChatDataset, best_fit_decreasing, make_chat_batch
 from megalith.data.chat.chat_template import ChatTemplate, template_of

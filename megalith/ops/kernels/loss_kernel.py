@@ -5,10 +5,9 @@ seen, and then makes the gradient from the entries again. In between a row of 16
 entries in each, so that memory is read once and written once. Rows of other types, and longer ones, are read twice, the
 second time in part from the cache.
 
-Sampling is one pass over the logits that takes and sums: the largest of logit + temperature · noise, and the softmax's sum.
-
-A program has a block of a row. What it finds are five numbers (ops/gumbel.py), which are then put together over the
-blocks of a row and, under tensor parallelism, over the ranks.
+Sampling is one pass over the logits: the largest of logit + temperature · noise, and the softmax's sum. A program
+has a block of a row. What it finds are five numbers (ops/gumbel.py), which are then put together over the blocks of a
+row and, under tensor parallelism, over the ranks.
 """
 
 from __future__ import annotations
