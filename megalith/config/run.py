@@ -25,8 +25,7 @@ from megalith.config.optim import OptimConfig
 from megalith.config.output import CheckpointConfig, LogConfig, RuntimeConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.presets import PRESETS
-from megalith.config.rl import RlConfig
-from megalith.config.sft import ChatConfig, DpoConfig, SftConfig
+from megalith.config.rl import ChatConfig, DpoConfig, RlConfig, SftConfig
 from megalith.config.train import TrainConfig
 from megalith.errors import ConfigError, did_you_mean, nearest_of
 

@@ -21,8 +21,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from megalith.ops.cross_entropy import linear_cross_entropy, linear_logits, linear_logprobs
+
 if TYPE_CHECKING:
     from megalith.data.batch import Batch
+    from megalith.models.pass_context import Context
 
 
 class Loss:
@@ -110,3 +113,33 @@ class _ScaledGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         return grad * ctx.saved_tensors[0], None
+
+
+def sum_of_losses(
+    x: Tensor,  # [batch, seq, hidden]
+    weight: Tensor,  # [padded vocab, hidden]
+    labels: Tensor,  # int64 [batch, seq]
+    loss_mask: Tensor,  # float32 [batch, seq]
+    vocab_size: int,
+    softcap: float | None,
+    context: Context,
+    scale: Tensor | None = None,  # float32 scalar: of the gradient; None: 1
+) -> Tensor:
+    return linear_cross_entropy(x, weight, labels, loss_mask, vocab_size, softcap, scale)
+
+
+def target_logprobs(
+    x: Tensor,  # [batch, seq, hidden]
+    weight: Tensor,  # [padded vocab, hidden]
+    targets: Tensor,  # int64 [batch, seq] or [batch, seq, k]
+    vocab_size: int,
+    softcap: float | None,
+    context: Context,
+    temperature: float,
+    entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
+    return linear_logprobs(x, weight, targets, vocab_size, softcap, temperature=temperature, entropy=entropy)
+
+
+def all_logits(x: Tensor, weight: Tensor, vocab_size: int, softcap: float | None, context: Context) -> Tensor:
+    return linear_logits(x, weight[:vocab_size], softcap)

@@ -6,8 +6,7 @@ import torch
 
 from megalith.config import RunConfig
 from megalith.models.init import initialize
-from megalith.models.stack import layers_of
-from megalith.models.transformer import Transformer
+from megalith.models.transformer import Transformer, layers_of
 from megalith.ops.fp8 import AmaxTable
 from megalith.parallel.context.context_parallel import apply_context
 from megalith.parallel.data.data_parallel import apply_data

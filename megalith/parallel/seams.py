@@ -22,12 +22,11 @@ from megalith.models.norm import HeadsNorm
 from megalith.models.own_model import Model
 from megalith.models.pass_context import Runnable
 from megalith.models.router import Router
-from megalith.models.stack import Stack
-from megalith.models.transformer import Embedding, Transformer
+from megalith.models.transformer import Embedding, Stack, Transformer
 
 SEAMS: dict[type[nn.Module], dict[str, str]] = {
     Stack: {
-        "pass_layout": "how the tokens of a pass stand here: (tokens, trains=, has_places=) → PassLayout",
+        "pass_layout": "how the tokens of a pass stand here: (tokens, trains=, has_position_ids=) → PassLayout",
         "runner": "how a list of layers is run: (layers, x, context) → x",
         "shard_tokens": "the residual stream's share of what every token has: (x [batch, seq], layout) → share",
         "embedding": "None where another pipeline stage has it",

@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megalith.config import ParallelConfig, RunConfig
-from megalith.config.batch_size import BatchSizeSchedule
 from megalith.config.rules.expert_rules import expert_data_parallel_size
 from megalith.config.rules.parallel_rules import data_parallel_size, shard_size
+from megalith.config.train import BatchSizeSchedule
 from megalith.hardware import GIGA
 from megalith.parallel.fp8_linears import is_in_fp8
 from megalith.parallel.pipeline.schedules import Schedule

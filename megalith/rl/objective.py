@@ -26,8 +26,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from megalith.comm.collectives import summed
-from megalith.config.rl import RlConfig
-from megalith.config.sft import DpoConfig
+from megalith.config.rl import DpoConfig, RlConfig
 from megalith.data.batch import Batch
 from megalith.models.loss import Loss
 from megalith.parallel.mesh import Mesh

@@ -24,7 +24,7 @@ from megalith.checkpoint.state import base_fingerprint, load_amaxes
 from megalith.checkpoint.steps import next_save_number, save_order
 from megalith.config import LoraConfig, ModelConfig, RunConfig
 from megalith.config.base import Decides
-from megalith.config.batch_size import BatchSizeSchedule
+from megalith.config.train import BatchSizeSchedule
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import CheckpointError, ConfigError
 from megalith.optim.schedule import build_schedule

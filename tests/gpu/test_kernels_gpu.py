@@ -9,9 +9,9 @@ from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
 from megalith.ops import kernels as fused
 from megalith.ops.activation import gelu_tanh
+from megalith.ops.attention_core import split_qkv
 from megalith.ops.dropout import Mask, column_keys, token_keys
 from megalith.ops.fused_norm import add, add_norm
-from megalith.ops.qkv import split_qkv
 from megalith.optim.optimizer import LEAST, AdamW
 
 GPT = dict(num_layers=2, hidden_size=320, num_attention_heads=4, vocab_size=1000, max_position_embeddings=256,

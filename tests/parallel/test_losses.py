@@ -14,8 +14,8 @@ from megalith.models.loss import CrossEntropy, Loss
 from megalith.parallel.gather import global_tensors
 from megalith.parallel.mesh import build_mesh
 from megalith.parallel.parallel_model import ParallelModel
+from megalith.parity.check import LAYOUTS
 from megalith.parity.differences import BOUND, gradient_errors, relative_error
-from megalith.parity.layouts import LAYOUTS
 from megalith.rl import PreferenceLoss
 from megalith.training.build import build_model
 

@@ -6,9 +6,9 @@ from models.reference import CASES, random_reference
 from parity_cases import BASE, DROPOUT
 
 from megalith.config import RunConfig
+from megalith.parity.check import LAYOUTS
 from megalith.parity.differences import compare
 from megalith.parity.job import Outcome, run_job
-from megalith.parity.layouts import LAYOUTS
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

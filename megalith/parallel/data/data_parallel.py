@@ -37,8 +37,7 @@ from torch.distributed.tensor import Shard
 
 from megalith.comm.collectives import local
 from megalith.config import ParallelConfig
-from megalith.models.stack import layers_of
-from megalith.models.transformer import Transformer
+from megalith.models.transformer import Transformer, layers_of
 from megalith.parallel.data.replicas import replicate
 from megalith.parallel.mesh import Mesh
 

@@ -19,11 +19,9 @@ from torch.utils.checkpoint import checkpoint
 
 from megalith.comm.collectives import Axis, gathered
 from megalith.config import ParallelConfig
-from megalith.models.layer import TransformerLayer
 from megalith.models.mixers.attention import Attention
 from megalith.models.pass_context import Context
-from megalith.models.stack import Runner, Stack, layers_of, stacks_of
-from megalith.models.transformer import Transformer
+from megalith.models.transformer import Runner, Stack, Transformer, TransformerLayer, layers_of, stacks_of
 from megalith.parallel.seams import plug
 
 # The parts of a layer that selective recomputation can name; core_attn, the other one, is no module.

@@ -48,8 +48,7 @@ from megalith.models.mixers.mla import LatentAttention
 from megalith.models.moe import GroupedLinear
 from megalith.models.norm import HeadsNorm
 from megalith.models.pass_context import Context, PassLayout
-from megalith.models.stack import layers_of, stacks_of
-from megalith.models.transformer import Transformer
+from megalith.models.transformer import Transformer, layers_of, stacks_of
 from megalith.ops.cross_entropy import linear_cross_entropy, linear_logits, linear_logprobs, softcapped
 from megalith.ops.gemm import DeferredWgrad, Gemm, Operand, has_wgrad, linear
 from megalith.parallel.seams import plug, replace_parameter
@@ -153,7 +152,7 @@ class TensorParallel:
         self.axis = axis
         self.sequence_parallel = sequence_parallel
 
-    def pass_layout(self, tokens: int, *, trains: bool, has_places: bool) -> PassLayout:
+    def pass_layout(self, tokens: int, *, trains: bool, has_position_ids: bool) -> PassLayout:
         """Generation feeds a token at a time, which cannot be sharded; training always is."""
         divides = tokens % self.axis.size == 0
         if self.sequence_parallel and not divides and torch.is_grad_enabled():
