@@ -127,7 +127,7 @@ def add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
         "--workers",
         type=int,
         metavar="N",
-        help="encoding processes (default: all cores; 0: none but this one)",
+        help="cores that encode (default: all; 0: this thread alone)",
     )
     parser.add_argument(
         "--on-error",

@@ -43,6 +43,7 @@ PIECES, UNKNOWN = "vocab.txt", "[UNK]"
 class _RustTokenizer(Tokenizer):
     """The calls that both kinds share; `_tokenizer` is a tokenizers.Tokenizer."""
 
+    has_threads = True
     _tokenizer: tokenizers.Tokenizer
 
     def _set_vocab_size(self) -> None:
