@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from megalith.comm.collectives import gather_json
+from megalith.config import RunConfig
 from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.errors import DataError
 from megalith.generation.engine import Engine
@@ -94,6 +95,15 @@ def sample_groups(
         ]
         records.append(GroupRecord(position, index, samples))
     return records, verdicts.metrics
+
+
+def engine_sizes(config: RunConfig, prompts: Sequence[Prompt], replicas: int) -> tuple[int, int]:
+    """Rows of a replica's engine, and the tokens that each has room for."""
+    rl = config.rl
+    groups = config.train.global_batch_size * rl.mini_batches // rl.num_generations
+    rows = -(-groups // replicas) * rl.num_generations
+    tokens = max(len(prompt.ids) for prompt in prompts) + rl.max_completion_length
+    return min(rl.generation_rows, rows), min(row_tokens(config), tokens)
 
 
 class LiveRollouts:
@@ -179,9 +189,10 @@ class LiveRollouts:
         self._found["drift_canary"] = ratio
 
     def _new_engine(self) -> Engine:
-        config = self._run.config
-        rows = min(self._rl.generation_rows, config.train.global_batch_size * self._rl.mini_batches)
-        return engine_for(self._run.model, max_rows=rows, max_tokens=row_tokens(config))
+        """With rows for what a replica samples at most, of as many tokens as the longest prompt and its completion."""
+        config, replicas = self._run.config, self._run.mesh.world.size // self._run.mesh.tp.size
+        rows, tokens = engine_sizes(config, self._prompts.prompts, replicas)
+        return engine_for(self._run.model, max_rows=rows, max_tokens=tokens)
 
     def _weights_to_compare(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
         fresh = self._new_engine()
