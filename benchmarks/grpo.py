@@ -4,9 +4,9 @@
     python -m benchmarks.grpo tiny --nproc 2 --prompts 4 --generations 4 --prompt 16 --tokens 48 --packed 96 --micro 1
 
 A step samples `--prompts` × `--generations` completions and trains on them. Random weights never end by themselves, so
-lengths are forced from a list: every completion fills its `--tokens`, prompt included, or with `--spread` they go evenly
-from a quarter of that room up. Pre-training is `megalith train` on synthetic rows of `--packed` tokens, as many a step.
-Medians of the steps after the first two; a line of JSON. The reward says whether the first token is odd.
+lengths are forced from a list: every completion fills its `--tokens`, prompt included, or with `--spread` they go
+evenly from a quarter of that room up. Pre-training is `megalith train` on synthetic rows of `--packed` tokens, as many
+a step. Medians of the steps after the first two; a line of JSON. The reward says whether the first token is odd.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import dataclasses
 import json
 import random
 import statistics
-import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -118,14 +117,18 @@ def measured(args: argparse.Namespace, part: str) -> dict[str, Any]:
         return {"tokens_per_second": median("tokens_per_second_per_device"), "max_memory_gb": memory}
     phases = {name: median(name) for name in steps[-1] if name.startswith("time_")}
     seconds = [sum(step[name] for name in phases) for step in steps[WARMUP:]]
-    tokens = [  # trained on by each rank: a completion's last is a label alone, its prompt's first an input alone
+    tokens = [  # of prompts and completions, on each rank
         step["tokens_per_second_per_device"] * all_ / step["time_training"]
         for step, all_ in zip(steps[WARMUP:], seconds)
     ]
     names = ("completion_length", "mismatch", "drift_largest", "drift_canary", "sync_gb_per_second",
              "memory_engine_gb", "tokens_per_second_per_device")  # fmt: skip
     return (
-        {"step_s": statistics.median(seconds), **phases, "training_tokens_per_second": statistics.median(tokens)}
+        {
+            "step_s": statistics.median(seconds),
+            **phases,
+            "training_tokens_per_second": statistics.median(tokens),
+        }
         | {name: steps[-1].get(name) for name in names}
         | {"max_memory_gb": memory, "steps_s": [round(s, 2) for s in seconds]}
     )
@@ -138,7 +141,9 @@ def run_tree(args: argparse.Namespace, part: str, folder: Path) -> dict[str, Any
     rows = -(-count // (args.packed // (args.tokens - 1)))
     rng, prompts = random.Random(0), folder / "prompts.jsonl"
     vocab = model.get("vocab_size", 151_000)
-    texts = [" ".join(str(rng.randrange(vocab - 1)) for _ in range(args.prompt)) for _ in range(args.prompts * 8)]
+    texts = [
+        " ".join(str(rng.randrange(vocab - 1)) for _ in range(args.prompt)) for _ in range(args.prompts * 8)
+    ]
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in texts))
     together = args.micro * args.nproc
     sizes = {"grpo": count, "train": -(-rows // together) * together}

@@ -11,7 +11,9 @@ from pathlib import Path
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("folder", nargs="?", default="data")
     parser.add_argument("--below", type=int, default=10, help="both numbers are")
     parser.add_argument("--right", type=float, default=0.4, help="share of right completions")

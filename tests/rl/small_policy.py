@@ -12,7 +12,7 @@ VOCAB, SEQ = 17, 24  # numbers 0 to 14, 15 asks for the answer, 16 ends it
 MODEL = dict(num_layers=2, hidden_size=48, ffn_hidden_size=96, num_attention_heads=4, vocab_size=VOCAB,
              make_vocab_size_divisible_by=1, max_position_embeddings=SEQ + 1, hidden_dropout=0.0,
              attention_dropout=0.0, normalization="RMSNorm", position_embedding_type="rope", swiglu=True,
-             add_bias_linear=False)  # fmt: skip
+             add_bias_linear=False, init_method_std=0.15)  # fmt: skip
 DATA = dict(seq_length=SEQ, tokenizer_type="NullTokenizer")
 
 
