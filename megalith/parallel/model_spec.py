@@ -56,7 +56,10 @@ class Head:
         batch, objective, scale = self.asked.batch, self.asked.objective, self.asked.loss_scale
         if objective is None:
             return vocabulary.loss(hidden, weight, batch.labels, batch.loss_mask, size, None, context, scale)
-        asked = objective.temperature, objective.needs_entropy
+        asked, size = (
+            (objective.temperature, objective.needs_entropy),
+            min(size, objective.vocab_size or size),
+        )
         found = vocabulary.logprobs(hidden, weight, batch.labels, size, None, context, *asked)
         return with_gradient_times(objective.of(*found), scale)
 

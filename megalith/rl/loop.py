@@ -34,7 +34,7 @@ from megalith.generation.sync import engine_for, sync
 from megalith.report.metrics import LineFile, cut_after_step, finite
 from megalith.rl.advantages import NO_SPREAD
 from megalith.rl.drift import Canary, CanarySample
-from megalith.rl.prompts import Prompt, Prompts, row_tokens
+from megalith.rl.prompts import Prompt, Prompts, policy_entries, row_tokens
 from megalith.rl.rewards import Rewards
 from megalith.rl.rollout_data import advantages_of
 from megalith.rl.rollouts import PromptGroup, RatedCompletion, Rollouts, load_rollouts, save_rollouts
@@ -98,12 +98,12 @@ def sample_groups(
 
 
 def engine_sizes(config: RunConfig, prompts: Sequence[Prompt], replicas: int) -> tuple[int, int]:
-    """Rows of a replica's engine, and the tokens that each has room for."""
+    """Rows of a replica's engine, and the tokens that each has room for, a multiple of 16."""
     rl = config.rl
     groups = config.train.global_batch_size * rl.mini_batches // rl.num_generations
     rows = -(-groups // replicas) * rl.num_generations
     tokens = max(len(prompt.ids) for prompt in prompts) + rl.max_completion_length
-    return min(rl.generation_rows, rows), min(row_tokens(config), tokens)
+    return min(rl.generation_rows, rows), min(row_tokens(config), -(-tokens // 16) * 16)
 
 
 class LiveRollouts:
@@ -168,7 +168,7 @@ class LiveRollouts:
         self._run.log(f"the rollout batch in progress is read from {path}")
         return load_rollouts(
             path,
-            vocab_size=config.model.vocab_size,
+            vocab_size=policy_entries(config, self._run.tokenizer),
             max_tokens=config.data.seq_length + 1,
             num_generations=rl.num_generations,
         ).groups
@@ -207,7 +207,7 @@ class LiveRollouts:
             temperature=self._rl.temperature,
             seed=run.config.train.seed,
             stop=() if tokenizer.eod is None else (tokenizer.eod,),
-            vocab_size=tokenizer.vocab_size,
+            vocab_size=policy_entries(run.config, tokenizer),
         )
 
     def _sample_canary(self, prompts: list[list[int]], keys: list[int], tokens: int) -> list[CanarySample]:

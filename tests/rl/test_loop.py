@@ -272,7 +272,7 @@ def test_rollout_and_dry_run_from_the_command_line(tmp_path, capsys, monkeypatch
         "64 of 3 to 3 tokens; 0 dropped",
         "reward         length of",
         "2 prompts × 4 completions",
-        "8 rows of 11 tokens on a rank",
+        "8 rows of 16 tokens on a rank",
         "memory",
     ):
         assert words in out, words
@@ -302,14 +302,29 @@ def test_the_engine_has_room_for_what_is_sampled_and_not_for_the_trainers_rows(t
     config = configuration(tmp_path, rl=dict(packing=True), train=dict(global_batch_size=64))
     prompts = run_prompts(config, NullTokenizer(vocab_size=16)).prompts
     assert [engine_sizes(config, prompts, replicas) for replicas in (1, 3, 64)] == [
-        (64, 11),
-        (24, 11),
-        (4, 11),
+        (64, 16),
+        (24, 16),
+        (4, 16),
     ]
     few = configuration(
         tmp_path, rl=dict(generation_rows=6, max_completion_length=22), data=dict(seq_length=24)
     )
     assert engine_sizes(few, prompts, 1) == (6, 25)
+
+
+@pytest.mark.parametrize("rl", [{}, dict(beta=0.1, mini_batches=2)])
+def test_a_model_with_more_rows_than_its_tokenizer_has_entries(tmp_path, rl):
+    """The engine chooses among the tokenizer's, and so do the trainer's log-probabilities: of even logits over 400 rows
+    and over 257 they would differ by 0.44."""
+    train_grpo(
+        configuration(
+            tmp_path,
+            model=dict(vocab_size=400, init_method_std=0.02),
+            data=dict(tokenizer_type="ByteTokenizer"),
+            rl=rl,
+        )
+    )
+    assert all(step["mismatch"] < 1.0001 and step["ratio"] < 1.1 for step in metrics(tmp_path / "run"))
 
 
 def test_rollout_files_carry_the_prompts_ids(tmp_path):
