@@ -1,4 +1,4 @@
-"""It learns: from a short fine-tuning the reward `length` rises by a half, and `sort` by half of what it lacks."""
+"""It learns: from a short fine-tuning the rewards `length` and `sort` rise by half of what they lack of 1."""
 
 import numpy as np
 import pytest
@@ -19,10 +19,11 @@ def shuffled(asked, rng) -> str:
     return " ".join(map(str, rng.permutation(asked)))
 
 
-TASKS = {  # what fine-tuning teaches, of numbers below; its steps and GRPO's; learning rate, completion, entropy bonus
-    "length": (some_numbers, 10, 60, 30, 1e-2, 12, 0.0),
-    "sort": (shuffled, 5, 300, 80, 5e-3, 8, 0.02),
-}
+TASKS = {  # what fine-tuning teaches, of numbers below; its steps and GRPO's; learning rate; settings
+    "length": (some_numbers, 10, 60, 30, dict(lr=1e-2), dict(num_generations=8, max_completion_length=12)),
+    "sort": (shuffled, 5, 300, 80, dict(lr=5e-3, lr_decay_style="linear"),
+             dict(num_generations=16, max_completion_length=8, entropy_coef=0.03)),
+}  # fmt: skip
 MODELS = {"length": {}, "sort": dict(hidden_size=64, ffn_hidden_size=128, init_method_std=0.15)}
 """With the usual 0.02 so narrow a model learns the form of an answer in these steps, and not to copy."""
 
@@ -30,19 +31,19 @@ MODELS = {"length": {}, "sort": dict(hidden_size=64, ffn_hidden_size=128, init_m
 @pytest.mark.parametrize("reward", TASKS)
 @pytest.mark.parametrize("seed", SEEDS)
 def test_the_reward_rises_by_half_of_its_range(tmp_path, reward, seed):
+    answer, below, tuning, steps, optim, rl = TASKS[reward]
     model = MODELS[reward]
-    answer, below, tuning, steps, lr, longest, entropy_coef = TASKS[reward]
     write_prompts(tmp_path, below=below)
     config = configuration(
         tmp_path,
         model=MODEL | model | dict(init_from=tuned(tmp_path, answer, seed, tuning, below, **model)),
-        optim=dict(lr=lr, lr_decay_style="linear" if entropy_coef else "constant"),
-        train=dict(train_iters=steps, micro_batch_size=32, global_batch_size=128, seed=seed),
-        rl=dict(reward_funcs=reward, num_generations=8, max_completion_length=longest, generation_rows=128,
-                packing=True, log_entropy=False, entropy_coef=entropy_coef),
+        optim=optim,
+        train=dict(
+            train_iters=steps, micro_batch_size=32, global_batch_size=16 * rl["num_generations"], seed=seed
+        ),
+        rl=dict(reward_funcs=reward, generation_rows=128, packing=True, log_entropy=False) | rl,
         checkpoint=dict(save_at_end=False),
-    )  # fmt: skip
+    )
     train_grpo(config)
     rewards = [step["rewards_mean"] for step in metrics(tmp_path / "run")]
-    enough = 0.5 if reward == "length" else (1 - rewards[0]) / 2
-    assert np.mean(rewards[-3:]) - rewards[0] > enough
+    assert np.mean(rewards[-3:]) >= rewards[0] + (1 - rewards[0]) / 2
