@@ -38,6 +38,8 @@ class Loss:
     temperature: float = 1.0
     """The log-probabilities are those of logits / temperature."""
     needs_entropy: bool = False
+    vocab_size: int | None = None
+    """And over the first so many entries of the vocabulary; None: all that the model has."""
 
     def denominator(self, batch: Batch) -> Tensor | float:
         """What the micro-batch adds to the step's divisor: a scalar, known before any pass. Here its valid tokens.
@@ -55,7 +57,7 @@ class Loss:
         """float32 w [batch, seq], of any sign, where the loss is −Σ w · log-probability; None: it is not linear.
 
         A linear loss takes one pass over the output matrix where another takes two; `__call__` is not called, unless
-        the temperature is not 1 or it needs the entropy.
+        the temperature is not 1, it needs the entropy, or has a `vocab_size`.
         """
         return None
 
@@ -97,6 +99,7 @@ class Objective:
     ]  # (logprobs, entropy) of this rank's tokens -> float32 scalar
     temperature: float = 1.0
     needs_entropy: bool = False
+    vocab_size: int | None = None
 
 
 def with_gradient_times(loss: Tensor, scale: Tensor | None) -> Tensor:

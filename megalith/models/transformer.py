@@ -385,7 +385,9 @@ class Transformer(Stack):
             return self.logits(x, self.output_weight, *self._vocabulary, context)
         if objective is not None:
             asked = objective.temperature, objective.needs_entropy
-            found = self.logprobs(x, self.output_weight, labels, *self._vocabulary, context, *asked)
+            size, softcap = self._vocabulary
+            size = min(size, objective.vocab_size or size)
+            found = self.logprobs(x, self.output_weight, labels, size, softcap, context, *asked)
             loss = with_gradient_times(objective.of(*found), loss_scale)
         else:
             if loss_mask is None:

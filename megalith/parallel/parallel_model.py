@@ -70,6 +70,7 @@ class Head:
         if objective is None:
             return vocabulary.loss(hidden, weight, batch.labels, batch.loss_mask, size, None, context, scale)
         asked = objective.temperature, objective.needs_entropy
+        size = min(size, objective.vocab_size or size)
         found = vocabulary.logprobs(hidden, weight, batch.labels, size, None, context, *asked)
         return with_gradient_times(objective.of(*found), scale)
 
@@ -307,9 +308,12 @@ class ParallelModel:
         return self.all_logprobs([batch], temperature)[0]
 
     @torch.no_grad()
-    def all_logprobs(self, micro_batches: Sequence[Batch], temperature: float = 1.0) -> list[Tensor]:
-        """`logprobs` of several micro-batches, with which a pipeline has fewer bubbles."""
-        asked = _Collected(temperature)
+    def all_logprobs(
+        self, micro_batches: Sequence[Batch], temperature: float = 1.0, vocab_size: int | None = None
+    ) -> list[Tensor]:
+        """`logprobs` of several micro-batches, with which a pipeline has fewer bubbles; over the first `vocab_size`
+        entries of the vocabulary."""
+        asked = _Collected(temperature, vocab_size)
         self._on_device(self._train(False)._parts(micro_batches, asked), None)
         pp = self.mesh.pp
         if pp.size == 1:
@@ -351,10 +355,10 @@ class ParallelModel:
 
     def _part(self, batch: Batch, loss: Loss) -> RankBatch:
         weights, objective = loss.weights(batch), None
-        if weights is None or loss.temperature != 1 or loss.needs_entropy:
+        if weights is None or loss.temperature != 1 or loss.needs_entropy or loss.vocab_size:
             weights = batch.loss_mask
             of = partial(self._objective, loss, batch)
-            objective = Objective(of, loss.temperature, loss.needs_entropy)
+            objective = Objective(of, loss.temperature, loss.needs_entropy, loss.vocab_size)
         given = replace(batch, labels=loss.targets(batch), loss_mask=weights)
         part = RankBatch(*shard_batch(given, self.mesh.cp), objective)
         if layers := self.spec.further_layers:
@@ -422,8 +426,8 @@ class ParallelModel:
 class _Collected(Loss):
     """Keeps the log-probabilities of each micro-batch that it is called with, in order."""
 
-    def __init__(self, temperature: float):
-        self.temperature = temperature
+    def __init__(self, temperature: float, vocab_size: int | None):
+        self.temperature, self.vocab_size = temperature, vocab_size
         self.logprobs: list[Tensor] = []
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: Batch) -> Tensor:

@@ -187,8 +187,8 @@ class PolicyLoss(SummedLoss):
     FIGURES = ("tokens", "ratio", "clip_low", "clip_high", "kl", "entropy", "drift", "mismatch", "drift_k3",
                "drift_above_1")  # fmt: skip
 
-    def __init__(self, rl: RlConfig):
-        self.rl = rl
+    def __init__(self, rl: RlConfig, vocab_size: int | None = None):
+        self.rl, self.vocab_size = rl, vocab_size
         self.temperature = rl.temperature
         self.needs_entropy = rl.entropy_coef != 0 or rl.log_entropy
         self._largest: list[Tensor] = []

@@ -28,6 +28,7 @@ from megalith.remote import place
 from megalith.report.report import Work
 from megalith.rl.advantages import NO_SPREAD, Advantages, advantages
 from megalith.rl.objective import RolloutBatch
+from megalith.rl.prompts import policy_entries
 from megalith.rl.reference import LogProbs
 from megalith.rl.rollouts import PromptGroup, RatedCompletion, Rollouts, without_spread
 from megalith.training.run_state import Run
@@ -198,7 +199,8 @@ class RolloutData:
         flat, more = [batch for step in steps for batch in step], {}
         if self._rl.computes_old:
             with self.source.timed("old_logprobs"):
-                more["old_logprobs"] = self._run.model.all_logprobs(flat, self._rl.temperature)
+                entries = policy_entries(self._run.config, self._run.tokenizer)
+                more["old_logprobs"] = self._run.model.all_logprobs(flat, self._rl.temperature, entries)
         if self._reference is not None:
             with self.source.timed("reference_logprobs"):
                 more["reference_logprobs"] = self._reference(flat)
