@@ -21,6 +21,10 @@ class ParallelConfig(Section):
     sequence_parallel: Annotated[bool, Needs("tensor_model_parallel_size", above=1, strict=True)] = False
     """Splits norms, dropout and the residual stream over the tensor-parallel devices along the sequence (SP)."""
 
+    save_gathered_inputs: Annotated[bool, KEPT, Needs("sequence_parallel", True)] = True
+    """SP: compiled layers save the gathered inputs of column-parallel linears; false: their shards, gathered again in
+    the backward pass, as Megatron-LM does."""
+
     tp_comm_overlap: bool | Literal["auto"] = "auto"
     """Ping-pong micro-batches: of two halves one computes while the other's collectives (TP, or CP's a2a) run."""
 

@@ -50,7 +50,9 @@ def _model(config: RunConfig) -> Transformer:
     parallel = config.parallel
     model = Transformer(config.model, compute_dtype=torch.bfloat16, device=torch.device("meta"))
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    tensor = apply_tensor(model, axis if tp > 1 else Axis(), parallel.sequence_parallel)
+    tensor = apply_tensor(
+        model, axis if tp > 1 else Axis(), parallel.sequence_parallel, parallel.save_gathered_inputs
+    )
     apply_context(model, axis if cp > 1 else Axis(), parallel.cp_comm_type)
     apply_ping_pong(model, parallel, tensor)
     return model
