@@ -117,9 +117,11 @@ class ParallelConfig(Section):
     """Full recomputation: layers in a unit (uniform), or layers recomputed in each pipeline stage (block)."""
 
     recompute_modules: Annotated[
-        list[Literal["core_attn", "mlp", "layernorm"]], KEPT, Needs("recompute_granularity", "selective")
+        list[Literal["core_attn", "mlp", "mlp_act", "layernorm"]],
+        KEPT,
+        Needs("recompute_granularity", "selective"),
     ] = ["core_attn"]
-    """Selective recomputation: which modules."""
+    """Selective recomputation: which modules; mlp_act is the activation function of MLPs, experts' excepted."""
 
     distribute_saved_activations: Annotated[bool, FULL] = False
     """Full recomputation: saved inputs are sharded over tensor-parallel devices, not replicated."""

@@ -271,7 +271,8 @@ def saved_activations(
     taken = 1.0 if code is None else code  # an element of what a matrix takes
     saved = norm_inputs + taken * norm_outputs + attention
     if "mlp" not in recomputed:
-        saved += _between_matrices(layer.mlp, taken) / tensor
+        again = compiled and code is None and "mlp_act" in recomputed
+        saved += _between_matrices(layer.mlp, 0 if again else taken) / tensor
         if layer.has_experts:
             saved += _expert_rows(meta, layer.mlp.experts)
     return saved

@@ -314,7 +314,8 @@ class _Model:
 
     def _elementwise(self, number: int, there: Counter[str], back: Counter[str]) -> None:
         """Bytes of what stands between matmuls: norms with the residual, the activation, heads, rotations, casts."""
-        model, width = self.model, self.width
+        model, width, parallel = self.model, self.width, self.parallel
+        modules = parallel.recompute_modules if parallel.recompute_granularity == "selective" else []
         norms = model.norms_in_layer * 4 * model.hidden_size / self.sequence
         heads = model.num_attention_heads / self.tensor * model.head_dim
         groups = 2 * max(model.query_groups / self.tensor, 1) * model.head_dim
@@ -328,12 +329,12 @@ class _Model:
                 times = rows * model.moe_router_topk / self.tensor if experts else 1.0
                 into = out / 2 if model.gated else out
                 forward += times * (out + into) / (2 if experts else 1)
-                backward += times * (2 * out + into) / (2 if experts else 1)
+                again = into if "mlp_act" in modules and not experts else 0.0
+                backward += times * (2 * out + into) / (2 if experts else 1) + again
         if number in model.expert_layers:  # rows to their experts and back
             moved = 4 * model.moe_router_topk * model.hidden_size / self.tensor
             forward, backward = forward + moved, backward + moved
-        if self.parallel.recompute_granularity == "selective":
-            backward += norms if "layernorm" in self.parallel.recompute_modules else 0
+        backward += norms if "layernorm" in modules else 0
         there["elementwise"] += width * self.tokens * forward / self.streams
         back["elementwise"] += width * self.tokens * backward / self.streams
         here = self.meta.in_layers([number])
@@ -373,10 +374,11 @@ class _Model:
             one = self.moves(kind, self.tensor, 1, part)
             if parallel.overlaps:
                 there["tensor"] += PING_PONG * 4 * one
-                back["tensor"] += PING_PONG * (6 if parallel.sequence_parallel else 4) * one
+                times = (6 if parallel.save_gathered_inputs else 8) if parallel.sequence_parallel else 4
+                back["tensor"] += PING_PONG * times * one
             else:
                 there["tensor"] += 4 * one
-                hidden = 4 * BESIDE["NCCL"]
+                hidden = (4 if parallel.save_gathered_inputs else 6) * BESIDE["NCCL"]
                 back["tensor"] += ((2 if parallel.sequence_parallel else 0) + hidden) * one
         if self.context > 1:
             sent = context_bytes(self.config)

@@ -20,6 +20,7 @@ from megalith.comm.collectives import Axis, local
 from megalith.config import RunConfig
 from megalith.models.transformer import Transformer
 from megalith.parallel.context.context_parallel import apply_context
+from megalith.parallel.memory.recompute import apply_recompute
 from megalith.parallel.overlap.ping_pong import apply_ping_pong
 from megalith.parallel.tensor.tensor_parallel import apply_tensor
 
@@ -55,6 +56,7 @@ def _model(config: RunConfig) -> Transformer:
     )
     apply_context(model, axis if cp > 1 else Axis(), parallel.cp_comm_type)
     apply_ping_pong(model, parallel, tensor)
+    apply_recompute(model, parallel)
     return model
 
 
