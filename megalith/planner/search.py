@@ -39,9 +39,10 @@ PARALLEL = "parallel."
 CLEAN = {  # what a search decides
     PARALLEL + name: value
     for name, value in {
-        "tensor_model_parallel_size": 1, "sequence_parallel": False, "save_gathered_inputs": True, "pipeline_model_parallel_size": 1,
-        "virtual_pipeline_model_parallel_size": None, "microbatch_group_size_per_virtual_pipeline_stage": None,
-        "pipeline_schedule": "1f1b", "decoder_first_pipeline_num_layers": None,
+        "tensor_model_parallel_size": 1, "sequence_parallel": False, "save_gathered_inputs": True,
+        "pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None,
+        "microbatch_group_size_per_virtual_pipeline_stage": None, "pipeline_schedule": "1f1b",
+        "decoder_first_pipeline_num_layers": None,
         "decoder_last_pipeline_num_layers": None, "account_for_embedding_in_pipeline_split": False,
         "account_for_loss_in_pipeline_split": False, "pipeline_model_parallel_layout": None,
         "context_parallel_size": 1, "cp_comm_type": "auto", "hierarchical_context_parallel_sizes": None,

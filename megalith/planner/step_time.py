@@ -20,7 +20,7 @@ from megalith.config.batch_size import BatchSizeSchedule
 from megalith.config.rules.expert_rules import expert_data_parallel_size
 from megalith.config.rules.parallel_rules import data_parallel_size, shard_size
 from megalith.hardware import GIGA
-from megalith.parallel.fp8_linears import is_in_fp8
+from megalith.parallel.fp8_linears import is_in_fp8, saves_weight_codes
 from megalith.parallel.pipeline.schedules import Schedule
 from megalith.parallel.pipeline.simulate import Durations, simulate
 from megalith.parallel.pipeline.stages import Stage, assign_layers, run_schedule, schedule_kind, virtual_size
@@ -35,7 +35,7 @@ SUSTAINED = 0.94  # of a GEMM's rate by itself, where others come before it
 OTHER_RATES = {"fp16": 0.94, "blockwise": 0.8}  # of bf16's GEMMs; of FP8's by tensor
 STREAMS = 0.87  # of the copy's bandwidth that kernels between GEMMs reach
 BESIDE = {"NCCL": 0.6, "copy engine": 0.1}  # of a collective's time, that GEMMs which run at once take longer
-PING_PONG = 0.67  # of the collectives' time, that is left with two halves
+PING_PONG = 0.8  # of the collectives' time, that is left with two halves
 MASKED = 8.6  # times as long as causal attention, with a mask of documents or of a window
 DROPPED = 1.5  # the same with attention dropout
 RING_BYTES = 95  # an element of the queries and step of a ring: partial results merged in fp32
@@ -157,6 +157,7 @@ class _Model:
         frees = parallel.data_parallel_sharding_strategy == "optim_grads_params"
         self.freed = max(1 - parallel.unsharded_layers / chunk, 0.0) if frees else 0.0
         """The share of the layers that FSDP2 gathers for each pass."""
+        self.eager = config.runtime.compile is False or parallel.pipeline_schedule == "zero_bubble"
         self.fp8 = train.fp8_format is not None and "fp8" in rates.matmuls
         self._layers: dict[int, tuple[Counter[str], Counter[str]]] = {}
         self._chunks: dict[tuple, tuple[Counter[str], Counter[str]]] = {}
@@ -227,8 +228,7 @@ class _Model:
         """With what the host is late by."""
         launch = self.rates.launch * 1e-6
         experts = sum(number in self.model.expert_layers for number in numbers)
-        eager = self.config.runtime.compile is False or self.parallel.pipeline_schedule == "zero_bubble"
-        kind = "half" if self.parallel.overlaps else "eager" if eager else "layer"
+        kind = "half" if self.parallel.overlaps else "eager" if self.eager else "layer"
         host = share * launch * OPERATORS[kind] * (len(numbers) - experts)
         late = Counter(work)
         late["host"] = max(host - work.total(), 0.0)
@@ -271,19 +271,42 @@ class _Model:
             there["GEMMs"] += one
             back["GEMMs"] += self.rates.matmul(tokens, rows, columns, dtype, rate)
             if not self.frozen:
-                back["GEMMs"] += self.rates.matmul(rows, tokens, columns, dtype, rate)
+                kind, rate = self._wgrad_dtype(dtype, rate, experts)
+                back["GEMMs"] += self.rates.matmul(rows, tokens, columns, kind, rate)
             if again and (experts or style == "column") and columns == self.model.hidden_size:
                 is_mlp = rows * self.tensor >= self.model.ffn_size or experts
                 back["GEMMs"] += one if is_mlp else 0.0
-            if dtype == "fp8":  # what goes in and the gradient that comes out, both ways up; the weight
-                scan = 2 if self.config.train.fp8_recipe == "tensorwise" else 0
-                cast = (
-                    tokens * columns * (4 + scan),
-                    tokens * rows * (4 + scan),
-                    rows * columns * (experts or 1) * 6,
-                )
-                there["elementwise"] += (cast[0] + cast[2]) / self.streams
-                back["elementwise"] += cast[1] / self.streams
+            if dtype == "fp8":
+                self._casts(tokens, rows, columns, experts, style, there, back)
+
+    def _wgrad_dtype(self, dtype: str, rate: float, experts: int) -> tuple[str, float]:
+        if dtype == "fp8" and (experts or not self.config.train.fp8_wgrad):
+            return "bf16", SUSTAINED * (EXPERTS if experts else 1.0)
+        return dtype, rate
+
+    def _casts(
+        self,
+        tokens: int,
+        rows: int,
+        columns: int,
+        experts: int,
+        style: str | None,
+        there: Counter[str],
+        back: Counter[str],
+    ) -> None:
+        """To FP8: bf16 is read, and once more for its maximum where scales are current; codes are written, and their
+        transpose for the backward pass. Under SP a rank casts its shard of what it gathers, and transposes it later;
+        a weight whose codes are not saved is cast again. Experts' codes have a scale a row, and no transpose."""
+        scan = 2 if self.config.train.fp8_recipe == "tensorwise" else 0
+        both, one = (5, 5) if experts else (4 + scan, 3 + scan)
+        weight = rows * columns * (experts or 1)
+        saved = saves_weight_codes(self.config) and not experts
+        gathered = self.sequence > 1 and style == "column"
+        taken = tokens * columns
+        there["elementwise"] += (taken * one / self.sequence if gathered else taken * both) / self.streams
+        there["elementwise"] += weight * (both if saved else one) / self.streams
+        back["elementwise"] += (tokens * rows * both + (2 * taken if gathered else 0)) / self.streams
+        back["elementwise"] += (0 if saved else weight * one) / self.streams
 
     def _attention(self, number: int, there: Counter[str], back: Counter[str]) -> None:
         model, parallel = self.model, self.parallel
@@ -372,14 +395,18 @@ class _Model:
             part = self.tokens * self.model.hidden_size * self.width * (self.tensor - 1) / self.tensor
             kind = "copy" if "tp" in parallel.direct_axes else "all_gather"
             one = self.moves(kind, self.tensor, 1, part)
-            if parallel.overlaps:
-                there["tensor"] += PING_PONG * 4 * one
-                times = (6 if parallel.save_gathered_inputs else 8) if parallel.sequence_parallel else 4
-                back["tensor"] += PING_PONG * times * one
+            if self.sequence > 1:  # before linears all-gathers, of codes in FP8; behind them reduce-scatters
+                gathers = 2 / self.width if self._dtype(number)[0] == "fp8" else 2
+                again = 0 if parallel.save_gathered_inputs and not self.eager else gathers
+                forward, exposed, beside = gathers + 2, 2, 2 + again  # of `one`
             else:
-                there["tensor"] += 4 * one
-                hidden = (4 if parallel.save_gathered_inputs else 6) * BESIDE["NCCL"]
-                back["tensor"] += ((2 if parallel.sequence_parallel else 0) + hidden) * one
+                forward, exposed, beside = 4, 0, 4
+            if parallel.overlaps:
+                there["tensor"] += PING_PONG * forward * one
+                back["tensor"] += PING_PONG * (exposed + beside) * one
+            else:
+                there["tensor"] += forward * one
+                back["tensor"] += (exposed + BESIDE["NCCL"] * beside) * one
         if self.context > 1:
             sent = context_bytes(self.config)
             kind = "copy" if "cp" in parallel.direct_axes else "all_to_all"
