@@ -31,7 +31,6 @@ from megalith.planner.rates import NETWORK, Rates, bytes_per_second, peak_flops
 from megalith.planner.traffic import context_bytes, expert_bytes, hidden_bytes
 
 # Fitted on the rows of benchmarks/RESULTS.md that tests/planner/measured_rows.py marks so.
-SUSTAINED = 0.94  # of a GEMM's rate by itself, where others come before it
 OTHER_RATES = {"fp16": 0.94, "blockwise": 0.8}  # of bf16's GEMMs; of FP8's by tensor
 STREAMS = 0.87  # of the copy's bandwidth that kernels between GEMMs reach
 BESIDE = {"NCCL": 0.6, "copy engine": 0.1}  # of a collective's time, that GEMMs which run at once take longer
@@ -41,7 +40,7 @@ DROPPED = 1.5  # the same with attention dropout
 RING_BYTES = 95  # an element of the queries and step of a ring: partial results merged in fp32
 GATHERED = 5  # times as long, attention of `all_gather`
 EXPERTS = 0.85  # of a dense GEMM's rate
-OPERATORS = {"layer": 180, "half": 390, "experts": 517, "eager": 450}  # of a layer on the host, both passes
+OPERATORS = {"layer": 180, "half": 390, "experts": 440, "eager": 450}  # of a layer on the host, both passes
 GATHERING, REDUCING = 12, 13  # bytes a parameter of FSDP2: casts and copies of an all-gather, of a reduction
 SUMMING = 10  # bytes a parameter that a micro-batch's gradients are added by
 UPDATE = 4 + 2 * 12  # bytes a parameter: norm; gradient, weight and moments read, weight and moments written
@@ -252,11 +251,11 @@ class _Model:
         """Of the matmuls of a layer: the table's, and what share of its rate they reach."""
         train = self.config.train
         if self.fp8 and is_in_fp8(number, self.config):
-            return "fp8", SUSTAINED * OTHER_RATES.get(train.fp8_recipe, 1.0)
+            return "fp8", OTHER_RATES.get(train.fp8_recipe, 1.0)
         if train.precision == "fp32":
             peaks = [peak_flops(self.rates, name) for name in ("fp32", "bf16")]
             return "bf16", peaks[0] / peaks[1] if all(peaks) else 0.07
-        return "bf16", SUSTAINED * OTHER_RATES.get(train.precision, 1.0)
+        return "bf16", OTHER_RATES.get(train.precision, 1.0)
 
     def _matmuls(self, number: int, there: Counter[str], back: Counter[str]) -> None:
         dtype, factor = self._dtype(number)
@@ -281,7 +280,7 @@ class _Model:
 
     def _wgrad_dtype(self, dtype: str, rate: float, experts: int) -> tuple[str, float]:
         if dtype == "fp8" and (experts or not self.config.train.fp8_wgrad):
-            return "bf16", SUSTAINED * (EXPERTS if experts else 1.0)
+            return "bf16", EXPERTS if experts else 1.0
         return dtype, rate
 
     def _casts(
@@ -299,14 +298,19 @@ class _Model:
         a weight whose codes are not saved is cast again. Experts' codes have a scale a row, and no transpose."""
         scan = 2 if self.config.train.fp8_recipe == "tensorwise" else 0
         both, one = (5, 5) if experts else (4 + scan, 3 + scan)
-        weight = rows * columns * (experts or 1)
-        saved = saves_weight_codes(self.config) and not experts
-        gathered = self.sequence > 1 and style == "column"
-        taken = tokens * columns
-        there["elementwise"] += (taken * one / self.sequence if gathered else taken * both) / self.streams
-        there["elementwise"] += weight * (both if saved else one) / self.streams
-        back["elementwise"] += (tokens * rows * both + (2 * taken if gathered else 0)) / self.streams
-        back["elementwise"] += (0 if saved else weight * one) / self.streams
+        gathered, taken = self.sequence > 1 and style == "column", tokens * columns
+        weight = self._weight_casts(rows * columns * (experts or 1), both, one, bool(experts))
+        here = taken * one / self.sequence if gathered else taken * both
+        there["elementwise"] += (here + weight[0]) / self.streams
+        back["elementwise"] += (
+            tokens * rows * both + (2 * taken if gathered else 0) + weight[1]
+        ) / self.streams
+
+    def _weight_casts(self, weight: int, both: int, one: int, experts: bool) -> tuple[int, int]:
+        """Bytes that casts of a weight of so many elements move for a micro-batch, forward and backward."""
+        if saves_weight_codes(self.config) and not experts:
+            return weight * both, 0
+        return weight * one, weight * one
 
     def _attention(self, number: int, there: Counter[str], back: Counter[str]) -> None:
         model, parallel = self.model, self.parallel
@@ -392,21 +396,9 @@ class _Model:
     def _communication(self, number: int, there: Counter[str], back: Counter[str]) -> None:
         parallel = self.parallel
         if self.tensor > 1:
-            part = self.tokens * self.model.hidden_size * self.width * (self.tensor - 1) / self.tensor
-            kind = "copy" if "tp" in parallel.direct_axes else "all_gather"
-            one = self.moves(kind, self.tensor, 1, part)
-            if self.sequence > 1:  # before linears all-gathers, of codes in FP8; behind them reduce-scatters
-                gathers = 2 / self.width if self._dtype(number)[0] == "fp8" else 2
-                again = 0 if parallel.save_gathered_inputs and not self.eager else gathers
-                forward, exposed, beside = gathers + 2, 2, 2 + again  # of `one`
-            else:
-                forward, exposed, beside = 4, 0, 4
-            if parallel.overlaps:
-                there["tensor"] += PING_PONG * forward * one
-                back["tensor"] += PING_PONG * (exposed + beside) * one
-            else:
-                there["tensor"] += forward * one
-                back["tensor"] += (exposed + BESIDE["NCCL"] * beside) * one
+            forward, backward = self._tensor(number)
+            there["tensor"] += forward
+            back["tensor"] += backward
         if self.context > 1:
             sent = context_bytes(self.config)
             kind = "copy" if "cp" in parallel.direct_axes else "all_to_all"
@@ -425,10 +417,26 @@ class _Model:
             there["expert"] += whole / 2
             back["expert"] += whole / 2
 
+    def _tensor(self, number: int) -> tuple[float, float]:
+        """What is waited for of a layer's collectives of tensor parallelism, forward and backward."""
+        parallel = self.parallel
+        part = self.tokens * self.model.hidden_size * self.width * (self.tensor - 1) / self.tensor
+        kind = "copy" if "tp" in parallel.direct_axes else "all_gather"
+        one = self.moves(kind, self.tensor, 1, part)
+        if self.sequence > 1:  # before linears all-gathers, of codes in FP8; behind them reduce-scatters
+            gathers = 2 / self.width if self._dtype(number)[0] == "fp8" else 2
+            again = 0 if parallel.save_gathered_inputs and not self.eager else gathers
+            forward, exposed, beside = gathers + 2, 2, 2 + again  # of `one`
+        else:
+            forward, exposed, beside = 4, 0, 4
+        if parallel.overlaps:
+            return PING_PONG * forward * one, PING_PONG * (exposed + beside) * one
+        return forward * one, (exposed + BESIDE["NCCL"] * beside) * one
+
     def _head(self) -> Counter[str]:
         """The output matrix with the loss, which makes its gradients in the forward pass, and the last norm."""
         model, rows = self.model, -(-self.model.padded_vocab_size // self.tensor)
-        dtype, rate = ("bf16", SUSTAINED * OTHER_RATES.get(self.config.train.precision, 1.0))
+        dtype, rate = ("bf16", OTHER_RATES.get(self.config.train.precision, 1.0))
         if self.config.train.precision == "fp32":
             rate = self._dtype(0)[1]
         hidden, work = model.hidden_size, Counter()
