@@ -28,7 +28,7 @@ LOOPBACK_NAMES = ("lo", "lo0")
 SIOCGIFADDR = 0x8915  # Linux: an interface's address
 BACKLOG = 16384  # connections that wait to be accepted: every rank of a job comes at once
 HOST_PATIENCE = 600.0  # seconds that a machine waits for the one that holds the store
-TELL_AFTER = 10.0  # seconds after which a user is told what is waited for
+TELL_AFTER = 10.0  # seconds after which it is logged what is waited for
 ANSWER_PATIENCE = 10.0  # seconds in which a store answers whom it has let connect
 JOB = "MEGALITH_JOB"  # names the job that a launcher has started: the same for all of its ranks and attempts
 
