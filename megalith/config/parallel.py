@@ -21,6 +21,10 @@ class ParallelConfig(Section):
     sequence_parallel: Annotated[bool, Needs("tensor_model_parallel_size", above=1, strict=True)] = False
     """Splits norms, dropout and the residual stream over the tensor-parallel devices along the sequence (SP)."""
 
+    save_gathered_inputs: Annotated[bool, KEPT, Needs("sequence_parallel", True)] = True
+    """SP: compiled layers save the gathered inputs of column-parallel linears; false: their shards, gathered again in
+    the backward pass, as Megatron-LM does."""
+
     tp_comm_overlap: bool | Literal["auto"] = "auto"
     """Ping-pong micro-batches: of two halves one computes while the other's collectives (TP, or CP's a2a) run."""
 
@@ -113,9 +117,11 @@ class ParallelConfig(Section):
     """Full recomputation: layers in a unit (uniform), or layers recomputed in each pipeline stage (block)."""
 
     recompute_modules: Annotated[
-        list[Literal["core_attn", "mlp", "layernorm"]], KEPT, Needs("recompute_granularity", "selective")
+        list[Literal["core_attn", "mlp", "mlp_act", "layernorm"]],
+        KEPT,
+        Needs("recompute_granularity", "selective"),
     ] = ["core_attn"]
-    """Selective recomputation: which modules."""
+    """Selective recomputation: which modules; mlp_act is the activation function of MLPs, experts' excepted."""
 
     distribute_saved_activations: Annotated[bool, FULL] = False
     """Full recomputation: saved inputs are sharded over tensor-parallel devices, not replicated."""

@@ -8,6 +8,7 @@ as in Llama, GELU as in Gemma.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from megalith.comm.collectives import local
 from megalith.config import ModelConfig
 from megalith.models.pass_context import Context, Runnable, runnable
-from megalith.ops.activation import ACTIVATIONS
+from megalith.ops.activation import ACTIVATIONS, gated_activation
 from megalith.ops.gemm import GEMM, Gemm, add_bias_gradient, linear
 
 
@@ -67,19 +68,14 @@ class MLP(Runnable):
         """`ffn_size`: a width other than the configuration's."""
         super().__init__()
         ffn_size = ffn_size or config.ffn_size
-        self.gated = config.gated
-        self.activation = ACTIVATIONS[config.mlp_activation]
-        width = ffn_size * (2 if self.gated else 1)
+        plain = ACTIVATIONS[config.mlp_activation]
+        self.activation = partial(gated_activation, plain) if config.gated else plain
+        width = ffn_size * (2 if config.gated else 1)
         bias = config.mlp_bias
         self.linear_fc1 = Linear(config.hidden_size, width, bias=bias, device=device)
         self.linear_fc2 = Linear(ffn_size, config.hidden_size, bias=bias, device=device)
 
     @runnable
     def forward(self, x: Tensor, context: Context | None = None) -> Tensor:  # [batch, seq, hidden]
-        if self.gated:
-            x = self.linear_fc1(x, context)  # [batch, seq, 2 · ffn]
-            gate, up = x.unflatten(-1, (-1, 2)).movedim(-1, 0).contiguous()  # [batch, seq, ffn] each
-            x = self.activation(gate) * up
-        else:
-            x = self.linear_fc1(x, context, then=self.activation)  # [batch, seq, ffn]
+        x = self.linear_fc1(x, context, then=self.activation)  # [batch, seq, ffn]
         return self.linear_fc2(x, context)

@@ -44,7 +44,7 @@ def apply(
     parallel = config.parallel
     chunks = split_stages(model, assign_layers(config.model, parallel), mesh.pp.rank)
     for chunk in chunks:
-        tensor = apply_tensor(chunk, mesh.tp, parallel.sequence_parallel)
+        tensor = apply_tensor(chunk, mesh.tp, parallel.sequence_parallel, parallel.save_gathered_inputs)
         if tensor is not None:
             cut_adapters(chunk, tensor)
         apply_context(chunk, mesh.cp, parallel.cp_exchange, parallel.hierarchical_context_parallel_sizes)

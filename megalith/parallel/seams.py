@@ -17,6 +17,7 @@ from megalith.models.adapters import Adapter, QKVAdapter
 from megalith.models.linear import Linear
 from megalith.models.mixers.attention import Attention
 from megalith.models.mixers.mla import LatentAttention
+from megalith.models.mlp import MLP
 from megalith.models.moe import GroupedLinear, MoE
 from megalith.models.norm import HeadsNorm
 from megalith.models.own_model import Model
@@ -56,6 +57,7 @@ SEAMS: dict[type[nn.Module], dict[str, str]] = {
         "style": "the matmul and its collectives: (x, weight, bias, gemm, context) → y",
         "rows": "the rows of weight and bias that are used here: (parameter) → rows of it",
     },
+    MLP: {"activation": "what is made of fc1's result for fc2: (y, bias) → x"},
     GroupedLinear: {
         "gemm": "the three matmuls by group: a GroupedGemm of ops/grouped_gemm.py",
         "first_row": "the number of the first row of the bias here among all",

@@ -253,7 +253,7 @@ def saved_activations(
     groups = max(model.query_groups // tensor, 1)
     query = model.num_attention_heads // tensor * model.head_dim
     key_value = 2 * groups * model.head_dim
-    gathers = compiled and sequence > 1
+    gathers = compiled and sequence > 1 and parallel.save_gathered_inputs
     norm_inputs = model.norms_in_layer * model.hidden_size // sequence
     normed = 1 if model.shared_layernorm else 2
     norm_outputs = normed * model.hidden_size // (1 if gathers else sequence)  # what the matrices take
@@ -271,7 +271,8 @@ def saved_activations(
     taken = 1.0 if code is None else code  # an element of what a matrix takes
     saved = norm_inputs + taken * norm_outputs + attention
     if "mlp" not in recomputed:
-        saved += _between_matrices(layer.mlp, taken) / tensor
+        again = compiled and code is None and "mlp_act" in recomputed
+        saved += _between_matrices(layer.mlp, 0 if again else taken) / tensor
         if layer.has_experts:
             saved += _expert_rows(meta, layer.mlp.experts)
     return saved

@@ -60,6 +60,9 @@ READ_WITH = {
         ("model.rope_scaling.short_factor=[1,1]", "model.rope_scaling.type=longrope"),
     "model.rope_scaling.type llama3 or yarn or longrope":
         ("model.rope_scaling.original_max_position_embeddings=9", "model.rope_scaling.type=yarn"),
+    "parallel.sequence_parallel true":
+        ("parallel.save_gathered_inputs=false",
+         "parallel.tensor_model_parallel_size=2 parallel.sequence_parallel=true"),
     "parallel.recompute_granularity selective":
         ("parallel.recompute_modules=[mlp]", "parallel.recompute_granularity=selective"),
     "parallel.recompute_granularity full":

@@ -6,9 +6,11 @@ from unittest import mock
 import pytest
 import torch
 from torch.autograd.graph import saved_tensors_hooks
+from torch.fx import Node
 from torch.multiprocessing.reductions import StorageWeakRef
+from traced_layers import BATCH, LLAMA, SEQ, layer_graphs
 
-from megalith.config import ModelConfig, ParallelConfig
+from megalith.config import ModelConfig, ParallelConfig, RunConfig
 from megalith.config.presets import PRESETS
 from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
@@ -16,6 +18,8 @@ from megalith.ops.attention_core import attention
 from megalith.parallel.memory import recompute
 from megalith.parallel.memory.recompute import apply_recompute
 from megalith.parallel.mesh import build_mesh
+from megalith.planner.counts import MetaModel
+from megalith.planner.memory import saved_activations
 
 VOCAB = 61
 MODES = {
@@ -26,6 +30,7 @@ MODES = {
     "block, all": dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=3),
     "attention's core": dict(recompute_granularity="selective"),
     "mlp": dict(recompute_granularity="selective", recompute_modules=["mlp"]),
+    "activation functions": dict(recompute_granularity="selective", recompute_modules=["mlp_act"]),
     "norms": dict(recompute_granularity="selective", recompute_modules=["layernorm"]),
     "every module": dict(
         recompute_granularity="selective", recompute_modules=["core_attn", "mlp", "layernorm"]
@@ -100,7 +105,34 @@ def test_gradients_are_bitwise_those_without_recomputation(family, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_less_is_kept_for_the_backward_pass(mode):
-    assert kept_for_backward(build("tiny-gpt", **MODES[mode])) < kept_for_backward(build("tiny-gpt"))
+    assert kept_for_backward(build("tiny-qwen", **MODES[mode])) < kept_for_backward(build("tiny-qwen"))
+
+
+@pytest.mark.parametrize(("saves_gathered", "modules"), [(True, []), (False, ["layernorm", "mlp_act"])])
+def test_a_compiled_layer_saves_what_the_planner_counts(saves_gathered, modules):
+    selective = dict(recompute_granularity="selective", recompute_modules=modules) if modules else {}
+    parallel = dict(
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        save_gathered_inputs=saves_gathered,
+        **selective,
+    )
+    forward, backward = layer_graphs(LLAMA, **parallel)
+    saved = [
+        node for node in forward.output_node().args[0][2:] if isinstance(node, Node)
+    ]  # after two halves' results
+    elements = sum(node.meta["val"].numel() for node in saved if node.meta["val"].dtype == torch.bfloat16)
+    config = RunConfig.from_tree({"model": LLAMA, "parallel": parallel})
+    model, meta = config.model, MetaModel(config.model).on_rank(config.parallel)
+    beside = (
+        (model.num_attention_heads + model.query_groups) * model.head_dim // 2
+    )  # values are a view of QKV
+    counted = (saved_activations(meta, recomputed=modules) - beside) * BATCH * SEQ + meta.in_layers(
+        [0]
+    ).total()
+    assert elements == pytest.approx(counted, rel=1e-3)
+    gathers = [sum("all_gather" in str(node.target) for node in graph.nodes) for graph in (forward, backward)]
+    assert gathers == [4, 4 if saves_gathered else 8]  # two halves; two of the backward pass are of gradients
 
 
 def test_recomputing_more_layers_keeps_less():

@@ -20,11 +20,12 @@ from torch.utils.checkpoint import checkpoint
 from megalith.comm.collectives import Axis, gathered
 from megalith.config import ParallelConfig
 from megalith.models.mixers.attention import Attention
+from megalith.models.mlp import MLP
 from megalith.models.pass_context import Context
 from megalith.models.transformer import Runner, Stack, Transformer, TransformerLayer, layers_of, stacks_of
 from megalith.parallel.seams import plug
 
-# The parts of a layer that selective recomputation can name; core_attn, the other one, is no module.
+# The parts of a layer that selective recomputation can name; core_attn and mlp_act, the others, are no modules.
 MODULES = {
     "mlp": ["mlp"],
     "layernorm": [
@@ -51,6 +52,8 @@ def apply_recompute(model: Transformer, parallel: ParallelConfig, tensor: Axis |
         if "core_attn" in parallel.recompute_modules:
             _recompute_cores(model, again)
         for layer in layers_of(model).values():
+            if "mlp_act" in parallel.recompute_modules:
+                _recompute_activations(layer, again)
             for name, parts in MODULES.items():
                 for part in parts if name in parallel.recompute_modules else ():
                     if (module := getattr(layer, part)) is not None:
@@ -63,6 +66,13 @@ def _recompute_cores(model: Transformer, again: Callable) -> None:
         for mixer in layer.mixers:
             if isinstance(mixer, Attention):
                 plug(mixer, "core", cores.setdefault(mixer.core, partial(again, mixer.core)))
+
+
+def _recompute_activations(layer: TransformerLayer, again: Callable) -> None:
+    """Of the MLP, or of the shared expert: fc2's input is made again out of fc1's result."""
+    for module in layer.modules():
+        if isinstance(module, MLP):
+            plug(module, "activation", partial(again, module.activation))
 
 
 def _with_input_distributed(

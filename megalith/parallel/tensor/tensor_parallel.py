@@ -53,6 +53,7 @@ from megalith.ops.cross_entropy import linear_cross_entropy, linear_logits, line
 from megalith.ops.gemm import DeferredWgrad, Gemm, Operand, has_wgrad, linear
 from megalith.parallel.seams import plug, replace_parameter
 
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes of an element
 NEVER, UNDER_SP, ALWAYS = "never", "under sequence parallelism", "always"
 
 
@@ -148,9 +149,10 @@ def role_of(name: str, module: nn.Module, shares_groups: bool, owner: nn.Module 
 class TensorParallel:
     """The collectives around the matmuls, and the styles of the linears that stand between them."""
 
-    def __init__(self, axis: Axis, sequence_parallel: bool):
+    def __init__(self, axis: Axis, sequence_parallel: bool, saves_gathered: bool = True):
         self.axis = axis
         self.sequence_parallel = sequence_parallel
+        self.saves_gathered = saves_gathered
 
     def pass_layout(self, tokens: int, *, trains: bool, has_position_ids: bool) -> PassLayout:
         """Generation feeds a token at a time, which cannot be sharded; training always is."""
@@ -199,7 +201,10 @@ class TensorParallel:
         """weight [out / tp, h], bias [out / tp] -> [batch, seq, out / tp], with SP [1, tokens, out / tp]"""
         sharded, edge = context.layout.sharded, gemm.edge(weight)
         saves, trains = has_wgrad(weight), torch.is_grad_enabled()
-        y = _ColumnLinear.apply(x.flatten(0, -2), weight, bias, gemm, edge, saves, trains, self.axis, sharded)
+        again = sharded and not self.saves_gathered
+        y = _ColumnLinear.apply(
+            x.flatten(0, -2), weight, bias, gemm, edge, saves, trains, self.axis, sharded, again
+        )
         return y[None] if sharded else y.unflatten(0, x.shape[:-1])
 
     def row(self, x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Gemm, context: Context) -> Tensor:
@@ -210,7 +215,8 @@ class TensorParallel:
 
 class _ColumnLinear(torch.autograd.Function):
     """x · weightᵀ + bias of all tokens. Saves only this rank's tokens for the backward pass, and gathers them again;
-    but torch compiles two gathers of the same tokens as one, and keeps what that gives.
+    but torch compiles two gathers of the same tokens as one, and saves what that gives, unless the second one depends
+    on the gradient (`again`).
 
     In the backward pass the gather runs beside dgrad, and the sum of its result beside wgrad. Where wgrad is put off,
     so is the gather.
@@ -228,11 +234,13 @@ class _ColumnLinear(torch.autograd.Function):
         trains: bool,
         axis: Axis,
         sharded: bool,
+        again: bool,
     ) -> Tensor:  # x [tokens, or with SP tokens / tp, h] -> [tokens, out / tp]
         operand, saved = gemm.inputs(x, saves, sharded)
         weight, saved_weight = gemm.weights(weight, trains)
         ctx.save_for_backward(*saved_weight, *saved)
         ctx.gemm, ctx.edge, ctx.axis, ctx.sharded, ctx.parts = gemm, edge, axis, sharded, len(saved_weight)
+        ctx.again = again
         if sharded:
             operand = end_gather(begin_gather(operand, axis), operand)
         return gemm.forward(operand, weight, bias)
@@ -242,8 +250,11 @@ class _ColumnLinear(torch.autograd.Function):
         saved = ctx.saved_tensors  # asked for once: a recomputed layer gives them once
         weight, x = saved[: ctx.parts], saved[ctx.parts :]
         gemm, axis, grad_weight = ctx.gemm, ctx.axis, None
+        of_sum = grad
         of_rows, grad = gemm.gradients(grad, ctx.needs_input_grad[1])
         gathers = ctx.sharded and ctx.needs_input_grad[1] and ctx.edge is None
+        if ctx.again and torch.compiler.is_compiling():
+            x = [_in_backward(each, of_sum) if each.dim() else each for each in x]
         gathering = begin_gather(x, axis) if gathers else None
         begin = begin_reduce_scatter if ctx.sharded else begin_all_reduce
         summing = begin(gemm.dgrad(of_rows, weight), axis)
@@ -253,11 +264,18 @@ class _ColumnLinear(torch.autograd.Function):
             gemm.deferred.append(DeferredWgrad(partial(_wgrad, gemm, grad, x, axis, ctx.sharded), ctx.edge))
         elif ctx.needs_input_grad[1]:
             grad_weight = gemm.wgrad(grad, x)
-        return wait(summing), grad_weight, None, None, None, None, None, None, None
+        return wait(summing), grad_weight, None, None, None, None, None, None, None, None
 
 
 def _wgrad(gemm: Gemm, grad: Operand, x: Operand, axis: Axis, sharded: bool) -> Tensor:
     return gemm.wgrad(grad, end_gather(begin_gather(x, axis), x) if sharded else x)
+
+
+def _in_backward(x: Tensor, grad: Tensor) -> Tensor:
+    """The bits of x, as the result of a computation with `grad`: torch compiles what is made of it into the backward
+    pass."""
+    nothing = grad.flatten()[0].view(INTEGERS[grad.itemsize]) & 0
+    return (x.view(INTEGERS[x.itemsize]) + nothing.to(INTEGERS[x.itemsize])).view(x.dtype)
 
 
 def begin_gather(operand: Operand, axis: Axis) -> list[Tensor]:
@@ -293,7 +311,9 @@ class SharedGroup:
         return torch.cat([parameter.narrow(0, *span) for span in self.spans])
 
 
-def apply_tensor(model: Transformer, axis: Axis, sequence_parallel: bool) -> TensorParallel | None:
+def apply_tensor(
+    model: Transformer, axis: Axis, sequence_parallel: bool, saves_gathered: bool = True
+) -> TensorParallel | None:
     """Cuts `model`, or a stage of it, on the meta device, over the axis, in place: parameters, matmuls, vocabulary.
 
     The sizes divide as `megalith.config.rules.parallel_rules.check_tensor` demands. `model.partial_gradients` gets the
@@ -303,7 +323,7 @@ def apply_tensor(model: Transformer, axis: Axis, sequence_parallel: bool) -> Ten
     plug(model, "partial_gradients", frozenset())
     if axis.size == 1:
         return None
-    tensor = TensorParallel(axis, sequence_parallel)
+    tensor = TensorParallel(axis, sequence_parallel, saves_gathered)
     for stack in stacks_of(model):
         plug(stack, "pass_layout", tensor.pass_layout)
         plug(stack, "shard_tokens", tensor.shard_tokens)
