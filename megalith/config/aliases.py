@@ -81,6 +81,7 @@ ALIASES: dict[str, Rename | Choose | Already | Derive] = {
     "parallel.distribute_checkpointed_activations":   Rename("parallel.distribute_saved_activations"),
     "parallel.accumulate_allreduce_grads_in_fp32":    Already(_FP32_SUMS),
     "parallel.grad_reduce_in_fp32":                   Already(_FP32_SUMS),
+    "parallel.grad_reduce_in_bf16":                   Already(_FP32_SUMS),
     "parallel.average_in_collective":                 Already("gradients are summed; the loss is divided by the step's count of valid tokens"),
     "parallel.overlap_grad_reduce":                   Already("gradient reduction always overlaps the backward pass"),
     "parallel.overlap_param_gather":                  Already("parameter all-gathers always overlap the forward pass"),
@@ -89,6 +90,8 @@ ALIASES: dict[str, Rename | Choose | Already | Derive] = {
     "model.norm_epsilon":                             Rename("model.layernorm_epsilon"),
     "model.disable_bias_linear":                      Choose("model.add_bias_linear", {True: False, False: True}),
     "model.use_rotary_position_embeddings":           Choose("model.position_embedding_type", {True: "rope", False: None}),
+    "model.apply_layernorm_1p":                       Rename("model.layernorm_zero_centered_gamma"),
+    "model.squared_relu":                             Choose("model.activation", {True: "squared_relu", False: None}),
     "model.attention_softmax_in_fp32":                Already("attention's softmax is always computed in fp32"),
     "model.expert_model_parallel_size":               Rename("parallel.expert_model_parallel_size"),
 
