@@ -14,10 +14,9 @@ from torch import nn
 
 from megalith.errors import SeamError
 from megalith.models.adapters import Adapter, QKVAdapter
-from megalith.models.linear import Linear
+from megalith.models.linear import MLP, Linear
 from megalith.models.mixers.attention import Attention
 from megalith.models.mixers.mla import LatentAttention
-from megalith.models.mlp import MLP
 from megalith.models.moe import GroupedLinear, MoE
 from megalith.models.norm import HeadsNorm
 from megalith.models.own_model import Model

@@ -19,8 +19,8 @@ from torch.utils.checkpoint import checkpoint
 
 from megalith.comm.collectives import Axis, gathered
 from megalith.config import ParallelConfig
+from megalith.models.linear import MLP
 from megalith.models.mixers.attention import Attention
-from megalith.models.mlp import MLP
 from megalith.models.pass_context import Context
 from megalith.models.transformer import Runner, Stack, Transformer, TransformerLayer, layers_of, stacks_of
 from megalith.parallel.seams import plug
