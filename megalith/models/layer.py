@@ -16,12 +16,12 @@ from megalith.models.mlp import MLP
 from megalith.models.moe import MoE
 from megalith.models.mtp import Join
 from megalith.models.norm import Norm, normed_after
-from megalith.models.pass_context import Context
+from megalith.models.pass_context import Context, Runnable, runnable
 from megalith.ops.dropout import ATTENTION_OUTPUT, CROSS_ATTENTION_OUTPUT, MLP_OUTPUT, Mask
 from megalith.ops.fused_norm import add
 
 
-class TransformerLayer(nn.Module):
+class TransformerLayer(Runnable):
     """x + mixer(norm(x)), then x + mlp(norm(x)): norms where `norm_placement` says, dropout before additions. With
     `cross` there is x + cross_attention(norm(x)) between them. With parallel_attn_mlp (Wang and Komatsuzaki 2021)
     x + mixer(norm(x)) + mlp(norm(x)), the norms two or one."""
@@ -60,6 +60,7 @@ class TransformerLayer(nn.Module):
         self.mlp = MoE(config, device) if self.has_experts else MLP(config, device)
         self.post_mlp_layernorm = norm("post", "sandwich")
 
+    @runnable
     def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
         """Of several micro-batches, with a context each, a tuple: side by side in one graph."""
         if isinstance(x, tuple):

@@ -10,12 +10,13 @@ kernel's attention dropout.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
 from functools import partial
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from megalith.comm.collectives import Axis, gathered
 from megalith.config import ParallelConfig
@@ -40,11 +41,18 @@ MODULES = {
 }
 
 
-def apply_recompute(model: Transformer, parallel: ParallelConfig, tensor: Axis | None = None) -> None:
-    """Plugs runners that recompute, in place. `tensor` is the axis that saved inputs are distributed over."""
+def apply_recompute(
+    model: Transformer, parallel: ParallelConfig, tensor: Axis | None = None, compiled: bool = False
+) -> None:
+    """Plugs runners that recompute, in place. `tensor` is the axis that saved inputs are distributed over; `compiled`:
+    each layer is going to be."""
     again = partial(checkpoint, use_reentrant=False, preserve_rng_state=model.config.attention_dropout > 0)
     first_layers = list(layers_of(model).values())[: parallel.recompute_num_layers]
-    if parallel.recompute_granularity == "full":
+    if parallel.recompute_granularity == "full" and compiled and _by_layer(model, parallel):
+        block = parallel.recompute_method == "block"
+        for layer in first_layers if block else layers_of(model).values():
+            plug(layer, "runner", partial(again, context_fn=KEPT) if KEPT else again)
+    elif parallel.recompute_granularity == "full":
         if parallel.distribute_saved_activations:
             again = partial(_with_input_distributed, again, tensor)
         for stack in stacks_of(model):
@@ -57,6 +65,26 @@ def apply_recompute(model: Transformer, parallel: ParallelConfig, tensor: Axis |
                 for part in parts if name in parallel.recompute_modules else ():
                     if (module := getattr(layer, part)) is not None:
                         plug(module, "runner", again)
+
+
+def _by_layer(model: Transformer, parallel: ParallelConfig) -> bool:
+    """Whether a layer's graph can have its recomputation inside: the compiler then leaves out what no gradient needs,
+    as the layer's last matmul."""
+    if "g" in os.environ.get("X_OFF", ""):
+        return False
+    plain = not (parallel.overlaps or parallel.distribute_saved_activations)
+    return plain and unit_size(parallel) == 1 and not any(x.has_experts for x in layers_of(model).values())
+
+
+def _attention_kept(ctx, op, *args, **kwargs) -> CheckpointPolicy:
+    name = op.name() if hasattr(op, "name") else ""
+    kept = "scaled_dot_product" in name or "block_attention" in name
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+KEPT = None
+if "k" in os.environ.get("X_ON", ""):
+    KEPT = partial(create_selective_checkpoint_contexts, _attention_kept)
 
 
 def _recompute_cores(model: Transformer, again: Callable) -> None:
