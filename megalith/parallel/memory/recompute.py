@@ -51,7 +51,7 @@ def apply_recompute(
     if parallel.recompute_granularity == "full" and compiled and _by_layer(model, parallel):
         block = parallel.recompute_method == "block"
         for layer in first_layers if block else layers_of(model).values():
-            plug(layer, "runner", partial(again, context_fn=KEPT) if KEPT else again)
+            plug(layer, "runner", partial(again, context_fn=KEPT))
     elif parallel.recompute_granularity == "full":
         if parallel.distribute_saved_activations:
             again = partial(_with_input_distributed, again, tensor)
@@ -82,9 +82,20 @@ def _attention_kept(ctx, op, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-KEPT = None
-if "k" in os.environ.get("X_ON", ""):
-    KEPT = partial(create_selective_checkpoint_contexts, _attention_kept)
+def _nothing_kept(ctx, op, *args, **kwargs) -> CheckpointPolicy:
+    return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def keeping_attention():
+    return create_selective_checkpoint_contexts(_attention_kept)
+
+
+def keeping_nothing():
+    return create_selective_checkpoint_contexts(_nothing_kept)
+
+
+keeping_attention.cache_hash, keeping_nothing.cache_hash = "megalith attention", "megalith nothing"
+KEPT = keeping_attention if "k" in os.environ.get("X_ON", "") else keeping_nothing
 
 
 def _recompute_cores(model: Transformer, again: Callable) -> None:
