@@ -112,6 +112,10 @@ class ParallelConfig(Section):
     recompute_num_layers: Annotated[PositiveInt, KEPT, Needs("recompute_granularity", "full")] = 1
     """Full recomputation: layers in a unit (uniform), or layers recomputed in each pipeline stage (block)."""
 
+    recompute_saves_attention: Annotated[bool, KEPT, FULL] = False
+    """Full recomputation of compiled layers, each by itself: attention's output is saved with a layer's input, and
+    attention is not run again: twice the memory, an eighth of a long sequence's recomputation less."""
+
     recompute_modules: Annotated[
         list[Literal["core_attn", "mlp", "layernorm"]], KEPT, Needs("recompute_granularity", "selective")
     ] = ["core_attn"]

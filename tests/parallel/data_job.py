@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -183,6 +186,28 @@ def train(job: Job) -> Outcome:
     run.local.clear_gradients()
     losses, norms = zip(*(run.train_step() for _ in range(job.steps)))
     return Outcome(list(losses), list(norms), gradients)
+
+
+def collectives(job: Job) -> list[tuple[str, torch.dtype]]:
+    """FSDP2's collectives on parameters and gradients of a step, with what they send, in their order."""
+    run, seen = Trained(job), []
+    run.backward()  # the first pass makes more
+
+    def told(name: str, place: int, call: Callable) -> Callable:
+        def spy(*args, **kwargs):
+            sent = args[place] if len(args) > place else kwargs.get("input_tensor", kwargs.get("input"))
+            seen.append((name, sent.dtype))
+            return call(*args, **kwargs)
+
+        return spy
+
+    names = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
+    with ExitStack() as patches:
+        for name in names:
+            patches.enter_context(mock.patch.object(dist, name, told(name, 1, getattr(dist, name))))
+        run.local.clear_gradients()
+        run.backward()
+    return seen
 
 
 def assemble(boxes_of_ranks: list[dict[str, tuple]]) -> dict[str, torch.Tensor]:

@@ -3,16 +3,18 @@
 `full` saves only the input of a unit of layers and recomputes the unit in the backward pass: with `uniform` every unit
 of recompute_num_layers layers, with `block` the first recompute_num_layers layers, each by itself. Each pipeline stage
 has units and first layers of its own. Without sequence parallelism TP ranks have the same input; with
-distribute_saved_activations each saves a shard, and they all-gather it when it is needed. `selective` does so for
-chosen modules inside each layer. Dropout is keyed by position, so there is no random state to restore but that of a GPU
-kernel's attention dropout.
+distribute_saved_activations each saves a shard, and they all-gather it when it is needed. A compiled layer that is a
+unit by itself is recomputed inside of its graph, without its last matmul, which no gradient needs, and with
+recompute_saves_attention without attention. `selective` recomputes chosen modules inside each layer. Dropout is keyed by
+position, so there is no random state to restore but that of a GPU kernel's attention dropout.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
@@ -21,10 +23,12 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 from megalith.comm.collectives import Axis, gathered
 from megalith.config import ParallelConfig
 from megalith.models.layer import TransformerLayer
+from megalith.models.linear import Linear
 from megalith.models.mixers.attention import Attention
 from megalith.models.pass_context import Context
 from megalith.models.stack import Runner, Stack, layers_of, stacks_of
 from megalith.models.transformer import Transformer
+from megalith.ops.gemm import GEMM
 from megalith.parallel.seams import plug
 
 # The parts of a layer that selective recomputation can name; core_attn, the other one, is no module.
@@ -48,10 +52,12 @@ def apply_recompute(
     each layer is going to be."""
     again = partial(checkpoint, use_reentrant=False, preserve_rng_state=model.config.attention_dropout > 0)
     first_layers = list(layers_of(model).values())[: parallel.recompute_num_layers]
-    if parallel.recompute_granularity == "full" and compiled and _by_layer(model, parallel):
+    if parallel.recompute_granularity == "full" and compiled and _inside(model, parallel):
+        if parallel.recompute_saves_attention:
+            again = partial(again, context_fn=saving_attention)
         block = parallel.recompute_method == "block"
         for layer in first_layers if block else layers_of(model).values():
-            plug(layer, "runner", partial(again, context_fn=KEPT))
+            plug(layer, "runner", again)
     elif parallel.recompute_granularity == "full":
         if parallel.distribute_saved_activations:
             again = partial(_with_input_distributed, again, tensor)
@@ -67,35 +73,26 @@ def apply_recompute(
                         plug(module, "runner", again)
 
 
-def _by_layer(model: Transformer, parallel: ParallelConfig) -> bool:
-    """Whether a layer's graph can have its recomputation inside: the compiler then leaves out what no gradient needs,
-    as the layer's last matmul."""
-    if "g" in os.environ.get("X_OFF", ""):
-        return False
-    plain = not (parallel.overlaps or parallel.distribute_saved_activations)
-    return plain and unit_size(parallel) == 1 and not any(x.has_experts for x in layers_of(model).values())
+def _inside(model: Transformer, parallel: ParallelConfig) -> bool:
+    """Whether recomputation can stand inside of each compiled layer's graph. The compiler then leaves out what no
+    gradient needs, as a layer's last matmul."""
+    alone = parallel.tensor_model_parallel_size == parallel.context_parallel_size == 1
+    drawn = model.config.attention_dropout > 0 or any(x.has_experts for x in layers_of(model).values())
+    own = any(x.gemm is not GEMM for x in model.modules() if isinstance(x, Linear))  # FP8 keeps tables
+    return alone and unit_size(parallel) == 1 and not drawn and not own
 
 
-def _attention_kept(ctx, op, *args, **kwargs) -> CheckpointPolicy:
-    name = op.name() if hasattr(op, "name") else ""
-    kept = "scaled_dot_product" in name or "block_attention" in name
-    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+def _saves(ctx: Any, operator: Any, *args, **kwargs) -> CheckpointPolicy:
+    attends = any(part in str(operator) for part in ("scaled_dot_product", "block_attention"))
+    return CheckpointPolicy.MUST_SAVE if attends else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-def _nothing_kept(ctx, op, *args, **kwargs) -> CheckpointPolicy:
-    return CheckpointPolicy.PREFER_RECOMPUTE
+def saving_attention() -> tuple[AbstractContextManager, AbstractContextManager]:
+    """torch's contexts of a pass and of its recomputation, which takes attention's output as saved."""
+    return create_selective_checkpoint_contexts(_saves)
 
 
-def keeping_attention():
-    return create_selective_checkpoint_contexts(_attention_kept)
-
-
-def keeping_nothing():
-    return create_selective_checkpoint_contexts(_nothing_kept)
-
-
-keeping_attention.cache_hash, keeping_nothing.cache_hash = "megalith attention", "megalith nothing"
-KEPT = keeping_attention if "k" in os.environ.get("X_ON", "") else keeping_nothing
+saving_attention.cache_hash = "megalith.saving_attention"  # torch's key for what it compiles with it
 
 
 def _recompute_cores(model: Transformer, again: Callable) -> None:
