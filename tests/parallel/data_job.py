@@ -188,24 +188,33 @@ def train(job: Job) -> Outcome:
     return Outcome(list(losses), list(norms), gradients)
 
 
+COLLECTIVES = {  # torch renames them
+    "all_gather_into_tensor": "all-gather",
+    "all_gather_single": "all-gather",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "reduce_scatter_single": "reduce-scatter",
+    "all_to_all_single": "all-to-all",
+}
+
+
 def collectives(job: Job) -> list[tuple[str, torch.dtype]]:
     """FSDP2's collectives on parameters and gradients of a step, with what they send, in their order."""
     run, seen = Trained(job), []
-    run.backward()  # the first pass makes more
+    run.backward()
+    run.local.clear_gradients()
 
-    def told(name: str, place: int, call: Callable) -> Callable:
+    def told(name: str, call: Callable) -> Callable:
         def spy(*args, **kwargs):
-            sent = args[place] if len(args) > place else kwargs.get("input_tensor", kwargs.get("input"))
-            seen.append((name, sent.dtype))
+            sent = args[1] if len(args) > 1 else kwargs.get("input_tensor", kwargs.get("input"))
+            seen.append((COLLECTIVES[name], sent.dtype))
             return call(*args, **kwargs)
 
         return spy
 
-    names = ("all_gather_into_tensor", "reduce_scatter_tensor", "all_to_all_single")
     with ExitStack() as patches:
-        for name in names:
-            patches.enter_context(mock.patch.object(dist, name, told(name, 1, getattr(dist, name))))
-        run.local.clear_gradients()
+        for name in COLLECTIVES:
+            if hasattr(dist, name):
+                patches.enter_context(mock.patch.object(dist, name, told(name, getattr(dist, name))))
         run.backward()
     return seen
 

@@ -14,20 +14,20 @@ Under optim_grads_params the last `fsdp_unsharded_layers` of a stage are as unde
 gathered from the step's first forward to its last backward, as long as memory allows. On Llama-3-8B, two GPUs, two
 micro-batches, all of them: 1,721 → 1,634 ms a step for 13.5 GB (benchmarks/RESULTS.md).
 
-The bucket is a layer; embedding, final norm and head are one together, so that a tied weight has one gradient. With
-no_shard parameters are those of one process, and replicas.py all-reduces their gradients during the backward pass. The
-other strategies are FSDP2's: it prefetches the next layer while one computes, and reduces gradients during the backward
-pass; with hybrid sharding the reduced shards are then all-reduced over the replicas.
+The bucket is a layer; embedding, final norm and a tied head are one together, so that a tied weight has one gradient. A
+head of its own is another. Both stay gathered for the step. With no_shard parameters are those of one process, and
+replicas.py all-reduces their gradients during the backward pass. The other strategies are FSDP2's: it prefetches the
+next layer while one computes, and reduces gradients during the backward pass; with hybrid sharding the reduced shards
+are then all-reduced over the replicas.
 
 Gradients are summed, never averaged: the loss is divided by the global count of valid tokens. FSDP2 gathers a layer in
-the compute dtype, and accumulates and reduces its gradients in fp32. Embedding and head are gathered in fp32, as one
-process has them: a common token's row is the sum of thousands of gradients. So a bf16 run, too, is one process's run,
-up to the order of additions.
+the compute dtype, and accumulates and reduces its gradients in fp32; SumInFp32 sends them as they are. Embedding and
+head are gathered in fp32, as one process has them: a common token's row is the sum of thousands of gradients. So a bf16
+run, too, is one process's run, up to the order of additions.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -42,7 +42,7 @@ from megalith.comm.collectives import local
 from megalith.config import ParallelConfig
 from megalith.models.stack import layers_of
 from megalith.models.transformer import OutputMatrix, Transformer
-from megalith.ops.gradient_sum import sum_of_parts
+from megalith.ops import kernels
 from megalith.parallel.data.replicas import replicate
 from megalith.parallel.mesh import Mesh
 
@@ -117,7 +117,7 @@ def micro_batch_begins(chunks: Iterable[nn.Module], parallel: ParallelConfig, is
         root.set_reshard_after_backward(is_last or strategy.frees_after_forward)
         for module in [*_outside(root), *_unsharded(root, parallel)]:
             module.set_reshard_after_backward(is_last, recurse=False)
-        if parallel.pipeline_model_parallel_size == 1 and "l" not in OFF:
+        if parallel.pipeline_model_parallel_size == 1:
             root.set_is_last_backward(is_last)
 
 
@@ -160,23 +160,19 @@ def _are_whole(parallel: ParallelConfig) -> bool:
     return parallel.data_parallel_sharding_strategy == "no_shard"
 
 
-OFF = os.environ.get("X_OFF", "")
-
-
 def _has_head(chunk: nn.Module) -> bool:
     """Whether the output matrix is gathered by itself, behind the layers: it is then called once a pass."""
     head = getattr(chunk, "output_layer", None)
-    return isinstance(head, OutputMatrix) and not chunk.config.further_layers and "h" not in OFF
+    return isinstance(head, OutputMatrix) and not chunk.config.further_layers
 
 
 def _outside(root: FSDPModule) -> list[FSDPModule]:
     """The sharded modules of what is outside of the layers, which stay gathered from a step's first forward pass to its
     last backward pass."""
-    if not hasattr(root, "layers") or "r" in OFF:  # the root of experts has none
+    if not hasattr(root, "layers"):  # the root of experts has none
         return []
-    return (
-        [root, root.output_layer] if isinstance(getattr(root, "output_layer", None), FSDPModule) else [root]
-    )
+    head = getattr(root, "output_layer", None)
+    return [root, head] if isinstance(head, FSDPModule) else [root]
 
 
 class SumInFp32:
@@ -201,15 +197,18 @@ class SumInFp32:
     ) -> None:
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
-        sum_of_parts(received.view(group.size(), -1), output_tensor)
+        parts = received.view(group.size(), -1)
+        if kernels.AVAILABLE and parts.is_cuda:
+            kernels.sum_rows(parts, output_tensor)
+        else:
+            torch.sum(parts, 0, dtype=torch.float32, out=output_tensor)
 
 
 def _shard(module: nn.Module, over: DeviceMesh, dtype: torch.dtype, parallel: ParallelConfig, **how) -> None:
     """Lets FSDP2 gather the module in `dtype`, and reduce its gradients in fp32."""
     strategy = STRATEGIES[parallel.data_parallel_sharding_strategy]
-    exchanges = (
-        strategy.reduces_each and dtype != torch.float32 and over.size(over.ndim - 1) > 1 and "e" not in OFF
-    )
+    wanted = parallel.exchanges_gradients and strategy.reduces_each
+    exchanges = wanted and dtype != torch.float32 and over.size(over.ndim - 1) > 1
     # cast_forward_inputs would cast masks and rotary tables too
     reduced = dtype if exchanges else torch.float32
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, cast_forward_inputs=False)

@@ -5,20 +5,18 @@ of recompute_num_layers layers, with `block` the first recompute_num_layers laye
 has units and first layers of its own. Without sequence parallelism TP ranks have the same input; with
 distribute_saved_activations each saves a shard, and they all-gather it when it is needed. A compiled layer that is a
 unit by itself is recomputed inside of its graph, without its last matmul, which no gradient needs, and with
-recompute_saves_attention without attention. `selective` recomputes chosen modules inside each layer. Dropout is keyed by
-position, so there is no random state to restore but that of a GPU kernel's attention dropout.
+recompute_saves_attention without attention. `selective` recomputes chosen modules inside each layer. Dropout is keyed
+by position, so there is no random state to restore but that of a GPU kernel's attention dropout.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
 
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import checkpoint
 
 from megalith.comm.collectives import Axis, gathered
 from megalith.config import ParallelConfig
@@ -28,6 +26,7 @@ from megalith.models.mixers.attention import Attention
 from megalith.models.pass_context import Context
 from megalith.models.stack import Runner, Stack, layers_of, stacks_of
 from megalith.models.transformer import Transformer
+from megalith.ops.compiled import saving_attention
 from megalith.ops.gemm import GEMM
 from megalith.parallel.seams import plug
 
@@ -80,19 +79,6 @@ def _inside(model: Transformer, parallel: ParallelConfig) -> bool:
     drawn = model.config.attention_dropout > 0 or any(x.has_experts for x in layers_of(model).values())
     own = any(x.gemm is not GEMM for x in model.modules() if isinstance(x, Linear))  # FP8 keeps tables
     return alone and unit_size(parallel) == 1 and not drawn and not own
-
-
-def _saves(ctx: Any, operator: Any, *args, **kwargs) -> CheckpointPolicy:
-    attends = any(part in str(operator) for part in ("scaled_dot_product", "block_attention"))
-    return CheckpointPolicy.MUST_SAVE if attends else CheckpointPolicy.PREFER_RECOMPUTE
-
-
-def saving_attention() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """torch's contexts of a pass and of its recomputation, which takes attention's output as saved."""
-    return create_selective_checkpoint_contexts(_saves)
-
-
-saving_attention.cache_hash = "megalith.saving_attention"  # torch's key for what it compiles with it
 
 
 def _recompute_cores(model: Transformer, again: Callable) -> None:
