@@ -120,8 +120,8 @@ class ParallelConfig(Section):
     """Full recomputation: layers in a unit (uniform), or layers recomputed in each pipeline stage (block)."""
 
     recompute_saves_attention: Annotated[bool, KEPT, FULL] = False
-    """Full recomputation of compiled layers, each by itself: attention's output is saved with a layer's input, and
-    attention is not run again: twice the memory, an eighth of a long sequence's recomputation less."""
+    """Full recomputation of compiled layers, each by itself: attention's output is saved beside a layer's input, twice
+    the memory, and not computed again."""
 
     recompute_modules: Annotated[
         list[Literal["core_attn", "mlp", "layernorm"]], KEPT, Needs("recompute_granularity", "selective")

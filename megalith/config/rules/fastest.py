@@ -46,11 +46,11 @@ def with_fastest(config: RunConfig, machine: Machine) -> tuple[RunConfig, list[s
         config = config.with_settings({"parallel.symmetric_memory_groups": groups})
         if groups:
             told.append(f"symmetric_memory_groups [{', '.join(groups)}] (NVLink)")
-    if parallel.reduce_scatter_with_fp32_accumulation == "auto":
+    sharded = parallel.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
+    if parallel.reduce_scatter_with_fp32_accumulation == "auto" and sharded:
         near = machine.ranks == machine.ranks_per_host and config.train.precision != "fp32"
-        chosen = near and parallel.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
-        config = config.with_settings({"parallel.reduce_scatter_with_fp32_accumulation": chosen})
-        if chosen:
+        config = config.with_settings({"parallel.reduce_scatter_with_fp32_accumulation": near})
+        if near:
             told.append("reduce_scatter_with_fp32_accumulation true (one host)")
     return config, [f"chosen by auto, of parallel: {'; '.join(told)}"] if told else []
 
