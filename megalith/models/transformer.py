@@ -29,7 +29,7 @@ from megalith.models.mixers.attention import CrossAttention
 from megalith.models.moe import MoE
 from megalith.models.mtp import Future, Join, with_further_losses
 from megalith.models.norm import Norm, normed_after
-from megalith.models.pass_context import Context, Encoded, PassLayout, one_device
+from megalith.models.pass_context import Context, Encoded, PassLayout, Runnable, one_device, runnable
 from megalith.models.rope import local_rotary_tables, rotary_tables
 from megalith.ops.documents import document_ids, mask_of_ids, prepared
 from megalith.ops.dropout import (
@@ -47,7 +47,7 @@ from megalith.ops.dropout import (
 from megalith.ops.fused_norm import add
 
 
-class TransformerLayer(nn.Module):
+class TransformerLayer(Runnable):
     """x + mixer(norm(x)), then x + mlp(norm(x)): norms where `norm_placement` says, dropout before additions. With
     `cross` there is x + cross_attention(norm(x)) between them. With parallel_attn_mlp (Wang and Komatsuzaki 2021)
     x + mixer(norm(x)) + mlp(norm(x)), the norms two or one."""
@@ -86,6 +86,7 @@ class TransformerLayer(nn.Module):
         self.mlp = MoE(config, device) if self.has_experts else MLP(config, device)
         self.post_mlp_layernorm = norm("post", "sandwich")
 
+    @runnable
     def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
         """Of several micro-batches, with a context each, a tuple: side by side in one graph."""
         if isinstance(x, tuple):
@@ -291,6 +292,14 @@ class Embedding(nn.Module):
         return normed(self.layernorm, x)
 
 
+class OutputMatrix(Linear):
+    """The output matrix as a module of its own, so that data parallelism can gather it when it is needed."""
+
+    def forward(self, x: Tensor, function: Callable, *args):
+        """function(x, the matrix, *args)"""
+        return function(x, local(self.weight), *args)
+
+
 def _table(rows: int, width: int, device: torch.device | str | None) -> nn.Embedding:
     """An embedding without values: torch's own would draw some, from the global random state."""
     return nn.Embedding.from_pretrained(torch.empty(rows, width, device=device), freeze=False)
@@ -334,9 +343,8 @@ class Transformer(Stack):
         self.compute_dtype = compute_dtype
         self.output_layer = None
         if config.untie_embeddings_and_output_weights:
-            self.output_layer = Linear(
-                config.hidden_size, config.padded_vocab_size, bias=False, device=device
-            )
+            size = config.hidden_size, config.padded_vocab_size
+            self.output_layer = OutputMatrix(*size, bias=False, device=device)
         # Seams: parallel/seams.py says what each is for.
         self.loss = sum_of_losses
         self.logprobs = target_logprobs
@@ -382,20 +390,27 @@ class Transformer(Stack):
         if self.final_layernorm is None:
             return {"hidden": x}
         if labels is None:
-            return self.logits(x, self.output_weight, *self._vocabulary, context)
+            return self._by_output(self.logits, x, *self._vocabulary, context)
         if objective is not None:
             asked = objective.temperature, objective.needs_entropy
             size, softcap = self._vocabulary
             size = min(size, objective.vocab_size or size)
-            found = self.logprobs(x, self.output_weight, labels, size, softcap, context, *asked)
+            found = self._by_output(self.logprobs, x, labels, size, softcap, context, *asked)
             loss = with_gradient_times(objective.of(*found), loss_scale)
         else:
             if loss_mask is None:
                 loss_mask = torch.ones_like(labels, dtype=torch.float32)
-            loss = self.loss(x, self.output_weight, labels, loss_mask, *self._vocabulary, context, loss_scale)
+            given = labels, loss_mask, *self._vocabulary, context, loss_scale
+            loss = self._by_output(self.loss, x, *given)
         if future is None:
             return loss
         return self._with_future(loss, x, future, context, loss_scale)
+
+    def _by_output(self, function: Callable, x: Tensor, *args):
+        """function(x, the output matrix, *args)"""
+        if self.output_layer is None:
+            return function(x, self.output_weight, *args)
+        return self.output_layer(x, function, *args)
 
     @property
     def _vocabulary(self) -> tuple[int, float | None]:
@@ -418,7 +433,8 @@ class Transformer(Stack):
             x = self.runner([self.layers[number]], x, told)
             labels, loss_mask = future.labels[k], future.loss_mask[k]
             sizes = self._vocabulary
-            losses.append(self.loss(x, self.output_weight, labels, loss_mask, *sizes, context, scales[k]))
+            given = labels, loss_mask, *sizes, context, scales[k]
+            losses.append(self._by_output(self.loss, x, *given))
         return with_further_losses(loss, sum(losses))
 
     def embed(self, input_ids: Tensor, context: Context) -> Tensor:

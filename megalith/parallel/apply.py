@@ -51,7 +51,7 @@ def apply(
         apply_expert(chunk, mesh, tensor, parallel.moe_token_dispatcher_type)
         apply_fp8(chunk, config, mesh, device, table)
         apply_ping_pong(chunk, parallel, tensor)
-        apply_recompute(chunk, parallel, mesh.tp)
+        apply_recompute(chunk, parallel, mesh.tp, compiles(config, device))
         if compiles(config, device):
             options = {"options": interleaving()} if parallel.overlaps else {}
             for layer in layers_of(chunk).values():

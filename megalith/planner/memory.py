@@ -169,6 +169,8 @@ class StageMemory:
 
         everything = mean()
         saved = inputs * stream / (self.tensor if parallel.distribute_saved_activations else 1)
+        if parallel.recompute_saves_attention:
+            saved += inputs * self.model.num_attention_heads // self.tensor * self.model.head_dim
         saved += whole * everything
         if parallel.recompute_granularity == "selective":
             saved -= max(whole - 1, 0) * (everything - mean(parallel.recompute_modules))

@@ -89,6 +89,9 @@ READ_WITH = {
         ("optim.decoupled_min_lr=1e-5", "optim.decoupled_lr=1e-3"),
     "parallel.data_parallel_sharding_strategy no_shard":
         ("parallel.dp_comm_overlap_bucket_size=9", "parallel.data_parallel_sharding_strategy=no_shard"),
+    "parallel.data_parallel_sharding_strategy optim_grads or optim_grads_params":
+        ("parallel.reduce_scatter_with_fp32_accumulation=true",
+         "parallel.data_parallel_sharding_strategy=optim_grads"),
     "parallel.data_parallel_sharding_strategy optim_grads_params":
         ("parallel.fsdp_unsharded_layers=1", "parallel.data_parallel_sharding_strategy=optim_grads_params"),
     "optim.optimizer_cpu_offload true":

@@ -172,6 +172,16 @@ def gradients(fields: dict, dtype: torch.dtype) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in model.named_parameters()}
 
 
+@pytest.mark.parametrize("ranks, size", [(2, 4097), (8, 2048 * 3)])
+def test_what_ranks_have_sent_is_added_up_in_fp32(ranks, size):
+    sent = torch.randn(ranks, size, device="cuda").bfloat16()
+    found, expected = torch.empty(size, device="cuda"), sent[0].float()
+    for part in sent[1:]:
+        expected += part
+    fused.sum_rows(sent, found)
+    assert torch.equal(found, expected)
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_compiled_layers_have_the_same_gradients_with_and_without(monkeypatch, family, dtype):

@@ -1,10 +1,14 @@
 """Recomputation changes nothing but the memory: every mode gives the gradients of none, dropout on."""
 
 import itertools
+import re
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
 from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Node
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -194,3 +198,44 @@ def test_ranks_keep_a_part_each_of_a_unit_s_input_and_compute_with_all_of_it(poo
         assert parts == [batch * seq * hidden // 2] * 3
         assert held == [False] * 3 and held_whole == [True] * 3
         assert all(torch.equal(one, other) for one, other in zip(gradients, plain, strict=True))
+
+
+def compiled(**parallel) -> tuple[torch.Tensor, dict[str, torch.Tensor], list[str], int]:
+    """Loss and gradients of a Llama whose layers are compiled; the calls of a layer's backward graph, and how many
+    elements it is given."""
+    torch.compiler.reset()
+    graphs = []
+
+    def seen(graph: torch.fx.GraphModule, inputs: list) -> Callable:
+        sizes = [x.numel() for x in inputs if isinstance(x, torch.Tensor) and isinstance(x.numel(), int)]
+        graphs.append(([f"{node.target} {node.args}" for node in graph.graph.nodes], sum(sizes)))
+        return make_boxed_func(graph.forward)
+
+    sizes = dict(num_layers=2, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, num_query_groups=2)
+    config = ModelConfig(**{**PRESETS["llama3-8b"], **sizes, "vocab_size": VOCAB})
+    model = Transformer(config, seed=3).train()
+    initialize(model, config, seed=5)
+    apply_recompute(model, ParallelConfig(**parallel), compiled=True)
+    backend = aot_autograd(
+        fw_compiler=seen, bw_compiler=seen, partition_fn=min_cut_rematerialization_partition
+    )
+    for layer in model.layers.values():
+        layer.compile(fullgraph=True, backend=backend)
+    ids = torch.arange(33).remainder(VOCAB)[None]
+    loss = model(ids[:, :-1], labels=ids[:, 1:])
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}, *graphs[-1]
+
+
+def test_a_compiled_layer_recomputes_what_a_gradient_needs_and_saves_attention_where_asked():
+    """Of its four matmuls, whose gradients are eight, the last is not run again."""
+    full = dict(recompute_granularity="full")
+    plain, again = compiled(), compiled(**full)
+    saving = compiled(**full, recompute_saves_attention=True)
+    for found, matmuls, attends_again in ((plain, 8, False), (again, 8 + 3, True), (saving, 8 + 3, False)):
+        torch.testing.assert_close(found[:2], plain[:2], rtol=1e-5, atol=1e-7)
+        calls = found[2]
+        assert sum(call.startswith("aten.mm.default") for call in calls) == matmuls
+        attention = re.compile(r"flash_attention_for_cpu(\.default|')")  # called, or given to a call
+        assert any(attention.search(call) for call in calls) == attends_again
+    assert again[3] < saving[3] < plain[3]

@@ -1,4 +1,5 @@
-"""Gradients that are made element by element and summed over the tokens for a bias: both in one pass over memory.
+"""Sums over rows in fp32, in one pass over memory: of gradients that are made element by element, over the tokens for a
+bias; and of what several ranks have sent.
 
 A program makes some columns of some rows and sums the columns as it goes; the programs' sums are added afterwards, in
 a fixed order.
@@ -26,6 +27,7 @@ from megalith.ops.kernels.kernel_launch import Launcher
 # Programs in all; ROWS × COLUMNS of a tile; tiles that a program has on their way from memory.
 PROGRAMS, ROWS, COLUMNS, WARPS, STAGES = 1056, 8, 1024, 4, 2
 QKV_PROGRAMS, QKV_ROWS, QKV_COLUMNS, QKV_WARPS, QKV_STAGES = 528, 8, 512, 4, 3
+SUM_ELEMENTS, SUM_WARPS = 2048, 4
 _SLOPE, _CUBIC = tl.constexpr(SLOPE), tl.constexpr(CUBIC)
 _POWER = tl.constexpr(-SLOPE * log2(e))  # of two, for which the device has an instruction
 
@@ -222,3 +224,23 @@ def share_heads(xs: list[Tensor], slot: Tensor, out: Tensor, rank: int, to_heads
         (*widths, groups, size, others + 1, to_heads, HEADS_ROWS, HEADS_COLUMNS),
         HEADS_WARPS,
     )
+
+
+@triton.jit
+def _sum_rows(rows, out, count, ROWS: tl.constexpr, ELEMENTS: tl.constexpr):
+    places = tl.cast(tl.program_id(0), tl.int64) * ELEMENTS + tl.arange(0, ELEMENTS)
+    here = places < count
+    total = tl.load(rows + places, mask=here).to(tl.float32)
+    for row in tl.static_range(1, ROWS):
+        total += tl.load(rows + tl.cast(count, tl.int64) * row + places, mask=here).to(tl.float32)
+    tl.store(out + places, total, mask=here)
+
+
+_launch_sum = Launcher(_sum_rows)
+
+
+def sum_rows(rows: Tensor, out: Tensor) -> None:
+    """out float32 [size] = the sum of the contiguous few rows [number, size], in their order."""
+    number, count = rows.shape
+    grid = (triton.cdiv(count, SUM_ELEMENTS), 1, 1)
+    _launch_sum(grid, (rows, out), (count,), (), (number, SUM_ELEMENTS), SUM_WARPS)
