@@ -1,12 +1,12 @@
 """What fine-tuning costs beside pre-training: `python -m benchmarks.finetune llama3.2-1b`.
 
-In one call and by the same model: pre-training on whole sequences, SFT on packed rows of the same length, GRPO's training
+In one call, by the same model: pre-training on whole sequences, SFT on packed rows of that length, GRPO's training
 phase on packed rollouts from a file, and SFT with one padded sample a row. Samples have lognormal lengths (median 350,
-σ 0.9, cut at 4,096), by a fixed seed. Tokens/s count the samples' tokens and not the padding, so that of packed to padded
-it is also the ratio of samples a second. What padding each batch of eight to its longest sample would reach at
+σ 0.9, cut at 4,096), by a fixed seed. Tokens/s count the samples' tokens and no padding: that of packed to padded
+is the ratio of samples a second too. What padding each batch of eight to its longest sample would reach at
 pre-training's tokens/s is counted, not measured.
 
-`--runs lora` trains adapters (rank 16 on every linear) of the workload's model over random weights, which are written into
+`--runs lora` trains adapters (rank 16 on every linear) of the model over random weights, which are written into
 a Hugging Face folder before; `--peer peft peft-liger` does it by PEFT in the same call, on the same GPU.
 """
 

@@ -6,7 +6,7 @@ tokens with fused AdamW, bf16 compute over fp32 weights and gradient clipping, a
 with a compiled block, PyTorch's attention, and the logits whole; `fsdp2` transformers' model, each layer compiled and
 sharded by fully_shard, in as many processes as torchrun starts; `liger` the same, eager, with liger-kernel's patches of
 Llama (norms, RoPE, SwiGLU, and a loss without whole logits). `--recompute` recomputes every layer of these two.
-`peft` is PEFT's LoRA (rank 16 on every linear, frozen weights in bf16) on transformers' eager model, and `peft-liger` the
+`peft` is PEFT's LoRA (rank 16 on every linear, frozen weights in bf16) on transformers' eager model, `peft-liger` the
 same with liger-kernel.
 """
 

@@ -142,7 +142,13 @@ SET_IN_PARALLEL = {
     "memory/activation_offload.py": {"kept.uses"},
     "parallel_model.py": {"part.balance_scale", "part.future", "part.future.weights", "part.loss_scale"},
     "pipeline/executor.py": {"run.forward", "self.pipeline.timeline"},
-    "shards.py": {"plain.grad", "parameter.grad", "made[parameter].placed"},  # of parameters
+    "shards.py": {
+        "plain.grad",
+        "parameter.grad",
+        "made[parameter].placed",
+        "parameter.data",
+        "parameter.placed",
+    },  # of parameters
 }
 
 

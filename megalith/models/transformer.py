@@ -17,13 +17,13 @@ from megalith.comm.collectives import local
 from megalith.config import ModelConfig
 from megalith.models.layer import normed
 from megalith.models.linear import Linear
-from megalith.models.loss import Objective, with_gradient_times
+from megalith.models.loss import Objective, ask_logprobs
 from megalith.models.mixers import MakeMixer, make_mixer
 from megalith.models.mtp import Future, with_further_losses
 from megalith.models.norm import Norm
 from megalith.models.pass_context import Context, Encoded
 from megalith.models.stack import Stack
-from megalith.ops.cross_entropy import linear_cross_entropy, linear_logits, linear_logprobs
+from megalith.ops.cross_entropy import linear_cross_entropy, linear_logits
 from megalith.ops.dropout import EMBEDDING_OUTPUT, counter_dropout
 
 
@@ -144,9 +144,9 @@ class Transformer(Stack):
         if labels is None:
             return self.logits(x, self.output_weight, *self._vocabulary, context)
         if objective is not None:
-            asked = objective.temperature, objective.needs_entropy
-            found = self.logprobs(x, self.output_weight, labels, *self._vocabulary, context, *asked)
-            loss = with_gradient_times(objective.of(*found), loss_scale)
+            sizes = self._vocabulary
+            found = self.logprobs(x, self.output_weight, labels, *sizes, context, objective, loss_scale)
+            loss = objective.loss(*found, loss_scale)
         else:
             if loss_mask is None:
                 loss_mask = torch.ones_like(labels, dtype=torch.float32)
@@ -227,10 +227,10 @@ def target_logprobs(
     vocab_size: int,
     softcap: float | None,
     context: Context,
-    temperature: float,
-    entropy: bool,
-) -> tuple[Tensor, Tensor | None]:
-    return linear_logprobs(x, weight, targets, vocab_size, softcap, temperature=temperature, entropy=entropy)
+    objective: Objective,
+    scale: Tensor | None = None,  # float32 scalar: of the gradient of its losses; None: 1
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    return ask_logprobs(objective, x, weight, targets, objective.tokens, vocab_size, softcap, scale)
 
 
 def all_logits(x: Tensor, weight: Tensor, vocab_size: int, softcap: float | None, context: Context) -> Tensor:

@@ -18,7 +18,7 @@ from megalith.comm.collectives import Axis, local
 from megalith.config import ParallelConfig, RunConfig
 from megalith.data.batch import Batch
 from megalith.errors import ConfigError
-from megalith.models.loss import CrossEntropy, Loss, MicroBatchMean, with_gradient_times
+from megalith.models.loss import CrossEntropy, Loss, MicroBatchMean
 from megalith.models.own_model import Model
 from megalith.models.pass_context import Context, PassLayout
 from megalith.models.transformer import Transformer
@@ -56,9 +56,8 @@ class Head:
         batch, objective, scale = self.asked.batch, self.asked.objective, self.asked.loss_scale
         if objective is None:
             return vocabulary.loss(hidden, weight, batch.labels, batch.loss_mask, size, None, context, scale)
-        asked = objective.temperature, objective.needs_entropy
-        found = vocabulary.logprobs(hidden, weight, batch.labels, size, None, context, *asked)
-        return with_gradient_times(objective.of(*found), scale)
+        found = vocabulary.logprobs(hidden, weight, batch.labels, size, None, context, objective, scale)
+        return objective.loss(*found, scale)
 
 
 @dataclass
