@@ -145,9 +145,8 @@ SET_IN_PARALLEL = {
     "shards.py": {
         "plain.grad",
         "parameter.grad",
-        "made[parameter].placed",
         "parameter.data",
-        "parameter.placed",
+        "made[parameter].placed",
     },  # of parameters
 }
 
