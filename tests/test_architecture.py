@@ -148,7 +148,12 @@ SET_IN_PARALLEL = {
     },
     "parallel_model.py": {"part.balance_scale", "part.future", "part.future.weights", "part.loss_scale"},
     "pipeline/executor.py": {"run.forward", "self.pipeline.timeline"},
-    "shards.py": {"plain.grad", "parameter.grad", "made[parameter].placed"},  # of parameters
+    "shards.py": {
+        "plain.grad",
+        "parameter.grad",
+        "parameter.data",
+        "made[parameter].placed",
+    },  # of parameters
 }
 
 

@@ -61,6 +61,23 @@ class RunConfig(Section):
         return next((section for section in (self.sft, self.dpo) if section.enabled), None)
 
     @property
+    def rows_at_once(self) -> int:
+        """Rows of data.seq_length tokens in a micro-batch: a pair of preferences is two."""
+        return self.train.micro_batch_size * (2 if self.dpo.enabled else 1)
+
+    @property
+    def keeps_documents_apart(self) -> bool:
+        """Whether rows have documents that attention stays inside of."""
+        packs = self.rl.packing and self.rl.prompts_or_rollouts is not None
+        return self.data.reset_attention_mask or self.chat is not None or packs
+
+    @property
+    def has_reference_model(self) -> bool:
+        """Whether a second model is there beside the one that is trained; with adapters it is that without them."""
+        asks = self.dpo.enabled or (self.rl.prompts_or_rollouts is not None and self.rl.beta > 0)
+        return asks and self.lora.rank is None
+
+    @property
     def run_folder(self) -> str:
         """What holds the run's `checkpoints`: the output folder, or the URL that stands in for it."""
         return self.checkpoint.save or self.train.output_dir

@@ -14,14 +14,20 @@ the model adds losses of its own: the balance of experts, and multi-token predic
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from megalith.ops.cross_entropy import linear_cross_entropy, linear_logits, linear_logprobs
+from megalith.ops.cross_entropy import (
+    TokenLoss,
+    linear_cross_entropy,
+    linear_logits,
+    linear_logprobs,
+    linear_token_losses,
+)
 
 if TYPE_CHECKING:
     from megalith.data.batch import Batch
@@ -56,10 +62,28 @@ class Loss:
     def weights(self, batch: Batch) -> Tensor | None:
         """float32 w [batch, seq], of any sign, where the loss is −Σ w · log-probability; None: it is not linear.
 
-        A linear loss takes one pass over the output matrix where another takes two; `__call__` is not called, unless
-        the temperature is not 1, it needs the entropy, or has a `vocab_size`.
+        A linear loss takes one pass over the output matrix where one of several tokens at once takes two; `__call__` is
+        not called, unless the temperature is not 1, it needs the entropy, or has a `vocab_size`.
         """
         return None
+
+    def tokens(self, batch: Batch) -> dict[str, Tensor] | None:
+        """What `token_losses` reads, [batch, seq] each, where the loss is a sum over tokens; None: it is not.
+
+        Such a loss takes one pass too; in the place of `__call__` come `token_losses` and `observe`. `batch` is on the
+        model's device.
+        """
+        return None
+
+    def token_losses(self, logprobs: Tensor, entropy: Tensor | None, tokens: Mapping[str, Tensor]) -> Tensor:
+        """Each token's loss, float32 of the shape of the arguments: any of the micro-batch's tokens, in any order.
+
+        A token's depends on its own entries alone.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has tokens but no token_losses")
+
+    def observe(self, logprobs: Tensor, entropy: Tensor | None, batch: Batch) -> None:
+        """Sees what `token_losses` was given, of the whole micro-batch and without a gradient: for figures."""
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: Batch) -> Tensor:
         """The micro-batch's sum, a float32 scalar with a gradient.
@@ -94,12 +118,45 @@ class MicroBatchMean(CrossEntropy):
 class Objective:
     """A loss with its micro-batch, as a pass through the model takes it."""
 
-    of: Callable[
-        [Tensor, Tensor | None], Tensor
-    ]  # (logprobs, entropy) of this rank's tokens -> float32 scalar
+    of: Callable[[Tensor, Tensor | None], Tensor | None]
+    """(logprobs, entropy) of this rank's tokens -> float32 scalar; with `tokens` it is told them, and gives nothing."""
     temperature: float = 1.0
     needs_entropy: bool = False
     vocab_size: int | None = None
+    token_losses: TokenLoss | None = None
+    tokens: Mapping[str, Tensor] = field(default_factory=dict)
+    """This rank's, as its labels, of a loss that is a sum over tokens."""
+
+    def loss(
+        self, logprobs: Tensor, entropy: Tensor | None, loss: Tensor | None, scale: Tensor | None
+    ) -> Tensor:
+        """The float32 scalar, from what a pass over the output matrix found; `loss` is the sum of `token_losses`, with
+        its gradient times `scale`."""
+        if loss is None:
+            return with_gradient_times(self.of(logprobs, entropy), scale)
+        self.of(logprobs, entropy)
+        return loss
+
+
+def ask_logprobs(
+    objective: Objective,
+    hidden: Tensor,  # [..., hidden]
+    weight: Tensor,  # [padded vocab or this rank's rows, hidden]
+    targets: Tensor,  # int64 [...] or [..., k]
+    tokens: Mapping[str, Tensor],  # those of the objective, as the targets stand here
+    vocab_size: int,
+    softcap: float | None,
+    scale: Tensor | None,
+    **shard,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """What an objective asks of the output matrix: log-probabilities, entropies, and a sum of losses if it is one."""
+    asked = dict(temperature=objective.temperature, entropy=objective.needs_entropy, **shard)
+    sizes = (min(vocab_size, objective.vocab_size or vocab_size), softcap)
+    if objective.token_losses is None:
+        return *linear_logprobs(hidden, weight, targets, *sizes, **asked), None
+    of = objective.token_losses
+    loss, *found = linear_token_losses(hidden, weight, targets, of, tokens, *sizes, scale, **asked)
+    return *found, loss
 
 
 def with_gradient_times(loss: Tensor, scale: Tensor | None) -> Tensor:
@@ -138,10 +195,10 @@ def target_logprobs(
     vocab_size: int,
     softcap: float | None,
     context: Context,
-    temperature: float,
-    entropy: bool,
-) -> tuple[Tensor, Tensor | None]:
-    return linear_logprobs(x, weight, targets, vocab_size, softcap, temperature=temperature, entropy=entropy)
+    objective: Objective,
+    scale: Tensor | None = None,  # float32 scalar: of the gradient of its losses; None: 1
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    return ask_logprobs(objective, x, weight, targets, objective.tokens, vocab_size, softcap, scale)
 
 
 def all_logits(x: Tensor, weight: Tensor, vocab_size: int, softcap: float | None, context: Context) -> Tensor:

@@ -23,7 +23,7 @@ from megalith.comm.collectives import local
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
 from megalith.models.linear import MLP, Linear
-from megalith.models.loss import Objective, all_logits, sum_of_losses, target_logprobs, with_gradient_times
+from megalith.models.loss import Objective, all_logits, sum_of_losses, target_logprobs
 from megalith.models.mixers import MakeMixer, make_mixer
 from megalith.models.mixers.attention import CrossAttention
 from megalith.models.moe import MoE
@@ -392,11 +392,9 @@ class Transformer(Stack):
         if labels is None:
             return self._by_output(self.logits, x, *self._vocabulary, context)
         if objective is not None:
-            asked = objective.temperature, objective.needs_entropy
-            size, softcap = self._vocabulary
-            size = min(size, objective.vocab_size or size)
-            found = self._by_output(self.logprobs, x, labels, size, softcap, context, *asked)
-            loss = with_gradient_times(objective.of(*found), loss_scale)
+            sizes = self._vocabulary
+            found = self._by_output(self.logprobs, x, labels, *sizes, context, objective, loss_scale)
+            loss = objective.loss(*found, loss_scale)
         else:
             if loss_mask is None:
                 loss_mask = torch.ones_like(labels, dtype=torch.float32)

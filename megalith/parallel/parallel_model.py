@@ -21,7 +21,7 @@ from megalith.config import ParallelConfig, RunConfig
 from megalith.data.batch import Batch
 from megalith.errors import ConfigError
 from megalith.hardware import to_device
-from megalith.models.loss import CrossEntropy, Loss, MicroBatchMean, Objective, with_gradient_times
+from megalith.models.loss import CrossEntropy, Loss, MicroBatchMean, Objective
 from megalith.models.mtp import Future, future_of
 from megalith.models.own_model import Model
 from megalith.models.pass_context import Context, PassLayout
@@ -69,10 +69,8 @@ class Head:
         batch, objective, scale = self.asked.batch, self.asked.objective, self.asked.loss_scale
         if objective is None:
             return vocabulary.loss(hidden, weight, batch.labels, batch.loss_mask, size, None, context, scale)
-        asked = objective.temperature, objective.needs_entropy
-        size = min(size, objective.vocab_size or size)
-        found = vocabulary.logprobs(hidden, weight, batch.labels, size, None, context, *asked)
-        return with_gradient_times(objective.of(*found), scale)
+        found = vocabulary.logprobs(hidden, weight, batch.labels, size, None, context, objective, scale)
+        return objective.loss(*found, scale)
 
 
 @dataclass
@@ -356,21 +354,35 @@ class ParallelModel:
     def _part(self, batch: Batch, loss: Loss) -> RankBatch:
         weights, objective = loss.weights(batch), None
         if weights is None or loss.temperature != 1 or loss.needs_entropy or loss.vocab_size:
+            batch, asked = batch.to(self.device), (loss.temperature, loss.needs_entropy, loss.vocab_size)
             weights = batch.loss_mask
-            of = partial(self._objective, loss, batch)
-            objective = Objective(of, loss.temperature, loss.needs_entropy, loss.vocab_size)
+            if (tokens := loss.tokens(batch)) is None:
+                objective = Objective(partial(self._objective, loss, batch), *asked)
+            else:
+                of = partial(self._observed, loss, batch)
+                objective = Objective(of, *asked, loss.token_losses, tokens)
         given = replace(batch, labels=loss.targets(batch), loss_mask=weights)
-        part = RankBatch(*shard_batch(given, self.mesh.cp), objective)
+        own, places = shard_batch(given, self.mesh.cp)
+        if objective is not None and self.mesh.cp.size > 1:
+            objective = replace(
+                objective, tokens={name: x[:, places] for name, x in objective.tokens.items()}
+            )
+        part = RankBatch(own, places, objective)
         if layers := self.spec.further_layers:
             future = future_of(batch.labels, batch.loss_mask, batch.document_ends, layers)
             part.future = future.at(part.places)
         return part
 
+    def _observed(self, loss: Loss, batch: Batch, logprobs: Tensor, entropy: Tensor | None) -> None:
+        cp = self.mesh.cp
+        entropy = None if entropy is None else unshard_alike(entropy, cp)
+        loss.observe(unshard_alike(logprobs, cp), entropy, batch)
+
     def _objective(self, loss: Loss, batch: Batch, logprobs: Tensor, entropy: Tensor | None) -> Tensor:
         """Every context-parallel rank computes the loss of whole sequences, and the first one counts it."""
         cp = self.mesh.cp
         entropy = None if entropy is None else unshard_alike(entropy, cp)
-        total = loss(unshard_alike(logprobs, cp), entropy, batch.to(self.device))
+        total = loss(unshard_alike(logprobs, cp), entropy, batch)
         return total if cp.rank == 0 else total - total.detach()
 
     def _denominators(self, loss: Loss, micro_batches: Sequence[Batch], parts: list[RankBatch]) -> Tensor:
@@ -380,7 +392,7 @@ class ParallelModel:
             if self.mesh.cp.rank == 0:  # it is of whole sequences
                 own[0] += float(loss.denominator(batch))
             if part.future is not None:
-                own[1:] += part.future.loss_mask.sum((-2, -1), dtype=torch.float64)
+                own[1:] += part.future.loss_mask.sum((-2, -1), dtype=torch.float64).cpu()
         return loss_denominators(own, self.mesh.dp_cp, self.device)
 
     def _on_device(self, parts: list[RankBatch], factor: Tensor | None) -> Tensor:

@@ -34,8 +34,8 @@ SEAMS: dict[type[nn.Module], dict[str, str]] = {
     },
     Transformer: {
         "loss": "the tokens' losses: (x, weight, labels, loss_mask, vocab_size, softcap, context, scale) → their sum",
-        "logprobs": "the targets' log-probabilities: (x, weight, targets, vocab_size, softcap, context, temperature, "
-        "entropy) → [batch, seq] or [batch, seq, k], and the entropies",
+        "logprobs": "the targets' log-probabilities: (x, weight, targets, vocab_size, softcap, context, objective, "
+        "scale) → [batch, seq] or [batch, seq, k], the entropies, and the sum of the objective's losses of tokens",
         "logits": "every entry's logits: (x, weight, vocab_size, softcap, context) → [batch, seq, vocab]",
         "output_layer": "None where another pipeline stage has it",
         "partial_gradients": "names of the parameters of which a rank's gradient is a part of a sum over tp",

@@ -109,9 +109,10 @@ class StageMemory:
         trained = (
             self.adapters / self.shards if self.adapters else state
         )  # adapters alone, where there are any
+        models = 2 if self.config.has_reference_model else 1
         rows = -(-self.model.padded_vocab_size // self.tensor)
         head = rows * self.model.hidden_size if self.head else 0
-        tokens = train.micro_batch_size * self.config.data.seq_length // self.context
+        tokens = self.config.rows_at_once * self.config.data.seq_length // self.context
         logits = min(tokens * rows, LOGITS_AT_ONCE) if self.head else 0
         offloaded = optim.optimizer_offload_fraction if optim.optimizer_cpu_offload else 0.0
         moments = OPTIMIZER_BYTES.get(optim.optimizer, 8) * trained
@@ -124,7 +125,7 @@ class StageMemory:
             + self._gradients(self.experts, self.experts, self.expert_shards)
         )
         return MemoryEstimate(
-            weights=int(MASTER_BYTES * (state + self.adapters / self.shards)),
+            weights=int(MASTER_BYTES * (models * state + self.adapters / self.shards)),
             compute_copy=self._copies() + (0 if train.precision == "fp32" else width * head),
             gradients=gradients if self.accumulates else max(gradients - activations - loss, 0),
             optimizer=int(moments * (1 - offloaded)),
@@ -186,8 +187,8 @@ class StageMemory:
         that torch's own function, which alone has attention dropout, keeps bias, keys and values of every layer. A
         ring has masks of its blocks alone.
         """
-        model, width, documents = self.model, self.width, self.config.data.reset_attention_mask
-        sequences, seq = self.config.train.micro_batch_size, self.config.data.seq_length
+        model, width, documents = self.model, self.width, self.config.keeps_documents_apart
+        sequences, seq = self.config.rows_at_once, self.config.data.seq_length
         windowed = sum((window or seq) < seq for window in model.windows)
         exchanged = self.context == 1 or self.parallel.cp_exchange == "a2a"
         makes_mask = width == MASTER_BYTES or (model.attention_dropout if exchanged else windowed)

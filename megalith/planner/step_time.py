@@ -147,7 +147,7 @@ class _Model:
         self.tensor, self.context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
         self.sequence = self.tensor if parallel.sequence_parallel else 1
         self.dp = data_parallel_size(parallel, world_size)
-        self.tokens = train.micro_batch_size * config.data.seq_length // self.context
+        self.tokens = config.rows_at_once * config.data.seq_length // self.context
         self.width = COMPUTE_BYTES[train.precision]
         self.streams = rates.memory * GIGA * STREAMS
         self.fsdp = parallel.data_parallel_sharding_strategy != "no_shard" and self.dp * self.context > 1

@@ -250,3 +250,18 @@ def test_fp8_saves_a_byte_of_what_matrices_take_and_of_weights():
         expected(model, devices=2, parallel=sharded, train=hybrid).compute_copy
         == expected(model, devices=2, parallel=sharded).compute_copy
     )
+
+
+def test_pairs_of_preferences_are_two_rows_and_their_reference_a_second_model():
+    data = dict(mock=False, data_path="x")
+
+    def found(**sections):
+        return expected(ONE_LAYER | dict(attention_dropout=0.0), data=data, **sections)
+
+    plain, pairs = found(), found(dpo=dict(enabled=True))
+    assert (pairs.activations, pairs.weights) == (2 * plain.activations, 2 * plain.weights)
+    adapted = found(dpo=dict(enabled=True), lora=dict(rank=4))
+    assert adapted.weights == found(lora=dict(rank=4)).weights
+    rollouts = found(rl=dict(rollouts="x", beta=0.1))
+    assert (rollouts.activations, rollouts.weights) == (plain.activations, 2 * plain.weights)
+    assert found(rl=dict(rollouts="x")) == plain

@@ -43,13 +43,14 @@ from megalith.comm.collectives import (
 )
 from megalith.errors import ConfigError
 from megalith.models.adapters import ADAPTER
+from megalith.models.loss import Objective, ask_logprobs
 from megalith.models.mixers.attention import Attention, CrossAttention, Heads, SelfAttention
 from megalith.models.mixers.mla import LatentAttention
 from megalith.models.moe import GroupedLinear
 from megalith.models.norm import HeadsNorm
 from megalith.models.pass_context import Context, PassLayout
 from megalith.models.transformer import Transformer, layers_of, stacks_of
-from megalith.ops.cross_entropy import linear_cross_entropy, linear_logits, linear_logprobs, softcapped
+from megalith.ops.cross_entropy import linear_cross_entropy, linear_logits, softcapped
 from megalith.ops.gemm import DeferredWgrad, Gemm, Operand, has_wgrad, linear
 from megalith.parallel.seams import plug, replace_parameter
 
@@ -436,25 +437,18 @@ class VocabParallel:
         vocab_size: int,
         softcap: float | None,
         context: Context,
-        temperature: float,
-        entropy: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """As `megalith.ops.cross_entropy.linear_logprobs`, the same on every rank, in the sequences' order."""
-        layout = context.layout
-        found = linear_logprobs(
-            self.tensor.gather(hidden, context),
-            weight,
-            self.tensor.in_shares(targets, layout),
-            vocab_size,
-            softcap,
-            temperature=temperature,
-            entropy=entropy,
-            axis=self.axis,
-            first=self.first,
-            rows=self.rows,
+        objective: Objective,
+        scale: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """As `megalith.models.loss.ask_logprobs`, the same on every rank, in the sequences' order."""
+        layout, shard = context.layout, dict(axis=self.axis, first=self.first, rows=self.rows)
+        tokens = {name: self.tensor.in_shares(x, layout) for name, x in objective.tokens.items()}
+        hidden, targets = self.tensor.gather(hidden, context), self.tensor.in_shares(targets, layout)
+        *found, loss = ask_logprobs(
+            objective, hidden, weight, targets, tokens, vocab_size, softcap, scale, **shard
         )
         ordered = [None if x is None else self.tensor.in_order(x, layout, context.batch) for x in found]
-        return ordered[0], ordered[1]
+        return ordered[0], ordered[1], loss
 
     def logits(
         self, x: Tensor, weight: Tensor, vocab_size: int, softcap: float | None, context: Context
