@@ -44,12 +44,20 @@ def run_config(source: Path, output: Path, parallel: dict | None = None, **secti
     return RunConfig.from_tree(tree)
 
 
-TENSORS_OF_THEIR_OWN = [name for name in CASES if "rope" not in name]  # the others have Llama's
-
-
-READ = [(name, "tp2-pp2") for name in TENSORS_OF_THEIR_OWN] + [
-    (name, "tp2-sp-dp2-zero3") for name in ("gpt2", "llama, biases", "qwen3")
+# One folder of each way that tensors are stored and cut: the families' names and orders test_import_export.py shows.
+STORED = [
+    "gpt2, untied",  # queries, keys and values in one transposed tensor, biases
+    "bloom",  # those of a head beside each other
+    "qwen3",  # grouped heads with norms
+    "gemma2",  # four norms a layer, tied
+    "olmo2",  # norms across the heads, which are cut
+    "phi3, window",  # gate and up in one tensor
+    "mixtral",  # a tensor an expert
+    "falcon, new decoder",  # those of a group beside each other
+    "falcon, multi-query",  # one head of keys and values, which two ranks have
+    "deepseek-v3",  # latent attention, a dense layer, shared experts
 ]
+READ = [(name, "tp2-pp2") for name in STORED] + [("llama, biases", "tp2-sp-dp2-zero3")]
 
 
 @pytest.fixture(scope="module")

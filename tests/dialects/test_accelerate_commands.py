@@ -2,11 +2,11 @@
 
 import os
 import socket
-import subprocess
 import sys
 from pathlib import Path
 
 import accelerate_script
+import forked
 import pytest
 import torch
 import yaml
@@ -55,10 +55,10 @@ def launched(folder, *words):
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
-    words = [sys.executable, "-m", *words[0].split(), "--main_process_port", port, *words[1:], str(folder)]
+    words = ["-m", *words[0].split(), "--main_process_port", port, *words[1:], str(folder)]
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE", "MEGATRON", "RANK"))}
     clean |= {"OMP_NUM_THREADS": "1", "HF_HOME": str(folder)}
-    done = subprocess.run(words, capture_output=True, text=True, env=clean)
+    done = forked.run(words, clean)
     found = [line for line in done.stdout.splitlines() if line.startswith("result")]
     assert len(found) == 1, done.stdout + done.stderr
     return found[0].split()

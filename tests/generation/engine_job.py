@@ -16,7 +16,7 @@ from megalith.parallel.mesh import build_mesh
 from megalith.training.own_loop import parallelize
 
 PROMPTS = [[5, 9, 2], [7, 1, 4, 4, 11, 80], [3]]
-SAMPLING = Sampling(max_new_tokens=12, temperature=1.3, seed=3, top_p=0.97)
+SAMPLING = Sampling(max_new_tokens=4, temperature=1.3, seed=3, top_p=0.97)
 EXPERTS = dict(num_experts=4, moe_ffn_hidden_size=32, moe_router_topk=2, moe_shared_expert_intermediate_size=32,
                moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True)  # fmt: skip
 

@@ -162,11 +162,11 @@ def alone(kind: str) -> RunConfig:
 
 
 CASES = {
-    "gated": ["tp2-sp-pp2", "tp4", "dp4-zero3-hybrid"],
-    "experts": ["ep2-dp4-zero3", "tp2-sp-etp2-ep2"],
+    "gated": ["tp2-sp-pp2", "dp4-zero3-hybrid"],
+    "experts": ["tp2-sp-etp2-ep2"],
     "latent": ["tp2-sp-dp2-zero3"],
 }
-MORE = {"gated": ["tp2-dp2-zero2", "cp2-dp2-zero2"], "experts": ["tp2-dp2"]}
+MORE = {"gated": ["tp4", "tp2-dp2-zero2", "cp2-dp2-zero2"], "experts": ["ep2-dp4-zero3", "tp2-dp2"]}
 
 
 @pytest.mark.parametrize(
