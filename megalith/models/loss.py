@@ -119,7 +119,7 @@ class Objective:
     """A loss with its micro-batch, as a pass through the model takes it."""
 
     of: Callable[[Tensor, Tensor | None], Tensor | None]
-    """(logprobs, entropy) of this rank's tokens -> float32 scalar; with `tokens` it is told them, and gives nothing."""
+    """(logprobs, entropy) of this rank's tokens -> float32 scalar; None where there are `tokens`: it makes figures."""
     temperature: float = 1.0
     needs_entropy: bool = False
     vocab_size: int | None = None
