@@ -43,7 +43,8 @@ def flags_of_yaml(path: Path) -> list[str] | None:
     words: list[str] = []
     for flag, value in given.items():
         if value is not False and value is not None:
-            words += [flag] if value is True else [flag, *shlex.split(str(value))]
+            # "[a b]" is how these files write several words
+            words += [flag] if value is True else [flag, *shlex.split(str(value).strip("[]"))]
     return words
 
 

@@ -6,6 +6,8 @@ tokens with fused AdamW, bf16 compute over fp32 weights and gradient clipping, a
 with a compiled block, PyTorch's attention, and the logits whole; `fsdp2` transformers' model, each layer compiled and
 sharded by fully_shard, in as many processes as torchrun starts; `liger` the same, eager, with liger-kernel's patches of
 Llama (norms, RoPE, SwiGLU, and a loss without whole logits). `--recompute` recomputes every layer of these two.
+`peft` is PEFT's LoRA (rank 16 on every linear, frozen weights in bf16) on transformers' eager model, `peft-liger` the
+same with liger-kernel.
 """
 
 from __future__ import annotations
@@ -15,10 +17,12 @@ import json
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
+import yaml
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn import functional as F
@@ -43,25 +47,23 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--warmup", type=int, default=10)
     parser.add_argument("--recompute", action="store_true")
+    parser.add_argument("--set", nargs="*", default=[], metavar="section.key=value", help="of model and data")
     args = parser.parse_args()
     workload = WORKLOADS[args.workload]
-    config = RunConfig.from_tree(
-        {"model": {"vocab_size": 50257, **workload["model"]}, "data": {"seq_length": workload["seq_length"]}}
-    ).model
+    run = model_run(args.workload, args.set)
+    config, seq_length = run.model, run.data.seq_length
     device = begin_processes()
     synchronize = torch.cuda.synchronize if device == "cuda" else lambda: None
     began = time.perf_counter()
-    loss_of, model = PEERS[args.peer](config, workload["seq_length"], device)
+    loss_of, model = PEERS[args.peer](config, seq_length, device)
     if args.recompute:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    parameters = list(model.parameters())
+    parameters = [each for each in model.parameters() if each.requires_grad]
     optimizer = torch.optim.AdamW(parameters, lr=1e-4, fused=True)
     times = []
     rows = (args.batch or workload["batch"]) // args.micro_batches
     for step in range(args.steps):
-        ids = torch.randint(
-            config.vocab_size, (args.micro_batches, rows, workload["seq_length"] + 1), device=device
-        )
+        ids = torch.randint(config.vocab_size, (args.micro_batches, rows, seq_length + 1), device=device)
         synchronize()
         start = time.perf_counter()
         for micro_batch in ids:
@@ -77,7 +79,7 @@ def main() -> None:
     time_ms = statistics.median(times[args.warmup :])
     found = {
         "step_time_ms": time_ms,
-        "tokens_per_second_per_device": args.micro_batches * rows * workload["seq_length"] / time_ms * 1e3,
+        "tokens_per_second_per_device": args.micro_batches * rows * seq_length / time_ms * 1e3,
         "max_memory_gb": torch.cuda.max_memory_allocated() / 1e9 if device == "cuda" else None,
         "first_step_s": first,
     }
@@ -85,6 +87,16 @@ def main() -> None:
         print(json.dumps(found), flush=True)
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+def model_run(workload: str, settings: Sequence[str]) -> RunConfig:
+    """The model and the sequence length of a workload, with `section.key=value` in their place."""
+    given = {name: yaml.safe_load(value) for name, _, value in (each.partition("=") for each in settings)}
+    own = WORKLOADS[workload]
+    model = {"vocab_size": 50257, **own["model"]}
+    return RunConfig.from_tree({"model": model, "data": {"seq_length": own["seq_length"]}}).with_settings(
+        given
+    )
 
 
 def begin_processes() -> str:
@@ -107,13 +119,13 @@ def under_autocast(
     return autocast
 
 
-def build_hugging_face(config: ModelConfig, device: str) -> nn.Module:
+def build_hugging_face(config: ModelConfig, device: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     settings = AutoConfig.for_model(**family_for(config).write_config(config))
     settings.use_cache = False
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(settings, attn_implementation="sdpa").train()
+        return AutoModelForCausalLM.from_config(settings, attn_implementation="sdpa", dtype=dtype).train()
 
 
 def loss_by_logits(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
@@ -147,6 +159,24 @@ def liger(config: ModelConfig, seq_length: int, device: str) -> Peer:
         return model(input_ids=tokens, labels=tokens, shift_labels=labels, use_cache=False).loss
 
     return loss, model
+
+
+def peft(config: ModelConfig, seq_length: int, device: str, patched: bool = False) -> Peer:
+    from peft import LoraConfig, get_peft_model
+
+    if patched:
+        from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+        apply_liger_kernel_to_llama()
+    adapters = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    model = get_peft_model(build_hugging_face(config, device, torch.bfloat16), adapters)
+    if not patched:
+        return under_autocast(loss_by_logits(model), device), model
+
+    def loss(tokens: Tensor, labels: Tensor) -> Tensor:
+        return model(input_ids=tokens, labels=tokens, shift_labels=labels, use_cache=False).loss
+
+    return under_autocast(loss, device), model
 
 
 def sharded(model: nn.Module) -> nn.Module:
@@ -202,7 +232,14 @@ def plain(config: ModelConfig, seq_length: int, device: str) -> Peer:
     return under_autocast(model, device), model
 
 
-PEERS = {"hf": hugging_face, "plain": plain, "fsdp2": fsdp2, "liger": liger}
+PEERS = {
+    "hf": hugging_face,
+    "plain": plain,
+    "fsdp2": fsdp2,
+    "liger": liger,
+    "peft": peft,
+    "peft-liger": partial(peft, patched=True),
+}
 
 if __name__ == "__main__":
     main()

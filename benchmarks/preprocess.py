@@ -5,14 +5,17 @@
 The text is the standard library corpus, repeated; the tokenizer is trained on it. The bar is the library's
 `encode_batch_fast` on texts already in memory, with as many threads as there are workers, its encodings
 thrown away. Against it stands the whole of `preprocess`: starting the workers, reading, parsing, encoding,
-and writing the dataset. The two run in turn, and each ratio is the median over the turns: of the time on the
-clock, which needs an idle machine, and of the processor time, which other programs disturb less.
+and writing the dataset; and Megatron-LM's way, a pool of processes that encode a document at a time, handed
+out by 25, one process writing what they return. They run in turn, and each ratio is the median over the
+turns: of the time on the clock, which needs an idle machine, and of the processor time, which other programs
+disturb less.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import statistics
 import subprocess
@@ -22,7 +25,11 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+from tokenizers import Tokenizer
+
 from benchmarks.text import tokenizer_of, write_text
+from megalith.data.indexed import IndexedWriter
 from megalith.data.preprocessing.preprocess import preprocess
 
 
@@ -47,21 +54,25 @@ def main() -> None:
         folder = Path(name)
         text, size = write_text(folder, args.megabytes)
         tokens = preprocess([text], folder / "count", tokenizer_of(folder), show_progress=False).tokens
-        clock, processor = [], []
+        clock, processor, one_at_a_time = [], [], []
         for turn in range(1, args.repeats + 1):
             library = run_library(folder, args.workers)
             ours = run_preprocess(folder, args.workers)
             clock.append(library.clock / ours.clock)
             processor.append(library.processor / ours.processor)
+            megatron = run_one_document_at_a_time(folder, args.workers)
+            one_at_a_time.append(megatron.clock / ours.clock)
             print(
                 f"turn {turn}: encode_batch_fast {rates(size, tokens, library)}; "
-                f"preprocess {rates(size, tokens, ours)}; ratio {clock[-1]:.3f} ({processor[-1]:.3f})",
+                f"preprocess {rates(size, tokens, ours)}; ratio {clock[-1]:.3f} ({processor[-1]:.3f}); "
+                f"a document at a time {rates(size, tokens, megatron)}",
                 flush=True,
             )
         print(
             f"{size / 1e6:.0f} MB of text, {tokens:,} tokens, {args.workers} cores: preprocess reaches "
             f"{statistics.median(clock):.3f} of the library's speed by the clock and "
-            f"{statistics.median(processor):.3f} by processor time (medians of {args.repeats})"
+            f"{statistics.median(processor):.3f} by processor time, and {statistics.median(one_at_a_time):.2f} × "
+            f"that of a pool that encodes a document at a time (medians of {args.repeats})"
         )
 
 
@@ -75,8 +86,6 @@ def run_library(folder: Path, threads: int) -> Seconds:
 
 def library_seconds(folder: Path) -> Seconds:
     """What the library takes to encode the texts, loading not counted, in batches of 1,000 texts."""
-    from tokenizers import Tokenizer
-
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     with open(folder / "text.jsonl", encoding="utf-8") as file:
         texts = [json.loads(line)["text"] for line in file]
@@ -100,6 +109,34 @@ def run_preprocess(folder: Path, workers: int) -> Seconds:
     )
     processor = sum(after - start for after, start in zip(os.times()[:4], before[:4]))  # and the children's
     return Seconds(summary.seconds, processor)
+
+
+def run_one_document_at_a_time(folder: Path, workers: int) -> Seconds:
+    before, start = os.times(), time.perf_counter()
+    with (
+        IndexedWriter(folder / "megatron", np.dtype(np.uint16), overwrite=True) as writer,
+        multiprocessing.Pool(workers, start_worker, (folder,)) as pool,
+        open(folder / "text.jsonl", encoding="utf-8") as file,
+    ):
+        for ids in pool.imap(encode_line, file, 25):
+            writer.add_documents(np.array(ids, np.uint16), np.array([len(ids)]))
+        pool.close()
+        pool.join()
+    processor = sum(after - start for after, start in zip(os.times()[:4], before[:4]))
+    return Seconds(time.perf_counter() - start, processor)
+
+
+def start_worker(folder: Path) -> None:
+    global _tokenizer
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"
+    _tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+
+def encode_line(line: str) -> list[int]:
+    return _tokenizer.encode(json.loads(line)["text"], add_special_tokens=False).ids
+
+
+_tokenizer: Tokenizer  # of a worker process
 
 
 def rates(size: int, tokens: int, seconds: Seconds) -> str:

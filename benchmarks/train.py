@@ -50,6 +50,7 @@ WORKLOADS: dict[str, dict[str, Any]] = {
     "gpt2-large":         dict(model=dict(_LARGE, **_NO_DROPOUT), seq_length=1024, precision="bf16", batch=32),
     "gpt2-large-dropout": dict(model=_LARGE, seq_length=1024, precision="fp16", batch=32),
     "llama3-8b":          dict(model=_LLAMA, seq_length=8192, precision="bf16", batch=2),
+    "llama3.2-1b":        dict(model=dict(_LLAMA, preset="llama3.2-1b"), seq_length=4096, precision="bf16", batch=32),
     "qwen3-30b-a3b":      dict(model=_QWEN3_MOE, seq_length=4096, precision="bf16", batch=2),
     "deepseek-v2-lite":   dict(model=_DEEPSEEK, seq_length=4096, precision="bf16", batch=4),
 }
@@ -103,6 +104,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {  # processes, sequences of a micro-batch 
                         data_parallel_sharding_strategy="optim_grads_params")),
 }
 # fmt: on
+PEERS = ("hf", "plain", "fsdp2", "liger", "peft", "peft-liger")
 FIGURES = ("step_time_ms", "tokens_per_second_per_device", "tflops_per_device", "mfu", "max_memory_gb")
 KERNELS = 14  # rows of --kernels
 REAL_MEGABYTES = 128  # of text; their tokens take about half of it
@@ -132,7 +134,7 @@ def main() -> None:
     parser.add_argument(
         "--real", type=int, nargs="?", const=REAL_MEGABYTES, metavar="MB", help="of text (default: %(const)s)"
     )
-    parser.add_argument("--peer", choices=("hf", "plain", "fsdp2", "liger"), nargs="+", default=[])
+    parser.add_argument("--peer", choices=PEERS, nargs="+", default=[])
     parser.add_argument("--results", type=Path)
     parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value", help="further settings")
     args = parser.parse_args()
@@ -182,12 +184,22 @@ def compare(mock: dict[str, Any], real: dict[str, Any]) -> None:
         )
 
 
-def measure(args: argparse.Namespace, layout: str, data: dict[str, Any]) -> dict[str, Any]:
-    """The figures of one run, or under `failed` the end of what it printed."""
+def measure(
+    args: argparse.Namespace,
+    layout: str,
+    data: dict[str, Any],
+    program: str = "train",
+    sections: dict[str, dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """The figures of one run of `megalith PROGRAM`, or under `failed` the end of what it printed. `sections` are
+    laid over those of the workload's run file."""
     with tempfile.TemporaryDirectory() as folder:
         run_file, output = Path(folder) / "run.yaml", Path(folder) / "run"
-        run_file.write_text(yaml.safe_dump(run_tree(args, layout, data, folder)))
-        command = [sys.executable, "-m", "megalith.cli", "train", str(run_file)]
+        tree = run_tree(args, layout, data, folder)
+        for name, section in (sections or {}).items():
+            tree[name] = {**tree.get(name, {}), **section}
+        run_file.write_text(yaml.safe_dump(tree))
+        command = [sys.executable, "-m", "megalith.cli", program, str(run_file)]
         command += ["--nproc", str(LAYOUTS[layout]["processes"]), *(f"--{o}" for o in args.set)]
         returncode, printed = run_to_end(command, Path(folder) / "printed.txt")
         metrics = output / "metrics.jsonl"
@@ -258,6 +270,10 @@ def measure_peer(args: argparse.Namespace, peer: str) -> dict[str, Any]:
     command = [sys.executable, "-m", *several, "benchmarks.peers", peer, args.workload]
     command += ["--steps", str(args.steps), "--warmup", str(args.warmup), "--batch", str(batch)]
     command += ["--micro-batches", str(max(1, batch // micro))]
+    command += [
+        "--set",
+        *(setting for setting in args.set if setting.startswith(("model.", "data.seq_length"))),
+    ]
     if "full" in (
         given.get("parallel.recompute_granularity"),
         LAYOUTS[last]["parallel"].get("recompute_granularity"),

@@ -28,6 +28,9 @@ TERMS = {  # a homemade word, as a regular expression: the field's term
     r"in the shadow of": "overlapped with",
     r"all the others' beats?|life signs?": "heartbeat",
     r"multi-token layers?": "MTP layer",
+    r"megalith_direct": "copy engine",
+    r"wide_product": "matmul",
+    r"has_places": "position_ids",
 }
 COMMAND = re.compile(r"^(?:\$ )?megalith (.*)$", re.MULTILINE)
 FILE = re.compile(r"\b(?:megalith|tests|benchmarks|examples|docs)/[\w/.-]*\.(?:py|yaml|md)\b")

@@ -12,8 +12,7 @@ from torch import Tensor
 from megalith.config import ModelConfig
 from megalith.data.batch import Batch
 from megalith.models.pass_context import Encoded
-from megalith.models.stack import Stack
-from megalith.models.transformer import Transformer
+from megalith.models.transformer import Stack, Transformer
 
 
 @dataclass

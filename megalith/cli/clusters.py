@@ -39,7 +39,7 @@ def doctor(args: Arguments) -> int:
     import torch
 
     from megalith.report import doctor as checks
-    from megalith.report.device_checks import device_checks
+    from megalith.report.gpu_health import device_checks
 
     found: list[Check] = []
     gpus = torch.cuda.device_count()

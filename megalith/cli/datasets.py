@@ -63,7 +63,7 @@ def add_tokenizer_train_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_tokenizer_train(args: argparse.Namespace) -> int:
-    from megalith.data.tokenizers.train_tokenizer import train_tokenizer
+    from megalith.data.tokenizers.huggingface import train_tokenizer
 
     start = time.monotonic()
     summary = train_tokenizer(
@@ -127,7 +127,7 @@ def add_preprocess_arguments(parser: argparse.ArgumentParser) -> None:
         "--workers",
         type=int,
         metavar="N",
-        help="encoding processes (default: all cores; 0: none but this one)",
+        help="cores that encode (default: all; 0: this thread alone)",
     )
     parser.add_argument(
         "--on-error",

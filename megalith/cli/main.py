@@ -99,10 +99,10 @@ def accelerate(words: list[str]) -> int:
 def build_parser() -> argparse.ArgumentParser:
     """Every subcommand with its options. Those that read their own, like `train`, are listed here alone."""
     from megalith.cli import clusters, conversion, datasets, generation, looking, training
-    from megalith.cli.checkpoints import add_checkpoint_commands
-    from megalith.cli.parity_runs import add_parity_arguments
-    from megalith.cli.pipelines import add_pipeline_show
+    from megalith.cli.conversion import add_checkpoint_commands
+    from megalith.cli.planning import add_pipeline_show
     from megalith.cli.rollout_command import add_rollout_command
+    from megalith.cli.training import add_parity_arguments
 
     parser = Parser(
         prog="megalith",

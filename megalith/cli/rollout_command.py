@@ -9,7 +9,11 @@ from megalith.cli.parser import Arguments, leaf
 from megalith.errors import ConfigError, printable
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from megalith.config import RunConfig
+    from megalith.planner.layout import Layout
+    from megalith.rl.prompts import Prompt
 
 
 def add_rollout_command(commands: argparse._SubParsersAction) -> None:
@@ -78,7 +82,8 @@ def run_rollout(args: Arguments) -> int:
     stop = () if tokenizer.eod is None else (tokenizer.eod,)
     drawn = longest, args.temperature, args.top_k, args.top_p
     sampling = Sampling(*drawn, seed=args.seed, stop=stop, vocab_size=tokenizer.vocab_size)
-    sizes = dict(max_rows=min(args.rows, len(prompts) * args.num_generations), max_tokens=room)
+    tokens = max(len(prompt.ids) for prompt in prompts) + longest
+    sizes = dict(max_rows=min(args.rows, len(prompts) * args.num_generations), max_tokens=tokens)
     if model.has_adapters:
         engine = Engine(model.config, model.device, model.compute_dtype, model=model, **sizes)
     else:
@@ -124,6 +129,25 @@ def _pass_at(k: int, of: int, passed: int) -> float:
     return 1 - comb(of - passed, k) / comb(of, k)
 
 
+def engine_text(config: RunConfig, layout: Layout, prompts: Sequence[Prompt]) -> str:
+    """What the engine takes of a rank's memory beside the trainer."""
+    import torch
+
+    from megalith.generation.static_cache import empty_cache
+    from megalith.rl.loop import engine_sizes
+    from megalith.training.build import COMPUTE_DTYPES
+
+    tp, dtype = layout.size.tp, COMPUTE_DTYPES[config.train.precision]
+    rows, tokens = engine_sizes(config, prompts, layout.world_size // tp)
+    groups = -(-config.model.query_groups // tp)
+    cache = empty_cache(config.model, rows, tokens, groups, torch.device("meta"), dtype).nbytes
+    weights = sum(stage.parameters for stage in layout.stages) * dtype.itemsize / tp
+    return (
+        f"{rows:,} rows of {tokens:,} tokens on a rank: {cache / 1e9:.4f} GB of keys and values while it generates, "
+        f"{weights / 1e9:.4f} GB of weights"
+    )
+
+
 def dry_run(config: RunConfig, processes: int) -> int:
     """Prompts are read and rewards called once; layout and memory are said. Nothing is trained or written."""
     from megalith.hardware import device_kind, pick_device
@@ -166,4 +190,5 @@ def dry_run(config: RunConfig, processes: int) -> int:
         f"rollout batch  {size * rl.mini_batches // rl.num_generations:,} prompts × {rl.num_generations} completions, "
         f"{rl.steps_per_batch:,} steps of {size:,} completions each"
     )
+    print(f"engine         {engine_text(config, layout, found.prompts)}")
     return 0

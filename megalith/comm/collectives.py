@@ -211,7 +211,7 @@ def _under_way(x: Tensor) -> Tensor:
 def begin_all_gather(x: Tensor, axis: Axis) -> Tensor:
     """As begin_all_reduce, for the ranks' x one after the other along dimension 0."""
     if axis.by_copy_engine(x):
-        return torch.ops.megalith_direct.all_gather(x.contiguous(), axis.size, axis.name)
+        return torch.ops.megalith_copy_engine.all_gather(x.contiguous(), axis.size, axis.name)
     return _under_way(_ops.all_gather_into_tensor(x.contiguous(), axis.size, axis.name))
 
 
@@ -234,7 +234,7 @@ def begin_reduce_scatter(x: Tensor, axis: Axis) -> Tensor | Parts:
     """As begin_all_reduce, for this rank's part, along dimension 0, of the sum."""
     x = x.contiguous()
     if axis.by_copy_engine(x):
-        others = torch.ops.megalith_direct.scatter(x, axis.size, axis.name)
+        others = torch.ops.megalith_copy_engine.scatter(x, axis.size, axis.name)
         return Parts(x.chunk(axis.size)[axis.rank], others)
     return _under_way(_ops.reduce_scatter_tensor(x, "sum", axis.size, axis.name))
 

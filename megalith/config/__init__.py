@@ -7,9 +7,8 @@ from megalith.config.model import ModelConfig
 from megalith.config.optim import OptimConfig
 from megalith.config.output import CheckpointConfig, LogConfig, RuntimeConfig
 from megalith.config.parallel import ParallelConfig
-from megalith.config.rl import RlConfig
+from megalith.config.rl import ChatConfig, DpoConfig, RlConfig, SftConfig
 from megalith.config.run import RunConfig
-from megalith.config.sft import ChatConfig, DpoConfig, SftConfig
 from megalith.config.train import TrainConfig
 
 __all__ = [

@@ -81,6 +81,7 @@ ALIASES: dict[str, Rename | Choose | Already | Derive] = {
     "parallel.distribute_checkpointed_activations":   Rename("parallel.distribute_saved_activations"),
     "parallel.accumulate_allreduce_grads_in_fp32":    Already(_FP32_SUMS),
     "parallel.grad_reduce_in_fp32":                   Already(_FP32_SUMS),
+    "parallel.grad_reduce_in_bf16":                   Already(_FP32_SUMS),
     "parallel.average_in_collective":                 Already("gradients are summed; the loss is divided by the step's count of valid tokens"),
     "parallel.overlap_grad_reduce":                   Already("gradient reduction always overlaps the backward pass"),
     "parallel.overlap_param_gather":                  Already("parameter all-gathers always overlap the forward pass"),
@@ -89,6 +90,8 @@ ALIASES: dict[str, Rename | Choose | Already | Derive] = {
     "model.norm_epsilon":                             Rename("model.layernorm_epsilon"),
     "model.disable_bias_linear":                      Choose("model.add_bias_linear", {True: False, False: True}),
     "model.use_rotary_position_embeddings":           Choose("model.position_embedding_type", {True: "rope", False: None}),
+    "model.apply_layernorm_1p":                       Rename("model.layernorm_zero_centered_gamma"),
+    "model.squared_relu":                             Choose("model.activation", {True: "squared_relu", False: None}),
     "model.attention_softmax_in_fp32":                Already("attention's softmax is always computed in fp32"),
     "model.expert_model_parallel_size":               Rename("parallel.expert_model_parallel_size"),
 
@@ -141,6 +144,14 @@ ALIASES: dict[str, Rename | Choose | Already | Derive] = {
     "rl.use_dynamic_sampling":                        Rename("rl.filter_zero_std"),  # NeMo-RL
     "rl.overlong_filtering":                          Rename("rl.mask_truncated_completions"),
     "rl.n":                                           Rename("rl.num_generations"),
+    "rl.loss_agg_mode":                               Choose("rl.loss_type", {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum": "luspo", "seq-mean-token-sum-norm": "dr_grpo"}),  # verl
+    "rl.kl_loss_type":                                Choose("rl.kl_estimator", {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}),
+    "rl.norm_adv_by_std_in_grpo":                     Choose("rl.scale_rewards", {True: "group", False: "none"}),
+    "rl.normalize_rewards":                           Choose("rl.scale_rewards", {True: "group", False: "none"}),  # NeMo-RL
+    "rl.use_leave_one_out_baseline":                  Choose("rl.advantage_baseline", {True: "leave_one_out", False: "group"}),
+    "rl.token_level_loss":                            Choose("rl.loss_type", {True: "dapo", False: "grpo"}),
+    "rl.sequence_level_importance_ratios":            Choose("rl.importance_sampling_level", {True: "sequence", False: "token"}),
+    "rl.use_importance_sampling_correction":          Rename("rl.vllm_importance_sampling_correction"),
 
     "data.index_cache":                               Already(_SAMPLES, str),
     "data.data_cache_path":                           Already(_SAMPLES, str),
@@ -216,9 +227,8 @@ def apply_aliases(tree: dict[str, dict[str, Any]], preset: dict[str, Any]) -> li
                 if note and computed is not None and path.partition(".")[2] not in before:
                     notes.append(f"{name} = {value} sets {path} = {computed}: {note}")
             case Choose(path=path, values=values):
-                if not isinstance(value, bool):
-                    raise ConfigError(f"{name} is {value!r}: true or false is needed")
-                _set(tree, path, values[value], name)
+                _check_taken(name, value, bool if True in values else tuple(values))
+                _set(tree, path, values.get(value), name)
     return notes
 
 

@@ -114,8 +114,8 @@ def _alias_schema(meaning: Rename | Choose | Already | Derive, schema: dict[str,
             return {"type": _JSON_TYPES[takes], **words}
         case Derive(takes=takes):
             return {"type": _JSON_TYPES[takes], **words}
-        case Choose():
-            return {"type": "boolean", **words}
+        case Choose(values=values):
+            return {"type": "boolean", **words} if True in values else {"enum": list(values), **words}
 
 
 _JSON_TYPES = {bool: "boolean", int: "integer", str: "string"}
@@ -132,7 +132,8 @@ def _meaning(meaning: Rename | Choose | Already | Derive) -> str:
         case Rename(path=path, for_url=for_url):
             return path + (f"; a URL: {for_url}" if for_url else "")
         case Choose(path=path, values=values):
-            return f"true: {path} = {values[True]}"
+            spelled = values if True not in values else {"true": values[True]}
+            return "; ".join(f"{value}: {path} = {own}" for value, own in spelled.items())
         case Derive(path=path, note=note):
             return f"sets {path}" + (f": {note}" if note else "")
         case Already(note=note):

@@ -21,6 +21,10 @@ class ParallelConfig(Section):
     sequence_parallel: Annotated[bool, Needs("tensor_model_parallel_size", above=1, strict=True)] = False
     """Splits norms, dropout and the residual stream over the tensor-parallel devices along the sequence (SP)."""
 
+    save_gathered_inputs: Annotated[bool, KEPT, Needs("sequence_parallel", True)] = True
+    """SP: compiled layers save the gathered inputs of column-parallel linears; false: their shards, gathered again in
+    the backward pass, as Megatron-LM does."""
+
     tp_comm_overlap: bool | Literal["auto"] = "auto"
     """Ping-pong micro-batches: of two halves one computes while the other's collectives (TP, or CP's a2a) run."""
 
@@ -97,6 +101,13 @@ class ParallelConfig(Section):
     ] = "auto"
     """Last layers of each stage whose parameters stay gathered for a whole step; auto: as many as GPU memory allows."""
 
+    reduce_scatter_with_fp32_accumulation: Annotated[
+        bool | Literal["auto"],
+        Needs("data_parallel_sharding_strategy", "optim_grads", "optim_grads_params"),
+    ] = "auto"
+    """Layers' gradients are sent in the compute dtype, by all-to-all, and added up in fp32: the sums are the same, for
+    half the bytes; auto: where all devices of the run are in one host."""
+
     num_distributed_optimizer_instances: Annotated[
         PositiveInt,
         Needs("data_parallel_sharding_strategy", "optim", "optim_grads", "optim_grads_params", strict=True),
@@ -112,10 +123,16 @@ class ParallelConfig(Section):
     recompute_num_layers: Annotated[PositiveInt, KEPT, Needs("recompute_granularity", "full")] = 1
     """Full recomputation: layers in a unit (uniform), or layers recomputed in each pipeline stage (block)."""
 
+    recompute_saves_attention: Annotated[bool, KEPT, FULL] = False
+    """Full recomputation of compiled layers, each by itself: attention's output is saved beside a layer's input, twice
+    the memory, and not computed again."""
+
     recompute_modules: Annotated[
-        list[Literal["core_attn", "mlp", "layernorm"]], KEPT, Needs("recompute_granularity", "selective")
+        list[Literal["core_attn", "mlp", "mlp_act", "layernorm"]],
+        KEPT,
+        Needs("recompute_granularity", "selective"),
     ] = ["core_attn"]
-    """Selective recomputation: which modules."""
+    """Selective recomputation: which modules; mlp_act is the activation function of MLPs, experts' excepted."""
 
     distribute_saved_activations: Annotated[bool, FULL] = False
     """Full recomputation: saved inputs are sharded over tensor-parallel devices, not replicated."""
@@ -137,6 +154,11 @@ class ParallelConfig(Section):
     def unsharded_layers(self) -> int:
         """The fsdp_unsharded_layers; an `auto` that nobody has chosen for is none."""
         return 0 if self.fsdp_unsharded_layers == "auto" else self.fsdp_unsharded_layers
+
+    @property
+    def exchanges_gradients(self) -> bool:
+        """The reduce_scatter_with_fp32_accumulation; an `auto` that nobody has chosen for is off."""
+        return self.reduce_scatter_with_fp32_accumulation is True
 
     @property
     def cp_exchange(self) -> str:

@@ -25,8 +25,7 @@ from megalith.config.optim import OptimConfig
 from megalith.config.output import CheckpointConfig, LogConfig, RuntimeConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.presets import PRESETS
-from megalith.config.rl import RlConfig
-from megalith.config.sft import ChatConfig, DpoConfig, SftConfig
+from megalith.config.rl import ChatConfig, DpoConfig, RlConfig, SftConfig
 from megalith.config.train import TrainConfig
 from megalith.errors import ConfigError, did_you_mean, nearest_of
 
@@ -60,6 +59,23 @@ class RunConfig(Section):
     def chat(self) -> ChatConfig | None:
         """The section by which the run is fine-tuned on chat data; None where it is not."""
         return next((section for section in (self.sft, self.dpo) if section.enabled), None)
+
+    @property
+    def rows_at_once(self) -> int:
+        """Rows of data.seq_length tokens in a micro-batch: a pair of preferences is two."""
+        return self.train.micro_batch_size * (2 if self.dpo.enabled else 1)
+
+    @property
+    def keeps_documents_apart(self) -> bool:
+        """Whether rows have documents that attention stays inside of."""
+        packs = self.rl.packing and self.rl.prompts_or_rollouts is not None
+        return self.data.reset_attention_mask or self.chat is not None or packs
+
+    @property
+    def has_reference_model(self) -> bool:
+        """Whether a second model is there beside the one that is trained; with adapters it is that without them."""
+        asks = self.dpo.enabled or (self.rl.prompts_or_rollouts is not None and self.rl.beta > 0)
+        return asks and self.lora.rank is None
 
     @property
     def run_folder(self) -> str:

@@ -43,11 +43,10 @@ from megalith.models.adapters import add_adapters
 from megalith.models.norm import Norm
 from megalith.models.pass_context import Cache, Context, PassLayout
 from megalith.models.rope import local_rotary_tables, rotary_tables
-from megalith.models.stack import Stack, layers_of
-from megalith.models.transformer import Transformer
+from megalith.models.transformer import Stack, Transformer, layers_of
+from megalith.ops.attention_core import seen_places
 from megalith.ops.compiled import run_eagerly
 from megalith.ops.cross_entropy import linear_logits
-from megalith.ops.decode_attention import seen_places
 from megalith.ops.dropout import column_keys, mix, token_keys
 from megalith.ops.gumbel import sample
 from megalith.parallel.data.replicas import copies_of

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megalith.config import ModelConfig
-from megalith.ops.decode_attention import cached_attention
+from megalith.ops.attention_core import cached_attention
 
 
 def empty_cache(
@@ -48,7 +48,7 @@ class Decode:
 
     keys_values: Tensor  # as Prefill's, of the rows that the pass has
     places: Tensor  # int64 [rows]: where the tokens stand
-    seen: Tensor | None  # of them, as ops.decode_attention.seen_places gives
+    seen: Tensor | None  # of them, as ops.attention_core.seen_places gives
 
     def at_layer(self, number: int) -> Decode:
         return replace(self, keys_values=self.keys_values[number])

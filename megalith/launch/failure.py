@@ -35,7 +35,7 @@ SECONDS_AFTER = 5
 
 
 class RankLost(TrainingError):
-    """Another rank of this machine has died: what this one waits for will not come."""
+    """Another rank has died or is not reached: what this one waits for will not come."""
 
 
 def report(error: BaseException) -> int:

@@ -22,8 +22,15 @@ import torch
 import torch.distributed as dist
 
 from megalith.errors import ConfigError, TrainingError
-from megalith.launch.failure import CRASH_FILE, report_uncaught
-from megalith.launch.meeting import JOB, hold_store, is_loopback, join_store, stay_on_loopback
+from megalith.launch.failure import CRASH_FILE, RankLost, report_uncaught
+from megalith.launch.meeting import (
+    JOB,
+    hold_store,
+    is_loopback,
+    join_store,
+    stay_on_loopback,
+    stay_on_network,
+)
 from megalith.launch.parent import LAUNCHER, end_with_launcher
 from megalith.launch.stops import STOP_CODE_FILE
 
@@ -97,17 +104,32 @@ def init_distributed(device: torch.device, timeout: timedelta = TIMEOUT, one_spe
             )
     if is_loopback(os.environ["MASTER_ADDR"]):  # all of the job is on this machine
         stay_on_loopback()
+    else:
+        stay_on_network(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
     options = dict(
         store=open_store(process, timeout), rank=process.rank, world_size=process.world_size, timeout=timeout
     )
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **options)
-    else:
-        dist.init_process_group("gloo", **options)
+    try:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+            dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device, **options)
+        else:
+            dist.init_process_group("gloo", **options)
+    except RuntimeError as error:
+        raise RankLost(_unreachable(process, error)) from error
     if one_speaks and not process.is_first:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (to the end of the process)
     return process
+
+
+def _unreachable(process: Process, error: RuntimeError) -> str:
+    interface = os.environ.get("GLOO_SOCKET_IFNAME", "the one of this machine's own name")
+    return (
+        f"rank {process.rank} of {process.world_size} could not connect to the others ({str(error).splitlines()[0]}); "
+        f"if no other has failed: the machines have to reach each other at every port, here by the network interface "
+        f"{interface}; open the ports, or name the interface that they share in GLOO_SOCKET_IFNAME and "
+        "NCCL_SOCKET_IFNAME"
+    )
 
 
 def open_store(process: Process, timeout: timedelta) -> dist.Store:

@@ -8,9 +8,12 @@ is trusted (docs/reliability.md).
 
 from __future__ import annotations
 
+import fcntl
 import ipaddress
 import os
 import socket
+import struct
+import sys
 import threading
 import time
 from contextlib import suppress
@@ -21,8 +24,11 @@ from torch.distributed import TCPStore
 from megalith.errors import ConfigError
 
 LOOPBACK = "127.0.0.1"
+LOOPBACK_NAMES = ("lo", "lo0")
+SIOCGIFADDR = 0x8915  # Linux: an interface's address
 BACKLOG = 16384  # connections that wait to be accepted: every rank of a job comes at once
 HOST_PATIENCE = 600.0  # seconds that a machine waits for the one that holds the store
+TELL_AFTER = 10.0  # seconds after which it is logged what is waited for
 ANSWER_PATIENCE = 10.0  # seconds in which a store answers whom it has let connect
 JOB = "MEGALITH_JOB"  # names the job that a launcher has started: the same for all of its ranks and attempts
 
@@ -38,9 +44,35 @@ def is_loopback(host: str) -> bool:
 def stay_on_loopback() -> None:
     """The process groups of this process listen on the loopback interface, unless the environment names another."""
     for _, name in socket.if_nameindex():
-        if name in ("lo", "lo0"):
+        if name in LOOPBACK_NAMES:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
             os.environ.setdefault("NCCL_SOCKET_IFNAME", name)
+
+
+def stay_on_network(host: str, port: int) -> None:
+    """The process groups of this process listen on the interface that reaches `host`, unless the environment names
+    another: gloo would take what the machine's own name resolves to, which may be loopback (127.0.1.1 on Debian)."""
+    if "GLOO_SOCKET_IFNAME" in os.environ:
+        return
+    with suppress(OSError):
+        own = socket.getaddrinfo(socket.gethostname(), None)[0][4][0]
+        if not is_loopback(own):
+            return
+    with suppress(OSError):
+        name = _interface_of(address_towards(host, port))
+        if name is not None and name not in LOOPBACK_NAMES:
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+
+
+def _interface_of(address: str) -> str | None:
+    """The name of the interface that has this IPv4 address; None where there is none, or this is no Linux."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):
+                found = fcntl.ioctl(asking, SIOCGIFADDR, struct.pack("256s", name.encode()))
+                if socket.inet_ntoa(found[20:24]) == address:
+                    return name
+    return None
 
 
 def hold_store(host: str = LOOPBACK, port: int = 0, timeout: timedelta | None = None) -> TCPStore:
@@ -95,7 +127,9 @@ def join_store(host: str, port: int, timeout: timedelta, patience: float = HOST_
 
 
 def _await_listener(host: str, port: int, deadline: float) -> None:
-    """Returns when something at host:port lets itself be connected to and, like a store, waits to be asked."""
+    """Returns when something at host:port lets itself be connected to and, like a store, waits to be asked. Tells once
+    that it waits."""
+    tell_at: float | None = time.monotonic() + TELL_AFTER
     while True:
         try:
             connection = socket.create_connection((host, port), timeout=ANSWER_PATIENCE)
@@ -106,6 +140,13 @@ def _await_listener(host: str, port: int, deadline: float) -> None:
                     f"nothing has come to listen at {host}:{port} ({error.strerror or error}); start the process that "
                     "holds the meeting there, or name the address at which it does"
                 ) from None
+            if tell_at is not None and time.monotonic() > tell_at:
+                print(
+                    f"nothing answers at {host}:{port} yet ({error.strerror or error}); `megalith doctor --reach "
+                    f"{host}:{port}` tries it; waiting {deadline - time.monotonic():.0f} s more",
+                    file=sys.stderr,
+                )
+                tell_at = None
             time.sleep(0.2)
     with connection:
         connection.settimeout(0.2)

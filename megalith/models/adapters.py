@@ -21,8 +21,7 @@ from megalith.config.lora import WHOLE
 from megalith.models.linear import Linear
 from megalith.models.mixers.attention import Heads
 from megalith.models.pass_context import Context, own_tokens
-from megalith.models.stack import layers_of
-from megalith.models.transformer import Transformer
+from megalith.models.transformer import Transformer, layers_of
 from megalith.ops.dropout import ADAPTER_INPUTS, column_keys, counter_dropout
 
 ADAPTER = ".adapter."  # in the name of every parameter of an adapter, and in no other

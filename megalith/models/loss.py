@@ -14,15 +14,24 @@ the model adds losses of its own: the balance of experts, and multi-token predic
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from megalith.ops.cross_entropy import (
+    TokenLoss,
+    linear_cross_entropy,
+    linear_logits,
+    linear_logprobs,
+    linear_token_losses,
+)
+
 if TYPE_CHECKING:
     from megalith.data.batch import Batch
+    from megalith.models.pass_context import Context
 
 
 class Loss:
@@ -35,6 +44,8 @@ class Loss:
     temperature: float = 1.0
     """The log-probabilities are those of logits / temperature."""
     needs_entropy: bool = False
+    vocab_size: int | None = None
+    """And over the first so many entries of the vocabulary; None: all that the model has."""
 
     def denominator(self, batch: Batch) -> Tensor | float:
         """What the micro-batch adds to the step's divisor: a scalar, known before any pass. Here its valid tokens.
@@ -51,10 +62,28 @@ class Loss:
     def weights(self, batch: Batch) -> Tensor | None:
         """float32 w [batch, seq], of any sign, where the loss is −Σ w · log-probability; None: it is not linear.
 
-        A linear loss takes one pass over the output matrix where another takes two; `__call__` is not called, unless
-        the temperature is not 1 or it needs the entropy.
+        A linear loss takes one pass over the output matrix where one of several tokens at once takes two; `__call__` is
+        not called, unless the temperature is not 1, it needs the entropy, or has a `vocab_size`.
         """
         return None
+
+    def tokens(self, batch: Batch) -> dict[str, Tensor] | None:
+        """What `token_losses` reads, [batch, seq] each, where the loss is a sum over tokens; None: it is not.
+
+        Such a loss takes one pass too; in the place of `__call__` come `token_losses` and `observe`. `batch` is on the
+        model's device.
+        """
+        return None
+
+    def token_losses(self, logprobs: Tensor, entropy: Tensor | None, tokens: Mapping[str, Tensor]) -> Tensor:
+        """Each token's loss, float32 of the shape of the arguments: any of the micro-batch's tokens, in any order.
+
+        A token's depends on its own entries alone.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has tokens but no token_losses")
+
+    def observe(self, logprobs: Tensor, entropy: Tensor | None, batch: Batch) -> None:
+        """Sees what `token_losses` was given, of the whole micro-batch and without a gradient: for figures."""
 
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: Batch) -> Tensor:
         """The micro-batch's sum, a float32 scalar with a gradient.
@@ -89,11 +118,45 @@ class MicroBatchMean(CrossEntropy):
 class Objective:
     """A loss with its micro-batch, as a pass through the model takes it."""
 
-    of: Callable[
-        [Tensor, Tensor | None], Tensor
-    ]  # (logprobs, entropy) of this rank's tokens -> float32 scalar
+    of: Callable[[Tensor, Tensor | None], Tensor | None]
+    """(logprobs, entropy) of this rank's tokens -> float32 scalar; None where there are `tokens`: it makes figures."""
     temperature: float = 1.0
     needs_entropy: bool = False
+    vocab_size: int | None = None
+    token_losses: TokenLoss | None = None
+    tokens: Mapping[str, Tensor] = field(default_factory=dict)
+    """This rank's, as its labels, of a loss that is a sum over tokens."""
+
+    def loss(
+        self, logprobs: Tensor, entropy: Tensor | None, loss: Tensor | None, scale: Tensor | None
+    ) -> Tensor:
+        """The float32 scalar, from what a pass over the output matrix found; `loss` is the sum of `token_losses`, with
+        its gradient times `scale`."""
+        if loss is None:
+            return with_gradient_times(self.of(logprobs, entropy), scale)
+        self.of(logprobs, entropy)
+        return loss
+
+
+def ask_logprobs(
+    objective: Objective,
+    hidden: Tensor,  # [..., hidden]
+    weight: Tensor,  # [padded vocab or this rank's rows, hidden]
+    targets: Tensor,  # int64 [...] or [..., k]
+    tokens: Mapping[str, Tensor],  # those of the objective, as the targets stand here
+    vocab_size: int,
+    softcap: float | None,
+    scale: Tensor | None,
+    **shard,
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """What an objective asks of the output matrix: log-probabilities, entropies, and a sum of losses if it is one."""
+    asked = dict(temperature=objective.temperature, entropy=objective.needs_entropy, **shard)
+    sizes = (min(vocab_size, objective.vocab_size or vocab_size), softcap)
+    if objective.token_losses is None:
+        return *linear_logprobs(hidden, weight, targets, *sizes, **asked), None
+    of = objective.token_losses
+    loss, *found = linear_token_losses(hidden, weight, targets, of, tokens, *sizes, scale, **asked)
+    return *found, loss
 
 
 def with_gradient_times(loss: Tensor, scale: Tensor | None) -> Tensor:
@@ -110,3 +173,33 @@ class _ScaledGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         return grad * ctx.saved_tensors[0], None
+
+
+def sum_of_losses(
+    x: Tensor,  # [batch, seq, hidden]
+    weight: Tensor,  # [padded vocab, hidden]
+    labels: Tensor,  # int64 [batch, seq]
+    loss_mask: Tensor,  # float32 [batch, seq]
+    vocab_size: int,
+    softcap: float | None,
+    context: Context,
+    scale: Tensor | None = None,  # float32 scalar: of the gradient; None: 1
+) -> Tensor:
+    return linear_cross_entropy(x, weight, labels, loss_mask, vocab_size, softcap, scale)
+
+
+def target_logprobs(
+    x: Tensor,  # [batch, seq, hidden]
+    weight: Tensor,  # [padded vocab, hidden]
+    targets: Tensor,  # int64 [batch, seq] or [batch, seq, k]
+    vocab_size: int,
+    softcap: float | None,
+    context: Context,
+    objective: Objective,
+    scale: Tensor | None = None,  # float32 scalar: of the gradient of its losses; None: 1
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    return ask_logprobs(objective, x, weight, targets, objective.tokens, vocab_size, softcap, scale)
+
+
+def all_logits(x: Tensor, weight: Tensor, vocab_size: int, softcap: float | None, context: Context) -> Tensor:
+    return linear_logits(x, weight[:vocab_size], softcap)

@@ -29,8 +29,7 @@ from torch import Tensor, nn
 
 from megalith.comm.collectives import local
 from megalith.config import ModelConfig
-from megalith.models.linear import Linear
-from megalith.models.mlp import MLP
+from megalith.models.linear import MLP, Linear
 from megalith.models.pass_context import Context, PassLayout, Runnable, runnable
 from megalith.models.router import Router, Routing
 from megalith.ops.activation import ACTIVATIONS, weighted_activation

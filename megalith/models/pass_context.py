@@ -29,8 +29,8 @@ class PassLayout:
     whole_sequences: bool = False  # though context parallelism could cut them: generation
 
 
-def one_device(tokens: int, *, trains: bool, has_places: bool) -> PassLayout:
-    """The layout of a pass over so many tokens; `trains`: with labels, `has_places`: told where its tokens stand."""
+def one_device(tokens: int, *, trains: bool, has_position_ids: bool) -> PassLayout:
+    """The layout of a pass over so many tokens; `trains`: with labels, `has_position_ids`: given them."""
     return PassLayout()
 
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from megalith.comm.collectives import local
 from megalith.config import ModelConfig
 from megalith.models.load_balance import TINY, TokenShare, auxiliary_losses, empty_tally, tallied
-from megalith.ops.gemm import wide_product
+from megalith.ops.gemm import float32_matmul
 from megalith.ops.permute import places_in_group
 
 
@@ -69,7 +69,7 @@ class Router(nn.Module):
         sequence. `scale`, a float32 scalar, multiplies the gradient of the balancing losses; None where there is no
         backward pass: then there are no losses, and no capacity.
         """
-        logits = wide_product(x, local(self.weight).to(x.dtype))  # [tokens, experts]
+        logits = float32_matmul(x, local(self.weight).to(x.dtype))  # [tokens, experts]
         by_softmax = self.config.moe_router_score_function == "softmax"
         scores = logits.softmax(-1) if by_softmax else logits.sigmoid()
         experts = self._choose(scores.detach(), numbers)

@@ -1,7 +1,13 @@
-"""The model: embedding, a loop over layers, a norm, and the output matmul or the loss.
+"""The model: an embedding, a stack of layers, and the output matmul or the loss; one device's PyTorch.
 
-One device's PyTorch, with nothing in it of how a run is spread over devices. Parameters are fp32; the embedding's
-output is cast to the compute dtype, and every layer computes in the dtype it is given.
+A layer is mixers and a feed-forward half, each added to the residual stream. A mixer (mixers/) lets tokens see each
+other, a second one those of another sequence; the feed-forward half, an MLP or experts, takes each by itself. A stack
+is a list of layers and a norm, from hidden states to hidden states: an encoder, a decoder and all that has no
+vocabulary is one. What its layers need to know of the tokens of a pass is made once, in `context`. Recomputation,
+ping-pong micro-batches and offloaded activations are other runners of its list of layers than `run_layers`.
+
+Nothing here knows how a run is spread over devices. Parameters are fp32; the embedding's output is cast to the compute
+dtype, and every layer computes in the dtype it is given.
 """
 
 from __future__ import annotations
@@ -15,16 +21,251 @@ from torch import Tensor, nn
 
 from megalith.comm.collectives import local
 from megalith.config import ModelConfig
-from megalith.models.layer import normed
-from megalith.models.linear import Linear
-from megalith.models.loss import Objective, with_gradient_times
+from megalith.errors import ConfigError
+from megalith.models.linear import MLP, Linear
+from megalith.models.loss import Objective, all_logits, sum_of_losses, target_logprobs
 from megalith.models.mixers import MakeMixer, make_mixer
-from megalith.models.mtp import Future, with_further_losses
-from megalith.models.norm import Norm
-from megalith.models.pass_context import Context, Encoded
-from megalith.models.stack import Stack
-from megalith.ops.cross_entropy import linear_cross_entropy, linear_logits, linear_logprobs
-from megalith.ops.dropout import EMBEDDING_OUTPUT, counter_dropout
+from megalith.models.mixers.attention import CrossAttention
+from megalith.models.moe import MoE
+from megalith.models.mtp import Future, Join, with_further_losses
+from megalith.models.norm import Norm, normed_after
+from megalith.models.pass_context import Context, Encoded, PassLayout, Runnable, one_device, runnable
+from megalith.models.rope import local_rotary_tables, rotary_tables
+from megalith.ops.documents import document_ids, mask_of_ids, prepared
+from megalith.ops.dropout import (
+    ATTENTION_OUTPUT,
+    CROSS_ATTENTION_OUTPUT,
+    EMBEDDING_OUTPUT,
+    MLP_OUTPUT,
+    DropoutKeys,
+    Mask,
+    column_keys,
+    counter_dropout,
+    output_rows,
+    token_keys,
+)
+from megalith.ops.fused_norm import add
+
+
+class TransformerLayer(Runnable):
+    """x + mixer(norm(x)), then x + mlp(norm(x)): norms where `norm_placement` says, dropout before additions. With
+    `cross` there is x + cross_attention(norm(x)) between them. With parallel_attn_mlp (Wang and Komatsuzaki 2021)
+    x + mixer(norm(x)) + mlp(norm(x)), the norms two or one."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        number: int,
+        device: torch.device | None = None,
+        *,
+        cross: bool = False,
+        mixer: MakeMixer = make_mixer,
+    ):
+        super().__init__()
+        self.number = number
+        self.dropout = config.hidden_dropout
+        self.side_by_side = config.parallel_attn_mlp
+
+        def norm(*placements: str) -> Norm | None:
+            wanted = config.norm_placement in placements
+            return Norm(config, config.hidden_size, device) if wanted else None
+
+        self.input_layernorm = norm("pre", "sandwich")
+        self.self_attention = mixer(config, number, device)  # its name in checkpoints, whatever it is
+        self.post_attention_layernorm = norm("post", "sandwich")
+        self.pre_cross_attn_layernorm = self.cross_attention = self.post_cross_attn_layernorm = None
+        if cross:
+            self.pre_cross_attn_layernorm = norm("pre", "sandwich")
+            self.cross_attention = CrossAttention(config, number, device)
+            self.post_cross_attn_layernorm = norm("post", "sandwich")
+        self.pre_mlp_layernorm = None if config.shared_layernorm else norm("pre", "sandwich")
+        self.join = self.final_layernorm = None
+        if number in config.further_layers:
+            self.join, self.final_layernorm = Join(config, device), Norm(config, config.hidden_size, device)
+        self.has_experts = number in config.expert_layers
+        self.mlp = MoE(config, device) if self.has_experts else MLP(config, device)
+        self.post_mlp_layernorm = norm("post", "sandwich")
+
+    @runnable
+    def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
+        """Of several micro-batches, with a context each, a tuple: side by side in one graph."""
+        if isinstance(x, tuple):
+            return tuple(self.forward(*each) for each in zip(x, context, strict=True))
+        if self.join is not None:
+            x = self.join(x, context)
+        x, h = normed_after(self.input_layernorm, x)
+        y = normed(self.post_attention_layernorm, self.self_attention(h, context))
+        mask = self._mask(context, ATTENTION_OUTPUT)
+        if self.side_by_side:
+            h = h if self.pre_mlp_layernorm is None else self.pre_mlp_layernorm(x)
+            x = add(add(x, y, mask), self.mlp(h, context), self._mask(context, MLP_OUTPUT))
+            return normed(self.final_layernorm, x)
+        if self.cross_attention is not None:
+            x, h = normed_after(self.pre_cross_attn_layernorm, x, y, mask)
+            y = normed(self.post_cross_attn_layernorm, self.cross_attention(h, context))
+            mask = self._mask(context, CROSS_ATTENTION_OUTPUT)
+        x, h = normed_after(self.pre_mlp_layernorm, x, y, mask)
+        mask = self._mask(context, MLP_OUTPUT)
+        if self.has_experts:  # they are no part of a graph, but what routes tokens to them is: see moe.py
+            plan = self.mlp.plan(h, context)
+            if mask is None and self.post_mlp_layernorm is None:
+                return normed(self.final_layernorm, self.mlp(h, plan, context, x))
+            y = self.mlp(h, plan, context)
+        else:
+            y = self.mlp(h, context)
+        x = add(x, normed(self.post_mlp_layernorm, y), mask)
+        return normed(self.final_layernorm, x)
+
+    def _mask(self, context: Context, site: int) -> Mask | None:
+        if context.dropout is None or self.dropout == 0:
+            return None
+        return Mask(self.dropout, context.dropout.output_rows(site), context.dropout.columns)
+
+    @property
+    def mixers(self) -> list[nn.Module]:
+        return [self.self_attention] + ([] if self.cross_attention is None else [self.cross_attention])
+
+
+def normed(norm: Norm | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
+
+
+PADDING = -1  # the document of tokens that fill up: they see each other alone, and nobody sees them
+
+
+Runner = Callable[[Sequence[TransformerLayer], Tensor, Context], Tensor]
+
+
+def run_layers(layers: Sequence[TransformerLayer], x: Tensor, context: Context) -> Tensor:
+    """x [batch, seq, hidden] through these layers."""
+    for layer in layers:
+        x = layer(x, context.at_layer(layer.number))
+    return x
+
+
+def every_token(x: Tensor, layout: PassLayout) -> Tensor:
+    """What the residual stream here has of something that every token has: sequence parallelism gives its share."""
+    return x
+
+
+class Stack(nn.Module):
+    """The layers of these `numbers`, which no other stack of the model has, and the norm behind them.
+
+    Without `causal` every token sees all others of its document; with `cross` every layer attends to
+    `context.encoded` too; `mixer` makes a layer's own. `seed` keys dropout. An `embedding` stands before the layers
+    for whoever has tokens. Parameters are made on `device` without values. In a pipeline stage some layers have been
+    taken away, and the norm where it is another's.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        numbers: Iterable[int],
+        *,
+        seed: int = 0,
+        device: torch.device | str | None = None,
+        causal: bool = True,
+        cross: bool = False,
+        mixer: MakeMixer = make_mixer,
+        embedding: nn.Module | None = None,
+    ):
+        super().__init__()
+        self.config, self.seed, self.causal = config, seed, causal
+        self.embedding = embedding
+        numbers = list(numbers)
+        self.first_layer = numbers[0] if numbers else 0
+        self.layers = nn.ModuleDict(
+            {str(n): TransformerLayer(config, n, device, cross=cross, mixer=mixer) for n in numbers}
+        )
+        self.final_layernorm = Norm(config, config.hidden_size, device)
+        self.draws_dropout = config.hidden_dropout > 0 or config.attention_dropout > 0
+        # Seams: parallel/seams.py says what each is for.
+        self.pass_layout = one_device
+        self.runner: Runner = run_layers
+        self.shard_tokens = every_token
+
+    def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
+        further = self.config.further_layers
+        x = self.runner([layer for layer in self.layers.values() if layer.number not in further], x, context)
+        return normed(self.final_layernorm, x)
+
+    def context(
+        self,
+        input_ids: Tensor,  # int64 [batch, seq], of which the shape matters alone
+        *,
+        trains: bool = True,  # whether a loss follows; else generation
+        position_ids: Tensor | None = None,  # int64 [batch, seq]; None: the places
+        places: Tensor | None = None,  # int64 [seq]: each token's in the whole sequence; None: 0, 1, …
+        document_ends: Tensor
+        | None = None,  # int32 [batch, documents] (ops/documents.py): attention stays inside
+        padding_mask: Tensor | None = None,  # bool [batch, seq], False for what fills up; None: nothing does
+        sample_numbers: Tensor | None = None,  # int64 [batch]: places in the run's stream, the key of dropout
+    ) -> Context:
+        """What the layers need to know of these tokens.
+
+        Raises ConfigError for more tokens than there are learned positions.
+        """
+        (batch, seq), device = input_ids.shape, input_ids.device
+        layout = self.pass_layout(input_ids.numel(), trains=trains, has_position_ids=places is not None)
+        if places is None:
+            _check_positions(self.config, seq)
+            places = torch.arange(seq, device=device)
+        if position_ids is None:
+            position_ids = places.expand(batch, seq)
+        context = Context(batch, layout, self.causal, position_ids=position_ids)
+        if self.config.position_embedding_type == "rope":
+            context.rotary = rotary_tables(self.config, position_ids, seq * layout.sequence_parts)
+            if self.config.rotary_base_local is not None:
+                context.rotary_local = local_rotary_tables(self.config, position_ids)
+        if self.config.num_experts:
+            numbers = places[None] * batch + torch.arange(batch, device=device)[:, None]
+            context.numbers = self.shard_tokens(numbers, layout).flatten()
+        if padding_mask is not None:
+            numbers = (
+                torch.zeros_like(input_ids) if document_ends is None else document_ids(document_ends, seq)
+            )
+            numbers = numbers.masked_fill(~padding_mask, PADDING)
+            context.mask = mask_of_ids(numbers, numbers, self.causal)
+        elif document_ends is not None:
+            context.documents = prepared(document_ends)
+        if self.training and self.draws_dropout:
+            self._key_dropout(context, sample_numbers, places)
+        return context
+
+    def _key_dropout(self, context: Context, sample_numbers: Tensor | None, places: Tensor) -> None:
+        if sample_numbers is None:
+            sample_numbers = torch.arange(context.batch, device=places.device)
+        keys = token_keys(self.seed, sample_numbers, places)
+        count = self.config.num_layers + len(self.config.further_layers)
+        layers = torch.arange(-1, count, dtype=torch.int32, device=keys.device)
+        context.layers = layers[1:]
+        stream = self.shard_tokens(keys, context.layout)
+        context.output_rows = output_rows(stream, context.layers)
+        columns = column_keys(self.config.hidden_size, keys.device)
+        before = layers[self.first_layer]  # the embedding's number: one less than the first layer's
+        context.dropout = DropoutKeys(keys, stream, columns, before)
+
+
+def _check_positions(config: ModelConfig, length: int) -> None:
+    longest = config.max_position_embeddings
+    if config.position_embedding_type == "learned_absolute" and length > longest:
+        raise ConfigError(
+            f"{length} tokens are more than the {longest} learned positions of the model "
+            "(model.max_position_embeddings); shorten the input"
+        )
+
+
+def stacks_of(model: nn.Module) -> list[Stack]:
+    """Every stack of a model, which may be one itself."""
+    return [module for module in model.modules() if isinstance(module, Stack)]
+
+
+def layers_of(model: nn.Module) -> dict[str, TransformerLayer]:
+    """Every layer of a model's stacks by its name, in the order of their numbers; of a model without, its `layers`."""
+    layers = {name: module for name, module in model.named_modules() if isinstance(module, TransformerLayer)}
+    if not layers:
+        return {f"layers.{name}": module for name, module in model.layers.named_children()}
+    return dict(sorted(layers.items(), key=lambda item: item[1].number))
 
 
 class Embedding(nn.Module):
@@ -49,6 +290,14 @@ class Embedding(nn.Module):
         if self.position_embeddings is not None:
             x = x + nn.functional.embedding(position_ids, local(self.position_embeddings.weight))
         return normed(self.layernorm, x)
+
+
+class OutputMatrix(Linear):
+    """The output matrix as a module of its own, so that data parallelism can gather it when it is needed."""
+
+    def forward(self, x: Tensor, function: Callable, *args):
+        """function(x, the matrix, *args)"""
+        return function(x, local(self.weight), *args)
 
 
 def _table(rows: int, width: int, device: torch.device | str | None) -> nn.Embedding:
@@ -94,9 +343,8 @@ class Transformer(Stack):
         self.compute_dtype = compute_dtype
         self.output_layer = None
         if config.untie_embeddings_and_output_weights:
-            self.output_layer = Linear(
-                config.hidden_size, config.padded_vocab_size, bias=False, device=device
-            )
+            size = config.hidden_size, config.padded_vocab_size
+            self.output_layer = OutputMatrix(*size, bias=False, device=device)
         # Seams: parallel/seams.py says what each is for.
         self.loss = sum_of_losses
         self.logprobs = target_logprobs
@@ -142,18 +390,25 @@ class Transformer(Stack):
         if self.final_layernorm is None:
             return {"hidden": x}
         if labels is None:
-            return self.logits(x, self.output_weight, *self._vocabulary, context)
+            return self._by_output(self.logits, x, *self._vocabulary, context)
         if objective is not None:
-            asked = objective.temperature, objective.needs_entropy
-            found = self.logprobs(x, self.output_weight, labels, *self._vocabulary, context, *asked)
-            loss = with_gradient_times(objective.of(*found), loss_scale)
+            sizes = self._vocabulary
+            found = self._by_output(self.logprobs, x, labels, *sizes, context, objective, loss_scale)
+            loss = objective.loss(*found, loss_scale)
         else:
             if loss_mask is None:
                 loss_mask = torch.ones_like(labels, dtype=torch.float32)
-            loss = self.loss(x, self.output_weight, labels, loss_mask, *self._vocabulary, context, loss_scale)
+            given = labels, loss_mask, *self._vocabulary, context, loss_scale
+            loss = self._by_output(self.loss, x, *given)
         if future is None:
             return loss
         return self._with_future(loss, x, future, context, loss_scale)
+
+    def _by_output(self, function: Callable, x: Tensor, *args):
+        """function(x, the output matrix, *args)"""
+        if self.output_layer is None:
+            return function(x, self.output_weight, *args)
+        return self.output_layer(x, function, *args)
 
     @property
     def _vocabulary(self) -> tuple[int, float | None]:
@@ -176,7 +431,8 @@ class Transformer(Stack):
             x = self.runner([self.layers[number]], x, told)
             labels, loss_mask = future.labels[k], future.loss_mask[k]
             sizes = self._vocabulary
-            losses.append(self.loss(x, self.output_weight, labels, loss_mask, *sizes, context, scales[k]))
+            given = labels, loss_mask, *sizes, context, scales[k]
+            losses.append(self._by_output(self.loss, x, *given))
         return with_further_losses(loss, sum(losses))
 
     def embed(self, input_ids: Tensor, context: Context) -> Tensor:
@@ -205,33 +461,3 @@ class Transformer(Stack):
     def output_weight(self) -> Tensor:
         """The output matrix [padded vocab, hidden]: the embedding's own where they are tied."""
         return local(self.output_layer.weight if self.output_layer else self.embedding.word_embeddings.weight)
-
-
-def sum_of_losses(
-    x: Tensor,  # [batch, seq, hidden]
-    weight: Tensor,  # [padded vocab, hidden]
-    labels: Tensor,  # int64 [batch, seq]
-    loss_mask: Tensor,  # float32 [batch, seq]
-    vocab_size: int,
-    softcap: float | None,
-    context: Context,
-    scale: Tensor | None = None,  # float32 scalar: of the gradient; None: 1
-) -> Tensor:
-    return linear_cross_entropy(x, weight, labels, loss_mask, vocab_size, softcap, scale)
-
-
-def target_logprobs(
-    x: Tensor,  # [batch, seq, hidden]
-    weight: Tensor,  # [padded vocab, hidden]
-    targets: Tensor,  # int64 [batch, seq] or [batch, seq, k]
-    vocab_size: int,
-    softcap: float | None,
-    context: Context,
-    temperature: float,
-    entropy: bool,
-) -> tuple[Tensor, Tensor | None]:
-    return linear_logprobs(x, weight, targets, vocab_size, softcap, temperature=temperature, entropy=entropy)
-
-
-def all_logits(x: Tensor, weight: Tensor, vocab_size: int, softcap: float | None, context: Context) -> Tensor:
-    return linear_logits(x, weight[:vocab_size], softcap)

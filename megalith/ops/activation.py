@@ -49,6 +49,13 @@ ACTIVATIONS = {
 }
 
 
+def gated_activation(activation: Callable[[Tensor], Tensor], x: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Gates and ups alternate in x [..., 2 · ffn], of which `bias` is as in `gelu_tanh`: activation(gate) · up."""
+    x = add_bias_gradient(x, bias)
+    gate, up = x.unflatten(-1, (-1, 2)).movedim(-1, 0).contiguous()  # [..., ffn] each
+    return activation(gate) * up
+
+
 def weighted_activation(
     x: Tensor, weights: Tensor, activation: Callable[[Tensor], Tensor], gated: bool, fusion: bool
 ) -> Tensor:

@@ -30,8 +30,7 @@ from torch.backends.cuda import (
 )
 from torch.nn.functional import pad
 
-from megalith.ops.alibi import alibi_bias
-from megalith.ops.documents import cumulative_lengths, dense_mask
+from megalith.ops.documents import alibi_bias, cumulative_lengths, dense_mask
 from megalith.ops.dropout import attention_keep_mask
 
 _aten = torch.ops.aten

@@ -10,6 +10,12 @@ the one dropout that depends on the layout, and has documents and windows as a d
 
 Soft-capped scores and ALiBi's have no fused kernel: they take the plain path, or in compiled code on a GPU
 flex_attention, which makes a kernel of the formula. A warning tells once of plain attention on a GPU.
+
+Generation's attention, of one new token a row over what a static cache has of the tokens before it, is by a kernel that
+reads no more of the cache than is filled (kernels/decode_kernel.py). On a CPU it is by torch's, over the longest row's
+length: the query heads of a group stand as the queries of one head, so that keys are not repeated.
+
+`split_qkv` takes queries, keys and values out of the one matmul that gives all three.
 """
 
 from __future__ import annotations
@@ -22,15 +28,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import pad, scaled_dot_product_attention
 
-from megalith.ops.alibi import alibi_bias, alibi_slopes
+from megalith.ops import kernels
 from megalith.ops.attention_blocks import (
     block_attention,
     for_each_head,
     warn_of_plain_attention,
 )
 from megalith.ops.compiled import constant
-from megalith.ops.documents import dense_mask, document_ids
+from megalith.ops.documents import alibi_bias, alibi_slopes, dense_mask, document_ids
 from megalith.ops.dropout import attention_keep_mask
+from megalith.ops.gemm import add_bias_gradient
+
+if kernels.AVAILABLE:
+    from megalith.ops.kernels.decode_kernel import decode_attention
 
 # With heads as _on_gpu gives them, one of the first three takes any shape; MATH is for devices that lack them.
 _CAUSAL = [
@@ -60,7 +70,8 @@ def attention(
     dropout: float = 0.0,
     dropout_rows: Tensor | None = None,  # int32 [batch, queries]
     first_head: int = 0,  # the number of the first of these heads among all of the layer's: a key of dropout
-    alibi: int | None = None,  # the number of all of the layer's heads, where ops/alibi.py biases the scores
+    alibi: int
+    | None = None,  # the number of all of the layer's heads, where ALiBi (documents.py) biases the scores
 ) -> Tensor:
     """softmax(scale · query · keyᵀ) · value → [batch, queries, heads, head_dim], softmax in fp32."""
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [batch, heads, seq, head_dim]
@@ -227,3 +238,76 @@ def _plain(
         kept = attention_keep_mask(dropout_rows, scores.shape[1], places, dropout, first_head)
         probabilities = torch.where(kept, probabilities / (1.0 - dropout), 0.0)
     return probabilities.to(value.dtype) @ value
+
+
+def cached_attention(
+    query: Tensor,  # [rows, 1, heads, head_dim]
+    key: Tensor,  # [rows, 1, groups, head_dim]
+    value: Tensor,  # [rows, 1, groups, head_dim]
+    cache: Tensor,  # [2, rows, room, groups, head_dim]: keys and values, to which those of the new token are added
+    places: Tensor,  # int64 [rows]: of the new tokens; a row sees everything up to its own
+    seen: Tensor | None,  # what `seen_places` gives; on a GPU it is not looked at
+    *,
+    window: int | None,
+    softcap: float | None,
+    scale: float | None,
+) -> Tensor:
+    """[rows, 1, heads, head_dim]"""
+    scale = query.shape[-1] ** -0.5 if scale is None else scale
+    if query.is_cuda and kernels.AVAILABLE:
+        new = (x[:, 0] for x in (query, key, value))
+        return decode_attention(*new, cache, places, window or 0, softcap or 0.0, scale)[:, None]
+    rows, room = cache.shape[1:3]
+    new = torch.arange(0, rows * room, room, device=places.device) + places
+    for cached, x in zip(cache, (key, value)):
+        cached.flatten(0, 1).index_copy_(0, new, x[:, 0])
+    if window is not None:
+        seen = seen & (torch.arange(seen.shape[1], device=places.device) > places[:, None] - window)
+    groups = (
+        query[:, 0].unflatten(1, (key.shape[2], -1)).transpose(1, 2)
+    )  # [rows, in group, groups, head_dim]
+    mask = seen[:, None, None].expand(-1, 1, groups.shape[1], -1)
+    filled = cache[:, :, : seen.shape[1]]
+    out = attention(groups, filled[0], filled[1], causal=False, mask=mask, softcap=softcap, scale=scale)
+    return out.transpose(1, 2).flatten(1, 2)[:, None]
+
+
+def seen_places(places: Tensor, longest: int) -> Tensor | None:
+    """Which of the first `longest` places each row of `places` int64 [rows] sees: bool [rows, longest]; None where the
+    kernel finds out by itself."""
+    if places.is_cuda and kernels.AVAILABLE:
+        return None
+    return torch.arange(longest, device=places.device) <= places[:, None]
+
+
+def split_qkv(
+    qkv: Tensor, bias: Tensor | None, batch: int, heads_in_group: int, head_dim: int
+) -> tuple[Tensor, ...]:
+    """Query [batch, seq, heads, head_dim], key and value [batch, seq, groups, head_dim] as views of qkv [..., groups ·
+    (heads_in_group + 2) · head_dim], in which each group has its queries, its key and its value.
+
+    `bias` float32 [rows of linear_qkv], which qkv has had added without its gradient, gets its gradient here.
+    """
+    qkv = qkv.view(batch, -1, qkv.shape[-1])
+    if bias is not None and bias.requires_grad and kernels.on_gpu(qkv):
+        return _SplitQKV.apply(qkv, heads_in_group, head_dim, bias)
+    return split_heads(add_bias_gradient(qkv, bias), heads_in_group, head_dim)
+
+
+def split_heads(qkv: Tensor, heads_in_group: int, head_dim: int) -> tuple[Tensor, ...]:
+    """As split_qkv, of qkv [batch, seq, ·] without a bias."""
+    groups = qkv.unflatten(-1, (-1, heads_in_group + 2, head_dim))  # [batch, seq, groups, ·, head_dim]
+    return tuple(part.flatten(2, 3) for part in groups.split([heads_in_group, 1, 1], dim=3))
+
+
+class _SplitQKV(torch.autograd.Function):
+    """One kernel puts the gradient of qkv together and sums it over the tokens for the bias."""
+
+    @staticmethod
+    def forward(ctx, qkv: Tensor, heads_in_group: int, head_dim: int, bias: Tensor) -> tuple[Tensor, ...]:
+        return split_heads(qkv, heads_in_group, head_dim)
+
+    @staticmethod
+    def backward(ctx, query: Tensor, key: Tensor, value: Tensor):
+        grad, grad_bias = torch.ops.megalith.join_qkv(query, key, value)
+        return grad.unflatten(0, query.shape[:2]), None, None, grad_bias

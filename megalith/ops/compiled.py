@@ -9,9 +9,11 @@ import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import cache
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 
 def constant(function: Callable) -> Callable:
@@ -49,6 +51,19 @@ def as_one_kernel(function: Callable, *args, sizes_vary: bool = False, rows_vary
             if isinstance(arg, Tensor):
                 torch._dynamo.maybe_mark_dynamic(arg, 0)
     return _compiled(function, None if sizes_vary or rows_vary else False)(*args)
+
+
+def saving_attention() -> tuple[AbstractContextManager, AbstractContextManager]:
+    """torch's contexts of a pass and of its recomputation in compiled code, which finds attention's output saved."""
+    return create_selective_checkpoint_contexts(_saves)
+
+
+saving_attention.cache_hash = "megalith.saving_attention"  # torch's key for what it compiles with it
+
+
+def _saves(context: Any, operator: Any, *args, **kwargs) -> CheckpointPolicy:
+    attends = any(part in str(operator) for part in ("scaled_dot_product", "block_attention"))
+    return CheckpointPolicy.MUST_SAVE if attends else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _on_gpu(x: Tensor) -> bool:

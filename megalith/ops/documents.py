@@ -7,6 +7,11 @@ documents without tokens: their number changes from batch to batch, and what is 
 All that attention asks for comes from the ends, on their device and without waiting for it: the cumulative lengths of
 variable-length kernels, or for kernels without such the numbers of the documents and a mask. Some of the tokens, as a
 rank of context parallelism has them, keep the description: `ends_within` gives theirs.
+
+ALiBi (Press et al. 2022) biases scores linearly, instead of positions in the embedding or in the heads: the score of a
+query with the key n positions before it becomes score − slope · n, with a slope for each head: for 8 heads 1/2, 1/4, …,
+1/256, in general 2^(−8·k/heads) for head k = 1, 2, …. Where the heads are no power of two, those beyond one have the
+odd powers of twice as many heads', as in the paper's own code and in BLOOM.
 """
 
 from __future__ import annotations
@@ -75,3 +80,16 @@ def cumulative_lengths(ends: Tensor, seq: int) -> Tensor:
     """Where each document begins among all tokens of the batch, and the end: int32 [batch · documents + 1]."""
     rows = torch.arange(ends.shape[0], dtype=ends.dtype, device=ends.device)[:, None] * seq
     return torch.nn.functional.pad((ends + rows).flatten(), (1, 0))
+
+
+def alibi_slopes(heads: int, first: int, count: int, device: torch.device) -> Tensor:
+    """Those of `count` heads from number `first` on, of a layer with so many `heads`: float32 [count]."""
+    numbers = torch.arange(first, first + count, dtype=torch.float32, device=device)
+    power = 1 << heads.bit_length() - 1  # the largest in heads
+    further = (numbers - power) * 2 + 1
+    return torch.exp2(torch.where(numbers < power, (numbers + 1) * (-8 / power), further * (-4 / power)))
+
+
+def alibi_bias(slopes: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
+    """What is added to the scores, float32 [heads, queries, keys]; places in the sequence, int [queries] and [keys]."""
+    return slopes[:, None, None] * (keys - queries[:, None])

@@ -185,20 +185,20 @@ class _BiasGradient(torch.autograd.Function):
         return grad, total.to(ctx.dtype)
 
 
-def wide_product(x: Tensor, weight: Tensor) -> Tensor:
+def float32_matmul(x: Tensor, weight: Tensor) -> Tensor:
     """x · weightᵀ: x [tokens, in], weight [out, in] of x's dtype → float32 [tokens, out], computed in fp32: a router's,
     whose scores hang on small differences.
 
-    A product of two bf16 numbers fits into fp32, so tensor cores, which add up in fp32, lose nothing that a matmul in
+    The product of two bf16 numbers fits into fp32, so tensor cores, which add up in fp32, lose nothing that a matmul in
     fp32 keeps, and take a small part of its time. The gradient that comes back is fp32 and does not fit: it is cut into
     two bf16 numbers, which together keep 16 of its 24 bits, more than its gradients in bf16 have.
     """
     if x.dtype == torch.bfloat16:
-        return _WideProduct.apply(x, weight)
+        return _Float32Matmul.apply(x, weight)
     return x.float() @ weight.float().T
 
 
-class _WideProduct(torch.autograd.Function):
+class _Float32Matmul(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(x, weight)

@@ -6,8 +6,7 @@ import torch
 
 from megalith.config import RunConfig
 from megalith.models.init import initialize
-from megalith.models.stack import layers_of
-from megalith.models.transformer import Transformer
+from megalith.models.transformer import Transformer, layers_of
 from megalith.ops.fp8 import AmaxTable
 from megalith.parallel.context.context_parallel import apply_context
 from megalith.parallel.data.data_parallel import apply_data
@@ -45,14 +44,14 @@ def apply(
     parallel = config.parallel
     chunks = split_stages(model, assign_layers(config.model, parallel), mesh.pp.rank)
     for chunk in chunks:
-        tensor = apply_tensor(chunk, mesh.tp, parallel.sequence_parallel)
+        tensor = apply_tensor(chunk, mesh.tp, parallel.sequence_parallel, parallel.save_gathered_inputs)
         if tensor is not None:
             cut_adapters(chunk, tensor)
         apply_context(chunk, mesh.cp, parallel.cp_exchange, parallel.hierarchical_context_parallel_sizes)
         apply_expert(chunk, mesh, tensor, parallel.moe_token_dispatcher_type)
         apply_fp8(chunk, config, mesh, device, table)
         apply_ping_pong(chunk, parallel, tensor)
-        apply_recompute(chunk, parallel, mesh.tp)
+        apply_recompute(chunk, parallel, mesh.tp, compiles(config, device))
         if compiles(config, device):
             options = {"options": interleaving()} if parallel.overlaps else {}
             for layer in layers_of(chunk).values():

@@ -14,7 +14,7 @@ from torch import nn
 
 from megalith.errors import SeamError
 from megalith.models.adapters import Adapter, QKVAdapter
-from megalith.models.linear import Linear
+from megalith.models.linear import MLP, Linear
 from megalith.models.mixers.attention import Attention
 from megalith.models.mixers.mla import LatentAttention
 from megalith.models.moe import GroupedLinear, MoE
@@ -22,12 +22,11 @@ from megalith.models.norm import HeadsNorm
 from megalith.models.own_model import Model
 from megalith.models.pass_context import Runnable
 from megalith.models.router import Router
-from megalith.models.stack import Stack
-from megalith.models.transformer import Embedding, Transformer
+from megalith.models.transformer import Embedding, Stack, Transformer
 
 SEAMS: dict[type[nn.Module], dict[str, str]] = {
     Stack: {
-        "pass_layout": "how the tokens of a pass stand here: (tokens, trains=, has_places=) → PassLayout",
+        "pass_layout": "how the tokens of a pass stand here: (tokens, trains=, has_position_ids=) → PassLayout",
         "runner": "how a list of layers is run: (layers, x, context) → x",
         "shard_tokens": "the residual stream's share of what every token has: (x [batch, seq], layout) → share",
         "embedding": "None where another pipeline stage has it",
@@ -35,8 +34,8 @@ SEAMS: dict[type[nn.Module], dict[str, str]] = {
     },
     Transformer: {
         "loss": "the tokens' losses: (x, weight, labels, loss_mask, vocab_size, softcap, context, scale) → their sum",
-        "logprobs": "the targets' log-probabilities: (x, weight, targets, vocab_size, softcap, context, temperature, "
-        "entropy) → [batch, seq] or [batch, seq, k], and the entropies",
+        "logprobs": "the targets' log-probabilities: (x, weight, targets, vocab_size, softcap, context, objective, "
+        "scale) → [batch, seq] or [batch, seq, k], the entropies, and the sum of the objective's losses of tokens",
         "logits": "every entry's logits: (x, weight, vocab_size, softcap, context) → [batch, seq, vocab]",
         "output_layer": "None where another pipeline stage has it",
         "partial_gradients": "names of the parameters of which a rank's gradient is a part of a sum over tp",
@@ -57,6 +56,7 @@ SEAMS: dict[type[nn.Module], dict[str, str]] = {
         "style": "the matmul and its collectives: (x, weight, bias, gemm, context) → y",
         "rows": "the rows of weight and bias that are used here: (parameter) → rows of it",
     },
+    MLP: {"activation": "what is made of fc1's result for fc2: (y, bias) → x"},
     GroupedLinear: {
         "gemm": "the three matmuls by group: a GroupedGemm of ops/grouped_gemm.py",
         "first_row": "the number of the first row of the bias here among all",

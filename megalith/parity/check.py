@@ -1,21 +1,178 @@
 """The same job in one layout after the other, each against one process.
 
-A configuration made small: what each field becomes stands on it (`Shrinks`), the sizes in config/small.py.
+A configuration made small: what each field becomes stands on it (`Shrinks`), the sizes in config/small.py. The
+layouts are each axis alone, every pair, and triples, with their variants.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from megalith.config import RunConfig
 from megalith.errors import ConfigError, nearest_of
 from megalith.launch.pool import Pool, RankFailed
 from megalith.parity.differences import Errors, compare
 from megalith.parity.job import run_job
-from megalith.parity.layouts import LAYOUTS, ParityLayout
 from megalith.training.trainer import prepare
+
+
+@dataclass(frozen=True)
+class ParityLayout:
+    """How a run is spread: a number of processes and the settings of the section `parallel`."""
+
+    processes: int
+    parallel: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether it is for models with experts alone."""
+        return any("expert" in setting for setting in self.parallel)
+
+
+TP2 = {"tensor_model_parallel_size": 2}
+TP4 = {"tensor_model_parallel_size": 4}
+SP = {"sequence_parallel": True}
+CP2 = {"context_parallel_size": 2, "cp_comm_type": "p2p"}
+CP4 = {"context_parallel_size": 4, "cp_comm_type": "p2p"}
+GATHER = {"cp_comm_type": "all_gather"}
+A2A = {"cp_comm_type": "a2a"}
+A2A_P2P = {"cp_comm_type": "a2a+p2p", "hierarchical_context_parallel_sizes": [2, 2]}
+PP2 = {"pipeline_model_parallel_size": 2}
+PP3 = {"pipeline_model_parallel_size": 3}
+PP4 = {"pipeline_model_parallel_size": 4}
+VIRTUAL = {"virtual_pipeline_model_parallel_size": 2}
+ZERO_BUBBLE = {"pipeline_schedule": "zero_bubble"}
+ZERO1 = {"data_parallel_sharding_strategy": "optim"}
+ZERO2 = {"data_parallel_sharding_strategy": "optim_grads"}
+ZERO3 = {"data_parallel_sharding_strategy": "optim_grads_params"}
+TWO_COPIES = {"num_distributed_optimizer_instances": 2}
+UNEVEN = {"decoder_first_pipeline_num_layers": 3}
+EP2 = {"expert_model_parallel_size": 2}
+EP4 = {"expert_model_parallel_size": 4}
+EP8 = {"expert_model_parallel_size": 8}
+ETP2 = {"expert_tensor_parallel_size": 2}
+TOKENS_GATHERED = {"moe_token_dispatcher_type": "allgather"}
+HALVES = {"tp_comm_overlap": True}
+COUNTED = {"account_for_embedding_in_pipeline_split": True, "account_for_loss_in_pipeline_split": True}
+
+# What is left of the processes is data parallelism. Layouts with stages are for a model of 4 layers.
+LAYOUTS: dict[str, ParityLayout] = {
+    # each axis alone
+    "tp2": ParityLayout(2, TP2),
+    "tp4": ParityLayout(4, TP4),
+    "tp2-sp": ParityLayout(2, TP2 | SP),
+    "tp4-sp": ParityLayout(4, TP4 | SP),
+    "cp2": ParityLayout(2, CP2),
+    "cp2-auto": ParityLayout(2, {"context_parallel_size": 2}),
+    "cp2-all_gather": ParityLayout(2, CP2 | GATHER),
+    "cp2-a2a": ParityLayout(2, CP2 | A2A),
+    "cp4": ParityLayout(4, CP4),
+    "cp4-all_gather": ParityLayout(4, CP4 | GATHER),
+    "cp4-a2a": ParityLayout(4, CP4 | A2A),
+    "cp4-a2a+p2p": ParityLayout(4, CP4 | A2A_P2P),
+    "pp2": ParityLayout(2, PP2),
+    "pp4": ParityLayout(4, PP4),
+    "pp2-interleaved": ParityLayout(2, PP2 | VIRTUAL),
+    "pp4-interleaved": ParityLayout(4, PP4 | {"pipeline_model_parallel_layout": "E|t|t||t||t|L"}),
+    "pp2-zero_bubble": ParityLayout(2, PP2 | ZERO_BUBBLE),
+    "pp4-zero_bubble": ParityLayout(4, PP4 | ZERO_BUBBLE),
+    "pp2-uneven": ParityLayout(2, PP2 | UNEVEN),
+    "pp3-counted": ParityLayout(3, PP3 | COUNTED),
+    "pp4-uneven": ParityLayout(4, PP4 | {"pipeline_model_parallel_layout": "Ett||t|tL"}),
+    "dp2": ParityLayout(2),
+    "dp4": ParityLayout(4),
+    "dp2-zero1": ParityLayout(2, ZERO1),
+    "dp4-zero1": ParityLayout(4, ZERO1),
+    "dp2-zero2": ParityLayout(2, ZERO2),
+    "dp4-zero2": ParityLayout(4, ZERO2),
+    "dp2-zero3": ParityLayout(2, ZERO3),
+    "dp4-zero3": ParityLayout(4, ZERO3),
+    "dp4-zero1-hybrid": ParityLayout(4, ZERO1 | TWO_COPIES),
+    "dp4-zero2-hybrid": ParityLayout(4, ZERO2 | TWO_COPIES),
+    "dp4-zero3-hybrid": ParityLayout(4, ZERO3 | TWO_COPIES),
+    # every pair
+    "tp2-cp2": ParityLayout(4, TP2 | CP2),
+    "tp2-sp-cp2": ParityLayout(4, TP2 | SP | CP2),
+    "tp2-cp2-all_gather": ParityLayout(4, TP2 | CP2 | GATHER),
+    "tp2-sp-cp2-a2a": ParityLayout(4, TP2 | SP | CP2 | A2A),
+    "tp2-pp2": ParityLayout(4, TP2 | PP2),
+    "tp2-sp-pp2": ParityLayout(4, TP2 | SP | PP2),
+    "tp2-pp2-interleaved": ParityLayout(4, TP2 | PP2 | VIRTUAL),
+    "tp2-sp-pp2-zero_bubble": ParityLayout(4, TP2 | SP | PP2 | ZERO_BUBBLE),
+    "tp2-dp2": ParityLayout(4, TP2),
+    "tp2-sp-dp2-zero1": ParityLayout(4, TP2 | SP | ZERO1),
+    "tp2-dp2-zero2": ParityLayout(4, TP2 | ZERO2),
+    "tp2-sp-dp2-zero3": ParityLayout(4, TP2 | SP | ZERO3),
+    "cp2-pp2": ParityLayout(4, CP2 | PP2),
+    "cp2-a2a-pp2-interleaved": ParityLayout(4, CP2 | A2A | PP2 | VIRTUAL),
+    "cp2-all_gather-pp2-zero_bubble": ParityLayout(4, CP2 | GATHER | PP2 | ZERO_BUBBLE),
+    "cp2-dp2": ParityLayout(4, CP2),
+    "cp2-a2a-dp2-zero1": ParityLayout(4, CP2 | A2A | ZERO1),
+    "cp2-dp2-zero2": ParityLayout(4, CP2 | ZERO2),
+    "cp2-dp2-zero3": ParityLayout(4, CP2 | ZERO3),
+    "cp2-dp2-zero3-hybrid": ParityLayout(4, CP2 | ZERO3 | TWO_COPIES),
+    "pp2-dp2": ParityLayout(4, PP2),
+    "pp2-dp2-zero1": ParityLayout(4, PP2 | ZERO1),
+    "pp2-dp2-zero2": ParityLayout(4, PP2 | ZERO2),
+    "pp2-dp2-zero3": ParityLayout(4, PP2 | ZERO3),
+    "pp2-interleaved-dp2-zero2": ParityLayout(4, PP2 | VIRTUAL | ZERO2),
+    "pp2-zero_bubble-dp2-zero1": ParityLayout(4, PP2 | ZERO_BUBBLE | ZERO1),
+    # triples
+    "tp2-pp2-dp2": ParityLayout(8, TP2 | PP2),
+    "tp2-sp-pp2-dp2-zero1": ParityLayout(8, TP2 | SP | PP2 | ZERO1),
+    "tp2-pp2-interleaved-dp2-zero2": ParityLayout(8, TP2 | PP2 | VIRTUAL | ZERO2),
+    "tp2-sp-pp2-dp2-zero3": ParityLayout(8, TP2 | SP | PP2 | ZERO3),
+    "tp2-sp-pp2-zero_bubble-dp2": ParityLayout(8, TP2 | SP | PP2 | ZERO_BUBBLE),
+    "tp2-cp2-dp2": ParityLayout(8, TP2 | CP2),
+    "tp2-sp-cp2-a2a-dp2-zero1": ParityLayout(8, TP2 | SP | CP2 | A2A | ZERO1),
+    "tp2-sp-cp2-dp2-zero2-hybrid": ParityLayout(8, TP2 | SP | CP2 | ZERO2 | TWO_COPIES),
+    "tp2-sp-cp2-all_gather-dp2-zero3": ParityLayout(8, TP2 | SP | CP2 | GATHER | ZERO3),
+    "tp2-cp2-pp2": ParityLayout(8, TP2 | CP2 | PP2),
+    "tp2-sp-cp2-a2a-pp2-interleaved": ParityLayout(8, TP2 | SP | CP2 | A2A | PP2 | VIRTUAL),
+    "tp2-sp-cp2-pp2-zero_bubble": ParityLayout(8, TP2 | SP | CP2 | PP2 | ZERO_BUBBLE),
+    "cp2-pp2-dp2": ParityLayout(8, CP2 | PP2),
+    "cp2-a2a-pp2-interleaved-dp2-zero1": ParityLayout(8, CP2 | A2A | PP2 | VIRTUAL | ZERO1),
+    "cp2-all_gather-pp2-zero_bubble-dp2-zero1": ParityLayout(8, CP2 | GATHER | PP2 | ZERO_BUBBLE | ZERO1),
+    "cp2-pp2-dp2-zero3": ParityLayout(8, CP2 | PP2 | ZERO3),
+    "tp4-sp-pp2": ParityLayout(8, TP4 | SP | PP2),
+    "cp4-a2a+p2p-dp2-zero2": ParityLayout(8, CP4 | A2A_P2P | ZERO2),
+    "pp4-dp2-zero3": ParityLayout(8, PP4 | ZERO3),
+    # ping-pong micro-batches
+    "tp2-overlap": ParityLayout(2, TP2 | HALVES),
+    "tp2-sp-overlap": ParityLayout(2, TP2 | SP | HALVES),
+    "tp4-sp-overlap": ParityLayout(4, TP4 | SP | HALVES),
+    "cp2-a2a-overlap": ParityLayout(2, CP2 | A2A | HALVES),
+    "tp2-sp-cp2-a2a-overlap": ParityLayout(4, TP2 | SP | CP2 | A2A | HALVES),
+    "tp2-sp-cp2-overlap": ParityLayout(4, TP2 | SP | CP2 | HALVES),
+    "tp2-sp-pp2-overlap": ParityLayout(4, TP2 | SP | PP2 | HALVES),
+    "tp2-sp-dp2-zero3-overlap": ParityLayout(4, TP2 | SP | ZERO3 | HALVES),
+    # experts; the axes besides are those that everything else is cut over
+    "ep2": ParityLayout(2, EP2),
+    "ep4": ParityLayout(4, EP4),
+    "ep2-allgather": ParityLayout(2, EP2 | TOKENS_GATHERED),
+    "ep2-dp4": ParityLayout(4, EP2),
+    "ep2-dp4-zero1": ParityLayout(4, EP2 | ZERO1),
+    "ep2-dp4-zero2-hybrid": ParityLayout(4, EP2 | ZERO2 | TWO_COPIES),
+    "ep2-dp4-zero3": ParityLayout(4, EP2 | ZERO3),
+    "ep4-zero3": ParityLayout(4, EP4 | ZERO3),
+    "tp2-ep2": ParityLayout(2, TP2 | EP2),
+    "tp2-sp-ep2": ParityLayout(2, TP2 | SP | EP2),
+    "tp2-etp2": ParityLayout(2, TP2 | ETP2),
+    "tp2-sp-etp2-ep2": ParityLayout(4, TP2 | SP | ETP2 | EP2),
+    "tp2-sp-etp2-ep2-allgather": ParityLayout(4, TP2 | SP | ETP2 | EP2 | TOKENS_GATHERED),
+    "cp2-ep2": ParityLayout(2, CP2 | EP2),
+    "tp2-sp-cp2-a2a-ep4": ParityLayout(4, TP2 | SP | CP2 | A2A | EP4),
+    "pp2-ep2": ParityLayout(4, PP2 | EP2),
+    "pp2-interleaved-ep2-zero2": ParityLayout(4, PP2 | VIRTUAL | EP2 | ZERO2),
+    "pp2-zero_bubble-tp2-sp-ep2": ParityLayout(4, PP2 | ZERO_BUBBLE | TP2 | SP | EP2),
+    "tp2-sp-ep8-zero1": ParityLayout(8, TP2 | SP | EP8 | ZERO1),
+    "tp2-sp-pp2-dp2-ep4-zero1": ParityLayout(8, TP2 | SP | PP2 | EP4 | ZERO1),
+    "tp2-cp2-dp2-ep2-etp2-zero3": ParityLayout(8, TP2 | CP2 | EP2 | ETP2 | ZERO3),
+    "tp2-sp-cp2-pp2-ep2-etp2": ParityLayout(8, TP2 | SP | CP2 | PP2 | EP2 | ETP2),
+}
 
 
 @dataclass(frozen=True)

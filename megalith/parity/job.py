@@ -15,6 +15,7 @@ from itertools import chain
 
 from torch import Tensor
 
+from megalith.checkpoint.files import byte_view
 from megalith.checkpoint.state import STATE_WITH_ROWS, model_boxes, optimizer_boxes
 from megalith.comm.collectives import gather_json
 from megalith.config import RunConfig
@@ -127,7 +128,7 @@ def unequal_copies(run: Run) -> list[str]:
 
 
 def _digest(values: Tensor) -> str:
-    return hashlib.blake2b(values.cpu().contiguous().numpy().tobytes(), digest_size=8).hexdigest()
+    return hashlib.blake2b(byte_view(values.cpu()).numpy(), digest_size=8).hexdigest()
 
 
 def _state(run: Run) -> dict[str, Box]:

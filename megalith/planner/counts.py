@@ -30,10 +30,9 @@ from torch.distributed.tensor import Shard
 
 from megalith.config import LoraConfig, ModelConfig, ParallelConfig
 from megalith.models.adapters import ADAPTER, add_adapters
-from megalith.models.layer import TransformerLayer
 from megalith.models.moe import GroupedLinear
 from megalith.models.norm import Norm
-from megalith.models.transformer import Transformer
+from megalith.models.transformer import Transformer, TransformerLayer
 from megalith.parallel.expert.expert_parallel import CUTS
 from megalith.parallel.pipeline.stages import Stage, split_stages
 from megalith.parallel.tensor.tensor_parallel import role_of

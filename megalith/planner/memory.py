@@ -109,9 +109,10 @@ class StageMemory:
         trained = (
             self.adapters / self.shards if self.adapters else state
         )  # adapters alone, where there are any
+        models = 2 if self.config.has_reference_model else 1
         rows = -(-self.model.padded_vocab_size // self.tensor)
         head = rows * self.model.hidden_size if self.head else 0
-        tokens = train.micro_batch_size * self.config.data.seq_length // self.context
+        tokens = self.config.rows_at_once * self.config.data.seq_length // self.context
         logits = min(tokens * rows, LOGITS_AT_ONCE) if self.head else 0
         offloaded = optim.optimizer_offload_fraction if optim.optimizer_cpu_offload else 0.0
         moments = OPTIMIZER_BYTES.get(optim.optimizer, 8) * trained
@@ -124,7 +125,7 @@ class StageMemory:
             + self._gradients(self.experts, self.experts, self.expert_shards)
         )
         return MemoryEstimate(
-            weights=int(MASTER_BYTES * (state + self.adapters / self.shards)),
+            weights=int(MASTER_BYTES * (models * state + self.adapters / self.shards)),
             compute_copy=self._copies() + (0 if train.precision == "fp32" else width * head),
             gradients=gradients if self.accumulates else max(gradients - activations - loss, 0),
             optimizer=int(moments * (1 - offloaded)),
@@ -169,6 +170,8 @@ class StageMemory:
 
         everything = mean()
         saved = inputs * stream / (self.tensor if parallel.distribute_saved_activations else 1)
+        if parallel.recompute_saves_attention:
+            saved += inputs * self.model.num_attention_heads // self.tensor * self.model.head_dim
         saved += whole * everything
         if parallel.recompute_granularity == "selective":
             saved -= max(whole - 1, 0) * (everything - mean(parallel.recompute_modules))
@@ -184,8 +187,8 @@ class StageMemory:
         that torch's own function, which alone has attention dropout, keeps bias, keys and values of every layer. A
         ring has masks of its blocks alone.
         """
-        model, width, documents = self.model, self.width, self.config.data.reset_attention_mask
-        sequences, seq = self.config.train.micro_batch_size, self.config.data.seq_length
+        model, width, documents = self.model, self.width, self.config.keeps_documents_apart
+        sequences, seq = self.config.rows_at_once, self.config.data.seq_length
         windowed = sum((window or seq) < seq for window in model.windows)
         exchanged = self.context == 1 or self.parallel.cp_exchange == "a2a"
         makes_mask = width == MASTER_BYTES or (model.attention_dropout if exchanged else windowed)
@@ -253,7 +256,7 @@ def saved_activations(
     groups = max(model.query_groups // tensor, 1)
     query = model.num_attention_heads // tensor * model.head_dim
     key_value = 2 * groups * model.head_dim
-    gathers = compiled and sequence > 1
+    gathers = compiled and sequence > 1 and parallel.save_gathered_inputs
     norm_inputs = model.norms_in_layer * model.hidden_size // sequence
     normed = 1 if model.shared_layernorm else 2
     norm_outputs = normed * model.hidden_size // (1 if gathers else sequence)  # what the matrices take
@@ -271,7 +274,8 @@ def saved_activations(
     taken = 1.0 if code is None else code  # an element of what a matrix takes
     saved = norm_inputs + taken * norm_outputs + attention
     if "mlp" not in recomputed:
-        saved += _between_matrices(layer.mlp, taken) / tensor
+        again = compiled and code is None and "mlp_act" in recomputed
+        saved += _between_matrices(layer.mlp, 0 if again else taken) / tensor
         if layer.has_experts:
             saved += _expert_rows(meta, layer.mlp.experts)
     return saved

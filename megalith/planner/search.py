@@ -39,9 +39,10 @@ PARALLEL = "parallel."
 CLEAN = {  # what a search decides
     PARALLEL + name: value
     for name, value in {
-        "tensor_model_parallel_size": 1, "sequence_parallel": False, "pipeline_model_parallel_size": 1,
-        "virtual_pipeline_model_parallel_size": None, "microbatch_group_size_per_virtual_pipeline_stage": None,
-        "pipeline_schedule": "1f1b", "decoder_first_pipeline_num_layers": None,
+        "tensor_model_parallel_size": 1, "sequence_parallel": False, "save_gathered_inputs": True,
+        "pipeline_model_parallel_size": 1, "virtual_pipeline_model_parallel_size": None,
+        "microbatch_group_size_per_virtual_pipeline_stage": None, "pipeline_schedule": "1f1b",
+        "decoder_first_pipeline_num_layers": None,
         "decoder_last_pipeline_num_layers": None, "account_for_embedding_in_pipeline_split": False,
         "account_for_loss_in_pipeline_split": False, "pipeline_model_parallel_layout": None,
         "context_parallel_size": 1, "cp_comm_type": "auto", "hierarchical_context_parallel_sizes": None,
@@ -53,9 +54,15 @@ CLEAN = {  # what a search decides
     }.items()
 }  # fmt: skip
 # From the cheapest on.
+NO_GEMM = {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp_act"]}
+SHARDS = {"save_gathered_inputs": False}  # under SP
 RECOMPUTED: list[dict[str, Any]] = [
     {},
+    NO_GEMM,
+    SHARDS,
+    NO_GEMM | SHARDS,
     {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"]},
+    {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"], **SHARDS},
     {"recompute_granularity": "full", "recompute_method": "uniform"},
 ]
 OFFLOADED = {"optim.optimizer_cpu_offload": True, "optim.optimizer_offload_fraction": 1.0}
@@ -104,6 +111,8 @@ class PlannedLayout:
         if granularity := parallel.recompute_granularity:
             modules = " + ".join(parallel.recompute_modules) if granularity == "selective" else "full"
             found.append(f"recomputed: {modules}")
+        if not parallel.save_gathered_inputs:
+            found.append("gathered again")
         if self.config.optim.optimizer_cpu_offload:
             found.append("optimizer state on the host")
         return ", ".join(found)
@@ -205,6 +214,8 @@ class _Search:
         for sizes in self._sizes():
             for further in self._further(sizes):
                 for recomputed in RECOMPUTED:
+                    if "save_gathered_inputs" in recomputed and not sizes[PARALLEL + "sequence_parallel"]:
+                        continue
                     settings = (
                         sizes | further | {PARALLEL + name: value for name, value in recomputed.items()}
                     )

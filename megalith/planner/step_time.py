@@ -16,11 +16,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megalith.config import ParallelConfig, RunConfig
-from megalith.config.batch_size import BatchSizeSchedule
 from megalith.config.rules.expert_rules import expert_data_parallel_size
 from megalith.config.rules.parallel_rules import data_parallel_size, shard_size
+from megalith.config.train import BatchSizeSchedule
 from megalith.hardware import GIGA
-from megalith.parallel.fp8_linears import is_in_fp8
+from megalith.parallel.fp8_linears import is_in_fp8, saves_weight_codes
 from megalith.parallel.pipeline.schedules import Schedule
 from megalith.parallel.pipeline.simulate import Durations, simulate
 from megalith.parallel.pipeline.stages import Stage, assign_layers, run_schedule, schedule_kind, virtual_size
@@ -31,17 +31,16 @@ from megalith.planner.rates import NETWORK, Rates, bytes_per_second, peak_flops
 from megalith.planner.traffic import context_bytes, expert_bytes, hidden_bytes
 
 # Fitted on the rows of benchmarks/RESULTS.md that tests/planner/measured_rows.py marks so.
-SUSTAINED = 0.94  # of a GEMM's rate by itself, where others come before it
 OTHER_RATES = {"fp16": 0.94, "blockwise": 0.8}  # of bf16's GEMMs; of FP8's by tensor
 STREAMS = 0.87  # of the copy's bandwidth that kernels between GEMMs reach
 BESIDE = {"NCCL": 0.6, "copy engine": 0.1}  # of a collective's time, that GEMMs which run at once take longer
-PING_PONG = 0.67  # of the collectives' time, that is left with two halves
+PING_PONG = 0.8  # of the collectives' time, that is left with two halves
 MASKED = 8.6  # times as long as causal attention, with a mask of documents or of a window
 DROPPED = 1.5  # the same with attention dropout
 RING_BYTES = 95  # an element of the queries and step of a ring: partial results merged in fp32
 GATHERED = 5  # times as long, attention of `all_gather`
 EXPERTS = 0.85  # of a dense GEMM's rate
-OPERATORS = {"layer": 180, "half": 390, "experts": 517, "eager": 450}  # of a layer on the host, both passes
+OPERATORS = {"layer": 180, "half": 390, "experts": 440, "eager": 450}  # of a layer on the host, both passes
 GATHERING, REDUCING = 12, 13  # bytes a parameter of FSDP2: casts and copies of an all-gather, of a reduction
 SUMMING = 10  # bytes a parameter that a micro-batch's gradients are added by
 UPDATE = 4 + 2 * 12  # bytes a parameter: norm; gradient, weight and moments read, weight and moments written
@@ -148,7 +147,7 @@ class _Model:
         self.tensor, self.context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
         self.sequence = self.tensor if parallel.sequence_parallel else 1
         self.dp = data_parallel_size(parallel, world_size)
-        self.tokens = train.micro_batch_size * config.data.seq_length // self.context
+        self.tokens = config.rows_at_once * config.data.seq_length // self.context
         self.width = COMPUTE_BYTES[train.precision]
         self.streams = rates.memory * GIGA * STREAMS
         self.fsdp = parallel.data_parallel_sharding_strategy != "no_shard" and self.dp * self.context > 1
@@ -157,6 +156,7 @@ class _Model:
         frees = parallel.data_parallel_sharding_strategy == "optim_grads_params"
         self.freed = max(1 - parallel.unsharded_layers / chunk, 0.0) if frees else 0.0
         """The share of the layers that FSDP2 gathers for each pass."""
+        self.eager = config.runtime.compile is False or parallel.pipeline_schedule == "zero_bubble"
         self.fp8 = train.fp8_format is not None and "fp8" in rates.matmuls
         self._layers: dict[int, tuple[Counter[str], Counter[str]]] = {}
         self._chunks: dict[tuple, tuple[Counter[str], Counter[str]]] = {}
@@ -227,8 +227,7 @@ class _Model:
         """With what the host is late by."""
         launch = self.rates.launch * 1e-6
         experts = sum(number in self.model.expert_layers for number in numbers)
-        eager = self.config.runtime.compile is False or self.parallel.pipeline_schedule == "zero_bubble"
-        kind = "half" if self.parallel.overlaps else "eager" if eager else "layer"
+        kind = "half" if self.parallel.overlaps else "eager" if self.eager else "layer"
         host = share * launch * OPERATORS[kind] * (len(numbers) - experts)
         late = Counter(work)
         late["host"] = max(host - work.total(), 0.0)
@@ -252,11 +251,11 @@ class _Model:
         """Of the matmuls of a layer: the table's, and what share of its rate they reach."""
         train = self.config.train
         if self.fp8 and is_in_fp8(number, self.config):
-            return "fp8", SUSTAINED * OTHER_RATES.get(train.fp8_recipe, 1.0)
+            return "fp8", OTHER_RATES.get(train.fp8_recipe, 1.0)
         if train.precision == "fp32":
             peaks = [peak_flops(self.rates, name) for name in ("fp32", "bf16")]
             return "bf16", peaks[0] / peaks[1] if all(peaks) else 0.07
-        return "bf16", SUSTAINED * OTHER_RATES.get(train.precision, 1.0)
+        return "bf16", OTHER_RATES.get(train.precision, 1.0)
 
     def _matmuls(self, number: int, there: Counter[str], back: Counter[str]) -> None:
         dtype, factor = self._dtype(number)
@@ -271,19 +270,47 @@ class _Model:
             there["GEMMs"] += one
             back["GEMMs"] += self.rates.matmul(tokens, rows, columns, dtype, rate)
             if not self.frozen:
-                back["GEMMs"] += self.rates.matmul(rows, tokens, columns, dtype, rate)
+                kind, rate = self._wgrad_dtype(dtype, rate, experts)
+                back["GEMMs"] += self.rates.matmul(rows, tokens, columns, kind, rate)
             if again and (experts or style == "column") and columns == self.model.hidden_size:
                 is_mlp = rows * self.tensor >= self.model.ffn_size or experts
                 back["GEMMs"] += one if is_mlp else 0.0
-            if dtype == "fp8":  # what goes in and the gradient that comes out, both ways up; the weight
-                scan = 2 if self.config.train.fp8_recipe == "tensorwise" else 0
-                cast = (
-                    tokens * columns * (4 + scan),
-                    tokens * rows * (4 + scan),
-                    rows * columns * (experts or 1) * 6,
-                )
-                there["elementwise"] += (cast[0] + cast[2]) / self.streams
-                back["elementwise"] += cast[1] / self.streams
+            if dtype == "fp8":
+                self._casts(tokens, rows, columns, experts, style, there, back)
+
+    def _wgrad_dtype(self, dtype: str, rate: float, experts: int) -> tuple[str, float]:
+        if dtype == "fp8" and (experts or not self.config.train.fp8_wgrad):
+            return "bf16", EXPERTS if experts else 1.0
+        return dtype, rate
+
+    def _casts(
+        self,
+        tokens: int,
+        rows: int,
+        columns: int,
+        experts: int,
+        style: str | None,
+        there: Counter[str],
+        back: Counter[str],
+    ) -> None:
+        """To FP8: bf16 is read, and once more for its maximum where scales are current; codes are written, and their
+        transpose for the backward pass. Under SP a rank casts its shard of what it gathers, and transposes it later;
+        a weight whose codes are not saved is cast again. Experts' codes have a scale a row, and no transpose."""
+        scan = 2 if self.config.train.fp8_recipe == "tensorwise" else 0
+        both, one = (5, 5) if experts else (4 + scan, 3 + scan)
+        gathered, taken = self.sequence > 1 and style == "column", tokens * columns
+        weight = self._weight_casts(rows * columns * (experts or 1), both, one, bool(experts))
+        here = taken * one / self.sequence if gathered else taken * both
+        there["elementwise"] += (here + weight[0]) / self.streams
+        back["elementwise"] += (
+            tokens * rows * both + (2 * taken if gathered else 0) + weight[1]
+        ) / self.streams
+
+    def _weight_casts(self, weight: int, both: int, one: int, experts: bool) -> tuple[int, int]:
+        """Bytes that casts of a weight of so many elements move for a micro-batch, forward and backward."""
+        if saves_weight_codes(self.config) and not experts:
+            return weight * both, 0
+        return weight * one, weight * one
 
     def _attention(self, number: int, there: Counter[str], back: Counter[str]) -> None:
         model, parallel = self.model, self.parallel
@@ -314,7 +341,8 @@ class _Model:
 
     def _elementwise(self, number: int, there: Counter[str], back: Counter[str]) -> None:
         """Bytes of what stands between matmuls: norms with the residual, the activation, heads, rotations, casts."""
-        model, width = self.model, self.width
+        model, width, parallel = self.model, self.width, self.parallel
+        modules = parallel.recompute_modules if parallel.recompute_granularity == "selective" else []
         norms = model.norms_in_layer * 4 * model.hidden_size / self.sequence
         heads = model.num_attention_heads / self.tensor * model.head_dim
         groups = 2 * max(model.query_groups / self.tensor, 1) * model.head_dim
@@ -328,12 +356,12 @@ class _Model:
                 times = rows * model.moe_router_topk / self.tensor if experts else 1.0
                 into = out / 2 if model.gated else out
                 forward += times * (out + into) / (2 if experts else 1)
-                backward += times * (2 * out + into) / (2 if experts else 1)
+                again = into if "mlp_act" in modules and not experts else 0.0
+                backward += times * (2 * out + into) / (2 if experts else 1) + again
         if number in model.expert_layers:  # rows to their experts and back
             moved = 4 * model.moe_router_topk * model.hidden_size / self.tensor
             forward, backward = forward + moved, backward + moved
-        if self.parallel.recompute_granularity == "selective":
-            backward += norms if "layernorm" in self.parallel.recompute_modules else 0
+        backward += norms if "layernorm" in modules else 0
         there["elementwise"] += width * self.tokens * forward / self.streams
         back["elementwise"] += width * self.tokens * backward / self.streams
         here = self.meta.in_layers([number])
@@ -368,16 +396,9 @@ class _Model:
     def _communication(self, number: int, there: Counter[str], back: Counter[str]) -> None:
         parallel = self.parallel
         if self.tensor > 1:
-            part = self.tokens * self.model.hidden_size * self.width * (self.tensor - 1) / self.tensor
-            kind = "copy" if "tp" in parallel.direct_axes else "all_gather"
-            one = self.moves(kind, self.tensor, 1, part)
-            if parallel.overlaps:
-                there["tensor"] += PING_PONG * 4 * one
-                back["tensor"] += PING_PONG * (6 if parallel.sequence_parallel else 4) * one
-            else:
-                there["tensor"] += 4 * one
-                hidden = 4 * BESIDE["NCCL"]
-                back["tensor"] += ((2 if parallel.sequence_parallel else 0) + hidden) * one
+            forward, backward = self._tensor(number)
+            there["tensor"] += forward
+            back["tensor"] += backward
         if self.context > 1:
             sent = context_bytes(self.config)
             kind = "copy" if "cp" in parallel.direct_axes else "all_to_all"
@@ -396,10 +417,26 @@ class _Model:
             there["expert"] += whole / 2
             back["expert"] += whole / 2
 
+    def _tensor(self, number: int) -> tuple[float, float]:
+        """What is waited for of a layer's collectives of tensor parallelism, forward and backward."""
+        parallel = self.parallel
+        part = self.tokens * self.model.hidden_size * self.width * (self.tensor - 1) / self.tensor
+        kind = "copy" if "tp" in parallel.direct_axes else "all_gather"
+        one = self.moves(kind, self.tensor, 1, part)
+        if self.sequence > 1:  # before linears all-gathers, of codes in FP8; behind them reduce-scatters
+            gathers = 2 / self.width if self._dtype(number)[0] == "fp8" else 2
+            again = 0 if parallel.save_gathered_inputs and not self.eager else gathers
+            forward, exposed, beside = gathers + 2, 2, 2 + again  # of `one`
+        else:
+            forward, exposed, beside = 4, 0, 4
+        if parallel.overlaps:
+            return PING_PONG * forward * one, PING_PONG * (exposed + beside) * one
+        return forward * one, (exposed + BESIDE["NCCL"] * beside) * one
+
     def _head(self) -> Counter[str]:
         """The output matrix with the loss, which makes its gradients in the forward pass, and the last norm."""
         model, rows = self.model, -(-self.model.padded_vocab_size // self.tensor)
-        dtype, rate = ("bf16", SUSTAINED * OTHER_RATES.get(self.config.train.precision, 1.0))
+        dtype, rate = ("bf16", OTHER_RATES.get(self.config.train.precision, 1.0))
         if self.config.train.precision == "fp32":
             rate = self._dtype(0)[1]
         hidden, work = model.hidden_size, Counter()

@@ -149,7 +149,7 @@ def _neighbours(chunks: Sequence[Stage], last: int, ranks: int) -> int:
 
 
 def _tokens(config: RunConfig) -> int:
-    return config.train.micro_batch_size * config.data.seq_length // config.parallel.context_parallel_size
+    return config.rows_at_once * config.data.seq_length // config.parallel.context_parallel_size
 
 
 def _tensor_words(parallel: ParallelConfig) -> str:

@@ -1,7 +1,7 @@
 """`megalith doctor`: what this machine has and lacks for training, a line a check, each with what to do.
 
 Checks are of the software (against SUPPORTED), the optional packages, shared memory, the output's disk and the ports;
-of the devices and what links them see device_checks.py.
+of the devices and what links them see gpu_health.py.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def numbers(text: str) -> tuple[int, int]:
 
 
 def software_checks() -> Iterator[Check]:
-    """Python and torch. Of CUDA and its driver see device_checks.py."""
+    """Python and torch. Of CUDA and its driver see gpu_health.py."""
     for name, found in (("Python", sys.version.split()[0]), ("torch", torch.__version__)):
         oldest, newest = (".".join(map(str, each)) for each in SUPPORTED[name])
         if numbers(found) < SUPPORTED[name][0]:

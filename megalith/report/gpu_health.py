@@ -1,20 +1,35 @@
-"""How a GPU is: heat, clocks, power, memory and its errors, asked of the driver by NVML (the package nvidia-ml-py).
+"""How GPUs are and what links them: heat, clocks, power, memory and its errors, asked of the driver by NVML (the
+package nvidia-ml-py).
 
 A run reads its GPUs at every log interval, while they work: the figures stand in the line of that step, the hottest,
 slowest and least busy GPU's of all ranks, and a GPU that is slowed by heat or power, or whose memory fails, is named
 when that begins. One slow GPU slows all: they meet in every collective. `megalith doctor` reads the same.
+
+`megalith doctor` also measures how fast NCCL (on a CPU machine gloo) is over what links them. Every pair of GPUs
+makes an all-reduce of 64 MB, one pair after the other, in a process for each GPU. A pair that is far slower than the
+best one is named: its link is what every collective over it waits for.
 """
 
 from __future__ import annotations
 
+import itertools
+import re
 import socket
-from collections.abc import Callable, Sequence
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
 from megalith.comm.collectives import Axis, gather_json
+from megalith.hardware import KNOWN_DEVICES, device_kind
+from megalith.launch.pool import Pool, RankFailed
+from megalith.planner.topology import NVLINK, read_links
+from megalith.report.doctor import BAD, GOOD, WARN, Check, driver_check, graded
 
 SLOWED = {
     0x08: "slowed by hardware (heat or power)",
@@ -182,3 +197,171 @@ def gpu_figures(gpus: Sequence[GpuState]) -> dict[str, float]:
         for name, (worst, values) in columns.items()
         if (known := [value for value in values if value is not None])
     }
+
+
+MESSAGE = 64 * 2**20  # bytes of an all-reduce
+REPEATS = 10
+SLOW_PAIR = 0.6  # of the fastest pair's rate
+HOT = 85  # °C
+
+
+def device_checks(timeout: float = 300.0, measured: bool = True) -> Iterator[Check]:
+    """Of every GPU and, where `measured`, pair of GPUs; of a machine without, that gloo works."""
+    if not torch.cuda.is_available():
+        built = "torch is built for CPUs" if torch.version.cuda is None else "torch sees no CUDA device"
+        do = "a GPU machine: look at nvidia-smi, and install a CUDA build of torch"
+        yield Check("devices", GOOD, f"{device_kind('cpu').name}; {built}", do)
+        if measured:
+            yield gloo_check(timeout)
+        return
+    count = torch.cuda.device_count()
+    yield driver_check(driver_version(), torch.version.cuda or "0")
+    for number in range(count):
+        yield from gpu_checks(number)
+    if count == 1:
+        return
+    yield from link_checks(count)
+    yield Check("NCCL", GOOD, ".".join(map(str, torch.cuda.nccl.version())))
+    if measured:
+        yield from pair_checks(count, timeout)
+
+
+def driver_version() -> str | None:
+    """NVIDIA's driver's, as the kernel module, else NVML, tells it."""
+    try:
+        text = Path("/proc/driver/nvidia/version").read_text()
+        if found := re.search(r"Kernel Module(?: for \S+)?\s+(\d+\.[\d.]+)", text):
+            return found[1]
+    except OSError:
+        pass
+    try:
+        import pynvml
+
+        pynvml.nvmlInit()
+        told = pynvml.nvmlSystemGetDriverVersion()
+        return told if isinstance(told, str) else told.decode()
+    except Exception:  # no package, or a container that does not show it
+        return None
+
+
+def gpu_checks(number: int) -> Iterator[Check]:
+    """One GPU: whether it is known and free, its heat, clocks and memory errors."""
+    name, properties = f"GPU {number}", torch.cuda.get_device_properties(number)
+    free, total = torch.cuda.mem_get_info(number)
+    capability = f"{properties.major}.{properties.minor}"
+    found = f"{properties.name}, {total / 1e9:.0f} GB, compute capability {capability}"
+    known = properties.name in KNOWN_DEVICES
+    yield graded(name, found, known, "its peak is not known: no MFU is reported, all else works")
+    used = (total - free) / total
+    do = "another process uses it: look at nvidia-smi, and start the run when it is gone"
+    yield graded(f"{name}: memory", f"{free / 1e9:.1f} GB free", used < 0.1, do)
+    state = read_gpu(uuid_of(number))
+    if state is None:
+        yield Check(
+            f"{name}: health", WARN, "the driver is not asked", "install nvidia-ml-py, the extra [gpu]"
+        )
+        return
+    faults = state.faults()
+    if faults:
+        yield Check(f"{name}: health", BAD, str(state), "; ".join(faults))
+    else:
+        hot = state.temperature is not None and state.temperature >= HOT
+        ecc = "" if state.ecc_errors is None else f" | {state.ecc_errors} uncorrected memory errors"
+        yield graded(f"{name}: health", f"{state}{ecc}", not hot, "it is hot: look at its cooling")
+
+
+def link_checks(count: int) -> Iterator[Check]:
+    """What links the GPUs, and whether each reads the others' memory."""
+    uuids = {number: uuid_of(number) for number in range(count)}
+    rows, plain = [], []
+    for number in range(count):
+        links = read_links(uuids[number], {peer: uuid for peer, uuid in uuids.items() if peer != number})
+        told = [links.get(peer, "?") if peer != number else "-" for peer in range(count)]
+        rows.append(f"{number}: {' '.join(told)}")
+        plain += [f"{number}-{peer}" for peer, link in links.items() if link != NVLINK and number < peer]
+    do = f"no NVLink between {', '.join(plain)}: keep tensor parallelism to the others, or use pipeline or data"
+    yield graded("NVLink", "; ".join(rows), not plain, do)
+    closed = [
+        f"{one}-{other}"
+        for one, other in itertools.permutations(range(count), 2)
+        if not torch.cuda.can_device_access_peer(one, other)
+    ]
+    do = "NCCL then copies through the host: look at ACS in the BIOS, at MIG, and at the container's devices"
+    yield graded(
+        "peer access", f"not between {', '.join(closed)}" if closed else "between all", not closed, do
+    )
+
+
+def gloo_check(timeout: float) -> Check:
+    """Two processes of this machine meet and make an all-reduce."""
+    name, pool = "gloo, 2 processes", Pool(2, timeout)
+    try:
+        rate = pool.run(all_reduce_rates, [(0, 1)])[0][0, 1]
+    except RankFailed as error:
+        do = "the processes of a job meet on the loopback interface: look whether this machine has one, and a firewall"
+        return Check(name, BAD, str(error).strip().splitlines()[-1], do)
+    finally:
+        pool.close()
+    return Check(name, GOOD, f"all-reduce of 64 MB at {rate / 1e9:.1f} GB/s")
+
+
+def pair_checks(count: int, timeout: float) -> Iterator[Check]:
+    """The all-reduce between every pair of GPUs, and over all."""
+    pool = Pool(count, timeout, "cuda")
+    pairs = list(itertools.combinations(range(count), 2))
+    groups = [*pairs, tuple(range(count))] if count > 2 else pairs
+    try:
+        found = pool.run(all_reduce_rates, groups)
+    except RankFailed as error:
+        do = "set NCCL_DEBUG=INFO and try again; look at peer access and /dev/shm above"
+        yield Check("all-reduce", BAD, str(error).strip().splitlines()[-1], do)
+        return
+    finally:
+        pool.close()
+    rates = {group: each[group] for group in groups for each in found if group in each}
+    yield from judge_pairs({pair: rates[pair] for pair in pairs})
+    if count > 2:
+        yield Check(f"all-reduce over {count}", GOOD, f"64 MB at {rates[groups[-1]] / 1e9:.1f} GB/s a GPU")
+
+
+def judge_pairs(rates: Mapping[tuple[int, int], float]) -> Iterator[Check]:
+    """Rates in bytes a second by pair: a line of all, and one for each that is far below the fastest."""
+    told = ", ".join(f"{one}-{other} {rate / 1e9:.0f}" for (one, other), rate in rates.items())
+    yield Check("all-reduce by pair", GOOD, f"64 MB in GB/s: {told}")
+    best = max(rates.values())
+    for (one, other), rate in rates.items():
+        if rate < SLOW_PAIR * best:
+            found = f"GPUs {one} and {other}: {rate / 1e9:.1f} GB/s, the fastest pair has {best / 1e9:.1f}"
+            do = "every collective over this link waits for it: look at `nvidia-smi nvlink -s` and `nvidia-smi topo -m`"
+            yield Check("slow link", WARN, found, do)
+
+
+def all_reduce_rates(groups: list[tuple[int, ...]]) -> dict[tuple[int, ...], float]:
+    """Bus bandwidth, bytes a second, of an all-reduce in each group of ranks, one group after the other.
+
+    A job of a pool: every rank calls it, and gets those of its own groups. The convention is NCCL's tests':
+    2 (n - 1) / n times the message over the time, the median of REPEATS.
+    """
+    rank = dist.get_rank()
+    device = (
+        torch.device("cuda", rank) if torch.cuda.is_available() and dist.get_backend() != "gloo" else None
+    )
+    data = torch.zeros(MESSAGE // 4, device=device or "cpu")
+    rates = {}
+    for ranks in groups:
+        group = dist.new_group(list(ranks))
+        if rank in ranks:
+            times = [_timed_all_reduce(data, group, device) for _ in range(REPEATS + 2)][2:]
+            rates[ranks] = 2 * (len(ranks) - 1) / len(ranks) * MESSAGE / statistics.median(times)
+        dist.barrier()
+    return rates
+
+
+def _timed_all_reduce(data: torch.Tensor, group: dist.ProcessGroup, device: torch.device | None) -> float:
+    if device is not None:
+        torch.cuda.synchronize(device)
+    started = time.perf_counter()
+    dist.all_reduce(data, group=group)
+    if device is not None:
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - started

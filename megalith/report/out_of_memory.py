@@ -115,6 +115,8 @@ def _changes(config: RunConfig) -> Iterable[tuple[dict[str, Any], bool]]:
     parallel = config.parallel
     if parallel.tensor_model_parallel_size > 1 and not parallel.sequence_parallel:
         yield {"parallel.sequence_parallel": True}, True
+    if parallel.sequence_parallel and parallel.save_gathered_inputs:
+        yield {"parallel.save_gathered_inputs": False}, False
     strategies = ["no_shard", "optim", "optim_grads", "optim_grads_params"]
     current = strategies.index(parallel.data_parallel_sharding_strategy)
     for strategy in strategies[current + 1 :]:

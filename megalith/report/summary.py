@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from megalith.config import RunConfig
-from megalith.config.batch_size import BatchSizeSchedule
+from megalith.config.train import BatchSizeSchedule
 from megalith.hardware import DeviceInfo
 from megalith.planner.counts import MetaModel, ParameterCounts, count_parameters, flops_per_token
 from megalith.planner.layout import Layout

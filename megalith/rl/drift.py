@@ -24,6 +24,7 @@ from torch import Tensor
 from megalith.comm.collectives import gather_json
 from megalith.errors import TrainingError
 from megalith.rl.objective import RolloutBatch
+from megalith.rl.prompts import policy_entries
 from megalith.rl.rollout_data import Sample, make_batch
 from megalith.rl.rollouts import RatedCompletion
 from megalith.training.run_state import Run
@@ -139,7 +140,8 @@ class Canary:
         size = config.train.micro_batch_size
         rows += [[] for _ in range(-len(rows) % size)]
         batches = [make_batch(config, rows[at : at + size], 0) for at in range(0, len(rows), size)]
-        scored = self._run.model.all_logprobs(batches, temperature or self._rl.temperature)
+        entries = policy_entries(config, self._run.tokenizer)
+        scored = self._run.model.all_logprobs(batches, temperature or self._rl.temperature, entries)
         flat = np.concatenate([_inside(x, batch) for x, batch in zip(scored, batches)])
         ends = np.cumsum([len(row[0].completion.ids) for row in rows if row])
         return np.split(flat, ends[:-1])

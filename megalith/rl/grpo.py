@@ -12,17 +12,18 @@ from typing import Any
 
 from torch import Tensor
 
+from megalith.comm.collectives import Axis
 from megalith.config import RunConfig
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import ConfigError
 from megalith.rl.drift import Gap, step_gap, stop_for
 from megalith.rl.loop import LiveRollouts
 from megalith.rl.objective import PolicyLoss
-from megalith.rl.prompts import run_prompts
+from megalith.rl.prompts import policy_entries, run_prompts
 from megalith.rl.reference import reference_logprobs
 from megalith.rl.rewards import Rewards, reward_function
 from megalith.rl.rollout_data import FileRollouts, RolloutData
-from megalith.rl.rollouts import Rollouts, load_rollouts
+from megalith.rl.rollouts import RolloutFiles
 from megalith.training.run_state import Run, Task
 from megalith.training.trainer import TrainingResult, train
 
@@ -78,11 +79,12 @@ def check_grpo_data(config: RunConfig, tokenizer: Tokenizer | None) -> None:
         open_rollouts(config, tokenizer)
 
 
-def open_rollouts(config: RunConfig, tokenizer: Tokenizer | None) -> Rollouts:
+def open_rollouts(config: RunConfig, tokenizer: Tokenizer | None, world: Axis = Axis()) -> RolloutFiles:  # noqa: B008 (immutable)
     """The run's rollouts, checked against its model, lengths, groups and tokenizer. Raises DataError."""
-    return load_rollouts(
+    return RolloutFiles(
         config.rl.files,
-        vocab_size=config.model.vocab_size,
+        world,
+        vocab_size=policy_entries(config, tokenizer),
         max_tokens=config.data.seq_length + 1,
         num_generations=config.rl.num_generations,
         version=config.rl.rollout_version,
@@ -104,10 +106,14 @@ class PolicyTask(Task):
 
     def begin(self, run: Run) -> RolloutData:
         config = run.config
-        self.loss = PolicyLoss(config.rl)
-        reference = reference_logprobs(run, config.rl.temperature) if config.rl.beta else None
+        self.loss = PolicyLoss(config.rl, policy_entries(config, run.tokenizer))
+        reference = (
+            reference_logprobs(run, config.rl.temperature, self.loss.vocab_size) if config.rl.beta else None
+        )
         if not config.rl.prompts:
-            return RolloutData(run, FileRollouts(run, open_rollouts(config, run.tokenizer)), reference)
+            return RolloutData(
+                run, FileRollouts(run, open_rollouts(config, run.tokenizer, run.mesh.world)), reference
+            )
         prompts, rl = run_prompts(config, run.tokenizer, self._records), config.rl
         rewards = Rewards(
             self._reward_funcs or rl.rewards,

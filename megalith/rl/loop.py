@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from megalith.comm.collectives import gather_json
+from megalith.config import RunConfig
 from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.errors import DataError
 from megalith.generation.engine import Engine
@@ -33,7 +34,7 @@ from megalith.generation.sync import engine_for, sync
 from megalith.report.metrics import LineFile, cut_after_step, finite
 from megalith.rl.advantages import NO_SPREAD
 from megalith.rl.drift import Canary, CanarySample
-from megalith.rl.prompts import Prompt, Prompts, row_tokens
+from megalith.rl.prompts import Prompt, Prompts, policy_entries, row_tokens
 from megalith.rl.rewards import Rewards
 from megalith.rl.rollout_data import advantages_of
 from megalith.rl.rollouts import PromptGroup, RatedCompletion, Rollouts, load_rollouts, save_rollouts
@@ -94,6 +95,15 @@ def sample_groups(
         ]
         records.append(GroupRecord(position, index, samples))
     return records, verdicts.metrics
+
+
+def engine_sizes(config: RunConfig, prompts: Sequence[Prompt], replicas: int) -> tuple[int, int]:
+    """Rows of a replica's engine, and the tokens that each has room for, a multiple of 16."""
+    rl = config.rl
+    groups = config.train.global_batch_size * rl.mini_batches // rl.num_generations
+    rows = -(-groups // replicas) * rl.num_generations
+    tokens = max(len(prompt.ids) for prompt in prompts) + rl.max_completion_length
+    return min(rl.generation_rows, rows), min(row_tokens(config), -(-tokens // 16) * 16)
 
 
 class LiveRollouts:
@@ -158,7 +168,7 @@ class LiveRollouts:
         self._run.log(f"the rollout batch in progress is read from {path}")
         return load_rollouts(
             path,
-            vocab_size=config.model.vocab_size,
+            vocab_size=policy_entries(config, self._run.tokenizer),
             max_tokens=config.data.seq_length + 1,
             num_generations=rl.num_generations,
         ).groups
@@ -179,9 +189,10 @@ class LiveRollouts:
         self._found["drift_canary"] = ratio
 
     def _new_engine(self) -> Engine:
-        config = self._run.config
-        rows = min(self._rl.generation_rows, config.train.global_batch_size * self._rl.mini_batches)
-        return engine_for(self._run.model, max_rows=rows, max_tokens=row_tokens(config))
+        """With rows for what a replica samples at most, of as many tokens as the longest prompt and its completion."""
+        config, replicas = self._run.config, self._run.mesh.world.size // self._run.mesh.tp.size
+        rows, tokens = engine_sizes(config, self._prompts.prompts, replicas)
+        return engine_for(self._run.model, max_rows=rows, max_tokens=tokens)
 
     def _weights_to_compare(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
         fresh = self._new_engine()
@@ -196,7 +207,7 @@ class LiveRollouts:
             temperature=self._rl.temperature,
             seed=run.config.train.seed,
             stop=() if tokenizer.eod is None else (tokenizer.eod,),
-            vocab_size=tokenizer.vocab_size,
+            vocab_size=policy_entries(run.config, tokenizer),
         )
 
     def _sample_canary(self, prompts: list[list[int]], keys: list[int], tokens: int) -> list[CanarySample]:

@@ -18,7 +18,7 @@ make another function of h, or of means over the tokens (docs/preference.md).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,8 +26,7 @@ from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from megalith.comm.collectives import summed
-from megalith.config.rl import RlConfig
-from megalith.config.sft import DpoConfig
+from megalith.config.rl import DpoConfig, RlConfig
 from megalith.data.batch import Batch
 from megalith.models.loss import Loss
 from megalith.parallel.mesh import Mesh
@@ -80,9 +79,9 @@ class Sequences:
         return self.sums(x) / self.tokens.clamp(min=1)
 
 
-def log_ratio(rl: RlConfig, logprobs: Tensor, old: Tensor, sequences: Sequences) -> Tensor:
+def log_ratio(rl: RlConfig, logprobs: Tensor, old: Tensor, sequences: Sequences | None) -> Tensor:
     """log π − log π_old of each token, or at level `sequence` its mean over the token's sequence (GSPO)."""
-    ratio = sequences.inside(logprobs - old)
+    ratio = logprobs - old
     if rl.importance_sampling_level == "sequence":
         return sequences.at_tokens(sequences.means(ratio))
     return ratio
@@ -114,7 +113,7 @@ def kl_losses(rl: RlConfig, logprobs: Tensor, reference: Tensor, ratio: Tensor) 
     return kl * ratio if rl.use_bias_correction_kl else kl
 
 
-def mismatch_weights(rl: RlConfig, old: Tensor, rollout: Tensor, sequences: Sequences) -> Tensor:
+def mismatch_weights(rl: RlConfig, old: Tensor, rollout: Tensor, sequences: Sequences | None) -> Tensor:
     """exp(log π_old − log π_rollout) within its bounds, [batch, seq], without a gradient: what engine and trainer
     compute differently. At level `sequence` of the sum over the sequence. A log-probability that is NaN counts as
     equal."""
@@ -133,10 +132,10 @@ def mismatch_weights(rl: RlConfig, old: Tensor, rollout: Tensor, sequences: Sequ
     return torch.where(inside, weights, 0.0)
 
 
-def aggregate(rl: RlConfig, losses: Tensor, sequences: Sequences) -> Tensor:
-    """What a micro-batch adds to the numerator of the step's loss, a scalar; see `divisor`."""
-    sums = sequences.means(losses) if rl.loss_type == "grpo" else sequences.sums(losses)
-    return sums.sum()
+def token_weights(rl: RlConfig, sequences: Sequences, dtype: torch.dtype = torch.float32) -> Tensor:
+    """What each token's loss counts in the numerator of the step's loss, [batch, seq]; see `divisor`."""
+    weights = sequences.mask.to(dtype)
+    return weights / sequences.at_tokens(sequences.tokens.clamp(min=1)) if rl.loss_type == "grpo" else weights
 
 
 def divisor(rl: RlConfig, sequence_tokens: Tensor) -> Tensor:
@@ -188,8 +187,8 @@ class PolicyLoss(SummedLoss):
     FIGURES = ("tokens", "ratio", "clip_low", "clip_high", "kl", "entropy", "drift", "mismatch", "drift_k3",
                "drift_above_1")  # fmt: skip
 
-    def __init__(self, rl: RlConfig):
-        self.rl = rl
+    def __init__(self, rl: RlConfig, vocab_size: int | None = None):
+        self.rl, self.vocab_size = rl, vocab_size
         self.temperature = rl.temperature
         self.needs_entropy = rl.entropy_coef != 0 or rl.log_entropy
         self._largest: list[Tensor] = []
@@ -197,61 +196,77 @@ class PolicyLoss(SummedLoss):
     def denominator(self, batch: RolloutBatch) -> Tensor:
         return divisor(self.rl, batch.sequence_tokens)
 
-    def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: RolloutBatch) -> Tensor:
-        rl, sequences = self.rl, Sequences.of(batch)
-        inside = sequences.inside
-        logprobs, rollout = inside(logprobs), inside(batch.rollout_logprobs)
-        old = inside(self._old(logprobs, rollout, batch))
+    def tokens(self, batch: RolloutBatch) -> dict[str, Tensor] | None:
+        """None where a sum over the sequence of this pass's log-probabilities comes first: GSPO's ratio, and the
+        mismatch weight of a sequence where the old policy is the one that is trained."""
+        found, sequences = self._read(batch), Sequences.of(batch)
+        if self.rl.importance_sampling_level == "sequence":
+            return None
+        if "rollout" in found and self.rl.vllm_importance_sampling_mode.startswith("sequence"):
+            if "old" not in found:
+                return None
+            found["mismatch"] = mismatch_weights(self.rl, found["old"], found.pop("rollout"), sequences)
+        return found
+
+    def token_losses(
+        self,
+        logprobs: Tensor,
+        entropy: Tensor | None,
+        tokens: Mapping[str, Tensor],
+        sequences: Sequences | None = None,  # where they are needed, and the tokens are a whole micro-batch
+    ) -> Tensor:
+        rl, logprobs = self.rl, torch.where(tokens["mask"], logprobs, 0.0)
+        old, mismatch = _old(logprobs, tokens), tokens.get("mismatch")
         ratio = log_ratio(rl, logprobs, old, sequences).exp()
-        losses, kl = policy_losses(rl, ratio, logprobs, batch.advantages), None
-        if rl.vllm_importance_sampling_correction and rollout is not None:
-            losses = losses * mismatch_weights(rl, old, rollout, sequences)
+        losses = policy_losses(rl, ratio, logprobs, tokens["advantages"])
+        if "rollout" in tokens:
+            mismatch = mismatch_weights(rl, old, tokens["rollout"], sequences)
+        losses = losses if mismatch is None else losses * mismatch
         if rl.beta:
-            kl = kl_losses(rl, logprobs, inside(batch.reference_logprobs), (logprobs - old).exp())
-            losses = losses + rl.beta * kl
+            losses = losses + rl.beta * kl_losses(rl, logprobs, tokens["reference"], (logprobs - old).exp())
         if rl.entropy_coef:
             losses = losses - rl.entropy_coef * entropy
-        gap = None
-        if rollout is not None:
-            mine = logprobs.detach() if batch.old_logprobs is None else old
-            gap = (mine - rollout).nan_to_num(nan=0.0)
-            self._add_largest(gap, mine, rollout)
-        self._add_figures(sequences, ratio, batch.advantages, kl, entropy, gap)
-        return aggregate(rl, losses, sequences)
+        return torch.where(tokens["mask"], losses, 0.0) * tokens["weights"]
 
-    def _old(self, logprobs: Tensor, rollout: Tensor | None, batch: RolloutBatch) -> Tensor:
-        """The old policy's log-probabilities [batch, seq], without a gradient."""
-        if batch.old_logprobs is not None:
-            return batch.old_logprobs
-        if self.rl.old_logprobs == "rollout" and rollout is not None:  # it is where nothing is in the loss
-            return torch.where(rollout.isnan(), logprobs.detach(), rollout)
-        return logprobs.detach()
+    def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: RolloutBatch) -> Tensor:
+        losses = self.token_losses(logprobs, entropy, self._read(batch), Sequences.of(batch))
+        self.observe(logprobs, entropy, batch)
+        return losses.sum()
+
+    def _read(self, batch: RolloutBatch) -> dict[str, Tensor]:
+        """What a token's loss is made of, [batch, seq] each, 0 where nothing is in the loss: `rollout` where its
+        mismatch is corrected, `old` where it is not the policy that is trained."""
+        rl, sequences = self.rl, Sequences.of(batch)
+        old, rollout = batch.old_logprobs, batch.rollout_logprobs
+        if old is None and rl.old_logprobs == "rollout":
+            old = rollout
+        found = {"old": old, "reference": batch.reference_logprobs if rl.beta else None}
+        found["rollout"] = rollout if rl.vllm_importance_sampling_correction else None
+        found = {name: sequences.inside(x) for name, x in found.items() if x is not None}
+        weights = token_weights(rl, sequences, batch.advantages.dtype)
+        return {"mask": sequences.mask, "weights": weights, "advantages": batch.advantages, **found}
 
     @torch.no_grad()
-    def _add_figures(
-        self,
-        sequences: Sequences,
-        ratio: Tensor,
-        a: Tensor,
-        kl: Tensor | None,
-        entropy: Tensor | None,
-        gap: Tensor | None,
-    ) -> None:
-        rl, zero = self.rl, torch.zeros_like(ratio)
+    def observe(self, logprobs: Tensor, entropy: Tensor | None, batch: RolloutBatch) -> None:
+        rl, sequences, a, known = self.rl, Sequences.of(batch), batch.advantages, self._read(batch)
+        inside = sequences.inside
+        logprobs, rollout = inside(logprobs), inside(batch.rollout_logprobs)
+        old = _old(logprobs, known)
+        ratio = log_ratio(rl, logprobs, old, sequences).exp()
+        zero = torch.zeros_like(ratio)
+        kl = kl_losses(rl, logprobs, known["reference"], (logprobs - old).exp()) if rl.beta else zero
+        differs = 4 * [zero]
+        if rollout is not None:
+            mine = logprobs if batch.old_logprobs is None else old
+            gap = (mine - rollout).nan_to_num(nan=0.0)
+            differs = [gap.abs(), gap.abs().exp(), gap.expm1() - gap, gap.abs() > 1]
+            self._add_largest(gap, mine, rollout)
         lowest = -torch.inf if rl.loss_type == "cispo" else 1 - rl.epsilon
         highest = rl.upper_epsilon if rl.loss_type == "cispo" else 1 + rl.upper_epsilon
-        each = (
-            torch.ones_like(ratio),
-            ratio,
-            (ratio < lowest) & (a < 0),
-            (ratio > highest) & (a > 0),
-            zero if kl is None else kl,
-            zero if entropy is None else entropy,
-            *(4 * [zero] if gap is None else (gap.abs(), gap.abs().exp(), gap.expm1() - gap, gap.abs() > 1)),
-        )
-        self.add_figures([sequences.inside(x) for x in each])
+        clips = (ratio < lowest) & (a < 0), (ratio > highest) & (a > 0)
+        each = torch.ones_like(ratio), ratio, *clips, kl, zero if entropy is None else entropy, *differs
+        self.add_figures([inside(x) for x in each])
 
-    @torch.no_grad()
     def _add_largest(self, gap: Tensor, mine: Tensor, rollout: Tensor) -> None:
         """Where trainer and engine differ most in this micro-batch, on the device."""
         at = gap.abs().flatten().argmax()
@@ -263,6 +278,12 @@ class PolicyLoss(SummedLoss):
         rollout, float64 [micro-batches, 3]; None as `take_sums`."""
         found, self._largest = self._largest, []
         return torch.stack(found) if found else None
+
+
+def _old(logprobs: Tensor, tokens: Mapping[str, Tensor]) -> Tensor:
+    """The old policy's log-probabilities [batch, seq], without a gradient; where there is none, the policy's own."""
+    mine = logprobs.detach()
+    return torch.where(tokens["old"].isnan(), mine, tokens["old"]) if "old" in tokens else mine
 
 
 @dataclass

@@ -63,13 +63,19 @@ def row_tokens(config: RunConfig) -> int:
     return min(config.data.seq_length + 1, config.model.max_position_embeddings)
 
 
+def policy_entries(config: RunConfig, tokenizer: Tokenizer | None) -> int:
+    """Entries of the vocabulary that a policy chooses among, in the engine and in the trainer: the tokenizer's, where
+    the model's table has more rows."""
+    return min(config.model.vocab_size, tokenizer.vocab_size if tokenizer else config.model.vocab_size)
+
+
 def run_prompts(
     config: RunConfig, tokenizer: Tokenizer | None, records: Iterable[Mapping[str, Any]] | None = None
 ) -> Prompts:
     """Those of a run, which leave room for their completions."""
     rl, room = config.rl, row_tokens(config) - config.rl.max_completion_length
     longest = min(room, rl.max_prompt_length or room)
-    vocabulary, seed = config.model.vocab_size, config.train.seed
+    vocabulary, seed = policy_entries(config, tokenizer), config.train.seed
     return open_prompts(rl, tokenizer, longest=longest, vocab_size=vocabulary, seed=seed, records=records)
 
 

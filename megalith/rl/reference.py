@@ -22,16 +22,18 @@ LogProbs = Callable[[Sequence[Batch]], list[Tensor]]
 """Of micro-batches the log-probabilities of their labels, float32 [batch, seq] each. Every rank calls it."""
 
 
-def reference_logprobs(run: Run, temperature: float = 1.0) -> LogProbs:
-    """The reference's, of logits / temperature. `run` may be without its model until it is first asked."""
+def reference_logprobs(run: Run, temperature: float = 1.0, vocab_size: int | None = None) -> LogProbs:
+    """The reference's, of logits / temperature, over the first `vocab_size` entries of the vocabulary.
+
+    `run` may be without its model until it is first asked."""
     if run.config.lora.rank is not None:
-        return lambda batches: _without_adapters(run.model, batches, temperature)
+        return lambda batches: _without_adapters(run.model, batches, temperature, vocab_size)
     models: list[ParallelModel] = []
 
     def logprobs(batches: Sequence[Batch]) -> list[Tensor]:
         if not models:
             models.append(_first_weights(run))
-        return models[0].all_logprobs(batches, temperature)
+        return models[0].all_logprobs(batches, temperature, vocab_size)
 
     return logprobs
 
@@ -46,13 +48,15 @@ def _first_weights(run: Run) -> ParallelModel:
     return model
 
 
-def _without_adapters(model: ParallelModel, batches: Sequence[Batch], temperature: float) -> list[Tensor]:
+def _without_adapters(
+    model: ParallelModel, batches: Sequence[Batch], temperature: float, vocab_size: int | None
+) -> list[Tensor]:
     found = [adapter for chunk in model.chunks for _, adapter in adapters(chunk)]
     scalings = [adapter.scaling for adapter in found]
     for adapter in found:
         plug(adapter, "scaling", 0.0)
     try:
-        return model.all_logprobs(batches, temperature)
+        return model.all_logprobs(batches, temperature, vocab_size)
     finally:
         for adapter, scaling in zip(found, scalings):
             plug(adapter, "scaling", scaling)

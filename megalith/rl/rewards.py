@@ -13,6 +13,7 @@ raises, hangs or returns something else ends with a sentence that names the comp
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import inspect
 import json
@@ -315,7 +316,8 @@ class _Worker:
         theirs.close()
 
     def send(self, job: Sequence[Any]) -> None:
-        self.pipe.send_bytes(json.dumps(job).encode())
+        with contextlib.suppress(OSError):  # of one that is gone: `receive` says so
+            self.pipe.send_bytes(json.dumps(job).encode())
 
     def receive(self) -> dict[str, Any]:
         try:

@@ -13,7 +13,7 @@ kept apart. Rows are dealt out to the data-parallel ranks; those that are missin
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
 from typing import Protocol
@@ -28,8 +28,9 @@ from megalith.remote import place
 from megalith.report.report import Work
 from megalith.rl.advantages import NO_SPREAD, Advantages, advantages
 from megalith.rl.objective import RolloutBatch
+from megalith.rl.prompts import policy_entries
 from megalith.rl.reference import LogProbs
-from megalith.rl.rollouts import PromptGroup, RatedCompletion, Rollouts, without_spread
+from megalith.rl.rollouts import PromptGroup, RatedCompletion, RolloutFiles
 from megalith.training.run_state import Run
 
 
@@ -75,31 +76,33 @@ class RolloutSource(Protocol):
 class FileRollouts:
     """Rollout batches out of files."""
 
-    def __init__(self, run: Run, rollouts: Rollouts):
+    def __init__(self, run: Run, rollouts: RolloutFiles):
         rl, self.notes = run.config.rl, []
-        self._groups, self._paths = rollouts.groups, rl.files
+        self._rollouts, self._entries, self._paths = rollouts, rollouts.entries, rl.files
         if rl.old_logprobs == "rollout":
-            _require_logprobs(self._groups)
+            _require_logprobs(map(rollouts.group, self._entries))
         if rl.filter_zero_std:
             self._leave_out_without_spread(rl)
-        completions = len(self._groups) * rl.num_generations
+        completions = len(self._entries) * rl.num_generations
         again = run.total_steps // rl.num_iterations * run.config.train.global_batch_size / completions
         if again > 1:
             self.notes.append(
-                f"the run goes over the rollouts {again:.1f} times: they are of {len(self._groups):,} prompts"
+                f"the run goes over the rollouts {again:.1f} times: they are of {len(self._entries):,} prompts"
             )
 
     def _leave_out_without_spread(self, rl: RlConfig) -> None:
-        kept = without_spread(self._groups, advantages_of(rl, self._groups).spread, NO_SPREAD)
-        left_out = len(self._groups) - len(kept)
+        spread = advantages_of(rl, [*map(self._rollouts.group, self._entries)]).spread
+        kept = [entry for entry, deviation in zip(self._entries, spread) if deviation > NO_SPREAD]
+        left_out = len(self._entries) - len(kept)
         if left_out:
             self.notes.append(
-                f"rl.filter_zero_std leaves out {left_out:,} of {len(self._groups):,} groups, whose rewards are equal"
+                f"rl.filter_zero_std leaves out {left_out:,} of {len(self._entries):,} groups, whose rewards are equal"
             )
-        self._groups = kept or self._groups
+        self._entries = kept or self._entries
 
     def batch(self, number: int, groups: int) -> list[PromptGroup]:
-        return [self._groups[at % len(self._groups)] for at in range(number * groups, (number + 1) * groups)]
+        wanted = range(number * groups, (number + 1) * groups)
+        return self._rollouts.read(self._entries[at % len(self._entries)] for at in wanted)
 
     def files(self) -> dict[str, dict[str, int | str]]:
         return {path: _identity(path) for path in self._paths}
@@ -198,7 +201,8 @@ class RolloutData:
         flat, more = [batch for step in steps for batch in step], {}
         if self._rl.computes_old:
             with self.source.timed("old_logprobs"):
-                more["old_logprobs"] = self._run.model.all_logprobs(flat, self._rl.temperature)
+                entries = policy_entries(self._run.config, self._run.tokenizer)
+                more["old_logprobs"] = self._run.model.all_logprobs(flat, self._rl.temperature, entries)
         if self._reference is not None:
             with self.source.timed("reference_logprobs"):
                 more["reference_logprobs"] = self._reference(flat)
@@ -274,7 +278,7 @@ def make_batch(config: RunConfig, rows: Sequence[Sequence[Sample]], first_row: i
     )
 
 
-def _require_logprobs(groups: Sequence[PromptGroup]) -> None:
+def _require_logprobs(groups: Iterable[PromptGroup]) -> None:
     for group in groups:
         for number, completion in enumerate(group.completions):
             if completion.logprobs is None:

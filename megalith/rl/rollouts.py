@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from typing import Any
 import numpy as np
 import zstandard
 
+from megalith.comm.collectives import Axis, gather_json
 from megalith.data.preprocessing.jsonl import read_blocks
 from megalith.errors import DataError
 from megalith.io import atomic_file
@@ -120,26 +121,116 @@ def load_rollouts(
     """
     paths = [paths] if isinstance(paths, str | Path) else list(paths)
     reader = _Reader(vocab_size, max_tokens, num_generations, version)
-    whole: Rollouts | None = None
-    for path in paths:
-        header, groups = reader.file(path)
-        names, made_by = header["rewards"], header["tokenizer"]
-        if None not in (tokenizer, made_by) and tokenizer != made_by:
-            raise DataError(
-                f"{path} has the ids of another tokenizer (fingerprint {made_by[:12]}) than the run's "
-                f"({tokenizer[:12]}); use the tokenizer that sampled it, or sample again"
-            )
-        if whole is not None and (names, made_by) != (whole.rewards, whole.tokenizer):
-            raise DataError(
-                f"{path} has rewards {names} and tokenizer {made_by}, the files before it {whole.rewards} and "
-                f"{whole.tokenizer}; train on files that were made alike"
-            )
-        whole = Rollouts([*(whole.groups if whole else []), *groups], names, made_by)
-    if whole is None or not whole.groups:
+    header: dict[str, Any] = {}
+    groups = [group for *_, group in reader.groups(paths, tokenizer, header)]
+    _require_groups(groups, paths)
+    return Rollouts(groups, **header)
+
+
+def _require_groups(found: Sequence[Any], paths: Sequence[str | Path]) -> None:
+    if not found:
         raise DataError(
             f"there is no group of rollouts in {', '.join(map(str, paths)) or 'no file'}; sample some"
         )
-    return whole
+
+
+class RolloutFiles:
+    """Files of rollouts whose tokens are read when they are asked for.
+
+    At the start each rank of `world` parses its share of the lines, and all get what is small: lengths, rewards and
+    what else plans a step. Of a rollout batch a rank then holds the lines, and parses those that its rows take.
+    """
+
+    def __init__(
+        self,
+        paths: Sequence[str],
+        world: Axis = Axis(),  # noqa: B008 (immutable)
+        *,
+        vocab_size: int | None = None,
+        max_tokens: int | None = None,
+        num_generations: int | None = None,
+        tokenizer: str | None = None,
+        version: int | None = None,
+    ):
+        """The arguments are those of `load_rollouts`, and so is what is refused. Every rank of `world` calls it."""
+        self._paths, header, own, error = list(paths), {}, [], None
+        self._reader = _Reader(vocab_size, max_tokens, num_generations, version)
+        try:
+            for file, line, group in self._reader.groups(paths, tokenizer, header, world):
+                samples = [
+                    [len(one.ids), one.rewards.tolist(), one.truncated, one.logprobs is not None]
+                    for one in group.completions
+                ]
+                own.append([file, line, len(group.prompt_ids), group.id, samples])
+        except DataError as raised:
+            error = raised
+        shares = gather_json([own, error and str(error)], world)
+        for _, reason in shares:
+            if reason:
+                raise error or DataError(reason)
+        self.entries: list[list[Any]] = sorted(entry for share, _ in shares for entry in share)
+        """Of each group, in order: file, line, tokens of the prompt, its id, and of each completion tokens, rewards,
+        whether it is truncated, whether it has log-probabilities."""
+        _require_groups(self.entries, paths)
+        self._rewards: list[str] = header["rewards"]
+        self._lines, self._last = iter(()), (len(paths), 0)
+
+    def group(self, entry: Sequence[Any], line: bytes = b"") -> PromptGroup:
+        """The group of an entry, whose arrays are made of `line` when they are asked for."""
+        file, number, prompt, name, samples = entry
+        where, parsed = f"{self._paths[file]}, line {number}", []
+
+        def whole() -> PromptGroup:
+            if not parsed:
+                group = self._reader.group(where, _object(where, line), len(self._rewards))
+                if [len(one.ids) for one in group.completions] != [tokens for tokens, *_ in samples]:
+                    raise DataError(f"{where} is not what it was when the run began; leave the file as it is")
+                parsed.append(group)
+            return parsed[0]
+
+        def later(tokens: int, k: int, array: str) -> LaterArray:
+            return LaterArray(tokens, lambda: getattr(whole().completions[k], array))
+
+        completions = [
+            RatedCompletion(
+                later(tokens, k, "ids"),
+                np.array(rewards),
+                later(tokens, k, "logprobs") if has_logprobs else None,
+                truncated=truncated,
+            )
+            for k, (tokens, rewards, truncated, has_logprobs) in enumerate(samples)
+        ]
+        return PromptGroup(LaterArray(prompt, lambda: whole().prompt_ids), completions, where, name)
+
+    def read(self, entries: Iterable[Sequence[Any]]) -> list[PromptGroup]:
+        """The groups of entries, which are quickest to find in order."""
+        return [self.group(entry, self._line(entry[0], entry[1])) for entry in entries]
+
+    def _line(self, file: int, number: int) -> bytes:
+        """Reads on from the line before, or from the beginning where that is behind."""
+        if (file, number) <= self._last:
+            self._lines = (((at, n), line) for at, path in enumerate(self._paths) for n, line in _lines(path))
+        for at, line in self._lines:
+            self._last = at
+            if at == (file, number):
+                return line
+        self._last = (len(self._paths), 0)
+        raise DataError(
+            f"{self._paths[file]} has no line {number} any more; leave the file as it is while a run takes it"
+        )
+
+
+class LaterArray:
+    """Something like an array of one dimension, whose length is known and which is made when it is asked for."""
+
+    def __init__(self, length: int, make: Callable[[], np.ndarray]):
+        self._length, self._make = length, make
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
+        return np.asarray(self._make(), dtype)
 
 
 @dataclass(frozen=True)
@@ -149,14 +240,32 @@ class _Reader:
     num_generations: int | None
     version: int | None
 
-    def file(self, path: str | Path) -> tuple[dict[str, Any], list[PromptGroup]]:
-        lines = _lines(path)
-        header = self._header(path, next(lines, None))
-        groups = []
-        for number, line in lines:
-            where = f"{path}, line {number}"
-            groups.append(self._group(where, _object(where, line), len(header["rewards"])))
-        return header, groups
+    def groups(
+        self,
+        paths: Sequence[str | Path],
+        tokenizer: str | None,
+        header: dict[str, Any],
+        world: Axis = Axis(),  # noqa: B008 (immutable)
+    ) -> Iterator[tuple[int, int, PromptGroup]]:
+        """This rank's share of the groups, each with the number of its file and of its line; fills in `header`."""
+        for file, path in enumerate(paths):
+            lines = _lines(path)
+            own = self._header(path, next(lines, None))
+            if None not in (tokenizer, own["tokenizer"]) and tokenizer != own["tokenizer"]:
+                raise DataError(
+                    f"{path} has the ids of another tokenizer (fingerprint {own['tokenizer'][:12]}) than the run's "
+                    f"({tokenizer[:12]}); use the tokenizer that sampled it, or sample again"
+                )
+            if header and own != header:
+                raise DataError(
+                    f"{path} has rewards {own['rewards']} and tokenizer {own['tokenizer']}, the files before it "
+                    f"{header['rewards']} and {header['tokenizer']}; train on files that were made alike"
+                )
+            header.update(own)
+            for nth, (number, line) in enumerate(lines):
+                if nth % world.size == world.rank:
+                    where = f"{path}, line {number}"
+                    yield file, number, self.group(where, _object(where, line), len(own["rewards"]))
 
     def _header(self, path: str | Path, first: tuple[int, bytes] | None) -> dict[str, Any]:
         where = f"{path}, line 1"
@@ -180,7 +289,7 @@ class _Reader:
             raise DataError(f"{where} has tokenizer {made_by!r}; a fingerprint or null is needed")
         return {"rewards": names, "tokenizer": made_by}
 
-    def _group(self, where: str, record: dict[str, Any], kinds: int) -> PromptGroup:
+    def group(self, where: str, record: dict[str, Any], kinds: int) -> PromptGroup:
         prompt = self._ids(where, "prompt_ids", record.get("prompt_ids"))
         samples = record.get("samples")
         if not isinstance(samples, list) or not samples:
@@ -302,8 +411,3 @@ def _version(at: str, value: Any, tokens: int) -> np.ndarray | None:
 def _short(value: Any) -> str:
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:59]}…"
-
-
-def without_spread(groups: Iterable[PromptGroup], spread: np.ndarray, no_spread: float) -> list[PromptGroup]:
-    """The groups whose rewards differ, by the standard deviation of each."""
-    return [group for group, deviation in zip(groups, spread) if deviation > no_spread]

@@ -14,9 +14,9 @@ from megalith.bridge.families import family_for
 from megalith.bridge.load import with_foreign_load, with_init_from
 from megalith.comm.collectives import Axis
 from megalith.config import RunConfig
-from megalith.config.batch_size import BatchSizeSchedule
 from megalith.config.rules.notes import idle_notes
 from megalith.config.rules.run_rules import check_epochs
+from megalith.config.train import BatchSizeSchedule
 from megalith.data.batch import BoundaryRules
 from megalith.data.blend import build_datasets, indexed_datasets
 from megalith.data.chat.chat_dataset import ChatDataset, ChatSplits, make_chat_batch, open_chat_data
@@ -31,8 +31,7 @@ from megalith.models.adapters import add_adapters
 from megalith.models.transformer import Transformer
 from megalith.optim.optimizer import check_optimizer
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.model_spec import TransformerSpec
-from megalith.parallel.parallel_model import ParallelModel
+from megalith.parallel.parallel_model import ParallelModel, TransformerSpec
 from megalith.parallel.pipeline.pipeline_rules import check_layout
 from megalith.report.report import Work
 

@@ -28,8 +28,7 @@ from megalith.optim.optimizer import build_optimizer, set_learning_rate
 from megalith.optim.step import StepResult, optimizer_step, sum_of_squares
 from megalith.parallel.data.gradient_norm import GradientSquares
 from megalith.parallel.mesh import Mesh, build_mesh
-from megalith.parallel.model_spec import ModelSpec
-from megalith.parallel.parallel_model import ParallelModel
+from megalith.parallel.parallel_model import ModelSpec, ParallelModel
 from megalith.parallel.pipeline.stages import copies, on_two_stages
 from megalith.training.build import build_model, complete, vocabulary_rows
 

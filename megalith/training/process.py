@@ -95,7 +95,7 @@ def machine_of(config: RunConfig, device: torch.device) -> Machine:
     dist.all_gather(every, own)
     hosts, linked, memories = torch.stack(every, 1).tolist()
     per_host = math.gcd(*(len(list(run)) for _, run in itertools.groupby(hosts)))
-    return Machine(per_host, compiled, all(linked), min(memories))
+    return Machine(per_host, compiled, all(linked), min(memories), len(hosts))
 
 
 def _has_nvlink(device: torch.device) -> bool:

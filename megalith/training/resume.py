@@ -24,7 +24,7 @@ from megalith.checkpoint.state import base_fingerprint, load_amaxes
 from megalith.checkpoint.steps import next_save_number, save_order
 from megalith.config import LoraConfig, ModelConfig, RunConfig
 from megalith.config.base import Decides
-from megalith.config.batch_size import BatchSizeSchedule
+from megalith.config.train import BatchSizeSchedule
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import CheckpointError, ConfigError
 from megalith.optim.schedule import build_schedule
@@ -48,6 +48,8 @@ def load_run(run: Run) -> Path | StorePath | None:
         begin_from(config.model.init_from, chunks, rows, config.train.seed, world, config.checkpoint.trust)
         if frozen:
             _remember_base(run, checkpoint)
+            if world.size == 1:
+                run.model.parameters.store_frozen(run.model.chunks[0].compute_dtype)
     if checkpoint is None:
         if config.lora.load is not None:
             begin_from_peft(config.lora.load, config.model, run.model.chunks)

@@ -27,7 +27,7 @@ from megalith.checkpoint.state import amax_boxes
 from megalith.checkpoint.steps import CHECKPOINTS
 from megalith.comm.collectives import Axis, begin_all_gather, gather_json, wait
 from megalith.config import RunConfig
-from megalith.config.batch_size import BatchSizeSchedule
+from megalith.config.train import BatchSizeSchedule
 from megalith.data.batch import Batch
 from megalith.data.dataset import SampleDataset
 from megalith.data.tokenizers.open_tokenizer import Tokenizer

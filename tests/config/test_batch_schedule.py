@@ -3,7 +3,7 @@
 import pytest
 
 from megalith.config import TrainConfig
-from megalith.config.batch_size import BatchSizeSchedule
+from megalith.config.train import BatchSizeSchedule
 from megalith.errors import ConfigError
 
 RAMPS = [(8, 8, 100, 32), (4, 4, 1000, 64), (2, 1, 7, 9), (16, 16, 0, 64), (3, 5, 1, 33), (8, 8, 500, 8)]

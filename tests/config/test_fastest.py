@@ -43,6 +43,14 @@ def test_what_the_machine_has_is_used(config, machine, expected):
     assert chosen(config, machine) == expected
 
 
+@pytest.mark.parametrize("strategy", ["optim", "optim_grads", "optim_grads_params"])
+@pytest.mark.parametrize("ranks, precision", [(8, "bf16"), (16, "bf16"), (8, "fp32")])
+def test_gradients_go_in_the_compute_dtype_inside_of_a_host(strategy, ranks, precision):
+    config = run({"data_parallel_sharding_strategy": strategy}).with_settings({"train.precision": precision})
+    found, _ = with_fastest(config, Machine(8, True, True, ranks=ranks))
+    assert found.parallel.exchanges_gradients == (strategy != "optim" and ranks == 8 and precision == "bf16")
+
+
 def test_halves_that_fp8_cannot_take_are_not_made():
     blocks = {"train.fp8_format": "e4m3", "train.fp8_recipe": "blockwise", "data.seq_length": 128}
     for sequence_parallel, halves in ((False, True), (True, False)):  # 128 tokens, and on a rank 64

@@ -60,6 +60,9 @@ READ_WITH = {
         ("model.rope_scaling.short_factor=[1,1]", "model.rope_scaling.type=longrope"),
     "model.rope_scaling.type llama3 or yarn or longrope":
         ("model.rope_scaling.original_max_position_embeddings=9", "model.rope_scaling.type=yarn"),
+    "parallel.sequence_parallel true":
+        ("parallel.save_gathered_inputs=false",
+         "parallel.tensor_model_parallel_size=2 parallel.sequence_parallel=true"),
     "parallel.recompute_granularity selective":
         ("parallel.recompute_modules=[mlp]", "parallel.recompute_granularity=selective"),
     "parallel.recompute_granularity full":
@@ -86,6 +89,9 @@ READ_WITH = {
         ("optim.decoupled_min_lr=1e-5", "optim.decoupled_lr=1e-3"),
     "parallel.data_parallel_sharding_strategy no_shard":
         ("parallel.dp_comm_overlap_bucket_size=9", "parallel.data_parallel_sharding_strategy=no_shard"),
+    "parallel.data_parallel_sharding_strategy optim_grads or optim_grads_params":
+        ("parallel.reduce_scatter_with_fp32_accumulation=true",
+         "parallel.data_parallel_sharding_strategy=optim_grads"),
     "parallel.data_parallel_sharding_strategy optim_grads_params":
         ("parallel.fsdp_unsharded_layers=1", "parallel.data_parallel_sharding_strategy=optim_grads_params"),
     "optim.optimizer_cpu_offload true":

@@ -111,6 +111,12 @@ def test_two_spellings_in_one_place_that_disagree_are_refused(load):
         load("checkpoint: {no_save_optim: false, save_optim: false}")
 
 
+def test_megatrons_spellings_of_activation_and_norm_are_ours():
+    model = {"squared_relu": True, "apply_layernorm_1p": True}
+    config = RunConfig.from_tree({"model": model, "parallel": {"grad_reduce_in_bf16": True}})
+    assert (config.model.activation, config.model.layernorm_zero_centered_gamma) == ("squared_relu", True)
+
+
 @pytest.mark.parametrize(
     "name, reduced", [*((name, False) for name in PRESETS), *((name, True) for name in list(PRESETS)[::10])]
 )

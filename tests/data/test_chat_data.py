@@ -8,14 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megalith.config.sft import DpoConfig, SftConfig
+from megalith.config.rl import DpoConfig, SftConfig
 from megalith.data.chat import samples as sample_files
 from megalith.data.chat.chat_dataset import ChatDataset, best_fit_decreasing, make_chat_batch
 from megalith.data.chat.chat_template import ChatTemplate, template_of
 from megalith.data.chat.conversations import Chat
 from megalith.data.chat.samples import EQUAL, Samples, cached_samples, read_samples
+from megalith.data.tokenizers.huggingface import train_tokenizer
 from megalith.data.tokenizers.open_tokenizer import build_tokenizer
-from megalith.data.tokenizers.train_tokenizer import train_tokenizer
 from megalith.errors import ConfigError, DataError
 
 PLAIN = """{%- for m in messages -%}

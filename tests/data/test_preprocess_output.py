@@ -10,8 +10,8 @@ import zstandard
 
 from megalith.data.indexed import IndexedDataset
 from megalith.data.preprocessing.preprocess import preprocess, split_sentences
+from megalith.data.tokenizers.huggingface import train_tokenizer
 from megalith.data.tokenizers.open_tokenizer import build_tokenizer
-from megalith.data.tokenizers.train_tokenizer import train_tokenizer
 
 WORDS = ["alpha", "βeta", "gamma 3.14", "delta. Next", "\n\n", "naïve", "🦊", "the", "the", "of"]
 
@@ -89,7 +89,7 @@ def test_a_vocabulary_of_65500_and_more_is_written_as_int32(run, tmp_path):
         assert read_files(tmp_path / "out_text_document") == naive_files(documents, code, fmt)
 
 
-def test_workers_and_compression_do_not_change_a_byte(bpe, run, tmp_path):
+def test_workers_and_compression_do_not_change_a_byte(bpe, run, tmp_path, monkeypatch):
     plain = write_jsonl(tmp_path / "a.jsonl", make_texts(5_000))  # several blocks
     content = plain.read_bytes()
     assert len(content) > 2 << 18
@@ -97,7 +97,12 @@ def test_workers_and_compression_do_not_change_a_byte(bpe, run, tmp_path):
     (tmp_path / "a.jsonl.zst").write_bytes(zstandard.ZstdCompressor().compress(content))
     run([plain], bpe, "reference")
     reference = read_files(tmp_path / "reference_text_document")
-    for name, options in (("a.jsonl", {"workers": 2}), ("a.jsonl.gz", {}), ("a.jsonl.zst", {"workers": 1})):
+    for name, threads, options in (
+        ("a.jsonl", 16, {"workers": 2}),
+        ("a.jsonl.gz", 16, {}),
+        ("a.jsonl.zst", 0, {"workers": 1}),  # a process
+    ):
+        monkeypatch.setattr("megalith.data.preprocessing.preprocess.MOST_THREADS", threads)
         summary = run([tmp_path / name], bpe, "other", overwrite=True, **options)
         assert read_files(tmp_path / "other_text_document") == reference
         assert summary.bytes == len(content)

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
+from megalith.data.blend import render_samples, show_samples
 from megalith.data.dataset import GPTDataset
 from megalith.data.indexed import IndexedDataset, IndexedWriter
-from megalith.data.show import render_samples, show_samples
 from megalith.errors import ConfigError, DataError
 
 

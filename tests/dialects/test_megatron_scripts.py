@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megalith.cli.main import main
 from megalith.config import RunConfig
-from megalith.data.tokenizers.train_tokenizer import train_tokenizer
+from megalith.data.tokenizers.huggingface import train_tokenizer
 from megalith.dialects.megatron.door import FILES, install, run_command, run_script
 from megalith.dialects.megatron.translate import translate
 from megalith.errors import ConfigError
@@ -157,6 +157,21 @@ def test_a_script_runs_as_it_is(tmp_path, monkeypatch, capfd, processes):
     out = capfd.readouterr().out
     assert len(LINE.findall(out)) == 2 and ("tensor 2" in out) == (processes == "2")
     assert list((tmp_path / "tb").glob("events*")) and not (tmp_path / "output" / "checkpoints").exists()
+
+
+def test_a_script_that_looks_for_the_file_itself_is_told_of_install(tmp_path, monkeypatch, capfd):
+    """As NVIDIA's Llama script does, which ends where examples/classes/pretrain_gpt.py is not there."""
+    monkeypatch.chdir(tmp_path)
+    file = "examples/classes/pretrain_gpt.py"
+    (tmp_path / "train.sh").write_text(
+        f'ARGS=("--fp8-format bad" --bf16)\n[ -f {file} ] || exit 3\npython {file} ${{ARGS[@]}}'
+    )
+    assert run_script("train.sh", []) == 3
+    assert "before it started any of pretrain_gpt.py" in capfd.readouterr().err
+    install(tmp_path)
+    assert run_script("train.sh", []) not in (0, 3)
+    err = capfd.readouterr().err
+    assert "--fp8-format is bad" in err and "megatron install" not in err
 
 
 def test_what_is_installed_hands_over_to_us_and_replaces_nothing(tmp_path, monkeypatch, capsys):

@@ -12,7 +12,7 @@ import torch
 
 from megalith.comm.collectives import Axis
 from megalith.config import RunConfig
-from megalith.config.batch_size import BatchSizeSchedule
+from megalith.config.train import BatchSizeSchedule
 from megalith.data.order import leave_out, stream_position
 from megalith.training.build import Data, prepare
 

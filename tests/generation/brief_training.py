@@ -9,6 +9,7 @@ from megalith.config import ModelConfig
 from megalith.generation.requests import Completion
 from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
+from megalith.ops.cross_entropy import linear_logprobs
 
 VOCAB = 96
 LLAMA = dict(
@@ -61,8 +62,8 @@ def scored(
     model(tokens[:, :-1])
     handle.remove()
     sizes = model.config.vocab_size, model.config.final_logit_softcapping
-    found, _ = model.logprobs(
-        hidden["out"], model.output_weight, tokens[:, 1:], *sizes, None, temperature, False
+    found, _ = linear_logprobs(
+        hidden["out"], model.output_weight, tokens[:, 1:], *sizes, temperature=temperature, entropy=False
     )
     rows = [row[len(prompts[each.prompt]) - 1 :][: len(each.ids)] for row, each in zip(found.cpu(), done)]
     return torch.cat(rows)

@@ -20,8 +20,8 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 SEVERAL = [
     "test_layout_gpu",
-    "test_direct_gpu",
-    "test_direct_heads_gpu",
+    "test_copy_engine_gpu",
+    "test_copy_engine_heads_gpu",
     "test_hang_gpu",
 ]
 LEAST = 20.0  # seconds without which a file is not begun

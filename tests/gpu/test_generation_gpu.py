@@ -9,7 +9,7 @@ from megalith.generation.engine import Engine
 from megalith.generation.requests import Sampling
 from megalith.generation.sync import engine_for, sync
 from megalith.launch.pool import Pool
-from megalith.ops.decode_attention import cached_attention, seen_places
+from megalith.ops.attention_core import cached_attention, seen_places
 from megalith.ops.gumbel import sample
 from megalith.parallel.mesh import build_mesh
 

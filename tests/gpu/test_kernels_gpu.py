@@ -9,9 +9,9 @@ from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
 from megalith.ops import kernels as fused
 from megalith.ops.activation import gelu_tanh
+from megalith.ops.attention_core import split_qkv
 from megalith.ops.dropout import Mask, column_keys, token_keys
 from megalith.ops.fused_norm import add, add_norm
-from megalith.ops.qkv import split_qkv
 from megalith.optim.optimizer import LEAST, AdamW
 
 GPT = dict(num_layers=2, hidden_size=320, num_attention_heads=4, vocab_size=1000, max_position_embeddings=256,
@@ -170,6 +170,16 @@ def gradients(fields: dict, dtype: torch.dtype) -> dict[str, torch.Tensor]:
         layer.compile(fullgraph=True)
     (model(ids, labels=ids.roll(-1, 1)) / ids.numel() * 2.0**14).backward()
     return {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("ranks, size", [(2, 4097), (8, 2048 * 3)])
+def test_what_ranks_have_sent_is_added_up_in_fp32(ranks, size):
+    sent = torch.randn(ranks, size, device="cuda").bfloat16()
+    found, expected = torch.empty(size, device="cuda"), sent[0].float()
+    for part in sent[1:]:
+        expected += part
+    fused.sum_rows(sent, found)
+    assert torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

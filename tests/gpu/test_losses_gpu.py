@@ -5,7 +5,7 @@ import torch
 
 from megalith.config import OptimConfig
 from megalith.ops import cross_entropy
-from megalith.ops.cross_entropy import linear_cross_entropy, linear_logprobs
+from megalith.ops.cross_entropy import linear_cross_entropy, linear_logprobs, linear_token_losses
 from megalith.optim import build_loss_scale, build_optimizer, optimizer_step
 from megalith.optim.optimizer import Placement
 
@@ -36,6 +36,36 @@ def test_log_probabilities_entropies_and_gradients_equal_whole_logits(dtype, bou
         (logprobs.sin().sum() + 0.1 * entropy.square().sum()).backward()
         results.append((logprobs, entropy, hidden.grad.float(), weight.grad))
     for found, expected in zip(*results):
+        assert (found - expected).norm() < bound * expected.norm()
+
+
+def ratio_losses(logprobs, entropy, tokens):
+    ratio = (logprobs - tokens["old"]).exp()
+    return -torch.min(ratio, ratio.clamp(0.8, 1.2)) * tokens["advantages"] - 0.1 * entropy
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_losses_of_tokens_in_one_pass_equal_two_and_wait_for_nothing(dtype, bound, monkeypatch):
+    monkeypatch.setitem(cross_entropy.CHUNK_ELEMENTS, "cuda", 256 * PADDED)
+    asked, results = dict(temperature=0.7, entropy=True), []
+    tokens = {name: torch.randn(TOKENS, device="cuda") for name in ("old", "advantages")}
+    with torch.no_grad():
+        tokens["old"] = 0.3 * tokens["old"] + linear_logprobs(*inputs(dtype), VOCAB, temperature=0.7)[0]
+    for one_pass in (True, False, True, False):  # the second time all kernels are compiled
+        hidden, weight, targets = inputs(dtype)
+        torch.cuda.set_sync_debug_mode("error" if results[1:] else "default")
+        try:
+            if one_pass:
+                found = linear_token_losses(hidden, weight, targets, ratio_losses, tokens, VOCAB, **asked)
+                loss, logprobs, _entropy = found
+            else:
+                logprobs, entropy = linear_logprobs(hidden, weight, targets, VOCAB, **asked)
+                loss = ratio_losses(logprobs, entropy, tokens).sum()
+            loss.backward()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        results.append((loss.detach(), logprobs.detach(), hidden.grad.float(), weight.grad))
+    for found, expected in zip(*results[2:]):
         assert (found - expected).norm() < bound * expected.norm()
 
 

@@ -10,7 +10,7 @@ from megalith.models.moe import MoE
 from megalith.models.pass_context import Context, PassLayout
 from megalith.models.transformer import Transformer
 from megalith.ops.compiled import as_one_kernel
-from megalith.ops.gemm import wide_product
+from megalith.ops.gemm import float32_matmul
 from megalith.ops.grouped_gemm import GroupedGemm, RowGroups, add_bias, grouped_linear, has_kernel, prepared
 from megalith.ops.permute import sum_rows
 from megalith.parallel.expert.expert_parallel import DispatchPlan, pack, plan_dispatch, unpack
@@ -53,7 +53,7 @@ def test_a_routers_product_in_bf16_is_that_in_fp32():
     torch.manual_seed(0)
     x, weight, grad = (torch.randn(*s, device="cuda") for s in ((4096, 2048), (128, 2048), (4096, 128)))
     x, weight = (t.bfloat16().requires_grad_() for t in (x, weight))
-    y = wide_product(x, weight)
+    y = float32_matmul(x, weight)
     found = [y, *torch.autograd.grad(y, (x, weight), grad)]
     expected = [x.float() @ weight.float().T, grad @ weight.float(), grad.T @ x.float()]
     assert y.dtype == torch.float32 and relative(found[0], expected[0]) < 1e-5

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from datetime import timedelta
 
 import pytest
-from sockets import listening
+from sockets import LOOPBACK_INTERFACE, listening
 
 from megalith.errors import ConfigError
 from megalith.launch import meeting
@@ -77,6 +77,35 @@ def test_nobody_who_listens_is_told_after_the_patience(port, monkeypatch):
         free.bind(("127.0.0.1", 0))  # and does not listen
         with pytest.raises(ConfigError, match=r"nothing has come to listen at 127.0.0.1"):
             join_store("127.0.0.1", free.getsockname()[1], MINUTE, patience=0.3)
+
+
+def test_who_waits_for_a_listener_is_told_so_once(monkeypatch, capsys):
+    monkeypatch.setattr(meeting, "TELL_AFTER", 0.0)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        with pytest.raises(ConfigError):
+            join_store("127.0.0.1", port, MINUTE, patience=0.5)
+    told = capsys.readouterr().err
+    assert told.count(f"nothing answers at 127.0.0.1:{port} yet") == 1
+    assert f"megalith doctor --reach 127.0.0.1:{port}" in told
+
+
+@pytest.mark.parametrize(("own", "taken"), [("127.0.1.1", "eth7"), ("192.0.2.5", None)])
+def test_gloo_leaves_loopback_where_the_machines_own_name_is_there(monkeypatch, own, taken):
+    where = (socket.AF_INET, socket.SOCK_STREAM, 6, "", (own, 0))
+    monkeypatch.setattr(meeting.socket, "getaddrinfo", lambda *args, **options: [where])
+    monkeypatch.setattr(meeting, "address_towards", lambda host, port: "192.0.2.5")
+    monkeypatch.setattr(meeting, "_interface_of", {"192.0.2.5": "eth7"}.get)
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "to be as it was afterwards")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME")
+    meeting.stay_on_network("192.0.2.1", 1)
+    assert os.environ.get("GLOO_SOCKET_IFNAME") == taken
+
+
+def test_an_interface_is_found_by_its_address():
+    assert meeting._interface_of("127.0.0.1") == LOOPBACK_INTERFACE
+    assert meeting._interface_of("192.0.2.77") is None
 
 
 def test_rank_0_of_a_scheduler_names_the_port_that_is_taken(port, monkeypatch):

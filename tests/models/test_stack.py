@@ -10,8 +10,7 @@ from examples.seams.encoder_decoder import EncoderDecoder
 from megalith.config import ModelConfig
 from megalith.models.init import initialize
 from megalith.models.pass_context import Context, Encoded, PassLayout
-from megalith.models.stack import Stack, layers_of, stacks_of
-from megalith.models.transformer import Transformer
+from megalith.models.transformer import Stack, Transformer, layers_of, stacks_of
 
 BATCH, SEQ, KEYS, HIDDEN, VOCAB = 2, 6, 9, 32, 61
 SIZES = dict(num_layers=4, hidden_size=HIDDEN, num_attention_heads=4, num_query_groups=2, vocab_size=VOCAB,

@@ -6,7 +6,7 @@ from torch.nn import functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 from megalith.ops import cross_entropy
-from megalith.ops.cross_entropy import linear_cross_entropy, linear_logprobs
+from megalith.ops.cross_entropy import linear_cross_entropy, linear_logprobs, linear_token_losses
 
 VOCAB, PADDED, HIDDEN = 61, 64, 24
 
@@ -181,3 +181,49 @@ def test_log_probabilities_and_entropies_of_chunks_equal_torch(softcap, temperat
         torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
     logprobs, entropy = linear_logprobs(*inputs()[:3], VOCAB, softcap, temperature=temperature)
     assert entropy is None and logprobs.dtype == torch.float32
+
+
+def clipped(logprobs, entropy, tokens):
+    """PPO's, with an entropy bonus: a token's loss depends on nothing of another."""
+    ratio = (logprobs - tokens["old"]).exp()
+    policy = torch.min(ratio * tokens["advantages"], ratio.clamp(0.8, 1.2) * tokens["advantages"])
+    return -tokens["mask"] * (policy + 0.3 * entropy)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+@pytest.mark.parametrize("rows", [7, 1000])
+def test_losses_of_tokens_in_one_pass_equal_two(rows, softcap, monkeypatch):
+    monkeypatch.setitem(cross_entropy.CHUNK_ELEMENTS, "cpu", rows * PADDED)
+    hidden, weight, labels, mask = inputs()
+    asked, scale = dict(temperature=0.7, entropy=True), torch.tensor(8.0)
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        old = linear_logprobs(hidden, weight, labels, VOCAB, softcap, temperature=0.7)[0]
+    old = old + 0.3 * torch.randn(old.shape, generator=generator)
+    tokens = {"old": old, "advantages": torch.randn(old.shape, generator=generator), "mask": mask}
+
+    def one_pass(hidden, weight):
+        loss, *seen = linear_token_losses(
+            hidden, weight, labels, clipped, tokens, VOCAB, softcap, scale, **asked
+        )
+        assert not any(x.requires_grad for x in seen)
+        return loss, *seen, loss
+
+    def two_passes(hidden, weight):
+        found = linear_logprobs(hidden, weight, labels, VOCAB, softcap, **asked)
+        loss = clipped(*found, tokens).sum()
+        return loss, *found, loss * scale
+
+    results = []
+    for function in (one_pass, two_passes):
+        leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight)]
+        with FlopCounterMode(display=False) as flops:
+            *found, end = function(*leaves)
+            end.backward()
+        results.append((*(x.detach() for x in found), *(x.grad for x in leaves)))
+        matmuls = flops.get_total_flops() / (2 * hidden.numel() * PADDED)
+        assert matmuls == (3 if function is one_pass else 4)
+    for a, b in zip(*results):
+        torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
+    with torch.no_grad():
+        assert torch.equal(one_pass(hidden, weight)[0], results[0][0])

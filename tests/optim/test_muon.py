@@ -13,8 +13,8 @@ from megalith.errors import ConfigError
 from megalith.optim import build_loss_scale, build_optimizer, optimizer_step
 from megalith.optim.optimizer import Placement, decay_groups, orthogonalized
 from megalith.parallel.mesh import build_mesh
+from megalith.parity.check import LAYOUTS
 from megalith.parity.differences import relative_error
-from megalith.parity.layouts import LAYOUTS
 
 CPU = torch.device("cpu")
 STEPS, BATCH = 3, 8  # saved after the first, so that the last loss is of a momentum that was loaded

@@ -8,9 +8,9 @@ import torch
 import torch.distributed as dist
 
 from megalith.comm.collectives import Axis
-from megalith.comm.cuda_driver import StridedRows
 from megalith.parallel.context.zigzag import spans
 from megalith.parallel.overlap import copy_engine as direct_heads
+from megalith.parallel.overlap.copy_engine import StridedRows
 
 
 def places(rank: int, size: int, seq: int) -> list[int]:

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -183,6 +186,37 @@ def train(job: Job) -> Outcome:
     run.local.clear_gradients()
     losses, norms = zip(*(run.train_step() for _ in range(job.steps)))
     return Outcome(list(losses), list(norms), gradients)
+
+
+COLLECTIVES = {  # torch renames them
+    "all_gather_into_tensor": "all-gather",
+    "all_gather_single": "all-gather",
+    "reduce_scatter_tensor": "reduce-scatter",
+    "reduce_scatter_single": "reduce-scatter",
+    "all_to_all_single": "all-to-all",
+}
+
+
+def collectives(job: Job) -> list[tuple[str, torch.dtype]]:
+    """FSDP2's collectives on parameters and gradients of a step, with what they send, in their order."""
+    run, seen = Trained(job), []
+    run.backward()
+    run.local.clear_gradients()
+
+    def told(name: str, call: Callable) -> Callable:
+        def spy(*args, **kwargs):
+            sent = args[1] if len(args) > 1 else kwargs.get("input_tensor", kwargs.get("input"))
+            seen.append((COLLECTIVES[name], sent.dtype))
+            return call(*args, **kwargs)
+
+        return spy
+
+    with ExitStack() as patches:
+        for name in COLLECTIVES:
+            if hasattr(dist, name):
+                patches.enter_context(mock.patch.object(dist, name, told(name, getattr(dist, name))))
+        run.backward()
+    return seen
 
 
 def assemble(boxes_of_ranks: list[dict[str, tuple]]) -> dict[str, torch.Tensor]:

@@ -62,7 +62,7 @@ def tensor_parallel_model(model: ModelConfig, parallel: ParallelConfig) -> tuple
     """The model cut over all processes, on the CPU; every value is random, none is 0 or 1."""
     mesh = build_mesh(parallel, dist.get_world_size() if dist.is_initialized() else 1, "cpu")
     transformer = Transformer(model, seed=3, device="meta")
-    apply_tensor(transformer, mesh.tp, parallel.sequence_parallel)
+    apply_tensor(transformer, mesh.tp, parallel.sequence_parallel, parallel.save_gathered_inputs)
     apply_data([transformer], mesh, parallel)
     transformer.to_empty(device="cpu")
     with torch.no_grad():

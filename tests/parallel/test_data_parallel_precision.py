@@ -1,12 +1,16 @@
-"""Gradients are summed in fp32 whatever the compute dtype."""
+"""Gradients are summed in fp32 whatever the compute dtype, and sent in it; what stays gathered is gathered once."""
 
+from collections import Counter
 from dataclasses import replace
 
 import pytest
-from data_job import GPT2, LLAMA, Job, assert_equal, train
+import torch
+from data_job import GPT2, LLAMA, Job, assert_equal, collectives, train
 
 MANY = 32  # samples: 16 micro-batches a rank
 STRATEGIES = {"no_shard": GPT2, "optim": LLAMA, "optim_grads": LLAMA, "optim_grads_params": GPT2}
+EXCHANGED = dict(reduce_scatter_with_fp32_accumulation=True)
+SENT = "optim_grads_params, sent in bf16"
 LATER = "optim, weight gradients that come later"
 
 
@@ -20,11 +24,27 @@ def trained(pool):
         name: many(model).with_parallel(data_parallel_sharding_strategy=name)
         for name, model in STRATEGIES.items()
     }
+    cases[SENT] = many(GPT2).with_parallel(data_parallel_sharding_strategy="optim_grads_params", **EXCHANGED)
     cases[LATER] = replace(cases["optim"], puts_off_weights=True)
     return pool.run_cases(train, {name: (job,) for name, job in cases.items()}, size=2)
 
 
-@pytest.mark.parametrize("name", [*STRATEGIES, LATER])
+@pytest.mark.parametrize("name", [*STRATEGIES, SENT, LATER])
 def test_bf16_gradients_of_many_micro_batches_add_up_in_fp32(trained, name):
     """One process adds bf16 gradients to fp32 ones; adding them up in bf16 would be off by 1e-2."""
-    assert_equal(trained[name], train(many(STRATEGIES.get(name, LLAMA))), bound=2e-6)
+    assert_equal(trained[name], train(many(STRATEGIES.get(name.split(",")[0]))), bound=2e-6)
+
+
+def test_a_step_gathers_what_stays_once_and_sends_the_layers_gradients_in_bf16(pool):
+    """Four micro-batches a rank of two layers, embedding and head, of which nothing is freed between them."""
+    kept = dict(data_parallel_sharding_strategy="optim_grads_params", fsdp_unsharded_layers=2, **EXCHANGED)
+    job = replace(Job(LLAMA, precision="bf16"), samples=8).with_parallel(**kept)
+    for seen in pool.run_cases(collectives, {"kept": (job,)}, size=2)["kept"]:
+        assert Counter(seen) == {
+            ("all-gather", torch.bfloat16): 2,
+            ("all-gather", torch.float32): 2,
+            ("all-to-all", torch.bfloat16): 2 * 4,
+            ("reduce-scatter", torch.float32): 2 * 4,
+        }
+        head, *_, embedding = (name for name, dtype in seen[-4:])
+        assert head == embedding == "reduce-scatter"  # the head's is behind the last layer's backward pass

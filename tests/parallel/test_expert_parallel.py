@@ -17,9 +17,9 @@ from megalith.models.router import Router, Routing
 from megalith.parallel.expert.expert_parallel import ExpertParallel, _micro_batches
 from megalith.parallel.mesh import build_mesh
 from megalith.parallel.tensor.tensor_parallel import TensorParallel
+from megalith.parity.check import LAYOUTS
 from megalith.parity.differences import compare
 from megalith.parity.job import Outcome, run_job
-from megalith.parity.layouts import LAYOUTS
 
 SMALL = {"model": {"num_layers": 2}, "train": {"train_iters": 2}}
 

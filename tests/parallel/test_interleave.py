@@ -141,7 +141,7 @@ def test_an_exchange_of_heads_takes_as_long_as_that_of_one_tensor_of_all():
     t = Tracer()
     parts = [t.input(f"x{i}", TOKENS, HIDDEN // 4) for i in range(4)]
     whole = t.input("x", TOKENS, HIDDEN)
-    heads = torch.ops.megalith_direct.heads_from_tokens.default
+    heads = torch.ops.megalith_copy_engine.heads_from_tokens.default
     one = t.call(heads, parts, RANKS, "cp", name="of_four", shape=(TOKENS * RANKS, HIDDEN // RANKS))
     other = t.call(
         collectives.all_to_all_single.default, whole, [TOKENS // RANKS] * RANKS, [TOKENS // RANKS] * RANKS, "cp",
@@ -153,7 +153,7 @@ def test_an_exchange_of_heads_takes_as_long_as_that_of_one_tensor_of_all():
 
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_a_direct_scatter_takes_as_long_as_a_reduce_scatter(ranks):
-    t, direct = Tracer(), torch.ops.megalith_direct.scatter.default
+    t, direct = Tracer(), torch.ops.megalith_copy_engine.scatter.default
     x, part = t.input("x", TOKENS, HIDDEN), (TOKENS // ranks, HIDDEN)
     one = t.call(direct, x, ranks, "tp", name="one", shape=(ranks - 1, *part))
     other = t.call(collectives.reduce_scatter_tensor.default, x, "sum", ranks, "tp", name="other", shape=part)
@@ -271,7 +271,9 @@ def test_sums_of_tensor_parallelism_by_copy_engines_expose_the_last_of_the_forwa
     forward, backward = (ordered(graph) for graph in layer_graphs(tensor_model_parallel_size=2))
     for nodes in (forward, backward):
         kinds = [str(node.target) for node in nodes if begins_collective(node)]
-        assert kinds == ["megalith_direct.scatter.default", "megalith_direct.all_gather.default"] * 4
+        assert (
+            kinds == ["megalith_copy_engine.scatter.default", "megalith_copy_engine.all_gather.default"] * 4
+        )
     last = [seconds(node) for node in forward if begins_collective(node)][-2:]
     assert exposed(forward) == pytest.approx(sum(last), rel=0.05)
     assert exposed(backward) == pytest.approx(0.0, abs=1e-6)

@@ -14,12 +14,13 @@ from megalith.models.loss import CrossEntropy, Loss
 from megalith.parallel.gather import global_tensors
 from megalith.parallel.mesh import build_mesh
 from megalith.parallel.parallel_model import ParallelModel
+from megalith.parity.check import LAYOUTS
 from megalith.parity.differences import BOUND, gradient_errors, relative_error
-from megalith.parity.layouts import LAYOUTS
 from megalith.rl import PreferenceLoss
 from megalith.training.build import build_model
 
 VOCAB, SEQ, SAMPLES, MICRO_BATCH, CANDIDATES = 61, 16, 4, 2, 3
+ROUNDING = 1e-6
 DENSE = dict(num_layers=4, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4, vocab_size=VOCAB,
              make_vocab_size_divisible_by=8, max_position_embeddings=SEQ, hidden_dropout=0.0, attention_dropout=0.0,
              init_method_std=0.3, normalization="RMSNorm", final_logit_softcapping=5.0)  # fmt: skip
@@ -58,6 +59,32 @@ class Grpo(Loss):
         return ((losses * mask).sum(1) / mask.sum(1).clamp(min=1)).sum()
 
 
+class GrpoByTokens(Grpo):
+    """The same as a sum over tokens, whose gradient is made in the forward pass."""
+
+    def tokens(self, batch):
+        mask = batch.loss_mask
+        return {
+            "weights": mask / mask.sum(1, keepdim=True).clamp(min=1),
+            "advantages": batch.advantages[:, None].expand_as(mask),
+            "old": batch.old_logprobs,
+            "reference": batch.reference_logprobs,
+        }
+
+    def token_losses(self, logprobs, entropy, tokens):
+        ratio = (logprobs - tokens["old"]).exp()
+        policy = -torch.min(ratio * tokens["advantages"], ratio.clamp(0.8, 1.28) * tokens["advantages"])
+        gap = tokens["reference"] - logprobs
+        return tokens["weights"] * (policy + 0.04 * (gap.exp() - gap - 1) - 0.1 * entropy)
+
+    def observe(self, logprobs, entropy, batch):
+        assert logprobs.shape == entropy.shape == batch.labels.shape and not logprobs.requires_grad
+        self.seen = (logprobs, entropy)
+
+    def __call__(self, logprobs, entropy, batch):
+        return self.token_losses(logprobs, entropy, self.tokens(batch)).sum()
+
+
 class Distillation(Loss):
     """The teacher's likeliest tokens: −Σ p log q."""
 
@@ -80,7 +107,7 @@ class Policy(Loss):
         return batch.advantages[:, None] * batch.loss_mask
 
 
-LOSSES = (CrossEntropy(), Grpo(), PreferenceLoss(DpoConfig()), Distillation(), Policy())
+LOSSES = (CrossEntropy(), Grpo(), GrpoByTokens(), PreferenceLoss(DpoConfig()), Distillation(), Policy())
 
 
 def configuration(layout: str, **model) -> RunConfig:
@@ -175,6 +202,10 @@ def same_as_alone(ranks: list[list[tuple]], one: list[tuple], layout: str) -> No
                 loss,
             )
         assert max(gradient_errors(ranks[0][number][1], grads).values()) < BOUND, (layout, loss)
+    assert max(gradient_errors(ranks[0][1][1], ranks[0][0][1]).values()) < ROUNDING, layout
+    for rank in ranks:  # one pass over the output matrix or two
+        two, one_pass = rank[:2]
+        assert relative_error([one_pass[0], one_pass[2]], [two[0], two[2]]) < ROUNDING, layout
     for rank in ranks:  # of its data-parallel rank's own micro-batches
         copies = len(one[-1]) // len(rank[-1])
         mine = [one[-1][first::copies] for first in range(copies)]

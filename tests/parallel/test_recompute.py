@@ -1,14 +1,20 @@
 """Recomputation changes nothing but the memory: every mode gives the gradients of none, dropout on."""
 
 import itertools
+import re
+from collections.abc import Callable
 from unittest import mock
 
 import pytest
 import torch
+from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
+from torch._dynamo.backends.common import aot_autograd
 from torch.autograd.graph import saved_tensors_hooks
+from torch.fx import Node
 from torch.multiprocessing.reductions import StorageWeakRef
+from traced_layers import BATCH, LLAMA, SEQ, layer_graphs
 
-from megalith.config import ModelConfig, ParallelConfig
+from megalith.config import ModelConfig, ParallelConfig, RunConfig
 from megalith.config.presets import PRESETS
 from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
@@ -16,6 +22,8 @@ from megalith.ops.attention_core import attention
 from megalith.parallel.memory import recompute
 from megalith.parallel.memory.recompute import apply_recompute
 from megalith.parallel.mesh import build_mesh
+from megalith.planner.counts import MetaModel
+from megalith.planner.memory import saved_activations
 
 VOCAB = 61
 MODES = {
@@ -26,6 +34,7 @@ MODES = {
     "block, all": dict(recompute_granularity="full", recompute_method="block", recompute_num_layers=3),
     "attention's core": dict(recompute_granularity="selective"),
     "mlp": dict(recompute_granularity="selective", recompute_modules=["mlp"]),
+    "activation functions": dict(recompute_granularity="selective", recompute_modules=["mlp_act"]),
     "norms": dict(recompute_granularity="selective", recompute_modules=["layernorm"]),
     "every module": dict(
         recompute_granularity="selective", recompute_modules=["core_attn", "mlp", "layernorm"]
@@ -100,7 +109,34 @@ def test_gradients_are_bitwise_those_without_recomputation(family, mode):
 
 @pytest.mark.parametrize("mode", MODES)
 def test_less_is_kept_for_the_backward_pass(mode):
-    assert kept_for_backward(build("tiny-gpt", **MODES[mode])) < kept_for_backward(build("tiny-gpt"))
+    assert kept_for_backward(build("tiny-qwen", **MODES[mode])) < kept_for_backward(build("tiny-qwen"))
+
+
+@pytest.mark.parametrize(("saves_gathered", "modules"), [(True, []), (False, ["layernorm", "mlp_act"])])
+def test_a_compiled_layer_saves_what_the_planner_counts(saves_gathered, modules):
+    selective = dict(recompute_granularity="selective", recompute_modules=modules) if modules else {}
+    parallel = dict(
+        tensor_model_parallel_size=2,
+        sequence_parallel=True,
+        save_gathered_inputs=saves_gathered,
+        **selective,
+    )
+    forward, backward = layer_graphs(LLAMA, **parallel)
+    saved = [
+        node for node in forward.output_node().args[0][2:] if isinstance(node, Node)
+    ]  # after two halves' results
+    elements = sum(node.meta["val"].numel() for node in saved if node.meta["val"].dtype == torch.bfloat16)
+    config = RunConfig.from_tree({"model": LLAMA, "parallel": parallel})
+    model, meta = config.model, MetaModel(config.model).on_rank(config.parallel)
+    beside = (
+        (model.num_attention_heads + model.query_groups) * model.head_dim // 2
+    )  # values are a view of QKV
+    counted = (saved_activations(meta, recomputed=modules) - beside) * BATCH * SEQ + meta.in_layers(
+        [0]
+    ).total()
+    assert elements == pytest.approx(counted, rel=1e-3)
+    gathers = [sum("all_gather" in str(node.target) for node in graph.nodes) for graph in (forward, backward)]
+    assert gathers == [4, 4 if saves_gathered else 8]  # two halves; two of the backward pass are of gradients
 
 
 def test_recomputing_more_layers_keeps_less():
@@ -162,3 +198,44 @@ def test_ranks_keep_a_part_each_of_a_unit_s_input_and_compute_with_all_of_it(poo
         assert parts == [batch * seq * hidden // 2] * 3
         assert held == [False] * 3 and held_whole == [True] * 3
         assert all(torch.equal(one, other) for one, other in zip(gradients, plain, strict=True))
+
+
+def compiled(**parallel) -> tuple[torch.Tensor, dict[str, torch.Tensor], list[str], int]:
+    """Loss and gradients of a Llama whose layers are compiled; the calls of a layer's backward graph, and how many
+    elements it is given."""
+    torch.compiler.reset()
+    graphs = []
+
+    def seen(graph: torch.fx.GraphModule, inputs: list) -> Callable:
+        sizes = [x.numel() for x in inputs if isinstance(x, torch.Tensor) and isinstance(x.numel(), int)]
+        graphs.append(([f"{node.target} {node.args}" for node in graph.graph.nodes], sum(sizes)))
+        return make_boxed_func(graph.forward)
+
+    sizes = dict(num_layers=2, hidden_size=64, ffn_hidden_size=128, num_attention_heads=4, num_query_groups=2)
+    config = ModelConfig(**{**PRESETS["llama3-8b"], **sizes, "vocab_size": VOCAB})
+    model = Transformer(config, seed=3).train()
+    initialize(model, config, seed=5)
+    apply_recompute(model, ParallelConfig(**parallel), compiled=True)
+    backend = aot_autograd(
+        fw_compiler=seen, bw_compiler=seen, partition_fn=min_cut_rematerialization_partition
+    )
+    for layer in model.layers.values():
+        layer.compile(fullgraph=True, backend=backend)
+    ids = torch.arange(33).remainder(VOCAB)[None]
+    loss = model(ids[:, :-1], labels=ids[:, 1:])
+    loss.backward()
+    return loss.detach(), {name: p.grad for name, p in model.named_parameters()}, *graphs[-1]
+
+
+def test_a_compiled_layer_recomputes_what_a_gradient_needs_and_saves_attention_where_asked():
+    """Of its four matmuls, whose gradients are eight, the last is not run again."""
+    full = dict(recompute_granularity="full")
+    plain, again = compiled(), compiled(**full)
+    saving = compiled(**full, recompute_saves_attention=True)
+    for found, matmuls, attends_again in ((plain, 8, False), (again, 8 + 3, True), (saving, 8 + 3, False)):
+        torch.testing.assert_close(found[:2], plain[:2], rtol=1e-5, atol=1e-7)
+        calls = found[2]
+        assert sum(call.startswith("aten.mm.default") for call in calls) == matmuls
+        attention = re.compile(r"flash_attention_for_cpu(\.default|')")  # called, or given to a call
+        assert any(attention.search(call) for call in calls) == attends_again
+    assert again[3] < saving[3] < plain[3]

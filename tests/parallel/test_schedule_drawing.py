@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from megalith.cli.pipelines import add_pipeline_show
+from megalith.cli.planning import add_pipeline_show
 from megalith.errors import ConfigError, DataError
 from megalith.parallel.pipeline.drawing import draw_png, draw_text
 from megalith.parallel.pipeline.schedules import build_schedule
@@ -107,7 +107,7 @@ def test_impossible_durations_are_refused(durations):
 
 def test_showing_a_schedule_does_not_load_torch():
     code = (
-        "import sys; from megalith.cli.pipelines import add_pipeline_show as add; import argparse\n"
+        "import sys; from megalith.cli.planning import add_pipeline_show as add; import argparse\n"
         "p = argparse.ArgumentParser(); add(p); assert 'megalith.parallel.pipeline.drawing' not in sys.modules\n"
         "a = p.parse_args(['--stages', '2', '--micro-batches', '2']); a.run(a); assert 'torch' not in sys.modules"
     )

@@ -128,9 +128,11 @@ def test_a_layer_traced_in_one_graph_equals_one_process(pool, name, sequence_par
 
 
 @pytest.mark.full
-def test_a_layer_compiled_to_machine_code_equals_one_process(pool):
+@pytest.mark.parametrize("saves", [True, False])
+def test_a_layer_compiled_to_machine_code_equals_one_process(pool, saves):
     model = change(LLAMA, num_layers=1)
-    for result in pool.run(outcome, model, layout(2, True), "inductor", size=2):
+    parallel = layout(2, True).model_copy(update={"save_gathered_inputs": saves})
+    for result in pool.run(outcome, model, parallel, "inductor", size=2):
         assert_equal(result, outcome(model))
 
 

@@ -20,6 +20,7 @@ from megalith.comm.collectives import Axis, local
 from megalith.config import RunConfig
 from megalith.models.transformer import Transformer
 from megalith.parallel.context.context_parallel import apply_context
+from megalith.parallel.memory.recompute import apply_recompute
 from megalith.parallel.overlap.ping_pong import apply_ping_pong
 from megalith.parallel.tensor.tensor_parallel import apply_tensor
 
@@ -50,9 +51,12 @@ def _model(config: RunConfig) -> Transformer:
     parallel = config.parallel
     model = Transformer(config.model, compute_dtype=torch.bfloat16, device=torch.device("meta"))
     tp, cp = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    tensor = apply_tensor(model, axis if tp > 1 else Axis(), parallel.sequence_parallel)
+    tensor = apply_tensor(
+        model, axis if tp > 1 else Axis(), parallel.sequence_parallel, parallel.save_gathered_inputs
+    )
     apply_context(model, axis if cp > 1 else Axis(), parallel.cp_comm_type)
     apply_ping_pong(model, parallel, tensor)
+    apply_recompute(model, parallel)
     return model
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megalith.config import RunConfig
-from megalith.parity.layouts import LAYOUTS
+from megalith.parity.check import LAYOUTS
 from megalith.training.run_state import Run
 
 SEQUENCE = 32

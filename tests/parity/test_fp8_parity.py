@@ -17,9 +17,9 @@ from megalith.errors import CheckpointError, ConfigError
 from megalith.ops.fp8 import E4M3, AmaxTable, codes_of
 from megalith.parallel.fp8_counts import KINDS, count
 from megalith.parallel.fp8_linears import apply_fp8, fp8_modules
+from megalith.parity.check import LAYOUTS
 from megalith.parity.differences import compare
 from megalith.parity.job import start, state_by_name
-from megalith.parity.layouts import LAYOUTS
 from megalith.training.build import build_meta_model
 
 MAKERS = {

@@ -1,14 +1,17 @@
 """Adapters that are no longer zero, on a published model's weights: every gradient of A and of B in any layout."""
 
 import pytest
+import torch
 from bridge.peft_formula import random_adapters, save
 from models.reference import CASES, random_reference
 from parity_cases import BASE, DROPOUT
 
 from megalith.config import RunConfig
+from megalith.parallel.shards import LocalParameters
+from megalith.parity.check import LAYOUTS
 from megalith.parity.differences import compare
 from megalith.parity.job import Outcome, run_job
-from megalith.parity.layouts import LAYOUTS
+from megalith.training import resume
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -48,3 +51,36 @@ def test_gradients_of_both_halves_equal_one_process(pool, tree: dict, alone: Out
     halves = [sum(half in name for name in alone.gradients) for half in ("lora_A", "lora_B")]
     assert halves == [3 * 7, 3 * 7] and len(alone.gradients) == sum(halves)
     assert all(gradient.norm() > 0 for gradient in alone.gradients.values())
+
+
+def stored(config: RunConfig) -> tuple[Outcome, set[torch.dtype]]:
+    """Of a run, and the types of its frozen matrices."""
+    frozen, remember = [], resume._remember_base
+
+    def and_look(run, checkpoint):
+        remember(run, checkpoint)
+        frozen.extend(x for _, x in run.model.parameters.named if x.ndim > 1 and not x.requires_grad)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(resume, "_remember_base", and_look)
+        outcome = run_job(config)
+    return outcome, {x.dtype for x in frozen}
+
+
+def test_in_bf16_a_frozen_base_is_stored_as_it_is_used_and_trains_bitwise_the_same(
+    tree: dict, tmp_path, monkeypatch
+) -> None:
+    """A base that bf16 does not hold exactly stays as it is."""
+    reference = random_reference(CASES["qwen3"][0]())
+    train = tree["train"] | {"precision": "bf16"}
+    exact = RunConfig.from_tree(tree | {"train": train})
+    assert stored(exact)[1] == {torch.float32}
+    reference.to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    model = tree["model"] | {"init_from": str(tmp_path / "base")}
+    config = RunConfig.from_tree(tree | {"train": train, "model": model})
+    short, kinds = stored(config)
+    assert kinds == {torch.bfloat16}
+    monkeypatch.setattr(LocalParameters, "store_frozen", lambda *_: None)
+    long, kinds = stored(config)
+    assert kinds == {torch.float32} and short.losses == long.losses
+    assert all(torch.equal(short.gradients[name], gradient) for name, gradient in long.gradients.items())

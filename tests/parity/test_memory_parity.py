@@ -6,9 +6,9 @@ import pytest
 from memory_job import run_offloading
 from parity_cases import layers, run_config, samples
 
+from megalith.parity.check import LAYOUTS
 from megalith.parity.differences import compare
 from megalith.parity.job import Outcome, run_job
-from megalith.parity.layouts import LAYOUTS
 
 EACH_LAYER = {"recompute_granularity": "full"}
 PAIRS = EACH_LAYER | {"recompute_num_layers": 2}

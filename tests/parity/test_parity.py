@@ -7,9 +7,9 @@ from parity_cases import BY_DEFAULT, RUNS, SHOWN_WITH, layers, run_config, sampl
 
 from megalith.errors import ConfigError
 from megalith.launch.pool import RankFailed
+from megalith.parity.check import LAYOUTS
 from megalith.parity.differences import compare
 from megalith.parity.job import Outcome, run_job
-from megalith.parity.layouts import LAYOUTS
 from megalith.training.trainer import prepare
 
 # The gradients of the first step decide. Those after it show the optimizer, the ramp of the batch, and that evaluating

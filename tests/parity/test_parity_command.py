@@ -8,9 +8,8 @@ from megalith.config.presets import PRESETS
 from megalith.config.rules.run_rules import check_training
 from megalith.errors import ConfigError
 from megalith.parity import check
-from megalith.parity.check import choose, shrink
+from megalith.parity.check import LAYOUTS, choose, shrink
 from megalith.parity.differences import Errors
-from megalith.parity.layouts import LAYOUTS
 
 
 @pytest.fixture

@@ -10,9 +10,9 @@ from parity_cases import layers, run_config
 
 from megalith.config import RunConfig
 from megalith.parallel.parallel_model import ParallelModel
+from megalith.parity.check import LAYOUTS
 from megalith.parity.differences import compare, relative_error
 from megalith.parity.job import Outcome, run_job
-from megalith.parity.layouts import LAYOUTS
 
 RUN = "gpt2 untied, documents, dropout"
 OVERFLOWING = 2  # the pass in which the last rank finds an infinity

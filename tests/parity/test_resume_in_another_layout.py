@@ -7,9 +7,9 @@ import torch
 from parity_cases import layers, run_config, train
 
 from megalith.config import RunConfig
+from megalith.parity.check import LAYOUTS
 from megalith.parity.differences import BOUND, relative_error
 from megalith.parity.job import start, state_by_name
-from megalith.parity.layouts import LAYOUTS
 
 SAVED_AFTER, STEPS = 1, 3
 BIASED = "deepseek documents"

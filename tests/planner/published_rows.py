@@ -5,8 +5,23 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megalith.config import RunConfig
+from megalith.planner import step_time
 
 A100, H100 = "NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3"
+
+
+class MegatronCore(step_time._Model):
+    """The passes as Megatron-Core with Transformer Engine makes them in Bridge's recipes for dense models: collectives
+    of tensor parallelism go in as many steps as there are ranks, and all but the first run beside the GEMM
+    (`tp_comm_overlap`); weights are cast to FP8 once a step; wgrads are added up inside their GEMMs. We do neither."""
+
+    def _tensor(self, number: int) -> tuple[float, float]:
+        forward, backward = super()._tensor(number)
+        exposed = 1 / self.tensor + step_time.BESIDE["copy engine"]
+        return exposed * forward, exposed * backward
+
+    def _weight_casts(self, *args) -> tuple[int, int]:
+        return 0, 0
 
 
 class Published(NamedTuple):

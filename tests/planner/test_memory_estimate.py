@@ -64,6 +64,8 @@ SAVED = [
     (["core_attn"], 15, 16, 18),
     (["layernorm"], 14, 16, 17),
     (["mlp"], 8, 8, 10),
+    (["mlp_act"], 12, 16, 16),
+    (["layernorm", "mlp_act"], 10, 16, 14),
     (["layernorm", "mlp"], 7, 8, 9),
 ]
 
@@ -81,6 +83,8 @@ def test_tensor_parallelism_cuts_heads_and_mlp_and_with_sequence_parallelism_the
     assert saved_activations(cut) == (4 + 12 / 4) * 64
     assert saved_activations(with_sp, compiled=False) == 16 / 4 * 64
     assert saved_activations(with_sp) == (2 + 14 / 4) * 64  # gathered tokens are kept
+    shards = ParallelConfig(tensor_model_parallel_size=4, sequence_parallel=True, save_gathered_inputs=False)
+    assert saved_activations(GPT.on_rank(shards)) == 16 / 4 * 64
 
 
 def test_recomputation_keeps_inputs_and_one_unit():
@@ -246,3 +250,18 @@ def test_fp8_saves_a_byte_of_what_matrices_take_and_of_weights():
         expected(model, devices=2, parallel=sharded, train=hybrid).compute_copy
         == expected(model, devices=2, parallel=sharded).compute_copy
     )
+
+
+def test_pairs_of_preferences_are_two_rows_and_their_reference_a_second_model():
+    data = dict(mock=False, data_path="x")
+
+    def found(**sections):
+        return expected(ONE_LAYER | dict(attention_dropout=0.0), data=data, **sections)
+
+    plain, pairs = found(), found(dpo=dict(enabled=True))
+    assert (pairs.activations, pairs.weights) == (2 * plain.activations, 2 * plain.weights)
+    adapted = found(dpo=dict(enabled=True), lora=dict(rank=4))
+    assert adapted.weights == found(lora=dict(rank=4)).weights
+    rollouts = found(rl=dict(rollouts="x", beta=0.1))
+    assert (rollouts.activations, rollouts.weights) == (plain.activations, 2 * plain.weights)
+    assert found(rl=dict(rollouts="x")) == plain

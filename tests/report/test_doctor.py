@@ -15,7 +15,7 @@ import torch
 from megalith.cli.main import main
 from megalith.errors import ConfigError
 from megalith.launch.pool import RankFailed
-from megalith.report import device_checks, doctor
+from megalith.report import doctor, gpu_health
 from megalith.report.doctor import EXTRAS, MINIMUM_DRIVERS, SUPPORTED, driver_check
 from megalith.report.gpu_health import GpuState
 
@@ -46,7 +46,7 @@ def test_the_doctor_prints_one_object_and_its_exit_code_says_whether_something_i
 
 
 def test_processes_of_a_machine_without_gpus_are_measured_over_gloo(pool):
-    (rates, other) = pool.run(device_checks.all_reduce_rates, [(0, 1)], size=2)
+    (rates, other) = pool.run(gpu_health.all_reduce_rates, [(0, 1)], size=2)
     assert rates.keys() == other.keys() == {(0, 1)} and rates[0, 1] > 1e6
 
 
@@ -58,8 +58,8 @@ def test_a_pool_that_fails_is_bad_with_its_last_line(monkeypatch):
 
         def close(self): ...
 
-    monkeypatch.setattr(device_checks, "Pool", Broken)
-    check = device_checks.gloo_check(1.0)
+    monkeypatch.setattr(gpu_health, "Pool", Broken)
+    check = gpu_health.gloo_check(1.0)
     assert (check.state, check.found) == ("bad", "RuntimeError: no route") and "firewall" in check.do
 
 
@@ -155,14 +155,14 @@ def test_a_port_that_is_taken_is_named():
 
 def test_a_pair_of_gpus_that_is_far_slower_than_the_best_is_named():
     rates = {pair: 340e9 for pair in itertools.combinations(range(4), 2)} | {(1, 3): 42e9}
-    line, slow = device_checks.judge_pairs(rates)
+    line, slow = gpu_health.judge_pairs(rates)
     assert line.state == "good" and "0-1 340" in line.found
     assert slow.state == "warn" and slow.found.startswith("GPUs 1 and 3: 42.0 GB/s, the fastest pair has 340")
 
 
 def test_a_machine_with_four_gpus_is_looked_at(monkeypatch):
     """By what torch and the driver would say there; the measurement itself is made on GPUs."""
-    cuda, groups = device_checks.torch.cuda, []
+    cuda, groups = gpu_health.torch.cuda, []
     answers = {
         "is_available": lambda: True,
         "device_count": lambda: 4,
@@ -174,12 +174,12 @@ def test_a_machine_with_four_gpus_is_looked_at(monkeypatch):
         monkeypatch.setattr(cuda, name, answer)
     monkeypatch.setattr(cuda.nccl, "version", lambda: (2, 28, 9))
     monkeypatch.setattr(torch.version, "cuda", "13.0")
-    monkeypatch.setattr(device_checks, "driver_version", lambda: "580.95.05")
+    monkeypatch.setattr(gpu_health, "driver_version", lambda: "580.95.05")
     hot = GpuState("NVIDIA H200", 92, 100, slowed=0x40, clock=345, max_clock=1980)
     well = GpuState("NVIDIA H200", 40, 0, ecc_errors=0)
-    monkeypatch.setattr(device_checks, "read_gpu", lambda uuid: hot if uuid == "GPU-1" else well)
+    monkeypatch.setattr(gpu_health, "read_gpu", lambda uuid: hot if uuid == "GPU-1" else well)
     monkeypatch.setattr(
-        device_checks,
+        gpu_health,
         "read_links",
         lambda own, peers: {
             n: "PCIe" if {own, u} == {"GPU-0", "GPU-3"} else "NVLink" for n, u in peers.items()
@@ -196,8 +196,8 @@ def test_a_machine_with_four_gpus_is_looked_at(monkeypatch):
 
         def close(self): ...
 
-    monkeypatch.setattr(device_checks, "Pool", FakePool)
-    checks = {check.name: check for check in device_checks.device_checks()}
+    monkeypatch.setattr(gpu_health, "Pool", FakePool)
+    checks = {check.name: check for check in gpu_health.device_checks()}
     assert len(groups) == 7 and groups[-1] == (0, 1, 2, 3)
     assert checks["driver"].state == checks["GPU 0"].state == checks["GPU 0: health"].state == "good"
     assert checks["GPU 1: health"].state == "bad" and "cooling" in checks["GPU 1: health"].do

@@ -16,10 +16,10 @@ MODEL = dict(num_layers=2, hidden_size=48, ffn_hidden_size=96, num_attention_hea
 DATA = dict(seq_length=SEQ, tokenizer_type="NullTokenizer")
 
 
-def write_prompts(folder: Path, count: int = 64, numbers: int = 3, seed: int = 0) -> Path:
+def write_prompts(folder: Path, count: int = 64, numbers: int = 3, seed: int = 0, below: int = 10) -> Path:
     rng = np.random.default_rng(seed)
     path = Path(folder) / "prompts.jsonl"
-    texts = [" ".join(map(str, rng.integers(0, 10, numbers))) for _ in range(count)]
+    texts = [" ".join(map(str, rng.integers(0, below, numbers))) for _ in range(count)]
     path.write_text("".join(json.dumps({"id": f"q{n}", "prompt": t}) + "\n" for n, t in enumerate(texts)))
     return path
 
@@ -46,14 +46,14 @@ def configuration(folder: Path, **sections) -> RunConfig:
     return RunConfig.from_tree(tree(folder, **sections))
 
 
-def tuned(folder: Path, completions, seed: int = 0, steps: int = 60) -> str:
+def tuned(folder: Path, completions, seed: int = 0, steps: int = 60, below: int = 10, **model) -> str:
     """The run folder of a policy that was fine-tuned to answer as `completions(numbers, rng)` does."""
     rng, path = np.random.default_rng(seed), Path(folder) / "sft.jsonl"
-    asked = rng.integers(0, 10, (steps * 32, 3))
+    asked = rng.integers(0, below, (steps * 32, 3))
     lines = [{"prompt": " ".join(map(str, a)), "completion": " " + completions(a, rng)} for a in asked]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     sections = dict(
-        model=MODEL,
+        model=MODEL | model,
         data=DATA | dict(data_path=str(path), split="100,0,0"),
         sft=dict(enabled=True, packing=True),
         optim=dict(lr=1e-2, lr_warmup_iters=5),

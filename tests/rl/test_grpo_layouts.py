@@ -10,8 +10,8 @@ from rollout_files import configuration
 from megalith.config import RunConfig
 from megalith.parallel.gather import global_tensors
 from megalith.parallel.mesh import build_mesh
+from megalith.parity.check import LAYOUTS
 from megalith.parity.differences import BOUND, gradient_errors, relative_error
-from megalith.parity.layouts import LAYOUTS
 from megalith.rl.grpo import PolicyTask
 from megalith.training.build import prepare
 from megalith.training.resume import load_run

@@ -12,11 +12,15 @@ from small_policy import MODEL, configuration, metrics, tree, write_prompts
 import megalith
 from megalith.cli.main import main
 from megalith.config import RunConfig
+from megalith.data.tokenizers.plain import NullTokenizer
 from megalith.errors import ConfigError, DataError
+from megalith.generation import sync
 from megalith.parallel.mesh import build_mesh
 from megalith.parity.differences import BOUND
 from megalith.rl import GRPOTrainer, loop
 from megalith.rl.grpo import PolicyTask, train_grpo
+from megalith.rl.loop import engine_sizes
+from megalith.rl.prompts import run_prompts
 from megalith.rl.rollouts import load_rollouts
 from megalith.training.build import prepare
 from megalith.training.run_state import Run
@@ -255,7 +259,11 @@ def test_the_trainer_with_trls_signature(tmp_path):
         GRPOTrainer(str(tmp_path / "run"), reward, dict(learning_rat=1), records)
 
 
-def test_rollout_and_dry_run_from_the_command_line(tmp_path, capsys):
+def test_rollout_and_dry_run_from_the_command_line(tmp_path, capsys, monkeypatch):
+    sizes, real = {}, sync.engine_for
+    monkeypatch.setattr(
+        sync, "engine_for", lambda model, **given: sizes.update(given) or real(model, **given)
+    )
     config = configuration(tmp_path, train=dict(train_iters=1), rl=dict(save_rollouts=True))
     (tmp_path / "run.yaml").write_text(config.to_yaml())
     assert main(["grpo", str(tmp_path / "run.yaml"), "--dry-run"]) == 0
@@ -264,6 +272,7 @@ def test_rollout_and_dry_run_from_the_command_line(tmp_path, capsys):
         "64 of 3 to 3 tokens; 0 dropped",
         "reward         length of",
         "2 prompts × 4 completions",
+        "8 rows of 16 tokens on a rank",
         "memory",
     ):
         assert words in out, words
@@ -280,11 +289,42 @@ def test_rollout_and_dry_run_from_the_command_line(tmp_path, capsys):
     ]
     options = ["--num-generations", "4", "--max-completion-length", "8", "--pass-at", "0.5", "--json"]
     assert main([*command, *options, "--output", "r.jsonl", "--device", "cpu"]) == 0
+    assert sizes == {"max_rows": 24, "max_tokens": 11}  # and not of all positions that the model has
     figures = json.loads(capsys.readouterr().out.splitlines()[-1])
     groups = load_rollouts("r.jsonl").groups
     passed = [sum(one.rewards[0] >= 0.5 for one in group.completions) for group in groups]
     assert figures["pass@1"] == pytest.approx(np.mean(passed) / 4) and figures["prompts"] == len(groups) == 6
     assert figures["pass@4"] == np.mean([count > 0 for count in passed]) and "pass@8" not in figures
+
+
+def test_the_engine_has_room_for_what_is_sampled_and_not_for_the_trainers_rows(tmp_path):
+    """A row of the trainer packs many completions; a replica of several samples its share."""
+    config = configuration(tmp_path, rl=dict(packing=True), train=dict(global_batch_size=64))
+    prompts = run_prompts(config, NullTokenizer(vocab_size=16)).prompts
+    assert [engine_sizes(config, prompts, replicas) for replicas in (1, 3, 64)] == [
+        (64, 16),
+        (24, 16),
+        (4, 16),
+    ]
+    few = configuration(
+        tmp_path, rl=dict(generation_rows=6, max_completion_length=22), data=dict(seq_length=24)
+    )
+    assert engine_sizes(few, prompts, 1) == (6, 25)
+
+
+@pytest.mark.parametrize("rl", [{}, dict(beta=0.1, mini_batches=2)])
+def test_a_model_with_more_rows_than_its_tokenizer_has_entries(tmp_path, rl):
+    """The engine chooses among the tokenizer's, and so do the trainer's log-probabilities: of even logits over 400 rows
+    and over 257 they would differ by 0.44."""
+    train_grpo(
+        configuration(
+            tmp_path,
+            model=dict(vocab_size=400, init_method_std=0.02),
+            data=dict(tokenizer_type="ByteTokenizer"),
+            rl=rl,
+        )
+    )
+    assert all(step["mismatch"] < 1.0001 and step["ratio"] < 1.1 for step in metrics(tmp_path / "run"))
 
 
 def test_rollout_files_carry_the_prompts_ids(tmp_path):

@@ -138,6 +138,17 @@ def test_a_reward_that_fails_names_function_and_completion(how):
     judge.close()
 
 
+def test_a_process_that_ended_between_two_calls_is_said():
+    judge = rewards(lambda completions, **columns: [0.0] * len(completions), workers=1)
+    judge([GROUP])
+    process = judge._workers[0]._process
+    process.kill()
+    process.join()
+    with pytest.raises(DataError, match="its process ended with exit code -9"):
+        judge([GROUP])
+    judge.close()
+
+
 def test_a_function_that_there_is_not_is_refused(tmp_path):
     (tmp_path / "bad.py").write_text("1 / 0\n")
     (tmp_path / "good.py").write_text("x = 1\n")

@@ -7,11 +7,13 @@ import pytest
 from rollout_files import VOCAB, configuration, rollouts
 
 import megalith.cli.main
+from megalith.comm.collectives import Axis
 from megalith.errors import ConfigError, DataError
 from megalith.report.metrics import read_records
+from megalith.rl import rollouts as rollout_files
 from megalith.rl.grpo import train_grpo
 from megalith.rl.rollout_data import Sample, make_batch, rows_of
-from megalith.rl.rollouts import load_rollouts, save_rollouts
+from megalith.rl.rollouts import RolloutFiles, load_rollouts, save_rollouts
 
 
 @pytest.mark.parametrize("name", ["rollouts.jsonl", "rollouts.jsonl.zst"])
@@ -177,3 +179,40 @@ def test_the_rollouts_own_logprobs_can_be_the_old_ones_and_have_to_be_there(tmp_
     config = configuration(tmp_path, **settings).with_settings(other)
     with pytest.raises(DataError, match=r"line 2, sample 0 has no logprobs, but rl\.old_logprobs is rollout"):
         train_grpo(config)
+
+
+@pytest.mark.parametrize("name", ["rollouts.jsonl", "rollouts.jsonl.zst"])
+def test_a_rank_parses_its_share_of_the_lines_and_of_a_batch_what_it_asks_for(tmp_path, name, monkeypatch):
+    whole, path = rollouts(9), tmp_path / name
+    save_rollouts(path, whole)
+    parsed = []
+    monkeypatch.setattr(
+        rollout_files, "_object", lambda where, line: parsed.append(where) or json.loads(line)
+    )
+
+    def all_shares(value, axis):
+        others = [axis.rank == 1 or RolloutFiles([str(path)], Axis(axis.size, 1), vocab_size=VOCAB)]
+        return [value] if axis.rank == 1 else [value, [others[0].entries, None]]
+
+    monkeypatch.setattr(rollout_files, "gather_json", all_shares)
+    files = RolloutFiles([str(path)], Axis(2, 0), vocab_size=VOCAB)
+    assert len(files.entries) == 9 and len(parsed) == len(set(parsed)) + 1 == 9 + 2  # the header by both
+    parsed.clear()
+    for first in (0, 4, 2):  # on, and back
+        groups = files.read(files.entries[first : first + 4])
+        for group, there in zip(groups, whole.groups[first:], strict=False):
+            assert len(group.prompt_ids) == len(there.prompt_ids) and group.where.startswith(str(path))
+            assert [len(one.ids) for one in group.completions] == [len(one.ids) for one in there.completions]
+        assert not parsed
+        last = groups[1].completions[2]
+        assert np.array_equal(np.asarray(last.ids), whole.groups[first + 1].completions[2].ids)
+        assert np.array_equal(np.asarray(groups[1].prompt_ids), whole.groups[first + 1].prompt_ids)
+        assert parsed == [groups[1].where]
+        parsed.clear()
+    save_rollouts(path, rollouts(9, seed=4))
+    with pytest.raises(DataError, match="line 2 is not what it was when the run began"):
+        np.asarray(files.read(files.entries[:1])[0].prompt_ids)
+    save_rollouts(path, rollouts(3))
+    files.read(files.entries[:1])
+    with pytest.raises(DataError, match="has no line 9 any more"):
+        files.read(files.entries[7:])

@@ -13,9 +13,9 @@ from trained_runs import comparable, losses
 from megalith.cli.main import main
 from megalith.config import RunConfig
 from megalith.errors import ConfigError, DataError
+from megalith.parity.check import LAYOUTS
 from megalith.parity.differences import compare, gradient_errors
 from megalith.parity.job import Outcome, gradients_by_name, run_job, start
-from megalith.parity.layouts import LAYOUTS
 from megalith.training.precheck import check_job
 
 ROOT = Path(__file__).parents[2]

@@ -10,12 +10,10 @@ from typing import Any
 
 from megalith.bridge.families.bloom import BLOOM
 from megalith.bridge.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from megalith.bridge.families.gemma import GEMMA2, GEMMA3
 from megalith.bridge.families.gpt2 import GPT2
-from megalith.bridge.families.llama import LLAMA, MISTRAL, PHI3
+from megalith.bridge.families.llama import GEMMA2, GEMMA3, LLAMA, MISTRAL, OLMO2, PHI3
 from megalith.bridge.families.mixtral import MIXTRAL, OLMOE
 from megalith.bridge.families.neox import FALCON, GPT_NEOX
-from megalith.bridge.families.olmo import OLMO2
 from megalith.bridge.families.qwen import QWEN2, QWEN3, QWEN3_MOE
 from megalith.bridge.family import Family, check_kinds
 from megalith.config import ModelConfig

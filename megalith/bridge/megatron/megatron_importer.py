@@ -1,22 +1,279 @@
-"""`megalith import-megatron`: a checkpoint of Megatron-LM as one of ours."""
+"""`megalith import-megatron`: a checkpoint of Megatron-LM as one of ours.
+
+The legacy form is `mp_rank_TT[_PPP]/model_optim_rng.pt`, one file for each tensor and pipeline rank. A tensor rank
+holds a part of each matrix, by rows or by columns; a pipeline rank numbers its layers from 0. With interleaving a
+file has `model0`, `model1`, …: chunk v of stage p comes after chunk v of all stages before p.
+
+The `torch_dist` form is a torch.distributed.checkpoint directory, its global tensors put together from their shards.
+`.metadata` says for each tensor which box of it stands where in which `.distcp` file; each shard is a tensor that
+torch.save wrote. Layers that are alike are one tensor, with the layers as its first dimension.
+"""
 
 from __future__ import annotations
 
+import io
 import re
+from argparse import Namespace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from megalith.bridge.family import MOST_LAYERS
 from megalith.bridge.importer import write_run
 from megalith.bridge.match import Match, match
-from megalith.bridge.megatron.legacy import METADATA, MadeWhenRead, arguments_in, list_torch_dist, read_legacy
-from megalith.bridge.megatron.megatron_names import plain_name
+from megalith.bridge.megatron.megatron_names import LAYER, cut_of, experts_apart, joined, layer_of, plain_name
 from megalith.bridge.megatron.table import GPT
-from megalith.bridge.megatron.unpickle import load_torch
+from megalith.bridge.megatron.unpickle import load_pickle, load_torch
+from megalith.checkpoint.extent import Extent, fills
+from megalith.checkpoint.files import DTYPE_CODES
 from megalith.config.rules.model_rules import check_model
 from megalith.errors import CheckpointError, ConfigError
+
+FILE = "model_optim_rng.pt"
+RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
+
+
+@dataclass(frozen=True)
+class Joined:
+    """A tensor in the parts of the tensor ranks."""
+
+    parts: list[Tensor]
+    kind: str  # "rows", "columns", "gated", or "copies"
+
+    @property
+    def dtype(self) -> str:
+        return DTYPE_CODES.get(self.parts[0].dtype, str(self.parts[0].dtype))
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape = list(self.parts[0].shape)
+        if self.kind != "copies":
+            shape[1 if self.kind == "columns" else 0] *= len(self.parts)
+        return tuple(shape)
+
+    def read(self) -> Tensor:
+        """The whole tensor."""
+        return joined(self.parts, self.kind)
+
+
+def read_legacy(folder: Path) -> tuple[dict[str, Joined], dict[str, Any]]:
+    """Every tensor by its name in the whole model, and the arguments. Raises CheckpointError."""
+    states = _files(folder)
+    first = next(iter(states.values()))
+    args = arguments_in(first)
+    tensor_ranks = 1 + max(tp for tp, _ in states)
+    stages = 1 + max(pp for _, pp in states)
+    if len(states) != tensor_ranks * stages:
+        raise CheckpointError(
+            f"{folder} has {len(states)} of {tensor_ranks} × {stages} (tensor × pipeline) rank folders; copy the rest"
+        )
+    chunks = sorted(key for key in first if isinstance(key, str) and re.fullmatch(r"model\d*", key))
+    try:
+        if (ranks := args.get("expert_model_parallel_size") or 1) > 1:
+            raise CheckpointError(
+                f"{folder} is of {ranks} expert-parallel ranks, whose files of this form cannot be put together; save "
+                "it with --ckpt-format torch_dist"
+            )
+        experts = int(args.get("num_experts") or 0)
+        for state in states.values():
+            state.update({chunk: experts_apart(state[chunk], experts) for chunk in chunks})
+        gated = bool(args.get("swiglu") or args.get("quick_geglu"))
+        return _joined(states, chunks, tensor_ranks, stages, gated), args
+    except (KeyError, TypeError, AttributeError, ValueError, RuntimeError, ZeroDivisionError) as error:
+        raise CheckpointError(f"{folder} is damaged ({error!r}); copy the checkpoint again") from None
+
+
+def arguments_in(state: Any) -> dict[str, Any]:
+    """The arguments of the run that a saved state has among it; none where it has something else there."""
+    args = state.get("args") if isinstance(state, dict) else None
+    return dict(vars(args)) if isinstance(args, Namespace) else {}
+
+
+def _joined(
+    states: Mapping[tuple[int, int], dict[str, Any]],
+    chunks: list[str],
+    tensor_ranks: int,
+    stages: int,
+    gated: bool,
+) -> dict[str, Joined]:
+    tensors: dict[str, Joined] = {}
+    layers_before = 0
+    for chunk in chunks:
+        for pp in range(stages):
+            shards = [states[tp, pp][chunk] for tp in range(tensor_ranks)]
+            layers = {layer for name in shards[0] if (layer := layer_of(name)) is not None}
+            for name, value in shards[0].items():
+                if isinstance(value, Tensor):
+                    kind, parts = cut_of(name, gated), [shard[name] for shard in shards]
+                    dimensions = {"copies": 0, "columns": 2}.get(kind, 1)
+                    if value.ndim < dimensions or any(part.shape != value.shape for part in parts):
+                        raise ValueError(f"{name} is {[list(part.shape) for part in parts]}")
+                    tensors[_shifted(name, layers_before)] = Joined(parts, kind)
+            layers_before += len(layers)
+    return tensors
+
+
+def _shifted(name: str, layers: int) -> str:
+    return LAYER.sub(lambda match: f"decoder.layers.{int(match[1]) + layers}.", name)
+
+
+def _files(folder: Path) -> dict[tuple[int, int], dict[str, Any]]:
+    states = {}
+    for path in sorted(folder.iterdir()):
+        if match := RANK.fullmatch(path.name):
+            states[int(match[1]), int(match[2] or 0)] = load_torch(path / FILE)
+    if not states or not all(isinstance(state, dict) for state in states.values()):
+        raise CheckpointError(f"{folder} has no {FILE} of Megatron; give a folder with mp_rank_00 in it")
+    return states
+
+
+METADATA = ".metadata"
+STACKED = "decoder.layers."
+EXPERTS = ".experts.experts."
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A box of a tensor, and the bytes of a file that hold it."""
+
+    extent: Extent
+    file: Path
+    start: int
+    length: int
+
+    def read(self) -> Tensor:
+        try:
+            with open(self.file, "rb") as file:
+                file.seek(self.start)
+                data = io.BytesIO(file.read(self.length))
+            values = torch.load(data, map_location="cpu", weights_only=True)
+            return values.view(self.extent.shape)
+        except Exception as error:  # the unpickler's own, or whatever it runs into in a damaged file
+            reason = str(error).strip().split("\n")[0]
+            raise CheckpointError(
+                f"{self.file} has no tensor {list(self.extent.shape)} at byte {self.start} ({reason}); copy the "
+                "checkpoint again"
+            ) from None
+
+
+@dataclass(frozen=True)
+class Distributed:
+    """A tensor in pieces; `at` is which layer, or layer and expert, of a stack of them."""
+
+    whole: tuple[int, ...]
+    dtype: str
+    pieces: list[Piece]
+    at: tuple[int, ...] = ()
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.whole[len(self.at) :]
+
+    def read(self) -> Tensor:
+        """The tensor, from the pieces that have a part of it."""
+        wanted = Extent(self.at + (0,) * len(self.shape), (1,) * len(self.at) + self.shape)
+        out: Tensor | None = None
+        for piece in self.pieces:
+            both = piece.extent.meet(wanted)
+            if both is not None:
+                values = piece.read()
+                out = torch.empty(wanted.shape, dtype=values.dtype) if out is None else out
+                out[both.slices(wanted)] = values[both.slices(piece.extent)]
+        return torch.empty(self.shape) if out is None else out.view(self.shape)
+
+
+@dataclass(frozen=True)
+class MadeWhenRead:
+    """A tensor that is made of stored ones when it is read."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    read: Callable[[], Tensor]
+
+
+def gate_and_up(gate: Distributed, up: Distributed) -> MadeWhenRead:
+    """A gated matrix whose halves are stored apart, as `NAME_w` and `NAME_v`."""
+    shape = (gate.shape[0] + up.shape[0], *gate.shape[1:])
+    return MadeWhenRead(gate.dtype, shape, lambda: torch.cat([gate.read(), up.read()]))
+
+
+def list_torch_dist(folder: Path) -> dict[str, Distributed | MadeWhenRead]:
+    """Every tensor by its name, layers and experts apart. Raises CheckpointError for missing files and pieces."""
+    metadata = load_pickle(folder / METADATA)
+    try:
+        entries = {
+            name: entry for name, entry in metadata.state_dict_metadata.items() if hasattr(entry, "chunks")
+        }
+        where = {
+            (index.fqn, tuple(index.offset or ())): info for index, info in metadata.storage_data.items()
+        }
+        tensors: dict[str, Distributed] = {}
+        for name, entry in entries.items():
+            pieces = []
+            for chunk in entry.chunks:
+                info = where[name, tuple(chunk.offsets)]
+                if Path(info.relative_path).name != info.relative_path:
+                    raise CheckpointError(
+                        f"{folder} names the file {info.relative_path!r}, which is outside it; it is not to be trusted"
+                    )
+                extent = Extent(tuple(chunk.offsets), tuple(chunk.sizes))
+                pieces.append(Piece(extent, folder / info.relative_path, info.offset, info.length))
+            code = DTYPE_CODES.get(entry.properties.dtype, str(entry.properties.dtype))
+            whole = Distributed(tuple(entry.size), code, pieces)
+            _check_pieces(folder, name, whole)
+            tensors |= _apart(name, whole)
+        return _with_halves(tensors)
+    except (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
+        raise CheckpointError(
+            f"{folder / METADATA} is damaged ({error!r}); copy the checkpoint again"
+        ) from None
+
+
+def _check_pieces(folder: Path, name: str, tensor: Distributed) -> None:
+    for piece in tensor.pieces:
+        if not piece.file.is_file():
+            raise CheckpointError(f"{piece.file} is missing, which holds {name}; copy the checkpoint again")
+        if not 0 <= piece.start <= piece.start + piece.length <= piece.file.stat().st_size:
+            raise CheckpointError(f"{piece.file} ends before {name} does; copy the checkpoint again")
+    if not fills(tensor.whole, [piece.extent for piece in tensor.pieces]):
+        raise CheckpointError(f"{folder}: the shards of {name} do not cover it; copy the checkpoint again")
+
+
+def _apart(name: str, tensor: Distributed) -> dict[str, Distributed]:
+    """A stack of layers, or of a layer's experts, or both as single ones, under the names that they have otherwise."""
+    before, found, rest = name.partition(STACKED)
+    names: dict[tuple[int, ...], str] = {(): name}
+    if found and not rest.split(".")[0].isdigit():
+        names = {(layer,): f"{before}{STACKED}{layer}.{rest}" for layer in range(_count(name, tensor, 0))}
+    if EXPERTS in name and not name.partition(EXPERTS)[2].split(".")[0].isdigit():
+        names = {
+            (*at, expert): one.replace(EXPERTS, f"{EXPERTS}{expert}.")
+            for at, one in names.items()
+            for expert in range(_count(name, tensor, len(at)))
+        }
+    return {
+        one.replace(EXPERTS, ".experts.local_experts."): Distributed(
+            tensor.whole, tensor.dtype, tensor.pieces, at
+        )
+        for at, one in names.items()
+    }
+
+
+def _count(name: str, tensor: Distributed, dimension: int) -> int:
+    if tensor.whole[dimension] > MOST_LAYERS:
+        raise ValueError(f"{name} has {tensor.whole[dimension]:,} layers or experts")
+    return tensor.whole[dimension]
+
+
+def _with_halves(tensors: dict[str, Distributed]) -> dict[str, Distributed | MadeWhenRead]:
+    halves = {name[:-2] for name in tensors if name.endswith("_w") and f"{name[:-2]}_v" in tensors}
+    whole = {name: gate_and_up(tensors.pop(f"{name}_w"), tensors.pop(f"{name}_v")) for name in halves}
+    return {**tensors, **whole}
+
 
 LATEST = "latest_checkpointed_iteration.txt"
 COMMON = "common.pt"

@@ -24,6 +24,8 @@ class Machine:
     """Every GPU reaches the memory of the others of its host over NVLink, with the package cuda-bindings."""
     memory: int = 0
     """Bytes of the GPU that has least; 0 without GPUs."""
+    ranks: int = 0
+    """Of the whole run; 0: not known."""
 
 
 def with_fastest(config: RunConfig, machine: Machine) -> tuple[RunConfig, list[str]]:
@@ -44,6 +46,12 @@ def with_fastest(config: RunConfig, machine: Machine) -> tuple[RunConfig, list[s
         config = config.with_settings({"parallel.symmetric_memory_groups": groups})
         if groups:
             told.append(f"symmetric_memory_groups [{', '.join(groups)}] (NVLink)")
+    sharded = parallel.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
+    if parallel.reduce_scatter_with_fp32_accumulation == "auto" and sharded:
+        near = machine.ranks == machine.ranks_per_host and config.train.precision != "fp32"
+        config = config.with_settings({"parallel.reduce_scatter_with_fp32_accumulation": near})
+        if near:
+            told.append("reduce_scatter_with_fp32_accumulation true (one host)")
     return config, [f"chosen by auto, of parallel: {'; '.join(told)}"] if told else []
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from megalith.config.base import NOT_YET
-from megalith.config.batch_size import BatchSizeSchedule
 from megalith.config.data import DataConfig
 from megalith.config.lora import WHOLE
 from megalith.config.model import ModelConfig
@@ -21,6 +20,7 @@ from megalith.config.rules.model_rules import check_model
 from megalith.config.rules.optim_rules import check_loss_scale, check_schedule
 from megalith.config.rules.parallel_rules import check_parallel, data_parallel_size, divisors
 from megalith.config.run import RunConfig
+from megalith.config.train import BatchSizeSchedule
 from megalith.errors import ConfigError
 
 

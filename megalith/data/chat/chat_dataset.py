@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from megalith.config.data import DataConfig
-from megalith.config.sft import ChatConfig
+from megalith.config.rl import ChatConfig
 from megalith.data.batch import Batch, document_ends
 from megalith.data.chat.conversations import chat_files
 from megalith.data.chat.samples import Samples, cached_samples

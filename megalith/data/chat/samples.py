@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 
 from megalith.config.base import Decides
-from megalith.config.sft import ChatConfig, DpoConfig
+from megalith.config.rl import ChatConfig, DpoConfig
 from megalith.data.chat.chat_template import ChatTemplate, Span, template_of
 from megalith.data.chat.conversations import (
     Chat,

@@ -1,9 +1,10 @@
 """JSON Lines to Megatron's indexed datasets, on every core.
 
-The main process reads blocks of whole lines and writes tokens; worker processes parse and encode a block each,
-in any order, and their results are written in the order of the input, so the output does not depend on their
-number. Worker processes, rather than the tokenizer's own threads, because handing token ids to Python holds
-its lock: one process hands out some 20 million ids a second however many threads it has.
+The main process reads blocks of whole lines and writes tokens; workers parse and encode a block each, in any
+order, and their results are written in the order of the input, so the output does not depend on their number.
+A tokenizer with threads of its own encodes in this process, where all its threads share one cache of words: two
+cores take a third less processor time than two processes. Handing token ids to Python holds its lock, some 20
+million ids a second, so many cores are many processes, as are those of a tokenizer without threads.
 
 Turns a block of JSON Lines into token arrays: the part of preprocessing that worker processes run.
 
@@ -27,7 +28,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures import Executor, Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -37,6 +38,7 @@ import numpy as np
 
 from megalith.data.indexed import IndexedWriter, best_dtype
 from megalith.data.preprocessing.jsonl import (
+    BLOCK_BYTES,
     MAX_LINE_BYTES,
     BadLine,
     LineBlock,
@@ -210,6 +212,11 @@ def _ends_sentence(text: str, boundary: re.Match[str]) -> bool:
 
 
 BLOCKS_PER_WORKER = 4  # read ahead, so that a slow block holds nobody up
+MOST_THREADS = 16  # cores that one process keeps busy
+FEEDERS = (
+    3  # blocks that a tokenizer's own threads share: while one is parsed or put together, another is encoded
+)
+FED_BYTES = 1 << 20
 BAD_LINES_KEPT = 20
 
 
@@ -258,8 +265,8 @@ def preprocess(
 
     `json_keys`: the texts to take from each line, each key a dataset of its own. `append_eod`: end each
     document with the tokenizer's end of document. `split_sentences`: each sentence a sequence of its own,
-    the files named `_sentence`. `workers`: processes that encode, by default one for each core; 0 encodes in
-    this process. (Workers import the main script: guard its start with `if __name__ == "__main__"`.)
+    the files named `_sentence`. `workers`: cores that encode, by default all; 0 encodes in this thread.
+    (Worker processes import the main script: guard its start with `if __name__ == "__main__"`.)
     `on_error`: what an unusable line does; skipped lines are counted. Nothing takes its final name before
     all is written. ConfigError: impossible arguments. DataError: bad input, or none of it has tokens.
     """
@@ -278,8 +285,11 @@ def preprocess(
         ]
         read_before, total = _places(paths)
         progress = stack.enter_context(Progress("preprocess", total)) if show_progress else None
-        blocks = itertools.chain.from_iterable(read_blocks(path, max_line_bytes) for path in paths)
-        results = stack.enter_context(contextlib.closing(_encode_in_order(blocks, encoder, workers)))
+        threaded = tokenizer.has_threads and 0 < workers <= MOST_THREADS
+        size = FED_BYTES if threaded else BLOCK_BYTES
+        blocks = itertools.chain.from_iterable(read_blocks(path, max_line_bytes, size) for path in paths)
+        pool = stack.enter_context(_threads(workers) if threaded else _processes(encoder, workers))
+        results = stack.enter_context(contextlib.closing(_encode_in_order(blocks, encoder, pool)))
         for block, encoded in results:
             _count_bad_lines(summary, encoded.bad_lines, on_error)
             for writer, column in zip(writers, encoded.columns):
@@ -293,26 +303,32 @@ def preprocess(
     return summary
 
 
-def _encode_in_order(
-    blocks: Iterable[LineBlock], encoder: BlockEncoder, workers: int
-) -> Iterator[tuple[LineBlock, EncodedBlock]]:
-    """Each block with its encoding, in the order of `blocks`; a few blocks a worker are under way at a time."""
+@contextlib.contextmanager
+def _threads(workers: int) -> Iterator[Executor]:
+    """For a tokenizer with threads of its own: `workers` of them, if this process has not started them already."""
+    wanted = {"RAYON_NUM_THREADS": str(workers), "TOKENIZERS_PARALLELISM": "true"}
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    pool = ThreadPoolExecutor(FEEDERS)
+    try:
+        yield pool
+    finally:
+        pool.shutdown(cancel_futures=True)
+        for name, value in before.items():
+            os.environ.pop(name) if value is None else os.environ.update({name: value})
+
+
+@contextlib.contextmanager
+def _processes(encoder: BlockEncoder, workers: int) -> Iterator[Executor | None]:
+    """One core each; None for no workers."""
     if workers == 0:
-        for block in blocks:
-            yield block, encoder(block)
+        yield None
         return
     pool = ProcessPoolExecutor(
         workers, multiprocessing.get_context("spawn"), initializer=start_worker, initargs=(encoder,)
     )
-    under_way: deque[tuple[LineBlock, Future[EncodedBlock]]] = deque()
     try:
-        for block in blocks:
-            under_way.append((block, pool.submit(encode_in_worker, block)))
-            if len(under_way) >= BLOCKS_PER_WORKER * workers:
-                block, future = under_way.popleft()
-                yield block, future.result()
-        for block, future in under_way:
-            yield block, future.result()
+        yield pool
     except BrokenProcessPool as error:
         raise DataError(
             f"one of {workers} worker processes ended before its work: killed, perhaps for want of memory, or "
@@ -321,6 +337,24 @@ def _encode_in_order(
         ) from error
     finally:
         pool.shutdown(cancel_futures=True)
+
+
+def _encode_in_order(
+    blocks: Iterable[LineBlock], encoder: BlockEncoder, pool: Executor | None
+) -> Iterator[tuple[LineBlock, EncodedBlock]]:
+    """Each block with its encoding, in the order of `blocks`; a few blocks a worker are under way at a time."""
+    if pool is None:
+        yield from ((block, encoder(block)) for block in blocks)
+        return
+    encode = encoder if isinstance(pool, ThreadPoolExecutor) else encode_in_worker
+    under_way: deque[tuple[LineBlock, Future[EncodedBlock]]] = deque()
+    for block in blocks:
+        under_way.append((block, pool.submit(encode, block)))
+        if len(under_way) >= BLOCKS_PER_WORKER * pool._max_workers:
+            block, future = under_way.popleft()
+            yield block, future.result()
+    for block, future in under_way:
+        yield block, future.result()
 
 
 def _write(writer: IndexedWriter, column: Column) -> None:

@@ -42,6 +42,9 @@ class Tokenizer(ABC):
     optional_files: ClassVar[tuple[str, ...]] = ()
     """The names that `files` may have: nothing else is read from a saved tokenizer's folder."""
 
+    has_threads: ClassVar[bool] = False
+    """Whether `encode_batch` runs on threads of its own, as many as RAYON_NUM_THREADS says."""
+
     vocab_size: int
     eod: int | None
 

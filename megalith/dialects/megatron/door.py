@@ -33,6 +33,7 @@ QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 MARK = "# Written by `megalith megatron install`: hands Megatron-LM's command line to Megalith."
 FILES = {  # the file in Megatron-LM's checkout → the command that answers for it
     "pretrain_gpt.py": "pretrain-gpt",
+    "examples/classes/pretrain_gpt.py": "pretrain-gpt",  # where newer scripts look for it
     "pretrain_bert.py": "pretrain-bert",
     "pretrain_t5.py": "pretrain-t5",
     "tools/preprocess_data.py": "preprocess",
@@ -41,6 +42,7 @@ FILES = {  # the file in Megatron-LM's checkout → the command that answers for
     "megatron/bridge/convert.py": "convert",
 }
 OURS = ("convert",)  # commands of `megalith` itself
+REACHED = "reached"  # beside the wrappers: made when one of them hands over to us
 WRAPPERS = {"torchrun": "-m torch.distributed.run", "python": "", "python3": ""}
 
 
@@ -216,7 +218,15 @@ def run_script(script: str, arguments: list[str], override: str = "") -> int:
             (wrappers / name).chmod(0o755)
         environment = {**os.environ, "PATH": f"{wrappers}{os.pathsep}{os.environ.get('PATH', '')}"}
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), folder]))
-        return subprocess.run(["bash", script, *arguments], env=environment, check=False).returncode
+        code = subprocess.run(["bash", script, *arguments], env=environment, check=False).returncode
+        if code and not (wrappers / REACHED).exists():
+            print(
+                f"{printable(script)} ended with exit code {code} before it started any of {', '.join(FILES)}: if it "
+                "looks whether the file is there, put it there with `megalith megatron install DIR`, DIR being the "
+                "folder where the script looks",
+                file=sys.stderr,
+            )
+        return code
 
 
 def _wrapper(folder: str, module: str, override: str) -> str:
@@ -242,6 +252,7 @@ for word in "$@"; do
   words+=("$word")
 done
 case "$found" in pretrain-*) words+=({more}) ;; esac
+[ -z "$found" ] || : > {shlex.quote(f"{folder}/bin/{REACHED}")}
 exec {shlex.quote(sys.executable)} {module} "${{words[@]}}"
 """
 

@@ -1021,4 +1021,32 @@ FLAGS: dict[str, Flag] = {
     "--warmup":                                   Refused("int", OLD_WARMUP),
     "--yaml-cfg":                                 Refused("text", YAML),
 }
+
+# Flags of releases before core 0.20, which its parser refuses: in scripts that are still in use.
+AS_NOW = "Megatron has removed it, and nothing of the run depends on it"
+OLDER: dict[str, Flag] = {
+    "--data-impl":                               NoEffect("mmap|infer", AS_NOW),
+    "--DDP-impl":                                NoEffect("local|torch", AS_NOW),
+    "--no-async-tensor-model-parallel-allreduce": NoEffect("switch", AS_NOW),
+    "--no-contiguous-buffers-in-local-ddp":      NoEffect("switch", AS_NOW),
+    "--no-scatter-gather-tensors-in-pipeline":   NoEffect("switch", AS_NOW),
+    "--no-query-key-layer-scaling":              NoEffect("switch", AS_NOW),
+    "--log-batch-size-to-tensorboard":           NoEffect("switch", AS_NOW),
+    "--log-learning-rate-to-tensorboard":        NoEffect("switch", AS_NOW),
+    "--use-legacy-models":                       NoEffect("switch", "Megatron has removed it: layers are as its core's"),
+    "--moe-use-legacy-grouped-gemm":             NoEffect("switch", AS_NOW),
+    "--fp8-hybrid":                              Refused("switch", "Megatron has removed it; give --fp8-format hybrid"),
+    "--fp8-e4m3":                                Refused("switch", "Megatron has removed it; give --fp8-format e4m3"),
+    "--distribute-checkpointed-activations":     Refused(
+        "switch", "Megatron has removed it; give --distribute-saved-activations"
+    ),
+    "--activations-checkpoint-method":           Refused(
+        "text", "Megatron has removed it; give --recompute-granularity full and --recompute-method"
+    ),
+    "--checkpoint-num-layers":                   Refused(
+        "int", "Megatron has removed it; give --recompute-num-layers"
+    ),
+    "--delay-grad-reduce":                       NoEffect("switch", AS_NOW),
+    "--overlap-p2p-communication":               NoEffect("switch", AS_NOW),
+}
 # fmt: on

@@ -15,7 +15,7 @@ import yaml
 
 from megalith.config import RunConfig
 from megalith.dialects.megatron.flag_kinds import Derives, Given, NoEffect, Refused, Sets
-from megalith.dialects.megatron.flag_table import FLAGS
+from megalith.dialects.megatron.flag_table import FLAGS, OLDER
 from megalith.errors import ConfigError
 
 REQUIRED = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--max-position-embeddings",
@@ -101,7 +101,7 @@ def translate(
         given.set("checkpoint.trust", True)
     _check(given)
     for flag, value in given.values.items():
-        match row := FLAGS[flag]:
+        match row := given.table[flag]:
             case Sets():
                 _set(given, flag, row, value)
             case Refused() if value != (False if row.takes == "switch" else row.default):
@@ -119,7 +119,7 @@ def translate(
 
 def read_words(words: Sequence[str], ignore_unknown: bool = False) -> Given:
     """The flags of a command line with their values; what cannot be read is a problem of the result."""
-    given, index = Given(FLAGS), 0
+    given, index = Given(FLAGS | OLDER), 0
     while index < len(words):
         word = words[index]
         index += 1
@@ -146,7 +146,7 @@ def read_words(words: Sequence[str], ignore_unknown: bool = False) -> Given:
         flag = _known(given, name, ignore_unknown)
         if flag is not None:
             try:
-                given.values[flag] = _value(FLAGS[flag].takes, [value.strip("'\"") for value in values])
+                given.values[flag] = _value(given.table[flag].takes, [value.strip("'\"") for value in values])
             except ValueError as error:
                 given.problems.append(f"{flag} is {' '.join(values) or 'given no value'}: {error}")
                 given.misread.add(flag)
@@ -159,7 +159,7 @@ def _is_flag(word: str) -> bool:
 
 def _known(given: Given, name: str, ignore_unknown: bool) -> str | None:
     """The flag that is meant by `name`, which may be the beginning of one."""
-    if name in FLAGS:
+    if name in given.table:
         return name
     longer = [flag for flag in FLAGS if flag.startswith(name)]
     if len(longer) == 1:
@@ -287,7 +287,7 @@ def _idle(given: Given) -> str:
     """The one note on the flags that have no effect, by reason."""
     by_reason: dict[str, list[str]] = {}
     for flag in given.values:
-        if isinstance(row := FLAGS[flag], NoEffect):
+        if isinstance(row := given.table[flag], NoEffect):
             by_reason.setdefault(row.means, []).append(flag)
     told = [f"{' '.join(flags)} ({reason})" for reason, flags in by_reason.items()]
     return f"these flags have no effect here: {'; '.join(told)}" if told else ""

@@ -20,8 +20,7 @@ from megalith.models.linear import Linear
 from megalith.models.norm import HeadsNorm, Norm
 from megalith.models.pass_context import Context, Runnable, runnable
 from megalith.models.rope import rotate
-from megalith.ops.attention_core import attention
-from megalith.ops.qkv import split_qkv
+from megalith.ops.attention_core import attention, split_qkv
 
 
 class Heads(NamedTuple):

@@ -25,7 +25,7 @@ if AVAILABLE:
         norm_kernel,  # noqa: F401 (they register operators)
     )
     from megalith.ops.kernels.adam_kernel import adamw_  # noqa: F401
-    from megalith.ops.kernels.heads_kernel import share_heads  # noqa: F401
+    from megalith.ops.kernels.column_kernels import share_heads, sum_rows  # noqa: F401
     from megalith.ops.kernels.loss_kernel import softmax_loss_  # noqa: F401
 
 

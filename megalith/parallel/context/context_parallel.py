@@ -15,10 +15,14 @@ All are one algorithm on two levels: an all-to-all over `inner`, which may have 
 the two chunks that zigzag gives to the group in the ring of groups.
 
 Gradients of the parameters are partial: they are reduced over data and context together.
+
+By NCCL or gloo the shares of an all-to-all are packed, sent and unpacked. By copy engines (copy_engine.py) they are
+fetched to their final addresses, so that nothing is packed.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,20 +32,79 @@ import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh
 
-from megalith.comm.collectives import Axis, all_gather, all_gather_alike
+from megalith.comm.collectives import Axis, all_gather, all_gather_alike, all_to_all, wait
 from megalith.errors import ConfigError
 from megalith.models.mixers.attention import Attention, CrossAttention
 from megalith.models.pass_context import PassLayout
-from megalith.models.stack import Stack, stacks_of
-from megalith.models.transformer import Transformer
-from megalith.ops.attention_core import attention
+from megalith.models.transformer import Stack, Transformer, stacks_of
+from megalith.ops.attention_core import attention, split_heads
 from megalith.parallel.context.ring import ring_attention
-from megalith.parallel.context.ulysses import heads_from_tokens, tokens_from_heads
-from megalith.parallel.context.zigzag import natural, spans
+from megalith.parallel.context.zigzag import natural, spans, zigzag
 from megalith.parallel.seams import plug
 
 if TYPE_CHECKING:
     from megalith.data.batch import Batch
+
+
+def heads_from_tokens(query: Tensor, key: Tensor, value: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
+    """Some tokens of all heads → all tokens of this rank's share of the heads, in order; one exchange for the three.
+
+    From [batch, seq, heads, head_dim] to [batch, size · seq, heads / size, head_dim]. Key and value heads, where size
+    does not divide them, are first repeated to the least number that it does; the gradient of a repeated head is the
+    sum over its copies.
+    """
+    if axis.size == 1:
+        return query, key, value
+    groups = key.shape[2]
+    copies = math.lcm(groups, axis.size) // groups
+    if copies > 1:
+        key, value = key.repeat_interleave(copies, dim=2), value.repeat_interleave(copies, dim=2)
+    if axis.by_copy_engine(query):
+        return _HeadsFromTokens.apply(query, key, value, axis)
+    shares = [x.unflatten(2, (axis.size, -1)) for x in (query, key, value)]  # [batch, seq, size, ·, head_dim]
+    widths = [share.shape[3] for share in shares]
+    return _exchanged(torch.cat(shares, dim=3), axis).split(widths, dim=2)
+
+
+def tokens_from_heads(out: Tensor, axis: Axis) -> Tensor:
+    """The way back: [batch, size · seq, heads / size, head_dim] → [batch, seq, heads, head_dim]."""
+    if axis.size == 1:
+        return out
+    if axis.by_copy_engine(out):
+        return _TokensFromHeads.apply(out, axis)
+    return all_to_all(zigzag(out, axis.size, dim=1), axis).movedim(0, 2).flatten(2, 3)
+
+
+def _exchanged(shares: Tensor, axis: Axis) -> Tensor:
+    """[batch, seq, size, ·, head_dim] → [batch, size · seq, ·, head_dim]"""
+    return natural(all_to_all(shares.movedim(2, 0), axis), dim=1)
+
+
+class _HeadsFromTokens(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, query: Tensor, key: Tensor, value: Tensor, axis: Axis) -> tuple[Tensor, ...]:
+        ctx.axis, xs = axis, [query, key, value]
+        heads = wait(torch.ops.megalith_copy_engine.heads_from_tokens(xs, axis.size, axis.name))
+        return heads.split([x.shape[2] // axis.size for x in xs], dim=2)
+
+    @staticmethod
+    def backward(ctx, *grads: Tensor):
+        axis, (query, key, _) = ctx.axis, grads
+        tokens = wait(torch.ops.megalith_copy_engine.tokens_from_heads(list(grads), axis.size, axis.name))
+        return *split_heads(tokens.flatten(2), query.shape[2] // key.shape[2], key.shape[3]), None
+
+
+class _TokensFromHeads(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, out: Tensor, axis: Axis) -> Tensor:
+        ctx.axis = axis
+        return wait(torch.ops.megalith_copy_engine.tokens_from_heads([out], axis.size, axis.name))
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return wait(
+            torch.ops.megalith_copy_engine.heads_from_tokens([grad], ctx.axis.size, ctx.axis.name)
+        ), None
 
 
 def apply_context(
@@ -82,12 +145,12 @@ def context_core(axis: Axis, cp_comm_type: str, hierarchical_sizes: Sequence[int
 
 
 def _pass_layout(
-    before: Callable[..., PassLayout], parts: int, tokens: int, *, trains: bool, has_places: bool
+    before: Callable[..., PassLayout], parts: int, tokens: int, *, trains: bool, has_position_ids: bool
 ) -> PassLayout:
     """A pass that gets the positions of its tokens has a shard of every sequence; any other, as one that generates a
     token at a time, has whole ones, the same on every rank."""
-    layout = before(tokens, trains=trains, has_places=has_places)
-    if not has_places:
+    layout = before(tokens, trains=trains, has_position_ids=has_position_ids)
+    if not has_position_ids:
         return replace(layout, whole_sequences=True)
     return replace(layout, sequence_parts=parts)
 

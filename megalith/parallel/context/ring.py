@@ -28,9 +28,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megalith.ops.alibi import alibi_slopes
 from megalith.ops.attention_blocks import Block, block_backward, block_forward, merge
-from megalith.ops.documents import ends_within
+from megalith.ops.documents import alibi_slopes, ends_within
 from megalith.parallel.context.zigzag import natural, spans, zigzag
 
 _ops = torch.ops._c10d_functional

@@ -14,31 +14,34 @@ Under optim_grads_params the last `fsdp_unsharded_layers` of a stage are as unde
 gathered from the step's first forward to its last backward, as long as memory allows. On Llama-3-8B, two GPUs, two
 micro-batches, all of them: 1,721 → 1,634 ms a step for 13.5 GB (benchmarks/RESULTS.md).
 
-The bucket is a layer; embedding, final norm and head are one together, so that a tied weight has one gradient. With
-no_shard parameters are those of one process, and replicas.py all-reduces their gradients during the backward pass. The
-other strategies are FSDP2's: it prefetches the next layer while one computes, and reduces gradients during the backward
-pass; with hybrid sharding the reduced shards are then all-reduced over the replicas.
+The bucket is a layer; embedding, final norm and a tied head are one together, so that a tied weight has one gradient. A
+head of its own is another. Both stay gathered for the step. With no_shard parameters are those of one process, and
+replicas.py all-reduces their gradients during the backward pass. The other strategies are FSDP2's: it prefetches the
+next layer while one computes, and reduces gradients during the backward pass; with hybrid sharding the reduced shards
+are then all-reduced over the replicas.
 
 Gradients are summed, never averaged: the loss is divided by the global count of valid tokens. FSDP2 gathers a layer in
-the compute dtype, and accumulates and reduces its gradients in fp32. Embedding and head are gathered in fp32, as one
-process has them: a common token's row is the sum of thousands of gradients. So a bf16 run, too, is one process's run,
-up to the order of additions.
+the compute dtype, and accumulates and reduces its gradients in fp32; SumInFp32 sends them as they are. Embedding and
+head are gathered in fp32, as one process has them: a common token's row is the sum of thousands of gradients. So a bf16
+run, too, is one process's run, up to the order of additions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import Shard
 
 from megalith.comm.collectives import local
 from megalith.config import ParallelConfig
-from megalith.models.stack import layers_of
-from megalith.models.transformer import Transformer
+from megalith.models.transformer import OutputMatrix, Transformer, layers_of
+from megalith.ops import kernels
 from megalith.parallel.data.replicas import replicate
 from megalith.parallel.mesh import Mesh
 
@@ -77,28 +80,23 @@ def apply_data(chunks: Iterable[Transformer], mesh: Mesh, parallel: ParallelConf
         None if strategy.frees_after_forward else False
     )  # None: all but the root, whose backward comes next
     for chunk in chunks:
-        layers = dict(reshard_after_forward=frees, mp_policy=_precision(chunk.compute_dtype))
-        ignored = set()
+        dtype, ignored = chunk.compute_dtype, set()
         for experts in _experts(chunk):
             if mesh.expert_fsdp is not None:
-                fully_shard(experts, mesh=mesh.expert_fsdp, shard_placement_fn=_placement(mesh), **layers)
+                how = dict(reshard_after_forward=frees, shard_placement_fn=_placement(mesh))
+                _shard(experts, mesh.expert_fsdp, dtype, parallel, **how)
             else:
                 ignored |= set(experts.parameters())
         if mesh.dp_cp.size > 1:
+            how = dict(ignored_params=ignored, reshard_after_forward=frees)
             for layer in layers_of(chunk).values():
-                fully_shard(layer, mesh=mesh.fsdp, ignored_params=ignored, **layers)
-            fully_shard(
-                chunk,
-                mesh=mesh.fsdp,
-                ignored_params=ignored,
-                reshard_after_forward=frees,
-                mp_policy=_precision(torch.float32),
-            )
+                _shard(layer, mesh.fsdp, dtype, parallel, **how)
+            if _has_head(chunk):
+                stays = dict(how, reshard_after_forward=False)
+                _shard(chunk.output_layer, mesh.fsdp, torch.float32, parallel, **stays)
+            _shard(chunk, mesh.fsdp, torch.float32, parallel, **how)
         for module in _unsharded(chunk, parallel):
             module.set_reshard_after_forward(False, recurse=False)
-        for module in _sharded_modules(chunk):  # neither setting passes to the modules inside
-            module.set_gradient_divide_factor(1.0)
-            module.set_force_sum_reduction_for_comms(True)
 
 
 def micro_batch_begins(chunks: Iterable[nn.Module], parallel: ParallelConfig, is_last: bool) -> None:
@@ -116,8 +114,10 @@ def micro_batch_begins(chunks: Iterable[nn.Module], parallel: ParallelConfig, is
         root.set_requires_gradient_sync(is_last or strategy.reduces_each)
         root.set_requires_all_reduce(is_last)
         root.set_reshard_after_backward(is_last or strategy.frees_after_forward)
-        for module in _unsharded(root, parallel):
+        for module in [*_outside(root), *_unsharded(root, parallel)]:
             module.set_reshard_after_backward(is_last, recurse=False)
+        if parallel.pipeline_model_parallel_size == 1:
+            root.set_is_last_backward(is_last)
 
 
 def weight_gradients_added(chunks: Iterable[nn.Module], parallel: ParallelConfig, is_last: bool) -> None:
@@ -159,9 +159,63 @@ def _are_whole(parallel: ParallelConfig) -> bool:
     return parallel.data_parallel_sharding_strategy == "no_shard"
 
 
-def _precision(gathered: torch.dtype) -> MixedPrecisionPolicy:
+def _has_head(chunk: nn.Module) -> bool:
+    """Whether the output matrix is gathered by itself, behind the layers: it is then called once a pass."""
+    head = getattr(chunk, "output_layer", None)
+    return isinstance(head, OutputMatrix) and not chunk.config.further_layers
+
+
+def _outside(root: FSDPModule) -> list[FSDPModule]:
+    """The sharded modules of what is outside of the layers, which stay gathered from a step's first forward pass to its
+    last backward pass."""
+    if not hasattr(root, "layers"):  # the root of experts has none
+        return []
+    head = getattr(root, "output_layer", None)
+    return [root, head] if isinstance(head, FSDPModule) else [root]
+
+
+class SumInFp32:
+    """FSDP2's reduce-scatter of gradients in the compute dtype: an all-to-all in it, and one sum in fp32 of what has
+    come. The result is that of a reduce-scatter in fp32, which sends twice as many bytes."""
+
+    def __init__(self) -> None:
+        self._has_input = False
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """The input in `dtype`, and at the next call the result, fp32."""
+        self._has_input = not self._has_input
+        return torch.empty(*size, dtype=dtype if self._has_input else torch.float32, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op,
+        async_op: bool = False,
+    ) -> None:
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        parts = received.view(group.size(), -1)
+        if kernels.AVAILABLE and parts.is_cuda:
+            kernels.sum_rows(parts, output_tensor)
+        else:
+            torch.sum(parts, 0, dtype=torch.float32, out=output_tensor)
+
+
+def _shard(module: nn.Module, over: DeviceMesh, dtype: torch.dtype, parallel: ParallelConfig, **how) -> None:
+    """Lets FSDP2 gather the module in `dtype`, and reduce its gradients in fp32."""
+    strategy = STRATEGIES[parallel.data_parallel_sharding_strategy]
+    wanted = parallel.exchanges_gradients and strategy.reduces_each
+    exchanges = wanted and dtype != torch.float32 and over.size(over.ndim - 1) > 1
     # cast_forward_inputs would cast masks and rotary tables too
-    return MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=torch.float32, cast_forward_inputs=False)
+    reduced = dtype if exchanges else torch.float32
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, cast_forward_inputs=False)
+    fully_shard(module, mesh=over, mp_policy=policy, **how)
+    module.set_gradient_divide_factor(1.0)
+    module.set_force_sum_reduction_for_comms(True)
+    if exchanges:
+        module.set_custom_reduce_scatter(SumInFp32())
 
 
 def _sharded_modules(chunk: nn.Module) -> Iterator[FSDPModule]:

@@ -24,8 +24,7 @@ from torch import Tensor, nn
 from torch.distributed import AllreduceCoalescedOptions, Work
 
 from megalith.comm.collectives import Axis, local
-from megalith.models.stack import layers_of
-from megalith.models.transformer import Transformer
+from megalith.models.transformer import Transformer, layers_of
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.seams import plug
 

@@ -64,8 +64,7 @@ from megalith.models.load_balance import TokenShare, move_bias
 from megalith.models.moe import Dispatch, ExpertRows, Experts, Shared
 from megalith.models.pass_context import PassLayout
 from megalith.models.router import Router, Routing
-from megalith.models.stack import layers_of
-from megalith.models.transformer import Transformer
+from megalith.models.transformer import Transformer, layers_of
 from megalith.ops.compiled import as_one_kernel
 from megalith.ops.grouped_gemm import RowGroups
 from megalith.ops.permute import (

@@ -26,10 +26,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from megalith.comm.collectives import local
 from megalith.config import ParallelConfig
-from megalith.models.layer import TransformerLayer
 from megalith.models.pass_context import Context
-from megalith.models.stack import Runner, stacks_of
-from megalith.models.transformer import Transformer
+from megalith.models.transformer import Runner, Transformer, TransformerLayer, stacks_of
 from megalith.parallel.memory.recompute import unit_size
 from megalith.parallel.seams import plug
 

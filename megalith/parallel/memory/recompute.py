@@ -3,9 +3,10 @@
 `full` saves only the input of a unit of layers and recomputes the unit in the backward pass: with `uniform` every unit
 of recompute_num_layers layers, with `block` the first recompute_num_layers layers, each by itself. Each pipeline stage
 has units and first layers of its own. Without sequence parallelism TP ranks have the same input; with
-distribute_saved_activations each saves a shard, and they all-gather it when it is needed. `selective` does so for
-chosen modules inside each layer. Dropout is keyed by position, so there is no random state to restore but that of a GPU
-kernel's attention dropout.
+distribute_saved_activations each saves a shard, and they all-gather it when it is needed. A compiled layer that is a
+unit by itself is recomputed inside of its graph, without its last matmul, which no gradient needs, and with
+recompute_saves_attention without attention. `selective` recomputes chosen modules inside each layer. Dropout is keyed
+by position, so there is no random state to restore but that of a GPU kernel's attention dropout.
 """
 
 from __future__ import annotations
@@ -19,14 +20,15 @@ from torch.utils.checkpoint import checkpoint
 
 from megalith.comm.collectives import Axis, gathered
 from megalith.config import ParallelConfig
-from megalith.models.layer import TransformerLayer
+from megalith.models.linear import MLP, Linear
 from megalith.models.mixers.attention import Attention
 from megalith.models.pass_context import Context
-from megalith.models.stack import Runner, Stack, layers_of, stacks_of
-from megalith.models.transformer import Transformer
+from megalith.models.transformer import Runner, Stack, Transformer, TransformerLayer, layers_of, stacks_of
+from megalith.ops.compiled import saving_attention
+from megalith.ops.gemm import GEMM
 from megalith.parallel.seams import plug
 
-# The parts of a layer that selective recomputation can name; core_attn, the other one, is no module.
+# The parts of a layer that selective recomputation can name; core_attn and mlp_act, the others, are no modules.
 MODULES = {
     "mlp": ["mlp"],
     "layernorm": [
@@ -40,11 +42,20 @@ MODULES = {
 }
 
 
-def apply_recompute(model: Transformer, parallel: ParallelConfig, tensor: Axis | None = None) -> None:
-    """Plugs runners that recompute, in place. `tensor` is the axis that saved inputs are distributed over."""
+def apply_recompute(
+    model: Transformer, parallel: ParallelConfig, tensor: Axis | None = None, compiled: bool = False
+) -> None:
+    """Plugs runners that recompute, in place. `tensor` is the axis that saved inputs are distributed over; `compiled`:
+    each layer is going to be."""
     again = partial(checkpoint, use_reentrant=False, preserve_rng_state=model.config.attention_dropout > 0)
     first_layers = list(layers_of(model).values())[: parallel.recompute_num_layers]
-    if parallel.recompute_granularity == "full":
+    if parallel.recompute_granularity == "full" and compiled and _inside(model, parallel):
+        if parallel.recompute_saves_attention:
+            again = partial(again, context_fn=saving_attention)
+        block = parallel.recompute_method == "block"
+        for layer in first_layers if block else layers_of(model).values():
+            plug(layer, "runner", again)
+    elif parallel.recompute_granularity == "full":
         if parallel.distribute_saved_activations:
             again = partial(_with_input_distributed, again, tensor)
         for stack in stacks_of(model):
@@ -53,10 +64,21 @@ def apply_recompute(model: Transformer, parallel: ParallelConfig, tensor: Axis |
         if "core_attn" in parallel.recompute_modules:
             _recompute_cores(model, again)
         for layer in layers_of(model).values():
+            if "mlp_act" in parallel.recompute_modules:
+                _recompute_activations(layer, again)
             for name, parts in MODULES.items():
                 for part in parts if name in parallel.recompute_modules else ():
                     if (module := getattr(layer, part)) is not None:
                         plug(module, "runner", again)
+
+
+def _inside(model: Transformer, parallel: ParallelConfig) -> bool:
+    """Whether recomputation can stand inside of each compiled layer's graph. The compiler then leaves out what no
+    gradient needs, as a layer's last matmul."""
+    alone = parallel.tensor_model_parallel_size == parallel.context_parallel_size == 1
+    drawn = model.config.attention_dropout > 0 or any(x.has_experts for x in layers_of(model).values())
+    own = any(x.gemm is not GEMM for x in model.modules() if isinstance(x, Linear))  # FP8 keeps tables
+    return alone and unit_size(parallel) == 1 and not drawn and not own
 
 
 def _recompute_cores(model: Transformer, again: Callable) -> None:
@@ -65,6 +87,13 @@ def _recompute_cores(model: Transformer, again: Callable) -> None:
         for mixer in layer.mixers:
             if isinstance(mixer, Attention):
                 plug(mixer, "core", cores.setdefault(mixer.core, partial(again, mixer.core)))
+
+
+def _recompute_activations(layer: TransformerLayer, again: Callable) -> None:
+    """Of the MLP, or of the shared expert: fc2's input is made again out of fc1's result."""
+    for module in layer.modules():
+        if isinstance(module, MLP):
+            plug(module, "activation", partial(again, module.activation))
 
 
 def _with_input_distributed(

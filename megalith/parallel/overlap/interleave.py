@@ -236,7 +236,7 @@ def awaited(wait: Node) -> Node:
 
 
 def _is_functional_collective(node: Node) -> bool:
-    return getattr(node.target, "namespace", None) in ("_c10d_functional", "megalith_direct")
+    return getattr(node.target, "namespace", None) in ("_c10d_functional", "megalith_copy_engine")
 
 
 def seconds(node: Node) -> float:
@@ -261,7 +261,7 @@ def _bytes_sent(node: Node) -> int:
     if isinstance(node.args[0], list | tuple):  # heads for tokens (copy_engine.py), among args[1] ranks
         return before * (node.args[1] - 1) // node.args[1]
     after = _bytes(node)
-    if str(node.target) == "megalith_direct.scatter.default":
+    if str(node.target) == "megalith_copy_engine.scatter.default":
         return after  # what the others send; the own part stays where it is
     return abs(before - after) or before
 

@@ -26,11 +26,9 @@ import torch
 from torch import Tensor
 
 from megalith.config import ParallelConfig
-from megalith.models.layer import TransformerLayer
 from megalith.models.pass_context import Context, Encoded, PassLayout
 from megalith.models.rope import Tables
-from megalith.models.stack import layers_of, stacks_of
-from megalith.models.transformer import Transformer
+from megalith.models.transformer import Transformer, TransformerLayer, layers_of, stacks_of
 from megalith.ops.dropout import output_rows
 from megalith.parallel.seams import plug
 from megalith.parallel.tensor.tensor_parallel import TensorParallel
@@ -72,10 +70,10 @@ def _ping_pong_attention(forward: Callable[[Tensor, Context], Tensor], x: Tensor
 
 
 def _pass_layout(
-    before: Callable[..., PassLayout], tokens: int, *, trains: bool, has_places: bool
+    before: Callable[..., PassLayout], tokens: int, *, trains: bool, has_position_ids: bool
 ) -> PassLayout:
     """Training and evaluation ping-pong, generation does not."""
-    layout = before(tokens, trains=trains, has_places=has_places)
+    layout = before(tokens, trains=trains, has_position_ids=has_position_ids)
     return replace(layout, micro_batches=2 if trains else 1)
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from megalith.config import RunConfig
-from megalith.config.batch_size import BatchSizeSchedule
 from megalith.config.rules.parallel_rules import data_parallel_size
 from megalith.config.rules.run_rules import check_training
+from megalith.config.train import BatchSizeSchedule
 from megalith.errors import ConfigError
 from megalith.parallel.pipeline.simulate import few_micro_batches_warning
 from megalith.parallel.pipeline.stages import assign_layers, run_schedule, virtual_size

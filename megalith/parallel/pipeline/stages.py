@@ -26,8 +26,7 @@ import torch.distributed as dist
 from megalith.comm.collectives import Axis, local
 from megalith.config import ModelConfig, ParallelConfig
 from megalith.errors import ConfigError
-from megalith.models.stack import stacks_of
-from megalith.models.transformer import Transformer
+from megalith.models.transformer import Transformer, stacks_of
 from megalith.parallel.pipeline.schedules import Schedule, build_schedule
 from megalith.parallel.seams import plug
 

@@ -43,17 +43,18 @@ from megalith.comm.collectives import (
 )
 from megalith.errors import ConfigError
 from megalith.models.adapters import ADAPTER
+from megalith.models.loss import Objective, ask_logprobs
 from megalith.models.mixers.attention import Attention, CrossAttention, Heads, SelfAttention
 from megalith.models.mixers.mla import LatentAttention
 from megalith.models.moe import GroupedLinear
 from megalith.models.norm import HeadsNorm
 from megalith.models.pass_context import Context, PassLayout
-from megalith.models.stack import layers_of, stacks_of
-from megalith.models.transformer import Transformer
-from megalith.ops.cross_entropy import linear_cross_entropy, linear_logits, linear_logprobs, softcapped
+from megalith.models.transformer import Transformer, layers_of, stacks_of
+from megalith.ops.cross_entropy import linear_cross_entropy, linear_logits, softcapped
 from megalith.ops.gemm import DeferredWgrad, Gemm, Operand, has_wgrad, linear
 from megalith.parallel.seams import plug, replace_parameter
 
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes of an element
 NEVER, UNDER_SP, ALWAYS = "never", "under sequence parallelism", "always"
 
 
@@ -149,11 +150,12 @@ def role_of(name: str, module: nn.Module, shares_groups: bool, owner: nn.Module 
 class TensorParallel:
     """The collectives around the matmuls, and the styles of the linears that stand between them."""
 
-    def __init__(self, axis: Axis, sequence_parallel: bool):
+    def __init__(self, axis: Axis, sequence_parallel: bool, saves_gathered: bool = True):
         self.axis = axis
         self.sequence_parallel = sequence_parallel
+        self.saves_gathered = saves_gathered
 
-    def pass_layout(self, tokens: int, *, trains: bool, has_places: bool) -> PassLayout:
+    def pass_layout(self, tokens: int, *, trains: bool, has_position_ids: bool) -> PassLayout:
         """Generation feeds a token at a time, which cannot be sharded; training always is."""
         divides = tokens % self.axis.size == 0
         if self.sequence_parallel and not divides and torch.is_grad_enabled():
@@ -200,7 +202,10 @@ class TensorParallel:
         """weight [out / tp, h], bias [out / tp] -> [batch, seq, out / tp], with SP [1, tokens, out / tp]"""
         sharded, edge = context.layout.sharded, gemm.edge(weight)
         saves, trains = has_wgrad(weight), torch.is_grad_enabled()
-        y = _ColumnLinear.apply(x.flatten(0, -2), weight, bias, gemm, edge, saves, trains, self.axis, sharded)
+        again = sharded and not self.saves_gathered
+        y = _ColumnLinear.apply(
+            x.flatten(0, -2), weight, bias, gemm, edge, saves, trains, self.axis, sharded, again
+        )
         return y[None] if sharded else y.unflatten(0, x.shape[:-1])
 
     def row(self, x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Gemm, context: Context) -> Tensor:
@@ -211,7 +216,8 @@ class TensorParallel:
 
 class _ColumnLinear(torch.autograd.Function):
     """x · weightᵀ + bias of all tokens. Saves only this rank's tokens for the backward pass, and gathers them again;
-    but torch compiles two gathers of the same tokens as one, and keeps what that gives.
+    but torch compiles two gathers of the same tokens as one, and saves what that gives, unless the second one depends
+    on the gradient (`again`).
 
     In the backward pass the gather runs beside dgrad, and the sum of its result beside wgrad. Where wgrad is put off,
     so is the gather.
@@ -229,11 +235,13 @@ class _ColumnLinear(torch.autograd.Function):
         trains: bool,
         axis: Axis,
         sharded: bool,
+        again: bool,
     ) -> Tensor:  # x [tokens, or with SP tokens / tp, h] -> [tokens, out / tp]
         operand, saved = gemm.inputs(x, saves, sharded)
         weight, saved_weight = gemm.weights(weight, trains)
         ctx.save_for_backward(*saved_weight, *saved)
         ctx.gemm, ctx.edge, ctx.axis, ctx.sharded, ctx.parts = gemm, edge, axis, sharded, len(saved_weight)
+        ctx.again = again
         if sharded:
             operand = end_gather(begin_gather(operand, axis), operand)
         return gemm.forward(operand, weight, bias)
@@ -243,8 +251,11 @@ class _ColumnLinear(torch.autograd.Function):
         saved = ctx.saved_tensors  # asked for once: a recomputed layer gives them once
         weight, x = saved[: ctx.parts], saved[ctx.parts :]
         gemm, axis, grad_weight = ctx.gemm, ctx.axis, None
+        of_sum = grad
         of_rows, grad = gemm.gradients(grad, ctx.needs_input_grad[1])
         gathers = ctx.sharded and ctx.needs_input_grad[1] and ctx.edge is None
+        if ctx.again and torch.compiler.is_compiling():
+            x = [_in_backward(each, of_sum) if each.dim() else each for each in x]
         gathering = begin_gather(x, axis) if gathers else None
         begin = begin_reduce_scatter if ctx.sharded else begin_all_reduce
         summing = begin(gemm.dgrad(of_rows, weight), axis)
@@ -254,11 +265,18 @@ class _ColumnLinear(torch.autograd.Function):
             gemm.deferred.append(DeferredWgrad(partial(_wgrad, gemm, grad, x, axis, ctx.sharded), ctx.edge))
         elif ctx.needs_input_grad[1]:
             grad_weight = gemm.wgrad(grad, x)
-        return wait(summing), grad_weight, None, None, None, None, None, None, None
+        return wait(summing), grad_weight, None, None, None, None, None, None, None, None
 
 
 def _wgrad(gemm: Gemm, grad: Operand, x: Operand, axis: Axis, sharded: bool) -> Tensor:
     return gemm.wgrad(grad, end_gather(begin_gather(x, axis), x) if sharded else x)
+
+
+def _in_backward(x: Tensor, grad: Tensor) -> Tensor:
+    """The bits of x, as the result of a computation with `grad`: torch compiles what is made of it into the backward
+    pass."""
+    nothing = grad.flatten()[0].view(INTEGERS[grad.itemsize]) & 0
+    return (x.view(INTEGERS[x.itemsize]) + nothing.to(INTEGERS[x.itemsize])).view(x.dtype)
 
 
 def begin_gather(operand: Operand, axis: Axis) -> list[Tensor]:
@@ -294,7 +312,9 @@ class SharedGroup:
         return torch.cat([parameter.narrow(0, *span) for span in self.spans])
 
 
-def apply_tensor(model: Transformer, axis: Axis, sequence_parallel: bool) -> TensorParallel | None:
+def apply_tensor(
+    model: Transformer, axis: Axis, sequence_parallel: bool, saves_gathered: bool = True
+) -> TensorParallel | None:
     """Cuts `model`, or a stage of it, on the meta device, over the axis, in place: parameters, matmuls, vocabulary.
 
     The sizes divide as `megalith.config.rules.parallel_rules.check_tensor` demands. `model.partial_gradients` gets the
@@ -304,7 +324,7 @@ def apply_tensor(model: Transformer, axis: Axis, sequence_parallel: bool) -> Ten
     plug(model, "partial_gradients", frozenset())
     if axis.size == 1:
         return None
-    tensor = TensorParallel(axis, sequence_parallel)
+    tensor = TensorParallel(axis, sequence_parallel, saves_gathered)
     for stack in stacks_of(model):
         plug(stack, "pass_layout", tensor.pass_layout)
         plug(stack, "shard_tokens", tensor.shard_tokens)
@@ -417,25 +437,18 @@ class VocabParallel:
         vocab_size: int,
         softcap: float | None,
         context: Context,
-        temperature: float,
-        entropy: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """As `megalith.ops.cross_entropy.linear_logprobs`, the same on every rank, in the sequences' order."""
-        layout = context.layout
-        found = linear_logprobs(
-            self.tensor.gather(hidden, context),
-            weight,
-            self.tensor.in_shares(targets, layout),
-            vocab_size,
-            softcap,
-            temperature=temperature,
-            entropy=entropy,
-            axis=self.axis,
-            first=self.first,
-            rows=self.rows,
+        objective: Objective,
+        scale: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """As `megalith.models.loss.ask_logprobs`, the same on every rank, in the sequences' order."""
+        layout, shard = context.layout, dict(axis=self.axis, first=self.first, rows=self.rows)
+        tokens = {name: self.tensor.in_shares(x, layout) for name, x in objective.tokens.items()}
+        hidden, targets = self.tensor.gather(hidden, context), self.tensor.in_shares(targets, layout)
+        *found, loss = ask_logprobs(
+            objective, hidden, weight, targets, tokens, vocab_size, softcap, scale, **shard
         )
         ordered = [None if x is None else self.tensor.in_order(x, layout, context.batch) for x in found]
-        return ordered[0], ordered[1]
+        return ordered[0], ordered[1], loss
 
     def logits(
         self, x: Tensor, weight: Tensor, vocab_size: int, softcap: float | None, context: Context

@@ -7,9 +7,8 @@ from unittest import mock
 import pytest
 import torch
 
-from megalith.comm import cuda_driver as driver
 from megalith.errors import TrainingError
-from megalith.parallel.overlap import copy_engine as direct
+from megalith.parallel.overlap import copy_engine
 
 CALLS = ("cudaMemcpyAsync", "cudaMemcpy2DAsync", "cuStreamBatchMemOp")
 
@@ -17,12 +16,12 @@ CALLS = ("cudaMemcpyAsync", "cudaMemcpy2DAsync", "cuStreamBatchMemOp")
 def test_gpus_that_share_no_memory_are_told_with_the_way_out():
     failing = mock.Mock(side_effect=RuntimeError("no peer access"))
     with (
-        mock.patch.object(direct.torch.cuda, "current_device", return_value=1),
-        mock.patch.object(direct.torch.cuda, "synchronize"),
-        mock.patch.multiple(direct.symmetric, empty=mock.MagicMock(), rendezvous=failing),
+        mock.patch.object(copy_engine.torch.cuda, "current_device", return_value=1),
+        mock.patch.object(copy_engine.torch.cuda, "synchronize"),
+        mock.patch.multiple(copy_engine.symmetric, empty=mock.MagicMock(), rendezvous=failing),
         pytest.raises(TrainingError) as raised,
     ):
-        direct.Slot(2048, "tp")
+        copy_engine.Slot(2048, "tp")
     said = str(raised.value)
     assert said.startswith(
         "cuda:1 cannot share 2,048 bytes with the other ranks of its axis (no peer access); "
@@ -32,22 +31,24 @@ def test_gpus_that_share_no_memory_are_told_with_the_way_out():
 
 def test_a_full_memory_is_not_taken_for_gpus_apart(monkeypatch):
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(direct.symmetric, "empty", mock.Mock(side_effect=torch.OutOfMemoryError("2 GiB")))
+    monkeypatch.setattr(
+        copy_engine.symmetric, "empty", mock.Mock(side_effect=torch.OutOfMemoryError("2 GiB"))
+    )
     with pytest.raises(torch.OutOfMemoryError, match="2 GiB"):
-        direct.Slot(2**31, "tp")
+        copy_engine.Slot(2**31, "tp")
 
 
 def test_memory_that_pytorch_keeps_free_is_given_back_before_slots_are_made(monkeypatch):
     calls = mock.Mock()
     monkeypatch.setattr(torch.cuda, "synchronize", calls.synchronize)
     monkeypatch.setattr(torch.cuda, "empty_cache", calls.empty_cache)
-    monkeypatch.setattr(direct, "Slot", calls.slot)
-    slots = direct._Slots("tp")
+    monkeypatch.setattr(copy_engine, "Slot", calls.slot)
+    slots = copy_engine._Slots("tp")
     for size in (100, 50, 100, 101):
         slots.next(size)
     made = [mock.call.synchronize(), mock.call.empty_cache()]
     assert calls.mock_calls == [
-        call for size in (100, 101) for call in (*made, *[mock.call.slot(size, "tp")] * direct.SLOTS)
+        call for size in (100, 101) for call in (*made, *[mock.call.slot(size, "tp")] * copy_engine.SLOTS)
     ]
 
 
@@ -61,7 +62,7 @@ class Flags:
         self.missing: list[int] = []
 
     def make(self, raised=(), awaited=()):
-        """In the place of driver.Flags."""
+        """In the place of copy_engine.Flags."""
 
         def call(number: int, stream: int) -> None:
             for address in raised:
@@ -72,10 +73,10 @@ class Flags:
         return call
 
 
-def slots_of(ranks: int, monkeypatch) -> tuple[list[direct.Slot], Flags]:
+def slots_of(ranks: int, monkeypatch) -> tuple[list[copy_engine.Slot], Flags]:
     """One slot as each of its ranks sees it, in one process."""
     flags, memories = Flags(), []
-    monkeypatch.setattr(direct, "Flags", flags.make)
+    monkeypatch.setattr(copy_engine, "Flags", flags.make)
     for name, value in (("current_device", 0), ("synchronize", None), ("Event", mock.Mock())):
         monkeypatch.setattr(torch.cuda, name, mock.Mock(return_value=value))
 
@@ -89,11 +90,11 @@ def slots_of(ranks: int, monkeypatch) -> tuple[list[direct.Slot], Flags]:
             rank=int(group), world_size=ranks, get_buffer=lambda rank, shape, dtype: memories[rank]
         )
 
-    monkeypatch.setattr(direct.symmetric, "empty", empty)
-    monkeypatch.setattr(direct.symmetric, "rendezvous", rendezvous)
+    monkeypatch.setattr(copy_engine.symmetric, "empty", empty)
+    monkeypatch.setattr(copy_engine.symmetric, "rendezvous", rendezvous)
     for _ in range(ranks):
-        empty(100 + 2 * direct.FLAG * direct.MOST_RANKS, torch.uint8, "cpu")
-    return [direct.Slot(100, str(rank)) for rank in range(ranks)], flags
+        empty(100 + 2 * copy_engine.FLAG * copy_engine.MOST_RANKS, torch.uint8, "cpu")
+    return [copy_engine.Slot(100, str(rank)) for rank in range(ranks)], flags
 
 
 def test_ranks_wait_for_what_is_given_and_for_what_is_fetched(monkeypatch):
@@ -119,9 +120,9 @@ def test_ranks_wait_for_what_is_given_and_for_what_is_fetched(monkeypatch):
 
 
 def test_without_cuda_bindings_the_package_and_the_way_out_are_named():
-    driver._bindings.cache_clear()
+    copy_engine._bindings.cache_clear()
     with mock.patch.dict(sys.modules, {"cuda": None}), pytest.raises(TrainingError) as raised:
-        driver.Flags([64])
+        copy_engine.Flags([64])
     assert "parallel.symmetric_memory_groups" in str(raised.value)
     assert "install it, or leave the setting out" in str(raised.value)
 
@@ -141,8 +142,8 @@ def test_all_flags_of_a_step_go_in_one_call_those_that_are_raised_first():
         return (0,)
 
     cuda.cuStreamBatchMemOp = launch
-    with mock.patch.object(driver, "_bindings", lambda: (cuda, None)):
-        flags = driver.Flags([64, 128], [192])
+    with mock.patch.object(copy_engine, "_bindings", lambda: (cuda, None)):
+        flags = copy_engine.Flags([64, 128], [192])
         flags(7, 1)
         flags(2**32 + 8, 2)
     assert calls == [
@@ -154,9 +155,9 @@ def test_all_flags_of_a_step_go_in_one_call_those_that_are_raised_first():
 @pytest.mark.parametrize(
     "call",
     [
-        lambda: driver.copy(0, 0, 8, 0),
-        lambda: driver.copy_rows(driver.StridedRows(0, 8, 0, 8, 8, 3), 0, 0, 0),
-        lambda: driver.Flags([64])(1, 0),
+        lambda: copy_engine.copy(0, 0, 8, 0),
+        lambda: copy_engine.copy_rows(copy_engine.StridedRows(0, 8, 0, 8, 8, 3), 0, 0, 0),
+        lambda: copy_engine.Flags([64])(1, 0),
     ],
     ids=["copy", "rows", "flags"],
 )
@@ -165,7 +166,7 @@ def test_what_the_driver_refuses_is_told(call):
     status.name = "CUDA_ERROR_INVALID_VALUE"
     answering = mock.Mock(**{f"{name}.return_value": (status,) for name in CALLS})
     with (
-        mock.patch.object(driver, "_bindings", lambda: (answering, answering)),
+        mock.patch.object(copy_engine, "_bindings", lambda: (answering, answering)),
         pytest.raises(TrainingError, match=r"CUDA_ERROR_INVALID_VALUE \(1\) to .*leave out parallel"),
     ):
         call()
@@ -176,10 +177,10 @@ def test_a_stream_is_looked_up_once_for_its_handle(monkeypatch):
     handles = {0: 17, 1: 18}
     monkeypatch.setattr(torch.cuda, "current_stream", asked)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", handles.__getitem__, raising=False)
-    direct._stream_of.cache_clear()
-    first, other = direct._current_stream(0), direct._current_stream(1)
-    assert direct._current_stream(0) is first is not other
+    copy_engine._stream_of.cache_clear()
+    first, other = copy_engine._current_stream(0), copy_engine._current_stream(1)
+    assert copy_engine._current_stream(0) is first is not other
     handles[0] = 19
-    assert direct._current_stream(0) not in (first, other)
+    assert copy_engine._current_stream(0) not in (first, other)
     assert asked.call_args_list == [mock.call(device) for device in (0, 1, 0)]
-    direct._stream_of.cache_clear()
+    copy_engine._stream_of.cache_clear()

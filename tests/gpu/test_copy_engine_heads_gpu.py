@@ -8,8 +8,8 @@ import torch
 from megalith.comm import collectives as comm
 from megalith.config import ParallelConfig
 from megalith.launch.pool import Pool
-from megalith.ops.qkv import split_heads
-from megalith.parallel.context.ulysses import heads_from_tokens, tokens_from_heads
+from megalith.ops.attention_core import split_heads
+from megalith.parallel.context.context_parallel import heads_from_tokens, tokens_from_heads
 from megalith.parallel.mesh import build_mesh
 
 SIZES = [
@@ -93,7 +93,7 @@ def unlike_under_way(size: int) -> int:
     given = [torch.randn(*shape, device="cuda", generator=generator).bfloat16() for _ in range(10)]
     expected = [torch.cat(heads_from_tokens(*x.unbind(3), nccl), 2) for x in given]
     torch.cuda._sleep(10_000_000 * direct.rank)
-    begin = torch.ops.megalith_direct.heads_from_tokens
+    begin = torch.ops.megalith_copy_engine.heads_from_tokens
     begun = [begin(list(x.unbind(3)), direct.size, direct.name) for x in given]
     for x in given:
         x.fill_(float("nan"))

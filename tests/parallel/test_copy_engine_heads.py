@@ -11,9 +11,8 @@ from megalith.comm.collectives import Axis
 from megalith.config import ParallelConfig, RunConfig
 from megalith.models.transformer import Transformer
 from megalith.ops import kernels as fused
-from megalith.ops.qkv import split_heads
-from megalith.parallel.context.context_parallel import apply_context
-from megalith.parallel.context.ulysses import heads_from_tokens, tokens_from_heads
+from megalith.ops.attention_core import split_heads
+from megalith.parallel.context.context_parallel import apply_context, heads_from_tokens, tokens_from_heads
 from megalith.parallel.mesh import build_mesh
 from megalith.parallel.overlap import copy_engine as direct_heads
 
@@ -119,7 +118,7 @@ def test_compiled_code_hands_over_views_as_they_are(monkeypatch, quick_compile, 
 
     def function(x, w):
         xs = split_heads((x @ w).view(2, 8, -1), 1, 16)
-        tokens = getattr(torch.ops.megalith_direct, name)(list(xs), 2, "")
+        tokens = getattr(torch.ops.megalith_copy_engine, name)(list(xs), 2, "")
         return torch.ops._c10d_functional.wait_tensor(tokens)
 
     monkeypatch.setattr(direct_heads, "_begin", begin)

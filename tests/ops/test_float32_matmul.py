@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megalith.ops.gemm import wide_product
+from megalith.ops.gemm import float32_matmul
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -11,7 +11,7 @@ def test_values_and_gradients_are_those_in_fp32(dtype):
     generator = torch.Generator().manual_seed(0)
     x, weight, grad = (torch.randn(*shape, generator=generator) for shape in ((40, 24), (8, 24), (40, 8)))
     x, weight = (t.to(dtype).requires_grad_() for t in (x, weight))
-    y = wide_product(x, weight)
+    y = float32_matmul(x, weight)
     found = [y.detach(), *torch.autograd.grad(y, (x, weight), grad)]
     wide = [t.detach().float() for t in (x, weight)]
     expected = [wide[0] @ wide[1].T, grad @ wide[1], grad.T @ wide[0]]

@@ -1,0 +1,154 @@
+"""What fine-tuning costs beside pre-training: `python -m benchmarks.finetune llama3.2-1b`.
+
+In one call, by the same model: pre-training on whole sequences, SFT on packed rows of that length, GRPO's training
+phase on packed rollouts from a file, and SFT with one padded sample a row. Samples have lognormal lengths (median 350,
+σ 0.9, cut at 4,096), by a fixed seed. Tokens/s count the samples' tokens and no padding: that of packed to padded
+is the ratio of samples a second too. What padding each batch of eight to its longest sample would reach at
+pre-training's tokens/s is counted, not measured.
+
+`--runs lora` trains adapters (rank 16 on every linear) of the model over random weights, which are written into
+a Hugging Face folder before; `--peer peft peft-liger` does it by PEFT in the same call, on the same GPU.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from benchmarks.peers import build_hugging_face, model_run
+from benchmarks.train import PEERS, WORKLOADS, measure, measure_peer, show
+from megalith.rl.rollouts import PromptGroup, RatedCompletion, Rollouts, save_rollouts
+
+MEDIAN, SIGMA, LONGEST, SEED = 350, 0.9, 4096, 1234
+GROUP, PROMPT = 8, 64  # completions, tokens
+PADDED_TOGETHER = 8  # samples
+RUNS = ("pretrain", "packed", "grpo", "padded", "lora")
+RATE = "tokens_per_second_per_device"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("workload", choices=WORKLOADS)
+    parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS[:-1])
+    parser.add_argument("--batch", type=int, help="rows a step (default: the workload's)")
+    parser.add_argument("--micro", type=int, default=2, help="rows of a micro-batch")
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--warmup", type=int, default=3)
+    parser.add_argument("--peer", choices=PEERS, nargs="+", default=[])
+    parser.add_argument("--results", type=Path)
+    parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value", help="further settings")
+    args = parser.parse_args()
+    args.kernels, args.losses, args.layout = False, False, ["one"]
+    args.set.append(f"train.micro_batch_size={args.micro}")
+    config = model_run(args.workload, [each for each in args.set if each.startswith(("model.", "data."))])
+    length, vocab = config.data.seq_length, config.model.vocab_size
+    rows, found = args.batch or WORKLOADS[args.workload]["batch"], {}
+    with tempfile.TemporaryDirectory() as folder:
+        for run in args.runs:
+            found[run] = RUN[run](args, Path(folder), rows, length, vocab)
+            show(args, run, found[run])
+    for peer in args.peer:
+        found[peer] = measure_peer(args, peer)
+        show(args, peer, found[peer])
+    print_ratios({run: figures for run, figures in found.items() if RATE in figures}, length)
+
+
+def lengths(count: int, longest: int) -> np.ndarray:
+    """int64 [count]: tokens of samples."""
+    drawn = np.random.default_rng(SEED).lognormal(np.log(MEDIAN), SIGMA, count)
+    return drawn.astype(np.int64).clip(2, min(LONGEST, longest))
+
+
+def pretrain(args: argparse.Namespace, folder: Path, rows: int, length: int, vocab: int) -> dict[str, Any]:
+    return measure(args, "one", {"mock": True})
+
+
+def sft(
+    args: argparse.Namespace, folder: Path, rows: int, length: int, vocab: int, packing: bool
+) -> dict[str, Any]:
+    path, rng = folder / "samples.jsonl", np.random.default_rng(SEED)
+    per_row = 2 * length // int(lengths(10_000, length).mean()) if packing else 1
+    with path.open("w", encoding="utf-8") as file:
+        for count in lengths(args.steps * rows * per_row, length):
+            file.write(json.dumps({"input_ids": rng.integers(vocab, size=count).tolist()}) + "\n")
+    data = {"train_data_path": str(path), "seq_length": length}
+    return measure(args, "one", data, "sft", {"sft": {"packing": packing}})
+
+
+def grpo(args: argparse.Namespace, folder: Path, rows: int, length: int, vocab: int) -> dict[str, Any]:
+    """The optimizer steps alone: one a rollout batch, of as many completions as fill the rows."""
+    path, rng = folder / "rollouts.jsonl.zst", np.random.default_rng(SEED)
+    batch = int(rows * length / lengths(10_000, length).mean()) // GROUP * GROUP or GROUP
+    groups = []
+    for group in lengths(args.steps * batch, length).reshape(-1, GROUP):
+        completions = [
+            RatedCompletion(
+                rng.integers(vocab, size=max(1, count - PROMPT)),
+                rng.integers(2, size=1).astype(float),
+                -rng.random(max(1, count - PROMPT), dtype=np.float32),
+            )
+            for count in group
+        ]
+        groups.append(PromptGroup(rng.integers(vocab, size=PROMPT), completions))
+    save_rollouts(path, Rollouts(groups, ["random"]))
+    rl = {"rollouts": str(path), "packing": True, "vllm_importance_sampling_mode": "token_truncate"}
+    sections = {"rl": rl, "train": {"global_batch_size": batch}}
+    return measure(args, "one", {"seq_length": length}, "grpo", sections)
+
+
+def lora(args: argparse.Namespace, folder: Path, rows: int, length: int, vocab: int) -> dict[str, Any]:
+    config = model_run(args.workload, [each for each in args.set if each.startswith("model.")])
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    base = build_hugging_face(config.model, device, torch.bfloat16)
+    base.save_pretrained(folder / "base")
+    del base
+    torch.cuda.empty_cache()
+    given, args.set = args.set, [each for each in args.set if not each.startswith("model.")]
+    try:
+        model = {**dict.fromkeys(WORKLOADS[args.workload]["model"]), "init_from": str(folder / "base")}
+        sections = {"model": model, "lora": {"rank": 16, "alpha": 32}}
+        return measure(args, "one", {"mock": True, "seq_length": length}, "train", sections)
+    finally:
+        args.set = given
+
+
+RUN = {
+    "pretrain": pretrain,
+    "packed": lambda *of: sft(*of, packing=True),
+    "padded": lambda *of: sft(*of, packing=False),
+    "grpo": grpo,
+    "lora": lora,
+}
+
+
+def print_ratios(found: dict[str, dict[str, Any]], length: int) -> None:
+    """The bars, of what was measured."""
+    rate = {run: figures[RATE] for run, figures in found.items()}
+    for run, bar in (("packed", 0.95), ("grpo", 0.9)):
+        if {run, "pretrain"} <= set(rate):
+            print(f"{run} / pretrain: {rate[run] / rate['pretrain']:.3f} of tokens/s (bar {bar})")
+    if {"packed", "padded"} <= set(rate):
+        print(f"packed / padded to {length}: {rate['packed'] / rate['padded']:.2f} × samples/s (bar 1.8)")
+    if {"packed", "pretrain"} <= set(rate):
+        batches = lengths(8000, length).reshape(-1, PADDED_TOGETHER)
+        full = batches.mean() / batches.max(1).mean()
+        share = rate["packed"] / (rate["pretrain"] * full)
+        print(
+            f"packed / padded to the longest of {PADDED_TOGETHER}, counted: {share:.2f} × samples/s (bar 1.8)"
+        )
+    for peer in set(rate) & {"peft", "peft-liger"}:
+        if "lora" in rate:
+            memory = [found[run].get("max_memory_gb") for run in ("lora", peer)]
+            print(f"lora / {peer}: {rate['lora'] / rate[peer]:.2f} × tokens/s (bar 1.15), GB {memory}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,150 @@
+"""A job on two hosts, each a network namespace with its own address: what a user sees when something goes wrong."""
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+from forked import Forked
+from ranks import saved, steps, until, words, workers_of
+
+pytestmark = pytest.mark.full
+HOSTS = {f"megalith{os.getpid()}{letter}": f"10.77.0.{number}" for number, letter in ((1, "a"), (2, "b"))}
+(FIRST, ADDRESS), (SECOND, _) = HOSTS.items()
+LINK = "link0"
+CLONE_NEWNET = 0x40000000
+ENTER = f"""import ctypes, os, sys
+host = os.open("/run/netns/" + sys.argv[1], os.O_RDONLY)
+assert ctypes.CDLL(None).setns(host, {CLONE_NEWNET}) == 0
+"""
+COMMAND = ENTER + "from megalith.cli.main import main\nsys.exit(main(sys.argv[2:]))"
+JOIN = """from datetime import timedelta
+from megalith.launch.meeting import join_store
+join_store(sys.argv[2], int(sys.argv[3]), timedelta(seconds=9), patience=1.0)
+"""
+
+
+def ip(*arguments: str) -> None:
+    subprocess.run(["ip", *arguments], check=True, capture_output=True, text=True)
+
+
+def set_link(state: str) -> None:
+    ip("-n", SECOND, "link", "set", LINK, state)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def hosts() -> Iterator[None]:
+    try:
+        for host in HOSTS:
+            ip("netns", "add", host)
+        ip("link", "add", LINK, "netns", FIRST, "type", "veth", "peer", "name", LINK, "netns", SECOND)
+        for host, address in HOSTS.items():
+            ip("-n", host, "addr", "add", f"{address}/24", "dev", LINK)
+            for interface in ("lo", LINK):
+                ip("-n", host, "link", "set", interface, "up")
+        yield
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"network namespaces are not permitted here: {getattr(error, 'stderr', None) or error}")
+    finally:
+        for host in HOSTS:
+            with suppress(OSError):
+                subprocess.run(["ip", "netns", "delete", host], capture_output=True)
+
+
+class Job:
+    """The launchers of both hosts, of one rank each; the second one `late`."""
+
+    def __init__(self, folder: Path, port: int, late: bool = False, **settings: object):
+        self.output = folder / "run"
+        self.logs = folder / "first", folder / "second"
+        command = words(
+            self.output, checkpoint__save_interval=2, runtime__distributed_timeout_minutes=0.1, **settings
+        )
+        options = ("--nproc", "1", "--nnodes", "2", "--rdzv-endpoint", f"{ADDRESS}:{port}")
+        self.launchers = []
+        for host, log in zip(HOSTS, self.logs):
+            self.launchers.append(Forked(["-c", COMMAND, host, *command, *options], log))
+            if late and host == FIRST:
+                until(
+                    lambda: f"waiting at {ADDRESS}:{port} for the launchers of 2" in self.told(), "the first"
+                )
+
+    def told(self) -> str:
+        return self.logs[0].read_text()
+
+    def ends(self) -> list[int]:
+        return [launcher.wait(60) for launcher in self.launchers]
+
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(self, *_) -> None:
+        for launcher in self.launchers:
+            launcher.kill()
+            launcher.wait()
+
+
+def limit(*queue: str) -> bool:
+    """Gives the link a queue; whether this kernel has it."""
+    command = ["ip", "netns", "exec", SECOND, "tc", "qdisc", "replace", "dev", LINK, "root", *queue]
+    return not subprocess.run(command, capture_output=True).returncode
+
+
+def test_a_node_that_comes_late_over_a_slow_link_is_waited_for(tmp_path):
+    slow = limit("netem", "delay", "20ms", "rate", "10mbit") or limit(
+        "tbf", "rate", "10mbit", "burst", "32kbit", "latency", "400ms"
+    )
+    assert slow, "this kernel has neither netem nor tbf"
+    with Job(tmp_path, 29401, late=True, train__train_iters=4) as job:
+        assert job.ends() == [0, 0], job.told()
+    assert "2 ranks = " in job.told() and steps(job.output) == [1, 2, 3, 4]
+    subprocess.run(["ip", "netns", "exec", SECOND, "tc", "qdisc", "del", "dev", LINK, "root"], check=True)
+
+
+def test_a_link_that_is_cut_for_a_second_and_mended_costs_that_time_alone(tmp_path):
+    with Job(tmp_path, 29402, train__train_iters=12) as job:
+        until(lambda: saved(job.output), "a checkpoint")
+        set_link("down")
+        before = len(steps(job.output))
+        with pytest.raises(AssertionError):  # at most the step that was under way ends
+            until(lambda: len(steps(job.output)) > before + 1, "more steps", within=1.0)
+        set_link("up")
+        assert job.ends() == [0, 0], job.told()
+    assert steps(job.output) == list(range(1, 13)) and "error" not in job.told()
+
+
+def test_a_host_that_is_lost_is_named_and_the_job_resumes_without_loss(tmp_path):
+    with Job(tmp_path, 29403, train__train_iters=10_000) as job:
+        until(lambda: saved(job.output), "a checkpoint")
+        ranks = workers_of(job.launchers[1])
+        set_link("down")  # nothing says goodbye
+        job.launchers[1].kill()
+        for rank in ranks:
+            with suppress(ProcessLookupError):
+                os.kill(rank, signal.SIGKILL)
+        assert job.launchers[0].wait(60) == 6, job.told()
+        set_link("up")
+    told = " ".join(job.told().split())
+    assert (
+        "no progress within 6 s" in told
+        and "rank 1 does not answer (stopped, or its machine is lost)" in told
+    )
+    assert "start the job again, it resumes from the newest checkpoint" in told
+
+
+def in_second_host(code: str, *arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run(
+        [sys.executable, "-c", code, SECOND, *arguments], capture_output=True, text=True, timeout=60
+    )
+
+
+def test_a_port_at_which_nothing_listens_is_named_by_the_rendezvous_and_by_the_doctor():
+    joining = in_second_host(ENTER + JOIN, ADDRESS, "29404")
+    assert f"nothing has come to listen at {ADDRESS}:29404 (Connection refused)" in joining.stderr
+    doctor = in_second_host(COMMAND, "doctor", "--quick", "--reach", f"{ADDRESS}:29404")
+    assert doctor.returncode == 1
+    assert f"bad   reach {ADDRESS}:29404" in doctor.stdout and "open the port" in doctor.stdout
