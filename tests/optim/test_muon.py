@@ -162,11 +162,14 @@ def alone(kind: str) -> RunConfig:
 
 
 CASES = {
-    "gated": ["tp2-sp-pp2", "dp4-zero3-hybrid"],
+    "gated": ["tp2-sp-pp2"],
     "experts": ["tp2-sp-etp2-ep2"],
     "latent": ["tp2-sp-dp2-zero3"],
 }
-MORE = {"gated": ["tp4", "tp2-dp2-zero2", "cp2-dp2-zero2"], "experts": ["ep2-dp4-zero3", "tp2-dp2"]}
+MORE = {
+    "gated": ["dp4-zero3-hybrid", "tp4", "tp2-dp2-zero2", "cp2-dp2-zero2"],
+    "experts": ["ep2-dp4-zero3", "tp2-dp2"],
+}
 
 
 @pytest.mark.parametrize(
