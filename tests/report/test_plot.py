@@ -4,7 +4,8 @@ import json
 import math
 import warnings
 
-import matplotlib
+import matplotlib.axes
+import matplotlib.image
 import numpy as np
 import pytest
 
