@@ -113,6 +113,7 @@ def _rank(
     os.dup2(descriptor, 2)
     sys.stdout, sys.stderr = os.fdopen(1, "w", buffering=1), os.fdopen(2, "w", buffering=1)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # multiprocessing's server ignores it
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # and nohup this
     torch.set_num_threads(1)
     if size > 1:
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
