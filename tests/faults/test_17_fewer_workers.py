@@ -63,8 +63,10 @@ def test_a_machine_that_comes_late_is_taken_in_and_when_it_is_lost_the_job_of_on
         until(lambda: saved(output), "a checkpoint of the first alone")
         second = launch(command, *options, "--max-restarts", "2", log=tmp_path / "log2")
         until(lambda: "2 ranks = " in both(), "the job of two")
-        until(lambda: saved(output)[-1] > saved(output)[0], "another checkpoint")
-        assert both().count("resuming from") == 1 and f"waiting at 127.0.0.1:{port}" in both()
+        until(lambda: both().count("resuming from") == 1, "the job of two, from the first's checkpoint")
+        newest = saved(output)[-1]
+        until(lambda: saved(output)[-1] > newest, "a checkpoint of the two")
+        assert f"waiting at 127.0.0.1:{port}" in both()
         orphans = workers_of(second)
         second.kill()
         until(lambda: not any(map(is_running, orphans)), "the end of the lost launcher's rank", within=30)
