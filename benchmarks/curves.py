@@ -49,6 +49,8 @@ PATHS: dict[str, dict[str, Any]] = {  # settings, beside the workload's own
     "split": {**PLAIN, "micro": 0.5},
     "compiled": {},
     "recomputing": {"runtime": {"activation_memory_budget": 0.5}},
+    "moments-bf16": {**PLAIN, "optim": {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}},
+    "moments-fp8": {**PLAIN, "optim": {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"}},
     "fp16": {"train": {"precision": "fp16"}, "optim": {"loss_scale": 4096.0}},
 }
 
@@ -70,11 +72,12 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--seq-length", type=int, default=256)
+    parser.add_argument("--vocab-size", type=int, default=VOCAB_SIZE)
     parser.add_argument("--at-once", type=int, default=1, help="runs on a GPU")
     parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value", help="of the layouts")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        prefix, tokens = build_dataset(Path(folder), vocab_size=VOCAB_SIZE)
+        prefix, tokens = build_dataset(Path(folder), vocab_size=args.vocab_size)
         print(
             f"{args.layers} layers of width {args.width}, {args.steps} steps on {tokens:,} tokens", flush=True
         )
@@ -139,7 +142,7 @@ def run_tree(args: argparse.Namespace, how: dict[str, Any], prefix: str, output:
         "num_layers": args.layers,
         "hidden_size": args.width,
         "num_attention_heads": max(1, args.width // 64),
-        "vocab_size": VOCAB_SIZE,
+        "vocab_size": args.vocab_size,
         "attention_dropout": 0.0,  # within the fused kernel it depends on the layout
     }
     train = {

@@ -255,6 +255,14 @@ class TrainConfig(Section):
     fp8_wgrad: Annotated[bool, Decides.UPDATES, Needs("fp8_format")] = True
     """FP8: wgrad too; off, it is computed in the compute type."""
 
+    fp8_cache_weights: Annotated[
+        bool | Literal["auto"],
+        Needs("fp8_format"),
+        Needs("parallel.data_parallel_sharding_strategy", "no_shard"),
+    ] = "auto"
+    """FP8: weights are cast once a step, for all its micro-batches, in two bytes a parameter; off, where they are used.
+    `auto`: where a step casts them more than once and memory is expected to suffice."""
+
     fp8_param_gather: Annotated[bool, NOT_YET, Needs("fp8_format")] = False
     """Gathering weights in FP8: they are gathered in the compute type."""
 

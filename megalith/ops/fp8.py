@@ -348,6 +348,16 @@ def _both(codes: tuple[Tensor, Tensor], inverse: Tensor) -> tuple[Operand, Opera
     return (by_row, inverse), (by_column.t(), inverse)
 
 
+class StepCodes:
+    """A weight's codes for all passes of a step, which copies of a Gemm share; None between the steps."""
+
+    operands: tuple[Operand, Operand] | None = None
+    """By row, and by column with the same shape."""
+
+    def clear(self) -> None:
+        self.operands = None
+
+
 class Fp8Gemm(Gemm):
     """Matmuls of codes with one scale a tensor. wgrad is in FP8 too, or with `fp8_wgrad` off in the compute dtype.
 
@@ -361,13 +371,15 @@ class Fp8Gemm(Gemm):
         dtype: torch.dtype,
         fp8_wgrad: bool = True,
         saves_weights: bool = True,
+        step_codes: StepCodes | None = None,
     ):
-        """`dtype` is that of results."""
-        self.scaling, self.dtype, self.fp8_wgrad, self.saves_weights = (
+        """`dtype` is that of results. None for `step_codes`: each pass casts."""
+        self.scaling, self.dtype, self.fp8_wgrad, self.saves_weights, self.step_codes = (
             scaling,
             dtype,
             fp8_wgrad,
             saves_weights,
+            step_codes,
         )
 
     def inputs(self, x: Tensor, saves: bool, sharded: bool = False) -> tuple[Operand, Operand]:
@@ -379,9 +391,15 @@ class Fp8Gemm(Gemm):
         return codes, codes if sharded else by_column  # gathered rows are transposed afterwards
 
     def weights(self, weight: Tensor, trains: bool) -> tuple[Operand, Operand]:
+        if self.step_codes is not None and self.step_codes.operands is not None:
+            return self.step_codes.operands
         saves = trains and self.saves_weights
         codes, by_column = self.scaling.codes(WEIGHT, weight, True, saves)
         return codes, by_column if saves else (weight,)
+
+    def cast_for_step(self, weight: Tensor) -> None:
+        """Casts the weight, in the compute dtype, for every `weights` until `step_codes` are cleared."""
+        self.step_codes.operands = self.scaling.codes(WEIGHT, weight, True, True)
 
     def gradients(self, grad: Tensor, has_wgrad: bool) -> tuple[Operand, Operand]:
         codes, by_column = self.scaling.codes(GRADIENT, grad, True, has_wgrad and self.fp8_wgrad)
@@ -407,19 +425,26 @@ class BlockGemm(Gemm):
     """Matmuls of e4m3 codes with a scale a block, a power of two. Sizes and tokens are multiples of 128.
 
     x and gradients have blocks of 1 × 128 along each of their dimensions, and so codes of two kinds; a weight's blocks
-    are 128 × 128. `saves_weights` is as Fp8Gemm's.
+    are 128 × 128. `saves_weights` and `step_codes` are as Fp8Gemm's.
     """
 
-    def __init__(self, dtype: torch.dtype, saves_weights: bool = True):
-        self.dtype, self.saves_weights = dtype, saves_weights
+    def __init__(self, dtype: torch.dtype, saves_weights: bool = True, step_codes: StepCodes | None = None):
+        self.dtype, self.saves_weights, self.step_codes = dtype, saves_weights, step_codes
 
     def inputs(self, x: Tensor, saves: bool, sharded: bool = False) -> tuple[Operand, Operand]:
         return _in_blocks(x, saves)
 
     def weights(self, weight: Tensor, trains: bool) -> tuple[Operand, Operand]:
+        if self.step_codes is not None and self.step_codes.operands is not None:
+            return self.step_codes.operands
         saves = trains and self.saves_weights
         codes, inverse, by_column, _ = cast_blocks(weight, True, saves, True)
         return (codes, inverse), (by_column.t(), inverse) if saves else (weight,)
+
+    def cast_for_step(self, weight: Tensor) -> None:
+        """As Fp8Gemm's."""
+        codes, inverse, by_column, _ = cast_blocks(weight, True, True, True)
+        self.step_codes.operands = (codes, inverse), (by_column.t(), inverse)
 
     def gradients(self, grad: Tensor, has_wgrad: bool) -> tuple[Operand, Operand]:
         return _in_blocks(grad, has_wgrad)

@@ -7,10 +7,12 @@ names.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import nn
 
-from megalith.comm.collectives import Axis
+from megalith.comm.collectives import Axis, local
 from megalith.config import RunConfig
 from megalith.models.linear import Linear
 from megalith.models.moe import GroupedLinear
@@ -22,6 +24,7 @@ from megalith.ops.fp8 import (
     DelayedScaling,
     Fp8Gemm,
     Fp8GroupedGemm,
+    StepCodes,
 )
 from megalith.ops.gemm import Gemm
 from megalith.parallel.fp8_counts import CountedGemm
@@ -50,6 +53,12 @@ def saves_weight_codes(config: RunConfig) -> bool:
     parallel = config.parallel
     sharded = parallel.data_parallel_sharding_strategy == "optim_grads_params"
     return not sharded and parallel.pipeline_model_parallel_size == 1
+
+
+def casts_weights_once(config: RunConfig) -> bool:
+    """Whether a weight's codes stay for all micro-batches of a step. Weights that FSDP gathers are cast at use."""
+    replicated = config.parallel.data_parallel_sharding_strategy == "no_shard"
+    return config.train.fp8_format is not None and config.train.fp8_cache_weights is True and replicated
 
 
 def fp8_modules(model: Transformer, config: RunConfig) -> dict[str, nn.Module]:
@@ -99,8 +108,34 @@ def apply_fp8(
 
 def _gemm(name: str, config: RunConfig, mesh: Mesh, table: AmaxTable | None, dtype: torch.dtype) -> Gemm:
     train, saves_weights = config.train, saves_weight_codes(config)
+    step_codes = StepCodes() if casts_weights_once(config) else None
     if train.fp8_recipe == "blockwise":
-        return BlockGemm(dtype, saves_weights)
+        return BlockGemm(dtype, saves_weights, step_codes)
     axes = mesh.tp, mesh.cp
     scaling = CurrentScaling(train.fp8_format, axes) if table is None else DelayedScaling(table, name, axes)
-    return Fp8Gemm(scaling, dtype, train.fp8_wgrad, saves_weights)
+    return Fp8Gemm(scaling, dtype, train.fp8_wgrad, saves_weights, step_codes)
+
+
+class StepCasts:
+    """The linears of a rank's chunks whose weights are cast once a step: a context of all its passes.
+
+    Weights change between the steps alone, by whatever; so nothing is there of a step before.
+    """
+
+    def __init__(self, chunks: Iterable[nn.Module]):
+        self._linears: list[tuple[Linear, Fp8Gemm | BlockGemm]] = []
+        for linear in (
+            module for chunk in chunks for module in chunk.modules() if isinstance(module, Linear)
+        ):
+            gemm = linear.gemm.gemm if isinstance(linear.gemm, CountedGemm) else linear.gemm
+            if getattr(gemm, "step_codes", None) is not None:
+                self._linears.append((linear, gemm))
+
+    @torch.no_grad()
+    def __enter__(self) -> None:
+        for linear, gemm in self._linears:
+            gemm.cast_for_step(linear.rows(local(linear.weight)).to(gemm.dtype))
+
+    def __exit__(self, *error: object) -> None:
+        for _, gemm in self._linears:
+            gemm.step_codes.clear()

@@ -39,7 +39,7 @@ from megalith.parallel.data.data_parallel import (
 )
 from megalith.parallel.data.gradient_norm import loss_denominators
 from megalith.parallel.expert.expert_parallel import gather_tallies, move_biases
-from megalith.parallel.fp8_linears import amax_table
+from megalith.parallel.fp8_linears import StepCasts, amax_table
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline.executor import Pipeline, Streams, residual_shape
 from megalith.parallel.pipeline.stages import reduce_tied_embedding, schedule_kind
@@ -233,6 +233,7 @@ class ParallelModel:
         self.amaxes = spec.amax_table(device)
         """FP8's delayed scales, of the whole model on every rank; None without them."""
         self.chunks = spec.chunks(parallel, mesh, device, self.amaxes)
+        self.step_casts = StepCasts(self.chunks)
         self.parameters = LocalParameters(self.chunks)
         self.pipeline = self._pipeline() if mesh.pp.size > 1 else None
         self.tallies: Tensor | None = None  # of the last backward pass: see gather_tallies
@@ -266,7 +267,8 @@ class ParallelModel:
                 part.balance_scale = loss_scale / (len(parts) * self.mesh.dp.size)
         if self.amaxes is not None:
             self.amaxes.begin_step()
-        self.own_loss = total = self._on_device(parts, factor)
+        with self.step_casts:
+            self.own_loss = total = self._on_device(parts, factor)
         if self.amaxes is not None:
             self.amaxes.end_passes(self.mesh.world)
         wait_for_gradients(self.chunks, self._parallel)

@@ -16,6 +16,7 @@ from megalith.config import RunConfig
 from megalith.config.rules.parallel_rules import data_parallel_size
 from megalith.config.train import BatchSizeSchedule
 from megalith.errors import ConfigError
+from megalith.parallel.fp8_linears import casts_weights_once
 from megalith.parallel.mesh import Coordinates
 from megalith.parallel.pipeline.pipeline_rules import check_layout
 from megalith.parallel.pipeline.schedules import Kind, Schedule
@@ -150,6 +151,24 @@ def with_unsharded_layers(config: RunConfig, world_size: int, memory: int) -> tu
     return keeping(number), [
         f"chosen by auto, of parallel: fsdp_unsharded_layers {number} of {most} ({figures})"
     ]
+
+
+def with_cached_weights(config: RunConfig, world_size: int, memory: int) -> tuple[RunConfig, list[str]]:
+    """`config` without an `auto` of fp8_cache_weights, and a line where it was chosen, for `memory` as above."""
+    train, parallel = config.train, config.parallel
+    if train.fp8_format is None or train.fp8_cache_weights != "auto":
+        return config, []
+    on, off = (config.with_settings({"train.fp8_cache_weights": value}) for value in (True, False))
+    dp = data_parallel_size(parallel, world_size)
+    passes = BatchSizeSchedule.from_config(train, dp).global_batch_size // (train.micro_batch_size * dp)
+    again = parallel.recompute_granularity is not None or parallel.overlaps
+    if not memory or not casts_weights_once(on) or (passes == 1 and not again):
+        return off, []
+    expected = max(stage.memory.total for stage in build_layout(on, world_size).stages)
+    if expected > USABLE * memory:
+        return off, []
+    figures = f"{expected / 1e9:.1f} GB expected on a GPU of {memory / 1e9:.1f}"
+    return on, [f"chosen by auto, of train: fp8_cache_weights true ({figures})"]
 
 
 def alternative(layout: Layout, settings: Mapping[str, Any]) -> Layout | None:

@@ -29,7 +29,7 @@ from megalith.config import OptimConfig, RunConfig
 from megalith.config.rules.expert_rules import expert_data_parallel_size, expert_shard_size
 from megalith.config.rules.parallel_rules import shard_size
 from megalith.models.linear import Linear
-from megalith.parallel.fp8_linears import is_in_fp8, saves_weight_codes
+from megalith.parallel.fp8_linears import casts_weights_once, is_in_fp8, saves_weight_codes
 from megalith.parallel.pipeline.stages import Stage, schedule_kind
 from megalith.parallel.tensor.tensor_parallel import role_of
 from megalith.planner.counts import MetaModel, layers_of
@@ -216,8 +216,11 @@ class StageMemory:
         return taken
 
     def _copies(self) -> int:
-        codes = self.fp8 if saves_weight_codes(self.config) else 0.0
+        once = casts_weights_once(self.config)
+        codes = self.fp8 if once or saves_weight_codes(self.config) else 0.0
         copies = self._compute_copy(self.dense, self.fsdp, codes)
+        if once:  # of every layer for the whole step, by row and by column; not of those that are saved
+            copies += codes * (2 * self.dense - self._mean(self.dense) * self._whole_layers()[1])
         if self.expert_fsdp:
             copies += self._compute_copy(self.experts, True)
         elif self.width != MASTER_BYTES:  # cast for each pass (ops/grouped_gemm.py)

@@ -25,7 +25,13 @@ from megalith.parallel.pipeline.pipeline_rules import check_layout
 from megalith.parallel.pipeline.schedules import Schedule, in_flight_bound
 from megalith.parallel.pipeline.stages import assign_layers, schedule_kind, suggested_layout, virtual_size
 from megalith.planner.counts import MetaModel, Throughput, flops_per_token, layers_of, throughput
-from megalith.planner.layout import USABLE, StageLayout, stage_layout, with_unsharded_layers
+from megalith.planner.layout import (
+    USABLE,
+    StageLayout,
+    stage_layout,
+    with_cached_weights,
+    with_unsharded_layers,
+)
 from megalith.planner.memory import MemoryEstimate, StageMemory
 from megalith.planner.rates import Rates, peak_flops, rates_of
 from megalith.planner.step_time import StepTime, short_schedule, step_time
@@ -305,6 +311,7 @@ class _Search:
             config = config.with_settings({PARALLEL + "fsdp_unsharded_layers": "auto"})
         config, _ = with_fastest(config, self.machine)
         config, _ = with_unsharded_layers(config, self.world, self.machine.memory)
+        config, _ = with_cached_weights(config, self.world, self.machine.memory)
         stages = self.stages(config)
         memory = [stage.memory for stage in stages]
         return self._timed(config, settings, memory)

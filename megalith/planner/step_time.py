@@ -20,7 +20,7 @@ from megalith.config.rules.expert_rules import expert_data_parallel_size
 from megalith.config.rules.parallel_rules import data_parallel_size, shard_size
 from megalith.config.train import BatchSizeSchedule
 from megalith.hardware import GIGA
-from megalith.parallel.fp8_linears import is_in_fp8, saves_weight_codes
+from megalith.parallel.fp8_linears import casts_weights_once, is_in_fp8, saves_weight_codes
 from megalith.parallel.pipeline.schedules import Schedule
 from megalith.parallel.pipeline.simulate import Durations, simulate
 from megalith.parallel.pipeline.stages import Stage, assign_layers, run_schedule, schedule_kind, virtual_size
@@ -88,12 +88,12 @@ def step_time(
 ) -> StepTime:
     """A step of `config`, in which `auto` is chosen (fastest.py); `meta`: its model. Not `exact`: the pipeline by the
     formula of its bubble and the slowest stage, for a search."""
-    model = _Model(config, meta.on_rank(config.parallel), world_size, rates, gpus_per_node)
     parallel = config.parallel
     assignment = assign_layers(config.model, parallel)
     dp = data_parallel_size(parallel, world_size)
     size = BatchSizeSchedule.from_config(config.train, dp).global_batch_size
     micro_batches = size // (config.train.micro_batch_size * dp)
+    model = _Model(config, meta.on_rank(parallel), world_size, rates, gpus_per_node, micro_batches)
     work = [[model.chunk(chunk) for chunk in chunks] for chunks in assignment]
     busy = [micro_batches * sum(f.total() + b.total() for f, b in chunks) for chunks in work]
     slowest = max(range(len(work)), key=busy.__getitem__)
@@ -139,8 +139,18 @@ def _bubble(parallel: ParallelConfig, micro_batches: int) -> float:
 class _Model:
     """The passes of one micro-batch on a rank."""
 
-    def __init__(self, config: RunConfig, meta: MetaModel, world_size: int, rates: Rates, gpus_per_node: int):
+    def __init__(
+        self,
+        config: RunConfig,
+        meta: MetaModel,
+        world_size: int,
+        rates: Rates,
+        gpus_per_node: int,
+        micro_batches: int,
+    ):
+        """`micro_batches`: of a step."""
         self.config, self.meta, self.rates, self.world = config, meta, rates, world_size
+        self.micro_batches = micro_batches
         self.model, self.parallel, train = config.model, config.parallel, config.train
         parallel = config.parallel
         self.node = min(gpus_per_node, world_size)
@@ -306,8 +316,10 @@ class _Model:
             tokens * rows * both + (2 * taken if gathered else 0) + weight[1]
         ) / self.streams
 
-    def _weight_casts(self, weight: int, both: int, one: int, experts: bool) -> tuple[int, int]:
+    def _weight_casts(self, weight: int, both: int, one: int, experts: bool) -> tuple[float, float]:
         """Bytes that casts of a weight of so many elements move for a micro-batch, forward and backward."""
+        if casts_weights_once(self.config) and not experts:
+            return weight * both / self.micro_batches, 0
         if saves_weight_codes(self.config) and not experts:
             return weight * both, 0
         return weight * one, weight * one

@@ -29,7 +29,7 @@ from megalith.launch.signals import StopSignals
 from megalith.launch.stops import Stops
 from megalith.parallel.apply import compiles
 from megalith.parallel.mesh import build_mesh
-from megalith.planner.layout import build_layout, with_unsharded_layers
+from megalith.planner.layout import build_layout, with_cached_weights, with_unsharded_layers
 from megalith.remote import StorePath
 from megalith.report.console import megatron_evaluation_line
 from megalith.report.measured_step import StartClock
@@ -87,7 +87,8 @@ def train(config: RunConfig, task: Task | None = None) -> TrainingResult:
         machine = machine_of(config, device)
         config, chosen = with_fastest(config, machine)
         config, kept = with_unsharded_layers(config, process.world_size, machine.memory)
-        notes += chosen + kept + overlap_notes(config, compiles(config, device))
+        config, cached = with_cached_weights(config, process.world_size, machine.memory)
+        notes += chosen + kept + cached + overlap_notes(config, compiles(config, device))
         mesh = build_mesh(
             config.parallel, process.world_size, device.type, has_experts=config.model.num_experts is not None
         )

@@ -14,12 +14,14 @@ from megalith.comm.collectives import Axis
 from megalith.config import RunConfig
 from megalith.config.rules.run_rules import check_fp8
 from megalith.errors import CheckpointError, ConfigError
+from megalith.ops import fp8
 from megalith.ops.fp8 import E4M3, AmaxTable, codes_of
 from megalith.parallel.fp8_counts import KINDS, count
-from megalith.parallel.fp8_linears import apply_fp8, fp8_modules
+from megalith.parallel.fp8_linears import apply_fp8, casts_weights_once, fp8_modules
 from megalith.parity.check import LAYOUTS
 from megalith.parity.differences import compare
 from megalith.parity.job import start, state_by_name
+from megalith.planner.layout import with_cached_weights
 from megalith.training.build import build_meta_model
 
 MAKERS = {
@@ -176,3 +178,69 @@ def test_a_checkpoint_with_scales_of_another_shape_is_refused():
     checkpoint = SimpleNamespace(folder="there", manifest=SimpleNamespace(tensors={"amaxes": stored}))
     with pytest.raises(CheckpointError, match=r"there has FP8 scales of another shape: .*a.scale \[2, 2\]"):
         load_amaxes(checkpoint, table)
+
+
+@pytest.mark.parametrize("kind", ["delayed", "tensorwise", "blockwise"])
+def test_weights_are_cast_once_a_step_and_nothing_else_changes(kind, monkeypatch):
+    """Two steps of two micro-batches, every layer recomputed: by the seven casts of it, or by one."""
+    casts = []
+
+    def counted(cast, of_weight):
+        def count(*args):
+            casts.append(of_weight(*args))
+            return cast(*args)
+
+        return count
+
+    monkeypatch.setattr(fp8, "cast_blocks", counted(fp8.cast_blocks, lambda x, row, column, tiles: tiles))
+    for scaling in (fp8.CurrentScaling, fp8.DelayedScaling):
+        monkeypatch.setattr(
+            scaling, "codes", counted(scaling.codes, lambda self, kind, *rest: kind == fp8.WEIGHT)
+        )
+    found = {}
+    for once in (True, False):
+        casts.clear()
+        settings = {"train.fp8_cache_weights": once, "train.global_batch_size": 4}
+        run = start(MAKERS[kind](None).with_settings(settings | RECOMPUTED))
+        losses = train(run, 2)
+        found[once] = losses, state_by_name(run), sum(casts)
+        assert all(
+            linear.gemm.step_codes is None or linear.gemm.step_codes.operands is None
+            for linear in linears(run)
+        )
+    assert found[True][0] == found[False][0]
+    assert all(torch.equal(value, found[False][1][name]) for name, value in found[True][1].items())
+    matrices = len(LINEARS) * 2
+    assert (found[True][2], found[False][2]) == (2 * matrices, 2 * 2 * 2 * matrices)
+
+
+RECOMPUTED = {"parallel.recompute_granularity": "full", "parallel.recompute_method": "uniform"}
+
+
+def linears(run):
+    return fp8_modules(run.model.chunks[0], run.config).values()
+
+
+def test_a_layout_of_pipeline_stages_casts_once_as_it_casts_at_use(pool):
+    layout = MAKERS["delayed"]("pp2-zero_bubble")
+    once, at_use = (
+        pool.run(run_fp8_job, layout.with_settings({"train.fp8_cache_weights": value}), size=2)[0].outcome
+        for value in (True, False)
+    )
+    assert once.losses == at_use.losses and once.norms == at_use.norms
+    assert all(torch.equal(value, at_use.state[name]) for name, value in once.state.items())
+
+
+def test_auto_caches_where_a_step_casts_more_than_once_and_memory_suffices():
+    config = fp8_config(None).with_settings({"train.global_batch_size": 4, "train.micro_batch_size": 2})
+    for settings, memory, cached in (
+        ({}, 80 * 10**9, True),
+        ({}, 10**6, False),
+        ({}, 0, False),
+        ({"train.global_batch_size": 2}, 80 * 10**9, False),
+        ({"train.global_batch_size": 2} | RECOMPUTED, 80 * 10**9, True),
+        ({"parallel.data_parallel_sharding_strategy": "optim_grads_params"}, 80 * 10**9, False),
+    ):
+        found, told = with_cached_weights(config.with_settings(settings), 1, memory)
+        assert (found.train.fp8_cache_weights, len(told)) == (cached, int(cached)), settings
+        assert casts_weights_once(found) == cached

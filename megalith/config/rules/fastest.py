@@ -29,7 +29,8 @@ class Machine:
 
 
 def with_fastest(config: RunConfig, machine: Machine) -> tuple[RunConfig, list[str]]:
-    """`config` without an `auto` of its section parallel, and a line that says what was chosen, where something was."""
+    """`config` without an `auto` of its section parallel, and a line that says what was chosen, where something was.
+    What hangs on a GPU's memory is left to planner/layout.py."""
     parallel, told = config.parallel, []
     if parallel.cp_comm_type == "auto" and parallel.context_parallel_size > 1:
         config, why = _with_exchange(config, machine)
@@ -52,6 +53,9 @@ def with_fastest(config: RunConfig, machine: Machine) -> tuple[RunConfig, list[s
         config = config.with_settings({"parallel.reduce_scatter_with_fp32_accumulation": near})
         if near:
             told.append("reduce_scatter_with_fp32_accumulation true (one host)")
+    if config.train.fp8_format and config.train.fp8_cache_weights == "auto" and not machine.memory:
+        replicated = parallel.data_parallel_sharding_strategy == "no_shard"
+        config = config.with_settings({"train.fp8_cache_weights": replicated})
     return config, [f"chosen by auto, of parallel: {'; '.join(told)}"] if told else []
 
 
