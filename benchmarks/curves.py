@@ -6,6 +6,8 @@ A small GPT-2 trains on real text from one seed and the same samples, with dropo
     fp32        the plain path in fp32: how far the rounding of bf16 itself carries a run
     split       the plain path in micro-batches of half the size: the same sums in another order
     compiled, recomputing (activation_memory_budget 0.5), fp16, and each `--layout` of train.py, compiled
+    moments-bf16, moments-fp8   the plain path with Adam's moments in fewer bytes
+    fp8-delayed, …  compiled, with matmuls in FP8
 
 bf16 rounds every activation, and a run amplifies the smallest difference, so two right paths part too. How far is
 measured, not guessed: the spread is the larger mean difference of `fp32` and `split` from `plain`. A path is
@@ -51,6 +53,9 @@ PATHS: dict[str, dict[str, Any]] = {  # settings, beside the workload's own
     "recomputing": {"runtime": {"activation_memory_budget": 0.5}},
     "moments-bf16": {**PLAIN, "optim": {"exp_avg_dtype": "bf16", "exp_avg_sq_dtype": "bf16"}},
     "moments-fp8": {**PLAIN, "optim": {"exp_avg_dtype": "fp8", "exp_avg_sq_dtype": "fp8"}},
+    "fp8-delayed": {"train": {"fp8_format": "hybrid"}},
+    "fp8-tensorwise": {"train": {"fp8_format": "hybrid", "fp8_recipe": "tensorwise"}},
+    "fp8-blockwise": {"train": {"fp8_format": "e4m3", "fp8_recipe": "blockwise"}},
     "fp16": {"train": {"precision": "fp16"}, "optim": {"loss_scale": 4096.0}},
 }
 
@@ -64,8 +69,8 @@ def main() -> None:
         "--paths",
         nargs="+",
         choices=PATHS,
-        default=list(PATHS),
-        help="of one GPU (plain, fp32 and split always run)",
+        default=[name for name in PATHS if not name.startswith(("moments", "fp8"))],
+        help="of one GPU (plain, fp32 and split always run; moments and fp8 where they are named)",
     )
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--layers", type=int, default=12)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch.nn import functional as F
 
-from megalith.config import ModelConfig
+from megalith.config import ModelConfig, OptimConfig
 from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
 from megalith.ops import kernels as fused
@@ -12,6 +12,7 @@ from megalith.ops.activation import gelu_tanh
 from megalith.ops.attention_core import split_qkv
 from megalith.ops.dropout import Mask, column_keys, token_keys
 from megalith.ops.fused_norm import add, add_norm
+from megalith.optim import build_loss_scale, build_optimizer, optimizer_step, set_learning_rate
 from megalith.optim.optimizer import LEAST, AdamW
 
 GPT = dict(num_layers=2, hidden_size=320, num_attention_heads=4, vocab_size=1000, max_position_embeddings=256,
@@ -142,6 +143,40 @@ def test_large_parameters_are_stepped_as_torch_steps_them(betas):
             reference.step()
     check([ours - start], [exact - start.double()], 1e-5)
     assert optimizer.state[ours]["step"] == 3
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_moments_in_fewer_bytes_are_those_of_a_cpu_and_no_step_waits(dtype):
+    config = OptimConfig(lr=1e-2, exp_avg_dtype=dtype, exp_avg_sq_dtype=dtype)
+    draw = torch.Generator().manual_seed(0)
+    shapes = {"a.weight": (640, 1024), "b.weight": (96, 14336), "norm.weight": (1024,)}
+    start = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+    sides = []
+    for device in ("cpu", "cuda"):
+        parameters = {name: torch.nn.Parameter(value.to(device)) for name, value in start.items()}
+        optimizer = build_optimizer(parameters.items(), config)
+        sides.append((parameters, optimizer, build_loss_scale("bf16", config, device)))
+    for step in range(4):
+        grads = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+        for (parameters, optimizer, scale), device in zip(sides, ("cpu", "cuda")):
+            for name, parameter in parameters.items():
+                parameter.grad = grads[name].to(device)
+            waits = "error" if step else "default"  # the first one compiles
+            torch.cuda.set_sync_debug_mode(waits if device == "cuda" else "default")
+            try:
+                set_learning_rate(optimizer, 1e-2 / (step + 1), 0.1)
+                optimizer_step(optimizer, scale, clip_grad=1.0)
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+    (cpu, on_cpu, _), (gpu, on_gpu, _) = sides
+    for name in shapes:
+        check([gpu[name].cpu() - start[name]], [cpu[name].double() - start[name].double()], 1e-3)
+    for name in ("a.weight", "b.weight"):
+        for key in ("exp_avg", "exp_avg_sq"):
+            one, other = on_cpu.state[cpu[name]][key], on_gpu.state[gpu[name]][key]
+            assert (
+                one.codes != other.codes.cpu()
+            ).float().mean() < 1e-3  # a rounding of fp32 between two codes
 
 
 def test_kernels_repeat_themselves_to_the_bit():
