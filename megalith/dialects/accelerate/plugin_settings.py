@@ -78,15 +78,6 @@ def run_config(
             "output_router_logits: a balancing loss is each layer's own, with other_megatron_args' moe_aux_loss_coeff, "
             "and none without it; transformers' is one of all layers together"
         )
-    parallel = config.parallel
-    if plugin.legacy_bin and (
-        parallel.data_parallel_sharding_strategy != "no_shard" or parallel.expert_model_parallel_size > 1
-    ):
-        raise ConfigError(
-            f"legacy_bin writes the shards of each tensor- and pipeline-rank, which "
-            f"{parallel.data_parallel_sharding_strategy} and expert_model_parallel_size "
-            f"{parallel.expert_model_parallel_size} cut further; leave it out, and use megalith checkpoint merge"
-        )
     check_layout(config, processes)
     return config, [*notes, *idle_notes(config)]
 
