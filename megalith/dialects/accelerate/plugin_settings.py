@@ -71,7 +71,14 @@ def run_config(
     }
     config = config.with_settings({name: value for name, value in settings.items() if value is not None})
     config = _with_other_arguments(config, plugin.other_megatron_args or {}, processes, notes)
-    notes += [f"{name} has no effect here: {IDLE[name]}" for name in IDLE if plugin.has(name)]
+    left_off = (
+        () if plugin.use_precision_aware_optimizer else ("use_precision_aware_optimizer",)
+    )  # by the launcher
+    notes += [
+        f"{name} has no effect here: {IDLE[name]}"
+        for name in IDLE
+        if plugin.has(name) and name not in left_off
+    ]
     notes += [f"{name} is for encoders, and has no effect here" for name in ENCODERS if plugin.has(name)]
     if theirs.get("output_router_logits"):
         notes.append(
