@@ -44,7 +44,7 @@ rl.reward_functions                        [gsm8k]                 rl.reward_fun
 rl.max_new_tokens                          512                     rl.max_completion_length               512
 rl.max_response_length                     512                     rl.max_completion_length               512
 rl.prompt_key                              question                rl.prompt_column                       question
-rl.train_files                             [a.parquet]             rl.prompts                             [a.parquet]
+rl.train_files                             [a.parquet]             rl.prompts [a.parquet]
 rl.shuffle                                 false                   rl.shuffle_dataset                     false
 rl.filter_overlong_prompts                 true                    rl.overlong_prompts                    drop
 rl.filter_overlong_prompts                 false                   rl.overlong_prompts                    refuse
@@ -65,7 +65,7 @@ rl.sequence_level_importance_ratios        true                    rl.importance
 rl.sequence_level_importance_ratios        false                   rl.importance_sampling_level           token
 rl.adv_estimator                           grpo                    rl.advantage_baseline                  group
 rl.adv_estimator                           grpo_vectorized         rl.advantage_baseline                  group
-rl.use_leave_one_out_baseline              true                    rl.advantage_baseline                  leave_one_out
+rl.use_leave_one_out_baseline              true                    rl.advantage_baseline leave_one_out
 rl.use_leave_one_out_baseline              false                   rl.advantage_baseline                  group
 rl.norm_adv_by_std_in_grpo                 true                    rl.scale_rewards                       group
 rl.norm_adv_by_std_in_grpo                 false                   rl.scale_rewards                       none
@@ -78,11 +78,11 @@ rl.scale_rewards                           false                   rl.scale_rewa
 rl.scale_rewards                           batch                   rl.scale_rewards                       batch
 rl.multi_objective_aggregation             sum_then_normalize      rl.scale_rewards                       group
 rl.use_importance_sampling_correction      false                   rl.vllm_importance_sampling_correction false
-rl.rollout_is                              token                   rl.vllm_importance_sampling_mode       token_truncate
-rl.rollout_is                              sequence                rl.vllm_importance_sampling_mode       sequence_truncate
+rl.rollout_is                              token                   rl.vllm_importance_sampling_mode token_truncate
+rl.rollout_is                              sequence                rl.vllm_importance_sampling_mode sequence_truncate
 rl.rollout_is_threshold                    2.0                     rl.vllm_importance_sampling_clip_max   2.0
-rl.truncated_importance_sampling_type      tis                     rl.vllm_importance_sampling_mode       token_truncate
-rl.truncated_importance_sampling_type      icepop                  rl.vllm_importance_sampling_mode       token_mask
+rl.truncated_importance_sampling_type      tis                     rl.vllm_importance_sampling_mode token_truncate
+rl.truncated_importance_sampling_type      icepop                  rl.vllm_importance_sampling_mode token_mask
 rl.truncated_importance_sampling_ratio     5.0                     rl.vllm_importance_sampling_clip_max   5.0
 rl.truncated_importance_sampling_ratio_min 0.5                     rl.vllm_importance_sampling_clip_min   0.5
 rl.vllm_importance_sampling_cap            2.0                     rl.vllm_importance_sampling_clip_max   2.0
