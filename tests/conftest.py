@@ -8,18 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from fault_items import FaultItems
+from forked import open_forkserver
 from trained_runs import configuration
 
 import megalith
 from megalith.data.preprocessing.preprocess import preprocess
 from megalith.data.tokenizers.open_tokenizer import build_tokenizer
-from megalith.launch.pool import PRELOADED, Pool
+from megalith.launch.pool import Pool
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
-# Every process that is forked from then on has them: a second less each time.
-PRELOADED += ["megalith.training.trainer", "megalith.cli.main", "megalith.launch.agent", "pytest"]
-if not torch.cuda.is_available():  # should importing the compiler start CUDA, what is forked could not use it
-    PRELOADED.append("torch._inductor.compile_fx")
 COMPILING = "test_compiler.py", "test_fused.py", "test_interleave.py"
 LONGEST = "faults", "optim", "parallel", "parity"  # these come first: no worker ends long before another
 
@@ -64,7 +61,8 @@ def own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
     """Four processes shared by every test; `pool.run(function, *args, size=2)` takes the first two."""
-    pool = Pool(4)
+    open_forkserver()
+    pool = Pool(4, timeout=600)
     yield pool
     pool.close()
 
@@ -72,7 +70,8 @@ def pool() -> Iterator[Pool]:
 @pytest.fixture(scope="session")
 def pool_of_eight() -> Iterator[Pool]:
     """For what four processes cannot show."""
-    pool = Pool(8, timeout=200)
+    open_forkserver()
+    pool = Pool(8, timeout=600)
     yield pool
     pool.close()
 
