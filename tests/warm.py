@@ -1,6 +1,7 @@
 """Two steps of each kind of model, in the process that the tests' processes are forked from: what torch and the package
 make at their first use, each of those would make again, for a third of what a short job takes."""
 
+import gc
 import os
 import tempfile
 import warnings
@@ -30,3 +31,5 @@ torch.use_deterministic_algorithms(False)
 torch.set_rng_state(random)
 os.environ.clear()
 os.environ.update(environment)
+gc.collect()
+gc.freeze()  # none of it is garbage: a process that looks through it has to copy it, too
