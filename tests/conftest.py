@@ -18,7 +18,7 @@ from megalith.data.tokenizers.open_tokenizer import build_tokenizer
 from megalith.launch.pool import Pool
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
-COMPILING = "test_compiler.py", "test_fused.py", "test_interleave.py"
+COMPILING = "test_compiled_layers.py", "test_fused.py", "test_inductor.py"
 LONG = {  # tests of one process that take seconds, all their cases together
     "test_a_base_that_was_trained_on_since_is_refused_and_one_of_its_steps_is_not",
     "test_a_completion_ends_with_its_stop_id_and_tells_otherwise_that_it_is_cut",
