@@ -1,7 +1,6 @@
 """`megalith accelerate`: the launcher, the wizard, the hook; and what the plugin's fields mean."""
 
 import os
-import socket
 import sys
 from pathlib import Path
 
@@ -52,10 +51,7 @@ DOCUMENTED = {
 
 def launched(folder, *words):
     """What the script printed, started by a command line of its own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    words = ["-m", *words[0].split(), "--main_process_port", port, *words[1:], str(folder)]
+    words = ["-m", *words[0].split(), "--main_process_port", str(forked.free_port()), *words[1:], str(folder)]
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE", "MEGATRON", "RANK"))}
     clean |= {"OMP_NUM_THREADS": "1", "HF_HOME": str(folder)}
     done = forked.run(words, clean)
