@@ -1,8 +1,8 @@
 """An Accelerate script beside `megalith train` for the same work: `python -m benchmarks.accelerate_overhead`.
 
-For each layout the run file of a workload of train.py, and the loop of Accelerate's guide over the Hugging Face model of
-the same shape, with the same batches, precision, AdamW and clipping; then the ratio of their times of a step. That of
-`megalith train` is the median that metrics.jsonl has, the script's the mean of the steps after the warm-up.
+For each layout the run file of a workload of train.py, and the loop of Accelerate's guide over the Hugging Face model
+of the same shape, with the same batches, precision, AdamW and clipping; then the ratio of their times of a step. That
+of `megalith train` is the median that metrics.jsonl has, the script's the mean of the steps after the warm-up.
 """
 
 from __future__ import annotations
