@@ -110,7 +110,7 @@ class StageMemory:
         self.expert_bytes = self.width if stores_bf16 and not self.expert_fsdp else MASTER_BYTES
 
     def estimate(self) -> MemoryEstimate:
-        optim, width, train = self.config.optim, self.width, self.config.train
+        optim, width = self.config.optim, self.width
         state = (self.dense + self.outside) / self.shards + self.experts / self.expert_shards
         stored = self.dense_bytes * (self.dense + self.outside) / self.shards
         stored += self.expert_bytes * self.experts / self.expert_shards
