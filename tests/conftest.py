@@ -20,7 +20,7 @@ torch.set_num_threads(1)  # the models are tiny: threads would only wait for eac
 PRELOADED += ["megalith.training.trainer", "megalith.cli.main", "megalith.launch.agent", "pytest"]
 if not torch.cuda.is_available():  # should importing the compiler start CUDA, what is forked could not use it
     PRELOADED.append("torch._inductor.compile_fx")
-COMPILING = "test_compiler.py", "test_fused.py", "test_interleave.py"
+COMPILING = "test_compiled_layers.py", "test_fused.py", "test_inductor.py"
 LONGEST = "faults", "optim", "parallel", "parity"  # these come first: no worker ends long before another
 
 

@@ -7,17 +7,49 @@ that a launcher in it starts are its children, forked from it in turn.
 import inspect
 import multiprocessing
 import os
+import random
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from megalith.launch.pool import PRELOADED
 
 DESCRIPTORS = 4096  # that a process may have open here
+GIVEN_OUT = Path("/proc/sys/net/ipv4/ip_local_port_range")  # by the kernel, to who asks for any port
+OURS: list[socket.socket] = []
+
+
+def free_port() -> int:
+    """A port for another process to listen at: between now and then nobody else gets it.
+
+    The kernel gives it to no one who asks for any port, and a name in its list of local sockets, held as long as this
+    process lives, keeps other processes that look for one here from choosing it.
+    """
+    least, most = map(int, GIVEN_OUT.read_text().split())
+    ports = [port for port in range(10_000, 2**16) if not least <= port <= most] or range(10_000, 2**16)
+    chance = random.SystemRandom()
+    while True:
+        port, ours = chance.choice(ports), socket.socket(socket.AF_UNIX)
+        with suppress(OSError), socket.socket() as free:
+            free.bind(("", port))
+            ours.bind(f"\0megalith tests at port {port}")
+            OURS.append(ours)
+            return port
+        ours.close()
+
+
+def is_running(pid: int) -> bool:
+    """False too for one that has ended and that its parent has not yet asked about."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 class Forked:

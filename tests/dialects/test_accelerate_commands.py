@@ -1,7 +1,6 @@
 """`megalith accelerate`: the launcher, the wizard, the hook; and what the plugin's fields mean."""
 
 import os
-import socket
 import sys
 from pathlib import Path
 
@@ -52,10 +51,7 @@ DOCUMENTED = {
 
 def launched(folder, *words):
     """What the script printed, started by a command line of its own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    words = ["-m", *words[0].split(), "--main_process_port", port, *words[1:], str(folder)]
+    words = ["-m", *words[0].split(), "--main_process_port", str(forked.free_port()), *words[1:], str(folder)]
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE", "MEGATRON", "RANK"))}
     clean |= {"OMP_NUM_THREADS": "1", "HF_HOME": str(folder)}
     done = forked.run(words, clean)
@@ -210,6 +206,25 @@ def test_fields_come_from_the_environment_and_the_file(monkeypatch):
     assert plugin.context_parallel_size == 1 and plugin.has("tp_degree") and not plugin.has("pp_degree")
     with pytest.raises(ConfigError, match="did you mean 'megatron_lm_tp_degree'"):
         environment_of({"megatron_lm_tp_degre": 2})
+    with pytest.raises(ConfigError, match="give other_megatron_args to MegatronLMPlugin in the script"):
+        environment_of({"megatron_lm_other_megatron_args": {"bf16": True}})
+    for name, text, value in (
+        ("LR_DECAY_STYLE", "cosine", "cosine"),
+        ("MIN_LR", "1e-5", 1e-5),
+        ("RETURN_LOGITS", "true", True),
+        ("IS_TRAIN_BATCH_MIN", "false", False),
+        ("EVAL_ITERS", "7", 7),
+        ("HIDDEN_DROPOUT", "0.25", 0.25),
+        ("SEQ_LENGTH", "many", "a whole number"),
+        ("SEQUENCE_PARALLELISM", "perhaps", "true or false"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(f"MEGATRON_LM_{name}", text)
+            if text in ("many", "perhaps"):
+                with pytest.raises(ConfigError, match=f"MEGATRON_LM_{name} is '{text}'; give it {value}"):
+                    MegatronLMPlugin()
+            else:
+                assert getattr(MegatronLMPlugin(), name.lower()) == value
 
 
 def test_other_arguments_go_through_the_table_of_megatrons_flags():

@@ -165,6 +165,19 @@ def test_a_scheduler_of_torch_steps_where_a_step_is_whole():
     assert model.iteration == 2 and schedule.get_last_lr() == pytest.approx([RATE / 3])
 
 
+def test_a_scheduler_that_is_not_prepared_steps_where_the_script_steps_it(recwarn):
+    accelerator = fresh_accelerator()
+    model = model_of("llama")
+    own = plain_sgd(model)
+    schedule = torch.optim.lr_scheduler.LambdaLR(own, lambda step: 1 / (1 + step))
+    model, own = accelerator.prepare(model, own)
+    accelerator.backward(model(**stacked(samples(2))).loss)
+    own.step()
+    schedule.step()
+    assert own.param_groups[0]["lr"] == pytest.approx(RATE / 2)
+    assert not [warning for warning in recwarn if "optimizer.step()" in str(warning.message)]
+
+
 def test_indexed_data_are_three_iterators(corpus):
     accelerator = fresh_accelerator(
         num_micro_batches=2, train_iters=4, eval_iters=1, megatron_dataset_flag=True

@@ -8,14 +8,13 @@ import json
 import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from forked import Forked
+from forked import Forked, free_port, is_running
 
 from megalith.launch.pool import PRELOADED
 
@@ -126,12 +125,6 @@ def _rank(
     os._exit(code)  # a rank that failed does not wait for collectives that the others will never join
 
 
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return taken.getsockname()[1]
-
-
 def until(is_so: Callable[[], object], what: str, within: float = WAIT) -> None:
     """Returns when `is_so()`; fails after `within` seconds."""
     end = time.monotonic() + within
@@ -182,13 +175,7 @@ def launch(command: Sequence[str], *options: str, log: Path) -> Forked:
 
 
 def workers_of(launcher: Forked) -> list[int]:
-    """The process ids of the ranks that a launcher has started and that still run."""
+    """The process ids of the ranks that a launcher has started and that still run, by rank: in the order of their
+    starts, which need not be that of their numbers."""
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-    return sorted(int(pid) for pid in children if is_running(int(pid)))
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except FileNotFoundError:
-        return False
+    return [int(pid) for pid in children if is_running(int(pid))]

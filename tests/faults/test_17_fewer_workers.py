@@ -4,10 +4,9 @@ import os
 import signal
 
 import pytest
+from forked import free_port, is_running
 from ranks import (
     Ranks,
-    free_port,
-    is_running,
     launch,
     records,
     saved,
@@ -34,7 +33,8 @@ def test_a_killed_rank_is_started_again_from_the_newest_checkpoint_and_sigterm_r
         until(lambda: saved(output), "a checkpoint")
         os.kill(workers_of(launcher)[1], signal.SIGKILL)
         until(lambda: "resuming from" in log.read_text(), "the restart")
-        until(lambda: len(steps(output)) > 20, "step 21")
+        before = len(steps(output))  # which may be of before the kill: no more come of those
+        until(lambda: len(steps(output)) > before, "another step")
         launcher.send_signal(signal.SIGTERM)
         assert launcher.wait(60) == 22, log.read_text()
     finally:
@@ -69,8 +69,8 @@ def test_a_machine_that_comes_late_is_taken_in_and_when_it_is_lost_the_job_of_on
         assert f"waiting at 127.0.0.1:{port}" in both()
         orphans = workers_of(second)
         second.kill()
-        until(lambda: not any(map(is_running, orphans)), "the end of the lost launcher's rank", within=30)
-        until(lambda: both().count("resuming from") == 2, "the job of one", within=120)
+        until(lambda: not any(map(is_running, orphans)), "the end of the lost launcher's rank")
+        until(lambda: both().count("resuming from") == 2, "the job of one")
         before = len(steps(output))
         until(lambda: len(steps(output)) > before + 3, "more steps")
         first.send_signal(signal.SIGTERM)

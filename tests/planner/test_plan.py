@@ -25,7 +25,7 @@ from megalith.planner.layout import build_layout
 from megalith.planner.rates import rates_of, read_rates
 from megalith.planner.search import NO_GEMM, PARALLEL, SHARDS, plan, planned, preset_config
 from megalith.planner.step_time import step_time
-from megalith.training.dry_run import build_ranks, dry_run
+from megalith.training.precheck import build_ranks, dry_run
 
 SMALL = ["--model.num_layers", "4", "--data.seq_length", "1024", "--model.vocab_size", "50304"]
 

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from megalith.checkpoint import RunRecord, load_model, load_optimizer, open_checkpoint
 from megalith.checkpoint.saver import Saver
-from megalith.checkpoint.state import amax_boxes, load_amaxes, model_boxes, optimizer_boxes
+from megalith.checkpoint.shard_files import open_shard_files, save_shard_files
+from megalith.checkpoint.state import amax_boxes, load_amaxes
 from megalith.comm.collectives import summed
 from megalith.config import RunConfig
 from megalith.config.rules.fastest import with_fastest
@@ -238,6 +239,7 @@ class MegatronEngine(nn.Module):
 
     def save_checkpoint(self, output_dir: str | Path) -> None:
         """What `save_state` calls: everything of model and optimizer, for any layout. Every rank calls it."""
+        free_gathered(self.model.chunks)
         folder, keeps = Path(output_dir) / STATE, self.optimizer is not None and not self.plugin.no_save_optim
         record = RunRecord(
             step=self.iteration,
@@ -254,29 +256,22 @@ class MegatronEngine(nn.Module):
             self.config.save_pretrained(output_dir)
             if keeps:
                 self.optimizer.save_groups(Path(output_dir) / GROUPS)
-        if self.plugin.legacy_bin and self.mesh.dp_cp.rank == 0:
-            self._save_parts(Path(output_dir), keeps)
-
-    def _save_parts(self, folder: Path, with_optimizer: bool) -> None:
-        """A file of this tensor- and pipeline-rank's shards by our names, and one of its optimizer's state."""
-        place = f"tp_{self.mesh.tp.rank}_pp_{self.mesh.pp.rank}.bin"
-        model = {name: box.values.cpu() for name, box in model_boxes(self.model.chunks).items()}
-        torch.save(model, folder / f"pytorch_model_{place}")
-        if with_optimizer:
-            boxes = optimizer_boxes(self.optimizer.inner, self.model.chunks)
-            torch.save({name: box.values.cpu() for name, box in boxes.items()}, folder / f"optimizer_{place}")
+        if self.plugin.legacy_bin:
+            save_shard_files(Path(output_dir), record, self.model, inner, vocabulary_rows(self.run))
 
     def load_checkpoint(self, input_dir: str | Path) -> None:
         """What `load_state` calls: what `save_checkpoint` saved in whatever layout. Every rank calls it."""
         folder, rows, world = Path(input_dir) / STATE, vocabulary_rows(self.run), self.mesh.world
-        checkpoint = open_checkpoint(folder, world=world)
+        loads = self.optimizer is not None and not self.plugin.no_load_optim
+        what = ("model", "optimizer") if loads else ("model",)
+        checkpoint = open_checkpoint(folder, what, world=world) or open_shard_files(input_dir, what, world)
         if checkpoint is None:
             raise CheckpointError(
                 f"there is no checkpoint in {folder}; give load_state the folder of a save_state"
             )
         free_gathered(self.model.chunks)
         load_model(checkpoint, self.model.chunks, rows, world)
-        if self.optimizer is not None and not self.plugin.no_load_optim:
+        if loads:
             load_optimizer(checkpoint, self.optimizer.inner, rows, self.model.chunks, world)
             load_amaxes(checkpoint, self.model.amaxes, world)
             self.optimizer.loss_scale.load_state(checkpoint.manifest.loss_scale)

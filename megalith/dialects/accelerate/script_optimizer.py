@@ -91,6 +91,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         host = self._start_state(named, precision)
         if host:
             self.inner = OffloadedOptimizer(self.inner, host, config.overlap_cpu_optimizer_d2h_h2d)
+        # A scheduler that the script has made of its optimizer, and does not prepare, writes to these too.
+        given.param_groups, given._opt_called = self.param_groups, True
         chunks, mesh = model.chunks, model.mesh
         self.loss_scale = build_loss_scale(precision, config, model.device)
         self.gradient_squares = GradientSquares(
