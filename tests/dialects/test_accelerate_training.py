@@ -70,10 +70,12 @@ def cases_of(size, every, kinds=KINDS):
 @pytest.mark.parametrize("size", [2, 4])
 def test_every_layout_is_plain_pytorch(pool, size, kind):
     """The first of them are in test_accelerate_loop.py."""
-    pool.run_cases(checked, cases_of(size, True, [kind]), size=size)
+    for name, case in cases_of(size, True, [kind]).items():  # one at a time: the pool's patience is for each
+        pool.run_cases(checked, {name: case}, size=size)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("kind", KINDS)
 def test_eight_processes_are_plain_pytorch(pool_of_eight, kind):
-    pool_of_eight.run_cases(checked, cases_of(8, True, [kind]), size=8)
+    for name, case in cases_of(8, True, [kind]).items():
+        pool_of_eight.run_cases(checked, {name: case}, size=8)
