@@ -38,7 +38,10 @@ try:
 except Exception as error:
     print(f'megalith accelerate enable has no effect: {error}', file=sys.stderr)
 """
-LINE = f"import os, sys; exec({_HOOKED!r}, {{'os': os, 'sys': sys}})\n"  # a .pth file executes single lines
+_CONCERNED = (
+    "'ACCELERATE_USE_MEGATRON_LM' in os.environ or any('accelerate' in word for word in sys.orig_argv[:6])"
+)
+LINE = f"import os, sys; ({_CONCERNED}) and exec({_HOOKED!r}, {{'os': os, 'sys': sys}})\n"  # a .pth has single lines
 MODULE = "megalith.accelerate"
 
 
