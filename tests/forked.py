@@ -4,8 +4,10 @@ What runs is what would run: a process of its own with its own environment, sign
 that a launcher in it starts are its children, forked from it in turn.
 """
 
+import functools
 import inspect
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import random
 import runpy
@@ -18,8 +20,12 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
+import pytest
+import torch
+
 from megalith.launch.pool import PRELOADED
 
+PATIENCE = 600.0  # seconds that a process may take to come to where a test wants it
 DESCRIPTORS = 4096  # that a process may have open here
 GIVEN_OUT = Path("/proc/sys/net/ipv4/ip_local_port_range")  # by the kernel, to who asks for any port
 OURS: list[socket.socket] = []
@@ -52,6 +58,21 @@ def is_running(pid: int) -> bool:
         return False
 
 
+@functools.cache
+def open_forkserver() -> multiprocessing.context.ForkServerContext:
+    """What all processes of the tests are forked from, of the pools too: it has imported what they need, and made what
+    torch and the package make once in a process (warm.py)."""
+    processes = multiprocessing.get_context("forkserver")
+    modules = ["megalith.training.trainer", "megalith.cli.main", "megalith.launch.agent", "pytest"]
+    if not torch.cuda.is_available():  # should they start CUDA, what is forked could not use it
+        modules += ["torch._inductor.compile_fx", "warm"]
+    processes.set_forkserver_preload([*PRELOADED, *modules])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        multiprocessing.forkserver.ensure_running()
+    return processes
+
+
 class Forked:
     """`python *words`, running: the part of subprocess.Popen that tests need."""
 
@@ -63,8 +84,7 @@ class Forked:
         env: Mapping[str, str] | None = None,
     ):
         """What it prints is added to `log`, to standard error to `errors` (None: to `log` too)."""
-        processes = multiprocessing.get_context("forkserver")
-        processes.set_forkserver_preload(PRELOADED)
+        processes = open_forkserver()
         for path in filter(None, (log, errors)):
             path.touch()
         environment = dict(os.environ if env is None else env)
@@ -78,7 +98,7 @@ class Forked:
         """Negative where a signal ended it; None while it runs."""
         return self._process.exitcode
 
-    def wait(self, timeout: float = 120.0) -> int:
+    def wait(self, timeout: float = PATIENCE) -> int:
         self._process.join(timeout)
         if self.returncode is None:
             raise subprocess.TimeoutExpired("the forked process", timeout)
@@ -93,7 +113,7 @@ class Forked:
 
 
 def run(
-    words: Sequence[object], env: Mapping[str, str] | None = None, timeout: float = 120.0
+    words: Sequence[object], env: Mapping[str, str] | None = None, timeout: float = PATIENCE
 ) -> subprocess.CompletedProcess:
     """`python *words` to its end, as subprocess.run with its output captured as text."""
     with tempfile.TemporaryDirectory() as folder:
@@ -144,8 +164,6 @@ def _become(words: list[str], folder: str, environment: dict[str, str], log: str
 
 def _run_python(words: list[str], environment: dict[str, str]) -> None:
     """`python *words` in this process, to its end."""
-    import torch
-
     for number in (
         signal.SIGTERM,
         signal.SIGHUP,

@@ -157,6 +157,7 @@ SET_IN_PARALLEL = {
         "plain.grad",
         "parameter.grad",
         "parameter.data",
+        "parameter.placed",
         "made[parameter].placed",
     },  # of parameters
 }

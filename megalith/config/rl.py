@@ -230,7 +230,7 @@ class RlConfig(Section):
     """With d = log π_ref − log π: −d, d² / 2, or exp(d) − d − 1."""
 
     use_bias_correction_kl: Annotated[bool, Needs("beta", above=0)] = True
-    """Multiplies the KL by the token's ratio to the old policy: its gradient is then unbiased."""
+    """Multiplies the KL by the ratio to the old policy: its gradient is then unbiased."""
 
     entropy_coef: float = 0.0
     """Weight of the mean entropy of tokens, which is taken off the loss."""

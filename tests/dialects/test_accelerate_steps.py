@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accelerate.utils import ProjectConfiguration
 from accelerate_job import (
     BATCH,
     RATE,
@@ -176,6 +177,27 @@ def test_a_scheduler_that_is_not_prepared_steps_where_the_script_steps_it(recwar
     schedule.step()
     assert own.param_groups[0]["lr"] == pytest.approx(RATE / 2)
     assert not [warning for warning in recwarn if "optimizer.step()" in str(warning.message)]
+
+
+def test_checkpoints_that_accelerate_names_have_the_schedule_too(tmp_path):
+    naming = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
+    rates = []
+    for loads in (False, True):
+        accelerator = fresh_accelerator()
+        accelerator.project_configuration = naming
+        model = model_of("llama")
+        own = plain_sgd(model)
+        schedule = torch.optim.lr_scheduler.LambdaLR(own, lambda step: 1 / (1 + step))
+        model, own, schedule = accelerator.prepare(model, own, schedule)
+        if loads:
+            accelerator.load_state()
+        else:
+            accelerator.backward(model(**stacked(samples(2))).loss)
+            own.step()
+            schedule.step()
+            accelerator.save_state()
+        rates.append((schedule.get_last_lr(), own.param_groups[0]["lr"], model.iteration))
+    assert rates[0] == rates[1]
 
 
 def test_indexed_data_are_three_iterators(corpus):

@@ -95,7 +95,10 @@ def left_by(output: Path, last_step: int) -> tuple:
     figures = [
         (record["step"], record["loss"], record["grad_norm"]) for record in records(output / "metrics.jsonl")
     ]
-    return stored(output, last_step), figures, records(output / "evaluations.jsonl")
+    evaluations = records(output / "evaluations.jsonl")
+    # The one at the end may follow the last save: a run that is killed in it has nothing left to train, and is not.
+    before_the_end = [evaluation for evaluation in evaluations if evaluation["step"] < last_step]
+    return stored(output, last_step), figures, before_the_end
 
 
 def main(arguments: list[str] | None = None) -> int:

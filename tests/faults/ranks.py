@@ -5,7 +5,6 @@ that it is what a launcher starts: the command line, the environment, one proces
 """
 
 import json
-import multiprocessing
 import os
 import signal
 import sys
@@ -14,9 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from forked import Forked, free_port, is_running
-
-from megalith.launch.pool import PRELOADED
+from forked import PATIENCE, Forked, free_port, is_running, open_forkserver
 
 SMALL = {
     "model.preset": "tiny-gpt",
@@ -35,7 +32,6 @@ SMALL = {
     "log.layout_report": False,
     "runtime.device": "cpu",
 }
-WAIT = 120.0  # seconds that a process may take to come to where a test wants it
 
 
 def words(output: Path, **settings: object) -> list[str]:
@@ -58,8 +54,7 @@ class Ranks:
     ):
         """`prepare(rank)`, at the top of a module, is called in each process before the command. What the ranks print
         goes to `log`, each into a file with its number."""
-        processes = multiprocessing.get_context("forkserver")
-        processes.set_forkserver_preload(PRELOADED)
+        processes = open_forkserver()
         self.logs = [log.with_name(f"{log.name}.{rank}") for rank in range(size)]
         port = free_port()
         self.processes = [
@@ -76,7 +71,7 @@ class Ranks:
         for rank in range(len(self.processes)) if ranks is None else ranks:
             os.kill(self.processes[rank].pid, number)
 
-    def end(self, within: float = WAIT) -> list[int]:
+    def end(self, within: float = PATIENCE) -> list[int]:
         """The exit codes, negative where a signal ended a rank, when all have ended. None runs on afterwards."""
         until = time.monotonic() + within
         for process in self.processes:
@@ -125,7 +120,7 @@ def _rank(
     os._exit(code)  # a rank that failed does not wait for collectives that the others will never join
 
 
-def until(is_so: Callable[[], object], what: str, within: float = WAIT) -> None:
+def until(is_so: Callable[[], object], what: str, within: float = PATIENCE) -> None:
     """Returns when `is_so()`; fails after `within` seconds."""
     end = time.monotonic() + within
     while not is_so():

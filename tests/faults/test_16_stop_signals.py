@@ -91,7 +91,7 @@ def test_a_sigterm_to_torchrun_reaches_the_ranks_and_they_save(tmp_path):
     try:
         until(lambda: len(steps(output)) >= 3, "step 3")
         running.send_signal(signal.SIGTERM)
-        running.wait(60)
+        running.wait()
     finally:
         running.kill()
         running.wait()

@@ -105,6 +105,8 @@ class MegatronEngine(nn.Module):
             None  # what makes micro-batches and losses, where the script has its own: train_steps.py
         )
         self.consumed_samples = 0
+        self.loaded_from: str | Path | None = None
+        """The folder of the last `load_checkpoint`."""
         self._loaded_step = 0
         self._eod = theirs.get("eos_token_id") if plugin.eod_mask_loss else None
         self._anchor = torch.zeros((), device=device, requires_grad=True)
@@ -279,6 +281,7 @@ class MegatronEngine(nn.Module):
             self.optimizer.zero_grad()
         self._loaded_step = checkpoint.manifest.step - (0 if self.optimizer is None else self.optimizer.steps)
         self.consumed_samples = checkpoint.manifest.consumed_samples
+        self.loaded_from = input_dir
 
 
 class Pass:
