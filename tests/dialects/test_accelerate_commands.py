@@ -1,7 +1,10 @@
 """`megalith accelerate`: the launcher, the wizard, the hook; and what the plugin's fields mean."""
 
 import os
+import subprocess
 import sys
+import sysconfig
+import venv
 from pathlib import Path
 
 import accelerate_script
@@ -97,6 +100,45 @@ def test_an_untouched_script_trains_by_our_launcher_and_a_configuration_file(tmp
 def test_an_untouched_script_trains_by_accelerates_launcher_with_our_module(tmp_path):
     options = ["--use_megatron_lm", "--num_processes", "2", "-m", "megalith.accelerate"]
     check_launched(tmp_path, "accelerate.commands.launch", *options, str(SCRIPT), "2,1")
+
+
+@pytest.mark.processes
+def test_enabled_plain_accelerate_launch_trains_though_a_flag_hides_the_files_type(tmp_path):
+    """In an environment of its own, where other processes see nothing of it and a missing megalith breaks nothing."""
+    venv.create(tmp_path / "env", symlinks=True)
+    python = tmp_path / "env" / "bin" / "python"
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(tmp_path / "env")}))
+    ours = Path(megalith.__file__).parents[1]
+    (packages / "a.pth").write_text(f"{ours}\n{sysconfig.get_path('purelib')}\n")
+    content = {**DOCUMENTED, "num_processes": 2, "mixed_precision": "no"}
+    plugin = {"tp_degree": 1, "pp_degree": 2, "num_micro_batches": 4}
+    content["megatron_lm_config"] = {f"megatron_lm_{name}": value for name, value in plugin.items()}
+    file = tmp_path / "accelerate" / "default_config.yaml"
+    file.parent.mkdir()
+    file.write_text(yaml.safe_dump(content))
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE", "MEGATRON", "PYTHON"))}
+    clean |= {"OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path)}
+
+    def run(*words, **more):
+        done = subprocess.run([python, *words], env=clean | more, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done
+
+    run("-m", "megalith.cli", "accelerate", "enable")
+    run(
+        *("-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--num_processes", "2"),
+        *("--main_process_port", "0", str(SCRIPT), "env", str(tmp_path)),
+    )
+    assert (tmp_path / "checkpoint-epoch-0" / "megalith").is_dir()
+    seen = "import sys; print(sorted({'megalith', 'argparse', 'torch'} & set(sys.modules)))"
+    assert run("-c", seen, "accelerate", "launch").stdout == "[]\n"
+    (packages / "a.pth").unlink()  # as after an uninstallation: Python still starts
+    told = run("-c", "pass", RANK="0", ACCELERATE_USE_MEGATRON_LM="true").stderr
+    assert set(told.splitlines()) == {"megalith accelerate enable has no effect: No module named 'megalith'"}
+    assert run("-c", "pass").stderr == ""
+    (packages / "a.pth").write_text(f"{ours}\n{sysconfig.get_path('purelib')}\n")
+    run("-m", "megalith.cli", "accelerate", "disable")
+    assert [found.name for found in packages.glob("*.pth")] == ["a.pth"]
 
 
 def test_the_wizard_asks_the_guides_questions_and_writes_its_file(tmp_path, monkeypatch, capsys):
