@@ -44,7 +44,7 @@ def family_of_module(module: nn.Module) -> tuple[Family, dict[str, Any]]:
     if inner:
         raise ConfigError(
             f"{kind.__name__} is a wrapper of {', '.join(inner)}, and what it adds would be lost; give prepare "
-            "the model itself (torch.compile: leave it out; LoRA: merge_and_unload() before, adapters are not trained here)"
+            "the model itself (torch.compile: leave it out; LoRA: merge_and_unload() before; adapters are not trained)"
         )
     theirs = {**config.to_dict(), "architectures": [kind.__name__]}
     return family_of(theirs, kind.__name__), theirs
