@@ -24,7 +24,7 @@ from accelerate_job import (
 from test_accelerate_steps import with_own_loss
 from test_accelerate_training import cases_of
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from megalith.cli.main import main
 from megalith.errors import ConfigError
@@ -177,10 +177,19 @@ def test_a_gradient_with_nan_is_skipped_and_said_so():
     assert not accelerator.optimizer_step_was_skipped
 
 
-def test_the_last_batch_is_filled_up_with_samples_that_do_not_count():
+class Stream(IterableDataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+@pytest.mark.parametrize("dataset", [list, Stream])
+def test_the_last_batch_is_filled_up_with_samples_that_do_not_count(dataset):
     rows, losses = samples(11), []
     accelerator = fresh_accelerator(num_micro_batches=2)
-    model, loader = accelerator.prepare(model_of("llama"), DataLoader(rows, batch_size=2))
+    model, loader = accelerator.prepare(model_of("llama"), DataLoader(dataset(rows), batch_size=2))
     model.eval()
     seen, plain = [], model_of("llama")
     for batch in loader:
@@ -330,8 +339,12 @@ def replicas(folder):
         found = [model(**batch).loss for batch in loader]
         wanted = [plain(**stacked(rows[at : at + 8])).loss for at in (0, 8)]
     close(torch.stack(found), torch.stack(wanted))
-    seen = [accelerator.gather_for_metrics(batch["input_ids"]) for batch in loader]
-    assert torch.equal(torch.cat(seen), stacked(rows)["input_ids"])
+    stream = accelerator.prepare(DataLoader(Stream(rows), batch_size=4))
+    with torch.no_grad():
+        close(torch.stack([model(**batch).loss for batch in stream]), torch.stack(wanted))
+    for turns in (loader, stream):
+        seen = [accelerator.gather_for_metrics(batch["input_ids"]) for batch in turns]
+        assert torch.equal(torch.cat(seen), stacked(rows)["input_ids"])
     assert accelerator.gather_for_metrics(["a", "b"]) == ["a", "b"] * 2
     assert accelerator.reduce(torch.tensor(2.0), "mean") == 2.0
 
