@@ -25,6 +25,7 @@ from megalith.errors import ConfigError
 
 SCRIPT = Path(__file__).parent / "accelerate_script.py"
 ANSWERS = ["This machine", "Multi-GPU", "1", "No", "Yes", "2", "No", "2", "2", "SELECTIVE", "SEQUENTIAL"]
+TWO_MACHINES = ["", "multi-CPU", "2", *[""] * 13]  # up to the rank of this one
 DOCUMENTED = {
     "compute_environment": "LOCAL_MACHINE",
     "distributed_type": "MEGATRON_LM",
@@ -163,6 +164,8 @@ def test_the_wizard_asks_the_guides_questions_and_writes_its_file(tmp_path, monk
 @pytest.mark.parametrize("answers, told", [
     (["This machine", "TPU"], "one of Multi-GPU"),
     (["", "", "", "yes"], "`accelerate config` asks for that"),
+    ([*TWO_MACHINES, "2"], "'2' is no answer to .*rank of this machine.*from 0 to 1 is needed, for there are 2"),
+    ([*TWO_MACHINES, "-1"], "'-1' is no answer to .*rank of this machine"),
     ([*ANSWERS, "4", "no", "1.0", "7"], "7 processes are not tensor 2 × pipeline 2 × data 2 = 8"),
 ])  # fmt: skip
 def test_the_wizard_refuses_what_cannot_be(tmp_path, monkeypatch, answers, told):
@@ -172,6 +175,16 @@ def test_the_wizard_refuses_what_cannot_be(tmp_path, monkeypatch, answers, told)
         with pytest.raises(ConfigError, match=told):
             launch_door.run_command(["config", "--config_file", str(tmp_path / "file")])
     assert not (tmp_path / "file").exists()
+
+
+def test_the_wizards_answer_without_gpus_says_what_it_does(tmp_path, monkeypatch, capsys):
+    (tmp_path / "answers").write_text("\n".join([*TWO_MACHINES, "1"]) + "\n")
+    with open(tmp_path / "answers") as answers:
+        monkeypatch.setattr(sys, "stdin", answers)
+        launch_door.run_command(["config", "--config_file", str(tmp_path / "file")])
+    made = yaml.safe_load((tmp_path / "file").read_text())
+    assert (made["machine_rank"], made["num_machines"], made["use_cpu"]) == (1, 2, False)
+    assert "hide them from the script by CUDA_VISIBLE_DEVICES=" in capsys.readouterr().out
 
 
 def test_the_hook_is_written_and_removed_and_acts_in_launched_processes_alone(tmp_path, monkeypatch):

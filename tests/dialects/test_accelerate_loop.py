@@ -347,3 +347,43 @@ def test_two_processes(pool, tmp_path):
     wanted = reference("llama", data=samples(2 * STEPS * BATCH))[1]
     merged = type(model_of("llama")).from_pretrained(tmp_path)  # by its config.json
     check(([], merged.state_dict()), ([], wanted))
+
+
+class Wrapper(nn.Module):
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.config = base, base.config
+
+
+def test_what_is_not_the_prepared_models_is_said_with_the_way_out():
+    accelerator, model, _, batch = one_step()
+    for name in ("generate", "gradient_checkpointing_enable", "save_pretrained", "dtype"):
+        assert not hasattr(model, name)
+        with pytest.raises(
+            ConfigError, match=rf"has no {name}.*LlamaForCausalLM.*unwrap_model\(model\)\.{name}"
+        ):
+            getattr(model, name)
+    with pytest.raises(AttributeError, match="no attribute 'no_such'"):
+        model.no_such
+    for given in ((batch["input_ids"], batch["labels"]), (batch,)):
+        with pytest.raises(ConfigError, match=rf"{len(given)} arguments without names.*model\(\*\*batch\)"):
+            model(*given)
+
+
+def test_the_prepared_models_zero_grad_forgets():
+    accelerator, model, own, batch = one_step()
+    accelerator.backward(model(**batch).loss)
+    model.zero_grad()
+    own.step()
+    assert all(not change.any() for change in gradients(accelerator, model).values())
+
+
+@pytest.mark.parametrize("wrap", [Wrapper, torch.compile])
+def test_a_wrapper_is_refused_with_what_it_wraps(wrap):
+    with pytest.raises(ConfigError, match="wrapper of LlamaForCausalLM.*merge_and_unload"):
+        fresh_accelerator().prepare(wrap(model_of("llama")))
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    with pytest.raises(ConfigError, match="none of the optimizer's .* is one of the model's"):
+        fresh_accelerator().prepare(model_of("llama"), adamw(model_of("llama")))

@@ -62,6 +62,10 @@ FROM_LOGITS = (
 )
 
 
+class NotPrepared(ConfigError, AttributeError):
+    """A prepared model was asked for what only the script's own one has."""
+
+
 class MegatronEngine(nn.Module):
     """A prepared model. `engine(**batch)` takes this replica's samples and gives what the Hugging Face model would.
 
@@ -127,12 +131,35 @@ class MegatronEngine(nn.Module):
         experts = config.model.num_experts is not None
         return build_mesh(config.parallel, processes, self.device.type, has_experts=experts)
 
-    def forward(self, input_ids: Tensor | None = None, **batch: Any) -> Any:
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_module", [None])[0]
+            if module is None or not hasattr(type(module), name):
+                raise
+            raise NotPrepared(
+                f"the prepared model has no {name}: its {type(module).__name__} is sharded over the ranks; use "
+                f"accelerator.unwrap_model(model).{name}, on every rank, or call it before prepare "
+                "(recomputation: MegatronLMPlugin(recompute_granularity=…))"
+            ) from None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients of the step, as the optimizer's does."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none)
+
+    def forward(self, input_ids: Tensor | None = None, *others: Any, **batch: Any) -> Any:
         """The outputs of transformers: `loss` where there are labels, the same on every rank; `logits` [batch, seq,
         vocab] of this replica, where there are none or the plugin's return_logits says so.
 
         In training (`train()`, gradients enabled) it makes forward and backward passes; else forward passes alone.
         """
+        if others or isinstance(input_ids, Mapping):
+            raise ConfigError(
+                f"the model was called with {1 + len(others)} arguments without names, the first a "
+                f"{type(input_ids).__name__}; give input_ids alone so, and the others by name: model(**batch)"
+            )
         if input_ids is not None:
             batch["input_ids"] = input_ids
         # What decides the passes is read on the host; a script's own functions get tensors of the device.

@@ -75,6 +75,11 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.model, self.config, self.defaults = model, config, given.defaults
         named = dict(model.parameters.named)
         of_group = {id(p): n for n, group in enumerate(given.param_groups) for p in group["params"]}
+        if not of_group.keys() & {id(p) for found in origins.values() for p in found}:
+            raise ConfigError(
+                f"none of the optimizer's {len(of_group)} parameters is one of the model's, so nothing would be trained; "
+                "make it of the model that prepare is given: AdamW(model.parameters())"
+            )
         groups: list[dict[str, Any]] = [
             {**{name: value for name, value in group.items() if name not in OF_TORCH}, "params": []}
             for group in given.param_groups
