@@ -12,6 +12,7 @@ import forked
 import pytest
 import torch
 import yaml
+from accelerate.commands.launch import launch_command_parser
 from accelerate_job import fresh_accelerator, model_of
 
 import megalith.accelerate
@@ -185,6 +186,23 @@ def test_the_wizards_answer_without_gpus_says_what_it_does(tmp_path, monkeypatch
     made = yaml.safe_load((tmp_path / "file").read_text())
     assert (made["machine_rank"], made["num_machines"], made["use_cpu"]) == (1, 2, False)
     assert "hide them from the script by CUDA_VISIBLE_DEVICES=" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag, left", [
+    ("--use_deepspeed", "use_deepspeed"), ("--use_fsdp", "use_fsdp"), ("--cpu", "cpu"), ("--multi_gpu", None),
+])  # fmt: skip
+def test_a_type_of_the_command_line_goes_before_the_files(tmp_path, monkeypatch, flag, left):
+    (tmp_path / "file").write_text(yaml.safe_dump({**DOCUMENTED}))
+    for name in [name for name in os.environ if name.startswith("MEGATRON_LM")]:
+        monkeypatch.delenv(name)
+    with monkeypatch.context() as kept:
+        kept.setattr(os, "environ", dict(os.environ))
+        words = [flag, "--config_file", str(tmp_path / "file"), "train.py"]
+        args = launch_command_parser().parse_args(words)
+        launch_door.choose_megatron(args)
+        told = [name for name in os.environ if name.startswith("MEGATRON_LM")]
+    assert (args.use_megatron_lm, args.multi_gpu, bool(told)) == (left is None, False, left is None)
+    assert left is None or getattr(args, left)
 
 
 def test_the_hook_is_written_and_removed_and_acts_in_launched_processes_alone(tmp_path, monkeypatch):

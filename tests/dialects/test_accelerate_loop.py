@@ -356,7 +356,7 @@ class Wrapper(nn.Module):
 
 
 def test_what_is_not_the_prepared_models_is_said_with_the_way_out():
-    accelerator, model, _, batch = one_step()
+    _, model, _, batch = one_step()
     for name in ("generate", "gradient_checkpointing_enable", "save_pretrained", "dtype"):
         assert not hasattr(model, name)
         with pytest.raises(
@@ -364,7 +364,7 @@ def test_what_is_not_the_prepared_models_is_said_with_the_way_out():
         ):
             getattr(model, name)
     with pytest.raises(AttributeError, match="no attribute 'no_such'"):
-        model.no_such
+        _ = model.no_such
     for given in ((batch["input_ids"], batch["labels"]), (batch,)):
         with pytest.raises(ConfigError, match=rf"{len(given)} arguments without names.*model\(\*\*batch\)"):
             model(*given)
@@ -380,10 +380,10 @@ def test_the_prepared_models_zero_grad_forgets():
 
 @pytest.mark.parametrize("wrap", [Wrapper, torch.compile])
 def test_a_wrapper_is_refused_with_what_it_wraps(wrap):
-    with pytest.raises(ConfigError, match="wrapper of LlamaForCausalLM.*merge_and_unload"):
+    with pytest.raises(ConfigError, match=r"wrapper of LlamaForCausalLM.*merge_and_unload"):
         fresh_accelerator().prepare(wrap(model_of("llama")))
 
 
 def test_an_optimizer_of_another_model_is_refused():
-    with pytest.raises(ConfigError, match="none of the optimizer's .* is one of the model's"):
+    with pytest.raises(ConfigError, match=r"none of the optimizer's .* is one of the model's"):
         fresh_accelerator().prepare(model_of("llama"), adamw(model_of("llama")))

@@ -101,7 +101,7 @@ def choose_megatron(args: Any) -> None:
     """
     asked = _file_of(args)
     if asked.get("distributed_type") == "MEGATRON_LM" and not (
-        args.use_deepspeed or args.use_fsdp or args.tpu
+        args.use_deepspeed or args.use_fsdp or args.tpu or args.cpu
     ):
         args.use_megatron_lm, args.multi_gpu = True, False
     if args.use_megatron_lm:

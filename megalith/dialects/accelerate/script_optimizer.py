@@ -77,7 +77,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         of_group = {id(p): n for n, group in enumerate(given.param_groups) for p in group["params"]}
         if not of_group.keys() & {id(p) for found in origins.values() for p in found}:
             raise ConfigError(
-                f"none of the optimizer's {len(of_group)} parameters is one of the model's, so nothing would be trained; "
+                f"none of the optimizer's {len(of_group)} parameters is one of the model's; "
                 "make it of the model that prepare is given: AdamW(model.parameters())"
             )
         groups: list[dict[str, Any]] = [
