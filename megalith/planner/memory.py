@@ -197,11 +197,10 @@ class StageMemory:
         """
         model, width, documents = self.model, self.width, self.config.keeps_documents_apart
         sequences, seq = self.config.rows_at_once, self.config.data.seq_length
+        if not makes_mask(self.config):
+            return 0
         windowed = sum((window or seq) < seq for window in model.windows)
         exchanged = self.context == 1 or self.parallel.cp_exchange == "a2a"
-        makes_mask = width == MASTER_BYTES or (model.attention_dropout if exchanged else windowed)
-        if not makes_mask or not (documents or windowed):
-            return 0
         scores = (sequences if documents else 1) * (seq if exchanged else seq // self.context) ** 2
         repeated = 0
         if model.query_groups < model.num_attention_heads:
@@ -241,6 +240,15 @@ class StageMemory:
     def _mean(self, in_layers: int) -> float:
         """Of a layer."""
         return in_layers / max(self.layers, 1)
+
+
+def makes_mask(config: RunConfig) -> bool:
+    """Whether attention needs a mask for documents or a window, since its kernel does not take them."""
+    model, parallel, seq = config.model, config.parallel, config.data.seq_length
+    windowed = any((window or seq) < seq for window in model.windows)
+    exchanged = parallel.context_parallel_size == 1 or parallel.cp_exchange == "a2a"
+    lacks = config.train.precision == "fp32" or (model.attention_dropout if exchanged else windowed)
+    return bool(lacks and (config.keeps_documents_apart or windowed))
 
 
 def saved_activations(
