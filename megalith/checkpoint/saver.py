@@ -51,6 +51,7 @@ from megalith.checkpoint.writer import ShardWriter, not_saved, shard_bytes_for
 from megalith.comm.collectives import Axis, gather_json, scatter_json
 from megalith.errors import CheckpointError
 from megalith.launch.heartbeat import BACKGROUND
+from megalith.optim.moments import Moment
 from megalith.parallel.gather import ALONE
 from megalith.parallel.shards import Box
 from megalith.remote import StorePath, place
@@ -344,7 +345,9 @@ def _share(plan: Plan, boxes: Boxes) -> list[Piece]:
 def _staged(share: list[Piece], staging: Staging) -> Share:
     """The share's values as they are now; where there is no memory for it, that error when they are asked for."""
     try:
-        copies = staging.copy(values for _, _, values, _, _ in share)
+        copies = staging.copy(
+            values.float() if isinstance(values, Moment) else values for _, _, values, _, _ in share
+        )
     except (RuntimeError, MemoryError) as error:
         refused = error
 
@@ -368,10 +371,10 @@ class Staging:
 
     def copy(self, tensors: Iterable[Tensor]) -> list[HostBytes]:
         """The tensors as they are now. The copies last until the next call, which reuses the memory."""
-        tensors = list(tensors)
-        devices = {tensor.device for tensor in tensors if tensor.is_cuda}
-        copies, at = [], 0
-        for tensor in tensors:
+        devices, copies, at = set(), [], 0
+        for tensor in tensors:  # one at a time: some are made for this
+            if tensor.is_cuda:
+                devices.add(tensor.device)
             source, parts = byte_view(tensor), []
             while source.numel():
                 room = self._room(at, pinned=bool(devices))[: source.numel()]

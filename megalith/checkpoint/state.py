@@ -29,6 +29,7 @@ from megalith.comm.collectives import Axis, gather_json
 from megalith.errors import CheckpointError, shorten
 from megalith.models.adapters import ADAPTER
 from megalith.ops.fp8 import AmaxTable
+from megalith.optim.moments import Moment
 from megalith.parallel.data.replicas import copies_of
 from megalith.parallel.gather import ALONE
 from megalith.parallel.shards import Box, box_of
@@ -73,16 +74,20 @@ def _chunks(model: Model) -> Sequence[nn.Module]:
 def optimizer_boxes(optimizer: torch.optim.Optimizer, model: Model | None) -> dict[str, Box]:
     """The state of each parameter: `optim.{name}.exp_avg` and so on. The groups must have `param_names`.
 
-    The optimizer steps the local shards of `model`'s parameters; None: they are whole.
+    Moments in fewer bytes are a `Moment`, float32 to a checkpoint. The optimizer steps the local shards of `model`'s
+    parameters; None: they are whole.
     """
     parameters = {} if model is None else model_boxes(model)
     boxes = {}
     for group in optimizer.param_groups:
         for name, parameter in zip(group["param_names"], group["params"]):
             for key, value in optimizer.state[parameter].items():
-                box = box_of(value)
                 if name in parameters and key in STATE_WITH_ROWS:
                     box = replace(parameters[name], values=value)
+                elif isinstance(value, Moment):
+                    box = Box(value, (0,) * len(value.shape), tuple(value.shape), owned=True)
+                else:
+                    box = box_of(value)
                 boxes[f"optim.{name}.{key}"] = box
     return boxes
 
@@ -202,9 +207,23 @@ def _fill(
     stored = _cut(boxes, unpadded_rows)
     _check_fit(checkpoint, part, stored, world)
     together(world, lambda: checkpoint.check_contents(files_for(checkpoint.manifest, part, stored)))
-    together(world, lambda: checkpoint.fill(part, stored))
-    for name in unpadded_rows.keys() & boxes.keys():
-        boxes[name].values[len(stored[name].values) :].zero_()
+    together(world, lambda: _fill_boxes(checkpoint, part, boxes, stored))
+
+
+def _fill_boxes(
+    checkpoint: Checkpoint, part: str, boxes: Mapping[str, Box], stored: Mapping[str, Box]
+) -> None:
+    """Fills `boxes`, of which `stored` are the rows that the checkpoint has; the others become zero."""
+    moments = {name: box for name, box in stored.items() if isinstance(box.values, Moment)}
+    checkpoint.fill(part, {name: box for name, box in stored.items() if name not in moments})
+    for name, box in moments.items():
+        values = boxes[name].values
+        wide = torch.zeros(values.shape, device=values.device)
+        checkpoint.fill(part, {name: replace(box, values=wide[: len(box.values)])})
+        values.copy_(wide)
+    for name in stored.keys() - moments.keys():
+        if stored[name].shape != boxes[name].shape:
+            boxes[name].values[len(stored[name].values) :].zero_()
 
 
 def _check_fit(checkpoint: Checkpoint, part: str, boxes: Mapping[str, Box], world: Axis) -> None:

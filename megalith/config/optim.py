@@ -13,6 +13,8 @@ Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 ADAM = Needs("optimizer", but="sgd")
 MUON = Needs("optimizer", "muon")
+ADAM_OR_MUON = Needs("optimizer", "adamw", "adam", "muon", strict=True)
+MomentDtype = Literal["fp32", "bf16", "fp8"]
 WSD = Needs("lr_decay_style", "WSD")
 GROWS = Needs("weight_decay_incr_style", "linear", "cosine", strict=True)
 OFFLOADED = Needs("optimizer_cpu_offload", True)
@@ -98,6 +100,13 @@ class OptimConfig(Section):
     adam_eps: Annotated[PositiveFloat, KEPT, ADAM] = 1e-8
     """Added to the square root of the second moment."""
 
+    exp_avg_dtype: Annotated[MomentDtype, KEPT, ADAM_OR_MUON] = "fp32"
+    """What the first moment is kept in: `bf16`, or `fp8`, an 8-bit dynamic float in blocks of up to 256 elements, each
+    with an fp32 scale. Rounded stochastically, alike in every layout; in fp32 in checkpoints. Not Muon's momentum."""
+
+    exp_avg_sq_dtype: Annotated[MomentDtype, KEPT, ADAM_OR_MUON] = "fp32"
+    """What the second moment is kept in."""
+
     sgd_momentum: Annotated[Decay, KEPT, Needs("optimizer", "sgd")] = 0.9
     """SGD's momentum."""
 
@@ -146,3 +155,8 @@ class OptimConfig(Section):
 
     overlap_cpu_optimizer_d2h_h2d: Annotated[bool, Decides.NOTHING, OFFLOADED] = True
     """Copies to and from the host go on while the CPU steps; false: one after the other, in less pinned memory."""
+
+    @property
+    def reduces_moments(self) -> bool:
+        """Whether a moment of Adam's is kept in fewer bytes than fp32's."""
+        return (self.exp_avg_dtype, self.exp_avg_sq_dtype) != ("fp32", "fp32")

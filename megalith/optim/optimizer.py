@@ -36,6 +36,7 @@ from torch import Tensor, nn
 from megalith.config import OptimConfig
 from megalith.errors import ConfigError, nearest_of
 from megalith.ops import kernels as fused
+from megalith.optim.moments import ReducedAdam
 from megalith.optim.offload import OffloadedOptimizer, kept_on_host
 
 
@@ -51,6 +52,12 @@ class Placement:
     matrices: Sequence[int] | None = None
     """Of a layer's matrix [rows, columns], or [experts, rows, columns]: the matrices that it consists of, whose rows
     alternate in runs of so many: (rows,) where it is one, (1, 1) where they alternate. None: embedding, head, bias …"""
+    shape: Sequence[int] | None = None
+    """Of the global parameter; None: the shard's."""
+    offset: Sequence[int] | None = None
+    """Where the shard begins in it; None: at the first element."""
+    seed: int = 0
+    """The run's, by which moments are rounded."""
 
 
 @dataclass(frozen=True)
@@ -91,6 +98,11 @@ def check_optimizer(config: OptimConfig) -> None:
         raise ConfigError(
             f"optim.optimizer {config.optimizer!r} is not known{nearest_of(config.optimizer, known)}; give one of "
             "these, or register it with megalith.register_optimizer"
+        )
+    if config.reduces_moments and config.optimizer_cpu_offload:
+        raise ConfigError(
+            f"optim.optimizer_cpu_offload steps moments in fp32, and optim.exp_avg_dtype is {config.exp_avg_dtype}, "
+            f"optim.exp_avg_sq_dtype {config.exp_avg_sq_dtype}; turn it off, or leave both at fp32"
         )
     if config.optimizer not in BUILT_IN and config.optimizer_cpu_offload:
         raise ConfigError(
@@ -169,13 +181,18 @@ def adamw(
     parameters: Sequence[TrainedParameter], config: OptimConfig, on_host: Collection[str] = ()
 ) -> torch.optim.Optimizer:
     """AdamW with its state at zero, that of the names `on_host` in the host's memory."""
+    if config.reduces_moments:
+        return _with_state(
+            ReducedAdam, parameters, config, on_host, **_adam(config), decoupled_weight_decay=True
+        )
     return _with_state(AdamW, parameters, config, on_host, **_adam(config))
 
 
 def _plain_adam(
     parameters: Sequence[TrainedParameter], config: OptimConfig, on_host: Collection[str]
 ) -> torch.optim.Optimizer:
-    return _with_state(torch.optim.Adam, parameters, config, on_host, **_adam(config))
+    kind = ReducedAdam if config.reduces_moments else torch.optim.Adam
+    return _with_state(kind, parameters, config, on_host, **_adam(config))
 
 
 def _sgd(
@@ -200,7 +217,10 @@ def _with_state(
 ) -> torch.optim.Optimizer:
     optimizer = kind(decay_groups(parameters, config), lr=config.lr, fused=True, **settings)
     set_learning_rate(optimizer, config.lr, config.weight_decay, config.decoupled_lr)
+    dtypes = config.exp_avg_dtype, config.exp_avg_sq_dtype
     for item in parameters:
+        if kind is ReducedAdam and optimizer.take(item, dtypes):
+            continue
         device = torch.device("cpu") if item.name in on_host else item.parameter.device
         optimizer.state[item.parameter] = _initial_state(
             item.parameter, kind is torch.optim.SGD, config, device
@@ -298,7 +318,7 @@ class Muon(torch.optim.Optimizer):
     def __init__(
         self,
         matrices: Sequence[TrainedParameter],
-        others: AdamW | None,
+        others: torch.optim.Optimizer | None,
         config: OptimConfig,
         dtype: torch.dtype,
     ):

@@ -80,7 +80,7 @@ class ModelSpec:
     build: Callable[[Mesh], Model]
     """Makes the model; called on the meta device. Its sharded layers take mesh.tp."""
     seed: int = 1234
-    """Of the initial weights."""
+    """Of the initial weights, and of rounding in the optimizer."""
     loss: Loss = CrossEntropy()  # noqa: RUF009 (it has no state)
 
     config = None
@@ -145,7 +145,7 @@ class TransformerSpec(ModelSpec):
     def __init__(self, model: Transformer, run: RunConfig):
         """`model` is on the meta device; it is taken apart."""
         loss = CrossEntropy() if run.train.calculate_per_token_loss else MicroBatchMean()
-        super().__init__(build=lambda mesh: model, loss=loss)
+        super().__init__(build=lambda mesh: model, seed=run.train.seed, loss=loss)
         self.run, self.config = run, run.model
         self.further_layers = len(run.model.further_layers)
         self.has_experts = run.model.num_experts is not None
@@ -281,7 +281,7 @@ class ParallelModel:
 
     def placements(self) -> dict[str, Placement]:
         """By name where this rank's shard of each parameter stands, and which matrices it is made of."""
-        return self.parameters.placements(self.spec.matrices)
+        return self.parameters.placements(self.spec.matrices, self.spec.seed)
 
     def end_step(self, skipped: Tensor) -> None:
         """After the optimizer's step, which was `skipped` (1) or not (0): moves FP8's scales on, and balances the

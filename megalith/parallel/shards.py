@@ -106,16 +106,19 @@ class LocalParameters:
         self.named = [(name, self._plain(name, parameter)) for name, parameter in self._state]
         """Names and plain fp32 parameters of their local shape, some of them empty; share storage with the state."""
 
-    def placements(self, matrices: Callable[[str, torch.Size], Sequence[int] | None]) -> dict[str, Placement]:
+    def placements(
+        self, matrices: Callable[[str, torch.Size], Sequence[int] | None], seed: int
+    ) -> dict[str, Placement]:
         """By name, for an optimizer. `matrices` says which matrices a parameter of a name and shape is made of."""
         made = {}
         for name, parameter in self._state:
             tensor, box = placed(parameter), self.boxes[name]
-            parts = matrices(name, tensor.shape)
+            stands = dict(
+                matrices=matrices(name, tensor.shape), shape=box.shape, offset=box.offset, seed=seed
+            )
             if isinstance(tensor, DTensor):
-                made[name] = Placement(partial(_gathered, tensor), partial(_own_part, tensor, box), parts)
-            else:
-                made[name] = Placement(matrices=parts)
+                stands |= dict(whole=partial(_gathered, tensor), own=partial(_own_part, tensor, box))
+            made[name] = Placement(**stands)
         return made
 
     @torch.no_grad()

@@ -23,6 +23,7 @@ from megalith.config.rules.fastest import with_fastest
 from megalith.data.batch import Batch
 from megalith.generation.sampling import generate
 from megalith.launch.launcher import this_process
+from megalith.optim.moments import Moment
 from megalith.parallel.gather import global_tensors
 from megalith.parallel.mesh import build_mesh
 from megalith.parallel.shards import Box
@@ -132,7 +133,11 @@ def _digest(values: Tensor) -> str:
 
 
 def _state(run: Run) -> dict[str, Box]:
-    return model_boxes(run.model.chunks) | optimizer_boxes(run.optimizer, run.model.chunks)
+    state = optimizer_boxes(run.optimizer, run.model.chunks)
+    wide = {
+        name: replace(b, values=b.values.float()) for name, b in state.items() if isinstance(b.values, Moment)
+    }
+    return model_boxes(run.model.chunks) | state | wide
 
 
 def _whole(run: Run, boxes: Mapping[str, Box]) -> dict[str, Tensor]:

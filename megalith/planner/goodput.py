@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from megalith.config import RunConfig
 from megalith.planner.counts import count_parameters
-from megalith.planner.memory import MASTER_BYTES, OPTIMIZER_BYTES
+from megalith.planner.memory import MASTER_BYTES
 
 HOURS_OF_LLAMA3 = 54 * 24
 FAILURES_A_GPU_HOUR = (
@@ -68,10 +68,10 @@ class Goodput:
 
 
 def checkpoint_bytes(config: RunConfig) -> int:
-    """Weights in fp32 and the optimizer's moments."""
+    """Weights in fp32 and the optimizer's moments, which a checkpoint has in fp32."""
     counts = count_parameters(config.model, lora=config.lora)
     trained = counts.adapters or counts.total
-    return MASTER_BYTES * counts.total + OPTIMIZER_BYTES.get(config.optim.optimizer, 8) * trained
+    return MASTER_BYTES * counts.total + {"sgd": 4, "muon": 4}.get(config.optim.optimizer, 8) * trained
 
 
 def goodput(

@@ -28,7 +28,7 @@ from dataclasses import dataclass, fields
 
 from torch import nn
 
-from megalith.config import RunConfig
+from megalith.config import OptimConfig, RunConfig
 from megalith.config.rules.expert_rules import expert_data_parallel_size, expert_shard_size
 from megalith.config.rules.parallel_rules import shard_size
 from megalith.models.linear import Linear
@@ -39,10 +39,19 @@ from megalith.planner.counts import MetaModel, layers_of
 
 MASTER_BYTES = 4  # fp32 weights
 GRADIENT_BYTES = 4  # fp32 gradients
-OPTIMIZER_BYTES = {"adamw": 8, "adam": 8, "sgd": 4, "muon": 4}  # fp32 moments; others as AdamW's
+MOMENT_BYTES = {"fp32": 4, "bf16": 2, "fp8": 1 + 4 / 256}  # with blocks as long as they may be
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 LOGITS_AT_ONCE = 2**26
 LAYERS_GATHERED = 2  # with optim_grads_params: the one that computes, and the next
+
+
+def moment_bytes(optim: OptimConfig) -> tuple[float, float]:
+    """Of an element's optimizer state, in the layers and outside of them, where Muon is AdamW too; vectors, which are
+    few, are counted as matrices. An optimizer of one's own is taken to be as Adam in fp32."""
+    if optim.optimizer == "sgd":
+        return 4, 4
+    both = MOMENT_BYTES[optim.exp_avg_dtype] + MOMENT_BYTES[optim.exp_avg_sq_dtype]
+    return (4 if optim.optimizer == "muon" else both), both
 
 
 @dataclass(frozen=True)
@@ -123,9 +132,10 @@ class StageMemory:
         tokens = self.config.rows_at_once * self.config.data.seq_length // self.context
         logits = min(tokens * rows, LOGITS_AT_ONCE) if self.head else 0
         offloaded = optim.optimizer_offload_fraction if optim.optimizer_cpu_offload else 0.0
-        moments = OPTIMIZER_BYTES.get(optim.optimizer, 8) * trained
-        if optim.optimizer == "muon" and not self.adapters:  # which is AdamW outside of the layers
-            moments += (OPTIMIZER_BYTES["adamw"] - OPTIMIZER_BYTES["muon"]) * self.outside / self.shards
+        each, of_ends = moment_bytes(optim)
+        moments = each * trained
+        if not self.adapters:
+            moments += (of_ends - each) * self.outside / self.shards
         activations = int(width * tokens * self._saved_per_token()) + self._masked_attention()
         loss = (4 + 2 * width) * logits + (0 if self.adapters else GRADIENT_BYTES * head)
         gradients = GRADIENT_BYTES * self.adapters or int(

@@ -65,7 +65,9 @@ RECOMPUTED: list[dict[str, Any]] = [
     {"recompute_granularity": "selective", "recompute_modules": ["layernorm", "mlp"], **SHARDS},
     {"recompute_granularity": "full", "recompute_method": "uniform"},
 ]
+# What is tried where nothing fits otherwise, in this order.
 OFFLOADED = {"optim.optimizer_cpu_offload": True, "optim.optimizer_offload_fraction": 1.0}
+REDUCED = [{"optim.exp_avg_dtype": dtype, "optim.exp_avg_sq_dtype": dtype} for dtype in ("bf16", "fp8")]
 
 
 @dataclass(frozen=True)
@@ -113,6 +115,10 @@ class PlannedLayout:
             found.append(f"recomputed: {modules}")
         if not parallel.save_gathered_inputs:
             found.append("gathered again")
+        if self.config.optim.reduces_moments:
+            found.append(
+                f"moments in {self.config.optim.exp_avg_dtype} and {self.config.optim.exp_avg_sq_dtype}"
+            )
         if self.config.optim.optimizer_cpu_offload:
             found.append("optimizer state on the host")
         return ", ".join(found)
@@ -164,8 +170,10 @@ def plan(
     check_training(search.clean.with_settings({"train.micro_batch_size": 1}), 1)
     check_optimizer(config.optim)
     search.run({})
-    if not answer.fitting:
-        search.run(OFFLOADED)
+    adam, reduced = config.optim.optimizer in ("adamw", "adam"), config.optim.reduces_moments
+    for smaller in [*(REDUCED if adam else []), *([] if reduced else [OFFLOADED])]:
+        if not answer.fitting:
+            search.run(smaller)
     if not answer.tried:
         raise ConfigError(
             answer.refused.most_common(1)[0][0] if answer.refused else "there is no layout to try"

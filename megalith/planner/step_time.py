@@ -26,7 +26,7 @@ from megalith.parallel.pipeline.simulate import Durations, simulate
 from megalith.parallel.pipeline.stages import Stage, assign_layers, run_schedule, schedule_kind, virtual_size
 from megalith.parallel.pipeline.timeline import Timeline
 from megalith.planner.counts import MetaModel, layers_of
-from megalith.planner.memory import COMPUTE_BYTES, OPTIMIZER_BYTES, makes_mask
+from megalith.planner.memory import COMPUTE_BYTES, makes_mask, moment_bytes
 from megalith.planner.rates import NETWORK, Rates, bytes_per_second, peak_flops
 from megalith.planner.traffic import context_bytes, expert_bytes, hidden_bytes
 
@@ -510,7 +510,7 @@ class _Model:
             0 if adapters else experts / (shards and replicas if self.fsdp else 1)
         )
         offloaded = config.optim.optimizer_offload_fraction if config.optim.optimizer_cpu_offload else 0.0
-        moments = OPTIMIZER_BYTES.get(config.optim.optimizer, 8)
+        moments, _ = moment_bytes(config.optim)
         found["optimizer"] += (UPDATE - 16 + 2 * moments) * state * (1 - offloaded) / self.streams
         if offloaded:
             found["optimizer"] += max(

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 from megalith.comm.collectives import local
 from megalith.config import RunConfig
 from megalith.errors import TrainingError
+from megalith.optim.moments import Moment
 from megalith.planner.layout import Layout, alternative, build_layout
 from megalith.report.layout_text import amount, layers_text, memory_unit
 
@@ -128,7 +129,11 @@ def _changes(config: RunConfig) -> Iterable[tuple[dict[str, Any], bool]]:
     if parallel.recompute_granularity is None:
         yield {"parallel.recompute_granularity": "selective", "parallel.recompute_modules": ["mlp"]}, False
     if not config.optim.optimizer_cpu_offload:
-        yield {"optim.optimizer_cpu_offload": True}, False
+        if config.optim.optimizer in ("adamw", "adam"):
+            yield {"optim.exp_avg_dtype": "bf16", "optim.exp_avg_sq_dtype": "bf16"}, False
+            yield {"optim.exp_avg_dtype": "fp8", "optim.exp_avg_sq_dtype": "fp8"}, False
+        if not config.optim.reduces_moments:
+            yield {"optim.optimizer_cpu_offload": True}, False
     for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
         yield {f"parallel.{name}": 2 * getattr(parallel, name)}, False
 
@@ -140,7 +145,10 @@ def _word(value: Any) -> str:
 def _optimizer_tensors(optimizer: Optimizer | None, device: torch.device) -> list[torch.Tensor]:
     if optimizer is None:
         return []
-    values = [value for state in optimizer.state.values() for value in state.values()]
+    kept = [value for state in optimizer.state.values() for value in state.values()]
+    values = [
+        tensor for value in kept for tensor in (value.tensors if isinstance(value, Moment) else [value])
+    ]
     return [value for value in values if isinstance(value, torch.Tensor) and value.device.type == device.type]
 
 

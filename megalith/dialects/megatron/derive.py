@@ -515,6 +515,26 @@ def muon(given: Given) -> None:
     )
 
 
+def moments(given: Given) -> None:
+    """optim.exp_avg_dtype and exp_avg_sq_dtype, with --use-precision-aware-optimizer and --optimizer adam: bf16 is
+    rounded at random here, and fp8 has a scale a block and a dynamic exponent. Weights and gradients stay in fp32,
+    which --main-params-dtype and --main-grads-dtype cannot change."""
+    for flag in ("--exp-avg-dtype", "--exp-avg-sq-dtype"):
+        value = given[flag]
+        if value == "fp32":
+            continue
+        if not given["--use-precision-aware-optimizer"]:
+            given.problems.append(
+                f"{flag} {value} needs --use-precision-aware-optimizer; give it, or leave {flag} out"
+            )
+        elif value == "fp16":
+            given.problems.append(
+                f"{flag} fp16 is refused: there are bf16, as large, and fp8; choose one of them"
+            )
+        else:
+            given.set(f"optim.{flag[2:].replace('-', '_')}", value)
+
+
 def recompute(given: Given) -> None:
     """parallel.recompute_granularity, recompute_method, recompute_num_layers and recompute_modules;
     --recompute-activations is selective."""

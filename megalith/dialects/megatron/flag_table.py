@@ -30,7 +30,7 @@ TP_OVERLAP = (
 )
 DISPATCHER = "it tunes dispatchers that are not here"
 MEMORY = "it only saves memory; here parallel.recompute_granularity and parallel.cpu_offloading_num_layers do"
-FP32 = "gradients, weights and optimizer state are kept and summed in fp32, which is at least as exact"
+FP32 = "gradients and weights are kept and summed in fp32, which is at least as exact"
 GARBAGE = "steps wait for no garbage collection"
 CUDA_GRAPHS = "there are no CUDA graphs: torch.compile is applied to each block"
 RECOVERY = "the launcher, the hang watch and restarts from the newest whole checkpoint are always there"
@@ -193,6 +193,9 @@ FLAGS: dict[str, Flag] = {
     "--adam-beta1":                    Sets("float", "optim.adam_beta1", default=0.9),
     "--adam-beta2":                    Sets("float", "optim.adam_beta2", default=0.999),
     "--adam-eps":                      Sets("float", "optim.adam_eps", default=1e-08),
+    "--exp-avg-dtype":                 Derives("fp32|fp16|bf16|fp8", derive.moments, default="fp32"),
+    "--exp-avg-sq-dtype":              Derives("fp32|fp16|bf16|fp8", derive.moments, default="fp32"),
+    "--use-precision-aware-optimizer": Derives("switch", derive.moments),
     "--sgd-momentum":                  Sets("float", "optim.sgd_momentum", default=0.9),
     "--muon-momentum":                 Sets("float", "optim.muon_momentum", default=0.9),
     "--muon-nesterov":                 Sets("switch", "optim.muon_nesterov"),
@@ -844,11 +847,8 @@ FLAGS: dict[str, Flag] = {
     # no effect: fp32
     "--accumulate-allreduce-grads-in-fp32": NoEffect("switch", FP32),
     "--grad-reduce-in-bf16":                NoEffect("switch", FP32),
-    "--exp-avg-dtype":                      NoEffect("fp32|fp16|bf16|fp8", FP32),
-    "--exp-avg-sq-dtype":                   NoEffect("fp32|fp16|bf16|fp8", FP32),
     "--main-grads-dtype":                   NoEffect("fp32|bf16", FP32),
     "--main-params-dtype":                  NoEffect("fp32|fp16", FP32),
-    "--use-precision-aware-optimizer":      NoEffect("switch", FP32),
     # no effect: lion detail
     "--muon-use-syrk":                  NoEffect("switch", KERNELS),
     "--no-use-layer-wise-param-layout": NoEffect("switch", FSDP_DETAIL),
