@@ -328,7 +328,7 @@ SHOWN_WITH = {
     "tp2-sp-cp2-overlap": "llama lora, dropout",
     "tp2-sp-pp2-overlap": "gpt2 dropout",
     "tp2-sp-dp2-zero3-overlap": "gpt2 documents, recompute all",
-    "ep2": "multi-token prediction",
+    "ep2": "moe sinkhorn",
     "ep4": "multi-token prediction",
     "ep2-allgather": "moe dropping by position, filled up",
     "ep2-dp4": "moe dropping, dropout",
@@ -341,7 +341,7 @@ SHOWN_WITH = {
     "tp2-etp2": "moe dropping by position, filled up",
     "tp2-sp-etp2-ep2": "deepseek documents",
     "tp2-sp-etp2-ep2-allgather": "multi-token prediction",
-    "cp2-ep2": "moe sinkhorn",
+    "cp2-ep2": "multi-token prediction",
     "tp2-sp-cp2-a2a-ep4": "deepseek documents",
     "pp2-ep2": "multi-token prediction",
     "pp2-interleaved-ep2-zero2": "moe recompute all",
@@ -361,7 +361,7 @@ BY_DEFAULT = (
     "cp2-a2a-pp2-interleaved", "cp2-all_gather-pp2-zero_bubble", "cp2-dp2-zero3",
     "pp2-interleaved-dp2-zero2", "pp2-zero_bubble-dp2-zero1", "tp2-sp-pp2-dp2-zero3",
     "tp2-sp-overlap", "cp2-a2a-overlap",
-    "ep2-allgather", "tp2-sp-etp2-ep2", "cp2-ep2", "pp2-interleaved-ep2-zero2",
+    "ep2", "ep2-allgather", "tp2-sp-etp2-ep2", "cp2-ep2", "pp2-interleaved-ep2-zero2",
     "pp2-zero_bubble-tp2-sp-ep2", "ep4-zero3",
 )  # fmt: skip
 
