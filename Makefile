@@ -1,10 +1,11 @@
 # Two commands on a fresh machine with Python 3.11 and make:
 #   make train   creates .venv, prepares Python's standard library as a corpus, trains on it, shows the result
 #   make test    creates .venv, tests everything: 13 minutes on two cores
-#   make test-quick  what needs one process alone and no compiler: four minutes; make test-all  every layout with every feature too
+#   make test-quick  what needs one process alone, no compiler and no seconds: two minutes; make test-all  every layout with every feature too
 #   make megatron-core  installs Megatron core beside .venv, has it load what is exported to it
 #   make sizes   writes docs/sizes.md, from the planner
 #   make cluster-models  installs Kubernetes' and Kubeflow's models beside .venv, has them read deploy/'s manifests
+#   make accelerate-example EXAMPLE=FILE  installs transformers 4.56 beside .venv, runs Accelerate's example for Megatron-LM
 #   make faults  creates .venv, runs the tests of faults and kills a hundred runs at random moments
 PYTHON ?= python3
 VENV := .venv
@@ -13,7 +14,7 @@ READY := $(VENV)/ready
 RUN := runs/quickstart
 PYTEST := $(BIN)/python -m pytest tests --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup train test test-quick test-all megatron-core cluster-models faults sizes lint clean
+.PHONY: setup train test test-quick test-all megatron-core cluster-models accelerate-example faults sizes lint clean
 
 setup: $(READY)
 
@@ -51,7 +52,7 @@ test: $(READY) lint
 	$(PYTEST)
 
 test-quick: $(READY) lint
-	$(PYTEST) -m 'not full and not processes and not compiled'
+	$(PYTEST) -m 'not full and not processes and not compiled and not long'
 
 test-all: $(READY) lint
 	$(PYTEST) -m 'full or not full'
@@ -69,6 +70,15 @@ $(CLUSTER_MODELS)/kubeflow_trainer_api: | $(READY)
 
 cluster-models: $(CLUSTER_MODELS)/kubeflow_trainer_api
 	PYTHONPATH=$(CURDIR)/$(CLUSTER_MODELS) $(BIN)/python tests/launch/against_cluster_models.py
+
+TRANSFORMERS_4 := .transformers-4
+$(TRANSFORMERS_4)/transformers: | $(READY)
+	$(BIN)/pip install --quiet --no-deps --target $(TRANSFORMERS_4) transformers==4.56.2 tokenizers==0.22.2 \
+	    huggingface_hub==0.36.2 datasets==4.0.0 fsspec==2025.9.0 pyarrow dill==0.3.8 multiprocess==0.70.16 xxhash pandas \
+	    python-dateutil six pytz tzdata
+
+accelerate-example: $(TRANSFORMERS_4)/transformers
+	PYTHONPATH=$(CURDIR):$(CURDIR)/$(TRANSFORMERS_4) $(BIN)/python tests/dialects/against_accelerate_example.py $(EXAMPLE)
 
 faults: $(READY)
 	$(BIN)/python -m pytest tests/faults

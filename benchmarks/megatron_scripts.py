@@ -12,6 +12,7 @@ BERT and T5 runs are left out, unless --all. Nothing is trained.
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import shlex
 from collections import Counter
@@ -19,11 +20,14 @@ from pathlib import Path
 
 import yaml
 
+from megalith.config import RunConfig
+from megalith.config.rules.run_rules import check_training
 from megalith.dialects.megatron.flag_kinds import Refused
 from megalith.dialects.megatron.flag_table import FLAGS
-from megalith.dialects.megatron.translate import REQUIRED, translate
+from megalith.dialects.megatron.translate import REQUIRED, in_flags, translate
 from megalith.errors import ConfigError
 
+AXES = ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor")
 LEFT_OUT = re.compile(
     r"inference|multimodal|mimo|llava|vlm|grpo|/rl/|mamba|hybrid|bert|t5|retro|vision|export|msdp|detxoify"
 )
@@ -89,13 +93,20 @@ TORCHRUN = ("--nproc_per_node", "--nproc-per-node", "--nnodes", "--node_rank", "
 
 
 def problems_of(words: list[str]) -> list[str]:
-    """Why a command line does not pass; what is missing is filled in first."""
+    """Why a command line, or the run that it means, does not pass; what is missing is filled in first."""
     known = {word.partition("=")[0] for word in words}
     for flag, value in FILLED_IN.items():
         if flag not in known and not (flag == "--train-iters" and "--train-samples" in known):
             words = [*words, flag, value]
     try:
-        translate(words, ignore_unknown=False)
+        translated = translate(words)
+        sizes = translated.tree.get("parallel", {})
+        tp, pp, cp, ep, etp = (sizes.get(f"{name}_parallel_size") or 1 for name in AXES)
+        processes = pp * math.lcm(tp * cp, ep * etp)  # the fewest that the layout takes
+        tree = translate(words, processes).tree
+        tree["model"].setdefault("vocab_size", 50257)  # the tokenizer's, where there is one
+        with in_flags():
+            check_training(RunConfig.from_tree(tree), processes)
     except ConfigError as error:
         return str(error).split("\n")
     return []

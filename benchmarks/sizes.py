@@ -40,7 +40,7 @@ class SizeRow(NamedTuple):
 ROWS = [
     SizeRow("Accelerate's guide", "7B", "llama2-7b", A100, 8, 1, 1, 1, 1, 2048),
     SizeRow("Accelerate's guide", "13B", "llama2-13b", A100, 8, 2, 1, 1, 1, 2048),
-    SizeRow("Accelerate's guide", "20B ¹", "gpt3-13b", A100, 16, 4, 1, 1, 1, 2048),
+    SizeRow("Accelerate's guide", "20B", "gpt-neox-20b", A100, 16, 4, 1, 1, 1, 2048),
     SizeRow("Accelerate's guide", "40B", "gpt3-39b", A100, 32, 4, 2, 1, 4, 2048),
     SizeRow("Accelerate's guide", "70B", "llama2-70b", A100, 64, 8, 2, 1, 8, 2048),
     SizeRow("Accelerate's guide", "175B", "gpt3-175b", A100, 128, 8, 4, 1, 16, 2048),
@@ -146,8 +146,6 @@ A row is taken as its guide writes it: where it names no sharding of the optimiz
 | guide | row | preset | GPUs | TP/PP/CP/DP | batches | sequence | as written | ms a step | the nearest that fits |
 |---|---|---|---|---|---|---|---|---|---|
 {lines}
-
-¹ No preset has 20B: GPT-NeoX's attention and MLP stand side by side. `gpt3-13b` is the next smaller.
 
 What the guides leave open, and how it is read here:
 

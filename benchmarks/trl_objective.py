@@ -32,6 +32,10 @@ OBJECTIVES = {
         loss_type="grpo", importance_sampling_level="sequence", epsilon=3e-4, epsilon_high=4e-4
     ),
     "sequence .2": dict(importance_sampling_level="sequence"),
+    "luspo": dict(loss_type="luspo", importance_sampling_level="sequence"),
+    "luspo beta .04": dict(loss_type="luspo", importance_sampling_level="sequence", beta=0.04),
+    "sequence beta .04": dict(loss_type="grpo", importance_sampling_level="sequence", beta=0.04),
+    "cispo beta .04": dict(loss_type="cispo", epsilon_high=5.0, beta=0.04),
     "cispo 5": dict(loss_type="cispo", epsilon_high=5.0),
     "beta .04": dict(beta=0.04),
     "beta .04 biased": dict(beta=0.04, use_bias_correction_kl=False),
@@ -51,7 +55,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         errors = {name: compare(Path(folder), name) for name in OBJECTIVES}
     for name, (loss, gradient) in errors.items():
-        print(f"{name:16} loss {loss:.1e}   worst gradient {gradient:.1e}")
+        print(f"{name:18} loss {loss:.1e}   worst gradient {gradient:.1e}")
     return int(any(loss > LOSS_BOUND or gradient > GRADIENT_BOUND for loss, gradient in errors.values()))
 
 

@@ -4,20 +4,73 @@ What runs is what would run: a process of its own with its own environment, sign
 that a launcher in it starts are its children, forked from it in turn.
 """
 
+import functools
 import inspect
 import multiprocessing
+import multiprocessing.forkserver
 import os
+import random
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
+
+import pytest
+import torch
 
 from megalith.launch.pool import PRELOADED
 
+PATIENCE = 600.0  # seconds that a process may take to come to where a test wants it
 DESCRIPTORS = 4096  # that a process may have open here
+GIVEN_OUT = Path("/proc/sys/net/ipv4/ip_local_port_range")  # by the kernel, to who asks for any port
+OURS: list[socket.socket] = []
+
+
+def free_port() -> int:
+    """A port for another process to listen at: between now and then nobody else gets it.
+
+    The kernel gives it to no one who asks for any port, and a name in its list of local sockets, held as long as this
+    process lives, keeps other processes that look for one here from choosing it.
+    """
+    least, most = map(int, GIVEN_OUT.read_text().split())
+    ports = [port for port in range(10_000, 2**16) if not least <= port <= most] or range(10_000, 2**16)
+    chance = random.SystemRandom()
+    while True:
+        port, ours = chance.choice(ports), socket.socket(socket.AF_UNIX)
+        with suppress(OSError), socket.socket() as free:
+            free.bind(("", port))
+            ours.bind(f"\0megalith tests at port {port}")
+            OURS.append(ours)
+            return port
+        ours.close()
+
+
+def is_running(pid: int) -> bool:
+    """False too for one that has ended and that its parent has not yet asked about."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@functools.cache
+def open_forkserver() -> multiprocessing.context.ForkServerContext:
+    """What all processes of the tests are forked from, of the pools too: it has imported what they need, and made what
+    torch and the package make once in a process (warm.py)."""
+    processes = multiprocessing.get_context("forkserver")
+    modules = ["megalith.training.trainer", "megalith.cli.main", "megalith.launch.agent", "pytest"]
+    if not torch.cuda.is_available():  # should they start CUDA, what is forked could not use it
+        modules += ["torch._inductor.compile_fx", "warm"]
+    processes.set_forkserver_preload([*PRELOADED, *modules])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+        multiprocessing.forkserver.ensure_running()
+    return processes
 
 
 class Forked:
@@ -31,8 +84,7 @@ class Forked:
         env: Mapping[str, str] | None = None,
     ):
         """What it prints is added to `log`, to standard error to `errors` (None: to `log` too)."""
-        processes = multiprocessing.get_context("forkserver")
-        processes.set_forkserver_preload(PRELOADED)
+        processes = open_forkserver()
         for path in filter(None, (log, errors)):
             path.touch()
         environment = dict(os.environ if env is None else env)
@@ -46,7 +98,7 @@ class Forked:
         """Negative where a signal ended it; None while it runs."""
         return self._process.exitcode
 
-    def wait(self, timeout: float = 120.0) -> int:
+    def wait(self, timeout: float = PATIENCE) -> int:
         self._process.join(timeout)
         if self.returncode is None:
             raise subprocess.TimeoutExpired("the forked process", timeout)
@@ -61,7 +113,7 @@ class Forked:
 
 
 def run(
-    words: Sequence[object], env: Mapping[str, str] | None = None, timeout: float = 120.0
+    words: Sequence[object], env: Mapping[str, str] | None = None, timeout: float = PATIENCE
 ) -> subprocess.CompletedProcess:
     """`python *words` to its end, as subprocess.run with its output captured as text."""
     with tempfile.TemporaryDirectory() as folder:
@@ -112,8 +164,6 @@ def _become(words: list[str], folder: str, environment: dict[str, str], log: str
 
 def _run_python(words: list[str], environment: dict[str, str]) -> None:
     """`python *words` in this process, to its end."""
-    import torch
-
     for number in (
         signal.SIGTERM,
         signal.SIGHUP,

@@ -146,12 +146,18 @@ SET_IN_PARALLEL = {
         "value.flags",
         "value.value",
     },
+    "overlap/inductor.py": {  # torch's own settings
+        "config.unsafe_marked_cacheable_functions",
+        "torch._functorch.config.activation_memory_budget",
+        "torch._functorch.config.autograd_cache_allow_custom_autograd_functions",
+    },
     "parallel_model.py": {"part.balance_scale", "part.future", "part.future.weights", "part.loss_scale"},
     "pipeline/executor.py": {"run.forward", "self.pipeline.timeline"},
     "shards.py": {
         "plain.grad",
         "parameter.grad",
         "parameter.data",
+        "parameter.placed",
         "made[parameter].placed",
     },  # of parameters
 }
@@ -213,7 +219,7 @@ def test_a_name_stands_for_one_file_and_one_class():
 
 
 LARGEST_FOLDER = 15
-ONE_IMPORTER = 48  # files of which one other file alone knows
+ONE_IMPORTER = 40  # files of which one other file alone knows
 
 
 def test_folders_are_small_and_few_files_serve_one_other():

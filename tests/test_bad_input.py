@@ -285,6 +285,13 @@ def test_requests_to_generate_that_cannot_be(refused, place):
     )
     (place / "latin.txt").write_bytes(b"caf\xe9")
     refused(["generate", "run", "--prompt-file", "latin.txt"], DATA, "prompts cannot be read", "UTF-8")
+    for line in ('{"prompt": "x", "ans', "[1]", '{"prompt": 5}', '{"question": "x"}'):
+        (place / "p.jsonl").write_text('{"prompt": "a\u2028b"}\n\n' + line, encoding="utf-8")
+        refused(
+            ["generate", "run", "--prompt-file", "p.jsonl"],
+            DATA,
+            'p.jsonl line 3 is no object with a "prompt"',
+        )
 
 
 def test_a_run_without_a_tokenizer_generates_text_only_with_one_that_fits_it(refused, capsys):

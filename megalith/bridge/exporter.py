@@ -225,16 +225,14 @@ def export_hf(
     return Export(place(out), chosen, opened, groups, dtypes, notes)
 
 
-def merge_hf(checkpoint: str | Path, path: Path) -> None:
-    """Writes a run's weights into one file by Hugging Face's names, in float32, and config.json beside it unless one is
-    there: `.safetensors`, or `.bin` or `.pt` for torch.load. Holds the whole model in memory.
+def merge_hf(opened: Checkpoint, path: Path) -> None:
+    """Writes a checkpoint's weights into one file by Hugging Face's names, in float32, and config.json beside it unless
+    one is there: `.safetensors`, or `.bin` or `.pt` for torch.load. Holds the whole model in memory.
 
-    Raises CheckpointError for another suffix, or where the checkpoint is not whole or the disk refuses; ConfigError
-    where no family can say the model.
+    Raises CheckpointError for another suffix, or where the disk refuses; ConfigError where no family can say the model.
     """
     if path.suffix not in (".safetensors", ".bin", ".pt"):
         raise CheckpointError(f"the suffix of {path.name} is not known; end it in .safetensors, .bin or .pt")
-    opened = open_existing(checkpoint, ("model",))
     model = config_of(opened).model
     family, found = family_for(model), {}
     for group in family.groups(model):

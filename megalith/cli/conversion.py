@@ -372,16 +372,27 @@ def run_reshard(args: argparse.Namespace) -> int:
 def run_merge(args: argparse.Namespace) -> int:
     from megalith.checkpoint.rewrite import merge
 
-    state = Path(args.path) / "megalith"  # in a folder of Accelerate's save_state
-    path = state if state.is_dir() else args.path
+    part = "model" if args.hf else args.part
+    opened = _open_accelerates(Path(args.path), part) or _open(args.path, part)
     if args.hf:
         from megalith.bridge.exporter import merge_hf
 
-        merge_hf(path, Path(args.output))
+        merge_hf(opened, Path(args.output))
     else:
-        merge(_open(path, args.part), args.part, Path(args.output))
+        merge(opened, part, Path(args.output))
     print(f"wrote {printable(args.output)}")
     return 0
+
+
+def _open_accelerates(folder: Path, part: str) -> Checkpoint | None:
+    """Of a folder of Accelerate's save_state our checkpoint in it, or what legacy_bin has written; None of another."""
+    if (folder / "megalith").is_dir():
+        return _open(str(folder / "megalith"), part)
+    if not any(folder.glob("pytorch_model_tp_*.bin")):
+        return None
+    from megalith.checkpoint.shard_files import open_shard_files
+
+    return open_shard_files(folder, (part,))
 
 
 def _open(path: str, part: str | None) -> Checkpoint:

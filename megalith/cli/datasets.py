@@ -1,4 +1,4 @@
-"""The command line of preparing data: `corpus`, `tokenizer train` and `preprocess`.
+"""The command line of preparing data: `corpus`, `tokenizer train` and `preprocess`; and of looking at it, `data show`.
 
 Each is a function that declares its arguments and one that runs them and returns the exit code. Importing
 this file is cheap; what the commands need is imported when they run.
@@ -7,9 +7,10 @@ this file is cheap; what the commands need is imported when they run.
 from __future__ import annotations
 
 import argparse
+import json
 import time
 
-from megalith.cli.parser import group, leaf
+from megalith.cli.parser import Arguments, group, leaf
 from megalith.errors import ConfigError, printable
 
 
@@ -24,6 +25,7 @@ def add_dataset_commands(commands: argparse._SubParsersAction) -> None:
     add_preprocess_arguments(
         leaf(commands, "preprocess", "tokenize JSONL into an indexed dataset", run_preprocess)
     )
+    _add_data_show(group(commands, "data", "look at data"))
 
 
 def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +37,7 @@ def add_corpus_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run_corpus(args: argparse.Namespace) -> int:
-    from megalith.data.preprocessing.corpus import write_stdlib_corpus
+    from megalith.data.preprocessing.jsonl import write_stdlib_corpus
 
     summary = write_stdlib_corpus(args.output, overwrite=args.overwrite)
     print(
@@ -141,7 +143,7 @@ def run_preprocess(args: argparse.Namespace) -> int:
     if (args.dataset is None) == (args.input is None):
         raise ConfigError("preprocess needs --input FILE or --dataset NAME[:SPLIT], one of the two")
     if args.dataset is not None:
-        from megalith.data.preprocessing.corpus import write_dataset
+        from megalith.data.preprocessing.jsonl import write_dataset
 
         text = f"{args.output_prefix}.jsonl"
         args.input = [write_dataset(args.dataset, text, args.json_keys, overwrite=args.overwrite)]
@@ -205,3 +207,44 @@ def _add_input_arguments(parser: argparse.ArgumentParser, or_else: str | None = 
         help="refuse longer lines (default: 32 MiB)",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace outputs that exist")
+
+
+def _add_data_show(data: argparse._SubParsersAction) -> None:
+    parser = leaf(data, "show", "print samples as training would read them", data_show)
+    parser.add_argument("data_path", nargs="+", help="dataset prefix, or a blend: 0.7 a 0.3 b")
+    parser.add_argument("--seq-length", type=int, required=True, help="tokens of a sample, less one")
+    parser.add_argument("--seed", type=int, default=1234, help="the run's train.seed")
+    parser.add_argument(
+        "--num-samples", type=int, required=True, help="samples that the run asks of the split"
+    )
+    parser.add_argument("--split", default="99,1,0", help="the run's data.split")
+    parser.add_argument("--which", choices=("train", "valid", "test"), default="train", help="the part of it")
+    parser.add_argument("--index", default="0", help="samples to print, like 0,5,9")
+    parser.add_argument("--json", action="store_true", help='print [{"index": i, "tokens": [...]}]')
+    parser.add_argument("--tokenizer-type", help="also print the text")
+    parser.add_argument("--tokenizer-model", help="its file or folder")
+
+
+def data_show(args: Arguments) -> int:
+    from megalith.data.blend import render_samples, show_samples
+
+    data_path = args.data_path[0] if len(args.data_path) == 1 else args.data_path
+    try:
+        indices = [int(i) for i in args.index.split(",")]
+    except ValueError:
+        raise ConfigError(f"--index is {args.index!r}; give whole numbers with commas, like 0,5,9") from None
+    if not 0 <= args.seed < 2**32:
+        raise ConfigError(f"--seed is {args.seed}; give one from 0 to 2^32 - 1")
+    samples = show_samples(
+        data_path, args.seq_length, args.seed, args.num_samples, args.split, args.which, indices
+    )
+    if args.json:
+        print(json.dumps(samples))
+        return 0
+    decode = None
+    if args.tokenizer_type:
+        from megalith.data.tokenizers.open_tokenizer import build_tokenizer
+
+        decode = build_tokenizer(args.tokenizer_type, args.tokenizer_model).decode
+    print(render_samples(samples, decode))
+    return 0

@@ -90,22 +90,31 @@ def _prompts(args: Arguments) -> list[str]:
     prompts = list(args.prompt or [])
     if args.prompt_file:
         try:
-            lines = Path(args.prompt_file).read_text(encoding="utf-8").splitlines()
-            if args.prompt_file.endswith(".jsonl"):
-                lines = [json.loads(line)["prompt"] for line in lines if line.strip()]
-            prompts += lines
+            text = Path(args.prompt_file).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"the prompts cannot be read: {error}; give a text file in UTF-8") from None
-        except (ValueError, KeyError, TypeError) as error:
-            raise DataError(
-                f'{args.prompt_file} has a line that is no object with a "prompt" ({error}); give {{"prompt": "text"}} '
-                "on each"
-            ) from None
+        is_json = args.prompt_file.endswith(".jsonl")
+        prompts += [
+            _prompt_of(line, f"{args.prompt_file} line {number}") if is_json else line
+            for number, line in enumerate(text.removesuffix("\n").split("\n") if text else (), 1)
+            if line.strip() or not is_json
+        ]
     if not prompts:
         raise ConfigError(
             "there is no prompt; give --prompt TEXT, several times for a batch, or --prompt-file"
         )
     return prompts
+
+
+def _prompt_of(line: str, where: str) -> str:
+    try:
+        prompt = json.loads(line)["prompt"]
+        if isinstance(prompt, str):
+            return prompt
+        error: object = f"the prompt is {prompt!r}"
+    except (ValueError, KeyError, TypeError) as reason:
+        error = reason
+    raise DataError(f'{where} is no object with a "prompt" that is text ({error}); give {{"prompt": "text"}}')
 
 
 def _without_nproc(args: Arguments) -> list[str]:

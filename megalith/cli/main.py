@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import megalith
-from megalith.cli.parser import Parser, group
+from megalith.cli.parser import Arguments, Parser, group, leaf
 from megalith.cli.planning import plan
 from megalith.cli.training import PROGRAMS, train
-from megalith.errors import MegalithError
+from megalith.errors import DataError, MegalithError, printable
 from megalith.launch.parent import end_with_launcher
 from megalith.report.streams import lasting_streams
 
@@ -98,7 +99,7 @@ def accelerate(words: list[str]) -> int:
 
 def build_parser() -> argparse.ArgumentParser:
     """Every subcommand with its options. Those that read their own, like `train`, are listed here alone."""
-    from megalith.cli import clusters, conversion, datasets, generation, looking, training
+    from megalith.cli import clusters, conversion, datasets, generation, training
     from megalith.cli.conversion import add_checkpoint_commands
     from megalith.cli.planning import add_pipeline_show
     from megalith.cli.rollout_command import add_rollout_command
@@ -134,5 +135,94 @@ def build_parser() -> argparse.ArgumentParser:
     training.add_evaluate_command(commands)
     add_checkpoint_commands(group(commands, "checkpoint", "look at checkpoints, and rewrite them"))
     clusters.add_cluster_commands(commands)
-    looking.add_commands(commands)
+    _add_plot(commands)
+    _add_config(group(commands, "config", "describe the configuration"))
     return parser
+
+
+def _add_plot(commands: argparse._SubParsersAction) -> None:
+    plotter = leaf(commands, "plot", "draw the curves of one or several runs", plot)
+    plotter.add_argument("run_dir", nargs="+", help="output folders of runs")
+    plotter.add_argument("--output", help="PNG file (default: loss.png in the first run's folder)")
+    plotter.add_argument("--text", action="store_true", help="draw the loss in the terminal instead")
+
+
+def _add_config(config: argparse._SubParsersAction) -> None:
+    leaf(config, "schema", "print the JSON Schema of run files, for editors", config_schema)
+    leaf(config, "reference", "print the reference page of all settings", config_reference)
+    leaf(config, "presets", "list the published model shapes", config_presets)
+
+
+def plot(args: Arguments) -> int:
+    from pathlib import Path
+
+    from megalith.report.plot import loss_points, plot_run, text_curve
+
+    if args.text:
+        for run in args.run_dir:
+            print(*([run] if len(args.run_dir) > 1 else []), text_curve(loss_points(run)), sep="\n")
+        return 0
+    output = args.output or Path(args.run_dir[0]) / "loss.png"
+    try:
+        print(printable(plot_run(args.run_dir, output)))
+    except OSError as error:
+        raise DataError(f"{output} cannot be written: {error.strerror}; choose another --output") from None
+    return 0
+
+
+def config_schema(args: Arguments) -> int:
+    from megalith.config.describe import json_schema
+
+    print(json.dumps(json_schema(), indent=2, ensure_ascii=False))
+    return 0
+
+
+def config_reference(args: Arguments) -> int:
+    from megalith.config.describe import reference_page
+
+    print(reference_page(), end="")
+    return 0
+
+
+def config_presets(args: Arguments) -> int:
+    from megalith.config.presets import PRESETS
+
+    rows = [PRESET_COLUMNS, *(_preset_row(name) for name in PRESETS)]
+    widths = [max(map(len, column)) for column in zip(*rows)]
+    for name, *cells in rows:
+        print(name.ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(cells, widths[1:])), sep="  ")
+    return 0
+
+
+PRESET_COLUMNS = ("preset", "parameters", "active", "layers", "hidden", "heads", "KV", "MLP", "experts",
+                  "vocabulary", "positions")  # fmt: skip
+
+
+def _preset_row(name: str) -> tuple[str, ...]:
+    from megalith.config import RunConfig
+    from megalith.planner.counts import count_parameters
+    from megalith.report.console import si
+
+    model = RunConfig.from_tree({"model": {"preset": name}}).model
+    given = {
+        "vocab_size": model.vocab_size or 0,
+        "max_position_embeddings": model.max_position_embeddings or 0,
+    }
+    counts = count_parameters(model.model_copy(update=given), padded_vocab=False)
+    experts = f"{model.num_experts} × {model.expert_size}, {model.moe_router_topk} a token"
+    sizes = (
+        model.num_layers,
+        model.hidden_size,
+        model.num_attention_heads,
+        model.query_groups,
+        model.ffn_size,
+    )
+    return (
+        name,
+        si(counts.total) + ("" if model.vocab_size else " + vocabulary"),
+        si(counts.active) if counts.idle else "",
+        *map(str, sizes),
+        experts if model.num_experts else "",
+        f"{model.vocab_size:,}" if model.vocab_size else "tokenizer's",
+        f"{model.max_position_embeddings:,}" if model.max_position_embeddings else "seq_length",
+    )

@@ -205,7 +205,10 @@ def _config(args: Arguments, gpus: int):
     from megalith.planner.search import preset_config, with_batch
 
     seq, batch = (getattr(args, name, None) for name in ("seq_length", "global_batch_size"))
-    if args.job in PRESETS or not (Path(args.job).suffix or Path(args.job).exists()):
+    is_file = (
+        Path(args.job).suffix in (".yaml", ".yml", ".json") or "/" in args.job or Path(args.job).exists()
+    )
+    if args.job in PRESETS or not is_file:  # a preset's name may have a dot: qwen2.5-7b
         config = preset_config(args.job, gpus, seq, batch)
         given = {f"{section}.{key}": value for section, key, value in parse_overrides(args.settings)}
         return config.with_settings(given) if given else config

@@ -77,7 +77,7 @@ def train(arguments: list[str]) -> int:
             from megalith.cli.rollout_command import dry_run as rollout_dry_run
 
             return rollout_dry_run(config, place.nproc or 1)
-        from megalith.training.dry_run import dry_run
+        from megalith.training.precheck import dry_run
 
         print(dry_run(config, launcher.world_size or place.nproc or 1))
         return 0

@@ -9,7 +9,7 @@ torch.compile traces them whole and orders them by their data.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -52,8 +52,11 @@ def local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def local_place(parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shape of the local shard and where it starts in the global tensor, dimension by dimension."""
+def local_place(
+    parameter: Tensor, axes: Collection[str] | None = None
+) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shape of the local shard and where it starts in the global tensor, dimension by dimension; with `axes`, of the
+    shard that it would be if those of these names alone cut it."""
     shape, first = list(parameter.shape), [0] * parameter.ndim
     if not isinstance(parameter, DTensor):
         return tuple(shape), tuple(first)
@@ -63,7 +66,7 @@ def local_place(parameter: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     cuts = [
         (hasattr(p, "split_factor"), i, p.dim)
         for i, p in enumerate(parameter.placements)
-        if hasattr(p, "dim")
+        if hasattr(p, "dim") and (axes is None or mesh.mesh_dim_names[i] in axes)
     ]
     for _, axis, dim in sorted(cuts):
         part = -(-shape[dim] // mesh.size(axis))

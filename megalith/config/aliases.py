@@ -62,6 +62,21 @@ def _granularity(recompute: Any, tree: dict[str, dict[str, Any]]) -> str | None:
     return (tree["parallel"].get("recompute_granularity") or "full") if recompute else None
 
 
+def _resamples(batches: Any, tree: dict[str, dict[str, Any]]) -> int | None:
+    if batches is not None and batches < 1:
+        raise ConfigError(
+            f"the most generation batches are {batches}, which is without an end elsewhere; give rl.max_resamples"
+        )
+    return None if batches is None else batches - 1
+
+
+def _baseline(estimator: Any, tree: dict[str, dict[str, Any]]) -> str | None:
+    if estimator not in (None, "grpo", "grpo_vectorized"):
+        also = "; its rloo is rl.advantage_baseline leave_one_out with rl.scale_rewards none"
+        raise ConfigError(f"rl.adv_estimator is {estimator!r}: grpo is needed{also}")
+    return estimator and "group"
+
+
 _FP32_SUMS = "gradients are always accumulated and reduced in fp32"
 _NO_RNG = "there is no random state to save: initial weights, dropout and data order follow from train.seed"
 _ONE_FORMAT = "checkpoints have one format, loadable in any layout; Hugging Face's and Megatron's are detected by themselves"
@@ -139,13 +154,28 @@ ALIASES: dict[str, Rename | Choose | Already | Derive] = {
     "rl.train_files":                                 Rename("rl.prompts"),
     "rl.shuffle":                                     Rename("rl.shuffle_dataset"),
     "rl.filter_overlong_prompts":                     Choose("rl.overlong_prompts", {True: "drop", False: "refuse"}),
-    "rl.max_num_gen_batches":                         Rename("rl.max_resamples"),
+    "rl.max_num_gen_batches":                         Derive("rl.max_resamples", int, _resamples, "the first batch is none of them"),
+    "rl.dynamic_sampling_max_gen_batches":            Derive("rl.max_resamples", int, _resamples, "the first batch is none of them"),  # NeMo-RL
     "rl.filter_groups":                               Rename("rl.filter_zero_std"),
     "rl.use_dynamic_sampling":                        Rename("rl.filter_zero_std"),  # NeMo-RL
     "rl.overlong_filtering":                          Rename("rl.mask_truncated_completions"),
     "rl.n":                                           Rename("rl.num_generations"),
     "rl.loss_agg_mode":                               Choose("rl.loss_type", {"token-mean": "dapo", "seq-mean-token-mean": "grpo", "seq-mean-token-sum": "luspo", "seq-mean-token-sum-norm": "dr_grpo"}),  # verl
     "rl.kl_loss_type":                                Choose("rl.kl_estimator", {"kl": "k1", "k1": "k1", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}),
+    "rl.reference_policy_kl_type":                    Choose("rl.kl_estimator", {"k1": "k1", "k2": "k2", "k3": "k3"}),  # NeMo-RL
+    "rl.adv_estimator":                               Derive("rl.advantage_baseline", str, _baseline),  # verl
+    "rl.clip_ratio":                                  Rename("rl.epsilon"),
+    "rl.use_kl_loss":                                 Choose("rl.beta", {True: None, False: 0.0}),
+    "rl.loss_mode":                                   Choose("rl.importance_sampling_level", {"vanilla": "token", "gspo": "sequence"}),
+    "rl.rollout_is":                                  Choose("rl.vllm_importance_sampling_mode", {"token": "token_truncate", "sequence": "sequence_truncate"}),
+    "rl.rollout_is_threshold":                        Rename("rl.vllm_importance_sampling_clip_max"),
+    "rl.bypass_mode":                                 Choose("rl.old_logprobs", {True: "rollout", False: "policy"}),
+    "rl.truncated_importance_sampling_type":          Choose("rl.vllm_importance_sampling_mode", {"tis": "token_truncate", "icepop": "token_mask"}),  # NeMo-RL
+    "rl.truncated_importance_sampling_ratio":         Rename("rl.vllm_importance_sampling_clip_max"),
+    "rl.truncated_importance_sampling_ratio_min":     Rename("rl.vllm_importance_sampling_clip_min"),
+    "rl.vllm_importance_sampling_cap":                Rename("rl.vllm_importance_sampling_clip_max"),  # TRL, before
+    "rl.multi_objective_aggregation":                 Already("weighted rewards are summed, and the sum is normalised", ("sum_then_normalize",)),
+    "rl.normalize_advantages":                        Choose("rl.scale_rewards", {True: "group", False: "none"}),  # Oumi
     "rl.norm_adv_by_std_in_grpo":                     Choose("rl.scale_rewards", {True: "group", False: "none"}),
     "rl.normalize_rewards":                           Choose("rl.scale_rewards", {True: "group", False: "none"}),  # NeMo-RL
     "rl.use_leave_one_out_baseline":                  Choose("rl.advantage_baseline", {True: "leave_one_out", False: "group"}),
@@ -300,6 +330,14 @@ OTHER_NAMES: dict[str, str] = {
     "enable_sequence_packing":       "data.reset_attention_mask: samples are packed anyway, this keeps their documents apart",
     "enable_fsdp":                   "parallel.data_parallel_sharding_strategy: optim_grads_params",
     "dataset_name":                  "data.data_path, of what `megalith preprocess` wrote",
+    # TRL, verl, NeMo-RL: what counts prompts, or steps of a rollout batch
+    "num_prompts_per_step":          "train.global_batch_size × rl.mini_batches / rl.num_generations",
+    "train_batch_size":              "train.global_batch_size × rl.mini_batches / rl.num_generations, for it counts prompts",
+    "ppo_mini_batch_size":           "train.global_batch_size / rl.num_generations, for it counts prompts",
+    "steps_per_generation":          "rl.mini_batches × accumulation",
+    "generation_batch_size":         "train.global_batch_size × rl.mini_batches",
+    "overlong_buffer":               "rl.overlong_buffer_len and rl.overlong_penalty_factor",
+    "use_vllm":                      "nothing that has to be asked for: completions are by our own engine",
     # Megatron-LM
     "group_query_attention":         "model.num_query_groups above 0",
 }

@@ -133,6 +133,8 @@ def _meaning(meaning: Rename | Choose | Already | Derive) -> str:
             return path + (f"; a URL: {for_url}" if for_url else "")
         case Choose(path=path, values=values):
             spelled = values if True not in values else {"true": values[True]}
+            if spelled.get("true", True) is None:
+                spelled = {"false": values[False]}
             return "; ".join(f"{value}: {path} = {own}" for value, own in spelled.items())
         case Derive(path=path, note=note):
             return f"sets {path}" + (f": {note}" if note else "")

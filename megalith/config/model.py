@@ -71,9 +71,10 @@ class ModelConfig(DenseModel):
     """How far the expert bias moves in a step, towards experts with fewer tokens than the mean."""
 
     moe_router_load_balancing_type: Annotated[
-        Literal["aux_loss", "seq_aux_loss", "none"], Decides.UPDATES
+        Literal["aux_loss", "seq_aux_loss", "sinkhorn", "none"], Decides.UPDATES
     ] = "aux_loss"
-    """Over which tokens moe_aux_loss_coeff balances the experts: a micro-batch, or each of its sequences."""
+    """Over which tokens moe_aux_loss_coeff balances the experts: a micro-batch, or each of its sequences; sinkhorn: no
+    loss, but choices that are balanced over a micro-batch."""
 
     moe_aux_loss_coeff: Annotated[NonNegativeFloat, Decides.UPDATES] = 0.0
     """Weight of the load-balancing loss."""

@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt, field_validator
+from pydantic import (
+    Field,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_core import PydanticCustomError
 
 from megalith.config.base import Decides, Needs, Section
@@ -75,6 +83,14 @@ class DpoConfig(ChatConfig):
         NonNegativeFloat, Field(lt=0.5), Needs("loss_type", "sigmoid", "robust"), Decides.UPDATES
     ] = 0.0
     """How often the choice is taken to be wrong: 0 to 0.5."""
+
+
+OTHER_SPELLINGS: dict[str, dict[str, Any]] = {
+    "top_p": {"None": 1.0},
+    "top_k": {"None": 0, "-1": 0},
+    "min_p": {"None": 0.0},
+    "scale_rewards": {"True": "group", "False": "none"},
+}
 
 
 class RlConfig(Section):
@@ -214,7 +230,7 @@ class RlConfig(Section):
     """With d = log π_ref − log π: −d, d² / 2, or exp(d) − d − 1."""
 
     use_bias_correction_kl: Annotated[bool, Needs("beta", above=0)] = True
-    """Multiplies the KL by the token's ratio to the old policy: its gradient is then unbiased."""
+    """Multiplies the KL by the ratio to the old policy: its gradient is then unbiased."""
 
     entropy_coef: float = 0.0
     """Weight of the mean entropy of tokens, which is taken off the loss."""
@@ -250,6 +266,12 @@ class RlConfig(Section):
             )
             raise PydanticCustomError("bnpo", text)
         return value
+
+    @field_validator(*OTHER_SPELLINGS, mode="before")
+    @classmethod
+    def _read_other_spellings(cls, value: Any, info: ValidationInfo) -> Any:
+        """What is off is null in TRL and NeMo-RL, and a top_k of −1 in verl; TRL takes truth for scale_rewards."""
+        return OTHER_SPELLINGS[info.field_name].get(str(value), value)
 
     @property
     def prompts_or_rollouts(self) -> str | list[str] | None:

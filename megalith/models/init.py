@@ -92,6 +92,9 @@ def normal_rows(name: str, shape: torch.Size, std: float, seed: int, first: int,
             flat[low - start : high - start] = values[low - origin : high - origin]
 
     blocks = range(start // BLOCK, -(-stop // BLOCK))
-    with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-        list(threads.map(fill, blocks))
+    if len(blocks) == 1:  # which most tensors of a small model have: a thread takes longer to start
+        fill(blocks[0])
+    else:
+        with ThreadPoolExecutor(torch.get_num_threads()) as threads:
+            list(threads.map(fill, blocks))
     return flat.view(rows, *shape[1:])

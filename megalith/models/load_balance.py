@@ -28,7 +28,8 @@ from megalith.ops.permute import counted
 DROPPED, AUX, Z = -3, -2, -1  # dropped pairs of token and expert; the two losses before their coefficients
 
 
-TINY = 1e-20  # added to the sum that sigmoid scores are divided by
+TINY = 1e-20  # added to sums that are divided by
+SINKHORN_ROUNDS = 20  # a fixed number, so that the host never waits
 
 
 class TokenShare:
@@ -76,6 +77,20 @@ def auxiliary_losses(
     if config.moe_z_loss_coeff:
         z = logits.logsumexp(-1).square().sum() / tokens
     return torch.stack([aux, z]).detach(), config.moe_aux_loss_coeff * aux + config.moe_z_loss_coeff * z
+
+
+def sinkhorn_factors(shares: Tensor) -> Tensor:
+    """A factor for each expert, float32 [experts], by Sinkhorn's iteration (Sinkhorn and Knopp 1967).
+
+    Of `shares` float32 [tokens, experts], the softmax of the logits of a whole micro-batch. Multiplied by its expert's
+    factor and by one of its token, every token's sum is 1 / tokens and every expert's 1 / experts.
+    """
+    tokens, experts = shares.shape
+    factors = shares.new_ones(experts)
+    for _ in range(SINKHORN_ROUNDS):
+        of_tokens = 1 / (tokens * (shares * factors).sum(1) + TINY)
+        factors = 1 / (experts * (shares * of_tokens[:, None]).sum(0) + TINY)
+    return factors
 
 
 def empty_tally(experts: int, device: torch.device | None) -> Tensor:

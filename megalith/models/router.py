@@ -9,6 +9,8 @@ their scores are the weights of their outputs. The variants:
     groups             only experts of the best groups can be chosen. A group is as good as its best expert (softmax,
                        DeepSeek-V2), or as the sum of its best topk / group_topk (sigmoid, DeepSeek-V3)
     expert bias        added to the scores for choosing alone; balance.py moves it after each step
+    sinkhorn           in training the choice is by the scores after they were balanced over the micro-batch, with the
+                       weights and the gradient of the scores as they are (Clark et al. 2022)
     forced balance     token n of the micro-batch takes experts 11 · n · topk, 11 · (n · topk + 1), …, modulo their
                        number: each expert is taken as often, and a token's stand on about as many ranks as by chance
 
@@ -28,7 +30,14 @@ from torch import Tensor, nn
 
 from megalith.comm.collectives import local
 from megalith.config import ModelConfig
-from megalith.models.load_balance import TINY, TokenShare, auxiliary_losses, empty_tally, tallied
+from megalith.models.load_balance import (
+    TINY,
+    TokenShare,
+    auxiliary_losses,
+    empty_tally,
+    sinkhorn_factors,
+    tallied,
+)
 from megalith.ops.gemm import float32_matmul
 from megalith.ops.permute import places_in_group
 
@@ -72,7 +81,11 @@ class Router(nn.Module):
         logits = float32_matmul(x, local(self.weight).to(x.dtype))  # [tokens, experts]
         by_softmax = self.config.moe_router_score_function == "softmax"
         scores = logits.softmax(-1) if by_softmax else logits.sigmoid()
-        experts = self._choose(scores.detach(), numbers)
+        if scale is not None and self.config.moe_router_load_balancing_type == "sinkhorn":
+            shares = logits.detach().softmax(-1)
+            experts = self._best(shares * sinkhorn_factors(self.micro_batch.whole(shares)))
+        else:
+            experts = self._choose(scores.detach(), numbers)
         weights = self._weights(logits, scores, experts)
         if scale is None:
             return Routing(experts, weights)

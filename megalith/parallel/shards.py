@@ -123,15 +123,20 @@ class LocalParameters:
 
     @torch.no_grad()
     def store_frozen(self, dtype: torch.dtype) -> None:
-        """Stores frozen matrices in `dtype`, in which they are used, where it has all their values exactly. A cast of
-        each, and the half of their memory or more, then fall away. For a run of one process."""
+        """Stores frozen matrices in `dtype`, in which they are used, where it has all their values exactly; not those
+        that FSDP2 gathers. A cast of each, and the half of their memory or more, then fall away."""
         for name, parameter in self._state:
-            if parameter.requires_grad or parameter.ndim < 2 or parameter.dtype == dtype:
+            stays = parameter.requires_grad or parameter.ndim < 2 or parameter.dtype == dtype
+            if stays or isinstance(parameter, DTensor):
                 continue
-            short = parameter.data.to(dtype)
-            if torch.equal(short.to(parameter.dtype), parameter.data):
-                parameter.data = short
-                self.boxes[name] = box_of(parameter)
+            short, like = parameter.data.to(dtype), placed(parameter)
+            if not torch.equal(short.to(parameter.dtype), parameter.data):
+                continue
+            parameter.data = short
+            if like is not parameter:
+                how = dict(run_check=False, shape=like.shape, stride=like.stride())
+                parameter.placed = DTensor.from_local(short, like.device_mesh, like.placements, **how)
+            self.boxes[name] = box_of(parameter, self.copies.get(name))
 
     @torch.no_grad()  # else to_local is a step of autograd for each
     def attach_gradients(self) -> None:

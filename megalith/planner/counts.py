@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.distributed.tensor import Shard
@@ -60,14 +60,16 @@ class MetaModel:
 
     def __init__(self, model: ModelConfig, lora: LoraConfig | None = None):
         self.config, self.parallel = model, ParallelConfig()
-        self._counted: dict[tuple, Counter[str]] = {}  # by what was counted and how it is cut
+        self._counted: dict[tuple, Any] = {}  # by what was counted and how it is cut
         self.numbers = [*range(model.num_layers), *model.further_layers]
-        self._special = set(model.expert_layers), set(model.further_layers)
-        self._first = {self._kind(number): number for number in reversed(self.numbers)}
+        special = set(model.expert_layers), set(model.further_layers)
+        kinds = {number: tuple(number in layers for layers in special) for number in self.numbers}
+        first = {kinds[number]: number for number in reversed(self.numbers)}
+        self._first = {number: first[kinds[number]] for number in self.numbers}
         no_layers = {"num_layers": 0, "mtp_num_layers": model.mtp_num_layers and 0}
         self._model = Transformer(model.model_copy(update=no_layers), device="meta")
         self._model.layers.update(
-            {str(number): TransformerLayer(model, number, "meta") for number in self._first.values()}
+            {str(number): TransformerLayer(model, number, "meta") for number in first.values()}
         )
         if lora is not None and lora.rank is not None:
             add_adapters(self._model, lora)
@@ -80,7 +82,7 @@ class MetaModel:
 
     def layer(self, number: int) -> TransformerLayer:
         """The layer of this number, or one like it."""
-        return self._model.layers[str(self._first[self._kind(number)])]
+        return self._model.layers[str(self._first[number])]
 
     def in_layers(self, numbers: Iterable[int], matrices: bool = False) -> Counter[str]:
         """The parameters of these layers; with `matrices` of those alone that tokens are multiplied with."""
@@ -93,7 +95,7 @@ class MetaModel:
 
     def kinds(self, numbers: Iterable[int]) -> Counter[int]:
         """The number of the first layer of each kind, and how many of these layers are like it."""
-        return Counter(self._first[self._kind(number)] for number in numbers)
+        return Counter(map(self._first.__getitem__, numbers))
 
     def outside(self, chunks: Sequence[Stage] | None = None) -> Counter[str]:
         """The parameters outside of layers: of the model, or of those of a pipeline rank that has these chunks."""
@@ -114,6 +116,9 @@ class MetaModel:
 
     def matmuls(self, number: int) -> list[Matmul]:
         """The matrices of a layer that tokens are multiplied with, as a rank has them."""
+        return self._once(("matmuls", self._first[number]), lambda: self._matmuls(number))
+
+    def _matmuls(self, number: int) -> list[Matmul]:
         found = []
         for name, module in self.layer(number).named_modules():
             weight = getattr(module, "weight", None)
@@ -125,7 +130,7 @@ class MetaModel:
                 found.append(Matmul(rows, columns, experts[0] if experts else 0, style))
         return found
 
-    def _once(self, key: tuple, count: Callable[[], Counter[str]]) -> Counter[str]:
+    def _once(self, key: tuple, count: Callable[[], Any]) -> Any:
         parallel = self.parallel
         cut = (
             parallel.tensor_model_parallel_size,
@@ -135,9 +140,6 @@ class MetaModel:
         if (*key, cut) not in self._counted:
             self._counted[*key, cut] = count()
         return self._counted[*key, cut]
-
-    def _kind(self, number: int) -> tuple[bool, ...]:
-        return tuple(number in layers for layers in self._special)
 
     def _count(self, module: nn.Module, matrices: bool = False) -> Counter[str]:
         """Of a layer, or of a model without its layers."""

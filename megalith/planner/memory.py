@@ -11,6 +11,9 @@ assumptions:
 - the loss takes the logits a chunk at a time (ops/cross_entropy.py), at most 2^26 of them;
 - the allocator's fragments, the libraries' workspaces and the CUDA context (about 1 GB) come on top.
 
+Beside adapters, in bf16, the frozen weights are stored in bf16 alone where FSDP2 does not gather them (LocalParameters.
+store_frozen); they are taken to be exact in it, as those of most published models are, and all to be matrices.
+
 Experts are taken to have as many tokens each; what a token's rows take is estimated, not measured.
 
 Of a step with several micro-batches the sum of the parts is what it needs at most: the last ones' gradients are there
@@ -111,10 +114,15 @@ class StageMemory:
         self.experts, self.adapters = here["experts"], here["adapters"]
         self.dense = here.total() - self.experts - self.adapters
         self.outside = meta.outside(chunks).total()
+        stores_bf16 = bool(self.adapters) and config.train.precision == "bf16"
+        self.dense_bytes = self.width if stores_bf16 and not self.fsdp else MASTER_BYTES
+        self.expert_bytes = self.width if stores_bf16 and not self.expert_fsdp else MASTER_BYTES
 
     def estimate(self) -> MemoryEstimate:
-        optim, width, train = self.config.optim, self.width, self.config.train
+        optim, width = self.config.optim, self.width
         state = (self.dense + self.outside) / self.shards + self.experts / self.expert_shards
+        stored = self.dense_bytes * (self.dense + self.outside) / self.shards
+        stored += self.expert_bytes * self.experts / self.expert_shards
         trained = (
             self.adapters / self.shards if self.adapters else state
         )  # adapters alone, where there are any
@@ -135,8 +143,8 @@ class StageMemory:
             + self._gradients(self.experts, self.experts, self.expert_shards)
         )
         return MemoryEstimate(
-            weights=int(MASTER_BYTES * (models * state + self.adapters / self.shards)),
-            compute_copy=self._copies() + (0 if train.precision == "fp32" else width * head),
+            weights=int(models * stored + MASTER_BYTES * self.adapters / self.shards),
+            compute_copy=self._copies() + (0 if self.dense_bytes == width else width * head),
             gradients=gradients if self.accumulates else max(gradients - activations - loss, 0),
             optimizer=int(moments * (1 - offloaded)),
             activations=activations,
@@ -199,11 +207,10 @@ class StageMemory:
         """
         model, width, documents = self.model, self.width, self.config.keeps_documents_apart
         sequences, seq = self.config.rows_at_once, self.config.data.seq_length
+        if not makes_mask(self.config):
+            return 0
         windowed = sum((window or seq) < seq for window in model.windows)
         exchanged = self.context == 1 or self.parallel.cp_exchange == "a2a"
-        makes_mask = width == MASTER_BYTES or (model.attention_dropout if exchanged else windowed)
-        if not makes_mask or not (documents or windowed):
-            return 0
         scores = (sequences if documents else 1) * (seq if exchanged else seq // self.context) ** 2
         repeated = 0
         if model.query_groups < model.num_attention_heads:
@@ -223,7 +230,7 @@ class StageMemory:
             copies += codes * (2 * self.dense - self._mean(self.dense) * self._whole_layers()[1])
         if self.expert_fsdp:
             copies += self._compute_copy(self.experts, True)
-        elif self.width != MASTER_BYTES:  # cast for each pass (ops/grouped_gemm.py)
+        elif self.width != self.expert_bytes:  # cast for each pass (ops/grouped_gemm.py)
             copies += self.width * self._mean(self.experts)
         return int(copies + (MASTER_BYTES * self.outside if self.fsdp else 0))
 
@@ -232,7 +239,7 @@ class StageMemory:
         layer, whole = self.width * self._mean(here), self._whole_layers()[1]
         saved = codes * self._mean(here) * whole
         if not fsdp:  # autograd keeps the cast weights of each micro-batch in flight
-            return saved + (0 if self.width == MASTER_BYTES else (1 - codes) * layer * whole)
+            return saved + (0 if self.width == self.dense_bytes else (1 - codes) * layer * whole)
         frees = self.parallel.data_parallel_sharding_strategy == "optim_grads_params"
         stay = LAYERS_GATHERED + self.parallel.unsharded_layers * self.chunks if frees else self.layers
         return saved + layer * min(stay, self.layers)
@@ -246,6 +253,15 @@ class StageMemory:
     def _mean(self, in_layers: int) -> float:
         """Of a layer."""
         return in_layers / max(self.layers, 1)
+
+
+def makes_mask(config: RunConfig) -> bool:
+    """Whether attention needs a mask for documents or a window, since its kernel does not take them."""
+    model, parallel, seq = config.model, config.parallel, config.data.seq_length
+    windowed = any((window or seq) < seq for window in model.windows)
+    exchanged = parallel.context_parallel_size == 1 or parallel.cp_exchange == "a2a"
+    lacks = config.train.precision == "fp32" or (model.attention_dropout if exchanged else windowed)
+    return bool(lacks and (config.keeps_documents_apart or windowed))
 
 
 def saved_activations(

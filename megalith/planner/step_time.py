@@ -26,7 +26,7 @@ from megalith.parallel.pipeline.simulate import Durations, simulate
 from megalith.parallel.pipeline.stages import Stage, assign_layers, run_schedule, schedule_kind, virtual_size
 from megalith.parallel.pipeline.timeline import Timeline
 from megalith.planner.counts import MetaModel, layers_of
-from megalith.planner.memory import COMPUTE_BYTES, moment_bytes
+from megalith.planner.memory import COMPUTE_BYTES, makes_mask, moment_bytes
 from megalith.planner.rates import NETWORK, Rates, bytes_per_second, peak_flops
 from megalith.planner.traffic import context_bytes, expert_bytes, hidden_bytes
 
@@ -35,7 +35,11 @@ OTHER_RATES = {"fp16": 0.94, "blockwise": 0.8}  # of bf16's GEMMs; of FP8's by t
 STREAMS = 0.87  # of the copy's bandwidth that kernels between GEMMs reach
 BESIDE = {"NCCL": 0.6, "copy engine": 0.1}  # of a collective's time, that GEMMs which run at once take longer
 PING_PONG = 0.8  # of the collectives' time, that is left with two halves
-MASKED = 8.6  # times as long as causal attention, with a mask of documents or of a window
+MASKED = 8.6  # times as long as causal attention, where documents or a window need a mask
+WINDOW = (
+    0.3,
+    1.7,
+)  # of causal attention's time, the kernel that takes windows: at once, and by the share of pairs left
 DROPPED = 1.5  # the same with attention dropout
 RING_BYTES = 95  # an element of the queries and step of a ring: partial results merged in fp32
 GATHERED = 5  # times as long, attention of `all_gather`
@@ -168,6 +172,7 @@ class _Model:
         """The share of the layers that FSDP2 gathers for each pass."""
         self.eager = config.runtime.compile is False or parallel.pipeline_schedule == "zero_bubble"
         self.fp8 = train.fp8_format is not None and "fp8" in rates.matmuls
+        self.masked = makes_mask(config)
         self._layers: dict[int, tuple[Counter[str], Counter[str]]] = {}
         self._chunks: dict[tuple, tuple[Counter[str], Counter[str]]] = {}
 
@@ -201,11 +206,12 @@ class _Model:
     ) -> tuple[Counter[str], Counter[str]]:
         forward, backward = Counter(), Counter()
         recomputed = self._recomputed(len(numbers))
+        there_already = {"data", "attention"} if self.parallel.recompute_saves_attention else {"data"}
         for number, times in kinds.items():
             there, back = self._layer(number)
             for name in there | back:
                 forward[name] += times * there[name]
-                again = 0.0 if name == "data" else recomputed  # the backward pass has gathered them already
+                again = 0.0 if name in there_already else recomputed  # the backward pass gathers by itself
                 backward[name] += times * (back[name] + again * there[name])
         forward, backward = (
             self._host(forward, numbers, 0.45),
@@ -334,8 +340,11 @@ class _Model:
         flops = 2 * pairs * heads * (model.head_dim + values)
         rates = self.rates.attends(seq, model.head_dim)
         slower = DROPPED if model.attention_dropout else 1.0
-        if window < seq or self.config.data.reset_attention_mask:
+        if self.masked and (window < seq or self.config.keeps_documents_apart):
             slower *= MASKED
+        elif window < seq:  # documents alone take as long as none: fewer pairs, in a slower kernel
+            share = 2 * window / seq - (window / seq) ** 2
+            slower *= WINDOW[0] / share + WINDOW[1]
         exchange = parallel.cp_exchange if self.context > 1 else ""
         if exchange == "all_gather":
             slower *= GATHERED

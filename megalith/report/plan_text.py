@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from megalith.io import replacing
@@ -192,12 +193,12 @@ def draw_plan(answer: PlanAnswer, path: str | Path) -> Path:
     best, timeline = answer.best[0], answer.best[0].time.timeline
     rows = 2 + (timeline is not None)
     figure = Figure(figsize=(12, 4.2 * rows), dpi=110, layout="constrained")
+    figure.suptitle(f"the best: {best.name}", fontsize=10, color="#343a40")
     axes = list(figure.subplots(rows, 1, squeeze=False)[:, 0])
     bars, memory = axes[0], axes[1]
     places = range(len(answer.best))
     _stack(bars, places, {name: [1e3 * each.time.parts[name] for each in answer.best] for name in PARTS})
-    bars.set_yticks(places, [each.name for each in answer.best], fontsize=7)
-    bars.invert_yaxis()
+    bars.set_yticks(places, [fill(each.name, 50) for each in answer.best], fontsize=7)
     parts = {
         MEMORY_HEADINGS[part]: [getattr(stage, part) / GB for stage in best.memory]
         for part in MEMORY_HEADINGS
@@ -207,7 +208,7 @@ def draw_plan(answer: PlanAnswer, path: str | Path) -> Path:
     memory.set_yticks(range(len(best.memory)), [f"stage {n}" for n in range(len(best.memory))], fontsize=7)
     titles = [
         (bars, "ms a step, by part"),
-        (memory, f"GB a GPU by stage: {best.name} (dashed: what a GPU has)"),
+        (memory, "GB a GPU by stage (dashed: what a GPU has)"),
     ]
     if timeline is not None:
         for rank, spans in enumerate(timeline.spans):
@@ -237,6 +238,7 @@ def _stack(axes: Any, places: range, parts: dict[str, list[float]]) -> None:
     for colour, (name, values) in zip(COLOURS, parts.items()):
         axes.barh(places, values, 0.75, start, color=colour, label=name)
         start = [a + b for a, b in zip(start, values)]
+    axes.invert_yaxis()
     axes.legend(
         loc="lower right", bbox_to_anchor=(1, 1), ncols=5, frameon=False, fontsize=7, borderaxespad=0.2
     )

@@ -101,7 +101,7 @@ def policy_losses(rl: RlConfig, ratio: Tensor, logprobs: Tensor, advantages: Ten
 
 
 def kl_losses(rl: RlConfig, logprobs: Tensor, reference: Tensor, ratio: Tensor) -> Tensor:
-    """The estimate of KL(π ‖ π_ref) at each token, [batch, seq]; `ratio` is the token's, for the unbiased gradient."""
+    """The estimate of KL(π ‖ π_ref) at each token, [batch, seq]; `ratio` is the policy loss's, as in TRL."""
     d = reference - logprobs
     match rl.kl_estimator:
         case "k1":
@@ -223,7 +223,7 @@ class PolicyLoss(SummedLoss):
             mismatch = mismatch_weights(rl, old, tokens["rollout"], sequences)
         losses = losses if mismatch is None else losses * mismatch
         if rl.beta:
-            losses = losses + rl.beta * kl_losses(rl, logprobs, tokens["reference"], (logprobs - old).exp())
+            losses = losses + rl.beta * kl_losses(rl, logprobs, tokens["reference"], ratio)
         if rl.entropy_coef:
             losses = losses - rl.entropy_coef * entropy
         return torch.where(tokens["mask"], losses, 0.0) * tokens["weights"]
@@ -254,7 +254,7 @@ class PolicyLoss(SummedLoss):
         old = _old(logprobs, known)
         ratio = log_ratio(rl, logprobs, old, sequences).exp()
         zero = torch.zeros_like(ratio)
-        kl = kl_losses(rl, logprobs, known["reference"], (logprobs - old).exp()) if rl.beta else zero
+        kl = kl_losses(rl, logprobs, known["reference"], ratio) if rl.beta else zero
         differs = 4 * [zero]
         if rollout is not None:
             mine = logprobs if batch.old_logprobs is None else old

@@ -1,27 +1,42 @@
-"""What a job would be refused for, found by the launcher before it starts a process.
+"""What a job would be refused for, found before a process of it starts; and a run up to its first step without devices.
 
 The ranks refuse the same by the same rules, each when it has come so far: after seconds of imports, and after all of
 them have met. Here one process asks what takes no device and little time. On several machines the output folder and
 its checkpoints are left to rank 0: a launcher that joins a running job finds there what that job has written.
+
+`megalith train run.yaml --dry-run --world-size N` opens settings, tokenizer, data and checkpoint as a run would. The
+layout is then built as rank 0, the last rank and one rank of each pipeline stage would build it, over a process group
+that exchanges nothing and on the meta device, and the bytes of weights that each has are laid beside the planner's.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
 
 from megalith.checkpoint import open_checkpoint
 from megalith.checkpoint.state import check_model_fits
+from megalith.comm.collectives import local
 from megalith.config import RunConfig
+from megalith.config.rules.fastest import Machine, with_fastest
 from megalith.config.rules.run_rules import check_base
 from megalith.data.blend import dataset_prefixes
 from megalith.data.chat.conversations import chat_files
 from megalith.data.idx_format import require_files
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
-from megalith.errors import ConfigError
+from megalith.errors import ConfigError, TrainingError
 from megalith.hardware import pick_device
 from megalith.launch.lock import OutputLock, check_output_dir
+from megalith.parallel.apply import apply
+from megalith.parallel.mesh import build_mesh
+from megalith.planner.layout import Layout, build_layout
 from megalith.remote import size_of
+from megalith.report.layout_text import layout_text, paragraph
 from megalith.training.build import PreparedRun, build_meta_model, open_datasets, prepare, vocabulary_rows
 from megalith.training.resume import fitting
 
@@ -98,3 +113,85 @@ def _check_checkpoint(config: RunConfig, tokenizer: Tokenizer | None) -> None:
     checkpoint = fitting(found, config, tokenizer)
     if checkpoint is not None:
         check_model_fits(checkpoint, build_meta_model(config), vocabulary_rows(config))
+
+
+DIFFERENCE = 0.02  # of bytes: a shard of few rows is padded to the longest one
+MOST_STAGES = 16  # that a rank is built of
+
+
+@dataclass(frozen=True)
+class BuiltRank:
+    """A rank's part of the model, as its own code has built it."""
+
+    rank: int
+    weights: int
+    """Bytes that it has."""
+    expected: int
+    """The planner's."""
+
+    @property
+    def agrees(self) -> bool:
+        return abs(self.weights - self.expected) <= DIFFERENCE * self.expected
+
+
+def dry_run(config: RunConfig, world_size: int, gpus_per_node: int = 8) -> str:
+    """What a run of `world_size` processes would begin with, as text. Raises the MegalithError that it would end with,
+    and a TrainingError where a rank has other weights than the planner counts."""
+    config, notes = opened(config, world_size)
+    config, chosen = with_fastest(config, Machine(min(gpus_per_node, world_size)))
+    layout = build_layout(config, world_size)
+    ranks = build_ranks(layout)
+    lines = [*map(paragraph, [*notes, *chosen]), layout_text(layout)]
+    for built in ranks:
+        lines.append(
+            f"rank {built.rank}: {built.weights / 1e9:.4f} GB of weights built, {built.expected / 1e9:.4f} planned"
+        )
+    if wrong := [built.rank for built in ranks if not built.agrees]:
+        raise TrainingError(
+            f"ranks {', '.join(map(str, wrong))} have other weights than the planner counts:\n"
+            + "\n".join(lines[-len(ranks) :])
+        )
+    return "\n".join([*lines, f"dry run: {world_size} processes can train this; no device was used"])
+
+
+def build_ranks(layout: Layout) -> list[BuiltRank]:
+    """The first rank, the last, and one of each pipeline stage (of at most MOST_STAGES)."""
+    each = layout.world_size // len(layout.stages)
+    step = -(-len(layout.stages) // MOST_STAGES)
+    return [
+        _build(layout, rank)
+        for rank in sorted({*range(0, layout.world_size, each * step), layout.world_size - 1})
+    ]
+
+
+def _build(layout: Layout, rank: int) -> BuiltRank:
+    config, meta = layout.config, torch.device("meta")
+    with _alone_among(layout.world_size, rank):
+        mesh = build_mesh(
+            config.parallel, layout.world_size, "cpu", has_experts=config.model.num_experts is not None
+        )
+        chunks = apply(build_meta_model(config), config.with_settings({"runtime.compile": False}), mesh, meta)
+        weights = sum(local(p).nbytes for chunk in chunks for p in _own(chunk.parameters()))
+    return BuiltRank(rank, weights, layout.stage_of(rank).memory.weights)
+
+
+def _own(parameters: Iterator[torch.nn.Parameter]) -> Sequence[torch.nn.Parameter]:
+    """Each once."""
+    return list({id(parameter): parameter for parameter in parameters}.values())
+
+
+@contextmanager
+def _alone_among(world_size: int, rank: int) -> Iterator[None]:
+    """A process group of so many ranks, of which this process is one and no other is there."""
+    if world_size == 1:
+        yield
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # registers the backend
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()

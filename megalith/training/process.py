@@ -41,7 +41,7 @@ def prepare_process(config: RunConfig, local_rank: int) -> torch.device:
         torch.backends.cuda.matmul.fp32_precision = "ieee"
         torch.backends.cudnn.conv.fp32_precision = "ieee"
         if config.runtime.compile is not False:
-            from megalith.training.compiler import prepare_compiler  # imports torch's compiler: seconds
+            from megalith.parallel.overlap.inductor import prepare_compiler  # imports the compiler: seconds
 
             prepare_compiler(config.runtime.activation_memory_budget)
     if config.train.deterministic:

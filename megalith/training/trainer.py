@@ -185,8 +185,6 @@ class Trainer:
             ended = None
             while ended is None:  # again where a loss spike has sent the run back to an earlier step
                 ended = self._train_on()
-            if ended == "train_iters" and run.step % config.train.eval_interval:
-                self.evaluate()
             self.report.end()
             self.report.flush()
             checkpoint = self._save_last(_saves_when(ended, config.checkpoint))
@@ -233,11 +231,12 @@ class Trainer:
     def _between_steps(self) -> None:
         """What the intervals ask for; a run that is to end in a hurry saves and does nothing else.
 
-        Evaluates first: a run that is killed meanwhile makes the steps since the last save again, and evaluates again.
+        Evaluates first, at the end too: a run that is killed meanwhile makes the steps since the last save again, and
+        evaluates again.
         """
         if self._is_due(self.config.runtime.check_weight_hash_across_dp_replicas_interval):
             self._check_replicas()
-        if self._is_due(self.config.train.eval_interval):
+        if self._is_due(self.config.train.eval_interval) or self.run.step == self.run.total_steps:
             self.evaluate()
         if self._is_due(self.config.checkpoint.save_interval):
             self._check_replicas()

@@ -90,6 +90,7 @@ IMPOSSIBLE_WITH_EXPERTS = [  # of the model, of parallel, the number of processe
     ({"moe_pad_expert_input_to_capacity": True}, {}, 1, "takes model.moe_expert_capacity_factor, which is not set"),
     ({"moe_shared_expert_gate": True}, {}, 1, "takes model.moe_shared_expert_intermediate_size, which is not set"),
     ({"moe_router_enable_expert_bias": True}, {}, 1, "score_function sigmoid, which is softmax; set it"),
+    ({"moe_router_load_balancing_type": "sinkhorn", "moe_aux_loss_coeff": 0.1}, {}, 1, "sinkhorn and .*0.1 contradict"),
     ({"moe_router_num_groups": 2}, {}, 1, "num_groups is 2 and model.moe_router_group_topk None"),
     ({"moe_router_num_groups": 3, "moe_router_group_topk": 1}, {}, 1, "have to divide the experts"),
     ({"moe_router_num_groups": 4, "moe_router_group_topk": 1}, {}, 1, "1 groups of 1 experts are fewer experts than"),

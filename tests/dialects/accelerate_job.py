@@ -96,13 +96,14 @@ def reference(
     steps: int = STEPS,
     clip: float = 1.0,
     data: list | None = None,
+    batch: int = BATCH,
 ):
     """Losses of every pass and the weights behind them, by plain PyTorch in one process."""
-    data = samples(BATCH * accumulation * steps) if data is None else data
+    data = samples(batch * accumulation * steps) if data is None else data
     model = model_of(kind)
     adam = OPTIMIZERS[optimizer](model)
     schedule, losses = cosine(adam), []
-    batches = iter(DataLoader(data, batch_size=BATCH))
+    batches = iter(DataLoader(data, batch_size=batch))
     for _ in range(steps):
         adam.zero_grad()
         for _ in range(accumulation):
@@ -131,10 +132,10 @@ def fresh_accelerator(accumulation: int = 1, precision: str = "no", **plugin: An
     )
 
 
-def prepared(accelerator: Any, kind: str, data: list, optimizer: str = "adamw") -> Any:
-    """Model, optimizer, loader of BATCH samples a turn over all replicas, and schedule, as `prepare` gives them."""
+def prepared(accelerator: Any, kind: str, data: list, optimizer: str = "adamw", batch: int = BATCH) -> Any:
+    """Model, optimizer, loader of `batch` samples a turn over all replicas, and schedule, as `prepare` gives them."""
     plugin = accelerator.state.megatron_lm_plugin
-    micro = BATCH // plugin.num_micro_batches // plugin.data_parallel_size_of(accelerator.num_processes)
+    micro = batch // plugin.num_micro_batches // plugin.data_parallel_size_of(accelerator.num_processes)
     model = model_of(kind)
     own = OPTIMIZERS[optimizer](model)
     return accelerator.prepare(model, own, DataLoader(data, batch_size=micro), cosine(own))
@@ -156,10 +157,17 @@ def train(accelerator: Any, objects: Any, turns: Iterator | None = None) -> list
     return losses
 
 
-def run(kind: str, accumulation: int = 1, optimizer: str = "adamw", steps: int = STEPS, **plugin: Any):
+def run(
+    kind: str,
+    accumulation: int = 1,
+    optimizer: str = "adamw",
+    steps: int = STEPS,
+    batch: int = BATCH,
+    **plugin: Any,
+):
     """As `reference`, by Megalith."""
     accelerator = fresh_accelerator(accumulation, **plugin)
-    objects = prepared(accelerator, kind, samples(BATCH * accumulation * steps), optimizer)
+    objects = prepared(accelerator, kind, samples(batch * accumulation * steps), optimizer, batch)
     return train(accelerator, objects), accelerator.get_state_dict(objects[0])
 
 

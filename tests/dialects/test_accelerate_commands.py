@@ -1,8 +1,10 @@
 """`megalith accelerate`: the launcher, the wizard, the hook; and what the plugin's fields mean."""
 
 import os
-import socket
+import subprocess
 import sys
+import sysconfig
+import venv
 from pathlib import Path
 
 import accelerate_script
@@ -10,6 +12,7 @@ import forked
 import pytest
 import torch
 import yaml
+from accelerate.commands.launch import launch_command_parser
 from accelerate_job import fresh_accelerator, model_of
 
 import megalith.accelerate
@@ -23,6 +26,7 @@ from megalith.errors import ConfigError
 
 SCRIPT = Path(__file__).parent / "accelerate_script.py"
 ANSWERS = ["This machine", "Multi-GPU", "1", "No", "Yes", "2", "No", "2", "2", "SELECTIVE", "SEQUENTIAL"]
+TWO_MACHINES = ["", "multi-CPU", "2", *[""] * 13]  # up to the rank of this one
 DOCUMENTED = {
     "compute_environment": "LOCAL_MACHINE",
     "distributed_type": "MEGATRON_LM",
@@ -52,10 +56,7 @@ DOCUMENTED = {
 
 def launched(folder, *words):
     """What the script printed, started by a command line of its own."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    words = ["-m", *words[0].split(), "--main_process_port", port, *words[1:], str(folder)]
+    words = ["-m", *words[0].split(), "--main_process_port", str(forked.free_port()), *words[1:], str(folder)]
     clean = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE", "MEGATRON", "RANK"))}
     clean |= {"OMP_NUM_THREADS": "1", "HF_HOME": str(folder)}
     done = forked.run(words, clean)
@@ -103,6 +104,45 @@ def test_an_untouched_script_trains_by_accelerates_launcher_with_our_module(tmp_
     check_launched(tmp_path, "accelerate.commands.launch", *options, str(SCRIPT), "2,1")
 
 
+@pytest.mark.processes
+def test_enabled_plain_accelerate_launch_trains_though_a_flag_hides_the_files_type(tmp_path):
+    """In an environment of its own, where other processes see nothing of it and a missing megalith breaks nothing."""
+    venv.create(tmp_path / "env", symlinks=True)
+    python = tmp_path / "env" / "bin" / "python"
+    packages = Path(sysconfig.get_path("purelib", vars={"base": str(tmp_path / "env")}))
+    ours = Path(megalith.__file__).parents[1]
+    (packages / "a.pth").write_text(f"{ours}\n{sysconfig.get_path('purelib')}\n")
+    content = {**DOCUMENTED, "num_processes": 2, "mixed_precision": "no"}
+    plugin = {"tp_degree": 1, "pp_degree": 2, "num_micro_batches": 4}
+    content["megatron_lm_config"] = {f"megatron_lm_{name}": value for name, value in plugin.items()}
+    file = tmp_path / "accelerate" / "default_config.yaml"
+    file.parent.mkdir()
+    file.write_text(yaml.safe_dump(content))
+    clean = {k: v for k, v in os.environ.items() if not k.startswith(("ACCELERATE", "MEGATRON", "PYTHON"))}
+    clean |= {"OMP_NUM_THREADS": "1", "HF_HOME": str(tmp_path)}
+
+    def run(*words, **more):
+        done = subprocess.run([python, *words], env=clean | more, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done
+
+    run("-m", "megalith.cli", "accelerate", "enable")
+    run(
+        *("-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--num_processes", "2"),
+        *("--main_process_port", "0", str(SCRIPT), "env", str(tmp_path)),
+    )
+    assert (tmp_path / "checkpoint-epoch-0" / "megalith").is_dir()
+    seen = "import sys; print(sorted({'megalith', 'argparse', 'torch'} & set(sys.modules)))"
+    assert run("-c", seen, "accelerate", "launch").stdout == "[]\n"
+    (packages / "a.pth").unlink()  # as after an uninstallation: Python still starts
+    told = run("-c", "pass", RANK="0", ACCELERATE_USE_MEGATRON_LM="true").stderr
+    assert set(told.splitlines()) == {"megalith accelerate enable has no effect: No module named 'megalith'"}
+    assert run("-c", "pass").stderr == ""
+    (packages / "a.pth").write_text(f"{ours}\n{sysconfig.get_path('purelib')}\n")
+    run("-m", "megalith.cli", "accelerate", "disable")
+    assert [found.name for found in packages.glob("*.pth")] == ["a.pth"]
+
+
 def test_the_wizard_asks_the_guides_questions_and_writes_its_file(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     (tmp_path / "answers").write_text("\n".join(ANSWERS) + "\n")
@@ -125,6 +165,8 @@ def test_the_wizard_asks_the_guides_questions_and_writes_its_file(tmp_path, monk
 @pytest.mark.parametrize("answers, told", [
     (["This machine", "TPU"], "one of Multi-GPU"),
     (["", "", "", "yes"], "`accelerate config` asks for that"),
+    ([*TWO_MACHINES, "2"], "'2' is no answer to .*rank of this machine.*from 0 to 1 is needed, for there are 2"),
+    ([*TWO_MACHINES, "-1"], "'-1' is no answer to .*rank of this machine"),
     ([*ANSWERS, "4", "no", "1.0", "7"], "7 processes are not tensor 2 × pipeline 2 × data 2 = 8"),
 ])  # fmt: skip
 def test_the_wizard_refuses_what_cannot_be(tmp_path, monkeypatch, answers, told):
@@ -134,6 +176,33 @@ def test_the_wizard_refuses_what_cannot_be(tmp_path, monkeypatch, answers, told)
         with pytest.raises(ConfigError, match=told):
             launch_door.run_command(["config", "--config_file", str(tmp_path / "file")])
     assert not (tmp_path / "file").exists()
+
+
+def test_the_wizards_answer_without_gpus_says_what_it_does(tmp_path, monkeypatch, capsys):
+    (tmp_path / "answers").write_text("\n".join([*TWO_MACHINES, "1"]) + "\n")
+    with open(tmp_path / "answers") as answers:
+        monkeypatch.setattr(sys, "stdin", answers)
+        launch_door.run_command(["config", "--config_file", str(tmp_path / "file")])
+    made = yaml.safe_load((tmp_path / "file").read_text())
+    assert (made["machine_rank"], made["num_machines"], made["use_cpu"]) == (1, 2, False)
+    assert "hide them from the script by CUDA_VISIBLE_DEVICES=" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("flag, left", [
+    ("--use_deepspeed", "use_deepspeed"), ("--use_fsdp", "use_fsdp"), ("--cpu", "cpu"), ("--multi_gpu", None),
+])  # fmt: skip
+def test_a_type_of_the_command_line_goes_before_the_files(tmp_path, monkeypatch, flag, left):
+    (tmp_path / "file").write_text(yaml.safe_dump({**DOCUMENTED}))
+    for name in [name for name in os.environ if name.startswith("MEGATRON_LM")]:
+        monkeypatch.delenv(name)
+    with monkeypatch.context() as kept:
+        kept.setattr(os, "environ", dict(os.environ))
+        words = [flag, "--config_file", str(tmp_path / "file"), "train.py"]
+        args = launch_command_parser().parse_args(words)
+        launch_door.choose_megatron(args)
+        told = [name for name in os.environ if name.startswith("MEGATRON_LM")]
+    assert (args.use_megatron_lm, args.multi_gpu, bool(told)) == (left is None, False, left is None)
+    assert left is None or getattr(args, left)
 
 
 def test_the_hook_is_written_and_removed_and_acts_in_launched_processes_alone(tmp_path, monkeypatch):
@@ -210,6 +279,25 @@ def test_fields_come_from_the_environment_and_the_file(monkeypatch):
     assert plugin.context_parallel_size == 1 and plugin.has("tp_degree") and not plugin.has("pp_degree")
     with pytest.raises(ConfigError, match="did you mean 'megatron_lm_tp_degree'"):
         environment_of({"megatron_lm_tp_degre": 2})
+    with pytest.raises(ConfigError, match="give other_megatron_args to MegatronLMPlugin in the script"):
+        environment_of({"megatron_lm_other_megatron_args": {"bf16": True}})
+    for name, text, value in (
+        ("LR_DECAY_STYLE", "cosine", "cosine"),
+        ("MIN_LR", "1e-5", 1e-5),
+        ("RETURN_LOGITS", "true", True),
+        ("IS_TRAIN_BATCH_MIN", "false", False),
+        ("EVAL_ITERS", "7", 7),
+        ("HIDDEN_DROPOUT", "0.25", 0.25),
+        ("SEQ_LENGTH", "many", "a whole number"),
+        ("SEQUENCE_PARALLELISM", "perhaps", "true or false"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setenv(f"MEGATRON_LM_{name}", text)
+            if text in ("many", "perhaps"):
+                with pytest.raises(ConfigError, match=f"MEGATRON_LM_{name} is '{text}'; give it {value}"):
+                    MegatronLMPlugin()
+            else:
+                assert getattr(MegatronLMPlugin(), name.lower()) == value
 
 
 def test_other_arguments_go_through_the_table_of_megatrons_flags():

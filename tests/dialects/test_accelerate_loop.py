@@ -24,7 +24,7 @@ from accelerate_job import (
 from test_accelerate_steps import with_own_loss
 from test_accelerate_training import cases_of
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, IterableDataset
 
 from megalith.cli.main import main
 from megalith.errors import ConfigError
@@ -177,10 +177,19 @@ def test_a_gradient_with_nan_is_skipped_and_said_so():
     assert not accelerator.optimizer_step_was_skipped
 
 
-def test_the_last_batch_is_filled_up_with_samples_that_do_not_count():
+class Stream(IterableDataset):
+    def __init__(self, rows):
+        self.rows = rows
+
+    def __iter__(self):
+        return iter(self.rows)
+
+
+@pytest.mark.parametrize("dataset", [list, Stream])
+def test_the_last_batch_is_filled_up_with_samples_that_do_not_count(dataset):
     rows, losses = samples(11), []
     accelerator = fresh_accelerator(num_micro_batches=2)
-    model, loader = accelerator.prepare(model_of("llama"), DataLoader(rows, batch_size=2))
+    model, loader = accelerator.prepare(model_of("llama"), DataLoader(dataset(rows), batch_size=2))
     model.eval()
     seen, plain = [], model_of("llama")
     for batch in loader:
@@ -330,8 +339,12 @@ def replicas(folder):
         found = [model(**batch).loss for batch in loader]
         wanted = [plain(**stacked(rows[at : at + 8])).loss for at in (0, 8)]
     close(torch.stack(found), torch.stack(wanted))
-    seen = [accelerator.gather_for_metrics(batch["input_ids"]) for batch in loader]
-    assert torch.equal(torch.cat(seen), stacked(rows)["input_ids"])
+    stream = accelerator.prepare(DataLoader(Stream(rows), batch_size=4))
+    with torch.no_grad():
+        close(torch.stack([model(**batch).loss for batch in stream]), torch.stack(wanted))
+    for turns in (loader, stream):
+        seen = [accelerator.gather_for_metrics(batch["input_ids"]) for batch in turns]
+        assert torch.equal(torch.cat(seen), stacked(rows)["input_ids"])
     assert accelerator.gather_for_metrics(["a", "b"]) == ["a", "b"] * 2
     assert accelerator.reduce(torch.tensor(2.0), "mean") == 2.0
 
@@ -347,3 +360,43 @@ def test_two_processes(pool, tmp_path):
     wanted = reference("llama", data=samples(2 * STEPS * BATCH))[1]
     merged = type(model_of("llama")).from_pretrained(tmp_path)  # by its config.json
     check(([], merged.state_dict()), ([], wanted))
+
+
+class Wrapper(nn.Module):
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.config = base, base.config
+
+
+def test_what_is_not_the_prepared_models_is_said_with_the_way_out():
+    _, model, _, batch = one_step()
+    for name in ("generate", "gradient_checkpointing_enable", "save_pretrained", "dtype"):
+        assert not hasattr(model, name)
+        with pytest.raises(
+            ConfigError, match=rf"has no {name}.*LlamaForCausalLM.*unwrap_model\(model\)\.{name}"
+        ):
+            getattr(model, name)
+    with pytest.raises(AttributeError, match="no attribute 'no_such'"):
+        _ = model.no_such
+    for given in ((batch["input_ids"], batch["labels"]), (batch,)):
+        with pytest.raises(ConfigError, match=rf"{len(given)} arguments without names.*model\(\*\*batch\)"):
+            model(*given)
+
+
+def test_the_prepared_models_zero_grad_forgets():
+    accelerator, model, own, batch = one_step()
+    accelerator.backward(model(**batch).loss)
+    model.zero_grad()
+    own.step()
+    assert all(not change.any() for change in gradients(accelerator, model).values())
+
+
+@pytest.mark.parametrize("wrap", [Wrapper, torch.compile])
+def test_a_wrapper_is_refused_with_what_it_wraps(wrap):
+    with pytest.raises(ConfigError, match=r"wrapper of LlamaForCausalLM.*merge_and_unload"):
+        fresh_accelerator().prepare(wrap(model_of("llama")))
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    with pytest.raises(ConfigError, match=r"none of the optimizer's .* is one of the model's"):
+        fresh_accelerator().prepare(model_of("llama"), adamw(model_of("llama")))

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from accelerate.utils import ProjectConfiguration
 from accelerate_job import (
     BATCH,
     RATE,
@@ -163,6 +164,40 @@ def test_a_scheduler_of_torch_steps_where_a_step_is_whole():
             schedule.step()
             own.zero_grad()
     assert model.iteration == 2 and schedule.get_last_lr() == pytest.approx([RATE / 3])
+
+
+def test_a_scheduler_that_is_not_prepared_steps_where_the_script_steps_it(recwarn):
+    accelerator = fresh_accelerator()
+    model = model_of("llama")
+    own = plain_sgd(model)
+    schedule = torch.optim.lr_scheduler.LambdaLR(own, lambda step: 1 / (1 + step))
+    model, own = accelerator.prepare(model, own)
+    accelerator.backward(model(**stacked(samples(2))).loss)
+    own.step()
+    schedule.step()
+    assert own.param_groups[0]["lr"] == pytest.approx(RATE / 2)
+    assert not [warning for warning in recwarn if "optimizer.step()" in str(warning.message)]
+
+
+def test_checkpoints_that_accelerate_names_have_the_schedule_too(tmp_path):
+    naming = ProjectConfiguration(project_dir=str(tmp_path), automatic_checkpoint_naming=True)
+    rates = []
+    for loads in (False, True):
+        accelerator = fresh_accelerator()
+        accelerator.project_configuration = naming
+        model = model_of("llama")
+        own = plain_sgd(model)
+        schedule = torch.optim.lr_scheduler.LambdaLR(own, lambda step: 1 / (1 + step))
+        model, own, schedule = accelerator.prepare(model, own, schedule)
+        if loads:
+            accelerator.load_state()
+        else:
+            accelerator.backward(model(**stacked(samples(2))).loss)
+            own.step()
+            schedule.step()
+            accelerator.save_state()
+        rates.append((schedule.get_last_lr(), own.param_groups[0]["lr"], model.iteration))
+    assert rates[0] == rates[1]
 
 
 def test_indexed_data_are_three_iterators(corpus):

@@ -19,6 +19,16 @@ def arguments(folder, batch=2, **more):
     )  # fmt: skip
 
 
+BEST_ALONE = dict(
+    load_best_model_at_end=True,
+    save_only_model=True,
+    save_strategy="steps",
+    save_steps=1,
+    eval_strategy="steps",
+    eval_steps=1,
+)
+
+
 def reset():
     from accelerate.state import AcceleratorState, GradientState
 
@@ -71,6 +81,77 @@ def test_a_resumed_run_is_the_same_run(tmp_path, monkeypatch):
     assert trainer.state.global_step == 3 and trainer.model_wrapped.iteration == 3
 
 
+def judged(kind, folder, batch=4, **more):
+    """Losses and metrics, and weights, of a run whose "best" model is the worst, that of the first step."""
+
+    def metrics(found):
+        return {"mean": float(abs(found.predictions).mean()), "labels": float(found.label_ids.mean())}
+
+    reset()
+    best = dict(load_best_model_at_end=True, metric_for_best_model="loss", greater_is_better=True)
+    each = dict(save_strategy="steps", save_steps=1, eval_strategy="steps", eval_steps=1)
+    trainer = kind(
+        model_of("llama"), arguments(folder, batch, **best, **each), train_dataset=samples(16),
+        eval_dataset=samples(8), compute_metrics=metrics, **more,
+    )  # fmt: skip
+    trainer.train()
+    assert trainer.state.best_model_checkpoint.endswith("checkpoint-1")
+    last = {name: value for name, value in trainer.evaluate().items() if name in MEASURED}
+    seen = [entry[name] for entry in trainer.state.log_history for name in MEASURED if name in entry]
+    model = trainer.model_wrapped
+    return (
+        seen,
+        last,
+        trainer.accelerator.get_state_dict(model) if "megatron_lm_plugin" in more else model.state_dict(),
+    )
+
+
+MEASURED = ("eval_loss", "eval_mean", "eval_labels")
+
+
+def our_best(folder, wanted, batch, plugin):
+    os.environ.setdefault("LOCAL_WORLD_SIZE", os.environ.get("WORLD_SIZE", "1"))
+    seen, last, weights = judged(
+        MegalithTrainer, folder, batch, megatron_lm_plugin=MegatronLMPlugin(**plugin)
+    )
+    assert seen == pytest.approx(wanted[0], rel=1e-5) and last == pytest.approx(wanted[1], rel=1e-5)
+    check(([], weights), ([], wanted[2]))
+
+
+def test_metrics_see_logits_and_the_best_model_is_loaded_at_the_end(tmp_path, monkeypatch):
+    monkeypatch.delenv("ACCELERATE_USE_MEGATRON_LM", raising=False)
+    our_best(tmp_path / "ours", judged(Trainer, tmp_path / "theirs"), 4, {})
+
+
+def test_a_failed_save_leaves_no_whole_weights_in_memory(tmp_path, monkeypatch):
+    monkeypatch.delenv("ACCELERATE_USE_MEGATRON_LM", raising=False)
+    reset()
+    trainer = MegalithTrainer(model_of("llama"), arguments(tmp_path), train_dataset=samples(8))
+    trainer.train()
+
+    def full(*args, **options):
+        raise OSError("no space left")
+
+    monkeypatch.setattr(trainer, "_save", full)
+    with pytest.raises(OSError, match="no space"):
+        trainer.save_model(str(tmp_path / "model"))
+    assert all(parameter.is_meta for parameter in trainer.model.parameters())
+
+
+@pytest.mark.parametrize("given, own, told", [
+    (dict(label_smoothing_factor=0.1), {}, "label_smoothing_factor is 0.1, which"),
+    ({}, dict(compute_loss_func=lambda *args, **options: None), "compute_loss_func is given, which"),
+    (BEST_ALONE, {}, "leave save_only_model out"),
+])  # fmt: skip
+def test_what_needs_gradients_of_logits_or_a_checkpoint_that_is_not_kept_is_refused(
+    tmp_path, monkeypatch, given, own, told
+):
+    monkeypatch.delenv("ACCELERATE_USE_MEGATRON_LM", raising=False)
+    reset()
+    with pytest.raises(ConfigError, match=told):
+        MegalithTrainer(model_of("llama"), arguments(tmp_path, **given), eval_dataset=samples(8), **own)
+
+
 def test_pipelines_are_refused(tmp_path):
     with pytest.raises(ConfigError, match="one by one"):
         MegalithTrainer(model_of("llama"), megatron_lm_plugin=MegatronLMPlugin(pp_degree=2))
@@ -83,4 +164,5 @@ def test_in_two_processes(pool, tmp_path, monkeypatch, batch, plugin):
     wanted = plain(tmp_path)
     wanted = wanted[0], {name: value.clone() for name, value in wanted[1].items()}, wanted[2]
     pool.run(ours, tmp_path, wanted, batch, plugin, size=2)
+    pool.run(our_best, tmp_path / "best", judged(Trainer, tmp_path / "theirs"), batch, plugin, size=2)
     assert torch.is_tensor(wanted[1]["lm_head.weight"])

@@ -66,7 +66,8 @@ def test_every_flag_of_megatrons_parser_is_classified_as_its_parser_takes_it():
         if row["type"] in ("int", "float") and row["action"] == "Store":
             assert ours.takes.startswith(row["type"]), flag
         elif row["choices"] and "." not in row["choices"] and row["type"] == "str":
-            assert ours.takes.rstrip("+*").split("|") == ast.literal_eval(row["choices"]), flag
+            newer = ["nccl2"] if flag == "--distributed-backend" else []
+            assert ours.takes.rstrip("+*").split("|") == [*ast.literal_eval(row["choices"]), *newer], flag
 
 
 def test_the_defaults_are_those_of_megatrons_parser():
@@ -125,6 +126,9 @@ def test_published_training_scripts_pass_whole_or_are_told_what_is_not_there():
     for name, (processes, told, words) in lines.items():
         try:
             tree = translate(words, processes).tree
+            tree["model"].setdefault("vocab_size", 50257)  # the tokenizer's, where there is one
+            with in_flags():
+                check_training(RunConfig.from_tree(tree), processes)
         except ConfigError as error:
             refusals = str(error).split("\n")
             assert len(refusals) == len(told) and all(
@@ -132,11 +136,25 @@ def test_published_training_scripts_pass_whole_or_are_told_what_is_not_there():
             ), (name, refusals)
             continue
         assert not told, name
-        tree["model"].setdefault("vocab_size", 50257)  # the tokenizer's, where there is one
-        with in_flags():
-            check_training(RunConfig.from_tree(tree), processes)
         whole += 1
-    assert (whole, len(lines)) == (15, 22)
+    assert (whole, len(lines)) == (16, 22)
+
+
+def test_balancing_losses_of_no_weight_are_none_and_nothing_is_refused():
+    for kinds, taken in (("global_aux_loss", "none"), ("seq_aux_loss global_aux_loss", "seq_aux_loss")):
+        model = translated(f"{LEAST} --num-experts 4 --moe-router-load-balancing-type {kinds}").tree["model"]
+        assert (model["moe_router_load_balancing_type"], model["moe_aux_loss_coeff"]) == (taken, 0.0)
+
+
+def test_sinkhorn_weights_are_megatrons_whatever_the_flags_of_the_other_losses_say():
+    """sigmoids where a token has one expert, else the softmax over all, by no factor."""
+    for topk, score in ((1, "sigmoid"), (2, "softmax")):
+        model = translated(
+            f"{LEAST} --num-experts 4 --moe-router-load-balancing-type sinkhorn --moe-router-topk {topk} "
+            "--moe-router-score-function sigmoid --moe-router-topk-scaling-factor 2.5"
+        ).tree["model"]
+        assert (model["moe_router_score_function"], model["moe_router_pre_softmax"]) == (score, topk > 1)
+        assert "moe_router_topk_scaling_factor" not in model
 
 
 def test_flags_that_megatron_has_removed_are_passed_over_or_answered_with_the_new_ones():
@@ -365,8 +383,11 @@ def test_all_that_is_wrong_is_told_at_once():
         ("--window-size 9", "two numbers are needed"),
         ("--num-experts 2 --moe-layer-freq __import__('os')", "lists of numbers with"),
         ("--num-experts 2 --moe-layer-freq [0]*(9999*9999*9999)*2", "lists of numbers with"),
-        ("--num-experts 2 --moe-router-load-balancing-type sinkhorn", "one loss at a time"),
-        ("--num-experts 2 --moe-aux-loss-coeff 1e-2 1e-3", "one loss at a time"),
+        (
+            "--num-experts 2 --moe-router-load-balancing-type global_aux_loss --moe-aux-loss-coeff 0.1",
+            "no layout",
+        ),
+        ("--num-experts 2 --moe-aux-loss-coeff 1e-2 1e-3", "there is one at a time of aux_loss"),
         ("--tokenizer-type MultimodalTokenizer", "is refused: there are GPT2BPETokenizer"),
         (
             "--optimizer muon --muon-tp-mode blockwise",

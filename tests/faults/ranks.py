@@ -5,19 +5,15 @@ that it is what a launcher starts: the command line, the environment, one proces
 """
 
 import json
-import multiprocessing
 import os
 import signal
-import socket
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
-from forked import Forked
-
-from megalith.launch.pool import PRELOADED
+from forked import PATIENCE, Forked, free_port, is_running, open_forkserver
 
 SMALL = {
     "model.preset": "tiny-gpt",
@@ -36,7 +32,6 @@ SMALL = {
     "log.layout_report": False,
     "runtime.device": "cpu",
 }
-WAIT = 120.0  # seconds that a process may take to come to where a test wants it
 
 
 def words(output: Path, **settings: object) -> list[str]:
@@ -59,8 +54,7 @@ class Ranks:
     ):
         """`prepare(rank)`, at the top of a module, is called in each process before the command. What the ranks print
         goes to `log`, each into a file with its number."""
-        processes = multiprocessing.get_context("forkserver")
-        processes.set_forkserver_preload(PRELOADED)
+        processes = open_forkserver()
         self.logs = [log.with_name(f"{log.name}.{rank}") for rank in range(size)]
         port = free_port()
         self.processes = [
@@ -77,7 +71,7 @@ class Ranks:
         for rank in range(len(self.processes)) if ranks is None else ranks:
             os.kill(self.processes[rank].pid, number)
 
-    def end(self, within: float = WAIT) -> list[int]:
+    def end(self, within: float = PATIENCE) -> list[int]:
         """The exit codes, negative where a signal ended a rank, when all have ended. None runs on afterwards."""
         until = time.monotonic() + within
         for process in self.processes:
@@ -126,13 +120,7 @@ def _rank(
     os._exit(code)  # a rank that failed does not wait for collectives that the others will never join
 
 
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return taken.getsockname()[1]
-
-
-def until(is_so: Callable[[], object], what: str, within: float = WAIT) -> None:
+def until(is_so: Callable[[], object], what: str, within: float = PATIENCE) -> None:
     """Returns when `is_so()`; fails after `within` seconds."""
     end = time.monotonic() + within
     while not is_so():
@@ -182,13 +170,7 @@ def launch(command: Sequence[str], *options: str, log: Path) -> Forked:
 
 
 def workers_of(launcher: Forked) -> list[int]:
-    """The process ids of the ranks that a launcher has started and that still run."""
+    """The process ids of the ranks that a launcher has started and that still run, by rank: in the order of their
+    starts, which need not be that of their numbers."""
     children = Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()
-    return sorted(int(pid) for pid in children if is_running(int(pid)))
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except FileNotFoundError:
-        return False
+    return [int(pid) for pid in children if is_running(int(pid))]

@@ -1,10 +1,13 @@
 """4: a stopped rank, and one that leaves out a collective: noticed in time, both named, and the job ended."""
 
+import contextlib
 import json
 import os
 import re
 import signal
+import socket
 import time
+from datetime import timedelta
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ import megalith.training.trainer
 from megalith.errors import TrainingError
 from megalith.launch import hang_watch
 from megalith.launch.hang_watch import Sign, tell_hang
+from megalith.launch.heartbeat import longer
 from megalith.training.run_state import Run
 
 TIMEOUT = 4.0  # seconds
@@ -33,10 +37,11 @@ def test_a_stopped_rank_is_named_and_the_others_end(tmp_path):
     until(lambda: len(steps(output)) >= 100, "step 100")  # the watch has looked several times
     running.send(signal.SIGSTOP, [1])
     stopped = time.monotonic()
-    running.processes[0].join(60)
+    running.processes[0].join(longer(timedelta(seconds=TIMEOUT)).total_seconds())
     took = time.monotonic() - stopped
     running.kill()
-    assert running.processes[0].exitcode == 6 and TIMEOUT <= took < 3 * TIMEOUT
+    assert running.processes[0].exitcode == 6  # by the watch, before a collective's own time-out
+    assert took >= TIMEOUT
     said = running.text(0)
     assert re.search(r"rank 1 does not answer .*: it was in step \d+, training", said), said
     assert re.search(r"rank 0: step \d+, training, .* number \d+ of .*, called from \w+ \(megalith/", said), (
@@ -54,11 +59,11 @@ def test_a_launcher_starts_a_job_again_whose_rank_stands_still(tmp_path):
     try:
         until(lambda: saved(output), "a checkpoint")
         os.kill(workers_of(launcher)[1], signal.SIGSTOP)
-        until(lambda: "resuming from" in log.read_text(), "the restart", within=60)
+        until(lambda: "resuming from" in log.read_text(), "the restart")
         before = len(steps(output))
         until(lambda: len(steps(output)) > before, "another step")
         launcher.send_signal(signal.SIGTERM)
-        assert launcher.wait(60) == 22, log.read_text()
+        assert launcher.wait() == 22, log.read_text()
     finally:
         launcher.kill()
         launcher.wait()
@@ -69,12 +74,15 @@ def test_a_launcher_starts_a_job_again_whose_rank_stands_still(tmp_path):
 def lose_the_store(rank: int) -> None:
     """Rank 0, with the store, is lost while rank 1 is about to connect to it for its watch."""
     inner = megalith.training.trainer.open_watch
-    hang_watch.STORE_PATIENCE = 4.0
+    hang_watch.STORE_PATIENCE = 2.0
 
     def open_watch(heartbeat, process, *rest):
         if rank == 0:
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(1.0)
+        with contextlib.suppress(ConnectionError):
+            while True:  # to the end of who listens there
+                socket.create_connection(("127.0.0.1", int(os.environ["MASTER_PORT"]))).close()
+                time.sleep(0.02)
         return inner(heartbeat, process, *rest)
 
     megalith.training.trainer.open_watch = open_watch
@@ -84,7 +92,7 @@ def test_a_rank_whose_store_is_lost_while_it_starts_ends(tmp_path):
     running = Ranks(
         words(tmp_path / "run", train__train_iters=3), 2, tmp_path / "log", prepare=lose_the_store
     )
-    codes = running.end(60.0)
+    codes = running.end()
     assert codes == [-signal.SIGKILL, TrainingError.exit_code], running.text()
     assert "the store that the ranks met at does not answer" in running.text(), running.text()
 
@@ -106,9 +114,7 @@ def test_ranks_that_wait_in_different_collectives_are_told_with_both(tmp_path):
     output = tmp_path / "run"
     running = Ranks(watched(output), 2, tmp_path / "log", prepare=wait_elsewhere)
     until(lambda: len(steps(output)) >= 3, "step 3")
-    running.processes[0].join(60)
-    codes = [process.exitcode for process in running.processes]
-    running.kill()
+    codes = running.end()
     assert 6 in codes, running.text()
     said = next(text for text in (running.text(0), running.text(1)) if "no progress" in text)
     assert "does not answer" not in said

@@ -51,12 +51,12 @@ def test_at_and_around_the_end_of_an_epoch_the_run_goes_on_bitwise(config, corpu
 @pytest.mark.fault(12)
 def test_a_run_killed_before_its_first_save_starts_from_its_beginning(tmp_path):
     killed, straight = tmp_path / "killed", tmp_path / "straight"
-    command = words(killed, train__train_iters=300)
+    command = words(killed, train__train_iters=100_000)
     running = Ranks(command, 1, tmp_path / "log")
     until(lambda: len(steps(killed)) >= 2, "step 2")
     running.send(signal.SIGKILL)
     assert running.end() == [-signal.SIGKILL] and saved(killed) == []
     for output in (killed, straight):
-        rest = Ranks(words(output, train__train_iters=300, train__exit_interval=4), 1, tmp_path / "log")
+        rest = Ranks(words(output, train__train_iters=100_000, train__exit_interval=4), 1, tmp_path / "log")
         assert rest.end() == [20], rest.text()
     assert stored(killed, 4) == stored(straight, 4) and steps(killed) == [1, 2, 3, 4]

@@ -4,10 +4,9 @@ import os
 import signal
 
 import pytest
+from forked import free_port, is_running
 from ranks import (
     Ranks,
-    free_port,
-    is_running,
     launch,
     records,
     saved,
@@ -34,9 +33,10 @@ def test_a_killed_rank_is_started_again_from_the_newest_checkpoint_and_sigterm_r
         until(lambda: saved(output), "a checkpoint")
         os.kill(workers_of(launcher)[1], signal.SIGKILL)
         until(lambda: "resuming from" in log.read_text(), "the restart")
-        until(lambda: len(steps(output)) > 20, "step 21")
+        before = len(steps(output))  # which may be of before the kill: no more come of those
+        until(lambda: len(steps(output)) > before, "another step")
         launcher.send_signal(signal.SIGTERM)
-        assert launcher.wait(60) == 22, log.read_text()
+        assert launcher.wait() == 22, log.read_text()
     finally:
         launcher.kill()
         launcher.wait()
@@ -69,12 +69,12 @@ def test_a_machine_that_comes_late_is_taken_in_and_when_it_is_lost_the_job_of_on
         assert f"waiting at 127.0.0.1:{port}" in both()
         orphans = workers_of(second)
         second.kill()
-        until(lambda: not any(map(is_running, orphans)), "the end of the lost launcher's rank", within=30)
-        until(lambda: both().count("resuming from") == 2, "the job of one", within=120)
+        until(lambda: not any(map(is_running, orphans)), "the end of the lost launcher's rank")
+        until(lambda: both().count("resuming from") == 2, "the job of one")
         before = len(steps(output))
         until(lambda: len(steps(output)) > before + 3, "more steps")
         first.send_signal(signal.SIGTERM)
-        assert first.wait(60) == 22, log.read_text()
+        assert first.wait() == 22, log.read_text()
     finally:
         for launcher in filter(None, (first, second)):
             launcher.kill()
@@ -89,7 +89,7 @@ def test_a_group_of_fewer_than_model_parallelism_needs_is_refused_at_once(tmp_pa
     log = tmp_path / "log"
     command = words(tmp_path / "run", train__train_iters=4, parallel__tensor_model_parallel_size=2)
     launcher = launch(command, "--nproc", "1", "--max-restarts", "3", log=log)
-    assert launcher.wait(60) == 2
+    assert launcher.wait() == 2
     told = log.read_text()
     assert told.count("world size 1 is not divisible by tensor (2)") == 1 and "starting again" not in told
     assert not (tmp_path / "run").exists()

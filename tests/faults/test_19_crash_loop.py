@@ -1,9 +1,11 @@
 """19: a job that fails again and again: pauses that grow, an end, and the first traceback kept."""
 
 import time
+from functools import partial
+from pathlib import Path
 
 import pytest
-from ranks import Ranks, steps, words
+from ranks import Ranks, steps, until, words
 
 from megalith.launch.launcher import launch
 from megalith.launch.restart import FAILURES, Attempt, pause
@@ -37,14 +39,14 @@ def test_pauses_double_up_to_a_minute():
     assert [pause(Attempt(number)) for number in range(9)] == [0, 1, 2, 4, 8, 16, 32, 60, 60]
 
 
-def fail_at_step_2(rank: int) -> None:
+def fail_after_step_2(rank: int, output: Path) -> None:
     inner = Run.train_step
 
     def train_step(self, *given):
-        step = inner(self, *given)
         if self.step == 2 and rank == 1:
+            until(lambda: steps(output) == [1, 2], "the other rank's record of step 2")
             raise ZeroDivisionError(f"on rank {rank}")
-        return step
+        return inner(self, *given)
 
     Run.train_step = train_step
 
@@ -58,7 +60,8 @@ def test_each_attempt_waits_and_leaves_its_traceback_and_a_folder_of_another_job
     for attempt in range(2):
         agent = {"TORCHELASTIC_RUN_ID": "a job", "TORCHELASTIC_RESTART_COUNT": str(attempt)}
         begun = time.monotonic()
-        running = Ranks(command, 2, tmp_path / f"log{attempt}", prepare=fail_at_step_2, environment=agent)
+        fail = partial(fail_after_step_2, output=output)
+        running = Ranks(command, 2, tmp_path / f"log{attempt}", prepare=fail, environment=agent)
         assert running.end()[1] == 1, running.text()
         assert time.monotonic() - begun > attempt and steps(output) == [1, 2]
     kept = {path.name: path.read_text() for path in (output / FAILURES).iterdir()}

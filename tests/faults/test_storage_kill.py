@@ -12,7 +12,7 @@ HERE = Path(__file__).parent
 
 @pytest.mark.fault(2)
 def test_a_rank_killed_in_any_phase_of_a_save_leaves_the_newest_whole_step(tmp_path):
-    done = forked.run([HERE / "storage_kill_job.py", tmp_path], timeout=200)
+    done = forked.run([HERE / "storage_kill_job.py", tmp_path])
     assert done.returncode == 0, done.stdout + done.stderr
     trials = [json.loads(line) for line in done.stdout.splitlines()]
     killed = [trial for trial in trials if trial["codes"][trial["victim"]] != 0]

@@ -18,7 +18,7 @@ from megalith.launch.launcher import end_distributed, init_distributed
 def main() -> int:
     folder, what = Path(sys.argv[1]), sys.argv[2]
     try:
-        process = init_distributed(torch.device("cpu"), timeout=timedelta(seconds=60))
+        process = init_distributed(torch.device("cpu"), timeout=timedelta(minutes=10))
         seen = {"world_size": process.world_size, "threads": torch.get_num_threads(), "pid": os.getpid()}
         seen["listening"] = listening(os.getpid()) + listening(os.getppid())
         seen["interface"] = os.environ.get("GLOO_SOCKET_IFNAME")

@@ -11,7 +11,7 @@ from torch.distributed import HashStore, distributed_c10d
 from megalith.checkpoint.saver import PATIENCE, Saver
 from megalith.config import ParallelConfig
 from megalith.launch import hang_watch
-from megalith.launch.hang_watch import HangWatch
+from megalith.launch.hang_watch import LISTENING_LOOKS, HangWatch
 from megalith.launch.heartbeat import Heartbeat, longer
 from megalith.parallel.context.context_parallel import _levels
 from megalith.parallel.mesh import build_mesh
@@ -26,12 +26,16 @@ class CountingStore:
 
     def __init__(self):
         self.inner, self.requests, self.lock = HashStore(), 0, threading.Lock()
+        self.found = threading.Event()  # the verdict
 
     def __getattr__(self, name: str):
         def call(*arguments):
             with self.lock:
                 self.requests += 1
-                return getattr(self.inner, name)(*arguments)
+                value = getattr(self.inner, name)(*arguments)
+            if name == "compare_set":
+                self.found.set()
+            return value
 
         return call
 
@@ -41,8 +45,15 @@ def watch(store: CountingStore, rank: int) -> HangWatch:
     return HangWatch(heartbeat, rank, RANKS, 60.0, store, Path("unused"))
 
 
-def test_a_verdict_takes_a_few_requests_of_each_rank():
-    store = CountingStore()
+def test_a_verdict_takes_a_few_requests_of_each_rank(monkeypatch):
+    store, looked, together = CountingStore(), threading.local(), threading.Barrier(FINDING)
+
+    def sleep(seconds: float) -> None:
+        """All write as often as it takes to be heard; then those that wait for the verdict look when it is there."""
+        looked.times = getattr(looked, "times", 0) + 1
+        together.wait() if looked.times <= LISTENING_LOOKS else store.found.wait()
+
+    monkeypatch.setattr(hang_watch, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: 0.0))
     ranks = [watch(store, rank) for rank in range(RANKS)]
     for rank in ranks:
         rank._say(1, 1.0)

@@ -5,9 +5,11 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from datetime import timedelta
 
 import pytest
+from forked import free_port
 from sockets import LOOPBACK_INTERFACE, listening
 
 from megalith.errors import ConfigError
@@ -57,19 +59,22 @@ def test_the_longest_that_a_wrong_port_takes_is_20_seconds():
 
 
 @pytest.mark.parametrize("greeting", [b"", b"SSH-2.0-OpenSSH_9.2\r\n"])
-def test_a_port_that_hangs_up_or_speaks_first_is_refused_at_once(greeting):
+def test_a_port_that_hangs_up_or_speaks_first_is_refused_at_once(greeting, monkeypatch):
+    monkeypatch.setattr(meeting, "ANSWER_PATIENCE", 100.0)
     with socket.create_server(("127.0.0.1", 0)) as server:
 
         def answer() -> None:
-            connection, _ = server.accept()
-            connection.sendall(greeting)
-            connection.close()
+            with suppress(OSError):  # to the end of the server
+                while True:
+                    connection, _ = server.accept()
+                    with connection, suppress(ConnectionError):
+                        connection.sendall(greeting)
 
         threading.Thread(target=answer, daemon=True).start()
         began = time.monotonic()
         with pytest.raises(ConfigError, match="is no rendezvous"):
             join_store("127.0.0.1", server.getsockname()[1], MINUTE)
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 50
 
 
 def test_nobody_who_listens_is_told_after_the_patience(port, monkeypatch):
@@ -122,9 +127,7 @@ def test_rank_0_of_a_scheduler_names_the_port_that_is_taken(port, monkeypatch):
 
 def test_launchers_of_one_job_meet_and_one_of_another_job_is_refused(capsys, monkeypatch):
     monkeypatch.delenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", raising=False)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        endpoint = f"127.0.0.1:{probe.getsockname()[1]}"
+    endpoint = f"127.0.0.1:{free_port()}"
     first = SeveralMachines(endpoint, "ours", (2, 2))
     assert (
         f"waiting at {endpoint} for the launchers of 2 machines (--rdzv-id ours)" in capsys.readouterr().err

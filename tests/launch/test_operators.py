@@ -118,10 +118,7 @@ def test_two_pods_of_a_pytorchjob_train_together(tmp_path, monkeypatch):
     """Each with the environment that the operator gives it: RANK is its own, WORLD_SIZE is that of all processes."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "run.yaml").write_text(RUN)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = str(probe.getsockname()[1])
-    operator = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": "4"}
+    operator = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(forked.free_port()), "WORLD_SIZE": "4"}
     operator |= {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "2"}
     logs = [tmp_path / f"pod{rank}.log" for rank in (0, 1)]
     words = ["-m", "megalith.cli", "train", "run.yaml"]

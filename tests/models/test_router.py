@@ -68,6 +68,27 @@ def test_sigmoid_weights_with_groups_and_bias(x, size, counted):
         assert weights.tolist() == pytest.approx([s / sum(chosen) for s in chosen], rel=1e-5)
 
 
+@pytest.mark.parametrize(("topk", "score"), [(1, "sigmoid"), (2, "softmax")])
+def test_sinkhorn_balances_the_choices_of_training_alone(x, topk, score):
+    """By the published iteration over exp(logits), to convergence; the weights are the scores as they are."""
+    settings = dict(moe_router_load_balancing_type="sinkhorn", moe_router_topk=topk)
+    router = router_of(**settings, moe_router_score_function=score, moe_router_pre_softmax=score == "softmax")
+    logits = (x @ router.weight.T).detach()
+    cost, of_experts = logits.double().exp(), torch.ones(8, dtype=torch.float64)
+    for _ in range(1000):
+        of_tokens = 1 / (TOKENS * cost @ of_experts)
+        of_experts = 1 / (8 * of_tokens @ cost)
+    expected = (of_tokens[:, None] * cost * of_experts).topk(topk).indices
+    trained, evaluated = routed(router, x), routed(router, x, None)
+    assert trained.experts.equal(expected) and evaluated.experts.equal(logits.topk(topk).indices)
+    assert not trained.experts.equal(evaluated.experts)
+    scores = logits.sigmoid() if topk == 1 else logits.softmax(-1)
+    for routing in (trained, evaluated):
+        torch.testing.assert_close(routing.weights, scores.gather(1, routing.experts))
+    loads = [routing.experts.flatten().bincount(minlength=8).max() for routing in (trained, evaluated)]
+    assert loads[0] < loads[1]
+
+
 def test_softmax_groups_are_as_good_as_their_best_expert(x):
     router = router_of(**GROUPS)
     for token, experts in zip(x, routed(router, x).experts):

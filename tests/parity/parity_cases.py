@@ -193,6 +193,14 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
         "model": MOE | {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.6, "num_experts": 4} | DROPOUT,
         "data": DOCUMENTS,
     },
+    "moe sinkhorn": {
+        "model": MOE
+        | {
+            "moe_router_load_balancing_type": "sinkhorn",
+            "moe_aux_loss_coeff": 0.0,
+            "moe_router_pre_softmax": True,
+        }
+    },
     "moe recompute all": {
         "model": MOE | {"moe_router_pre_softmax": True, "swiglu": False, "add_mlp_bias": True} | TIED,
         "parallel": {"recompute_granularity": "full", "recompute_method": "uniform"},
@@ -320,7 +328,7 @@ SHOWN_WITH = {
     "tp2-sp-cp2-overlap": "llama lora, dropout",
     "tp2-sp-pp2-overlap": "gpt2 dropout",
     "tp2-sp-dp2-zero3-overlap": "gpt2 documents, recompute all",
-    "ep2": "multi-token prediction",
+    "ep2": "moe sinkhorn",
     "ep4": "multi-token prediction",
     "ep2-allgather": "moe dropping by position, filled up",
     "ep2-dp4": "moe dropping, dropout",
@@ -338,7 +346,7 @@ SHOWN_WITH = {
     "pp2-ep2": "multi-token prediction",
     "pp2-interleaved-ep2-zero2": "moe recompute all",
     "pp2-zero_bubble-tp2-sp-ep2": "moe dropping, dropout",
-    "tp2-sp-ep8-zero1": "moe dropping by position, filled up",
+    "tp2-sp-ep8-zero1": "moe sinkhorn",
     "tp2-sp-pp2-dp2-ep4-zero1": "deepseek documents",
     "tp2-cp2-dp2-ep2-etp2-zero3": "moe dropping, dropout",
     "tp2-sp-cp2-pp2-ep2-etp2": "moe",
@@ -353,7 +361,7 @@ BY_DEFAULT = (
     "cp2-a2a-pp2-interleaved", "cp2-all_gather-pp2-zero_bubble", "cp2-dp2-zero3",
     "pp2-interleaved-dp2-zero2", "pp2-zero_bubble-dp2-zero1", "tp2-sp-pp2-dp2-zero3",
     "tp2-sp-overlap", "cp2-a2a-overlap",
-    "ep2-allgather", "tp2-sp-etp2-ep2", "cp2-ep2", "pp2-interleaved-ep2-zero2",
+    "ep2", "ep2-allgather", "tp2-sp-etp2-ep2", "cp2-ep2", "pp2-interleaved-ep2-zero2",
     "pp2-zero_bubble-tp2-sp-ep2", "ep4-zero3",
 )  # fmt: skip
 

@@ -10,10 +10,10 @@ from parity_cases import run_config
 from torch._inductor.utils import run_and_get_code
 
 from megalith.config import RunConfig
-from megalith.parallel.overlap import interleave
+from megalith.parallel.overlap import inductor
+from megalith.parallel.overlap.inductor import prepare_compiler
 from megalith.parity.differences import compare
 from megalith.parity.job import Outcome, run_job
-from megalith.training.compiler import prepare_compiler
 
 SMALL = {"model": {"num_layers": 2}, "train": {"train_iters": 2}}
 QUICK = {  # plain C++, which ranks and later runs share; the code of each graph is made anew
@@ -32,7 +32,7 @@ def run_compiled(config: RunConfig) -> tuple[Outcome, list[str]]:
     """The outcome of a run, and the code of its layers' graphs that have collectives."""
     prepare_compiler(1.0)
     anew = torch._functorch.config.patch(enable_autograd_cache=False)
-    with torch._inductor.config.patch(QUICK), anew, mock.patch.multiple(interleave, **RATES):
+    with torch._inductor.config.patch(QUICK), anew, mock.patch.multiple(inductor, **RATES):
         outcome, codes = run_and_get_code(run_job, config)
     torch._dynamo.reset()
     return outcome, [code for code in codes if COLLECTIVE.search(code)]
@@ -58,7 +58,7 @@ def alone() -> Outcome:
     return run_job(run_config("gpt2 dropout", None, "", **SMALL))
 
 
-# By default parallel/test_interleave.py shows the order in halves that are traced.
+# By default parallel/test_inductor.py shows the order in halves that are traced.
 @pytest.mark.full
 @pytest.mark.parametrize(
     "layout, expected",

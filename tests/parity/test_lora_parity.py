@@ -67,20 +67,32 @@ def stored(config: RunConfig) -> tuple[Outcome, set[torch.dtype]]:
     return outcome, {x.dtype for x in frozen}
 
 
+def as_loaded(config: RunConfig) -> tuple[Outcome, set[torch.dtype]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(LocalParameters, "store_frozen", lambda *_: None)
+        return stored(config)
+
+
+@pytest.mark.parametrize(
+    "layouts", [("", "tp2-sp"), pytest.param(("dp2", "dp2-zero3"), marks=pytest.mark.full)]
+)
 def test_in_bf16_a_frozen_base_is_stored_as_it_is_used_and_trains_bitwise_the_same(
-    tree: dict, tmp_path, monkeypatch
+    pool, tree: dict, tmp_path, layouts
 ) -> None:
-    """A base that bf16 does not hold exactly stays as it is."""
+    """In any layout but those that FSDP2 gathers. A base that bf16 does not hold exactly stays as it is."""
     reference = random_reference(CASES["qwen3"][0]())
     train = tree["train"] | {"precision": "bf16"}
     exact = RunConfig.from_tree(tree | {"train": train})
     assert stored(exact)[1] == {torch.float32}
     reference.to(torch.bfloat16).save_pretrained(tmp_path / "base")
     model = tree["model"] | {"init_from": str(tmp_path / "base")}
-    config = RunConfig.from_tree(tree | {"train": train, "model": model})
-    short, kinds = stored(config)
-    assert kinds == {torch.bfloat16}
-    monkeypatch.setattr(LocalParameters, "store_frozen", lambda *_: None)
-    long, kinds = stored(config)
-    assert kinds == {torch.float32} and short.losses == long.losses
-    assert all(torch.equal(short.gradients[name], gradient) for name, gradient in long.gradients.items())
+    for name in layouts:
+        parallel = dict(LAYOUTS[name].parallel) if name else {}
+        config = RunConfig.from_tree(tree | {"train": train, "model": model, "parallel": parallel})
+        size = LAYOUTS[name].processes if name else 1
+        for (short, kinds), (long, before) in zip(
+            *(pool.run(run, config, size=size) if name else [run(config)] for run in (stored, as_loaded))
+        ):
+            assert before == {torch.float32} and short.losses == long.losses
+            assert kinds == {torch.float32 if "zero" in name else torch.bfloat16}, name
+            assert all(torch.equal(short.gradients[name], grad) for name, grad in long.gradients.items())

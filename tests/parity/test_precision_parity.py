@@ -102,7 +102,7 @@ def run_traced_job(config: RunConfig) -> Outcome:
         return run_job(config)
 
 
-# By default parallel/test_tensor_parallel.py and test_context_model.py trace layers, test_interleave.py halves of them,
+# By default parallel/test_tensor_parallel.py and test_context_model.py trace layers, test_inductor.py halves of them,
 # and test_parity.py shows halves in eager mode.
 @pytest.mark.full
 @pytest.mark.parametrize("layout", ["tp2-sp-overlap", "cp2", "pp2"])

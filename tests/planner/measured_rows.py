@@ -29,7 +29,7 @@ class Row(NamedTuple):
         train = dict(train_iters=10, micro_batch_size=micro, global_batch_size=batch, precision="bf16")
         tree = {
             "model": self.model,
-            "data": dict(mock=True, seq_length=seq),
+            "data": dict(mock=True, seq_length=seq) | more.get("data", {}),
             "parallel": self.parallel,
             "optim": dict(lr=1e-4) | more.get("optim", {}),
             "train": train | more.get("train", {}),
@@ -52,6 +52,7 @@ WHOLE = dict(data_parallel_sharding_strategy="optim_grads_params")
 FULL = dict(recompute_granularity="full")
 FP16 = dict(train=dict(precision="fp16"))
 HALF = dict(optim=dict(optimizer_cpu_offload=True, optimizer_offload_fraction=0.5))
+PACKED = dict(data=dict(tokenizer_type="NullTokenizer", reset_attention_mask=True, reset_position_ids=True))
 V4 = dict(PP, pipeline_model_parallel_layout="E|t*2|(t*5|)*3t*6|t*9|t*4L")
 V3 = dict(PP, pipeline_model_parallel_layout="Et|t*4|t*10|t*10|t*8|t*3L")
 ONE, TWO, LONG = (32, 32, 1024), (64, 64, 1024), (1, 2, 8192)
@@ -89,6 +90,7 @@ ROWS = [
     Row("Llama-3-8B, half recomputed, half on the host", FIT, 1, LLAMA, LONG,
         dict(FULL, recompute_method="block", recompute_num_layers=16), 2857, 128.5, HALF),
     Row("Llama-3-8B, FSDP2", FIT, 2, LLAMA, (1, 4, 8192), WHOLE, 1700, 112.6),
+    Row("the same, packed documents", TOLD, 2, LLAMA, (1, 4, 8192), WHOLE, 1685, 112.6, PACKED),
     Row("Llama-3-8B, FSDP2, recomputed", TOLD, 2, LLAMA, (1, 4, 8192), dict(WHOLE, **FULL), 2135, 76.3),
     Row("Llama-3-8B, FSDP2, all layers gathered", TOLD, 2, LLAMA, (1, 4, 8192), dict(WHOLE, fsdp_unsharded_layers=32),
         1610, 129.9),

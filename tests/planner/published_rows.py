@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import NamedTuple
 
 from megalith.config import RunConfig
@@ -81,21 +82,44 @@ H100_ROWS = [  # The Llama 3 Herd of Models, table 4; Megatron-Bridge's table of
     Published("Bridge, Qwen3-30B, FP8", H100, 16, dict(BALANCED, preset="qwen3-30b-a3b"), (1, 1024, 4096),
               sizes(1, 1, expert_model_parallel_size=16, **OPTIM), 8960, "tokens/s", True),
 ]
-# Narayanan et al. 2021, table 1: layers, hidden, heads, TP, PP, GPUs, batch, TFLOP/s (the recomputation counted).
+# Narayanan et al. 2021, table 1: layers, hidden, heads, TP, PP, chunks (the fastest of ours: the table has none), GPUs,
+# batch, TFLOP/s (the recomputation counted).
 SC21 = [
-    ("1.7B", 24, 2304, 24, 1, 1, 32, 512, 137), ("3.6B", 30, 3072, 32, 2, 1, 64, 512, 138),
-    ("7.5B", 36, 4096, 32, 4, 1, 128, 512, 142), ("18.4B", 40, 6144, 48, 8, 1, 256, 1024, 135),
-    ("39.1B", 48, 8192, 64, 8, 2, 512, 1536, 138), ("76.1B", 60, 10240, 80, 8, 4, 1024, 1792, 140),
-    ("145.6B", 80, 12288, 96, 8, 8, 1536, 2304, 148), ("310B", 96, 16384, 128, 8, 16, 1920, 2160, 155),
-    ("530B", 105, 20480, 128, 8, 35, 2520, 2520, 163), ("1T", 128, 25600, 160, 8, 64, 3072, 3072, 163),
+    ("1.7B", 24, 2304, 24, 1, 1, 1, 32, 512, 137), ("3.6B", 30, 3072, 32, 2, 1, 1, 64, 512, 138),
+    ("7.5B", 36, 4096, 32, 4, 1, 1, 128, 512, 142), ("18.4B", 40, 6144, 48, 8, 1, 1, 256, 1024, 135),
+    ("39.1B", 48, 8192, 64, 8, 2, 2, 512, 1536, 138), ("76.1B", 60, 10240, 80, 8, 4, 3, 1024, 1792, 140),
+    ("145.6B", 80, 12288, 96, 8, 8, 5, 1536, 2304, 148), ("310B", 96, 16384, 128, 8, 16, 6, 1920, 2160, 155),
+    ("530B", 105, 20480, 128, 8, 35, 3, 2520, 2520, 163), ("1T", 128, 25600, 160, 8, 64, 2, 3072, 3072, 163),
 ]
 # fmt: on
 
 
 def sc21_row(
-    name: str, layers: int, hidden: int, heads: int, tp: int, pp: int, gpus: int, batch: int, tera: int
+    name: str,
+    layers: int,
+    hidden: int,
+    heads: int,
+    tp: int,
+    pp: int,
+    vp: int,
+    gpus: int,
+    batch: int,
+    tera: int,
 ):
     model = dict(num_layers=layers, hidden_size=hidden, num_attention_heads=heads, vocab_size=51200,
                  hidden_dropout=0.0, attention_dropout=0.0)  # fmt: skip
-    parallel = sizes(tp, pp, recompute_granularity="full")
+    parallel = sizes(tp, pp, 1, vp if vp > 1 else None, recompute_granularity="full")
     return Published(name, A100, gpus, model, (1, batch, 2048), parallel, tera, "TFLOP/s")
+
+
+class OldAttention(step_time._Model):
+    """Attention as Megatron-LM had it in 2021: GEMMs a head, and the matrix of scores in memory between them. A score
+    in fp16 is written, masked and normalized (read, written), dropped (read, written, a byte of mask), read: 13 bytes;
+    backward 19, where dropout and softmax read their outputs too."""
+
+    def _attention(self, number: int, there: Counter[str], back: Counter[str]) -> None:
+        seq, heads = self.config.data.seq_length, self.model.num_attention_heads / self.tensor
+        scores = self.tokens * seq * heads
+        one = 2 * self.rates.matmul(seq, self.model.head_dim, seq, "bf16") * heads * self.tokens / seq
+        there["attention"] += one + 13 * scores / self.streams
+        back["attention"] += 2 * one + 19 * scores / self.streams

@@ -265,3 +265,16 @@ def test_pairs_of_preferences_are_two_rows_and_their_reference_a_second_model():
     rollouts = found(rl=dict(rollouts="x", beta=0.1))
     assert (rollouts.activations, rollouts.weights) == (plain.activations, 2 * plain.weights)
     assert found(rl=dict(rollouts="x")) == plain
+
+
+def test_a_frozen_base_is_one_copy_in_bf16_unless_fsdp_gathers_it():
+    def found(rank=4, **sections):
+        return expected(LARGE, lora=dict(rank=rank), **sections)
+
+    adapters = 2 * (found().weights - found(2).weights)  # bytes, of rank 4
+    whole = total(LARGE)
+    assert (found().weights, found().compute_copy) == (2 * whole + adapters, 0)
+    wide = found(train=dict(precision="fp32"))
+    assert (wide.weights, wide.compute_copy) == (4 * whole + adapters, 0)
+    zero = found(devices=2, parallel=dict(data_parallel_sharding_strategy="optim"))
+    assert zero.weights == (4 * whole + adapters) // 2 and zero.compute_copy > 0

@@ -232,6 +232,7 @@ def _failing(folder: str) -> str:
         (dict(reward_weights=[1.0, 2.0]), "2 weights for 1 reward_funcs"),
         (dict(max_completion_length=25), "do not fit"),
         (dict(max_prompt_length=20), "do not fit"),
+        (dict(num_generations=1), "num_generations is 1, but an advantage is over the other completions"),
     ],
 )
 def test_what_cannot_be_is_refused(tmp_path, rl, said):

@@ -73,7 +73,7 @@ def plain(rl: RlConfig, logprobs: np.ndarray, entropy: np.ndarray, batch: Rollou
             loss *= weights[k] if rl.vllm_importance_sampling_correction else 1
             d = ref[k] - pi[k]
             kl = {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - d - 1}[rl.kl_estimator]
-            loss += rl.beta * kl * (math.exp(pi[k] - old[k]) if rl.use_bias_correction_kl else 1)
+            loss += rl.beta * kl * (r if rl.use_bias_correction_kl else 1)
             losses.append(loss - rl.entropy_coef * float(entropy[place]))
         per_sequence.append(losses)
     total, filled = sum(map(sum, per_sequence)), [one for one in per_sequence if one]
@@ -96,6 +96,7 @@ OBJECTIVES = {
     "two-sided": dict(delta=1.5),
     "dual clip": dict(clip_ratio_c=1.3),
     "gspo": dict(importance_sampling_level="sequence", epsilon=0.1, epsilon_high=0.15),
+    "gspo k3": dict(importance_sampling_level="sequence", beta=0.3),
     "cispo": dict(loss_type="cispo", epsilon_high=1.2),
     "k1": dict(beta=0.3, kl_estimator="k1"),
     "k2": dict(beta=0.3, kl_estimator="k2", use_bias_correction_kl=False),

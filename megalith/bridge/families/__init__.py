@@ -8,13 +8,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megalith.bridge.families.bloom import BLOOM
 from megalith.bridge.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from megalith.bridge.families.gpt2 import GPT2
-from megalith.bridge.families.llama import GEMMA2, GEMMA3, LLAMA, MISTRAL, OLMO2, PHI3
-from megalith.bridge.families.mixtral import MIXTRAL, OLMOE
-from megalith.bridge.families.neox import FALCON, GPT_NEOX
-from megalith.bridge.families.qwen import QWEN2, QWEN3, QWEN3_MOE
+from megalith.bridge.families.layernorm_decoders import BLOOM, FALCON, GPT2, GPT_NEOX
+from megalith.bridge.families.llama import (
+    GEMMA2,
+    GEMMA3,
+    LLAMA,
+    MISTRAL,
+    MIXTRAL,
+    OLMO2,
+    OLMOE,
+    PHI3,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+)
 from megalith.bridge.family import Family, check_kinds
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError, nearest_of

@@ -1,4 +1,4 @@
-"""Llama 2 and 3.x, and what is built like them: Mistral, Qwen2 and Qwen3, OLMo and Gemma change a few rows.
+"""Llama 2 and 3.x, and what is built like them by a few other rows.
 
 Mistral: Llama, in some releases with a sliding window.
 
@@ -7,23 +7,34 @@ Phi-3: Llama with fused matrices, in some releases a window, LongRoPE, or heads 
 OLMo 2: Llama with its norms behind attention and MLP, and one over all queries, one over all keys together.
 
 Gemma 2 and the text model of Gemma 3: windows in most layers, norms on both sides, GELU gates, scaled embeddings.
+
+Mixtral and OLMoE: Llama with experts; OLMoE with norms over all queries and all keys.
+
+Qwen2 and 2.5: Llama with biases in queries, keys and values. Qwen3: without them, with norms of queries and keys; with
+experts too.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from megalith.bridge.family import Family
 from megalith.bridge.rows import gate_up, qkv, same
 from megalith.bridge.settings import (
+    EveryLayer,
     Field,
     LongRope,
     Ours,
     Rope,
     RopeByLayer,
     Theirs,
+    Tree,
     Window,
     WindowsByLayer,
     Writes,
 )
+from megalith.config import ModelConfig
 
 # fmt: off
 TENSORS = {
@@ -235,3 +246,147 @@ GEMMA3 = Family(
     ignored=IGNORED,
 )
 # fmt: on
+
+
+# fmt: off
+EXPERTS = {
+    "layers.{layer}.mlp.router.weight":
+        same("model.layers.{layer}.mlp.gate.weight"),
+    "layers.{layer}.mlp.experts.linear_fc1.weight":
+        gate_up("model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight",
+                "model.layers.{layer}.mlp.experts.{expert}.up_proj.weight"),
+    "layers.{layer}.mlp.experts.linear_fc2.weight":
+        same("model.layers.{layer}.mlp.experts.{expert}.down_proj.weight"),
+}
+NORMALIZED = Field("moe_router_pre_softmax", "norm_topk_prob", default=False,
+                   values={True: False, False: True})
+
+MIXTRAL = Family(
+    architecture="MixtralForCausalLM",
+    model_type="mixtral",
+    absent={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
+    tensors={
+        **TENSORS,
+        "layers.{layer}.mlp.router.weight":
+            same("model.layers.{layer}.block_sparse_moe.gate.weight"),
+        "layers.{layer}.mlp.experts.linear_fc1.weight":
+            gate_up("model.layers.{layer}.block_sparse_moe.experts.{expert}.w1.weight",
+                    "model.layers.{layer}.block_sparse_moe.experts.{expert}.w3.weight"),
+        "layers.{layer}.mlp.experts.linear_fc2.weight":
+            same("model.layers.{layer}.block_sparse_moe.experts.{expert}.w2.weight"),
+    },
+    settings=(
+        *SETTINGS,
+        Field("num_experts", "num_local_experts", default=8),
+        Field("moe_router_topk", "num_experts_per_tok", default=2),
+        Window(default=None),
+        Theirs(router_jitter_noise=0.0),
+    ),
+    tied="lm_head.weight",
+    ignored=IGNORED,
+)
+
+OLMOE = Family(
+    architecture="OlmoeForCausalLM",
+    model_type="olmoe",
+    absent={"rms_norm_eps": 1e-5},
+    tensors={
+        **TENSORS,
+        **EXPERTS,
+        "layers.{layer}.self_attention.q_layernorm.weight":
+            same("model.layers.{layer}.self_attn.q_norm.weight"),
+        "layers.{layer}.self_attention.k_layernorm.weight":
+            same("model.layers.{layer}.self_attn.k_norm.weight"),
+    },
+    settings=(
+        *SETTINGS,
+        Field("num_experts", "num_experts", default=64),
+        Field("moe_router_topk", "num_experts_per_tok", default=8),
+        NORMALIZED,
+        Ours(qk_layernorm=True, qk_layernorm_full_width=True),
+        Theirs(attention_bias=False, clip_qkv=None),
+    ),
+    tied="lm_head.weight",
+    ignored=IGNORED,
+)
+# fmt: on
+
+
+QWEN2 = Family(
+    architecture="Qwen2ForCausalLM",
+    model_type="qwen2",
+    tensors=TENSORS,
+    settings=(
+        *SETTINGS,
+        Ours(add_qkv_bias=True),
+        Theirs(use_sliding_window=False),
+        EveryLayer("layer_types", "full_attention"),
+    ),
+    tied="lm_head.weight",
+    ignored=IGNORED,
+)
+
+QWEN3 = Family(
+    architecture="Qwen3ForCausalLM",
+    model_type="qwen3",
+    tensors={
+        **TENSORS,
+        "layers.{layer}.self_attention.q_layernorm.weight": same(
+            "model.layers.{layer}.self_attn.q_norm.weight"
+        ),
+        "layers.{layer}.self_attention.k_layernorm.weight": same(
+            "model.layers.{layer}.self_attn.k_norm.weight"
+        ),
+    },
+    settings=(
+        *SETTINGS,
+        Ours(qk_layernorm=True),
+        Theirs(attention_bias=False, use_sliding_window=False),
+        EveryLayer("layer_types", "full_attention"),
+    ),
+    tied="lm_head.weight",
+    ignored=IGNORED,
+)
+
+
+class ExpertCount:
+    """`num_experts`, which transformers 5 writes as `num_local_experts`."""
+
+    def read(self, theirs: Mapping[str, Any]) -> Tree:
+        return {"num_experts": theirs.get("num_experts") or theirs.get("num_local_experts") or 128}
+
+    def write(self, model: ModelConfig) -> Tree:
+        return {"num_experts": model.num_experts}
+
+
+class SparseLayers:
+    """Every `decoder_sparse_step`-th layer has experts, but for those of `mlp_only_layers`."""
+
+    def read(self, theirs: Mapping[str, Any]) -> Tree:
+        step, dense = theirs.get("decoder_sparse_step") or 1, theirs.get("mlp_only_layers") or ()
+        layers = range(theirs["num_hidden_layers"])
+        return {"moe_layer_freq": [int(n not in dense and (n + 1) % step == 0) for n in layers]}
+
+    def write(self, model: ModelConfig) -> Tree:
+        dense = sorted(set(range(model.num_layers)) - set(model.expert_layers))
+        return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
+
+
+QWEN3_MOE = Family(
+    architecture="Qwen3MoeForCausalLM",
+    model_type="qwen3_moe",
+    absent={"num_key_value_heads": 4},
+    tensors={**QWEN3.tensors, **EXPERTS},
+    settings=(
+        *SETTINGS,
+        ExpertCount(),
+        Field("moe_router_topk", "num_experts_per_tok", default=8),
+        Field("moe_ffn_hidden_size", "moe_intermediate_size", default=768),
+        NORMALIZED,
+        SparseLayers(),
+        Ours(qk_layernorm=True),
+        Theirs(attention_bias=False, use_sliding_window=False),
+    ),
+    tied="lm_head.weight",
+    ignored=IGNORED,
+)

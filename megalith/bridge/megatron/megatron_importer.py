@@ -137,8 +137,8 @@ EXPERTS = ".experts.experts."
 
 
 @dataclass(frozen=True)
-class Piece:
-    """A box of a tensor, and the bytes of a file that hold it."""
+class StoredShard:
+    """A shard of a tensor as it is stored: where it is in the whole, and the bytes of a file that hold it."""
 
     extent: Extent
     file: Path
@@ -162,11 +162,11 @@ class Piece:
 
 @dataclass(frozen=True)
 class Distributed:
-    """A tensor in pieces; `at` is which layer, or layer and expert, of a stack of them."""
+    """A tensor in shards; `at` is which layer, or layer and expert, of a stack of them."""
 
     whole: tuple[int, ...]
     dtype: str
-    pieces: list[Piece]
+    shards: list[StoredShard]
     at: tuple[int, ...] = ()
 
     @property
@@ -174,15 +174,15 @@ class Distributed:
         return self.whole[len(self.at) :]
 
     def read(self) -> Tensor:
-        """The tensor, from the pieces that have a part of it."""
+        """The tensor, from the shards that overlap it."""
         wanted = Extent(self.at + (0,) * len(self.shape), (1,) * len(self.at) + self.shape)
         out: Tensor | None = None
-        for piece in self.pieces:
-            both = piece.extent.meet(wanted)
+        for shard in self.shards:
+            both = shard.extent.meet(wanted)
             if both is not None:
-                values = piece.read()
+                values = shard.read()
                 out = torch.empty(wanted.shape, dtype=values.dtype) if out is None else out
-                out[both.slices(wanted)] = values[both.slices(piece.extent)]
+                out[both.slices(wanted)] = values[both.slices(shard.extent)]
         return torch.empty(self.shape) if out is None else out.view(self.shape)
 
 
@@ -202,7 +202,7 @@ def gate_and_up(gate: Distributed, up: Distributed) -> MadeWhenRead:
 
 
 def list_torch_dist(folder: Path) -> dict[str, Distributed | MadeWhenRead]:
-    """Every tensor by its name, layers and experts apart. Raises CheckpointError for missing files and pieces."""
+    """Every tensor by its name, layers and experts apart. Raises CheckpointError for missing files and shards."""
     metadata = load_pickle(folder / METADATA)
     try:
         entries = {
@@ -213,7 +213,7 @@ def list_torch_dist(folder: Path) -> dict[str, Distributed | MadeWhenRead]:
         }
         tensors: dict[str, Distributed] = {}
         for name, entry in entries.items():
-            pieces = []
+            shards = []
             for chunk in entry.chunks:
                 info = where[name, tuple(chunk.offsets)]
                 if Path(info.relative_path).name != info.relative_path:
@@ -221,10 +221,10 @@ def list_torch_dist(folder: Path) -> dict[str, Distributed | MadeWhenRead]:
                         f"{folder} names the file {info.relative_path!r}, which is outside it; it is not to be trusted"
                     )
                 extent = Extent(tuple(chunk.offsets), tuple(chunk.sizes))
-                pieces.append(Piece(extent, folder / info.relative_path, info.offset, info.length))
+                shards.append(StoredShard(extent, folder / info.relative_path, info.offset, info.length))
             code = DTYPE_CODES.get(entry.properties.dtype, str(entry.properties.dtype))
-            whole = Distributed(tuple(entry.size), code, pieces)
-            _check_pieces(folder, name, whole)
+            whole = Distributed(tuple(entry.size), code, shards)
+            _check_shards(folder, name, whole)
             tensors |= _apart(name, whole)
         return _with_halves(tensors)
     except (AttributeError, KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
@@ -233,13 +233,13 @@ def list_torch_dist(folder: Path) -> dict[str, Distributed | MadeWhenRead]:
         ) from None
 
 
-def _check_pieces(folder: Path, name: str, tensor: Distributed) -> None:
-    for piece in tensor.pieces:
-        if not piece.file.is_file():
-            raise CheckpointError(f"{piece.file} is missing, which holds {name}; copy the checkpoint again")
-        if not 0 <= piece.start <= piece.start + piece.length <= piece.file.stat().st_size:
-            raise CheckpointError(f"{piece.file} ends before {name} does; copy the checkpoint again")
-    if not fills(tensor.whole, [piece.extent for piece in tensor.pieces]):
+def _check_shards(folder: Path, name: str, tensor: Distributed) -> None:
+    for shard in tensor.shards:
+        if not shard.file.is_file():
+            raise CheckpointError(f"{shard.file} is missing, which holds {name}; copy the checkpoint again")
+        if not 0 <= shard.start <= shard.start + shard.length <= shard.file.stat().st_size:
+            raise CheckpointError(f"{shard.file} ends before {name} does; copy the checkpoint again")
+    if not fills(tensor.whole, [shard.extent for shard in tensor.shards]):
         raise CheckpointError(f"{folder}: the shards of {name} do not cover it; copy the checkpoint again")
 
 
@@ -257,7 +257,7 @@ def _apart(name: str, tensor: Distributed) -> dict[str, Distributed]:
         }
     return {
         one.replace(EXPERTS, ".experts.local_experts."): Distributed(
-            tensor.whole, tensor.dtype, tensor.pieces, at
+            tensor.whole, tensor.dtype, tensor.shards, at
         )
         for at, one in names.items()
     }

@@ -21,6 +21,7 @@ def check_experts(model: ModelConfig) -> None:
         )
     _check_layers(model)
     _check_groups(model)
+    _check_sinkhorn(model)
 
 
 def _check_layers(model: ModelConfig) -> None:
@@ -53,6 +54,19 @@ def _check_groups(model: ModelConfig) -> None:
             f"model.moe_router_topk {topk} is not divisible by model.moe_router_group_topk {best}: a group is as good "
             "as the sum of its best topk / group_topk scores; choose a divisor"
         )
+
+
+def _check_sinkhorn(model: ModelConfig) -> None:
+    if model.moe_router_load_balancing_type != "sinkhorn":
+        return
+    others = ("moe_aux_loss_coeff", "moe_router_num_groups", "moe_router_enable_expert_bias",
+              "moe_router_force_load_balancing")  # fmt: skip
+    for name in others:
+        if value := getattr(model, name):
+            raise ConfigError(
+                f"model.moe_router_load_balancing_type sinkhorn and model.{name} {value} contradict: sinkhorn alone "
+                "balances the choices; leave one of them out"
+            )
 
 
 def check_expert_parallel(model: ModelConfig, parallel: ParallelConfig, world_size: int) -> None:

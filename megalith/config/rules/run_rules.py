@@ -219,6 +219,11 @@ def check_rollouts(config: RunConfig) -> None:
             f"runtime.loss_spike_threshold is {config.runtime.loss_spike_threshold}, but a policy's loss is around 0 "
             "and no measure of its health; leave it out"
         )
+    if rl.num_generations == 1:
+        raise ConfigError(
+            "rl.num_generations is 1, but an advantage is over the other completions of a prompt, so all would be 0; "
+            "choose at least 2"
+        )
     completions = (train.global_batch_size or 0) * rl.mini_batches
     if completions % rl.num_generations:
         raise ConfigError(

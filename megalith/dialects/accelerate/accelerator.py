@@ -320,9 +320,11 @@ class Accelerator(accelerate.Accelerator):
     def load_state(self, input_dir: str | None = None, *args: Any, **options: Any) -> None:
         """Loads what `save_state` saved, in whatever layout. Every rank calls it."""
         super().load_state(input_dir, *args, **options)
-        if not self._is_ours or input_dir is None or self._plugin.no_load_optim:
+        if not self._is_ours or self._engine is None or self._plugin.no_load_optim:
             return
-        file = Path(input_dir).expanduser() / SCHEDULERS
+        file = (
+            Path(self._engine.loaded_from) / SCHEDULERS
+        )  # the newest of several, where Accelerate names them
         states = json.loads(file.read_text(encoding="utf-8")) if file.exists() else []
         for scheduler, state in zip(self._schedulers, states):
             scheduler.load_state_dict(state)

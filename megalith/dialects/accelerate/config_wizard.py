@@ -94,13 +94,16 @@ def ask_all() -> dict[str, Any]:
         "use_cpu": False,
     }
     if machines > 1:
-        content["machine_rank"] = ask("What is the rank of this machine?", 0, int)
+        content["machine_rank"] = ask("What is the rank of this machine?", 0, below(machines))
         host = "What is the IP address of the machine that will host the main process?"
         content["main_process_ip"] = ask(host, "127.0.0.1", str)
         port = "What is the port you will use to communicate with the main process?"
         content["main_process_port"] = ask(port, 29500, count)
     if kind == "multi-CPU":
-        print("its processes exchange by gloo, without GPUs")
+        print(
+            "its processes exchange by gloo where there are no GPUs; on a machine with some, hide them from the "
+            "script by CUDA_VISIBLE_DEVICES= (use_cpu stays false: with it Accelerate starts one process)"
+        )
     return content
 
 
@@ -144,6 +147,19 @@ def count(answer: str) -> int:
     if not answer.isdecimal() or int(answer) < 1:
         raise ValueError("a whole number from 1 is needed")
     return int(answer)
+
+
+def below(bound: int) -> Callable[[str], int]:
+    """Reads a whole number from 0 to bound - 1."""
+
+    def read(answer: str) -> int:
+        if not answer.isdecimal() or int(answer) >= bound:
+            raise ValueError(
+                f"a whole number from 0 to {bound - 1} is needed, for there are {bound} machines"
+            )
+        return int(answer)
+
+    return read
 
 
 def refuse(answer: bool, unwanted: bool) -> None:

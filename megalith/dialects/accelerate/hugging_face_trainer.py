@@ -31,7 +31,7 @@ class MegalithTrainer(Trainer):
     gradient_accumulation_steps of the TrainingArguments is what it would be."""
 
     def __init__(self, *args: Any, megatron_lm_plugin: MegatronLMPlugin | None = None, **options: Any):
-        """Raises ConfigError for pipeline stages."""
+        """Raises ConfigError for pipeline stages, losses made from logits, and a best model without its checkpoint."""
         self._plugin = megatron_lm_plugin or MegatronLMPlugin()
         if self._plugin.pp_degree > 1:
             raise ConfigError(
@@ -40,7 +40,24 @@ class MegalithTrainer(Trainer):
                 "context_parallel_size and data parallelism, or a loop of your own"
             )
         super().__init__(*args, **options)
+        self._refuse_losses_from_logits()
+        if self.args.load_best_model_at_end and self.args.save_only_model:
+            raise ConfigError(
+                "load_best_model_at_end and save_only_model are both true, but the best model is read from the whole "
+                "checkpoint of its step, in any layout; leave save_only_model out"
+            )
         self.args.average_tokens_across_devices = True
+
+    def _refuse_losses_from_logits(self) -> None:
+        smoothing = self.args.label_smoothing_factor
+        given = [f"label_smoothing_factor is {smoothing:g}"] * (smoothing != 0)
+        given += ["compute_loss_func is given"] * (self.compute_loss_func is not None)
+        if given:
+            raise ConfigError(
+                f"{' and '.join(given)}, which makes the loss from the model's logits, and no gradient comes back "
+                "through these; leave it out, or give MegatronLMPlugin a custom_loss_function(loss_mask, losses), "
+                "which gets the loss of each token"
+            )
 
     @property
     def _engine(self) -> MegatronEngine | None:
@@ -76,8 +93,23 @@ class MegalithTrainer(Trainer):
             yield
             return
         self._engine.hugging_face_module()
-        yield
-        self.model.to("meta")
+        try:
+            yield
+        finally:
+            self.model.to("meta")
+
+    def prediction_step(
+        self, model: nn.Module, inputs: Any, prediction_loss_only: bool, ignore_keys: list[str] | None = None
+    ) -> Any:
+        """As the Trainer's; logits are made where something reads them."""
+        asked, self._plugin.return_logits = self._plugin.return_logits, not prediction_loss_only
+        try:
+            return super().prediction_step(model, inputs, prediction_loss_only, ignore_keys)
+        finally:
+            self._plugin.return_logits = asked
+
+    def _load_best_model(self) -> None:
+        self._engine.load_checkpoint(self.state.best_model_checkpoint)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
         self._engine.save_checkpoint(output_dir)

@@ -2,8 +2,8 @@
 
     launch ARGS script.py …    Accelerate's own parser; as `accelerate launch ARGS -m megalith.accelerate script.py …`
     config [--config_file F]   the questions of Accelerate's guide, from a terminal or a pipe, and the file they make
-    enable | disable           for plain `accelerate launch script.py`: a file beside the installed packages, which does
-                               nothing unless ACCELERATE_USE_MEGATRON_LM is true, as that launcher sets it
+    enable | disable           for plain `accelerate launch script.py`: a file beside the installed packages, which acts
+                               in that launcher, and where it has set ACCELERATE_USE_MEGATRON_LM to true
 
 A configuration file's or `--use_megatron_lm`'s choice of Megatron goes before `--multi_gpu`, which in Accelerate hides
 it. PyTorch is imported when it is needed.
@@ -11,6 +11,7 @@ it. PyTorch is imported when it is needed.
 
 from __future__ import annotations
 
+import argparse
 import os
 import runpy
 import sys
@@ -19,13 +20,28 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megalith.errors import ConfigError, nearest_of
+from megalith.errors import ConfigError, MegalithError, nearest_of
 
 HOOK = "megalith_accelerate.pth"
-LINE = (
-    "import os; os.environ.get('ACCELERATE_USE_MEGATRON_LM', '').lower() == 'true' and 'RANK' in os.environ and "
-    "__import__('megalith.accelerate', fromlist=['patch']).patch()\n"
+_HOOKED = """
+words = [word.rpartition('/')[2] for word in sys.orig_argv[1:]]
+program = next((at for at, word in enumerate(words) if word[:1] != '-'), len(words))
+try:
+    if words[program : program + 1] in (['accelerate-launch'], ['accelerate.commands.launch']) or words[
+        program : program + 2
+    ] in (['accelerate', 'launch'], ['accelerate.commands.accelerate_cli', 'launch']):
+        from megalith.dialects.accelerate.launch_door import act_in_launcher
+        act_in_launcher()
+    elif os.environ.get('ACCELERATE_USE_MEGATRON_LM', '').lower() == 'true' and 'RANK' in os.environ:
+        from megalith.accelerate import patch
+        patch()
+except Exception as error:
+    print(f'megalith accelerate enable has no effect: {error}', file=sys.stderr)
+"""
+_CONCERNED = (
+    "'ACCELERATE_USE_MEGATRON_LM' in os.environ or any('accelerate' in word for word in sys.orig_argv[:6])"
 )
+LINE = f"import os, sys; ({_CONCERNED}) and exec({_HOOKED!r}, {{'os': os, 'sys': sys}})\n"  # a .pth has single lines
 MODULE = "megalith.accelerate"
 
 
@@ -56,12 +72,40 @@ def launch(words: list[str]) -> int:
         *args.training_script_args,
     ]
     args.training_script, args.module = MODULE, True
-    asked = _file_of(args)
-    if asked.get("distributed_type") == "MEGATRON_LM":
-        args.use_megatron_lm, args.multi_gpu = True, False
-    os.environ.update({k: v for k, v in _environment(asked).items() if k not in os.environ})
+    choose_megatron(args)
     theirs.launch_command(args)
     return 0
+
+
+def act_in_launcher() -> None:
+    """Corrects what Accelerate's launcher, which this process is about to run, reads of its command line."""
+    theirs = argparse.ArgumentParser.parse_args
+
+    def parse_args(parser: argparse.ArgumentParser, *words: Any, **options: Any) -> Any:
+        args = theirs(parser, *words, **options)
+        if hasattr(args, "use_megatron_lm") and hasattr(args, "training_script"):
+            argparse.ArgumentParser.parse_args = theirs  # type: ignore[method-assign]
+            try:
+                choose_megatron(args)
+            except MegalithError as error:
+                parser.error(str(error))
+        return args
+
+    argparse.ArgumentParser.parse_args = parse_args  # type: ignore[method-assign,assignment]
+
+
+def choose_megatron(args: Any) -> None:
+    """Lets a configuration file's MEGATRON_LM go before `--multi_gpu`, and hands on the plugin's fields of the file.
+
+    `args` is what Accelerate's parser made; a type that it names besides `--multi_gpu` stays. Raises ConfigError.
+    """
+    asked = _file_of(args)
+    if asked.get("distributed_type") == "MEGATRON_LM" and not (
+        args.use_deepspeed or args.use_fsdp or args.tpu or args.cpu
+    ):
+        args.use_megatron_lm, args.multi_gpu = True, False
+    if args.use_megatron_lm:
+        os.environ.update({k: v for k, v in _environment(asked).items() if k not in os.environ})
 
 
 def _file_of(args: Any) -> dict[str, Any]:
@@ -69,6 +113,8 @@ def _file_of(args: Any) -> dict[str, Any]:
     import yaml
     from accelerate.commands.config.config_args import default_config_file
 
+    if args.cpu and not args.config_file:
+        return {}
     file = Path(args.config_file or default_config_file)
     if not file.is_file():
         return {}

@@ -8,7 +8,7 @@ Face model (dropout, rotary embeddings) or to Megalith (recomputation: none), wh
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields
 from typing import Any
 
 from accelerate.utils import MegatronLMPlugin as StockPlugin
@@ -54,20 +54,15 @@ class MegatronLMPlugin(StockPlugin):
             for item in fields(self)
             if getattr(self, item.name) != item.default or PREFIX + item.name.upper() in os.environ
         }
+        for item in fields(self):
+            text = os.environ.get(PREFIX + item.name.upper())
+            if text and getattr(self, item.name) == item.default and (kind := _kind(item)):
+                setattr(self, item.name, _parsed(PREFIX + item.name.upper(), kind, text))
         for name in MORE:
             if getattr(self, name) is None:
-                default = str(name == "check_for_nan_in_loss_and_grad")
-                setattr(self, name, str_to_bool(os.environ.get(PREFIX + name.upper(), default)) == 1)
-        for name in (
-            "checkpoint_num_layers",
-            "lr_decay_iters",
-            "seq_length",
-            "num_layers_per_virtual_pipeline_stage",
-        ):
-            if getattr(self, name) is None and (text := os.environ.get(PREFIX + name.upper())):
-                setattr(self, name, int(text))
+                setattr(self, name, name == "check_for_nan_in_loss_and_grad")
         if self.context_parallel_size is None:
-            self.context_parallel_size = int(os.environ.get(PREFIX + "CONTEXT_PARALLEL_SIZE", 1))
+            self.context_parallel_size = 1
         super().__post_init__()
         for name in SIZES:
             if type(getattr(self, name)) is not int or getattr(self, name) < 1:
@@ -122,7 +117,25 @@ class MegatronLMPlugin(StockPlugin):
         """Everything that there is is logged."""
 
 
-FIELDS = tuple(item.name for item in fields(MegatronLMPlugin))
+FIELDS = {item.name: item for item in fields(MegatronLMPlugin)}
+
+
+def _kind(item: Field) -> type | None:
+    """What a field's text in the environment is; None for what has none, such as a function."""
+    kind = (
+        bool
+        if isinstance(item.default, bool)
+        else {"int | None": int, "bool | None": bool}.get(item.type, item.type)
+    )
+    return kind if kind in (bool, int, float, str) else None
+
+
+def _parsed(variable: str, kind: type, text: str) -> Any:
+    try:
+        return str_to_bool(text) == 1 if kind is bool else kind(text)
+    except ValueError:
+        told = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
+        raise ConfigError(f"{variable} is {text!r}; give it {told}") from None
 
 
 def environment_of(section: dict[str, Any]) -> dict[str, str]:
@@ -135,6 +148,11 @@ def environment_of(section: dict[str, Any]) -> dict[str, str]:
         if name not in FIELDS:
             near = did_you_mean(key, [YAML_PREFIX + known for known in (*FIELDS, *RENAMED)])
             raise ConfigError(f"megatron_lm_config has {key}, which is no field of MegatronLMPlugin{near}")
+        if _kind(FIELDS[name]) is None:
+            raise ConfigError(
+                f"megatron_lm_config has {key}, which is no number, word or switch; give {name} to MegatronLMPlugin in "
+                "the script"
+            )
         if value is not None:
             found[PREFIX + name.upper()] = str(value)
     return found

@@ -71,21 +71,19 @@ def run_config(
     }
     config = config.with_settings({name: value for name, value in settings.items() if value is not None})
     config = _with_other_arguments(config, plugin.other_megatron_args or {}, processes, notes)
-    notes += [f"{name} has no effect here: {IDLE[name]}" for name in IDLE if plugin.has(name)]
+    left_off = (
+        () if plugin.use_precision_aware_optimizer else ("use_precision_aware_optimizer",)
+    )  # by the launcher
+    notes += [
+        f"{name} has no effect here: {IDLE[name]}"
+        for name in IDLE
+        if plugin.has(name) and name not in left_off
+    ]
     notes += [f"{name} is for encoders, and has no effect here" for name in ENCODERS if plugin.has(name)]
     if theirs.get("output_router_logits"):
         notes.append(
             "output_router_logits: a balancing loss is each layer's own, with other_megatron_args' moe_aux_loss_coeff, "
             "and none without it; transformers' is one of all layers together"
-        )
-    parallel = config.parallel
-    if plugin.legacy_bin and (
-        parallel.data_parallel_sharding_strategy != "no_shard" or parallel.expert_model_parallel_size > 1
-    ):
-        raise ConfigError(
-            f"legacy_bin writes the shards of each tensor- and pipeline-rank, which "
-            f"{parallel.data_parallel_sharding_strategy} and expert_model_parallel_size "
-            f"{parallel.expert_model_parallel_size} cut further; leave it out, and use megalith checkpoint merge"
         )
     check_layout(config, processes)
     return config, [*notes, *idle_notes(config)]

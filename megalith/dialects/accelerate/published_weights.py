@@ -40,6 +40,12 @@ def family_of_module(module: nn.Module) -> tuple[Family, dict[str, Any]]:
             f"{kind.__name__} is a class of the script's own over {known}, and what it changes would be lost; give a "
             f"{known}"
         )
+    inner = {type(one).__name__ for one in module.modules()} & set(FAMILIES) if known is None else None
+    if inner:
+        raise ConfigError(
+            f"{kind.__name__} is a wrapper of {', '.join(inner)}, and what it adds would be lost; give prepare "
+            "the model itself (torch.compile: leave it out; LoRA: merge_and_unload() before; adapters are not trained)"
+        )
     theirs = {**config.to_dict(), "architectures": [kind.__name__]}
     return family_of(theirs, kind.__name__), theirs
 

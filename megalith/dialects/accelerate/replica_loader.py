@@ -17,8 +17,8 @@ from accelerate.data_loader import (
     _PYTORCH_DATALOADER_KWARGS,
     DataLoaderShard,
     SeedableRandomSampler,
-    prepare_data_loader,
 )
+from accelerate.utils import find_batch_size, recursively_apply
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
@@ -167,6 +167,24 @@ def prepare_loader(
     return prepared
 
 
+class StreamLoader(DataLoaderShard):
+    """Over a stream, a turn of all replicas a batch: this replica's rows, with what only fills it up masked."""
+
+    replicas: int
+    replica: int
+
+    def __iter__(self) -> Iterator[Any]:
+        share = self.batch_size // self.replicas
+        for batch in super().__iter__():
+            rows = find_batch_size(batch)
+            self.remainder = rows % self.batch_size  # known only now: a stream has no length
+            mine = torch.arange(self.replica * share, (self.replica + 1) * share, device=self.device)
+            batch = recursively_apply(torch.Tensor.__getitem__, batch, mine % rows)
+            if isinstance(batch, dict) and isinstance(batch.get("labels"), Tensor):
+                batch["labels"][mine >= rows] = IGNORED  # a copy, by the indexing
+            yield batch
+
+
 def _stream(
     loader: DataLoader,
     device: torch.device,
@@ -175,16 +193,22 @@ def _stream(
     replica: int,
     rng_types: list[str],
 ) -> DataLoader:
-    """A loader over a stream, which Accelerate shards: it fills the last turn up with the first samples again."""
+    """A loader over a stream, which every rank reads whole: where it ends is known only to who reads it."""
     kept = {
         name: getattr(loader, name, default)
         for name, default in _PYTORCH_DATALOADER_KWARGS.items()
         if name not in (*MADE_ANEW, "dataset")
     }
-    turns = DataLoader(
-        loader.dataset, batch_size=loader.batch_size * micro_batches, drop_last=loader.drop_last, **kept
+    generator = getattr(loader.dataset, "generator", None)
+    prepared = StreamLoader(
+        loader.dataset,
+        device=device,
+        rng_types=[kind for kind in rng_types if kind != "generator" or generator is not None],
+        synchronized_generator=generator,
+        _drop_last=loader.drop_last,
+        batch_size=loader.batch_size * micro_batches * replicas,
+        drop_last=loader.drop_last,
+        **kept,
     )
-    return prepare_data_loader(
-        turns, device, num_processes=replicas, process_index=replica, put_on_device=True, rng_types=rng_types,
-        dispatch_batches=False,
-    )  # fmt: skip
+    prepared.replicas, prepared.replica = replicas, replica
+    return prepared

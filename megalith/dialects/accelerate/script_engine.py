@@ -21,7 +21,8 @@ from torch import Tensor, nn
 
 from megalith.checkpoint import RunRecord, load_model, load_optimizer, open_checkpoint
 from megalith.checkpoint.saver import Saver
-from megalith.checkpoint.state import amax_boxes, load_amaxes, model_boxes, optimizer_boxes
+from megalith.checkpoint.shard_files import open_shard_files, save_shard_files
+from megalith.checkpoint.state import amax_boxes, load_amaxes
 from megalith.comm.collectives import summed
 from megalith.config import RunConfig
 from megalith.config.rules.fastest import with_fastest
@@ -59,6 +60,10 @@ FROM_LOGITS = (
     "and no rank holds whole logits in them; give the model labels and use outputs.loss, or give MegatronLMPlugin a "
     "custom_loss_function"
 )
+
+
+class NotPrepared(ConfigError, AttributeError):
+    """A prepared model was asked for what only the script's own one has."""
 
 
 class MegatronEngine(nn.Module):
@@ -104,6 +109,8 @@ class MegatronEngine(nn.Module):
             None  # what makes micro-batches and losses, where the script has its own: train_steps.py
         )
         self.consumed_samples = 0
+        self.loaded_from: str | Path | None = None
+        """The folder of the last `load_checkpoint`."""
         self._loaded_step = 0
         self._eod = theirs.get("eos_token_id") if plugin.eod_mask_loss else None
         self._anchor = torch.zeros((), device=device, requires_grad=True)
@@ -124,12 +131,35 @@ class MegatronEngine(nn.Module):
         experts = config.model.num_experts is not None
         return build_mesh(config.parallel, processes, self.device.type, has_experts=experts)
 
-    def forward(self, input_ids: Tensor | None = None, **batch: Any) -> Any:
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            module = self.__dict__.get("_module", [None])[0]
+            if module is None or not hasattr(type(module), name):
+                raise
+            raise NotPrepared(
+                f"the prepared model has no {name}: its {type(module).__name__} is sharded over the ranks; use "
+                f"accelerator.unwrap_model(model).{name}, on every rank, or call it before prepare "
+                "(recomputation: MegatronLMPlugin(recompute_granularity=…))"
+            ) from None
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forgets the gradients of the step, as the optimizer's does."""
+        if self.optimizer is not None:
+            self.optimizer.zero_grad(set_to_none)
+
+    def forward(self, input_ids: Tensor | None = None, *others: Any, **batch: Any) -> Any:
         """The outputs of transformers: `loss` where there are labels, the same on every rank; `logits` [batch, seq,
         vocab] of this replica, where there are none or the plugin's return_logits says so.
 
         In training (`train()`, gradients enabled) it makes forward and backward passes; else forward passes alone.
         """
+        if others or isinstance(input_ids, Mapping):
+            raise ConfigError(
+                f"the model was called with {1 + len(others)} arguments without names, the first a "
+                f"{type(input_ids).__name__}; give input_ids alone so, and the others by name: model(**batch)"
+            )
         if input_ids is not None:
             batch["input_ids"] = input_ids
         # What decides the passes is read on the host; a script's own functions get tensors of the device.
@@ -238,6 +268,7 @@ class MegatronEngine(nn.Module):
 
     def save_checkpoint(self, output_dir: str | Path) -> None:
         """What `save_state` calls: everything of model and optimizer, for any layout. Every rank calls it."""
+        free_gathered(self.model.chunks)
         folder, keeps = Path(output_dir) / STATE, self.optimizer is not None and not self.plugin.no_save_optim
         record = RunRecord(
             step=self.iteration,
@@ -254,29 +285,22 @@ class MegatronEngine(nn.Module):
             self.config.save_pretrained(output_dir)
             if keeps:
                 self.optimizer.save_groups(Path(output_dir) / GROUPS)
-        if self.plugin.legacy_bin and self.mesh.dp_cp.rank == 0:
-            self._save_parts(Path(output_dir), keeps)
-
-    def _save_parts(self, folder: Path, with_optimizer: bool) -> None:
-        """A file of this tensor- and pipeline-rank's shards by our names, and one of its optimizer's state."""
-        place = f"tp_{self.mesh.tp.rank}_pp_{self.mesh.pp.rank}.bin"
-        model = {name: box.values.cpu() for name, box in model_boxes(self.model.chunks).items()}
-        torch.save(model, folder / f"pytorch_model_{place}")
-        if with_optimizer:
-            boxes = optimizer_boxes(self.optimizer.inner, self.model.chunks)
-            torch.save({name: box.values.cpu() for name, box in boxes.items()}, folder / f"optimizer_{place}")
+        if self.plugin.legacy_bin:
+            save_shard_files(Path(output_dir), record, self.model, inner, vocabulary_rows(self.run))
 
     def load_checkpoint(self, input_dir: str | Path) -> None:
         """What `load_state` calls: what `save_checkpoint` saved in whatever layout. Every rank calls it."""
         folder, rows, world = Path(input_dir) / STATE, vocabulary_rows(self.run), self.mesh.world
-        checkpoint = open_checkpoint(folder, world=world)
+        loads = self.optimizer is not None and not self.plugin.no_load_optim
+        what = ("model", "optimizer") if loads else ("model",)
+        checkpoint = open_checkpoint(folder, what, world=world) or open_shard_files(input_dir, what, world)
         if checkpoint is None:
             raise CheckpointError(
                 f"there is no checkpoint in {folder}; give load_state the folder of a save_state"
             )
         free_gathered(self.model.chunks)
         load_model(checkpoint, self.model.chunks, rows, world)
-        if self.optimizer is not None and not self.plugin.no_load_optim:
+        if loads:
             load_optimizer(checkpoint, self.optimizer.inner, rows, self.model.chunks, world)
             load_amaxes(checkpoint, self.model.amaxes, world)
             self.optimizer.loss_scale.load_state(checkpoint.manifest.loss_scale)
@@ -284,6 +308,7 @@ class MegatronEngine(nn.Module):
             self.optimizer.zero_grad()
         self._loaded_step = checkpoint.manifest.step - (0 if self.optimizer is None else self.optimizer.steps)
         self.consumed_samples = checkpoint.manifest.consumed_samples
+        self.loaded_from = input_dir
 
 
 class Pass:

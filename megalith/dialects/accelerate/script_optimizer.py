@@ -75,6 +75,11 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.model, self.config, self.defaults = model, config, given.defaults
         named = dict(model.parameters.named)
         of_group = {id(p): n for n, group in enumerate(given.param_groups) for p in group["params"]}
+        if not of_group.keys() & {id(p) for found in origins.values() for p in found}:
+            raise ConfigError(
+                f"none of the optimizer's {len(of_group)} parameters is one of the model's; "
+                "make it of the model that prepare is given: AdamW(model.parameters())"
+            )
         groups: list[dict[str, Any]] = [
             {**{name: value for name, value in group.items() if name not in OF_TORCH}, "params": []}
             for group in given.param_groups
@@ -91,6 +96,8 @@ class EngineOptimizer(torch.optim.Optimizer):
         host = self._start_state(named, precision)
         if host:
             self.inner = OffloadedOptimizer(self.inner, host, config.overlap_cpu_optimizer_d2h_h2d)
+        # A scheduler that the script has made of its optimizer, and does not prepare, writes to these too.
+        given.param_groups, given._opt_called = self.param_groups, True
         chunks, mesh = model.chunks, model.mesh
         self.loss_scale = build_loss_scale(precision, config, model.device)
         self.gradient_squares = GradientSquares(

@@ -475,12 +475,23 @@ def experts(given: Given) -> None:
     balancing, weight = given["--moe-router-load-balancing-type"], given["--moe-aux-loss-coeff"]
     kinds = balancing if isinstance(balancing, list) else [balancing]
     weights = weight if isinstance(weight, list) else [weight]
-    if len(kinds) > 1 or len(weights) > 1 or kinds[0] not in ("aux_loss", "seq_aux_loss", "none"):
+    if not any(weights) and all(kind.endswith("aux_loss") for kind in kinds):
+        kinds, weights = (
+            kinds[:1] if kinds[0] != "global_aux_loss" else ["none"],
+            weights[:1],
+        )  # losses of no weight
+    if len(kinds) > 1 or len(weights) > 1 or kinds[0] in ("global_aux_loss", "quantile_balancing"):
         given.problems.append(
             f"--moe-router-load-balancing-type {' '.join(kinds)} with --moe-aux-loss-coeff "
-            f"{' '.join(map(str, weights))} is refused: there is one loss at a time, aux_loss, seq_aux_loss or none"
+            f"{' '.join(map(str, weights))} is refused: there is one at a time of aux_loss, seq_aux_loss, sinkhorn and "
+            "none, which depend on no layout; choose one"
         )
         return
+    if kinds[0] == "sinkhorn":  # there the weights are these, whatever the flags say
+        topk = given["--moe-router-topk"]
+        given.set("model.moe_router_score_function", "sigmoid" if topk == 1 else "softmax")
+        given.set("model.moe_router_pre_softmax", topk > 1)
+        given.tree["model"].pop("moe_router_topk_scaling_factor", None)
     given.set("model.moe_router_load_balancing_type", kinds[0])
     given.set("model.moe_aux_loss_coeff", weights[0])
 

@@ -454,7 +454,7 @@ FLAGS: dict[str, Flag] = {
     "--use-te-activation-func":                    NoEffect("switch", KERNELS),
     "--yarn-correction-range-round-to-int":        NoEffect("switch", KERNELS),
     # no effect: processes
-    "--distributed-backend":                         NoEffect("nccl|gloo", PROCESSES),
+    "--distributed-backend":                         NoEffect("nccl|gloo|nccl2", PROCESSES),
     "--use-tp-pp-dp-mapping":                        NoEffect("switch", PROCESSES),
     "--disable-gloo-process-groups":                 NoEffect("switch", PROCESSES),
     "--high-priority-stream-groups":                 NoEffect("text+", PROCESSES),
@@ -1022,7 +1022,7 @@ FLAGS: dict[str, Flag] = {
     "--yaml-cfg":                                 Refused("text", YAML),
 }
 
-# Flags of releases before core 0.20, which its parser refuses: in scripts that are still in use.
+# Flags of releases before core 0.20, and one since, which its parser refuses: in scripts that are in use.
 AS_NOW = "Megatron has removed it, and nothing of the run depends on it"
 OLDER: dict[str, Flag] = {
     "--data-impl":                               NoEffect("mmap|infer", AS_NOW),
@@ -1035,6 +1035,7 @@ OLDER: dict[str, Flag] = {
     "--log-learning-rate-to-tensorboard":        NoEffect("switch", AS_NOW),
     "--use-legacy-models":                       NoEffect("switch", "Megatron has removed it: layers are as its core's"),
     "--moe-use-legacy-grouped-gemm":             NoEffect("switch", AS_NOW),
+    "--no-moe-router-aux-loss-fusion":           NoEffect("switch", KERNELS),
     "--fp8-hybrid":                              Refused("switch", "Megatron has removed it; give --fp8-format hybrid"),
     "--fp8-e4m3":                                Refused("switch", "Megatron has removed it; give --fp8-format e4m3"),
     "--distribute-checkpointed-activations":     Refused(

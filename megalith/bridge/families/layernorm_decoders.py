@@ -1,8 +1,10 @@
-"""GPT-NeoX (and Pythia) and Falcon, whose attention and MLP read the residual stream side by side.
+"""Families with LayerNorm that are not built like Llama: GPT-2, BLOOM, GPT-NeoX (and Pythia) and Falcon.
 
-Their queries, keys and values are one tensor in our own order of rows: by group its query heads, its key, its value.
-NeoX has a group a head, and heads that turn in part. Falcon has two norms before the halves (40B), or one (7B, whose
-heads share one key and value; 11B), and names them otherwise.
+GPT-2 stores its matrices as [in, out] and its queries, keys and values as one tensor, one after the other. BLOOM has
+ALiBi, a norm behind the embedding, and queries, keys and values by head as here. In NeoX and Falcon attention and MLP
+read the residual stream side by side, and queries, keys and values are one tensor in our own order of rows: by group
+its query heads, its key, its value. NeoX has a group a head, and heads that turn in part. Falcon has two norms before
+the halves (40B), or one (7B, whose heads share one key and value; 11B), and names them otherwise.
 """
 
 from __future__ import annotations
@@ -11,9 +13,143 @@ from collections.abc import Mapping
 from typing import Any
 
 from megalith.bridge.family import Family
-from megalith.bridge.rows import Rule, same
+from megalith.bridge.rows import Rule, qkv, same, transposed
 from megalith.bridge.settings import Field, Ours, Rope, Theirs, Tree
 from megalith.config import ModelConfig
+
+# fmt: off
+GPT2_TENSORS = {
+    "embedding.word_embeddings.weight":
+        same("transformer.wte.weight"),
+    "embedding.position_embeddings.weight":
+        same("transformer.wpe.weight"),
+    "layers.{layer}.input_layernorm.weight":
+        same("transformer.h.{layer}.ln_1.weight"),
+    "layers.{layer}.input_layernorm.bias":
+        same("transformer.h.{layer}.ln_1.bias"),
+    "layers.{layer}.self_attention.linear_qkv.weight":
+        qkv("transformer.h.{layer}.attn.c_attn.weight", transposed=True),
+    "layers.{layer}.self_attention.linear_qkv.bias":
+        qkv("transformer.h.{layer}.attn.c_attn.bias"),
+    "layers.{layer}.self_attention.linear_proj.weight":
+        transposed("transformer.h.{layer}.attn.c_proj.weight"),
+    "layers.{layer}.self_attention.linear_proj.bias":
+        same("transformer.h.{layer}.attn.c_proj.bias"),
+    "layers.{layer}.pre_mlp_layernorm.weight":
+        same("transformer.h.{layer}.ln_2.weight"),
+    "layers.{layer}.pre_mlp_layernorm.bias":
+        same("transformer.h.{layer}.ln_2.bias"),
+    "layers.{layer}.mlp.linear_fc1.weight":
+        transposed("transformer.h.{layer}.mlp.c_fc.weight"),
+    "layers.{layer}.mlp.linear_fc1.bias":
+        same("transformer.h.{layer}.mlp.c_fc.bias"),
+    "layers.{layer}.mlp.linear_fc2.weight":
+        transposed("transformer.h.{layer}.mlp.c_proj.weight"),
+    "layers.{layer}.mlp.linear_fc2.bias":
+        same("transformer.h.{layer}.mlp.c_proj.bias"),
+    "final_layernorm.weight":
+        same("transformer.ln_f.weight"),
+    "final_layernorm.bias":
+        same("transformer.ln_f.bias"),
+    "output_layer.weight":
+        same("lm_head.weight"),
+}
+
+GPT2 = Family(
+    architecture="GPT2LMHeadModel",
+    model_type="gpt2",
+    tensors=GPT2_TENSORS,
+    settings=(
+        Field("num_layers", "n_layer"),
+        Field("hidden_size", "n_embd"),
+        Field("ffn_hidden_size", "n_inner", default=None),
+        Field("num_attention_heads", "n_head"),
+        Field("vocab_size", "vocab_size"),
+        Field("max_position_embeddings", "n_positions"),
+        Field("layernorm_epsilon", "layer_norm_epsilon", default=1e-5),
+        Field("activation", "activation_function", default="gelu_new",
+              values={"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu",
+                      "relu": "relu", "silu": "silu"}),
+        Field("hidden_dropout", "resid_pdrop", default=0.1),
+        Field("hidden_dropout", "embd_pdrop", default=0.1),
+        Field("attention_dropout", "attn_pdrop", default=0.1),
+        Field("init_method_std", "initializer_range", default=0.02),
+        Field("untie_embeddings_and_output_weights", "tie_word_embeddings", default=True,
+              values={True: False, False: True}),
+        Ours(position_embedding_type="learned_absolute"),
+        Theirs(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False),
+    ),
+    tied="lm_head.weight",
+    ignored=(r"\.attn\.(masked_)?bias$",),
+    prefix="transformer.",
+)
+# fmt: on
+
+
+# fmt: off
+BLOOM_TENSORS = {
+    "embedding.word_embeddings.weight":
+        same("transformer.word_embeddings.weight"),
+    "embedding.layernorm.weight":
+        same("transformer.word_embeddings_layernorm.weight"),
+    "embedding.layernorm.bias":
+        same("transformer.word_embeddings_layernorm.bias"),
+    "layers.{layer}.input_layernorm.weight":
+        same("transformer.h.{layer}.input_layernorm.weight"),
+    "layers.{layer}.input_layernorm.bias":
+        same("transformer.h.{layer}.input_layernorm.bias"),
+    "layers.{layer}.self_attention.linear_qkv.weight":
+        same("transformer.h.{layer}.self_attention.query_key_value.weight"),
+    "layers.{layer}.self_attention.linear_qkv.bias":
+        same("transformer.h.{layer}.self_attention.query_key_value.bias"),
+    "layers.{layer}.self_attention.linear_proj.weight":
+        same("transformer.h.{layer}.self_attention.dense.weight"),
+    "layers.{layer}.self_attention.linear_proj.bias":
+        same("transformer.h.{layer}.self_attention.dense.bias"),
+    "layers.{layer}.pre_mlp_layernorm.weight":
+        same("transformer.h.{layer}.post_attention_layernorm.weight"),
+    "layers.{layer}.pre_mlp_layernorm.bias":
+        same("transformer.h.{layer}.post_attention_layernorm.bias"),
+    "layers.{layer}.mlp.linear_fc1.weight":
+        same("transformer.h.{layer}.mlp.dense_h_to_4h.weight"),
+    "layers.{layer}.mlp.linear_fc1.bias":
+        same("transformer.h.{layer}.mlp.dense_h_to_4h.bias"),
+    "layers.{layer}.mlp.linear_fc2.weight":
+        same("transformer.h.{layer}.mlp.dense_4h_to_h.weight"),
+    "layers.{layer}.mlp.linear_fc2.bias":
+        same("transformer.h.{layer}.mlp.dense_4h_to_h.bias"),
+    "final_layernorm.weight":
+        same("transformer.ln_f.weight"),
+    "final_layernorm.bias":
+        same("transformer.ln_f.bias"),
+    "output_layer.weight":
+        same("lm_head.weight"),
+}
+
+BLOOM = Family(
+    architecture="BloomForCausalLM",
+    model_type="bloom",
+    tensors=BLOOM_TENSORS,
+    settings=(
+        Field("num_layers", "n_layer", other="num_hidden_layers"),
+        Field("hidden_size", "hidden_size", other="n_embed"),
+        Field("num_attention_heads", "n_head", other="num_attention_heads"),
+        Field("vocab_size", "vocab_size"),
+        Field("max_position_embeddings", "seq_length", default=None),
+        Field("layernorm_epsilon", "layer_norm_epsilon", default=1e-5),
+        Field("hidden_dropout", "hidden_dropout", default=0.0),
+        Field("attention_dropout", "attention_dropout", default=0.0),
+        Field("init_method_std", "initializer_range", default=0.02),
+        Field("untie_embeddings_and_output_weights", "tie_word_embeddings", default=True,
+              values={True: False, False: True}),
+        Ours(position_embedding_type="alibi", embedding_layernorm=True, activation="gelu_tanh"),
+        Theirs(apply_residual_connection_post_layernorm=False),
+    ),
+    tied="lm_head.weight",
+    prefix="transformer.",
+)
+# fmt: on
+
 
 # fmt: off
 NEOX_TENSORS = {

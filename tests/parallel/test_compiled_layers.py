@@ -12,7 +12,7 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
 from megalith.ops.attention_core import _CAUSAL
 from megalith.ops.gemm import linear
-from megalith.training import compiler
+from megalith.parallel.overlap import inductor
 
 
 def layer(x: Tensor, weight: Tensor) -> Tensor:  # [tokens, width] -> [1, 1, tokens, width]
@@ -23,7 +23,7 @@ def layer(x: Tensor, weight: Tensor) -> Tensor:  # [tokens, width] -> [1, 1, tok
 
 
 def test_a_second_start_traces_no_layer_anew_and_gives_the_same_gradients():
-    compiler.cache_whole_layers()
+    inductor.cache_whole_layers()
     x, weight = torch.randn(8, 8), torch.randn(8, 8)
 
     def start() -> tuple[Tensor, dict[str, int]]:
@@ -37,11 +37,11 @@ def test_a_second_start_traces_no_layer_anew_and_gives_the_same_gradients():
     with fresh_cache():
         first, made = start()
         again, found = start()
-        with mock.patch.object(compiler, "operators_hash", lambda: "other code"):
-            compiler.cache_whole_layers()
+        with mock.patch.object(inductor, "operators_hash", lambda: "other code"):
+            inductor.cache_whole_layers()
         _, changed = start()
     torch._dynamo.reset()
-    compiler.cache_whole_layers()
+    inductor.cache_whole_layers()
     assert made["autograd_cache_saved"] == 1
     assert found["autograd_cache_hit"] == 1 and "autograd_cache_bypass" not in found
     assert changed["autograd_cache_miss"] == 1, changed
@@ -61,7 +61,7 @@ def test_torch_weighs_recomputation_of_grouped_heads_which_2_11_refuses():
     keep = torch._functorch.config.patch(activation_memory_budget=1.0)
     query, key = torch.zeros(2, 8, 64, 16), torch.zeros(2, 2, 64, 16)
     with mock.patch.dict(flop_registry, dict.fromkeys(names, refuse)), keep:
-        compiler.prepare_compiler(1.0)
+        inductor.prepare_compiler(1.0)
         with FlopCounterMode(display=False) as counter:
             scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True)
     assert counter.get_total_flops() == 2 * 2 * query.numel() * 64

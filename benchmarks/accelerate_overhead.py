@@ -1,0 +1,116 @@
+"""An Accelerate script beside `megalith train` for the same work: `python -m benchmarks.accelerate_overhead`.
+
+For each layout the run file of a workload of train.py, and the loop of Accelerate's guide over the Hugging Face model
+of the same shape, with the same batches, precision, AdamW and clipping; then the ratio of their times of a step. That
+of `megalith train` is the median that metrics.jsonl has, the script's the mean of the steps after the warm-up.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+
+from benchmarks.peers import build_hugging_face, model_run
+from benchmarks.train import LAYOUTS, WORKLOADS, measure, run_tree, show
+
+FIELDS = {"tensor_model_parallel_size": "tp_degree", "pipeline_model_parallel_size": "pp_degree",
+          "sequence_parallel": "sequence_parallelism"}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("workload", nargs="?", choices=WORKLOADS, default="llama3.2-1b")
+    parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=["tp2", "dp2"])
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--warmup", type=int, default=8)
+    parser.add_argument(
+        "--batch", type=int, help="sequences a step (default: the workload's for each process)"
+    )
+    parser.add_argument("--micro", type=int, default=2, help="sequences of a micro-batch")
+    parser.add_argument("--results", type=Path)
+    parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value", help="further settings")
+    parser.add_argument("--script", choices=LAYOUTS, help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    args.kernels, args.losses = False, False
+    args.set.append(f"train.micro_batch_size={args.micro}")
+    if args.script:
+        return script(args)
+    for layout in args.layout:
+        ours = measure(args, layout, {"mock": True})
+        show(args, layout, ours)
+        theirs = measure_script(args, layout)
+        show(args, f"{layout}, Accelerate's loop", theirs)
+        if "failed" not in ours and "failed" not in theirs:
+            print(
+                f"{layout}: script / megalith train = {theirs['step_time_ms'] / ours['step_time_ms']:.3f}",
+                flush=True,
+            )
+
+
+def measure_script(args: argparse.Namespace, layout: str) -> dict[str, float | str]:
+    """The figures of `script` in processes of its own, or under `failed` the end of what it printed."""
+    numbers = {"--steps": args.steps, "--warmup": args.warmup, "--micro": args.micro}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+    command += [str(LAYOUTS[layout]["processes"]), "-m", "benchmarks.accelerate_overhead", args.workload]
+    command += ["--script", layout, *(str(word) for pair in numbers.items() for word in pair)]
+    command += ["--batch", str(args.batch)] if args.batch else []
+    done = subprocess.run([*command, "--set", *args.set], capture_output=True, text=True)
+    if done.returncode:
+        return {"failed": f"failed with {done.returncode}: {(done.stdout + done.stderr)[-3000:]}"}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def script(args: argparse.Namespace) -> None:
+    """The loop of Accelerate's guide; its last line is its figures."""
+    from megalith.accelerate import Accelerator, MegatronLMPlugin
+
+    how, tree = LAYOUTS[args.script], run_tree(args, args.script, {}, "")
+    parallel, batch = how["parallel"], tree["train"]["global_batch_size"]
+    config = model_run(args.workload, [each for each in args.set if each.startswith(("model.", "data."))])
+    degrees = {FIELDS[name]: value for name, value in parallel.items()}
+    replicas = how["processes"] // (degrees.get("tp_degree", 1) * degrees.get("pp_degree", 1))
+    length = config.data.seq_length
+    plugin = MegatronLMPlugin(
+        **degrees, num_micro_batches=batch // replicas // args.micro, gradient_clipping=1.0, seq_length=length
+    )
+    bf16 = tree["train"]["precision"] == "bf16"
+    accelerator = Accelerator(mixed_precision="bf16" if bf16 else "no", megatron_lm_plugin=plugin)
+    model = build_hugging_face(config.model, "meta")  # its weights are then made on the ranks
+    decayed = [p for p in model.parameters() if p.dim() > 1]
+    others = [p for p in model.parameters() if p.dim() <= 1]
+    groups = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95))
+    tokens = torch.randint(0, config.model.vocab_size, (args.steps * batch, length))
+    rows = [{"input_ids": row, "labels": row} for row in tokens]
+    model, optimizer, loader = accelerator.prepare(
+        model, optimizer, torch.utils.data.DataLoader(rows, batch_size=args.micro)
+    )
+    model.train()
+    times = []
+    for batch in loader:
+        if len(times) in (args.warmup, args.steps - 1) and torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(time.perf_counter())
+        loss = model(**batch).loss
+        accelerator.backward(loss)
+        optimizer.step()
+        optimizer.zero_grad()
+    mean = (times[-1] - times[args.warmup]) / (args.steps - 1 - args.warmup)
+    memory = torch.cuda.max_memory_allocated() / 2**30 if torch.cuda.is_available() else None
+    if int(os.environ["RANK"]) == 0:
+        print(
+            json.dumps({"step_time_ms": 1e3 * mean, "max_memory_gb": memory, "loss": loss.item()}), flush=True
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,146 @@
+"""Settings of TRL's, verl's, NeMo-RL's and Oumi's trainers: their names with their values mean ours, or are refused."""
+
+import pytest
+import yaml
+
+from megalith.config import RunConfig
+from megalith.config.aliases import ALIASES
+from megalith.errors import ConfigError
+
+TABLE = """
+sft.max_length                           96                     data.seq_length                        96
+dpo.max_length                           96                     data.seq_length                        96
+dpo.reference_policy_kl_penalty          0.05                   dpo.beta                               0.05
+rl.clip_ratio                            0.2                    rl.epsilon                             0.2
+rl.clip_ratio_low                        0.2                    rl.epsilon                             0.2
+rl.clip_ratio_high                       0.28                   rl.epsilon_high                        0.28
+rl.ratio_clip_min                        0.2                    rl.epsilon                             0.2
+rl.ratio_clip_max                        0.28                   rl.epsilon_high                        0.28
+rl.clamp_eps_lower                       0.2                    rl.epsilon                             0.2
+rl.clamp_eps_upper                       0.2                    rl.epsilon_high                        0.2
+rl.ratio_clip_c                          3                      rl.clip_ratio_c                        3
+rl.ratio_clip_c                          null                   rl.clip_ratio_c                        null
+rl.kl_loss_coef                          0.001                  rl.beta                                0.001
+rl.kl_beta                               0.001                  rl.beta                                0.001
+rl.reference_policy_kl_penalty           0.01                   rl.beta                                0.01
+rl.use_kl_loss                           true                   rl.beta                                0.0
+rl.use_kl_loss                           false                  rl.beta                                0.0
+rl.kl_loss_type                          kl                     rl.kl_estimator                        k1
+rl.kl_loss_type                          k1                     rl.kl_estimator                        k1
+rl.kl_loss_type                          mse                    rl.kl_estimator                        k2
+rl.kl_loss_type                          k2                     rl.kl_estimator                        k2
+rl.kl_loss_type                          low_var_kl             rl.kl_estimator                        k3
+rl.kl_loss_type                          k3                     rl.kl_estimator                        k3
+rl.reference_policy_kl_type              k1                     rl.kl_estimator                        k1
+rl.reference_policy_kl_type              k2                     rl.kl_estimator                        k2
+rl.reference_policy_kl_type              k3                     rl.kl_estimator                        k3
+rl.entropy_coeff                         0.01                   rl.entropy_coef                        0.01
+rl.entropy_weight                        0.01                   rl.entropy_coef                        0.01
+rl.ppo_epochs                            2                      rl.num_iterations                      2
+rl.n                                     5                      rl.num_generations                     5
+rl.num_generations_per_prompt            16                     rl.num_generations                     16
+rl.load_rollouts                         [a.jsonl]              rl.rollouts                            [a.jsonl]
+rl.reward_functions                      [gsm8k]                rl.reward_funcs                        [gsm8k]
+rl.max_new_tokens                        512                    rl.max_completion_length               512
+rl.max_response_length                   512                    rl.max_completion_length               512
+rl.prompt_key                            question               rl.prompt_column                       question
+rl.train_files                           [a.parquet]            rl.prompts                             [a.parquet]
+rl.shuffle                               false                  rl.shuffle_dataset                     false
+rl.filter_overlong_prompts               true                   rl.overlong_prompts                    drop
+rl.filter_overlong_prompts               false                  rl.overlong_prompts                    refuse
+rl.filter_groups                         true                   rl.filter_zero_std                     true
+rl.use_dynamic_sampling                  true                   rl.filter_zero_std                     true
+rl.max_num_gen_batches                   10                     rl.max_resamples                       9
+rl.dynamic_sampling_max_gen_batches      1                      rl.max_resamples                       0
+rl.overlong_filtering                    true                   rl.mask_truncated_completions          true
+rl.loss_agg_mode                         token-mean             rl.loss_type                           dapo
+rl.loss_agg_mode                         seq-mean-token-mean    rl.loss_type                           grpo
+rl.loss_agg_mode                         seq-mean-token-sum     rl.loss_type                           luspo
+rl.loss_agg_mode                         seq-mean-token-sum-norm rl.loss_type                           dr_grpo
+rl.token_level_loss                      true                   rl.loss_type                           dapo
+rl.token_level_loss                      false                  rl.loss_type                           grpo
+rl.loss_mode                             vanilla                rl.importance_sampling_level           token
+rl.loss_mode                             gspo                   rl.importance_sampling_level           sequence
+rl.sequence_level_importance_ratios      true                   rl.importance_sampling_level           sequence
+rl.sequence_level_importance_ratios      false                  rl.importance_sampling_level           token
+rl.adv_estimator                         grpo                   rl.advantage_baseline                  group
+rl.adv_estimator                         grpo_vectorized        rl.advantage_baseline                  group
+rl.use_leave_one_out_baseline            true                   rl.advantage_baseline leave_one_out
+rl.use_leave_one_out_baseline            false                  rl.advantage_baseline                  group
+rl.norm_adv_by_std_in_grpo               true                   rl.scale_rewards                       group
+rl.norm_adv_by_std_in_grpo               false                  rl.scale_rewards                       none
+rl.normalize_rewards                     true                   rl.scale_rewards                       group
+rl.normalize_rewards                     false                  rl.scale_rewards                       none
+rl.normalize_advantages                  true                   rl.scale_rewards                       group
+rl.normalize_advantages                  false                  rl.scale_rewards                       none
+rl.scale_rewards                         true                   rl.scale_rewards                       group
+rl.scale_rewards                         false                  rl.scale_rewards                       none
+rl.scale_rewards                         batch                  rl.scale_rewards                       batch
+rl.multi_objective_aggregation           sum_then_normalize     rl.scale_rewards                       group
+rl.use_importance_sampling_correction    false                  rl.vllm_importance_sampling_correction false
+rl.rollout_is                            token                  rl.vllm_importance_sampling_mode token_truncate
+rl.rollout_is                            sequence               rl.vllm_importance_sampling_mode sequence_truncate
+rl.rollout_is_threshold                  2.0                    rl.vllm_importance_sampling_clip_max   2.0
+rl.truncated_importance_sampling_type    tis                    rl.vllm_importance_sampling_mode token_truncate
+rl.truncated_importance_sampling_type    icepop                 rl.vllm_importance_sampling_mode       token_mask
+rl.truncated_importance_sampling_ratio   5.0                    rl.vllm_importance_sampling_clip_max   5.0
+rl.truncated_importance_sampling_ratio_min 0.5                    rl.vllm_importance_sampling_clip_min   0.5
+rl.vllm_importance_sampling_cap          2.0                    rl.vllm_importance_sampling_clip_max   2.0
+rl.bypass_mode                           true                   rl.old_logprobs                        rollout
+rl.bypass_mode                           false                  rl.old_logprobs                        policy
+rl.top_k                                 -1                     rl.top_k                               0
+rl.top_k                                 null                   rl.top_k                               0
+rl.top_p                                 null                   rl.top_p                               1.0
+rl.min_p                                 null                   rl.min_p                               0.0
+"""
+MEANINGS = [line.split() for line in TABLE.strip().splitlines()]
+
+
+def test_their_settings_are_ours():
+    for spelled, value, path, own in MEANINGS:
+        (section, key), (home, field) = spelled.split("."), path.split(".")
+        config = RunConfig.from_tree({section: {key: yaml.safe_load(value)}})
+        assert getattr(getattr(config, home), field) == yaml.safe_load(own), (spelled, value)
+
+
+def test_no_spelling_of_these_sections_is_left_out():
+    ours = {name for name in ALIASES if name.split(".")[0] in ("sft", "dpo", "rl")}
+    assert ours <= {row[0] for row in MEANINGS}
+
+
+REFUSED = [
+    ("loss_agg_mode", "batch-mean", "'batch-mean': one of token-mean, seq-mean-token-mean, .* is needed"),
+    ("kl_loss_type", "full", "'full': one of kl, k1, mse, k2, low_var_kl, k3 is needed"),
+    ("kl_loss_type", "k3+", r"'k3\+': one of kl, k1"),
+    ("reference_policy_kl_type", "low_var_kl", "'low_var_kl': one of k1, k2, k3 is needed"),
+    ("adv_estimator", "gae", "'gae': grpo is needed"),
+    ("adv_estimator", "rloo", "'rloo': .*leave_one_out with rl.scale_rewards none"),
+    ("adv_estimator", 3, "rl.adv_estimator is 3: text is needed"),
+    ("loss_mode", "clip_cov", "'clip_cov': one of vanilla, gspo is needed"),
+    ("rollout_is", "geometric", "'geometric': one of token, sequence is needed"),
+    ("truncated_importance_sampling_type", "seq-mask-tis", "'seq-mask-tis': one of tis, icepop is needed"),
+    ("multi_objective_aggregation", "normalize_then_sum", "one of sum_then_normalize is needed"),
+    ("loss_type", "bnpo", "divides by each micro-batch's tokens"),
+    ("loss_type", "sapo", "'sapo': input should be 'dapo'"),
+    ("max_num_gen_batches", 0, "are 0, which is without an end elsewhere; give rl.max_resamples"),
+    ("filter_groups", {"enable": True}, "rl.filter_zero_std is .*: true or false is needed"),
+    ("norm_adv_by_std_in_grpo", "true", "rl.norm_adv_by_std_in_grpo is 'true': true or false is needed"),
+    ("scale_rewards", 1, "rl.scale_rewards is 1"),
+    ("top_k", -2, "rl.top_k is -2"),
+    ("num_prompts_per_step", 32, "here it is train.global_batch_size × rl.mini_batches / rl.num_generations"),
+    ("ppo_mini_batch_size", 64, "here it is train.global_batch_size / rl.num_generations"),
+    ("overlong_buffer", {"enable": True}, "here it is rl.overlong_buffer_len and"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("key,value,sentence", REFUSED, ids=lambda value: str(value)[:20])
+def test_what_we_do_not_have_is_refused_with_a_sentence(key, value, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        RunConfig.from_tree({"rl": {key: value}})
+
+
+def test_a_coefficient_beside_a_loss_that_is_off_is_a_contradiction():
+    with pytest.raises(
+        ConfigError, match=r"use_kl_loss asks for rl\.beta = 0\.0, but rl\.beta is set to 0\.001"
+    ):
+        RunConfig.from_tree({"rl": {"use_kl_loss": False, "kl_loss_coef": 0.001}})

@@ -1,0 +1,35 @@
+"""Two steps of each kind of model, in the process that the tests' processes are forked from: what torch and the package
+make at their first use, each of those would make again, for a third of what a short job takes."""
+
+import gc
+import os
+import tempfile
+import warnings
+
+import torch
+
+from megalith.config import RunConfig
+from megalith.parity.job import run_job
+
+environment, random = dict(os.environ), torch.get_rng_state()
+torch.set_num_threads(1)
+with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(action="ignore"):
+    for preset in ("tiny-gpt", "tiny-mixtral"):
+        run_job(
+            RunConfig.from_tree(
+                {
+                    "model": {"preset": preset, "vocab_size": 64, "max_position_embeddings": 16},
+                    "data": {"mock": True, "seq_length": 16, "num_workers": 0},
+                    "optim": {"lr": 1e-2},
+                    "train": {"train_iters": 2, "micro_batch_size": 1, "global_batch_size": 2, "eval_iters": 1,
+                              "output_dir": folder},
+                    "runtime": {"device": "cpu"},
+                }
+            )
+        )  # fmt: skip
+torch.use_deterministic_algorithms(False)
+torch.set_rng_state(random)
+os.environ.clear()
+os.environ.update(environment)
+gc.collect()
+gc.freeze()  # none of it is garbage: a process that looks through it has to copy it, too
