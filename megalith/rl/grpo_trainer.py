@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megalith.bridge.peft import ONLY
 from megalith.config import RlConfig, RunConfig
 from megalith.errors import ConfigError, nearest_of
 from megalith.launch.launcher import this_process
@@ -59,6 +60,13 @@ SCHEDULES = {
     "constant_with_warmup": "constant",
 }
 
+OF_TRL = {
+    "processing_class": ": the tokenizer is that of the weights; name another one by "
+    'settings={"data.tokenizer_type": …, "data.tokenizer_model": …}',
+    "eval_dataset": ": rewards are of the training's prompts; judge others by `megalith rollout`",
+}
+LORA = {"r": "lora.rank", "lora_alpha": "lora.alpha", "lora_dropout": "lora.dropout"}
+
 
 class GRPOTrainer:
     """Trains the policy in `model`, a Hugging Face folder or a run of ours, on `train_dataset`."""
@@ -70,10 +78,15 @@ class GRPOTrainer:
         args: Mapping[str, Any] | object | None = None,
         train_dataset: Any = None,
         *,
+        peft_config: Mapping[str, Any] | object | None = None,
         settings: Mapping[str, Any] | None = None,
+        **others: Any,
     ):
-        """`train_dataset`: records with a `prompt`, a Hugging Face dataset among them. `settings`: of ours, such as
-        {"parallel.tensor_model_parallel_size": 2}. Raises ConfigError for arguments that we do not have."""
+        """`train_dataset`: records with a `prompt`, such as a Hugging Face dataset. `peft_config`: PEFT's LoraConfig,
+        or a dict of its fields. `settings`: of ours, such as {"parallel.tensor_model_parallel_size": 2}. Raises
+        ConfigError for `others`, TRL's further arguments, and for what we do not have of these."""
+        if given := [name for name, value in others.items() if value is not None]:
+            raise ConfigError(f"GRPOTrainer takes no {given[0]}{OF_TRL.get(given[0], '; leave it out')}")
         if not isinstance(model, str | Path):
             raise ConfigError(
                 f"model is a {type(model).__name__}; give the folder of its weights, for layouts are chosen at loading"
@@ -82,7 +95,8 @@ class GRPOTrainer:
             raise ConfigError("train_dataset is not given; GRPOTrainer needs records with prompts")
         self.reward_funcs, self.train_dataset = reward_funcs, list(train_dataset)
         tree: dict[str, dict[str, Any]] = {"model": {"init_from": str(model)}}
-        given = settings_of(args, len(self.train_dataset), this_process().world_size) | dict(settings or {})
+        given = settings_of(args, len(self.train_dataset), this_process().world_size)
+        given |= {**lora_settings(peft_config), **(settings or {})}
         for path, value in given.items():
             section, _, key = path.partition(".")
             tree.setdefault(section, {})[key] = value
@@ -92,6 +106,31 @@ class GRPOTrainer:
     def train(self) -> TrainingResult:
         """Trains to the end; raises as `megalith.grpo` does."""
         return train_grpo(self.config, self.reward_funcs, self.train_dataset)
+
+
+def lora_settings(peft_config: Mapping[str, Any] | object | None) -> dict[str, Any]:
+    """Our settings of PEFT's LoraConfig, with its defaults. ConfigError: it is more than plain LoRA."""
+    if peft_config is None:
+        return {}
+    fields = dict(peft_config if isinstance(peft_config, Mapping) else vars(peft_config))
+    for name, only in {**ONLY, "init_lora_weights": True, "layers_to_transform": None}.items():
+        value = getattr(fields.get(name), "value", fields.get(name))
+        if value not in (None, only):
+            raise ConfigError(
+                f"peft_config has {name} {value!r:.60}, which is more than plain LoRA; leave it out (docs/lora.md)"
+            )
+    found = {"lora.rank": 8, "lora.alpha": 8, "lora.dropout": 0.0}
+    found |= {ours: fields[name] for name, ours in LORA.items() if name in fields}
+    if fields.get("use_rslora"):
+        found["lora.alpha"] *= math.sqrt(found["lora.rank"])
+    targets = fields.get("target_modules")
+    if targets is None:
+        raise ConfigError(
+            "peft_config has no target_modules; name them, such as q_proj and v_proj, or all-linear"
+        )
+    if targets != "all-linear":
+        found["lora.targets"] = [targets] if isinstance(targets, str) else sorted(targets)
+    return found
 
 
 def settings_of(args: Mapping[str, Any] | object | None, prompts: int, world_size: int) -> dict[str, Any]:

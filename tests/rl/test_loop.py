@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,6 +11,7 @@ import zstandard
 from small_policy import MODEL, configuration, metrics, tree, write_prompts
 
 import megalith
+from megalith.checkpoint.store import StepFolder
 from megalith.cli.main import main
 from megalith.config import RunConfig
 from megalith.data.tokenizers.plain import NullTokenizer
@@ -106,6 +108,7 @@ KILLS = {  # where, and in which of its calls
     "between generation and rewards": (loop.Rewards, "__call__", 2),
     "after a rollout file": (loop.LiveRollouts, "_keep", 2),
     "in training": (PolicyTask, "figures", 7),
+    "in a save": (StepFolder, "commit", 2),
 }
 
 
@@ -228,6 +231,8 @@ def _failing(folder: str) -> str:
     [
         (dict(reward_funcs=None), "rl.reward_funcs is not"),
         (dict(top_p=0.9), "rl.top_p is 0.9"),
+        (dict(top_k=5), "rl.top_k is 5"),
+        (dict(min_p=0.1), "rl.min_p is 0.1"),
         (dict(rollouts="r.jsonl"), "leave out one"),
         (dict(reward_weights=[1.0, 2.0]), "2 weights for 1 reward_funcs"),
         (dict(max_completion_length=25), "do not fit"),
@@ -256,8 +261,29 @@ def test_the_trainer_with_trls_signature(tmp_path):
     assert trainer.train().step == 2
     steps = metrics(tmp_path / "trl")
     assert steps[-1]["global_batch_size"] == 8 and np.isfinite(steps[-1]["rewards_mean"])
-    with pytest.raises(ConfigError, match="no argument 'learning_rat'; did you mean"):
-        GRPOTrainer(str(tmp_path / "run"), reward, dict(learning_rat=1), records)
+    for given, said in (
+        (dict(args=dict(learning_rat=1)), "no argument 'learning_rat'; did you mean"),
+        (dict(processing_class="x"), "takes no processing_class: the tokenizer is that of the weights"),
+        (dict(callbacks=[1]), "takes no callbacks; leave it out"),
+        (
+            dict(peft_config=dict(r=2, target_modules=["q_proj"], use_dora=True)),
+            "use_dora True, which is more",
+        ),
+        (dict(peft_config=dict(r=2)), "has no target_modules"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            GRPOTrainer(str(tmp_path / "run"), reward, train_dataset=records, **given)
+    peft = SimpleNamespace(
+        r=4, lora_alpha=2, use_rslora=True, target_modules={"v_proj", "q_proj"}, bias="none"
+    )
+    args |= dict(output_dir=str(tmp_path / "lora"), max_steps=1, reward_weights=[1.0, 0.5])
+    both = [reward, "length"]
+    trainer = GRPOTrainer(
+        str(tmp_path / "run"), both, args, iter(records), peft_config=peft, settings=settings
+    )
+    lora = trainer.config.lora
+    assert (lora.rank, lora.alpha, lora.targets) == (4, 4.0, ["q_proj", "v_proj"])
+    assert trainer.train().step == 1 and (tmp_path / "lora" / "checkpoints").is_dir()
 
 
 def test_rollout_and_dry_run_from_the_command_line(tmp_path, capsys, monkeypatch):
