@@ -292,6 +292,14 @@ def test_requests_to_generate_that_cannot_be(refused, place):
             DATA,
             'p.jsonl line 3 is no object with a "prompt"',
         )
+    (place / "p.txt").write_text("a\n\nb\n")
+    refused(["generate", "run", "--prompt-file", "p.txt"], DATA, "p.txt line 2 is empty")
+    alone = ["generate", "run", "--prompt", "a"]
+    refused([*alone, "--num-generations", "0"], CONFIG, "--num-generations is 0; it has to be at least 1")
+    refused([*alone, "--tensor-model-parallel-size", "2"], CONFIG, "there is one process", "--nproc 2")
+    rollout = ["rollout", "run", "p.jsonl", "--reward", "length"]
+    for option in ("--limit", "--num-generations", "--rows"):
+        refused([*rollout, option, "0"], CONFIG, f"{option} is 0; it has to be at least 1")
 
 
 def test_a_run_without_a_tokenizer_generates_text_only_with_one_that_fits_it(refused, capsys):

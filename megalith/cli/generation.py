@@ -47,6 +47,8 @@ def add_generate_command(commands: argparse._SubParsersAction) -> None:
 
 def run_generate(args: Arguments) -> int:
     prompts = _prompts(args)
+    if args.num_generations < 1:
+        raise ConfigError(f"--num-generations is {args.num_generations}; it has to be at least 1")
     if args.stream and (len(prompts), args.num_generations, args.json) != (1, 1, False):
         raise ConfigError(
             f"--stream shows one completion as it comes, and there are {len(prompts) * args.num_generations}; give one "
@@ -61,7 +63,11 @@ def run_generate(args: Arguments) -> int:
     from megalith.launch.launcher import this_process
     from megalith.training.loading import load_with_tokenizer
 
-    process = this_process()
+    process, split = this_process(), args.tensor_model_parallel_size
+    if process.world_size == 1 != split:
+        raise ConfigError(
+            f"--tensor-model-parallel-size is {split}, but there is one process; start more with --nproc {split}"
+        )
     device = pick_device(args.device, process.local_rank)
     alone = process.world_size == 1
     model, tokenizer = load_with_tokenizer(args.checkpoint, device if alone else "cpu")
@@ -94,11 +100,12 @@ def _prompts(args: Arguments) -> list[str]:
         except (OSError, UnicodeDecodeError) as error:
             raise DataError(f"the prompts cannot be read: {error}; give a text file in UTF-8") from None
         is_json = args.prompt_file.endswith(".jsonl")
-        prompts += [
-            _prompt_of(line, f"{args.prompt_file} line {number}") if is_json else line
-            for number, line in enumerate(text.removesuffix("\n").split("\n") if text else (), 1)
-            if line.strip() or not is_json
-        ]
+        for number, line in enumerate(text.removesuffix("\n").split("\n") if text else (), 1):
+            where = f"{args.prompt_file} line {number}"
+            if not is_json and not line:
+                raise DataError(f"{where} is empty; write a prompt there, or take the line out")
+            if line.strip() or not is_json:
+                prompts.append(_prompt_of(line, where) if is_json else line)
     if not prompts:
         raise ConfigError(
             "there is no prompt; give --prompt TEXT, several times for a batch, or --prompt-file"
@@ -108,11 +115,12 @@ def _prompts(args: Arguments) -> list[str]:
 
 def _prompt_of(line: str, where: str) -> str:
     try:
-        prompt = json.loads(line)["prompt"]
-        if isinstance(prompt, str):
+        record = json.loads(line)
+        prompt = record.get("prompt") if isinstance(record, dict) else None
+        if isinstance(prompt, str) and prompt:
             return prompt
-        error: object = f"the prompt is {prompt!r}"
-    except (ValueError, KeyError, TypeError) as reason:
+        error: object = f"the prompt is {prompt!r:.60}"
+    except (ValueError, RecursionError) as reason:
         error = reason
     raise DataError(f'{where} is no object with a "prompt" that is text ({error}); give {{"prompt": "text"}}')
 

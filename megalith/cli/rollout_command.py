@@ -60,6 +60,11 @@ def run_rollout(args: Arguments) -> int:
     from megalith.rl.rollouts import Rollouts, save_rollouts
     from megalith.training.loading import load_with_tokenizer
 
+    for option in ("limit", "num_generations", "rows"):
+        if getattr(args, option) is not None and getattr(args, option) < 1:
+            raise ConfigError(
+                f"--{option.replace('_', '-')} is {getattr(args, option)}; it has to be at least 1"
+            )
     model, tokenizer = load_with_tokenizer(args.checkpoint, pick_device(args.device))
     if tokenizer is None:
         raise ConfigError(f"{args.checkpoint} carries no tokenizer, so its completions have no text to judge")

@@ -17,7 +17,13 @@ from typing import Any
 from megalith.config import RunConfig
 from megalith.config.rl import RlConfig
 from megalith.data.chat.chat_template import ChatTemplate, template_of
-from megalith.data.chat.conversations import Message, chat_files, prompt_messages, read_records
+from megalith.data.chat.conversations import (
+    Message,
+    chat_files,
+    prompt_messages,
+    read_records,
+    template_arguments,
+)
 from megalith.data.order import CyclicOrder, SampleOrder, SingleOrder
 from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.errors import DataError
@@ -159,8 +165,7 @@ class _PromptReader:
                 f"{where} has messages, but the tokenizer has no chat template (chat_template.jinja beside it, or "
                 "chat_template in its tokenizer_config.json); add one, or give prompts as text"
             )
-        more = dict(columns.get("chat_template_kwargs") or {})
-        text = self.template.render(messages, ask=True, **more)
+        text = self.template.render(messages, ask=True, **template_arguments(columns))
         found = self.tokenizer.encode_marked([text], [[(0, len(text))]])[0]
         if isinstance(found, str):
             raise ValueError(found)

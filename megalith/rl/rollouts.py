@@ -1,6 +1,7 @@
 """Files of rollouts: what a model has generated, with its rewards, to be trained on again anywhere.
 
-JSONL, or compressed .jsonl.zst. The first line is a header, every other line a group: a prompt and its completions.
+JSONL, or compressed: .jsonl.zst, .jsonl.gz. The first line is a header, every other line a group, a prompt with its
+completions.
 
     {"format": "megalith-rollouts", "version": 1, "tokenizer": fingerprint or null, "rewards": ["gsm8k", …]}
     {"prompt_ids": [5, 17], "samples": [{"completion_ids": [3, 2], "logprobs": [-0.1, -1.2], "rewards": [1.0],
@@ -14,6 +15,7 @@ Ids, never text: a text may be tokenized otherwise.
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,6 +33,7 @@ from megalith.io import atomic_file
 from megalith.remote import place
 
 FORMAT, VERSION = "megalith-rollouts", 1
+COMPRESS = {".zst": zstandard.compress, ".gz": gzip.compress}
 MAX_LINE_BYTES = 256 << 20  # of a group: a thousand completions of ten thousand tokens
 
 
@@ -68,7 +71,7 @@ class Rollouts:
 
 
 def save_rollouts(path: str | Path, rollouts: Rollouts) -> None:
-    """Writes a file of rollouts, compressed where its name ends in .zst. DataError where it cannot be written."""
+    """Writes a file of rollouts, compressed where its name ends in .zst or .gz. DataError: it cannot be written."""
     header = {
         "format": FORMAT,
         "version": VERSION,
@@ -78,7 +81,7 @@ def save_rollouts(path: str | Path, rollouts: Rollouts) -> None:
     lines = [header, *map(_group_record, rollouts.groups)]
     content = "".join(json.dumps(line, allow_nan=False) + "\n" for line in lines).encode()
     with atomic_file(path) as file:
-        file.write(zstandard.compress(content) if str(path).endswith(".zst") else content)
+        file.write(COMPRESS.get(Path(path).suffix, bytes)(content))
 
 
 def _group_record(group: PromptGroup) -> dict[str, Any]:

@@ -153,6 +153,13 @@ BAD = {
     "labels": ({"input_ids": [1, 2], "labels": [1, 3]}, "label 1 is 3, neither its token 2"),
     "lengths": ({"input_ids": [1, 2], "labels": [1]}, "labels has 1 entries and input_ids has 2"),
     "nothing": ({"input_ids": [1, 2], "labels": [1, -100]}, "no token to learn"),
+    "huge": ({"input_ids": [1, 2**70]}, "input_ids is not a list of whole numbers of 64 bits"),
+    "instruction": ({"instruction": 5, "output": "a"}, "its instruction is 5, not text"),
+    "completion": ({"prompt": 5, "completion": MESSAGES[1:]}, "its prompt is 5, not a list of messages"),
+    "turns": ({"conversations": 5}, "its conversations is 5, not a list of messages"),
+    "arguments": ({"messages": MESSAGES, "chat_template_kwargs": "a"}, "chat_template_kwargs is 'a', not an object"),
+    "tools": ({"messages": MESSAGES, "tools": "{a"}, "its tools are text that is not JSON"),
+    "no tools": ({"messages": MESSAGES, "tools": 7}, "its tools are 7, not a list"),
     "long": ({"input_ids": [1] * 201}, "201 tokens, more than data.seq_length 200"),
 }  # fmt: skip
 
@@ -295,6 +302,8 @@ BAD_PAIRS = {
         "of the chosen conversation message 2 is the user's after the user",
     ),
     "mixed": ({"prompt": "a", "chosen": MESSAGES[:2], "rejected": MESSAGES[:2]}, "leave the prompt out"),
+    "number": ({"prompt": MESSAGES[:1], "chosen": 5, "rejected": MESSAGES[1:2]}, "its chosen is 5, not a list of"),
+    "numbers": ({"chosen": MESSAGES[:2], "rejected": 6}, "its rejected is 6, not a list of messages"),
     "no prompt": ({"chosen": "four", "rejected": "two"}, "no common beginning"),
     "equal": ({"chosen": MESSAGES[:2], "rejected": MESSAGES[:2]}, "are equal, so where their answers begin"),
     "beyond": ({"prompt_ids": [1], "chosen_ids": [2], "rejected_ids": [300]}, "token 1 of its rejected answer is 300"),

@@ -16,7 +16,7 @@ from megalith.rl.rollout_data import Sample, make_batch, rows_of
 from megalith.rl.rollouts import RolloutFiles, load_rollouts, save_rollouts
 
 
-@pytest.mark.parametrize("name", ["rollouts.jsonl", "rollouts.jsonl.zst"])
+@pytest.mark.parametrize("name", ["rollouts.jsonl", "rollouts.jsonl.zst", "rollouts.jsonl.gz"])
 def test_what_is_saved_is_loaded(tmp_path, name):
     whole = rollouts()
     save_rollouts(tmp_path / name, whole)
@@ -181,7 +181,7 @@ def test_the_rollouts_own_logprobs_can_be_the_old_ones_and_have_to_be_there(tmp_
         train_grpo(config)
 
 
-@pytest.mark.parametrize("name", ["rollouts.jsonl", "rollouts.jsonl.zst"])
+@pytest.mark.parametrize("name", ["rollouts.jsonl", "rollouts.jsonl.zst", "rollouts.jsonl.gz"])
 def test_a_rank_parses_its_share_of_the_lines_and_of_a_batch_what_it_asks_for(tmp_path, name, monkeypatch):
     whole, path = rollouts(9), tmp_path / name
     save_rollouts(path, whole)

@@ -119,12 +119,14 @@ def _tokens(record: Record) -> Tokens:
 
 
 def _require_ids(name: str, values: Any) -> None:
-    if not isinstance(values, Sequence) or any(type(value) is not int for value in values):
-        raise ValueError(f"{name} is not a list of whole numbers")
+    if not isinstance(values, Sequence) or any(
+        type(value) is not int or abs(value) >= 2**63 for value in values
+    ):
+        raise ValueError(f"{name} is not a list of whole numbers of 64 bits")
 
 
 def _messages(record: Record) -> Chat:
-    return Chat(_checked(record["messages"], "role", "content"), more=_more(record))
+    return Chat(_checked(record["messages"], "role", "content"), more=template_arguments(record))
 
 
 def _prompt_completion(record: Record) -> Chat | Text:
@@ -135,18 +137,23 @@ def _prompt_completion(record: Record) -> Chat | Text:
         return Text(_unicode(prompt), _unicode(completion))
     if isinstance(prompt, str) or isinstance(completion, str):
         raise ValueError("one of prompt and completion is text and the other a list of messages")
+    _require_messages(prompt=prompt, completion=completion)
     messages = _checked([*prompt, *completion], "role", "content")
-    return Chat(messages, first=len(prompt), more=_more(record))
+    return Chat(messages, first=len(prompt), more=template_arguments(record))
 
 
 def _sharegpt(record: Record) -> Chat:
+    _require_messages(conversations=record["conversations"])
     turns = list(record["conversations"])
     if record.get("system"):
         turns.insert(0, {"from": "system", "value": record["system"]})
-    return Chat(_checked(turns, "from", "value"), more=_more(record))
+    return Chat(_checked(turns, "from", "value"), more=template_arguments(record))
 
 
 def _alpaca(record: Record) -> Chat:
+    for name in ("instruction", "input", "output"):
+        if not isinstance(record.get(name), str | None):
+            raise ValueError(f"its {name} is {record[name]!r:.60}, not text")
     asked = "\n\n".join(part for part in (record["instruction"], record.get("input")) if part)
     turns = [{"role": "user", "content": asked}, {"role": "assistant", "content": record["output"]}]
     if record.get("system"):
@@ -179,13 +186,19 @@ def _prompted_answers(record: Record) -> list[Said]:
             "some of prompt, chosen and rejected are text and others lists of messages; where these are whole "
             "conversations, leave the prompt out"
         )
-    return [_answer(name, prompt, record[name], _more(record)) for name in ("chosen", "rejected")]
+    if not any(of_text):
+        _require_messages(prompt=prompt, chosen=record["chosen"], rejected=record["rejected"])
+    return [
+        _answer(name, prompt, record[name], template_arguments(record)) for name in ("chosen", "rejected")
+    ]
 
 
 def _whole_answers(record: Record) -> list[Said]:
     chosen, rejected = record["chosen"], record["rejected"]
     if isinstance(chosen, str) != isinstance(rejected, str):
         raise ValueError("one of chosen and rejected is text and the other a list of messages")
+    if not isinstance(chosen, str):
+        _require_messages(chosen=chosen, rejected=rejected)
     if chosen == rejected:
         raise ValueError(
             "chosen and rejected are equal, so where their answers begin is not known; give the prompt"
@@ -204,7 +217,7 @@ def _whole_answers(record: Record) -> list[Said]:
         )
     prompt = chosen[:first]
     return [
-        _answer(name, prompt, whole[first:], _more(record))
+        _answer(name, prompt, whole[first:], template_arguments(record))
         for name, whole in (("chosen", chosen), ("rejected", rejected))
     ]
 
@@ -227,12 +240,25 @@ PREFERENCES: dict[tuple[str, ...], Callable[[Record], list[Said]]] = {
 }
 
 
-def _more(record: Record) -> dict[str, Any]:
-    more = dict(record.get("chat_template_kwargs") or {})
-    tools = record.get("tools")
-    if tools:
-        more["tools"] = json.loads(tools) if isinstance(tools, str) else tools
-    return more
+def _require_messages(**lists: Any) -> None:
+    for name, value in lists.items():
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise ValueError(f"its {name} is {value!r:.60}, not a list of messages")
+
+
+def template_arguments(record: Record) -> dict[str, Any]:
+    """What the chat template is given beside the messages."""
+    more, tools = record.get("chat_template_kwargs") or {}, record.get("tools")
+    if not isinstance(more, Mapping):
+        raise ValueError(f"its chat_template_kwargs is {more!r:.60}, not an object")
+    if isinstance(tools, str) and tools:
+        try:
+            tools = json.loads(tools)
+        except ValueError as error:
+            raise ValueError(f"its tools are text that is not JSON ({error})") from None
+    if tools and (not isinstance(tools, Sequence) or isinstance(tools, str)):
+        raise ValueError(f"its tools are {tools!r:.60}, not a list")
+    return dict(more) | ({"tools": tools} if tools else {})
 
 
 def prompt_messages(turns: Any) -> list[Message]:
