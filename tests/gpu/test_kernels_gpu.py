@@ -153,7 +153,7 @@ def test_moments_in_fewer_bytes_are_those_of_a_cpu_and_no_step_waits(dtype):
     start = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
     sides = []
     for device in ("cpu", "cuda"):
-        parameters = {name: torch.nn.Parameter(value.to(device)) for name, value in start.items()}
+        parameters = {name: torch.nn.Parameter(value.clone().to(device)) for name, value in start.items()}
         optimizer = build_optimizer(parameters.items(), config)
         sides.append((parameters, optimizer, build_loss_scale("bf16", config, device)))
     for step in range(4):

@@ -172,7 +172,7 @@ def test_a_models_gradients_and_peak_memory(compiled, recompute, fields) -> None
         model = Transformer(config, compute_dtype=torch.bfloat16, seed=3, device="cuda").train()
         initialize(model, config, seed=1)
         parallel = ParallelConfig(cpu_offloading_num_layers=layers, **recompute)
-        apply_recompute(model, parallel)
+        apply_recompute(model, parallel, compiled=compiled)
         if compiled:
             for layer in model.layers.values():
                 layer.compile(fullgraph=True)
@@ -195,6 +195,8 @@ def test_a_models_gradients_and_peak_memory(compiled, recompute, fields) -> None
     print(f"held, peak: {peaks[0]} without, {peaks[1]} with offloading")
     assert peaks[1][0] < (0.8 if recompute else 0.5) * peaks[0][0]
     assert recompute or peaks[1][1] < 0.8 * peaks[0][1]
+    stream = ids.numel() * config.hidden_size * 2
+    assert not recompute or peaks[0][0] < 2 * config.num_layers * stream  # each layer's input, and the head's
 
 
 def run(output: Path, preset: str, *overrides: str) -> None:
