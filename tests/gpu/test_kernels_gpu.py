@@ -160,7 +160,7 @@ def test_moments_in_fewer_bytes_are_those_of_a_cpu_and_no_step_waits(dtype):
         grads = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
         for (parameters, optimizer, scale), device in zip(sides, ("cpu", "cuda")):
             for name, parameter in parameters.items():
-                parameter.grad = grads[name].to(device)
+                parameter.grad = grads[name].clone().to(device)  # a fused step divides it in place
             waits = "error" if step else "default"  # the first one compiles
             torch.cuda.set_sync_debug_mode(waits if device == "cuda" else "default")
             try:
