@@ -193,6 +193,10 @@ class StageMemory:
         saved += whole * everything
         if parallel.recompute_granularity == "selective":
             saved -= max(whole - 1, 0) * (everything - mean(parallel.recompute_modules))
+        elif self.compiled and parallel.recompute_granularity is None and not self.model.num_experts:
+            saved -= (
+                max(whole - 1, 0) * (everything - stream) * (1 - self.config.runtime.activation_memory_budget)
+            )
         if self.head:
             saved += 2 * stream + self.model.hidden_size  # the last norm's input and output; its gradient
         return saved
