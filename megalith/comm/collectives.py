@@ -147,19 +147,19 @@ def own_part(x: Tensor, axis: Axis) -> Tensor:
     return x if axis.size == 1 else _OwnPart.apply(x, axis)
 
 
-def summed(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
+def all_reduce_no_grad(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
     """The sum (or op "max", "min") of x over the axis, for values that need no gradient."""
     return x if axis.size == 1 else _all_reduce(x, axis, op)
 
 
-def gathered(x: Tensor, axis: Axis) -> Tensor:
+def all_gather_no_grad(x: Tensor, axis: Axis) -> Tensor:
     """The ranks' x one after the other along dimension 0, for values that need no gradient."""
     return x if axis.size == 1 else _all_gather(x, axis, 0)
 
 
 def any_rank(here: bool, axis: Axis) -> bool:
     """Whether it is so on some rank of the axis: a decision that all of them then share. It waits on the host."""
-    return bool(summed(torch.tensor(float(here)), axis, "max"))
+    return bool(all_reduce_no_grad(torch.tensor(float(here)), axis, "max"))
 
 
 def gather_json(value: Any, axis: Axis, to_first: bool = False) -> list[Any]:

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from megalith.comm.collectives import summed
+from megalith.comm.collectives import all_reduce_no_grad
 from megalith.config import ModelConfig, OptimConfig, ParallelConfig
 from megalith.config.rules.parallel_rules import shard_size
 from megalith.models.init import initialize
@@ -152,7 +152,7 @@ class Trained:
         wait_for_gradients([self.model], self.job.parallel)
         reduce_partial_gradients(self.model, self.mesh.tp)
         self.local.attach_gradients()
-        return summed(loss, self.mesh.dp_cp) / tokens
+        return all_reduce_no_grad(loss, self.mesh.dp_cp) / tokens
 
     def train_step(self) -> tuple[float, float]:
         """Loss and gradient norm."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megalith.comm.collectives import local, local_place, summed
+from megalith.comm.collectives import all_reduce_no_grad, local, local_place
 from megalith.config import ModelConfig, ParallelConfig
 from megalith.generation.engine import Engine
 from megalith.generation.requests import Sampling
@@ -121,7 +121,7 @@ def outcome(model: ModelConfig, parallel: ParallelConfig = ALONE, compiler: str 
     transformer.eval()
     with torch.no_grad():
         logits = transformer(batch(model.vocab_size)["input_ids"][:1, :-1])
-    return Outcome(summed(loss.detach(), mesh.dp), logits, gradients)
+    return Outcome(all_reduce_no_grad(loss.detach(), mesh.dp), logits, gradients)
 
 
 def outcome_of_logits(model: ModelConfig, parallel: ParallelConfig = ALONE) -> Outcome:

@@ -51,13 +51,13 @@ from megalith.comm.collectives import (
     Axis,
     all_gather,
     all_gather_alike,
+    all_gather_no_grad,
+    all_reduce_no_grad,
     begin_all_to_all,
     end_all_to_all,
-    gathered,
     local_place,
     own_part,
     reduce_scatter,
-    summed,
 )
 from megalith.config import ModelConfig
 from megalith.models.load_balance import TokenShare, move_bias
@@ -107,7 +107,7 @@ def plan_dispatch(weights: Tensor, destinations: Tensor, axis: Axis, here: int) 
     sizes, before, has = places(groups, experts + ranks + 2)
     to = slice(experts + 1, -1)
     token, row = copies(sizes[to], before[:, to], has[:, to])
-    table = gathered(torch.cat([sizes[to], sizes[:experts]]), axis).view(ranks, -1)
+    table = all_gather_no_grad(torch.cat([sizes[to], sizes[:experts]]), axis).view(ranks, -1)
     to_ranks, to_experts = table[:, :ranks], table[:, ranks:]  # of each rank
     totals = to_experts.sum(0)
     begin = starts(totals)
@@ -223,7 +223,7 @@ class SplitTokenShare(TokenShare):
         self.axis, self.shares = axis, axis.size
 
     def total(self, x: Tensor) -> Tensor:
-        return summed(x, self.axis)
+        return all_reduce_no_grad(x, self.axis)
 
     def whole(self, x: Tensor) -> Tensor:
         return all_gather(x, self.axis)
@@ -267,7 +267,8 @@ class ExpertParallel(Dispatch):
             topk = weights.shape[1]
             filler = torch.arange(topk, device=weights.device) if routing.capacity is None else self.experts
             weights, destinations = self._share(weights), self._share(destinations, filler)
-        weights, destinations = all_gather(weights, self.gathered), gathered(destinations, self.gathered)
+        weights = all_gather(weights, self.gathered)
+        destinations = all_gather_no_grad(destinations, self.gathered)
         capacity = None if routing.capacity is None else routing.capacity * self.micro_batches
         if not self.sends:
             destinations = _numbers_here(destinations, self.ep.rank, self.local_experts, self.experts)
@@ -390,10 +391,10 @@ def gather_tallies(
     for index, router in _routers(chunks):
         tallies[index] = router.tally
         router.tally.zero_()
-    tallies = summed(tallies, mesh.dp_cp)
+    tallies = all_reduce_no_grad(tallies, mesh.dp_cp)
     if sequence_parallel:  # else the ranks of the tensor axis have the same tokens
-        tallies = summed(tallies, mesh.tp)
-    return summed(tallies, mesh.pp)
+        tallies = all_reduce_no_grad(tallies, mesh.tp)
+    return all_reduce_no_grad(tallies, mesh.pp)
 
 
 def move_biases(chunks: Sequence[Transformer], tallies: Tensor, skipped: Tensor) -> None:

@@ -44,7 +44,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import ProcessGroup, Work
 from torch.profiler import record_function
 
-from megalith.comm.collectives import Axis, gather_json, summed
+from megalith.comm.collectives import Axis, all_reduce_no_grad, gather_json
 from megalith.models.linear import Linear
 from megalith.models.transformer import Transformer
 from megalith.ops.gemm import DeferredWgrad
@@ -279,7 +279,7 @@ class Pipeline:
 
     def share(self, loss: Tensor) -> Tensor:
         """The last rank's loss on every rank, from what `step` or `evaluate` returned on each."""
-        return summed(loss, self.axis)
+        return all_reduce_no_grad(loss, self.axis)
 
     def gather_timeline(self) -> Timeline:
         """The last recorded step of all ranks, in milliseconds; every rank of the axis calls it."""

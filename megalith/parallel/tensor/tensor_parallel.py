@@ -33,12 +33,12 @@ from megalith.comm.collectives import (
     all_gather_alike,
     all_reduce,
     all_reduce_gradient,
+    all_reduce_no_grad,
     begin_all_gather,
     begin_all_reduce,
     begin_reduce_scatter,
     local,
     reduce_scatter,
-    summed,
     wait,
 )
 from megalith.errors import ConfigError
@@ -375,7 +375,7 @@ def reduce_partial_gradients(model: Transformer, axis: Axis) -> None:
     if not gradients:
         return
     flat = torch.cat([gradient.flatten().float() for gradient in gradients])
-    sums = summed(flat, axis).split([gradient.numel() for gradient in gradients])
+    sums = all_reduce_no_grad(flat, axis).split([gradient.numel() for gradient in gradients])
     torch._foreach_copy_(gradients, [total.view_as(gradient) for gradient, total in zip(gradients, sums)])
 
 
