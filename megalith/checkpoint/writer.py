@@ -1,7 +1,7 @@
 """Writing tensors into a step, piece by piece.
 
 `StepWriter` is for a program that makes a checkpoint out of something else (another format, another number of files):
-it is given one tensor, or one box of a tensor, at a time, and holds no more than a few shards of `shard_bytes`.
+it is given one tensor, or one slice of a tensor, at a time, and holds no more than a few shards of `shard_bytes`.
 `ShardWriter` beneath it writes one process's files; a job's ranks each have one (saver.py).
 """
 
@@ -68,7 +68,7 @@ class ShardWriter:
     def add(
         self, part: str, name: str, values: Tensor | Values, extent: Extent, shape: tuple[int, ...]
     ) -> None:
-        """Takes the box `extent` of a tensor of `shape`; `values` must not change until `finish`. Raises OSError."""
+        """Takes the slice `extent` of a tensor of `shape`; `values` must not change until `finish`. Raises OSError."""
         if extent.volume == 0:
             return
         self._pending.setdefault(part, []).append(_Piece(name, tuple(shape), extent, values))
@@ -112,10 +112,10 @@ class StepWriter:
 
         with StepWriter(checkpoints, record) as writer:
             writer.add("model", name, tensor)                          # a whole tensor
-            writer.add("optimizer", name, rows, (128, 0), (512, 64))   # a box of one: rows 128 and on
+            writer.add("optimizer", name, rows, (128, 0), (512, 64))   # a slice of one: rows 128 and on
         writer.folder                                                  # whole from here on
 
-    When the block is left by an error, nothing stays. The boxes of a tensor have to cover it, each element once.
+    When the block is left by an error, nothing stays. The slices of a tensor have to cover it, each element once.
     """
 
     def __init__(
@@ -147,9 +147,9 @@ class StepWriter:
         offset: tuple[int, ...] | None = None,
         shape: tuple[int, ...] | None = None,
     ) -> None:
-        """Takes a tensor, or the box of one of `shape` that begins at `offset`; it must not change afterwards.
+        """Takes a tensor, or the slice of one of `shape` that begins at `offset`; it must not change afterwards.
 
-        Raises CheckpointError when the disk refuses, or when boxes of one tensor disagree in type or shape.
+        Raises CheckpointError when the disk refuses, or when slices of one tensor disagree in type or shape.
         """
         whole = tuple(values.shape) if shape is None else tuple(shape)
         extent = Extent((0,) * len(values.shape) if offset is None else tuple(offset), tuple(values.shape))

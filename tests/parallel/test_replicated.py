@@ -124,8 +124,8 @@ def test_a_parameter_without_a_gradient_in_the_last_pass_is_summed_after_it(pool
 def copies_and_owners(parallel: ParallelConfig) -> tuple[int, int, int]:
     """Parameters here, those of them that are copied, and those that this rank owns."""
     run = Trained(Job(GPT2, parallel=parallel))
-    boxes = run.local.boxes.values()
-    return len(boxes), len(run.local.copies), sum(box.owned for box in boxes)
+    shards = run.local.shards.values()
+    return len(shards), len(run.local.copies), sum(shard.owned for shard in shards)
 
 
 def test_the_first_of_the_ranks_that_hold_copies_owns_them(pool):

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from megalith.checkpoint import RunRecord, load_model, load_optimizer, open_checkpoint
 from megalith.checkpoint.saver import Saver
 from megalith.checkpoint.shard_files import open_shard_files, save_shard_files
-from megalith.checkpoint.state import amax_boxes, load_amaxes
+from megalith.checkpoint.state import amax_shards, load_amaxes
 from megalith.comm.collectives import all_reduce_no_grad
 from megalith.config import RunConfig
 from megalith.config.rules.fastest import with_fastest
@@ -278,7 +278,7 @@ class MegatronEngine(nn.Module):
         )
         saver = Saver(folder, self.mesh.world, unpadded_rows=vocabulary_rows(self.run), keep_last=1)
         inner = self.optimizer.inner if keeps else None
-        saver.save(record, self.model.chunks, inner, amax_boxes(self.model.amaxes, self.mesh.world))
+        saver.save(record, self.model.chunks, inner, amax_shards(self.model.amaxes, self.mesh.world))
         if saver.last.error is not None:
             raise saver.last.error
         if self.mesh.world.rank == 0:

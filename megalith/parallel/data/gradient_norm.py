@@ -35,7 +35,7 @@ def loss_denominators(own: Tensor, dp_cp: Axis, device: torch.device) -> Tensor:
 class GradientSquares:
     """Sum of the squares of the whole gradient, the same on every rank: `total_squares` of the optimizer's step.
 
-    Each logical element counts once: on the owner of its box, and for a parameter that two pipeline stages hold, not
+    Each logical element counts once: on the owner of its shard, and for a parameter that two pipeline stages hold, not
     on the one that lists it in `counted_elsewhere`. One all-reduce over the world, so a gradient that is not finite
     anywhere makes the sum not finite everywhere, and all ranks skip the step together.
     """
@@ -56,7 +56,7 @@ class GradientSquares:
         self._weights = [
             plain
             for name, plain in parameters.named
-            if parameters.boxes[name].owned and plain.numel() and name not in counted_elsewhere
+            if parameters.shards[name].owned and plain.numel() and name not in counted_elsewhere
         ]
         self._counted = set(self._weights)
 
