@@ -32,7 +32,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -43,11 +43,11 @@ from torch import Tensor
 
 from megalith.checkpoint.agree import JointError, together
 from megalith.checkpoint.extent import Extent
-from megalith.checkpoint.files import DTYPE_CODES, DTYPES, HostBytes, Values, byte_count, byte_view
+from megalith.checkpoint.files import DTYPE_CODES, DTYPES, HostBytes, byte_count, byte_view
 from megalith.checkpoint.manifest import RunRecord, TensorRecord
 from megalith.checkpoint.state import Model, state_shards
 from megalith.checkpoint.store import StepFolder, step_folder
-from megalith.checkpoint.writer import ShardWriter, not_saved, shard_bytes_for
+from megalith.checkpoint.writer import ShardWriter, WriteItem, not_saved, shard_bytes_for
 from megalith.comm.collectives import Axis, gather_json, scatter_json
 from megalith.errors import CheckpointError
 from megalith.launch.heartbeat import BACKGROUND
@@ -95,9 +95,7 @@ def entries(shards: StateShards) -> list[list[Any]]:
             part,
             name,
             DTYPE_CODES[shard.values.dtype],
-            list(shard.shape),
-            list(shard.offset),
-            list(shard.values.shape),
+            *map(list, (shard.shape, shard.offset, shard.values.shape)),
         ]
         for part, named in shards.items()
         for name, shard in named.items()
@@ -135,10 +133,7 @@ def divide(told: Sequence[list[list[Any]]]) -> tuple[Table, list[list[Key]]]:
 PATIENCE = timedelta(hours=2)
 AFTER_AN_ERROR = 300.0  # seconds that an error in training waits for a save in flight
 
-Piece = tuple[
-    str, str, Tensor | Values, Extent, tuple[int, ...]
-]  # part, name, values, their extent, the tensor's shape
-Share = Callable[[], list[Piece]]  # what a rank writes; called when it does
+Share = Callable[[], list[WriteItem]]  # what a rank writes; called when it does
 
 
 @dataclass(frozen=True)
@@ -319,11 +314,11 @@ def write_step(
     own: list[dict] = []
 
     def write_share() -> None:
-        pieces = share()
-        total = sum(byte_count(extent.shape, values.dtype) for _, _, values, extent, _ in pieces)
+        items = share()
+        total = sum(item.bytes for item in items)
         with ShardWriter(step.temporary, world.rank, shard_bytes=shard_bytes_for(total)) as shards:
-            for piece in pieces:
-                shards.add(*piece)
+            for item in items:
+                shards.add(item)
             own.append(shards.finish())
 
     try:
@@ -341,28 +336,28 @@ def write_step(
         raise
 
 
-def _share(plan: Plan, shards: StateShards) -> list[Piece]:
+def _share(plan: Plan, shards: StateShards) -> list[WriteItem]:
     return [
-        (part, name, shard.values, Extent(shard.offset, tuple(shard.values.shape)), shard.shape)
+        WriteItem(part, name, shard.values, Extent(shard.offset, tuple(shard.values.shape)), shard.shape)
         for part, name in plan.share
         for shard in [shards[part][name]]
     ]
 
 
-def _staged(share: list[Piece], staging: Staging) -> Share:
+def _staged(share: list[WriteItem], staging: Staging) -> Share:
     """The share's values as they are now; where there is no memory for it, that error when they are asked for."""
     try:
         copies = staging.copy(
-            values.float() if isinstance(values, Moment) else values for _, _, values, _, _ in share
+            item.values.float() if isinstance(item.values, Moment) else item.values for item in share
         )
     except (RuntimeError, MemoryError) as error:
         refused = error
 
-        def refuse() -> list[Piece]:
+        def refuse() -> list[WriteItem]:
             raise refused
 
         return refuse
-    staged = [(*piece[:2], copy, *piece[3:]) for piece, copy in zip(share, copies)]
+    staged = [replace(item, values=copy) for item, copy in zip(share, copies)]
     return lambda: staged
 
 
