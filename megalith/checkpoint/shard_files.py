@@ -38,7 +38,7 @@ from megalith.checkpoint.state import (
     optimizer_shards,
     state_shards,
 )
-from megalith.comm.collectives import Axis, gather_json, local_place
+from megalith.comm.collectives import Axis, gather_json, local_shape_and_offset
 from megalith.errors import CheckpointError
 from megalith.io import replace_file, replacing
 from megalith.parallel.data.replicas import EXPERTS
@@ -155,9 +155,9 @@ def _file_extents(model: ParallelModel) -> dict[str, Extent]:
         for name, tensor in chunk.state_dict(keep_vars=True).items():
             own = placed(tensor)
             if EXPERTS not in name:
-                shape, offset = local_place(own, ("tp",))
+                shape, offset = local_shape_and_offset(own, ("tp",))
             elif mesh.etp.size == mesh.tp.size:
-                shape, offset = local_place(own, ("etp",))
+                shape, offset = local_shape_and_offset(own, ("etp",))
             else:  # [experts, …], a share of them whole
                 share = -(-own.shape[0] // mesh.tp.size)
                 first = min(mesh.tp.rank * share, own.shape[0])

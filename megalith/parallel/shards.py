@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
-from megalith.comm.collectives import Axis, local_place
+from megalith.comm.collectives import Axis, local_shape_and_offset
 from megalith.optim.optimizer import Placement
 from megalith.parallel.data.replicas import copies_of
 from megalith.parallel.seams import replace_parameter
@@ -62,7 +62,7 @@ def local_shard(tensor: Tensor, copies: Axis | None = None) -> LocalShard:
         return LocalShard(tensor.detach(), (0,) * tensor.ndim, tuple(tensor.shape), owned=first)
     coordinate = tensor.device_mesh.get_coordinate()
     owned = first and all(at == 0 for at, place in zip(coordinate, tensor.placements) if place.is_replicate())
-    _, offset = local_place(tensor)
+    _, offset = local_shape_and_offset(tensor)
     return LocalShard(tensor.detach().to_local(), offset, tuple(tensor.shape), owned)
 
 
@@ -117,7 +117,7 @@ class LocalParameters:
                 matrices=matrices(name, tensor.shape), shape=shard.shape, offset=shard.offset, seed=seed
             )
             if isinstance(tensor, DTensor):
-                stands |= dict(whole=partial(_gathered, tensor), own=partial(_own_part, tensor, shard))
+                stands |= dict(whole=partial(_all_gathered, tensor), own=partial(_own_shard, tensor, shard))
             made[name] = Placement(**stands)
         return made
 
@@ -156,7 +156,7 @@ class LocalParameters:
         return nn.Parameter(self.shards[name].values, requires_grad=parameter.requires_grad)
 
 
-def _gathered(like: DTensor, shard: Tensor) -> Tensor:
+def _all_gathered(like: DTensor, shard: Tensor) -> Tensor:
     """The whole of which this rank has `shard`, as `like` is placed; of experts [experts, rows, columns] those of
     the ranks that hold their parts. An all-gather over the axes that shard it."""
     placements = [
@@ -169,8 +169,8 @@ def _gathered(like: DTensor, shard: Tensor) -> Tensor:
     return tensor.redistribute(placements=placements).to_local()
 
 
-def _own_part(like: DTensor, shard: LocalShard, whole: Tensor) -> Tensor:
-    """This rank's shard of what `_gathered` gives, as a view."""
+def _own_shard(like: DTensor, shard: LocalShard, whole: Tensor) -> Tensor:
+    """This rank's shard of what `_all_gathered` gives, as a view."""
     if whole.shape == like.shape:
         return shard.cut_from(whole)
     first = (0, *shard.offset[1:])  # its own experts are all there

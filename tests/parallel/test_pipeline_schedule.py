@@ -13,7 +13,7 @@ from megalith.parallel.pipeline.schedule_check import (
 from megalith.parallel.pipeline.schedules import (
     Action,
     Kind,
-    Place,
+    StageIndex,
     build_forward_schedule,
     build_schedule,
     in_flight_bound,
@@ -89,10 +89,10 @@ def test_the_interleaved_order_is_megatrons():
 def test_transfers_go_around_the_ranks_from_chunk_to_chunk():
     schedule = build_schedule("interleaved", 4, 4, 2)
     assert schedule.source(0, Action(Kind.FORWARD, 0, 0)) is None
-    assert schedule.target(3, Action(Kind.FORWARD, 0, 0)) == Place(0, 1)
-    assert schedule.source(0, Action(Kind.FORWARD, 0, 1)) == Place(3, 0)
+    assert schedule.target(3, Action(Kind.FORWARD, 0, 0)) == StageIndex(0, 1)
+    assert schedule.source(0, Action(Kind.FORWARD, 0, 1)) == StageIndex(3, 0)
     assert schedule.target(3, Action(Kind.FORWARD, 0, 1)) is None
-    assert schedule.target(0, Action(Kind.BACKWARD, 0, 1)) == Place(3, 0)
+    assert schedule.target(0, Action(Kind.BACKWARD, 0, 1)) == StageIndex(3, 0)
     assert build_schedule("zero_bubble", 2, 2).target(1, Action(Kind.BACKWARD_WEIGHT, 0)) is None
 
 

@@ -50,13 +50,13 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from megalith.comm.collectives import (
     Axis,
     all_gather,
-    all_gather_alike,
     all_gather_no_grad,
+    all_gather_replicated,
     all_reduce_no_grad,
     begin_all_to_all,
     end_all_to_all,
-    local_place,
-    own_part,
+    local_chunk,
+    local_shape_and_offset,
     reduce_scatter,
 )
 from megalith.config import ModelConfig
@@ -293,7 +293,7 @@ class ExpertParallel(Dispatch):
         else:
             y = self.compute(x, plan, experts)
         y = reduce_scatter(y, self.gathered)
-        y = all_gather_alike(y, self.tensor.axis)[:tokens] if shares else y
+        y = all_gather_replicated(y, self.tensor.axis)[:tokens] if shares else y
         return y if shared is None else y + shared()
 
     def _shares(self, layout: PassLayout) -> bool:
@@ -303,7 +303,7 @@ class ExpertParallel(Dispatch):
     def _share(self, x: Tensor, filler: Tensor | int = 0) -> Tensor:
         """This rank's part of x [tokens, width]; all parts are as long, the last ones filled up with `filler`."""
         missing = x.new_zeros(-len(x) % self.tensor.axis.size, x.shape[1]) + filler
-        return own_part(torch.cat([x, missing.to(x.dtype)]), self.tensor.axis)
+        return local_chunk(torch.cat([x, missing.to(x.dtype)]), self.tensor.axis)
 
     def _send(
         self, x: Tensor, plan: DispatchPlan, sizes: HostCopy, experts: Experts, beside: Shared
@@ -373,7 +373,7 @@ def _cut(experts: Experts, mesh: Mesh) -> None:
             replace_parameter(linear, kind, nn.Parameter(placed, requires_grad=parameter.requires_grad))
     bias = experts.linear_fc2.bias
     if bias is not None:
-        plug(experts.linear_fc2, "first_row", local_place(bias)[1][1])
+        plug(experts.linear_fc2, "first_row", local_shape_and_offset(bias)[1][1])
 
 
 @torch.no_grad()

@@ -40,7 +40,7 @@ class Action(NamedTuple):
     chunk: int = 0
 
 
-class Place(NamedTuple):
+class StageIndex(NamedTuple):
     """A stage of the model: chunk `chunk` of rank `rank`. Stages are counted chunk · ranks + rank."""
 
     rank: int
@@ -62,23 +62,23 @@ class Schedule:
     actions: list[list[Action]]
     """By rank."""
 
-    def source(self, rank: int, action: Action) -> Place | None:
+    def source(self, rank: int, action: Action) -> StageIndex | None:
         """Whose output this action takes in: activations, or the gradient of its own. None: it needs no transfer."""
         return neighbour(self, rank, action, {Kind.FORWARD: -1, Kind.BACKWARD: 1, Kind.BACKWARD_INPUT: 1})
 
-    def target(self, rank: int, action: Action) -> Place | None:
+    def target(self, rank: int, action: Action) -> StageIndex | None:
         """Who takes in this action's output. None: nobody."""
         return neighbour(self, rank, action, {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_INPUT: -1})
 
 
-def neighbour(schedule: Schedule, rank: int, action: Action, steps: dict[Kind, int]) -> Place | None:
-    """The place `steps[kind]` stages further on; None where there is none, or for a kind without a step."""
+def neighbour(schedule: Schedule, rank: int, action: Action, steps: dict[Kind, int]) -> StageIndex | None:
+    """The stage `steps[kind]` stages further on; None where there is none, or for a kind without a step."""
     if action.kind not in steps:
         return None
     stage = action.chunk * schedule.stages + rank + steps[action.kind]
     if not 0 <= stage < schedule.stages * schedule.virtual:
         return None
-    return Place(stage % schedule.stages, stage // schedule.stages)
+    return StageIndex(stage % schedule.stages, stage // schedule.stages)
 
 
 def build_schedule(

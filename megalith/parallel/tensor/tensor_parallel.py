@@ -30,7 +30,7 @@ from torch.nn import functional as F
 from megalith.comm.collectives import (
     Axis,
     all_gather,
-    all_gather_alike,
+    all_gather_replicated,
     all_reduce,
     all_reduce_gradient,
     all_reduce_no_grad,
@@ -456,7 +456,7 @@ class VocabParallel:
         """Logits [batch, seq, vocab] of every entry, on every rank, their padding left out."""
         part = linear_logits(self.tensor.gather(x, context), weight)  # [..., rows here]
         part = F.pad(part, (0, self.rows - part.shape[-1]))
-        logits = all_gather_alike(part, self.axis, -1)[..., :vocab_size]
+        logits = all_gather_replicated(part, self.axis, -1)[..., :vocab_size]
         return softcapped(logits.reshape(context.batch, -1, vocab_size), softcap)
 
     def _own(self, tokens: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
