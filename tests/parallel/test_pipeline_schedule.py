@@ -1,15 +1,15 @@
 """Properties of every schedule over a wide range of stages, micro-batches and chunks."""
 
 import pytest
-
-from megalith.errors import ConfigError
-from megalith.parallel.pipeline.schedule_check import (
+from schedule_check import (
     one_for_all,
     one_per_link,
     one_per_pass,
     peak_in_flight,
     violations,
 )
+
+from megalith.errors import ConfigError
 from megalith.parallel.pipeline.schedules import (
     Action,
     Kind,

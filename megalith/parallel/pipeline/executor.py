@@ -12,8 +12,9 @@ back to the graph's edges.
 
 Each pair of neighbours has a communicator for each direction and pass. NCCL processes the transfers of a communicator
 in the order in which a rank posted them, and each blocks those after it until both ends have reached it. With one
-communicator for several neighbours or for both passes, schedules deadlock (schedule_check.py shows which). One that
-carries one kind of tensor from one rank to one other cannot: its sender and its receiver follow the same order.
+communicator for several neighbours or for both passes, schedules deadlock (tests/parallel/schedule_check.py shows
+which). One that carries one kind of tensor from one rank to one other cannot: its sender and its receiver follow the
+same order.
 
 A sent tensor stays in memory until it has been sent; nothing waits for that before the end of the step.
 

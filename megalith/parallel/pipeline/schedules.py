@@ -3,8 +3,8 @@
 The layers are cut into stages, one a rank, or with interleaving `virtual` a rank. A micro-batch goes forward through
 all stages and backward through them again, so at the step's begin the last rank waits for work, and at its end the
 first: the bubble. A schedule orders each rank's work to keep the bubble and the activations that wait for their
-backward pass small. Nothing here runs anything: the executor (executor.py), the checker (schedule_check.py), the
-simulator (simulate.py) and the drawings (drawing.py) all read the same lists.
+backward pass small. Nothing here runs anything: the executor (executor.py), the simulator
+(simulate.py), the drawings (drawing.py) and the tests' checker (schedule_check.py) all read the same lists.
 
 - `1f1b` (Narayanan et al. 2019; Fan et al. 2021): after a warm-up, one forward, one backward.
 - `interleaved` (Narayanan et al. 2021): each rank holds several chunks of layers, one from each lap around the ranks,
