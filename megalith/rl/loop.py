@@ -109,6 +109,8 @@ def engine_sizes(config: RunConfig, prompts: Sequence[Prompt], replicas: int) ->
 class LiveRollouts:
     """Rollout batches that the policy samples. One is made at the beginning of a run, before the model."""
 
+    reads_ahead = False
+
     def __init__(self, run: Run, prompts: Prompts, rewards: Rewards):
         self._run, self._rl, self._prompts, self._rewards = run, run.config.rl, prompts, rewards
         self._engine: Engine | None = None
