@@ -199,7 +199,7 @@ class LiveRollouts:
     def _weights_to_compare(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
         fresh = self._new_engine()
         return tuple(
-            {name: box.values for name, box in engine.boxes.items()} for engine in (self._engine, fresh)
+            {name: shard.values for name, shard in engine.shards.items()} for engine in (self._engine, fresh)
         )
 
     def _sampling(self, tokens: int) -> Sampling:
