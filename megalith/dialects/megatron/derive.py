@@ -339,11 +339,13 @@ def _text(given: Given, flag: str) -> str:
 
 
 def evaluation(given: Given) -> None:
-    """train.eval_interval and train.eval_iters; without --eval-interval there is none, but with --skip-train."""
+    """train.eval_interval and train.eval_iters, of which -1 are none; without --eval-interval there is no evaluation,
+    but with --skip-train."""
     interval = given["--eval-interval"]
     if interval:
         given.set("train.eval_interval", interval)
-    given.set("train.eval_iters", given["--eval-iters"] if interval or given["--skip-train"] else 0)
+    iters = given["--eval-iters"] if interval or given["--skip-train"] else 0
+    given.set("train.eval_iters", 0 if iters == -1 else iters)
 
 
 def saving(given: Given) -> None:
