@@ -343,7 +343,8 @@ def test_all_that_is_wrong_is_told_at_once():
     told = problems(
         "--num-layers 2 --hiden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --lr fast --bf16 "
         "--fp16 --train-iters 5 --train-samples 9 --moe-token-dispatcher-type flex --fp8-recipe custom --warmup 3 "
-        "--position-embedding-type relative --optimizer lion --num 3 --swiglu yes --frobnicate 7 --split --sft --seed -3"
+        "--position-embedding-type relative --optimizer lion --num 3 --swiglu yes --frobnicate 7 --split --sft "
+        "--seed -3"
     )
     for words in (
         "no flag --hiden-size; did you mean --hidden-size",
