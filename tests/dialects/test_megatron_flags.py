@@ -336,6 +336,14 @@ def test_finetune_begins_from_the_weights_alone(tmp_path):
     assert translated(LEAST + f"--load {run} --ckpt-step 4").config().checkpoint.load == str(
         run / "checkpoints" / "step_00000004"
     )
+    missing = translated(LEAST + f"--load {run} --ckpt-step 5").config().checkpoint.load
+    assert missing == str(
+        run / "checkpoints" / "step_00000005"
+    )  # which the run will refuse: a step was named
+    (tmp_path / "theirs" / "iter_0000007").mkdir(parents=True)
+    named = translated(LEAST + f"--load {tmp_path}/theirs --ckpt-step 7").config().checkpoint.load
+    assert named == str(tmp_path / "theirs" / "iter_0000007")
+    assert translated(LEAST + "--load nowhere --ckpt-step 7").config().checkpoint.load is None
     assert translated(LEAST + f"--pretrained-checkpoint {run}").config().model.init_from == str(run)
 
 

@@ -380,11 +380,12 @@ def loading(given: Given) -> None:
     """checkpoint.load; with --finetune, and of --pretrained-checkpoint, model.init_from: the weights alone, at step 0.
     A folder without a checkpoint is passed over, but with --exit-on-missing-checkpoint refused."""
     load, step = given["--load"], given["--ckpt-step"]
-    if load is not None and step is not None:
-        load = f"{load}/checkpoints/step_{step:08d}"
+    if load is not None and step is not None and not _is_empty(Path(load)):
+        load = _at_step(load, step)
     if load is None and given["--exit-on-missing-checkpoint"]:
         given.problems.append("--exit-on-missing-checkpoint needs --load; give it, or leave it out")
-    if load is not None and _is_empty(Path(load)) and not given["--exit-on-missing-checkpoint"]:
+    exact = given["--exit-on-missing-checkpoint"] or load != given["--load"]
+    if load is not None and _is_empty(Path(load)) and not exact:
         if given["--save"] is None or Path(load).resolve() != Path(given["--save"]).resolve():
             given.notes.append(
                 f"--load {load} holds no checkpoint: training begins at step 0, as in Megatron"
@@ -420,6 +421,12 @@ def _is_empty(folder: Path) -> bool:
     if (folder / "metrics.jsonl").exists() or (folder / "checkpoints").is_dir():
         return not any((folder / "checkpoints").glob("step_*"))
     return all(entry.name == LOCK_NAME for entry in folder.iterdir())
+
+
+def _at_step(load: str, step: int) -> str:
+    """The folder of one step: of a run of ours, or of Megatron's."""
+    ours = Path(load, "checkpoints").is_dir()
+    return f"{load}/checkpoints/step_{step:08d}" if ours else f"{load}/iter_{step:07d}"
 
 
 def _take_stored(given: Given, load: str, section: str, names: Collection[str]) -> None:

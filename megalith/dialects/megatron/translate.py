@@ -25,7 +25,7 @@ OF_THE_MODEL = ("--num-layers", "--hidden-size", "--num-attention-heads", "--max
 STAND_INS = {"--num-layers": "--encoder-num-layers", "--seq-length": "--encoder-seq-length"}
 OTHER_NAMES = {  # settings whose flag neither has their name nor a row that sets them
     "train.output_dir": "--save",
-    "model.init_from": "--finetune",
+    "model.init_from": "--load",
     "checkpoint.keep_every": "--save-retain-interval",
     "train.precision": "the precision",
     "log.wandb": "--wandb-project",
@@ -79,7 +79,8 @@ NAME = re.compile(r"(?<![\w./-])[a-z][a-z0-9]*(?:\.[a-z][a-z0-9_]*|(?:_[a-z0-9]+
 def said_in_flags(text: str) -> str:
     """`text` with flags in the place of the settings that they set, with their section or, of two words, without."""
     names = _flag_of_settings()
-    return NAME.sub(lambda found: names.get(found[0], found[0]), text)
+    told = NAME.sub(lambda found: names.get(found[0], found[0]), text)
+    return re.sub(r"(--[\w-]+) or \1\b", r"\1", told)
 
 
 @functools.cache
