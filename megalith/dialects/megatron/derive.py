@@ -29,6 +29,7 @@ TOKENIZERS = {
     "SentencePieceTokenizer": "SentencePieceTokenizer",
     "GPTSentencePieceTokenizer": "SentencePieceTokenizer",
     "Llama2Tokenizer": "Llama2Tokenizer",
+    "Llama3Tokenizer": "Llama3Tokenizer",
     "BertWordPieceLowerCase": "BertWordPieceLowerCase",
     "BertWordPieceCase": "BertWordPieceCase",
     "TikTokenizer": "TikTokenizer",
