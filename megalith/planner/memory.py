@@ -23,6 +23,7 @@ end of the forward pass, without gradients, or that of the backward pass, withou
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 
@@ -108,7 +109,8 @@ class StageMemory:
         self.numbers = layers_of(config.model, chunks)
         self.layers = len(self.numbers)
         self.held = self.layers if layers_held is None else layers_held
-        self.fp8 = sum(is_in_fp8(number, config) for number in self.numbers) / max(self.layers, 1)
+        in_fp8 = sum(is_in_fp8(number, config) for number in self.numbers) if config.train.fp8_format else 0
+        self.fp8 = in_fp8 / max(self.layers, 1)
         """The share of the layers that compute in FP8."""
         here = meta.in_layers(self.numbers)
         self.experts, self.adapters = here["experts"], here["adapters"]
@@ -258,7 +260,7 @@ class StageMemory:
 def makes_mask(config: RunConfig) -> bool:
     """Whether attention needs a mask for documents or a window, since its kernel does not take them."""
     model, parallel, seq = config.model, config.parallel, config.data.seq_length
-    windowed = any((window or seq) < seq for window in model.windows)
+    windowed = model.window_size is not None and any((window or seq) < seq for window in model.windows)
     exchanged = parallel.context_parallel_size == 1 or parallel.cp_exchange == "a2a"
     lacks = config.train.precision == "fp32" or (model.attention_dropout if exchanged else windowed)
     return bool(lacks and (config.keeps_documents_apart or windowed))
@@ -304,20 +306,21 @@ def saved_activations(
     saved = norm_inputs + taken * norm_outputs + attention
     if "mlp" not in recomputed:
         again = compiled and code is None and "mlp_act" in recomputed
-        saved += _between_matrices(layer.mlp, 0 if again else taken) / tensor
+        out, into = meta.once(("between", number), lambda: _between_matrices(layer.mlp))
+        saved += (out + (0 if again else taken) * into) / tensor
         if layer.has_experts:
             saved += _expert_rows(meta, layer.mlp.experts)
     return saved
 
 
-def _between_matrices(mlp: nn.Module, taken: float) -> float:
-    """Of a token in an MLP, or the shared expert: out of the column-parallel matrix, into the row-parallel one."""
-    saved = 0.0
+def _between_matrices(mlp: nn.Module) -> tuple[int, int]:
+    """Of a token in an MLP, or the shared expert: elements out of column-parallel matrices, into row-parallel ones."""
+    sizes = Counter()
     for name, linear in mlp.named_modules():
         if isinstance(linear, Linear):
-            rows, columns = linear.weight.shape
-            saved += {"column": rows, "row": taken * columns, None: 0}[role_of(name, linear, False).style]
-    return saved
+            style, (rows, columns) = role_of(name, linear, False).style, linear.weight.shape
+            sizes[style] += rows if style == "column" else columns
+    return sizes["column"], sizes["row"]
 
 
 def _expert_rows(meta: MetaModel, experts: nn.Module) -> float:

@@ -40,6 +40,7 @@ from megalith.planner.topology import NVLINK
 SPARE = 0.98, 3e9  # of a device's memory, for fragments; bytes of libraries and contexts
 SIMULATED = 20  # of the best by formula
 LARGEST_MICRO_BATCH = 2**16  # tokens
+DEEP = 8  # layers of a stage from which on full recomputation takes least
 SHORTEST_SHARD = 2048  # tokens of a sequence that a context-parallel rank has at least
 PARALLEL = "parallel."
 CLEAN = {  # what a search decides
@@ -226,28 +227,53 @@ class _Search:
     def run(self, more: Mapping[str, Any]) -> None:
         """Tries every candidate, with these settings besides."""
         for sizes in self._sizes():
+            ways = [
+                {PARALLEL + name: value for name, value in recomputed.items()}
+                for recomputed in RECOMPUTED
+                if "save_gathered_inputs" not in recomputed or sizes[PARALLEL + "sequence_parallel"]
+            ]
             for further in self._further(sizes):
-                for recomputed in RECOMPUTED:
-                    if "save_gathered_inputs" in recomputed and not sizes[PARALLEL + "sequence_parallel"]:
-                        continue
-                    settings = (
-                        sizes | further | {PARALLEL + name: value for name, value in recomputed.items()}
-                    )
-                    layout = self._try(settings | more)
-                    if layout is None:
-                        continue
-                    self.answer.tried += 1
-                    if layout.fits:
-                        self.answer.fitting += 1
-                        self.found.append(layout)
-                        break
-                    self.too_large.append(layout)
+                settings = sizes | further | more
+                if (chosen := self._chosen(settings)) is not None:
+                    self._recompute(chosen, settings, ways)
 
-    def _try(self, settings: dict[str, Any]) -> PlannedLayout | None:
+    def _chosen(self, settings: dict[str, Any]) -> RunConfig | None:
+        """With what is fastest for `auto`, whatever is recomputed; None where the trainer refuses it."""
+        try:
+            return with_fastest(self.clean.with_settings(settings), self.machine)[0]
+        except ConfigError as error:
+            self.answer.refused[str(error)] += 1
+            return None
+
+    def _recompute(self, chosen: RunConfig, settings: dict[str, Any], ways: list[dict[str, Any]]) -> None:
+        """Tries the ways to recompute, until one fits. Of a stage with many layers the last takes least, so where it
+        does not fit, those between need not be tried."""
+        *ways, full = ways
+        layers = self.config.model.num_layers // chosen.parallel.pipeline_model_parallel_size
+        ask, least = layers >= DEEP, None
+        for way in ways:
+            if least is not None and not least.fits:
+                break
+            layout = self._try(chosen, settings, way)
+            if layout is not None and self._count(layout):
+                return
+            if ask and layout is not None:
+                ask, least = False, self._try(chosen, settings, full)
+        least = least or self._try(chosen, settings, full)
+        if least is not None:
+            self._count(least)
+
+    def _count(self, layout: PlannedLayout) -> bool:
+        """Whether it fits."""
+        self.answer.tried += 1
+        self.answer.fitting += layout.fits
+        (self.found if layout.fits else self.too_large).append(layout)
+        return layout.fits
+
+    def _try(self, chosen: RunConfig, settings: dict[str, Any], way: dict[str, Any]) -> PlannedLayout | None:
         """By arithmetic; None where the trainer refuses it."""
         try:
-            config = self.clean.with_settings(settings)
-            config, _ = with_fastest(config, self.machine)
+            config = chosen.with_settings(way) if way else chosen
             check_parallel(config, self.world)
             check_fp8(config)
             assignment = assign_layers(config.model, config.parallel)
@@ -258,8 +284,8 @@ class _Search:
         micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * dp)
         config, memory = self._gathered(config, assignment, micro_batches)
         if max(each.total for each in memory) > self.answer.usable:
-            return PlannedLayout(config, settings, self.world, memory)
-        return self._timed(config, settings, memory, exact=False)
+            return PlannedLayout(config, settings | way, self.world, memory)
+        return self._timed(config, settings | way, memory, exact=False)
 
     def _timed(self, config: RunConfig, settings: dict, memory: list, exact: bool = True) -> PlannedLayout:
         time = step_time(config, self.meta, self.world, self.rates, self.answer.gpus_per_node, exact)
@@ -310,8 +336,8 @@ class _Search:
         if PARALLEL + "fsdp_unsharded_layers" not in settings and settings:
             config = config.with_settings({PARALLEL + "fsdp_unsharded_layers": "auto"})
         config, _ = with_fastest(config, self.machine)
-        config, _ = with_unsharded_layers(config, self.world, self.machine.memory)
-        config, _ = with_cached_weights(config, self.world, self.machine.memory)
+        config, _ = with_unsharded_layers(config, self.world, self.machine.memory, self.meta)
+        config, _ = with_cached_weights(config, self.world, self.machine.memory, self.meta)
         stages = self.stages(config)
         memory = [stage.memory for stage in stages]
         return self._timed(config, settings, memory)

@@ -18,6 +18,7 @@ from megalith.config import RunConfig
 from megalith.config.rules.fastest import Machine, with_fastest
 from megalith.errors import ConfigError
 from megalith.parallel.pipeline.pipeline_rules import check_layout
+from megalith.planner import search as search_module
 from megalith.planner import step_time as step_time_module
 from megalith.planner.calibrate import calibrate
 from megalith.planner.counts import MetaModel
@@ -172,6 +173,16 @@ def test_what_is_found_is_what_the_trainer_accepts_in_order_and_in_memory(llama)
         stages = build_layout(each.config, 8).stages
         assert max(stage.memory.total for stage in stages) == each.bytes
     assert all(each.bytes > answer.usable for each in answer.too_large)
+
+
+def test_what_the_search_leaves_out_would_not_have_fitted(monkeypatch):
+    config = preset_config("llama3-8b", 8, 8192, 16)
+    found = plan(config, 8, "A100-40GB")
+    monkeypatch.setattr(search_module, "DEEP", 10**9)
+    every = plan(config, 8, "A100-40GB")
+    assert found.fitting == every.fitting > 0 and found.tried < 0.8 * every.tried
+    assert [each.settings for each in found.best] == [each.settings for each in every.best]
+    assert found.too_large[0].settings == every.too_large[0].settings
 
 
 def test_a_published_layout_fits_and_is_no_faster_than_the_best(llama):
