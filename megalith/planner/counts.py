@@ -26,7 +26,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.distributed.tensor import Shard
 
 from megalith.config import LoraConfig, ModelConfig, ParallelConfig
 from megalith.models.adapters import ADAPTER, add_adapters
@@ -112,7 +111,7 @@ class MetaModel:
     @property
     def output_matrix(self) -> int:
         """Elements of the output matrix, whole."""
-        return self._model.output_weight.numel()
+        return (self._model.output_layer or self._model.embedding.word_embeddings).weight.numel()
 
     def matmuls(self, number: int) -> list[Matmul]:
         """The matrices of a layer that tokens are multiplied with, as a rank has them."""
@@ -167,8 +166,8 @@ class MetaModel:
                 (dims["etp"], parallel.expert_tensor_parallel_size),
             ]
         else:
-            placement = getattr(role_of(name, module, self.config.query_groups < tensor), kind)
-            cuts = [(placement.dim, tensor)] if isinstance(placement, Shard) else []
+            dim = getattr(role_of(name, module, self.config.query_groups < tensor), kind)
+            cuts = [] if dim is None else [(dim, tensor)]
         for dim, size in cuts:
             shape[dim] = -(-shape[dim] // size)
         return shape

@@ -222,16 +222,14 @@ class _Search:
         )
         self.found: list[PlannedLayout] = []
         self.too_large: list[PlannedLayout] = []
+        self.tight = False
         self.clean = self.config.with_settings(CLEAN | {"optim.optimizer_cpu_offload": False})
 
     def run(self, more: Mapping[str, Any]) -> None:
         """Tries every candidate, with these settings besides."""
         for sizes in self._sizes():
-            ways = [
-                {PARALLEL + name: value for name, value in recomputed.items()}
-                for recomputed in RECOMPUTED
-                if "save_gathered_inputs" not in recomputed or sizes[PARALLEL + "sequence_parallel"]
-            ]
+            gathers = sizes[PARALLEL + "sequence_parallel"]
+            ways = [way for way in RECOMPUTED if gathers or "save_gathered_inputs" not in way]
             for further in self._further(sizes):
                 settings = sizes | further | more
                 if (chosen := self._chosen(settings)) is not None:
@@ -247,10 +245,12 @@ class _Search:
 
     def _recompute(self, chosen: RunConfig, settings: dict[str, Any], ways: list[dict[str, Any]]) -> None:
         """Tries the ways to recompute, until one fits. Of a stage with many layers the last takes least, so where it
-        does not fit, those between need not be tried."""
+        does not fit, the others need not be tried; after a layout of which none has fitted it comes first."""
         *ways, full = ways
         layers = self.config.model.num_layers // chosen.parallel.pipeline_model_parallel_size
         ask, least = layers >= DEEP, None
+        if ask and self.tight:
+            ask, least = False, self._try(chosen, settings, full)
         for way in ways:
             if least is not None and not least.fits:
                 break
@@ -260,8 +260,7 @@ class _Search:
             if ask and layout is not None:
                 ask, least = False, self._try(chosen, settings, full)
         least = least or self._try(chosen, settings, full)
-        if least is not None:
-            self._count(least)
+        self.tight = least is not None and not self._count(least)
 
     def _count(self, layout: PlannedLayout) -> bool:
         """Whether it fits."""
@@ -273,7 +272,8 @@ class _Search:
     def _try(self, chosen: RunConfig, settings: dict[str, Any], way: dict[str, Any]) -> PlannedLayout | None:
         """By arithmetic; None where the trainer refuses it."""
         try:
-            config = chosen.with_settings(way) if way else chosen
+            parallel = chosen.parallel.model_copy(update=way)  # unchecked: the values are those of RECOMPUTED
+            config = chosen.model_copy(update={"parallel": parallel})
             check_parallel(config, self.world)
             check_fp8(config)
             assignment = assign_layers(config.model, config.parallel)
@@ -283,9 +283,10 @@ class _Search:
         dp = data_parallel_size(config.parallel, self.world)
         micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * dp)
         config, memory = self._gathered(config, assignment, micro_batches)
+        settings = settings | {PARALLEL + name: value for name, value in way.items()}
         if max(each.total for each in memory) > self.answer.usable:
-            return PlannedLayout(config, settings | way, self.world, memory)
-        return self._timed(config, settings | way, memory, exact=False)
+            return PlannedLayout(config, settings, self.world, memory)
+        return self._timed(config, settings, memory, exact=False)
 
     def _timed(self, config: RunConfig, settings: dict, memory: list, exact: bool = True) -> PlannedLayout:
         time = step_time(config, self.meta, self.world, self.rates, self.answer.gpus_per_node, exact)
@@ -301,7 +302,8 @@ class _Search:
         """With fsdp_unsharded_layers for the search: all layers or none; `laid_out` has what the trainer chooses."""
         auto = config.parallel.fsdp_unsharded_layers == "auto"
         if auto and config.parallel.data_parallel_sharding_strategy == "optim_grads_params":
-            every = config.with_settings({PARALLEL + "fsdp_unsharded_layers": config.model.num_layers})
+            parallel = config.parallel.model_copy(update={"fsdp_unsharded_layers": config.model.num_layers})
+            every = config.model_copy(update={"parallel": parallel})
             memory = self._memory(every, assignment, micro_batches)
             if max(each.total for each in memory) <= USABLE * self.rates.wiring.memory * 1e9:
                 return every, memory
