@@ -8,7 +8,8 @@ assumptions:
   made in fp32 and with attention dropout alone, and stands as a bias while a layer computes, beside keys and values
   repeated for each head of a group;
 - dropout masks are computed again rather than kept;
-- the loss takes the logits a chunk at a time (ops/cross_entropy.py), at most 2^26 of them;
+- the loss takes the logits a chunk at a time (ops/cross_entropy.py), whose gradient takes their place, but where the
+  vocabulary is cut or the logits are capped;
 - the allocator's fragments, the libraries' workspaces and the CUDA context (about 1 GB) come on top.
 
 Beside adapters, in bf16, the frozen weights are stored in bf16 alone where FSDP2 does not gather them (LocalParameters.
@@ -33,6 +34,7 @@ from megalith.config import OptimConfig, RunConfig
 from megalith.config.rules.expert_rules import expert_data_parallel_size, expert_shard_size
 from megalith.config.rules.parallel_rules import shard_size
 from megalith.models.linear import Linear
+from megalith.ops.cross_entropy import tokens_at_once
 from megalith.parallel.fp8_linears import casts_weights_once, is_in_fp8, saves_weight_codes
 from megalith.parallel.pipeline.stages import Stage, schedule_kind
 from megalith.parallel.tensor.tensor_parallel import role_of
@@ -42,7 +44,6 @@ MASTER_BYTES = 4  # fp32 weights
 GRADIENT_BYTES = 4  # fp32 gradients
 MOMENT_BYTES = {"fp32": 4, "bf16": 2, "fp8": 1 + 4 / 256}  # with blocks as long as they may be
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-LOGITS_AT_ONCE = 2**26
 LAYERS_GATHERED = 2  # with optim_grads_params: the one that computes, and the next
 
 
@@ -132,14 +133,15 @@ class StageMemory:
         rows = -(-self.model.padded_vocab_size // self.tensor)
         head = rows * self.model.hidden_size if self.head else 0
         tokens = self.config.rows_at_once * self.config.data.seq_length // self.context
-        logits = min(tokens * rows, LOGITS_AT_ONCE) if self.head else 0
+        logits = min(tokens, tokens_at_once(rows)) * rows if self.head else 0
         offloaded = optim.optimizer_offload_fraction if optim.optimizer_cpu_offload else 0.0
         each, of_ends = moment_bytes(optim)
         moments = each * trained
         if not self.adapters:
             moments += (of_ends - each) * self.outside / self.shards
         activations = int(width * tokens * self._saved_per_token()) + self._masked_attention()
-        loss = (4 + 2 * width) * logits + (0 if self.adapters else GRADIENT_BYTES * head)
+        fused = self.tensor == 1 and self.model.final_logit_softcapping is None
+        loss = (1 if fused else 2) * width * logits + (0 if self.adapters else GRADIENT_BYTES * head)
         gradients = GRADIENT_BYTES * self.adapters or int(
             self._gradients(self.dense + self.outside, self.dense, self.shards)
             + self._gradients(self.experts, self.experts, self.expert_shards)
