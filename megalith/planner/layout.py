@@ -13,6 +13,7 @@ from itertools import product
 from typing import Any
 
 from megalith.config import RunConfig
+from megalith.config.rules.fastest import Machine, with_fastest
 from megalith.config.rules.parallel_rules import data_parallel_size
 from megalith.config.train import BatchSizeSchedule
 from megalith.errors import ConfigError
@@ -122,6 +123,17 @@ def build_layout(config: RunConfig, world_size: int, meta: MetaModel | None = No
             config, meta.on_rank(parallel), world_size, [stage.chunks for stage in stages], micro_batches
         ),
     )
+
+
+def with_auto(
+    config: RunConfig, world_size: int, machine: Machine, meta: MetaModel | None = None
+) -> tuple[RunConfig, list[str]]:
+    """`config` without an `auto` that hangs on the machine, and lines of what was chosen: the trainer's choices, and so
+    the planner's. `meta`: the model, where that has been counted."""
+    config, fastest = with_fastest(config, machine)
+    config, unsharded = with_unsharded_layers(config, world_size, machine.memory, meta)
+    config, cached = with_cached_weights(config, world_size, machine.memory, meta)
+    return config, fastest + unsharded + cached
 
 
 USABLE = 0.9  # of a GPU's memory: the rest is the allocator's, the libraries', and what the estimate is off

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megalith.config import RunConfig
-from megalith.config.rules.fastest import Machine, with_fastest
+from megalith.config.rules.fastest import with_fastest
 from megalith.config.rules.parallel_rules import check_parallel, data_parallel_size
 from megalith.config.rules.run_rules import check_fp8, check_training
 from megalith.errors import ConfigError
@@ -25,17 +25,10 @@ from megalith.parallel.pipeline.pipeline_rules import check_layout
 from megalith.parallel.pipeline.schedules import Schedule, in_flight_bound
 from megalith.parallel.pipeline.stages import assign_layers, schedule_kind, suggested_layout, virtual_size
 from megalith.planner.counts import MetaModel, Throughput, flops_per_token, layers_of, throughput
-from megalith.planner.layout import (
-    USABLE,
-    StageLayout,
-    stage_layout,
-    with_cached_weights,
-    with_unsharded_layers,
-)
+from megalith.planner.layout import USABLE, StageLayout, stage_layout, with_auto
 from megalith.planner.memory import MemoryEstimate, StageMemory
 from megalith.planner.rates import Rates, peak_flops, rates_of
 from megalith.planner.step_time import StepTime, short_schedule, step_time
-from megalith.planner.topology import NVLINK
 
 SPARE = 0.98, 3e9  # of a device's memory, for fragments; bytes of libraries and contexts
 SIMULATED = 20  # of the best by formula
@@ -213,13 +206,7 @@ class _Search:
         self.world, self.rates = answer.gpus, answer.rates
         self.meta = MetaModel(self.config.model, self.config.lora)
         self.flops = flops_per_token(self.config.model, self.config.data.seq_length, self.config.lora).causal
-        near = min(answer.gpus_per_node, self.world)
-        self.machine = Machine(
-            near,
-            compiled=True,
-            nvlink=self.rates.wiring.link == NVLINK,
-            memory=int(self.rates.wiring.memory * 1e9),
-        )
+        self.machine = self.rates.machine(self.world, answer.gpus_per_node)
         self.found: list[PlannedLayout] = []
         self.too_large: list[PlannedLayout] = []
         self.tight = False
@@ -337,9 +324,7 @@ class _Search:
     def laid_out(self, config: RunConfig, settings: dict[str, Any]) -> PlannedLayout:
         if PARALLEL + "fsdp_unsharded_layers" not in settings and settings:
             config = config.with_settings({PARALLEL + "fsdp_unsharded_layers": "auto"})
-        config, _ = with_fastest(config, self.machine)
-        config, _ = with_unsharded_layers(config, self.world, self.machine.memory, self.meta)
-        config, _ = with_cached_weights(config, self.world, self.machine.memory, self.meta)
+        config, _ = with_auto(config, self.world, self.machine, self.meta)
         stages = self.stages(config)
         memory = [stage.memory for stage in stages]
         return self._timed(config, settings, memory)

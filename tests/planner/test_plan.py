@@ -27,6 +27,7 @@ from megalith.planner.layout import build_layout
 from megalith.planner.rates import rates_of, read_rates
 from megalith.planner.search import NO_GEMM, PARALLEL, SHARDS, plan, planned, preset_config
 from megalith.planner.step_time import step_time
+from megalith.report.layout_text import amount, memory_unit
 from megalith.training.precheck import build_ranks, dry_run
 
 SMALL = ["--model.num_layers", "4", "--data.seq_length", "1024", "--model.vocab_size", "50304"]
@@ -319,6 +320,45 @@ def test_a_dry_run_builds_the_ranks_that_the_plan_counts(tmp_path, capsys):
     assert "32 processes can train this" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="world size 30"):
         dry_run(config, 30)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "train", "chosen"),
+    [
+        ({"data_parallel_sharding_strategy": "optim_grads_params"}, {}, "fsdp_unsharded_layers 4 of 4"),
+        ({"data_parallel_sharding_strategy": "optim_grads"}, {}, ""),
+        ({}, {"fp8_format": "hybrid"}, "fp8_cache_weights true"),
+        ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, {}, "tp_comm_overlap true"),
+        ({"context_parallel_size": 2}, {}, "cp_comm_type a2a"),
+    ],
+)
+def test_a_dry_run_and_the_plan_choose_alike_and_count_the_same_memory(
+    parallel, train, chosen, tmp_path, capsys
+):
+    """With what `auto` chooses by the GPUs; without --device nothing that hangs on their memory is chosen."""
+    tree = {
+        "model": dict(preset="gpt2", num_layers=4, vocab_size=1024),
+        "data": dict(mock=True, seq_length=64),
+        "optim": dict(lr=1e-4),
+        "train": dict(
+            train_iters=2,
+            micro_batch_size=2,
+            global_batch_size=32,
+            precision="bf16",
+            output_dir=str(tmp_path),
+        )
+        | train,
+        "parallel": parallel,
+    }
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    assert main(["train", str(file), "--dry-run", "--world-size", "4", "--device", "H100"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    layout = planned(RunConfig.from_tree(tree), 4, rates_of("H100"))
+    assert chosen in told
+    (stage,) = build_layout(layout.config, 4).stages
+    assert stage.memory == layout.memory[0]
+    assert f" {amount(stage.memory.total, memory_unit([stage.memory.total])[1])} " in told
 
 
 def test_the_page_of_sizes_is_of_this_planner():
