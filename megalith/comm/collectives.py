@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
-from torch.distributed.tensor import DTensor
 
 _ops = torch.ops._c10d_functional
 LEAST_BY_COPY_ENGINE = 2**20  # bytes; below, what the ranks' meetings take is most of a direct collective
@@ -49,6 +48,8 @@ def local(parameter: Tensor) -> Tensor:
     used on a part of the tokens or heads, each rank's gradient is a part of the sum: after the backward pass
     `megalith.parallel.tensor.tensor_parallel.reduce_partial_gradients` makes it whole.
     """
+    from torch.distributed.tensor import DTensor  # takes a second, which `megalith plan` would wait for
+
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
@@ -57,6 +58,8 @@ def local_shape_and_offset(
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape of the local shard and where it starts in the global tensor, dimension by dimension; with `axes`, of the
     shard that it would be if those of these names alone cut it."""
+    from torch.distributed.tensor import DTensor
+
     shape, first = list(parameter.shape), [0] * parameter.ndim
     if not isinstance(parameter, DTensor):
         return tuple(shape), tuple(first)

@@ -45,7 +45,6 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from megalith.comm.collectives import (
     Axis,
@@ -365,6 +364,8 @@ def _micro_batches(ranks: int, alike: int) -> int:
 
 def _cut(experts: Experts, mesh: Mesh) -> None:
     """Makes the experts' parameters DTensors over ("ep", "etp"), or the one of them that there is."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
     for name, kinds in CUTS.items():
         linear = getattr(experts, name)
         for kind, parameter in list(linear.named_parameters()):
