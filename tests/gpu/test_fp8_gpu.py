@@ -70,10 +70,11 @@ def test_codes_and_amax_are_those_of_the_cpu(shape, kind, dtype):
 @pytest.mark.parametrize("tiles", [False, True])
 def test_blocks_are_those_of_the_cpu(kind, tiles, dtype):
     x = numbers(384, 640, kind, dtype)
-    for found, expected in zip(
-        fp8.cast_blocks(x.cuda(), True, True, tiles), fp8.cast_blocks(x, True, True, tiles)
-    ):
-        assert found.shape == expected.shape and same(found, expected)
+    for by_row, by_column in ((True, True), (True, False)):
+        for found, expected in zip(
+            fp8.cast_blocks(x.cuda(), by_row, by_column, tiles), fp8.cast_blocks(x, by_row, by_column, tiles)
+        ):
+            assert found.shape == expected.shape and same(found, expected), (by_row, by_column)
 
 
 def gemm(recipe: str, device: str, saves_weights: bool, dtype: torch.dtype):
