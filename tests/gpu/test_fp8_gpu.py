@@ -33,6 +33,11 @@ def numbers(rows: int, columns: int, kind: str, dtype: torch.dtype) -> torch.Ten
     x = torch.randn(rows, columns, generator=generator)
     if kind == "wide":
         x = x * torch.exp2(torch.randint(-20, 12, x.shape, generator=generator).float())
+    elif kind == "blocks":  # of other sizes each
+        sizes = torch.exp2(
+            torch.randint(-4, 5, (-(-rows // 128), -(-columns // 128)), generator=generator).float()
+        )
+        x = x * sizes.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
     elif kind != "normal":
         x[rows // 2, columns // 3] = {"nan": math.nan, "inf": -math.inf, "zero": 0.0}[kind]
     return (x * 0 if kind == "zero" else x).to(dtype)
@@ -94,7 +99,7 @@ def gemm(recipe: str, device: str, saves_weights: bool, dtype: torch.dtype):
 def test_matmuls_are_those_of_their_codes_in_fp64(recipe, saves_weights, compiled):
     """The CPU's emulation multiplies the same codes in fp64."""
     x, weight, grad = (
-        numbers(*shape, "normal", torch.bfloat16) * spread
+        numbers(*shape, "blocks", torch.bfloat16) * spread
         for shape, spread in (((512, 1280), 1), ((768, 1280), 0.05), ((512, 768), 1))
     )
     results = []
