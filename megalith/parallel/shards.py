@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
-from megalith.comm.collectives import Axis, local_shape_and_offset
+from megalith.comm.collectives import Axis, gather_json, local, local_shape_and_offset
 from megalith.optim.optimizer import Placement
 from megalith.parallel.data.replicas import copies_of
 from megalith.parallel.seams import replace_parameter
@@ -98,7 +98,7 @@ class LocalParameters:
     """
 
     def __init__(self, chunks: Iterable[nn.Module]):
-        chunks = list(chunks)
+        self._chunks = chunks = list(chunks)
         self._state = [item for chunk in chunks for item in chunk.named_parameters()]
         self.copies = {name: axis for chunk in chunks for name, axis in copies_of(chunk).items()}
         """The plain copies among them: the ranks that hold each, by name."""
@@ -122,21 +122,42 @@ class LocalParameters:
         return made
 
     @torch.no_grad()
-    def store_frozen(self, dtype: torch.dtype) -> None:
-        """Stores frozen matrices in `dtype`, in which they are used, where it has all their values exactly; not those
-        that FSDP2 gathers. A cast of each, and the half of their memory or more, then fall away."""
-        for name, parameter in self._state:
-            stays = parameter.requires_grad or parameter.ndim < 2 or parameter.dtype == dtype
-            if stays or isinstance(parameter, DTensor):
+    def store_frozen(self, dtype: torch.dtype, world: Axis) -> None:
+        """Stores frozen matrices in `dtype`, in which they are used, where it has all their values exactly, on every
+        rank: a cast of each, and the half of their memory or more, then fall away.
+
+        Every rank of `world` calls it, before the first forward pass: FSDP2 takes other parameters until then."""
+        frozen = [
+            at
+            for at, (_, parameter) in enumerate(self._state)
+            if not (parameter.requires_grad or parameter.ndim < 2 or parameter.dtype == dtype)
+        ]
+
+        def is_exact(parameter: Tensor) -> bool:
+            return torch.equal(parameter.to(dtype).to(parameter.dtype), parameter)
+
+        own = [self._state[at][0] for at in frozen if not is_exact(local(self._state[at][1]))]
+        inexact = {name for names in gather_json(own, world) for name in names}
+        stored: dict[Tensor, nn.Parameter] = {}
+        for at in frozen:
+            name, parameter = self._state[at]
+            if name in inexact:
                 continue
-            short, like = parameter.data.to(dtype), placed(parameter)
-            if not torch.equal(short.to(parameter.dtype), parameter.data):
-                continue
-            parameter.data = short
-            if like is not parameter:
+            short, like = local(parameter).to(dtype), placed(parameter)
+            if isinstance(like, DTensor):
                 how = dict(run_check=False, shape=like.shape, stride=like.stride())
-                parameter.placed = DTensor.from_local(short, like.device_mesh, like.placements, **how)
-            self.shards[name] = local_shard(parameter, self.copies.get(name))
+                like = DTensor.from_local(short, like.device_mesh, like.placements, **how)
+            if isinstance(parameter, DTensor):
+                stored[parameter] = nn.Parameter(like, requires_grad=False)
+                self._state[at] = name, stored[parameter]
+            elif like is not parameter:
+                parameter.placed = like
+            self.named[at][1].data = short
+            self.shards[name] = local_shard(self._state[at][1], self.copies.get(name))
+        for module in (module for chunk in self._chunks for module in chunk.modules()):
+            for kind, parameter in list(module.named_parameters(recurse=False)):
+                if parameter in stored:
+                    replace_parameter(module, kind, stored[parameter])
 
     @torch.no_grad()  # else to_local is a step of autograd for each
     def attach_gradients(self) -> None:

@@ -48,7 +48,7 @@ def load_run(run: Run) -> Path | StorePath | None:
         begin_from(config.model.init_from, chunks, rows, config.train.seed, world, config.checkpoint.trust)
         if frozen:
             _remember_base(run, checkpoint)
-            run.model.parameters.store_frozen(run.model.chunks[0].compute_dtype)
+            run.model.parameters.store_frozen(run.model.chunks[0].compute_dtype, world)
     if checkpoint is None:
         if config.lora.load is not None:
             begin_from_peft(config.lora.load, config.model, run.model.chunks)
