@@ -33,7 +33,6 @@ from megalith.optim.schedule import build_schedule
 from megalith.remote import place
 
 FORMATS = ("torch_dist", "torch")
-IMPLEMENTATIONS = ("transformer_engine", "local")
 VERSION = 3.0  # of how queries, keys and values stand in a matrix
 
 

@@ -19,7 +19,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
 
 import torch.distributed as dist
 
@@ -58,10 +57,9 @@ def assign_layers(model: ModelConfig, parallel: ParallelConfig) -> list[list[Sta
         sizes = _by_first_and_last(model, parallel, virtual)
     else:
         sizes = _evenly(model, parallel, virtual)
-    numbers = count()
-    assigned: list[list[Stage]] = [[] for _ in range(ranks)]
+    first, assigned = 0, [[] for _ in range(ranks)]
     for index, size in enumerate(sizes):
-        layers = tuple(next(numbers) for _ in range(size))
+        layers = tuple(range(first, first := first + size))
         stage = Stage(
             index % ranks, index // ranks, layers, embedding=index == 0, head=index == len(sizes) - 1
         )
