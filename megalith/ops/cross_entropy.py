@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from megalith.comm.collectives import Axis, summed
+from megalith.comm.collectives import Axis, all_reduce_no_grad
 from megalith.ops import kernels as fused
 from megalith.ops.compiled import as_one_kernel
 
@@ -381,12 +381,12 @@ def _whole(
     [tokens, k], which count where `own` says that they are this rank's, and the softmax's entropy [tokens]."""
     if axis.size == 1:
         return log_sum, targets, entropy
-    largest = summed(log_sum, axis, "max")
+    largest = all_reduce_no_grad(log_sum, axis, "max")
     share = (log_sum - largest).exp()
     parts = [share, *torch.where(own, targets, 0.0).unbind(1)]
     if entropy is not None:
         parts.append(share * (entropy - (log_sum - largest)))
-    total, *sums = summed(torch.stack(parts), axis)
+    total, *sums = all_reduce_no_grad(torch.stack(parts), axis)
     if entropy is not None:
         entropy = sums.pop() / total + total.log()
     return largest + total.log(), torch.stack(sums, 1), entropy

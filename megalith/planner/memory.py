@@ -12,8 +12,8 @@ assumptions:
   vocabulary is cut or the logits are capped;
 - the allocator's fragments, the libraries' workspaces and the CUDA context (about 1 GB) come on top.
 
-Beside adapters, in bf16, the frozen weights are stored in bf16 alone where FSDP2 does not gather them (LocalParameters.
-store_frozen); they are taken to be exact in it, as those of most published models are, and all to be matrices.
+Beside adapters, in bf16, the frozen weights are stored in bf16 (LocalParameters.store_frozen); they are taken to be
+exact in it, as those of most published models are, and all to be matrices.
 
 Experts are taken to have as many tokens each; what a token's rows take is estimated, not measured.
 
@@ -118,14 +118,12 @@ class StageMemory:
         self.dense = here.total() - self.experts - self.adapters
         self.outside = meta.outside(chunks).total()
         stores_bf16 = bool(self.adapters) and config.train.precision == "bf16"
-        self.dense_bytes = self.width if stores_bf16 and not self.fsdp else MASTER_BYTES
-        self.expert_bytes = self.width if stores_bf16 and not self.expert_fsdp else MASTER_BYTES
+        self.stored_bytes = self.width if stores_bf16 else MASTER_BYTES
 
     def estimate(self) -> MemoryEstimate:
         optim, width = self.config.optim, self.width
         state = (self.dense + self.outside) / self.shards + self.experts / self.expert_shards
-        stored = self.dense_bytes * (self.dense + self.outside) / self.shards
-        stored += self.expert_bytes * self.experts / self.expert_shards
+        stored = self.stored_bytes * state
         trained = (
             self.adapters / self.shards if self.adapters else state
         )  # adapters alone, where there are any
@@ -148,7 +146,7 @@ class StageMemory:
         )
         return MemoryEstimate(
             weights=int(models * stored + MASTER_BYTES * self.adapters / self.shards),
-            compute_copy=self._copies() + (0 if self.dense_bytes == width else width * head),
+            compute_copy=self._copies() + (0 if self.stored_bytes == width else width * head),
             gradients=gradients if self.accumulates else max(gradients - activations - loss, 0),
             optimizer=int(moments * (1 - offloaded)),
             activations=activations,
@@ -197,6 +195,10 @@ class StageMemory:
         saved += whole * everything
         if parallel.recompute_granularity == "selective":
             saved -= max(whole - 1, 0) * (everything - mean(parallel.recompute_modules))
+        elif self.compiled and parallel.recompute_granularity is None and not self.model.num_experts:
+            saved -= (
+                max(whole - 1, 0) * (everything - stream) * (1 - self.config.runtime.activation_memory_budget)
+            )
         if self.head:
             saved += 2 * stream + self.model.hidden_size  # the last norm's input and output; its gradient
         return saved
@@ -234,16 +236,16 @@ class StageMemory:
             copies += codes * (2 * self.dense - self._mean(self.dense) * self._whole_layers()[1])
         if self.expert_fsdp:
             copies += self._compute_copy(self.experts, True)
-        elif self.width != self.expert_bytes:  # cast for each pass (ops/grouped_gemm.py)
+        elif self.width != self.stored_bytes:  # cast for each pass (ops/grouped_gemm.py)
             copies += self.width * self._mean(self.experts)
-        return int(copies + (MASTER_BYTES * self.outside if self.fsdp else 0))
+        return int(copies + (self.stored_bytes * self.outside if self.fsdp else 0))
 
     def _compute_copy(self, here: int, fsdp: bool, codes: float = 0.0) -> float:
         """`codes`: the share of the weights of which FP8 codes are saved, and not the cast weights."""
         layer, whole = self.width * self._mean(here), self._whole_layers()[1]
         saved = codes * self._mean(here) * whole
         if not fsdp:  # autograd keeps the cast weights of each micro-batch in flight
-            return saved + (0 if self.width == self.dense_bytes else (1 - codes) * layer * whole)
+            return saved + (0 if self.width == self.stored_bytes else (1 - codes) * layer * whole)
         frees = self.parallel.data_parallel_sharding_strategy == "optim_grads_params"
         stay = LAYERS_GATHERED + self.parallel.unsharded_layers * self.chunks if frees else self.layers
         return saved + layer * min(stay, self.layers)

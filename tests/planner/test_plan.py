@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import random
 
 import pytest
 import torch
@@ -22,7 +23,7 @@ from megalith.planner import search as search_module
 from megalith.planner import step_time as step_time_module
 from megalith.planner.calibrate import calibrate
 from megalith.planner.counts import MetaModel
-from megalith.planner.goodput import SIZES, best_interval, goodput, simulated_share, training_share
+from megalith.planner.goodput import SIZES, best_interval, goodput, training_share
 from megalith.planner.layout import build_layout
 from megalith.planner.rates import rates_of, read_rates
 from megalith.planner.search import NO_GEMM, PARALLEL, SHARDS, plan, planned, preset_config
@@ -267,6 +268,24 @@ def test_python_gives_what_the_command_does():
     answer = megalith.plan(config, 2, "NVIDIA B200", top=2)
     assert "not measured on NVIDIA B200" in answer.rates.source
     assert answer.best[0].time.seconds < megalith.plan(config, 2, "A100", top=1).best[0].time.seconds
+
+
+def simulated_share(
+    interval: float, stall: float, restart: float, between: float, segments: int = 20_000, seed: int = 1
+) -> float:
+    """training_share by random failures: so many intervals trained and saved."""
+    draw, now = random.Random(seed), 0.0
+    failure = draw.expovariate(1 / between)
+    for _ in range(segments):
+        while failure < now + interval + stall:  # lost: the restart, which may fail as well
+            now = failure
+            failure = now + draw.expovariate(1 / between)
+            while failure < now + restart:
+                now = failure
+                failure = now + draw.expovariate(1 / between)
+            now += restart
+        now += interval + stall
+    return segments * interval / now
 
 
 @pytest.mark.parametrize("gpus", SIZES)

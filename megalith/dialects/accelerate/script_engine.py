@@ -22,8 +22,8 @@ from torch import Tensor, nn
 from megalith.checkpoint import RunRecord, load_model, load_optimizer, open_checkpoint
 from megalith.checkpoint.saver import Saver
 from megalith.checkpoint.shard_files import open_shard_files, save_shard_files
-from megalith.checkpoint.state import amax_boxes, load_amaxes
-from megalith.comm.collectives import summed
+from megalith.checkpoint.state import amax_shards, load_amaxes
+from megalith.comm.collectives import all_reduce_no_grad
 from megalith.config import RunConfig
 from megalith.data.batch import Batch
 from megalith.dialects.accelerate.plugin import MegatronLMPlugin
@@ -232,7 +232,7 @@ class MegatronEngine(nn.Module):
 
     def _tokens(self, micro_batches: Sequence[Batch]) -> Tensor:
         own = sum(batch.loss_mask.sum(dtype=torch.float64) for batch in micro_batches)
-        return summed(own.to(self.device), self.mesh.dp).float()
+        return all_reduce_no_grad(own.to(self.device), self.mesh.dp).float()
 
     @torch.no_grad()
     def _logits(self, batch: Mapping[str, Any]) -> Tensor:
@@ -276,7 +276,7 @@ class MegatronEngine(nn.Module):
         )
         saver = Saver(folder, self.mesh.world, unpadded_rows=vocabulary_rows(self.run), keep_last=1)
         inner = self.optimizer.inner if keeps else None
-        saver.save(record, self.model.chunks, inner, amax_boxes(self.model.amaxes, self.mesh.world))
+        saver.save(record, self.model.chunks, inner, amax_shards(self.model.amaxes, self.mesh.world))
         if saver.last.error is not None:
             raise saver.last.error
         if self.mesh.world.rank == 0:

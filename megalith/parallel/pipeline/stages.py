@@ -148,11 +148,11 @@ def _evenly(model: ModelConfig, parallel: ParallelConfig, virtual: int) -> list[
     places, stages = layers + embedding + head, ranks * virtual
     if places % stages or (embedding and head and stages == 1):
         counted = " + ".join([f"model.num_layers {layers}"] + ["embedding"] * embedding + ["loss"] * head)
-        sizes = [size for size in range(1, places + 1) if places % (size * virtual) == 0]
+        sizes = [str(size) for size in range(1, places + 1) if places % (size * virtual) == 0]
+        other_size = f"pipeline_model_parallel_size to one of {', '.join(sizes)}, or " if sizes else ""
         raise ConfigError(
             f"{counted}{'' if places == layers else f' = {places}'} is not divisible by pipeline ({ranks}) × "
-            f"virtual ({virtual}) = {stages} stages; set pipeline_model_parallel_size to one of "
-            f"{', '.join(map(str, sizes)) or 'none'}, or pipeline_model_parallel_layout to "
+            f"virtual ({virtual}) = {stages} stages; set {other_size}pipeline_model_parallel_layout to "
             f"'{suggested_layout(layers, stages)}'"
         )
     sizes = [places // stages] * stages

@@ -29,15 +29,15 @@ from torch.nn import functional as F
 from megalith.comm.collectives import (
     Axis,
     all_gather,
-    all_gather_alike,
+    all_gather_replicated,
     all_reduce,
     all_reduce_gradient,
+    all_reduce_no_grad,
     begin_all_gather,
     begin_all_reduce,
     begin_reduce_scatter,
     local,
     reduce_scatter,
-    summed,
     wait,
 )
 from megalith.errors import ConfigError
@@ -375,7 +375,7 @@ def reduce_partial_gradients(model: Transformer, axis: Axis) -> None:
     if not gradients:
         return
     flat = torch.cat([gradient.flatten().float() for gradient in gradients])
-    sums = summed(flat, axis).split([gradient.numel() for gradient in gradients])
+    sums = all_reduce_no_grad(flat, axis).split([gradient.numel() for gradient in gradients])
     torch._foreach_copy_(gradients, [total.view_as(gradient) for gradient, total in zip(gradients, sums)])
 
 
@@ -460,7 +460,7 @@ class VocabParallel:
         """Logits [batch, seq, vocab] of every entry, on every rank, their padding left out."""
         part = linear_logits(self.tensor.gather(x, context), weight)  # [..., rows here]
         part = F.pad(part, (0, self.rows - part.shape[-1]))
-        logits = all_gather_alike(part, self.axis, -1)[..., :vocab_size]
+        logits = all_gather_replicated(part, self.axis, -1)[..., :vocab_size]
         return softcapped(logits.reshape(context.batch, -1, vocab_size), softcap)
 
     def _own(self, tokens: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
