@@ -156,7 +156,7 @@ SET_IN_PARALLEL = {
     "shards.py": {
         "plain.grad",
         "parameter.grad",
-        "parameter.data",
+        "self.named[at][1].data",
         "parameter.placed",
         "made[parameter].placed",
     },  # of parameters
