@@ -40,6 +40,7 @@ WINDOW = (
     0.3,
     1.7,
 )  # of causal attention's time, the kernel that takes windows: at once, and by the share of pairs left
+FLASH_DIMS = (64, 128)  # head dims of which flash's kernel, which takes documents and windows, was measured
 DROPPED = 1.5  # the same with attention dropout
 RING_BYTES = 95  # an element of the queries and step of a ring: partial results merged in fp32
 GATHERED = 5  # times as long, attention of `all_gather`
@@ -121,6 +122,19 @@ def step_time(
     seconds = parts.total() * (WAITS if world_size > 1 else 1.0)
     parts["data"] += seconds - parts.total()
     return StepTime(seconds, dict(parts), timeline)
+
+
+def caution(config: RunConfig) -> str:
+    """What the time of a step rests on that was not measured, a sentence; empty where it was."""
+    model, seq = config.model, config.data.seq_length
+    apart = config.keeps_documents_apart or any((window or seq) < seq for window in model.windows)
+    if not apart or model.head_dim in FLASH_DIMS:
+        return ""
+    measured = " and ".join(map(str, FLASH_DIMS))
+    return (
+        f"attention of documents and windows was measured at head dims {measured}, not at {model.head_dim}: its time "
+        "is taken from those and is likely too short"
+    )
 
 
 def short_schedule(parallel: ParallelConfig, micro_batches: int) -> tuple[Schedule, int]:

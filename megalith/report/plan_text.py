@@ -11,7 +11,7 @@ from typing import Any
 from megalith.io import replacing
 from megalith.planner.goodput import Goodput
 from megalith.planner.search import PlanAnswer, PlannedLayout, changed
-from megalith.planner.step_time import PARTS
+from megalith.planner.step_time import PARTS, caution
 from megalith.report.console import render, si
 from megalith.report.layout_text import MEMORY_HEADINGS, amount, paragraph, plain_table
 
@@ -96,10 +96,12 @@ def layout_details(layout: PlannedLayout) -> str:
         for name in PARTS
         if layout.time.parts[name]
     )
+    note = caution(layout.config)
     return "\n".join(
         [
             paragraph(f"{layout.name}: {1e3 * layout.time.seconds:,.1f} ms a step: {shares}"),
             paragraph("(tensor, context, expert, data: communication that is waited for)"),
+            *([paragraph(f"note: {note}")] if note else []),
             render(memory),
         ]
     )

@@ -87,6 +87,16 @@ def test_attention_takes_what_its_kernels_were_measured_to_take():
     assert attention_seconds(**full, recompute_saves_attention=True) == pytest.approx(plain)
 
 
+@pytest.mark.parametrize(
+    ("documents", "heads", "said"), [(True, 16, True), (False, 16, False), (True, 20, False)]
+)
+def test_documents_at_a_head_dim_that_was_not_measured_are_said_to_be(documents, heads, said, capsys):
+    job = ["gpt2-large", "--gpus", "1", "--global-batch-size", "1", "--model.num_attention_heads", str(heads)]
+    packed = ["--data.reset_attention_mask", "true"] if documents else []
+    assert main(["plan", "show", *job, *packed]) == 0
+    assert ("not at 80" in " ".join(capsys.readouterr().out.split())) == said
+
+
 def test_half_of_the_measured_rows_were_left_to_be_told():
     current = [row for row in ROWS if row.use != OLD]
     assert 2 * sum(row.use == TOLD for row in current) >= len(current)
