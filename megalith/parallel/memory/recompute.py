@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from megalith.comm.collectives import Axis, gathered
+from megalith.comm.collectives import Axis, all_gather_no_grad
 from megalith.config import ParallelConfig
 from megalith.models.linear import MLP, Linear
 from megalith.models.mixers.attention import Attention
@@ -115,7 +115,7 @@ def _with_input_distributed(
 
     def unpack(kept: tuple[Tensor, bool]) -> Tensor:
         part, is_part = kept
-        return gathered(part, axis).view(shape) if is_part else part
+        return all_gather_no_grad(part, axis).view(shape) if is_part else part
 
     with saved_tensors_hooks(pack, unpack):
         return again(run_layers, layers, x, context)
