@@ -113,8 +113,11 @@ class Accelerator(accelerate.Accelerator):
 
     def _prepare_megatron_lm(self, *args: Any) -> Any:
         """What `prepare` does: every argument in its turn. Every rank calls it alike."""
-        plugin = self._plugin
-        modules = [one for one in args if isinstance(one, nn.Module) and not isinstance(one, MegatronEngine)]
+        plugin, given = self._plugin, args
+        kept = (*self._models, *self._optimizers, *self._dataloaders, *self._schedulers)
+        made = {id(one): one for one in kept}  # what is prepared stays as it is
+        args = tuple(one for one in given if id(one) not in made)
+        modules = [one for one in args if isinstance(one, nn.Module)]
         if len(modules) > 1 or (modules and self._engine is not None):
             raise ConfigError(
                 "prepare was given a second model; one Accelerator trains one here: prepare the others by another "
@@ -132,9 +135,12 @@ class Accelerator(accelerate.Accelerator):
             engine = self._build_engine(modules[0], optimizer)
             self._models.append(engine)
         elif optimizer is not None:
-            raise ConfigError("prepare was given an optimizer without its model; give both to one call")
-        made, result = {}, []
-        for one in args:
+            if self._engine is None:
+                raise ConfigError("prepare was given an optimizer without its model; give both to one call")
+            plugin.set_optimizer_type(optimizer)
+            self._engine.set_optimizer(optimizer)
+        result = []
+        for one in given:
             if id(one) not in made or isinstance(one, MegatronLMDummyDataLoader):
                 made[id(one)] = self._prepared(one)
             result.append(made[id(one)])
@@ -190,6 +196,29 @@ class Accelerator(accelerate.Accelerator):
         if sizes or not hasattr(self._plugin, "micro_batch_size"):
             size = 1 if not sizes else min(sizes) if self._plugin.is_train_batch_min else max(sizes)
             self._plugin.set_training_args(size, self._replica[1])
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """As `prepare`; a model for evaluation alone stays whole on every rank."""
+        ours = self._is_ours and not evaluation_mode
+        return (
+            self.prepare(model) if ours else super().prepare_model(model, device_placement, evaluation_mode)
+        )
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> Any:
+        return (
+            self.prepare(optimizer)
+            if self._is_ours
+            else super().prepare_optimizer(optimizer, device_placement)
+        )
+
+    def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **options: Any) -> Any:
+        if self._is_ours:
+            return self.prepare(data_loader)
+        return super().prepare_data_loader(data_loader, *args, **options)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         if not self._is_ours:
