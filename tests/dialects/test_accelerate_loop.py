@@ -450,3 +450,13 @@ def test_further_outputs_are_refused(name):
     with pytest.raises(ConfigError, match=f"{name} is true, but .* loss and logits alone"):
         model(**batch, **{name: True})
     model(**batch, **{name: False})
+
+
+def test_gradient_checkpointing_of_the_scripts_model_is_recomputation():
+    found = []
+    for given in ({}, {"recompute_activations": True}):
+        model = model_of("llama")
+        model.gradient_checkpointing_enable()
+        found.append(fresh_accelerator(**given).prepare(model, adamw(model))[0].run.parallel)
+    assert [one.recompute_granularity for one in found] == ["full", "selective"]
+    assert (found[0].recompute_method, found[0].recompute_num_layers) == ("uniform", 1)

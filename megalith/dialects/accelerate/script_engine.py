@@ -101,7 +101,8 @@ class MegatronEngine(nn.Module):
         precision = PRECISIONS[mixed_precision]
         if precision == "fp32" and self._dtype in (torch.bfloat16, torch.float16):
             precision = "bf16" if self._dtype == torch.bfloat16 else "fp16"
-        given, self.notes = run_config(plugin, family, theirs, precision, processes, device.type)
+        checkpoints = any(getattr(one, "gradient_checkpointing", False) for one in module.modules())
+        given, self.notes = run_config(plugin, family, theirs, precision, processes, device.type, checkpoints)
         given = complete(given, None)
         prepare_process(given, device.index or 0)
         machine = machine_of(given, device)
