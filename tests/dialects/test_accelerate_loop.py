@@ -321,6 +321,9 @@ def together(wanted, folder, cases):
         nn.utils.clip_grad_norm_(plain.parameters(), 1.0),
     )
     assert accelerator.gather(torch.ones(2)).shape == (2,)  # one replica
+    if accelerator.process_index == 0:
+        accelerator.set_trigger()
+    assert [accelerator.check_trigger() for _ in range(2)] == [True, False]  # on both
     assert accelerator.is_main_process == (accelerator.process_index == 1)
     with accelerator.main_process_first():
         if accelerator.is_main_process:
@@ -348,6 +351,7 @@ def replicas(folder):
         assert torch.equal(torch.cat(seen), stacked(rows)["input_ids"])
     assert accelerator.gather_for_metrics(["a", "b"]) == ["a", "b"] * 2
     assert accelerator.reduce(torch.tensor(2.0), "mean") == 2.0
+    assert accelerator.reduce(torch.tensor(2)) == 4  # of integers too
 
 
 def test_two_processes(pool, tmp_path):

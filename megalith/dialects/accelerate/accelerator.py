@@ -11,6 +11,7 @@ from typing import Any
 
 import accelerate
 import torch
+import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType, recursively_apply
@@ -290,12 +291,20 @@ class Accelerator(accelerate.Accelerator):
 
         def one(own: Tensor) -> Tensor:
             every = self._gather_one(own[None])
-            found = {"sum": every.sum(0), "mean": every.mean(0, dtype=None), "max": every.amax(0)}.get(
-                reduction, own
-            )
+            over = {"sum": every.sum, "mean": every.mean, "max": every.amax}.get(reduction)
+            found = own if over is None else over(0)
             return found * scale if scale != 1.0 else found
 
         return recursively_apply(one, tensor, error_on_other_type=True)
+
+    def check_trigger(self) -> bool:
+        """Whether any process, be it of one replica with others, has called `set_trigger`. Every rank calls it."""
+        if not self._is_ours:
+            return super().check_trigger()
+        flag = torch.zeros((), dtype=torch.int64, device=self.device) + (self.flag_tensor or 0)
+        dist.all_reduce(flag)
+        self.flag_tensor = None
+        return bool(flag)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As `gather`, without the samples that only fill up the last batch of the dataloader."""
