@@ -23,14 +23,14 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megalith.checkpoint import RunRecord, Saver, load_model, load_optimizer, open_checkpoint, state_boxes
+from megalith.checkpoint import RunRecord, Saver, load_model, load_optimizer, open_checkpoint, state_shards
 from megalith.comm.collectives import gather_json
 from megalith.config import RunConfig
 from megalith.hardware import pick_device
 from megalith.launch.launcher import end_distributed, init_distributed, launch, this_process
 from megalith.optim import build_optimizer
 from megalith.parallel.mesh import build_mesh
-from megalith.parallel.shards import Box
+from megalith.parallel.shards import LocalShard
 from megalith.training.build import build_model, vocabulary_rows
 
 DEFAULTS = ["model.preset=gpt2", "model.num_layers=6"]
@@ -75,7 +75,7 @@ class Bench:
     def run(self) -> None:
         """Measures and prints. No more than one copy of the state is on the disk at a time."""
         at_once = self._saves(background=False)
-        checkpoint = open_checkpoint(self.folder, world=self.world, boxes=self._boxes())
+        checkpoint = open_checkpoint(self.folder, world=self.world, shards=self._shards())
         size = sum(record.bytes for record in checkpoint.manifest.files.values())
         load = self._load()
         self._print(
@@ -124,27 +124,27 @@ class Bench:
         parameters = {
             name: parameter for chunk in self.model.chunks for name, parameter in chunk.named_parameters()
         }
-        for part, boxes in state_boxes(self.model.chunks, self.optimizer).items():
-            for name, box in boxes.items():
+        for part, shards in state_shards(self.model.chunks, self.optimizer).items():
+            for name, shard in shards.items():
                 parameter = parameters.get(
                     name.removeprefix("optim.").rpartition(".")[0], parameters.get(name)
                 )
                 if part == "model":
                     state[name] = parameter.detach()
-                elif isinstance(parameter, DTensor) and box.shape:
+                elif isinstance(parameter, DTensor) and shard.shape:
                     state[name] = DTensor.from_local(
-                        box.values, parameter.device_mesh, parameter.placements, run_check=False,
+                        shard.values, parameter.device_mesh, parameter.placements, run_check=False,
                         shape=parameter.shape, stride=parameter.stride(),
                     )  # fmt: skip
                 else:
-                    state[name] = box.values
+                    state[name] = shard.values
         return state
 
     def _load(self) -> float:
         """Seconds to check the newest step's files and to fill weights and moments from them."""
         self._settle()
         begin = time.monotonic()
-        checkpoint = open_checkpoint(self.folder, world=self.world, boxes=self._boxes())
+        checkpoint = open_checkpoint(self.folder, world=self.world, shards=self._shards())
         load_model(checkpoint, self.model.chunks, self.rows, self.world)
         load_optimizer(checkpoint, self.optimizer, self.rows, self.model.chunks, self.world)
         self._settle()
@@ -163,8 +163,8 @@ class Bench:
             shutil.rmtree(self.folder, ignore_errors=True)
         gather_json(None, self.world)
 
-    def _boxes(self) -> dict[str, dict[str, Box]]:
-        return state_boxes(self.model.chunks, self.optimizer, self.rows)
+    def _shards(self) -> dict[str, dict[str, LocalShard]]:
+        return state_shards(self.model.chunks, self.optimizer, self.rows)
 
     def _line(self, name: str, figures: list[tuple[float, float]], size: int) -> None:
         first, *rest = figures

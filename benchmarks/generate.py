@@ -186,11 +186,11 @@ def trace(engine: Engine, path: str) -> None:
 
 def fill(engine: Engine) -> None:
     """Random weights, whose distribution is that of a model's first step."""
-    for name, box in engine.boxes.items():
-        if box.values.ndim > 1:
-            box.values.normal_(0, engine.config.init_method_std)
+    for name, shard in engine.shards.items():
+        if shard.values.ndim > 1:
+            shard.values.normal_(0, engine.config.init_method_std)
         else:
-            box.values.copy_(initial_value(name, torch.Size(box.shape), engine.config, 1))
+            shard.values.copy_(initial_value(name, torch.Size(shard.shape), engine.config, 1))
 
 
 def peer(config: ModelConfig, dtype: torch.dtype, batch: int, args: argparse.Namespace) -> dict:

@@ -29,13 +29,11 @@ class DeviceInfo:
     peak_flops: dense FLOP/s without sparsity, by dtype (`fp32`, `tf32`, `bf16`, `fp16`, `fp8`; a dtype that
         the device does not multiply is absent), or None for a device that the table does not know.
     memory_bytes: of this very device, or None where it cannot be asked.
-    memory_bandwidth: bytes/s from the datasheet, or None.
     """
 
     name: str
     peak_flops: Mapping[str, float] | None = None
     memory_bytes: int | None = None
-    memory_bandwidth: float | None = None
 
     def peak(self, dtype: str) -> float | None:
         """Dense FLOP/s in `dtype`, or None when it is not known."""
@@ -137,7 +135,7 @@ def device_info(name: str, memory_bytes: int | None = None) -> DeviceInfo:
     sheet = KNOWN_DEVICES.get(name)
     if sheet is None:
         return DeviceInfo(name, memory_bytes=memory_bytes)
-    return DeviceInfo(name, sheet.peak_flops(), memory_bytes, sheet.bandwidth * GIGA)
+    return DeviceInfo(name, sheet.peak_flops(), memory_bytes)
 
 
 def device_kind(device: torch.device | str) -> DeviceInfo:

@@ -137,9 +137,9 @@ def test_every_module_says_what_it_is():
 
 # All that parallel/ sets on something that is not its own: none of these is a module of a model.
 SET_IN_PARALLEL = {
-    "data/replicas.py": {"unit.trained", "unit.missing", "options.asyncOp"},
+    "data/replicas.py": {"bucket.trained", "bucket.missing", "options.asyncOp"},
     "gather.py": {"tensor.own"},
-    "memory/activation_offload.py": {"kept.uses"},
+    "memory/activation_offload.py": {"stored.uses"},
     "overlap/copy_engine.py": {  # of structures that CUDA's driver takes
         "step.operation",
         "value.address",
@@ -156,7 +156,7 @@ SET_IN_PARALLEL = {
     "shards.py": {
         "plain.grad",
         "parameter.grad",
-        "parameter.data",
+        "self.named[at][1].data",
         "parameter.placed",
         "made[parameter].placed",
     },  # of parameters

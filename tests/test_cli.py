@@ -293,6 +293,16 @@ def test_help_imports_neither_torch_nor_numpy_nor_the_configuration():
     subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=60)
 
 
+def test_a_plan_waits_for_no_import_that_it_does_not_need():
+    code = (
+        "import sys; from megalith.cli.main import main\n"
+        "assert main(['plan', 'gpt2', '--gpus', '2', '--global-batch-size', '4']) == 0\n"
+        "heavy = {'torch.distributed.tensor', 'sympy', 'torch._dynamo', 'triton', 'matplotlib'} & set(sys.modules)\n"
+        "assert not heavy, heavy\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, stdout=subprocess.DEVNULL, timeout=600)
+
+
 @pytest.mark.parametrize("words", [["--help"], ["train", "--help"]])
 def test_help_takes_less_than_half_a_second_of_the_processor(words):
     """Of processor time, which other work on the machine does not lengthen much; the best of three."""

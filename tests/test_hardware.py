@@ -45,7 +45,6 @@ def test_unknown_device_never_gets_anothers_peak(name):
     info = device_info(name, memory_bytes=7)
     assert info.peak_flops is None
     assert info.peak("bf16") is None
-    assert info.memory_bandwidth is None
     assert info.memory_bytes == 7
 
 
@@ -72,7 +71,6 @@ def test_gpu_is_identified_by_the_drivers_name(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     info = device_kind("cuda:0")
     assert (info.name, info.memory_bytes) == ("NVIDIA H200", 150_000_000_000)
-    assert info.memory_bandwidth == pytest.approx(4.8e12)
 
 
 def _gpus(monkeypatch, count):

@@ -23,12 +23,12 @@ from megalith.bridge.partial import new_folder
 from megalith.bridge.peft import CONFIG_FILE, PeftFolder, is_peft, save_peft
 from megalith.checkpoint import Checkpoint, RunRecord, StepWriter, open_existing
 from megalith.checkpoint.fingerprint import Sample, digest, sample
-from megalith.checkpoint.state import Model, own_boxes
+from megalith.checkpoint.state import Model, own_shards
 from megalith.config import LoraConfig, ModelConfig, RunConfig
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.adapters import adapters, add_adapters
 from megalith.models.transformer import Transformer
-from megalith.parallel.shards import Box
+from megalith.parallel.shards import LocalShard
 from megalith.remote import place, remove_all
 
 
@@ -57,7 +57,7 @@ def with_lora_load(config: RunConfig) -> RunConfig:
 
 
 def begin_from_peft(path: str, config: ModelConfig, model: Model) -> None:
-    """Fills this rank's adapters with those in `path`, in PEFT's form, each rank its boxes."""
+    """Fills this rank's adapters with those in `path`, in PEFT's form, each rank its shards."""
     _fill(model, _peft(path, config).read)
 
 
@@ -95,9 +95,9 @@ def merge(source: str | Path, out: str | Path, base: str | None = None, show_pro
     def delta(name: str) -> Tensor:
         return changes[name].delta()
 
-    def change(name: str, box: Box) -> Tensor:
-        samples.setdefault(name, {}).update(sample(box))
-        return box.values + box.cut_from(delta(name)) if name in changes else box.values
+    def change(name: str, shard: LocalShard) -> Tensor:
+        samples.setdefault(name, {}).update(sample(shard))
+        return shard.values + shard.cut_from(delta(name)) if name in changes else shard.values
 
     if is_source(base):
         merged = import_hf(base, out, show_progress=show_progress, change=change)
@@ -148,8 +148,8 @@ def _known(base: str | None, source: str | Path) -> str:
 
 @torch.no_grad()
 def _fill(model: Model, read: Callable[[str], Tensor]) -> None:
-    for name, box in own_boxes(model).items():
-        box.values.copy_(box.cut_from(read(name)))
+    for name, shard in own_shards(model).items():
+        shard.values.copy_(shard.cut_from(read(name)))
 
 
 def _rewrite(checkpoint: Checkpoint, out: Path, change: Change) -> Path:
@@ -165,10 +165,9 @@ def _rewrite(checkpoint: Checkpoint, out: Path, change: Change) -> Path:
         StepWriter(checkpoints, record, write_tokenizer=write) as writer,
     ):
         for name, stored in checkpoint.table("model").items():
-            box = Box(
-                checkpoint.read("model", name), (0,) * len(stored.shape), tuple(stored.shape), owned=True
-            )
-            writer.add("model", name, change(name, box))
+            shape = tuple(stored.shape)
+            shard = LocalShard(checkpoint.read("model", name), (0,) * len(shape), shape, owned=True)
+            writer.add("model", name, change(name, shard))
     return writer.folder
 
 

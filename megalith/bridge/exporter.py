@@ -34,7 +34,7 @@ from megalith.config import ModelConfig, TrainConfig
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import CheckpointError, ConfigError
 from megalith.io import sync_folder, write_file
-from megalith.parallel.shards import Box
+from megalith.parallel.shards import LocalShard
 from megalith.remote import StorePath, place
 
 SHARD_BYTES = 5 * 10**9  # as transformers cuts them
@@ -214,7 +214,7 @@ def export_hf(
         for group in groups:
             for offset, shape in group.units():
                 tensor = ours.empty(shape, torch.float32)
-                opened.fill("model", {group.name: Box(tensor, offset, group.shape, owned=True)})
+                opened.fill("model", {group.name: LocalShard(tensor, offset, group.shape, owned=True)})
                 for name, value in to_theirs(group, tensor, dtypes, scratch, first_expert=offset[0]):
                     writer.write(name, value)
                     progress.add(value.nbytes)
@@ -237,7 +237,9 @@ def merge_hf(opened: Checkpoint, path: Path) -> None:
     family, found = family_for(model), {}
     for group in family.groups(model):
         whole = torch.empty(group.shape)
-        opened.fill("model", {group.name: Box(whole, (0,) * len(group.shape), group.shape, owned=True)})
+        opened.fill(
+            "model", {group.name: LocalShard(whole, (0,) * len(group.shape), group.shape, owned=True)}
+        )
         dtypes = dict.fromkeys(group.sources, torch.float32)
         found.update({name: value.clone() for name, value in to_theirs(group, whole, dtypes)})
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,4 @@
-"""`megalith import-hf`: a Hugging Face folder as a checkpoint, a box of a tensor of ours at a time.
+"""`megalith import-hf`: a Hugging Face folder as a checkpoint, a slice of a tensor of ours at a time.
 
 The weights are stored in float32, as training keeps them, and `train.precision` of the checkpoint's configuration is
 the type that they came in: what `megalith.load` computes in, and what an export writes again.
@@ -28,13 +28,13 @@ from megalith.config.rules.model_rules import check_model
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import CheckpointError, ConfigError
 from megalith.launch.lock import LOCK_NAME, OutputLock, lock_of
-from megalith.parallel.shards import Box
+from megalith.parallel.shards import LocalShard
 from megalith.remote import StorePath, place, remove_all
 
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 SHARDS = 64  # files that a checkpoint is cut into, as far as they are then of a good size, in bytes:
 SMALLEST_SHARD, LARGEST_SHARD = 2**25, 2**28
-Change = Callable[[str, Box], Tensor]
+Change = Callable[[str, LocalShard], Tensor]
 SEED = 1234  # of the initial values of tensors that are missing and were allowed to be
 
 
@@ -44,13 +44,13 @@ def import_hf(
     *,
     allow: bool = False,
     show_progress: bool = True,
-    change: Change = lambda name, box: box.values,
+    change: Change = lambda name, shard: shard.values,
 ) -> Path:
     """Writes the model in the folder or of the hub name `source` as step 0 of a run at `out`; returns the step.
 
     Holds a few of the files being written in memory, of at most 256 MB, whatever the model's size. With `allow`,
     tensors that are missing begin with initial values, those that are not of the model are left out, and types need
-    not be config.json's. `change` gives what is written of a box of a tensor of ours, from its name and the box.
+    not be config.json's. `change` gives what is written of a slice of a tensor of ours, from its name and the slice.
     Raises ConfigError for a model that cannot be built here, CheckpointError for a damaged folder or when `out` is
     there already or cannot be written: nothing is left then.
     """
@@ -69,7 +69,7 @@ def write_run(
     tokenizer: Tokenizer | None,
     keep: Callable[[Path], None] | None = None,
     *,
-    change: Change = lambda name, box: box.values,
+    change: Change = lambda name, shard: shard.values,
     show_progress: bool = True,
 ) -> Path:
     """Writes matched tensors as step 0 of a run at `out`, with what `keep` puts beside its tokenizer.
@@ -94,8 +94,8 @@ def write_run(
     ):
         for group in fit.groups:
             for offset, shape in blocks(group.shape, shard_bytes // 8):
-                box = Box(fit.ours(group, SEED, offset, shape), offset, group.shape, owned=True)
-                writer.add("model", group.name, change(group.name, box), offset, group.shape)
+                shard = LocalShard(fit.ours(group, SEED, offset, shape), offset, group.shape, owned=True)
+                writer.add("model", group.name, change(group.name, shard), offset, group.shape)
             progress.add(fit.bytes(group))
     return writer.folder
 
@@ -125,7 +125,7 @@ def refuse_existing(out: Path | StorePath) -> None:
 
 
 def blocks(shape: tuple[int, ...], elements: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offset and shape of boxes of whole rows that make up a tensor, of at most as many elements, or one row."""
+    """Offset and shape of slices of whole rows that make up a tensor, of at most as many elements, or one row."""
     width = math.prod(shape[1:])
     rows = max(1, elements // max(width, 1))
     for first in range(0, shape[0], rows):

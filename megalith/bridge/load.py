@@ -16,7 +16,7 @@ from megalith.bridge.origin import tokenizer_of
 from megalith.bridge.settings import differences
 from megalith.checkpoint import Checkpoint, open_checkpoint
 from megalith.checkpoint.manifest import MANIFEST
-from megalith.checkpoint.state import MODEL, Model, base_boxes, load_base, own_boxes
+from megalith.checkpoint.state import MODEL, Model, base_shards, load_base, own_shards
 from megalith.checkpoint.steps import CHECKPOINTS, list_steps
 from megalith.comm.collectives import Axis
 from megalith.config import ModelConfig, RunConfig
@@ -25,26 +25,26 @@ from megalith.config.rules.model_rules import check_model
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import CheckpointError, ConfigError, MegalithError, shorten
 from megalith.parallel.gather import ALONE
-from megalith.parallel.shards import Box
+from megalith.parallel.shards import LocalShard
 from megalith.remote import StorePath, place
 
 
 @torch.no_grad()
 def load_source(fit: Match, model: Model, seed: int) -> None:
-    """Fills the parameters and buffers of a model, or of a rank's chunks of it, each rank reading its boxes alone.
+    """Fills the parameters and buffers of a model, or of a rank's chunks of it, each rank reading its shards alone.
 
     All but adapters.
 
     Rows that pad the vocabulary become zero. Tensors that are missing and allowed to be get `seed`'s initial values.
     """
     groups = {group.name: group for group in fit.groups}
-    for name, box in base_boxes(model).items():
+    for name, shard in base_shards(model).items():
         group = groups[name]
-        held = box.first_rows(group.shape[0]) if group.shape else box
+        held = shard.first_rows(group.shape[0]) if group.shape else shard
         if held.values.numel():
             held.values.copy_(fit.ours(group, seed, held.offset, tuple(held.values.shape)))
-        if len(held.values) < len(box.values):
-            box.values[len(held.values) :].zero_()
+        if len(held.values) < len(shard.values):
+            shard.values[len(held.values) :].zero_()
 
 
 def begin_from(
@@ -57,8 +57,8 @@ def begin_from(
     if is_source(path):
         load_source(open_weights(path, trust, rows[VOCABULARY[0]]), model, seed)
     else:
-        boxes = {"model": base_boxes(model)}
-        load_base(_checkpoint(path, ("model",), world, boxes), model, rows, world)
+        shards = {"model": base_shards(model)}
+        load_base(_checkpoint(path, ("model",), world, shards), model, rows, world)
 
 
 def config_of(checkpoint: Checkpoint) -> RunConfig:
@@ -79,8 +79,8 @@ def config_of(checkpoint: Checkpoint) -> RunConfig:
         raise CheckpointError(str(error.within(checkpoint.folder / MANIFEST))) from None
     rows = dict.fromkeys(VOCABULARY, model.vocab_size)
     wanted = {
-        name: [rows.get(name, box.shape[0]), *box.shape[1:]] if box.shape else []
-        for name, box in own_boxes(built).items()
+        name: [rows.get(name, shard.shape[0]), *shard.shape[1:]] if shard.shape else []
+        for name, shard in own_shards(built).items()
     }
     other = [
         f"{name} (listed {table[name].shape if name in table else 'nowhere'}, needed {shape})"
@@ -214,9 +214,9 @@ def _checkpoint(
     path: str,
     what: tuple[str, ...],
     world: Axis = ALONE,
-    boxes: Mapping[str, Mapping[str, Box]] | None = None,
+    shards: Mapping[str, Mapping[str, LocalShard]] | None = None,
 ) -> Checkpoint:
-    checkpoint = open_checkpoint(path, what, world=world, boxes=boxes)
+    checkpoint = open_checkpoint(path, what, world=world, shards=shards)
     if checkpoint is None:
         raise CheckpointError(
             f"there is no checkpoint in {path}, which model.init_from names; correct the path"

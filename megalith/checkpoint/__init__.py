@@ -2,7 +2,7 @@
 
 checkpoint = open_checkpoint(folder, what=("model",))     the newest whole step, its files checked
 checkpoint.table("model")                                 name -> type and global shape
-checkpoint.read("model", name)                            a whole tensor, or a box of one
+checkpoint.read("model", name)                            a whole tensor, or a slice of one
 with StepWriter(folder, record) as writer:                a step out of tensors that come one at a time
     writer.add("model", name, tensor)
 """
@@ -26,7 +26,7 @@ _HOMES = {
     "open_checkpoint": "open",
     "open_existing": "open",
     "save_checkpoint": "saver",
-    "state_boxes": "state",
+    "state_shards": "state",
 }
 
 __all__ = list(_HOMES)

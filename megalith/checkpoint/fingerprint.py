@@ -21,19 +21,19 @@ from megalith.checkpoint.files import byte_view
 from megalith.checkpoint.read import Checkpoint
 from megalith.checkpoint.rewrite import stored_values
 from megalith.comm.collectives import Axis, gather_json
-from megalith.parallel.shards import Box
+from megalith.parallel.shards import LocalShard
 
 VALUES = 16  # of each tensor, evenly over its elements
 
 Sample = dict[str, dict[int, str]]  # by tensor and number: a value's bytes in hexadecimal
 
 
-def fingerprint(boxes: Mapping[str, Box], world: Axis) -> str | None:
-    """The name, on rank 0, of the tensors that the ranks have these boxes of; None on the others.
+def fingerprint(shards: Mapping[str, LocalShard], world: Axis) -> str | None:
+    """The name, on rank 0, of the tensors that the ranks have these shards of; None on the others.
 
-    Every rank of `world` calls it. The boxes are to be those without rows that only pad the vocabulary.
+    Every rank of `world` calls it. The shards are to be those without rows that only pad the vocabulary.
     """
-    own = {name: list(sample(box).items()) for name, box in boxes.items() if box.owned}
+    own = {name: list(sample(shard).items()) for name, shard in shards.items() if shard.owned}
     merged: Sample = {}
     for named in gather_json(own, world, to_first=True):
         for name, values in named.items():
@@ -41,23 +41,23 @@ def fingerprint(boxes: Mapping[str, Box], world: Axis) -> str | None:
     return None if world.rank else digest(merged)
 
 
-def sample(box: Box) -> dict[int, str]:
-    """Those of a tensor's VALUES that are in a box of it, by number: their bytes in hexadecimal."""
-    count = torch.Size(box.shape).numel()
+def sample(shard: LocalShard) -> dict[int, str]:
+    """Those of a tensor's VALUES that are in a shard of it, by number: their bytes in hexadecimal."""
+    count = torch.Size(shard.shape).numel()
     numbers, places = [], []
     for number in range(VALUES if count else 0):
         rest, place = (2 * number + 1) * count // (2 * VALUES), []
-        for size in reversed(box.shape):
+        for size in reversed(shard.shape):
             rest, at = divmod(rest, size)
             place.insert(0, at)
-        place = [at - start for at, start in zip(place, box.offset)]
-        if all(0 <= at < size for at, size in zip(place, box.values.shape)):
+        place = [at - start for at, start in zip(place, shard.offset)]
+        if all(0 <= at < size for at, size in zip(place, shard.values.shape)):
             numbers.append(number)
             places.append(place)
     if not numbers:
         return {}
-    index = torch.tensor(places, dtype=torch.int64, device=box.values.device)  # [values, dimensions]
-    values = byte_view(box.values[index.unbind(1)].expand(len(numbers)).cpu()).view(len(numbers), -1)
+    index = torch.tensor(places, dtype=torch.int64, device=shard.values.device)  # [values, dimensions]
+    values = byte_view(shard.values[index.unbind(1)].expand(len(numbers)).cpu()).view(len(numbers), -1)
     return {number: bytes(value.tolist()).hex() for number, value in zip(numbers, values)}
 
 

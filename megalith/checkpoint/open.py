@@ -35,7 +35,7 @@ from megalith.checkpoint.steps import CHECKPOINTS, STEP, list_steps, save_order
 from megalith.comm.collectives import Axis
 from megalith.errors import CheckpointError, printable
 from megalith.parallel.gather import ALONE
-from megalith.parallel.shards import Box
+from megalith.parallel.shards import LocalShard
 from megalith.remote import StorePath, place
 
 THREADS = 4  # files hashed or fetched at once
@@ -56,7 +56,7 @@ def open_checkpoint(
     what: Collection[str] | None = ("model", "optimizer"),
     *,
     world: Axis = ALONE,
-    boxes: Mapping[str, Mapping[str, Box]] | None = None,
+    shards: Mapping[str, Mapping[str, LocalShard]] | None = None,
 ) -> Checkpoint | None:
     """Finds a whole checkpoint and checks its manifest and the files of `what`; its tensors are read later.
 
@@ -66,7 +66,7 @@ def open_checkpoint(
     saved last is taken; when it is damaged, a warning names it and the one before is tried. None when there is no
     such folder or no step in it yet, as at the first start of a run that loads from where it saves.
 
-    Every rank of `world` calls it and gets the same step. With `boxes`, those of this rank by part and name, only the
+    Every rank of `world` calls it and gets the same step. With `shards`, those of this rank by part and name, only the
     files that hold pieces of them are checked.
 
     Raises CheckpointError when a step that was named is absent or damaged, when no step is whole, or when the
@@ -88,7 +88,7 @@ def open_checkpoint(
     refused: list[str] = []
     for candidate in map(place, found):
         try:
-            checkpoint = _open_step(candidate, what, world, boxes)
+            checkpoint = _open_step(candidate, what, world, shards)
         except DamagedCheckpointError as error:
             if candidate == path:
                 raise
@@ -162,7 +162,7 @@ def _open_step(
     folder: Path | StorePath,
     what: Collection[str] | None,
     world: Axis,
-    boxes: Mapping[str, Mapping[str, Box]] | None,
+    shards: Mapping[str, Mapping[str, LocalShard]] | None,
 ) -> Checkpoint:
     opened: list[Manifest] = []
 
@@ -172,7 +172,7 @@ def _open_step(
         except DamagedCheckpointError as error:
             return {"damage": [str(error)]}
         opened.append(manifest)
-        needed = _needed_files(folder, manifest, what, boxes)
+        needed = _needed_files(folder, manifest, what, shards)
         return {
             "damage": [],
             "number": manifest.save_number,
@@ -232,7 +232,7 @@ def _needed_files(
     folder: Path | StorePath,
     manifest: Manifest,
     what: Collection[str] | None,
-    boxes: Mapping[str, Mapping[str, Box]] | None,
+    shards: Mapping[str, Mapping[str, LocalShard]] | None,
 ) -> set[str]:
     needed = set(filter(is_tokenizer_file, manifest.files))
     for part in manifest.tensors if what is None else what:
@@ -241,7 +241,7 @@ def _needed_files(
                 f"{folder} has no {part}: it was saved without; to start the optimizer afresh, set "
                 "checkpoint.load_optim to false"
             )
-        needed |= manifest.files_of(part) if boxes is None else files_for(manifest, part, boxes[part])
+        needed |= manifest.files_of(part) if shards is None else files_for(manifest, part, shards[part])
     return needed
 
 

@@ -1,6 +1,6 @@
-"""A whole step, and its tensors: any box of any of them, wherever its pieces stand.
+"""A whole step, and its tensors: any slice of any of them, wherever its pieces stand.
 
-A reader takes the intersections of the box that it wants with the pieces that are stored. Files are mapped, so of a
+A reader takes the intersections of the slice that it wants with the pieces that are stored. Files are mapped, so of a
 piece only the pages that are wanted are read; and a file is compared with the manifest when it is first opened. Of a
 step in an object store the files that are read are fetched into a folder of this machine first, whole and checked.
 """
@@ -32,7 +32,7 @@ from megalith.checkpoint.manifest import (
 )
 from megalith.checkpoint.steps import TOKENIZER
 from megalith.errors import CheckpointError
-from megalith.parallel.shards import Box
+from megalith.parallel.shards import LocalShard
 from megalith.remote import StorePath, size_of
 
 
@@ -64,22 +64,22 @@ class Checkpoint:
             yield name, self.read(part, name)
 
     def read(self, part: str, name: str, extent: Extent | None = None) -> Tensor:
-        """A tensor on the CPU, or the box `extent` of it."""
+        """A tensor on the CPU, or the slice `extent` of it."""
         stored = self.table(part)[name]
         extent = extent or Extent.whole(stored.shape)
         values = torch.empty(extent.shape, dtype=DTYPES[stored.dtype])
-        self.fill(part, {name: Box(values, extent.offset, tuple(stored.shape), owned=True)})
+        self.fill(part, {name: LocalShard(values, extent.offset, tuple(stored.shape), owned=True)})
         return values
 
-    def fill(self, part: str, boxes: Mapping[str, Box]) -> None:
-        """Copies into the values of the boxes, of any device, what is stored. Raises CheckpointError."""
-        for file, wanted in self._pieces_for(part, boxes).items():
+    def fill(self, part: str, shards: Mapping[str, LocalShard]) -> None:
+        """Copies into the values of the shards, of any device, what is stored. Raises CheckpointError."""
+        for file, wanted in self._pieces_for(part, shards).items():
             stored = self._tensors_in(file)
-            for name, piece, box in wanted:
-                there = _extent(box)
+            for name, piece, shard in wanted:
+                there = _extent(shard)
                 both = piece.extent.meet(there)
-                values = stored[piece_key(name, box.shape, piece.extent)].read()
-                box.values[both.slices(there)].copy_(values[both.slices(piece.extent)])
+                values = stored[piece_key(name, shard.shape, piece.extent)].read()
+                shard.values[both.slices(there)].copy_(values[both.slices(piece.extent)])
 
     def check_contents(self, files: Iterable[str] | None = None) -> None:
         """Raises CheckpointError where the tensors in a file (default: any) are not those that the manifest lists."""
@@ -106,13 +106,13 @@ class Checkpoint:
         return self._tables[file]
 
     def _pieces_for(
-        self, part: str, boxes: Mapping[str, Box]
-    ) -> dict[str, list[tuple[str, PieceRecord, Box]]]:
-        files: dict[str, list[tuple[str, PieceRecord, Box]]] = {}
-        for name, box in boxes.items():
+        self, part: str, shards: Mapping[str, LocalShard]
+    ) -> dict[str, list[tuple[str, PieceRecord, LocalShard]]]:
+        files: dict[str, list[tuple[str, PieceRecord, LocalShard]]] = {}
+        for name, shard in shards.items():
             for piece in self.table(part)[name].pieces:
-                if piece.extent.meet(_extent(box)):
-                    files.setdefault(piece.file, []).append((name, piece, box))
+                if piece.extent.meet(_extent(shard)):
+                    files.setdefault(piece.file, []).append((name, piece, shard))
         return files
 
     @cached_property
@@ -138,20 +138,20 @@ def is_tokenizer_file(name: str) -> bool:
     return TOKENIZER in name.split("/")[:-1]
 
 
-def files_for(manifest: Manifest, part: str, boxes: Mapping[str, Box]) -> set[str]:
-    """The files that hold pieces of the boxes; names that the manifest does not have are passed over."""
+def files_for(manifest: Manifest, part: str, shards: Mapping[str, LocalShard]) -> set[str]:
+    """The files that hold pieces of the shards; names that the manifest does not have are passed over."""
     table = manifest.tensors[part]
     return {
         piece.file
-        for name, box in boxes.items()
-        if name in table and len(table[name].shape) == len(box.shape)
+        for name, shard in shards.items()
+        if name in table and len(table[name].shape) == len(shard.shape)
         for piece in table[name].pieces
-        if piece.extent.meet(_extent(box))
+        if piece.extent.meet(_extent(shard))
     }
 
 
-def _extent(box: Box) -> Extent:
-    return Extent(box.offset, tuple(box.values.shape))
+def _extent(shard: LocalShard) -> Extent:
+    return Extent(shard.offset, tuple(shard.values.shape))
 
 
 def check_file(folder: Path | StorePath, files: Path, name: str, wanted: FileRecord) -> None:

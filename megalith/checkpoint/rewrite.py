@@ -20,7 +20,7 @@ from megalith.checkpoint.manifest import RunRecord, StoredTensor, TensorRecord
 from megalith.checkpoint.read import Checkpoint, is_tokenizer_file
 from megalith.checkpoint.steps import CHECKPOINTS
 from megalith.checkpoint.store import StepFolder, step_folder
-from megalith.checkpoint.writer import ShardWriter, saving
+from megalith.checkpoint.writer import ShardWriter, WriteItem, saving
 from megalith.errors import CheckpointError
 from megalith.io import make_folder, replacing
 from megalith.launch.lock import lock_of
@@ -134,7 +134,7 @@ def _write_share(checkpoint: Checkpoint, step: StepFolder, rank: int, files: int
             for number, (name, stored) in enumerate(named.items()):
                 extent = _share(stored, number, rank, files)
                 values = StoredValues(checkpoint, part, name, extent)
-                shards.add(part, name, values, extent, tuple(stored.shape))
+                shards.add(WriteItem(part, name, values, extent, tuple(stored.shape)))
         return shards.finish()
 
 

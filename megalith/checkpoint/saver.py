@@ -17,9 +17,9 @@ a tensor may lie in several.
 
 Who saves what: each piece of a run's state once, the bytes spread evenly over the ranks that hold copies.
 
-Every rank tells rank 0 its boxes, which makes the plan from all of them and tells each its share. A box that several
+Every rank tells rank 0 its shards, which makes the plan from all of them and tells each its share. A shard that several
 ranks hold (under data parallelism without sharding, or a norm under tensor parallelism) goes to the one of them that
-has least to write so far, the largest boxes first.
+has least to write so far, the largest shards first.
 
 PyTorch's planner (torch.distributed.checkpoint) was weighed and left: it plans over DTensors, and our optimizer state
 is plain local shards whose padding rows are cut off, each of which would have to be dressed as a DTensor with a
@@ -32,7 +32,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -43,20 +43,20 @@ from torch import Tensor
 
 from megalith.checkpoint.agree import JointError, together
 from megalith.checkpoint.extent import Extent
-from megalith.checkpoint.files import DTYPE_CODES, DTYPES, HostBytes, Values, byte_count, byte_view
+from megalith.checkpoint.files import DTYPE_CODES, DTYPES, HostBytes, byte_count, byte_view
 from megalith.checkpoint.manifest import RunRecord, TensorRecord
-from megalith.checkpoint.state import Model, state_boxes
+from megalith.checkpoint.state import Model, state_shards
 from megalith.checkpoint.store import StepFolder, step_folder
-from megalith.checkpoint.writer import ShardWriter, not_saved, shard_bytes_for
+from megalith.checkpoint.writer import ShardWriter, WriteItem, not_saved, shard_bytes_for
 from megalith.comm.collectives import Axis, gather_json, scatter_json
 from megalith.errors import CheckpointError
 from megalith.launch.heartbeat import BACKGROUND
 from megalith.optim.moments import Moment
 from megalith.parallel.gather import ALONE
-from megalith.parallel.shards import Box
+from megalith.parallel.shards import LocalShard
 from megalith.remote import StorePath, place
 
-Boxes = Mapping[str, Mapping[str, Box]]  # by part and name
+StateShards = Mapping[str, Mapping[str, LocalShard]]  # by part and name
 Table = dict[str, dict[str, TensorRecord]]  # by part and name
 Key = tuple[str, str]  # part and name
 
@@ -70,57 +70,62 @@ class Plan:
     SGD without momentum has no state."""
 
     share: list[Key]
-    """The boxes that this rank writes."""
+    """The shards that this rank writes."""
 
     total_bytes: int
     """What all ranks' shares take; every rank has it, for all tell the same where the disk is full."""
 
 
-def make_plan(boxes: Boxes, world: Axis) -> Plan:
-    """The plan for `boxes`, of which each rank of the world gives its own; every rank calls it."""
-    table, shares = divide(gather_json(entries(boxes), world, to_first=True))
+def make_plan(shards: StateShards, world: Axis) -> Plan:
+    """The plan for `shards`, of which each rank of the world gives its own; every rank calls it."""
+    table, shares = divide(gather_json(entries(shards), world, to_first=True))
     total = sum(
         byte_count(tensor.shape, DTYPES[tensor.dtype])
         for named in table.values()
         for tensor in named.values()
     )
     share, total = scatter_json([[share, total] for share in shares], world)
-    return Plan({part: {} for part in boxes} | table, [(part, name) for part, name in share], total)
+    return Plan({part: {} for part in shards} | table, [(part, name) for part, name in share], total)
 
 
-def entries(boxes: Boxes) -> list[list[Any]]:
-    """What a rank tells of its boxes, plain JSON: part, name, type, global shape, offset and shape of the box."""
+def entries(shards: StateShards) -> list[list[Any]]:
+    """What a rank tells of its shards, plain JSON: part, name, type, global shape, offset and shape of the shard."""
     return [
-        [part, name, DTYPE_CODES[box.values.dtype], list(box.shape), list(box.offset), list(box.values.shape)]
-        for part, named in boxes.items()
-        for name, box in named.items()
+        [
+            part,
+            name,
+            DTYPE_CODES[shard.values.dtype],
+            *map(list, (shard.shape, shard.offset, shard.values.shape)),
+        ]
+        for part, named in shards.items()
+        for name, shard in named.items()
     ]
 
 
 def divide(told: Sequence[list[list[Any]]]) -> tuple[Table, list[list[Key]]]:
     """Every tensor, and each rank's share, from what each rank has told.
 
-    Boxes of a tensor are alike or apart, as axes copy it or cut it.
+    Shards of a tensor are alike or apart, as axes copy it or cut it.
     """
     table: Table = {}
-    holders: dict[tuple, list[int]] = {}  # of a box: part, name, offset and shape
+    holders: dict[tuple, list[int]] = {}  # of a shard: part, name, offset and shape
     sizes: dict[tuple, int] = {}
-    for rank, boxes in enumerate(told):
-        for part, name, code, whole, offset, shape in boxes:
+    for rank, shards in enumerate(told):
+        for part, name, code, whole, offset, shape in shards:
             named = table.setdefault(part, {})
             if name not in named:
                 named[name] = TensorRecord(dtype=code, shape=whole)
-            box = (part, name, *offset, *shape)
-            if box in holders:
-                holders[box].append(rank)
+            shard = (part, name, *offset, *shape)
+            if shard in holders:
+                holders[shard].append(rank)
             elif 0 not in shape:
-                holders[box], sizes[box] = [rank], byte_count(shape, DTYPES[code])
+                holders[shard], sizes[shard] = [rank], byte_count(shape, DTYPES[code])
     load = [0] * len(told)
     shares: list[list[Key]] = [[] for _ in told]
-    for box in sorted(holders, key=sizes.__getitem__, reverse=True):
-        rank = min(holders[box], key=load.__getitem__)
-        load[rank] += sizes[box]
-        shares[rank].append(box[:2])
+    for shard in sorted(holders, key=sizes.__getitem__, reverse=True):
+        rank = min(holders[shard], key=load.__getitem__)
+        load[rank] += sizes[shard]
+        shares[rank].append(shard[:2])
     return table, shares
 
 
@@ -128,10 +133,7 @@ def divide(told: Sequence[list[list[Any]]]) -> tuple[Table, list[list[Key]]]:
 PATIENCE = timedelta(hours=2)
 AFTER_AN_ERROR = 300.0  # seconds that an error in training waits for a save in flight
 
-Piece = tuple[
-    str, str, Tensor | Values, Extent, tuple[int, ...]
-]  # part, name, values, their box, the tensor's shape
-Share = Callable[[], list[Piece]]  # what a rank writes; called when it does
+Share = Callable[[], list[WriteItem]]  # what a rank writes; called when it does
 
 
 @dataclass(frozen=True)
@@ -191,21 +193,21 @@ class Saver:
         record: RunRecord,
         model: Model,
         optimizer: torch.optim.Optimizer | None,
-        more: Mapping[str, Mapping[str, Box]] | None = None,
+        more: Mapping[str, Mapping[str, LocalShard]] | None = None,
     ) -> None:
         """Saves a run at this moment into `step_NNNNNNNN`; how it went, `finished` tells.
 
-        `more` are boxes of further parts, by part and name.
+        `more` are shards of further parts, by part and name.
         In the background it returns when the state is copied, else when the step is whole or has failed. The shapes
         and shards are those of the first save. Without `optimizer` the weights alone are saved.
         """
         begin = time.monotonic()
         self._join()
         world = self._world
-        boxes = state_boxes(model, optimizer, self._rows) | dict(more or {})
+        shards = state_shards(model, optimizer, self._rows) | dict(more or {})
         if self._plan is None:
-            self._plan = make_plan(boxes, world)
-        share = _share(self._plan, boxes)
+            self._plan = make_plan(shards, world)
+        share = _share(self._plan, shards)
         step = step_folder(self._checkpoints, record.step)
         if self._staging is None:
             self._write(step, record, lambda: share, world, begin, None)
@@ -271,7 +273,7 @@ def save_checkpoint(
     record: RunRecord,
     model: Model,
     optimizer: torch.optim.Optimizer | None,
-    more: Mapping[str, Mapping[str, Box]] | None = None,
+    more: Mapping[str, Mapping[str, LocalShard]] | None = None,
     *,
     world: Axis = ALONE,
     unpadded_rows: Mapping[str, int] | None = None,
@@ -312,11 +314,11 @@ def write_step(
     own: list[dict] = []
 
     def write_share() -> None:
-        pieces = share()
-        total = sum(byte_count(extent.shape, values.dtype) for _, _, values, extent, _ in pieces)
+        items = share()
+        total = sum(item.bytes for item in items)
         with ShardWriter(step.temporary, world.rank, shard_bytes=shard_bytes_for(total)) as shards:
-            for piece in pieces:
-                shards.add(*piece)
+            for item in items:
+                shards.add(item)
             own.append(shards.finish())
 
     try:
@@ -334,28 +336,28 @@ def write_step(
         raise
 
 
-def _share(plan: Plan, boxes: Boxes) -> list[Piece]:
+def _share(plan: Plan, shards: StateShards) -> list[WriteItem]:
     return [
-        (part, name, box.values, Extent(box.offset, tuple(box.values.shape)), box.shape)
+        WriteItem(part, name, shard.values, Extent(shard.offset, tuple(shard.values.shape)), shard.shape)
         for part, name in plan.share
-        for box in [boxes[part][name]]
+        for shard in [shards[part][name]]
     ]
 
 
-def _staged(share: list[Piece], staging: Staging) -> Share:
+def _staged(share: list[WriteItem], staging: Staging) -> Share:
     """The share's values as they are now; where there is no memory for it, that error when they are asked for."""
     try:
         copies = staging.copy(
-            values.float() if isinstance(values, Moment) else values for _, _, values, _, _ in share
+            item.values.float() if isinstance(item.values, Moment) else item.values for item in share
         )
     except (RuntimeError, MemoryError) as error:
         refused = error
 
-        def refuse() -> list[Piece]:
+        def refuse() -> list[WriteItem]:
             raise refused
 
         return refuse
-    staged = [(*piece[:2], copy, *piece[3:]) for piece, copy in zip(share, copies)]
+    staged = [replace(item, values=copy) for item, copy in zip(share, copies)]
     return lambda: staged
 
 

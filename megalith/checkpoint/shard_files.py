@@ -34,18 +34,18 @@ from megalith.checkpoint.state import (
     MODEL,
     OPTIMIZER,
     STATE_WITH_ROWS,
-    model_boxes,
-    optimizer_boxes,
-    state_boxes,
+    model_shards,
+    optimizer_shards,
+    state_shards,
 )
-from megalith.comm.collectives import Axis, gather_json, local_place
+from megalith.comm.collectives import Axis, gather_json, local_shape_and_offset
 from megalith.errors import CheckpointError
 from megalith.io import replace_file, replacing
 from megalith.parallel.data.replicas import EXPERTS
 from megalith.parallel.gather import ALONE
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.parallel_model import ParallelModel
-from megalith.parallel.shards import Box, placed
+from megalith.parallel.shards import LocalShard, placed
 
 FILES = {MODEL: "pytorch_model", OPTIMIZER: "optimizer"}
 NAME = re.compile(rf"({'|'.join(FILES.values())})_tp_\d+_pp_\d+\.bin")
@@ -65,23 +65,23 @@ def save_shard_files(
     """
     mesh, chunks = model.mesh, model.chunks
     together(mesh.world, lambda: _clear(folder) if mesh.world.rank == 0 else None)
-    stored = {part: {name: box.shape for name, box in boxes.items()}
-              for part, boxes in state_boxes(chunks, optimizer, rows).items()}  # fmt: skip
+    stored = {part: {name: shard.shape for name, shard in shards.items()}
+              for part, shards in state_shards(chunks, optimizer, rows).items()}  # fmt: skip
     extents, written = _file_extents(model), []
-    parts = {MODEL: model_boxes(chunks)}
+    parts = {MODEL: model_shards(chunks)}
     if optimizer is not None:
-        parts[OPTIMIZER] = optimizer_boxes(optimizer, chunks)
+        parts[OPTIMIZER] = optimizer_shards(optimizer, chunks)
         extents |= {
             f"optim.{name}.{key}": extent for name, extent in extents.items() for key in STATE_WITH_ROWS
         }
-    for part, boxes in parts.items():
-        targets = {name: extents.get(name) or Extent.whole(box.shape) for name, box in boxes.items()}
+    for part, shards in parts.items():
+        targets = {name: extents.get(name) or Extent.whole(shard.shape) for name, shard in shards.items()}
         file = f"{FILES[part]}_tp_{mesh.tp.rank}_pp_{mesh.pp.rank}.bin"
-        written.append(_write_part(folder / file, boxes, targets, mesh))
+        written.append(_write_part(folder / file, shards, targets, mesh))
     own = None
     if mesh.dp_cp.rank == 0:
-        own = {part: {name: _piece(box, extents.get(name), stored[part][name]) for name, box in boxes.items()}
-               for part, boxes in parts.items()}  # fmt: skip
+        own = {part: {name: _piece(shard, extents.get(name), stored[part][name]) for name, shard in shards.items()}
+               for part, shards in parts.items()}  # fmt: skip
     shares = gather_json([own, written], mesh.world)
     together(mesh.world, lambda: _write_manifest(folder, record, shares) if mesh.world.rank == 0 else None)
 
@@ -155,9 +155,9 @@ def _file_extents(model: ParallelModel) -> dict[str, Extent]:
         for name, tensor in chunk.state_dict(keep_vars=True).items():
             own = placed(tensor)
             if EXPERTS not in name:
-                shape, offset = local_place(own, ("tp",))
+                shape, offset = local_shape_and_offset(own, ("tp",))
             elif mesh.etp.size == mesh.tp.size:
-                shape, offset = local_place(own, ("etp",))
+                shape, offset = local_shape_and_offset(own, ("etp",))
             else:  # [experts, …], a share of them whole
                 share = -(-own.shape[0] // mesh.tp.size)
                 first = min(mesh.tp.rank * share, own.shape[0])
@@ -167,22 +167,22 @@ def _file_extents(model: ParallelModel) -> dict[str, Extent]:
     return found
 
 
-def _piece(box: Box, extent: Extent | None, shape: Sequence[int]) -> list:
+def _piece(shard: LocalShard, extent: Extent | None, shape: Sequence[int]) -> list:
     """What of a stored tensor of this shape, without padding, a file has: its type, shape, and where it lies."""
     whole = Extent.whole(shape)
     found = (extent or whole).meet(whole)
     place = None if found is None else [list(found.offset), list(found.shape)]
-    return [DTYPE_CODES[box.values.dtype], list(shape), place]
+    return [DTYPE_CODES[shard.values.dtype], list(shape), place]
 
 
 def _write_part(
-    file: Path, boxes: Mapping[str, Box], targets: Mapping[str, Extent], mesh: Mesh
+    file: Path, shards: Mapping[str, LocalShard], targets: Mapping[str, Extent], mesh: Mesh
 ) -> list | None:
     """Sends what this rank holds to those that write; where it writes, the file's name, bytes and checksum."""
     writes = mesh.dp_cp.rank == 0
-    empty = {name: (targets[name].shape, box.values.dtype) for name, box in boxes.items()}
+    empty = {name: (targets[name].shape, shard.values.dtype) for name, shard in shards.items()}
     with _mapped(file, empty if writes else {}, mesh.world) as found:
-        _exchange(boxes, targets, found, mesh)
+        _exchange(shards, targets, found, mesh)
         return together(mesh.world, lambda: _write(file, found) if writes else None)[mesh.world.rank]
 
 
@@ -236,17 +236,17 @@ def _mapped(file: Path, kinds: Mapping[str, tuple], world: Axis) -> Iterator[dic
 
 @torch.no_grad()
 def _exchange(
-    boxes: Mapping[str, Box], targets: Mapping[str, Extent], found: Mapping[str, Tensor], mesh: Mesh
+    shards: Mapping[str, LocalShard], targets: Mapping[str, Extent], found: Mapping[str, Tensor], mesh: Mesh
 ) -> None:
     """Fills `found`, where this rank writes, from what the ranks of its stage hold; one tensor after the other."""
-    own = {name: [box.offset, box.values.shape, box.values.device.type, targets[name].offset, targets[name].shape]
-           for name, box in boxes.items()}  # fmt: skip
+    own = {name: [shard.offset, shard.values.shape, shard.values.device.type, targets[name].offset, targets[name].shape]
+           for name, shard in shards.items()}  # fmt: skip
     everyone = dict(enumerate(gather_json(own, mesh.world)))
     places = {rank: mesh.describe(rank) for rank in everyone}
     stage = [rank for rank in everyone if places[rank].pp == mesh.pp.rank]
     writers = [rank for rank in stage if places[rank].dp == places[rank].cp == 0]
-    for name, box in boxes.items():
-        there = Extent(box.offset, tuple(box.values.shape))
+    for name, shard in shards.items():
+        there = Extent(shard.offset, tuple(shard.values.shape))
         for writer in writers:
             *_, offset, shape = everyone[writer][name]
             target, taken = Extent(tuple(offset), tuple(shape)), set()
@@ -257,13 +257,13 @@ def _exchange(
                     continue
                 taken.add(held)
                 if rank == mesh.world.rank:
-                    values = box.values[both.slices(there)]
+                    values = shard.values[both.slices(there)]
                     if rank == writer:
                         found[name][both.slices(target)] = values
                     else:
                         dist.send(values.contiguous(), dst=writer, group=mesh.world.group)
                 elif writer == mesh.world.rank:
-                    values = torch.empty(both.shape, dtype=box.values.dtype, device=everyone[rank][name][2])
+                    values = torch.empty(both.shape, dtype=shard.values.dtype, device=everyone[rank][name][2])
                     dist.recv(values, src=rank, group=mesh.world.group)
                     found[name][both.slices(target)] = values
 

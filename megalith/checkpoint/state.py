@@ -7,7 +7,7 @@ its record (step, consumed samples, configuration, loss scale).
 Of a model with adapters its own checkpoint holds these alone. Everything else is frozen and stands in its base, the
 weights that the run began from.
 
-A rank may hold the whole tensors or boxes of them, in any layout; what is stored is the same, so a run saved in one
+A rank may hold the whole tensors or shards of them, in any layout; what is stored is the same, so a run saved in one
 layout goes on in any other.
 """
 
@@ -32,7 +32,7 @@ from megalith.ops.fp8 import AmaxTable
 from megalith.optim.moments import Moment
 from megalith.parallel.data.replicas import copies_of
 from megalith.parallel.gather import ALONE
-from megalith.parallel.shards import Box, box_of
+from megalith.parallel.shards import LocalShard, local_shard
 
 MODEL, OPTIMIZER, AMAXES = "model", "optimizer", "amaxes"
 STATE_WITH_ROWS = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # shaped like their parameter
@@ -41,66 +41,66 @@ STATE_WITH_ROWS = ("exp_avg", "exp_avg_sq", "momentum_buffer")  # shaped like th
 Model = nn.Module | Sequence[nn.Module]  # one, or the chunks of a pipeline rank
 
 
-def model_boxes(model: Model) -> dict[str, Box]:
+def model_shards(model: Model) -> dict[str, LocalShard]:
     """Parameters and persistent buffers by name; a tensor that has two names (tied) under its first."""
-    named: dict[str, Box] = {}
+    named: dict[str, LocalShard] = {}
     seen: set[int] = set()
     for chunk in _chunks(model):
         copies = copies_of(chunk)
         for name, tensor in chunk.state_dict(keep_vars=True).items():
             if id(tensor) not in seen:
                 seen.add(id(tensor))
-                named[name] = box_of(tensor, copies.get(name))
+                named[name] = local_shard(tensor, copies.get(name))
     return named
 
 
-def base_boxes(model: Model) -> dict[str, Box]:
-    """`model_boxes` without adapters: what a published model has."""
-    return {name: box for name, box in model_boxes(model).items() if ADAPTER not in name}
+def base_shards(model: Model) -> dict[str, LocalShard]:
+    """`model_shards` without adapters: what a published model has."""
+    return {name: shard for name, shard in model_shards(model).items() if ADAPTER not in name}
 
 
-def own_boxes(model: Model) -> dict[str, Box]:
-    """Those of `model_boxes` that the run's checkpoints hold: all, or of a model with adapters these alone."""
-    boxes = model_boxes(model)
+def own_shards(model: Model) -> dict[str, LocalShard]:
+    """Those of `model_shards` that the run's checkpoints hold: all, or of a model with adapters these alone."""
+    shards = model_shards(model)
     if not any(getattr(chunk, "has_adapters", False) for chunk in _chunks(model)):
-        return boxes
-    return {name: box for name, box in boxes.items() if ADAPTER in name}
+        return shards
+    return {name: shard for name, shard in shards.items() if ADAPTER in name}
 
 
 def _chunks(model: Model) -> Sequence[nn.Module]:
     return [model] if isinstance(model, nn.Module) else model
 
 
-def optimizer_boxes(optimizer: torch.optim.Optimizer, model: Model | None) -> dict[str, Box]:
+def optimizer_shards(optimizer: torch.optim.Optimizer, model: Model | None) -> dict[str, LocalShard]:
     """The state of each parameter: `optim.{name}.exp_avg` and so on. The groups must have `param_names`.
 
     Moments in fewer bytes are a `Moment`, float32 to a checkpoint. The optimizer steps the local shards of `model`'s
     parameters; None: they are whole.
     """
-    parameters = {} if model is None else model_boxes(model)
-    boxes = {}
+    parameters = {} if model is None else model_shards(model)
+    shards = {}
     for group in optimizer.param_groups:
         for name, parameter in zip(group["param_names"], group["params"]):
             for key, value in optimizer.state[parameter].items():
                 if name in parameters and key in STATE_WITH_ROWS:
-                    box = replace(parameters[name], values=value)
+                    shard = replace(parameters[name], values=value)
                 elif isinstance(value, Moment):
-                    box = Box(value, (0,) * len(value.shape), tuple(value.shape), owned=True)
+                    shard = LocalShard(value, (0,) * len(value.shape), tuple(value.shape), owned=True)
                 else:
-                    box = box_of(value)
-                boxes[f"optim.{name}.{key}"] = box
-    return boxes
+                    shard = local_shard(value)
+                shards[f"optim.{name}.{key}"] = shard
+    return shards
 
 
-def state_boxes(
+def state_shards(
     model: Model, optimizer: torch.optim.Optimizer | None, unpadded_rows: Mapping[str, int] | None = None
-) -> dict[str, dict[str, Box]]:
+) -> dict[str, dict[str, LocalShard]]:
     """What of this rank's state is stored, by part and name; without `optimizer` the weights alone."""
     rows = unpadded_rows or {}
-    boxes = {MODEL: _cut(own_boxes(model), rows)}
+    shards = {MODEL: _cut(own_shards(model), rows)}
     if optimizer is not None:
-        boxes[OPTIMIZER] = _cut(optimizer_boxes(optimizer, model), _state_rows(rows))
-    return boxes
+        shards[OPTIMIZER] = _cut(optimizer_shards(optimizer, model), _state_rows(rows))
+    return shards
 
 
 def load_model(
@@ -114,26 +114,26 @@ def load_model(
     Of a model with adapters, these alone: `load_base` fills the others. Every rank of `world` calls it. Raises
     CheckpointError naming tensors that are missing, unexpected, or of another shape or type, the same on every rank.
     """
-    _fill(checkpoint, MODEL, own_boxes(model), unpadded_rows or {}, world)
+    _fill(checkpoint, MODEL, own_shards(model), unpadded_rows or {}, world)
 
 
 def check_model_fits(checkpoint: Checkpoint, model: Model, unpadded_rows: Mapping[str, int]) -> None:
     """Raises the CheckpointError that load_model would, of a model that one process has, on the meta device too."""
-    _check_fit(checkpoint, MODEL, _cut(own_boxes(model), unpadded_rows), ALONE)
+    _check_fit(checkpoint, MODEL, _cut(own_shards(model), unpadded_rows), ALONE)
 
 
 def load_base(
     checkpoint: Checkpoint, model: Model, unpadded_rows: Mapping[str, int] | None = None, world: Axis = ALONE
 ) -> None:
     """As load_model, but for adapters, from a checkpoint of a model without."""
-    _fill(checkpoint, MODEL, base_boxes(model), unpadded_rows or {}, world)
+    _fill(checkpoint, MODEL, base_shards(model), unpadded_rows or {}, world)
 
 
 def base_fingerprint(
     model: Model, unpadded_rows: Mapping[str, int] | None = None, world: Axis = ALONE
 ) -> str | None:
     """The fingerprint of all weights but adapters, on rank 0; every rank of `world` calls it."""
-    return fingerprint(_cut(base_boxes(model), unpadded_rows or {}), world)
+    return fingerprint(_cut(base_shards(model), unpadded_rows or {}), world)
 
 
 def load_optimizer(
@@ -148,17 +148,17 @@ def load_optimizer(
     `model` is needed where the optimizer steps shards of its parameters. Every rank of `world` calls it. Raises
     CheckpointError naming tensors that are missing, unexpected, or of another shape or type, the same on every rank.
     """
-    _fill(checkpoint, OPTIMIZER, optimizer_boxes(optimizer, model), _state_rows(unpadded_rows or {}), world)
+    _fill(checkpoint, OPTIMIZER, optimizer_shards(optimizer, model), _state_rows(unpadded_rows or {}), world)
 
 
-def amax_boxes(table: AmaxTable | None, world: Axis) -> dict[str, dict[str, Box]]:
+def amax_shards(table: AmaxTable | None, world: Axis) -> dict[str, dict[str, LocalShard]]:
     """FP8's delayed scales as a part of a checkpoint, of which every rank has the whole; none without a table."""
     state = {} if table is None else table.state()
-    boxes = {
-        name: Box(values.contiguous(), (0,) * values.ndim, tuple(values.shape), owned=world.rank == 0)
+    shards = {
+        name: LocalShard(values.contiguous(), (0,) * values.ndim, tuple(values.shape), owned=world.rank == 0)
         for name, values in state.items()
     }
-    return {AMAXES: boxes} if boxes else {}
+    return {AMAXES: shards} if shards else {}
 
 
 def load_amaxes(checkpoint: Checkpoint, table: AmaxTable | None, world: Axis = ALONE) -> None:
@@ -188,11 +188,11 @@ def _state_rows(unpadded_rows: Mapping[str, int]) -> dict[str, int]:
     return {f"optim.{name}.{key}": rows for name, rows in unpadded_rows.items() for key in STATE_WITH_ROWS}
 
 
-def _cut(boxes: Mapping[str, Box], unpadded_rows: Mapping[str, int]) -> dict[str, Box]:
-    """Each box, or its part in the meaningful rows."""
+def _cut(shards: Mapping[str, LocalShard], unpadded_rows: Mapping[str, int]) -> dict[str, LocalShard]:
+    """Each shard, or its part in the meaningful rows."""
     return {
-        name: box.first_rows(unpadded_rows[name]) if name in unpadded_rows else box
-        for name, box in boxes.items()
+        name: shard.first_rows(unpadded_rows[name]) if name in unpadded_rows else shard
+        for name, shard in shards.items()
     }
 
 
@@ -200,37 +200,37 @@ def _cut(boxes: Mapping[str, Box], unpadded_rows: Mapping[str, int]) -> dict[str
 def _fill(
     checkpoint: Checkpoint,
     part: str,
-    boxes: Mapping[str, Box],
+    shards: Mapping[str, LocalShard],
     unpadded_rows: Mapping[str, int],
     world: Axis,
 ) -> None:
-    stored = _cut(boxes, unpadded_rows)
+    stored = _cut(shards, unpadded_rows)
     _check_fit(checkpoint, part, stored, world)
     together(world, lambda: checkpoint.check_contents(files_for(checkpoint.manifest, part, stored)))
-    together(world, lambda: _fill_boxes(checkpoint, part, boxes, stored))
+    together(world, lambda: _fill_shards(checkpoint, part, shards, stored))
 
 
-def _fill_boxes(
-    checkpoint: Checkpoint, part: str, boxes: Mapping[str, Box], stored: Mapping[str, Box]
+def _fill_shards(
+    checkpoint: Checkpoint, part: str, shards: Mapping[str, LocalShard], stored: Mapping[str, LocalShard]
 ) -> None:
-    """Fills `boxes`, of which `stored` are the rows that the checkpoint has; the others become zero."""
-    moments = {name: box for name, box in stored.items() if isinstance(box.values, Moment)}
-    checkpoint.fill(part, {name: box for name, box in stored.items() if name not in moments})
-    for name, box in moments.items():
-        values = boxes[name].values
+    """Fills `shards`, of which `stored` are the rows that the checkpoint has; the others become zero."""
+    moments = {name: shard for name, shard in stored.items() if isinstance(shard.values, Moment)}
+    checkpoint.fill(part, {name: shard for name, shard in stored.items() if name not in moments})
+    for name, shard in moments.items():
+        values = shards[name].values
         wide = torch.zeros(values.shape, device=values.device)
-        checkpoint.fill(part, {name: replace(box, values=wide[: len(box.values)])})
+        checkpoint.fill(part, {name: replace(shard, values=wide[: len(shard.values)])})
         values.copy_(wide)
     for name in stored.keys() - moments.keys():
-        if stored[name].shape != boxes[name].shape:
-            boxes[name].values[len(stored[name].values) :].zero_()
+        if stored[name].shape != shards[name].shape:
+            shards[name].values[len(stored[name].values) :].zero_()
 
 
-def _check_fit(checkpoint: Checkpoint, part: str, boxes: Mapping[str, Box], world: Axis) -> None:
+def _check_fit(checkpoint: Checkpoint, part: str, shards: Mapping[str, LocalShard], world: Axis) -> None:
     found = checkpoint.table(part)
     wanted = {
-        name: TensorRecord(dtype=DTYPE_CODES[box.values.dtype], shape=list(box.shape))
-        for name, box in boxes.items()
+        name: TensorRecord(dtype=DTYPE_CODES[shard.values.dtype], shape=list(shard.shape))
+        for name, shard in shards.items()
     }
     other = [
         f"{name} (stored {found[name]}, needed {wanted[name]})"

@@ -1,7 +1,7 @@
 """Writing tensors into a step, piece by piece.
 
 `StepWriter` is for a program that makes a checkpoint out of something else (another format, another number of files):
-it is given one tensor, or one box of a tensor, at a time, and holds no more than a few shards of `shard_bytes`.
+it is given one tensor, or one slice of a tensor, at a time, and holds no more than a few shards of `shard_bytes`.
 `ShardWriter` beneath it writes one process's files; a job's ranks each have one (saver.py).
 """
 
@@ -33,11 +33,18 @@ STREAMED_SHARD = 2**28
 
 
 @dataclass(frozen=True)
-class _Piece:
+class WriteItem:
+    """The slice `extent` of a tensor of a part, for a file."""
+
+    part: str
     name: str
-    shape: tuple[int, ...]  # of the global tensor
-    extent: Extent
     values: Tensor | Values
+    extent: Extent
+    shape: tuple[int, ...]  # of the global tensor
+
+    @property
+    def bytes(self) -> int:
+        return byte_count(self.extent.shape, self.values.dtype)
 
 
 def shard_bytes_for(total: int) -> int:
@@ -49,9 +56,9 @@ class ShardWriter:
     """Safetensors files of one process in a folder: `model-00003-000.safetensors` is rank 3's first."""
 
     def __init__(self, folder: Path | StorePath, rank: int = 0, *, shard_bytes: int):
-        """A file is written when its pieces have come to `shard_bytes`, the rest at the end."""
+        """A file is written when its items have come to `shard_bytes`, the rest at the end."""
         self._folder, self._rank, self._shard_bytes = folder, rank, shard_bytes
-        self._pending: dict[str, list[_Piece]] = {}
+        self._pending: dict[str, list[WriteItem]] = {}
         self._sizes: dict[str, int] = {}
         self._counts: dict[str, int] = {}
         self._pieces: list[list[Any]] = []
@@ -65,16 +72,14 @@ class ShardWriter:
         """Waits for the files that are being written; begins no others."""
         self._threads.shutdown(cancel_futures=True)
 
-    def add(
-        self, part: str, name: str, values: Tensor | Values, extent: Extent, shape: tuple[int, ...]
-    ) -> None:
-        """Takes the box `extent` of a tensor of `shape`; `values` must not change until `finish`. Raises OSError."""
-        if extent.volume == 0:
+    def add(self, item: WriteItem) -> None:
+        """Takes an item, whose values must not change until `finish`. Raises OSError."""
+        if item.extent.volume == 0:
             return
-        self._pending.setdefault(part, []).append(_Piece(name, tuple(shape), extent, values))
-        self._sizes[part] = self._sizes.get(part, 0) + byte_count(extent.shape, values.dtype)
-        if self._sizes[part] >= self._shard_bytes:
-            self._begin_file(part)
+        self._pending.setdefault(item.part, []).append(item)
+        self._sizes[item.part] = self._sizes.get(item.part, 0) + item.bytes
+        if self._sizes[item.part] >= self._shard_bytes:
+            self._begin_file(item.part)
 
     def finish(self) -> dict[str, Any]:
         """Returns, once all is on the disk, plain JSON: the records of `files`, and the `pieces` in them.
@@ -89,7 +94,7 @@ class ShardWriter:
         return {"files": records, "pieces": self._pieces}
 
     def _begin_file(self, part: str) -> None:
-        pieces = self._pending.pop(part)
+        items = self._pending.pop(part)
         self._sizes[part] = 0
         number = self._counts[part] = self._counts.get(part, -1) + 1
         file = f"{part}-{self._rank:05d}-{number:03d}.safetensors"
@@ -98,12 +103,12 @@ class ShardWriter:
         self._pieces += [
             [
                 part,
-                piece.name,
-                {"file": file, "offset": list(piece.extent.offset), "shape": list(piece.extent.shape)},
+                item.name,
+                {"file": file, "offset": list(item.extent.offset), "shape": list(item.extent.shape)},
             ]
-            for piece in pieces
+            for item in items
         ]
-        tensors = {piece_key(piece.name, piece.shape, piece.extent): piece.values for piece in pieces}
+        tensors = {piece_key(item.name, item.shape, item.extent): item.values for item in items}
         self._files[file] = self._threads.submit(write_safetensors, self._folder / file, tensors)
 
 
@@ -112,10 +117,10 @@ class StepWriter:
 
         with StepWriter(checkpoints, record) as writer:
             writer.add("model", name, tensor)                          # a whole tensor
-            writer.add("optimizer", name, rows, (128, 0), (512, 64))   # a box of one: rows 128 and on
+            writer.add("optimizer", name, rows, (128, 0), (512, 64))   # a slice of one: rows 128 and on
         writer.folder                                                  # whole from here on
 
-    When the block is left by an error, nothing stays. The boxes of a tensor have to cover it, each element once.
+    When the block is left by an error, nothing stays. The slices of a tensor have to cover it, each element once.
     """
 
     def __init__(
@@ -147,9 +152,9 @@ class StepWriter:
         offset: tuple[int, ...] | None = None,
         shape: tuple[int, ...] | None = None,
     ) -> None:
-        """Takes a tensor, or the box of one of `shape` that begins at `offset`; it must not change afterwards.
+        """Takes a tensor, or the slice of one of `shape` that begins at `offset`; it must not change afterwards.
 
-        Raises CheckpointError when the disk refuses, or when boxes of one tensor disagree in type or shape.
+        Raises CheckpointError when the disk refuses, or when slices of one tensor disagree in type or shape.
         """
         whole = tuple(values.shape) if shape is None else tuple(shape)
         extent = Extent((0,) * len(values.shape) if offset is None else tuple(offset), tuple(values.shape))
@@ -159,7 +164,7 @@ class StepWriter:
                 f"{name} was added as {self._table[part][name]} and as {record}; give it one"
             )
         with saving(self._step):
-            self._shards.add(part, name, values, extent, whole)
+            self._shards.add(WriteItem(part, name, values, extent, whole))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -44,6 +44,7 @@ processes:
   --max-restarts N           start again after a failure, up to N times, from the newest whole checkpoint
   --rdzv-endpoint HOST:PORT  rendezvous, on one of them (default with --nnodes: MASTER_ADDR:MASTER_PORT)
   --dry-run                  everything but the devices: settings, data, layout, memory; trains nothing
+  --device NAME              with --dry-run: the GPUs, as `plan` names them, whose memory an `auto` is chosen by
   --world-size N             with --dry-run: the job's processes (default: --nproc, or 1)
   --rdzv-id ID               the job's name there, the same on each (default: made of the command)
 What Kubeflow's operators (PET_*, RANK and WORLD_SIZE of pods) and Slurm's srun say in the environment is read first.
@@ -79,7 +80,7 @@ def train(arguments: list[str]) -> int:
             return rollout_dry_run(config, place.nproc or 1)
         from megalith.training.precheck import dry_run
 
-        print(dry_run(config, launcher.world_size or place.nproc or 1))
+        print(dry_run(config, launcher.world_size or place.nproc or 1, launcher.device))
         return 0
     if place.nproc is not None:
         from megalith.launch.launcher import launch
@@ -125,6 +126,7 @@ def _launcher_options() -> Parser:
     parser.add_argument("--nproc", type=int)
     parser.add_argument("--dry-run", action="store_true")
     parser.add_argument("--world-size", type=int)
+    parser.add_argument("--device")
     parser.add_argument("--nnodes")
     parser.add_argument("--max-restarts", type=int, default=0)
     parser.add_argument("--rdzv-endpoint")

@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import DeviceMesh, ProcessGroup
-from torch.distributed.tensor import DTensor
 
 _ops = torch.ops._c10d_functional
 LEAST_BY_COPY_ENGINE = 2**20  # bytes; below, what the ranks' meetings take is most of a direct collective
@@ -49,14 +48,18 @@ def local(parameter: Tensor) -> Tensor:
     used on a part of the tokens or heads, each rank's gradient is a part of the sum: after the backward pass
     `megalith.parallel.tensor.tensor_parallel.reduce_partial_gradients` makes it whole.
     """
+    from torch.distributed.tensor import DTensor  # takes a second, which `megalith plan` would wait for
+
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def local_place(
+def local_shape_and_offset(
     parameter: Tensor, axes: Collection[str] | None = None
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Shape of the local shard and where it starts in the global tensor, dimension by dimension; with `axes`, of the
     shard that it would be if those of these names alone cut it."""
+    from torch.distributed.tensor import DTensor
+
     shape, first = list(parameter.shape), [0] * parameter.ndim
     if not isinstance(parameter, DTensor):
         return tuple(shape), tuple(first)
@@ -101,9 +104,9 @@ def reduce_scatter(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     return x if axis.size == 1 else _ReduceScatter.apply(x, axis, dim)
 
 
-def all_gather_alike(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
+def all_gather_replicated(x: Tensor, axis: Axis, dim: int = 0) -> Tensor:
     """As all_gather, where every rank goes on to compute the same: the gradient is this rank's part of its own."""
-    return x if axis.size == 1 else _AllGatherAlike.apply(x, axis, dim)
+    return x if axis.size == 1 else _AllGatherReplicated.apply(x, axis, dim)
 
 
 def all_to_all(x: Tensor, axis: Axis) -> Tensor:
@@ -112,7 +115,7 @@ def all_to_all(x: Tensor, axis: Axis) -> Tensor:
 
 
 @dataclass(frozen=True, eq=False)
-class Exchange:
+class PendingAllToAll:
     """Rows on their way: see begin_all_to_all."""
 
     rows: Tensor
@@ -123,43 +126,43 @@ class Exchange:
     """In the backward pass: the gradients on their way."""
 
 
-def begin_all_to_all(x: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]) -> Exchange:
+def begin_all_to_all(x: Tensor, axis: Axis, sent: Sequence[int], received: Sequence[int]) -> PendingAllToAll:
     """As all_to_all, with sent[j] rows of x for rank j and received[j] from it, which end_all_to_all returns.
 
     What is computed between the two goes on while rows travel. So does, in the backward pass, what computes its
     gradients: of the nodes that wait autograd takes the last one made, so the gradients' way begins, these follow, and
     what ends it comes after them.
     """
-    exchange = Exchange(x, axis, list(sent), list(received))
+    exchange = PendingAllToAll(x, axis, list(sent), list(received))
     return exchange if axis.size == 1 else replace(exchange, rows=_BeginAllToAll.apply(x, exchange))
 
 
-def end_all_to_all(exchange: Exchange) -> Tensor:
+def end_all_to_all(exchange: PendingAllToAll) -> Tensor:
     """The rows that have come, in the ranks' order."""
     return exchange.rows if exchange.axis.size == 1 else _EndAllToAll.apply(exchange.rows, exchange)
 
 
-def own_part(x: Tensor, axis: Axis) -> Tensor:
+def local_chunk(x: Tensor, axis: Axis) -> Tensor:
     """This rank's part, along dimension 0, of an x that is the same on every rank; the gradient is all-gathered.
 
-    The conjugate of all_gather_alike. Dimension 0 is a multiple of the axis's size long.
+    The conjugate of all_gather_replicated. Dimension 0 is a multiple of the axis's size long.
     """
-    return x if axis.size == 1 else _OwnPart.apply(x, axis)
+    return x if axis.size == 1 else _LocalChunk.apply(x, axis)
 
 
-def summed(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
+def all_reduce_no_grad(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
     """The sum (or op "max", "min") of x over the axis, for values that need no gradient."""
     return x if axis.size == 1 else _all_reduce(x, axis, op)
 
 
-def gathered(x: Tensor, axis: Axis) -> Tensor:
+def all_gather_no_grad(x: Tensor, axis: Axis) -> Tensor:
     """The ranks' x one after the other along dimension 0, for values that need no gradient."""
     return x if axis.size == 1 else _all_gather(x, axis, 0)
 
 
 def any_rank(here: bool, axis: Axis) -> bool:
     """Whether it is so on some rank of the axis: a decision that all of them then share. It waits on the host."""
-    return bool(summed(torch.tensor(float(here)), axis, "max"))
+    return bool(all_reduce_no_grad(torch.tensor(float(here)), axis, "max"))
 
 
 def gather_json(value: Any, axis: Axis, to_first: bool = False) -> list[Any]:
@@ -197,11 +200,11 @@ def scatter_json(values: Sequence[Any], axis: Axis) -> Any:
     return json.loads(own.numpy().tobytes())
 
 
-def begin_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor | Shares:
+def begin_all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor | PendingAllReduce:
     """What `wait` turns into the sum of x over the axis, while other work goes on; without gradient."""
     x = x.contiguous()
     if op == "sum" and axis.by_copy_engine(x) and x.numel() % axis.size == 0:
-        return Shares(begin_reduce_scatter(x.view(-1), axis), axis, x.shape)
+        return PendingAllReduce(begin_reduce_scatter(x.view(-1), axis), axis, x.shape)
     return _under_way(_ops.all_reduce(x, op, axis.name))
 
 
@@ -219,7 +222,7 @@ def begin_all_gather(x: Tensor, axis: Axis) -> Tensor:
 
 
 @dataclass(frozen=True)
-class Parts:
+class PendingReduceScatter:
     """The parts of a sum: this rank's own, and [size - 1, ...] of the others, which are on their way."""
 
     own: Tensor
@@ -233,32 +236,32 @@ class Parts:
         return total.to(self.own.dtype)
 
 
-def begin_reduce_scatter(x: Tensor, axis: Axis) -> Tensor | Parts:
+def begin_reduce_scatter(x: Tensor, axis: Axis) -> Tensor | PendingReduceScatter:
     """As begin_all_reduce, for this rank's part, along dimension 0, of the sum."""
     x = x.contiguous()
     if axis.by_copy_engine(x):
         others = torch.ops.megalith_copy_engine.scatter(x, axis.size, axis.name)
-        return Parts(x.chunk(axis.size)[axis.rank], others)
+        return PendingReduceScatter(x.chunk(axis.size)[axis.rank], others)
     return _under_way(_ops.reduce_scatter_tensor(x, "sum", axis.size, axis.name))
 
 
 @dataclass(frozen=True)
-class Shares:
+class PendingAllReduce:
     """A sum that goes by copy engines: each rank makes a share of it, the same bits for all, and they are gathered."""
 
-    own: Tensor | Parts
+    own: Tensor | PendingReduceScatter
     axis: Axis
     shape: torch.Size
 
-    def gathered(self) -> Tensor:
+    def all_gather(self) -> Tensor:
         return wait(begin_all_gather(wait(self.own), self.axis)).view(self.shape)
 
 
-def wait(x: Tensor | Parts | Shares) -> Tensor:
+def wait(x: Tensor | PendingReduceScatter | PendingAllReduce) -> Tensor:
     """The result of a begun collective."""
-    if isinstance(x, Shares):
-        return x.gathered()
-    return x.sum() if isinstance(x, Parts) else _ops.wait_tensor(x)
+    if isinstance(x, PendingAllReduce):
+        return x.all_gather()
+    return x.sum() if isinstance(x, PendingReduceScatter) else _ops.wait_tensor(x)
 
 
 def _all_reduce(x: Tensor, axis: Axis, op: str = "sum") -> Tensor:
@@ -275,10 +278,10 @@ def _reduce_scatter(x: Tensor, axis: Axis, dim: int) -> Tensor:
 
 def _all_to_all(x: Tensor, axis: Axis) -> Tensor:
     sizes = [x.shape[0] // axis.size] * axis.size
-    return wait(_exchange(x, axis, sizes, sizes))
+    return wait(_all_to_all_single(x, axis, sizes, sizes))
 
 
-def _exchange(x: Tensor, axis: Axis, sent: list[int], received: list[int]) -> Tensor:
+def _all_to_all_single(x: Tensor, axis: Axis, sent: list[int], received: list[int]) -> Tensor:
     return _under_way(_ops.all_to_all_single(x.contiguous(), received, sent, axis.name))
 
 
@@ -325,7 +328,7 @@ class _ReduceScatter(torch.autograd.Function):
         return _all_gather(grad, ctx.axis, ctx.dim), None, None
 
 
-class _AllGatherAlike(torch.autograd.Function):
+class _AllGatherReplicated(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, axis: Axis, dim: int) -> Tensor:
         ctx.axis, ctx.dim = axis, dim
@@ -349,10 +352,10 @@ class _AllToAll(torch.autograd.Function):
 
 class _BeginAllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, exchange: Exchange) -> Tensor:
+    def forward(ctx, x: Tensor, exchange: PendingAllToAll) -> Tensor:
         ctx.back = exchange.back
         ctx.set_materialize_grads(False)  # the gradient has other rows than the result: it comes by `back`
-        return _exchange(x, exchange.axis, exchange.sent, exchange.received)
+        return _all_to_all_single(x, exchange.axis, exchange.sent, exchange.received)
 
     @staticmethod
     def backward(ctx, nothing: None):
@@ -361,18 +364,18 @@ class _BeginAllToAll(torch.autograd.Function):
 
 class _EndAllToAll(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows: Tensor, exchange: Exchange) -> Tensor:
+    def forward(ctx, rows: Tensor, exchange: PendingAllToAll) -> Tensor:
         ctx.back, ctx.axis = exchange.back, exchange.axis
         ctx.sent, ctx.received = exchange.sent, exchange.received
         return wait(rows)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        ctx.back.append(_exchange(grad, ctx.axis, ctx.received, ctx.sent))
+        ctx.back.append(_all_to_all_single(grad, ctx.axis, ctx.received, ctx.sent))
         return None, None
 
 
-class _OwnPart(torch.autograd.Function):
+class _LocalChunk(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, axis: Axis) -> Tensor:
         ctx.axis = axis

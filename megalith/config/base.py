@@ -130,9 +130,10 @@ class Section(BaseModel):
     @classmethod
     def _refuse_truth_as_number(cls, value: Any, info: ValidationInfo) -> Any:
         """True is no number here: `--train.train_iters` with its value forgotten would be one iteration."""
-        annotation = cls.model_fields[info.field_name].annotation
-        if isinstance(value, bool) and bool not in (annotation, *typing.get_args(annotation)):
-            raise PydanticCustomError("no_truth", "a value is needed, not true or false")
+        if isinstance(value, bool):
+            annotation = cls.model_fields[info.field_name].annotation
+            if bool not in (annotation, *typing.get_args(annotation)):
+                raise PydanticCustomError("no_truth", "a value is needed, not true or false")
         return value
 
     @classmethod

@@ -44,6 +44,7 @@ class DataConfig(Section):
                 "HuggingFaceTokenizer",
                 "SentencePieceTokenizer",
                 "Llama2Tokenizer",
+                "Llama3Tokenizer",
                 "GPT2BPETokenizer",
                 "BertWordPieceLowerCase",
                 "BertWordPieceCase",

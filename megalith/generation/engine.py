@@ -50,7 +50,7 @@ from megalith.ops.cross_entropy import linear_logits
 from megalith.ops.dropout import column_keys, mix, token_keys
 from megalith.ops.gumbel import sample
 from megalith.parallel.data.replicas import copies_of
-from megalith.parallel.shards import Box, box_of, to_local_parameters
+from megalith.parallel.shards import LocalShard, local_shard, to_local_parameters
 from megalith.parallel.tensor.lora_shards import cut_adapters
 from megalith.parallel.tensor.tensor_parallel import apply_tensor
 
@@ -106,7 +106,7 @@ class Engine:
         self.max_rows, self.max_tokens = max_rows, max_tokens
         self.version = 0
         self.model = self._build(lora) if model is None else model
-        self.boxes: dict[str, Box] = named_boxes([self.model])
+        self.shards: dict[str, LocalShard] = named_shards([self.model])
         # Experts whose rows the host has to know cannot be part of a graph.
         capturable = on_gpu and (not config.num_experts or self.model.config.moe_grouped_gemm)
         self._graphed = capturable if graphs is None else graphs
@@ -144,21 +144,21 @@ class Engine:
 
         Raises ConfigError where one is missing, unknown or of another shape.
         """
-        missing = set(self.boxes)
+        missing = set(self.shards)
         for name, tensor in tensors:
-            if name not in self.boxes:
+            if name not in self.shards:
                 if self.of_further_layers(name):
                     continue
                 raise ConfigError(
                     f"the engine has no tensor {name}; load the weights of the model that it is for"
                 )
-            box = self.boxes[name]
-            if tuple(tensor.shape) != box.shape:
+            shard = self.shards[name]
+            if tuple(tensor.shape) != shard.shape:
                 raise ConfigError(
-                    f"{name} is {list(tensor.shape)}, but the engine's is {list(box.shape)}; load the weights of the "
+                    f"{name} is {list(tensor.shape)}, but the engine's is {list(shard.shape)}; load the weights of the "
                     "model that it is for"
                 )
-            box.values.copy_(box.cut_from(tensor))
+            shard.values.copy_(shard.cut_from(tensor))
             missing.discard(name)
         if missing:
             raise ConfigError(
@@ -444,14 +444,14 @@ class Engine:
                 waiting.appendleft(sequence)
 
 
-def named_boxes(chunks: Iterable[torch.nn.Module]) -> dict[str, Box]:
-    """This rank's boxes of parameters and persistent buffers; a tensor that has two names under its first."""
-    named: dict[str, Box] = {}
+def named_shards(chunks: Iterable[torch.nn.Module]) -> dict[str, LocalShard]:
+    """This rank's shards of parameters and persistent buffers; a tensor that has two names under its first."""
+    named: dict[str, LocalShard] = {}
     seen: set[int] = set()
     for chunk in chunks:
         copies = copies_of(chunk)
         for name, tensor in chunk.state_dict(keep_vars=True).items():
             if id(tensor) not in seen:
                 seen.add(id(tensor))
-                named[name] = box_of(tensor, copies.get(name))
+                named[name] = local_shard(tensor, copies.get(name))
     return named

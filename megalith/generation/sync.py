@@ -1,9 +1,9 @@
 """Weights from a trained model into an engine, in place.
 
-Where a rank of the model and of the engine have the same box of a tensor (the same tensor-parallel axis, no stages, no
-shards over data), it is cast and copied on the device. All others travel: each owned box is broadcast from its rank, in
-the engine's type and in buckets, and every rank takes what its engine has of it. So an engine has whole layers, or
-their tensor-parallel shards, whatever stages, experts' ranks and ZeRO shards the trainer has.
+Where a rank of the model and of the engine have the same shard of a tensor (the same tensor-parallel axis, no stages,
+no shards over data), it is cast and copied on the device. All others travel: each owned shard is broadcast from its
+rank, in the engine's type and in buckets, and every rank takes what its engine has of it. So an engine has whole
+layers, or their tensor-parallel shards, whatever stages, experts' ranks and ZeRO shards the trainer has.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch import Tensor
 
 from megalith.comm.collectives import gather_json
 from megalith.errors import ConfigError
-from megalith.generation.engine import Engine, named_boxes
+from megalith.generation.engine import Engine, named_shards
 from megalith.models.transformer import Transformer
 from megalith.parallel.gather import ALONE, global_tensors
 from megalith.parallel.parallel_model import ParallelModel
-from megalith.parallel.shards import Box
+from megalith.parallel.shards import LocalShard
 
 BUCKET = 2**28  # bytes of a broadcast
 
@@ -86,7 +86,7 @@ def sync(engine: Engine, model: Transformer | ParallelModel, version: int | None
 
 @dataclass(frozen=True)
 class _Part:
-    """A box of a tensor, and the rank that gives it."""
+    """A shard of a tensor, and the rank that gives it."""
 
     name: str
     rank: int
@@ -102,19 +102,19 @@ class _Source:
         is_parallel = isinstance(model, ParallelModel)
         self.world = model.mesh.world if is_parallel else ALONE
         self.own = {
-            name: box
-            for name, box in named_boxes(model.chunks if is_parallel else [model]).items()
+            name: shard
+            for name, shard in named_shards(model.chunks if is_parallel else [model]).items()
             if not engine.of_further_layers(name)
         }
         if is_parallel:  # FSDP2's modules may have whole parameters at the moment
-            self.own |= {name: box for name, box in model.parameters.boxes.items() if name in self.own}
-        apart = [name for name, box in engine.boxes.items() if not _same(box, self.own.get(name))]
+            self.own |= {name: shard for name, shard in model.parameters.shards.items() if name in self.own}
+        apart = [name for name, shard in engine.shards.items() if not _same(shard, self.own.get(name))]
         apart = sorted({name for names in gather_json(apart, self.world) for name in names})
-        self.local = [name for name in engine.boxes if name not in apart]
+        self.local = [name for name in engine.shards if name not in apart]
         self.parts: list[_Part] = []
         if apart:
             tensors = global_tensors(
-                {name: box for name, box in self.own.items() if name in apart}, self.world
+                {name: shard for name, shard in self.own.items() if name in apart}, self.world
             )
             if lost := sorted(set(apart) - set(tensors)):
                 raise ConfigError(f"the model has no tensor {lost[0]}; build the engine of its configuration")
@@ -128,17 +128,17 @@ class _Source:
 
     @torch.no_grad()
     def copy(self) -> SyncReport:
-        boxes, device = self.engine.boxes, self.engine.device
+        shards, device = self.engine.shards, self.engine.device
         _wait(device)
         began = time.perf_counter()
         if self.local:
             torch._foreach_copy_(
-                [boxes[name].values for name in self.local], [self.own[name].values for name in self.local]
+                [shards[name].values for name in self.local], [self.own[name].values for name in self.local]
             )
         for bucket in self._buckets():
             self._broadcast(bucket)
         _wait(device)
-        total = sum(box.values.nbytes for box in boxes.values())
+        total = sum(shard.values.nbytes for shard in shards.values())
         return SyncReport(total, time.perf_counter() - began, self.gathered)
 
     def _buckets(self) -> Iterator[list[_Part]]:
@@ -146,12 +146,12 @@ class _Source:
         bucket: list[_Part] = []
         size = 0
         for part in self.parts:
-            dtype = self.engine.boxes[part.name].values.dtype
+            dtype = self.engine.shards[part.name].values.dtype
             nbytes = torch.Size(part.shape).numel() * dtype.itemsize
             if bucket and (
                 size + nbytes > BUCKET
                 or part.rank != bucket[0].rank
-                or dtype != self.engine.boxes[bucket[0].name].values.dtype
+                or dtype != self.engine.shards[bucket[0].name].values.dtype
             ):
                 yield bucket
                 bucket, size = [], 0
@@ -161,9 +161,9 @@ class _Source:
             yield bucket
 
     def _broadcast(self, bucket: list[_Part]) -> None:
-        boxes, rank = self.engine.boxes, bucket[0].rank
+        shards, rank = self.engine.shards, bucket[0].rank
         sizes = [torch.Size(part.shape).numel() for part in bucket]
-        dtype = boxes[bucket[0].name].values.dtype
+        dtype = shards[bucket[0].name].values.dtype
         flat = torch.empty(sum(sizes), dtype=dtype, device=self.engine.device)
         pieces = [piece.view(part.shape) for piece, part in zip(flat.split(sizes), bucket)]
         if rank == self.world.rank:
@@ -171,23 +171,23 @@ class _Source:
         if self.world.size > 1:
             dist.broadcast(flat, rank, group=self.world.group)
         for part, piece in zip(bucket, pieces):
-            _take(boxes[part.name], piece, part.offset)
+            _take(shards[part.name], piece, part.offset)
 
 
-def _same(box: Box, other: Box | None) -> bool:
-    return other is not None and (box.offset, box.values.shape) == (other.offset, other.values.shape)
+def _same(shard: LocalShard, other: LocalShard | None) -> bool:
+    return other is not None and (shard.offset, shard.values.shape) == (other.offset, other.values.shape)
 
 
-def _take(box: Box, piece: Tensor, offset: tuple[int, ...]) -> None:
-    """Copies into the box what it has of a piece of the same tensor."""
+def _take(shard: LocalShard, piece: Tensor, offset: tuple[int, ...]) -> None:
+    """Copies into the shard what it has of a piece of the same tensor."""
     here, there = [], []
-    for own, size, at, count in zip(box.offset, box.values.shape, offset, piece.shape):
+    for own, size, at, count in zip(shard.offset, shard.values.shape, offset, piece.shape):
         first, last = max(own, at), min(own + size, at + count)
         if first >= last:
             return
         here.append(slice(first - own, last - own))
         there.append(slice(first - at, last - at))
-    box.values[tuple(here)] = piece[tuple(there)]
+    shard.values[tuple(here)] = piece[tuple(there)]
 
 
 def _wait(device: torch.device) -> None:

@@ -5,6 +5,7 @@ rendezvous and restarts them, with as many ranks as there are then. Here it also
 
 - hands stop signals on to its processes and lets them take their time, which a checkpoint needs;
 - ends the other ranks at once when one has failed: all that they could do is wait for it;
+- ends its ranks where they wait for those of a machine that is lost before they are connected;
 - starts nothing again that was refused with a reason: it would be refused again;
 - keeps the first failure, which tells more than those of the attempts after it.
 
@@ -23,6 +24,7 @@ import time
 import uuid
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from subprocess import Popen
@@ -47,7 +49,9 @@ from megalith.errors import REFUSALS, ConfigError
 from megalith.launch.failure import CRASH_FILE, CRASHES, Failure, first_failure
 from megalith.launch.meeting import (
     ANSWER_PATIENCE,
+    CONNECTED_FILE,
     LOOPBACK,
+    PeerWatch,
     address_towards,
     await_name,
     hold_store,
@@ -65,7 +69,7 @@ LAST_CALL = 10  # seconds that machines wait for more to come when there are as 
 class OneMachine(RendezvousHandler):
     """The rendezvous of a launcher that is alone: nothing to agree on, and a store that loopback alone reaches."""
 
-    use_agent_store = True
+    use_agent_store, holds_store = True, True
 
     def __init__(self) -> None:
         self.job = uuid.uuid4().hex
@@ -116,6 +120,7 @@ class SeveralMachines(RendezvousHandler):
             f"waiting at {self._host}:{self._port} for the launchers of {count} machines (--rdzv-id {run_id})",
             file=sys.stderr,
         )
+        self.holds_store = False
         store, self.job = self._open(run_id)
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # the ranks' store is ours
         meeting = RendezvousParameters(
@@ -132,6 +137,7 @@ class SeveralMachines(RendezvousHandler):
             with suppress(OSError):  # taken: by another launcher of this machine, it is to be hoped
                 store, job = hold_store(self._host, self._port, timeout), uuid.uuid4().hex
                 store.set(key, json.dumps([run_id, job]))
+                self.holds_store = True
                 return store, job
         store = join_store(self._host, self._port, timeout)
         self._address = address_towards(self._host, self._port)
@@ -200,12 +206,20 @@ class Agent(LocalElasticAgent):
         self._ended_by_us: set[int] = set()
 
     def _start_workers(self, worker_group: WorkerGroup) -> dict[int, Any]:
-        for name in (STOP_CODE_FILE, CRASH_FILE):  # of the ranks before
+        for name in (STOP_CODE_FILE, CRASH_FILE, CONNECTED_FILE):  # of the ranks before
             Path(os.environ[name]).unlink(missing_ok=True)
         ids = super()._start_workers(worker_group)
         for number in STOP_SIGNALS:  # elastic's own handlers take over what `nohup` has us ignore
             signal.signal(number, self._hand_on if number in self._heeded else signal.SIG_IGN)
         self._ended_by_us.clear()
+        self._lost = ""
+        self._peers = PeerWatch(
+            worker_group.store,
+            worker_group.group_rank,
+            worker_group.group_world_size,
+            Path(os.environ[CONNECTED_FILE]),
+            len(ids),
+        )
         self.world_size = worker_group.workers[0].world_size
         return ids
 
@@ -226,6 +240,9 @@ class Agent(LocalElasticAgent):
                 os.kill(handler.proc.pid, number)  # not to its group: data workers serve it to the end
 
     def _monitor_workers(self, worker_group: WorkerGroup) -> RunResult:
+        if not self._lost and (lost := self._peers.look()):
+            self._lost = lost
+            self._end(worker_group)
         self._end_survivors(worker_group)
         result = super()._monitor_workers(worker_group)
         waiting = worker_group.spec.rdzv_handler.num_nodes_waiting
@@ -235,7 +252,10 @@ class Agent(LocalElasticAgent):
             own = {r: f for r, f in result.failures.items() if r not in self._ended_by_us}
             ranks = [worker.global_rank for worker in worker_group.workers]
             files = {rank: self._pcontext.error_files[number] for number, rank in enumerate(ranks)}
-            self._failed(first_failure(own or result.failures, files), worker_group.group_world_size)
+            failure = first_failure(own or result.failures, files)
+            if self._lost and not own:
+                failure = replace(failure, lost=self._lost)
+            self._failed(failure, worker_group.group_world_size)
         return result
 
     def _end_survivors(self, worker_group: WorkerGroup) -> None:
@@ -245,7 +265,10 @@ class Agent(LocalElasticAgent):
             return
         if any(code and -code in CRASHES for code in codes):
             self._let_tell([handler.proc for handler in handlers.values()])
-        for local_rank, handler in handlers.items():
+        self._end(worker_group)
+
+    def _end(self, worker_group: WorkerGroup) -> None:
+        for local_rank, handler in self._pcontext.subprocess_handlers.items():
             if handler.proc.poll() is None:
                 self._ended_by_us.add(worker_group.workers[local_rank].global_rank)
                 with contextlib.suppress(ProcessLookupError):
@@ -263,6 +286,9 @@ class Agent(LocalElasticAgent):
         if self._remaining_restarts:
             again = f"starting again ({len(self.failures)} of {self._worker_group.spec.max_restarts})"
             print(failure.sentence(self.world_size), again, sep="\n", file=sys.stderr)
+        else:
+            holds_store = self._worker_group.spec.rdzv_handler.holds_store
+            self._peers.tell(failure.sentence(), holds_store)
 
 
 def _wait_for(processes: Sequence[Popen], seconds: float) -> None:

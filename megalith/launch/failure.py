@@ -124,11 +124,14 @@ class Failure:
     ended: int  # the process's exit code; negative: ended by that signal
     said: Mapping[str, Any] | None = None  # what `report` handed over
     stacks: str = ""  # of its threads, where a signal ended it that is an error of the program
+    lost: str = ""  # why the launcher ended it, where it was not connected yet
     others: str = ""  # the last collectives of the ranks that lost it
 
     @property
     def exit_code(self) -> int:
-        """For the launcher to end with: the rank's own, or 128 + the signal's number."""
+        """For the launcher to end with: the rank's own, or 128 + the signal's number; 1 where another was lost."""
+        if self.lost:
+            return 1
         if self.said is not None:
             return self.said["exit_code"]
         return self.ended if self.ended > 0 else 128 - self.ended
@@ -142,6 +145,8 @@ class Failure:
 
     def sentence(self, world_size: int = 1) -> str:
         """What the launcher prints; with a `world_size` above 1 also of the others."""
+        if self.lost:
+            return f"error: the ranks of this machine were stopped before they were connected: {self.lost}"
         others = f"; the other {world_size - 1} were stopped" if world_size > 1 else ""
         if self.said is None and self.ended < 0:
             name = signal.Signals(-self.ended).name

@@ -11,7 +11,7 @@ import torch
 from torch.distributed import distributed_c10d
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from megalith.comm.collectives import summed
+from megalith.comm.collectives import all_reduce_no_grad
 from megalith.parallel.mesh import Mesh
 
 PATIENCE = timedelta(days=1)  # of a collective while a rank may be busy with its disk
@@ -51,7 +51,7 @@ class Heartbeat:
 
     def settle(self, phase: str) -> None:
         """Waits for the other ranks' long work; from here on the time-out holds again."""
-        summed(torch.zeros(()), self._mesh.world)
+        all_reduce_no_grad(torch.zeros(()), self._mesh.world)
         set_timeouts(self._timeout)
         self.beat(self.step, phase)
         self.is_long = False

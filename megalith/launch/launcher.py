@@ -24,6 +24,7 @@ import torch.distributed as dist
 from megalith.errors import ConfigError, TrainingError
 from megalith.launch.failure import CRASH_FILE, RankLost, report_uncaught
 from megalith.launch.meeting import (
+    CONNECTED_FILE,
     JOB,
     hold_store,
     is_loopback,
@@ -117,6 +118,9 @@ def init_distributed(device: torch.device, timeout: timedelta = TIMEOUT, one_spe
             dist.init_process_group("gloo", **options)
     except RuntimeError as error:
         raise RankLost(_unreachable(process, error)) from error
+    if path := os.environ.get(CONNECTED_FILE):
+        with open(path, "ab", buffering=0) as file:
+            file.write(b".")
     if one_speaks and not process.is_first:
         sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (to the end of the process)
     return process
@@ -224,7 +228,9 @@ def launch(
             code_file = os.environ[STOP_CODE_FILE] = os.path.join(folder, "stop_code")
             agent = build_agent(nproc, command, (least, most), max_restarts, rdzv_endpoint, rdzv_id, folder)
             crash_file = os.path.join(folder, "crashed")
-            os.environ |= {LAUNCHER: str(os.getpid()), JOB: agent.job, CRASH_FILE: crash_file}
+            connected_file = os.path.join(folder, "connected")
+            os.environ |= {LAUNCHER: str(os.getpid()), JOB: agent.job}
+            os.environ |= {CRASH_FILE: crash_file, CONNECTED_FILE: connected_file}
             try:
                 result = agent.run()
             finally:
@@ -239,7 +245,7 @@ def launch(
         print(f"error: the machines of the job could not rendezvous: {error}", file=sys.stderr)
         return 1
     finally:
-        for name in (STOP_CODE_FILE, CRASH_FILE, LAUNCHER, JOB):  # they were for the workers
+        for name in (STOP_CODE_FILE, CRASH_FILE, CONNECTED_FILE, LAUNCHER, JOB):  # they were for the workers
             os.environ.pop(name, None)
         logging.disable(logging.NOTSET)
     first, last = agent.failures[0], agent.failures[-1]

@@ -18,8 +18,9 @@ import threading
 import time
 from contextlib import suppress
 from datetime import timedelta
+from pathlib import Path
 
-from torch.distributed import TCPStore
+from torch.distributed import Store, TCPStore
 
 from megalith.errors import ConfigError
 
@@ -30,6 +31,10 @@ BACKLOG = 16384  # connections that wait to be accepted: every rank of a job com
 HOST_PATIENCE = 600.0  # seconds that a machine waits for the one that holds the store
 TELL_AFTER = 10.0  # seconds after which it is logged what is waited for
 ANSWER_PATIENCE = 10.0  # seconds in which a store answers whom it has let connect
+LOOKS_EVERY = 1.0  # seconds between a launcher's looks at the others while their ranks connect
+SILENCE = 60.0  # seconds after which a launcher of which nothing is heard is lost
+RELAY = 15.0  # seconds that the launcher of the store waits for the others to have read why the job fails
+CONNECTED_FILE = "MEGALITH_CONNECTED_FILE"  # a launcher's: a byte of each of its ranks that has connected
 JOB = "MEGALITH_JOB"  # names the job that a launcher has started: the same for all of its ranks and attempts
 
 
@@ -164,6 +169,74 @@ def no_rendezvous(host: str, port: int) -> ConfigError:
         f"what listens at {host}:{port} is no rendezvous of a job: it does not answer as one; choose a port that no "
         "other program of that machine uses"
     )
+
+
+class PeerWatch:
+    """What a launcher hears of those of the other machines while their ranks connect.
+
+    A rank whose peer has gone before they are connected would wait for its timeout: there is no connection yet that
+    could break. So each launcher that fails for good leaves its sentence in the rendezvous' store, and each listens for
+    the heartbeat of the next one. Once its own ranks are connected a launcher is at rest.
+    """
+
+    FAILED, NOTED = "megalith/failed", "megalith/noted"
+
+    def __init__(self, store: Store, rank: int, machines: int, connected: Path, ranks: int):
+        """`store`: of this round's rendezvous; `connected`: see CONNECTED_FILE, of `ranks` ranks."""
+        self._store, self._rank, self._machines = store, rank, machines
+        self._connected, self._ranks = connected, ranks
+        self._beats, self._next_look = 0, 0.0
+        self._heard, self._heard_at = b"", time.monotonic()
+        self.rests = machines == 1
+
+    def look(self) -> str:
+        """Why the ranks of this machine will never connect, a sentence; empty while they may. Takes little time."""
+        now = time.monotonic()
+        if self.rests or now < self._next_look:
+            return ""
+        self._next_look = now + LOOKS_EVERY
+        try:
+            if self._connected.exists() and self._connected.stat().st_size >= self._ranks:
+                self._store.set(self._beat_of(self._rank), "at rest")
+                self.rests = True
+                return ""
+            self._beats += 1
+            self._store.set(self._beat_of(self._rank), f"{self._beats} {socket.gethostname()}")
+            if not self._store.check([self.FAILED]):
+                self._listen(now)
+            if self._store.check([self.FAILED]):
+                self._store.add(self.NOTED, 1)
+                return self._store.get(self.FAILED).decode()
+        except RuntimeError:  # torch's errors of a store
+            return "the launcher that holds the rendezvous has ended or is no longer reached; look at what it says"
+        return ""
+
+    def _listen(self, now: float) -> None:
+        other = (self._rank + 1) % self._machines
+        key = self._beat_of(other)
+        beat = self._store.get(key) if self._store.check([key]) else b""
+        if beat != self._heard or beat == b"at rest":
+            self._heard, self._heard_at = beat, now
+        elif now - self._heard_at > SILENCE:
+            host = beat.decode().partition(" ")[2] or f"number {other}"
+            self._store.set(
+                self.FAILED,
+                f"nothing has been heard for {SILENCE:g} s of the launcher on machine {host}, while the ranks connect",
+            )
+
+    def tell(self, sentence: str, holds_store: bool) -> None:
+        """Leaves for the others why the job has failed for good. Who holds the store stays until they have read it."""
+        if self.rests:
+            return
+        with suppress(RuntimeError):
+            if not self._store.check([self.FAILED]):
+                self._store.set(self.FAILED, f"on machine {socket.gethostname()}: {sentence}")
+            deadline = time.monotonic() + (RELAY if holds_store else 0)
+            while self._store.add(self.NOTED, 0) < self._machines - 1 and time.monotonic() < deadline:
+                time.sleep(0.1)
+
+    def _beat_of(self, rank: int) -> str:
+        return f"megalith/beat/{rank}"
 
 
 def await_name(host: str, patience: float = HOST_PATIENCE) -> None:

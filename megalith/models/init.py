@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor, nn
 
-from megalith.comm.collectives import local, local_place
+from megalith.comm.collectives import local, local_shape_and_offset
 from megalith.config import ModelConfig
 
 BLOCK = 2**20  # elements that one generator fills
@@ -32,7 +32,7 @@ def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
     """
     with torch.no_grad():
         for name, parameter in model.named_parameters():
-            shape, first = local_place(parameter)
+            shape, first = local_shape_and_offset(parameter)
             local(parameter).copy_(initial_value(name, parameter.shape, config, seed, shape, first))
         for buffer in model.buffers():
             buffer.zero_()

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from megalith.comm.collectives import Axis, local, local_place
+from megalith.comm.collectives import Axis, local, local_shape_and_offset
 from megalith.models.init import normal_rows
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Model(nn.Module):
     def initialize(self, seed: int) -> None:
         """Matrices N(0, `initial_std`), other weights 1, biases 0, by seed and name alone: the same in every layout."""
         for name, parameter in self.named_parameters():
-            shape, first = local_place(parameter)
+            shape, first = local_shape_and_offset(parameter)
             if parameter.dim() < 2:
                 local(parameter).fill_(0.0 if name.endswith("bias") else 1.0)
                 continue

@@ -53,12 +53,19 @@ def as_one_kernel(function: Callable, *args, sizes_vary: bool = False, rows_vary
     return _compiled(function, None if sizes_vary or rows_vary else False)(*args)
 
 
+def recomputing() -> tuple[AbstractContextManager, AbstractContextManager]:
+    """torch's contexts of a pass and of its recomputation in compiled code, of which nothing is saved. Without them
+    torch 2.11 saves the results of matmuls."""
+    return create_selective_checkpoint_contexts(lambda *args, **kwargs: CheckpointPolicy.PREFER_RECOMPUTE)
+
+
 def saving_attention() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """torch's contexts of a pass and of its recomputation in compiled code, which finds attention's output saved."""
+    """As `recomputing`, but attention's output is saved."""
     return create_selective_checkpoint_contexts(_saves)
 
 
-saving_attention.cache_hash = "megalith.saving_attention"  # torch's key for what it compiles with it
+recomputing.cache_hash = "megalith.recomputing"  # torch's keys for what it compiles with them
+saving_attention.cache_hash = "megalith.saving_attention"
 
 
 def _saves(context: Any, operator: Any, *args, **kwargs) -> CheckpointPolicy:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from megalith.comm.collectives import Axis, summed
+from megalith.comm.collectives import Axis, all_reduce_no_grad
 from megalith.ops import kernels as fused
 from megalith.ops.compiled import as_one_kernel
 
@@ -68,7 +68,7 @@ def linear_cross_entropy(
         {"weights": loss_mask.reshape(-1)},
         None,
         max(0, vocab_size - first),
-        _chunk(hidden, rows or weight.shape[0]),
+        tokens_at_once(rows or weight.shape[0], hidden.device.type),
         softcap,
         1.0,
         False,
@@ -112,7 +112,7 @@ def linear_token_losses(
         {name: x.reshape(-1) for name, x in tokens.items()},
         of,
         max(0, vocab_size - first),
-        _chunk(hidden, rows or weight.shape[0]),
+        tokens_at_once(rows or weight.shape[0], hidden.device.type),
         softcap,
         temperature,
         entropy,
@@ -122,10 +122,10 @@ def linear_token_losses(
     return loss, logprobs.view(targets.shape), None if entropies is None else entropies.view(targets.shape)
 
 
-def _chunk(hidden: Tensor, rows: int) -> int:
+def tokens_at_once(rows: int, device_type: str = "cuda") -> int:
     """The number of tokens whose logits, of so many entries each, exist at once."""
-    large = hidden.is_cuda and rows > LARGE_VOCABULARY
-    tokens = (LARGE_CHUNK if large else CHUNK_ELEMENTS[hidden.device.type]) // rows
+    large = device_type == "cuda" and rows > LARGE_VOCABULARY
+    tokens = (LARGE_CHUNK if large else CHUNK_ELEMENTS[device_type]) // rows
     return max(1, tokens - tokens % CHUNK_MULTIPLE if tokens > CHUNK_MULTIPLE else tokens)
 
 
@@ -169,10 +169,12 @@ class _LinearLosses(torch.autograd.Function):
                     slopes = [None if slope is None else slope * factor / temperature for slope in slopes]
                     softmax = (log_sum, entropies, temperature, softcap)
                     grad = _logits_gradient(logits, at, own, slopes[0][:, None], slopes[1], *softmax)
+                del logits
             if wants_gradient:
                 grads.append(grad @ matrix)
                 if grad_weight is not None:  # else the matrix is frozen
                     grad_weight = _add_matmul(grad_weight, grad.T, x)
+                del grad  # before there are the next chunk's
         if wants_gradient:
             ctx.save_for_backward(torch.cat(grads), grad_weight)
         each = (None if of is None or part[0] is None else torch.cat(part) for part in zip(*found))
@@ -243,7 +245,7 @@ def linear_logprobs(
         weight,
         targets.reshape(tokens.numel(), -1) - first,
         max(0, vocab_size - first),
-        _chunk(hidden, rows or weight.shape[0]),
+        tokens_at_once(rows or weight.shape[0], hidden.device.type),
         softcap,
         temperature,
         entropy,
@@ -379,12 +381,12 @@ def _whole(
     [tokens, k], which count where `own` says that they are this rank's, and the softmax's entropy [tokens]."""
     if axis.size == 1:
         return log_sum, targets, entropy
-    largest = summed(log_sum, axis, "max")
+    largest = all_reduce_no_grad(log_sum, axis, "max")
     share = (log_sum - largest).exp()
     parts = [share, *torch.where(own, targets, 0.0).unbind(1)]
     if entropy is not None:
         parts.append(share * (entropy - (log_sum - largest)))
-    total, *sums = summed(torch.stack(parts), axis)
+    total, *sums = all_reduce_no_grad(torch.stack(parts), axis)
     if entropy is not None:
         entropy = sums.pop() / total + total.log()
     return largest + total.log(), torch.stack(sums, 1), entropy

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from megalith.comm.collectives import Axis, summed
+from megalith.comm.collectives import Axis, all_reduce_no_grad
 from megalith.ops import kernels
 from megalith.ops.compiled import as_one_kernel
 from megalith.ops.gemm import Gemm, Operand
@@ -264,7 +264,7 @@ class AmaxTable:
 
     def end_passes(self, world: Axis) -> None:
         """After the step's last pass: every rank's amaxes become those of the whole run."""
-        self.seen.copy_(summed(self.seen, world, "max"))
+        self.seen.copy_(all_reduce_no_grad(self.seen, world, "max"))
 
     def overflow(self) -> Tensor:
         """Zero, or NaN where an amax of this step is not finite: float32 scalar."""
@@ -317,7 +317,7 @@ class CurrentScaling:
     def scale(self, kind: int, x: Tensor) -> Tensor:
         largest = amax(x)
         for axis in self.axes:
-            largest = summed(largest, axis, "max")
+            largest = all_reduce_no_grad(largest, axis, "max")
         return power_of_two(scale_of(largest, self.formats[kind]))
 
 
@@ -506,7 +506,7 @@ class Fp8GroupedGemm(GroupedGemm):
 
 def _rows_in_codes(x: Tensor, cut: Axis, rows_vary: bool) -> Operand:
     """e4m3 codes of x [..., k], contiguous, and inverses [...]: a scale for each row, whose parts `cut` has."""
-    largest = summed(as_one_kernel(_row_amax, x, rows_vary=rows_vary), cut, "max")
+    largest = all_reduce_no_grad(as_one_kernel(_row_amax, x, rows_vary=rows_vary), cut, "max")
     return as_one_kernel(_row_codes, x, largest, rows_vary=rows_vary)
 
 

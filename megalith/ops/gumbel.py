@@ -16,7 +16,7 @@ import math
 import torch
 from torch import Tensor
 
-from megalith.comm.collectives import Axis, gathered, summed
+from megalith.comm.collectives import Axis, all_gather_no_grad, all_reduce_no_grad
 from megalith.ops import kernels
 from megalith.ops.compiled import as_one_kernel
 from megalith.ops.dropout import column_keys, mix
@@ -48,7 +48,8 @@ def sample(
     if temperature and (top_k or top_p < 1 or min_p):
         least = least_logit(logits[:, :real], inverse, top_k, top_p, min_p, axis)
     found = sampled_blocks(logits, keys, least, first, real, temperature, inverse)
-    found = gathered(found[None], axis).transpose(0, 1).flatten(1, 2)  # [rows, blocks of all ranks, 5]
+    found = all_gather_no_grad(found[None], axis)
+    found = found.transpose(0, 1).flatten(1, 2)  # [rows, blocks of all ranks, 5]
     return _put_together(found, inverse)
 
 
@@ -109,22 +110,22 @@ def least_logit(
     what top_k has kept; whose probability is at least min_p of the likeliest's.
     """
     z = logits.float() if logits.shape[1] else logits.new_full((len(logits), 1), LOWEST, dtype=torch.float32)
-    top = summed(z.amax(-1), axis, "max")
+    top = all_reduce_no_grad(z.amax(-1), axis, "max")
     least = torch.full_like(top, -math.inf)
     if top_k:
         best = z.topk(min(top_k, z.shape[1])).values
         if axis.size > 1:
             best = torch.nn.functional.pad(best, (0, top_k - best.shape[1]), value=-math.inf)
-            best = gathered(best[None], axis).transpose(0, 1).flatten(1).topk(top_k).values
+            best = all_gather_no_grad(best[None], axis).transpose(0, 1).flatten(1).topk(top_k).values
         least = best[:, -1]
     if top_p < 1:
         weights = ((z - top[:, None]) * inverse).exp().masked_fill(z < least[:, None], 0.0)
-        goal = summed(weights.sum(-1), axis) * top_p
+        goal = all_reduce_no_grad(weights.sum(-1), axis) * top_p
         low, high = _ordered(least), _ordered(top)
         for _ in range(32):
             middle = (low >> 1) + (high >> 1) + (low & high & 1)
             mass = as_one_kernel(_mass_above, z, weights, _ordered(middle, back=True), sizes_vary=True)
-            enough = summed(mass, axis) < goal
+            enough = all_reduce_no_grad(mass, axis) < goal
             low, high = torch.where(enough, low, middle + 1), torch.where(enough, middle, high)
         least = torch.maximum(least, _ordered(high, back=True))
     if min_p:

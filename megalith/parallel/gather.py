@@ -1,4 +1,4 @@
-"""Global tensors put together on rank 0, one at a time, from the boxes that the ranks own.
+"""Global tensors put together on rank 0, one at a time, from the shards that the ranks own.
 
 For a look at whole tensors. Rank 0 needs memory for one global tensor.
 """
@@ -13,14 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megalith.comm.collectives import Axis, gather_json
-from megalith.parallel.shards import Box
+from megalith.parallel.shards import LocalShard
 
 ALONE = Axis()  # the world of one process
 
 
 @dataclass(frozen=True)
-class GatheredBox:
-    """A box of a global tensor, the rank that gives it, and where it has it: optimizer state may be on the host."""
+class OwnedShard:
+    """A shard of a global tensor, the rank that gives it, and where it has it: optimizer state may be on the host."""
 
     rank: int
     offset: tuple[int, ...]
@@ -36,35 +36,35 @@ class GlobalTensor:
     shape: tuple[int, ...]
     world: Axis
     own: Tensor | None = None
-    parts: list[GatheredBox] = field(default_factory=list)
+    parts: list[OwnedShard] = field(default_factory=list)
 
     def whole(self) -> Tensor | None:
         """The tensor on rank 0's CPU, None elsewhere. Every rank calls it, in the same order of tensors."""
         whole = torch.empty(self.shape, dtype=self.dtype) if self.world.rank == 0 else None
         for part in self.parts:
             if whole is not None:
-                box = tuple(slice(at, at + size) for at, size in zip(part.offset, part.shape))
-                whole[box] = self.own if part.rank == 0 else self._receive(part)
+                index = tuple(slice(at, at + size) for at, size in zip(part.offset, part.shape))
+                whole[index] = self.own if part.rank == 0 else self._receive(part)
             elif part.rank == self.world.rank:
                 dist.send(self.own.contiguous(), dst=0, group=self.world.group)
         return whole
 
-    def _receive(self, part: GatheredBox) -> Tensor:
+    def _receive(self, part: OwnedShard) -> Tensor:
         tensor = torch.empty(part.shape, dtype=self.dtype, device=part.device_type)
         dist.recv(tensor, src=part.rank, group=self.world.group)
         return tensor
 
 
-def global_tensors(boxes: Mapping[str, Box], world: Axis) -> dict[str, GlobalTensor]:
-    """Every tensor that some rank of the world has a box of, the same names in the same order on every rank.
+def global_tensors(shards: Mapping[str, LocalShard], world: Axis) -> dict[str, GlobalTensor]:
+    """Every tensor that some rank of the world has a shard of, the same names in the same order on every rank.
 
     Every rank calls it. What several ranks own, such as a buffer or a tied embedding on two stages, the lowest gives.
     """
     own = []
-    for name, box in boxes.items():
-        if box.owned:
-            dtype = str(box.values.dtype).removeprefix("torch.")
-            own.append([name, dtype, box.shape, box.offset, box.values.shape, box.values.device.type])
+    for name, shard in shards.items():
+        if shard.owned:
+            dtype = str(shard.values.dtype).removeprefix("torch.")
+            own.append([name, dtype, shard.shape, shard.offset, shard.values.shape, shard.values.device.type])
     tensors: dict[str, GlobalTensor] = {}
     seen: set[tuple] = set()
     for rank, table in enumerate(gather_json(own, world)):
@@ -74,7 +74,7 @@ def global_tensors(boxes: Mapping[str, Box], world: Axis) -> dict[str, GlobalTen
             if 0 in shape or (name, offset) in seen:
                 continue
             seen.add((name, offset))
-            tensor.parts.append(GatheredBox(rank, offset, shape, device_type))
+            tensor.parts.append(OwnedShard(rank, offset, shape, device_type))
             if rank == world.rank:
-                tensor.own = boxes[name].values
+                tensor.own = shards[name].values
     return tensors

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megalith.comm.collectives import Axis, local, summed
+from megalith.comm.collectives import Axis, all_reduce_no_grad, local
 from megalith.config import ParallelConfig, RunConfig
 from megalith.data.batch import Batch
 from megalith.errors import ConfigError
@@ -419,7 +419,7 @@ class ParallelModel:
 
     def _everywhere(self, loss: Tensor) -> Tensor:
         """The sum over data and context, and over the stages, of which the last alone has one that is not zero."""
-        return summed(summed(loss, self.mesh.dp_cp), self.mesh.pp)
+        return all_reduce_no_grad(all_reduce_no_grad(loss, self.mesh.dp_cp), self.mesh.pp)
 
     def _pipeline(self) -> Pipeline:
         parallel = self._parallel

@@ -1,9 +1,9 @@
 """State as the optimizer and a checkpoint see it: each rank's shards, and the global tensors that they are parts of.
 
-A parameter is a DTensor, a global tensor of which this rank holds a box, or a plain tensor that is here whole. The
-optimizer steps plain parameters that share their storage with the boxes, which is six times quicker than stepping
-DTensors; a checkpoint stores boxes, each once. Where several ranks hold the same box, one of them is its owner, which
-counts it in the gradient's norm.
+A parameter is a DTensor, a global tensor of which this rank holds a shard, or a plain tensor that is here whole. The
+optimizer steps plain parameters that share their storage with the shards, which is six times quicker than stepping
+DTensors; a checkpoint stores shards, each once. Where several ranks hold the same shard, one of them is its owner,
+which counts it in the gradient's norm.
 
 Outside of FSDP2's modules the model too computes with plain parameters (`to_local_parameters`): for each DTensor that
 compiled code is given, it compares placements, takes it apart and puts its gradient together.
@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, Replicate
 
-from megalith.comm.collectives import Axis, local_place
+from megalith.comm.collectives import Axis, gather_json, local, local_shape_and_offset
 from megalith.optim.optimizer import Placement
 from megalith.parallel.data.replicas import copies_of
 from megalith.parallel.seams import replace_parameter
 
 
 @dataclass(frozen=True)
-class Box:
+class LocalShard:
     """The part of a global tensor that this rank holds."""
 
     values: Tensor
@@ -40,30 +40,30 @@ class Box:
     """Shape of the global tensor."""
 
     owned: bool
-    """True on one of the ranks that hold the same box."""
+    """True on one of the ranks that hold the same shard."""
 
-    def first_rows(self, rows: int) -> Box:
-        """The part of this box in the first `rows` of the global tensor."""
+    def first_rows(self, rows: int) -> LocalShard:
+        """The part of this shard in the first `rows` of the global tensor."""
         kept = min(max(rows - self.offset[0], 0), len(self.values))
         return replace(self, values=self.values[:kept], shape=(rows, *self.shape[1:]))
 
     def cut_from(self, whole: Tensor) -> Tensor:
-        """This box of another tensor of the global shape, as a view."""
+        """This shard of another tensor of the global shape, as a view."""
         return whole[tuple(slice(at, at + size) for at, size in zip(self.offset, self.values.shape))]
 
 
-def box_of(tensor: Tensor, copies: Axis | None = None) -> Box:
-    """The box of a DTensor; a plain tensor is a box by itself.
+def local_shard(tensor: Tensor, copies: Axis | None = None) -> LocalShard:
+    """The shard of a DTensor; a plain tensor is a shard by itself.
 
     `copies` are the ranks on which it stands alike without its placements telling so; the first of them owns it.
     """
     tensor, first = placed(tensor), copies is None or copies.rank == 0
     if not isinstance(tensor, DTensor):
-        return Box(tensor.detach(), (0,) * tensor.ndim, tuple(tensor.shape), owned=first)
+        return LocalShard(tensor.detach(), (0,) * tensor.ndim, tuple(tensor.shape), owned=first)
     coordinate = tensor.device_mesh.get_coordinate()
     owned = first and all(at == 0 for at, place in zip(coordinate, tensor.placements) if place.is_replicate())
-    _, offset = local_place(tensor)
-    return Box(tensor.detach().to_local(), offset, tuple(tensor.shape), owned)
+    _, offset = local_shape_and_offset(tensor)
+    return LocalShard(tensor.detach().to_local(), offset, tuple(tensor.shape), owned)
 
 
 def to_local_parameters(chunk: nn.Module) -> None:
@@ -98,11 +98,11 @@ class LocalParameters:
     """
 
     def __init__(self, chunks: Iterable[nn.Module]):
-        chunks = list(chunks)
+        self._chunks = chunks = list(chunks)
         self._state = [item for chunk in chunks for item in chunk.named_parameters()]
         self.copies = {name: axis for chunk in chunks for name, axis in copies_of(chunk).items()}
         """The plain copies among them: the ranks that hold each, by name."""
-        self.boxes = {name: box_of(parameter, self.copies.get(name)) for name, parameter in self._state}
+        self.shards = {name: local_shard(parameter, self.copies.get(name)) for name, parameter in self._state}
         self.named = [(name, self._plain(name, parameter)) for name, parameter in self._state]
         """Names and plain fp32 parameters of their local shape, some of them empty; share storage with the state."""
 
@@ -112,31 +112,52 @@ class LocalParameters:
         """By name, for an optimizer. `matrices` says which matrices a parameter of a name and shape is made of."""
         made = {}
         for name, parameter in self._state:
-            tensor, box = placed(parameter), self.boxes[name]
+            tensor, shard = placed(parameter), self.shards[name]
             stands = dict(
-                matrices=matrices(name, tensor.shape), shape=box.shape, offset=box.offset, seed=seed
+                matrices=matrices(name, tensor.shape), shape=shard.shape, offset=shard.offset, seed=seed
             )
             if isinstance(tensor, DTensor):
-                stands |= dict(whole=partial(_gathered, tensor), own=partial(_own_part, tensor, box))
+                stands |= dict(whole=partial(_all_gathered, tensor), own=partial(_own_shard, tensor, shard))
             made[name] = Placement(**stands)
         return made
 
     @torch.no_grad()
-    def store_frozen(self, dtype: torch.dtype) -> None:
-        """Stores frozen matrices in `dtype`, in which they are used, where it has all their values exactly; not those
-        that FSDP2 gathers. A cast of each, and the half of their memory or more, then fall away."""
-        for name, parameter in self._state:
-            stays = parameter.requires_grad or parameter.ndim < 2 or parameter.dtype == dtype
-            if stays or isinstance(parameter, DTensor):
+    def store_frozen(self, dtype: torch.dtype, world: Axis) -> None:
+        """Stores frozen matrices in `dtype`, in which they are used, where it has all their values exactly, on every
+        rank: a cast of each, and the half of their memory or more, then fall away.
+
+        Every rank of `world` calls it, before the first forward pass: FSDP2 takes other parameters until then."""
+        frozen = [
+            at
+            for at, (_, parameter) in enumerate(self._state)
+            if not (parameter.requires_grad or parameter.ndim < 2 or parameter.dtype == dtype)
+        ]
+
+        def is_exact(parameter: Tensor) -> bool:
+            return torch.equal(parameter.to(dtype).to(parameter.dtype), parameter)
+
+        own = [self._state[at][0] for at in frozen if not is_exact(local(self._state[at][1]))]
+        inexact = {name for names in gather_json(own, world) for name in names}
+        stored: dict[Tensor, nn.Parameter] = {}
+        for at in frozen:
+            name, parameter = self._state[at]
+            if name in inexact:
                 continue
-            short, like = parameter.data.to(dtype), placed(parameter)
-            if not torch.equal(short.to(parameter.dtype), parameter.data):
-                continue
-            parameter.data = short
-            if like is not parameter:
+            short, like = local(parameter).to(dtype), placed(parameter)
+            if isinstance(like, DTensor):
                 how = dict(run_check=False, shape=like.shape, stride=like.stride())
-                parameter.placed = DTensor.from_local(short, like.device_mesh, like.placements, **how)
-            self.boxes[name] = box_of(parameter, self.copies.get(name))
+                like = DTensor.from_local(short, like.device_mesh, like.placements, **how)
+            if isinstance(parameter, DTensor):
+                stored[parameter] = nn.Parameter(like, requires_grad=False)
+                self._state[at] = name, stored[parameter]
+            elif like is not parameter:
+                parameter.placed = like
+            self.named[at][1].data = short
+            self.shards[name] = local_shard(self._state[at][1], self.copies.get(name))
+        for module in (module for chunk in self._chunks for module in chunk.modules()):
+            for kind, parameter in list(module.named_parameters(recurse=False)):
+                if parameter in stored:
+                    replace_parameter(module, kind, stored[parameter])
 
     @torch.no_grad()  # else to_local is a step of autograd for each
     def attach_gradients(self) -> None:
@@ -153,11 +174,11 @@ class LocalParameters:
     def _plain(self, name: str, parameter: nn.Parameter) -> nn.Parameter:
         if not isinstance(parameter, DTensor):
             return parameter
-        return nn.Parameter(self.boxes[name].values, requires_grad=parameter.requires_grad)
+        return nn.Parameter(self.shards[name].values, requires_grad=parameter.requires_grad)
 
 
-def _gathered(like: DTensor, shard: Tensor) -> Tensor:
-    """The whole of which `shard` is this rank's box, as `like` is placed; of experts [experts, rows, columns] those of
+def _all_gathered(like: DTensor, shard: Tensor) -> Tensor:
+    """The whole of which this rank has `shard`, as `like` is placed; of experts [experts, rows, columns] those of
     the ranks that hold their parts. An all-gather over the axes that shard it."""
     placements = [
         place if len(like.shape) == 3 and getattr(place, "dim", None) == 0 else Replicate()
@@ -169,9 +190,9 @@ def _gathered(like: DTensor, shard: Tensor) -> Tensor:
     return tensor.redistribute(placements=placements).to_local()
 
 
-def _own_part(like: DTensor, box: Box, whole: Tensor) -> Tensor:
-    """This rank's box of what `_gathered` gives, as a view."""
+def _own_shard(like: DTensor, shard: LocalShard, whole: Tensor) -> Tensor:
+    """This rank's shard of what `_all_gathered` gives, as a view."""
     if whole.shape == like.shape:
-        return box.cut_from(whole)
-    first = (0, *box.offset[1:])  # its own experts are all there
-    return whole[tuple(slice(at, at + size) for at, size in zip(first, box.values.shape))]
+        return shard.cut_from(whole)
+    first = (0, *shard.offset[1:])  # its own experts are all there
+    return whole[tuple(slice(at, at + size) for at, size in zip(first, shard.values.shape))]

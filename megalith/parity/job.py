@@ -16,7 +16,7 @@ from itertools import chain
 from torch import Tensor
 
 from megalith.checkpoint.files import byte_view
-from megalith.checkpoint.state import STATE_WITH_ROWS, model_boxes, optimizer_boxes
+from megalith.checkpoint.state import STATE_WITH_ROWS, model_shards, optimizer_shards
 from megalith.comm.collectives import gather_json
 from megalith.config import RunConfig
 from megalith.config.rules.fastest import with_fastest
@@ -26,7 +26,7 @@ from megalith.launch.launcher import this_process
 from megalith.optim.moments import Moment
 from megalith.parallel.gather import global_tensors
 from megalith.parallel.mesh import build_mesh
-from megalith.parallel.shards import Box
+from megalith.parallel.shards import LocalShard
 from megalith.report.report import PendingStep
 from megalith.training.build import prepare, vocabulary_rows
 from megalith.training.process import machine_of, prepare_process
@@ -102,13 +102,13 @@ def run_job(config: RunConfig, step_count: int | None = None, task: Task | None 
 def gradients_by_name(run: Run) -> dict[str, Tensor]:
     """The attached gradients, unscaled, as global tensors on rank 0."""
     parameters = run.model.parameters
-    boxes = {
-        name: replace(parameters.boxes[name], values=plain.grad)
+    shards = {
+        name: replace(parameters.shards[name], values=plain.grad)
         for name, plain in parameters.named
         if plain.requires_grad
     }
     scale = run.loss_scale.scale.cpu()
-    return {name: gradient / scale for name, gradient in _whole(run, boxes).items()}
+    return {name: gradient / scale for name, gradient in _whole(run, shards).items()}
 
 
 def state_by_name(run: Run) -> dict[str, Tensor]:
@@ -117,10 +117,11 @@ def state_by_name(run: Run) -> dict[str, Tensor]:
 
 
 def unequal_copies(run: Run) -> list[str]:
-    """Names of the state's tensors of which two ranks hold the same box with other bits; the same on every rank."""
+    """Names of the state's tensors of which two ranks hold the same shard with other bits; the same on every rank."""
     world = run.mesh.world
     own = [
-        [name, box.offset, tuple(box.values.shape), _digest(box.values)] for name, box in _state(run).items()
+        [name, shard.offset, tuple(shard.values.shape), _digest(shard.values)]
+        for name, shard in _state(run).items()
     ]
     digests: dict[tuple, set[str]] = {}
     for name, offset, shape, digest in chain.from_iterable(gather_json(own, world)):
@@ -132,21 +133,21 @@ def _digest(values: Tensor) -> str:
     return hashlib.blake2b(byte_view(values.cpu()).numpy(), digest_size=8).hexdigest()
 
 
-def _state(run: Run) -> dict[str, Box]:
-    state = optimizer_boxes(run.optimizer, run.model.chunks)
+def _state(run: Run) -> dict[str, LocalShard]:
+    state = optimizer_shards(run.optimizer, run.model.chunks)
     wide = {
         name: replace(b, values=b.values.float()) for name, b in state.items() if isinstance(b.values, Moment)
     }
-    return model_boxes(run.model.chunks) | state | wide
+    return model_shards(run.model.chunks) | state | wide
 
 
-def _whole(run: Run, boxes: Mapping[str, Box]) -> dict[str, Tensor]:
+def _whole(run: Run, shards: Mapping[str, LocalShard]) -> dict[str, Tensor]:
     rows = vocabulary_rows(run.config)
     for name, count in list(rows.items()):
         rows |= {f"optim.{name}.{key}": count for key in STATE_WITH_ROWS}
-    boxes = {name: box.first_rows(rows[name]) if name in rows else box for name, box in boxes.items()}
+    shards = {name: shard.first_rows(rows[name]) if name in rows else shard for name, shard in shards.items()}
     tensors = {}
-    for name, tensor in global_tensors(boxes, run.mesh.world).items():
+    for name, tensor in global_tensors(shards, run.mesh.world).items():
         held = sum(math.prod(part.shape) for part in tensor.parts)
         assert held == math.prod(tensor.shape), f"{name}: ranks own {held} elements of {tensor.shape}"
         tensors[name] = tensor.whole()

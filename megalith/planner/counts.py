@@ -26,7 +26,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from torch import nn
-from torch.distributed.tensor import Shard
 
 from megalith.config import LoraConfig, ModelConfig, ParallelConfig
 from megalith.models.adapters import ADAPTER, add_adapters
@@ -89,7 +88,7 @@ class MetaModel:
         total: Counter[str] = Counter()
         for number, times in self.kinds(numbers).items():
             count = partial(self._count, self.layer(number), matrices)
-            one = self._once(("layer", number, matrices), count)
+            one = self.once(("layer", number, matrices), count)
             total.update({part: times * size for part, size in one.items()})
         return total
 
@@ -107,16 +106,16 @@ class MetaModel:
             kept = split_stages(self._model, [ends, []], rank=0)  # as if there were another rank
             return sum(map(self._count, kept), Counter())
 
-        return self._once(tuple((chunk.embedding, chunk.head) for chunk in ends), count)
+        return self.once(tuple((chunk.embedding, chunk.head) for chunk in ends), count)
 
     @property
     def output_matrix(self) -> int:
         """Elements of the output matrix, whole."""
-        return self._model.output_weight.numel()
+        return (self._model.output_layer or self._model.embedding.word_embeddings).weight.numel()
 
     def matmuls(self, number: int) -> list[Matmul]:
         """The matrices of a layer that tokens are multiplied with, as a rank has them."""
-        return self._once(("matmuls", self._first[number]), lambda: self._matmuls(number))
+        return self.once(("matmuls", self._first[number]), lambda: self._matmuls(number))
 
     def _matmuls(self, number: int) -> list[Matmul]:
         found = []
@@ -130,7 +129,8 @@ class MetaModel:
                 found.append(Matmul(rows, columns, experts[0] if experts else 0, style))
         return found
 
-    def _once(self, key: tuple, count: Callable[[], Any]) -> Any:
+    def once(self, key: tuple, count: Callable[[], Any]) -> Any:
+        """What `count` gives, which is asked once for each cut of the model."""
         parallel = self.parallel
         cut = (
             parallel.tensor_model_parallel_size,
@@ -166,8 +166,8 @@ class MetaModel:
                 (dims["etp"], parallel.expert_tensor_parallel_size),
             ]
         else:
-            placement = getattr(role_of(name, module, self.config.query_groups < tensor), kind)
-            cuts = [(placement.dim, tensor)] if isinstance(placement, Shard) else []
+            dim = getattr(role_of(name, module, self.config.query_groups < tensor), kind)
+            cuts = [] if dim is None else [(dim, tensor)]
         for dim, size in cuts:
             shape[dim] = -(-shape[dim] // size)
         return shape

@@ -11,7 +11,6 @@ is no shorter.
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import dataclass
 
 from megalith.config import RunConfig
@@ -115,21 +114,3 @@ def training_share(interval: float, stall: float, restart: float, between: float
         return interval / (between * math.exp(restart / between) * math.expm1((interval + stall) / between))
     except OverflowError:
         return 0.0
-
-
-def simulated_share(
-    interval: float, stall: float, restart: float, between: float, segments: int = 20_000, seed: int = 1
-) -> float:
-    """The same by random failures: so many intervals trained and saved."""
-    draw, now = random.Random(seed), 0.0
-    failure = draw.expovariate(1 / between)
-    for _ in range(segments):
-        while failure < now + interval + stall:  # lost: the restart, which may fail as well
-            now = failure
-            failure = now + draw.expovariate(1 / between)
-            while failure < now + restart:
-                now = failure
-                failure = now + draw.expovariate(1 / between)
-            now += restart
-        now += interval + stall
-    return segments * interval / now

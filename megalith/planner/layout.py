@@ -13,6 +13,7 @@ from itertools import product
 from typing import Any
 
 from megalith.config import RunConfig
+from megalith.config.rules.fastest import Machine, with_fastest
 from megalith.config.rules.parallel_rules import data_parallel_size
 from megalith.config.train import BatchSizeSchedule
 from megalith.errors import ConfigError
@@ -87,8 +88,9 @@ class Layout:
         return self.stages[self.coordinates[rank].pp]
 
 
-def build_layout(config: RunConfig, world_size: int) -> Layout:
-    """The layout of a resolved `config` on `world_size` processes. Raises ConfigError where there is none."""
+def build_layout(config: RunConfig, world_size: int, meta: MetaModel | None = None) -> Layout:
+    """The layout of a resolved `config` on `world_size` processes; `meta`: its model, where that has been counted.
+    Raises ConfigError where there is none."""
     parallel = config.parallel
     dp = data_parallel_size(parallel, world_size)
     axes = (
@@ -106,7 +108,7 @@ def build_layout(config: RunConfig, world_size: int) -> Layout:
         schedule = run_schedule(parallel, micro_batches)
         bubble = simulate(schedule).bubble
         weighed = simulate(schedule, _durations(config, assignment)).bubble
-    meta = MetaModel(config.model, config.lora)
+    meta = meta or MetaModel(config.model, config.lora)
     stages = [
         stage_layout(config, meta, world_size, chunks, schedule, micro_batches) for chunks in assignment
     ]
@@ -123,10 +125,23 @@ def build_layout(config: RunConfig, world_size: int) -> Layout:
     )
 
 
+def with_auto(
+    config: RunConfig, world_size: int, machine: Machine, meta: MetaModel | None = None
+) -> tuple[RunConfig, list[str]]:
+    """`config` without an `auto` that hangs on the machine, and lines of what was chosen: the trainer's choices, and so
+    the planner's. `meta`: the model, where that has been counted."""
+    config, fastest = with_fastest(config, machine)
+    config, unsharded = with_unsharded_layers(config, world_size, machine.memory, meta)
+    config, cached = with_cached_weights(config, world_size, machine.memory, meta)
+    return config, fastest + unsharded + cached
+
+
 USABLE = 0.9  # of a GPU's memory: the rest is the allocator's, the libraries', and what the estimate is off
 
 
-def with_unsharded_layers(config: RunConfig, world_size: int, memory: int) -> tuple[RunConfig, list[str]]:
+def with_unsharded_layers(
+    config: RunConfig, world_size: int, memory: int, meta: MetaModel | None = None
+) -> tuple[RunConfig, list[str]]:
     """`config` without an `auto` of fsdp_unsharded_layers, and a line where layers were chosen: as many as are expected
     to fit into `memory`, bytes of a device (0: not known, none)."""
     parallel = config.parallel
@@ -141,9 +156,10 @@ def with_unsharded_layers(config: RunConfig, world_size: int, memory: int) -> tu
         return config.with_settings({"parallel.fsdp_unsharded_layers": number})
 
     def expected(number: int) -> int:
-        return max(stage.memory.total for stage in build_layout(keeping(number), world_size).stages)
+        return max(stage.memory.total for stage in build_layout(keeping(number), world_size, meta).stages)
 
     most = most if memory else 0
+    meta = meta or (MetaModel(config.model, config.lora) if most else None)
     number = bisect_right(range(1, most + 1), USABLE * memory, key=expected)
     if not number:
         return keeping(0), []
@@ -153,7 +169,9 @@ def with_unsharded_layers(config: RunConfig, world_size: int, memory: int) -> tu
     ]
 
 
-def with_cached_weights(config: RunConfig, world_size: int, memory: int) -> tuple[RunConfig, list[str]]:
+def with_cached_weights(
+    config: RunConfig, world_size: int, memory: int, meta: MetaModel | None = None
+) -> tuple[RunConfig, list[str]]:
     """`config` without an `auto` of fp8_cache_weights, and a line where it was chosen, for `memory` as above."""
     train, parallel = config.train, config.parallel
     if train.fp8_format is None or train.fp8_cache_weights != "auto":
@@ -164,7 +182,7 @@ def with_cached_weights(config: RunConfig, world_size: int, memory: int) -> tupl
     again = parallel.recompute_granularity is not None or parallel.overlaps
     if not memory or not casts_weights_once(on) or (passes == 1 and not again):
         return off, []
-    expected = max(stage.memory.total for stage in build_layout(on, world_size).stages)
+    expected = max(stage.memory.total for stage in build_layout(on, world_size, meta).stages)
     if expected > USABLE * memory:
         return off, []
     figures = f"{expected / 1e9:.1f} GB expected on a GPU of {memory / 1e9:.1f}"

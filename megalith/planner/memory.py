@@ -8,11 +8,12 @@ assumptions:
   made in fp32 and with attention dropout alone, and stands as a bias while a layer computes, beside keys and values
   repeated for each head of a group;
 - dropout masks are computed again rather than kept;
-- the loss takes the logits a chunk at a time (ops/cross_entropy.py), at most 2^26 of them;
+- the loss takes the logits a chunk at a time (ops/cross_entropy.py), whose gradient takes their place, but where the
+  vocabulary is cut or the logits are capped;
 - the allocator's fragments, the libraries' workspaces and the CUDA context (about 1 GB) come on top.
 
-Beside adapters, in bf16, the frozen weights are stored in bf16 alone where FSDP2 does not gather them (LocalParameters.
-store_frozen); they are taken to be exact in it, as those of most published models are, and all to be matrices.
+Beside adapters, in bf16, the frozen weights are stored in bf16 (LocalParameters.store_frozen); they are taken to be
+exact in it, as those of most published models are, and all to be matrices.
 
 Experts are taken to have as many tokens each; what a token's rows take is estimated, not measured.
 
@@ -23,6 +24,7 @@ end of the forward pass, without gradients, or that of the backward pass, withou
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, fields
 
@@ -32,6 +34,7 @@ from megalith.config import OptimConfig, RunConfig
 from megalith.config.rules.expert_rules import expert_data_parallel_size, expert_shard_size
 from megalith.config.rules.parallel_rules import shard_size
 from megalith.models.linear import Linear
+from megalith.ops.cross_entropy import tokens_at_once
 from megalith.parallel.fp8_linears import casts_weights_once, is_in_fp8, saves_weight_codes
 from megalith.parallel.pipeline.stages import Stage, schedule_kind
 from megalith.parallel.tensor.tensor_parallel import role_of
@@ -41,7 +44,6 @@ MASTER_BYTES = 4  # fp32 weights
 GRADIENT_BYTES = 4  # fp32 gradients
 MOMENT_BYTES = {"fp32": 4, "bf16": 2, "fp8": 1 + 4 / 256}  # with blocks as long as they may be
 COMPUTE_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
-LOGITS_AT_ONCE = 2**26
 LAYERS_GATHERED = 2  # with optim_grads_params: the one that computes, and the next
 
 
@@ -108,21 +110,20 @@ class StageMemory:
         self.numbers = layers_of(config.model, chunks)
         self.layers = len(self.numbers)
         self.held = self.layers if layers_held is None else layers_held
-        self.fp8 = sum(is_in_fp8(number, config) for number in self.numbers) / max(self.layers, 1)
+        in_fp8 = sum(is_in_fp8(number, config) for number in self.numbers) if config.train.fp8_format else 0
+        self.fp8 = in_fp8 / max(self.layers, 1)
         """The share of the layers that compute in FP8."""
         here = meta.in_layers(self.numbers)
         self.experts, self.adapters = here["experts"], here["adapters"]
         self.dense = here.total() - self.experts - self.adapters
         self.outside = meta.outside(chunks).total()
         stores_bf16 = bool(self.adapters) and config.train.precision == "bf16"
-        self.dense_bytes = self.width if stores_bf16 and not self.fsdp else MASTER_BYTES
-        self.expert_bytes = self.width if stores_bf16 and not self.expert_fsdp else MASTER_BYTES
+        self.stored_bytes = self.width if stores_bf16 else MASTER_BYTES
 
     def estimate(self) -> MemoryEstimate:
         optim, width = self.config.optim, self.width
         state = (self.dense + self.outside) / self.shards + self.experts / self.expert_shards
-        stored = self.dense_bytes * (self.dense + self.outside) / self.shards
-        stored += self.expert_bytes * self.experts / self.expert_shards
+        stored = self.stored_bytes * state
         trained = (
             self.adapters / self.shards if self.adapters else state
         )  # adapters alone, where there are any
@@ -130,21 +131,22 @@ class StageMemory:
         rows = -(-self.model.padded_vocab_size // self.tensor)
         head = rows * self.model.hidden_size if self.head else 0
         tokens = self.config.rows_at_once * self.config.data.seq_length // self.context
-        logits = min(tokens * rows, LOGITS_AT_ONCE) if self.head else 0
+        logits = min(tokens, tokens_at_once(rows)) * rows if self.head else 0
         offloaded = optim.optimizer_offload_fraction if optim.optimizer_cpu_offload else 0.0
         each, of_ends = moment_bytes(optim)
         moments = each * trained
         if not self.adapters:
             moments += (of_ends - each) * self.outside / self.shards
         activations = int(width * tokens * self._saved_per_token()) + self._masked_attention()
-        loss = (4 + 2 * width) * logits + (0 if self.adapters else GRADIENT_BYTES * head)
+        fused = self.tensor == 1 and self.model.final_logit_softcapping is None
+        loss = (1 if fused else 2) * width * logits + (0 if self.adapters else GRADIENT_BYTES * head)
         gradients = GRADIENT_BYTES * self.adapters or int(
             self._gradients(self.dense + self.outside, self.dense, self.shards)
             + self._gradients(self.experts, self.experts, self.expert_shards)
         )
         return MemoryEstimate(
             weights=int(models * stored + MASTER_BYTES * self.adapters / self.shards),
-            compute_copy=self._copies() + (0 if self.dense_bytes == width else width * head),
+            compute_copy=self._copies() + (0 if self.stored_bytes == width else width * head),
             gradients=gradients if self.accumulates else max(gradients - activations - loss, 0),
             optimizer=int(moments * (1 - offloaded)),
             activations=activations,
@@ -193,6 +195,10 @@ class StageMemory:
         saved += whole * everything
         if parallel.recompute_granularity == "selective":
             saved -= max(whole - 1, 0) * (everything - mean(parallel.recompute_modules))
+        elif self.compiled and parallel.recompute_granularity is None and not self.model.num_experts:
+            saved -= (
+                max(whole - 1, 0) * (everything - stream) * (1 - self.config.runtime.activation_memory_budget)
+            )
         if self.head:
             saved += 2 * stream + self.model.hidden_size  # the last norm's input and output; its gradient
         return saved
@@ -230,16 +236,16 @@ class StageMemory:
             copies += codes * (2 * self.dense - self._mean(self.dense) * self._whole_layers()[1])
         if self.expert_fsdp:
             copies += self._compute_copy(self.experts, True)
-        elif self.width != self.expert_bytes:  # cast for each pass (ops/grouped_gemm.py)
+        elif self.width != self.stored_bytes:  # cast for each pass (ops/grouped_gemm.py)
             copies += self.width * self._mean(self.experts)
-        return int(copies + (MASTER_BYTES * self.outside if self.fsdp else 0))
+        return int(copies + (self.stored_bytes * self.outside if self.fsdp else 0))
 
     def _compute_copy(self, here: int, fsdp: bool, codes: float = 0.0) -> float:
         """`codes`: the share of the weights of which FP8 codes are saved, and not the cast weights."""
         layer, whole = self.width * self._mean(here), self._whole_layers()[1]
         saved = codes * self._mean(here) * whole
         if not fsdp:  # autograd keeps the cast weights of each micro-batch in flight
-            return saved + (0 if self.width == self.dense_bytes else (1 - codes) * layer * whole)
+            return saved + (0 if self.width == self.stored_bytes else (1 - codes) * layer * whole)
         frees = self.parallel.data_parallel_sharding_strategy == "optim_grads_params"
         stay = LAYERS_GATHERED + self.parallel.unsharded_layers * self.chunks if frees else self.layers
         return saved + layer * min(stay, self.layers)
@@ -258,7 +264,7 @@ class StageMemory:
 def makes_mask(config: RunConfig) -> bool:
     """Whether attention needs a mask for documents or a window, since its kernel does not take them."""
     model, parallel, seq = config.model, config.parallel, config.data.seq_length
-    windowed = any((window or seq) < seq for window in model.windows)
+    windowed = model.window_size is not None and any((window or seq) < seq for window in model.windows)
     exchanged = parallel.context_parallel_size == 1 or parallel.cp_exchange == "a2a"
     lacks = config.train.precision == "fp32" or (model.attention_dropout if exchanged else windowed)
     return bool(lacks and (config.keeps_documents_apart or windowed))
@@ -304,20 +310,21 @@ def saved_activations(
     saved = norm_inputs + taken * norm_outputs + attention
     if "mlp" not in recomputed:
         again = compiled and code is None and "mlp_act" in recomputed
-        saved += _between_matrices(layer.mlp, 0 if again else taken) / tensor
+        out, into = meta.once(("between", number), lambda: _between_matrices(layer.mlp))
+        saved += (out + (0 if again else taken) * into) / tensor
         if layer.has_experts:
             saved += _expert_rows(meta, layer.mlp.experts)
     return saved
 
 
-def _between_matrices(mlp: nn.Module, taken: float) -> float:
-    """Of a token in an MLP, or the shared expert: out of the column-parallel matrix, into the row-parallel one."""
-    saved = 0.0
+def _between_matrices(mlp: nn.Module) -> tuple[int, int]:
+    """Of a token in an MLP, or the shared expert: elements out of column-parallel matrices, into row-parallel ones."""
+    sizes = Counter()
     for name, linear in mlp.named_modules():
         if isinstance(linear, Linear):
-            rows, columns = linear.weight.shape
-            saved += {"column": rows, "row": taken * columns, None: 0}[role_of(name, linear, False).style]
-    return saved
+            style, (rows, columns) = role_of(name, linear, False).style, linear.weight.shape
+            sizes[style] += rows if style == "column" else columns
+    return sizes["column"], sizes["row"]
 
 
 def _expert_rows(meta: MetaModel, experts: nn.Module) -> float:

@@ -16,6 +16,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from megalith.config.rules.fastest import Machine
 from megalith.errors import ConfigError, nearest_of
 from megalith.hardware import GIGA, KNOWN_DEVICES, TERA, Datasheet, device_info
 from megalith.planner.topology import NVLINK, PCIE
@@ -100,6 +101,11 @@ class Rates:
     host_adam: float = 3.9
     """10^9 parameters a second that the host's cores of a GPU update."""
     wiring: Wiring = field(default_factory=lambda: WIRING["NVIDIA H200"])
+
+    def machine(self, gpus: int, gpus_per_node: int) -> Machine:
+        """What the ranks of a job on so many of these chips have between them, as a run would find it."""
+        per_host, memory = min(gpus_per_node, gpus), int(self.wiring.memory * 1e9)
+        return Machine(per_host, compiled=True, nvlink=self.wiring.link == NVLINK, memory=memory)
 
     def matmul(self, m: int, k: int, n: int, dtype: str, factor: float = 1.0) -> float:
         """Seconds of a GEMM; its rate is `factor` times the table's."""

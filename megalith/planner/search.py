@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megalith.config import RunConfig
-from megalith.config.rules.fastest import Machine, with_fastest
+from megalith.config.rules.fastest import with_fastest
 from megalith.config.rules.parallel_rules import check_parallel, data_parallel_size
 from megalith.config.rules.run_rules import check_fp8, check_training
 from megalith.errors import ConfigError
@@ -25,21 +25,15 @@ from megalith.parallel.pipeline.pipeline_rules import check_layout
 from megalith.parallel.pipeline.schedules import Schedule, in_flight_bound
 from megalith.parallel.pipeline.stages import assign_layers, schedule_kind, suggested_layout, virtual_size
 from megalith.planner.counts import MetaModel, Throughput, flops_per_token, layers_of, throughput
-from megalith.planner.layout import (
-    USABLE,
-    StageLayout,
-    stage_layout,
-    with_cached_weights,
-    with_unsharded_layers,
-)
+from megalith.planner.layout import USABLE, StageLayout, stage_layout, with_auto
 from megalith.planner.memory import MemoryEstimate, StageMemory
 from megalith.planner.rates import Rates, peak_flops, rates_of
 from megalith.planner.step_time import StepTime, short_schedule, step_time
-from megalith.planner.topology import NVLINK
 
 SPARE = 0.98, 3e9  # of a device's memory, for fragments; bytes of libraries and contexts
 SIMULATED = 20  # of the best by formula
 LARGEST_MICRO_BATCH = 2**16  # tokens
+DEEP = 8  # layers of a stage from which on full recomputation takes least
 SHORTEST_SHARD = 2048  # tokens of a sequence that a context-parallel rank has at least
 PARALLEL = "parallel."
 CLEAN = {  # what a search decides
@@ -212,42 +206,61 @@ class _Search:
         self.world, self.rates = answer.gpus, answer.rates
         self.meta = MetaModel(self.config.model, self.config.lora)
         self.flops = flops_per_token(self.config.model, self.config.data.seq_length, self.config.lora).causal
-        near = min(answer.gpus_per_node, self.world)
-        self.machine = Machine(
-            near,
-            compiled=True,
-            nvlink=self.rates.wiring.link == NVLINK,
-            memory=int(self.rates.wiring.memory * 1e9),
-        )
+        self.machine = self.rates.machine(self.world, answer.gpus_per_node)
         self.found: list[PlannedLayout] = []
         self.too_large: list[PlannedLayout] = []
+        self.tight = False
         self.clean = self.config.with_settings(CLEAN | {"optim.optimizer_cpu_offload": False})
 
     def run(self, more: Mapping[str, Any]) -> None:
         """Tries every candidate, with these settings besides."""
         for sizes in self._sizes():
+            gathers = sizes[PARALLEL + "sequence_parallel"]
+            ways = [way for way in RECOMPUTED if gathers or "save_gathered_inputs" not in way]
             for further in self._further(sizes):
-                for recomputed in RECOMPUTED:
-                    if "save_gathered_inputs" in recomputed and not sizes[PARALLEL + "sequence_parallel"]:
-                        continue
-                    settings = (
-                        sizes | further | {PARALLEL + name: value for name, value in recomputed.items()}
-                    )
-                    layout = self._try(settings | more)
-                    if layout is None:
-                        continue
-                    self.answer.tried += 1
-                    if layout.fits:
-                        self.answer.fitting += 1
-                        self.found.append(layout)
-                        break
-                    self.too_large.append(layout)
+                settings = sizes | further | more
+                if (chosen := self._chosen(settings)) is not None:
+                    self._recompute(chosen, settings, ways)
 
-    def _try(self, settings: dict[str, Any]) -> PlannedLayout | None:
+    def _chosen(self, settings: dict[str, Any]) -> RunConfig | None:
+        """With what is fastest for `auto`, whatever is recomputed; None where the trainer refuses it."""
+        try:
+            return with_fastest(self.clean.with_settings(settings), self.machine)[0]
+        except ConfigError as error:
+            self.answer.refused[str(error)] += 1
+            return None
+
+    def _recompute(self, chosen: RunConfig, settings: dict[str, Any], ways: list[dict[str, Any]]) -> None:
+        """Tries the ways to recompute, until one fits. Of a stage with many layers the last takes least, so where it
+        does not fit, the others need not be tried; after a layout of which none has fitted it comes first."""
+        *ways, full = ways
+        layers = self.config.model.num_layers // chosen.parallel.pipeline_model_parallel_size
+        ask, least = layers >= DEEP, None
+        if ask and self.tight:
+            ask, least = False, self._try(chosen, settings, full)
+        for way in ways:
+            if least is not None and not least.fits:
+                break
+            layout = self._try(chosen, settings, way)
+            if layout is not None and self._count(layout):
+                return
+            if ask and layout is not None:
+                ask, least = False, self._try(chosen, settings, full)
+        least = least or self._try(chosen, settings, full)
+        self.tight = least is not None and not self._count(least)
+
+    def _count(self, layout: PlannedLayout) -> bool:
+        """Whether it fits."""
+        self.answer.tried += 1
+        self.answer.fitting += layout.fits
+        (self.found if layout.fits else self.too_large).append(layout)
+        return layout.fits
+
+    def _try(self, chosen: RunConfig, settings: dict[str, Any], way: dict[str, Any]) -> PlannedLayout | None:
         """By arithmetic; None where the trainer refuses it."""
         try:
-            config = self.clean.with_settings(settings)
-            config, _ = with_fastest(config, self.machine)
+            parallel = chosen.parallel.model_copy(update=way)  # unchecked: the values are those of RECOMPUTED
+            config = chosen.model_copy(update={"parallel": parallel})
             check_parallel(config, self.world)
             check_fp8(config)
             assignment = assign_layers(config.model, config.parallel)
@@ -257,6 +270,7 @@ class _Search:
         dp = data_parallel_size(config.parallel, self.world)
         micro_batches = config.train.global_batch_size // (config.train.micro_batch_size * dp)
         config, memory = self._gathered(config, assignment, micro_batches)
+        settings = settings | {PARALLEL + name: value for name, value in way.items()}
         if max(each.total for each in memory) > self.answer.usable:
             return PlannedLayout(config, settings, self.world, memory)
         return self._timed(config, settings, memory, exact=False)
@@ -275,7 +289,8 @@ class _Search:
         """With fsdp_unsharded_layers for the search: all layers or none; `laid_out` has what the trainer chooses."""
         auto = config.parallel.fsdp_unsharded_layers == "auto"
         if auto and config.parallel.data_parallel_sharding_strategy == "optim_grads_params":
-            every = config.with_settings({PARALLEL + "fsdp_unsharded_layers": config.model.num_layers})
+            parallel = config.parallel.model_copy(update={"fsdp_unsharded_layers": config.model.num_layers})
+            every = config.model_copy(update={"parallel": parallel})
             memory = self._memory(every, assignment, micro_batches)
             if max(each.total for each in memory) <= USABLE * self.rates.wiring.memory * 1e9:
                 return every, memory
@@ -309,9 +324,7 @@ class _Search:
     def laid_out(self, config: RunConfig, settings: dict[str, Any]) -> PlannedLayout:
         if PARALLEL + "fsdp_unsharded_layers" not in settings and settings:
             config = config.with_settings({PARALLEL + "fsdp_unsharded_layers": "auto"})
-        config, _ = with_fastest(config, self.machine)
-        config, _ = with_unsharded_layers(config, self.world, self.machine.memory)
-        config, _ = with_cached_weights(config, self.world, self.machine.memory)
+        config, _ = with_auto(config, self.world, self.machine, self.meta)
         stages = self.stages(config)
         memory = [stage.memory for stage in stages]
         return self._timed(config, settings, memory)

@@ -6,6 +6,7 @@ of the devices and what links them see gpu_health.py.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import importlib.util
 import os
@@ -153,36 +154,37 @@ def shared_memory_check(gpus: int, folder: str = "/dev/shm") -> Check:
 
 DISK_BYTES, CHUNK = 2**28, 2**24  # written and read to measure a disk
 SLOW_DISK = 100e6  # bytes a second
+SLOW_SYNC = 500.0  # ms
 LITTLE_ROOM = 10e9
 
 
 def disk_checks(folder: Path, measured: bool = True) -> Iterator[Check]:
     """Room, lock, fsync, rename and, where `measured`, speed of the disk that a run's output goes to."""
-    name = "output disk"
+    name, elsewhere = "output disk", "choose another --output"
     try:
         free = shutil.disk_usage(folder).free
-        room = graded(
-            name, f"{folder}: {free / 1e9:.0f} GB free", free >= LITTLE_ROOM, "make room, or choose another"
-        )
-        yield room
-        if free < 2 * DISK_BYTES:
-            return
         own = make_subfolder(folder / f".megalith_doctor_{secrets.token_hex(4)}")
     except OSError as error:
-        yield Check(
-            name,
-            BAD,
-            f"{folder}: {error.strerror or error}",
-            "name a folder that exists and that you may write: --output",
+        is_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        do = (
+            f"make room, or {elsewhere}"
+            if is_full
+            else "name a folder that exists and that you may write: --output"
         )
+        yield Check(name, BAD, f"{folder}: {error.strerror or error}", do)
         return
+    too_little = free < 2 * DISK_BYTES
+    do = f"{'no checkpoint fits' if too_little else 'a few checkpoints fill it'}: make room, or {elsewhere}"
+    yield graded(
+        name, f"{folder}: {free / 1e9:.1f} GB free", free >= LITTLE_ROOM, do, BAD if too_little else WARN
+    )
     try:
         yield lock_check(own / "lock")
         yield rename_check(own)
-        if measured:
+        if measured and not too_little:
             yield write_check(own / "data")
     except OSError as error:
-        yield Check(name, BAD, error.strerror or str(error), "runs cannot save here: choose another --output")
+        yield Check(name, BAD, error.strerror or str(error), f"runs cannot save here: {elsewhere}")
     finally:
         shutil.rmtree(own, ignore_errors=True)
 
@@ -220,8 +222,12 @@ def rename_check(folder: Path) -> Check:
     sync_folder(folder)
     took = 1e3 * (time.perf_counter() - started)
     whole = not small.exists() and (folder / "renamed").read_bytes() == b"megalith"
-    do = "checkpoints are renamed into place: choose another --output"
-    return graded("disk: fsync, rename", f"{took:.1f} ms for a small file", whole, do, BAD)
+    name, found = "disk: fsync, rename", f"{took:.1f} ms for a small file"
+    if not whole:
+        return Check(name, BAD, found, "checkpoints are renamed into place: choose another --output")
+    return graded(
+        name, found, took < SLOW_SYNC, "each file of a checkpoint waits so long: a faster disk shortens saves"
+    )
 
 
 def write_check(path: Path) -> Check:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from megalith.comm.collectives import Axis, summed
+from megalith.comm.collectives import Axis, all_reduce_no_grad
 from megalith.config import RunConfig
 
 
@@ -114,7 +114,8 @@ class Health:
         if not steps:
             return Verdict()
         found = [step.step if step else 0 for step in (lost, spike)]
-        lost_step, spike_step, enough = summed(torch.tensor([*found, enough]), self._world, "max").tolist()
+        first = all_reduce_no_grad(torch.tensor([*found, enough]), self._world, "max")
+        lost_step, spike_step, enough = first.tolist()
         by_number = {step.step: step for step in (*self._history, *steps)}
         before = max((number for number in by_number if number < spike_step), default=0)
         return Verdict(

@@ -109,6 +109,8 @@ def engine_sizes(config: RunConfig, prompts: Sequence[Prompt], replicas: int) ->
 class LiveRollouts:
     """Rollout batches that the policy samples. One is made at the beginning of a run, before the model."""
 
+    reads_ahead = False
+
     def __init__(self, run: Run, prompts: Prompts, rewards: Rewards):
         self._run, self._rl, self._prompts, self._rewards = run, run.config.rl, prompts, rewards
         self._engine: Engine | None = None
@@ -197,7 +199,7 @@ class LiveRollouts:
     def _weights_to_compare(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
         fresh = self._new_engine()
         return tuple(
-            {name: box.values for name, box in engine.boxes.items()} for engine in (self._engine, fresh)
+            {name: shard.values for name, shard in engine.shards.items()} for engine in (self._engine, fresh)
         )
 
     def _sampling(self, tokens: int) -> Sampling:

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid
 
-from megalith.comm.collectives import summed
+from megalith.comm.collectives import all_reduce_no_grad
 from megalith.config.rl import DpoConfig, RlConfig
 from megalith.data.batch import Batch
 from megalith.models.loss import Loss
@@ -173,7 +173,7 @@ class SummedLoss(Loss):
         sums = self.take_sums()
         if sums is None:
             sums = torch.zeros(len(self.FIGURES), dtype=torch.float64, device=device)
-        return summed(summed(sums, mesh.dp), mesh.pp)
+        return all_reduce_no_grad(all_reduce_no_grad(sums, mesh.dp), mesh.pp)
 
     def means(self, sums: Tensor) -> dict[str, float]:
         """Of what was taken: all but the count, over it. Waits for the device."""

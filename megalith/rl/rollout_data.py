@@ -14,8 +14,10 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
+from threading import Lock
 from typing import Protocol
 
 import numpy as np
@@ -62,6 +64,8 @@ class RolloutSource(Protocol):
     """Where rollout batches come from."""
 
     notes: list[str]
+    reads_ahead: bool
+    """Whether a thread may ask for the next batch while the model is trained on this one."""
 
     def batch(self, number: int, groups: int) -> list[PromptGroup]:
         """The groups of a rollout batch. Every rank calls it, and gets the same."""
@@ -75,6 +79,8 @@ class RolloutSource(Protocol):
 
 class FileRollouts:
     """Rollout batches out of files."""
+
+    reads_ahead = True
 
     def __init__(self, run: Run, rollouts: RolloutFiles):
         rl, self.notes = run.config.rl, []
@@ -121,7 +127,8 @@ class RolloutData:
         config = run.config
         self._run, self._rl, self._reference = run, config.rl, reference
         self._size = config.train.global_batch_size
-        self._made: tuple[int, list[RolloutStep]] | None = None  # the rollout batch last asked for
+        self._made: dict[int, list[RolloutStep]] = {}  # the rollout batches last asked for
+        self._making = Lock()
         self.source, self.notes, self.files = source, source.notes, source.files
 
     def train_loader(
@@ -147,9 +154,11 @@ class RolloutData:
     def step(self, step: int) -> RolloutStep:
         """What the step after `step` steps is made of."""
         batch, within = divmod(step, self._rl.steps_per_batch)
-        if self._made is None or self._made[0] != batch:
-            self._made = (batch, self._batch(batch))
-        return self._made[1][within % self._rl.mini_batches]
+        with self._making:
+            if batch not in self._made:
+                self._made = {number: self._made[number] for number in self._made if number == batch - 1}
+                self._made[batch] = self._batch(batch)
+            return self._made[batch][within % self._rl.mini_batches]
 
     def _batch(self, number: int) -> list[RolloutStep]:
         rl = self._rl
@@ -169,20 +178,29 @@ class RolloutData:
         return [RolloutStep(rows_of(samples[cut : cut + self._size], longest), figures) for cut in cuts]
 
     def _from(self, step: int) -> Iterator[RolloutBatch]:
-        rl, ready = self._rl, None
+        rl, ready, coming = self._rl, None, None
         if step % rl.steps_per_batch and rl.computes_old:
             self._run.log(
                 f"step {step} stands inside of a rollout batch of {rl.steps_per_batch} steps: for the rest of it the "
                 "old log-probabilities are those of the weights now"
             )
-        while step < self._run.total_steps:
-            batch, within = divmod(step, rl.steps_per_batch)
-            if ready is None or within == 0:
-                first = batch * rl.steps_per_batch
-                made = [self._own(first + number) for number in range(rl.mini_batches)]
-                ready = self._with_logprobs(made)
-            yield from ready[within % rl.mini_batches]
-            step += 1
+        with ThreadPoolExecutor(1) as reader:
+            while step < self._run.total_steps:
+                batch, within = divmod(step, rl.steps_per_batch)
+                if ready is None or within == 0:
+                    made = coming.result() if coming else self._all_own(batch)
+                    ready = self._with_logprobs(made)
+                    more = (
+                        self.source.reads_ahead and (batch + 1) * rl.steps_per_batch < self._run.total_steps
+                    )
+                    coming = reader.submit(self._all_own, batch + 1) if more else None
+                yield from ready[within % rl.mini_batches]
+                step += 1
+
+    def _all_own(self, batch: int) -> list[list[RolloutBatch]]:
+        """This data-parallel rank's micro-batches of each mini-batch of a rollout batch."""
+        first = batch * self._rl.steps_per_batch
+        return [self._own(first + number) for number in range(self._rl.mini_batches)]
 
     def _own(self, step: int) -> list[RolloutBatch]:
         """This data-parallel rank's micro-batches of a step."""

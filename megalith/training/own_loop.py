@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megalith.checkpoint import RunRecord, load_model, load_optimizer, open_checkpoint
 from megalith.checkpoint.saver import save_checkpoint as save_step
-from megalith.checkpoint.state import amax_boxes, load_amaxes
+from megalith.checkpoint.state import amax_shards, load_amaxes
 from megalith.config import OptimConfig, ParallelConfig, RunConfig
 from megalith.errors import CheckpointError
 from megalith.hardware import pick_device
@@ -114,7 +114,7 @@ def save_checkpoint(folder: str | Path, optimizer: Optimizer, step: int, consume
         record,
         model.chunks,
         optimizer.optimizer,
-        amax_boxes(model.amaxes, model.mesh.world),
+        amax_shards(model.amaxes, model.mesh.world),
         world=model.mesh.world,
         unpadded_rows=rows,
     )

@@ -23,7 +23,7 @@ from megalith.checkpoint import open_checkpoint
 from megalith.checkpoint.state import check_model_fits
 from megalith.comm.collectives import local
 from megalith.config import RunConfig
-from megalith.config.rules.fastest import Machine, with_fastest
+from megalith.config.rules.fastest import Machine
 from megalith.config.rules.run_rules import check_base
 from megalith.data.blend import dataset_prefixes
 from megalith.data.chat.conversations import chat_files
@@ -34,7 +34,8 @@ from megalith.hardware import pick_device
 from megalith.launch.lock import OutputLock, check_output_dir
 from megalith.parallel.apply import apply
 from megalith.parallel.mesh import build_mesh
-from megalith.planner.layout import Layout, build_layout
+from megalith.planner.layout import Layout, build_layout, with_auto
+from megalith.planner.rates import rates_of
 from megalith.remote import size_of
 from megalith.report.layout_text import layout_text, paragraph
 from megalith.training.build import PreparedRun, build_meta_model, open_datasets, prepare, vocabulary_rows
@@ -134,11 +135,14 @@ class BuiltRank:
         return abs(self.weights - self.expected) <= DIFFERENCE * self.expected
 
 
-def dry_run(config: RunConfig, world_size: int, gpus_per_node: int = 8) -> str:
-    """What a run of `world_size` processes would begin with, as text. Raises the MegalithError that it would end with,
+def dry_run(config: RunConfig, world_size: int, device: str | None = None, gpus_per_node: int = 8) -> str:
+    """What a run of `world_size` processes would begin with, as text; `device`: on GPUs of this name, as `plan` takes
+    it, by whose memory and links an `auto` is chosen. Raises the MegalithError that it would end with,
     and a TrainingError where a rank has other weights than the planner counts."""
     config, notes = opened(config, world_size)
-    config, chosen = with_fastest(config, Machine(min(gpus_per_node, world_size)))
+    alone = Machine(min(gpus_per_node, world_size))
+    machine = alone if device is None else rates_of(device).machine(world_size, gpus_per_node)
+    config, chosen = with_auto(config, world_size, machine)
     layout = build_layout(config, world_size)
     ranks = build_ranks(layout)
     lines = [*map(paragraph, [*notes, *chosen]), layout_text(layout)]

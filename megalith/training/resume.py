@@ -16,7 +16,7 @@ from megalith.checkpoint import (
     load_model,
     load_optimizer,
     open_checkpoint,
-    state_boxes,
+    state_shards,
 )
 from megalith.checkpoint.agree import together
 from megalith.checkpoint.manifest import MANIFEST
@@ -48,7 +48,7 @@ def load_run(run: Run) -> Path | StorePath | None:
         begin_from(config.model.init_from, chunks, rows, config.train.seed, world, config.checkpoint.trust)
         if frozen:
             _remember_base(run, checkpoint)
-            run.model.parameters.store_frozen(run.model.chunks[0].compute_dtype)
+            run.model.parameters.store_frozen(run.model.chunks[0].compute_dtype, world)
     if checkpoint is None:
         if config.lora.load is not None:
             begin_from_peft(config.lora.load, config.model, run.model.chunks)
@@ -216,8 +216,8 @@ def open_until(run: Run, last_step: int) -> Checkpoint | None:
 
 def _open(run: Run, path: Path | StorePath, with_optimizer: bool) -> Checkpoint | None:
     parts = ("model", "optimizer") if with_optimizer else ("model",)
-    boxes = state_boxes(run.model.chunks, run.optimizer, vocabulary_rows(run.config))
-    return open_checkpoint(path, parts, world=run.mesh.world, boxes=boxes)
+    shards = state_shards(run.model.chunks, run.optimizer, vocabulary_rows(run.config))
+    return open_checkpoint(path, parts, world=run.mesh.world, shards=shards)
 
 
 def _check_tokenizer(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> None:

@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from megalith.checkpoint import DataRecord, RunRecord, Saver, TokenizerRecord
-from megalith.checkpoint.state import amax_boxes
+from megalith.checkpoint.state import amax_shards
 from megalith.checkpoint.steps import CHECKPOINTS
 from megalith.comm.collectives import Axis, begin_all_gather, gather_json, wait
 from megalith.config import RunConfig
@@ -63,10 +63,10 @@ class ReplicaCheck:
                     axes.append(parameters.copies[name])
                 for axis in axes:
                     self._held.setdefault(axis.name, (axis, []))[1].append(
-                        (name, parameters.boxes[name].values)
+                        (name, parameters.shards[name].values)
                     )
         # The one axis between stages comes last, so that every rank of a stage takes its axes in one order.
-        shared = [(name, parameters.boxes[name].values) for name in sorted(on_two_stages(chunks, tied))]
+        shared = [(name, parameters.shards[name].values) for name in sorted(on_two_stages(chunks, tied))]
         if shared:
             self._held[f"tied {tied.name}"] = (tied, shared)
         self.agreed_at: int | None = None
@@ -311,7 +311,7 @@ class Run:
     def save(self) -> None:
         """Saves this moment, or begins to with `async_save`. A save that fails is logged, and training goes on."""
         optimizer = self.optimizer if self.config.checkpoint.save_optim else None
-        amaxes = amax_boxes(self.model.amaxes, self.mesh.world)
+        amaxes = amax_shards(self.model.amaxes, self.mesh.world)
         self.saver.save(self._record(), self.model.chunks, optimizer, amaxes)
         self.log_saves()
 

@@ -16,7 +16,6 @@ from megalith.bridge.exporter import export_hf
 from megalith.bridge.load import tokenizer_notes
 from megalith.comm.collectives import any_rank
 from megalith.config import CheckpointConfig, RunConfig
-from megalith.config.rules.fastest import with_fastest
 from megalith.config.rules.notes import offload_notes, overlap_notes
 from megalith.config.rules.run_rules import check_base
 from megalith.data.dataset import SampleDataset
@@ -29,7 +28,7 @@ from megalith.launch.signals import StopSignals
 from megalith.launch.stops import Stops
 from megalith.parallel.apply import compiles
 from megalith.parallel.mesh import build_mesh
-from megalith.planner.layout import build_layout, with_cached_weights, with_unsharded_layers
+from megalith.planner.layout import build_layout, with_auto
 from megalith.remote import StorePath
 from megalith.report.console import megatron_evaluation_line
 from megalith.report.measured_step import StartClock
@@ -85,10 +84,8 @@ def train(config: RunConfig, task: Task | None = None) -> TrainingResult:
     ):
         init_distributed(device, longer(timeout))
         machine = machine_of(config, device)
-        config, chosen = with_fastest(config, machine)
-        config, kept = with_unsharded_layers(config, process.world_size, machine.memory)
-        config, cached = with_cached_weights(config, process.world_size, machine.memory)
-        notes += chosen + kept + cached + overlap_notes(config, compiles(config, device))
+        config, chosen = with_auto(config, process.world_size, machine)
+        notes += chosen + overlap_notes(config, compiles(config, device))
         mesh = build_mesh(
             config.parallel, process.world_size, device.type, has_experts=config.model.num_experts is not None
         )

@@ -20,7 +20,7 @@ from megalith.cli.main import main
 from megalith.data.tokenizers.huggingface import train_tokenizer
 from megalith.errors import CheckpointError, ConfigError, DataError
 from megalith.launch.lock import OutputLock
-from megalith.parallel.shards import Box
+from megalith.parallel.shards import LocalShard
 
 Change = Callable[[dict], object]
 
@@ -255,10 +255,10 @@ def test_a_folder_where_another_process_is_at_work_is_refused_and_an_import_is_a
             import_hf(folder, tmp_path / "run")
         assert [path.name for path in (tmp_path / "run").iterdir()] == [".lock"]
 
-    def change(name: str, box: Box) -> torch.Tensor:
+    def change(name: str, shard: LocalShard) -> torch.Tensor:
         with pytest.raises(ConfigError, match="out is in use by process"):
             OutputLock(tmp_path / "out")
-        return box.values
+        return shard.values
 
     import_hf(folder, tmp_path / "out", change=change, show_progress=False)
     OutputLock(tmp_path / "out").release()

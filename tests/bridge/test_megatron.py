@@ -16,6 +16,7 @@ from megatron_checkpoint import (
 )
 
 import megalith
+from megalith.bridge.megatron.megatron_exporter import convert
 from megalith.bridge.megatron.megatron_importer import import_megatron
 from megalith.bridge.verify import same_bits
 from megalith.cli.main import main
@@ -153,3 +154,37 @@ def test_what_cannot_be_built_or_is_missing_is_named(tmp_path: Path) -> None:
     next((tmp_path / "missing/iter_0000005").glob("*.distcp")).unlink()
     with pytest.raises(CheckpointError, match=r"distcp is missing"):
         import_megatron(tmp_path / "missing", tmp_path / "run", trust=True)
+
+
+def test_what_is_missing_of_a_megatron_folder_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    model = random_model("llama")
+    state = core_state(model, True)
+    write_legacy(tmp_path / "legacy", state, arguments(model.config), 1, 1, 1)
+    write_torch_dist(tmp_path / "dist", state, arguments(model.config))
+    forget_megatron()
+    latest = Path("legacy/latest_checkpointed_iteration.txt")
+    Path("empty").mkdir()
+    (file,) = Path("legacy").rglob("model_optim_rng.pt")
+    for spoil, folder, told in (
+        (
+            lambda: latest.write_text("700"),
+            "legacy",
+            "names iter_0000700, which is not there; there are iter_0000005",
+        ),
+        (
+            latest.unlink,
+            "legacy",
+            "has no latest_checkpointed_iteration.txt; give one of its folders: iter_0000005",
+        ),
+        (file.unlink, "legacy/iter_0000005", r"model_optim_rng.pt is missing; copy"),
+        (lambda: None, "empty", "empty holds nothing that is converted"),
+        (Path("dist/iter_0000005/common.pt").unlink, "dist", "common.pt is missing; copy"),
+        (Path("dist/iter_0000005/.metadata").unlink, "dist", "no .metadata, which is written last"),
+    ):
+        spoil()
+        with pytest.raises(CheckpointError, match=told):
+            convert(folder, "out", "hf", "megatron", trust=True)
+    assert not Path("out").exists()

@@ -6,29 +6,29 @@ from megalith.checkpoint.saver import divide, entries
 from megalith.comm.collectives import scatter_json
 from megalith.config import ParallelConfig
 from megalith.parallel.mesh import build_mesh
-from megalith.parallel.shards import Box
+from megalith.parallel.shards import LocalShard
 
 
 def plan(ranks):
-    """The table and each rank's share, from all ranks' boxes."""
-    return divide([entries(boxes) for boxes in ranks])
+    """The table and each rank's share, from all ranks' shards."""
+    return divide([entries(shards) for shards in ranks])
 
 
 def whole(*shape):
-    return Box(torch.zeros(shape), (0,) * len(shape), shape, owned=True)
+    return LocalShard(torch.zeros(shape), (0,) * len(shape), shape, owned=True)
 
 
 def rows(start, count, of):
-    return Box(torch.zeros(count, 8), (start, 0), (of, 8), owned=True)
+    return LocalShard(torch.zeros(count, 8), (start, 0), (of, 8), owned=True)
 
 
 def test_copies_are_written_once_and_the_bytes_spread_evenly():
-    boxes = {"model": {f"w{i}": whole(10 + i, 8) for i in range(40)}, "optimizer": {"step": whole()}}
-    _, shares = plan([boxes] * 4)
+    shards = {"model": {f"w{i}": whole(10 + i, 8) for i in range(40)}, "optimizer": {"step": whole()}}
+    _, shares = plan([shards] * 4)
     assert sorted(key for share in shares for key in share) == sorted(
-        (part, name) for part in boxes for name in boxes[part]
+        (part, name) for part in shards for name in shards[part]
     )
-    loads = [sum(boxes[part][name].values.nbytes for part, name in share) for share in shares]
+    loads = [sum(shards[part][name].values.nbytes for part, name in share) for share in shares]
     assert max(loads) - min(loads) <= 4 * 50 * 8
 
 

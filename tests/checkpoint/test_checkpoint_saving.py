@@ -12,7 +12,7 @@ import torch
 from megalith.checkpoint import Extent, RunRecord, list_steps, open_checkpoint, save_checkpoint, steps
 from megalith.checkpoint.manifest import TensorRecord
 from megalith.checkpoint.store import StepFolder
-from megalith.checkpoint.writer import ShardWriter
+from megalith.checkpoint.writer import ShardWriter, WriteItem
 from megalith.errors import CheckpointError
 
 # A process that forks a child for each file-system event of a save; the child kills itself at that event. What
@@ -286,7 +286,7 @@ def test_a_file_that_is_not_as_long_as_its_writer_says_stops_the_commit(tmp_path
     step = StepFolder(tmp_path, 1)
     step.begin()
     with ShardWriter(step.temporary, shard_bytes=100) as shards:
-        shards.add("model", "a", torch.arange(3.0), Extent((0,), (3,)), (3,))
+        shards.add(WriteItem("model", "a", torch.arange(3.0), Extent((0,), (3,)), (3,)))
         written = shards.finish()
     (file,) = step.temporary.iterdir()
     content = file.read_bytes()

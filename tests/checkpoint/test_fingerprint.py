@@ -6,36 +6,36 @@ from megalith.checkpoint.fingerprint import VALUES, fingerprint, sample
 from megalith.config import ParallelConfig
 from megalith.parallel.gather import ALONE
 from megalith.parallel.mesh import build_mesh
-from megalith.parallel.shards import Box
+from megalith.parallel.shards import LocalShard
 
 SHAPES = {"matrix": (37, 10), "experts": (4, 6, 5), "bias": (3,), "scale": (), "nothing": (0, 4)}
 
 
-def whole() -> dict[str, Box]:
+def whole() -> dict[str, LocalShard]:
     generator = torch.Generator().manual_seed(3)
     return {
-        name: Box(torch.randn(shape, generator=generator), (0,) * len(shape), shape, owned=True)
+        name: LocalShard(torch.randn(shape, generator=generator), (0,) * len(shape), shape, owned=True)
         for name, shape in SHAPES.items()
     }
 
 
-def cut(box: Box, parts: int, part: int, dim: int) -> Box:
-    values = box.values.chunk(parts, dim)
+def cut(shard: LocalShard, parts: int, part: int, dim: int) -> LocalShard:
+    values = shard.values.chunk(parts, dim)
     if part >= len(values):
-        return Box(box.values.narrow(dim, 0, 0), box.offset, box.shape, owned=True)
+        return LocalShard(shard.values.narrow(dim, 0, 0), shard.offset, shard.shape, owned=True)
     start = sum(value.shape[dim] for value in values[:part])
-    offset = tuple(start if at == dim else 0 for at in range(len(box.shape)))
-    return Box(values[part], offset, box.shape, owned=True)
+    offset = tuple(start if at == dim else 0 for at in range(len(shard.shape)))
+    return LocalShard(values[part], offset, shard.shape, owned=True)
 
 
 def found_in_three() -> str | None:
     world = build_mesh(ParallelConfig(), 3, "cpu").world
-    boxes = {}
-    for number, (name, box) in enumerate(whole().items()):
-        copied = len(box.shape) == 0  # held alike by all, owned by one
-        own = Box(box.values, box.offset, box.shape, owned=world.rank == 0)
-        boxes[name] = own if copied else cut(box, 3, world.rank, number % 2 if len(box.shape) > 1 else 0)
-    return fingerprint(boxes, world)
+    shards = {}
+    for number, (name, shard) in enumerate(whole().items()):
+        copied = len(shard.shape) == 0  # held alike by all, owned by one
+        own = LocalShard(shard.values, shard.offset, shard.shape, owned=world.rank == 0)
+        shards[name] = own if copied else cut(shard, 3, world.rank, number % 2 if len(shard.shape) > 1 else 0)
+    return fingerprint(shards, world)
 
 
 def test_it_does_not_depend_on_the_layout(pool):

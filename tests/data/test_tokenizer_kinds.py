@@ -174,6 +174,19 @@ def test_tiktoken_rank_file_matches_the_library(ranks, tmp_path):
     assert tokenizer.eod not in tokenizer.encode("a special token's name in text is text: <|endoftext|>")
 
 
+def test_llama_3s_tokenizer_begins_each_text_and_reads_what_was_cut_by_tiktoken(ranks, tmp_path, monkeypatch):
+    path = tmp_path / "tokenizer.model"
+    path.write_text("".join(f"{base64.b64encode(t).decode()} {i}\n" for t, i in ranks.items()))
+    tokenizer, count = build_tokenizer("Llama3Tokenizer", path), len(ranks)
+    reference = tiktoken.Encoding(
+        "reference", pat_str=ours_tiktoken.LLAMA3_PATTERN, mergeable_ranks=ranks, special_tokens={}
+    )
+    assert_matches(tokenizer, lambda text: [count, *reference.encode_ordinary(text)])
+    assert (tokenizer.vocab_size, tokenizer.eod) == (count + 256, count + 1)
+    monkeypatch.setitem(ours_tiktoken.KNOWN_VOCABULARIES, count, ours_tiktoken.llama3_vocabulary(count))
+    assert tokenizer.fingerprint == build_tokenizer("TikTokenizer", path).fingerprint
+
+
 def write_megatron_list(path, ranks):
     entries = [
         {"rank": i, "token_bytes": base64.b64encode(t).decode(), "token_str": t.decode("utf-8", "replace")}

@@ -18,9 +18,11 @@ from megalith.dialects.megatron.flag_kinds import Derives, NoEffect, Refused, Se
 from megalith.dialects.megatron.flag_table import FLAGS, OLDER
 from megalith.dialects.megatron.translate import Translation, in_flags, translate
 from megalith.errors import ConfigError
+from megalith.training.build import prepare
 
 LINES = [line for line in (Path(__file__).parent / "megatron_parser.tsv").open() if not line.startswith("# ")]
 PARSER = {row["flag"]: row for row in csv.DictReader(LINES, delimiter="\t")}
+OTHER_CHOICES = {"--distributed-backend": ["nccl2"], "--tokenizer-type": ["Llama3Tokenizer"]}  # newer, older
 SWITCHES = ("StoreTrue", "StoreFalse", "BooleanOptional", "Help")
 SHAPE = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
@@ -66,8 +68,9 @@ def test_every_flag_of_megatrons_parser_is_classified_as_its_parser_takes_it():
         if row["type"] in ("int", "float") and row["action"] == "Store":
             assert ours.takes.startswith(row["type"]), flag
         elif row["choices"] and "." not in row["choices"] and row["type"] == "str":
-            newer = ["nccl2"] if flag == "--distributed-backend" else []
-            assert ours.takes.rstrip("+*").split("|") == [*ast.literal_eval(row["choices"]), *newer], flag
+            assert ours.takes.rstrip("+*").split("|") == [
+                *ast.literal_eval(row["choices"]), *OTHER_CHOICES.get(flag, ())
+            ], flag  # fmt: skip
 
 
 def test_the_defaults_are_those_of_megatrons_parser():
@@ -246,13 +249,14 @@ CASES = [
     ("--num-layers 8 --pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 2",
      {"parallel.virtual_pipeline_model_parallel_size": 2}, ""),
     ("--pipeline-model-parallel-layout 'Et|tm*2L'", {"parallel.pipeline_model_parallel_layout": "Et|tL"}, ""),
-    ("--cp-comm-type a2a", {"parallel.cp_comm_type": "a2a"}, ""),
+    ("--cp-comm-type a2a --context-parallel-size 2", {"parallel.cp_comm_type": "a2a"}, ""),
     ("--num-experts 4 --tensor-model-parallel-size 2",
      {"parallel.expert_tensor_parallel_size": 2, "parallel.moe_token_dispatcher_type": "allgather",
       "model.moe_shared_expert_overlap": False, "model.moe_router_topk": 2}, ""),
     ("--num-experts 4 --num-layers 5 --moe-layer-freq ([0]*2+[1]*3) --moe-aux-loss-coeff 1e-2",
      {"model.moe_layer_freq": [0, 0, 1, 1, 1], "model.moe_aux_loss_coeff": 0.01}, ""),
     ("--eval-interval 5", {"train.eval_interval": 5, "train.eval_iters": 100}, ""),
+    ("--eval-interval 5 --eval-iters -1", {"train.eval_interval": 5, "train.eval_iters": 0}, ""),
     ("--rampup-batch-size 2 2 100", {"train.rampup_batch_size": [2, 2, 100]}, ""),
     ("--step-batch-size-schedule '0:2 3.2K:4 1M:8'",
      {"train.step_batch_size_schedule": [(0, 2), (100, 4), (31250, 8)], "train.global_batch_size": 8}, ""),
@@ -278,7 +282,7 @@ CASES = [
     ("--lr=2e-4 --adam-beta2=.95", {"optim.lr": 2e-4, "optim.adam_beta2": 0.95}, ""),
     ("--tensor-model-par 2", {"parallel.tensor_model_parallel_size": 2}, "taken for --tensor-model-parallel-size"),
     ("--fp8-param-gather --transformer-impl local --use-flash-attn", {}, "these flags have no effect here"),
-    ("--softmax-type vanilla --moe-token-dispatcher-type alltoall --error-injection-rate 0", {}, ""),
+    ("--softmax-type vanilla --num-experts 2 --moe-token-dispatcher-type alltoall --error-injection-rate 0", {}, ""),
 ]  # fmt: skip
 
 
@@ -334,6 +338,14 @@ def test_finetune_begins_from_the_weights_alone(tmp_path):
     assert translated(LEAST + f"--load {run} --ckpt-step 4").config().checkpoint.load == str(
         run / "checkpoints" / "step_00000004"
     )
+    missing = translated(LEAST + f"--load {run} --ckpt-step 5").config().checkpoint.load
+    assert missing == str(
+        run / "checkpoints" / "step_00000005"
+    )  # which the run will refuse: a step was named
+    (tmp_path / "theirs" / "iter_0000007").mkdir(parents=True)
+    named = translated(LEAST + f"--load {tmp_path}/theirs --ckpt-step 7").config().checkpoint.load
+    assert named == str(tmp_path / "theirs" / "iter_0000007")
+    assert translated(LEAST + "--load nowhere --ckpt-step 7").config().checkpoint.load is None
     assert translated(LEAST + f"--pretrained-checkpoint {run}").config().model.init_from == str(run)
 
 
@@ -341,7 +353,8 @@ def test_all_that_is_wrong_is_told_at_once():
     told = problems(
         "--num-layers 2 --hiden-size 64 --num-attention-heads 4 --seq-length 32 --micro-batch-size 1 --lr fast --bf16 "
         "--fp16 --train-iters 5 --train-samples 9 --moe-token-dispatcher-type flex --fp8-recipe custom --warmup 3 "
-        "--position-embedding-type relative --optimizer lion --num 3 --swiglu yes --frobnicate 7 --split --sft"
+        "--position-embedding-type relative --optimizer lion --num 3 --swiglu yes --frobnicate 7 --split --sft "
+        "--seed -3"
     )
     for words in (
         "no flag --hiden-size; did you mean --hidden-size",
@@ -359,9 +372,10 @@ def test_all_that_is_wrong_is_told_at_once():
         "there is no flag --frobnicate",
         "--split is given no value: one value is needed",
         "--sft is refused",
+        "--seed is -3",
     ):
         assert any(words in line for line in told), words
-    assert len(told) == 15 and not any("--hidden-size is missing" in line for line in told)
+    assert len(told) == 16 and not any("--hidden-size is missing" in line for line in told)
 
 
 @pytest.mark.parametrize(
@@ -418,7 +432,13 @@ def test_a_flag_that_cannot_be_is_refused_with_a_way_out(flags, told):
         ),
         ("--num-experts 2 --moe-layer-freq 0", "--moe-layer-freq is 0: input should be greater than 0"),
         ("--hidden-size 66", "--hidden-size 66 is not divisible by --num-attention-heads 4"),
-        ("--global-batch-size 7 --micro-batch-size 2", "--global-batch-size (7) is not micro_batch_size (2)"),
+        (
+            "--global-batch-size 7 --micro-batch-size 2",
+            "--global-batch-size (7) is not --micro-batch-size (2)",
+        ),
+        ("--save-interval 2 --save-retain-interval 0", "--save-retain-interval is 0:"),
+        ("--make-vocab-size-divisible-by 0", "--make-vocab-size-divisible-by is 0:"),
+        ("--num-experts 2 --moe-aux-loss-coeff -1", "--moe-aux-loss-coeff is -1.0:"),
         ("--seq-length 64", "--seq-length 64 is longer than --max-position-embeddings 32"),
     ],
 )
@@ -426,6 +446,33 @@ def test_what_the_settings_refuse_is_told_in_flags(flags, told):
     with pytest.raises(ConfigError) as raised, in_flags():
         check_training(config_of(flags))
     assert str(raised.value).startswith(told)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "flags", "told"),
+    [
+        (3, "--tensor-model-parallel-size 3", "4 is not divisible by --tensor-model-parallel-size 3"),
+        (6, "--tensor-model-parallel-size 4", "lower --tensor-model-parallel-size to 3, or start 8 processes"),
+        (2, "--pipeline-model-parallel-size 2 --num-layers 3", "--pipeline-model-parallel-size to one of 1, 3"),
+        (2, "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 3",
+         "6 stages; set --pipeline-model-parallel-layout to 'E||t|t||L'"),
+        (1, "--num-virtual-stages-per-pipeline-rank 2", "raise --pipeline-model-parallel-size to 2"),
+        (2, "--sequence-parallel --tensor-model-parallel-size 2 --seq-length 31",
+         "--seq-length 31 / --context-parallel-size 1) over --tensor-model-parallel-size 2 ranks"),
+    ],
+)  # fmt: skip
+def test_layouts_are_refused_in_flags_without_a_setting_of_ours(world_size, flags, told):
+    with pytest.raises(ConfigError) as raised, in_flags():
+        prepare(config_of(flags), world_size)
+    assert told in str(raised.value) and "_" not in str(raised.value)
+
+
+def test_what_has_no_effect_without_another_flag_is_told_in_flags_once():
+    result = translated(LEAST + "--decoupled-min-lr 1e-4 --wandb-entity e --hysteresis 3 --no-fp8-wgrad")
+    assert [note.partition(" changes nothing: it takes ")[2] for note in result.notes] == [
+        "--decoupled-lr", "the precision fp16", "--fp8-format", "--wandb-project"
+    ]  # fmt: skip
+    assert not prepare(result.config(), 1).notes
 
 
 def test_what_is_missing_stands_in_one_line():

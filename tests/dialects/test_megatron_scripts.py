@@ -199,6 +199,17 @@ def test_preprocess_data_writes_what_megatrons_tool_would(tmp_path, monkeypatch)
     assert run_command(["preprocess", *words.split(), "--append-eod"]) == 0  # over what is there
     data = IndexedDataset("out_text_document")
     assert [data.get(number).tolist() for number in range(2)] == [[5, 6, 7, 9], [8, 9]]
+    with pytest.raises(ConfigError, match="--tiktoken-pattern v1 is refused: there is v2"):
+        run_command(
+            [
+                "preprocess",
+                *words.replace("Null", "Tik").split(),
+                "--tokenizer-model",
+                "x",
+                "--tiktoken-pattern",
+                "v1",
+            ]
+        )
     with pytest.raises(ConfigError, match="MultimodalTokenizer is refused: there are GPT2BPETokenizer"):
         run_command(["preprocess", *words.replace("NullTokenizer", "MultimodalTokenizer").split()])
 

@@ -14,7 +14,7 @@ def flip(rank: int) -> None:
     def train_step(self, *given):
         step = inner(self, *given)
         if rank == 2 and self.step == 4:
-            weight = self.model.parameters.boxes["layers.0.mlp.linear_fc1.weight"].values
+            weight = self.model.parameters.shards["layers.0.mlp.linear_fc1.weight"].values
             weight.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
         return step
 

@@ -77,7 +77,7 @@ class Job:
         return self.logs[0].read_text()
 
     def ends(self) -> list[int]:
-        return [launcher.wait(60) for launcher in self.launchers]
+        return [launcher.wait() for launcher in self.launchers]
 
     def __enter__(self) -> "Job":
         return self
@@ -106,7 +106,7 @@ def test_a_node_that_comes_late_over_a_slow_link_is_waited_for(tmp_path):
 
 
 def test_a_link_that_is_cut_for_a_second_and_mended_costs_that_time_alone(tmp_path):
-    with Job(tmp_path, 29402, train__train_iters=300) as job:
+    with Job(tmp_path, 29402, train__train_iters=100) as job:
         until(lambda: saved(job.output), "a checkpoint")
         set_link("down")
         before = len(steps(job.output))
@@ -114,7 +114,7 @@ def test_a_link_that_is_cut_for_a_second_and_mended_costs_that_time_alone(tmp_pa
             until(lambda: len(steps(job.output)) > before + 1, "more steps", within=1.0)
         set_link("up")
         assert job.ends() == [0, 0], job.told()
-    assert steps(job.output) == list(range(1, 301)) and "error" not in job.told()
+    assert steps(job.output) == list(range(1, 101)) and "error" not in job.told()
 
 
 def test_a_host_that_is_lost_is_named_and_the_job_resumes_without_loss(tmp_path):

@@ -73,9 +73,9 @@ def agrees(engine: Engine, run: RunConfig, factor: float) -> bool:
     buffers = dict(engine.model.named_buffers())
     return all(
         torch.equal(
-            box.values,
-            box.cut_from(factor * initial_value(name, torch.Size(box.shape), run.model, run.train.seed)),
+            shard.values,
+            shard.cut_from(factor * initial_value(name, torch.Size(shard.shape), run.model, run.train.seed)),
         )
-        for name, box in engine.boxes.items()
+        for name, shard in engine.shards.items()
         if name not in buffers
     )

@@ -33,6 +33,11 @@ def numbers(rows: int, columns: int, kind: str, dtype: torch.dtype) -> torch.Ten
     x = torch.randn(rows, columns, generator=generator)
     if kind == "wide":
         x = x * torch.exp2(torch.randint(-20, 12, x.shape, generator=generator).float())
+    elif kind == "blocks":  # of other sizes each
+        sizes = torch.exp2(
+            torch.randint(-4, 5, (-(-rows // 128), -(-columns // 128)), generator=generator).float()
+        )
+        x = x * sizes.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
     elif kind != "normal":
         x[rows // 2, columns // 3] = {"nan": math.nan, "inf": -math.inf, "zero": 0.0}[kind]
     return (x * 0 if kind == "zero" else x).to(dtype)
@@ -70,10 +75,11 @@ def test_codes_and_amax_are_those_of_the_cpu(shape, kind, dtype):
 @pytest.mark.parametrize("tiles", [False, True])
 def test_blocks_are_those_of_the_cpu(kind, tiles, dtype):
     x = numbers(384, 640, kind, dtype)
-    for found, expected in zip(
-        fp8.cast_blocks(x.cuda(), True, True, tiles), fp8.cast_blocks(x, True, True, tiles)
-    ):
-        assert found.shape == expected.shape and same(found, expected)
+    for by_row, by_column in ((True, True), (True, False)):
+        for found, expected in zip(
+            fp8.cast_blocks(x.cuda(), by_row, by_column, tiles), fp8.cast_blocks(x, by_row, by_column, tiles)
+        ):
+            assert found.shape == expected.shape and same(found, expected), (by_row, by_column)
 
 
 def gemm(recipe: str, device: str, saves_weights: bool, dtype: torch.dtype):
@@ -93,7 +99,7 @@ def gemm(recipe: str, device: str, saves_weights: bool, dtype: torch.dtype):
 def test_matmuls_are_those_of_their_codes_in_fp64(recipe, saves_weights, compiled):
     """The CPU's emulation multiplies the same codes in fp64."""
     x, weight, grad = (
-        numbers(*shape, "normal", torch.bfloat16) * spread
+        numbers(*shape, "blocks", torch.bfloat16) * spread
         for shape, spread in (((512, 1280), 1), ((768, 1280), 0.05), ((512, 768), 1))
     )
     results = []

@@ -153,14 +153,14 @@ def test_moments_in_fewer_bytes_are_those_of_a_cpu_and_no_step_waits(dtype):
     start = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
     sides = []
     for device in ("cpu", "cuda"):
-        parameters = {name: torch.nn.Parameter(value.to(device)) for name, value in start.items()}
+        parameters = {name: torch.nn.Parameter(value.clone().to(device)) for name, value in start.items()}
         optimizer = build_optimizer(parameters.items(), config)
         sides.append((parameters, optimizer, build_loss_scale("bf16", config, device)))
     for step in range(4):
         grads = {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
         for (parameters, optimizer, scale), device in zip(sides, ("cpu", "cuda")):
             for name, parameter in parameters.items():
-                parameter.grad = grads[name].to(device)
+                parameter.grad = grads[name].clone().to(device)  # a fused step divides it in place
             waits = "error" if step else "default"  # the first one compiles
             torch.cuda.set_sync_debug_mode(waits if device == "cuda" else "default")
             try:

@@ -13,7 +13,11 @@ from megalith.models.pass_context import Context, PassLayout
 from megalith.models.transformer import Transformer
 from megalith.optim import build_loss_scale, build_optimizer, offload, optimizer_step
 from megalith.optim.offload import OffloadedOptimizer
-from megalith.parallel.memory.activation_offload import ActivationOffload, _Lanes, apply_activation_offload
+from megalith.parallel.memory.activation_offload import (
+    ActivationOffload,
+    _CopyStreams,
+    apply_activation_offload,
+)
 from megalith.parallel.memory.recompute import apply_recompute
 
 LATE = 2_000_000  # cycles: about a millisecond
@@ -128,7 +132,7 @@ def run_waves(layers, x, context):
 
 @pytest.mark.parametrize("offloaded", [3, 6])
 def test_activations_come_back_as_they_went_however_late(offloaded, monkeypatch) -> None:
-    copied = _Lanes.copied
+    copied = _CopyStreams.copied
 
     def copied_late(self, target, source, stream):
         stream.wait_stream(torch.cuda.current_stream())
@@ -136,7 +140,7 @@ def test_activations_come_back_as_they_went_however_late(offloaded, monkeypatch)
             torch.cuda._sleep(LATE)
         return copied(self, target, source, stream)
 
-    monkeypatch.setattr(_Lanes, "copied", copied_late)
+    monkeypatch.setattr(_CopyStreams, "copied", copied_late)
     x = torch.randn(4096, 1024, device="cuda")
     gradients, held = [], []
     for layers in (0, offloaded):
@@ -172,7 +176,7 @@ def test_a_models_gradients_and_peak_memory(compiled, recompute, fields) -> None
         model = Transformer(config, compute_dtype=torch.bfloat16, seed=3, device="cuda").train()
         initialize(model, config, seed=1)
         parallel = ParallelConfig(cpu_offloading_num_layers=layers, **recompute)
-        apply_recompute(model, parallel)
+        apply_recompute(model, parallel, compiled=compiled)
         if compiled:
             for layer in model.layers.values():
                 layer.compile(fullgraph=True)
@@ -195,6 +199,8 @@ def test_a_models_gradients_and_peak_memory(compiled, recompute, fields) -> None
     print(f"held, peak: {peaks[0]} without, {peaks[1]} with offloading")
     assert peaks[1][0] < (0.8 if recompute else 0.5) * peaks[0][0]
     assert recompute or peaks[1][1] < 0.8 * peaks[0][1]
+    stream = ids.numel() * config.hidden_size * 2
+    assert not recompute or peaks[0][0] < 2 * config.num_layers * stream  # each layer's input, and the head's
 
 
 def run(output: Path, preset: str, *overrides: str) -> None:

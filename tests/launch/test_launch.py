@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import socket
 import subprocess
 from pathlib import Path
 
@@ -86,6 +87,27 @@ def test_a_rank_that_crashes_leaves_its_stacks_and_the_others_their_last_collect
     )
     assert 'launched.py", line' in result.stderr
     assert re.search(r"last collectives of the others: rank 0: .*all_?reduce number \d+ of ", result.stderr)
+
+
+def test_a_machine_whose_rank_dies_before_they_are_connected_is_named_by_the_others(tmp_path):
+    """Rank 0 would wait for 20 minutes."""
+    endpoint = f"127.0.0.1:{forked.free_port()}"
+    program = (
+        "import sys; from megalith.launch.launcher import launch\n"
+        f"sys.exit(launch(1, sys.argv[1:], nnodes='2', rdzv_endpoint='{endpoint}', rdzv_id='a job'))"
+    )
+    command = ["-c", program, str(WORKER), str(tmp_path), "die early"]
+    logs = [tmp_path / "first", tmp_path / "second"]
+    launchers = [forked.Forked(command, log) for log in logs]
+    assert sorted(each.wait(300) for each in launchers) == [1, 128 + 9]
+    told = sorted((log.read_text().splitlines()[-1] for log in logs), key=len)
+    assert told[0].startswith("error: rank 1 was ended by SIGKILL")
+    host = re.escape(socket.gethostname())
+    assert re.match(
+        rf"error: the ranks of this machine were stopped before they were connected: on machine {host}: error: rank 1 "
+        "was ended by SIGKILL",
+        told[1],
+    )
 
 
 def test_torchrun_starts_the_same_worker(tmp_path):

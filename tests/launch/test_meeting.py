@@ -9,6 +9,7 @@ from contextlib import suppress
 from datetime import timedelta
 
 import pytest
+import torch
 from forked import free_port
 from sockets import LOOPBACK_INTERFACE, listening
 
@@ -16,7 +17,7 @@ from megalith.errors import ConfigError
 from megalith.launch import meeting
 from megalith.launch.agent import OneMachine, SeveralMachines, id_of
 from megalith.launch.launcher import init_distributed
-from megalith.launch.meeting import hold_store, is_here, join_store
+from megalith.launch.meeting import PeerWatch, hold_store, is_here, join_store
 
 MINUTE = timedelta(minutes=1)
 
@@ -114,8 +115,6 @@ def test_an_interface_is_found_by_its_address():
 
 
 def test_rank_0_of_a_scheduler_names_the_port_that_is_taken(port, monkeypatch):
-    import torch
-
     for name, value in dict(RANK=0, WORLD_SIZE=2, MASTER_ADDR="127.0.0.1", MASTER_PORT=port).items():
         monkeypatch.setenv(name, str(value))
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
@@ -145,6 +144,48 @@ def test_launchers_of_one_job_meet_and_one_of_another_job_is_refused(capsys, mon
     assert sorted(info.rank for info in met) == [0, 1] and {info.world_size for info in met} == {2}
     assert len({info.bootstrap_store_info.master_port for info in met}) == 1
     assert first.shutdown() and second.shutdown()
+
+
+@pytest.fixture
+def watches(tmp_path, monkeypatch) -> Iterator[list[PeerWatch]]:
+    """Of three launchers, of two ranks each."""
+    monkeypatch.setattr(meeting, "LOOKS_EVERY", 0.0)
+    store = hold_store()
+    yield [PeerWatch(store, rank, 3, tmp_path / str(rank), 2) for rank in range(3)]
+
+
+def test_what_ends_one_machine_for_good_is_read_by_all_others(watches, monkeypatch):
+    assert [watch.look() for watch in watches] == ["", "", ""]
+    monkeypatch.setattr(meeting, "RELAY", 600.0)
+    teller = threading.Thread(target=watches[1].tell, args=("error: rank 3 failed", True))
+    teller.start()
+    while not (told := watches[0].look()):
+        pass
+    assert told == f"on machine {socket.gethostname()}: error: rank 3 failed" == watches[2].look()
+    teller.join()  # which stays until both have read it
+
+
+def test_a_launcher_that_is_not_heard_of_is_lost_unless_its_ranks_are_connected(
+    watches, tmp_path, monkeypatch
+):
+    for watch in watches:
+        assert watch.look() == ""
+    monkeypatch.setattr(meeting, "SILENCE", 0.0)
+    (tmp_path / "1").write_bytes(b"..")
+    assert watches[1].look() == "" and watches[1].rests
+    assert watches[0].look() == watches[0].look() == watches[0].look() == ""  # listens to the one at rest
+    assert watches[2].look() == ""  # what 0 has said since
+    name = socket.gethostname()
+    assert f"nothing has been heard for 0 s of the launcher on machine {name}" in watches[2].look()
+
+
+def test_a_rendezvous_that_is_gone_while_ranks_connect_is_said(watches):
+    class Gone:
+        def set(self, key: str, value: str) -> None:
+            raise torch.distributed.DistNetworkError("connection reset")
+
+    watches[0]._store = Gone()
+    assert "the launcher that holds the rendezvous has ended" in watches[0].look()
 
 
 def test_a_store_that_no_launcher_holds_is_no_rendezvous(monkeypatch):

@@ -1,12 +1,18 @@
 """FP8 on a CPU: codes, scales and the three matmuls, against definitions written out here."""
 
 import math
+from functools import partial
 
 import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
 from megalith.comm.collectives import Axis
+from megalith.config import ModelConfig
+from megalith.config.presets import PRESETS
+from megalith.models.init import initialize
+from megalith.models.linear import Linear
+from megalith.models.transformer import Transformer
 from megalith.ops import fp8
 from megalith.ops.fp8 import (
     E4M3,
@@ -20,7 +26,8 @@ from megalith.ops.fp8 import (
     DelayedScaling,
     Fp8Gemm,
 )
-from megalith.ops.gemm import linear
+from megalith.ops.gemm import GEMM, Gemm, linear
+from megalith.parallel.seams import plug
 
 TOKENS, WIDTH, OUT = 128, 256, 128
 
@@ -134,14 +141,76 @@ def blocks(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
 
 
 def test_blockwise_matmuls_are_those_of_the_codes():
-    x, weight, grad = OPERANDS
+    """Each block has another size, so that no scale can stand in the place of another."""
+    generator, shapes = torch.Generator().manual_seed(7), ((256, 384), (512, 384), (256, 512))
+    x, weight, grad = (
+        numbers(*shape, seed=seed)
+        * torch.randint(-6, 7, (shape[0] // 128, shape[1] // 128), generator=generator)
+        .float()
+        .exp2()
+        .repeat_interleave(128, 0)
+        .repeat_interleave(128, 1)
+        for seed, shape in enumerate(shapes)
+    )
     w8 = blocks(weight, 128, 128)
     expected = [
         blocks(x, 1, 128) @ w8.T,
         blocks(grad, 1, 128) @ w8,
         blocks(grad, 128, 1).T @ blocks(x, 128, 1),
     ]
-    check(passes(BlockGemm(torch.float32), x, weight, grad), expected)
+    for saves_weights in (True, False):
+        check(passes(BlockGemm(torch.float32, saves_weights), x, weight, grad), expected)
+
+
+class FakeQuantised(Gemm):
+    """A recipe by its definition: operands rounded as `roundings` say, matmuls in fp32."""
+
+    def __init__(self, x, weight, grad, x_by_column, grad_by_column):
+        self.roundings = x, weight, grad, x_by_column, grad_by_column
+
+    def forward(self, x, weight, bias=None):
+        y = self.roundings[0](x[0]) @ self.roundings[1](weight[0]).T
+        return y.float() if bias is None else y.float() + bias
+
+    def dgrad(self, grad, weight):
+        return (self.roundings[2](grad[0]) @ self.roundings[1](weight[0])).float()
+
+    def wgrad(self, grad, x):
+        return (self.roundings[4](grad[0]).T @ self.roundings[3](x[0])).float()
+
+
+def test_a_models_gradients_err_by_what_the_format_rounds():
+    """Against fp32, by recipe: the error of ours is that of fake-quantised operands, e4m3 rounds less than e5m2, and a
+    scale a block no more than one a tensor."""
+    config = ModelConfig(**{**PRESETS["tiny-gpt"], "num_layers": 2, "hidden_size": 128, "num_attention_heads": 2,
+        "vocab_size": 64, "max_position_embeddings": 128, "hidden_dropout": 0.0, "attention_dropout": 0.0})  # fmt: skip
+    model = Transformer(config, seed=3)
+    initialize(model, config, seed=5)
+    ids = torch.randint(0, 64, (2, 129), generator=torch.Generator().manual_seed(1))
+
+    def gradients(gemm: Gemm) -> torch.Tensor:
+        for name, module in model.named_modules():
+            if name.startswith("layers.") and isinstance(module, Linear):
+                plug(module, "gemm", gemm)
+        loss = model(ids[:, :-1], labels=ids[:, 1:])
+        return torch.cat([grad.flatten() for grad in torch.autograd.grad(loss, list(model.parameters()))])
+
+    e4m3, e5m2 = partial(decoded, dtype=E4M3), partial(decoded, dtype=E5M2)
+    row, column, tile = (partial(blocks, rows=r, columns=c) for r, c in ((1, 128), (128, 1), (128, 128)))
+    recipes = {
+        "hybrid": (Fp8Gemm(CurrentScaling("hybrid"), torch.float32), (e4m3, e4m3, e5m2, e4m3, e5m2)),
+        "e4m3": (Fp8Gemm(CurrentScaling("e4m3"), torch.float32), (e4m3,) * 5),
+        "blocks": (BlockGemm(torch.float32), (row, tile, row, column, column)),
+    }
+    exact, errors = gradients(GEMM), {}
+    for name, (ours, roundings) in recipes.items():
+        found, expected = (
+            (gradients(gemm) - exact).norm() / exact.norm() for gemm in (ours, FakeQuantised(*roundings))
+        )
+        print(f"{name}: {found:.2e}, transcribed {expected:.2e}")
+        assert found == pytest.approx(expected.item(), rel=0.02), name
+        errors[name] = found
+    assert errors["blocks"] < 1.02 * errors["e4m3"] and errors["e4m3"] < errors["hybrid"]
 
 
 def transcribed(amaxes: list[float], length: int, algo: str, largest: float) -> list[float]:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megalith.checkpoint import RunRecord, load_model, load_optimizer, open_checkpoint, save_checkpoint
-from megalith.checkpoint.state import optimizer_boxes
+from megalith.checkpoint.state import optimizer_shards
 from megalith.config import OptimConfig
 from megalith.optim import build_loss_scale, build_optimizer, offload, optimizer_step, set_learning_rate
 from megalith.optim.offload import OffloadedOptimizer, kept_on_host
@@ -150,8 +150,8 @@ def test_a_run_saved_with_offloading_goes_on_bitwise_with_another_share_or_none(
     model = Net()
     optimizer = offloaded(model, config, 0.5)
     steps(model, optimizer, range(3))
-    names = set(optimizer_boxes(optimizer, model))
-    assert names == set(optimizer_boxes(build_optimizer(Net().named_parameters(), config), None))
+    names = set(optimizer_shards(optimizer, model))
+    assert names == set(optimizer_shards(build_optimizer(Net().named_parameters(), config), None))
     record = RunRecord(step=3, consumed_samples=3, config={}, loss_scale={}, tokenizer=None)
     save_checkpoint(tmp_path, record, model, optimizer)
     steps(model, optimizer, range(3, 6))

@@ -10,7 +10,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-from megalith.comm.collectives import summed
+from megalith.comm.collectives import all_reduce_no_grad
 from megalith.config import ModelConfig, OptimConfig, ParallelConfig
 from megalith.config.rules.parallel_rules import shard_size
 from megalith.models.init import initialize
@@ -88,7 +88,7 @@ class Job:
 class Outcome:
     losses: list[float]
     norms: list[float]
-    gradients: dict[str, tuple]  # of the first step: the owned box as (offset, shape, values)
+    gradients: dict[str, tuple]  # of the first step: the owned shard as (offset, shape, values)
 
 
 class Trained:
@@ -152,7 +152,7 @@ class Trained:
         wait_for_gradients([self.model], self.job.parallel)
         reduce_partial_gradients(self.model, self.mesh.tp)
         self.local.attach_gradients()
-        return summed(loss, self.mesh.dp_cp) / tokens
+        return all_reduce_no_grad(loss, self.mesh.dp_cp) / tokens
 
     def train_step(self) -> tuple[float, float]:
         """Loss and gradient norm."""
@@ -169,12 +169,12 @@ class Trained:
         return loss.item(), result.grad_norm.item()
 
     def owned(self, kind: str) -> dict[str, tuple]:
-        """The boxes that this rank owns of the parameters ("data") or of their gradients ("grad")."""
-        boxes = self.local.boxes
+        """The shards that this rank owns of the parameters ("data") or of their gradients ("grad")."""
+        shards = self.local.shards
         return {
-            name: (boxes[name].offset, boxes[name].shape, getattr(plain, kind).clone())
+            name: (shards[name].offset, shards[name].shape, getattr(plain, kind).clone())
             for name, plain in self.local.named
-            if boxes[name].owned
+            if shards[name].owned
         }
 
 
@@ -219,11 +219,11 @@ def collectives(job: Job) -> list[tuple[str, torch.dtype]]:
     return seen
 
 
-def assemble(boxes_of_ranks: list[dict[str, tuple]]) -> dict[str, torch.Tensor]:
-    """Global tensors from every rank's owned boxes. Every element has exactly one owner."""
+def assemble(shards_of_ranks: list[dict[str, tuple]]) -> dict[str, torch.Tensor]:
+    """Global tensors from every rank's owned shards. Every element has exactly one owner."""
     whole, owners = {}, {}
-    for boxes in boxes_of_ranks:
-        for name, (offset, shape, values) in boxes.items():
+    for shards in shards_of_ranks:
+        for name, (offset, shape, values) in shards.items():
             place = tuple(slice(at, at + size) for at, size in zip(offset, values.shape))
             whole.setdefault(name, torch.zeros(shape))[place] = values
             owners.setdefault(name, torch.zeros(shape))[place] += 1

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megalith.comm.collectives import summed
+from megalith.comm.collectives import all_reduce_no_grad
 from megalith.config import ModelConfig, ParallelConfig
 from megalith.data.batch import Batch
 from megalith.models.init import initialize
@@ -101,9 +101,9 @@ def run(model: ModelConfig, parallel: ParallelConfig, micro_batches: int, dtype=
         chunk.eval()
     evaluation = pipeline.share(pipeline.evaluate(own))
     return Outcome(
-        loss=float(summed(loss, mesh.dp) * factor),
+        loss=float(all_reduce_no_grad(loss, mesh.dp) * factor),
         gradients=gradients,
-        evaluation=float(summed(evaluation, mesh.dp) * factor),
+        evaluation=float(all_reduce_no_grad(evaluation, mesh.dp) * factor),
         logits=pipeline.logits(batches[0].input_ids).float(),
         timeline=pipeline.gather_timeline(),
     )

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from megalith.comm.collectives import local, local_place, summed
+from megalith.comm.collectives import all_reduce_no_grad, local, local_shape_and_offset
 from megalith.config import ModelConfig, ParallelConfig
 from megalith.generation.engine import Engine
 from megalith.generation.requests import Sampling
@@ -68,7 +68,7 @@ def tensor_parallel_model(model: ModelConfig, parallel: ParallelConfig) -> tuple
     with torch.no_grad():
         for name, parameter in transformer.named_parameters():
             value = random_like(name, parameter.shape)
-            for dim, (length, first) in enumerate(zip(*local_place(parameter))):
+            for dim, (length, first) in enumerate(zip(*local_shape_and_offset(parameter))):
                 value = value.narrow(dim, first, length)
             local(parameter).copy_(value)
     return transformer, mesh
@@ -121,7 +121,7 @@ def outcome(model: ModelConfig, parallel: ParallelConfig = ALONE, compiler: str 
     transformer.eval()
     with torch.no_grad():
         logits = transformer(batch(model.vocab_size)["input_ids"][:1, :-1])
-    return Outcome(summed(loss.detach(), mesh.dp), logits, gradients)
+    return Outcome(all_reduce_no_grad(loss.detach(), mesh.dp), logits, gradients)
 
 
 def outcome_of_logits(model: ModelConfig, parallel: ParallelConfig = ALONE) -> Outcome:

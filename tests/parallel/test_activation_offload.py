@@ -35,16 +35,16 @@ def no_tensor_is_too_small(monkeypatch):
 
 
 @pytest.fixture
-def kept(monkeypatch) -> list[offload._Kept]:
+def kept(monkeypatch) -> list[offload._SavedStorage]:
     """Every storage that is copied to the host, in order."""
     made = []
 
-    class Watched(offload._Kept):
+    class Watched(offload._SavedStorage):
         def __init__(self, *args):
             super().__init__(*args)
             made.append(self)
 
-    monkeypatch.setattr(offload, "_Kept", Watched)
+    monkeypatch.setattr(offload, "_SavedStorage", Watched)
     return made
 
 
@@ -153,12 +153,12 @@ def test_the_devices_memory_is_free_one_layer_later_and_back_one_layer_earlier(m
         def release(self):
             super().release()
             events.append(f"release {self.number}")
-            assert all(kept.on_device is None for kept in self._kept.values())
+            assert all(kept.on_device is None for kept in self._storages.values())
 
         def fetch(self):
             super().fetch()
             events.append(f"fetch {self.number}")
-            assert all(kept.on_device is not None for kept in self._kept.values() if kept.uses)
+            assert all(kept.on_device is not None for kept in self._storages.values() if kept.uses)
 
     monkeypatch.setattr(offload, "_Unit", Watched)
     model = build(layers=3)
@@ -167,7 +167,7 @@ def test_the_devices_memory_is_free_one_layer_later_and_back_one_layer_earlier(m
         done.register_post_accumulate_grad_hook(lambda _, n=number: events.append(f"backward {n}"))
     loss = loss_of(model)
     assert events == ["forward 0", "forward 1", "release 0", "forward 2", "release 1", "release 2"]
-    assert all(kept.on_device is None for unit in units for kept in unit()._kept.values())
+    assert all(kept.on_device is None for unit in units for kept in unit()._storages.values())
     events.clear()
     loss.backward()
     assert events == [

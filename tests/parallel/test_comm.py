@@ -44,7 +44,7 @@ FORMULAS = {
     "all_reduce": (lambda x, dim: x.sum(0, keepdim=True).expand_as(x), "alike"),
     "all_reduce_gradient": (lambda x, dim: x, "apart"),
     "all_gather": (lambda x, dim: torch.cat(x.unbind(), dim).expand(len(x), *[-1] * (x.ndim - 1)), "apart"),
-    "all_gather_alike": (
+    "all_gather_replicated": (
         lambda x, dim: torch.cat(x.unbind(), dim).expand(len(x), *[-1] * (x.ndim - 1)),
         "alike",
     ),
@@ -59,7 +59,7 @@ CASES = [
     ("all_reduce_gradient", None),
     ("all_gather", 0),
     ("all_gather", 1),
-    ("all_gather_alike", 2),
+    ("all_gather_replicated", 2),
     ("reduce_scatter", 0),
     ("reduce_scatter", 1),
     ("all_to_all", None),
@@ -103,11 +103,11 @@ def test_an_axis_of_one_passes_tensors_through():
     x = torch.ones(3)
     for name in FORMULAS:
         assert getattr(comm, name)(x, comm.Axis()) is x
-    assert comm.summed(x, comm.Axis()) is x
+    assert comm.all_reduce_no_grad(x, comm.Axis()) is x
 
 
 def largest(size: int) -> torch.Tensor:
-    return comm.summed(inputs(size)[tensor_axis(size).rank], tensor_axis(size), "max")
+    return comm.all_reduce_no_grad(inputs(size)[tensor_axis(size).rank], tensor_axis(size), "max")
 
 
 def test_the_maximum_over_the_axis(pool):
@@ -115,11 +115,11 @@ def test_the_maximum_over_the_axis(pool):
         torch.testing.assert_close(result, inputs(2).amax(0))
 
 
-def parts_by_gloo(x: torch.Tensor, axis: comm.Axis) -> comm.Parts:
+def parts_by_gloo(x: torch.Tensor, axis: comm.Axis) -> comm.PendingReduceScatter:
     """What a reduce-scatter by copy engines gives: the others' parts in the order of ranks behind this one."""
     came = comm.all_to_all(x, axis).chunk(axis.size)
     others = [came[(axis.rank + step) % axis.size] for step in range(1, axis.size)]
-    return comm.Parts(came[axis.rank], torch.stack(others))
+    return comm.PendingReduceScatter(came[axis.rank], torch.stack(others))
 
 
 def sum_in_shares(shape: tuple[int, ...]) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, int]:
@@ -155,7 +155,7 @@ def test_an_all_reduce_by_copy_engines_is_a_sum_in_fp32_rounded_once(pool, shape
 
 
 def place_of_rows(rows: int) -> tuple[int, int, tuple[int, ...], tuple[int, ...]]:
-    """First value and length of this rank's part of 0, 1, … under tensor 2 × FSDP 4, and what local_place says."""
+    """First value and length of this rank's part of 0, 1, … under tensor 2 × FSDP 4; local_shape_and_offset."""
     parallel = ParallelConfig(tensor_model_parallel_size=2, data_parallel_sharding_strategy="optim")
     mesh = build_mesh(parallel, 8, "cpu")
     module = nn.Module()
@@ -163,7 +163,7 @@ def place_of_rows(rows: int) -> tuple[int, int, tuple[int, ...], tuple[int, ...]
     module.rows = nn.Parameter(placed)
     fully_shard(module, mesh=mesh.fsdp)
     here = comm.local(module.rows)
-    return int(here[0]), len(here), *comm.local_place(module.rows)
+    return int(here[0]), len(here), *comm.local_shape_and_offset(module.rows)
 
 
 def test_place_of_rows_that_tensor_and_data_parallelism_cut_unevenly(pool_of_eight):

@@ -6,7 +6,7 @@ import pytest
 import torch
 from copies_by_gloo import as_if_direct
 
-from megalith.comm.collectives import Axis, summed
+from megalith.comm.collectives import Axis, all_reduce_no_grad
 from megalith.config import ModelConfig, ParallelConfig
 from megalith.data.batch import Batch, BoundaryRules, make_batch
 from megalith.models.init import initialize
@@ -83,8 +83,8 @@ def loss_and_gradients(model: Transformer, batch: Batch, places: torch.Tensor, a
         sample_numbers=batch.sample_numbers,
     )
     loss.backward()
-    gradients = {name: summed(p.grad, axis) for name, p in model.named_parameters()}
-    return summed(loss.detach(), axis), gradients
+    gradients = {name: all_reduce_no_grad(p.grad, axis) for name, p in model.named_parameters()}
+    return all_reduce_no_grad(loss.detach(), axis), gradients
 
 
 def train(way: tuple, family: str, rules: str):

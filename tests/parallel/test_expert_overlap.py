@@ -22,7 +22,7 @@ def events(config: RunConfig) -> list[str]:
     """What happens, in order, in the forward and backward pass of a micro-batch through one layer with experts. A
     gradient of a bias counts as one of a weight: an expert has two of each."""
     trainer, seen, travelling = start(config), [], []
-    exchange, wait, shared = comm._exchange, comm.wait, MoE._shared
+    exchange, wait, shared = comm._all_to_all_single, comm.wait, MoE._shared
 
     def begin(x: torch.Tensor, *args) -> torch.Tensor:
         pending = exchange(x, *args)
@@ -45,7 +45,7 @@ def events(config: RunConfig) -> list[str]:
         return shared(self, x, context)
 
     with (
-        mock.patch.object(comm, "_exchange", begin),
+        mock.patch.object(comm, "_all_to_all_single", begin),
         mock.patch.object(comm, "wait", end),
         mock.patch.object(GroupedGemm, "wgrad", counted(GroupedGemm.wgrad)),
         mock.patch.object(MoE, "_shared", compute_shared),
@@ -87,7 +87,7 @@ def test_the_shared_expert_beside_the_exchange_changes_no_bit(pool):
 def begun_and_waited_for(config: RunConfig) -> tuple[int, int]:
     """How many exchanges of rows begin in a micro-batch's passes, and how many of those are waited for."""
     trainer, begun, waited = start(config), [], 0
-    exchange, wait = comm._exchange, comm.wait
+    exchange, wait = comm._all_to_all_single, comm.wait
 
     def begin(x: torch.Tensor, *args) -> torch.Tensor:
         begun.append(exchange(x, *args))  # kept, so that no other tensor has its address
@@ -99,7 +99,7 @@ def begun_and_waited_for(config: RunConfig) -> tuple[int, int]:
         return wait(x)
 
     with (
-        mock.patch.object(comm, "_exchange", begin),
+        mock.patch.object(comm, "_all_to_all_single", begin),
         mock.patch.object(comm, "wait", end),
         trainer.data.train_loader(0, 0, trainer.device) as batches,
     ):

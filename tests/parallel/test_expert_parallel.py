@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from parity.parity_cases import run_config
 
-from megalith.comm.collectives import Axis, begin_all_to_all, end_all_to_all, own_part
+from megalith.comm.collectives import Axis, begin_all_to_all, end_all_to_all, local_chunk
 from megalith.config import ModelConfig, ParallelConfig, RunConfig
 from megalith.config.rules.expert_rules import check_expert_parallel
 from megalith.errors import ConfigError
@@ -94,7 +94,7 @@ def exchange(sizes: list[list[int]]) -> tuple:
     y = end_all_to_all(begin_all_to_all(x, axis, sent, received))
     (y * 2).sum().backward()
     whole = torch.arange(4.0)[:, None].requires_grad_()
-    part = own_part(whole, axis)
+    part = local_chunk(whole, axis)
     (part * (axis.rank + 1)).sum().backward()
     return (
         y.flatten().tolist(),

@@ -29,7 +29,7 @@ def unlike(layout: str) -> list[str]:
         or not isinstance(placed(parameter), DTensor)
         or parameter.data_ptr() != placed(parameter).to_local().data_ptr()
         or parameter is not stepped[name]
-        or parameters.boxes[name].shape != tuple(placed(parameter).shape)
+        or parameters.shards[name].shape != tuple(placed(parameter).shape)
     ]
 
 

@@ -141,8 +141,8 @@ def rollouts() -> list[Rollouts]:
 
 
 def gradients(model: ParallelModel) -> dict[str, Tensor]:
-    boxes = model.parameters.boxes
-    own = {name: replace(boxes[name], values=plain.grad) for name, plain in model.parameters.named}
+    shards = model.parameters.shards
+    own = {name: replace(shards[name], values=plain.grad) for name, plain in model.parameters.named}
     found = {name: x.whole() for name, x in global_tensors(own, model.mesh.world).items()}
     model.parameters.clear_gradients()
     return found

@@ -1,19 +1,19 @@
 """Properties of every schedule over a wide range of stages, micro-batches and chunks."""
 
 import pytest
-
-from megalith.errors import ConfigError
-from megalith.parallel.pipeline.schedule_check import (
+from schedule_check import (
     one_for_all,
     one_per_link,
     one_per_pass,
     peak_in_flight,
     violations,
 )
+
+from megalith.errors import ConfigError
 from megalith.parallel.pipeline.schedules import (
     Action,
     Kind,
-    Place,
+    StageIndex,
     build_forward_schedule,
     build_schedule,
     in_flight_bound,
@@ -89,10 +89,10 @@ def test_the_interleaved_order_is_megatrons():
 def test_transfers_go_around_the_ranks_from_chunk_to_chunk():
     schedule = build_schedule("interleaved", 4, 4, 2)
     assert schedule.source(0, Action(Kind.FORWARD, 0, 0)) is None
-    assert schedule.target(3, Action(Kind.FORWARD, 0, 0)) == Place(0, 1)
-    assert schedule.source(0, Action(Kind.FORWARD, 0, 1)) == Place(3, 0)
+    assert schedule.target(3, Action(Kind.FORWARD, 0, 0)) == StageIndex(0, 1)
+    assert schedule.source(0, Action(Kind.FORWARD, 0, 1)) == StageIndex(3, 0)
     assert schedule.target(3, Action(Kind.FORWARD, 0, 1)) is None
-    assert schedule.target(0, Action(Kind.BACKWARD, 0, 1)) == Place(3, 0)
+    assert schedule.target(0, Action(Kind.BACKWARD, 0, 1)) == StageIndex(3, 0)
     assert build_schedule("zero_bubble", 2, 2).target(1, Action(Kind.BACKWARD_WEIGHT, 0)) is None
 
 

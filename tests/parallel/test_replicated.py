@@ -1,4 +1,4 @@
-"""Replicas: plain parameters whose gradients are summed by unit, beside the backward pass of the last micro-batch."""
+"""Replicas: plain parameters whose gradients are summed by bucket, beside the backward pass of the last micro-batch."""
 
 import gc
 import weakref
@@ -14,7 +14,7 @@ from torch.nn.functional import linear
 from megalith.comm.collectives import Axis
 from megalith.config import ParallelConfig
 from megalith.parallel.data.data_parallel import micro_batch_begins, wait_for_gradients
-from megalith.parallel.data.replicas import Replicated, Unit
+from megalith.parallel.data.replicas import GradientBucket, Replicated
 from megalith.parallel.mesh import build_mesh
 
 ORDER = ["layers.1", "layers.0", "embedding"]
@@ -25,16 +25,16 @@ def sums_of_a_step(job: Job) -> tuple[list[tuple[str, bool]], list[int]]:
     its gradient; and after each micro-batch how many had begun."""
     run, begun, counts = Trained(job), [], []
     assert not any(isinstance(parameter, DTensor) for parameter in run.model.parameters())
-    embedding, inner = run.model.embedding.word_embeddings.weight, Unit.begin
+    embedding, inner = run.model.embedding.word_embeddings.weight, GradientBucket.begin
 
-    def begin(unit: Unit) -> None:
-        waited = unit.sums is None
-        inner(unit)
-        if waited and unit.sums is not None:
-            name = next(start for start in ORDER if any(each.startswith(start) for each in unit.names))
+    def begin(bucket: GradientBucket) -> None:
+        waited = bucket.sums is None
+        inner(bucket)
+        if waited and bucket.sums is not None:
+            name = next(start for start in ORDER if any(each.startswith(start) for each in bucket.names))
             begun.append((name, embedding.grad is None))
 
-    with mock.patch.object(Unit, "begin", begin):
+    with mock.patch.object(GradientBucket, "begin", begin):
         batches = run.micro_batches()
         for number, batch in enumerate(batches):
             micro_batch_begins([run.model], job.parallel, is_last=number == len(batches) - 1)
@@ -60,8 +60,8 @@ def test_nothing_is_summed_before_the_last_micro_batch(pool):
 def buckets(job: Job) -> list[list[tuple[str, int]]]:
     model = Trained(job).model
     sizes = {name: 4 * parameter.numel() for name, parameter in model.named_parameters()}
-    assert len(sizes) == sum(len(unit.names) for unit in model.replicated._units)
-    return [[(name, sizes[name]) for name in unit.names] for unit in model.replicated._units]
+    assert len(sizes) == sum(len(bucket.names) for bucket in model.replicated._buckets)
+    return [[(name, sizes[name]) for name in bucket.names] for bucket in model.replicated._buckets]
 
 
 def test_buckets_hold_the_bytes_asked_for_from_the_last_layer_on(pool):
@@ -93,17 +93,17 @@ class Pair(nn.Module):
 
 
 def gradients_of_a_pair(passes: list[bool]) -> tuple[list[bool], dict[str, torch.Tensor | None]]:
-    """Which units were under way after the passes, each with or without the bias, and the sums."""
+    """Which buckets were under way after the passes, each with or without the bias, and the sums."""
     mesh = build_mesh(ParallelConfig(), dist.get_world_size(), "cpu")
     pair = Pair()
-    units = [Unit(mesh.dp_cp, [f"{name}.weight", f"{name}.bias"]) for name in ("first", "second")]
-    replicated = Replicated(pair, units)
+    buckets = [GradientBucket(mesh.dp_cp, [f"{name}.weight", f"{name}.bias"]) for name in ("first", "second")]
+    replicated = Replicated(pair, buckets)
     for number, with_bias in enumerate(passes):
         replicated.backward_begins(is_last=number == len(passes) - 1)
         pair(torch.full((4, 3), 1.0 + dist.get_rank()), with_bias).backward()
-    under_way = [unit.sums is not None for unit in units]
+    under_way = [bucket.sums is not None for bucket in buckets]
     replicated.wait()
-    assert not any(unit.sums for unit in units)
+    assert not any(bucket.sums for bucket in buckets)
     return under_way, {name: parameter.grad for name, parameter in pair.named_parameters()}
 
 
@@ -124,8 +124,8 @@ def test_a_parameter_without_a_gradient_in_the_last_pass_is_summed_after_it(pool
 def copies_and_owners(parallel: ParallelConfig) -> tuple[int, int, int]:
     """Parameters here, those of them that are copied, and those that this rank owns."""
     run = Trained(Job(GPT2, parallel=parallel))
-    boxes = run.local.boxes.values()
-    return len(boxes), len(run.local.copies), sum(box.owned for box in boxes)
+    shards = run.local.shards.values()
+    return len(shards), len(run.local.copies), sum(shard.owned for shard in shards)
 
 
 def test_the_first_of_the_ranks_that_hold_copies_owns_them(pool):
@@ -139,7 +139,7 @@ def test_the_first_of_the_ranks_that_hold_copies_owns_them(pool):
 def test_a_model_that_nobody_needs_is_freed_with_its_hooks():
     """Else each model of a process that makes several, a sweep's or a notebook's, would stay to its end."""
     chunk = nn.Linear(2, 2)
-    chunk.replicated = Replicated(chunk, [Unit(Axis(2), ["weight", "bias"])])
+    chunk.replicated = Replicated(chunk, [GradientBucket(Axis(2), ["weight", "bias"])])
     chunk.replicated.backward_begins(is_last=False)
     chunk(torch.ones(1, 2)).sum().backward()
     freed = weakref.ref(chunk)

@@ -106,8 +106,8 @@ def outcome(name: str, parallel: dict) -> tuple[float, dict[str, Tensor], float]
     model = parallel_model(MODELS[name][0](config.model), config, mesh)
     own = micro_batches()[mesh.dp.rank :: mesh.dp.size]
     loss = model.backward(own).item()
-    boxes = model.parameters.boxes
-    gradients = {name: replace(boxes[name], values=plain.grad) for name, plain in model.parameters.named}
+    shards = model.parameters.shards
+    gradients = {name: replace(shards[name], values=plain.grad) for name, plain in model.parameters.named}
     gradients = {name: x.whole() for name, x in global_tensors(gradients, mesh.world).items()}
     evaluated, tokens = model.evaluate(own)
     return loss, gradients, (evaluated / tokens).item()

@@ -7,7 +7,7 @@ from megalith.parity.job import Outcome, run_job
 
 def run_offloading(config: RunConfig) -> Outcome:
     """`run_job`; asserts that what the configuration offloads has been copied to the host."""
-    smallest, kept = offload.SMALLEST, offload._Kept
+    smallest, kept = offload.SMALLEST, offload._SavedStorage
     copies = 0
 
     class Counted(kept):
@@ -16,10 +16,10 @@ def run_offloading(config: RunConfig) -> Outcome:
             copies += 1
             super().__init__(*args)
 
-    offload.SMALLEST, offload._Kept = 1, Counted
+    offload.SMALLEST, offload._SavedStorage = 1, Counted
     try:
         outcome = run_job(config)
     finally:
-        offload.SMALLEST, offload._Kept = smallest, kept
+        offload.SMALLEST, offload._SavedStorage = smallest, kept
     assert (copies > 0) == (config.parallel.cpu_offloading_num_layers > 0)
     return outcome

@@ -38,7 +38,7 @@ def run_overflowing_job(config: RunConfig) -> Outcome:
         world, parameters = self.mesh.world, self.parameters
         if next(passes) == OVERFLOWING and world.rank == world.size - 1:
             owned = [
-                plain for name, plain in parameters.named if parameters.boxes[name].owned and plain.numel()
+                plain for name, plain in parameters.named if parameters.shards[name].owned and plain.numel()
             ]
             owned[0].grad.flatten()[0] = math.inf
         return loss

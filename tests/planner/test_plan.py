@@ -3,6 +3,7 @@
 import itertools
 import json
 import math
+import random
 
 import pytest
 import torch
@@ -18,14 +19,16 @@ from megalith.config import RunConfig
 from megalith.config.rules.fastest import Machine, with_fastest
 from megalith.errors import ConfigError
 from megalith.parallel.pipeline.pipeline_rules import check_layout
+from megalith.planner import search as search_module
 from megalith.planner import step_time as step_time_module
 from megalith.planner.calibrate import calibrate
 from megalith.planner.counts import MetaModel
-from megalith.planner.goodput import SIZES, best_interval, goodput, simulated_share, training_share
+from megalith.planner.goodput import SIZES, best_interval, goodput, training_share
 from megalith.planner.layout import build_layout
 from megalith.planner.rates import rates_of, read_rates
 from megalith.planner.search import NO_GEMM, PARALLEL, SHARDS, plan, planned, preset_config
 from megalith.planner.step_time import step_time
+from megalith.report.layout_text import amount, memory_unit
 from megalith.training.precheck import build_ranks, dry_run
 
 SMALL = ["--model.num_layers", "4", "--data.seq_length", "1024", "--model.vocab_size", "50304"]
@@ -174,6 +177,16 @@ def test_what_is_found_is_what_the_trainer_accepts_in_order_and_in_memory(llama)
     assert all(each.bytes > answer.usable for each in answer.too_large)
 
 
+def test_what_the_search_leaves_out_would_not_have_fitted(monkeypatch):
+    config = preset_config("llama3-8b", 8, 8192, 16)
+    found = plan(config, 8, "A100-40GB")
+    monkeypatch.setattr(search_module, "DEEP", 10**9)
+    every = plan(config, 8, "A100-40GB")
+    assert found.fitting == every.fitting > 0 and found.tried < 0.8 * every.tried
+    assert [each.settings for each in found.best] == [each.settings for each in every.best]
+    assert found.too_large[0].settings == every.too_large[0].settings
+
+
 def test_a_published_layout_fits_and_is_no_faster_than_the_best(llama):
     """Megatron-LM's layouts of Llama-3-8B on 8 H200."""
     config, answer = llama
@@ -247,6 +260,24 @@ def test_python_gives_what_the_command_does():
     assert answer.best[0].time.seconds < megalith.plan(config, 2, "A100", top=1).best[0].time.seconds
 
 
+def simulated_share(
+    interval: float, stall: float, restart: float, between: float, segments: int = 20_000, seed: int = 1
+) -> float:
+    """training_share by random failures: so many intervals trained and saved."""
+    draw, now = random.Random(seed), 0.0
+    failure = draw.expovariate(1 / between)
+    for _ in range(segments):
+        while failure < now + interval + stall:  # lost: the restart, which may fail as well
+            now = failure
+            failure = now + draw.expovariate(1 / between)
+            while failure < now + restart:
+                now = failure
+                failure = now + draw.expovariate(1 / between)
+            now += restart
+        now += interval + stall
+    return segments * interval / now
+
+
 @pytest.mark.parametrize("gpus", SIZES)
 def test_random_failures_give_the_share_that_the_formula_says(gpus):
     found = goodput(preset_config("llama3-405b", 8, 8192, 64), gpus)
@@ -308,6 +339,45 @@ def test_a_dry_run_builds_the_ranks_that_the_plan_counts(tmp_path, capsys):
     assert "32 processes can train this" in capsys.readouterr().out
     with pytest.raises(ConfigError, match="world size 30"):
         dry_run(config, 30)
+
+
+@pytest.mark.parametrize(
+    ("parallel", "train", "chosen"),
+    [
+        ({"data_parallel_sharding_strategy": "optim_grads_params"}, {}, "fsdp_unsharded_layers 4 of 4"),
+        ({"data_parallel_sharding_strategy": "optim_grads"}, {}, ""),
+        ({}, {"fp8_format": "hybrid"}, "fp8_cache_weights true"),
+        ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, {}, "tp_comm_overlap true"),
+        ({"context_parallel_size": 2}, {}, "cp_comm_type a2a"),
+    ],
+)
+def test_a_dry_run_and_the_plan_choose_alike_and_count_the_same_memory(
+    parallel, train, chosen, tmp_path, capsys
+):
+    """With what `auto` chooses by the GPUs; without --device nothing that hangs on their memory is chosen."""
+    tree = {
+        "model": dict(preset="gpt2", num_layers=4, vocab_size=1024),
+        "data": dict(mock=True, seq_length=64),
+        "optim": dict(lr=1e-4),
+        "train": dict(
+            train_iters=2,
+            micro_batch_size=2,
+            global_batch_size=32,
+            precision="bf16",
+            output_dir=str(tmp_path),
+        )
+        | train,
+        "parallel": parallel,
+    }
+    file = tmp_path / "run.yaml"
+    file.write_text(yaml.safe_dump(tree))
+    assert main(["train", str(file), "--dry-run", "--world-size", "4", "--device", "H100"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    layout = planned(RunConfig.from_tree(tree), 4, rates_of("H100"))
+    assert chosen in told
+    (stage,) = build_layout(layout.config, 4).stages
+    assert stage.memory == layout.memory[0]
+    assert f" {amount(stage.memory.total, memory_unit([stage.memory.total])[1])} " in told
 
 
 def test_the_page_of_sizes_is_of_this_planner():

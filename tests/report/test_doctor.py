@@ -138,10 +138,40 @@ def test_a_disk_that_fails_is_named(tmp_path, monkeypatch):
     assert os.listdir(tmp_path) == []
 
 
-def test_the_speed_of_the_disk_is_measured(tmp_path, monkeypatch):
+@pytest.mark.parametrize(
+    ("free", "state", "do"), [(3e9, "warn", "a few checkpoints fill it"), (8e6, "bad", "no checkpoint fits")]
+)
+def test_a_disk_with_little_room_is_named_and_still_tried(tmp_path, monkeypatch, free, state, do):
+    monkeypatch.setattr(doctor, "DISK_BYTES", 2**24)
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda folder: SimpleNamespace(total=10**12, free=free))
+    room, *others = doctor.disk_checks(tmp_path)
+    assert room.state == state and do in room.do and f"{free / 1e9:.1f} GB free" in room.found
+    measured = {"disk: write"} if state == "warn" else set()
+    assert {check.name for check in others} == {"disk: lock", "disk: fsync, rename"} | measured
+
+
+def test_a_folder_that_cannot_be_written_is_one_bad_line(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    (check,) = doctor.disk_checks(tmp_path / "file")
+    assert check.state == "bad" and "Not a directory" in check.found and "--output" in check.do
+
+    def full(folder):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(doctor, "make_subfolder", full)
+    (check,) = doctor.disk_checks(tmp_path)
+    assert check.state == "bad" and "make room" in check.do
+
+
+def test_the_speed_of_the_disk_is_measured_and_a_slow_one_named(tmp_path, monkeypatch):
     monkeypatch.setattr(doctor, "DISK_BYTES", 2**24)
     check = doctor.write_check(tmp_path / "data")
     assert "MB/s" in check.found and (tmp_path / "data").stat().st_size == 2**24
+    monkeypatch.setattr(doctor, "SLOW_DISK", float("inf"))
+    monkeypatch.setattr(doctor, "SLOW_SYNC", 0.0)
+    slow = {check.name: check for check in doctor.disk_checks(tmp_path)}
+    assert slow["disk: write"].state == "warn" and "async_save" in slow["disk: write"].do
+    assert slow["disk: fsync, rename"].state == "warn" and "faster disk" in slow["disk: fsync, rename"].do
 
 
 def test_a_port_that_is_taken_is_named():

@@ -1,13 +1,16 @@
 """What the driver tells of a GPU becomes figures of the log, and a GPU that is slowed or fails is named once."""
 
+import json
 import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
+from megalith import RunConfig, train
 from megalith.comm.collectives import Axis
-from megalith.report import gpu_health
+from megalith.report import gpu_health, report
 from megalith.report.gpu_health import GpuState, GpuWatch, gpu_figures, read_gpu
 
 
@@ -122,3 +125,35 @@ def test_a_fault_is_told_when_it_begins_and_again_when_it_comes_back(monkeypatch
 def test_no_driver_is_asked_of_a_cpu():
     watch = GpuWatch(torch.device("cpu"), Axis(), print)
     assert not watch.enabled and watch.read(10) == {}
+
+
+def test_a_run_logs_its_gpu_and_names_one_that_is_slowed(tmp_path, monkeypatch, capsys):
+    """On a CPU, with a driver that answers for its GPU."""
+    monkeypatch.setitem(sys.modules, "pynvml", nvml(nvmlDeviceGetCurrentClocksEventReasons=0x40))
+    monkeypatch.setattr(gpu_health, "uuid_of", lambda device: "GPU-a")
+    monkeypatch.setattr(
+        report, "GpuWatch", lambda device, world, tell: GpuWatch(torch.device("cuda", 0), world, tell)
+    )
+    sizes = dict(
+        num_layers=1, hidden_size=16, num_attention_heads=2, vocab_size=64, max_position_embeddings=16
+    )
+    output, tensorboard = tmp_path / "run", tmp_path / "tensorboard"
+    tree = {
+        "model": sizes,
+        "data": {"mock": True, "seq_length": 16},
+        "optim": {"lr": 1e-3},
+        "train": {"train_iters": 4, "global_batch_size": 1, "eval_iters": 0, "output_dir": str(output)},
+        "log": {"log_interval": 2, "tensorboard": True, "tensorboard_dir": str(tensorboard)},
+    }
+    train(RunConfig.from_tree(tree))
+    steps = {row["step"]: row for row in map(json.loads, (output / "metrics.jsonl").read_text().splitlines())}
+    figures = dict(
+        gpu_temperature=60, gpu_utilization=100, gpu_power_w=612.4, gpu_clock_mhz=1755, gpu_ecc_errors=0
+    )
+    assert steps[2] | figures == steps[2] and steps[4] | figures == steps[4] and "gpu_power_w" not in steps[3]
+    told = [json.loads(line) for line in (output / "events.jsonl").read_text().splitlines()]
+    (named,) = [event for event in told if event["event"] == "gpu"]
+    assert (named["step"], named["rank"], "for heat by hardware" in named["text"]) == (2, 0, True)
+    assert named["text"] in " ".join(capsys.readouterr().out.split())
+    board = EventAccumulator(str(tensorboard)).Reload()
+    assert len(board.Scalars(next(tag for tag in board.Tags()["scalars"] if "gpu_temperature" in tag))) == 2

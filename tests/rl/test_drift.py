@@ -19,7 +19,7 @@ def not_synced(monkeypatch):
 
     def sync(engine, model, version):
         report = REAL_SYNC(engine, model, version=version)
-        values = engine.boxes[QKV].values
+        values = engine.shards[QKV].values
         values.copy_(first.setdefault(QKV, values.clone()))
         return report
 
@@ -29,7 +29,7 @@ def not_synced(monkeypatch):
 def permuted(monkeypatch):
     def sync(engine, model, version):
         report = REAL_SYNC(engine, model, version=version)
-        values = engine.boxes[QKV].values
+        values = engine.shards[QKV].values
         values.copy_(values.roll(5, 0))
         return report
 

@@ -30,9 +30,9 @@ def run_of(config: RunConfig) -> Run:
 
 
 def gradients_of(run: Run) -> dict:
-    boxes = run.model.parameters.boxes
+    shards = run.model.parameters.shards
     trained = [(name, plain) for name, plain in run.model.parameters.named if plain.requires_grad]
-    own = {name: replace(boxes[name], values=plain.grad) for name, plain in trained}
+    own = {name: replace(shards[name], values=plain.grad) for name, plain in trained}
     return {name: x.whole() for name, x in global_tensors(own, run.mesh.world).items()}
 
 

@@ -1,9 +1,12 @@
 """Files of rollouts come back as they were; what is wrong in one is named by file, line and sample."""
 
 import json
+from threading import Event, current_thread, main_thread
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from rollout_files import VOCAB, configuration, rollouts
 
 import megalith.cli.main
@@ -11,8 +14,8 @@ from megalith.comm.collectives import Axis
 from megalith.errors import ConfigError, DataError
 from megalith.report.metrics import read_records
 from megalith.rl import rollouts as rollout_files
-from megalith.rl.grpo import train_grpo
-from megalith.rl.rollout_data import Sample, make_batch, rows_of
+from megalith.rl.grpo import open_rollouts, train_grpo
+from megalith.rl.rollout_data import FileRollouts, RolloutData, Sample, make_batch, rows_of
 from megalith.rl.rollouts import RolloutFiles, load_rollouts, save_rollouts
 
 
@@ -216,3 +219,35 @@ def test_a_rank_parses_its_share_of_the_lines_and_of_a_batch_what_it_asks_for(tm
     files.read(files.entries[:1])
     with pytest.raises(DataError, match="has no line 9 any more"):
         files.read(files.entries[7:])
+
+
+def test_a_thread_makes_the_next_step_while_one_is_trained_on_and_samples_nothing(tmp_path):
+    config = configuration(tmp_path)
+    run = SimpleNamespace(
+        config=config, mesh=SimpleNamespace(dp=Axis()), total_steps=3, log=print, model=None, tokenizer=None
+    )
+
+    def micro_batches(reads_ahead: bool) -> tuple[list, list]:
+        source, asked, third = FileRollouts(run, open_rollouts(config, None)), [], Event()
+        source.reads_ahead, read = reads_ahead, source.batch
+
+        def batch(number: int, groups: int) -> list:
+            asked.append((number, current_thread() is main_thread()))
+            (third.set() if number == 2 else None)
+            return read(number, groups)
+
+        source.batch, found = batch, []
+        with RolloutData(run, source, None).train_loader(0, 0, "cpu") as batches:
+            for at, one in enumerate(batches):
+                found.append(one)
+                if at == 4 and reads_ahead:  # the first of the second step
+                    assert third.wait(60)
+        return found, asked
+
+    (one, asked), (other, in_turn) = micro_batches(True), micro_batches(False)
+    assert asked == [(0, True), (1, False), (2, False)] and in_turn == [(0, True), (1, True), (2, True)]
+    assert len(one) == len(other) == 12
+    for ours, theirs in zip(one, other):
+        assert torch.equal(ours.input_ids, theirs.input_ids) and torch.equal(
+            ours.advantages, theirs.advantages
+        )

@@ -18,9 +18,9 @@ def flipped_in_a_tied_copy(tree: dict, output: str) -> tuple[str, bool, list[flo
     with trainer.data.train_loader(0, 0, trainer.device) as batches:
         trainer.train_step(batches)
     trainer.replicas.check(trainer.step)
-    boxes = trainer.model.parameters.boxes
+    shards = trainer.model.parameters.shards
     if trainer.mesh.pp.rank == trainer.mesh.pp.size - 1:
-        boxes[NAME].values.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
+        shards[NAME].values.view(-1)[:1].view(torch.int32).bitwise_xor_(1)
     try:
         trainer.replicas.check(trainer.step)
         said = ""
@@ -31,7 +31,7 @@ def flipped_in_a_tied_copy(tree: dict, output: str) -> tuple[str, bool, list[flo
         trainer.save_last()
     again = start(RunConfig.from_tree(tree | {"checkpoint": {"load": output}}))
     again.replicas.check(again.step)
-    held = again.model.parameters.boxes.get(NAME)
+    held = again.model.parameters.shards.get(NAME)
     return said, again.step == 1, [] if held is None else held.values.double().view(-1)[:3].tolist()
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from megalith.bridge.exporter import export_hf
-from megalith.bridge.folder import DTYPE_NAMES, is_there
+from megalith.bridge.folder import CONFIG, DTYPE_NAMES, is_there
 from megalith.bridge.importer import PRECISIONS, SEED, common_dtype, import_hf
 from megalith.bridge.load import config_of, is_source, open_weights
 from megalith.bridge.megatron.megatron_importer import (
@@ -25,7 +25,7 @@ from megalith.bridge.megatron.megatron_importer import (
 from megalith.bridge.megatron.megatron_writer import CoreTensors, Read, write_ranks, write_torch_dist
 from megalith.bridge.megatron.table import GPT
 from megalith.bridge.partial import new_folder
-from megalith.checkpoint import Checkpoint, open_existing
+from megalith.checkpoint import Checkpoint, open_checkpoint, open_existing
 from megalith.checkpoint.extent import Extent
 from megalith.config import ModelConfig, RunConfig
 from megalith.errors import CheckpointError, ConfigError
@@ -33,7 +33,6 @@ from megalith.optim.schedule import build_schedule
 from megalith.remote import place
 
 FORMATS = ("torch_dist", "torch")
-IMPLEMENTATIONS = ("transformer_engine", "local")
 VERSION = 3.0  # of how queries, keys and values stand in a matrix
 
 
@@ -272,6 +271,11 @@ def convert(
         _check_source(path, sizes, trust)
     elif not is_source(path):
         kind = "megalith"
+        if open_checkpoint(path, ()) is None:
+            raise CheckpointError(
+                f"{path} holds nothing that is converted: no {CONFIG} with weights beside it (hf), no checkpoint of "
+                "Megatron's, no run of ours; give the folder that does"
+            )
     if source not in (None, kind) and (source, kind) != ("megatron", "megalith"):
         raise ConfigError(f"the source is said to be {source}, but {path} is {kind}; correct one of them")
     if kind == target != "megatron":

@@ -31,7 +31,7 @@ from megalith.bridge.megatron.unpickle import load_pickle, load_torch
 from megalith.checkpoint.extent import Extent, fills
 from megalith.checkpoint.files import DTYPE_CODES
 from megalith.config.rules.model_rules import check_model
-from megalith.errors import CheckpointError, ConfigError
+from megalith.errors import CheckpointError, ConfigError, shorten
 
 FILE = "model_optim_rng.pt"
 RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?")
@@ -126,6 +126,11 @@ def _files(folder: Path) -> dict[tuple[int, int], dict[str, Any]]:
     for path in sorted(folder.iterdir()):
         if match := RANK.fullmatch(path.name):
             states[int(match[1]), int(match[2] or 0)] = load_torch(path / FILE)
+    if not states and any(folder.glob("*.distcp")):
+        raise CheckpointError(
+            f"{folder} has .distcp files, but no {METADATA}, which is written last: it was not saved to the end or not "
+            "copied whole; give an earlier iteration"
+        )
     if not states or not all(isinstance(state, dict) for state in states.values()):
         raise CheckpointError(f"{folder} has no {FILE} of Megatron; give a folder with mp_rank_00 in it")
     return states
@@ -276,6 +281,7 @@ def _with_halves(tensors: dict[str, Distributed]) -> dict[str, Distributed | Mad
 
 
 LATEST = "latest_checkpointed_iteration.txt"
+ITERATIONS, RELEASE = "iter_[0-9]*", "release"
 COMMON = "common.pt"
 EMBEDDING = "embedding.word_embeddings.weight"
 PREFIXES = ("", "model.", "module.", "model.module.", "model.module.module.")
@@ -328,10 +334,11 @@ def import_megatron(
 
 
 def is_megatron_folder(path: str | Path) -> bool:
-    """Whether a folder here is Megatron's: its save folder, or an iteration in it."""
+    """Whether a folder here is Megatron's: its save folder, or an iteration in it, damaged ones among them."""
     folder = Path(path)
     found = any((folder / name).is_file() for name in (LATEST, METADATA))
-    return found or (folder.is_dir() and any(folder.glob("mp_rank_*")))
+    found = found or any(any(folder.glob(name)) for name in ("mp_rank_*", "*.distcp", ITERATIONS))
+    return found or ((folder / RELEASE).is_dir() and is_megatron_folder(folder / RELEASE))
 
 
 def arguments_of(source: str | Path, trust: bool) -> dict[str, Any]:
@@ -403,10 +410,23 @@ def _iteration(folder: Path) -> Path:
             raise CheckpointError(
                 f"there is no folder {folder}; give Megatron's save folder or one iter_NNNNNNN in it"
             )
+        if there := _iterations(folder):
+            raise CheckpointError(f"{folder} has no {LATEST}; give one of its folders: {shorten(there)}")
         return folder
     text = latest.read_text(encoding="utf-8", errors="replace").strip()
-    if not re.fullmatch("release|[0-9]{1,15}", text):
+    if not re.fullmatch(f"{RELEASE}|[0-9]{{1,15}}", text):
         raise CheckpointError(
             f"{latest} holds {text!r}, which is no iteration; give the folder iter_NNNNNNN itself"
         )
-    return folder / ("release" if text == "release" else f"iter_{int(text):07d}")
+    found = folder / (RELEASE if text == RELEASE else f"iter_{int(text):07d}")
+    if not found.is_dir():
+        raise CheckpointError(
+            f"{latest} names {found.name}, which is not there; there are {shorten(_iterations(folder)) or 'none'}: "
+            "copy it, or give the folder of another"
+        )
+    return found
+
+
+def _iterations(folder: Path) -> list[str]:
+    """The folders of iterations in a save folder."""
+    return sorted(path.name for name in (ITERATIONS, RELEASE) for path in folder.glob(name) if path.is_dir())

@@ -99,7 +99,9 @@ def load_torch(path: Path) -> Any:
 
 
 def _refused(path: Path, error: Exception) -> CheckpointError:
-    reason = str(error).strip().split("\n")[0]
+    if isinstance(error, FileNotFoundError):
+        return CheckpointError(f"{path} is missing; copy the checkpoint again")
+    reason = str(error).strip().split("\n")[0].split(". ")[0]
     return CheckpointError(
         f"{path} cannot be read as a Megatron checkpoint ({reason}); nothing in it was run"
     )

@@ -31,31 +31,33 @@ class Machine:
 def with_fastest(config: RunConfig, machine: Machine) -> tuple[RunConfig, list[str]]:
     """`config` without an `auto` of its section parallel, and a line that says what was chosen, where something was.
     What hangs on a GPU's memory is left to planner/layout.py."""
-    parallel, told = config.parallel, []
-    if parallel.cp_comm_type == "auto" and parallel.context_parallel_size > 1:
+    told: list[str] = []
+    if config.parallel.cp_comm_type == "auto" and config.parallel.context_parallel_size > 1:
         config, why = _with_exchange(config, machine)
         told.append(f"cp_comm_type {config.parallel.cp_comm_type} ({why})")
+    parallel, found = config.parallel, {}
+    overlaps = parallel.overlaps
     if parallel.tp_comm_overlap == "auto":
         hidden = parallel.tensor_model_parallel_size > 1 or _exchanges_heads(config)
         obstacle = _obstacle(config) if hidden and machine.compiled else ""
         overlaps = hidden and machine.compiled and not obstacle
-        config = config.with_settings({"parallel.tp_comm_overlap": overlaps})
+        found["parallel.tp_comm_overlap"] = overlaps
         if overlaps or obstacle:
             told.append(f"tp_comm_overlap {str(overlaps).lower()}{obstacle and f' ({obstacle})'}")
     if parallel.symmetric_memory_groups == "auto":
-        groups = _direct_axes(config, machine) if machine.nvlink and machine.compiled else []
-        config = config.with_settings({"parallel.symmetric_memory_groups": groups})
+        groups = _direct_axes(config, machine, overlaps) if machine.nvlink and machine.compiled else []
+        found["parallel.symmetric_memory_groups"] = groups
         if groups:
             told.append(f"symmetric_memory_groups [{', '.join(groups)}] (NVLink)")
     sharded = parallel.data_parallel_sharding_strategy in ("optim_grads", "optim_grads_params")
     if parallel.reduce_scatter_with_fp32_accumulation == "auto" and sharded:
         near = machine.ranks == machine.ranks_per_host and config.train.precision != "fp32"
-        config = config.with_settings({"parallel.reduce_scatter_with_fp32_accumulation": near})
+        found["parallel.reduce_scatter_with_fp32_accumulation"] = near
         if near:
             told.append("reduce_scatter_with_fp32_accumulation true (one host)")
     if config.train.fp8_format and config.train.fp8_cache_weights == "auto" and not machine.memory:
-        replicated = parallel.data_parallel_sharding_strategy == "no_shard"
-        config = config.with_settings({"train.fp8_cache_weights": replicated})
+        found["train.fp8_cache_weights"] = parallel.data_parallel_sharding_strategy == "no_shard"
+    config = config.with_settings(found) if found else config
     return config, [f"chosen by auto, of parallel: {'; '.join(told)}"] if told else []
 
 
@@ -90,17 +92,18 @@ def _obstacle(config: RunConfig) -> str:
     if config.parallel.pipeline_schedule == "zero_bubble":
         return "not with zero_bubble"
     try:
-        check_fp8(config.with_settings({"parallel.tp_comm_overlap": True}))
+        if config.train.fp8_format is not None:
+            check_fp8(config.with_settings({"parallel.tp_comm_overlap": True}))
     except ConfigError:
         return f"FP8 cannot take half of {config.train.micro_batch_size} × {config.data.seq_length} tokens"
     return ""
 
 
-def _direct_axes(config: RunConfig, machine: Machine) -> list[str]:
-    """Axes within a host whose collectives copy engines do better than NCCL."""
+def _direct_axes(config: RunConfig, machine: Machine, overlaps: bool) -> list[str]:
+    """Axes within a host whose collectives copy engines do better than NCCL. `overlaps`: tp_comm_overlap as chosen."""
     parallel, axes = config.parallel, []
     tensor, context = parallel.tensor_model_parallel_size, parallel.context_parallel_size
-    if tensor > 1 and parallel.overlaps and machine.ranks_per_host % tensor == 0:
+    if tensor > 1 and overlaps and machine.ranks_per_host % tensor == 0:
         axes.append("tp")
     inner = (parallel.hierarchical_context_parallel_sizes or [context])[0]
     if _exchanges_heads(config) and machine.ranks_per_host % (inner * tensor) == 0:

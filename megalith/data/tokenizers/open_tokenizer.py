@@ -21,6 +21,7 @@ TOKENIZER_TYPES: dict[str, str] = {  # kind → the module that defines it, impo
     "GPT2BPETokenizer": "megalith.data.tokenizers.huggingface",
     "BertWordPieceLowerCase": "megalith.data.tokenizers.huggingface",
     "BertWordPieceCase": "megalith.data.tokenizers.huggingface",
+    "Llama3Tokenizer": "megalith.data.tokenizers.tiktoken",
     "TikTokenizer": "megalith.data.tokenizers.tiktoken",
     "ByteTokenizer": "megalith.data.tokenizers.plain",
     "NullTokenizer": "megalith.data.tokenizers.plain",
@@ -39,6 +40,7 @@ def build_tokenizer(
 
     `tokenizer_model`: HuggingFaceTokenizer, a tokenizer.json, a folder with one, or a hub name;
     SentencePieceTokenizer and Llama2Tokenizer, a .model file; TikTokenizer, a .tiktoken file or Megatron's JSON list;
+    Llama3Tokenizer, Meta's tokenizer.model;
     GPT2BPETokenizer, the folder of vocab.json and merges.txt, else `vocab_file` and `merge_file` name them.
     BertWordPieceLowerCase and -Case: `vocab_file` is BERT's vocab.txt.
     `vocab_size`: NullTokenizer (needed), TikTokenizer with the JSON list; the other kinds have their own.

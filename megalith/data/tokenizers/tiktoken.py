@@ -50,6 +50,12 @@ class Vocabulary:
     eod_token: str = "<|endoftext|>"
 
 
+def llama3_vocabulary(ranks: int) -> Vocabulary:
+    """Llama 3's, of so many ranks: 256 special tokens behind them, most of them reserved."""
+    special = {"<|begin_of_text|>": ranks, "<|end_of_text|>": ranks + 1}
+    return Vocabulary(LLAMA3_PATTERN, ranks + 256, special, eod_token="<|end_of_text|>")
+
+
 KNOWN_VOCABULARIES: dict[int, Vocabulary] = {  # by the number of ranks in the file
     50256: Vocabulary(GPT2_PATTERN, 50257, {"<|endoftext|>": 50256}),  # gpt2, r50k_base
     50280: Vocabulary(GPT2_PATTERN, 50281, {"<|endoftext|>": 50256}),  # p50k_base
@@ -67,12 +73,7 @@ KNOWN_VOCABULARIES: dict[int, Vocabulary] = {  # by the number of ranks in the f
     199998: Vocabulary(  # o200k_base
         O200K_PATTERN, 200019, {"<|endoftext|>": 199999, "<|endofprompt|>": 200018}
     ),
-    128000: Vocabulary(  # Llama 3: 256 special tokens, most of them reserved
-        LLAMA3_PATTERN,
-        128256,
-        {"<|begin_of_text|>": 128000, "<|end_of_text|>": 128001},
-        eod_token="<|end_of_text|>",
-    ),
+    128000: llama3_vocabulary(128000),
 }
 
 MEGATRON_SPECIAL_TOKENS = ("<unk>", "<s>", "</s>", "<mask>", "<pad>", "<cls>", "<sep>")
@@ -96,9 +97,7 @@ class TikTokenizer(Tokenizer):
             ranks, vocabulary = _megatron_vocabulary(_read_json_ranks(content), vocab_size)
         else:
             ranks = _read_rank_lines(content)
-            vocabulary = KNOWN_VOCABULARIES.get(len(ranks)) or Vocabulary(
-                CL100K_PATTERN, len(ranks) + 1, {"<|endoftext|>": len(ranks)}
-            )
+            vocabulary = self._vocabulary_of(len(ranks))
         try:
             import tiktoken
         except ImportError as error:
@@ -115,12 +114,17 @@ class TikTokenizer(Tokenizer):
         self.vocab_size = vocabulary.vocab_size
         self.eod = vocabulary.special_tokens[vocabulary.eod_token]
 
+    def _vocabulary_of(self, ranks: int) -> Vocabulary:
+        """How a file of so many ranks is used."""
+        unknown = Vocabulary(CL100K_PATTERN, ranks + 1, {"<|endoftext|>": ranks})
+        return KNOWN_VOCABULARIES.get(ranks, unknown)
+
     @classmethod
     def from_paths(cls, named: Named) -> Self:
         path = named.tokenizer_model or named.vocab_file
         if path is None:
             raise ConfigError(
-                "TikTokenizer needs tokenizer_model: the path of a .tiktoken rank file or of Megatron's "
+                f"{cls.__name__} needs tokenizer_model: the path of a .tiktoken rank file or of Megatron's "
                 "JSON vocabulary"
             )
         return cls({RANKS: read_file(path, "tiktoken vocabulary")}, named.vocab_size)
@@ -133,6 +137,24 @@ class TikTokenizer(Tokenizer):
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._encoding.decode(list(ids), errors="replace")
+
+
+class Llama3Tokenizer(TikTokenizer):
+    """Llama 3's `tokenizer.model`, with `<|begin_of_text|>` before every text, as Megatron had it."""
+
+    @property
+    def fingerprint(self) -> str:
+        """That of the TikTokenizer of Llama 3's file: each id means the same."""
+        return TikTokenizer(self.files).fingerprint
+
+    def _vocabulary_of(self, ranks: int) -> Vocabulary:
+        return llama3_vocabulary(ranks)
+
+    def encode(self, text: str) -> list[int]:
+        return [self.eod - 1, *super().encode(text)]
+
+    def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
+        return [self.encode(text) for text in texts]
 
 
 def _read_rank_lines(content: bytes) -> dict[bytes, int]:

@@ -21,7 +21,6 @@ from megalith.errors import ConfigError
 from megalith.parallel.pipeline.pipeline_rules import check_layout
 
 PRECISIONS = {"no": "fp32", "bf16": "bf16", "fp16": "fp16"}
-WHOLE_LAYERS = ("checkpoint_num_layers", "recompute_granularity", "recompute_method", "recompute_num_layers")
 ENCODERS = ("pipeline_model_parallel_split_rank", "encoder_seq_length")
 IDLE = {
     "attention_backend": "attention's kernel is chosen by the device",

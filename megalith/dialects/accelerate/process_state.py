@@ -16,7 +16,7 @@ from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, recursively_apply
 from torch import Tensor
 
-from megalith.comm.collectives import Axis, summed
+from megalith.comm.collectives import Axis, all_reduce_no_grad
 from megalith.dialects.accelerate.plugin import MegatronLMPlugin
 from megalith.hardware import pick_device
 from megalith.launch.launcher import TIMEOUT, init_distributed, this_process
@@ -101,7 +101,7 @@ def set_replicas(axis: Axis) -> None:
 def avg_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
     """Each of the losses averaged over the data-parallel replicas: a tensor with one number a loss."""
     mean, axis = torch.stack([loss.detach().float().reshape(()) for loss in losses]), current_replicas()
-    return summed(mean, axis) / axis.size
+    return all_reduce_no_grad(mean, axis) / axis.size
 
 
 def gather_across_data_parallel_groups(tensor: Any) -> Any:

@@ -19,7 +19,7 @@ from megalith.bridge.families import FAMILIES, family_of
 from megalith.bridge.family import Family, Group
 from megalith.bridge.load import load_source
 from megalith.bridge.transfer import to_ours, to_theirs
-from megalith.checkpoint.state import Model, base_boxes
+from megalith.checkpoint.state import Model, base_shards
 from megalith.comm.collectives import Axis
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError, shorten
@@ -168,7 +168,7 @@ def gather_state(
     groups: Sequence[Group], chunks: Model, world: Axis, device: torch.device
 ) -> dict[str, Tensor]:
     """The whole model's tensors under published names, float32 on every rank's CPU. Every rank calls it."""
-    tensors, found = global_tensors(base_boxes(chunks), world), {}
+    tensors, found = global_tensors(base_shards(chunks), world), {}
     for group in groups:
         whole = tensors[group.name].whole()
         if world.size > 1:

@@ -22,10 +22,9 @@ from torch import Tensor, nn
 from megalith.checkpoint import RunRecord, load_model, load_optimizer, open_checkpoint
 from megalith.checkpoint.saver import Saver
 from megalith.checkpoint.shard_files import open_shard_files, save_shard_files
-from megalith.checkpoint.state import amax_boxes, load_amaxes
-from megalith.comm.collectives import summed
+from megalith.checkpoint.state import amax_shards, load_amaxes
+from megalith.comm.collectives import all_reduce_no_grad
 from megalith.config import RunConfig
-from megalith.config.rules.fastest import with_fastest
 from megalith.data.batch import Batch
 from megalith.dialects.accelerate.plugin import MegatronLMPlugin
 from megalith.dialects.accelerate.plugin_settings import PRECISIONS, run_config, token_multiple
@@ -51,7 +50,7 @@ from megalith.errors import CheckpointError, ConfigError
 from megalith.models.loss import Loss
 from megalith.parallel.data.data_parallel import free_gathered
 from megalith.parallel.mesh import Mesh, build_mesh
-from megalith.planner.layout import with_unsharded_layers
+from megalith.planner.layout import with_auto
 from megalith.training.build import build_model, complete, vocabulary_rows
 from megalith.training.process import machine_of, prepare_process
 
@@ -106,9 +105,8 @@ class MegatronEngine(nn.Module):
         given = complete(given, None)
         prepare_process(given, device.index or 0)
         machine = machine_of(given, device)
-        given, chosen = with_fastest(given, machine)
-        self.run, kept = with_unsharded_layers(given, processes, machine.memory)
-        self.notes += chosen + kept
+        self.run, chosen = with_auto(given, processes, machine)
+        self.notes += chosen
         self.mesh = self._mesh(self.run, processes)
         self.model = build_model(self.run, self.mesh, device)
         self.groups = load_module(module, family, self.run.model, self.model.chunks)
@@ -277,7 +275,7 @@ class MegatronEngine(nn.Module):
 
     def _tokens(self, micro_batches: Sequence[Batch]) -> Tensor:
         own = sum(batch.loss_mask.sum(dtype=torch.float64) for batch in micro_batches)
-        return summed(own.to(self.device), self.mesh.dp).float()
+        return all_reduce_no_grad(own.to(self.device), self.mesh.dp).float()
 
     @torch.no_grad()
     def _logits(self, batch: Mapping[str, Any]) -> Tensor:
@@ -321,7 +319,7 @@ class MegatronEngine(nn.Module):
         )
         saver = Saver(folder, self.mesh.world, unpadded_rows=vocabulary_rows(self.run), keep_last=1)
         inner = self.optimizer.inner if keeps else None
-        saver.save(record, self.model.chunks, inner, amax_boxes(self.model.amaxes, self.mesh.world))
+        saver.save(record, self.model.chunks, inner, amax_shards(self.model.amaxes, self.mesh.world))
         if saver.last.error is not None:
             raise saver.last.error
         if self.mesh.world.rank == 0:

@@ -29,6 +29,7 @@ TOKENIZERS = {
     "SentencePieceTokenizer": "SentencePieceTokenizer",
     "GPTSentencePieceTokenizer": "SentencePieceTokenizer",
     "Llama2Tokenizer": "Llama2Tokenizer",
+    "Llama3Tokenizer": "Llama3Tokenizer",
     "BertWordPieceLowerCase": "BertWordPieceLowerCase",
     "BertWordPieceCase": "BertWordPieceCase",
     "TikTokenizer": "TikTokenizer",
@@ -339,11 +340,13 @@ def _text(given: Given, flag: str) -> str:
 
 
 def evaluation(given: Given) -> None:
-    """train.eval_interval and train.eval_iters; without --eval-interval there is none, but with --skip-train."""
+    """train.eval_interval and train.eval_iters, of which -1 are none; without --eval-interval there is no evaluation,
+    but with --skip-train."""
     interval = given["--eval-interval"]
     if interval:
         given.set("train.eval_interval", interval)
-    given.set("train.eval_iters", given["--eval-iters"] if interval or given["--skip-train"] else 0)
+    iters = given["--eval-iters"] if interval or given["--skip-train"] else 0
+    given.set("train.eval_iters", 0 if iters == -1 else iters)
 
 
 def saving(given: Given) -> None:
@@ -378,11 +381,12 @@ def loading(given: Given) -> None:
     """checkpoint.load; with --finetune, and of --pretrained-checkpoint, model.init_from: the weights alone, at step 0.
     A folder without a checkpoint is passed over, but with --exit-on-missing-checkpoint refused."""
     load, step = given["--load"], given["--ckpt-step"]
-    if load is not None and step is not None:
-        load = f"{load}/checkpoints/step_{step:08d}"
+    if load is not None and step is not None and not _is_empty(Path(load)):
+        load = _at_step(load, step)
     if load is None and given["--exit-on-missing-checkpoint"]:
         given.problems.append("--exit-on-missing-checkpoint needs --load; give it, or leave it out")
-    if load is not None and _is_empty(Path(load)) and not given["--exit-on-missing-checkpoint"]:
+    exact = given["--exit-on-missing-checkpoint"] or load != given["--load"]
+    if load is not None and _is_empty(Path(load)) and not exact:
         if given["--save"] is None or Path(load).resolve() != Path(given["--save"]).resolve():
             given.notes.append(
                 f"--load {load} holds no checkpoint: training begins at step 0, as in Megatron"
@@ -418,6 +422,12 @@ def _is_empty(folder: Path) -> bool:
     if (folder / "metrics.jsonl").exists() or (folder / "checkpoints").is_dir():
         return not any((folder / "checkpoints").glob("step_*"))
     return all(entry.name == LOCK_NAME for entry in folder.iterdir())
+
+
+def _at_step(load: str, step: int) -> str:
+    """The folder of one step: of a run of ours, or of Megatron's."""
+    ours = Path(load, "checkpoints").is_dir()
+    return f"{load}/checkpoints/step_{step:08d}" if ours else f"{load}/iter_{step:07d}"
 
 
 def _take_stored(given: Given, load: str, section: str, names: Collection[str]) -> None:

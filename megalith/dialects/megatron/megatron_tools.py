@@ -9,8 +9,8 @@ from megalith.errors import ConfigError, printable
 
 # Options that change nothing that is written: how work is spread, and what is logged.
 SPREAD = ("--partitions", "--log-interval", "--workers-to-check", "--max-documents", "--rank", "--dataset-impl",
-          "--make-vocab-size-divisible-by", "--tensor-model-parallel-size", "--vocab-extra-ids", "--tiktoken-pattern",
-          "--tiktoken-num-special-tokens")  # fmt: skip
+          "--make-vocab-size-divisible-by", "--tensor-model-parallel-size", "--vocab-extra-ids")  # fmt: skip
+TIKTOKEN = {"--tiktoken-pattern": "v2", "--tiktoken-num-special-tokens": "1000"}  # those that there are
 SPREAD_SWITCHES = ("--keep-sequential-samples", "--find-optimal-num-workers", "--trust-remote-code")
 
 
@@ -36,6 +36,12 @@ def run_preprocess_data(words: list[str]) -> int:
         raise ConfigError(
             "--split-sentences is refused with --keep-newlines and other languages than english: leave them out"
         )
+    for flag, there in TIKTOKEN.items():
+        if options.tokenizer_type == "TikTokenizer" and (value := getattr(options, _name(flag))) not in (
+            None,
+            there,
+        ):
+            raise ConfigError(f"{flag} {value} is refused: there is {there}; it would cut the text otherwise")
     idle = [flag for flag in (*SPREAD, *SPREAD_SWITCHES) if getattr(options, _name(flag))]
     if idle:
         print(f"note: these options have no effect here: {' '.join(idle)}")
@@ -76,7 +82,7 @@ def _options() -> ToolOptions:
     parser.add_argument("--workers", type=int)
     for flag in ("--append-eod", "--split-sentences", "--keep-newlines", *SPREAD_SWITCHES):
         parser.add_argument(flag, action="store_true")
-    for flag in SPREAD:
+    for flag in (*SPREAD, *TIKTOKEN):
         parser.add_argument(flag, nargs="+" if flag == "--workers-to-check" else None)
     return parser
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import math
 import re
 import typing
@@ -15,30 +16,21 @@ import yaml
 
 from megalith.config import RunConfig
 from megalith.dialects.megatron.flag_kinds import Derives, Given, NoEffect, Refused, Sets
-from megalith.dialects.megatron.flag_table import FLAGS, OLDER
-from megalith.errors import ConfigError
+from megalith.dialects.megatron.flag_table import FLAGS, NOT, OLDER
+from megalith.errors import ConfigError, MegalithError
 
 REQUIRED = ("--num-layers", "--hidden-size", "--num-attention-heads", "--seq-length", "--max-position-embeddings",
             "--micro-batch-size", "--lr")  # fmt: skip
 OF_THE_MODEL = ("--num-layers", "--hidden-size", "--num-attention-heads", "--max-position-embeddings")
 STAND_INS = {"--num-layers": "--encoder-num-layers", "--seq-length": "--encoder-seq-length"}
-DERIVED = {  # settings that one flag decides, though by a row that derives
-    "data.seq_length": "--seq-length",
-    "data.data_path": "--data-path",
-    "data.split": "--split",
-    "train.global_batch_size": "--global-batch-size",
-    "train.eval_interval": "--eval-interval",
-    "train.eval_iters": "--eval-iters",
+OTHER_NAMES = {  # settings whose flag neither has their name nor a row that sets them
     "train.output_dir": "--save",
-    "checkpoint.load": "--load",
-    "model.init_from": "--finetune",
-    "model.num_query_groups": "--num-query-groups",
-    "model.moe_layer_freq": "--moe-layer-freq",
-    "model.vocab_size": "--vocab-size",
-    "model.window_size": "--window-size",
-    "parallel.cp_comm_type": "--cp-comm-type",
-    "parallel.sequence_parallel": "--sequence-parallel",
-    "parallel.expert_tensor_parallel_size": "--expert-tensor-parallel-size",
+    "model.init_from": "--load",
+    "checkpoint.keep_every": "--save-retain-interval",
+    "train.precision": "the precision",
+    "log.wandb": "--wandb-project",
+    "log.tensorboard": "--tensorboard-dir",
+    "log.wandb_name": "--wandb-exp-name",
 }
 DASHES = "\u2010\u2011\u2012\u2013\u2014\u2212"  # what an editor or a page makes of --
 CONTRADICTIONS = (
@@ -73,13 +65,39 @@ class Translation:
 
 @contextmanager
 def in_flags() -> Iterator[None]:
-    """In it a ConfigError names flags where it would name the settings that they set."""
+    """In it an error names flags where it would name the settings that they set."""
     try:
         yield
-    except ConfigError as error:
-        names = {row.path: flag for flag, row in reversed(FLAGS.items()) if isinstance(row, Sets)} | DERIVED
-        told = re.sub(r"\b[a-z]+\.[a-z][a-z0-9_]*", lambda found: names.get(found[0], found[0]), str(error))
-        raise ConfigError(*told.split("\n")) from None
+    except MegalithError as error:
+        error.args = (said_in_flags(str(error)),)
+        raise
+
+
+NAME = re.compile(r"(?<![\w./-])[a-z][a-z0-9]*(?:\.[a-z][a-z0-9_]*|(?:_[a-z0-9]+)+)(?![\w/])")
+
+
+def said_in_flags(text: str) -> str:
+    """`text` with flags in the place of the settings that they set, with their section or, of two words, without."""
+    names = _flag_of_settings()
+    told = NAME.sub(lambda found: names.get(found[0], found[0]), text)
+    return re.sub(r"(--[\w-]+) or \1\b", r"\1", told)
+
+
+@functools.cache
+def _flag_of_settings() -> dict[str, str]:
+    """`parallel.context_parallel_size`, and `context_parallel_size` alone, → `--context-parallel-size`."""
+    fields = {section: whole.annotation.model_fields for section, whole in RunConfig.model_fields.items()}
+    names = {
+        f"{section}.{name}": flag
+        for section, found in fields.items()
+        for name in found
+        if (flag := f"--{name.replace('_', '-')}") in FLAGS
+    }
+    for flag, row in reversed(FLAGS.items()):
+        if isinstance(row, Sets):  # a switch that turns a setting off does not have its sense
+            names[row.path] = f"{row.path} ({flag})" if row.values == NOT else flag
+    names |= OTHER_NAMES
+    return names | {path.partition(".")[2]: flag for path, flag in names.items() if "_" in path}
 
 
 def translate(
@@ -110,11 +128,35 @@ def translate(
         derive(given)
     given.set("log.console", "lines")
     if given.problems:
-        raise ConfigError(*given.problems)
+        raise ConfigError(*given.problems, *_out_of_range(given))
     idle = _idle(given)
     with in_flags():
         tree = _with_defaults(given)
-    return Translation(tree, [*given.notes, *([idle] if idle else [])])
+        notes = _without_unread(tree)
+    return Translation(tree, [*given.notes, *map(said_in_flags, notes), *([idle] if idle else [])])
+
+
+def _out_of_range(given: Given) -> list[str]:
+    """What the settings refuse of the values that were given, where the command line has other faults already."""
+    try:
+        with in_flags():
+            RunConfig.from_tree(given.tree)
+    except ConfigError as error:
+        return [line for line in str(error).split("\n") if line.partition(" is ")[0] in given.values]
+    return []
+
+
+def _without_unread(tree: dict[str, dict[str, Any]]) -> list[str]:
+    """Takes out of the tree what its run does not read, and returns a note on each; what is loaded may read more."""
+    config, notes = RunConfig.from_tree(tree), []
+    loads = config.checkpoint.load is not None or config.model.init_from is not None
+    for section, values in tree.items() if not loads else ():
+        for name, needs in getattr(config, section).unread(config).items():
+            if name in values and not needs.strict:
+                value, outer = values.pop(name), "" if "." in needs.path else f"{section}."
+                told = f"{section}.{name}" if isinstance(value, bool) else f"{section}.{name} {value}"
+                notes.append(f"{told} changes nothing: it takes {outer}{needs}".removesuffix(" true"))
+    return notes
 
 
 def read_words(words: Sequence[str], ignore_unknown: bool = False) -> Given:

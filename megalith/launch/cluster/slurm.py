@@ -15,7 +15,6 @@ from megalith.errors import ConfigError
 from megalith.launch.cluster.cluster_job import ClusterJob
 
 DIRECTIVE = re.compile(r"[\w.:/@%+=,\[\]-]+")
-SEVERAL = "array_value"
 
 SCRIPT = """\
 #!/bin/bash

@@ -199,9 +199,10 @@ def cast_blocks(
     x = x.contiguous()
     codes = x.new_empty(x.shape if by_row else 0, dtype=dtype)
     transposed = x.new_empty((columns, rows) if by_column else 0, dtype=dtype)
-    places = (
-        ((rows // size, columns // size), 0) if tiles else ((columns // size, rows), (rows // size, columns))
-    )
+    if tiles:
+        places = (rows // size, columns // size), 0
+    else:
+        places = (columns // size, rows) if by_row else 0, (rows // size, columns) if by_column else 0
     inverses, inverses_t = (x.new_empty(place, dtype=torch.float32) for place in places)
     _launch_blocks(
         (rows // size, columns // size, 1),

@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 from torch.distributed import DeviceMesh
 
-from megalith.comm.collectives import Axis, all_gather, all_gather_alike, all_to_all, wait
+from megalith.comm.collectives import Axis, all_gather, all_gather_replicated, all_to_all, wait
 from megalith.errors import ConfigError
 from megalith.models.mixers.attention import Attention, CrossAttention
 from megalith.models.pass_context import PassLayout
@@ -187,7 +187,7 @@ def unshard(x: Tensor, axis: Axis, dim: int = 1) -> Tensor:
 def unshard_alike(x: Tensor, axis: Axis) -> Tensor:
     """As `unshard` along dimension 1, where every rank goes on to compute the same: the gradient is that of its own
     part."""
-    return x if axis.size == 1 else natural(all_gather_alike(x[None], axis), 1)
+    return x if axis.size == 1 else natural(all_gather_replicated(x[None], axis), 1)
 
 
 def context_attention(

@@ -22,8 +22,8 @@ are then all-reduced over the replicas.
 
 Gradients are summed, never averaged: the loss is divided by the global count of valid tokens. FSDP2 gathers a layer in
 the compute dtype, and accumulates and reduces its gradients in fp32; SumInFp32 sends them as they are. Embedding and
-head are gathered in fp32, as one process has them: a common token's row is the sum of thousands of gradients. So a bf16
-run, too, is one process's run, up to the order of additions.
+head are gathered in fp32, as one process has them (frozen ones as they are stored): a common token's row is the sum of
+thousands of gradients. So a bf16 run, too, is one process's run, up to the order of additions.
 """
 
 from __future__ import annotations
@@ -210,7 +210,8 @@ def _shard(module: nn.Module, over: DeviceMesh, dtype: torch.dtype, parallel: Pa
     exchanges = wanted and dtype != torch.float32 and over.size(over.ndim - 1) > 1
     # cast_forward_inputs would cast masks and rotary tables too
     reduced = dtype if exchanges else torch.float32
-    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=reduced, cast_forward_inputs=False)
+    gathered = None if dtype == torch.float32 else dtype  # as it is stored: frozen matrices may be in bf16
+    policy = MixedPrecisionPolicy(param_dtype=gathered, reduce_dtype=reduced, cast_forward_inputs=False)
     fully_shard(module, mesh=over, mp_policy=policy, **how)
     module.set_gradient_divide_factor(1.0)
     module.set_force_sum_reduction_for_comms(True)

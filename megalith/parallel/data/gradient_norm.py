@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from megalith.comm.collectives import Axis, summed
+from megalith.comm.collectives import Axis, all_reduce_no_grad
 from megalith.hardware import to_device
 from megalith.ops.compiled import run_eagerly
 from megalith.parallel.shards import LocalParameters
@@ -28,14 +28,14 @@ def loss_denominators(own: Tensor, dp_cp: Axis, device: torch.device) -> Tensor:
     1 where the sum is 0, as that of a step without a valid token is. `own` is on the host, and neither the sum nor the
     collective makes the host wait for the device: they go into the factor of the loss before the first backward.
     """
-    total = summed(to_device(own, device), dp_cp)
+    total = all_reduce_no_grad(to_device(own, device), dp_cp)
     return torch.where(total > 0, total, 1.0).float()
 
 
 class GradientSquares:
     """Sum of the squares of the whole gradient, the same on every rank: `total_squares` of the optimizer's step.
 
-    Each logical element counts once: on the owner of its box, and for a parameter that two pipeline stages hold, not
+    Each logical element counts once: on the owner of its shard, and for a parameter that two pipeline stages hold, not
     on the one that lists it in `counted_elsewhere`. One all-reduce over the world, so a gradient that is not finite
     anywhere makes the sum not finite everywhere, and all ranks skip the step together.
     """
@@ -56,7 +56,7 @@ class GradientSquares:
         self._weights = [
             plain
             for name, plain in parameters.named
-            if parameters.boxes[name].owned and plain.numel() and name not in counted_elsewhere
+            if parameters.shards[name].owned and plain.numel() and name not in counted_elsewhere
         ]
         self._counted = set(self._weights)
 
@@ -73,11 +73,11 @@ class GradientSquares:
         own = torch.zeros((), dtype=torch.int64, device=self._device)
         for gradient in (weight.grad for weight in self._weights if weight.grad is not None):
             own += gradient.numel() - gradient.count_nonzero()
-        return summed(own, self._world)
+        return all_reduce_no_grad(own, self._world)
 
     def _squares(self, tensors: list[Tensor]) -> Tensor:
         own = self._local_squares(tensors) if tensors else torch.zeros((), device=self._device)
-        return summed(own, self._world)
+        return all_reduce_no_grad(own, self._world)
 
 
 class Watched:

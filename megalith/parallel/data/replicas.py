@@ -32,7 +32,7 @@ EXPERTS = "mlp.experts."  # what the names of a layer's experts begin with
 
 
 @dataclass(eq=False)
-class Unit:
+class GradientBucket:
     """Parameters whose gradients are summed together, over the axis that they are copied over."""
 
     axis: Axis
@@ -67,55 +67,55 @@ class Replicated:
     Made while parameters may still be on the meta device: they are known by their names until the first backward pass.
     """
 
-    def __init__(self, chunk: nn.Module, units: Iterable[Unit]):
-        self._chunk, self._units = chunk, list(units)
+    def __init__(self, chunk: nn.Module, buckets: Iterable[GradientBucket]):
+        self._chunk, self._buckets = chunk, list(buckets)
         self._is_last = False
         self._is_hooked = False
 
     @property
     def axes(self) -> dict[str, Axis]:
         """By a parameter's name the ranks that hold copies of it; without those that stand on one rank."""
-        return {name: unit.axis for unit in self._units for name in unit.names}
+        return {name: bucket.axis for bucket in self._buckets for name in bucket.names}
 
     def backward_begins(self, is_last: bool) -> None:
         """Before a backward pass; in the one that `is_last` the sums begin."""
         self._hook()
         self._is_last = is_last
-        for unit in self._units:
-            unit.missing = len(unit.trained)
+        for bucket in self._buckets:
+            bucket.missing = len(bucket.trained)
 
     def begin(self) -> None:
         """After the step's last backward pass: begins the sums that have not begun in it."""
         self._hook()
-        for unit in self._units:
-            unit.begin()
+        for bucket in self._buckets:
+            bucket.begin()
 
     def wait(self) -> None:
         """After all passes of the step: the gradients are sums from here on."""
         self.begin()
-        for unit in self._units:
-            unit.wait()
+        for bucket in self._buckets:
+            bucket.wait()
         self._is_last = False
 
     def _hook(self) -> None:
         if self._is_hooked:
             return
         parameters = dict(self._chunk.named_parameters())
-        for unit in self._units:
-            unit.trained = [parameters[name] for name in unit.names if parameters[name].requires_grad]
+        for bucket in self._buckets:
+            bucket.trained = [parameters[name] for name in bucket.names if parameters[name].requires_grad]
             # Weakly: torch keeps a tensor's hooks where Python's collector does not find the way back to the tensor.
-            added = partial(Replicated._added, weakref.proxy(self), weakref.proxy(unit))
-            for parameter in unit.trained:
+            added = partial(Replicated._added, weakref.proxy(self), weakref.proxy(bucket))
+            for parameter in bucket.trained:
                 parameter.register_post_accumulate_grad_hook(added)
         self._is_hooked = True
 
-    def _added(self, unit: Unit, _: Tensor) -> None:
+    def _added(self, bucket: GradientBucket, _: Tensor) -> None:
         if not self._is_last:
             return
-        assert unit.sums is None, "a gradient was added to after its sum over the ranks had begun"
-        unit.missing -= 1
-        if unit.missing == 0:
-            unit.begin()
+        assert bucket.sums is None, "a gradient was added to after its sum over the ranks had begun"
+        bucket.missing -= 1
+        if bucket.missing == 0:
+            bucket.begin()
 
 
 def replicate(chunk: Transformer, mesh: Mesh, bucket_size: int | None = None) -> None:
@@ -124,33 +124,35 @@ def replicate(chunk: Transformer, mesh: Mesh, bucket_size: int | None = None) ->
     Dense parameters are copied over mesh.dp_cp, experts over mesh.edp. `bucket_size`: the least bytes of gradients that
     are reduced together, of layers that follow each other; None: a layer's.
     """
-    names, units = {name for name, _ in chunk.named_parameters()}, []
+    names, buckets = {name for name, _ in chunk.named_parameters()}, []
     for prefix, layer in layers_of(chunk).items():
         own = [f"{prefix}.{name}" for name, _ in layer.named_parameters()]
         experts = [name for name in own if name.startswith(f"{prefix}.{EXPERTS}")]
         dense = [name for name in own if name not in experts]
-        units += [Unit(mesh.edp, experts), Unit(mesh.dp_cp, dense)]
+        buckets += [GradientBucket(mesh.edp, experts), GradientBucket(mesh.dp_cp, dense)]
         names.difference_update(own)
     if bucket_size is not None:
-        units = [
-            bucket for axis in (mesh.edp, mesh.dp_cp) for bucket in _buckets(chunk, units, axis, bucket_size)
+        buckets = [
+            bucket for axis in (mesh.edp, mesh.dp_cp) for bucket in _merged(chunk, buckets, axis, bucket_size)
         ]
-    units.append(Unit(mesh.dp_cp, sorted(names)))
-    units = [unit for unit in units if unit.names and unit.axis.size > 1]
-    plug(chunk, "replicated", Replicated(chunk, units))
+    buckets.append(GradientBucket(mesh.dp_cp, sorted(names)))
+    buckets = [bucket for bucket in buckets if bucket.names and bucket.axis.size > 1]
+    plug(chunk, "replicated", Replicated(chunk, buckets))
 
 
-def _buckets(chunk: nn.Module, units: Sequence[Unit], axis: Axis, size: int) -> list[Unit]:
-    """The parameters of the units over `axis` in buckets of `size` bytes or somewhat more, from the model's end."""
+def _merged(
+    chunk: nn.Module, buckets: Sequence[GradientBucket], axis: Axis, size: int
+) -> list[GradientBucket]:
+    """The parameters of the buckets over `axis` in buckets of `size` bytes or somewhat more, from the model's end."""
     parameters = dict(chunk.named_parameters())
-    buckets, left = [], 0
-    for name in reversed([name for unit in units if unit.axis is axis for name in unit.names]):
+    merged, left = [], 0
+    for name in reversed([name for bucket in buckets if bucket.axis is axis for name in bucket.names]):
         if left <= 0:
-            buckets.append(Unit(axis, []))
+            merged.append(GradientBucket(axis, []))
             left = size
-        buckets[-1].names.append(name)
+        merged[-1].names.append(name)
         left -= 4 * local(parameters[name]).numel()  # fp32
-    return buckets
+    return merged
 
 
 def copies_of(chunk: nn.Module) -> Mapping[str, Axis]:

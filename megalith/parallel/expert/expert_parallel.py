@@ -45,19 +45,18 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Shard, distribute_tensor
 
 from megalith.comm.collectives import (
     Axis,
     all_gather,
-    all_gather_alike,
+    all_gather_no_grad,
+    all_gather_replicated,
+    all_reduce_no_grad,
     begin_all_to_all,
     end_all_to_all,
-    gathered,
-    local_place,
-    own_part,
+    local_chunk,
+    local_shape_and_offset,
     reduce_scatter,
-    summed,
 )
 from megalith.config import ModelConfig
 from megalith.models.load_balance import TokenShare, move_bias
@@ -107,7 +106,7 @@ def plan_dispatch(weights: Tensor, destinations: Tensor, axis: Axis, here: int) 
     sizes, before, has = places(groups, experts + ranks + 2)
     to = slice(experts + 1, -1)
     token, row = copies(sizes[to], before[:, to], has[:, to])
-    table = gathered(torch.cat([sizes[to], sizes[:experts]]), axis).view(ranks, -1)
+    table = all_gather_no_grad(torch.cat([sizes[to], sizes[:experts]]), axis).view(ranks, -1)
     to_ranks, to_experts = table[:, :ranks], table[:, ranks:]  # of each rank
     totals = to_experts.sum(0)
     begin = starts(totals)
@@ -223,7 +222,7 @@ class SplitTokenShare(TokenShare):
         self.axis, self.shares = axis, axis.size
 
     def total(self, x: Tensor) -> Tensor:
-        return summed(x, self.axis)
+        return all_reduce_no_grad(x, self.axis)
 
     def whole(self, x: Tensor) -> Tensor:
         return all_gather(x, self.axis)
@@ -267,7 +266,8 @@ class ExpertParallel(Dispatch):
             topk = weights.shape[1]
             filler = torch.arange(topk, device=weights.device) if routing.capacity is None else self.experts
             weights, destinations = self._share(weights), self._share(destinations, filler)
-        weights, destinations = all_gather(weights, self.gathered), gathered(destinations, self.gathered)
+        weights = all_gather(weights, self.gathered)
+        destinations = all_gather_no_grad(destinations, self.gathered)
         capacity = None if routing.capacity is None else routing.capacity * self.micro_batches
         if not self.sends:
             destinations = _numbers_here(destinations, self.ep.rank, self.local_experts, self.experts)
@@ -292,7 +292,7 @@ class ExpertParallel(Dispatch):
         else:
             y = self.compute(x, plan, experts)
         y = reduce_scatter(y, self.gathered)
-        y = all_gather_alike(y, self.tensor.axis)[:tokens] if shares else y
+        y = all_gather_replicated(y, self.tensor.axis)[:tokens] if shares else y
         return y if shared is None else y + shared()
 
     def _shares(self, layout: PassLayout) -> bool:
@@ -302,7 +302,7 @@ class ExpertParallel(Dispatch):
     def _share(self, x: Tensor, filler: Tensor | int = 0) -> Tensor:
         """This rank's part of x [tokens, width]; all parts are as long, the last ones filled up with `filler`."""
         missing = x.new_zeros(-len(x) % self.tensor.axis.size, x.shape[1]) + filler
-        return own_part(torch.cat([x, missing.to(x.dtype)]), self.tensor.axis)
+        return local_chunk(torch.cat([x, missing.to(x.dtype)]), self.tensor.axis)
 
     def _send(
         self, x: Tensor, plan: DispatchPlan, sizes: HostCopy, experts: Experts, beside: Shared
@@ -364,6 +364,8 @@ def _micro_batches(ranks: int, alike: int) -> int:
 
 def _cut(experts: Experts, mesh: Mesh) -> None:
     """Makes the experts' parameters DTensors over ("ep", "etp"), or the one of them that there is."""
+    from torch.distributed.tensor import Shard, distribute_tensor
+
     for name, kinds in CUTS.items():
         linear = getattr(experts, name)
         for kind, parameter in list(linear.named_parameters()):
@@ -372,7 +374,7 @@ def _cut(experts: Experts, mesh: Mesh) -> None:
             replace_parameter(linear, kind, nn.Parameter(placed, requires_grad=parameter.requires_grad))
     bias = experts.linear_fc2.bias
     if bias is not None:
-        plug(experts.linear_fc2, "first_row", local_place(bias)[1][1])
+        plug(experts.linear_fc2, "first_row", local_shape_and_offset(bias)[1][1])
 
 
 @torch.no_grad()
@@ -390,10 +392,10 @@ def gather_tallies(
     for index, router in _routers(chunks):
         tallies[index] = router.tally
         router.tally.zero_()
-    tallies = summed(tallies, mesh.dp_cp)
+    tallies = all_reduce_no_grad(tallies, mesh.dp_cp)
     if sequence_parallel:  # else the ranks of the tensor axis have the same tokens
-        tallies = summed(tallies, mesh.tp)
-    return summed(tallies, mesh.pp)
+        tallies = all_reduce_no_grad(tallies, mesh.tp)
+    return all_reduce_no_grad(tallies, mesh.pp)
 
 
 def move_biases(chunks: Sequence[Transformer], tallies: Tensor, skipped: Tensor) -> None:

@@ -51,20 +51,20 @@ class ActivationOffload:
     def __init__(self, run_layers: Runner, layers: int, unit: int = 1):
         """The first `layers` layers, `unit` of them at a time."""
         self._run_layers, self._layers, self._unit = run_layers, layers, unit
-        self._lanes: _Lanes | None = None
+        self._streams: _CopyStreams | None = None
         self._last: _Unit | None = None  # of the last pass: it has copies of what is still on the device, too
 
     def __call__(self, layers: Sequence[TransformerLayer], x: Tensor, context: Context) -> Tensor:
         """x [batch, seq, hidden] through these layers."""
         if not torch.is_grad_enabled():
             return self._run_layers(layers, x, context)
-        self._lanes = self._lanes or _Lanes(x.device)
+        self._streams = self._streams or _CopyStreams(x.device)
         before = None
         for first in range(0, len(layers), self._unit):
             some = layers[first : first + self._unit]
             unit = None
             if first < self._layers:
-                unit = _Unit(self._lanes, some, context)
+                unit = _Unit(self._streams, some, context)
                 with saved_tensors_hooks(unit.pack, _unpack):
                     x = self._run_layers(some, x, context)
             else:
@@ -77,7 +77,7 @@ class ActivationOffload:
         return x
 
 
-class _Lanes:
+class _CopyStreams:
     """The streams for copies between a device and the host."""
 
     def __init__(self, device: torch.device):
@@ -99,29 +99,31 @@ class _Lanes:
         event.wait(self.module.current_stream())
 
 
-class _Kept:
+class _SavedStorage:
     """A storage that the backward pass needs: on the device, on the host, or both."""
 
-    def __init__(self, lanes: _Lanes, storage: torch.UntypedStorage):
-        self.lanes = lanes
+    def __init__(self, streams: _CopyStreams, storage: torch.UntypedStorage):
+        self.streams = streams
         self.on_device: Tensor | None = _bytes_of(storage)
-        self.on_host = torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=lanes.device.type != "cpu")
-        self.event = lanes.copied(self.on_host, self.on_device, lanes.down)  # of the last copy
+        self.on_host = torch.empty(
+            storage.nbytes(), dtype=torch.uint8, pin_memory=streams.device.type != "cpu"
+        )
+        self.event = streams.copied(self.on_host, self.on_device, streams.down)  # of the last copy
         self.uses = 0  # tensors in it that have not been asked for again
 
     def release(self) -> None:
         if self.on_device is not None:
-            self.lanes.wait(self.event)
+            self.streams.wait(self.event)
             self.on_device = None
 
     def fetch(self) -> None:
         if self.on_device is None:
-            self.on_device = torch.empty(len(self.on_host), dtype=torch.uint8, device=self.lanes.device)
-            self.event = self.lanes.copied(self.on_device, self.on_host, self.lanes.up)
+            self.on_device = torch.empty(len(self.on_host), dtype=torch.uint8, device=self.streams.device)
+            self.event = self.streams.copied(self.on_device, self.on_host, self.streams.up)
 
     def take(self) -> torch.UntypedStorage:
         self.fetch()
-        self.lanes.wait(self.event)
+        self.streams.wait(self.event)
         storage = self.on_device.untyped_storage()
         self.uses -= 1
         if self.uses <= 0:
@@ -134,7 +136,7 @@ class _Packed:
     """A saved tensor: where it lies in its storage."""
 
     unit: _Unit  # which lives as long as a tensor of it is saved
-    kept: _Kept
+    stored: _SavedStorage
     dtype: torch.dtype
     offset: int
     shape: tuple[int, ...]
@@ -144,26 +146,26 @@ class _Packed:
 class _Unit:
     """What one pass through some layers has saved."""
 
-    def __init__(self, lanes: _Lanes, layers: Sequence[nn.Module], context: Context):
-        self._lanes, self._layers = lanes, layers
+    def __init__(self, streams: _CopyStreams, layers: Sequence[nn.Module], context: Context):
+        self._streams, self._layers = streams, layers
         encoded = context.encoded  # which all layers attend to
         read = None if encoded is None else encoded.hidden
         self._shared = [*(context.rotary or ()), context.mask, context.documents, read]
-        self._kept: dict[int, _Kept] = {}
+        self._storages: dict[int, _SavedStorage] = {}
 
     def pack(self, tensor: Tensor) -> Tensor | _Packed:
         storage = tensor.untyped_storage()
-        if tensor.device != self._lanes.device or storage.nbytes() < SMALLEST:
+        if tensor.device != self._streams.device or storage.nbytes() < SMALLEST:
             return tensor
         address = storage.data_ptr()
-        if address not in self._kept:
+        if address not in self._storages:
             if self._stays(address):
                 return tensor
-            self._kept[address] = _Kept(self._lanes, storage)
-        kept = self._kept[address]
-        kept.uses += 1
+            self._storages[address] = _SavedStorage(self._streams, storage)
+        stored = self._storages[address]
+        stored.uses += 1
         return _Packed(
-            self, kept, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
+            self, stored, tensor.dtype, tensor.storage_offset(), tuple(tensor.shape), tensor.stride()
         )
 
     def _stays(self, address: int) -> bool:
@@ -188,14 +190,14 @@ class _Unit:
 
     def release(self) -> None:
         """Frees the device's memory, from where the device is now on."""
-        for kept in self._kept.values():
-            kept.release()
+        for stored in self._storages.values():
+            stored.release()
 
     def fetch(self) -> None:
         """Begins to copy everything back, the last first."""
-        for kept in reversed(self._kept.values()):
-            if kept.uses:
-                kept.fetch()
+        for stored in reversed(self._storages.values()):
+            if stored.uses:
+                stored.fetch()
 
 
 class _Prefetch:
@@ -212,8 +214,8 @@ class _Prefetch:
 def _unpack(saved: Tensor | _Packed) -> Tensor:
     if isinstance(saved, Tensor):
         return saved
-    empty = torch.empty(0, dtype=saved.dtype, device=saved.kept.lanes.device)
-    return empty.set_(saved.kept.take(), saved.offset, saved.shape, saved.stride)
+    empty = torch.empty(0, dtype=saved.dtype, device=saved.stored.streams.device)
+    return empty.set_(saved.stored.take(), saved.offset, saved.shape, saved.stride)
 
 
 def _address(tensor: Tensor) -> int:

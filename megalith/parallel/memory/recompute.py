@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
-from megalith.comm.collectives import Axis, gathered
+from megalith.comm.collectives import Axis, all_gather_no_grad
 from megalith.config import ParallelConfig
 from megalith.models.linear import MLP, Linear
 from megalith.models.mixers.attention import Attention
 from megalith.models.pass_context import Context
 from megalith.models.transformer import Runner, Stack, Transformer, TransformerLayer, layers_of, stacks_of
-from megalith.ops.compiled import saving_attention
+from megalith.ops.compiled import recomputing, saving_attention
 from megalith.ops.gemm import GEMM
 from megalith.parallel.seams import plug
 
@@ -50,8 +50,9 @@ def apply_recompute(
     again = partial(checkpoint, use_reentrant=False, preserve_rng_state=model.config.attention_dropout > 0)
     first_layers = list(layers_of(model).values())[: parallel.recompute_num_layers]
     if parallel.recompute_granularity == "full" and compiled and _inside(model, parallel):
-        if parallel.recompute_saves_attention:
-            again = partial(again, context_fn=saving_attention)
+        again = partial(
+            again, context_fn=saving_attention if parallel.recompute_saves_attention else recomputing
+        )
         block = parallel.recompute_method == "block"
         for layer in first_layers if block else layers_of(model).values():
             plug(layer, "runner", again)
@@ -114,7 +115,7 @@ def _with_input_distributed(
 
     def unpack(kept: tuple[Tensor, bool]) -> Tensor:
         part, is_part = kept
-        return gathered(part, axis).view(shape) if is_part else part
+        return all_gather_no_grad(part, axis).view(shape) if is_part else part
 
     with saved_tensors_hooks(pack, unpack):
         return again(run_layers, layers, x, context)

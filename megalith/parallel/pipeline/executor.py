@@ -12,8 +12,9 @@ back to the graph's edges.
 
 Each pair of neighbours has a communicator for each direction and pass. NCCL processes the transfers of a communicator
 in the order in which a rank posted them, and each blocks those after it until both ends have reached it. With one
-communicator for several neighbours or for both passes, schedules deadlock (schedule_check.py shows which). One that
-carries one kind of tensor from one rank to one other cannot: its sender and its receiver follow the same order.
+communicator for several neighbours or for both passes, schedules deadlock (tests/parallel/schedule_check.py shows
+which). One that carries one kind of tensor from one rank to one other cannot: its sender and its receiver follow the
+same order.
 
 A sent tensor stays in memory until it has been sent; nothing waits for that before the end of the step.
 
@@ -44,7 +45,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.distributed import ProcessGroup, Work
 from torch.profiler import record_function
 
-from megalith.comm.collectives import Axis, gather_json, summed
+from megalith.comm.collectives import Axis, all_reduce_no_grad, gather_json
 from megalith.models.linear import Linear
 from megalith.models.transformer import Transformer
 from megalith.ops.gemm import DeferredWgrad
@@ -279,7 +280,7 @@ class Pipeline:
 
     def share(self, loss: Tensor) -> Tensor:
         """The last rank's loss on every rank, from what `step` or `evaluate` returned on each."""
-        return summed(loss, self.axis)
+        return all_reduce_no_grad(loss, self.axis)
 
     def gather_timeline(self) -> Timeline:
         """The last recorded step of all ranks, in milliseconds; every rank of the axis calls it."""

@@ -3,8 +3,8 @@
 The layers are cut into stages, one a rank, or with interleaving `virtual` a rank. A micro-batch goes forward through
 all stages and backward through them again, so at the step's begin the last rank waits for work, and at its end the
 first: the bubble. A schedule orders each rank's work to keep the bubble and the activations that wait for their
-backward pass small. Nothing here runs anything: the executor (executor.py), the checker (schedule_check.py), the
-simulator (simulate.py) and the drawings (drawing.py) all read the same lists.
+backward pass small. Nothing here runs anything: the executor (executor.py), the simulator
+(simulate.py), the drawings (drawing.py) and the tests' checker (schedule_check.py) all read the same lists.
 
 - `1f1b` (Narayanan et al. 2019; Fan et al. 2021): after a warm-up, one forward, one backward.
 - `interleaved` (Narayanan et al. 2021): each rank holds several chunks of layers, one from each lap around the ranks,
@@ -40,7 +40,7 @@ class Action(NamedTuple):
     chunk: int = 0
 
 
-class Place(NamedTuple):
+class StageIndex(NamedTuple):
     """A stage of the model: chunk `chunk` of rank `rank`. Stages are counted chunk · ranks + rank."""
 
     rank: int
@@ -62,23 +62,23 @@ class Schedule:
     actions: list[list[Action]]
     """By rank."""
 
-    def source(self, rank: int, action: Action) -> Place | None:
+    def source(self, rank: int, action: Action) -> StageIndex | None:
         """Whose output this action takes in: activations, or the gradient of its own. None: it needs no transfer."""
         return neighbour(self, rank, action, {Kind.FORWARD: -1, Kind.BACKWARD: 1, Kind.BACKWARD_INPUT: 1})
 
-    def target(self, rank: int, action: Action) -> Place | None:
+    def target(self, rank: int, action: Action) -> StageIndex | None:
         """Who takes in this action's output. None: nobody."""
         return neighbour(self, rank, action, {Kind.FORWARD: 1, Kind.BACKWARD: -1, Kind.BACKWARD_INPUT: -1})
 
 
-def neighbour(schedule: Schedule, rank: int, action: Action, steps: dict[Kind, int]) -> Place | None:
-    """The place `steps[kind]` stages further on; None where there is none, or for a kind without a step."""
+def neighbour(schedule: Schedule, rank: int, action: Action, steps: dict[Kind, int]) -> StageIndex | None:
+    """The stage `steps[kind]` stages further on; None where there is none, or for a kind without a step."""
     if action.kind not in steps:
         return None
     stage = action.chunk * schedule.stages + rank + steps[action.kind]
     if not 0 <= stage < schedule.stages * schedule.virtual:
         return None
-    return Place(stage % schedule.stages, stage // schedule.stages)
+    return StageIndex(stage % schedule.stages, stage // schedule.stages)
 
 
 def build_schedule(

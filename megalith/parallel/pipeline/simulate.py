@@ -40,7 +40,7 @@ class Durations:
 def simulate(schedule: Schedule, durations: Durations | Sequence[Durations] = Durations()) -> Timeline:
     """The timeline of a schedule whose stages, in the model's order, take these durations (one for all, or each).
 
-    Transfers do not hold up their sender. The schedule has to be free of deadlock (`schedule_check.violations`).
+    Transfers do not hold up their sender. The schedule has to be free of deadlock.
     """
     count = schedule.stages * schedule.virtual
     by_stage = [durations] * count if isinstance(durations, Durations) else list(durations)

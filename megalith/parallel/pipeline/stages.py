@@ -19,7 +19,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import count
 
 import torch.distributed as dist
 
@@ -58,10 +57,9 @@ def assign_layers(model: ModelConfig, parallel: ParallelConfig) -> list[list[Sta
         sizes = _by_first_and_last(model, parallel, virtual)
     else:
         sizes = _evenly(model, parallel, virtual)
-    numbers = count()
-    assigned: list[list[Stage]] = [[] for _ in range(ranks)]
+    first, assigned = 0, [[] for _ in range(ranks)]
     for index, size in enumerate(sizes):
-        layers = tuple(next(numbers) for _ in range(size))
+        layers = tuple(range(first, first := first + size))
         stage = Stage(
             index % ranks, index // ranks, layers, embedding=index == 0, head=index == len(sizes) - 1
         )
@@ -150,11 +148,11 @@ def _evenly(model: ModelConfig, parallel: ParallelConfig, virtual: int) -> list[
     places, stages = layers + embedding + head, ranks * virtual
     if places % stages or (embedding and head and stages == 1):
         counted = " + ".join([f"model.num_layers {layers}"] + ["embedding"] * embedding + ["loss"] * head)
-        sizes = [size for size in range(1, places + 1) if places % (size * virtual) == 0]
+        sizes = [str(size) for size in range(1, places + 1) if places % (size * virtual) == 0]
+        other_size = f"pipeline_model_parallel_size to one of {', '.join(sizes)}, or " if sizes else ""
         raise ConfigError(
             f"{counted}{'' if places == layers else f' = {places}'} is not divisible by pipeline ({ranks}) × "
-            f"virtual ({virtual}) = {stages} stages; set pipeline_model_parallel_size to one of "
-            f"{', '.join(map(str, sizes)) or 'none'}, or pipeline_model_parallel_layout to "
+            f"virtual ({virtual}) = {stages} stages; set {other_size}pipeline_model_parallel_layout to "
             f"'{suggested_layout(layers, stages)}'"
         )
     sizes = [places // stages] * stages

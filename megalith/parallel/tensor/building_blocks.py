@@ -11,7 +11,7 @@ they are plain layers.
 from __future__ import annotations
 
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, distribute_tensor
 
 from megalith.comm.collectives import Axis, local
 from megalith.errors import ConfigError
@@ -19,7 +19,15 @@ from megalith.models.linear import Linear
 from megalith.models.own_model import Model
 from megalith.models.pass_context import Context, PassLayout
 from megalith.parallel.seams import plug, replace_parameter
-from megalith.parallel.tensor.tensor_parallel import Role, TensorParallel, VocabParallel, place
+from megalith.parallel.tensor.tensor_parallel import (
+    COLUMNS,
+    ROWS,
+    WHOLE,
+    Role,
+    TensorParallel,
+    VocabParallel,
+    place,
+)
 
 
 class _ShardedLinear(Linear):
@@ -37,7 +45,7 @@ class ColumnParallelLinear(_ShardedLinear):
     def __init__(self, in_features: int, out_features: int, axis: Axis, *, bias: bool = True):
         super().__init__(in_features, out_features, bias=bias)
         self.out_features = out_features
-        _shard(self, Role(Shard(0), Shard(0), "column"), axis, out_features, "out_features")
+        _shard(self, Role(ROWS, ROWS, "column"), axis, out_features, "out_features")
 
 
 class RowParallelLinear(_ShardedLinear):
@@ -49,7 +57,7 @@ class RowParallelLinear(_ShardedLinear):
 
     def __init__(self, in_features: int, out_features: int, axis: Axis, *, bias: bool = True):
         super().__init__(in_features, out_features, bias=bias)
-        _shard(self, Role(Shard(1), Replicate(), "row"), axis, in_features, "in_features")
+        _shard(self, Role(COLUMNS, WHOLE, "row"), axis, in_features, "in_features")
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -63,7 +71,7 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = embedding.weight
         self._vocabulary = vocabulary_of(self, axis)[0]
         if axis.size > 1:
-            place(self, Role(Shard(0)), axis)
+            place(self, Role(ROWS), axis)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         return self._vocabulary.lookup(input_ids, local(self.weight), Context(len(input_ids), PassLayout()))

@@ -24,21 +24,20 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import Placement, Replicate, Shard, distribute_tensor
 from torch.nn import functional as F
 
 from megalith.comm.collectives import (
     Axis,
     all_gather,
-    all_gather_alike,
+    all_gather_replicated,
     all_reduce,
     all_reduce_gradient,
+    all_reduce_no_grad,
     begin_all_gather,
     begin_all_reduce,
     begin_reduce_scatter,
     local,
     reduce_scatter,
-    summed,
     wait,
 )
 from megalith.errors import ConfigError
@@ -55,6 +54,7 @@ from megalith.ops.gemm import DeferredWgrad, Gemm, Operand, has_wgrad, linear
 from megalith.parallel.seams import plug, replace_parameter
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by bytes of an element
+ROWS, COLUMNS, WHOLE = 0, 1, None  # placements: the dimension of [out, in] that is sharded, or replicated
 NEVER, UNDER_SP, ALWAYS = "never", "under sequence parallelism", "always"
 
 
@@ -63,61 +63,61 @@ class Role:
     """How a module's parameters stand over the axis, its linear's style, and when a rank's gradient is a part of a
     sum."""
 
-    weight: Placement
-    bias: Placement | None = None
+    weight: int | None
+    bias: int | None = WHOLE
     style: str | None = None
     partial_weight: str = NEVER
     partial_bias: str = NEVER
 
 
 ROLES = {
-    # module             weight       bias         style           partial gradients: weight, bias
-    "word_embeddings": Role(Shard(0)),  # lookup of a rank's rows, summed
-    "position_embeddings": Role(Replicate(), partial_weight=UNDER_SP),
-    "layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),  # of the embedding
-    "embedding_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
-    "hidden_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
-    "linear_join": Role(Replicate(), None, None, UNDER_SP),
-    "input_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
-    "linear_qkv": Role(Shard(0), Shard(0), "column"),
-    "linear_q_proj": Role(Shard(0), None, "column"),
-    "linear_q_down_proj": Role(Replicate(), None, None, UNDER_SP),  # narrow: each rank its tokens' latents
-    "q_down_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
-    "linear_q_up_proj": Role(Shard(0), None, "column"),
-    "linear_kv_down_proj": Role(Replicate(), None, None, UNDER_SP),
-    "kv_down_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
-    "linear_kv_up_proj": Role(Shard(0), None, "column"),
-    "linear_q": Role(Shard(0), Shard(0), "column"),  # of cross-attention
-    "linear_kv": Role(Shard(0), Shard(0), "column"),
-    "q_layernorm": Role(Replicate(), Replicate(), None, ALWAYS, ALWAYS),  # each rank sees its own heads
-    "k_layernorm": Role(Replicate(), Replicate(), None, ALWAYS, ALWAYS),
-    "linear_proj": Role(Shard(1), Replicate(), "row", NEVER, UNDER_SP),  # the bias is added after the sum
-    "post_attention_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
-    "pre_cross_attn_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
-    "post_cross_attn_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
-    "pre_mlp_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
-    "linear_fc1": Role(Shard(0), Shard(0), "column"),
-    "linear_fc2": Role(Shard(1), Replicate(), "row", NEVER, UNDER_SP),
-    "post_mlp_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
-    "router": Role(Replicate(), None, None, UNDER_SP),  # experts themselves are cut in expert_parallel.py
-    "shared_expert_gate": Role(Replicate(), None, None, UNDER_SP),
-    "final_layernorm": Role(Replicate(), Replicate(), None, UNDER_SP, UNDER_SP),
-    "output_layer": Role(Shard(0)),  # logits of a rank's rows: see tensor_parallel.py
-    "units": Role(Shard(0), Shard(0)),  # what each unit behind a column-parallel matrix has for itself
+    # module: weight, bias, style, partial gradients of weight and bias
+    "word_embeddings": Role(ROWS),  # lookup of a rank's rows, summed
+    "position_embeddings": Role(WHOLE, partial_weight=UNDER_SP),
+    "layernorm": Role(WHOLE, WHOLE, None, UNDER_SP, UNDER_SP),  # of the embedding
+    "embedding_layernorm": Role(WHOLE, WHOLE, None, UNDER_SP, UNDER_SP),
+    "hidden_layernorm": Role(WHOLE, WHOLE, None, UNDER_SP, UNDER_SP),
+    "linear_join": Role(WHOLE, WHOLE, None, UNDER_SP),
+    "input_layernorm": Role(WHOLE, WHOLE, None, UNDER_SP, UNDER_SP),
+    "linear_qkv": Role(ROWS, ROWS, "column"),
+    "linear_q_proj": Role(ROWS, WHOLE, "column"),
+    "linear_q_down_proj": Role(WHOLE, WHOLE, None, UNDER_SP),  # narrow: each rank its tokens' latents
+    "q_down_layernorm": Role(WHOLE, WHOLE, None, UNDER_SP, UNDER_SP),
+    "linear_q_up_proj": Role(ROWS, WHOLE, "column"),
+    "linear_kv_down_proj": Role(WHOLE, WHOLE, None, UNDER_SP),
+    "kv_down_layernorm": Role(WHOLE, WHOLE, None, UNDER_SP, UNDER_SP),
+    "linear_kv_up_proj": Role(ROWS, WHOLE, "column"),
+    "linear_q": Role(ROWS, ROWS, "column"),  # of cross-attention
+    "linear_kv": Role(ROWS, ROWS, "column"),
+    "q_layernorm": Role(WHOLE, WHOLE, None, ALWAYS, ALWAYS),  # each rank sees its own heads
+    "k_layernorm": Role(WHOLE, WHOLE, None, ALWAYS, ALWAYS),
+    "linear_proj": Role(COLUMNS, WHOLE, "row", NEVER, UNDER_SP),  # the bias is added after the sum
+    "post_attention_layernorm": Role(WHOLE, WHOLE, None, UNDER_SP, UNDER_SP),
+    "pre_cross_attn_layernorm": Role(WHOLE, WHOLE, None, UNDER_SP, UNDER_SP),
+    "post_cross_attn_layernorm": Role(WHOLE, WHOLE, None, UNDER_SP, UNDER_SP),
+    "pre_mlp_layernorm": Role(WHOLE, WHOLE, None, UNDER_SP, UNDER_SP),
+    "linear_fc1": Role(ROWS, ROWS, "column"),
+    "linear_fc2": Role(COLUMNS, WHOLE, "row", NEVER, UNDER_SP),
+    "post_mlp_layernorm": Role(WHOLE, WHOLE, None, UNDER_SP, UNDER_SP),
+    "router": Role(WHOLE, WHOLE, None, UNDER_SP),  # experts themselves are cut in expert_parallel.py
+    "shared_expert_gate": Role(WHOLE, WHOLE, None, UNDER_SP),
+    "final_layernorm": Role(WHOLE, WHOLE, None, UNDER_SP, UNDER_SP),
+    "output_layer": Role(ROWS),  # logits of a rank's rows: see tensor_parallel.py
+    "units": Role(ROWS, ROWS),  # what each unit behind a column-parallel matrix has for itself
 }
 # Fewer KV groups than ranks: several ranks share a group, each with some of its query heads and all of its key and
 # value head. No cut of the rows gives that, so every rank holds the matrix and reads its own rows of it.
-SHARED_QKV = Role(Replicate(), Replicate(), "column", ALWAYS, ALWAYS)
+SHARED_QKV = Role(WHOLE, WHOLE, "column", ALWAYS, ALWAYS)
 # A norm over all heads together: each rank has the weights of its own, and the sum of squares is made whole.
-HEADS_NORM = Role(Shard(0))
+HEADS_NORM = Role(ROWS)
 # An adapter's matrices, by the style of the linear that they stand beside: see lora_shards.py.
 ADAPTER_ROLES = {
-    ("column", "lora_A"): Role(Replicate(), None, None, UNDER_SP),  # of a rank's tokens
-    ("column", "lora_B"): Role(Shard(0)),
-    ("row", "lora_A"): Role(Shard(1)),
-    ("row", "lora_B"): Role(Replicate(), None, None, UNDER_SP),
+    ("column", "lora_A"): Role(WHOLE, WHOLE, None, UNDER_SP),  # of a rank's tokens
+    ("column", "lora_B"): Role(ROWS),
+    ("row", "lora_A"): Role(COLUMNS),
+    ("row", "lora_B"): Role(WHOLE, WHOLE, None, UNDER_SP),
 }
-SHARED_B = Role(Replicate(), None, None, ALWAYS)  # of the keys or values of a shared group
+SHARED_B = Role(WHOLE, WHOLE, None, ALWAYS)  # of the keys or values of a shared group
 
 
 def role_of(name: str, module: nn.Module, shares_groups: bool, owner: nn.Module | None = None) -> Role:
@@ -375,14 +375,18 @@ def reduce_partial_gradients(model: Transformer, axis: Axis) -> None:
     if not gradients:
         return
     flat = torch.cat([gradient.flatten().float() for gradient in gradients])
-    sums = summed(flat, axis).split([gradient.numel() for gradient in gradients])
+    sums = all_reduce_no_grad(flat, axis).split([gradient.numel() for gradient in gradients])
     torch._foreach_copy_(gradients, [total.view_as(gradient) for gradient, total in zip(gradients, sums)])
 
 
 def place(module: nn.Module, role: Role, axis: Axis) -> None:
     """Makes the module's parameters DTensors over the axis."""
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor  # see `local`
+
     for kind, parameter in list(module.named_parameters(recurse=False)):
-        placed = distribute_tensor(parameter, axis.mesh, [getattr(role, kind)], src_data_rank=None)
+        dim = getattr(role, kind)
+        placement = Replicate() if dim is None else Shard(dim)
+        placed = distribute_tensor(parameter, axis.mesh, [placement], src_data_rank=None)
         replace_parameter(module, kind, nn.Parameter(placed, requires_grad=parameter.requires_grad))
 
 
@@ -456,7 +460,7 @@ class VocabParallel:
         """Logits [batch, seq, vocab] of every entry, on every rank, their padding left out."""
         part = linear_logits(self.tensor.gather(x, context), weight)  # [..., rows here]
         part = F.pad(part, (0, self.rows - part.shape[-1]))
-        logits = all_gather_alike(part, self.axis, -1)[..., :vocab_size]
+        logits = all_gather_replicated(part, self.axis, -1)[..., :vocab_size]
         return softcapped(logits.reshape(context.batch, -1, vocab_size), softcap)
 
     def _own(self, tokens: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
-from megalith.parallel.pipeline.schedules import Action, Kind, Place, Schedule, in_flight_bound
+from megalith.parallel.pipeline.schedules import Action, Kind, Schedule, StageIndex, in_flight_bound
 
 # The communicator of a transfer, from its sender, its receiver and whether it is a forward pass's.
 Communicator = Callable[[int, int, bool], Hashable]
@@ -83,13 +83,13 @@ def _of_rank(schedule: Schedule, rank: int) -> list[str]:
 class _Transfer(NamedTuple):
     forward: bool
     micro_batch: int
-    sender: Place
-    receiver: Place
+    sender: StageIndex
+    receiver: StageIndex
 
 
 def _transfers(schedule: Schedule, rank: int, action: Action) -> tuple[list[_Transfer], list[_Transfer]]:
     """What an action receives before it and sends after it."""
-    forward, here = action.kind is Kind.FORWARD, Place(rank, action.chunk)
+    forward, here = action.kind is Kind.FORWARD, StageIndex(rank, action.chunk)
     source, target = schedule.source(rank, action), schedule.target(rank, action)
     received = [_Transfer(forward, action.micro_batch, source, here)] if source else []
     sent = [_Transfer(forward, action.micro_batch, here, target)] if target else []
