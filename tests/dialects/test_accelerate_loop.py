@@ -12,6 +12,7 @@ from accelerate_job import (
     check,
     checked,
     close,
+    cosine,
     fresh_accelerator,
     model_of,
     plain_sgd,
@@ -320,6 +321,9 @@ def together(wanted, folder, cases):
         nn.utils.clip_grad_norm_(plain.parameters(), 1.0),
     )
     assert accelerator.gather(torch.ones(2)).shape == (2,)  # one replica
+    if accelerator.process_index == 0:
+        accelerator.set_trigger()
+    assert [accelerator.check_trigger() for _ in range(2)] == [True, False]  # on both
     assert accelerator.is_main_process == (accelerator.process_index == 1)
     with accelerator.main_process_first():
         if accelerator.is_main_process:
@@ -347,6 +351,7 @@ def replicas(folder):
         assert torch.equal(torch.cat(seen), stacked(rows)["input_ids"])
     assert accelerator.gather_for_metrics(["a", "b"]) == ["a", "b"] * 2
     assert accelerator.reduce(torch.tensor(2.0), "mean") == 2.0
+    assert accelerator.reduce(torch.tensor(2)) == 4  # of integers too
 
 
 def test_two_processes(pool, tmp_path):
@@ -400,3 +405,62 @@ def test_a_wrapper_is_refused_with_what_it_wraps(wrap):
 def test_an_optimizer_of_another_model_is_refused():
     with pytest.raises(ConfigError, match=r"none of the optimizer's .* is one of the model's"):
         fresh_accelerator().prepare(model_of("llama"), adamw(model_of("llama")))
+
+
+def test_a_prepared_models_parameters_are_the_scripts_without_values_or_gradients():
+    plain, (_, model, _, batch) = model_of("gpt2"), one_step("gpt2")
+    found = dict(model.named_parameters())
+    assert {name: (p.shape, p.dtype, p.numel(), p.requires_grad, p.device) for name, p in found.items()} == {
+        name: (p.shape, p.dtype, p.numel(), p.requires_grad, p.device) for name, p in plain.named_parameters()
+    }
+    assert len(dict(model.named_parameters(remove_duplicate=False))) == len(found) + 1  # the tied embedding
+    model(**batch).loss.backward()
+    one = next(model.parameters())
+    with pytest.raises(ConfigError, match=r"grad of a parameter.*accelerator\.clip_grad_norm_"):
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    asked = [lambda: one.grad, lambda: setattr(one, "grad", None), lambda: one.data, lambda: one + 1,
+             lambda: one.norm(), lambda: model.requires_grad_(False), lambda: one.copy_(one)]  # fmt: skip
+    for ask in asked:
+        with pytest.raises(ConfigError, match="sharded over the ranks"):
+            ask()
+    for name in ("state_dict", "half", "bfloat16", "double"):
+        with pytest.raises(ConfigError, match=f"prepared model's {name} would reach no weights"):
+            getattr(model, name)()
+    with pytest.raises(ConfigError, match=r"deepcopy .*unwrap_model"):
+        copy.deepcopy(model)
+
+
+def test_an_optimizer_made_of_the_prepared_models_parameters_trains_once_it_is_prepared():
+    wanted = reference("gpt2")
+    accelerator = fresh_accelerator(gradient_clipping=1.0)
+    loader = DataLoader(samples(STEPS * BATCH), batch_size=BATCH)
+    model, loader = accelerator.prepare(model_of("gpt2"), loader)
+    own = adamw(model)
+    for step in (own.step, own.zero_grad):
+        with pytest.raises(ConfigError, match=r"to accelerator\.prepare before it steps"):
+            step()
+    schedule = cosine(own)
+    own, schedule = accelerator.prepare(own, schedule)
+    objects = model, own, loader, schedule
+    assert accelerator.prepare(*objects) == objects  # they stay as they are
+    check((train(accelerator, objects), accelerator.get_state_dict(model)), wanted)
+    with pytest.raises(ConfigError, match="a second optimizer"):
+        accelerator.prepare(adamw(model))
+
+
+@pytest.mark.parametrize("name", ["output_hidden_states", "output_attentions", "output_router_logits"])
+def test_further_outputs_are_refused(name):
+    _, model, _, batch = one_step()
+    with pytest.raises(ConfigError, match=f"{name} is true, but .* loss and logits alone"):
+        model(**batch, **{name: True})
+    model(**batch, **{name: False})
+
+
+def test_gradient_checkpointing_of_the_scripts_model_is_recomputation():
+    found = []
+    for given in ({}, {"recompute_activations": True}):
+        model = model_of("llama")
+        model.gradient_checkpointing_enable()
+        found.append(fresh_accelerator(**given).prepare(model, adamw(model))[0].run.parallel)
+    assert [one.recompute_granularity for one in found] == ["full", "selective"]
+    assert (found[0].recompute_method, found[0].recompute_num_layers) == ("uniform", 1)

@@ -11,6 +11,7 @@ from typing import Any
 
 import accelerate
 import torch
+import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
 from accelerate.utils import DistributedType, recursively_apply
@@ -113,8 +114,11 @@ class Accelerator(accelerate.Accelerator):
 
     def _prepare_megatron_lm(self, *args: Any) -> Any:
         """What `prepare` does: every argument in its turn. Every rank calls it alike."""
-        plugin = self._plugin
-        modules = [one for one in args if isinstance(one, nn.Module) and not isinstance(one, MegatronEngine)]
+        plugin, given = self._plugin, args
+        kept = (*self._models, *self._optimizers, *self._dataloaders, *self._schedulers)
+        made = {id(one): one for one in kept}  # what is prepared stays as it is
+        args = tuple(one for one in given if id(one) not in made)
+        modules = [one for one in args if isinstance(one, nn.Module)]
         if len(modules) > 1 or (modules and self._engine is not None):
             raise ConfigError(
                 "prepare was given a second model; one Accelerator trains one here: prepare the others by another "
@@ -132,9 +136,12 @@ class Accelerator(accelerate.Accelerator):
             engine = self._build_engine(modules[0], optimizer)
             self._models.append(engine)
         elif optimizer is not None:
-            raise ConfigError("prepare was given an optimizer without its model; give both to one call")
-        made, result = {}, []
-        for one in args:
+            if self._engine is None:
+                raise ConfigError("prepare was given an optimizer without its model; give both to one call")
+            plugin.set_optimizer_type(optimizer)
+            self._engine.set_optimizer(optimizer)
+        result = []
+        for one in given:
             if id(one) not in made or isinstance(one, MegatronLMDummyDataLoader):
                 made[id(one)] = self._prepared(one)
             result.append(made[id(one)])
@@ -190,6 +197,29 @@ class Accelerator(accelerate.Accelerator):
         if sizes or not hasattr(self._plugin, "micro_batch_size"):
             size = 1 if not sizes else min(sizes) if self._plugin.is_train_batch_min else max(sizes)
             self._plugin.set_training_args(size, self._replica[1])
+
+    def prepare_model(
+        self, model: nn.Module, device_placement: bool | None = None, evaluation_mode: bool = False
+    ) -> Any:
+        """As `prepare`; a model for evaluation alone stays whole on every rank."""
+        ours = self._is_ours and not evaluation_mode
+        return (
+            self.prepare(model) if ours else super().prepare_model(model, device_placement, evaluation_mode)
+        )
+
+    def prepare_optimizer(
+        self, optimizer: torch.optim.Optimizer, device_placement: bool | None = None
+    ) -> Any:
+        return (
+            self.prepare(optimizer)
+            if self._is_ours
+            else super().prepare_optimizer(optimizer, device_placement)
+        )
+
+    def prepare_data_loader(self, data_loader: DataLoader, *args: Any, **options: Any) -> Any:
+        if self._is_ours:
+            return self.prepare(data_loader)
+        return super().prepare_data_loader(data_loader, *args, **options)
 
     def prepare_scheduler(self, scheduler: Any) -> Any:
         if not self._is_ours:
@@ -261,12 +291,20 @@ class Accelerator(accelerate.Accelerator):
 
         def one(own: Tensor) -> Tensor:
             every = self._gather_one(own[None])
-            found = {"sum": every.sum(0), "mean": every.mean(0, dtype=None), "max": every.amax(0)}.get(
-                reduction, own
-            )
+            over = {"sum": every.sum, "mean": every.mean, "max": every.amax}.get(reduction)
+            found = own if over is None else over(0)
             return found * scale if scale != 1.0 else found
 
         return recursively_apply(one, tensor, error_on_other_type=True)
+
+    def check_trigger(self) -> bool:
+        """Whether any process, be it of one replica with others, has called `set_trigger`. Every rank calls it."""
+        if not self._is_ours:
+            return super().check_trigger()
+        flag = torch.zeros((), dtype=torch.int64, device=self.device) + (self.flag_tensor or 0)
+        dist.all_reduce(flag)
+        self.flag_tensor = None
+        return bool(flag)
 
     def gather_for_metrics(self, input_data: Any, use_gather_object: bool = False) -> Any:
         """As `gather`, without the samples that only fill up the last batch of the dataloader."""

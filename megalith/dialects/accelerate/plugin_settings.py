@@ -41,8 +41,10 @@ def run_config(
     precision: str,
     processes: int,
     device: str,
+    checkpoints: bool = False,
 ) -> tuple[RunConfig, list[str]]:
     """The run of a model whose config.json is `theirs` on so many processes, and what its user should know.
+    `checkpoints`: whether transformers' gradient checkpointing is on in it.
 
     `plugin.set_training_args` has been called. Raises ConfigError where the run is not possible.
     """
@@ -66,7 +68,7 @@ def run_config(
         "runtime.device": device,
         **_dropout(plugin),
         **_parallel(plugin, model, notes),
-        **_recompute(plugin, notes),
+        **_recompute(plugin, notes, checkpoints),
     }
     config = config.with_settings({name: value for name, value in settings.items() if value is not None})
     config = _with_other_arguments(config, plugin.other_megatron_args or {}, processes, notes)
@@ -134,8 +136,9 @@ def _parallel(plugin: MegatronLMPlugin, model: ModelConfig, notes: list[str]) ->
     }
 
 
-def _recompute(plugin: MegatronLMPlugin, notes: list[str]) -> dict[str, Any]:
-    """`recompute_activations` alone is selective, of attention's core; with a field of whole layers, it is theirs."""
+def _recompute(plugin: MegatronLMPlugin, notes: list[str], checkpoints: bool) -> dict[str, Any]:
+    """`recompute_activations` alone is selective, of attention's core; with a field of whole layers, it is theirs.
+    `checkpoints`: gradient_checkpointing_enable() of the model, which is of whole layers where no field is given."""
     granularity = plugin.recompute_granularity if plugin.has("recompute_granularity") else None
     if (
         plugin.checkpoint_num_layers is not None
@@ -145,6 +148,8 @@ def _recompute(plugin: MegatronLMPlugin, notes: list[str]) -> dict[str, Any]:
         granularity = granularity or "full"
     elif plugin.recompute_activations:
         granularity = granularity or "selective"
+    elif checkpoints:
+        granularity = granularity or "full"
     found: dict[str, Any] = {"parallel.recompute_granularity": granularity}
     if granularity == "full":
         found["parallel.recompute_method"] = plugin.recompute_method

@@ -59,6 +59,60 @@ def as_published(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Te
     return revert_weight_conversion(module, dict(state))
 
 
+# What a script may ask of a sharded parameter: what holds of the whole, and what torch's optimizers check.
+OF_THE_WHOLE = frozenset((
+    "__get__ shape", "__get__ dtype", "__get__ ndim", "__get__ layout", "__get__ requires_grad", "__get__ is_leaf",
+    "__get__ retains_grad", "__get__ itemsize", "__get__ nbytes", "__get__ is_sparse", "__get__ grad_fn",
+    "__get__ is_quantized", "numel", "nelement", "size", "dim", "ndimension", "element_size", "is_floating_point",
+    "is_complex", "__len__", "__hash__", "__repr__",
+))  # fmt: skip
+WAYS = {
+    "grad": "clip by accelerator.clip_grad_norm_ or clip_grad_value_, forget by optimizer.zero_grad(), and give an "
+    "optimizer that is made of these parameters to accelerator.prepare before it steps"
+}
+ANOTHER_WAY = (
+    "read weights from accelerator.unwrap_model(model) on every rank, change or freeze them before prepare"
+)
+
+
+class ShardedParameter(nn.Parameter):
+    """A parameter of a prepared model under the script's name: the whole one's shape and dtype, and where it trains.
+
+    Its values and its gradient are shards of the ranks: what would read or change them raises ConfigError.
+    """
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = func.__name__
+        if name in ("__get__", "__set__"):
+            name = f"{name} {func.__self__.__name__}"
+        if name in OF_THE_WHOLE:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        asked = name.split()[-1]
+        raise ConfigError(
+            f"{asked} of a parameter of the prepared model is not had, for its values and gradient are sharded over "
+            f"the ranks; {WAYS.get(asked, ANOTHER_WAY)}"
+        )
+
+    @property
+    def device(self) -> torch.device:
+        """Where this rank's shard is."""
+        return self.place
+
+    def __deepcopy__(self, memo: Any) -> Any:
+        return self.clone()
+
+
+def sharded_parameters(module: nn.Module, device: torch.device) -> dict[int, ShardedParameter]:
+    """Of each parameter of `module`, by its id, what stands for it in the prepared model."""
+    found = {}
+    for parameter in module.parameters():
+        sharded = ShardedParameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
+        sharded.place = device
+        found[id(parameter)] = sharded
+    return found
+
+
 @dataclass(frozen=True)
 class ModuleWeights:
     """The tensors of a module as the groups of a model: what `load_source` reads from."""

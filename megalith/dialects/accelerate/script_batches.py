@@ -15,20 +15,15 @@ from megalith.errors import ConfigError
 
 LABELS = ("labels", "shift_labels")  # those of the same tokens, and of the next ones
 TAKEN = ("input_ids", *LABELS, "attention_mask", "position_ids", "num_items_in_batch")
-WITHOUT_EFFECT = (
-    "use_cache",
-    "return_dict",
-    "output_attentions",
-    "output_hidden_states",
-    "output_router_logits",
-)
+WITHOUT_EFFECT = ("use_cache", "return_dict")
+MORE_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
 
 def checked_batch(batch: Mapping[str, Any]) -> dict[str, Any]:
     """What of a call's arguments is read; None where it was not given. Raises ConfigError for what is not had."""
-    others = [
-        name for name, value in batch.items() if name not in (*TAKEN, *WITHOUT_EFFECT) and value is not None
-    ]
+    known = (*TAKEN, *WITHOUT_EFFECT, *MORE_OUTPUTS)
+    others = [name for name, value in batch.items() if name not in known and value is not None]
+    require_loss_and_logits_alone(batch)
     if others:
         raise ConfigError(
             f"the model was called with {', '.join(others)}, which decoder-only models here do not take; they take "
@@ -45,6 +40,16 @@ def checked_batch(batch: Mapping[str, Any]) -> dict[str, Any]:
             "give one number a token, or tell packed samples apart by position_ids"
         )
     return {name: batch.get(name) for name in TAKEN}
+
+
+def require_loss_and_logits_alone(asked: Mapping[str, Any]) -> None:
+    """Raises ConfigError where a call's arguments, or a model's config, ask for further outputs."""
+    for name in MORE_OUTPUTS:
+        if asked.get(name):
+            raise ConfigError(
+                f"{name} is true, but a prepared model gives loss and logits alone, for no rank has the whole of what "
+                "stands between; leave it out, or ask accelerator.unwrap_model(model), on every rank"
+            )
 
 
 def next_tokens(batch: Mapping[str, Any], masked_rows: int, eod: int | None) -> Batch:

@@ -10,7 +10,7 @@ The loss is the mean over the valid tokens of the global batch, that of one proc
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from megalith.dialects.accelerate.published_weights import (
     gather_state,
     load_module,
     origins,
+    sharded_parameters,
 )
 from megalith.dialects.accelerate.script_batches import (
     LABELS,
@@ -41,6 +42,7 @@ from megalith.dialects.accelerate.script_batches import (
     filled_up,
     is_right_padded,
     next_tokens,
+    require_loss_and_logits_alone,
     split_rows,
 )
 from megalith.dialects.accelerate.script_optimizer import EngineOptimizer
@@ -65,6 +67,15 @@ class NotPrepared(ConfigError, AttributeError):
     """A prepared model was asked for what only the script's own one has."""
 
 
+def _refused(name: str, way: str) -> Any:
+    def method(self: MegatronEngine, *args: Any, **options: Any) -> Any:
+        raise NotPrepared(
+            f"the prepared model's {name} would reach no weights, which are sharded over the ranks; {way}"
+        )
+
+    return method
+
+
 class MegatronEngine(nn.Module):
     """A prepared model. `engine(**batch)` takes this replica's samples and gives what the Hugging Face model would.
 
@@ -84,11 +95,13 @@ class MegatronEngine(nn.Module):
         processes = dist.get_world_size() if dist.is_initialized() else 1
         self.plugin, self.device = plugin, device
         family, theirs = family_of_module(module)
+        require_loss_and_logits_alone({**theirs, "output_router_logits": False})  # of which there is a note
         self._dtype = next(module.parameters()).dtype
         precision = PRECISIONS[mixed_precision]
         if precision == "fp32" and self._dtype in (torch.bfloat16, torch.float16):
             precision = "bf16" if self._dtype == torch.bfloat16 else "fp16"
-        given, self.notes = run_config(plugin, family, theirs, precision, processes, device.type)
+        checkpoints = any(getattr(one, "gradient_checkpointing", False) for one in module.modules())
+        given, self.notes = run_config(plugin, family, theirs, precision, processes, device.type, checkpoints)
         given = complete(given, None)
         prepare_process(given, device.index or 0)
         machine = machine_of(given, device)
@@ -98,10 +111,12 @@ class MegatronEngine(nn.Module):
         self.model = build_model(self.run, self.mesh, device)
         self.groups = load_module(module, family, self.run.model, self.model.chunks)
         free_gathered(self.model.chunks)
-        self.optimizer = None
+        self.optimizer: EngineOptimizer | None = None
+        sharded, self._origins = sharded_parameters(module, device), origins(module, self.groups)
         if optimizer is not None:
-            found = origins(module, self.groups)
-            self.optimizer = EngineOptimizer(self.model, optimizer, self.run.optim, found, precision)
+            self.set_optimizer(optimizer)
+        self._origins = {name: [sharded[id(p)] for p in found] for name, found in self._origins.items()}
+        self._sharded = {name: sharded[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
         self._module = [module.to("meta")]  # in a list: it is no part of this module
         self.custom: Any = (
             None  # what makes micro-batches and losses, where the script has its own: train_steps.py
@@ -112,6 +127,26 @@ class MegatronEngine(nn.Module):
         self._loaded_step = 0
         self._eod = theirs.get("eos_token_id") if plugin.eod_mask_loss else None
         self._anchor = torch.zeros((), device=device, requires_grad=True)
+
+    def set_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Trains by the script's optimizer, of its parameters before `prepare` or of `parameters()` after it."""
+        if self.optimizer is not None:
+            raise ConfigError(
+                "prepare was given a second optimizer; one trains the model: put its parameters into groups"
+            )
+        self.optimizer = EngineOptimizer(
+            self.model, optimizer, self.run.optim, self._origins, self.run.train.precision
+        )
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The whole model's under the script's own names: shapes and dtypes, but neither values nor gradients."""
+        seen: set[int] = set()
+        for name, parameter in self._sharded.items():
+            if not (remove_duplicate and id(parameter) in seen):
+                seen.add(id(parameter))
+                yield (f"{prefix}.{name}" if prefix else name), parameter
 
     @property
     def config(self) -> Any:
@@ -141,6 +176,14 @@ class MegatronEngine(nn.Module):
                 f"accelerator.unwrap_model(model).{name}, on every rank, or call it before prepare "
                 "(recomputation: MegatronLMPlugin(recompute_granularity=…))"
             ) from None
+
+    state_dict = _refused("state_dict", "use accelerator.get_state_dict(model), on every rank")
+    load_state_dict = _refused("load_state_dict", "load before prepare, or use accelerator.load_state")
+    apply = _refused("apply", "apply functions before prepare")
+    half = _refused("half", 'give Accelerator mixed_precision="fp16"')
+    bfloat16 = _refused("bfloat16", 'give Accelerator mixed_precision="bf16"')
+    double = _refused("double", "there is float32, bf16 and fp16: Accelerator(mixed_precision=…)")
+    __deepcopy__ = _refused("deepcopy", "copy accelerator.unwrap_model(model), on every rank")
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forgets the gradients of the step, as the optimizer's does."""
