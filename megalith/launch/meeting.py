@@ -32,7 +32,7 @@ HOST_PATIENCE = 600.0  # seconds that a machine waits for the one that holds the
 TELL_AFTER = 10.0  # seconds after which it is logged what is waited for
 ANSWER_PATIENCE = 10.0  # seconds in which a store answers whom it has let connect
 LOOKS_EVERY = 1.0  # seconds between a launcher's looks at the others while their ranks connect
-SILENCE = 60.0  # seconds after which a launcher of which nothing is heard is lost
+SILENCE = 60  # looks after which a launcher of which nothing is heard is lost: one that is held up itself looks less
 RELAY = 15.0  # seconds that the launcher of the store waits for the others to have read why the job fails
 CONNECTED_FILE = "MEGALITH_CONNECTED_FILE"  # a launcher's: a byte of each of its ranks that has connected
 JOB = "MEGALITH_JOB"  # names the job that a launcher has started: the same for all of its ranks and attempts
@@ -186,7 +186,7 @@ class PeerWatch:
         self._store, self._rank, self._machines = store, rank, machines
         self._connected, self._ranks = connected, ranks
         self._beats, self._next_look = 0, 0.0
-        self._heard, self._heard_at = b"", time.monotonic()
+        self._heard, self._heard_at, self._unheard = b"", time.monotonic(), 0
         self.rests = machines == 1
 
     def look(self) -> str:
@@ -216,12 +216,15 @@ class PeerWatch:
         key = self._beat_of(other)
         beat = self._store.get(key) if self._store.check([key]) else b""
         if beat != self._heard or beat == b"at rest":
-            self._heard, self._heard_at = beat, now
-        elif now - self._heard_at > SILENCE:
+            self._heard, self._heard_at, self._unheard = beat, now, 0
+            return
+        self._unheard += 1
+        if self._unheard > SILENCE:
             host = beat.decode().partition(" ")[2] or f"number {other}"
             self._store.set(
                 self.FAILED,
-                f"nothing has been heard for {SILENCE:g} s of the launcher on machine {host}, while the ranks connect",
+                f"nothing has been heard for {now - self._heard_at:.0f} s of the launcher on machine {host}, while the "
+                "ranks connect",
             )
 
     def tell(self, sentence: str, holds_store: bool) -> None:

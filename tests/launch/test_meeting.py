@@ -170,13 +170,22 @@ def test_a_launcher_that_is_not_heard_of_is_lost_unless_its_ranks_are_connected(
 ):
     for watch in watches:
         assert watch.look() == ""
-    monkeypatch.setattr(meeting, "SILENCE", 0.0)
+    monkeypatch.setattr(meeting, "SILENCE", 0)
     (tmp_path / "1").write_bytes(b"..")
     assert watches[1].look() == "" and watches[1].rests
     assert watches[0].look() == watches[0].look() == watches[0].look() == ""  # listens to the one at rest
     assert watches[2].look() == ""  # what 0 has said since
     name = socket.gethostname()
     assert f"nothing has been heard for 0 s of the launcher on machine {name}" in watches[2].look()
+
+
+def test_a_launcher_that_was_held_up_itself_does_not_call_the_others_lost(watches, monkeypatch):
+    """As where a machine that holds all of them stood still for hours: the first that goes on hears old heartbeats."""
+    for watch in reversed(watches):
+        assert watch.look() == ""
+    later = time.monotonic() + 10_000
+    monkeypatch.setattr(meeting.time, "monotonic", lambda: later)
+    assert [watch.look() for watch in watches] == [""] * 3
 
 
 def test_a_rendezvous_that_is_gone_while_ranks_connect_is_said(watches):
