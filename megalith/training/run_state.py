@@ -54,20 +54,17 @@ class ReplicaCheck:
 
     def __init__(self, chunks: Sequence[Transformer], parameters: LocalParameters, world: Axis, tied: Axis):
         """`tied`: the mesh's axis of the stages that share a tied embedding."""
-        self._world = world
-        self._held: dict[str, tuple[Axis, list[tuple[str, Tensor]]]] = {}  # by the group of the copies
+        self._world, self._shards = world, parameters.shards  # which store_frozen changes
+        self._held: dict[str, tuple[Axis, list[str]]] = {}  # names, by the group of the copies
         for chunk in chunks:
             for name, parameter in chunk.named_parameters():
                 axes = _copies(parameter)
                 if name in parameters.copies:
                     axes.append(parameters.copies[name])
                 for axis in axes:
-                    self._held.setdefault(axis.name, (axis, []))[1].append(
-                        (name, parameters.shards[name].values)
-                    )
+                    self._held.setdefault(axis.name, (axis, []))[1].append(name)
         # The one axis between stages comes last, so that every rank of a stage takes its axes in one order.
-        shared = [(name, parameters.shards[name].values) for name in sorted(on_two_stages(chunks, tied))]
-        if shared:
+        if shared := sorted(on_two_stages(chunks, tied)):
             self._held[f"tied {tied.name}"] = (tied, shared)
         self.agreed_at: int | None = None
         """The last step after which all copies were found the same."""
@@ -75,7 +72,9 @@ class ReplicaCheck:
     @torch.no_grad()
     def check(self, step: int) -> None:
         """Raises TrainingError on every rank when copies differ somewhere. Waits for the device."""
-        own = [found for axis, held in self._held.values() for found in _differing(axis, held)]
+        own = []
+        for axis, names in self._held.values():
+            own += _differing(axis, [(name, self._shards[name].values) for name in names])
         told = [item for rank in gather_json(own, self._world) for item in rank]
         found = sorted({(name, tuple(differing), tuple(holders)) for name, differing, holders in told})
         if found:

@@ -7,10 +7,11 @@ from models.reference import CASES, random_reference
 from parity_cases import BASE, DROPOUT
 
 from megalith.config import RunConfig
+from megalith.errors import TrainingError
 from megalith.parallel.shards import LocalParameters
 from megalith.parity.check import LAYOUTS
 from megalith.parity.differences import compare
-from megalith.parity.job import Outcome, run_job
+from megalith.parity.job import Outcome, run_job, start
 from megalith.training import resume
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -99,3 +100,28 @@ def test_in_bf16_a_frozen_base_is_stored_as_it_is_used_and_trains_bitwise_the_sa
             assert before == {torch.float32} and short.losses == long.losses
             assert kinds == {torch.bfloat16}, name
             assert all(torch.equal(short.gradients[name], grad) for name, grad in long.gradients.items())
+
+
+def flipped_in_the_base(config: RunConfig) -> str:
+    """What the comparison of replicas says once a frozen matrix has another bit on the second of them."""
+    run = start(config)
+    run.replicas.check(0)
+    frozen = next(p for p in run.model.chunks[0].parameters() if p.dtype == torch.bfloat16)
+    if run.mesh.dp.rank:
+        frozen.view(-1)[:1].view(torch.int16).bitwise_xor_(1)
+    with pytest.raises(TrainingError) as raised:
+        run.replicas.check(0)
+    return str(raised.value)
+
+
+def test_replicas_of_a_frozen_base_are_compared_as_they_are_stored(pool, tree: dict, tmp_path) -> None:
+    random_reference(CASES["qwen3"][0]()).to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    config = RunConfig.from_tree(tree).with_settings(
+        {
+            "model.init_from": str(tmp_path / "base"),
+            "train.precision": "bf16",
+            "runtime.check_weight_hash_across_dp_replicas_interval": 1,
+        }
+    )
+    for said in pool.run(flipped_in_the_base, config, size=2):
+        assert "hold different weights" in said
