@@ -133,8 +133,14 @@ class StepCasts:
 
     @torch.no_grad()
     def __enter__(self) -> None:
-        for linear, gemm in self._linears:
-            gemm.cast_for_step(linear.rows(local(linear.weight)).to(gemm.dtype))
+        try:
+            for linear, gemm in self._linears:
+                gemm.cast_for_step(linear.rows(local(linear.weight)).to(gemm.dtype))
+        except (
+            BaseException
+        ):  # out of memory: else the codes cast so far would stay for passes after the step
+            self.__exit__()
+            raise
 
     def __exit__(self, *error: object) -> None:
         for _, gemm in self._linears:

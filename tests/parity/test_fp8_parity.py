@@ -221,6 +221,19 @@ def linears(run):
     return fp8_modules(run.model.chunks[0], run.config).values()
 
 
+def test_casts_that_fail_leave_no_codes_of_a_step_behind(monkeypatch):
+    run = start(MAKERS["blockwise"](None).with_settings({"train.fp8_cache_weights": True}))
+    last = [*linears(run)][-1].gemm
+
+    def fails(weight):
+        raise torch.OutOfMemoryError("no memory")
+
+    monkeypatch.setattr(last, "cast_for_step", fails)
+    with pytest.raises(torch.OutOfMemoryError), run.model.step_casts:
+        pass
+    assert all(linear.gemm.step_codes.operands is None for linear in linears(run))
+
+
 def test_a_layout_of_pipeline_stages_casts_once_as_it_casts_at_use(pool):
     layout = MAKERS["delayed"]("pp2-zero_bubble")
     once, at_use = (
