@@ -154,11 +154,12 @@ class RolloutData:
     def step(self, step: int) -> RolloutStep:
         """What the step after `step` steps is made of."""
         batch, within = divmod(step, self._rl.steps_per_batch)
-        with self._making:
-            if batch not in self._made:
-                self._made = {number: self._made[number] for number in self._made if number == batch - 1}
-                self._made[batch] = self._batch(batch)
-            return self._made[batch][within % self._rl.mini_batches]
+        if (steps := self._made.get(batch)) is None:  # else nobody waits for a thread that makes another
+            with self._making:
+                if (steps := self._made.get(batch)) is None:
+                    self._made = {number: self._made[number] for number in self._made if number == batch - 1}
+                    steps = self._made[batch] = self._batch(batch)
+        return steps[within % self._rl.mini_batches]
 
     def _batch(self, number: int) -> list[RolloutStep]:
         rl = self._rl

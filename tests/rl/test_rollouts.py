@@ -251,3 +251,26 @@ def test_a_thread_makes_the_next_step_while_one_is_trained_on_and_samples_nothin
         assert torch.equal(ours.input_ids, theirs.input_ids) and torch.equal(
             ours.advantages, theirs.advantages
         )
+
+
+def test_a_step_waits_for_no_thread_that_reads_the_next_one(tmp_path):
+    config = configuration(tmp_path)
+    run = SimpleNamespace(
+        config=config, mesh=SimpleNamespace(dp=Axis()), total_steps=2, log=print, model=None, tokenizer=None
+    )
+    source, reading, asked, in_time = FileRollouts(run, open_rollouts(config, None)), Event(), Event(), []
+    read = source.batch
+
+    def batch(number: int, groups: int) -> list:
+        if number:
+            reading.set()
+            in_time.append(asked.wait(60))
+        return read(number, groups)
+
+    source.batch = batch
+    data = RolloutData(run, source, None)
+    with data.train_loader(0, 0, "cpu") as batches:
+        next(batches)
+        assert reading.wait(60) and data.step(0).rows
+        asked.set()
+    assert in_time == [True]
