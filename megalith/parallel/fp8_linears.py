@@ -7,10 +7,10 @@ names.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megalith.comm.collectives import Axis, local
 from megalith.config import RunConfig
@@ -116,6 +116,19 @@ def _gemm(name: str, config: RunConfig, mesh: Mesh, table: AmaxTable | None, dty
     return Fp8Gemm(scaling, dtype, train.fp8_wgrad, saves_weights, step_codes)
 
 
+def _cast_once(module: nn.Module) -> Iterator[tuple[Linear, Fp8Gemm | BlockGemm]]:
+    for linear in (each for each in module.modules() if isinstance(each, Linear)):
+        gemm = linear.gemm.gemm if isinstance(linear.gemm, CountedGemm) else linear.gemm
+        if getattr(gemm, "step_codes", None) is not None:
+            yield linear, gemm
+
+
+def step_codes(module: nn.Module) -> list[Tensor]:
+    """What stays of a module's weights for all passes of a step; nothing between the steps."""
+    operands = [operand for _, gemm in _cast_once(module) for operand in gemm.step_codes.operands or ()]
+    return [tensor for operand in operands for tensor in operand]
+
+
 class StepCasts:
     """The linears of a rank's chunks whose weights are cast once a step: a context of all its passes.
 
@@ -124,12 +137,8 @@ class StepCasts:
 
     def __init__(self, chunks: Iterable[nn.Module]):
         self._linears: list[tuple[Linear, Fp8Gemm | BlockGemm]] = []
-        for linear in (
-            module for chunk in chunks for module in chunk.modules() if isinstance(module, Linear)
-        ):
-            gemm = linear.gemm.gemm if isinstance(linear.gemm, CountedGemm) else linear.gemm
-            if getattr(gemm, "step_codes", None) is not None:
-                self._linears.append((linear, gemm))
+        for chunk in chunks:
+            self._linears += _cast_once(chunk)
 
     @torch.no_grad()
     def __enter__(self) -> None:

@@ -17,7 +17,8 @@ from megalith.errors import CheckpointError, ConfigError
 from megalith.ops import fp8
 from megalith.ops.fp8 import E4M3, AmaxTable, codes_of
 from megalith.parallel.fp8_counts import KINDS, count
-from megalith.parallel.fp8_linears import apply_fp8, casts_weights_once, fp8_modules
+from megalith.parallel.fp8_linears import apply_fp8, casts_weights_once, fp8_modules, step_codes
+from megalith.parallel.memory import activation_offload
 from megalith.parity.check import LAYOUTS
 from megalith.parity.differences import compare
 from megalith.parity.job import start, state_by_name
@@ -219,6 +220,22 @@ RECOMPUTED = {"parallel.recompute_granularity": "full", "parallel.recompute_meth
 
 def linears(run):
     return fp8_modules(run.model.chunks[0], run.config).values()
+
+
+def test_codes_that_stay_for_a_step_are_not_offloaded(monkeypatch):
+    settings = {"train.fp8_cache_weights": True, "parallel.cpu_offloading_num_layers": 1}
+    run, sent = start(MAKERS["blockwise"](None).with_settings(settings)), []
+
+    class Watched(activation_offload._SavedStorage):
+        def __init__(self, streams, storage):
+            super().__init__(streams, storage)
+            codes = step_codes(run.model.chunks[0])
+            sent.append(storage.data_ptr() in {each.untyped_storage().data_ptr() for each in codes})
+
+    monkeypatch.setattr(activation_offload, "_SavedStorage", Watched)
+    monkeypatch.setattr(activation_offload, "SMALLEST", 1)
+    train(run, 1)
+    assert sent and not any(sent) and not step_codes(run.model.chunks[0])
 
 
 def test_casts_that_fail_leave_no_codes_of_a_step_behind(monkeypatch):

@@ -28,6 +28,7 @@ from megalith.comm.collectives import local
 from megalith.config import ParallelConfig
 from megalith.models.pass_context import Context
 from megalith.models.transformer import Runner, Transformer, TransformerLayer, stacks_of
+from megalith.parallel.fp8_linears import step_codes
 from megalith.parallel.memory.recompute import unit_size
 from megalith.parallel.seams import plug
 
@@ -169,7 +170,7 @@ class _Unit:
         )
 
     def _stays(self, address: int) -> bool:
-        """Whether what stands there is a parameter, or shared by all layers.
+        """Whether what stands there is a parameter, its FP8 codes for the step, or shared by all layers.
 
         Modules inside a layer that FSDP2 shards by themselves, experts, have their parameters gathered when they begin,
         and freed before the layer ends: what the layer saves after that may stand where they stood.
@@ -180,8 +181,9 @@ class _Unit:
     @cached_property
     def _staying(self) -> set[int]:
         """Asked for first in the layers' forward pass, where their parameters are gathered."""
-        parameters = [local(parameter) for layer in self._layers for parameter in layer.parameters()]
-        return {_address(tensor) for tensor in parameters + self._shared if isinstance(tensor, Tensor)}
+        staying = [local(parameter) for layer in self._layers for parameter in layer.parameters()]
+        staying += [codes for layer in self._layers for codes in step_codes(layer)]
+        return {_address(tensor) for tensor in staying + self._shared if isinstance(tensor, Tensor)}
 
     @cached_property
     def _inner(self) -> list[nn.Module]:
