@@ -34,7 +34,7 @@ from megalith.models.pass_context import Context, PassLayout, Runnable, runnable
 from megalith.models.router import Router, Routing
 from megalith.ops.activation import ACTIVATIONS, weighted_activation
 from megalith.ops.grouped_gemm import GroupedGemm, Prepared, RowGroups, add_bias, grouped_linear, prepared
-from megalith.ops.permute import Order, places, sorted_pairs, sum_rows, take_rows
+from megalith.ops.permute import Permutation, places, sorted_pairs, sum_rows, take_rows
 
 Cast = tuple[Tensor, Tensor | None]
 Matrix = tuple[Prepared, Prepared | None]
@@ -195,13 +195,13 @@ class Dispatch:
         rows, row_weights, order = self.take(x, plan, None if sizes is None else sum(sizes))
         return sum_rows(experts(rows, row_weights, RowGroups(plan.counts, sizes)), order, self.fusion)
 
-    def take(self, x: Tensor, plan: ExpertRows, count: int | None) -> tuple[Tensor, Tensor, Order]:
+    def take(self, x: Tensor, plan: ExpertRows, count: int | None) -> tuple[Tensor, Tensor, Permutation]:
         """The `count` rows, None for all there may be, of x [tokens, hidden] and of the weights: [rows, hidden] and
         [rows, 1]."""
         pair = plan.pair[:count]
         kept, hold = plan.complete, plan.size is None
-        order = Order(pair // plan.row.shape[1], plan.row, kept, hold)
-        by_pair = Order(pair, plan.row.reshape(-1, 1), kept, hold)
+        order = Permutation(pair // plan.row.shape[1], plan.row, kept, hold)
+        by_pair = Permutation(pair, plan.row.reshape(-1, 1), kept, hold)
         return take_rows(x, order, self.fusion), take_rows(plan.weights.reshape(-1, 1), by_pair), order
 
 

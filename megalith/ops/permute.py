@@ -21,7 +21,7 @@ BLOCK = 1024  # tokens that one scan goes over
 
 
 @dataclass(frozen=True)
-class Order:
+class Permutation:
     """Which token each row is of, and where the rows of each token are."""
 
     token: Tensor  # int64 [rows]; the number of tokens for a row that fills up
@@ -29,21 +29,21 @@ class Order:
     all_kept: bool = True  # every pair has a row
     all_hold: bool = True  # every row is of a token
 
-    def inverse(self) -> Order:
-        """Of rows that are only reordered, back: rows of this order become those it was made of."""
-        return Order(self.row.flatten(), self.token[:, None])
+    def inverse(self) -> Permutation:
+        """Of rows that are only reordered, back: rows in this order become those it was made of."""
+        return Permutation(self.row.flatten(), self.token[:, None])
 
 
-def transposed(sizes: Tensor, rows: int) -> Order:
+def transposed(sizes: Tensor, rows: int) -> Permutation:
     """Blocks of rows one after the other, sizes int64 [m, n] of them, which stood in [m, n] and shall in [n, m].
 
     `rows` is how many there are of all blocks.
     """
-    return Order(*as_one_kernel(_transposed, sizes, rows, sizes_vary=True))
+    return Permutation(*as_one_kernel(_transposed, sizes, rows, sizes_vary=True))
 
 
 def _transposed(sizes: Tensor, rows: int) -> tuple[Tensor, Tensor]:
-    """`token` and `row` of that Order: a row moves as far as its block."""
+    """`token` and `row` of that Permutation: a row moves as far as its block."""
     across = sizes.T
     begin = starts(sizes.flatten()).view_as(sizes)
     end = starts(across.flatten()).view_as(across).T
@@ -117,19 +117,19 @@ def counted(values: Tensor, count: int) -> Tensor:
     return values.new_zeros(count, dtype=torch.int32).scatter_add(0, values, ones).long()
 
 
-def take_rows(x: Tensor, order: Order, fused: bool = False) -> Tensor:
+def take_rows(x: Tensor, order: Permutation, fused: bool = False) -> Tensor:
     """The rows [rows, width] of the tokens x [tokens, width]. `fused`: its gradient is one compiled kernel on a GPU."""
     return _TakeRows.apply(x, order, fused)
 
 
-def sum_rows(rows: Tensor, order: Order, fused: bool = False) -> Tensor:
+def sum_rows(rows: Tensor, order: Permutation, fused: bool = False) -> Tensor:
     """The sum of each token's rows: [rows, width] → [tokens, width]. `fused`: in one compiled kernel on a GPU."""
     return _SumRows.apply(rows, order, fused)
 
 
 class _TakeRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, order: Order, fused: bool) -> Tensor:
+    def forward(ctx, x: Tensor, order: Permutation, fused: bool) -> Tensor:
         ctx.order, ctx.fused = order, fused
         return _taken(x, order, fused)
 
@@ -140,7 +140,7 @@ class _TakeRows(torch.autograd.Function):
 
 class _SumRows(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, rows: Tensor, order: Order, fused: bool) -> Tensor:
+    def forward(ctx, rows: Tensor, order: Permutation, fused: bool) -> Tensor:
         ctx.order, ctx.fused = order, fused
         return _sums(rows, order, fused)
 
@@ -158,13 +158,13 @@ def rows_at(x: Tensor, index: Tensor, complete: bool) -> Tensor:
     return torch.where((index < len(x))[..., None], x[index.clamp(max=len(x) - 1)], 0.0)
 
 
-def _taken(x: Tensor, order: Order, fused: bool) -> Tensor:
+def _taken(x: Tensor, order: Permutation, fused: bool) -> Tensor:
     if fused and not order.all_hold:
         return as_one_kernel(rows_at, x, order.token, False, sizes_vary=True)
     return rows_at(x, order.token, order.all_hold)
 
 
-def _sums(rows: Tensor, order: Order, fused: bool) -> Tensor:
+def _sums(rows: Tensor, order: Permutation, fused: bool) -> Tensor:
     """The sum of each token's rows, in fp32, rounded once: [rows, width] → [tokens, width]."""
     if order.row.shape[1] == 1:
         return rows_at(rows, order.row[:, 0], order.all_kept)

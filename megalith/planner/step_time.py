@@ -114,9 +114,7 @@ def step_time(
             timeline = simulate(schedule, model.durations(work, zero=schedule.kind == "zero_bubble"))
             total = timeline.total + rest * busy[slowest] / micro_batches
         parts["bubble"] = total - busy[slowest]
-    ends = [
-        model.once(chunks, micro_batches, sum(b.total() for _, b in w)) for chunks, w in zip(assignment, work)
-    ]
+    ends = [model.once(chunks, sum(b.total() for _, b in w)) for chunks, w in zip(assignment, work)]
     for name, seconds in max(ends, key=Counter.total).items():
         parts[name] += seconds
     seconds = parts.total() * (WAITS if world_size > 1 else 1.0)
@@ -496,7 +494,7 @@ class _Model:
         split = 0.5 if zero else 1.0
         return [Durations(f.total(), split * b.total(), (1 - split) * b.total(), p2p=p2p) for f, b in stages]
 
-    def once(self, chunks: Sequence[Stage], micro_batches: int, backward: float) -> Counter[str]:
+    def once(self, chunks: Sequence[Stage], backward: float) -> Counter[str]:
         """After the micro-batches: gradients reduced as far as the last backward pass does not hide it, the update."""
         parallel, config, found = self.parallel, self.config, Counter()
         here, ends = self.meta.in_layers(layers_of(self.model, chunks)), self.meta.outside(chunks).total()

@@ -115,15 +115,15 @@ def test_no_expert_is_filled_up_with_more_rows_than_there_are_tokens():
 
 def test_a_fused_permutation_changes_nothing(quick_compile):
     x = torch.randn(5, 3, requires_grad=True)
-    from megalith.ops.permute import Order, sum_rows, take_rows
+    from megalith.ops.permute import Permutation, sum_rows, take_rows
 
     pair = torch.tensor([3, 0, 9, 5, 1, 2, 4, 7, 6, 8])
     row = torch.empty(10, dtype=torch.int64).scatter_(0, pair, torch.arange(10)).view(5, 2)
     results = []
     for fused in (False, True):
         y = sum_rows(
-            take_rows(x, Order(pair // 2, row), fused) * torch.arange(10.0)[:, None],
-            Order(pair // 2, row),
+            take_rows(x, Permutation(pair // 2, row), fused) * torch.arange(10.0)[:, None],
+            Permutation(pair // 2, row),
             fused,
         )
         results += [y, torch.autograd.grad(y.square().sum(), x)[0]]

@@ -9,7 +9,7 @@ from torch._dynamo.testing import CompileCounter
 
 from megalith.ops import compiled, permute
 from megalith.ops.compiled import as_one_kernel, constant
-from megalith.ops.permute import Order, sum_rows, take_rows
+from megalith.ops.permute import Permutation, sum_rows, take_rows
 
 
 @pytest.fixture
@@ -43,7 +43,7 @@ def test_sums_of_rows_are_compiled_once_for_forward_and_backward_passes(counter)
     torch.manual_seed(0)
     for tokens in (4, 5, 9):
         pair = torch.randperm(tokens * 2)
-        order = Order(pair // 2, pair.argsort().view(tokens, 2))
+        order = Permutation(pair // 2, pair.argsort().view(tokens, 2))
         x = torch.randn(tokens, 8, requires_grad=True)
         y = sum_rows(take_rows(x, order, True), order, True)
         y.sum().backward()

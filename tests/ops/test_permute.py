@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megalith.ops.permute import Order, copies, places, sorted_pairs, sum_rows, take_rows, transposed
+from megalith.ops.permute import Permutation, copies, places, sorted_pairs, sum_rows, take_rows, transposed
 
 
 @pytest.mark.parametrize("sizes", [[[1, 0, 3], [2, 2, 0]], [[0, 0], [0, 0], [0, 0]], [[4], [1]]], ids=str)
@@ -34,10 +34,10 @@ def test_pairs_are_sorted_by_destination_in_the_order_of_tokens(tokens):
     assert (row[destinations == 9] >= kept).all()
 
 
-def copied(groups: torch.Tensor, count: int) -> tuple[list[int], Order]:
+def copied(groups: torch.Tensor, count: int) -> tuple[list[int], Permutation]:
     sizes, before, has = (part[..., :count] for part in places(groups, count + 1))
     token, row = copies(sizes, before, has)
-    return sizes.tolist(), Order(token[: sizes.sum()], row, all_kept=False)
+    return sizes.tolist(), Permutation(token[: sizes.sum()], row, all_kept=False)
 
 
 def test_a_token_is_copied_once_for_each_group_and_its_copies_are_summed():

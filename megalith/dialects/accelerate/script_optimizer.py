@@ -93,7 +93,7 @@ class EngineOptimizer(torch.optim.Optimizer):
                 group["param_names"] = []
         _fill_names(groups)
         self.inner = _fused(kind, groups)
-        host = self._start_state(named, precision)
+        host = self._start_state(named)
         if host:
             self.inner = OffloadedOptimizer(self.inner, host, config.overlap_cpu_optimizer_d2h_h2d)
         # A scheduler that the script has made of its optimizer, and does not prepare, writes to these too.
@@ -109,7 +109,7 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.steps = 0
         self.result: StepResult | None = None
 
-    def _start_state(self, named: Mapping[str, nn.Parameter], precision: str) -> list[nn.Parameter]:
+    def _start_state(self, named: Mapping[str, nn.Parameter]) -> list[nn.Parameter]:
         """Makes the state; the parameters of which it stands on the host."""
         model, config = self.model, self.config
         on_gpu = [(name, p) for name, p in named.items() if p.device.type != "cpu"]

@@ -67,7 +67,7 @@ from megalith.models.transformer import Transformer, layers_of
 from megalith.ops.compiled import as_one_kernel
 from megalith.ops.grouped_gemm import RowGroups
 from megalith.ops.permute import (
-    Order,
+    Permutation,
     copies,
     inverse,
     places,
@@ -119,23 +119,23 @@ def plan_dispatch(weights: Tensor, destinations: Tensor, axis: Axis, here: int) 
     return DispatchPlan(weights, choices, token, row, begin[own][:1].clone(), counts.clone(), told)
 
 
-def pack(x: Tensor, plan: DispatchPlan, count: int, fused: bool) -> tuple[Tensor, Order]:
+def pack(x: Tensor, plan: DispatchPlan, count: int, fused: bool) -> tuple[Tensor, Permutation]:
     """The `count` parcels of the tokens x [tokens, hidden], and the order that they are in."""
-    order = Order(plan.token[:count], plan.row, all_kept=False)
+    order = Permutation(plan.token[:count], plan.row, all_kept=False)
     return _Pack.apply(x, plan.weights, plan.choices, order, fused), order
 
 
-def unpack(packed: Tensor, plan: DispatchPlan, count: int, fused: bool) -> tuple[Tensor, Tensor, Order]:
+def unpack(packed: Tensor, plan: DispatchPlan, count: int, fused: bool) -> tuple[Tensor, Tensor, Permutation]:
     """Of the parcels that have come the `count` rows of the experts here, [rows, hidden], and their weights, float32
     [rows, 1]; and the order of these rows."""
     topk = plan.weights.shape[1]
     rows, weights, token, row = _Unpack.apply(packed, plan.first, topk, count, fused)
-    return rows, weights, Order(token, row, all_kept=False)
+    return rows, weights, Permutation(token, row, all_kept=False)
 
 
 class _Pack(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, x: Tensor, weights: Tensor, choices: Tensor, order: Order, fused: bool) -> Tensor:
+    def forward(ctx, x: Tensor, weights: Tensor, choices: Tensor, order: Permutation, fused: bool) -> Tensor:
         ctx.hidden, ctx.topk, ctx.row, ctx.fused = x.shape[1], weights.shape[1], order.row, fused
         return torch.cat([x, choices.view(x.dtype)], 1).index_select(0, order.token)
 
@@ -256,8 +256,8 @@ class ExpertParallel(Dispatch):
         # Where FSDP2 gathers the experts' weights it does so as their module begins: not earlier.
         self.prepares = mesh.expert_fsdp is None
         self.sends = dispatcher == "alltoall" and mesh.ep.size > 1
-        self.gathered = mesh.etp if dispatcher == "alltoall" else mesh.ep_etp
-        self.micro_batches = _micro_batches(self.gathered.size, mesh.cp.size * mesh.tp.size)
+        self.dispatch_axis = mesh.etp if dispatcher == "alltoall" else mesh.ep_etp
+        self.micro_batches = _micro_batches(self.dispatch_axis.size, mesh.cp.size * mesh.tp.size)
 
     def plan(self, routing: Routing, layout: PassLayout) -> DispatchPlan | ExpertRows:
         weights, destinations = routing.weights, routing.destinations(self.experts)
@@ -266,8 +266,8 @@ class ExpertParallel(Dispatch):
             topk = weights.shape[1]
             filler = torch.arange(topk, device=weights.device) if routing.capacity is None else self.experts
             weights, destinations = self._share(weights), self._share(destinations, filler)
-        weights = all_gather(weights, self.gathered)
-        destinations = all_gather_no_grad(destinations, self.gathered)
+        weights = all_gather(weights, self.dispatch_axis)
+        destinations = all_gather_no_grad(destinations, self.dispatch_axis)
         capacity = None if routing.capacity is None else routing.capacity * self.micro_batches
         if not self.sends:
             destinations = _numbers_here(destinations, self.ep.rank, self.local_experts, self.experts)
@@ -284,14 +284,14 @@ class ExpertParallel(Dispatch):
         shared = None if shared is None else cache(shared)  # called early, where it overlaps
         beside = shared if self.overlaps else None
         tokens, shares = len(x), self._shares(layout)
-        x = all_gather(self._share(x) if shares else x, self.gathered)
+        x = all_gather(self._share(x) if shares else x, self.dispatch_axis)
         if sizes is not None:
             y = self._send(x, plan, sizes, experts, beside)
         elif self.sends:
             y = self._send_filled(x, plan, experts, beside)
         else:
             y = self.compute(x, plan, experts)
-        y = reduce_scatter(y, self.gathered)
+        y = reduce_scatter(y, self.dispatch_axis)
         y = all_gather_replicated(y, self.tensor.axis)[:tokens] if shares else y
         return y if shared is None else y + shared()
 
@@ -336,7 +336,9 @@ class ExpertParallel(Dispatch):
         rows = experts(rows, row_weights, RowGroups(counts.sum(0), (ranks * size,) * here), matrices)
         return self._back(take_rows(rows, by_expert.inverse()), each, each, order, beside)
 
-    def _back(self, y: Tensor, sent: list[int], received: list[int], order: Order, beside: Shared) -> Tensor:
+    def _back(
+        self, y: Tensor, sent: list[int], received: list[int], order: Permutation, beside: Shared
+    ) -> Tensor:
         """The sum for each token here of what all ranks send back."""
         way = begin_all_to_all(y, self.ep, sent, received)
         try:
