@@ -145,7 +145,9 @@ def test_a_launcher_hands_on_the_signals_that_it_heeds_though_elastic_takes_them
     for name in (STOP_CODE_FILE, CRASH_FILE, CONNECTED_FILE):
         monkeypatch.setenv(name, str(tmp_path / name))
     monkeypatch.setattr(elastic, "__init__", lambda self, *given: None)
-    monkeypatch.setattr(elastic, "_start_workers", lambda *given: signal.signal(signal.SIGHUP, print) and {})
+    monkeypatch.setattr(
+        elastic, "_start_workers", lambda *given: [signal.signal(signal.SIGHUP, print), {}][1]
+    )
     with contextlib.ExitStack() as before:
         for number in STOP_SIGNALS:
             before.enter_context(handled(number, signal.getsignal(number)))
