@@ -12,6 +12,7 @@ import megalith.launch.signals as signals
 from megalith.config import ParallelConfig, TrainConfig
 from megalith.launch.agent import Agent
 from megalith.launch.failure import CRASH_FILE
+from megalith.launch.meeting import CONNECTED_FILE
 from megalith.launch.signals import STOP_SIGNALS, StopSignals, heeded
 from megalith.launch.stops import EXIT_CODES, STOP_CODE_FILE, WISHES, Stops
 from megalith.parallel.gather import ALONE
@@ -141,16 +142,19 @@ def test_a_launcher_hands_on_the_signals_that_it_heeds_though_elastic_takes_them
     monkeypatch, tmp_path, heeds
 ):
     elastic = LocalElasticAgent
-    for name in (STOP_CODE_FILE, CRASH_FILE):
+    for name in (STOP_CODE_FILE, CRASH_FILE, CONNECTED_FILE):
         monkeypatch.setenv(name, str(tmp_path / name))
     monkeypatch.setattr(elastic, "__init__", lambda self, *given: None)
-    monkeypatch.setattr(elastic, "_start_workers", lambda *given: signal.signal(signal.SIGHUP, print) and {})
+    monkeypatch.setattr(
+        elastic, "_start_workers", lambda *given: [signal.signal(signal.SIGHUP, print), {}][1]
+    )
     with contextlib.ExitStack() as before:
         for number in STOP_SIGNALS:
             before.enter_context(handled(number, signal.getsignal(number)))
         signal.signal(signal.SIGHUP, signal.SIG_DFL if heeds else signal.SIG_IGN)
         agent = Agent(SimpleNamespace(local_world_size=1, rdzv_handler=SimpleNamespace(job="job")), None)
-        agent._start_workers(SimpleNamespace(workers=[SimpleNamespace(world_size=1)]))
+        alone = dict(store=None, group_rank=0, group_world_size=1)
+        agent._start_workers(SimpleNamespace(workers=[SimpleNamespace(world_size=1)], **alone))
         assert signal.getsignal(signal.SIGHUP) == (agent._hand_on if heeds else signal.SIG_IGN)
         assert signal.getsignal(signal.SIGTERM) == agent._hand_on
 
