@@ -64,6 +64,7 @@ def open_forkserver() -> multiprocessing.context.ForkServerContext:
     torch and the package make once in a process (warm.py)."""
     processes = multiprocessing.get_context("forkserver")
     modules = ["megalith.training.trainer", "megalith.cli.main", "megalith.launch.agent", "pytest"]
+    modules += [f"transformers.models.{kind}.modeling_{kind}" for kind in ("gpt2", "llama", "mixtral")]
     if not torch.cuda.is_available():  # should they start CUDA, what is forked could not use it
         modules += ["torch._inductor.compile_fx", "warm"]
     processes.set_forkserver_preload([*PRELOADED, *modules])

@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import faulthandler
 import gc
+import importlib
+import inspect
 import multiprocessing
 import os
 import pickle
@@ -62,9 +64,14 @@ class Pool:
         self._start()
         self._jobs += 1
         job = pickle.dumps((function, args))
+        modules = sorted({thing.__module__ for thing in (function, *args) if inspect.isfunction(thing)})
         for rank, (_, pipe) in enumerate(self._workers[:size]):
             pipe.send(
-                (sys.path, (self._jobs, rank, size, self.device_type, self._store.port, self.timeout, job))
+                (
+                    sys.path,
+                    modules,
+                    (self._jobs, rank, size, self.device_type, self._store.port, self.timeout, job),
+                )
             )
         waiting = {pipe: rank for rank, (_, pipe) in enumerate(self._workers[:size])}
         results: list[Any] = [None] * size
@@ -152,8 +159,11 @@ def _work(pipe: Connection) -> None:
     gc.freeze()  # the modules are no garbage: jobs look through what they make themselves
     while True:
         try:
-            path, job = pipe.recv()
+            path, modules, job = pipe.recv()
             sys.path[:] = path
+            for name in modules:  # here, once: each job's child would import them anew
+                with suppress(Exception):  # which the child meets again, and tells
+                    importlib.import_module(name)
             stacks.seek(0)
             stacks.truncate()
             child = os.fork()

@@ -25,6 +25,14 @@ from megalith.dialects.accelerate.published_weights import family_of_module
 from megalith.errors import ConfigError
 
 SCRIPT = Path(__file__).parent / "accelerate_script.py"
+TELLS = """from accelerate import Accelerator
+from accelerate.utils import MegatronLMPlugin
+
+accelerator = Accelerator()
+degree = accelerator.state.megatron_lm_plugin.pp_degree
+kind, rank = accelerator.distributed_type.value, accelerator.process_index
+print(f"{MegatronLMPlugin.__module__} {kind} pp {degree} of rank {rank}\\n", end="", flush=True)
+"""
 ANSWERS = ["This machine", "Multi-GPU", "1", "No", "Yes", "2", "No", "2", "2", "SELECTIVE", "SEQUENTIAL"]
 TWO_MACHINES = ["", "multi-CPU", "2", *[""] * 13]  # up to the rank of this one
 DOCUMENTED = {
@@ -105,7 +113,8 @@ def test_an_untouched_script_trains_by_accelerates_launcher_with_our_module(tmp_
 
 
 @pytest.mark.processes
-def test_enabled_plain_accelerate_launch_trains_though_a_flag_hides_the_files_type(tmp_path):
+@pytest.mark.parametrize("trains", [False, pytest.param(True, marks=pytest.mark.full)])
+def test_enabled_plain_accelerate_launch_is_ours_though_a_flag_hides_the_files_type(tmp_path, trains):
     """In an environment of its own, where other processes see nothing of it and a missing megalith breaks nothing."""
     venv.create(tmp_path / "env", symlinks=True)
     python = tmp_path / "env" / "bin" / "python"
@@ -127,11 +136,18 @@ def test_enabled_plain_accelerate_launch_trains_though_a_flag_hides_the_files_ty
         return done
 
     run("-m", "megalith.cli", "accelerate", "enable")
-    run(
+    told = tmp_path / "told.py"
+    told.write_text(TELLS)
+    printed = run(
         *("-m", "accelerate.commands.accelerate_cli", "launch", "--multi_gpu", "--num_processes", "2"),
-        *("--main_process_port", "0", str(SCRIPT), "env", str(tmp_path)),
-    )
-    assert (tmp_path / "checkpoint-epoch-0" / "megalith").is_dir()
+        *("--main_process_port", "0", str(SCRIPT if trains else told), "env", str(tmp_path)),
+    ).stdout
+    if trains:
+        assert (tmp_path / "checkpoint-epoch-0" / "megalith").is_dir()
+    else:
+        assert sorted(line for line in printed.splitlines() if "pp" in line) == [
+            f"{MegatronLMPlugin.__module__} MEGATRON_LM pp 2 of rank {rank}" for rank in (0, 1)
+        ]
     seen = "import sys; print(sorted({'megalith', 'argparse', 'torch'} & set(sys.modules)))"
     assert run("-c", seen, "accelerate", "launch").stdout == "[]\n"
     (packages / "a.pth").unlink()  # as after an uninstallation: Python still starts

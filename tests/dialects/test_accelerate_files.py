@@ -3,6 +3,7 @@
 import json
 import shutil
 
+import pytest
 import torch
 from accelerate_job import (
     BATCH,
@@ -25,17 +26,18 @@ GRADIENTS = dict(other_megatron_args={"data_parallel_sharding_strategy": "optim_
 EXPERTS, ALL_EXPERTS = dict(expert_model_parallel_size=2), dict(expert_model_parallel_size=4)
 # By what is in the files, the layouts of four processes that write the same; the first has neither ZeRO nor EP.
 SAME = {
-    "TP2": (dict(tp_degree=2), [ZERO, GRADIENTS, FSDP, EXPERTS, {**EXPERTS, **ZERO}, ALL_EXPERTS]),
-    "TP2, experts too": (dict(tp_degree=2, expert_tensor_parallel_size=2), [ZERO, EXPERTS]),
-    "PP2": (dict(pp_degree=2, num_micro_batches=2), [ZERO, {**EXPERTS, **FSDP}]),
+    "TP2": (dict(tp_degree=2), [GRADIENTS, {**EXPERTS, **ZERO}]),
+    "TP2, experts too": (dict(tp_degree=2, expert_tensor_parallel_size=2), [EXPERTS]),
+    "PP2": (dict(pp_degree=2, num_micro_batches=2), [{**EXPERTS, **FSDP}]),
 }  # fmt: skip
+MORE = {"TP2": [ZERO, FSDP, EXPERTS, ALL_EXPERTS], "TP2, experts too": [ZERO], "PP2": [ZERO]}
 
 
 def bins(folder):
     return {path.name: path.read_bytes() for path in sorted(folder.glob("*.bin"))}
 
 
-def written(folder):
+def written(folder, more):
     """Trains half of the turns, and saves what it has then in every layout; goes on in another from the files alone."""
     data, state = samples(2 * STEPS * BATCH), folder / "first"
     accelerator = fresh_accelerator(tp_degree=2, legacy_bin=True, **EXPERTS, **ZERO)
@@ -48,7 +50,7 @@ def written(folder):
     accelerator.wait_for_everyone()
     for name, (layout, others) in SAME.items():
         wanted = None
-        for number, other in enumerate([{}, *others]):
+        for number, other in enumerate([{}, *(MORE[name] if more else others)]):
             accelerator = fresh_accelerator(**layout, **other, legacy_bin=True)
             prepared(accelerator, "mixtral", data)
             accelerator.load_state(state)
@@ -77,11 +79,12 @@ class Harm:
         return print, ("this was run",)
 
 
+@pytest.mark.parametrize("more", [False, pytest.param(True, marks=pytest.mark.full)])
 def test_the_guides_files_do_not_depend_on_zero_and_experts_and_any_layout_goes_on_from_them(
-    pool, tmp_path, capsys
+    pool, tmp_path, capsys, more
 ):
     wanted = reference("mixtral", steps=2 * STEPS)
-    *found, half = pool.run(written, tmp_path, size=4)[0]
+    *found, half = pool.run(written, tmp_path, more, size=4)[0]
     check(found, wanted)
     files, merged = tmp_path / "first", tmp_path / "merged" / "pytorch_model.bin"
     assert main(["checkpoint", "merge", "--hf", str(files), str(merged)]) == 0

@@ -109,7 +109,7 @@ def main(arguments: list[str] | None = None) -> int:
     folder = Path(tempfile.mkdtemp(prefix="kill-trials-"))
     phases = folder / "phases"
     wanted, seconds = {}, {}
-    for background in (False, True):
+    for background in (False, True)[: args.trials]:
         output = folder / f"straight-{background}"
         begun = time.monotonic()
         run(command(output, args.steps, background), output, phases, None, chance)

@@ -22,7 +22,7 @@ def layer(x: Tensor, weight: Tensor) -> Tensor:  # [tokens, width] -> [1, 1, tok
         return scaled_dot_product_attention(y, y, y, is_causal=True)
 
 
-def test_a_second_start_traces_no_layer_anew_and_gives_the_same_gradients():
+def test_a_second_start_traces_no_layer_anew_and_gives_the_same_gradients(quick_compile):
     inductor.cache_whole_layers()
     x, weight = torch.randn(8, 8), torch.randn(8, 8)
 

@@ -234,7 +234,9 @@ def copied(graph: Graph) -> Graph:
 
 
 @pytest.mark.parametrize(
-    "parallel", [pytest.param(TP2_SP, marks=pytest.mark.full), CP2_A2A], ids=["tp2-sp", "cp2-a2a"]
+    "parallel",
+    [pytest.param(way, marks=pytest.mark.full) for way in (TP2_SP, CP2_A2A)],
+    ids=["tp2-sp", "cp2-a2a"],
 )
 def test_halves_with_grouped_heads_hide_most_of_what_they_say(parallel):
     for graph in layer_graphs(LLAMA, **parallel):

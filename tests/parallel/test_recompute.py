@@ -112,7 +112,10 @@ def test_less_is_kept_for_the_backward_pass(mode):
     assert kept_for_backward(build("tiny-qwen", **MODES[mode])) < kept_for_backward(build("tiny-qwen"))
 
 
-@pytest.mark.parametrize(("saves_gathered", "modules"), [(True, []), (False, ["layernorm", "mlp_act"])])
+@pytest.mark.parametrize(
+    ("saves_gathered", "modules"),
+    [pytest.param(True, [], marks=pytest.mark.full), (False, ["layernorm", "mlp_act"])],
+)
 def test_a_compiled_layer_saves_what_the_planner_counts(saves_gathered, modules):
     selective = dict(recompute_granularity="selective", recompute_modules=modules) if modules else {}
     parallel = dict(

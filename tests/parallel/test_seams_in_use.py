@@ -61,11 +61,13 @@ CASES = [
     ("encoder-decoder", SP | CHUNKS),
     ("encoder-decoder", TP | PP | {"pipeline_schedule": "zero_bubble"}),
     ("encoder-decoder", PP | ZERO3 | PARTS | {"pipeline_model_parallel_layout": "Ett|ttL"}),
-    ("encoder-decoder", SP | {"tensor_model_parallel_size": 4} | FULL),
     ("encoder-decoder", SP | {"tp_comm_overlap": True}),
-    ("encoder-decoder, llama", SP | PP | {"pipeline_model_parallel_layout": "Ett|tL"}),
     ("encoder", SP | PP),
     ("convolution", SP | CHUNKS),
+]
+MORE = [
+    ("encoder-decoder", SP | {"tensor_model_parallel_size": 4} | FULL),
+    ("encoder-decoder, llama", SP | PP | {"pipeline_model_parallel_layout": "Ett|tL"}),
 ]
 
 
@@ -122,9 +124,10 @@ def alone(name: str) -> tuple[float, dict[str, Tensor], float]:
     return outcome(name, {})
 
 
-def test_stacks_cross_attention_and_another_mixer_equal_one_process(pool):
-    ranks = pool.run(outcomes, CASES)
-    for number, (name, parallel) in enumerate(CASES):
+@pytest.mark.parametrize("cases", [CASES, pytest.param(MORE, marks=pytest.mark.full)], ids=["some", "more"])
+def test_stacks_cross_attention_and_another_mixer_equal_one_process(pool, cases):
+    ranks = pool.run(outcomes, cases)
+    for number, (name, parallel) in enumerate(cases):
         loss, gradients, evaluation = alone(name)
         for rank in ranks:
             assert relative_error([*rank[number][::2]], [loss, evaluation]) < BOUND, (name, parallel)

@@ -85,7 +85,7 @@ def gone_on(config: RunConfig) -> tuple[dict[str, torch.Tensor], dict[str, torch
     return loaded, state_by_name(job)
 
 
-@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+@pytest.mark.parametrize("dtype", [pytest.param("bf16", marks=pytest.mark.full), "fp8"])
 def test_a_run_goes_on_bitwise_and_with_other_dtypes_and_layouts(pool, tmp_path, dtype):
     run, layout = "llama tied, documents", "tp2-sp-dp2-zero3"
     common = {"model": {"num_layers": 2}, "train": {"output_dir": str(tmp_path), "train_iters": 3}}
