@@ -74,7 +74,7 @@ def measure(args: argparse.Namespace, variant: str) -> str:
         if variant == "pytorch":
             command += ["-m", "benchmarks.async_tp", args.workload, "--batch", "1", "--worker", str(run)]
         else:
-            command += ["-m", "megalith.cli", "train", str(run)]
+            command += ["-m", "megalith", "train", str(run)]
         code, printed = run_to_end(command, Path(folder) / "printed.txt", args.limit)
         metrics = Path(folder) / "run" / "metrics.jsonl"
         if code or not metrics.exists():

@@ -142,7 +142,7 @@ def run(args: argparse.Namespace, how: dict[str, Any], prefix: str, folder: Path
     folder.mkdir()
     run_file, output = folder / "run.yaml", folder / "run"
     run_file.write_text(yaml.safe_dump(run_tree(args, how, prefix, output)))
-    command = [sys.executable, "-m", "megalith.cli", "train", str(run_file)]
+    command = [sys.executable, "-m", "megalith", "train", str(run_file)]
     command += ["--nproc", str(how.get("processes", 1)), *(f"--{each}" for each in how.get("set", []))]
     with gpus.taken(how.get("processes", 1)) as environment:
         done = subprocess.run(command, capture_output=True, text=True, env=environment)

@@ -199,7 +199,7 @@ def measure(
         for name, section in (sections or {}).items():
             tree[name] = {**tree.get(name, {}), **section}
         run_file.write_text(yaml.safe_dump(tree))
-        command = [sys.executable, "-m", "megalith.cli", program, str(run_file)]
+        command = [sys.executable, "-m", "megalith", program, str(run_file)]
         command += ["--nproc", str(LAYOUTS[layout]["processes"]), *(f"--{o}" for o in args.set)]
         returncode, printed = run_to_end(command, Path(folder) / "printed.txt")
         metrics = output / "metrics.jsonl"

@@ -387,7 +387,7 @@ def test_requests_to_preprocess_that_cannot_be(refused, place):
 )
 def test_a_real_process_ends_with_the_code_and_the_sentence(place, words, exit_code, part):
     before = contents(place)
-    done = forked.run(["-m", "megalith.cli", *words])
+    done = forked.run(["-m", "megalith", *words])
     assert done.returncode == exit_code
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and part in done.stderr
     assert contents(place) == before

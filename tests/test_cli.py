@@ -22,7 +22,7 @@ from megalith.config.presets import PRESETS
 from megalith.errors import install_line
 from megalith.generation.requests import Completion
 
-MEGALITH = [sys.executable, "-m", "megalith.cli"]
+MEGALITH = [sys.executable, "-m", "megalith"]
 
 
 @pytest.fixture

@@ -57,7 +57,7 @@ def run_generate(args: Arguments) -> int:
     if args.nproc is not None:
         from megalith.launch.launcher import launch
 
-        return launch(args.nproc, ["-m", "megalith.cli", "generate", *_without_nproc(args)])
+        return launch(args.nproc, ["-m", "megalith", "generate", *_without_nproc(args)])
     from megalith.generation.requests import Sampling
     from megalith.hardware import pick_device
     from megalith.launch.launcher import this_process

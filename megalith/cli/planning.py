@@ -16,7 +16,7 @@ def run_calibrate(args: Arguments) -> int:
     if args.nproc is not None:
         from megalith.launch.launcher import launch
 
-        command = ["-m", "megalith.cli", "plan", "calibrate", "--seconds", str(args.seconds)]
+        command = ["-m", "megalith", "plan", "calibrate", "--seconds", str(args.seconds)]
         return launch(args.nproc, [*command, *(["--output", args.output] if args.output else [])])
     from pathlib import Path
 

@@ -87,7 +87,7 @@ def train(arguments: list[str]) -> int:
         from megalith.training.precheck import check_job
 
         one_machine = place.nnodes == "1"
-        command, check_data = ["-m", "megalith.cli", program, *arguments], None
+        command, check_data = ["-m", "megalith", program, *arguments], None
         if program == "grpo":
             from megalith.rl.grpo import check_grpo_data as check_data
             from megalith.rl.grpo import require_source
@@ -166,7 +166,7 @@ def run_evaluate(args: Arguments) -> int:
         json_too = ["--json"] if args.json else []
         return launch(
             args.nproc,
-            ["-m", "megalith.cli", "evaluate", args.checkpoint, *json_too, *args.settings],
+            ["-m", "megalith", "evaluate", args.checkpoint, *json_too, *args.settings],
             check=lambda world_sizes: check_job(config, world_sizes, args.nproc, True),
         )
     from megalith.launch.stops import exit_code

@@ -96,7 +96,7 @@ def launched(
 ) -> Path:
     """Runs it by `megalith accelerate launch` in the layout of this name."""
     plugin, batch, processes = RUNS[name]
-    words = ["megalith.cli", "accelerate", "launch", "--use_megatron_lm", "--mixed_precision", "no"]
+    words = ["megalith", "accelerate", "launch", "--use_megatron_lm", "--mixed_precision", "no"]
     words += ["--num_processes", str(processes), "--main_process_port", free_port()]
     for field, value in {"gradient_clipping": 0.0, **plugin}.items():
         words += [f"--megatron_lm_{field}", str(value)]
@@ -128,7 +128,7 @@ def weights_of(output: Path) -> dict[str, torch.Tensor]:
     if (output / "model.safetensors").exists():
         return load_file(output / "model.safetensors")
     file = output / "merged" / "model.safetensors"
-    words = [sys.executable, "-m", "megalith.cli", "checkpoint", "merge", "--hf", str(output), str(file)]
+    words = [sys.executable, "-m", "megalith", "checkpoint", "merge", "--hf", str(output), str(file)]
     subprocess.run(words, check=True, capture_output=True)
     return load_file(file)
 

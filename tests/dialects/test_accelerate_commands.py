@@ -103,7 +103,7 @@ def test_an_untouched_script_trains_by_our_launcher_and_a_configuration_file(tmp
     content["megatron_lm_config"] = {f"megatron_lm_{name}": value for name, value in plugin.items()}
     file = tmp_path / "config.yaml"
     file.write_text(yaml.safe_dump(content))
-    check_launched(tmp_path, "megalith.cli accelerate launch", "--config_file", str(file), str(SCRIPT), "env")
+    check_launched(tmp_path, "megalith accelerate launch", "--config_file", str(file), str(SCRIPT), "env")
 
 
 @pytest.mark.full
@@ -135,7 +135,7 @@ def test_enabled_plain_accelerate_launch_is_ours_though_a_flag_hides_the_files_t
         assert done.returncode == 0, done.stdout + done.stderr
         return done
 
-    run("-m", "megalith.cli", "accelerate", "enable")
+    run("-m", "megalith", "accelerate", "enable")
     told = tmp_path / "told.py"
     told.write_text(TELLS)
     printed = run(
@@ -155,7 +155,7 @@ def test_enabled_plain_accelerate_launch_is_ours_though_a_flag_hides_the_files_t
     assert set(told.splitlines()) == {"megalith accelerate enable has no effect: No module named 'megalith'"}
     assert run("-c", "pass").stderr == ""
     (packages / "a.pth").write_text(f"{ours}\n{sysconfig.get_path('purelib')}\n")
-    run("-m", "megalith.cli", "accelerate", "disable")
+    run("-m", "megalith", "accelerate", "disable")
     assert [found.name for found in packages.glob("*.pth")] == ["a.pth"]
 
 

@@ -86,7 +86,7 @@ def test_a_second_sigterm_in_the_midst_of_a_save_ends_at_once_and_the_old_checkp
 def test_a_sigterm_to_torchrun_reaches_the_ranks_and_they_save(tmp_path):
     output, log = tmp_path / "run", tmp_path / "log"
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*torchrun, "-m", "megalith.cli", *words(output, train__train_iters=100_000)]
+    command = [*torchrun, "-m", "megalith", *words(output, train__train_iters=100_000)]
     running = Forked(command, log)
     try:
         until(lambda: len(steps(output)) >= 3, "step 3")

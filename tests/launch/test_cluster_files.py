@@ -308,7 +308,7 @@ def test_a_rehearsal_one_node_is_killed_the_time_is_up_and_the_run_ends(tmp_path
         folder.mkdir()
     bodies = {
         "srun": SRUN,
-        "megalith": f'#!/bin/bash\nexec "{sys.executable}" -m megalith.cli "$@"\n',
+        "megalith": f'#!/bin/bash\nexec "{sys.executable}" -m megalith "$@"\n',
         "scontrol": '#!/bin/bash\nif [ "$1" = show ]; then echo 127.0.0.1; else echo "$2" >> "$NOTES/requeued"; fi\n',
     }
     for name, body in bodies.items():

@@ -121,7 +121,7 @@ def test_two_pods_of_a_pytorchjob_train_together(tmp_path, monkeypatch):
     operator = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(forked.free_port()), "WORLD_SIZE": "4"}
     operator |= {"PET_NNODES": "2", "PET_NPROC_PER_NODE": "2"}
     logs = [tmp_path / f"pod{rank}.log" for rank in (0, 1)]
-    words = ["-m", "megalith.cli", "train", "run.yaml"]
+    words = ["-m", "megalith", "train", "run.yaml"]
     pods = [
         forked.Forked(words, log, env=os.environ | operator | {"RANK": str(rank)})
         for rank, log in enumerate(logs)
