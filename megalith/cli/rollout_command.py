@@ -98,7 +98,7 @@ def run_rollout(args: Arguments) -> int:
         records = sample_groups(engine, prompts, rewards, tokenizer, asked, sampling, args.num_generations)[0]
     finally:
         rewards.close()
-    groups = [record.group(prompts, version=0) for record in records]
+    groups = [record.group(prompts) for record in records]
     if args.output:
         save_rollouts(args.output, Rollouts(groups, rewards.names, tokenizer.fingerprint))
         print(f"wrote {len(groups):,} groups into {args.output}")
@@ -139,7 +139,7 @@ def engine_text(config: RunConfig, layout: Layout, prompts: Sequence[Prompt]) ->
     import torch
 
     from megalith.generation.static_cache import empty_cache
-    from megalith.rl.loop import engine_sizes
+    from megalith.rl.engines.rollout_engine import engine_sizes
     from megalith.training.build import COMPUTE_DTYPES
 
     tp, dtype = layout.size.tp, COMPUTE_DTYPES[config.train.precision]

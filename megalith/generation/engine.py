@@ -212,8 +212,9 @@ class Engine:
                 pending.append(self._launch(owners, sampling))
             if len(pending) > (self.device.type == "cuda") or not any(owners):
                 self._read(pending.popleft(), owners, waiting, on_token)
+        version = (self.version,)
         return [
-            Completion(s.prompt_index, s.generation, s.ids, s.logprobs, not (s.ids and s.ids[-1] in s.stop))
+            Completion(s.prompt_index, s.generation, s.ids, s.logprobs, not s.stopped, version)
             for s in sequences
         ]
 

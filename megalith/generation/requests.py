@@ -60,6 +60,8 @@ class Completion:
     softmax(logits)."""
     truncated: bool
     """It ends with no stop id."""
+    versions: Sequence[int] = (0,)
+    """Of the weights that sampled it: one, or one for each id."""
 
 
 @dataclass
@@ -83,7 +85,11 @@ class RowSequence:
 
     @property
     def ended(self) -> bool:
-        return len(self.ids) >= self.limit or bool(self.ids and self.ids[-1] in self.stop)
+        return len(self.ids) >= self.limit or self.stopped
+
+    @property
+    def stopped(self) -> bool:
+        return bool(self.ids and self.ids[-1] in self.stop)
 
 
 def sequences_of(

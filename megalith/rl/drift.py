@@ -23,6 +23,7 @@ from torch import Tensor
 
 from megalith.comm.collectives import gather_json
 from megalith.errors import TrainingError
+from megalith.rl.engines.rollout_engine import WeightPair
 from megalith.rl.objective import RolloutBatch
 from megalith.rl.prompts import policy_entries
 from megalith.rl.rollout_data import Sample, make_batch
@@ -90,12 +91,12 @@ class Canary:
         self,
         sample: Callable[[list[list[int]], list[int], int], list[CanarySample]],
         versions: tuple[int, int],
-        engine_weights: Callable[[], tuple[Mapping[str, Tensor], Mapping[str, Tensor]]],
+        engine_weights: Callable[[], WeightPair | None],
     ) -> float:
         """The mean of exp|d| over the canary's tokens. Raises TrainingError, on every rank, above the limit.
 
         `versions`: of the trainer's weights and those that the engine says it has. `engine_weights()`: the tensors of
-        the engine, and of one made anew.
+        the engine, and of one made anew; None where they cannot be looked at.
         """
         keys = [CANARY_KEY + n for n in range(len(self._prompts))]
         tokens = min(CANARY_TOKENS, self._rl.max_completion_length)
@@ -151,7 +152,7 @@ class Canary:
         found: Sequence[CanarySample],
         trainer: Sequence[np.ndarray],
         versions: tuple[int, int],
-        engine_weights: Callable[[], tuple[Mapping[str, Tensor], Mapping[str, Tensor]]],
+        engine_weights: Callable[[], WeightPair | None],
     ) -> str:
         """Every rank calls it, for the passes of the model are all ranks'."""
         usual, said = self._ratio(trainer, found), None
@@ -170,13 +171,20 @@ class Canary:
             said = (
                 "the engine's prompts have their first token (BOS) doubled: it was added to ids that have it"
             )
-        differing = weight_differences(*engine_weights())
+        weights = engine_weights()
+        differing = weight_differences(*weights) if weights is not None else []
         if differing and said is None:
             said = "; ".join(differing[:3]) + f" and {len(differing) - 3} tensors more" * (len(differing) > 3)
         if said is None and all((one.logprobs >= mine - SAME).all() for one, mine in zip(found, trainer)):
             said = (
                 "the engine's log-probabilities are renormalised over the tokens that top-p, top-k or min-p kept: each "
                 "is above the trainer's; sample from all tokens"
+            )
+        if said is None and weights is None:
+            said = (
+                "the server's weights cannot be looked at from here: a tensor that it did not take or took wrongly, or "
+                "kernels and precision that compute otherwise (its dtype, train.precision); raise rl.max_drift only "
+                "where the latter is known"
             )
         return said or (
             "the engine's weights are the trainer's, so it computes otherwise: kernels or precision (try "

@@ -14,27 +14,24 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
-from torch import Tensor
 
 from megalith.comm.collectives import gather_json
-from megalith.config import RunConfig
 from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.errors import DataError
-from megalith.generation.engine import Engine
-from megalith.generation.requests import Sampling
-from megalith.generation.sync import engine_for, sync
+from megalith.generation.requests import Completion, Sampling
 from megalith.report.metrics import LineFile, cut_after_step, finite
 from megalith.rl.advantages import NO_SPREAD
 from megalith.rl.drift import Canary, CanarySample
-from megalith.rl.prompts import Prompt, Prompts, policy_entries, row_tokens
+from megalith.rl.engines.rollout_engine import OwnEngine, RolloutEngine
+from megalith.rl.prompts import Prompt, Prompts, policy_entries
 from megalith.rl.rewards import Rewards
 from megalith.rl.rollout_data import advantages_of
 from megalith.rl.rollouts import PromptGroup, RatedCompletion, Rollouts, load_rollouts, save_rollouts
@@ -49,19 +46,24 @@ class GroupRecord:
 
     position: int
     prompt: int  # its index
-    samples: list[list[Any]]  # ids, log-probabilities, rewards, truncated, what was logged of it
+    samples: list[list[Any]]  # ids, log-probabilities, rewards, versions, truncated, what was logged of it
 
-    def group(self, prompts: Sequence[Prompt], version: int) -> PromptGroup:
-        """`version`: the step of the weights."""
+    def group(self, prompts: Sequence[Prompt]) -> PromptGroup:
         prompt, completions = prompts[self.prompt], []
-        for ids, logprobs, rewards, truncated, extra in self.samples:
+        for ids, logprobs, rewards, versions, truncated, extra in self.samples:
             arrays = np.array(ids), np.array(rewards, dtype=float), np.array(logprobs, dtype=np.float32)
-            completions.append(RatedCompletion(*arrays, np.array([version]), truncated, extra))
+            completions.append(RatedCompletion(*arrays, np.array(versions), truncated, extra))
         return PromptGroup(np.array(prompt.ids), completions, prompt.where, prompt.id)
 
 
+class Sampler(Protocol):
+    """The part of an engine that samples."""
+
+    generate: Callable[..., list[Completion]]
+
+
 def sample_groups(
-    engine: Engine,
+    engine: Sampler,
     prompts: Sequence[Prompt],
     rewards: Rewards | None,
     tokenizer: Tokenizer,
@@ -90,20 +92,18 @@ def sample_groups(
     records = []
     for (position, index), group, given, extras in zip(asked, each, verdicts.rewards, verdicts.extras):
         samples = [
-            [list(one.ids), list(map(float, one.logprobs)), row.tolist(), one.truncated, extra]
+            [
+                list(one.ids),
+                list(map(float, one.logprobs)),
+                row.tolist(),
+                list(one.versions),
+                one.truncated,
+                extra,
+            ]
             for one, row, extra in zip(group, given, extras)
         ]
         records.append(GroupRecord(position, index, samples))
     return records, verdicts.metrics
-
-
-def engine_sizes(config: RunConfig, prompts: Sequence[Prompt], replicas: int) -> tuple[int, int]:
-    """Rows of a replica's engine, and the tokens that each has room for, a multiple of 16."""
-    rl = config.rl
-    groups = config.train.global_batch_size * rl.mini_batches // rl.num_generations
-    rows = -(-groups // replicas) * rl.num_generations
-    tokens = max(len(prompt.ids) for prompt in prompts) + rl.max_completion_length
-    return min(rl.generation_rows, rows), min(row_tokens(config), -(-tokens // 16) * 16)
 
 
 class LiveRollouts:
@@ -113,7 +113,7 @@ class LiveRollouts:
 
     def __init__(self, run: Run, prompts: Prompts, rewards: Rewards):
         self._run, self._rl, self._prompts, self._rewards = run, run.config.rl, prompts, rewards
-        self._engine: Engine | None = None
+        self._engine: RolloutEngine | None = None
         self._seconds: dict[str, float] = {}
         self._found: dict[str, Any] = {}  # figures of the rollout batch
         self._folder = Path(run.output) / "rollouts"
@@ -181,26 +181,13 @@ class LiveRollouts:
         """The engine has the weights of now, and says of the canary what the trainer says."""
         run = self._run
         if self._engine is None:
-            self._engine = self._new_engine()
-        report = sync(self._engine, run.model, version=run.step)
+            self._engine = OwnEngine(run, self._prompts.prompts)
+        report = self._engine.update(run.step)
         run.totals[VERSION] = run.step
         self._found = {"sync_gb_per_second": report.gb_per_second}
-        ratio = self._canary.check(
-            self._sample_canary, (run.step, self._engine.version), self._weights_to_compare
-        )
+        versions = run.step, self._engine.version
+        ratio = self._canary.check(self._sample_canary, versions, self._engine.weights_to_compare)
         self._found["drift_canary"] = ratio
-
-    def _new_engine(self) -> Engine:
-        """With rows for what a replica samples at most, of as many tokens as the longest prompt and its completion."""
-        config, replicas = self._run.config, self._run.mesh.world.size // self._run.mesh.tp.size
-        rows, tokens = engine_sizes(config, self._prompts.prompts, replicas)
-        return engine_for(self._run.model, max_rows=rows, max_tokens=tokens)
-
-    def _weights_to_compare(self) -> tuple[Mapping[str, Tensor], Mapping[str, Tensor]]:
-        fresh = self._new_engine()
-        return tuple(
-            {name: shard.values for name, shard in engine.shards.items()} for engine in (self._engine, fresh)
-        )
 
     def _sampling(self, tokens: int) -> Sampling:
         run, tokenizer = self._run, self._run.tokenizer
@@ -238,9 +225,9 @@ class LiveRollouts:
     def _groups_of(self, positions: Sequence[int]) -> list[PromptGroup]:
         """The groups of these positions of the stream, judged, on every rank."""
         run, engine = self._run, self._engine
-        own = positions[run.mesh.world.rank // engine.tp.size :: run.mesh.world.size // engine.tp.size]
+        own = positions[run.mesh.world.rank // run.mesh.tp.size :: run.mesh.world.size // run.mesh.tp.size]
         asked = [(at, self._prompts.index(at)) for at in own]
-        rewards = self._rewards if engine.tp.rank == 0 else None
+        rewards = self._rewards if run.mesh.tp.rank == 0 else None
         said: Any
         try:
             sampling = self._sampling(self._rl.max_completion_length)
@@ -251,7 +238,7 @@ class LiveRollouts:
             said = [[astuple(record) for record in records], logged]
         except DataError as error:
             said = str(error)
-        self._found["memory_engine_gb"] = sum(engine.memory().values()) / 1e9
+        self._found["memory_engine_gb"] = engine.memory() / 1e9
         with self.timed("rewards"):
             ranks = gather_json(said, run.mesh.world)  # waits for the slowest
         if failed := [rank for rank in ranks if isinstance(rank, str)]:
@@ -260,7 +247,7 @@ class LiveRollouts:
         groups: dict[int, PromptGroup] = {}
         for records, logged in ranks:
             for record in (GroupRecord(*fields) for fields in records):
-                groups[record.position] = record.group(self._prompts.prompts, run.step)
+                groups[record.position] = record.group(self._prompts.prompts)
             for name, values in logged.items():
                 metrics.setdefault(name, []).extend(values)
         self._found |= {name: float(np.mean(values)) for name, values in metrics.items()}
@@ -304,3 +291,5 @@ class LiveRollouts:
 
     def close(self) -> None:
         self._rewards.close()
+        if self._engine is not None:
+            self._engine.close()

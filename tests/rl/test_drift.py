@@ -7,8 +7,8 @@ from small_policy import configuration, metrics
 
 from megalith.errors import TrainingError
 from megalith.generation.engine import Engine
-from megalith.rl import loop
 from megalith.rl.drift import CANARY_KEY
+from megalith.rl.engines import rollout_engine
 from megalith.rl.grpo import train_grpo
 
 QKV = "layers.1.self_attention.linear_qkv.weight"
@@ -23,7 +23,7 @@ def not_synced(monkeypatch):
         values.copy_(first.setdefault(QKV, values.clone()))
         return report
 
-    monkeypatch.setattr(loop, "sync", sync)
+    monkeypatch.setattr(rollout_engine, "sync", sync)
 
 
 def permuted(monkeypatch):
@@ -33,7 +33,7 @@ def permuted(monkeypatch):
         values.copy_(values.roll(5, 0))
         return report
 
-    monkeypatch.setattr(loop, "sync", sync)
+    monkeypatch.setattr(rollout_engine, "sync", sync)
 
 
 def behind(monkeypatch):
@@ -44,7 +44,7 @@ def behind(monkeypatch):
         engine.version = version
         return kept[0]
 
-    monkeypatch.setattr(loop, "sync", sync)
+    monkeypatch.setattr(rollout_engine, "sync", sync)
 
 
 def generates(change):
@@ -57,7 +57,7 @@ def generates(change):
     return plant
 
 
-REAL_SYNC, REAL_GENERATE = loop.sync, Engine.generate
+REAL_SYNC, REAL_GENERATE = rollout_engine.sync, Engine.generate
 FAULTS = {  # what is planted, after how many good steps it shows, and what the error says
     "a tensor not synced": (not_synced, 1, rf"{QKV} of the engine was not synced"),
     "rows permuted": (permuted, 0, rf"{QKV} of the engine has its rows permuted"),

@@ -20,8 +20,8 @@ from megalith.generation import sync
 from megalith.parallel.mesh import build_mesh
 from megalith.parity.differences import BOUND
 from megalith.rl import GRPOTrainer, loop
+from megalith.rl.engines.rollout_engine import engine_sizes
 from megalith.rl.grpo import PolicyTask, train_grpo
-from megalith.rl.loop import engine_sizes
 from megalith.rl.prompts import run_prompts
 from megalith.rl.rollouts import load_rollouts
 from megalith.training.build import prepare

@@ -1,0 +1,110 @@
+"""What the loop asks of an engine, whoever has made it, and our own engine behind that.
+
+    update(version)   the policy's weights of now, on every rank; what is sampled from then on carries `version`
+    generate(…)       completions as ids, with the log-probability of each under softmax(logits / temperature)
+    release, close    memory for the trainer; the end
+
+The log-probabilities are *processed*: after the temperature, as the trainer computes them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from megalith.config import RunConfig
+from megalith.generation.engine import Engine
+from megalith.generation.requests import Completion, Sampling
+from megalith.generation.sync import SyncReport, engine_for, sync
+from megalith.rl.prompts import Prompt, row_tokens
+from megalith.training.run_state import Run
+
+WeightPair = tuple[Mapping[str, Tensor], Mapping[str, Tensor]]
+
+
+class RolloutEngine(Protocol):
+    """Samples the completions of a run; every rank has one."""
+
+    version: int
+    """The step of its weights."""
+    shared: bool
+    """Whether the ranks' engines are one and the same, behind a server."""
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        keys: Sequence[int] | None = None,
+        num_generations: int = 1,
+    ) -> list[Completion]:
+        """`num_generations` completions of each prompt, ordered by prompt, then generation.
+
+        `keys`: a number of each prompt of which its noise depends. The ranks of a tensor-parallel axis call it with the
+        same prompts; a shared engine samples on the first of them and gives the others nothing."""
+
+    def update(self, version: int) -> SyncReport:
+        """The policy's present weights, of step `version`, into the engine. Every rank calls it, and all raise where it
+        fails."""
+
+    def weights_to_compare(self) -> WeightPair | None:
+        """The tensors it has, and those that it would have if made anew; None: they cannot be looked at."""
+
+    def memory(self) -> int:
+        """Bytes that it has of this rank's device."""
+
+    def release(self) -> None:
+        """Gives memory back that it needs only while it generates."""
+
+    def close(self) -> None:
+        """Ends what it has begun; called once, also after an error."""
+
+
+def engine_sizes(config: RunConfig, prompts: Sequence[Prompt], replicas: int) -> tuple[int, int]:
+    """Rows of a replica's engine, and the tokens that each has room for, a multiple of 16."""
+    rl = config.rl
+    groups = config.train.global_batch_size * rl.mini_batches // rl.num_generations
+    rows = -(-groups // replicas) * rl.num_generations
+    tokens = max(len(prompt.ids) for prompt in prompts) + rl.max_completion_length
+    return min(rl.generation_rows, rows), min(row_tokens(config), -(-tokens // 16) * 16)
+
+
+class OwnEngine:
+    """Ours (generation/engine.py), on the trainer's devices; ranks of a tensor-parallel axis generate together."""
+
+    shared = False
+
+    def __init__(self, run: Run, prompts: Sequence[Prompt]):
+        """With rows for what a replica samples at most, of as many tokens as the longest prompt and its completion."""
+        self._run, self._sizes = (
+            run,
+            engine_sizes(run.config, prompts, run.mesh.world.size // run.mesh.tp.size),
+        )
+        self._engine = self._made()
+        self.release = self._engine.release
+
+    def _made(self) -> Engine:
+        rows, tokens = self._sizes
+        return engine_for(self._run.model, max_rows=rows, max_tokens=tokens)
+
+    @property
+    def version(self) -> int:
+        return self._engine.version
+
+    def generate(self, prompts: Sequence[Sequence[int]], sampling: Sampling, **more: Any) -> list[Completion]:
+        return self._engine.generate(prompts, sampling, **more)
+
+    def update(self, version: int) -> SyncReport:
+        return sync(self._engine, self._run.model, version=version)
+
+    def weights_to_compare(self) -> WeightPair:
+        engines = self._engine, self._made()
+        return tuple({name: shard.values for name, shard in engine.shards.items()} for engine in engines)
+
+    def memory(self) -> int:
+        return sum(self._engine.memory().values())
+
+    def close(self) -> None:
+        self.release()
