@@ -200,7 +200,7 @@ def export_hf(
             "base first: megalith lora merge"
         )
     origin = read_origin(_origin_folder(opened, config.model))
-    chosen, notes = _family(config.model, origin, family)
+    chosen, notes = export_family(config.model, origin, family)
     groups = chosen.groups(config.model)
     dtypes = _dtypes(groups, config.train, origin, dtype)
     tokenizer = saved_tokenizer(opened.tokenizer_folder)
@@ -218,7 +218,7 @@ def export_hf(
                 for name, value in to_theirs(group, tensor, dtypes, scratch, first_expert=offset[0]):
                     writer.write(name, value)
                     progress.add(value.nbytes)
-        model_dtype = DTYPE_NAMES[dtype] if dtype else _precision(config.train)
+        model_dtype = DTYPE_NAMES[dtype] if dtype else export_dtype(config.train)
         writer.write_json(CONFIG, _config_json(chosen, config.model, origin, model_dtype, tokenizer))
         writer.write_json(GENERATION, origin.generation or _generation(tokenizer))
         notes += _write_tokenizer(writer, origin, tokenizer)
@@ -265,7 +265,9 @@ def _origin_folder(checkpoint: Checkpoint, model: ModelConfig) -> Path | None:
     return kept
 
 
-def _family(model: ModelConfig, origin: Origin, asked: str | None) -> tuple[Family, list[str]]:
+def export_family(model: ModelConfig, origin: Origin, asked: str | None = None) -> tuple[Family, list[str]]:
+    """The family that a model is written as, and notes on the choice: the one asked for, its origin's, or the first
+    that can say it. Raises ConfigError where none can."""
     if asked is not None:
         chosen = family_named(asked, "--family")
         try:
@@ -286,7 +288,8 @@ def _family(model: ModelConfig, origin: Origin, asked: str | None) -> tuple[Fami
     return chosen, [f"written as {chosen.architecture}, the first family that can say this model"]
 
 
-def _precision(train: TrainConfig) -> torch.dtype:
+def export_dtype(train: TrainConfig) -> torch.dtype:
+    """What a run computes in, and so what its weights are written in."""
     return next(dtype for dtype, name in PRECISIONS.items() if name == train.precision)
 
 
@@ -296,7 +299,7 @@ def _dtypes(
     names = [name for group in groups for name in group.sources]
     if asked is not None:
         return dict.fromkeys(names, DTYPE_NAMES[asked])
-    return {name: origin.dtypes.get(name, _precision(train)) for name in names}
+    return {name: origin.dtypes.get(name, export_dtype(train)) for name in names}
 
 
 def _config_json(

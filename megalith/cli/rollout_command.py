@@ -135,7 +135,9 @@ def _pass_at(k: int, of: int, passed: int) -> float:
 
 
 def engine_text(config: RunConfig, layout: Layout, prompts: Sequence[Prompt]) -> str:
-    """What the engine takes of a rank's memory beside the trainer."""
+    """What the engine takes of a rank's memory beside the trainer; a server's is its own."""
+    if config.rl.engine != "own":
+        return f"{config.rl.engine} at {', '.join(config.rl.engine_urls)}, weights by {config.rl.weight_sync_method}"
     import torch
 
     from megalith.generation.static_cache import empty_cache

@@ -77,6 +77,13 @@ def _baseline(estimator: Any, tree: dict[str, dict[str, Any]]) -> str | None:
     return estimator and "group"
 
 
+def _synced(is_on: Any, tree: dict[str, dict[str, Any]]) -> None:
+    if is_on is False:
+        raise ConfigError(
+            "rl.enable_weight_sync is False, with which the engine would sample with the first weights for ever; leave it out"
+        )
+
+
 _FP32_SUMS = "gradients are always accumulated and reduced in fp32"
 _NO_RNG = "there is no random state to save: initial weights, dropout and data order follow from train.seed"
 _ONE_FORMAT = "checkpoints have one format, loadable in any layout; Hugging Face's and Megatron's are detected by themselves"
@@ -174,6 +181,12 @@ ALIASES: dict[str, Rename | Choose | Already | Derive] = {
     "rl.truncated_importance_sampling_ratio":         Rename("rl.vllm_importance_sampling_clip_max"),
     "rl.truncated_importance_sampling_ratio_min":     Rename("rl.vllm_importance_sampling_clip_min"),
     "rl.vllm_importance_sampling_cap":                Rename("rl.vllm_importance_sampling_clip_max"),  # TRL, before
+    "rl.use_vllm":                                  Choose("rl.engine", {True: "vllm", False: "own"}),  # TRL
+    "rl.vllm_server_base_url":                      Rename("rl.engine_url"),
+    "rl.vllm_mode":                                Already("rl.engine vllm is a server", ("server",)),
+    "rl.vllm_server_timeout":                       Rename("rl.weight_sync_timeout"),
+    "rl.inference_backend":                         Choose("rl.engine", {"vllm": "vllm", "sglang": "sglang", "megatron": "own"}),  # Oumi
+    "rl.enable_weight_sync":                        Derive("rl.engine", bool, _synced),
     "rl.multi_objective_aggregation":                 Already("weighted rewards are summed, and the sum is normalised", ("sum_then_normalize",)),
     "rl.normalize_advantages":                        Choose("rl.scale_rewards", {True: "group", False: "none"}),  # Oumi
     "rl.norm_adv_by_std_in_grpo":                     Choose("rl.scale_rewards", {True: "group", False: "none"}),
@@ -337,7 +350,6 @@ OTHER_NAMES: dict[str, str] = {
     "steps_per_generation":          "rl.mini_batches × accumulation",
     "generation_batch_size":         "train.global_batch_size × rl.mini_batches",
     "overlong_buffer":               "rl.overlong_buffer_len and rl.overlong_penalty_factor",
-    "use_vllm":                      "nothing that has to be asked for: completions are by our own engine",
     # Megatron-LM
     "group_query_attention":         "model.num_query_groups above 0",
 }

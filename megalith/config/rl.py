@@ -143,6 +143,23 @@ class RlConfig(Section):
     generation_rows: Annotated[PositiveInt, Needs("prompts"), Decides.NOTHING] = 256
     """Completions that a rank generates at a time, at most: the rows of its KV cache."""
 
+    engine: Annotated[Literal["own", "vllm", "sglang"], Needs("prompts")] = "own"
+    """Who samples: our engine on the trainer's devices, or a server of vLLM or SGLang (docs/engines.md)."""
+
+    engine_url: Annotated[str | list[str] | None, Needs("engine", "vllm", "sglang"), Decides.NOTHING] = None
+    """The server's address, or several servers'; absent: http://127.0.0.1:8000 of vLLM, :30000 of SGLang."""
+
+    weight_sync_method: Annotated[
+        Literal["nccl", "gloo", "checkpoint"], Needs("engine", "vllm", "sglang"), Decides.NOTHING
+    ] = "nccl"
+    """How weights reach a server: broadcast between GPUs, or by the hosts, or a folder that both see."""
+
+    weight_sync_timeout: Annotated[PositiveFloat, Needs("engine", "vllm", "sglang"), Decides.NOTHING] = 600.0
+    """Seconds that a sync with a server may take in all, waiting for one that starts included."""
+
+    generation_timeout: Annotated[PositiveFloat, Needs("engine", "vllm", "sglang"), Decides.NOTHING] = 1800.0
+    """Seconds in which a server has to give all completions of a rollout batch."""
+
     max_resamples: Annotated[NonNegativeInt, Needs("filter_zero_std", True), Needs("prompts")] = 0
     """How often a rollout batch asks further prompts in the place of those whose rewards are all equal (DAPO)."""
 
@@ -257,6 +274,17 @@ class RlConfig(Section):
     ] = None
     """The lower bound of that weight."""
 
+    @field_validator("weight_sync_method", mode="before")
+    @classmethod
+    def _refuse_ipc(cls, value: Any) -> Any:
+        if value == "ipc":
+            text = (
+                "its handles are pickled, and a server that takes them runs what it is sent; between GPUs of a machine "
+                "nccl is as good, and rl.engine own shares the trainer's"
+            )
+            raise PydanticCustomError("ipc", text)
+        return value
+
     @field_validator("loss_type", mode="before")
     @classmethod
     def _refuse_bnpo(cls, value: Any) -> Any:
@@ -277,6 +305,12 @@ class RlConfig(Section):
     def prompts_or_rollouts(self) -> str | list[str] | None:
         """rl.prompts or rl.rollouts, what there is to train on."""
         return self.prompts or self.rollouts
+
+    @property
+    def engine_urls(self) -> list[str]:
+        """The addresses of the servers that sample."""
+        usual = f"http://127.0.0.1:{30000 if self.engine == 'sglang' else 8000}"
+        return [self.engine_url or usual] if not isinstance(self.engine_url, list) else list(self.engine_url)
 
     @property
     def prompt_files(self) -> list[str]:

@@ -38,9 +38,9 @@ class GlobalTensor:
     own: Tensor | None = None
     parts: list[OwnedShard] = field(default_factory=list)
 
-    def whole(self) -> Tensor | None:
-        """The tensor on rank 0's CPU, None elsewhere. Every rank calls it, in the same order of tensors."""
-        whole = torch.empty(self.shape, dtype=self.dtype) if self.world.rank == 0 else None
+    def whole(self, device: torch.device | str = "cpu") -> Tensor | None:
+        """The tensor on rank 0, on this device, None elsewhere. Every rank calls it, in the same order of tensors."""
+        whole = torch.empty(self.shape, dtype=self.dtype, device=device) if self.world.rank == 0 else None
         for part in self.parts:
             if whole is not None:
                 index = tuple(slice(at, at + size) for at, size in zip(part.offset, part.shape))

@@ -13,6 +13,7 @@ a run goes on in the middle of it.
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -25,12 +26,15 @@ import torch
 
 from megalith.comm.collectives import gather_json
 from megalith.data.tokenizers.tokenizer import Tokenizer
-from megalith.errors import DataError
+from megalith.errors import DataError, TrainingError
 from megalith.generation.requests import Completion, Sampling
 from megalith.report.metrics import LineFile, cut_after_step, finite
 from megalith.rl.advantages import NO_SPREAD
 from megalith.rl.drift import Canary, CanarySample
 from megalith.rl.engines.rollout_engine import OwnEngine, RolloutEngine
+from megalith.rl.engines.server_engine import ServerEngine
+from megalith.rl.engines.sglang_server import SglangServer
+from megalith.rl.engines.vllm_server import VllmServer
 from megalith.rl.prompts import Prompt, Prompts, policy_entries
 from megalith.rl.rewards import Rewards
 from megalith.rl.rollout_data import advantages_of
@@ -54,6 +58,18 @@ class GroupRecord:
             arrays = np.array(ids), np.array(rewards, dtype=float), np.array(logprobs, dtype=np.float32)
             completions.append(RatedCompletion(*arrays, np.array(versions), truncated, extra))
         return PromptGroup(np.array(prompt.ids), completions, prompt.where, prompt.id)
+
+
+RAISED = (DataError, TrainingError)  # what ends a run on every rank
+SERVERS = {"vllm": VllmServer, "sglang": SglangServer}
+
+
+def engine_of(run: Run, prompts: Sequence[Prompt]) -> RolloutEngine:
+    """The engine that `rl.engine` names; a server is asked nothing yet."""
+    rl = run.config.rl
+    if rl.engine == "own":
+        return OwnEngine(run, prompts)
+    return ServerEngine(run, [SERVERS[rl.engine](url) for url in rl.engine_urls])
 
 
 class Sampler(Protocol):
@@ -181,7 +197,7 @@ class LiveRollouts:
         """The engine has the weights of now, and says of the canary what the trainer says."""
         run = self._run
         if self._engine is None:
-            self._engine = OwnEngine(run, self._prompts.prompts)
+            self._engine = engine_of(run, self._prompts.prompts)
         report = self._engine.update(run.step)
         run.totals[VERSION] = run.step
         self._found = {"sync_gb_per_second": report.gb_per_second}
@@ -200,8 +216,31 @@ class LiveRollouts:
         )
 
     def _sample_canary(self, prompts: list[list[int]], keys: list[int], tokens: int) -> list[CanarySample]:
-        found = self._engine.generate(prompts, self._sampling(tokens), keys=keys)
-        return [CanarySample(prompts[one.prompt], list(one.ids), np.array(one.logprobs)) for one in found]
+        engine, world = self._engine, self._run.mesh.world
+
+        def sample() -> list[list[Any]]:
+            found = engine.generate(prompts, self._sampling(tokens), keys=keys)
+            return [[one.prompt, list(one.ids), list(map(float, one.logprobs))] for one in found]
+
+        if engine.shared:
+            samples = self._on_every_rank(lambda: sample() if world.rank == 0 else [])[0]
+        else:
+            samples = sample()
+        return [CanarySample(prompts[number], ids, np.array(logprobs)) for number, ids, logprobs in samples]
+
+    def _on_every_rank(self, act: Callable[[], Any], phase: str | None = None) -> list[Any]:
+        """What `act` gives on each rank, of what JSON takes, on every rank; and so what it raises on one. The wait for
+        the slowest is of `phase`."""
+        try:
+            said = [act()]
+        except (DataError, TrainingError) as error:
+            said = {"kind": RAISED.index(DataError if isinstance(error, DataError) else TrainingError)}
+            said["text"] = str(error)
+        with self.timed(phase) if phase else nullcontext():
+            ranks = gather_json(said, self._run.mesh.world)
+        for failed in (rank for rank in ranks if isinstance(rank, dict)):
+            raise RAISED[failed["kind"]](failed["text"])
+        return [given for (given,) in ranks]
 
     # Completions
 
@@ -228,24 +267,23 @@ class LiveRollouts:
         own = positions[run.mesh.world.rank // run.mesh.tp.size :: run.mesh.world.size // run.mesh.tp.size]
         asked = [(at, self._prompts.index(at)) for at in own]
         rewards = self._rewards if run.mesh.tp.rank == 0 else None
-        said: Any
-        try:
+
+        def sample() -> list[Any]:
             sampling = self._sampling(self._rl.max_completion_length)
             records, logged = sample_groups(
                 engine, self._prompts.prompts, rewards, run.tokenizer, asked, sampling, self._rl.num_generations,
                 run.step, self.timed,
             )  # fmt: skip
-            said = [[astuple(record) for record in records], logged]
-        except DataError as error:
-            said = str(error)
+            each = (logprobs for record in records for _, logprobs, *_ in record.samples)
+            absent = sum(math.isnan(one) for logprobs in each for one in logprobs)
+            return [[astuple(record) for record in records], logged, absent]
+
+        ranks = self._on_every_rank(sample, "rewards")
         self._found["memory_engine_gb"] = engine.memory() / 1e9
-        with self.timed("rewards"):
-            ranks = gather_json(said, run.mesh.world)  # waits for the slowest
-        if failed := [rank for rank in ranks if isinstance(rank, str)]:
-            raise DataError(failed[0])
+        self._found["logprobs_absent"] = sum(absent for *_, absent in ranks)
         metrics: dict[str, list[float]] = {}
         groups: dict[int, PromptGroup] = {}
-        for records, logged in ranks:
+        for records, logged, _ in ranks:
             for record in (GroupRecord(*fields) for fields in records):
                 groups[record.position] = record.group(self._prompts.prompts)
             for name, values in logged.items():

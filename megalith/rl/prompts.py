@@ -71,7 +71,9 @@ def row_tokens(config: RunConfig) -> int:
 
 def policy_entries(config: RunConfig, tokenizer: Tokenizer | None) -> int:
     """Entries of the vocabulary that a policy chooses among, in the engine and in the trainer: the tokenizer's, where
-    the model's table has more rows."""
+    the model's table has more rows. A server chooses among all of the table's."""
+    if config.rl.engine != "own":
+        return config.model.vocab_size
     return min(config.model.vocab_size, tokenizer.vocab_size if tokenizer else config.model.vocab_size)
 
 

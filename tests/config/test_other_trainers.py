@@ -88,6 +88,15 @@ rl.truncated_importance_sampling_ratio_min 0.5                    rl.vllm_import
 rl.vllm_importance_sampling_cap          2.0                    rl.vllm_importance_sampling_clip_max   2.0
 rl.bypass_mode                           true                   rl.old_logprobs                        rollout
 rl.bypass_mode                           false                  rl.old_logprobs                        policy
+rl.use_vllm                              true                   rl.engine                              vllm
+rl.use_vllm                              false                  rl.engine                              own
+rl.vllm_mode                             server                 rl.engine                              own
+rl.vllm_server_base_url                  http://a:1             rl.engine_url                          http://a:1
+rl.vllm_server_timeout                   240                    rl.weight_sync_timeout                 240
+rl.inference_backend                     vllm                   rl.engine                              vllm
+rl.inference_backend                     sglang                 rl.engine                              sglang
+rl.inference_backend                     megatron               rl.engine                              own
+rl.enable_weight_sync                    true                   rl.engine                              own
 rl.top_k                                 -1                     rl.top_k                               0
 rl.top_k                                 null                   rl.top_k                               0
 rl.top_p                                 null                   rl.top_p                               1.0
@@ -120,6 +129,9 @@ REFUSED = [
     ("rollout_is", "geometric", "'geometric': one of token, sequence is needed"),
     ("truncated_importance_sampling_type", "seq-mask-tis", "'seq-mask-tis': one of tis, icepop is needed"),
     ("multi_objective_aggregation", "normalize_then_sum", "one of sum_then_normalize is needed"),
+    ("enable_weight_sync", False, "rl.enable_weight_sync is False"),
+    ("vllm_mode", "colocate", "'colocate': one of server is needed"),
+    ("inference_backend", "tgi", "'tgi': one of vllm, sglang, megatron is needed"),
     ("loss_type", "bnpo", "divides by each micro-batch's tokens"),
     ("loss_type", "sapo", "'sapo': input should be 'dapo'"),
     ("max_num_gen_batches", 0, "are 0, which is without an end elsewhere; give rl.max_resamples"),

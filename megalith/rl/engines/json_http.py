@@ -1,0 +1,133 @@
+"""Requests to an engine's server: JSON both ways, each within a time-out, each failure a sentence.
+
+Plain HTTP without a password, as these servers speak it: for this machine or a network that only the job is in.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import urllib.error
+import urllib.request
+from http.client import HTTPException
+from typing import Any
+from urllib.parse import urlsplit
+
+from megalith.errors import ConfigError, TrainingError
+
+PIECE = 1 << 16  # bytes of an answer that are read at a time
+POLL_SECONDS = 0.2  # between two looks at a server that is not there yet
+SHOWN = 300  # characters of a server's own words
+
+
+class Deadline:
+    """A moment by which something has to be over. `setting` is where its seconds stand, for errors."""
+
+    def __init__(self, seconds: float, setting: str):
+        self.seconds, self.setting = seconds, setting
+        self._end = time.monotonic() + seconds
+
+    def left(self) -> float:
+        """Seconds, a thousandth at least."""
+        return max(self._end - time.monotonic(), 1e-3)
+
+    @property
+    def over(self) -> bool:
+        return time.monotonic() >= self._end
+
+
+class Unreachable(TrainingError):
+    """Nothing answers at the address."""
+
+
+class RequestRefused(TrainingError):
+    """The server answered with an error. `status` is HTTP's."""
+
+    def __init__(self, *sentences: str, status: int = 0):
+        super().__init__(*sentences)
+        self.status = status
+
+
+class JsonServer:
+    """An HTTP server at `url`. `name` is what it is, for errors."""
+
+    def __init__(self, url: str, name: str):
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ConfigError(f"rl.engine_url is {url!r}; give an address such as http://127.0.0.1:8000")
+        self.url, self.host, self.name = url.rstrip("/"), parts.hostname, name
+        self.port = parts.port or (443 if parts.scheme == "https" else 80)
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+
+    def __str__(self) -> str:
+        return f"{self.name} at {self.url}"
+
+    def get(self, path: str, deadline: Deadline) -> Any:
+        return self._ask("GET", path, None, deadline)
+
+    def post(self, path: str, body: Any, deadline: Deadline) -> Any:
+        return self._ask("POST", path, json.dumps({} if body is None else body).encode(), deadline)
+
+    def wait_until_up(self, deadline: Deadline, path: str = "/health") -> None:
+        """Waits for a server that is starting. Raises what is wrong with one that does not come."""
+        while True:
+            try:
+                self.get(path, deadline)
+                return
+            except (Unreachable, RequestRefused) as error:
+                is_wrong = isinstance(error, RequestRefused) and error.status != 503
+                if is_wrong or deadline.left() <= 2 * POLL_SECONDS:
+                    raise
+            time.sleep(POLL_SECONDS)
+
+    def _ask(self, method: str, path: str, body: bytes | None, deadline: Deadline) -> Any:
+        """What the answer says: JSON, or text where it is none."""
+        request = urllib.request.Request(self.url + path, body, method=method)
+        request.add_header("Content-Type", "application/json")
+        what = f"{method} {path.partition('?')[0]}"
+        try:
+            with self._opener.open(request, timeout=deadline.left()) as answer:
+                said = self._read(answer, what, deadline)
+        except urllib.error.HTTPError as error:
+            raise self._refusal(error, what) from None
+        except TimeoutError:
+            raise self._late(what, deadline) from None
+        except urllib.error.URLError as error:
+            if isinstance(error.reason, TimeoutError):
+                raise self._late(what, deadline) from None
+            raise Unreachable(
+                f"{self} cannot be reached for {what} ({error.reason}): it does not run, or not yet; start it, or "
+                "correct rl.engine_url"
+            ) from None
+        except (OSError, HTTPException) as error:
+            raise TrainingError(
+                f"{self} ended the connection during {what} ({type(error).__name__}): it has died or was restarted; "
+                "its own log says why. Start it again and go on from the last checkpoint"
+            ) from None
+        try:
+            return json.loads(said)
+        except ValueError:
+            return said.decode("utf-8", errors="replace")
+
+    def _read(self, answer: Any, what: str, deadline: Deadline) -> bytes:
+        pieces = []
+        while piece := answer.read1(PIECE):
+            pieces.append(piece)
+            if deadline.over:
+                raise self._late(what, deadline)
+        return b"".join(pieces)
+
+    def _late(self, what: str, deadline: Deadline) -> TrainingError:
+        return TrainingError(
+            f"{self} has not answered {what} within {deadline.seconds:g} s ({deadline.setting}); look at its log, or "
+            "raise that"
+        )
+
+    def _refusal(self, error: urllib.error.HTTPError, what: str) -> RequestRefused:
+        try:
+            said = " ".join(error.read(PIECE).decode("utf-8", errors="replace").split())
+        except OSError:
+            said = ""
+        return RequestRefused(
+            f"{self} refuses {what} with {error.code}: {said[:SHOWN] or error.reason}", status=error.code
+        )

@@ -1,0 +1,370 @@
+"""An engine behind one or several servers: prompts out, completions in, weights by a group or a folder.
+
+Ranks that judge completions send their share of the prompts, one request each, all at once; prompt n goes to server
+n modulo their number. Rank 0 alone sends weights; what it meets, every rank raises. An update is
+
+    wait for the servers ─▶ group, once ─▶ pause, begin ─▶ for each bucket: the request in the main thread, the
+    broadcast beside it ─▶ finish, resume
+
+within rl.weight_sync_timeout in all; on the way out of a failure the servers are asked to finish and resume, and the
+group is left behind. By `checkpoint` rank 0 writes a folder bucket by bucket, which the servers then read.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import secrets
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from megalith.bridge.folder import CONFIG
+from megalith.comm.collectives import gather_json
+from megalith.errors import ConfigError, MegalithError, TrainingError
+from megalith.generation.requests import Completion, Sampling
+from megalith.generation.sync import SyncReport
+from megalith.launch.meeting import address_towards
+from megalith.rl.engines.json_http import Deadline, JsonServer
+from megalith.rl.engines.transfer_group import Background, BroadcastGroup
+from megalith.rl.engines.weight_stream import WeightBucket, WeightStream
+from megalith.training.run_state import Run
+
+LAST_WORDS = 5.0  # seconds for a request on the way out of a failure
+MOST_REQUESTS = 256  # of a rank, under way at a time
+SYNC, GENERATION = "rl.weight_sync_timeout", "rl.generation_timeout"
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One completion as a server gives it, not yet checked."""
+
+    ids: Any
+    logprobs: Any
+    truncated: bool
+    version: str | None = None  # what the server calls its weights; None: it does not say
+
+
+class EngineServer(ABC):
+    """One server, and the words in which it is asked. All raise TrainingError for what goes wrong."""
+
+    name: str
+    at_hand = "/health"
+
+    def __init__(self, url: str):
+        self.http = JsonServer(url, self.name)
+        self.workers = 1
+
+    @abstractmethod
+    def check(self, deadline: Deadline) -> None:
+        """Looks at what it is, once it is up: `workers`, and whether its log-probabilities are processed."""
+
+    @abstractmethod
+    def complete(
+        self, prompt: Sequence[int], sampling: Sampling, count: int, seed: int, deadline: Deadline
+    ) -> list[Answer]:
+        """`count` completions of a prompt."""
+
+    @abstractmethod
+    def weight_version(self, deadline: Deadline) -> str | None:
+        """What it calls the weights that it has; None: it does not say."""
+
+    @abstractmethod
+    def new_group(self, backend: str, address: str, size: int, timeout: float) -> tuple[Any, Callable]:
+        """Where workers are to meet rank 0, for `join`, and what makes rank 0's side of the group and waits there."""
+
+    def group_name(self) -> str:
+        """A new one: a server that another trainer, or this one before, had a group with may have kept it."""
+        return f"megalith_{secrets.token_hex(4)}"
+
+    @abstractmethod
+    def join(self, meeting: Any, first_rank: int, size: int, deadline: Deadline) -> None:
+        """Has the workers join the group, as `first_rank` and those behind it."""
+
+    @abstractmethod
+    def begin(self, deadline: Deadline) -> None:
+        """Pauses, and makes ready for buckets."""
+
+    @abstractmethod
+    def receive(self, bucket: WeightBucket, version: int, deadline: Deadline) -> None:
+        """Has the workers take a bucket that rank 0 broadcasts; over once they have it."""
+
+    @abstractmethod
+    def finish(self, version: int, deadline: Deadline) -> None:
+        """All buckets are there: forgets what it computed with older weights, and resumes."""
+
+    @abstractmethod
+    def load_folder(self, path: Path, version: int, deadline: Deadline) -> None:
+        """Has it read the weights of a folder, between pausing and resuming."""
+
+    @abstractmethod
+    def give_up(self, deadline: Deadline) -> None:
+        """After a failure: leaves it as whole as can be."""
+
+
+class ServerEngine:
+    """The engine of a run whose completions come from servers."""
+
+    shared = True
+
+    def __init__(self, run: Run, servers: Sequence[EngineServer]):
+        """Nobody is asked anything yet."""
+        self._run, self._rl, self._world = run, run.config.rl, run.mesh.world
+        self.version = -1
+        self.servers = list(servers)
+        self.vocab_size = run.config.model.vocab_size
+        if self._rl.weight_sync_method == "nccl" and run.device.type != "cuda":
+            raise ConfigError(
+                f"rl.weight_sync_method is nccl, but the trainer is on {run.device.type}; choose gloo or checkpoint"
+            )
+        self._stream: WeightStream | None = None
+        self._group: BroadcastGroup | None = None
+        self._checked = False
+
+    # Completions
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        keys: Sequence[int] | None = None,
+        num_generations: int = 1,
+    ) -> list[Completion]:
+        """As RolloutEngine.generate; raises TrainingError for a server that fails or gives something else."""
+        if self._run.mesh.tp.rank or not prompts:
+            return []
+        deadline = Deadline(self._rl.generation_timeout, GENERATION)
+        keys = range(len(prompts)) if keys is None else keys
+
+        def ask(number: int) -> list[Completion]:
+            server = self.servers[number % len(self.servers)]
+            seed = _seed(sampling.seed, keys[number])
+            answers = server.complete(prompts[number], sampling, num_generations, seed, deadline)
+            if len(answers) != num_generations:
+                raise TrainingError(
+                    f"{server.http} gave {len(answers)} completions of prompt {number} where {num_generations} were "
+                    "asked for (rl.num_generations); look at its log"
+                )
+            return [self._completion(server, number, g, one, sampling) for g, one in enumerate(answers)]
+
+        at_a_time = max(1, min(len(prompts), MOST_REQUESTS, self._rl.generation_rows // num_generations))
+        found = together([lambda n=n: ask(n) for n in range(len(prompts))], at_a_time)
+        for server in self.servers:
+            self._require_version(server, server.weight_version(deadline))
+        return [one for group in found for one in group]
+
+    def _completion(
+        self, server: EngineServer, number: int, generation: int, answer: Answer, sampling: Sampling
+    ) -> Completion:
+        ids, logprobs = answer.ids, answer.logprobs
+        of = f"{server.http}, completion {generation} of prompt {number}"
+        if not isinstance(ids, list) or not ids or not all(type(one) is int for one in ids):
+            raise TrainingError(f"{of}: it has no token ids; ids are asked for, text is not enough")
+        if len(ids) > sampling.max_new_tokens:
+            raise TrainingError(
+                f"{of}: it has {len(ids)} tokens where at most {sampling.max_new_tokens} were asked for "
+                "(rl.max_completion_length)"
+            )
+        if not isinstance(logprobs, list) or all(one is None for one in logprobs):
+            raise TrainingError(
+                f"{of}: it has no log-probabilities, without which neither drift nor staleness can be corrected; start "
+                "the server so that it gives them"
+            )
+        if len(logprobs) != len(ids):
+            raise TrainingError(
+                f"{of}: it has {len(ids)} tokens but {len(logprobs)} log-probabilities; look at the server's log"
+            )
+        vocabulary = sampling.vocab_size or self.vocab_size
+        if not 0 <= min(ids) <= max(ids) < vocabulary:
+            outside = next(one for one in ids if not 0 <= one < vocabulary)
+            raise TrainingError(
+                f"{of}: it has token {outside}, but the vocabulary has {vocabulary}; serve the run's own model"
+            )
+        values = [math.nan if one is None else float(one) for one in logprobs]
+        self._require_version(server, answer.version)
+        return Completion(number, generation, ids, values, answer.truncated, (self.version,))
+
+    def _require_version(self, server: EngineServer, found: str | None) -> None:
+        if found is not None and found != str(self.version):
+            raise TrainingError(
+                f"{server.http} sampled with weights that it calls {found!r}, not those of step {self.version} that it "
+                "was sent: it was restarted, or another trainer sends to it. Go on from the last checkpoint"
+            )
+
+    # Weights
+
+    def update(self, version: int) -> SyncReport:
+        """As RolloutEngine.update; raises TrainingError, on every rank."""
+        began = time.perf_counter()
+        deadline = Deadline(self._rl.weight_sync_timeout, SYNC)
+        if self._stream is None:
+            self._stream = WeightStream(self._run.model, self._run.config)
+        self._agreed(lambda: self._look(deadline))
+        way = _ByFolder if self._rl.weight_sync_method == "checkpoint" else _ByGroup
+        transfer, sent = way(self, version, deadline), 0
+        try:
+            self._agreed(transfer.begin)
+            for bucket in self._stream.buckets(transfer.device):
+                self._agreed(lambda bucket=bucket: transfer.take(bucket))
+                sent += bucket.nbytes
+            self._agreed(transfer.finish)
+        except BaseException:
+            transfer.abandon()
+            raise
+        self.version = version
+        return SyncReport(sent, time.perf_counter() - began, 0)
+
+    def _agreed(self, act: Callable[[], None]) -> None:
+        """Rank 0 acts; what it raises, every rank raises."""
+        said = None
+        if self._world.rank == 0:
+            try:
+                act()
+            except MegalithError as error:
+                said = str(error)
+        said = gather_json(said, self._world)[0]
+        if said is not None:
+            raise TrainingError(said)
+
+    def _look(self, deadline: Deadline) -> None:
+        for server in self.servers:
+            server.http.wait_until_up(deadline, server.at_hand)
+            if not self._checked:
+                server.check(deadline)
+            elif server.weight_version(deadline) not in (None, str(self.version)):
+                self._run.log(f"{server.http} was restarted: it joins the group of weights anew")
+                self._group = None
+        self._checked = True
+
+    def group(self, deadline: Deadline) -> BroadcastGroup:
+        """Rank 0's side of the group, which all workers of all servers have joined."""
+        if self._group is None:
+            first, size = self.servers[0], 1 + sum(server.workers for server in self.servers)
+            address = address_towards(first.http.host, first.http.port)
+            method = self._rl.weight_sync_method
+            meeting, make = first.new_group(method, address, size, deadline.left())
+            joined = Background(make, "joining the group of weights", self._run.device)
+            rank, joins = 1, []
+            for server in self.servers:
+                joins.append(lambda server=server, rank=rank: server.join(meeting, rank, size, deadline))
+                rank += server.workers
+            together(joins)
+            self._group = joined.result(deadline)
+        return self._group
+
+    def leave_group(self) -> None:
+        """A group in which a broadcast failed is of no more use."""
+        self._group = None
+
+    # What it is to the loop besides
+
+    def weights_to_compare(self) -> None:
+        return None
+
+    def memory(self) -> int:
+        return 0
+
+    def release(self) -> None:
+        """The server's memory is its own."""
+
+    def close(self) -> None:
+        self._group = None
+
+
+class _ByGroup:
+    """An update over the group, as rank 0 makes it; `device` of the tensors that it sends."""
+
+    def __init__(self, engine: ServerEngine, version: int, deadline: Deadline):
+        self._engine, self._version, self._deadline = engine, version, deadline
+        is_nccl = engine._rl.weight_sync_method == "nccl"
+        self.device = engine._run.device if is_nccl else torch.device("cpu")
+
+    def begin(self) -> None:
+        self._group = self._engine.group(self._deadline)
+        together([lambda one=one: one.begin(self._deadline) for one in self._engine.servers])
+
+    def take(self, bucket: WeightBucket) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.current_stream().synchronize()  # the thread has another
+        act = lambda: self._group.broadcast(bucket.tensors)  # noqa: E731
+        sent = Background(act, "the broadcast of weights", self.device)
+        servers = self._engine.servers
+        together([lambda one=one: one.receive(bucket, self._version, self._deadline) for one in servers])
+        sent.result(self._deadline)
+
+    def finish(self) -> None:
+        together([lambda one=one: one.finish(self._version, self._deadline) for one in self._engine.servers])
+
+    def abandon(self) -> None:
+        self._engine.leave_group()
+        _give_up(self._engine)
+
+
+class _ByFolder:
+    """An update by a folder that trainer and servers both see, OUTPUT/engine_weights."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, engine: ServerEngine, version: int, deadline: Deadline):
+        self._engine, self._version, self._deadline = engine, version, deadline
+        self._folder = (Path(engine._run.output) / "engine_weights").absolute()
+        self._stack = ExitStack()
+
+    def begin(self) -> None:
+        self._writer = self._engine._stream.folder(self._folder)
+        self._stack.enter_context(self._writer)
+
+    def take(self, bucket: WeightBucket) -> None:
+        for name, tensor in zip(bucket.names, bucket.tensors):
+            self._writer.write(name, tensor)
+
+    def finish(self) -> None:
+        self._writer.write_json(CONFIG, self._engine._stream.config_json)
+        self._stack.close()
+        servers = self._engine.servers
+        together(
+            [lambda one=one: one.load_folder(self._folder, self._version, self._deadline) for one in servers]
+        )
+
+    def abandon(self) -> None:
+        error = TrainingError("the update failed")
+        with suppress(MegalithError, OSError):
+            self._stack.__exit__(type(error), error, None)
+        _give_up(self._engine)
+
+
+def _give_up(engine: ServerEngine) -> None:
+    if engine._world.rank:
+        return
+    for server in engine.servers:
+        with suppress(MegalithError):
+            server.give_up(Deadline(LAST_WORDS, SYNC))
+
+
+def together(acts: Sequence[Callable[[], T]], at_a_time: int | None = None) -> list[T]:
+    """What each gives, in order, all at once. Raises the first error."""
+    if len(acts) == 1:
+        return [acts[0]()]
+    with ThreadPoolExecutor(at_a_time or len(acts)) as pool:
+        waiting = [pool.submit(act) for act in acts]
+        try:
+            return [one.result() for one in waiting]
+        except BaseException:
+            for one in waiting:
+                one.cancel()
+            raise
+
+
+def _seed(seed: int, key: int) -> int:
+    """Of a prompt's request: 31 bits."""
+    digest = hashlib.blake2b(f"{seed} {key}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "big") >> 1

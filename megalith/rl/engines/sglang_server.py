@@ -1,0 +1,126 @@
+"""SGLang's server: its own /generate with token ids, and its endpoints for weights.
+
+Its log-probabilities are after the temperature and before top-p, unless it was started with
+SGLANG_RETURN_ORIGINAL_LOGPROB: the canary shows that. Each completion says the version of the weights that sampled it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from megalith.errors import TrainingError
+from megalith.generation.requests import Sampling
+from megalith.launch.meeting import hold_store
+from megalith.rl.engines.json_http import Deadline, RequestRefused
+from megalith.rl.engines.server_engine import Answer, EngineServer
+from megalith.rl.engines.transfer_group import TorchGroup
+from megalith.rl.engines.vllm_server import at_path
+from megalith.rl.engines.weight_stream import WeightBucket
+
+
+class SglangServer(EngineServer):
+    name = "SGLang"
+
+    def check(self, deadline: Deadline) -> None:
+        info = self._newest(("/server_info", "/get_server_info"), deadline)
+        sizes = [at_path(info, name) or 1 for name in ("tp_size", "pp_size", "dp_size")]
+        if at_path(info, "enable_dp_attention"):
+            sizes[2] = 1  # its replicas are ranks of the tensor-parallel axis
+        if not all(type(size) is int for size in sizes):
+            raise TrainingError(f"{self.http} says sizes of {sizes} at /server_info; is it an SGLang server?")
+        self.workers = sizes[0] * sizes[1] * sizes[2]
+
+    def _newest(self, paths: Sequence[str], deadline: Deadline) -> Any:
+        """The first of these that the server has."""
+        for number, path in enumerate(paths):
+            try:
+                return self.http.get(path, deadline)
+            except RequestRefused as error:
+                if error.status not in (404, 405) or number + 1 == len(paths):
+                    raise
+
+    # Completions
+
+    def complete(
+        self, prompt: Sequence[int], sampling: Sampling, count: int, seed: int, deadline: Deadline
+    ) -> list[Answer]:
+        """`seed` is not used: SGLang samples by one only in its deterministic mode."""
+        params = {
+            "n": count, "max_new_tokens": sampling.max_new_tokens, "temperature": sampling.temperature,
+            "top_p": sampling.top_p, "top_k": sampling.top_k or -1, "min_p": sampling.min_p,
+            "repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0,
+            "stop_token_ids": list(sampling.stop), "skip_special_tokens": False, "no_stop_trim": True,
+        }  # fmt: skip
+        body = {"input_ids": list(prompt), "sampling_params": params, "return_logprob": True, "stream": False}
+        found = self.http.post("/generate", body, deadline)
+        return [self._answer(one) for one in (found if isinstance(found, list) else [found])]
+
+    def _answer(self, said: Any) -> Answer:
+        meta = at_path(said, "meta_info")
+        why = at_path(meta, "finish_reason", "type")
+        if why not in ("stop", "length"):
+            raise TrainingError(
+                f"{self.http} ended a completion for {why!r}: somebody else paused or aborted it; one run has it for "
+                "itself"
+            )
+        ids, tokens = at_path(said, "output_ids"), at_path(meta, "output_token_logprobs")
+        logprobs = None
+        if isinstance(tokens, list) and tokens:
+            logprobs = [at_path(one, 0) for one in tokens]
+            named = [at_path(one, 1) for one in tokens]
+            # What stopped it may be cut off from output_ids, but is sampled too.
+            if not isinstance(ids, list) or (named[: len(ids)] == ids and len(named) - len(ids) <= 1):
+                ids = named
+        version = at_path(meta, "weight_version")
+        return Answer(ids, logprobs, why == "length", None if version is None else str(version))
+
+    def weight_version(self, deadline: Deadline) -> str | None:
+        version = at_path(self._newest(("/model_info", "/get_model_info"), deadline), "weight_version")
+        return None if version is None else str(version)
+
+    # Weights
+
+    def _said(self, path: str, body: Any, deadline: Deadline) -> None:
+        answer = self.http.post(path, body, deadline)
+        if at_path(answer, "success") is False:
+            raise TrainingError(f"{self.http} failed at POST {path}: {at_path(answer, 'message')}")
+
+    def new_group(self, backend: str, address: str, size: int, timeout: float) -> tuple[Any, Callable]:
+        store = hold_store(address, 0, timedelta(seconds=timeout))
+        name = self.group_name()
+        meeting = address, store.port, backend, name
+        return meeting, lambda: TorchGroup(backend, store, name, size, timeout)
+
+    def join(self, meeting: Any, first_rank: int, size: int, deadline: Deadline) -> None:
+        address, port, backend, self._group = meeting
+        body = {
+            "master_address": address, "master_port": port, "rank_offset": first_rank, "world_size": size,
+            "group_name": self._group, "backend": backend,
+        }  # fmt: skip
+        self._said("/init_weights_update_group", body, deadline)
+
+    def begin(self, deadline: Deadline) -> None:
+        self._said("/pause_generation", {"mode": "abort"}, deadline)  # nothing is under way
+
+    def receive(self, bucket: WeightBucket, version: int, deadline: Deadline) -> None:
+        dtypes = [str(bucket.dtype).removeprefix("torch.")] * len(bucket.names)
+        body = {
+            "names": bucket.names, "dtypes": dtypes, "shapes": bucket.shapes, "group_name": self._group,
+            "flush_cache": True, "weight_version": str(version),
+        }  # fmt: skip
+        self._said("/update_weights_from_distributed", body, deadline)
+
+    def finish(self, version: int, deadline: Deadline) -> None:
+        self._said("/continue_generation", {}, deadline)
+
+    def load_folder(self, path: Path, version: int, deadline: Deadline) -> None:
+        self._said("/pause_generation", {"mode": "abort"}, deadline)
+        body = {"model_path": str(path), "weight_version": str(version), "flush_cache": True}
+        self._said("/update_weights_from_disk", body, deadline)
+        self._said("/continue_generation", {}, deadline)
+
+    def give_up(self, deadline: Deadline) -> None:
+        self.http.post("/continue_generation", {}, deadline)

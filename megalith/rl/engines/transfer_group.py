@@ -1,0 +1,115 @@
+"""The group over which rank 0 of the trainer broadcasts weights to the workers of engines.
+
+It is none of the trainer's process groups: the other side are processes that torchrun knows nothing of. Rank 0 keeps
+the store; workers join it as ranks 1, 2, … when their server is asked to. A broadcast has no end where a worker has
+died, so all of it happens in threads that are waited for with a deadline, and may be left behind.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from threading import Thread
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
+
+from megalith.errors import ConfigError, TrainingError, install_line
+from megalith.rl.engines.json_http import Deadline
+
+
+class BroadcastGroup(Protocol):
+    """Sends from rank 0."""
+
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+        """Each tensor by itself, in order; over once the workers have them."""
+
+
+class Background:
+    """What a daemon thread does while its caller waits for something else."""
+
+    def __init__(self, act: Callable[[], Any], what: str, device: torch.device):
+        """`device`: that of its collectives, for a thread has one of its own."""
+        self._act, self._what, self._device = act, what, device
+        self._result: Any = None
+        self._error: Exception | None = None
+        self._thread = Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
+            self._result = self._act()
+        except Exception as error:
+            self._error = error
+
+    def result(self, deadline: Deadline) -> Any:
+        """What it gave. Raises TrainingError for what it raised, or where the deadline comes first."""
+        self._thread.join(deadline.left())
+        if self._thread.is_alive():
+            raise TrainingError(
+                f"{self._what} is not over after {deadline.seconds:g} s ({deadline.setting}): a worker of the engine "
+                "did not take part; look at its log"
+            )
+        if self._error is not None:
+            reason = str(self._error).strip().partition("\n")[0]
+            raise TrainingError(f"{self._what} failed: {reason}; look at the engine's log")
+        return self._result
+
+
+class TorchGroup:
+    """A group of torch's, as `init_process_group` of that name would make it over a store of its own: SGLang's."""
+
+    def __init__(self, backend: str, store: TCPStore, name: str, size: int, timeout: float):
+        """Waits for the workers."""
+        device = "cuda" if backend == "nccl" else "cpu"
+        keys = PrefixStore(f"{device}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
+        limit = timedelta(seconds=timeout)
+        self._store = store  # stays while the group does
+        if backend == "gloo":
+            self._group = ProcessGroupGloo(keys, 0, size, timeout=limit)
+        else:
+            from torch.distributed import ProcessGroupNCCL
+
+            options = ProcessGroupNCCL.Options()
+            options._timeout = limit
+            self._group = ProcessGroupNCCL(keys, 0, size, options)
+
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+        for tensor in tensors:
+            self._group.broadcast(tensor, 0).wait()
+        if tensors and tensors[0].is_cuda:
+            torch.cuda.current_stream().synchronize()
+
+
+class VllmNcclGroup:
+    """vLLM's own communicator, which its workers' side of `nccl` expects."""
+
+    def __init__(self, address: str, port: int, size: int):
+        """Waits for the workers. Raises ConfigError where vLLM is not installed beside the trainer."""
+        try:
+            from vllm.distributed.device_communicators.pynccl import PyNcclCommunicator
+            from vllm.distributed.utils import StatelessProcessGroup
+        except ImportError:
+            raise ConfigError(
+                "rl.weight_sync_method is nccl, but vLLM is not installed beside the trainer, and its workers meet "
+                f"nobody but its own communicator: {install_line('grpo')} with vLLM, or set it to checkpoint"
+            ) from None
+        group = StatelessProcessGroup.create(host=address, port=port, rank=0, world_size=size)
+        self._group = PyNcclCommunicator(group, device=torch.cuda.current_device())
+
+    def broadcast(self, tensors: Sequence[Tensor]) -> None:
+        stream = torch.cuda.current_stream()
+        for tensor in tensors:
+            self._group.broadcast(tensor, src=0, stream=stream)
+        stream.synchronize()
+
+
+def free_port(address: str) -> int:
+    """A port that nobody has at the moment."""
+    with socket.create_server((address, 0)) as server:
+        return server.getsockname()[1]

@@ -1,0 +1,185 @@
+"""vLLM's server: OpenAI's completions with token ids, and its native transfer of weights (vLLM 0.20 and newer).
+
+It has to be started as docs/engines.md says: VLLM_SERVER_DEV_MODE=1, --logprobs-mode processed_logprobs, and with
+--weight-transfer-config for a group. The transfer has two shapes: up to 0.27 an update says how its tensors are packed,
+from 0.28 on the group does, and the weights have a version.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Sequence
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+from megalith.errors import TrainingError
+from megalith.generation.requests import Sampling
+from megalith.launch.meeting import hold_store
+from megalith.rl.engines.json_http import Deadline, RequestRefused
+from megalith.rl.engines.server_engine import Answer, EngineServer
+from megalith.rl.engines.transfer_group import TorchGroup, VllmNcclGroup, free_port
+from megalith.rl.engines.weight_stream import WeightBucket
+
+START = "VLLM_SERVER_DEV_MODE=1 vllm serve … --logprobs-mode processed_logprobs"
+GROUP = "weights"  # of gloo: each has a store of its own
+
+
+class VllmServer(EngineServer):
+    name = "vLLM"
+
+    def check(self, deadline: Deadline) -> None:
+        said = self.http.get("/version", deadline)
+        self.release = str(said.get("version")) if isinstance(said, dict) else str(said)
+        numbers = re.match(r"(\d+)\.(\d+)", self.release)
+        self._says_version = numbers is None or tuple(map(int, numbers.groups())) >= (0, 28)
+        models = self.http.get("/v1/models", deadline)
+        self._model = at_path(models, "data", 0, "id")
+        if not isinstance(self._model, str):
+            raise TrainingError(f"{self.http} names no model at /v1/models; is it a vLLM server?")
+        info = self._developers("GET", "/server_info?config_format=json", None, deadline)
+        modes = sorted(set(map(str, _values(info, "logprobs_mode"))))
+        if modes not in ([], ["processed_logprobs"]):  # where it does not say, the canary shows it
+            raise TrainingError(
+                f"{self.http} has logprobs_mode {' and '.join(modes)}, but the ratio needs those after the "
+                f"temperature; start it with: {START}"
+            )
+        workers = at_path(self._developers("GET", "/get_world_size", None, deadline), "world_size")
+        if type(workers) is not int or workers < 1:
+            raise TrainingError(f"{self.http} says a world size of {workers!r}; is it vLLM 0.20 or newer?")
+        self.workers = workers
+
+    def _developers(self, method: str, path: str, body: Any, deadline: Deadline) -> Any:
+        """A request to what vLLM has in its developers' mode alone."""
+        try:
+            return self.http.get(path, deadline) if method == "GET" else self.http.post(path, body, deadline)
+        except RequestRefused as error:
+            if error.status in (404, 405):
+                raise TrainingError(
+                    f"{self.http} (vLLM {self.release}) has no {path.partition('?')[0]}: it is not in developers' "
+                    f"mode, or older than 0.20; start it with: {START}"
+                ) from None
+            raise
+
+    # Completions
+
+    def complete(
+        self, prompt: Sequence[int], sampling: Sampling, count: int, seed: int, deadline: Deadline
+    ) -> list[Answer]:
+        # What is left out here the server takes from the model's generation_config.json.
+        body = {
+            "model": self._model, "prompt": list(prompt), "n": count, "seed": seed, "stream": False, "echo": False,
+            "max_tokens": sampling.max_new_tokens, "temperature": sampling.temperature,
+            "top_p": sampling.top_p, "top_k": sampling.top_k, "min_p": sampling.min_p, "repetition_penalty": 1.0,
+            "presence_penalty": 0.0, "frequency_penalty": 0.0, "stop_token_ids": list(sampling.stop),
+            "ignore_eos": True, "add_special_tokens": False, "skip_special_tokens": False, "logprobs": 0,
+            "return_token_ids": True, "return_tokens_as_token_ids": True,
+        }  # fmt: skip
+        choices = at_path(self.http.post("/v1/completions", body, deadline), "choices")
+        if not isinstance(choices, list):
+            raise TrainingError(f"{self.http} answered /v1/completions without choices; is it a vLLM server?")
+        aborted = [one for one in choices if at_path(one, "finish_reason") not in ("stop", "length")]
+        if aborted:
+            raise TrainingError(
+                f"{self.http} ended a completion for {at_path(aborted[0], 'finish_reason')!r}: somebody else paused or "
+                "aborted it; one run has it for itself"
+            )
+        order = sorted(choices, key=lambda one: at_path(one, "index") or 0)
+        return [
+            Answer(
+                at_path(one, "token_ids"),
+                at_path(one, "logprobs", "token_logprobs"),
+                at_path(one, "finish_reason") == "length",
+            )
+            for one in order
+        ]
+
+    def weight_version(self, deadline: Deadline) -> str | None:
+        if not self._says_version:
+            return None
+        try:
+            return str(at_path(self.http.get("/weight_info", deadline), "weight_version"))
+        except RequestRefused as error:
+            if error.status == 404:
+                self._says_version = False
+                return None
+            raise
+
+    # Weights
+
+    def new_group(self, backend: str, address: str, size: int, timeout: float) -> tuple[Any, Callable]:
+        if backend == "nccl":
+            port = free_port(address)
+            return (address, port), lambda: VllmNcclGroup(address, port, size)
+        store = hold_store(address, 0, timedelta(seconds=timeout))
+        return (address, store.port), lambda: TorchGroup(backend, store, GROUP, size, timeout)
+
+    def join(self, meeting: Any, first_rank: int, size: int, deadline: Deadline) -> None:
+        address, port = meeting
+        info = dict(master_address=address, master_port=port, rank_offset=first_rank, world_size=size)
+        if self._says_version:
+            info["packed"] = False
+        self._developers("POST", "/init_weight_transfer_engine", {"init_info": info}, deadline)
+
+    def begin(self, deadline: Deadline) -> None:
+        self._developers("POST", "/pause?mode=wait", None, deadline)
+        self._developers(
+            "POST", "/start_weight_update", {} if self._says_version else {"is_checkpoint_format": True}, deadline
+        )  # fmt: skip
+
+    def receive(self, bucket: WeightBucket, version: int, deadline: Deadline) -> None:
+        dtypes = [str(bucket.dtype).removeprefix("torch.")] * len(bucket.names)
+        info = dict(names=bucket.names, dtype_names=dtypes, shapes=bucket.shapes)
+        if not self._says_version:
+            info["packed"] = False
+        self._developers("POST", "/update_weights", {"update_info": info}, deadline)
+
+    def finish(self, version: int, deadline: Deadline) -> None:
+        said = {"weight_version": str(version)} if self._says_version else {}
+        self._developers("POST", "/finish_weight_update", said, deadline)
+        self._resume(deadline)
+
+    def load_folder(self, path: Path, version: int, deadline: Deadline) -> None:
+        self._developers("POST", "/pause?mode=wait", None, deadline)
+        body = {
+            "method": "reload_weights",
+            "kwargs": {"weights_path": str(path)},
+            "timeout": deadline.left(),
+        }
+        self._developers("POST", "/collective_rpc", body, deadline)
+        if self._says_version:
+            self._developers("POST", "/update_weight_version", {"new_version": str(version)}, deadline)
+        self._resume(deadline)
+
+    def _resume(self, deadline: Deadline) -> None:
+        self._developers("POST", "/reset_prefix_cache", None, deadline)
+        self._developers("POST", "/resume", None, deadline)
+
+    def give_up(self, deadline: Deadline) -> None:
+        try:
+            self.http.post("/finish_weight_update", None, deadline)
+        finally:
+            self.http.post("/resume", None, deadline)
+
+
+def at_path(value: Any, *path: str | int) -> Any:
+    """What stands at a path in JSON; None: nothing."""
+    for key in path:
+        try:
+            value = value[key]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return value
+
+
+def _values(value: Any, key: str) -> Iterator[Any]:
+    """What stands under a key, wherever in JSON."""
+    if isinstance(value, dict):
+        for name, inner in value.items():
+            if name == key:
+                yield inner
+            else:
+                yield from _values(inner, key)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _values(inner, key)

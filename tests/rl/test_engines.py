@@ -1,0 +1,362 @@
+"""vLLM's and SGLang's servers as engines: weights bitwise, true completions, and a sentence for each planted fault."""
+
+import math
+import socket
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from engine_stand_ins import KINDS, served
+from safetensors.torch import load_file
+from small_policy import VOCAB, configuration, metrics, write_prompts
+from test_loop import run_of
+
+from megalith.bridge.exporter import export_hf
+from megalith.bridge.families import family_for
+from megalith.config.rules.run_rules import check_rollouts
+from megalith.errors import ConfigError, TrainingError
+from megalith.generation.requests import Sampling
+from megalith.rl.engines import json_http, server_engine, weight_stream
+from megalith.rl.engines.weight_stream import WeightStream
+from megalith.rl.grpo import train_grpo
+from megalith.rl.loop import engine_of
+from megalith.rl.rollouts import load_rollouts
+from megalith.training.build import prepare
+
+
+def model_tree(folder) -> dict:
+    config, *_ = prepare(configuration(folder), 1)
+    return family_for(config.model).write_config(config.model)
+
+
+def settings(server, **more) -> dict:
+    return dict(engine=server.release.split(".")[0].replace("0", "vllm"), engine_url=server.url,
+                weight_sync_method="gloo") | more  # fmt: skip
+
+
+@pytest.mark.parametrize("method", ["gloo", "checkpoint"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_run_samples_from_a_server_that_has_the_weights_of_each_step(tmp_path, monkeypatch, kind, method):
+    monkeypatch.setattr(weight_stream, "BUCKET_BYTES", 2**14)
+    with served(kind, model_tree(tmp_path)) as server:
+        rl = settings(server, weight_sync_method=method, temperature=0.7, save_rollouts=True)
+        train_grpo(
+            configuration(tmp_path, rl=rl, train=dict(train_iters=2), checkpoint=dict(save_interval=1))
+        )
+    steps = metrics(tmp_path / "run")
+    assert len(steps) == 2 and all(step["mismatch"] < 1.0001 and step["ratio"] == 1.0 for step in steps)
+    assert all(step["drift_canary"] < 1.0001 for step in steps)
+    found = load_rollouts(sorted(map(str, (tmp_path / "run" / "rollouts").iterdir())))
+    each = [one for group in found.groups for one in group.completions]
+    assert [int(one.version[0]) for one in each] == [0] * 8 + [1] * 8
+    assert all(one.truncated == (one.ids[-1] != VOCAB - 1) and len(one.ids) <= 8 for one in each)
+    exported = export_hf(
+        tmp_path / "run" / "checkpoints" / "step_00000001", tmp_path / "hf", show_progress=False
+    )
+    expected = load_file(exported.path / "model.safetensors")
+    assert expected.keys() == server.received.keys()
+    for name, tensor in expected.items():
+        got = server.received[name]
+        assert got.dtype == tensor.dtype and torch.equal(got, tensor), name
+    assert not server.paused and (method == "checkpoint" or server.buckets > 4)
+    if "/v1/completions" in server.calls:
+        assert (
+            len({body["seed"] for body in server.bodies}) == 4 + 2 * 2
+        )  # the canary's prompts and the steps'
+        assert all(body["top_p"] == 1.0 and body["top_k"] == 0 for body in server.bodies)
+
+
+def sent_in_layout(folder: str, parallel: dict, url: str, dtype: str) -> int:
+    """Updates a server twice from a layout of two ranks."""
+    rl = dict(engine="vllm", engine_url=url, weight_sync_method="gloo")
+    run = run_of(configuration(Path(folder), rl=rl, parallel=parallel, train=dict(precision=dtype)), 2)
+    engine = engine_of(run, [])
+    engine.update(0)
+    report = engine.update(1)
+    run.task.close()
+    return report.bytes
+
+
+LAYOUTS = {
+    "tp2": (dict(tensor_model_parallel_size=2), "bf16"),
+    "pp2": (dict(pipeline_model_parallel_size=2), "fp32"),
+    "dp2": (dict(data_parallel_sharding_strategy="optim_grads_params"), "fp32"),
+}
+
+
+def test_every_layout_sends_the_tensors_of_one_process(pool, tmp_path):
+    write_prompts(tmp_path)
+    one = run_of(configuration(tmp_path), 1)
+    expected = {
+        name: tensor
+        for bucket in WeightStream(one.model, one.config).buckets("cpu")
+        for name, tensor in zip(bucket.names, bucket.tensors)
+    }
+    one.task.close()
+    for name, (parallel, dtype) in LAYOUTS.items():
+        with served("vllm 0.24", model_tree(tmp_path)) as server:
+            sent = pool.run(sent_in_layout, str(tmp_path), parallel, server.url, dtype, size=2)
+            assert sent[0] > 0 and sent[1] == 0, name
+            for tensor, whole in expected.items():
+                got = server.received[tensor]
+                assert got.dtype == getattr(torch, {"bf16": "bfloat16", "fp32": "float32"}[dtype])
+                assert torch.equal(got, whole.to(got.dtype)), (name, tensor)
+
+
+PROMPTS, SAMPLING = [[1, 2, 3], [4, 5]], Sampling(max_new_tokens=6, stop=(VOCAB - 1,), seed=3)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("policy")
+    run = run_of(configuration(folder), 1)
+    yield run
+    run.task.close()
+
+
+def engine_at(run, server, **more):
+    """An engine of this run's model, whose settings are the server's."""
+    run.config = run.config.with_settings({f"rl.{k}": v for k, v in settings(server, **more).items()})
+    return engine_of(run, [])
+
+
+def answers(change):
+    """A fault in what a server gives: `change` gets the completions as it has them."""
+
+    def plant(server):
+        path = "/generate" if server.release == "sglang" else "/v1/completions"
+        act = server.routes()["POST", path]
+
+        def faulty(handler, body):
+            said = act(body, {})
+            if path == "/generate":
+                return 200, change(said)
+            return 200, {"choices": change(said["choices"])}
+
+        server.plant[path] = faulty
+
+    return plant
+
+
+def first(edit):
+    return answers(lambda found: [edit(found[0]), *found[1:]])
+
+
+def vllm_logprobs(values):
+    return lambda one: one | {"logprobs": {"token_logprobs": values(one["token_ids"])}}
+
+
+def in_meta(**more):
+    return lambda one: one | {"meta_info": one["meta_info"] | more}
+
+
+def status(path, code, words):
+    def plant(server):
+        server.plant[path] = lambda handler, body: (code, words)
+
+    return plant
+
+
+def sets(**values):
+    return lambda server: [setattr(server, name, value) for name, value in values.items()]
+
+
+BAD_ANSWERS = {
+    "fewer completions": ("vllm 0.24", answers(lambda found: found[1:]), "gave 2 completions .* where 3 were asked"),
+    "no ids": ("vllm 0.24", first(lambda one: one | {"token_ids": None}), "it has no token ids"),
+    "no log-probabilities": ("vllm 0.24", first(lambda one: one | {"logprobs": None}), "no log-probabilities"),
+    "null ones": ("vllm 0.29", first(vllm_logprobs(lambda ids: [None] * len(ids))), "no log-probabilities"),
+    "another count": ("vllm 0.24", first(vllm_logprobs(lambda ids: [-0.5] * (len(ids) + 1))), "tokens but . log-prob"),
+    "too long": ("vllm 0.24", first(lambda one: one | {"token_ids": [1] * 7}), "7 tokens where at most 6"),
+    "outside": ("vllm 0.24", first(lambda one: one | {"token_ids": [1, 17], "logprobs": {"token_logprobs": [0, 0]}}),
+                "token 17, but the vocabulary has 17"),
+    "aborted": ("vllm 0.24", first(lambda one: one | {"finish_reason": "abort"}), "ended a completion for 'abort'"),
+    "no choices": ("vllm 0.24", status("/v1/completions", 200, {"error": "x"}), "without choices"),
+    "no JSON": ("vllm 0.24", status("/v1/completions", 200, None), "without choices"),
+    "an error": ("vllm 0.24", status("/v1/completions", 500, {"error": "out of memory"}), "with 500: .*out of memory"),
+    "died": ("vllm 0.24", status("/v1/completions", None, ""), "ended the connection during POST /v1/completions"),
+    "old weights, told": ("vllm 0.29", sets(version="0"), "calls '0', not those of step 5"),
+    "restarted": ("vllm 0.29", sets(version=None), "not those of step 5 that it was sent: it was restarted"),
+    "sglang: fewer": ("sglang", answers(lambda found: found[1:]), "gave 2 completions .* where 3 were asked"),
+    "sglang: old weights": ("sglang", sets(version="4"), "calls '4', not those of step 5"),
+    "sglang: no log-probabilities": ("sglang", first(in_meta(output_token_logprobs=None)), "no log-probabilities"),
+    "sglang: other ids": ("sglang", first(lambda one: one | {"output_ids": [1] * 6 + [2]}), "tokens where|tokens but"),
+    "sglang: aborted": ("sglang", first(in_meta(finish_reason={"type": "abort"})), "ended a completion for 'abort'"),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def synced(run, tmp_path_factory):
+    """Of each kind a server with the run's weights, as those of step 5."""
+    tree, found = model_tree(tmp_path_factory.mktemp("tree")), {}
+    with served("vllm 0.24", tree) as a, served("vllm 0.29", tree) as b, served("sglang", tree) as c:
+        for kind, server in zip(KINDS, (a, b, c)):
+            engine = engine_at(run, server)
+            engine.update(5)
+            found[kind] = server, engine
+        yield found
+
+
+@pytest.mark.parametrize("fault", BAD_ANSWERS)
+def test_what_is_no_completion_of_these_weights_is_a_sentence(synced, fault):
+    kind, plant, said = BAD_ANSWERS[fault]
+    server, engine = synced[kind]
+    kept = server.version
+    plant(server)
+    try:
+        with pytest.raises(TrainingError, match=said):
+            engine.generate(PROMPTS, SAMPLING, num_generations=3)
+    finally:
+        server.plant.clear()
+        server.version = kept
+    found = engine.generate(PROMPTS, SAMPLING, num_generations=3)
+    assert [(one.prompt, one.generation) for one in found] == [(p, g) for p in range(2) for g in range(3)]
+    assert all(one.versions == (5,) for one in found)
+
+
+def test_a_log_probability_that_is_null_alone_is_not_known(synced):
+    server, engine = synced["vllm 0.24"]
+    first(lambda one: one | {"token_ids": [1, 2], "logprobs": {"token_logprobs": [None, -0.5]}})(server)
+    try:
+        found = engine.generate([[1, 2, 3]], SAMPLING, num_generations=3)
+    finally:
+        server.plant.clear()
+    assert [math.isnan(value) for one in found for value in one.logprobs].count(True) == 1
+
+
+def test_the_stand_ins_log_probabilities_are_the_trainers(run, synced):
+    """The same tokens by our own engine's model and by the server's."""
+    for server, engine in synced.values():
+        one = engine.generate([[1, 2, 3]], SAMPLING)[0]
+        with torch.no_grad():
+            logits = run.model(torch.tensor([[1, 2, 3, *one.ids]]))[0].float()
+        ours = logits.log_softmax(-1)[2 : 2 + len(one.ids)].gather(1, torch.tensor(one.ids)[:, None])[:, 0]
+        assert np.allclose(ours, one.logprobs, atol=1e-5), server.release
+
+
+def hangs(path):
+    """The server takes the request and never answers; what comes after its last good answer has little time."""
+
+    def plant(server):
+        def hang(handler, body):
+            server.end.wait()
+            return None, ""
+
+        server.plant[path] = hang
+
+    return plant
+
+
+def unreachable(server):
+    with socket.create_server(("127.0.0.1", 0)) as nobody:
+        server.url = f"http://127.0.0.1:{nobody.getsockname()[1]}"
+
+
+BAD_SYNCS = {
+    "not there": (unreachable, "cannot be reached for GET /health .*: it does not run, or not yet"),
+    "slow": (
+        hangs("/update_weights"),
+        "has not answered POST /update_weights within .* s .rl.weight_sync_timeout",
+    ),
+    "dead": (status("/update_weights", None, ""), "ended the connection during POST /update_weights"),
+    "refuses the update": (
+        status("/update_weights", 500, {"error": "shape mismatch"}),
+        "with 500: .*shape mismatch",
+    ),
+    "refuses the group": (
+        status("/init_weight_transfer_engine", 500, {"error": "no port"}),
+        "500: .*no port",
+    ),
+    "no developers' mode": (status("/server_info", 404, {}), "not in developers' mode, or older than 0.20"),
+    "no transfer": (status("/start_weight_update", 404, {}), "has no /start_weight_update"),
+    "raw log-probabilities": (
+        sets(logprobs_mode="raw_logprobs"),
+        "logprobs_mode raw_logprobs, but the ratio needs",
+    ),
+    "more workers than join": (
+        sets(workers=2),
+        "joining the group of weights (is not over|failed)|answered POST /init_weight_transfer_engine within",
+    ),
+    "not vLLM": (status("/v1/models", 200, {}), "names no model"),
+    "loading for ever": (status("/health", 503, {}), "refuses GET /health with 503"),
+    "does not resume": (status("/finish_weight_update", 500, {}), "refuses POST /finish_weight_update"),
+}
+
+
+@pytest.mark.parametrize("fault", BAD_SYNCS)
+def test_a_sync_that_cannot_be_ends_within_its_time_with_a_sentence(run, tmp_path, fault):
+    plant, said = BAD_SYNCS[fault]
+    with served("vllm 0.24", model_tree(tmp_path)) as server:
+        plant(server)
+        times = {"not there": 0.5, "loading for ever": 0.5, "slow": 2.0, "more workers than join": 1.0}
+        engine = engine_at(run, server, weight_sync_timeout=times.get(fault, 600.0))
+        with pytest.raises(TrainingError, match=said):
+            engine.update(0)
+        assert engine.version == -1
+        assert fault in ("slow", "not there") or not server.paused or "resume" in server.calls[-1]
+
+
+def test_a_server_is_waited_for_and_a_restarted_one_gets_a_new_group(run, tmp_path):
+    with served("vllm 0.29", model_tree(tmp_path)) as server:
+        answers_left = [503, 503]
+        server.plant["/health"] = lambda handler, body: (answers_left.pop() if answers_left else 200, {})
+        engine = engine_at(run, server)
+        engine.update(0)
+        assert server.calls.count("/health") == 3
+        engine.update(1)
+        assert server.calls.count("/init_weight_transfer_engine") == 1
+        server.version = server.group = None  # as after a restart
+        engine.update(2)
+        assert server.calls.count("/init_weight_transfer_engine") == 2 and server.version == "2"
+
+
+def test_several_servers_share_the_prompts_and_all_get_the_weights(run, tmp_path):
+    tree = model_tree(tmp_path)
+    with served("vllm 0.24", tree) as one, served("vllm 0.24", tree) as two:
+        engine = engine_at(run, one, engine_url=[one.url, two.url])
+        engine.update(0)
+        found = engine.generate([[1, 2], [3, 4], [5, 6]], SAMPLING, num_generations=2)
+        assert [one_.prompt for one_ in found] == [0, 0, 1, 1, 2, 2]
+        assert len(one.bodies) == 2 and len(two.bodies) == 1
+        assert all(torch.equal(one.received[name], two.received[name]) for name in one.received)
+
+
+def test_weights_that_a_server_says_it_took_and_did_not_are_found_by_the_canary(tmp_path):
+    with served("vllm 0.24", model_tree(tmp_path)) as server:
+        server.load = lambda tensors: None
+        with pytest.raises(TrainingError, match="the server's weights cannot be looked at from here"):
+            train_grpo(configuration(tmp_path, rl=settings(server), train=dict(train_iters=1)))
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        (dict(rl=dict(engine="vllm", weight_sync_method="nccl")), "is nccl, but the trainer is on cpu"),
+        (dict(rl=dict(engine="vllm", weight_sync_method="ipc")), "handles are pickled"),
+        (dict(rl=dict(engine="vllm", engine_url="localhost:8000")), "give an address such as http://"),
+        (dict(rl=dict(engine="vllm", engine_url=[])), "rl.engine_url is empty"),
+        (dict(rl=dict(engine="sglang", top_p=0.9)), "rl.top_p is 0.9"),
+    ],
+)
+def test_what_no_server_can_be_asked_is_refused(tmp_path, sections, said):
+    with pytest.raises(ConfigError, match=said):
+        train_grpo(configuration(tmp_path, **sections))
+
+
+def test_adapters_are_not_left_behind(tmp_path):
+    with pytest.raises(ConfigError, match="would not get the adapters"):
+        check_rollouts(configuration(tmp_path, rl=dict(engine="sglang"), lora=dict(rank=4)))
+
+
+def test_a_deadline_covers_an_answer_that_trickles():
+    deadline = json_http.Deadline(60.0, server_engine.SYNC)
+
+    class Trickle:
+        def read1(self, size):
+            deadline._end = 0.0
+            return b" "
+
+    server = json_http.JsonServer("http://127.0.0.1:1", "vLLM")
+    with pytest.raises(TrainingError, match="has not answered GET /x within 60 s"):
+        server._read(Trickle(), "GET /x", deadline)
