@@ -177,7 +177,7 @@ ALIASES: dict[str, Rename | Choose | Already | Derive] = {
     "rl.rollout_is":                                  Choose("rl.vllm_importance_sampling_mode", {"token": "token_truncate", "sequence": "sequence_truncate"}),
     "rl.rollout_is_threshold":                        Rename("rl.vllm_importance_sampling_clip_max"),
     "rl.bypass_mode":                                 Choose("rl.old_logprobs", {True: "rollout", False: "policy"}),
-    "rl.truncated_importance_sampling_type":          Choose("rl.vllm_importance_sampling_mode", {"tis": "token_truncate", "icepop": "token_mask"}),  # NeMo-RL
+    "rl.truncated_importance_sampling_type":          Choose("rl.vllm_importance_sampling_mode", {"tis": "token_truncate", "icepop": "token_mask", "seq-mask-tis": "geometric_mask"}),  # NeMo-RL
     "rl.truncated_importance_sampling_ratio":         Rename("rl.vllm_importance_sampling_clip_max"),
     "rl.truncated_importance_sampling_ratio_min":     Rename("rl.vllm_importance_sampling_clip_min"),
     "rl.vllm_importance_sampling_cap":                Rename("rl.vllm_importance_sampling_clip_max"),  # TRL, before

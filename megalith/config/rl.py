@@ -85,6 +85,15 @@ class DpoConfig(ChatConfig):
     """How often the choice is taken to be wrong: 0 to 0.5."""
 
 
+MISMATCH_BOUNDS: dict[str, tuple[float | None, float]] = {
+    "token_truncate": (None, 2.0),  # truncated importance sampling; verl, NeMo-RL
+    "token_mask": (0.5, 5.0),  # IcePop
+    "sequence_truncate": (None, 2.0),  # verl
+    "sequence_mask": (None, 3.0),  # TRL
+    "geometric_mask": (0.999, 1.002),  # NeMo-RL's seq-mask-tis
+}
+
+
 OTHER_SPELLINGS: dict[str, dict[str, Any]] = {
     "top_p": {"None": 1.0},
     "top_k": {"None": 0, "-1": 0},
@@ -259,20 +268,22 @@ class RlConfig(Section):
     """Weighs losses by exp(log π_old − log π_rollout), where the file has the rollout's log-probabilities."""
 
     vllm_importance_sampling_mode: Annotated[
-        Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask"],
+        Literal["token_truncate", "token_mask", "sequence_truncate", "sequence_mask", "geometric_mask"],
         Needs("vllm_importance_sampling_correction", True),
-    ] = "sequence_mask"
-    """Of each token or of the whole sequence; beyond the bounds the weight is the bound, or 0."""
+    ] = "token_truncate"
+    """Of each token or of the whole sequence; beyond the bounds the weight is the bound, or 0. geometric_mask: each
+    token's, and 0 where the geometric mean over the sequence is beyond the bounds."""
 
     vllm_importance_sampling_clip_max: Annotated[
         PositiveFloat | None, Needs("vllm_importance_sampling_correction", True)
-    ] = 3.0
-    """The upper bound of that weight."""
+    ] = None
+    """The upper bound of that weight. Absent: token_truncate and sequence_truncate 2, token_mask 5 (IcePop),
+    sequence_mask 3 (TRL), geometric_mask 1.002 (NeMo-RL)."""
 
     vllm_importance_sampling_clip_min: Annotated[
         NonNegativeFloat | None, Needs("vllm_importance_sampling_correction", True)
     ] = None
-    """The lower bound of that weight."""
+    """The lower bound of that weight. Absent: token_mask 0.5, geometric_mask 0.999, else none."""
 
     @field_validator("weight_sync_method", mode="before")
     @classmethod
@@ -340,6 +351,13 @@ class RlConfig(Section):
     def upper_epsilon(self) -> float:
         """How far above 1 a ratio is clipped; with cispo, where."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
+
+    @property
+    def mismatch_bounds(self) -> tuple[float | None, float]:
+        """Lower and upper bound of the mismatch weight, as given or as its mode has them."""
+        low, high = MISMATCH_BOUNDS[self.vllm_importance_sampling_mode]
+        given = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+        return low if given[0] is None else given[0], high if given[1] is None else given[1]
 
     @property
     def computes_old(self) -> bool:

@@ -115,20 +115,18 @@ def kl_losses(rl: RlConfig, logprobs: Tensor, reference: Tensor, ratio: Tensor) 
 
 def mismatch_weights(rl: RlConfig, old: Tensor, rollout: Tensor, sequences: Sequences | None) -> Tensor:
     """exp(log π_old − log π_rollout) within its bounds, [batch, seq], without a gradient: what engine and trainer
-    compute differently. At level `sequence` of the sum over the sequence. A log-probability that is NaN counts as
-    equal."""
+    compute differently. At level `sequence` of the sum over the sequence; at level `geometric` each token's, where the
+    mean over its sequence is within them. A log-probability that is NaN counts as equal."""
     level, _, beyond = rl.vllm_importance_sampling_mode.partition("_")
     gap = (old - rollout).detach().nan_to_num(nan=0.0)
     gap = sequences.at_tokens(sequences.sums(gap)) if level == "sequence" else gap
-    weights = gap.exp()
-    low, high = rl.vllm_importance_sampling_clip_min, rl.vllm_importance_sampling_clip_max
+    weights, (low, high) = gap.exp(), rl.mismatch_bounds
     if beyond == "truncate":
-        return weights.clamp(low, high) if (low, high) != (None, None) else weights
-    inside = torch.ones_like(weights, dtype=torch.bool)
+        return weights.clamp(low, high)
+    bounded = sequences.at_tokens(sequences.means(gap)).exp() if level == "geometric" else weights
+    inside = bounded <= high
     if low is not None:
-        inside &= weights >= low
-    if high is not None:
-        inside &= weights <= high
+        inside &= bounded >= low
     return torch.where(inside, weights, 0.0)
 
 
@@ -197,12 +195,12 @@ class PolicyLoss(SummedLoss):
         return divisor(self.rl, batch.sequence_tokens)
 
     def tokens(self, batch: RolloutBatch) -> dict[str, Tensor] | None:
-        """None where a sum over the sequence of this pass's log-probabilities comes first: GSPO's ratio, and the
-        mismatch weight of a sequence where the old policy is the one that is trained."""
+        """None where a sum over the sequence of this pass's log-probabilities comes first: GSPO's ratio, and a
+        mismatch weight that looks at the sequence where the old policy is the one that is trained."""
         found, sequences = self._read(batch), Sequences.of(batch)
         if self.rl.importance_sampling_level == "sequence":
             return None
-        if "rollout" in found and self.rl.vllm_importance_sampling_mode.startswith("sequence"):
+        if "rollout" in found and not self.rl.vllm_importance_sampling_mode.startswith("token"):
             if "old" not in found:
                 return None
             found["mismatch"] = mismatch_weights(self.rl, found["old"], found.pop("rollout"), sequences)

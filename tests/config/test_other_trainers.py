@@ -83,6 +83,7 @@ rl.rollout_is                            sequence               rl.vllm_importan
 rl.rollout_is_threshold                  2.0                    rl.vllm_importance_sampling_clip_max   2.0
 rl.truncated_importance_sampling_type    tis                    rl.vllm_importance_sampling_mode token_truncate
 rl.truncated_importance_sampling_type    icepop                 rl.vllm_importance_sampling_mode       token_mask
+rl.truncated_importance_sampling_type    seq-mask-tis           rl.vllm_importance_sampling_mode       geometric_mask
 rl.truncated_importance_sampling_ratio   5.0                    rl.vllm_importance_sampling_clip_max   5.0
 rl.truncated_importance_sampling_ratio_min 0.5                    rl.vllm_importance_sampling_clip_min   0.5
 rl.vllm_importance_sampling_cap          2.0                    rl.vllm_importance_sampling_clip_max   2.0
@@ -127,7 +128,7 @@ REFUSED = [
     ("adv_estimator", 3, "rl.adv_estimator is 3: text is needed"),
     ("loss_mode", "clip_cov", "'clip_cov': one of vanilla, gspo is needed"),
     ("rollout_is", "geometric", "'geometric': one of token, sequence is needed"),
-    ("truncated_importance_sampling_type", "seq-mask-tis", "'seq-mask-tis': one of tis, icepop is needed"),
+    ("truncated_importance_sampling_type", "clip", "'clip': one of tis, icepop, seq-mask-tis is needed"),
     ("multi_objective_aggregation", "normalize_then_sum", "one of sum_then_normalize is needed"),
     ("enable_weight_sync", False, "rl.enable_weight_sync is False"),
     ("vllm_mode", "colocate", "'colocate': one of server is needed"),

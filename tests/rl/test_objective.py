@@ -53,11 +53,17 @@ def plain(rl: RlConfig, logprobs: np.ndarray, entropy: np.ndarray, batch: Rollou
         if rl.importance_sampling_level == "sequence" and at:
             ratios = [math.prod(ratios) ** (1 / len(at))] * len(at)
         weights = [math.exp(o - e) for o, e in zip(old, engine)]
-        if rl.vllm_importance_sampling_mode.startswith("sequence"):
+        mode = rl.vllm_importance_sampling_mode
+        if mode.startswith("sequence"):
             weights = [math.prod(weights)] * len(at)
-        low = rl.vllm_importance_sampling_clip_min or 0.0
-        top = rl.vllm_importance_sampling_clip_max
-        if rl.vllm_importance_sampling_mode.endswith("mask"):
+        own = {"token_mask": (0.5, 5), "sequence_mask": (0, 3), "geometric_mask": (0.999, 1.002)}.get(
+            mode, (0, 2)
+        )
+        low = own[0] if rl.vllm_importance_sampling_clip_min is None else rl.vllm_importance_sampling_clip_min
+        top = rl.vllm_importance_sampling_clip_max or own[1]
+        if mode.startswith("geometric"):
+            weights = weights if at and low <= math.prod(weights) ** (1 / len(at)) <= top else [0.0] * len(at)
+        elif mode.endswith("mask"):
             weights = [w if low <= w <= top else 0.0 for w in weights]
         else:
             weights = [min(max(w, low), top) for w in weights]
@@ -106,8 +112,10 @@ OBJECTIVES = {
     **{
         f"{level} {beyond}": dict(vllm_importance_sampling_mode=f"{level}_{beyond}",
                                   vllm_importance_sampling_clip_max=1.2, vllm_importance_sampling_clip_min=0.7)
-        for level in ("token", "sequence") for beyond in ("truncate", "mask")
+        for level, beyond in (*itertools.product(("token", "sequence"), ("truncate", "mask")), ("geometric", "mask"))
     },
+    **{mode: dict(vllm_importance_sampling_mode=mode)
+       for mode in ("token_mask", "sequence_truncate", "sequence_mask", "geometric_mask")},
 }  # fmt: skip
 CASES = [(name, None) for name in OBJECTIVES] + list(
     itertools.product(("ppo", "gspo", "k3", "entropy"), ("grpo", "dr_grpo", "luspo"))
@@ -145,7 +153,7 @@ def test_gradients_are_finite_differences(name, loss_type):
         if rl.loss_type != "cispo":
             return loss_of(rl, x, e, batch)
         weights = (
-            (batch.old_logprobs - batch.rollout_logprobs).exp().clamp(max=3.0)
+            (batch.old_logprobs - batch.rollout_logprobs).exp().clamp(max=2.0)
         )  # the ratio has no gradient
         return (-held * batch.advantages * x * weights * batch.loss_mask).sum() / sum(TOKENS)
 
@@ -234,7 +242,7 @@ REFUSED = [
     (dict(loss_type="cispo", delta=3.0), "rl.delta is 3.0, but loss_type cispo"),
     (dict(loss_type="cispo", importance_sampling_level="sequence"), "cispo caps each token's ratio"),
     (dict(num_iterations=3), "checkpoint.save_interval 4 would save inside of a rollout batch, which is 3 steps"),
-    (dict(vllm_importance_sampling_clip_min=4.0), "clip_min 4.0 is above"),
+    (dict(vllm_importance_sampling_clip_min=4.0), "clip_min 4.0 is above vllm_importance_sampling_clip_max 2.0"),
 ]  # fmt: skip
 
 

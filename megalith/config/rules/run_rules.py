@@ -300,11 +300,11 @@ def _check_clips(config: RunConfig) -> None:
             raise ConfigError(
                 "rl.importance_sampling_level is sequence, but cispo caps each token's ratio; use token"
             )
-    low, high = rl.vllm_importance_sampling_clip_min, rl.vllm_importance_sampling_clip_max
-    if low is not None and high is not None and low > high:
+    low, high = rl.mismatch_bounds
+    if low is not None and low > high:
         raise ConfigError(
-            f"rl.vllm_importance_sampling_clip_min {low} is above vllm_importance_sampling_clip_max {high}; exchange "
-            "them"
+            f"rl.vllm_importance_sampling_clip_min {low} is above vllm_importance_sampling_clip_max {high} "
+            f"({rl.vllm_importance_sampling_mode}); lower it, or raise the other"
         )
 
 

@@ -229,7 +229,7 @@ class ServerEngine:
         if self._world.rank == 0:
             try:
                 act()
-            except MegalithError as error:
+            except (MegalithError, OSError, RuntimeError) as error:  # torch's own are of the last kind
                 said = str(error)
         said = gather_json(said, self._world)[0]
         if said is not None:
