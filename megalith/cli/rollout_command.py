@@ -54,7 +54,7 @@ def run_rollout(args: Arguments) -> int:
     from megalith.generation.requests import Sampling
     from megalith.generation.sync import engine_for
     from megalith.hardware import pick_device
-    from megalith.rl.loop import sample_groups
+    from megalith.rl.judged_groups import sample_groups
     from megalith.rl.prompts import open_prompts
     from megalith.rl.rewards import Rewards
     from megalith.rl.rollouts import Rollouts, save_rollouts

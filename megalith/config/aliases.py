@@ -187,6 +187,9 @@ ALIASES: dict[str, Rename | Choose | Already | Derive] = {
     "rl.vllm_server_timeout":                       Rename("rl.weight_sync_timeout"),
     "rl.inference_backend":                         Choose("rl.engine", {"vllm": "vllm", "sglang": "sglang", "megatron": "own"}),  # Oumi
     "rl.enable_weight_sync":                        Derive("rl.engine", bool, _synced),
+    "rl.max_trajectory_age_steps":                 Rename("rl.max_staleness"),  # NeMo-RL
+    "rl.max_async_level":                           Rename("rl.max_staleness"),  # prime-rl
+    "rl.max_head_offpolicyness":                    Rename("rl.max_staleness"),  # AReaL
     "rl.multi_objective_aggregation":                 Already("weighted rewards are summed, and the sum is normalised", ("sum_then_normalize",)),
     "rl.normalize_advantages":                        Choose("rl.scale_rewards", {True: "group", False: "none"}),  # Oumi
     "rl.norm_adv_by_std_in_grpo":                     Choose("rl.scale_rewards", {True: "group", False: "none"}),

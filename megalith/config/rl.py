@@ -169,6 +169,12 @@ class RlConfig(Section):
     generation_timeout: Annotated[PositiveFloat, Needs("engine", "vllm", "sglang"), Decides.NOTHING] = 1800.0
     """Seconds in which a server has to give all completions of a rollout batch."""
 
+    max_staleness: Annotated[
+        Literal[0, 1], Needs("engine", "vllm", "sglang", strict=True), Decides.SAMPLES
+    ] = 0
+    """1: a server samples the next rollout batch, by the weights before this one, while this one is trained on; what is
+    one batch older is corrected by the mismatch weight. 0: each is sampled by the weights of its first step."""
+
     max_resamples: Annotated[NonNegativeInt, Needs("filter_zero_std", True), Needs("prompts")] = 0
     """How often a rollout batch asks further prompts in the place of those whose rewards are all equal (DAPO)."""
 

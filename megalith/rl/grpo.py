@@ -132,6 +132,8 @@ class PolicyTask(Task):
 
     def figures(self, run: Run) -> Callable[[], dict[str, Any]]:
         """Of the step that `run` is about to count. Every rank calls it. Raises TrainingError for drift."""
+        if self._live is not None and (run.step + 1) % run.config.rl.steps_per_batch == 0:
+            self._live.finish_ahead()
         sums = self.loss.take_all_sums(run.mesh, run.device)
         gap = step_gap(run, self.loss.take_largest())
         step = run.data.step(run.step)
@@ -153,7 +155,7 @@ class PolicyTask(Task):
     def _check_drift(self, run: Run, ratio: float, gap: Gap | None) -> None:
         """Where the old policy is the one that sampled."""
         rl, limit = run.config.rl, run.config.rl.drift_limit(run.config.train.precision)
-        comparable = rl.computes_old or run.step % rl.steps_per_batch == 0
+        comparable = (rl.computes_old or run.step % rl.steps_per_batch == 0) and not self._live.is_stale
         if comparable and gap is not None and not ratio <= limit:
             version = run.step - run.step % rl.steps_per_batch
             raise stop_for(

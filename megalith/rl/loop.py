@@ -16,48 +16,34 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import astuple, dataclass
+from contextlib import contextmanager, nullcontext
+from dataclasses import astuple
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
+from megalith.checkpoint.steps import list_steps
 from megalith.comm.collectives import gather_json
-from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.errors import DataError, TrainingError
-from megalith.generation.requests import Completion, Sampling
+from megalith.generation.requests import Sampling
 from megalith.report.metrics import LineFile, cut_after_step, finite
 from megalith.rl.advantages import NO_SPREAD
 from megalith.rl.drift import Canary, CanarySample
 from megalith.rl.engines.rollout_engine import OwnEngine, RolloutEngine
 from megalith.rl.engines.server_engine import ServerEngine
 from megalith.rl.engines.sglang_server import SglangServer
+from megalith.rl.engines.transfer_group import InThread
 from megalith.rl.engines.vllm_server import VllmServer
+from megalith.rl.judged_groups import GroupRecord, sample_groups
 from megalith.rl.prompts import Prompt, Prompts, policy_entries
 from megalith.rl.rewards import Rewards
 from megalith.rl.rollout_data import advantages_of
-from megalith.rl.rollouts import PromptGroup, RatedCompletion, Rollouts, load_rollouts, save_rollouts
+from megalith.rl.rollouts import PromptGroup, Rollouts, load_rollouts, save_rollouts
 from megalith.training.run_state import Run
 
-CONSUMED, VERSION = "prompts", "engine_version"  # of a checkpoint's counters
-
-
-@dataclass(frozen=True)
-class GroupRecord:
-    """A group as a replica gives it to all, of what JSON takes."""
-
-    position: int
-    prompt: int  # its index
-    samples: list[list[Any]]  # ids, log-probabilities, rewards, versions, truncated, what was logged of it
-
-    def group(self, prompts: Sequence[Prompt]) -> PromptGroup:
-        prompt, completions = prompts[self.prompt], []
-        for ids, logprobs, rewards, versions, truncated, extra in self.samples:
-            arrays = np.array(ids), np.array(rewards, dtype=float), np.array(logprobs, dtype=np.float32)
-            completions.append(RatedCompletion(*arrays, np.array(versions), truncated, extra))
-        return PromptGroup(np.array(prompt.ids), completions, prompt.where, prompt.id)
+CONSUMED, VERSION, AHEAD = "prompts", "engine_version", "rollouts_ahead"  # of a checkpoint's counters
 
 
 RAISED = (DataError, TrainingError)  # what ends a run on every rank
@@ -72,56 +58,6 @@ def engine_of(run: Run, prompts: Sequence[Prompt]) -> RolloutEngine:
     return ServerEngine(run, [SERVERS[rl.engine](url) for url in rl.engine_urls])
 
 
-class Sampler(Protocol):
-    """The part of an engine that samples."""
-
-    generate: Callable[..., list[Completion]]
-
-
-def sample_groups(
-    engine: Sampler,
-    prompts: Sequence[Prompt],
-    rewards: Rewards | None,
-    tokenizer: Tokenizer,
-    asked: Sequence[tuple[int, int]],
-    sampling: Sampling,
-    num_generations: int,
-    step: int = 0,
-    timed: Callable[[str], AbstractContextManager] = lambda phase: nullcontext(),
-) -> tuple[list[GroupRecord], dict[str, list[float]]]:
-    """Judged completions of the prompts asked for, (position in the stream, index) each, and what the rewards log.
-
-    Without `rewards`, on the further ranks of a replica, it generates with the others and gives nothing. Raises
-    DataError for a reward that fails."""
-    G = num_generations
-    with timed("generation"):
-        ids, keys = [prompts[index].ids for _, index in asked], [position for position, _ in asked]
-        found = engine.generate(ids, sampling, keys=keys, num_generations=G) if asked else []
-    if rewards is None:
-        return [], {}
-    with timed("rewards"):
-        each = [found[at : at + G] for at in range(0, len(found), G)]
-        stop = set(sampling.stop)
-        texts = [[tokenizer.decode([t for t in one.ids if t not in stop]) for one in group] for group in each]
-        jobs = [(i, t, [list(one.ids) for one in group]) for (_, i), t, group in zip(asked, texts, each)]
-        verdicts = rewards(jobs, step)
-    records = []
-    for (position, index), group, given, extras in zip(asked, each, verdicts.rewards, verdicts.extras):
-        samples = [
-            [
-                list(one.ids),
-                list(map(float, one.logprobs)),
-                row.tolist(),
-                list(one.versions),
-                one.truncated,
-                extra,
-            ]
-            for one, row, extra in zip(group, given, extras)
-        ]
-        records.append(GroupRecord(position, index, samples))
-    return records, verdicts.metrics
-
-
 class LiveRollouts:
     """Rollout batches that the policy samples. One is made at the beginning of a run, before the model."""
 
@@ -132,6 +68,11 @@ class LiveRollouts:
         self._engine: RolloutEngine | None = None
         self._seconds: dict[str, float] = {}
         self._found: dict[str, Any] = {}  # figures of the rollout batch
+        self._is_begun = False
+        self._ahead: tuple[int, range, InThread] | None = None  # being sampled: number, positions
+        self._ready: tuple[int, list[PromptGroup], dict[str, Any]] | None = None  # sampled: number, figures
+        self.is_stale = False
+        """Whether the rollout batch was sampled by the weights before its own first step's."""
         self._folder = Path(run.output) / "rollouts"
         self._completions: LineFile | None = None
         first = [prompts.prompts[n] for n in range(min(4, len(prompts)))]
@@ -161,9 +102,9 @@ class LiveRollouts:
         return seconds, self._found
 
     def batch(self, number: int, groups: int) -> list[PromptGroup]:
-        run, inside = self._run, self._run.step % self._rl.steps_per_batch
+        run, rl, path = self._run, self._rl, self._path(number)
+        inside, is_first, self._is_begun = run.step % rl.steps_per_batch, not self._is_begun, True
         run.totals.setdefault(CONSUMED, number * groups)
-        path = self._folder / f"batch_{number:08d}.jsonl.zst"
         if inside and path.exists():
             return self._reread(path)
         if inside:
@@ -173,13 +114,66 @@ class LiveRollouts:
             )
         with self.timed("sync"):
             self._sync()
-        found = self._sampled(groups)
+        found = self._sampled_ahead(number, is_first) if rl.max_staleness else None
+        self.is_stale = found is not None
+        if found is None:
+            found = self._sampled(groups)
+            if rl.save_rollouts or rl.steps_per_batch > 1:
+                self._keep(path, number, found)
+        run.totals[CONSUMED] = max(int(run.totals[CONSUMED]), (number + 1) * groups)
         self._engine.release()
-        if self._rl.save_rollouts or self._rl.steps_per_batch > 1:
-            self._keep(path, number, found)
-        if self._rl.log_completions and run.mesh.world.rank == 0:
+        if rl.max_staleness:
+            versions = np.concatenate([one.version for group in found for one in group.completions])
+            self._found["staleness"] = float(run.step - versions.mean())
+            if (number + 1) * rl.steps_per_batch < run.total_steps:
+                self._begin_ahead(number + 1, groups)
+        if rl.log_completions and run.mesh.world.rank == 0:
             self._log_completions(found)
         return found
+
+    def _path(self, number: int) -> Path:
+        return self._folder / f"batch_{number:08d}.jsonl.zst"
+
+    # The batch that is sampled while another is trained on
+
+    def _begin_ahead(self, number: int, groups: int) -> None:
+        positions, step = range(number * groups, (number + 1) * groups), self._run.step
+        act = lambda: self._own_share(positions, step, lambda phase: nullcontext())  # noqa: E731
+        self._ahead = number, positions, InThread(act)
+
+    def finish_ahead(self) -> None:
+        """Waits for the batch that a thread samples, and keeps it as a file: a checkpoint that is saved from then on
+        goes on with it. Every rank calls it in the last step of a rollout batch."""
+        if self._ahead is None:
+            return
+        (number, positions, sampled), self._ahead = self._ahead, None
+        now, self._found = self._found, {}
+        with self.timed("generation"):
+            ranks = self._on_every_rank(sampled.result)
+        groups = self._groups(positions, ranks)
+        self._ready, self._found = (number, groups, self._found), now
+        self._run.totals[AHEAD] = number
+        self._keep(self._path(number), number, groups)
+
+    def _sampled_ahead(self, number: int, is_first: bool) -> list[PromptGroup] | None:
+        """The batch that was sampled while the one before was trained on, in this process or, as a file, before the
+        checkpoint that it began from; None where there is none."""
+        run, path = self._run, self._path(number)
+        if self._ready is not None and self._ready[0] == number:
+            (_, groups, figures), self._ready = self._ready, None
+            self._found |= figures
+            return groups
+        if not is_first or run.totals.get(AHEAD) != number:
+            return None
+        groups = self._reread(path) if path.exists() else []
+        before = run.step - self._rl.steps_per_batch
+        if groups and all((one.version == before).all() for group in groups for one in group.completions):
+            return groups
+        run.log(
+            f"rollout batch {number} was sampled before the checkpoint, but {path} is not there or of other weights: "
+            "it is sampled anew, by the weights of now"
+        )
+        return None
 
     def _reread(self, path: Path) -> list[PromptGroup]:
         config, rl = self._run.config, self._rl
@@ -263,24 +257,26 @@ class LiveRollouts:
 
     def _groups_of(self, positions: Sequence[int]) -> list[PromptGroup]:
         """The groups of these positions of the stream, judged, on every rank."""
-        run, engine = self._run, self._engine
-        own = positions[run.mesh.world.rank // run.mesh.tp.size :: run.mesh.world.size // run.mesh.tp.size]
+        share = lambda: self._own_share(positions, self._run.step, self.timed)  # noqa: E731
+        return self._groups(positions, self._on_every_rank(share, "rewards"))
+
+    def _own_share(self, positions: Sequence[int], step: int, timed: Callable) -> list[Any]:
+        """What this rank samples and judges of them, of what JSON takes: the groups, what the rewards log, and how many
+        log-probabilities are absent."""
+        run, world = self._run, self._run.mesh.world
+        own = positions[world.rank // run.mesh.tp.size :: world.size // run.mesh.tp.size]
         asked = [(at, self._prompts.index(at)) for at in own]
         rewards = self._rewards if run.mesh.tp.rank == 0 else None
+        records, logged = sample_groups(
+            self._engine, self._prompts.prompts, rewards, run.tokenizer, asked,
+            self._sampling(self._rl.max_completion_length), self._rl.num_generations, step, timed,
+        )  # fmt: skip
+        each = (logprobs for record in records for _, logprobs, *_ in record.samples)
+        absent = sum(math.isnan(one) for logprobs in each for one in logprobs)
+        return [[astuple(record) for record in records], logged, absent]
 
-        def sample() -> list[Any]:
-            sampling = self._sampling(self._rl.max_completion_length)
-            records, logged = sample_groups(
-                engine, self._prompts.prompts, rewards, run.tokenizer, asked, sampling, self._rl.num_generations,
-                run.step, self.timed,
-            )  # fmt: skip
-            each = (logprobs for record in records for _, logprobs, *_ in record.samples)
-            absent = sum(math.isnan(one) for logprobs in each for one in logprobs)
-            return [[astuple(record) for record in records], logged, absent]
-
-        ranks = self._on_every_rank(sample, "rewards")
-        self._found["memory_engine_gb"] = engine.memory() / 1e9
-        self._found["logprobs_absent"] = sum(absent for *_, absent in ranks)
+    def _groups(self, positions: Sequence[int], ranks: list[Any]) -> list[PromptGroup]:
+        """The groups of these positions out of the ranks' shares, whose figures are this batch's."""
         metrics: dict[str, list[float]] = {}
         groups: dict[int, PromptGroup] = {}
         for records, logged, _ in ranks:
@@ -289,6 +285,8 @@ class LiveRollouts:
             for name, values in logged.items():
                 metrics.setdefault(name, []).extend(values)
         self._found |= {name: float(np.mean(values)) for name, values in metrics.items()}
+        self._found["memory_engine_gb"] = self._engine.memory() / 1e9
+        self._found["logprobs_absent"] = sum(absent for *_, absent in ranks)
         return [groups[at] for at in positions]
 
     # What is kept of them
@@ -298,8 +296,15 @@ class LiveRollouts:
             return
         path.parent.mkdir(parents=True, exist_ok=True)
         save_rollouts(path, Rollouts(groups, self._rewards.names, self._run.tokenizer.fingerprint))
-        if not self._rl.save_rollouts and number:
-            (self._folder / f"batch_{number - 1:08d}.jsonl.zst").unlink(missing_ok=True)
+        if self._rl.save_rollouts:
+            return
+        needed = number
+        if self._rl.max_staleness:  # what the newest checkpoint goes on with
+            saves = self._run.saves
+            needed = max(list_steps(saves), default=0) // self._rl.steps_per_batch if saves.exists() else 0
+        for old in self._folder.glob("batch_*.jsonl.zst"):
+            if int(old.name[6:14]) < needed:
+                old.unlink(missing_ok=True)
 
     def _log_completions(self, groups: list[PromptGroup]) -> None:
         run, decode = self._run, self._run.tokenizer.decode

@@ -3,11 +3,12 @@
 import math
 import socket
 from pathlib import Path
+from threading import Event
 
 import numpy as np
 import pytest
 import torch
-from engine_stand_ins import KINDS, served
+from engine_stand_ins import KINDS, PATIENCE, served
 from safetensors.torch import load_file
 from small_policy import VOCAB, configuration, metrics, write_prompts
 from test_loop import run_of
@@ -23,6 +24,7 @@ from megalith.rl.grpo import train_grpo
 from megalith.rl.loop import engine_of
 from megalith.rl.rollouts import load_rollouts
 from megalith.training.build import prepare
+from megalith.training.run_state import Run
 
 
 def model_tree(folder) -> dict:
@@ -329,6 +331,74 @@ def test_weights_that_a_server_says_it_took_and_did_not_are_found_by_the_canary(
             train_grpo(configuration(tmp_path, rl=settings(server), train=dict(train_iters=1)))
 
 
+def test_the_next_batch_is_sampled_while_this_one_is_trained_on(tmp_path, monkeypatch):
+    """A server that gives no further completion until the trainer's next backward pass has begun, and the run after it
+    was cut, from its checkpoint."""
+    tree, trained = model_tree(tmp_path), [Event() for _ in range(5)]
+    real = Run.gradients
+
+    def gradients(run, micro_batches):
+        trained[run.step].set()
+        return real(run, micro_batches)
+
+    def waits(server):
+        act, seen = server.routes()["POST", "/v1/completions"], []
+
+        def answer(handler, body):
+            seen.append(body["n"])
+            batch = (
+                sum(count == 4 for count in seen) - 1
+            ) // 2  # of two prompts; the canary asks for one completion
+            if body["n"] == 4 and batch > 0:
+                assert trained[batch - 1].wait(PATIENCE.seconds)
+            return 200, act(body, {})
+
+        server.plant["/v1/completions"] = answer
+
+    def a_run(folder, **train):
+        with served("vllm 0.24", tree) as server:
+            waits(server) if not train else None
+            rl = settings(server, max_staleness=1)
+            sections = dict(rl=rl, train=dict(train_iters=4, output_dir=str(tmp_path / folder)) | train)
+            sections["optim"] = dict(lr=1e-3)
+            begun = (tmp_path / folder).exists()
+            sections["checkpoint"] = {"save_interval": 1} | (
+                {"load": str(tmp_path / folder)} if begun else {}
+            )
+            train_grpo(configuration(tmp_path, **sections))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Run, "gradients", gradients)
+        a_run("whole")
+    steps = metrics(tmp_path / "whole")
+    assert [step["staleness"] for step in steps] == [0, 1, 1, 1]
+    assert steps[0]["mismatch"] < 1.0001 < min(step["mismatch"] for step in steps[1:])
+    assert all(step["drift_canary"] < 1.0001 for step in steps)
+    a_run("cut", exit_interval=2)
+    kept = sorted(path.name for path in (tmp_path / "cut" / "rollouts").iterdir())
+    assert kept[-1] == "batch_00000002.jsonl.zst"
+    found = load_rollouts(str(tmp_path / "cut" / "rollouts" / kept[-1]))
+    assert {int(v) for group in found.groups for one in group.completions for v in one.version} == {1}
+    a_run("cut", exit_interval=None)
+    again = metrics(tmp_path / "cut")
+    assert [step["loss"] for step in again] == [step["loss"] for step in steps]
+    assert [step["staleness"] for step in again] == [0, 1, 1, 1]
+
+
+def test_a_batch_ahead_that_fails_ends_the_run(tmp_path):
+    with served("vllm 0.24", model_tree(tmp_path)) as server:
+        act, seen = server.routes()["POST", "/v1/completions"], []
+
+        def fails(handler, body):
+            seen.append(body["n"])
+            return (500, {"error": "gone"}) if seen.count(4) > 2 else (200, act(body, {}))
+
+        server.plant["/v1/completions"] = fails
+        with pytest.raises(TrainingError, match=r"refuses POST /v1/completions with 500: .*gone"):
+            train_grpo(configuration(tmp_path, rl=settings(server, max_staleness=1)))
+    assert len(metrics(tmp_path / "run")) == 0
+
+
 @pytest.mark.parametrize(
     ("sections", "said"),
     [
@@ -337,6 +407,15 @@ def test_weights_that_a_server_says_it_took_and_did_not_are_found_by_the_canary(
         (dict(rl=dict(engine="vllm", engine_url="localhost:8000")), "give an address such as http://"),
         (dict(rl=dict(engine="vllm", engine_url=[])), "rl.engine_url is empty"),
         (dict(rl=dict(engine="sglang", top_p=0.9)), "rl.top_p is 0.9"),
+        (dict(rl=dict(max_staleness=1)), "rl.max_staleness"),
+        (
+            dict(rl=dict(engine="vllm", max_staleness=1, vllm_importance_sampling_correction=False)),
+            "nothing would correct",
+        ),
+        (
+            dict(rl=dict(engine="vllm", max_staleness=1, filter_zero_std=True, max_resamples=1)),
+            "is known only after",
+        ),
     ],
 )
 def test_what_no_server_can_be_asked_is_refused(tmp_path, sections, said):

@@ -266,6 +266,16 @@ def _check_prompts(config: RunConfig) -> None:
         raise ConfigError(
             f"rl.engine is {rl.engine}, but rl.engine_url is empty; name a server, or leave it out"
         )
+    if rl.max_staleness and rl.max_resamples:
+        raise ConfigError(
+            f"rl.max_staleness is {rl.max_staleness} and rl.max_resamples {rl.max_resamples}, but which prompts are "
+            "asked again is known only after the batch before; leave one out"
+        )
+    if rl.max_staleness and rl.old_logprobs == "policy" and not rl.vllm_importance_sampling_correction:
+        raise ConfigError(
+            f"rl.max_staleness is {rl.max_staleness} without rl.vllm_importance_sampling_correction, so nothing would "
+            "correct for the older weights; leave it on, or set rl.old_logprobs to rollout"
+        )
     room = seq_length + 1 - rl.max_completion_length
     if (rl.max_prompt_length or 1) > room:
         raise ConfigError(

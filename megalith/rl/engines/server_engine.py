@@ -18,10 +18,11 @@ import secrets
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
+from queue import SimpleQueue
+from threading import Event, Thread
 from typing import Any, TypeVar
 
 import torch
@@ -351,17 +352,30 @@ def _give_up(engine: ServerEngine) -> None:
 
 
 def together(acts: Sequence[Callable[[], T]], at_a_time: int | None = None) -> list[T]:
-    """What each gives, in order, all at once. Raises the first error."""
+    """What each gives, in order, all at once or so many at a time. Raises the first error, and waits then for none:
+    the threads are daemons."""
     if len(acts) == 1:
         return [acts[0]()]
-    with ThreadPoolExecutor(at_a_time or len(acts)) as pool:
-        waiting = [pool.submit(act) for act in acts]
+    found: dict[int, T] = {}
+    waiting, ends, failed = enumerate(acts), SimpleQueue(), Event()
+
+    def work() -> None:
         try:
-            return [one.result() for one in waiting]
-        except BaseException:
-            for one in waiting:
-                one.cancel()
-            raise
+            while not failed.is_set() and (mine := next(waiting, None)) is not None:
+                found[mine[0]] = mine[1]()
+            ends.put(None)
+        except Exception as error:
+            failed.set()
+            ends.put(error)
+
+    threads = [Thread(target=work, daemon=True) for _ in range(min(at_a_time or len(acts), len(acts)))]
+    for thread in threads:
+        thread.start()
+    for _ in threads:
+        error = ends.get()
+        if error is not None:
+            raise error
+    return [found[number] for number in range(len(acts))]
 
 
 def _seed(seed: int, key: int) -> int:

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroupGloo, TCPStore
 
-from megalith.errors import ConfigError, TrainingError, install_line
+from megalith.errors import ConfigError, MegalithError, TrainingError, install_line
 from megalith.rl.engines.json_http import Deadline
 
 
@@ -28,37 +28,61 @@ class BroadcastGroup(Protocol):
         """Each tensor by itself, in order; over once the workers have them."""
 
 
-class Background:
-    """What a daemon thread does while its caller waits for something else."""
+class InThread:
+    """What a daemon thread does while its caller does something else."""
 
-    def __init__(self, act: Callable[[], Any], what: str, device: torch.device):
-        """`device`: that of its collectives, for a thread has one of its own."""
-        self._act, self._what, self._device = act, what, device
-        self._result: Any = None
-        self._error: Exception | None = None
+    def __init__(self, act: Callable[[], Any]):
+        self._act = act
+        self._error: BaseException | None = None
         self._thread = Thread(target=self._run, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)
-            self._result = self._act()
-        except Exception as error:
+            self._given = self._act()
+        except BaseException as error:
             self._error = error
+
+    def is_over(self, seconds: float) -> bool:
+        """Whether it ends within so many seconds."""
+        self._thread.join(seconds)
+        return not self._thread.is_alive()
+
+    def result(self) -> Any:
+        """Waits for what it gives, or raises."""
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        return self._given
+
+
+class Background:
+    """A collective with processes that may not come, in a thread."""
+
+    def __init__(self, act: Callable[[], Any], what: str, device: torch.device):
+        """`device`: that of its collectives, for a thread has one of its own."""
+
+        def on_device() -> Any:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)
+            return act()
+
+        self._what, self._thread = what, InThread(on_device)
 
     def result(self, deadline: Deadline) -> Any:
         """What it gave. Raises TrainingError for what it raised, or where the deadline comes first."""
-        self._thread.join(deadline.left())
-        if self._thread.is_alive():
+        if not self._thread.is_over(deadline.left()):
             raise TrainingError(
                 f"{self._what} is not over after {deadline.seconds:g} s ({deadline.setting}): a worker of the engine "
                 "did not take part; look at its log"
             )
-        if self._error is not None:
-            reason = str(self._error).strip().partition("\n")[0]
-            raise TrainingError(f"{self._what} failed: {reason}; look at the engine's log")
-        return self._result
+        try:
+            return self._thread.result()
+        except MegalithError:
+            raise
+        except Exception as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise TrainingError(f"{self._what} failed: {reason}; look at the engine's log") from None
 
 
 class TorchGroup:
