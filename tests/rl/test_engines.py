@@ -313,6 +313,15 @@ def test_a_server_is_waited_for_and_a_restarted_one_gets_a_new_group(run, tmp_pa
         assert server.calls.count("/init_weight_transfer_engine") == 2 and server.version == "2"
 
 
+def test_a_server_that_fails_to_say_what_it_is_may_be_right(run, tmp_path):
+    """As vLLM 0.29 on a CPU, whose /server_info ends with a 500 on some machines."""
+    with served("vllm 0.29", model_tree(tmp_path)) as server:
+        server.plant["/server_info"] = lambda handler, body: (500, {"error": "'NoneType' has no attribute"})
+        engine = engine_at(run, server)
+        engine.update(0)
+        assert len(engine.generate(PROMPTS, SAMPLING)) == 2
+
+
 def test_several_servers_share_the_prompts_and_all_get_the_weights(run, tmp_path):
     tree = model_tree(tmp_path)
     with served("vllm 0.24", tree) as one, served("vllm 0.24", tree) as two:

@@ -32,14 +32,13 @@ class VllmServer(EngineServer):
         said = self.http.get("/version", deadline)
         self.release = str(said.get("version")) if isinstance(said, dict) else str(said)
         numbers = re.match(r"(\d+)\.(\d+)", self.release)
-        self._says_version = numbers is None or tuple(map(int, numbers.groups())) >= (0, 28)
+        self._is_new = numbers is None or tuple(map(int, numbers.groups())) >= (0, 28)
         models = self.http.get("/v1/models", deadline)
         self._model = at_path(models, "data", 0, "id")
         if not isinstance(self._model, str):
             raise TrainingError(f"{self.http} names no model at /v1/models; is it a vLLM server?")
-        info = self._developers("GET", "/server_info?config_format=json", None, deadline)
-        modes = sorted(set(map(str, _values(info, "logprobs_mode"))))
-        if modes not in ([], ["processed_logprobs"]):  # where it does not say, the canary shows it
+        modes = self._logprobs_modes(deadline)
+        if modes not in ([], ["processed_logprobs"]):
             raise TrainingError(
                 f"{self.http} has logprobs_mode {' and '.join(modes)}, but the ratio needs those after the "
                 f"temperature; start it with: {START}"
@@ -48,6 +47,22 @@ class VllmServer(EngineServer):
         if type(workers) is not int or workers < 1:
             raise TrainingError(f"{self.http} says a world size of {workers!r}; is it vLLM 0.20 or newer?")
         self.workers = workers
+        try:
+            self.http.get("/weight_info", deadline)
+            self._says_version = True
+        except RequestRefused:
+            self._says_version = False
+
+    def _logprobs_modes(self, deadline: Deadline) -> list[str]:
+        """Whether its log-probabilities are processed, as it says; empty where it fails to say, which it does on some
+        machines: the canary then shows it."""
+        try:
+            info = self._developers("GET", "/server_info?config_format=json", None, deadline)
+        except RequestRefused as error:
+            if error.status < 500:
+                raise
+            return []
+        return sorted(set(map(str, _values(info, "logprobs_mode"))))
 
     def _developers(self, method: str, path: str, body: Any, deadline: Deadline) -> Any:
         """A request to what vLLM has in its developers' mode alone."""
@@ -97,13 +112,7 @@ class VllmServer(EngineServer):
     def weight_version(self, deadline: Deadline) -> str | None:
         if not self._says_version:
             return None
-        try:
-            return str(at_path(self.http.get("/weight_info", deadline), "weight_version"))
-        except RequestRefused as error:
-            if error.status == 404:
-                self._says_version = False
-                return None
-            raise
+        return str(at_path(self.http.get("/weight_info", deadline), "weight_version"))
 
     # Weights
 
@@ -117,25 +126,25 @@ class VllmServer(EngineServer):
     def join(self, meeting: Any, first_rank: int, size: int, deadline: Deadline) -> None:
         address, port = meeting
         info = dict(master_address=address, master_port=port, rank_offset=first_rank, world_size=size)
-        if self._says_version:
+        if self._is_new:
             info["packed"] = False
         self._developers("POST", "/init_weight_transfer_engine", {"init_info": info}, deadline)
 
     def begin(self, deadline: Deadline) -> None:
         self._developers("POST", "/pause?mode=wait", None, deadline)
         self._developers(
-            "POST", "/start_weight_update", {} if self._says_version else {"is_checkpoint_format": True}, deadline
+            "POST", "/start_weight_update", {} if self._is_new else {"is_checkpoint_format": True}, deadline
         )  # fmt: skip
 
     def receive(self, bucket: WeightBucket, version: int, deadline: Deadline) -> None:
         dtypes = [str(bucket.dtype).removeprefix("torch.")] * len(bucket.names)
         info = dict(names=bucket.names, dtype_names=dtypes, shapes=bucket.shapes)
-        if not self._says_version:
+        if not self._is_new:
             info["packed"] = False
         self._developers("POST", "/update_weights", {"update_info": info}, deadline)
 
     def finish(self, version: int, deadline: Deadline) -> None:
-        said = {"weight_version": str(version)} if self._says_version else {}
+        said = {"weight_version": str(version)} if self._is_new else {}
         self._developers("POST", "/finish_weight_update", said, deadline)
         self._resume(deadline)
 
