@@ -14,7 +14,7 @@ from typing import Any
 
 from megalith.config import RunConfig
 from megalith.config.rules.fastest import Machine, with_fastest
-from megalith.config.rules.parallel_rules import data_parallel_size
+from megalith.config.rules.parallel_rules import data_parallel_size, what_keeps_attention_unsaved
 from megalith.config.train import BatchSizeSchedule
 from megalith.errors import ConfigError
 from megalith.parallel.fp8_linears import casts_weights_once
@@ -131,9 +131,10 @@ def with_auto(
     """`config` without an `auto` that hangs on the machine, and lines of what was chosen: the trainer's choices, and so
     the planner's. `meta`: the model, where that has been counted."""
     config, fastest = with_fastest(config, machine)
+    config, attention = with_saved_attention(config, world_size, machine.memory, meta)
     config, unsharded = with_unsharded_layers(config, world_size, machine.memory, meta)
     config, cached = with_cached_weights(config, world_size, machine.memory, meta)
-    return config, fastest + unsharded + cached
+    return config, fastest + attention + unsharded + cached
 
 
 USABLE = 0.9  # of a GPU's memory: the rest is the allocator's, the libraries', and what the estimate is off
@@ -167,6 +168,23 @@ def with_unsharded_layers(
     return keeping(number), [
         f"chosen by auto, of parallel: fsdp_unsharded_layers {number} of {most} ({figures})"
     ]
+
+
+def with_saved_attention(
+    config: RunConfig, world_size: int, memory: int, meta: MetaModel | None = None
+) -> tuple[RunConfig, list[str]]:
+    """`config` without an `auto` of recompute_saves_attention, and a line where it was chosen; `memory` as above."""
+    parallel = config.parallel
+    if parallel.recompute_granularity != "full" or parallel.recompute_saves_attention != "auto":
+        return config, []
+    on, off = (config.with_settings({"parallel.recompute_saves_attention": value}) for value in (True, False))
+    if not memory or what_keeps_attention_unsaved(config.model, parallel):
+        return off, []
+    expected = max(stage.memory.total for stage in build_layout(on, world_size, meta).stages)
+    if expected > USABLE * memory:
+        return off, []
+    figures = f"{expected / 1e9:.1f} GB expected on a GPU of {memory / 1e9:.1f}"
+    return on, [f"chosen by auto, of parallel: recompute_saves_attention true ({figures})"]
 
 
 def with_cached_weights(

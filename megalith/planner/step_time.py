@@ -218,7 +218,7 @@ class _Model:
     ) -> tuple[Counter[str], Counter[str]]:
         forward, backward = Counter(), Counter()
         recomputed = self._recomputed(len(numbers))
-        there_already = {"data", "attention"} if self.parallel.recompute_saves_attention else {"data"}
+        there_already = {"data", "attention"} if self.parallel.saves_attention else {"data"}
         for number, times in kinds.items():
             there, back = self._layer(number)
             for name in there | back:
