@@ -99,19 +99,15 @@ def build_layout(config: RunConfig, world_size: int, meta: MetaModel | None = No
         parallel.context_parallel_size,
         parallel.tensor_model_parallel_size,
     )
-    assignment = assign_layers(config.model, parallel)
-    batch = BatchSizeSchedule.from_config(config.train, dp)
-    micro_batches = batch.global_batch_size // (config.train.micro_batch_size * dp)
-    schedule = None
-    bubble = weighed = 0.0
-    if axes[0] > 1:
-        schedule = run_schedule(parallel, micro_batches)
-        bubble = simulate(schedule).bubble
-        weighed = simulate(schedule, _durations(config, assignment)).bubble
     meta = meta or MetaModel(config.model, config.lora)
+    assignment, schedule, micro_batches = _scheduled(config, dp)
     stages = [
         stage_layout(config, meta, world_size, chunks, schedule, micro_batches) for chunks in assignment
     ]
+    bubble = weighed = 0.0
+    if schedule is not None:
+        bubble = simulate(schedule).bubble
+        weighed = simulate(schedule, _durations(config, assignment)).bubble
     return Layout(
         config=config,
         coordinates=[Coordinates(*place) for place in product(*map(range, axes))],
@@ -123,6 +119,23 @@ def build_layout(config: RunConfig, world_size: int, meta: MetaModel | None = No
             config, meta.on_rank(parallel), world_size, [stage.chunks for stage in stages], micro_batches
         ),
     )
+
+
+def _scheduled(config: RunConfig, dp: int) -> tuple[list[list[Stage]], Schedule | None, int]:
+    """The stages, their schedule where they are several, and the micro-batches of a step."""
+    batch = BatchSizeSchedule.from_config(config.train, dp)
+    micro_batches = batch.global_batch_size // (config.train.micro_batch_size * dp)
+    several = config.parallel.pipeline_model_parallel_size > 1
+    schedule = run_schedule(config.parallel, micro_batches) if several else None
+    return assign_layers(config.model, config.parallel), schedule, micro_batches
+
+
+def fullest(config: RunConfig, world_size: int, meta: MetaModel | None = None) -> int:
+    """Bytes that are expected on the rank that has most."""
+    meta = meta or MetaModel(config.model, config.lora)
+    assignment, *schedule = _scheduled(config, data_parallel_size(config.parallel, world_size))
+    stages = (stage_layout(config, meta, world_size, chunks, *schedule) for chunks in assignment)
+    return max(stage.memory.total for stage in stages)
 
 
 def with_auto(
@@ -157,7 +170,7 @@ def with_unsharded_layers(
         return config.with_settings({"parallel.fsdp_unsharded_layers": number})
 
     def expected(number: int) -> int:
-        return max(stage.memory.total for stage in build_layout(keeping(number), world_size, meta).stages)
+        return fullest(keeping(number), world_size, meta)
 
     most = most if memory else 0
     meta = meta or (MetaModel(config.model, config.lora) if most else None)
@@ -180,7 +193,7 @@ def with_saved_attention(
     on, off = (config.with_settings({"parallel.recompute_saves_attention": value}) for value in (True, False))
     if not memory or what_keeps_attention_unsaved(config.model, parallel):
         return off, []
-    expected = max(stage.memory.total for stage in build_layout(on, world_size, meta).stages)
+    expected = fullest(on, world_size, meta)
     if expected > USABLE * memory:
         return off, []
     figures = f"{expected / 1e9:.1f} GB expected on a GPU of {memory / 1e9:.1f}"
@@ -200,7 +213,7 @@ def with_cached_weights(
     again = parallel.recompute_granularity is not None or parallel.overlaps
     if not memory or not casts_weights_once(on) or (passes == 1 and not again):
         return off, []
-    expected = max(stage.memory.total for stage in build_layout(on, world_size, meta).stages)
+    expected = fullest(on, world_size, meta)
     if expected > USABLE * memory:
         return off, []
     figures = f"{expected / 1e9:.1f} GB expected on a GPU of {memory / 1e9:.1f}"
