@@ -28,6 +28,8 @@ class Refusal(Exception):
 class StandIn:
     """A server on loopback, until `close`."""
 
+    device = torch.device("cpu")  # on which it takes broadcast tensors
+
     def __init__(self, config: dict, seed: int = 7):
         """`config`: that of config.json. Its weights are random, so nothing is right before an update."""
         torch.manual_seed(seed)
@@ -139,9 +141,9 @@ class StandIn:
         self.need(not any("torch." in name for name in dtypes), "dtypes are bare names")
         self.buckets += 1
         for name, dtype, shape in zip(names, dtypes, shapes, strict=True):
-            tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+            tensor = torch.empty(shape, dtype=getattr(torch, dtype), device=self.device)
             self.group.broadcast(tensor, 0).wait()
-            self.load([(name, tensor)])
+            self.load([(name, tensor.cpu())])
 
 
 class VllmStandIn(StandIn):
@@ -270,12 +272,14 @@ class SglangStandIn(StandIn):
     def init(self, master_address, master_port, rank_offset, world_size, group_name, backend):
         from torch.distributed import distributed_c10d as c10d
 
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
         store = dist.TCPStore(master_address, master_port, world_size, False, PATIENCE, multi_tenant=True)
         store = dist.PrefixStore(group_name, store)
         how = dict(group_name=group_name, timeout=PATIENCE)
         self.group, _ = c10d._new_process_group_helper(world_size, rank_offset, [], backend, store, **how)
         c10d._world.pg_group_ranks[self.group] = {rank: rank for rank in range(world_size)}
-        self.group = self.group._get_backend(torch.device("cpu"))
+        self.group = self.group._get_backend(self.device)
         self.group_name = group_name
 
     def update(self, names, dtypes, shapes, group_name, flush_cache, weight_version):

@@ -18,9 +18,10 @@ from megalith.bridge.families import family_for
 from megalith.config.rules.run_rules import check_rollouts
 from megalith.errors import ConfigError, TrainingError
 from megalith.generation.requests import Sampling
+from megalith.parallel.mesh import build_mesh
 from megalith.rl.engines import json_http, server_engine, weight_stream
 from megalith.rl.engines.weight_stream import WeightStream
-from megalith.rl.grpo import train_grpo
+from megalith.rl.grpo import PolicyTask, train_grpo
 from megalith.rl.loop import engine_of
 from megalith.rl.rollouts import load_rollouts
 from megalith.training.build import prepare
@@ -406,6 +407,28 @@ def test_a_batch_ahead_that_fails_ends_the_run(tmp_path):
         with pytest.raises(TrainingError, match=r"refuses POST /v1/completions with 500: .*gone"):
             train_grpo(configuration(tmp_path, rl=settings(server, max_staleness=1)))
     assert len(metrics(tmp_path / "run")) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_weights_reach_another_gpu_by_nccl(tmp_path):
+    """Over the group that SGLang makes; the trainer is on the first GPU, the stand-in on the second."""
+    with served("sglang", model_tree(tmp_path)) as server:
+        server.device = torch.device("cuda", 1)
+        rl = settings(server, weight_sync_method="nccl")
+        tree = configuration(tmp_path, rl=rl, train=dict(precision="bf16"), runtime=dict(device="cuda"))
+        config, tokenizer, _ = prepare(tree, 1)
+        run = Run(
+            config, tokenizer, build_mesh(config.parallel, 1, "cuda"), torch.device("cuda", 0), PolicyTask()
+        )
+        engine = engine_of(run, [])
+        engine.update(0)
+        engine.update(1)
+        run.task.close()
+        buckets = WeightStream(run.model, config).buckets("cpu")
+        sent = {name: tensor for one in buckets for name, tensor in zip(one.names, one.tensors)}
+    assert sent.keys() == server.received.keys() and server.version == "1"
+    assert all(torch.equal(server.received[name], tensor) for name, tensor in sent.items())
 
 
 @pytest.mark.parametrize(
