@@ -147,7 +147,7 @@ def report(folder: Path, seconds: float) -> int:
         f"of the canary's mean exp|Δ| − 1 {canary - 1:.1e}; "
         f"reward {rewards[:3].mean():.3f} → {rewards[-3:].mean():.3f}; sync "
         f"{np.mean([step['time_sync'] for step in steps[1:]]):.2f} s, generation "
-        f"{np.mean([step['time_generation'] for step in steps[1:]]):.2f} s a step"
+        f"{np.mean([step.get('time_generation', 0) for step in steps[1:]]):.2f} s a step"
     )
     assert len(steps) == STEPS and max(largest, canary - 1) < BOUND, (largest, canary)
     return 0

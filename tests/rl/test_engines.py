@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from small_policy import VOCAB, configuration, metrics, write_prompts
 from test_loop import run_of
 
+from megalith.bridge.adapter_folder import merge
 from megalith.bridge.exporter import export_hf
 from megalith.bridge.families import family_for
-from megalith.config.rules.run_rules import check_rollouts
 from megalith.errors import ConfigError, TrainingError
 from megalith.generation.requests import Sampling
 from megalith.parallel.mesh import build_mesh
@@ -455,9 +455,24 @@ def test_what_no_server_can_be_asked_is_refused(tmp_path, sections, said):
         train_grpo(configuration(tmp_path, **sections))
 
 
-def test_adapters_are_not_left_behind(tmp_path):
-    with pytest.raises(ConfigError, match="would not get the adapters"):
-        check_rollouts(configuration(tmp_path, rl=dict(engine="sglang"), lora=dict(rank=4)))
+def test_a_server_gets_the_weights_with_their_adapters_merged(tmp_path):
+    train_grpo(configuration(tmp_path, train=dict(train_iters=1)))
+    policy = str(tmp_path / "run")
+    with served("vllm 0.24", model_tree(tmp_path)) as server:
+        lora = dict(rank=4, alpha=8.0, targets=["linear_qkv", "linear_fc1", "linear_fc2"])
+        train = dict(train_iters=3, output_dir=str(tmp_path / "lora"))
+        sections = dict(
+            lora=lora, train=train, model=dict(init_from=policy), checkpoint=dict(save_interval=1)
+        )
+        train_grpo(configuration(tmp_path, rl=settings(server), **sections))
+    steps = metrics(tmp_path / "lora")
+    assert len(steps) == 3 and all(step["drift_canary"] < 1.0001 for step in steps)
+    merge(tmp_path / "lora" / "checkpoints" / "step_00000002", tmp_path / "merged", show_progress=False)
+    exported = export_hf(tmp_path / "merged", tmp_path / "hf", show_progress=False)
+    expected = load_file(exported.path / "model.safetensors")
+    began = load_file(export_hf(policy, tmp_path / "first", show_progress=False).path / "model.safetensors")
+    assert all(torch.equal(server.received[name], tensor) for name, tensor in expected.items())
+    assert sum(not torch.equal(began[name], tensor) for name, tensor in expected.items()) >= 10
 
 
 def test_a_deadline_covers_an_answer_that_trickles():

@@ -257,11 +257,6 @@ def _check_prompts(config: RunConfig) -> None:
                 f"rl.{name} is {getattr(rl, name)}, but the trainer's probabilities are those of all tokens, so the "
                 f"ratio would be biased; leave it at {neutral}"
             )
-    if rl.engine != "own" and config.lora.rank is not None:
-        raise ConfigError(
-            f"rl.engine is {rl.engine} and lora.rank {config.lora.rank}, but a server is sent the model's own weights "
-            "and would not get the adapters; train without lora, or set rl.engine to own"
-        )
     if rl.engine != "own" and not rl.engine_urls:
         raise ConfigError(
             f"rl.engine is {rl.engine}, but rl.engine_url is empty; name a server, or leave it out"

@@ -1,7 +1,7 @@
 """An engine behind one or several servers: prompts out, completions in, weights by a group or a folder.
 
-Ranks that judge completions send their share of the prompts, one request each, all at once; prompt n goes to server
-n modulo their number. Rank 0 alone sends weights; what it meets, every rank raises. An update is
+Ranks that judge completions send their share of the prompts, one request each, all at once, to the servers in turn.
+Rank 0 alone sends weights; what it meets, every rank raises. An update is
 
     wait for the servers ─▶ group, once ─▶ pause, begin ─▶ for each bucket: the request in the main thread, the
     broadcast beside it ─▶ finish, resume
@@ -145,9 +145,10 @@ class ServerEngine:
             return []
         deadline = Deadline(self._rl.generation_timeout, GENERATION)
         keys = range(len(prompts)) if keys is None else keys
+        replica = self._world.rank // self._run.mesh.tp.size
 
         def ask(number: int) -> list[Completion]:
-            server = self.servers[number % len(self.servers)]
+            server = self.servers[(replica + number) % len(self.servers)]
             seed = _seed(sampling.seed, keys[number])
             answers = server.complete(prompts[number], sampling, num_generations, seed, deadline)
             if len(answers) != num_generations:

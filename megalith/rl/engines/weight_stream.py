@@ -1,13 +1,14 @@
 """The policy's weights under their Hugging Face names, bucket by bucket, out of the shards of all ranks.
 
-A tensor of ours is put together on rank 0 from its shards and cut into the tensors of theirs that it is made of, in the
-type that the run computes in: what `megalith export-hf` of that step would write. So rank 0 has memory for a bucket and
-one tensor of ours, and the model is nowhere whole.
+A tensor of ours is put together on rank 0 from its shards, merged with its adapters where it has some, and cut into the
+tensors of theirs that it is made of, in the type that the run computes in: what `megalith export-hf` of that step would
+write. So rank 0 has memory for a bucket and one tensor of ours, and the model is nowhere whole.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,13 @@ import torch
 from torch import Tensor
 
 from megalith.bridge.exporter import FolderWriter, export_dtype, export_family
-from megalith.bridge.family import Group
+from megalith.bridge.family import Group, without_memory
 from megalith.bridge.folder import is_model_folder
 from megalith.bridge.origin import read_origin
 from megalith.bridge.transfer import Scratch, to_theirs
 from megalith.config import RunConfig
 from megalith.generation.engine import named_shards
+from megalith.models.adapters import ADAPTER, adapters
 from megalith.parallel.gather import GlobalTensor, global_tensors
 from megalith.parallel.parallel_model import ParallelModel
 
@@ -59,6 +61,8 @@ class WeightStream:
         self.family, _ = export_family(model.config, read_origin(folder))
         self.config, self.world, self.dtype = model.config, model.mesh.world, export_dtype(config.train)
         self._model, self._groups = model, self.family.groups(model.config)
+        adapted = without_memory(model.config, config.lora)
+        self._adapters = {f"{name}.weight": (name + ADAPTER, adapter) for name, adapter in adapters(adapted)}
 
     def _tensors(self) -> dict[str, GlobalTensor]:
         own = named_shards(self._model.chunks)
@@ -86,10 +90,26 @@ class WeightStream:
         for groups in self._cut():
             found: list[Tensor] = []
             for group in groups:
-                whole = tensors[group.name].whole(device)
+                whole = self._merged(group.name, tensors, device)
                 if whole is not None:
                     found += self._theirs(group, whole)
             yield WeightBucket(groups, self.dtype, found)
+
+    def _merged(
+        self, name: str, tensors: Mapping[str, GlobalTensor], device: torch.device | str
+    ) -> Tensor | None:
+        """One of our tensors on rank 0, with what its adapters add to it."""
+        whole = tensors[name].whole(device)
+        if name not in self._adapters:
+            return whole
+        prefix, adapter = self._adapters[name]
+        values = {kind: tensors[prefix + kind].whole(device) for kind, _ in adapter.named_parameters()}
+        if whole is None:
+            return None
+        filled = deepcopy(adapter).to_empty(device=device)
+        for kind, parameter in filled.named_parameters():
+            parameter.copy_(values[kind])
+        return whole.float() + filled.delta()
 
     def _theirs(self, group: Group, whole: Tensor) -> list[Tensor]:
         own = (
