@@ -1,0 +1,606 @@
+"""What several keys of an Oumi configuration decide together: the layout, the batch, the schedule, the objective.
+
+A function decides one thing, sets what it can in the run's tree, and adds a sentence to the problems where the keys
+contradict each other or the layout. GRPO's settings have three places in Oumi, and those of its trainer on verl are a
+fourth: of a value that stands in several all have to be the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from megalith.config import RlConfig
+from megalith.dialects.oumi.oumi_keys import ACTOR, ENGINE_KEYS, IN_VERL, ROLLOUT
+
+if TYPE_CHECKING:
+    from megalith.dialects.oumi.oumi_settings import Asked, DatasetAsked
+
+IN_MEGATRON = f"{ACTOR}megatron."
+OVERRIDE = f"{IN_MEGATRON}override_transformer_config."
+LAYOUT = {  # the axis in the error's text → its key
+    "tensor": "tensor_model_parallel_size",
+    "pipeline": "pipeline_model_parallel_size",
+    "context": "context_parallel_size",
+}
+PRECISIONS = {"bfloat16": "bf16", "bf16": "bf16", "float16": "fp16", "fp16": "fp16", "half": "fp16",
+              "float32": "fp32", "fp32": "fp32", "float": "fp32", "auto": "auto", "none": "none"}  # fmt: skip
+OPTIMIZERS = {
+    **dict.fromkeys(("adamw", "adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), "adamw"),
+    **dict.fromkeys(("paged_adamw", "paged_adamw_32bit"), "adamw"),
+    **dict.fromkeys(("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit"), "adamw in 8 bits"),
+    "sgd": "sgd",
+}
+SCHEDULES = {"linear": "linear", "cosine": "cosine", "cosine_with_min_lr": "cosine", "constant": "constant",
+             "constant_with_warmup": "constant"}  # fmt: skip
+STRATEGIES = {  # FSDP's → ours
+    "FULL_SHARD": "optim_grads_params",
+    "HYBRID_SHARD": "optim_grads_params",
+    "SHARD_GRAD_OP": "optim_grads",
+    "HYBRID_SHARD_ZERO2": "optim_grads",
+    "NO_SHARD": "no_shard",
+}
+REWARDS = {"gsm8k": "gsm8k", "countdown": "countdown"}  # what a dataset's name implies
+KNOWN_REWARDS = ("gsm8k", "gsm8k_flexible", "countdown", "arithmetic", "sort", "format", "length")
+KWARGS: dict[str, dict[str, str | None]] = {  # training.trainer_kwargs: the setting, or None where it changes nothing
+    "sft": {
+        "max_seq_length": "data.seq_length",
+        "max_length": "data.seq_length",
+        "packing": "sft.packing",
+        "assistant_only_loss": "sft.assistant_only_loss",
+        "completion_only_loss": "sft.completion_only_loss",
+        "dataset_text_field": None,
+        "dataset_kwargs": None,
+        "remove_unused_columns": None,
+        "use_liger_kernel": None,
+    },
+    "dpo": {
+        "max_length": "data.seq_length",
+        "max_prompt_length": None,
+        "beta": "dpo.beta",
+        "loss_type": "dpo.loss_type",
+        "label_smoothing": "dpo.label_smoothing",
+        "remove_unused_columns": None,
+        "use_liger_kernel": None,
+    },
+    "grpo": {
+        **{name: f"rl.{name}" for name in RlConfig.model_fields if name not in ("prompts", "rollouts", "reward_funcs")},
+        "vllm_mode": None,
+        "remove_unused_columns": None,
+        "use_liger_kernel": None,
+    },
+}
+KEY_OF = {  # settings that are decided here → the key that a reader of their error would change
+    "parallel.tensor_model_parallel_size": "megatron.tensor_model_parallel_size",
+    "parallel.pipeline_model_parallel_size": "megatron.pipeline_model_parallel_size",
+    "parallel.context_parallel_size": "megatron.context_parallel_size",
+    "parallel.expert_model_parallel_size": "megatron.expert_model_parallel_size",
+    "parallel.expert_tensor_parallel_size": "megatron.expert_tensor_parallel_size",
+    "parallel.virtual_pipeline_model_parallel_size": "megatron.virtual_pipeline_model_parallel_size / PP",
+    "parallel.recompute_granularity": "megatron.transformer_config.recompute_granularity",
+    "parallel.recompute_method": "megatron.transformer_config.recompute_method",
+    "parallel.recompute_num_layers": "megatron.transformer_config.recompute_num_layers",
+    "parallel.recompute_modules": "megatron.transformer_config.recompute_modules",
+    "optim.optimizer_cpu_offload": "megatron.optimizer_config.optimizer_cpu_offload",
+    "optim.optimizer_offload_fraction": "megatron.optimizer_config.optimizer_offload_fraction",
+    "train.micro_batch_size": "megatron.micro_batch_size",
+    "train.global_batch_size": "megatron.global_batch_size",
+    "train.train_iters": "training.max_steps",
+    "train.precision": "model.torch_dtype_str",
+    "model.init_from": "model.model_name",
+    "data.data_path": "data.train.datasets",
+    "data.seq_length": "model.model_max_length",
+    "checkpoint.save_interval": "training.save_steps",
+    "rl.prompts": "data.train.datasets",
+    "rl.reward_funcs": "training.reward_functions",
+    "rl.num_generations": "grpo.num_generations",
+    "rl.temperature": "grpo.temperature",
+    "rl.epsilon": "grpo.epsilon",
+    "rl.max_prompt_length": "training.grpo.max_prompt_length",
+    "rl.max_completion_length": "training.grpo.max_completion_length",
+    "rl.beta": "megatron.grpo_config.kl_beta",
+    "rl.packing": "megatron.enable_sequence_packing",
+    "lora.targets": "peft.lora_target_modules",
+    "lora.rank": "peft.lora_r",
+}
+
+
+def decide(asked: Asked, trainer: str, datasets: Sequence[DatasetAsked]) -> dict[str, Any]:
+    """Sets what the keys decide together, and returns the fields of OumiRun that no setting has."""
+    parallel = _layout(asked)
+    rewards: list[str] = []
+    if trainer == "grpo":
+        _objective(asked)
+        _engine(asked)
+        rewards = _rewards(asked, datasets)
+    else:
+        asked.set(f"{trainer}.enabled", True)
+        _chat(asked, trainer, datasets)
+    _batch(asked, trainer, parallel)
+    _sharding(asked, trainer, parallel)
+    _recompute(asked)
+    _offload(asked)
+    _optimizer(asked)
+    _schedule(asked)
+    _output(asked, trainer)
+    _adapters(asked)
+    writes_bin = _trainer_kwargs(asked, trainer)
+    return {
+        "rewards": rewards,
+        "epochs": _steps(asked, trainer),
+        "finds_precision": _precision(asked),
+        "exports": asked["training.save_final_model"],
+        "writes_bin": writes_bin,
+        "model_parallel": parallel,
+    }
+
+
+def _layout(asked: Asked) -> int:
+    sizes = {
+        axis: asked.one(f"megatron.{key}", f"{IN_MEGATRON}{key}", default=1) for axis, key in LAYOUT.items()
+    }
+    for axis, size in sizes.items():
+        asked.set(f"parallel.{LAYOUT[axis]}", size)
+    product = math.prod(sizes.values())
+    if min(sizes.values()) < 1:
+        asked.problems.append(f"parallel sizes are {sizes}; each is 1 or more")
+        return 1
+    if asked.world_size and asked.world_size % product:
+        asked.problems.append(indivisible(asked.world_size, sizes))
+    if sizes["tensor"] > 1 and f"{IN_MEGATRON}sequence_parallel" not in asked:
+        asked.set("parallel.sequence_parallel", True)
+    tp, pp = sizes["tensor"], sizes["pipeline"]
+    _experts(asked, product, tp)
+    name = "virtual_pipeline_model_parallel_size"
+    total = asked.one(f"megatron.{name}", default=None)
+    if total is not None and (pp == 1 or total % pp):
+        asked.problems.append(
+            f"megatron.{name} is {total}, the virtual stages of all ranks together, which pipeline_model_parallel_size "
+            f"({pp}) has to divide and be above 1; give {2 * pp if pp > 1 else 'none'}"
+        )
+    elif total is not None:
+        asked.set(f"parallel.{name}", total // pp)
+        asked.notes.append(
+            f"megatron.{name} {total} / {pp} pipeline ranks = {total // pp} chunks of layers a rank"
+        )
+    elif f"{IN_MEGATRON}{name}" in asked:  # verl means chunks a rank, as Megatron does
+        asked.set(f"parallel.{name}", asked[f"{IN_MEGATRON}{name}"])
+    return product
+
+
+def indivisible(world_size: int, sizes: Mapping[str, int]) -> str:
+    """The sentence on a job that the model's layout does not divide."""
+    told = " × ".join(f"{axis} ({size})" for axis, size in sizes.items())
+    product = math.prod(sizes.values())
+    return (
+        f"world_size ({world_size}) must be divisible by the product of all model parallel sizes ({product}): {told}; "
+        f"start a multiple of {product} processes, or lower megatron.{LAYOUT['tensor']} or {LAYOUT['pipeline']}"
+    )
+
+
+def _experts(asked: Asked, product: int, tp: int) -> None:
+    ep = asked.one(
+        "megatron.expert_model_parallel_size", f"{IN_MEGATRON}expert_model_parallel_size", default=1
+    )
+    etp = asked.one(
+        "megatron.expert_tensor_parallel_size", f"{IN_MEGATRON}expert_tensor_parallel_size", default=None
+    )
+    if ep == 1 and etp in (None, 1):
+        return
+    etp = tp if etp is None else etp
+    asked.set("parallel.expert_model_parallel_size", ep)
+    asked.set("parallel.expert_tensor_parallel_size", etp)
+    world = asked.world_size or product * ep
+    asked.notes.append(
+        f"expert parallelism is folded out of the other axes: on {world} GPUs there are {world // product} replicas of "
+        f"the layers without experts (world / TP·PP·CP), and the batch is theirs; Oumi's branch counts "
+        f"{world / product / ep:g} (world / TP·PP·CP·EP)"
+    )
+
+
+def _replicas(asked: Asked, parallel: int) -> int:
+    return max(1, (asked.world_size or parallel) // parallel)
+
+
+def _batch(asked: Asked, trainer: str, parallel: int) -> None:
+    per_device, accumulated = "training.per_device_train_batch_size", "training.gradient_accumulation_steps"
+    default = 1 if trainer == "grpo" else asked[per_device]
+    micro = asked.one(
+        "megatron.micro_batch_size", per_device, f"{ACTOR}ppo_micro_batch_size_per_gpu", default=default
+    )
+    replicas, accumulation = _replicas(asked, parallel), asked[accumulated]
+    by_steps = micro * accumulation * replicas
+    each = _generations(asked) if trainer == "grpo" else 1
+    whole = asked["megatron.global_batch_size"]
+    minis = asked.values.get(f"{ACTOR}ppo_mini_batch_size")
+    if minis is not None and trainer == "grpo":
+        whole = asked.one("megatron.global_batch_size", default=minis * each)
+        rollouts = asked.one(f"{IN_VERL}data.train_batch_size", default=minis)
+        if rollouts % minis or whole != minis * each:
+            asked.problems.append(
+                f"verl's data.train_batch_size ({rollouts} prompts) has to be divisible by ppo_mini_batch_size "
+                f"({minis}), and megatron.global_batch_size to be {minis} × {each} = {minis * each} sequences; it is "
+                f"{whole}"
+            )
+        asked.set("rl.mini_batches", max(1, rollouts // minis))
+    elif f"{IN_VERL}data.train_batch_size" in asked and trainer == "grpo" and whole is None:
+        whole = asked[f"{IN_VERL}data.train_batch_size"] * each
+    if whole is not None and accumulated in asked and whole != by_steps:
+        asked.problems.append(
+            f"megatron.global_batch_size is {whole}, but micro_batch_size ({micro}) × {accumulated} ({accumulation}) × "
+            f"data parallel ({replicas}) = {by_steps}; make them the same, or leave one out"
+        )
+    whole = by_steps if whole is None else whole
+    asked.set("train.micro_batch_size", micro)
+    asked.set("train.global_batch_size", whole)
+    if trainer != "grpo":
+        return
+    if whole % each:
+        asked.problems.append(
+            f"the global batch of {whole} sequences is not divisible by num_generations ({each}): a step takes whole "
+            f"groups; set gradient_accumulation_steps so that micro_batch_size ({micro}) × accumulation × data parallel "
+            f"({replicas}) is a multiple of {each}, or megatron.global_batch_size"
+        )
+    asked.notes.append(
+        f"{whole // each} prompts × {each} completions = {whole} sequences a step, in micro-batches of {micro} on "
+        f"{replicas} data-parallel {'replica' if replicas == 1 else 'replicas'}"
+    )
+
+
+def _generations(asked: Asked) -> int:
+    return asked.one(
+        "grpo.num_generations", "training.grpo.num_generations", f"{ROLLOUT}n", "training.trainer_kwargs.num_generations",
+        default=8,
+    )  # fmt: skip
+
+
+def _objective(asked: Asked) -> None:
+    config, verl = "megatron.grpo_config.", f"{ACTOR}"
+    places = ("grpo.", "training.grpo.")
+    asked.set("rl.num_generations", _generations(asked))
+    temperature = [f"{place}temperature" for place in (*places, "megatron.sampling_config.", ROLLOUT)]
+    asked.set("rl.temperature", asked.one(*temperature, default=0.9))
+    for key in ("top_p", "top_k"):
+        if asked.values.get(f"{ROLLOUT}{key}", -1) not in (-1, 0, 1.0):
+            asked.set(f"rl.{key}", asked[f"{ROLLOUT}{key}"])
+    both = [f"{place}epsilon" for place in places]
+    if not {f"{verl}clip_ratio_low", f"{verl}clip_ratio_high"} & {*asked.values}:
+        both.append(f"{verl}clip_ratio")
+    epsilon = asked.one(*both, f"{config}clamp_eps_lower", f"{verl}clip_ratio_low", default=0.2)
+    asked.set("rl.epsilon", epsilon)
+    upper = asked.one(f"{config}clamp_eps_upper", f"{verl}clip_ratio_high", default=None)
+    if upper is not None and upper != epsilon:
+        asked.set("rl.epsilon_high", upper)
+    prompt = [f"{place}max_prompt_length" for place in places]
+    prompt_tokens = asked.one(*prompt, f"{IN_VERL}data.max_prompt_length", default=512)
+    answer = [f"{place}max_completion_length" for place in places] + ["megatron.sampling_config.max_tokens"]
+    answer_tokens = asked.one(*answer, f"{IN_VERL}data.max_response_length", default=256)
+    asked.set("rl.max_prompt_length", prompt_tokens)
+    asked.set("rl.max_completion_length", answer_tokens)
+    asked.set("rl.overlong_prompts", "drop")
+    packs, longest = asked["megatron.enable_sequence_packing"], prompt_tokens + answer_tokens
+    asked.set("rl.packing", packs)
+    unit = 2 * asked.tree["parallel"][LAYOUT["tensor"]] * asked.tree["parallel"][LAYOUT["context"]]
+    row = max(longest, asked["model.model_max_length"] or 0) if packs else longest
+    asked.set("data.seq_length", -(-row // unit) * unit)
+    by_verl = f"{verl}use_kl_loss"
+    coefficient = (asked[f"{verl}kl_loss_coef"] if asked[by_verl] else 0.0) if by_verl in asked else 0.001
+    asked.set("rl.beta", asked.one(f"{config}kl_beta", default=coefficient))
+    asked.set(
+        "rl.entropy_coef", asked.one(f"{config}entropy_weight", f"{verl}entropy_coeff", default=0.0)
+    )
+    if not asked[f"{config}normalize_advantages"]:
+        asked.set("rl.scale_rewards", "none")
+    if asked["grpo.log_completions"]:
+        asked.set("rl.log_completions", True)
+
+
+def _engine(asked: Asked) -> None:
+    """Which engine samples, and how weights reach it: the one table to switch on is ENGINE_KEYS."""
+    backend = asked.one("megatron.inference_backend", f"{ROLLOUT}name", default=None)
+    if backend is None and (asked["training.grpo.use_vllm"] or asked["grpo.use_vllm"]):
+        backend = "vllm"
+    if backend not in (None, "vllm", "sglang", "megatron"):
+        asked.problems.append(f"megatron.inference_backend is {backend!r}; there are vllm, sglang, megatron")
+    method, interval = asked["megatron.weight_sync_method"], asked["megatron.vllm_weight_sync_interval"]
+    if method not in ("nccl", "gloo", "checkpoint"):
+        asked.problems.append(f"megatron.weight_sync_method is {method!r}; there are nccl, gloo, checkpoint")
+    if interval is not None and interval < 1:
+        asked.problems.append(f"megatron.vllm_weight_sync_interval is {interval}; it is 1 or more steps")
+    has = {path: path.partition(".")[2] in RlConfig.model_fields for path in ENGINE_KEYS}
+    external = backend in ("vllm", "sglang") and has["rl.engine"] and find_spec(backend) is not None
+    if external:
+        asked.set("rl.engine", backend)
+        asked.set("rl.weight_sync_method", method)
+    elif backend in ("vllm", "sglang"):
+        lacks = f"{backend} is not installed" if has["rl.engine"] else f"this version drives no {backend}"
+        asked.notes.append(
+            f"megatron.inference_backend is {backend}, but {lacks}: completions are sampled by Megalith's own engine, "
+            "with the trainer's weights of that step, so that weight_sync_method changes nothing"
+        )
+    for path, value, passes in (
+        ("rl.max_staleness", interval and interval - 1, interval in (None, 1)),
+        ("rl.weight_sync_timeout", asked["megatron.weight_sync_timeout"], not external),
+    ):
+        if passes or value is None:
+            continue
+        if has[path] and external:
+            asked.set(path, value)
+        else:
+            asked.problems.append(
+                f"{ENGINE_KEYS[path]} is {asked[ENGINE_KEYS[path]]}, which is refused: rollouts here are always of the "
+                "step's own weights; leave it out, or set it to 1"
+            )
+
+
+def _rewards(asked: Asked, datasets: Sequence[DatasetAsked]) -> list[str]:
+    given = [name for name in asked["training.reward_functions"] or () if name]
+    if not given:
+        names = [(one.name or one.path or "").rstrip("/").rpartition("/")[2].lower() for one in datasets]
+        implied = {REWARDS.get(name) for name in names}
+        if len(implied) != 1 or None in implied:
+            known = ", ".join(REWARDS)
+            asked.problems.append(
+                f"training.reward_functions is not set, and only the datasets {known} imply one; name it, or path.py:"
+                "function"
+            )
+            return []
+        given = [str(implied.pop())]
+        asked.notes.append(
+            f"reward: {given[0]}, which the dataset {names[0]} implies; training.reward_functions names another"
+        )
+    for name in given:
+        if name not in KNOWN_REWARDS and ":" not in name:
+            asked.problems.append(
+                f"training.reward_functions names {name!r}; there are {', '.join(KNOWN_REWARDS)}, and path.py:function "
+                "for one of your own"
+            )
+    return given
+
+
+def _chat(asked: Asked, trainer: str, datasets: Sequence[DatasetAsked]) -> None:
+    asked.set("data.seq_length", asked["model.model_max_length"] or 1024)
+    asked.set(f"{trainer}.truncation_mode", "keep_start")
+    collator, target = asked["data.train.collator_name"], asked["data.train.train_target"]
+    if collator not in (None, "text_with_padding", "text_completions_only_with_padding"):
+        asked.problems.append(
+            f"data.train.collator_name is {collator!r}; of text there are text_with_padding and "
+            "text_completions_only_with_padding"
+        )
+    if str(target).lower() == "final_assistant_turn":
+        asked.problems.append("data.train.train_target is FINAL_ASSISTANT_TURN; all of them can be learned")
+    if trainer == "sft":
+        answers_alone = collator == "text_completions_only_with_padding" or target is not None
+        asked.set("sft.assistant_only_loss", answers_alone)
+        asked.set("sft.completion_only_loss", answers_alone)
+        asked.set("sft.packing", asked["data.train.pack"])
+    template = asked["model.chat_template"]
+    if template not in (None, "auto") and "/" not in template and not template.endswith(".jinja"):
+        asked.problems.append(
+            f"model.chat_template is {template!r}, a template of Oumi's package, which is not here; leave it out for "
+            "the tokenizer's own, or give the path of a Jinja file"
+        )
+    harmless = {"hf_dataset_path", "return_conversations", "return_tensors", "return_conversations_format"}
+    for number, one in enumerate(datasets):
+        other = {name for name in one.kwargs if name not in harmless} - {"messages_column"}
+        if one.kwargs.get("messages_column", "messages") != "messages":
+            other.add("messages_column")
+        if other:
+            asked.problems.append(
+                f"data.train.datasets[{number}].dataset_kwargs has {', '.join(sorted(other))}, which is refused: "
+                "records are read as docs/sft.md says; convert them before"
+            )
+
+
+def _steps(asked: Asked, trainer: str) -> float | None:
+    steps = asked.one(
+        "training.max_steps", f"{IN_VERL}trainer.total_training_steps", default=-1
+    )
+    if steps > 0:
+        asked.set("train.train_iters", steps)
+        return None
+    epochs = asked.one("training.num_train_epochs", f"{IN_VERL}trainer.total_epochs", default=3)
+    if trainer == "grpo":
+        return epochs
+    asked.set(f"{trainer}.num_train_epochs", epochs)
+    return None
+
+
+def _sharding(asked: Asked, trainer: str, parallel: int) -> None:
+    replicas = _replicas(asked, parallel) * asked.tree["parallel"][LAYOUT["context"]]
+    strategy = "optim" if replicas > 1 else "no_shard"
+    if asked["fsdp.enable_fsdp"] and trainer == "grpo":
+        asked.problems.append(
+            "fsdp.enable_fsdp is True, which excludes trainer_type MEGATRON_GRPO; set it False: the megatron section "
+            "shards the model, and the optimizer's state is sharded over the replicas"
+        )
+    elif asked["fsdp.enable_fsdp"]:
+        name = str(asked["fsdp.sharding_strategy"]).upper()
+        if name not in STRATEGIES:
+            asked.problems.append(f"fsdp.sharding_strategy is {name}; there are {', '.join(STRATEGIES)}")
+        strategy = STRATEGIES.get(name, strategy) if replicas > 1 else "no_shard"
+        if name.startswith("HYBRID") and replicas > 1:
+            asked.notes.append(
+                f"fsdp.sharding_strategy {name} shards over all replicas here; for one copy a machine set "
+                "parallel.num_distributed_optimizer_instances in a run file"
+            )
+        if asked["fsdp.cpu_offload"]:
+            asked.set("optim.optimizer_cpu_offload", True)
+            asked.notes.append("fsdp.cpu_offload: the optimizer's state is in host memory; parameters stay")
+    asked.set("parallel.data_parallel_sharding_strategy", strategy)
+
+
+def _recompute(asked: Asked) -> None:
+    def one(name: str) -> Any:
+        return asked.one(f"megatron.transformer_config.{name}", f"{OVERRIDE}{name}", default=None)
+
+    granularity = one("recompute_granularity")
+    checkpointing = asked["training.enable_gradient_checkpointing"] or asked.one(
+        f"{IN_VERL}actor_rollout_ref.model.enable_gradient_checkpointing", default=False
+    )
+    if granularity is None and checkpointing:
+        granularity = "full"
+    if granularity not in (None, "full", "selective"):
+        asked.problems.append(
+            f"megatron.transformer_config.recompute_granularity is {granularity!r}; there are full, selective, null"
+        )
+    if granularity is None:
+        return
+    asked.set("parallel.recompute_granularity", granularity)
+    read = {"full": ("recompute_method", "recompute_num_layers"), "selective": ("recompute_modules",)}
+    for name in ("recompute_method", "recompute_num_layers", "recompute_modules"):
+        value = one(name)
+        if value is not None and name in read.get(granularity, ()):
+            asked.set(f"parallel.{name}", value)
+        elif value is not None:
+            asked.notes.append(
+                f"megatron.transformer_config.{name} {value} changes nothing with {granularity} recomputation"
+            )
+    if granularity == "full" and "recompute_method" not in asked.tree["parallel"]:
+        asked.set("parallel.recompute_method", "uniform")
+
+
+def _offload(asked: Asked) -> None:
+    section = "megatron.optimizer_config."
+    fraction, on = asked[f"{section}optimizer_offload_fraction"], asked[f"{section}optimizer_cpu_offload"]
+    verl = [f"{ACTOR}{part}optimizer_offload" for part in ("", "fsdp_config.", "megatron.")]
+    on = on or asked.one(*verl, default=False)
+    given = f"{section}optimizer_offload_fraction" in asked
+    if given and (not 0 <= fraction <= 1 or (fraction > 0 and not on) or (fraction == 0 and on)):
+        asked.problems.append(
+            f"{section}optimizer_cpu_offload is {on} and optimizer_offload_fraction {fraction:g}; offloading takes True "
+            "and a share above 0, up to 1, none False and 0"
+        )
+    elif on:
+        asked.set("optim.optimizer_cpu_offload", True)
+        asked.set("optim.optimizer_offload_fraction", fraction if given else 1.0)
+        name = "overlap_cpu_optimizer_d2h_h2d"
+        asked.set(f"optim.{name}", asked.one(f"{section}{name}", default=True))
+
+
+def _optimizer(asked: Asked) -> None:
+    name = asked["training.optimizer"].lower()
+    if name not in OPTIMIZERS:
+        asked.problems.append(f"training.optimizer is {name!r}; there are {', '.join(OPTIMIZERS)}")
+        return
+    asked.set("optim.optimizer", OPTIMIZERS[name].split()[0])
+    if OPTIMIZERS[name].endswith("8 bits"):
+        asked.set("optim.exp_avg_dtype", "fp8")
+        asked.set("optim.exp_avg_sq_dtype", "fp8")
+    if OPTIMIZERS[name] == "sgd":
+        for moment in ("adam_beta1", "adam_beta2", "adam_eps"):
+            asked.tree["optim"].pop(moment, None)
+    else:
+        asked.tree["optim"].pop("sgd_momentum", None)
+    if name.startswith("paged"):
+        asked.notes.append(f"training.optimizer {name}: nothing is paged; offload with megatron.optimizer_config")
+    for key, path in (("lr", "lr"), ("weight_decay", "weight_decay")):
+        ours = {"lr": "training.learning_rate"}.get(key, f"training.{key}")
+        asked.set(f"optim.{path}", asked.one(ours, f"{ACTOR}optim.{key}", default=asked[ours]))
+
+
+def _schedule(asked: Asked) -> None:
+    name = asked.one("training.lr_scheduler_type", f"{ACTOR}optim.lr_scheduler_type", default="linear").lower()
+    if name not in SCHEDULES:
+        asked.problems.append(f"training.lr_scheduler_type is {name!r}; there are {', '.join(SCHEDULES)}")
+        return
+    asked.set("optim.lr_decay_style", SCHEDULES[name])
+    rate, kwargs = float(asked.tree["optim"]["lr"]), dict(asked["training.lr_scheduler_kwargs"])
+    lowest = kwargs.pop("min_lr", None)
+    share = kwargs.pop("min_lr_rate", asked.values.get(f"{ACTOR}optim.min_lr_ratio"))
+    if kwargs.pop("num_cycles", 0.5) != 0.5 or kwargs:
+        asked.problems.append(
+            f"training.lr_scheduler_kwargs is {asked['training.lr_scheduler_kwargs']}; there are min_lr, min_lr_rate, "
+            "and num_cycles 0.5"
+        )
+    if lowest is not None or share is not None:
+        asked.set("optim.min_lr", float(lowest) if lowest is not None else rate * float(share))
+    steps = asked.one("training.warmup_steps", f"{ACTOR}optim.lr_warmup_steps", default=0)
+    if steps:
+        asked.set("optim.lr_warmup_iters", steps)
+    elif asked["training.warmup_ratio"]:
+        asked.set("optim.lr_warmup_fraction", asked["training.warmup_ratio"])
+
+
+def _precision(asked: Asked) -> bool:
+    """True where it is that of the weights."""
+    kept, mixed = (str(asked[key]).lower() for key in ("model.torch_dtype_str", "training.mixed_precision_dtype"))
+    for key, name in (("model.torch_dtype_str", kept), ("training.mixed_precision_dtype", mixed)):
+        if name not in PRECISIONS:
+            asked.problems.append(f"{key} is {name!r}; there are {', '.join(PRECISIONS)}")
+            return False
+    precision = PRECISIONS[mixed] if mixed != "none" else PRECISIONS[kept]
+    if precision == "auto":
+        return True
+    asked.set("train.precision", precision)
+    return False
+
+
+def _output(asked: Asked, trainer: str) -> None:
+    steps = asked.one("training.save_steps", f"{IN_VERL}trainer.save_freq", default=500)
+    if steps > 0:
+        asked.set("checkpoint.save_interval", steps)
+    if asked["training.use_deterministic"] or asked["training.full_determinism"]:
+        asked.set("train.deterministic", True)
+    if asked["training.compile"]:
+        asked.set("runtime.compile", True)
+    wanted = asked["training.enable_tensorboard"]
+    if wanted and find_spec("tensorboard") is None:
+        if "training.enable_tensorboard" in asked:
+            asked.notes.append("training.enable_tensorboard: TensorBoard is not installed, and nothing is written")
+        wanted = False
+    asked.set("log.tensorboard", wanted)
+    if not wanted:
+        asked.tree["log"].pop("tensorboard_dir", None)
+    if not asked.tree["log"].get("wandb"):
+        for name in ("wandb_name", "wandb_project"):
+            asked.tree["log"].pop(name, None)
+    if asked["training.try_resume_from_last_checkpoint"] and not asked["training.resume_from_checkpoint"]:
+        asked.set("checkpoint.load", asked["training.output_dir"])
+    when = asked["training.eval_strategy"].lower()
+    if trainer == "grpo" and when != "no":
+        asked.problems.append(
+            f"training.eval_strategy is {when}; rewards are of the training's prompts: judge others by `megalith rollout`"
+        )
+    elif when not in ("no", "steps"):
+        asked.problems.append(f"training.eval_strategy is {when!r}; there are no and steps")
+    elif when == "steps":
+        asked.set("train.eval_interval", asked["training.eval_steps"])
+    elif trainer != "grpo":
+        asked.set("train.eval_iters", 0)
+
+
+def _adapters(asked: Asked) -> None:
+    if not asked["training.use_peft"]:
+        return
+    asked.set("lora.rank", asked["peft.lora_r"])
+    asked.set("lora.alpha", asked["peft.lora_alpha"])
+    asked.set("lora.dropout", asked["peft.lora_dropout"])
+    targets = asked["peft.lora_target_modules"]
+    if targets is None:
+        asked.problems.append("peft.lora_target_modules is not set; name them, such as [q_proj, v_proj], or all-linear")
+    elif targets != ["all-linear"]:
+        asked.set("lora.targets", targets)
+
+
+def _trainer_kwargs(asked: Asked, trainer: str) -> bool:
+    """Reads training.trainer_kwargs; whether pytorch_model.bin is asked for."""
+    kwargs, known = dict(asked["training.trainer_kwargs"]), KWARGS[trainer]
+    safetensors = kwargs.pop("save_safetensors", True)
+    for name, value in kwargs.items():
+        if name not in known:
+            asked.problems.append(
+                f"training.trainer_kwargs has {name!r}, which is refused; with this trainer there are "
+                f"{', '.join(sorted(known))}"
+            )
+        elif (path := known[name]) is not None:
+            section, _, setting = path.partition(".")
+            old = asked.tree.get(section, {}).get(setting)
+            if name in ("num_generations", "temperature", "epsilon", "beta") and trainer == "grpo" and old != value:
+                asked.problems.append(
+                    f"training.trainer_kwargs.{name} is {value}, but {KEY_OF[path]} gives {old}; leave the first out"
+                )
+            asked.set(path, value)
+    return not safetensors
