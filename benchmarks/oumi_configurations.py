@@ -29,7 +29,9 @@ def trainer_of(path: Path) -> str | None:
     except (yaml.YAMLError, UnicodeDecodeError):
         return None
     training = tree.get("training") if isinstance(tree, dict) else None
-    return str(training["trainer_type"]) if isinstance(training, dict) and "trainer_type" in training else None
+    return (
+        str(training["trainer_type"]) if isinstance(training, dict) and "trainer_type" in training else None
+    )
 
 
 def keys_in(sentence: str) -> list[str]:

@@ -44,7 +44,9 @@ STRATEGIES = {  # FSDP's → ours
 }
 REWARDS = {"gsm8k": "gsm8k", "countdown": "countdown"}  # what a dataset's name implies
 KNOWN_REWARDS = ("gsm8k", "gsm8k_flexible", "countdown", "arithmetic", "sort", "format", "length")
-KWARGS: dict[str, dict[str, str | None]] = {  # training.trainer_kwargs: the setting, or None where it changes nothing
+KWARGS: dict[
+    str, dict[str, str | None]
+] = {  # training.trainer_kwargs: the setting, or None where it changes nothing
     "sft": {
         "max_seq_length": "data.seq_length",
         "max_length": "data.seq_length",
@@ -66,7 +68,11 @@ KWARGS: dict[str, dict[str, str | None]] = {  # training.trainer_kwargs: the set
         "use_liger_kernel": None,
     },
     "grpo": {
-        **{name: f"rl.{name}" for name in RlConfig.model_fields if name not in ("prompts", "rollouts", "reward_funcs")},
+        **{
+            name: f"rl.{name}"
+            for name in RlConfig.model_fields
+            if name not in ("prompts", "rollouts", "reward_funcs")
+        },
         "vllm_mode": None,
         "remove_unused_columns": None,
         "use_liger_kernel": None,
@@ -288,9 +294,7 @@ def _objective(asked: Asked) -> None:
     by_verl = f"{verl}use_kl_loss"
     coefficient = (asked[f"{verl}kl_loss_coef"] if asked[by_verl] else 0.0) if by_verl in asked else 0.001
     asked.set("rl.beta", asked.one(f"{config}kl_beta", default=coefficient))
-    asked.set(
-        "rl.entropy_coef", asked.one(f"{config}entropy_weight", f"{verl}entropy_coeff", default=0.0)
-    )
+    asked.set("rl.entropy_coef", asked.one(f"{config}entropy_weight", f"{verl}entropy_coeff", default=0.0))
     if not asked[f"{config}normalize_advantages"]:
         asked.set("rl.scale_rewards", "none")
     if asked["grpo.log_completions"]:
@@ -395,9 +399,7 @@ def _chat(asked: Asked, trainer: str, datasets: Sequence[DatasetAsked]) -> None:
 
 
 def _steps(asked: Asked, trainer: str) -> float | None:
-    steps = asked.one(
-        "training.max_steps", f"{IN_VERL}trainer.total_training_steps", default=-1
-    )
+    steps = asked.one("training.max_steps", f"{IN_VERL}trainer.total_training_steps", default=-1)
     if steps > 0:
         asked.set("train.train_iters", steps)
         return None
@@ -495,14 +497,18 @@ def _optimizer(asked: Asked) -> None:
     else:
         asked.tree["optim"].pop("sgd_momentum", None)
     if name.startswith("paged"):
-        asked.notes.append(f"training.optimizer {name}: nothing is paged; offload with megatron.optimizer_config")
+        asked.notes.append(
+            f"training.optimizer {name}: nothing is paged; offload with megatron.optimizer_config"
+        )
     for key, path in (("lr", "lr"), ("weight_decay", "weight_decay")):
         ours = {"lr": "training.learning_rate"}.get(key, f"training.{key}")
         asked.set(f"optim.{path}", asked.one(ours, f"{ACTOR}optim.{key}", default=asked[ours]))
 
 
 def _schedule(asked: Asked) -> None:
-    name = asked.one("training.lr_scheduler_type", f"{ACTOR}optim.lr_scheduler_type", default="linear").lower()
+    name = asked.one(
+        "training.lr_scheduler_type", f"{ACTOR}optim.lr_scheduler_type", default="linear"
+    ).lower()
     if name not in SCHEDULES:
         asked.problems.append(f"training.lr_scheduler_type is {name!r}; there are {', '.join(SCHEDULES)}")
         return
@@ -526,7 +532,9 @@ def _schedule(asked: Asked) -> None:
 
 def _precision(asked: Asked) -> bool:
     """True where it is that of the weights."""
-    kept, mixed = (str(asked[key]).lower() for key in ("model.torch_dtype_str", "training.mixed_precision_dtype"))
+    kept, mixed = (
+        str(asked[key]).lower() for key in ("model.torch_dtype_str", "training.mixed_precision_dtype")
+    )
     for key, name in (("model.torch_dtype_str", kept), ("training.mixed_precision_dtype", mixed)):
         if name not in PRECISIONS:
             asked.problems.append(f"{key} is {name!r}; there are {', '.join(PRECISIONS)}")
@@ -549,7 +557,9 @@ def _output(asked: Asked, trainer: str) -> None:
     wanted = asked["training.enable_tensorboard"]
     if wanted and find_spec("tensorboard") is None:
         if "training.enable_tensorboard" in asked:
-            asked.notes.append("training.enable_tensorboard: TensorBoard is not installed, and nothing is written")
+            asked.notes.append(
+                "training.enable_tensorboard: TensorBoard is not installed, and nothing is written"
+            )
         wanted = False
     asked.set("log.tensorboard", wanted)
     if not wanted:
@@ -580,7 +590,9 @@ def _adapters(asked: Asked) -> None:
     asked.set("lora.dropout", asked["peft.lora_dropout"])
     targets = asked["peft.lora_target_modules"]
     if targets is None:
-        asked.problems.append("peft.lora_target_modules is not set; name them, such as [q_proj, v_proj], or all-linear")
+        asked.problems.append(
+            "peft.lora_target_modules is not set; name them, such as [q_proj, v_proj], or all-linear"
+        )
     elif targets != ["all-linear"]:
         asked.set("lora.targets", targets)
 
@@ -598,7 +610,11 @@ def _trainer_kwargs(asked: Asked, trainer: str) -> bool:
         elif (path := known[name]) is not None:
             section, _, setting = path.partition(".")
             old = asked.tree.get(section, {}).get(setting)
-            if name in ("num_generations", "temperature", "epsilon", "beta") and trainer == "grpo" and old != value:
+            if (
+                name in ("num_generations", "temperature", "epsilon", "beta")
+                and trainer == "grpo"
+                and old != value
+            ):
                 asked.problems.append(
                     f"training.trainer_kwargs.{name} is {value}, but {KEY_OF[path]} gives {old}; leave the first out"
                 )

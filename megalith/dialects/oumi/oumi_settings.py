@@ -138,7 +138,9 @@ def _place(tree: dict[str, Any], key: str, value: Any) -> None:
     for part, after in zip(parts, [*parts[1:], None]):
         if isinstance(part, int):
             if not isinstance(here, list) or part > len(here):
-                raise ConfigError(f"{key} names entry {part} of a list that has not so many; add those before")
+                raise ConfigError(
+                    f"{key} names entry {part} of a list that has not so many; add those before"
+                )
             if part == len(here):
                 here.append(None)
         elif not isinstance(here, dict):
@@ -211,11 +213,11 @@ def translate_oumi(tree: Mapping[str, Any], world_size: int | None = None) -> Ou
 
 
 def _other_trainer(name: str) -> str:
-    there = "there are MEGATRON_GRPO (GRPO), TRL_SFT (fine-tuning on conversations) and TRL_DPO (on preferences)"
+    there = (
+        "there are MEGATRON_GRPO (GRPO), TRL_SFT (fine-tuning on conversations) and TRL_DPO (on preferences)"
+    )
     if name in ("VERL_GRPO", "TRL_GRPO"):
-        return (
-            f"training.trainer_type is {name}; set it to MEGATRON_GRPO, or let `megalith oumi migrate` do it: {there}"
-        )
+        return f"training.trainer_type is {name}; set it to MEGATRON_GRPO, or let `megalith oumi migrate` do it: {there}"
     return f"training.trainer_type is {name or 'missing (HF)'}, which is not here; {there}"
 
 
@@ -256,7 +258,9 @@ def _flatten(asked: Asked, prefix: str, values: Mapping[str, Any], at: str = "")
                 if isinstance(entry, Mapping):
                     _flatten(asked, f"{key}[{number}]", entry, f"{named}[]")
                 else:
-                    asked.problems.append(f"{key}[{number}] is {entry!r}; a dataset has keys, as dataset_name")
+                    asked.problems.append(
+                        f"{key}[{number}] is {entry!r}; a dataset has keys, as dataset_name"
+                    )
         elif isinstance(value, Mapping) and any(other.startswith(f"{named}.") for other in ALL):
             _flatten(asked, key, value, named)
         elif row is None and isinstance(value, Mapping) and value and named.startswith(IN_VERL[:-1]):
@@ -300,7 +304,9 @@ def _typed(asked: Asked, key: str, row: Any, value: Any) -> Any:
             return dict(value)
     except (TypeError, ValueError, OverflowError):
         pass
-    kind = {"int": "a whole number", "float": "a number", "bool": "true or false"}.get(row.kind, f"a {row.kind}")
+    kind = {"int": "a whole number", "float": "a number", "bool": "true or false"}.get(
+        row.kind, f"a {row.kind}"
+    )
     asked.problems.append(f"{key} is {value!r}; {kind} is needed")
     return row.default
 
@@ -310,14 +316,20 @@ def _check_alone(asked: Asked) -> None:
     for key, value in asked.values.items():
         named = re.sub(r"\[\d+\]", "[]", key)
         _, row = row_of(named)
-        if isinstance(row, Only) and str(value).lower() != str(row.value).lower() and value not in (None, [], {}):
+        if (
+            isinstance(row, Only)
+            and str(value).lower() != str(row.value).lower()
+            and value not in (None, [], {})
+        ):
             asked.problems.append(f"{key} is {value!r:.60}, which is refused: {row.why}")
 
 
 def _set_alone(asked: Asked, trainer: str) -> None:
     """What a key says without another, omitted ones with Oumi's default."""
     for key, row in ALL.items():
-        if not isinstance(row, Setting) or (key not in asked and (key.startswith(IN_VERL) or row.default is None)):
+        if not isinstance(row, Setting) or (
+            key not in asked and (key.startswith(IN_VERL) or row.default is None)
+        ):
             continue
         if trainer != "grpo" and row.path.startswith("rl."):
             continue
@@ -354,7 +366,9 @@ def in_keys():
         raise
 
 
-NAME = re.compile(r"(?<![\w./-])[a-z][a-z0-9_]*\.[a-z][a-z0-9_]*(?![\w/.])|(?<![\w./-])[a-z]+(?:_[a-z0-9]+)+(?![\w/.])")
+NAME = re.compile(
+    r"(?<![\w./-])[a-z][a-z0-9_]*\.[a-z][a-z0-9_]*(?![\w/.])|(?<![\w./-])[a-z]+(?:_[a-z0-9]+)+(?![\w/.])"
+)
 
 
 def said_in_keys(text: str) -> str:
@@ -364,4 +378,3 @@ def said_in_keys(text: str) -> str:
     }
     names |= {path.partition(".")[2]: key for path, key in names.items() if "_" in path.partition(".")[2]}
     return NAME.sub(lambda found: names.get(found[0], found[0]), text)
-
