@@ -246,20 +246,18 @@ def _batch(asked: Asked, trainer: str, parallel: int) -> None:
     if whole % each:
         asked.problems.append(
             f"the global batch of {whole} sequences is not divisible by num_generations ({each}): a step takes whole "
-            f"groups; set gradient_accumulation_steps so that micro_batch_size ({micro}) × accumulation × data parallel "
-            f"({replicas}) is a multiple of {each}, or megatron.global_batch_size"
+            f"groups; set gradient_accumulation_steps so that micro_batch_size ({micro}) × accumulation × data "
+            f"parallel ({replicas}) is a multiple of {each}, or megatron.global_batch_size"
         )
+    prompts, many = whole // each, "replica" if replicas == 1 else "replicas"
     asked.notes.append(
-        f"{whole // each} prompts × {each} completions = {whole} sequences a step, in micro-batches of {micro} on "
-        f"{replicas} data-parallel {'replica' if replicas == 1 else 'replicas'}"
+        f"{prompts} {'prompt' if prompts == 1 else 'prompts'} × {each} completions = {whole} sequences a step, in "
+        f"micro-batches of {micro} on {replicas} data-parallel {many}"
     )
 
 
 def _generations(asked: Asked) -> int:
-    return asked.one(
-        "grpo.num_generations", "training.grpo.num_generations", f"{ROLLOUT}n", "training.trainer_kwargs.num_generations",
-        default=8,
-    )  # fmt: skip
+    return asked.one("grpo.num_generations", "training.grpo.num_generations", f"{ROLLOUT}n", default=8)
 
 
 def _objective(asked: Asked) -> None:
@@ -268,9 +266,13 @@ def _objective(asked: Asked) -> None:
     asked.set("rl.num_generations", _generations(asked))
     temperature = [f"{place}temperature" for place in (*places, "megatron.sampling_config.", ROLLOUT)]
     asked.set("rl.temperature", asked.one(*temperature, default=0.9))
-    for key in ("top_p", "top_k"):
-        if asked.values.get(f"{ROLLOUT}{key}", -1) not in (-1, 0, 1.0):
-            asked.set(f"rl.{key}", asked[f"{ROLLOUT}{key}"])
+    for name, whole in (("top_p", (1.0,)), ("top_k", (-1, 0))):
+        for key in (f"megatron.sampling_config.{name}", f"{ROLLOUT}{name}"):
+            if asked[key] not in whole:
+                asked.problems.append(
+                    f"{key} is {asked[key]}, which is refused: the probabilities of tokens that are cut off would not "
+                    f"be the trainer's; leave it out, or set it to {whole[0]}"
+                )
     both = [f"{place}epsilon" for place in places]
     if not {f"{verl}clip_ratio_low", f"{verl}clip_ratio_high"} & {*asked.values}:
         both.append(f"{verl}clip_ratio")
@@ -472,8 +474,8 @@ def _offload(asked: Asked) -> None:
     given = f"{section}optimizer_offload_fraction" in asked
     if given and (not 0 <= fraction <= 1 or (fraction > 0 and not on) or (fraction == 0 and on)):
         asked.problems.append(
-            f"{section}optimizer_cpu_offload is {on} and optimizer_offload_fraction {fraction:g}; offloading takes True "
-            "and a share above 0, up to 1, none False and 0"
+            f"{section}optimizer_cpu_offload is {on} and optimizer_offload_fraction {fraction:g}; offloading takes "
+            "True and a share above 0, up to 1, none False and 0"
         )
     elif on:
         asked.set("optim.optimizer_cpu_offload", True)
@@ -571,8 +573,9 @@ def _output(asked: Asked, trainer: str) -> None:
         asked.set("checkpoint.load", asked["training.output_dir"])
     when = asked["training.eval_strategy"].lower()
     if trainer == "grpo" and when != "no":
-        asked.problems.append(
-            f"training.eval_strategy is {when}; rewards are of the training's prompts: judge others by `megalith rollout`"
+        asked.notes.append(
+            f"training.eval_strategy {when} changes nothing: rewards are of the training's prompts; `megalith "
+            "rollout` judges others"
         )
     elif when not in ("no", "steps"):
         asked.problems.append(f"training.eval_strategy is {when!r}; there are no and steps")

@@ -36,6 +36,10 @@ from megalith.training.trainer import TrainingResult, train
 HF_MODEL, CONVERTED = "hf_model", "megatron_checkpoint"
 SOURCE = "source.json"  # in CONVERTED, written last
 INSTRUCTION = 'Think step by step, and give the final answer behind "####".'
+COUNTDOWN = (
+    "Make {target} of the numbers {nums} with + - * /, each number once. Reason first; the last line is the formula "
+    "between <answer> and </answer>."
+)
 SUBSETS = {"gsm8k": "main"}  # of datasets that have no default
 
 
@@ -191,8 +195,8 @@ def _prompts(asked: OumiRun, config: RunConfig) -> list[dict[str, Any]]:
             for where, record in read_records(Path(path) if isinstance(path, str) else path):
                 if "prompt" in record:
                     made.append(dict(record))
-                elif "question" in record:
-                    text = str(record["question"])
+                elif "question" in record or {"target", "nums"} <= {*record}:
+                    text = str(record["question"]) if "question" in record else COUNTDOWN.format_map(record)
                     text = f"{text} {INSTRUCTION}" if asked.rewards == ["gsm8k"] else text
                     prompt = [{"role": "user", "content": text}] if chats else text + "\n"
                     made.append({**record, "prompt": prompt})

@@ -18,7 +18,7 @@ import yaml
 from megalith.config import RunConfig
 from megalith.config.run import parse_yaml
 from megalith.dialects.oumi import oumi_meanings
-from megalith.dialects.oumi.oumi_keys import ALL, IN_VERL, KEYS, Idle, Only, Read, Setting, row_of
+from megalith.dialects.oumi.oumi_keys import ALL, IN_VERL, KEYS, Idle, Only, Read, Assigns, row_of
 from megalith.errors import ConfigError, MegalithError, did_you_mean
 
 TRAINERS = {"MEGATRON_GRPO": "grpo", "TRL_SFT": "sft", "TRL_DPO": "dpo"}
@@ -58,8 +58,11 @@ class Asked:
         self.tree.setdefault(section, {})[name] = value
 
     def one(self, *keys: str, default: Any) -> Any:
-        """The value of the keys that are given, which mean the same; `default` where none is."""
+        """The value of the keys that are given, which mean the same; `default` where none is. As in Oumi, verl's
+        overrides go before what stands in `training`."""
         given = {key: self.values[key] for key in keys if self.values.get(key) is not None}
+        if any(key.startswith(IN_VERL) for key in given):
+            given = {k: v for k, v in given.items() if k.startswith(IN_VERL) or not k.startswith("training.")}
         if len({str(value) for value in given.values()}) > 1:
             told = ", ".join(f"{key} is {value}" for key, value in given.items())
             self.problems.append(f"{told}: they mean the same; leave out all but one, or make them equal")
@@ -188,7 +191,7 @@ def translate_oumi(tree: Mapping[str, Any], world_size: int | None = None) -> Ou
         asked.problems.append(_other_trainer(name))
     if not asked.values.get("model.model_name"):
         asked.problems.append("model.model_name is missing: the folder of the weights, or their hub name")
-    _check_alone(asked)
+    _check_alone(asked, trainer)
     found: dict[str, Any] = {}
     if trainer is not None:
         _set_alone(asked, trainer)
@@ -217,7 +220,7 @@ def _other_trainer(name: str) -> str:
         "there are MEGATRON_GRPO (GRPO), TRL_SFT (fine-tuning on conversations) and TRL_DPO (on preferences)"
     )
     if name in ("VERL_GRPO", "TRL_GRPO"):
-        return f"training.trainer_type is {name}; set it to MEGATRON_GRPO, or let `megalith oumi migrate` do it: {there}"
+        return f"training.trainer_type is {name}; `megalith oumi migrate` makes it MEGATRON_GRPO: {there}"
     return f"training.trainer_type is {name or 'missing (HF)'}, which is not here; {there}"
 
 
@@ -261,9 +264,10 @@ def _flatten(asked: Asked, prefix: str, values: Mapping[str, Any], at: str = "")
                     asked.problems.append(
                         f"{key}[{number}] is {entry!r}; a dataset has keys, as dataset_name"
                     )
-        elif isinstance(value, Mapping) and any(other.startswith(f"{named}.") for other in ALL):
-            _flatten(asked, key, value, named)
-        elif row is None and isinstance(value, Mapping) and value and named.startswith(IN_VERL[:-1]):
+        elif isinstance(value, Mapping) and (
+            any(other.startswith(f"{named}.") for other in ALL)
+            or (row is None and value and named.startswith(IN_VERL[:-1]))
+        ):
             _flatten(asked, key, value, named)
         elif row is None:
             hint = _nearest(named)
@@ -294,9 +298,7 @@ def _typed(asked: Asked, key: str, row: Any, value: Any) -> Any:
                 return number
             if number == int(number):
                 return int(number)
-        elif row.kind == "bool" and isinstance(value, bool):
-            return value
-        elif row.kind == "text" and isinstance(value, str):
+        elif row.kind in ("bool", "text") and isinstance(value, {"bool": bool, "text": str}[row.kind]):
             return value
         elif row.kind == "list" and isinstance(value, str | list):
             return [value] if isinstance(value, str) else value
@@ -311,9 +313,12 @@ def _typed(asked: Asked, key: str, row: Any, value: Any) -> Any:
     return row.default
 
 
-def _check_alone(asked: Asked) -> None:
-    """Refuses what the table refuses."""
+def _check_alone(asked: Asked, trainer: str | None) -> None:
+    """Refuses what the table refuses, of what the trainer reads."""
+    unread = ("data.test.", *(["data.validation."] if trainer == "grpo" else []))
     for key, value in asked.values.items():
+        if key.startswith(unread):
+            continue
         named = re.sub(r"\[\d+\]", "[]", key)
         _, row = row_of(named)
         if (
@@ -327,7 +332,7 @@ def _check_alone(asked: Asked) -> None:
 def _set_alone(asked: Asked, trainer: str) -> None:
     """What a key says without another, omitted ones with Oumi's default."""
     for key, row in ALL.items():
-        if not isinstance(row, Setting) or (
+        if not isinstance(row, Assigns) or (
             key not in asked and (key.startswith(IN_VERL) or row.default is None)
         ):
             continue
@@ -374,7 +379,7 @@ NAME = re.compile(
 def said_in_keys(text: str) -> str:
     """`text` with keys of Oumi's in the place of the settings that they set."""
     names = oumi_meanings.KEY_OF | {
-        row.path: key for key, row in reversed(KEYS.items()) if isinstance(row, Setting)
+        row.path: key for key, row in reversed(KEYS.items()) if isinstance(row, Assigns)
     }
     names |= {path.partition(".")[2]: key for path, key in names.items() if "_" in path.partition(".")[2]}
     return NAME.sub(lambda found: names.get(found[0], found[0]), text)
