@@ -13,7 +13,7 @@ from megalith.cli.main import main
 from megalith.config import RunConfig
 from megalith.dialects.oumi import oumi_command, oumi_meanings, oumi_params
 from megalith.dialects.oumi.oumi_command import machines_of, planned_config
-from megalith.dialects.oumi.oumi_keys import ALL, ENGINE_KEYS, IN_VERL, KEYS, Idle, Only, Read, Assigns
+from megalith.dialects.oumi.oumi_keys import ALL, ENGINE_KEYS, IN_VERL, KEYS, Assigns, Idle, Only, Read
 from megalith.dialects.oumi.oumi_migration import with_key
 from megalith.dialects.oumi.oumi_settings import read_configuration, said_in_keys, translate_oumi
 from megalith.errors import ConfigError

@@ -18,7 +18,7 @@ import yaml
 from megalith.config import RunConfig
 from megalith.config.run import parse_yaml
 from megalith.dialects.oumi import oumi_meanings
-from megalith.dialects.oumi.oumi_keys import ALL, IN_VERL, KEYS, Idle, Only, Read, Assigns, row_of
+from megalith.dialects.oumi.oumi_keys import ALL, IN_VERL, KEYS, Assigns, Idle, Only, Read, row_of
 from megalith.errors import ConfigError, MegalithError, did_you_mean
 
 TRAINERS = {"MEGATRON_GRPO": "grpo", "TRL_SFT": "sft", "TRL_DPO": "dpo"}
