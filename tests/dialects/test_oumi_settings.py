@@ -1,17 +1,21 @@
 """Oumi's configurations mean what the document says: keys, defaults, contradictions, machines, examples, migration."""
 
+import copy
 import dataclasses
 import difflib
 import re
+from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
 from oumi_job import QUICK_START
 
+from benchmarks import oumi_configurations
 from megalith.cli.main import main
-from megalith.config import RunConfig
-from megalith.dialects.oumi import oumi_command, oumi_meanings, oumi_params
+from megalith.config import RlConfig, RunConfig
+from megalith.dialects.oumi import oumi_command, oumi_meanings, oumi_params, oumi_settings
 from megalith.dialects.oumi.oumi_command import machines_of, planned_config
 from megalith.dialects.oumi.oumi_keys import ALL, ENGINE_KEYS, IN_VERL, KEYS, Assigns, Idle, Only, Read
 from megalith.dialects.oumi.oumi_migration import with_key
@@ -19,6 +23,7 @@ from megalith.dialects.oumi.oumi_settings import read_configuration, said_in_key
 from megalith.errors import ConfigError
 from megalith.planner.rates import rates_of
 from megalith.planner.search import planned
+from megalith.rl.named_rewards import NAMED
 
 ROOT = Path(__file__).parents[2]
 SHAPE = {"preset": "llama3.1-70b"}
@@ -233,11 +238,62 @@ def test_every_key_is_of_one_kind_and_what_it_sets_is_there():
         section, _, name = path.partition(".")
         assert name in fields[section], path
     assert all(isinstance(row, Assigns | Read | Idle | Only) for row in ALL.values())
-    assert {*ENGINE_KEYS.values()} <= {*KEYS}
+    assert {*ENGINE_KEYS.values()} <= {*KEYS} and tuple(NAMED) == oumi_meanings.KNOWN_REWARDS
     assert said_in_keys("train.global_batch_size is wrong") == "megatron.global_batch_size is wrong"
 
 
 BRANCH = {"sampling_config.top_p", "sampling_config.top_k"}  # the key's default is ours where it is left out
+
+
+def test_an_engine_that_serves_is_reached_by_the_settings_of_rl(written, monkeypatch):
+    """With a version that has these settings, whatever this one has."""
+    fields = dict.fromkeys([*RlConfig.model_fields, *(path.partition(".")[2] for path in ENGINE_KEYS)])
+    monkeypatch.setattr(oumi_meanings, "RlConfig", SimpleNamespace(model_fields=fields))
+    monkeypatch.setitem(oumi_meanings.KWARGS["grpo"], "engine_url", "rl.engine_url")
+    words = ["--megatron.weight_sync_method=gloo", "--megatron.vllm_weight_sync_interval=2",
+             "--megatron.weight_sync_timeout=30"]  # fmt: skip
+    rl = asked(written(), *words, "--training.trainer_kwargs.engine_url=http://h:1").tree["rl"]
+    wanted = dict(engine="vllm", weight_sync_method="gloo", max_staleness=1, weight_sync_timeout=30.0)
+    assert rl | wanted | {"engine_url": "http://h:1"} == rl
+    assert "weight_sync_timeout is 30.0, which is refused" in refusal(written(), *words)
+
+
+ODD = [0, -1, 2.5, "x", "", [], {}, [{}], None, True, "1e999", "[1"]
+
+
+def test_no_value_of_any_key_ends_in_anything_but_a_sentence(written):
+    tree = read_configuration(written())
+    for key, row in ALL.items():
+        name = key.replace(".*", ".x").replace("[]", "[0]")
+        for value in ODD if isinstance(row, Read | Assigns) else ODD[:1]:
+            copied = copy.deepcopy(tree)
+            try:
+                oumi_settings._place(copied, name, value)
+                translate_oumi(copied, 16).config(SHAPE)
+            except ConfigError:
+                pass
+    for value in ODD:
+        with suppress(ConfigError):
+            kwargs = {
+                "lr_scheduler_kwargs": {"min_lr": value, "min_lr_rate": value},
+                "lr_scheduler_type": "cosine",
+            }
+            translate_oumi(tree | {"training": tree["training"] | kwargs}, 16)
+    for section in [*tree, "peft"]:
+        for value in ODD:
+            with suppress(ConfigError):
+                translate_oumi(tree | {section: value}, 16)
+
+
+def test_the_counting_script_counts(written, tmp_path):
+    (tmp_path / "y.yaml").write_text(sft(per_device_train_batch_size=1))
+    (tmp_path / "z.yaml").write_text(sft(optimizer="lion", save_epoch=True))
+    (tmp_path / "job.yaml").write_text("resources: {}")
+    written()
+    found = oumi_configurations.count(tmp_path)
+    assert found["files"] == {"MEGATRON_GRPO": 1, "TRL_SFT": 2}
+    assert found["taken"] == {"MEGATRON_GRPO": 1, "TRL_SFT": 1}
+    assert found["refused_by_key"] == {"training.optimizer": 1, "training.save_epoch": 1}
 
 
 def test_python_defaults_are_those_of_the_keys():

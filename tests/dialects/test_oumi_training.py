@@ -82,9 +82,8 @@ def test_the_quick_start_trains_and_its_model_loads_in_transformers(here, capsys
     assert "was made of" in capsys.readouterr().err
 
 
-def losses(folder: str, tp: int, pp: int) -> list[list[float]]:
+def losses(folder: str, path: Path, world: int) -> list[list[float]]:
     """Losses and gradient norms of three steps, in fp32, judged by length."""
-    world, path = tp * pp, quick_start(Path(folder), f"tp{tp}pp{pp}", tp, pp)
     words = [
         *SIZES,
         *JUDGED,
@@ -104,9 +103,9 @@ def losses(folder: str, tp: int, pp: int) -> list[list[float]]:
 
 
 def test_tp2_pp2_and_one_process_are_the_same_run(home, pool):
-    one = np.array(losses(str(home), 1, 1))
+    one = np.array(losses(str(home), quick_start(home, "one"), 1))
     assert np.abs(one).max() > 0.1
-    for mine in pool.run(losses, str(home), 2, 2, size=4):
+    for mine in pool.run(losses, str(home), quick_start(home, "four", 2, 2), 4, size=4):
         assert np.abs(np.array(mine) - one).max() / np.abs(one).max() < BOUND
 
 
@@ -168,6 +167,8 @@ STAND_IN = {  # of the package oumi, by what the patch asks of it
         "def build_trainer(trainer_type, processor, verbose=False):\n"
         "    raise NotImplementedError(f'Trainer type {trainer_type} not supported.')\n"
     ),
+    "cli/__init__": "",
+    "cli/main": "import sys\n\n\ndef run():\n    print('their command line', *sys.argv)\n    sys.exit(3)\n",
     "core/__init__": "",
     "core/trainers/__init__": "",
     "core/configs/__init__": (
@@ -198,7 +199,7 @@ def stand_in(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
-def test_an_installed_oumi_reaches_us_by_its_trainer_type(here, stand_in):
+def test_an_installed_oumi_reaches_us_by_its_trainer_type(here, stand_in, monkeypatch, capsys):
     oumi_patch.patch()
     oumi_patch.patch()
     import oumi
@@ -218,6 +219,9 @@ def test_an_installed_oumi_reaches_us_by_its_trainer_type(here, stand_in):
                             grpo=tree["grpo"] | {"max_completion_length": 10, "max_prompt_length": 150})  # fmt: skip
     assert oumi.train(config) is None
     assert len(metrics(here / "run")) == 1 and (here / "run" / "hf_model" / "config.json").exists()
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    assert oumi_patch.run_oumi(["train", "-c", "x"]) == 3
+    assert "their command line oumi train -c x" in capsys.readouterr().out
 
 
 def test_the_bridge_that_is_not_available_is_said(monkeypatch):

@@ -150,9 +150,6 @@ def _layout(asked: Asked) -> int:
     for axis, size in sizes.items():
         asked.set(f"parallel.{LAYOUT[axis]}", size)
     product = math.prod(sizes.values())
-    if min(sizes.values()) < 1:
-        asked.problems.append(f"parallel sizes are {sizes}; each is 1 or more")
-        return 1
     if asked.world_size and asked.world_size % product:
         asked.problems.append(indivisible(asked.world_size, sizes))
     if sizes["tensor"] > 1 and f"{IN_MEGATRON}sequence_parallel" not in asked:
@@ -313,31 +310,34 @@ def _engine(asked: Asked) -> None:
     method, interval = asked["megatron.weight_sync_method"], asked["megatron.vllm_weight_sync_interval"]
     if method not in ("nccl", "gloo", "checkpoint"):
         asked.problems.append(f"megatron.weight_sync_method is {method!r}; there are nccl, gloo, checkpoint")
-    if interval is not None and interval < 1:
-        asked.problems.append(f"megatron.vllm_weight_sync_interval is {interval}; it is 1 or more steps")
     has = {path: path.partition(".")[2] in RlConfig.model_fields for path in ENGINE_KEYS}
-    external = backend in ("vllm", "sglang") and has["rl.engine"] and find_spec(backend) is not None
+    served = "engine_url" in asked["training.trainer_kwargs"]
+    external = backend in ("vllm", "sglang") and has["rl.engine"] and served
     if external:
         asked.set("rl.engine", backend)
         asked.set("rl.weight_sync_method", method)
     elif backend in ("vllm", "sglang"):
-        lacks = f"{backend} is not installed" if has["rl.engine"] else f"this version drives no {backend}"
-        asked.notes.append(
-            f"megatron.inference_backend is {backend}, but {lacks}: completions are sampled by Megalith's own engine, "
-            "with the trainer's weights of that step, so that weight_sync_method changes nothing"
+        way = (
+            "; name its server as training.trainer_kwargs.engine_url to have it sample"
+            if has["rl.engine"]
+            else ""
         )
-    for path, value, passes in (
-        ("rl.max_staleness", interval and interval - 1, interval in (None, 1)),
-        ("rl.weight_sync_timeout", asked["megatron.weight_sync_timeout"], not external),
+        asked.notes.append(
+            f"megatron.inference_backend is {backend}, but completions are sampled by Megalith's own engine, with the "
+            f"trainer's weights of that step, so that weight_sync_method changes nothing{way}"
+        )
+    for path, value in (
+        ("rl.max_staleness", interval and interval - 1),
+        ("rl.weight_sync_timeout", asked["megatron.weight_sync_timeout"]),
     ):
-        if passes or value is None:
+        if not value:
             continue
         if has[path] and external:
             asked.set(path, value)
         else:
             asked.problems.append(
-                f"{ENGINE_KEYS[path]} is {asked[ENGINE_KEYS[path]]}, which is refused: rollouts here are always of the "
-                "step's own weights; leave it out, or set it to 1"
+                f"{ENGINE_KEYS[path]} is {asked[ENGINE_KEYS[path]]}, which is refused: rollouts of our own engine are "
+                "always of the step's own weights; leave it out"
             )
 
 
@@ -515,21 +515,32 @@ def _schedule(asked: Asked) -> None:
         asked.problems.append(f"training.lr_scheduler_type is {name!r}; there are {', '.join(SCHEDULES)}")
         return
     asked.set("optim.lr_decay_style", SCHEDULES[name])
-    rate, kwargs = float(asked.tree["optim"]["lr"]), dict(asked["training.lr_scheduler_kwargs"])
+    kwargs = dict(asked["training.lr_scheduler_kwargs"])
     lowest = kwargs.pop("min_lr", None)
     share = kwargs.pop("min_lr_rate", asked.values.get(f"{ACTOR}optim.min_lr_ratio"))
-    if kwargs.pop("num_cycles", 0.5) != 0.5 or kwargs:
+    rate, least, part = map(_finite, (asked.tree["optim"]["lr"], lowest, share))
+    unread = (lowest is not None and least is None) or (share is not None and part is None)
+    if kwargs.pop("num_cycles", 0.5) != 0.5 or kwargs or unread:
         asked.problems.append(
             f"training.lr_scheduler_kwargs is {asked['training.lr_scheduler_kwargs']}; there are min_lr, min_lr_rate, "
             "and num_cycles 0.5"
         )
-    if lowest is not None or share is not None:
-        asked.set("optim.min_lr", float(lowest) if lowest is not None else rate * float(share))
+    if least is not None:
+        asked.set("optim.min_lr", least)
+    elif part is not None and rate is not None:  # of a rate that is no number the settings have the sentence
+        asked.set("optim.min_lr", rate * part)
     steps = asked.one("training.warmup_steps", f"{ACTOR}optim.lr_warmup_steps", default=0)
     if steps:
         asked.set("optim.lr_warmup_iters", steps)
     elif asked["training.warmup_ratio"]:
         asked.set("optim.lr_warmup_fraction", asked["training.warmup_ratio"])
+
+
+def _finite(value: Any) -> float | None:
+    try:
+        return number if math.isfinite(number := float(value)) else None
+    except (TypeError, ValueError, OverflowError):
+        return None
 
 
 def _precision(asked: Asked) -> bool:

@@ -6,6 +6,7 @@ precision, schedule, rewards. Nothing of it touches a disk or needs PyTorch; mod
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping, Sequence
 from contextlib import contextmanager
@@ -18,7 +19,17 @@ import yaml
 from megalith.config import RunConfig
 from megalith.config.run import parse_yaml
 from megalith.dialects.oumi import oumi_meanings
-from megalith.dialects.oumi.oumi_keys import ALL, IN_VERL, KEYS, Assigns, Idle, Only, Read, row_of
+from megalith.dialects.oumi.oumi_keys import (
+    ALL,
+    ENGINE_KEYS,
+    IN_VERL,
+    KEYS,
+    Assigns,
+    Idle,
+    Only,
+    Read,
+    row_of,
+)
 from megalith.errors import ConfigError, MegalithError, did_you_mean
 
 TRAINERS = {"MEGATRON_GRPO": "grpo", "TRL_SFT": "sft", "TRL_DPO": "dpo"}
@@ -269,11 +280,17 @@ def _flatten(asked: Asked, prefix: str, values: Mapping[str, Any], at: str = "")
             or (row is None and value and named.startswith(IN_VERL[:-1]))
         ):
             _flatten(asked, key, value, named)
+        elif value is None and any(other.startswith(f"{named}.") for other in ALL):
+            continue  # an empty section
         elif row is None:
             hint = _nearest(named)
             asked.problems.append(f"there is no key {key} in Oumi's configurations{hint}")
-        else:
-            asked.values[key] = _typed(asked, key, row[1], value)
+        elif not isinstance(row[1], Read):
+            asked.values[key] = value
+        elif (
+            value is not None and (typed := _typed(asked, key, row[1], value)) is not None
+        ):  # null: the default
+            asked.values[key] = typed
 
 
 def _nearest(key: str) -> str:
@@ -287,16 +304,14 @@ def _nearest(key: str) -> str:
     return did_you_mean(key, ALL, 1) or "; docs/from_oumi.md says which there are"
 
 
-def _typed(asked: Asked, key: str, row: Any, value: Any) -> Any:
-    """The value in the type that the row asks for; a value of another is a problem."""
-    if not isinstance(row, Read) or value is None:
-        return value
+def _typed(asked: Asked, key: str, row: Read, value: Any) -> Any:
+    """The value in the type that the row asks for; None, and a problem, where it is of another."""
     try:
-        if row.kind in ("int", "float") and not isinstance(value, bool):
+        if row.kind in ("int", "count", "float") and not isinstance(value, bool):
             number = float(value)
-            if row.kind == "float":
+            if row.kind == "float" and math.isfinite(number):
                 return number
-            if number == int(number):
+            if row.kind != "float" and number == int(number) and (number > 0 or row.kind == "int"):
                 return int(number)
         elif row.kind in ("bool", "text") and isinstance(value, {"bool": bool, "text": str}[row.kind]):
             return value
@@ -309,8 +324,8 @@ def _typed(asked: Asked, key: str, row: Any, value: Any) -> Any:
     kind = {"int": "a whole number", "float": "a number", "bool": "true or false"}.get(
         row.kind, f"a {row.kind}"
     )
-    asked.problems.append(f"{key} is {value!r}; {kind} is needed")
-    return row.default
+    asked.problems.append(f"{key} is {value!r:.60}; {kind} is needed")
+    return None
 
 
 def _check_alone(asked: Asked, trainer: str | None) -> None:
@@ -341,11 +356,11 @@ def _set_alone(asked: Asked, trainer: str) -> None:
         value = asked[key]
         if row.values is not None:
             spelled = value.lower() if isinstance(value, str) else value
-            if spelled not in row.values and isinstance(row.default, str | bool):
-                there = ", ".join(map(str, row.values))
-                asked.problems.append(f"{key} is {value!r}; there are {there}")
+            if not isinstance(value, list | dict) and spelled in row.values:
+                value = row.values[spelled]
+            elif isinstance(row.default, str | bool):
+                asked.problems.append(f"{key} is {value!r:.60}; there are {', '.join(map(str, row.values))}")
                 continue
-            value = row.values.get(spelled, value)
         if value is not None:
             asked.set(row.path, value)
 
@@ -378,8 +393,10 @@ NAME = re.compile(
 
 def said_in_keys(text: str) -> str:
     """`text` with keys of Oumi's in the place of the settings that they set."""
-    names = oumi_meanings.KEY_OF | {
-        row.path: key for key, row in reversed(KEYS.items()) if isinstance(row, Assigns)
-    }
+    names = (
+        oumi_meanings.KEY_OF
+        | ENGINE_KEYS
+        | {row.path: key for key, row in reversed(KEYS.items()) if isinstance(row, Assigns)}
+    )
     names |= {path.partition(".")[2]: key for path, key in names.items() if "_" in path.partition(".")[2]}
     return NAME.sub(lambda found: names.get(found[0], found[0]), text)
