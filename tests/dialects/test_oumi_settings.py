@@ -224,6 +224,12 @@ def test_sft_and_dpo_are_ours(written):
     assert config.parallel.recompute_granularity == "full" and config.log.log_interval == 800
     assert (config.lora.rank, config.lora.alpha, config.lora.targets) == (16, 8, ["q_proj", "v_proj"])
     assert config.optim.lr_warmup_fraction == 0.03 and config.train.eval_iters == 0
+    paged = asked(
+        written(sft(optimizer="paged_adamw_8bit", eval_strategy=False)), *more[2:3], "--fsdp.cpu_offload=True"
+    )
+    assert paged.config(SHAPE).optim.exp_avg_dtype == "fp32" and "moments on the host" in "\n".join(
+        paged.notes
+    )
     plain = asked(written(sft()), world=1).config(SHAPE)
     assert not plain.sft.assistant_only_loss and plain.train.micro_batch_size == 8
     words = ["--training.trainer_type=trl_dpo", "--training.trainer_kwargs.beta=0.2"]

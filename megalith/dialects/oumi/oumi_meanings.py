@@ -490,7 +490,9 @@ def _optimizer(asked: Asked) -> None:
         asked.problems.append(f"training.optimizer is {name!r}; there are {', '.join(OPTIMIZERS)}")
         return
     asked.set("optim.optimizer", OPTIMIZERS[name].split()[0])
-    if OPTIMIZERS[name].endswith("8 bits"):
+    if OPTIMIZERS[name].endswith("8 bits") and asked.tree["optim"].get("optimizer_cpu_offload"):
+        asked.notes.append(f"training.optimizer {name}: moments on the host are in fp32")
+    elif OPTIMIZERS[name].endswith("8 bits"):
         asked.set("optim.exp_avg_dtype", "fp8")
         asked.set("optim.exp_avg_sq_dtype", "fp8")
     if OPTIMIZERS[name] == "sgd":

@@ -315,6 +315,8 @@ def _typed(asked: Asked, key: str, row: Read, value: Any) -> Any:
                 return int(number)
         elif row.kind in ("bool", "text") and isinstance(value, {"bool": bool, "text": str}[row.kind]):
             return value
+        elif row.kind == "text" and value is False:
+            return "no"  # as YAML reads it
         elif row.kind == "list" and isinstance(value, str | list):
             return [value] if isinstance(value, str) else value
         elif row.kind == "dict" and isinstance(value, Mapping):
