@@ -120,7 +120,7 @@ def test_the_sections_of_the_reference_are_read(written):
     assert parallel.data_parallel_sharding_strategy == "optim"
     assert (parallel.recompute_granularity, parallel.recompute_modules) == ("selective", ["core_attn", "mlp"])
     assert optim.optimizer_cpu_offload and optim.optimizer_offload_fraction == 0.5
-    assert (optim.exp_avg_dtype, optim.lr_decay_style, optim.lr_warmup_iters) == ("fp8", "cosine", 10)
+    assert (optim.exp_avg_dtype, optim.lr_decay_style, optim.lr_warmup_iters) == ("fp32", "cosine", 10)
     assert optim.min_lr == pytest.approx(1e-7)
     assert (rl.epsilon_high, rl.beta, rl.scale_rewards) == (0.28, 0, "none")
     assert config.checkpoint.async_save and config.checkpoint.save_interval is None
@@ -230,6 +230,7 @@ def test_sft_and_dpo_are_ours(written):
     assert paged.config(SHAPE).optim.exp_avg_dtype == "fp32" and "moments on the host" in "\n".join(
         paged.notes
     )
+    assert asked(written(sft(optimizer="adamw_8bit")), world=1).config(SHAPE).optim.exp_avg_sq_dtype == "fp8"
     plain = asked(written(sft()), world=1).config(SHAPE)
     assert not plain.sft.assistant_only_loss and plain.train.micro_batch_size == 8
     words = ["--training.trainer_type=trl_dpo", "--training.trainer_kwargs.beta=0.2"]
