@@ -15,7 +15,7 @@ from oumi_job import QUICK_START
 from benchmarks import oumi_configurations
 from megalith.cli.main import main
 from megalith.config import RlConfig, RunConfig
-from megalith.dialects.oumi import oumi_command, oumi_meanings, oumi_params, oumi_settings
+from megalith.dialects.oumi import oumi_command, oumi_objective, oumi_params, oumi_settings
 from megalith.dialects.oumi.oumi_command import machines_of, planned_config
 from megalith.dialects.oumi.oumi_keys import ALL, ENGINE_KEYS, IN_VERL, KEYS, Assigns, Idle, Only, Read
 from megalith.dialects.oumi.oumi_migration import with_key
@@ -239,13 +239,13 @@ def test_sft_and_dpo_are_ours(written):
 
 def test_every_key_is_of_one_kind_and_what_it_sets_is_there():
     fields = {name: whole.annotation.model_fields for name, whole in RunConfig.model_fields.items()}
-    paths = {row.path for row in ALL.values() if isinstance(row, Assigns)} | {*oumi_meanings.KEY_OF}
-    paths |= {path for table in oumi_meanings.KWARGS.values() for path in table.values() if path}
+    paths = {row.path for row in ALL.values() if isinstance(row, Assigns)} | {*oumi_objective.KEY_OF}
+    paths |= {path for table in oumi_objective.KWARGS.values() for path in table.values() if path}
     for path in paths:
         section, _, name = path.partition(".")
         assert name in fields[section], path
     assert all(isinstance(row, Assigns | Read | Idle | Only) for row in ALL.values())
-    assert {*ENGINE_KEYS.values()} <= {*KEYS} and tuple(NAMED) == oumi_meanings.KNOWN_REWARDS
+    assert {*ENGINE_KEYS.values()} <= {*KEYS} and tuple(NAMED) == oumi_objective.KNOWN_REWARDS
     assert said_in_keys("train.global_batch_size is wrong") == "megatron.global_batch_size is wrong"
 
 
@@ -255,8 +255,8 @@ BRANCH = {"sampling_config.top_p", "sampling_config.top_k"}  # the key's default
 def test_an_engine_that_serves_is_reached_by_the_settings_of_rl(written, monkeypatch):
     """With a version that has these settings, whatever this one has."""
     fields = dict.fromkeys([*RlConfig.model_fields, *(path.partition(".")[2] for path in ENGINE_KEYS)])
-    monkeypatch.setattr(oumi_meanings, "RlConfig", SimpleNamespace(model_fields=fields))
-    monkeypatch.setitem(oumi_meanings.KWARGS["grpo"], "engine_url", "rl.engine_url")
+    monkeypatch.setattr(oumi_objective, "RlConfig", SimpleNamespace(model_fields=fields))
+    monkeypatch.setitem(oumi_objective.KWARGS["grpo"], "engine_url", "rl.engine_url")
     words = ["--megatron.weight_sync_method=gloo", "--megatron.vllm_weight_sync_interval=2",
              "--megatron.weight_sync_timeout=30"]  # fmt: skip
     rl = asked(written(), *words, "--training.trainer_kwargs.engine_url=http://h:1").tree["rl"]

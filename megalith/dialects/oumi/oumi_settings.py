@@ -18,7 +18,7 @@ import yaml
 
 from megalith.config import RunConfig
 from megalith.config.run import parse_yaml
-from megalith.dialects.oumi import oumi_meanings
+from megalith.dialects.oumi import oumi_meanings, oumi_objective
 from megalith.dialects.oumi.oumi_keys import (
     ALL,
     ENGINE_KEYS,
@@ -396,7 +396,7 @@ NAME = re.compile(
 def said_in_keys(text: str) -> str:
     """`text` with keys of Oumi's in the place of the settings that they set."""
     names = (
-        oumi_meanings.KEY_OF
+        oumi_objective.KEY_OF
         | ENGINE_KEYS
         | {row.path: key for key, row in reversed(KEYS.items()) if isinstance(row, Assigns)}
     )
