@@ -260,6 +260,22 @@ def test_fine_tuning_and_preferences_are_trained(here, trainer):
     transformers.AutoModelForCausalLM.from_pretrained(here / "out" / "hf_model")
 
 
+def test_adapters_are_left_in_pefts_format_or_merged(here):
+    (here / "chat.jsonl").write_text(json.dumps({"prompt": "say 1", "completion": "number 1"}) + "\n")
+    (here / "x.yaml").write_text(SFT.format(here=here, data="chat.jsonl", trainer="TRL_SFT"))
+    words = ["--training.use_peft=true", "--peft.lora_r=4", "--peft.lora_target_modules=[q_proj, v_proj]"]
+    assert main(["oumi", "train", "-c", "x.yaml", *words]) == 0
+    written = json.loads((here / "out" / "hf_model" / "adapter_config.json").read_text())
+    assert written["r"] == 4 and Path(written["base_model_name_or_path"]) == here / "llama"
+    assert (here / "out" / "hf_model" / "tokenizer" / "tokenizer.json").exists()
+    words += ["--peft.peft_save_mode=MERGED", f"--training.output_dir={here / 'whole'}"]
+    assert main(["oumi", "train", "-c", "x.yaml", *words]) == 0
+    whole = transformers.AutoModelForCausalLM.from_pretrained(here / "whole" / "hf_model").state_dict()
+    begun = transformers.AutoModelForCausalLM.from_pretrained(here / "llama").state_dict()
+    changed = {name for name, value in whole.items() if not torch.equal(value, begun[name])}
+    assert changed and all("q_proj" in name or "v_proj" in name for name in changed)
+
+
 def test_a_dataset_that_is_not_here_is_asked_of_the_hubs_library(here, monkeypatch):
     run = translate_oumi(read_configuration(quick_start(here), SIZES), 1)
     (here / "gsm8k").unlink()

@@ -205,7 +205,7 @@ KEYS: dict[str, Key] = {
     "peft.use_bnb_nested_quant": Idle(UNUSED),
     "peft.bnb_4bit_quant_storage": Idle(UNUSED),
     "peft.bnb_4bit_compute_dtype": Idle(UNUSED),
-    "peft.peft_save_mode": Only("ADAPTER_ONLY", "merge afterwards: `megalith lora merge`"),
+    "peft.peft_save_mode": Read("text", "ADAPTER_ONLY"),
     "fsdp.enable_fsdp": Read("bool", False),
     "fsdp.sharding_strategy": Read("text", "FULL_SHARD"),
     "fsdp.cpu_offload": Read("bool", False),

@@ -59,6 +59,7 @@ def decide(asked: Asked, trainer: str, datasets: Sequence[DatasetAsked]) -> dict
         "finds_precision": oumi_objective.finds_precision(asked),
         "exports": asked["training.save_final_model"],
         "writes_bin": writes_bin,
+        "merges": asked["peft.peft_save_mode"].upper() == "MERGED",
         "model_parallel": parallel,
     }
 
@@ -300,6 +301,9 @@ def _adapters(asked: Asked) -> None:
     asked.set("lora.rank", asked["peft.lora_r"])
     asked.set("lora.alpha", asked["peft.lora_alpha"])
     asked.set("lora.dropout", asked["peft.lora_dropout"])
+    mode = asked["peft.peft_save_mode"].upper()
+    if mode not in ("ADAPTER_ONLY", "MERGED"):
+        asked.problems.append(f"peft.peft_save_mode is {mode}; there are ADAPTER_ONLY and MERGED")
     targets = asked["peft.lora_target_modules"]
     if targets is None:
         asked.problems.append(

@@ -12,12 +12,14 @@ from __future__ import annotations
 import json
 import math
 import shutil
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from megalith.bridge.adapter_folder import export_adapters, merge
 from megalith.bridge.exporter import export_hf, merge_hf
 from megalith.bridge.folder import CONFIG, DTYPE_NAMES, TOKENIZER_FILES, find_folder, read_json
 from megalith.bridge.importer import PRECISIONS, import_hf
@@ -33,7 +35,7 @@ from megalith.launch.launcher import Process, this_process
 from megalith.training.build import build_run_tokenizer
 from megalith.training.trainer import TrainingResult, train
 
-HF_MODEL, CONVERTED = "hf_model", "megatron_checkpoint"
+HF_MODEL, CONVERTED, BIN = "hf_model", "megatron_checkpoint", "pytorch_model.bin"
 SOURCE = "source.json"  # in CONVERTED, written last
 INSTRUCTION = 'Think step by step, and give the final answer behind "####".'
 COUNTDOWN = (
@@ -215,12 +217,13 @@ def train_run(
     """Trains to the end; every rank calls it. `reward_funcs`: functions in the place of those that are named,
     `begins_from`: a run of ours or another folder in the place of OUTPUT/megatron_checkpoint."""
     process, asked, config = this_process(), opened.asked, opened.config
-    out = Path(config.train.output_dir)
     with in_keys():
         if asked.trainer == "grpo":
             from megalith.rl.grpo import train_grpo
 
-            start = begins_from or str(converted(opened, process))
+            adapters = config.lora.rank is not None  # whose base is named in what they are written as
+            own = config.model.init_from if adapters else converted(opened, process)
+            start = begins_from or str(own)
             config = config.with_settings({"model.init_from": start})
             result = train_grpo(config, reward_funcs or asked.rewards, opened.records)
         elif asked.trainer == "dpo":
@@ -229,8 +232,8 @@ def train_run(
             result = train_dpo(config)
         else:
             result = train(config)
-        if process.is_first and result.ended == "train_iters" and asked.exports and config.lora.rank is None:
-            finish_hf_model(out, result.checkpoint, asked.writes_bin)
+        if process.is_first and result.ended == "train_iters" and asked.exports:
+            finish_hf_model(config, result.checkpoint, asked)
     return result
 
 
@@ -263,17 +266,32 @@ def converted(opened: OpenedRun, process: Process) -> Path:
     return path if is_source(source) else Path(source)
 
 
-def finish_hf_model(out: Path, checkpoint: Any, writes_bin: bool) -> Path:
-    """OUTPUT/hf_model, written unless the run has, with tokenizer/ in it and, if asked for, pytorch_model.bin."""
-    folder = out / HF_MODEL
-    if not (folder / CONFIG).exists():
+def finish_hf_model(config: RunConfig, checkpoint: Any, asked: OumiRun) -> Path:
+    """OUTPUT/hf_model, written unless the run has, with tokenizer/ in it and, if asked for, pytorch_model.bin.
+
+    Of a run of adapters it is these in PEFT's format with the tokenizer, or, if asked for, a whole model with them.
+    """
+    folder, base = Path(config.train.output_dir) / HF_MODEL, Path(str(config.model.init_from))
+    if config.lora.rank is not None and not asked.merges:
+        shutil.rmtree(folder, ignore_errors=True)
+        export_adapters(checkpoint, folder)
+        for name in TOKENIZER_FILES:
+            if (base / name).is_file():
+                shutil.copyfile(base / name, folder / name)
+    elif config.lora.rank is not None:
+        with tempfile.TemporaryDirectory(dir=folder.parent) as between:
+            checkpoint = merge(checkpoint, Path(between) / "merged", show_progress=False)
+            export_hf(checkpoint, folder, replace=True, show_progress=False)
+            if asked.writes_bin:
+                merge_hf(open_existing(checkpoint), folder / BIN)
+    elif not (folder / CONFIG).exists():
         export_hf(checkpoint, folder, replace=True, show_progress=False)
     if names := [name for name in TOKENIZER_FILES if (folder / name).is_file()]:
         (folder / "tokenizer").mkdir(exist_ok=True)
         for name in names:
             shutil.copyfile(folder / name, folder / "tokenizer" / name)
-    if writes_bin:
-        merge_hf(open_existing(checkpoint), folder / "pytorch_model.bin")
+    if asked.writes_bin and config.lora.rank is None:
+        merge_hf(open_existing(checkpoint), folder / BIN)
     return folder
 
 

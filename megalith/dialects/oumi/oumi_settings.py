@@ -102,6 +102,8 @@ class OumiRun:
     """hf_model/ is written at the end."""
     writes_bin: bool
     """With pytorch_model.bin in it."""
+    merges: bool
+    """Of adapters it has their base with them added, not them alone."""
     model_parallel: int
     """TP × PP × CP."""
 

@@ -101,8 +101,7 @@ class OumiMegatronGrpoTrainer:
         if self.result is None or self._opened is None or self.result.checkpoint is None:
             raise ConfigError("there is no model to save yet; call train() first")
         if this_process().is_first and final:
-            out = Path(self._opened.config.train.output_dir)
-            finish_hf_model(out, self.result.checkpoint, self._opened.asked.writes_bin)
+            finish_hf_model(self._opened.config, self.result.checkpoint, self._opened.asked)
 
     def get_last_eval_metrics(self) -> dict[str, Any]:
         """The last step's rewards, lengths, KL and loss, as `train/…`; empty before `train`."""
