@@ -130,6 +130,25 @@ def test_the_sections_of_the_reference_are_read(written):
     assert "recompute_method uniform changes nothing with selective" in told
 
 
+def test_every_way_out_of_too_little_memory_is_a_setting(written):
+    """What the document says to do when memory runs out, and its aggressive recomputation."""
+    section = "--megatron.transformer_config.recompute_"
+    full = [f"{section}granularity=full", f"{section}num_layers=2", f"{section}modules=[core_attn, mlp]"]
+    run = asked(written(), *full)
+    parallel = run.config(SHAPE).parallel
+    assert (parallel.recompute_method, parallel.recompute_num_layers) == ("uniform", 2)
+    assert "recompute_modules ['core_attn', 'mlp'] changes nothing with full" in "\n".join(run.notes)
+    run = asked(
+        written(),
+        "--training.enable_gradient_checkpointing=True",
+        "--megatron.optimizer_config.optimizer_cpu_offload=True",
+        "--megatron.pipeline_model_parallel_size=4",
+        world=32,
+    ).config(SHAPE)
+    assert (run.parallel.recompute_granularity, run.parallel.pipeline_model_parallel_size) == ("full", 4)
+    assert run.optim.optimizer_cpu_offload and run.optim.optimizer_offload_fraction == 1.0
+
+
 def test_grpo_has_three_places_and_verl_a_fourth(written):
     alone = QUICK_START.partition("grpo:\n  num")[0].format(model="m", output="o", tp=8, pp=2)
     for place in ("grpo", "training.grpo"):
