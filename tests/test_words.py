@@ -77,7 +77,17 @@ def test_every_command_of_the_documentation_is_one_that_the_command_line_takes()
         line
         for line in commands
         if not line.startswith(
-            ("train ", "sft ", "dpo ", "grpo ", "parity ", "pretrain-gpt ", "megatron ", "accelerate ")
+            (
+                "train ",
+                "sft ",
+                "dpo ",
+                "grpo ",
+                "parity ",
+                "pretrain-gpt ",
+                "megatron ",
+                "accelerate ",
+                "oumi ",
+            )
         )
     }  # these take settings too, or read their own options
     assert len(commands) > 20

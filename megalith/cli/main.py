@@ -43,6 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         **dict.fromkeys((*MEGATRON_PROGRAMS, "megatron"), megatron),
         "plan": plan,
         "accelerate": accelerate,
+        "oumi": oumi,
     }  # they read their own options
     if not arguments or arguments[0] not in own:
         return _told(lambda: _run_subcommand(arguments))
@@ -97,6 +98,13 @@ def accelerate(words: list[str]) -> int:
     return run_command(words[1:])
 
 
+def oumi(words: list[str]) -> int:
+    """`megalith oumi train|distributed|plan|migrate …`"""
+    from megalith.dialects.oumi.oumi_command import run_command
+
+    return run_command(words[1:])
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Every subcommand with its options. Those that read their own, like `train`, are listed here alone."""
     from megalith.cli import clusters, conversion, datasets, generation, training
@@ -123,6 +131,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     commands.add_parser("plan", help="layouts, memory, time and cost of a job, without its devices")
     commands.add_parser("accelerate", help="run Accelerate's scripts on Megalith, and configure its launcher")
+    commands.add_parser("oumi", help="train by Oumi's configurations, and migrate them")
     datasets.add_dataset_commands(commands)
     conversion.add_conversion_commands(commands)
     pipeline = group(commands, "pipeline", "look at pipeline schedules")

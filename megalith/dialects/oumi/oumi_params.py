@@ -1,0 +1,263 @@
+"""Oumi's parameters in Python: MegatronParams and its sections, GrpoParams, and a TrainingConfig of all.
+
+What is left at its default is as a key that is not in the YAML, so that a default of one place never contradicts a
+value of another. The defaults are those of the table of keys; a test compares them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+from megalith.dialects.oumi.oumi_meanings import LAYOUT, indivisible
+from megalith.dialects.oumi.oumi_settings import read_configuration
+from megalith.errors import ConfigError
+
+
+@dataclass
+class MegatronDDPConfig:
+    """megatron.ddp_config."""
+
+    grad_reduce_in_fp32: bool = True
+    overlap_grad_reduce: bool = False
+    overlap_param_gather: bool = False
+    average_in_collective: bool = True
+
+
+@dataclass
+class MegatronOptimizerConfig:
+    """megatron.optimizer_config."""
+
+    optimizer_cpu_offload: bool = False
+    optimizer_offload_fraction: float = 0.0
+    overlap_cpu_optimizer_d2h_h2d: bool = False
+    use_precision_aware_optimizer: bool = False
+
+
+@dataclass
+class MegatronTransformerConfig:
+    """megatron.transformer_config: what is recomputed."""
+
+    recompute_granularity: str | None = None
+    recompute_method: str | None = None
+    recompute_num_layers: int | None = None
+    recompute_modules: list[str] | None = None
+
+
+@dataclass
+class MegatronCheckpointConfig:
+    """megatron.checkpoint_config."""
+
+    use_async_checkpoint: bool = False
+    use_fully_parallel_strategy: bool = True
+    async_persistent: bool = True
+
+
+@dataclass
+class MegatronSamplingConfig:
+    """megatron.sampling_config. Defaults are the branch's; a value counts where it is another."""
+
+    temperature: float = 0.7
+    top_p: float = 0.9
+    top_k: int = -1
+    max_tokens: int = 512
+    repetition_penalty: float = 1.0
+
+
+@dataclass
+class MegatronGRPOConfig:
+    """megatron.grpo_config: the objective."""
+
+    kl_beta: float = 0.001
+    entropy_weight: float = 0.0
+    clamp_eps_lower: float = 0.2
+    clamp_eps_upper: float = 0.2
+    normalize_advantages: bool = True
+    reference_update_interval: int | None = None
+
+
+@dataclass
+class MegatronParams:
+    """The section megatron: how the model is laid out, trained and sampled from."""
+
+    tensor_model_parallel_size: int = 1
+    pipeline_model_parallel_size: int = 1
+    context_parallel_size: int = 1
+    expert_model_parallel_size: int = 1
+    expert_tensor_parallel_size: int | None = None
+    virtual_pipeline_model_parallel_size: int | None = None
+    micro_batch_size: int = 1
+    global_batch_size: int | None = None
+    enable_sequence_packing: bool = False
+    ddp_config: MegatronDDPConfig = field(default_factory=MegatronDDPConfig)
+    optimizer_config: MegatronOptimizerConfig = field(default_factory=MegatronOptimizerConfig)
+    transformer_config: MegatronTransformerConfig = field(default_factory=MegatronTransformerConfig)
+    checkpoint_config: MegatronCheckpointConfig = field(default_factory=MegatronCheckpointConfig)
+    sampling_config: MegatronSamplingConfig = field(default_factory=MegatronSamplingConfig)
+    grpo_config: MegatronGRPOConfig = field(default_factory=MegatronGRPOConfig)
+    enable_weight_sync: bool = True
+    weight_sync_method: str = "nccl"
+    weight_sync_timeout: float | None = None
+    inference_backend: str = "vllm"
+    vllm_weight_sync_interval: int | None = None
+    model_config_kwargs: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def model_parallel_sizes(self) -> dict[str, int]:
+        """TP, PP and CP by their names."""
+        return {axis: getattr(self, key) for axis, key in LAYOUT.items()}
+
+    def get_data_parallel_size(self, world_size: int) -> int:
+        """Replicas of the layers without experts on `world_size` processes: world / (TP × PP × CP). Expert parallelism
+        is folded out of these axes and does not divide it. Raises ConfigError where it is not whole."""
+        product = 1
+        for size in self.model_parallel_sizes.values():
+            product *= size
+        if product < 1 or world_size % product:
+            raise ConfigError(indivisible(world_size, self.model_parallel_sizes))
+        return world_size // product
+
+    def validate_distributed_config(
+        self,
+        world_size: int,
+        num_layers: int,
+        num_attention_heads: int,
+        num_key_value_heads: int | None = None,
+    ) -> None:
+        """Raises ConfigError, with all that is wrong, for a job or a model that the layout does not divide."""
+        problems = []
+        try:
+            self.get_data_parallel_size(world_size)
+        except ConfigError as error:
+            problems.append(str(error))
+        tp, pp = self.tensor_model_parallel_size, self.pipeline_model_parallel_size
+        for name, heads in (
+            ("num_attention_heads", num_attention_heads),
+            ("num_key_value_heads", num_key_value_heads or num_attention_heads),
+        ):
+            if heads % tp and not (name == "num_key_value_heads" and tp % heads == 0):
+                problems.append(f"{name} ({heads}) must be divisible by tensor_model_parallel_size ({tp})")
+        total = self.virtual_pipeline_model_parallel_size
+        if total is not None and (pp == 1 or total % pp):
+            problems.append(
+                f"virtual_pipeline_model_parallel_size ({total}), the stages of all ranks together, must be divisible "
+                f"by pipeline_model_parallel_size ({pp}), which is above 1 then"
+            )
+        stages = total or pp
+        if num_layers % stages and (num_layers + 1) % stages and (num_layers + 2) % stages:
+            problems.append(
+                f"num_layers ({num_layers}), or with embedding and head counted {num_layers + 1} or {num_layers + 2}, "
+                f"must be divisible by the pipeline's stages ({stages})"
+            )
+        etp = self.expert_tensor_parallel_size or tp
+        experts = self.expert_model_parallel_size * etp * pp
+        if self.expert_model_parallel_size > 1 and world_size % experts:
+            problems.append(
+                f"world_size ({world_size}) must be divisible by expert ({self.expert_model_parallel_size}) × expert "
+                f"tensor ({etp}) × pipeline ({pp}) = {experts}"
+            )
+        if problems:
+            raise ConfigError(*problems)
+
+
+@dataclass
+class GrpoParams:
+    """The section grpo, or training.grpo: groups, sampling and the clip."""
+
+    max_prompt_length: int | None = None
+    max_completion_length: int | None = None
+    num_generations: int | None = None
+    temperature: float = 0.9
+    repetition_penalty: float = 1.0
+    use_vllm: bool = False
+    vllm_mode: str | None = None
+    vllm_gpu_memory_utilization: float = 0.9
+    epsilon: float = 0.2
+    log_completions: bool = False
+
+
+@dataclass
+class TrainingConfig:
+    """A whole configuration. `model`, `data`, `training`, `peft`, `fsdp` and `deepspeed` are dicts of Oumi's keys."""
+
+    model: dict[str, Any] = field(default_factory=dict)
+    data: dict[str, Any] = field(default_factory=dict)
+    training: dict[str, Any] = field(default_factory=dict)
+    peft: dict[str, Any] = field(default_factory=dict)
+    fsdp: dict[str, Any] = field(default_factory=dict)
+    deepspeed: dict[str, Any] = field(default_factory=dict)
+    megatron: MegatronParams = field(default_factory=MegatronParams)
+    grpo: GrpoParams = field(default_factory=GrpoParams)
+
+    @classmethod
+    def from_yaml(cls, path: str | Path, arguments: Sequence[str] = ()) -> TrainingConfig:
+        """Of a file, with overrides such as `--training.max_steps=2`. Raises ConfigError."""
+        tree = read_configuration(path, arguments)
+        names = {one.name for one in fields(cls)}
+        if unknown := [name for name in tree if name not in names]:
+            raise ConfigError(f"{path} has the section {unknown[0]!r}; sections: {', '.join(sorted(names))}")
+        made = {name: value or {} for name, value in tree.items()}
+        for name, kind in (("megatron", MegatronParams), ("grpo", GrpoParams)):
+            if name in made:
+                made[name] = _built(kind, made[name], name)
+        return cls(**made)
+
+    def to_tree(self) -> dict[str, Any]:
+        """What is not left at its default, as sections."""
+        return tree_of(self)
+
+
+KINDS = {  # sections inside of MegatronParams
+    "ddp_config": MegatronDDPConfig,
+    "optimizer_config": MegatronOptimizerConfig,
+    "transformer_config": MegatronTransformerConfig,
+    "checkpoint_config": MegatronCheckpointConfig,
+    "sampling_config": MegatronSamplingConfig,
+    "grpo_config": MegatronGRPOConfig,
+}
+
+
+def _built(kind: type, values: Mapping[str, Any], where: str) -> Any:
+    names = {one.name for one in fields(kind)}
+    if unknown := [name for name in values if name not in names]:
+        raise ConfigError(f"there is no key {where}.{unknown[0]}; there are {', '.join(sorted(names))}")
+    inner = {
+        name: _built(KINDS[name], value or {}, f"{where}.{name}") if name in KINDS else value
+        for name, value in values.items()
+    }
+    return kind(**inner)
+
+
+def tree_of(config: Any) -> dict[str, Any]:
+    """The sections of a configuration: a dict, ours, or Oumi's own TrainingConfig, whose defaults are left out."""
+    if isinstance(config, Mapping):
+        return {
+            name: tree_of(value) if isinstance(value, Mapping) else value for name, value in config.items()
+        }
+    if not is_dataclass(config):
+        raise ConfigError(
+            f"config is a {type(config).__name__}; give a TrainingConfig, or a dict of its sections"
+        )
+    found = {}
+    for one in fields(config):
+        value = getattr(config, one.name)
+        default = one.default_factory() if one.default_factory is not MISSING else one.default
+        if value != default:
+            found[one.name] = _plain(value)
+    return {name: value for name, value in found.items() if value not in ({}, None)}
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, enum.Enum):
+        return value.name
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return tree_of(value)
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, Mapping):
+        return {name: _plain(one) for name, one in value.items()}
+    return str(value) if isinstance(value, Path) else value

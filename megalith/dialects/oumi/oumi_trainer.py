@@ -1,0 +1,113 @@
+"""OumiMegatronGrpoTrainer: GRPO behind the four methods that Oumi asks of a trainer.
+
+    trainer = OumiMegatronGrpoTrainer(tokenizer, config, [reward], train_dataset)
+    trainer.train(); trainer.save_model(config)
+
+Every rank makes one; there is no Ray. The configuration's model is opened in `train`, in the layout of its section
+megatron. Steps are saved while it trains, and hf_model/ when it is through.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from megalith.dialects.oumi.oumi_params import tree_of
+from megalith.dialects.oumi.oumi_run import OpenedRun, finish_hf_model, open_run, train_run
+from megalith.dialects.oumi.oumi_settings import translate_oumi
+from megalith.errors import ConfigError, printable
+from megalith.launch.launcher import this_process
+from megalith.training.trainer import TrainingResult
+
+FIGURES = {  # of metrics.jsonl
+    "rewards_mean": "reward_mean",
+    "rewards_std": "reward_std",
+    "completion_length": "completion_length",
+    "kl": "kl",
+    "loss": "loss",
+}
+
+
+class OumiMegatronGrpoTrainer:
+    """Trains the policy of a configuration on `train_dataset`, or on its data.train.datasets where that is None."""
+
+    def __init__(
+        self,
+        processing_class: Any,
+        config: Any,
+        reward_funcs: Sequence[str | Callable[..., Any]] | None = None,
+        train_dataset: Iterable[Mapping[str, Any]] | None = None,
+        eval_dataset: Iterable[Mapping[str, Any]] | None = None,
+        processor: Any = None,
+        megatron_checkpoint_path: str | Path | None = None,
+        **kwargs: Any,
+    ):
+        """`config`: a TrainingConfig, ours or Oumi's, or a dict of its sections. `processing_class`: the tokenizer; its
+        folder is that of model.tokenizer_name, or of the weights. `reward_funcs`: names, or functions with TRL's or
+        verl's signature, in the place of training.reward_functions. `megatron_checkpoint_path`: weights to begin from,
+        in the place of OUTPUT/megatron_checkpoint. `eval_dataset` is not judged. Raises ConfigError in Oumi's words.
+        """
+        if processor is not None:
+            raise ConfigError(
+                "OumiMegatronGrpoTrainer was given a processor; models of text alone are trained"
+            )
+        harmless = {
+            "model",
+            "args",
+            "callbacks",
+            "cache_dir",
+            "rollout_function",
+            "collator",
+            "data_collator",
+        }
+        if other := [name for name, value in kwargs.items() if value is not None and name not in harmless]:
+            raise ConfigError(f"OumiMegatronGrpoTrainer takes no {', '.join(other)}; leave it out")
+        self.processing_class, self.eval_dataset = processing_class, eval_dataset
+        self._tree = tree_of(config)
+        self._tree.setdefault("training", {}).setdefault("trainer_type", "MEGATRON_GRPO")
+        self._given = reward_funcs is not None and [*reward_funcs]
+        if self._given:  # judged by these; the names are for the log
+            names = [
+                one if isinstance(one, str) else f"own:{getattr(one, '__name__', 'reward')}"
+                for one in self._given
+            ]
+            self._tree["training"]["reward_functions"] = names
+        self._records = None if train_dataset is None else [dict(record) for record in train_dataset]
+        self._begins_from = None if megatron_checkpoint_path is None else str(megatron_checkpoint_path)
+        translate_oumi(self._tree, this_process().world_size)  # refused here rather than in train
+        self._opened: OpenedRun | None = None
+        self.result: TrainingResult | None = None
+
+    def train(self, resume_from_checkpoint: str | None = None) -> None:
+        """Trains to the end, from a step of `resume_from_checkpoint` where one is given. Every rank calls it."""
+        process = this_process()
+        tree = self._tree | {"training": dict(self._tree["training"])}
+        if resume_from_checkpoint is not None:
+            tree["training"]["resume_from_checkpoint"] = str(resume_from_checkpoint)
+        asked = translate_oumi(tree, process.world_size)
+        self._opened = open_run(asked, process.world_size, self._records)
+        if process.is_first:
+            for note in self._opened.notes:
+                print(f"note: {printable(note)}", flush=True)
+        self.result = train_run(self._opened, self._given or None, self._begins_from)
+
+    def save_state(self) -> None:
+        """Nothing is left to save: the last step is in OUTPUT/checkpoints when `train` has returned."""
+
+    def save_model(self, config: Any = None, final: bool = True) -> None:
+        """OUTPUT/hf_model of the last step, unless `train` has written it. Raises ConfigError before `train`."""
+        if self.result is None or self._opened is None or self.result.checkpoint is None:
+            raise ConfigError("there is no model to save yet; call train() first")
+        if this_process().is_first and final:
+            finish_hf_model(self._opened.config, self.result.checkpoint, self._opened.asked)
+
+    def get_last_eval_metrics(self) -> dict[str, Any]:
+        """The last step's rewards, lengths, KL and loss, as `train/…`; empty before `train`."""
+        if self._opened is None:
+            return {}
+        path = Path(self._opened.config.train.output_dir) / "metrics.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        last = json.loads(lines[-1]) if lines else {}
+        return {f"train/{name}": last[key] for key, name in FIGURES.items() if last.get(key) is not None}

@@ -1,0 +1,294 @@
+"""The document's quick start trains on a CPU, in every layout alike, from Python and behind an installed Oumi too."""
+
+import json
+import sys
+from pathlib import Path
+
+import forked
+import numpy as np
+import pytest
+import torch
+import transformers
+from oumi_job import SIZES, gsm8k, quick_start, tiny_llama
+
+from megalith.cli.main import main
+from megalith.dialects.oumi import oumi_patch
+from megalith.dialects.oumi.oumi_run import open_run
+from megalith.dialects.oumi.oumi_settings import read_configuration, translate_oumi
+from megalith.errors import ConfigError, DataError
+from megalith.oumi import OumiMegatronGrpoTrainer, TrainingConfig
+from megalith.parallel.mesh import build_mesh
+from megalith.parity.differences import BOUND
+from megalith.rl.grpo import PolicyTask
+from megalith.training.build import prepare
+from megalith.training.run_state import Run
+
+JUDGED = ["--training.reward_functions=[length]", "--model.torch_dtype_str=float32"]
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory):
+    """A folder with the model and the data."""
+    folder = tmp_path_factory.mktemp("oumi")
+    tiny_llama(folder / "llama")
+    gsm8k(folder)
+    return folder
+
+
+@pytest.fixture
+def here(home, tmp_path, monkeypatch):
+    """A working folder of a test, with the model and the data in it."""
+    for name in ("llama", "gsm8k"):
+        (tmp_path / name).symlink_to(home / name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def metrics(folder: Path) -> list[dict]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_the_quick_start_trains_and_its_model_loads_in_transformers(here, capsys):
+    words = ["oumi", "train", "-c", str(quick_start(here)), "--format", "bin", *SIZES]
+    assert main(words) == 0
+    out, run = capsys.readouterr().out, here / "run"
+    assert "1 prompt × 4 completions = 4 sequences a step" in out and "reward: gsm8k" in out
+    assert [step["step"] for step in metrics(run)] == [1, 2]
+    assert (run / "checkpoints" / "step_00000002").is_dir()
+    assert json.loads((run / "megatron_checkpoint" / "source.json").read_text())["model_name"].endswith(
+        "llama"
+    )
+    hf, kept = run / "hf_model", json.loads((here / "llama" / "config.json").read_text())
+    written = json.loads((hf / "config.json").read_text())
+    assert written["eos_token_id"] == kept["eos_token_id"] and written["dtype"] == "bfloat16"
+    for folder in (hf, hf / "tokenizer"):
+        tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    model = transformers.AutoModelForCausalLM.from_pretrained(hf)
+    begun = transformers.AutoModelForCausalLM.from_pretrained(here / "llama")
+    asked = tokenizer("What is 2+2?", return_tensors="pt").input_ids
+    said = model.generate(asked, attention_mask=torch.ones_like(asked), max_new_tokens=3, pad_token_id=0)
+    assert said.shape[1] > asked.shape[1]
+    whole = torch.load(hf / "pytorch_model.bin", weights_only=True)
+    for name, value in begun.state_dict().items():  # rewards were all 0: no gradient, but bf16
+        assert whole[name].shape == value.shape and torch.allclose(whole[name], value, atol=1e-3), name
+
+    assert main([*words, "--training.try_resume_from_last_checkpoint=true", "--training.max_steps=3"]) == 0
+    assert [step["step"] for step in metrics(run)] == [1, 2, 3]
+    words[3] = str(quick_start(here))
+    other = here / "other"
+    other.mkdir()
+    tiny_llama(other / "llama")
+    assert main([*words, f"--model.model_name={other / 'llama'}", "--training.max_steps=4"]) == 2
+    assert "was made of" in capsys.readouterr().err
+
+
+def losses(folder: str, path: Path, world: int) -> list[list[float]]:
+    """Losses and gradient norms of three steps, in fp32, judged by length."""
+    words = [
+        *SIZES,
+        *JUDGED,
+        "--training.max_steps=3",
+        "--training.learning_rate=1e-3",
+        f"--data.train.datasets[0].dataset_path={folder}/gsm8k",
+    ]
+    opened = open_run(translate_oumi(read_configuration(path, words), world), world)
+    config = opened.config.with_settings({"rl.prompts": "train_dataset", "rl.reward_funcs": ["length"]})
+    config, tokenizer, _ = prepare(config, world)
+    task, mesh = PolicyTask(["length"], opened.records), build_mesh(config.parallel, world, "cpu")
+    run = Run(config, tokenizer, mesh, torch.device("cpu"), task)
+    with run.data.train_loader(0, 0, run.device) as batches:
+        found = [run.train_step(batches) for _ in range(3)]
+    task.close()
+    return [[float(step.loss), float(step.grad_norm)] for step in found]
+
+
+def test_tp2_pp2_and_one_process_are_the_same_run(home, pool):
+    one = np.array(losses(str(home), quick_start(home, "one"), 1))
+    assert np.abs(one).max() > 0.1
+    for mine in pool.run(losses, str(home), quick_start(home, "four", 2, 2), 4, size=4):
+        assert np.abs(np.array(mine) - one).max() / np.abs(one).max() < BOUND
+
+
+@pytest.mark.full
+@pytest.mark.processes
+def test_distributed_torchrun_starts_the_ranks(here):
+    path = quick_start(here, "four", 2, 2)
+    words = [
+        "oumi",
+        "distributed",
+        "torchrun",
+        "--nnodes=1",
+        "-m",
+        "oumi",
+        "train",
+        "-c",
+        path,
+        *SIZES,
+        *JUDGED,
+    ]
+    done = forked.run(["-m", "megalith", *words])
+    assert done.returncode == 0, done.stderr
+    assert (here / "four" / "hf_model" / "config.json").exists() and len(metrics(here / "four")) == 2
+    words[3:4] = ["--nproc_per_node=6"]
+    done = forked.run(["-m", "megalith", *words])
+    assert done.returncode == 2
+    assert "world_size (6) must be divisible by the product of all model parallel sizes (4)" in done.stderr
+
+
+def shouting(completions, question, **columns):
+    assert len(completions) == len(question)
+    return [float(sum(map(str.isupper, str(one)))) for one in completions]
+
+
+def test_the_trainer_of_oumis_names_trains_and_says_its_figures(here):
+    config = TrainingConfig.from_yaml(quick_start(here), [*SIZES, "--training.max_steps=1"])
+    records = [{"prompt": f"{n}?", "question": str(n)} for n in range(8)]
+    trainer = OumiMegatronGrpoTrainer(None, config, [shouting], records, None)
+    with pytest.raises(ConfigError, match=r"call train\(\) first"):
+        trainer.save_model(config)
+    assert trainer.get_last_eval_metrics() == {}
+    trainer.train()
+    trainer.save_state()
+    trainer.save_model(config, final=True)
+    figures = trainer.get_last_eval_metrics()
+    assert figures["train/reward_mean"] > 0 and figures["train/completion_length"] > 1
+    assert (here / "run" / "hf_model" / "tokenizer" / "tokenizer.json").exists()
+    with pytest.raises(ConfigError, match="given a processor"):
+        OumiMegatronGrpoTrainer(None, config, [shouting], records, None, processor=object())
+    with pytest.raises(ConfigError, match="takes no teacher"):
+        OumiMegatronGrpoTrainer(None, config, [shouting], records, teacher=1)
+
+
+STAND_IN = {  # of the package oumi, by what the patch asks of it
+    "__init__": "def train(config):\n    import oumi.train\n    return oumi.train.train(config)\n",
+    "train": "from oumi.builders import build_trainer\n\n\ndef train(config):\n    return 'theirs'\n",
+    "builders/__init__": "from oumi.builders.training import build_trainer\n",
+    "builders/training": (
+        "def build_trainer(trainer_type, processor, verbose=False):\n"
+        "    raise NotImplementedError(f'Trainer type {trainer_type} not supported.')\n"
+    ),
+    "cli/__init__": "",
+    "cli/main": "import sys\n\n\ndef run():\n    print('their command line', *sys.argv)\n    sys.exit(3)\n",
+    "core/__init__": "",
+    "core/trainers/__init__": "",
+    "core/configs/__init__": (
+        "import dataclasses\nimport enum\n\n\n"
+        "class TrainerType(enum.Enum):\n    TRL_SFT = 'trl_sft'\n    HF = 'hf'\n\n\n"
+        "@dataclasses.dataclass\nclass TrainingParams:\n"
+        "    trainer_type: TrainerType = TrainerType.HF\n    max_steps: int = -1\n    output_dir: str = 'output'\n"
+        "    per_device_train_batch_size: int = 8\n    gradient_accumulation_steps: int = 1\n"
+        "    learning_rate: float = 5e-5\n    resume_from_checkpoint: str | None = None\n"
+        "    reward_functions: list | None = None\n\n\n"
+        "@dataclasses.dataclass\nclass TrainingConfig:\n    model: dict = dataclasses.field(default_factory=dict)\n"
+        "    data: dict = dataclasses.field(default_factory=dict)\n"
+        "    training: TrainingParams = dataclasses.field(default_factory=TrainingParams)\n"
+    ),
+}
+
+
+@pytest.fixture
+def stand_in(tmp_path, monkeypatch):
+    """A package `oumi` in this process, gone afterwards."""
+    for name, text in STAND_IN.items():
+        path = tmp_path / "packages" / "oumi" / f"{name}.py"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    monkeypatch.syspath_prepend(str(tmp_path / "packages"))
+    yield
+    for name in [name for name in sys.modules if name.partition(".")[0] == "oumi"]:
+        del sys.modules[name]
+
+
+def test_an_installed_oumi_reaches_us_by_its_trainer_type(here, stand_in, monkeypatch, capsys):
+    oumi_patch.patch()
+    oumi_patch.patch()
+    import oumi
+    from oumi.core.configs import TrainerType, TrainingConfig, TrainingParams
+    from oumi.core.trainers.megatron.bridge_utils import check_megatron_bridge_available
+
+    check_megatron_bridge_available()
+    kind = TrainerType["MEGATRON_GRPO"]
+    assert kind is TrainerType.MEGATRON_GRPO is TrainerType("megatron_grpo") and kind in list(TrainerType)
+    assert oumi.builders.training.build_trainer(kind, None) is OumiMegatronGrpoTrainer
+    with pytest.raises(NotImplementedError):
+        oumi.builders.build_trainer(TrainerType.TRL_SFT, None)
+    assert oumi.train(TrainingConfig()) == "theirs"
+    tree = read_configuration(quick_start(here), [*SIZES, "--training.max_steps=1"])
+    training = TrainingParams(kind, 1, str(here / "run"), 1, 4, reward_functions=["length"])
+    config = TrainingConfig(tree["model"], tree["data"], training, megatron=tree["megatron"],
+                            grpo=tree["grpo"] | {"max_completion_length": 10, "max_prompt_length": 150})  # fmt: skip
+    assert oumi.train(config) is None
+    assert len(metrics(here / "run")) == 1 and (here / "run" / "hf_model" / "config.json").exists()
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    assert oumi_patch.run_oumi(["train", "-c", "x"]) == 3
+    assert "their command line oumi train -c x" in capsys.readouterr().out
+
+
+def test_the_bridge_that_is_not_available_is_said(monkeypatch):
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with pytest.raises(
+        ImportError, match=r"^megatron-bridge is not available: .*safetensors is missing.*pip install"
+    ):
+        oumi_patch.check_megatron_bridge_available()
+    with pytest.raises(ConfigError, match=r"Oumi is not installed.*megalith oumi train"):
+        oumi_patch.patch()
+
+
+SFT = """\
+model: {{model_name: {here}/llama, model_max_length: 128, torch_dtype_str: auto, trust_remote_code: True}}
+data:
+  train:
+    datasets: [{{dataset_name: text_sft, dataset_path: {here}/{data}}}]
+    collator_name: text_with_padding
+training: {{trainer_type: {trainer}, max_steps: 2, per_device_train_batch_size: 2, output_dir: {here}/out,
+  learning_rate: 1e-3, optimizer: adamw_torch_fused, lr_scheduler_type: cosine, warmup_ratio: 0.5,
+  save_steps: 0, enable_gradient_checkpointing: True, dataloader_num_workers: auto}}
+"""
+
+
+@pytest.mark.parametrize("trainer", ["TRL_SFT", "TRL_DPO"])
+def test_fine_tuning_and_preferences_are_trained(here, trainer):
+    if trainer == "TRL_SFT":
+        records = [{"instruction": f"say {n}", "output": f"number {n}"} for n in range(6)]
+    else:
+        records = [{"prompt": f"say {n}", "chosen": f" yes {n}", "rejected": " no"} for n in range(6)]
+    (here / "chat.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    (here / "x.yaml").write_text(SFT.format(here=here, data="chat.jsonl", trainer=trainer))
+    assert main(["oumi", "train", "-c", "x.yaml"]) == 0
+    found = metrics(here / "out")
+    assert len(found) == 2 and found[-1]["global_batch_size"] == 2
+    transformers.AutoModelForCausalLM.from_pretrained(here / "out" / "hf_model")
+
+
+def test_adapters_are_left_in_pefts_format_or_merged(here):
+    (here / "chat.jsonl").write_text(json.dumps({"prompt": "say 1", "completion": "number 1"}) + "\n")
+    (here / "x.yaml").write_text(SFT.format(here=here, data="chat.jsonl", trainer="TRL_SFT"))
+    words = ["--training.use_peft=true", "--peft.lora_r=4", "--peft.lora_target_modules=[q_proj, v_proj]"]
+    assert main(["oumi", "train", "-c", "x.yaml", *words]) == 0
+    written = json.loads((here / "out" / "hf_model" / "adapter_config.json").read_text())
+    assert written["r"] == 4 and Path(written["base_model_name_or_path"]) == here / "llama"
+    assert (here / "out" / "hf_model" / "tokenizer" / "tokenizer.json").exists()
+    words += ["--peft.peft_save_mode=MERGED", f"--training.output_dir={here / 'whole'}"]
+    assert main(["oumi", "train", "-c", "x.yaml", *words]) == 0
+    whole = transformers.AutoModelForCausalLM.from_pretrained(here / "whole" / "hf_model").state_dict()
+    begun = transformers.AutoModelForCausalLM.from_pretrained(here / "llama").state_dict()
+    changed = {name for name, value in whole.items() if not torch.equal(value, begun[name])}
+    assert changed and all("q_proj" in name or "v_proj" in name for name in changed)
+
+
+def test_a_dataset_that_is_not_here_is_asked_of_the_hubs_library(here, monkeypatch):
+    run = translate_oumi(read_configuration(quick_start(here), SIZES), 1)
+    (here / "gsm8k").unlink()
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(DataError, match=r"'gsm8k' is no file or folder here; give its file as dataset_path"):
+        open_run(run, 1)
+
+    class Library:
+        def load_dataset(self, name, subset, split):
+            assert (name, subset, split) == ("gsm8k", "main", "train")
+            return [{"question": "1+1?", "answer": "#### 2"}]
+
+    monkeypatch.setitem(sys.modules, "datasets", Library())
+    record = open_run(run, 1).records[0]
+    assert record["prompt"][0]["content"].startswith("1+1? ") and "####" in record["prompt"][0]["content"]
+    assert (here / "run" / "datasets" / "gsm8k-train.jsonl").exists()
