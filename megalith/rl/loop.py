@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple, dataclass
 from pathlib import Path
@@ -97,6 +97,11 @@ def sample_groups(
     return records, verdicts.metrics
 
 
+def prefixed(name: str, own: Collection[str]) -> str:
+    """What a figure of a reward function is called beside the run's own: its `name`, where that is free."""
+    return f"reward/{name}" if name in own else name
+
+
 def engine_sizes(config: RunConfig, prompts: Sequence[Prompt], replicas: int) -> tuple[int, int]:
     """Rows of a replica's engine, and the tokens that each has room for, a multiple of 16."""
     rl = config.rl
@@ -116,15 +121,16 @@ class LiveRollouts:
         self._engine: Engine | None = None
         self._seconds: dict[str, float] = {}
         self._found: dict[str, Any] = {}  # figures of the rollout batch
+        self._logged: dict[
+            str, float
+        ] = {}  # means of what the rewards logged by log_metric, of the rollout batch
         self._folder = Path(run.output) / "rollouts"
         self._completions: LineFile | None = None
         first = [prompts.prompts[n] for n in range(min(4, len(prompts)))]
         self._canary = Canary(run, [p.ids for p in first], [f"prompt {p.id} of the canary" for p in first])
+        self.rewards = rewards.names
         self.notes = [f"{len(prompts):,} prompts; rewards: {', '.join(rewards.names)}"]
-        if prompts.dropped:
-            self.notes.append(
-                f"{prompts.dropped:,} prompts were dropped, longer than they may be (rl.overlong_prompts)"
-            )
+        self.notes += prompts.notes()
 
     def files(self) -> dict[str, dict[str, int | str]]:
         """As a DataRecord has it: the number of prompts, and what tells whether they are the same."""
@@ -139,10 +145,10 @@ class LiveRollouts:
             torch.cuda.synchronize()
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - began
 
-    def take_figures(self) -> tuple[dict[str, float], dict[str, Any]]:
-        """Seconds by phase since the last call, and the figures of the rollout batch."""
+    def take_figures(self) -> tuple[dict[str, float], dict[str, Any], dict[str, float]]:
+        """Seconds by phase since the last call, the figures of the rollout batch, and what its rewards logged."""
         seconds, self._seconds = self._seconds, {}
-        return seconds, self._found
+        return seconds, self._found, self._logged
 
     def batch(self, number: int, groups: int) -> list[PromptGroup]:
         run, inside = self._run, self._run.step % self._rl.steps_per_batch
@@ -184,7 +190,7 @@ class LiveRollouts:
             self._engine = self._new_engine()
         report = sync(self._engine, run.model, version=run.step)
         run.totals[VERSION] = run.step
-        self._found = {"sync_gb_per_second": report.gb_per_second}
+        self._found, self._logged = {"sync_gb_per_second": report.gb_per_second}, {}
         ratio = self._canary.check(
             self._sample_canary, (run.step, self._engine.version), self._weights_to_compare
         )
@@ -263,7 +269,7 @@ class LiveRollouts:
                 groups[record.position] = record.group(self._prompts.prompts, run.step)
             for name, values in logged.items():
                 metrics.setdefault(name, []).extend(values)
-        self._found |= {name: float(np.mean(values)) for name, values in metrics.items()}
+        self._logged |= {name: float(np.mean(values)) for name, values in metrics.items()}
         return [groups[at] for at in positions]
 
     # What is kept of them
@@ -293,8 +299,8 @@ class LiveRollouts:
                     "completion": decode(one.ids.tolist()),
                     "rewards": dict(zip(self._rewards.names, rewards)),
                     "truncated": one.truncated,
-                    **one.extra,
                 }
+                line |= {prefixed(name, line): value for name, value in one.extra.items()}
                 self._completions.write(json.dumps(line))
                 if shown > 0:
                     shown -= 1

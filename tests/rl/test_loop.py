@@ -172,15 +172,28 @@ def test_what_a_user_sees(tmp_path, capsys):
         "def shout(completions, log_extra, log_metric, **columns):\n"
         "    log_metric('mean_words', 2.0)\n"
         "    log_extra('loud', [c.upper() for c in completions])\n"
+        "    log_metric('loss', 7.0), log_metric('time_training', 7.0)\n"
+        "    log_extra('completion', [''] * len(completions))\n"
         "    return [float(len(c)) for c in completions]\n"
+        "def silent(completions, **columns):\n"
+        "    return [None] * len(completions)\n"
     )
-    rl = dict(
-        reward_funcs=["length", f"{tmp_path}/own.py:shout"], reward_weights=[1.0, 0.1], log_completions=True
-    )
+    write_prompts(tmp_path)
+    lines = (tmp_path / "prompts.jsonl").read_text().splitlines(keepends=True)
+    again = [line.replace('"q5', '"q4') for line in lines]
+    (tmp_path / "prompts.jsonl").write_text("".join(again))
+    own = [f"{tmp_path}/own.py:{name}" for name in ("shout", "silent")]
+    rl = dict(reward_funcs=["length", *own], reward_weights=[1.0, 0.1, 1.0], log_completions=True)
     result = megalith.grpo(configuration(tmp_path, rl=rl, train=dict(train_iters=2)))
     out, found = capsys.readouterr().out, metrics(tmp_path / "run")[1]
     for words in (
-        "rewards: length, shout",
+        "rewards: length, shout, silent",
+        "note: 11 prompts have the id of an earlier one, and messages and files name them alike: 'q4' of ",
+        "prompts.jsonl, line 6 is that of ",
+        "prompts.jsonl, line 5; 'q40' of ",
+        "a reward logs a metric loss, which is a figure of the run's own: it is logged as reward/loss",
+        "step 1: the reward silent is None or NaN for all 8 completions and teaches nothing; correct",
+        "step 2: the reward silent is None or NaN for all 8 completions (2 rollout batches in a row) and teaches",
         "step 2 | reward ",
         "| drift 1.00000",
         "generation ",
@@ -201,7 +214,10 @@ def test_what_a_user_sees(tmp_path, capsys):
     ]:
         assert isinstance(found[name], float), name
     assert found["mismatch"] < 1.0001 and found["ratio"] == 1.0
+    assert found["reward/loss"] == found["reward/time_training"] == 7.0 != found["loss"]
+    assert found["time_training"] != 7.0 and out.count("it is logged as reward/loss") == 1
     lines = [json.loads(line) for line in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
+    assert all(line["completion"] and line["reward/completion"] == "" for line in lines)
     assert len(lines) == 16 and lines[-1]["step"] == 2 and lines[0]["loud"] == lines[0]["loud"].upper()
     manifest = json.loads((Path(result.checkpoint) / "manifest.json").read_text())
     assert manifest["counters"] == {"prompts": 4, "engine_version": 1}
