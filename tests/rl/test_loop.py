@@ -302,6 +302,34 @@ def test_the_trainer_with_trls_signature(tmp_path):
     assert trainer.train().step == 1 and (tmp_path / "lora" / "checkpoints").is_dir()
 
 
+def test_the_trainer_with_trls_signature_on_conversations_of_a_run_with_its_own_tokenizer(tmp_path):
+    """Prompts and completions have TRL's shape; tokenizer and chat template are the checkpoint's."""
+    text = [{"text": "What is one plus two? It is three."}] * 4
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps(line) + "\n" for line in text))
+    made = ["tokenizer", "train", "--input", str(tmp_path / "text.jsonl"), "--vocab-size", "300"]
+    assert main([*made, "--output", str(tmp_path / "tokenizer")]) == 0
+    template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    (tmp_path / "tokenizer" / "chat_template.jinja").write_text(template)
+    data = dict(mock=True, seq_length=24, tokenizer_type="HuggingFaceTokenizer",
+                tokenizer_model=str(tmp_path / "tokenizer"))  # fmt: skip
+    model = MODEL | dict(vocab_size=None, make_vocab_size_divisible_by=128)
+    train(
+        RunConfig.from_tree(tree(tmp_path, model=model, train=dict(train_iters=1)) | {"rl": {}, "data": data})
+    )
+
+    def reward(prompts, completions, answer, log_extra, **more):
+        assert prompts == [[{"role": "user", "content": f"one plus {answer[0]}"}]] * 4
+        assert [[message["role"] for message in one] for one in completions] == [["assistant"]] * 4
+        return [float(len(one[0]["content"])) for one in completions]
+
+    records = [{"prompt": [{"role": "user", "content": f"one plus {n}"}], "answer": n} for n in range(4)]
+    args = dict(max_steps=1, per_device_train_batch_size=8, num_generations=4, max_completion_length=8,
+                max_prompt_length=16, output_dir=str(tmp_path / "trl"))  # fmt: skip
+    settings = {"runtime.device": "cpu", "runtime.compile": False}
+    trained = GRPOTrainer(str(tmp_path / "run"), reward, args, records, settings=settings).train()
+    assert trained.step == 1
+
+
 def test_rollout_and_dry_run_from_the_command_line(tmp_path, capsys, monkeypatch):
     sizes, real = {}, sync.engine_for
     monkeypatch.setattr(
