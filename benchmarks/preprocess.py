@@ -6,9 +6,9 @@ The text is the standard library corpus, repeated; the tokenizer is trained on i
 `encode_batch_fast` on texts already in memory, with as many threads as there are workers, its encodings
 thrown away. Against it stands the whole of `preprocess`: starting the workers, reading, parsing, encoding,
 and writing the dataset; and Megatron-LM's way, a pool of processes that encode a document at a time, handed
-out by 25, one process writing what they return. They run in turn, and each ratio is the median over the
-turns: of the time on the clock, which needs an idle machine, and of the processor time, which other programs
-disturb less.
+out by 25, one process writing what they return. They run in turn, each in a process of its own, and each
+ratio is the median over the turns: of the time on the clock, which needs an idle machine, and of the
+processor time, which other programs disturb less.
 """
 
 from __future__ import annotations
@@ -45,10 +45,11 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=48)
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--workers", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--library-only", metavar="FOLDER", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--only", choices=ALONE, help=argparse.SUPPRESS)
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args()
-    if args.library_only:
-        print(json.dumps(library_seconds(args.library_only)))
+    if args.only:
+        print(json.dumps(ALONE[args.only](args.folder, args.workers)))
         return
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -56,11 +57,11 @@ def main() -> None:
         tokens = preprocess([text], folder / "count", tokenizer_of(folder), show_progress=False).tokens
         clock, processor, one_at_a_time = [], [], []
         for turn in range(1, args.repeats + 1):
-            library = run_library(folder, args.workers)
-            ours = run_preprocess(folder, args.workers)
+            library = run_alone("library", folder, args.workers)
+            ours = run_alone("preprocess", folder, args.workers)
             clock.append(library.clock / ours.clock)
             processor.append(library.processor / ours.processor)
-            megatron = run_one_document_at_a_time(folder, args.workers)
+            megatron = run_alone("document", folder, args.workers)
             one_at_a_time.append(megatron.clock / ours.clock)
             print(
                 f"turn {turn}: encode_batch_fast {rates(size, tokens, library)}; "
@@ -76,15 +77,16 @@ def main() -> None:
         )
 
 
-def run_library(folder: Path, threads: int) -> Seconds:
-    """`library_seconds` in a process of its own, whose Rust threads are set before it starts."""
-    environment = {**os.environ, "RAYON_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": "true"}
-    command = [sys.executable, "-m", "benchmarks.preprocess", "--library-only", str(folder)]
+def run_alone(what: str, folder: Path, workers: int) -> Seconds:
+    """One of ALONE in a process of its own, as a command runs, whose Rust threads are set before it starts."""
+    environment = {**os.environ, "RAYON_NUM_THREADS": str(workers), "TOKENIZERS_PARALLELISM": "true"}
+    command = [sys.executable, "-m", "benchmarks.preprocess", "--only", what]
+    command += ["--folder", str(folder), "--workers", str(workers)]
     output = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
     return Seconds(*json.loads(output))
 
 
-def library_seconds(folder: Path) -> Seconds:
+def library_seconds(folder: Path, workers: int) -> Seconds:
     """What the library takes to encode the texts, loading not counted, in batches of 1,000 texts."""
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     with open(folder / "text.jsonl", encoding="utf-8") as file:
@@ -96,7 +98,7 @@ def library_seconds(folder: Path) -> Seconds:
     return Seconds(time.perf_counter() - clock, time.process_time() - processor)
 
 
-def run_preprocess(folder: Path, workers: int) -> Seconds:
+def preprocess_seconds(folder: Path, workers: int) -> Seconds:
     before = os.times()
     summary = preprocess(
         [folder / "text.jsonl"],
@@ -111,7 +113,7 @@ def run_preprocess(folder: Path, workers: int) -> Seconds:
     return Seconds(summary.seconds, processor)
 
 
-def run_one_document_at_a_time(folder: Path, workers: int) -> Seconds:
+def document_seconds(folder: Path, workers: int) -> Seconds:
     before, start = os.times(), time.perf_counter()
     with (
         IndexedWriter(folder / "megatron", np.dtype(np.uint16), overwrite=True) as writer,
@@ -124,6 +126,9 @@ def run_one_document_at_a_time(folder: Path, workers: int) -> Seconds:
         pool.join()
     processor = sum(after - start for after, start in zip(os.times()[:4], before[:4]))
     return Seconds(time.perf_counter() - start, processor)
+
+
+ALONE = {"library": library_seconds, "preprocess": preprocess_seconds, "document": document_seconds}
 
 
 def start_worker(folder: Path) -> None:

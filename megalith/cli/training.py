@@ -11,6 +11,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import megalith
@@ -138,15 +139,30 @@ def add_evaluate_command(commands: argparse._SubParsersAction) -> None:
     parser = leaf(commands, "evaluate", "the loss and perplexity of a checkpoint", run_evaluate)
     parser.description = (
         "The mean loss and perplexity of a checkpoint on the validation and the test data of its run, in one process "
-        "or any layout: `--section.key value` changes its settings, as to `train`. Nothing is written."
+        "or any layout: `--section.key value` changes its settings, as to `train`. Nothing is written. With --tasks "
+        "those of lm-evaluation-harness instead, of a Hugging Face folder too; one row of data.seq_length tokens holds "
+        "a request."
     )
-    parser.add_argument("checkpoint", help="a run's folder, or one of its steps")
-    parser.add_argument("--nproc", type=int, help="start so many processes; torchrun works as well")
+    add = parser.add_argument
+    add("checkpoint", help="a run's folder, or one of its steps; with --tasks also a Hugging Face folder")
+    add(
+        "--tasks",
+        metavar="NAME[,NAME]",
+        help="tasks or groups of lm-evaluation-harness, or YAML files of them",
+    )
+    add("--include-path", metavar="FOLDER", help="tasks of your own, by name")
+    add("--num-fewshot", type=int, metavar="N", help="examples before each question (default: the task's)")
+    add("--limit", type=int, metavar="N", help="only the first N documents of each task")
+    add("--apply-chat-template", action="store_true", help="prompts as chats, by the tokenizer's template")
+    add("--output", metavar="FILE", help="write the tasks' results as JSON")
+    add("--nproc", type=int, help="start so many processes; torchrun works as well")
     parser.add_argument("--json", action="store_true", help="also print an object with the figures")
     parser.set_defaults(takes_settings=True)
 
 
 def run_evaluate(args: Arguments) -> int:
+    if args.tasks:
+        return run_tasks(args)
     from megalith.bridge.load import config_of
     from megalith.checkpoint.open import open_existing
     from megalith.config import RunConfig
@@ -183,6 +199,76 @@ def run_evaluate(args: Arguments) -> int:
         figures |= {f"{name}_perplexity": finite(perplexity(loss)) for name, loss in known.items()}
         print(json.dumps({"step": result.step, **figures}))
     return exit_code(result.ended)
+
+
+TASK_OPTIONS = ("tasks", "include_path", "num_fewshot", "limit", "output")
+LONGEST_REQUEST = 4096  # tokens, where data.seq_length is not given and the model has more positions
+
+
+def run_tasks(args: Arguments) -> int:
+    from megalith.bridge.folder import is_model_folder
+    from megalith.bridge.load import config_of, model_of
+    from megalith.bridge.origin import saved_tokenizer, tokenizer_of
+    from megalith.checkpoint.open import open_existing
+    from megalith.config import RunConfig
+    from megalith.config.run import parse_overrides
+    from megalith.errors import install_line
+    from megalith.io import atomic_file
+    from megalith.launch.launcher import launch, this_process
+
+    if args.nproc is not None:
+        given = [(f"--{name.replace('_', '-')}", getattr(args, name)) for name in TASK_OPTIONS]
+        options = [f"{option}={value}" for option, value in given if value is not None]
+        flags = [
+            f"--{name}" for name in ("json", "apply-chat-template") if getattr(args, name.replace("-", "_"))
+        ]
+        return launch(
+            args.nproc, ["-m", "megalith", "evaluate", args.checkpoint, *options, *flags, *args.settings]
+        )
+    if is_model_folder(args.checkpoint):
+        tokenizer, precision = tokenizer_of(Path(args.checkpoint)), "fp32"
+    else:
+        checkpoint = open_existing(args.checkpoint, None)
+        tokenizer, precision = (
+            saved_tokenizer(checkpoint.tokenizer_folder),
+            config_of(checkpoint).train.precision,
+        )
+    if tokenizer is None:
+        raise ConfigError(f"{args.checkpoint} carries no tokenizer, so it reads no task")
+    tree = {
+        "model": {"init_from": args.checkpoint},
+        "data": {
+            "mock": True,
+            "seq_length": min(model_of(args.checkpoint).max_position_embeddings, LONGEST_REQUEST),
+        },
+        "optim": {"lr": 1.0},
+        "train": {"train_iters": 1, "precision": precision, "micro_batch_size": 1},
+    }
+    for section, key, value in parse_overrides(args.settings):
+        tree.setdefault(section, {})[key] = value
+    process = this_process()
+    tree["train"]["global_batch_size"] = int(tree["train"]["micro_batch_size"]) * process.world_size
+    try:
+        from megalith.training.task_harness import TaskRequest, evaluate_tasks
+    except ImportError as error:
+        raise ConfigError(
+            f"--tasks needs lm-evaluation-harness, which is not installed ({error}); run: {install_line('evaluate')}"
+        ) from error
+    asked = TaskRequest(
+        args.tasks.split(","), args.num_fewshot, args.limit, args.include_path, args.apply_chat_template
+    )
+    found = evaluate_tasks(RunConfig.from_tree(tree), tokenizer, asked)
+    if process.is_first:
+        from lm_eval.utils import make_table
+
+        print(make_table(found))
+        kept = {name: found[name] for name in ("results", "versions", "n-shot", "n-samples") if name in found}
+        if args.output:
+            with atomic_file(Path(args.output)) as file:
+                file.write(json.dumps(kept, indent=1, default=str).encode())
+        if args.json:
+            print(json.dumps(kept["results"], default=str))
+    return 0
 
 
 PLAIN_WIDTH = 120

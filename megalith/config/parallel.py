@@ -123,9 +123,9 @@ class ParallelConfig(Section):
     recompute_num_layers: Annotated[PositiveInt, KEPT, Needs("recompute_granularity", "full")] = 1
     """Full recomputation: layers in a unit (uniform), or layers recomputed in each pipeline stage (block)."""
 
-    recompute_saves_attention: Annotated[bool, KEPT, FULL] = False
-    """Full recomputation of compiled layers, each by itself: attention's output is saved beside a layer's input, twice
-    the memory, and not computed again."""
+    recompute_saves_attention: Annotated[bool | Literal["auto"], KEPT, FULL] = "auto"
+    """Full recomputation: attention's output is saved beside a layer's input, twice the memory, and not computed again;
+    auto: where GPU memory allows."""
 
     recompute_modules: Annotated[
         list[Literal["core_attn", "mlp", "mlp_act", "layernorm"]],
@@ -149,6 +149,11 @@ class ParallelConfig(Section):
     def direct_axes(self) -> set[str]:
         """The axes whose collectives copy engines do."""
         return set() if self.symmetric_memory_groups == "auto" else set(self.symmetric_memory_groups) - {"dp"}
+
+    @property
+    def saves_attention(self) -> bool:
+        """The recompute_saves_attention; an `auto` that nobody has chosen for is off."""
+        return self.recompute_saves_attention is True
 
     @property
     def unsharded_layers(self) -> int:

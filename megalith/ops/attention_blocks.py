@@ -16,9 +16,12 @@ value [batch, groups, keys, head_dim], and l is float32 [batch, heads, queries],
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from threading import local
 
 import torch
 from torch import Tensor
@@ -380,7 +383,35 @@ KERNELS = {
 
 
 # Attention as one block: what the kernels above do that torch's own function gives to none but its slowest. Between
-# the passes it keeps neither repeated heads nor a bias, and no mask of a window or of documents.
+# the passes it keeps neither repeated heads nor a bias, and no mask of a window or of documents. Where a pass is
+# recomputed, its results can be those of the first time.
+
+
+class _Recomputation(local):
+    """What this thread is in: a pass that saves what block_attention gives, or the recomputation that takes it."""
+
+    saves: deque[tuple[Tensor, Tensor]] | None = None
+    takes: deque[tuple[Tensor, Tensor]] | None = None
+
+
+_recomputation = _Recomputation()
+
+
+def attention_saved() -> tuple[AbstractContextManager, AbstractContextManager]:
+    """torch.utils.checkpoint's contexts of a pass and of its recomputation, in which every block_attention gives what
+    it gave in the pass. Operators inside of compiled code are seen too."""
+    results: deque[tuple[Tensor, Tensor]] = deque()
+    return _set("saves", results), _set("takes", results)
+
+
+@contextmanager
+def _set(name: str, results: deque) -> Iterator[None]:
+    before = getattr(_recomputation, name)
+    setattr(_recomputation, name, results)
+    try:
+        yield
+    finally:
+        setattr(_recomputation, name, before)
 
 
 @torch.library.custom_op("megalith::block_attention", mutates_args=())
@@ -396,8 +427,13 @@ def block_attention(
 ) -> tuple[Tensor, Tensor]:
     """softmax(scale · query · keyᵀ) · value [batch, heads, queries, head_dim], and its log-sum-exp float32 [batch,
     heads, queries]."""
+    if _recomputation.takes is not None:
+        return _recomputation.takes.popleft()
     out, lse, _ = block_forward(query, key, value, _whole(mask, documents, causal, window, scale))
-    return out.transpose(1, 2).contiguous().transpose(1, 2), lse.contiguous()
+    out, lse = out.transpose(1, 2).contiguous().transpose(1, 2), lse.contiguous()
+    if _recomputation.saves is not None:
+        _recomputation.saves.append((out, lse))
+    return out, lse
 
 
 @block_attention.register_fake

@@ -72,6 +72,7 @@ def attention(
     first_head: int = 0,  # the number of the first of these heads among all of the layer's: a key of dropout
     alibi: int
     | None = None,  # the number of all of the layer's heads, where ALiBi (documents.py) biases the scores
+    saved: bool = False,  # for a recomputation (attention_blocks.attention_saved); not with dropout, softcap and alibi
 ) -> Tensor:
     """softmax(scale · query · keyᵀ) · value → [batch, queries, heads, head_dim], softmax in fp32."""
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [batch, heads, seq, head_dim]
@@ -80,10 +81,12 @@ def attention(
     seen = Seen(causal and mask is None, mask, documents, window)
     changed = softcap is not None or alibi is not None
     if query.is_cuda and not changed:
-        return _on_gpu(query, key, value, seen, scale, dropout).transpose(1, 2)
+        return _on_gpu(query, key, value, seen, scale, dropout, saved).transpose(1, 2)
     slopes = None if alibi is None else alibi_slopes(alibi, first_head, query.shape[1], query.device)
     if changed and query.is_cuda and torch.compiler.is_compiling() and not dropout:
         return _flex(query, key, value, seen, softcap, scale, slopes).transpose(1, 2)
+    if saved and not changed and not dropout:
+        return _as_block(query, key, value, seen, scale).transpose(1, 2)
     causal, mask = seen.dense(query, key)
     if changed or dropout:
         if query.is_cuda and not torch.compiler.is_compiling():
@@ -127,17 +130,23 @@ def _in_window(
     return key[:, :, -keys:], value[:, :, -keys:], mask, window if queries > 1 else None
 
 
-def _on_gpu(query: Tensor, key: Tensor, value: Tensor, seen: Seen, scale: float, dropout: float) -> Tensor:
+def _as_block(query: Tensor, key: Tensor, value: Tensor, seen: Seen, scale: float) -> Tensor:
+    causal, mask, documents, window = seen
+    return block_attention(query, key, value, mask, documents, causal, window, scale)[0]
+
+
+def _on_gpu(
+    query: Tensor, key: Tensor, value: Tensor, seen: Seen, scale: float, dropout: float, saved: bool = False
+) -> Tensor:
     """By a fused kernel, whatever is asked for."""
     head_dim = query.shape[3]
     if head_dim % _MULTIPLE:  # zeros add nothing to a score, and their results are left out
         query, key, value = (pad(x, (0, -head_dim % _MULTIPLE)) for x in (query, key, value))
-    if seen.whole and takes_heads(query, key):
+    if seen.whole and takes_heads(query, key) and (dropout or not saved):
         with sdpa_kernel(_CAUSAL, set_priority=True):
             out = _fused(query, key, value, seen.causal, None, scale, dropout)
     elif not dropout:
-        causal, mask, documents, window = seen
-        out, _ = block_attention(query, key, value, mask, documents, causal, window, scale)
+        out = _as_block(query, key, value, seen, scale)
     else:  # whose random numbers torch keeps
         causal, mask = seen.dense(query, key)
         key, value = (for_each_head(x, query) for x in (key, value))

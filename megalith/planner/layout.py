@@ -14,7 +14,7 @@ from typing import Any
 
 from megalith.config import RunConfig
 from megalith.config.rules.fastest import Machine, with_fastest
-from megalith.config.rules.parallel_rules import data_parallel_size
+from megalith.config.rules.parallel_rules import data_parallel_size, what_keeps_attention_unsaved
 from megalith.config.train import BatchSizeSchedule
 from megalith.errors import ConfigError
 from megalith.parallel.fp8_linears import casts_weights_once
@@ -99,19 +99,15 @@ def build_layout(config: RunConfig, world_size: int, meta: MetaModel | None = No
         parallel.context_parallel_size,
         parallel.tensor_model_parallel_size,
     )
-    assignment = assign_layers(config.model, parallel)
-    batch = BatchSizeSchedule.from_config(config.train, dp)
-    micro_batches = batch.global_batch_size // (config.train.micro_batch_size * dp)
-    schedule = None
-    bubble = weighed = 0.0
-    if axes[0] > 1:
-        schedule = run_schedule(parallel, micro_batches)
-        bubble = simulate(schedule).bubble
-        weighed = simulate(schedule, _durations(config, assignment)).bubble
     meta = meta or MetaModel(config.model, config.lora)
+    assignment, schedule, micro_batches = _scheduled(config, dp)
     stages = [
         stage_layout(config, meta, world_size, chunks, schedule, micro_batches) for chunks in assignment
     ]
+    bubble = weighed = 0.0
+    if schedule is not None:
+        bubble = simulate(schedule).bubble
+        weighed = simulate(schedule, _durations(config, assignment)).bubble
     return Layout(
         config=config,
         coordinates=[Coordinates(*place) for place in product(*map(range, axes))],
@@ -125,15 +121,33 @@ def build_layout(config: RunConfig, world_size: int, meta: MetaModel | None = No
     )
 
 
+def _scheduled(config: RunConfig, dp: int) -> tuple[list[list[Stage]], Schedule | None, int]:
+    """The stages, their schedule where they are several, and the micro-batches of a step."""
+    batch = BatchSizeSchedule.from_config(config.train, dp)
+    micro_batches = batch.global_batch_size // (config.train.micro_batch_size * dp)
+    several = config.parallel.pipeline_model_parallel_size > 1
+    schedule = run_schedule(config.parallel, micro_batches) if several else None
+    return assign_layers(config.model, config.parallel), schedule, micro_batches
+
+
+def fullest(config: RunConfig, world_size: int, meta: MetaModel | None = None) -> int:
+    """Bytes that are expected on the rank that has most."""
+    meta = meta or MetaModel(config.model, config.lora)
+    assignment, *schedule = _scheduled(config, data_parallel_size(config.parallel, world_size))
+    stages = (stage_layout(config, meta, world_size, chunks, *schedule) for chunks in assignment)
+    return max(stage.memory.total for stage in stages)
+
+
 def with_auto(
     config: RunConfig, world_size: int, machine: Machine, meta: MetaModel | None = None
 ) -> tuple[RunConfig, list[str]]:
     """`config` without an `auto` that hangs on the machine, and lines of what was chosen: the trainer's choices, and so
     the planner's. `meta`: the model, where that has been counted."""
     config, fastest = with_fastest(config, machine)
+    config, attention = with_saved_attention(config, world_size, machine.memory, meta)
     config, unsharded = with_unsharded_layers(config, world_size, machine.memory, meta)
     config, cached = with_cached_weights(config, world_size, machine.memory, meta)
-    return config, fastest + unsharded + cached
+    return config, fastest + attention + unsharded + cached
 
 
 USABLE = 0.9  # of a GPU's memory: the rest is the allocator's, the libraries', and what the estimate is off
@@ -156,7 +170,7 @@ def with_unsharded_layers(
         return config.with_settings({"parallel.fsdp_unsharded_layers": number})
 
     def expected(number: int) -> int:
-        return max(stage.memory.total for stage in build_layout(keeping(number), world_size, meta).stages)
+        return fullest(keeping(number), world_size, meta)
 
     most = most if memory else 0
     meta = meta or (MetaModel(config.model, config.lora) if most else None)
@@ -167,6 +181,23 @@ def with_unsharded_layers(
     return keeping(number), [
         f"chosen by auto, of parallel: fsdp_unsharded_layers {number} of {most} ({figures})"
     ]
+
+
+def with_saved_attention(
+    config: RunConfig, world_size: int, memory: int, meta: MetaModel | None = None
+) -> tuple[RunConfig, list[str]]:
+    """`config` without an `auto` of recompute_saves_attention, and a line where it was chosen; `memory` as above."""
+    parallel = config.parallel
+    if parallel.recompute_granularity != "full" or parallel.recompute_saves_attention != "auto":
+        return config, []
+    on, off = (config.with_settings({"parallel.recompute_saves_attention": value}) for value in (True, False))
+    if not memory or what_keeps_attention_unsaved(config.model, parallel):
+        return off, []
+    expected = fullest(on, world_size, meta)
+    if expected > USABLE * memory:
+        return off, []
+    figures = f"{expected / 1e9:.1f} GB expected on a GPU of {memory / 1e9:.1f}"
+    return on, [f"chosen by auto, of parallel: recompute_saves_attention true ({figures})"]
 
 
 def with_cached_weights(
@@ -182,7 +213,7 @@ def with_cached_weights(
     again = parallel.recompute_granularity is not None or parallel.overlaps
     if not memory or not casts_weights_once(on) or (passes == 1 and not again):
         return off, []
-    expected = max(stage.memory.total for stage in build_layout(on, world_size, meta).stages)
+    expected = fullest(on, world_size, meta)
     if expected > USABLE * memory:
         return off, []
     figures = f"{expected / 1e9:.1f} GB expected on a GPU of {memory / 1e9:.1f}"

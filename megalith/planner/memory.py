@@ -36,6 +36,7 @@ from megalith.config.rules.parallel_rules import shard_size
 from megalith.models.linear import Linear
 from megalith.ops.cross_entropy import tokens_at_once
 from megalith.parallel.fp8_linears import casts_weights_once, is_in_fp8, saves_weight_codes
+from megalith.parallel.memory.recompute import unit_size
 from megalith.parallel.pipeline.stages import Stage, schedule_kind
 from megalith.parallel.tensor.tensor_parallel import role_of
 from megalith.planner.counts import MetaModel, layers_of
@@ -190,8 +191,14 @@ class StageMemory:
 
         everything = mean()
         saved = inputs * stream / (self.tensor if parallel.distribute_saved_activations else 1)
-        if parallel.recompute_saves_attention:
-            saved += inputs * self.model.num_attention_heads // self.tensor * self.model.head_dim
+        if parallel.saves_attention:
+            layers = min(inputs * unit_size(parallel), self.held)
+            saved += (
+                layers
+                * self.model.num_attention_heads
+                // self.tensor
+                * (self.model.head_dim + 4 // self.width)
+            )  # its log-sum-exp is float32
         saved += whole * everything
         if parallel.recompute_granularity == "selective":
             saved -= max(whole - 1, 0) * (everything - mean(parallel.recompute_modules))

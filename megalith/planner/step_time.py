@@ -26,7 +26,7 @@ from megalith.parallel.pipeline.simulate import Durations, simulate
 from megalith.parallel.pipeline.stages import Stage, assign_layers, run_schedule, schedule_kind, virtual_size
 from megalith.parallel.pipeline.timeline import Timeline
 from megalith.planner.counts import MetaModel, layers_of
-from megalith.planner.memory import COMPUTE_BYTES, makes_mask, moment_bytes
+from megalith.planner.memory import COMPUTE_BYTES, GRADIENT_BYTES, makes_mask, moment_bytes
 from megalith.planner.rates import NETWORK, Rates, bytes_per_second, peak_flops
 from megalith.planner.traffic import context_bytes, expert_bytes, hidden_bytes
 
@@ -218,7 +218,7 @@ class _Model:
     ) -> tuple[Counter[str], Counter[str]]:
         forward, backward = Counter(), Counter()
         recomputed = self._recomputed(len(numbers))
-        there_already = {"data", "attention"} if self.parallel.recompute_saves_attention else {"data"}
+        there_already = {"data", "attention"} if self.parallel.saves_attention else {"data"}
         for number, times in kinds.items():
             there, back = self._layer(number)
             for name in there | back:
@@ -419,7 +419,9 @@ class _Model:
             back["elementwise"] += SUMMING * own / self.streams
         else:
             back["elementwise"] += REDUCING * own / self.streams
-            back["data"] += self._beside("reduce_scatter", 4 * own)
+            exchanged = self.parallel.exchanges_gradients
+            kind, width = ("all_to_all", self.width) if exchanged else ("reduce_scatter", GRADIENT_BYTES)
+            back["data"] += self._beside(kind, width * own)
 
     def _beside(self, kind: str, size: float) -> float:
         """What a collective over the shards of so many bytes takes of the GEMMs beside it."""

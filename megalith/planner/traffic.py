@@ -128,15 +128,17 @@ def data_bytes(
     adapters = parts["adapters"]
     layers = parts.total() - adapters - parts["experts"]
     ends = meta.outside(chunks).total()
-    reduced = GRADIENT_BYTES * (adapters or layers + ends)
-    strategy = parallel.data_parallel_sharding_strategy
+    strategy, width = parallel.data_parallel_sharding_strategy, COMPUTE_BYTES[config.train.precision]
+    each = strategy in ("optim_grads", "optim_grads_params")
+    of_layers = width if each and parallel.exchanges_gradients else GRADIENT_BYTES
+    reduced = of_layers * (adapters or layers) + (0 if adapters else GRADIENT_BYTES * ends)
     gathers, passes = micro_batches if strategy == "optim_grads_params" else 1, 1.0
     if strategy == "optim_grads_params":
         stay = sum(min(parallel.unsharded_layers, len(chunk.layers)) for chunk in chunks)
         freed = 1 - stay / max(sum(len(chunk.layers) for chunk in chunks), 1)
         passes = 2 * freed + (1 - freed) / micro_batches
-    gathered = passes * COMPUTE_BYTES[config.train.precision] * (layers + adapters) + FP32 * ends
-    reductions = micro_batches if strategy in ("optim_grads", "optim_grads_params") else 1
+    gathered = passes * width * (layers + adapters) + FP32 * ends
+    reductions = micro_batches if each else 1
     within = (shards - 1) / shards * (gathers * gathered + reductions * reduced)
     over_copies = 2 * (copies - 1) / copies * reduced / shards
     return int(within + over_copies)

@@ -60,6 +60,7 @@ IMPOSSIBLE = [
     ({"parallel": {"recompute_method": "block", "recompute_granularity": "selective"}}, "full, which is selective"),
     ({"parallel": {"distribute_saved_activations": True}}, "takes .*granularity full, which is not set"),
     ({"parallel": {"distribute_saved_activations": True, "recompute_granularity": "full"}}, "parallel_size is 1"),
+    ({"parallel": {"recompute_granularity": "full", "recompute_saves_attention": True}}, "not with .*dropout 0.1"),
     ({"parallel": {"sequence_parallel": True}}, "takes parallel.tensor_model_parallel_size above 1, which is 1; set"),
     ({"parallel": {"hierarchical_context_parallel_sizes": [2, 2]}}, r"takes parallel.cp_comm_type a2a\+p2p"),
     ({"model": {"mtp_num_layers": 1}}, "mtp_num_layers is 1, but it takes model.position_embedding_type rope"),

@@ -162,7 +162,8 @@ RECIPES = {
     "blockwise": {"train.fp8_recipe": "blockwise", "train.fp8_format": "e4m3"},
     "bf16 wgrad": {"train.fp8_wgrad": False},
     "first layer in bf16": {f"train.{name}": value for name, value in SKIPS.items()},
-    "recomputed": {"parallel.recompute_granularity": "full"},
+    "recomputed": {"parallel.recompute_granularity": "full", "parallel.recompute_saves_attention": False},
+    "attention saved": {"parallel.recompute_granularity": "full", "parallel.recompute_saves_attention": True},
     "lora": {"lora.rank": 8},
 }
 emulated: dict[str, list[float]] = {}
@@ -197,11 +198,13 @@ def test_recomputing_and_resuming_are_bitwise(tmp_path, recipe):
         return megalith.load(tmp_path / name).state_dict()
 
     whole = run("whole")
-    recomputed = run("recomputed", **{"parallel.recompute_granularity": "full"})
+    full = {"parallel.recompute_granularity": "full"}
+    recomputed = run("recomputed", **full, **{"parallel.recompute_saves_attention": False})
+    saved = run("saved", **full, **{"parallel.recompute_saves_attention": True})
     parts = {"checkpoint.load": str(tmp_path / "parts")}
     run("parts", **parts, **{"train.exit_interval": 5})
     resumed = run("parts", **parts)
-    for name, other in (("recomputed", recomputed), ("resumed", resumed)):
+    for name, other in (("recomputed", recomputed), ("saved", saved), ("resumed", resumed)):
         assert all(torch.equal(whole[key], other[key]) for key in whole), name
 
 
@@ -223,6 +226,11 @@ TWO_GPUS = {
     "tp2-sp": {"parallel.tensor_model_parallel_size": 2, "parallel.sequence_parallel": True},
     "zero3": {"parallel.data_parallel_sharding_strategy": "optim_grads_params"},
     "pp2": {"parallel.pipeline_model_parallel_size": 2},
+    "cp2, attention saved": {
+        "parallel.context_parallel_size": 2,
+        "parallel.recompute_granularity": "full",
+        "parallel.recompute_saves_attention": True,
+    },
 }
 
 

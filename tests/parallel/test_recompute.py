@@ -18,6 +18,7 @@ from megalith.config import ModelConfig, ParallelConfig, RunConfig
 from megalith.config.presets import PRESETS
 from megalith.models.init import initialize
 from megalith.models.transformer import Transformer
+from megalith.ops import attention_blocks
 from megalith.ops.attention_core import attention
 from megalith.parallel.memory import recompute
 from megalith.parallel.memory.recompute import apply_recompute
@@ -105,6 +106,47 @@ def test_gradients_are_bitwise_those_without_recomputation(family, mode):
     assert torch.equal(loss, again)
     for name, gradient in gradients.items():
         assert torch.equal(gradient, regained[name]), name
+
+
+def losses_and_kernel_calls(
+    config: ModelConfig, compiled: bool = False, **parallel
+) -> tuple[dict[str, torch.Tensor], int]:
+    """Of two micro-batches, whose passes are interleaved as in a pipeline; and how often attention was computed."""
+    model = Transformer(config, seed=3).train()
+    initialize(model, config, seed=5)
+    apply_recompute(model, ParallelConfig(**parallel))
+    for layer in model.layers.values() if compiled else ():
+        layer.compile(fullgraph=True, backend="aot_eager")
+    ids = torch.randint(0, VOCAB, (2, 2, 17), generator=torch.Generator().manual_seed(0))
+    ends = torch.tensor([[7, 16], [16, 16]], dtype=torch.int32)
+    with mock.patch.object(
+        attention_blocks, "block_forward", wraps=attention_blocks.block_forward
+    ) as computed:
+        losses = [model(x[:, :-1], labels=x[:, 1:], document_ends=ends) for x in ids]
+        for loss in losses:
+            loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters()}
+    return found | {"losses": torch.stack(losses).detach()}, computed.call_count
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if MODES[mode]["recompute_granularity"] == "full"])
+@pytest.mark.parametrize("family", ["tiny-gpt", "tiny-qwen", "tiny-deepseek"])
+def test_attention_that_is_saved_is_computed_once(family, mode):
+    options = dict(num_layers=3, vocab_size=VOCAB, max_position_embeddings=32, hidden_dropout=0.1)
+    config = ModelConfig(**{**PRESETS[family], **options, "attention_dropout": 0.0})
+    plain, none = losses_and_kernel_calls(config)
+    found, calls = losses_and_kernel_calls(config, **MODES[mode], recompute_saves_attention=True)
+    assert (none, calls) == (0, 2 * config.num_layers)
+    assert all((found[name] - x).norm() < 1e-6 * x.norm() for name, x in plain.items())
+
+
+def test_attention_that_is_saved_is_computed_once_in_layers_compiled_for_pairs():
+    config = ModelConfig(**{**PRESETS["tiny-qwen"], "vocab_size": VOCAB, "max_position_embeddings": 32})
+    pairs = MODES["uniform, pairs, and a rest"]
+    plain, _ = losses_and_kernel_calls(config)
+    found, calls = losses_and_kernel_calls(config, compiled=True, **pairs, recompute_saves_attention=True)
+    assert calls == 2 * config.num_layers
+    assert all((found[name] - x).norm() < 1e-6 * x.norm() for name, x in plain.items())
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -13,16 +13,20 @@ from megalith.parity.job import Outcome, run_job
 EACH_LAYER = {"recompute_granularity": "full"}
 PAIRS = EACH_LAYER | {"recompute_num_layers": 2}
 BLOCK = EACH_LAYER | {"recompute_method": "block", "recompute_num_layers": 1}
+SAVES = {"recompute_saves_attention": True}
 DISTRIBUTED = {"distribute_saved_activations": True}
 CORE = {"recompute_granularity": "selective"}
 MODULES = CORE | {"recompute_modules": ["core_attn", "mlp", "layernorm"]}
 OFFLOAD = {"cpu_offloading_num_layers": 1}
 GPT2, LLAMA, MOE = "gpt2 untied, documents, dropout", "llama dropout", "moe dropping, dropout"
+DOCUMENTS = "llama tied, documents"
 MULTI_TOKEN = "multi-token prediction"
 CASES = [  # layout, run, what is done for memory
     ("tp2", GPT2, EACH_LAYER | DISTRIBUTED),
     ("tp2-sp", GPT2, OFFLOAD | MODULES),
     ("tp2-sp-overlap", GPT2, OFFLOAD | EACH_LAYER),
+    ("tp2-sp-overlap", DOCUMENTS, PAIRS | SAVES),
+    ("cp2-a2a", DOCUMENTS, EACH_LAYER | SAVES),
     ("cp2-a2a", LLAMA, OFFLOAD | CORE),
     ("dp2-zero3", LLAMA, OFFLOAD | BLOCK),
     ("dp2-zero3", GPT2, PAIRS),
@@ -52,6 +56,9 @@ MORE = [
     ("pp2", GPT2, PAIRS),
     ("pp2-interleaved", LLAMA, BLOCK),
     ("ep4-zero3", MOE, OFFLOAD | BLOCK),
+    ("ep4-zero3", "moe", EACH_LAYER | SAVES),
+    ("tp2-pp2-interleaved", DOCUMENTS, BLOCK | DISTRIBUTED | SAVES),
+    ("cp2-a2a-overlap", DOCUMENTS, EACH_LAYER | SAVES),
 ]
 
 

@@ -94,6 +94,9 @@ SC21 = [
 # fmt: on
 
 
+RECOMPUTED = dict(recompute_granularity="full", recompute_saves_attention=False)
+
+
 def sc21_row(
     name: str,
     layers: int,
@@ -108,7 +111,7 @@ def sc21_row(
 ):
     model = dict(num_layers=layers, hidden_size=hidden, num_attention_heads=heads, vocab_size=51200,
                  hidden_dropout=0.0, attention_dropout=0.0)  # fmt: skip
-    parallel = sizes(tp, pp, 1, vp if vp > 1 else None, recompute_granularity="full")
+    parallel = sizes(tp, pp, 1, vp if vp > 1 else None, **RECOMPUTED)
     return Published(name, A100, gpus, model, (1, batch, 2048), parallel, tera, "TFLOP/s")
 
 

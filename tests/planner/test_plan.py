@@ -328,7 +328,7 @@ def test_a_table_that_was_measured_here_is_read_again_and_planned_with(tmp_path,
 
 def test_a_dry_run_builds_the_ranks_that_the_plan_counts(tmp_path, capsys):
     tree = {
-        "model": dict(preset="gpt2", num_layers=4, vocab_size=1024),
+        "model": dict(preset="gpt2", num_layers=4, vocab_size=1024, attention_dropout=0.0),
         "data": dict(mock=True, seq_length=64),
         "optim": dict(lr=1e-4),
         "train": dict(train_iters=2, micro_batch_size=1, global_batch_size=16, output_dir=str(tmp_path)),
@@ -357,6 +357,7 @@ def test_a_dry_run_builds_the_ranks_that_the_plan_counts(tmp_path, capsys):
         ({"data_parallel_sharding_strategy": "optim_grads_params"}, {}, "fsdp_unsharded_layers 4 of 4"),
         ({"data_parallel_sharding_strategy": "optim_grads"}, {}, ""),
         ({}, {"fp8_format": "hybrid"}, "fp8_cache_weights true"),
+        ({"recompute_granularity": "full"}, {}, "recompute_saves_attention true"),
         ({"tensor_model_parallel_size": 2, "sequence_parallel": True}, {}, "tp_comm_overlap true"),
         ({"context_parallel_size": 2}, {}, "cp_comm_type a2a"),
     ],
@@ -366,7 +367,7 @@ def test_a_dry_run_and_the_plan_choose_alike_and_count_the_same_memory(
 ):
     """With what `auto` chooses by the GPUs; without --device nothing that hangs on their memory is chosen."""
     tree = {
-        "model": dict(preset="gpt2", num_layers=4, vocab_size=1024),
+        "model": dict(preset="gpt2", num_layers=4, vocab_size=1024, attention_dropout=0.0),
         "data": dict(mock=True, seq_length=64),
         "optim": dict(lr=1e-4),
         "train": dict(

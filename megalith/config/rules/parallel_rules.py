@@ -26,6 +26,7 @@ def check_parallel(config: RunConfig, world_size: int) -> None:
     check_expert_parallel(model, parallel, world_size)
     _check_distributed_inputs(model, parallel)
     _check_offload(model, parallel)
+    _check_saved_attention(model, parallel)
     _check_zero_bubble(parallel, config.runtime)
     check_overlap(config)
 
@@ -184,6 +185,30 @@ def _check_offload(model: ModelConfig, parallel: ParallelConfig) -> None:
             f"parallel.cpu_offloading_num_layers is {layers}, but pipeline_schedule zero_bubble keeps the inputs of "
             "all matrices on the device for wgrad; set it to 0, or choose another schedule"
         )
+
+
+def _check_saved_attention(model: ModelConfig, parallel: ParallelConfig) -> None:
+    saves = parallel.recompute_granularity == "full" and parallel.saves_attention
+    if saves and (obstacle := what_keeps_attention_unsaved(model, parallel)):
+        raise ConfigError(
+            f"parallel.recompute_saves_attention saves what a fused kernel gives, and not with {obstacle}; leave it "
+            "out"
+        )
+
+
+def what_keeps_attention_unsaved(model: ModelConfig, parallel: ParallelConfig) -> str:
+    """The setting under which full recomputation cannot save attention's output; empty where it can."""
+    if model.attention_dropout:
+        return f"model.attention_dropout {model.attention_dropout}"
+    if model.attn_logit_softcapping is not None:
+        return f"model.attn_logit_softcapping {model.attn_logit_softcapping}"
+    if model.position_embedding_type == "alibi":
+        return "model.position_embedding_type alibi"
+    if parallel.context_parallel_size > 1 and parallel.cp_exchange != "a2a":
+        return f"parallel.cp_comm_type {parallel.cp_comm_type}"
+    if parallel.cpu_offloading_num_layers:
+        return f"parallel.cpu_offloading_num_layers {parallel.cpu_offloading_num_layers}"
+    return ""
 
 
 def _check_zero_bubble(parallel: ParallelConfig, runtime: RuntimeConfig) -> None:

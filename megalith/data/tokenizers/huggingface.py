@@ -53,6 +53,12 @@ class _RustTokenizer(Tokenizer):
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
+    @property
+    def prefix(self) -> list[int]:
+        with_special = self._tokenizer.encode("a").ids
+        plain = self._tokenizer.encode("a", add_special_tokens=False).ids
+        return with_special[: with_special.index(plain[0])] if plain and plain[0] in with_special else []
+
     def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
         encodings = self._tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
         return [encoding.ids for encoding in encodings]

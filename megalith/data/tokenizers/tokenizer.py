@@ -62,6 +62,11 @@ class Tokenizer(ABC):
     def encode(self, text: str) -> list[int]:
         """The ids of `text`, with no special tokens added. An empty text has none."""
 
+    @property
+    def prefix(self) -> list[int]:
+        """The special tokens that the tokenizer's own model begins each text with, such as <s>."""
+        return []
+
     def encode_batch(self, texts: Sequence[str]) -> list[Sequence[int]]:
         """`encode` of each text; ids may come as lists or as numpy integer arrays."""
         return [self.encode(text) for text in texts]

@@ -208,6 +208,7 @@ def context_attention(
     dropout_rows: Tensor | None = None,  # int32 [batch, seq]
     first_head: int = 0,
     alibi: int | None = None,
+    saved: bool = False,
 ) -> Tensor:
     """What ops.attention.attention gives, where the sequence is cut: [batch, seq, heads, head_dim]."""
     assert causal and mask is None, "context parallelism cuts causal attention alone"
@@ -225,8 +226,8 @@ def context_attention(
         alibi=alibi,
     )
     if outer.size == 1:
-        out = attention(query, key, value, **settings)
-    else:
+        out = attention(query, key, value, saved=saved, **settings)
+    else:  # a ring has nothing saved
         ring = dict(size=outer.size, rank=outer.rank, group=outer.name, gather=gather)
         out = ring_attention(query, key, value, **ring, **settings)
     return tokens_from_heads(out, inner)

@@ -3,10 +3,11 @@
 `full` saves only the input of a unit of layers and recomputes the unit in the backward pass: with `uniform` every unit
 of recompute_num_layers layers, with `block` the first recompute_num_layers layers, each by itself. Each pipeline stage
 has units and first layers of its own. Without sequence parallelism TP ranks have the same input; with
-distribute_saved_activations each saves a shard, and they all-gather it when it is needed. A compiled layer that is a
-unit by itself is recomputed inside of its graph, without its last matmul, which no gradient needs, and with
-recompute_saves_attention without attention. `selective` recomputes chosen modules inside each layer. Dropout is keyed
-by position, so there is no random state to restore but that of a GPU kernel's attention dropout.
+distribute_saved_activations each saves a shard, and they all-gather it when it is needed. With
+recompute_saves_attention what attention gave is saved too, and not computed again. A compiled layer that is a unit by
+itself is recomputed inside of its graph where it can be, without its last matmul, which no gradient needs. `selective`
+recomputes chosen modules inside each layer. Dropout is keyed by position, so there is no random state to restore but
+that of a GPU kernel's attention dropout.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from megalith.models.linear import MLP, Linear
 from megalith.models.mixers.attention import Attention
 from megalith.models.pass_context import Context
 from megalith.models.transformer import Runner, Stack, Transformer, TransformerLayer, layers_of, stacks_of
+from megalith.ops.attention_blocks import attention_saved
 from megalith.ops.compiled import recomputing, saving_attention
 from megalith.ops.gemm import GEMM
 from megalith.parallel.seams import plug
@@ -50,20 +52,21 @@ def apply_recompute(
     again = partial(checkpoint, use_reentrant=False, preserve_rng_state=model.config.attention_dropout > 0)
     first_layers = list(layers_of(model).values())[: parallel.recompute_num_layers]
     if parallel.recompute_granularity == "full" and compiled and _inside(model, parallel):
-        again = partial(
-            again, context_fn=saving_attention if parallel.recompute_saves_attention else recomputing
-        )
+        again = partial(again, context_fn=saving_attention if parallel.saves_attention else recomputing)
         block = parallel.recompute_method == "block"
         for layer in first_layers if block else layers_of(model).values():
             plug(layer, "runner", again)
     elif parallel.recompute_granularity == "full":
+        if parallel.saves_attention:
+            again = partial(again, context_fn=attention_saved)
+            _plug_cores(model, lambda core: partial(core, saved=True))
         if parallel.distribute_saved_activations:
             again = partial(_with_input_distributed, again, tensor)
         for stack in stacks_of(model):
             plug(stack, "runner", _recompute_layers(stack, first_layers, parallel, again))
     elif parallel.recompute_granularity == "selective":
         if "core_attn" in parallel.recompute_modules:
-            _recompute_cores(model, again)
+            _plug_cores(model, lambda core: partial(again, core))
         for layer in layers_of(model).values():
             if "mlp_act" in parallel.recompute_modules:
                 _recompute_activations(layer, again)
@@ -82,12 +85,12 @@ def _inside(model: Transformer, parallel: ParallelConfig) -> bool:
     return alone and unit_size(parallel) == 1 and not drawn and not own
 
 
-def _recompute_cores(model: Transformer, again: Callable) -> None:
+def _plug_cores(model: Transformer, changed: Callable[[Callable], Callable]) -> None:
     cores: dict[Callable, Callable] = {}  # layers that share a core go on to share one
     for layer in layers_of(model).values():
         for mixer in layer.mixers:
             if isinstance(mixer, Attention):
-                plug(mixer, "core", cores.setdefault(mixer.core, partial(again, mixer.core)))
+                plug(mixer, "core", cores.setdefault(mixer.core, changed(mixer.core)))
 
 
 def _recompute_activations(layer: TransformerLayer, again: Callable) -> None:
