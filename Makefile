@@ -19,6 +19,7 @@ PYTEST := $(BIN)/python -m pytest tests --numprocesses 2 --dist loadfile --no-lo
 setup: $(READY)
 
 $(READY): pyproject.toml constraints.txt
+	@echo "installing torch and the rest into $(VENV): some minutes, in which pip is silent"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --constraint constraints.txt torch
 	$(BIN)/pip install --quiet --constraint constraints.txt --editable '.[test]'

@@ -285,7 +285,13 @@ def test_requests_to_generate_that_cannot_be(refused, place):
     )
     (place / "latin.txt").write_bytes(b"caf\xe9")
     refused(["generate", "run", "--prompt-file", "latin.txt"], DATA, "prompts cannot be read", "UTF-8")
-    for line in ('{"prompt": "x", "ans', "[1]", '{"prompt": 5}', '{"question": "x"}'):
+    for line in (
+        '{"prompt": "x", "ans',
+        "[1]",
+        '{"prompt": 5}',
+        '{"question": "x"}',
+        '{"prompt": "\\ud800"}',
+    ):
         (place / "p.jsonl").write_text('{"prompt": "a\u2028b"}\n\n' + line, encoding="utf-8")
         refused(
             ["generate", "run", "--prompt-file", "p.jsonl"],

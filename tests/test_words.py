@@ -8,6 +8,9 @@ import pytest
 
 from megalith.cli.main import build_parser
 from megalith.cli.planning import read_words
+from megalith.cli.training import PROGRAMS, _launcher_options
+from megalith.config import RunConfig
+from megalith.config.run import begins_override, known_keys, parse_yaml
 
 ROOT = Path(__file__).parents[1]
 DOCS = [ROOT / "README.md", ROOT / "benchmarks" / "RESULTS.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -34,6 +37,7 @@ TERMS = {  # a homemade word, as a regular expression: the field's term
 }
 COMMAND = re.compile(r"^(?:\$ )?megalith (.*)$", re.MULTILINE)
 FILE = re.compile(r"\b(?:megalith|tests|benchmarks|examples|docs)/[\w/.-]*\.(?:py|yaml|md)\b")
+SETTING = re.compile(rf"(?:--|`)({'|'.join(RunConfig.model_fields)})\.(\w+)(?=[ =:`\n])")
 LINK = re.compile(r"\]\((?!http)([^)#]*)(?:#([^)]*))?\)")
 
 
@@ -66,31 +70,45 @@ def test_a_page_names_files_and_headings_that_are_there(page):
     assert not missing
 
 
-def test_every_command_of_the_documentation_is_one_that_the_command_line_takes():
-    parser, commands = build_parser(), set()
+def commands() -> set[tuple[str, ...]]:
+    """Of every command in a block of the documentation the words after `megalith`."""
+    found: set[str] = set()
     for page in DOCS:
         shown = re.sub(r"\\\n\s*", "", text_of(page))
         for block in re.split(r"^```.*$", shown, flags=re.MULTILINE)[1::2]:
-            commands |= set(COMMAND.findall(block))
-    commands = {line for line in commands if line[0].isalpha() and "[" not in line}  # no output, no usage
-    commands = {
-        line
-        for line in commands
-        if not line.startswith(
-            (
-                "train ",
-                "sft ",
-                "dpo ",
-                "grpo ",
-                "parity ",
-                "pretrain-gpt ",
-                "megatron ",
-                "accelerate ",
-                "oumi ",
-            )
-        )
-    }  # these take settings too, or read their own options
-    assert len(commands) > 20
-    for line in commands:
-        words = shlex.split(line, comments=True)
-        assert read_words(words) if words[0] == "plan" else parser.parse_args(words), line
+            found |= set(COMMAND.findall(block))
+    lines = (line for line in found if line[0].isalpha() and "[" not in line)  # no output, no usage
+    return {tuple(shlex.split(line, comments=True)) for line in lines}
+
+
+def test_every_command_of_the_documentation_is_one_that_the_command_line_takes():
+    parser = build_parser()
+    own = {*PROGRAMS, "pretrain-gpt", "megatron", "accelerate", "oumi"}  # read their own options
+    others = [words for words in commands() if words[0] not in own]
+    assert len(others) > 20
+    for words in others:
+        if words[0] == "plan":
+            assert read_words(words), words
+            continue
+        parsed, settings = parser.parse_known_args(words)
+        assert parsed.takes_settings or not settings, words
+        RunConfig.load(None, settings)
+
+
+def test_settings_on_the_documentations_command_lines_are_taken():
+    """Their names and values; a run file's are not known here."""
+    trained = [words for words in commands() if words[0] in PROGRAMS and "--help" not in words]
+    assert len(trained) > 20
+    for _, *words in trained:
+        settings = _launcher_options().parse_known_args(words)[1]
+        RunConfig.load(None, settings if begins_override(settings[0]) else settings[1:])
+
+
+@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.stem)
+def test_a_page_names_settings_that_are_there_and_shows_run_files_that_load(page):
+    named = set(SETTING.findall(text_of(page)))
+    assert not {(section, key) for section, key in named if key not in known_keys(section)}
+    for block in re.findall(r"^```yaml\n(.*?)^```", text_of(page), re.MULTILINE | re.DOTALL):
+        tree = parse_yaml(block)
+        if tree.keys() & RunConfig.model_fields:  # Accelerate's files are others
+            RunConfig.from_tree(tree)

@@ -210,6 +210,14 @@ def tokenizer_notes(model: ModelConfig, tokenizer: Tokenizer | None) -> list[str
     ]
 
 
+def tokenizer_folder(path: str) -> Path | None:
+    """The folder with the tokenizer.json of the weights that `model.init_from` names; None where they have none."""
+    if is_megatron_folder(path):
+        return None
+    folder = find_folder(path) if is_source(path) else _checkpoint(path, ()).tokenizer_folder
+    return folder if folder is not None and (folder / "tokenizer.json").is_file() else None
+
+
 def _checkpoint(
     path: str,
     what: tuple[str, ...],

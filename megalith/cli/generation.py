@@ -114,11 +114,13 @@ def _prompts(args: Arguments) -> list[str]:
 
 
 def _prompt_of(line: str, where: str) -> str:
+    from megalith.data.chat.conversations import unicode_text
+
     try:
         record = json.loads(line)
         prompt = record.get("prompt") if isinstance(record, dict) else None
         if isinstance(prompt, str) and prompt:
-            return prompt
+            return unicode_text(prompt)
         error: object = f"the prompt is {prompt!r:.60}"
     except (ValueError, RecursionError) as reason:
         error = reason

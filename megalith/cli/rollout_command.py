@@ -57,6 +57,7 @@ def run_rollout(args: Arguments) -> int:
     from megalith.rl.judged_groups import sample_groups
     from megalith.rl.prompts import open_prompts
     from megalith.rl.rewards import Rewards
+    from megalith.rl.rollout_data import absent_rewards, absent_text
     from megalith.rl.rollouts import Rollouts, save_rollouts
     from megalith.training.loading import load_with_tokenizer
 
@@ -80,9 +81,10 @@ def run_rollout(args: Arguments) -> int:
     }
     rl = RlConfig(**settings, reward_funcs=args.reward)
     vocabulary = model.config.vocab_size
-    prompts = open_prompts(rl, tokenizer, longest=room - longest, vocab_size=vocabulary, seed=0).prompts[
-        : args.limit
-    ]
+    opened = open_prompts(rl, tokenizer, longest=room - longest, vocab_size=vocabulary, seed=0)
+    for note in opened.notes():
+        print(printable(f"note: {note}"))
+    prompts = opened.prompts[: args.limit]
     rewards = Rewards(args.reward, prompts, longest=longest)
     stop = () if tokenizer.eod is None else (tokenizer.eod,)
     drawn = longest, args.temperature, args.top_k, args.top_p
@@ -99,6 +101,8 @@ def run_rollout(args: Arguments) -> int:
     finally:
         rewards.close()
     groups = [record.group(prompts) for record in records]
+    for name in absent_rewards(rewards.names, groups):
+        print(printable(f"warning: {absent_text(name, groups)}"))
     if args.output:
         save_rollouts(args.output, Rollouts(groups, rewards.names, tokenizer.fingerprint))
         print(f"wrote {len(groups):,} groups into {args.output}")
@@ -181,6 +185,8 @@ def dry_run(config: RunConfig, processes: int) -> int:
     print(
         f"prompts        {len(found):,} of {min(lengths):,} to {max(lengths):,} tokens; {found.dropped:,} dropped"
     )
+    for note in found.notes():
+        print(printable(f"note: {note}"))
     first = found.prompts[0]
     print(printable(f"the first      {first.id} ({first.where}): {first.text!r}"))
     text = first.text  # any that the tokenizer takes

@@ -170,7 +170,10 @@ def _sections_of(content: dict[Any, Any]) -> Tree:
         tree[section] = dict(values or {})
         for key in tree[section]:
             if not isinstance(key, str):
-                raise ConfigError(f"{section} has the key {key!r}; a setting's name is text")
+                raise ConfigError(
+                    f"{section} has the key {key!r}; a setting's name is text, and a value with commas stands in "
+                    'quotes where braces are around it, such as {split: "98,2,0"}'
+                )
     return tree
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 from torch import Tensor
@@ -16,8 +17,9 @@ from megalith.comm.collectives import Axis
 from megalith.config import RunConfig
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.errors import ConfigError
+from megalith.report.metrics import ExpertStepMetrics
 from megalith.rl.drift import Gap, step_gap, stop_for
-from megalith.rl.loop import LiveRollouts
+from megalith.rl.loop import LiveRollouts, prefixed
 from megalith.rl.objective import PolicyLoss
 from megalith.rl.prompts import policy_entries, run_prompts
 from megalith.rl.reference import reference_logprobs
@@ -103,6 +105,8 @@ class PolicyTask(Task):
         """In the place of `rl.reward_funcs` and of the files of `rl.prompts`."""
         self._reward_funcs, self._records = reward_funcs, records
         self._live: LiveRollouts | None = None
+        self._own = {one.name for one in fields(ExpertStepMetrics)}  # names of the run's own figures
+        self._renamed: set[str] = set()  # figures of rewards that had such a name
 
     def begin(self, run: Run) -> RolloutData:
         config = run.config
@@ -141,14 +145,14 @@ class PolicyTask(Task):
         if self._live is None:
             return lambda: {**self._read(sums), **known}
         self._check_drift(run, self._read(sums)["mismatch"], gap)
-        known |= self._times(
-            run, sum(len(s.prompt_ids) + len(s.completion.ids) for row in step.rows for s in row)
-        )
+        tokens = sum(len(s.prompt_ids) + len(s.completion.ids) for row in step.rows for s in row)
+        times, logged = self._times(run, tokens)
+        known |= times
 
         def read() -> dict[str, Any]:
             found = {**self._read(sums), **known}
             run.log(step_line(run.step, found))
-            return found
+            return self._with_logged(run, found, logged)
 
         return read
 
@@ -162,16 +166,28 @@ class PolicyTask(Task):
                 ratio, limit, f"over the tokens of step {run.step + 1}", gap, (version, version), STEP_CAUSE
             )
 
-    def _times(self, run: Run, tokens: int) -> dict[str, Any]:
-        """Seconds of the step by phase, and tokens a second over all of it. A step is timed from the moment that the
-        one before has its gradients."""
+    def _with_logged(self, run: Run, found: dict[str, Any], logged: Mapping[str, float]) -> dict[str, Any]:
+        """The figures of a step with what rewards logged, none of which takes the place of the run's own."""
+        self._own |= found.keys()
+        named = {name: prefixed(name, self._own) for name in logged}
+        for name, other in named.items():
+            if name != other and name not in self._renamed:
+                run.log(
+                    f"a reward logs a metric {name}, which is a figure of the run's own: it is logged as {other}"
+                )
+                self._renamed.add(name)
+        return found | {named[name]: value for name, value in logged.items()}
+
+    def _times(self, run: Run, tokens: int) -> tuple[dict[str, Any], dict[str, float]]:
+        """Seconds of the step by phase, and tokens a second over all of it; and what the rewards logged. A step is
+        timed from the moment that the one before has its gradients."""
         now = time.perf_counter()
         whole, self._began = now - self._began, now
-        seconds, found = self._live.take_figures()
+        seconds, found, logged = self._live.take_figures()
         seconds["training"] = max(0.0, whole - sum(seconds.values()))
         times = {f"time_{phase}": value for phase, value in seconds.items()}
         rate = tokens / whole / run.mesh.world.size
-        return {**found, **times, "tokens_per_second_per_device": rate}
+        return {**found, **times, "tokens_per_second_per_device": rate}, logged
 
     def _read(self, sums: Tensor) -> dict[str, float | None]:
         found = self.loss.means(sums)

@@ -15,7 +15,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import astuple
 from pathlib import Path
@@ -43,6 +43,7 @@ from megalith.rl.rollout_data import advantages_of
 from megalith.rl.rollouts import PromptGroup, Rollouts, load_rollouts, save_rollouts
 from megalith.training.run_state import Run
 
+LOGGED = "logged"  # among a batch's figures: means of what its rewards logged by log_metric
 CONSUMED, VERSION, AHEAD = "prompts", "engine_version", "rollouts_ahead"  # of a checkpoint's counters
 
 
@@ -56,6 +57,11 @@ def engine_of(run: Run, prompts: Sequence[Prompt]) -> RolloutEngine:
     if rl.engine == "own":
         return OwnEngine(run, prompts)
     return ServerEngine(run, [SERVERS[rl.engine](url) for url in rl.engine_urls])
+
+
+def prefixed(name: str, own: Collection[str]) -> str:
+    """What a figure of a reward function is called beside the run's own: its `name`, where that is free."""
+    return f"reward/{name}" if name in own else name
 
 
 class LiveRollouts:
@@ -77,11 +83,9 @@ class LiveRollouts:
         self._completions: LineFile | None = None
         first = [prompts.prompts[n] for n in range(min(4, len(prompts)))]
         self._canary = Canary(run, [p.ids for p in first], [f"prompt {p.id} of the canary" for p in first])
+        self.rewards = rewards.names
         self.notes = [f"{len(prompts):,} prompts; rewards: {', '.join(rewards.names)}"]
-        if prompts.dropped:
-            self.notes.append(
-                f"{prompts.dropped:,} prompts were dropped, longer than they may be (rl.overlong_prompts)"
-            )
+        self.notes += prompts.notes()
 
     def files(self) -> dict[str, dict[str, int | str]]:
         """As a DataRecord has it: the number of prompts, and what tells whether they are the same."""
@@ -96,10 +100,11 @@ class LiveRollouts:
             torch.cuda.synchronize()
         self._seconds[phase] = self._seconds.get(phase, 0.0) + time.perf_counter() - began
 
-    def take_figures(self) -> tuple[dict[str, float], dict[str, Any]]:
-        """Seconds by phase since the last call, and the figures of the rollout batch."""
+    def take_figures(self) -> tuple[dict[str, float], dict[str, Any], dict[str, float]]:
+        """Seconds by phase since the last call, the figures of the rollout batch, and what its rewards logged."""
         seconds, self._seconds = self._seconds, {}
-        return seconds, self._found
+        found = {name: value for name, value in self._found.items() if name != LOGGED}
+        return seconds, found, self._found.get(LOGGED, {})
 
     def batch(self, number: int, groups: int) -> list[PromptGroup]:
         run, rl, path = self._run, self._rl, self._path(number)
@@ -284,7 +289,8 @@ class LiveRollouts:
                 groups[record.position] = record.group(self._prompts.prompts)
             for name, values in logged.items():
                 metrics.setdefault(name, []).extend(values)
-        self._found |= {name: float(np.mean(values)) for name, values in metrics.items()}
+        logged = {name: float(np.mean(values)) for name, values in metrics.items()}
+        self._found[LOGGED] = self._found.get(LOGGED, {}) | logged
         self._found["memory_engine_gb"] = self._engine.memory() / 1e9
         self._found["logprobs_absent"] = sum(absent for *_, absent in ranks)
         return [groups[at] for at in positions]
@@ -323,8 +329,8 @@ class LiveRollouts:
                     "completion": decode(one.ids.tolist()),
                     "rewards": dict(zip(self._rewards.names, rewards)),
                     "truncated": one.truncated,
-                    **one.extra,
                 }
+                line |= {prefixed(name, line): value for name, value in one.extra.items()}
                 self._completions.write(json.dumps(line))
                 if shown > 0:
                     shown -= 1

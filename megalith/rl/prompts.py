@@ -23,10 +23,13 @@ from megalith.data.chat.conversations import (
     prompt_messages,
     read_records,
     template_arguments,
+    unicode_text,
 )
 from megalith.data.order import CyclicOrder, SampleOrder, SingleOrder
 from megalith.data.tokenizers.tokenizer import Tokenizer
 from megalith.errors import DataError
+
+REPEATS_SHOWN = 3
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,23 @@ class Prompts:
     prompts: list[Prompt]
     dropped: int  # those that were too long
     order: SampleOrder
+
+    def notes(self) -> list[str]:
+        """What a reader of the run's log should know of them."""
+        notes = []
+        if self.dropped:
+            notes.append(
+                f"{self.dropped:,} prompts were dropped, longer than they may be (rl.overlong_prompts)"
+            )
+        first: dict[str | int, str] = {}
+        pairs = ((p, first.setdefault(p.id, p.where)) for p in self.prompts)
+        if again := [f"{p.id!r} of {p.where} is that of {where}" for p, where in pairs if where != p.where]:
+            notes.append(
+                f"{len(again):,} prompts have the id of an earlier one, and messages and files name them alike: "
+                + "; ".join(again[:REPEATS_SHOWN])
+                + "; …" * (len(again) > REPEATS_SHOWN)
+            )
+        return notes
 
     def __len__(self) -> int:
         return len(self.prompts)
@@ -160,6 +180,7 @@ class _PromptReader:
                 "prompts are text, but data.tokenizer_type is not set; name the model's tokenizer"
             )
         if isinstance(said, str) and not self.chat:
+            unicode_text(said)
             return Prompt(id, self._ids(said, list(self.tokenizer.encode(said))), said, None, columns, where)
         messages = prompt_messages([{"role": "user", "content": said}] if isinstance(said, str) else said)
         if self.template is None:

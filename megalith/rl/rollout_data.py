@@ -64,6 +64,8 @@ class RolloutSource(Protocol):
     """Where rollout batches come from."""
 
     notes: list[str]
+    rewards: list[str]
+    """The names of the kinds of reward."""
     reads_ahead: bool
     """Whether a thread may ask for the next batch while the model is trained on this one."""
 
@@ -83,7 +85,7 @@ class FileRollouts:
     reads_ahead = True
 
     def __init__(self, run: Run, rollouts: RolloutFiles):
-        rl, self.notes = run.config.rl, []
+        rl, self.notes, self.rewards = run.config.rl, [], rollouts.rewards
         self._rollouts, self._entries, self._paths = rollouts, rollouts.entries, rl.files
         if rl.old_logprobs == "rollout":
             _require_logprobs(map(rollouts.group, self._entries))
@@ -128,6 +130,9 @@ class RolloutData:
         self._run, self._rl, self._reference = run, config.rl, reference
         self._size = config.train.global_batch_size
         self._made: dict[int, list[RolloutStep]] = {}  # the rollout batches last asked for
+        self._absent: dict[
+            str, int
+        ] = {}  # of each reward, for how many rollout batches on end it has been absent
         self._making = Lock()
         self.source, self.notes, self.files = source, source.notes, source.files
 
@@ -167,6 +172,7 @@ class RolloutData:
         groups = self.source.batch(number, count)
         found = advantages_of(rl, groups)
         figures = _figures(groups, found)
+        self._log_absent(number * rl.steps_per_batch + 1, groups)
         samples = []
         for group, values, spread in zip(groups, found.values.tolist(), found.spread.tolist()):
             teaches = spread > NO_SPREAD or not (rl.filter_zero_std and rl.prompts)
@@ -177,6 +183,13 @@ class RolloutData:
         longest = self._run.config.data.seq_length if rl.packing else 0
         cuts = range(0, len(samples), self._size)
         return [RolloutStep(rows_of(samples[cut : cut + self._size], longest), figures) for cut in cuts]
+
+    def _log_absent(self, step: int, groups: Sequence[PromptGroup]) -> None:
+        absent = absent_rewards(self.source.rewards, groups)
+        self._absent = {name: self._absent.get(name, 0) + 1 for name in absent}
+        for name, times in self._absent.items():
+            again = f" ({times:,} rollout batches in a row)" * (times > 1)
+            self._run.log(f"warning: step {step}: {absent_text(name, groups, again)}")
 
     def _from(self, step: int) -> Iterator[RolloutBatch]:
         rl, ready, coming = self._rl, None, None
@@ -311,6 +324,20 @@ def advantages_of(rl: RlConfig, groups: Sequence[PromptGroup]) -> Advantages:
     rewards = np.array([[completion.rewards for completion in group.completions] for group in groups])
     lengths = np.array([[len(completion.ids) for completion in group.completions] for group in groups])
     return advantages(rl, rewards, lengths)
+
+
+def absent_rewards(names: Sequence[str], groups: Sequence[PromptGroup]) -> list[str]:
+    """The rewards, of these names, that none of the completions has."""
+    absent = np.isnan([one.rewards for group in groups for one in group.completions]).all(0)
+    return [name for name, nowhere in zip(names, absent) if nowhere]
+
+
+def absent_text(name: str, groups: Sequence[PromptGroup], more: str = "") -> str:
+    count = sum(len(group.completions) for group in groups)
+    return (
+        f"the reward {name} is None or NaN for all {count:,} completions{more} and teaches nothing; correct the "
+        "function, or take it out of the rewards"
+    )
 
 
 def _figures(groups: Sequence[PromptGroup], found: Advantages) -> dict[str, float]:

@@ -175,7 +175,8 @@ class RolloutFiles:
         """Of each group, in order: file, line, tokens of the prompt, its id, and of each completion tokens, rewards,
         whether it is truncated, whether it has log-probabilities."""
         _require_groups(self.entries, paths)
-        self._rewards: list[str] = header["rewards"]
+        self.rewards: list[str] = header["rewards"]
+        """The names of the kinds of reward."""
         self._lines, self._last = iter(()), (len(paths), 0)
 
     def group(self, entry: Sequence[Any], line: bytes = b"") -> PromptGroup:
@@ -185,7 +186,7 @@ class RolloutFiles:
 
         def whole() -> PromptGroup:
             if not parsed:
-                group = self._reader.group(where, _object(where, line), len(self._rewards))
+                group = self._reader.group(where, _object(where, line), len(self.rewards))
                 if [len(one.ids) for one in group.completions] != [tokens for tokens, *_ in samples]:
                     raise DataError(f"{where} is not what it was when the run began; leave the file as it is")
                 parsed.append(group)

@@ -11,7 +11,7 @@ import torch
 
 from megalith.bridge.adapter_folder import with_lora_load
 from megalith.bridge.families import family_for
-from megalith.bridge.load import with_foreign_load, with_init_from
+from megalith.bridge.load import tokenizer_folder, with_foreign_load, with_init_from
 from megalith.comm.collectives import Axis
 from megalith.config import RunConfig
 from megalith.config.rules.notes import idle_notes
@@ -72,15 +72,16 @@ def prepare(config: RunConfig, world_size: int) -> PreparedRun:
 
 
 def _with_tokenizer_of_weights(config: RunConfig) -> RunConfig:
-    """Where post-training names no tokenizer, it is that in the Hugging Face folder of its weights."""
-    folder = config.model.init_from
+    """Where post-training names no tokenizer, it is that of its weights: a Hugging Face folder's, or a run's."""
+    weights = config.model.init_from
     wanted = config.chat is not None or config.rl.prompts
-    if not wanted or config.data.tokenizer_type is not None or folder is None:
+    if not wanted or config.data.tokenizer_type is not None or weights is None:
         return config
-    if not (Path(folder) / "tokenizer.json").is_file():
+    folder = tokenizer_folder(weights)
+    if folder is None:
         return config
     return config.with_settings(
-        {"data.tokenizer_type": "HuggingFaceTokenizer", "data.tokenizer_model": folder}
+        {"data.tokenizer_type": "HuggingFaceTokenizer", "data.tokenizer_model": str(folder)}
     )
 
 

@@ -172,15 +172,28 @@ def test_what_a_user_sees(tmp_path, capsys):
         "def shout(completions, log_extra, log_metric, **columns):\n"
         "    log_metric('mean_words', 2.0)\n"
         "    log_extra('loud', [c.upper() for c in completions])\n"
+        "    log_metric('loss', 7.0), log_metric('time_training', 7.0)\n"
+        "    log_extra('completion', [''] * len(completions))\n"
         "    return [float(len(c)) for c in completions]\n"
+        "def silent(completions, **columns):\n"
+        "    return [None] * len(completions)\n"
     )
-    rl = dict(
-        reward_funcs=["length", f"{tmp_path}/own.py:shout"], reward_weights=[1.0, 0.1], log_completions=True
-    )
+    write_prompts(tmp_path)
+    lines = (tmp_path / "prompts.jsonl").read_text().splitlines(keepends=True)
+    again = [line.replace('"q5', '"q4') for line in lines]
+    (tmp_path / "prompts.jsonl").write_text("".join(again))
+    own = [f"{tmp_path}/own.py:{name}" for name in ("shout", "silent")]
+    rl = dict(reward_funcs=["length", *own], reward_weights=[1.0, 0.1, 1.0], log_completions=True)
     result = megalith.grpo(configuration(tmp_path, rl=rl, train=dict(train_iters=2)))
     out, found = capsys.readouterr().out, metrics(tmp_path / "run")[1]
     for words in (
-        "rewards: length, shout",
+        "rewards: length, shout, silent",
+        "note: 11 prompts have the id of an earlier one, and messages and files name them alike: 'q4' of ",
+        "prompts.jsonl, line 6 is that of ",
+        "prompts.jsonl, line 5; 'q40' of ",
+        "a reward logs a metric loss, which is a figure of the run's own: it is logged as reward/loss",
+        "step 1: the reward silent is None or NaN for all 8 completions and teaches nothing; correct",
+        "step 2: the reward silent is None or NaN for all 8 completions (2 rollout batches in a row) and teaches",
         "step 2 | reward ",
         "| drift 1.00000",
         "generation ",
@@ -201,7 +214,10 @@ def test_what_a_user_sees(tmp_path, capsys):
     ]:
         assert isinstance(found[name], float), name
     assert found["mismatch"] < 1.0001 and found["ratio"] == 1.0
+    assert found["reward/loss"] == found["reward/time_training"] == 7.0 != found["loss"]
+    assert found["time_training"] != 7.0 and out.count("it is logged as reward/loss") == 1
     lines = [json.loads(line) for line in (tmp_path / "run" / "completions.jsonl").read_text().splitlines()]
+    assert all(line["completion"] and line["reward/completion"] == "" for line in lines)
     assert len(lines) == 16 and lines[-1]["step"] == 2 and lines[0]["loud"] == lines[0]["loud"].upper()
     manifest = json.loads((Path(result.checkpoint) / "manifest.json").read_text())
     assert manifest["counters"] == {"prompts": 4, "engine_version": 1}
@@ -284,6 +300,34 @@ def test_the_trainer_with_trls_signature(tmp_path):
     lora = trainer.config.lora
     assert (lora.rank, lora.alpha, lora.targets) == (4, 4.0, ["q_proj", "v_proj"])
     assert trainer.train().step == 1 and (tmp_path / "lora" / "checkpoints").is_dir()
+
+
+def test_the_trainer_with_trls_signature_on_conversations_of_a_run_with_its_own_tokenizer(tmp_path):
+    """Prompts and completions have TRL's shape; tokenizer and chat template are the checkpoint's."""
+    text = [{"text": "What is one plus two? It is three."}] * 4
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps(line) + "\n" for line in text))
+    made = ["tokenizer", "train", "--input", str(tmp_path / "text.jsonl"), "--vocab-size", "300"]
+    assert main([*made, "--output", str(tmp_path / "tokenizer")]) == 0
+    template = "{% for m in messages %}{{ m.content }} {% endfor %}"
+    (tmp_path / "tokenizer" / "chat_template.jinja").write_text(template)
+    data = dict(mock=True, seq_length=24, tokenizer_type="HuggingFaceTokenizer",
+                tokenizer_model=str(tmp_path / "tokenizer"))  # fmt: skip
+    model = MODEL | dict(vocab_size=None, make_vocab_size_divisible_by=128)
+    train(
+        RunConfig.from_tree(tree(tmp_path, model=model, train=dict(train_iters=1)) | {"rl": {}, "data": data})
+    )
+
+    def reward(prompts, completions, answer, log_extra, **more):
+        assert prompts == [[{"role": "user", "content": f"one plus {answer[0]}"}]] * 4
+        assert [[message["role"] for message in one] for one in completions] == [["assistant"]] * 4
+        return [float(len(one[0]["content"])) for one in completions]
+
+    records = [{"prompt": [{"role": "user", "content": f"one plus {n}"}], "answer": n} for n in range(4)]
+    args = dict(max_steps=1, per_device_train_batch_size=8, num_generations=4, max_completion_length=8,
+                max_prompt_length=16, output_dir=str(tmp_path / "trl"))  # fmt: skip
+    settings = {"runtime.device": "cpu", "runtime.compile": False}
+    trained = GRPOTrainer(str(tmp_path / "run"), reward, args, records, settings=settings).train()
+    assert trained.step == 1
 
 
 def test_rollout_and_dry_run_from_the_command_line(tmp_path, capsys, monkeypatch):

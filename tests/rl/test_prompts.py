@@ -13,7 +13,7 @@ from megalith.errors import DataError
 from megalith.rl.prompts import open_prompts
 
 TEMPLATE = (
-    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "{{ tools[0] if tools }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
     "{% if add_generation_prompt %}<assistant>{% endif %}"
 )
 
@@ -77,6 +77,9 @@ def test_too_long_ones_are_refused_or_dropped_with_a_count(tmp_path):
         ),
         ({"prompt": [{"role": "robot", "content": "a"}]}, "role 'robot'"),
         ({"prompt": 5}, "not a list of messages"),
+        ({"prompt": "\ud800"}, "half of a surrogate pair"),
+        ({"prompt": [{"role": "user", "content": "\ud800"}]}, "half of a surrogate pair"),
+        ({"prompt": [{"role": "user", "content": "a"}], "tools": ["\ud800"]}, "half of a surrogate pair"),
     ],
 )
 def test_an_unusable_prompt_is_named(tmp_path, record, said):

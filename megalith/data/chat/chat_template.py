@@ -20,7 +20,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from megalith.data.chat.conversations import Chat, Message
+from megalith.data.chat.conversations import Chat, Message, unicode_text
 from megalith.data.tokenizers.huggingface import CHAT_TEMPLATE, CONFIG, SPECIAL_TOKENS
 from megalith.data.tokenizers.tokenizer import Tokenizer, read_file, read_json
 from megalith.errors import ConfigError, DataError
@@ -112,13 +112,14 @@ class ChatTemplate:
             if BEGIN in message["content"] or END in message["content"]:
                 raise ValueError("a message has U+FDD0 or U+FDD1, which are no characters of a text")
         try:
-            return self._template.render(
+            text = self._template.render(
                 {"tools": None, "documents": None, **self.names, **more},
                 messages=messages,
                 add_generation_prompt=ask,
             )
         except FAILURES as error:
             raise ValueError(f"the chat template refuses it: {error}") from error
+        return unicode_text(text)  # of tools, too
 
 
 def _marked_spans(marked: str) -> list[Span]:

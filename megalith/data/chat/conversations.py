@@ -134,7 +134,7 @@ def _prompt_completion(record: Record) -> Chat | Text:
     if isinstance(prompt, str) and isinstance(completion, str):
         if not completion.strip():
             raise ValueError("its completion is empty")
-        return Text(_unicode(prompt), _unicode(completion))
+        return Text(unicode_text(prompt), unicode_text(completion))
     if isinstance(prompt, str) or isinstance(completion, str):
         raise ValueError("one of prompt and completion is text and the other a list of messages")
     _require_messages(prompt=prompt, completion=completion)
@@ -226,7 +226,7 @@ def _answer(name: str, prompt: Any, answer: Any, more: dict[str, Any]) -> Chat |
     if not answer or (isinstance(answer, str) and not answer.strip()):
         raise ValueError(f"its {name} answer is empty")
     if isinstance(answer, str):
-        return Text(_unicode(prompt), _unicode(answer))
+        return Text(unicode_text(prompt), unicode_text(answer))
     try:
         return Chat(_checked([*prompt, *answer], "role", "content"), first=len(prompt), more=more)
     except ValueError as error:
@@ -310,11 +310,15 @@ def _content(content: Any) -> str:
         content = "".join(parts)
     if not isinstance(content, str | None):
         raise ValueError(f"a message's content is {content!r}, not text")
-    return _unicode(content or "")
+    return unicode_text(content or "")
 
 
-def _unicode(text: str) -> str:
-    text.encode("utf-8")  # half of a surrogate pair, which JSON may escape, is no character
+def unicode_text(text: str) -> str:
+    """`text`; a ValueError where it is none that a tokenizer takes: JSON may escape half of a surrogate pair."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        raise ValueError("it has half of a surrogate pair, which is no character") from None
     return text
 
 

@@ -331,8 +331,6 @@ class _Reader:
         return sequences
 
     def _bad(self, place: str, reason: Exception | str) -> None:
-        if isinstance(reason, UnicodeEncodeError):
-            reason = "it has half of a surrogate pair, which is no character"
         if not self.chat.skip_bad_samples:
             raise DataError(
                 f"{place} is unusable: {reason}; correct or remove it, or set {self.chat.name}.skip_bad_samples"
