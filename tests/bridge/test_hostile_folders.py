@@ -169,7 +169,7 @@ def megatron_model() -> Transformer:
     return Transformer(config)
 
 
-@pytest.mark.parametrize("form", ["torch_dist", "legacy"])
+@pytest.mark.parametrize("form", [pytest.param("torch_dist", marks=pytest.mark.full), "legacy"])
 def test_every_argument_of_a_megatron_folder(form: str, megatron_model, tmp_path: Path) -> None:
     args = arguments(megatron_model.config)
     state = core_state(megatron_model, te=True)

@@ -91,6 +91,7 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.full
 @pytest.mark.fault(10)
 def test_from_8_processes_to_4_to_6_to_1_to_8_weights_and_moments_stay_the_same_to_the_bit(
     pool_of_eight, tmp_path

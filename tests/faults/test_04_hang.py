@@ -51,6 +51,7 @@ def test_a_stopped_rank_is_named_and_the_others_end(tmp_path):
     assert any("all_reduce" in entry["profiling_name"] for entry in json.loads(dump.read_text()))
 
 
+@pytest.mark.full
 @pytest.mark.fault(4)
 def test_a_launcher_starts_a_job_again_whose_rank_stands_still(tmp_path):
     output, log = tmp_path / "run", tmp_path / "log"

@@ -47,6 +47,7 @@ def test_a_killed_rank_is_started_again_from_the_newest_checkpoint_and_sigterm_r
     assert done == list(range(1, len(done) + 1)) and saved(output)[-1] == f"step_{done[-1]:08d}"
 
 
+@pytest.mark.full
 @pytest.mark.fault(3, 17)
 def test_a_machine_that_comes_late_is_taken_in_and_when_it_is_lost_the_job_of_one_goes_on(tmp_path):
     output, log = tmp_path / "run", tmp_path / "log"

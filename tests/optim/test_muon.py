@@ -164,11 +164,11 @@ def alone(kind: str) -> RunConfig:
 CASES = {
     "gated": ["tp2-sp-pp2"],
     "experts": ["tp2-sp-etp2-ep2"],
-    "latent": ["tp2-sp-dp2-zero3"],
 }
 MORE = {
     "gated": ["dp4-zero3-hybrid", "tp4", "tp2-dp2-zero2", "cp2-dp2-zero2"],
     "experts": ["ep2-dp4-zero3", "tp2-dp2"],
+    "latent": ["tp2-sp-dp2-zero3"],
 }
 
 

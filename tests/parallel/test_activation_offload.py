@@ -92,7 +92,8 @@ def test_gradients_are_bitwise_those_without_offloading(family, recompute, layer
     assert kept
 
 
-@pytest.mark.parametrize("recompute", [pytest.param({}, marks=pytest.mark.full), RECOMPUTE["modules"]])
+@pytest.mark.full
+@pytest.mark.parametrize("recompute", [{}, RECOMPUTE["modules"]])
 def test_compiled_layers_too(recompute, kept):
     plain, model = (build(layers=n, dtype=torch.bfloat16, compiled=True, **recompute) for n in (0, 2))
     for one in (plain, model):

@@ -2,6 +2,7 @@
 
 from unittest import mock
 
+import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.utils import counters
@@ -22,6 +23,7 @@ def layer(x: Tensor, weight: Tensor) -> Tensor:  # [tokens, width] -> [1, 1, tok
         return scaled_dot_product_attention(y, y, y, is_causal=True)
 
 
+@pytest.mark.full
 def test_a_second_start_traces_no_layer_anew_and_gives_the_same_gradients(quick_compile):
     inductor.cache_whole_layers()
     x, weight = torch.randn(8, 8), torch.randn(8, 8)

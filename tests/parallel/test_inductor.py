@@ -244,7 +244,9 @@ def test_halves_with_grouped_heads_hide_most_of_what_they_say(parallel):
         assert exposed(ordered(graph)) < 0.4 * alone
 
 
-@pytest.mark.parametrize("parallel", [TP2_SP, CP2_A2A], ids=["tp2-sp", "cp2-a2a"])
+@pytest.mark.parametrize(
+    "parallel", [TP2_SP, pytest.param(CP2_A2A, marks=pytest.mark.full)], ids=["tp2-sp", "cp2-a2a"]
+)
 def test_a_layer_of_gpt2_large_exposes_only_what_it_has_nothing_to_hide_behind(parallel, monkeypatch):
     """With SP the first collective of a pass, which all else waits for, and the last of a forward pass. The exchange of
     heads takes longer than the work beside it in the forward pass, and is hidden in the backward pass."""
@@ -267,6 +269,7 @@ def test_a_layer_of_gpt2_large_exposes_only_what_it_has_nothing_to_hide_behind(p
         assert exposed(orders[1]) == pytest.approx(first if parallel is TP2_SP else 0.0, abs=1e-6)
 
 
+@pytest.mark.full
 def test_sums_of_tensor_parallelism_by_copy_engines_expose_the_last_of_the_forward_pass(monkeypatch):
     """An all-reduce is a scatter and a gather of what it sums up to, each of which the other half can hide."""
     monkeypatch.setattr(Axis, "by_copy_engine", lambda axis, x: True)

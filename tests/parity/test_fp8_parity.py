@@ -92,7 +92,7 @@ def test_a_resumed_run_is_bitwise_the_one_that_went_on(tmp_path, length):
     assert all(torch.equal(states[0][name], states[1][name]) for name in states[0])
 
 
-@pytest.mark.parametrize("kind", ["delayed", "blockwise"])
+@pytest.mark.parametrize("kind", ["delayed", pytest.param("blockwise", marks=pytest.mark.full)])
 def test_counts_are_of_the_whole_run_and_change_nothing(pool, kind):
     counted = {"log.log_fp8_interval": 2}
     one, plain = (figures_of_steps(MAKERS[kind](None).with_settings(s)) for s in (counted, {}))

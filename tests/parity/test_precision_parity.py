@@ -59,7 +59,7 @@ def by_default(*layouts: str, more: tuple[str, ...]) -> list:
 
 
 @pytest.mark.parametrize(
-    "layout", by_default("tp2-sp-dp2-zero1", "pp2-dp2-zero3", more=("cp2-dp2-zero2", "tp2-pp2"))
+    "layout", by_default("pp2-dp2-zero3", more=("tp2-sp-dp2-zero1", "cp2-dp2-zero2", "tp2-pp2"))
 )
 def test_fp16_ranks_skip_together_and_share_a_loss_scale(pool, layout):
     one = alone("fp16", layers(layout))
