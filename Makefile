@@ -1,7 +1,7 @@
 # Two commands on a fresh machine with Python 3.11 and make:
 #   make train   creates .venv, prepares Python's standard library as a corpus, trains on it, shows the result
 #   make test    creates .venv, tests everything: 13 and a half minutes on two cores
-#   make test-quick  what needs one process alone, no compiler and no seconds: two minutes; make test-all  every layout with every feature too
+#   make test-quick  what needs one process alone, no compiler and no seconds: two minutes and a half; make test-all  every layout with every feature too
 #   make megatron-core  installs Megatron core beside .venv, has it load what is exported to it
 #   make sizes   writes docs/sizes.md, from the planner
 #   make cluster-models  installs Kubernetes' and Kubeflow's models beside .venv, has them read deploy/'s manifests

@@ -209,6 +209,15 @@ def test_sinks_get_the_known_finite_figures_under_grouped_names(tmp_path):
     assert sink.closed
 
 
+@pytest.fixture(autouse=True)
+def files_from_zero(monkeypatch):
+    """TensorBoard reads a run's files by their names, which end in a count of the process: the tenth of a second would
+    come before the ninth. A run's own are of one process each, or seconds apart."""
+    from tensorboard.summary.writer import event_file_writer
+
+    monkeypatch.setattr(event_file_writer, "_global_uid", event_file_writer.AtomicCounter(0))
+
+
 def test_tensorboard_holds_the_resumed_curve_once(tmp_path):
     with MetricsWriter(tmp_path, sinks=[TensorBoardSink(tmp_path)]) as writer:
         for step in range(1, 6):
