@@ -8,6 +8,7 @@ from gpt2_runs import run
 from megalith.config import RunConfig
 from megalith.config.rules.fastest import Machine, with_fastest
 from megalith.config.rules.run_rules import check_training
+from megalith.errors import ConfigError
 
 NODE = Machine(ranks_per_host=8, compiled=True, nvlink=True)
 TP2, CP2, CP4 = {"tensor_model_parallel_size": 2}, {"context_parallel_size": 2}, {"context_parallel_size": 4}
@@ -63,6 +64,16 @@ def test_what_is_set_by_hand_stays():
     by_hand = {"cp_comm_type": "p2p", "tp_comm_overlap": False, "symmetric_memory_groups": []}
     config = run(TP2 | CP2 | by_hand)
     assert with_fastest(config, NODE) == (config, [])
+
+
+def test_attention_is_saved_where_heads_are_exchanged_and_refused_over_a_ring():
+    config = run(
+        CP2 | {"recompute_granularity": "full", "recompute_saves_attention": True}, attention_dropout=0.0
+    )
+    found, _ = with_fastest(config, NODE)
+    assert (found.parallel.cp_comm_type, found.parallel.recompute_saves_attention) == ("a2a", True)
+    with pytest.raises(ConfigError, match=r"not with parallel\.cp_comm_type p2p"):
+        with_fastest(config, Machine(1, True, True))
 
 
 def test_a_line_says_what_was_chosen_and_why():

@@ -188,6 +188,14 @@ def _check_offload(model: ModelConfig, parallel: ParallelConfig) -> None:
 
 
 def _check_saved_attention(model: ModelConfig, parallel: ParallelConfig) -> None:
+    if (
+        parallel.context_parallel_size == 1 or parallel.cp_comm_type != "auto"
+    ):  # whose choice is judged when it is made
+        check_saved_attention(model, parallel)
+
+
+def check_saved_attention(model: ModelConfig, parallel: ParallelConfig) -> None:
+    """Raises ConfigError where full recomputation is to save attention's output and cannot."""
     saves = parallel.recompute_granularity == "full" and parallel.saves_attention
     if saves and (obstacle := what_keeps_attention_unsaved(model, parallel)):
         raise ConfigError(
@@ -205,7 +213,7 @@ def what_keeps_attention_unsaved(model: ModelConfig, parallel: ParallelConfig) -
     if model.position_embedding_type == "alibi":
         return "model.position_embedding_type alibi"
     if parallel.context_parallel_size > 1 and parallel.cp_exchange != "a2a":
-        return f"parallel.cp_comm_type {parallel.cp_comm_type}"
+        return f"parallel.cp_comm_type {parallel.cp_exchange}"
     if parallel.cpu_offloading_num_layers:
         return f"parallel.cpu_offloading_num_layers {parallel.cpu_offloading_num_layers}"
     return ""

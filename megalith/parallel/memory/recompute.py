@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megalith.comm.collectives import Axis, all_gather_no_grad
 from megalith.config import ParallelConfig
+from megalith.config.rules.parallel_rules import check_saved_attention
 from megalith.models.linear import MLP, Linear
 from megalith.models.mixers.attention import Attention
 from megalith.models.pass_context import Context
@@ -48,7 +49,8 @@ def apply_recompute(
     model: Transformer, parallel: ParallelConfig, tensor: Axis | None = None, compiled: bool = False
 ) -> None:
     """Plugs runners that recompute, in place. `tensor` is the axis that saved inputs are distributed over; `compiled`:
-    each layer is going to be."""
+    each layer is going to be. Raises ConfigError where attention's output is to be saved and cannot."""
+    check_saved_attention(model.config, parallel)
     again = partial(checkpoint, use_reentrant=False, preserve_rng_state=model.config.attention_dropout > 0)
     first_layers = list(layers_of(model).values())[: parallel.recompute_num_layers]
     if parallel.recompute_granularity == "full" and compiled and _inside(model, parallel):
