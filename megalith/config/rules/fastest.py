@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from megalith.config.rules.parallel_rules import check_saved_attention
 from megalith.config.rules.run_rules import check_fp8
 from megalith.config.run import RunConfig
 from megalith.errors import ConfigError
@@ -30,10 +31,12 @@ class Machine:
 
 def with_fastest(config: RunConfig, machine: Machine) -> tuple[RunConfig, list[str]]:
     """`config` without an `auto` of its section parallel, and a line that says what was chosen, where something was.
-    What hangs on a GPU's memory is left to planner/layout.py."""
+    What hangs on a GPU's memory is left to planner/layout.py. Raises ConfigError where a choice leaves what is set by
+    hand without its ground."""
     told: list[str] = []
     if config.parallel.cp_comm_type == "auto" and config.parallel.context_parallel_size > 1:
         config, why = _with_exchange(config, machine)
+        check_saved_attention(config.model, config.parallel)
         told.append(f"cp_comm_type {config.parallel.cp_comm_type} ({why})")
     parallel, found = config.parallel, {}
     overlaps = parallel.overlaps
