@@ -1,4 +1,4 @@
-"""`megalith train`, `sft`, `dpo`, `grpo`, `evaluate` and `parity`: in one process, or by starting some.
+"""`megalith train`, `sft`, `dpo`, `distill`, `grpo`, `evaluate` and `parity`: in one process, or by starting some.
 
 Importing this file is cheap.
 """
@@ -27,15 +27,17 @@ PROGRAMS = {
     "train": "train as a run file says; `megalith train --help` lists every setting",
     "sft": "fine-tune on conversations as a run file says; takes what `train` takes",
     "dpo": "train on preferences, chosen and rejected answers, as a run file says",
+    "distill": "train on a larger model's predictions, as a run file says",
     "grpo": "train by GRPO on what the model samples, or on rollouts from files, as a run file says",
 }
 """The commands that take a run file, with their help."""
 
-TRAIN_USAGE = """usage: megalith train|sft|dpo|grpo [run.yaml] [--nproc N] [--section.key value …]
+TRAIN_USAGE = """usage: megalith train|sft|dpo|distill|grpo [run.yaml] [--nproc N] [--section.key value …]
 
 `sft` fine-tunes on conversations: it is `train` with sft.enabled.
 Trains as the run file says, with the settings on the command line in place of the file's. torchrun works as well.
 `dpo` trains on pairs of a chosen and a rejected answer, with dpo.enabled.
+`distill` is `train`, or with sft.enabled `sft`, by what distill.teacher predicts.
 `grpo` trains by GRPO and its kin on completions of rl.prompts, or on files of rollouts (rl.rollouts); with --dry-run it
 reads the prompts, calls the rewards once, says layout and memory, and ends.
 
@@ -53,7 +55,7 @@ What Kubeflow's operators (PET_*, RANK and WORLD_SIZE of pods) and Slurm's srun 
 
 
 def train(arguments: list[str]) -> int:
-    """`megalith train|sft|dpo|grpo [run.yaml] [--nproc N] [--section.key value …]`"""
+    """`megalith train|sft|dpo|distill|grpo [run.yaml] [--nproc N] [--section.key value …]`"""
     program, *arguments = arguments
     if program in ("sft", "dpo"):
         arguments = [*arguments, f"--{program}.enabled"]
@@ -110,6 +112,8 @@ def train(arguments: list[str]) -> int:
         from megalith.rl.grpo import train_grpo as train
     if program == "dpo":
         from megalith.rl.dpo import train_dpo as train
+    if program == "distill":
+        from megalith.rl.distill import train_distilled as train
     return exit_code(train(config).ended)
 
 

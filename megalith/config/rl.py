@@ -85,6 +85,25 @@ class DpoConfig(ChatConfig):
     """How often the choice is taken to be wrong: 0 to 0.5."""
 
 
+class DistillConfig(Section):
+    """Learning from a larger model's predictions (`megalith distill`; docs/distillation.md)."""
+
+    decides: ClassVar[Decides] = Decides.UPDATES
+    needs: ClassVar[Needs] = Needs("teacher")
+
+    teacher: str | None = None
+    """A model of the same vocabulary: a folder of Hugging Face's or Megatron-LM's, or a run. It stays as it is."""
+
+    kd_ratio: Annotated[float, Field(ge=0, le=1)] = 0.5
+    """α: a token's loss is (1 − α) · cross-entropy + α · T² · divergence."""
+
+    temperature: PositiveFloat = 1.0
+    """T: compared are the softmaxes of logits / T."""
+
+    divergence: Literal["forward_kl", "reverse_kl"] = "forward_kl"
+    """forward_kl takes the mean over the teacher's predictions, reverse_kl over the student's own."""
+
+
 MISMATCH_BOUNDS: dict[str, tuple[float | None, float]] = {
     "token_truncate": (None, 2.0),  # truncated importance sampling; verl, NeMo-RL
     "token_mask": (0.5, 5.0),  # IcePop

@@ -25,7 +25,7 @@ from megalith.config.optim import OptimConfig
 from megalith.config.output import CheckpointConfig, LogConfig, RuntimeConfig
 from megalith.config.parallel import ParallelConfig
 from megalith.config.presets import PRESETS
-from megalith.config.rl import ChatConfig, DpoConfig, RlConfig, SftConfig
+from megalith.config.rl import ChatConfig, DistillConfig, DpoConfig, RlConfig, SftConfig
 from megalith.config.train import TrainConfig
 from megalith.errors import ConfigError, did_you_mean, nearest_of
 
@@ -42,6 +42,7 @@ class RunConfig(Section):
     lora: LoraConfig = Field(default_factory=LoraConfig)
     sft: SftConfig = Field(default_factory=SftConfig)
     dpo: DpoConfig = Field(default_factory=DpoConfig)
+    distill: DistillConfig = Field(default_factory=DistillConfig)
     rl: RlConfig = Field(default_factory=RlConfig)
     train: TrainConfig = Field(default_factory=TrainConfig)
     checkpoint: CheckpointConfig = Field(default_factory=CheckpointConfig)

@@ -34,6 +34,11 @@ if TYPE_CHECKING:
     from megalith.models.pass_context import Context
 
 
+OutputLoss = Callable[..., tuple[Tensor, Tensor | None, Tensor]]
+"""(hidden [..., hidden], weight [rows here, hidden], labels [...], tokens, vocab_size, softcap, scale, **shard) → what
+`observe` sees, twice float32 [...] or None, and the sum of losses, its gradient times scale. As `ask_logprobs`."""
+
+
 class Loss:
     """A loss of a step. Subclasses give `__call__`, or `weights` where it is linear, and change what else they need.
 
@@ -85,6 +90,11 @@ class Loss:
     def observe(self, logprobs: Tensor, entropy: Tensor | None, batch: Batch) -> None:
         """Sees what `token_losses` was given, of the whole micro-batch and without a gradient: for figures."""
 
+    def by_output(self, batch: Batch) -> OutputLoss | None:
+        """What is made of the output matrix's own input, for a loss that the log-probabilities of given tokens are not
+        enough for; None: they are. It takes `tokens`, and gives `observe` something in the place of these."""
+        return None
+
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: Batch) -> Tensor:
         """The micro-batch's sum, a float32 scalar with a gradient.
 
@@ -114,6 +124,11 @@ class MicroBatchMean(CrossEntropy):
         return batch.loss_mask / batch.loss_mask.sum().clamp(min=1)
 
 
+def pretraining_loss(calculate_per_token_loss: bool) -> Loss:
+    """Pre-training's, by the setting of section train."""
+    return CrossEntropy() if calculate_per_token_loss else MicroBatchMean()
+
+
 @dataclass
 class Objective:
     """A loss with its micro-batch, as a pass through the model takes it."""
@@ -126,6 +141,8 @@ class Objective:
     token_losses: TokenLoss | None = None
     tokens: Mapping[str, Tensor] = field(default_factory=dict)
     """This rank's, as its labels, of a loss that is a sum over tokens."""
+    by_output: OutputLoss | None = None
+    """What is asked in the place of all the others."""
 
     def loss(
         self, logprobs: Tensor, entropy: Tensor | None, loss: Tensor | None, scale: Tensor | None
@@ -152,6 +169,8 @@ def ask_logprobs(
     """What an objective asks of the output matrix: log-probabilities, entropies, and a sum of losses if it is one."""
     asked = dict(temperature=objective.temperature, entropy=objective.needs_entropy, **shard)
     sizes = (min(vocab_size, objective.vocab_size or vocab_size), softcap)
+    if objective.by_output is not None:
+        return objective.by_output(hidden, weight, targets, tokens, *sizes, scale, **shard)
     if objective.token_losses is None:
         return *linear_logprobs(hidden, weight, targets, *sizes, **asked), None
     of = objective.token_losses

@@ -158,7 +158,7 @@ class _LinearLosses(torch.autograd.Function):
                 grad = x @ matrix.T  # [chunk, rows]: the logits, and then their gradient
                 losses.append(fused.softmax_loss_(grad, row, values[0] * factor, real).sum() / factor)
             else:
-                logits, at, own = _real_logits(x, matrix, row[:, None], real, softcap)
+                logits, at, own = real_logits(x, matrix, row[:, None], real, softcap)
                 parts = as_one_kernel(_logit_statistics, logits, at, temperature, entropy)
                 log_sum, logit, entropies = _whole(parts[0], parts[1], own, parts[2], axis)
                 logprobs, own_tokens = logit[:, 0] - log_sum, dict(zip(tokens, values))
@@ -173,7 +173,7 @@ class _LinearLosses(torch.autograd.Function):
             if wants_gradient:
                 grads.append(grad @ matrix)
                 if grad_weight is not None:  # else the matrix is frozen
-                    grad_weight = _add_matmul(grad_weight, grad.T, x)
+                    grad_weight = add_matmul(grad_weight, grad.T, x)
                 del grad  # before there are the next chunk's
         if wants_gradient:
             ctx.save_for_backward(torch.cat(grads), grad_weight)
@@ -273,7 +273,7 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx.real, ctx.chunk, ctx.softcap, ctx.temperature = real, chunk, softcap, temperature
         matrix, found = weight.to(hidden.dtype), []
         for x, targets in zip(hidden.split(chunk), index.split(chunk)):
-            logits, row, own = _real_logits(x, matrix, targets, real, softcap)
+            logits, row, own = real_logits(x, matrix, targets, real, softcap)
             parts = as_one_kernel(_logit_statistics, logits, row, temperature, entropy)
             found.append(_whole(parts[0], parts[1], own, parts[2], axis))
         log_sum, logit, entropies = (None if part[0] is None else torch.cat(part) for part in zip(*found))
@@ -291,17 +291,17 @@ class _LinearLogprobs(torch.autograd.Function):
         if entropy is not None:
             whole += [grad_entropy / ctx.temperature, entropy]
         for x, targets, grad, log_sums, *of_entropy in zip(*(tensor.split(ctx.chunk) for tensor in whole)):
-            logits, row, own = _real_logits(x, matrix, targets, ctx.real, ctx.softcap)
+            logits, row, own = real_logits(x, matrix, targets, ctx.real, ctx.softcap)
             by_entropy, entropies = of_entropy or (None, None)
             softmax = (log_sums, entropies, ctx.temperature, ctx.softcap)
             product = _logits_gradient(logits, row, own, grad, by_entropy, *softmax)
             grads.append(product @ matrix)
             if grad_weight is not None:
-                grad_weight = _add_matmul(grad_weight, product.T, x)
+                grad_weight = add_matmul(grad_weight, product.T, x)
         return torch.cat(grads), grad_weight, *[None] * 7
 
 
-def _real_logits(
+def real_logits(
     x: Tensor, matrix: Tensor, index: Tensor, real: int, softcap: float | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Softcapped logits [tokens, rows], those of padding so low that their share is 0, as is its product with them;
@@ -326,7 +326,7 @@ def _logit_statistics(
 
 
 def _logits_gradient(
-    logits: Tensor,  # [tokens, rows], as `_real_logits` has them
+    logits: Tensor,  # [tokens, rows], as `real_logits` has them
     row: Tensor,  # int64 [tokens, k]
     own: Tensor,  # bool [tokens, k]
     logprobs: Tensor,  # float32 [tokens, k]: the gradient of the targets' log-probabilities / temperature
@@ -340,7 +340,7 @@ def _logits_gradient(
     rest = (entropies, log_sum, entropy, temperature)
     grad = as_one_kernel(_softmax_gradient, logits, logprobs.sum(1), *rest)
     grad.scatter_add_(1, row, (logprobs * own).to(grad.dtype))
-    return grad if softcap is None else grad * _softcap_slope(logits, softcap)
+    return grad if softcap is None else grad * softcap_slope(logits, softcap)
 
 
 def _softmax_gradient(
@@ -369,7 +369,7 @@ def softcapped(logits: Tensor, softcap: float | None) -> Tensor:
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
-def _softcap_slope(logits: Tensor, softcap: float) -> Tensor:
+def softcap_slope(logits: Tensor, softcap: float) -> Tensor:
     """The derivative of `softcapped` where it gave these logits; 0 where they are -inf, as padding is."""
     return 1 - (logits.clamp(min=-softcap) / softcap).square()
 
@@ -392,7 +392,7 @@ def _whole(
     return largest + total.log(), torch.stack(sums, 1), entropy
 
 
-def _add_matmul(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
+def add_matmul(total: Tensor, a: Tensor, b: Tensor) -> Tensor:
     """Adds a · b to total, float32. On a GPU the matmul itself adds, and nothing is rounded to the type of a and b."""
     if a.is_cuda and a.dtype != torch.float32:
         return torch.addmm(total, a, b, out_dtype=torch.float32, out=total)

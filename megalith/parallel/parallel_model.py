@@ -21,7 +21,7 @@ from megalith.config import ParallelConfig, RunConfig
 from megalith.data.batch import Batch
 from megalith.errors import ConfigError
 from megalith.hardware import to_device
-from megalith.models.loss import CrossEntropy, Loss, MicroBatchMean, Objective
+from megalith.models.loss import CrossEntropy, Loss, Objective, pretraining_loss
 from megalith.models.mtp import Future, future_of
 from megalith.models.own_model import Model
 from megalith.models.pass_context import Context, PassLayout
@@ -144,7 +144,7 @@ class TransformerSpec(ModelSpec):
 
     def __init__(self, model: Transformer, run: RunConfig):
         """`model` is on the meta device; it is taken apart."""
-        loss = CrossEntropy() if run.train.calculate_per_token_loss else MicroBatchMean()
+        loss = pretraining_loss(run.train.calculate_per_token_loss)
         super().__init__(build=lambda mesh: model, seed=run.train.seed, loss=loss)
         self.run, self.config = run, run.model
         self.further_layers = len(run.model.further_layers)
@@ -354,15 +354,16 @@ class ParallelModel:
         return [self._part(batch, loss) for batch in micro_batches]
 
     def _part(self, batch: Batch, loss: Loss) -> RankBatch:
-        weights, objective = loss.weights(batch), None
-        if weights is None or loss.temperature != 1 or loss.needs_entropy or loss.vocab_size:
+        weights, objective, by_output = loss.weights(batch), None, loss.by_output(batch)
+        changed = loss.temperature != 1 or loss.needs_entropy or loss.vocab_size
+        if weights is None or by_output is not None or changed:
             batch, asked = batch.to(self.device), (loss.temperature, loss.needs_entropy, loss.vocab_size)
             weights = batch.loss_mask
             if (tokens := loss.tokens(batch)) is None:
                 objective = Objective(partial(self._objective, loss, batch), *asked)
             else:
                 of = partial(self._observed, loss, batch)
-                objective = Objective(of, *asked, loss.token_losses, tokens)
+                objective = Objective(of, *asked, loss.token_losses, tokens, by_output)
         given = replace(batch, labels=loss.targets(batch), loss_mask=weights)
         own, places = shard_batch(given, self.mesh.cp)
         if objective is not None and self.mesh.cp.size > 1:

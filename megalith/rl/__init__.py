@@ -1,6 +1,7 @@
-"""Training on what a model has generated, and on preferences: objectives, advantages, rollouts, and the runs made of
-them."""
+"""Training on what a model has generated, on preferences, and by a teacher: objectives, advantages, rollouts, and the
+runs made of them."""
 
+from megalith.rl.distill import train_distilled
 from megalith.rl.dpo import train_dpo
 from megalith.rl.grpo import train_grpo
 from megalith.rl.grpo_trainer import GRPOTrainer
@@ -18,6 +19,7 @@ __all__ = [
     "Rollouts",
     "load_rollouts",
     "save_rollouts",
+    "train_distilled",
     "train_dpo",
     "train_grpo",
 ]

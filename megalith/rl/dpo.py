@@ -7,10 +7,8 @@ time, for all of its micro-batches at once.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -19,11 +17,9 @@ import torch
 from megalith.config import RunConfig
 from megalith.data.batch import Batch
 from megalith.data.chat.chat_dataset import make_chat_batch
-from megalith.data.dataset import SampleDataset
 from megalith.errors import ConfigError
 from megalith.rl.objective import PreferenceBatch, PreferenceLoss
-from megalith.rl.reference import reference_logprobs
-from megalith.training.build import Data
+from megalith.rl.reference import StepData, reference_logprobs
 from megalith.training.run_state import Run, Task
 from megalith.training.trainer import TrainingResult, train
 
@@ -70,7 +66,7 @@ def make_preference_batch(rows: np.ndarray, sample_numbers: np.ndarray) -> Prefe
     return PreferenceBatch(*(getattr(flat, field.name) for field in fields(Batch)), numbers, tokens)
 
 
-class PreferenceData(Data):
+class PreferenceData(StepData):
     """A run's pairs, in micro-batches with the reference's log-probabilities."""
 
     make_chat_batch = staticmethod(make_preference_batch)
@@ -85,33 +81,6 @@ class PreferenceData(Data):
                 "reference's, which is without dropout; TRL turns dropout off for preferences"
             )
 
-    def train_loader(
-        self, step: int, consumed_samples: int, device: torch.device, left_out: Sequence[Sequence[int]] = ()
-    ) -> closing:
-        loader = super().train_loader(step, consumed_samples, device, left_out)
-        sizes = self._batch_sizes
-
-        def counts() -> Iterator[int]:
-            consumed = consumed_samples
-            while True:
-                yield sizes.micro_batches(consumed)
-                consumed += sizes.size(consumed)
-
-        return closing(self._with_reference(loader, counts()))
-
-    def evaluation_loader(self, dataset: SampleDataset, device: torch.device) -> closing:
-        loader = super().evaluation_loader(dataset, device)
-        train = self._config.train
-        count = self._batch_sizes.global_batch_size // (train.micro_batch_size * self._dp.size)
-        return closing(self._with_reference(loader, iter(lambda: count, None)))
-
-    def _with_reference(self, loader: Any, counts: Iterator[int]) -> Iterator[PreferenceBatch]:
-        with loader as batches:
-            for count in counts:
-                step = list(islice(batches, count))
-                if not step:
-                    return
-                found = self._reference(step)
-                yield from (
-                    replace(batch, reference_logprobs=x) for batch, x in zip(step, found, strict=True)
-                )
+    def completed(self, batches: Sequence[PreferenceBatch]) -> list[PreferenceBatch]:
+        found = self._reference(batches)
+        return [replace(batch, reference_logprobs=x) for batch, x in zip(batches, found, strict=True)]

@@ -6,16 +6,21 @@ first, whose weights are loaded when it is first asked for.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from itertools import islice
+from typing import Any
 
+import torch
 from torch import Tensor
 
 from megalith.bridge.load import begin_from
 from megalith.data.batch import Batch
+from megalith.data.dataset import SampleDataset
 from megalith.models.adapters import adapters
 from megalith.parallel.parallel_model import ParallelModel
 from megalith.parallel.seams import plug
-from megalith.training.build import build_model, vocabulary_rows
+from megalith.training.build import Data, build_model, vocabulary_rows
 from megalith.training.run_state import Run
 
 LogProbs = Callable[[Sequence[Batch]], list[Tensor]]
@@ -60,3 +65,40 @@ def _without_adapters(
     finally:
         for adapter, scaling in zip(found, scalings):
             plug(adapter, "scaling", scaling)
+
+
+class StepData(Data):
+    """A run's data, whose micro-batches get what another model says of them: for all of a step at once, with which a
+    pipeline has fewer bubbles."""
+
+    def completed(self, batches: Sequence[Batch]) -> list[Batch]:
+        """The micro-batches of a step, with what they get. Every rank calls it."""
+        raise NotImplementedError(f"{type(self).__name__} completes no batches")
+
+    def train_loader(
+        self, step: int, consumed_samples: int, device: torch.device, left_out: Sequence[Sequence[int]] = ()
+    ) -> closing:
+        loader = super().train_loader(step, consumed_samples, device, left_out)
+        sizes = self._batch_sizes
+
+        def counts() -> Iterator[int]:
+            consumed = consumed_samples
+            while True:
+                yield sizes.micro_batches(consumed)
+                consumed += sizes.size(consumed)
+
+        return closing(self._completed(loader, counts()))
+
+    def evaluation_loader(self, dataset: SampleDataset, device: torch.device) -> closing:
+        loader = super().evaluation_loader(dataset, device)
+        train = self._config.train
+        count = self._batch_sizes.global_batch_size // (train.micro_batch_size * self._dp.size)
+        return closing(self._completed(loader, iter(lambda: count, None)))
+
+    def _completed(self, loader: Any, counts: Iterator[int]) -> Iterator[Batch]:
+        with loader as batches:
+            for count in counts:
+                step = list(islice(batches, count))
+                if not step:
+                    return
+                yield from self.completed(step)

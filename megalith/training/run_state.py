@@ -157,6 +157,10 @@ class Task:
             raise ConfigError(
                 "dpo.enabled is what `megalith dpo` sets; use that, or leave it out to pre-train"
             )
+        if run.config.distill.teacher is not None:
+            raise ConfigError(
+                "distill.teacher is what `megalith distill` learns from; use that, or leave it out"
+            )
         return Data(run.config, run.batch_sizes, run.total_steps, run.tokenizer, run.mesh.dp)
 
     def figures(self, run: Run) -> Callable[[], dict[str, Any]] | None:

@@ -114,6 +114,8 @@ READ_WITH = {
         ("log.profile_step_end=20", "log.profile=true"),
     "sft.enabled true":
         ("sft.packing=false", "sft.enabled=true"),
+    "distill.teacher":
+        ("distill.kd_ratio=0.3", "distill.teacher=runs/large"),
     "dpo.enabled true":
         ("dpo.beta=0.2", "dpo.enabled=true"),
     "dpo.loss_type sigmoid or robust":

@@ -37,6 +37,7 @@ def check_training(config: RunConfig, world_size: int = 1) -> None:
     _check_data(config.data, config.rl)
     check_rollouts(config)
     _check_fine_tuning(config)
+    _check_distillation(config)
     BatchSizeSchedule.from_config(
         config.train, data_parallel_size=data_parallel_size(config.parallel, world_size)
     )
@@ -177,6 +178,16 @@ def _check_fine_tuning(config: RunConfig) -> None:
         raise ConfigError(
             f"train.fp8_format is {fp8}, but dpo asks the reference for log-probabilities before a backward pass has "
             "given FP8 its scales; leave it out"
+        )
+
+
+def _check_distillation(config: RunConfig) -> None:
+    if config.distill.teacher is None:
+        return
+    other = "dpo.enabled" if config.dpo.enabled else "rl.prompts or rl.rollouts"
+    if config.dpo.enabled or config.rl.prompts_or_rollouts:
+        raise ConfigError(
+            f"distill.teacher and {other} are both set, and a run learns by one; leave out the other"
         )
 
 

@@ -1,0 +1,184 @@
+"""How far a model's predictions are from a teacher's, without either's logits: chunk by chunk, matmuls and divergence.
+
+As in ops/cross_entropy.py, a chunk's
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from megalith.comm.collectives import Axis, all_reduce_no_grad
+from megalith.ops.compiled import as_one_kernel
+from megalith.ops.cross_entropy import add_matmul, real_logits, softcap_slope, tokens_at_once
+
+Divergence = Literal["forward_kl", "reverse_kl"]
+
+
+@dataclass(frozen=True)
+class Taught:
+    """What a teacher says of the tokens of a pass: the end of its own pass, and how it is learned from."""
+
+    hidden: Tensor  # [tokens, its hidden size]: what its output matrix reads
+    weight: Tensor  # [padded vocab or this rank's rows, its hidden size]
+    softcap: float | None
+    share: float
+    """α: the loss of a token is (1 − α) · cross-entropy + α · T² · divergence (Hinton et al. 2015)."""
+    temperature: float
+    """T: the divergence is that of softmax(logits / T)."""
+    divergence: Divergence
+    """Of p, the teacher's, and q, the model's: forward Σ p · log(p / q), reverse Σ q · log(q / p)."""
+
+
+def linear_distillation(
+    hidden: Tensor,  # [..., hidden]
+    weight: Tensor,  # [padded vocab, hidden], any float type; cast to hidden's
+    labels: Tensor,  # int64 [...], each < vocab_size
+    weights: Tensor,  # float32 [...]: of each token
+    taught: Taught,  # of these tokens, in this order
+    vocab_size: int,
+    softcap: float | None = None,
+    scale: Tensor | None = None,  # float32 scalar: of the gradient; None: 1
+    *,
+    axis: Axis = Axis(),  # noqa: B008 (immutable)
+    first: int = 0,
+    rows: int | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Σ over tokens of weights · loss, a float32 scalar; and without a gradient each token's log-probability of its
+    label and its divergence, float32 [...].
+
+    Padding, softcap, `scale` and `axis` are as `linear_cross_entropy` has them. The teacher learns nothing.
+    """
+    if not torch.is_grad_enabled():
+        hidden, weight = hidden.detach(), weight.detach()
+    loss, logprobs, divergences = _LinearDistillation.apply(
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight,
+        labels.reshape(-1, 1) - first,
+        weights.reshape(-1),
+        taught,
+        max(0, vocab_size - first),
+        tokens_at_once(2 * (rows or weight.shape[0]), hidden.device.type),
+        softcap,
+        axis,
+        scale,
+    )
+    return loss, logprobs.view(labels.shape), divergences.view(labels.shape)
+
+
+class _LinearDistillation(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx,
+        hidden: Tensor,  # [tokens, hidden]
+        weight: Tensor,  # [rows, hidden]
+        index: Tensor,  # int64 [tokens, 1]: the label's row in weight; outside of it where another rank has it
+        weights: Tensor,  # float32 [tokens]
+        taught: Taught,
+        real: int,  # rows from here on are padding
+        chunk: int,  # tokens
+        softcap: float | None,
+        axis: Axis,
+        scale: Tensor | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        matrix, teacher = weight.to(hidden.dtype), taught.weight.to(taught.hidden.dtype)
+        wants_gradient = hidden.requires_grad or weight.requires_grad
+        factor = torch.ones((), device=hidden.device) if scale is None else scale
+        grad_weight = torch.zeros_like(weight, dtype=torch.float32) if weight.requires_grad else None
+        grads, found = [], []
+        whole = (hidden, taught.hidden.reshape(-1, teacher.shape[1]), index, weights)
+        for x, told, row, w in zip(*(t.split(chunk) for t in whole)):
+            logits, at, own = real_logits(x, matrix, row, real, softcap)
+            expected = real_logits(told, teacher, row, real, taught.softcap)[0]
+            logprobs, divergences, grad = _of_logits(logits, expected, at, own, taught, axis)
+            found.append((logprobs, divergences))
+            if wants_gradient:
+                if softcap is not None:
+                    grad = grad * softcap_slope(logits, softcap)
+                grad = (grad * (w * factor)[:, None]).to(x.dtype)
+                grads.append(grad @ matrix)
+                if grad_weight is not None:
+                    grad_weight = add_matmul(grad_weight, grad.T, x)
+            del logits, expected, grad
+        logprobs, divergences = (torch.cat(part) for part in zip(*found))
+        if wants_gradient:
+            ctx.save_for_backward(torch.cat(grads), grad_weight)
+        ctx.mark_non_differentiable(logprobs, divergences)
+        share = taught.share * taught.temperature**2
+        return (weights * (share * divergences - (1 - taught.share) * logprobs)).sum(), logprobs, divergences
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_loss: Tensor, *_unused):
+        grad_hidden, grad_weight = ctx.saved_tensors
+        grad_weight = None if grad_weight is None else grad_weight * grad_loss
+        return (grad_hidden.float() * grad_loss).to(grad_hidden.dtype), grad_weight, *[None] * 8
+
+
+def _of_logits(
+    logits: Tensor,  # [tokens, rows here]
+    expected: Tensor,  # likewise, the teacher's
+    at: Tensor,  # int64 [tokens, 1]: the label's row, 0 where another rank has it
+    own: Tensor,  # bool [tokens, 1]: this one has
+    taught: Taught,
+    axis: Axis,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """float32: log-probabilities and divergences [tokens], and the loss's gradient by logits [tokens, rows here]."""
+    share, temperature, kind = taught.share, taught.temperature, taught.divergence
+    each = as_one_kernel(_log_sums, logits, expected, temperature)
+    if axis.size > 1:
+        largest = all_reduce_no_grad(each, axis, "max")
+        each = largest + all_reduce_no_grad((each - largest).exp(), axis).log()
+    log_sum, log_sum_q, log_sum_p = each
+    label = torch.where(own, logits.gather(1, at).float(), 0.0)[:, 0]
+    divergence = as_one_kernel(_divergences, logits, expected, log_sum_q, log_sum_p, temperature, kind)
+    label, divergence = all_reduce_no_grad(torch.stack([label, divergence]), axis)
+    sums = (log_sum, log_sum_q, log_sum_p, divergence)
+    grad = as_one_kernel(_slopes, logits, expected, *sums, share, temperature, kind)
+    grad.scatter_add_(1, at, (share - 1) * own.to(grad.dtype))
+    return label - log_sum, divergence, grad
+
+
+def _log_sums(logits: Tensor, expected: Tensor, temperature: float) -> Tensor:
+    """float32 [3, tokens]: log Σ exp of logits, of logits / T, and of the teacher's / T."""
+    z, t = logits.float(), expected.float() / temperature
+    return torch.stack([z.logsumexp(-1), (z / temperature).logsumexp(-1), t.logsumexp(-1)])
+
+
+def _divergences(
+    logits: Tensor,
+    expected: Tensor,
+    log_sum_q: Tensor,
+    log_sum_p: Tensor,
+    temperature: float,
+    kind: Divergence,
+) -> Tensor:
+    """float32 [tokens]: the part of these entries."""
+    log_q = logits.float() / temperature - log_sum_q[:, None]
+    log_p = expected.float() / temperature - log_sum_p[:, None]
+    if kind == "forward_kl":
+        return (log_p.exp() * (log_p - log_q)).sum(1)
+    return (log_q.exp() * (log_q - log_p)).sum(1)
+
+
+def _slopes(
+    logits: Tensor,
+    expected: Tensor,
+    log_sum: Tensor,
+    log_sum_q: Tensor,
+    log_sum_p: Tensor,
+    divergence: Tensor,
+    share: float,
+    temperature: float,
+    kind: Divergence,
+) -> Tensor:
+    """(1 − α) · q₁ + α · T · the derivative of the divergence by logits / T; q₁ is q without a temperature."""
+    log_q = logits.float() / temperature - log_sum_q[:, None]
+    log_p = expected.float() / temperature - log_sum_p[:, None]
+    q = log_q.exp()
+    slope = q - log_p.exp() if kind == "forward_kl" else q * (log_q - log_p - divergence[:, None])
+    return (1 - share) * (logits.float() - log_sum[:, None]).exp() + share * temperature * slope
