@@ -106,14 +106,62 @@ def test_a_second_backward_pass_and_one_from_logits_are_refused():
         model(**batch).loss.backward()
 
 
-def test_clipping_by_the_script_is_torchs_and_takes_the_place_of_the_plugins():
-    accelerator, model, own, batch = one_step(gradient_clipping=1e-3)
+OF_BEFORE = {
+    "the prepared": lambda accelerator, model, before: model.parameters(),
+    "the one before": lambda accelerator, model, before: before[0].parameters(),
+    "a list from before": lambda accelerator, model, before: before[1],
+    "the unwrapped": lambda accelerator, model, before: accelerator.unwrap_model(model).parameters(),
+}
+
+
+@pytest.mark.parametrize("whose", OF_BEFORE)
+def test_clipping_by_the_script_is_torchs_and_takes_the_place_of_the_plugins(whose):
+    accelerator, module = fresh_accelerator(gradient_clipping=1e-3), model_of("llama")
+    before = module, list(module.parameters())
+    model, own = accelerator.prepare(module, plain_sgd(module))
+    batch = stacked(samples(BATCH))
     accelerator.backward(model(**batch).loss)
-    norm = accelerator.clip_grad_norm_(model.parameters(), 0.25)
+    given = list(OF_BEFORE[whose](accelerator, model, before))
+    with pytest.raises(ConfigError, match=r"grad of a parameter of .*accelerator\.clip_grad_norm_"):
+        nn.utils.clip_grad_norm_(given, 0.25)
+    norm = accelerator.clip_grad_norm_(given, 0.25)
     own.step()
     plain = model_of("llama")
     plain(**batch).loss.backward()
     close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.25))
+    found = gradients(accelerator, model)
+    for name, parameter in plain.named_parameters():
+        close(found[name], parameter.grad)
+    assert all(parameter.grad is None for parameter in accelerator.unwrap_model(model).parameters())
+
+
+def test_clipping_others_than_what_is_trained_is_refused():
+    accelerator, model, _, batch = one_step()
+    accelerator.backward(model(**batch).loss)
+    some, others = list(model.parameters())[1:], list(model_of("llama").parameters())
+    for given, told in (
+        (some, "1 are not among the .*embed_tokens"),
+        (others, "39 are not among the 39"),
+        ([], "the 0"),
+    ):
+        for clip in (accelerator.clip_grad_norm_, accelerator.clip_grad_value_):
+            with pytest.raises(ConfigError, match=f"trained parameters .*{told}.*give model.parameters"):
+                clip(given, 1.0)
+
+
+def test_a_model_and_an_optimizer_from_before_prepare_forget_and_step_what_is_trained_or_are_refused():
+    accelerator, module = fresh_accelerator(gradient_clipping=0.0), model_of("llama")
+    before = plain_sgd(module)
+    model, _ = accelerator.prepare(module, before)
+    batch = stacked(samples(BATCH))
+    for ask in (module.zero_grad, lambda: module(**batch), module.state_dict, lambda: copy.deepcopy(module)):
+        with pytest.raises(ConfigError, match=r"sharded over the ranks"):
+            ask()
+    for weight, step in ((2.0, before.zero_grad), (3.0, before.step)):
+        (model(**batch).loss * weight).backward()
+        step()
+    plain = model_of("llama")
+    (plain(**batch).loss * 3).backward()
     found = gradients(accelerator, model)
     for name, parameter in plain.named_parameters():
         close(found[name], parameter.grad)

@@ -246,28 +246,29 @@ class Accelerator(accelerate.Accelerator):
         (loss / self.gradient_accumulation_steps).backward(**kwargs)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Clips the gradients of the whole model, in the place of the plugin's gradient_clipping; their norm."""
+        """Clips the gradients of the whole model, in the place of the plugin's gradient_clipping; their norm.
+
+        `parameters`: all that are trained, of the prepared model, of the one before it, or of `unwrap_model`.
+        """
         if not self._is_ours:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         if norm_type != 2:
             raise ConfigError(
                 f"clip_grad_norm_ was given norm_type {norm_type}; gradients are clipped by their 2-norm"
             )
-        return self._optimizer().clip_norm(max_norm)
+        return self._prepared_model().optimizer_of(parameters).clip_norm(max_norm)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Cuts off every element of the gradients at ±clip_value."""
         if not self._is_ours:
             super().clip_grad_value_(parameters, clip_value)
             return
-        self._optimizer().clip_value(clip_value)
+        self._prepared_model().optimizer_of(parameters).clip_value(clip_value)
 
-    def _optimizer(self) -> Any:
-        if self._engine is None or self._engine.optimizer is None:
-            raise ConfigError(
-                "there are no gradients to clip; give model and optimizer to one call of prepare"
-            )
-        return self._engine.optimizer
+    def _prepared_model(self) -> MegatronEngine:
+        if self._engine is None:
+            raise ConfigError("no model is prepared; give model and optimizer to one call of prepare")
+        return self._engine
 
     def gather(self, tensor: Any) -> Any:
         """Tensors of all data-parallel replicas, one behind the other; every rank calls it, and has them."""

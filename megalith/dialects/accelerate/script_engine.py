@@ -29,12 +29,13 @@ from megalith.data.batch import Batch
 from megalith.dialects.accelerate.plugin import MegatronLMPlugin
 from megalith.dialects.accelerate.plugin_settings import PRECISIONS, run_config, token_multiple
 from megalith.dialects.accelerate.published_weights import (
+    GatheredParameter,
     family_of_module,
     fill_module,
     gather_state,
     load_module,
     origins,
-    sharded_parameters,
+    shard_parameters,
 )
 from megalith.dialects.accelerate.script_batches import (
     LABELS,
@@ -46,7 +47,7 @@ from megalith.dialects.accelerate.script_batches import (
     split_rows,
 )
 from megalith.dialects.accelerate.script_optimizer import EngineOptimizer
-from megalith.errors import CheckpointError, ConfigError
+from megalith.errors import CheckpointError, ConfigError, shorten
 from megalith.models.loss import Loss
 from megalith.parallel.data.data_parallel import free_gathered
 from megalith.parallel.mesh import Mesh, build_mesh
@@ -112,12 +113,12 @@ class MegatronEngine(nn.Module):
         self.groups = load_module(module, family, self.run.model, self.model.chunks)
         free_gathered(self.model.chunks)
         self.optimizer: EngineOptimizer | None = None
-        sharded, self._origins = sharded_parameters(module, device), origins(module, self.groups)
+        self._origins = origins(module, self.groups)
+        shard_parameters(module, device)
+        self._sharded = dict(module.named_parameters(remove_duplicate=False))
+        self._module = [module]  # in a list: it is no part of this module
         if optimizer is not None:
             self.set_optimizer(optimizer)
-        self._origins = {name: [sharded[id(p)] for p in found] for name, found in self._origins.items()}
-        self._sharded = {name: sharded[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
-        self._module = [module.to("meta")]  # in a list: it is no part of this module
         self.custom: Any = (
             None  # what makes micro-batches and losses, where the script has its own: train_steps.py
         )
@@ -304,8 +305,32 @@ class MegatronEngine(nn.Module):
     def hugging_face_module(self) -> nn.Module:
         """The script's model with the weights of now, on the CPU, in its type. Every rank calls it."""
         module = self._module[0]
-        fill_module(module, self.published_state(), self._dtype)
+        fill_module(module, self.published_state(), self._dtype, self._sharded, self._has_gradients)
         return module.train(self.training)
+
+    def _has_gradients(self) -> bool:
+        step = () if self.optimizer is None else self.optimizer.gradients.sums
+        return self.training and any(grad is not None for grad in step)
+
+    def optimizer_of(self, parameters: Any) -> EngineOptimizer:
+        """What trains these: of this model, those that the script had before `prepare`, or of `hugging_face_module`.
+
+        Raises ConfigError where not all that are trained are among them.
+        """
+        if self.optimizer is None:
+            raise ConfigError(
+                "there are no gradients to clip; give model and optimizer to one call of prepare"
+            )
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        known = {id(one.sharded if isinstance(one, GatheredParameter) else one) for one in given}
+        trained = [name for name, one in self._sharded.items() if id(one) in self.optimizer.trained]
+        left_out = [name for name in trained if id(self._sharded[name]) not in known]
+        if left_out:
+            raise ConfigError(
+                f"gradients are clipped together, but of the model's {len(trained)} trained parameters {len(left_out)} "
+                f"are not among the {len(given)} that are given ({shorten(left_out)}); give model.parameters()"
+            )
+        return self.optimizer
 
     def save_checkpoint(self, output_dir: str | Path) -> None:
         """What `save_state` calls: everything of model and optimizer, for any layout. Every rank calls it."""

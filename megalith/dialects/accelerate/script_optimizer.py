@@ -75,7 +75,10 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.model, self.config, self.defaults = model, config, given.defaults
         named = dict(model.parameters.named)
         of_group = {id(p): n for n, group in enumerate(given.param_groups) for p in group["params"]}
-        if not of_group.keys() & {id(p) for found in origins.values() for p in found}:
+        models = [p for found in origins.values() for p in found]
+        self.trained = {id(p) for p in models if id(p) in of_group and p.requires_grad}
+        """The ids of the script's own parameters that are stepped, on whatever rank."""
+        if not of_group.keys() & {id(p) for p in models}:
             raise ConfigError(
                 f"none of the optimizer's {len(of_group)} parameters is one of the model's; "
                 "make it of the model that prepare is given: AdamW(model.parameters())"
@@ -96,8 +99,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         host = self._start_state(named)
         if host:
             self.inner = OffloadedOptimizer(self.inner, host, config.overlap_cpu_optimizer_d2h_h2d)
-        # A scheduler that the script has made of its optimizer, and does not prepare, writes to these too.
+        # What the script keeps of its optimizer is this one: a scheduler that it does not prepare writes to these too.
         given.param_groups, given._opt_called = self.param_groups, True
+        given.step, given.zero_grad = self.step, self.zero_grad  # type: ignore[method-assign]
         chunks, mesh = model.chunks, model.mesh
         self.loss_scale = build_loss_scale(precision, config, model.device)
         self.gradient_squares = GradientSquares(
