@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import accelerate
@@ -14,18 +15,20 @@ import torch
 import torch.distributed as dist
 from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.scheduler import AcceleratedScheduler
+from accelerate.state import PartialState
 from accelerate.utils import DistributedType, recursively_apply
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from megalith.comm.collectives import Axis, gather_json
 from megalith.dialects.accelerate.dummies import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
 from megalith.dialects.accelerate.plugin import MegatronLMPlugin
 from megalith.dialects.accelerate.process_state import (
     barrier,
-    gather_over,
+    gather_across_data_parallel_groups,
+    gather_objects,
     megalith_for_megatron,
+    reduce_over_replicas,
     set_replicas,
 )
 from megalith.dialects.accelerate.replica_loader import prepare_loader
@@ -272,31 +275,21 @@ class Accelerator(accelerate.Accelerator):
 
     def gather(self, tensor: Any) -> Any:
         """Tensors of all data-parallel replicas, one behind the other; every rank calls it, and has them."""
-        return (
-            recursively_apply(self._gather_one, tensor, error_on_other_type=True)
-            if self._is_ours
-            else super().gather(tensor)
-        )
-
-    def _gather_one(self, tensor: Tensor) -> Tensor:
-        return gather_over(tensor, self._replicas)
-
-    @property
-    def _replicas(self) -> Axis:
-        return Axis() if self._engine is None else self._engine.mesh.dp
+        return gather_across_data_parallel_groups(tensor) if self._is_ours else super().gather(tensor)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """The sum or the mean over the data-parallel replicas."""
+        """The sum, the mean or the maximum over the data-parallel replicas. `scale` is for TPUs, as in Accelerate."""
         if not self._is_ours:
             return super().reduce(tensor, reduction, scale)
+        return reduce_over_replicas(tensor, reduction)
 
-        def one(own: Tensor) -> Tensor:
-            every = self._gather_one(own[None])
-            over = {"sum": every.sum, "mean": every.mean, "max": every.amax}.get(reduction)
-            found = own if over is None else over(0)
-            return found * scale if scale != 1.0 else found
-
-        return recursively_apply(one, tensor, error_on_other_type=True)
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """This replica's share: the ranks that share a model have the same."""
+        replica, replicas = self._replica if self._is_ours else (self.process_index, self.num_processes)
+        here = SimpleNamespace(process_index=replica, num_processes=replicas, device=self.device)
+        with PartialState.split_between_processes(here, inputs, apply_padding) as share:
+            yield share
 
     def check_trigger(self) -> bool:
         """Whether any process, be it of one replica with others, has called `set_trigger`. Every rank calls it."""
@@ -312,15 +305,11 @@ class Accelerator(accelerate.Accelerator):
         if not self._is_ours:
             return super().gather_for_metrics(input_data, use_gather_object)
         tensors = not use_gather_object and _has_tensors_alone(input_data)
-        data = self.gather(input_data) if tensors else self._gather_objects(input_data)
+        data = self.gather(input_data) if tensors else gather_objects(input_data)
         state = self.gradient_state
         if not (state.end_of_dataloader and state.remainder > 0):
             return data
         return recursively_apply(lambda t: t[: state.remainder], data) if tensors else data[: state.remainder]
-
-    def _gather_objects(self, objects: Any) -> list:
-        every = gather_json(objects, self._replicas)
-        return [one for objects in every for one in objects]
 
     def unwrap_model(self, model: nn.Module, *args: Any, **options: Any) -> nn.Module:
         """The script's own model with the weights of now. Of a prepared one every rank calls it."""
