@@ -13,8 +13,6 @@ from typing import Any
 import accelerate
 import torch
 import torch.distributed as dist
-from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.scheduler import AcceleratedScheduler
 from accelerate.state import PartialState
 from accelerate.utils import DistributedType, recursively_apply
 from torch import Tensor, nn
@@ -33,40 +31,15 @@ from megalith.dialects.accelerate.process_state import (
 )
 from megalith.dialects.accelerate.replica_loader import prepare_loader
 from megalith.dialects.accelerate.script_engine import MegatronEngine
+from megalith.dialects.accelerate.script_optimizer import (
+    MegatronLMOptimizerWrapper,
+    MegatronLMSchedulerWrapper,
+)
 from megalith.dialects.accelerate.train_steps import custom_step
 from megalith.errors import ConfigError
 
 SCHEDULERS = "schedulers.json"
 ASKED_FOR = "ACCELERATE_USE_MEGATRON_LM"  # by the launcher
-
-
-class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
-    """The prepared optimizer: it steps, and forgets its gradients, where `accumulate` says that a step is whole."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer):
-        super().__init__(optimizer, device_placement=False, scaler=None)
-
-    @property
-    def step_was_skipped(self) -> bool:
-        """Whether the last step changed nothing, for its gradient was not finite."""
-        return self.optimizer.was_skipped
-
-
-class MegatronLMSchedulerWrapper(AcceleratedScheduler):
-    """The prepared scheduler: a step of the optimizer is one of its own, on however many processes."""
-
-    def __init__(self, scheduler: Any, optimizers: Any, fp16: bool = False, step_with_optimizer: bool = True):
-        """`fp16`: steps are skipped while the loss scale is sought, and the rate waits for them."""
-        super().__init__(scheduler, optimizers, step_with_optimizer=step_with_optimizer, split_batches=True)
-        self._waits = fp16
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        """Moves on, where `accumulate` says that a step is whole."""
-        if not self.step_with_optimizer or (
-            self.gradient_state.sync_gradients
-            and not (self._waits and any(o.step_was_skipped for o in self.optimizers))
-        ):
-            self.scheduler.step(*args, **kwargs)
 
 
 class Accelerator(accelerate.Accelerator):

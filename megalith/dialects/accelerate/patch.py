@@ -13,6 +13,7 @@ from megalith.dialects.accelerate import (
     plugin,
     process_state,
     script_engine,
+    script_optimizer,
     train_steps,
 )
 
@@ -22,8 +23,8 @@ OURS = {
     "MegatronEngine": script_engine.MegatronEngine,
     "MegatronLMDummyDataLoader": dummies.MegatronLMDummyDataLoader,
     "MegatronLMDummyScheduler": dummies.MegatronLMDummyScheduler,
-    "MegatronLMOptimizerWrapper": accelerator.MegatronLMOptimizerWrapper,
-    "MegatronLMSchedulerWrapper": accelerator.MegatronLMSchedulerWrapper,
+    "MegatronLMOptimizerWrapper": script_optimizer.MegatronLMOptimizerWrapper,
+    "MegatronLMSchedulerWrapper": script_optimizer.MegatronLMSchedulerWrapper,
     "AbstractTrainStep": train_steps.AbstractTrainStep,
     "GPTTrainStep": train_steps.GPTTrainStep,
     "BertTrainStep": train_steps.BertTrainStep,

@@ -46,7 +46,7 @@ from megalith.dialects.accelerate.script_batches import (
     require_loss_and_logits_alone,
     split_rows,
 )
-from megalith.dialects.accelerate.script_optimizer import EngineOptimizer
+from megalith.dialects.accelerate.script_optimizer import EngineOptimizer, Pass, PassLoss
 from megalith.errors import CheckpointError, ConfigError, shorten
 from megalith.models.loss import Loss
 from megalith.parallel.data.data_parallel import free_gathered
@@ -240,7 +240,7 @@ class MegatronEngine(nn.Module):
         made = Pass(self.optimizer, self.optimizer.gradients.take(), self.model.tallies)
         self.model.parameters.clear_gradients()
         self.consumed_samples += self.mesh.dp.size * sum(len(batch.input_ids) for batch in micro_batches)
-        return _PassLoss.apply(self._anchor, value.detach(), made)
+        return PassLoss.apply(self._anchor, value.detach(), made)
 
     def _evaluate(self, micro_batches: Sequence[Batch], objective: Loss | None) -> Tensor:
         total, tokens = self.model.evaluate(micro_batches, objective)
@@ -375,40 +375,6 @@ class MegatronEngine(nn.Module):
         self._loaded_step = checkpoint.manifest.step - (0 if self.optimizer is None else self.optimizer.steps)
         self.consumed_samples = checkpoint.manifest.consumed_samples
         self.loaded_from = input_dir
-
-
-class Pass:
-    """The gradients of one call, until its loss has a backward pass."""
-
-    def __init__(self, optimizer: EngineOptimizer, made: list[Tensor | None], tallies: Tensor | None):
-        self._optimizer, self._made, self._tallies = optimizer, made, tallies
-
-    def count(self, weight: Tensor) -> None:
-        """They are the step's, `weight` times. Raises ConfigError the second time."""
-        if self._made is None:
-            raise ConfigError(
-                "this loss has had its backward pass, whose gradients are used up; call the model again for another"
-            )
-        optimizer = self._optimizer
-        optimizer.gradients.add(self._made, weight)
-        if self._tallies is not None:
-            before = optimizer.tallies
-            optimizer.tallies = self._tallies if before is None else before + self._tallies
-        self._made = None
-
-
-class _PassLoss(torch.autograd.Function):
-    """The loss of a call, whose gradients are made: a backward pass says how often they count."""
-
-    @staticmethod
-    def forward(ctx, anchor: Tensor, value: Tensor, made: Pass) -> Tensor:
-        ctx.made = made
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx, weight: Tensor):
-        ctx.made.count(weight)
-        return None, None, None
 
 
 class _NoGradient(torch.autograd.Function):

@@ -1,7 +1,8 @@
 """The script's optimizer over this rank's shards: its class, its groups in their order, its rates and decays.
 
 The gradients of a call of the model are kept apart until its loss has a backward pass, which says by what they count;
-they are then added to those of the step. `EngineOptimizer.step` clips and applies these.
+they are then added to those of the step. `EngineOptimizer.step` clips and applies these. Around it, and around the
+script's scheduler, stand the wrappers of Accelerate that `prepare` returns.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
 from torch import Tensor, nn
 
 from megalith.config import OptimConfig
@@ -222,6 +225,69 @@ class EngineOptimizer(torch.optim.Optimizer):
             )
         for own, found in zip(self.param_groups, groups):
             own.update({k: tuple(v) if isinstance(v, list) else v for k, v in found.items() if k in own})
+
+
+class Pass:
+    """The gradients of one call, until its loss has a backward pass."""
+
+    def __init__(self, optimizer: EngineOptimizer, made: list[Tensor | None], tallies: Tensor | None):
+        self._optimizer, self._made, self._tallies = optimizer, made, tallies
+
+    def count(self, weight: Tensor) -> None:
+        """They are the step's, `weight` times. Raises ConfigError the second time."""
+        if self._made is None:
+            raise ConfigError(
+                "this loss has had its backward pass, whose gradients are used up; call the model again for another"
+            )
+        optimizer = self._optimizer
+        optimizer.gradients.add(self._made, weight)
+        if self._tallies is not None:
+            before = optimizer.tallies
+            optimizer.tallies = self._tallies if before is None else before + self._tallies
+        self._made = None
+
+
+class PassLoss(torch.autograd.Function):
+    """The loss of a call, whose gradients are made: a backward pass says how often they count."""
+
+    @staticmethod
+    def forward(ctx, anchor: Tensor, value: Tensor, made: Pass) -> Tensor:
+        ctx.made = made
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, weight: Tensor):
+        ctx.made.count(weight)
+        return None, None, None
+
+
+class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
+    """The prepared optimizer: it steps, and forgets its gradients, where `accumulate` says that a step is whole."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        super().__init__(optimizer, device_placement=False, scaler=None)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step changed nothing, for its gradient was not finite."""
+        return self.optimizer.was_skipped
+
+
+class MegatronLMSchedulerWrapper(AcceleratedScheduler):
+    """The prepared scheduler: a step of the optimizer is one of its own, on however many processes."""
+
+    def __init__(self, scheduler: Any, optimizers: Any, fp16: bool = False, step_with_optimizer: bool = True):
+        """`fp16`: steps are skipped while the loss scale is sought, and the rate waits for them."""
+        super().__init__(scheduler, optimizers, step_with_optimizer=step_with_optimizer, split_batches=True)
+        self._waits = fp16
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Moves on, where `accumulate` says that a step is whole."""
+        if not self.step_with_optimizer or (
+            self.gradient_state.sync_gradients
+            and not (self._waits and any(o.step_was_skipped for o in self.optimizers))
+        ):
+            self.scheduler.step(*args, **kwargs)
 
 
 def _known_class(given: torch.optim.Optimizer) -> type:
