@@ -2,8 +2,10 @@
 
 import copy
 
+import accelerate
 import pytest
 import torch
+from accelerate.utils import DataLoaderConfiguration
 from accelerate_job import (
     BATCH,
     RATE,
@@ -28,6 +30,7 @@ from test_accelerate_training import cases_of
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
 
+from megalith.accelerate import skip_first_batches
 from megalith.cli.main import main
 from megalith.errors import ConfigError
 
@@ -264,6 +267,30 @@ def test_the_loaders_order_is_the_scripts_and_turns_can_be_left_out():
     assert torch.equal(torch.cat(list(rest))[:8], wanted[12:]) and len(rest) == 2
 
 
+@pytest.mark.parametrize("dataset", [list, Stream])
+@pytest.mark.parametrize("whose", ["the accelerator's", "the plain", "Accelerate's own"])
+def test_turns_can_be_left_out_in_a_later_epoch_and_the_rest_is_filled_up_as_the_whole(dataset, whose):
+    """Accelerate's own function, of a script that is not patched, has no streams of ours."""
+    rows, found = samples(11), []
+    accelerator = fresh_accelerator(
+        num_micro_batches=2, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True)
+    )
+    skips = {"the accelerator's": accelerator.skip_first_batches, "the plain": skip_first_batches}
+    skip = skips.get(whose, accelerate.skip_first_batches)
+    given = dataset(rows)
+    model, loader = accelerator.prepare(
+        model_of("llama"), DataLoader(given, batch_size=2, shuffle=dataset is list)
+    )
+    model.eval()
+    list(loader)  # the first epoch
+    for turns in (loader, skip(loader, 1), skip(loader, 2)):
+        with torch.no_grad():
+            found.append([model(**batch).loss for batch in turns])
+    assert [len(losses) for losses in found] == [3, 2, 1]
+    close(torch.stack(found[1]), torch.stack(found[0][1:]))
+    close(torch.stack(found[2]), torch.stack(found[0][2:]))
+
+
 def test_the_weights_go_back_into_the_scripts_model_and_files(tmp_path):
     accelerator, model, own, batch = one_step("mixtral")
     accelerator.backward(model(**batch).loss)
@@ -398,6 +425,12 @@ def replicas(folder):
     stream = accelerator.prepare(DataLoader(Stream(rows), batch_size=4))
     with torch.no_grad():
         close(torch.stack([model(**batch).loss for batch in stream]), torch.stack(wanted))
+    rest = accelerator.skip_first_batches(stream, 1)
+    with torch.no_grad():
+        close(torch.stack([model(**batch).loss for batch in rest]), torch.stack(wanted[1:]))
+    other = Stream(rows[accelerator.process_index :])
+    with pytest.raises(ConfigError, match="gives rank 1 other samples than rank 0"):
+        next(iter(accelerator.prepare(DataLoader(other, batch_size=4))))
     for turns in (loader, stream):
         seen = [accelerator.gather_for_metrics(batch["input_ids"]) for batch in turns]
         assert torch.equal(torch.cat(seen), stacked(rows)["input_ids"])

@@ -2,7 +2,9 @@
 
 import pytest
 import torch
-from accelerate_job import fresh_accelerator
+from accelerate.utils import DataLoaderConfiguration
+from accelerate_job import fresh_accelerator, samples
+from torch.utils.data import DataLoader
 
 from megalith.accelerate import (
     avg_losses_across_data_parallel_group,
@@ -56,3 +58,28 @@ def test_processes_exchange_numbers_before_a_model_is_prepared():
 def test_objects_that_json_would_not_give_back_are_refused(given, told):
     with pytest.raises(ConfigError, match=f"gather_for_metrics was given {told}, but"):
         fresh_accelerator().gather_for_metrics(given, use_gather_object=True)
+
+
+@pytest.mark.parametrize("option, told", [
+    (dict(split_batches=True), r"divide the dataloader's batch_size by 1 replicas × num_micro_batches 2 = 2"),
+    (dict(use_stateful_dataloader=True), "accelerator.skip_first_batches"),
+])  # fmt: skip
+def test_options_of_dataloaders_that_would_mean_another_batch_or_place_are_refused(option, told):
+    options = DataLoaderConfiguration(**option)
+    accelerator = fresh_accelerator(num_micro_batches=2, dataloader_config=options)
+    with pytest.raises(ConfigError, match=told):
+        accelerator.prepare(DataLoader(samples(4), batch_size=2))
+
+
+@pytest.mark.parametrize(
+    "option", [dict(even_batches=False), dict(dispatch_batches=True), dict(non_blocking=True)]
+)
+def test_options_of_dataloaders_that_ask_for_what_is_so_change_nothing(option):
+    """Turns are always as many on every replica, with what fills them up masked; every rank reads."""
+    accelerator = fresh_accelerator(dataloader_config=DataLoaderConfiguration(**option))
+    loader = accelerator.prepare(DataLoader(samples(6), batch_size=4))
+    with accelerator.join_uneven_inputs([], even_batches=False):
+        assert [(batch["labels"] != -100).any(1).tolist() for batch in loader] == [
+            [True] * 4,
+            [True, True, False, False],
+        ]

@@ -29,7 +29,7 @@ from megalith.dialects.accelerate.process_state import (
     reduce_over_replicas,
     set_replicas,
 )
-from megalith.dialects.accelerate.replica_loader import prepare_loader
+from megalith.dialects.accelerate.replica_loader import Share, prepare_loader, skip_first_batches
 from megalith.dialects.accelerate.script_engine import MegatronEngine
 from megalith.dialects.accelerate.script_optimizer import (
     MegatronLMOptimizerWrapper,
@@ -75,18 +75,35 @@ class Accelerator(accelerate.Accelerator):
         return self.state.megatron_lm_plugin
 
     @property
-    def _order_seed(self) -> int | None:
-        """Of the dataloaders' random order, where the script asks for Accelerate's seedable sampler."""
-        given = self.dataloader_config
-        if not given.use_seedable_sampler:
-            return None
-        return torch.random.initial_seed() if given.data_seed is None else given.data_seed
-
-    @property
     def _replica(self) -> tuple[int, int]:
         """The number of this rank's data-parallel replica, and how many there are."""
         plugin, replicas = self._plugin, self._plugin.data_parallel_size_of(self.num_processes)
         return self.process_index // (plugin.tp_degree * plugin.context_parallel_size) % replicas, replicas
+
+    @property
+    def _share(self) -> Share:
+        """What of the script's dataloaders this rank gets. Raises ConfigError for options that are not had."""
+        given, count, (replica, replicas) = (
+            self.dataloader_config,
+            self._plugin.num_micro_batches,
+            self._replica,
+        )
+        if given.split_batches and replicas * count > 1:
+            raise ConfigError(
+                f"split_batches is true, but a dataloader's batch is a micro-batch here, {count} of which a replica "
+                f"gets in a turn; leave it out, and divide the dataloader's batch_size by {replicas} replicas × "
+                f"num_micro_batches {count} = {replicas * count}"
+            )
+        if given.use_stateful_dataloader:
+            raise ConfigError(
+                "use_stateful_dataloader is not had: save_state keeps no place in a dataloader; after load_state leave "
+                "out the turns that the epoch has had: accelerator.skip_first_batches(loader, turns)"
+            )
+        seed = torch.random.initial_seed() if given.data_seed is None else given.data_seed
+        kinds = tuple(str(getattr(kind, "value", kind)) for kind in self.rng_types or ())
+        return Share(
+            count, replicas, replica, self.device, kinds, seed if given.use_seedable_sampler else None
+        )
 
     def _prepare_megatron_lm(self, *args: Any) -> Any:
         """What `prepare` does: every argument in its turn. Every rank calls it alike."""
@@ -135,25 +152,13 @@ class Accelerator(accelerate.Accelerator):
         return engine
 
     def _prepared(self, one: Any) -> Any:
-        replica, replicas = self._replica
         if isinstance(one, nn.Module):
             return self._engine
         if isinstance(one, torch.optim.Optimizer):
             self._optimizers.append(MegatronLMOptimizerWrapper(self._engine.optimizer))
             return self._optimizers[-1]
         if isinstance(one, DataLoader):
-            rng_types = [str(getattr(kind, "value", kind)) for kind in self.rng_types or []]
-            self._dataloaders.append(
-                prepare_loader(
-                    one,
-                    self.device,
-                    self._plugin.num_micro_batches,
-                    replicas,
-                    replica,
-                    rng_types,
-                    self._order_seed,
-                )
-            )
+            self._dataloaders.append(prepare_loader(one, self._share))
             return self._dataloaders[-1]
         if isinstance(one, MegatronLMDummyDataLoader):
             return one.next_split(self._engine, self._plugin, self.device)
@@ -332,10 +337,7 @@ class Accelerator(accelerate.Accelerator):
 
     def skip_first_batches(self, dataloader: DataLoader, num_batches: int = 0) -> DataLoader:
         """A loader that leaves out so many turns, without reading them."""
-        again = getattr(dataloader, "without_first", None) if self._is_ours else None
-        return (
-            again(num_batches) if again is not None else super().skip_first_batches(dataloader, num_batches)
-        )
+        return skip_first_batches(dataloader, num_batches)
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:

@@ -37,6 +37,7 @@ from megalith.dialects.accelerate.published_weights import (
     origins,
     shard_parameters,
 )
+from megalith.dialects.accelerate.replica_loader import filled_up_rows
 from megalith.dialects.accelerate.script_batches import (
     LABELS,
     checked_batch,
@@ -269,10 +270,7 @@ class MegatronEngine(nn.Module):
 
     def _masked_rows(self, rows: int) -> int:
         """How many samples at the end only fill up the batch of the dataloader that the script loops over."""
-        loader = GradientState().active_dataloader
-        if loader is None or getattr(loader, "total_batch_size", None) != rows * self.mesh.dp.size:
-            return 0
-        return getattr(loader, "padding", 0)
+        return filled_up_rows(GradientState().active_dataloader, rows)
 
     def _tokens(self, micro_batches: Sequence[Batch]) -> Tensor:
         own = sum(batch.loss_mask.sum(dtype=torch.float64) for batch in micro_batches)
