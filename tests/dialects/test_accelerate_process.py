@@ -1,16 +1,26 @@
 """What an Accelerator does for a script beside the model: what processes exchange, print, keep and end with."""
 
+import os
+import sys
+from datetime import timedelta
+from pathlib import Path
+
+import forked
 import pytest
 import torch
-from accelerate.utils import DataLoaderConfiguration
-from accelerate_job import fresh_accelerator, samples
+from accelerate.utils import DataLoaderConfiguration, GradScalerKwargs, InitProcessGroupKwargs
+from accelerate_job import adamw, fresh_accelerator, model_of, prepared, samples
+from test_accelerate_commands import plain_script
+from torch import nn
 from torch.utils.data import DataLoader
 
 from megalith.accelerate import (
     avg_losses_across_data_parallel_group,
     gather_across_data_parallel_groups,
 )
+from megalith.dialects.accelerate import process_state
 from megalith.errors import ConfigError
+from megalith.launch.launcher import TIMEOUT
 
 
 def exchanged(accelerator):
@@ -58,6 +68,71 @@ def test_processes_exchange_numbers_before_a_model_is_prepared():
 def test_objects_that_json_would_not_give_back_are_refused(given, told):
     with pytest.raises(ConfigError, match=f"gather_for_metrics was given {told}, but"):
         fresh_accelerator().gather_for_metrics(given, use_gather_object=True)
+
+
+def test_what_the_script_says_of_the_loss_scale_and_the_processes_holds(monkeypatch):
+    asked, join = [], process_state.join_processes
+    monkeypatch.setattr(
+        process_state, "join_processes", lambda cpu, timeout: asked.append(timeout) or join(cpu, timeout)
+    )
+    scaler = GradScalerKwargs(init_scale=1024.0, growth_interval=7)
+    group = InitProcessGroupKwargs(timeout=timedelta(hours=2))
+    accelerator = fresh_accelerator(precision="fp16", kwargs_handlers=[scaler, group])
+    scale = prepared(accelerator, "llama", samples(8))[1].optimizer.loss_scale
+    assert (scale.scale, scale.growth_interval, scale.hysteresis) == (1024.0, 7, 1)
+    accelerator = fresh_accelerator(precision="fp16", kwargs_handlers=[GradScalerKwargs(growth_factor=4.0)])
+    with pytest.raises(ConfigError, match=r"growth_factor 4 .* doubles and halves"):
+        prepared(accelerator, "llama", samples(8))
+    assert asked == [timedelta(hours=2), TIMEOUT]
+
+
+def test_fp8_is_asked_for_where_it_is_a_setting():
+    with pytest.raises(ConfigError, match=r"other_megatron_args=.*fp8_format.*hybrid"):
+        fresh_accelerator(precision="fp8")
+    accelerator = fresh_accelerator(precision="bf16", other_megatron_args={"fp8_format": "hybrid"})
+    assert prepared(accelerator, "llama", samples(8))[0].run.train.fp8_format == "hybrid"
+
+
+class Adapted(nn.Module):
+    """As PEFT puts it in the place of a linear layer."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.base_layer = linear
+        self.lora_A = nn.ModuleDict({"default": nn.Linear(linear.in_features, 4, bias=False)})
+
+
+def test_adapters_in_a_model_and_a_model_that_merging_has_left_frozen_are_refused():
+    model = model_of("llama")
+    model.model.layers[1].self_attn.q_proj = Adapted(model.model.layers[1].self_attn.q_proj)
+    with pytest.raises(
+        ConfigError, match=r"LlamaForCausalLM has adapters in it.*merge_and_unload.*lora\.rank"
+    ):
+        fresh_accelerator().prepare(model, adamw(model))
+    model = model_of("llama").requires_grad_(False)
+    with pytest.raises(ConfigError, match=r"parameters are frozen.*requires_grad_\(True\)"):
+        fresh_accelerator().prepare(model, adamw(model))
+
+
+LAUNCHED = """import sys
+from accelerate import debug_launcher, notebook_launcher
+from megalith.accelerate import patch
+patch()
+import accelerate_script
+if __name__ == "__main__":
+    port = {"use_port": sys.argv[2]} if sys.argv[1] == "notebook_launcher" else {}
+    globals()[sys.argv[1]](accelerate_script.main, tuple(sys.argv[3:]), num_processes=2, **port)
+"""
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("launcher", ["debug_launcher", "notebook_launcher"])
+def test_accelerates_launchers_of_functions_train(tmp_path, launcher):
+    words = ["-c", LAUNCHED, launcher, str(forked.free_port()), "1,2", str(tmp_path)]
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    done = forked.run(words, {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path})
+    (result,) = [line.split() for line in done.stdout.splitlines() if line.startswith("result")]
+    assert [float(figure) for figure in result[2:]] == pytest.approx(plain_script(), rel=1e-5)
 
 
 @pytest.mark.parametrize("option, told", [

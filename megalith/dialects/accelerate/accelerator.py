@@ -14,7 +14,7 @@ import accelerate
 import torch
 import torch.distributed as dist
 from accelerate.state import PartialState
-from accelerate.utils import DistributedType, recursively_apply
+from accelerate.utils import DistributedType, InitProcessGroupKwargs, recursively_apply
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
@@ -37,6 +37,7 @@ from megalith.dialects.accelerate.script_optimizer import (
 )
 from megalith.dialects.accelerate.train_steps import custom_step
 from megalith.errors import ConfigError
+from megalith.launch.launcher import TIMEOUT
 
 SCHEDULERS = "schedulers.json"
 ASKED_FOR = "ACCELERATE_USE_MEGATRON_LM"  # by the launcher
@@ -58,7 +59,9 @@ class Accelerator(accelerate.Accelerator):
                 "run the script by `megalith accelerate launch`"
             )
         cpu = cpu or not torch.cuda.is_available()
-        with megalith_for_megatron(cpu):
+        handlers = options.get("kwargs_handlers") or ()
+        group = next((one for one in handlers if isinstance(one, InitProcessGroupKwargs)), None)
+        with megalith_for_megatron(cpu, TIMEOUT if group is None else group.timeout):
             super().__init__(*args, cpu=cpu, megatron_lm_plugin=megatron_lm_plugin, **options)
         megatron_lm_plugin.data_parallel_size_of(self.num_processes)
 
@@ -144,7 +147,9 @@ class Accelerator(accelerate.Accelerator):
         custom = self._plugin.custom_prepare_model_function
         if custom is not None:
             module = custom(self._plugin.custom_model_provider_function or (lambda *args, **options: module))
-        engine = MegatronEngine(module, optimizer, self._plugin, self.mixed_precision, self.device)
+        engine = MegatronEngine(
+            module, optimizer, self._plugin, self.mixed_precision, self.device, self.scaler_handler
+        )
         for note in engine.notes:
             self.print(f"note: {note}", flush=True)
         engine.custom = custom_step(self, self._plugin, engine)

@@ -22,7 +22,7 @@ from megalith.config import ParallelConfig
 from megalith.dialects.accelerate.plugin import MegatronLMPlugin
 from megalith.errors import ConfigError
 from megalith.hardware import pick_device
-from megalith.launch.launcher import TIMEOUT, init_distributed, this_process
+from megalith.launch.launcher import init_distributed, this_process
 from megalith.parallel.mesh import build_mesh
 
 REPLICAS = "megalith_replicas"  # the data-parallel axis
@@ -33,6 +33,12 @@ class _GlooState(AcceleratorState):
 
     def __init__(self, *args: Any, megatron_lm_plugin: Any = None, **options: Any):
         first = not AcceleratorState._shared_state
+        asked = options.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        if str(asked) == "fp8":
+            raise ConfigError(
+                'mixed_precision is "fp8", which Accelerate hands to Transformer Engine; FP8 is a setting of the run '
+                'here: give mixed_precision="bf16" and MegatronLMPlugin(other_megatron_args={"fp8_format": "hybrid"})'
+            )
         super().__init__(*args, megatron_lm_plugin=megatron_lm_plugin, **options)
         if first and self.distributed_type in (
             DistributedType.MULTI_CPU,
@@ -46,9 +52,9 @@ class _GlooState(AcceleratorState):
 
 
 @contextmanager
-def megalith_for_megatron(cpu: bool) -> Iterator[None]:
+def megalith_for_megatron(cpu: bool, timeout: timedelta) -> Iterator[None]:
     """In it Accelerate makes an Accelerator as if Megatron were installed, over process groups of ours."""
-    join_processes(cpu)
+    join_processes(cpu, timeout)
     before = {
         name: getattr(stock, name)
         for name in ("is_megatron_lm_available", "AcceleratorState", "MegatronLMPlugin")
@@ -67,14 +73,15 @@ def megalith_for_megatron(cpu: bool) -> Iterator[None]:
             setattr(stock, name, value)
 
 
-def join_processes(cpu: bool, timeout: timedelta = TIMEOUT) -> None:
+def join_processes(cpu: bool, timeout: timedelta) -> None:
     """The process group, of both gloo and NCCL on GPUs, before Accelerate makes one of NCCL alone."""
-    process = this_process()
-    if process.world_size > 1:  # which Accelerate asks for without GPUs
-        os.environ.setdefault("LOCAL_WORLD_SIZE", str(process.local_world_size))
     if dist.is_initialized():
         return
+    process = this_process()
     if process.world_size > 1:
+        os.environ.setdefault(
+            "LOCAL_WORLD_SIZE", str(process.local_world_size)
+        )  # for Accelerate, without GPUs
         init_distributed(pick_device("cpu" if cpu else "cuda", process.local_rank), timeout, one_speaks=False)
     else:  # Accelerate broadcasts under Megatron, be it alone
         dist.init_process_group(

@@ -26,6 +26,11 @@ from megalith.config import ModelConfig
 from megalith.errors import ConfigError, shorten
 from megalith.parallel.gather import global_tensors
 
+ADAPTERS = (
+    "adapters are not trained by Accelerate's scripts: merge_and_unload() them before, or train them by "
+    "`megalith train` or `megalith sft` with lora.rank"
+)
+
 
 def family_of_module(module: nn.Module) -> tuple[Family, dict[str, Any]]:
     """The family of a model of transformers, and its config as config.json has it. Raises ConfigError."""
@@ -45,7 +50,7 @@ def family_of_module(module: nn.Module) -> tuple[Family, dict[str, Any]]:
     if inner:
         raise ConfigError(
             f"{kind.__name__} is a wrapper of {', '.join(inner)}, and what it adds would be lost; give prepare "
-            "the model itself (torch.compile: leave it out; LoRA: merge_and_unload() before; adapters are not trained)"
+            f"the model itself (torch.compile: leave it out; {ADAPTERS})"
         )
     theirs = {**config.to_dict(), "architectures": [kind.__name__]}
     return family_of(theirs, kind.__name__), theirs
@@ -175,6 +180,8 @@ def load_module(module: nn.Module, family: Family, model: ModelConfig, chunks: M
         spare.add(family.tied)
     other = [n for n, shape in wanted.items() if n not in state or tuple(state[n].shape) != tuple(shape)]
     other += [name for name in state if name not in wanted and name not in spare]
+    if any("lora_" in name or ".base_layer." in name for name in state):
+        raise ConfigError(f"{type(module).__name__} has adapters in it, and {ADAPTERS}")
     if other:
         raise ConfigError(
             f"{type(module).__name__} has not the tensors that its config says: {shorten(other)}; give the model as "

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.state import GradientState
+from accelerate.utils import GradScalerKwargs
 from torch import Tensor, nn
 
 from megalith.checkpoint import RunRecord, load_model, load_optimizer, open_checkpoint
@@ -91,6 +92,7 @@ class MegatronEngine(nn.Module):
         plugin: MegatronLMPlugin,
         mixed_precision: str,
         device: torch.device,
+        scaler: GradScalerKwargs | None = None,
     ):
         """`module` is emptied: its weights go to the ranks. Raises ConfigError where it cannot be trained so."""
         super().__init__()
@@ -103,7 +105,9 @@ class MegatronEngine(nn.Module):
         if precision == "fp32" and self._dtype in (torch.bfloat16, torch.float16):
             precision = "bf16" if self._dtype == torch.bfloat16 else "fp16"
         checkpoints = any(getattr(one, "gradient_checkpointing", False) for one in module.modules())
-        given, self.notes = run_config(plugin, family, theirs, precision, processes, device.type, checkpoints)
+        given, self.notes = run_config(
+            plugin, family, theirs, precision, processes, device.type, checkpoints, scaler
+        )
         given = complete(given, None)
         prepare_process(given, device.index or 0)
         machine = machine_of(given, device)

@@ -86,6 +86,11 @@ class EngineOptimizer(torch.optim.Optimizer):
                 f"none of the optimizer's {len(of_group)} parameters is one of the model's; "
                 "make it of the model that prepare is given: AdamW(model.parameters())"
             )
+        if not self.trained:
+            raise ConfigError(
+                "all of the optimizer's parameters are frozen, so there is nothing to train; set requires_grad before "
+                "prepare (merged adapters leave their model frozen: model.requires_grad_(True))"
+            )
         groups: list[dict[str, Any]] = [
             {**{name: value for name, value in group.items() if name not in OF_TORCH}, "params": []}
             for group in given.param_groups
