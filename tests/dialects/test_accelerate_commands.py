@@ -2,6 +2,7 @@
 
 import copy
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -20,8 +21,8 @@ import megalith.accelerate
 from megalith.accelerate import MegatronLMPlugin
 from megalith.cli.main import main
 from megalith.dialects.accelerate import launch_door
-from megalith.dialects.accelerate.plugin import environment_of
-from megalith.dialects.accelerate.plugin_settings import run_config
+from megalith.dialects.accelerate.plugin import FIELDS, environment_of
+from megalith.dialects.accelerate.plugin_settings import ENCODERS, IDLE, run_config
 from megalith.dialects.accelerate.published_weights import family_of_module
 from megalith.errors import ConfigError
 
@@ -332,6 +333,16 @@ def test_what_the_script_gives_goes_before_the_environment_though_it_be_the_defa
     again = copy.deepcopy(plugin)
     assert again == plugin and again.given == plugin.given
     assert MegatronLMPlugin().lr_decay_style == "cosine"
+
+
+def test_every_field_is_told_and_one_without_effect_is_said_to_have_none():
+    told = (Path(__file__).parents[2] / "docs" / "accelerate.md").read_text().split("\n")
+    table = {row.strip("| ").rpartition(" | ")[2]: row for row in told if row.startswith("| `")}
+    assert [name for name in FIELDS if not any(f"`{name}`" in row for row in table.values())] == []
+    idle = set(re.findall(r"`(\w+)`", table["no effect, said at the start"]))
+    assert idle == {*IDLE, *ENCODERS}
+    (note,) = [note for note in settings(train_samples=7)[1] if "train_samples" in note]
+    assert "has no effect here: schedules are counted in steps" in note
 
 
 def test_other_arguments_go_through_the_table_of_megatrons_flags():

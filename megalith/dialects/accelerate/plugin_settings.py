@@ -29,10 +29,22 @@ IDLE = {
     "attention_softmax_in_fp32": "softmax is computed in fp32",
     "use_precision_aware_optimizer": "optimizer state is fp32",
     "use_rotary_position_embeddings": "the model's own config says which positions it has",
-    "no_wd_decay_cond": "each parameter keeps the weight decay of its group of the script's optimizer",
-    "scale_lr_cond": "each parameter keeps the rate of its group of the script's optimizer",
-    "lr_mult": "each parameter keeps the rate of its group of the script's optimizer",
-    "tensorboard_dir": "Accelerate's own trackers log: Accelerator(log_with=…)",
+    **dict.fromkeys(
+        ("no_wd_decay_cond", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),
+        "each parameter keeps the weight decay of its group of the script's optimizer",
+    ),
+    **dict.fromkeys(
+        ("scale_lr_cond", "lr_mult"),
+        "each parameter keeps the rate of its group of the script's optimizer",
+    ),
+    **dict.fromkeys(
+        ("train_samples", "lr_decay_samples", "lr_warmup_samples"),
+        "schedules are counted in steps: lr_decay_iters, lr_warmup_iters, or a MegatronLMDummyScheduler's",
+    ),
+    **dict.fromkeys(
+        ("tensorboard_dir", "set_all_logging_options"),
+        "Accelerate's own trackers log: Accelerator(log_with=…)",
+    ),
 }
 
 
