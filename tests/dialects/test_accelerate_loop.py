@@ -24,7 +24,7 @@ from accelerate_job import (
     stacked,
     train,
 )
-from test_accelerate_process import exchanged
+from test_accelerate_process import exchanged, tracked
 from test_accelerate_steps import with_own_loss
 from test_accelerate_training import cases_of
 from torch import nn
@@ -385,6 +385,7 @@ def together(wanted, folder, cases):
     for case in cases.values():
         checked(*case)
     with_own_loss()
+    tracked()
     accelerator = fresh_accelerator(tp_degree=2, sequence_parallelism=True, return_logits=True)
     exchanged(accelerator)
     model, _, loader, _ = prepared(accelerator, "llama", samples(BATCH))

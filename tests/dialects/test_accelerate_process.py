@@ -8,8 +8,15 @@ from pathlib import Path
 import forked
 import pytest
 import torch
-from accelerate.utils import DataLoaderConfiguration, GradScalerKwargs, InitProcessGroupKwargs
-from accelerate_job import adamw, fresh_accelerator, model_of, prepared, samples
+import torch.distributed as dist
+from accelerate.tracking import GeneralTracker, on_main_process
+from accelerate.utils import (
+    DataLoaderConfiguration,
+    GradScalerKwargs,
+    InitProcessGroupKwargs,
+    ProjectConfiguration,
+)
+from accelerate_job import adamw, close, fresh_accelerator, model_of, prepared, samples, stacked
 from test_accelerate_commands import plain_script
 from torch import nn
 from torch.utils.data import DataLoader
@@ -56,6 +63,98 @@ def exchanged(accelerator):
     )
     with accelerator.split_between_processes(["a", "b", "c"], apply_padding=True) as share:
         assert share == (["a", "b", "c"] if replicas == 1 else [["a", "b"], ["c", "c"]][replica])
+
+
+class Lines(GeneralTracker):
+    """A tracker of a script's own."""
+
+    name, requires_logging_directory = "lines", False
+
+    def __init__(self):
+        self.tracker = []
+        super().__init__()
+
+    @on_main_process
+    def store_init_configuration(self, values):
+        self.tracker.append(values)
+
+    @on_main_process
+    def log(self, values, step=None, **options):
+        self.tracker.append((step, values))
+
+    @on_main_process
+    def finish(self):
+        self.tracker.append("end")
+
+
+def tracked():
+    """What a tracker has seen on the main process, and nothing elsewhere."""
+    lines = Lines()
+    accelerator = fresh_accelerator(log_with=lines)
+    accelerator.init_trackers("run", {"lr": 0.1})
+    accelerator.log({"loss": 2.0}, step=3)
+    main = accelerator.process_index == accelerator.num_processes - 1
+    assert lines.tracker == ([{"lr": 0.1}, (3, {"loss": 2.0})] if main else [])
+    return accelerator, lines
+
+
+def test_trackers_and_prints_are_the_main_processs_until_training_ends(capfd):
+    accelerator, lines = tracked()
+    accelerator.print("printed")
+    assert capfd.readouterr().out == "printed\n"
+    accelerator.end_training()
+    assert lines.tracker[-1] == "end" and not dist.is_initialized()
+
+
+class Counted:
+    """What a script registers to be saved."""
+
+    def __init__(self, count):
+        self.count = count
+
+    def state_dict(self):
+        return {"count": self.count}
+
+    def load_state_dict(self, state):
+        self.count = state["count"]
+
+
+def test_saved_states_are_named_limited_and_have_what_the_script_registers(tmp_path):
+    naming = ProjectConfiguration(str(tmp_path), automatic_checkpoint_naming=True, total_limit=2)
+    accelerator = fresh_accelerator(project_config=naming)
+    model, own, _, _ = prepared(accelerator, "llama", samples(8))
+    counted = Counted(0)
+    accelerator.register_for_checkpointing(counted)
+    for _ in range(3):
+        counted.count += 1
+        accelerator.backward(model(**stacked(samples(4))).loss)
+        own.step()
+        accelerator.save_state()
+    assert sorted(path.name for path in (tmp_path / "checkpoints").iterdir()) == [
+        "checkpoint_1",
+        "checkpoint_2",
+    ]
+    for name, steps in (("checkpoint_1", 2), (None, 3)):
+        accelerator.load_state(name and str(tmp_path / "checkpoints" / name))
+        assert (counted.count, model.iteration) == (steps, steps)
+
+
+def test_freed_memory_takes_another_model_and_sync_is_no_matter_of_the_script():
+    accelerator, batch = fresh_accelerator(gradient_clipping=0.0), stacked(samples(8))
+    model, own, loader, schedule = prepared(accelerator, "gpt2", samples(8))
+    assert accelerator.free_memory(model, own, loader, schedule) == [None] * 4
+    model, _, _, _ = prepared(accelerator, "llama", samples(8))
+    plain = model_of("llama")
+    with accelerator.no_sync(model), accelerator.autocast():
+        accelerator.backward(model(**batch).loss)
+    loss = model(**batch).loss
+    with accelerator.trigger_sync_in_backward(model):
+        accelerator.backward(2 * loss)
+    (3 * plain(**batch).loss).backward()
+    close(
+        accelerator.clip_grad_norm_(model.parameters(), 1.0),
+        nn.utils.clip_grad_norm_(plain.parameters(), 1.0),
+    )
 
 
 def test_processes_exchange_numbers_before_a_model_is_prepared():
