@@ -75,13 +75,15 @@ def megalith_for_megatron(cpu: bool, timeout: timedelta) -> Iterator[None]:
 
 def join_processes(cpu: bool, timeout: timedelta) -> None:
     """The process group, of both gloo and NCCL on GPUs, before Accelerate makes one of NCCL alone."""
-    if dist.is_initialized():
+    joined = dist.is_initialized()
+    if joined and "RANK" not in os.environ:  # as by Accelerate's debug_launcher
         return
     process = this_process()
+    if process.world_size > 1:  # which Accelerate asks for without GPUs
+        os.environ.setdefault("LOCAL_WORLD_SIZE", str(process.local_world_size))
+    if joined:
+        return
     if process.world_size > 1:
-        os.environ.setdefault(
-            "LOCAL_WORLD_SIZE", str(process.local_world_size)
-        )  # for Accelerate, without GPUs
         init_distributed(pick_device("cpu" if cpu else "cuda", process.local_rank), timeout, one_speaks=False)
     else:  # Accelerate broadcasts under Megatron, be it alone
         dist.init_process_group(
