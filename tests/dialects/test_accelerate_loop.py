@@ -29,9 +29,11 @@ from test_accelerate_steps import with_own_loss
 from test_accelerate_training import cases_of
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
+from transformers import BatchEncoding
 
 from megalith.accelerate import skip_first_batches
 from megalith.cli.main import main
+from megalith.dialects.accelerate.replica_loader import Share, host_copy, prepare_loader
 from megalith.errors import ConfigError
 
 
@@ -242,7 +244,10 @@ class Stream(IterableDataset):
 def test_the_last_batch_is_filled_up_with_samples_that_do_not_count(dataset):
     rows, losses = samples(11), []
     accelerator = fresh_accelerator(num_micro_batches=2)
-    model, loader = accelerator.prepare(model_of("llama"), DataLoader(dataset(rows), batch_size=2))
+    collated = DataLoader(dataset(rows), batch_size=2, collate_fn=lambda rows: BatchEncoding(stacked(rows)))
+    model, loader = accelerator.prepare(
+        model_of("llama"), collated
+    )  # no dict, as tokenizers' batches are none
     model.eval()
     seen, plain = [], model_of("llama")
     for batch in loader:
@@ -253,6 +258,19 @@ def test_the_last_batch_is_filled_up_with_samples_that_do_not_count(dataset):
     assert torch.equal(torch.cat(seen), stacked(rows)["input_ids"])
     wanted = [plain(**stacked(rows[at : at + 4])).loss for at in (0, 4, 8)]
     close(torch.stack(losses), torch.stack(wanted))
+
+
+def test_what_the_model_reads_on_the_host_is_not_copied_back_from_the_device_unless_it_was_changed():
+    share = Share(micro_batches=1, replicas=1, replica=0, device=torch.device("meta"))
+    rows = samples(2)
+    loader = prepare_loader(DataLoader(rows, batch_size=2), share)
+    (batch,) = loader
+    assert batch["labels"].is_meta and torch.equal(
+        host_copy(batch["labels"], loader), stacked(rows)["labels"]
+    )
+    batch["labels"].add_(1)
+    with pytest.raises(NotImplementedError, match="meta"):  # there is nothing to copy
+        host_copy(batch["labels"], loader)
 
 
 def test_the_loaders_order_is_the_scripts_and_turns_can_be_left_out():

@@ -7,7 +7,7 @@ get the same. The last global batch is filled up with samples that do not count:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -22,12 +22,13 @@ from accelerate.data_loader import (
 )
 from accelerate.data_loader import skip_first_batches as skip_by_accelerate
 from accelerate.state import PartialState
-from accelerate.utils import find_batch_size, recursively_apply
+from accelerate.utils import find_batch_size, recursively_apply, send_to_device
 from torch import Tensor
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, RandomSampler
 
 from megalith.comm.collectives import Axis, gather_json
 from megalith.errors import ConfigError
+from megalith.hardware import to_device
 
 IGNORED = -100  # the label of what does not count
 MADE_ANEW = ("batch_size", "shuffle", "sampler", "batch_sampler", "drop_last")
@@ -115,39 +116,71 @@ def skip_first_batches(dataloader: DataLoader, num_batches: int = 0) -> DataLoad
     return skip_by_accelerate(dataloader, num_batches) if again is None else again(num_batches)
 
 
-class ReplicaLoader(DataLoaderShard):
-    """Accelerate's own loader over ReplicaBatches, with the labels of what only fills up masked."""
+class OnDevice(DataLoaderShard):
+    """Yields what `on_host` makes, on the rank's device, and remembers where it came from: the model reads on the host
+    what of a batch decides its passes, and to copy that back would wait for all that the device has still to do."""
 
+    place: torch.device
     without_first: Callable[[int], DataLoader]
     """A loader that leaves so many turns out at its beginning."""
+    copied: Sequence[tuple[Tensor, int, Tensor]] = ()
+    """Of the batch that was yielded last each tensor, its version, and the one on the host that it is a copy of."""
+
+    def on_host(self) -> Iterator[Any]:
+        """The batches of this replica."""
+        raise NotImplementedError
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in super().__iter__():
-            labels = batch.get("labels") if isinstance(batch, dict) else None
+        for batch in self.on_host():
+            copied: list[tuple[Tensor, int, Tensor]] = []
+
+            def copy(own: Tensor, copied: list = copied) -> Tensor:
+                there = to_device(own, self.place)
+                copied.append((there, there._version, own))
+                return there
+
+            batch = send_to_device(recursively_apply(copy, batch), self.place)
+            self.copied = copied
+            yield batch
+
+
+def host_copy(tensor: Tensor, loader: Any) -> Tensor:
+    """The tensor on the host; of one that this loader has yielded last, and that nobody has changed, what it was."""
+    for there, version, own in getattr(loader, "copied", ()):
+        if there is tensor and there._version == version:
+            return own
+    return tensor.cpu()
+
+
+class ReplicaLoader(OnDevice):
+    """Accelerate's own loader over ReplicaBatches, with the labels of what only fills up masked."""
+
+    def on_host(self) -> Iterator[Any]:
+        for batch in DataLoaderShard.__iter__(self):
+            labels = batch.get("labels") if isinstance(batch, Mapping) else None
             if isinstance(labels, Tensor) and (filler := filled_up_rows(self, len(labels))):
-                batch = {**batch, "labels": labels.clone()}
+                batch["labels"] = labels.clone()
                 batch["labels"][-filler:] = IGNORED
             yield batch
 
 
-class StreamLoader(DataLoaderShard):
+class StreamLoader(OnDevice):
     """Over a stream, a turn of all replicas a batch: this replica's rows, with what only fills it up masked."""
 
     share: Share
-    without_first: Callable[[int], DataLoader]
 
-    def __iter__(self) -> Iterator[Any]:
+    def on_host(self) -> Iterator[Any]:
         replicas, replica = self.share.replicas, self.share.replica
         share, is_first = self.batch_size // replicas, True
-        for batch in super().__iter__():
+        for batch in DataLoaderShard.__iter__(self):
             if is_first:
                 require_the_same_everywhere(batch)
                 is_first = False
             rows = find_batch_size(batch)
             self.remainder = rows % self.batch_size  # known only now: a stream has no length
-            mine = torch.arange(replica * share, (replica + 1) * share, device=self.device)
+            mine = torch.arange(replica * share, (replica + 1) * share)
             batch = recursively_apply(torch.Tensor.__getitem__, batch, mine % rows)
-            if isinstance(batch, dict) and isinstance(batch.get("labels"), Tensor):
+            if isinstance(batch, Mapping) and isinstance(batch.get("labels"), Tensor):
                 batch["labels"][mine >= rows] = IGNORED  # a copy, by the indexing
             yield batch
 
@@ -172,6 +205,8 @@ def prepare_loader(loader: DataLoader, share: Share) -> DataLoader:
     """
     streams = isinstance(loader.dataset, IterableDataset)
     prepared = _stream(loader, share) if streams else _indexed(loader, share)
+
+    prepared.place = share.device
 
     def without_first(turns: int) -> DataLoader:
         return prepare_loader(loader, replace(share, seed=None, skip=turns, epoch=prepared.iteration))
@@ -223,7 +258,7 @@ def _options(loader: DataLoader, share: Share, generator: Any) -> dict[str, Any]
     kept = {name: getattr(loader, name, default) for name, default in names.items()}
     return kept | {
         "dataset": loader.dataset,
-        "device": share.device,
+        "device": None,
         "rng_types": [kind for kind in share.rng_types if kind != "generator" or generator is not None],
         "synchronized_generator": generator,
         "iteration": share.epoch,

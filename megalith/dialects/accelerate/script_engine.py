@@ -38,7 +38,7 @@ from megalith.dialects.accelerate.published_weights import (
     origins,
     shard_parameters,
 )
-from megalith.dialects.accelerate.replica_loader import filled_up_rows
+from megalith.dialects.accelerate.replica_loader import filled_up_rows, host_copy
 from megalith.dialects.accelerate.script_batches import (
     LABELS,
     checked_batch,
@@ -209,11 +209,7 @@ class MegatronEngine(nn.Module):
             )
         if input_ids is not None:
             batch["input_ids"] = input_ids
-        # What decides the passes is read on the host; a script's own functions get tensors of the device.
-        where = "cpu" if self.custom is None else self.device
-        asked = {
-            name: v.to(where) if isinstance(v, Tensor) else v for name, v in checked_batch(batch).items()
-        }
+        asked = {name: self._placed(value) for name, value in checked_batch(batch).items()}
         trains = self.training and torch.is_grad_enabled()
         loss = logits = None
         if self.custom is not None or any(asked[name] is not None for name in LABELS):
@@ -226,6 +222,14 @@ class MegatronEngine(nn.Module):
         if loss is None or self.plugin.return_logits:
             logits = _NoGradient.apply(self._logits(asked), self._anchor, FROM_LOGITS)
         return self._outputs(loss, logits, batch.get("return_dict"))
+
+    def _placed(self, value: Any) -> Any:
+        """What decides the passes is read on the host; a script's own functions get tensors of the device."""
+        if not isinstance(value, Tensor):
+            return value
+        if self.custom is not None:
+            return value.to(self.device)
+        return host_copy(value, GradientState().active_dataloader)
 
     def _outputs(self, loss: Tensor | None, logits: Tensor | None, return_dict: bool | None) -> Any:
         from transformers.modeling_outputs import CausalLMOutputWithPast
