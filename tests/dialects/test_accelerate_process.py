@@ -185,6 +185,17 @@ def test_what_the_script_says_of_the_loss_scale_and_the_processes_holds(monkeypa
     assert asked == [timedelta(hours=2), TIMEOUT]
 
 
+def test_copy_engines_get_more_queues_before_cuda_is_asked_for_devices(monkeypatch):
+    seen, asked = [], torch.cuda.is_available
+    monkeypatch.setattr(
+        torch.cuda,
+        "is_available",
+        lambda: seen.append(os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS")) or asked(),
+    )
+    fresh_accelerator()
+    assert seen[0] == "32"
+
+
 def test_fp8_is_asked_for_where_it_is_a_setting():
     with pytest.raises(ConfigError, match=r"other_megatron_args=.*fp8_format.*hybrid"):
         fresh_accelerator(precision="fp8")
