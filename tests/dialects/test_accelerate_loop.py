@@ -107,6 +107,8 @@ def test_a_second_backward_pass_and_one_from_logits_are_refused():
         outputs.loss.backward()
     with pytest.raises(ConfigError, match="custom_loss_function"):
         nn.functional.cross_entropy(outputs.logits.flatten(0, 1), batch["input_ids"].flatten()).backward()
+    with pytest.raises(ConfigError, match=r"given None and no loss.*labels"):
+        accelerator.backward(model(input_ids=batch["input_ids"]).loss)
     model.eval()
     with pytest.raises(ConfigError, match=r"call train\(\)"):
         model(**batch).loss.backward()

@@ -231,6 +231,11 @@ class Accelerator(accelerate.Accelerator):
         if not self._is_ours:
             super().backward(loss, **kwargs)
             return
+        if not isinstance(loss, Tensor):
+            raise ConfigError(
+                f"backward was given {loss!r} and no loss; the model gives one where the batch has labels: the input_ids "
+                "again, with -100 where a token does not count"
+            )
         (loss / self.gradient_accumulation_steps).backward(**kwargs)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:

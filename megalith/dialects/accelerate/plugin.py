@@ -85,7 +85,7 @@ class MegatronLMPlugin(StockPlugin):
             raise ConfigError(
                 f"{processes} processes are not divisible by tp_degree {self.tp_degree} × pp_degree {self.pp_degree} × "
                 f"context_parallel_size {self.context_parallel_size} = {product}; start a multiple of {product} "
-                "(accelerate launch --num_processes), or lower a degree"
+                "(accelerate launch --multi_gpu --num_processes, on CPUs too), or lower a degree"
             )
         return processes // product
 
