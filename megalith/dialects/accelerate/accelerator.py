@@ -233,8 +233,8 @@ class Accelerator(accelerate.Accelerator):
             return
         if not isinstance(loss, Tensor):
             raise ConfigError(
-                f"backward was given {loss!r} and no loss; the model gives one where the batch has labels: the input_ids "
-                "again, with -100 where a token does not count"
+                f"backward was given {loss!r} and no loss; the model gives one where the batch has labels: the "
+                "input_ids again, with -100 where a token does not count"
             )
         (loss / self.gradient_accumulation_steps).backward(**kwargs)
 
