@@ -1,8 +1,11 @@
 """An Accelerate script beside `megalith train` for the same work: `python -m benchmarks.accelerate_overhead`.
 
-For each layout the run file of a workload of train.py, and the loop of Accelerate's guide over the Hugging Face model
-of the same shape, with the same batches, precision, AdamW and clipping; then the ratio of their times of a step. That
-of `megalith train` is the median that metrics.jsonl has, the script's the mean of the steps after the warm-up.
+For each layout the loop of Accelerate's guide over a Hugging Face model, and the run file of a workload of train.py for
+the same shape, with the same batches, precision, AdamW and clipping; then the ratio of their times of a step. That of
+`megalith train` is the median that metrics.jsonl has, the script's the mean of the steps after the warm-up.
+
+What is under way is told as it comes: a line as a side begins and ends, and one a step of the script. Both sides, and
+later calls, share one cache of compiled code (`--cache`). `--steps 8 --warmup 4` and a smaller `--batch` take less.
 """
 
 from __future__ import annotations
@@ -12,8 +15,11 @@ import json
 import os
 import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -22,6 +28,8 @@ from benchmarks.train import LAYOUTS, WORKLOADS, measure, run_tree, show
 
 FIELDS = {"tensor_model_parallel_size": "tp_degree", "pipeline_model_parallel_size": "pp_degree",
           "sequence_parallel": "sequence_parallelism"}  # fmt: skip
+CACHE = Path(tempfile.gettempdir()) / "megalith_accelerate_overhead"
+CACHES = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton"}
 
 
 def main() -> None:
@@ -30,8 +38,8 @@ def main() -> None:
     )
     parser.add_argument("workload", nargs="?", choices=WORKLOADS, default="llama3.2-1b")
     parser.add_argument("--layout", nargs="+", choices=LAYOUTS, default=["tp2", "dp2"])
-    parser.add_argument("--steps", type=int, default=20)
-    parser.add_argument("--warmup", type=int, default=8)
+    parser.add_argument("--steps", type=int, default=14)
+    parser.add_argument("--warmup", type=int, default=6)
     parser.add_argument(
         "--batch", type=int, help="sequences a step (default: the workload's for each process)"
     )
@@ -39,33 +47,43 @@ def main() -> None:
     parser.add_argument("--results", type=Path)
     parser.add_argument("--set", nargs="+", default=[], metavar="section.key=value", help="further settings")
     parser.add_argument("--script", choices=LAYOUTS, help=argparse.SUPPRESS)
+    parser.add_argument("--cache", type=Path, default=CACHE, help="of compiled code (default: %(default)s)")
     args = parser.parse_args()
     args.kernels, args.losses = False, False
     args.set.append(f"train.micro_batch_size={args.micro}")
     if args.script:
         return script(args)
+    for variable, folder in CACHES.items():
+        os.environ.setdefault(variable, str(args.cache.absolute() / folder))
     for layout in args.layout:
-        ours = measure(args, layout, {"mock": True})
-        show(args, layout, ours)
-        theirs = measure_script(args, layout)
-        show(args, f"{layout}, Accelerate's loop", theirs)
+        theirs = timed(
+            args, f"{layout}, Accelerate's loop", lambda layout=layout: measure_script(args, layout)
+        )
+        ours = timed(args, layout, lambda layout=layout: measure(args, layout, {"mock": True}))
         if "failed" not in ours and "failed" not in theirs:
-            print(
-                f"{layout}: script / megalith train = {theirs['step_time_ms'] / ours['step_time_ms']:.3f}",
-                flush=True,
-            )
+            ratio = theirs["step_time_ms"] / ours["step_time_ms"]
+            print(f"{layout}: script / megalith train = {ratio:.3f}", flush=True)
+
+
+def timed(args: argparse.Namespace, name: str, side: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """A side's figures, printed with how long it took."""
+    print(f"{name}: {args.steps} steps begin", flush=True)
+    began = time.perf_counter()
+    found = side()
+    show(args, name, {**found, "took_s": time.perf_counter() - began})
+    return found
 
 
 def measure_script(args: argparse.Namespace, layout: str) -> dict[str, float | str]:
-    """The figures of `script` in processes of its own, or under `failed` the end of what it printed."""
+    """The figures of `script` in processes of its own, whose progress is seen, or under `failed` their exit code."""
     numbers = {"--steps": args.steps, "--warmup": args.warmup, "--micro": args.micro}
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
     command += [str(LAYOUTS[layout]["processes"]), "-m", "benchmarks.accelerate_overhead", args.workload]
     command += ["--script", layout, *(str(word) for pair in numbers.items() for word in pair)]
     command += ["--batch", str(args.batch)] if args.batch else []
-    done = subprocess.run([*command, "--set", *args.set], capture_output=True, text=True)
+    done = subprocess.run([*command, "--set", *args.set], stdout=subprocess.PIPE, text=True)
     if done.returncode:
-        return {"failed": f"failed with {done.returncode}: {(done.stdout + done.stderr)[-3000:]}"}
+        return {"failed": f"failed with {done.returncode}: {done.stdout[-3000:]}"}
     return json.loads(done.stdout.splitlines()[-1])
 
 
@@ -95,8 +113,9 @@ def script(args: argparse.Namespace) -> None:
         model, optimizer, torch.utils.data.DataLoader(rows, batch_size=args.micro)
     )
     model.train()
-    times = []
+    times: list[float] = []
     for batch in loader:
+        tell(args, times)
         if len(times) in (args.warmup, args.steps - 1) and torch.cuda.is_available():
             torch.cuda.synchronize()
         times.append(time.perf_counter())
@@ -110,6 +129,13 @@ def script(args: argparse.Namespace) -> None:
         print(
             json.dumps({"step_time_ms": 1e3 * mean, "max_memory_gb": memory, "loss": loss.item()}), flush=True
         )
+
+
+def tell(args: argparse.Namespace, times: Sequence[float]) -> None:
+    """How far the script is, on its first process; the kernels of the step before may still run."""
+    if int(os.environ["RANK"]) == 0:
+        since = f", {time.perf_counter() - times[0]:.1f} s after the first began" if times else ""
+        print(f"  step {len(times) + 1} of {args.steps} begins{since}", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

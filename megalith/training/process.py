@@ -31,9 +31,7 @@ def prepare_process(config: RunConfig, local_rank: int) -> torch.device:
     """The device of process `local_rank` of this machine, as pick_device gives it, ready for the run: deterministic
     kernels where asked for, no TF32 in a run that is fp32, room to compile several models."""
     if config.parallel.symmetric_memory_groups == "auto" or config.parallel.direct_axes:
-        # A stream that awaits another rank's flag holds up the streams that share its queue to the device; the driver's
-        # own choice is 8 queues. Read when CUDA starts, which it does when it is asked for its devices.
-        os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
+        widen_queues()
     device = pick_device(config.runtime.device, local_rank)
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -53,6 +51,12 @@ def prepare_process(config: RunConfig, local_rank: int) -> torch.device:
     else:  # the same, but that it does not import the compiler to tell it too: seconds
         torch.set_deterministic_debug_mode("error" if config.train.deterministic else "default")
     return device
+
+
+def widen_queues() -> None:
+    """A stream that awaits another rank's flag holds up the streams that share its queue to the device; the driver's
+    own choice is 8 queues. Read when CUDA starts, which it does when it is asked for its devices."""
+    os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 
 def check_fp8_device(config: RunConfig, capability: tuple[int, int], has_triton: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -117,18 +118,20 @@ def reference(
     return losses, {name: value.clone() for name, value in model.state_dict().items()}
 
 
-def fresh_accelerator(accumulation: int = 1, precision: str = "no", **plugin: Any) -> Any:
-    """An Accelerator as of a process that has none."""
+def fresh_accelerator(accumulation: int = 1, precision: str = "no", **given: Any) -> Any:
+    """An Accelerator as of a process that has none, with these of its own options and fields of its plugin."""
     from accelerate.state import AcceleratorState, GradientState
 
     from megalith.accelerate import Accelerator, MegatronLMPlugin
 
     AcceleratorState._reset_state(True)
     GradientState._reset_state()
+    fields = {item.name for item in dataclasses.fields(MegatronLMPlugin)}
     return Accelerator(
         mixed_precision=precision,
         gradient_accumulation_steps=accumulation,
-        megatron_lm_plugin=MegatronLMPlugin(**plugin),
+        megatron_lm_plugin=MegatronLMPlugin(**{name: given[name] for name in given if name in fields}),
+        **{name: given[name] for name in given if name not in fields},
     )
 
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch.distributed as dist
 
-NAMES = ("ACCELERATE_", "MEGATRON_LM_", "LOCAL_WORLD_SIZE")
+NAMES = ("ACCELERATE_", "MEGATRON_LM_", "LOCAL_WORLD_SIZE", "CUDA_DEVICE_MAX_CONNECTIONS")
 
 
 @pytest.fixture(autouse=True)

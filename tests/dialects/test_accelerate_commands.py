@@ -1,6 +1,8 @@
 """`megalith accelerate`: the launcher, the wizard, the hook; and what the plugin's fields mean."""
 
+import copy
 import os
+import re
 import subprocess
 import sys
 import sysconfig
@@ -19,8 +21,8 @@ import megalith.accelerate
 from megalith.accelerate import MegatronLMPlugin
 from megalith.cli.main import main
 from megalith.dialects.accelerate import launch_door
-from megalith.dialects.accelerate.plugin import environment_of
-from megalith.dialects.accelerate.plugin_settings import run_config
+from megalith.dialects.accelerate.plugin import FIELDS, environment_of
+from megalith.dialects.accelerate.plugin_settings import ENCODERS, IDLE, run_config
 from megalith.dialects.accelerate.published_weights import family_of_module
 from megalith.errors import ConfigError
 
@@ -305,15 +307,42 @@ def test_fields_come_from_the_environment_and_the_file(monkeypatch):
         ("EVAL_ITERS", "7", 7),
         ("HIDDEN_DROPOUT", "0.25", 0.25),
         ("SEQ_LENGTH", "many", "a whole number"),
+        ("HIDDEN_DROPOUT", "", "a number"),
         ("SEQUENCE_PARALLELISM", "perhaps", "true or false"),
     ):
         with monkeypatch.context() as patch:
             patch.setenv(f"MEGATRON_LM_{name}", text)
-            if text in ("many", "perhaps"):
+            if text in ("many", "perhaps", ""):
                 with pytest.raises(ConfigError, match=f"MEGATRON_LM_{name} is '{text}'; give it {value}"):
                     MegatronLMPlugin()
             else:
                 assert getattr(MegatronLMPlugin(), name.lower()) == value
+
+
+def test_what_the_script_gives_goes_before_the_environment_though_it_be_the_default(monkeypatch):
+    """As Accelerate's own fields, which ask the environment where they are None."""
+    for name, text in {"TP_DEGREE": "2", "LR_DECAY_STYLE": "cosine", "EVAL_ITERS": "7", "IS_TRAIN_BATCH_MIN": "false",
+                       "PP_DEGREE": "2"}.items():  # fmt: skip
+        monkeypatch.setenv(f"MEGATRON_LM_{name}", text)
+    plugin = MegatronLMPlugin(
+        1, lr_decay_style="linear", eval_iters=100, is_train_batch_min=True, pp_degree=None
+    )
+    assert (plugin.tp_degree, plugin.lr_decay_style, plugin.eval_iters) == (1, "linear", 100)
+    assert plugin.is_train_batch_min and plugin.pp_degree == 2  # None is no value
+    assert plugin.has("lr_decay_style") and not plugin.has("hidden_dropout")
+    again = copy.deepcopy(plugin)
+    assert again == plugin and again.given == plugin.given
+    assert MegatronLMPlugin().lr_decay_style == "cosine"
+
+
+def test_every_field_is_told_and_one_without_effect_is_said_to_have_none():
+    told = (Path(__file__).parents[2] / "docs" / "accelerate.md").read_text().split("\n")
+    table = {row.strip("| ").rpartition(" | ")[2]: row for row in told if row.startswith("| `")}
+    assert [name for name in FIELDS if not any(f"`{name}`" in row for row in table.values())] == []
+    idle = set(re.findall(r"`(\w+)`", table["no effect, said at the start"]))
+    assert idle == {*IDLE, *ENCODERS}
+    (note,) = [note for note in settings(train_samples=7)[1] if "train_samples" in note]
+    assert "has no effect here: schedules are counted in steps" in note
 
 
 def test_other_arguments_go_through_the_table_of_megatrons_flags():

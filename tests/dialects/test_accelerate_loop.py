@@ -2,8 +2,10 @@
 
 import copy
 
+import accelerate
 import pytest
 import torch
+from accelerate.utils import DataLoaderConfiguration
 from accelerate_job import (
     BATCH,
     RATE,
@@ -22,12 +24,16 @@ from accelerate_job import (
     stacked,
     train,
 )
+from test_accelerate_process import exchanged, tracked
 from test_accelerate_steps import with_own_loss
 from test_accelerate_training import cases_of
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset
+from transformers import BatchEncoding
 
+from megalith.accelerate import skip_first_batches
 from megalith.cli.main import main
+from megalith.dialects.accelerate.replica_loader import Share, host_copy, prepare_loader
 from megalith.errors import ConfigError
 
 
@@ -101,19 +107,69 @@ def test_a_second_backward_pass_and_one_from_logits_are_refused():
         outputs.loss.backward()
     with pytest.raises(ConfigError, match="custom_loss_function"):
         nn.functional.cross_entropy(outputs.logits.flatten(0, 1), batch["input_ids"].flatten()).backward()
+    with pytest.raises(ConfigError, match=r"given None and no loss.*labels"):
+        accelerator.backward(model(input_ids=batch["input_ids"]).loss)
     model.eval()
     with pytest.raises(ConfigError, match=r"call train\(\)"):
         model(**batch).loss.backward()
 
 
-def test_clipping_by_the_script_is_torchs_and_takes_the_place_of_the_plugins():
-    accelerator, model, own, batch = one_step(gradient_clipping=1e-3)
+OF_BEFORE = {
+    "the prepared": lambda accelerator, model, before: model.parameters(),
+    "the one before": lambda accelerator, model, before: before[0].parameters(),
+    "a list from before": lambda accelerator, model, before: before[1],
+    "the unwrapped": lambda accelerator, model, before: accelerator.unwrap_model(model).parameters(),
+}
+
+
+@pytest.mark.parametrize("whose", OF_BEFORE)
+def test_clipping_by_the_script_is_torchs_and_takes_the_place_of_the_plugins(whose):
+    accelerator, module = fresh_accelerator(gradient_clipping=1e-3), model_of("llama")
+    before = module, list(module.parameters())
+    model, own = accelerator.prepare(module, plain_sgd(module))
+    batch = stacked(samples(BATCH))
     accelerator.backward(model(**batch).loss)
-    norm = accelerator.clip_grad_norm_(model.parameters(), 0.25)
+    given = list(OF_BEFORE[whose](accelerator, model, before))
+    with pytest.raises(ConfigError, match=r"grad of a parameter of .*accelerator\.clip_grad_norm_"):
+        nn.utils.clip_grad_norm_(given, 0.25)
+    norm = accelerator.clip_grad_norm_(given, 0.25)
     own.step()
     plain = model_of("llama")
     plain(**batch).loss.backward()
     close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 0.25))
+    found = gradients(accelerator, model)
+    for name, parameter in plain.named_parameters():
+        close(found[name], parameter.grad)
+    assert all(parameter.grad is None for parameter in accelerator.unwrap_model(model).parameters())
+
+
+def test_clipping_others_than_what_is_trained_is_refused():
+    accelerator, model, _, batch = one_step()
+    accelerator.backward(model(**batch).loss)
+    some, others = list(model.parameters())[1:], list(model_of("llama").parameters())
+    for given, told in (
+        (some, "1 are not among the .*embed_tokens"),
+        (others, "39 are not among the 39"),
+        ([], "the 0"),
+    ):
+        for clip in (accelerator.clip_grad_norm_, accelerator.clip_grad_value_):
+            with pytest.raises(ConfigError, match=f"trained parameters .*{told}.*give model.parameters"):
+                clip(given, 1.0)
+
+
+def test_a_model_and_an_optimizer_from_before_prepare_forget_and_step_what_is_trained_or_are_refused():
+    accelerator, module = fresh_accelerator(gradient_clipping=0.0), model_of("llama")
+    before = plain_sgd(module)
+    model, _ = accelerator.prepare(module, before)
+    batch = stacked(samples(BATCH))
+    for ask in (module.zero_grad, lambda: module(**batch), module.state_dict, lambda: copy.deepcopy(module)):
+        with pytest.raises(ConfigError, match=r"sharded over the ranks"):
+            ask()
+    for weight, step in ((2.0, before.zero_grad), (3.0, before.step)):
+        (model(**batch).loss * weight).backward()
+        step()
+    plain = model_of("llama")
+    (plain(**batch).loss * 3).backward()
     found = gradients(accelerator, model)
     for name, parameter in plain.named_parameters():
         close(found[name], parameter.grad)
@@ -190,7 +246,10 @@ class Stream(IterableDataset):
 def test_the_last_batch_is_filled_up_with_samples_that_do_not_count(dataset):
     rows, losses = samples(11), []
     accelerator = fresh_accelerator(num_micro_batches=2)
-    model, loader = accelerator.prepare(model_of("llama"), DataLoader(dataset(rows), batch_size=2))
+    collated = DataLoader(dataset(rows), batch_size=2, collate_fn=lambda rows: BatchEncoding(stacked(rows)))
+    model, loader = accelerator.prepare(
+        model_of("llama"), collated
+    )  # no dict, as tokenizers' batches are none
     model.eval()
     seen, plain = [], model_of("llama")
     for batch in loader:
@@ -203,6 +262,19 @@ def test_the_last_batch_is_filled_up_with_samples_that_do_not_count(dataset):
     close(torch.stack(losses), torch.stack(wanted))
 
 
+def test_what_the_model_reads_on_the_host_is_not_copied_back_from_the_device_unless_it_was_changed():
+    share = Share(micro_batches=1, replicas=1, replica=0, device=torch.device("meta"))
+    rows = samples(2)
+    loader = prepare_loader(DataLoader(rows, batch_size=2), share)
+    (batch,) = loader
+    assert batch["labels"].is_meta and torch.equal(
+        host_copy(batch["labels"], loader), stacked(rows)["labels"]
+    )
+    batch["labels"].add_(1)
+    with pytest.raises(NotImplementedError, match="meta"):  # there is nothing to copy
+        host_copy(batch["labels"], loader)
+
+
 def test_the_loaders_order_is_the_scripts_and_turns_can_be_left_out():
     def loader():
         return DataLoader(range(20), batch_size=2, shuffle=True, generator=torch.Generator().manual_seed(3))
@@ -213,6 +285,30 @@ def test_the_loaders_order_is_the_scripts_and_turns_can_be_left_out():
     assert torch.equal(torch.cat(list(turns))[:20], wanted) and len(turns) == 4
     rest = accelerator.skip_first_batches(accelerator.prepare(loader()), 2)
     assert torch.equal(torch.cat(list(rest))[:8], wanted[12:]) and len(rest) == 2
+
+
+@pytest.mark.parametrize("dataset", [list, Stream])
+@pytest.mark.parametrize("whose", ["the accelerator's", "the plain", "Accelerate's own"])
+def test_turns_can_be_left_out_in_a_later_epoch_and_the_rest_is_filled_up_as_the_whole(dataset, whose):
+    """Accelerate's own function, of a script that is not patched, has no streams of ours."""
+    rows, found = samples(11), []
+    accelerator = fresh_accelerator(
+        num_micro_batches=2, dataloader_config=DataLoaderConfiguration(use_seedable_sampler=True)
+    )
+    skips = {"the accelerator's": accelerator.skip_first_batches, "the plain": skip_first_batches}
+    skip = skips.get(whose, accelerate.skip_first_batches)
+    given = dataset(rows)
+    model, loader = accelerator.prepare(
+        model_of("llama"), DataLoader(given, batch_size=2, shuffle=dataset is list)
+    )
+    model.eval()
+    list(loader)  # the first epoch
+    for turns in (loader, skip(loader, 1), skip(loader, 2)):
+        with torch.no_grad():
+            found.append([model(**batch).loss for batch in turns])
+    assert [len(losses) for losses in found] == [3, 2, 1]
+    close(torch.stack(found[1]), torch.stack(found[0][1:]))
+    close(torch.stack(found[2]), torch.stack(found[0][2:]))
 
 
 def test_the_weights_go_back_into_the_scripts_model_and_files(tmp_path):
@@ -309,7 +405,9 @@ def together(wanted, folder, cases):
     for case in cases.values():
         checked(*case)
     with_own_loss()
+    tracked()
     accelerator = fresh_accelerator(tp_degree=2, sequence_parallelism=True, return_logits=True)
+    exchanged(accelerator)
     model, _, loader, _ = prepared(accelerator, "llama", samples(BATCH))
     batch, plain = next(iter(loader)), model_of("llama")
     outputs = model(**batch)
@@ -320,7 +418,7 @@ def together(wanted, folder, cases):
         accelerator.clip_grad_norm_(model.parameters(), 1.0),
         nn.utils.clip_grad_norm_(plain.parameters(), 1.0),
     )
-    assert accelerator.gather(torch.ones(2)).shape == (2,)  # one replica
+    exchanged(accelerator)
     if accelerator.process_index == 0:
         accelerator.set_trigger()
     assert [accelerator.check_trigger() for _ in range(2)] == [True, False]  # on both
@@ -337,7 +435,9 @@ def replicas(folder):
     """Two replicas share out an incomplete last batch: the loss is that of its samples, and metrics are theirs."""
     rows, plain = samples(11), model_of("llama")
     accelerator = fresh_accelerator()
+    exchanged(accelerator)
     model, loader = accelerator.prepare(model_of("llama"), DataLoader(rows, batch_size=4))
+    exchanged(accelerator)
     model.eval()
     with torch.no_grad():
         found = [model(**batch).loss for batch in loader]
@@ -346,12 +446,15 @@ def replicas(folder):
     stream = accelerator.prepare(DataLoader(Stream(rows), batch_size=4))
     with torch.no_grad():
         close(torch.stack([model(**batch).loss for batch in stream]), torch.stack(wanted))
+    rest = accelerator.skip_first_batches(stream, 1)
+    with torch.no_grad():
+        close(torch.stack([model(**batch).loss for batch in rest]), torch.stack(wanted[1:]))
+    other = Stream(rows[accelerator.process_index :])
+    with pytest.raises(ConfigError, match="gives rank 1 other samples than rank 0"):
+        next(iter(accelerator.prepare(DataLoader(other, batch_size=4))))
     for turns in (loader, stream):
         seen = [accelerator.gather_for_metrics(batch["input_ids"]) for batch in turns]
         assert torch.equal(torch.cat(seen), stacked(rows)["input_ids"])
-    assert accelerator.gather_for_metrics(["a", "b"]) == ["a", "b"] * 2
-    assert accelerator.reduce(torch.tensor(2.0), "mean") == 2.0
-    assert accelerator.reduce(torch.tensor(2)) == 4  # of integers too
 
 
 def test_two_processes(pool, tmp_path):

@@ -7,63 +7,41 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import accelerate
 import torch
 import torch.distributed as dist
-from accelerate.optimizer import AcceleratedOptimizer
-from accelerate.scheduler import AcceleratedScheduler
-from accelerate.utils import DistributedType, recursively_apply
+from accelerate.state import PartialState
+from accelerate.utils import DistributedType, InitProcessGroupKwargs, recursively_apply
 from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from megalith.comm.collectives import Axis, gather_json
 from megalith.dialects.accelerate.dummies import MegatronLMDummyDataLoader, MegatronLMDummyScheduler
 from megalith.dialects.accelerate.plugin import MegatronLMPlugin
 from megalith.dialects.accelerate.process_state import (
     barrier,
-    gather_over,
+    gather_across_data_parallel_groups,
+    gather_objects,
     megalith_for_megatron,
+    reduce_over_replicas,
     set_replicas,
 )
-from megalith.dialects.accelerate.replica_loader import prepare_loader
+from megalith.dialects.accelerate.replica_loader import Share, prepare_loader, skip_first_batches
 from megalith.dialects.accelerate.script_engine import MegatronEngine
+from megalith.dialects.accelerate.script_optimizer import (
+    MegatronLMOptimizerWrapper,
+    MegatronLMSchedulerWrapper,
+)
 from megalith.dialects.accelerate.train_steps import custom_step
 from megalith.errors import ConfigError
+from megalith.launch.launcher import TIMEOUT
+from megalith.training.process import widen_queues
 
 SCHEDULERS = "schedulers.json"
 ASKED_FOR = "ACCELERATE_USE_MEGATRON_LM"  # by the launcher
-
-
-class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
-    """The prepared optimizer: it steps, and forgets its gradients, where `accumulate` says that a step is whole."""
-
-    def __init__(self, optimizer: torch.optim.Optimizer):
-        super().__init__(optimizer, device_placement=False, scaler=None)
-
-    @property
-    def step_was_skipped(self) -> bool:
-        """Whether the last step changed nothing, for its gradient was not finite."""
-        return self.optimizer.was_skipped
-
-
-class MegatronLMSchedulerWrapper(AcceleratedScheduler):
-    """The prepared scheduler: a step of the optimizer is one of its own, on however many processes."""
-
-    def __init__(self, scheduler: Any, optimizers: Any, fp16: bool = False, step_with_optimizer: bool = True):
-        """`fp16`: steps are skipped while the loss scale is sought, and the rate waits for them."""
-        super().__init__(scheduler, optimizers, step_with_optimizer=step_with_optimizer, split_batches=True)
-        self._waits = fp16
-
-    def step(self, *args: Any, **kwargs: Any) -> None:
-        """Moves on, where `accumulate` says that a step is whole."""
-        if not self.step_with_optimizer or (
-            self.gradient_state.sync_gradients
-            and not (self._waits and any(o.step_was_skipped for o in self.optimizers))
-        ):
-            self.scheduler.step(*args, **kwargs)
 
 
 class Accelerator(accelerate.Accelerator):
@@ -81,8 +59,11 @@ class Accelerator(accelerate.Accelerator):
                 "megatron_lm_plugin is Accelerate's own class; import MegatronLMPlugin from megalith.accelerate, or "
                 "run the script by `megalith accelerate launch`"
             )
+        widen_queues()  # the layout is known, and asks for them, when CUDA has started
         cpu = cpu or not torch.cuda.is_available()
-        with megalith_for_megatron(cpu):
+        handlers = options.get("kwargs_handlers") or ()
+        group = next((one for one in handlers if isinstance(one, InitProcessGroupKwargs)), None)
+        with megalith_for_megatron(cpu, TIMEOUT if group is None else group.timeout):
             super().__init__(*args, cpu=cpu, megatron_lm_plugin=megatron_lm_plugin, **options)
         megatron_lm_plugin.data_parallel_size_of(self.num_processes)
 
@@ -99,18 +80,35 @@ class Accelerator(accelerate.Accelerator):
         return self.state.megatron_lm_plugin
 
     @property
-    def _order_seed(self) -> int | None:
-        """Of the dataloaders' random order, where the script asks for Accelerate's seedable sampler."""
-        given = self.dataloader_config
-        if not given.use_seedable_sampler:
-            return None
-        return torch.random.initial_seed() if given.data_seed is None else given.data_seed
-
-    @property
     def _replica(self) -> tuple[int, int]:
         """The number of this rank's data-parallel replica, and how many there are."""
         plugin, replicas = self._plugin, self._plugin.data_parallel_size_of(self.num_processes)
         return self.process_index // (plugin.tp_degree * plugin.context_parallel_size) % replicas, replicas
+
+    @property
+    def _share(self) -> Share:
+        """What of the script's dataloaders this rank gets. Raises ConfigError for options that are not had."""
+        given, count, (replica, replicas) = (
+            self.dataloader_config,
+            self._plugin.num_micro_batches,
+            self._replica,
+        )
+        if given.split_batches and replicas * count > 1:
+            raise ConfigError(
+                f"split_batches is true, but a dataloader's batch is a micro-batch here, {count} of which a replica "
+                f"gets in a turn; leave it out, and divide the dataloader's batch_size by {replicas} replicas × "
+                f"num_micro_batches {count} = {replicas * count}"
+            )
+        if given.use_stateful_dataloader:
+            raise ConfigError(
+                "use_stateful_dataloader is not had: save_state keeps no place in a dataloader; after load_state leave "
+                "out the turns that the epoch has had: accelerator.skip_first_batches(loader, turns)"
+            )
+        seed = torch.random.initial_seed() if given.data_seed is None else given.data_seed
+        kinds = tuple(str(getattr(kind, "value", kind)) for kind in self.rng_types or ())
+        return Share(
+            count, replicas, replica, self.device, kinds, seed if given.use_seedable_sampler else None
+        )
 
     def _prepare_megatron_lm(self, *args: Any) -> Any:
         """What `prepare` does: every argument in its turn. Every rank calls it alike."""
@@ -151,7 +149,9 @@ class Accelerator(accelerate.Accelerator):
         custom = self._plugin.custom_prepare_model_function
         if custom is not None:
             module = custom(self._plugin.custom_model_provider_function or (lambda *args, **options: module))
-        engine = MegatronEngine(module, optimizer, self._plugin, self.mixed_precision, self.device)
+        engine = MegatronEngine(
+            module, optimizer, self._plugin, self.mixed_precision, self.device, self.scaler_handler
+        )
         for note in engine.notes:
             self.print(f"note: {note}", flush=True)
         engine.custom = custom_step(self, self._plugin, engine)
@@ -159,25 +159,13 @@ class Accelerator(accelerate.Accelerator):
         return engine
 
     def _prepared(self, one: Any) -> Any:
-        replica, replicas = self._replica
         if isinstance(one, nn.Module):
             return self._engine
         if isinstance(one, torch.optim.Optimizer):
             self._optimizers.append(MegatronLMOptimizerWrapper(self._engine.optimizer))
             return self._optimizers[-1]
         if isinstance(one, DataLoader):
-            rng_types = [str(getattr(kind, "value", kind)) for kind in self.rng_types or []]
-            self._dataloaders.append(
-                prepare_loader(
-                    one,
-                    self.device,
-                    self._plugin.num_micro_batches,
-                    replicas,
-                    replica,
-                    rng_types,
-                    self._order_seed,
-                )
-            )
+            self._dataloaders.append(prepare_loader(one, self._share))
             return self._dataloaders[-1]
         if isinstance(one, MegatronLMDummyDataLoader):
             return one.next_split(self._engine, self._plugin, self.device)
@@ -243,59 +231,55 @@ class Accelerator(accelerate.Accelerator):
         if not self._is_ours:
             super().backward(loss, **kwargs)
             return
+        if not isinstance(loss, Tensor):
+            raise ConfigError(
+                f"backward was given {loss!r} and no loss; the model gives one where the batch has labels: the "
+                "input_ids again, with -100 where a token does not count"
+            )
         (loss / self.gradient_accumulation_steps).backward(**kwargs)
 
     def clip_grad_norm_(self, parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
-        """Clips the gradients of the whole model, in the place of the plugin's gradient_clipping; their norm."""
+        """Clips the gradients of the whole model, in the place of the plugin's gradient_clipping; their norm.
+
+        `parameters`: all that are trained, of the prepared model, of the one before it, or of `unwrap_model`.
+        """
         if not self._is_ours:
             return super().clip_grad_norm_(parameters, max_norm, norm_type)
         if norm_type != 2:
             raise ConfigError(
                 f"clip_grad_norm_ was given norm_type {norm_type}; gradients are clipped by their 2-norm"
             )
-        return self._optimizer().clip_norm(max_norm)
+        return self._prepared_model().optimizer_of(parameters).clip_norm(max_norm)
 
     def clip_grad_value_(self, parameters: Any, clip_value: float) -> None:
         """Cuts off every element of the gradients at ±clip_value."""
         if not self._is_ours:
             super().clip_grad_value_(parameters, clip_value)
             return
-        self._optimizer().clip_value(clip_value)
+        self._prepared_model().optimizer_of(parameters).clip_value(clip_value)
 
-    def _optimizer(self) -> Any:
-        if self._engine is None or self._engine.optimizer is None:
-            raise ConfigError(
-                "there are no gradients to clip; give model and optimizer to one call of prepare"
-            )
-        return self._engine.optimizer
+    def _prepared_model(self) -> MegatronEngine:
+        if self._engine is None:
+            raise ConfigError("no model is prepared; give model and optimizer to one call of prepare")
+        return self._engine
 
     def gather(self, tensor: Any) -> Any:
         """Tensors of all data-parallel replicas, one behind the other; every rank calls it, and has them."""
-        return (
-            recursively_apply(self._gather_one, tensor, error_on_other_type=True)
-            if self._is_ours
-            else super().gather(tensor)
-        )
-
-    def _gather_one(self, tensor: Tensor) -> Tensor:
-        return gather_over(tensor, self._replicas)
-
-    @property
-    def _replicas(self) -> Axis:
-        return Axis() if self._engine is None else self._engine.mesh.dp
+        return gather_across_data_parallel_groups(tensor) if self._is_ours else super().gather(tensor)
 
     def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
-        """The sum or the mean over the data-parallel replicas."""
+        """The sum, the mean or the maximum over the data-parallel replicas. `scale` is for TPUs, as in Accelerate."""
         if not self._is_ours:
             return super().reduce(tensor, reduction, scale)
+        return reduce_over_replicas(tensor, reduction)
 
-        def one(own: Tensor) -> Tensor:
-            every = self._gather_one(own[None])
-            over = {"sum": every.sum, "mean": every.mean, "max": every.amax}.get(reduction)
-            found = own if over is None else over(0)
-            return found * scale if scale != 1.0 else found
-
-        return recursively_apply(one, tensor, error_on_other_type=True)
+    @contextmanager
+    def split_between_processes(self, inputs: Any, apply_padding: bool = False) -> Iterator[Any]:
+        """This replica's share: the ranks that share a model have the same."""
+        replica, replicas = self._replica if self._is_ours else (self.process_index, self.num_processes)
+        here = SimpleNamespace(process_index=replica, num_processes=replicas, device=self.device)
+        with PartialState.split_between_processes(here, inputs, apply_padding) as share:
+            yield share
 
     def check_trigger(self) -> bool:
         """Whether any process, be it of one replica with others, has called `set_trigger`. Every rank calls it."""
@@ -311,15 +295,11 @@ class Accelerator(accelerate.Accelerator):
         if not self._is_ours:
             return super().gather_for_metrics(input_data, use_gather_object)
         tensors = not use_gather_object and _has_tensors_alone(input_data)
-        data = self.gather(input_data) if tensors else self._gather_objects(input_data)
+        data = self.gather(input_data) if tensors else gather_objects(input_data)
         state = self.gradient_state
         if not (state.end_of_dataloader and state.remainder > 0):
             return data
         return recursively_apply(lambda t: t[: state.remainder], data) if tensors else data[: state.remainder]
-
-    def _gather_objects(self, objects: Any) -> list:
-        every = gather_json(objects, self._replicas)
-        return [one for objects in every for one in objects]
 
     def unwrap_model(self, model: nn.Module, *args: Any, **options: Any) -> nn.Module:
         """The script's own model with the weights of now. Of a prepared one every rank calls it."""
@@ -369,10 +349,7 @@ class Accelerator(accelerate.Accelerator):
 
     def skip_first_batches(self, dataloader: DataLoader, num_batches: int = 0) -> DataLoader:
         """A loader that leaves out so many turns, without reading them."""
-        again = getattr(dataloader, "without_first", None) if self._is_ours else None
-        return (
-            again(num_batches) if again is not None else super().skip_first_batches(dataloader, num_batches)
-        )
+        return skip_first_batches(dataloader, num_batches)
 
     @contextmanager
     def join_uneven_inputs(self, joinables: Any, even_batches: bool | None = None) -> Iterator[None]:

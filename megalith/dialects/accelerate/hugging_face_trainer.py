@@ -123,7 +123,11 @@ class MegalithTrainer(Trainer):
         self.lr_scheduler.load_state_dict(torch.load(os.path.join(checkpoint, SCHEDULER), weights_only=True))
 
     def _clip_grad_norm(self, model: nn.Module) -> Tensor:
-        return self.accelerator.clip_grad_norm_((), self.args.max_grad_norm)
+        return self.accelerator.clip_grad_norm_(model.parameters(), self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Tensor | None = None) -> Tensor:
-        return self.accelerator.clip_grad_norm_((), float("inf")) if grad_norm is None else grad_norm
+        return (
+            self.accelerator.clip_grad_norm_(model.parameters(), float("inf"))
+            if grad_norm is None
+            else grad_norm
+        )

@@ -12,7 +12,9 @@ from megalith.dialects.accelerate import (
     dummies,
     plugin,
     process_state,
+    replica_loader,
     script_engine,
+    script_optimizer,
     train_steps,
 )
 
@@ -22,17 +24,18 @@ OURS = {
     "MegatronEngine": script_engine.MegatronEngine,
     "MegatronLMDummyDataLoader": dummies.MegatronLMDummyDataLoader,
     "MegatronLMDummyScheduler": dummies.MegatronLMDummyScheduler,
-    "MegatronLMOptimizerWrapper": accelerator.MegatronLMOptimizerWrapper,
-    "MegatronLMSchedulerWrapper": accelerator.MegatronLMSchedulerWrapper,
+    "MegatronLMOptimizerWrapper": script_optimizer.MegatronLMOptimizerWrapper,
+    "MegatronLMSchedulerWrapper": script_optimizer.MegatronLMSchedulerWrapper,
     "AbstractTrainStep": train_steps.AbstractTrainStep,
     "GPTTrainStep": train_steps.GPTTrainStep,
     "BertTrainStep": train_steps.BertTrainStep,
     "T5TrainStep": train_steps.T5TrainStep,
+    "skip_first_batches": replica_loader.skip_first_batches,
     "avg_losses_across_data_parallel_group": process_state.avg_losses_across_data_parallel_group,
     "gather_across_data_parallel_groups": process_state.gather_across_data_parallel_groups,
 }
-HOMES = ("accelerate", "accelerate.accelerator", "accelerate.utils", "accelerate.utils.dataclasses",
-         "accelerate.utils.megatron_lm")  # fmt: skip
+HOMES = ("accelerate", "accelerate.accelerator", "accelerate.data_loader", "accelerate.utils",
+         "accelerate.utils.dataclasses", "accelerate.utils.megatron_lm")  # fmt: skip
 IMPORTERS = ("transformers.trainer",)  # that have taken a name over before
 
 

@@ -30,7 +30,7 @@ class MegatronLMPlugin(StockPlugin):
     """Accelerate's MegatronLMPlugin, with the fields that its guides have beside those of its code.
 
     A script's own values come first, then the environment's, then the defaults: Accelerate's, but for
-    `context_parallel_size`, which is 1. `given` has the names of the fields that were given by either.
+    `context_parallel_size`, which is 1. `given` has the names of the fields that either gave; None is no value.
     """
 
     checkpoint_num_layers: int | None = field(
@@ -48,16 +48,20 @@ class MegatronLMPlugin(StockPlugin):
         default=None, metadata={"help": "save_state also writes a .bin file a tensor- and pipeline-rank"}
     )
 
+    def __new__(cls, *args: Any, **options: Any) -> MegatronLMPlugin:
+        """Keeps what the script has given: a value that is also the default is its word all the same."""
+        plugin = super().__new__(cls)
+        named = {**dict(zip((item.name for item in fields(cls)), args)), **options}
+        plugin.given = {name for name, value in named.items() if value is not None}
+        return plugin
+
     def __post_init__(self) -> None:
-        self.given = {
-            item.name
-            for item in fields(self)
-            if getattr(self, item.name) != item.default or PREFIX + item.name.upper() in os.environ
-        }
         for item in fields(self):
-            text = os.environ.get(PREFIX + item.name.upper())
-            if text and getattr(self, item.name) == item.default and (kind := _kind(item)):
-                setattr(self, item.name, _parsed(PREFIX + item.name.upper(), kind, text))
+            variable = PREFIX + item.name.upper()
+            text, kind = os.environ.get(variable), _kind(item)
+            if text is not None and kind and item.name not in self.given:
+                setattr(self, item.name, _parsed(variable, kind, text))
+                self.given.add(item.name)
         for name in MORE:
             if getattr(self, name) is None:
                 setattr(self, name, name == "check_for_nan_in_loss_and_grad")
@@ -71,7 +75,7 @@ class MegatronLMPlugin(StockPlugin):
                 )
 
     def has(self, name: str) -> bool:
-        """Whether the field was given, by the script or by the environment, and not left at its default."""
+        """Whether the field was given, by the script or by the environment."""
         return name in self.given
 
     def data_parallel_size_of(self, processes: int) -> int:
@@ -81,7 +85,7 @@ class MegatronLMPlugin(StockPlugin):
             raise ConfigError(
                 f"{processes} processes are not divisible by tp_degree {self.tp_degree} × pp_degree {self.pp_degree} × "
                 f"context_parallel_size {self.context_parallel_size} = {product}; start a multiple of {product} "
-                "(accelerate launch --num_processes), or lower a degree"
+                "(accelerate launch --multi_gpu --num_processes, on CPUs too), or lower a degree"
             )
         return processes // product
 
@@ -132,9 +136,11 @@ def _kind(item: Field) -> type | None:
 
 def _parsed(variable: str, kind: type, text: str) -> Any:
     try:
+        if not text:
+            raise ValueError
         return str_to_bool(text) == 1 if kind is bool else kind(text)
     except ValueError:
-        told = {bool: "true or false", int: "a whole number", float: "a number"}[kind]
+        told = {bool: "true or false", int: "a whole number", float: "a number", str: "a word"}[kind]
         raise ConfigError(f"{variable} is {text!r}; give it {told}") from None
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from accelerate.utils import GradScalerKwargs
+
 from megalith.bridge.family import Family
 from megalith.config import ModelConfig, RunConfig
 from megalith.config.base import Decides
@@ -27,10 +29,22 @@ IDLE = {
     "attention_softmax_in_fp32": "softmax is computed in fp32",
     "use_precision_aware_optimizer": "optimizer state is fp32",
     "use_rotary_position_embeddings": "the model's own config says which positions it has",
-    "no_wd_decay_cond": "each parameter keeps the weight decay of its group of the script's optimizer",
-    "scale_lr_cond": "each parameter keeps the rate of its group of the script's optimizer",
-    "lr_mult": "each parameter keeps the rate of its group of the script's optimizer",
-    "tensorboard_dir": "Accelerate's own trackers log: Accelerator(log_with=…)",
+    **dict.fromkeys(
+        ("no_wd_decay_cond", "start_weight_decay", "end_weight_decay", "weight_decay_incr_style"),
+        "each parameter keeps the weight decay of its group of the script's optimizer",
+    ),
+    **dict.fromkeys(
+        ("scale_lr_cond", "lr_mult"),
+        "each parameter keeps the rate of its group of the script's optimizer",
+    ),
+    **dict.fromkeys(
+        ("train_samples", "lr_decay_samples", "lr_warmup_samples"),
+        "schedules are counted in steps: lr_decay_iters, lr_warmup_iters, or a MegatronLMDummyScheduler's",
+    ),
+    **dict.fromkeys(
+        ("tensorboard_dir", "set_all_logging_options"),
+        "Accelerate's own trackers log: Accelerator(log_with=…)",
+    ),
 }
 
 
@@ -42,9 +56,11 @@ def run_config(
     processes: int,
     device: str,
     checkpoints: bool = False,
+    scaler: GradScalerKwargs | None = None,
 ) -> tuple[RunConfig, list[str]]:
     """The run of a model whose config.json is `theirs` on so many processes, and what its user should know.
-    `checkpoints`: whether transformers' gradient checkpointing is on in it.
+    `checkpoints`: whether transformers' gradient checkpointing is on in it; `scaler`: what the script says of fp16's
+    loss scale.
 
     `plugin.set_training_args` has been called. Raises ConfigError where the run is not possible.
     """
@@ -69,6 +85,7 @@ def run_config(
         **_dropout(plugin),
         **_parallel(plugin, model, notes),
         **_recompute(plugin, notes, checkpoints),
+        **(_loss_scale(scaler) if scaler is not None and precision == "fp16" else {}),
     }
     config = config.with_settings({name: value for name, value in settings.items() if value is not None})
     config = _with_other_arguments(config, plugin.other_megatron_args or {}, processes, notes)
@@ -165,6 +182,22 @@ def _recompute(plugin: MegatronLMPlugin, notes: list[str], checkpoints: bool) ->
                 f"above 1 without sequence_parallelism (here {granularity or 'no'} recomputation, {plugin.tp_degree})"
             )
     return found
+
+
+def _loss_scale(given: GradScalerKwargs) -> dict[str, Any]:
+    """torch's GradScaler halves at each overflow, which is a hysteresis of 1."""
+    if (given.growth_factor, given.backoff_factor) != (2.0, 0.5):
+        raise ConfigError(
+            f"GradScalerKwargs has growth_factor {given.growth_factor:g} and backoff_factor {given.backoff_factor:g}, "
+            "but the loss scale doubles and halves; leave them at 2 and 0.5"
+        )
+    if not given.enabled:
+        return {"optim.loss_scale": 1.0}
+    return {
+        "optim.initial_loss_scale": given.init_scale,
+        "optim.loss_scale_window": given.growth_interval,
+        "optim.hysteresis": 1,
+    }
 
 
 def _with_other_arguments(

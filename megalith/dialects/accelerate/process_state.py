@@ -14,12 +14,16 @@ import torch
 import torch.distributed as dist
 from accelerate.state import AcceleratorState, PartialState
 from accelerate.utils import DistributedType, recursively_apply
+from accelerate.utils.operations import verify_operation
 from torch import Tensor
 
-from megalith.comm.collectives import Axis, all_reduce_no_grad
+from megalith.comm.collectives import Axis, all_reduce_no_grad, gather_json
+from megalith.config import ParallelConfig
 from megalith.dialects.accelerate.plugin import MegatronLMPlugin
+from megalith.errors import ConfigError
 from megalith.hardware import pick_device
-from megalith.launch.launcher import TIMEOUT, init_distributed, this_process
+from megalith.launch.launcher import init_distributed, this_process
+from megalith.parallel.mesh import build_mesh
 
 REPLICAS = "megalith_replicas"  # the data-parallel axis
 
@@ -29,6 +33,12 @@ class _GlooState(AcceleratorState):
 
     def __init__(self, *args: Any, megatron_lm_plugin: Any = None, **options: Any):
         first = not AcceleratorState._shared_state
+        asked = options.get("mixed_precision") or os.environ.get("ACCELERATE_MIXED_PRECISION", "no")
+        if str(asked) == "fp8":
+            raise ConfigError(
+                'mixed_precision is "fp8", which Accelerate hands to Transformer Engine; FP8 is a setting of the run '
+                'here: give mixed_precision="bf16" and MegatronLMPlugin(other_megatron_args={"fp8_format": "hybrid"})'
+            )
         super().__init__(*args, megatron_lm_plugin=megatron_lm_plugin, **options)
         if first and self.distributed_type in (
             DistributedType.MULTI_CPU,
@@ -42,9 +52,9 @@ class _GlooState(AcceleratorState):
 
 
 @contextmanager
-def megalith_for_megatron(cpu: bool) -> Iterator[None]:
+def megalith_for_megatron(cpu: bool, timeout: timedelta) -> Iterator[None]:
     """In it Accelerate makes an Accelerator as if Megatron were installed, over process groups of ours."""
-    join_processes(cpu)
+    join_processes(cpu, timeout)
     before = {
         name: getattr(stock, name)
         for name in ("is_megatron_lm_available", "AcceleratorState", "MegatronLMPlugin")
@@ -63,12 +73,15 @@ def megalith_for_megatron(cpu: bool) -> Iterator[None]:
             setattr(stock, name, value)
 
 
-def join_processes(cpu: bool, timeout: timedelta = TIMEOUT) -> None:
+def join_processes(cpu: bool, timeout: timedelta) -> None:
     """The process group, of both gloo and NCCL on GPUs, before Accelerate makes one of NCCL alone."""
+    joined = dist.is_initialized()
+    if joined and "RANK" not in os.environ:  # as by Accelerate's debug_launcher
+        return
     process = this_process()
     if process.world_size > 1:  # which Accelerate asks for without GPUs
         os.environ.setdefault("LOCAL_WORLD_SIZE", str(process.local_world_size))
-    if dist.is_initialized():
+    if joined:
         return
     if process.world_size > 1:
         init_distributed(pick_device("cpu" if cpu else "cuda", process.local_rank), timeout, one_speaks=False)
@@ -78,19 +91,19 @@ def join_processes(cpu: bool, timeout: timedelta = TIMEOUT) -> None:
         )
 
 
-def gather_over(tensor: Tensor, axis: Axis) -> Tensor:
-    """The tensors of all ranks of an axis, one behind the other; scalars as a row."""
-    own = (tensor[None] if tensor.dim() == 0 else tensor).detach().contiguous()
-    if axis.size == 1:
-        return own
-    every = [torch.empty_like(own) for _ in range(axis.size)]
-    dist.all_gather(every, own, group=axis.group)
-    return torch.cat(every)
-
-
-def current_replicas() -> Axis:
-    """The data-parallel axis of the prepared model of this process; one of size 1 before there is one."""
-    return AcceleratorState._shared_state.get(REPLICAS, Axis())
+def replicas() -> Axis:
+    """The data-parallel axis of this process: of the prepared model, and before there is one of the plugin's layout.
+    Every rank asks alike, for the first time makes process groups."""
+    state = AcceleratorState._shared_state
+    plugin, processes = state.get("megatron_lm_plugin"), dist.get_world_size() if dist.is_initialized() else 1
+    if REPLICAS not in state and plugin is not None and plugin.data_parallel_size_of(processes) > 1:
+        layout = ParallelConfig(
+            tensor_model_parallel_size=plugin.tp_degree,
+            pipeline_model_parallel_size=plugin.pp_degree,
+            context_parallel_size=plugin.context_parallel_size,
+        )
+        set_replicas(build_mesh(layout, processes, PartialState().device.type).dp)
+    return state.get(REPLICAS, Axis())
 
 
 def set_replicas(axis: Axis) -> None:
@@ -98,16 +111,64 @@ def set_replicas(axis: Axis) -> None:
     AcceleratorState._shared_state[REPLICAS] = axis
 
 
-def avg_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
-    """Each of the losses averaged over the data-parallel replicas: a tensor with one number a loss."""
-    mean, axis = torch.stack([loss.detach().float().reshape(()) for loss in losses]), current_replicas()
-    return all_reduce_no_grad(mean, axis) / axis.size
+def _gather_one(tensor: Tensor) -> Tensor:
+    """Scalars become a row."""
+    axis, own = replicas(), (tensor[None] if tensor.dim() == 0 else tensor).detach().contiguous()
+    if axis.size == 1:
+        return own
+    every = [torch.empty_like(own) for _ in range(axis.size)]
+    dist.all_gather(every, own, group=axis.group)
+    return torch.cat(every)
 
 
+@verify_operation
 def gather_across_data_parallel_groups(tensor: Any) -> Any:
     """Tensors, in lists and dictionaries too, of all data-parallel replicas, one behind the other."""
-    axis = current_replicas()
-    return recursively_apply(lambda one: gather_over(one, axis), tensor, error_on_other_type=True)
+    return recursively_apply(_gather_one, tensor, error_on_other_type=True)
+
+
+def gather_objects(objects: Any) -> list[Any]:
+    """The members of each replica's `objects`, one behind the other. Raises ConfigError for what JSON has not."""
+    if (other := _unsayable(objects)) is not None:
+        raise ConfigError(
+            f"gather_for_metrics was given {other}, but beside tensors alone objects go between processes as JSON, "
+            "which nobody has to trust: numbers, words, None, lists, and dictionaries by words; gather tensors by "
+            "themselves"
+        )
+    return [one for each in gather_json(objects, replicas()) for one in each]
+
+
+def _unsayable(value: Any) -> str | None:
+    """What of an object JSON would not give back; None: nothing."""
+    if isinstance(value, dict):
+        keys = (f"a dictionary with the key {key!r}" for key in value if not isinstance(key, str))
+        return next(keys, None) or _unsayable(list(value.values()))
+    if isinstance(value, (list, tuple)):
+        return next((found for one in value if (found := _unsayable(one)) is not None), None)
+    return None if value is None or isinstance(value, (int, float, str)) else f"a {type(value).__name__}"
+
+
+@verify_operation
+def reduce_over_replicas(tensor: Any, reduction: str) -> Any:
+    """Tensors, in lists and dictionaries too, reduced; the mean of whole numbers is float32. Raises ConfigError."""
+    if reduction not in ("sum", "mean", "max", "none"):
+        raise ConfigError(f"reduce was given the reduction {reduction!r}; there are sum, mean, max and none")
+
+    def one(own: Tensor) -> Tensor:
+        every = _gather_one(own[None])
+        if reduction == "none":
+            return own
+        if reduction == "max":
+            return every.amax(0)
+        return every.sum(0) if reduction == "sum" else every.sum(0) / len(every)
+
+    return recursively_apply(one, tensor, error_on_other_type=True)
+
+
+def avg_losses_across_data_parallel_group(losses: Sequence[Tensor]) -> Tensor:
+    """Each of the losses averaged over the data-parallel replicas: a tensor with one number a loss."""
+    mean, axis = torch.stack([loss.detach().float().reshape(()) for loss in losses]), replicas()
+    return all_reduce_no_grad(mean, axis) / axis.size
 
 
 def barrier() -> None:

@@ -7,13 +7,14 @@ experts of a layer in one; it can tell what a file would have, and read that bac
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils import swap_tensors
 
 from megalith.bridge.families import FAMILIES, family_of
 from megalith.bridge.family import Family, Group
@@ -24,6 +25,11 @@ from megalith.comm.collectives import Axis
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError, shorten
 from megalith.parallel.gather import global_tensors
+
+ADAPTERS = (
+    "adapters are not trained by Accelerate's scripts: merge_and_unload() them before, or train them by "
+    "`megalith train` or `megalith sft` with lora.rank"
+)
 
 
 def family_of_module(module: nn.Module) -> tuple[Family, dict[str, Any]]:
@@ -44,7 +50,7 @@ def family_of_module(module: nn.Module) -> tuple[Family, dict[str, Any]]:
     if inner:
         raise ConfigError(
             f"{kind.__name__} is a wrapper of {', '.join(inner)}, and what it adds would be lost; give prepare "
-            "the model itself (torch.compile: leave it out; LoRA: merge_and_unload() before; adapters are not trained)"
+            f"the model itself (torch.compile: leave it out; {ADAPTERS})"
         )
     theirs = {**config.to_dict(), "architectures": [kind.__name__]}
     return family_of(theirs, kind.__name__), theirs
@@ -63,8 +69,8 @@ def as_published(module: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Te
 OF_THE_WHOLE = frozenset((
     "__get__ shape", "__get__ dtype", "__get__ ndim", "__get__ layout", "__get__ requires_grad", "__get__ is_leaf",
     "__get__ retains_grad", "__get__ itemsize", "__get__ nbytes", "__get__ is_sparse", "__get__ grad_fn",
-    "__get__ is_quantized", "numel", "nelement", "size", "dim", "ndimension", "element_size", "is_floating_point",
-    "is_complex", "__len__", "__hash__", "__repr__",
+    "__get__ is_quantized", "__get__ is_meta", "numel", "nelement", "size", "dim", "ndimension", "element_size",
+    "is_floating_point", "is_complex", "__len__", "__hash__", "__repr__",
 ))  # fmt: skip
 WAYS = {
     "grad": "clip by accelerator.clip_grad_norm_ or clip_grad_value_, forget by optimizer.zero_grad(), and give an "
@@ -103,14 +109,49 @@ class ShardedParameter(nn.Parameter):
         return self.clone()
 
 
-def sharded_parameters(module: nn.Module, device: torch.device) -> dict[int, ShardedParameter]:
-    """Of each parameter of `module`, by its id, what stands for it in the prepared model."""
-    found = {}
-    for parameter in module.parameters():
+class GatheredParameter(nn.Parameter):
+    """A parameter of the script's own model with the whole values of now, which has no part in the training.
+
+    While the prepared model has gradients of a step, `grad` raises ConfigError and not None: torch's clip_grad_norm_
+    would clip nothing, and say 0.
+    """
+
+    sharded: ShardedParameter
+    has_gradients: Callable[[], bool]
+
+    @property
+    def grad(self) -> Tensor | None:
+        own = nn.Parameter.grad.__get__(self)
+        if own is None and self.has_gradients():
+            raise ConfigError(
+                "grad of a parameter of unwrap_model(model) is asked for, whose gradient is the prepared model's, and "
+                f"sharded over the ranks; {WAYS['grad']}"
+            )
+        return own
+
+    @grad.setter
+    def grad(self, value: Tensor | None) -> None:
+        nn.Parameter.grad.__set__(self, value)
+
+    def __deepcopy__(self, memo: Any) -> nn.Parameter:
+        return memo.setdefault(id(self), nn.Parameter(self.data.clone(), self.requires_grad))
+
+
+def shard_parameters(module: nn.Module, device: torch.device) -> None:
+    """Makes every parameter of `module` a ShardedParameter, without its memory, for whoever has it in a list too.
+
+    Raises ConfigError where something else holds one.
+    """
+    for name, parameter in module.named_parameters():
         sharded = ShardedParameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
         sharded.place = device
-        found[id(parameter)] = sharded
-    return found
+        try:
+            swap_tensors(parameter, sharded)
+        except RuntimeError as error:
+            raise ConfigError(
+                f"{name} of the model cannot be sharded, for something else holds it ({error}), such as a compiled "
+                "graph; give prepare a model that has not run"
+            ) from None
 
 
 @dataclass(frozen=True)
@@ -139,6 +180,8 @@ def load_module(module: nn.Module, family: Family, model: ModelConfig, chunks: M
         spare.add(family.tied)
     other = [n for n, shape in wanted.items() if n not in state or tuple(state[n].shape) != tuple(shape)]
     other += [name for name in state if name not in wanted and name not in spare]
+    if any("lora_" in name or ".base_layer." in name for name in state):
+        raise ConfigError(f"{type(module).__name__} has adapters in it, and {ADAPTERS}")
     if other:
         raise ConfigError(
             f"{type(module).__name__} has not the tensors that its config says: {shorten(other)}; give the model as "
@@ -182,18 +225,26 @@ def gather_state(
     return found
 
 
-def fill_module(module: nn.Module, state: dict[str, Tensor], dtype: torch.dtype) -> None:
-    """Gives a module, which may be on the meta device, the tensors of published names."""
+def fill_module(module: nn.Module, state: dict[str, Tensor], dtype: torch.dtype,
+                sharded: Mapping[str, ShardedParameter], has_gradients: Callable[[], bool]) -> None:  # fmt: skip
+    """Gives a module, which may be on the meta device, the tensors of published names. `sharded`: by its names, what
+    trains in their place; `has_gradients`: whether that has gradients of a step."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
-        fresh = type(module).from_pretrained(None, config=module.config, state_dict=state)
+        fresh = type(module).from_pretrained(None, config=module.config, state_dict=state).to(dtype)
     finally:
         if shown:
             logging.enable_progress_bar()
-    module.load_state_dict(fresh.to(dtype).state_dict(), assign=True)
+    filled, gathered = fresh.state_dict(), {}
+    for name, parameter in fresh.named_parameters(remove_duplicate=False):
+        if id(parameter) not in gathered:
+            one = gathered[id(parameter)] = GatheredParameter(parameter.data, sharded[name].requires_grad)
+            one.sharded, one.has_gradients = sharded[name], has_gradients
+        filled[name] = gathered[id(parameter)]
+    module.load_state_dict(filled, assign=True)
     buffers = dict(fresh.named_buffers())
     for name, own in module.named_modules():
         for kind in own._non_persistent_buffers_set:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from accelerate.state import GradientState
+from accelerate.utils import GradScalerKwargs
 from torch import Tensor, nn
 
 from megalith.checkpoint import RunRecord, load_model, load_optimizer, open_checkpoint
@@ -29,13 +30,15 @@ from megalith.data.batch import Batch
 from megalith.dialects.accelerate.plugin import MegatronLMPlugin
 from megalith.dialects.accelerate.plugin_settings import PRECISIONS, run_config, token_multiple
 from megalith.dialects.accelerate.published_weights import (
+    GatheredParameter,
     family_of_module,
     fill_module,
     gather_state,
     load_module,
     origins,
-    sharded_parameters,
+    shard_parameters,
 )
+from megalith.dialects.accelerate.replica_loader import filled_up_rows, host_copy
 from megalith.dialects.accelerate.script_batches import (
     LABELS,
     checked_batch,
@@ -45,8 +48,8 @@ from megalith.dialects.accelerate.script_batches import (
     require_loss_and_logits_alone,
     split_rows,
 )
-from megalith.dialects.accelerate.script_optimizer import EngineOptimizer
-from megalith.errors import CheckpointError, ConfigError
+from megalith.dialects.accelerate.script_optimizer import EngineOptimizer, Pass, PassLoss
+from megalith.errors import CheckpointError, ConfigError, shorten
 from megalith.models.loss import Loss
 from megalith.parallel.data.data_parallel import free_gathered
 from megalith.parallel.mesh import Mesh, build_mesh
@@ -89,6 +92,7 @@ class MegatronEngine(nn.Module):
         plugin: MegatronLMPlugin,
         mixed_precision: str,
         device: torch.device,
+        scaler: GradScalerKwargs | None = None,
     ):
         """`module` is emptied: its weights go to the ranks. Raises ConfigError where it cannot be trained so."""
         super().__init__()
@@ -101,7 +105,9 @@ class MegatronEngine(nn.Module):
         if precision == "fp32" and self._dtype in (torch.bfloat16, torch.float16):
             precision = "bf16" if self._dtype == torch.bfloat16 else "fp16"
         checkpoints = any(getattr(one, "gradient_checkpointing", False) for one in module.modules())
-        given, self.notes = run_config(plugin, family, theirs, precision, processes, device.type, checkpoints)
+        given, self.notes = run_config(
+            plugin, family, theirs, precision, processes, device.type, checkpoints, scaler
+        )
         given = complete(given, None)
         prepare_process(given, device.index or 0)
         machine = machine_of(given, device)
@@ -112,12 +118,12 @@ class MegatronEngine(nn.Module):
         self.groups = load_module(module, family, self.run.model, self.model.chunks)
         free_gathered(self.model.chunks)
         self.optimizer: EngineOptimizer | None = None
-        sharded, self._origins = sharded_parameters(module, device), origins(module, self.groups)
+        self._origins = origins(module, self.groups)
+        shard_parameters(module, device)
+        self._sharded = dict(module.named_parameters(remove_duplicate=False))
+        self._module = [module]  # in a list: it is no part of this module
         if optimizer is not None:
             self.set_optimizer(optimizer)
-        self._origins = {name: [sharded[id(p)] for p in found] for name, found in self._origins.items()}
-        self._sharded = {name: sharded[id(p)] for name, p in module.named_parameters(remove_duplicate=False)}
-        self._module = [module.to("meta")]  # in a list: it is no part of this module
         self.custom: Any = (
             None  # what makes micro-batches and losses, where the script has its own: train_steps.py
         )
@@ -203,11 +209,7 @@ class MegatronEngine(nn.Module):
             )
         if input_ids is not None:
             batch["input_ids"] = input_ids
-        # What decides the passes is read on the host; a script's own functions get tensors of the device.
-        where = "cpu" if self.custom is None else self.device
-        asked = {
-            name: v.to(where) if isinstance(v, Tensor) else v for name, v in checked_batch(batch).items()
-        }
+        asked = {name: self._placed(value) for name, value in checked_batch(batch).items()}
         trains = self.training and torch.is_grad_enabled()
         loss = logits = None
         if self.custom is not None or any(asked[name] is not None for name in LABELS):
@@ -220,6 +222,14 @@ class MegatronEngine(nn.Module):
         if loss is None or self.plugin.return_logits:
             logits = _NoGradient.apply(self._logits(asked), self._anchor, FROM_LOGITS)
         return self._outputs(loss, logits, batch.get("return_dict"))
+
+    def _placed(self, value: Any) -> Any:
+        """What decides the passes is read on the host; a script's own functions get tensors of the device."""
+        if not isinstance(value, Tensor):
+            return value
+        if self.custom is not None:
+            return value.to(self.device)
+        return host_copy(value, GradientState().active_dataloader)
 
     def _outputs(self, loss: Tensor | None, logits: Tensor | None, return_dict: bool | None) -> Any:
         from transformers.modeling_outputs import CausalLMOutputWithPast
@@ -239,7 +249,7 @@ class MegatronEngine(nn.Module):
         made = Pass(self.optimizer, self.optimizer.gradients.take(), self.model.tallies)
         self.model.parameters.clear_gradients()
         self.consumed_samples += self.mesh.dp.size * sum(len(batch.input_ids) for batch in micro_batches)
-        return _PassLoss.apply(self._anchor, value.detach(), made)
+        return PassLoss.apply(self._anchor, value.detach(), made)
 
     def _evaluate(self, micro_batches: Sequence[Batch], objective: Loss | None) -> Tensor:
         total, tokens = self.model.evaluate(micro_batches, objective)
@@ -268,10 +278,7 @@ class MegatronEngine(nn.Module):
 
     def _masked_rows(self, rows: int) -> int:
         """How many samples at the end only fill up the batch of the dataloader that the script loops over."""
-        loader = GradientState().active_dataloader
-        if loader is None or getattr(loader, "total_batch_size", None) != rows * self.mesh.dp.size:
-            return 0
-        return getattr(loader, "padding", 0)
+        return filled_up_rows(GradientState().active_dataloader, rows)
 
     def _tokens(self, micro_batches: Sequence[Batch]) -> Tensor:
         own = sum(batch.loss_mask.sum(dtype=torch.float64) for batch in micro_batches)
@@ -304,8 +311,32 @@ class MegatronEngine(nn.Module):
     def hugging_face_module(self) -> nn.Module:
         """The script's model with the weights of now, on the CPU, in its type. Every rank calls it."""
         module = self._module[0]
-        fill_module(module, self.published_state(), self._dtype)
+        fill_module(module, self.published_state(), self._dtype, self._sharded, self._has_gradients)
         return module.train(self.training)
+
+    def _has_gradients(self) -> bool:
+        step = () if self.optimizer is None else self.optimizer.gradients.sums
+        return self.training and any(grad is not None for grad in step)
+
+    def optimizer_of(self, parameters: Any) -> EngineOptimizer:
+        """What trains these: of this model, those that the script had before `prepare`, or of `hugging_face_module`.
+
+        Raises ConfigError where not all that are trained are among them.
+        """
+        if self.optimizer is None:
+            raise ConfigError(
+                "there are no gradients to clip; give model and optimizer to one call of prepare"
+            )
+        given = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+        known = {id(one.sharded if isinstance(one, GatheredParameter) else one) for one in given}
+        trained = [name for name, one in self._sharded.items() if id(one) in self.optimizer.trained]
+        left_out = [name for name in trained if id(self._sharded[name]) not in known]
+        if left_out:
+            raise ConfigError(
+                f"gradients are clipped together, but of the model's {len(trained)} trained parameters {len(left_out)} "
+                f"are not among the {len(given)} that are given ({shorten(left_out)}); give model.parameters()"
+            )
+        return self.optimizer
 
     def save_checkpoint(self, output_dir: str | Path) -> None:
         """What `save_state` calls: everything of model and optimizer, for any layout. Every rank calls it."""
@@ -350,40 +381,6 @@ class MegatronEngine(nn.Module):
         self._loaded_step = checkpoint.manifest.step - (0 if self.optimizer is None else self.optimizer.steps)
         self.consumed_samples = checkpoint.manifest.consumed_samples
         self.loaded_from = input_dir
-
-
-class Pass:
-    """The gradients of one call, until its loss has a backward pass."""
-
-    def __init__(self, optimizer: EngineOptimizer, made: list[Tensor | None], tallies: Tensor | None):
-        self._optimizer, self._made, self._tallies = optimizer, made, tallies
-
-    def count(self, weight: Tensor) -> None:
-        """They are the step's, `weight` times. Raises ConfigError the second time."""
-        if self._made is None:
-            raise ConfigError(
-                "this loss has had its backward pass, whose gradients are used up; call the model again for another"
-            )
-        optimizer = self._optimizer
-        optimizer.gradients.add(self._made, weight)
-        if self._tallies is not None:
-            before = optimizer.tallies
-            optimizer.tallies = self._tallies if before is None else before + self._tallies
-        self._made = None
-
-
-class _PassLoss(torch.autograd.Function):
-    """The loss of a call, whose gradients are made: a backward pass says how often they count."""
-
-    @staticmethod
-    def forward(ctx, anchor: Tensor, value: Tensor, made: Pass) -> Tensor:
-        ctx.made = made
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx, weight: Tensor):
-        ctx.made.count(weight)
-        return None, None, None
 
 
 class _NoGradient(torch.autograd.Function):

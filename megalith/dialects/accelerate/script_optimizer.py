@@ -1,7 +1,8 @@
 """The script's optimizer over this rank's shards: its class, its groups in their order, its rates and decays.
 
 The gradients of a call of the model are kept apart until its loss has a backward pass, which says by what they count;
-they are then added to those of the step. `EngineOptimizer.step` clips and applies these.
+they are then added to those of the step. `EngineOptimizer.step` clips and applies these. Around it, and around the
+script's scheduler, stand the wrappers of Accelerate that `prepare` returns.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.optimizer import AcceleratedOptimizer
+from accelerate.scheduler import AcceleratedScheduler
 from torch import Tensor, nn
 
 from megalith.config import OptimConfig
@@ -75,10 +78,18 @@ class EngineOptimizer(torch.optim.Optimizer):
         self.model, self.config, self.defaults = model, config, given.defaults
         named = dict(model.parameters.named)
         of_group = {id(p): n for n, group in enumerate(given.param_groups) for p in group["params"]}
-        if not of_group.keys() & {id(p) for found in origins.values() for p in found}:
+        models = [p for found in origins.values() for p in found]
+        self.trained = {id(p) for p in models if id(p) in of_group and p.requires_grad}
+        """The ids of the script's own parameters that are stepped, on whatever rank."""
+        if not of_group.keys() & {id(p) for p in models}:
             raise ConfigError(
                 f"none of the optimizer's {len(of_group)} parameters is one of the model's; "
                 "make it of the model that prepare is given: AdamW(model.parameters())"
+            )
+        if not self.trained:
+            raise ConfigError(
+                "all of the optimizer's parameters are frozen, so there is nothing to train; set requires_grad before "
+                "prepare (merged adapters leave their model frozen: model.requires_grad_(True))"
             )
         groups: list[dict[str, Any]] = [
             {**{name: value for name, value in group.items() if name not in OF_TORCH}, "params": []}
@@ -96,8 +107,9 @@ class EngineOptimizer(torch.optim.Optimizer):
         host = self._start_state(named)
         if host:
             self.inner = OffloadedOptimizer(self.inner, host, config.overlap_cpu_optimizer_d2h_h2d)
-        # A scheduler that the script has made of its optimizer, and does not prepare, writes to these too.
+        # What the script keeps of its optimizer is this one: a scheduler that it does not prepare writes to these too.
         given.param_groups, given._opt_called = self.param_groups, True
+        given.step, given.zero_grad = self.step, self.zero_grad  # type: ignore[method-assign]
         chunks, mesh = model.chunks, model.mesh
         self.loss_scale = build_loss_scale(precision, config, model.device)
         self.gradient_squares = GradientSquares(
@@ -218,6 +230,69 @@ class EngineOptimizer(torch.optim.Optimizer):
             )
         for own, found in zip(self.param_groups, groups):
             own.update({k: tuple(v) if isinstance(v, list) else v for k, v in found.items() if k in own})
+
+
+class Pass:
+    """The gradients of one call, until its loss has a backward pass."""
+
+    def __init__(self, optimizer: EngineOptimizer, made: list[Tensor | None], tallies: Tensor | None):
+        self._optimizer, self._made, self._tallies = optimizer, made, tallies
+
+    def count(self, weight: Tensor) -> None:
+        """They are the step's, `weight` times. Raises ConfigError the second time."""
+        if self._made is None:
+            raise ConfigError(
+                "this loss has had its backward pass, whose gradients are used up; call the model again for another"
+            )
+        optimizer = self._optimizer
+        optimizer.gradients.add(self._made, weight)
+        if self._tallies is not None:
+            before = optimizer.tallies
+            optimizer.tallies = self._tallies if before is None else before + self._tallies
+        self._made = None
+
+
+class PassLoss(torch.autograd.Function):
+    """The loss of a call, whose gradients are made: a backward pass says how often they count."""
+
+    @staticmethod
+    def forward(ctx, anchor: Tensor, value: Tensor, made: Pass) -> Tensor:
+        ctx.made = made
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx, weight: Tensor):
+        ctx.made.count(weight)
+        return None, None, None
+
+
+class MegatronLMOptimizerWrapper(AcceleratedOptimizer):
+    """The prepared optimizer: it steps, and forgets its gradients, where `accumulate` says that a step is whole."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer):
+        super().__init__(optimizer, device_placement=False, scaler=None)
+
+    @property
+    def step_was_skipped(self) -> bool:
+        """Whether the last step changed nothing, for its gradient was not finite."""
+        return self.optimizer.was_skipped
+
+
+class MegatronLMSchedulerWrapper(AcceleratedScheduler):
+    """The prepared scheduler: a step of the optimizer is one of its own, on however many processes."""
+
+    def __init__(self, scheduler: Any, optimizers: Any, fp16: bool = False, step_with_optimizer: bool = True):
+        """`fp16`: steps are skipped while the loss scale is sought, and the rate waits for them."""
+        super().__init__(scheduler, optimizers, step_with_optimizer=step_with_optimizer, split_batches=True)
+        self._waits = fp16
+
+    def step(self, *args: Any, **kwargs: Any) -> None:
+        """Moves on, where `accumulate` says that a step is whole."""
+        if not self.step_with_optimizer or (
+            self.gradient_state.sync_gradients
+            and not (self._waits and any(o.step_was_skipped for o in self.optimizers))
+        ):
+            self.scheduler.step(*args, **kwargs)
 
 
 def _known_class(given: torch.optim.Optimizer) -> type:
