@@ -113,6 +113,7 @@ def test_a_model_that_no_family_can_say_is_refused_with_the_reason_of_each() -> 
         ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
         ("gemma2", {"hidden_activation": "swish"}, "hidden_activation 'swish'"),
+        ("gemma", {"hidden_activation": "gelu"}, "model.activation both 'gelu_tanh' and 'gelu'"),
         ("llama", {"num_hidden_layers": "many"}, "num_hidden_layers 'many'"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "type 'dynamic'"),
         ("yarn rope", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}}, "mscale"),
@@ -169,6 +170,15 @@ def test_gemma_3_as_older_versions_wrote_it_is_the_same_model() -> None:
     theirs["rope_scaling"] = {"rope_type": "linear", "factor": 8.0}
     read = family_named_by("gemma3").read_config(theirs)
     assert differences(read, model_of("gemma3")) == []
+
+
+@pytest.mark.parametrize(
+    "second", [{}, {"hidden_activation": None}, {"hidden_activation": "gelu_pytorch_tanh"}]
+)
+def test_gemma_s_gelu_is_the_tanh_approximation_as_transformers_takes_it(second: dict) -> None:
+    theirs = their_tree("gemma") | {"hidden_act": "gelu"} | second
+    assert type(CASES["gemma"][0]())(**theirs).hidden_act == "gelu_pytorch_tanh"
+    assert family_named_by("gemma").read_config(theirs).mlp_activation == "gelu_tanh"
 
 
 def test_a_longrope_without_a_factor_has_that_of_its_two_lengths() -> None:

@@ -115,6 +115,11 @@ CASES: dict[str, tuple[Callable, dict]] = {
         lambda: transformers.MistralConfig(**LLAMA, sliding_window=11),
         dict(OURS, window_size=[10, 0]),
     ),
+    "gemma": (
+        lambda: transformers.GemmaConfig(**LLAMA, head_dim=24, pad_token_id=0),
+        dict(OURS, kv_channels=24, gated_linear_unit=True, swiglu=False, layernorm_zero_centered_gamma=True,
+             scale_embeddings=True, untie_embeddings_and_output_weights=False),
+    ),
     "gemma2": (
         lambda: transformers.Gemma2Config(**GEMMA, attn_logit_softcapping=5.0, final_logit_softcapping=3.0),
         dict(OUR_GEMMA, window_attn_skip_freq=2, attn_logit_softcapping=5.0, final_logit_softcapping=3.0),

@@ -9,19 +9,18 @@ from collections.abc import Mapping
 from typing import Any
 
 from megalith.bridge.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from megalith.bridge.families.experts import MIXTRAL, OLMOE, QWEN3_MOE
 from megalith.bridge.families.layernorm_decoders import BLOOM, FALCON, GPT2, GPT_NEOX
 from megalith.bridge.families.llama import (
+    GEMMA,
     GEMMA2,
     GEMMA3,
     LLAMA,
     MISTRAL,
-    MIXTRAL,
     OLMO2,
-    OLMOE,
     PHI3,
     QWEN2,
     QWEN3,
-    QWEN3_MOE,
 )
 from megalith.bridge.family import Family, check_kinds
 from megalith.config import ModelConfig
@@ -35,6 +34,7 @@ FAMILIES: dict[str, Family] = {
         MISTRAL,
         QWEN2,
         QWEN3,
+        GEMMA,
         GEMMA2,
         GEMMA3,
         OLMO2,

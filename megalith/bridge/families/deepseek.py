@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megalith.bridge.families.llama import EXPERTS, IGNORED, SIZES, TENSORS, UNTIED
+from megalith.bridge.families.experts import EXPERTS
+from megalith.bridge.families.llama import IGNORED, SIZES, TENSORS, UNTIED
 from megalith.bridge.family import Family
 from megalith.bridge.rows import RowRun, Rule, gate_up, same
 from megalith.bridge.settings import MSCALES, Field, Ours, Rope, Theirs, Tree, Writes
