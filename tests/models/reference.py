@@ -173,6 +173,18 @@ CASES: dict[str, tuple[Callable, dict]] = {
                                             moe_intermediate_size=40, decoder_sparse_step=1, mlp_only_layers=[1]),
         dict(OURS, **OUR_EXPERTS, kv_channels=32, qk_layernorm=True, moe_layer_freq=[1, 0, 1], moe_ffn_hidden_size=40),
     ),
+    "qwen2-moe, a dense layer": (
+        lambda: transformers.Qwen2MoeConfig(**LLAMA, **EXPERTS, moe_intermediate_size=40, mlp_only_layers=[1],
+                                            shared_expert_intermediate_size=56),
+        dict(OURS, **OUR_EXPERTS, add_qkv_bias=True, moe_layer_freq=[1, 0, 1], moe_ffn_hidden_size=40,
+             moe_shared_expert_intermediate_size=56, moe_shared_expert_gate=True, moe_router_pre_softmax=True),
+    ),
+    "qwen2-moe, weights of a sum of 1": (
+        lambda: transformers.Qwen2MoeConfig(**LLAMA, **EXPERTS, moe_intermediate_size=40, norm_topk_prob=True,
+                                            shared_expert_intermediate_size=56, qkv_bias=False),
+        dict(OURS, **OUR_EXPERTS, moe_ffn_hidden_size=40, moe_shared_expert_intermediate_size=56,
+             moe_shared_expert_gate=True),
+    ),
     "olmoe": (
         lambda: transformers.OlmoeConfig(**LLAMA, **EXPERTS, rms_norm_eps=1e-6),
         dict(OURS, **OUR_EXPERTS, qk_layernorm=True, qk_layernorm_full_width=True, moe_router_pre_softmax=True),

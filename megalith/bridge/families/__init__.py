@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megalith.bridge.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
-from megalith.bridge.families.experts import MIXTRAL, OLMOE, QWEN3_MOE
+from megalith.bridge.families.experts import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from megalith.bridge.families.layernorm_decoders import BLOOM, FALCON, GPT2, GPT_NEOX
 from megalith.bridge.families.llama import (
     GEMMA,
@@ -42,6 +42,7 @@ FAMILIES: dict[str, Family] = {
         GPT_NEOX,
         FALCON,
         MIXTRAL,
+        QWEN2_MOE,
         QWEN3_MOE,
         OLMOE,
         DEEPSEEK_V2,

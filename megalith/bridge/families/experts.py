@@ -1,6 +1,7 @@
-"""Llama with experts in the place of its MLP: Mixtral, OLMoE and Qwen3.
+"""Llama with experts in the place of its MLP: Mixtral, OLMoE, Qwen2 and Qwen3.
 
-OLMoE has norms over all queries and all keys besides, Qwen3 what it has without experts.
+OLMoE has norms over all queries and all keys besides, the Qwens what they have without experts; Qwen2 a shared expert
+that a sigmoid gate weighs.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from typing import Any
 from megalith.bridge.families.llama import IGNORED, QWEN3, SETTINGS, TENSORS
 from megalith.bridge.family import Family
 from megalith.bridge.rows import gate_up, same
-from megalith.bridge.settings import Field, Ours, Theirs, Tree, Window
+from megalith.bridge.settings import EveryLayer, Field, Ours, Theirs, Tree, Window
 from megalith.config import ModelConfig
 
 # fmt: off
@@ -78,16 +79,6 @@ OLMOE = Family(
 # fmt: on
 
 
-class ExpertCount:
-    """`num_experts`, which transformers 5 writes as `num_local_experts`."""
-
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
-        return {"num_experts": theirs.get("num_experts") or theirs.get("num_local_experts") or 128}
-
-    def write(self, model: ModelConfig) -> Tree:
-        return {"num_experts": model.num_experts}
-
-
 class SparseLayers:
     """Every `decoder_sparse_step`-th layer has experts, but for those of `mlp_only_layers`."""
 
@@ -108,7 +99,9 @@ QWEN3_MOE = Family(
     tensors={**QWEN3.tensors, **EXPERTS},
     settings=(
         *SETTINGS,
-        ExpertCount(),
+        Field(
+            "num_experts", "num_experts", default=128, other="num_local_experts"
+        ),  # transformers 5 writes the other
         Field("moe_router_topk", "num_experts_per_tok", default=8),
         Field("moe_ffn_hidden_size", "moe_intermediate_size", default=768),
         NORMALIZED,
@@ -119,3 +112,38 @@ QWEN3_MOE = Family(
     tied="lm_head.weight",
     ignored=IGNORED,
 )
+
+
+# fmt: off
+QWEN2_MOE = Family(
+    architecture="Qwen2MoeForCausalLM",
+    model_type="qwen2_moe",
+    absent={"num_key_value_heads": 16},
+    tensors={
+        **TENSORS,
+        **EXPERTS,
+        "layers.{layer}.mlp.shared_experts.linear_fc1.weight":
+            gate_up("model.layers.{layer}.mlp.shared_expert.gate_proj.weight",
+                    "model.layers.{layer}.mlp.shared_expert.up_proj.weight"),
+        "layers.{layer}.mlp.shared_experts.linear_fc2.weight":
+            same("model.layers.{layer}.mlp.shared_expert.down_proj.weight"),
+        "layers.{layer}.mlp.shared_expert_gate.weight":
+            same("model.layers.{layer}.mlp.shared_expert_gate.weight"),
+    },
+    settings=(
+        *SETTINGS,
+        Field("num_experts", "num_experts", default=60),
+        Field("moe_router_topk", "num_experts_per_tok", default=4),
+        Field("moe_ffn_hidden_size", "moe_intermediate_size", default=1408),
+        Field("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", default=5632),
+        NORMALIZED,
+        SparseLayers(),
+        Field("add_qkv_bias", "qkv_bias", default=True),
+        Ours(moe_shared_expert_gate=True),
+        Theirs(use_sliding_window=False),
+        EveryLayer("layer_types", "full_attention"),
+    ),
+    tied="lm_head.weight",
+    ignored=IGNORED,
+)
+# fmt: on
