@@ -124,6 +124,7 @@ def test_a_model_that_no_family_can_say_is_refused_with_the_reason_of_each() -> 
         ("gpt-neox", {"hidden_act": "swish"}, "hidden_act 'swish'"),
         ("gpt-neox", {"rotary_pct": -1}, "rotary_pct -1"),
         ("falcon, multi-query", {"alibi": True}, "alibi True"),
+        ("stablelm", {"qk_layernorm": True}, "qk_layernorm True"),
         ("falcon, multi-query", {"parallel_attn": False}, "parallel_attn False"),
     ],
 )

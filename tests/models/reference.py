@@ -47,6 +47,11 @@ OUR_FALCON = dict(
     OUR_NEOX, activation="gelu", add_bias_linear=False, untie_embeddings_and_output_weights=False
 )
 
+OUR_STARCODER = dict(OUR_NEOX, parallel_attn_mlp=False)
+OUR_STABLELM = dict(
+    OUR_STARCODER, num_query_groups=2, add_bias_linear=False, swiglu=True, rotary_percent=0.25
+)
+
 EXPERTS = dict(num_experts=8, num_experts_per_tok=3)
 OUR_EXPERTS = dict(num_experts=8, moe_router_topk=3)
 DEEPSEEK = dict({**LLAMA, "num_key_value_heads": 4}, n_routed_experts=8, num_experts_per_tok=4, n_shared_experts=2,
@@ -161,6 +166,22 @@ CASES: dict[str, tuple[Callable, dict]] = {
         lambda: transformers.Phi3Config(**PHI3, original_max_position_embeddings=32, rope_parameters=LONG_ROPE),
         dict(OURS, rotary_percent=0.75, rope_scaling=dict(
             type="longrope", factor=8.0, original_max_position_embeddings=32, **LONG_FACTORS)),
+    ),
+    "starcoder2": (
+        lambda: transformers.Starcoder2Config(**LLAMA),
+        dict(OUR_STARCODER, num_query_groups=2, untie_embeddings_and_output_weights=False),
+    ),
+    "starcoder2, window, no biases": (
+        lambda: transformers.Starcoder2Config(**LLAMA, use_bias=False, sliding_window=11, tie_word_embeddings=False),
+        dict(OUR_STARCODER, num_query_groups=2, add_bias_linear=False, window_size=[10, 0]),
+    ),
+    "stablelm": (
+        lambda: transformers.StableLmConfig(**LLAMA, use_qkv_bias=True, tie_word_embeddings=True),
+        dict(OUR_STABLELM, add_qkv_bias=True, untie_embeddings_and_output_weights=False),
+    ),
+    "stablelm, side by side": (
+        lambda: transformers.StableLmConfig(**LLAMA, use_parallel_residual=True, partial_rotary_factor=0.5),
+        dict(OUR_STABLELM, parallel_attn_mlp=True, shared_layernorm=True, rotary_percent=0.5),
     ),
     "mixtral": (
         lambda: transformers.MixtralConfig(**LLAMA, head_dim=16, num_local_experts=4, num_experts_per_tok=2,

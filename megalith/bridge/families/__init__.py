@@ -22,6 +22,7 @@ from megalith.bridge.families.llama import (
     QWEN2,
     QWEN3,
 )
+from megalith.bridge.families.separate_qkv import STABLELM, STARCODER2
 from megalith.bridge.family import Family, check_kinds
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError, nearest_of
@@ -41,6 +42,8 @@ FAMILIES: dict[str, Family] = {
         PHI3,
         GPT_NEOX,
         FALCON,
+        STARCODER2,
+        STABLELM,
         MIXTRAL,
         QWEN2_MOE,
         QWEN3_MOE,

@@ -78,8 +78,8 @@ SIZES = (
     Field("attention_dropout", "attention_dropout", default=0.0),
     Field("init_method_std", "initializer_range", default=0.02),
 )
-UNTIED = Field("untie_embeddings_and_output_weights", "tie_word_embeddings", default=False,
-               values={True: False, False: True})
+TIED, UNTIED = (Field("untie_embeddings_and_output_weights", "tie_word_embeddings", default=tied,
+                      values={True: False, False: True}) for tied in (True, False))  # where config.json is silent
 ATTENTION_BIAS = (
     Field("add_qkv_bias", "attention_bias", default=False),
     Field("add_proj_bias", "attention_bias", default=False),
@@ -197,8 +197,7 @@ GATES = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu", "relu": "relu"}
 GEMMA_SETTINGS = (
     *SIZES,
     *ATTENTION_BIAS,
-    Field("untie_embeddings_and_output_weights", "tie_word_embeddings", default=True,
-          values={True: False, False: True}),
+    TIED,
     Ours(normalization="RMSNorm", layernorm_zero_centered_gamma=True, gated_linear_unit=True, scale_embeddings=True,
          add_bias_linear=False, hidden_dropout=0.0),
 )
