@@ -20,6 +20,7 @@ from megalith.config import LoraConfig, ModelConfig
 from megalith.config.base import Decides, as_config_error
 from megalith.errors import ConfigError
 from megalith.models.adapters import add_adapters
+from megalith.models.model_types import make_model
 from megalith.models.transformer import Transformer
 
 MOST_LAYERS = 10_000
@@ -90,7 +91,8 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else text[:79] + "…"
 
 
-VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # a row an entry, padded in memory
+# a row an entry of the vocabulary, padded in memory
+VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "lm_head.vocabulary.bias")
 LAYER = re.compile(r"^layers\.(\d+)\.")
 
 
@@ -168,7 +170,7 @@ class Family:
 def without_memory(model: ModelConfig, lora: LoraConfig | None = None) -> Transformer:
     """The model on the meta device, with adapters where `lora` has a rank. Raises ConfigError where it cannot be."""
     try:
-        built = Transformer(model, device="meta")
+        built = make_model(model, device="meta")
         if lora is not None and lora.rank is not None:
             add_adapters(built, lora)
         return built

@@ -28,6 +28,7 @@ from megalith.data.tokenizers.huggingface import CHAT_TEMPLATE
 from megalith.data.tokenizers.open_tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import ConfigError
 from megalith.models.adapters import add_adapters
+from megalith.models.model_types import make_model
 from megalith.models.transformer import Transformer
 from megalith.optim.optimizer import check_optimizer
 from megalith.parallel.mesh import Mesh
@@ -167,7 +168,7 @@ def complete(config: RunConfig, tokenizer: Tokenizer | None) -> RunConfig:
 
 def build_meta_model(config: RunConfig) -> Transformer:
     """The whole model on the meta device: names, shapes and types, without values."""
-    model = Transformer(
+    model = make_model(
         config.model,
         compute_dtype=COMPUTE_DTYPES[config.train.precision],
         seed=config.train.seed,
@@ -185,9 +186,12 @@ def build_model(config: RunConfig, mesh: Mesh, device: torch.device) -> Parallel
 
 def vocabulary_rows(config: RunConfig) -> dict[str, int]:
     """The parameters with a row a vocabulary entry, and how many of their rows are not padding."""
-    rows = {"embedding.word_embeddings.weight": config.model.vocab_size}
-    if config.model.untie_embeddings_and_output_weights:
-        rows["output_layer.weight"] = config.model.vocab_size
+    model = config.model
+    rows = {"embedding.word_embeddings.weight": model.vocab_size}
+    if model.untie_embeddings_and_output_weights:
+        rows["output_layer.weight"] = model.vocab_size
+    if model.model_type == "bert" and model.add_lm_head:
+        rows["lm_head.vocabulary.bias"] = model.vocab_size
     return rows
 
 
