@@ -33,7 +33,7 @@ COUNTS = (
     "max_position_embeddings", "original_max_position_embeddings", "sliding_window", "sliding_window_pattern",
     "n_embd", "n_inner", "n_head", "n_positions", "num_experts", "num_local_experts", "n_routed_experts",
     "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group",
-    "n_embed", "seq_length", "shared_expert_intermediate_size",
+    "n_embed", "seq_length", "shared_expert_intermediate_size", "type_vocab_size",
     "decoder_sparse_step", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
     "num_kv_heads", "ffn_hidden_size", "num_ln_in_parallel_attn",
 )
@@ -121,6 +121,9 @@ class Family:
     absent: Mapping[str, Any] = field(default_factory=dict)
     """What keys mean where config.json leaves them out, of those whose row says something else."""
 
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Ends of names that older files have, and what they are now."""
+
     prefix: str = "model."
     """What stands before every name but the output matrix's; files of the bare model lack it."""
 
@@ -157,7 +160,7 @@ class Family:
         groups, table = [], self.table(model)
         for name, tensor in without_memory(model).state_dict().items():
             layer = LAYER.match(name)
-            row = LAYER.sub("layers.{layer}.", name)
+            row = name if name in table else LAYER.sub("layers.{layer}.", name)
             if row not in table:
                 raise ConfigError(f"{self.architecture} has nothing for {name}")
             shape = tuple(tensor.shape)
@@ -208,7 +211,10 @@ class Group:
 
     def names(self, expert: int | None = None) -> list[str]:
         """Their names, in the rule's order; of one expert where there are experts."""
-        return [name.format(layer=self.layer, expert=expert) for name in self.rule.names]
+        numbers = {"layer": self.layer, "expert": expert, "last": self.model.num_layers - 1}
+        if self.layer is not None:
+            numbers["before"] = int(self.layer) - 1
+        return [name.format(**numbers) for name in self.rule.names]
 
     @cached_property
     def sources(self) -> dict[str, tuple[int, ...]]:

@@ -41,7 +41,8 @@ class RowRun:
 class Rule:
     """The tensors of theirs that one of ours is made of.
 
-    `names` may hold {layer}, and {expert} where ours has a first dimension of experts. `order` gives the runs for a
+    `names` may hold {layer}, {before} and {last}, the numbers of the layer, the one before it and the last one, and
+    {expert} where ours has a first dimension of experts. `order` gives the runs for a
     model and the number of our rows; the names count as one tensor of all the rows where only one is given.
     """
 

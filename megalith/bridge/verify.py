@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalith.bridge.families import family_of
 from megalith.bridge.family import VOCABULARY
 from megalith.bridge.importer import SEED, open_source
 from megalith.bridge.load import load_source
@@ -119,12 +120,11 @@ def _round(model: Transformer, fit: Match) -> None:
 
 
 def _their_logits(fit: Match, ids: Tensor) -> Tensor:
-    from transformers import AutoModelForCausalLM
+    import transformers
 
-    model = AutoModelForCausalLM.from_pretrained(
-        fit.source.path, dtype=torch.float32, attn_implementation="eager"
-    )
-    return model.eval()(ids).logits
+    kind = getattr(transformers, family_of(fit.source.config, str(fit.source.path)).architecture)
+    model = kind.from_pretrained(fit.source.path, dtype=torch.float32, attn_implementation="eager")
+    return model.eval()(ids)[0]
 
 
 def _own_logits(fit: Match, ids: Tensor) -> Tensor:

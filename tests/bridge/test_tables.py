@@ -204,9 +204,9 @@ def test_every_other_layer_of_qwen3_moe_has_experts_the_second_being_the_first()
 
 def test_unknown_architectures_are_refused_with_the_known_ones() -> None:
     with pytest.raises(
-        ConfigError, match=r"BertForMaskedLM, which cannot be built here; known: GPT2LMHeadModel, Llama"
+        ConfigError, match=r"RobertaForMaskedLM, which cannot be built here; known: GPT2LMHeadModel, Llama"
     ):
-        family_of({"architectures": ["BertForMaskedLM"]}, "x")
+        family_of({"architectures": ["RobertaForMaskedLM"]}, "x")
 
 
 def test_what_a_config_json_leaves_out_has_the_default_of_transformers() -> None:

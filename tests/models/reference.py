@@ -258,10 +258,14 @@ CASES: dict[str, tuple[Callable, dict]] = {
 
 
 def random_reference(their_config: transformers.PreTrainedConfig, std: float = 0.1) -> nn.Module:
-    """A model of transformers in evaluation mode. Its norms and biases are random too: their initial 1 and 0 would
-    hide a mistake."""
-    torch.manual_seed(0)
+    """A model of transformers for generation, as `random_parameters` gives it."""
     reference = transformers.AutoModelForCausalLM.from_config(their_config, attn_implementation="eager")
+    return random_parameters(reference, std)
+
+
+def random_parameters(reference: nn.Module, std: float = 0.1) -> nn.Module:
+    """A model in evaluation mode. Its norms and biases are random too: their initial 1 and 0 would hide a mistake."""
+    torch.manual_seed(0)
     for parameter in reference.parameters():
         nn.init.normal_(parameter, std=std)
     for name, buffer in reference.named_buffers():

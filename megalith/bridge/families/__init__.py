@@ -8,6 +8,14 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megalith.bridge.families.bert_encoders import (
+    BERT,
+    BERT_MASKED_LM,
+    BERT_MODEL,
+    MEGATRON_BERT,
+    MEGATRON_BERT_MASKED_LM,
+    MEGATRON_BERT_MODEL,
+)
 from megalith.bridge.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from megalith.bridge.families.experts import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from megalith.bridge.families.layernorm_decoders import BLOOM, FALCON, GPT2, GPT_NEOX
@@ -51,6 +59,12 @@ FAMILIES: dict[str, Family] = {
         DEEPSEEK_V2,
         DEEPSEEK_V3,
         BLOOM,
+        BERT,
+        BERT_MASKED_LM,
+        BERT_MODEL,
+        MEGATRON_BERT,
+        MEGATRON_BERT_MASKED_LM,
+        MEGATRON_BERT_MODEL,
     )
 }
 

@@ -100,10 +100,13 @@ class Bert(Transformer):
         **tokens,
     ) -> Tensor | dict[str, Tensor]:
         """Logits [batch, seq, vocab], or with labels the loss: that of the masked tokens, and of the segments' order
-        where that is given. All other arguments are those of Transformer.forward."""
+        where that is given. Without an LM head the hidden states. All other arguments are those of
+        Transformer.forward."""
         x, context = self._hidden(input_ids, tokentype_ids, streams, labels is not None, tokens)
         if self.final_layernorm is None:
             return {"hidden": x}
+        if self.lm_head is None:
+            return x
         h = self.lm_head(x, context)
         if labels is None:
             return self.vocabulary_logits(h, context)
