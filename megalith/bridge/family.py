@@ -34,6 +34,7 @@ COUNTS = (
     "n_embd", "n_inner", "n_head", "n_positions", "num_experts", "num_local_experts", "n_routed_experts",
     "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group",
     "n_embed", "seq_length", "shared_expert_intermediate_size", "type_vocab_size",
+    "rotary_dim",
     "decoder_sparse_step", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
     "num_kv_heads", "ffn_hidden_size", "num_ln_in_parallel_attn",
 )
@@ -92,7 +93,12 @@ def _short(value: Any) -> str:
 
 
 # a row an entry of the vocabulary, padded in memory
-VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight", "lm_head.vocabulary.bias")
+VOCABULARY = (
+    "embedding.word_embeddings.weight",
+    "output_layer.weight",
+    "vocabulary.bias",
+    "lm_head.vocabulary.bias",
+)
 LAYER = re.compile(r"^layers\.(\d+)\.")
 
 

@@ -71,6 +71,11 @@ def qkv(*names: str, transposed: bool = False) -> Rule:
     return Rule(names, _by_group, transposed)
 
 
+def turning_qkv(*names: str) -> Rule:
+    """As `qkv`, where the pairs of a query's and a key's first dimensions that turn stand side by side there."""
+    return Rule(names, _by_group_turning)
+
+
 def gate_up(*names: str) -> Rule:
     """Gate and up: two tensors of theirs, or one with the whole gate before the whole up."""
     return Rule(names, lambda model, rows: [RowRun(part, 0, part, rows // 2, step=2) for part in (0, 1)])
@@ -86,6 +91,24 @@ def _by_group(model: ModelConfig, rows: int) -> list[RowRun]:
             runs.append(RowRun(source, group * count * size, ours, count * size))
             ours += count * size
     return runs
+
+
+def _by_group_turning(model: ModelConfig, rows: int) -> list[RowRun]:
+    size, turns, runs = model.head_dim, model.rotary_size, []
+    for run in _by_group(model, rows):
+        heads = range(0, run.count, size) if run.source < 2 else ()
+        for head in heads:
+            theirs, ours = run.theirs + head, run.ours + head
+            runs += pairs_apart(run.source, theirs, ours, turns)
+            runs.append(RowRun(run.source, theirs + turns, ours + turns, size - turns))
+        if not heads:
+            runs.append(run)
+    return [run for run in runs if run.count]
+
+
+def pairs_apart(source: int, theirs: int, ours: int, size: int) -> list[RowRun]:
+    """`size` rows that turn in pairs: (0, 1), (2, 3), … there, (0, size / 2), (1, size / 2 + 1), … here."""
+    return [RowRun(source, theirs + 2 * pair, ours + pair, 2, step=size // 2) for pair in range(size // 2)]
 
 
 def _joined(runs: list[RowRun]) -> list[RowRun]:

@@ -227,6 +227,9 @@ class DenseModel(Section):
     untie_embeddings_and_output_weights: bool = False
     """A matrix of its own for the output instead of the embedding's."""
 
+    add_output_bias: Annotated[bool, Needs("model_type", "gpt", strict=True)] = False
+    """A bias behind the output matrix (Phi-2, GPT-J)."""
+
     hidden_dropout: Annotated[Probability, Decides.UPDATES] = 0.1
     """Dropout of the embedding's output and of what each sub-layer adds to the residual stream."""
 

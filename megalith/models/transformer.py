@@ -315,6 +315,14 @@ class OutputMatrix(Linear):
         return function(x, local(self.weight), *args)
 
 
+class VocabularyBias(nn.Module):
+    """A number for each entry of the vocabulary, float32 [padded vocab]."""
+
+    def __init__(self, config: ModelConfig, device: torch.device | None = None):
+        super().__init__()
+        self.bias = nn.Parameter(torch.empty(config.padded_vocab_size, device=device))
+
+
 def _table(rows: int, width: int, device: torch.device | str | None) -> nn.Embedding:
     """An embedding without values: torch's own would draw some, from the global random state."""
     return nn.Embedding.from_pretrained(torch.empty(rows, width, device=device), freeze=False)
@@ -337,7 +345,7 @@ class Transformer(Stack):
     """What a stage gives the next: the residual streams, and the tensor of the batch that has the tokens of each."""
     reads: ClassVar[Sequence[str]] = ()
     """Tensors of the batch that `forward` takes by these names, besides those that every batch has."""
-    heads: ClassVar[Sequence[str]] = ("output_layer",)
+    heads: ClassVar[Sequence[str]] = ("output_layer", "vocabulary")
     """What stands behind the layers: modules that the last pipeline stage has, and None on the others."""
 
     def __init__(
@@ -358,10 +366,12 @@ class Transformer(Stack):
             config, numbers, seed=seed, device=device, embedding=Embedding(config, device), **kinds
         )
         self.compute_dtype = compute_dtype
-        self.output_layer = None
+        self.output_layer = self.vocabulary = None
         if config.untie_embeddings_and_output_weights:
             size = config.hidden_size, config.padded_vocab_size
             self.output_layer = OutputMatrix(*size, bias=False, device=device)
+        if config.add_output_bias:
+            self.vocabulary = VocabularyBias(config, device)
         # Seams: parallel/seams.py says what each is for.
         self.loss = sum_of_losses
         self.logprobs = target_logprobs
@@ -500,4 +510,4 @@ class Transformer(Stack):
     @property
     def output_bias(self) -> Tensor | None:
         """What is added behind the output matrix, float32 [padded vocab]."""
-        return None
+        return None if self.vocabulary is None else local(self.vocabulary.bias)

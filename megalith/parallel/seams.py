@@ -40,6 +40,7 @@ SEAMS: dict[type[nn.Module], dict[str, str]] = {
         "scale) → [batch, seq] or [batch, seq, k], the entropies, and the sum of the objective's losses of tokens",
         "logits": "every entry's logits: (x, weight, vocab_size, softcap, context) → [batch, seq, vocab]",
         "output_layer": "None where another pipeline stage has it",
+        "vocabulary": "None where another pipeline stage has it",
         "partial_gradients": "names of the parameters of which a rank's gradient is a part of a sum over tp",
         "replicated": "the parameters that are copied over data-parallel ranks, and the sums of their gradients",
     },

@@ -196,6 +196,7 @@ def _part(name: str, module: nn.Module) -> str:
 OUTSIDE = {
     "embedding": "embedding",
     "output_layer": "head",
+    "vocabulary": "head",
     "lm_head": "head",
     "pooler": "head",
     "binary_head": "head",

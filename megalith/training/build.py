@@ -190,6 +190,8 @@ def vocabulary_rows(config: RunConfig) -> dict[str, int]:
     rows = {"embedding.word_embeddings.weight": model.vocab_size}
     if model.untie_embeddings_and_output_weights:
         rows["output_layer.weight"] = model.vocab_size
+    if model.add_output_bias:
+        rows["vocabulary.bias"] = model.vocab_size
     if model.model_type == "bert" and model.add_lm_head:
         rows["lm_head.vocabulary.bias"] = model.vocab_size
     return rows

@@ -13,7 +13,16 @@ from megalith.parity.check import LAYOUTS
 from megalith.parity.differences import compare
 from megalith.parity.job import run_job
 
-FAMILIES = ["gemma", "qwen2-moe, a dense layer", "starcoder2", "stablelm", "stablelm, side by side"]
+FAMILIES = [
+    "gemma",
+    "qwen2-moe, a dense layer",
+    "starcoder2",
+    "stablelm",
+    "stablelm, side by side",
+    "phi",
+    "phi, tied",
+    "gpt-j",
+]
 TRIED = ["tp2", "pp2", "tp2-sp-dp2-zero3"]
 
 

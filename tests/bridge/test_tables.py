@@ -125,6 +125,8 @@ def test_a_model_that_no_family_can_say_is_refused_with_the_reason_of_each() -> 
         ("gpt-neox", {"rotary_pct": -1}, "rotary_pct -1"),
         ("falcon, multi-query", {"alibi": True}, "alibi True"),
         ("stablelm", {"qk_layernorm": True}, "qk_layernorm True"),
+        ("phi", {"qk_layernorm": True}, "qk_layernorm True"),
+        ("gpt-j", {"rotary_dim": None}, "rotary_dim None"),
         ("falcon, multi-query", {"parallel_attn": False}, "parallel_attn False"),
     ],
 )

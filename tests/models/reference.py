@@ -51,6 +51,7 @@ OUR_STARCODER = dict(OUR_NEOX, parallel_attn_mlp=False)
 OUR_STABLELM = dict(
     OUR_STARCODER, num_query_groups=2, add_bias_linear=False, swiglu=True, rotary_percent=0.25
 )
+OUR_PHI = dict(OUR_NEOX, shared_layernorm=True, add_output_bias=True)
 
 EXPERTS = dict(num_experts=8, num_experts_per_tok=3)
 OUR_EXPERTS = dict(num_experts=8, moe_router_topk=3)
@@ -182,6 +183,20 @@ CASES: dict[str, tuple[Callable, dict]] = {
     "stablelm, side by side": (
         lambda: transformers.StableLmConfig(**LLAMA, use_parallel_residual=True, partial_rotary_factor=0.5),
         dict(OUR_STABLELM, parallel_attn_mlp=True, shared_layernorm=True, rotary_percent=0.5),
+    ),
+    "phi": (
+        lambda: transformers.PhiConfig(**LLAMA),
+        dict(OUR_PHI, num_query_groups=2, rotary_percent=0.5),
+    ),
+    "phi, tied": (
+        lambda: transformers.PhiConfig(**NEOX, tie_word_embeddings=True, partial_rotary_factor=0.25),
+        dict(OUR_PHI, rotary_percent=0.25, untie_embeddings_and_output_weights=False),
+    ),
+    "gpt-j": (
+        lambda: transformers.GPTJConfig(vocab_size=VOCAB, n_embd=64, n_layer=3, n_head=4, n_positions=64,
+                                        rotary_dim=12),
+        dict(OUR_PHI, ffn_hidden_size=256, max_position_embeddings=64, rotary_percent=0.75, add_bias_linear=False,
+             add_mlp_bias=True),
     ),
     "mixtral": (
         lambda: transformers.MixtralConfig(**LLAMA, head_dim=16, num_local_experts=4, num_experts_per_tok=2,

@@ -70,23 +70,27 @@ GPT2_TENSORS = {
         same("lm_head.weight"),
 }
 
+GPT2_SETTINGS = (
+    Field("num_layers", "n_layer"),
+    Field("hidden_size", "n_embd"),
+    Field("ffn_hidden_size", "n_inner", default=None),
+    Field("num_attention_heads", "n_head"),
+    Field("vocab_size", "vocab_size"),
+    Field("max_position_embeddings", "n_positions"),
+    Field("layernorm_epsilon", "layer_norm_epsilon", default=1e-5),
+    activation("activation_function", "gelu_new"),
+    Field("hidden_dropout", "resid_pdrop", default=0.1),
+    Field("hidden_dropout", "embd_pdrop", default=0.1),
+    Field("attention_dropout", "attn_pdrop", default=0.1),
+    Field("init_method_std", "initializer_range", default=0.02),
+)
+
 GPT2 = Family(
     architecture="GPT2LMHeadModel",
     model_type="gpt2",
     tensors=GPT2_TENSORS,
     settings=(
-        Field("num_layers", "n_layer"),
-        Field("hidden_size", "n_embd"),
-        Field("ffn_hidden_size", "n_inner", default=None),
-        Field("num_attention_heads", "n_head"),
-        Field("vocab_size", "vocab_size"),
-        Field("max_position_embeddings", "n_positions"),
-        Field("layernorm_epsilon", "layer_norm_epsilon", default=1e-5),
-        activation("activation_function", "gelu_new"),
-        Field("hidden_dropout", "resid_pdrop", default=0.1),
-        Field("hidden_dropout", "embd_pdrop", default=0.1),
-        Field("attention_dropout", "attn_pdrop", default=0.1),
-        Field("init_method_std", "initializer_range", default=0.02),
+        *GPT2_SETTINGS,
         TIED,
         Ours(position_embedding_type="learned_absolute"),
         Theirs(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False),

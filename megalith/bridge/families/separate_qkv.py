@@ -4,15 +4,24 @@ StarCoder2: an MLP without a gate, biases everywhere, grouped heads, in some rel
 
 StableLM: Llama with LayerNorm, whose heads turn in part; attention and MLP one behind the other, or side by side behind
 one norm.
+
+Phi and GPT-J: attention and MLP side by side behind one norm, heads that turn in part, a bias behind the output matrix.
+GPT-J has no biases in attention, and the pairs of dimensions that turn together stand side by side.
 """
 
 from __future__ import annotations
 
-from megalith.bridge.families.layernorm_decoders import activation
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from megalith.bridge.families.layernorm_decoders import GPT2_SETTINGS, activation
 from megalith.bridge.families.llama import IGNORED, TENSORS, TIED, UNTIED
 from megalith.bridge.family import Family
-from megalith.bridge.rows import same
-from megalith.bridge.settings import Field, Ours, PartialRope, Rope, Theirs, Window
+from megalith.bridge.rows import same, turning_qkv
+from megalith.bridge.settings import Field, Ours, PartialRope, Rope, Theirs, Tree, Window
+from megalith.config import ModelConfig
+from megalith.errors import ConfigError
 
 # fmt: off
 ROWS = {
@@ -92,5 +101,118 @@ STABLELM = Family(
     ),
     tied="lm_head.weight",
     ignored=IGNORED,
+)
+# fmt: on
+
+
+# fmt: off
+PHI = Family(
+    architecture="PhiForCausalLM",
+    model_type="phi",
+    tensors={
+        **ROWS,
+        "layers.{layer}.self_attention.linear_proj.weight":
+            same("model.layers.{layer}.self_attn.dense.weight"),
+        "layers.{layer}.self_attention.linear_proj.bias":
+            same("model.layers.{layer}.self_attn.dense.bias"),
+        "layers.{layer}.mlp.linear_fc1.weight":
+            same("model.layers.{layer}.mlp.fc1.weight"),
+        "layers.{layer}.mlp.linear_fc1.bias":
+            same("model.layers.{layer}.mlp.fc1.bias"),
+        "layers.{layer}.mlp.linear_fc2.weight":
+            same("model.layers.{layer}.mlp.fc2.weight"),
+        "layers.{layer}.mlp.linear_fc2.bias":
+            same("model.layers.{layer}.mlp.fc2.bias"),
+        "final_layernorm.weight":
+            same("model.final_layernorm.weight"),
+        "final_layernorm.bias":
+            same("model.final_layernorm.bias"),
+        "vocabulary.bias":
+            same("lm_head.bias"),
+    },
+    settings=(
+        *SIZES,
+        Field("ffn_hidden_size", "intermediate_size"),
+        Field("num_query_groups", "num_key_value_heads", default=None),
+        Field("layernorm_epsilon", "layer_norm_eps", default=1e-5),
+        activation("hidden_act", "gelu_new"),
+        Field("hidden_dropout", "resid_pdrop", default=0.0),
+        Field("hidden_dropout", "embd_pdrop", default=0.0),
+        Field("init_method_std", "initializer_range", default=0.02),
+        UNTIED,
+        PartialRope(0.5),
+        Ours(parallel_attn_mlp=True, shared_layernorm=True, add_output_bias=True),
+        Theirs(qk_layernorm=False),
+    ),
+    tied="lm_head.weight",
+    ignored=IGNORED,
+)
+# fmt: on
+
+
+class RotaryDimensions:
+    """`rotary_dim`, the dimensions of a head that turn, with the base that GPT-J always has."""
+
+    def read(self, theirs: Mapping[str, Any]) -> Tree:
+        size, turns = theirs["n_embd"] // theirs["n_head"], theirs.get("rotary_dim", 64)
+        if not turns:
+            raise ConfigError(
+                f"config.json has rotary_dim {turns}, with which transformers builds no model; set it to the "
+                f"dimensions of a head that turn, at most {size}"
+            )
+        share = turns / size
+        if int(size * share) != turns:  # rounded down once too often
+            share = math.nextafter(share, 1.0)
+        return {"position_embedding_type": "rope", "rotary_base": 10000.0, "rotary_percent": share}
+
+    def write(self, model: ModelConfig) -> Tree:
+        return {"rotary_dim": model.rotary_size}
+
+
+# fmt: off
+GPT_J = Family(
+    architecture="GPTJForCausalLM",
+    model_type="gptj",
+    absent={"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    tensors={
+        "embedding.word_embeddings.weight":
+            same("transformer.wte.weight"),
+        "layers.{layer}.input_layernorm.weight":
+            same("transformer.h.{layer}.ln_1.weight"),
+        "layers.{layer}.input_layernorm.bias":
+            same("transformer.h.{layer}.ln_1.bias"),
+        "layers.{layer}.self_attention.linear_qkv.weight":
+            turning_qkv("transformer.h.{layer}.attn.q_proj.weight",
+                        "transformer.h.{layer}.attn.k_proj.weight",
+                        "transformer.h.{layer}.attn.v_proj.weight"),
+        "layers.{layer}.self_attention.linear_proj.weight":
+            same("transformer.h.{layer}.attn.out_proj.weight"),
+        "layers.{layer}.mlp.linear_fc1.weight":
+            same("transformer.h.{layer}.mlp.fc_in.weight"),
+        "layers.{layer}.mlp.linear_fc1.bias":
+            same("transformer.h.{layer}.mlp.fc_in.bias"),
+        "layers.{layer}.mlp.linear_fc2.weight":
+            same("transformer.h.{layer}.mlp.fc_out.weight"),
+        "layers.{layer}.mlp.linear_fc2.bias":
+            same("transformer.h.{layer}.mlp.fc_out.bias"),
+        "final_layernorm.weight":
+            same("transformer.ln_f.weight"),
+        "final_layernorm.bias":
+            same("transformer.ln_f.bias"),
+        "output_layer.weight":
+            same("lm_head.weight"),
+        "vocabulary.bias":
+            same("lm_head.bias"),
+    },
+    settings=(
+        *GPT2_SETTINGS,
+        UNTIED,
+        RotaryDimensions(),
+        Ours(parallel_attn_mlp=True, shared_layernorm=True, add_bias_linear=False, add_mlp_bias=True,
+             add_output_bias=True),
+    ),
+    tied="lm_head.weight",
+    ignored=(r"\.attn\.(masked_)?bias$",),
+    prefix="transformer.",
 )
 # fmt: on

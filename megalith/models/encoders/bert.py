@@ -25,7 +25,7 @@ from megalith.models.linear import Linear
 from megalith.models.loss import CrossEntropy, MicroBatchMean, Objective, with_gradient_times
 from megalith.models.norm import Norm
 from megalith.models.pass_context import Context
-from megalith.models.transformer import Stack, Transformer
+from megalith.models.transformer import Stack, Transformer, VocabularyBias
 from megalith.ops.activation import ACTIVATIONS
 from megalith.ops.cross_entropy import NO_LABEL
 
@@ -53,14 +53,6 @@ class LMHead(nn.Module):
 
     def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
         return self.layernorm(self.dense(x, context, then=self.activation))
-
-
-class VocabularyBias(nn.Module):
-    """A number for each entry of the vocabulary, float32 [padded vocab]."""
-
-    def __init__(self, config: ModelConfig, device: torch.device | None = None):
-        super().__init__()
-        self.bias = nn.Parameter(torch.empty(config.padded_vocab_size, device=device))
 
 
 class Encodings(NamedTuple):
