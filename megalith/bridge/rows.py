@@ -66,6 +66,13 @@ def transposed(name: str) -> Rule:
     return Rule((name,), lambda model, rows: [RowRun(0, 0, 0, rows)], transposed=True)
 
 
+def first_last(name: str, count: int) -> Rule:
+    """A table whose first `count` rows there are its last here."""
+    return Rule(
+        (name,), lambda model, rows: [RowRun(0, count, 0, rows - count), RowRun(0, 0, rows - count, count)]
+    )
+
+
 def qkv(*names: str, transposed: bool = False) -> Rule:
     """Queries, keys and values: three tensors of theirs, or one with all queries before all keys before all values."""
     return Rule(names, _by_group, transposed)

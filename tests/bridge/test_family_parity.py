@@ -22,6 +22,7 @@ FAMILIES = [
     "phi",
     "phi, tied",
     "gpt-j",
+    "opt",
 ]
 TRIED = ["tp2", "pp2", "tp2-sp-dp2-zero3"]
 

@@ -127,6 +127,8 @@ def test_a_model_that_no_family_can_say_is_refused_with_the_reason_of_each() -> 
         ("stablelm", {"qk_layernorm": True}, "qk_layernorm True"),
         ("phi", {"qk_layernorm": True}, "qk_layernorm True"),
         ("gpt-j", {"rotary_dim": None}, "rotary_dim None"),
+        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before False"),
+        ("opt", {"word_embed_proj_dim": 32}, "word_embed_proj_dim 32 and hidden_size 64"),
         ("falcon, multi-query", {"parallel_attn": False}, "parallel_attn False"),
     ],
 )

@@ -52,6 +52,10 @@ OUR_STABLELM = dict(
     OUR_STARCODER, num_query_groups=2, add_bias_linear=False, swiglu=True, rotary_percent=0.25
 )
 OUR_PHI = dict(OUR_NEOX, shared_layernorm=True, add_output_bias=True)
+OPT = dict(vocab_size=VOCAB, hidden_size=64, ffn_dim=112, num_hidden_layers=3, num_attention_heads=4,
+           max_position_embeddings=64)  # fmt: skip
+OUR_OPT = dict(vocab_size=VOCAB, hidden_size=64, ffn_hidden_size=112, num_layers=3, num_attention_heads=4,
+               max_position_embeddings=66)  # fmt: skip
 
 EXPERTS = dict(num_experts=8, num_experts_per_tok=3)
 OUR_EXPERTS = dict(num_experts=8, moe_router_topk=3)
@@ -197,6 +201,14 @@ CASES: dict[str, tuple[Callable, dict]] = {
                                         rotary_dim=12),
         dict(OUR_PHI, ffn_hidden_size=256, max_position_embeddings=64, rotary_percent=0.75, add_bias_linear=False,
              add_mlp_bias=True),
+    ),
+    "opt": (
+        lambda: transformers.OPTConfig(**OPT),
+        dict(OUR_OPT, activation="relu"),
+    ),
+    "opt, no biases, untied": (
+        lambda: transformers.OPTConfig(**OPT, enable_bias=False, tie_word_embeddings=False, activation_function="gelu"),
+        dict(OUR_OPT, activation="gelu", add_bias_linear=False, untie_embeddings_and_output_weights=True),
     ),
     "mixtral": (
         lambda: transformers.MixtralConfig(**LLAMA, head_dim=16, num_local_experts=4, num_experts_per_tok=2,

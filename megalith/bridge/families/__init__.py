@@ -30,7 +30,7 @@ from megalith.bridge.families.llama import (
     QWEN2,
     QWEN3,
 )
-from megalith.bridge.families.separate_qkv import GPT_J, PHI, STABLELM, STARCODER2
+from megalith.bridge.families.separate_qkv import GPT_J, OPT, PHI, STABLELM, STARCODER2
 from megalith.bridge.family import Family, check_kinds
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError, nearest_of
@@ -54,6 +54,7 @@ FAMILIES: dict[str, Family] = {
         STABLELM,
         PHI,
         GPT_J,
+        OPT,
         MIXTRAL,
         QWEN2_MOE,
         QWEN3_MOE,

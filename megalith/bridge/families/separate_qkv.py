@@ -7,6 +7,10 @@ one norm.
 
 Phi and GPT-J: attention and MLP side by side behind one norm, heads that turn in part, a bias behind the output matrix.
 GPT-J has no biases in attention, and the pairs of dimensions that turn together stand side by side.
+
+OPT: learned positions, ReLU. Its table of positions begins with two rows that no token has; ours ends with them, so
+that a model has two positions more than its config.json says. OPT-350M, with norms behind the additions and embeddings
+of another width than the layers, is refused.
 """
 
 from __future__ import annotations
@@ -18,7 +22,7 @@ from typing import Any
 from megalith.bridge.families.layernorm_decoders import GPT2_SETTINGS, activation
 from megalith.bridge.families.llama import IGNORED, TENSORS, TIED, UNTIED
 from megalith.bridge.family import Family
-from megalith.bridge.rows import same, turning_qkv
+from megalith.bridge.rows import first_last, qkv, same, turning_qkv
 from megalith.bridge.settings import Field, Ours, PartialRope, Rope, Theirs, Tree, Window
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
@@ -214,5 +218,98 @@ GPT_J = Family(
     tied="lm_head.weight",
     ignored=(r"\.attn\.(masked_)?bias$",),
     prefix="transformer.",
+)
+# fmt: on
+
+
+class Positions:
+    """`max_position_embeddings`, which leaves out the table's rows without a token."""
+
+    def read(self, theirs: Mapping[str, Any]) -> Tree:
+        return {"max_position_embeddings": theirs.get("max_position_embeddings", 2048) + TOKENLESS}
+
+    def write(self, model: ModelConfig) -> Tree:
+        return {"max_position_embeddings": model.max_position_embeddings - TOKENLESS}
+
+
+class EmbeddingWidth:
+    """`word_embed_proj_dim`, the embedding's width, which has to be the layers'."""
+
+    def read(self, theirs: Mapping[str, Any]) -> Tree:
+        width, hidden = theirs.get("word_embed_proj_dim"), theirs.get("hidden_size")
+        if width not in (None, hidden):
+            raise ConfigError(
+                f"config.json has word_embed_proj_dim {width} and hidden_size {hidden}: embeddings of another width "
+                "than the layers, and the matrices between them, cannot be here (OPT-350M alone has them)"
+            )
+        return {}
+
+    def write(self, model: ModelConfig) -> Tree:
+        return {"word_embed_proj_dim": model.hidden_size}
+
+
+TOKENLESS = 2  # rows of OPT's table of positions
+
+# fmt: off
+OPT = Family(
+    architecture="OPTForCausalLM",
+    model_type="opt",
+    tensors={
+        "embedding.word_embeddings.weight":
+            same("model.decoder.embed_tokens.weight"),
+        "embedding.position_embeddings.weight":
+            first_last("model.decoder.embed_positions.weight", TOKENLESS),
+        "layers.{layer}.input_layernorm.weight":
+            same("model.decoder.layers.{layer}.self_attn_layer_norm.weight"),
+        "layers.{layer}.input_layernorm.bias":
+            same("model.decoder.layers.{layer}.self_attn_layer_norm.bias"),
+        "layers.{layer}.self_attention.linear_qkv.weight":
+            qkv("model.decoder.layers.{layer}.self_attn.q_proj.weight",
+                "model.decoder.layers.{layer}.self_attn.k_proj.weight",
+                "model.decoder.layers.{layer}.self_attn.v_proj.weight"),
+        "layers.{layer}.self_attention.linear_qkv.bias":
+            qkv("model.decoder.layers.{layer}.self_attn.q_proj.bias",
+                "model.decoder.layers.{layer}.self_attn.k_proj.bias",
+                "model.decoder.layers.{layer}.self_attn.v_proj.bias"),
+        "layers.{layer}.self_attention.linear_proj.weight":
+            same("model.decoder.layers.{layer}.self_attn.out_proj.weight"),
+        "layers.{layer}.self_attention.linear_proj.bias":
+            same("model.decoder.layers.{layer}.self_attn.out_proj.bias"),
+        "layers.{layer}.pre_mlp_layernorm.weight":
+            same("model.decoder.layers.{layer}.final_layer_norm.weight"),
+        "layers.{layer}.pre_mlp_layernorm.bias":
+            same("model.decoder.layers.{layer}.final_layer_norm.bias"),
+        "layers.{layer}.mlp.linear_fc1.weight":
+            same("model.decoder.layers.{layer}.fc1.weight"),
+        "layers.{layer}.mlp.linear_fc1.bias":
+            same("model.decoder.layers.{layer}.fc1.bias"),
+        "layers.{layer}.mlp.linear_fc2.weight":
+            same("model.decoder.layers.{layer}.fc2.weight"),
+        "layers.{layer}.mlp.linear_fc2.bias":
+            same("model.decoder.layers.{layer}.fc2.bias"),
+        "final_layernorm.weight":
+            same("model.decoder.final_layer_norm.weight"),
+        "final_layernorm.bias":
+            same("model.decoder.final_layer_norm.bias"),
+        "output_layer.weight":
+            same("lm_head.weight"),
+    },
+    settings=(
+        *[size for size in SIZES if size.ours != "max_position_embeddings"],
+        Positions(),
+        Field("ffn_hidden_size", "ffn_dim"),
+        activation("activation_function", "relu"),
+        Field("hidden_dropout", "dropout", default=0.1),
+        Field("init_method_std", "init_std", default=0.02),
+        Field("add_qkv_bias", "enable_bias", default=True),
+        Field("add_proj_bias", "enable_bias", default=True),
+        Field("add_mlp_bias", "enable_bias", default=True),
+        TIED,
+        EmbeddingWidth(),
+        Ours(position_embedding_type="learned_absolute", layernorm_epsilon=1e-5, add_bias_linear=False),
+        Theirs(do_layer_norm_before=True, _remove_final_layer_norm=False, layer_norm_elementwise_affine=True,
+               layerdrop=0.0),
+    ),
+    tied="lm_head.weight",
 )
 # fmt: on
