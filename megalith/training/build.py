@@ -11,6 +11,7 @@ import torch
 
 from megalith.bridge.adapter_folder import with_lora_load
 from megalith.bridge.families import family_for
+from megalith.bridge.family import VOCABULARY
 from megalith.bridge.load import tokenizer_folder, with_foreign_load, with_init_from
 from megalith.comm.collectives import Axis
 from megalith.config import RunConfig
@@ -186,15 +187,7 @@ def build_model(config: RunConfig, mesh: Mesh, device: torch.device) -> Parallel
 
 def vocabulary_rows(config: RunConfig) -> dict[str, int]:
     """The parameters with a row a vocabulary entry, and how many of their rows are not padding."""
-    model = config.model
-    rows = {"embedding.word_embeddings.weight": model.vocab_size}
-    if model.untie_embeddings_and_output_weights:
-        rows["output_layer.weight"] = model.vocab_size
-    if model.add_output_bias:
-        rows["vocabulary.bias"] = model.vocab_size
-    if model.model_type == "bert" and model.add_lm_head:
-        rows["lm_head.vocabulary.bias"] = model.vocab_size
-    return rows
+    return dict.fromkeys(VOCABULARY, config.model.vocab_size)
 
 
 def open_datasets(

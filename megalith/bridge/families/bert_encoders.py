@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from megalith.bridge.families.layernorm_decoders import activation
+from megalith.bridge.families.llama import TIED
 from megalith.bridge.family import Family
 from megalith.bridge.rows import Rule, qkv, same
 from megalith.bridge.settings import Field, Ours, Theirs, Tree
@@ -122,14 +124,11 @@ SETTINGS = (
     Field("vocab_size", "vocab_size"),
     Field("max_position_embeddings", "max_position_embeddings", default=512),
     Field("layernorm_epsilon", "layer_norm_eps", default=1e-12),
-    Field("activation", "hidden_act", default="gelu",
-          values={"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu",
-                  "silu": "silu"}),
+    activation("hidden_act", "gelu"),
     Field("hidden_dropout", "hidden_dropout_prob", default=0.1),
     Field("attention_dropout", "attention_probs_dropout_prob", default=0.1),
     Field("init_method_std", "initializer_range", default=0.02),
-    Field("untie_embeddings_and_output_weights", "tie_word_embeddings", default=True,
-          values={True: False, False: True}),
+    TIED,
     Tokentypes(),
     Theirs(is_decoder=False, add_cross_attention=False, position_embedding_type="absolute"),
 )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megalith.bridge.families.llama import IGNORED, QWEN3, SETTINGS, TENSORS
+from megalith.bridge.families.llama import IGNORED, QK_NORMS, SETTINGS, TENSORS
 from megalith.bridge.family import Family
 from megalith.bridge.rows import gate_up, same
 from megalith.bridge.settings import EveryLayer, Field, Ours, Theirs, Tree, Window
@@ -57,14 +57,7 @@ OLMOE = Family(
     architecture="OlmoeForCausalLM",
     model_type="olmoe",
     absent={"rms_norm_eps": 1e-5},
-    tensors={
-        **TENSORS,
-        **EXPERTS,
-        "layers.{layer}.self_attention.q_layernorm.weight":
-            same("model.layers.{layer}.self_attn.q_norm.weight"),
-        "layers.{layer}.self_attention.k_layernorm.weight":
-            same("model.layers.{layer}.self_attn.k_norm.weight"),
-    },
+    tensors={**TENSORS, **EXPERTS, **QK_NORMS},
     settings=(
         *SETTINGS,
         Field("num_experts", "num_experts", default=64),
@@ -96,7 +89,7 @@ QWEN3_MOE = Family(
     architecture="Qwen3MoeForCausalLM",
     model_type="qwen3_moe",
     absent={"num_key_value_heads": 4},
-    tensors={**QWEN3.tensors, **EXPERTS},
+    tensors={**TENSORS, **EXPERTS, **QK_NORMS},
     settings=(
         *SETTINGS,
         Field(

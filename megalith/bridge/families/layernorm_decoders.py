@@ -32,7 +32,22 @@ def activation(key: str, default: str, tanh: str = "gelu_new") -> Field:
     return Field("activation", key, default=default, values=named | others)
 
 
+def biases(key: str, default: bool) -> tuple[Field, ...]:
+    """The rows of one key for the biases of every linear layer."""
+    return tuple(
+        Field(ours, key, default=default) for ours in ("add_qkv_bias", "add_proj_bias", "add_mlp_bias")
+    )
+
+
 # fmt: off
+SIZES = (
+    Field("num_layers", "num_hidden_layers"),
+    Field("hidden_size", "hidden_size"),
+    Field("num_attention_heads", "num_attention_heads"),
+    Field("vocab_size", "vocab_size"),
+    Field("attention_dropout", "attention_dropout", default=0.0),
+)
+
 GPT2_TENSORS = {
     "embedding.word_embeddings.weight":
         same("transformer.wte.weight"),
@@ -208,16 +223,12 @@ GPT_NEOX = Family(
     model_type="gpt_neox",
     tensors=NEOX_TENSORS,
     settings=(
-        Field("num_layers", "num_hidden_layers"),
-        Field("hidden_size", "hidden_size"),
+        *SIZES,
         Field("ffn_hidden_size", "intermediate_size"),
-        Field("num_attention_heads", "num_attention_heads"),
-        Field("vocab_size", "vocab_size"),
         Field("max_position_embeddings", "max_position_embeddings"),
         Field("layernorm_epsilon", "layer_norm_eps", default=1e-5),
         activation("hidden_act", "gelu", tanh="gelu_fast"),
         Field("hidden_dropout", "hidden_dropout", default=0.0),
-        Field("attention_dropout", "attention_dropout", default=0.0),
         Field("init_method_std", "initializer_range", default=0.02),
         Field("parallel_attn_mlp", "use_parallel_residual", default=True),
         Field("add_qkv_bias", "attention_bias", default=True),
@@ -310,20 +321,14 @@ FALCON = FalconFamily(
     model_type="falcon",
     tensors=FALCON_TENSORS,
     settings=(
-        Field("num_layers", "num_hidden_layers"),
-        Field("hidden_size", "hidden_size"),
+        *SIZES,
         Field("ffn_hidden_size", "ffn_hidden_size", default=None),
-        Field("num_attention_heads", "num_attention_heads"),
-        Field("vocab_size", "vocab_size"),
         Field("max_position_embeddings", "max_position_embeddings", default=2048),
         Field("layernorm_epsilon", "layer_norm_epsilon", default=1e-5),
         activation("activation", "gelu"),
         Field("hidden_dropout", "hidden_dropout", default=0.0),
-        Field("attention_dropout", "attention_dropout", default=0.0),
         Field("init_method_std", "initializer_range", default=0.02),
-        Field("add_qkv_bias", "bias", default=False),
-        Field("add_proj_bias", "bias", default=False),
-        Field("add_mlp_bias", "bias", default=False),
+        *biases("bias", False),
         TIED,
         FalconDecoder(),
         Rope(),

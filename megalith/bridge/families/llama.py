@@ -64,6 +64,12 @@ TENSORS = {
     "output_layer.weight":
         same("lm_head.weight"),
 }
+QK_NORMS = {
+    "layers.{layer}.self_attention.q_layernorm.weight":
+        same("model.layers.{layer}.self_attn.q_norm.weight"),
+    "layers.{layer}.self_attention.k_layernorm.weight":
+        same("model.layers.{layer}.self_attn.k_norm.weight"),
+}
 
 SIZES = (
     Field("num_layers", "num_hidden_layers"),
@@ -154,10 +160,7 @@ OLMO2 = Family(
     absent={"rms_norm_eps": 1e-5},
     tensors={
         **TENSORS,
-        "layers.{layer}.self_attention.q_layernorm.weight":
-            same("model.layers.{layer}.self_attn.q_norm.weight"),
-        "layers.{layer}.self_attention.k_layernorm.weight":
-            same("model.layers.{layer}.self_attn.k_norm.weight"),
+        **QK_NORMS,
         "layers.{layer}.post_attention_layernorm.weight":
             same("model.layers.{layer}.post_attention_layernorm.weight"),
         "layers.{layer}.post_mlp_layernorm.weight":
@@ -184,13 +187,6 @@ GEMMA2_TENSORS = {
         same("model.layers.{layer}.pre_feedforward_layernorm.weight"),
     "layers.{layer}.post_mlp_layernorm.weight":
         same("model.layers.{layer}.post_feedforward_layernorm.weight"),
-}
-GEMMA3_TENSORS = {
-    **GEMMA2_TENSORS,
-    "layers.{layer}.self_attention.q_layernorm.weight":
-        same("model.layers.{layer}.self_attn.q_norm.weight"),
-    "layers.{layer}.self_attention.k_layernorm.weight":
-        same("model.layers.{layer}.self_attn.k_norm.weight"),
 }
 
 GATES = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu", "relu": "relu"}
@@ -246,7 +242,7 @@ GEMMA3 = Family(
     architecture="Gemma3ForCausalLM",
     model_type="gemma3_text",
     absent={"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
-    tensors=GEMMA3_TENSORS,
+    tensors={**GEMMA2_TENSORS, **QK_NORMS},
     settings=(
         *SANDWICHED,
         RopeByLayer(),
@@ -279,15 +275,7 @@ QWEN2 = Family(
 QWEN3 = Family(
     architecture="Qwen3ForCausalLM",
     model_type="qwen3",
-    tensors={
-        **TENSORS,
-        "layers.{layer}.self_attention.q_layernorm.weight": same(
-            "model.layers.{layer}.self_attn.q_norm.weight"
-        ),
-        "layers.{layer}.self_attention.k_layernorm.weight": same(
-            "model.layers.{layer}.self_attn.k_norm.weight"
-        ),
-    },
+    tensors={**TENSORS, **QK_NORMS},
     settings=(
         *SETTINGS,
         Ours(qk_layernorm=True),

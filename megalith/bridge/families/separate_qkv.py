@@ -19,7 +19,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from megalith.bridge.families.layernorm_decoders import GPT2_SETTINGS, activation
+from megalith.bridge.families.layernorm_decoders import GPT2_SETTINGS, SIZES, activation, biases
 from megalith.bridge.families.llama import IGNORED, TENSORS, TIED, UNTIED
 from megalith.bridge.family import Family
 from megalith.bridge.rows import first_last, qkv, same, turning_qkv
@@ -37,14 +37,6 @@ ROWS = {
     "final_layernorm.bias":
         same("model.norm.bias"),
 }
-SIZES = (
-    Field("num_layers", "num_hidden_layers"),
-    Field("hidden_size", "hidden_size"),
-    Field("num_attention_heads", "num_attention_heads"),
-    Field("vocab_size", "vocab_size"),
-    Field("max_position_embeddings", "max_position_embeddings"),
-    Field("attention_dropout", "attention_dropout", default=0.0),
-)
 
 STARCODER2 = Family(
     architecture="Starcoder2ForCausalLM",
@@ -64,6 +56,7 @@ STARCODER2 = Family(
     settings=(
         *SIZES,
         Field("ffn_hidden_size", "intermediate_size"),
+        Field("max_position_embeddings", "max_position_embeddings"),
         Field("num_query_groups", "num_key_value_heads"),
         Field("kv_channels", "head_dim", default=None),
         Field("layernorm_epsilon", "norm_epsilon", default=1e-5),
@@ -71,9 +64,7 @@ STARCODER2 = Family(
         Field("hidden_dropout", "residual_dropout", default=0.0),
         Field("hidden_dropout", "embedding_dropout", default=0.0),
         Field("init_method_std", "initializer_range", default=0.018042),
-        Field("add_qkv_bias", "use_bias", default=True),
-        Field("add_proj_bias", "use_bias", default=True),
-        Field("add_mlp_bias", "use_bias", default=True),
+        *biases("use_bias", True),
         TIED,
         Rope(),
         Window(default=None),
@@ -91,6 +82,7 @@ STABLELM = Family(
     settings=(
         *SIZES,
         Field("ffn_hidden_size", "intermediate_size"),
+        Field("max_position_embeddings", "max_position_embeddings"),
         Field("num_query_groups", "num_key_value_heads"),
         Field("layernorm_epsilon", "layer_norm_eps", default=1e-5),
         Field("hidden_dropout", "hidden_dropout", default=0.0),
@@ -137,6 +129,7 @@ PHI = Family(
     settings=(
         *SIZES,
         Field("ffn_hidden_size", "intermediate_size"),
+        Field("max_position_embeddings", "max_position_embeddings"),
         Field("num_query_groups", "num_key_value_heads", default=None),
         Field("layernorm_epsilon", "layer_norm_eps", default=1e-5),
         activation("hidden_act", "gelu_new"),
@@ -295,15 +288,13 @@ OPT = Family(
             same("lm_head.weight"),
     },
     settings=(
-        *[size for size in SIZES if size.ours != "max_position_embeddings"],
+        *SIZES,
         Positions(),
         Field("ffn_hidden_size", "ffn_dim"),
         activation("activation_function", "relu"),
         Field("hidden_dropout", "dropout", default=0.1),
         Field("init_method_std", "init_std", default=0.02),
-        Field("add_qkv_bias", "enable_bias", default=True),
-        Field("add_proj_bias", "enable_bias", default=True),
-        Field("add_mlp_bias", "enable_bias", default=True),
+        *biases("enable_bias", True),
         TIED,
         EmbeddingWidth(),
         Ours(position_embedding_type="learned_absolute", layernorm_epsilon=1e-5, add_bias_linear=False),
