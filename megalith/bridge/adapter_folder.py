@@ -27,6 +27,7 @@ from megalith.checkpoint.state import Model, own_shards
 from megalith.config import LoraConfig, ModelConfig, RunConfig
 from megalith.errors import CheckpointError, ConfigError
 from megalith.models.adapters import adapters, add_adapters
+from megalith.models.model_types import make_model
 from megalith.models.transformer import Transformer
 from megalith.parallel.shards import LocalShard
 from megalith.remote import place, remove_all
@@ -128,7 +129,7 @@ def _adapted(source: str | Path, base: str | None) -> tuple[str, Transformer, Ch
             config.lora,
             _reader(checkpoint),
         )
-    adapted = Transformer(model, device="meta")
+    adapted = make_model(model, device="meta")
     add_adapters(adapted, lora)
     for _, adapter in adapters(adapted):
         adapter.to_empty(device="cpu")

@@ -20,6 +20,7 @@ from megalith.config import LoraConfig, ModelConfig
 from megalith.config.base import Decides, as_config_error
 from megalith.errors import ConfigError
 from megalith.models.adapters import add_adapters
+from megalith.models.model_types import make_model
 from megalith.models.transformer import Transformer
 
 MOST_LAYERS = 10_000
@@ -32,7 +33,8 @@ COUNTS = (
     "max_position_embeddings", "original_max_position_embeddings", "sliding_window", "sliding_window_pattern",
     "n_embd", "n_inner", "n_head", "n_positions", "num_experts", "num_local_experts", "n_routed_experts",
     "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group",
-    "n_embed", "seq_length",
+    "n_embed", "seq_length", "shared_expert_intermediate_size", "type_vocab_size",
+    "rotary_dim", "ffn_dim", "word_embed_proj_dim",
     "decoder_sparse_step", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
     "num_kv_heads", "ffn_hidden_size", "num_ln_in_parallel_attn",
 )
@@ -90,7 +92,13 @@ def _short(value: Any) -> str:
     return text if len(text) <= 80 else text[:79] + "…"
 
 
-VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")  # a row an entry, padded in memory
+# a row an entry of the vocabulary, padded in memory
+VOCABULARY = (
+    "embedding.word_embeddings.weight",
+    "output_layer.weight",
+    "vocabulary.bias",
+    "lm_head.vocabulary.bias",
+)
 LAYER = re.compile(r"^layers\.(\d+)\.")
 
 
@@ -118,6 +126,9 @@ class Family:
 
     absent: Mapping[str, Any] = field(default_factory=dict)
     """What keys mean where config.json leaves them out, of those whose row says something else."""
+
+    renamed: Mapping[str, str] = field(default_factory=dict)
+    """Ends of names that older files have, and what they are now."""
 
     prefix: str = "model."
     """What stands before every name but the output matrix's; files of the bare model lack it."""
@@ -155,7 +166,7 @@ class Family:
         groups, table = [], self.table(model)
         for name, tensor in without_memory(model).state_dict().items():
             layer = LAYER.match(name)
-            row = LAYER.sub("layers.{layer}.", name)
+            row = name if name in table else LAYER.sub("layers.{layer}.", name)
             if row not in table:
                 raise ConfigError(f"{self.architecture} has nothing for {name}")
             shape = tuple(tensor.shape)
@@ -168,7 +179,7 @@ class Family:
 def without_memory(model: ModelConfig, lora: LoraConfig | None = None) -> Transformer:
     """The model on the meta device, with adapters where `lora` has a rank. Raises ConfigError where it cannot be."""
     try:
-        built = Transformer(model, device="meta")
+        built = make_model(model, device="meta")
         if lora is not None and lora.rank is not None:
             add_adapters(built, lora)
         return built
@@ -206,7 +217,10 @@ class Group:
 
     def names(self, expert: int | None = None) -> list[str]:
         """Their names, in the rule's order; of one expert where there are experts."""
-        return [name.format(layer=self.layer, expert=expert) for name in self.rule.names]
+        numbers = {"layer": self.layer, "expert": expert, "last": self.model.num_layers - 1}
+        if self.layer is not None:
+            numbers["before"] = int(self.layer) - 1
+        return [name.format(**numbers) for name in self.rule.names]
 
     @cached_property
     def sources(self) -> dict[str, tuple[int, ...]]:

@@ -52,7 +52,11 @@ class SourceFolder:
         return DTYPE_NAMES.get(name.removeprefix("torch."))
 
     def complete_names(self, family: Family) -> None:
-        """Gives the tensors of a bare model (as GPT-2 was published) the names that they have in the whole one."""
+        """Gives the tensors of a bare model (as GPT-2 was published) the names that they have in the whole one, and
+        those of older files today's."""
+        for old, new in family.renamed.items():
+            ends = {name: name.removesuffix(old) + new for name in self.tensors if name.endswith(old)}
+            self.tensors = {ends.get(name, name): stored for name, stored in self.tensors.items()}
         if not any(name.startswith(family.prefix) for name in self.tensors):
             self.tensors = {
                 name if name == family.tied else family.prefix + name: stored

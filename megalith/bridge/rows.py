@@ -41,7 +41,8 @@ class RowRun:
 class Rule:
     """The tensors of theirs that one of ours is made of.
 
-    `names` may hold {layer}, and {expert} where ours has a first dimension of experts. `order` gives the runs for a
+    `names` may hold {layer}, {before} and {last}, the numbers of the layer, the one before it and the last one, and
+    {expert} where ours has a first dimension of experts. `order` gives the runs for a
     model and the number of our rows; the names count as one tensor of all the rows where only one is given.
     """
 
@@ -65,9 +66,21 @@ def transposed(name: str) -> Rule:
     return Rule((name,), lambda model, rows: [RowRun(0, 0, 0, rows)], transposed=True)
 
 
+def first_last(name: str, count: int) -> Rule:
+    """A table whose first `count` rows there are its last here."""
+    return Rule(
+        (name,), lambda model, rows: [RowRun(0, count, 0, rows - count), RowRun(0, 0, rows - count, count)]
+    )
+
+
 def qkv(*names: str, transposed: bool = False) -> Rule:
     """Queries, keys and values: three tensors of theirs, or one with all queries before all keys before all values."""
     return Rule(names, _by_group, transposed)
+
+
+def turning_qkv(*names: str) -> Rule:
+    """As `qkv`, where the pairs of a query's and a key's first dimensions that turn stand side by side there."""
+    return Rule(names, _by_group_turning)
 
 
 def gate_up(*names: str) -> Rule:
@@ -85,6 +98,24 @@ def _by_group(model: ModelConfig, rows: int) -> list[RowRun]:
             runs.append(RowRun(source, group * count * size, ours, count * size))
             ours += count * size
     return runs
+
+
+def _by_group_turning(model: ModelConfig, rows: int) -> list[RowRun]:
+    size, turns, runs = model.head_dim, model.rotary_size, []
+    for run in _by_group(model, rows):
+        heads = range(0, run.count, size) if run.source < 2 else ()
+        for head in heads:
+            theirs, ours = run.theirs + head, run.ours + head
+            runs += pairs_apart(run.source, theirs, ours, turns)
+            runs.append(RowRun(run.source, theirs + turns, ours + turns, size - turns))
+        if not heads:
+            runs.append(run)
+    return [run for run in runs if run.count]
+
+
+def pairs_apart(source: int, theirs: int, ours: int, size: int) -> list[RowRun]:
+    """`size` rows that turn in pairs: (0, 1), (2, 3), … there, (0, size / 2), (1, size / 2 + 1), … here."""
+    return [RowRun(source, theirs + 2 * pair, ours + pair, 2, step=size // 2) for pair in range(size // 2)]
 
 
 def _joined(runs: list[RowRun]) -> list[RowRun]:

@@ -79,19 +79,36 @@ class RopeByLayer:
         return Rope().write(model) | {"rope_local_base_freq": model.rotary_base_local or model.rotary_base}
 
 
-class LongRope:
-    """As Rope, with LongRoPE as Phi-3 spells it, and heads that turn in part."""
+@dataclass(frozen=True)
+class PartialRope:
+    """As Rope, of a share of each head's dimensions; `share` and `base` are its keys and that of rotary_base."""
+
+    default: float  # the share where config.json leaves it out
+    share: str = "partial_rotary_factor"
+    base: str = "rope_theta"
 
     def read(self, theirs: Mapping[str, Any]) -> Tree:
         given = dict(theirs.get("rope_parameters") or theirs.get("rope_scaling") or {})
-        percent = given.pop("partial_rotary_factor", None) or theirs.get("partial_rotary_factor") or 1.0
-        if given.pop("type", given.get("rope_type")) not in PLAIN:
-            given["rope_type"] = "longrope"  # which has had other names there
+        percent = given.pop("partial_rotary_factor", None) or theirs.get(self.share) or self.default
+        given.setdefault("rope_theta", theirs.get(self.base))
         return Rope().read({**theirs, "rope_parameters": given}) | {"rotary_percent": percent}
 
     def write(self, model: ModelConfig) -> Tree:
-        scaling = model.rope_scaling
-        tree = Rope().write(model) | {"partial_rotary_factor": model.rotary_percent}
+        tree = Rope().write(model)
+        return {self.base: tree.pop("rope_theta"), self.share: model.rotary_percent, **tree}
+
+
+class LongRope:
+    """As PartialRope, with LongRoPE as Phi-3 spells it."""
+
+    def read(self, theirs: Mapping[str, Any]) -> Tree:
+        given = dict(theirs.get("rope_parameters") or theirs.get("rope_scaling") or {})
+        if given.pop("type", given.get("rope_type")) not in PLAIN:
+            given["rope_type"] = "longrope"  # which has had other names there
+        return PartialRope(1.0).read({**theirs, "rope_parameters": given})
+
+    def write(self, model: ModelConfig) -> Tree:
+        scaling, tree = model.rope_scaling, PartialRope(1.0).write(model)
         if scaling is not None and scaling.type == "longrope":
             parts = _parts(scaling)
             tree["original_max_position_embeddings"] = original = parts.pop(

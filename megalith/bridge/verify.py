@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megalith.bridge.families import family_of
 from megalith.bridge.family import VOCABULARY
 from megalith.bridge.importer import SEED, open_source
 from megalith.bridge.load import load_source
@@ -25,6 +26,7 @@ from megalith.bridge.match import Match
 from megalith.bridge.transfer import to_theirs
 from megalith.checkpoint import Checkpoint, Extent, load_model, open_checkpoint
 from megalith.errors import CheckpointError
+from megalith.models.model_types import make_model
 from megalith.models.transformer import Transformer
 
 BOUND = 1e-5  # of the largest logit
@@ -81,7 +83,7 @@ def compare_tensors(checkpoint: Checkpoint, fit: Match) -> dict[str, Any]:
 def compare_logits(checkpoint: Checkpoint, fit: Match) -> dict[str, Any]:
     """The largest difference between the logits of a probe batch, with what it was taken against."""
     model = fit.groups[0].model
-    ours = Transformer(model, device="cpu").eval()
+    ours = make_model(model, device="cpu").eval()
     rows = {name: model.vocab_size for name in VOCABULARY if name in checkpoint.table("model")}
     load_model(checkpoint, ours, rows)
     _round(ours, fit)
@@ -118,16 +120,15 @@ def _round(model: Transformer, fit: Match) -> None:
 
 
 def _their_logits(fit: Match, ids: Tensor) -> Tensor:
-    from transformers import AutoModelForCausalLM
+    import transformers
 
-    model = AutoModelForCausalLM.from_pretrained(
-        fit.source.path, dtype=torch.float32, attn_implementation="eager"
-    )
-    return model.eval()(ids).logits
+    kind = getattr(transformers, family_of(fit.source.config, str(fit.source.path)).architecture)
+    model = kind.from_pretrained(fit.source.path, dtype=torch.float32, attn_implementation="eager")
+    return model.eval()(ids)[0]
 
 
 def _own_logits(fit: Match, ids: Tensor) -> Tensor:
-    model = Transformer(fit.groups[0].model, device="cpu").eval()
+    model = make_model(fit.groups[0].model, device="cpu").eval()
     load_source(fit, model, SEED)
     return model(ids)
 

@@ -65,6 +65,7 @@ ROTARY = Needs("position_embedding_type", "rope")
 ROTARY_ONLY = Needs("position_embedding_type", "rope", strict=True)
 WINDOWED = Needs("window_size", strict=True)
 LATENT = Needs("multi_latent_attention", True)
+BERT_ONLY = Needs("model_type", "bert", strict=True)
 
 
 class DenseModel(Section):
@@ -79,6 +80,10 @@ class DenseModel(Section):
     init_from: Annotated[str | None, Decides.NOTHING, DEFAULT] = None
     """Weights and shape to begin from: Hugging Face's folder or hub name, Megatron-LM's folder (with checkpoint.trust),
     or a run folder. checkpoint.load wins."""
+
+    model_type: Literal["gpt", "bert"] = "gpt"
+    """`gpt`: a decoder, whose tokens see those before them. `bert`: an encoder, whose tokens see all of their sequence,
+    trained by masked tokens."""
 
     num_layers: Annotated[Annotated[PositiveInt, Field(le=10_000)] | None, Shrinks(small.LAYERS)] = None
     """Transformer layers."""
@@ -144,6 +149,18 @@ class DenseModel(Section):
     scale_embeddings: bool = False
     """Multiplies the embedding's output by √hidden_size (Gemma)."""
 
+    num_tokentypes: Annotated[NonNegativeInt | None, BERT_ONLY, Resolved("tokentypes")] = None
+    """Segments that a token may be of, each with an embedding of its own. Absent: 2 with bert_binary_head, else 0."""
+
+    add_lm_head: Annotated[bool, BERT_ONLY] = True
+    """A matrix, GELU and a norm before the output matrix, and a bias behind it (BERT). Needed to train."""
+
+    bert_binary_head: Annotated[bool, BERT_ONLY] = True
+    """A pooler and a head that tells whether a sample's two segments are in order, which is trained too."""
+
+    add_pooler: Annotated[bool | None, BERT_ONLY, Resolved("pooler")] = None
+    """A matrix and tanh of each sequence's first token. Absent: as bert_binary_head, which needs it."""
+
     normalization: Literal["LayerNorm", "RMSNorm"] = "LayerNorm"
     """The norm before attention, before the MLP and at the end."""
 
@@ -155,6 +172,11 @@ class DenseModel(Section):
 
     norm_placement: Literal["pre", "post", "sandwich"] = "pre"
     """A norm before each attention and MLP, on what they add to the residual stream (OLMo 2), or both (Gemma 2)."""
+
+    apply_residual_connection_post_layernorm: Annotated[
+        bool, Needs("norm_placement", "pre", strict=True), Needs("parallel_attn_mlp", False, strict=True)
+    ] = False
+    """The residual stream goes on from each norm's result and not from its input: post-LN, as the first BERT has it."""
 
     parallel_attn_mlp: Annotated[bool, Needs("norm_placement", "pre", strict=True)] = False
     """Attention and MLP side by side: x + attention(norm(x)) + mlp(norm(x)) (GPT-NeoX, Falcon)."""
@@ -205,6 +227,9 @@ class DenseModel(Section):
     untie_embeddings_and_output_weights: bool = False
     """A matrix of its own for the output instead of the embedding's."""
 
+    add_output_bias: Annotated[bool, Needs("model_type", "gpt", strict=True)] = False
+    """A bias behind the output matrix (Phi-2, GPT-J)."""
+
     hidden_dropout: Annotated[Probability, Decides.UPDATES] = 0.1
     """Dropout of the embedding's output and of what each sub-layer adds to the residual stream."""
 
@@ -242,6 +267,25 @@ class DenseModel(Section):
         PositiveInt | None, Shrinks(lambda value, _: value and min(value, small.EXPERTS))
     ] = None
     """Experts in each mixture-of-experts layer."""
+
+    @property
+    def causal(self) -> bool:
+        """Whether a token sees those before it alone."""
+        return self.model_type == "gpt"
+
+    @property
+    def tokentypes(self) -> int:
+        """Segments that a token may be of."""
+        if self.num_tokentypes is not None:
+            return self.num_tokentypes
+        return 2 if self.model_type == "bert" and self.bert_binary_head else 0
+
+    @property
+    def pooler(self) -> bool:
+        """Whether the model has a pooler."""
+        if self.add_pooler is not None:
+            return self.add_pooler
+        return self.model_type == "bert" and self.bert_binary_head
 
     @property
     def query_groups(self) -> int:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -36,6 +38,9 @@ class Batch:
 
     What else a model or a loss reads are the fields of a subclass.
     """
+
+    of_tokens: ClassVar[Sequence[str]] = ("input_ids", "labels", "loss_mask", "position_ids")
+    """Those with a value for each token, [batch, seq]: what context parallelism cuts."""
 
     input_ids: Tensor  # int64 [batch, seq]
     labels: Tensor  # int64 [batch, seq], the token after each token

@@ -391,9 +391,8 @@ class Engine:
         token, place, count, limit, noise, alive = self._state[:, :rows]
         cache = Decode(self._cache[:, :, :rows], place, seen_places(place, longest))
         hidden = self._hidden(token[:, None], place[:, None], cache)[:, 0]  # [rows, hidden]
-        logits = linear_logits(
-            hidden, self.model.output_weight, self.config.final_logit_softcapping
-        )  # own entries
+        of_head = self.model.output_weight, self.config.final_logit_softcapping, self.model.output_bias
+        logits = linear_logits(hidden, *of_head)  # own entries
         first = self.tp.rank * -(-self.config.padded_vocab_size // self.tp.size)
         temperature, top_k, top_p, min_p, vocabulary = self._how(sampling)
         keys = mix(noise.to(torch.int32) ^ self._places[count])

@@ -15,7 +15,7 @@ the model adds losses of its own: the balance of experts, and multi-token predic
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -95,6 +95,10 @@ class Loss:
         enough for; None: they are. It takes `tokens`, and gives `observe` something in the place of these."""
         return None
 
+    def given(self, batch: Batch, weights: Tensor) -> Batch:
+        """The batch as the model gets it: with `targets` for its labels, and these weights for its loss_mask."""
+        return replace(batch, labels=self.targets(batch), loss_mask=weights)
+
     def __call__(self, logprobs: Tensor, entropy: Tensor | None, batch: Batch) -> Tensor:
         """The micro-batch's sum, a float32 scalar with a gradient.
 
@@ -122,11 +126,6 @@ class MicroBatchMean(CrossEntropy):
 
     def weights(self, batch: Batch) -> Tensor:
         return batch.loss_mask / batch.loss_mask.sum().clamp(min=1)
-
-
-def pretraining_loss(calculate_per_token_loss: bool) -> Loss:
-    """Pre-training's, by the setting of section train."""
-    return CrossEntropy() if calculate_per_token_loss else MicroBatchMean()
 
 
 @dataclass
@@ -203,8 +202,10 @@ def sum_of_losses(
     softcap: float | None,
     context: Context,
     scale: Tensor | None = None,  # float32 scalar: of the gradient; None: 1
+    *,
+    bias: Tensor | None = None,  # float32 [padded vocab], added to the logits
 ) -> Tensor:
-    return linear_cross_entropy(x, weight, labels, loss_mask, vocab_size, softcap, scale)
+    return linear_cross_entropy(x, weight, labels, loss_mask, vocab_size, softcap, scale, bias=bias)
 
 
 def target_logprobs(
@@ -216,9 +217,20 @@ def target_logprobs(
     context: Context,
     objective: Objective,
     scale: Tensor | None = None,  # float32 scalar: of the gradient of its losses; None: 1
+    *,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    return ask_logprobs(objective, x, weight, targets, objective.tokens, vocab_size, softcap, scale)
+    tokens = objective.tokens
+    return ask_logprobs(objective, x, weight, targets, tokens, vocab_size, softcap, scale, bias=bias)
 
 
-def all_logits(x: Tensor, weight: Tensor, vocab_size: int, softcap: float | None, context: Context) -> Tensor:
-    return linear_logits(x, weight[:vocab_size], softcap)
+def all_logits(
+    x: Tensor,
+    weight: Tensor,
+    vocab_size: int,
+    softcap: float | None,
+    context: Context,
+    *,
+    bias: Tensor | None = None,
+) -> Tensor:
+    return linear_logits(x, weight[:vocab_size], softcap, None if bias is None else bias[:vocab_size])

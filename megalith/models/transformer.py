@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -50,7 +51,8 @@ from megalith.ops.fused_norm import add
 class TransformerLayer(Runnable):
     """x + mixer(norm(x)), then x + mlp(norm(x)): norms where `norm_placement` says, dropout before additions. With
     `cross` there is x + cross_attention(norm(x)) between them. With parallel_attn_mlp (Wang and Komatsuzaki 2021)
-    x + mixer(norm(x)) + mlp(norm(x)), the norms two or one."""
+    x + mixer(norm(x)) + mlp(norm(x)), the norms two or one. With apply_residual_connection_post_layernorm every norm(x)
+    takes the place of x, so that the stream is what the norm behind an addition gives (Vaswani et al. 2017)."""
 
     def __init__(
         self,
@@ -65,6 +67,7 @@ class TransformerLayer(Runnable):
         self.number = number
         self.dropout = config.hidden_dropout
         self.side_by_side = config.parallel_attn_mlp
+        self.goes_on_normed = config.apply_residual_connection_post_layernorm
 
         def norm(*placements: str) -> Norm | None:
             wanted = config.norm_placement in placements
@@ -93,7 +96,7 @@ class TransformerLayer(Runnable):
             return tuple(self.forward(*each) for each in zip(x, context, strict=True))
         if self.join is not None:
             x = self.join(x, context)
-        x, h = normed_after(self.input_layernorm, x)
+        x, h = self._normed_after(self.input_layernorm, x)
         y = normed(self.post_attention_layernorm, self.self_attention(h, context))
         mask = self._mask(context, ATTENTION_OUTPUT)
         if self.side_by_side:
@@ -101,10 +104,10 @@ class TransformerLayer(Runnable):
             x = add(add(x, y, mask), self.mlp(h, context), self._mask(context, MLP_OUTPUT))
             return normed(self.final_layernorm, x)
         if self.cross_attention is not None:
-            x, h = normed_after(self.pre_cross_attn_layernorm, x, y, mask)
+            x, h = self._normed_after(self.pre_cross_attn_layernorm, x, y, mask)
             y = normed(self.post_cross_attn_layernorm, self.cross_attention(h, context))
             mask = self._mask(context, CROSS_ATTENTION_OUTPUT)
-        x, h = normed_after(self.pre_mlp_layernorm, x, y, mask)
+        x, h = self._normed_after(self.pre_mlp_layernorm, x, y, mask)
         mask = self._mask(context, MLP_OUTPUT)
         if self.has_experts:  # they are no part of a graph, but what routes tokens to them is: see moe.py
             plan = self.mlp.plan(h, context)
@@ -115,6 +118,11 @@ class TransformerLayer(Runnable):
             y = self.mlp(h, context)
         x = add(x, normed(self.post_mlp_layernorm, y), mask)
         return normed(self.final_layernorm, x)
+
+    def _normed_after(self, norm: Norm | None, x: Tensor, *added) -> tuple[Tensor, Tensor]:
+        """The residual stream with what is `added`, and that normed: one and the same where the stream goes on so."""
+        x, h = normed_after(norm, x, *added)
+        return (h, h) if self.goes_on_normed else (x, h)
 
     def _mask(self, context: Context, site: int) -> Mask | None:
         if context.dropout is None or self.dropout == 0:
@@ -183,6 +191,7 @@ class Stack(nn.Module):
         self.pass_layout = one_device
         self.runner: Runner = run_layers
         self.shard_tokens = every_token
+        self.sum_of_shares = every_token
 
     def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
         further = self.config.further_layers
@@ -269,7 +278,8 @@ def layers_of(model: nn.Module) -> dict[str, TransformerLayer]:
 
 
 class Embedding(nn.Module):
-    """Rows of word_embeddings, plus those of position_embeddings where positions are learned, and perhaps a norm.
+    """Rows of word_embeddings, plus those of position_embeddings where positions are learned and of
+    tokentype_embeddings where tokens have types, and perhaps a norm.
 
     `lookup` is a seam of tensor parallelism.
     """
@@ -282,13 +292,18 @@ class Embedding(nn.Module):
         self.position_embeddings = None
         if config.position_embedding_type == "learned_absolute":
             self.position_embeddings = _table(config.max_position_embeddings, width, device)
+        self.tokentype_embeddings = _table(config.tokentypes, width, device) if config.tokentypes else None
         self.layernorm = Norm(config, width, device) if config.embedding_layernorm else None
 
-    def forward(self, input_ids: Tensor, position_ids: Tensor, context: Context) -> Tensor:
-        """int64 [batch, seq], and the stream's share of its positions -> the stream [batch, seq, hidden]"""
+    def forward(
+        self, input_ids: Tensor, position_ids: Tensor, context: Context, tokentype_ids: Tensor | None = None
+    ) -> Tensor:
+        """int64 [batch, seq], and the stream's share of its positions and types -> the stream [batch, seq, hidden]"""
         x = self.lookup(input_ids, local(self.word_embeddings.weight), context)
         if self.position_embeddings is not None:
             x = x + nn.functional.embedding(position_ids, local(self.position_embeddings.weight))
+        if self.tokentype_embeddings is not None:
+            x = x + nn.functional.embedding(tokentype_ids, local(self.tokentype_embeddings.weight))
         return normed(self.layernorm, x)
 
 
@@ -298,6 +313,14 @@ class OutputMatrix(Linear):
     def forward(self, x: Tensor, function: Callable, *args):
         """function(x, the matrix, *args)"""
         return function(x, local(self.weight), *args)
+
+
+class VocabularyBias(nn.Module):
+    """A number for each entry of the vocabulary, float32 [padded vocab]."""
+
+    def __init__(self, config: ModelConfig, device: torch.device | None = None):
+        super().__init__()
+        self.bias = nn.Parameter(torch.empty(config.padded_vocab_size, device=device))
 
 
 def _table(rows: int, width: int, device: torch.device | str | None) -> nn.Embedding:
@@ -322,6 +345,8 @@ class Transformer(Stack):
     """What a stage gives the next: the residual streams, and the tensor of the batch that has the tokens of each."""
     reads: ClassVar[Sequence[str]] = ()
     """Tensors of the batch that `forward` takes by these names, besides those that every batch has."""
+    heads: ClassVar[Sequence[str]] = ("output_layer", "vocabulary")
+    """What stands behind the layers: modules that the last pipeline stage has, and None on the others."""
 
     def __init__(
         self,
@@ -341,10 +366,12 @@ class Transformer(Stack):
             config, numbers, seed=seed, device=device, embedding=Embedding(config, device), **kinds
         )
         self.compute_dtype = compute_dtype
-        self.output_layer = None
+        self.output_layer = self.vocabulary = None
         if config.untie_embeddings_and_output_weights:
             size = config.hidden_size, config.padded_vocab_size
             self.output_layer = OutputMatrix(*size, bias=False, device=device)
+        if config.add_output_bias:
+            self.vocabulary = VocabularyBias(config, device)
         # Seams: parallel/seams.py says what each is for.
         self.loss = sum_of_losses
         self.logprobs = target_logprobs
@@ -390,22 +417,38 @@ class Transformer(Stack):
         if self.final_layernorm is None:
             return {"hidden": x}
         if labels is None:
-            return self._by_output(self.logits, x, *self._vocabulary, context)
-        if objective is not None:
-            sizes = self._vocabulary
-            found = self._by_output(self.logprobs, x, labels, *sizes, context, objective, loss_scale)
-            loss = objective.loss(*found, loss_scale)
-        else:
-            if loss_mask is None:
-                loss_mask = torch.ones_like(labels, dtype=torch.float32)
-            given = labels, loss_mask, *self._vocabulary, context, loss_scale
-            loss = self._by_output(self.loss, x, *given)
+            return self.vocabulary_logits(x, context)
+        loss = self.vocabulary_loss(x, context, labels, loss_mask, objective, loss_scale)
         if future is None:
             return loss
         return self._with_future(loss, x, future, context, loss_scale)
 
+    def vocabulary_logits(self, x: Tensor, context: Context) -> Tensor:
+        """Those of x, the head's input [batch, seq, hidden]: [batch, seq, vocab]."""
+        return self._by_output(self.logits, x, *self._vocabulary, context)
+
+    def vocabulary_loss(
+        self,
+        x: Tensor,
+        context: Context,
+        labels: Tensor,
+        loss_mask: Tensor | None,
+        objective: Objective | None,
+        loss_scale: Tensor | None,
+    ) -> Tensor:
+        """That of the labels' log-probabilities, as `forward` gives it: a float32 scalar."""
+        if objective is not None:
+            sizes = self._vocabulary
+            found = self._by_output(self.logprobs, x, labels, *sizes, context, objective, loss_scale)
+            return objective.loss(*found, loss_scale)
+        if loss_mask is None:
+            loss_mask = torch.ones_like(labels, dtype=torch.float32)
+        return self._by_output(self.loss, x, labels, loss_mask, *self._vocabulary, context, loss_scale)
+
     def _by_output(self, function: Callable, x: Tensor, *args):
-        """function(x, the output matrix, *args)"""
+        """function(x, the output matrix, *args), with the bias behind the matrix where there is one"""
+        if self.output_bias is not None:
+            function = partial(function, bias=self.output_bias)
         if self.output_layer is None:
             return function(x, self.output_weight, *args)
         return self.output_layer(x, function, *args)
@@ -435,10 +478,12 @@ class Transformer(Stack):
             losses.append(self._by_output(self.loss, x, *given))
         return with_further_losses(loss, sum(losses))
 
-    def embed(self, input_ids: Tensor, context: Context) -> Tensor:
+    def embed(self, input_ids: Tensor, context: Context, tokentype_ids: Tensor | None = None) -> Tensor:
         """The tokens' rows, in the compute dtype, after dropout: [batch, seq, hidden]."""
         position_ids = self.shard_tokens(context.position_ids, context.layout)
-        x = self.embedding(input_ids, position_ids, context).to(self.compute_dtype)
+        if tokentype_ids is not None:
+            tokentype_ids = self.shard_tokens(tokentype_ids, context.layout)
+        x = self.embedding(input_ids, position_ids, context, tokentype_ids).to(self.compute_dtype)
         if self.config.scale_embeddings:  # rounded to the compute dtype, as Gemma's own code does
             x = x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype).item()
         if context.dropout is None or self.config.hidden_dropout == 0:
@@ -461,3 +506,8 @@ class Transformer(Stack):
     def output_weight(self) -> Tensor:
         """The output matrix [padded vocab, hidden]: the embedding's own where they are tied."""
         return local(self.output_layer.weight if self.output_layer else self.embedding.word_embeddings.weight)
+
+    @property
+    def output_bias(self) -> Tensor | None:
+        """What is added behind the output matrix, float32 [padded vocab]."""
+        return None if self.vocabulary is None else local(self.vocabulary.bias)

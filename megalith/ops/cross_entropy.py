@@ -34,6 +34,7 @@ CHUNK_ELEMENTS = {"cpu": 2**22, "cuda": 5 * 2**25}
 # its fp32. Of Llama-3-8B's 128,256 entries chunks of 4,096 tokens take 8 ms a step of 16,384 tokens less than of 1,280.
 LARGE_VOCABULARY, LARGE_CHUNK = 2**16, 2**29
 CHUNK_MULTIPLE = 256  # tokens; matmuls like round numbers
+NO_LABEL = -1  # of a sample that a classification leaves out
 
 
 def linear_cross_entropy(
@@ -48,8 +49,9 @@ def linear_cross_entropy(
     axis: Axis = Axis(),  # noqa: B008 (immutable)
     first: int = 0,
     rows: int | None = None,
+    bias: Tensor | None = None,  # float32, an entry a row of weight
 ) -> Tensor:
-    """Σ over tokens of loss_mask · −log softmax(hidden · weightᵀ)[label]: a float32 scalar.
+    """Σ over tokens of loss_mask · −log softmax(hidden · weightᵀ + bias)[label]: a float32 scalar.
 
     With `softcap` c the softmax is that of c · tanh(logits / c) (Gemma 2).
     Rows of `weight` from vocab_size on are padding and take no part. Softmax and sums are in fp32. Over an `axis`,
@@ -74,6 +76,7 @@ def linear_cross_entropy(
         False,
         axis,
         scale,
+        bias,
     )[0]
 
 
@@ -97,6 +100,7 @@ def linear_token_losses(
     axis: Axis = Axis(),  # noqa: B008 (immutable)
     first: int = 0,
     rows: int | None = None,
+    bias: Tensor | None = None,  # float32, an entry a row of weight
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """Σ of `of` over tokens, a float32 scalar; and without a gradient the log-probabilities and with `entropy` the
     entropies that it was given, as `linear_logprobs` has them.
@@ -118,6 +122,7 @@ def linear_token_losses(
         entropy,
         axis,
         scale,
+        bias,
     )
     return loss, logprobs.view(targets.shape), None if entropies is None else entropies.view(targets.shape)
 
@@ -145,20 +150,22 @@ class _LinearLosses(torch.autograd.Function):
         entropy: bool,
         axis: Axis,
         scale: Tensor | None,
+        bias: Tensor | None,  # [rows]
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        matrix = weight.to(hidden.dtype)
+        matrix, added = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
         wants_gradient = hidden.requires_grad or weight.requires_grad
         plain = of is None and axis.size == 1 and softcap is None
         fuses = fused.AVAILABLE and hidden.is_cuda and wants_gradient and plain
         losses, grads, found = [], [], []
         factor = scale if wants_gradient and scale is not None else torch.ones((), device=hidden.device)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if weight.requires_grad else None
+        grad_bias = None if bias is None else torch.zeros_like(bias)
         for x, row, *values in zip(*(t.split(chunk) for t in (hidden, index, *tokens.values()))):
             if fuses:
-                grad = x @ matrix.T  # [chunk, rows]: the logits, and then their gradient
+                grad = F.linear(x, matrix, added)  # [chunk, rows]: the logits, and then their gradient
                 losses.append(fused.softmax_loss_(grad, row, values[0] * factor, real).sum() / factor)
             else:
-                logits, at, own = real_logits(x, matrix, row[:, None], real, softcap)
+                logits, at, own = real_logits(x, matrix, row[:, None], real, softcap, added)
                 parts = as_one_kernel(_logit_statistics, logits, at, temperature, entropy)
                 log_sum, logit, entropies = _whole(parts[0], parts[1], own, parts[2], axis)
                 logprobs, own_tokens = logit[:, 0] - log_sum, dict(zip(tokens, values))
@@ -174,9 +181,11 @@ class _LinearLosses(torch.autograd.Function):
                 grads.append(grad @ matrix)
                 if grad_weight is not None:  # else the matrix is frozen
                     grad_weight = add_matmul(grad_weight, grad.T, x)
+                if grad_bias is not None:
+                    grad_bias += grad.sum(0, dtype=torch.float32)
                 del grad  # before there are the next chunk's
         if wants_gradient:
-            ctx.save_for_backward(torch.cat(grads), grad_weight)
+            ctx.save_for_backward(torch.cat(grads), grad_weight, grad_bias)
         each = (None if of is None or part[0] is None else torch.cat(part) for part in zip(*found))
         logprobs, entropies = each if found else (None, None)
         ctx.mark_non_differentiable(*(x for x in (logprobs, entropies) if x is not None))
@@ -185,11 +194,11 @@ class _LinearLosses(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_loss: Tensor, *_unused):
-        grad_hidden, grad_weight = ctx.saved_tensors
-        grad_weight = None if grad_weight is None else grad_weight * grad_loss
+        grad_hidden, *of_parameters = ctx.saved_tensors
+        grad_weight, grad_bias = (None if grad is None else grad * grad_loss for grad in of_parameters)
         # in fp32: rounded to a short type, the factor would put what is below the head off from the head's gradient
         grad_hidden = as_one_kernel(_scaled, grad_hidden, grad_loss)
-        return grad_hidden, grad_weight, *[None] * 10
+        return grad_hidden, grad_weight, *[None] * 10, grad_bias
 
 
 def _scaled(x: Tensor, factor: Tensor) -> Tensor:
@@ -230,6 +239,7 @@ def linear_logprobs(
     axis: Axis = Axis(),  # noqa: B008 (immutable)
     first: int = 0,
     rows: int | None = None,
+    bias: Tensor | None = None,  # float32, an entry a row of weight
 ) -> tuple[Tensor, Tensor | None]:
     """log softmax(hidden · weightᵀ / temperature)[target], float32 like targets; with `entropy` also that of each
     softmax, float32 [...], else None.
@@ -250,6 +260,7 @@ def linear_logprobs(
         temperature,
         entropy,
         axis,
+        bias,
     )
     return logprobs.view(targets.shape), None if entropies is None else entropies.view(tokens)
 
@@ -269,44 +280,50 @@ class _LinearLogprobs(torch.autograd.Function):
         temperature: float,
         entropy: bool,
         axis: Axis,
+        bias: Tensor | None,  # [rows]
     ) -> tuple[Tensor, Tensor | None]:  # float32 [tokens, k] and [tokens]
         ctx.real, ctx.chunk, ctx.softcap, ctx.temperature = real, chunk, softcap, temperature
         matrix, found = weight.to(hidden.dtype), []
+        added = None if bias is None else bias.to(hidden.dtype)
         for x, targets in zip(hidden.split(chunk), index.split(chunk)):
-            logits, row, own = real_logits(x, matrix, targets, real, softcap)
+            logits, row, own = real_logits(x, matrix, targets, real, softcap, added)
             parts = as_one_kernel(_logit_statistics, logits, row, temperature, entropy)
             found.append(_whole(parts[0], parts[1], own, parts[2], axis))
         log_sum, logit, entropies = (None if part[0] is None else torch.cat(part) for part in zip(*found))
-        ctx.save_for_backward(hidden, weight, index, log_sum, entropies)
+        ctx.save_for_backward(hidden, weight, index, log_sum, entropies, bias)
         return logit - log_sum[:, None], entropies
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_logprobs: Tensor, grad_entropy: Tensor | None):
-        hidden, weight, index, log_sum, entropy = ctx.saved_tensors
+        hidden, weight, index, log_sum, entropy, bias = ctx.saved_tensors
         matrix, grads = weight.to(hidden.dtype), []
+        added = None if bias is None else bias.to(hidden.dtype)
+        grad_bias = None if bias is None else torch.zeros_like(bias)
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if ctx.needs_input_grad[1] else None
         grad_logprobs = grad_logprobs / ctx.temperature
         whole = [hidden, index, grad_logprobs, log_sum]
         if entropy is not None:
             whole += [grad_entropy / ctx.temperature, entropy]
         for x, targets, grad, log_sums, *of_entropy in zip(*(tensor.split(ctx.chunk) for tensor in whole)):
-            logits, row, own = real_logits(x, matrix, targets, ctx.real, ctx.softcap)
+            logits, row, own = real_logits(x, matrix, targets, ctx.real, ctx.softcap, added)
             by_entropy, entropies = of_entropy or (None, None)
             softmax = (log_sums, entropies, ctx.temperature, ctx.softcap)
             product = _logits_gradient(logits, row, own, grad, by_entropy, *softmax)
             grads.append(product @ matrix)
             if grad_weight is not None:
                 grad_weight = add_matmul(grad_weight, product.T, x)
-        return torch.cat(grads), grad_weight, *[None] * 7
+            if grad_bias is not None:
+                grad_bias += product.sum(0, dtype=torch.float32)
+        return torch.cat(grads), grad_weight, *[None] * 7, grad_bias
 
 
 def real_logits(
-    x: Tensor, matrix: Tensor, index: Tensor, real: int, softcap: float | None
+    x: Tensor, matrix: Tensor, index: Tensor, real: int, softcap: float | None, bias: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Softcapped logits [tokens, rows], those of padding so low that their share is 0, as is its product with them;
     the targets' rows [tokens, k], 0 for those of other ranks, and which ones are here."""
-    logits = softcapped(x @ matrix.T, softcap)
+    logits = softcapped(F.linear(x, matrix, bias), softcap)
     logits[:, real:] = max(torch.finfo(logits.dtype).min, -1e30)
     own = (index >= 0) & (index < logits.shape[1])
     return logits, torch.where(own, index, 0), own
@@ -359,9 +376,12 @@ def _softmax_gradient(
     return (-log_p.exp() * slope).to(logits.dtype)
 
 
-def linear_logits(hidden: Tensor, weight: Tensor, softcap: float | None = None) -> Tensor:
-    """Logits [..., rows] of hidden [..., hidden] by rows of the output matrix, softcapped."""
-    return softcapped(F.linear(hidden, weight.to(hidden.dtype)), softcap)
+def linear_logits(
+    hidden: Tensor, weight: Tensor, softcap: float | None = None, bias: Tensor | None = None
+) -> Tensor:
+    """Logits [..., rows] of hidden [..., hidden] by rows of the output matrix and its bias [rows], softcapped."""
+    bias = None if bias is None else bias.to(hidden.dtype)
+    return softcapped(F.linear(hidden, weight.to(hidden.dtype), bias), softcap)
 
 
 def softcapped(logits: Tensor, softcap: float | None) -> Tensor:

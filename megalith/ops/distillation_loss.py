@@ -25,6 +25,7 @@ class Taught:
 
     hidden: Tensor  # [tokens, its hidden size]: what its output matrix reads
     weight: Tensor  # [padded vocab or this rank's rows, its hidden size]
+    bias: Tensor | None  # likewise [rows]
     softcap: float | None
     share: float
     """α: the loss of a token is (1 − α) · cross-entropy + α · T² · divergence (Hinton et al. 2015)."""
@@ -47,6 +48,7 @@ def linear_distillation(
     axis: Axis = Axis(),  # noqa: B008 (immutable)
     first: int = 0,
     rows: int | None = None,
+    bias: Tensor | None = None,  # float32, an entry a row of weight
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Σ over tokens of weights · loss, a float32 scalar; and without a gradient each token's log-probability of its
     label and its divergence, float32 [...].
@@ -66,6 +68,7 @@ def linear_distillation(
         softcap,
         axis,
         scale,
+        bias,
     )
     return loss, logprobs.view(labels.shape), divergences.view(labels.shape)
 
@@ -84,16 +87,19 @@ class _LinearDistillation(torch.autograd.Function):
         softcap: float | None,
         axis: Axis,
         scale: Tensor | None,
+        bias: Tensor | None,  # [rows]
     ) -> tuple[Tensor, Tensor, Tensor]:
         matrix, teacher = weight.to(hidden.dtype), taught.weight.to(taught.hidden.dtype)
+        added, teachers = (None if x is None else x.to(hidden.dtype) for x in (bias, taught.bias))
         wants_gradient = hidden.requires_grad or weight.requires_grad
         factor = torch.ones((), device=hidden.device) if scale is None else scale
         grad_weight = torch.zeros_like(weight, dtype=torch.float32) if weight.requires_grad else None
+        grad_bias = None if bias is None else torch.zeros_like(bias)
         grads, found = [], []
         whole = (hidden, taught.hidden.reshape(-1, teacher.shape[1]), index, weights)
         for x, told, row, w in zip(*(t.split(chunk) for t in whole)):
-            logits, at, own = real_logits(x, matrix, row, real, softcap)
-            expected = real_logits(told, teacher, row, real, taught.softcap)[0]
+            logits, at, own = real_logits(x, matrix, row, real, softcap, added)
+            expected = real_logits(told, teacher, row, real, taught.softcap, teachers)[0]
             logprobs, divergences, grad = _of_logits(logits, expected, at, own, taught, axis)
             found.append((logprobs, divergences))
             if wants_gradient:
@@ -103,10 +109,12 @@ class _LinearDistillation(torch.autograd.Function):
                 grads.append(grad @ matrix)
                 if grad_weight is not None:
                     grad_weight = add_matmul(grad_weight, grad.T, x)
+                if grad_bias is not None:
+                    grad_bias += grad.sum(0, dtype=torch.float32)
             del logits, expected, grad
         logprobs, divergences = (torch.cat(part) for part in zip(*found))
         if wants_gradient:
-            ctx.save_for_backward(torch.cat(grads), grad_weight)
+            ctx.save_for_backward(torch.cat(grads), grad_weight, grad_bias)
         ctx.mark_non_differentiable(logprobs, divergences)
         share = taught.share * taught.temperature**2
         return (weights * (share * divergences - (1 - taught.share) * logprobs)).sum(), logprobs, divergences
@@ -114,9 +122,9 @@ class _LinearDistillation(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx, grad_loss: Tensor, *_unused):
-        grad_hidden, grad_weight = ctx.saved_tensors
-        grad_weight = None if grad_weight is None else grad_weight * grad_loss
-        return (grad_hidden.float() * grad_loss).to(grad_hidden.dtype), grad_weight, *[None] * 8
+        grad_hidden, *of_parameters = ctx.saved_tensors
+        grad_weight, grad_bias = (None if grad is None else grad * grad_loss for grad in of_parameters)
+        return (grad_hidden.float() * grad_loss).to(grad_hidden.dtype), grad_weight, *[None] * 8, grad_bias
 
 
 def _of_logits(

@@ -21,7 +21,8 @@ from megalith.config import ParallelConfig, RunConfig
 from megalith.data.batch import Batch
 from megalith.errors import ConfigError
 from megalith.hardware import to_device
-from megalith.models.loss import CrossEntropy, Loss, Objective, pretraining_loss
+from megalith.models.encoders.bert import BertCrossEntropy, BertMicroBatchMean
+from megalith.models.loss import CrossEntropy, Loss, MicroBatchMean, Objective
 from megalith.models.mtp import Future, future_of
 from megalith.models.own_model import Model
 from megalith.models.pass_context import Context, PassLayout
@@ -139,12 +140,20 @@ class ModelSpec:
         return chunk(batch, Head(axis))
 
 
+LOSSES = {  # by model_type and calculate_per_token_loss
+    ("gpt", True): CrossEntropy,
+    ("gpt", False): MicroBatchMean,
+    ("bert", True): BertCrossEntropy,
+    ("bert", False): BertMicroBatchMean,
+}
+
+
 class TransformerSpec(ModelSpec):
     """A run's Transformer, which takes every axis."""
 
     def __init__(self, model: Transformer, run: RunConfig):
         """`model` is on the meta device; it is taken apart."""
-        loss = pretraining_loss(run.train.calculate_per_token_loss)
+        loss = LOSSES[run.model.model_type, run.train.calculate_per_token_loss]()
         super().__init__(build=lambda mesh: model, seed=run.train.seed, loss=loss)
         self.run, self.config = run, run.model
         self.further_layers = len(run.model.further_layers)
@@ -364,8 +373,7 @@ class ParallelModel:
             else:
                 of = partial(self._observed, loss, batch)
                 objective = Objective(of, *asked, loss.token_losses, tokens, by_output)
-        given = replace(batch, labels=loss.targets(batch), loss_mask=weights)
-        own, places = shard_batch(given, self.mesh.cp)
+        own, places = shard_batch(loss.given(batch, weights), self.mesh.cp)
         if objective is not None and self.mesh.cp.size > 1:
             objective = replace(
                 objective, tokens={name: x[:, places] for name, x in objective.tokens.items()}

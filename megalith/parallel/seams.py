@@ -14,6 +14,7 @@ from torch import nn
 
 from megalith.errors import SeamError
 from megalith.models.adapters import Adapter, QKVAdapter
+from megalith.models.encoders.bert import Bert
 from megalith.models.linear import MLP, Linear
 from megalith.models.mixers.attention import Attention
 from megalith.models.mixers.mla import LatentAttention
@@ -29,6 +30,7 @@ SEAMS: dict[type[nn.Module], dict[str, str]] = {
         "pass_layout": "how the tokens of a pass stand here: (tokens, trains=, has_position_ids=) → PassLayout",
         "runner": "how a list of layers is run: (layers, x, context) → x",
         "shard_tokens": "the residual stream's share of what every token has: (x [batch, seq], layout) → share",
+        "sum_of_shares": "the sum of what was made of the shares, used alike by all: (x, layout) → sum",
         "embedding": "None where another pipeline stage has it",
         "final_layernorm": "None where another pipeline stage has it",
     },
@@ -38,9 +40,11 @@ SEAMS: dict[type[nn.Module], dict[str, str]] = {
         "scale) → [batch, seq] or [batch, seq, k], the entropies, and the sum of the objective's losses of tokens",
         "logits": "every entry's logits: (x, weight, vocab_size, softcap, context) → [batch, seq, vocab]",
         "output_layer": "None where another pipeline stage has it",
+        "vocabulary": "None where another pipeline stage has it",
         "partial_gradients": "names of the parameters of which a rank's gradient is a part of a sum over tp",
         "replicated": "the parameters that are copied over data-parallel ranks, and the sums of their gradients",
     },
+    Bert: {head: "None where another pipeline stage has it" for head in ("lm_head", "pooler", "binary_head")},
     Model: {
         "copied": "by name the plain parameters that stand alike on the ranks of an axis",
         "partial_gradients": "as a Transformer's",
@@ -49,6 +53,7 @@ SEAMS: dict[type[nn.Module], dict[str, str]] = {
     Embedding: {
         "lookup": "the tokens' rows for the residual stream: (input_ids, weight, context) → rows",
         "position_embeddings": "None where another pipeline stage has them",
+        "tokentype_embeddings": "None where another pipeline stage has them",
         "layernorm": "None where another pipeline stage has it",
     },
     Linear: {

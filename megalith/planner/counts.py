@@ -29,9 +29,10 @@ from torch import nn
 
 from megalith.config import LoraConfig, ModelConfig, ParallelConfig
 from megalith.models.adapters import ADAPTER, add_adapters
+from megalith.models.model_types import make_model
 from megalith.models.moe import GroupedLinear
 from megalith.models.norm import Norm
-from megalith.models.transformer import Transformer, TransformerLayer
+from megalith.models.transformer import TransformerLayer
 from megalith.parallel.expert.expert_parallel import CUTS
 from megalith.parallel.pipeline.stages import Stage, split_stages
 from megalith.parallel.tensor.tensor_parallel import role_of
@@ -66,7 +67,7 @@ class MetaModel:
         first = {kinds[number]: number for number in reversed(self.numbers)}
         self._first = {number: first[kinds[number]] for number in self.numbers}
         no_layers = {"num_layers": 0, "mtp_num_layers": model.mtp_num_layers and 0}
-        self._model = Transformer(model.model_copy(update=no_layers), device="meta")
+        self._model = make_model(model.model_copy(update=no_layers), device="meta")
         self._model.layers.update(
             {str(number): TransformerLayer(model, number, "meta") for number in first.values()}
         )
@@ -189,7 +190,17 @@ def _part(name: str, module: nn.Module) -> str:
         return "norms"
     if first.endswith("attention"):
         return "attention"
-    return {"embedding": "embedding", "output_layer": "head"}.get(first, "mlp")
+    return OUTSIDE.get(first, "mlp")
+
+
+OUTSIDE = {
+    "embedding": "embedding",
+    "output_layer": "head",
+    "vocabulary": "head",
+    "lm_head": "head",
+    "pooler": "head",
+    "binary_head": "head",
+}
 
 
 @dataclass(frozen=True)
@@ -203,7 +214,7 @@ class ParameterCounts:
     """With experts, and the matrices that stand before the layers of multi-token prediction."""
     norms: int
     head: int
-    """The output matrix; 0 when the embedding serves as it."""
+    """The output matrix, unless the embedding serves as it, and an encoder's heads."""
     adapters: int
     """They alone are trained where there are any."""
     idle: int
@@ -259,11 +270,13 @@ class TokenFlops:
     mlp: int
     head: int
     adapters: int = 0
+    is_causal: bool = True
+    """Whether a mask hides half of the attention matrix."""
 
     @property
     def causal(self) -> int:
-        """Megatron-LM's convention: the attention matrix at half."""
-        return self.full - self.attention_matrix // 2
+        """Megatron-LM's convention: the attention matrix at half, where half of it is hidden."""
+        return self.full - (self.attention_matrix // 2 if self.is_causal else 0)
 
     @property
     def full(self) -> int:
@@ -289,6 +302,7 @@ def flops_per_token(model: ModelConfig, seq_length: int, lora: LoraConfig | None
         mlp=per_weight * (met["mlp"] + _met(model, met["experts"])),
         head=per_weight * meta.output_matrix * (1 + len(model.further_layers)),
         adapters=per_pair * met["adapters"],
+        is_causal=model.causal,
     )
 
 

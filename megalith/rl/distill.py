@@ -18,10 +18,10 @@ from megalith.bridge.load import begin_from, with_init_from
 from megalith.config import RunConfig
 from megalith.data.batch import Batch
 from megalith.errors import ConfigError, DataError
-from megalith.models.loss import Loss, OutputLoss, pretraining_loss
+from megalith.models.loss import Loss, OutputLoss
 from megalith.ops.distillation_loss import Taught, linear_distillation
 from megalith.parallel.mesh import Mesh
-from megalith.parallel.parallel_model import ParallelModel
+from megalith.parallel.parallel_model import LOSSES, ParallelModel
 from megalith.planner.counts import count_parameters
 from megalith.rl.objective import SummedLoss
 from megalith.rl.reference import StepData
@@ -85,9 +85,9 @@ class Teacher:
         return self.asked.take() or [None] * len(batches)
 
     @property
-    def weight(self) -> Tensor | None:
-        """This rank's rows of its output matrix; None off the last pipeline stage."""
-        return self.asked.weight
+    def output(self) -> tuple[Tensor, Tensor | None]:
+        """This rank's rows of its output matrix and of the bias behind it, once it was asked; the last stage's."""
+        return self.asked.output
 
     @property
     def softcap(self) -> float | None:
@@ -141,10 +141,10 @@ def teacher_config(config: RunConfig) -> RunConfig:
 
 
 class _Ends(Loss):
-    """Keeps what the output matrix reads in each pass, in order, and that matrix."""
+    """Keeps what the output matrix reads in each pass, in order, and that matrix with its bias."""
 
     def __init__(self) -> None:
-        self.weight: Tensor | None = None
+        self.output: tuple[Tensor, Tensor | None] | None = None
         self._ends: list[Tensor] = []
 
     def take(self) -> list[Tensor]:
@@ -161,11 +161,13 @@ class _Ends(Loss):
         return self._keep
 
     def _keep(
-        self, hidden: Tensor, weight: Tensor, labels: Tensor, *_args, **_shard
+        self, hidden: Tensor, weight: Tensor, labels: Tensor, *_args, bias: Tensor | None = None, **_shard
     ) -> tuple[Tensor, None, Tensor]:
         self._ends.append(hidden)
-        if self.weight is None:
-            self.weight = weight.detach().to(hidden.dtype, copy=True)  # a sharded one is gone after the pass
+        if self.output is None:  # a sharded one is gone after the pass
+            self.output = tuple(
+                x if x is None else x.detach().to(hidden.dtype, copy=True) for x in (weight, bias)
+            )
         nothing = torch.zeros(labels.shape, device=labels.device)
         return nothing, None, nothing.sum()
 
@@ -177,7 +179,7 @@ class DistillationLoss(SummedLoss):
 
     def __init__(self, config: RunConfig, teacher: Teacher):
         self.distill, self._teacher = config.distill, teacher
-        self._plain = pretraining_loss(config.train.calculate_per_token_loss)
+        self._plain = LOSSES["gpt", config.train.calculate_per_token_loss]()
 
     def denominator(self, batch: Batch) -> Tensor | float:
         return self._plain.denominator(batch)
@@ -199,7 +201,7 @@ class DistillationLoss(SummedLoss):
             scale: Tensor | None,
             **shard,
         ) -> tuple[Tensor, Tensor, Tensor]:
-            told, how = (batch.told, self._teacher.weight, self._teacher.softcap), self.distill
+            told, how = (batch.told, *self._teacher.output, self._teacher.softcap), self.distill
             taught = Taught(*told, how.kd_ratio, how.temperature, how.divergence)
             given = (tokens["weights"], taught, vocab_size, softcap, scale)
             total, logprobs, divergences = linear_distillation(hidden, weight, labels, *given, **shard)

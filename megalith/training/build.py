@@ -11,6 +11,7 @@ import torch
 
 from megalith.bridge.adapter_folder import with_lora_load
 from megalith.bridge.families import family_for
+from megalith.bridge.family import VOCABULARY
 from megalith.bridge.load import tokenizer_folder, with_foreign_load, with_init_from
 from megalith.comm.collectives import Axis
 from megalith.config import RunConfig
@@ -28,6 +29,7 @@ from megalith.data.tokenizers.huggingface import CHAT_TEMPLATE
 from megalith.data.tokenizers.open_tokenizer import Tokenizer, build_tokenizer
 from megalith.errors import ConfigError
 from megalith.models.adapters import add_adapters
+from megalith.models.model_types import make_model
 from megalith.models.transformer import Transformer
 from megalith.optim.optimizer import check_optimizer
 from megalith.parallel.mesh import Mesh
@@ -167,7 +169,7 @@ def complete(config: RunConfig, tokenizer: Tokenizer | None) -> RunConfig:
 
 def build_meta_model(config: RunConfig) -> Transformer:
     """The whole model on the meta device: names, shapes and types, without values."""
-    model = Transformer(
+    model = make_model(
         config.model,
         compute_dtype=COMPUTE_DTYPES[config.train.precision],
         seed=config.train.seed,
@@ -185,10 +187,7 @@ def build_model(config: RunConfig, mesh: Mesh, device: torch.device) -> Parallel
 
 def vocabulary_rows(config: RunConfig) -> dict[str, int]:
     """The parameters with a row a vocabulary entry, and how many of their rows are not padding."""
-    rows = {"embedding.word_embeddings.weight": config.model.vocab_size}
-    if config.model.untie_embeddings_and_output_weights:
-        rows["output_layer.weight"] = config.model.vocab_size
-    return rows
+    return dict.fromkeys(VOCABULARY, config.model.vocab_size)
 
 
 def open_datasets(

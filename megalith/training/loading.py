@@ -16,6 +16,7 @@ from megalith.config import RunConfig
 from megalith.data.tokenizers.open_tokenizer import Tokenizer
 from megalith.models.adapters import adapters, add_adapters
 from megalith.models.init import initialize
+from megalith.models.model_types import make_model
 from megalith.models.transformer import Transformer
 from megalith.parallel.gather import ALONE
 from megalith.training.build import COMPUTE_DTYPES, vocabulary_rows
@@ -39,7 +40,7 @@ def load_with_tokenizer(
         return _load_hugging_face(path, device)
     checkpoint = open_existing(path)
     config = config_of(checkpoint)
-    model = Transformer(
+    model = make_model(
         config.model,
         compute_dtype=COMPUTE_DTYPES[config.train.precision],
         seed=config.train.seed,
@@ -70,6 +71,6 @@ def _load_hugging_face(path: str | Path, device: str | torch.device) -> tuple[Tr
     fit = open_source(path)
     shape, tokenizer = fit.groups[0].model, tokenizer_of(fit.source.path)
     check_vocabulary(fit.source, tokenizer, shape.vocab_size)
-    model = Transformer(shape, compute_dtype=common_dtype(fit), device=device)
+    model = make_model(shape, compute_dtype=common_dtype(fit), device=device)
     load_source(fit, model, SEED)
     return model.eval(), tokenizer

@@ -55,6 +55,8 @@ STORED = [
     "mixtral",  # a tensor an expert
     "falcon, new decoder",  # those of a group beside each other
     "falcon, multi-query",  # one head of keys and values, which two ranks have
+    "gpt-j",  # pairs of rows side by side, a bias behind the output matrix
+    "opt",  # rows of positions in another order
     "deepseek-v3",  # latent attention, a dense layer, shared experts
 ]
 READ = [(name, "tp2-pp2") for name in STORED] + [("llama, biases", "tp2-sp-dp2-zero3")]

@@ -113,6 +113,7 @@ def test_a_model_that_no_family_can_say_is_refused_with_the_reason_of_each() -> 
         ("llama", {"hidden_act": "gelu"}, "hidden_act 'gelu'"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention True"),
         ("gemma2", {"hidden_activation": "swish"}, "hidden_activation 'swish'"),
+        ("gemma", {"hidden_activation": "gelu"}, "model.activation both 'gelu_tanh' and 'gelu'"),
         ("llama", {"num_hidden_layers": "many"}, "num_hidden_layers 'many'"),
         ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, "type 'dynamic'"),
         ("yarn rope", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 0.7}}, "mscale"),
@@ -123,6 +124,11 @@ def test_a_model_that_no_family_can_say_is_refused_with_the_reason_of_each() -> 
         ("gpt-neox", {"hidden_act": "swish"}, "hidden_act 'swish'"),
         ("gpt-neox", {"rotary_pct": -1}, "rotary_pct -1"),
         ("falcon, multi-query", {"alibi": True}, "alibi True"),
+        ("stablelm", {"qk_layernorm": True}, "qk_layernorm True"),
+        ("phi", {"qk_layernorm": True}, "qk_layernorm True"),
+        ("gpt-j", {"rotary_dim": None}, "rotary_dim None"),
+        ("opt", {"do_layer_norm_before": False}, "do_layer_norm_before False"),
+        ("opt", {"word_embed_proj_dim": 32}, "word_embed_proj_dim 32 and hidden_size 64"),
         ("falcon, multi-query", {"parallel_attn": False}, "parallel_attn False"),
     ],
 )
@@ -171,6 +177,15 @@ def test_gemma_3_as_older_versions_wrote_it_is_the_same_model() -> None:
     assert differences(read, model_of("gemma3")) == []
 
 
+@pytest.mark.parametrize(
+    "second", [{}, {"hidden_activation": None}, {"hidden_activation": "gelu_pytorch_tanh"}]
+)
+def test_gemma_s_gelu_is_the_tanh_approximation_as_transformers_takes_it(second: dict) -> None:
+    theirs = their_tree("gemma") | {"hidden_act": "gelu"} | second
+    assert type(CASES["gemma"][0]())(**theirs).hidden_act == "gelu_pytorch_tanh"
+    assert family_named_by("gemma").read_config(theirs).mlp_activation == "gelu_tanh"
+
+
 def test_a_longrope_without_a_factor_has_that_of_its_two_lengths() -> None:
     theirs = their_tree("llama, longrope")
     del theirs["rope_parameters"]["factor"]
@@ -193,9 +208,9 @@ def test_every_other_layer_of_qwen3_moe_has_experts_the_second_being_the_first()
 
 def test_unknown_architectures_are_refused_with_the_known_ones() -> None:
     with pytest.raises(
-        ConfigError, match=r"BertForMaskedLM, which cannot be built here; known: GPT2LMHeadModel, Llama"
+        ConfigError, match=r"RobertaForMaskedLM, which cannot be built here; known: GPT2LMHeadModel, Llama"
     ):
-        family_of({"architectures": ["BertForMaskedLM"]}, "x")
+        family_of({"architectures": ["RobertaForMaskedLM"]}, "x")
 
 
 def test_what_a_config_json_leaves_out_has_the_default_of_transformers() -> None:

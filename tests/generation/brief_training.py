@@ -63,7 +63,13 @@ def scored(
     handle.remove()
     sizes = model.config.vocab_size, model.config.final_logit_softcapping
     found, _ = linear_logprobs(
-        hidden["out"], model.output_weight, tokens[:, 1:], *sizes, temperature=temperature, entropy=False
+        hidden["out"],
+        model.output_weight,
+        tokens[:, 1:],
+        *sizes,
+        temperature=temperature,
+        entropy=False,
+        bias=model.output_bias,
     )
     rows = [row[len(prompts[each.prompt]) - 1 :][: len(each.ids)] for row, each in zip(found.cpu(), done)]
     return torch.cat(rows)

@@ -17,6 +17,7 @@ from megalith.models.transformer import Transformer
 GEMMA = dict(
     window_size=[7, 0], window_attn_skip_freq=2, attn_logit_softcapping=20.0, final_logit_softcapping=30.0,
     norm_placement="sandwich", layernorm_zero_centered_gamma=True, qk_layernorm=True,
+    add_output_bias=True,
 )  # fmt: skip
 LENGTHS = [1, 2, 3, 5, 8, 13, 21, 34, 4, 4, 40, 9]
 CHAINS = [row[:length].tolist() for row, length in zip(chains(12, 40, 99), LENGTHS)]

@@ -47,6 +47,16 @@ OUR_FALCON = dict(
     OUR_NEOX, activation="gelu", add_bias_linear=False, untie_embeddings_and_output_weights=False
 )
 
+OUR_STARCODER = dict(OUR_NEOX, parallel_attn_mlp=False)
+OUR_STABLELM = dict(
+    OUR_STARCODER, num_query_groups=2, add_bias_linear=False, swiglu=True, rotary_percent=0.25
+)
+OUR_PHI = dict(OUR_NEOX, shared_layernorm=True, add_output_bias=True)
+OPT = dict(vocab_size=VOCAB, hidden_size=64, ffn_dim=112, num_hidden_layers=3, num_attention_heads=4,
+           max_position_embeddings=64)  # fmt: skip
+OUR_OPT = dict(vocab_size=VOCAB, hidden_size=64, ffn_hidden_size=112, num_layers=3, num_attention_heads=4,
+               max_position_embeddings=66)  # fmt: skip
+
 EXPERTS = dict(num_experts=8, num_experts_per_tok=3)
 OUR_EXPERTS = dict(num_experts=8, moe_router_topk=3)
 DEEPSEEK = dict({**LLAMA, "num_key_value_heads": 4}, n_routed_experts=8, num_experts_per_tok=4, n_shared_experts=2,
@@ -115,6 +125,11 @@ CASES: dict[str, tuple[Callable, dict]] = {
         lambda: transformers.MistralConfig(**LLAMA, sliding_window=11),
         dict(OURS, window_size=[10, 0]),
     ),
+    "gemma": (
+        lambda: transformers.GemmaConfig(**LLAMA, head_dim=24, pad_token_id=0),
+        dict(OURS, kv_channels=24, gated_linear_unit=True, swiglu=False, layernorm_zero_centered_gamma=True,
+             scale_embeddings=True, untie_embeddings_and_output_weights=False),
+    ),
     "gemma2": (
         lambda: transformers.Gemma2Config(**GEMMA, attn_logit_softcapping=5.0, final_logit_softcapping=3.0),
         dict(OUR_GEMMA, window_attn_skip_freq=2, attn_logit_softcapping=5.0, final_logit_softcapping=3.0),
@@ -157,6 +172,44 @@ CASES: dict[str, tuple[Callable, dict]] = {
         dict(OURS, rotary_percent=0.75, rope_scaling=dict(
             type="longrope", factor=8.0, original_max_position_embeddings=32, **LONG_FACTORS)),
     ),
+    "starcoder2": (
+        lambda: transformers.Starcoder2Config(**LLAMA),
+        dict(OUR_STARCODER, num_query_groups=2, untie_embeddings_and_output_weights=False),
+    ),
+    "starcoder2, window, no biases": (
+        lambda: transformers.Starcoder2Config(**LLAMA, use_bias=False, sliding_window=11, tie_word_embeddings=False),
+        dict(OUR_STARCODER, num_query_groups=2, add_bias_linear=False, window_size=[10, 0]),
+    ),
+    "stablelm": (
+        lambda: transformers.StableLmConfig(**LLAMA, use_qkv_bias=True, tie_word_embeddings=True),
+        dict(OUR_STABLELM, add_qkv_bias=True, untie_embeddings_and_output_weights=False),
+    ),
+    "stablelm, side by side": (
+        lambda: transformers.StableLmConfig(**LLAMA, use_parallel_residual=True, partial_rotary_factor=0.5),
+        dict(OUR_STABLELM, parallel_attn_mlp=True, shared_layernorm=True, rotary_percent=0.5),
+    ),
+    "phi": (
+        lambda: transformers.PhiConfig(**LLAMA),
+        dict(OUR_PHI, num_query_groups=2, rotary_percent=0.5),
+    ),
+    "phi, tied": (
+        lambda: transformers.PhiConfig(**NEOX, tie_word_embeddings=True, partial_rotary_factor=0.25),
+        dict(OUR_PHI, rotary_percent=0.25, untie_embeddings_and_output_weights=False),
+    ),
+    "gpt-j": (
+        lambda: transformers.GPTJConfig(vocab_size=VOCAB, n_embd=64, n_layer=3, n_head=4, n_positions=64,
+                                        rotary_dim=12),
+        dict(OUR_PHI, ffn_hidden_size=256, max_position_embeddings=64, rotary_percent=0.75, add_bias_linear=False,
+             add_mlp_bias=True),
+    ),
+    "opt": (
+        lambda: transformers.OPTConfig(**OPT),
+        dict(OUR_OPT, activation="relu"),
+    ),
+    "opt, no biases, untied": (
+        lambda: transformers.OPTConfig(**OPT, enable_bias=False, tie_word_embeddings=False, activation_function="gelu"),
+        dict(OUR_OPT, activation="gelu", add_bias_linear=False, untie_embeddings_and_output_weights=True),
+    ),
     "mixtral": (
         lambda: transformers.MixtralConfig(**LLAMA, head_dim=16, num_local_experts=4, num_experts_per_tok=2,
                                            rms_norm_eps=1e-6,
@@ -167,6 +220,18 @@ CASES: dict[str, tuple[Callable, dict]] = {
         lambda: transformers.Qwen3MoeConfig(**LLAMA, **EXPERTS, head_dim=32, norm_topk_prob=True,
                                             moe_intermediate_size=40, decoder_sparse_step=1, mlp_only_layers=[1]),
         dict(OURS, **OUR_EXPERTS, kv_channels=32, qk_layernorm=True, moe_layer_freq=[1, 0, 1], moe_ffn_hidden_size=40),
+    ),
+    "qwen2-moe, a dense layer": (
+        lambda: transformers.Qwen2MoeConfig(**LLAMA, **EXPERTS, moe_intermediate_size=40, mlp_only_layers=[1],
+                                            shared_expert_intermediate_size=56),
+        dict(OURS, **OUR_EXPERTS, add_qkv_bias=True, moe_layer_freq=[1, 0, 1], moe_ffn_hidden_size=40,
+             moe_shared_expert_intermediate_size=56, moe_shared_expert_gate=True, moe_router_pre_softmax=True),
+    ),
+    "qwen2-moe, weights of a sum of 1": (
+        lambda: transformers.Qwen2MoeConfig(**LLAMA, **EXPERTS, moe_intermediate_size=40, norm_topk_prob=True,
+                                            shared_expert_intermediate_size=56, qkv_bias=False),
+        dict(OURS, **OUR_EXPERTS, moe_ffn_hidden_size=40, moe_shared_expert_intermediate_size=56,
+             moe_shared_expert_gate=True),
     ),
     "olmoe": (
         lambda: transformers.OlmoeConfig(**LLAMA, **EXPERTS, rms_norm_eps=1e-6),
@@ -220,10 +285,14 @@ CASES: dict[str, tuple[Callable, dict]] = {
 
 
 def random_reference(their_config: transformers.PreTrainedConfig, std: float = 0.1) -> nn.Module:
-    """A model of transformers in evaluation mode. Its norms and biases are random too: their initial 1 and 0 would
-    hide a mistake."""
-    torch.manual_seed(0)
+    """A model of transformers for generation, as `random_parameters` gives it."""
     reference = transformers.AutoModelForCausalLM.from_config(their_config, attn_implementation="eager")
+    return random_parameters(reference, std)
+
+
+def random_parameters(reference: nn.Module, std: float = 0.1) -> nn.Module:
+    """A model in evaluation mode. Its norms and biases are random too: their initial 1 and 0 would hide a mistake."""
+    torch.manual_seed(0)
     for parameter in reference.parameters():
         nn.init.normal_(parameter, std=std)
     for name, buffer in reference.named_buffers():

@@ -21,6 +21,10 @@ def inputs(dtype=torch.float32, scale=1.0):
     return hidden, weight, labels, mask
 
 
+def biases():
+    return torch.randn(PADDED, generator=torch.Generator().manual_seed(6))
+
+
 def on_whole_logits(hidden, weight, labels, mask, softcap=None):
     logits = (hidden @ weight.to(hidden.dtype)[:VOCAB].T).float()
     if softcap is not None:
@@ -58,6 +62,30 @@ def test_of_capped_logits_equals_torch_with_padding(softcap, monkeypatch):
     )
     expected = loss_and_gradients(lambda *args: on_whole_logits(*args, softcap), inputs(), factor=0.37)
     for a, b in zip(capped, expected):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("softcap", [None, 5.0])
+def test_a_bias_behind_the_matrix_is_in_the_logits_and_gets_its_gradient(softcap, monkeypatch):
+    monkeypatch.setitem(cross_entropy.CHUNK_ELEMENTS, "cpu", 7 * PADDED)
+    (hidden, weight, labels, mask), bias = inputs(), biases()
+
+    def expected(hidden, weight, bias):  # as a column more of the matrix
+        ones = torch.ones_like(hidden[..., :1])
+        return on_whole_logits(
+            torch.cat((hidden, ones), -1), torch.cat((weight, bias[:, None]), 1), labels, mask, softcap
+        )
+
+    def found(hidden, weight, bias):
+        return linear_cross_entropy(hidden, weight, labels, mask, VOCAB, softcap, bias=bias)
+
+    results = []
+    for function in (found, expected):
+        leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight, bias)]
+        loss = function(*leaves)
+        (loss * 0.37).backward()
+        results.append((loss.detach(), *(x.grad for x in leaves)))
+    for a, b in zip(*results):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
 
 
@@ -161,11 +189,15 @@ def test_log_probabilities_and_entropies_of_chunks_equal_torch(softcap, temperat
     monkeypatch.setitem(cross_entropy.CHUNK_ELEMENTS, "cpu", 7 * PADDED)
     targets = torch.randint(0, VOCAB, (3, 10, 2), generator=torch.Generator().manual_seed(1))
 
-    def found(hidden, weight):
-        return linear_logprobs(hidden, weight, targets, VOCAB, softcap, temperature=temperature, entropy=True)
+    # at 0.3 the logits are as large as these bounds bear
+    bias = biases() if temperature == 1.0 else torch.zeros(PADDED)
 
-    def expected(hidden, weight):
-        logits = hidden @ weight[:VOCAB].T
+    def found(hidden, weight, bias):
+        asked = dict(temperature=temperature, entropy=True)
+        return linear_logprobs(hidden, weight, targets, VOCAB, softcap, bias=bias, **asked)
+
+    def expected(hidden, weight, bias):
+        logits = hidden @ weight[:VOCAB].T + bias[:VOCAB]
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
         distribution = (logits / temperature).log_softmax(-1)
@@ -173,10 +205,10 @@ def test_log_probabilities_and_entropies_of_chunks_equal_torch(softcap, temperat
 
     results = []
     for function in (found, expected):
-        hidden, weight = (x.detach().clone().requires_grad_() for x in inputs()[:2])
-        logprobs, entropy = function(hidden, weight)
+        leaves = [x.detach().clone().requires_grad_() for x in (*inputs()[:2], bias)]
+        logprobs, entropy = function(*leaves)
         (torch.sin(logprobs).sum() + 3 * (entropy**2).sum()).backward()
-        results.append((logprobs, entropy, hidden.grad, weight.grad))
+        results.append((logprobs, entropy, *(x.grad for x in leaves)))
     for a, b in zip(*results):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=2e-5)
     logprobs, entropy = linear_logprobs(*inputs()[:3], VOCAB, softcap, temperature=temperature)
@@ -194,7 +226,7 @@ def clipped(logprobs, entropy, tokens):
 @pytest.mark.parametrize("rows", [7, 1000])
 def test_losses_of_tokens_in_one_pass_equal_two(rows, softcap, monkeypatch):
     monkeypatch.setitem(cross_entropy.CHUNK_ELEMENTS, "cpu", rows * PADDED)
-    hidden, weight, labels, mask = inputs()
+    (hidden, weight, labels, mask), bias = inputs(), biases()
     asked, scale = dict(temperature=0.7, entropy=True), torch.tensor(8.0)
     generator = torch.Generator().manual_seed(4)
     with torch.no_grad():
@@ -202,21 +234,21 @@ def test_losses_of_tokens_in_one_pass_equal_two(rows, softcap, monkeypatch):
     old = old + 0.3 * torch.randn(old.shape, generator=generator)
     tokens = {"old": old, "advantages": torch.randn(old.shape, generator=generator), "mask": mask}
 
-    def one_pass(hidden, weight):
+    def one_pass(hidden, weight, bias):
         loss, *seen = linear_token_losses(
-            hidden, weight, labels, clipped, tokens, VOCAB, softcap, scale, **asked
+            hidden, weight, labels, clipped, tokens, VOCAB, softcap, scale, bias=bias, **asked
         )
         assert not any(x.requires_grad for x in seen)
         return loss, *seen, loss
 
-    def two_passes(hidden, weight):
-        found = linear_logprobs(hidden, weight, labels, VOCAB, softcap, **asked)
+    def two_passes(hidden, weight, bias):
+        found = linear_logprobs(hidden, weight, labels, VOCAB, softcap, bias=bias, **asked)
         loss = clipped(*found, tokens).sum()
         return loss, *found, loss * scale
 
     results = []
     for function in (one_pass, two_passes):
-        leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight)]
+        leaves = [x.detach().clone().requires_grad_() for x in (hidden, weight, bias)]
         with FlopCounterMode(display=False) as flops:
             *found, end = function(*leaves)
             end.backward()
@@ -226,4 +258,4 @@ def test_losses_of_tokens_in_one_pass_equal_two(rows, softcap, monkeypatch):
     for a, b in zip(*results):
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-6)
     with torch.no_grad():
-        assert torch.equal(one_pass(hidden, weight)[0], results[0][0])
+        assert torch.equal(one_pass(hidden, weight, bias)[0], results[0][0])

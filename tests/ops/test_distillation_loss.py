@@ -27,10 +27,10 @@ def inputs():
     return hidden, weight, labels, weights, told, teacher
 
 
-def plain(hidden, weight, labels, weights, taught, softcap):
+def plain(hidden, weight, labels, weights, taught, softcap, bias):
     cap = lambda x, c: x if c is None else c * torch.tanh(x / c)  # noqa: E731
-    z = cap(hidden @ weight[:VOCAB].T, softcap)
-    t = cap(taught.hidden @ taught.weight[:VOCAB].T, taught.softcap)
+    z = cap(hidden @ weight[:VOCAB].T + bias[:VOCAB], softcap)
+    t = cap(taught.hidden @ taught.weight[:VOCAB].T + taught.bias[:VOCAB], taught.softcap)
     q, p = (F.log_softmax(x / taught.temperature, -1) for x in (z, t))
     into, of = (q, p) if taught.divergence == "forward_kl" else (p, q)
     divergences = F.kl_div(into, of, log_target=True, reduction="none").sum(-1)
@@ -45,19 +45,21 @@ def plain(hidden, weight, labels, weights, taught, softcap):
 def test_loss_and_gradients_are_those_over_whole_logits(divergence, temperature, softcap, monkeypatch):
     monkeypatch.setitem(cross_entropy.CHUNK_ELEMENTS, "cpu", 2 * 7 * PADDED)  # seven tokens at a time
     hidden, weight, labels, weights, told, teacher = inputs()
-    taught = Taught(told, teacher, softcap and 5.0, 0.7, temperature, divergence)
-    found = linear_distillation(hidden, weight, labels, weights, taught, VOCAB, softcap, torch.tensor(4.0))
-    grads = torch.autograd.grad(3 * found[0], [hidden, weight])
-    expected = plain(hidden, weight, labels, weights, taught, softcap)
+    bias, teachers = (torch.linspace(0, end, PADDED, requires_grad=end < 2) for end in (1, 2))
+    taught = Taught(told, teacher, teachers, softcap and 5.0, 0.7, temperature, divergence)
+    given = (hidden, weight, labels, weights, taught)
+    found = linear_distillation(*given, VOCAB, softcap, torch.tensor(4.0), bias=bias)
+    grads = torch.autograd.grad(3 * found[0], [hidden, weight, bias])
+    expected = plain(*given, softcap, bias)
     for a, b in zip(found, expected):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    for a, b in zip(grads, torch.autograd.grad(12 * expected[0], [hidden, weight])):
+    for a, b in zip(grads, torch.autograd.grad(12 * expected[0], [hidden, weight, bias])):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_of_itself_a_model_learns_nothing():
     hidden, weight, labels, weights, *_ = inputs()
-    taught = Taught(hidden.detach(), weight.detach(), None, 1.0, 2.0, "forward_kl")
+    taught = Taught(hidden.detach(), weight.detach(), None, None, 1.0, 2.0, "forward_kl")
     loss, _, divergences = linear_distillation(hidden, weight, labels, weights, taught, VOCAB)
     loss.backward()
     assert (
@@ -71,7 +73,7 @@ def of_a_shard(size: int, divergence: str) -> list[torch.Tensor]:
     hidden, weight, labels, weights, told, teacher = inputs()
     rows = PADDED // size
     own = slice(axis.rank * rows, axis.rank * rows + rows)
-    taught = Taught(told, teacher[own], None, 0.4, 1.5, divergence)
+    taught = Taught(told, teacher[own], None, None, 0.4, 1.5, divergence)
     part = weight.detach()[own].requires_grad_()
     shard = dict(axis=axis, first=own.start, rows=rows)
     found = linear_distillation(hidden, part, labels, weights, taught, VOCAB, **shard)

@@ -23,7 +23,8 @@ VOCAB, SEQ, SAMPLES, MICRO_BATCH, CANDIDATES = 61, 16, 4, 2, 3
 ROUNDING = 1e-6
 DENSE = dict(num_layers=4, hidden_size=32, ffn_hidden_size=48, num_attention_heads=4, vocab_size=VOCAB,
              make_vocab_size_divisible_by=8, max_position_embeddings=SEQ, hidden_dropout=0.0, attention_dropout=0.0,
-             init_method_std=0.3, normalization="RMSNorm", final_logit_softcapping=5.0)  # fmt: skip
+             init_method_std=0.3, normalization="RMSNorm", final_logit_softcapping=5.0,
+             add_output_bias=True)  # fmt: skip
 EXPERTS = dict(num_layers=2, num_experts=4, moe_router_topk=2, moe_aux_loss_coeff=0.1, mtp_num_layers=1,
                position_embedding_type="rope", final_logit_softcapping=None)  # fmt: skip
 

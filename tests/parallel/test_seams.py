@@ -13,6 +13,7 @@ from megalith.errors import SeamError
 from megalith.models.adapters import add_adapters
 from megalith.models.init import initialize
 from megalith.models.linear import Linear
+from megalith.models.model_types import make_model
 from megalith.models.own_model import Model
 from megalith.models.transformer import Transformer
 from megalith.parallel.context.context_parallel import apply_context
@@ -34,12 +35,13 @@ MODELS = {
     "a norm over all heads": dict(
         qk_layernorm=True, qk_layernorm_full_width=True, norm_placement="post", normalization="RMSNorm"
     ),
+    "bert": dict(model_type="bert"),
 }
 RECORDS = {"partial_gradients", "replicated"}  # which a plain module does not have
 
 
 def a_model(**settings) -> Transformer:
-    model = Transformer(RunConfig.from_tree({"model": SIZES | settings}).model, device=torch.device("meta"))
+    model = make_model(RunConfig.from_tree({"model": SIZES | settings}).model, device=torch.device("meta"))
     if "num_experts" not in settings and "qk_layernorm" not in settings:
         add_adapters(model, LoraConfig(rank=2, targets=["q_proj", "v_proj", "c_proj", "c_fc"]))
     return model

@@ -173,7 +173,6 @@ def refused(parallel: dict, **kinds) -> None:
 @pytest.mark.parametrize(
     ("parallel", "kinds", "message"),
     [
-        ({"context_parallel_size": 2}, {"causal": False}, "the model has attention without a causal mask"),
         (
             {"context_parallel_size": 2},
             {"cross": True},

@@ -81,6 +81,7 @@ FALCON = NEOX | {
     "shared_layernorm": True,
     "add_bias_linear": False,
     "activation": "gelu",
+    "add_output_bias": True,
 }
 MOE = LLAMA | {
     "num_experts": 8,

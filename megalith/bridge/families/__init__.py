@@ -8,21 +8,29 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megalith.bridge.families.bert_encoders import (
+    BERT,
+    BERT_MASKED_LM,
+    BERT_MODEL,
+    MEGATRON_BERT,
+    MEGATRON_BERT_MASKED_LM,
+    MEGATRON_BERT_MODEL,
+)
 from megalith.bridge.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from megalith.bridge.families.experts import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from megalith.bridge.families.layernorm_decoders import BLOOM, FALCON, GPT2, GPT_NEOX
 from megalith.bridge.families.llama import (
+    GEMMA,
     GEMMA2,
     GEMMA3,
     LLAMA,
     MISTRAL,
-    MIXTRAL,
     OLMO2,
-    OLMOE,
     PHI3,
     QWEN2,
     QWEN3,
-    QWEN3_MOE,
 )
+from megalith.bridge.families.separate_qkv import GPT_J, OPT, PHI, STABLELM, STARCODER2
 from megalith.bridge.family import Family, check_kinds
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError, nearest_of
@@ -35,18 +43,31 @@ FAMILIES: dict[str, Family] = {
         MISTRAL,
         QWEN2,
         QWEN3,
+        GEMMA,
         GEMMA2,
         GEMMA3,
         OLMO2,
         PHI3,
         GPT_NEOX,
         FALCON,
+        STARCODER2,
+        STABLELM,
+        PHI,
+        GPT_J,
+        OPT,
         MIXTRAL,
+        QWEN2_MOE,
         QWEN3_MOE,
         OLMOE,
         DEEPSEEK_V2,
         DEEPSEEK_V3,
         BLOOM,
+        BERT,
+        BERT_MASKED_LM,
+        BERT_MODEL,
+        MEGATRON_BERT,
+        MEGATRON_BERT_MASKED_LM,
+        MEGATRON_BERT_MODEL,
     )
 }
 

@@ -5,16 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megalith.bridge.families.llama import EXPERTS, IGNORED, SIZES, TENSORS, UNTIED
+from megalith.bridge.families.experts import EXPERTS
+from megalith.bridge.families.llama import IGNORED, SIZES, TENSORS, UNTIED
 from megalith.bridge.family import Family
-from megalith.bridge.rows import RowRun, Rule, gate_up, same
+from megalith.bridge.rows import RowRun, Rule, gate_up, pairs_apart, same
 from megalith.bridge.settings import MSCALES, Field, Ours, Rope, Theirs, Tree, Writes
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
 
 
 def turning(name: str, plain: str) -> Rule:
-    """Heads, each `plain` rows and then rows that turn in pairs: (0, 1), (2, 3), … there, (0, size / 2), … here.
+    """Heads, each `plain` rows and then rows that turn in pairs, which stand side by side there.
 
     `plain` is the field that has the number of the first: the size of a head's part without position, or of a latent.
     """
@@ -24,8 +25,7 @@ def turning(name: str, plain: str) -> Rule:
         runs = []
         for head in range(0, rows, first + size):
             runs.append(RowRun(0, head, head, first))
-            for pair in range(size // 2):
-                runs.append(RowRun(0, head + first + 2 * pair, head + first + pair, 2, step=size // 2))
+            runs += pairs_apart(0, head + first, head + first, size)
         return runs
 
     return Rule((name,), order)

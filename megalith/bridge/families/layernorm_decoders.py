@@ -12,12 +12,42 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from megalith.bridge.families.llama import TIED, UNTIED
 from megalith.bridge.family import Family
 from megalith.bridge.rows import Rule, qkv, same, transposed
-from megalith.bridge.settings import Field, Ours, Rope, Theirs, Tree
+from megalith.bridge.settings import Field, Ours, PartialRope, Rope, Theirs, Tree
 from megalith.config import ModelConfig
 
+
+def activation(key: str, default: str, tanh: str = "gelu_new") -> Field:
+    """The row of an MLP without a gate; `tanh` is the name, of those for GELU by tanh, that is written."""
+    named = dict.fromkeys((tanh, "gelu_new", "gelu_pytorch_tanh", "gelu_fast"), "gelu_tanh")
+    others = {
+        "gelu": "gelu",
+        "quick_gelu": "quick_gelu",
+        "relu": "relu",
+        "relu2": "squared_relu",
+        "silu": "silu",
+    }
+    return Field("activation", key, default=default, values=named | others)
+
+
+def biases(key: str, default: bool) -> tuple[Field, ...]:
+    """The rows of one key for the biases of every linear layer."""
+    return tuple(
+        Field(ours, key, default=default) for ours in ("add_qkv_bias", "add_proj_bias", "add_mlp_bias")
+    )
+
+
 # fmt: off
+SIZES = (
+    Field("num_layers", "num_hidden_layers"),
+    Field("hidden_size", "hidden_size"),
+    Field("num_attention_heads", "num_attention_heads"),
+    Field("vocab_size", "vocab_size"),
+    Field("attention_dropout", "attention_dropout", default=0.0),
+)
+
 GPT2_TENSORS = {
     "embedding.word_embeddings.weight":
         same("transformer.wte.weight"),
@@ -55,27 +85,28 @@ GPT2_TENSORS = {
         same("lm_head.weight"),
 }
 
+GPT2_SETTINGS = (
+    Field("num_layers", "n_layer"),
+    Field("hidden_size", "n_embd"),
+    Field("ffn_hidden_size", "n_inner", default=None),
+    Field("num_attention_heads", "n_head"),
+    Field("vocab_size", "vocab_size"),
+    Field("max_position_embeddings", "n_positions"),
+    Field("layernorm_epsilon", "layer_norm_epsilon", default=1e-5),
+    activation("activation_function", "gelu_new"),
+    Field("hidden_dropout", "resid_pdrop", default=0.1),
+    Field("hidden_dropout", "embd_pdrop", default=0.1),
+    Field("attention_dropout", "attn_pdrop", default=0.1),
+    Field("init_method_std", "initializer_range", default=0.02),
+)
+
 GPT2 = Family(
     architecture="GPT2LMHeadModel",
     model_type="gpt2",
     tensors=GPT2_TENSORS,
     settings=(
-        Field("num_layers", "n_layer"),
-        Field("hidden_size", "n_embd"),
-        Field("ffn_hidden_size", "n_inner", default=None),
-        Field("num_attention_heads", "n_head"),
-        Field("vocab_size", "vocab_size"),
-        Field("max_position_embeddings", "n_positions"),
-        Field("layernorm_epsilon", "layer_norm_epsilon", default=1e-5),
-        Field("activation", "activation_function", default="gelu_new",
-              values={"gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu",
-                      "relu": "relu", "silu": "silu"}),
-        Field("hidden_dropout", "resid_pdrop", default=0.1),
-        Field("hidden_dropout", "embd_pdrop", default=0.1),
-        Field("attention_dropout", "attn_pdrop", default=0.1),
-        Field("init_method_std", "initializer_range", default=0.02),
-        Field("untie_embeddings_and_output_weights", "tie_word_embeddings", default=True,
-              values={True: False, False: True}),
+        *GPT2_SETTINGS,
+        TIED,
         Ours(position_embedding_type="learned_absolute"),
         Theirs(scale_attn_weights=True, scale_attn_by_inverse_layer_idx=False, add_cross_attention=False),
     ),
@@ -140,8 +171,7 @@ BLOOM = Family(
         Field("hidden_dropout", "hidden_dropout", default=0.0),
         Field("attention_dropout", "attention_dropout", default=0.0),
         Field("init_method_std", "initializer_range", default=0.02),
-        Field("untie_embeddings_and_output_weights", "tie_word_embeddings", default=True,
-              values={True: False, False: True}),
+        TIED,
         Ours(position_embedding_type="alibi", embedding_layernorm=True, activation="gelu_tanh"),
         Theirs(apply_residual_connection_post_layernorm=False),
     ),
@@ -188,44 +218,23 @@ NEOX_TENSORS = {
 }
 
 
-class NeoxRope:
-    """As Rope, under the names that NeoX has for the base and for the share of a head that turns."""
-
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
-        given = dict(theirs.get("rope_parameters") or theirs.get("rope_scaling") or {})
-        percent = given.pop("partial_rotary_factor", None) or theirs.get("rotary_pct") or 0.25
-        given.setdefault("rope_theta", theirs.get("rotary_emb_base") or 10000.0)
-        return Rope().read({**theirs, "rope_parameters": given}) | {"rotary_percent": percent}
-
-    def write(self, model: ModelConfig) -> Tree:
-        tree = Rope().write(model)
-        return {"rotary_emb_base": tree.pop("rope_theta"), "rotary_pct": model.rotary_percent, **tree}
-
-
 GPT_NEOX = Family(
     architecture="GPTNeoXForCausalLM",
     model_type="gpt_neox",
     tensors=NEOX_TENSORS,
     settings=(
-        Field("num_layers", "num_hidden_layers"),
-        Field("hidden_size", "hidden_size"),
+        *SIZES,
         Field("ffn_hidden_size", "intermediate_size"),
-        Field("num_attention_heads", "num_attention_heads"),
-        Field("vocab_size", "vocab_size"),
         Field("max_position_embeddings", "max_position_embeddings"),
         Field("layernorm_epsilon", "layer_norm_eps", default=1e-5),
-        Field("activation", "hidden_act", default="gelu",
-              values={"gelu": "gelu", "gelu_fast": "gelu_tanh", "gelu_new": "gelu_tanh",
-                      "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu", "silu": "silu"}),
+        activation("hidden_act", "gelu", tanh="gelu_fast"),
         Field("hidden_dropout", "hidden_dropout", default=0.0),
-        Field("attention_dropout", "attention_dropout", default=0.0),
         Field("init_method_std", "initializer_range", default=0.02),
         Field("parallel_attn_mlp", "use_parallel_residual", default=True),
         Field("add_qkv_bias", "attention_bias", default=True),
         Field("add_proj_bias", "attention_bias", default=True),
-        Field("untie_embeddings_and_output_weights", "tie_word_embeddings", default=False,
-              values={True: False, False: True}),
-        NeoxRope(),
+        UNTIED,
+        PartialRope(0.25, share="rotary_pct", base="rotary_emb_base"),
         Ours(add_bias_linear=False, add_mlp_bias=True),
     ),
     tied="embed_out.weight",
@@ -312,24 +321,15 @@ FALCON = FalconFamily(
     model_type="falcon",
     tensors=FALCON_TENSORS,
     settings=(
-        Field("num_layers", "num_hidden_layers"),
-        Field("hidden_size", "hidden_size"),
+        *SIZES,
         Field("ffn_hidden_size", "ffn_hidden_size", default=None),
-        Field("num_attention_heads", "num_attention_heads"),
-        Field("vocab_size", "vocab_size"),
         Field("max_position_embeddings", "max_position_embeddings", default=2048),
         Field("layernorm_epsilon", "layer_norm_epsilon", default=1e-5),
-        Field("activation", "activation", default="gelu",
-              values={"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh",
-                      "relu": "relu", "silu": "silu"}),
+        activation("activation", "gelu"),
         Field("hidden_dropout", "hidden_dropout", default=0.0),
-        Field("attention_dropout", "attention_dropout", default=0.0),
         Field("init_method_std", "initializer_range", default=0.02),
-        Field("add_qkv_bias", "bias", default=False),
-        Field("add_proj_bias", "bias", default=False),
-        Field("add_mlp_bias", "bias", default=False),
-        Field("untie_embeddings_and_output_weights", "tie_word_embeddings", default=True,
-              values={True: False, False: True}),
+        *biases("bias", False),
+        TIED,
         FalconDecoder(),
         Rope(),
         Ours(add_bias_linear=False),

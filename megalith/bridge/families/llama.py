@@ -6,18 +6,13 @@ Phi-3: Llama with fused matrices, in some releases a window, LongRoPE, or heads 
 
 OLMo 2: Llama with its norms behind attention and MLP, and one over all queries, one over all keys together.
 
-Gemma 2 and the text model of Gemma 3: windows in most layers, norms on both sides, GELU gates, scaled embeddings.
+Gemma: GELU gates, scaled embeddings, norms that multiply by 1 + weight. Gemma 2 and the text model of Gemma 3 have
+windows in most layers too, and norms on both sides.
 
-Mixtral and OLMoE: Llama with experts; OLMoE with norms over all queries and all keys.
-
-Qwen2 and 2.5: Llama with biases in queries, keys and values. Qwen3: without them, with norms of queries and keys; with
-experts too.
+Qwen2 and 2.5: Llama with biases in queries, keys and values. Qwen3: without them, with norms of queries and keys.
 """
 
 from __future__ import annotations
-
-from collections.abc import Mapping
-from typing import Any
 
 from megalith.bridge.family import Family
 from megalith.bridge.rows import gate_up, qkv, same
@@ -29,12 +24,10 @@ from megalith.bridge.settings import (
     Rope,
     RopeByLayer,
     Theirs,
-    Tree,
     Window,
     WindowsByLayer,
     Writes,
 )
-from megalith.config import ModelConfig
 
 # fmt: off
 TENSORS = {
@@ -71,6 +64,12 @@ TENSORS = {
     "output_layer.weight":
         same("lm_head.weight"),
 }
+QK_NORMS = {
+    "layers.{layer}.self_attention.q_layernorm.weight":
+        same("model.layers.{layer}.self_attn.q_norm.weight"),
+    "layers.{layer}.self_attention.k_layernorm.weight":
+        same("model.layers.{layer}.self_attn.k_norm.weight"),
+}
 
 SIZES = (
     Field("num_layers", "num_hidden_layers"),
@@ -85,8 +84,8 @@ SIZES = (
     Field("attention_dropout", "attention_dropout", default=0.0),
     Field("init_method_std", "initializer_range", default=0.02),
 )
-UNTIED = Field("untie_embeddings_and_output_weights", "tie_word_embeddings", default=False,
-               values={True: False, False: True})
+TIED, UNTIED = (Field("untie_embeddings_and_output_weights", "tie_word_embeddings", default=tied,
+                      values={True: False, False: True}) for tied in (True, False))  # where config.json is silent
 ATTENTION_BIAS = (
     Field("add_qkv_bias", "attention_bias", default=False),
     Field("add_proj_bias", "attention_bias", default=False),
@@ -161,10 +160,7 @@ OLMO2 = Family(
     absent={"rms_norm_eps": 1e-5},
     tensors={
         **TENSORS,
-        "layers.{layer}.self_attention.q_layernorm.weight":
-            same("model.layers.{layer}.self_attn.q_norm.weight"),
-        "layers.{layer}.self_attention.k_layernorm.weight":
-            same("model.layers.{layer}.self_attn.k_norm.weight"),
+        **QK_NORMS,
         "layers.{layer}.post_attention_layernorm.weight":
             same("model.layers.{layer}.post_attention_layernorm.weight"),
         "layers.{layer}.post_mlp_layernorm.weight":
@@ -192,23 +188,37 @@ GEMMA2_TENSORS = {
     "layers.{layer}.post_mlp_layernorm.weight":
         same("model.layers.{layer}.post_feedforward_layernorm.weight"),
 }
-GEMMA3_TENSORS = {
-    **GEMMA2_TENSORS,
-    "layers.{layer}.self_attention.q_layernorm.weight":
-        same("model.layers.{layer}.self_attn.q_norm.weight"),
-    "layers.{layer}.self_attention.k_layernorm.weight":
-        same("model.layers.{layer}.self_attn.k_norm.weight"),
-}
+
+GATES = {"gelu_pytorch_tanh": "gelu_tanh", "silu": "silu", "relu": "relu"}
 GEMMA_SETTINGS = (
     *SIZES,
     *ATTENTION_BIAS,
-    Field("untie_embeddings_and_output_weights", "tie_word_embeddings", default=True,
-          values={True: False, False: True}),
-    Field("activation", "hidden_activation", default="gelu_pytorch_tanh",
-          values={"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu", "silu": "silu", "relu": "relu"}),
+    TIED,
+    Ours(normalization="RMSNorm", layernorm_zero_centered_gamma=True, gated_linear_unit=True, scale_embeddings=True,
+         add_bias_linear=False, hidden_dropout=0.0),
+)
+SANDWICHED = (
+    *GEMMA_SETTINGS,
+    Field("activation", "hidden_activation", default="gelu_pytorch_tanh", values={**GATES, "gelu": "gelu"}),
     Field("query_pre_attn_scalar", "query_pre_attn_scalar", default=256),
-    Ours(normalization="RMSNorm", layernorm_zero_centered_gamma=True, norm_placement="sandwich",
-         gated_linear_unit=True, scale_embeddings=True, add_bias_linear=False, hidden_dropout=0.0),
+    Ours(norm_placement="sandwich"),
+)
+
+GEMMA = Family(
+    architecture="GemmaForCausalLM",
+    model_type="gemma",
+    absent={"num_key_value_heads": 16, "head_dim": 256},
+    tensors=TENSORS,
+    settings=(
+        *GEMMA_SETTINGS,
+        Rope(),
+        # The first files say gelu and never meant it. Versions of transformers differ in which of the keys they read.
+        Field("activation", "hidden_act", default="gelu_pytorch_tanh", values={**GATES, "gelu": "gelu_tanh"}),
+        Field("activation", "hidden_activation", default=None, values={**GATES, "gelu": "gelu"}),
+        Theirs(use_bidirectional_attention=None),
+    ),
+    tied="lm_head.weight",
+    ignored=IGNORED,
 )
 
 GEMMA2 = Family(
@@ -217,7 +227,7 @@ GEMMA2 = Family(
     absent={"num_key_value_heads": 4, "head_dim": 256},
     tensors=GEMMA2_TENSORS,
     settings=(
-        *GEMMA_SETTINGS,
+        *SANDWICHED,
         Rope(),
         Theirs(use_bidirectional_attention=None),
         WindowsByLayer(every=2),
@@ -232,79 +242,15 @@ GEMMA3 = Family(
     architecture="Gemma3ForCausalLM",
     model_type="gemma3_text",
     absent={"num_key_value_heads": 4, "head_dim": 256, "sliding_window": 4096},
-    tensors=GEMMA3_TENSORS,
+    tensors={**GEMMA2_TENSORS, **QK_NORMS},
     settings=(
-        *GEMMA_SETTINGS,
+        *SANDWICHED,
         RopeByLayer(),
         Theirs(use_bidirectional_attention=False),
         WindowsByLayer(every=6),
         Ours(qk_layernorm=True),
         Field("attn_logit_softcapping", "attn_logit_softcapping", default=None),
         Field("final_logit_softcapping", "final_logit_softcapping", default=None),
-    ),
-    tied="lm_head.weight",
-    ignored=IGNORED,
-)
-# fmt: on
-
-
-# fmt: off
-EXPERTS = {
-    "layers.{layer}.mlp.router.weight":
-        same("model.layers.{layer}.mlp.gate.weight"),
-    "layers.{layer}.mlp.experts.linear_fc1.weight":
-        gate_up("model.layers.{layer}.mlp.experts.{expert}.gate_proj.weight",
-                "model.layers.{layer}.mlp.experts.{expert}.up_proj.weight"),
-    "layers.{layer}.mlp.experts.linear_fc2.weight":
-        same("model.layers.{layer}.mlp.experts.{expert}.down_proj.weight"),
-}
-NORMALIZED = Field("moe_router_pre_softmax", "norm_topk_prob", default=False,
-                   values={True: False, False: True})
-
-MIXTRAL = Family(
-    architecture="MixtralForCausalLM",
-    model_type="mixtral",
-    absent={"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6},
-    tensors={
-        **TENSORS,
-        "layers.{layer}.mlp.router.weight":
-            same("model.layers.{layer}.block_sparse_moe.gate.weight"),
-        "layers.{layer}.mlp.experts.linear_fc1.weight":
-            gate_up("model.layers.{layer}.block_sparse_moe.experts.{expert}.w1.weight",
-                    "model.layers.{layer}.block_sparse_moe.experts.{expert}.w3.weight"),
-        "layers.{layer}.mlp.experts.linear_fc2.weight":
-            same("model.layers.{layer}.block_sparse_moe.experts.{expert}.w2.weight"),
-    },
-    settings=(
-        *SETTINGS,
-        Field("num_experts", "num_local_experts", default=8),
-        Field("moe_router_topk", "num_experts_per_tok", default=2),
-        Window(default=None),
-        Theirs(router_jitter_noise=0.0),
-    ),
-    tied="lm_head.weight",
-    ignored=IGNORED,
-)
-
-OLMOE = Family(
-    architecture="OlmoeForCausalLM",
-    model_type="olmoe",
-    absent={"rms_norm_eps": 1e-5},
-    tensors={
-        **TENSORS,
-        **EXPERTS,
-        "layers.{layer}.self_attention.q_layernorm.weight":
-            same("model.layers.{layer}.self_attn.q_norm.weight"),
-        "layers.{layer}.self_attention.k_layernorm.weight":
-            same("model.layers.{layer}.self_attn.k_norm.weight"),
-    },
-    settings=(
-        *SETTINGS,
-        Field("num_experts", "num_experts", default=64),
-        Field("moe_router_topk", "num_experts_per_tok", default=8),
-        NORMALIZED,
-        Ours(qk_layernorm=True, qk_layernorm_full_width=True),
-        Theirs(attention_bias=False, clip_qkv=None),
     ),
     tied="lm_head.weight",
     ignored=IGNORED,
@@ -329,63 +275,12 @@ QWEN2 = Family(
 QWEN3 = Family(
     architecture="Qwen3ForCausalLM",
     model_type="qwen3",
-    tensors={
-        **TENSORS,
-        "layers.{layer}.self_attention.q_layernorm.weight": same(
-            "model.layers.{layer}.self_attn.q_norm.weight"
-        ),
-        "layers.{layer}.self_attention.k_layernorm.weight": same(
-            "model.layers.{layer}.self_attn.k_norm.weight"
-        ),
-    },
+    tensors={**TENSORS, **QK_NORMS},
     settings=(
         *SETTINGS,
         Ours(qk_layernorm=True),
         Theirs(attention_bias=False, use_sliding_window=False),
         EveryLayer("layer_types", "full_attention"),
-    ),
-    tied="lm_head.weight",
-    ignored=IGNORED,
-)
-
-
-class ExpertCount:
-    """`num_experts`, which transformers 5 writes as `num_local_experts`."""
-
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
-        return {"num_experts": theirs.get("num_experts") or theirs.get("num_local_experts") or 128}
-
-    def write(self, model: ModelConfig) -> Tree:
-        return {"num_experts": model.num_experts}
-
-
-class SparseLayers:
-    """Every `decoder_sparse_step`-th layer has experts, but for those of `mlp_only_layers`."""
-
-    def read(self, theirs: Mapping[str, Any]) -> Tree:
-        step, dense = theirs.get("decoder_sparse_step") or 1, theirs.get("mlp_only_layers") or ()
-        layers = range(theirs["num_hidden_layers"])
-        return {"moe_layer_freq": [int(n not in dense and (n + 1) % step == 0) for n in layers]}
-
-    def write(self, model: ModelConfig) -> Tree:
-        dense = sorted(set(range(model.num_layers)) - set(model.expert_layers))
-        return {"decoder_sparse_step": 1, "mlp_only_layers": dense}
-
-
-QWEN3_MOE = Family(
-    architecture="Qwen3MoeForCausalLM",
-    model_type="qwen3_moe",
-    absent={"num_key_value_heads": 4},
-    tensors={**QWEN3.tensors, **EXPERTS},
-    settings=(
-        *SETTINGS,
-        ExpertCount(),
-        Field("moe_router_topk", "num_experts_per_tok", default=8),
-        Field("moe_ffn_hidden_size", "moe_intermediate_size", default=768),
-        NORMALIZED,
-        SparseLayers(),
-        Ours(qk_layernorm=True),
-        Theirs(attention_bias=False, use_sliding_window=False),
     ),
     tied="lm_head.weight",
     ignored=IGNORED,

@@ -264,7 +264,7 @@ def write_ranks(
 
 def _stage(tensors: CoreTensors, stage: int, stages: int) -> Iterator[tuple[str, str]]:
     """The tensors of a pipeline stage, and the one that each is; the last has the tied embedding too."""
-    model, (embedding, head) = tensors.model, VOCABULARY
+    model, (embedding, head, *_) = tensors.model, VOCABULARY
     per_stage = model.num_layers // stages
     for name in tensors.names:
         layer = layer_of(name)

@@ -34,11 +34,32 @@ def check_model(model: ModelConfig) -> None:
             f"model.parallel_attn_mlp sets attention and MLP side by side, but model.num_experts is "
             f"{model.num_experts}, and experts are only built behind attention; leave out one of the two"
         )
+    _check_encoder(model)
     _check_latent_attention(model)
     _check_rotary(model)
     _check_alibi(model)
     _check_window(model)
     check_experts(model)
+
+
+def _check_encoder(model: ModelConfig) -> None:
+    if model.causal:
+        return
+    alone = {
+        "window_size": (model.window_size, None),
+        "mtp_num_layers": (model.mtp_num_layers, None),
+        "position_embedding_type": (model.position_embedding_type, "learned_absolute", "rope"),
+    }
+    for name, (value, *allowed) in alone.items():
+        if value not in allowed:
+            raise ConfigError(
+                f"model.{name} is {value}, which looks back alone, but with model.model_type {model.model_type} tokens "
+                f"see all of their sequence; set it to {' or '.join(map(str, allowed))}"
+            )
+    if model.bert_binary_head and not model.pooler:
+        raise ConfigError(
+            "model.bert_binary_head reads what the pooler gives, but model.add_pooler is false; leave out one"
+        )
 
 
 def _check_latent_attention(model: ModelConfig) -> None:

@@ -113,7 +113,7 @@ def apply_context(
     """Lets `model`, in place, attend over sequences that are cut over `axis` as shard_batch cuts them.
 
     `hierarchical_sizes` are those of a2a and of p2p, for a2a+p2p alone. A collective call: it makes process groups.
-    Raises ConfigError for what is not causal self-attention.
+    Raises ConfigError for what is not self-attention.
     """
     if axis.size == 1:
         return
@@ -130,11 +130,10 @@ def _check_cut(stacks: Sequence[Stack], axis: Axis) -> None:
     for stack in stacks:
         mixers = [mixer for layer in stack.layers.values() for mixer in layer.mixers]
         others = [m for m in mixers if isinstance(m, CrossAttention) or not isinstance(m, Attention)]
-        if not stack.causal or others:
-            what = type(others[0]).__name__ if others else "attention without a causal mask"
+        if others:
             raise ConfigError(
-                f"context_parallel_size {axis.size} cuts sequences for causal self-attention alone, and the model has "
-                f"{what}; set context_parallel_size to 1 and use tensor or sequence parallelism"
+                f"context_parallel_size {axis.size} cuts sequences for self-attention alone, and the model has "
+                f"{type(others[0]).__name__}; set context_parallel_size to 1 and use tensor or sequence parallelism"
             )
 
 
@@ -167,14 +166,7 @@ def shard_batch(batch: Batch, axis: Axis) -> tuple[Batch, Tensor]:
     assert seq % (2 * axis.size) == 0, f"{seq} tokens cannot be cut into 2 · {axis.size} chunks"
     places = torch.cat([torch.arange(s.start, s.stop) for s in spans(axis.rank, axis.size, seq // axis.size)])
     places = places.to(batch.input_ids.device)
-    part = replace(
-        batch,
-        input_ids=batch.input_ids[:, places],
-        labels=batch.labels[:, places],
-        loss_mask=batch.loss_mask[:, places],
-        position_ids=batch.position_ids[:, places],
-    )
-    return part, places
+    return replace(batch, **{name: batch[name][:, places] for name in batch.of_tokens}), places
 
 
 def unshard(x: Tensor, axis: Axis, dim: int = 1) -> Tensor:
@@ -211,11 +203,12 @@ def context_attention(
     saved: bool = False,
 ) -> Tensor:
     """What ops.attention.attention gives, where the sequence is cut: [batch, seq, heads, head_dim]."""
-    assert causal and mask is None, "context parallelism cuts causal attention alone"
+    assert mask is None, "context parallelism takes documents, and no mask"
     query, key, value = heads_from_tokens(query, key, value, inner)
     if dropout and inner.size > 1:
         dropout_rows = unshard(dropout_rows, inner)
     settings = dict(
+        causal=causal,
         documents=documents,
         window=window,
         softcap=softcap,

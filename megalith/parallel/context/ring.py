@@ -1,14 +1,15 @@
-"""Causal attention over a sequence that is sharded over ranks: keys and values are sent, queries stay.
+"""Attention over a sequence that is sharded over ranks: keys and values are sent, queries stay.
 
-Each rank has an early and a late chunk of the sequence (zigzag.py). What rank r's queries see of rank s's keys is then
-one of three dense blocks:
+Each rank has an early and a late chunk of the sequence (zigzag.py). What rank r's queries see of rank s's keys where
+attention is causal is then one of three dense blocks:
 
     s = r    the causal block: both chunks are in order
     s < r    all queries see the whole first chunk, and none the second
     s > r    queries of the second chunk see both chunks whole, and those of the first see none
 
-Each is half of the square, so every ring step takes every rank the same time. Blocks are merged by their log-sum-exp
-(ops/attention_blocks.py). Keys and values reach a rank by one of two ways:
+Each is half of the square, so every ring step takes every rank the same time. An encoder's queries see all keys of
+every rank. Blocks are merged by their log-sum-exp (ops/attention_blocks.py). Keys and values reach a rank by one of two
+ways:
 
 - ring (Liu et al. 2023): a shard is sent to the next rank while it is computed with, size − 1 times. In the backward
   pass the shards go around again, each one's gradient one step behind it, accumulating on the way, until it is home.
@@ -44,6 +45,7 @@ def ring_attention(
     rank: int,
     group: str,
     gather: bool,
+    causal: bool = True,
     documents: Tensor | None = None,  # int32 [batch, documents], the ends in the whole sequence
     window: int | None = None,  # the keys that a query sees at most, its own included
     softcap: float | None = None,
@@ -53,9 +55,9 @@ def ring_attention(
     first_head: int = 0,
     alibi: int | None = None,  # the number of all of the layer's heads, where they have ALiBi
 ) -> Tensor:
-    """Causal attention of this rank's queries over the whole sequence: [batch, seq, heads, head_dim]."""
+    """Attention of this rank's queries over the whole sequence: [batch, seq, heads, head_dim]."""
     scores = (window, softcap, scale, alibi)
-    arguments = (documents, dropout_rows, *scores, dropout, first_head, size, rank, group, gather)
+    arguments = (documents, dropout_rows, *scores, dropout, first_head, size, rank, group, gather, causal)
     return _forward(query, key, value, *arguments)[0]
 
 
@@ -72,10 +74,10 @@ class _KeyBlock:
 class _Route(ABC):
     """How keys and values come to this rank, and their gradients go home."""
 
-    def __init__(self, pair: Tensor, size: int, rank: int, group: str):
+    def __init__(self, pair: Tensor, size: int, rank: int, group: str, causal: bool):
         self.pair, self.size, self.rank, self.group = pair.contiguous(), size, rank, group
-        self.seq = pair.shape[2]
-        self.own_shard = _KeyBlock(self.pair, spans(rank, size, self.seq), causal=True)
+        self.seq, self.causal = pair.shape[2], causal
+        self.own_shard = _KeyBlock(self.pair, spans(rank, size, self.seq), causal=causal)
 
     @abstractmethod
     def shards(self) -> Iterator[_KeyBlock]:
@@ -105,7 +107,9 @@ class _Ring(_Route):
                 coming = self._pass_on(pair)
             source = (self.rank - step) % self.size
             early, late = spans(source, self.size, self.seq)
-            if source < self.rank:
+            if not self.causal:
+                yield _KeyBlock(pair, [early, late])
+            elif source < self.rank:
                 yield _KeyBlock(pair[:, :, :half], [early])
             else:
                 yield _KeyBlock(pair, [early, late], half)
@@ -141,10 +145,10 @@ class _Gather(_Route):
         whole = natural(shards, dim=2)  # [2, batch, size · seq, groups, head_dim]
         before = range(rank * half)
         between = range((rank + 1) * half, (2 * size - 1 - rank) * half)
-        if before:
-            yield _KeyBlock(whole[:, :, before.start : before.stop], [before])
-        if between:
-            yield _KeyBlock(whole[:, :, between.start : between.stop], [between], half)
+        behind = range((2 * size - rank) * half, 0 if self.causal else 2 * size * half)
+        for places, first_query in ((before, 0), (between, half if self.causal else 0), (behind, 0)):
+            if places:
+                yield _KeyBlock(whole[:, :, places.start : places.stop], [places], first_query)
 
     def send(self, shard: _KeyBlock, grad: Tensor) -> None:
         if self._grad is None:
@@ -208,7 +212,7 @@ def _joined(places: list[range], device: torch.device) -> Tensor:
 
 def _steps(size: int, gather: bool) -> int:
     """Rows in the table of random states: at most so many shards."""
-    return 3 if gather else size
+    return 4 if gather else size
 
 
 @torch.library.custom_op(
@@ -230,9 +234,10 @@ def _forward(
     rank: int,
     group: str,
     gather: bool,
+    causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Result, its log-sum-exp float32 [batch, heads, seq], and the kernels' random states int64 [steps, 2]."""
-    route = (_Gather if gather else _Ring)(torch.stack([key, value]), size, rank, group)
+    route = (_Gather if gather else _Ring)(torch.stack([key, value]), size, rank, group, causal)
     scores = (window, softcap, scale, alibi)
     query = query.transpose(1, 2)  # [batch, heads, seq, head_dim]
     heads = (first_head, query.shape[1])
@@ -252,7 +257,7 @@ def _forward(
 
 @_forward.register_fake
 def _(query, key, value, documents, rows, window, softcap, scale, alibi, dropout, first, size, rank, *rest):
-    _, gather = rest
+    _, gather, _ = rest
     batch, seq, heads, _ = query.shape
     lse = query.new_empty(batch, heads, seq, dtype=torch.float32)
     states = query.new_empty(_steps(size, gather), 2, dtype=torch.int64)
@@ -280,9 +285,10 @@ def _backward(
     rank: int,
     group: str,
     gather: bool,
+    causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of query, key and value."""
-    route = (_Gather if gather else _Ring)(torch.stack([key, value]), size, rank, group)
+    route = (_Gather if gather else _Ring)(torch.stack([key, value]), size, rank, group, causal)
     scores = (window, softcap, scale, alibi)
     grad, query, out = (x.transpose(1, 2) for x in (grad, query, out))  # [batch, heads, seq, head_dim]
     heads = (first_head, query.shape[1])
@@ -313,7 +319,7 @@ def _save(ctx, inputs, output) -> None:
 
 
 def _gradients(ctx, grad: Tensor, _lse: None, _states: None):
-    return *_backward(grad, *ctx.saved_tensors, *ctx.plain), *[None] * 12
+    return *_backward(grad, *ctx.saved_tensors, *ctx.plain), *[None] * 13
 
 
 _forward.register_autograd(_gradients, setup_context=_save)

@@ -126,6 +126,7 @@ def _keep(model: Transformer, stage: Stage) -> Transformer:
     """`model` without what `stage` does not hold."""
     if stage.head and model.config.embedding_at_head and not stage.embedding:
         plug(model.embedding, "position_embeddings", None)
+        plug(model.embedding, "tokentype_embeddings", None)
         plug(model.embedding, "layernorm", None)
     elif not stage.embedding:
         plug(model, "embedding", None)
@@ -136,8 +137,8 @@ def _keep(model: Transformer, stage: Stage) -> Transformer:
             del stack.layers[number]
         if not ends_here:
             plug(stack, "final_layernorm", None)
-    if not stage.head:
-        plug(model, "output_layer", None)
+    for name in () if stage.head else model.heads:
+        plug(model, name, None)
     return model
 
 

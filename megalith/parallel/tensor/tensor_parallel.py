@@ -74,7 +74,8 @@ ROLES = {
     # module: weight, bias, style, partial gradients of weight and bias
     "word_embeddings": Role(ROWS),  # lookup of a rank's rows, summed
     "position_embeddings": Role(WHOLE, partial_weight=UNDER_SP),
-    "layernorm": Role(WHOLE, WHOLE, None, UNDER_SP, UNDER_SP),  # of the embedding
+    "tokentype_embeddings": Role(WHOLE, partial_weight=UNDER_SP),
+    "layernorm": Role(WHOLE, WHOLE, None, UNDER_SP, UNDER_SP),  # of the embedding, and of BERT's head
     "embedding_layernorm": Role(WHOLE, WHOLE, None, UNDER_SP, UNDER_SP),
     "hidden_layernorm": Role(WHOLE, WHOLE, None, UNDER_SP, UNDER_SP),
     "linear_join": Role(WHOLE, WHOLE, None, UNDER_SP),
@@ -103,6 +104,10 @@ ROLES = {
     "shared_expert_gate": Role(WHOLE, WHOLE, None, UNDER_SP),
     "final_layernorm": Role(WHOLE, WHOLE, None, UNDER_SP, UNDER_SP),
     "output_layer": Role(ROWS),  # logits of a rank's rows: see tensor_parallel.py
+    "dense": Role(WHOLE, WHOLE, None, UNDER_SP, UNDER_SP),  # BERT's head: each rank its tokens
+    "vocabulary": Role(ROWS, ROWS),  # the bias behind a rank's rows
+    "pooler": Role(WHOLE),  # of whole sequences, alike on every rank
+    "binary_head": Role(WHOLE),
     "units": Role(ROWS, ROWS),  # what each unit behind a column-parallel matrix has for itself
 }
 # Fewer KV groups than ranks: several ranks share a group, each with some of its query heads and all of its key and
@@ -190,6 +195,10 @@ class TensorParallel:
             return x
         shares = x.reshape(layout.micro_batches, self.axis.size, -1, *x.shape[2:]).transpose(0, 1)
         return shares.reshape(1, -1, *x.shape[2:])
+
+    def sum_of_shares(self, x: Tensor, layout: PassLayout) -> Tensor:
+        """The sum of what the ranks made of their shares of the tokens, of which each goes on to compute the same."""
+        return all_reduce(x, self.axis) if layout.sharded else x
 
     def in_order(self, shares: Tensor, layout: PassLayout, batch: int) -> Tensor:
         """The inverse of `in_shares`: [batch, seq, ...]."""
@@ -328,6 +337,7 @@ def apply_tensor(
     for stack in stacks_of(model):
         plug(stack, "pass_layout", tensor.pass_layout)
         plug(stack, "shard_tokens", tensor.shard_tokens)
+        plug(stack, "sum_of_shares", tensor.sum_of_shares)
     groups = model.config.query_groups
     partial_names = []
     for name, module in list(model.named_modules()):
@@ -426,10 +436,12 @@ class VocabParallel:
         softcap: float | None,
         context: Context,
         scale: Tensor | None = None,
+        *,
+        bias: Tensor | None = None,
     ) -> Tensor:
         """As `megalith.ops.cross_entropy.linear_cross_entropy`, the same on every rank; weight [rows here, hidden]."""
         labels, loss_mask = (self.tensor.in_shares(x, context.layout) for x in (labels, loss_mask))
-        shard = dict(axis=self.axis, first=self.first, rows=self.rows)
+        shard = dict(axis=self.axis, first=self.first, rows=self.rows, bias=bias)
         hidden = self.tensor.gather(hidden, context)
         return linear_cross_entropy(hidden, weight, labels, loss_mask, vocab_size, softcap, scale, **shard)
 
@@ -443,9 +455,11 @@ class VocabParallel:
         context: Context,
         objective: Objective,
         scale: Tensor | None = None,
+        *,
+        bias: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """As `megalith.models.loss.ask_logprobs`, the same on every rank, in the sequences' order."""
-        layout, shard = context.layout, dict(axis=self.axis, first=self.first, rows=self.rows)
+        layout, shard = context.layout, dict(axis=self.axis, first=self.first, rows=self.rows, bias=bias)
         tokens = {name: self.tensor.in_shares(x, layout) for name, x in objective.tokens.items()}
         hidden, targets = self.tensor.gather(hidden, context), self.tensor.in_shares(targets, layout)
         *found, loss = ask_logprobs(
@@ -455,10 +469,17 @@ class VocabParallel:
         return ordered[0], ordered[1], loss
 
     def logits(
-        self, x: Tensor, weight: Tensor, vocab_size: int, softcap: float | None, context: Context
+        self,
+        x: Tensor,
+        weight: Tensor,
+        vocab_size: int,
+        softcap: float | None,
+        context: Context,
+        *,
+        bias: Tensor | None = None,
     ) -> Tensor:
         """Logits [batch, seq, vocab] of every entry, on every rank, their padding left out."""
-        part = linear_logits(self.tensor.gather(x, context), weight)  # [..., rows here]
+        part = linear_logits(self.tensor.gather(x, context), weight, bias=bias)  # [..., rows here]
         part = F.pad(part, (0, self.rows - part.shape[-1]))
         logits = all_gather_replicated(part, self.axis, -1)[..., :vocab_size]
         return softcapped(logits.reshape(context.batch, -1, vocab_size), softcap)

@@ -1,0 +1,306 @@
+"""Families with LayerNorm whose queries, keys and values are three matrices.
+
+StarCoder2: an MLP without a gate, biases everywhere, grouped heads, in some releases a sliding window.
+
+StableLM: Llama with LayerNorm, whose heads turn in part; attention and MLP one behind the other, or side by side behind
+one norm.
+
+Phi and GPT-J: attention and MLP side by side behind one norm, heads that turn in part, a bias behind the output matrix.
+GPT-J has no biases in attention, and the pairs of dimensions that turn together stand side by side.
+
+OPT: learned positions, ReLU. Its table of positions begins with two rows that no token has; ours ends with them, so
+that a model has two positions more than its config.json says. OPT-350M, with norms behind the additions and embeddings
+of another width than the layers, is refused.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from megalith.bridge.families.layernorm_decoders import GPT2_SETTINGS, SIZES, activation, biases
+from megalith.bridge.families.llama import IGNORED, TENSORS, TIED, UNTIED
+from megalith.bridge.family import Family
+from megalith.bridge.rows import first_last, qkv, same, turning_qkv
+from megalith.bridge.settings import Field, Ours, PartialRope, Rope, Theirs, Tree, Window
+from megalith.config import ModelConfig
+from megalith.errors import ConfigError
+
+# fmt: off
+ROWS = {
+    **TENSORS,
+    "layers.{layer}.input_layernorm.bias":
+        same("model.layers.{layer}.input_layernorm.bias"),
+    "layers.{layer}.pre_mlp_layernorm.bias":
+        same("model.layers.{layer}.post_attention_layernorm.bias"),
+    "final_layernorm.bias":
+        same("model.norm.bias"),
+}
+
+STARCODER2 = Family(
+    architecture="Starcoder2ForCausalLM",
+    model_type="starcoder2",
+    absent={"num_key_value_heads": 2},
+    tensors={
+        **ROWS,
+        "layers.{layer}.mlp.linear_fc1.weight":
+            same("model.layers.{layer}.mlp.c_fc.weight"),
+        "layers.{layer}.mlp.linear_fc1.bias":
+            same("model.layers.{layer}.mlp.c_fc.bias"),
+        "layers.{layer}.mlp.linear_fc2.weight":
+            same("model.layers.{layer}.mlp.c_proj.weight"),
+        "layers.{layer}.mlp.linear_fc2.bias":
+            same("model.layers.{layer}.mlp.c_proj.bias"),
+    },
+    settings=(
+        *SIZES,
+        Field("ffn_hidden_size", "intermediate_size"),
+        Field("max_position_embeddings", "max_position_embeddings"),
+        Field("num_query_groups", "num_key_value_heads"),
+        Field("kv_channels", "head_dim", default=None),
+        Field("layernorm_epsilon", "norm_epsilon", default=1e-5),
+        activation("hidden_act", "gelu_pytorch_tanh", tanh="gelu_pytorch_tanh"),
+        Field("hidden_dropout", "residual_dropout", default=0.0),
+        Field("hidden_dropout", "embedding_dropout", default=0.0),
+        Field("init_method_std", "initializer_range", default=0.018042),
+        *biases("use_bias", True),
+        TIED,
+        Rope(),
+        Window(default=None),
+        Ours(add_bias_linear=False),
+    ),
+    tied="lm_head.weight",
+    ignored=IGNORED,
+)
+
+STABLELM = Family(
+    architecture="StableLmForCausalLM",
+    model_type="stablelm",
+    absent={"num_key_value_heads": 32},
+    tensors=ROWS,
+    settings=(
+        *SIZES,
+        Field("ffn_hidden_size", "intermediate_size"),
+        Field("max_position_embeddings", "max_position_embeddings"),
+        Field("num_query_groups", "num_key_value_heads"),
+        Field("layernorm_epsilon", "layer_norm_eps", default=1e-5),
+        Field("hidden_dropout", "hidden_dropout", default=0.0),
+        Field("init_method_std", "initializer_range", default=0.02),
+        Field("add_qkv_bias", "use_qkv_bias", default=False),
+        Field("parallel_attn_mlp", "use_parallel_residual", default=False),
+        Field("shared_layernorm", "use_parallel_residual", default=False),
+        UNTIED,
+        PartialRope(0.25),
+        Ours(swiglu=True, add_bias_linear=False),
+        Theirs(hidden_act="silu", qk_layernorm=False),
+    ),
+    tied="lm_head.weight",
+    ignored=IGNORED,
+)
+# fmt: on
+
+
+# fmt: off
+PHI = Family(
+    architecture="PhiForCausalLM",
+    model_type="phi",
+    tensors={
+        **ROWS,
+        "layers.{layer}.self_attention.linear_proj.weight":
+            same("model.layers.{layer}.self_attn.dense.weight"),
+        "layers.{layer}.self_attention.linear_proj.bias":
+            same("model.layers.{layer}.self_attn.dense.bias"),
+        "layers.{layer}.mlp.linear_fc1.weight":
+            same("model.layers.{layer}.mlp.fc1.weight"),
+        "layers.{layer}.mlp.linear_fc1.bias":
+            same("model.layers.{layer}.mlp.fc1.bias"),
+        "layers.{layer}.mlp.linear_fc2.weight":
+            same("model.layers.{layer}.mlp.fc2.weight"),
+        "layers.{layer}.mlp.linear_fc2.bias":
+            same("model.layers.{layer}.mlp.fc2.bias"),
+        "final_layernorm.weight":
+            same("model.final_layernorm.weight"),
+        "final_layernorm.bias":
+            same("model.final_layernorm.bias"),
+        "vocabulary.bias":
+            same("lm_head.bias"),
+    },
+    settings=(
+        *SIZES,
+        Field("ffn_hidden_size", "intermediate_size"),
+        Field("max_position_embeddings", "max_position_embeddings"),
+        Field("num_query_groups", "num_key_value_heads", default=None),
+        Field("layernorm_epsilon", "layer_norm_eps", default=1e-5),
+        activation("hidden_act", "gelu_new"),
+        Field("hidden_dropout", "resid_pdrop", default=0.0),
+        Field("hidden_dropout", "embd_pdrop", default=0.0),
+        Field("init_method_std", "initializer_range", default=0.02),
+        UNTIED,
+        PartialRope(0.5),
+        Ours(parallel_attn_mlp=True, shared_layernorm=True, add_output_bias=True),
+        Theirs(qk_layernorm=False),
+    ),
+    tied="lm_head.weight",
+    ignored=IGNORED,
+)
+# fmt: on
+
+
+class RotaryDimensions:
+    """`rotary_dim`, the dimensions of a head that turn, with the base that GPT-J always has."""
+
+    def read(self, theirs: Mapping[str, Any]) -> Tree:
+        size, turns = theirs["n_embd"] // theirs["n_head"], theirs.get("rotary_dim", 64)
+        if not turns:
+            raise ConfigError(
+                f"config.json has rotary_dim {turns}, with which transformers builds no model; set it to the "
+                f"dimensions of a head that turn, at most {size}"
+            )
+        share = turns / size
+        if int(size * share) != turns:  # rounded down once too often
+            share = math.nextafter(share, 1.0)
+        return {"position_embedding_type": "rope", "rotary_base": 10000.0, "rotary_percent": share}
+
+    def write(self, model: ModelConfig) -> Tree:
+        return {"rotary_dim": model.rotary_size}
+
+
+# fmt: off
+GPT_J = Family(
+    architecture="GPTJForCausalLM",
+    model_type="gptj",
+    absent={"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0},
+    tensors={
+        "embedding.word_embeddings.weight":
+            same("transformer.wte.weight"),
+        "layers.{layer}.input_layernorm.weight":
+            same("transformer.h.{layer}.ln_1.weight"),
+        "layers.{layer}.input_layernorm.bias":
+            same("transformer.h.{layer}.ln_1.bias"),
+        "layers.{layer}.self_attention.linear_qkv.weight":
+            turning_qkv("transformer.h.{layer}.attn.q_proj.weight",
+                        "transformer.h.{layer}.attn.k_proj.weight",
+                        "transformer.h.{layer}.attn.v_proj.weight"),
+        "layers.{layer}.self_attention.linear_proj.weight":
+            same("transformer.h.{layer}.attn.out_proj.weight"),
+        "layers.{layer}.mlp.linear_fc1.weight":
+            same("transformer.h.{layer}.mlp.fc_in.weight"),
+        "layers.{layer}.mlp.linear_fc1.bias":
+            same("transformer.h.{layer}.mlp.fc_in.bias"),
+        "layers.{layer}.mlp.linear_fc2.weight":
+            same("transformer.h.{layer}.mlp.fc_out.weight"),
+        "layers.{layer}.mlp.linear_fc2.bias":
+            same("transformer.h.{layer}.mlp.fc_out.bias"),
+        "final_layernorm.weight":
+            same("transformer.ln_f.weight"),
+        "final_layernorm.bias":
+            same("transformer.ln_f.bias"),
+        "output_layer.weight":
+            same("lm_head.weight"),
+        "vocabulary.bias":
+            same("lm_head.bias"),
+    },
+    settings=(
+        *GPT2_SETTINGS,
+        UNTIED,
+        RotaryDimensions(),
+        Ours(parallel_attn_mlp=True, shared_layernorm=True, add_bias_linear=False, add_mlp_bias=True,
+             add_output_bias=True),
+    ),
+    tied="lm_head.weight",
+    ignored=(r"\.attn\.(masked_)?bias$",),
+    prefix="transformer.",
+)
+# fmt: on
+
+
+class Positions:
+    """`max_position_embeddings`, which leaves out the table's rows without a token."""
+
+    def read(self, theirs: Mapping[str, Any]) -> Tree:
+        return {"max_position_embeddings": theirs.get("max_position_embeddings", 2048) + TOKENLESS}
+
+    def write(self, model: ModelConfig) -> Tree:
+        return {"max_position_embeddings": model.max_position_embeddings - TOKENLESS}
+
+
+class EmbeddingWidth:
+    """`word_embed_proj_dim`, the embedding's width, which has to be the layers'."""
+
+    def read(self, theirs: Mapping[str, Any]) -> Tree:
+        width, hidden = theirs.get("word_embed_proj_dim"), theirs.get("hidden_size")
+        if width not in (None, hidden):
+            raise ConfigError(
+                f"config.json has word_embed_proj_dim {width} and hidden_size {hidden}: embeddings of another width "
+                "than the layers, and the matrices between them, cannot be here (OPT-350M alone has them)"
+            )
+        return {}
+
+    def write(self, model: ModelConfig) -> Tree:
+        return {"word_embed_proj_dim": model.hidden_size}
+
+
+TOKENLESS = 2  # rows of OPT's table of positions
+
+# fmt: off
+OPT = Family(
+    architecture="OPTForCausalLM",
+    model_type="opt",
+    tensors={
+        "embedding.word_embeddings.weight":
+            same("model.decoder.embed_tokens.weight"),
+        "embedding.position_embeddings.weight":
+            first_last("model.decoder.embed_positions.weight", TOKENLESS),
+        "layers.{layer}.input_layernorm.weight":
+            same("model.decoder.layers.{layer}.self_attn_layer_norm.weight"),
+        "layers.{layer}.input_layernorm.bias":
+            same("model.decoder.layers.{layer}.self_attn_layer_norm.bias"),
+        "layers.{layer}.self_attention.linear_qkv.weight":
+            qkv("model.decoder.layers.{layer}.self_attn.q_proj.weight",
+                "model.decoder.layers.{layer}.self_attn.k_proj.weight",
+                "model.decoder.layers.{layer}.self_attn.v_proj.weight"),
+        "layers.{layer}.self_attention.linear_qkv.bias":
+            qkv("model.decoder.layers.{layer}.self_attn.q_proj.bias",
+                "model.decoder.layers.{layer}.self_attn.k_proj.bias",
+                "model.decoder.layers.{layer}.self_attn.v_proj.bias"),
+        "layers.{layer}.self_attention.linear_proj.weight":
+            same("model.decoder.layers.{layer}.self_attn.out_proj.weight"),
+        "layers.{layer}.self_attention.linear_proj.bias":
+            same("model.decoder.layers.{layer}.self_attn.out_proj.bias"),
+        "layers.{layer}.pre_mlp_layernorm.weight":
+            same("model.decoder.layers.{layer}.final_layer_norm.weight"),
+        "layers.{layer}.pre_mlp_layernorm.bias":
+            same("model.decoder.layers.{layer}.final_layer_norm.bias"),
+        "layers.{layer}.mlp.linear_fc1.weight":
+            same("model.decoder.layers.{layer}.fc1.weight"),
+        "layers.{layer}.mlp.linear_fc1.bias":
+            same("model.decoder.layers.{layer}.fc1.bias"),
+        "layers.{layer}.mlp.linear_fc2.weight":
+            same("model.decoder.layers.{layer}.fc2.weight"),
+        "layers.{layer}.mlp.linear_fc2.bias":
+            same("model.decoder.layers.{layer}.fc2.bias"),
+        "final_layernorm.weight":
+            same("model.decoder.final_layer_norm.weight"),
+        "final_layernorm.bias":
+            same("model.decoder.final_layer_norm.bias"),
+        "output_layer.weight":
+            same("lm_head.weight"),
+    },
+    settings=(
+        *SIZES,
+        Positions(),
+        Field("ffn_hidden_size", "ffn_dim"),
+        activation("activation_function", "relu"),
+        Field("hidden_dropout", "dropout", default=0.1),
+        Field("init_method_std", "init_std", default=0.02),
+        *biases("enable_bias", True),
+        TIED,
+        EmbeddingWidth(),
+        Ours(position_embedding_type="learned_absolute", layernorm_epsilon=1e-5, add_bias_linear=False),
+        Theirs(do_layer_norm_before=True, _remove_final_layer_norm=False, layer_norm_elementwise_affine=True,
+               layerdrop=0.0),
+    ),
+    tied="lm_head.weight",
+)
+# fmt: on

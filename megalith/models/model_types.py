@@ -1,0 +1,22 @@
+"""Which class a model is of: what `model.model_type` names."""
+
+from __future__ import annotations
+
+import torch
+
+from megalith.config import ModelConfig
+from megalith.models.encoders.bert import Bert
+from megalith.models.transformer import Transformer
+
+CLASSES: dict[str, type[Transformer]] = {"gpt": Transformer, "bert": Bert}
+
+
+def make_model(
+    config: ModelConfig,
+    *,
+    compute_dtype: torch.dtype = torch.float32,
+    seed: int = 0,
+    device: torch.device | str | None = None,
+) -> Transformer:
+    """The model of this shape, without values: see Transformer."""
+    return CLASSES[config.model_type](config, compute_dtype=compute_dtype, seed=seed, device=device)

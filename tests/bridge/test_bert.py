@@ -1,0 +1,142 @@
+"""BERT in transformers' six shapes of it: the same function, gradients too, and the same files there and back."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from models.reference import random_parameters
+from safetensors.torch import load_file, save_file
+
+import megalith
+from megalith.bridge.exporter import export_hf
+from megalith.bridge.families import FAMILIES
+from megalith.bridge.importer import import_hf
+from megalith.bridge.transfer import to_theirs
+from megalith.bridge.verify import certify, same_bits
+from megalith.models.encoders.bert import Bert
+
+VOCAB, SEQ, LENGTHS = 151, 24, [24, 17, 9]
+SIZES = dict(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=96,
+             max_position_embeddings=32)  # fmt: skip
+KINDS = ["BertForPreTraining", "BertForMaskedLM", "BertModel",
+         "MegatronBertForPreTraining", "MegatronBertForMaskedLM", "MegatronBertModel"]  # fmt: skip
+
+
+def reference(kind: str, **settings) -> torch.nn.Module:
+    """A model of this class with random weights, biases and norms, in evaluation mode."""
+    of = transformers.MegatronBertConfig if kind.startswith("Megatron") else transformers.BertConfig
+    model = getattr(transformers, kind)._from_config(of(**SIZES | settings), attn_implementation="eager")
+    return random_parameters(model)
+
+
+def batch() -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(1)
+    ids = torch.randint(0, VOCAB, (3, SEQ), generator=random)
+    lengths = torch.tensor(LENGTHS)[:, None]
+    return dict(
+        input_ids=ids,
+        tokentype_ids=(torch.arange(SEQ) > 6).long().expand(3, SEQ),
+        padding_mask=torch.arange(SEQ) < lengths,
+        document_ends=torch.cat([lengths, torch.full_like(lengths, SEQ)], 1).int(),
+        labels=torch.randint(0, VOCAB, (3, SEQ), generator=random),
+        loss_mask=((torch.rand(3, SEQ, generator=random) < 0.3) & (torch.arange(SEQ) < lengths)).float(),
+        sentence_order=torch.tensor([1, 0, 1]),
+    )
+
+
+def theirs(model: torch.nn.Module, tokens: dict[str, torch.Tensor], **more):
+    return model(
+        tokens["input_ids"],
+        attention_mask=tokens["padding_mask"].long(),
+        token_type_ids=tokens["tokentype_ids"],
+        **more,
+    )
+
+
+def assert_close(ours: torch.Tensor, expected: torch.Tensor) -> None:
+    assert ours.shape == expected.shape
+    assert (ours - expected).abs().max() <= 1e-5 * expected.abs().max()
+
+
+def assert_same_function(model: Bert, expected_model: torch.nn.Module, padded_by: str) -> None:
+    tokens = batch()
+    given = {name: tokens[name] for name in ("input_ids", "tokentype_ids", padded_by)}
+    real = tokens["padding_mask"]
+    with torch.no_grad():
+        expected, found = theirs(expected_model, tokens), model.encodings(**given)
+        if hasattr(expected, "pooler_output"):
+            assert_close(found.hidden[real], expected.last_hidden_state[real])
+            assert_close(found.pooled, expected.pooler_output)
+            return
+        logits = expected.logits if "logits" in expected else expected.prediction_logits
+        assert_close(model(**given)[real], logits[real])
+        if "seq_relationship_logits" in expected:
+            assert_close(found.order, expected.seq_relationship_logits)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_there_and_back_is_bitwise_and_the_same_function(kind: str, tmp_path: Path) -> None:
+    model = reference(kind, hidden_act="gelu_new" if kind == "BertForMaskedLM" else "gelu")
+    model.save_pretrained(tmp_path / "hf")
+    import_hf(tmp_path / "hf", tmp_path / "run")
+    assert_same_function(megalith.load(tmp_path / "hf"), model, "padding_mask")
+    assert_same_function(megalith.load(tmp_path / "run"), model, "document_ends")
+    out = export_hf(tmp_path / "run", tmp_path / "out").path
+    before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "hf", out))
+    assert before.keys() == after.keys() and all(same_bits(before[name], after[name]) for name in before)
+    assert json.loads((out / "config.json").read_text()) == json.loads(
+        (tmp_path / "hf/config.json").read_text()
+    )
+    certificate = json.loads(certify(tmp_path / "run", out, tmp_path / "out").read_text())
+    assert certificate["passed"] and certificate["tensors"]["compared"] == len(before)
+
+
+@pytest.mark.parametrize("kind", ["BertForPreTraining", "MegatronBertForPreTraining"])
+def test_loss_and_gradients_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    expected_model, tokens = reference(kind), batch()
+    expected_model.save_pretrained(tmp_path)
+    model = megalith.load(tmp_path).requires_grad_(True)
+    labels = tokens["labels"].masked_fill(tokens["loss_mask"] == 0, -100)
+    expected = theirs(
+        expected_model, tokens, labels=labels, next_sentence_label=tokens["sentence_order"]
+    ).loss
+    expected.backward()
+    weights = tokens.pop("loss_mask") / (labels != -100).sum()
+    del tokens["padding_mask"]
+    loss = model(**tokens, loss_mask=weights)
+    loss.backward()
+    assert torch.allclose(loss, expected, rtol=1e-5)
+    gradients, found = {name: p.grad for name, p in expected_model.named_parameters()}, {}
+    for group in FAMILIES[kind].groups(model.config):
+        ours = model.get_parameter(group.name).grad[: group.shape[0]]
+        found |= dict(to_theirs(group, ours, dict.fromkeys(group.sources, torch.float32)))
+    assert found.keys() == gradients.keys()
+    whole = torch.stack([gradient.norm() for gradient in gradients.values()]).norm()
+    for name, gradient in gradients.items():  # those of keys' biases are 0 but for rounding
+        assert (found[name] - gradient).norm() <= 1e-5 * max(gradient.norm(), 1e-3 * whole), name
+
+
+def test_files_of_the_first_bert_are_read(tmp_path: Path) -> None:
+    """They say BertForMaskedLM, hold all heads, and call a norm's weight and bias gamma and beta."""
+    model = reference("BertForPreTraining")
+    model.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    old = {
+        name.replace("LayerNorm.weight", "LayerNorm.gamma").replace("LayerNorm.bias", "LayerNorm.beta"): value
+        for name, value in tensors.items()
+    }
+    old["cls.predictions.decoder.weight"] = tensors["bert.embeddings.word_embeddings.weight"].clone()
+    save_file(old, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text()) | {"architectures": ["BertForMaskedLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    ours, tokens = megalith.load(tmp_path), batch()
+    assert not ours.config.bert_binary_head and ours.pooler is None
+    with torch.no_grad():
+        logits = ours(
+            tokens["input_ids"], tokentype_ids=tokens["tokentype_ids"], padding_mask=tokens["padding_mask"]
+        )
+        assert_close(
+            logits[tokens["padding_mask"]], theirs(model, tokens).prediction_logits[tokens["padding_mask"]]
+        )
