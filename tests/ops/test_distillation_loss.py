@@ -54,7 +54,7 @@ def test_loss_and_gradients_are_those_over_whole_logits(divergence, temperature,
     for a, b in zip(found, expected):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
     for a, b in zip(grads, torch.autograd.grad(12 * expected[0], [hidden, weight, bias])):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+        assert (a - b).norm() < 1e-5 * b.norm()
 
 
 def test_of_itself_a_model_learns_nothing():

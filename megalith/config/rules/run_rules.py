@@ -37,6 +37,7 @@ def check_training(config: RunConfig, world_size: int = 1) -> None:
     _check_data(config.data, config.rl)
     check_rollouts(config)
     _check_fine_tuning(config)
+    _check_encoder(config)
     _check_distillation(config)
     BatchSizeSchedule.from_config(
         config.train, data_parallel_size=data_parallel_size(config.parallel, world_size)
@@ -178,6 +179,26 @@ def _check_fine_tuning(config: RunConfig) -> None:
         raise ConfigError(
             f"train.fp8_format is {fp8}, but dpo asks the reference for log-probabilities before a backward pass has "
             "given FP8 its scales; leave it out"
+        )
+
+
+def _check_encoder(config: RunConfig) -> None:
+    model, data = config.model, config.data
+    if model.causal:
+        return
+    taken = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+    given = [f"data.{name}" for name in taken if getattr(data, name)]
+    given += [f"{config.chat.name}.enabled"] if config.chat is not None else []
+    given += ["rl.prompts or rl.rollouts"] if config.rl.prompts_or_rollouts else []
+    given += ["distill.teacher"] if config.distill.teacher else []
+    if given:
+        raise ConfigError(
+            f"{' and '.join(given)} {'are' if given[1:] else 'is'} for models that continue a text, but "
+            f"model.model_type is {model.model_type}, which is trained by masked words; leave it out"
+        )
+    if not model.add_lm_head:
+        raise ConfigError(
+            "model.add_lm_head is false, so there is nothing that masked words are learnt by; set it to true"
         )
 
 

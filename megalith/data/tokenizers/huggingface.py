@@ -50,6 +50,9 @@ class _RustTokenizer(Tokenizer):
         """One more than the highest id: added tokens may leave holes, so a count could be too low."""
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
+    def pieces(self) -> list[str]:
+        return [self._tokenizer.id_to_token(i) or "" for i in range(self.vocab_size)]
+
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
@@ -231,6 +234,11 @@ class BertWordPieceLowerCase(_RustTokenizer):
         self._tokenizer.decoder = tokenizers.decoders.WordPiece()
         self._set_vocab_size()
         self.eod = None
+
+    @property
+    def model_vocab_size(self) -> int:
+        """With Megatron's [BOS] and [EOS], which no text has, but which a masked word may become."""
+        return self.vocab_size + 2
 
     @classmethod
     def from_paths(cls, named: Named) -> Self:
