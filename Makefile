@@ -2,6 +2,7 @@
 #   make train   creates .venv, prepares Python's standard library as a corpus, trains on it, shows the result
 #   make test    creates .venv, tests everything: 13 and a half minutes on two cores
 #   make test-quick  what needs one process alone, no compiler and no seconds: two minutes and a half; make test-all  every layout with every feature too
+#   make test-site  opens the report in Debian's Chromium, which has to be there (apt-get install chromium)
 #   make megatron-core  installs Megatron core beside .venv, has it load what is exported to it
 #   make sizes   writes docs/sizes.md, from the planner
 #   make cluster-models  installs Kubernetes' and Kubeflow's models beside .venv, has them read deploy/'s manifests
@@ -14,7 +15,7 @@ READY := $(VENV)/ready
 RUN := runs/quickstart
 PYTEST := $(BIN)/python -m pytest tests --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup train test test-quick test-all megatron-core cluster-models accelerate-example faults sizes lint clean
+.PHONY: setup train test test-quick test-all test-site megatron-core cluster-models accelerate-example faults sizes lint clean
 
 setup: $(READY)
 
@@ -57,6 +58,9 @@ test-quick: $(READY) lint
 
 test-all: $(READY) lint
 	$(PYTEST) -m 'full or not full'
+
+test-site: $(READY)
+	$(BIN)/python -m pytest tests/report/in_browser.py
 
 MEGATRON := .megatron-core
 $(MEGATRON)/megatron: | $(READY)

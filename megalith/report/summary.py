@@ -6,13 +6,17 @@ In a file or a pipe Megatron-LM's parameter lines follow, for the scripts that l
 from __future__ import annotations
 
 import sys
-from dataclasses import fields
-from typing import TextIO
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from importlib.metadata import version
+from platform import python_version
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+import megalith
 from megalith.config import RunConfig
 from megalith.config.train import BatchSizeSchedule
 from megalith.hardware import DeviceInfo
@@ -21,20 +25,39 @@ from megalith.planner.layout import Layout
 from megalith.report.console import render, si
 
 
-def print_summary(layout: Layout, device: DeviceInfo, stream: TextIO | None = None) -> None:
-    """Prints the summary of a run (its vocabulary known) to `stream`, or to standard output."""
+def print_summary(layout: Layout, device: DeviceInfo, stream: TextIO | None = None) -> list[tuple[str, str]]:
+    """Prints the summary of a run (its vocabulary known) to `stream`, or to standard output; returns its rows."""
     stream = stream or sys.stdout
     counts = count_parameters(layout.config.model, lora=layout.config.lora)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold cyan", no_wrap=True)
     table.add_column()
-    for name, text in summary_rows(layout, counts, device):
+    rows = summary_rows(layout, counts, device)
+    for name, text in rows:
         table.add_row(Text(name), Text(text))
     if stream.isatty():
         Console(file=stream, force_terminal=True).print(table)
     else:
         stream.write("\n".join([render(table), *megatron_parameter_lines(layout)]) + "\n")
     stream.flush()
+    return rows
+
+
+def start_record(
+    layout: Layout, hosts: Sequence[str], step: int, rows: Sequence[tuple[str, str]]
+) -> dict[str, Any]:
+    """What starts.jsonl says of a run that goes on after `step`: machine, versions, its summary's rows, and of each
+    pipeline stage the bytes that a device of it is expected to take, by part."""
+    size = layout.size
+    return {
+        "step": step,
+        "versions": {"megalith": megalith.__version__, "torch": version("torch"), "python": python_version()},
+        "hosts": sorted(set(hosts)),
+        "ranks": layout.world_size,
+        "layout": {"pp": size.pp, "dp": size.dp, "cp": size.cp, "tp": size.tp},
+        "summary": dict(rows),
+        "stages": [{"stage": stage.number, "bytes": asdict(stage.memory)} for stage in layout.stages],
+    }
 
 
 def summary_rows(layout: Layout, counts: ParameterCounts, device: DeviceInfo) -> list[tuple[str, str]]:
