@@ -31,6 +31,7 @@ from megalith.report.page.drawing import (
 )
 from megalith.report.page.run_files import Points, RunFiles, means, number, points, thinned
 from megalith.report.plot import SMOOTHED_PART, loss_limits, run_names, smooth
+from megalith.report.summary import size_text
 
 DRAWN = 1000  # points of a curve
 MOST_CHARTS = 60  # of figures that have no title here
@@ -278,7 +279,7 @@ def _load_of(run: RunFiles) -> str:
     for layer, counts in tokens.items() if isinstance(tokens, dict) else ():
         known = [number(count) or 0.0 for count in counts] if isinstance(counts, list) else []
         mean = sum(known) / len(known) if known else 0.0
-        rows.append((f"layer {text(layer, 20)}", [count / mean if mean else 0.0 for count in known]))
+        rows.append((f"layer {str(layer)[:20]}", [count / mean if mean else 0.0 for count in known]))
     title = f"tokens of each expert / mean, step {(run.experts or {}).get('step')} (right: the busiest)"
     return heat_map(title, rows[:MOST_ROWS])
 
@@ -290,9 +291,9 @@ def _memory(run: RunFiles) -> str:
     for stage in stages[:MOST_RANKS] if isinstance(stages, list) else ():
         if isinstance(stage, dict):
             parts = _figures(stage.get("bytes"))
-            expected.append((f"stage {stage.get('stage')}", parts, f"{si(sum(parts.values()))}B"))
+            expected.append((f"stage {stage.get('stage')}", parts, size_text(sum(parts.values()))))
     peaks = [number(record.get("peak")) or 0.0 for record in run.measured_ranks[:MOST_RANKS]]
-    measured = [(f"rank {rank}", {"peak": peak}, f"{si(peak)}B") for rank, peak in enumerate(peaks)]
+    measured = [(f"rank {rank}", {"peak": peak}, size_text(peak)) for rank, peak in enumerate(peaks)]
     return stacked_bars(
         "expected on a device of each pipeline stage, by what holds it", expected
     ) + stacked_bars(

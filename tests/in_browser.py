@@ -1,5 +1,5 @@
-"""The report in Debian's Chromium (`make test-site`): a console without a message, every figure there, and a page that
-scrolls in one direction.
+"""The report and the built site in Debian's Chromium (`make test-site`): consoles without a message, every figure
+there, and pages that scroll in one direction.
 
 With SCREENSHOTS=FOLDER in the environment the pages are left there as PNG files, of a desktop and a phone, light and
 dark.
@@ -21,6 +21,12 @@ FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-
          "--disable-background-networking", "--disable-component-update", "--disable-sync")  # fmt: skip
 WIDTHS = {"desktop": 1280, "phone": 500}  # a window of Chromium's has no less than 500
 SCHEMES = {"light": (), "dark": ("--blink-settings=preferredColorScheme=0",)}
+SITE = Path(__file__).parents[1] / "build" / "site"
+WIDE = """<script>addEventListener("load", () => setTimeout(() => {
+  const root = document.documentElement, drawn = [...document.querySelectorAll(".mermaid")];
+  root.dataset.wide = root.scrollWidth - innerWidth;
+  root.dataset.blank = drawn.filter((one) => one.offsetHeight < 50).length;  // a diagram that is not drawn has a line
+}, 4000));</script>"""
 PROBE = """<script>addEventListener("load", () => {
   const root = document.documentElement, plot = document.querySelector(".plot"), box = plot.getBoundingClientRect();
   plot.dispatchEvent(new PointerEvent("pointermove", {clientX: box.right - 1, clientY: box.top + 9}));
@@ -49,6 +55,11 @@ def chromium(tmp_path: Path, page: Path, *more: str) -> tuple[str, str]:
     return done.stdout, done.stderr
 
 
+def told(document: str) -> dict[str, str]:
+    """What a probe has written into the page's first tag."""
+    return dict(re.findall(r'data-([a-z]+)="([^"]*)"', re.search(r"<html[^>]*>", document)[0]))
+
+
 @pytest.mark.parametrize("scheme", SCHEMES)
 @pytest.mark.parametrize("width", WIDTHS)
 def test_the_report_is_drawn_without_an_error_at_every_width(tmp_path, width, scheme):
@@ -60,7 +71,7 @@ def test_the_report_is_drawn_without_an_error_at_every_width(tmp_path, width, sc
     window = (f"--window-size={WIDTHS[width]},1400", *SCHEMES[scheme])
     document, log = chromium(tmp_path, probed, *window, "--dump-dom")
     assert "CONSOLE" not in log, log
-    data = dict(re.findall(r'data-([a-z]+)="([^"]*)"', re.search(r"<html[^>]*>", document)[0]))
+    data = told(document)
     assert int(data["ready"]) > 20 and data["blank"] == "0" and int(data["hidden"]) > 10
     assert int(data["wide"]) <= 0
     assert "a: 2.398 at step 60" in data["tip"] and "a, validation: 2.5 at step 60" in data["tip"]
@@ -68,3 +79,19 @@ def test_the_report_is_drawn_without_an_error_at_every_width(tmp_path, width, sc
     if folder := os.environ.get("SCREENSHOTS"):
         tall = (f"--window-size={WIDTHS[width]},{4200 if width == 'desktop' else 7000}", *SCHEMES[scheme])
         chromium(tmp_path, page, *tall, f"--screenshot={Path(folder) / f'report-{width}-{scheme}.png'}")
+
+
+@pytest.mark.parametrize("page", sorted(SITE.rglob("*.html")), ids=lambda page: page.stem)
+def test_a_page_of_the_site_is_whole_on_a_phone(tmp_path, page):
+    if page.name == "404.html":
+        return
+    probed = page.with_name(f"probed-{page.name}")
+    probed.write_text(page.read_text().replace("</body>", f"{WIDE}</body>"))
+    try:
+        more = ("--window-size=500,1400", "--virtual-time-budget=9000", "--dump-dom")
+        document, log = chromium(tmp_path, probed, *more)
+    finally:
+        probed.unlink()
+    assert "CONSOLE" not in log, log
+    data = told(document)
+    assert int(data["wide"]) <= 0 and data["blank"] == "0"
