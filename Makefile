@@ -2,6 +2,8 @@
 #   make train   creates .venv, prepares Python's standard library as a corpus, trains on it, shows the result
 #   make test    creates .venv, tests everything: 13 and a half minutes on two cores
 #   make test-quick  what needs one process alone, no compiler and no seconds: two minutes and a half; make test-all  every layout with every feature too
+#   make test-site  opens the report and the site in Debian's Chromium, which has to be there (apt-get install chromium)
+#   make docs  builds the site of docs/ into build/site, in an environment of its own; make docs-serve shows it (npm)
 #   make megatron-core  installs Megatron core beside .venv, has it load what is exported to it, compares samples
 #   make sizes   writes docs/sizes.md, from the planner
 #   make cluster-models  installs Kubernetes' and Kubeflow's models beside .venv, has them read deploy/'s manifests
@@ -14,7 +16,7 @@ READY := $(VENV)/ready
 RUN := runs/quickstart
 PYTEST := $(BIN)/python -m pytest tests --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup train test test-quick test-all megatron-core cluster-models accelerate-example faults sizes lint clean
+.PHONY: setup train test test-quick test-all test-site docs docs-serve megatron-core cluster-models accelerate-example faults sizes lint clean
 
 setup: $(READY)
 
@@ -58,6 +60,27 @@ test-quick: $(READY) lint
 test-all: $(READY) lint
 	$(PYTEST) -m 'full or not full'
 
+test-site: $(READY) docs
+	$(BIN)/python -m pytest tests/in_browser.py
+
+DOCS := .docs
+$(DOCS)/ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(DOCS)
+	$(DOCS)/bin/pip install --quiet --constraint constraints.txt $(shell sed -n '/^docs = \[/,/^\]/s/^    \("[^"]*"\).*/\1/p' pyproject.toml)
+	touch $@
+
+# The diagrams' script is put beside the pages, so that they need no network.
+MERMAID := build/mermaid/package/dist/mermaid.min.js
+$(MERMAID):
+	mkdir -p build/mermaid && cd build/mermaid && npm pack --silent mermaid@11.12.0 && tar -xzf mermaid-*.tgz
+
+docs: $(DOCS)/ready $(MERMAID)
+	$(DOCS)/bin/mkdocs build --quiet --config-file site/mkdocs.yml
+	@echo build/site/index.html
+
+docs-serve: $(DOCS)/ready $(MERMAID)
+	$(DOCS)/bin/mkdocs serve --config-file site/mkdocs.yml
+
 MEGATRON := .megatron-core
 $(MEGATRON)/megatron: | $(READY)
 	$(BIN)/pip install --quiet --no-deps --target $(MEGATRON) megatron-core==0.16.1
@@ -87,4 +110,4 @@ faults: $(READY)
 	$(BIN)/python tests/faults/kill_trials.py --trials $(or $(TRIALS),100)
 
 clean:
-	rm -rf $(VENV) $(MEGATRON) $(CLUSTER_MODELS) data runs
+	rm -rf $(VENV) $(DOCS) build $(MEGATRON) $(CLUSTER_MODELS) data runs

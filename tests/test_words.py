@@ -70,6 +70,13 @@ def test_a_page_names_files_and_headings_that_are_there(page):
     assert not missing
 
 
+def test_every_page_stands_in_the_sites_navigation():
+    listed = re.findall(r"^ +- ([\w/]+\.md)$", text_of(ROOT / "site" / "mkdocs.yml"), re.MULTILINE)
+    made = {"index.md", "benchmarks.md", "api.md"}
+    pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
+    assert len(listed) == len(set(listed)) and set(listed) | {"index.md"} == pages | made
+
+
 def commands() -> set[tuple[str, ...]]:
     """Of every command in a block of the documentation the words after `megalith`."""
     found: set[str] = set()

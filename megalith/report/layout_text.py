@@ -6,8 +6,10 @@ For a pipeline the step after the measured one, which no profiler slows down, is
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import astuple, dataclass
+from contextlib import suppress
+from dataclasses import asdict, astuple, dataclass
 from pathlib import Path
 from textwrap import fill
 
@@ -17,6 +19,7 @@ from rich.table import Table
 
 from megalith.comm.collectives import gather_json
 from megalith.config import LogConfig
+from megalith.io import replace_file
 from megalith.parallel.mesh import Mesh
 from megalith.parallel.pipeline.executor import Pipeline
 from megalith.parallel.pipeline.stages import schedule_kind
@@ -24,6 +27,7 @@ from megalith.parallel.pipeline.timeline import write_timeline
 from megalith.planner.layout import Layout, StageLayout
 from megalith.report.console import WIDTH, render, si
 from megalith.report.measured_step import StepMeasure, StepTimes, peak_memory, with_last_wait
+from megalith.report.metrics import MEASURED_FILE
 
 MOST_ROWS = 16  # of ranks; a larger world is shown by ranges
 UNEVEN = 1.05  # the largest stage against the smallest
@@ -277,6 +281,13 @@ class LayoutReport:
         figures = [RankFigures(peak, StepTimes(*times)) for peak, *times in told]
         self._told = max(each.peak for each in figures)
         self._note(measured_text(self._layout, figures, self.measured_step, self._device.type))
+        if self._mesh.world.rank == 0:
+            folder = Path(self._layout.config.train.output_dir)
+            ranks = [
+                {"peak": each.peak, **asdict(each.times)} for each in _with_bubbles(self._layout, figures)
+            ]
+            with suppress(OSError):  # it was printed
+                replace_file(folder / MEASURED_FILE, json.dumps({"step": self.measured_step, "ranks": ranks}))
 
     def end(self) -> None:
         """Tells the peak of the whole run, where it has grown since a step was measured."""

@@ -7,7 +7,8 @@ So is one that is NaN or infinite, for JSON has neither: a loss that was lost sh
 `"nan_iterations": 1`. A run that goes on from step k first cuts off what an earlier process wrote beyond k, so
 that no step is there twice. `events.jsonl` keeps everything: a line for each unusual event, with its `time`,
 the `event`'s kind, a `text` for a reader, and its figures. Models with experts have `experts.jsonl` too: at every log
-interval `tokens`, for each layer the tokens sent to each of its experts.
+interval `tokens`, for each layer the tokens sent to each of its experts. `starts.jsonl` has a line for each time that
+the run was started, with its machine and layout, and `measured_step.json` each rank's times of one step.
 
 How a step's tokens were spread over the experts, in figures for the log.
 
@@ -33,12 +34,15 @@ from megalith.config import RunConfig
 from megalith.errors import DataError
 from megalith.io import open_file
 from megalith.models.load_balance import AUX, DROPPED, Z
+from megalith.remote import StorePath, place
 from megalith.report.trackers import Sink
 
 METRICS_FILE = "metrics.jsonl"
 EVALUATIONS_FILE = "evaluations.jsonl"
 EVENTS_FILE = "events.jsonl"
 EXPERTS_FILE = "experts.jsonl"
+STARTS_FILE = "starts.jsonl"
+MEASURED_FILE = "measured_step.json"
 ASKED_FOR = ("num_zeros", "params_norm")  # keys that a line has where there is a figure
 MAX_PERPLEXITY_EXPONENT = 20  # Megatron's: a perplexity beyond e^20 says no more
 
@@ -136,9 +140,13 @@ class MetricsWriter:
 
     def log_event(self, record: dict[str, Any]) -> None:
         """`record`: what happened, as JSON takes it; NaN and infinite figures become null."""
-        now = datetime.now().astimezone().isoformat(timespec="seconds")
-        line = {"time": now, **{key: finite(value) for key, value in record.items()}}
-        self._events.write(json.dumps(line, allow_nan=False))
+        self._events.write(_dated(record))
+
+    def log_start(self, record: dict[str, Any]) -> None:
+        """`record`: from which step, on what machine, in which layout."""
+        starts = LineFile(self._folder / STARTS_FILE, late=True)
+        starts.write(_dated(record))
+        starts.close()
 
     def log_step(self, metrics: StepMetrics, more: Mapping[str, Any] | None = None) -> None:
         """`more`: what the line has besides."""
@@ -202,15 +210,21 @@ class MetricsWriter:
         self.close()
 
 
-def read_records(path: str | Path) -> list[dict[str, Any]]:
-    """The objects of a metrics or evaluations file; none when there is no file.
+def _dated(record: dict[str, Any]) -> str:
+    now = datetime.now().astimezone().isoformat(timespec="seconds")
+    line = {"time": now, **{key: finite(value) for key, value in record.items()}}
+    return json.dumps(line, allow_nan=False)
+
+
+def read_records(path: str | Path | StorePath) -> list[dict[str, Any]]:
+    """The objects of a metrics or evaluations file, also of a store; none when there is no file.
 
     A last line that a crash tore is left out; any other line that is not one is a DataError naming it.
     """
-    path = Path(path)
+    path = place(path)
     if not path.is_file():
         return []
-    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    lines = path.read_bytes().decode(errors="replace").split("\n")
     torn = lines.pop()  # what follows the last newline: nothing, or the line that a crash cut short
     records = [_parse(line) for line in lines]
     for number, record in enumerate(records, start=1):
@@ -251,7 +265,7 @@ def cut_after_step(path: str | Path, step: int) -> None:
 def _parse(line: str | bytes) -> dict[str, Any] | None:
     try:
         record = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 

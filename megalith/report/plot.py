@@ -47,7 +47,7 @@ def plot_run(runs: str | Path | Sequence[str | Path], output_png: str | Path) ->
     loss, rate, norm, speed = (
         figure.add_subplot(cell) for cell in (grid[0, :], grid[1, 0], grid[1, 1], grid[1, 2])
     )
-    names, drawn = run_names(folders), {}
+    names, drawn = [name.replace("$", r"\$") for name in run_names(folders)], {}
     for name, (_, steps, evaluations), colour in zip(names, histories, _cycle(COLOURS, len(histories))):
         twin = drawn.setdefault(tuple(_points(steps, "loss")), name)
         if twin != name:  # its curve would hide the other's
@@ -64,7 +64,8 @@ def plot_run(runs: str | Path | Sequence[str | Path], output_png: str | Path) ->
     speed.yaxis.set_major_formatter(lambda value, _: si(value))
     trained = [_points(steps, "loss") for _, steps, _ in histories]
     validated = [_points(evaluations, "validation_loss") for _, _, evaluations in histories]
-    loss.set_ylim(*_loss_limits(trained, validated))
+    smoothed = [smooth(points, len(points) // SMOOTHED_PART) for points in trained]
+    loss.set_ylim(*(loss_limits(trained, smoothed, validated) or (None, None)))
     loss.legend(frameon=False, fontsize=9)
     speed.set_ylim(bottom=0)
     for axes, title in (
@@ -152,7 +153,7 @@ def _points(records: list[dict[str, Any]], key: str) -> Points:
 def run_names(folders: Sequence[Path]) -> list[str]:
     """A name of its own for each run: as much of the end of its path as it takes, and a number for one given again.
 
-    As a legend takes it, which leaves out what begins with an underscore and reads what stands between dollars.
+    None begins with an underscore, which matplotlib's legend would leave out.
     """
     paths = [folder.resolve() for folder in folders]
     names = []
@@ -163,7 +164,7 @@ def run_names(folders: Sequence[Path]) -> list[str]:
             if name[0] != "_" and all(other.parts[-length:] != path.parts[-length:] for other in others):
                 break
         again = paths[:number].count(path)
-        names.append(name.replace("$", r"\$") + (f" ({again + 1})" if again else ""))
+        names.append(name + (f" ({again + 1})" if again else ""))
     return names
 
 
@@ -197,13 +198,14 @@ def _draw_loss(
         axes.axvline(step, color=colour, linewidth=1, linestyle=":", label=label)
 
 
-def _loss_limits(trained: list[Points], validated: list[Points]) -> tuple[float | None, float | None]:
+def loss_limits(
+    trained: Sequence[Points], smoothed: Sequence[Points], validated: Sequence[Points]
+) -> tuple[float, float] | None:
     """Limits that a single spike cannot stretch: all points below, smoothed and validation curves above."""
-    smoothed = [smooth(points, len(points) // SMOOTHED_PART) for points in trained]
-    tops = [y for points in smoothed + validated for _, y in points]
+    tops = [y for points in [*smoothed, *validated] for _, y in points]
     if not tops:
-        return None, None
-    low, high = min(y for points in trained + validated for _, y in points), max(tops)
+        return None
+    low, high = min(y for points in [*trained, *validated] for _, y in points), max(tops)
     margin = 0.05 * (high - low) or 0.5
     return low - margin, high + margin
 

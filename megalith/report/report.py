@@ -38,7 +38,7 @@ from megalith.report.metrics import (
     last_step,
     with_expert_load,
 )
-from megalith.report.summary import print_summary
+from megalith.report.summary import print_summary, start_record
 from megalith.report.trackers import open_sinks
 
 TABLE_ROWS = 40
@@ -195,7 +195,8 @@ def open_report(
         sinks = open_sinks(config, step, last_step(output / METRICS_FILE) if config.log.wandb else 0)
         replace_file(output / "config.yaml", config.to_yaml())
         metrics = MetricsWriter(output, step, sinks)
-    print_summary(layout, device_kind(device))
+    rows = print_summary(layout, device_kind(device))
+    metrics.log_start(start_record(layout, [place.host for place in places], step, rows))
     if mesh.world.size > 1:
         print(layout_text(layout, [place.host for place in places]))
     for note in notes:

@@ -6,13 +6,17 @@ In a file or a pipe Megatron-LM's parameter lines follow, for the scripts that l
 from __future__ import annotations
 
 import sys
-from dataclasses import fields
-from typing import TextIO
+from collections.abc import Sequence
+from dataclasses import asdict, fields
+from importlib.metadata import version
+from platform import python_version
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+import megalith
 from megalith.config import RunConfig
 from megalith.config.train import BatchSizeSchedule
 from megalith.hardware import DeviceInfo
@@ -21,20 +25,39 @@ from megalith.planner.layout import Layout
 from megalith.report.console import render, si
 
 
-def print_summary(layout: Layout, device: DeviceInfo, stream: TextIO | None = None) -> None:
-    """Prints the summary of a run (its vocabulary known) to `stream`, or to standard output."""
+def print_summary(layout: Layout, device: DeviceInfo, stream: TextIO | None = None) -> list[tuple[str, str]]:
+    """Prints the summary of a run (its vocabulary known) to `stream`, or to standard output; returns its rows."""
     stream = stream or sys.stdout
     counts = count_parameters(layout.config.model, lora=layout.config.lora)
     table = Table.grid(padding=(0, 2))
     table.add_column(style="bold cyan", no_wrap=True)
     table.add_column()
-    for name, text in summary_rows(layout, counts, device):
+    rows = summary_rows(layout, counts, device)
+    for name, text in rows:
         table.add_row(Text(name), Text(text))
     if stream.isatty():
         Console(file=stream, force_terminal=True).print(table)
     else:
         stream.write("\n".join([render(table), *megatron_parameter_lines(layout)]) + "\n")
     stream.flush()
+    return rows
+
+
+def start_record(
+    layout: Layout, hosts: Sequence[str], step: int, rows: Sequence[tuple[str, str]]
+) -> dict[str, Any]:
+    """What starts.jsonl says of a run that goes on after `step`: machine, versions, its summary's rows, and of each
+    pipeline stage the bytes that a device of it is expected to take, by part."""
+    size = layout.size
+    return {
+        "step": step,
+        "versions": {"megalith": megalith.__version__, "torch": version("torch"), "python": python_version()},
+        "hosts": sorted(set(hosts)),
+        "ranks": layout.world_size,
+        "layout": {"pp": size.pp, "dp": size.dp, "cp": size.cp, "tp": size.tp},
+        "summary": dict(rows),
+        "stages": [{"stage": stage.number, "bytes": asdict(stage.memory)} for stage in layout.stages],
+    }
 
 
 def summary_rows(layout: Layout, counts: ParameterCounts, device: DeviceInfo) -> list[tuple[str, str]]:
@@ -147,11 +170,11 @@ def _memory(layout: Layout, device: DeviceInfo) -> str:
     memory = stage.memory
     words = {"compute_copy": "gathered copy" if layout.gathers else f"{layout.config.train.precision} copy"}
     parts = {words.get(part.name, part.name): getattr(memory, part.name) for part in fields(memory)}
-    shown = " + ".join(f"{name} {_bytes(size)}" for name, size in parts.items() if size)
+    shown = " + ".join(f"{name} {size_text(size)}" for name, size in parts.items() if size)
     where = "each device" if len(layout.stages) == 1 else f"a device of stage {stage.number}, the fullest"
-    text = f"about {_bytes(memory.total)} on {where}\n= {shown}"
+    text = f"about {size_text(memory.total)} on {where}\n= {shown}"
     if device.memory_bytes is not None and memory.total > device.memory_bytes:
-        text += f"\nmore than the device's {_bytes(device.memory_bytes)}: lower train.micro_batch_size"
+        text += f"\nmore than the device's {size_text(device.memory_bytes)}: lower train.micro_batch_size"
     return text
 
 
@@ -159,7 +182,7 @@ def _device(layout: Layout, device: DeviceInfo) -> str:
     precision = layout.config.train.peak_dtype
     text = f"{layout.world_size} × {device.name}"
     if device.memory_bytes is not None:
-        text += f", {_bytes(device.memory_bytes)}"
+        text += f", {size_text(device.memory_bytes)}"
     peak = device.peak(precision)
     if peak is None:
         return f"{text}, {precision}; its peak is not known, so no MFU"
@@ -170,5 +193,5 @@ def _flop(flops: int) -> str:
     return f"{flops / 1e9:.2f} GFLOP" if flops >= 1e9 else f"{flops / 1e6:.2f} MFLOP"
 
 
-def _bytes(size: int) -> str:
+def size_text(size: float) -> str:
     return f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.1f} MB"

@@ -11,6 +11,7 @@ from pathlib import Path
 from megalith.errors import DataError
 from megalith.io import replace_file
 from megalith.parallel.pipeline.schedules import Action, Kind
+from megalith.remote import StorePath, place
 
 TIMELINE_FILE = "pipeline.json"
 
@@ -60,18 +61,18 @@ def write_timeline(run: str | Path, timeline: Timeline) -> Path:
     return path
 
 
-def read_timeline(run: str | Path) -> Timeline:
+def read_timeline(run: str | Path | StorePath) -> Timeline:
     """The timeline that a run left in its output folder. Raises DataError where there is none, or no whole one."""
-    path = Path(run) / TIMELINE_FILE
+    path = place(run) / TIMELINE_FILE
     try:
-        ranks = json.loads(path.read_text(encoding="utf-8"))["ranks"]
+        ranks = json.loads(path.read_bytes())["ranks"]
         timeline = timeline_of(ranks)
     except FileNotFoundError:
         raise DataError(
             f"there is no {path}; a run with a pipeline writes it after some steps, unless log.layout_report is false: "
             "name such a run's folder"
         ) from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise DataError(f"{path} is not a timeline that a run wrote: {error}") from None
     if not timeline.spans or not all(timeline.spans):
         raise DataError(f"{path} has a rank without actions; measure the run again")

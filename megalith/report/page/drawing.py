@@ -1,0 +1,236 @@
+"""Charts as SVG and HTML, drawn without a library: curves, stacked bars, spans of time, a heat map.
+
+An SVG here has no text and is stretched to its box; labels are HTML beside it, at percentages. So a chart fits any
+width, its letters keep their size, and it is there without a script; the page's script adds what the pointer shows.
+Every name goes through `text`, for it may come from a file that a stranger made.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from html import escape
+from typing import Any
+
+from megalith.errors import LINES, printable
+from megalith.report.console import si
+from megalith.report.page.run_files import Points
+
+SIDE = 1000.0  # of a chart in its own units
+TICKS = 5
+COLOURS = 8  # of page.css
+NAME_LENGTH = 300
+MARKS = 200
+
+
+def text(value: Any, length: int = NAME_LENGTH, keep: str = "") -> str:
+    """As HTML shows it: nothing of it acts, and no more than `length` characters."""
+    shown = str(value)
+    return escape(printable(shown if len(shown) <= length else f"{shown[:length]}…", keep))
+
+
+def lines(value: Any, length: int) -> str:
+    """Text of several lines."""
+    return f"<pre>{text(value, length, LINES)}</pre>"
+
+
+def table(headings: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Cells are text, but those that are `Html`."""
+    head = "".join(f"<th>{text(heading)}</th>" for heading in headings)
+    body = "".join(
+        "<tr>"
+        + "".join(f"<td>{cell if isinstance(cell, Html) else text(cell)}</td>" for cell in row)
+        + "</tr>"
+        for row in rows
+    )
+    head, body = f"<thead><tr>{head}</tr></thead>", f"<tbody>{body}</tbody>"
+    return f'<div class="scroll"><table>{head}{body}</table></div>'
+
+
+class Html(str):
+    """Markup of ours."""
+
+
+@dataclass(frozen=True)
+class Curve:
+    """A line of a chart, or the dots of one."""
+
+    name: str
+    points: Points
+    colour: int
+    """The run's number."""
+    style: str = "line"
+    """line, faint, dots or dashed."""
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Something that happened at a step."""
+
+    step: float
+    name: str
+    colour: int
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A span of figures on an axis."""
+
+    low: float
+    high: float
+
+    @classmethod
+    def around(cls, values: Sequence[float], margin: float = 0.0) -> Scale:
+        low, high = min(values, default=0.0), max(values, default=1.0)
+        if low == high:
+            return cls(low - (abs(low) or 1.0) / 2, high + (abs(high) or 1.0) / 2)
+        return cls(low - margin * (high - low), high + margin * (high - low))
+
+    def at(self, value: float) -> float:
+        """0 at the low end, 1 at the high one."""
+        return (value - self.low) / (self.high - self.low)
+
+    def ticks(self) -> list[float]:
+        """Round figures within it."""
+        rough = (self.high - self.low) / TICKS
+        power = 10.0 ** math.floor(math.log10(rough))
+        step = next((m * power for m in (1, 2, 2.5, 5) if m * power >= rough), 10 * power)
+        first = math.ceil(self.low / step)
+        return [n * step for n in range(first, math.floor(self.high / step) + 1)]
+
+
+def chart(
+    title: str,
+    curves: Sequence[Curve],
+    *,
+    limits: tuple[float, float] | None = None,
+    marks: Sequence[Mark] = (),
+    wide: bool = False,
+    form: Callable[[float], str] = si,
+) -> str:
+    """Curves over steps; nothing where there is not a point."""
+    steps = [x for curve in curves for x, _ in curve.points]
+    if not steps:
+        return ""
+    across = Scale.around(steps)
+    up = Scale(*limits) if limits else Scale.around([y for c in curves for _, y in c.points], 0.05)
+    marks = [mark for mark in marks if across.low <= mark.step <= across.high][:MARKS]
+    drawn = [_grid(up), *(_mark(mark, across) for mark in marks)]
+    drawn += [_path(curve, across, up) for curve in curves if curve.points]
+    labels = [
+        f'<span class="y" style="top:{100 * (1 - up.at(tick)):.2f}%">{escape(form(tick))}</span>'
+        for tick in up.ticks()
+    ]
+    labels += [
+        f'<span class="x" style="left:{100 * across.at(tick):.2f}%">{escape(si(tick))}</span>'
+        for tick in across.ticks()
+    ]
+    data = f'data-x="{across.low!r} {across.high!r}" data-y="{up.low!r} {up.high!r}"'
+    return (
+        f'<figure class="chart{" wide" if wide else ""}"><figcaption>{text(title)}{_legend(curves)}</figcaption>'
+        f'<div class="plot" {data}><svg viewBox="0 0 {SIDE:g} {SIDE:g}" preserveAspectRatio="none" role="img" '
+        f'aria-label="{text(title)}">{"".join(drawn)}</svg>{"".join(labels)}</div></figure>'
+    )
+
+
+def _grid(up: Scale) -> str:
+    rows = (f"M0 {SIDE * (1 - up.at(tick)):.1f}H{SIDE:g}" for tick in up.ticks())
+    return f'<path class="grid" d="{"".join(rows)}"/>'
+
+
+def _mark(mark: Mark, across: Scale) -> str:
+    x = SIDE * across.at(mark.step)
+    return (
+        f'<path class="mark c{mark.colour % COLOURS}" data-run="{mark.colour}" d="M{x:.2f} 0V{SIDE:g}">'
+        f"<title>{text(mark.name)}</title></path>"
+    )
+
+
+def _path(curve: Curve, across: Scale, up: Scale) -> str:
+    places = [(SIDE * across.at(x), SIDE * (1 - up.at(y))) for x, y in curve.points]
+    if curve.style == "dots" or len(places) == 1:
+        d = "".join(f"M{x:.2f} {y:.2f}h0" for x, y in places)
+    else:
+        d = "M" + "L".join(f"{x:.2f} {y:.2f}" for x, y in places)
+    style = "dots" if len(places) == 1 else curve.style
+    return (
+        f'<path class="{style} c{curve.colour % COLOURS}" data-run="{curve.colour}" data-name="{text(curve.name)}" '
+        f'd="{d}"/>'
+    )
+
+
+def _legend(curves: Sequence[Curve]) -> str:
+    named = [curve for curve in curves if curve.style != "faint"]
+    if len(named) < 2:
+        return ""
+    items = (
+        f'<span class="key {curve.style} c{curve.colour % COLOURS}" data-run="{curve.colour}">{text(curve.name)}</span>'
+        for curve in named
+    )
+    return f'<span class="legend">{"".join(items)}</span>'
+
+
+def stacked_bars(title: str, rows: Sequence[tuple[str, dict[str, float], str]]) -> str:
+    """(label, part → figure, what stands at the end) each; the longest bar fills the width."""
+    longest = max((sum(parts.values()) for _, parts, _ in rows), default=0.0)
+    if longest <= 0:
+        return ""
+    names = list(dict.fromkeys(name for _, parts, _ in rows for name in parts))
+    body = "".join(
+        f'<span class="label">{text(label)}</span><span class="bar">'
+        + "".join(
+            f'<i class="p{names.index(name) % COLOURS}" style="width:{100 * size / longest:.3f}%" '
+            f'title="{text(name)}: {si(size)}"></i>'
+            for name, size in parts.items()
+            if size > 0
+        )
+        + f"</span><span>{text(end)}</span>"
+        for label, parts, end in rows
+    )
+    return _rows(title, body, names)
+
+
+def spans(title: str, rows: Sequence[Sequence[tuple[int, float, float, str]]], names: Sequence[str]) -> str:
+    """Of each rank (kind, start, end, what) of its actions, over time; `names` of the kinds."""
+    times = Scale.around([time for row in rows for _, start, end, _ in row for time in (start, end)])
+    if not any(rows):
+        return ""
+    body = "".join(
+        f'<span class="label">rank {rank}</span><svg class="spans" viewBox="0 0 {SIDE:g} 20" '
+        f'preserveAspectRatio="none" role="img" aria-label="actions of rank {rank}">'
+        + "".join(
+            f'<rect class="p{kind % COLOURS}" x="{SIDE * times.at(start):.2f}" y="1" height="18" '
+            f'width="{SIDE * (times.at(end) - times.at(start)):.2f}"><title>{text(what)}</title></rect>'
+            for kind, start, end, what in row
+        )
+        + "</svg><span></span>"
+        for rank, row in enumerate(rows)
+    )
+    return _rows(title, body, names)
+
+
+def heat_map(title: str, rows: Sequence[tuple[str, Sequence[float]]]) -> str:
+    """A row of cells each; 0 is blank, the greatest figure full."""
+    most = max((value for _, values in rows for value in values), default=0.0)
+    if most <= 0:
+        return ""
+    body = "".join(
+        f'<span class="label">{text(label)}</span><span class="heat">'
+        + "".join(
+            f'<i style="--share:{100 * max(value, 0.0) / most:.0f}%" title="{value:.3g}"></i>'
+            for value in values
+        )
+        + f"</span><span>{max(values, default=0.0):.2f}</span>"
+        for label, values in rows
+    )
+    return _rows(title, body)
+
+
+def _rows(title: str, body: str, names: Sequence[str] = ()) -> str:
+    """A figure of labelled rows, with a key for each of `names`."""
+    keys = "".join(
+        f'<span class="key box p{n % COLOURS}">{text(name)}</span>' for n, name in enumerate(names)
+    )
+    caption = f'<figcaption>{text(title)}<span class="legend">{keys}</span></figcaption>'
+    return f'<figure class="chart wide">{caption}<div class="rows">{body}</div></figure>'

@@ -1,0 +1,117 @@
+"""What the site has besides docs/: the README as its first page, the benchmarks, the API, and the files that pages
+name.
+
+Pages link to each other and to the repository as they lie there, so that they can be read there too; the site gives
+every such link its place here. Markdown is read as the repository's readers read it: a list needs no blank line before
+it.
+"""
+
+from __future__ import annotations
+
+import logging
+import posixpath
+import re
+import sys
+from pathlib import Path
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+ROOT = Path(__file__).parents[1]
+PAGES = {"README.md": "index.md", "benchmarks/RESULTS.md": "benchmarks.md"}  # in the repository → on the site
+MERMAID = ROOT / "build" / "mermaid" / "package" / "dist" / "mermaid.min.js"
+LINK = re.compile(r"\]\((?![a-z]+:|#)([^)#\s]+)")
+FENCE = re.compile(r"^\s*```")
+ITEM = re.compile(r"\s*([-*]|\d+\.) ")
+API = """# API
+
+What `import megalith` offers. Everything else is for the package's own use, and changes without notice.
+"""
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    for name in (
+        "griffe",
+        "mkdocs.plugins.griffe",
+    ):  # it reads no __all__ that is made at run time, as Accelerate's is
+        logging.getLogger(name).addFilter(lambda record: "__all__" not in record.getMessage())
+    if MERMAID.is_file():
+        config.extra_javascript.insert(0, "mermaid.min.js")
+    return config
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    add = lambda uri, content: files.append(File.generated(config, uri, content=content))  # noqa: E731
+    for source, uri in PAGES.items():
+        add(uri, (ROOT / source).read_text("utf-8"))
+    add("api.md", api_page())
+    add("site.css", (Path(__file__).parent / "site.css").read_text("utf-8"))
+    if MERMAID.is_file():
+        files.append(File.generated(config, "mermaid.min.js", abs_src_path=str(MERMAID)))
+    for name in sorted(linked_files(files)):
+        add(f"files/{name}", (ROOT / name).read_bytes())
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    here = page.file.src_uri
+    return spaced_lists(LINK.sub(lambda match: f"]({place_of(match[1], here)}", markdown))
+
+
+def repository_path(uri: str) -> str:
+    """Where the source of a page of the site lies in the repository."""
+    return next((source for source, page in PAGES.items() if page == uri), f"docs/{uri}")
+
+
+def target_of(link: str, uri: str) -> str:
+    """The file of the repository that a link on a page means."""
+    return posixpath.normpath(posixpath.join(posixpath.dirname(repository_path(uri)), link))
+
+
+def place_of(link: str, uri: str) -> str:
+    """The link as the site has it."""
+    target = target_of(link, uri)
+    if target in PAGES:
+        there = PAGES[target]
+    elif target.startswith("docs/"):
+        there = target.removeprefix("docs/")
+    else:
+        there = f"files/{target}"
+    return posixpath.relpath(there, posixpath.dirname(uri) or ".")
+
+
+def linked_files(files: Files) -> set[str]:
+    """Files outside docs/ that pages link to."""
+    found = {
+        target_of(link, page.src_uri)
+        for page in files.documentation_pages()
+        for link in LINK.findall(page.content_string)
+    }
+    outside = (name for name in found if name not in PAGES and not name.startswith(("docs/", "..")))
+    return {name for name in outside if (ROOT / name).is_file()}
+
+
+def spaced_lists(markdown: str) -> str:
+    """A blank line before each list that follows a paragraph, and nested items four columns in."""
+    lines: list[str] = []
+    fenced = False
+    for line in markdown.split("\n"):
+        fenced ^= bool(FENCE.match(line))
+        if not fenced and (item := ITEM.match(line)):
+            before = lines[-1] if lines else ""
+            if before.strip() and not ITEM.match(before) and not before.startswith(" "):
+                lines.append("")
+            if 2 <= len(line) - len(line.lstrip()) < 4 and item[1] in "-*":
+                line = f"    {line.lstrip()}"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def api_page() -> str:
+    sys.path.insert(0, str(ROOT))
+    import megalith  # no part of it, which would need torch
+
+    heading = "    options:\n      heading: megalith.{0}\n      toc_label: {0}\n"
+    entries = (f"\n::: {home}.{name}\n{heading.format(name)}" for name, home in megalith._HOMES.items())
+    return API + "".join(entries)

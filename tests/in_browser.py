@@ -1,0 +1,97 @@
+"""The report and the built site in Debian's Chromium (`make test-site`): consoles without a message, every figure
+there, and pages that scroll in one direction.
+
+With SCREENSHOTS=FOLDER in the environment the pages are left there as PNG files, of a desktop and a phone, light and
+dark.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from report_runs import EVIL, run_folder
+
+from megalith.report.page.html_report import write_report
+
+CHROMIUM = shutil.which("chromium")
+FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars",
+         "--disable-background-networking", "--disable-component-update", "--disable-sync")  # fmt: skip
+WIDTHS = {"desktop": 1280, "phone": 500}  # a window of Chromium's has no less than 500
+SCHEMES = {"light": (), "dark": ("--blink-settings=preferredColorScheme=0",)}
+SITE = Path(__file__).parents[1] / "build" / "site"
+WIDE = """<script>addEventListener("load", () => setTimeout(() => {
+  const root = document.documentElement, drawn = [...document.querySelectorAll(".mermaid")];
+  root.dataset.wide = root.scrollWidth - innerWidth;
+  root.dataset.blank = drawn.filter((one) => one.offsetHeight < 50).length;  // a diagram that is not drawn has a line
+}, 4000));</script>"""
+PROBE = """<script>addEventListener("load", () => {
+  const root = document.documentElement, plot = document.querySelector(".plot"), box = plot.getBoundingClientRect();
+  plot.dispatchEvent(new PointerEvent("pointermove", {clientX: box.right - 1, clientY: box.top + 9}));
+  root.dataset.tip = document.getElementById("tip").innerText;
+  document.querySelector("button[data-toggle]").click();
+  root.dataset.hidden = document.querySelectorAll("path.off").length;
+  document.querySelector("button[data-toggle]").click();
+  root.dataset.wide = root.scrollWidth - innerWidth;
+  root.dataset.blank = [...document.querySelectorAll(".chart svg")].filter((one) => !one.getBBox().width).length;
+});</script>"""
+
+
+def chromium(tmp_path: Path, page: Path, *more: str) -> tuple[str, str]:
+    """The document as it stands after its scripts, and what was said on standard error."""
+    profile = tmp_path / "profile"
+    command = [
+        CHROMIUM,
+        *FLAGS,
+        "--enable-logging=stderr",
+        f"--user-data-dir={profile}",
+        *more,
+        page.as_uri(),
+    ]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout, done.stderr
+
+
+def told(document: str) -> dict[str, str]:
+    """What a probe has written into the page's first tag."""
+    return dict(re.findall(r'data-([a-z]+)="([^"]*)"', re.search(r"<html[^>]*>", document)[0]))
+
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_the_report_is_drawn_without_an_error_at_every_width(tmp_path, width, scheme):
+    assert CHROMIUM, "Chromium is not installed: apt-get install chromium"
+    runs = [run_folder(tmp_path / "a"), run_folder(tmp_path / "b", start=7.0, evil=EVIL)]
+    page = write_report(list(map(str, runs)), tmp_path / "report.html")
+    probed = tmp_path / "probed.html"
+    probed.write_text(page.read_text().replace("</body>", f"{PROBE}</body>"))
+    window = (f"--window-size={WIDTHS[width]},1400", *SCHEMES[scheme])
+    document, log = chromium(tmp_path, probed, *window, "--dump-dom")
+    assert "CONSOLE" not in log, log
+    data = told(document)
+    assert int(data["ready"]) > 20 and data["blank"] == "0" and int(data["hidden"]) > 10
+    assert int(data["wide"]) <= 0
+    assert "a: 2.398 at step 60" in data["tip"] and "a, validation: 2.5 at step 60" in data["tip"]
+    assert "<title>a, b</title>" in document
+    if folder := os.environ.get("SCREENSHOTS"):
+        tall = (f"--window-size={WIDTHS[width]},{4200 if width == 'desktop' else 7000}", *SCHEMES[scheme])
+        chromium(tmp_path, page, *tall, f"--screenshot={Path(folder) / f'report-{width}-{scheme}.png'}")
+
+
+@pytest.mark.parametrize("page", sorted(SITE.rglob("*.html")), ids=lambda page: page.stem)
+def test_a_page_of_the_site_is_whole_on_a_phone(tmp_path, page):
+    if page.name == "404.html":
+        return
+    probed = page.with_name(f"probed-{page.name}")
+    probed.write_text(page.read_text().replace("</body>", f"{WIDE}</body>"))
+    try:
+        more = ("--window-size=500,1400", "--virtual-time-budget=9000", "--dump-dom")
+        document, log = chromium(tmp_path, probed, *more)
+    finally:
+        probed.unlink()
+    assert "CONSOLE" not in log, log
+    data = told(document)
+    assert int(data["wide"]) <= 0 and data["blank"] == "0"
