@@ -2,6 +2,7 @@
 
 import gc
 import json
+import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,6 +19,11 @@ from megalith.data.tokenizers.open_tokenizer import build_tokenizer
 from megalith.launch.pool import Pool
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
+os.environ |= {  # torch.compile with plain, unoptimized C++: the same arithmetic, in a fraction of the compiler's time
+    "TORCHINDUCTOR_VEC_ISA_OK": "0",
+    "AOT_INDUCTOR_DEBUG_COMPILE": "1",
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+}
 COMPILING = "test_compiled_layers.py", "test_fused.py", "test_inductor.py"
 LONG = {  # tests of one process that take seconds, all their cases together
     "test_a_base_that_was_trained_on_since_is_refused_and_one_of_its_steps_is_not",
@@ -168,8 +174,6 @@ def run(corpus, tmp_path) -> Iterator[Callable]:
 
 @pytest.fixture
 def quick_compile() -> Iterator[None]:
-    """torch.compile with plain, unoptimized C++: the same arithmetic, in a fraction of the compiler's time."""
-    plain = {"aot_inductor.debug_compile": True, "cpp.vec_isa_ok": False, "compile_threads": 1}
-    with torch._inductor.config.patch(plain):
-        yield
+    """What is compiled here is forgotten behind the test, which no other one has to look through."""
+    yield
     torch._dynamo.reset()

@@ -22,21 +22,23 @@ def inputs(size: int) -> torch.Tensor:
     return torch.randn(size, 4, 6, 2, generator=torch.Generator().manual_seed(1))
 
 
-def run_collective(size: int, name: str, dim: int | None, compiled: bool):
+def run_collectives(size: int, compiled: bool) -> dict[tuple[str, int | None], tuple[torch.Tensor, ...]]:
+    """Of each case its result here, the gradient of what it was given and the weights of the result in the loss."""
     axis = tensor_axis(size)
-    arguments = () if dim is None else (dim,)
 
-    def forward(x: torch.Tensor) -> torch.Tensor:
-        return getattr(comm, name)(x * 2, axis, *arguments).sin()
+    def forward(*given: torch.Tensor) -> list[torch.Tensor]:
+        return [
+            getattr(comm, name)(x * 2, axis, *([] if dim is None else [dim])).sin()
+            for (name, dim), x in zip(CASES, given, strict=True)
+        ]
 
     if compiled:
-        torch._dynamo.reset()
         forward = torch.compile(forward, fullgraph=True)
-    x = inputs(size)[axis.rank].requires_grad_()
-    y = forward(x)
-    weights = torch.randn(y.shape, generator=torch.Generator().manual_seed(7 + axis.rank))
-    (y * weights).sum().backward()
-    return y.detach(), x.grad, weights
+    xs = [inputs(size)[axis.rank].requires_grad_() for _ in CASES]
+    ys = forward(*xs)
+    weights = [torch.randn(y.shape, generator=torch.Generator().manual_seed(7 + axis.rank)) for y in ys]
+    sum((y * weight).sum() for y, weight in zip(ys, weights)).backward()
+    return {case: (y.detach(), x.grad, weight) for case, x, y, weight in zip(CASES, xs, ys, weights)}
 
 
 # name: (what the ranks' inputs [rank, ...] become, whether every rank goes on alike)
@@ -68,16 +70,15 @@ CASES = [
 
 @pytest.fixture(scope="module")
 def collectives(pool):
-    """What each collective gives each of two ranks, by name, dimension and whether it was compiled."""
-    ways = [(*case, compiled) for case in CASES for compiled in (False, True)]
-    return pool.run_cases(run_collective, {way: (2, *way) for way in ways}, size=2)
+    """What each collective gives each of two ranks, eagerly and compiled: all of them in one graph."""
+    return pool.run_cases(run_collectives, {compiled: (2, compiled) for compiled in (False, True)}, size=2)
 
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("name, dim", CASES)
 def test_values_and_gradients_equal_the_formula(collectives, name, dim, compiled):
     size = 2
-    results = collectives[name, dim, compiled]
+    results = [rank[name, dim] for rank in collectives[compiled]]
     formula, going_on = FORMULAS[name]
     x = inputs(size).requires_grad_()
     expected = formula(x * 2, dim).sin()
