@@ -213,3 +213,18 @@ def stacked(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 def close(one: Tensor, other: Tensor, tolerance: float = 1e-5) -> None:
     """They are equal, relative to the norm of the second."""
     assert (one - other).norm() <= tolerance * other.norm(), (one, other)
+
+
+def one_step(kind="llama", optimizer="sgd", data=None, **plugin):
+    """Accelerator, model and optimizer of one process, and the batch of a step."""
+    plugin = {"gradient_clipping": 0.0, **plugin}
+    accelerator = fresh_accelerator(**plugin)
+    model, own, loader, _ = prepared(accelerator, kind, data or samples(BATCH), optimizer)
+    model.train()
+    return accelerator, model, own, next(iter(loader))
+
+
+def gradients(accelerator, model, kind="llama"):
+    """By one step of SGD."""
+    before, after = model_of(kind).state_dict(), accelerator.get_state_dict(model)
+    return {name: (before[name] - after[name]) / RATE for name in before}

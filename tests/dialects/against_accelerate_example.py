@@ -34,7 +34,7 @@ RUNS = {  # of the layout's name the options of the launcher, the samples of a d
 RESUMED = {"PP2": "TP2 + SP", "TP2 + SP": "DP2"}  # the layout that goes on, and what had saved
 EMPTY = "one process", "DP2"  # they go on from a step of PP2's with a model without weights
 FIGURES = ("train_loss", "eval_loss")
-TESTS = ("loop", "steps", "training", "trainer")
+TESTS = ("loop", "loaders", "model", "process", "steps", "training", "trainer")
 
 
 def whole_batches(lines: list[str], tokenizer: Tokenizer) -> list[str]:

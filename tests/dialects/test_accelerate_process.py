@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from accelerate.tracking import GeneralTracker, on_main_process
 from accelerate.utils import (
-    DataLoaderConfiguration,
     GradScalerKwargs,
     InitProcessGroupKwargs,
     ProjectConfiguration,
@@ -19,7 +18,6 @@ from accelerate.utils import (
 from accelerate_job import adamw, close, fresh_accelerator, model_of, prepared, samples, stacked
 from test_accelerate_commands import plain_script
 from torch import nn
-from torch.utils.data import DataLoader
 
 from megalith.accelerate import (
     avg_losses_across_data_parallel_group,
@@ -243,28 +241,3 @@ def test_accelerates_launchers_of_functions_train(tmp_path, launcher):
     done = forked.run(words, {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path})
     (result,) = [line.split() for line in done.stdout.splitlines() if line.startswith("result")]
     assert [float(figure) for figure in result[2:]] == pytest.approx(plain_script(), rel=1e-5)
-
-
-@pytest.mark.parametrize("option, told", [
-    (dict(split_batches=True), r"divide the dataloader's batch_size by 1 replicas × num_micro_batches 2 = 2"),
-    (dict(use_stateful_dataloader=True), "accelerator.skip_first_batches"),
-])  # fmt: skip
-def test_options_of_dataloaders_that_would_mean_another_batch_or_place_are_refused(option, told):
-    options = DataLoaderConfiguration(**option)
-    accelerator = fresh_accelerator(num_micro_batches=2, dataloader_config=options)
-    with pytest.raises(ConfigError, match=told):
-        accelerator.prepare(DataLoader(samples(4), batch_size=2))
-
-
-@pytest.mark.parametrize(
-    "option", [dict(even_batches=False), dict(dispatch_batches=True), dict(non_blocking=True)]
-)
-def test_options_of_dataloaders_that_ask_for_what_is_so_change_nothing(option):
-    """Turns are always as many on every replica, with what fills them up masked; every rank reads."""
-    accelerator = fresh_accelerator(dataloader_config=DataLoaderConfiguration(**option))
-    loader = accelerator.prepare(DataLoader(samples(6), batch_size=4))
-    with accelerator.join_uneven_inputs([], even_batches=False):
-        assert [(batch["labels"] != -100).any(1).tolist() for batch in loader] == [
-            [True] * 4,
-            [True, True, False, False],
-        ]

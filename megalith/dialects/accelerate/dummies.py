@@ -11,6 +11,7 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from megalith.config import RunConfig
 from megalith.data.order import SingleOrder, sample_order
+from megalith.dialects.accelerate.replica_loader import Copied, copied_to
 from megalith.errors import ConfigError
 from megalith.optim.schedule import build_schedule
 from megalith.training.build import open_datasets
@@ -130,6 +131,8 @@ class IndexedBatches:
         device: torch.device,
     ):
         self.dataset, self.engine, self.device, self._at = dataset, engine, device, consumed
+        self.copied: Copied = []
+        engine.sources.append(self)
         self._order = (
             SingleOrder(len(dataset), wrap=True)
             if repeats
@@ -145,5 +148,7 @@ class IndexedBatches:
         first = self._at + dp.rank * own
         self._at += own * dp.size
         rows = [torch.as_tensor(self.dataset[self._order(n)]) for n in range(first, first + own)]
-        tokens = torch.stack([row.to(torch.int64) for row in rows]).to(self.device)  # [own, seq + 1]
-        return {"input_ids": tokens[:, :-1], "shift_labels": tokens[:, 1:]}
+        tokens = torch.stack([row.to(torch.int64) for row in rows])  # [own, seq + 1]
+        batch = {"input_ids": tokens[:, :-1], "shift_labels": tokens[:, 1:]}
+        batch, self.copied = copied_to(self.device, batch)
+        return batch

@@ -7,7 +7,7 @@ get the same. The last global batch is filled up with samples that do not count:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
@@ -116,15 +116,39 @@ def skip_first_batches(dataloader: DataLoader, num_batches: int = 0) -> DataLoad
     return skip_by_accelerate(dataloader, num_batches) if again is None else again(num_batches)
 
 
+Copied = list[tuple[Tensor, int, Tensor]]
+"""Of a batch each tensor on the device, its version, and the one on the host that it is a copy of."""
+
+
+def copied_to(device: torch.device, batch: Any) -> tuple[Any, Copied]:
+    """A batch on the device, and where its tensors came from: the model reads on the host what of a batch decides its
+    passes, and to copy that back would wait for all that the device has still to do."""
+    copied: Copied = []
+
+    def copy(own: Tensor) -> Tensor:
+        there = to_device(own, device)
+        copied.append((there, there._version, own))
+        return there
+
+    return send_to_device(recursively_apply(copy, batch), device), copied
+
+
+def host_copy(tensor: Tensor, *sources: Any) -> Tensor:
+    """The tensor on the host; of one that a source has yielded last, and that nobody has changed, what it was."""
+    for there, version, own in (one for source in sources for one in getattr(source, "copied", ())):
+        if there is tensor and there._version == version:
+            return own
+    return tensor.cpu()
+
+
 class OnDevice(DataLoaderShard):
-    """Yields what `on_host` makes, on the rank's device, and remembers where it came from: the model reads on the host
-    what of a batch decides its passes, and to copy that back would wait for all that the device has still to do."""
+    """Yields what `on_host` makes, on the rank's device."""
 
     place: torch.device
     without_first: Callable[[int], DataLoader]
     """A loader that leaves so many turns out at its beginning."""
-    copied: Sequence[tuple[Tensor, int, Tensor]] = ()
-    """Of the batch that was yielded last each tensor, its version, and the one on the host that it is a copy of."""
+    copied: Copied = []
+    """Of the batch that was yielded last."""
 
     def on_host(self) -> Iterator[Any]:
         """The batches of this replica."""
@@ -132,24 +156,8 @@ class OnDevice(DataLoaderShard):
 
     def __iter__(self) -> Iterator[Any]:
         for batch in self.on_host():
-            copied: list[tuple[Tensor, int, Tensor]] = []
-
-            def copy(own: Tensor, copied: list = copied) -> Tensor:
-                there = to_device(own, self.place)
-                copied.append((there, there._version, own))
-                return there
-
-            batch = send_to_device(recursively_apply(copy, batch), self.place)
-            self.copied = copied
+            batch, self.copied = copied_to(self.place, batch)
             yield batch
-
-
-def host_copy(tensor: Tensor, loader: Any) -> Tensor:
-    """The tensor on the host; of one that this loader has yielded last, and that nobody has changed, what it was."""
-    for there, version, own in getattr(loader, "copied", ()):
-        if there is tensor and there._version == version:
-            return own
-    return tensor.cpu()
 
 
 class ReplicaLoader(OnDevice):

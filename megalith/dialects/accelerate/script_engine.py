@@ -127,6 +127,8 @@ class MegatronEngine(nn.Module):
         self.custom: Any = (
             None  # what makes micro-batches and losses, where the script has its own: train_steps.py
         )
+        self.sources: list[Any] = []
+        """What yields batches beside the script's dataloaders."""
         self.consumed_samples = 0
         self.loaded_from: str | Path | None = None
         """The folder of the last `load_checkpoint`."""
@@ -229,7 +231,7 @@ class MegatronEngine(nn.Module):
             return value
         if self.custom is not None:
             return value.to(self.device)
-        return host_copy(value, GradientState().active_dataloader)
+        return host_copy(value, GradientState().active_dataloader, *self.sources)
 
     def _outputs(self, loss: Tensor | None, logits: Tensor | None, return_dict: bool | None) -> Any:
         from transformers.modeling_outputs import CausalLMOutputWithPast
