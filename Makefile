@@ -2,7 +2,7 @@
 #   make train   creates .venv, prepares Python's standard library as a corpus, trains on it, shows the result
 #   make test    creates .venv, tests everything: 13 and a half minutes on two cores
 #   make test-quick  what needs one process alone, no compiler and no seconds: two minutes and a half; make test-all  every layout with every feature too
-#   make megatron-core  installs Megatron core beside .venv, has it load what is exported to it
+#   make megatron-core  installs Megatron core beside .venv, has it load what is exported to it, compares samples
 #   make sizes   writes docs/sizes.md, from the planner
 #   make cluster-models  installs Kubernetes' and Kubeflow's models beside .venv, has them read deploy/'s manifests
 #   make accelerate-example EXAMPLE=FILE  installs transformers 4.56 beside .venv, runs Accelerate's example for Megatron-LM
@@ -64,6 +64,7 @@ $(MEGATRON)/megatron: | $(READY)
 
 megatron-core: $(MEGATRON)/megatron
 	PYTHONPATH=$(CURDIR):$(MEGATRON) $(BIN)/python tests/bridge/against_megatron_core.py
+	PYTHONPATH=$(CURDIR):$(MEGATRON) $(BIN)/python tests/data/against_megatron_samples.py
 
 CLUSTER_MODELS := .cluster-models
 $(CLUSTER_MODELS)/kubeflow_trainer_api: | $(READY)

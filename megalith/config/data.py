@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import NonNegativeInt, PositiveInt
+from pydantic import Field, NonNegativeInt, PositiveInt
 
 from megalith.config import small
 from megalith.config.base import KEPT, Decides, Needs, Section, Shrinks
 
 DataPath = str | list[Any]
+MASKED = Needs("model.model_type", "bert")
 
 
 class DataConfig(Section):
@@ -79,6 +80,18 @@ class DataConfig(Section):
 
     eod_mask_loss: Annotated[bool, Decides.UPDATES, KEPT] = False
     """No loss on what follows an end-of-document token."""
+
+    mask_prob: Annotated[Annotated[float, Field(gt=0.0, lt=1.0)], MASKED] = 0.15
+    """Share of the tokens that are masked, and learnt."""
+
+    short_seq_prob: Annotated[Annotated[float, Field(ge=0.0, le=1.0)], MASKED] = 0.1
+    """How often a sample is shorter than seq_length, by a random length."""
+
+    masking_do_full_word: Annotated[bool, MASKED] = True
+    """Masks whole words; otherwise pieces of words."""
+
+    masking_max_ngram: Annotated[PositiveInt, MASKED] = 3
+    """Words in a row that are masked together at most, longer runs less often."""
 
     num_workers: Annotated[NonNegativeInt, Decides.NOTHING, Shrinks(0)] = 2
     """Threads that prepare batches ahead of training; 0: the training thread does it between steps."""

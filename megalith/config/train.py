@@ -224,7 +224,7 @@ class TrainConfig(Section):
     ] = None
     """[[0, size], [samples, size], …]: the global batch from each count of consumed samples on; in place of a ramp."""
 
-    calculate_per_token_loss: Annotated[bool, Decides.UPDATES, Needs("data.eod_mask_loss", True), KEPT] = True
+    calculate_per_token_loss: Annotated[bool, Decides.UPDATES, KEPT] = True
     """Every valid token of a step counts the same; off, every micro-batch, however many of its tokens are valid."""
 
     precision: Annotated[Literal["fp32", "bf16", "fp16"], Decides.UPDATES] = "fp32"

@@ -20,12 +20,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
 from megalith.config.data import DataConfig
 from megalith.data.dataset import SPLITS, GPTDataset, SampleDataset, split_ranges
 from megalith.data.indexed import IndexedDataset
+from megalith.data.masked_lm import MaskedLMDataset
 from megalith.errors import LINES, ConfigError, DataError, printable
 
 BLOCK = 4096  # samples
@@ -134,7 +136,7 @@ def indexed_datasets(dataset: SampleDataset) -> Iterator[IndexedDataset]:
     if isinstance(dataset, BlendedDataset):
         for part in dataset.datasets:
             yield from indexed_datasets(part)
-    elif isinstance(dataset, GPTDataset):
+    elif isinstance(dataset, GPTDataset | MaskedLMDataset):
         yield dataset.indexed
 
 
@@ -181,10 +183,12 @@ def build_datasets(
     train_data_path: DataPath | None = None,
     valid_data_path: DataPath | None = None,
     test_data_path: DataPath | None = None,
+    make: MakeDataset | None = None,
 ) -> tuple[SampleDataset | None, SampleDataset | None, SampleDataset | None]:
     """The train, valid and test datasets for `num_samples` samples each; None where that is 0.
 
-    Either `data_path` is divided by `split`, or each split has a data path of its own, used whole. DataError
+    Either `data_path` is divided by `split`, or each split has a data path of its own, used whole. `make` gives the
+    samples of a part of an indexed dataset; None: those of a GPTDataset. DataError
     when a split that is asked for has no documents or too few tokens.
     """
     own_paths = (train_data_path, valid_data_path, test_data_path)
@@ -206,20 +210,32 @@ def build_datasets(
             raise ConfigError(f"{wanted} {name} samples are asked for; set {name}_data_path, or ask for none")
         shares, share = (split, number) if data_path is not None else ("1", 0)
         try:
-            built.append(_build(path, opened, shares, share, seq_length, wanted, seed))
+            built.append(
+                _build(path, opened, make or partial(_gpt_samples, seq_length, seed), shares, share, wanted)
+            )
         except DataError as error:
             raise DataError(f"{name} data (split {shares}): {error}") from error
     return built[0], built[1], built[2]
 
 
+MakeDataset = Callable[[IndexedDataset, str, int, int], SampleDataset]
+"""(indexed, split, number of the part, samples) → the samples of that part."""
+
+
+def _gpt_samples(
+    seq_length: int, seed: int, indexed: IndexedDataset, split: str, number: int, samples: int
+) -> GPTDataset:
+    first, last = split_ranges(split, len(indexed))[number]
+    return GPTDataset(indexed, first, last, seq_length, samples, seed)
+
+
 def _build(
     data_path: DataPath,
     opened: dict[str, IndexedDataset],
+    make: MakeDataset,
     split: str,
     number: int,
-    seq_length: int,
     num_samples: int,
-    seed: int,
 ) -> SampleDataset:
     """Part `number` of `split` of a data path. `opened` keeps the files that an earlier split has opened."""
     prefixes, weights = parse_data_path(data_path)
@@ -227,9 +243,8 @@ def _build(
         if prefix not in opened:
             opened[prefix] = IndexedDataset(prefix)
 
-    def part(prefix: str, samples: int) -> GPTDataset:
-        first, last = split_ranges(split, len(opened[prefix]))[number]
-        return GPTDataset(opened[prefix], first, last, seq_length, samples, seed)
+    def part(prefix: str, samples: int) -> SampleDataset:
+        return make(opened[prefix], split, number, samples)
 
     if weights is None and len(prefixes) == 1:
         return part(prefixes[0], num_samples)

@@ -99,6 +99,11 @@ class Engine:
         self.config = config = model_config.model_copy(
             update={"mtp_num_layers": None, "moe_grouped_gemm": on_gpu and dtype == torch.bfloat16}
         )
+        if not config.causal:
+            raise ConfigError(
+                f"model.model_type is {config.model_type}, whose tokens see those behind them: it continues no text, "
+                "but model(input_ids) gives the logits at each place"
+            )
         if max_rows < 1 or max_tokens < 2:
             raise ConfigError(
                 f"an engine of {max_rows} rows of {max_tokens} tokens generates nothing; give it at least 1 row of 2"

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 
+import torch
 from torch import Tensor
 
 from megalith.checkpoint.files import byte_view
@@ -47,7 +48,9 @@ class Outcome:
     skipped: list[bool]
     loss_scales: list[float]
     evaluation: float  # the mean loss over the validation samples, after half of the steps
-    generated: list[list[int]]  # greedily, at the same moment
+    generated: list[
+        list[int]
+    ]  # greedily, at the same moment; of an encoder the likeliest token at each place
     state: dict[str, Tensor]  # parameters and the optimizer's state at the end
     unequal_copies: list[str]  # tensors that several ranks hold, and not all alike to the bit, at the end
 
@@ -85,7 +88,7 @@ def run_job(config: RunConfig, step_count: int | None = None, task: Task | None 
             steps.append(run.train_step(batches, look))
             if run.step == middle:
                 evaluation = run.mean_loss(run.data.valid)
-                generated = generate(run.model, PROMPTS, max_new_tokens=NEW_TOKENS, temperature=0)
+                generated = _answers(run)
     return Outcome(
         gradients=gradients,
         losses=[step.loss.item() for step in steps],
@@ -97,6 +100,13 @@ def run_job(config: RunConfig, step_count: int | None = None, task: Task | None 
         state=state_by_name(run),
         unequal_copies=unequal_copies(run),
     )
+
+
+def _answers(run: Run) -> list[list[int]]:
+    if run.config.model.causal:
+        return generate(run.model, PROMPTS, max_new_tokens=NEW_TOKENS, temperature=0)
+    run.model.eval()
+    return [run.model(torch.tensor([prompt])).argmax(-1)[0].tolist() for prompt in PROMPTS]
 
 
 def gradients_by_name(run: Run) -> dict[str, Tensor]:

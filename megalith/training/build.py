@@ -19,11 +19,13 @@ from megalith.config.rules.notes import idle_notes
 from megalith.config.rules.run_rules import check_epochs
 from megalith.config.train import BatchSizeSchedule
 from megalith.data.batch import BoundaryRules
-from megalith.data.blend import build_datasets, indexed_datasets
+from megalith.data.blend import MakeDataset, build_datasets, indexed_datasets
 from megalith.data.chat.chat_dataset import ChatDataset, ChatSplits, make_chat_batch, open_chat_data
 from megalith.data.chat.chat_template import read_template
-from megalith.data.dataset import MockDataset, SampleDataset, parse_split
-from megalith.data.loader import Loader
+from megalith.data.dataset import MockDataset, SampleDataset, parse_split, split_ranges
+from megalith.data.indexed import IndexedDataset
+from megalith.data.loader import Collate, Loader
+from megalith.data.masked_lm import MaskedLMDataset, Masking, MockMaskedDataset, WordPieces, make_bert_batch
 from megalith.data.order import SampleOrder, SingleOrder, sample_order
 from megalith.data.tokenizers.huggingface import CHAT_TEMPLATE
 from megalith.data.tokenizers.open_tokenizer import Tokenizer, build_tokenizer
@@ -198,6 +200,15 @@ def open_datasets(
     if config.rl.prompts_or_rollouts:
         name = "prompts" if config.rl.prompts else "rollouts"
         raise ConfigError(f"rl.{name} is what to train on: use `megalith grpo`, or leave it out to pre-train")
+    masking = _masking(config)
+    if data.mock and masking is not None:
+        train, valid, test = (
+            MockMaskedDataset(model.vocab_size, data.seq_length, count, seed + part, masking)
+            if count
+            else None
+            for part, count in enumerate(samples)
+        )
+        return train, valid, test
     if data.mock:
         eod = tokenizer and tokenizer.eod
         train, valid, test = (
@@ -220,7 +231,34 @@ def open_datasets(
         train_data_path=data.train_data_path,
         valid_data_path=data.valid_data_path,
         test_data_path=data.test_data_path,
+        make=None if masking is None else _masked_samples(config, tokenizer, masking),
     )
+
+
+def _masking(config: RunConfig) -> Masking | None:
+    """How the samples of an encoder are masked; None for a decoder."""
+    data, model = config.data, config.model
+    if model.causal:
+        return None
+    settings = {name: getattr(data, name) for name in Masking._fields if name != "classification_head"}
+    return Masking(**settings, classification_head=model.bert_binary_head)
+
+
+def _masked_samples(config: RunConfig, tokenizer: Tokenizer | None, masking: Masking) -> MakeDataset:
+    """As build_datasets takes it: samples of documents, which their sentences are the sequences of."""
+    if tokenizer is None:
+        raise ConfigError(
+            "model.model_type bert masks words of data.data_path, but data.tokenizer_type is not set, which says what "
+            "a word is; name the tokenizer that the data was preprocessed with"
+        )
+    words = WordPieces.of(tokenizer, config.model.vocab_size)
+
+    def make(indexed: IndexedDataset, split: str, number: int, samples: int) -> MaskedLMDataset:
+        first, last = split_ranges(split, indexed.num_documents)[number]
+        sizes = (config.data.seq_length, samples, config.train.seed)
+        return MaskedLMDataset(indexed, first, last, *sizes, words, masking)
+
+    return make
 
 
 class Data:
@@ -326,5 +364,10 @@ class Data:
             ahead=2 * max(self._batch_sizes.all_micro_batches),  # two steps
             pin_memory=device.type == "cuda",
             rules=self._rules,
-            collate=self.make_chat_batch if isinstance(dataset, ChatDataset) else None,
+            collate=self._collate(dataset),
         )
+
+    def _collate(self, dataset: SampleDataset) -> Collate | None:
+        if isinstance(dataset, ChatDataset):
+            return self.make_chat_batch
+        return None if self._config.model.causal else make_bert_batch

@@ -108,8 +108,8 @@ READ_WITH = {
         ("log.tensorboard_dir=a", "log.tensorboard=true"),
     "log.timing_log_level above 0":
         ("log.timing_log_option=max", "log.timing_log_level=2"),
-    "data.eod_mask_loss true":
-        ("train.calculate_per_token_loss=false", "data.eod_mask_loss=true"),
+    "model.model_type bert":
+        ("data.mask_prob=0.3", "model.model_type=bert"),
     "log.profile true":
         ("log.profile_step_end=20", "log.profile=true"),
     "sft.enabled true":

@@ -45,6 +45,11 @@ def expert_config(layout: str | None) -> RunConfig:
     return run_config("moe", layout, "", model=MOE, train={"fp8_format": "hybrid"})
 
 
+def bert_config(layout: str | None) -> RunConfig:
+    model = {name: value for name, value in LLAMA.items() if name != "num_query_groups"}
+    return run_config("bert post-LN, dropout", layout, "", model=model, train={"fp8_format": "hybrid"})
+
+
 def run_fp8_job(config: RunConfig) -> Fp8Outcome:
     """The parity job, with the scales that the first step's matmuls took."""
     scales: list[Tensor] = []

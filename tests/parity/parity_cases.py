@@ -45,6 +45,8 @@ BLOOM = GPT2 | {
     "num_attention_heads": 12,  # no power of two
     "kv_channels": 4,
 }
+BERT = GPT2 | {"model_type": "bert"}
+POST_LN = {"apply_residual_connection_post_layernorm": True}
 GEMMA = LLAMA | {
     "layernorm_epsilon": 1e-3,  # all that a norm divides by where a token's whole attention was dropped
     "untie_embeddings_and_output_weights": False,
@@ -125,6 +127,15 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
         "parallel": {"recompute_granularity": "full", "recompute_method": "uniform"},
     },
     "bloom documents, dropout": {"model": BLOOM | DROPOUT, "data": DOCUMENTS},
+    "bert post-LN, dropout": {
+        "model": BERT | POST_LN | DROPOUT,
+        "train": {"calculate_per_token_loss": False},
+    },
+    "bert untied, recompute all": {
+        "model": BERT | UNTIED | {"embedding_layernorm": True, "num_tokentypes": 3},
+        "data": {"mask_prob": 0.4},
+        "parallel": {"recompute_granularity": "full", "recompute_method": "uniform"},
+    },
     "gpt2 single sequences, ramp-up": {
         "model": GPT2,
         "train": {"micro_batch_size": 1, "rampup_batch_size": [4, 4, 4]},
@@ -255,7 +266,7 @@ SHOWN_WITH = {
     "cp4": "gpt2 untied, documents, dropout",
     "cp4-all_gather": "llama tied, documents",
     "cp4-a2a": "llama one group, biases, no clipping",
-    "cp4-a2a+p2p": "gemma documents, dropout",
+    "cp4-a2a+p2p": "bert post-LN, dropout",
     "pp2": "gpt2 untied, documents, dropout",
     "pp4": "gpt2 dropout",
     "pp2-interleaved": "llama recompute some",
@@ -281,7 +292,7 @@ SHOWN_WITH = {
     "tp2-cp2-all_gather": "llama dropout",
     "tp2-sp-cp2-a2a": "bloom documents, dropout",
     "tp2-pp2": "gpt2 lora on some rows",
-    "tp2-sp-pp2": "olmo recompute some",
+    "tp2-sp-pp2": "bert untied, recompute all",
     "tp2-pp2-interleaved": "gpt2 single sequences, ramp-up",
     "tp2-sp-pp2-zero_bubble": "llama",
     "tp2-dp2": "gpt2 documents, recompute all",
@@ -358,7 +369,7 @@ SHOWN_WITH = {
 BY_DEFAULT = (
     "tp4", "cp4-a2a+p2p", "pp2-interleaved", "pp4-interleaved", "pp3-counted", "pp4-uneven", "dp4-zero3-hybrid",
     "cp2-auto",
-    "tp2-sp-cp2-a2a", "tp2-pp2", "tp2-sp-pp2-zero_bubble", "tp2-dp2-zero2",
+    "tp2-sp-cp2-a2a", "tp2-pp2", "tp2-sp-pp2", "tp2-sp-pp2-zero_bubble", "tp2-dp2-zero2",
     "cp2-a2a-pp2-interleaved", "cp2-all_gather-pp2-zero_bubble", "cp2-dp2-zero3",
     "pp2-interleaved-dp2-zero2", "pp2-zero_bubble-dp2-zero1", "tp2-sp-pp2-dp2-zero3",
     "tp2-sp-overlap", "cp2-a2a-overlap",

@@ -5,7 +5,15 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from fp8_job import Fp8Outcome, block_config, expert_config, figures_of_steps, fp8_config, run_fp8_job
+from fp8_job import (
+    Fp8Outcome,
+    bert_config,
+    block_config,
+    expert_config,
+    figures_of_steps,
+    fp8_config,
+    run_fp8_job,
+)
 from parity_cases import train
 
 from megalith.checkpoint.manifest import TensorRecord
@@ -30,6 +38,7 @@ MAKERS = {
     "tensorwise": functools.partial(fp8_config, fp8_recipe="tensorwise"),
     "blockwise": block_config,
     "experts": expert_config,
+    "bert": bert_config,
 }
 
 
@@ -57,6 +66,9 @@ MORE = [  # test_the_scale_of_a_tensor… shows context parallelism's axis by de
     ("tensorwise", "cp2", 1e-4, 1e-4),
     ("tensorwise", "pp2", 1e-7, 1e-6),
     ("blockwise", "pp2", 1e-7, 1e-6),
+    ("bert", "tp2-sp", 1e-6, 1e-4),
+    ("bert", "cp2", 1e-4, 1e-4),
+    ("bert", "pp2", 1e-7, 1e-6),
 ]
 
 

@@ -50,6 +50,9 @@ class _RustTokenizer(Tokenizer):
         """One more than the highest id: added tokens may leave holes, so a count could be too low."""
         self.vocab_size = max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
+    def pieces(self) -> list[str]:
+        return [self._tokenizer.id_to_token(i) or "" for i in range(self.vocab_size)]
+
     def encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 

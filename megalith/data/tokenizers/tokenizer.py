@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar, Self
 
-from megalith.errors import DataError
+from megalith.errors import ConfigError, DataError
 from megalith.io import atomic_file
 
 SPEC_FILE = "megalith_tokenizer.json"
@@ -97,6 +97,13 @@ class Tokenizer(ABC):
     @abstractmethod
     def decode(self, ids: Iterable[int]) -> str:
         """The text of `ids`; bytes that are not UTF-8 become U+FFFD."""
+
+    def pieces(self) -> list[str]:
+        """Each entry of the vocabulary as it is spelled there, by its id. ConfigError for kinds that spell none."""
+        raise ConfigError(
+            f"{self.tokenizer_type} does not spell its entries, and masking asks which of them begin words; take "
+            "BertWordPieceLowerCase, BertWordPieceCase or HuggingFaceTokenizer"
+        )
 
     def content(self) -> bytes:
         """What decides which ids a text gets: the fingerprint is taken of this."""

@@ -105,8 +105,12 @@ class Bert(Transformer):
         loss = self.vocabulary_loss(h, context, labels, loss_mask, objective, loss_scale)
         if self.binary_head is None or sentence_order is None:
             return loss
-        order = self.binary_head(self._pooled(x, context, tokens.get("places")))
-        return loss + with_gradient_times(order_loss(order, sentence_order, order_weights), loss_scale)
+        places = tokens.get("places")
+        order = self.binary_head(self._pooled(x, context, places))
+        of_order = order_loss(order, sentence_order, order_weights)
+        if places is not None:  # of context parallelism's ranks one has the first tokens
+            of_order = of_order * (places == 0).any()
+        return loss + with_gradient_times(of_order, loss_scale)
 
     def encodings(
         self, input_ids: Tensor, tokentype_ids: Tensor | None = None, **tokens: Tensor | None

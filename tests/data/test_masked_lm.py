@@ -1,0 +1,88 @@
+"""Masked samples are Megatron core's (a file of them; all by `make megatron-core`), and what a batch makes of them."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from sentences import CASES, PIECES, SEED, SEQ, ours, words, write_sentences
+
+from megalith.data.indexed import IndexedDataset
+from megalith.data.masked_lm import Masking, MockMaskedDataset, WordPieces, make_bert_batch
+from megalith.data.sentence_index import mersenne_twister_64
+from megalith.data.tokenizers.huggingface import BertWordPieceLowerCase
+from megalith.data.tokenizers.plain import ByteTokenizer
+from megalith.errors import ConfigError, DataError
+
+GOLDEN = json.loads((Path(__file__).parent / "masked_lm_golden.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def indexed(tmp_path_factory: pytest.TempPathFactory) -> IndexedDataset:
+    return write_sentences(tmp_path_factory.mktemp("sentences") / "data")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_samples_are_those_that_megatron_core_gave(indexed: IndexedDataset, case: str) -> None:
+    dataset = ours(indexed, case)
+    for i, expected in GOLDEN[case].items():
+        assert {name: dataset[int(i)][name].tolist() for name in expected} == expected
+
+
+def test_the_shuffles_numbers_are_those_of_the_standard() -> None:
+    assert int(mersenne_twister_64(5489, 10_000)[-1]) == 9981545732273789042  # ISO C++, [rand.predef]
+
+
+def test_a_batch_has_real_tokens_in_one_document_and_what_fills_up_in_another(
+    indexed: IndexedDataset,
+) -> None:
+    dataset = ours(indexed, "order")
+    samples = np.stack([dataset[i] for i in range(4)])
+    batch = make_bert_batch(samples, np.arange(4))
+    assert batch.document_ends.tolist() == [[int(mask.sum()), SEQ] for mask in samples["padding_mask"]]
+    assert batch.labels.min() == 0 and batch.loss_mask.dtype == torch.float32
+    learnt = batch.loss_mask > 0
+    assert torch.equal(batch.labels[learnt], torch.from_numpy(samples["labels"][samples["loss_mask"] == 1]))
+    assert batch.sentence_order.tolist() == samples["is_random"].tolist()
+
+
+def test_documents_that_give_no_sample_are_refused(indexed: IndexedDataset) -> None:
+    short = [d for d in range(40) if np.diff(indexed.document_indices)[d] == 1]
+    with pytest.raises(DataError, match="no document of at least 2 sentences of up to 512 tokens"):
+        ours(indexed, "order", short[0], short[0] + 1)
+
+
+def test_another_number_of_samples_is_in_the_same_order_within_the_same_epochs(
+    indexed: IndexedDataset,
+) -> None:
+    once, twice = ours(indexed, "pieces, often short"), ours(indexed, "order")
+    assert [dataset.epochs()[indexed.prefix] for dataset in (once, twice)] == [1, 2]
+    assert once.in_order_of(1) and once.in_order_of(len(once)) and not once.in_order_of(len(once) + 1)
+    assert twice.in_order_of(len(twice)) and not twice.in_order_of(len(twice) // 3)
+
+
+def test_what_begins_a_word_is_the_tokenizers_word() -> None:
+    tokenizer = BertWordPieceLowerCase({"vocab.txt": "\n".join(PIECES).encode()})
+    found, expected = WordPieces.of(tokenizer, len(PIECES) + 2), words(2)
+    assert np.array_equal(found.begins, expected.begins)
+    assert (found.cls, found.sep, found.mask, found.pad) == (
+        expected.cls,
+        expected.sep,
+        expected.mask,
+        expected.pad,
+    )
+    with pytest.raises(ConfigError, match="ByteTokenizer does not spell its entries"):
+        WordPieces.of(ByteTokenizer({}, None), 300)
+    without = BertWordPieceLowerCase({"vocab.txt": b"[UNK]\n[CLS]\n[SEP]\n"})
+    with pytest.raises(ConfigError, match=r"has no \[MASK\], \[PAD\], which samples of masked words"):
+        WordPieces.of(without, 3)
+
+
+def test_made_up_samples_depend_on_seed_and_number_alone() -> None:
+    one, other = (MockMaskedDataset(90, 32, count, SEED, Masking()) for count in (5, 9))
+    assert all(np.array_equal(one[i], other[i]) for i in range(5))
+    samples = np.stack([other[i] for i in range(9)])
+    assert len({sample.tobytes() for sample in samples}) == 9
+    assert samples["padding_mask"].sum(1).min() >= 16 and (samples["loss_mask"].sum(1) > 0).all()
+    assert {0, 1} == set(samples["is_random"].tolist())
