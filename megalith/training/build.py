@@ -158,7 +158,7 @@ def complete(config: RunConfig, tokenizer: Tokenizer | None) -> RunConfig:
     """
     model, found = config.model, {}
     if tokenizer is not None and model.vocab_size is None:
-        found["model.vocab_size"] = tokenizer.vocab_size
+        found["model.vocab_size"] = tokenizer.model_vocab_size
     elif tokenizer is not None and tokenizer.vocab_size > model.vocab_size:
         raise ConfigError(
             f"the tokenizer has {tokenizer.vocab_size} entries but model.vocab_size is {model.vocab_size}; "

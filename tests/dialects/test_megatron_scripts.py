@@ -37,6 +37,7 @@ SCRIPTS = {
     "gpt3_175b": ("gpt3/train_gpt3_175b_distributed.sh", ["ckpt", "tb", "vocab.json", "merges.txt", "data"]),
     "llama_7b": ("llama/pretrain_llama.sh", []),
     "llama3_8b_fp8": ("llama/train_llama3_8b_h100_fp8.sh", ["ckpt", "tb"]),
+    "bert_340m": ("bert/train_bert_340m_distributed.sh", ["ckpt", "tb", "vocab.txt", "data"]),
     "mixtral_8x7b": ("mixtral/train_mixtral_8x7b_distributed.sh", ["ckpt", "tokenizer.model", "data"]),
 }
 LINE = re.compile(
@@ -61,21 +62,30 @@ def words_of(script: str, arguments: list[str], tmp_path: Path) -> list[str]:
     return (tmp_path / "words").read_text().splitlines()
 
 
+def of_program(words: list[str]) -> tuple[list[str], str]:
+    """The flags that a script gives, and the program that gets them."""
+    flags = words[words.index("megalith.dialects.megatron") + 1 :]
+    return (flags, "pretrain-gpt") if flags[0].startswith("-") else (flags[1:], flags[0])
+
+
 @pytest.mark.parametrize("name", SCRIPTS)
 def test_each_script_means_its_golden_run_file(name, tmp_path, monkeypatch):
     words = words_of(*SCRIPTS[name], tmp_path)
     monkeypatch.chdir(tmp_path)
     at = words.index("megalith.dialects.megatron")
     sizes = dict(re.findall(r"--(nproc_per_node|nnodes)[ =](\d+)", " ".join(words[:at])))
-    result = translate(words[at + 1 :], int(sizes["nproc_per_node"]) * int(sizes["nnodes"]))
+    flags, program = of_program(words)
+    world_size = int(sizes["nproc_per_node"]) * int(sizes["nnodes"])
+    result = translate(flags, world_size, program=program)
     assert result.to_yaml() == (GOLDEN / f"{name}.yaml").read_text(), "\n".join(result.notes)
     assert RunConfig.load(GOLDEN / f"{name}.yaml") == result.config()
 
 
-def trained_as(words: list[str], folder: str) -> str:
+def trained_as(words: list[str], folder: str, program: str = "pretrain-gpt") -> str:
     """What a script's words print when they train, in a folder with its data. Every rank calls it."""
     os.chdir(folder)
-    config = translate(words, dist.get_world_size() if dist.is_initialized() else 1).config()
+    world_size = dist.get_world_size() if dist.is_initialized() else 1
+    config = translate(words, world_size, program=program).config()
     with contextlib.redirect_stdout(io.StringIO()) as out:
         Trainer(start(config)).train()
     return out.getvalue()
@@ -114,6 +124,33 @@ def test_every_script_of_the_notes_trains_two_steps_shrunk(pool, tmp_path, monke
             assert len(LINE.findall(printed)) == 2, name
             assert "[before the start of training step]" in printed
             assert (tmp_path / name / "checkpoints" / "step_00000002").is_dir()
+
+
+@pytest.mark.processes
+def test_the_script_for_bert_trains_two_steps_shrunk(pool, tmp_path, monkeypatch):
+    """On text that is split into sentences; its loss of masked words is evaluated too."""
+    monkeypatch.chdir(tmp_path)
+    words = [f"w{n}" for n in range(60)]
+    Path("vocab.txt").write_text("\n".join(["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "w", ".", *words]))
+    texts = [" ".join(f"W{(n + k) % 60}." for k in range(20)) for n in range(100)]
+    Path("text.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    made = (
+        "--input text.jsonl --output-prefix bert --tokenizer-type BertWordPieceLowerCase --vocab-file vocab.txt "
+        "--split-sentences --workers 0"
+    )
+    assert run_command(["preprocess", *made.split()]) == 0
+    flags, program = of_program(
+        words_of(
+            "bert/train_bert_340m_distributed.sh", ["out", "tb", "vocab.txt", "bert_text_sentence"], tmp_path
+        )
+    )
+    own = ["--log-interval", "1", "--tensor-model-parallel-size", "2", "--eval-interval", "2", "--split", "8,1,1"]
+    more = [*flags, *SHRUNK.split(), *own, "--initial-loss-scale", "1024", "--mask-prob", "0.3"]
+    (tmp_path / "out").mkdir()
+    printed, *_ = pool.run(trained_as, more, str(tmp_path), program, size=2)
+    assert len(LINE.findall(printed)) == 2 and "validation loss at iteration 2" in printed
+    config = RunConfig.load(tmp_path / "out" / "config.yaml")
+    assert config.model.vocab_size == 5 + 2 + 60 + 2 and config.data.mask_prob == 0.3
 
 
 def test_emit_writes_the_run_file_and_trains_nothing(tmp_path, monkeypatch, capsys):
@@ -183,8 +220,8 @@ def test_what_is_installed_hands_over_to_us_and_replaces_nothing(tmp_path, monke
     with pytest.raises(ConfigError, match=r"pretrain_t5.py is there, and not ours"):
         install(tmp_path)
     assert not (tmp_path / "pretrain_gpt.py").exists()
-    with pytest.raises(ConfigError, match="trains BERT, which this version does not have"):
-        run_command(["pretrain-bert", "--num-layers", "2"])
+    with pytest.raises(ConfigError, match="trains T5, which this version does not have"):
+        run_command(["pretrain-t5", "--num-layers", "2"])
     with pytest.raises(ConfigError, match=r"there is no script nowhere\.sh"):
         run_command(["run", "nowhere.sh"])
 

@@ -235,6 +235,11 @@ class BertWordPieceLowerCase(_RustTokenizer):
         self._set_vocab_size()
         self.eod = None
 
+    @property
+    def model_vocab_size(self) -> int:
+        """With Megatron's [BOS] and [EOS], which no text has, but which a masked word may become."""
+        return self.vocab_size + 2
+
     @classmethod
     def from_paths(cls, named: Named) -> Self:
         path = named.vocab_file or named.tokenizer_model

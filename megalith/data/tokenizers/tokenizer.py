@@ -110,6 +110,11 @@ class Tokenizer(ABC):
         return b"".join(self.files[name] for name in sorted(self.files))
 
     @property
+    def model_vocab_size(self) -> int:
+        """The entries that a model gets which says nothing of its vocabulary."""
+        return self.vocab_size
+
+    @property
     def tokenizer_type(self) -> str:
         return type(self).__name__
 

@@ -48,6 +48,20 @@ def precision(given: Given) -> None:
             given.set("train.precision", flag.removeprefix("--"))
 
 
+def masked_words(given: Given) -> None:
+    """Of pretrain_bert model.model_type, model.bert_binary_head, data.mask_prob and data.short_seq_prob; pretrain_gpt
+    does not read them."""
+    flags = ("--bert-no-binary-head", "--mask-prob", "--short-seq-prob")
+    if given.program != "pretrain-bert":
+        if told := [flag for flag in flags if flag in given]:
+            given.notes.append(f"{' '.join(told)} changes nothing: pretrain_bert.py alone reads it")
+        return
+    given.set("model.model_type", "bert")
+    given.set("model.bert_binary_head", not given["--bert-no-binary-head"])
+    given.set("data.mask_prob", given["--mask-prob"])
+    given.set("data.short_seq_prob", given["--short-seq-prob"])
+
+
 def heads(given: Given) -> None:
     """model.num_query_groups, which counts only with --group-query-attention."""
     if given["--multi-latent-attention"]:
@@ -221,8 +235,11 @@ def vocabulary(given: Given) -> None:
 
 
 def tokenizer(given: Given) -> None:
-    """data.tokenizer_type; without it GPT2BPETokenizer where --vocab-file and --merge-file are given."""
+    """data.tokenizer_type; without it GPT2BPETokenizer where --vocab-file and --merge-file are given, of pretrain_bert
+    BertWordPieceLowerCase where --vocab-file is."""
     kind = given["--tokenizer-type"]
+    if kind is None and given.program == "pretrain-bert" and "--vocab-file" in given:
+        kind = "BertWordPieceLowerCase"
     if kind is None and "--vocab-file" in given and "--merge-file" in given:
         kind = "GPT2BPETokenizer"
     if kind is None:
@@ -613,6 +630,6 @@ def trackers(given: Given) -> None:
 
 def per_token_loss(given: Given) -> None:
     """train.calculate_per_token_loss: without it every micro-batch counts the same, which makes a difference where
-    --eod-mask-loss leaves them different numbers of valid tokens."""
-    if given["--eod-mask-loss"]:
+    --eod-mask-loss, or pretrain_bert's masking, leaves them different numbers of valid tokens."""
+    if given["--eod-mask-loss"] or given.program == "pretrain-bert":
         given.set("train.calculate_per_token_loss", given["--calculate-per-token-loss"])

@@ -1,6 +1,6 @@
 """The commands of Megatron-LM's door: its programs by their flags, running its scripts, and the list of flags.
 
-    pretrain-gpt FLAGS [--emit FILE] [--ignore-unknown] [--trust] [--nproc N]   also `torchrun … -m
+    pretrain-gpt|pretrain-bert FLAGS [--emit FILE] [--ignore-unknown] [--trust] [--nproc N]   also `torchrun … -m
                                                                    megalith.dialects.megatron`
     run SCRIPT.sh [ARGUMENTS] [--override 'FLAGS']
     install DIR
@@ -75,28 +75,29 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def run_command(words: list[str]) -> int:
     """The exit code of a command and its words. Raises MegalithError."""
     if not words or words[0].startswith("-"):
-        return pretrain_gpt(words)
+        return pretrain(words)
     if words[0] not in COMMANDS:
         known = did_you_mean(words[0], COMMANDS) or f"; there are {', '.join(COMMANDS)}"
         raise ConfigError(f"there is no command {words[0]!r} of Megatron's{known}")
     return COMMANDS[words[0]](words[1:])
 
 
-def pretrain_gpt(words: list[str]) -> int:
-    """Trains as Megatron's pretrain_gpt.py would with these flags, or prints the run file that they mean."""
+def pretrain(words: list[str], program: str = "pretrain-gpt") -> int:
+    """Trains as this program of Megatron's would with these flags, or prints the run file that they mean."""
     from megalith.dialects.megatron.translate import in_flags, translate
 
     if {"-h", "--help"} & set(words):
         print(f"{__doc__}\n`megalith megatron flags` lists Megatron's flags and what each means here.")
         return 0
-    parser = OwnOptions("pretrain-gpt")
+    parser = OwnOptions(program)
     parser.add_argument("--emit", metavar="FILE")
     parser.add_argument("--ignore-unknown", action="store_true")
     parser.add_argument("--trust", action="store_true")
     parser.add_argument("--nproc", type=int)
     own, flags = parser.parse_known_args(words)
     world_size = own.nproc or int(os.environ.get("WORLD_SIZE", 0)) or None
-    result = translate(flags, world_size, ignore_unknown=own.ignore_unknown, trust=own.trust)
+    how = dict(ignore_unknown=own.ignore_unknown, trust=own.trust, program=program)
+    result = translate(flags, world_size, **how)
     is_first = os.environ.get("RANK", "0") == "0"
     if os.environ.get(QUEUES) == "1" and not own.emit:
         del os.environ[QUEUES]
@@ -119,7 +120,7 @@ def pretrain_gpt(words: list[str]) -> int:
         with in_flags():
             return launch(
                 own.nproc,
-                ["-m", "megalith.dialects.megatron", *flags, *more],
+                ["-m", "megalith.dialects.megatron", program, *flags, *more],
                 check=lambda world_sizes: check_job(config, world_sizes, own.nproc, True),
             )
     from megalith.launch.stops import exit_code
@@ -133,7 +134,7 @@ def pretrain_other(program: str, model: str) -> NoReturn:
     """What is not there yet, said with what is."""
     raise ConfigError(
         f"{program} trains {model}, which this version does not have; its flags are those of `megalith megatron "
-        "flags`, and pretrain_gpt.py trains decoder-only models"
+        "flags`, pretrain_gpt.py trains decoder-only models and pretrain_bert.py encoders"
     )
 
 
@@ -258,8 +259,8 @@ exec {shlex.quote(sys.executable)} {module} "${{words[@]}}"
 
 
 COMMANDS = {
-    "pretrain-gpt": pretrain_gpt,
-    "pretrain-bert": lambda words: pretrain_other("pretrain_bert.py", "BERT"),
+    "pretrain-gpt": pretrain,
+    "pretrain-bert": lambda words: pretrain(words, "pretrain-bert"),
     "pretrain-t5": lambda words: pretrain_other("pretrain_t5.py", "T5"),
     "preprocess": tool("run_preprocess_data"),
     "convert-checkpoint": tool("run_convert_checkpoint"),

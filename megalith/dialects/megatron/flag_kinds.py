@@ -71,6 +71,8 @@ class Given:
     """The flags of a command line, read: `given["--lr"]` is its value, or Megatron's default where it was omitted."""
 
     table: Mapping[str, Flag]
+    program: str = "pretrain-gpt"
+    """The command that they were given to."""
     values: dict[str, Any] = field(default_factory=dict)
     world_size: int | None = None
     """Processes of the job, where they are known."""

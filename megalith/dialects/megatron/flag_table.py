@@ -41,7 +41,7 @@ SCHEDULE = (
 SIGNALS = "with --exit-signal-handler SIGTERM, SIGUSR1, SIGINT and SIGHUP all save and end the run"
 INITIAL = "initial weights are the same on every device and in every layout"
 INFERENCE = "it concerns inference, not training"
-OTHER_MODELS = "pretrain_gpt does not read it: it belongs to vision, BERT or retrieval models"
+OTHER_MODELS = "it belongs to vision or retrieval models, which are not here"
 HYBRID_DETAIL = "it is read only in a hybrid or linear-attention model, whose flags are refused"
 RL_DETAIL = "it is read only with --perform-rl-step, which is refused"
 LOW_PRECISION_DETAIL = "it is read only with --fp4-format, which is refused"
@@ -680,7 +680,7 @@ FLAGS: dict[str, Flag] = {
     "--img-h":                                NoEffect("int", OTHER_MODELS),
     "--img-w":                                NoEffect("int", OTHER_MODELS),
     "--patch-dim":                            NoEffect("int", OTHER_MODELS),
-    "--bert-no-binary-head":                  NoEffect("switch", OTHER_MODELS),
+    "--bert-no-binary-head":                  Derives("switch", derive.masked_words),
     "--bert-embedder-type":                   NoEffect("megatron|huggingface", OTHER_MODELS),
     "--bert-load":                            NoEffect("text", OTHER_MODELS),
     "--biencoder-projection-dim":             NoEffect("int", OTHER_MODELS),
@@ -706,7 +706,7 @@ FLAGS: dict[str, Flag] = {
     "--indexer-log-interval":                 NoEffect("int", OTHER_MODELS),
     "--iter-per-epoch":                       NoEffect("int", OTHER_MODELS),
     "--mask-factor":                          NoEffect("float", OTHER_MODELS),
-    "--mask-prob":                            NoEffect("float", OTHER_MODELS),
+    "--mask-prob":                            Derives("float", derive.masked_words, default=0.15),
     "--mask-type":                            NoEffect("random|row", OTHER_MODELS),
     "--num-channels":                         NoEffect("int", OTHER_MODELS),
     "--num-classes":                          NoEffect("int", OTHER_MODELS),
@@ -717,7 +717,7 @@ FLAGS: dict[str, Flag] = {
     "--retriever-report-topk-accuracies":     NoEffect("int+", OTHER_MODELS),
     "--retriever-score-scaling":              NoEffect("switch", OTHER_MODELS),
     "--sample-rate":                          NoEffect("float", OTHER_MODELS),
-    "--short-seq-prob":                       NoEffect("float", OTHER_MODELS),
+    "--short-seq-prob":                       Derives("float", derive.masked_words, default=0.1),
     "--swin-backbone-type":                   NoEffect("tiny|base|h3", OTHER_MODELS),
     "--titles-data-path":                     NoEffect("text", OTHER_MODELS),
     "--use-one-sent-docs":                    NoEffect("switch", OTHER_MODELS),
@@ -954,7 +954,7 @@ FLAGS: dict[str, Flag] = {
     "--no-rope-freq":                             Refused("text", FORMULA),
     "--no-yarn-correction-range-round-to-int":    Refused("switch", FORMULA),
     "--use-mup":                                  Refused("switch", FORMULA),
-    "--apply-residual-connection-post-layernorm": Refused("switch", FORMULA),
+    "--apply-residual-connection-post-layernorm": Sets("switch", "model.apply_residual_connection_post_layernorm"),
     "--enable-mhc-connections":                   Refused("switch", FORMULA),
     "--fp16-lm-cross-entropy":                    Refused("switch", FORMULA),
     "--fp32-residual-connection":                 Refused("switch", FORMULA),

@@ -106,15 +106,16 @@ def translate(
     *,
     ignore_unknown: bool = False,
     trust: bool = False,
+    program: str = "pretrain-gpt",
 ) -> Translation:
-    """The run that the flags `words` mean, on `world_size` processes where that is known.
+    """The run that the flags `words` mean to a `program` of Megatron's, on `world_size` processes where that is known.
 
     `ignore_unknown` passes over flags that are not known at all, and over refused ones that leave the training the
     same. `trust` lets pickles of the checkpoint to load be read. Raises ConfigError with all that is wrong, a sentence
     each.
     """
     given = read_words(words, ignore_unknown)
-    given.world_size = world_size
+    given.world_size, given.program = world_size, program
     if trust:
         given.set("checkpoint.trust", True)
     _check(given)
