@@ -10,6 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 from transformers import (
+    BertConfig,
+    BertForPreTraining,
     GPT2Config,
     GPT2LMHeadModel,
     LlamaConfig,
@@ -40,9 +42,21 @@ GPT2 = dict(
     bos_token_id=0,
     eos_token_id=0,
 )
+BERT = dict(
+    vocab_size=VOCAB,
+    hidden_size=WIDTH,
+    intermediate_size=64,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    max_position_embeddings=32,
+    hidden_dropout_prob=0.0,
+    attention_probs_dropout_prob=0.0,
+    pad_token_id=None,  # of which transformers leaves the gradient out
+)
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": lambda: GPT2LMHeadModel(GPT2Config(**GPT2)),
     "llama": lambda: LlamaForCausalLM(LlamaConfig(**LLAMA)),
+    "bert": lambda: BertForPreTraining(BertConfig(**BERT)),
     "mixtral": lambda: MixtralForCausalLM(MixtralConfig(**LLAMA, num_local_experts=4)),
 }
 RATE = 1e4

@@ -128,11 +128,58 @@ def test_a_batch_function_of_the_scripts_own_and_masks_that_are_not_had():
         model(**next(iter(loader)))
 
 
-def test_encoders_are_refused():
-    for kind, name in ((BertTrainStep, "BERT"), (T5TrainStep, "T5")):
-        with pytest.raises(ConfigError, match=name):
-            kind(None, None)
-    assert issubclass(GPTTrainStep, AbstractTrainStep)
+def masked_samples() -> list[dict[str, torch.Tensor]]:
+    """Of two segments, of several lengths, filled up at their ends."""
+    made = samples(BATCH)
+    for number, sample in enumerate(made):
+        length = sample["input_ids"].shape[0] - number
+        real = torch.arange(sample["input_ids"].shape[0]) < length
+        sample["labels"] = sample["labels"].masked_fill(~real, -100)
+        sample["attention_mask"] = real.long()
+        sample["token_type_ids"] = ((torch.arange(len(real)) > 5) & real).long()
+        sample["next_sentence_label"] = torch.tensor(number % 3 == 0).long()
+    return made
+
+
+def test_an_encoder_trains_by_its_masked_tokens_and_the_order_of_its_segments():
+    accelerator = fresh_accelerator(gradient_clipping=0.0, num_micro_batches=2)
+    model, own, loader, _ = prepared(accelerator, "bert", masked_samples(), "sgd")
+    batch = next(iter(loader))
+    model.train()
+    loss = model(**batch).loss
+    accelerator.backward(loss)
+    own.step()
+    after, plain = accelerator.get_state_dict(model), model_of("bert")
+    halves = [plain(**{name: value[part] for name, value in stacked(masked_samples()).items()}).loss
+              for part in (slice(4), slice(4, 8))]  # fmt: skip
+    expected = sum(halves) / 2
+    expected.backward()
+    assert torch.allclose(loss.detach(), expected.detach(), rtol=1e-5)
+    for name, parameter in model_of("bert").named_parameters():
+        gradient = plain.get_parameter(name).grad
+        if gradient.norm() > 1e-5 * expected:  # those of keys' biases are rounding alone
+            close((parameter - after[name]) / RATE, gradient)
+    with pytest.raises(ConfigError, match="a prepared encoder was called without labels"):
+        model(input_ids=batch["input_ids"])
+    left = {**batch, "attention_mask": batch["attention_mask"].flip(1)}
+    with pytest.raises(ConfigError, match="has zeros before its tokens; pad at the end"):
+        model(**left)
+
+
+def test_what_an_encoders_step_does_not_have_is_refused():
+    with pytest.raises(ConfigError, match="T5"):
+        T5TrainStep(None, None)
+    assert issubclass(BertTrainStep, AbstractTrainStep) and issubclass(GPTTrainStep, AbstractTrainStep)
+    accelerator = fresh_accelerator(custom_loss_function=own_loss)
+    with pytest.raises(
+        ConfigError, match="custom_loss_function is set, but an encoder is trained by BertTrainStep"
+    ):
+        prepared(accelerator, "bert", masked_samples())
+    model, _, loader, _ = prepared(fresh_accelerator(), "llama", masked_samples())
+    with pytest.raises(
+        ConfigError, match="called with token_type_ids, next_sentence_label, which decoder-only"
+    ):
+        model(**next(iter(loader)))
 
 
 def test_a_dummy_schedule_is_megatrons_curve_over_the_scripts_steps():

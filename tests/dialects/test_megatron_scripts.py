@@ -144,7 +144,16 @@ def test_the_script_for_bert_trains_two_steps_shrunk(pool, tmp_path, monkeypatch
             "bert/train_bert_340m_distributed.sh", ["out", "tb", "vocab.txt", "bert_text_sentence"], tmp_path
         )
     )
-    own = ["--log-interval", "1", "--tensor-model-parallel-size", "2", "--eval-interval", "2", "--split", "8,1,1"]
+    own = [
+        "--log-interval",
+        "1",
+        "--tensor-model-parallel-size",
+        "2",
+        "--eval-interval",
+        "2",
+        "--split",
+        "8,1,1",
+    ]
     more = [*flags, *SHRUNK.split(), *own, "--initial-loss-scale", "1024", "--mask-prob", "0.3"]
     (tmp_path / "out").mkdir()
     printed, *_ = pool.run(trained_as, more, str(tmp_path), program, size=2)

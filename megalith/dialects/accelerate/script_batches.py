@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -15,20 +15,18 @@ from megalith.errors import ConfigError
 
 LABELS = ("labels", "shift_labels")  # those of the same tokens, and of the next ones
 TAKEN = ("input_ids", *LABELS, "attention_mask", "position_ids", "num_items_in_batch")
+OF_ENCODERS = ("token_type_ids", "next_sentence_label")
 WITHOUT_EFFECT = ("use_cache", "return_dict")
 MORE_OUTPUTS = ("output_attentions", "output_hidden_states", "output_router_logits")
 
 
 def checked_batch(batch: Mapping[str, Any]) -> dict[str, Any]:
     """What of a call's arguments is read; None where it was not given. Raises ConfigError for what is not had."""
-    known = (*TAKEN, *WITHOUT_EFFECT, *MORE_OUTPUTS)
+    known = (*TAKEN, *OF_ENCODERS, *WITHOUT_EFFECT, *MORE_OUTPUTS)
     others = [name for name, value in batch.items() if name not in known and value is not None]
     require_loss_and_logits_alone(batch)
     if others:
-        raise ConfigError(
-            f"the model was called with {', '.join(others)}, which decoder-only models here do not take; they take "
-            f"{', '.join(TAKEN)}: leave it out of the batch"
-        )
+        raise ConfigError(_not_taken(others))
     if batch.get("input_ids") is None or batch["input_ids"].dim() != 2:
         raise ConfigError(
             "the model is called with input_ids [batch, seq]; give the batch by name: model(**batch)"
@@ -39,7 +37,15 @@ def checked_batch(batch: Mapping[str, Any]) -> dict[str, Any]:
             f"attention_mask has the shape {list(mask.shape)}, not that of input_ids {list(batch['input_ids'].shape)}; "
             "give one number a token, or tell packed samples apart by position_ids"
         )
-    return {name: batch.get(name) for name in TAKEN}
+    given = {name: batch[name] for name in OF_ENCODERS if batch.get(name) is not None}
+    return {name: batch.get(name) for name in TAKEN} | given
+
+
+def _not_taken(names: Sequence[str]) -> str:
+    return (
+        f"the model was called with {', '.join(names)}, which decoder-only models here do not take; they take "
+        f"{', '.join(TAKEN)}: leave it out of the batch"
+    )
 
 
 def require_loss_and_logits_alone(asked: Mapping[str, Any]) -> None:
@@ -58,6 +64,8 @@ def next_tokens(batch: Mapping[str, Any], masked_rows: int, eod: int | None) -> 
     Labels of −100, the last `masked_rows` samples and padding (attention_mask 0) do not count. Padding, and samples
     that position_ids tell apart where there is no mask, are documents of their own.
     """
+    if others := [name for name in OF_ENCODERS if name in batch]:
+        raise ConfigError(_not_taken(others))
     tokens, mask, positions = batch["input_ids"], batch.get("attention_mask"), batch.get("position_ids")
     labels = torch.full_like(tokens, IGNORED)
     if batch.get("shift_labels") is not None:

@@ -13,17 +13,24 @@ from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megalith.data.batch import Batch
+from megalith.data.masked_lm import BertBatch
 from megalith.dialects.accelerate.plugin import MegatronLMPlugin
-from megalith.dialects.accelerate.script_batches import ends_of, next_tokens
+from megalith.dialects.accelerate.plugin_settings import token_multiple
+from megalith.dialects.accelerate.replica_loader import IGNORED
+from megalith.dialects.accelerate.script_batches import ends_of, is_right_padded, next_tokens
 from megalith.dialects.accelerate.script_engine import MegatronEngine
 from megalith.errors import ConfigError
+from megalith.models.encoders.bert import BertMicroBatchMean, order_loss
 from megalith.models.loss import Loss
+from megalith.ops.cross_entropy import NO_LABEL
 from megalith.ops.documents import document_ids
 
-NO_ENCODERS = "{} trains {}, which this version does not have; GPTTrainStep trains decoder-only models"
+NO_ENCODERS = (
+    "{} trains {}, which this version does not have; GPTTrainStep trains decoders, BertTrainStep encoders"
+)
 
 
 class AbstractTrainStep:
@@ -92,10 +99,106 @@ class GPTTrainStep(AbstractTrainStep):
 
 
 class BertTrainStep(AbstractTrainStep):
-    """Refused: there are no encoders."""
+    """Encoders: the masked tokens of a batch, and the order of its two segments where the batch has one."""
 
-    def __init__(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise ConfigError(NO_ENCODERS.format("BertTrainStep", "BERT"))
+    def __init__(self, accelerator: Any, args: Any):
+        """`args`: `megatron_dataset_flag` is read."""
+        super().__init__("BertTrainStep")
+        self.get_batch = self.get_batch_func(accelerator, getattr(args, "megatron_dataset_flag", False))
+        self.loss_func = self.get_loss_func(accelerator)
+        self.forward_step = self.get_forward_step_func()
+
+    def get_batch_func(self, accelerator: Any, megatron_dataset_flag: bool) -> Callable:
+        """A function of an iterator of micro-batches: tokens, tokentypes, order, loss mask, labels, padding mask; None
+        for what a micro-batch does not have."""
+        plugin = accelerator.state.megatron_lm_plugin
+        if plugin.custom_get_batch_function is not None:
+            return plugin.custom_get_batch_function
+
+        def get_batch(data_iterator: Iterator[Mapping[str, Tensor]]) -> tuple[Tensor | None, ...]:
+            batch = next(data_iterator)
+            labels = batch.get("labels")
+            loss_mask = None if labels is None else (labels != IGNORED).float()
+            types, order = batch.get("token_type_ids"), batch.get("next_sentence_label")
+            return batch["input_ids"], types, order, loss_mask, labels, batch.get("attention_mask")
+
+        return get_batch
+
+    def get_forward_step_func(self) -> Callable:
+        def forward_step(
+            data_iterator: Iterator[Mapping[str, Tensor]], model: Callable
+        ) -> tuple[Any, Callable]:
+            tokens, types, order, loss_mask, labels, padding_mask = self.get_batch(data_iterator)
+            output = model(tokens, padding_mask, tokentype_ids=types, lm_labels=labels)
+            return output, lambda made: self.loss_func(loss_mask, order, made)
+
+        return forward_step
+
+    def get_loss_func(self, accelerator: Any) -> Callable:
+        """A function of the loss mask, the order [batch] and what the model made: losses [batch, seq] and logits of the
+        order [batch, 2] or None."""
+
+        def loss_func(
+            loss_mask: Tensor, order: Tensor | None, made: tuple[Tensor, Tensor | None]
+        ) -> tuple[Tensor, dict[str, Tensor]]:
+            losses, logits = made
+            loss = (losses * loss_mask).sum() / loss_mask.sum().clamp(min=1)
+            figures = {"lm loss": loss.detach()}
+            if logits is not None and order is not None:
+                of_order = order_loss(logits, order, None)
+                loss, figures["sop loss"] = loss + of_order, of_order.detach()
+            return loss, figures
+
+        return loss_func
+
+
+class EncoderStep:
+    """The micro-batches of a call of an encoder, and their loss: BertTrainStep's."""
+
+    def __init__(self, handler: BertTrainStep, multiple: int):
+        """`multiple`: of tokens, to which sequences are filled up for parallelism."""
+        self._handler, self._multiple = handler, multiple
+
+    def micro_batches(self, batch: Mapping[str, Any], count: int) -> tuple[list[Batch], Loss]:
+        """The micro-batches of this replica's samples. Raises ConfigError for a batch without labels, and for padding
+        that does not stand at the end."""
+        given = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.dim()}
+        parts = _in_micro_batches(given, count)
+        return [self._batch(*self._handler.get_batch(iter([part]))) for part in parts], BertMicroBatchMean()
+
+    def _batch(
+        self,
+        tokens: Tensor,
+        types: Tensor | None,
+        order: Tensor | None,
+        loss_mask: Tensor | None,
+        labels: Tensor | None,
+        padding_mask: Tensor | None,
+    ) -> BertBatch:
+        if labels is None:
+            raise ConfigError(
+                "a prepared encoder was called without labels, but it gives a loss alone; its logits and hidden states "
+                "are those of accelerator.unwrap_model(model), which every rank calls"
+            )
+        if padding_mask is not None and not is_right_padded(padding_mask):
+            raise ConfigError(
+                "the attention_mask of an encoder's batch has zeros before its tokens; pad at the end"
+            )
+        rows, seq = tokens.shape
+        more = -seq % self._multiple
+        lengths = torch.full((rows,), seq) if padding_mask is None else padding_mask.sum(1).cpu()
+        types = torch.zeros_like(tokens) if types is None else types
+        order = torch.full_like(tokens[:, 0], NO_LABEL) if order is None else order.flatten()
+        labels = labels.masked_fill(loss_mask == 0, 0)
+        of_tokens = {"input_ids": tokens, "labels": labels, "loss_mask": loss_mask, "tokentype_ids": types}
+        longer = {name: nn.functional.pad(x, (0, more)) for name, x in of_tokens.items()}
+        return BertBatch(
+            **longer,
+            position_ids=torch.arange(seq + more, device=tokens.device).expand(rows, -1).contiguous(),
+            document_ends=torch.stack([lengths, torch.full_like(lengths, seq + more)], 1).int(),
+            sample_numbers=torch.arange(rows),
+            sentence_order=order,
+        )
 
 
 class T5TrainStep(AbstractTrainStep):
@@ -121,15 +224,8 @@ class CustomStep:
     def micro_batches(self, batch: Mapping[str, Any], count: int) -> tuple[list[Batch], Loss]:
         """The micro-batches of this replica's samples. Raises ConfigError for a mask that cannot be had."""
         given = {name: value for name, value in batch.items() if isinstance(value, Tensor) and value.dim()}
-        rows = len(next(iter(given.values())))
-        if rows % count:
-            raise ConfigError(
-                f"a train step of the script's own was given {rows} samples for num_micro_batches {count}, which does "
-                "not divide them; set drop_last in the dataloader"
-            )
-        size, made, functions = rows // count, [], []
-        for number in range(count):
-            part = {name: value[number * size : (number + 1) * size] for name, value in given.items()}
+        made, functions = [], []
+        for number, part in enumerate(_in_micro_batches(given, count)):
             call = _RecordedCall()
             output, function = self._handler.forward_step(iter([part]), call)
             if output is not call.output:
@@ -140,6 +236,20 @@ class CustomStep:
             made.append(call.batch(number))
             functions.append(function)
         return made, CustomLoss(functions, made[0].input_ids.shape[1])
+
+
+def _in_micro_batches(given: Mapping[str, Tensor], count: int) -> list[dict[str, Tensor]]:
+    rows = len(next(iter(given.values())))
+    if rows % count:
+        raise ConfigError(
+            f"a train step was given {rows} samples for num_micro_batches {count}, which does not divide them; set "
+            "drop_last in the dataloader"
+        )
+    size = rows // count
+    return [
+        {name: value[number * size : (number + 1) * size] for name, value in given.items()}
+        for number in range(count)
+    ]
 
 
 class CustomLoss(Loss):
@@ -208,8 +318,13 @@ def documents_of(mask: Any, tokens: Tensor) -> Tensor | None:
     return ends_of(starts.cumsum(1, dtype=torch.int32).expand_as(tokens))
 
 
-def custom_step(accelerator: Any, plugin: MegatronLMPlugin, engine: MegatronEngine) -> CustomStep | None:
-    """The script's own train step; None where it has none. Raises ConfigError for what cannot be had together."""
+def custom_step(
+    accelerator: Any, plugin: MegatronLMPlugin, engine: MegatronEngine
+) -> CustomStep | EncoderStep | None:
+    """The script's own train step, or an encoder's; None for a decoder without one. Raises ConfigError for what cannot
+    be had together."""
+    if not engine.run.model.causal:
+        return _encoder_step(accelerator, plugin, engine)
     given = [
         name
         for name in ("custom_train_step_class", "custom_get_batch_function", "custom_loss_function")
@@ -227,3 +342,19 @@ def custom_step(accelerator: Any, plugin: MegatronLMPlugin, engine: MegatronEngi
     if plugin.custom_train_step_class is not None:
         return CustomStep(plugin.custom_train_step_class(args, **(plugin.custom_train_step_kwargs or {})))
     return CustomStep(GPTTrainStep(accelerator, args))
+
+
+def _encoder_step(accelerator: Any, plugin: MegatronLMPlugin, engine: MegatronEngine) -> EncoderStep:
+    for name in ("custom_train_step_class", "custom_loss_function", "return_logits"):
+        if getattr(plugin, name):
+            raise ConfigError(
+                f"{name} is set, but an encoder is trained by BertTrainStep, by its masked tokens and the order of its "
+                "segments, and gives a loss alone; leave it out, or give a custom_get_batch_function"
+            )
+    if not engine.run.model.add_lm_head:
+        raise ConfigError(
+            "the model has no head that predicts masked tokens, so it cannot be trained here; prepare a "
+            "BertForMaskedLM or a BertForPreTraining"
+        )
+    args = SimpleNamespace(**plugin.megatron_lm_default_args)
+    return EncoderStep(BertTrainStep(accelerator, args), token_multiple(plugin))
