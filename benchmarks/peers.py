@@ -2,7 +2,8 @@
 
 `python -m benchmarks.peers hf gpt2-large` prints one line of JSON; benchmarks/train.py calls it. All train on random
 tokens with fused AdamW, bf16 compute over fp32 weights and gradient clipping, as a user would write it in an evening:
-`hf` is transformers' model for causal language modelling compiled whole, under autocast; `plain` a GPT-2 of 60 lines
+`hf` is transformers' model for causal language modelling, of an encoder that for pre-training (samples half to wholly
+filled, as ours are, with both losses), compiled whole, under autocast; `plain` a GPT-2 of 60 lines
 with a compiled block, PyTorch's attention, and the logits whole; `fsdp2` transformers' model, each layer compiled and
 sharded by fully_shard, in as many processes as torchrun starts; `liger` the same, eager, with liger-kernel's patches of
 Llama (norms, RoPE, SwiGLU, and a loss without whole logits). `--recompute` recomputes every layer of these two.
@@ -32,6 +33,7 @@ from megalith.bridge.families import family_for
 from megalith.config import RunConfig
 from megalith.config.model import ModelConfig
 
+MASKED = 0.15  # of an encoder's tokens
 Peer = tuple[Callable[[Tensor, Tensor], Tensor], nn.Module]
 """The loss of tokens and labels, both [batch, seq]; the model."""
 
@@ -120,12 +122,14 @@ def under_autocast(
 
 
 def build_hugging_face(config: ModelConfig, device: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
 
-    settings = AutoConfig.for_model(**family_for(config).write_config(config))
+    family = family_for(config)
+    settings = transformers.AutoConfig.for_model(**family.write_config(config))
     settings.use_cache = False
+    kind = getattr(transformers, family.architecture)
     with torch.device(device):
-        return AutoModelForCausalLM.from_config(settings, attn_implementation="sdpa", dtype=dtype).train()
+        return kind._from_config(settings, attn_implementation="sdpa", dtype=dtype).train()
 
 
 def loss_by_logits(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
@@ -136,9 +140,28 @@ def loss_by_logits(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
     return loss
 
 
+def loss_of_masked(model: nn.Module) -> Callable[[Tensor, Tensor], Tensor]:
+    def loss(tokens: Tensor, labels: Tensor) -> Tensor:
+        rows, seq = tokens.shape
+        places = torch.arange(seq, device=tokens.device)
+        lengths = torch.randint(seq // 2, seq + 1, (rows, 1), device=tokens.device)
+        real = places < lengths
+        masked = (torch.rand(rows, seq, device=tokens.device) < MASKED) & real
+        return model(
+            input_ids=tokens,
+            attention_mask=real.long(),
+            token_type_ids=(places > lengths // 2).long() * real,
+            labels=labels.masked_fill(~masked, -100),
+            next_sentence_label=torch.randint(2, (rows,), device=tokens.device),
+        ).loss
+
+    return loss
+
+
 def hugging_face(config: ModelConfig, seq_length: int, device: str) -> Peer:
     model = build_hugging_face(config, device)
-    return under_autocast(loss_by_logits(torch.compile(model)), device), model
+    loss = loss_by_logits if config.causal else loss_of_masked
+    return under_autocast(loss(torch.compile(model)), device), model
 
 
 def fsdp2(config: ModelConfig, seq_length: int, device: str) -> Peer:

@@ -37,6 +37,7 @@ from megalith.parallel.pipeline.timeline import TIMELINE_FILE, Timeline, read_ti
 _LARGE = dict(preset="gpt2-large", num_attention_heads=16)
 _NO_DROPOUT = dict(hidden_dropout=0.0, attention_dropout=0.0)
 _LLAMA = dict(preset="llama3-8b", vocab_size=128256)
+_BERT = dict(preset="bert-large", **_NO_DROPOUT)
 _BALANCED = dict(moe_router_force_load_balancing=True, moe_permute_fusion=True, moe_grouped_gemm=True)
 _QWEN3_MOE = dict(_BALANCED, preset="qwen3-30b-a3b")
 # 14 of its 27 layers, as many as two GPUs hold.
@@ -51,6 +52,7 @@ WORKLOADS: dict[str, dict[str, Any]] = {
     "gpt2-large-dropout": dict(model=_LARGE, seq_length=1024, precision="fp16", batch=32),
     "llama3-8b":          dict(model=_LLAMA, seq_length=8192, precision="bf16", batch=2),
     "llama3.2-1b":        dict(model=dict(_LLAMA, preset="llama3.2-1b"), seq_length=4096, precision="bf16", batch=32),
+    "bert-large":         dict(model=_BERT, seq_length=512, precision="bf16", batch=64),
     "qwen3-30b-a3b":      dict(model=_QWEN3_MOE, seq_length=4096, precision="bf16", batch=2),
     "deepseek-v2-lite":   dict(model=_DEEPSEEK, seq_length=4096, precision="bf16", batch=4),
 }

@@ -350,7 +350,14 @@ def _write_tokenizer(writer: FolderWriter, origin: Origin, tokenizer: Tokenizer 
         return [f"no tokenizer was written: transformers has nothing like {tokenizer.tokenizer_type}"]
     names = [file.name for file in origin.files]
     if "tokenizer_config.json" not in names and tokenizer is not None:
-        kind = "PreTrainedTokenizerFast" if "tokenizer.json" in names else "GPT2Tokenizer"
-        end = tokenizer.decode([tokenizer.eod]) if tokenizer.eod is not None else None
-        writer.write_json("tokenizer_config.json", {"tokenizer_class": kind, "eos_token": end})
+        writer.write_json("tokenizer_config.json", _tokenizer_config(names, tokenizer))
     return []
+
+
+def _tokenizer_config(names: list[str], tokenizer: Tokenizer) -> Tree:
+    """What transformers has to know of a tokenizer's files."""
+    if "tokenizer.json" not in names and "vocab.txt" in names:
+        return {"tokenizer_class": "BertTokenizer", "do_lower_case": tokenizer.lower_case}
+    kind = "PreTrainedTokenizerFast" if "tokenizer.json" in names else "GPT2Tokenizer"
+    end = tokenizer.decode([tokenizer.eod]) if tokenizer.eod is not None else None
+    return {"tokenizer_class": kind, "eos_token": end}

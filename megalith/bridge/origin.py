@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from megalith.bridge.folder import CONFIG, DTYPE_NAMES, GENERATION, TOKENIZER_FILES, SourceFolder, read_json
+from megalith.data.tokenizers.huggingface import PIECES
 from megalith.data.tokenizers.open_tokenizer import Tokenizer, build_tokenizer, load_tokenizer
 from megalith.data.tokenizers.tokenizer import SPEC_FILE
 from megalith.errors import CheckpointError
@@ -87,6 +88,10 @@ def tokenizer_of(folder: Path) -> Tokenizer | None:
     ):
         if (folder / name).is_file():
             return build_tokenizer(kind, path)
+    if (folder / PIECES).is_file():
+        settings = folder / "tokenizer_config.json"
+        lower = read_json(settings).get("do_lower_case", True) if settings.is_file() else True
+        return build_tokenizer(f"BertWordPiece{'LowerCase' if lower else 'Case'}", vocab_file=folder / PIECES)
     return None
 
 

@@ -22,6 +22,14 @@ _NEOX = dict(
     attention_dropout=0.0,
 )
 _FALCON = dict(_NEOX, activation="gelu", add_bias_linear=False, vocab_size=65024)
+_BERT = dict(
+    model_type="bert",
+    apply_residual_connection_post_layernorm=True,
+    layernorm_epsilon=1e-12,
+    activation="gelu",
+    vocab_size=30522,
+    max_position_embeddings=512,
+)
 _BLOOM = dict(
     position_embedding_type="alibi",
     embedding_layernorm=True,
@@ -216,6 +224,8 @@ PRESETS: dict[str, dict[str, Any]] = {
     "qwen3-14b":    dict(_QWEN3, num_layers=40, hidden_size=5120, ffn_hidden_size=17408, num_attention_heads=40),
     "qwen3-32b":    dict(_QWEN3, num_layers=64, hidden_size=5120, ffn_hidden_size=25600, num_attention_heads=64),
 
+    "bert-base":    dict(_BERT, num_layers=12, hidden_size=768, num_attention_heads=12),
+    "bert-large":   dict(_BERT, num_layers=24, hidden_size=1024, num_attention_heads=16),
     "bloom-560m":   dict(_BLOOM, num_layers=24, hidden_size=1024, num_attention_heads=16),
     "bloom-7b1":    dict(_BLOOM, num_layers=30, hidden_size=4096, num_attention_heads=32),
     "bloom-176b":   dict(_BLOOM, num_layers=70, hidden_size=14336, num_attention_heads=112),

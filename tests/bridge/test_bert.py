@@ -16,6 +16,7 @@ from megalith.bridge.importer import import_hf
 from megalith.bridge.transfer import to_theirs
 from megalith.bridge.verify import certify, same_bits
 from megalith.models.encoders.bert import Bert
+from megalith.training.loading import load_with_tokenizer
 
 VOCAB, SEQ, LENGTHS = 151, 24, [24, 17, 9]
 SIZES = dict(vocab_size=VOCAB, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, intermediate_size=96,
@@ -33,7 +34,9 @@ def reference(kind: str, **settings) -> torch.nn.Module:
 
 def batch() -> dict[str, torch.Tensor]:
     random = torch.Generator().manual_seed(1)
-    ids = torch.randint(1, VOCAB, (3, SEQ), generator=random)  # transformers leaves out the gradient of 0, [PAD]
+    ids = torch.randint(
+        1, VOCAB, (3, SEQ), generator=random
+    )  # transformers leaves out the gradient of 0, [PAD]
     lengths = torch.tensor(LENGTHS)[:, None]
     return dict(
         input_ids=ids,
@@ -140,3 +143,20 @@ def test_files_of_the_first_bert_are_read(tmp_path: Path) -> None:
         assert_close(
             logits[tokens["padding_mask"]], theirs(model, tokens).prediction_logits[tokens["padding_mask"]]
         )
+
+
+@pytest.mark.parametrize("lower", [True, False])
+def test_word_pieces_come_with_the_model_and_go_with_it(lower: bool, tmp_path: Path) -> None:
+    reference("BertForPreTraining").save_pretrained(tmp_path / "hf")
+    pieces = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "a", "A", "b", "##c", "é", "."]
+    (tmp_path / "hf/vocab.txt").write_text("\n".join(pieces), encoding="utf-8")
+    if not lower:
+        (tmp_path / "hf/tokenizer_config.json").write_text('{"do_lower_case": false}')
+    import_hf(tmp_path / "hf", tmp_path / "run")
+    ours = load_with_tokenizer(tmp_path / "run")[1]
+    assert ours.tokenizer_type == ("BertWordPieceLowerCase" if lower else "BertWordPieceCase")
+    out = export_hf(tmp_path / "run", tmp_path / "out").path
+    theirs = transformers.AutoTokenizer.from_pretrained(out)
+    text = "A bc. Ab é"
+    assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode(text)
+    assert ours.encode("A") == [pieces.index("a" if lower else "A")]

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+import transformers
+from transformers import AutoConfig
 
 from megalith.bridge.families import family_for
 from megalith.config import ModelConfig
@@ -59,6 +60,8 @@ PUBLISHED = {
     "qwen3-4b": (36, 2560, 32, 8, 128, 9728, 151936, 40960, 4_022_468_096),
     "qwen3-14b": (40, 5120, 40, 8, 128, 17408, 151936, 40960, 14_768_307_200),
     "qwen3-32b": (64, 5120, 64, 8, 128, 25600, 151936, 40960, 32_762_123_264),
+    "bert-base": (12, 768, 12, 12, 64, 3072, 30522, 512, 110_106_428),
+    "bert-large": (24, 1024, 16, 16, 64, 4096, 30522, 512, 336_226_108),
     "bloom-560m": (24, 1024, 16, 16, 64, 4096, 250880, 2048, 559_214_592),
     "bloom-7b1": (30, 4096, 32, 32, 128, 16384, 250880, 2048, 7_069_016_064),
     "bloom-176b": (70, 14336, 112, 112, 128, 57344, 250880, 2048, 176_247_271_424),
@@ -107,9 +110,10 @@ def test_a_layer_of_each_kind_has_as_many_parameters_in_transformers(name):
         "moe_layer_freq": frequency[:4] if isinstance(frequency, list) else frequency,
     }
     model = model.model_copy(update=first)
-    theirs = AutoConfig.for_model(**family_for(model).write_config(model))
+    family = family_for(model)
+    theirs = AutoConfig.for_model(**family.write_config(model))
     with torch.device("meta"):
-        built = AutoModelForCausalLM.from_config(theirs)
+        built = getattr(transformers, family.architecture)._from_config(theirs)
     built.tie_weights()
     assert count_parameters(model, padded_vocab=False).total == sum(p.numel() for p in built.parameters())
 

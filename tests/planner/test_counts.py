@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from megalith.config.lora import LoraConfig
 from megalith.config.model import ModelConfig
 from megalith.config.presets import PRESETS
-from megalith.models.transformer import Transformer
+from megalith.models.model_types import make_model
 from megalith.planner.counts import count_parameters, flops_per_token, throughput
 
 
@@ -185,7 +185,7 @@ def test_parameter_count_is_the_models_own(name):
     shapes = {"qwen2": QWEN2_HALF_BILLION, "experts with biases": PRESETS["tiny-mixtral"] | BIASED_EXPERTS}
     shape = (PRESETS | shapes)[name]
     config = ModelConfig(**{"vocab_size": 1000, "max_position_embeddings": 64, **shape, "num_layers": 2})
-    model = Transformer(config, device="meta")
+    model = make_model(config, device="meta")
     assert count_parameters(config).total == sum(p.numel() for p in model.parameters())
 
 
