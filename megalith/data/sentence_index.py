@@ -4,8 +4,8 @@ Epoch after epoch, in the documents' order, sentences are joined until they have
 end. The target is the most that a sample holds, or, once in 1 / short_seq_prob times, a random length. Documents with a
 sentence of more than 512 tokens are left out, and those with fewer sentences than a sample needs. At last all samples
 are shuffled. The random numbers are those of C++: a 32-bit Mersenne Twister for the lengths, which numpy has too, and a
-64-bit one (Nishimura 2000) for the shuffle, which stands here. Megatron walks over the sentences; here a sample's end is
-found by a binary search in the sums of their lengths, all those of the usual target at once.
+64-bit one (Nishimura 2000) for the shuffle, which stands here. Megatron walks over the sentences; here a binary search
+in the sums of their lengths finds the end of a sample, of the usual target all at once.
 """
 
 from __future__ import annotations
