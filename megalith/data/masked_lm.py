@@ -12,8 +12,10 @@ Made-up samples of the same form, for a first run or a speed test without data f
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from typing import NamedTuple
 
@@ -241,49 +243,46 @@ def mask_words(
     Words are tried in random order, each with up to max_ngram - 1 that follow it: a run that would be too many is made
     shorter, one with a word that is chosen already is left out.
     """
-    candidates = _candidates(tokens, words, masking.masking_do_full_word)
+    places, bounds = _words(tokens, words, masking.masking_do_full_word)
     most = min(masking.mask_prob * target, max(1, round(len(tokens) * masking.mask_prob)))
-    shares = 1.0 / np.arange(1, masking.masking_max_ngram + 1)
-    shares = shares / shares.sum(keepdims=True)
-    cumulative = (shares / shares.sum(keepdims=True)).cumsum()
-    cumulative /= cumulative[-1]
-    order = np.arange(len(candidates))
+    cumulative = _cumulative_shares(masking.masking_max_ngram)
+    order = np.arange(len(bounds) - 1)
     rng.shuffle(order)
     masked, chosen = list(tokens), set()
     for first in order.tolist():
         if len(chosen) >= most:
             break
-        count = int(cumulative.searchsorted(rng.random_sample(), side="right")) + 1
-        places = _that_fit(candidates[first : first + count], most - len(chosen))
-        if not places or not chosen.isdisjoint(places):
+        count = bisect_right(cumulative, rng.random_sample()) + 1
+        run = _that_fits(bounds[first : first + count + 1], most - len(chosen))
+        if not chosen.isdisjoint(places[run]):
             continue
-        for place in places:
+        for place in places[run]:
             chosen.add(place)
             masked[place] = _replacement(tokens[place], words, rng)
     return masked, sorted(chosen)
 
 
-def _candidates(tokens: list[int], words: WordPieces, whole_words: bool) -> list[list[int]]:
-    """The places of each word, or of each piece; those of [CLS] and [SEP] are of none."""
-    found: list[list[int]] = []
-    begins = words.begins[tokens].tolist()
-    for place, (token, begin) in enumerate(zip(tokens, begins)):
-        if token in (words.cls, words.sep):
-            continue
-        if begin or not whole_words or not found:
-            found.append([place])
-        else:
-            found[-1].append(place)
-    return found
+def _words(tokens: list[int], words: WordPieces, whole_words: bool) -> tuple[list[int], list[int]]:
+    """The places of all tokens but [CLS] and [SEP]; and where in them each word begins, or each piece, and the end."""
+    ids = np.array(tokens)
+    places = np.flatnonzero((ids != words.cls) & (ids != words.sep))
+    begins = words.begins[ids[places]] if whole_words else np.ones(len(places), dtype=bool)
+    begins[:1] = True
+    return places.tolist(), [*np.flatnonzero(begins).tolist(), len(places)]
 
 
-def _that_fit(run: list[list[int]], room: float) -> list[int]:
-    """The places of the longest beginning of a run of words that has no more than `room`; empty where none has."""
-    for count in range(len(run), 0, -1):
-        places = [place for word in run[:count] for place in word]
-        if len(places) <= room:
-            return places
-    return []
+@cache
+def _cumulative_shares(longest: int) -> list[float]:
+    """Of runs of 1, 2, … words: 1 / n in proportion. Divided as often as Megatron and numpy do, for the last bit."""
+    shares = 1.0 / np.arange(1, longest + 1)
+    shares = shares / shares.sum(keepdims=True)
+    cumulative = (shares / shares.sum(keepdims=True)).cumsum()
+    return (cumulative / cumulative[-1]).tolist()
+
+
+def _that_fits(bounds: list[int], room: float) -> slice:
+    """Of the words between these bounds the longest run from the first on with no more than `room` tokens."""
+    return slice(bounds[0], next(end for end in reversed(bounds) if end - bounds[0] <= room))
 
 
 def _replacement(token: int, words: WordPieces, rng: np.random.RandomState) -> int:

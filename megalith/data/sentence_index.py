@@ -4,8 +4,8 @@ Epoch after epoch, in the documents' order, sentences are joined until they have
 end. The target is the most that a sample holds, or, once in 1 / short_seq_prob times, a random length. Documents with a
 sentence of more than 512 tokens are left out, and those with fewer sentences than a sample needs. At last all samples
 are shuffled. The random numbers are those of C++: a 32-bit Mersenne Twister for the lengths, which numpy has too, and a
-64-bit one (Nishimura 2000) for the shuffle, which stands here. Megatron walks over the sentences; here a sample's last
-sentence is found by a binary search in the sums of their lengths.
+64-bit one (Nishimura 2000) for the shuffle, which stands here. Megatron walks over the sentences; here a binary search
+in the sums of their lengths finds the end of a sample, of the usual target all at once.
 """
 
 from __future__ import annotations
@@ -34,48 +34,40 @@ def sentence_index(
     end of each epoch. The last epoch is whole. DataError where the documents give no sample.
     """
     targets = _targets(max_length, round(1 / short_seq_prob) if short_seq_prob else 0, seed)
-    first = int(documents[0])
-    sums = np.concatenate([[0], np.cumsum(lengths[first : documents[-1]], dtype=np.int64)])
-    spans = [
-        span
-        for span in zip((documents[:-1] - first).tolist(), (documents[1:] - first).tolist())
-        if span[1] - span[0] >= min_sentences and (span[1] - span[0] == 1 or _is_short(lengths, first, *span))
-    ]
+    spans = _usable(documents, lengths, min_sentences)
     if not spans:
         raise DataError(
             f"{what} has no document of at least {min_sentences} sentences of up to {LONG_SENTENCE} tokens, which a "
             "sample is made of; preprocess the text with --split-sentences"
         )
+    sums = np.concatenate([[0], np.cumsum(lengths[documents[0] : documents[-1]], dtype=np.int64)])
+    full = np.searchsorted(sums, sums[:-1] + max_length)  # where a sample of the usual target would end
     found: list[tuple[int, int, int]] = []
     epochs: list[int] = []
     while len(found) < num_samples:
         for start, end in spans:
-            found += _samples(start, end, sums, targets, min_sentences)
+            target = next(targets)
+            while start < end:
+                usual = target == max_length
+                stop = int(full[start] if usual else np.searchsorted(sums, sums[start] + target))
+                stop = max(stop, start + min_sentences)
+                stop = stop if stop <= end - 2 else end  # no sentence is left alone
+                found.append((start, stop, target))
+                start, target = stop, next(targets)  # one is drawn behind the last sample too
         epochs.append(len(found))
     index = np.array(found, dtype=np.int64)
-    index[:, :2] += first
+    index[:, :2] += documents[0]
     return index[_shuffled(len(index), seed + 1)], epochs
 
 
-def _is_short(lengths: np.ndarray, first: int, start: int, end: int) -> bool:
-    return int(lengths[first + start : first + end].max()) <= LONG_SENTENCE
-
-
-def _samples(
-    start: int, end: int, sums: np.ndarray, targets: Iterator[int], min_sentences: int
-) -> Iterator[tuple[int, int, int]]:
-    """The samples of one document: no sample ends where one sentence alone would be left."""
-    while True:
-        target = next(targets)
-        if start == end:  # a target is drawn behind the last sample too
-            return
-        full = int(
-            np.searchsorted(sums, sums[start] + target)
-        )  # the sentences up to here have the target length
-        stop = max(full, start + min_sentences)
-        stop = stop if stop <= end - 2 else end
-        yield start, stop, target
-        start = stop
+def _usable(documents: np.ndarray, lengths: np.ndarray, min_sentences: int) -> list[tuple[int, int]]:
+    """The documents that samples are made of: the first sentence of each and its end, counted from the first of all."""
+    first, ends = documents[:-1], documents[1:]
+    counts = ends - first
+    too_long = np.concatenate([[0], np.cumsum(lengths[documents[0] : documents[-1]] > LONG_SENTENCE)])
+    has_long = too_long[ends - documents[0]] > too_long[first - documents[0]]
+    usable = (counts >= min_sentences) & ((counts == 1) | ~has_long)
+    return list(zip((first - documents[0])[usable].tolist(), (ends - documents[0])[usable].tolist()))
 
 
 def _targets(max_length: int, short_ratio: int, seed: int) -> Iterator[int]:

@@ -84,6 +84,44 @@ def test_an_impossible_combination_is_refused_with_its_values(changes, sentence)
         check_training(RunConfig.from_tree(tree_with(changes)))
 
 
+ENCODER = {"model_type": "bert", "position_embedding_type": "learned_absolute"}
+IMPOSSIBLE_FOR_AN_ENCODER = [
+    (
+        {"window_size": [7, 0]},
+        {},
+        r"window_size is \[7, 0\], which looks back alone, but with model.model_type bert",
+    ),
+    (
+        {"position_embedding_type": "alibi"},
+        {},
+        "alibi, which looks back alone, .* set it to learned_absolute or rope",
+    ),
+    (
+        {"add_pooler": False},
+        {},
+        "bert_binary_head reads what the pooler gives, but model.add_pooler is false",
+    ),
+    ({"add_lm_head": False}, {}, "add_lm_head is false, so there is nothing that masked words are learnt by"),
+    ({}, {"data": {"reset_attention_mask": True}}, "reset_attention_mask is for models that continue a text"),
+    (
+        {},
+        {"sft": {"enabled": True}, "data": {"mock": False, "data_path": "a"}},
+        "sft.enabled is for models that continue a text, but model.model_type is bert",
+    ),
+    (
+        {"model_type": "gpt", "add_lm_head": False},
+        {},
+        "add_lm_head is False, but it takes model.model_type bert",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model", "others", "sentence"), IMPOSSIBLE_FOR_AN_ENCODER)
+def test_what_an_encoder_cannot_have_is_refused(model, others, sentence):
+    with pytest.raises(ConfigError, match=sentence):
+        check_training(RunConfig.from_tree(tree_with({"model": ENCODER | model, **others})))
+
+
 IMPOSSIBLE_WITH_EXPERTS = [  # of the model, of parallel, the number of processes
     ({"moe_router_topk": 5}, {}, 1, "moe_router_topk 5 is more than model.num_experts 4"),
     ({"moe_layer_freq": [1]}, {}, 1, "has 1 entries, 1 of them 1, and model.num_layers is 2"),
