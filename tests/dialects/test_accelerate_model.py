@@ -112,6 +112,25 @@ def test_a_wrapper_is_refused_with_what_it_wraps(wrap):
         fresh_accelerator().prepare(wrap(model_of("llama")))
 
 
+def test_a_model_that_has_run_is_prepared_though_its_graph_is_alive():
+    accelerator, module, batch = (
+        fresh_accelerator(gradient_clipping=0.0),
+        model_of("gpt2"),
+        stacked(samples(4)),
+    )
+    before = module(**batch).loss
+    model, _ = accelerator.prepare(module, plain_sgd(module))
+    model.train()
+    accelerator.backward(model(**batch).loss)
+    for given in (model.parameters(), module.parameters()):
+        with pytest.raises(ConfigError, match="grad of a parameter"):
+            nn.utils.clip_grad_norm_(given, 1.0)
+    norm, plain = accelerator.clip_grad_norm_(module.parameters(), 1.0), model_of("gpt2")
+    plain(**batch).loss.backward()
+    close(norm, nn.utils.clip_grad_norm_(plain.parameters(), 1.0))
+    close(before.detach(), model(**batch).loss.detach())
+
+
 def test_an_optimizer_of_another_model_is_refused():
     with pytest.raises(ConfigError, match=r"none of the optimizer's .* is one of the model's"):
         fresh_accelerator().prepare(model_of("llama"), adamw(model_of("llama")))

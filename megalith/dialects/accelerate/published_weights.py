@@ -137,21 +137,22 @@ class GatheredParameter(nn.Parameter):
         return memo.setdefault(id(self), nn.Parameter(self.data.clone(), self.requires_grad))
 
 
-def shard_parameters(module: nn.Module, device: torch.device) -> None:
-    """Makes every parameter of `module` a ShardedParameter, without its memory, for whoever has it in a list too.
-
-    Raises ConfigError where something else holds one.
-    """
-    for name, parameter in module.named_parameters():
+def shard_parameters(module: nn.Module, device: torch.device) -> dict[int, ShardedParameter]:
+    """Makes every parameter of `module` a ShardedParameter, without its memory, for whoever has it in a list too: by
+    the id that it had, what it is. One that a graph holds stays to that, and the module gets another."""
+    found: dict[int, ShardedParameter] = {}
+    for parameter in list(module.parameters()):
         sharded = ShardedParameter(torch.empty_like(parameter, device="meta"), parameter.requires_grad)
         sharded.place = device
         try:
             swap_tensors(parameter, sharded)
-        except RuntimeError as error:
-            raise ConfigError(
-                f"{name} of the model cannot be sharded, for something else holds it ({error}), such as a compiled "
-                "graph; give prepare a model that has not run"
-            ) from None
+            found[id(parameter)] = parameter
+        except RuntimeError:
+            found[id(parameter)] = sharded
+    for one in module.modules():
+        for name, parameter in one.named_parameters(recurse=False, remove_duplicate=False):
+            one.register_parameter(name, found[id(parameter)])
+    return found
 
 
 @dataclass(frozen=True)

@@ -119,11 +119,14 @@ class MegatronEngine(nn.Module):
         free_gathered(self.model.chunks)
         self.optimizer: EngineOptimizer | None = None
         self._origins = origins(module, self.groups)
-        shard_parameters(module, device)
-        self._sharded = dict(module.named_parameters(remove_duplicate=False))
-        self._module = [module]  # in a list: it is no part of this module
         if optimizer is not None:
             self.set_optimizer(optimizer)
+        sharded = shard_parameters(module, device)
+        self._origins = {name: [sharded[id(p)] for p in found] for name, found in self._origins.items()}
+        if self.optimizer is not None:
+            self.optimizer.trained = {id(sharded[own]) for own in self.optimizer.trained}
+        self._sharded = dict(module.named_parameters(remove_duplicate=False))
+        self._module = [module]  # in a list: it is no part of this module
         self.custom: Any = (
             None  # what makes micro-batches and losses, where the script has its own: train_steps.py
         )
