@@ -156,6 +156,10 @@ def _add_runs(commands: argparse._SubParsersAction) -> None:
     plotter.add_argument("run_dir", nargs="+", help="output folders of runs")
     plotter.add_argument("--output", help="PNG file (default: loss.png in the first run's folder)")
     plotter.add_argument("--text", action="store_true", help="draw the loss in the terminal instead")
+    watcher = leaf(commands, "watch", "follow one or several runs in the terminal", watch)
+    watcher.add_argument("run_dir", nargs="+", help="output folders of runs, also in a store (s3://…)")
+    watcher.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="between two looks")
+    watcher.add_argument("--once", action="store_true", help="look once and end")
     reporter = leaf(commands, "report", "all that runs wrote of themselves on one HTML page", report)
     reporter.description = (
         "Curves, memory, a step's times by rank, the pipeline, experts, FP8, completions, settings and their "
@@ -188,6 +192,15 @@ def report(args: Arguments) -> int:
     first = args.run_dir[0]
     output = args.output or (Path() if is_url(first) else Path(first)) / "report.html"
     return _written(output, lambda: write_report(args.run_dir, output))
+
+
+def watch(args: Arguments) -> int:
+    from rich.console import Console
+
+    from megalith.report.watch import watch
+
+    watch(args.run_dir, Console(), max(args.interval, 0.1), args.once or not sys.stdout.isatty())
+    return 0
 
 
 def _written(output: str | Path, write: Callable[[], Path]) -> int:

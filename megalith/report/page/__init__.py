@@ -14,7 +14,6 @@ from typing import Any
 import megalith
 from megalith.io import replace_file
 from megalith.parallel.pipeline.drawing import LEGEND
-from megalith.remote import is_url
 from megalith.report.console import si
 from megalith.report.page.charts import (
     COLOURS,
@@ -93,7 +92,7 @@ OPERANDS = {"input": "line", "weight": "dashed", "gradient": "dots"}
 
 def write_report(folders: Sequence[str], output: str | Path) -> Path:
     """Writes the page of these runs, as one HTML file. Returns its path; a DataError names a folder without metrics."""
-    names = folders if any(map(is_url, folders)) else run_names([Path(folder) for folder in folders])
+    names = run_names(folders)
     page = render_page([RunFiles.open(name, folder) for name, folder in zip(names, folders)])
     output = Path(output)
     output.parent.mkdir(parents=True, exist_ok=True)
