@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from report_runs import EVIL, run_folder
 
-from megalith.report.page.html_report import write_report
+from megalith.report.page import write_report
 
 CHROMIUM = shutil.which("chromium")
 FLAGS = ("--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run", "--hide-scrollbars",
@@ -23,9 +23,9 @@ WIDTHS = {"desktop": 1280, "phone": 500}  # a window of Chromium's has no less t
 SCHEMES = {"light": (), "dark": ("--blink-settings=preferredColorScheme=0",)}
 SITE = Path(__file__).parents[1] / "build" / "site"
 WIDE = """<script>addEventListener("load", () => setTimeout(() => {
-  const root = document.documentElement, drawn = [...document.querySelectorAll(".mermaid")];
+  const root = document.documentElement;
   root.dataset.wide = root.scrollWidth - innerWidth;
-  root.dataset.blank = drawn.filter((one) => one.offsetHeight < 50).length;  // a diagram that is not drawn has a line
+  root.dataset.blank = document.querySelectorAll("pre.mermaid").length;  // a diagram that was drawn is a div
 }, 4000));</script>"""
 PROBE = """<script>addEventListener("load", () => {
   const root = document.documentElement, plot = document.querySelector(".plot"), box = plot.getBoundingClientRect();

@@ -6,14 +6,16 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import megalith
 from megalith.cli.parser import Arguments, Parser, group, leaf
 from megalith.cli.planning import plan
 from megalith.cli.training import PROGRAMS, train
-from megalith.errors import MegalithError
+from megalith.errors import DataError, MegalithError, printable
 from megalith.launch.parent import end_with_launcher
+from megalith.remote import is_url
 from megalith.report.streams import lasting_streams
 
 EXIT_CODES = """exit codes:
@@ -111,7 +113,6 @@ def build_parser() -> argparse.ArgumentParser:
     from megalith.cli.conversion import add_checkpoint_commands
     from megalith.cli.planning import add_pipeline_show
     from megalith.cli.rollout_command import add_rollout_command
-    from megalith.cli.runs import add_run_commands
     from megalith.cli.training import add_parity_arguments
 
     parser = Parser(
@@ -147,15 +148,69 @@ def build_parser() -> argparse.ArgumentParser:
     training.add_evaluate_command(commands)
     add_checkpoint_commands(group(commands, "checkpoint", "look at checkpoints, and rewrite them"))
     clusters.add_cluster_commands(commands)
-    add_run_commands(commands)
+    _add_runs(commands)
     _add_config(group(commands, "config", "describe the configuration"))
     return parser
+
+
+def _add_runs(commands: argparse._SubParsersAction) -> None:
+    plotter = leaf(commands, "plot", "draw the curves of one or several runs", plot)
+    plotter.add_argument("run_dir", nargs="+", help="output folders of runs")
+    plotter.add_argument("--output", help="PNG file (default: loss.png in the first run's folder)")
+    plotter.add_argument("--text", action="store_true", help="draw the loss in the terminal instead")
+    watcher = leaf(commands, "watch", "follow one or several runs in the terminal", watch)
+    watcher.add_argument("run_dir", nargs="+", help="output folders of runs, also in a store (s3://…)")
+    watcher.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="between two looks")
+    watcher.add_argument("--once", action="store_true", help="look once and end")
+    reporter = leaf(commands, "report", "all that runs wrote of themselves on one HTML page", report)
+    reporter.description = (
+        "Curves, memory, a step's times by rank, the pipeline, experts, FP8, completions, settings and their "
+        "differences, machine and events of one or several runs: one HTML file, which needs no network."
+    )
+    reporter.add_argument("run_dir", nargs="+", help="output folders of runs, also in a store (s3://…)")
+    reporter.add_argument("--output", help="HTML file (default: report.html in the first run's folder)")
 
 
 def _add_config(config: argparse._SubParsersAction) -> None:
     leaf(config, "schema", "print the JSON Schema of run files, for editors", config_schema)
     leaf(config, "reference", "print the reference page of all settings", config_reference)
     leaf(config, "presets", "list the published model shapes", config_presets)
+
+
+def plot(args: Arguments) -> int:
+    from megalith.report.plot import loss_points, plot_run, text_curve
+
+    if args.text:
+        for run in args.run_dir:
+            print(*([run] if len(args.run_dir) > 1 else []), text_curve(loss_points(run)), sep="\n")
+        return 0
+    output = args.output or Path(args.run_dir[0]) / "loss.png"
+    return _written(output, lambda: plot_run(args.run_dir, output))
+
+
+def report(args: Arguments) -> int:
+    from megalith.report.page import write_report
+
+    first = args.run_dir[0]
+    output = args.output or (Path() if is_url(first) else Path(first)) / "report.html"
+    return _written(output, lambda: write_report(args.run_dir, output))
+
+
+def watch(args: Arguments) -> int:
+    from rich.console import Console
+
+    from megalith.report.watch import watch
+
+    watch(args.run_dir, Console(), max(args.interval, 0.1), args.once or not sys.stdout.isatty())
+    return 0
+
+
+def _written(output: str | Path, write: Callable[[], Path]) -> int:
+    try:
+        print(printable(write()))
+    except OSError as error:
+        raise DataError(f"{output} cannot be written: {error.strerror}; choose another --output") from None
+    return 0
 
 
 def config_schema(args: Arguments) -> int:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from megalith.errors import DataError
 from megalith.io import replacing
+from megalith.remote import is_url
 from megalith.report.console import si
 from megalith.report.metrics import EVALUATIONS_FILE, EXPERTS_FILE, METRICS_FILE, read_records
 
@@ -150,12 +151,14 @@ def _points(records: list[dict[str, Any]], key: str) -> Points:
     return [(step, value) for step, value in known if value is not None and math.isfinite(value)]
 
 
-def run_names(folders: Sequence[Path]) -> list[str]:
+def run_names(folders: Sequence[str | Path]) -> list[str]:
     """A name of its own for each run: as much of the end of its path as it takes, and a number for one given again.
 
-    None begins with an underscore, which matplotlib's legend would leave out.
+    None begins with an underscore, which matplotlib's legend would leave out. Where one is a URL they are as given.
     """
-    paths = [folder.resolve() for folder in folders]
+    if any(map(is_url, folders)):
+        return list(map(str, folders))
+    paths = [Path(folder).resolve() for folder in folders]
     names = []
     for number, path in enumerate(paths):
         others = {other for other in paths if other != path}

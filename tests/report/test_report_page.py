@@ -10,7 +10,7 @@ from report_runs import EVIL, run_folder, write_lines
 
 from megalith.cli.main import main
 from megalith.errors import DataError
-from megalith.report.page.html_report import write_report
+from megalith.report.page import write_report
 from megalith.report.page.run_files import RunFiles, thinned
 
 VOID = {"meta", "link", "br", "img", "input"}

@@ -1,1 +1,412 @@
-"""`megalith report`: what runs wrote of themselves as one HTML file that needs no network."""
+"""`megalith report RUN [RUN…]`: curves, memory, times, experts, FP8, completions, settings and events of runs.
+
+The page is one file without addresses: its style and its script stand in it, and its policy forbids it any request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from datetime import datetime
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import megalith
+from megalith.io import replace_file
+from megalith.parallel.pipeline.drawing import LEGEND
+from megalith.report.console import si
+from megalith.report.page.charts import (
+    COLOURS,
+    Curve,
+    Html,
+    Mark,
+    chart,
+    heat_map,
+    lines,
+    spans,
+    stacked_bars,
+    table,
+    text,
+)
+from megalith.report.page.run_files import Points, RunFiles, means, number, points, thinned
+from megalith.report.plot import SMOOTHED_PART, loss_limits, run_names, smooth
+from megalith.report.summary import size_text
+
+DRAWN = 1000  # points of a curve
+MOST_CHARTS = 60  # of figures that have no title here
+MOST_ROWS = 200  # of a table
+MOST_RANKS = 64
+COMPLETIONS, COMPLETION_LENGTH = 12, 1500
+STEP_PARTS = ("compute", "communication", "bubble", "idle")
+
+# Section → (key of metrics.jsonl, title) of its charts.
+CHARTS = {
+    "Training": (
+        ("lr", "learning rate"),
+        ("grad_norm", "gradient norm, before clipping"),
+        ("params_norm", "norm of the weights"),
+        ("num_zeros", "gradient elements that are 0"),
+        ("loss_scale", "loss scale"),
+        ("global_batch_size", "sequences a step"),
+    ),
+    "Speed and memory": (
+        ("tokens_per_second_per_device", "tokens/s/device"),
+        ("mfu", "MFU"),
+        ("tflops_per_device", "TFLOP/s/device"),
+        ("step_time_ms", "milliseconds a step"),
+        ("max_memory_gb", "peak memory on the device, GB"),
+        ("gpu_temperature", "hottest GPU, °C"),
+        ("gpu_power_w", "greatest power of a GPU, W"),
+        ("gpu_clock_mhz", "slowest GPU clock, MHz"),
+        ("gpu_utilization", "least utilization of a GPU, %"),
+        ("gpu_memory_gb", "fullest GPU, GB"),
+        ("gpu_ecc_errors", "ECC errors"),
+    ),
+    "Experts": (
+        ("moe_imbalance", "busiest expert / mean"),
+        ("moe_aux_loss", "balancing loss (1: even)"),
+        ("moe_z_loss", "router's z-loss"),
+        ("moe_dropped", "share of choices dropped"),
+    ),
+    "Rewards and completions": (
+        ("rewards_mean", "mean reward"),
+        ("rewards_std", "standard deviation of the rewards"),
+        ("groups_without_spread", "share of groups without spread"),
+        ("completion_length", "mean length of a completion, tokens"),
+        ("completions_truncated", "share of completions truncated"),
+        ("entropy", "entropy, nats"),
+        ("kl", "KL to the reference"),
+        ("clip_low", "share of tokens clipped below"),
+        ("clip_high", "share of tokens clipped above"),
+        ("mismatch", "drift between engine and trainer"),
+    ),
+}
+NO_CHART = {"step", "loss", "consumed_samples", "skipped", "nan_iterations"}
+FP8 = {
+    "fp8_overflow": "FP8: largest share of overflow of a linear",
+    "fp8_underflow": "FP8: largest share of underflow of a linear",
+    "fp8_amax": "FP8: largest amax of a linear",
+}
+OPERANDS = {"input": "line", "weight": "dashed", "gradient": "dots"}
+
+
+def write_report(folders: Sequence[str], output: str | Path) -> Path:
+    """Writes the page of these runs, as one HTML file. Returns its path; a DataError names a folder without metrics."""
+    names = run_names(folders)
+    page = render_page([RunFiles.open(name, folder) for name, folder in zip(names, folders)])
+    output = Path(output)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    replace_file(output, page)
+    return output
+
+
+def render_page(runs: Sequence[RunFiles]) -> str:
+    """The page as HTML."""
+    style, script = (files(__name__).joinpath(name).read_text("utf-8") for name in ("page.css", "page.js"))
+    title = ", ".join(run.name for run in runs[:4]) + (" …" if len(runs) > 4 else "")
+    sections = [(heading, body) for heading, body in _sections(runs) if body]
+    links = "".join(f'<a href="#{_anchor(heading)}">{heading}</a>' for heading, _ in sections)
+    chosen = "".join(
+        f'<button type="button" class="key c{n % COLOURS}" data-toggle="{n}" aria-pressed="true">'
+        f"{text(run.name)}</button>"
+        for n, run in enumerate(runs)
+    )
+    body = "".join(
+        f'<section id="{_anchor(heading)}"><h2>{heading}</h2>{content}</section>'
+        for heading, content in sections
+    )
+    written = f"megalith {megalith.__version__}, {datetime.now().astimezone():%Y-%m-%d %H:%M %Z}"
+    return (
+        '<!doctype html><html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark"><link rel="icon" href="data:,">'
+        "<meta http-equiv=\"Content-Security-Policy\" content=\"default-src 'none'; style-src 'unsafe-inline'; "
+        "script-src 'unsafe-inline'; img-src data:\">"
+        f"<title>{text(title)}</title><style>{style}</style></head><body><header><h1>{text(title)}</h1>"
+        f'<p>{written}</p><nav>{links}</nav><div class="runs">{chosen}</div></header><main>{body}</main>'
+        f'<div id="tip" hidden></div><script>{script}</script></body></html>\n'
+    )
+
+
+def _anchor(heading: str) -> str:
+    return heading.lower().replace(" ", "-")
+
+
+def _sections(runs: Sequence[RunFiles]) -> Iterator[tuple[str, str]]:
+    """(heading, HTML), empty where there is nothing to show."""
+    yield "Summary", _summary(runs)
+    known = {key for charts in CHARTS.values() for key, _ in charts}
+    for heading, charts in CHARTS.items():
+        drawn = [_chart(runs, key, title) for key, title in charts]
+        first = _loss(runs) if heading == "Training" else ""
+        more = _expert_load(runs) if heading == "Experts" else ""
+        more += _completions(runs) if heading.startswith("Rewards") else ""
+        yield heading, _grid([first, *drawn]) + more
+    yield "FP8", _grid(_fp8(runs, share, title) for share, title in FP8.items())
+    others = dict.fromkeys(key for run in runs for record in run.steps[-1:] for key in record)
+    others = [key for key in others if key not in known | NO_CHART and not key.startswith(tuple(FP8))]
+    yield "Further figures", _grid(_chart(runs, key, key) for key in others[:MOST_CHARTS])
+    yield "Memory by part", _each(runs, _memory)
+    yield "A step by rank", _each(runs, _measured)
+    yield "Pipeline", _each(runs, _timeline)
+    yield "Settings", _settings(runs)
+    yield "Machine and starts", _each(runs, _starts)
+    yield "Events", _each(runs, _events)
+
+
+def _grid(drawn: Iterable[str]) -> str:
+    charts = "".join(drawn)
+    return f'<div class="charts">{charts}</div>' if charts else ""
+
+
+def _each(runs: Sequence[RunFiles], draw: Callable[[RunFiles], str]) -> str:
+    """What `draw` shows of each run, under its name where there are several."""
+    shown = [(run.name, content) for run in runs if (content := draw(run))]
+    if len(runs) == 1:
+        return "".join(content for _, content in shown)
+    return "".join(f"<h3>{text(name)}</h3>{content}" for name, content in shown)
+
+
+def _summary(runs: Sequence[RunFiles]) -> str:
+    headings = (
+        "run",
+        "steps",
+        "loss",
+        "validation",
+        "tokens/s/device",
+        "MFU",
+        "memory",
+        "starts",
+        "skipped",
+        "lost",
+    )
+    return table(headings, map(_summary_row, runs))
+
+
+def _summary_row(run: RunFiles) -> tuple[str, ...]:
+    losses, checks = points(run.steps, "loss"), points(run.evaluations, "validation_loss")
+    half = run.steps[len(run.steps) // 2 :]  # the first steps compile
+
+    def mean(key: str, form: str) -> str:
+        values = [y for _, y in points(half, key)]
+        return format(sum(values) / len(values), form) if values else "–"
+
+    memory = [y for _, y in points(run.steps, "max_memory_gb")]
+    speed = [y for _, y in points(half, "tokens_per_second_per_device")]
+    least = min((y for _, y in checks), default=None)
+    return (
+        run.name,
+        str(run.steps[-1]["step"]),
+        f"{losses[-1][1]:.4f}" if losses else "–",
+        f"{checks[-1][1]:.4f}, least {least:.4f}" if checks else "–",
+        si(sum(speed) / len(speed)) if speed else "–",
+        mean("mfu", ".1%"),
+        f"{max(memory):.1f} GB" if memory else "–",
+        str(len(run.starts) or "–"),
+        f"{sum(y for _, y in points(run.steps, 'skipped')):.0f}",
+        f"{sum(y for _, y in points(run.steps, 'nan_iterations')):.0f}",
+    )
+
+
+def _loss(runs: Sequence[RunFiles]) -> str:
+    """Each run's losses with a smoothed curve, its evaluations, and marks of what happened."""
+    raw = [points(run.steps, "loss") for run in runs]
+    smoothed = [_smoothed(each) for each in raw]
+    checks = [points(run.evaluations, "validation_loss") for run in runs]
+    curves = []
+    for n, run in enumerate(runs):
+        curves.append(Curve(f"{run.name}, each step", thinned(raw[n], DRAWN), n, "faint"))
+        curves.append(Curve(run.name, smoothed[n], n))
+        curves.append(Curve(f"{run.name}, validation", thinned(checks[n], DRAWN), n, "dots"))
+    marks = [mark for n, run in enumerate(runs) for mark in _marks(run, n)]
+    limits = loss_limits(raw, smoothed, checks)
+    return chart("loss", [c for c in curves if c.points], limits=limits, marks=marks, wide=True)
+
+
+def _smoothed(raw: Points) -> Points:
+    few = means(raw, DRAWN // 2)
+    return smooth(few, len(few) // SMOOTHED_PART)
+
+
+def _marks(run: RunFiles, colour: int) -> Iterator[Mark]:
+    """Events that have a step, lost steps and starts after the first."""
+    for event in run.events:
+        if (step := number(event.get("step"))) is not None:
+            yield Mark(step, f"{run.name}, step {step:g}: {event.get('event')}", colour)
+    for record in run.steps:
+        if number(record.get("nan_iterations")):
+            yield Mark(float(record["step"]), f"{run.name}, step {record['step']}: loss lost", colour)
+    for start in run.starts[1:]:
+        if (step := number(start.get("step"))) is not None:
+            yield Mark(step, f"{run.name}, started again after step {step:g}", colour)
+
+
+def _chart(runs: Sequence[RunFiles], key: str, title: str) -> str:
+    curves = [Curve(run.name, thinned(points(run.steps, key), DRAWN), n) for n, run in enumerate(runs)]
+    values = {y for curve in curves for _, y in curve.points}
+    if key == "global_batch_size" and len(values) < 2:
+        return ""
+    return chart(title, [curve for curve in curves if curve.points])
+
+
+def _fp8(runs: Sequence[RunFiles], share: str, title: str) -> str:
+    """The largest figure of all linears, of each kind of operand."""
+    curves = []
+    for n, run in enumerate(runs):
+        for kind, style in OPERANDS.items():
+            found = [(number(record["step"]), _largest(record, share, kind)) for record in run.fp8_steps]
+            known = [(x, y) for x, y in found if x is not None and y is not None]
+            curves.append(Curve(f"{run.name}, {kind}", thinned(known, DRAWN), n, style))
+    return chart(title, [curve for curve in curves if curve.points])
+
+
+def _largest(record: dict[str, Any], share: str, kind: str) -> float | None:
+    values = [
+        number(v) for key, v in record.items() if key.startswith(f"{share}/") and key.endswith(f".{kind}")
+    ]
+    return max((v for v in values if v is not None), default=None)
+
+
+def _expert_load(runs: Sequence[RunFiles]) -> str:
+    return _each(runs, _load_of)
+
+
+def _load_of(run: RunFiles) -> str:
+    tokens = (run.experts or {}).get("tokens")
+    rows = []
+    for layer, counts in tokens.items() if isinstance(tokens, dict) else ():
+        known = [number(count) or 0.0 for count in counts] if isinstance(counts, list) else []
+        mean = sum(known) / len(known) if known else 0.0
+        rows.append((f"layer {str(layer)[:20]}", [count / mean if mean else 0.0 for count in known]))
+    title = f"tokens of each expert / mean, step {(run.experts or {}).get('step')} (right: the busiest)"
+    return heat_map(title, rows[:MOST_ROWS])
+
+
+def _memory(run: RunFiles) -> str:
+    """What a device of each stage was expected to hold, and what each rank took in the measured step."""
+    stages = run.starts[-1].get("stages") if run.starts else None
+    expected = []
+    for stage in stages[:MOST_RANKS] if isinstance(stages, list) else ():
+        if isinstance(stage, dict):
+            parts = _figures(stage.get("bytes"))
+            expected.append((f"stage {stage.get('stage')}", parts, size_text(sum(parts.values()))))
+    peaks = [number(record.get("peak")) or 0.0 for record in run.measured_ranks[:MOST_RANKS]]
+    measured = [(f"rank {rank}", {"peak": peak}, size_text(peak)) for rank, peak in enumerate(peaks)]
+    return stacked_bars(
+        "expected on a device of each pipeline stage, by what holds it", expected
+    ) + stacked_bars(
+        "peak of each rank at a measured step (on a CPU of the process, libraries and all)", measured
+    )
+
+
+def _figures(found: Any) -> dict[str, float]:
+    known = found.items() if isinstance(found, dict) else ()
+    return {str(name): value for name, each in known if (value := number(each)) is not None and value >= 0}
+
+
+def _measured(run: RunFiles) -> str:
+    rows = []
+    for rank, record in enumerate(run.measured_ranks[:MOST_RANKS]):
+        times = _figures({name: record.get(name) for name in STEP_PARTS})
+        rows.append((f"rank {rank}", times, f"{sum(times.values()):.1f} ms"))
+    return stacked_bars("where the time of a measured step went", rows)
+
+
+def _timeline(run: RunFiles) -> str:
+    if run.timeline is None or not run.timeline.total:
+        return ""
+    kinds = list(LEGEND)
+    rows = [
+        [
+            (
+                kinds.index(span.action.kind),
+                span.start,
+                span.end,
+                f"{LEGEND[span.action.kind]}, micro-batch {span.action.micro_batch}, chunk {span.action.chunk}: "
+                f"{span.end - span.start:.2f} ms",
+            )
+            for span in spans_of_rank
+        ]
+        for spans_of_rank in run.timeline.spans[:MOST_RANKS]
+    ]
+    title = (
+        f"a measured step, {run.timeline.total:.1f} ms; the gaps are its bubble, {run.timeline.bubble:.1%}"
+    )
+    return spans(title, rows, list(LEGEND.values()))
+
+
+def _completions(runs: Sequence[RunFiles]) -> str:
+    return _each(runs, _completions_of)
+
+
+def _completions_of(run: RunFiles) -> str:
+    rows = [
+        (record.get("step"), _rewards(record), Html(_answer(record)))
+        for record in run.completions[-COMPLETIONS:]
+    ]
+    return table(("step", "rewards", "prompt and completion"), rows) if rows else ""
+
+
+def _rewards(record: dict[str, Any]) -> str:
+    rewards = record.get("rewards")
+    known = rewards.items() if isinstance(rewards, dict) else ()
+    return ", ".join(f"{name} {value}" for name, value in known)
+
+
+def _answer(record: dict[str, Any]) -> str:
+    return lines(record.get("prompt"), COMPLETION_LENGTH) + lines(record.get("completion"), COMPLETION_LENGTH)
+
+
+def _settings(runs: Sequence[RunFiles]) -> str:
+    """What differs between the runs, and every setting of each."""
+    keys = dict.fromkeys(key for run in runs for key in run.settings)
+    rows = [(key, *(run.settings.get(key, "") for run in runs)) for key in keys]
+    if not rows:
+        return ""
+    headings = ("setting", *(run.name for run in runs))
+    differ = [row for row in rows if len(set(row[1:])) > 1]
+    shown = table(headings, differ) if differ else "<p>Every setting is the same.</p>"
+    everything = f"<details><summary>all settings</summary>{table(headings, rows)}</details>"
+    return (shown if len(runs) > 1 else "") + everything
+
+
+def _starts(run: RunFiles) -> str:
+    if not run.starts:
+        return ""
+    rows = [
+        (
+            start.get("time"),
+            start.get("step"),
+            _pairs(start.get("layout")),
+            _hosts(start),
+            _pairs(start.get("versions")),
+        )
+        for start in run.starts[-MOST_ROWS:]
+    ]
+    summary = run.starts[-1].get("summary")
+    told = summary.items() if isinstance(summary, dict) else ()
+    facts = table(("of the last start", ""), [(name, Html(lines(value, 2000))) for name, value in told])
+    return table(("started", "after step", "layout", "ranks and hosts", "versions"), rows) + facts
+
+
+def _pairs(found: Any) -> str:
+    return ", ".join(f"{name} {value}" for name, value in found.items()) if isinstance(found, dict) else ""
+
+
+def _hosts(start: dict[str, Any]) -> str:
+    hosts = start.get("hosts")
+    named = ", ".join(map(str, hosts[:8])) if isinstance(hosts, list) else ""
+    return f"{start.get('ranks')} on {named}"
+
+
+def _events(run: RunFiles) -> str:
+    rows = [(e.get("time"), e.get("step"), e.get("event"), e.get("text")) for e in run.events[-MOST_ROWS:]]
+    skipped = [str(record["step"]) for record in run.steps if number(record.get("skipped"))]
+    facts = []
+    if run.saved_steps:
+        facts.append(f"checkpoints there: steps {', '.join(map(str, run.saved_steps[-40:]))}")
+    if skipped:
+        more = f" and {len(skipped) - 40} before" if len(skipped) > 40 else ""
+        facts.append(f"updates skipped: {len(skipped)}, steps {', '.join(skipped[-40:])}{more}")
+    told = "".join(f"<p>{text(fact, 1000)}</p>" for fact in facts)
+    return told + (table(("time", "step", "event", "what"), rows) if rows else "")

@@ -121,31 +121,35 @@ class RunFiles:
 
     @cached_property
     def settings(self) -> dict[str, str]:
-        """`section.key` → its value, of config.yaml."""
-        try:
-            tree = parse_yaml(_text(self.folder / "config.yaml"))
-        except (yaml.YAMLError, ValueError, RecursionError):
-            return {}
-        sections = tree.items() if isinstance(tree, dict) else ()
-        return {
-            f"{section}.{key}": "" if value is None else str(value)
-            for section, values in sections
-            for key, value in (values.items() if isinstance(values, dict) else ())
-        }
+        return run_settings(self.folder)
 
 
-def tail(path: Path | StorePath) -> list[Record]:
-    """The JSON objects among the last lines of a file."""
+def run_settings(folder: Path | StorePath) -> dict[str, str]:
+    """`section.key` → its value, of a run's config.yaml; nothing where it cannot be read."""
+    try:
+        tree = parse_yaml(_text(folder / "config.yaml"))
+    except (yaml.YAMLError, ValueError, RecursionError, OSError):
+        return {}
+    sections = tree.items() if isinstance(tree, dict) else ()
+    return {
+        f"{section}.{key}": "" if value is None else str(value)
+        for section, values in sections
+        for key, value in (values.items() if isinstance(values, dict) else ())
+    }
+
+
+def tail(path: Path | StorePath, length: int = TAIL) -> list[Record]:
+    """The JSON objects among the last lines of a file. Raises OSError."""
     if not path.is_file():
         return []
     size = size_of(path)
-    start = max(0, size - TAIL)
+    start = max(0, size - length)
     if isinstance(path, StorePath):
         content = path.read_range(start, size)
     else:
         with path.open("rb") as file:
             file.seek(start)
-            content = file.read(TAIL)
+            content = file.read(length)
     lines = content.decode(errors="replace").split("\n")[1 if start else 0 :]
     found = (_parsed(line) for line in lines if line)
     return [record for record in found if isinstance(record, dict)]

@@ -1,4 +1,4 @@
-"""Charts as SVG and HTML, drawn without a library: curves, stacked bars, spans of time, a heat map.
+"""Charts as SVG and HTML, drawn without a library: curves, stacked bars, spans of time, a heat map; a curve in a word.
 
 An SVG here has no text and is stretched to its box; labels are HTML beside it, at percentages. So a chart fits any
 width, its letters keep their size, and it is there without a script; the page's script adds what the pointer shows.
@@ -22,6 +22,7 @@ TICKS = 5
 COLOURS = 8  # of page.css
 NAME_LENGTH = 300
 MARKS = 200
+SPARKS = "▁▂▃▄▅▆▇█"
 
 
 def text(value: Any, length: int = NAME_LENGTH, keep: str = "") -> str:
@@ -234,3 +235,11 @@ def _rows(title: str, body: str, names: Sequence[str] = ()) -> str:
     )
     caption = f'<figcaption>{text(title)}<span class="legend">{keys}</span></figcaption>'
     return f'<figure class="chart wide">{caption}<div class="rows">{body}</div></figure>'
+
+
+def sparkline(values: Sequence[float], width: int = 16) -> str:
+    """The last so many stretches of the values, a character each."""
+    size = -(-len(values) // width) or 1
+    means = [sum(part) / len(part) for i in range(0, len(values), size) if (part := values[i : i + size])]
+    low, high = min(means, default=0.0), max(means, default=0.0)
+    return "".join(SPARKS[round((len(SPARKS) - 1) * (mean - low) / ((high - low) or 1.0))] for mean in means)
