@@ -68,6 +68,8 @@ OLMO = LLAMA | {
     "add_proj_bias": True,
     "add_mlp_bias": True,
     "rotary_percent": 0.7,  # 4 of 6 dimensions
+    "rotary_interleaved": True,
+    "no_rope_freq": 2,
     "rope_scaling": {
         "type": "longrope",
         "original_max_position_embeddings": SEQUENCE // 2

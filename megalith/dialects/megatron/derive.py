@@ -102,6 +102,10 @@ def positions(given: Given) -> None:
     given.set("model.rotary_base", given["--rotary-base"])
     if given["--rotary-percent"] != 1 and not latent:
         given.set("model.rotary_percent", given["--rotary-percent"])
+    if given["--rotary-interleaved"]:
+        given.set("model.rotary_interleaved", True)
+    if (every := given["--no-rope-freq"]) is not None:
+        given.set("model.no_rope_freq", _layers(given, "--no-rope-freq", every))
     if scaling := _rope_scaling(given, kind, latent):
         given.set("model.rope_scaling", scaling)
 

@@ -84,6 +84,7 @@ class SelfAttention(Attention):
         width = config.num_attention_heads * config.head_dim
         self.linear_qkv = Linear(config.hidden_size, rows, bias=config.qkv_bias, device=device)
         self.linear_proj = Linear(width, config.hidden_size, bias=config.proj_bias, device=device)
+        self.turns, self.interleaved = config.turns(number), config.rotary_interleaved
         self.q_layernorm = self.k_layernorm = None
         if config.qk_layernorm_full_width:
             self.q_layernorm = HeadsNorm(config, config.num_attention_heads, device)
@@ -100,11 +101,11 @@ class SelfAttention(Attention):
         query, key, value = self.linear_qkv(x, context, then=split)  # [batch, seq, heads or groups, head_dim]
         if self.q_layernorm is not None:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
-        if context.rotary is not None:
+        if self.turns and context.rotary is not None:
             tables = context.rotary
             if self.window is not None and context.rotary_local is not None:
                 tables = context.rotary_local
-            query, key = rotate(query, tables), rotate(key, tables)
+            query, key = (rotate(x, tables, self.interleaved) for x in (query, key))
         out = self.attend(query, key, value, context)  # [batch, seq, heads, head_dim]
         return self.linear_proj(out.flatten(2), context)
 
