@@ -226,6 +226,9 @@ class DenseModel(Section):
     ] = False
     """qk_layernorm goes over all heads together instead (OLMo 2)."""
 
+    qk_l2_norm: Annotated[bool, Needs("qk_layernorm", False, strict=True)] = False
+    """Divides queries and keys by the root mean square of their head, without a weight (Llama 4)."""
+
     query_pre_attn_scalar: Annotated[PositiveInt | None, Resolved("attention_divisor")] = None
     """Attention scores are divided by its root. Absent: the size of a head."""
 

@@ -228,6 +228,7 @@ CASES = [
       "model.rope_scaling.attention_factor": (0.1 * 0.7 * math.log(4) + 1) / (0.1 * 0.5 * math.log(4) + 1)}, ""),
     ("--position-embedding-type rope --rotary-interleaved --no-rope-freq 2",
      {"model.rotary_interleaved": True, "model.no_rope_freq": 2}, ""),
+    ("--qk-l2-norm --qk-layernorm", {"model.qk_l2_norm": True, "model.qk_layernorm": False}, ""),
     ("--rotary-interleaved", {"model.rotary_interleaved": False}, ""),
     ("--window-size (15,0) --window-attn-skip-freq 2", {"model.window_size": [15, 0],
                                                         "model.window_attn_skip_freq": 2}, ""),

@@ -54,6 +54,8 @@ GEMMA = LLAMA | {
     "window_attn_skip_freq": 2,
     "rotary_base_local": 500.0,
     "query_pre_attn_scalar": 5,
+    "qk_layernorm": False,
+    "qk_l2_norm": True,
     "attn_logit_softcapping": 2.0,
     "final_logit_softcapping": 3.0,
     "norm_placement": "sandwich",

@@ -180,8 +180,8 @@ SAME_NAMES = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "max_position_embeddings", "normalization",
 )  # fmt: skip
 OPTIONAL = (  # absent: our default
-    "kv_channels", "make_vocab_size_divisible_by", "qk_layernorm", "untie_embeddings_and_output_weights",
-    "hidden_dropout", "attention_dropout", "init_method_std",
+    "kv_channels", "make_vocab_size_divisible_by", "qk_layernorm", "qk_l2_norm",
+    "untie_embeddings_and_output_weights", "hidden_dropout", "attention_dropout", "init_method_std",
 )  # fmt: skip
 EXPERTS = (
     "num_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",

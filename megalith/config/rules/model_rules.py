@@ -74,6 +74,7 @@ def _check_latent_attention(model: ModelConfig) -> None:
         "rotary_interleaved": (model.rotary_interleaved, False),
         "no_rope_freq": (model.no_rope_freq, None),
         "qk_layernorm": (model.qk_layernorm, False),
+        "qk_l2_norm": (model.qk_l2_norm, False),
         "add_bias_linear": (model.add_bias_linear, False),
         "add_qkv_bias": (model.add_qkv_bias, False),
         "add_proj_bias": (model.add_proj_bias, False),

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megalith.config import ModelConfig
 from megalith.models.linear import Linear
-from megalith.models.norm import HeadsNorm, Norm
+from megalith.models.norm import HeadsNorm, Norm, RootMeanSquare
 from megalith.models.pass_context import Context, Runnable, runnable
 from megalith.models.rope import rotate
 from megalith.ops.attention_core import attention, split_qkv
@@ -92,6 +92,8 @@ class SelfAttention(Attention):
         elif config.qk_layernorm:
             self.q_layernorm = Norm(config, config.head_dim, device)
             self.k_layernorm = Norm(config, config.head_dim, device)
+        elif config.qk_l2_norm:
+            self.q_layernorm, self.k_layernorm = RootMeanSquare(config), RootMeanSquare(config)
 
     @runnable
     def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
