@@ -203,6 +203,8 @@ LEARNED = {
     "vocab_size": 100,
     "max_position_embeddings": 64,
 }
+ENCODER = LEARNED | {"model_type": "bert"}
+HEADLESS = ENCODER | {"bert_binary_head": False}
 
 # Every setting that decides which function the weights are: another value, and the model where that is another one.
 OTHER_FUNCTIONS = {
@@ -212,7 +214,9 @@ OTHER_FUNCTIONS = {
     "position_embedding_type": ("learned_absolute", LATENT), "embedding_layernorm": (True, WHOLE),
     "rotary_base": (5e5, WHOLE), "rotary_base_local": (1e4, WHOLE), "rotary_percent": (0.5, WHOLE),
     "qk_l2_norm": (True, LEARNED), "rotary_interleaved": (True, WHOLE), "no_rope_freq": (2, WHOLE),
-    "add_output_bias": (True, WHOLE),
+    "add_output_bias": (True, WHOLE), "model_type": ("bert", LEARNED), "num_tokentypes": (3, ENCODER),
+    "add_lm_head": (False, ENCODER), "bert_binary_head": (False, ENCODER), "add_pooler": (True, HEADLESS),
+    "apply_residual_connection_post_layernorm": (True, LEARNED),
     "rope_scaling": ({"type": "linear", "factor": 4.0}, WHOLE), "window_size": ([8, 0], WHOLE),
     "window_attn_skip_freq": (2, WHOLE), "scale_embeddings": (True, WHOLE), "normalization": ("LayerNorm", WHOLE),
     "layernorm_epsilon": (1e-6, WHOLE), "layernorm_zero_centered_gamma": (True, WHOLE),
