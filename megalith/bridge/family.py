@@ -34,7 +34,7 @@ COUNTS = (
     "n_embd", "n_inner", "n_head", "n_positions", "num_experts", "num_local_experts", "n_routed_experts",
     "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group",
     "n_embed", "seq_length", "shared_expert_intermediate_size", "type_vocab_size",
-    "rotary_dim", "ffn_dim", "word_embed_proj_dim",
+    "rotary_dim", "no_rope_layer_interval", "ffn_dim", "word_embed_proj_dim",
     "decoder_sparse_step", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
     "num_kv_heads", "ffn_hidden_size", "num_ln_in_parallel_attn",
 )
@@ -44,7 +44,10 @@ NUMBERS = (
 )
 NAMES = ("model_type", "rope_type", "type", "topk_method")
 OBJECTS = ("rope_scaling", "rope_parameters", "full_attention", "sliding_attention")  # of these keys again
-LISTS = {"architectures": str, "layer_types": str, "mlp_only_layers": int, "short_factor": float, "long_factor": float}
+LISTS = {
+    "architectures": str, "layer_types": str, "mlp_only_layers": int, "no_rope_layers": int,
+    "short_factor": float, "long_factor": float,
+}
 # fmt: on
 
 

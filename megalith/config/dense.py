@@ -128,6 +128,17 @@ class DenseModel(Section):
     rotary_percent: Annotated[float, Field(gt=0.0, le=1.0), ROTARY_ONLY] = 1.0
     """Share of a head's dimensions that turn with the position; the others stay as they are."""
 
+    rotary_interleaved: Annotated[bool, ROTARY_ONLY] = False
+    """Dimensions that turn together are neighbours, 0 and 1, 2 and 3, instead of half a head apart (GPT-J)."""
+
+    no_rope_freq: Annotated[
+        PositiveInt | list[Literal[0, 1]] | None,
+        Resolved("layers_without_rope"),
+        ROTARY_ONLY,
+        Shrinks(small.window_skip),
+    ] = None
+    """Layers without rotary positions (SmolLM3): every N-th, or where a list with a number a layer has a 1."""
+
     rope_scaling: Annotated[RopeScaling | None, Decides.REACH, ROTARY_ONLY, Shrinks(small.scaling)] = None
     """Stretches the rotary frequencies to a longer context."""
 
@@ -214,6 +225,9 @@ class DenseModel(Section):
         bool, Needs("qk_layernorm", True, strict=True), Needs("normalization", "RMSNorm", strict=True)
     ] = False
     """qk_layernorm goes over all heads together instead (OLMo 2)."""
+
+    qk_l2_norm: Annotated[bool, Needs("qk_layernorm", False, strict=True)] = False
+    """Divides queries and keys by the root mean square of their head, without a weight (Llama 4)."""
 
     query_pre_attn_scalar: Annotated[PositiveInt | None, Resolved("attention_divisor")] = None
     """Attention scores are divided by its root. Absent: the size of a head."""
@@ -368,6 +382,19 @@ class DenseModel(Section):
         scaling = self.rope_scaling
         stretched = scaling is not None and scaling.type == "yarn" and scaling.mscale_all_dim
         return self.attention_divisor**-0.5 * (scaling.magnitude(stretched) ** 2 if stretched else 1.0)
+
+    @property
+    def layers_without_rope(self) -> list[int] | None:
+        """For each layer a 1 where rotary positions are left out; None: they never are."""
+        every = self.no_rope_freq
+        if every is None or isinstance(every, list):
+            return every
+        return [int((layer + 1) % every == 0) for layer in range(self.num_layers)]
+
+    def turns(self, layer: int) -> bool:
+        """Whether layer number `layer` (from 0) turns queries and keys, where positions are rotary."""
+        without = self.layers_without_rope
+        return without is None or not without[min(layer, self.num_layers - 1)]
 
     @property
     def windows(self) -> list[int | None]:

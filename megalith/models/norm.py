@@ -37,6 +37,18 @@ class Norm(Runnable):
         return local(self.weight), bias, self.epsilon, self.zero_centred
 
 
+class RootMeanSquare(nn.Module):
+    """x over the root of its mean square: Llama 4's L2 norm of a head, which has no weight. Computed in fp32."""
+
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.epsilon = config.layernorm_epsilon
+
+    def forward(self, x: Tensor) -> Tensor:  # [..., head_dim]
+        wide = x.float()
+        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)).to(x.dtype)
+
+
 def normed_after(
     norm: Norm | None, x: Tensor, y: Tensor | None = None, dropout: Mask | None = None
 ) -> tuple[Tensor, Tensor]:

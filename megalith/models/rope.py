@@ -30,12 +30,16 @@ def local_rotary_tables(config: ModelConfig, position_ids: Tensor) -> Tables:
     return _tables(position_ids, frequencies, 1.0)
 
 
-def rotate(x: Tensor, tables: Tables) -> Tensor:
-    """Turns x [batch, seq, heads, head_dim] by the tables of its positions; computed in fp32."""
+def rotate(x: Tensor, tables: Tables, interleaved: bool = False) -> Tensor:
+    """Turns x [batch, seq, heads, head_dim] by the tables of its positions; computed in fp32. `interleaved`: pair j is
+    (x_2j, x_2j+1)."""
     cos, sin = tables
     size = 2 * cos.shape[-1]
-    first, second = x[..., :size].float().chunk(2, dim=-1)
-    turned = torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    part = x[..., :size].float()
+    first, second = part.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else part.chunk(2, dim=-1)
+    turned = first * cos - second * sin, second * cos + first * sin
+    turned = torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, dim=-1)
+    turned = turned.to(x.dtype)
     return turned if size == x.shape[-1] else torch.cat([turned, x[..., size:]], dim=-1)
 
 

@@ -305,7 +305,7 @@ def saved_activations(
     if compiled and not gathers and "layernorm" in recomputed:  # the input of a recomputed MLP is saved
         norm_outputs = model.hidden_size // sequence if "mlp" in recomputed else 0
     attention = query + key_value
-    if model.qk_layernorm or model.position_embedding_type == "rope":
+    if model.qk_layernorm or model.qk_l2_norm or model.position_embedding_type == "rope":
         attention += query + key_value // 2  # queries and keys before it, in one piece with the values
     if not (compiled and "core_attn" in recomputed):
         attention += query  # the output

@@ -23,6 +23,7 @@ FAMILIES = [
     "phi, tied",
     "gpt-j",
     "opt",
+    "smollm3",
 ]
 TRIED = ["tp2", "pp2", "tp2-sp-dp2-zero3"]
 

@@ -27,6 +27,7 @@ IMPOSSIBLE = [
     ({"model": {**ROPE, "kv_channels": 15}}, "15 of a head's 15 turn"),
     ({"model": {**ROPE, "rotary_percent": 0.2}}, "3 of a head's 16 turn .*rotary_percent 0.2.*an even number does"),
     ({"model": {"rotary_percent": 0.5}}, "rotary_percent is 0.5, but it takes model.position_embedding_type rope"),
+    ({"model": {**ROPE, "no_rope_freq": [1]}}, "no_rope_freq has 1 numbers, but model.num_layers is 2"),
     ({"model": {**ROPE, "rotary_base_local": 1e4}}, "base_local is 10000.0, but it takes model.window_size"),
     ({"model": {**ROPE, "rope_scaling": {"type": "longrope", "short_factor": [1.0]}}}, "short_factor has 1 .*8 pairs"),
     ({"model": {"window_size": [7, 1]}}, r"lets a query see 1 tokens behind its own.*set it to \[7, 0\]"),

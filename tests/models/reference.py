@@ -125,6 +125,11 @@ CASES: dict[str, tuple[Callable, dict]] = {
         lambda: transformers.MistralConfig(**LLAMA, sliding_window=11),
         dict(OURS, window_size=[10, 0]),
     ),
+    "smollm3": (
+        lambda: transformers.SmolLM3Config(**LLAMA, pad_token_id=None, no_rope_layers=[1, 0, 1],
+                                           tie_word_embeddings=False),
+        dict(OURS, no_rope_freq=[0, 1, 0], rotary_base=2e6),
+    ),
     "gemma": (
         lambda: transformers.GemmaConfig(**LLAMA, head_dim=24, pad_token_id=0),
         dict(OURS, kv_channels=24, gated_linear_unit=True, swiglu=False, layernorm_zero_centered_gamma=True,

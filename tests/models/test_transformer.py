@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import Tensor
+from transformers.models.llama4.modeling_llama4 import Llama4TextL2Norm
 
 from megalith.config import ModelConfig
 from megalith.config.presets import PRESETS
@@ -40,6 +41,15 @@ def loss_and_gradients(model: Transformer, **extra) -> tuple[float, dict[str, Te
     model.zero_grad()
     loss.backward()
     return loss.item(), {name: p.grad.clone() for name, p in model.named_parameters()}
+
+
+def test_the_l2_norm_of_heads_is_llama_4s_and_a_norm_whose_weights_are_1():
+    normed, plain = build("llama", qk_layernorm=True), build("llama", qk_l2_norm=True)
+    with torch.no_grad():
+        torch.testing.assert_close(plain(tokens()), normed(tokens()), rtol=1e-5, atol=1e-6)
+    heads = torch.randn(2, 5, 4, 16, generator=torch.Generator().manual_seed(1))
+    norm = plain.layers["0"].self_attention.q_layernorm
+    torch.testing.assert_close(norm(heads), Llama4TextL2Norm(norm.epsilon)(heads))
 
 
 @pytest.mark.parametrize("family", FAMILIES)

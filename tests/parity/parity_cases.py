@@ -54,6 +54,8 @@ GEMMA = LLAMA | {
     "window_attn_skip_freq": 2,
     "rotary_base_local": 500.0,
     "query_pre_attn_scalar": 5,
+    "qk_layernorm": False,
+    "qk_l2_norm": True,
     "attn_logit_softcapping": 2.0,
     "final_logit_softcapping": 3.0,
     "norm_placement": "sandwich",
@@ -68,6 +70,8 @@ OLMO = LLAMA | {
     "add_proj_bias": True,
     "add_mlp_bias": True,
     "rotary_percent": 0.7,  # 4 of 6 dimensions
+    "rotary_interleaved": True,
+    "no_rope_freq": 2,
     "rope_scaling": {
         "type": "longrope",
         "original_max_position_embeddings": SEQUENCE // 2

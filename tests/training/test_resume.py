@@ -203,6 +203,8 @@ LEARNED = {
     "vocab_size": 100,
     "max_position_embeddings": 64,
 }
+ENCODER = LEARNED | {"model_type": "bert"}
+HEADLESS = ENCODER | {"bert_binary_head": False}
 
 # Every setting that decides which function the weights are: another value, and the model where that is another one.
 OTHER_FUNCTIONS = {
@@ -211,6 +213,10 @@ OTHER_FUNCTIONS = {
     "vocab_size": (101, WHOLE), "max_position_embeddings": (128, LEARNED),
     "position_embedding_type": ("learned_absolute", LATENT), "embedding_layernorm": (True, WHOLE),
     "rotary_base": (5e5, WHOLE), "rotary_base_local": (1e4, WHOLE), "rotary_percent": (0.5, WHOLE),
+    "qk_l2_norm": (True, LEARNED), "rotary_interleaved": (True, WHOLE), "no_rope_freq": (2, WHOLE),
+    "add_output_bias": (True, WHOLE), "model_type": ("bert", LEARNED), "num_tokentypes": (3, ENCODER),
+    "add_lm_head": (False, ENCODER), "bert_binary_head": (False, ENCODER), "add_pooler": (True, HEADLESS),
+    "apply_residual_connection_post_layernorm": (True, LEARNED),
     "rope_scaling": ({"type": "linear", "factor": 4.0}, WHOLE), "window_size": ([8, 0], WHOLE),
     "window_attn_skip_freq": (2, WHOLE), "scale_embeddings": (True, WHOLE), "normalization": ("LayerNorm", WHOLE),
     "layernorm_epsilon": (1e-6, WHOLE), "layernorm_zero_centered_gamma": (True, WHOLE),
@@ -254,6 +260,7 @@ def test_going_on_with_another_function_is_refused_with_both_values_and_the_way_
         "swiglu": "activation was 'gelu_tanh' and is 'silu'; model.gated_linear_unit was False and is True",
         "add_bias_linear": "add_qkv_bias was False and is True; model.add_proj_bias was False and is True",
         "window_size": "window_size was [8, 8, 8, 8] and is [9, 9, 9, 9]",
+        "no_rope_freq": "no_rope_freq was None and is [0, 1, 0, 1]",
         "moe_layer_freq": "moe_layer_freq was [0, 1, 2, 3] and is [0, 2]",
         "multi_latent_attention": "multi_latent_attention was False and is True",
     }

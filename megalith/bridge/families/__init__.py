@@ -29,6 +29,7 @@ from megalith.bridge.families.llama import (
     PHI3,
     QWEN2,
     QWEN3,
+    SMOLLM3,
 )
 from megalith.bridge.families.separate_qkv import GPT_J, OPT, PHI, STABLELM, STARCODER2
 from megalith.bridge.family import Family, check_kinds
@@ -50,6 +51,7 @@ FAMILIES: dict[str, Family] = {
         PHI3,
         GPT_NEOX,
         FALCON,
+        SMOLLM3,
         STARCODER2,
         STABLELM,
         PHI,

@@ -4,6 +4,8 @@ Mistral: Llama, in some releases with a sliding window.
 
 Phi-3: Llama with fused matrices, in some releases a window, LongRoPE, or heads that turn in part (Phi-4 mini).
 
+SmolLM3: Llama with layers whose queries and keys do not turn.
+
 OLMo 2: Llama with its norms behind attention and MLP, and one over all queries, one over all keys together.
 
 Gemma: GELU gates, scaled embeddings, norms that multiply by 1 + weight. Gemma 2 and the text model of Gemma 3 have
@@ -13,6 +15,9 @@ Qwen2 and 2.5: Llama with biases in queries, keys and values. Qwen3: without the
 """
 
 from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
 
 from megalith.bridge.family import Family
 from megalith.bridge.rows import gate_up, qkv, same
@@ -24,10 +29,12 @@ from megalith.bridge.settings import (
     Rope,
     RopeByLayer,
     Theirs,
+    Tree,
     Window,
     WindowsByLayer,
     Writes,
 )
+from megalith.config import ModelConfig
 
 # fmt: off
 TENSORS = {
@@ -109,6 +116,40 @@ LLAMA = Family(
         *SETTINGS,
         *ATTENTION_BIAS,
         Field("add_mlp_bias", "mlp_bias", default=False),
+    ),
+    tied="lm_head.weight",
+    ignored=IGNORED,
+)
+
+
+class LayersWithoutRope:
+    """`no_rope_layers`, with a 0 for each layer that has no rotary positions; or every `no_rope_layer_interval`-th."""
+
+    def read(self, theirs: Mapping[str, Any]) -> Tree:
+        turns = theirs.get("no_rope_layers")
+        if not turns:
+            return {"no_rope_freq": theirs.get("no_rope_layer_interval", 4)}
+        skipped = [int(not layer) for layer in turns[: theirs["num_hidden_layers"]]]
+        return {"no_rope_freq": skipped} if any(skipped) else {}
+
+    def write(self, model: ModelConfig) -> Tree:
+        skipped = model.layers_without_rope or [0] * model.num_layers
+        return {"no_rope_layers": [1 - layer for layer in skipped]}
+
+
+SMOLLM3 = Family(
+    architecture="SmolLM3ForCausalLM",
+    model_type="smollm3",
+    absent={"num_key_value_heads": 4, "rope_theta": 2e6, "tie_word_embeddings": True},
+    tensors=TENSORS,
+    settings=(
+        *SETTINGS,
+        *ATTENTION_BIAS,
+        Field("add_mlp_bias", "mlp_bias", default=False),
+        LayersWithoutRope(),
+        Theirs(use_sliding_window=False),
+        EveryLayer("layer_types", "full_attention"),
+        Writes(pad_token_id=None),
     ),
     tied="lm_head.weight",
     ignored=IGNORED,

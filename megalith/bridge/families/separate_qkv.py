@@ -151,11 +151,11 @@ class RotaryDimensions:
     """`rotary_dim`, the dimensions of a head that turn, with the base that GPT-J always has."""
 
     def read(self, theirs: Mapping[str, Any]) -> Tree:
-        size, turns = theirs["n_embd"] // theirs["n_head"], theirs.get("rotary_dim", 64)
-        if not turns:
+        size, turns = theirs["n_embd"] // (theirs["n_head"] or 1), theirs.get("rotary_dim", 64)
+        if not turns or turns > size:
             raise ConfigError(
-                f"config.json has rotary_dim {turns}, with which transformers builds no model; set it to the "
-                f"dimensions of a head that turn, at most {size}"
+                f"config.json has rotary_dim {turns}, with which transformers runs no model; set it to how many of a "
+                f"head's {size} dimensions turn"
             )
         share = turns / size
         if int(size * share) != turns:  # rounded down once too often
@@ -219,7 +219,8 @@ class Positions:
     """`max_position_embeddings`, which leaves out the table's rows without a token."""
 
     def read(self, theirs: Mapping[str, Any]) -> Tree:
-        return {"max_position_embeddings": theirs.get("max_position_embeddings", 2048) + TOKENLESS}
+        positions = theirs.get("max_position_embeddings")
+        return {"max_position_embeddings": (2048 if positions is None else positions) + TOKENLESS}
 
     def write(self, model: ModelConfig) -> Tree:
         return {"max_position_embeddings": model.max_position_embeddings - TOKENLESS}

@@ -149,6 +149,8 @@ class _Positions:
             "position_embedding_type": kind,
             "rotary_base": theirs.get("rotary_base", 10000),
             "rotary_percent": theirs.get("rotary_percent", 1.0),
+            "rotary_interleaved": theirs.get("rotary_interleaved", False),
+            "no_rope_freq": theirs.get("no_rope_freq"),
         }
         if theirs.get("use_rope_scaling"):
             fields["rope_scaling"] = {"type": "llama3", "factor": theirs.get("rope_scaling_factor", 8.0)}
@@ -166,6 +168,8 @@ class _Positions:
             "position_embedding_type": model.position_embedding_type,
             "rotary_base": int(base) if (base := model.rotary_base).is_integer() else base,
             "rotary_percent": model.rotary_percent,
+            "rotary_interleaved": model.rotary_interleaved,
+            "no_rope_freq": model.layers_without_rope,
             "use_rope_scaling": stretched,
             "rope_scaling_factor": scaling.factor if stretched else 8.0,
             "rotary_seq_len_interpolation_factor": scaling.factor if linear else None,
@@ -176,8 +180,8 @@ SAME_NAMES = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "max_position_embeddings", "normalization",
 )  # fmt: skip
 OPTIONAL = (  # absent: our default
-    "kv_channels", "make_vocab_size_divisible_by", "qk_layernorm", "untie_embeddings_and_output_weights",
-    "hidden_dropout", "attention_dropout", "init_method_std",
+    "kv_channels", "make_vocab_size_divisible_by", "qk_layernorm", "qk_l2_norm",
+    "untie_embeddings_and_output_weights", "hidden_dropout", "attention_dropout", "init_method_std",
 )  # fmt: skip
 EXPERTS = (
     "num_experts", "moe_layer_freq", "moe_ffn_hidden_size", "moe_shared_expert_intermediate_size",
@@ -203,7 +207,7 @@ GPT = Family(
         _Experts(),
         _Positions(),
         Theirs(
-            multi_latent_attention=False, mtp_num_layers=None, window_size=None, rotary_interleaved=False,
+            multi_latent_attention=False, mtp_num_layers=None, window_size=None,
             apply_residual_connection_post_layernorm=False,
         ),
     ),

@@ -71,7 +71,10 @@ def _check_latent_attention(model: ModelConfig) -> None:
         "kv_channels": (model.kv_channels, None),
         "rotary_percent": (model.rotary_percent, 1.0),
         "rotary_base_local": (model.rotary_base_local, None),
+        "rotary_interleaved": (model.rotary_interleaved, False),
+        "no_rope_freq": (model.no_rope_freq, None),
         "qk_layernorm": (model.qk_layernorm, False),
+        "qk_l2_norm": (model.qk_l2_norm, False),
         "add_bias_linear": (model.add_bias_linear, False),
         "add_qkv_bias": (model.add_qkv_bias, False),
         "add_proj_bias": (model.add_proj_bias, False),
@@ -95,6 +98,12 @@ def _check_rotary(model: ModelConfig) -> None:
             f"rotary positions turn pairs of dimensions, but {model.rotary_size} of a head's {model.head_dim} turn "
             f"(model.rotary_percent {model.rotary_percent}); choose model.kv_channels and rotary_percent so that an "
             "even number does"
+        )
+    skip = model.no_rope_freq
+    if isinstance(skip, list) and len(skip) != model.num_layers:
+        raise ConfigError(
+            f"model.no_rope_freq has {len(skip)} numbers, but model.num_layers is {model.num_layers}; give one "
+            "for each layer (1: without rotary positions, 0: with them), or a single number"
         )
     if model.rope_scaling is not None:
         _check_rope_scaling(model.rope_scaling, model.rotary_size // 2)

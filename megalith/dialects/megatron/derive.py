@@ -102,6 +102,10 @@ def positions(given: Given) -> None:
     given.set("model.rotary_base", given["--rotary-base"])
     if given["--rotary-percent"] != 1 and not latent:
         given.set("model.rotary_percent", given["--rotary-percent"])
+    if given["--rotary-interleaved"]:
+        given.set("model.rotary_interleaved", True)
+    if (every := given["--no-rope-freq"]) is not None:
+        given.set("model.no_rope_freq", _layers(given, "--no-rope-freq", every))
     if scaling := _rope_scaling(given, kind, latent):
         given.set("model.rope_scaling", scaling)
 
@@ -157,9 +161,12 @@ def activation(given: Given) -> None:
 
 
 def latent_attention(given: Given) -> None:
-    """model.multi_latent_attention, whose latents always have norms here; without it model.qk_layernorm."""
+    """model.multi_latent_attention, whose latents always have norms here; without it model.qk_layernorm, or
+    model.qk_l2_norm, which goes before it in Megatron."""
+    if given["--qk-l2-norm"]:
+        given.set("model.qk_l2_norm", True)
     if not given["--multi-latent-attention"]:
-        if given["--qk-layernorm"]:
+        if given["--qk-layernorm"] and not given["--qk-l2-norm"]:
             given.set("model.qk_layernorm", True)
         return
     given.set("model.multi_latent_attention", True)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megalith.config import ModelConfig
 from megalith.models.linear import Linear
-from megalith.models.norm import HeadsNorm, Norm
+from megalith.models.norm import HeadsNorm, Norm, RootMeanSquare
 from megalith.models.pass_context import Context, Runnable, runnable
 from megalith.models.rope import rotate
 from megalith.ops.attention_core import attention, split_qkv
@@ -84,6 +84,7 @@ class SelfAttention(Attention):
         width = config.num_attention_heads * config.head_dim
         self.linear_qkv = Linear(config.hidden_size, rows, bias=config.qkv_bias, device=device)
         self.linear_proj = Linear(width, config.hidden_size, bias=config.proj_bias, device=device)
+        self.turns, self.interleaved = config.turns(number), config.rotary_interleaved
         self.q_layernorm = self.k_layernorm = None
         if config.qk_layernorm_full_width:
             self.q_layernorm = HeadsNorm(config, config.num_attention_heads, device)
@@ -91,6 +92,8 @@ class SelfAttention(Attention):
         elif config.qk_layernorm:
             self.q_layernorm = Norm(config, config.head_dim, device)
             self.k_layernorm = Norm(config, config.head_dim, device)
+        elif config.qk_l2_norm:
+            self.q_layernorm, self.k_layernorm = RootMeanSquare(config), RootMeanSquare(config)
 
     @runnable
     def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
@@ -100,11 +103,11 @@ class SelfAttention(Attention):
         query, key, value = self.linear_qkv(x, context, then=split)  # [batch, seq, heads or groups, head_dim]
         if self.q_layernorm is not None:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
-        if context.rotary is not None:
+        if self.turns and context.rotary is not None:
             tables = context.rotary
             if self.window is not None and context.rotary_local is not None:
                 tables = context.rotary_local
-            query, key = rotate(query, tables), rotate(key, tables)
+            query, key = (rotate(x, tables, self.interleaved) for x in (query, key))
         out = self.attend(query, key, value, context)  # [batch, seq, heads, head_dim]
         return self.linear_proj(out.flatten(2), context)
 
