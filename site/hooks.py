@@ -19,7 +19,11 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-PAGES = {"README.md": "index.md", "benchmarks/RESULTS.md": "benchmarks.md"}  # in the repository → on the site
+PAGES = {
+    "README.md": "index.md",
+    "benchmarks/RESULTS.md": "benchmarks.md",
+    "examples/README.md": "examples.md",
+}  # in the repository → on the site
 MERMAID = ROOT / "build" / "mermaid" / "package" / "dist" / "mermaid.min.js"
 LINK = re.compile(r"\]\((?![a-z]+:|#)([^)#\s]+)")
 FENCE = re.compile(r"^\s*```")
