@@ -14,7 +14,7 @@ from megalith.config.run import begins_override, known_keys, parse_yaml
 
 ROOT = Path(__file__).parents[1]
 DOCS = [
-    *(ROOT / name for name in ("README.md", "examples/README.md", "benchmarks/RESULTS.md")),
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md", "benchmarks/RESULTS.md")),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 SOURCES = sorted((ROOT / "megalith").rglob("*.py"))
@@ -75,7 +75,7 @@ def test_a_page_names_files_and_headings_that_are_there(page):
 
 def test_every_page_stands_in_the_sites_navigation():
     listed = re.findall(r"^ +- ([\w/]+\.md)$", text_of(ROOT / "site" / "mkdocs.yml"), re.MULTILINE)
-    made = {"index.md", "benchmarks.md", "examples.md", "api.md"}
+    made = {"index.md", "benchmarks.md", "examples.md", "api.md", "contributing.md", "changes.md"}
     pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
     assert len(listed) == len(set(listed)) and set(listed) | {"index.md"} == pages | made
 
