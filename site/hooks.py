@@ -19,7 +19,13 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-PAGES = {"README.md": "index.md", "benchmarks/RESULTS.md": "benchmarks.md"}  # in the repository → on the site
+PAGES = {  # in the repository → on the site
+    "README.md": "index.md",
+    "benchmarks/RESULTS.md": "benchmarks.md",
+    "examples/README.md": "examples.md",
+    "CONTRIBUTING.md": "contributing.md",
+    "CHANGELOG.md": "changes.md",
+}
 MERMAID = ROOT / "build" / "mermaid" / "package" / "dist" / "mermaid.min.js"
 LINK = re.compile(r"\]\((?![a-z]+:|#)([^)#\s]+)")
 FENCE = re.compile(r"^\s*```")

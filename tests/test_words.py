@@ -13,7 +13,10 @@ from megalith.config import RunConfig
 from megalith.config.run import begins_override, known_keys, parse_yaml
 
 ROOT = Path(__file__).parents[1]
-DOCS = [ROOT / "README.md", ROOT / "benchmarks" / "RESULTS.md", *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md", "benchmarks/RESULTS.md")),
+    *sorted((ROOT / "docs").rglob("*.md")),
+]
 SOURCES = sorted((ROOT / "megalith").rglob("*.py"))
 
 TERMS = {  # a homemade word, as a regular expression: the field's term
@@ -72,9 +75,23 @@ def test_a_page_names_files_and_headings_that_are_there(page):
 
 def test_every_page_stands_in_the_sites_navigation():
     listed = re.findall(r"^ +- ([\w/]+\.md)$", text_of(ROOT / "site" / "mkdocs.yml"), re.MULTILINE)
-    made = {"index.md", "benchmarks.md", "api.md"}
+    made = {"index.md", "benchmarks.md", "examples.md", "api.md", "contributing.md", "changes.md"}
     pages = {str(path.relative_to(ROOT / "docs")) for path in (ROOT / "docs").rglob("*.md")}
     assert len(listed) == len(set(listed)) and set(listed) | {"index.md"} == pages | made
+
+
+def test_every_example_stands_in_the_gallery_and_its_run_files_load():
+    folder = ROOT / "examples"
+    told = set(re.findall(r"`([\w/.-]+\.\w+|[\w/]+/Makefile)`", text_of(folder / "README.md")))
+    there = {
+        str(path.relative_to(folder))
+        for path in folder.rglob("*")
+        if path.is_file() and path.suffix != ".pyc"
+    }
+    assert told == there - {"README.md"}
+    for name in told:
+        if name.endswith(".yaml") and not name.startswith("oumi/"):
+            RunConfig.load(folder / name)
 
 
 def commands() -> set[tuple[str, ...]]:
