@@ -6,13 +6,14 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from hostile import problems, spoiled
 from models.reference import random_parameters
 from safetensors.torch import load_file, save_file
 
 import megalith
 from megalith.bridge.exporter import export_hf
 from megalith.bridge.families import FAMILIES
-from megalith.bridge.importer import import_hf
+from megalith.bridge.importer import import_hf, open_source
 from megalith.bridge.transfer import to_theirs
 from megalith.bridge.verify import certify, same_bits
 from megalith.models.encoders.bert import Bert
@@ -160,3 +161,15 @@ def test_word_pieces_come_with_the_model_and_go_with_it(lower: bool, tmp_path: P
     text = "A bc. Ab é"
     assert theirs(text, add_special_tokens=False)["input_ids"] == ours.encode(text)
     assert ours.encode("A") == [pieces.index("a" if lower else "A")]
+
+
+def test_every_value_of_a_config_json_is_read_or_refused_in_a_sentence(tmp_path: Path) -> None:
+    reference("BertModel").save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+
+    def read(content: dict) -> None:
+        (tmp_path / "config.json").write_text(json.dumps(content))
+        open_source(tmp_path)
+
+    count, refused, found = problems(spoiled(config, ()), read)
+    assert not found and count > 500 and refused > count / 3
