@@ -26,6 +26,8 @@ from megalith.bridge.importer import PRECISIONS
 from megalith.bridge.load import config_of
 from megalith.bridge.origin import Origin, read_origin, saved_tokenizer
 from megalith.bridge.partial import partial_folder
+from megalith.bridge.quantized import SUFFIX, Form, quantization_config, quantized_names, with_scales
+from megalith.bridge.quantized import quantize as quantized
 from megalith.bridge.settings import Tree, differences
 from megalith.bridge.transfer import ByteProgress, Scratch, to_theirs
 from megalith.checkpoint import Checkpoint, open_existing
@@ -180,6 +182,7 @@ def export_hf(
     *,
     family: str | None = None,
     dtype: str | None = None,
+    quantize: Form | None = None,
     shard_bytes: int = SHARD_BYTES,
     replace: bool = False,
     show_progress: bool = True,
@@ -187,7 +190,8 @@ def export_hf(
     """Writes a run's newest checkpoint, or one step of it, as the Hugging Face folder `out`.
 
     `family` is an architecture or model type; by default that of the folder that the model came from, else the first
-    that can say it. `dtype` (float32, bfloat16, float16) is by default what the run computes in. With `replace`, what
+    that can say it. `dtype` (float32, bfloat16, float16) is by default what the run computes in; `quantize` (fp8, int8)
+    writes the layers' matrices in codes of a byte with scales (quantized.py). With `replace`, what
     is at `out` goes once the new folder is whole. Raises ConfigError
     where no family can say the model, CheckpointError where the checkpoint is not whole or `out` cannot be written:
     nothing is left then.
@@ -205,21 +209,31 @@ def export_hf(
     dtypes = _dtypes(groups, config.train, origin, dtype)
     tokenizer = saved_tokenizer(opened.tokenizer_folder)
     tensors = {name: (dtypes[name], shape) for group in groups for name, shape in group.sources.items()}
-    total = sum(torch.Size(shape).numel() * kind.itemsize for kind, shape in tensors.values())
+    codes = quantized_names(groups) if quantize else set()
+    stored = with_scales(tensors, codes, quantize) if quantize else tensors
+    total = sum(torch.Size(shape).numel() * kind.itemsize for kind, shape in stored.values())
     with (
         ByteProgress("export", total, show_progress) as progress,
-        FolderWriter(out, tensors, shard_bytes, replace) as writer,
+        FolderWriter(out, stored, shard_bytes, replace) as writer,
     ):
         ours, scratch = Scratch(), Scratch()
         for group in groups:
             for offset, shape in group.units():
                 tensor = ours.empty(shape, torch.float32)
                 opened.fill("model", {group.name: LocalShard(tensor, offset, group.shape, owned=True)})
-                for name, value in to_theirs(group, tensor, dtypes, scratch, first_expert=offset[0]):
-                    writer.write(name, value)
-                    progress.add(value.nbytes)
+                whole = dtypes | dict.fromkeys(codes, torch.float32)
+                for name, value in to_theirs(group, tensor, whole, scratch, first_expert=offset[0]):
+                    parts = {name: value}
+                    if name in codes:
+                        parts = dict(zip((name, name + SUFFIX[quantize]), quantized(value, quantize)))
+                    for part, values in parts.items():
+                        writer.write(part, values)
+                        progress.add(values.nbytes)
         model_dtype = DTYPE_NAMES[dtype] if dtype else export_dtype(config.train)
-        writer.write_json(CONFIG, _config_json(chosen, config.model, origin, model_dtype, tokenizer))
+        tree = _config_json(chosen, config.model, origin, model_dtype, tokenizer)
+        if quantize:
+            tree["quantization_config"] = quantization_config(quantize, tensors, codes)
+        writer.write_json(CONFIG, tree)
         writer.write_json(GENERATION, origin.generation or _generation(tokenizer))
         notes += _write_tokenizer(writer, origin, tokenizer)
     return Export(place(out), chosen, opened, groups, dtypes, notes)

@@ -42,6 +42,7 @@ DTYPE_CODES = {
     torch.int8: "I8",
     torch.uint8: "U8",
     torch.bool: "BOOL",
+    torch.float8_e4m3fn: "F8_E4M3",
 }
 DTYPES = {code: dtype for dtype, code in DTYPE_CODES.items()}
 CHUNK = 2**26  # bytes that are copied from a device at once

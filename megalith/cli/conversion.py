@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 DTYPES = ("float32", "bfloat16", "float16")
 FORMATS = ("torch_dist", "torch")
+FORMS = ("fp8", "int8")  # of bridge/quantized.py
 
 
 def add_conversion_commands(commands: argparse._SubParsersAction) -> None:
@@ -174,6 +175,11 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
         help="type of the weights (default: the run's precision)",
     )
     parser.add_argument(
+        "--quantize",
+        choices=FORMS,
+        help="the layers' matrices in a byte each, for inference: fp8 in blocks of 128 × 128, int8 by rows",
+    )
+    parser.add_argument(
         "--shard-gb", type=float, default=5.0, metavar="GB", help="largest file, in 10⁹ bytes"
     )
     _add_verify(parser)
@@ -182,8 +188,15 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
 def run_export(args: argparse.Namespace) -> int:
     from megalith.bridge.exporter import export_hf
 
+    if args.quantize and args.verify:
+        raise ConfigError("--verify compares bits, and --quantize rounds them; leave one out")
     result = export_hf(
-        args.checkpoint, args.out, family=args.family, dtype=args.dtype, shard_bytes=int(args.shard_gb * 1e9)
+        args.checkpoint,
+        args.out,
+        family=args.family,
+        dtype=args.dtype,
+        quantize=args.quantize,
+        shard_bytes=int(args.shard_gb * 1e9),
     )
     for note in result.notes:
         print(printable(note), file=sys.stderr)

@@ -1,0 +1,111 @@
+"""Weights in one byte each, for inference: how a matrix becomes codes and scales, and what config.json says of them.
+
+fp8   e4m3 codes of blocks of 128 × 128, each with the scale amax / 448 (DeepSeek-V3's form: `weight_scale_inv`)
+int8  codes of −127 to 127, each row with the scale amax / 127 (compressed-tensors' int-quantized form: `weight_scale`)
+
+Activations are quantised by the inference engine as they come. Matrices of the layers' linears and of experts are
+quantised; embeddings, the output matrix, routers, norms and biases stay as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from megalith.bridge.family import Group
+from megalith.checkpoint.files import Layout
+from megalith.errors import ConfigError
+
+Form = Literal["fp8", "int8"]
+FORMS: tuple[Form, ...] = ("fp8", "int8")
+BLOCK = 128
+CODES = {"fp8": torch.float8_e4m3fn, "int8": torch.int8}
+SUFFIX = {"fp8": "_scale_inv", "int8": "_scale"}
+LARGEST = {"fp8": torch.finfo(torch.float8_e4m3fn).max, "int8": 127.0}
+
+
+def quantized_names(groups: Iterable[Group]) -> set[str]:
+    """Their tensors that become codes. Raises ConfigError where a family stores them in a form that has none."""
+    found = set()
+    for group in groups:
+        if not _is_linear(group.name):
+            continue
+        if group.rule.transposed or any(len(shape) != 2 for shape in group.sources.values()):
+            raise ConfigError(
+                f"--quantize takes matrices [out, in], but {next(iter(group.sources))} is stored otherwise; "
+                "choose a family that keeps them apart, by --family, or leave --quantize out"
+            )
+        found |= group.sources.keys()
+    return found
+
+
+def _is_linear(name: str) -> bool:
+    """Whether a parameter of ours is the matrix of a layer's linear."""
+    *_, module, kind = name.split(".")
+    return name.startswith("layers.") and module.startswith("linear_") and kind == "weight"
+
+
+def with_scales(
+    tensors: Layout, names: set[str], form: Form
+) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """The tensors of the folder: `names` in codes, each with its scales behind it."""
+    found = {}
+    for name, (dtype, shape) in dict(tensors).items():
+        found[name] = (CODES[form] if name in names else dtype, shape)
+        if name in names:
+            found[name + SUFFIX[form]] = (torch.float32, scale_shape(shape, form))
+    return found
+
+
+def scale_shape(shape: tuple[int, ...], form: Form) -> tuple[int, ...]:
+    return tuple(math.ceil(size / BLOCK) for size in shape) if form == "fp8" else (shape[0], 1)
+
+
+def quantize(matrix: Tensor, form: Form) -> tuple[Tensor, Tensor]:
+    """Codes [out, in] and float32 scales of a float32 matrix [out, in]: codes · scale is nearest to it."""
+    rows, columns = matrix.shape
+    if form == "int8":
+        scale = matrix.abs().amax(1, keepdim=True) / LARGEST[form]
+        return (matrix / _divisor(scale)).round().to(torch.int8), scale
+    down, across = scale_shape(matrix.shape, form)
+    padded = torch.nn.functional.pad(matrix, (0, across * BLOCK - columns, 0, down * BLOCK - rows))
+    blocks = padded.view(down, BLOCK, across, BLOCK)
+    scale = blocks.abs().amax((1, 3)) / LARGEST[form]
+    codes = (blocks / _divisor(scale)[:, None, :, None]).to(torch.float8_e4m3fn)
+    return codes.view(padded.shape)[:rows, :columns].contiguous(), scale
+
+
+def _divisor(scale: Tensor) -> Tensor:
+    return torch.where(scale > 0, scale, 1.0)
+
+
+def quantization_config(form: Form, tensors: Layout, names: set[str]) -> dict[str, Any]:
+    """What config.json says, under `quantization_config`."""
+    others = {name for name, (_, shape) in dict(tensors).items() if len(shape) == 2} - names
+    kept = sorted(name.removesuffix(".weight") for name in others if "embed" not in name)
+    kept = kept if "lm_head" in kept else ["lm_head", *kept]
+    if form == "fp8":
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [BLOCK, BLOCK],
+            "modules_to_not_convert": kept,
+        }
+    numbers = {"num_bits": 8, "type": "int", "symmetric": True}
+    group = {
+        "targets": ["Linear"],
+        "weights": {**numbers, "strategy": "channel", "dynamic": False},
+        "input_activations": {**numbers, "strategy": "token", "dynamic": True},
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "int-quantized",
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": kept,
+    }

@@ -1,0 +1,74 @@
+"""Exports with a byte a weight: transformers computes with them as with the weights that the codes stand for."""
+
+import pytest
+import torch
+import transformers
+from models.reference import CASES, random_reference
+from safetensors.torch import load_file
+
+from megalith.bridge.exporter import export_hf
+from megalith.bridge.importer import import_hf
+from megalith.bridge.quantized import LARGEST, quantize
+from megalith.cli.main import main
+from megalith.errors import ConfigError
+
+
+def of_blocks(scale: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
+    return scale.repeat_interleave(128, 0)[:rows].repeat_interleave(128, 1)[:, :columns]
+
+
+@pytest.mark.parametrize("form", ["fp8", "int8"])
+def test_codes_are_the_nearest_and_the_largest_of_a_scale_is_its_end(form):
+    matrix = torch.randn(200, 300, generator=torch.Generator().manual_seed(1)) * torch.logspace(-6, 2, 300)
+    matrix[7] = 0.0
+    codes, scale = quantize(matrix, form)
+    spread = scale.expand(200, 300) if form == "int8" else of_blocks(scale, 200, 300)
+    half = spread / 2
+    if form == "fp8":  # of four bits of which the first is 1, and of the smallest numbers
+        half = torch.maximum(matrix.abs() * 2**-4, spread * 2**-10)
+    assert ((codes.float() * spread - matrix).abs() <= half * 1.0001).all()
+    assert codes.float().abs().max() == LARGEST[form] and not codes[7].float().any()
+
+
+def dequantized(folder) -> dict[str, torch.Tensor]:
+    stored, found = load_file(folder / "model.safetensors"), {}
+    for name, values in stored.items():
+        if name.endswith(("_scale", "_scale_inv")):
+            continue
+        scale = stored.get(name + "_scale", torch.ones(()))
+        if name + "_scale_inv" in stored:
+            scale = of_blocks(stored[name + "_scale_inv"], *values.shape)
+        found[name] = values.float() * scale
+    return found
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+@pytest.mark.parametrize("form", ["fp8", "int8"])
+def test_transformers_computes_with_what_the_codes_stand_for(form, family, tmp_path):
+    config = CASES[family][0]()
+    random_reference(config).save_pretrained(tmp_path / "whole")
+    import_hf(tmp_path / "whole", tmp_path / "run", show_progress=False)
+    assert main(["export-hf", str(tmp_path / "run"), str(tmp_path / "small"), "--quantize", form]) == 0
+    meant, whole = dequantized(tmp_path / "small"), load_file(tmp_path / "whole" / "model.safetensors")
+    assert meant.keys() == whole.keys()
+    changed = {name for name in whole if not torch.equal(meant[name], whole[name])}
+    assert changed == {name for name in whole if name.endswith("_proj.weight")}
+    assert all((meant[name] - whole[name]).norm() < 0.04 * whole[name].norm() for name in changed)
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "small", dtype=torch.float32)
+    expected = type(found)(config).float()
+    expected.load_state_dict(meant, strict=False)
+    ids = torch.arange(40)[None] % config.vocab_size
+    found = found if form == "int8" else found.float()
+    torch.testing.assert_close(found(ids).logits, expected(ids).logits, rtol=1e-2, atol=1e-2)
+
+
+def test_what_cannot_be_is_refused(tmp_path):
+    random_reference(CASES["gpt2"][0]()).save_pretrained(tmp_path / "gpt2")
+    import_hf(tmp_path / "gpt2", tmp_path / "run", show_progress=False)
+    with pytest.raises(ConfigError, match="leave --quantize out"):
+        export_hf(tmp_path / "run", tmp_path / "small", quantize="fp8", show_progress=False)
+    assert not (tmp_path / "small").exists()
+    assert (
+        main(["export-hf", str(tmp_path / "run"), str(tmp_path / "small"), "--quantize", "fp8", "--verify"])
+        == 2
+    )
