@@ -14,7 +14,10 @@ from megalith.config.run import begins_override, known_keys, parse_yaml
 
 ROOT = Path(__file__).parents[1]
 DOCS = [
-    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "examples/README.md", "benchmarks/RESULTS.md")),
+    *(
+        ROOT / name
+        for name in ("README.md", "CONTRIBUTING.md", "examples/README.md", "benchmarks/RESULTS.md")
+    ),
     *sorted((ROOT / "docs").rglob("*.md")),
 ]
 SOURCES = sorted((ROOT / "megalith").rglob("*.py"))
