@@ -1,6 +1,7 @@
 """What `megalith` exports is there, says what it is, and costs nothing until it is used."""
 
 import inspect
+import re
 import subprocess
 import sys
 import tomllib
@@ -41,3 +42,9 @@ def test_the_wheel_has_every_file_that_the_package_reads():
     shipped = {path for pattern in patterns for path in package.glob(pattern)}
     others = {path for path in package.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
     assert others == shipped
+
+
+def test_type_checkers_are_given_every_name_from_where_it_is():
+    stub = Path(megalith.__file__).with_suffix(".pyi").read_text(encoding="utf-8")
+    imports = re.findall(r"^from (\S+) import (\w+) as (\w+)$", stub, re.MULTILINE)
+    assert sorted(imports) == sorted((home, name, name) for name, home in megalith._HOMES.items())
