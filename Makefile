@@ -75,11 +75,11 @@ $(MERMAID):
 	mkdir -p build/mermaid && cd build/mermaid && npm pack --silent mermaid@11.12.0 && tar -xzf mermaid-*.tgz
 
 docs: $(DOCS)/ready $(MERMAID)
-	$(DOCS)/bin/mkdocs build --quiet --config-file site/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs build --quiet --config-file site/mkdocs.yml
 	@echo build/site/index.html
 
 docs-serve: $(DOCS)/ready $(MERMAID)
-	$(DOCS)/bin/mkdocs serve --config-file site/mkdocs.yml
+	NO_MKDOCS_2_WARNING=1 $(DOCS)/bin/mkdocs serve --config-file site/mkdocs.yml
 
 MEGATRON := .megatron-core
 $(MEGATRON)/megatron: | $(READY)

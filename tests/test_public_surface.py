@@ -1,8 +1,11 @@
 """What `megalith` exports is there, says what it is, and costs nothing until it is used."""
 
 import inspect
+import re
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import megalith
 
@@ -30,3 +33,18 @@ def test_every_name_is_there_and_says_what_it_is():
 def test_importing_megalith_imports_no_torch():
     code = "import megalith, sys; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0
+
+
+def test_the_wheel_has_every_file_that_the_package_reads():
+    package = Path(megalith.__file__).parent
+    project = tomllib.loads((package.parent / "pyproject.toml").read_text(encoding="utf-8"))
+    patterns = project["tool"]["setuptools"]["package-data"]["megalith"]
+    shipped = {path for pattern in patterns for path in package.glob(pattern)}
+    others = {path for path in package.rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")}
+    assert others == shipped
+
+
+def test_type_checkers_are_given_every_name_from_where_it_is():
+    stub = Path(megalith.__file__).with_suffix(".pyi").read_text(encoding="utf-8")
+    imports = re.findall(r"^from (\S+) import (\w+) as (\w+)$", stub, re.MULTILINE)
+    assert sorted(imports) == sorted((home, name, name) for name, home in megalith._HOMES.items())
