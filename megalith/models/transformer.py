@@ -31,6 +31,7 @@ from megalith.models.moe import MoE
 from megalith.models.mtp import Future, Join, with_further_losses
 from megalith.models.norm import Norm, normed_after
 from megalith.models.pass_context import Context, Encoded, PassLayout, Runnable, one_device, runnable
+from megalith.models.relative_positions import RelativeBias
 from megalith.models.rope import local_rotary_tables, rotary_tables
 from megalith.ops.documents import document_ids, mask_of_ids, prepared
 from megalith.ops.dropout import (
@@ -186,6 +187,9 @@ class Stack(nn.Module):
             {str(n): TransformerLayer(config, n, device, cross=cross, mixer=mixer) for n in numbers}
         )
         self.final_layernorm = Norm(config, config.hidden_size, device)
+        self.relative_attention_bias = None
+        if config.position_embedding_type == "relative":
+            self.relative_attention_bias = RelativeBias(config, causal, device)
         self.draws_dropout = config.hidden_dropout > 0 or config.attention_dropout > 0
         # Seams: parallel/seams.py says what each is for.
         self.pass_layout = one_device
@@ -226,6 +230,8 @@ class Stack(nn.Module):
             context.rotary = rotary_tables(self.config, position_ids, seq * layout.sequence_parts)
             if self.config.rotary_base_local is not None:
                 context.rotary_local = local_rotary_tables(self.config, position_ids)
+        if self.relative_attention_bias is not None:
+            context.bias = self.relative_attention_bias(places)
         if self.config.num_experts:
             numbers = places[None] * batch + torch.arange(batch, device=device)[:, None]
             context.numbers = self.shard_tokens(numbers, layout).flatten()

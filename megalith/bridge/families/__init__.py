@@ -17,6 +17,7 @@ from megalith.bridge.families.bert_encoders import (
     MEGATRON_BERT_MODEL,
 )
 from megalith.bridge.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
+from megalith.bridge.families.encoder_decoders import T5
 from megalith.bridge.families.experts import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
 from megalith.bridge.families.layernorm_decoders import BLOOM, FALCON, GPT2, GPT_NEOX
 from megalith.bridge.families.llama import (
@@ -70,6 +71,7 @@ FAMILIES: dict[str, Family] = {
         MEGATRON_BERT,
         MEGATRON_BERT_MASKED_LM,
         MEGATRON_BERT_MODEL,
+        T5,
     )
 }
 

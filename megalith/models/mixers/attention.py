@@ -56,6 +56,8 @@ class Attention(Runnable):
         core = attention if context.layout.whole_sequences else self.core
         if context.cache is not None:
             core = partial(context.cache.attend, core)
+        if context.bias is not None:
+            core = partial(core, bias=context.bias)
         return core(
             query,
             key,
@@ -134,6 +136,8 @@ class CrossAttention(Attention):
         key, value = by_head(keys_values, context.batch, 2 * self.head_dim).chunk(2, dim=-1)
         dropout = None if context.dropout is None else context.dropout.of_cross_attention()
         mask = None if encoded.mask is None else encoded.mask.expand(-1, -1, query.shape[1], -1)
-        apart = replace(context, causal=False, mask=mask, documents=None, dropout=dropout, cache=None)
+        apart = replace(
+            context, causal=False, mask=mask, bias=None, documents=None, dropout=dropout, cache=None
+        )
         out = self.attend(query, key, value, apart)  # [batch, seq, heads, head_dim]
         return self.linear_proj(out.flatten(2), context)
