@@ -42,8 +42,9 @@ class Rule:
     """The tensors of theirs that one of ours is made of.
 
     `names` may hold {layer}, {before} and {last}, the numbers of the layer, the one before it and the last one,
-    {decoder}, the layer's number among the decoder's where an encoder's come first, and {expert} where ours has a first dimension of experts. `order` gives the runs for a
-    model and the number of our rows; the names count as one tensor of all the rows where only one is given.
+    {decoder}, the layer's number among the decoder's where an encoder's come first, and {expert} where ours has a first
+    dimension of experts. `order` gives the runs for a model and the number of our rows; the names count as one tensor
+    of all the rows where only one is given.
     """
 
     names: tuple[str, ...]

@@ -316,7 +316,8 @@ class DenseModel(Section):
 
     def depth(self, name: str) -> int:
         """Layers of the stack that the parameter of this name is in."""
-        return self.encoder_layers if name.startswith("encoder.") else self.num_layers - self.encoder_layers
+        encoders = self.model_type == "t5" and name.startswith("encoder.")
+        return self.encoder_layers if encoders else self.num_layers - self.encoder_layers
 
     @property
     def tokentypes(self) -> int:

@@ -26,12 +26,11 @@ from megalith.errors import ConfigError
 from megalith.models.linear import MLP, Linear
 from megalith.models.loss import Objective, all_logits, sum_of_losses, target_logprobs
 from megalith.models.mixers import MakeMixer, make_mixer
-from megalith.models.mixers.attention import CrossAttention
+from megalith.models.mixers.attention import CrossAttention, RelativeBias
 from megalith.models.moe import MoE
 from megalith.models.mtp import Future, Join, with_further_losses
 from megalith.models.norm import Norm, normed_after
 from megalith.models.pass_context import Context, Encoded, PassLayout, Runnable, one_device, runnable
-from megalith.models.relative_positions import RelativeBias
 from megalith.models.rope import local_rotary_tables, rotary_tables
 from megalith.ops.documents import document_ids, mask_of_ids, prepared
 from megalith.ops.dropout import (

@@ -74,8 +74,8 @@ def _check_two_stacks(model: ModelConfig) -> None:
         return
     if not 0 < model.encoder_layers < model.num_layers:
         raise ConfigError(
-            f"model.encoder_num_layers {model.encoder_layers} of model.num_layers {model.num_layers} are the encoder's, "
-            "and the others the decoder's: each has at least one; change one of the two"
+            f"model.encoder_num_layers {model.encoder_layers} of model.num_layers {model.num_layers} are the "
+            "encoder's, and the others the decoder's: each has at least one; change one of the two"
         )
     alone = {
         "num_experts": (model.num_experts, None),
