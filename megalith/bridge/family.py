@@ -27,7 +27,7 @@ MOST_LAYERS = 10_000
 LARGEST = 2**31 - 1
 
 # fmt: off
-LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "first_k_dense_replace")
+LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers", "first_k_dense_replace")
 COUNTS = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size",
     "max_position_embeddings", "original_max_position_embeddings", "sliding_window", "sliding_window_pattern",
@@ -37,12 +37,13 @@ COUNTS = (
     "rotary_dim", "no_rope_layer_interval", "ffn_dim", "word_embed_proj_dim",
     "decoder_sparse_step", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
     "num_kv_heads", "ffn_hidden_size", "num_ln_in_parallel_attn",
+    "d_model", "d_kv", "d_ff", "num_heads", "relative_attention_num_buckets", "relative_attention_max_distance",
 )
 NUMBERS = (
     "rope_theta", "rope_local_base_freq", "partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor",
     "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "rotary_pct", "rotary_emb_base",
 )
-NAMES = ("model_type", "rope_type", "type", "topk_method")
+NAMES = ("model_type", "rope_type", "type", "topk_method", "feed_forward_proj")
 OBJECTS = ("rope_scaling", "rope_parameters", "full_attention", "sliding_attention")  # of these keys again
 LISTS = {
     "architectures": str, "layer_types": str, "mlp_only_layers": int, "no_rope_layers": int,
@@ -102,7 +103,7 @@ VOCABULARY = (
     "vocabulary.bias",
     "lm_head.vocabulary.bias",
 )
-LAYER = re.compile(r"^layers\.(\d+)\.")
+LAYER = re.compile(r"^((?:encoder\.)?layers)\.(\d+)\.")
 
 
 @dataclass(frozen=True)
@@ -169,13 +170,13 @@ class Family:
         groups, table = [], self.table(model)
         for name, tensor in without_memory(model).state_dict().items():
             layer = LAYER.match(name)
-            row = name if name in table else LAYER.sub("layers.{layer}.", name)
+            row = name if name in table else LAYER.sub(r"\1.{layer}.", name)
             if row not in table:
                 raise ConfigError(f"{self.architecture} has nothing for {name}")
             shape = tuple(tensor.shape)
             if name in VOCABULARY:
                 shape = (model.vocab_size, *shape[1:])
-            groups.append(Group(name, shape, table[row], layer and layer[1], model))
+            groups.append(Group(name, shape, table[row], layer and layer[2], model))
         return groups
 
 
@@ -223,6 +224,7 @@ class Group:
         numbers = {"layer": self.layer, "expert": expert, "last": self.model.num_layers - 1}
         if self.layer is not None:
             numbers["before"] = int(self.layer) - 1
+            numbers["decoder"] = int(self.layer) - self.model.encoder_layers
         return [name.format(**numbers) for name in self.rule.names]
 
     @cached_property

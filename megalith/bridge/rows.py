@@ -41,9 +41,10 @@ class RowRun:
 class Rule:
     """The tensors of theirs that one of ours is made of.
 
-    `names` may hold {layer}, {before} and {last}, the numbers of the layer, the one before it and the last one, and
-    {expert} where ours has a first dimension of experts. `order` gives the runs for a
-    model and the number of our rows; the names count as one tensor of all the rows where only one is given.
+    `names` may hold {layer}, {before} and {last}, the numbers of the layer, the one before it and the last one,
+    {decoder}, the layer's number among the decoder's where an encoder's come first, and {expert} where ours has a first
+    dimension of experts. `order` gives the runs for a model and the number of our rows; the names count as one tensor
+    of all the rows where only one is given.
     """
 
     names: tuple[str, ...]
@@ -86,6 +87,18 @@ def turning_qkv(*names: str) -> Rule:
 def gate_up(*names: str) -> Rule:
     """Gate and up: two tensors of theirs, or one with the whole gate before the whole up."""
     return Rule(names, lambda model, rows: [RowRun(part, 0, part, rows // 2, step=2) for part in (0, 1)])
+
+
+def keys_values(keys: str, values: str) -> Rule:
+    """Keys and values of cross-attention: two tensors of theirs; ours has for each KV group its key, then its value."""
+    return Rule((keys, values), _keys_values)
+
+
+def _keys_values(model: ModelConfig, rows: int) -> list[RowRun]:
+    size, groups = model.head_dim, range(model.query_groups)
+    return [
+        RowRun(part, group * size, (2 * group + part) * size, size) for group in groups for part in (0, 1)
+    ]
 
 
 def _by_group(model: ModelConfig, rows: int) -> list[RowRun]:

@@ -124,7 +124,8 @@ def _their_logits(fit: Match, ids: Tensor) -> Tensor:
 
     kind = getattr(transformers, family_of(fit.source.config, str(fit.source.path)).architecture)
     model = kind.from_pretrained(fit.source.path, dtype=torch.float32, attn_implementation="eager")
-    return model.eval()(ids)[0]
+    given = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
+    return model.eval()(ids, **given)[0]
 
 
 def _own_logits(fit: Match, ids: Tensor) -> Tensor:

@@ -66,6 +66,8 @@ ROTARY_ONLY = Needs("position_embedding_type", "rope", strict=True)
 WINDOWED = Needs("window_size", strict=True)
 LATENT = Needs("multi_latent_attention", True)
 BERT_ONLY = Needs("model_type", "bert", strict=True)
+T5_ONLY = Needs("model_type", "t5", strict=True)
+RELATIVE_ONLY = Needs("position_embedding_type", "relative", strict=True)
 
 
 class DenseModel(Section):
@@ -81,12 +83,20 @@ class DenseModel(Section):
     """Weights and shape to begin from: Hugging Face's folder or hub name, Megatron-LM's folder (with checkpoint.trust),
     or a run folder. checkpoint.load wins."""
 
-    model_type: Literal["gpt", "bert"] = "gpt"
+    model_type: Literal["gpt", "bert", "t5"] = "gpt"
     """`gpt`: a decoder, whose tokens see those before them. `bert`: an encoder, whose tokens see all of their sequence,
-    trained by masked tokens."""
+    trained by masked tokens. `t5`: both, the decoder attending to all that the encoder has made of another sequence."""
 
     num_layers: Annotated[Annotated[PositiveInt, Field(le=10_000)] | None, Shrinks(small.LAYERS)] = None
-    """Transformer layers."""
+    """Transformer layers; of T5 the encoder's and the decoder's together."""
+
+    encoder_num_layers: Annotated[
+        PositiveInt | None,
+        T5_ONLY,
+        Resolved("encoder_layers"),
+        Shrinks(lambda value, _: value and min(value, small.LAYERS - 1)),
+    ] = None
+    """Those of num_layers that are the encoder's, the first ones; the others are the decoder's. Absent: half."""
 
     hidden_size: Annotated[PositiveInt | None, Shrinks(small.hidden)] = None
     """Width of the residual stream."""
@@ -116,8 +126,15 @@ class DenseModel(Section):
     max_position_embeddings: Annotated[PositiveInt | None, Shrinks(small.SEQUENCE)] = None
     """Longest sequence the model can take, in tokens. Absent: data.seq_length."""
 
-    position_embedding_type: Literal["learned_absolute", "rope", "alibi"] = "learned_absolute"
-    """Learned positions added to the embedding, rotary positions in attention, or its scores biased by distance."""
+    position_embedding_type: Literal["learned_absolute", "rope", "alibi", "relative"] = "learned_absolute"
+    """Learned positions added to the embedding, rotary positions in attention, or its scores biased by distance: by
+    fixed slopes, or `relative`, by a learned number for each range of distances (T5)."""
+
+    relative_attention_num_buckets: Annotated[Annotated[int, Field(ge=4)], RELATIVE_ONLY] = 32
+    """Ranges of distances, each with a bias for each head; an encoder's half of them are for keys behind the query."""
+
+    relative_attention_max_distance: Annotated[PositiveInt, RELATIVE_ONLY] = 128
+    """The distance in tokens from which on all are one range."""
 
     rotary_base: Annotated[float, Field(gt=1.0), Decides.REACH, ROTARY] = 10000.0
     """Base of the rotary frequencies (theta)."""
@@ -244,6 +261,9 @@ class DenseModel(Section):
     add_output_bias: Annotated[bool, Needs("model_type", "gpt", strict=True)] = False
     """A bias behind the output matrix (Phi-2, GPT-J)."""
 
+    scale_decoder_outputs: Annotated[bool, T5_ONLY] = False
+    """Multiplies what the output matrix is given by 1 / √hidden_size (T5 before 1.1)."""
+
     hidden_dropout: Annotated[Probability, Decides.UPDATES] = 0.1
     """Dropout of the embedding's output and of what each sub-layer adds to the residual stream."""
 
@@ -286,6 +306,18 @@ class DenseModel(Section):
     def causal(self) -> bool:
         """Whether a token sees those before it alone."""
         return self.model_type == "gpt"
+
+    @property
+    def encoder_layers(self) -> int:
+        """The first so many of the layers are an encoder's beside the decoder."""
+        if self.model_type != "t5":
+            return 0
+        return self.encoder_num_layers or self.num_layers // 2
+
+    def depth(self, name: str) -> int:
+        """Layers of the stack that the parameter of this name is in."""
+        encoders = self.model_type == "t5" and name.startswith("encoder.")
+        return self.encoder_layers if encoders else self.num_layers - self.encoder_layers
 
     @property
     def tokentypes(self) -> int:

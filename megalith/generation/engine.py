@@ -99,6 +99,11 @@ class Engine:
         self.config = config = model_config.model_copy(
             update={"mtp_num_layers": None, "moe_grouped_gemm": on_gpu and dtype == torch.bfloat16}
         )
+        if config.model_type == "t5":
+            raise ConfigError(
+                "model.model_type is t5, whose decoder answers another sequence, which an engine does not take: "
+                "model(input_ids, encoder_input_ids=…) gives the logits at each place"
+            )
         if not config.causal:
             raise ConfigError(
                 f"model.model_type is {config.model_type}, whose tokens see those behind them: it continues no text, "

@@ -60,7 +60,7 @@ def initial_value(
         return torch.full(slice_shape, 0.0 if config.layernorm_zero_centered_gamma else 1.0)
     std = 1 / math.sqrt(3 * shape[1]) if ".lora_A." in name else config.init_method_std
     if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
-        std /= math.sqrt(2 * config.num_layers)
+        std /= math.sqrt(2 * config.depth(name))
     value = normal_rows(name, shape, std, seed, slice_first[0], slice_shape[0])
     for dim in range(1, len(shape)):
         value = value.narrow(dim, slice_first[dim], slice_shape[dim])

@@ -6,9 +6,10 @@ import torch
 
 from megalith.config import ModelConfig
 from megalith.models.encoders.bert import Bert
+from megalith.models.encoders.t5 import T5
 from megalith.models.transformer import Transformer
 
-CLASSES: dict[str, type[Transformer]] = {"gpt": Transformer, "bert": Bert}
+CLASSES: dict[str, type[Transformer]] = {"gpt": Transformer, "bert": Bert, "t5": T5}
 
 
 def make_model(

@@ -47,6 +47,9 @@ class Context:
     mask: Tensor | None = (
         None  # bool [batch, 1, queries, keys], True where a query may look; None: as `causal` says
     )
+    bias: Tensor | None = (
+        None  # float32 [1, heads here, queries, keys], added to self-attention's scores: relative positions
+    )
     documents: Tensor | None = (
         None  # int32 [batch, documents] (ops/documents.py), of whole sequences everywhere
     )

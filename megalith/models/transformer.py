@@ -26,7 +26,7 @@ from megalith.errors import ConfigError
 from megalith.models.linear import MLP, Linear
 from megalith.models.loss import Objective, all_logits, sum_of_losses, target_logprobs
 from megalith.models.mixers import MakeMixer, make_mixer
-from megalith.models.mixers.attention import CrossAttention
+from megalith.models.mixers.attention import CrossAttention, RelativeBias
 from megalith.models.moe import MoE
 from megalith.models.mtp import Future, Join, with_further_losses
 from megalith.models.norm import Norm, normed_after
@@ -186,6 +186,9 @@ class Stack(nn.Module):
             {str(n): TransformerLayer(config, n, device, cross=cross, mixer=mixer) for n in numbers}
         )
         self.final_layernorm = Norm(config, config.hidden_size, device)
+        self.relative_attention_bias = None
+        if config.position_embedding_type == "relative":
+            self.relative_attention_bias = RelativeBias(config, causal, device)
         self.draws_dropout = config.hidden_dropout > 0 or config.attention_dropout > 0
         # Seams: parallel/seams.py says what each is for.
         self.pass_layout = one_device
@@ -226,6 +229,8 @@ class Stack(nn.Module):
             context.rotary = rotary_tables(self.config, position_ids, seq * layout.sequence_parts)
             if self.config.rotary_base_local is not None:
                 context.rotary_local = local_rotary_tables(self.config, position_ids)
+        if self.relative_attention_bias is not None:
+            context.bias = self.relative_attention_bias(places)
         if self.config.num_experts:
             numbers = places[None] * batch + torch.arange(batch, device=device)[:, None]
             context.numbers = self.shard_tokens(numbers, layout).flatten()

@@ -9,7 +9,8 @@ On a CPU attention dropout takes a plain path whose mask is keyed by position; o
 the one dropout that depends on the layout, and has documents and windows as a dense mask.
 
 Soft-capped scores and ALiBi's have no fused kernel: they take the plain path, or in compiled code on a GPU
-flex_attention, which makes a kernel of the formula. A warning tells once of plain attention on a GPU.
+flex_attention, which makes a kernel of the formula. A warning tells once of plain attention on a GPU. A bias of one's
+own, which has a gradient, goes with the mask to the memory-efficient kernel.
 
 Generation's attention, of one new token a row over what a static cache has of the tokens before it, is by a kernel that
 reads no more of the cache than is filled (kernels/decode_kernel.py). On a CPU it is by torch's, over the longest row's
@@ -73,12 +74,16 @@ def attention(
     alibi: int
     | None = None,  # the number of all of the layer's heads, where ALiBi (documents.py) biases the scores
     saved: bool = False,  # for a recomputation (attention_blocks.attention_saved); not with dropout, softcap and alibi
+    bias: Tensor | None = None,  # [1, heads, queries, keys], added to the scores; not with softcap and alibi
 ) -> Tensor:
     """softmax(scale · query · keyᵀ) · value → [batch, queries, heads, head_dim], softmax in fp32."""
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [batch, heads, seq, head_dim]
     key, value, mask, window = _in_window(query, key, value, mask, window)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     seen = Seen(causal and mask is None, mask, documents, window)
+    if bias is not None:
+        drops = dropout, dropout_rows, first_head
+        return _biased(query, key, value, seen, bias, scale, *drops).transpose(1, 2)
     changed = softcap is not None or alibi is not None
     if query.is_cuda and not changed:
         return _on_gpu(query, key, value, seen, scale, dropout, saved).transpose(1, 2)
@@ -216,6 +221,32 @@ def _flex(
     return flex_attention(query, key, value, bounded, scale=scale, enable_gqa=query.shape[1] != key.shape[1])
 
 
+def _biased(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seen: Seen,
+    bias: Tensor,
+    scale: float,
+    dropout: float,
+    dropout_rows: Tensor | None,
+    first_head: int,
+) -> Tensor:
+    """With `bias` and the mask as one addition to the scores."""
+    causal, mask = seen.dense(query, key)
+    if causal:
+        mask = torch.ones(bias.shape[-2:], dtype=torch.bool, device=bias.device).tril()
+    if dropout and not query.is_cuda:
+        drops = dropout, dropout_rows, first_head
+        return _plain(query, key, value, False, mask, None, scale, *drops, bias=bias)
+    key, value = (for_each_head(x, query) for x in (key, value))
+    added = bias.to(query.dtype)
+    if mask is not None:
+        added = added.masked_fill(~mask, float("-inf"))
+    with sdpa_kernel(_MASKED, set_priority=True):
+        return _fused(query, key, value, False, added, scale, dropout)
+
+
 def _plain(
     query: Tensor,
     key: Tensor,
@@ -228,6 +259,7 @@ def _plain(
     dropout_rows: Tensor | None,
     first_head: int,
     slopes: Tensor | None = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """The formula, with dropout of the probabilities keyed by position."""
     key, value = (for_each_head(x, query) for x in (key, value))
@@ -237,6 +269,8 @@ def _plain(
     if slopes is not None:
         keys = torch.arange(scores.shape[3], device=scores.device)
         scores = scores + alibi_bias(slopes, keys[keys.shape[0] - scores.shape[2] :], keys)
+    if bias is not None:
+        scores = scores + bias
     if causal:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).tril()
     if mask is not None:

@@ -143,6 +143,8 @@ class ModelSpec:
 LOSSES = {  # by model_type and calculate_per_token_loss
     ("gpt", True): CrossEntropy,
     ("gpt", False): MicroBatchMean,
+    ("t5", True): CrossEntropy,
+    ("t5", False): MicroBatchMean,
     ("bert", True): BertCrossEntropy,
     ("bert", False): BertMicroBatchMean,
 }

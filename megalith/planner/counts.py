@@ -28,6 +28,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from megalith.config import LoraConfig, ModelConfig, ParallelConfig
+from megalith.errors import ConfigError
 from megalith.models.adapters import ADAPTER, add_adapters
 from megalith.models.model_types import make_model
 from megalith.models.moe import GroupedLinear
@@ -59,6 +60,11 @@ class MetaModel:
     experts, norms, head, adapters. Biases count with their part."""
 
     def __init__(self, model: ModelConfig, lora: LoraConfig | None = None):
+        if model.model_type == "t5":
+            raise ConfigError(
+                "model.model_type t5 cannot be counted: its layers read two sequences, each of its own length; "
+                "parameters are those of the model itself (megalith.load)"
+            )
         self.config, self.parallel = model, ParallelConfig()
         self._counted: dict[tuple, Any] = {}  # by what was counted and how it is cut
         self.numbers = [*range(model.num_layers), *model.further_layers]

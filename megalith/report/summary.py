@@ -104,7 +104,8 @@ def _model(config: RunConfig) -> str:
     if model.query_groups != model.num_attention_heads:
         heads += f" in {model.query_groups} KV groups"
     mlp = "SwiGLU" if model.swiglu else f"{'gated ' * model.gated}{model.activation}"
-    positions = {"rope": "RoPE", "alibi": "ALiBi"}.get(model.position_embedding_type, "learned positions")
+    kinds = {"rope": "RoPE", "alibi": "ALiBi", "relative": "relative positions"}
+    positions = kinds.get(model.position_embedding_type, "learned positions")
     vocabulary = f"vocabulary {model.vocab_size:,}"
     if model.padded_vocab_size != model.vocab_size:
         vocabulary += f" padded to {model.padded_vocab_size:,}"

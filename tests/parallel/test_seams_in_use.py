@@ -17,6 +17,7 @@ from megalith.config import RunConfig
 from megalith.data.batch import Batch
 from megalith.errors import ConfigError
 from megalith.launch.pool import RankFailed
+from megalith.models.encoders.t5 import T5
 from megalith.models.linear import Linear
 from megalith.models.transformer import Transformer
 from megalith.parallel.gather import global_tensors
@@ -32,6 +33,10 @@ SIZES = dict(num_layers=4, hidden_size=32, num_attention_heads=4, num_query_grou
              init_method_std=0.3)  # fmt: skip
 LLAMA = dict(position_embedding_type="rope", normalization="RMSNorm", swiglu=True, add_bias_linear=False,
              untie_embeddings_and_output_weights=True, hidden_dropout=0.0, attention_dropout=0.0)  # fmt: skip
+T5_RELATIVE = dict(model_type="t5", encoder_num_layers=1, position_embedding_type="relative",
+                   relative_attention_num_buckets=8, relative_attention_max_distance=9, normalization="RMSNorm",
+                   add_bias_linear=False, query_pre_attn_scalar=1, num_query_groups=0, scale_decoder_outputs=True,
+                   init_method_std=0.1)  # fmt: skip
 
 TP, PP = dict(tensor_model_parallel_size=2), dict(pipeline_model_parallel_size=2)
 SP = TP | dict(sequence_parallel=True)
@@ -53,6 +58,8 @@ class Encoder(Transformer):
 MODELS = {
     "encoder-decoder": (lambda config: EncoderDecoder(config, 2, device="meta", seed=7), {}),
     "encoder-decoder, llama": (lambda config: EncoderDecoder(config, 1, device="meta"), LLAMA | {"num_layers": 3}),
+    "t5": (lambda config: T5(config, device="meta", seed=7), T5_RELATIVE),
+    "t5, learned positions": (lambda config: T5(config, device="meta", seed=7), {"model_type": "t5"}),
     "encoder": (lambda config: Encoder(config, causal=False, device="meta", seed=7), {}),
     "convolution": (lambda config: Transformer(config, mixer=CausalConvolution, device="meta", seed=7), {}),
 }  # fmt: skip
@@ -62,10 +69,16 @@ CASES = [
     ("encoder-decoder", TP | PP | {"pipeline_schedule": "zero_bubble"}),
     ("encoder-decoder", PP | ZERO3 | PARTS | {"pipeline_model_parallel_layout": "Ett|ttL"}),
     ("encoder-decoder", SP | {"tp_comm_overlap": True}),
+    ("t5", SP | ZERO3),
+    ("t5", {"data_parallel_sharding_strategy": "no_shard"} | TP | PARTS),
     ("encoder", SP | PP),
     ("convolution", SP | CHUNKS),
 ]
 MORE = [
+    ("t5", SP | {"tensor_model_parallel_size": 4} | FULL),
+    ("t5", ZERO3 | FULL),
+    ("t5, learned positions", SP | PP | {"pipeline_model_parallel_layout": "Ettt|tL"}),
+    ("t5, learned positions", TP | PP | {"pipeline_schedule": "zero_bubble"}),
     ("encoder-decoder", SP | {"tensor_model_parallel_size": 4} | FULL),
     ("encoder-decoder, llama", SP | PP | {"pipeline_model_parallel_layout": "Ett|tL"}),
 ]

@@ -35,6 +35,7 @@ def check_model(model: ModelConfig) -> None:
             f"{model.num_experts}, and experts are only built behind attention; leave out one of the two"
         )
     _check_encoder(model)
+    _check_two_stacks(model)
     _check_latent_attention(model)
     _check_rotary(model)
     _check_alibi(model)
@@ -45,10 +46,11 @@ def check_model(model: ModelConfig) -> None:
 def _check_encoder(model: ModelConfig) -> None:
     if model.causal:
         return
+    relative = ["relative"] if model.model_type == "t5" else []
     alone = {
         "window_size": (model.window_size, None),
         "mtp_num_layers": (model.mtp_num_layers, None),
-        "position_embedding_type": (model.position_embedding_type, "learned_absolute", "rope"),
+        "position_embedding_type": (model.position_embedding_type, "learned_absolute", "rope", *relative),
     }
     for name, (value, *allowed) in alone.items():
         if value not in allowed:
@@ -56,9 +58,47 @@ def _check_encoder(model: ModelConfig) -> None:
                 f"model.{name} is {value}, which looks back alone, but with model.model_type {model.model_type} tokens "
                 f"see all of their sequence; set it to {' or '.join(map(str, allowed))}"
             )
-    if model.bert_binary_head and not model.pooler:
+    if model.model_type == "bert" and model.bert_binary_head and not model.pooler:
         raise ConfigError(
             "model.bert_binary_head reads what the pooler gives, but model.add_pooler is false; leave out one"
+        )
+
+
+def _check_two_stacks(model: ModelConfig) -> None:
+    if model.position_embedding_type == "relative" and model.model_type != "t5":
+        raise ConfigError(
+            f"model.position_embedding_type is relative, which an encoder-decoder alone has here, but model.model_type "
+            f"is {model.model_type}; set model_type to t5, or choose other positions"
+        )
+    if model.model_type != "t5":
+        return
+    if not 0 < model.encoder_layers < model.num_layers:
+        raise ConfigError(
+            f"model.encoder_num_layers {model.encoder_layers} of model.num_layers {model.num_layers} are the "
+            "encoder's, and the others the decoder's: each has at least one; change one of the two"
+        )
+    alone = {
+        "num_experts": (model.num_experts, None),
+        "parallel_attn_mlp": (model.parallel_attn_mlp, False),
+        "multi_latent_attention": (model.multi_latent_attention, False),
+        "apply_residual_connection_post_layernorm": (model.apply_residual_connection_post_layernorm, False),
+    }
+    for name, (value, only) in alone.items():
+        if value != only:
+            raise ConfigError(
+                f"model.{name} is {value}, which no layer with cross-attention has here, but model.model_type is t5; "
+                f"set it to {only}"
+            )
+    if model.position_embedding_type == "relative" and model.attn_logit_softcapping is not None:
+        raise ConfigError(
+            f"model.attn_logit_softcapping {model.attn_logit_softcapping} and model.position_embedding_type relative "
+            "both change the scores, and no model says in which order; leave one out"
+        )
+    farthest, buckets = model.relative_attention_max_distance, model.relative_attention_num_buckets
+    if model.position_embedding_type == "relative" and farthest <= buckets // 2:
+        raise ConfigError(
+            f"model.relative_attention_max_distance {farthest} is not beyond the {buckets // 2} distances that have "
+            f"a bucket each (model.relative_attention_num_buckets {buckets}); raise it or lower the other"
         )
 
 

@@ -210,8 +210,8 @@ def what_keeps_attention_unsaved(model: ModelConfig, parallel: ParallelConfig) -
         return f"model.attention_dropout {model.attention_dropout}"
     if model.attn_logit_softcapping is not None:
         return f"model.attn_logit_softcapping {model.attn_logit_softcapping}"
-    if model.position_embedding_type == "alibi":
-        return "model.position_embedding_type alibi"
+    if model.position_embedding_type in ("alibi", "relative"):
+        return f"model.position_embedding_type {model.position_embedding_type}"
     if parallel.context_parallel_size > 1 and parallel.cp_exchange != "a2a":
         return f"parallel.cp_comm_type {parallel.cp_exchange}"
     if parallel.cpu_offloading_num_layers:

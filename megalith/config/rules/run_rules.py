@@ -187,6 +187,11 @@ def _check_encoder(config: RunConfig) -> None:
     model, data = config.model, config.data
     if model.causal:
         return
+    if model.model_type == "t5":
+        raise ConfigError(
+            "model.model_type t5 has no samples to train on here: it is read, written and run as a building block "
+            "(megalith.load), and its loss is model(input_ids, encoder_input_ids=…, labels=…)"
+        )
     taken = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
     given = [f"data.{name}" for name in taken if getattr(data, name)]
     given += [f"{config.chat.name}.enabled"] if config.chat is not None else []

@@ -1,1 +1,1 @@
-"""Models with an encoder: BERT."""
+"""Models with an encoder: BERT, T5."""

@@ -4,17 +4,24 @@
 heads, then its key head, then its value head, so that a slice of rows is a slice of whole groups. Cross-attention
 (Vaswani et al. 2017) has its keys and values from another sequence: rows of linear_kv are a key head and a value head
 for each group. Positions turn nothing there, and every token that the mask leaves is looked at.
+
+Relative positions as T5 has them (Raffel et al. 2020) are a learned bias of self-attention's scores by distance. A
+distance falls into a bucket. The nearer half of the buckets are single distances, the farther half ranges that grow
+logarithmically up to a largest distance, beyond which all are one. Without a causal mask half of the buckets are for
+keys behind the query. Each bucket has a number for each head, the same in all layers of a stack.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from megalith.comm.collectives import local
 from megalith.config import ModelConfig
 from megalith.models.linear import Linear
 from megalith.models.norm import HeadsNorm, Norm, RootMeanSquare
@@ -56,6 +63,8 @@ class Attention(Runnable):
         core = attention if context.layout.whole_sequences else self.core
         if context.cache is not None:
             core = partial(context.cache.attend, core)
+        if context.bias is not None:
+            core = partial(core, bias=context.bias)
         return core(
             query,
             key,
@@ -134,6 +143,39 @@ class CrossAttention(Attention):
         key, value = by_head(keys_values, context.batch, 2 * self.head_dim).chunk(2, dim=-1)
         dropout = None if context.dropout is None else context.dropout.of_cross_attention()
         mask = None if encoded.mask is None else encoded.mask.expand(-1, -1, query.shape[1], -1)
-        apart = replace(context, causal=False, mask=mask, documents=None, dropout=dropout, cache=None)
+        apart = replace(
+            context, causal=False, mask=mask, bias=None, documents=None, dropout=dropout, cache=None
+        )
         out = self.attend(query, key, value, apart)  # [batch, seq, heads, head_dim]
         return self.linear_proj(out.flatten(2), context)
+
+
+class RelativeBias(nn.Module):
+    """The biases of a stack's heads by distance; weight float32 [buckets, heads]."""
+
+    def __init__(self, config: ModelConfig, causal: bool, device: torch.device | None = None):
+        super().__init__()
+        self.causal, self.farthest = causal, config.relative_attention_max_distance
+        self.buckets = config.relative_attention_num_buckets
+        self.weight = nn.Parameter(torch.empty(self.buckets, config.num_attention_heads, device=device))
+
+    def forward(self, places: Tensor) -> Tensor:
+        """float32 [1, heads here, seq, seq] for the tokens at these places, int64 [seq]."""
+        distances = places[None] - places[:, None]  # [queries, keys]
+        buckets = distance_buckets(distances, self.causal, self.buckets, self.farthest)
+        return nn.functional.embedding(buckets, local(self.weight)).permute(2, 0, 1)[None]
+
+
+def distance_buckets(distances: Tensor, causal: bool, buckets: int, farthest: int) -> Tensor:
+    """The bucket of each distance, of a key's place from its query's: int64 like `distances`. Causal, keys behind the
+    query count as at it."""
+    behind = 0
+    if causal:
+        distances = (-distances).clamp(min=0)
+    else:
+        buckets //= 2
+        behind, distances = (distances > 0).long() * buckets, distances.abs()
+    single = buckets // 2
+    ratio = torch.log(distances.clamp(min=1).float() / single) / math.log(farthest / single)
+    ranges = (single + (ratio * (buckets - single)).long()).clamp(max=buckets - 1)
+    return behind + torch.where(distances < single, distances, ranges)

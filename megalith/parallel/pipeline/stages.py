@@ -106,10 +106,16 @@ def split_stages(model: Transformer, assignment: list[list[Stage]], rank: int) -
 
     Each is a Transformer without what is not its own; parameters keep their names. Where embedding and head are tied
     but stand on different stages, the head's stage keeps a copy of the word embedding under the same name
-    (stages.py keeps the two equal).
+    (stages.py keeps the two equal). Raises ConfigError for relative positions.
     """
     if len(assignment) == 1:
         return [model]
+    if model.config.position_embedding_type == "relative":
+        raise ConfigError(
+            f"pipeline_model_parallel_size {len(assignment)} would put a copy of the relative positions, which all "
+            "layers of a stack share, on every stage, and their gradients are not summed over stages; set it to 1, or "
+            "choose learned or rotary positions"
+        )
     return [_keep(_copy(model, stage), stage) for stage in assignment[rank]]
 
 

@@ -76,6 +76,7 @@ ROLES = {
     "position_embeddings": Role(WHOLE, partial_weight=UNDER_SP),
     "tokentype_embeddings": Role(WHOLE, partial_weight=UNDER_SP),
     "layernorm": Role(WHOLE, WHOLE, None, UNDER_SP, UNDER_SP),  # of the embedding, and of BERT's head
+    "relative_attention_bias": Role(COLUMNS),  # each rank its heads
     "embedding_layernorm": Role(WHOLE, WHOLE, None, UNDER_SP, UNDER_SP),
     "hidden_layernorm": Role(WHOLE, WHOLE, None, UNDER_SP, UNDER_SP),
     "linear_join": Role(WHOLE, WHOLE, None, UNDER_SP),

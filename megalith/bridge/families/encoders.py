@@ -1,0 +1,376 @@
+"""Models with an encoder: BERT, MegatronBert, and T5's encoder-decoders.
+
+BERT has its norms behind the additions, MegatronBert before the layers' halves.
+
+In BERT's post-LN each norm stands where the stream goes on, so that the norm behind a layer is what the next one begins
+with: ours are named for the latter (`layers.{layer}.input_layernorm`), theirs for the former. Both come as the model
+for pre-training, with the masked-LM head alone, and bare, with the pooler.
+
+T5's layers are numbered through both stacks here, the encoder's first, and begin again in the decoder there. The output
+matrix of the first T5 is its embedding; that of 1.1 and Flan, which are gated, is one of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from megalith.bridge.families.layernorm_decoders import activation
+from megalith.bridge.families.llama import TIED
+from megalith.bridge.family import Family
+from megalith.bridge.rows import Rule, gate_up, keys_values, qkv, same
+from megalith.bridge.settings import Field, Ours, Theirs, Tree, Writes
+from megalith.config import ModelConfig
+from megalith.errors import ConfigError
+
+# fmt: off
+EVERY = {
+    "embedding.word_embeddings.weight":
+        same("bert.embeddings.word_embeddings.weight"),
+    "embedding.position_embeddings.weight":
+        same("bert.embeddings.position_embeddings.weight"),
+    "embedding.tokentype_embeddings.weight":
+        same("bert.embeddings.token_type_embeddings.weight"),
+    "layers.{layer}.self_attention.linear_qkv.weight":
+        qkv("bert.encoder.layer.{layer}.attention.self.query.weight",
+            "bert.encoder.layer.{layer}.attention.self.key.weight",
+            "bert.encoder.layer.{layer}.attention.self.value.weight"),
+    "layers.{layer}.self_attention.linear_qkv.bias":
+        qkv("bert.encoder.layer.{layer}.attention.self.query.bias",
+            "bert.encoder.layer.{layer}.attention.self.key.bias",
+            "bert.encoder.layer.{layer}.attention.self.value.bias"),
+    "layers.{layer}.self_attention.linear_proj.weight":
+        same("bert.encoder.layer.{layer}.attention.output.dense.weight"),
+    "layers.{layer}.self_attention.linear_proj.bias":
+        same("bert.encoder.layer.{layer}.attention.output.dense.bias"),
+    "layers.{layer}.mlp.linear_fc1.weight":
+        same("bert.encoder.layer.{layer}.intermediate.dense.weight"),
+    "layers.{layer}.mlp.linear_fc1.bias":
+        same("bert.encoder.layer.{layer}.intermediate.dense.bias"),
+    "layers.{layer}.mlp.linear_fc2.weight":
+        same("bert.encoder.layer.{layer}.output.dense.weight"),
+    "layers.{layer}.mlp.linear_fc2.bias":
+        same("bert.encoder.layer.{layer}.output.dense.bias"),
+    "lm_head.dense.weight":
+        same("cls.predictions.transform.dense.weight"),
+    "lm_head.dense.bias":
+        same("cls.predictions.transform.dense.bias"),
+    "lm_head.layernorm.weight":
+        same("cls.predictions.transform.LayerNorm.weight"),
+    "lm_head.layernorm.bias":
+        same("cls.predictions.transform.LayerNorm.bias"),
+    "lm_head.vocabulary.bias":
+        same("cls.predictions.bias"),
+    "output_layer.weight":
+        same("cls.predictions.decoder.weight"),
+    "pooler.weight":
+        same("bert.pooler.dense.weight"),
+    "pooler.bias":
+        same("bert.pooler.dense.bias"),
+    "binary_head.weight":
+        same("cls.seq_relationship.weight"),
+    "binary_head.bias":
+        same("cls.seq_relationship.bias"),
+}
+POST_NORMS = {
+    "layers.0.input_layernorm.weight":
+        same("bert.embeddings.LayerNorm.weight"),
+    "layers.0.input_layernorm.bias":
+        same("bert.embeddings.LayerNorm.bias"),
+    "layers.{layer}.input_layernorm.weight":
+        same("bert.encoder.layer.{before}.output.LayerNorm.weight"),
+    "layers.{layer}.input_layernorm.bias":
+        same("bert.encoder.layer.{before}.output.LayerNorm.bias"),
+    "layers.{layer}.pre_mlp_layernorm.weight":
+        same("bert.encoder.layer.{layer}.attention.output.LayerNorm.weight"),
+    "layers.{layer}.pre_mlp_layernorm.bias":
+        same("bert.encoder.layer.{layer}.attention.output.LayerNorm.bias"),
+    "final_layernorm.weight":
+        same("bert.encoder.layer.{last}.output.LayerNorm.weight"),
+    "final_layernorm.bias":
+        same("bert.encoder.layer.{last}.output.LayerNorm.bias"),
+}
+PRE_NORMS = {
+    "layers.{layer}.input_layernorm.weight":
+        same("bert.encoder.layer.{layer}.attention.ln.weight"),
+    "layers.{layer}.input_layernorm.bias":
+        same("bert.encoder.layer.{layer}.attention.ln.bias"),
+    "layers.{layer}.pre_mlp_layernorm.weight":
+        same("bert.encoder.layer.{layer}.ln.weight"),
+    "layers.{layer}.pre_mlp_layernorm.bias":
+        same("bert.encoder.layer.{layer}.ln.bias"),
+    "final_layernorm.weight":
+        same("bert.encoder.ln.weight"),
+    "final_layernorm.bias":
+        same("bert.encoder.ln.bias"),
+}
+# fmt: on
+
+
+class Tokentypes:
+    """`type_vocab_size`: transformers has no model without."""
+
+    def read(self, theirs: Mapping[str, Any]) -> Tree:
+        return {"num_tokentypes": theirs.get("type_vocab_size", 2)}
+
+    def write(self, model: ModelConfig) -> Tree:
+        if not model.tokentypes:
+            raise ConfigError("its tokens have no types (num_tokentypes 0)")
+        return {"type_vocab_size": model.tokentypes}
+
+
+# fmt: off
+SETTINGS = (
+    Field("num_layers", "num_hidden_layers"),
+    Field("hidden_size", "hidden_size"),
+    Field("ffn_hidden_size", "intermediate_size"),
+    Field("num_attention_heads", "num_attention_heads"),
+    Field("vocab_size", "vocab_size"),
+    Field("max_position_embeddings", "max_position_embeddings", default=512),
+    Field("layernorm_epsilon", "layer_norm_eps", default=1e-12),
+    activation("hidden_act", "gelu"),
+    Field("hidden_dropout", "hidden_dropout_prob", default=0.1),
+    Field("attention_dropout", "attention_probs_dropout_prob", default=0.1),
+    Field("init_method_std", "initializer_range", default=0.02),
+    TIED,
+    Tokentypes(),
+    Theirs(is_decoder=False, add_cross_attention=False, position_embedding_type="absolute"),
+)
+# fmt: on
+POST = Ours(model_type="bert", apply_residual_connection_post_layernorm=True)
+PRE = Ours(model_type="bert")
+FOR_PRE_TRAINING = Ours(add_lm_head=True, bert_binary_head=True, add_pooler=True)
+MASKED_LM = Ours(add_lm_head=True, bert_binary_head=False, add_pooler=False)
+BARE = Ours(add_lm_head=False, bert_binary_head=False, add_pooler=True)
+HEADS = (
+    r"^cls\.",
+    r"^bert\.pooler\.",
+)  # of the model for pre-training, whose files are read as smaller ones too
+OLDER = (
+    r"^(bert\.)?embeddings\.position_ids$",
+    r"^cls\.predictions\.decoder\.bias$",
+)  # copies of what is elsewhere
+
+
+def bare(tensors: Mapping[str, Rule]) -> dict[str, Rule]:
+    """Their names without what stands before them in a whole model."""
+    return {
+        ours: replace(rule, names=tuple(name.removeprefix("bert.") for name in rule.names))
+        for ours, rule in tensors.items()
+    }
+
+
+BERT = Family(
+    architecture="BertForPreTraining",
+    model_type="bert",
+    tensors=EVERY | POST_NORMS,
+    settings=(*SETTINGS, POST, FOR_PRE_TRAINING),
+    tied="cls.predictions.decoder.weight",
+    ignored=OLDER,
+    renamed={"LayerNorm.gamma": "LayerNorm.weight", "LayerNorm.beta": "LayerNorm.bias"},
+    prefix="bert.",
+)
+BERT_MASKED_LM = replace(
+    BERT, architecture="BertForMaskedLM", settings=(*SETTINGS, POST, MASKED_LM), ignored=(*OLDER, *HEADS)
+)
+BERT_MODEL = replace(
+    BERT,
+    architecture="BertModel",
+    settings=(*SETTINGS, POST, BARE),
+    tensors=bare(BERT.tensors),
+    ignored=(*OLDER, *HEADS),
+    prefix="",
+)
+MEGATRON_BERT = replace(
+    BERT,
+    architecture="MegatronBertForPreTraining",
+    model_type="megatron-bert",
+    tensors=EVERY | PRE_NORMS,
+    settings=(*SETTINGS, PRE, FOR_PRE_TRAINING),
+)
+MEGATRON_BERT_MASKED_LM = replace(
+    MEGATRON_BERT,
+    architecture="MegatronBertForMaskedLM",
+    settings=(*SETTINGS, PRE, MASKED_LM),
+    ignored=(*OLDER, *HEADS),
+)
+MEGATRON_BERT_MODEL = replace(
+    MEGATRON_BERT,
+    architecture="MegatronBertModel",
+    settings=(*SETTINGS, PRE, BARE),
+    tensors=bare(MEGATRON_BERT.tensors),
+    ignored=(*OLDER, *HEADS),
+    prefix="",
+)
+
+
+# fmt: off
+T5_OUTSIDE = {
+    "embedding.word_embeddings.weight":
+        same("shared.weight"),
+    "encoder.relative_attention_bias.weight":
+        same("encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"),
+    "encoder.final_layernorm.weight":
+        same("encoder.final_layer_norm.weight"),
+    "relative_attention_bias.weight":
+        same("decoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight"),
+    "final_layernorm.weight":
+        same("decoder.final_layer_norm.weight"),
+    "output_layer.weight":
+        same("lm_head.weight"),
+}
+T5_ENCODER = {
+    "encoder.layers.{layer}.input_layernorm.weight":
+        same("encoder.block.{layer}.layer.0.layer_norm.weight"),
+    "encoder.layers.{layer}.self_attention.linear_qkv.weight":
+        qkv("encoder.block.{layer}.layer.0.SelfAttention.q.weight",
+            "encoder.block.{layer}.layer.0.SelfAttention.k.weight",
+            "encoder.block.{layer}.layer.0.SelfAttention.v.weight"),
+    "encoder.layers.{layer}.self_attention.linear_proj.weight":
+        same("encoder.block.{layer}.layer.0.SelfAttention.o.weight"),
+    "encoder.layers.{layer}.pre_mlp_layernorm.weight":
+        same("encoder.block.{layer}.layer.1.layer_norm.weight"),
+    "encoder.layers.{layer}.mlp.linear_fc1.weight":
+        same("encoder.block.{layer}.layer.1.DenseReluDense.wi.weight"),
+    "encoder.layers.{layer}.mlp.linear_fc2.weight":
+        same("encoder.block.{layer}.layer.1.DenseReluDense.wo.weight"),
+}
+T5_DECODER = {
+    "layers.{layer}.input_layernorm.weight":
+        same("decoder.block.{decoder}.layer.0.layer_norm.weight"),
+    "layers.{layer}.self_attention.linear_qkv.weight":
+        qkv("decoder.block.{decoder}.layer.0.SelfAttention.q.weight",
+            "decoder.block.{decoder}.layer.0.SelfAttention.k.weight",
+            "decoder.block.{decoder}.layer.0.SelfAttention.v.weight"),
+    "layers.{layer}.self_attention.linear_proj.weight":
+        same("decoder.block.{decoder}.layer.0.SelfAttention.o.weight"),
+    "layers.{layer}.pre_cross_attn_layernorm.weight":
+        same("decoder.block.{decoder}.layer.1.layer_norm.weight"),
+    "layers.{layer}.cross_attention.linear_q.weight":
+        same("decoder.block.{decoder}.layer.1.EncDecAttention.q.weight"),
+    "layers.{layer}.cross_attention.linear_kv.weight":
+        keys_values("decoder.block.{decoder}.layer.1.EncDecAttention.k.weight",
+                    "decoder.block.{decoder}.layer.1.EncDecAttention.v.weight"),
+    "layers.{layer}.cross_attention.linear_proj.weight":
+        same("decoder.block.{decoder}.layer.1.EncDecAttention.o.weight"),
+    "layers.{layer}.pre_mlp_layernorm.weight":
+        same("decoder.block.{decoder}.layer.2.layer_norm.weight"),
+    "layers.{layer}.mlp.linear_fc1.weight":
+        same("decoder.block.{decoder}.layer.2.DenseReluDense.wi.weight"),
+    "layers.{layer}.mlp.linear_fc2.weight":
+        same("decoder.block.{decoder}.layer.2.DenseReluDense.wo.weight"),
+}
+T5_GATES = {
+    "encoder.layers.{layer}.mlp.linear_fc1.weight":
+        gate_up("encoder.block.{layer}.layer.1.DenseReluDense.wi_0.weight",
+                "encoder.block.{layer}.layer.1.DenseReluDense.wi_1.weight"),
+    "layers.{layer}.mlp.linear_fc1.weight":
+        gate_up("decoder.block.{decoder}.layer.2.DenseReluDense.wi_0.weight",
+                "decoder.block.{decoder}.layer.2.DenseReluDense.wi_1.weight"),
+}
+ACTIVATIONS = {
+    "relu": ("relu", False), "gelu": ("gelu", False), "gelu_new": ("gelu_tanh", False), "silu": ("silu", False),
+    "gated-gelu": ("gelu_tanh", True), "gated-gelu_new": ("gelu_tanh", True), "gated-silu": ("silu", True),
+    "gated-relu": ("relu", True),
+}
+# fmt: on
+
+
+class Stacks:
+    """`num_layers` and `num_decoder_layers`: there each stack's, here both together and the encoder's."""
+
+    def read(self, theirs: Mapping[str, Any]) -> Tree:
+        encoder = theirs.get("num_layers", 6)
+        decoder = theirs.get("num_decoder_layers")
+        return {
+            "num_layers": encoder + (encoder if decoder is None else decoder),
+            "encoder_num_layers": encoder,
+        }
+
+    def write(self, model: ModelConfig) -> Tree:
+        return {
+            "num_layers": model.encoder_layers,
+            "num_decoder_layers": model.num_layers - model.encoder_layers,
+        }
+
+
+class FeedForward:
+    """`feed_forward_proj`: the non-linearity, and whether it is of a gate. `gated-gelu` is the tanh approximation."""
+
+    def read(self, theirs: Mapping[str, Any]) -> Tree:
+        name = theirs.get("feed_forward_proj", "relu")
+        if name not in ACTIVATIONS:
+            raise ConfigError(
+                f"config.json has feed_forward_proj {name!r}, which has no equal here; known: {', '.join(ACTIVATIONS)}"
+            )
+        kind, gated = ACTIVATIONS[name]
+        return {"activation": kind, "gated_linear_unit": gated}
+
+    def write(self, model: ModelConfig) -> Tree:
+        wanted = model.mlp_activation, model.gated
+        names = [name for name, meaning in ACTIVATIONS.items() if meaning == wanted]
+        if not names:
+            raise ConfigError(
+                f"activation {wanted[0]}{' with a gate' if wanted[1] else ''} has no equal there"
+            )
+        return {"feed_forward_proj": names[0]}
+
+
+class TieAndScale:
+    """`tie_word_embeddings` says in older files both whether the output matrix is the embedding's and whether what it
+    is given is scaled, which `scale_decoder_outputs` says in newer ones."""
+
+    def read(self, theirs: Mapping[str, Any]) -> Tree:
+        tied = theirs.get("tie_word_embeddings", True) is not False
+        scaled = theirs.get("scale_decoder_outputs", tied)
+        return {"untie_embeddings_and_output_weights": not tied, "scale_decoder_outputs": bool(scaled)}
+
+    def write(self, model: ModelConfig) -> Tree:
+        return {
+            "tie_word_embeddings": not model.untie_embeddings_and_output_weights,
+            "scale_decoder_outputs": model.scale_decoder_outputs,
+        }
+
+
+class T5Family(Family):
+    """As Family, with two tables: of an MLP with a gate, and of one without."""
+
+    def table(self, model: ModelConfig) -> Mapping[str, Rule]:
+        return self.tensors | T5_GATES if model.gated else self.tensors
+
+
+# fmt: off
+T5_SETTINGS = (
+    Stacks(),
+    Field("hidden_size", "d_model", default=512),
+    Field("kv_channels", "d_kv", default=64),
+    Field("ffn_hidden_size", "d_ff", default=2048),
+    Field("num_attention_heads", "num_heads", default=8),
+    Field("vocab_size", "vocab_size", default=32128),
+    Field("max_position_embeddings", "n_positions", default=512),
+    Field("relative_attention_num_buckets", "relative_attention_num_buckets", default=32),
+    Field("relative_attention_max_distance", "relative_attention_max_distance", default=128),
+    Field("layernorm_epsilon", "layer_norm_epsilon", default=1e-6),
+    Field("hidden_dropout", "dropout_rate", default=0.1),
+    Field("attention_dropout", "dropout_rate", default=0.1),
+    FeedForward(),
+    TieAndScale(),
+    Theirs(is_encoder_decoder=True),
+    Ours(model_type="t5", position_embedding_type="relative", normalization="RMSNorm", add_bias_linear=False,
+         query_pre_attn_scalar=1),
+    Writes(pad_token_id=0, decoder_start_token_id=0),
+)
+# fmt: on
+T5 = T5Family(
+    architecture="T5ForConditionalGeneration",
+    model_type="t5",
+    tensors=T5_OUTSIDE | T5_ENCODER | T5_DECODER,
+    settings=T5_SETTINGS,
+    tied="lm_head.weight",
+    ignored=(
+        r"^(en|de)coder\.embed_tokens\.weight$",  # copies of the shared embedding
+        r"^decoder\.block\.0\.layer\.1\.EncDecAttention\.relative_attention_bias\.weight$",  # never used
+    ),
+    prefix="",
+)

@@ -1,0 +1,107 @@
+"""T5 against transformers: the same function, loss and gradients, and the same files there and back."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from models.reference import random_parameters
+from safetensors.torch import load_file
+from transformers import T5Config, T5ForConditionalGeneration
+
+import megalith
+from megalith.bridge.exporter import export_hf
+from megalith.bridge.families import FAMILIES
+from megalith.bridge.importer import import_hf
+from megalith.bridge.transfer import to_theirs
+from megalith.bridge.verify import certify, same_bits
+from megalith.errors import CheckpointError
+
+VOCAB, ENCODER_SEQ, SEQ = 151, 40, 31
+# Heads that are not hidden / heads wide, stacks of two depths, and sequences that reach beyond the farthest bucket.
+SIZES = dict(vocab_size=VOCAB, d_model=64, d_kv=12, d_ff=96, num_layers=2, num_decoder_layers=3, num_heads=4,
+             relative_attention_num_buckets=8, relative_attention_max_distance=20, decoder_start_token_id=0,
+             n_positions=64)  # fmt: skip
+KINDS = {
+    "v1.0": dict(feed_forward_proj="relu"),
+    "v1.1": dict(feed_forward_proj="gated-gelu", tie_word_embeddings=False),
+}
+
+
+def reference(kind: str, folder: Path) -> T5ForConditionalGeneration:
+    """A random model in evaluation mode, and in `folder` its files as published ones are: in 1.1 the output matrix is
+    one of its own, which the configuration says."""
+    model = T5ForConditionalGeneration._from_config(
+        T5Config(**SIZES | KINDS[kind]), attn_implementation="eager"
+    )
+    if kind == "v1.1":
+        model.lm_head.weight = torch.nn.Parameter(torch.empty(VOCAB, SIZES["d_model"]))
+    random_parameters(model).save_pretrained(folder)
+    settings = json.loads((folder / "config.json").read_text()) | {"tie_word_embeddings": kind == "v1.0"}
+    (folder / "config.json").write_text(json.dumps(settings, indent=2))
+    return model
+
+
+def batch() -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(1)
+    return dict(
+        input_ids=torch.randint(0, VOCAB, (3, SEQ), generator=random),
+        encoder_input_ids=torch.randint(0, VOCAB, (3, ENCODER_SEQ), generator=random),
+        encoder_padding_mask=torch.arange(ENCODER_SEQ) < torch.tensor([40, 27, 9])[:, None],
+        labels=torch.randint(0, VOCAB, (3, SEQ), generator=random),
+        loss_mask=(torch.arange(SEQ) < torch.tensor([31, 12, 20])[:, None]).float(),
+    )
+
+
+def theirs(model: T5ForConditionalGeneration, tokens: dict[str, torch.Tensor], **more):
+    mask = tokens["encoder_padding_mask"].long()
+    return model(
+        tokens["encoder_input_ids"], attention_mask=mask, decoder_input_ids=tokens["input_ids"], **more
+    )
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_there_and_back_is_bitwise_and_the_same_function(kind: str, tmp_path: Path) -> None:
+    model, tokens = reference(kind, tmp_path / "hf"), batch()
+    import_hf(tmp_path / "hf", tmp_path / "run")
+    del tokens["labels"], tokens["loss_mask"]
+    for folder in ("hf", "run"):
+        with torch.no_grad():
+            found, expected = megalith.load(tmp_path / folder)(**tokens), theirs(model, tokens).logits
+        assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    out = export_hf(tmp_path / "run", tmp_path / "out").path
+    before, after = (load_file(folder / "model.safetensors") for folder in (tmp_path / "hf", out))
+    assert before.keys() == after.keys() and all(same_bits(before[name], after[name]) for name in before)
+    again, first = (json.loads((folder / "config.json").read_text()) for folder in (out, tmp_path / "hf"))
+    assert again == first
+    assert (kind == "v1.1") == ("lm_head.weight" in after)
+    certificate = json.loads(certify(tmp_path / "run", out, tmp_path / "out").read_text())
+    assert certificate["passed"] and certificate["tensors"]["compared"] == len(before)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_gradients_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
+    expected_model, tokens = reference(kind, tmp_path), batch()
+    labels = tokens["labels"].masked_fill(tokens["loss_mask"] == 0, -100)
+    expected = theirs(expected_model, tokens, labels=labels).loss
+    expected.backward()
+    model = megalith.load(tmp_path).requires_grad_(True)
+    loss = model(**tokens | {"loss_mask": tokens["loss_mask"] / tokens["loss_mask"].sum()})
+    loss.backward()
+    assert torch.allclose(loss, expected, rtol=1e-5)
+    gradients, found = {name: p.grad for name, p in expected_model.named_parameters()}, {}
+    for group in FAMILIES["T5ForConditionalGeneration"].groups(model.config):
+        ours = model.get_parameter(group.name).grad[: group.shape[0]]
+        found |= dict(to_theirs(group, ours, dict.fromkeys(group.sources, torch.float32)))
+    assert found.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+
+
+def test_a_matrix_of_its_own_that_the_configuration_denies_is_refused(tmp_path: Path) -> None:
+    """As transformers 5 saves what it has loaded of T5 1.1."""
+    reference("v1.1", tmp_path)
+    settings = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": True}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match="set tie_word_embeddings to false"):
+        megalith.load(tmp_path)
