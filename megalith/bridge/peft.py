@@ -21,8 +21,7 @@ from pydantic import ValidationError
 from torch import Tensor
 
 from megalith.bridge.family import Family, Group
-from megalith.bridge.folder import read_json
-from megalith.bridge.stored import list_tensors
+from megalith.bridge.folder import list_tensors, read_json
 from megalith.bridge.transfer import to_ours, to_theirs
 from megalith.checkpoint.files import write_safetensors
 from megalith.config import LoraConfig, ModelConfig

@@ -17,14 +17,13 @@ from peft_formula import random_adapters, save
 
 from megalith.bridge.families import family_of
 from megalith.bridge.family import COUNTS, LAYER_COUNTS, LISTS, NUMBERS, OBJECTS
-from megalith.bridge.folder import SourceFolder
+from megalith.bridge.folder import SourceFolder, list_tensors
 from megalith.bridge.importer import import_hf, open_source
 from megalith.bridge.load import model_of
 from megalith.bridge.match import match
 from megalith.bridge.megatron.megatron_importer import open_megatron
 from megalith.bridge.origin import read_origin
 from megalith.bridge.peft import PeftFolder
-from megalith.bridge.stored import list_tensors
 from megalith.config import ModelConfig
 from megalith.config.rules.model_rules import check_model
 from megalith.errors import CheckpointError, ConfigError

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megalith.bridge.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3
 from megalith.bridge.families.encoders import (
     BERT,
     BERT_MASKED_LM,
@@ -18,7 +17,14 @@ from megalith.bridge.families.encoders import (
     MEGATRON_BERT_MODEL,
     T5,
 )
-from megalith.bridge.families.experts import MIXTRAL, OLMOE, QWEN2_MOE, QWEN3_MOE
+from megalith.bridge.families.experts import (
+    DEEPSEEK_V2,
+    DEEPSEEK_V3,
+    MIXTRAL,
+    OLMOE,
+    QWEN2_MOE,
+    QWEN3_MOE,
+)
 from megalith.bridge.families.layernorm_decoders import BLOOM, FALCON, GPT2, GPT_NEOX
 from megalith.bridge.families.llama import (
     GEMMA,

@@ -1,7 +1,7 @@
-"""Llama with experts in the place of its MLP: Mixtral, OLMoE, Qwen2 and Qwen3.
+"""Llama with experts in the place of its MLP: Mixtral, OLMoE, Qwen2 and Qwen3; DeepSeek-V2 and V3.
 
 OLMoE has norms over all queries and all keys besides, the Qwens what they have without experts; Qwen2 a shared expert
-that a sigmoid gate weighs.
+that a sigmoid gate weighs. DeepSeek's have latent attention, dense first layers, then routed experts beside shared ones.
 """
 
 from __future__ import annotations
@@ -9,11 +9,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megalith.bridge.families.llama import IGNORED, QK_NORMS, SETTINGS, TENSORS
+from megalith.bridge.families.llama import IGNORED, QK_NORMS, SETTINGS, SIZES, TENSORS, UNTIED
 from megalith.bridge.family import Family
-from megalith.bridge.rows import gate_up, same
-from megalith.bridge.settings import EveryLayer, Field, Ours, Theirs, Tree, Window
+from megalith.bridge.rows import RowRun, Rule, gate_up, pairs_apart, same
+from megalith.bridge.settings import (
+    MSCALES,
+    EveryLayer,
+    Field,
+    Ours,
+    Rope,
+    Theirs,
+    Tree,
+    Window,
+    Writes,
+)
 from megalith.config import ModelConfig
+from megalith.errors import ConfigError
 
 # fmt: off
 EXPERTS = {
@@ -138,5 +149,194 @@ QWEN2_MOE = Family(
     ),
     tied="lm_head.weight",
     ignored=IGNORED,
+)
+# fmt: on
+
+
+def turning(name: str, plain: str) -> Rule:
+    """Heads, each `plain` rows and then rows that turn in pairs, which stand side by side there.
+
+    `plain` is the field that has the number of the first: the size of a head's part without position, or of a latent.
+    """
+
+    def order(model: ModelConfig, rows: int) -> list[RowRun]:
+        first, size = getattr(model, plain), model.qk_pos_emb_head_dim
+        runs = []
+        for head in range(0, rows, first + size):
+            runs.append(RowRun(0, head, head, first))
+            runs += pairs_apart(0, head + first, head + first, size)
+        return runs
+
+    return Rule((name,), order)
+
+
+class DenseFirst:
+    """`first_k_dense_replace` layers have an MLP, all others experts."""
+
+    def read(self, theirs: Mapping[str, Any]) -> Tree:
+        dense = theirs.get("first_k_dense_replace") or 0
+        return {"moe_layer_freq": [0] * dense + [1] * (theirs["num_hidden_layers"] - dense)}
+
+    def write(self, model: ModelConfig) -> Tree:
+        return {"first_k_dense_replace": model.expert_layers[0] if model.expert_layers else model.num_layers}
+
+
+class SharedExperts:
+    """`n_shared_experts`, each as wide as a routed one, are one MLP."""
+
+    def read(self, theirs: Mapping[str, Any]) -> Tree:
+        count = theirs.get("n_shared_experts")
+        return (
+            {"moe_shared_expert_intermediate_size": count * theirs["moe_intermediate_size"]} if count else {}
+        )
+
+    def write(self, model: ModelConfig) -> Tree:
+        width = model.moe_shared_expert_intermediate_size or 0
+        if width % model.expert_size:
+            raise ConfigError(f"a shared expert of {width} is no multiple of an expert's {model.expert_size}")
+        return {"n_shared_experts": width // model.expert_size or None}
+
+
+class RouterGroups:
+    """`n_group` and `topk_group`, where 1 is no limit. V2 names the method too; V3 scores a group by two experts."""
+
+    def __init__(self, method: bool):
+        self._method = method
+
+    def read(self, theirs: Mapping[str, Any]) -> Tree:
+        groups, best = theirs.get("n_group") or 1, theirs.get("topk_group") or 1
+        if groups == 1 or (self._method and theirs.get("topk_method", "greedy") == "greedy"):
+            return {}
+        if not self._method and theirs["num_experts_per_tok"] != 2 * best:
+            raise ConfigError(
+                f"config.json has num_experts_per_tok {theirs['num_experts_per_tok']} and topk_group {best}, but "
+                "groups are scored here by topk / group_topk experts, which has to be 2"
+            )
+        return {"moe_router_num_groups": groups, "moe_router_group_topk": best}
+
+    def write(self, model: ModelConfig) -> Tree:
+        groups, best = model.moe_router_num_groups, model.moe_router_group_topk
+        if not self._method:
+            return {"n_group": groups or 1, "topk_group": best or 1}
+        return {
+            "n_group": groups,
+            "topk_group": best,
+            "topk_method": "group_limited_greedy" if groups else "greedy",
+        }
+
+
+class LatentHeads:
+    """`num_key_value_heads` is that of all heads."""
+
+    def read(self, theirs: Mapping[str, Any]) -> Tree:
+        heads = theirs["num_attention_heads"]
+        if theirs.get("num_key_value_heads") not in (None, heads):
+            raise ConfigError(
+                f"config.json has num_key_value_heads {theirs['num_key_value_heads']} and num_attention_heads {heads}; "
+                "latent attention makes keys and values for every head"
+            )
+        return {}
+
+    def write(self, model: ModelConfig) -> Tree:
+        return {"num_key_value_heads": model.num_attention_heads}
+
+
+class StretchedRope(Rope):
+    """As Rope, with YaRN's mscale and mscale_all_dim."""
+
+    def read(self, theirs: Mapping[str, Any]) -> Tree:
+        given = dict(theirs.get("rope_parameters") or theirs.get("rope_scaling") or {})
+        scales = {name: value for name in MSCALES if (value := given.pop(name, None))}
+        fields = super().read({**theirs, "rope_parameters": given})
+        if "rope_scaling" in fields:
+            fields["rope_scaling"] |= scales
+        return fields
+
+    def write(self, model: ModelConfig) -> Tree:
+        tree = super().write(model)
+        if model.rope_scaling is not None:
+            scales = {name: getattr(model.rope_scaling, name) for name in MSCALES}
+            tree["rope_scaling"] |= {name: value for name, value in scales.items() if value is not None}
+        return tree
+
+
+# fmt: off
+LATENT = {
+    "layers.{layer}.self_attention.linear_q_proj.weight":
+        turning("model.layers.{layer}.self_attn.q_proj.weight", "qk_head_dim"),
+    "layers.{layer}.self_attention.linear_q_down_proj.weight":
+        same("model.layers.{layer}.self_attn.q_a_proj.weight"),
+    "layers.{layer}.self_attention.q_down_layernorm.weight":
+        same("model.layers.{layer}.self_attn.q_a_layernorm.weight"),
+    "layers.{layer}.self_attention.linear_q_up_proj.weight":
+        turning("model.layers.{layer}.self_attn.q_b_proj.weight", "qk_head_dim"),
+    "layers.{layer}.self_attention.linear_kv_down_proj.weight":
+        turning("model.layers.{layer}.self_attn.kv_a_proj_with_mqa.weight", "kv_lora_rank"),
+    "layers.{layer}.self_attention.kv_down_layernorm.weight":
+        same("model.layers.{layer}.self_attn.kv_a_layernorm.weight"),
+    "layers.{layer}.self_attention.linear_kv_up_proj.weight":
+        same("model.layers.{layer}.self_attn.kv_b_proj.weight"),
+}
+SHARED = {
+    "layers.{layer}.mlp.router.expert_bias":
+        same("model.layers.{layer}.mlp.gate.e_score_correction_bias"),
+    "layers.{layer}.mlp.shared_experts.linear_fc1.weight":
+        gate_up("model.layers.{layer}.mlp.shared_experts.gate_proj.weight",
+                "model.layers.{layer}.mlp.shared_experts.up_proj.weight"),
+    "layers.{layer}.mlp.shared_experts.linear_fc2.weight":
+        same("model.layers.{layer}.mlp.shared_experts.down_proj.weight"),
+}
+ROWS = {**TENSORS, **LATENT, **EXPERTS, **SHARED}
+
+SETTINGS = (
+    *[size for size in SIZES if size.ours not in ("num_query_groups", "kv_channels")],
+    LatentHeads(),
+    UNTIED,
+    StretchedRope(),
+    Field("q_lora_rank", "q_lora_rank", default=1536),
+    Field("kv_lora_rank", "kv_lora_rank", default=512),
+    Field("qk_head_dim", "qk_nope_head_dim", default=128),
+    Field("qk_pos_emb_head_dim", "qk_rope_head_dim", default=64),
+    Field("v_head_dim", "v_head_dim", default=128),
+    Field("num_experts", "n_routed_experts"),
+    Field("moe_router_topk", "num_experts_per_tok"),
+    Field("moe_ffn_hidden_size", "moe_intermediate_size"),
+    Field("moe_router_topk_scaling_factor", "routed_scaling_factor", default=1.0),
+    DenseFirst(),
+    SharedExperts(),
+    Ours(normalization="RMSNorm", swiglu=True, add_bias_linear=False, hidden_dropout=0.0, multi_latent_attention=True),
+    Theirs(hidden_act="silu", attention_bias=False, moe_layer_freq=1),
+)
+
+DEEPSEEK_V2 = Family(
+    architecture="DeepseekV2ForCausalLM",
+    model_type="deepseek_v2",
+    absent={"n_shared_experts": 2},
+    tensors=ROWS,
+    settings=(
+        *SETTINGS,
+        RouterGroups(method=True),
+        Ours(moe_router_pre_softmax=True),
+        Theirs(norm_topk_prob=False, mlp_bias=False),
+    ),
+    tied="lm_head.weight",
+    ignored=IGNORED,
+)
+
+DEEPSEEK_V3 = Family(
+    architecture="DeepseekV3ForCausalLM",
+    model_type="deepseek_v3",
+    absent={"first_k_dense_replace": 3, "n_group": 8, "topk_group": 4, "n_shared_experts": 1,
+            "routed_scaling_factor": 2.5},
+    tensors=ROWS,
+    settings=(
+        *SETTINGS,
+        RouterGroups(method=False),
+        Ours(moe_router_score_function="sigmoid", moe_router_enable_expert_bias=True),
+        Theirs(norm_topk_prob=True, rope_interleave=True),
+        Writes(num_nextn_predict_layers=0),
+    ),
+    tied="lm_head.weight",
+    ignored=(*IGNORED, r"layers\.61\."),  # the published model's module that predicts a second token
 )
 # fmt: on
