@@ -110,7 +110,14 @@ def commands() -> set[tuple[str, ...]]:
 
 def test_every_command_of_the_documentation_is_one_that_the_command_line_takes():
     parser = build_parser()
-    own = {*PROGRAMS, "pretrain-gpt", "pretrain-bert", "megatron", "accelerate", "oumi"}  # read their own options
+    own = {
+        *PROGRAMS,
+        "pretrain-gpt",
+        "pretrain-bert",
+        "megatron",
+        "accelerate",
+        "oumi",
+    }  # read their own options
     others = [words for words in commands() if words[0] not in own]
     assert len(others) > 20
     for words in others:
