@@ -15,7 +15,10 @@ from megalith.bridge.families import FAMILIES
 from megalith.bridge.importer import import_hf
 from megalith.bridge.transfer import to_theirs
 from megalith.bridge.verify import certify, same_bits
-from megalith.errors import CheckpointError
+from megalith.config import RunConfig
+from megalith.config.rules.model_rules import check_model
+from megalith.config.rules.run_rules import check_training
+from megalith.errors import CheckpointError, ConfigError
 
 VOCAB, ENCODER_SEQ, SEQ = 151, 40, 31
 # Heads that are not hidden / heads wide, stacks of two depths, and sequences that reach beyond the farthest bucket.
@@ -105,3 +108,29 @@ def test_a_matrix_of_its_own_that_the_configuration_denies_is_refused(tmp_path: 
     (tmp_path / "config.json").write_text(json.dumps(settings))
     with pytest.raises(CheckpointError, match="set tie_word_embeddings to false"):
         megalith.load(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        (
+            {"encoder_num_layers": 4},
+            "4 of model.num_layers 4 are the encoder's, and the others the decoder's",
+        ),
+        ({"model_type": "gpt"}, "relative, which an encoder-decoder alone has"),
+        ({"num_experts": 4}, "no layer with cross-attention has here"),
+        ({"attn_logit_softcapping": 3.0}, "both change the scores"),
+        ({"relative_attention_max_distance": 16}, "is not beyond the 16 distances"),
+        ({}, "no samples to train on"),
+    ],
+)
+def test_what_an_encoder_decoder_cannot_be_or_do_is_refused(fields: dict, message: str) -> None:
+    shape = dict(model_type="t5", num_layers=4, hidden_size=32, num_attention_heads=4, vocab_size=VOCAB,
+                 position_embedding_type="relative", max_position_embeddings=16)  # fmt: skip
+    train = dict(micro_batch_size=2, global_batch_size=2, train_iters=1)
+    data = dict(seq_length=8, mock=True)
+    tree = {"model": shape | fields, "data": data, "train": train, "optim": {"lr": 1e-3}}
+    config = RunConfig.from_tree(tree)
+    with pytest.raises(ConfigError, match=message):
+        check_model(config.model)
+        check_training(config)

@@ -39,7 +39,6 @@ def check_training(config: RunConfig, world_size: int = 1) -> None:
     _check_fine_tuning(config)
     _check_encoder(config)
     _check_distillation(config)
-    _check_encoder(config)
     BatchSizeSchedule.from_config(
         config.train, data_parallel_size=data_parallel_size(config.parallel, world_size)
     )
@@ -196,7 +195,7 @@ def _check_encoder(config: RunConfig) -> None:
     given = [f"data.{name}" for name in taken if getattr(data, name)]
     given += [f"{config.chat.name}.enabled"] if config.chat is not None else []
     given += ["rl.prompts or rl.rollouts"] if config.rl.prompts_or_rollouts else []
-    given += ["distill.teacher"] if config.distill.teacher else []
+    given += ["distill.teacher"] if config.distill.teacher is not None else []
     if given:
         raise ConfigError(
             f"{' and '.join(given)} {'are' if given[1:] else 'is'} for models that continue a text, but "
@@ -215,26 +214,6 @@ def _check_distillation(config: RunConfig) -> None:
     if config.dpo.enabled or config.rl.prompts_or_rollouts:
         raise ConfigError(
             f"distill.teacher and {other} are both set, and a run learns by one; leave out the other"
-        )
-
-
-def _check_encoder(config: RunConfig) -> None:
-    model, data = config.model, config.data
-    if model.causal:
-        return
-    taken = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-    given = [f"data.{name}" for name in taken if getattr(data, name)]
-    given += [f"{config.chat.name}.enabled"] if config.chat is not None else []
-    given += ["rl.prompts or rl.rollouts"] if config.rl.prompts_or_rollouts else []
-    given += ["distill.teacher"] if config.distill.teacher is not None else []
-    if given:
-        raise ConfigError(
-            f"{' and '.join(given)} {'are' if given[1:] else 'is'} for models that continue a text, but "
-            f"model.model_type is {model.model_type}, which is trained by masked words; leave it out"
-        )
-    if not model.add_lm_head:
-        raise ConfigError(
-            "model.add_lm_head is false, so there is nothing that masked words are learnt by; set it to true"
         )
 
 
