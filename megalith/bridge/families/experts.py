@@ -1,7 +1,7 @@
 """Llama with experts in the place of its MLP: Mixtral, OLMoE, Qwen2 and Qwen3; DeepSeek-V2 and V3.
 
 OLMoE has norms over all queries and all keys besides, the Qwens what they have without experts; Qwen2 a shared expert
-that a sigmoid gate weighs. DeepSeek's have latent attention, dense first layers, then routed experts beside shared ones.
+that a sigmoid gate weighs. DeepSeek's have latent attention, dense first layers, and shared experts beside the others.
 """
 
 from __future__ import annotations
