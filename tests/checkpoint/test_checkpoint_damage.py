@@ -221,7 +221,7 @@ def test_safetensors_that_contradict_the_manifest_are_refused(tiny_run, tmp_path
 
 def test_a_type_that_is_not_known_is_a_sentence_in_every_command(tiny_run, tmp_path, capsys):
     folder = tiny_run().save(tmp_path / "run")
-    rewrite_manifest(folder, lambda content: content["tensors"]["model"]["norm.bias"].update(dtype="F8_E4M3"))
+    rewrite_manifest(folder, lambda content: content["tensors"]["model"]["norm.bias"].update(dtype="F8_E5M2"))
     for words in (
         ["verify", folder],
         ["hash", folder, "--part", "optimizer"],
@@ -231,7 +231,7 @@ def test_a_type_that_is_not_known_is_a_sentence_in_every_command(tiny_run, tmp_p
     ):
         assert main(["checkpoint", *map(str, words)]) == 4
         printed = capsys.readouterr()
-        said = "step_00000000/manifest.json gives the model's tensor norm.bias the type 'F8_E4M3', this Megalith knows"
+        said = "step_00000000/manifest.json gives the model's tensor norm.bias the type 'F8_E5M2', this Megalith knows"
         assert said in printed.out + printed.err
 
 

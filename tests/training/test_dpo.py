@@ -81,7 +81,7 @@ def test_every_layout_equals_one_process(pool, tree: dict):
     lora = ones["lora, tp2-sp"]
     assert all("lora" in name for name in lora.gradients)
     for one in (ones[""], lora):  # the policy has left the reference, which stays
-        assert one.losses[0] == pytest.approx(0.6931472, rel=1e-6) and abs(one.losses[-1] - 0.6931472) > 2e-5
+        assert one.losses[0] == pytest.approx(0.6931472, rel=1e-6) and abs(one.losses[-1] - 0.6931472) > 2e-6
 
 
 def whole_step(config: RunConfig):

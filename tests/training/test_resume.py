@@ -205,6 +205,7 @@ LEARNED = {
 }
 ENCODER = LEARNED | {"model_type": "bert"}
 HEADLESS = ENCODER | {"bert_binary_head": False}
+BOTH = LEARNED | {"model_type": "t5", "position_embedding_type": "relative"}
 
 # Every setting that decides which function the weights are: another value, and the model where that is another one.
 OTHER_FUNCTIONS = {
@@ -217,6 +218,8 @@ OTHER_FUNCTIONS = {
     "add_output_bias": (True, WHOLE), "model_type": ("bert", LEARNED), "num_tokentypes": (3, ENCODER),
     "add_lm_head": (False, ENCODER), "bert_binary_head": (False, ENCODER), "add_pooler": (True, HEADLESS),
     "apply_residual_connection_post_layernorm": (True, LEARNED),
+    "encoder_num_layers": (1, BOTH), "scale_decoder_outputs": (True, BOTH),
+    "relative_attention_num_buckets": (16, BOTH), "relative_attention_max_distance": (64, BOTH),
     "rope_scaling": ({"type": "linear", "factor": 4.0}, WHOLE), "window_size": ([8, 0], WHOLE),
     "window_attn_skip_freq": (2, WHOLE), "scale_embeddings": (True, WHOLE), "normalization": ("LayerNorm", WHOLE),
     "layernorm_epsilon": (1e-6, WHOLE), "layernorm_zero_centered_gamma": (True, WHOLE),
