@@ -83,7 +83,8 @@ LONG = {  # tests of one process that take seconds, all their cases together
     "test_zero_bubble_is_never_slower_than_1f1b",
     "test_zero_bubble_waits_for_forward_and_input_less_weights",
 }
-LONGEST = "faults", "optim", "parallel", "parity"  # these come first: no worker ends long before another
+# These come first, those with the most processes before all, and short files last: no worker ends long before another.
+LONGEST = "faults", "optim", "parallel", "parity", "tests", "dialects", "generation", "rl", "training"
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -97,7 +98,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: item.path.parent.name not in LONGEST)
+    rank = {folder: number for number, folder in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.parent.name, len(rank)))
     cases = Counter()
     for item in items:
         if (name := item.originalname) in LONG:

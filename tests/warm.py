@@ -27,6 +27,11 @@ with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings(action="ig
                 }
             )
         )  # fmt: skip
+
+    torch.compile(lambda x: x.sin().sum(), fullgraph=True, backend="aot_eager")(
+        torch.ones(2).requires_grad_()
+    ).backward()
+torch._dynamo.reset()
 torch.use_deterministic_algorithms(False)
 torch.set_rng_state(random)
 os.environ.clear()

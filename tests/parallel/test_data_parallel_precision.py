@@ -1,11 +1,14 @@
 """Gradients are summed in fp32 whatever the compute dtype, and sent in it; what stays gathered is gathered once."""
 
+import functools
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
-from data_job import GPT2, LLAMA, Job, assert_equal, collectives, train
+from data_job import GPT2, LLAMA, Job, Outcome, assert_equal, collectives, train
+
+from megalith.config import ModelConfig
 
 MANY = 32  # samples: 16 micro-batches a rank
 STRATEGIES = {"no_shard": GPT2, "optim": LLAMA, "optim_grads": LLAMA, "optim_grads_params": GPT2}
@@ -29,10 +32,16 @@ def trained(pool):
     return pool.run_cases(train, {name: (job,) for name, job in cases.items()}, size=2)
 
 
+@functools.cache
+def alone(model: str) -> Outcome:
+    return train(many(ModelConfig.model_validate_json(model)))
+
+
 @pytest.mark.parametrize("name", [*STRATEGIES, SENT, LATER])
 def test_bf16_gradients_of_many_micro_batches_add_up_in_fp32(trained, name):
     """One process adds bf16 gradients to fp32 ones; adding them up in bf16 would be off by 1e-2."""
-    assert_equal(trained[name], train(many(STRATEGIES.get(name.split(",")[0]))), bound=2e-6)
+    model = STRATEGIES[name.split(",")[0]]
+    assert_equal(trained[name], alone(model.model_dump_json()), bound=2e-6)
 
 
 def test_a_step_gathers_what_stays_once_and_sends_the_layers_gradients_in_bf16(pool):

@@ -2,11 +2,12 @@
 
 import json
 import math
-import subprocess
+import signal
 import sys
 import types
 from pathlib import Path
 
+import forked
 import pytest
 
 from megalith.config import RunConfig
@@ -151,7 +152,7 @@ def test_killed_process_loses_no_line(tmp_path):
         "writer = MetricsWriter(sys.argv[1]); writer.log_step(_step(1)); writer.log_step(_step(2))\n"
         "os.kill(os.getpid(), 9)"
     )
-    subprocess.run([sys.executable, "-c", code, str(tmp_path), str(Path(__file__).parent)])
+    assert forked.run(["-c", code, tmp_path, Path(__file__).parent]).returncode == -signal.SIGKILL
     assert [line["step"] for line in _lines(tmp_path)] == [1, 2]
 
 
