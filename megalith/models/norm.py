@@ -49,6 +49,10 @@ class RootMeanSquare(nn.Module):
         return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)).to(x.dtype)
 
 
+def normed(norm: Norm | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
+
+
 def normed_after(
     norm: Norm | None, x: Tensor, y: Tensor | None = None, dropout: Mask | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -23,15 +23,16 @@ from torch import Tensor, nn
 from megalith.comm.collectives import local
 from megalith.config import ModelConfig
 from megalith.errors import ConfigError
-from megalith.models.linear import MLP, Linear
+from megalith.models.linear import MLP
 from megalith.models.loss import Objective, all_logits, sum_of_losses, target_logprobs
 from megalith.models.mixers import MakeMixer, make_mixer
 from megalith.models.mixers.attention import CrossAttention, RelativeBias
 from megalith.models.moe import MoE
 from megalith.models.mtp import Future, Join, with_further_losses
-from megalith.models.norm import Norm, normed_after
+from megalith.models.norm import Norm, normed, normed_after
 from megalith.models.pass_context import Context, Encoded, PassLayout, Runnable, one_device, runnable
 from megalith.models.rope import local_rotary_tables, rotary_tables
+from megalith.models.vocabulary import Embedding, OutputMatrix, VocabularyBias
 from megalith.ops.documents import document_ids, mask_of_ids, prepared
 from megalith.ops.dropout import (
     ATTENTION_OUTPUT,
@@ -132,10 +133,6 @@ class TransformerLayer(Runnable):
     @property
     def mixers(self) -> list[nn.Module]:
         return [self.self_attention] + ([] if self.cross_attention is None else [self.cross_attention])
-
-
-def normed(norm: Norm | None, x: Tensor) -> Tensor:
-    return x if norm is None else norm(x)
 
 
 PADDING = -1  # the document of tokens that fill up: they see each other alone, and nobody sees them
@@ -280,61 +277,6 @@ def layers_of(model: nn.Module) -> dict[str, TransformerLayer]:
     if not layers:
         return {f"layers.{name}": module for name, module in model.layers.named_children()}
     return dict(sorted(layers.items(), key=lambda item: item[1].number))
-
-
-class Embedding(nn.Module):
-    """Rows of word_embeddings, plus those of position_embeddings where positions are learned and of
-    tokentype_embeddings where tokens have types, and perhaps a norm.
-
-    `lookup` is a seam of tensor parallelism.
-    """
-
-    def __init__(self, config: ModelConfig, device: torch.device | None = None):
-        super().__init__()
-        width = config.hidden_size
-        self.lookup = lookup
-        self.word_embeddings = _table(config.padded_vocab_size, width, device)
-        self.position_embeddings = None
-        if config.position_embedding_type == "learned_absolute":
-            self.position_embeddings = _table(config.max_position_embeddings, width, device)
-        self.tokentype_embeddings = _table(config.tokentypes, width, device) if config.tokentypes else None
-        self.layernorm = Norm(config, width, device) if config.embedding_layernorm else None
-
-    def forward(
-        self, input_ids: Tensor, position_ids: Tensor, context: Context, tokentype_ids: Tensor | None = None
-    ) -> Tensor:
-        """int64 [batch, seq], and the stream's share of its positions and types -> the stream [batch, seq, hidden]"""
-        x = self.lookup(input_ids, local(self.word_embeddings.weight), context)
-        if self.position_embeddings is not None:
-            x = x + nn.functional.embedding(position_ids, local(self.position_embeddings.weight))
-        if self.tokentype_embeddings is not None:
-            x = x + nn.functional.embedding(tokentype_ids, local(self.tokentype_embeddings.weight))
-        return normed(self.layernorm, x)
-
-
-class OutputMatrix(Linear):
-    """The output matrix as a module of its own, so that data parallelism can gather it when it is needed."""
-
-    def forward(self, x: Tensor, function: Callable, *args):
-        """function(x, the matrix, *args)"""
-        return function(x, local(self.weight), *args)
-
-
-class VocabularyBias(nn.Module):
-    """A number for each entry of the vocabulary, float32 [padded vocab]."""
-
-    def __init__(self, config: ModelConfig, device: torch.device | None = None):
-        super().__init__()
-        self.bias = nn.Parameter(torch.empty(config.padded_vocab_size, device=device))
-
-
-def _table(rows: int, width: int, device: torch.device | str | None) -> nn.Embedding:
-    """An embedding without values: torch's own would draw some, from the global random state."""
-    return nn.Embedding.from_pretrained(torch.empty(rows, width, device=device), freeze=False)
-
-
-def lookup(input_ids: Tensor, weight: Tensor, context: Context) -> Tensor:
-    return nn.functional.embedding(input_ids, weight)
 
 
 class Transformer(Stack):

@@ -23,7 +23,8 @@ from megalith.models.norm import HeadsNorm
 from megalith.models.own_model import Model
 from megalith.models.pass_context import Runnable
 from megalith.models.router import Router
-from megalith.models.transformer import Embedding, Stack, Transformer
+from megalith.models.transformer import Stack, Transformer
+from megalith.models.vocabulary import Embedding
 
 SEAMS: dict[type[nn.Module], dict[str, str]] = {
     Stack: {

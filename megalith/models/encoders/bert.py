@@ -25,7 +25,8 @@ from megalith.models.linear import Linear
 from megalith.models.loss import CrossEntropy, MicroBatchMean, Objective, with_gradient_times
 from megalith.models.norm import Norm
 from megalith.models.pass_context import Context
-from megalith.models.transformer import Stack, Transformer, VocabularyBias
+from megalith.models.transformer import Stack, Transformer
+from megalith.models.vocabulary import VocabularyBias
 from megalith.ops.activation import ACTIVATIONS
 from megalith.ops.cross_entropy import NO_LABEL
 

@@ -40,7 +40,8 @@ from torch.distributed.tensor import Shard
 
 from megalith.comm.collectives import local
 from megalith.config import ParallelConfig
-from megalith.models.transformer import OutputMatrix, Transformer, layers_of
+from megalith.models.transformer import Transformer, layers_of
+from megalith.models.vocabulary import OutputMatrix
 from megalith.ops import kernels
 from megalith.parallel.data.replicas import replicate
 from megalith.parallel.mesh import Mesh
