@@ -1,7 +1,7 @@
 # Two commands on a fresh machine with Python 3.11 and make:
 #   make train   creates .venv, prepares Python's standard library as a corpus, trains on it, shows the result
-#   make test    creates .venv, tests everything: 13 and a half minutes on two cores
-#   make test-quick  what needs one process alone, no compiler and no seconds: two minutes and a half; make test-all  every layout with every feature too
+#   make test    creates .venv, tests everything: seven minutes on two cores
+#   make test-quick  what needs one process alone, no compiler and no seconds: a minute and a half; make test-all  every layout with every feature too
 #   make test-site  opens the report and the site in Debian's Chromium, which has to be there (apt-get install chromium)
 #   make docs  builds the site of docs/ into build/site, in an environment of its own; make docs-serve shows it (npm)
 #   make megatron-core  installs Megatron core beside .venv, has it load what is exported to it, compares samples

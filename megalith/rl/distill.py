@@ -17,6 +17,8 @@ from torch import Tensor
 from megalith.bridge.load import begin_from, with_init_from
 from megalith.config import RunConfig
 from megalith.data.batch import Batch
+from megalith.data.dataset import SampleDataset
+from megalith.data.loader import Loader
 from megalith.errors import ConfigError, DataError
 from megalith.models.loss import Loss, OutputLoss
 from megalith.ops.distillation_loss import Taught, linear_distillation
@@ -25,7 +27,7 @@ from megalith.parallel.parallel_model import LOSSES, ParallelModel
 from megalith.planner.counts import count_parameters
 from megalith.rl.objective import SummedLoss
 from megalith.rl.reference import StepData
-from megalith.training.build import build_model, complete, vocabulary_rows
+from megalith.training.build import Data, build_model, complete, vocabulary_rows
 from megalith.training.run_state import Run, Task
 from megalith.training.trainer import TrainingResult, train
 
@@ -224,6 +226,10 @@ class TaughtData(StepData):
         self.notes.append(
             f"the teacher's {count:,} parameters, in fp32, are on the devices too, not in the memory expected"
         )
+
+    def evaluation_loader(self, dataset: SampleDataset, device: torch.device) -> Loader:
+        """Without the teacher: what is evaluated is the cross-entropy."""
+        return Data.evaluation_loader(self, dataset, device)
 
     def completed(self, batches: Sequence[Batch]) -> list[TaughtBatch]:
         told = self._teacher.told(batches)
