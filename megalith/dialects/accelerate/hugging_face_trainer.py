@@ -82,9 +82,10 @@ class MegalithTrainer(Trainer):
             self.args.average_tokens_across_devices = True
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Every rank calls it, as the Trainer does."""
+        """Every rank calls it, as the Trainer does, and goes on when the folder is there."""
         with self._whole_model():
             super().save_model(output_dir, _internal_call)
+        self.accelerator.wait_for_everyone()
 
     @contextmanager
     def _whole_model(self) -> Iterator[None]:
