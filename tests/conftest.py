@@ -19,11 +19,13 @@ from megalith.data.tokenizers.open_tokenizer import build_tokenizer
 from megalith.launch.pool import Pool
 
 torch.set_num_threads(1)  # the models are tiny: threads would only wait for each other
-os.environ |= {  # torch.compile with plain, unoptimized C++: the same arithmetic, in a fraction of the compiler's time
+PLAIN_CPP = {  # what is compiled for a CPU: the same arithmetic, unoptimized, in a fraction of the compiler's time
     "TORCHINDUCTOR_VEC_ISA_OK": "0",
     "AOT_INDUCTOR_DEBUG_COMPILE": "1",
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
 }
+if not torch.cuda.is_available():
+    os.environ |= PLAIN_CPP | {name: os.environ[name] for name in PLAIN_CPP if name in os.environ}
 COMPILING = "test_compiled_layers.py", "test_fused.py", "test_inductor.py"
 LONG = {  # tests of one process that take seconds, all their cases together
     "test_a_base_that_was_trained_on_since_is_refused_and_one_of_its_steps_is_not",

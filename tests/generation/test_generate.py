@@ -21,7 +21,9 @@ def model():
 @pytest.mark.parametrize("name", CASES)
 def test_greedy_is_that_of_transformers_on_the_same_weights(name):
     reference, ours = reference_and_ours(name)
-    for prompt, count in zip(PROMPTS, (4, 20, 4)):  # the longest to the end of windows and of positions
+    for prompt, count in zip(
+        PROMPTS, (12, 20, 4)
+    ):  # the first leaves the families' windows of 11 behind as it goes
         expected = reference.generate(
             torch.tensor([prompt]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
