@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import importlib.util
 import inspect
 import json
@@ -337,6 +338,7 @@ class _Worker:
 def _serve(pipe: Connection, rewards: Rewards) -> None:
     """In the worker: one job after the other, until the trainer is gone."""
     os.setpgid(0, 0)  # an interrupt is the trainer's
+    gc.freeze()  # what the trainer left behind is not ended here: a process group's end waits for threads of its own
     while True:
         try:
             job = json.loads(pipe.recv_bytes())

@@ -1,10 +1,16 @@
-"""What ranks do in the test of a run over S3."""
+"""What ranks do in the tests over S3."""
 
 from __future__ import annotations
 
+import faulthandler
 import os
+import signal
+
+import numpy as np
 
 from megalith.config import RunConfig
+from megalith.data.idx_format import _fetched
+from megalith.data.indexed import IndexedDataset
 from megalith.errors import CheckpointError
 from megalith.parity.job import start
 
@@ -44,3 +50,24 @@ def train_and_save(
     except CheckpointError as error:
         failure = str(error)
     return losses, told, failure
+
+
+def read_again_behind_a_fork(environment: dict[str, str], prefix: str, local: str) -> int:
+    """Reads a document of a dataset here and then in a forked child. Returns the child's exit code.
+
+    Called in a job of the pool: a test's own process holds whatever the tests before it left, and a child that
+    collects, say, a dead process group there waits for threads that it does not have.
+    """
+    os.environ.update(environment)
+    ours, theirs = IndexedDataset(prefix), IndexedDataset(local)
+    if not np.array_equal(ours.get(5), theirs.get(5)):
+        return 3
+    if not (child := os.fork()):
+        try:
+            faulthandler.register(signal.SIGALRM, chain=True)  # tells where it waits, and ends it
+            signal.alarm(60)
+            _fetched.cache_clear()
+            os._exit(0 if np.array_equal(ours.get(5), theirs.get(5)) else 1)
+        finally:
+            os._exit(2)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])

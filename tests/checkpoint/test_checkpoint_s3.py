@@ -3,13 +3,10 @@
 import os
 import socket
 
-import numpy as np
 import pytest
-from s3_job import s3_config, train_and_save
+from s3_job import read_again_behind_a_fork, s3_config, train_and_save
 
 from megalith.checkpoint import list_steps, open_checkpoint, open_existing
-from megalith.data.idx_format import _fetched
-from megalith.data.indexed import IndexedDataset
 from megalith.errors import CheckpointError
 from megalith.remote import _store, place
 
@@ -63,19 +60,11 @@ def test_saved_by_two_ranks_of_tp_and_gone_on_with_by_two_of_pp(environment, poo
         open_checkpoint(f"{url}/checkpoints/step_00000004")
 
 
-def test_a_dataset_that_was_read_before_a_fork_is_read_behind_it(environment, corpus):
+def test_a_dataset_that_was_read_before_a_fork_is_read_behind_it(environment, pool, corpus):
     """As torch's DataLoader does it: the child has the parent's object, and none of its connections' threads."""
     for ending in (".bin", ".idx"):
         place(f"s3://bucket/forked{ending}").send(place(corpus + ending))
-    ours, theirs = IndexedDataset("s3://bucket/forked"), IndexedDataset(corpus)
-    assert np.array_equal(ours.get(5), theirs.get(5))
-    if not (child := os.fork()):
-        try:
-            _fetched.cache_clear()
-            os._exit(0 if np.array_equal(ours.get(5), theirs.get(5)) else 1)
-        finally:
-            os._exit(2)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert pool.run(read_again_behind_a_fork, environment, "s3://bucket/forked", corpus, size=1) == [0]
 
 
 def test_credentials_a_bucket_or_a_server_that_are_not_there_are_a_sentence(
