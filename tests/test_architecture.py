@@ -219,7 +219,8 @@ def test_a_name_stands_for_one_file_and_one_class():
 
 
 LARGEST_FOLDER = 15
-ONE_IMPORTER = 47  # files of which one other file alone knows
+ONE_IMPORTER = 45  # files of which one other file alone knows
+LISTED = "megalith.bridge.families."  # tables, which the list of families alone reads
 
 
 def test_folders_are_small_and_few_files_serve_one_other():
@@ -229,6 +230,7 @@ def test_folders_are_small_and_few_files_serve_one_other():
     readers.update(set(_HOMES.values()))
     modules = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in files(".")]
     single = [module for module in modules if readers[module] == 1 and "__" not in module]
+    single = [module for module in single if not module.startswith(LISTED)]
     assert len(single) <= ONE_IMPORTER, single
 
 

@@ -35,6 +35,8 @@ COUNTS = (
     "n_shared_experts", "num_experts_per_tok", "moe_intermediate_size", "n_group", "topk_group",
     "n_embed", "seq_length", "shared_expert_intermediate_size", "type_vocab_size",
     "rotary_dim", "no_rope_layer_interval", "ffn_dim", "word_embed_proj_dim",
+    "full_attention_interval", "linear_conv_kernel_dim", "linear_key_head_dim", "linear_value_head_dim",
+    "linear_num_key_heads", "linear_num_value_heads",
     "decoder_sparse_step", "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim",
     "num_kv_heads", "ffn_hidden_size", "num_ln_in_parallel_attn",
     "d_model", "d_kv", "d_ff", "num_heads", "relative_attention_num_buckets", "relative_attention_max_distance",

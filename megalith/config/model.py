@@ -1,6 +1,6 @@
 """The model's shape: what is computed, said once and without a word on how it is spread over devices.
 
-The settings of its experts stand here, all others in dense.py.
+The settings of linear attention and of experts stand here, all others in dense.py.
 """
 
 from __future__ import annotations
@@ -13,8 +13,57 @@ from megalith.config import small
 from megalith.config.base import DEFAULT, Decides, Needs, Resolved, Shrinks
 from megalith.config.dense import DenseModel
 
+LINEAR = Needs("experimental_attention_variant", strict=True)
 
-class ModelConfig(DenseModel):
+
+class HybridModel(DenseModel):
+    """The settings of `model` for layers whose mixer is no attention, and attention's own gate (Qwen3-Next).
+
+    A gated delta net (Yang et al. 2024) keeps of all tokens before one matrix a head, [key_head_dim, value_head_dim],
+    whatever their number: so a layer of it costs as much for each token however long the sequence is.
+    """
+
+    experimental_attention_variant: Literal["gated_delta_net"] | None = None
+    """What stands in attention's place in the layers of linear_attention_freq: a gated delta net (Qwen3-Next)."""
+
+    linear_attention_freq: Annotated[
+        PositiveInt | list[Literal[0, 1]],
+        LINEAR,
+        Resolved("linear_attention_layers"),
+        Shrinks(small.window_skip),
+    ] = 4
+    """Which layers these are: all but every N-th, or where a list with a number a layer has a 1."""
+
+    linear_conv_kernel_dim: Annotated[PositiveInt, LINEAR] = 4
+    """Tokens that the convolution before the delta rule sees of each unit, the present one included."""
+
+    linear_key_head_dim: Annotated[PositiveInt, LINEAR, Shrinks(small.HEAD_DIM)] = 128
+    """Size of a head's query and key."""
+
+    linear_value_head_dim: Annotated[PositiveInt, LINEAR, Shrinks(small.HEAD_DIM)] = 128
+    """Size of a head's value."""
+
+    linear_num_key_heads: Annotated[PositiveInt, LINEAR, Shrinks(small.heads_of_delta)] = 16
+    """Heads of queries and keys."""
+
+    linear_num_value_heads: Annotated[PositiveInt, LINEAR, Shrinks(small.value_heads_of_delta)] = 32
+    """Heads of values; as many share a query and key head."""
+
+    attention_output_gate: bool = False
+    """Multiplies what attention gives by the sigmoid of a gate for each of its elements (Qwen3-Next)."""
+
+    @property
+    def linear_attention_layers(self) -> list[int]:
+        """The numbers of the layers with linear attention in attention's place."""
+        if self.experimental_attention_variant is None:
+            return []
+        every = self.linear_attention_freq
+        if isinstance(every, list):
+            return [number for number, is_linear in enumerate(every) if is_linear]
+        return [number for number in range(self.num_layers) if (number + 1) % every]
+
+
+class ModelConfig(HybridModel):
     """A decoder-only transformer: GPT-2, Llama, Mistral, Qwen, Gemma, OLMo, Phi and what lies between them."""
 
     needs: ClassVar[Needs] = Needs("num_experts")

@@ -44,6 +44,17 @@ def window_skip(value: int | list[int] | None, _: DenseModel) -> int | list[int]
     return (value * LAYERS)[:LAYERS] if isinstance(value, list) else value and min(value, LAYERS)
 
 
+def value_heads_of_delta(_: int, model: ModelConfig) -> int:
+    """As many to a key head as before, at most 16 in all."""
+    return min(
+        heads_of_delta(0, model) * (model.linear_num_value_heads // model.linear_num_key_heads), MOST_HEADS
+    )
+
+
+def heads_of_delta(_: int, model: ModelConfig) -> int:
+    return min(model.linear_num_key_heads, 4)
+
+
 def scaling(value: RopeScaling | None, model: DenseModel) -> RopeScaling | None:
     """LongRoPE's factors for the pairs that are left, and an original length that the sequences are longer than."""
     if value is None or value.type != "longrope":

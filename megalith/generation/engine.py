@@ -37,7 +37,7 @@ from megalith.generation.requests import (
     check_keys,
     sequences_of,
 )
-from megalith.generation.static_cache import Decode, Prefill, empty_cache
+from megalith.generation.static_cache import Decode, LinearStates, Prefill, empty_cache
 from megalith.hardware import to_device
 from megalith.models.adapters import add_adapters
 from megalith.models.norm import Norm
@@ -126,6 +126,7 @@ class Engine:
         self._window = WINDOW.get(self.device.type, 1)
         self._places = column_keys(max_tokens, self.device)  # a key for each index in a completion
         self._cache: Tensor | None = None
+        self._linear: LinearStates | None = None
         self._graphs: dict[tuple, torch.cuda.CUDAGraph] = {}
         self.source: Any = None  # where `sync` (sync.py) has its weights from
 
@@ -184,12 +185,13 @@ class Engine:
     def memory(self) -> dict[str, int]:
         """Bytes of the weights and of the cache on this rank."""
         weights = {p.data_ptr(): p.nbytes for p in self.model.parameters()}
-        return {"weights": sum(weights.values()), "cache": 0 if self._cache is None else self._cache.nbytes}
+        cache = sum(part.nbytes for part in (self._cache, self._linear) if part is not None)
+        return {"weights": sum(weights.values()), "cache": cache}
 
     def release(self) -> None:
         """Frees the cache and the graphs, for who shares the device; the next `generate` makes them anew."""
         self._graphs.clear()
-        self._cache = None
+        self._cache = self._linear = None
 
     @torch.no_grad()
     def generate(
@@ -236,6 +238,9 @@ class Engine:
             groups = -(-self.config.query_groups // self.tp.size)
             sizes = self.max_rows, self.max_tokens, groups
             self._cache = empty_cache(self.config, *sizes, self.device, self.dtype)
+            self._linear = LinearStates.empty(
+                self.config, self.max_rows, self.tp.size, self.device, self.dtype
+            )
             # rows of: newest token, its place, tokens sampled, their limit, the noise's key, whether it goes on
             self._state = torch.zeros(6, self.max_rows, dtype=torch.int64, device=self.device)
             self._ids = torch.zeros(self._window, self.max_rows, dtype=torch.int64, device=self.device)
@@ -261,6 +266,8 @@ class Engine:
             owners[row] = waiting.popleft()
             begun.append((row, owners[row]))
         if begun:
+            if self._linear is not None:
+                self._linear.clear(torch.tensor([row for row, _ in begun], device=self.device))
             self._prefill(begun)
             state = [self._first_state(sequence, noise[sequence.number]) for _, sequence in begun]
             rows = to_device(torch.tensor([row for row, _ in begun]), self.device)
@@ -291,6 +298,8 @@ class Engine:
             length = owners[hole].length
             self._cache[:, :, hole, :length] = self._cache[:, :, row, :length]
             self._state[:, hole] = self._state[:, row]
+            if self._linear is not None:
+                self._linear.move(row, hole)
 
     def _prefill(self, begun: Sequence[tuple[int, RowSequence]]) -> None:
         """Keys and values of all tokens but the last of these sequences into their rows. Completions of one prompt
@@ -319,10 +328,11 @@ class Engine:
         ids = torch.tensor([tokens + [0] * (longest - len(tokens)) for tokens, _ in batch])
         rows = torch.tensor([row for _, rows in batch for row in rows])
         prompts = torch.tensor([number for number, (_, rows) in enumerate(batch) for _ in rows])
-        ids, rows, prompts = (to_device(x, self.device) for x in (ids, rows, prompts))
+        lengths = torch.tensor([len(tokens) for tokens, _ in batch])
+        ids, rows, prompts, lengths = (to_device(x, self.device) for x in (ids, rows, prompts, lengths))
         places = torch.arange(longest, device=self.device).expand(len(batch), longest)
         with run_eagerly():  # each has other sizes
-            self._hidden(ids, places, Prefill(self._cache, rows, prompts), longest + 1)
+            self._hidden(ids, places, Prefill(self._cache, rows, prompts, lengths, self._linear), longest + 1)
 
     def _hidden(self, ids: Tensor, places: Tensor, cache: Cache, length: int | None = None) -> Tensor:
         """The model's last hidden states [batch, seq, hidden] of ids at places, int64 [batch, seq]. `length` of the
@@ -399,7 +409,8 @@ class Engine:
     def _step(self, sampling: Sampling, rows: int, longest: int) -> None:
         """One token more for each of the first `rows` rows that goes on."""
         token, place, count, limit, noise, alive = self._state[:, :rows]
-        cache = Decode(self._cache[:, :, :rows], place, seen_places(place, longest))
+        linear = self._linear and self._linear.first(rows)
+        cache = Decode(self._cache[:, :, :rows], place, seen_places(place, longest), linear)
         hidden = self._hidden(token[:, None], place[:, None], cache)[:, 0]  # [rows, hidden]
         of_head = self.model.output_weight, self.config.final_logit_softcapping, self.model.output_bias
         logits = linear_logits(hidden, *of_head)  # own entries

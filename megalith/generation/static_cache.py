@@ -2,13 +2,15 @@
 
     keys_values [layers, 2, rows, room, groups, head_dim]
 
+Layers of linear attention have in their place a state of each row, whatever the sequence's length: LinearStates.
+
 A row belongs to one sequence at a time. `Prefill` fills rows with the tokens of prompts, `Decode` adds a token to each;
 both are the Cache of one pass (models/pass_context.py).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +18,7 @@ from torch import Tensor
 
 from megalith.config import ModelConfig
 from megalith.ops.attention_core import cached_attention
+from megalith.ops.delta_rule import causal_conv, next_token, with_last_state
 
 
 def empty_cache(
@@ -26,15 +29,83 @@ def empty_cache(
 
 
 @dataclass(frozen=True)
+class LinearStates:
+    """What layers of linear attention keep of each row."""
+
+    layers: Sequence[int]  # their numbers
+    tokens: Tensor  # [layers, rows, taps − 1, units]: what the convolution sees of the last ones
+    matrices: Tensor  # float32 [layers, rows, value heads, key size, value size]
+
+    @classmethod
+    def empty(
+        cls, config: ModelConfig, rows: int, parts: int, device: torch.device, dtype: torch.dtype
+    ) -> LinearStates | None:
+        """Of one of `parts` tensor-parallel ranks; None where no layer has one."""
+        layers = config.linear_attention_layers
+        if not layers:
+            return None
+        keys, values = config.linear_num_key_heads // parts, config.linear_num_value_heads // parts
+        sizes = config.linear_key_head_dim, config.linear_value_head_dim
+        units = 2 * keys * sizes[0] + values * sizes[1]
+        tokens = torch.zeros(
+            len(layers), rows, config.linear_conv_kernel_dim - 1, units, device=device, dtype=dtype
+        )
+        return cls(layers, tokens, torch.zeros(len(layers), rows, values, *sizes, device=device))
+
+    def at_layer(self, number: int) -> tuple[Tensor, Tensor] | None:
+        """The layer's tokens and matrices [rows, …]; None where it has none."""
+        if number not in self.layers:
+            return None
+        index = self.layers.index(number)
+        return self.tokens[index], self.matrices[index]
+
+    def first(self, rows: int) -> LinearStates:
+        return replace(self, tokens=self.tokens[:, :rows], matrices=self.matrices[:, :rows])
+
+    def move(self, row: int, hole: int) -> None:
+        for states in (self.tokens, self.matrices):
+            states[:, hole] = states[:, row]
+
+    def clear(self, rows: Tensor) -> None:
+        """For sequences that begin."""
+        for states in (self.tokens, self.matrices):
+            states.index_fill_(1, rows, 0)
+
+    @property
+    def nbytes(self) -> int:
+        return self.tokens.nbytes + self.matrices.nbytes
+
+
+@dataclass(frozen=True)
 class Prefill:
     """A pass over whole prompts, behind which there may be padding: no token sees what is behind it."""
 
     keys_values: Tensor  # [layers, 2, rows, room, groups, head_dim]; at a layer without the first dimension
     rows: Tensor  # int64 [filled rows]
     prompts: Tensor  # int64 [filled rows]: which of the pass's sequences each gets; several may get the same
+    lengths: Tensor | None = None  # int64 [sequences], where there are linear states
+    linear: LinearStates | tuple[Tensor, Tensor] | None = None  # at a layer its own
 
     def at_layer(self, number: int) -> Prefill:
-        return replace(self, keys_values=self.keys_values[number])
+        linear = self.linear and self.linear.at_layer(number)
+        return replace(self, keys_values=self.keys_values[number], linear=linear)
+
+    def convolve(self, x: Tensor, taps: Tensor) -> Tensor:
+        kept, _ = self.linear
+        count = kept.shape[1]
+        if count:
+            last = (self.lengths[:, None] + torch.arange(-count, 0, device=x.device))[
+                ..., None
+            ]  # [sequences, ·, 1]
+            tokens = x.take_along_dim(last.clamp(min=0), dim=1).where(last >= 0, 0)
+            kept.index_copy_(0, self.rows, tokens[self.prompts])
+        return causal_conv(x, taps)
+
+    def delta_rule(self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, share: Tensor) -> Tensor:
+        is_token = (torch.arange(query.shape[1], device=query.device) < self.lengths[:, None])[..., None]
+        out, state = with_last_state(query, key, value, decay * is_token, share * is_token)
+        self.linear[1].index_copy_(0, self.rows, state[self.prompts])
+        return out
 
     def attend(self, core: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, **how) -> Tensor:
         for cached, new in zip(self.keys_values, (key, value)):
@@ -49,9 +120,21 @@ class Decode:
     keys_values: Tensor  # as Prefill's, of the rows that the pass has
     places: Tensor  # int64 [rows]: where the tokens stand
     seen: Tensor | None  # of them, as ops.attention_core.seen_places gives
+    linear: LinearStates | tuple[Tensor, Tensor] | None = None  # at a layer its own
 
     def at_layer(self, number: int) -> Decode:
-        return replace(self, keys_values=self.keys_values[number])
+        linear = self.linear and self.linear.at_layer(number)
+        return replace(self, keys_values=self.keys_values[number], linear=linear)
+
+    def convolve(self, x: Tensor, taps: Tensor) -> Tensor:
+        tokens = torch.cat([self.linear[0], x], dim=1)
+        self.linear[0].copy_(tokens[:, 1:])
+        return causal_conv(tokens, taps)[:, -1:]
+
+    def delta_rule(self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, share: Tensor) -> Tensor:
+        out, state = next_token(self.linear[1], query, key, value, decay, share)
+        self.linear[1].copy_(state)
+        return out
 
     def attend(self, core: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, **how) -> Tensor:
         how = {name: how[name] for name in ("window", "softcap", "scale")}

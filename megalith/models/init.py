@@ -26,7 +26,8 @@ DRAWN_TOGETHER = 16  # normal values of torch's CPU generator: such a count depe
 def initialize(model: nn.Module, config: ModelConfig, seed: int) -> None:
     """Fills every parameter: N(0, init_method_std), scaled by 1/√(2 · layers) where a layer adds to the residual
     stream; norms 1 or, where they are zero-centred, 0; biases and buffers 0; rows of the padded vocabulary 0. Adapters
-    begin with B = 0 and A at N(0, 1 / (3 · in)), the variance that PEFT begins with.
+    begin with B = 0 and A at N(0, 1 / (3 · in)), the variance that PEFT begins with, as a convolution's taps do. A
+    gated delta net's decays begin at e^weight uniform between 0 and 16 and bias 1.
 
     A parameter may be plain or a DTensor of any placement: its local shard gets its slice of the global tensor.
     """
@@ -52,14 +53,20 @@ def initial_value(
     """
     slice_shape = torch.Size(shape if slice_shape is None else slice_shape)
     slice_first = [0] * len(shape) if slice_first is None else slice_first
+    if ".decay." in name:
+        return _initial_decay(name, shape, seed, slice_first[0], slice_shape[0])
     if name.endswith(".bias"):
         return torch.zeros(slice_shape)
+    if name.endswith("out_norm.weight"):
+        return torch.ones(slice_shape)
     if ".lora_B." in name:
         return torch.zeros(slice_shape)
     if "layernorm" in name:
         return torch.full(slice_shape, 0.0 if config.layernorm_zero_centered_gamma else 1.0)
-    std = 1 / math.sqrt(3 * shape[1]) if ".lora_A." in name else config.init_method_std
-    if name.endswith(("linear_proj.weight", "linear_fc2.weight")):
+    std = config.init_method_std
+    if ".lora_A." in name or name.endswith("conv.weight"):
+        std = 1 / math.sqrt(3 * shape[-1])
+    if name.endswith(("linear_proj.weight", "linear_out.weight", "linear_fc2.weight")):
         std /= math.sqrt(2 * config.depth(name))
     value = normal_rows(name, shape, std, seed, slice_first[0], slice_shape[0])
     for dim in range(1, len(shape)):
@@ -67,6 +74,13 @@ def initial_value(
     if name in ("embedding.word_embeddings.weight", "output_layer.weight"):
         value[max(0, config.vocab_size - slice_first[0]) :] = 0.0
     return value
+
+
+def _initial_decay(name: str, shape: torch.Size, seed: int, first: int, rows: int) -> Tensor:
+    if name.endswith(".bias"):
+        return torch.ones(rows)
+    uniform = torch.special.ndtr(normal_rows(name, shape, 1.0, seed, first, rows))
+    return (16 * uniform).clamp(min=0.01).log()
 
 
 def normal_rows(name: str, shape: torch.Size, std: float, seed: int, first: int, rows: int) -> Tensor:

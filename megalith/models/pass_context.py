@@ -97,6 +97,12 @@ class Cache(Protocol):
     def attend(self, core: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, **how) -> Tensor:
         """What `core` gives with these arguments over the layer's cached tokens and the new ones, which are kept."""
 
+    def convolve(self, x: Tensor, taps: Tensor) -> Tensor:
+        """As ops.delta_rule.causal_conv of the new tokens behind the layer's last ones, which are kept."""
+
+    def delta_rule(self, query: Tensor, key: Tensor, value: Tensor, decay: Tensor, share: Tensor) -> Tensor:
+        """As ops.delta_rule.gated_delta_rule of the new tokens behind the layer's state, which is kept."""
+
 
 class Runnable(nn.Module):
     """A part of a layer, of which methods can be run another way: `runner(method, *args)`. A seam."""

@@ -32,7 +32,7 @@ from megalith.parallel.mesh import Mesh
 from megalith.parallel.seams import plug
 
 NAMES = {
-    "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2",
+    "linear_qkv", "linear_proj", "linear_in", "linear_out", "linear_fc1", "linear_fc2",
     "linear_q_proj", "linear_q_down_proj", "linear_q_up_proj", "linear_kv_down_proj", "linear_kv_up_proj",
 }  # fmt: skip
 

@@ -175,8 +175,15 @@ class TransformerSpec(ModelSpec):
         if not (module.startswith("linear_") and name.endswith(".weight")):
             return None
         heads = config.num_attention_heads // config.query_groups
+        key, value = config.linear_key_head_dim, config.linear_value_head_dim
+        sharing = config.linear_num_value_heads // config.linear_num_key_heads
         return {
-            "linear_qkv": (heads * config.head_dim, config.head_dim, config.head_dim),
+            "linear_qkv": (
+                *(heads * config.head_dim,) * (1 + config.attention_output_gate),
+                *(config.head_dim,) * 2,
+            ),
+            "linear_in": (key, key, sharing * value, sharing * value),
+            "linear_gates": (sharing, sharing),
             "linear_kv": (config.head_dim, config.head_dim),
             "linear_fc1": (1, 1) if config.gated else None,
             "linear_kv_down_proj": (config.kv_lora_rank, config.qk_pos_emb_head_dim),

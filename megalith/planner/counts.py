@@ -9,7 +9,8 @@ forward, three times that with the backward. Two conventions are in use (Llama-3
 - **causal** (Megatron-LM): attention counted at half, for the mask hides half of the matrix;
 - **full** (PaLM, torchtitan): counted whole.
 
-A sliding window counts with the keys that it leaves, in either.
+A sliding window counts with the keys that it leaves, in either. The delta rule of a layer of linear attention is three
+products of a token with a head's state: 2·3·(heads·key_dim·value_dim) forward, whatever the sequence's length.
 
 Norms, activations, rotations, the softmax, the loss and the embedding lookup are left out, as everyone does.
 Recomputed activations are not counted either: these are the model's FLOPs, not the hardware's.
@@ -30,9 +31,11 @@ from torch import nn
 from megalith.config import LoraConfig, ModelConfig, ParallelConfig
 from megalith.errors import ConfigError
 from megalith.models.adapters import ADAPTER, add_adapters
+from megalith.models.linear import Linear
 from megalith.models.model_types import make_model
 from megalith.models.moe import GroupedLinear
 from megalith.models.norm import Norm
+from megalith.models.router import Router
 from megalith.models.transformer import TransformerLayer
 from megalith.parallel.expert.expert_parallel import CUTS
 from megalith.parallel.pipeline.stages import Stage, split_stages
@@ -68,7 +71,7 @@ class MetaModel:
         self.config, self.parallel = model, ParallelConfig()
         self._counted: dict[tuple, Any] = {}  # by what was counted and how it is cut
         self.numbers = [*range(model.num_layers), *model.further_layers]
-        special = set(model.expert_layers), set(model.further_layers)
+        special = set(model.expert_layers), set(model.further_layers), set(model.linear_attention_layers)
         kinds = {number: tuple(number in layers for layers in special) for number in self.numbers}
         first = {kinds[number]: number for number in reversed(self.numbers)}
         self._first = {number: first[kinds[number]] for number in self.numbers}
@@ -128,7 +131,7 @@ class MetaModel:
         found = []
         for name, module in self.layer(number).named_modules():
             weight = getattr(module, "weight", None)
-            if weight is not None and _part(name, module) not in ("embedding", "norms"):
+            if isinstance(module, Linear | GroupedLinear | Router) and _part(name, module) != "embedding":
                 *experts, rows, columns = self._shape(name, module, "weight", weight.shape)
                 style = (
                     None if experts else role_of(name, module, False).style if ADAPTER not in name else None
@@ -271,6 +274,7 @@ class TokenFlops:
     """FLOPs that one token costs forward and backward, by part."""
 
     attention_projections: int
+    """With the delta rule of linear attention."""
     attention_matrix: int
     """Counted whole."""
     mlp: int
@@ -302,14 +306,21 @@ def flops_per_token(model: ModelConfig, seq_length: int, lora: LoraConfig | None
     per_pair = FORWARD_AND_BACKWARD * MULTIPLY_ADD  # of what is no weight, or a trained one
     values = model.v_head_dim if model.multi_latent_attention else model.head_dim
     widths = model.num_attention_heads * (model.head_dim + values)  # of q·kᵀ, and of probabilities·v
+    linear = model.linear_attention_layers
+    pairs = sum(_keys(model, number, seq_length) for number in meta.numbers if number not in linear)
     return TokenFlops(
-        attention_projections=per_weight * met["attention"],
-        attention_matrix=per_pair * widths * sum(_keys(model, number, seq_length) for number in meta.numbers),
+        attention_projections=per_weight * met["attention"] + per_pair * len(linear) * delta_rule(model),
+        attention_matrix=per_pair * widths * pairs,
         mlp=per_weight * (met["mlp"] + _met(model, met["experts"])),
         head=per_weight * meta.output_matrix * (1 + len(model.further_layers)),
         adapters=per_pair * met["adapters"],
         is_causal=model.causal,
     )
+
+
+def delta_rule(model: ModelConfig) -> int:
+    """Multiplications of a token with the states of a layer of linear attention, forward."""
+    return 3 * model.linear_num_value_heads * model.linear_key_head_dim * model.linear_value_head_dim
 
 
 def _keys(model: ModelConfig, layer: int, seq_length: int) -> int:

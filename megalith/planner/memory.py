@@ -30,7 +30,7 @@ from dataclasses import dataclass, fields
 
 from torch import nn
 
-from megalith.config import OptimConfig, RunConfig
+from megalith.config import ModelConfig, OptimConfig, RunConfig
 from megalith.config.rules.expert_rules import expert_data_parallel_size, expert_shard_size
 from megalith.config.rules.parallel_rules import shard_size
 from megalith.models.linear import Linear
@@ -313,6 +313,8 @@ def saved_activations(
         attention += query  # and the output as the all-to-all gives it to the next matrix
     if code is not None:
         attention += code * query
+    if number in model.linear_attention_layers:
+        attention = _of_delta_net(model) / tensor
     taken = 1.0 if code is None else code  # an element of what a matrix takes
     saved = norm_inputs + taken * norm_outputs + attention
     if "mlp" not in recomputed:
@@ -322,6 +324,13 @@ def saved_activations(
         if layer.has_experts:
             saved += _expert_rows(meta, layer.mlp.experts)
     return saved
+
+
+def _of_delta_net(model: ModelConfig) -> int:
+    """The convolution's input and output, and what the delta rule takes; the gate, what is read, and that gated."""
+    values = model.linear_num_value_heads * model.linear_value_head_dim
+    units = 2 * model.linear_num_key_heads * model.linear_key_head_dim + values
+    return 3 * units + 3 * values
 
 
 def _between_matrices(mlp: nn.Module) -> tuple[int, int]:

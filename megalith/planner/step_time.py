@@ -20,6 +20,7 @@ from megalith.config.rules.expert_rules import expert_data_parallel_size
 from megalith.config.rules.parallel_rules import data_parallel_size, shard_size
 from megalith.config.train import BatchSizeSchedule
 from megalith.hardware import GIGA
+from megalith.ops.delta_rule import CHUNK
 from megalith.parallel.fp8_linears import casts_weights_once, is_in_fp8, saves_weight_codes
 from megalith.parallel.pipeline.schedules import Schedule
 from megalith.parallel.pipeline.simulate import Durations, simulate
@@ -125,6 +126,10 @@ def step_time(
 def caution(config: RunConfig) -> str:
     """What the time of a step rests on that was not measured, a sentence; empty where it was."""
     model, seq = config.model, config.data.seq_length
+    if model.linear_attention_layers:
+        return (
+            "the delta rule of linear attention was not measured: its time is that of the bytes that it moves"
+        )
     apart = config.keeps_documents_apart or any((window or seq) < seq for window in model.windows)
     if not apart or model.head_dim in FLASH_DIMS:
         return ""
@@ -345,6 +350,8 @@ class _Model:
     def _attention(self, number: int, there: Counter[str], back: Counter[str]) -> None:
         model, parallel = self.model, self.parallel
         seq = self.config.data.seq_length
+        if number in model.linear_attention_layers:
+            return self._delta_rule(there, back)
         window = min(model.window(number) or seq, seq)
         heads = model.num_attention_heads / self.tensor
         values = model.v_head_dim if model.multi_latent_attention else model.head_dim
@@ -371,6 +378,14 @@ class _Model:
             merged = RING_BYTES * steps / 3 * self.tokens * heads * values / self.streams
             there["attention"] += merged
             back["attention"] += 2 * merged
+
+    def _delta_rule(self, there: Counter[str], back: Counter[str]) -> None:
+        """By its bytes: the matmuls are small beside the chunks' matrices, in fp32 and made again for the backward."""
+        model = self.model
+        of_head = 4 * CHUNK + 6 * model.linear_key_head_dim + 6 * model.linear_value_head_dim
+        moved = 4 * of_head * model.linear_num_value_heads / self.tensor * self.tokens / self.streams
+        there["attention"] += moved
+        back["attention"] += 3 * moved
 
     def _elementwise(self, number: int, there: Counter[str], back: Counter[str]) -> None:
         """Bytes of what stands between matmuls: norms with the residual, the activation, heads, rotations, casts."""

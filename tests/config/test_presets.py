@@ -69,6 +69,7 @@ PUBLISHED = {
     "gemma3-4b": (34, 2560, 8, 4, 256, 10240, 262208, 131072, 3_880_263_168),
     "gemma3-12b": (48, 3840, 16, 8, 256, 15360, 262208, 131072, 11_766_034_176),
     "gemma3-27b": (62, 5376, 32, 16, 128, 21504, 262208, 131072, 27_009_346_304),
+    "qwen3-next-80b-a3b": (48, 2048, 16, 2, 256, 5120, 151936, 262144, 79_674_391_296),
     "mixtral-8x22b": (56, 6144, 48, 8, 128, 16384, 32000, 65536, 140_620_634_112),
     "qwen3-235b-a22b": (94, 4096, 64, 4, 128, 12288, 151936, 40960, 235_093_634_560),
     # of which 671_026_404_352 without the layer of multi-token prediction, whose embedding and head are the model's own
@@ -142,7 +143,8 @@ def test_features_are_those_of_the_family(name):
     assert model.untie_embeddings_and_output_weights == (not tied)
     if "tiny" not in name:
         llama3 = llama and not name.startswith("llama2")
-        assert model.rotary_base == (500000.0 if llama3 else 1000000.0 if qwen else 10000.0)
+        of_qwen = 10000000.0 if "next" in name else 1000000.0
+        assert model.rotary_base == (500000.0 if llama3 else of_qwen if qwen else 10000.0)
         coarse = name in ("qwen2.5-14b", "qwen2.5-32b", "qwen2.5-72b")
         assert model.layernorm_epsilon == (1e-6 if qwen and not coarse else 1e-5)
     scaled = "llama3." in name or name == "llama3-405b"

@@ -14,6 +14,7 @@ COMPLETE = {
 }  # fmt: skip
 
 MOE = {"num_experts": 4, "add_bias_linear": False}
+DELTA = {"experimental_attention_variant": "gated_delta_net"}
 ROPE = {"position_embedding_type": "rope"}
 IMPOSSIBLE = [
     ({"model": {"num_layers": None}}, "model.num_layers is not set; set it, or choose a model.preset: tiny-gpt"),
@@ -33,6 +34,11 @@ IMPOSSIBLE = [
     ({"model": {"window_size": [7, 1]}}, r"lets a query see 1 tokens behind its own.*set it to \[7, 0\]"),
     ({"model": {"window_size": [7, 0], "window_attn_skip_freq": [1]}}, "has 1 numbers, but model.num_layers is 2"),
     ({"model": {"window_attn_skip_freq": 2}}, "is 2, but it takes model.window_size, which is not set; set it"),
+    ({"model": {**DELTA, "linear_attention_freq": [1]}}, "linear_attention_freq has 1 numbers, but model.num_l"),
+    ({"model": {**DELTA, "linear_num_key_heads": 5}}, "linear_num_value_heads 32 is not divisible by .*key_heads 5"),
+    ({"model": {**DELTA, "model_type": "bert"}}, "model_type is bert, with which a gated delta net .*set it to gpt"),
+    ({"model": {"linear_key_head_dim": 64}}, "it takes model.experimental_attention_variant, which is not set"),
+    ({"model": {"attention_output_gate": True}, "lora": {"rank": 2}}, "names attention, but with .*other rows stand"),
     ({"model": {"qk_layernorm_full_width": True}}, "takes model.qk_layernorm true, which is False"),
     ({"model": {"rope_scaling": {"factor": 2}}}, "it takes model.position_embedding_type rope, which is learned"),
     ({"model": {**ROPE, "rope_scaling": {"low_freq_factor": 4}}}, "low_freq_factor 4.0 is not below high_freq"),

@@ -230,6 +230,11 @@ CASES = [
      {"model.rotary_interleaved": True, "model.no_rope_freq": 2}, ""),
     ("--qk-l2-norm --qk-layernorm", {"model.qk_l2_norm": True, "model.qk_layernorm": False}, ""),
     ("--rotary-interleaved", {"model.rotary_interleaved": False}, ""),
+    ("--experimental-attention-variant gated_delta_net --linear-attention-freq ([1]*3+[0])*3 --linear-num-key-heads 4 "
+     "--linear-num-value-heads 8 --attention-output-gate",
+     {"model.experimental_attention_variant": "gated_delta_net", "model.linear_attention_freq": [1, 1, 1, 0] * 3,
+      "model.linear_num_key_heads": 4, "model.linear_value_head_dim": 128, "model.attention_output_gate": True}, ""),
+    ("--linear-attention-freq 4", {"model.experimental_attention_variant": None}, ""),
     ("--window-size (15,0) --window-attn-skip-freq 2", {"model.window_size": [15, 0],
                                                         "model.window_attn_skip_freq": 2}, ""),
     ("--tensor-model-parallel-size 4", {"model.padded_vocab_size": 512}, ""),

@@ -238,6 +238,17 @@ CASES: dict[str, tuple[Callable, dict]] = {
         dict(OURS, **OUR_EXPERTS, moe_ffn_hidden_size=40, moe_shared_expert_intermediate_size=56,
              moe_shared_expert_gate=True),
     ),
+    "qwen3-next, two heads of values to one of keys": (
+        lambda: transformers.Qwen3NextConfig(
+            **LLAMA, **EXPERTS, head_dim=32, moe_intermediate_size=40, shared_expert_intermediate_size=56,
+            norm_topk_prob=True, linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16,
+            linear_value_head_dim=24, layer_types=["linear_attention", "full_attention", "linear_attention"]),
+        dict(OURS, **OUR_EXPERTS, kv_channels=32, qk_layernorm=True, moe_ffn_hidden_size=40, rotary_percent=0.25,
+             moe_shared_expert_intermediate_size=56, moe_shared_expert_gate=True, attention_output_gate=True,
+             layernorm_zero_centered_gamma=True, experimental_attention_variant="gated_delta_net",
+             linear_attention_freq=[1, 0, 1], linear_num_key_heads=2, linear_num_value_heads=4,
+             linear_key_head_dim=16, linear_value_head_dim=24),
+    ),
     "olmoe": (
         lambda: transformers.OlmoeConfig(**LLAMA, **EXPERTS, rms_norm_eps=1e-6),
         dict(OURS, **OUR_EXPERTS, qk_layernorm=True, qk_layernorm_full_width=True, moe_router_pre_softmax=True),

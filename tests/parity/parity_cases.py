@@ -96,6 +96,20 @@ MOE = LLAMA | {
     "moe_z_loss_coeff": 0.01,
     "init_method_std": 0.06,  # so that no token's choice hangs on the last bit
 }
+HYBRID = MOE | {
+    "experimental_attention_variant": "gated_delta_net",
+    "linear_attention_freq": 2,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 5,
+    "linear_value_head_dim": 6,
+    "attention_output_gate": True,
+    "layernorm_zero_centered_gamma": True,
+    "num_query_groups": 2,
+    "rotary_percent": 0.7,
+    "moe_shared_expert_intermediate_size": 16,
+    "moe_shared_expert_gate": True,
+}
 LATENT = {
     "multi_latent_attention": True,
     "num_query_groups": 0,
@@ -204,6 +218,7 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
             "add_mlp_bias": True,
         }
     },
+    "qwen3-next documents, dropout": {"model": HYBRID | DROPOUT, "data": DOCUMENTS},
     "multi-token prediction": {
         # 0.6: at 0.5 two experts' scores for one token came within 4e-7 of each other, and rounding chose
         "model": MOE | {"mtp_num_layers": 2, "mtp_loss_scaling_factor": 0.6, "num_experts": 4} | DROPOUT,
@@ -353,7 +368,7 @@ SHOWN_WITH = {
     "ep2-dp4-zero3": "moe dropping by position, filled up",
     "ep4-zero3": "moe",
     "tp2-ep2": "deepseek documents",
-    "tp2-sp-ep2": "moe dropping, dropout",
+    "tp2-sp-ep2": "qwen3-next documents, dropout",
     "tp2-etp2": "moe dropping by position, filled up",
     "tp2-sp-etp2-ep2": "deepseek documents",
     "tp2-sp-etp2-ep2-allgather": "multi-token prediction",
@@ -377,7 +392,7 @@ BY_DEFAULT = (
     "cp2-a2a-pp2-interleaved", "cp2-all_gather-pp2-zero_bubble", "cp2-dp2-zero3",
     "pp2-interleaved-dp2-zero2", "pp2-zero_bubble-dp2-zero1", "tp2-sp-pp2-dp2-zero3",
     "tp2-sp-overlap", "cp2-a2a-overlap",
-    "ep2", "ep2-allgather", "tp2-sp-etp2-ep2", "cp2-ep2", "pp2-interleaved-ep2-zero2",
+    "ep2", "ep2-allgather", "tp2-sp-etp2-ep2", "tp2-sp-ep2", "cp2-ep2", "pp2-interleaved-ep2-zero2",
     "pp2-zero_bubble-tp2-sp-ep2", "ep4-zero3",
 )  # fmt: skip
 

@@ -205,6 +205,7 @@ LEARNED = {
 }
 ENCODER = LEARNED | {"model_type": "bert"}
 HEADLESS = ENCODER | {"bert_binary_head": False}
+HYBRID = LEARNED | {"experimental_attention_variant": "gated_delta_net"}
 BOTH = LEARNED | {"model_type": "t5", "position_embedding_type": "relative"}
 
 # Every setting that decides which function the weights are: another value, and the model where that is another one.
@@ -238,6 +239,9 @@ OTHER_FUNCTIONS = {
     "moe_router_pre_softmax": (True, WHOLE), "moe_router_topk_scaling_factor": (2.5, WHOLE),
     "moe_router_num_groups": (2, WHOLE), "moe_router_group_topk": (1, WHOLE),
     "moe_router_enable_expert_bias": (True, WHOLE), "moe_router_force_load_balancing": (True, WHOLE),
+    "experimental_attention_variant": ("gated_delta_net", LEARNED), "attention_output_gate": (True, LEARNED),
+    "linear_attention_freq": (3, HYBRID), "linear_conv_kernel_dim": (2, HYBRID), "linear_key_head_dim": (64, HYBRID),
+    "linear_value_head_dim": (64, HYBRID), "linear_num_key_heads": (8, HYBRID), "linear_num_value_heads": (16, HYBRID),
 }  # fmt: skip
 
 
@@ -264,6 +268,7 @@ def test_going_on_with_another_function_is_refused_with_both_values_and_the_way_
         "add_bias_linear": "add_qkv_bias was False and is True; model.add_proj_bias was False and is True",
         "window_size": "window_size was [8, 8, 8, 8] and is [9, 9, 9, 9]",
         "no_rope_freq": "no_rope_freq was None and is [0, 1, 0, 1]",
+        "linear_attention_freq": "linear_attention_freq was [0, 1, 2] and is [0, 1, 3]",
         "moe_layer_freq": "moe_layer_freq was [0, 1, 2, 3] and is [0, 2]",
         "multi_latent_attention": "multi_latent_attention was False and is True",
     }

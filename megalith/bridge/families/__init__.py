@@ -25,6 +25,7 @@ from megalith.bridge.families.experts import (
     QWEN2_MOE,
     QWEN3_MOE,
 )
+from megalith.bridge.families.hybrids import QWEN3_NEXT
 from megalith.bridge.families.layernorm_decoders import BLOOM, FALCON, GPT2, GPT_NEOX
 from megalith.bridge.families.llama import (
     GEMMA,
@@ -67,6 +68,7 @@ FAMILIES: dict[str, Family] = {
         MIXTRAL,
         QWEN2_MOE,
         QWEN3_MOE,
+        QWEN3_NEXT,
         OLMOE,
         DEEPSEEK_V2,
         DEEPSEEK_V3,

@@ -40,6 +40,7 @@ def check_model(model: ModelConfig) -> None:
     _check_rotary(model)
     _check_alibi(model)
     _check_window(model)
+    _check_linear_attention(model)
     check_experts(model)
 
 
@@ -177,6 +178,37 @@ def _check_window(model: ModelConfig) -> None:
             f"model.window_attn_skip_freq has {len(skip)} numbers, but model.num_layers is {model.num_layers}; give "
             "one for each layer (1: with the window, 0: without), or a single number"
         )
+
+
+def _check_linear_attention(model: ModelConfig) -> None:
+    if model.attention_output_gate and model.multi_latent_attention:
+        raise ConfigError(
+            "model.attention_output_gate has rows beside the queries, which model.multi_latent_attention makes of a "
+            "latent; leave one out"
+        )
+    if model.experimental_attention_variant is None:
+        return
+    every, heads = model.linear_attention_freq, (model.linear_num_key_heads, model.linear_num_value_heads)
+    if isinstance(every, list) and len(every) != model.num_layers:
+        raise ConfigError(
+            f"model.linear_attention_freq has {len(every)} numbers, but model.num_layers is {model.num_layers}; give "
+            "one for each layer (1: linear attention, 0: attention), or a single number"
+        )
+    if heads[1] % heads[0]:
+        raise ConfigError(
+            f"model.linear_num_value_heads {heads[1]} is not divisible by model.linear_num_key_heads {heads[0]}: as "
+            "many value heads share each key head; change one"
+        )
+    alone = {
+        "model_type": (model.model_type, "gpt"),
+        "mtp_num_layers": (model.mtp_num_layers, None),
+    }
+    for name, (value, only) in alone.items():
+        if value != only:
+            raise ConfigError(
+                f"model.{name} is {value}, with which a gated delta net (model.experimental_attention_variant) has not "
+                f"been built; set it to {only}"
+            )
 
 
 def _check_rope_scaling(scaling: RopeScaling, pairs: int) -> None:

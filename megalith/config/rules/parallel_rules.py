@@ -97,6 +97,18 @@ def check_tensor(model: ModelConfig, parallel: ParallelConfig, seq_length: int) 
             f"model.num_query_groups {model.query_groups} and parallel.tensor_model_parallel_size {size}: one has to "
             "divide the other, so that a rank has whole key and value heads or shares one; change either"
         )
+    if model.attention_output_gate and model.query_groups % size:
+        raise ConfigError(
+            f"model.attention_output_gate goes with whole groups of query heads, of which there are "
+            f"{model.query_groups} and parallel.tensor_model_parallel_size is {size}; choose a tensor size among "
+            f"{divisors(model.query_groups)}"
+        )
+    if model.linear_attention_layers and model.linear_num_key_heads % size:
+        raise ConfigError(
+            f"model.linear_num_key_heads {model.linear_num_key_heads} is not divisible by "
+            f"parallel.tensor_model_parallel_size {size}; each rank takes as many; choose a tensor size among "
+            f"{divisors(model.linear_num_key_heads)}"
+        )
     if model.qk_layernorm_full_width and model.query_groups % size:
         raise ConfigError(
             f"model.qk_layernorm_full_width goes over all {model.query_groups} key heads, which "
@@ -124,6 +136,12 @@ def check_context(model: ModelConfig, parallel: ParallelConfig, seq_length: int)
     sizes = parallel.hierarchical_context_parallel_sizes
     if size == 1:
         return
+    if model.linear_attention_layers:
+        raise ConfigError(
+            f"parallel.context_parallel_size {size} cuts sequences, and a gated delta net "
+            "(model.experimental_attention_variant) reads them from their beginning; set it to 1 and use tensor or "
+            "sequence parallelism"
+        )
     if seq_length % (2 * size):
         lower = max(s for s in range(1, size) if s == 1 or seq_length % (2 * s) == 0)
         shorter, longer = seq_length // (2 * size) * 2 * size, -(-seq_length // (2 * size)) * 2 * size

@@ -105,6 +105,15 @@ def _check_adapters(config: RunConfig) -> None:
             f"lora.targets {', '.join(lora.targets)} names linear_qkv, but model.multi_latent_attention has other "
             "matrices in its place, which have no adapters; name linear_proj, linear_fc1 and linear_fc2 alone"
         )
+    if (model.linear_attention_layers or model.attention_output_gate) and parts.keys() & {
+        "linear_qkv",
+        "linear_proj",
+    }:
+        raise ConfigError(
+            f"lora.targets {', '.join(lora.targets)} names attention, but with model.experimental_attention_variant "
+            "or model.attention_output_gate other rows stand there, which have no adapters; name linear_fc1 and "
+            "linear_fc2 alone"
+        )
     if model.moe_router_enable_expert_bias:
         raise ConfigError(
             f"lora.rank {lora.rank} freezes the model, but model.moe_router_enable_expert_bias moves the experts' "
@@ -418,8 +427,15 @@ def _widths(config: RunConfig) -> Iterator[tuple[str, int]]:
         yield from _latent_widths(model, size)
     else:
         heads, groups = model.num_attention_heads // size, max(model.query_groups // size, 1)
-        yield "rows of linear_qkv", (heads + 2 * groups) * model.head_dim
+        yield "rows of linear_qkv", (heads * (1 + model.attention_output_gate) + 2 * groups) * model.head_dim
         yield "columns of linear_proj", heads * model.head_dim
+    if model.linear_attention_layers:
+        keys, values = model.linear_num_key_heads // size, model.linear_num_value_heads // size
+        yield (
+            "rows of linear_in",
+            2 * (keys * model.linear_key_head_dim + values * model.linear_value_head_dim),
+        )
+        yield "columns of linear_out", values * model.linear_value_head_dim
     if len(model.expert_layers) < model.num_layers + len(model.further_layers):
         yield "ffn_hidden_size", model.ffn_size // size
     if model.num_experts is not None:

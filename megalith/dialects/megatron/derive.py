@@ -177,6 +177,29 @@ def latent_attention(given: Given) -> None:
         )
 
 
+def linear_attention(given: Given) -> None:
+    """model.experimental_attention_variant and what it needs; Megatron reads no flag of it alone."""
+    variant, every = given["--experimental-attention-variant"], given["--linear-attention-freq"]
+    if variant is None:
+        return
+    if variant not in ("gdn", "gated_delta_net"):
+        given.problems.append(
+            f"--experimental-attention-variant {variant} is refused: gated_delta_net is the only one here; choose it, "
+            "or leave it out"
+        )
+        return
+    if every is None:
+        given.problems.append(
+            f"--experimental-attention-variant {variant} is refused without --linear-attention-freq, which says in "
+            "which layers it stands; give it, as 4 or ([1]*3+[0]*1)*12"
+        )
+        return
+    given.set("model.experimental_attention_variant", "gated_delta_net")
+    given.set("model.linear_attention_freq", _layers(given, "--linear-attention-freq", every))
+    for name in ("conv-kernel-dim", "key-head-dim", "value-head-dim", "num-key-heads", "num-value-heads"):
+        given.set(f"model.linear_{name.replace('-', '_')}", given[f"--linear-{name}"])
+
+
 def window(given: Given) -> None:
     """model.window_size and model.window_attn_skip_freq."""
     if given["--window-size"] is None:

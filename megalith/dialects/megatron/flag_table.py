@@ -42,7 +42,7 @@ SIGNALS = "with --exit-signal-handler SIGTERM, SIGUSR1, SIGINT and SIGHUP all sa
 INITIAL = "initial weights are the same on every device and in every layout"
 INFERENCE = "it concerns inference, not training"
 OTHER_MODELS = "it belongs to vision or retrieval models, which are not here"
-HYBRID_DETAIL = "it is read only in a hybrid or linear-attention model, whose flags are refused"
+HYBRID_DETAIL = "it is read only with state-space layers or sparse attention, whose flags are refused"
 RL_DETAIL = "it is read only with --perform-rl-step, which is refused"
 LOW_PRECISION_DETAIL = "it is read only with --fp4-format, which is refused"
 FP8_DETAIL = "weights are gathered in the compute type, scales follow every step, and experts are padded where their matmuls need it"
@@ -58,7 +58,7 @@ PACKED_DETAIL = "it is read only with --hybrid-context-parallel, which is refuse
 # Why a flag is refused, and the way out. Each goes on from "is refused: ".
 FP8_OTHER = "which matmuls are in FP8 follows from --fp8-recipe and --first-last-layers-bf16; leave it out"
 FP4 = "there are no FP4 matmuls; leave it out to train in bf16"
-HYBRID = "there are no state-space or linear-attention layers; train a transformer without it"
+HYBRID = "there are no state-space layers; train a transformer without it"
 SPEC = (
     "layers are built from the settings, not from a spec of one's own; leave it out if it names the GPT layer"
 )
@@ -108,6 +108,7 @@ FLAGS: dict[str, Flag] = {
     "--norm-epsilon":                        Sets("float", "model.layernorm_epsilon", default=1e-05),
     "--apply-layernorm-1p":                  Sets("switch", "model.layernorm_zero_centered_gamma"),
     "--untie-embeddings-and-output-weights": Sets("switch", "model.untie_embeddings_and_output_weights"),
+    "--attention-output-gate":               Sets("switch", "model.attention_output_gate"),
     "--disable-bias-linear":                 Sets("switch", "model.add_bias_linear", values=NOT),
     "--add-qkv-bias":                        Sets("switch", "model.add_qkv_bias"),
     "--hidden-dropout":                      Sets("float", "model.hidden_dropout", default=0.1),
@@ -288,6 +289,13 @@ FLAGS: dict[str, Flag] = {
     "--multi-latent-attention":                Derives("switch", derive.latent_attention),
     "--qk-layernorm":                          Derives("switch", derive.latent_attention),
     "--qk-l2-norm":                            Derives("switch", derive.latent_attention),
+    "--experimental-attention-variant":        Derives("gdn|gdn2|dsa|gated_delta_net", derive.linear_attention),
+    "--linear-attention-freq":                 Derives("text", derive.linear_attention),
+    "--linear-conv-kernel-dim":                Derives("int", derive.linear_attention, default=4),
+    "--linear-key-head-dim":                   Derives("int", derive.linear_attention, default=128),
+    "--linear-value-head-dim":                 Derives("int", derive.linear_attention, default=128),
+    "--linear-num-key-heads":                  Derives("int", derive.linear_attention, default=16),
+    "--linear-num-value-heads":                Derives("int", derive.linear_attention, default=32),
     "--window-size":                           Derives("text", derive.window),
     "--window-attn-skip-freq":                 Derives("text", derive.window),
     "--vocab-size":                            Derives("int", derive.vocabulary),
@@ -742,11 +750,6 @@ FLAGS: dict[str, Flag] = {
     "--mamba-head-dim":                        NoEffect("int", HYBRID_DETAIL),
     "--mamba-state-dim":                       NoEffect("int", HYBRID_DETAIL),
     "--mamba-num-groups":                      NoEffect("int", HYBRID_DETAIL),
-    "--linear-conv-kernel-dim":                NoEffect("int", HYBRID_DETAIL),
-    "--linear-key-head-dim":                   NoEffect("int", HYBRID_DETAIL),
-    "--linear-num-key-heads":                  NoEffect("int", HYBRID_DETAIL),
-    "--linear-num-value-heads":                NoEffect("int", HYBRID_DETAIL),
-    "--linear-value-head-dim":                 NoEffect("int", HYBRID_DETAIL),
     "--dsa-indexer-head-dim":                  NoEffect("int", HYBRID_DETAIL),
     "--dsa-indexer-loss-coeff":                NoEffect("float", HYBRID_DETAIL),
     "--dsa-indexer-n-heads":                   NoEffect("int", HYBRID_DETAIL),
@@ -929,9 +932,7 @@ FLAGS: dict[str, Flag] = {
     "--qk-clip-threshold": NoEffect("float", QK_CLIP_DETAIL),
     # refused
     "--hybrid-layer-pattern":                     Refused("text", HYBRID),
-    "--experimental-attention-variant":           Refused("gdn|gdn2|dsa|gated_delta_net", HYBRID),
     "--is-hybrid-model":                          Refused("switch", HYBRID),
-    "--linear-attention-freq":                    Refused("text", HYBRID),
     "--hybrid-override-pattern":                  Refused("text", HYBRID),
     "--mtp-hybrid-override-pattern":              Refused("text", HYBRID),
     "--decoder-seq-length":                       Refused("int", ENCODER),
@@ -946,7 +947,6 @@ FLAGS: dict[str, Flag] = {
     "--perform-rl-step":                          Refused("switch", RL),
     "--apply-wd-to-qk-layernorm":                 Refused("switch", DECAY),
     "--no-weight-decay-cond-type":                Refused("apply_wd_to_qk_layernorm", DECAY),
-    "--attention-output-gate":                    Refused("switch", FORMULA),
     "--activation-func-clamp-value":              Refused("float", FORMULA),
     "--glu-linear-offset":                        Refused("float", FORMULA, default=0.0),
     "--moe-latent-size":                          Refused("int", FORMULA),

@@ -15,6 +15,7 @@ from torch import nn
 
 from megalith.config import ModelConfig
 from megalith.models.mixers.attention import SelfAttention
+from megalith.models.mixers.gated_delta_net import GatedDeltaNet
 from megalith.models.mixers.mla import LatentAttention
 
 MakeMixer = Callable[[ModelConfig, int, torch.device | None], nn.Module]
@@ -22,5 +23,7 @@ MakeMixer = Callable[[ModelConfig, int, torch.device | None], nn.Module]
 
 def make_mixer(config: ModelConfig, number: int, device: torch.device | None = None) -> nn.Module:
     """The mixer of layer `number`, which the configuration names."""
+    if number in config.linear_attention_layers:
+        return GatedDeltaNet(config, number, device)
     mixer = LatentAttention if config.multi_latent_attention else SelfAttention
     return mixer(config, number, device)

@@ -83,13 +83,15 @@ class Attention(Runnable):
 
 
 class SelfAttention(Attention):
-    """linear_qkv, rotary positions, attention, linear_proj."""
+    """linear_qkv, rotary positions, attention, linear_proj. With attention_output_gate what attention gives is
+    multiplied by the sigmoid of a gate, whose rows stand behind the queries of its group."""
 
     def __init__(self, config: ModelConfig, number: int, device: torch.device | None = None):
         super().__init__(config, number)
         self.head_dim = config.head_dim
         self.heads = Heads(config.num_attention_heads // config.query_groups)
-        rows = config.query_groups * (self.heads.in_group + 2) * config.head_dim
+        self.gated = config.attention_output_gate
+        rows = config.query_groups * (self.heads.in_group * (1 + self.gated) + 2) * config.head_dim
         width = config.num_attention_heads * config.head_dim
         self.linear_qkv = Linear(config.hidden_size, rows, bias=config.qkv_bias, device=device)
         self.linear_proj = Linear(width, config.hidden_size, bias=config.proj_bias, device=device)
@@ -106,10 +108,12 @@ class SelfAttention(Attention):
 
     @runnable
     def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
-        split = partial(
-            split_qkv, batch=context.batch, heads_in_group=self.heads.in_group, head_dim=self.head_dim
-        )
+        of_queries = self.heads.in_group * (1 + self.gated)
+        split = partial(split_qkv, batch=context.batch, heads_in_group=of_queries, head_dim=self.head_dim)
         query, key, value = self.linear_qkv(x, context, then=split)  # [batch, seq, heads or groups, head_dim]
+        if self.gated:
+            grouped = query.unflatten(2, (-1, 2, self.heads.in_group))
+            query, gate = (half.flatten(2, 3) for half in grouped.unbind(3))
         if self.q_layernorm is not None:
             query, key = self.q_layernorm(query), self.k_layernorm(key)
         if self.turns and context.rotary is not None:
@@ -118,6 +122,8 @@ class SelfAttention(Attention):
                 tables = context.rotary_local
             query, key = (rotate(x, tables, self.interleaved) for x in (query, key))
         out = self.attend(query, key, value, context)  # [batch, seq, heads, head_dim]
+        if self.gated:
+            out = out * gate.sigmoid()
         return self.linear_proj(out.flatten(2), context)
 
 

@@ -94,6 +94,12 @@ ROLES = {
     "q_layernorm": Role(WHOLE, WHOLE, None, ALWAYS, ALWAYS),  # each rank sees its own heads
     "k_layernorm": Role(WHOLE, WHOLE, None, ALWAYS, ALWAYS),
     "linear_proj": Role(COLUMNS, WHOLE, "row", NEVER, UNDER_SP),  # the bias is added after the sum
+    "linear_in": Role(ROWS, ROWS, "column"),  # of a gated delta net, each rank its heads
+    "linear_gates": Role(ROWS, ROWS, "column"),
+    "conv": Role(ROWS, ROWS),
+    "decay": Role(ROWS, ROWS),
+    "out_norm": Role(WHOLE, WHOLE, None, ALWAYS, ALWAYS),
+    "linear_out": Role(COLUMNS, WHOLE, "row", NEVER, UNDER_SP),
     "post_attention_layernorm": Role(WHOLE, WHOLE, None, UNDER_SP, UNDER_SP),
     "pre_cross_attn_layernorm": Role(WHOLE, WHOLE, None, UNDER_SP, UNDER_SP),
     "post_cross_attn_layernorm": Role(WHOLE, WHOLE, None, UNDER_SP, UNDER_SP),

@@ -1,0 +1,118 @@
+"""Qwen3-Next: three layers in four are gated delta nets, the others attention with a gate behind it.
+
+Its experts are Qwen2's, with a shared expert that a gate weighs; its norms multiply by 1 + weight but for the delta
+nets' own. The published file's module that predicts a second token is left out, as transformers does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megalith.bridge.families.experts import NORMALIZED, QWEN2_MOE, SparseLayers
+from megalith.bridge.families.llama import IGNORED, QK_NORMS, SETTINGS
+from megalith.bridge.family import Family
+from megalith.bridge.rows import RowRun, Rule, same
+from megalith.bridge.settings import Field, Ours, PartialRope, Rope, Theirs, Tree
+from megalith.config import ModelConfig
+
+
+class LinearLayers:
+    """`layer_types`, or all but every `full_attention_interval`-th."""
+
+    def read(self, theirs: Mapping[str, Any]) -> Tree:
+        kinds, every = theirs.get("layer_types"), theirs.get("full_attention_interval") or 4
+        if kinds is None:
+            kinds = [
+                "full_attention" if (n + 1) % every == 0 else "linear_attention"
+                for n in range(theirs["num_hidden_layers"])
+            ]
+        return {
+            "experimental_attention_variant": "gated_delta_net",
+            "linear_attention_freq": [int(kind == "linear_attention") for kind in kinds],
+        }
+
+    def write(self, model: ModelConfig) -> Tree:
+        linear = model.linear_attention_layers
+        kinds = [("full_attention", "linear_attention")[n in linear] for n in range(model.num_layers)]
+        return {"layer_types": kinds}
+
+
+def _queries_gates(model: ModelConfig, rows: int) -> list[RowRun]:
+    """Ours: for each KV group its queries, their gates, its key, its value. Theirs: a head's query, then its gate."""
+    size, in_group = model.head_dim, model.num_attention_heads // model.query_groups
+    runs, ours = [], 0
+    for group in range(model.query_groups):
+        for part in (0, 1):
+            for head in range(group * in_group, (group + 1) * in_group):
+                runs.append(RowRun(0, (2 * head + part) * size, ours, size))
+                ours += size
+        for source in (1, 2):
+            runs.append(RowRun(source, group * size, ours, size))
+            ours += size
+    return runs
+
+
+def _units(model: ModelConfig, rows: int) -> list[RowRun]:
+    """Ours: for each key head its query's units, its key's, its values'. Theirs: all of one before all of the next."""
+    heads, key = model.linear_num_key_heads, model.linear_key_head_dim
+    values = model.linear_num_value_heads // heads * model.linear_value_head_dim
+    runs, ours = [], 0
+    for head in range(heads):
+        for first, size in ((0, key), (heads * key, key), (2 * heads * key, values)):
+            runs.append(RowRun(0, first + head * size, ours, size))
+            ours += size
+    return runs
+
+
+# fmt: off
+OF_LAYER = "model.layers.{layer}."
+QWEN3_NEXT = Family(
+    architecture="Qwen3NextForCausalLM",
+    model_type="qwen3_next",
+    absent={"num_key_value_heads": 2, "head_dim": 256, "norm_topk_prob": True},
+    tensors={
+        **QWEN2_MOE.tensors,
+        **QK_NORMS,
+        "layers.{layer}.self_attention.linear_qkv.weight":
+            Rule(tuple(OF_LAYER + f"self_attn.{part}_proj.weight" for part in "qkv"), _queries_gates),
+        "layers.{layer}.self_attention.linear_qkv.bias":
+            Rule(tuple(OF_LAYER + f"self_attn.{part}_proj.bias" for part in "qkv"), _queries_gates),
+        "layers.{layer}.self_attention.linear_in.weight":
+            same(OF_LAYER + "linear_attn.in_proj_qkvz.weight"),
+        "layers.{layer}.self_attention.linear_gates.weight":
+            same(OF_LAYER + "linear_attn.in_proj_ba.weight"),
+        "layers.{layer}.self_attention.conv.weight":
+            Rule((OF_LAYER + "linear_attn.conv1d.weight",), _units),
+        "layers.{layer}.self_attention.decay.weight":
+            same(OF_LAYER + "linear_attn.A_log"),
+        "layers.{layer}.self_attention.decay.bias":
+            same(OF_LAYER + "linear_attn.dt_bias"),
+        "layers.{layer}.self_attention.out_norm.weight":
+            same(OF_LAYER + "linear_attn.norm.weight"),
+        "layers.{layer}.self_attention.linear_out.weight":
+            same(OF_LAYER + "linear_attn.out_proj.weight"),
+    },
+    settings=(
+        *[row for row in SETTINGS if not isinstance(row, Rope)],
+        PartialRope(default=0.25),
+        Field("num_experts", "num_experts", default=512),
+        Field("moe_router_topk", "num_experts_per_tok", default=10),
+        Field("moe_ffn_hidden_size", "moe_intermediate_size", default=512),
+        Field("moe_shared_expert_intermediate_size", "shared_expert_intermediate_size", default=512),
+        NORMALIZED,
+        SparseLayers(),
+        LinearLayers(),
+        Field("linear_conv_kernel_dim", "linear_conv_kernel_dim", default=4),
+        Field("linear_key_head_dim", "linear_key_head_dim", default=128),
+        Field("linear_value_head_dim", "linear_value_head_dim", default=128),
+        Field("linear_num_key_heads", "linear_num_key_heads", default=16),
+        Field("linear_num_value_heads", "linear_num_value_heads", default=32),
+        Ours(qk_layernorm=True, moe_shared_expert_gate=True, attention_output_gate=True,
+             layernorm_zero_centered_gamma=True),
+        Theirs(attention_bias=False),
+    ),
+    tied="lm_head.weight",
+    ignored=(*IGNORED, r"mtp\."),
+)
+# fmt: on

@@ -1,0 +1,97 @@
+"""A gated delta net (Yang, Kautz and Hatamizadeh 2024), as Qwen3-Next has it: linear attention.
+
+Queries, keys and values go through a causal convolution of a few tokens and SiLU, then through the delta rule
+(ops/delta_rule.py). A token's decay is log α = −e^A softplus(a + bias), its share β = σ(b), with A and the bias of
+each value head and a, b of each token and head. What is read is normed by head, times SiLU of a gate z.
+
+Rows of linear_in stand by key head: its query, its key, then the values and the gates z of the value heads that share
+it; rows of linear_gates likewise, b before a; the convolution's units as in linear_in, without z. So a slice of rows is
+a slice of whole heads.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import silu, softplus
+
+from megalith.comm.collectives import local
+from megalith.config import ModelConfig
+from megalith.models.linear import Linear
+from megalith.models.pass_context import Context, Runnable, runnable
+from megalith.ops.delta_rule import causal_conv, gated_delta_rule
+from megalith.ops.documents import document_ids
+
+
+class GatedDeltaNet(Runnable):
+    """linear_in and linear_gates, the convolution, the delta rule, the gated norm, linear_out."""
+
+    def __init__(self, config: ModelConfig, number: int, device: torch.device | None = None):
+        super().__init__()
+        self.sharing = config.linear_num_value_heads // config.linear_num_key_heads
+        self.sizes = config.linear_key_head_dim, config.linear_value_head_dim
+        heads, (key, value) = config.linear_num_key_heads, self.sizes
+        width, taps = config.linear_num_value_heads * value, config.linear_conv_kernel_dim
+        self.linear_in = Linear(config.hidden_size, 2 * (heads * key + width), bias=False, device=device)
+        gates = 2 * config.linear_num_value_heads
+        self.linear_gates = Linear(config.hidden_size, gates, bias=False, device=device)
+        units = 2 * heads * key + width
+        self.conv = nn.Conv1d(units, units, taps, groups=units, bias=False, device=device)
+        self.decay = Decay(config.linear_num_value_heads, device)
+        self.out_norm = GatedNorm(value, config.layernorm_epsilon, device)
+        self.linear_out = Linear(width, config.hidden_size, bias=config.proj_bias, device=device)
+
+    @runnable
+    def forward(self, x: Tensor, context: Context) -> Tensor:  # [batch, seq, hidden]
+        key_size, value_size = self.sizes
+        y = self.linear_in(x, context)
+        y = y.view(context.batch, -1, y.shape[-1])
+        documents = None
+        if context.documents is not None:
+            documents = document_ids(context.documents, y.shape[1])
+        parts = [2 * key_size + self.sharing * value_size, self.sharing * value_size]
+        mixed, gate = y.unflatten(-1, (-1, sum(parts))).split(parts, dim=-1)  # [batch, seq, key heads, ·]
+        heads = mixed.shape[2]
+        convolve = (
+            partial(causal_conv, documents=documents) if context.cache is None else context.cache.convolve
+        )
+        mixed = silu(convolve(mixed.flatten(2), local(self.conv.weight))).unflatten(2, (heads, -1))
+        query, key, value = mixed.split([key_size, key_size, self.sharing * value_size], dim=-1)
+        value, gate = (z.unflatten(-1, (self.sharing, value_size)).flatten(2, 3) for z in (value, gate))
+        of_tokens = self.linear_gates(x, context)
+        of_tokens = of_tokens.view(context.batch, -1, heads, 2, self.sharing)
+        share, step = of_tokens[..., 0, :].flatten(2).sigmoid(), of_tokens[..., 1, :].flatten(2)
+        given = query, key, value, self.decay(step), share
+        if context.cache is None:
+            out = gated_delta_rule(*given, documents)
+        else:
+            out = context.cache.delta_rule(*given)
+        return self.linear_out(self.out_norm(out, gate).flatten(2), context)
+
+
+class Decay(nn.Module):
+    """log α of tokens: −e^weight · softplus(step + bias), in fp32; a weight and a bias for each value head."""
+
+    def __init__(self, heads: int, device: torch.device | None = None):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads, device=device))
+        self.bias = nn.Parameter(torch.empty(heads, device=device))
+
+    def forward(self, step: Tensor) -> Tensor:  # [batch, seq, value heads]
+        return -local(self.weight).float().exp() * softplus(step.float() + local(self.bias).float())
+
+
+class GatedNorm(nn.Module):
+    """RMSNorm of each head, in fp32, times its weight, times SiLU of the gate."""
+
+    def __init__(self, size: int, epsilon: float, device: torch.device | None = None):
+        super().__init__()
+        self.epsilon = epsilon
+        self.weight = nn.Parameter(torch.empty(size, device=device))
+
+    def forward(self, x: Tensor, gate: Tensor) -> Tensor:  # [batch, seq, heads, size], both
+        wide = x.float()
+        normed = (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)).to(x.dtype)
+        return (local(self.weight).to(x.dtype) * normed * silu(gate.float())).to(x.dtype)
