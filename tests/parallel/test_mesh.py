@@ -126,6 +126,18 @@ MODEL = ModelConfig(
             "leaves nothing to the last of 3",
         ),
         ({}, {"tensor_model_parallel_size": 3, "sequence_parallel": True}, 32, "cuts the 32 tokens"),
+        (
+            {"attention_output_gate": True, "num_query_groups": 1},
+            {"tensor_model_parallel_size": 2},
+            32,
+            "goes with whole groups of query heads, of which there are 1 and .*size is 2",
+        ),
+        (
+            {"experimental_attention_variant": "gated_delta_net", "linear_num_key_heads": 4},
+            {"tensor_model_parallel_size": 3},
+            32,
+            "linear_num_key_heads 4 is not divisible by .*size 3; .*among 1, 2, 4",
+        ),
     ],
 )
 def test_a_model_that_cannot_be_cut_is_refused(model, parallel, seq_length, sentence):
