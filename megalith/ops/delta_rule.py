@@ -47,7 +47,7 @@ def with_last_state(
 ) -> tuple[Tensor, Tensor]:
     """As gated_delta_rule, and the state behind the last token: float32 [batch, value heads, key size, value size]. A
     token of decay and share 0 leaves it as it is."""
-    batch, seq, heads, size = value.shape
+    seq, heads, size = value.shape[1:]
     sharing = heads // key.shape[2]
     query, key = (_unit(x).repeat_interleave(sharing, dim=2) for x in (query, key))
     query = query * query.shape[-1] ** -0.5
@@ -73,13 +73,84 @@ def with_last_state(
     )
     u, w = written.split([size, k.shape[-1]], dim=-1)
     inside, q, k = (q @ k.mT) * pairs, q * before, k * after
-    state = q.new_zeros(batch, heads, k.shape[-1], size)
-    out = []
-    for i in range(chunks):
+    out, states = scan_chunks(u, w, q, k, inside, whole)
+    return out.flatten(2, 3)[:, :, :seq].transpose(1, 2).to(value.dtype), states[:, :, -1]
+
+
+@torch.library.custom_op("megalith::delta_chunks", mutates_args=())
+def scan_chunks(
+    u: Tensor,  # float32 [batch, heads, chunks, C, value size], as above
+    w: Tensor,  # [batch, heads, chunks, C, key size]
+    q: Tensor,  # likewise, e^G Q
+    k: Tensor,  # likewise, e^{G_C − G} K
+    inside: Tensor,  # [batch, heads, chunks, C, C]: tril(Q Kᵀ ⊙ Γ)
+    whole: Tensor,  # [batch, heads, chunks, 1, 1]: e^{G_C}
+) -> tuple[Tensor, Tensor]:
+    """O [batch, heads, chunks, C, value size], and S before each chunk and behind the last: [batch, heads, chunks + 1,
+    key size, value size]. One operator, for compilers would write the chunks out one after the other."""
+    state = u.new_zeros(*u.shape[:2], k.shape[-1], u.shape[-1])
+    states, out = [state], []
+    for i in range(u.shape[2]):
         new = u[:, :, i] - w[:, :, i] @ state
         out.append(q[:, :, i] @ state + inside[:, :, i] @ new)
         state = whole[:, :, i] * state + k[:, :, i].mT @ new
-    return torch.cat(out, dim=2)[:, :, :seq].transpose(1, 2).to(value.dtype), state
+        states.append(state)
+    return torch.stack(out, 2), torch.stack(states, 2)
+
+
+@scan_chunks.register_fake
+def _(u: Tensor, w: Tensor, q: Tensor, k: Tensor, inside: Tensor, whole: Tensor) -> tuple[Tensor, Tensor]:
+    batch, heads, chunks, _, size = u.shape
+    return u.new_empty(u.shape), u.new_empty(batch, heads, chunks + 1, k.shape[-1], size)
+
+
+@torch.library.custom_op("megalith::delta_chunks_backward", mutates_args=())
+def scan_chunks_backward(
+    grad_out: Tensor,
+    u: Tensor,
+    w: Tensor,
+    q: Tensor,
+    k: Tensor,
+    inside: Tensor,
+    whole: Tensor,
+    states: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of all but the states, where nothing is made of those."""
+    grads: list[list[Tensor]] = [[] for _ in range(6)]
+    grad_state = torch.zeros_like(states[:, :, 0])
+    for i in reversed(range(u.shape[2])):
+        g, state, into, over, of_q, of_k = (x[:, :, i] for x in (grad_out, states, w, inside, q, k))
+        new = u[:, :, i] - into @ state
+        grad_new = over.mT @ g + of_k @ grad_state
+        found = (
+            grad_new,
+            -grad_new @ state.mT,
+            g @ state.mT,
+            new @ grad_state.mT,
+            g @ new.mT,
+            (state * grad_state).sum((-2, -1), keepdim=True),
+        )
+        for grad, one in zip(grads, found, strict=True):
+            grad.append(one)
+        grad_state = of_q.mT @ g - into.mT @ grad_new + whole[:, :, i] * grad_state
+    return tuple(torch.stack(grad[::-1], 2) for grad in grads)
+
+
+@scan_chunks_backward.register_fake
+def _(grad_out: Tensor, *given: Tensor) -> tuple[Tensor, ...]:
+    return tuple(x.new_empty(x.shape) for x in given[:6])
+
+
+def _keep(ctx, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(*inputs, output[1])
+
+
+def _gradients(ctx, grad_out: Tensor, grad_states: Tensor | None) -> tuple[Tensor, ...]:
+    return scan_chunks_backward(grad_out, *ctx.saved_tensors)
+
+
+scan_chunks.register_autograd(_gradients, setup_context=_keep)
 
 
 def next_token(
