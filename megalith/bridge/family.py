@@ -44,6 +44,7 @@ COUNTS = (
 NUMBERS = (
     "rope_theta", "rope_local_base_freq", "partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor",
     "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "rotary_pct", "rotary_emb_base",
+    "swiglu_limit", "swiglu_alpha",
 )
 NAMES = ("model_type", "rope_type", "type", "topk_method", "feed_forward_proj")
 OBJECTS = ("rope_scaling", "rope_parameters", "full_attention", "sliding_attention")  # of these keys again
@@ -216,10 +217,14 @@ class Group:
             yield (first, *(0,) * (len(self.shape) - 1)), (rows, *self.shape[1:])
 
     @cached_property
+    def of_one(self) -> tuple[int, ...]:
+        """The shape, of one expert where there are experts."""
+        return self.shape if self.experts is None and not self.rule.stacked else self.shape[1:]
+
+    @cached_property
     def runs(self) -> list[RowRun]:
         """Where the rows stand; of one expert where there are experts."""
-        rows = self.shape[0] if self.experts is None else self.shape[1]
-        return self.rule.runs(self.model, rows)
+        return self.rule.runs(self.model, self.of_one[0])
 
     def names(self, expert: int | None = None) -> list[str]:
         """Their names, in the rule's order; of one expert where there are experts."""
@@ -232,10 +237,10 @@ class Group:
     @cached_property
     def sources(self) -> dict[str, tuple[int, ...]]:
         """Every tensor of theirs with its shape."""
-        columns = self.shape[1:] if self.experts is None else self.shape[2:]
+        columns, stack = self.of_one[1:], self.shape[:1] if self.rule.stacked else ()
         shapes = []
         for source in range(len(self.rule.names)):
             rows = sum(run.count for run in self.runs if run.source == source)
-            shapes.append((*columns, rows) if self.rule.transposed else (rows, *columns))
+            shapes.append((*stack, *columns, rows) if self.rule.transposed else (*stack, rows, *columns))
         experts = [None] if self.experts is None else range(self.experts)
         return {name: shape for expert in experts for name, shape in zip(self.names(expert), shapes)}

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from megalith.bridge.family import Family
+from megalith.bridge.quantized import PackedExperts, unpacked
 from megalith.checkpoint.files import DTYPE_CODES, Stored, list_safetensors
 from megalith.checkpoint.manifest import not_answering
 from megalith.data.tokenizers.hub import local_folder
@@ -48,7 +49,7 @@ class SourceFolder:
         """Raises CheckpointError for missing or damaged files, DataError for a hub name that is not to be had."""
         self.path = find_folder(path)
         self.config = read_json(self.path / CONFIG)
-        self.tensors = _list_weights(self.path)
+        self.tensors = unpacked(_list_weights(self.path), self.config)
 
     @property
     def dtype(self) -> torch.dtype | None:
@@ -71,6 +72,11 @@ class SourceFolder:
     def read(self, name: str) -> torch.Tensor:
         """A tensor by its name."""
         return self.tensors[name].read()
+
+    def by_expert(self, name: str) -> torch.Tensor | PackedExperts:
+        """The same, of which one expert may be all that is read."""
+        stored = self.tensors[name]
+        return stored if isinstance(stored, PackedExperts) else stored.read()
 
 
 def is_model_folder(path: str | Path) -> bool:

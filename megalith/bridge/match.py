@@ -55,7 +55,8 @@ class Match:
     ) -> Tensor:
         """Our tensor of a group in float32, or a box of it; the initial one of `seed` where theirs are missing."""
         if not set(self.missing) & set(group.sources):
-            return to_ours(group, self.source.read, offset, shape)
+            read = self.source.by_expert if group.rule.stacked else self.source.read
+            return to_ours(group, read, offset, shape)
         return initial_value(group.name, torch.Size(group.shape), group.model, seed, shape, offset)
 
 

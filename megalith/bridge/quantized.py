@@ -3,6 +3,9 @@
 fp8   e4m3 codes of blocks of 128 × 128, each with the scale amax / 448 (DeepSeek-V3's form: `weight_scale_inv`)
 int8  codes of −127 to 127, each row with the scale amax / 127 (compressed-tensors' int-quantized form: `weight_scale`)
 
+mxfp4  e2m1 codes of 32 at a time with one power of two (OCP Microscaling Formats 1.0): read alone, as gpt-oss's
+       experts are published
+
 Activations are quantised by the inference engine as they come. Matrices of the layers' linears and of experts are
 quantised; embeddings, the output matrix, routers, norms and biases stay as they are.
 """
@@ -10,15 +13,20 @@ quantised; embeddings, the output matrix, routers, norms and biases stay as they
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar, Literal
 
 import torch
 from torch import Tensor
 
 from megalith.bridge.family import Group
-from megalith.checkpoint.files import Layout
-from megalith.errors import ConfigError
+from megalith.checkpoint.files import Layout, Stored
+from megalith.errors import CheckpointError, ConfigError
+
+MXFP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # and the same below 0
+SCALED_TOGETHER = 32
+BLOCKS, SCALES = "_blocks", "_scales"
 
 Form = Literal["fp8", "int8"]
 FORMS: tuple[Form, ...] = ("fp8", "int8")
@@ -109,3 +117,54 @@ def quantization_config(form: Form, tensors: Layout, names: set[str]) -> dict[st
         "config_groups": {"group_0": group},
         "ignore": kept,
     }
+
+
+@dataclass(frozen=True)
+class PackedExperts:
+    """The matrices of all experts, [experts, in, out], whose rows of out are stored in MXFP4: blocks of codes uint8
+    [experts, out, in / 32, 16], the first of two in the lower half of a byte, and scales uint8 [experts, out, in / 32],
+    the power of two plus 127."""
+
+    blocks: Stored
+    scales: Stored
+    dtype: ClassVar[str] = "BF16"
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        experts, rows, groups, _ = self.blocks.shape
+        return experts, groups * SCALED_TOGETHER, rows
+
+    def read(self) -> Tensor:
+        """Of all experts, in bfloat16, which holds every value."""
+        return self[:]
+
+    def __getitem__(self, which: int | slice) -> Tensor:
+        """Of one expert, [in, out], or of some."""
+        codes, scales = self.blocks.read()[which], self.scales.read()[which]
+        values = torch.tensor([*MXFP4, *(-value for value in MXFP4)], dtype=torch.bfloat16)
+        halves = torch.stack([codes & 15, codes >> 4], dim=-1).flatten(-2)  # [..., out, in / 32, 32]
+        found = torch.ldexp(values[halves.int()], scales[..., None].int() - 127)
+        return found.flatten(-2).transpose(-2, -1)
+
+
+def unpacked(tensors: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """A folder's tensors with those that are stored in MXFP4 under one name each, where config.json says that there
+    are such. Raises CheckpointError for blocks and scales of shapes that do not go together."""
+    told = config.get("quantization_config")
+    if not isinstance(told, dict) or told.get("quant_method") != "mxfp4":
+        return dict(tensors)
+    found = dict(tensors)
+    for name in [name for name in tensors if name.endswith(BLOCKS)]:
+        whole = name.removesuffix(BLOCKS)
+        if whole + SCALES not in tensors:
+            continue  # listed as no tensor of this model
+        blocks, scales = found.pop(name), found.pop(whole + SCALES)
+        fits = len(blocks.shape) == 4 and blocks.shape[3] * 2 == SCALED_TOGETHER
+        if not fits or blocks.shape[:3] != scales.shape or {blocks.dtype, scales.dtype} != {"U8"}:
+            raise CheckpointError(
+                f"{name} is {list(blocks.shape)} of {blocks.dtype} and its scales {list(scales.shape)} of "
+                f"{scales.dtype}, but MXFP4 is uint8 [experts, out, in / 32, 16] and [experts, out, in / 32]; fetch it "
+                "again"
+            )
+        found[whole] = PackedExperts(blocks, scales)
+    return found

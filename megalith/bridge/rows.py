@@ -50,6 +50,7 @@ class Rule:
     names: tuple[str, ...]
     order: Callable[[ModelConfig, int], list[RowRun]]
     transposed: bool = False  # theirs are [columns, rows]
+    stacked: bool = False  # theirs have a first dimension of experts too: one tensor of all
 
     def runs(self, model: ModelConfig, rows: int) -> list[RowRun]:
         """The runs that make up our `rows` rows."""
@@ -65,6 +66,11 @@ def same(name: str) -> Rule:
 def transposed(name: str) -> Rule:
     """A matrix that is stored [in, out] there (GPT-2's Conv1D)."""
     return Rule((name,), lambda model, rows: [RowRun(0, 0, 0, rows)], transposed=True)
+
+
+def stacked(name: str) -> Rule:
+    """The matrices of all experts in one tensor, stored [experts, in, out] there, or their biases (gpt-oss)."""
+    return Rule((name,), lambda model, rows: [RowRun(0, 0, 0, rows)], transposed=True, stacked=True)
 
 
 def first_last(name: str, count: int) -> Rule:

@@ -150,7 +150,7 @@ HARMLESS = (("truncate", True), ("partial_rotary_factor", 1.0))
 
 def _parts(scaling: RopeScaling) -> Tree:
     parts = {key: getattr(scaling, key) for key in PARTS[scaling.type]}
-    return {key: value for key, value in parts.items() if value is not None}
+    return {key: value for key, value in parts.items() if value is not None and (key, value) not in HARMLESS}
 
 
 Tree = dict[str, Any]

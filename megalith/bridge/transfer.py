@@ -94,6 +94,13 @@ def to_ours(
         for number, part in enumerate(out):
             _gather(group, group.names(offset[0] + number), read, offset[1:], part)
         return out
+    if group.rule.stacked:
+        out = torch.empty(shape, dtype=torch.float32)
+        whole = {name: read(name) for name in group.names()}
+        for number, part in enumerate(out, offset[0]):
+            of_expert = {name: tensor[number] for name, tensor in whole.items()}
+            _gather(group, group.names(), of_expert.__getitem__, offset[1:], part)
+        return out
     if len(group.runs) == 1 and not group.rule.transposed and shape[1:] == group.shape[1:]:
         rows = read(group.names()[0])[offset[0] : offset[0] + shape[0]] if shape else read(group.names()[0])
         return rows.float()
@@ -128,6 +135,9 @@ def to_theirs(
     until the next; it may be `tensor` itself.
     """
     empty = scratch.empty if scratch else lambda shape, dtype: torch.empty(shape, dtype=dtype)
+    if group.rule.stacked:
+        yield from _stacked(group, tensor, dtypes, empty)
+        return
     parts = [(None, tensor)] if group.experts is None else enumerate(tensor, first_expert)
     for expert, part in parts:
         for source, name in enumerate(group.names(expert)):
@@ -135,11 +145,25 @@ def to_theirs(
                 yield name, part
                 continue
             out = empty(group.sources[name], dtypes[name])
-            rows = out.T if group.rule.transposed and out.ndim > 1 else out
-            for run in group.runs:
-                if run.source == source:
-                    rows[run.theirs : run.theirs + run.count] = part[_ours(run)]
+            _scatter(group, source, part, out)
             yield name, out
+
+
+def _stacked(
+    group: Group, tensor: Tensor, dtypes: Mapping[str, torch.dtype], empty: Callable[..., Tensor]
+) -> Iterator[tuple[str, Tensor]]:
+    for source, name in enumerate(group.names()):
+        out = empty(group.sources[name], dtypes[name])
+        for part, whole in zip(tensor, out, strict=True):
+            _scatter(group, source, part, whole)
+        yield name, out
+
+
+def _scatter(group: Group, source: int, part: Tensor, out: Tensor) -> None:
+    rows = out.T if group.rule.transposed and out.ndim > 1 else out
+    for run in group.runs:
+        if run.source == source:
+            rows[run.theirs : run.theirs + run.count] = part[_ours(run)]
 
 
 def _ours(run: RowRun) -> slice:

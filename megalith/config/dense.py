@@ -43,6 +43,9 @@ class RopeScaling(Section):
     attention_factor: Annotated[PositiveFloat | None, Needs("type", "yarn", "longrope")] = None
     """Scale of the cosines and sines. Absent: yarn 0.1 · ln(factor) + 1, longrope √(1 + ln(factor) / ln(original))."""
 
+    truncate: Annotated[bool, Needs("type", "yarn")] = True
+    """yarn: the pairs between which frequencies are blended are whole numbers (gpt-oss: not)."""
+
     mscale: Annotated[PositiveFloat | None, Needs("type", "yarn")] = None
     """yarn: cosines and sines are scaled by (0.1 · mscale · ln(factor) + 1) / the same of mscale_all_dim (DeepSeek)."""
 
@@ -220,6 +223,12 @@ class DenseModel(Section):
     gated_linear_unit: Annotated[bool, Resolved("gated")] = False
     """Gated MLP: activation(gate) · up."""
 
+    activation_func_clamp_value: PositiveFloat | None = None
+    """Gated MLP: gates are at most this, ups between this and its negative (gpt-oss)."""
+
+    glu_linear_offset: float = 0.0
+    """Gated MLP: activation(gate) · (up + this) (gpt-oss: 1)."""
+
     swiglu: Annotated[bool, Resolved(None)] = False
     """Gated MLP with silu for its activation: silu(gate) · up."""
 
@@ -248,6 +257,9 @@ class DenseModel(Section):
 
     query_pre_attn_scalar: Annotated[PositiveInt | None, Resolved("attention_divisor")] = None
     """Attention scores are divided by its root. Absent: the size of a head."""
+
+    softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
+    """Attention's softmax has a score of nothing beside the keys': 0, or `learnable`, one for each head (gpt-oss)."""
 
     attn_logit_softcapping: PositiveFloat | None = None
     """Bounds attention scores smoothly: c · tanh(score / c) (Gemma 2)."""

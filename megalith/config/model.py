@@ -101,6 +101,9 @@ class ModelConfig(HybridModel):
     moe_router_topk_scaling_factor: Annotated[PositiveFloat | None, Resolved("expert_weight_factor")] = None
     """Multiplies the weights of the chosen experts."""
 
+    add_router_bias: bool = False
+    """A bias in the router's matrix, which is trained (gpt-oss)."""
+
     moe_router_num_groups: Annotated[
         PositiveInt | None, Shrinks(lambda value, _: value and small.EXPERT_GROUPS)
     ] = None

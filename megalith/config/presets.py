@@ -135,6 +135,31 @@ _OLMO2 = dict(
 _EXPERTS = dict(_LLAMA, moe_grouped_gemm=True)
 _MIXTRAL = dict(_EXPERTS, moe_router_topk=2, moe_aux_loss_coeff=0.02)
 _QWEN3_MOE = dict({**_QWEN3, **_EXPERTS}, num_query_groups=4, moe_router_topk=8, moe_aux_loss_coeff=0.001)
+_GPT_OSS = dict(
+    {**_EXPERTS, "swiglu": False},
+    gated_linear_unit=True,
+    activation="quick_gelu",
+    activation_func_clamp_value=7.0,
+    glu_linear_offset=1.0,
+    add_qkv_bias=True,
+    add_proj_bias=True,
+    add_mlp_bias=True,
+    add_router_bias=True,
+    softmax_type="learnable",
+    window_size=[127, 0],
+    window_attn_skip_freq=2,
+    hidden_size=2880,
+    ffn_hidden_size=2880,
+    num_attention_heads=64,
+    num_query_groups=8,
+    kv_channels=64,
+    vocab_size=201088,
+    max_position_embeddings=131072,
+    rotary_base=150000.0,
+    rope_scaling=dict(type="yarn", factor=32.0, original_max_position_embeddings=4096, truncate=False),
+    moe_router_topk=4,
+    moe_aux_loss_coeff=0.001,
+)
 _DEEPSEEK = dict(
     _EXPERTS,
     layernorm_epsilon=1e-6,
@@ -257,6 +282,8 @@ PRESETS: dict[str, dict[str, Any]] = {
                           num_experts=128, moe_ffn_hidden_size=768),
     "qwen3-235b-a22b": dict(_QWEN3_MOE, num_layers=94, hidden_size=4096, ffn_hidden_size=12288, num_attention_heads=64,
                             num_experts=128, moe_ffn_hidden_size=1536),
+    "gpt-oss-20b":  dict(_GPT_OSS, num_layers=24, num_experts=32),
+    "gpt-oss-120b": dict(_GPT_OSS, num_layers=36, num_experts=128),
     "qwen3-next-80b-a3b": dict(_QWEN3_MOE, num_layers=48, hidden_size=2048, ffn_hidden_size=5120,
                                num_attention_heads=16, num_query_groups=2, kv_channels=256, rotary_percent=0.25,
                                rotary_base=10000000.0, max_position_embeddings=262144, num_experts=512,

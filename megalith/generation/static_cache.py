@@ -137,5 +137,5 @@ class Decode:
         return out
 
     def attend(self, core: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, **how) -> Tensor:
-        how = {name: how[name] for name in ("window", "softcap", "scale")}
+        how = {name: how[name] for name in ("window", "softcap", "scale", "sink")}
         return cached_attention(query, key, value, self.keys_values, self.places, self.seen, **how)

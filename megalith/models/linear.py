@@ -69,7 +69,11 @@ class MLP(Runnable):
         super().__init__()
         ffn_size = ffn_size or config.ffn_size
         plain = ACTIVATIONS[config.mlp_activation]
-        self.activation = partial(gated_activation, plain) if config.gated else plain
+        self.activation = plain
+        if config.gated:
+            clamp, offset = config.activation_func_clamp_value, config.glu_linear_offset
+            changed = {} if clamp is None and not offset else dict(clamp=clamp, offset=offset)
+            self.activation = partial(gated_activation, plain, **changed)
         width = ffn_size * (2 if config.gated else 1)
         bias = config.mlp_bias
         self.linear_fc1 = Linear(config.hidden_size, width, bias=bias, device=device)

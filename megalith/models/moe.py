@@ -83,6 +83,7 @@ class Experts(nn.Module):
         self.gated = config.gated
         self.activation = ACTIVATIONS[config.mlp_activation]
         self.fusion = config.moe_permute_fusion
+        self.cut = config.activation_func_clamp_value, config.glu_linear_offset
         width = config.expert_size * (2 if self.gated else 1)
         self.linear_fc1 = GroupedLinear(config, config.hidden_size, width, device)
         self.linear_fc2 = GroupedLinear(config, config.expert_size, config.hidden_size, device)
@@ -108,7 +109,7 @@ class Experts(nn.Module):
         """
         fc1, fc2 = self.prepared(self.cast(x.dtype)) if matrices is None else matrices
         x = self.linear_fc1(x, fc1, groups)  # [rows, expert size], or [rows, 2 · expert size]
-        x = weighted_activation(x, weights, self.activation, self.gated, self.fusion)
+        x = weighted_activation(x, weights, self.activation, self.gated, self.fusion, *self.cut)
         return self.linear_fc2(x, fc2, groups, weights)
 
 

@@ -89,8 +89,10 @@ def _yarn(frequencies: Tensor, size: int, base: float, scaling: RopeScaling) -> 
         period = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
         return size * math.log(period) / (2 * math.log(base))
 
-    first = max(math.floor(pair_with(scaling.beta_fast)), 0)
-    last = min(math.ceil(pair_with(scaling.beta_slow)), size - 1)
+    first, last = pair_with(scaling.beta_fast), pair_with(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, size - 1)
     pairs = torch.arange(len(frequencies), dtype=torch.float32, device=frequencies.device)
     scaled = ((pairs - first) / max(last - first, 0.001)).clamp(0.0, 1.0)
     return frequencies * (1 - scaled + scaled / scaling.factor)

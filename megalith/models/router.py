@@ -64,6 +64,9 @@ class Router(nn.Module):
         self.config = config
         self.micro_batch = TokenShare()
         self.weight = nn.Parameter(torch.empty(config.num_experts, config.hidden_size, device=device))
+        self.bias = None
+        if config.add_router_bias:
+            self.bias = nn.Parameter(torch.empty(config.num_experts, device=device))
         self.stride = next(step for step in count(11) if math.gcd(step, config.num_experts) == 1)
         has_bias = config.moe_router_enable_expert_bias
         self.register_buffer(
@@ -79,6 +82,8 @@ class Router(nn.Module):
         backward pass: then there are no losses, and no capacity.
         """
         logits = float32_matmul(x, local(self.weight).to(x.dtype))  # [tokens, experts]
+        if self.bias is not None:
+            logits = logits + local(self.bias).float()
         by_softmax = self.config.moe_router_score_function == "softmax"
         scores = logits.softmax(-1) if by_softmax else logits.sigmoid()
         if scale is not None and self.config.moe_router_load_balancing_type == "sinkhorn":

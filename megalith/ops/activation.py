@@ -49,27 +49,57 @@ ACTIVATIONS = {
 }
 
 
-def gated_activation(activation: Callable[[Tensor], Tensor], x: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Gates and ups alternate in x [..., 2 · ffn], of which `bias` is as in `gelu_tanh`: activation(gate) · up."""
+def gated_activation(
+    activation: Callable[[Tensor], Tensor],
+    x: Tensor,
+    bias: Tensor | None = None,
+    *,
+    clamp: float | None = None,
+    offset: float = 0.0,
+) -> Tensor:
+    """Gates and ups alternate in x [..., 2 · ffn], of which `bias` is as in `gelu_tanh`: activation(gate) · (up +
+    offset), of gates and ups that are cut at `clamp` (gpt-oss)."""
     x = add_bias_gradient(x, bias)
     gate, up = x.unflatten(-1, (-1, 2)).movedim(-1, 0).contiguous()  # [..., ffn] each
-    return activation(gate) * up
+    return _glu(activation, gate, up, clamp, offset)
+
+
+def _glu(
+    activation: Callable[[Tensor], Tensor], gate: Tensor, up: Tensor, clamp: float | None, offset: float
+) -> Tensor:
+    if clamp is not None:
+        gate, up = gate.clamp(max=clamp), up.clamp(-clamp, clamp)
+    return activation(gate) * (up + offset if offset else up)
 
 
 def weighted_activation(
-    x: Tensor, weights: Tensor, activation: Callable[[Tensor], Tensor], gated: bool, fusion: bool
+    x: Tensor,
+    weights: Tensor,
+    activation: Callable[[Tensor], Tensor],
+    gated: bool,
+    fusion: bool,
+    clamp: float | None = None,
+    offset: float = 0.0,
 ) -> Tensor:
     """The non-linearity of the rows that experts' fc1 gives, gates and ups alternating where there are gates, times the
-    rows' weights [rows, 1]: [rows, expert size]. With `fusion` one kernel on a GPU, outside of compiled layers too."""
+    rows' weights [rows, 1]: [rows, expert size]. With `fusion` one kernel on a GPU, outside of compiled layers too.
+    `clamp` and `offset` are as in `gated_activation`."""
     if fusion:
-        return as_one_kernel(_weighted, x, weights, activation, gated, rows_vary=True)
-    return _weighted(x, weights, activation, gated)
+        return as_one_kernel(_weighted, x, weights, activation, gated, clamp, offset, rows_vary=True)
+    return _weighted(x, weights, activation, gated, clamp, offset)
 
 
-def _weighted(x: Tensor, weights: Tensor, activation: Callable[[Tensor], Tensor], gated: bool) -> Tensor:
+def _weighted(
+    x: Tensor,
+    weights: Tensor,
+    activation: Callable[[Tensor], Tensor],
+    gated: bool,
+    clamp: float | None,
+    offset: float,
+) -> Tensor:
     if gated:
         gate, up = x.unflatten(-1, (-1, 2)).unbind(-1)
-        return activation(gate) * up * weights.to(x.dtype)
+        return _glu(activation, gate, up, clamp, offset) * weights.to(x.dtype)
     return activation(x) * weights.to(x.dtype)
 
 

@@ -9,6 +9,10 @@ Backward, the gradient through a block needs nothing of the others but the merge
 exp(scores − l), and the softmax's own term is the sum of o · grad over head_dim. So every kernel here that PyTorch has
 for whole attention serves for blocks, when its backward is fed the merged o and l.
 
+A sink (Xiao et al. 2023, as gpt-oss learns it) is a score of each head that every query has beside its keys', of
+nothing: a block of one key whose value is 0. So it merges as a block does, with l₂ the sink and o₂ = 0, and backward
+the kernels are fed that o and l; of the sink itself the gradient is −exp(sink − l) · o · grad, summed.
+
 Kernels stand in a literal table, the fastest first. Each takes query [batch, heads, queries, head_dim] and key and
 value [batch, groups, keys, head_dim], and l is float32 [batch, heads, queries], -inf for a query that sees no key.
 """
@@ -487,3 +491,33 @@ def _gradients(ctx, grad: Tensor, _lse: None):
 
 
 block_attention.register_autograd(_gradients, setup_context=_save)
+
+
+def beside_sink(out: Tensor, lse: Tensor, sink: Tensor) -> tuple[Tensor, Tensor]:
+    """o [batch, heads, queries, head_dim] and l merged with the scores sink, float32 [heads] or [heads, queries], of
+    nothing."""
+    sink = sink[:, None] if sink.dim() == 1 else sink
+    return out * torch.sigmoid(lse - sink)[..., None].to(out.dtype), torch.logaddexp(lse, sink)
+
+
+def sink_gradient(grad: Tensor, out: Tensor, lse: Tensor, sink: Tensor) -> Tensor:
+    """That of the sink, float32 [heads], where grad is that of the merged `out`, and `lse` merged as well."""
+    share = (sink[:, None] - lse).exp()  # [batch, heads, queries]
+    return -(share * (grad.float() * out.float()).sum(-1)).sum((0, 2))
+
+
+class SinkAttention(torch.autograd.Function):
+    """block_attention with a sink float32 [heads]: its result alone."""
+
+    @staticmethod
+    def forward(ctx, sink: Tensor, query: Tensor, key: Tensor, value: Tensor, *settings) -> Tensor:
+        out, lse = beside_sink(*block_attention(query, key, value, *settings), sink)
+        mask, documents, *ctx.plain = settings
+        ctx.save_for_backward(sink, query, key, value, out, lse, mask, documents)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        sink, *saved = ctx.saved_tensors
+        of_sink = sink_gradient(grad, saved[3], saved[4], sink)
+        return of_sink, *block_attention_backward(grad, *saved, *ctx.plain), *[None] * 5

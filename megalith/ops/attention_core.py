@@ -31,6 +31,8 @@ from torch.nn.functional import pad, scaled_dot_product_attention
 
 from megalith.ops import kernels
 from megalith.ops.attention_blocks import (
+    SinkAttention,
+    beside_sink,
     block_attention,
     for_each_head,
     warn_of_plain_attention,
@@ -75,12 +77,16 @@ def attention(
     | None = None,  # the number of all of the layer's heads, where ALiBi (documents.py) biases the scores
     saved: bool = False,  # for a recomputation (attention_blocks.attention_saved); not with dropout, softcap and alibi
     bias: Tensor | None = None,  # [1, heads, queries, keys], added to the scores; not with softcap and alibi
+    sink: Tensor
+    | None = None,  # float32 [heads]: a score beside those of the keys, of nothing; with none of the other changes
 ) -> Tensor:
     """softmax(scale · query · keyᵀ) · value → [batch, queries, heads, head_dim], softmax in fp32."""
     query, key, value = (x.transpose(1, 2) for x in (query, key, value))  # [batch, heads, seq, head_dim]
     key, value, mask, window = _in_window(query, key, value, mask, window)
     scale = query.shape[-1] ** -0.5 if scale is None else scale
     seen = Seen(causal and mask is None, mask, documents, window)
+    if sink is not None:
+        return _beside_sink(query, key, value, seen, scale, sink).transpose(1, 2)
     if bias is not None:
         drops = dropout, dropout_rows, first_head
         return _biased(query, key, value, seen, bias, scale, *drops).transpose(1, 2)
@@ -138,6 +144,15 @@ def _in_window(
 def _as_block(query: Tensor, key: Tensor, value: Tensor, seen: Seen, scale: float) -> Tensor:
     causal, mask, documents, window = seen
     return block_attention(query, key, value, mask, documents, causal, window, scale)[0]
+
+
+def _beside_sink(query: Tensor, key: Tensor, value: Tensor, seen: Seen, scale: float, sink: Tensor) -> Tensor:
+    head_dim = query.shape[3]
+    if query.is_cuda and head_dim % _MULTIPLE:
+        query, key, value = (pad(x, (0, -head_dim % _MULTIPLE)) for x in (query, key, value))
+    causal, mask, documents, window = seen
+    out = SinkAttention.apply(sink, query, key, value, mask, documents, causal, window, scale)
+    return out[..., :head_dim]
 
 
 def _on_gpu(
@@ -294,16 +309,19 @@ def cached_attention(
     window: int | None,
     softcap: float | None,
     scale: float | None,
+    sink: Tensor | None = None,
 ) -> Tensor:
     """[rows, 1, heads, head_dim]"""
     scale = query.shape[-1] ** -0.5 if scale is None else scale
-    if query.is_cuda and kernels.AVAILABLE:
+    if query.is_cuda and kernels.AVAILABLE and sink is None:
         new = (x[:, 0] for x in (query, key, value))
         return decode_attention(*new, cache, places, window or 0, softcap or 0.0, scale)[:, None]
     rows, room = cache.shape[1:3]
     new = torch.arange(0, rows * room, room, device=places.device) + places
     for cached, x in zip(cache, (key, value)):
         cached.flatten(0, 1).index_copy_(0, new, x[:, 0])
+    if seen is None:
+        seen = torch.arange(room, device=places.device) <= places[:, None]
     if window is not None:
         seen = seen & (torch.arange(seen.shape[1], device=places.device) > places[:, None] - window)
     groups = (
@@ -311,6 +329,11 @@ def cached_attention(
     )  # [rows, in group, groups, head_dim]
     mask = seen[:, None, None].expand(-1, 1, groups.shape[1], -1)
     filled = cache[:, :, : seen.shape[1]]
+    if sink is not None:  # a query head of a group is a query here, each with a sink of its own
+        of_group = (x.transpose(1, 2) for x in (groups, *filled))
+        both = block_attention(*of_group, mask, None, False, None, scale)
+        out = beside_sink(*both, sink.view(key.shape[2], -1))[0]
+        return out.flatten(1, 2)[:, None]
     out = attention(groups, filled[0], filled[1], causal=False, mask=mask, softcap=softcap, scale=scale)
     return out.transpose(1, 2).flatten(1, 2)[:, None]
 

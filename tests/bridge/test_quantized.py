@@ -1,16 +1,20 @@
 """Exports with a byte a weight: transformers computes with them as with the weights that the codes stand for."""
 
+import json
+
 import pytest
 import torch
 import transformers
 from models.reference import CASES, random_reference
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
+import megalith
 from megalith.bridge.exporter import export_hf
 from megalith.bridge.importer import import_hf
 from megalith.bridge.quantized import LARGEST, quantize
 from megalith.cli.main import main
-from megalith.errors import ConfigError
+from megalith.errors import CheckpointError, ConfigError
 
 
 def of_blocks(scale: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
@@ -72,3 +76,36 @@ def test_what_cannot_be_is_refused(tmp_path):
         main(["export-hf", str(tmp_path / "run"), str(tmp_path / "small"), "--quantize", "fp8", "--verify"])
         == 2
     )
+
+
+def test_experts_in_mxfp4_are_those_that_transformers_unpacks(tmp_path):
+    """A gpt-oss folder as published: blocks and scales in the place of the experts' matrices."""
+    config = CASES["gpt-oss"][0]()
+    config.intermediate_size = 96
+    torch.manual_seed(0)
+    model = transformers.GptOssForCausalLM(config)
+    model.save_pretrained(tmp_path)
+    tensors = {name: x.bfloat16() for name, x in load_file(tmp_path / "model.safetensors").items()}
+    generator, whole = torch.Generator().manual_seed(1), {}
+    for name in [name for name in tensors if name.endswith(("gate_up_proj", "down_proj"))]:
+        experts, columns, rows = tensors.pop(name).shape
+        groups = -(-columns // 32)
+        blocks = torch.randint(0, 256, (experts, rows, groups, 16), dtype=torch.uint8, generator=generator)
+        scales = torch.randint(118, 124, (experts, rows, groups), dtype=torch.uint8, generator=generator)
+        tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        whole[name] = convert_moe_packed_tensors(blocks, scales)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    told = json.loads((tmp_path / "config.json").read_text())
+    told["dtype"] = "bfloat16"
+    told["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}
+    (tmp_path / "config.json").write_text(json.dumps(told))
+    model.load_state_dict({name: x.float() for name, x in {**tensors, **whole}.items()}, strict=False)
+    ids = torch.randint(0, config.vocab_size, (2, 12), generator=generator)
+    with torch.no_grad():
+        expected = model(ids).logits
+        found = megalith.load(tmp_path).float()(ids)
+    assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
+    tensors[next(name for name in tensors if name.endswith("_scales"))] = torch.zeros(3, dtype=torch.uint8)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"its scales \[3\] of U8, but MXFP4 is uint8"):
+        megalith.load(tmp_path)

@@ -69,6 +69,8 @@ PUBLISHED = {
     "gemma3-4b": (34, 2560, 8, 4, 256, 10240, 262208, 131072, 3_880_263_168),
     "gemma3-12b": (48, 3840, 16, 8, 256, 15360, 262208, 131072, 11_766_034_176),
     "gemma3-27b": (62, 5376, 32, 16, 128, 21504, 262208, 131072, 27_009_346_304),
+    "gpt-oss-20b": (24, 2880, 64, 8, 64, 2880, 201088, 131072, 20_914_757_184),
+    "gpt-oss-120b": (36, 2880, 64, 8, 64, 2880, 201088, 131072, 116_829_156_672),
     "qwen3-next-80b-a3b": (48, 2048, 16, 2, 256, 5120, 151936, 262144, 79_674_391_296),
     "mixtral-8x22b": (56, 6144, 48, 8, 128, 16384, 32000, 65536, 140_620_634_112),
     "qwen3-235b-a22b": (94, 4096, 64, 4, 128, 12288, 151936, 40960, 235_093_634_560),
@@ -128,7 +130,11 @@ TIED_QWEN = ("qwen2.5-0.5b", "qwen2.5-1.5b", "qwen2.5-3b", "qwen3-0.6b", "qwen3-
 
 @pytest.mark.parametrize(
     "name",
-    [name for name in PRESETS if any(f in name for f in ("gpt", "llama", "qwen")) and "neox" not in name],
+    [
+        name
+        for name in PRESETS
+        if any(f in name for f in ("gpt", "llama", "qwen")) and not ("neox" in name or "oss" in name)
+    ],
 )
 def test_features_are_those_of_the_family(name):
     model = ModelConfig(**PRESETS[name])

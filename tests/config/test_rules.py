@@ -34,6 +34,8 @@ IMPOSSIBLE = [
     ({"model": {"window_size": [7, 1]}}, r"lets a query see 1 tokens behind its own.*set it to \[7, 0\]"),
     ({"model": {"window_size": [7, 0], "window_attn_skip_freq": [1]}}, "has 1 numbers, but model.num_layers is 2"),
     ({"model": {"window_attn_skip_freq": 2}}, "is 2, but it takes model.window_size, which is not set; set it"),
+    ({"model": {"glu_linear_offset": 1.0}}, "glu_linear_offset is 1.0, but the MLP has no gate; set model.gated_lin"),
+    ({"model": {"softmax_type": "learnable"}}, "with model.attention_dropout 0.1; set attention_dropout to 0.0"),
     ({"model": {**DELTA, "linear_attention_freq": [1]}}, "linear_attention_freq has 1 numbers, but model.num_l"),
     ({"model": {**DELTA, "linear_num_key_heads": 5}}, "linear_num_value_heads 32 is not divisible by .*key_heads 5"),
     ({"model": {**DELTA, "model_type": "bert"}}, "model_type is bert, with which a gated delta net .*set it to gpt"),

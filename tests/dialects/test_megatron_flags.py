@@ -234,6 +234,12 @@ CASES = [
      "--linear-num-value-heads 8 --attention-output-gate",
      {"model.experimental_attention_variant": "gated_delta_net", "model.linear_attention_freq": [1, 1, 1, 0] * 3,
       "model.linear_num_key_heads": 4, "model.linear_value_head_dim": 128, "model.attention_output_gate": True}, ""),
+    ("--num-experts 4 --quick-geglu --softmax-type learnable --activation-func-clamp-value 7 --glu-linear-offset 1",
+     {"model.softmax_type": "learnable", "model.activation_func_clamp_value": 7.0, "model.glu_linear_offset": 1.0,
+      "model.add_router_bias": True}, ""),
+    ("--num-experts 4 --disable-bias-linear", {"model.add_router_bias": False}, ""),
+    ("--position-embedding-type yarn --rotary-scaling-factor 4 --yarn-original-max-position-embeddings 64 "
+     "--no-yarn-correction-range-round-to-int", {"model.rope_scaling.truncate": False}, ""),
     ("--linear-attention-freq 4", {"model.experimental_attention_variant": None}, ""),
     ("--window-size (15,0) --window-attn-skip-freq 2", {"model.window_size": [15, 0],
                                                         "model.window_attn_skip_freq": 2}, ""),
@@ -509,10 +515,10 @@ def test_ignore_unknown_passes_over_what_changes_no_result_and_over_nothing_else
         "warning: --record-memory-history",
         "warning: --inprocess-restart",
     ]
-    told = problems(flags + "--softmax-type learnable --hiden-dropout 0", ignore_unknown=True)
+    told = problems(flags + "--moe-latent-size 8 --hiden-dropout 0", ignore_unknown=True)
     assert [line.split(" is refused")[0] for line in told] == [
         "there is no flag --hiden-dropout; did you mean --hidden-dropout?; `megalith megatron flags` lists them all",
-        "--softmax-type",
+        "--moe-latent-size",
     ]
 
 

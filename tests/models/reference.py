@@ -249,6 +249,17 @@ CASES: dict[str, tuple[Callable, dict]] = {
              linear_attention_freq=[1, 0, 1], linear_num_key_heads=2, linear_num_value_heads=4,
              linear_key_head_dim=16, linear_value_head_dim=24),
     ),
+    "gpt-oss": (
+        lambda: transformers.GptOssConfig(
+            **LLAMA, head_dim=16, num_local_experts=6, num_experts_per_tok=2, sliding_window=7, swiglu_limit=0.4,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"],
+            rope_parameters=dict(YARN_ROPE, truncate=False, rope_theta=15000.0)),
+        dict(OURS, kv_channels=16, num_experts=6, moe_router_topk=2, swiglu=False, gated_linear_unit=True,
+             activation="quick_gelu", activation_func_clamp_value=0.4, glu_linear_offset=1.0, add_mlp_bias=True,
+             add_qkv_bias=True, add_proj_bias=True, add_router_bias=True, softmax_type="learnable",
+             window_size=[6, 0], window_attn_skip_freq=[1, 0, 1], layernorm_epsilon=1e-5, rotary_base=15000.0,
+             rope_scaling=dict(type="yarn", factor=4.0, original_max_position_embeddings=64, truncate=False)),
+    ),
     "olmoe": (
         lambda: transformers.OlmoeConfig(**LLAMA, **EXPERTS, rms_norm_eps=1e-6),
         dict(OURS, **OUR_EXPERTS, qk_layernorm=True, qk_layernorm_full_width=True, moe_router_pre_softmax=True),

@@ -141,6 +141,30 @@ def test_alibi_biases_scores_by_distance_with_the_slopes_of_all_heads(heads, doc
     torch.testing.assert_close(made.transpose(1, 2), out.detach(), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("groups", [1, HEADS])
+@pytest.mark.parametrize("seen", ["causal", "window", "documents", "mask"])
+def test_a_sink_is_one_more_column_of_scores_in_value_and_gradient(groups, seen):
+    near = torch.arange(SEQ) > torch.arange(SEQ)[:, None] - 6
+    allowed = {"causal": CAUSAL, "window": CAUSAL & near}.get(seen, INSIDE)
+    how = {"window": {"window": 6}, "documents": {"documents": DOCUMENTS}, "mask": {"mask": INSIDE}}.get(
+        seen, {}
+    )
+    leaves = [*qkv(groups), torch.randn(HEADS, generator=torch.Generator().manual_seed(3)).requires_grad_()]
+    *given, sink = leaves
+    nothing = sink.double()[:, None, None].expand(BATCH, HEADS, SEQ, 1)
+    query, key, value = (x.double().transpose(1, 2) for x in given)
+    key, value = (x.repeat_interleave(HEADS // groups, 1) for x in (key, value))
+    scores = (query @ key.mT * HEAD_DIM**-0.5).masked_fill(~allowed, -torch.inf)
+    expected = (torch.cat([scores, nothing], -1).softmax(-1)[..., :-1] @ value).transpose(1, 2)
+    found = attention(*given, **how, sink=sink)
+    assert (found - expected).abs().max() < 1e-6
+    weights = torch.randn(expected.shape, generator=torch.Generator().manual_seed(4), dtype=torch.float64)
+    for ours, theirs in zip(
+        *(torch.autograd.grad((out * weights).sum(), leaves) for out in (found, expected))
+    ):
+        assert (ours - theirs).abs().max() < 5e-6 * theirs.abs().max()
+
+
 @pytest.mark.parametrize("queries", [1, 3, 12])
 def test_the_window_of_the_last_tokens_is_that_of_the_whole_sequence(queries):
     query, key, value = qkv(groups=2)

@@ -62,5 +62,5 @@ def test_the_sizes_of_both_levels_have_to_multiply_to_the_context_size(sizes):
 
 def test_linear_attention_reads_a_sequence_from_its_beginning():
     model = MODEL.model_copy(update={"experimental_attention_variant": "gated_delta_net"})
-    with pytest.raises(ConfigError, match="size 2 cuts sequences, and a gated delta net .* set it to 1"):
+    with pytest.raises(ConfigError, match=r"size 2 cuts sequences, and a gated delta net .* set it to 1"):
         check_context(model, ParallelConfig(context_parallel_size=2), 64)

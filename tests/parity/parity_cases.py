@@ -96,6 +96,27 @@ MOE = LLAMA | {
     "moe_z_loss_coeff": 0.01,
     "init_method_std": 0.06,  # so that no token's choice hangs on the last bit
 }
+GPT_OSS = MOE | {
+    "qk_layernorm": False,
+    "softmax_type": "learnable",
+    "window_size": [10, 0],
+    "window_attn_skip_freq": 2,
+    "swiglu": False,
+    "gated_linear_unit": True,
+    "activation": "quick_gelu",
+    "activation_func_clamp_value": 0.05,  # so low that some are cut
+    "glu_linear_offset": 1.0,
+    "add_qkv_bias": True,
+    "add_proj_bias": True,
+    "add_mlp_bias": True,
+    "add_router_bias": True,
+    "rope_scaling": {
+        "type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 16,
+        "truncate": False,
+    },
+}
 HYBRID = MOE | {
     "experimental_attention_variant": "gated_delta_net",
     "linear_attention_freq": 2,
@@ -218,6 +239,7 @@ RUNS: dict[str, dict[str, dict[str, Any]]] = {
             "add_mlp_bias": True,
         }
     },
+    "gpt-oss documents": {"model": GPT_OSS, "data": DOCUMENTS},
     "qwen3-next documents, dropout": {"model": HYBRID | DROPOUT, "data": DOCUMENTS},
     "multi-token prediction": {
         # 0.6: at 0.5 two experts' scores for one token came within 4e-7 of each other, and rounding chose
@@ -372,7 +394,7 @@ SHOWN_WITH = {
     "tp2-etp2": "moe dropping by position, filled up",
     "tp2-sp-etp2-ep2": "deepseek documents",
     "tp2-sp-etp2-ep2-allgather": "multi-token prediction",
-    "cp2-ep2": "multi-token prediction",
+    "cp2-ep2": "gpt-oss documents",
     "tp2-sp-cp2-a2a-ep4": "deepseek documents",
     "pp2-ep2": "multi-token prediction",
     "pp2-interleaved-ep2-zero2": "moe recompute all",
@@ -392,7 +414,7 @@ BY_DEFAULT = (
     "cp2-a2a-pp2-interleaved", "cp2-all_gather-pp2-zero_bubble", "cp2-dp2-zero3",
     "pp2-interleaved-dp2-zero2", "pp2-zero_bubble-dp2-zero1", "tp2-sp-pp2-dp2-zero3",
     "tp2-sp-overlap", "cp2-a2a-overlap",
-    "ep2", "ep2-allgather", "tp2-sp-etp2-ep2", "tp2-sp-ep2", "cp2-ep2", "pp2-interleaved-ep2-zero2",
+    "ep2", "ep2-allgather", "tp2-sp-etp2-ep2", "tp2-sp-ep2", "cp2-ep2", "pp2-ep2", "pp2-interleaved-ep2-zero2",
     "pp2-zero_bubble-tp2-sp-ep2", "ep4-zero3",
 )  # fmt: skip
 

@@ -205,6 +205,7 @@ LEARNED = {
 }
 ENCODER = LEARNED | {"model_type": "bert"}
 HEADLESS = ENCODER | {"bert_binary_head": False}
+GATED = LEARNED | {"swiglu": True}
 HYBRID = LEARNED | {"experimental_attention_variant": "gated_delta_net"}
 BOTH = LEARNED | {"model_type": "t5", "position_embedding_type": "relative"}
 
@@ -239,6 +240,8 @@ OTHER_FUNCTIONS = {
     "moe_router_pre_softmax": (True, WHOLE), "moe_router_topk_scaling_factor": (2.5, WHOLE),
     "moe_router_num_groups": (2, WHOLE), "moe_router_group_topk": (1, WHOLE),
     "moe_router_enable_expert_bias": (True, WHOLE), "moe_router_force_load_balancing": (True, WHOLE),
+    "softmax_type": ("learnable", LEARNED | {"attention_dropout": 0.0}), "add_router_bias": (True, WHOLE),
+    "activation_func_clamp_value": (7.0, GATED), "glu_linear_offset": (1.0, GATED),
     "experimental_attention_variant": ("gated_delta_net", LEARNED), "attention_output_gate": (True, LEARNED),
     "linear_attention_freq": (3, HYBRID), "linear_conv_kernel_dim": (2, HYBRID), "linear_key_head_dim": (64, HYBRID),
     "linear_value_head_dim": (64, HYBRID), "linear_num_key_heads": (8, HYBRID), "linear_num_value_heads": (16, HYBRID),

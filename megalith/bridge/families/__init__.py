@@ -25,6 +25,7 @@ from megalith.bridge.families.experts import (
     QWEN2_MOE,
     QWEN3_MOE,
 )
+from megalith.bridge.families.gpt_oss import GPT_OSS
 from megalith.bridge.families.hybrids import QWEN3_NEXT
 from megalith.bridge.families.layernorm_decoders import BLOOM, FALCON, GPT2, GPT_NEOX
 from megalith.bridge.families.llama import (
@@ -69,6 +70,7 @@ FAMILIES: dict[str, Family] = {
         QWEN2_MOE,
         QWEN3_MOE,
         QWEN3_NEXT,
+        GPT_OSS,
         OLMOE,
         DEEPSEEK_V2,
         DEEPSEEK_V3,

@@ -137,17 +137,17 @@ def _arguments(exported: _Exported, tp: int, pp: int, dtype: torch.dtype, divisi
     """What Megatron keeps of its command line. Raises ConfigError."""
     config = exported.config
     model = config.model
+    if model.num_experts and model.mlp_bias and not model.add_router_bias:
+        raise ConfigError(
+            "its experts have biases, and Megatron core has one in the router then too, which this model has not "
+            "(model.add_router_bias); export it to Hugging Face's format"
+        )
     try:
         said = GPT.write_config(model)
     except ConfigError as error:
         raise ConfigError(
             f"Megatron core's GPT model as it is written here cannot say this one: {error}"
         ) from None
-    if model.num_experts and model.mlp_bias:
-        raise ConfigError(
-            "its experts have biases, and Megatron core has one in the router then too, which is not here; export it "
-            "to Hugging Face's format, or train without model.add_mlp_bias"
-        )
     _check_sizes(model, tp, pp, divisible_by)
     rows = divisible_by * tp
     return Namespace(

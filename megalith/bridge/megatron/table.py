@@ -54,6 +54,9 @@ TENSORS = {
         for kind in ("weight", "bias")
     },
     "layers.{layer}.mlp.router.weight":      same("decoder.layers.{layer}.mlp.router.weight"),
+    "layers.{layer}.mlp.router.bias":        same("decoder.layers.{layer}.mlp.router.bias"),
+    "layers.{layer}.self_attention.softmax_offset.weight":
+        same("decoder.layers.{layer}.self_attention.core_attention.softmax_offset"),
     "layers.{layer}.mlp.router.expert_bias": same("decoder.layers.{layer}.mlp.router.expert_bias"),
     "layers.{layer}.mlp.shared_expert_gate.weight":
         same("decoder.layers.{layer}.mlp.shared_experts.gate_weight"),
@@ -104,10 +107,13 @@ class _Activation:
 
 
 class _Biases:
-    """add_bias_linear, in every linear layer, and add_qkv_bias."""
+    """add_bias_linear, in every linear layer and the router, and add_qkv_bias."""
 
     def read(self, theirs: Mapping[str, Any]) -> Tree:
-        return {name: theirs[name] for name in ("add_bias_linear", "add_qkv_bias") if name in theirs}
+        fields = {name: theirs[name] for name in ("add_bias_linear", "add_qkv_bias") if name in theirs}
+        return fields | {
+            "add_router_bias": bool(theirs.get("num_experts")) and fields.get("add_bias_linear", True)
+        }
 
     def write(self, model: ModelConfig) -> Tree:
         return {"add_bias_linear": model.proj_bias and model.mlp_bias, "add_qkv_bias": model.qkv_bias}
@@ -180,7 +186,8 @@ SAME_NAMES = (
     "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "max_position_embeddings", "normalization",
 )  # fmt: skip
 OPTIONAL = (  # absent: our default
-    "kv_channels", "make_vocab_size_divisible_by", "qk_layernorm", "qk_l2_norm",
+    "kv_channels", "make_vocab_size_divisible_by", "qk_layernorm", "qk_l2_norm", "softmax_type",
+    "activation_func_clamp_value", "glu_linear_offset", "attention_output_gate",
     "untie_embeddings_and_output_weights", "hidden_dropout", "attention_dropout", "init_method_std",
 )  # fmt: skip
 EXPERTS = (

@@ -34,6 +34,8 @@ def check_model(model: ModelConfig) -> None:
             f"model.parallel_attn_mlp sets attention and MLP side by side, but model.num_experts is "
             f"{model.num_experts}, and experts are only built behind attention; leave out one of the two"
         )
+    _check_gate(model)
+    _check_sink(model)
     _check_encoder(model)
     _check_two_stacks(model)
     _check_latent_attention(model)
@@ -42,6 +44,33 @@ def check_model(model: ModelConfig) -> None:
     _check_window(model)
     _check_linear_attention(model)
     check_experts(model)
+
+
+def _check_gate(model: ModelConfig) -> None:
+    for name, plain in (("activation_func_clamp_value", None), ("glu_linear_offset", 0.0)):
+        if getattr(model, name) != plain and not model.gated:
+            raise ConfigError(
+                f"model.{name} is {getattr(model, name)}, but the MLP has no gate; set model.gated_linear_unit or "
+                f"model.swiglu, or leave {name} out"
+            )
+
+
+def _check_sink(model: ModelConfig) -> None:
+    if model.softmax_type == "vanilla":
+        return
+    alone = {
+        "attention_dropout": (model.attention_dropout, 0.0),
+        "attn_logit_softcapping": (model.attn_logit_softcapping, None),
+        "position_embedding_type": (model.position_embedding_type, "rope", "learned_absolute"),
+        "multi_latent_attention": (model.multi_latent_attention, False),
+        "model_type": (model.model_type, "gpt"),
+    }
+    for name, (value, *allowed) in alone.items():
+        if value not in allowed:
+            raise ConfigError(
+                f"model.softmax_type {model.softmax_type} is put together with attention's own kernels, which do not "
+                f"give what it needs with model.{name} {value}; set {name} to {' or '.join(map(str, allowed))}"
+            )
 
 
 def _check_encoder(model: ModelConfig) -> None:

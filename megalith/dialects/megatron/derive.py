@@ -135,6 +135,7 @@ def _yarn(given: Given, factor: float, latent: bool) -> dict[str, Any] | None:
         "original_max_position_embeddings": original,
         "beta_fast": given["--yarn-beta-fast"] or BETA_FAST,
         "beta_slow": given["--yarn-beta-slow"] or BETA_SLOW,
+        "truncate": not given["--no-yarn-correction-range-round-to-int"],
     }
     mscale, of_all = given["--mscale"], given["--mscale-all-dim"]
     if of_all and latent:
@@ -521,12 +522,15 @@ def sequence_parallel(given: Given) -> None:
 
 
 def experts(given: Given) -> None:
-    """model.moe_layer_freq, model.moe_router_load_balancing_type, model.moe_aux_loss_coeff, and
-    parallel.expert_tensor_parallel_size, which is that of the other layers if not given."""
+    """model.moe_layer_freq, model.moe_router_load_balancing_type, model.moe_aux_loss_coeff, model.add_router_bias,
+    which goes with the linears' biases, and parallel.expert_tensor_parallel_size, which is that of the other layers if
+    not given."""
     if given["--num-experts"] is None:
         return
     size = given["--expert-tensor-parallel-size"] or given["--tensor-model-parallel-size"]
     given.set("parallel.expert_tensor_parallel_size", size)
+    if not given["--disable-bias-linear"]:
+        given.set("model.add_router_bias", True)
     if "--moe-layer-freq" in given:
         given.set("model.moe_layer_freq", _layers(given, "--moe-layer-freq", given["--moe-layer-freq"]))
     balancing, weight = given["--moe-router-load-balancing-type"], given["--moe-aux-loss-coeff"]

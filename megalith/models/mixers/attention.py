@@ -55,6 +55,7 @@ class Attention(Runnable):
         self.alibi = config.num_attention_heads if config.position_embedding_type == "alibi" else None
         self.core = attention
         self.heads = Heads(in_group=1)
+        self.softmax_offset: SoftmaxOffset | None = None
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, context: Context) -> Tensor:
         """Queries [batch, seq, heads, head_dim] over keys and values [batch, seq, groups, head_dim], and the cache's:
@@ -79,6 +80,7 @@ class Attention(Runnable):
             dropout_rows=context.dropout.query_rows() if drops else None,
             first_head=self.heads.first,
             alibi=self.alibi,
+            sink=None if self.softmax_offset is None else self.softmax_offset(query),
         )
 
 
@@ -95,6 +97,8 @@ class SelfAttention(Attention):
         width = config.num_attention_heads * config.head_dim
         self.linear_qkv = Linear(config.hidden_size, rows, bias=config.qkv_bias, device=device)
         self.linear_proj = Linear(width, config.hidden_size, bias=config.proj_bias, device=device)
+        if config.softmax_type != "vanilla":
+            self.softmax_offset = SoftmaxOffset(config, device)
         self.turns, self.interleaved = config.turns(number), config.rotary_interleaved
         self.q_layernorm = self.k_layernorm = None
         if config.qk_layernorm_full_width:
@@ -154,6 +158,23 @@ class CrossAttention(Attention):
         )
         out = self.attend(query, key, value, apart)  # [batch, seq, heads, head_dim]
         return self.linear_proj(out.flatten(2), context)
+
+
+class SoftmaxOffset(nn.Module):
+    """A score of each head beside those of the keys, of nothing: a sink for attention that is to go nowhere. Learned
+    (gpt-oss), weight float32 [heads], or always 0: a softmax whose denominator is one more (Miller 2023)."""
+
+    def __init__(self, config: ModelConfig, device: torch.device | None = None):
+        super().__init__()
+        self.weight = None
+        if config.softmax_type == "learnable":
+            self.weight = nn.Parameter(torch.empty(config.num_attention_heads, device=device))
+
+    def forward(self, query: Tensor) -> Tensor:
+        """float32 [heads] for query [batch, seq, heads, head_dim]."""
+        if self.weight is None:
+            return torch.zeros(query.shape[2], device=query.device)
+        return local(self.weight).float()
 
 
 class RelativeBias(nn.Module):

@@ -201,6 +201,7 @@ def context_attention(
     first_head: int = 0,
     alibi: int | None = None,
     saved: bool = False,
+    sink: Tensor | None = None,  # float32 [heads]
 ) -> Tensor:
     """What ops.attention.attention gives, where the sequence is cut: [batch, seq, heads, head_dim]."""
     assert mask is None, "context parallelism takes documents, and no mask"
@@ -217,7 +218,10 @@ def context_attention(
         dropout_rows=dropout_rows,
         first_head=first_head + inner.rank * query.shape[2],
         alibi=alibi,
+        sink=sink,
     )
+    if sink is not None and inner.size > 1:  # that of the heads that are here now
+        settings["sink"] = sink.narrow(0, inner.rank * query.shape[2], query.shape[2])
     if outer.size == 1:
         out = attention(query, key, value, saved=saved, **settings)
     else:  # a ring has nothing saved

@@ -29,7 +29,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from megalith.ops.attention_blocks import Block, block_backward, block_forward, merge
+from megalith.ops.attention_blocks import (
+    Block,
+    beside_sink,
+    block_backward,
+    block_forward,
+    merge,
+    sink_gradient,
+)
 from megalith.ops.documents import alibi_slopes, ends_within
 from megalith.parallel.context.zigzag import natural, spans, zigzag
 
@@ -54,10 +61,13 @@ def ring_attention(
     dropout_rows: Tensor | None = None,  # int32 [batch, seq]
     first_head: int = 0,
     alibi: int | None = None,  # the number of all of the layer's heads, where they have ALiBi
+    sink: Tensor | None = None,  # float32 [heads]: a score beside those of the keys, of nothing
 ) -> Tensor:
     """Attention of this rank's queries over the whole sequence: [batch, seq, heads, head_dim]."""
     scores = (window, softcap, scale, alibi)
     arguments = (documents, dropout_rows, *scores, dropout, first_head, size, rank, group, gather, causal)
+    if sink is not None:
+        return _WithSink.apply(sink, query, key, value, *arguments)
     return _forward(query, key, value, *arguments)[0]
 
 
@@ -323,3 +333,22 @@ def _gradients(ctx, grad: Tensor, _lse: None, _states: None):
 
 
 _forward.register_autograd(_gradients, setup_context=_save)
+
+
+class _WithSink(torch.autograd.Function):
+    """As ops.attention_blocks.SinkAttention, of a ring."""
+
+    @staticmethod
+    def forward(ctx, sink: Tensor, query: Tensor, key: Tensor, value: Tensor, *arguments) -> Tensor:
+        out, lse, states = _forward(query, key, value, *arguments)
+        out, lse = beside_sink(out.transpose(1, 2), lse, sink)
+        out = out.transpose(1, 2)
+        documents, dropout_rows, *ctx.plain = arguments
+        ctx.save_for_backward(sink, query, key, value, out, lse, states, documents, dropout_rows)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        sink, *saved = ctx.saved_tensors
+        of_sink = sink_gradient(grad.transpose(1, 2), saved[3].transpose(1, 2), saved[4], sink)
+        return of_sink, *_backward(grad, *saved, *ctx.plain), *[None] * 13

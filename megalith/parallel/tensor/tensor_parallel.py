@@ -93,6 +93,7 @@ ROLES = {
     "linear_kv": Role(ROWS, ROWS, "column"),
     "q_layernorm": Role(WHOLE, WHOLE, None, ALWAYS, ALWAYS),  # each rank sees its own heads
     "k_layernorm": Role(WHOLE, WHOLE, None, ALWAYS, ALWAYS),
+    "softmax_offset": Role(ROWS),  # each rank its heads
     "linear_proj": Role(COLUMNS, WHOLE, "row", NEVER, UNDER_SP),  # the bias is added after the sum
     "linear_in": Role(ROWS, ROWS, "column"),  # of a gated delta net, each rank its heads
     "linear_gates": Role(ROWS, ROWS, "column"),
@@ -107,7 +108,9 @@ ROLES = {
     "linear_fc1": Role(ROWS, ROWS, "column"),
     "linear_fc2": Role(COLUMNS, WHOLE, "row", NEVER, UNDER_SP),
     "post_mlp_layernorm": Role(WHOLE, WHOLE, None, UNDER_SP, UNDER_SP),
-    "router": Role(WHOLE, WHOLE, None, UNDER_SP),  # experts themselves are cut in expert_parallel.py
+    "router": Role(
+        WHOLE, WHOLE, None, UNDER_SP, UNDER_SP
+    ),  # experts themselves are cut in expert_parallel.py
     "shared_expert_gate": Role(WHOLE, WHOLE, None, UNDER_SP),
     "final_layernorm": Role(WHOLE, WHOLE, None, UNDER_SP, UNDER_SP),
     "output_layer": Role(ROWS),  # logits of a rank's rows: see tensor_parallel.py

@@ -1,0 +1,78 @@
+"""gpt-oss: experts in every layer, attention with a sink for each head and a window in every second layer.
+
+Its experts' gates and ups alternate as ours do, in one tensor of all experts that stands [experts, in, out]; the
+published files have those in MXFP4 (quantized.py). Biases everywhere but in norms and head, in the router too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megalith.bridge.families.llama import IGNORED, SIZES, TENSORS, UNTIED
+from megalith.bridge.family import Family
+from megalith.bridge.rows import same, stacked
+from megalith.bridge.settings import Field, Ours, Rope, Theirs, Tree, WindowsByLayer
+from megalith.config import ModelConfig
+
+YARN = {
+    "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
+    "original_max_position_embeddings": 4096,
+}  # fmt: skip
+
+
+class OwnRope:
+    """As Rope, with gpt-oss's own where config.json is silent."""
+
+    def read(self, theirs: Mapping[str, Any]) -> Tree:
+        given = theirs.get("rope_parameters") or theirs.get("rope_scaling") or YARN
+        base = given.get("rope_theta") or theirs.get("rope_theta") or 150000.0
+        return Rope().read({**theirs, "rope_parameters": {**given, "rope_theta": base}})
+
+    def write(self, model: ModelConfig) -> Tree:
+        tree = Rope().write(model)
+        scaling = tree.pop("rope_scaling") or {"rope_type": "default"}
+        return {"rope_parameters": {**scaling, "rope_theta": tree["rope_theta"]}}
+
+
+# fmt: off
+GPT_OSS = Family(
+    architecture="GptOssForCausalLM",
+    model_type="gpt_oss",
+    absent={"num_key_value_heads": 8, "head_dim": 64, "rms_norm_eps": 1e-5},
+    tensors={
+        **TENSORS,
+        "layers.{layer}.self_attention.softmax_offset.weight":
+            same("model.layers.{layer}.self_attn.sinks"),
+        "layers.{layer}.mlp.router.weight":
+            same("model.layers.{layer}.mlp.router.weight"),
+        "layers.{layer}.mlp.router.bias":
+            same("model.layers.{layer}.mlp.router.bias"),
+        "layers.{layer}.mlp.experts.linear_fc1.weight":
+            stacked("model.layers.{layer}.mlp.experts.gate_up_proj"),
+        "layers.{layer}.mlp.experts.linear_fc1.bias":
+            stacked("model.layers.{layer}.mlp.experts.gate_up_proj_bias"),
+        "layers.{layer}.mlp.experts.linear_fc2.weight":
+            stacked("model.layers.{layer}.mlp.experts.down_proj"),
+        "layers.{layer}.mlp.experts.linear_fc2.bias":
+            stacked("model.layers.{layer}.mlp.experts.down_proj_bias"),
+    },
+    settings=(
+        *SIZES,
+        UNTIED,
+        OwnRope(),
+        WindowsByLayer(every=2, default=128),
+        Field("num_experts", "num_local_experts", default=128),
+        Field("moe_router_topk", "num_experts_per_tok", default=4),
+        Field("add_qkv_bias", "attention_bias", default=True),
+        Field("add_proj_bias", "attention_bias", default=True),
+        Field("activation_func_clamp_value", "swiglu_limit", default=7.0),
+        Ours(normalization="RMSNorm", gated_linear_unit=True, activation="quick_gelu", glu_linear_offset=1.0,
+             add_bias_linear=False, add_mlp_bias=True, add_router_bias=True, softmax_type="learnable",
+             hidden_dropout=0.0),
+        Theirs(hidden_act="silu", swiglu_alpha=1.702),
+    ),
+    tied="lm_head.weight",
+    ignored=IGNORED,
+)
+# fmt: on
