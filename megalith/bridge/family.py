@@ -44,7 +44,8 @@ COUNTS = (
 NUMBERS = (
     "rope_theta", "rope_local_base_freq", "partial_rotary_factor", "factor", "low_freq_factor", "high_freq_factor",
     "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "rotary_pct", "rotary_emb_base",
-    "swiglu_limit", "swiglu_alpha",
+    "swiglu_limit", "swiglu_alpha", "embedding_multiplier", "residual_multiplier", "attention_multiplier",
+    "logits_scaling", "logit_scale",
 )
 NAMES = ("model_type", "rope_type", "type", "topk_method", "feed_forward_proj")
 OBJECTS = ("rope_scaling", "rope_parameters", "full_attention", "sliding_attention")  # of these keys again

@@ -68,9 +68,9 @@ def transposed(name: str) -> Rule:
     return Rule((name,), lambda model, rows: [RowRun(0, 0, 0, rows)], transposed=True)
 
 
-def stacked(name: str) -> Rule:
-    """The matrices of all experts in one tensor, stored [experts, in, out] there, or their biases (gpt-oss)."""
-    return Rule((name,), lambda model, rows: [RowRun(0, 0, 0, rows)], transposed=True, stacked=True)
+def stacked(rule: Rule, transposed: bool = False) -> Rule:
+    """The same of each expert, where one tensor has them all."""
+    return replace(rule, stacked=True, transposed=transposed)
 
 
 def first_last(name: str, count: int) -> Rule:

@@ -180,6 +180,15 @@ class DenseModel(Section):
     scale_embeddings: bool = False
     """Multiplies the embedding's output by √hidden_size (Gemma)."""
 
+    embedding_multiplier: PositiveFloat = 1.0
+    """Multiplies the embedding's output (Granite)."""
+
+    residual_multiplier: PositiveFloat = 1.0
+    """Multiplies what attention and MLP add to the residual stream (Granite)."""
+
+    logits_scaling: PositiveFloat = 1.0
+    """The logits are divided by this (Granite; Cohere's logit_scale is one over it)."""
+
     num_tokentypes: Annotated[NonNegativeInt | None, BERT_ONLY, Resolved("tokentypes")] = None
     """Segments that a token may be of, each with an embedding of its own. Absent: 2 with bert_binary_head, else 0."""
 
@@ -200,6 +209,9 @@ class DenseModel(Section):
 
     layernorm_zero_centered_gamma: bool = False
     """Norms multiply by 1 + weight, so that weights are small and begin at 0 (Gemma)."""
+
+    add_norm_bias: Annotated[bool, Needs("normalization", "LayerNorm", strict=True)] = True
+    """Biases in norms (Cohere: none)."""
 
     norm_placement: Literal["pre", "post", "sandwich"] = "pre"
     """A norm before each attention and MLP, on what they add to the residual stream (OLMo 2), or both (Gemma 2)."""
@@ -257,6 +269,9 @@ class DenseModel(Section):
 
     query_pre_attn_scalar: Annotated[PositiveInt | None, Resolved("attention_divisor")] = None
     """Attention scores are divided by its root. Absent: the size of a head."""
+
+    softmax_scale: Annotated[PositiveFloat | None, Needs("query_pre_attn_scalar", None, strict=True)] = None
+    """Attention scores are multiplied by this (Granite). Absent: by 1 / √query_pre_attn_scalar."""
 
     softmax_type: Literal["vanilla", "off-by-one", "learnable"] = "vanilla"
     """Attention's softmax has a score of nothing beside the keys': 0, or `learnable`, one for each head (gpt-oss)."""
@@ -425,7 +440,8 @@ class DenseModel(Section):
         """What attention scores are multiplied by: 1 / √divisor, with YaRN's mscale_all_dim also its square."""
         scaling = self.rope_scaling
         stretched = scaling is not None and scaling.type == "yarn" and scaling.mscale_all_dim
-        return self.attention_divisor**-0.5 * (scaling.magnitude(stretched) ** 2 if stretched else 1.0)
+        plain = self.softmax_scale or self.attention_divisor**-0.5
+        return plain * (scaling.magnitude(stretched) ** 2 if stretched else 1.0)
 
     @property
     def layers_without_rope(self) -> list[int] | None:

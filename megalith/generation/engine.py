@@ -139,7 +139,9 @@ class Engine:
         if lora is not None and lora.rank is not None:
             add_adapters(model, lora)
         for name, module in model.named_modules():
-            if not isinstance(module, Norm | Decay | SoftmaxOffset) and not name.endswith("position_embeddings"):
+            if not isinstance(module, Norm | Decay | SoftmaxOffset) and not name.endswith(
+                "position_embeddings"
+            ):
                 for parameter in module.parameters(recurse=False):
                     parameter.data = parameter.data.to(self.dtype)
         tensor = apply_tensor(model, self.tp, sequence_parallel=False)
@@ -415,7 +417,7 @@ class Engine:
         cache = Decode(self._cache[:, :, :rows], place, seen_places(place, longest), linear)
         hidden = self._hidden(token[:, None], place[:, None], cache)[:, 0]  # [rows, hidden]
         of_head = self.model.output_weight, self.config.final_logit_softcapping, self.model.output_bias
-        logits = linear_logits(hidden, *of_head)  # own entries
+        logits = linear_logits(self.model.head_input(hidden), *of_head)  # own entries
         first = self.tp.rank * -(-self.config.padded_vocab_size // self.tp.size)
         temperature, top_k, top_p, min_p, vocabulary = self._how(sampling)
         keys = mix(noise.to(torch.int32) ^ self._places[count])

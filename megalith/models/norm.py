@@ -21,7 +21,11 @@ class Norm(Runnable):
         self.zero_centred = config.layernorm_zero_centered_gamma
         self.weight = nn.Parameter(torch.empty(width, device=device))
         centred = config.normalization == "LayerNorm"
-        self.bias = nn.Parameter(torch.empty(width, device=device)) if centred else None
+        self.bias = (
+            nn.Parameter(torch.empty(width, device=device)) if centred and config.add_norm_bias else None
+        )
+        if centred and self.bias is None:
+            self.register_buffer("no_bias", torch.zeros(width, device=device), persistent=False)
 
     @runnable
     def forward(self, x: Tensor) -> Tensor:  # [..., width]
@@ -33,7 +37,7 @@ class Norm(Runnable):
         return add_norm(x, y, dropout, *self._formula())
 
     def _formula(self) -> tuple[Tensor, Tensor | None, float, bool]:
-        bias = None if self.bias is None else local(self.bias)
+        bias = self._buffers.get("no_bias") if self.bias is None else local(self.bias)
         return local(self.weight), bias, self.epsilon, self.zero_centred
 
 

@@ -69,6 +69,7 @@ class TransformerLayer(Runnable):
         self.dropout = config.hidden_dropout
         self.side_by_side = config.parallel_attn_mlp
         self.goes_on_normed = config.apply_residual_connection_post_layernorm
+        self.multiplier = config.residual_multiplier
 
         def norm(*placements: str) -> Norm | None:
             wanted = config.norm_placement in placements
@@ -98,32 +99,37 @@ class TransformerLayer(Runnable):
         if self.join is not None:
             x = self.join(x, context)
         x, h = self._normed_after(self.input_layernorm, x)
-        y = normed(self.post_attention_layernorm, self.self_attention(h, context))
+        y = self._added(self.post_attention_layernorm, self.self_attention(h, context))
         mask = self._mask(context, ATTENTION_OUTPUT)
         if self.side_by_side:
             h = h if self.pre_mlp_layernorm is None else self.pre_mlp_layernorm(x)
-            x = add(add(x, y, mask), self.mlp(h, context), self._mask(context, MLP_OUTPUT))
+            x = add(add(x, y, mask), self._added(None, self.mlp(h, context)), self._mask(context, MLP_OUTPUT))
             return normed(self.final_layernorm, x)
         if self.cross_attention is not None:
             x, h = self._normed_after(self.pre_cross_attn_layernorm, x, y, mask)
-            y = normed(self.post_cross_attn_layernorm, self.cross_attention(h, context))
+            y = self._added(self.post_cross_attn_layernorm, self.cross_attention(h, context))
             mask = self._mask(context, CROSS_ATTENTION_OUTPUT)
         x, h = self._normed_after(self.pre_mlp_layernorm, x, y, mask)
         mask = self._mask(context, MLP_OUTPUT)
         if self.has_experts:  # they are no part of a graph, but what routes tokens to them is: see moe.py
             plan = self.mlp.plan(h, context)
-            if mask is None and self.post_mlp_layernorm is None:
+            if mask is None and self.post_mlp_layernorm is None and self.multiplier == 1:
                 return normed(self.final_layernorm, self.mlp(h, plan, context, x))
             y = self.mlp(h, plan, context)
         else:
             y = self.mlp(h, context)
-        x = add(x, normed(self.post_mlp_layernorm, y), mask)
+        x = add(x, self._added(self.post_mlp_layernorm, y), mask)
         return normed(self.final_layernorm, x)
 
     def _normed_after(self, norm: Norm | None, x: Tensor, *added) -> tuple[Tensor, Tensor]:
         """The residual stream with what is `added`, and that normed: one and the same where the stream goes on so."""
         x, h = normed_after(norm, x, *added)
         return (h, h) if self.goes_on_normed else (x, h)
+
+    def _added(self, norm: Norm | None, y: Tensor) -> Tensor:
+        """What goes into the residual stream of what a half has given."""
+        y = normed(norm, y)
+        return y if self.multiplier == 1 else y * self.multiplier
 
     def _mask(self, context: Context, site: int) -> Mask | None:
         if context.dropout is None or self.dropout == 0:
@@ -372,7 +378,7 @@ class Transformer(Stack):
 
     def vocabulary_logits(self, x: Tensor, context: Context) -> Tensor:
         """Those of x, the head's input [batch, seq, hidden]: [batch, seq, vocab]."""
-        return self._by_output(self.logits, x, *self._vocabulary, context)
+        return self._by_output(self.logits, self.head_input(x), *self._vocabulary, context)
 
     def vocabulary_loss(
         self,
@@ -384,6 +390,7 @@ class Transformer(Stack):
         loss_scale: Tensor | None,
     ) -> Tensor:
         """That of the labels' log-probabilities, as `forward` gives it: a float32 scalar."""
+        x = self.head_input(x)
         if objective is not None:
             sizes = self._vocabulary
             found = self._by_output(self.logprobs, x, labels, *sizes, context, objective, loss_scale)
@@ -391,6 +398,11 @@ class Transformer(Stack):
         if loss_mask is None:
             loss_mask = torch.ones_like(labels, dtype=torch.float32)
         return self._by_output(self.loss, x, labels, loss_mask, *self._vocabulary, context, loss_scale)
+
+    def head_input(self, x: Tensor) -> Tensor:
+        """What the output matrix is given of the last norm's output."""
+        scaling = self.config.logits_scaling
+        return x if scaling == 1 else x / scaling
 
     def _by_output(self, function: Callable, x: Tensor, *args):
         """function(x, the output matrix, *args), with the bias behind the matrix where there is one"""
@@ -422,7 +434,7 @@ class Transformer(Stack):
             labels, loss_mask = future.labels[k], future.loss_mask[k]
             sizes = self._vocabulary
             given = labels, loss_mask, *sizes, context, scales[k]
-            losses.append(self._by_output(self.loss, x, *given))
+            losses.append(self._by_output(self.loss, self.head_input(x), *given))
         return with_further_losses(loss, sum(losses))
 
     def embed(self, input_ids: Tensor, context: Context, tokentype_ids: Tensor | None = None) -> Tensor:
@@ -433,6 +445,8 @@ class Transformer(Stack):
         x = self.embedding(input_ids, position_ids, context, tokentype_ids).to(self.compute_dtype)
         if self.config.scale_embeddings:  # rounded to the compute dtype, as Gemma's own code does
             x = x * torch.tensor(self.config.hidden_size**0.5, dtype=x.dtype).item()
+        if self.config.embedding_multiplier != 1:
+            x = x * self.config.embedding_multiplier
         if context.dropout is None or self.config.hidden_dropout == 0:
             return x
         rows = context.dropout.stream_rows(EMBEDDING_OUTPUT)

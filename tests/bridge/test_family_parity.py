@@ -24,6 +24,12 @@ FAMILIES = [
     "gpt-j",
     "opt",
     "smollm3",
+    "granite",
+    "granite-moe",
+    "cohere",
+    "cohere2",
+    "gpt-oss",
+    "qwen3-next, two heads of values to one of keys",
 ]
 TRIED = ["tp2", "pp2", "tp2-sp-dp2-zero3"]
 
@@ -32,9 +38,10 @@ def run_config(source: Path, layout: str | None) -> RunConfig:
     split = (
         {"decoder_first_pipeline_num_layers": 1} if layout == "pp2" else {}
     )  # the models have three layers
+    dropout = {} if "gpt_oss" in (source / "config.json").read_text() else {"attention_dropout": 0.1}
     return RunConfig.from_tree(
         {
-            "model": {"init_from": str(source), "hidden_dropout": 0.1, "attention_dropout": 0.1},
+            "model": {"init_from": str(source), "hidden_dropout": 0.1} | dropout,
             "parallel": LAYOUTS[layout].parallel | split if layout else {},
             "data": {"mock": True, "seq_length": 16, "num_workers": 0},
             "optim": {"lr": 3e-3, "clip_grad": 0.5},

@@ -51,7 +51,7 @@ def test_runs_cover_each_row_of_both_sides_once(name: str) -> None:
         ours = [run.ours + i * run.step for run in group.runs for i in range(run.count)]
         assert sorted(ours) == list(range(group.of_one[0])), group.name
         for source, shape in enumerate(list(group.sources.values())[: len(group.rule.names)]):
-            rows = shape[-1] if group.rule.transposed else shape[0]
+            rows = shape[-1] if group.rule.transposed else shape[group.rule.stacked]
             theirs = [run.theirs + i for run in group.runs if run.source == source for i in range(run.count)]
             assert sorted(theirs) == list(range(rows)), group.name
 

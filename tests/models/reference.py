@@ -249,6 +249,34 @@ CASES: dict[str, tuple[Callable, dict]] = {
              linear_attention_freq=[1, 0, 1], linear_num_key_heads=2, linear_num_value_heads=4,
              linear_key_head_dim=16, linear_value_head_dim=24),
     ),
+    "granite": (
+        lambda: transformers.GraniteConfig(**LLAMA, embedding_multiplier=12.0, residual_multiplier=0.22,
+                                           attention_multiplier=0.3, logits_scaling=8.0, tie_word_embeddings=True),
+        dict(OURS, embedding_multiplier=12.0, residual_multiplier=0.22, softmax_scale=0.3, logits_scaling=8.0,
+             untie_embeddings_and_output_weights=False),
+    ),
+    "granite-moe": (
+        lambda: transformers.GraniteMoeConfig(**LLAMA, num_local_experts=6, num_experts_per_tok=2,
+                                              embedding_multiplier=6.0, residual_multiplier=0.4,
+                                              attention_multiplier=0.2, logits_scaling=4.0),
+        dict(OURS, num_experts=6, moe_router_topk=2, embedding_multiplier=6.0, residual_multiplier=0.4,
+             softmax_scale=0.2, logits_scaling=4.0),
+    ),
+    "cohere": (
+        lambda: transformers.CohereConfig(**LLAMA, attention_bias=True, logit_scale=0.25),
+        dict(OURS, normalization="LayerNorm", add_norm_bias=False, parallel_attn_mlp=True, shared_layernorm=True,
+             rotary_interleaved=True,
+             add_qkv_bias=True, add_proj_bias=True, logits_scaling=4.0, untie_embeddings_and_output_weights=False,
+             rotary_base=500000.0, layernorm_epsilon=1e-5),
+    ),
+    "cohere2": (
+        lambda: transformers.Cohere2Config(**LLAMA, sliding_window=9,
+            layer_types=["sliding_attention", "full_attention", "sliding_attention"]),
+        dict(OURS, normalization="LayerNorm", add_norm_bias=False, parallel_attn_mlp=True, shared_layernorm=True,
+             rotary_interleaved=True,
+             logits_scaling=16.0, untie_embeddings_and_output_weights=False, layernorm_epsilon=1e-5,
+             window_size=[8, 0], window_attn_skip_freq=[1, 0, 1], no_rope_freq=[0, 1, 0]),
+    ),
     "gpt-oss": (
         lambda: transformers.GptOssConfig(
             **LLAMA, head_dim=16, num_local_experts=6, num_experts_per_tok=2, sliding_window=7, swiglu_limit=0.4,

@@ -88,6 +88,11 @@ FALCON = NEOX | {
     "add_bias_linear": False,
     "activation": "gelu",
     "add_output_bias": True,
+    "add_norm_bias": False,
+    "embedding_multiplier": 6.0,
+    "residual_multiplier": 0.5,
+    "logits_scaling": 2.0,
+    "softmax_scale": 0.3,
 }
 MOE = LLAMA | {
     "num_experts": 8,

@@ -18,6 +18,7 @@ from megalith.bridge.families.encoders import (
     T5,
 )
 from megalith.bridge.families.experts import (
+    DEEPSEEK_MOE,
     DEEPSEEK_V2,
     DEEPSEEK_V3,
     MIXTRAL,
@@ -40,6 +41,7 @@ from megalith.bridge.families.llama import (
     QWEN3,
     SMOLLM3,
 )
+from megalith.bridge.families.scaled import COHERE, COHERE2, GRANITE, GRANITE_MOE
 from megalith.bridge.families.separate_qkv import GPT_J, OPT, PHI, STABLELM, STARCODER2
 from megalith.bridge.family import Family, check_kinds
 from megalith.config import ModelConfig
@@ -66,12 +68,17 @@ FAMILIES: dict[str, Family] = {
         PHI,
         GPT_J,
         OPT,
+        GRANITE,
+        COHERE,
+        COHERE2,
         MIXTRAL,
+        GRANITE_MOE,
         QWEN2_MOE,
         QWEN3_MOE,
         QWEN3_NEXT,
         GPT_OSS,
         OLMOE,
+        DEEPSEEK_MOE,
         DEEPSEEK_V2,
         DEEPSEEK_V3,
         BLOOM,

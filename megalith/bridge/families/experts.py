@@ -1,7 +1,8 @@
-"""Llama with experts in the place of its MLP: Mixtral, OLMoE, Qwen2 and Qwen3; DeepSeek-V2 and V3.
+"""Llama with experts in the place of its MLP: Mixtral, OLMoE, Qwen2 and Qwen3; DeepSeek-MoE, V2 and V3.
 
 OLMoE has norms over all queries and all keys besides, the Qwens what they have without experts; Qwen2 a shared expert
-that a sigmoid gate weighs. DeepSeek's have latent attention, dense first layers, and shared experts beside the others.
+that a sigmoid gate weighs. DeepSeek's have dense first layers and shared experts beside the others, since V2 latent
+attention too.
 """
 
 from __future__ import annotations
@@ -261,6 +262,31 @@ class StretchedRope(Rope):
 
 
 # fmt: off
+SHARED_EXPERTS = {
+    "layers.{layer}.mlp.shared_experts.linear_fc1.weight":
+        gate_up("model.layers.{layer}.mlp.shared_experts.gate_proj.weight",
+                "model.layers.{layer}.mlp.shared_experts.up_proj.weight"),
+    "layers.{layer}.mlp.shared_experts.linear_fc2.weight":
+        same("model.layers.{layer}.mlp.shared_experts.down_proj.weight"),
+}
+DEEPSEEK_MOE = Family(  # its class is in the model's own folder, not in transformers
+    architecture="DeepseekForCausalLM",
+    model_type="deepseek",
+    tensors={**TENSORS, **EXPERTS, **SHARED_EXPERTS},
+    settings=(
+        *SETTINGS,
+        Field("num_experts", "n_routed_experts"),
+        Field("moe_router_topk", "num_experts_per_tok"),
+        Field("moe_ffn_hidden_size", "moe_intermediate_size", default=1407),
+        NORMALIZED,
+        DenseFirst(),
+        SharedExperts(),
+        Theirs(attention_bias=False, moe_layer_freq=1, scoring_func="softmax"),
+    ),
+    tied="lm_head.weight",
+    ignored=IGNORED,
+)
+
 LATENT = {
     "layers.{layer}.self_attention.linear_q_proj.weight":
         turning("model.layers.{layer}.self_attn.q_proj.weight", "qk_head_dim"),
@@ -280,11 +306,7 @@ LATENT = {
 SHARED = {
     "layers.{layer}.mlp.router.expert_bias":
         same("model.layers.{layer}.mlp.gate.e_score_correction_bias"),
-    "layers.{layer}.mlp.shared_experts.linear_fc1.weight":
-        gate_up("model.layers.{layer}.mlp.shared_experts.gate_proj.weight",
-                "model.layers.{layer}.mlp.shared_experts.up_proj.weight"),
-    "layers.{layer}.mlp.shared_experts.linear_fc2.weight":
-        same("model.layers.{layer}.mlp.shared_experts.down_proj.weight"),
+    **SHARED_EXPERTS,
 }
 ROWS = {**TENSORS, **LATENT, **EXPERTS, **SHARED}
 

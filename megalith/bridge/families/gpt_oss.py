@@ -11,7 +11,7 @@ from typing import Any
 
 from megalith.bridge.families.llama import IGNORED, SIZES, TENSORS, UNTIED
 from megalith.bridge.family import Family
-from megalith.bridge.rows import same, stacked
+from megalith.bridge.rows import Rule, same, stacked
 from megalith.bridge.settings import Field, Ours, Rope, Theirs, Tree, WindowsByLayer
 from megalith.config import ModelConfig
 
@@ -19,6 +19,11 @@ YARN = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
     "original_max_position_embeddings": 4096,
 }  # fmt: skip
+
+
+def in_one(name: str) -> Rule:
+    """The matrices of all experts, stored [experts, in, out], or their biases."""
+    return stacked(same(name), transposed=True)
 
 
 class OwnRope:
@@ -49,13 +54,13 @@ GPT_OSS = Family(
         "layers.{layer}.mlp.router.bias":
             same("model.layers.{layer}.mlp.router.bias"),
         "layers.{layer}.mlp.experts.linear_fc1.weight":
-            stacked("model.layers.{layer}.mlp.experts.gate_up_proj"),
+            in_one("model.layers.{layer}.mlp.experts.gate_up_proj"),
         "layers.{layer}.mlp.experts.linear_fc1.bias":
-            stacked("model.layers.{layer}.mlp.experts.gate_up_proj_bias"),
+            in_one("model.layers.{layer}.mlp.experts.gate_up_proj_bias"),
         "layers.{layer}.mlp.experts.linear_fc2.weight":
-            stacked("model.layers.{layer}.mlp.experts.down_proj"),
+            in_one("model.layers.{layer}.mlp.experts.down_proj"),
         "layers.{layer}.mlp.experts.linear_fc2.bias":
-            stacked("model.layers.{layer}.mlp.experts.down_proj_bias"),
+            in_one("model.layers.{layer}.mlp.experts.down_proj_bias"),
     },
     settings=(
         *SIZES,
