@@ -189,10 +189,11 @@ class RlConfig(Section):
     """Seconds in which a server has to give all completions of a rollout batch."""
 
     max_staleness: Annotated[
-        Literal[0, 1], Needs("engine", "vllm", "sglang", strict=True), Decides.SAMPLES
+        NonNegativeInt, Needs("engine", "vllm", "sglang", strict=True), Decides.SAMPLES
     ] = 0
-    """1: a server samples the next rollout batch, by the weights before this one, while this one is trained on; what is
-    one batch older is corrected by the mismatch weight. 0: each is sampled by the weights of its first step."""
+    """So many rollout batches a server samples ahead while one is trained on, piece by piece with the newest weights
+    (docs/engines.md). Nothing is sampled that would be older at its training, in syncs of the weights (AReaL's bound);
+    tokens that are, as of a checkpoint with more, leave the loss (prime-rl drops their completions). 0: on policy."""
 
     max_resamples: Annotated[NonNegativeInt, Needs("filter_zero_std", True), Needs("prompts")] = 0
     """How often a rollout batch asks further prompts in the place of those whose rewards are all equal (DAPO)."""

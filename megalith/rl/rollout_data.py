@@ -43,7 +43,7 @@ class Sample:
     prompt_ids: np.ndarray
     completion: RatedCompletion
     advantage: float
-    in_loss: bool
+    in_loss: bool | np.ndarray  # or of each token
     where: str = ""  # prompt and number, for errors
 
     @property
@@ -170,14 +170,16 @@ class RolloutData:
         rl = self._rl
         count = self._size * rl.mini_batches // rl.num_generations
         groups = self.source.batch(number, count)
-        found = advantages_of(rl, groups)
-        figures = _figures(groups, found)
+        found, first_step = advantages_of(rl, groups), number * rl.steps_per_batch
+        figures = _figures(groups, found) | _staleness_figures(rl, groups, first_step)
         self._log_absent(number * rl.steps_per_batch + 1, groups)
         samples = []
         for group, values, spread in zip(groups, found.values.tolist(), found.spread.tolist()):
             teaches = spread > NO_SPREAD or not (rl.filter_zero_std and rl.prompts)
             for n, (one, advantage) in enumerate(zip(group.completions, values)):
                 in_loss = teaches and not (rl.mask_truncated_completions and one.truncated)
+                if in_loss and (stale := too_old(rl, one, first_step)).any():
+                    in_loss = ~stale
                 name = group.where if group.id is None else f"prompt {group.id}"
                 samples.append(Sample(group.prompt_ids, one, advantage, in_loss, f"{name}, completion {n}"))
         longest = self._run.config.data.seq_length if rl.packing else 0
@@ -338,6 +340,25 @@ def absent_text(name: str, groups: Sequence[PromptGroup], more: str = "") -> str
         f"the reward {name} is None or NaN for all {count:,} completions{more} and teaches nothing; correct the "
         "function, or take it out of the rewards"
     )
+
+
+def too_old(rl: RlConfig, one: RatedCompletion, first_step: int) -> np.ndarray:
+    """bool [tokens]: which tokens leave the loss of a rollout batch with this first step, for weights sampled them that
+    are older than rl.max_staleness allows."""
+    if not rl.max_staleness or one.version is None:
+        return np.zeros(len(one.ids), dtype=bool)
+    oldest = first_step - rl.max_staleness * rl.steps_per_batch
+    return np.broadcast_to(one.version < oldest, len(one.ids))
+
+
+def _staleness_figures(rl: RlConfig, groups: Sequence[PromptGroup], first_step: int) -> dict[str, float]:
+    """Over all tokens, in steps; with rl.max_staleness."""
+    if not rl.max_staleness:
+        return {}
+    each = [one for group in groups for one in group.completions]
+    lags = first_step - np.concatenate([np.broadcast_to(one.version, len(one.ids)) for one in each])
+    dropped = sum(int(too_old(rl, one, first_step).sum()) for one in each)
+    return {"staleness": float(lags.mean()), "staleness_max": int(lags.max()), "tokens_dropped": dropped}
 
 
 def _figures(groups: Sequence[PromptGroup], found: Advantages) -> dict[str, float]:

@@ -98,8 +98,8 @@ rl.inference_backend                     vllm                   rl.engine       
 rl.inference_backend                     sglang                 rl.engine                              sglang
 rl.inference_backend                     megatron               rl.engine                              own
 rl.enable_weight_sync                    true                   rl.engine                              own
-rl.max_trajectory_age_steps              1                      rl.max_staleness                       1
-rl.max_async_level                       1                      rl.max_staleness                       1
+rl.max_trajectory_age_steps              2                      rl.max_staleness                       2
+rl.max_async_level                       8                      rl.max_staleness                       8
 rl.max_head_offpolicyness                0                      rl.max_staleness                       0
 rl.top_k                                 -1                     rl.top_k                               0
 rl.top_k                                 null                   rl.top_k                               0

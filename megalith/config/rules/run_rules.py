@@ -324,12 +324,6 @@ def _check_prompts(config: RunConfig) -> None:
             f"{rl.max_completion_length} do not fit into data.seq_length + 1 = {seq_length + 1}; raise it, or shorten "
             "one of them"
         )
-    interval = config.checkpoint.save_interval
-    if interval is not None and interval % rl.steps_per_batch and not rl.computes_old:
-        raise ConfigError(
-            f"checkpoint.save_interval {interval} would save inside of a rollout batch, which is {rl.steps_per_batch} "
-            f"steps (rl.num_iterations {rl.num_iterations} × rl.mini_batches {rl.mini_batches}); choose a multiple"
-        )
 
 
 def _check_clips(config: RunConfig) -> None:
