@@ -132,9 +132,10 @@ class PolicyTask(Task):
         return RolloutData(run, self._live, reference)
 
     def files_to_keep(self, run: Run) -> dict[str, bytes]:
-        return {} if self._live is None else self._live.files_to_keep()
+        return run.data.files_to_keep() | ({} if self._live is None else self._live.files_to_keep())
 
     def go_on_with(self, run: Run, files: Mapping[str, Path]) -> None:
+        run.data.go_on_with(files)
         if self._live is not None:
             self._live.go_on_with(run.step, files)
 

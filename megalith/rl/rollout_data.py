@@ -13,10 +13,11 @@ kept apart. Rows are dealt out to the data-parallel ranks; those that are missin
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass, replace
+from pathlib import Path
 from threading import Lock
 from typing import Protocol
 
@@ -31,9 +32,11 @@ from megalith.report.report import Work
 from megalith.rl.advantages import NO_SPREAD, Advantages, advantages
 from megalith.rl.objective import RolloutBatch
 from megalith.rl.prompts import policy_entries
-from megalith.rl.reference import LogProbs
+from megalith.rl.reference import LogProbs, Place, Rows, kept_logprobs, logprobs_file, read_logprobs
 from megalith.rl.rollouts import PromptGroup, RatedCompletion, RolloutFiles
 from megalith.training.run_state import Run
+
+OLD_LOGPROBS = "old_logprobs.json.zst"  # of a checkpoint's files
 
 
 @dataclass(frozen=True)
@@ -134,6 +137,8 @@ class RolloutData:
             str, int
         ] = {}  # of each reward, for how many rollout batches on end it has been absent
         self._making = Lock()
+        self._ready: list[list[RolloutBatch]] = []  # of the rollout batch in progress, by mini-batch
+        self._kept: tuple[int, Rows] = -1, {}  # a rollout batch's number, and its old log-probabilities
         self.source, self.notes, self.files = source, source.notes, source.files
 
     def train_loader(
@@ -194,8 +199,8 @@ class RolloutData:
             self._run.log(f"warning: step {step}: {absent_text(name, groups, again)}")
 
     def _from(self, step: int) -> Iterator[RolloutBatch]:
-        rl, ready, coming = self._rl, None, None
-        if step % rl.steps_per_batch and rl.computes_old:
+        rl, coming, is_first = self._rl, None, True
+        if step % rl.steps_per_batch and rl.computes_old and self._kept[0] != step // rl.steps_per_batch:
             self._run.log(
                 f"step {step} stands inside of a rollout batch of {rl.steps_per_batch} steps: for the rest of it the "
                 "old log-probabilities are those of the weights now"
@@ -203,14 +208,14 @@ class RolloutData:
         with ThreadPoolExecutor(1) as reader:
             while step < self._run.total_steps:
                 batch, within = divmod(step, rl.steps_per_batch)
-                if ready is None or within == 0:
+                if is_first or within == 0:
                     made = coming.result() if coming else self._all_own(batch)
-                    ready = self._with_logprobs(made)
+                    self._ready, is_first = self._with_logprobs(batch, made), False
                     more = (
                         self.source.reads_ahead and (batch + 1) * rl.steps_per_batch < self._run.total_steps
                     )
                     coming = reader.submit(self._all_own, batch + 1) if more else None
-                yield from ready[within % rl.mini_batches]
+                yield from self._ready[within % rl.mini_batches]
                 step += 1
 
     def _all_own(self, batch: int) -> list[list[RolloutBatch]]:
@@ -230,10 +235,15 @@ class RolloutData:
         rows = rows + [[] for _ in range(-len(rows) % together)]
         return [(at, rows[at : at + size]) for at in range(dp.rank * size, len(rows), together)]
 
-    def _with_logprobs(self, steps: list[list[RolloutBatch]]) -> list[list[RolloutBatch]]:
-        """The micro-batches with the log-probabilities that the loss reads."""
+    def _with_logprobs(self, number: int, steps: list[list[RolloutBatch]]) -> list[list[RolloutBatch]]:
+        """The micro-batches of a rollout batch with the log-probabilities that the loss reads."""
         flat, more = [batch for step in steps for batch in step], {}
-        if self._rl.computes_old:
+        if self._kept[0] == number:
+            more["old_logprobs"] = [
+                kept_logprobs(self._kept[1], rows, batch.labels)
+                for rows, batch in zip(self._places(number), flat)
+            ]
+        elif self._rl.computes_old:
             with self.source.timed("old_logprobs"):
                 entries = policy_entries(self._run.config, self._run.tokenizer)
                 more["old_logprobs"] = self._run.model.all_logprobs(flat, self._rl.temperature, entries)
@@ -246,6 +256,31 @@ class RolloutData:
         ]
         each = iter(flat)
         return [[next(each) for _ in step] for step in steps]
+
+    # Inside of a rollout batch
+
+    def files_to_keep(self) -> dict[str, bytes]:
+        """The old policy's log-probabilities, which later weights do not give. Every rank calls it."""
+        run, rl = self._run, self._rl
+        number, inside = divmod(run.step, rl.steps_per_batch)
+        if not (rl.computes_old and inside):
+            return {}
+        flat = [batch.old_logprobs for batches in self._ready for batch in batches]
+        return {OLD_LOGPROBS: logprobs_file(run.mesh, number, self._places(number), flat)}
+
+    def go_on_with(self, files: Mapping[str, Path]) -> None:
+        """Takes what `files_to_keep` gave."""
+        kept = self._rl.computes_old and OLD_LOGPROBS in files
+        self._kept = read_logprobs(files[OLD_LOGPROBS]) if kept else (-1, {})
+
+    def _places(self, number: int) -> list[list[Place]]:
+        """Of each of this rank's micro-batches of a rollout batch, its rows."""
+        first = number * self._rl.steps_per_batch
+        return [
+            [(mini, at + n, sum(sample.tokens for sample in row)) for n, row in enumerate(rows)]
+            for mini in range(self._rl.mini_batches)
+            for at, rows in self.own_rows(first + mini)
+        ]
 
 
 def rows_of(samples: Sequence[Sample], longest: int) -> list[list[Sample]]:

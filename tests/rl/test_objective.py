@@ -241,7 +241,6 @@ REFUSED = [
     (dict(delta=1.1), "rl.delta 1.1 is not above 1 \\+ epsilon_high"),
     (dict(loss_type="cispo", delta=3.0), "rl.delta is 3.0, but loss_type cispo"),
     (dict(loss_type="cispo", importance_sampling_level="sequence"), "cispo caps each token's ratio"),
-    (dict(num_iterations=3), "checkpoint.save_interval 4 would save inside of a rollout batch, which is 3 steps"),
     (dict(vllm_importance_sampling_clip_min=4.0), "clip_min 4.0 is above vllm_importance_sampling_clip_max 2.0"),
 ]  # fmt: skip
 

@@ -93,8 +93,7 @@ def test_a_run_goes_on_with_the_queue_of_its_checkpoint_in_another_folder(straig
     assert (tmp_path / "cut" / last).read_bytes() == (folder / "whole" / last).read_bytes()
 
 
-def losses_from(folder: str, load: str, parallel: dict, url: str) -> list[float]:
-    rl = dict(engine="vllm", engine_url=url, weight_sync_method="gloo", max_staleness=AHEAD)
+def losses_from(folder: str, load: str, parallel: dict, rl: dict) -> list[float]:
     sections = dict(rl=rl, parallel=parallel, optim=dict(lr=1e-3), checkpoint=dict(load=load))
     sections["train"] = dict(train_iters=STEPS, output_dir=f"{folder}/layout")
     run = run_of(configuration(folder, **sections), 2)
@@ -105,16 +104,18 @@ def losses_from(folder: str, load: str, parallel: dict, url: str) -> list[float]
     return found
 
 
-def test_so_it_does_in_another_layout(pool, straight):
-    folder, steps = straight
-    load = str(folder / "whole" / "checkpoints" / "step_00000003")
+def assert_same_with_tp2(pool, folder, load, rl: dict, expected: list[float]) -> None:
     with served("vllm 0.24", model_tree(folder)) as server:
-        found = pool.run(
-            losses_from, str(folder), load, dict(tensor_model_parallel_size=2), server.url, size=2
-        )
-    expected = [step["loss"] for step in steps[3:]]
+        case = str(folder), str(load), dict(tensor_model_parallel_size=2), settings(server, **rl)
+        found = pool.run(losses_from, *case, size=2)
     for mine in found:
         assert np.abs(np.subtract(mine, expected)).max() / np.abs(expected).max() < BOUND
+
+
+def test_so_it_does_in_another_layout(pool, straight):
+    folder, steps = straight
+    load = folder / "whole" / "checkpoints" / "step_00000003"
+    assert_same_with_tp2(pool, folder, load, dict(max_staleness=AHEAD), [step["loss"] for step in steps[3:]])
 
 
 def test_tokens_older_than_the_bound_leave_the_loss(straight, tmp_path):
@@ -132,14 +133,17 @@ def test_tokens_older_than_the_bound_leave_the_loss(straight, tmp_path):
     assert again[-1]["staleness_max"] == 1
 
 
-def test_a_run_that_stopped_inside_of_a_rollout_batch_goes_on_with_it_and_the_queue(tmp_path):
-    rl = dict(mini_batches=2, old_logprobs="rollout", max_staleness=2)
+def test_a_run_that_stopped_inside_of_a_rollout_batch_goes_on_with_it_and_the_queue(pool, tmp_path):
+    """And with the old policy's log-probabilities; in another layout too."""
+    rl = dict(mini_batches=2, max_staleness=2)
     write_prompts(tmp_path)
-    whole = run(tmp_path, "whole", rl=rl, exit_interval=None)
+    whole = run(tmp_path, "whole", rl=rl)
     assert [step["staleness"] for step in whole[:4]] == [0, 0, 2, 2]
     (tmp_path / "b").mkdir()
     shutil.copy(tmp_path / "prompts.jsonl", tmp_path / "b")
-    run(tmp_path / "b", "cut", rl=rl, exit_interval=5)
-    moved = shutil.move(tmp_path / "b" / "cut", tmp_path / "b" / "first")
-    cut = run(tmp_path / "b", "cut", str(moved), rl=rl)
-    assert [step["loss"] for step in cut] == [step["loss"] for step in whole[5:]]
+    run(tmp_path / "b", "first", rl=rl, exit_interval=5)
+    load = tmp_path / "b" / "first" / "checkpoints" / "step_00000005"
+    cut = run(tmp_path / "b", "cut", str(load), rl=rl)
+    expected = [step["loss"] for step in whole[5:]]
+    assert [step["loss"] for step in cut] == expected
+    assert_same_with_tp2(pool, tmp_path / "b", load, rl, expected)

@@ -282,7 +282,6 @@ def check_rollouts(config: RunConfig) -> None:
             "given FP8 its scales; leave it out, or set rl.beta to 0 and rl.old_logprobs to rollout"
         )
     _check_clips(config)
-    _check_saves(config)
 
 
 def _check_prompts(config: RunConfig) -> None:
@@ -350,17 +349,6 @@ def _check_clips(config: RunConfig) -> None:
         raise ConfigError(
             f"rl.vllm_importance_sampling_clip_min {low} is above vllm_importance_sampling_clip_max {high} "
             f"({rl.vllm_importance_sampling_mode}); lower it, or raise the other"
-        )
-
-
-def _check_saves(config: RunConfig) -> None:
-    """Old log-probabilities are of the weights before a rollout batch, which no checkpoint inside of it has."""
-    rl, interval = config.rl, config.checkpoint.save_interval
-    if rl.computes_old and interval is not None and interval % rl.steps_per_batch:
-        raise ConfigError(
-            f"checkpoint.save_interval {interval} would save inside of a rollout batch, which is "
-            f"{rl.steps_per_batch} steps (rl.num_iterations {rl.num_iterations} × rl.mini_batches "
-            f"{rl.mini_batches}); choose a multiple of it"
         )
 
 
