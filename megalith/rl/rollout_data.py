@@ -23,6 +23,7 @@ from typing import Protocol
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from megalith.config import RlConfig, RunConfig
 from megalith.data.batch import document_ends
@@ -90,8 +91,9 @@ class FileRollouts:
     def __init__(self, run: Run, rollouts: RolloutFiles):
         rl, self.notes, self.rewards = run.config.rl, [], rollouts.rewards
         self._rollouts, self._entries, self._paths = rollouts, rollouts.entries, rl.files
-        if rl.old_logprobs == "rollout":
-            _require_logprobs(map(rollouts.group, self._entries))
+        if rl.old_logprobs == "rollout" or rl.use_decoupled_loss:
+            of = "old_logprobs is rollout" if rl.old_logprobs == "rollout" else "use_decoupled_loss is set"
+            _require_logprobs(map(rollouts.group, self._entries), of)
         if rl.filter_zero_std:
             self._leave_out_without_spread(rl)
         completions = len(self._entries) * rl.num_generations
@@ -215,7 +217,7 @@ class RolloutData:
                         self.source.reads_ahead and (batch + 1) * rl.steps_per_batch < self._run.total_steps
                     )
                     coming = reader.submit(self._all_own, batch + 1) if more else None
-                yield from self._ready[within % rl.mini_batches]
+                yield from self._with_proximal(step, self._ready[within % rl.mini_batches])
                 step += 1
 
     def _all_own(self, batch: int) -> list[list[RolloutBatch]]:
@@ -256,6 +258,17 @@ class RolloutData:
         ]
         each = iter(flat)
         return [[next(each) for _ in step] for step in steps]
+
+    def _with_proximal(self, step: int, batches: list[RolloutBatch]) -> list[RolloutBatch]:
+        """With the old policy's place between the rollout's and ours, where that is what stands for it."""
+        within = step % self._rl.steps_per_batch
+        if not (self._rl.interpolates_old and within):
+            return batches
+        first, rows = step - within, [rows for _, rows in self.own_rows(step)]
+        return [
+            replace(batch, proximal=proximal_places(some, first, step, batch.labels))
+            for some, batch in zip(rows, batches, strict=True)
+        ]
 
     # Inside of a rollout batch
 
@@ -300,6 +313,20 @@ def rows_of(samples: Sequence[Sample], longest: int) -> list[list[Sample]]:
             rows.append([sample])
             room.append(longest - sample.tokens)
     return rows
+
+
+def proximal_places(rows: Sequence[Sequence[Sample]], first: int, step: int, like: Tensor) -> Tensor:
+    """α = (first − v) / (step − v) of each token that the weights of step v sampled, float32 like `like` [batch, seq]:
+    where the weights before the rollout batch's `first` step stand between those and the ones of now. 1 elsewhere."""
+    found = np.ones(like.shape, dtype=np.float32)
+    for at, row in enumerate(rows):
+        begin = 0
+        for sample in row:
+            end = begin + sample.tokens
+            lag = np.maximum(first - sample.completion.version, 0)
+            found[at, begin + len(sample.prompt_ids) - 1 : end] = lag / (lag + step - first)
+            begin = end
+    return torch.from_numpy(found).to(like.device)
 
 
 def make_batch(config: RunConfig, rows: Sequence[Sequence[Sample]], first_row: int) -> RolloutBatch:
@@ -347,13 +374,13 @@ def make_batch(config: RunConfig, rows: Sequence[Sequence[Sample]], first_row: i
     )
 
 
-def _require_logprobs(groups: Iterable[PromptGroup]) -> None:
+def _require_logprobs(groups: Iterable[PromptGroup], setting: str) -> None:
     for group in groups:
         for number, completion in enumerate(group.completions):
             if completion.logprobs is None:
                 raise DataError(
-                    f"{group.where}, sample {number} has no logprobs, but rl.old_logprobs is rollout; sample with "
-                    "log-probabilities, or set it to policy"
+                    f"{group.where}, sample {number} has no logprobs, but rl.{setting}; sample with log-probabilities, "
+                    "or leave that out"
                 )
 
 

@@ -133,12 +133,16 @@ def test_tokens_older_than_the_bound_leave_the_loss(straight, tmp_path):
     assert again[-1]["staleness_max"] == 1
 
 
-def test_a_run_that_stopped_inside_of_a_rollout_batch_goes_on_with_it_and_the_queue(pool, tmp_path):
-    """And with the old policy's log-probabilities; in another layout too."""
-    rl = dict(mini_batches=2, max_staleness=2)
+@pytest.mark.parametrize("proximal", ["recompute", "loglinear"])
+def test_a_run_that_stopped_inside_of_a_rollout_batch_goes_on_with_it_and_the_queue(pool, tmp_path, proximal):
+    """And with the proximal policy, whose log-probabilities are the checkpoint's or follow from the versions; in
+    another layout too."""
+    rl = dict(mini_batches=2, max_staleness=2, use_decoupled_loss=True, prox_logp_method=proximal)
     write_prompts(tmp_path)
     whole = run(tmp_path, "whole", rl=rl)
     assert [step["staleness"] for step in whole[:4]] == [0, 0, 2, 2]
+    assert all(("time_old_logprobs" in step) == (proximal == "recompute") for step in whole[::2])
+    assert all(step["ratio"] != 1.0 for step in whole[1::2])
     (tmp_path / "b").mkdir()
     shutil.copy(tmp_path / "prompts.jsonl", tmp_path / "b")
     run(tmp_path / "b", "first", rl=rl, exit_interval=5)

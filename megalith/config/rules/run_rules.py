@@ -311,10 +311,10 @@ def _check_prompts(config: RunConfig) -> None:
             f"rl.max_staleness is {rl.max_staleness} and rl.max_resamples {rl.max_resamples}, but which prompts are "
             "asked again is known only after the batch before; leave one out"
         )
-    if rl.max_staleness and rl.old_logprobs == "policy" and not rl.vllm_importance_sampling_correction:
+    if rl.max_staleness and rl.old_logprobs == "policy" and not rl.mismatch_mode:
         raise ConfigError(
             f"rl.max_staleness is {rl.max_staleness} without rl.vllm_importance_sampling_correction, so nothing would "
-            "correct for the older weights; leave it on, or set rl.old_logprobs to rollout"
+            "correct for the older weights; leave it on, or set rl.use_decoupled_loss, or rl.old_logprobs to rollout"
         )
     room = seq_length + 1 - rl.max_completion_length
     if (rl.max_prompt_length or 1) > room:
@@ -344,6 +344,16 @@ def _check_clips(config: RunConfig) -> None:
             raise ConfigError(
                 "rl.importance_sampling_level is sequence, but cispo caps each token's ratio; use token"
             )
+    if rl.use_decoupled_loss and rl.old_logprobs == "rollout":
+        raise ConfigError(
+            "rl.use_decoupled_loss is set, but rl.old_logprobs is rollout: the proximal policy would be the one that "
+            "sampled, and nothing decoupled; leave out one"
+        )
+    if rl.interpolates_old and rl.rollouts:
+        raise ConfigError(
+            "rl.prox_logp_method is loglinear, but rl.rollouts are of another run, whose versions say nothing of this "
+            "one's weights; set it to recompute"
+        )
     low, high = rl.mismatch_bounds
     if low is not None and low > high:
         raise ConfigError(
