@@ -349,6 +349,12 @@ def _check_clips(config: RunConfig) -> None:
             "rl.use_decoupled_loss is set, but rl.old_logprobs is rollout: the proximal policy would be the one that "
             "sampled, and nothing decoupled; leave out one"
         )
+    given = rl.vllm_importance_sampling_clip_min, rl.vllm_importance_sampling_clip_max
+    if rl.use_decoupled_loss and given != (None, None):
+        raise ConfigError(
+            f"rl.vllm_importance_sampling_clip_min is {given[0]} and _max {given[1]}, but with rl.use_decoupled_loss "
+            "the weight has no bound but rl.behav_imp_weight_cap; set that, or leave out one"
+        )
     if rl.interpolates_old and rl.rollouts:
         raise ConfigError(
             "rl.prox_logp_method is loglinear, but rl.rollouts are of another run, whose versions say nothing of this "
