@@ -118,7 +118,7 @@ def test_so_it_does_in_another_layout(pool, straight):
     assert_same_with_tp2(pool, folder, load, dict(max_staleness=AHEAD), [step["loss"] for step in steps[3:]])
 
 
-def test_tokens_older_than_the_bound_leave_the_loss(straight, tmp_path):
+def test_tokens_older_than_the_bound_leave_the_loss(straight, tmp_path, capsys):
     """Of a checkpoint with a longer queue."""
     folder, steps = straight
     shutil.copy(folder / "prompts.jsonl", tmp_path)
@@ -131,6 +131,8 @@ def test_tokens_older_than_the_bound_leave_the_loss(straight, tmp_path):
     assert [step["tokens_dropped"] for step in again] == old and old[0] > 0 == old[-1]
     assert again[0]["loss"] != steps[3]["loss"] and all(np.isfinite(step["loss"]) for step in again)
     assert again[-1]["staleness_max"] == 1
+    said = f"| staleness {again[0]['staleness']:.2f}, at most 3, dropped {old[0]} tokens, queue 2 | seconds: "
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("proximal", ["recompute", "loglinear"])
