@@ -24,7 +24,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import astuple
 from pathlib import Path
-from threading import Lock
+from threading import TIMEOUT_MAX, Lock
 from typing import Any
 
 import numpy as np
@@ -80,7 +80,7 @@ class LiveRollouts:
         self._seconds: dict[str, float] = {}
         self._found: dict[str, Any] = {}  # figures of the rollout batch
         self._queue: dict[int, QueuedBatch] = {}  # rollout batches ahead, by their numbers
-        self._threads: list[tuple[int, InThread]] = []  # which sample pieces of them
+        self._pieces: list[tuple[int, InThread]] = []  # what threads sample of them
         self._judging = Lock()  # its rewards' workers answer one thread at a time
         self._current: tuple[int, list[PromptGroup]] | None = None  # the rollout batch in progress
         self.is_stale = False
@@ -172,7 +172,7 @@ class LiveRollouts:
             if not batch.is_judged:
                 open_ = [record for record in batch.records if not record.is_judged]
                 tokens = -(-(rl.max_completion_length - batch.sampled) // (ahead - number))
-                self._threads.append((ahead, InThread(self._piece_of(open_, tokens, step))))
+                self._pieces.append((ahead, InThread(self._piece_of(open_, tokens, step))))
 
     def _piece_of(self, records: list[GroupRecord], tokens: int, step: int) -> Callable[[], list[Any]]:
         def timed(phase: str) -> AbstractContextManager:
@@ -183,11 +183,17 @@ class LiveRollouts:
     def settle(self) -> None:
         """Waits for what threads sample until the next sync, and has it on every rank. Every rank calls it, in the last
         step of a rollout batch and before a checkpoint is saved."""
-        if not self._threads:
+        if not self._pieces:
             return
-        threads, self._threads = self._threads, []
-        with self.timed("generation"):
-            ranks = self._on_every_rank(lambda: [[ahead, *one.result()] for ahead, one in threads])
+        pieces, self._pieces = self._pieces, []
+
+        def waited() -> list[list[Any]]:
+            with self.timed("generation"):
+                for _, thread in pieces:  # all, before one of them raises: nothing is under way behind this
+                    thread.is_over(TIMEOUT_MAX)
+            return [[ahead, *thread.result()] for ahead, thread in pieces]
+
+        ranks = self._on_every_rank(waited, "generation")
         for ahead, records, logged in (share for shares in ranks for share in shares):
             self._queue[ahead].add([GroupRecord.of(*fields) for fields in records], logged)
 
