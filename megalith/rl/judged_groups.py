@@ -8,7 +8,7 @@ every token's log-probability by one version from the first token of the prompt 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import astuple, dataclass, field
 from typing import Any, Protocol
@@ -115,23 +115,23 @@ class QueuedBatch:
             self.logged.setdefault(name, []).extend(values)
 
 
-def queue_file(queue: dict[int, QueuedBatch], prompts: str) -> bytes:
-    """The batches by their numbers, as a checkpoint has them. `prompts`: what tells whether they are the same."""
+def queue_file(queue: dict[int, QueuedBatch], shape: Mapping[str, Any]) -> bytes:
+    """The batches by their numbers, as a checkpoint has them. `shape`: what has to be as it was for them to fit."""
     batches = {
         number: [[astuple(record) for record in batch.records], batch.logged]
         for number, batch in queue.items()
     }
-    return zstandard.compress(json.dumps({"prompts": prompts, "batches": batches}).encode())
+    return zstandard.compress(json.dumps({"shape": dict(shape), "batches": batches}).encode())
 
 
-def read_queue(content: bytes) -> tuple[dict[int, QueuedBatch], str]:
+def read_queue(content: bytes) -> tuple[dict[int, QueuedBatch], dict[str, Any]]:
     """What `queue_file` was given."""
     tree = json.loads(zstandard.ZstdDecompressor().decompressobj().decompress(content))
     queue = {
         int(number): QueuedBatch([GroupRecord.of(*fields) for fields in records], logged)
         for number, (records, logged) in tree["batches"].items()
     }
-    return queue, tree["prompts"]
+    return queue, tree["shape"]
 
 
 class Sampler(Protocol):

@@ -115,7 +115,12 @@ class LiveRollouts:
         run, rl = self._run, self._rl
         inside, first_step = run.step % rl.steps_per_batch, number * rl.steps_per_batch
         run.totals.setdefault(CONSUMED, number * groups)
-        if inside and self._current is not None and self._current[0] == number:
+        if (
+            inside
+            and self._current is not None
+            and self._current[0] == number
+            and len(self._current[1]) == groups
+        ):
             found = self._current[1]
             run.log(
                 f"the rollout batch in progress is the checkpoint's, {run.step - first_step} steps of it made"
@@ -210,7 +215,7 @@ class LiveRollouts:
         self.settle()
         if self._run.mesh.world.rank:
             return {}
-        found = {QUEUE: queue_file(self._queue, self._prompts.identity())} if self._queue else {}
+        found = {QUEUE: queue_file(self._queue, self._shape())} if self._queue else {}
         if self._current is not None and self._run.step % self._rl.steps_per_batch:
             number, groups = self._current
             name = CURRENT.format(number)
@@ -230,14 +235,21 @@ class LiveRollouts:
             )
             self._current = number, rollouts.groups
         if QUEUE in files and rl.max_staleness:
-            queue, prompts = read_queue(files[QUEUE].read_bytes())
-            if prompts == self._prompts.identity():
-                self._queue = queue
-            else:
+            queue, before = read_queue(files[QUEUE].read_bytes())
+            others = [name for name, value in self._shape().items() if before.get(name) != value]
+            self._queue = {} if others else queue
+            if others:
                 self._run.notes.append(
-                    f"the checkpoint's {len(queue)} rollout batches ahead are of other prompts than rl.prompts: they "
-                    "are left out, and sampled anew"
+                    f"the checkpoint's {len(queue)} rollout batches ahead are left out, and sampled anew: other than "
+                    f"then are {', '.join(others)}"
                 )
+
+    def _shape(self) -> dict[str, Any]:
+        """What the batches of a queue hang on."""
+        rl, size = self._rl, self._run.config.train.global_batch_size
+        names = "num_generations", "mini_batches", "num_iterations", "max_completion_length"
+        own = {f"rl.{name}": getattr(rl, name) for name in names}
+        return own | {"rl.prompts": self._prompts.identity(), "train.global_batch_size": size}
 
     # Weights
 

@@ -135,6 +135,18 @@ def test_tokens_older_than_the_bound_leave_the_loss(straight, tmp_path, capsys):
     assert said in capsys.readouterr().out
 
 
+def test_a_queue_that_does_not_fit_is_left_out(straight, tmp_path, capsys):
+    folder, _ = straight
+    shutil.copy(folder / "prompts.jsonl", tmp_path)
+    load = str(folder / "whole" / "checkpoints" / "step_00000003")
+    again = run(tmp_path, "cut", load, rl=dict(max_completion_length=7), train_iters=5)
+    assert (
+        "note: the checkpoint's 3 rollout batches ahead are left out, and sampled anew: other than then are "
+        "rl.max_completion_length" in capsys.readouterr().out
+    )
+    assert [step["staleness"] for step in again] == [0, 1]
+
+
 @pytest.mark.parametrize("proximal", ["recompute", "loglinear"])
 def test_a_run_that_stopped_inside_of_a_rollout_batch_goes_on_with_it_and_the_queue(pool, tmp_path, proximal):
     """And with the proximal policy, whose log-probabilities are the checkpoint's or follow from the versions; in
