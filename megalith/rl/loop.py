@@ -323,10 +323,8 @@ class LiveRollouts:
 
     def _groups_of(self, positions: Sequence[int]) -> list[PromptGroup]:
         """The groups of these positions of the stream, judged, on every rank."""
-        asked, longest = (
-            [GroupRecord(at, self._prompts.index(at)) for at in positions],
-            self._rl.max_completion_length,
-        )
+        asked = [GroupRecord(at, self._prompts.index(at)) for at in positions]
+        longest = self._rl.max_completion_length
         share = lambda: self._own_share(asked, longest, self._run.step, self.timed)  # noqa: E731
         batch = QueuedBatch(asked)
         for records, logged in self._on_every_rank(share, "rewards"):
